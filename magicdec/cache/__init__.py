@@ -1,0 +1,1 @@
+"""KV caches and the policies that choose what a draft keeps."""

@@ -1,0 +1,1 @@
+"""What a configuration costs and gives, before it runs."""

@@ -1,0 +1,1 @@
+"""Prefill, the round, and generation."""

@@ -1,0 +1,1 @@
+"""Draft strategies: whatever proposes tokens."""

@@ -1,0 +1,1 @@
+"""Who decodes: the native engine, and adapters to peers."""

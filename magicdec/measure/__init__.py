@@ -1,0 +1,1 @@
+"""Times, metrics and memory."""

@@ -1,0 +1,1 @@
+"""The decoder-only transformer, its checkpoints, and the bundled tiny pair."""

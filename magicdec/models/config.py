@@ -1,0 +1,171 @@
+"""The architecture of a decoder-only transformer: what a Hugging Face `config.json` says of it, as one dataclass.
+
+One set of fields covers the Llama, Mistral, Qwen2, Qwen3 and Yi families. A new family that fits them needs no code
+beyond its name in `FAMILIES`.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from magicdec.errors import UserError
+
+# What a family's checkpoint leaves unsaid in its config.json because its own code implies it.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {},
+    "qwen2": {"qkv_bias": True},
+    "qwen3": {"qk_norm": True},
+}
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """How rotary frequencies are stretched beyond the pretraining context.
+
+    `linear` divides positions by `factor` (Chen et al. 2023); `llama3` and `yarn` (Peng et al. 2023) blend scaled and
+    unscaled frequencies by wavelength. Fields that a kind does not use stay None.
+    """
+
+    kind: Literal["linear", "llama3", "yarn"]
+    factor: float
+    original_max_position_embeddings: int | None = None
+    low_freq_factor: float | None = None  # llama3
+    high_freq_factor: float | None = None  # llama3
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    attention_factor: float | None = None  # yarn; None: 0.1 ln(factor) + 1
+    truncate: bool = True  # yarn
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Sizes and switches of one transformer. Defaults are Llama's."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    rms_norm_eps: float = 1e-5
+    tie_word_embeddings: bool = False
+    qkv_bias: bool = False
+    output_bias: bool = False
+    qk_norm: bool = False
+    # Layers with a sliding window see only the last `sliding_window` tokens, their own included.
+    sliding_window: int | None = None
+    sliding_layers: tuple[int, ...] = field(default=())
+    eos_token_ids: tuple[int, ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise UserError(f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}")
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share one KV head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def num_parameters(self) -> int:
+        """Weights of the whole model, tied embeddings counted once."""
+        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        attention = self.hidden_size * (2 * q + 2 * kv)
+        biases = self.qkv_bias * (q + 2 * kv) + self.output_bias * self.hidden_size
+        norms = 2 * self.hidden_size + self.qk_norm * 2 * self.head_dim
+        layer = attention + biases + norms + 3 * self.hidden_size * self.intermediate_size
+        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
+        return self.num_layers * layer + embeddings + self.hidden_size
+
+    @property
+    def kv_elements_per_token(self) -> int:
+        """Keys and values that one token of one sequence adds over all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim
+
+    def window_of(self, layer: int) -> int | None:
+        """The sliding window of a layer in tokens, None where it attends to everything."""
+        return self.sliding_window if layer in self.sliding_layers else None
+
+
+def from_hugging_face(config: dict[str, Any], name: str = "config.json") -> ModelConfig:
+    """Read the contents of a `config.json`; `name` is what errors call it.
+
+    Raises UserError for an architecture or a rope scaling this transformer does not cover.
+    """
+    family = config.get("model_type")
+    if family not in FAMILIES:
+        raise UserError(f"{name}: model_type={family!r} is not supported; supported: {', '.join(FAMILIES)}")
+    if config.get("hidden_act", "silu") != "silu":
+        raise UserError(f"{name}: hidden_act={config['hidden_act']!r} is not supported; supported: silu")
+    try:
+        num_layers, num_heads = config["num_hidden_layers"], config["num_attention_heads"]
+        implied = dict(FAMILIES[family])
+        bias = bool(config.get("attention_bias", False))
+        implied["qkv_bias"] = implied.get("qkv_bias", False) or bias
+        window, sliding_layers = _sliding(config, num_layers)
+        theta, scaling = _rope(config, name)
+        return ModelConfig(
+            vocab_size=config["vocab_size"],
+            hidden_size=config["hidden_size"],
+            intermediate_size=config["intermediate_size"],
+            num_layers=num_layers,
+            num_heads=num_heads,
+            num_kv_heads=config.get("num_key_value_heads") or num_heads,
+            head_dim=config.get("head_dim") or config["hidden_size"] // num_heads,
+            max_position_embeddings=config["max_position_embeddings"],
+            rope_theta=theta,
+            rope_scaling=scaling,
+            rms_norm_eps=config.get("rms_norm_eps", 1e-6),
+            tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+            output_bias=bias,
+            sliding_window=window,
+            sliding_layers=sliding_layers,
+            eos_token_ids=eos_ids(config.get("eos_token_id")),
+            **implied,
+        )
+    except KeyError as missing:
+        raise UserError(f"{name}: the key {missing} is missing") from None
+
+
+def eos_ids(value: int | list[int] | None) -> tuple[int, ...]:
+    """A checkpoint's end-of-sequence token or tokens as a tuple; empty where it names none."""
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, int) else tuple(value)
+
+
+def _sliding(config: dict[str, Any], num_layers: int) -> tuple[int | None, tuple[int, ...]]:
+    """The sliding window and its layers, honouring the switches that name a window without using it."""
+    window = config.get("sliding_window")
+    if window is None or config.get("use_sliding_window") is False:
+        return None, ()
+    if config.get("layer_types"):
+        layers = tuple(i for i, kind in enumerate(config["layer_types"]) if kind == "sliding_attention")
+    elif "use_sliding_window" in config:  # Qwen: the first max_window_layers attend to everything
+        layers = tuple(range(config.get("max_window_layers", 0), num_layers))
+    else:  # Mistral: every layer
+        layers = tuple(range(num_layers))
+    return (window, layers) if layers else (None, ())
+
+
+def _rope(config: dict[str, Any], name: str) -> tuple[float, RopeScaling | None]:
+    """Rotary base and scaling, from transformers 5's `rope_parameters` or the older two keys."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    theta = rope.get("rope_theta") or config.get("rope_theta", 10000.0)
+    if config.get("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0)) != 1.0:
+        raise UserError(f"{name}: partial_rotary_factor is not supported")
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind == "default":
+        return theta, None
+    if kind not in ("linear", "llama3", "yarn"):
+        raise UserError(f"{name}: rope scaling {kind!r} is not supported; supported: linear, llama3, yarn")
+    if rope.get("mscale") or rope.get("mscale_all_dim"):
+        raise UserError(f"{name}: YaRN with mscale is not supported")
+    known = {f: rope[f] for f in RopeScaling.__dataclass_fields__ if rope.get(f) is not None}
+    if kind == "yarn" and "original_max_position_embeddings" not in known:
+        known["original_max_position_embeddings"] = config["max_position_embeddings"]
+    return theta, RopeScaling(kind=kind, **known)

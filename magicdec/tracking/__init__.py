@@ -1,0 +1,1 @@
+"""The run store, Weights & Biases, and reports."""

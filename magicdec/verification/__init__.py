@@ -1,0 +1,1 @@
+"""Pure functions that decide which proposals are accepted."""
