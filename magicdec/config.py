@@ -79,6 +79,8 @@ class DraftConfig:
     gamma: int = 0
     synthetic_acceptance: float | None = ruled(None, lambda value: 0 <= value <= 1, "must be between 0 and 1")
     model: ModelChoice | None = None
+    num_layers: int = at_least(0, default=0)
+    max_ngram: int = at_least(1, default=8)
 
 
 @dataclass
@@ -237,7 +239,7 @@ def warnings(config: Config) -> list[str]:
     context_len = config.batch.context_len
     if draft.name == "self" and cache.policy == "full":
         found.append("cache=full with draft=self: the target drafts for itself over its own cache, which saves nothing")
-    if draft.name != "none" and cache.policy != "full" and cache.budget >= context_len:
+    if draft.name not in ("none", "ngram") and cache.policy != "full" and cache.budget >= context_len:
         found.append(f"cache.budget={cache.budget} holds all of batch.context_len={context_len}: it saves nothing")
     for name, value in (("top_k", sampling.top_k), ("top_p", sampling.top_p)):
         if sampling.temperature == 0 and value is not None:
@@ -283,7 +285,7 @@ def _draft_mistakes(config: Config) -> Iterator[str]:
         yield f"draft.gamma={draft.gamma}: must be at least 1 with draft={draft.name}"
     if draft.name == "model" and draft.model is None:
         yield "draft.model=null: draft.name=model needs one; choose draft=model target@draft.model=NAME"
-    if cache.policy != "full":  # which ignores the budget
+    if cache.policy != "full" and draft.name != "ngram":  # full ignores the budget, and ngram has no cache
         if cache.budget <= cache.num_sink:
             sinks = f"cache.num_sink={cache.num_sink}"
             yield f"cache.budget={cache.budget}: must be above {sinks}, to hold the sinks and a window of at least 1"

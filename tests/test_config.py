@@ -7,7 +7,9 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+from magicdec.cache.draft_cache import CACHES
 from magicdec.config import Architecture, Config, Scaling, load, to_dict, to_yaml, validate, warnings
+from magicdec.drafts.base import DRAFTS
 from magicdec.errors import UserError
 from magicdec.models.config import ModelConfig, RopeScaling
 from magicdec.rules import known_keys
@@ -65,6 +67,16 @@ def test_every_option_is_valid_and_every_target_can_be_a_draft(row):
 @pytest.mark.parametrize("choice", ["draft=none", *(f"experiment={name}" for name in OPTIONS["experiment"])])
 def test_every_experiment_is_valid_and_so_is_no_draft(choice):
     assert (composed(choice).draft.name == "none") == (choice == "draft=none")
+
+
+@pytest.mark.parametrize("name", OPTIONS["draft"])
+def test_every_draft_is_valid(name):
+    assert composed(f"draft={name}").draft.name == name
+
+
+def test_every_policy_and_draft_has_its_file():
+    assert set(CACHES) <= set(OPTIONS["cache"])
+    assert {"none", *DRAFTS} == set(OPTIONS["draft"])
 
 
 def test_every_file_opens_with_what_it_is():
@@ -160,6 +172,7 @@ def test_mistakes_in_a_draft_model_and_a_profile(default):
         {"draft__synthetic_acceptance": 0.0, "target__weights": "random"},
         {"cache__policy": "full", "cache__budget": 0},
         {"cache__budget": 5},
+        {"draft__name": "ngram", "cache__budget": 0},
         {"draft__gamma": 127},
     ],
 )

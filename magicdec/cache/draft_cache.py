@@ -17,17 +17,17 @@ from magicdec.registry import Registry
 
 @dataclass(frozen=True)
 class CacheSpec:
-    """What a policy is asked for.
+    """What a policy is asked for: the keys of `cache` but its name, and what the run adds to them.
 
     `budget` counts committed entries per sequence and layer; proposals live in slots beyond it. `max_len` is the
     longest a sequence can become. `in_cache_positions` is set where a sequence may outgrow the draft's trained context.
     """
 
-    budget: int
-    num_sink: int
     gamma: int
     max_len: int
     in_cache_positions: bool = False
+    budget: int = 0
+    num_sink: int = 0
 
 
 class DraftCache(KVCache):
@@ -46,8 +46,18 @@ class DraftCache(KVCache):
         device: torch.device | str,
     ):
         super().__init__(config, num_rows, capacity, dtype, device)
-        self.spec, self.config = spec, config
+        self.spec = spec
         self.length_B = torch.zeros(num_rows, dtype=torch.int32, device=device)
+
+    @classmethod
+    @abstractmethod
+    def num_slots(cls, spec: CacheSpec, shares_target: bool) -> int:
+        """Slots per row to allocate, beyond the target's own where a draft shares them."""
+
+    @classmethod
+    def bytes_per_row(cls, spec: CacheSpec, config: ModelConfig, dtype: torch.dtype, shares_target: bool) -> int:
+        """What a row takes, known before anything is allocated."""
+        return config.kv_elements_per_token * cls.num_slots(spec, shares_target) * dtype.itemsize
 
     @classmethod
     @abstractmethod
@@ -63,16 +73,18 @@ class DraftCache(KVCache):
         """Allocate; `target` is the target's own cache where the target drafts for itself."""
 
     @abstractmethod
-    def load(self, target: KVCache) -> None:
-        """Self-speculation, after the target's prefill: keep what the policy chooses of its exact entries."""
+    def load(self, source: KVCache, scores_LBKS: Tensor | None = None) -> None:
+        """Keep what the policy chooses of the entries of a whole prefilled context: the target's, where it drafts for
+        itself. `scores_LBKS`, for a policy that observes, is the attention that each entry received.
+        """
 
     @abstractmethod
     def for_prefill(self, chunk: int) -> "DraftCache":
         """An independent draft's cache while it prefills in chunks of `chunk` tokens: empty, and with room for one."""
 
     @abstractmethod
-    def adopt(self, prefilled: "DraftCache") -> None:
-        """Take over what `for_prefill`'s cache holds after the prefill."""
+    def adopt(self, prefilled: "DraftCache", scores_LBKS: Tensor | None = None) -> None:
+        """Take over what `for_prefill`'s cache holds after the prefill; see `load` for the scores."""
 
     @abstractmethod
     def take(self, source: KVCache, first_slot_B: Tensor, count_B: Tensor, width: int) -> None:

@@ -14,9 +14,9 @@ from magicdec.cache.draft_cache import DraftCache
 from magicdec.cache.kv_cache import KVCache
 from magicdec.decoding.prefill import prefill
 from magicdec.decoding.state import State
-from magicdec.drafts.base import DRAFTS, Draft, Proposal
+from magicdec.drafts.base import DRAFTS, Draft, DraftSpec, Proposal
 from magicdec.models.transformer import Transformer
-from magicdec.verification.sampling import Sampling, Use, choose
+from magicdec.verification.sampling import Use, choose
 
 
 class ModelDraft(Draft):
@@ -27,12 +27,12 @@ class ModelDraft(Draft):
     accepted it has never seen its last proposal, and feeding it again otherwise keeps shapes static.
     """
 
-    def __init__(self, model: Transformer, cache: DraftCache, gamma: int, vocab_size: int, sampling: Sampling):
-        """`vocab_size` is the target's; models of one tokenizer may pad theirs to different sizes."""
-        self.model, self.cache, self.gamma, self.sampling = model, cache, gamma, sampling
-        self.vocab_size = vocab_size
-
     refed: int
+
+    def __init__(self, model: Transformer, cache: DraftCache, spec: DraftSpec):
+        """The vocabulary is the target's; models of one tokenizer may pad theirs to different sizes."""
+        self.model, self.cache, self.gamma, self.sampling = model, cache, spec.gamma, spec.sampling
+        self.vocab_size = spec.target.config.vocab_size
 
     def propose(self, state: State) -> Proposal:
         """See Draft.propose."""
@@ -69,17 +69,15 @@ class SelfDraft(ModelDraft):
 
     refed = 1
 
-    def __init__(
-        self,
-        model: Transformer,
-        cache: DraftCache,
-        gamma: int,
-        vocab_size: int,
-        sampling: Sampling,
-        target_cache: KVCache,
-    ):
-        super().__init__(model, cache, gamma, vocab_size, sampling)
+    def __init__(self, model: Transformer, cache: DraftCache, target_cache: KVCache, spec: DraftSpec):
+        """`target_cache` has the exact entries of the model's layers."""
+        super().__init__(model, cache, spec)
         self.target_cache = target_cache
+
+    @classmethod
+    def build(cls, spec: DraftSpec) -> "SelfDraft":
+        """See Draft.build."""
+        return cls(spec.target, spec.new_cache(spec.target, spec.target_cache), spec.target_cache, spec)
 
     def prefill(self, state: State, progress: Callable[[int], None]) -> None:
         """See Draft.prefill: the policy picks from what the target has computed."""
@@ -96,12 +94,20 @@ class IndependentDraft(ModelDraft):
 
     refed = 2
 
-    def __init__(
-        self, model: Transformer, cache: DraftCache, gamma: int, vocab_size: int, sampling: Sampling, chunk: int
-    ):
+    def __init__(self, model: Transformer, cache: DraftCache, chunk: int, spec: DraftSpec):
         """`chunk` is how many tokens it prefills at a time."""
-        super().__init__(model, cache, gamma, vocab_size, sampling)
+        super().__init__(model, cache, spec)
         self.chunk = chunk
+
+    @classmethod
+    def build(cls, spec: DraftSpec) -> "IndependentDraft":
+        """See Draft.build."""
+        assert spec.model is not None
+        cache, chunk = spec.new_cache(spec.model, None), spec.prefill_chunk
+        if cache.bounds_positions:
+            budget = cache.spec.budget
+            chunk = min(chunk, spec.model.config.max_position_embeddings - budget - spec.gamma - 1)
+        return cls(spec.model, cache, chunk, spec)
 
     def prefill(self, state: State, progress: Callable[[int], None]) -> None:
         """See Draft.prefill: through the policy's own view, so that the context may exceed what it was trained for."""
