@@ -90,6 +90,9 @@ class CacheConfig:
     policy: str = MISSING
     budget: int = 0
     num_sink: int = at_least(0, default=0)
+    observation_window: int = at_least(1, default=32)
+    kernel: int = ruled(5, lambda value: value >= 1 and value % 2 == 1, "must be an odd number of at least 1")
+    beta: int = at_least(1, default=20)
 
 
 @dataclass

@@ -1,9 +1,11 @@
 """The compact cache that static policies share: a fixed part and a ring of recent tokens.
 
-L layers, B rows, K KV heads, S slots, D head dim, F fixed slots, R ring slots, W tokens committed at a time. Of `budget`
-slots the first F hold what the policy has chosen, the others are a ring over the latest tokens, and slots beyond the
-budget hold this round's proposals, which evict nothing until committed. Until a row outgrows its budget every token
-lies in the slot of its position. Attention does not care about the order of slots: keys carry their rotary position.
+L layers, B rows, K KV heads, S slots, D head dim, F fixed slots, R ring slots, W tokens committed at a time.
+
+Of `budget` slots the first F hold what the policy has chosen, the others are a ring over the latest tokens, and slots
+beyond the budget hold this round's proposals, which evict nothing until committed. Until a row outgrows its budget
+every token lies in the slot of its position. Attention does not care about the order of slots: keys carry their
+position.
 """
 
 from abc import abstractmethod
@@ -78,15 +80,19 @@ class CompactCache(DraftCache):
         start_B1 = length_B1 - self.window
         ring_BR = start_B1 + (slot_S[self.num_fixed :] - start_B1) % self.window
         fits_B11 = (length_B1 <= self.budget)[..., None]
-        kv_heads_K1 = torch.arange(self.config.num_kv_heads, device=slot_S.device)[:, None]
         for layer in range(self.config.num_layers):  # one at a time: no second copy of the whole cache
             chosen_BKF = self.choose(layer, source, scores_LBKS)
             ring_BKR = ring_BR[:, None].expand(-1, chosen_BKF.shape[1], -1)
             from_BKS = torch.where(fits_B11, slot_S, torch.cat((chosen_BKF, ring_BKR), dim=-1))
-            from_BKS = from_BKS.clamp(0, source.capacity - 1)
-            for kept, entries in ((self.k_LBKSD, source.k_LBKSD), (self.v_LBKSD, source.v_LBKSD)):
-                kept[layer][:, :, : self.budget] = entries[layer][self._rows_B1[..., None], kv_heads_K1, from_BKS]
+            from_BKS = from_BKS.clamp(0, source.capacity - 1).expand(-1, self.config.num_kv_heads, -1)
+            self.keep(layer, source, from_BKS, scores_LBKS)
         self.set_length(source.seqlens_B)
+
+    def keep(self, layer: int, source: KVCache, from_BKS: Tensor, scores_LBKS: Tensor | None) -> None:
+        """Copy one layer's entries from these slots of `source`, in order, to the first `budget` slots."""
+        from_BKSD = from_BKS[..., None].expand(-1, -1, -1, self.config.head_dim)
+        self.k_LBKSD[layer][:, :, : self.budget] = source.k_LBKSD[layer].gather(2, from_BKSD)
+        self.v_LBKSD[layer][:, :, : self.budget] = source.v_LBKSD[layer].gather(2, from_BKSD)
 
     def for_prefill(self, chunk: int) -> DraftCache:
         """See DraftCache.for_prefill: a cache of everything, from which `adopt` chooses."""

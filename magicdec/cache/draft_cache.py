@@ -6,6 +6,7 @@ it: `@CACHES.register("name")`.
 
 from abc import abstractmethod
 from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -28,13 +29,18 @@ class CacheSpec:
     in_cache_positions: bool = False
     budget: int = 0
     num_sink: int = 0
+    observation_window: int = 32
+    kernel: int = 5
+    beta: int = 20
 
 
 class DraftCache(KVCache):
     """A cache with `length_B` committed tokens (int32) and, in its last valid slots, the proposals of this round."""
 
     # Whether the draft may read positions it was not trained for (a policy that hides them sets this).
-    bounds_positions = False
+    bounds_positions: ClassVar[bool] = False
+    # When it chooses entries by their attention: at the prefill, once a round, or in every draft step. Timed apart.
+    selects: ClassVar[Literal["never", "prefill", "round", "step"]] = "never"
 
     def __init__(
         self,
@@ -71,6 +77,11 @@ class DraftCache(KVCache):
         target: KVCache | None,
     ) -> "DraftCache":
         """Allocate; `target` is the target's own cache where the target drafts for itself."""
+
+    @property
+    def observes(self) -> int:
+        """How many of the context's last tokens are to score it before it is loaded; see `load`."""
+        return 0
 
     @abstractmethod
     def load(self, source: KVCache, scores_LBKS: Tensor | None = None) -> None:

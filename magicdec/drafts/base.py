@@ -63,8 +63,8 @@ class Draft(ABC):
     def build(cls, spec: DraftSpec) -> "Draft":
         """Allocate a draft for one batch."""
 
-    @classmethod
-    def check(cls, target: ModelConfig, num_layers: int) -> None:  # noqa: B027 - most suit every target
+    @classmethod  # noqa: B027 - most drafts suit every target
+    def check(cls, target: ModelConfig, num_layers: int) -> None:
         """Raise UserError where the options do not suit the target."""
 
     @abstractmethod

@@ -13,6 +13,7 @@ from torch import Tensor
 from magicdec.cache.draft_cache import DraftCache
 from magicdec.cache.kv_cache import KVCache
 from magicdec.decoding.prefill import prefill
+from magicdec.decoding.scoring import score
 from magicdec.decoding.state import State
 from magicdec.drafts.base import DRAFTS, Draft, DraftSpec, Proposal
 from magicdec.models.transformer import Transformer
@@ -44,6 +45,13 @@ class ModelDraft(Draft):
             tokens.append(token_B1)
             distributions.append(q_B1V)
         return Proposal(torch.cat(tokens[1:], dim=1), self._stack(distributions))
+
+    def _scores(self, source: KVCache, state: State) -> Tensor | None:
+        """What a policy that observes needs to choose among the entries of a prefilled context."""
+        if not self.cache.observes:
+            return None
+        tokens_BS = self._known(state.tokens_BS)
+        return score(self.model, source, tokens_BS, state.max_prompt_len, self.cache.observes)
 
     def _known(self, tokens: Tensor) -> Tensor:
         """Tokens that only the target's padding has stand for this model's last one: a guess may be wrong."""
@@ -81,7 +89,7 @@ class SelfDraft(ModelDraft):
 
     def prefill(self, state: State, progress: Callable[[int], None]) -> None:
         """See Draft.prefill: the policy picks from what the target has computed."""
-        self.cache.load(self.target_cache)
+        self.cache.load(self.target_cache, self._scores(self.target_cache, state))
 
     def commit(self, count_B: Tensor) -> None:
         """See Draft.commit: exact entries come from the target's cache, where slots are positions."""
@@ -116,7 +124,7 @@ class IndependentDraft(ModelDraft):
         longest = state.max_prompt_len - 1
         if longest:
             prefill(self.model, cache, self._known(state.tokens_BS), lengths_B, longest, self.chunk, progress)
-        self.cache.adopt(cache)
+        self.cache.adopt(cache, self._scores(cache, state))
 
     def simulate_prefill(self, state: State) -> None:
         """See Draft.simulate_prefill."""
