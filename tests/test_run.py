@@ -62,7 +62,8 @@ def test_the_stored_output_is_what_transformers_writes(tmp_path):
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     model = AutoModelForCausalLM.from_pretrained(TINY / "target", dtype=torch.float32)
     prompts = torch.tensor([row["prompt"] for row in rows])
-    expected = model.generate(prompts, max_new_tokens=12, min_new_tokens=12, do_sample=False, pad_token_id=0)
+    settings = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    expected = model.generate(prompts, attention_mask=torch.ones_like(prompts), **settings)
     assert [row["speculative"] for row in rows] == expected[:, 256:].tolist()
 
 

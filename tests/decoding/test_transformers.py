@@ -16,8 +16,10 @@ def test_against_generate(tmp_path, family):
     folder = make_checkpoint(tmp_path, family, eos_token_id=None)
     target, reference = load_model(folder), load_reference(folder)
     prompts = random_prompts(LENGTHS, vocab=96)
+    settings = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 0}
     ids = [torch.tensor([prompt]) for prompt in prompts]
-    written = [reference.generate(i, max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0)[0] for i in ids]
+    # With a mask of its own: generate would take tokens that equal the padding's for padding.
+    written = [reference.generate(i, attention_mask=torch.ones_like(i), **settings)[0] for i in ids]
     expected = [row[len(prompt) :].tolist() for row, prompt in zip(written, prompts, strict=True)]
     for draft, policy in [("self", policy) for policy in CACHES] + [("model", policy) for policy in CACHES]:
         model = noisy_copy(target, 0.1) if draft == "model" else None
