@@ -22,6 +22,8 @@ from magicdec.models.config import ModelConfig
 class CompactCache(DraftCache):
     """`budget` committed entries a row and layer; positions are absolute."""
 
+    ordered = False
+
     def __init__(
         self,
         spec: CacheSpec,

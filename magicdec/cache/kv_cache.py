@@ -18,6 +18,9 @@ from magicdec.models.config import ModelConfig
 class KVCache:
     """Keys and values of every token so far: the target's cache, and the base of every draft's."""
 
+    # Whether slots lie in the order of positions: a model's sliding window means something only there.
+    ordered = True
+
     def __init__(
         self, config: ModelConfig, num_rows: int, capacity: int, dtype: torch.dtype, device: torch.device | str
     ):
@@ -69,7 +72,7 @@ class KVCache:
     def plan(self, attention: Attention, num_new: int, dtype: torch.dtype) -> list[Any]:
         """Each layer's plan for a forward pass of `num_new` tokens."""
         shape = Shape(num_new, self.capacity, self.config.group_size, dtype)
-        windows = [self.config.window_of(i) for i in range(self.config.num_layers)]
+        windows = [self.config.window_of(i) if self.ordered else None for i in range(self.config.num_layers)]
         plans = {window: attention.plan(self.seqlens_B + num_new, shape, window) for window in set(windows)}
         return [plans[window] for window in windows]
 
