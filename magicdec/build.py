@@ -84,6 +84,11 @@ def plan(config: Config) -> Plan:
         checkpoint.check_vocabularies(target.config, draft.config, target.folder, draft.folder)
     if config.draft.name != "none":
         DRAFTS[config.draft.name].check(target.config, config.draft.num_layers)
+        if CACHES[config.cache.policy].needs_target and draft is not None:
+            raise UserError(
+                f"cache.policy={config.cache.policy} follows the target's own attention, which says nothing to an "
+                "independent draft; use draft=self or draft=layer_skip"
+            )
     _check_length(config, target, draft)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
     return Plan(config, device, dtype, target, draft, name)

@@ -93,6 +93,8 @@ class CacheConfig:
     observation_window: int = at_least(1, default=32)
     kernel: int = ruled(5, lambda value: value >= 1 and value % 2 == 1, "must be an odd number of at least 1")
     beta: int = at_least(1, default=20)
+    page_size: int = at_least(1, default=16)
+    refresh: int = at_least(1, default=1)
 
 
 @dataclass

@@ -11,9 +11,12 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from magicdec.attention.base import Attention
 from magicdec.cache.kv_cache import KVCache
 from magicdec.models.config import ModelConfig
 from magicdec.registry import Registry
+
+Selects = Literal["never", "prefill", "round", "step"]
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,8 @@ class CacheSpec:
     observation_window: int = 32
     kernel: int = 5
     beta: int = 20
+    page_size: int = 16
+    refresh: int = 1
 
 
 class DraftCache(KVCache):
@@ -39,8 +44,10 @@ class DraftCache(KVCache):
 
     # Whether the draft may read positions it was not trained for (a policy that hides them sets this).
     bounds_positions: ClassVar[bool] = False
+    # Whether it lives on the target's own attention, so that an independent draft has no use for it.
+    needs_target: ClassVar[bool] = False
     # When it chooses entries by their attention: at the prefill, once a round, or in every draft step. Timed apart.
-    selects: ClassVar[Literal["never", "prefill", "round", "step"]] = "never"
+    selects: ClassVar[Selects] = "never"
 
     def __init__(
         self,
@@ -77,6 +84,18 @@ class DraftCache(KVCache):
         target: KVCache | None,
     ) -> "DraftCache":
         """Allocate; `target` is the target's own cache where the target drafts for itself."""
+
+    @property
+    def phases(self) -> int:
+        """Kinds of rounds that take turns, each of a static shape of its own."""
+        return 1
+
+    def watch(self, verified: KVCache, phase: int) -> KVCache:
+        """The target's cache as a verification of this phase is to see it: itself, unless its attention is observed."""
+        return verified
+
+    def select(self, attention: Attention) -> None:
+        """Choose once more, as a step or a round does: to be timed. What `selects` never has nothing to do."""
 
     @property
     def observes(self) -> int:

@@ -45,7 +45,7 @@ class FullCache(DraftCache):
         """See DraftCache.load: everything is there already."""
         self.set_length(source.seqlens_B)
 
-    def for_prefill(self, chunk: int) -> "FullCache":
+    def for_prefill(self, chunk: int) -> DraftCache:
         """See DraftCache.for_prefill: this very cache."""
         self.set_length(torch.zeros_like(self.length_B))
         return self

@@ -4,13 +4,13 @@ L layers, B rows, T tokens, K KV heads, S slots, D head dim.
 """
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from magicdec.attention.base import Attention
-from magicdec.cache.draft_cache import CACHES, CacheSpec, DraftCache
+from magicdec.cache.draft_cache import CACHES, CacheSpec, DraftCache, Selects
 from magicdec.cache.full import FullCache
 from magicdec.cache.kv_cache import KVCache
 from magicdec.cache.snapkv import SnapKVCache, num_recent
@@ -41,7 +41,7 @@ class PyramidKVCache(DraftCache):
     layer to 1 / `beta` of it in the last, because attention spreads widely in early layers and narrows in late ones.
     """
 
-    selects = "prefill"
+    selects: ClassVar[Selects] = "prefill"
 
     def __init__(
         self,

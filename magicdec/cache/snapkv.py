@@ -3,12 +3,14 @@
 L layers, B rows, K KV heads, S slots, F slots to choose.
 """
 
+from typing import ClassVar
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from magicdec.cache.compact import CompactCache
-from magicdec.cache.draft_cache import CACHES, CacheSpec
+from magicdec.cache.draft_cache import CACHES, CacheSpec, Selects
 from magicdec.cache.kv_cache import KVCache
 
 
@@ -26,7 +28,7 @@ class SnapKVCache(CompactCache):
     The choice is made once: what is generated afterwards passes through the ring of recent tokens.
     """
 
-    selects = "prefill"
+    selects: ClassVar[Selects] = "prefill"
 
     @property
     def observes(self) -> int:

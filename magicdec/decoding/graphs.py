@@ -30,3 +30,19 @@ class Step:
     def __call__(self) -> None:
         """Run the step once."""
         self._call()
+
+
+class Cycle:
+    """Steps that take turns: a round of each kind, over and over."""
+
+    def __init__(self, steps: list[Step]):
+        self._steps, self._next = steps, 0
+
+    def restart(self) -> None:
+        """Begin with the first kind again."""
+        self._next = 0
+
+    def __call__(self) -> None:
+        """Run the next step."""
+        self._steps[self._next]()
+        self._next = (self._next + 1) % len(self._steps)

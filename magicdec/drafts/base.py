@@ -56,6 +56,8 @@ class Draft(ABC):
 
     # Whether it keeps a KV cache, so that `cache` has a say.
     has_cache: ClassVar[bool] = True
+    # Whether it is a model of its own rather than the target.
+    needs_model: ClassVar[bool] = False
     gamma: int
 
     @classmethod
@@ -82,6 +84,19 @@ class Draft(ABC):
     @abstractmethod
     def commit(self, count_B: Tensor) -> None:
         """Learn that each row took `count_B` <= gamma + 1 tokens: accepted proposals, then the bonus token."""
+
+    @property
+    def phases(self) -> int:
+        """Kinds of rounds that take turns, each captured by itself."""
+        return 1
+
+    def watch(self, verified: KVCache, phase: int) -> KVCache:
+        """The target's cache as a verification of this phase is to see it; a draft that learns from it observes."""
+        return verified
+
+    def selection(self, state: State) -> Callable[[], None] | None:
+        """What choosing entries by their attention takes, once more, to be timed; None where nothing is chosen so."""
+        return None
 
     @property
     @abstractmethod

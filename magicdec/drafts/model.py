@@ -66,6 +66,21 @@ class ModelDraft(Draft):
         return F.pad(q_BGV, (0, self.vocab_size - q_BGV.shape[-1]))
 
     @property
+    def phases(self) -> int:
+        """See Draft.phases."""
+        return self.cache.phases
+
+    def watch(self, verified: KVCache, phase: int) -> KVCache:
+        """See Draft.watch."""
+        return self.cache.watch(verified, phase)
+
+    def selection(self, state: State) -> Callable[[], None] | None:
+        """See Draft.selection."""
+        if self.cache.selects in ("round", "step"):
+            return lambda: self.cache.select(self.model.attention)
+        return None
+
+    @property
     def cache_bytes(self) -> int:
         """See Draft.cache_bytes."""
         return self.cache.num_bytes
@@ -91,6 +106,12 @@ class SelfDraft(ModelDraft):
         """See Draft.prefill: the policy picks from what the target has computed."""
         self.cache.load(self.target_cache, self._scores(self.target_cache, state))
 
+    def selection(self, state: State) -> Callable[[], None] | None:
+        """See Draft.selection: at the prefill, the scoring pass and the gather."""
+        if self.cache.selects == "prefill":
+            return lambda: self.prefill(state, lambda _: None)
+        return super().selection(state)
+
     def commit(self, count_B: Tensor) -> None:
         """See Draft.commit: exact entries come from the target's cache, where slots are positions."""
         self.cache.take(self.target_cache, self.cache.length_B, count_B, self.gamma + 1)
@@ -100,6 +121,7 @@ class SelfDraft(ModelDraft):
 class IndependentDraft(ModelDraft):
     """A smaller model with a cache of its own."""
 
+    needs_model = True
     refed = 2
 
     def __init__(self, model: Transformer, cache: DraftCache, chunk: int, spec: DraftSpec):
