@@ -86,8 +86,8 @@ def plan(config: Config) -> Plan:
         DRAFTS[config.draft.name].check(target.config, config.draft.num_layers)
         if CACHES[config.cache.policy].needs_target and draft is not None:
             raise UserError(
-                f"cache.policy={config.cache.policy} follows the target's own attention, which says nothing to an "
-                "independent draft; use draft=self or draft=layer_skip"
+                f"cache.policy={config.cache.policy} lives on the target's own cache, which an independent draft has "
+                "no use for; choose draft=self or draft=layer_skip"
             )
     _check_length(config, target, draft)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()

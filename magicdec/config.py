@@ -95,6 +95,8 @@ class CacheConfig:
     beta: int = at_least(1, default=20)
     page_size: int = at_least(1, default=16)
     refresh: int = at_least(1, default=1)
+    bits: int = ruled(8, lambda value: value in (4, 8), "must be 8 or 4")
+    group_size: int = at_least(1, default=32)
 
 
 @dataclass

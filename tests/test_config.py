@@ -125,6 +125,8 @@ def test_the_first_run_needs_no_warning(default):
         ({"draft__gamma": 128}, "draft.gamma=128: must be below cache.budget=128"),
         ({"cache__budget": 4}, "cache.budget=4: must be above cache.num_sink=4"),
         ({"cache__budget": -1}, "cache.budget=-1: must be above cache.num_sink=4"),
+        ({"cache__bits": 3}, "cache.bits=3: must be 8 or 4"),
+        ({"cache__kernel": 4}, "cache.kernel=4: must be an odd number of at least 1"),
         ({"cache__num_sink": -1}, "cache.num_sink=-1: must be at least 0"),
         ({"draft__synthetic_acceptance": 1.5}, "draft.synthetic_acceptance=1.5: must be between 0 and 1"),
         ({"draft__name": "model"}, "draft.model=null: draft.name=model needs one"),

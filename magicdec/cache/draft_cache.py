@@ -37,6 +37,8 @@ class CacheSpec:
     beta: int = 20
     page_size: int = 16
     refresh: int = 1
+    bits: int = 8
+    group_size: int = 32
 
 
 class DraftCache(KVCache):
@@ -44,7 +46,7 @@ class DraftCache(KVCache):
 
     # Whether the draft may read positions it was not trained for (a policy that hides them sets this).
     bounds_positions: ClassVar[bool] = False
-    # Whether it lives on the target's own attention, so that an independent draft has no use for it.
+    # Whether it lives on the target's own attention or entries, so that an independent draft has no use for it.
     needs_target: ClassVar[bool] = False
     # When it chooses entries by their attention: at the prefill, once a round, or in every draft step. Timed apart.
     selects: ClassVar[Selects] = "never"
