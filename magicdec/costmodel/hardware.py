@@ -1,0 +1,158 @@
+"""What the cost model knows of a machine: the datasheet's figures, and how much of them is achieved.
+
+A name is a count and a device: `8xA100`, `4xl40`, `h200`. Where no calibration exists for a device, the datasheet is
+combined with the achieved fractions of the most similar calibrated one, and the note says so.
+"""
+
+import re
+from dataclasses import dataclass, fields
+from functools import cache
+from math import inf, log
+from pathlib import Path
+
+import yaml
+
+from magicdec.costmodel.stack import STACKS, Stack
+from magicdec.errors import UserError
+
+CALIBRATED = Path(__file__).parent / "calibrated"
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Link:
+    """What connects the GPUs of a machine."""
+
+    name: str
+    bandwidth: float  # bytes per second that a GPU sends, and as many that it receives
+    # One of an all-reduce's log2(ranks) hops, in microseconds. NVLink: 8, 14 and 17 us for small messages on 2, 4 and 8
+    # H100s (vLLM's kernel, measured in sgl-project/sglang#2904). PCIe: 43 us on 8 GPUs (NCCL, NVIDIA/nccl#1530).
+    hop_us: float
+
+
+NVLINK3 = Link("NVLink 3", 300e9, 5.0)
+NVLINK4 = Link("NVLink 4", 450e9, 5.0)
+PCIE4 = Link("PCIe 4.0 x16", 32e9, 14.0)
+
+
+@dataclass(frozen=True)
+class Device:
+    """One accelerator, by its datasheet (dense matmuls, without sparsity)."""
+
+    name: str
+    bandwidth: float  # bytes per second of its memory
+    flops: float  # per second, bf16 with fp32 accumulation
+    memory: float  # bytes
+    num_sms: int | None = None  # None where attention is not scheduled in tiles on streaming multiprocessors
+    link: Link = PCIE4
+
+    @property
+    def ridge(self) -> float:
+        """FLOPs per byte above which the device is bound by compute."""
+        return self.flops / self.bandwidth
+
+
+DEVICES = {
+    device.name: device
+    for device in (
+        Device("A100", 2039e9, 312e12, 80 * GIB, 108, NVLINK3),  # A100-SXM4-80GB
+        Device("H100", 3350e9, 989e12, 80 * GIB, 132, NVLINK4),  # H100-SXM5
+        Device("H200", 4800e9, 989e12, 141e9, 132, NVLINK4),  # H200-SXM
+        Device("L40", 864e9, 181e12, 48 * GIB, 142, PCIE4),
+        Device("L40S", 864e9, 362e12, 48 * GIB, 142, PCIE4),
+    )
+}
+
+
+@dataclass
+class Efficiency:
+    """How much of a datasheet is achieved, and what a step costs beside it. Fractions lie in (0, 1].
+
+    Not frozen, so that it can be a node of a Hydra config.
+    """
+
+    bandwidth_fraction: float = 0.9  # of the memory's bandwidth, streaming weights and KV
+    matmul_fraction: float = 0.7  # of the bf16 rate, by a matmul of many rows
+    matmul_half_rows: float = 16.0  # rows at which a matmul achieves half of that: a tensor core's tile has 16
+    layer_overhead_us: float = 60.0  # a layer's kernel launches and gaps
+    round_overhead_us: float = 700.0  # accept, commit and the host, per round
+    allreduce_hop_us: float = 5.0  # latency of each of log2(ranks) hops
+    allreduce_bandwidth_fraction: float = 0.3  # of the link's bandwidth, at the megabyte or so of a decode step
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name.endswith("fraction") and not 0.0 < value <= 1.0:
+                raise UserError(f"efficiency.{field.name}={value} must lie in (0, 1]")
+            if not 0.0 <= value < inf:
+                raise UserError(f"efficiency.{field.name}={value} must not be negative")
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """A machine as the cost model sees it: `count` devices, what they achieve, and the software that achieved it."""
+
+    name: str
+    device: Device
+    count: int
+    efficiency: Efficiency
+    stack: Stack
+    note: str = ""
+
+    @property
+    def bandwidth(self) -> float:
+        """Achieved bytes per second of one device."""
+        return self.device.bandwidth * self.efficiency.bandwidth_fraction
+
+    def matmul_rate(self, rows: float) -> float:
+        """Achieved FLOPs per second of one device, for matmuls of `rows` rows: it saturates."""
+        return self.device.flops * self.efficiency.matmul_fraction * rows / (rows + self.efficiency.matmul_half_rows)
+
+    def allreduce_time(self, num_bytes: float, ranks: int) -> float:
+        """Seconds in which `ranks` devices sum `num_bytes` each: log2(ranks) hops, 2 (n - 1) / n of the bytes."""
+        if ranks == 1:
+            return 0.0
+        rate = self.device.link.bandwidth * self.efficiency.allreduce_bandwidth_fraction
+        return self.efficiency.allreduce_hop_us * 1e-6 * log(ranks, 2) + 2 * (ranks - 1) / ranks * num_bytes / rate
+
+
+def parse_name(name: str) -> tuple[int, Device]:
+    """`8xA100` to (8, A100); one device where no count is given; case does not matter."""
+    match = re.fullmatch(r"(?:(\d+)x)?([a-z]\w*)", name.strip().lower())
+    device = match and next((d for d in DEVICES.values() if d.name.lower() == match[2]), None)
+    if not match or not device or match[1] == "0":
+        raise UserError(f"hardware={name} is not known; name a count and one of {', '.join(DEVICES)}, such as 8xA100")
+    return int(match[1] or 1), device
+
+
+def hardware_named(name: str, stack: str | None = None) -> Hardware:
+    """The machine of that name; `stack` replaces the software that its calibration describes."""
+    count, device = parse_name(name)
+    source = _most_similar(device)
+    calibrated, efficiency, calibrated_stack = _calibrations()[source]
+    note = f"calibrated on {calibrated}"
+    if source != device.name:
+        note = f"no calibration for {device.name}: its datasheet, with the achieved fractions of {calibrated}"
+        efficiency = Efficiency(**{**vars(efficiency), "allreduce_hop_us": device.link.hop_us})
+    return Hardware(name, device, count, efficiency, STACKS[stack or calibrated_stack], note)
+
+
+def _most_similar(device: Device) -> str:
+    """The calibrated device nearest in bandwidth and FLOPs, by their ratios; itself where it is calibrated."""
+
+    def distance(name: str) -> float:
+        other = DEVICES[name]
+        return abs(log(other.bandwidth / device.bandwidth)) + abs(log(other.flops / device.flops))
+
+    return min(_calibrations(), key=distance)
+
+
+@cache
+def _calibrations() -> dict[str, tuple[str, Efficiency, str]]:
+    """Per device: the calibrated machine's name, its efficiency, and the stack that was measured."""
+    found = {}
+    for path in sorted(CALIBRATED.glob("*.yaml")):
+        content = yaml.safe_load(path.read_text())
+        _, device = parse_name(content["hardware"])
+        found[device.name] = (content["hardware"], Efficiency(**content["efficiency"]), content["stack"])
+    return found

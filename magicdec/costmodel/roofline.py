@@ -1,0 +1,182 @@
+"""The roofline of one forward pass: FLOPs and bytes of every operator, and the time they take.
+
+B rows, T query tokens each, S cached tokens each, N = B T rows of a matmul; one rank's share under tensor
+parallelism, where KV heads are divided as evenly as they go and the fullest rank decides. An operator takes
+max(bytes / bandwidth, FLOPs / rate); layers add launch overhead, ranks add two all-reduces a layer (Megatron).
+"""
+
+from collections import Counter
+from dataclasses import dataclass, fields
+from functools import cache
+from math import ceil
+from typing import NamedTuple
+
+from magicdec.costmodel.hardware import Hardware
+from magicdec.models.config import ModelConfig
+
+BF16 = 2.0  # bytes
+# Split-KV kernels stop splitting once tiles of (row, KV head) fill this share of the places a GPU has for them
+# (num_splits_heuristic in FlashAttention's flash_api.cpp; FlashInfer's planner likewise), two places to an SM.
+UNSPLIT_SHARE, TILES_PER_SM = 0.8, 2
+
+
+class Operator(NamedTuple):
+    """One kind of kernel in a pass, on one rank."""
+
+    name: str
+    reads: str  # what its bytes mostly are: weights, kv or activations
+    count: int  # how many of them a pass has
+    flops: float  # of each
+    bytes: float
+    rows: float  # that share what is read: what a matmul's rate saturates with
+    stretch: float = 1.0  # of the memory's time, where the GPU is left partly idle
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step by what bounds them."""
+
+    weights: float = 0.0  # reading weights
+    kv: float = 0.0  # reading keys and values
+    activations: float = 0.0  # moving everything else
+    compute: float = 0.0  # matmuls and attention that are bound by FLOPs
+    communication: float = 0.0
+    overhead: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Seconds altogether."""
+        return sum(getattr(self, f.name) for f in fields(self))
+
+    @property
+    def largest(self) -> str:
+        """The part that takes longest."""
+        return max((f.name for f in fields(self)), key=lambda name: getattr(self, name))
+
+    def __add__(self, other: "StepTime") -> "StepTime":
+        return StepTime(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+    def __mul__(self, factor: float) -> "StepTime":
+        return StepTime(*(getattr(self, f.name) * factor for f in fields(self)))
+
+
+class Pass(NamedTuple):
+    """One forward pass, and how it is stored and shared out."""
+
+    model: ModelConfig
+    batch: int
+    query_tokens: int
+    cached_tokens: float
+    ranks: int = 1
+    weight_bytes: float = BF16  # of an element
+    kv_bytes: float = BF16
+    chooses: bool = True  # whether the choice of tokens from the logits belongs to it
+
+
+def step_time(forward: Pass, hardware: Hardware) -> StepTime:
+    """Seconds of a forward pass on a machine."""
+    times: Counter[str] = Counter()
+    for op in operators(forward, hardware):
+        memory = op.bytes * op.stretch / hardware.bandwidth
+        compute = op.flops / hardware.matmul_rate(op.rows) if op.flops else 0.0
+        times[op.reads if memory >= compute else "compute"] += op.count * max(memory, compute)
+    model, layers = forward.model, forward.model.num_layers
+    message = forward.batch * forward.query_tokens * model.hidden_size * BF16
+    times["communication"] = 2 * layers * hardware.allreduce_time(message, forward.ranks)
+    times["overhead"] = layers * hardware.efficiency.layer_overhead_us * 1e-6
+    return StepTime(**times)
+
+
+def operators(forward: Pass, hardware: Hardware) -> list[Operator]:
+    """All operators of a pass on its fullest rank."""
+    model, layers, batch, tokens = forward.model, forward.model.num_layers, forward.batch, forward.query_tokens
+    rows, hidden, weight_bytes = batch * tokens, model.hidden_size, forward.weight_bytes
+    kv_heads = ceil(model.num_kv_heads / forward.ranks)
+    q, kv = kv_heads * model.group_size * model.head_dim, kv_heads * model.head_dim
+    ffn, head_ranks = ceil(model.intermediate_size / forward.ranks), forward.ranks if hardware.stack.sharded_head else 1
+    vocabulary = ceil(model.vocab_size / head_ranks)
+
+    def linear(name: str, count: int, inputs: int, outputs: int) -> Operator:
+        weights = inputs * outputs
+        return Operator(
+            name, "weights", count, 2 * rows * weights, weights * weight_bytes + rows * (inputs + outputs) * BF16, rows
+        )
+
+    def elementwise(name: str, count: int, elements_per_row: float) -> Operator:
+        return Operator(name, "activations", count, 0.0, rows * elements_per_row * BF16, rows)
+
+    stretch = tile_stretch(batch * kv_heads, hardware.device.num_sms)
+    attention = [
+        Operator(
+            "attention",
+            "kv",
+            count,
+            4 * batch * tokens * cached * q,
+            2 * batch * cached * kv * forward.kv_bytes,
+            tokens * model.group_size,
+            stretch,
+        )
+        for cached, count in _cached_tokens(model, forward.cached_tokens)
+    ]
+    return [
+        elementwise("embedding", 1, 2 * hidden),
+        linear("qkv", layers, hidden, q + 2 * kv),
+        *attention,
+        linear("output", layers, q, hidden),
+        linear("gate_up", layers, hidden, 2 * ffn),
+        linear("down", layers, ffn, hidden),
+        # Two norms with their residual sums: read both, write both. Rotation and cache append. The gate.
+        elementwise("norms", layers, 8 * hidden),
+        elementwise("rope_append", layers, 4 * (q + 2 * kv)),
+        elementwise("gate", layers, 3 * ffn),
+        linear("head", 1, hidden, vocabulary),
+        elementwise("choice", 1, hardware.stack.logit_passes * vocabulary if forward.chooses else 0.0),
+    ]
+
+
+def choice_time(model: ModelConfig, rows: int, ranks: int, hardware: Hardware) -> float:
+    """Seconds to choose tokens from the logits of `rows`, where that is not part of a pass."""
+    share = model.vocab_size / (ranks if hardware.stack.sharded_head else 1)
+    return hardware.stack.logit_passes * rows * share * BF16 / hardware.bandwidth
+
+
+def tile_stretch(tiles: int, num_sms: int | None) -> float:
+    """How much longer attention takes because its unsplit tiles come in waves, the last of them unfilled.
+
+    A full wave runs at the memory's speed. Of the last, each tile has an SM to itself, and draws at most the bandwidth
+    of the two tiles that otherwise share it: it takes at least half a wave. (Both paper tables with 256 tiles on an
+    A100, 216 places, show it: their KV reads take 1.25 times as long per byte as those with fewer.)
+    """
+    if num_sms is None:
+        return 1.0
+    places = TILES_PER_SM * num_sms
+    waves, rest = divmod(tiles, places)
+    if tiles < UNSPLIT_SHARE * places or waves == 0 or rest == 0:
+        return 1.0
+    return (waves + max(rest / places, 1 / TILES_PER_SM)) * places / tiles
+
+
+def arithmetic_intensity(forward: Pass, hardware: Hardware) -> float:
+    """FLOPs per byte of a whole pass on one rank."""
+    ops = operators(forward, hardware)
+    return sum(op.count * op.flops for op in ops) / sum(op.count * op.bytes for op in ops)
+
+
+def weight_count(model: ModelConfig, ranks: int) -> float:
+    """Elements of weights that one rank holds, on average."""
+    return model.num_parameters / ranks
+
+
+def kv_elements(model: ModelConfig, ranks: int) -> int:
+    """Elements of keys and values that the fullest rank holds of one token."""
+    return 2 * model.num_layers * ceil(model.num_kv_heads / ranks) * model.head_dim
+
+
+def _cached_tokens(model: ModelConfig, cached: float) -> list[tuple[float, int]]:
+    """What the layers read of `cached` tokens: pairs of tokens and how many layers read as many."""
+    return [(cached if window is None else min(cached, window), n) for window, n in _windows(model)]
+
+
+@cache
+def _windows(model: ModelConfig) -> list[tuple[int | None, int]]:
+    return list(Counter(model.window_of(layer) for layer in range(model.num_layers)).items())
