@@ -1,0 +1,32 @@
+"""The one interface of attention over a KV cache.
+
+B rows, T query tokens, S cached tokens, H query heads, K KV heads, G = H / K heads that share a KV head, D head dim.
+
+A backend is used in two steps because what depends on lengths alone is the same for every layer: `plan` once per
+forward pass, `attend` once per layer.
+"""
+
+from abc import ABC, abstractmethod
+from typing import Generic, TypeVar
+
+from torch import Tensor
+
+Plan = TypeVar("Plan")
+
+
+class Attention(ABC, Generic[Plan]):
+    """Attention of T new tokens over a cache whose last T valid entries are these tokens themselves."""
+
+    name: str
+
+    @abstractmethod
+    def plan(self, seqlens_B: Tensor, num_new: int, capacity: int, window: int | None, dtype: object) -> Plan:
+        """Prepare a forward pass.
+
+        `seqlens_B` (int32) counts each row's valid entries, the `num_new` = T new ones included; `capacity` is the
+        cache's S; with `window`, a token sees only the last `window` tokens, itself included.
+        """
+
+    @abstractmethod
+    def attend(self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: Plan) -> Tensor:
+        """Softmax attention with scale 1/sqrt(D), causal among the T new tokens. Returns (B, T, H, D)."""

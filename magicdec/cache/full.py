@@ -1,0 +1,63 @@
+"""The full cache: a draft that keeps everything. For self-speculation it is the target's own cache, seen again."""
+
+import torch
+from torch import Tensor
+
+from magicdec.cache.draft_cache import CACHES, CacheSpec, DraftCache
+from magicdec.cache.kv_cache import KVCache
+from magicdec.models.config import ModelConfig
+
+
+@CACHES.register("full")
+class FullCache(DraftCache):
+    """Every entry in the slot of its position, so that committing moves nothing."""
+
+    @classmethod
+    def build(
+        cls,
+        spec: CacheSpec,
+        config: ModelConfig,
+        num_rows: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        target: KVCache | None,
+    ) -> "FullCache":
+        """See DraftCache.build. Proposals are written where verification will write the same tokens' exact entries."""
+        capacity = spec.max_len + spec.gamma + 1 if target is None else 0
+        cache = cls(spec, config, num_rows, capacity, dtype, device)
+        if target is not None:
+            cache.k_LBKSD, cache.v_LBKSD = target.k_LBKSD, target.v_LBKSD
+        cache.owns_storage = target is None
+        return cache
+
+    owns_storage = True
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes beyond those of the target's cache."""
+        return super().num_bytes if self.owns_storage else 0
+
+    def load(self, target: KVCache) -> None:
+        """See DraftCache.load: everything is there already."""
+        self._set_length(target.seqlens_B)
+
+    def for_prefill(self, chunk: int) -> "FullCache":
+        """See DraftCache.for_prefill: this very cache."""
+        self._set_length(torch.zeros_like(self.length_B))
+        return self
+
+    def adopt(self, prefilled: DraftCache) -> None:
+        """See DraftCache.adopt: nothing to move."""
+
+    def take(self, source: KVCache, first_slot_B: Tensor, count_B: Tensor, width: int) -> None:
+        """See DraftCache.take: the entries are in place."""
+        self._set_length(self.length_B + count_B)
+
+    @property
+    def committed_slots_B(self) -> Tensor:
+        """One slot a token."""
+        return self.length_B
+
+    def _set_length(self, length_B: Tensor) -> None:
+        self.length_B.copy_(length_B)
+        self.seqlens_B.copy_(length_B)

@@ -1,0 +1,65 @@
+"""The KV cache: preallocated, ragged, lengths on the device.
+
+L layers, B rows, K KV heads, S slots, D head dim, T new tokens. Slots [0, seqlens) of a row are valid; a forward pass
+appends behind them, a rollback lowers seqlens, and nothing moves. Shapes and addresses are static, so that a round
+over a cache can be captured as a graph.
+"""
+
+import torch
+from torch import Tensor
+
+from magicdec.models.config import ModelConfig
+
+
+class KVCache:
+    """Keys and values of every token so far: the target's cache, and the base of every draft's."""
+
+    def __init__(
+        self, config: ModelConfig, num_rows: int, capacity: int, dtype: torch.dtype, device: torch.device | str
+    ):
+        """Allocate `capacity` slots for each of `num_rows` rows."""
+        shape = (config.num_layers, num_rows, config.num_kv_heads, capacity, config.head_dim)
+        self.k_LBKSD = torch.zeros(shape, dtype=dtype, device=device)
+        self.v_LBKSD = torch.zeros(shape, dtype=dtype, device=device)
+        self.seqlens_B = torch.zeros(num_rows, dtype=torch.int32, device=device)
+        self._rows_B1 = torch.arange(num_rows, device=device)[:, None]
+
+    @property
+    def capacity(self) -> int:
+        """Slots per row."""
+        return self.k_LBKSD.shape[3]
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the batch."""
+        return self.k_LBKSD.shape[1]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of keys and values."""
+        return 2 * self.k_LBKSD.numel() * self.k_LBKSD.element_size()
+
+    def slots_BT(self, num_new: int) -> Tensor:
+        """Slots that the next `num_new` tokens go to (int64)."""
+        return self.seqlens_B.long()[:, None] + torch.arange(num_new, device=self.seqlens_B.device)
+
+    def positions_BT(self, num_new: int) -> Tensor:
+        """Positions in the sequence of the next `num_new` tokens (int64)."""
+        return self.slots_BT(num_new)
+
+    def append(self, layer: int, slots_BT: Tensor, k_BTKD: Tensor, v_BTKD: Tensor) -> None:
+        """Write one layer's new keys and values; `advance` follows once all layers have."""
+        self.k_LBKSD[layer][self._rows_B1, :, slots_BT] = k_BTKD
+        self.v_LBKSD[layer][self._rows_B1, :, slots_BT] = v_BTKD
+
+    def advance(self, num_new: int) -> None:
+        """Count `num_new` appended tokens of every row as valid."""
+        self.seqlens_B += num_new
+
+    def rollback(self, lengths_B: Tensor) -> None:
+        """Forget everything behind the first `lengths_B` tokens of each row."""
+        self.seqlens_B.copy_(lengths_B)
+
+    def commit(self, num_appended: int, count_B: Tensor) -> None:
+        """Of the last `num_appended` tokens appended to every row keep the first `count_B`."""
+        self.seqlens_B += count_B - num_appended

@@ -1,0 +1,182 @@
+"""Prefill, the round, and generation: autoregressive without a draft, speculative with one.
+
+B rows, G = gamma, T = G + 1 tokens of a verification, R rounds, V vocabulary.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from magicdec.cache.kv_cache import KVCache
+from magicdec.decoding.graphs import Step
+from magicdec.decoding.prefill import prefill
+from magicdec.decoding.state import State
+from magicdec.drafts.base import Draft, Proposal
+from magicdec.measure.timers import Clock, Stopwatch
+from magicdec.models.transformer import Transformer
+from magicdec.verification.accept import Verdict, accept_greedy, accept_sampled, accept_synthetic
+from magicdec.verification.sampling import Sampling, Use, choose
+
+Progress = Callable[[int], None]
+
+
+def silent(_: int) -> None:
+    """Report progress to nobody."""
+
+
+@dataclass
+class Generation:
+    """What one pass over a batch produced, and when."""
+
+    tokens: list[list[int]]  # new tokens per row, the prefill's first one included
+    accepted_RB: Tensor  # accepted proposals, INACTIVE where the row had finished
+    committed_RB: Tensor  # tokens committed, cut at ends of sequence and at limits
+    round_seconds: list[float]  # end of each round since the start of decoding
+    draft_prefill_seconds: float = 0.0
+    gamma: int = field(default=0)
+
+
+class Decoder:
+    """One batch on one target: its cache, its state, and the ways to continue it."""
+
+    def __init__(
+        self,
+        target: Transformer,
+        cache: KVCache,
+        state: State,
+        sampling: Sampling,
+        graphs: bool = False,
+        synthetic_acceptance: float | None = None,
+    ):
+        self.target, self.cache, self.state, self.sampling = target, cache, state, sampling
+        self.synthetic_acceptance = synthetic_acceptance
+        self.device = cache.seqlens_B.device
+        self.graphs = graphs
+        self._steps: dict[Draft | None, Step] = {}
+
+    @torch.inference_mode()
+    def prefill(self, chunk: int, progress: Progress = silent) -> float:
+        """Fill the target's cache and decide each row's first token; returns the seconds until it is known."""
+        state = self.state
+        with Stopwatch(self.device) as watch:
+            self.cache.rollback(torch.zeros_like(state.prompt_len_B))
+            last_BE = prefill(
+                self.target,
+                self.cache,
+                state.tokens_BS,
+                state.prompt_len_B,
+                state.max_prompt_len,
+                chunk,
+                progress,
+            )
+            positions_B1 = state.prompt_len_B.long()[:, None]
+            logits_B1V = self.target.logits(last_BE[:, None])
+            self.first_tokens_B = choose(logits_B1V, positions_B1, Use.DECIDE, self.sampling)[0][:, 0]
+        return watch.seconds
+
+    def restart(self) -> None:
+        """Go back to the end of the prefill, which several passes share."""
+        self.cache.rollback(self.state.prompt_len_B)
+        self.state.start(self.first_tokens_B)
+
+    def round(self, draft: Draft) -> None:
+        """Propose, verify, accept, commit: no host synchronisation, static shapes."""
+        proposal = draft.propose(self.state)
+        logits_BTV = self.verify(proposal)
+        verdict = self.accept(proposal, logits_BTV)
+        count_B = self.state.commit(verdict)
+        self.cache.commit(draft.gamma + 1, count_B)
+        draft.commit(count_B)
+
+    def verify(self, proposal: Proposal) -> Tensor:
+        """One target pass over the last committed token and the proposals: T next-token logits a row."""
+        tokens_BT = torch.cat((self.state.recent_BT(1), proposal.tokens_BG), dim=1)
+        return self.target.logits(self.target(tokens_BT, self.cache))
+
+    def accept(self, proposal: Proposal, logits_BTV: Tensor) -> Verdict:
+        """Decide by the rule that keeps this sampling lossless, or draw a synthetic outcome."""
+        positions_BT = self.state.next_positions_BT(logits_BTV.shape[1])
+        if self.synthetic_acceptance is not None:
+            return accept_synthetic(
+                proposal.tokens_BG, logits_BTV, positions_BT, self.synthetic_acceptance, self.sampling
+            )
+        if self.sampling.greedy:
+            return accept_greedy(proposal.tokens_BG, logits_BTV)
+        return accept_sampled(proposal.tokens_BG, proposal.q_BGV, logits_BTV, positions_BT, self.sampling)
+
+    def decode_token(self) -> None:
+        """One autoregressive step: a round without proposals."""
+        logits_B1V = self.target.logits(self.target(self.state.recent_BT(1), self.cache))
+        token_B1, _ = choose(logits_B1V, self.state.next_positions_BT(1), Use.DECIDE, self.sampling)
+        count_B = self.state.commit(Verdict(torch.zeros_like(self.state.num_tokens_B), token_B1))
+        self.cache.commit(1, count_B)
+
+    @torch.inference_mode()
+    def generate(self, draft: Draft | None = None, progress: Progress = silent) -> Generation:
+        """Continue the prefilled prompts to their ends; `progress` is told of every round."""
+        step = self.step(draft)
+        self.restart()
+        with Stopwatch(self.device) as watch:
+            if draft is not None:
+                draft.prefill(self.state, silent)
+        draft_seconds = watch.seconds if draft is not None else 0.0
+        clock, stop = Clock(self.device), _StopFlag(self.state.finished_B)
+        clock.mark()
+        while not stop.raised():
+            step()
+            clock.mark()
+            stop.post()
+            progress(1)
+        return self._collect(clock.seconds(), draft_seconds, draft.gamma if draft else 0)
+
+    def step(self, draft: Draft | None) -> Step:
+        """The captured (or plain) step for a draft; a capture disturbs the state, so `restart` follows."""
+        if draft not in self._steps:
+            body = self.decode_token if draft is None else lambda: self.round(draft)
+            self._steps[draft] = Step(body, self.device, self.graphs)
+        return self._steps[draft]
+
+    def _collect(self, round_seconds: list[float], draft_seconds: float, gamma: int) -> Generation:
+        """Read the counters back, once."""
+        state, rounds = self.state, len(round_seconds)
+        tokens, starts, ends = state.tokens_BS.tolist(), state.prompt_len_B.tolist(), state.num_tokens_B.tolist()
+        return Generation(
+            tokens=[row[start:end] for row, start, end in zip(tokens, starts, ends, strict=True)],
+            accepted_RB=state.accepted_RB[:rounds].cpu(),
+            committed_RB=state.committed_RB[:rounds].cpu(),
+            round_seconds=round_seconds,
+            draft_prefill_seconds=draft_seconds,
+            gamma=gamma,
+        )
+
+
+class _StopFlag:
+    """Whether all rows have finished, read without stalling the device.
+
+    On a GPU the host reads round i-1's flag while round i runs, so that at most one surplus round is decoded.
+    """
+
+    def __init__(self, finished_B: Tensor):
+        self._finished_B = finished_B
+        self._pending: list[tuple[torch.cuda.Event, Tensor]] = []
+
+    def post(self) -> None:
+        """Ask for the flag as it stands after the work queued so far."""
+        if self._finished_B.is_cuda:
+            copy = torch.empty((), dtype=torch.bool, pin_memory=True)
+            copy.copy_(self._finished_B.all(), non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+            self._pending.append((event, copy))
+
+    def raised(self) -> bool:
+        """On a CPU the flag of now; on a GPU that of the round before the last one queued."""
+        if not self._finished_B.is_cuda:
+            return bool(self._finished_B.all())
+        if len(self._pending) < 2:
+            return False
+        event, flag = self._pending.pop(0)
+        event.synchronize()
+        return bool(flag)

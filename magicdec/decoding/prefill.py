@@ -1,0 +1,46 @@
+"""Prefill in chunks, so that memory stays bounded: the target's, and an independent draft's.
+
+B rows, T tokens of a chunk, E hidden size. Rows may differ in length: a row that has ended writes behind its valid
+slots, where the next token will overwrite it.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from magicdec.cache.draft_cache import DraftCache
+from magicdec.cache.kv_cache import KVCache
+from magicdec.models.transformer import Transformer
+
+
+def prefill(
+    model: Transformer,
+    cache: KVCache,
+    tokens_BS: Tensor,
+    lengths_B: Tensor,
+    longest: int,
+    chunk: int,
+    progress: Callable[[int], None],
+) -> Tensor:
+    """Fill an empty cache with the first `lengths_B` <= `longest` tokens of each row.
+
+    Returns the hidden state (B, E) of each row's last token. `progress` is told the tokens of each chunk.
+    """
+    rows_B = torch.arange(tokens_BS.shape[0], device=tokens_BS.device)
+    last_BE = None
+    for start in range(0, longest, chunk):
+        tokens_BT = tokens_BS[:, start : min(start + chunk, longest)]
+        num_new = tokens_BT.shape[1]
+        hidden_BTE = model(tokens_BT, cache)
+        count_B = (lengths_B - start).clamp(0, num_new)
+        if isinstance(cache, DraftCache):
+            cache.take(cache, cache.committed_slots_B, count_B, num_new)
+        ends_here_B1 = ((count_B > 0) & (lengths_B <= start + num_new))[:, None]
+        at_last_BE = hidden_BTE[rows_B, (count_B.long() - 1).clamp(min=0)]
+        last_BE = at_last_BE if last_BE is None else torch.where(ends_here_B1, at_last_BE, last_BE)
+        progress(num_new)
+    if not isinstance(cache, DraftCache):
+        cache.rollback(lengths_B)
+    assert last_BE is not None
+    return last_BE

@@ -1,0 +1,83 @@
+"""What a batch has produced so far, on the device: tokens, lengths, who is finished, and the counters of every round.
+
+B rows, T candidate tokens of a round, R rounds. Everything is updated in place and without host synchronisation.
+"""
+
+import torch
+from torch import Tensor
+
+from magicdec.verification.accept import Verdict
+
+INACTIVE = -1  # in the counters: the row had finished before the round
+SPARE_ROUNDS = 8  # a surplus round of a late reader, and the warm-up of a capture
+
+
+class State:
+    """Rows of committed tokens. A row's last token is committed, but its keys and values are not in any cache yet."""
+
+    def __init__(
+        self,
+        prompts: list[list[int]],
+        generate_len: int,
+        slack: int,
+        eos_token_ids: tuple[int, ...],
+        device: torch.device | str,
+    ):
+        """`slack` is how many tokens a round may write beyond the longest sequence (gamma + 1)."""
+        lengths = [len(p) for p in prompts]
+        self.max_prompt_len = max(lengths)
+        self.max_len = self.max_prompt_len + generate_len
+        tokens = torch.zeros(len(prompts), self.max_len + slack, dtype=torch.int64)
+        for row, prompt in enumerate(prompts):
+            tokens[row, : len(prompt)] = torch.tensor(prompt)
+        self.tokens_BS = tokens.to(device)
+        self.prompt_len_B = torch.tensor(lengths, dtype=torch.int32, device=device)
+        self.limit_B = self.prompt_len_B + generate_len
+        self.num_tokens_B = self.prompt_len_B.clone()
+        self.finished_B = torch.zeros(len(prompts), dtype=torch.bool, device=device)
+        self.eos = torch.tensor(eos_token_ids, dtype=torch.int64, device=device)
+        self.max_rounds = generate_len + SPARE_ROUNDS  # every round commits a token to every unfinished row
+        self.round_1 = torch.zeros(1, dtype=torch.int64, device=device)
+        self.accepted_RB = torch.full((self.max_rounds, len(prompts)), INACTIVE, dtype=torch.int32, device=device)
+        self.committed_RB = torch.zeros_like(self.accepted_RB)
+
+    def start(self, first_tokens_B: Tensor) -> None:
+        """Begin (again) right behind the prompts, with the tokens that the prefill decided."""
+        self.num_tokens_B.copy_(self.prompt_len_B)
+        self.finished_B.zero_()
+        self._extend(first_tokens_B[:, None], torch.ones_like(self.num_tokens_B))
+        self.round_1.zero_()
+        self.accepted_RB.fill_(INACTIVE)
+        self.committed_RB.zero_()
+
+    def recent_BT(self, count: int) -> Tensor:
+        """The last `count` committed tokens of every row (B, count)."""
+        index = self.num_tokens_B.long()[:, None] - count + torch.arange(count, device=self.tokens_BS.device)
+        return self.tokens_BS.gather(1, index.clamp(min=0))
+
+    def next_positions_BT(self, count: int) -> Tensor:
+        """Positions that the next `count` tokens of every row will take (int64)."""
+        return self.num_tokens_B.long()[:, None] + torch.arange(count, device=self.tokens_BS.device)
+
+    def commit(self, verdict: Verdict) -> Tensor:
+        """Append the accepted proposals and the bonus token to unfinished rows, cut at their end of sequence and at
+        their limit. Returns how many tokens each row took (int32).
+        """
+        active_B = ~self.finished_B
+        count_B = self._extend(verdict.tokens_BT, (verdict.num_accepted_B + 1) * active_B)
+        accepted_B = torch.where(active_B, verdict.num_accepted_B, INACTIVE)
+        self.accepted_RB.index_copy_(0, self.round_1, accepted_B[None])
+        self.committed_RB.index_copy_(0, self.round_1, count_B[None])
+        self.round_1 += 1
+        return count_B
+
+    def _extend(self, tokens_BT: Tensor, count_B: Tensor) -> Tensor:
+        """Write candidates behind the committed tokens and count the first `count_B` of them, or fewer at an end."""
+        slot_T = torch.arange(tokens_BT.shape[1], dtype=torch.int32, device=tokens_BT.device)
+        ends_BT = (tokens_BT[..., None] == self.eos).any(-1) & (slot_T < count_B[:, None])
+        until_end_B = torch.where(ends_BT, slot_T + 1, tokens_BT.shape[1]).amin(1)
+        count_B = torch.minimum(torch.minimum(count_B, until_end_B), self.limit_B - self.num_tokens_B).int()
+        self.tokens_BS.scatter_(1, self.next_positions_BT(tokens_BT.shape[1]), tokens_BT)
+        self.num_tokens_B += count_B
+        self.finished_B |= (self.num_tokens_B >= self.limit_B) | (ends_BT & (slot_T < count_B[:, None])).any(1)
+        return count_B

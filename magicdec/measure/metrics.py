@@ -1,0 +1,101 @@
+"""From a generation's counters and times to the metrics of a run (names as in result.json and W&B).
+
+B rows, R rounds, G = gamma.
+"""
+
+from statistics import fmean, median
+
+import torch
+
+from magicdec.costmodel.speedup import alpha_from_acceptance_length
+from magicdec.decoding.decoder import Generation
+from magicdec.decoding.state import INACTIVE
+
+Metrics = dict[str, float | int | str | bool | None]
+
+
+def row_times_per_token(generation: Generation) -> list[float]:
+    """Seconds per output token of each row: from its first token to its own last one, over the tokens between.
+
+    A row that stopped at its first token has no such time and is left out.
+    """
+    last_round_B = _last_round(generation)
+    return [
+        generation.round_seconds[last] / (len(tokens) - 1)
+        for last, tokens in zip(last_round_B, generation.tokens, strict=True)
+        if len(tokens) > 1
+    ]
+
+
+def decode_seconds(generation: Generation) -> float:
+    """From the first tokens to the last token of the row that took longest."""
+    last = max(_last_round(generation))
+    return generation.round_seconds[last] if last >= 0 else 0.0
+
+
+def speed_metrics(generations: list[Generation], prefill_seconds: list[float]) -> Metrics:
+    """Throughput and latencies over the batches of one pass, without a prefix.
+
+    tokens_per_second counts the tokens after each row's first over the decode time alone; wall_s includes the prefill.
+    """
+    decode = sum(decode_seconds(g) for g in generations)
+    drafts = [g.draft_prefill_seconds for g in generations]
+    first = [p + d for p, d in zip(prefill_seconds, drafts, strict=True)]
+    tokens = sum(len(row) - 1 for g in generations for row in g.tokens)
+    times = [t for g in generations for t in row_times_per_token(g)]
+    return {
+        "tokens_per_second": tokens / decode if decode else None,
+        "time_per_output_token_ms": 1e3 * fmean(times) if times else None,
+        "time_to_first_token_ms": 1e3 * fmean(first),
+        "wall_s": sum(first) + decode,
+    }
+
+
+def acceptance_metrics(generations: list[Generation]) -> Metrics:
+    """Acceptance over untruncated rounds: a round cut at an end of sequence or at the limit says nothing of its draft.
+
+    acceptance_rate/position_<i> is unconditional: how often proposal i was accepted, whatever became of those before.
+    """
+    gamma = generations[0].gamma
+    accepted = torch.cat([g.accepted_RB[_untruncated(g)] for g in generations]).double()
+    metrics: Metrics = {"acceptance_rounds": accepted.numel()}
+    if not accepted.numel():
+        return metrics
+    length = float(accepted.mean()) + 1
+    metrics |= {
+        "acceptance_rate": (length - 1) / gamma,
+        "acceptance_length": length,
+        "alpha": alpha_from_acceptance_length(length, gamma),
+    }
+    return metrics | {f"acceptance_rate/position_{i}": float((accepted > i).double().mean()) for i in range(gamma)}
+
+
+def round_history(generation: Generation) -> list[dict[str, float | int]]:
+    """A row per round: rows still decoding, their mean accepted proposals, and the time the round took."""
+    history, before = [], 0.0
+    for index, end in enumerate(generation.round_seconds):
+        accepted = generation.accepted_RB[index]
+        active = accepted[accepted != INACTIVE].double()
+        if active.numel():
+            row = {"round": index, "rows": active.numel(), "accepted": float(active.mean()), "seconds": end - before}
+            history.append(row)
+        before = end
+    return history
+
+
+def spread(values: list[float]) -> float:
+    """Largest less smallest, over the median: 0.1 means 10 percent."""
+    middle = median(values)
+    return (max(values) - min(values)) / middle if middle else 0.0
+
+
+def _untruncated(generation: Generation) -> torch.Tensor:
+    accepted = generation.accepted_RB
+    return (accepted != INACTIVE) & (generation.committed_RB == accepted + 1)
+
+
+def _last_round(generation: Generation) -> list[int]:
+    """Index of the round in which each row took its last token; -1 where the prefill's token was its last."""
+    took = generation.committed_RB > 0
+    order = torch.arange(took.shape[0])[:, None].expand_as(took)
+    return torch.where(took, order, -1).amax(0).tolist() if took.numel() else [-1] * len(generation.tokens)

@@ -1,0 +1,76 @@
+"""The parts of a round, timed one by one: T_T, T_D, T_V, and what the round costs beyond their sum.
+
+Headline numbers come from a loop without synchronisation of its own; these come from a short pass of their own, in
+which the parts alternate, so that a machine that slows down slows all of them.
+"""
+
+from collections.abc import Callable
+from statistics import median
+
+import torch
+
+from magicdec.decoding.decoder import Decoder, silent
+from magicdec.decoding.graphs import Step
+from magicdec.drafts.base import Draft
+from magicdec.measure.timers import Stopwatch
+
+WARMUP = 2
+
+
+@torch.inference_mode()
+def profile_round(decoder: Decoder, draft: Draft | None, repeats: int) -> dict[str, float]:
+    """Median milliseconds at the end of the prompts (names as in result.json, without the prefix `time/`).
+
+    draft_ms is one draft step (a proposal over gamma), verify_ms the target's pass over gamma + 1 tokens with the
+    acceptance, overhead_ms what a whole round takes beyond gamma draft steps and a verification.
+    """
+    decoder.restart()
+    parts: dict[str, tuple[Callable[[], None], Callable[[], None]]] = {
+        "target_decode_ms": (decoder.decode_token, decoder.restart)
+    }
+    if draft is not None:
+        draft.prefill(decoder.state, silent)
+        proposal = draft.propose(decoder.state)
+        none_B = torch.zeros_like(decoder.state.num_tokens_B)
+        draft.commit(none_B)
+        parts["propose_ms"] = (lambda: _discard(draft.propose(decoder.state)), lambda: draft.commit(none_B))
+        parts["verify_ms"] = (
+            lambda: _discard(decoder.accept(proposal, decoder.verify(proposal))),
+            lambda: decoder.cache.commit(draft.gamma + 1, none_B),
+        )
+    times = _alternate(decoder, parts, repeats)
+    if draft is None:
+        return times
+    rounds = _rounds(decoder, draft, repeats)
+    propose = times.pop("propose_ms")
+    overhead = rounds - propose - times["verify_ms"]
+    return times | {"draft_ms": propose / draft.gamma, "round_ms": rounds, "overhead_ms": overhead}
+
+
+def _alternate(decoder: Decoder, parts: dict, repeats: int) -> dict[str, float]:
+    steps = {name: Step(run, decoder.device, decoder.graphs) for name, (run, _) in parts.items()}
+    samples: dict[str, list[float]] = {name: [] for name in parts}
+    for index in range(WARMUP + repeats):
+        for name, (_, undo) in parts.items():
+            with Stopwatch(decoder.device) as watch:
+                steps[name]()
+            undo()
+            if index >= WARMUP:
+                samples[name].append(1e3 * watch.seconds)
+    return {name: median(values) for name, values in samples.items()}
+
+
+def _rounds(decoder: Decoder, draft: Draft, repeats: int) -> float:
+    """Median milliseconds of a whole round, run as generation runs it; a row that finishes keeps its cost."""
+    decoder.restart()
+    draft.prefill(decoder.state, silent)
+    step, samples = decoder.step(draft), []
+    for _ in range(min(WARMUP + repeats, decoder.state.max_rounds)):
+        with Stopwatch(decoder.device) as watch:
+            step()
+        samples.append(1e3 * watch.seconds)
+    return median(samples[WARMUP:] or samples)
+
+
+def _discard(_: object) -> None:
+    """Steps return nothing."""

@@ -1,0 +1,52 @@
+"""Clocks that do not disturb what they time: CUDA events on a GPU, the performance counter on a CPU."""
+
+import time
+
+import torch
+
+
+class Clock:
+    """Marks on a device's own timeline; reading them waits once, at the end."""
+
+    def __init__(self, device: torch.device):
+        self._cuda = device.type == "cuda"
+        self._marks: list = []
+
+    def mark(self) -> None:
+        """Note the time at which all work queued so far is done; does not wait for it."""
+        if self._cuda:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._marks.append(event)
+        else:
+            self._marks.append(time.perf_counter())
+
+    def seconds(self) -> list[float]:
+        """Seconds from the first mark to each later one."""
+        if not self._cuda:
+            return [mark - self._marks[0] for mark in self._marks[1:]]
+        self._marks[-1].synchronize()
+        return [self._marks[0].elapsed_time(mark) / 1e3 for mark in self._marks[1:]]
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done what was asked of it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class Stopwatch:
+    """`with Stopwatch(device) as watch: ...` then `watch.seconds`, the device's work included."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self.seconds = 0.0
+
+    def __enter__(self) -> "Stopwatch":
+        synchronize(self._device)
+        self._start = time.perf_counter()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        synchronize(self._device)
+        self.seconds = time.perf_counter() - self._start

@@ -1,0 +1,103 @@
+"""Rotary position embeddings (Su et al. 2021) in the half-split convention of Hugging Face checkpoints.
+
+Shapes: B rows, T tokens, H heads (query or KV), D head dim, D2 = D / 2. Feature i of the first half turns together
+with feature i of the second half by the angle position * frequency_i; Meta's own checkpoints pair neighbours instead.
+"""
+
+import math
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from magicdec.models.config import ModelConfig, RopeScaling
+
+
+def rope_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
+    """The angle per position of each pair of features, and the factor that cosines and sines are multiplied with.
+
+    Returns (frequencies (D2,) float32 on the CPU in radians per token, attention factor). The factor differs from 1
+    under YaRN only, where it sharpens attention. Both equal `ROPE_INIT_FUNCTIONS` of transformers bit for bit.
+    """
+    exponents_D2 = torch.arange(0, config.head_dim, 2).float() / config.head_dim
+    periods_D2 = config.rope_theta**exponents_D2
+    scaling = config.rope_scaling
+    if scaling is None:
+        return 1.0 / periods_D2, 1.0
+    if scaling.kind == "linear":
+        return 1.0 / periods_D2 / scaling.factor, 1.0
+    if scaling.kind == "llama3":
+        return _llama3(1.0 / periods_D2, scaling), 1.0
+    return _yarn(periods_D2, config, scaling)
+
+
+def rope_table(config: ModelConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of every position, the attention factor folded in.
+
+    `positions` may have any shape and integer type, (B, T) or (B, K, S) say; the results add a last dimension D2,
+    in float32 on the device of `positions`. Frequencies are made once per model and device: call it once before a
+    CUDA graph is captured, as a warm-up does anyhow.
+    """
+    frequencies_D2, attention_factor = _frequencies_on(config, positions.device)
+    angles = positions.unsqueeze(-1) * frequencies_D2
+    cos, sin = angles.cos(), angles.sin()
+    if attention_factor != 1.0:
+        cos, sin = cos * attention_factor, sin * attention_factor
+    return cos, sin
+
+
+def rotate(x_BTHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn features by the angles of their token; computed in float32, returned in the type of `x_BTHD`.
+
+    `x_BTHD` may have any leading dimensions; `cos` and `sin` end in D2 and broadcast against them: a table (B, T, D2)
+    goes in as (B, T, 1, D2). Query and key heads that lie side by side, as a fused projection leaves them, are best
+    turned in one call.
+    """
+    first, second = x_BTHD.float().chunk(2, dim=-1)
+    turned_first = torch.addcmul(first * cos, second, sin, value=-1)
+    turned_second = torch.addcmul(second * cos, first, sin)
+    return torch.cat((turned_first, turned_second), dim=-1).to(x_BTHD.dtype)
+
+
+@lru_cache(maxsize=32)
+def _frequencies_on(config: ModelConfig, device: torch.device) -> tuple[Tensor, float]:
+    """`rope_frequencies` on a device, cached: copying them there is what a CUDA graph could not capture."""
+    frequencies_D2, attention_factor = rope_frequencies(config)
+    return frequencies_D2.to(device), attention_factor
+
+
+def _llama3(frequencies_D2: Tensor, scaling: RopeScaling) -> Tensor:
+    """Llama 3.1: long wavelengths are stretched by `factor`, short ones kept, those between blended linearly."""
+    low, high, context = scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_max_position_embeddings
+    assert low is not None, "RopeScaling has checked"
+    assert high is not None, "RopeScaling has checked"
+    assert context is not None, "RopeScaling has checked"
+    wavelengths = 2 * math.pi / frequencies_D2
+    blend = (context / wavelengths - low) / (high - low)
+    blended = (1 - blend) * frequencies_D2 / scaling.factor + blend * frequencies_D2
+    scaled = torch.where(wavelengths > context / low, frequencies_D2 / scaling.factor, blended)
+    return torch.where(wavelengths < context / high, frequencies_D2, scaled)
+
+
+def _yarn(periods_D2: Tensor, config: ModelConfig, scaling: RopeScaling) -> tuple[Tensor, float]:
+    """YaRN (Peng et al. 2023, https://arxiv.org/abs/2309.00071): a ramp over features from kept to stretched."""
+    context, dim = scaling.original_max_position_embeddings, config.head_dim
+    assert context is not None, "RopeScaling has checked"
+
+    def feature_that_turns(rotations: float) -> float:
+        """The (fractional) feature index whose pair makes so many turns within the original context."""
+        return dim * math.log(context / (rotations * 2 * math.pi)) / (2 * math.log(config.rope_theta))
+
+    low, high = feature_that_turns(scaling.beta_fast), feature_that_turns(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    if low == high:
+        high += 0.001  # a ramp of no width would divide by zero
+    ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    kept = 1 - ramp
+    frequencies = 1.0 / (scaling.factor * periods_D2) * (1 - kept) + 1.0 / periods_D2 * kept
+    factor = scaling.attention_factor
+    if factor is None:
+        factor = 0.1 * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
+    return frequencies, factor

@@ -1,0 +1,118 @@
+"""Caches against plain lists: whatever is appended, rolled back and committed, the right tokens are kept.
+
+Every key carries its token's number, so that a test can read from a cache which tokens it holds.
+"""
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from magicdec.cache.draft_cache import CacheSpec
+from magicdec.cache.full import FullCache
+from magicdec.cache.kv_cache import KVCache
+from magicdec.cache.streaming import StreamingCache
+from magicdec.models.config import ModelConfig
+
+CONFIG = ModelConfig(10, 8, 8, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=2, max_position_embeddings=4096)
+ROWS = 3
+
+
+def write(cache: KVCache, tokens: list[list[int]]) -> None:
+    """Append a list of equal length to every row, all layers, then advance."""
+    values = torch.tensor(tokens, dtype=torch.float32)
+    slots = cache.slots_BT(values.shape[1])
+    for layer in range(CONFIG.num_layers):
+        kv = (values + 1000 * layer)[:, :, None, None].expand(-1, -1, 1, CONFIG.head_dim)
+        cache.append(layer, slots, kv, -kv)
+    cache.advance(values.shape[1])
+
+
+def held(cache: KVCache, row: int, count: int | None = None) -> list[int]:
+    """Tokens in a row's first `count` (default: all valid) slots; keys and values of all layers must agree."""
+    count = int(cache.seqlens_B[row]) if count is None else count
+    keys, values = cache.k_LBKSD[:, row, 0, :count, 0], cache.v_LBKSD[:, row, 0, :count, 0]
+    assert torch.equal(keys, -values)
+    assert torch.equal(keys[0] + 1000, keys[1])
+    return [int(x) for x in keys[0]]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 5), st.lists(st.integers(0, 5), min_size=ROWS, max_size=ROWS)), max_size=8))
+def test_kv_cache_against_lists(rounds):
+    cache, lists, fresh = (
+        KVCache(CONFIG, ROWS, 64, torch.float32, "cpu"),
+        [[] for _ in range(ROWS)],
+        iter(range(1, 999)),
+    )
+    for appended, kept in rounds:
+        tokens = [[next(fresh) for _ in range(appended)] for _ in range(ROWS)]
+        write(cache, tokens)
+        counts = [min(k, appended) for k in kept]
+        cache.commit(appended, torch.tensor(counts, dtype=torch.int32))
+        for row, count in enumerate(counts):
+            lists[row] += tokens[row][:count]
+            assert held(cache, row) == lists[row]
+    shorter = torch.tensor([len(x) // 2 for x in lists], dtype=torch.int32)
+    cache.rollback(shorter)
+    assert [held(cache, row) for row in range(ROWS)] == [x[: len(x) // 2] for x in lists]
+
+
+def streaming_view(tokens: list[int], budget: int, num_sink: int) -> set[int]:
+    """What StreamingLLM keeps: the slow, obvious twin."""
+    return set(tokens) if len(tokens) <= budget else set(tokens[:num_sink] + tokens[num_sink - budget :])
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    budget=st.integers(3, 9),
+    num_sink=st.integers(0, 2),
+    gamma=st.integers(1, 4),
+    prompts=st.lists(st.integers(1, 20), min_size=ROWS, max_size=ROWS),
+    chunk=st.integers(1, 12),
+    rounds=st.lists(st.lists(st.integers(0, 5), min_size=ROWS, max_size=ROWS), max_size=5),
+    exact=st.booleans(),
+)
+def test_streaming_against_lists(budget, num_sink, gamma, prompts, chunk, rounds, exact):
+    """Loaded from a target or prefilled in chunks, then committed round by round: sinks and window, nothing else."""
+    spec = CacheSpec(budget, num_sink, gamma, max_len=64)
+    cache = StreamingCache.build(spec, CONFIG, ROWS, torch.float32, "cpu", None)
+    target = KVCache(CONFIG, ROWS, 64, torch.float32, "cpu")
+    sequences = [[100 * (row + 1) + i for i in range(64)] for row in range(ROWS)]
+    lengths = torch.tensor(prompts, dtype=torch.int32)
+    write(target, sequences)
+    target.rollback(lengths)
+    if exact:
+        cache.load(target)
+    else:
+        view = cache.for_prefill(chunk)
+        for start in range(0, max(prompts), chunk):
+            write(view, [s[start : start + chunk] for s in sequences])
+            view.take(view, view.committed_slots_B, (lengths - start).clamp(0, chunk), chunk)
+        cache.adopt(view)
+    width = gamma + 1
+    for counts in [[0] * ROWS, *rounds]:
+        counts = [min(c, width) for c in counts]
+        proposals = [s[n : n + width] for s, n in zip(sequences, prompts, strict=True)]
+        assert torch.equal(cache.positions_BT(1)[:, 0], torch.tensor(prompts))
+        write(cache, proposals)
+        for row in range(ROWS):
+            kept = streaming_view(sequences[row][: prompts[row]], budget, num_sink)
+            assert set(held(cache, row)) == kept | set(proposals[row])
+        source, first = (target, cache.length_B) if exact else (cache, cache.committed_slots_B)
+        cache.take(source, first.clone(), torch.tensor(counts, dtype=torch.int32), width)
+        prompts = [n + c for n, c in zip(prompts, counts, strict=True)]
+        for row in range(ROWS):
+            kept = streaming_view(sequences[row][: prompts[row]], budget, num_sink)
+            assert sorted(held(cache, row)) == sorted(kept)
+
+
+def test_full_cache_of_self_speculation_is_the_targets_own():
+    target = KVCache(CONFIG, ROWS, 32, torch.float32, "cpu")
+    write(target, [[1, 2, 3]] * ROWS)
+    cache = FullCache.build(CacheSpec(8, 0, 2, 30), CONFIG, ROWS, torch.float32, "cpu", target)
+    cache.load(target)
+    write(cache, [[4, 5]] * ROWS)
+    assert held(target, 0, 5) == [1, 2, 3, 4, 5]
+    cache.take(target, cache.length_B, torch.tensor([0, 1, 3], dtype=torch.int32), 3)
+    assert cache.seqlens_B.tolist() == [3, 4, 6]
+    assert cache.num_bytes == 0

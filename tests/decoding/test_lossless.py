@@ -1,0 +1,135 @@
+"""The losslessness matrix: speculative output equals autoregressive output, token for token, in fp32.
+
+Every registered draft and cache policy is a part of it; a new one joins by being registered.
+"""
+
+import itertools
+
+import pytest
+import torch
+
+from magicdec.cache.draft_cache import CACHES
+from magicdec.decoding.audit import audit
+from magicdec.drafts.base import DRAFTS
+from magicdec.verification.sampling import Sampling
+from tests.small import noisy_copy, open_batch, random_prompts, small_model
+
+TARGET = small_model()
+GAMMAS, BATCHES, BUDGETS = (1, 2, 5, 8), (1, 3, 8), (12, 40, 400)
+FULL = list(itertools.product(DRAFTS, CACHES, GAMMAS, BATCHES, BUDGETS))
+# A pairwise sample for every run; the whole matrix is marked slow.
+SAMPLE = [case for i, case in enumerate(FULL) if i % 5 == 0]
+
+
+def check(draft: str, policy: str, gamma: int, rows: int, budget: int, **settings):
+    """Decode one batch both ways and compare."""
+    prompts = random_prompts([50 + 7 * row for row in range(rows)], seed=gamma)
+    model = noisy_copy(TARGET, 0.15) if draft == "model" else None
+    batch = open_batch(
+        TARGET,
+        prompts,
+        draft_name=draft,
+        draft_model=model,
+        gamma=gamma,
+        policy=policy,
+        budget=budget,
+        num_sink=2,
+        **settings,
+    )
+    plain, fast = batch.decoder.generate(), batch.decoder.generate(batch.draft)
+    outcome = audit(batch.decoder, plain.tokens, fast.tokens)
+    assert outcome.identical, f"excused {outcome.excused}"
+    assert fast.tokens == plain.tokens or outcome.excused
+    return batch, plain, fast
+
+
+@pytest.mark.parametrize(("draft", "policy", "gamma", "rows", "budget"), SAMPLE)
+def test_sampled_matrix(draft, policy, gamma, rows, budget):
+    _, _, fast = check(draft, policy, gamma, rows, budget)
+    assert all(len(row) == 24 for row in fast.tokens)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("draft", "policy", "gamma", "rows", "budget"), FULL)
+def test_whole_matrix(draft, policy, gamma, rows, budget):
+    check(draft, policy, gamma, rows, budget)
+
+
+@pytest.mark.parametrize("draft", ["self", "model"])
+def test_end_of_sequence_in_the_middle_of_a_round(draft):
+    """Rows stop at their own end of sequence, the others go on, and both ways agree."""
+    prompts = random_prompts([30, 41, 52, 33])
+    plain = open_batch(TARGET, prompts).decoder.generate().tokens
+    eos = plain[0][7]  # a token that row 0 writes in the middle
+    target = small_model(eos_token_ids=(eos,))
+    model = noisy_copy(target, 0.1) if draft == "model" else None
+    batch = open_batch(target, prompts, draft_name=draft, draft_model=model, gamma=5, policy="full", ignore_eos=False)
+    stopped, fast = batch.decoder.generate(), batch.decoder.generate(batch.draft)
+    expected = [row[: row.index(eos) + 1] if eos in row else row for row in plain]
+    assert stopped.tokens == expected
+    assert fast.tokens == expected
+
+
+@pytest.mark.parametrize("policy", list(CACHES))
+def test_a_budget_of_everything_accepts_everything(policy):
+    _, _, fast = check("self", policy, 4, 3, budget=10_000)
+    taken = fast.accepted_RB[fast.accepted_RB >= 0]
+    assert (taken == 4).all()
+
+
+def test_rounds_read_the_same_output_with_any_prefill_chunk():
+    prompts = random_prompts([37, 61])
+    outputs = [open_batch(TARGET, prompts, prefill_chunk=c).decoder.generate().tokens for c in (1, 8, 64)]
+    assert outputs[0] == outputs[1] == outputs[2]
+
+
+def test_a_row_does_not_depend_on_its_neighbours():
+    prompts = random_prompts([37, 61, 20])
+    together = open_batch(TARGET, prompts).decoder.generate().tokens
+    assert together == [open_batch(TARGET, [p]).decoder.generate().tokens[0] for p in prompts]
+
+
+@pytest.mark.parametrize("length", [1, 2, 3])
+@pytest.mark.parametrize("draft", ["self", "model"])
+def test_the_shortest_prompts(draft, length):
+    prompts = random_prompts([length, 5])
+    model = noisy_copy(TARGET, 0.2) if draft == "model" else None
+    batch = open_batch(
+        TARGET, prompts, draft_name=draft, draft_model=model, gamma=3, policy="streaming", budget=8, num_sink=2
+    )
+    assert batch.decoder.generate().tokens == batch.decoder.generate(batch.draft).tokens
+
+
+def test_a_draft_may_be_used_beyond_its_trained_context():
+    """In-cache positions: a draft trained for 24 tokens never sees a larger distance, and stays lossless."""
+    draft = noisy_copy(small_model(max_position_embeddings=24), 0.1)
+    batch = open_batch(
+        TARGET,
+        random_prompts([90, 70]),
+        draft_name="model",
+        draft_model=draft,
+        gamma=3,
+        policy="streaming",
+        budget=12,
+        num_sink=2,
+    )
+    assert batch.draft.cache.spec.in_cache_positions
+    assert batch.decoder.generate().tokens == batch.decoder.generate(batch.draft).tokens
+
+
+def test_sampling_is_reproducible_and_lossless_where_the_draft_is_the_target():
+    """With the target as its own draft over a full cache every proposal is accepted at temperature 1, too."""
+    sampling = Sampling(temperature=1.0, seed=4)
+    prompts = random_prompts([30, 44])
+    batch = open_batch(TARGET, prompts, sampling=sampling, draft_name="self", gamma=3, policy="full")
+    first, second = batch.decoder.generate(batch.draft), batch.decoder.generate(batch.draft)
+    assert first.tokens == second.tokens
+    assert (first.accepted_RB[first.accepted_RB >= 0] == 3).all()
+    other = open_batch(TARGET, prompts, sampling=Sampling(temperature=1.0, seed=5)).decoder.generate()
+    assert other.tokens != batch.decoder.generate().tokens
+
+
+def test_the_state_counts_what_the_rounds_say():
+    _, _, fast = check("model", "streaming", 4, 3, budget=12)
+    assert torch.equal(fast.committed_RB.sum(0) + 1, torch.tensor([len(row) for row in fast.tokens]))
+    assert len(fast.round_seconds) == len(fast.accepted_RB)

@@ -1,0 +1,56 @@
+"""Small random models, and a batch opened on them, for tests of decoding."""
+
+import torch
+
+from magicdec.attention.sdpa import SdpaAttention
+from magicdec.engines.native import Batch, NativeEngine
+from magicdec.models.config import ModelConfig
+from magicdec.models.transformer import Transformer
+from magicdec.verification.sampling import Sampling
+
+VOCAB = 61
+
+
+def small_model(seed: int = 0, spread: float = 0.25, **overrides) -> Transformer:
+    """A two-layer model in fp32 whose random weights give varied, well separated logits."""
+    sizes = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_layers": 2,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 512,
+    }
+    generator = torch.Generator().manual_seed(seed)
+    model = Transformer(ModelConfig(**(sizes | overrides)), SdpaAttention()).eval()
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.data.normal_(0, spread, generator=generator)
+    return model.requires_grad_(False)
+
+
+def noisy_copy(model: Transformer, noise: float, seed: int = 1) -> Transformer:
+    """The same model with disturbed weights: a draft that agrees often, but not always."""
+    generator = torch.Generator().manual_seed(seed)
+    copy = Transformer(model.config, SdpaAttention()).eval()
+    copy.load_state_dict(model.state_dict())
+    for parameter in copy.parameters():
+        if parameter.dim() > 1:
+            parameter.data += torch.randn(parameter.shape, generator=generator) * noise * parameter.std()
+    return copy.requires_grad_(False)
+
+
+def random_prompts(lengths: list[int], seed: int = 0, vocab: int = VOCAB) -> list[list[int]]:
+    """Random token ids of the given lengths."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, vocab, (length,), generator=generator).tolist() for length in lengths]
+
+
+def open_batch(target: Transformer, prompts: list[list[int]], **engine) -> Batch:
+    """Open and prefill a batch; greedy unless `sampling` is given."""
+    settings = {"sampling": Sampling(), "generate_len": 24, "prefill_chunk": 16} | engine
+    batch = NativeEngine(target, **settings).open(prompts)
+    batch.decoder.prefill(settings["prefill_chunk"])
+    return batch

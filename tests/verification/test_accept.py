@@ -1,0 +1,98 @@
+"""Acceptance on fixed logits: never, always, sometimes; and the distribution of what sampling writes."""
+
+import pytest
+import torch
+from scipy.stats import chisquare
+
+from magicdec.verification.accept import accept_greedy, accept_sampled, accept_synthetic
+from magicdec.verification.sampling import Sampling, Use, choose, draw, probabilities, uniform_BT
+
+V = 11
+
+
+def logits_preferring(tokens: list[list[int]]) -> torch.Tensor:
+    """Logits (B, T, V) whose argmax is the given token."""
+    return torch.nn.functional.one_hot(torch.tensor(tokens), V).float() * 5
+
+
+@pytest.mark.parametrize(
+    ("target", "num_accepted", "bonus"),
+    [([1, 2, 3, 4], 3, 4), ([9, 2, 3, 4], 0, 9), ([1, 2, 9, 4], 2, 9), ([1, 9, 3, 4], 1, 9)],
+)
+def test_greedy_accepts_the_leading_agreement(target, num_accepted, bonus):
+    verdict = accept_greedy(torch.tensor([[1, 2, 3]]), logits_preferring([target]))
+    assert verdict.num_accepted_B.tolist() == [num_accepted]
+    assert verdict.tokens_BT[0, : num_accepted + 1].tolist() == [*[1, 2, 3][:num_accepted], bonus]
+
+
+def test_greedy_rows_are_judged_apart():
+    proposed = torch.tensor([[1, 2], [1, 2], [1, 2]])
+    verdict = accept_greedy(proposed, logits_preferring([[1, 2, 7], [8, 2, 7], [1, 8, 7]]))
+    assert verdict.num_accepted_B.tolist() == [2, 0, 1]
+
+
+def test_sampled_accepts_everything_where_draft_and_target_agree():
+    logits = torch.randn(64, 5, V)
+    sampling = Sampling(temperature=0.8)
+    proposed = choose(logits[:, :4], torch.arange(4).expand(64, 4), Use.PROPOSE, sampling)[0]
+    q = probabilities(logits[:, :4], sampling)
+    verdict = accept_sampled(proposed, q, logits, torch.arange(5).expand(64, 5), sampling)
+    assert (verdict.num_accepted_B == 4).all()
+
+
+def test_sampled_never_accepts_what_the_target_cannot_say():
+    logits = torch.zeros(32, 2, V)
+    logits[:, :, 3] = float("-inf")
+    q = torch.zeros(32, 1, V).index_fill_(2, torch.tensor([3]), 1.0)
+    proposed = torch.full((32, 1), 3)
+    verdict = accept_sampled(proposed, q, logits, torch.arange(2).expand(32, 2), Sampling(temperature=1.0))
+    assert (verdict.num_accepted_B == 0).all()
+    assert (verdict.tokens_BT[:, 0] != 3).all()
+
+
+@pytest.mark.parametrize("one_hot", [False, True])
+@pytest.mark.parametrize("truncation", [{}, {"top_k": 5}, {"top_p": 0.8}, {"top_k": 6, "top_p": 0.7}])
+def test_output_is_distributed_as_the_targets(one_hot, truncation):
+    """Chi-square over 20,000 rounds of one proposal by a draft that disagrees (p > 1e-3, three positions)."""
+    rows = 20_000
+    generator = torch.Generator().manual_seed(5)
+    target, draft = torch.randn(3, V, generator=generator) * 1.5, torch.randn(V, generator=generator) * 1.5
+    sampling = Sampling(temperature=0.9, seed=3, **truncation)
+    for position in range(3):
+        logits = target[[position, position]].expand(rows, 2, V)
+        positions = torch.tensor([[position, position + 1]]).expand(rows, 2)
+        if one_hot:
+            proposed, q = torch.full((rows, 1), int(draft.argmax())), None
+        else:
+            proposed, q = choose(draft.expand(rows, 1, V), positions[:, :1], Use.PROPOSE, sampling)
+        first = accept_sampled(proposed, q, logits, positions, sampling).tokens_BT[:, 0]
+        counts = torch.bincount(first, minlength=V).double()
+        expected = probabilities(target[position], sampling).double() * rows
+        assert counts[expected == 0].sum() == 0
+        kept = expected > 0
+        expected = expected[kept] * counts.sum() / expected[kept].sum()
+        assert chisquare(counts[kept].numpy(), expected.numpy()).pvalue > 1e-3
+
+
+def test_synthetic_acceptance_is_alpha():
+    proposed, logits = torch.zeros(4000, 4, dtype=torch.int64), torch.randn(4000, 5, V)
+    verdict = accept_synthetic(proposed, logits, torch.arange(5).expand(4000, 5), 0.7, Sampling(seed=1))
+    accepted = verdict.num_accepted_B.double()
+    assert abs(float((accepted >= 1).double().mean()) - 0.7) < 0.03
+    assert abs(float((accepted >= 2).double().mean()) - 0.49) < 0.03
+
+
+def test_random_numbers_are_uniform_and_depend_on_everything():
+    positions = torch.arange(500).expand(40, 500)
+    u = uniform_BT(0, positions, Use.DECIDE)
+    assert chisquare(torch.histc(u.float(), 20, 0, 1).numpy()).pvalue > 1e-3
+    assert u.unique().numel() == u.numel()
+    for other in (uniform_BT(1, positions, Use.DECIDE), uniform_BT(0, positions, Use.ACCEPT)):
+        assert abs(float(torch.corrcoef(torch.stack((u.flatten(), other.flatten())))[0, 1])) < 0.03
+    assert torch.equal(uniform_BT(0, positions[:3, 7:9], Use.DECIDE), u[:3, 7:9])
+
+
+def test_draw_never_takes_a_token_of_no_probability():
+    p = torch.tensor([0.0, 0.5, 0.0, 0.5, 0.0])
+    u = torch.tensor([0.0, 0.499999, 0.5, 1 - 2**-53], dtype=torch.float64)
+    assert draw(p.expand(4, 5), u).tolist() == [1, 1, 3, 3]
