@@ -1,0 +1,195 @@
+"""The times of a round's parts, for a target, a draft, a cache policy, a machine, a batch and a context."""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import ceil
+from typing import NamedTuple
+
+from magicdec.costmodel.hardware import Hardware
+from magicdec.costmodel.policies import Policy, policy_named
+from magicdec.costmodel.roofline import (
+    BF16,
+    Pass,
+    StepTime,
+    choice_time,
+    kv_elements,
+    step_time,
+    weight_count,
+)
+from magicdec.errors import UserError
+from magicdec.models.config import ModelConfig
+
+DRAFT_RANKS = 4  # the reference ran independent drafts on 4 of its 8 GPUs: TinyLlama has 4 KV heads
+DRAFT_KINDS = ("self", "model", "ngram")
+QUANTIZED_BYTES = {"none": BF16, "int8": 1.0, "int4": 0.5}  # of a weight
+
+
+@dataclass(frozen=True)
+class DraftSpec:
+    """What proposes: the target itself, a model of its own, or the text (`ngram`, which takes no time to speak of)."""
+
+    kind: str = "self"
+    name: str = "self"
+    model: ModelConfig | None = None
+    tensor_parallel: int | None = None  # ranks of an independent draft; None: at most DRAFT_RANKS
+    quantization: str = "none"
+
+    def __post_init__(self) -> None:
+        if self.kind not in DRAFT_KINDS:
+            raise UserError(f"draft={self.kind} has no cost model; one of: {', '.join(DRAFT_KINDS)}")
+        if (self.kind == "model") != (self.model is not None):
+            raise UserError(f"draft={self.kind} with draft.model={self.name}: a model is for draft=model alone")
+        if self.quantization not in QUANTIZED_BYTES:
+            valid = ", ".join(QUANTIZED_BYTES)
+            raise UserError(f"draft.quantization={self.quantization} has no cost model; one of: {valid}")
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Everything that times depend on, gamma aside."""
+
+    target: ModelConfig
+    hardware: Hardware
+    batch: int
+    context: int
+    draft: DraftSpec = DraftSpec()
+    policy: str = "streaming"
+    budget: int = 512
+    target_name: str = "target"
+
+    def __post_init__(self) -> None:
+        for key, value in (("batch.size", self.batch), ("batch.context_len", self.context)):
+            if value < 1:
+                raise UserError(f"{key}={value} must be at least 1")
+        if self.budget < 1 and not policy_named(self.policy).reads_everything:
+            raise UserError(f"cache.budget={self.budget} must be at least 1")
+
+    @cached_property
+    def cache(self) -> Policy:
+        """The costs of the policy."""
+        return policy_named(self.policy)
+
+    @property
+    def ranks(self) -> int:
+        """GPUs that share the target."""
+        return self.hardware.count
+
+    @property
+    def draft_model(self) -> ModelConfig:
+        """The model that drafts."""
+        return self.draft.model or self.target
+
+    @property
+    def draft_ranks(self) -> int:
+        """GPUs that share the draft."""
+        if self.draft.model is None:
+            return self.ranks
+        return self.draft.tensor_parallel or min(self.ranks, DRAFT_RANKS, self.draft.model.num_kv_heads)
+
+    def at(self, **changes: object) -> "Setup":
+        """The same with some values changed."""
+        return replace(self, **changes)  # type: ignore[arg-type]
+
+
+class RoundTimes(NamedTuple):
+    """Seconds of a round's parts; `draft` and `select` are means over its gamma draft steps."""
+
+    gamma: int
+    target: StepTime  # one autoregressive step of the target: T_T
+    draft: StepTime  # T_D
+    select: StepTime  # T_select
+    verify: StepTime  # T_V(gamma)
+    overhead: StepTime
+
+    @property
+    def round_s(self) -> float:
+        """Seconds of the whole round."""
+        return (self.draft + self.select).total * self.gamma + self.verify.total + self.overhead.total
+
+
+def round_times(setup: Setup, gamma: int) -> RoundTimes:
+    """Predict the parts of a round that proposes `gamma` tokens."""
+    if gamma < 1:
+        raise UserError(f"draft.gamma={gamma} must be at least 1")
+    hardware, rows = setup.hardware, setup.batch * (gamma + 1)
+    late_choice = choice_time(setup.target, rows, setup.ranks, hardware) if not hardware.stack.verify_chooses else 0.0
+    host = hardware.efficiency.round_overhead_us * 1e-6
+    return RoundTimes(
+        gamma,
+        target_time(setup),
+        draft_time(setup, gamma),
+        select_time(setup, gamma),
+        verify_time(setup, gamma),
+        StepTime(activations=late_choice, overhead=host),
+    )
+
+
+def target_time(setup: Setup) -> StepTime:
+    """T_T: the target decodes one token a row."""
+    return step_time(Pass(setup.target, setup.batch, 1, setup.context, setup.ranks), setup.hardware)
+
+
+def verify_time(setup: Setup, gamma: int) -> StepTime:
+    """T_V: the target's pass over gamma + 1 tokens a row."""
+    chooses = setup.hardware.stack.verify_chooses
+    return step_time(
+        Pass(setup.target, setup.batch, gamma + 1, setup.context, setup.ranks, chooses=chooses), setup.hardware
+    )
+
+
+def draft_time(setup: Setup, gamma: int) -> StepTime:
+    """T_D: the mean of a round's draft steps, of which the first may feed two tokens."""
+    if setup.draft.kind == "ngram":
+        return StepTime()
+    cached = setup.cache.tokens_read(setup.context, setup.budget)
+    step = Pass(
+        setup.draft_model,
+        setup.batch,
+        1,
+        cached,
+        setup.draft_ranks,
+        weight_bytes=QUANTIZED_BYTES[setup.draft.quantization],
+        kv_bytes=setup.cache.kv_bytes,
+    )
+    refed = setup.hardware.stack.refed_tokens(setup.draft.kind, setup.policy)
+    first = step_time(step._replace(query_tokens=refed), setup.hardware)
+    return (first + step_time(step, setup.hardware) * (gamma - 1)) * (1 / gamma)
+
+
+def select_time(setup: Setup, gamma: int) -> StepTime:
+    """T_select: what a draft step of a dynamic policy spends on choosing its entries."""
+    if setup.cache.select_bytes is None or setup.draft.kind == "ngram":
+        return StepTime()
+    kv_heads = ceil(setup.draft_model.num_kv_heads / setup.draft_ranks)
+    moved = setup.batch * setup.cache.select_bytes(setup.draft_model, kv_heads, setup.context, gamma)
+    return StepTime(kv=moved / setup.hardware.bandwidth)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes that the fullest GPU holds."""
+
+    target_weights: float
+    target_kv: float
+    draft_weights: float
+    draft_kv: float
+
+    @property
+    def total(self) -> float:
+        """All of it, activations aside."""
+        return self.target_weights + self.target_kv + self.draft_weights + self.draft_kv
+
+
+def memory(setup: Setup, gamma: int, generate_len: int = 0) -> Memory:
+    """Bytes of weights and KV caches while `generate_len` tokens are generated with proposals of `gamma`."""
+    length = setup.context + generate_len
+    target_kv = setup.batch * kv_elements(setup.target, setup.ranks) * (length + gamma + 1) * BF16
+    draft, cache = setup.draft, setup.cache
+    draft_weights = draft_kv = 0.0
+    if draft.kind == "model" or draft.quantization != "none":
+        draft_weights = weight_count(setup.draft_model, setup.draft_ranks) * QUANTIZED_BYTES[draft.quantization]
+    shared = draft.kind == "self" and setup.policy == "full"  # reads the target's own cache
+    if draft.kind != "ngram" and cache.static and not shared:
+        entries = min(cache.tokens_read(length, setup.budget), length) + gamma + 1
+        draft_kv = setup.batch * kv_elements(setup.draft_model, setup.draft_ranks) * entries * cache.kv_bytes
+    return Memory(weight_count(setup.target, setup.ranks) * BF16, target_kv, draft_weights, draft_kv)
