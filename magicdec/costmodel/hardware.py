@@ -25,8 +25,8 @@ class Link:
 
     name: str
     bandwidth: float  # bytes per second that a GPU sends, and as many that it receives
-    # One of an all-reduce's log2(ranks) hops, in microseconds. NVLink: 8, 14 and 17 us for small messages on 2, 4 and 8
-    # H100s (vLLM's kernel, measured in sgl-project/sglang#2904). PCIe: 43 us on 8 GPUs (NCCL, NVIDIA/nccl#1530).
+    # One of an all-reduce's log2(ranks) hops, in microseconds. NVLink: 8, 14 and 17 us on 2, 4 and 8 H100s (vLLM's
+    # kernel at 256 KB and 1 MB, extrapolated to 0; sgl-project/sglang#2904). PCIe: 43 us on 8 GPUs (NVIDIA/nccl#1530).
     hop_us: float
 
 
@@ -135,6 +135,12 @@ def hardware_named(name: str, stack: str | None = None) -> Hardware:
         note = f"no calibration for {device.name}: its datasheet, with the achieved fractions of {calibrated}"
         efficiency = Efficiency(**{**vars(efficiency), "allreduce_hop_us": device.link.hop_us})
     return Hardware(name, device, count, efficiency, STACKS[stack or calibrated_stack], note)
+
+
+def device_in(text: str) -> Device | None:
+    """The known device that a driver's name for it contains, such as "NVIDIA H100 80GB HBM3"; None for others."""
+    words = re.findall(r"[a-z]+\d+[a-z]*", text.lower())
+    return next((device for device in DEVICES.values() if device.name.lower() in words), None)
 
 
 def _most_similar(device: Device) -> str:

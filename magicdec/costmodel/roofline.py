@@ -6,7 +6,6 @@ max(bytes / bandwidth, FLOPs / rate); layers add launch overhead, ranks add two 
 """
 
 from collections import Counter
-from dataclasses import dataclass, fields
 from functools import cache
 from math import ceil
 from typing import NamedTuple
@@ -25,15 +24,14 @@ class Operator(NamedTuple):
 
     name: str
     reads: str  # what its bytes mostly are: weights, kv or activations
-    count: int  # how many of them a pass has
+    number: int  # how many of them a pass has
     flops: float  # of each
     bytes: float
     rows: float  # that share what is read: what a matmul's rate saturates with
     stretch: float = 1.0  # of the memory's time, where the GPU is left partly idle
 
 
-@dataclass(frozen=True)
-class StepTime:
+class StepTime(NamedTuple):
     """Seconds of a step by what bounds them."""
 
     weights: float = 0.0  # reading weights
@@ -41,23 +39,25 @@ class StepTime:
     activations: float = 0.0  # moving everything else
     compute: float = 0.0  # matmuls and attention that are bound by FLOPs
     communication: float = 0.0
-    overhead: float = 0.0
+    overhead: float = 0.0  # launches, gaps, the host
 
     @property
     def total(self) -> float:
         """Seconds altogether."""
-        return sum(getattr(self, f.name) for f in fields(self))
+        return sum(self)
 
     @property
     def largest(self) -> str:
         """The part that takes longest."""
-        return max((f.name for f in fields(self)), key=lambda name: getattr(self, name))
+        return max(self._fields, key=lambda name: getattr(self, name))
 
-    def __add__(self, other: "StepTime") -> "StepTime":
-        return StepTime(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+    def plus(self, other: "StepTime", times: float = 1.0) -> "StepTime":
+        """The sum with `times` the other, part by part."""
+        return StepTime(*(mine + times * its for mine, its in zip(self, other, strict=True)))
 
-    def __mul__(self, factor: float) -> "StepTime":
-        return StepTime(*(getattr(self, f.name) * factor for f in fields(self)))
+    def scaled(self, factor: float) -> "StepTime":
+        """Every part times a factor."""
+        return StepTime(*(part * factor for part in self))
 
 
 class Pass(NamedTuple):
@@ -75,11 +75,12 @@ class Pass(NamedTuple):
 
 def step_time(forward: Pass, hardware: Hardware) -> StepTime:
     """Seconds of a forward pass on a machine."""
-    times: Counter[str] = Counter()
+    times = dict.fromkeys(StepTime._fields, 0.0)
+    bandwidth = hardware.bandwidth
     for op in operators(forward, hardware):
-        memory = op.bytes * op.stretch / hardware.bandwidth
+        memory = op.bytes * op.stretch / bandwidth
         compute = op.flops / hardware.matmul_rate(op.rows) if op.flops else 0.0
-        times[op.reads if memory >= compute else "compute"] += op.count * max(memory, compute)
+        times[op.reads if memory >= compute else "compute"] += op.number * max(memory, compute)
     model, layers = forward.model, forward.model.num_layers
     message = forward.batch * forward.query_tokens * model.hidden_size * BF16
     times["communication"] = 2 * layers * hardware.allreduce_time(message, forward.ranks)
@@ -96,27 +97,27 @@ def operators(forward: Pass, hardware: Hardware) -> list[Operator]:
     ffn, head_ranks = ceil(model.intermediate_size / forward.ranks), forward.ranks if hardware.stack.sharded_head else 1
     vocabulary = ceil(model.vocab_size / head_ranks)
 
-    def linear(name: str, count: int, inputs: int, outputs: int) -> Operator:
+    def linear(name: str, number: int, inputs: int, outputs: int) -> Operator:
         weights = inputs * outputs
         return Operator(
-            name, "weights", count, 2 * rows * weights, weights * weight_bytes + rows * (inputs + outputs) * BF16, rows
+            name, "weights", number, 2 * rows * weights, weights * weight_bytes + rows * (inputs + outputs) * BF16, rows
         )
 
-    def elementwise(name: str, count: int, elements_per_row: float) -> Operator:
-        return Operator(name, "activations", count, 0.0, rows * elements_per_row * BF16, rows)
+    def elementwise(name: str, number: int, elements_per_row: float) -> Operator:
+        return Operator(name, "activations", number, 0.0, rows * elements_per_row * BF16, rows)
 
     stretch = tile_stretch(batch * kv_heads, hardware.device.num_sms)
     attention = [
         Operator(
             "attention",
             "kv",
-            count,
+            number,
             4 * batch * tokens * cached * q,
             2 * batch * cached * kv * forward.kv_bytes,
             tokens * model.group_size,
             stretch,
         )
-        for cached, count in _cached_tokens(model, forward.cached_tokens)
+        for cached, number in _cached_tokens(model, forward.cached_tokens)
     ]
     return [
         elementwise("embedding", 1, 2 * hidden),
@@ -159,7 +160,7 @@ def tile_stretch(tiles: int, num_sms: int | None) -> float:
 def arithmetic_intensity(forward: Pass, hardware: Hardware) -> float:
     """FLOPs per byte of a whole pass on one rank."""
     ops = operators(forward, hardware)
-    return sum(op.count * op.flops for op in ops) / sum(op.count * op.bytes for op in ops)
+    return sum(op.number * op.flops for op in ops) / sum(op.number * op.bytes for op in ops)
 
 
 def weight_count(model: ModelConfig, ranks: int) -> float:

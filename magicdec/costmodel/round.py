@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from magicdec.costmodel.hardware import Hardware
 from magicdec.costmodel.policies import Policy, policy_named
@@ -86,9 +86,45 @@ class Setup:
             return self.ranks
         return self.draft.tensor_parallel or min(self.ranks, DRAFT_RANKS, self.draft.model.num_kv_heads)
 
-    def at(self, **changes: object) -> "Setup":
+    @property
+    def target_pass(self) -> Pass:
+        """One autoregressive step of the target."""
+        return Pass(self.target, self.batch, 1, self.context, self.ranks)
+
+    @cached_property
+    def target_time(self) -> StepTime:
+        """T_T."""
+        return step_time(self.target_pass, self.hardware)
+
+    @cached_property
+    def draft_step_times(self) -> tuple[StepTime, StepTime]:
+        """The first draft step of a round, and each of the others."""
+        if self.draft.kind == "ngram":
+            return StepTime(), StepTime()
+        step = Pass(
+            self.draft_model,
+            self.batch,
+            1,
+            self.tokens_read,
+            self.draft_ranks,
+            weight_bytes=QUANTIZED_BYTES[self.draft.quantization],
+            kv_bytes=self.cache.kv_bytes,
+        )
+        later = step_time(step, self.hardware)
+        refed = self.hardware.stack.refed_tokens(self.draft.kind, self.policy)
+        return later if refed == 1 else step_time(step._replace(query_tokens=refed), self.hardware), later
+
+    @property
+    def tokens_read(self) -> int:
+        """Entries per sequence and layer that a draft step reads."""
+        return self.cache.tokens_read(self.context, self.budget)
+
+    def at(self, **changes: Any) -> "Setup":
         """The same with some values changed."""
-        return replace(self, **changes)  # type: ignore[arg-type]
+        other = replace(self, **changes)
+        if changes.keys() == {"context"} and other.tokens_read == self.tokens_read:
+            other.__dict__["draft_step_times"] = self.draft_step_times  # the search for S* asks for little else
+        return other
 
 
 class RoundTimes(NamedTuple):
@@ -104,7 +140,7 @@ class RoundTimes(NamedTuple):
     @property
     def round_s(self) -> float:
         """Seconds of the whole round."""
-        return (self.draft + self.select).total * self.gamma + self.verify.total + self.overhead.total
+        return self.gamma * (self.draft.total + self.select.total) + self.verify.total + self.overhead.total
 
 
 def round_times(setup: Setup, gamma: int) -> RoundTimes:
@@ -112,48 +148,24 @@ def round_times(setup: Setup, gamma: int) -> RoundTimes:
     if gamma < 1:
         raise UserError(f"draft.gamma={gamma} must be at least 1")
     hardware, rows = setup.hardware, setup.batch * (gamma + 1)
-    late_choice = choice_time(setup.target, rows, setup.ranks, hardware) if not hardware.stack.verify_chooses else 0.0
-    host = hardware.efficiency.round_overhead_us * 1e-6
+    late = not hardware.stack.verify_chooses
     return RoundTimes(
         gamma,
-        target_time(setup),
-        draft_time(setup, gamma),
-        select_time(setup, gamma),
-        verify_time(setup, gamma),
-        StepTime(activations=late_choice, overhead=host),
-    )
-
-
-def target_time(setup: Setup) -> StepTime:
-    """T_T: the target decodes one token a row."""
-    return step_time(Pass(setup.target, setup.batch, 1, setup.context, setup.ranks), setup.hardware)
-
-
-def verify_time(setup: Setup, gamma: int) -> StepTime:
-    """T_V: the target's pass over gamma + 1 tokens a row."""
-    chooses = setup.hardware.stack.verify_chooses
-    return step_time(
-        Pass(setup.target, setup.batch, gamma + 1, setup.context, setup.ranks, chooses=chooses), setup.hardware
+        target=setup.target_time,
+        draft=draft_time(setup, gamma),
+        select=select_time(setup, gamma),
+        verify=step_time(setup.target_pass._replace(query_tokens=gamma + 1, chooses=not late), hardware),
+        overhead=StepTime(
+            activations=choice_time(setup.target, rows, setup.ranks, hardware) if late else 0.0,
+            overhead=hardware.efficiency.round_overhead_us * 1e-6,
+        ),
     )
 
 
 def draft_time(setup: Setup, gamma: int) -> StepTime:
     """T_D: the mean of a round's draft steps, of which the first may feed two tokens."""
-    if setup.draft.kind == "ngram":
-        return StepTime()
-    cached = setup.cache.tokens_read(setup.context, setup.budget)
-    step = Pass(
-        setup.draft_model,
-        setup.batch,
-        1,
-        cached,
-        setup.draft_ranks,
-        weight_bytes=QUANTIZED_BYTES[setup.draft.quantization],
-        kv_bytes=setup.cache.kv_bytes,
-    )
-    refed = setup.hardware.stack.refed_tokens(setup.draft.kind, setup.policy)
-    first = step_time(step._replace(query_tokens=refed), setup.hardware)
-    return (first + step_time(step, setup.hardware) * (gamma - 1)) * (1 / gamma)
+    first, later = setup.draft_step_times
+    return first.plus(later, gamma - 1).scaled(1 / gamma)
 
 
 def select_time(setup: Setup, gamma: int) -> StepTime:

@@ -28,12 +28,12 @@ STACKS = {
     stack.name: stack
     for stack in (
         Stack("magicdec"),
-        # github.com/Infini-AI-Lab/MagicDec, commit 5fb682c, which the paper's A100 tables were measured with:
-        # tp.py shards layers but not the head; logits are written, copied (2) and read by a radix top-k (2 digits and
-        # the gather); selfspec_benchmark.py samples after the verification's time was taken.
+        # github.com/Infini-AI-Lab/MagicDec at commit 5fb682c, the last before its A100 tables: tp.py shards layers but
+        # not the head; logits are written, copied (2) and read by a radix top-k (2 digits and the gather);
+        # selfspec_benchmark.py samples after the verification's time was taken.
         Stack("reference-2024-08", False, 6.0, False, frozenset()),
-        # The same at commit 09cd671, that of its H100 tables: head sharded, argmax inside the pass; SnapKV's draft takes
-        # the KV of verification, StreamingLLM's does not.
+        # The same at commit 09cd671, which has SnapKV and Llama-3.2-1B as its H100 tables do: head sharded, argmax
+        # inside the pass; SnapKV's draft takes the KV of verification, StreamingLLM's does not.
         Stack("reference-2024-11", True, 2.0, True, frozenset({"snapkv"})),
     )
 }
