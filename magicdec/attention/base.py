@@ -7,11 +7,23 @@ forward pass, `attend` once per layer.
 """
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+import torch
 from torch import Tensor
 
 Plan = TypeVar("Plan")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What is static about a forward pass: T new tokens, S cache slots, G query heads per KV head, and the dtype."""
+
+    num_new: int
+    capacity: int
+    group_size: int
+    dtype: torch.dtype
 
 
 class Attention(ABC, Generic[Plan]):
@@ -20,11 +32,9 @@ class Attention(ABC, Generic[Plan]):
     name: str
 
     @abstractmethod
-    def plan(self, seqlens_B: Tensor, num_new: int, capacity: int, window: int | None, dtype: object) -> Plan:
-        """Prepare a forward pass.
-
-        `seqlens_B` (int32) counts each row's valid entries, the `num_new` = T new ones included; `capacity` is the
-        cache's S; with `window`, a token sees only the last `window` tokens, itself included.
+    def plan(self, seqlens_B: Tensor, shape: Shape, window: int | None) -> Plan:
+        """Prepare a forward pass. `seqlens_B` (int32) counts each row's valid entries, the T new ones included; with
+        `window`, a token sees only the last `window` tokens, itself included.
         """
 
     @abstractmethod

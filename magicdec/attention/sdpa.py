@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from magicdec.attention.base import Attention
+from magicdec.attention.base import Attention, Shape
 
 # Above this many query tokens (prefill) a mask folded over G would be larger than the keys it guards.
 MAX_FOLDED_TOKENS = 64
@@ -18,10 +18,14 @@ MAX_FOLDED_TOKENS = 64
 
 @dataclass(frozen=True)
 class SdpaPlan:
-    """`length` entries are read; `mask_BTS` is additive in the query's dtype, None where nothing is masked."""
+    """`length` entries are read; `mask` is additive and broadcasts against the scores, None where nothing is hidden.
+
+    `folded`: query rows are (G, T) of one KV head, else each query head stands for itself.
+    """
 
     length: int
-    mask_BTS: Tensor | None
+    mask: Tensor | None
+    folded: bool
 
 
 class SdpaAttention(Attention[SdpaPlan]):
@@ -29,36 +33,37 @@ class SdpaAttention(Attention[SdpaPlan]):
 
     name = "sdpa"
 
-    def plan(self, seqlens_B: Tensor, num_new: int, capacity: int, window: int | None, dtype: object) -> SdpaPlan:
+    def plan(self, seqlens_B: Tensor, shape: Shape, window: int | None) -> SdpaPlan:
         """See Attention.plan. Reads lengths on the host only on a CPU, where that costs nothing."""
-        length, uniform = capacity, False
+        length, uniform = shape.capacity, False
         if seqlens_B.device.type == "cpu":
-            longest = int(seqlens_B.max())
-            length, uniform = longest, bool((seqlens_B == longest).all())
+            length = int(seqlens_B.max())
+            uniform = bool((seqlens_B == length).all())
+        folded = shape.num_new <= MAX_FOLDED_TOKENS
+        if uniform and shape.num_new == 1 and (window is None or window >= length):
+            return SdpaPlan(length, None, folded)
         if uniform:
-            if num_new == 1 and (window is None or window >= length):
-                return SdpaPlan(length, None)
             seqlens_B = seqlens_B[:1]
         slot_S = torch.arange(length, device=seqlens_B.device)
-        last_BT = seqlens_B.long()[:, None] - num_new + torch.arange(num_new, device=seqlens_B.device)
-        hidden_BTS = slot_S > last_BT[..., None]
+        own_T = torch.arange(shape.num_new, device=seqlens_B.device)
+        last_BT1 = (seqlens_B.long()[:, None] - shape.num_new + own_T)[..., None]
+        hidden_BTS = slot_S > last_BT1
         if window is not None:
-            hidden_BTS |= slot_S <= last_BT[..., None] - window
-        mask_BTS = torch.zeros(hidden_BTS.shape, dtype=dtype, device=seqlens_B.device)
-        return SdpaPlan(length, mask_BTS.masked_fill_(hidden_BTS, float("-inf")))
+            hidden_BTS |= slot_S <= last_BT1 - window
+        mask_BTS = torch.zeros(hidden_BTS.shape, dtype=shape.dtype, device=seqlens_B.device)
+        mask_BTS.masked_fill_(hidden_BTS, float("-inf"))
+        if folded:
+            mask_BTS = mask_BTS.repeat(1, shape.group_size, 1)
+        return SdpaPlan(length, mask_BTS[:, None], folded)
 
     def attend(self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: SdpaPlan) -> Tensor:
         """See Attention.attend."""
         B, T, H, D = q_BTHD.shape
         K = k_BKSD.shape[1]
         k, v = k_BKSD[:, :, : plan.length], v_BKSD[:, :, : plan.length]
-        mask = plan.mask_BTS
-        if mask is not None and T > MAX_FOLDED_TOKENS:
+        if not plan.folded:
             q = q_BTHD.transpose(1, 2)
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None], enable_gqa=H != K)
-            return out.transpose(1, 2)
-        q = q_BTHD.view(B, T, K, H // K, D).permute(0, 2, 3, 1, 4).reshape(B, K, -1, D)
-        if mask is not None:
-            mask = mask.repeat(1, H // K, 1)[:, None]
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=plan.mask, enable_gqa=H != K).transpose(1, 2)
+        q = q_BTHD.unflatten(2, (K, -1)).permute(0, 2, 3, 1, 4).reshape(B, K, -1, D)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=plan.mask)
         return out.view(B, K, H // K, T, D).permute(0, 3, 1, 2, 4).reshape(B, T, H, D)

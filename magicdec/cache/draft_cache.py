@@ -82,6 +82,10 @@ class DraftCache(KVCache):
         keys and values, or, for an independent draft, this cache itself.
         """
 
+    @abstractmethod
+    def set_length(self, length_B: Tensor) -> None:
+        """Declare `length_B` tokens committed and none proposed; their entries are in place, or do not matter."""
+
     @property
     @abstractmethod
     def committed_slots_B(self) -> Tensor:

@@ -39,11 +39,11 @@ class FullCache(DraftCache):
 
     def load(self, target: KVCache) -> None:
         """See DraftCache.load: everything is there already."""
-        self._set_length(target.seqlens_B)
+        self.set_length(target.seqlens_B)
 
     def for_prefill(self, chunk: int) -> "FullCache":
         """See DraftCache.for_prefill: this very cache."""
-        self._set_length(torch.zeros_like(self.length_B))
+        self.set_length(torch.zeros_like(self.length_B))
         return self
 
     def adopt(self, prefilled: DraftCache) -> None:
@@ -51,13 +51,14 @@ class FullCache(DraftCache):
 
     def take(self, source: KVCache, first_slot_B: Tensor, count_B: Tensor, width: int) -> None:
         """See DraftCache.take: the entries are in place."""
-        self._set_length(self.length_B + count_B)
+        self.set_length(self.length_B + count_B)
 
     @property
     def committed_slots_B(self) -> Tensor:
         """One slot a token."""
         return self.length_B
 
-    def _set_length(self, length_B: Tensor) -> None:
+    def set_length(self, length_B: Tensor) -> None:
+        """See DraftCache.set_length."""
         self.length_B.copy_(length_B)
         self.seqlens_B.copy_(length_B)

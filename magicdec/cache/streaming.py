@@ -77,7 +77,7 @@ class StreamingCache(DraftCache):
         for kept, all_entries in ((self.k_LBKSD, target.k_LBKSD), (self.v_LBKSD, target.v_LBKSD)):
             for layer in range(kept.shape[0]):  # a layer at a time: no second copy of the whole cache
                 kept[layer][:, :, : self.budget] = all_entries[layer][self._rows_B1, :, position_BS].transpose(1, 2)
-        self._set_length(target.seqlens_B)
+        self.set_length(target.seqlens_B)
 
     def for_prefill(self, chunk: int) -> "StreamingCache":
         """See DraftCache.for_prefill: the same, wide enough for a chunk in place of proposals."""
@@ -92,7 +92,7 @@ class StreamingCache(DraftCache):
         self.v_LBKSD[:, :, :, : self.budget] = prefilled.v_LBKSD[:, :, :, : self.budget]
         if self.sink_k_LBKND is not None and prefilled.sink_k_LBKND is not None:
             self.sink_k_LBKND.copy_(prefilled.sink_k_LBKND)
-        self._set_length(prefilled.length_B)
+        self.set_length(prefilled.length_B)
 
     def take(self, source: KVCache, first_slot_B: Tensor, count_B: Tensor, width: int) -> None:
         """See DraftCache.take. A long chunk writes only its last `window` tokens: the earlier ones are evicted by it,
@@ -111,9 +111,10 @@ class StreamingCache(DraftCache):
             still_BKND = (self.shift_B == 0)[:, None, None, None]
             in_cache = self.k_LBKSD[:, :, :, : self.num_sink]
             self.sink_k_LBKND.copy_(torch.where(still_BKND, in_cache, self.sink_k_LBKND))
-        self._set_length(self.length_B + count_B)
+        self.set_length(self.length_B + count_B)
 
-    def _set_length(self, length_B: Tensor) -> None:
+    def set_length(self, length_B: Tensor) -> None:
+        """See DraftCache.set_length."""
         self.length_B.copy_(length_B)
         self.seqlens_B.copy_(self.committed_slots_B)
         self.shift_B.copy_(self.length_B - self.seqlens_B)

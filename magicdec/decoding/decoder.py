@@ -76,6 +76,12 @@ class Decoder:
             self.first_tokens_B = choose(logits_B1V, positions_B1, Use.DECIDE, self.sampling)[0][:, 0]
         return watch.seconds
 
+    def simulate_prefill(self) -> None:
+        """Stand where `prefill` would leave it, over random entries: for timing alone."""
+        self.cache.k_LBKSD.normal_()
+        self.cache.v_LBKSD.normal_()
+        self.first_tokens_B = torch.zeros_like(self.state.prompt_len_B, dtype=torch.int64)
+
     def restart(self) -> None:
         """Go back to the end of the prefill, which several passes share."""
         self.cache.rollback(self.state.prompt_len_B)

@@ -26,6 +26,10 @@ class Draft(ABC):
     def prefill(self, state: State, progress: Callable[[int], None]) -> None:
         """Get ready to continue the prompts; `progress` is told of every prompt token a row has advanced."""
 
+    def simulate_prefill(self, state: State) -> None:
+        """Stand where `prefill` would leave it, with entries that mean nothing: for timing alone."""
+        self.prefill(state, lambda _: None)
+
     @abstractmethod
     def propose(self, state: State) -> Proposal:
         """Guess the next gamma tokens of every row."""

@@ -7,6 +7,7 @@ and values after each verification (MagicDec, arXiv 2408.11049). An independent 
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from magicdec.cache.draft_cache import DraftCache
@@ -27,7 +28,7 @@ class ModelDraft(Draft):
     """
 
     def __init__(self, model: Transformer, cache: DraftCache, gamma: int, vocab_size: int, sampling: Sampling):
-        """`vocab_size` cuts off logits that only this model's padding has."""
+        """`vocab_size` is the target's; models of one tokenizer may pad theirs to different sizes."""
         self.model, self.cache, self.gamma, self.sampling = model, cache, gamma, sampling
         self.vocab_size = vocab_size
 
@@ -38,12 +39,23 @@ class ModelDraft(Draft):
         positions_BG = state.next_positions_BT(self.gamma)
         tokens, distributions = [state.recent_BT(self.refed)], []
         for i in range(self.gamma):
-            logits = self.model.logits(self.model(tokens[-1], self.cache)[:, -1:])[..., : self.vocab_size]
+            logits = self.model.logits(self.model(self._known(tokens[-1]), self.cache)[:, -1:])[..., : self.vocab_size]
             token_B1, q_B1V = choose(logits, positions_BG[:, i : i + 1], Use.PROPOSE, self.sampling)
             tokens.append(token_B1)
             distributions.append(q_B1V)
-        q_BGV = None if self.sampling.greedy else torch.cat([q for q in distributions if q is not None], dim=1)
-        return Proposal(torch.cat(tokens[1:], dim=1), q_BGV)
+        return Proposal(torch.cat(tokens[1:], dim=1), self._stack(distributions))
+
+    def _known(self, tokens: Tensor) -> Tensor:
+        """Tokens that only the target's padding has stand for this model's last one: a guess may be wrong."""
+        return tokens.clamp(max=self.model.config.vocab_size - 1)
+
+    def _stack(self, distributions: list[Tensor | None]) -> Tensor | None:
+        """Distributions (B, 1, V') as one (B, G, V), padded with zeros to the target's vocabulary."""
+        sampled = [q for q in distributions if q is not None]
+        if not sampled:
+            return None
+        q_BGV = torch.cat(sampled, dim=1)
+        return F.pad(q_BGV, (0, self.vocab_size - q_BGV.shape[-1]))
 
     @property
     def cache_bytes(self) -> int:
@@ -97,8 +109,12 @@ class IndependentDraft(ModelDraft):
         lengths_B = state.prompt_len_B - 1  # the last prompt token and the first new one are fed by the first round
         longest = state.max_prompt_len - 1
         if longest:
-            prefill(self.model, cache, state.tokens_BS, lengths_B, longest, self.chunk, progress)
+            prefill(self.model, cache, self._known(state.tokens_BS), lengths_B, longest, self.chunk, progress)
         self.cache.adopt(cache)
+
+    def simulate_prefill(self, state: State) -> None:
+        """See Draft.simulate_prefill."""
+        self.cache.set_length(state.prompt_len_B - 1)
 
     def commit(self, count_B: Tensor) -> None:
         """See Draft.commit: its own entries of accepted tokens stay as it computed them."""

@@ -7,7 +7,7 @@ import torch
 
 from magicdec.cache.draft_cache import CACHES, CacheSpec
 from magicdec.cache.kv_cache import KVCache
-from magicdec.decoding.decoder import Decoder
+from magicdec.decoding.decoder import Decoder, silent
 from magicdec.decoding.state import State
 from magicdec.drafts.base import DRAFTS, Draft
 from magicdec.drafts.model import IndependentDraft, SelfDraft
@@ -15,12 +15,26 @@ from magicdec.models.transformer import Transformer
 from magicdec.verification.sampling import Sampling
 
 
-@dataclass(frozen=True)
+@dataclass
 class Batch:
     """One batch of prompts, ready to be prefilled and decoded, with and without the draft."""
 
     decoder: Decoder
     draft: Draft | None
+    simulated: bool = False
+
+    def simulate_prefill(self) -> None:
+        """Stand where the prefill would leave it, for timing alone."""
+        self.decoder.simulate_prefill()
+        self.simulated = True
+
+    def restart(self) -> None:
+        """Go back to the first round."""
+        self.decoder.restart()
+        if self.draft is not None and self.simulated:
+            self.draft.simulate_prefill(self.decoder.state)
+        elif self.draft is not None:
+            self.draft.prefill(self.decoder.state, silent)
 
 
 @dataclass
@@ -63,7 +77,7 @@ class NativeEngine:
         weight = model.embed.weight
         own = None if self.draft_model else decoder.cache
         cache = CACHES[self.policy].build(spec, config, len(state.tokens_BS), weight.dtype, weight.device, own)
-        vocab_size = min(config.vocab_size, self.target.config.vocab_size)
+        vocab_size = self.target.config.vocab_size
         shared: dict[str, Any] = {"gamma": self.gamma, "vocab_size": vocab_size, "sampling": self.sampling}
         kind = DRAFTS[self.draft_name]
         if issubclass(kind, SelfDraft):
@@ -77,7 +91,7 @@ class NativeEngine:
 @torch.inference_mode()
 def warm_up(batch: Batch) -> None:
     """One step of each kind, before anything is timed: thread pools, kernels, graphs."""
-    batch.decoder.restart()
+    batch.restart()
     batch.decoder.step(None)()
     if batch.draft is not None:
         batch.decoder.step(batch.draft)()

@@ -1,5 +1,6 @@
 """How much memory a run needs before it allocates, and how much it took."""
 
+import os
 import resource
 import sys
 from dataclasses import dataclass
@@ -44,9 +45,11 @@ def available_bytes(device: torch.device) -> int:
     """Free memory of the device now."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    with open("/proc/meminfo") as lines:
-        fields = {name: int(value.split()[0]) for name, value in (line.split(":", 1) for line in lines)}
-    return fields["MemAvailable"] * 1024
+    try:
+        with open("/proc/meminfo") as lines:
+            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):  # no Linux
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def check_fits(estimate: Estimate, num_rows: int, context_len: int, available: int) -> None:
@@ -65,11 +68,37 @@ def check_fits(estimate: Estimate, num_rows: int, context_len: int, available: i
     )
 
 
-def peak_bytes(device: torch.device) -> int:
-    """The most memory this process has held so far: on a GPU what tensors took, on a CPU its resident size."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+class Peak:
+    """The most memory taken since this object was made: on a GPU by tensors, on a CPU by the whole process."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._before = 0
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        else:
+            self._before = _status_bytes("VmRSS")
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes so far."""
+        if self._device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self._device)
+        return max(0, _peak_resident_bytes() - self._before)
+
+
+def _peak_resident_bytes() -> int:
+    """Of this process since it started."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def _status_bytes(field: str) -> int:
+    """A field of Linux's account of this process; elsewhere the peak so far stands for what is resident now."""
+    try:
+        with open("/proc/self/status") as lines:
+            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field + ":"))
+    except (OSError, StopIteration):
+        return _peak_resident_bytes()
 
 
 def read_bandwidth(device: torch.device, num_bytes: int = 1 << 28, repeats: int = 5) -> float:

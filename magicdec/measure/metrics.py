@@ -3,6 +3,7 @@
 B rows, R rounds, G = gamma.
 """
 
+import math
 from statistics import fmean, median
 
 import torch
@@ -33,10 +34,11 @@ def decode_seconds(generation: Generation) -> float:
     return generation.round_seconds[last] if last >= 0 else 0.0
 
 
-def speed_metrics(generations: list[Generation], prefill_seconds: list[float]) -> Metrics:
+def speed_metrics(generations: list[Generation], prefill_seconds: list[float]) -> dict[str, float]:
     """Throughput and latencies over the batches of one pass, without a prefix.
 
     tokens_per_second counts the tokens after each row's first over the decode time alone; wall_s includes the prefill.
+    Where every row stopped at its first token there is no decoding to time, and the figures that need it are NaN.
     """
     decode = sum(decode_seconds(g) for g in generations)
     drafts = [g.draft_prefill_seconds for g in generations]
@@ -44,9 +46,10 @@ def speed_metrics(generations: list[Generation], prefill_seconds: list[float]) -
     tokens = sum(len(row) - 1 for g in generations for row in g.tokens)
     times = [t for g in generations for t in row_times_per_token(g)]
     return {
-        "tokens_per_second": tokens / decode if decode else None,
-        "time_per_output_token_ms": 1e3 * fmean(times) if times else None,
+        "tokens_per_second": tokens / decode if decode else math.nan,
+        "time_per_output_token_ms": 1e3 * fmean(times) if times else math.nan,
         "time_to_first_token_ms": 1e3 * fmean(first),
+        "decode_s": decode,
         "wall_s": sum(first) + decode,
     }
 

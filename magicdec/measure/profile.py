@@ -9,27 +9,27 @@ from statistics import median
 
 import torch
 
-from magicdec.decoding.decoder import Decoder, silent
+from magicdec.decoding.decoder import Decoder
 from magicdec.decoding.graphs import Step
-from magicdec.drafts.base import Draft
+from magicdec.engines.native import Batch
 from magicdec.measure.timers import Stopwatch
 
 WARMUP = 2
 
 
 @torch.inference_mode()
-def profile_round(decoder: Decoder, draft: Draft | None, repeats: int) -> dict[str, float]:
+def profile_round(batch: Batch, repeats: int) -> dict[str, float]:
     """Median milliseconds at the end of the prompts (names as in result.json, without the prefix `time/`).
 
     draft_ms is one draft step (a proposal over gamma), verify_ms the target's pass over gamma + 1 tokens with the
     acceptance, overhead_ms what a whole round takes beyond gamma draft steps and a verification.
     """
-    decoder.restart()
+    batch.restart()
+    decoder, draft = batch.decoder, batch.draft
     parts: dict[str, tuple[Callable[[], None], Callable[[], None]]] = {
         "target_decode_ms": (decoder.decode_token, decoder.restart)
     }
     if draft is not None:
-        draft.prefill(decoder.state, silent)
         proposal = draft.propose(decoder.state)
         none_B = torch.zeros_like(decoder.state.num_tokens_B)
         draft.commit(none_B)
@@ -41,7 +41,7 @@ def profile_round(decoder: Decoder, draft: Draft | None, repeats: int) -> dict[s
     times = _alternate(decoder, parts, repeats)
     if draft is None:
         return times
-    rounds = _rounds(decoder, draft, repeats)
+    rounds = _rounds(batch, repeats)
     propose = times.pop("propose_ms")
     overhead = rounds - propose - times["verify_ms"]
     return times | {"draft_ms": propose / draft.gamma, "round_ms": rounds, "overhead_ms": overhead}
@@ -60,13 +60,12 @@ def _alternate(decoder: Decoder, parts: dict, repeats: int) -> dict[str, float]:
     return {name: median(values) for name, values in samples.items()}
 
 
-def _rounds(decoder: Decoder, draft: Draft, repeats: int) -> float:
+def _rounds(batch: Batch, repeats: int) -> float:
     """Median milliseconds of a whole round, run as generation runs it; a row that finishes keeps its cost."""
-    decoder.restart()
-    draft.prefill(decoder.state, silent)
-    step, samples = decoder.step(draft), []
-    for _ in range(min(WARMUP + repeats, decoder.state.max_rounds)):
-        with Stopwatch(decoder.device) as watch:
+    step, samples = batch.decoder.step(batch.draft), []
+    batch.restart()
+    for _ in range(min(WARMUP + repeats, batch.decoder.state.max_rounds)):
+        with Stopwatch(batch.decoder.device) as watch:
             step()
         samples.append(1e3 * watch.seconds)
     return median(samples[WARMUP:] or samples)

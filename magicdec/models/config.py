@@ -5,7 +5,7 @@ beyond its name in `FAMILIES`.
 """
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from magicdec.errors import UserError
 
@@ -15,6 +15,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": {},
     "qwen2": {"qkv_bias": True},
     "qwen3": {"qk_norm": True},
+}
+# Families whose code heeds `attention_bias`; in the others' files the key means nothing.
+FAMILIES_WITH_OPTIONAL_BIAS = ("llama", "qwen3")
+QWEN3_HEAD_DIM = 128  # where a Qwen3 config.json names none: not hidden_size / num_heads
+# Where a config.json leaves them out; the Llama family has no sliding windows, whatever its files say.
+DEFAULT_SLIDING_WINDOW, DEFAULT_MAX_WINDOW_LAYERS = 4096, 28
+
+# Kinds of rope scaling, and the fields that each cannot do without beside its factor.
+ROPE_KINDS: dict[str, tuple[str, ...]] = {
+    "linear": (),
+    "llama3": ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("original_max_position_embeddings",),
 }
 
 
@@ -26,7 +38,7 @@ class RopeScaling:
     unscaled frequencies by wavelength. Fields that a kind does not use stay None.
     """
 
-    kind: Literal["linear", "llama3", "yarn"]
+    kind: str  # a key of ROPE_KINDS
     factor: float
     original_max_position_embeddings: int | None = None
     low_freq_factor: float | None = None  # llama3
@@ -35,6 +47,27 @@ class RopeScaling:
     beta_slow: float = 1.0  # yarn
     attention_factor: float | None = None  # yarn; None: 0.1 ln(factor) + 1
     truncate: bool = True  # yarn
+
+    def __post_init__(self) -> None:
+        if self.kind not in ROPE_KINDS:
+            raise UserError(f"rope scaling {self.kind!r} is not supported; supported: {', '.join(ROPE_KINDS)}")
+        if not self.factor or self.factor < 0:
+            raise UserError(f"rope scaling {self.kind} needs a positive factor, not {self.factor}")
+        for name in ROPE_KINDS[self.kind]:
+            if getattr(self, name) is None:
+                raise UserError(f"rope scaling {self.kind} needs {name}")
+
+
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_layers",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "max_position_embeddings",
+)
 
 
 @dataclass(frozen=True)
@@ -62,8 +95,16 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = field(default=())
 
     def __post_init__(self) -> None:
+        for name in SIZES:
+            size = getattr(self, name)
+            if not isinstance(size, int) or size < 1:
+                raise UserError(f"{name}={size!r} must be a whole number of at least 1")
         if self.num_heads % self.num_kv_heads:
             raise UserError(f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}")
+        if self.head_dim % 2:
+            raise UserError(f"head_dim={self.head_dim} must be even: rotary embeddings turn pairs of features")
+        for name in ("sliding_layers", "eos_token_ids"):  # lists from YAML become tuples, so that configs are hashable
+            object.__setattr__(self, name, tuple(getattr(self, name)))
 
     @property
     def group_size(self) -> int:
@@ -94,41 +135,16 @@ class ModelConfig:
 def from_hugging_face(config: dict[str, Any], name: str = "config.json") -> ModelConfig:
     """Read the contents of a `config.json`; `name` is what errors call it.
 
-    Raises UserError for an architecture or a rope scaling this transformer does not cover.
+    Raises UserError for an architecture or a rope scaling this transformer does not cover, and for missing keys.
     """
-    family = config.get("model_type")
-    if family not in FAMILIES:
-        raise UserError(f"{name}: model_type={family!r} is not supported; supported: {', '.join(FAMILIES)}")
-    if config.get("hidden_act", "silu") != "silu":
-        raise UserError(f"{name}: hidden_act={config['hidden_act']!r} is not supported; supported: silu")
     try:
-        num_layers, num_heads = config["num_hidden_layers"], config["num_attention_heads"]
-        implied = dict(FAMILIES[family])
-        bias = bool(config.get("attention_bias", False))
-        implied["qkv_bias"] = implied.get("qkv_bias", False) or bias
-        window, sliding_layers = _sliding(config, num_layers)
-        theta, scaling = _rope(config, name)
-        return ModelConfig(
-            vocab_size=config["vocab_size"],
-            hidden_size=config["hidden_size"],
-            intermediate_size=config["intermediate_size"],
-            num_layers=num_layers,
-            num_heads=num_heads,
-            num_kv_heads=config.get("num_key_value_heads") or num_heads,
-            head_dim=config.get("head_dim") or config["hidden_size"] // num_heads,
-            max_position_embeddings=config["max_position_embeddings"],
-            rope_theta=theta,
-            rope_scaling=scaling,
-            rms_norm_eps=config.get("rms_norm_eps", 1e-6),
-            tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
-            output_bias=bias,
-            sliding_window=window,
-            sliding_layers=sliding_layers,
-            eos_token_ids=eos_ids(config.get("eos_token_id")),
-            **implied,
-        )
+        return _from_hugging_face(config)
     except KeyError as missing:
         raise UserError(f"{name}: the key {missing} is missing") from None
+    except UserError as error:
+        raise UserError(f"{name}: {error}") from None
+    except (TypeError, ValueError, ArithmeticError) as error:
+        raise UserError(f"{name}: a value has the wrong type or size ({error})") from None
 
 
 def eos_ids(value: int | list[int] | None) -> tuple[int, ...]:
@@ -138,34 +154,71 @@ def eos_ids(value: int | list[int] | None) -> tuple[int, ...]:
     return (value,) if isinstance(value, int) else tuple(value)
 
 
-def _sliding(config: dict[str, Any], num_layers: int) -> tuple[int | None, tuple[int, ...]]:
+def _from_hugging_face(config: dict[str, Any]) -> ModelConfig:
+    """`from_hugging_face` with errors that do not name the file yet."""
+    family = config.get("model_type")
+    if family not in FAMILIES:
+        raise UserError(f"model_type={family!r} is not supported; supported: {', '.join(FAMILIES)}")
+    if config.get("hidden_act", "silu") != "silu":
+        raise UserError(f"hidden_act={config['hidden_act']!r} is not supported; supported: silu")
+    if config.get("mlp_bias"):
+        raise UserError("mlp_bias=true is not supported")
+    num_layers, num_heads = config["num_hidden_layers"], config["num_attention_heads"]
+    head_dim = config.get("head_dim") or (QWEN3_HEAD_DIM if family == "qwen3" else config["hidden_size"] // num_heads)
+    bias = family in FAMILIES_WITH_OPTIONAL_BIAS and bool(config.get("attention_bias"))
+    theta, scaling = _rope(config)
+    window, sliding_layers = _sliding(config, family, num_layers)
+    return ModelConfig(
+        vocab_size=config["vocab_size"],
+        hidden_size=config["hidden_size"],
+        intermediate_size=config["intermediate_size"],
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=config.get("num_key_value_heads") or num_heads,
+        head_dim=head_dim,
+        max_position_embeddings=config["max_position_embeddings"],
+        rope_theta=theta,
+        rope_scaling=scaling,
+        rms_norm_eps=config.get("rms_norm_eps", 1e-6),
+        tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+        output_bias=bias,
+        sliding_window=window,
+        sliding_layers=sliding_layers,
+        eos_token_ids=eos_ids(config.get("eos_token_id")),
+        **({"qkv_bias": bias} | FAMILIES[family]),
+    )
+
+
+def _sliding(config: dict[str, Any], family: str, num_layers: int) -> tuple[int | None, tuple[int, ...]]:
     """The sliding window and its layers, honouring the switches that name a window without using it."""
-    window = config.get("sliding_window")
-    if window is None or config.get("use_sliding_window") is False:
-        return None, ()
-    if config.get("layer_types"):
-        layers = tuple(i for i, kind in enumerate(config["layer_types"]) if kind == "sliding_attention")
-    elif "use_sliding_window" in config:  # Qwen: the first max_window_layers attend to everything
-        layers = tuple(range(config.get("max_window_layers", 0), num_layers))
-    else:  # Mistral: every layer
+    window = config.get("sliding_window", DEFAULT_SLIDING_WINDOW)
+    layers: tuple[int, ...] = ()
+    if family == "mistral":
         layers = tuple(range(num_layers))
-    return (window, layers) if layers else (None, ())
+    elif family != "llama" and config.get("use_sliding_window"):
+        kinds = config.get("layer_types")
+        if kinds:
+            layers = tuple(i for i, kind in enumerate(kinds) if kind == "sliding_attention")
+        else:  # the first max_window_layers attend to everything
+            layers = tuple(range(config.get("max_window_layers", DEFAULT_MAX_WINDOW_LAYERS), num_layers))
+    return (window, layers) if layers and window is not None else (None, ())
 
 
-def _rope(config: dict[str, Any], name: str) -> tuple[float, RopeScaling | None]:
+def _rope(config: dict[str, Any]) -> tuple[float, RopeScaling | None]:
     """Rotary base and scaling, from transformers 5's `rope_parameters` or the older two keys."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    theta = rope.get("rope_theta") or config.get("rope_theta", 10000.0)
+    theta = float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
     if config.get("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0)) != 1.0:
-        raise UserError(f"{name}: partial_rotary_factor is not supported")
+        raise UserError("partial_rotary_factor is not supported")
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "default":
         return theta, None
-    if kind not in ("linear", "llama3", "yarn"):
-        raise UserError(f"{name}: rope scaling {kind!r} is not supported; supported: linear, llama3, yarn")
-    if rope.get("mscale") or rope.get("mscale_all_dim"):
-        raise UserError(f"{name}: YaRN with mscale is not supported")
+    if rope.get("mscale") and rope.get("mscale_all_dim"):
+        raise UserError("YaRN with mscale is not supported")
     known = {f: rope[f] for f in RopeScaling.__dataclass_fields__ if rope.get(f) is not None}
-    if kind == "yarn" and "original_max_position_embeddings" not in known:
-        known["original_max_position_embeddings"] = config["max_position_embeddings"]
-    return theta, RopeScaling(kind=kind, **known)
+    if kind in ("llama3", "yarn"):
+        original = config.get("original_max_position_embeddings") or known.get("original_max_position_embeddings")
+        known["original_max_position_embeddings"] = original or config["max_position_embeddings"]
+    if kind == "yarn" and "factor" not in known:
+        known["factor"] = config["max_position_embeddings"] / known["original_max_position_embeddings"]
+    return theta, RopeScaling(kind=kind, factor=known.pop("factor", None), **known)

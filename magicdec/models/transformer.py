@@ -4,11 +4,13 @@ B rows, T tokens, E hidden size, H query heads, K KV heads, D head dim, V vocabu
 (T = a chunk), decode (T = 1) and verify (T = gamma + 1): it appends T tokens to the cache and attends over it.
 """
 
+from typing import cast
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from magicdec.attention.base import Attention
+from magicdec.attention.base import Attention, Shape
 from magicdec.cache.kv_cache import KVCache
 from magicdec.models.config import ModelConfig
 from magicdec.models.rope import rope_table, rotate
@@ -17,9 +19,9 @@ from magicdec.models.rope import rope_table, rotate
 class Layer(nn.Module):
     """Attention and a gated MLP, each behind an RMS norm; QKV and gate-up are single matmuls."""
 
-    def __init__(self, config: ModelConfig, index: int):
+    def __init__(self, config: ModelConfig):
         super().__init__()
-        self.config, self.index = config, index
+        self.config = config
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self.attention_norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.qkv = nn.Linear(config.hidden_size, q_size + 2 * kv_size, bias=config.qkv_bias)
@@ -31,20 +33,19 @@ class Layer(nn.Module):
         self.gate_up = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=False)
         self.down = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
-    def forward(
-        self, x_BTE: Tensor, rope: tuple[Tensor, Tensor], cache: KVCache, slots_BT: Tensor, attention: Attention, plan
-    ) -> Tensor:
-        """Append this layer's keys and values to the cache and return the residual stream."""
+    def before_attention(self, x_BTE: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries (B, T, H, D), keys and values (B, T, K, D), rotated to their positions."""
         c = self.config
         qkv = self.qkv(self.attention_norm(x_BTE)).unflatten(-1, (-1, c.head_dim))
-        qk, v_BTKD = qkv[:, :, : c.num_heads + c.num_kv_heads], qkv[:, :, c.num_heads + c.num_kv_heads :]
+        qk, v_BTKD = qkv.split((c.num_heads + c.num_kv_heads, c.num_kv_heads), dim=2)
         if c.qk_norm:
             qk = torch.cat((self.q_norm(qk[:, :, : c.num_heads]), self.k_norm(qk[:, :, c.num_heads :])), dim=2)
-        qk = rotate(qk, *rope)
-        q_BTHD, k_BTKD = qk[:, :, : c.num_heads], qk[:, :, c.num_heads :]
-        cache.append(self.index, slots_BT, k_BTKD, v_BTKD)
-        out = attention.attend(q_BTHD, cache.k_LBKSD[self.index], cache.v_LBKSD[self.index], plan)
-        x_BTE = x_BTE + self.output(out.flatten(2))
+        q_BTHD, k_BTKD = rotate(qk, cos, sin).split((c.num_heads, c.num_kv_heads), dim=2)
+        return q_BTHD, k_BTKD, v_BTKD
+
+    def after_attention(self, x_BTE: Tensor, out_BTHD: Tensor) -> Tensor:
+        """The residual stream behind attention and MLP."""
+        x_BTE = x_BTE + self.output(out_BTHD.flatten(2))
         gate, up = self.gate_up(self.mlp_norm(x_BTE)).chunk(2, dim=-1)
         return x_BTE + self.down(F.silu(gate) * up)
 
@@ -56,7 +57,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.config, self.attention = config, attention
         self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_layers))
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_layers))
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.head = None if config.tie_word_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
@@ -64,18 +65,26 @@ class Transformer(nn.Module):
         """Append T tokens to every row of the cache; returns the normalised hidden states (B, T, E)."""
         num_new = tokens_BT.shape[1]
         slots_BT = cache.slots_BT(num_new)
-        cos, sin = rope_table(self.config, cache.positions_BT(num_new))
-        rope = (cos[:, :, None], sin[:, :, None])
+        cos, sin = (x[:, :, None] for x in rope_table(self.config, cache.positions_BT(num_new)))
         x_BTE = self.embed(tokens_BT)
-        plans = {
-            window: self.attention.plan(cache.seqlens_B + num_new, num_new, cache.capacity, window, x_BTE.dtype)
-            for window in {self.config.window_of(i) for i in range(self.config.num_layers)}
-        }
-        for i, layer in enumerate(self.layers):
-            x_BTE = layer(x_BTE, rope, cache, slots_BT, self.attention, plans[self.config.window_of(i)])
+        shape = Shape(num_new, cache.capacity, self.config.group_size, x_BTE.dtype)
+        windows = {self.config.window_of(i) for i in range(self.config.num_layers)}
+        plans = {window: self.attention.plan(cache.seqlens_B + num_new, shape, window) for window in windows}
+        for i, layer in enumerate(cast("list[Layer]", self.layers)):
+            q_BTHD, k_BTKD, v_BTKD = layer.before_attention(x_BTE, cos, sin)
+            cache.append(i, slots_BT, k_BTKD, v_BTKD)
+            plan = plans[self.config.window_of(i)]
+            out_BTHD = self.attention.attend(q_BTHD, cache.k_LBKSD[i], cache.v_LBKSD[i], plan)
+            x_BTE = layer.after_attention(x_BTE, out_BTHD)
         cache.advance(num_new)
         return self.norm(x_BTE)
 
     def logits(self, hidden_BTE: Tensor) -> Tensor:
         """Next-token logits (B, T, V) of hidden states; kept apart so that prefill computes only the ones it needs."""
         return F.linear(hidden_BTE, self.embed.weight if self.head is None else self.head.weight)
+
+    def compile_layers(self) -> None:
+        """Fuse what surrounds attention in each layer; shapes are static, so each number of tokens compiles once."""
+        for layer in self.layers:
+            for part in ("before_attention", "after_attention"):
+                setattr(layer, part, torch.compile(getattr(layer, part), dynamic=False))

@@ -1,1 +1,61 @@
-"""What a run does."""
+"""What a run does: each scenario is a function from a plan to an outcome, and `run` gives every one the same frame."""
+
+import logging
+import sys
+from collections.abc import Callable
+from importlib import import_module
+
+from rich.console import Console
+
+from magicdec.config import Config, to_dict, warnings
+from magicdec.errors import UserError
+
+log = logging.getLogger(__name__)
+
+SCENARIOS = {"compare": "compare", "profile": "profile"}  # name -> module and function of that name
+
+
+def run(config: Config) -> None:
+    """Check, plan, open the run's folder, do the work, store its results, and only then tell Weights & Biases."""
+    from magicdec import build
+    from magicdec.tracking import table, wandb
+    from magicdec.tracking.progress import progress
+    from magicdec.tracking.store import Run, run_id
+
+    scenario = _scenario(config.scenario.name)
+    wandb.check(to_dict(config)["wandb"])
+    plan = build.plan(config)
+    settings = to_dict(plan.config)
+    console = Console(stderr=True)
+    for warning in warnings(plan.config):
+        console.print(f"[yellow]warning:[/] {warning}", highlight=False)
+    this = Run.open(config.runs_dir, run_id(settings, plan.fingerprints, plan.device_name), settings)
+    with this.log_to_file():
+        try:
+            with progress() as bars:
+                outcome = scenario(plan, bars)
+            this.finish(outcome.metrics, outcome.generations, outcome.history)
+        except BaseException as error:
+            this.fail(*_reason(error))
+            raise
+    told = wandb.log_run(this, settings, outcome)
+    table.show(Console(file=sys.stdout), settings, outcome.metrics, this.folder, told, outcome.history)
+
+
+def _scenario(name: str) -> Callable:
+    """Import a scenario when it is chosen: predicting must not wait for PyTorch."""
+    return getattr(import_module(f"magicdec.scenarios.{SCENARIOS[name]}"), name)
+
+
+def _reason(error: BaseException) -> tuple[str, str]:
+    """Why a run failed, in words and as a kind."""
+    import torch
+
+    text = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+    if isinstance(error, UserError):
+        return str(error), "invalid"
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return text, "out_of_memory"
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted", "interrupted"
+    return text, "crashed"

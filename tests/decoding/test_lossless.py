@@ -12,7 +12,7 @@ from magicdec.cache.draft_cache import CACHES
 from magicdec.decoding.audit import audit
 from magicdec.drafts.base import DRAFTS
 from magicdec.verification.sampling import Sampling
-from tests.small import noisy_copy, open_batch, random_prompts, small_model
+from tests.small import VOCAB, noisy_copy, open_batch, random_prompts, small_model
 
 TARGET = small_model()
 GAMMAS, BATCHES, BUDGETS = (1, 2, 5, 8), (1, 3, 8), (12, 40, 400)
@@ -133,3 +133,20 @@ def test_the_state_counts_what_the_rounds_say():
     _, _, fast = check("model", "streaming", 4, 3, budget=12)
     assert torch.equal(fast.committed_RB.sum(0) + 1, torch.tensor([len(row) for row in fast.tokens]))
     assert len(fast.round_seconds) == len(fast.accepted_RB)
+
+
+@pytest.mark.parametrize("padded", [VOCAB - 5, VOCAB + 3])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_vocabularies_may_be_padded_to_different_sizes(padded, temperature):
+    """The models' logits differ in number; tokens stay within the target's."""
+    batch = open_batch(
+        TARGET,
+        random_prompts([30, 21], vocab=VOCAB - 5),
+        sampling=Sampling(temperature=temperature),
+        draft_name="model",
+        draft_model=small_model(1, vocab_size=padded),
+        gamma=3,
+        policy="full",
+    )
+    tokens = batch.decoder.generate(batch.draft).tokens
+    assert all(0 <= t < VOCAB for row in tokens for t in row)

@@ -1,0 +1,232 @@
+"""The command line: Hydra composes a configuration, a scenario runs it, the exit code tells how it went.
+
+0: done; 1: a failure, with its traceback; 2: a mistake of the user's, in one line on stderr; 130: interrupted.
+"""
+
+import difflib
+import os
+import re
+import sys
+import traceback
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import hydra
+from hydra._internal.utils import get_args_parser
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.types import Override
+from hydra.core.utils import JobReturn, JobStatus
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
+from yaml import MarkedYAMLError
+
+from magicdec.config import Config, load
+from magicdec.errors import UserError
+from magicdec.rules import did_you_mean, known_keys
+
+ROOT = Path(__file__).resolve().parent
+CONF = ROOT / "conf"
+USER_ERROR, FAILURE, INTERRUPTED = 2, 1, 130
+
+# OmegaConf's ways to say that a value does not fit its key, and what would.
+MISFITS = {
+    "converted to Integer": "must be a whole number",
+    "converted to Float": "must be a number",
+    "not a valid bool|converted to Boolean": "must be true or false",
+    r"type hint 'Union\[int, str\]'": "must be a whole number or auto",
+    "not Optional": "must have a value",
+    "not a subclass": "cannot be set as a whole, only its keys can",
+    "ListConfig": "must be a list, as in [a,b]",
+}
+
+
+class JobFailed(Exception):
+    """A job that has failed and whose error is on stderr already; its argument is the exit code."""
+
+
+@hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
+def job(cfg: DictConfig) -> None:
+    """Run one configuration: the only one, or one of a multirun's."""
+    new_folders.clear()
+    try:
+        config = load(cfg)
+        from magicdec.scenarios import run  # here, because --help and mistakes must not wait for PyTorch
+
+        run(config)
+    except Exception as error:
+        hydra_cfg = HydraConfig.get()
+        overrides = list(hydra_cfg.overrides.task)
+        multirun = hydra_cfg.mode == RunMode.MULTIRUN
+        where = f"job {hydra_cfg.job.num} ({' '.join(overrides)}): " if multirun else ""
+        is_mistake = isinstance(error, UserError | OmegaConfBaseException)
+        raise JobFailed(report(error, explain(error, overrides) if is_mistake else None, where)) from error
+
+
+def main() -> int:
+    """Run the command line; returns the exit code."""
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises its errors, where it would print them in many lines
+    os.environ["MAGICDEC_ROOT"] = str(ROOT)
+    overrides: list[str] = []
+    try:
+        parser = get_args_parser()
+        parser.error = _refuse  # type: ignore[method-assign]
+        overrides = parser.parse_args().overrides
+        job()
+    except JobFailed as failure:
+        return failure.args[0]
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except Exception as error:
+        _remove_new_folders()
+        return report(error, explain(error, overrides))
+    return 0
+
+
+def report(error: Exception, explanation: str | None, where: str = "") -> int:
+    """Tell on stderr what went wrong, in a line where there is an explanation; returns the exit code."""
+    if explanation is None:
+        traceback.print_exception(error)
+        if where:
+            print(f"error: {where}{type(error).__name__}: {error}".splitlines()[0], file=sys.stderr)
+        return FAILURE
+    print(f"error: {where}{' '.join(explanation.split())}", file=sys.stderr)
+    return USER_ERROR
+
+
+def explain(error: Exception, overrides: list[str]) -> str | None:
+    """The helpful part of what we, Hydra or OmegaConf say of a configuration; None if it is not about a mistake."""
+    if isinstance(error, UserError):
+        return str(error)
+    if isinstance(error, MarkedYAMLError) and error.problem_mark:
+        return f"{error.problem_mark.name}, line {error.problem_mark.line + 1}: {error.problem}"
+    if isinstance(error, OverrideParseException):
+        return f"{error.override}: not of the form key=value; a value with spaces, commas or brackets needs quotes"
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options is not None:
+        group, _, option = error.missing_cfg_file.rpartition("/")
+        return f"{_as_typed(group, option, overrides)}: {_no_such_option(option, error.options)}"
+    origin = _omegaconf_error(error)
+    if origin is not None:
+        file = re.match(r"In '(.*?)'", str(error))
+        return (f"{file[1]}.yaml: " if file else "") + _explain_key(origin)
+    if isinstance(error, HydraException | ValueError | AssertionError):
+        return _explain_text(error)
+    return None
+
+
+def _explain_key(error: OmegaConfBaseException) -> str:
+    """OmegaConf's errors: they know their key, and usually its value."""
+    key, text = error.full_key or "", str(error).partition("\n")[0]
+    if isinstance(error, ConfigKeyError | ConfigAttributeError):
+        return f"unknown key {key}; {_known_instead(key)}"
+    if isinstance(error, MissingMandatoryValue):
+        return f"{key} is missing a value"
+    for pattern, valid in MISFITS.items():
+        if re.search(pattern, text):
+            return f"{key}={'null' if error.value is None else error.value}: {valid}"
+    return f"{key}: {text}" if key else text
+
+
+def _known_instead(key: str) -> str:
+    """What an unknown key was probably meant to be: a sibling, its namesake in another group, a similar key."""
+    keys, (parent, _, name) = list(known_keys(Config)), key.rpartition(".")
+    siblings = [known.rpartition(".")[2] for known in keys if known.rpartition(".")[0] == parent]
+    namesakes = [known for known in keys if known.endswith(f".{name}")]
+    close = difflib.get_close_matches(name, siblings, n=1)
+    if close or namesakes:
+        return f"did you mean {f'{parent}.{close[0]}'.lstrip('.') if close else namesakes[0]}?"
+    return f"{parent or 'there'} {'has' if parent else 'are'}: {', '.join(siblings)}" if siblings else "see --help"
+
+
+def _explain_text(error: Exception) -> str | None:
+    """Hydra's errors: they say it in words, and know their override only while they are raised."""
+    text, override = str(error), _current_override(error)
+    key, _, value = override.lstrip("+").partition("=")
+    parent = key.rpartition(".")[0]
+    if "root: NoneType" in text:  # from OmegaConf, about a key within a null
+        instead = "use draft=model" if parent == "draft.model" else "nothing can be set in it"
+        return f"{override}: {parent} is null; {instead}"
+    if "Could not override 'target@draft.model'" in text:
+        return "target@draft.model: this draft has no model of its own; use draft=model"
+    if "must be a string or a list" in text and key:
+        return f"{override}: {_no_such_option(value, sorted(path.stem for path in (CONF / key).glob('*.yaml')))}"
+    if found := re.match(r"Ambiguous value for argument '(.*)'|Sweep parameters '(.*)' requires", text):
+        return f"{found[1] or found[2]}: several values need -m; a list is written [a,b], a text \"key='a,b'\""
+    if found := re.match(r"Multiple values for (\S+)\.|Could not append to config. An item is already at '(.*)'", text):
+        return f"{found[1] or found[2]} is there already: leave out the +"
+    if found := re.search(r"use (\+\S+=\S+)", text):
+        return f"{found[1][1:]}: write {found[1]}"
+    if isinstance(error, AssertionError):
+        return None
+    return re.split(r"(?:Config s|S)earch path:|See http", text)[0]
+
+
+def _no_such_option(option: str, options: Sequence[str]) -> str:
+    return f"no such option; one of: {', '.join(options)}{did_you_mean(option, options)}"
+
+
+def _as_typed(group: str, option: str, overrides: list[str]) -> str:
+    """An option as it stands on the command line, which may say more than group and name: target@draft.model=NAME."""
+    for override in overrides:
+        key, _, value = override.partition("=")
+        if key.lstrip("+").partition("@")[0] == group and option in value.split(","):
+            return f"{key}={option}"
+    return f"{group}={option}"
+
+
+def _omegaconf_error(error: BaseException | None) -> OmegaConfBaseException | None:
+    """The one that Hydra has wrapped, if any."""
+    while error is not None and not isinstance(error, OmegaConfBaseException):
+        error = error.__cause__ or error.__context__
+    return error
+
+
+def _current_override(error: Exception) -> str:
+    """The override that Hydra was applying when it gave up; its errors do not all name it."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        override = frame.f_locals.get("override")
+        if isinstance(override, Override):
+            return override.input_line or ""
+    return ""
+
+
+def _refuse(message: str) -> NoReturn:
+    hint = "; keys are set without dashes: key=value" if "unrecognized" in message else ""
+    raise UserError(message + hint)
+
+
+# A multirun's folders that are not there before it: Hydra makes them before it has looked at the jobs.
+new_folders: list[Path] = []
+
+
+def _sweep_folder(runs_dir: str) -> str:
+    folder = Path(runs_dir, "sweeps", f"{datetime.now():%Y-%m-%d_%H-%M-%S}")
+    new_folders[:] = [path for path in (folder, folder.parent, folder.parent.parent) if not path.exists()]
+    return str(folder)
+
+
+def _remove_new_folders() -> None:
+    """After a mistake that Hydra found before the first job started."""
+    for folder in new_folders:
+        with suppress(OSError):
+            (folder / "multirun.yaml").unlink(missing_ok=True)
+            folder.rmdir()
+
+
+def _result(ret: JobReturn) -> Any:
+    """What a job returned. Hydra's own property announces a failure on stderr, where `report` has been already."""
+    if ret.status == JobStatus.FAILED:
+        raise ret._return_value
+    return ret._return_value
+
+
+JobReturn.return_value = JobReturn.return_value.getter(_result)  # type: ignore
+OmegaConf.register_new_resolver("sweep_folder", _sweep_folder, use_cache=True, replace=True)
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,249 @@
+"""From a typed configuration to the objects of a run: the only place that constructs.
+
+Everything that can be checked without loading weights is checked first.
+"""
+
+import logging
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from magicdec.attention.base import Attention
+from magicdec.attention.sdpa import SdpaAttention
+from magicdec.cache.draft_cache import CACHES
+from magicdec.config import BatchConfig, Config, ModelChoice
+from magicdec.data import Prompts, load_prompts
+from magicdec.data.tokenizer import load_tokenizer
+from magicdec.engines.native import NativeEngine
+from magicdec.errors import UserError
+from magicdec.measure import memory
+from magicdec.models import checkpoint
+from magicdec.models.config import ModelConfig
+from magicdec.models.transformer import Transformer
+from magicdec.tracking.progress import Progress
+from magicdec.verification.sampling import Sampling
+
+log = logging.getLogger(__name__)
+
+ROWS_ON = {"cpu": 8, "cuda": 128}  # batch.size=auto; a small model on a GPU is bound by latency below that
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Model:
+    """One model of a run before its weights are loaded: where it lies and what it looks like."""
+
+    key: str  # the configuration's key, for messages
+    folder: Path | None  # None: random weights of a known architecture
+    config: ModelConfig
+
+    @property
+    def fingerprint(self) -> str:
+        """What names its weights in a run's id."""
+        return checkpoint.fingerprint(self.folder) if self.folder else "random"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run whose every `auto` is resolved and whose mistakes are found; nothing large is allocated yet."""
+
+    config: Config
+    device: torch.device
+    dtype: torch.dtype
+    target: Model
+    draft: Model | None
+    device_name: str
+
+    @property
+    def fingerprints(self) -> dict[str, str]:
+        """Of the checkpoints that the run loads."""
+        return {m.key: m.fingerprint for m in (self.target, self.draft) if m is not None}
+
+
+def plan(config: Config) -> Plan:
+    """Resolve `auto`, read the checkpoints' configs, and check everything that needs no weights."""
+    device, dtype = _device(config)
+    if config.hardware.tensor_parallel > 1:
+        raise UserError(
+            f"hardware.tensor_parallel={config.hardware.tensor_parallel}: a run uses one device so far; "
+            "set hardware.tensor_parallel=1"
+        )
+    batch = config.batch
+    if batch.size == "auto":
+        batch = replace(batch, size=ROWS_ON[device.type])
+    hardware = replace(config.hardware, device=device.type, dtype=str(dtype).removeprefix("torch."))
+    config = replace(config, batch=batch, hardware=hardware)
+    target = _model("target", config.target)
+    draft = None
+    if config.draft.name == "model":
+        assert config.draft.model is not None  # validated
+        draft = _model("draft.model", config.draft.model)
+        checkpoint.check_vocabularies(target.config, draft.config, target.folder, draft.folder)
+    _check_length(config, target, draft)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
+    return Plan(config, device, dtype, target, draft, name)
+
+
+def estimate(plan: Plan) -> memory.Estimate:
+    """Bytes that the run will take, from the architectures alone."""
+    c, gamma = plan.config, _gamma(plan.config)
+    max_len = int(c.batch.context_len) + c.batch.generate_len + gamma + 1
+    weights = plan.target.config.num_parameters * plan.dtype.itemsize
+    per_row = memory.kv_bytes(plan.target.config, max_len, plan.dtype)
+    if c.draft.name != "none":
+        drafter = (plan.draft or plan.target).config
+        if plan.draft is not None:
+            weights += drafter.num_parameters * plan.dtype.itemsize
+        if c.cache.policy != "full":
+            per_row += memory.kv_bytes(drafter, min(c.cache.budget, max_len) + gamma + 1, plan.dtype)
+        elif plan.draft is not None:
+            per_row += memory.kv_bytes(drafter, max_len, plan.dtype)
+    per_row += memory.activation_bytes(plan.target.config, 1, min(c.batch.prefill_chunk, max_len), plan.dtype)
+    return memory.Estimate(weights, per_row, 0)
+
+
+def engine(plan: Plan, progress: Progress) -> NativeEngine:
+    """Load the weights and put the engine together; raises UserError where memory would not suffice."""
+    c = plan.config
+    available = memory.available_bytes(plan.device)
+    memory.check_fits(estimate(plan), int(c.batch.size), int(c.batch.context_len), available)
+    attention = _attention(c.attention.name, plan.device)
+    s = c.sampling
+    return NativeEngine(
+        target=_load(plan.target, plan, attention, progress),
+        draft_model=_load(plan.draft, plan, attention, progress) if plan.draft else None,
+        sampling=Sampling(s.temperature, s.top_k, s.top_p, s.seed),
+        generate_len=c.batch.generate_len,
+        prefill_chunk=c.batch.prefill_chunk,
+        draft_name=c.draft.name,
+        gamma=_gamma(c),
+        policy=c.cache.policy,
+        budget=c.cache.budget,
+        num_sink=c.cache.num_sink,
+        ignore_eos=s.ignore_eos,
+        graphs=c.hardware.cuda_graphs,
+        synthetic_acceptance=c.draft.synthetic_acceptance,
+    )
+
+
+def prompts(plan: Plan, tokenizer: object | None) -> Prompts:
+    """Prompts for every batch of the run, as token ids."""
+    c = plan.config
+    return load_prompts(
+        c.data.name,
+        tokenizer=tokenizer,
+        num_rows=int(c.batch.size) * c.batch.num_batches,
+        context_len=int(c.batch.context_len),
+        seed=c.data.seed,
+        path=c.data.path,
+        vocab_size=plan.target.config.vocab_size,
+    )
+
+
+def tokenizer(plan: Plan) -> object | None:
+    """The target's tokenizer; None where random data needs none."""
+    if plan.config.data.name == "random":
+        return None
+    if plan.target.folder is None:
+        raise UserError(
+            f"data={plan.config.data.name} needs the target's tokenizer, and target.weights=random loads none; "
+            "use data=random"
+        )
+    return load_tokenizer(plan.target.folder)
+
+
+def _gamma(config: Config) -> int:
+    return config.draft.gamma if config.draft.name != "none" else 0
+
+
+def _device(config: Config) -> tuple[torch.device, torch.dtype]:
+    name = config.hardware.device
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UserError(
+            f"hardware.device=cuda (hardware={config.hardware.name}), but PyTorch sees no CUDA device here; "
+            "use hardware=cpu or hardware=auto"
+        )
+    dtype = config.hardware.dtype
+    if dtype == "auto":
+        dtype = "float32" if name == "cpu" else "bfloat16"
+    if dtype == "float32":
+        torch.backends.cuda.matmul.allow_tf32 = False
+    return torch.device(name), DTYPES[dtype]
+
+
+def _model(key: str, choice: ModelChoice) -> Model:
+    if choice.weights == "random":
+        if choice.architecture is not None:
+            return Model(key, None, choice.architecture.to_model_config())
+        if choice.path is None:
+            raise UserError(f"{key}.weights=random needs {key}.architecture or {key}.path")
+        folder = checkpoint.locate(choice.path, f"{key}.path", weights=False)
+        return Model(key, None, checkpoint.read_config(folder))
+    if choice.path is None:
+        raise UserError(f"{key}.path is not set; give a local Hugging Face folder or a hub id such as org/name")
+    folder = checkpoint.locate(choice.path, f"{key}.path")
+    return Model(key, folder, checkpoint.read_config(folder))
+
+
+def _check_length(config: Config, target: Model, draft: Model | None) -> None:
+    b: BatchConfig = config.batch
+    length = int(b.context_len) + b.generate_len
+    longest = target.config.max_position_embeddings
+    if length > longest:
+        raise UserError(
+            f"batch.context_len={b.context_len} + batch.generate_len={b.generate_len} = {length} exceeds the target's "
+            f"maximum of {longest} tokens; batch.context_len={longest - b.generate_len} would fit"
+        )
+    if draft is None or length <= draft.config.max_position_embeddings:
+        return
+    trained = draft.config.max_position_embeddings
+    if not CACHES[config.cache.policy].bounds_positions:
+        raise UserError(
+            f"cache.policy={config.cache.policy} shows the draft {length} tokens, but it was trained for {trained}; "
+            "use cache=streaming, which hides the distance"
+        )
+    if config.cache.budget + config.draft.gamma + 1 >= trained:
+        raise UserError(
+            f"cache.budget={config.cache.budget} + draft.gamma={config.draft.gamma} does not fit into the draft's "
+            f"trained context of {trained} tokens; cache.budget={trained // 2} would"
+        )
+
+
+def _load(model: Model, plan: Plan, attention: Attention, progress: Progress) -> Transformer:
+    """A model with its weights, on its device."""
+    with torch.device("meta"):
+        transformer = Transformer(model.config, attention)
+    if model.folder is None:
+        transformer = transformer.to_empty(device=plan.device).to(plan.dtype)
+        generator = torch.Generator(plan.device).manual_seed(0)
+        for parameter in transformer.parameters():
+            std = 1.0 if parameter.dim() == 1 else 0.02
+            parameter.data.normal_(0, std, generator=generator) if parameter.dim() > 1 else parameter.data.fill_(1.0)
+    else:
+        with progress.task(f"loading {model.key}", total=model.config.num_parameters) as task:
+            state = checkpoint.load(model.folder, model.config, plan.dtype, plan.device, progress=task.advance)
+        transformer.load_state_dict(state, assign=True)
+    if plan.config.hardware.compile:
+        transformer.compile_layers()
+    return transformer.eval().requires_grad_(False)
+
+
+def _attention(name: str, device: torch.device) -> Attention:
+    chosen = SdpaAttention()
+    log.info("attention=%s: using %s on %s", name, chosen.name, device)
+    return chosen
+
+
+def _cpu_name() -> str:
+    """The processor's name, as the operating system tells it."""
+    import platform
+
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()

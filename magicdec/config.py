@@ -1,0 +1,298 @@
+"""The configuration: the schema of every group in conf/, what is valid in it, and how it is read.
+
+A class is a group, a field a key; conf/ explains them and holds the values that a run starts from. Beside launch.py
+this is the only module that knows Hydra and OmegaConf.
+"""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING, DictConfig, OmegaConf
+
+from magicdec.errors import UserError
+from magicdec.models.config import ModelConfig, RopeScaling
+from magicdec.rules import SIZES, above, at_least, check, one_of, ruled
+
+
+@dataclass
+class Scaling:
+    """Mirror of magicdec.models.config.RopeScaling."""
+
+    kind: str = MISSING
+    factor: float = MISSING
+    original_max_position_embeddings: int | None = None
+    low_freq_factor: float | None = None
+    high_freq_factor: float | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    truncate: bool = True
+
+
+@dataclass
+class Architecture:
+    """Mirror of magicdec.models.config.ModelConfig, which is frozen, as a schema cannot be."""
+
+    vocab_size: int = MISSING
+    hidden_size: int = MISSING
+    intermediate_size: int = MISSING
+    num_layers: int = MISSING
+    num_heads: int = MISSING
+    num_kv_heads: int = MISSING
+    head_dim: int = MISSING
+    max_position_embeddings: int = MISSING
+    rope_theta: float = 10000.0
+    rope_scaling: Scaling | None = None
+    rms_norm_eps: float = 1e-5
+    tie_word_embeddings: bool = False
+    qkv_bias: bool = False
+    output_bias: bool = False
+    qk_norm: bool = False
+    sliding_window: int | None = None
+    sliding_layers: list[int] = field(default_factory=list)
+    eos_token_ids: list[int] = field(default_factory=list)
+
+    def to_model_config(self) -> ModelConfig:
+        """The same as the models know it; raises UserError for sizes that do not fit together."""
+        values = asdict(self)
+        scaling = values.pop("rope_scaling")
+        return ModelConfig(rope_scaling=scaling and RopeScaling(**scaling), **values)
+
+
+@dataclass
+class ModelChoice:
+    """A model: the target, or an independent draft."""
+
+    name: str = MISSING
+    path: str | None = None
+    weights: str = one_of("checkpoint", "random", default="checkpoint")
+    architecture: Architecture | None = None
+
+
+@dataclass
+class DraftConfig:
+    """Who proposes. `name` is none or a registered draft."""
+
+    name: str = MISSING
+    gamma: int = 0
+    synthetic_acceptance: float | None = ruled(None, lambda value: 0 <= value <= 1, "must be between 0 and 1")
+    model: ModelChoice | None = None
+
+
+@dataclass
+class CacheConfig:
+    """What the draft keeps. `policy` is a registered cache policy."""
+
+    policy: str = MISSING
+    budget: int = 0
+    num_sink: int = at_least(0, default=0)
+
+
+@dataclass
+class HardwareConfig:
+    """Where it runs, and what that can do."""
+
+    name: str = MISSING
+    device: str = one_of("auto", "cpu", "cuda", default=MISSING)
+    dtype: str = one_of("auto", "float32", "bfloat16", "float16", default=MISSING)
+    num_devices: int = at_least(1, default=MISSING)
+    tensor_parallel: int = at_least(1, default=MISSING)
+    cuda_graphs: bool = MISSING
+    compile: bool = MISSING
+    memory_gib: float | None = above(0, default=None)
+    bandwidth_gbs: float | None = above(0, default=None)
+    tflops: float | None = above(0, default=None)
+
+
+@dataclass
+class BatchConfig:
+    """How much is decoded."""
+
+    size: int | str = ruled(
+        MISSING, lambda value: value == "auto" or (isinstance(value, int) and value >= 1), "must be auto or at least 1"
+    )
+    context_len: int = at_least(1, default=MISSING)
+    generate_len: int = at_least(2, default=MISSING, why="the first new token comes from the prefill")
+    num_batches: int = at_least(1, default=MISSING)
+    prefill_chunk: int = at_least(1, default=MISSING)
+
+
+@dataclass
+class DataConfig:
+    """Where prompts come from."""
+
+    name: str = one_of("stdlib", "text", "prompts", "pg19", "random", default=MISSING)
+    path: str | None = None
+    seed: int = at_least(0, default=0)
+    save_prompts: bool = False
+
+
+@dataclass
+class SamplingConfig:
+    """How a token is chosen."""
+
+    temperature: float = at_least(0, default=0.0)
+    top_k: int | None = at_least(1, default=None)
+    top_p: float | None = ruled(None, lambda value: 0 < value <= 1, "must be above 0 and at most 1")
+    seed: int = at_least(0, default=0)
+    ignore_eos: bool = True
+
+
+@dataclass
+class AttentionConfig:
+    """Who computes attention."""
+
+    name: str = one_of("auto", "sdpa", default=MISSING)
+
+
+@dataclass
+class EngineConfig:
+    """Who decodes."""
+
+    name: str = one_of("native", default=MISSING)
+
+
+@dataclass
+class ScenarioConfig:
+    """What a run does."""
+
+    name: str = one_of("compare", "profile", default=MISSING)
+    repeats: int = at_least(1, default=1)
+    profile_repeats: int = at_least(1, default=MISSING)
+    batch_sizes: list[int] = field(default_factory=list, metadata=SIZES)
+    context_lens: list[int] = field(default_factory=list, metadata=SIZES)
+    gammas: list[int] = field(default_factory=list, metadata=SIZES)
+
+
+@dataclass
+class WandbConfig:
+    """What Weights & Biases is told."""
+
+    mode: str = one_of("offline", "online", "disabled", default=MISSING)
+    project: str = MISSING
+    entity: str | None = None
+    group: str | None = None
+    tags: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Config:
+    """A whole run."""
+
+    target: ModelChoice = field(default_factory=ModelChoice)
+    draft: DraftConfig = field(default_factory=DraftConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    hardware: HardwareConfig = field(default_factory=HardwareConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    scenario: ScenarioConfig = field(default_factory=ScenarioConfig)
+    wandb: WandbConfig = field(default_factory=WandbConfig)
+    runs_dir: str = MISSING
+    resume: bool = MISSING
+
+
+ConfigStore.instance().store(name="schema", node=Config)
+
+
+def load(cfg: DictConfig) -> Config:
+    """A composed configuration as typed and valid objects.
+
+    Raises UserError for what `validate` finds, and OmegaConf's errors for unknown keys, wrong types and missing values.
+    """
+    # Merged into a fresh schema, because a + on the command line gets unknown keys past the composed one.
+    merged = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.to_container(cfg))
+    config = OmegaConf.to_object(merged)
+    assert isinstance(config, Config)
+    validate(config)
+    return config
+
+
+def to_dict(config: Config) -> dict[str, Any]:
+    """Plain nested dictionaries."""
+    return asdict(config)
+
+
+def to_yaml(config: Config) -> str:
+    """YAML that `load(OmegaConf.create(...))` reads back."""
+    return OmegaConf.to_yaml(OmegaConf.create(to_dict(config)))
+
+
+def validate(config: Config) -> None:
+    """Raise UserError for the first mistake that the configuration alone gives away."""
+    check(config)
+    for mistakes in (_mistakes, _draft_mistakes):
+        for mistake in mistakes(config):
+            raise UserError(mistake)
+
+
+def warnings(config: Config) -> list[str]:
+    """What is legal but hardly meant, a line each."""
+    found = []
+    draft, cache, sampling = config.draft, config.cache, config.sampling
+    context_len = config.batch.context_len
+    if draft.name == "self" and cache.policy == "full":
+        found.append("cache=full with draft=self: the target drafts for itself over its own cache, which saves nothing")
+    if draft.name != "none" and cache.policy != "full" and cache.budget >= context_len:
+        found.append(f"cache.budget={cache.budget} holds all of batch.context_len={context_len}: it saves nothing")
+    for name, value in (("top_k", sampling.top_k), ("top_p", sampling.top_p)):
+        if sampling.temperature == 0 and value is not None:
+            found.append(
+                f"sampling.{name}={value} has no effect: at sampling.temperature=0 the likeliest token is taken"
+            )
+    return found
+
+
+def _models(config: Config) -> dict[str, ModelChoice]:
+    """The models of a run by the keys that choose them."""
+    models = {"target": config.target}
+    if config.draft.name == "model" and config.draft.model is not None:
+        models["draft.model"] = config.draft.model
+    return models
+
+
+def _mistakes(config: Config) -> Iterator[str]:
+    """Values that are right by themselves and wrong together, wherever the draft has no part in it."""
+    data, hardware, scenario = config.data, config.hardware, config.scenario
+    for key, model in _models(config).items():
+        try:
+            if model.architecture is not None:
+                model.architecture.to_model_config()
+        except UserError as error:
+            yield f"{key}.architecture: {error}"
+    if data.name in ("text", "prompts") and not data.path:
+        yield f"data.path=null: data={data.name} needs a file or folder, as in data.path=FOLDER"
+    if hardware.tensor_parallel > hardware.num_devices:
+        devices = f"hardware.num_devices={hardware.num_devices}"
+        yield f"hardware.tensor_parallel={hardware.tensor_parallel}: must be at most {devices}"
+    for name in ("batch_sizes", "context_lens", "gammas"):
+        if scenario.name == "profile" and not getattr(scenario, name):
+            yield f"scenario.{name}=[]: scenario=profile needs at least one number"
+
+
+def _draft_mistakes(config: Config) -> Iterator[str]:
+    """Values that do not go together with this draft."""
+    draft, cache, scenario = config.draft, config.cache, config.scenario
+    if draft.name == "none":
+        return
+    if draft.gamma < 1:
+        yield f"draft.gamma={draft.gamma}: must be at least 1 with draft={draft.name}"
+    if draft.name == "model" and draft.model is None:
+        yield "draft.model=null: draft.name=model needs one; choose draft=model target@draft.model=NAME"
+    if cache.policy != "full":  # which ignores the budget
+        if cache.budget <= cache.num_sink:
+            sinks = f"cache.num_sink={cache.num_sink}"
+            yield f"cache.budget={cache.budget}: must be above {sinks}, to hold the sinks and a window of at least 1"
+        gammas = {"draft.gamma": [draft.gamma]} if scenario.name != "profile" else {"scenario.gammas": scenario.gammas}
+        for key, values in gammas.items():
+            if max(values) >= cache.budget:
+                yield f"{key}={max(values)}: must be below cache.budget={cache.budget}"
+    if scenario.name == "compare" and draft.synthetic_acceptance is None:
+        noise = [f"{key}.weights=random" for key, model in _models(config).items() if model.weights == "random"]
+        for source in [*noise, "data=random"] if config.data.name == "random" else noise:
+            valid = "set draft.synthetic_acceptance to a number from 0 to 1, or draft=none"
+            yield f"{source}: acceptance cannot be measured on noise; {valid}"

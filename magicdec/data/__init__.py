@@ -1,0 +1,49 @@
+"""Prompts: windows of real documents, a user's own prompts, or random tokens; one file per corpus."""
+
+from typing import Any
+
+from magicdec.data import pg19, prompts, random, stdlib, text
+from magicdec.data.base import Document, Encoder, Prompts, cut_windows
+from magicdec.data.tokenizer import load_tokenizer
+from magicdec.errors import UserError
+
+__all__ = ["CORPORA", "Document", "Encoder", "Prompts", "cut_windows", "load_prompts", "load_tokenizer"]
+
+CORPORA = ("stdlib", "text", "prompts", "pg19", "random")
+
+
+def load_prompts(
+    name: str,
+    *,
+    tokenizer: Any,
+    num_rows: int,
+    context_len: int,
+    seed: int,
+    path: str | None = None,
+    vocab_size: int,
+) -> Prompts:
+    """Prompts of the corpus called `name`, one of CORPORA: `num_rows` rows (batch size times batches).
+
+    Every row has exactly `context_len` tokens and no two rows overlap, except for `prompts`, whose rows are as long as
+    the user wrote them, and at most that. `tokenizer` is a transformers tokenizer (unused, and may be None, for
+    `random`), `vocab_size` the model's. The same arguments give the same prompts.
+
+    Raises UserError where the corpus is missing, malformed or too short, or the tokenizer does not fit the model.
+    """
+    if name not in CORPORA:
+        raise UserError(f"data={name} is unknown; valid: {', '.join(CORPORA)}")
+    if name == "random":
+        return random.load(vocab_size=vocab_size, num_rows=num_rows, context_len=context_len, seed=seed)
+    if tokenizer is None:
+        raise UserError(f"data={name} needs a tokenizer; without one only data=random works")
+    if name == "prompts":
+        loaded = prompts.load(tokenizer, path=path, num_rows=num_rows, context_len=context_len)
+    elif name == "stdlib":
+        loaded = stdlib.load(Encoder.of(tokenizer), num_rows=num_rows, context_len=context_len, seed=seed)
+    else:
+        load = {"text": text.load, "pg19": pg19.load}[name]
+        loaded = load(Encoder.of(tokenizer), path=path, num_rows=num_rows, context_len=context_len, seed=seed)
+    largest = max(max(row) for row in loaded.tokens)
+    if largest >= vocab_size:
+        raise UserError(f"the tokenizer gives token {largest}, but the model's vocabulary has {vocab_size} tokens")
+    return loaded

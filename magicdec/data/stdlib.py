@@ -1,0 +1,102 @@
+"""The Python standard library's own source: real, long text that every machine has.
+
+One document is a top-level module, or a package with all its files. The bundled models were trained on the other
+half of the split: `HELD_OUT` alone decides which modules prompts come from and which ones training may read.
+"""
+
+import sys
+import sysconfig
+from pathlib import Path
+
+from magicdec.data.base import Document, Encoder, Prompts, cut_windows
+from magicdec.errors import UserError
+
+# In every Python from 3.11 to 3.14, on every system, also where a distribution splits the library into packages.
+HELD_OUT = frozenset(
+    {
+        "argparse",
+        "asyncio",
+        "email",
+        "enum",
+        "inspect",
+        "ipaddress",
+        "logging",
+        "mailbox",
+        "subprocess",
+        "tarfile",
+        "typing",
+        "zipfile",
+    }
+)
+
+# Tests are another kind of text, and installed packages are not the standard library.
+SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "_bundled", "__pycache__"})
+# Tables rather than code: character maps, pydoc's topics, Windows Installer schemas, build-time settings.
+SKIPPED_MODULES = frozenset({"encodings", "pydoc_data", "msilib", "turtledemo", "__phello__", "stringprep"})
+SKIPPED_FILES = frozenset({"html/entities.py"})
+SKIPPED_PREFIXES = ("_sysconfigdata", "_sysconfig_vars", "config-")
+TWIN_PREFIXES = ("_py_", "_py")  # _py_abc beside abc, _pydatetime beside datetime
+
+
+def load(encoder: Encoder, *, num_rows: int, context_len: int, seed: int) -> Prompts:
+    """Windows of the held-out modules; see `cut_windows`."""
+    texts = {document.name: document.text for document in documents(held_out=True)}
+    return cut_windows(
+        texts, texts.__getitem__, encoder, num_rows=num_rows, context_len=context_len, seed=seed, corpus="data=stdlib"
+    )
+
+
+def documents(*, held_out: bool, root: Path | None = None) -> list[Document]:
+    """The held-out modules, or all the others, sorted by name. `root` defaults to this Python's library.
+
+    Raises UserError where the library's source is not on disk (a frozen or zipped Python).
+    """
+    root = root or Path(sysconfig.get_path("stdlib"))
+    modules = {name: files for name, files in _modules(root).items() if (name in HELD_OUT) == held_out}
+    if not modules:
+        raise UserError(f"the standard library's source is not in {root}: use data=text data.path=FOLDER instead")
+    return [Document(name, _read(files)) for name, files in sorted(modules.items())]
+
+
+def _modules(root: Path) -> dict[str, list[Path]]:
+    """The files of each module, twins counted once: of datetime and _pydatetime, say, the longer one stays.
+
+    Which of the two holds the code changes between Python versions; the module's public name names both.
+    """
+    found: dict[str, list[Path]] = {}
+    for path in sorted(root.rglob("*.py")):
+        relative = path.relative_to(root)
+        if not _skipped(relative):
+            found.setdefault(relative.parts[0].removesuffix(".py"), []).append(path)
+    modules: dict[str, list[Path]] = {}
+    for name, files in found.items():
+        public = _public_name(name)
+        modules[public] = max(files, modules.get(public, []), key=_size)
+    return modules
+
+
+def _skipped(relative: Path) -> bool:
+    first = relative.parts[0].removesuffix(".py")
+    return (
+        not SKIPPED_FOLDERS.isdisjoint(relative.parts[:-1])
+        or first in SKIPPED_MODULES
+        or first.startswith(SKIPPED_PREFIXES)
+        or relative.as_posix() in SKIPPED_FILES
+    )
+
+
+def _public_name(module: str) -> str:
+    for prefix in TWIN_PREFIXES:
+        public = module.removeprefix(prefix)
+        if public != module and public in sys.stdlib_module_names:
+            return public
+    return module
+
+
+def _size(files: list[Path]) -> int:
+    return sum(path.stat().st_size for path in files)
+
+
+def _read(files: list[Path]) -> str:
+    # A few files of the library are not UTF-8; what matters here is that every machine reads the same characters.
+    return "\n".join(path.read_text(encoding="utf-8", errors="replace") for path in files)

@@ -1,0 +1,32 @@
+"""Tokenizers of checkpoints, through transformers; no code of a checkpoint's own is ever run."""
+
+from pathlib import Path
+from typing import Any
+
+from magicdec.errors import UserError
+
+FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
+
+
+def load_tokenizer(folder_or_hub_id: str | Path) -> Any:
+    """The transformers tokenizer of a local folder or of a Hugging Face hub id.
+
+    Raises UserError where the folder has none, or the hub does not give one.
+    """
+    path = Path(folder_or_hub_id).expanduser()
+    if path.is_dir():
+        if not any((path / name).exists() for name in FILES):
+            raise UserError(f"{folder_or_hub_id}: no tokenizer in this folder (looked for {', '.join(FILES)})")
+        source = str(path)
+    elif path.is_absolute() or str(folder_or_hub_id).startswith((".", "~")) or str(folder_or_hub_id).count("/") > 1:
+        raise UserError(f"{folder_or_hub_id}: no such folder")
+    else:
+        source = str(folder_or_hub_id)
+    # Here and not above: importing transformers takes seconds, which `data=random` and `--help` need not wait for.
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise UserError(f"{folder_or_hub_id}: cannot load its tokenizer ({reason})") from None

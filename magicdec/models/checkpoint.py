@@ -1,0 +1,296 @@
+"""Hugging Face checkpoints: found, checked, and read straight into the parameters of this project's transformer.
+
+Only json and safetensors are opened, never a pickle: loading one can run code. Everything a user can get wrong ends in
+a UserError that names the file. V vocabulary, E hidden size, F MLP size, H query heads, K KV heads, D head dim.
+"""
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from magicdec.errors import UserError
+from magicdec.models.config import ModelConfig, eos_ids, from_hugging_face
+
+CONFIG, GENERATION_CONFIG, TOKENIZER = "config.json", "generation_config.json", "tokenizer.json"
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.bin.index.json")
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
+STORED_DTYPES = ("F64", "F32", "F16", "BF16")
+MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+FINGERPRINT_BLOCKS, FINGERPRINT_BLOCK_BYTES = 64, 65536
+# Tensors that other programs leave in a checkpoint and that nothing here needs: rope's are computed, and a tied head
+# is the embedding.
+DISPENSABLE = re.compile(r".*rotary_emb\.inv_freq|lm_head\.weight")
+
+
+def locate(path: str, key: str = "target.path", weights: bool = True) -> Path:
+    """The local folder of a checkpoint.
+
+    `path` is a folder, relative to the working directory or to where the package lies (so that the bundled pair is
+    found from anywhere), or a hub id `org/name`, optionally `org/name@revision`, which is downloaded into the hub's
+    cache; with `weights=False` only its json files are. `key` is the configuration key that errors name.
+    """
+    for folder in (Path(path).expanduser(), Path(__file__).resolve().parents[2] / path):
+        if path and folder.is_dir():
+            return folder
+    if not HUB_ID.fullmatch(path):
+        raise UserError(f"{key}={path} is no folder; valid: a folder with a {CONFIG}, or a hub id such as org/name")
+    return _download(path, key, ["*.json", "*.safetensors"] if weights else ["*.json"])
+
+
+def read_config(folder: Path) -> ModelConfig:
+    """The architecture that the folder's `config.json` describes.
+
+    The end-of-sequence tokens are those of `generation_config.json` where it names any, as in transformers' generate.
+    Raises UserError for a missing or broken file, an architecture that is not covered, or a quantised checkpoint.
+    """
+    config = _read_json(folder / CONFIG)
+    if config.get("quantization_config") or config.get("compression_config"):
+        raise UserError(f"{folder / CONFIG}: quantised checkpoints are not supported; take the unquantised one")
+    if (folder / GENERATION_CONFIG).exists():
+        generation_eos = _read_json(folder / GENERATION_CONFIG).get("eos_token_id")
+        if eos_ids(generation_eos):
+            config["eos_token_id"] = generation_eos
+    return from_hugging_face(config, str(folder / CONFIG))
+
+
+class Piece(NamedTuple):
+    """One tensor of a checkpoint, and the rows of one of our parameters that it fills."""
+
+    source: str
+    parameter: str
+    first_row: int
+    shape: tuple[int, ...]
+
+
+def pieces(config: ModelConfig) -> Iterator[Piece]:
+    """Every tensor that a checkpoint of this architecture holds, in the order of the forward pass.
+
+    Queries, keys and values become the rows of one matrix, in this order, and so do gate and up: one matmul each.
+    """
+    E, F = config.hidden_size, config.intermediate_size
+    q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    yield Piece("model.embed_tokens.weight", "embed.weight", 0, (config.vocab_size, E))
+    for layer in range(config.num_layers):
+        theirs, ours = f"model.layers.{layer}.", f"layers.{layer}."
+        yield Piece(f"{theirs}input_layernorm.weight", f"{ours}attention_norm.weight", 0, (E,))
+        for name, first_row, rows in (("q", 0, q_rows), ("k", q_rows, kv_rows), ("v", q_rows + kv_rows, kv_rows)):
+            yield Piece(f"{theirs}self_attn.{name}_proj.weight", f"{ours}qkv.weight", first_row, (rows, E))
+            if config.qkv_bias:
+                yield Piece(f"{theirs}self_attn.{name}_proj.bias", f"{ours}qkv.bias", first_row, (rows,))
+        if config.qk_norm:
+            yield Piece(f"{theirs}self_attn.q_norm.weight", f"{ours}q_norm.weight", 0, (config.head_dim,))
+            yield Piece(f"{theirs}self_attn.k_norm.weight", f"{ours}k_norm.weight", 0, (config.head_dim,))
+        yield Piece(f"{theirs}self_attn.o_proj.weight", f"{ours}output.weight", 0, (E, q_rows))
+        if config.output_bias:
+            yield Piece(f"{theirs}self_attn.o_proj.bias", f"{ours}output.bias", 0, (E,))
+        yield Piece(f"{theirs}post_attention_layernorm.weight", f"{ours}mlp_norm.weight", 0, (E,))
+        yield Piece(f"{theirs}mlp.gate_proj.weight", f"{ours}gate_up.weight", 0, (F, E))
+        yield Piece(f"{theirs}mlp.up_proj.weight", f"{ours}gate_up.weight", F, (F, E))
+        yield Piece(f"{theirs}mlp.down_proj.weight", f"{ours}down.weight", 0, (E, F))
+    yield Piece("model.norm.weight", "norm.weight", 0, (E,))
+    if not config.tie_word_embeddings:
+        yield Piece("lm_head.weight", "head.weight", 0, (config.vocab_size, E))
+
+
+def load(
+    folder: Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    progress: Callable[[int], None] | None = None,
+) -> dict[str, Tensor]:
+    """The weights as a state dict of `Transformer(config)`, in `dtype` on `device`.
+
+    All files are checked before anything is allocated. Peak memory is the weights plus one tensor of the checkpoint.
+    `progress` is told the parameters of each tensor read, `config.num_parameters` in all. Raises UserError for a
+    missing, truncated or corrupt file, a missing, unexpected or misshapen tensor, a pickle checkpoint, and quantised
+    weights.
+    """
+    todo = list(pieces(config))
+    files = _files_of(folder)
+    _check(todo, files, folder)
+    shapes = {piece.parameter: (piece.first_row + piece.shape[0], *piece.shape[1:]) for piece in todo}
+    state = {name: torch.empty(shape, dtype=dtype, device=device) for name, shape in shapes.items()}
+    for piece in todo:
+        rows = state[piece.parameter][piece.first_row : piece.first_row + piece.shape[0]]
+        try:
+            # Opened anew for each tensor: an open file keeps the pages of all it has read mapped, a second copy.
+            with safe_open(files[piece.source], framework="pt") as file:
+                rows.copy_(file.get_tensor(piece.source))
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"{files[piece.source]} could not be read ({error}); download it again") from None
+        if progress is not None:
+            progress(math.prod(piece.shape))
+    return state
+
+
+def fingerprint(folder: Path) -> str:
+    """A short hash that tells checkpoints apart, the same on every machine, without reading all weights.
+
+    It covers config.json, and of each weight file its name, size, header and 64 evenly spaced blocks of 64 KiB (so
+    that a file of up to 4 MiB is covered whole). Training further changes every tensor and so the hash.
+    """
+    digest = hashlib.sha256(_read_bytes(folder / CONFIG))
+    for path in sorted(set(_files_of(folder).values())):
+        _read_header(path)
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(int.from_bytes(file.read(8), "little")))
+            last_start = max(0, size - FINGERPRINT_BLOCK_BYTES)
+            for block in range(FINGERPRINT_BLOCKS):
+                file.seek(last_start * block // (FINGERPRINT_BLOCKS - 1))
+                digest.update(file.read(FINGERPRINT_BLOCK_BYTES))
+    return digest.hexdigest()[:16]
+
+
+def check_vocabularies(
+    target: ModelConfig, draft: ModelConfig, target_folder: Path | None = None, draft_folder: Path | None = None
+) -> int:
+    """Refuse a draft whose token ids mean something else than the target's; cheap, and before any weights are read.
+
+    Returns the number of ids that both models have. Where both folders hold a tokenizer.json, their tokens are
+    compared, and the sizes may then differ: embeddings are padded, by another amount in each size of Qwen2.5 (151936
+    and 152064 for the same tokens). The caller must then cut the logits of both models to the first so many that this
+    returns, or one could name an id that the other has no embedding for. Without tokenizers the sizes must be equal.
+    """
+    ours, theirs = _tokens(target_folder), _tokens(draft_folder)
+    common = min(target.vocab_size, draft.vocab_size)
+    fits = f"a draft must share the target's vocabulary of {target.vocab_size}: take a smaller model of its own family"
+    sizes = f"draft.model: its vocabulary has {draft.vocab_size} entries against the target's {target.vocab_size}"
+    if ours is None or theirs is None:
+        if target.vocab_size != draft.vocab_size:
+            raise UserError(f"{sizes}; {fits}")
+        return common
+    differing = [i for i in ours.keys() | theirs.keys() if ours.get(i) != theirs.get(i)]
+    if differing:
+        first = min(differing)
+        raise UserError(
+            f"{sizes}, and {len(differing)} token ids differ in meaning, the first of them {first}: "
+            f"{theirs.get(first)!r} against {ours.get(first)!r}; {fits}"
+        )
+    if max(ours) >= common:
+        raise UserError(f"{sizes}, too few for the target's token {max(ours)}; {fits}")
+    return common
+
+
+def _tokens(folder: Path | None) -> dict[int, str] | None:
+    """The ids of a tokenizer's own tokens, None without a tokenizer.json.
+
+    Added tokens (chat markers, reserved ones) are left out: releases of one family rename them, and a draft that
+    disagrees on those costs acceptance at worst.
+    """
+    if folder is None or not (folder / TOKENIZER).exists():
+        return None
+    vocabulary = _read_json(folder / TOKENIZER).get("model", {}).get("vocab", {})
+    if isinstance(vocabulary, dict):
+        return {i: token for token, i in vocabulary.items()} or None
+    return {i: token for i, (token, _score) in enumerate(vocabulary)} or None  # Unigram models keep a list
+
+
+def _download(path: str, key: str, patterns: list[str]) -> Path:
+    """A snapshot of a hub repository in the hub's own cache, without subfolders and second copies of the weights."""
+    from huggingface_hub import errors, snapshot_download  # imported here because a local folder does not need it
+
+    name, _, revision = path.partition("@")
+    others = ["*/*", "consolidated*"]
+    try:
+        return Path(snapshot_download(name, revision=revision or None, allow_patterns=patterns, ignore_patterns=others))
+    except errors.GatedRepoError:
+        reason = f"is gated: accept its licence on https://huggingface.co/{name}, then log in with `hf auth login`"
+    except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError):
+        reason = "was found neither as a folder nor on the hub (a private one needs `hf auth login`)"
+    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled):
+        reason = f"is no folder nor in the hub's cache, and the hub is out of reach: download it and pass {key}=FOLDER"
+    except Exception as error:  # whatever the network or the disk may do, it is one line for the user
+        reason = f"could not be downloaded ({str(error).splitlines()[0] if str(error) else type(error).__name__})"
+    raise UserError(f"{key}={path} {reason}") from None
+
+
+def _read_bytes(path: Path) -> bytes:
+    """A file's content; UserError where there is none."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}); is {path.parent} a complete checkpoint?") from None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """A json object from a file; UserError where it is something else."""
+    try:
+        content = json.loads(_read_bytes(path))
+    except ValueError as error:
+        raise UserError(f"{path} is not valid json ({error})") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path} does not hold a json object")
+    return content
+
+
+def _files_of(folder: Path) -> dict[str, Path]:
+    """The file that holds each tensor, from the single file or the index of shards."""
+    if (folder / SINGLE).exists():
+        return dict.fromkeys(_read_header(folder / SINGLE), folder / SINGLE)
+    if (folder / INDEX).exists():
+        weight_map = _read_json(folder / INDEX).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise UserError(f"{folder / INDEX} has no weight_map")
+        return {name: folder / file for name, file in weight_map.items()}
+    pickles = sorted(path.name for pattern in PICKLES for path in folder.glob(pattern))
+    if pickles:
+        raise UserError(
+            f"{folder / pickles[0]} is a pickle, which can run code when it is loaded; only safetensors are read: "
+            "convert it where you trust it, with transformers' from_pretrained and save_pretrained"
+        )
+    raise UserError(f"{folder} holds no weights: neither {SINGLE} nor {INDEX}")
+
+
+def _read_header(path: Path) -> dict[str, dict[str, Any]]:
+    """Each tensor's dtype, shape and data_offsets; UserError where the file is missing, cut short or something else.
+
+    Format: 8 bytes with the header's length, the header as json, then the data without gaps.
+    """
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header: dict[str, dict[str, Any]] = json.loads(file.read(min(length, MAX_HEADER_BYTES)))
+        header.pop("__metadata__", None)
+        expected = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}); is the download complete?") from None
+    except (ValueError, TypeError, KeyError, AttributeError):
+        raise UserError(f"{path} is truncated, corrupt or a Git LFS pointer; download it again") from None
+    if path.stat().st_size != expected:
+        raise UserError(
+            f"{path} is truncated or corrupt: {path.stat().st_size} bytes, not {expected}; download it again"
+        )
+    return header
+
+
+def _check(todo: list[Piece], files: dict[str, Path], folder: Path) -> None:
+    """Make sure that the files hold what the architecture needs, in a form that can be read, and nothing else."""
+    headers = {path: _read_header(path) for path in sorted(set(files.values()))}
+    for source, _, _, shape in todo:
+        path = files.get(source)
+        entry = headers[path].get(source) if path else None
+        if entry is None:
+            raise UserError(f"{path or folder}: the tensor {source} is missing")
+        if tuple(entry["shape"]) != shape:
+            raise UserError(f"{path}: {source} has shape {tuple(entry['shape'])}, {CONFIG} says {shape}")
+        if entry["dtype"] not in STORED_DTYPES:
+            raise UserError(f"{path}: {source} is stored as {entry['dtype']}; quantised weights are not supported")
+    unknown = sorted(files.keys() - {piece.source for piece in todo})
+    unknown = [name for name in unknown if not DISPENSABLE.fullmatch(name)]
+    if unknown:
+        raise UserError(
+            f"{files[unknown[0]]}: {len(unknown)} tensors have no place in the architecture that {CONFIG} describes, "
+            f"such as {unknown[0]}"
+        )

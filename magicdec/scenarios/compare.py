@@ -1,0 +1,178 @@
+"""The default scenario: the same prompts autoregressively and speculatively, paired, audited and profiled."""
+
+from dataclasses import dataclass
+from statistics import median
+
+from magicdec import build
+from magicdec.costmodel.speedup import speculative_time
+from magicdec.decoding.audit import Audit, audit
+from magicdec.decoding.decoder import Decoder, Generation
+from magicdec.engines.native import Batch, NativeEngine, warm_up
+from magicdec.measure import memory, metrics
+from magicdec.measure.metrics import Metrics
+from magicdec.measure.profile import profile_round
+from magicdec.scenarios.outcome import Outcome
+from magicdec.tracking.progress import Progress
+
+NUM_SAMPLES = 4  # rows whose text is logged
+SAMPLE_PROMPT_TOKENS = 64  # the end of their prompts
+
+
+@dataclass
+class Pass:
+    """One repeat over all batches: the two generations of each."""
+
+    autoregressive: list[Generation]
+    speculative: list[Generation]
+
+
+def compare(plan: build.Plan, progress: Progress) -> Outcome:
+    """Decode every batch `scenario.repeats` times both ways; medians over the repeats are the result."""
+    config = plan.config
+    tokenizer = build.tokenizer(plan)
+    prompts = build.prompts(plan, tokenizer)
+    peak = memory.Peak(plan.device)
+    engine = build.engine(plan, progress)
+    rows = int(config.batch.size)
+    passes = [Pass([], []) for _ in range(config.scenario.repeats)]
+    prefill_seconds, audits = [], []
+    for start in range(0, len(prompts.tokens), rows):
+        batch = engine.open(prompts.tokens[start : start + rows])
+        prefill_seconds.append(_prefill(batch, engine, progress))
+        warm_up(batch)
+        for one in passes:
+            one.autoregressive.append(_generate(batch.decoder, None, "autoregressive", progress))
+            if batch.draft is not None:
+                one.speculative.append(_generate(batch.decoder, batch, "speculative", progress))
+        if _is_audited(plan):
+            first = passes[0]
+            audits.append(audit(batch.decoder, first.autoregressive[-1].tokens, first.speculative[-1].tokens))
+    results: Metrics = {"data/fingerprint": prompts.fingerprint, "device": plan.device_name}
+    results |= _speeds(passes, prefill_seconds)
+    if passes[0].speculative:
+        results |= metrics.acceptance_metrics([g for one in passes for g in one.speculative])
+        results["acceptance/source"] = "measured" if config.draft.synthetic_acceptance is None else "synthetic"
+        results |= _lossless(audits)
+    with progress.task("profiling", total=None):
+        times = profile_round(batch, config.scenario.profile_repeats)
+    results |= {f"time/{name}": value for name, value in times.items()}
+    results |= _formula(results, config.draft.gamma) | _roofline(plan, batch, times) | _memory(plan, batch, peak)
+    return Outcome(
+        results,
+        _generations(prompts.tokens, passes[0], config.data.save_prompts),
+        _history(passes[0]),
+        _samples(tokenizer, prompts.tokens, passes[0]),
+    )
+
+
+def _is_audited(plan: build.Plan) -> bool:
+    """Sampled and synthetic outputs have nothing to be equal to."""
+    config = plan.config
+    measured = config.draft.synthetic_acceptance is None
+    return config.draft.name != "none" and measured and config.sampling.temperature == 0
+
+
+def _prefill(batch: Batch, engine: NativeEngine, progress: Progress) -> float:
+    with progress.task("prefill", total=batch.decoder.state.max_prompt_len) as task:
+        return batch.decoder.prefill(engine.prefill_chunk, task.advance)
+
+
+def _generate(decoder: Decoder, batch: Batch | None, name: str, progress: Progress) -> Generation:
+    with progress.task(name, total=decoder.state.max_len - decoder.state.max_prompt_len) as task:
+        return decoder.generate(batch.draft if batch else None, task.advance)
+
+
+def _speeds(passes: list[Pass], prefill_seconds: list[float]) -> Metrics:
+    """Medians over the repeats; a speedup is formed within a repeat, so that a slow spell hits both of its sides."""
+    result: Metrics = {}
+    plain = [metrics.speed_metrics(one.autoregressive, prefill_seconds) for one in passes]
+    fast = [metrics.speed_metrics(one.speculative, prefill_seconds) for one in passes if one.speculative]
+    for name, repeats in (("autoregressive", plain), ("speculative", fast)):
+        for key in repeats[0] if repeats else ():
+            result[f"{name}/{key}"] = median(r[key] for r in repeats)
+    for name, key in (("speedup", "time_per_output_token_ms"), ("speedup_wall", "decode_s")):
+        ratios = [a[key] / s[key] for a, s in zip(plain, fast, strict=False)]
+        if ratios:
+            result[name] = median(ratios)
+            if len(ratios) > 1:
+                result[f"{name}_spread"] = metrics.spread(ratios)
+    return result
+
+
+def _lossless(audits: list[Audit]) -> Metrics:
+    if not audits:
+        return {"lossless/identical": None, "lossless/max_logit_gap": None}
+    return {
+        "lossless/identical": all(a.identical for a in audits),
+        "lossless/excused_rows": sum(a.excused for a in audits),
+        "lossless/max_logit_gap": max(a.max_logit_gap for a in audits),
+        "lossless/baseline_max_logit_gap": max(a.baseline_max_logit_gap for a in audits),
+    }
+
+
+def _formula(results: Metrics, gamma: int) -> Metrics:
+    """The speedup that the paper's formula gives for the times and the acceptance just measured."""
+    if "alpha" not in results:
+        return {}
+    names = ("time/target_decode_ms", "time/draft_ms", "time/verify_ms", "alpha", "speedup")
+    decode, draft, verify, alpha, speedup = (float(results[name] or 0.0) for name in names)
+    formula = decode / speculative_time(gamma, alpha, draft, verify)
+    return {"formula/speedup": formula, "formula/speedup_error": formula / speedup - 1}
+
+
+def _roofline(plan: build.Plan, batch: Batch, times: dict[str, float]) -> Metrics:
+    """Bytes that must be read, over the time taken and the bandwidth: the datasheet's, or measured where unknown."""
+    known = plan.config.hardware.bandwidth_gbs
+    bandwidth = known * 1e9 if known else memory.read_bandwidth(plan.device)
+    weights = plan.target.config.num_parameters * plan.dtype.itemsize
+    kv = memory.kv_bytes(plan.target.config, int(batch.decoder.state.prompt_len_B.sum()), plan.dtype)
+    result: Metrics = {"roofline/bandwidth_gbs": bandwidth / 1e9}
+    for name in ("target_decode", "verify"):
+        if f"{name}_ms" in times:
+            result[f"roofline/{name}"] = (weights + kv) / (times[f"{name}_ms"] / 1e3) / bandwidth
+    return result
+
+
+def _memory(plan: build.Plan, batch: Batch, peak: memory.Peak) -> Metrics:
+    estimate = build.estimate(plan)
+    return {
+        "memory/peak_gib": peak.num_bytes / memory.GIB,
+        "memory/estimated_gib": estimate.total(int(plan.config.batch.size)) / memory.GIB,
+        "memory/target_kv_gib": batch.decoder.cache.num_bytes / memory.GIB,
+        "memory/draft_kv_gib": batch.draft.cache_bytes / memory.GIB if batch.draft else 0.0,
+    }
+
+
+def _generations(prompts: list[list[int]], one: Pass, save_prompts: bool) -> list[dict]:
+    plain = [row for g in one.autoregressive for row in g.tokens]
+    fast = [row for g in one.speculative for row in g.tokens]
+    rows = []
+    for index, (prompt, tokens) in enumerate(zip(prompts, plain, strict=True)):
+        speculative = fast[index] if fast else None
+        row = {"row": index, "context_len": len(prompt), "autoregressive": tokens, "speculative": speculative}
+        rows.append(row | {"prompt": prompt} if save_prompts else row)
+    return rows
+
+
+def _history(one: Pass) -> list[dict]:
+    rounds: list[dict] = []
+    for number, generation in enumerate(one.speculative):
+        for row in metrics.round_history(generation):
+            rounds.append(row | {"batch": number, "round": len(rounds)})
+    return rounds
+
+
+def _samples(tokenizer, prompts: list[list[int]], one: Pass) -> list[dict]:
+    """The text of a few rows: the prompt's end and what both ways wrote."""
+    if tokenizer is None:
+        return []
+    rows = _generations(prompts, one, save_prompts=True)[:NUM_SAMPLES]
+    return [
+        {
+            "row": row["row"],
+            "prompt_end": tokenizer.decode(row["prompt"][-SAMPLE_PROMPT_TOKENS:]),
+            "autoregressive": tokenizer.decode(row["autoregressive"]),
+            "speculative": tokenizer.decode(row["speculative"]) if row["speculative"] else None,
+        }
+        for row in rows
+    ]

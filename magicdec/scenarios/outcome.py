@@ -1,0 +1,15 @@
+"""What a scenario hands to the tracking: plain data, no tensors."""
+
+from dataclasses import dataclass, field
+
+from magicdec.measure.metrics import Metrics
+
+
+@dataclass
+class Outcome:
+    """Results of one run."""
+
+    metrics: Metrics
+    generations: list[dict] = field(default_factory=list)  # token ids, a dict per row
+    history: list[dict] = field(default_factory=list)  # a dict per round
+    samples: list[dict] = field(default_factory=list)  # text of a few rows, for people

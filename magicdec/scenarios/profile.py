@@ -1,0 +1,40 @@
+"""Only the times: T_T, T_D and T_V(gamma) over a grid, over caches filled directly instead of prefilled."""
+
+from dataclasses import replace
+from itertools import product
+
+from magicdec import build
+from magicdec.data import load_prompts
+from magicdec.engines.native import warm_up
+from magicdec.measure import memory
+from magicdec.measure.metrics import Metrics
+from magicdec.measure.profile import profile_round
+from magicdec.scenarios.outcome import Outcome
+from magicdec.tracking.progress import Progress
+
+
+def profile(plan: build.Plan, progress: Progress) -> Outcome:
+    """Time every point of scenario.batch_sizes x context_lens x gammas; a point is a line of the history."""
+    peak = memory.Peak(plan.device)
+    scenario, engine = plan.config.scenario, build.engine(plan, progress)
+    points = list(product(scenario.batch_sizes, scenario.context_lens, scenario.gammas))
+    history = []
+    with progress.task("profiling", total=len(points)) as task:
+        for batch_size, context_len, gamma in points:
+            prompts = load_prompts(
+                "random",
+                tokenizer=None,
+                num_rows=batch_size,
+                context_len=context_len,
+                seed=plan.config.data.seed,
+                vocab_size=plan.target.config.vocab_size,
+            )
+            batch = replace(engine, gamma=gamma).open(prompts.tokens)
+            batch.simulate_prefill()
+            warm_up(batch)
+            times = profile_round(batch, scenario.profile_repeats)
+            point = {"batch_size": batch_size, "context_len": context_len, "gamma": gamma}
+            history.append(point | {f"time/{name}": value for name, value in times.items()})
+            task.advance(1)
+    metrics: Metrics = {"device": plan.device_name, "memory/peak_gib": peak.num_bytes / memory.GIB}
+    return Outcome(metrics, history=history)

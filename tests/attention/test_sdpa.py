@@ -1,0 +1,49 @@
+"""The SDPA backend against attention written out row by row."""
+
+import pytest
+import torch
+
+from magicdec.attention.base import Shape
+from magicdec.attention.sdpa import MAX_FOLDED_TOKENS, SdpaAttention
+
+D = 8
+
+
+def naive(q_BTHD, k_BKSD, v_BKSD, seqlens, window):
+    """Each query on its own, over the entries that it may see."""
+    B, T, H, _ = q_BTHD.shape
+    out, group = torch.zeros_like(q_BTHD), H // k_BKSD.shape[1]
+    for b in range(B):
+        for t in range(T):
+            end = int(seqlens[b]) - T + t + 1
+            start = 0 if window is None else max(0, end - window)
+            for h in range(H):
+                k, v = k_BKSD[b, h // group, start:end], v_BKSD[b, h // group, start:end]
+                out[b, t, h] = (k @ q_BTHD[b, t, h] / D**0.5).softmax(0) @ v
+    return out
+
+
+@pytest.mark.parametrize("num_new", [1, 2, 5, 9, MAX_FOLDED_TOKENS + 3])
+@pytest.mark.parametrize("group", [1, 4, 8])
+@pytest.mark.parametrize("ragged", [False, True])
+@pytest.mark.parametrize("window", [None, 3, 40])
+def test_against_the_naive_twin(num_new, group, ragged, window):
+    generator = torch.Generator().manual_seed(num_new)
+    rows, kv_heads, capacity = 3, 2, num_new + 30
+    q = torch.randn(rows, num_new, kv_heads * group, D, generator=generator)
+    k, v = torch.randn(2, rows, kv_heads, capacity, D, generator=generator)
+    lengths = [num_new, num_new + 11, num_new + 30] if ragged else [num_new + 20] * rows
+    seqlens = torch.tensor(lengths, dtype=torch.int32)
+    attention = SdpaAttention()
+    out = attention.attend(q, k, v, attention.plan(seqlens, Shape(num_new, capacity, group, q.dtype), window))
+    torch.testing.assert_close(out, naive(q, k, v, seqlens, window), atol=1e-5, rtol=1e-5)
+
+
+def test_what_lies_behind_the_valid_entries_does_not_matter():
+    attention = SdpaAttention()
+    q, k, v = torch.randn(2, 2, 2, D), torch.randn(2, 1, 20, D), torch.randn(2, 1, 20, D)
+    seqlens = torch.tensor([7, 12], dtype=torch.int32)
+    before = attention.attend(q, k, v, attention.plan(seqlens, Shape(2, 20, 2, q.dtype), None))
+    k[0, :, 7:], v[0, :, 7:], k[1, :, 12:], v[1, :, 12:] = 1e4, 1e4, -1e4, 1e4
+    after = attention.attend(q, k, v, attention.plan(seqlens, Shape(2, 20, 2, q.dtype), None))
+    assert torch.equal(before, after)

@@ -1,0 +1,20 @@
+"""Settings for all tests."""
+
+import torch
+
+torch.set_num_threads(1)  # the models here are so small that a second thread only waits
+
+
+def pytest_configure(config):
+    """Tests that need a GPU are marked `gpu`; they skip visibly without one."""
+    config.addinivalue_line("markers", "gpu: needs a CUDA device")
+
+
+def pytest_collection_modifyitems(items):
+    """Skip the marked tests where there is no GPU."""
+    import pytest
+
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

@@ -1,0 +1,79 @@
+"""Metrics from hand-made counters, each checked against arithmetic done by hand."""
+
+import math
+
+import pytest
+import torch
+
+from magicdec.costmodel.speedup import alpha_from_acceptance_length, omega
+from magicdec.decoding.decoder import Generation
+from magicdec.measure import metrics
+
+# Two rows, gamma 2. Row 0 takes 3 + 1 tokens and ends in round 1; row 1 takes 1 + 2 + 1, cut at the limit in round 2.
+GENERATION = Generation(
+    tokens=[[1, 2, 3, 4, 5], [1, 2, 3, 4, 5]],
+    accepted_RB=torch.tensor([[2, 0], [0, 1], [-1, 2]], dtype=torch.int32),
+    committed_RB=torch.tensor([[3, 1], [1, 2], [0, 1]], dtype=torch.int32),
+    round_seconds=[1.0, 2.0, 4.0],
+    draft_prefill_seconds=0.5,
+    gamma=2,
+)
+
+
+def test_a_row_is_timed_to_its_own_last_token():
+    assert metrics.row_times_per_token(GENERATION) == [2.0 / 4, 4.0 / 4]
+    assert metrics.decode_seconds(GENERATION) == 4.0
+
+
+def test_speed():
+    result = metrics.speed_metrics([GENERATION], [3.0])
+    assert result["tokens_per_second"] == 8 / 4.0
+    assert result["time_per_output_token_ms"] == 750.0
+    assert result["time_to_first_token_ms"] == 3500.0
+    assert result["wall_s"] == 7.5
+
+
+def test_a_surplus_round_is_not_counted():
+    surplus = Generation(
+        GENERATION.tokens,
+        torch.cat((GENERATION.accepted_RB, torch.full((1, 2), -1, dtype=torch.int32))),
+        torch.cat((GENERATION.committed_RB, torch.zeros(1, 2, dtype=torch.int32))),
+        [1.0, 2.0, 4.0, 9.0],
+        gamma=2,
+    )
+    assert metrics.decode_seconds(surplus) == 4.0
+
+
+def test_acceptance_counts_untruncated_rounds_only():
+    result = metrics.acceptance_metrics([GENERATION])
+    assert result["acceptance_rounds"] == 4  # row 1's last round was cut
+    assert result["acceptance_rate"] == pytest.approx((2 + 0 + 0 + 1) / 8)
+    assert result["acceptance_length"] == pytest.approx(1.75)
+    assert result["acceptance_rate/position_0"] == 0.5
+    assert result["acceptance_rate/position_1"] == 0.25
+    assert omega(2, result["alpha"]) == pytest.approx(1.75)
+
+
+def test_history():
+    history = metrics.round_history(GENERATION)
+    assert [row["rows"] for row in history] == [2, 2, 1]
+    assert [row["accepted"] for row in history] == [1.0, 0.5, 2.0]
+    assert [row["seconds"] for row in history] == [1.0, 1.0, 2.0]
+
+
+def test_a_row_that_ends_at_its_first_token_has_no_time_per_token():
+    empty = torch.zeros(0, 1, dtype=torch.int32)
+    assert metrics.row_times_per_token(Generation([[7]], empty, empty, [], gamma=2)) == []
+    assert math.isnan(metrics.speed_metrics([Generation([[7]], empty, empty, [], gamma=2)], [1.0])["tokens_per_second"])
+
+
+@pytest.mark.parametrize("gamma", [1, 4, 8])
+@pytest.mark.parametrize("alpha", [0.0, 0.3, 0.85, 1.0])
+def test_omega_and_its_inverse(gamma, alpha):
+    closed = gamma + 1 if alpha == 1 else (1 - alpha ** (gamma + 1)) / (1 - alpha)
+    assert omega(gamma, alpha) == pytest.approx(closed)
+    assert math.isclose(alpha_from_acceptance_length(closed, gamma), alpha, abs_tol=1e-9)
+
+
+def test_spread():
+    assert metrics.spread([1.0, 2.0, 3.0]) == 1.0

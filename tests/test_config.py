@@ -1,0 +1,181 @@
+"""Every file in conf/ and sweeps/, and what the configuration refuses."""
+
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from magicdec.config import Architecture, Config, Scaling, load, to_dict, to_yaml, validate, warnings
+from magicdec.errors import UserError
+from magicdec.models.config import ModelConfig, RopeScaling
+from magicdec.rules import known_keys
+
+ROOT = Path(__file__).parents[1]
+CONF = ROOT / "conf"
+OPTIONS = {
+    folder.name: sorted(path.stem for path in folder.glob("*.yaml"))
+    for folder in sorted(CONF.iterdir())
+    if folder.is_dir() and folder.name != "hydra"
+}
+TARGETS = OPTIONS["target"]
+# Row i takes option i of every group, so that a few compositions see them all.
+ROWS = [
+    {group: options[i % len(options)] for group, options in OPTIONS.items() if group not in ("draft", "experiment")}
+    for i in range(len(TARGETS))
+]
+
+
+def composed(*overrides: str) -> Config:
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return load(compose("config", list(overrides)))
+
+
+@pytest.fixture(scope="module")
+def default() -> dict:
+    return to_dict(composed())
+
+
+def changed(default: dict, **changes) -> Config:
+    """The default configuration with some keys set: changed(default, draft__gamma=2)."""
+    cfg = OmegaConf.create(default)
+    for key, value in changes.items():
+        OmegaConf.update(cfg, key.replace("__", "."), value)
+    return load(cfg)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row["target"])
+def test_every_option_is_valid_and_every_target_can_be_a_draft(row):
+    draft = TARGETS[TARGETS.index(row["target"]) - 1]
+    config = composed(
+        *(f"{group}={option}" for group, option in row.items()),
+        "data.path=somewhere",
+        "draft=model",
+        f"target@draft.model={draft}",
+        "draft.model.path=elsewhere",
+        "draft.synthetic_acceptance=0.8",
+    )
+    for group in ("target", "hardware", "data", "attention", "engine", "scenario"):
+        assert getattr(config, group).name == row[group]
+    assert config.draft.model is not None
+    assert (config.draft.model.name, config.draft.model.path) == (draft, "elsewhere")
+
+
+@pytest.mark.parametrize("choice", ["draft=none", *(f"experiment={name}" for name in OPTIONS["experiment"])])
+def test_every_experiment_is_valid_and_so_is_no_draft(choice):
+    assert (composed(choice).draft.name == "none") == (choice == "draft=none")
+
+
+def test_every_file_opens_with_what_it_is():
+    for path in [*CONF.rglob("*.yaml"), *(ROOT / "sweeps").glob("*.yaml")]:
+        assert path.read_text().startswith("# "), path
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "sweeps").glob("*.yaml")))
+def test_every_sweep_names_keys_that_exist(name, monkeypatch):
+    monkeypatch.setenv("MAGICDEC_ROOT", str(ROOT))
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        cfg = compose("config", [f"+sweeps={name}"], return_hydra_config=True)
+    params = cfg.hydra.sweeper.params
+    assert params
+    assert {key for key in params if key not in OPTIONS} <= set(known_keys(Config))
+
+
+def test_the_architecture_mirrors_the_models_own():
+    for mirror, original in ((Architecture, ModelConfig), (Scaling, RopeScaling)):
+        assert [f.name for f in fields(mirror)] == [f.name for f in fields(original)]
+    sizes = dict(zip([f.name for f in fields(ModelConfig)][:8], [64, 32, 64, 2, 4, 2, 8, 128], strict=True))
+    assert Architecture(**sizes).to_model_config() == ModelConfig(**sizes)
+    scaled = Architecture(**sizes, rope_scaling=Scaling("linear", 8.0), eos_token_ids=[2]).to_model_config()
+    assert scaled == ModelConfig(**sizes, rope_scaling=RopeScaling("linear", 8.0), eos_token_ids=(2,))
+
+
+def test_yaml_is_read_back(default):
+    config = changed(default, draft__name="model", draft__model=default["target"], data__seed=7)
+    assert load(OmegaConf.create(to_yaml(config))) == config
+
+
+def test_the_first_run_needs_no_warning(default):
+    assert warnings(changed(default)) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"batch__size": 0}, "batch.size=0: must be auto or at least 1"),
+        ({"batch__size": "many"}, "batch.size=many: must be auto or at least 1"),
+        ({"batch__context_len": -1}, "batch.context_len=-1: must be at least 1"),
+        ({"batch__generate_len": 1}, "batch.generate_len=1: must be at least 2"),
+        ({"batch__num_batches": 0}, "batch.num_batches=0: must be at least 1"),
+        ({"batch__prefill_chunk": 0}, "batch.prefill_chunk=0: must be at least 1"),
+        ({"draft__gamma": 0}, "draft.gamma=0: must be at least 1"),
+        ({"draft__gamma": 128}, "draft.gamma=128: must be below cache.budget=128"),
+        ({"cache__budget": 4}, "cache.budget=4: must be above cache.num_sink=4"),
+        ({"cache__budget": -1}, "cache.budget=-1: must be above cache.num_sink=4"),
+        ({"cache__num_sink": -1}, "cache.num_sink=-1: must be at least 0"),
+        ({"draft__synthetic_acceptance": 1.5}, "draft.synthetic_acceptance=1.5: must be between 0 and 1"),
+        ({"draft__name": "model"}, "draft.model=null: draft.name=model needs one"),
+        ({"target__weights": "random"}, "target.weights=random: acceptance cannot be measured on noise"),
+        ({"target__weights": "randm"}, "must be one of checkpoint, random; did you mean random?"),
+        ({"target__architecture__num_heads": 3}, "target.architecture: num_heads=3 is not a multiple"),
+        ({"data__name": "random"}, "data=random: acceptance cannot be measured on noise"),
+        ({"data__name": "text"}, "data.path=null: data=text needs a file or folder"),
+        ({"data__name": "book"}, "data.name=book: must be one of stdlib, text, prompts, pg19, random"),
+        ({"data__seed": -1}, "data.seed=-1: must be at least 0"),
+        ({"sampling__temperature": -0.5}, "sampling.temperature=-0.5: must be at least 0"),
+        ({"sampling__temperature": float("nan")}, "sampling.temperature=nan: must be at least 0"),
+        ({"sampling__top_k": 0}, "sampling.top_k=0: must be at least 1"),
+        ({"sampling__top_p": 0.0}, "sampling.top_p=0.0: must be above 0 and at most 1"),
+        ({"sampling__top_p": 1.01}, "sampling.top_p=1.01: must be above 0 and at most 1"),
+        ({"hardware__device": "gpu"}, "hardware.device=gpu: must be one of auto, cpu, cuda"),
+        ({"hardware__dtype": "float8"}, "hardware.dtype=float8: must be one of auto, float32, bfloat16, float16"),
+        ({"hardware__tensor_parallel": 2}, "hardware.tensor_parallel=2: must be at most hardware.num_devices=1"),
+        ({"hardware__memory_gib": 0.0}, "hardware.memory_gib=0.0: must be above 0"),
+        ({"wandb__mode": "onlin"}, "must be one of offline, online, disabled; did you mean online?"),
+        ({"scenario__name": "profile"}, "scenario.batch_sizes=[]: scenario=profile needs at least one number"),
+        ({"scenario__gammas": [2, 0]}, "scenario.gammas=[2, 0]: must hold numbers of at least 1"),
+    ],
+)
+def test_mistakes_name_key_value_and_what_is_valid(default, changes, error):
+    with pytest.raises(UserError) as raised:
+        changed(default, **changes)
+    assert error in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_mistakes_in_a_draft_model_and_a_profile(default):
+    with pytest.raises(UserError, match=r"draft.model.weights=random: acceptance cannot"):
+        changed(default, draft__name="model", draft__model=default["target"] | {"weights": "random"})
+    grid = {"scenario__batch_sizes": [1], "scenario__context_lens": [512], "scenario__gammas": [2, 64]}
+    with pytest.raises(UserError, match=r"scenario.gammas=64: must be below cache.budget=64"):
+        changed(default, scenario__name="profile", cache__budget=64, **grid)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"draft__name": "none", "draft__gamma": 0, "cache__budget": 0},  # nothing of a draft counts without one
+        {"draft__name": "none", "target__weights": "random", "data__name": "random"},
+        {"draft__synthetic_acceptance": 0.0, "target__weights": "random"},
+        {"cache__policy": "full", "cache__budget": 0},
+        {"cache__budget": 5},
+        {"draft__gamma": 127},
+    ],
+)
+def test_the_edges_of_what_is_valid(default, changes):
+    validate(changed(default, **changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "warning"),
+    [
+        ({"cache__budget": 4096}, "cache.budget=4096 holds all of batch.context_len=4096"),
+        ({"cache__policy": "full"}, "cache=full with draft=self"),
+        ({"sampling__top_k": 5}, "sampling.top_k=5 has no effect"),
+    ],
+)
+def test_what_is_hardly_meant_is_warned_about(default, changes, warning):
+    found = warnings(changed(default, **changes))
+    assert len(found) == 1
+    assert warning in found[0]

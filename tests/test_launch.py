@@ -1,0 +1,186 @@
+"""The command line: exit codes, one line per mistake, nothing left behind."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+import launch
+from magicdec.config import load
+from magicdec.errors import UserError
+
+ROOT = Path(launch.__file__).parent
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """An empty working directory."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def run(here, monkeypatch, capsys):
+    """The command line in this process, with a function in place of the scenario."""
+
+    def with_arguments(*arguments, scenario=lambda config: None):
+        monkeypatch.setattr("magicdec.scenarios.run", scenario)
+        monkeypatch.setattr(sys, "argv", ["launch.py", *arguments])
+        code = launch.main()
+        return code, capsys.readouterr().err
+
+    return with_arguments
+
+
+def in_subprocess(*arguments, **env):
+    command = [sys.executable, str(ROOT / "launch.py"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=os.environ | env)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "error"),
+    [
+        (["target=llama-3.1-8"], r"target=llama-3.1-8: no such option; one of: .*; did you mean llama-3.1-8b\?"),
+        (["batch=null"], r"batch=null: no such option; one of: default"),
+        (["draft=model", "target@draft.model=llama"], r"target@draft.model=llama: no such option; one of: .*"),
+        (["target@draft.model=tiny"], r"target@draft.model: this draft has no model of its own; use draft=model"),
+        (["draft.model.path=x"], r"draft.model.path=x: draft.model is null; use draft=model"),
+        (["targe=tiny"], r"unknown key targe; did you mean target\?"),
+        (["batch.sise=1"], r"unknown key batch.sise; did you mean batch.size\?"),
+        (["gamma=2"], r"unknown key gamma; did you mean draft.gamma\?"),
+        (["batch.n=1"], r"unknown key batch.n; batch has: size, context_len, .*"),
+        (["+foo=1"], r"unknown key foo; there are: target, draft, .*"),
+        (["+draft.gamma=1"], r"draft.gamma is there already: leave out the \+"),
+        (["sweeps=gamma_x_budget"], r"sweeps=gamma_x_budget: write \+sweeps=gamma_x_budget"),
+        (["batch.context_len=long"], r"batch.context_len=long: must be a whole number"),
+        (["batch.size=1.5"], r"batch.size=1.5: must be a whole number or auto"),
+        (["data.save_prompts=maybe"], r"data.save_prompts=maybe: must be true or false"),
+        (["wandb.tags=a"], r"wandb.tags=a: must be a list, as in \[a,b\]"),
+        (["runs_dir=null"], r"runs_dir=null: must have a value"),
+        (["runs_dir=???"], r"runs_dir is missing a value"),
+        (["draft.model=tiny"], r"draft.model=tiny: cannot be set as a whole, only its keys can"),
+        (["target"], r"target: not of the form key=value; .*"),
+        (["draft.gamma=1,2"], r"draft.gamma=1,2: several values need -m; .*"),
+    ],
+)
+def test_what_hydra_and_omegaconf_find_is_explained(monkeypatch, overrides, error):
+    monkeypatch.setenv("MAGICDEC_ROOT", str(ROOT))
+    with initialize_config_dir(str(launch.CONF), version_base="1.3"), pytest.raises(Exception) as raised:
+        load(compose("config", overrides))
+    assert re.fullmatch(error, launch.explain(raised.value, overrides))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["draft.gamma=128"], "error: draft.gamma=128: must be below cache.budget=128"),
+        (["--target=tiny"], "error: unrecognized arguments: --target=tiny; keys are set without dashes: key=value"),
+        (["-m", "target=tiny,tini"], "error: target=tini: no such option; one of: "),
+    ],
+)
+def test_a_mistake_is_one_line_and_leaves_nothing(run, here, arguments, error):
+    code, err = run(*arguments)
+    assert code == launch.USER_ERROR
+    assert err.startswith(error)
+    assert err.count("\n") == 1
+    assert not list(here.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("context_len: long", "batch/mine.yaml: batch.context_len=long: must be a whole number"),
+        ("size: [1\n", "mine.yaml, line 2: expected ',' or ']'"),
+    ],
+)
+def test_a_mistake_in_a_file_names_the_file(run, here, text, error):
+    (here / "conf" / "batch").mkdir(parents=True)
+    (here / "conf" / "batch" / "mine.yaml").write_text(text)
+    code, err = run("--config-dir", "conf", "batch=mine")
+    assert (code, err.count("\n")) == (launch.USER_ERROR, 1)
+    assert error in err
+
+
+def test_a_run_gets_a_typed_configuration_and_hydra_leaves_no_files(run, here):
+    got = []
+    assert run("draft.gamma=2", scenario=got.append) == (0, "")
+    assert got[0].draft.gamma == 2
+    assert not list(here.iterdir())
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, ValueError])
+def test_a_failure_shows_its_traceback(run, kind):
+    def crash(config):
+        raise kind("the disk is on fire")
+
+    code, err = run(scenario=crash)
+    assert code == launch.FAILURE
+    assert err.startswith("Traceback")
+    assert err.endswith(f"{kind.__name__}: the disk is on fire\n")
+
+
+def test_a_mistake_found_in_the_run_is_one_line(run):
+    def refuse(config):
+        raise UserError("target.path=x holds\nno weights")
+
+    assert run(scenario=refuse) == (launch.USER_ERROR, "error: target.path=x holds no weights\n")
+
+
+def test_an_interrupt_ends_it(run):
+    def interrupt(config):
+        raise KeyboardInterrupt
+
+    assert run(scenario=interrupt) == (launch.INTERRUPTED, "interrupted\n")
+
+
+def test_a_failing_job_does_not_stop_a_sweep(run, here):
+    ran = []
+
+    def scenario(config):
+        ran.append((config.draft.gamma, config.cache.budget))
+        if config.draft.gamma == 2:
+            raise UserError("draft.gamma=2 is unlucky")
+
+    narrowed = ["draft.gamma=2,64,4", "cache.budget=64"]
+    code, err = run("-m", "+sweeps=gamma_x_budget", *narrowed, "runs_dir=results", scenario=scenario)
+    assert code == launch.USER_ERROR
+    assert ran == [(2, 64), (4, 64)]
+    first, second = err.splitlines()
+    assert re.fullmatch(r"error: job 0 \(draft.gamma=2 .*\): draft.gamma=2 is unlucky", first)
+    assert re.fullmatch(r"error: job 1 \(draft.gamma=64 .*\): draft.gamma=64: must be below cache.budget=64", second)
+    (sweep,) = (here / "results" / "sweeps").iterdir()
+    assert [path.name for path in sweep.iterdir()] == ["multirun.yaml"]
+    assert [path.name for path in here.iterdir()] == ["results"]
+
+
+def test_help_names_every_group_and_loads_no_torch(here):
+    result = in_subprocess("--help", PYTHONPROFILEIMPORTTIME="1")
+    assert result.returncode == 0
+    groups = [folder.name for folder in (ROOT / "conf").iterdir() if folder.is_dir() and folder.name != "hydra"]
+    for group in groups:
+        assert f"\n  {group} " in result.stdout, "a sentence"
+        assert f"\n{group}: " in result.stdout, "its options"
+    assert "| torch" not in result.stderr
+
+
+def test_exit_codes_reach_the_shell(here):
+    shown = in_subprocess("--cfg", "job", "draft=model", "target@draft.model=llama-3.2-1b", "draft.model.path=x")
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert "name: llama-3.2-1b\n    path: x" in shown.stdout
+    refused = in_subprocess("cache.budget=1")
+    assert refused.returncode == launch.USER_ERROR
+    assert refused.stderr.startswith("error: cache.budget=1: must be above cache.num_sink=4")
+    assert not list(here.iterdir())
+
+
+def test_tab_completion(here):
+    installed = in_subprocess("-sc", "install=bash")
+    assert (installed.returncode, installed.stderr) == (0, "")
+    assert "complete" in installed.stdout
+    line = "launch.py target=ti"
+    asked = in_subprocess("-sc", "query=bash", COMP_LINE=line, COMP_POINT=str(len(line)))
+    assert asked.stdout.split() == ["target=tiny", "target=tiny-draft", "target=tinyllama-1.1b"]
