@@ -14,9 +14,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from magicdec.costmodel.hardware import Efficiency, Hardware, parse_name
+from magicdec.costmodel.hardware import NVLINK4, Efficiency, Hardware, machine, parse_name
 from magicdec.costmodel.round import Setup, round_times
-from magicdec.costmodel.stack import STACKS
 from magicdec.costmodel.tables import Row
 from magicdec.errors import UserError
 from magicdec.models.config import ModelConfig
@@ -41,7 +40,7 @@ SHARED = {
     "matmul_fraction": Prior(0.2, 1.0, 0.7, 0.05),
     # By what a further byte costs from 256 KB to 4 MB on 8 H100s: 0.14 and 0.17 (vLLM's and SGLang's kernels, measured
     # in sgl-project/sglang#2904), 0.43 (NCCL, in ByteDance-Seed/Triton-distributed#57).
-    "allreduce_bandwidth_fraction": Prior(0.05, 1.0, 0.25, 0.1),
+    "allreduce_bandwidth_fraction": Prior(0.05, 1.0, NVLINK4.fraction, 0.1),
 }
 OWN = {
     "bandwidth_fraction": Prior(0.3, 1.0, 0.9, 0.05),  # a plain copy reaches about as much
@@ -59,13 +58,15 @@ class Calibration:
     residual: float  # root mean square of the log errors of all times fitted
 
 
-def calibrate(rows: Sequence[Row], model: Callable[[str], ModelConfig], stacks: Mapping[str, str]) -> Calibration:
-    """Fit all machines that `rows` name; `stacks` says for each which software was measured on it.
+def calibrate(
+    rows: Sequence[Row], model: Callable[[str], ModelConfig], machines: Mapping[str, Hardware]
+) -> Calibration:
+    """Fit the machines that `rows` name; `machines` gives their devices and the software that was measured.
 
     Every time that a row gives is used. Raises UserError where a machine has no time to fit.
     """
-    machines = {name: _uncalibrated(name, stacks[name]) for name in sorted({row.hardware for row in rows})}
-    times = [(row, row.setup(model), _measured(row)) for row in rows]
+    machines = {name: machines[name] for name in sorted({row.hardware for row in rows})}
+    times = [(row, row.setup(model, machines[row.hardware]), _measured(row)) for row in rows]
     for name in machines:
         if not any(measured for row, _, measured in times if row.hardware == name):
             raise UserError(f"no row of hardware={name} has a time to calibrate with")
@@ -75,7 +76,7 @@ def calibrate(rows: Sequence[Row], model: Callable[[str], ModelConfig], stacks: 
     scales = np.array([prior.deviation if prior.mean is not None else prior.start or 1.0 for prior in priors])
 
     def fitted(x: NDArray[np.float64]) -> dict[str, Hardware]:
-        return {name: _with(machine, keys, x * scales) for name, machine in machines.items()}
+        return {name: _with(start, keys, x * scales) for name, start in machines.items()}
 
     def errors(x: NDArray[np.float64]) -> list[float]:
         now = fitted(x)
@@ -95,28 +96,26 @@ def calibrate(rows: Sequence[Row], model: Callable[[str], ModelConfig], stacks: 
     return Calibration(fitted(solution.x), len(rows), float(np.sqrt(np.mean(np.square(errors(solution.x))))))
 
 
-def _with(machine: Hardware, keys: Sequence[tuple[str | None, str]], values: NDArray[np.float64]) -> Hardware:
-    """The machine with its share of the parameters."""
-    own = {key: float(v) for (name, key), v in zip(keys, values, strict=True) if name in (None, machine.name)}
-    return replace(machine, efficiency=Efficiency(**{**vars(machine.efficiency), **own}))
-
-
-def _uncalibrated(name: str, stack: str) -> Hardware:
-    count, device = parse_name(name)
-    return Hardware(name, device, count, Efficiency(allreduce_hop_us=device.link.hop_us), STACKS[stack])
+def _with(start: Hardware, keys: Sequence[tuple[str | None, str]], values: NDArray[np.float64]) -> Hardware:
+    """A machine with its share of the parameters."""
+    own = {key: float(v) for (name, key), v in zip(keys, values, strict=True) if name in (None, start.name)}
+    return replace(start, efficiency=replace(start.efficiency, **own))
 
 
 def _measured(row: Row) -> dict[str, float]:
     """The times of a row that were given, in milliseconds; the round's only where all its parts are."""
-    times = {"target": row.autoregressive_ms, "draft": row.draft_ms, "verify": row.verify_ms}
-    if row.speculative_ms is not None and row.omega is not None:
-        times["round"] = row.speculative_ms * row.omega
+    times = {
+        "target": row.autoregressive_ms,
+        "draft": row.draft_ms,
+        "verify": row.verify_ms,
+        "round": row.round_ms,
+    }
     return {name: value for name, value in times.items() if value is not None}
 
 
-def _errors(machine: Hardware, row: Row, setup: Setup, measured: Mapping[str, float]) -> list[float]:
+def _errors(fitted: Hardware, row: Row, setup: Setup, measured: Mapping[str, float]) -> list[float]:
     """Log of predicted over measured."""
-    times = round_times(setup.at(hardware=machine), row.gamma)
+    times = round_times(setup.at(hardware=fitted), row.gamma)
     predicted = {
         "target": times.target.total,
         "draft": row.gamma * (times.draft.total + times.select.total),
@@ -134,15 +133,21 @@ def _least_squares() -> Callable:
     return least_squares
 
 
-def to_yaml(machine: Hardware, provenance: Sequence[str]) -> str:
+def uncalibrated(name: str, stack: str) -> Hardware:
+    """A machine by name to start a calibration from, and the software measured on it."""
+    count, device = parse_name(name)
+    return machine(name, device, count, Efficiency(allreduce_hop_us=device.link.hop_us), stack)
+
+
+def to_yaml(calibrated: Hardware, provenance: Sequence[str]) -> str:
     """A calibrated machine as a file that can be committed and shared; `provenance` becomes its opening comment."""
     notes = {
         "matmul_half_rows": "not fitted: a tensor core's tile",
         "allreduce_hop_us": "not fitted: the link's, see magicdec/costmodel/hardware.py",
     }
     lines = [f"# {line}".rstrip() for line in provenance]
-    lines += [f"hardware: {machine.name}", f"stack: {machine.stack.name}", "efficiency:"]
-    for key, value in vars(machine.efficiency).items():
+    lines += [f"hardware: {calibrated.name}", f"stack: {calibrated.stack.name}", "efficiency:"]
+    for key, value in vars(calibrated.efficiency).items():
         note = f"  # {notes[key]}" if key in notes else ""
         lines.append(f"  {key}: {value:.4g}{note}")
     return "\n".join(lines) + "\n"

@@ -51,9 +51,7 @@ class Compared:
 
 def compare(row: Row, model: Model, machines: Mapping[str, Hardware] | None = None) -> Compared:
     """Predict one row, on its machine as named or as one of `machines`."""
-    setup = row.setup(model)
-    if machines is not None:
-        setup = setup.at(hardware=machines[row.hardware])
+    setup = row.setup(model, None if machines is None else machines[row.hardware])
     measured = row.speedup
     if measured is None and row.autoregressive_ms is not None and row.speculative_ms is not None:
         measured = row.autoregressive_ms / row.speculative_ms
@@ -107,7 +105,7 @@ def _ranks(values: np.ndarray) -> np.ndarray:
 def cross_validate(
     rows: Sequence[Row],
     model: Model,
-    stacks: Mapping[str, str],
+    machines: Mapping[str, Hardware],
     splits: Iterable[tuple[Sequence[Row], Sequence[Row]]] | None = None,
     folds: int = 5,
 ) -> list[Compared]:
@@ -122,6 +120,6 @@ def cross_validate(
         ]
     found = []
     for fit, left_out in splits:
-        machines = calibrate(fit, model, stacks).machines
-        found += [compare(row, model, machines) for row in left_out]
+        fitted = calibrate(fit, model, machines).machines
+        found += [compare(row, model, fitted) for row in left_out]
     return found

@@ -5,7 +5,7 @@ combined with the achieved fractions of the most similar calibrated one, and the
 """
 
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from math import inf, log
 from pathlib import Path
@@ -16,6 +16,8 @@ from magicdec.costmodel.stack import STACKS, Stack
 from magicdec.errors import UserError
 
 CALIBRATED = Path(__file__).parent / "calibrated"
+OWN_STACK = "magicdec"
+NAME = r"(?:(\d+)x)?([a-z]\w*)"  # a count and a device
 GIB = 1 << 30
 
 
@@ -28,11 +30,14 @@ class Link:
     # One of an all-reduce's log2(ranks) hops, in microseconds. NVLink: 8, 14 and 17 us on 2, 4 and 8 H100s (vLLM's
     # kernel at 256 KB and 1 MB, extrapolated to 0; sgl-project/sglang#2904). PCIe: 43 us on 8 GPUs (NVIDIA/nccl#1530).
     hop_us: float
+    # Of the bandwidth, what all-reduces are known to reach before any calibration. NVLink, at the megabyte or so of a
+    # decode step: see calibrate.py. PCIe: 28 of 64 GB/s on 8 GPUs (PCIe 5.0, NVIDIA/nccl#1639).
+    fraction: float
 
 
-NVLINK3 = Link("NVLink 3", 300e9, 5.0)
-NVLINK4 = Link("NVLink 4", 450e9, 5.0)
-PCIE4 = Link("PCIe 4.0 x16", 32e9, 14.0)
+NVLINK3 = Link("NVLink 3", 300e9, 5.0, 0.25)
+NVLINK4 = Link("NVLink 4", 450e9, 5.0, 0.25)
+PCIE4 = Link("PCIe 4.0 x16", 32e9, 14.0, 0.44)
 
 
 @dataclass(frozen=True)
@@ -118,8 +123,8 @@ class Hardware:
 
 def parse_name(name: str) -> tuple[int, Device]:
     """`8xA100` to (8, A100); one device where no count is given; case does not matter."""
-    match = re.fullmatch(r"(?:(\d+)x)?([a-z]\w*)", name.strip().lower())
-    device = match and next((d for d in DEVICES.values() if d.name.lower() == match[2]), None)
+    match = re.fullmatch(NAME, name.strip().lower())
+    device = _device(match[2]) if match else None
     if not match or not device or match[1] == "0":
         raise UserError(f"hardware={name} is not known; name a count and one of {', '.join(DEVICES)}, such as 8xA100")
     return int(match[1] or 1), device
@@ -128,13 +133,63 @@ def parse_name(name: str) -> tuple[int, Device]:
 def hardware_named(name: str, stack: str | None = None) -> Hardware:
     """The machine of that name; `stack` replaces the software that its calibration describes."""
     count, device = parse_name(name)
+    return machine(name, device, count, stack=stack)
+
+
+def machine(
+    name: str, device: Device, count: int, efficiency: Efficiency | None = None, stack: str | None = None
+) -> Hardware:
+    """`count` devices with a calibration of their own, or with what is known of the most similar device."""
+    if efficiency is not None:
+        return Hardware(name, device, count, efficiency, _stack(stack or OWN_STACK), "calibrated by its configuration")
     source = _most_similar(device)
-    calibrated, efficiency, calibrated_stack = _calibrations()[source]
+    calibrated, known, calibrated_stack = _calibrations()[source]
     note = f"calibrated on {calibrated}"
     if source != device.name:
         note = f"no calibration for {device.name}: its datasheet, with the achieved fractions of {calibrated}"
-        efficiency = Efficiency(**{**vars(efficiency), "allreduce_hop_us": device.link.hop_us})
-    return Hardware(name, device, count, efficiency, STACKS[stack or calibrated_stack], note)
+        if device.link.hop_us != DEVICES[source].link.hop_us:  # a link of another kind
+            link = device.link
+            known = replace(known, allreduce_hop_us=link.hop_us, allreduce_bandwidth_fraction=link.fraction)
+    return Hardware(name, device, count, known, _stack(stack or calibrated_stack), note)
+
+
+def configured(
+    name: str,
+    count: int = 1,
+    bandwidth_gbs: float | None = None,
+    tflops: float | None = None,
+    memory_gib: float | None = None,
+    efficiency: Efficiency | None = None,
+    stack: str | None = None,
+) -> Hardware:
+    """The machine of a `hardware` group: figures that it gives stand in for the datasheet of the device it names.
+
+    `count` is the number of devices that share the model, whatever count the name has.
+    """
+    match = re.fullmatch(NAME, name.strip().lower())
+    known = _device(match[2]) if match else None
+    for key, value in (("bandwidth_gbs", bandwidth_gbs), ("tflops", tflops)):
+        if known is None and value is None:
+            valid = ", ".join(device.lower() for device in DEVICES)
+            raise UserError(f"hardware.{key}=null: predicting for hardware={name} needs it; or take one of {valid}")
+    base = known or Device(name, 0.0, 0.0, inf)
+    device = replace(
+        base,
+        bandwidth=base.bandwidth if bandwidth_gbs is None else bandwidth_gbs * 1e9,
+        flops=base.flops if tflops is None else tflops * 1e12,
+        memory=base.memory if memory_gib is None else memory_gib * GIB,
+    )
+    return machine(name, device, count, efficiency, stack)
+
+
+def _device(name: str) -> Device | None:
+    return next((device for device in DEVICES.values() if device.name.lower() == name), None)
+
+
+def _stack(name: str) -> Stack:
+    if name not in STACKS:
+        raise UserError(f"stack={name} is not known; one of: {', '.join(STACKS)}")
+    return STACKS[name]
 
 
 def device_in(text: str) -> Device | None:
@@ -145,6 +200,8 @@ def device_in(text: str) -> Device | None:
 
 def _most_similar(device: Device) -> str:
     """The calibrated device nearest in bandwidth and FLOPs, by their ratios; itself where it is calibrated."""
+    if device.name in _calibrations():
+        return device.name
 
     def distance(name: str) -> float:
         other = DEVICES[name]

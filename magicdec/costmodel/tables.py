@@ -1,11 +1,12 @@
 """Measured times as rows: the published tables, and any CSV file with their columns."""
 
 import csv
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from magicdec.costmodel.hardware import hardware_named
+from magicdec.costmodel.hardware import Hardware, hardware_named
 from magicdec.costmodel.round import DraftSpec, Setup
 from magicdec.errors import UserError
 from magicdec.models.config import ModelConfig
@@ -36,13 +37,18 @@ class Row:
     speculative_ms: float | None = None  # per token
     speedup: float | None = None
 
-    def setup(self, model: Callable[[str], ModelConfig], stack: str | None = None) -> Setup:
-        """The row as something to predict; `model` knows architectures by name."""
+    @property
+    def round_ms(self) -> float | None:
+        """Milliseconds of a round: per token, times the tokens it yielded."""
+        return None if self.speculative_ms is None or self.omega is None else self.speculative_ms * self.omega
+
+    def setup(self, model: Callable[[str], ModelConfig], machine: Hardware | None = None) -> Setup:
+        """The row as something to predict; `model` knows architectures by name. `machine` stands in for its name."""
         draft = DraftSpec() if self.draft == "self" else DraftSpec("model", self.draft, model(self.draft))
         unlimited = self.kv_budget is None or self.kv_budget < 0  # the reference's -1
         return Setup(
             target=model(self.target),
-            hardware=hardware_named(self.hardware, stack),
+            hardware=machine or hardware_named(self.hardware),
             batch=self.batch_size,
             context=self.context_len,
             draft=draft,
@@ -74,6 +80,33 @@ def read_table(path: Path | str = PUBLISHED) -> list[Row]:
     if not rows:
         raise UserError(f"{path}: has no rows")
     return rows
+
+
+def profile_rows(config: Mapping[str, Any], history: Iterable[Mapping[str, Any]]) -> list[Row]:
+    """The points of a run of scenario=profile as rows: its config.yaml and its history.jsonl, parsed.
+
+    Nothing was accepted or rejected, so a round stands for one token (omega 1).
+    """
+    draft, cache = config["draft"], config["cache"]
+    return [
+        Row(
+            target=config["target"]["name"],
+            draft=draft["model"]["name"] if draft["name"] == "model" else draft["name"],
+            policy=cache["policy"],
+            hardware=config["hardware"]["name"],
+            context_len=point["context_len"],
+            batch_size=point["batch_size"],
+            gamma=point["gamma"],
+            table="profile",
+            kv_budget=cache["budget"],
+            draft_ms=point["gamma"] * point["time/draft_ms"],
+            verify_ms=point["time/verify_ms"],
+            omega=1.0,
+            autoregressive_ms=point["time/target_decode_ms"],
+            speculative_ms=point["time/round_ms"],
+        )
+        for point in history
+    ]
 
 
 def _row(path: Path | str, line: int, fields: dict[str, str]) -> Row:

@@ -5,14 +5,14 @@ import pytest
 import yaml
 
 from magicdec.costmodel import hardware as h
-from magicdec.costmodel.calibrate import calibrate, to_yaml
+from magicdec.costmodel.calibrate import calibrate, to_yaml, uncalibrated
 from magicdec.costmodel.evaluate import compare, cross_validate, score, spearman
 from magicdec.costmodel.round import round_times
 from magicdec.costmodel.tables import Row
 from magicdec.errors import UserError
 
 pytest.importorskip("scipy")
-STACKS = {"8xH100": "magicdec", "1xH200": "magicdec"}
+MACHINES = {name: uncalibrated(name, "magicdec") for name in ("8xH100", "1xH200")}
 
 
 def profiled(model, machine, **changes):
@@ -49,7 +49,7 @@ def machine(ideal):
 
 
 def test_a_known_machine_is_recovered(model, machine):
-    calibration = calibrate(profiled(model, machine(8, "H100")), model, STACKS)
+    calibration = calibrate(profiled(model, machine(8, "H100")), model, MACHINES)
     truth = vars(machine(8, "H100").efficiency)
     for key, value in vars(calibration.machines["8xH100"].efficiency).items():
         assert value == pytest.approx(truth[key], rel=0.1), key  # priors still pull
@@ -60,7 +60,7 @@ def test_machines_share_what_belongs_to_kernels(model, machine):
     slow = machine(1, "H200")
     slow = replace(slow, efficiency=replace(slow.efficiency, layer_overhead_us=300.0))
     rows = profiled(model, machine(8, "H100")) + profiled(model, slow)
-    found = calibrate(rows, model, STACKS).machines
+    found = calibrate(rows, model, MACHINES).machines
     assert found["8xH100"].efficiency.matmul_fraction == found["1xH200"].efficiency.matmul_fraction
     assert found["1xH200"].efficiency.layer_overhead_us == pytest.approx(300, rel=0.05)
     assert found["8xH100"].efficiency.layer_overhead_us == pytest.approx(80, rel=0.1)
@@ -69,7 +69,7 @@ def test_machines_share_what_belongs_to_kernels(model, machine):
 def test_what_rows_do_not_show_stays_at_its_prior(model, machine):
     # One GPU never communicates, and no round was timed.
     rows = profiled(model, machine(1, "H200"), speculative_ms=None)
-    efficiency = calibrate(rows, model, STACKS).machines["1xH200"].efficiency
+    efficiency = calibrate(rows, model, MACHINES).machines["1xH200"].efficiency
     assert efficiency.allreduce_bandwidth_fraction == pytest.approx(0.25)
     assert efficiency.round_overhead_us == pytest.approx(700)
 
@@ -77,7 +77,7 @@ def test_what_rows_do_not_show_stays_at_its_prior(model, machine):
 def test_an_outlier_does_not_decide(model, machine):
     rows = profiled(model, machine(8, "H100"))
     rows[3] = replace(rows[3], draft_ms=5 * rows[3].draft_ms)
-    efficiency = calibrate(rows, model, STACKS).machines["8xH100"].efficiency
+    efficiency = calibrate(rows, model, MACHINES).machines["8xH100"].efficiency
     assert efficiency.bandwidth_fraction == pytest.approx(0.85, rel=0.05)
     assert efficiency.layer_overhead_us == pytest.approx(80, rel=0.1)
 
@@ -85,13 +85,13 @@ def test_an_outlier_does_not_decide(model, machine):
 def test_rows_without_times_are_refused(model, machine):
     times = dict.fromkeys(("autoregressive_ms", "draft_ms", "verify_ms", "speculative_ms"))
     with pytest.raises(UserError, match="hardware=8xH100 has a time"):
-        calibrate(profiled(model, machine(8, "H100"), **times), model, STACKS)
+        calibrate(profiled(model, machine(8, "H100"), **times), model, MACHINES)
 
 
 def test_without_scipy_it_says_what_to_install(model, machine, monkeypatch):
     monkeypatch.setitem(sys.modules, "scipy.optimize", None)
     with pytest.raises(UserError, match="pip install"):
-        calibrate(profiled(model, machine(8, "H100")), model, STACKS)
+        calibrate(profiled(model, machine(8, "H100")), model, MACHINES)
 
 
 def test_the_file_it_writes_is_read_back(model, machine):
@@ -106,7 +106,7 @@ def test_left_out_rows_are_predicted_by_the_others(model, machine):
     rows = [
         replace(row, speedup=row.autoregressive_ms / row.speculative_ms) for row in profiled(model, machine(8, "H100"))
     ]
-    compared = cross_validate(rows, model, STACKS, folds=3)
+    compared = cross_validate(rows, model, MACHINES, folds=3)
     assert len(compared) == len(rows)
     assert score(compared).p90_error < 0.02
 

@@ -30,7 +30,9 @@ def test_an_uncalibrated_device_takes_its_datasheet_and_the_nearest_fractions():
     l40, a100 = h.hardware_named("8xL40"), h.hardware_named("8xA100")
     assert l40.device.bandwidth == 864e9
     assert l40.efficiency.bandwidth_fraction == a100.efficiency.bandwidth_fraction
+    # It has no NVLink, so its all-reduces are not the A100's.
     assert l40.efficiency.allreduce_hop_us == l40.device.link.hop_us > a100.efficiency.allreduce_hop_us
+    assert l40.efficiency.allreduce_bandwidth_fraction == l40.device.link.fraction
     assert "no calibration for L40" in l40.note
     assert h.hardware_named("h200").efficiency == h.hardware_named("h100").efficiency
 
@@ -76,3 +78,27 @@ def test_devices_are_found_in_what_drivers_call_them(text, name):
 
 def test_other_devices_are_not_found():
     assert h.device_in("AMD EPYC 9554 64-Core Processor") is None
+
+
+def test_a_hardware_group_gives_its_own_figures():
+    assert h.configured("8xa100", 4).count == 4
+    assert h.configured("8xa100", 8, 2039, 312, 80) == h.hardware_named("8xa100")
+    slower = h.configured("h200", 1, bandwidth_gbs=4000)
+    assert (slower.device.bandwidth, slower.device.flops) == (4000e9, 989e12)
+    assert "no calibration for H200" in slower.note
+
+
+def test_a_device_without_a_datasheet_needs_its_figures():
+    cpu = h.configured("cpu", bandwidth_gbs=60, tflops=0.5, memory_gib=16)
+    assert cpu.device.memory == 16 * h.GIB
+    assert "no calibration for cpu" in cpu.note
+    with pytest.raises(UserError, match=r"hardware\.tflops=null: predicting for hardware=cpu"):
+        h.configured("cpu", bandwidth_gbs=60)
+
+
+def test_a_calibration_in_the_configuration_is_taken_and_describes_this_software():
+    own = h.configured("h200", efficiency=h.Efficiency(layer_overhead_us=20.0))
+    assert own.efficiency.layer_overhead_us == 20.0
+    assert own.stack.name == "magicdec"
+    with pytest.raises(UserError, match="stack=vllm"):
+        h.configured("h200", stack="vllm")
