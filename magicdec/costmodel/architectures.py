@@ -1,7 +1,9 @@
 """Architectures by name, straight from conf/target/*.yaml, without Hydra: for tables and plots."""
 
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -19,5 +21,10 @@ def architecture(name: str) -> ModelConfig:
     if not values:
         known = ", ".join(sorted(p.stem for p in TARGETS.glob("*.yaml")))
         raise UserError(f"target={name} has no architecture in {TARGETS}; one of: {known or 'none found'}")
-    scaling = values.pop("rope_scaling", None)
-    return ModelConfig(rope_scaling=scaling and RopeScaling(**scaling), **values)
+    return from_values(values)
+
+
+def from_values(values: Mapping[str, Any]) -> ModelConfig:
+    """An architecture as a configuration writes it."""
+    scaling = values.get("rope_scaling")
+    return ModelConfig(**{**values, "rope_scaling": scaling and RopeScaling(**scaling)})
