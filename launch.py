@@ -53,15 +53,15 @@ class JobFailed(Exception):
 def job(cfg: DictConfig) -> None:
     """Run one configuration: the only one, or one of a multirun's."""
     new_folders.clear()
+    multirun = HydraConfig.get().mode == RunMode.MULTIRUN
     try:
         config = load(cfg)
         from magicdec.scenarios import run  # here, because --help and mistakes must not wait for PyTorch
 
-        run(config)
+        run(config, in_sweep=multirun)
     except Exception as error:
         hydra_cfg = HydraConfig.get()
         overrides = list(hydra_cfg.overrides.task)
-        multirun = hydra_cfg.mode == RunMode.MULTIRUN
         where = f"job {hydra_cfg.job.num} ({' '.join(overrides)}): " if multirun else ""
         is_mistake = isinstance(error, UserError | OmegaConfBaseException)
         raise JobFailed(report(error, explain(error, overrides) if is_mistake else None, where)) from error

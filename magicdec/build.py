@@ -26,7 +26,7 @@ from magicdec.verification.sampling import Sampling
 
 log = logging.getLogger(__name__)
 
-ROWS_ON = {"cpu": 8, "cuda": 128}  # batch.size=auto; a small model on a GPU is bound by latency below that
+ROWS_ON = {"cpu": 8, "cuda": 64}  # batch.size=auto; with fewer, a small model on a GPU is bound by latency
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -85,10 +85,10 @@ def plan(config: Config) -> Plan:
     return Plan(config, device, dtype, target, draft, name)
 
 
-def estimate(plan: Plan) -> memory.Estimate:
+def estimate(plan: Plan, context_len: int) -> memory.Estimate:
     """Bytes that the run will take, from the architectures alone."""
     c, gamma = plan.config, _gamma(plan.config)
-    max_len = int(c.batch.context_len) + c.batch.generate_len + gamma + 1
+    max_len = context_len + c.batch.generate_len + gamma + 1
     weights = plan.target.config.num_parameters * plan.dtype.itemsize
     per_row = memory.kv_bytes(plan.target.config, max_len, plan.dtype)
     if c.draft.name != "none":
@@ -103,11 +103,14 @@ def estimate(plan: Plan) -> memory.Estimate:
     return memory.Estimate(weights, per_row, 0)
 
 
+def check_memory(plan: Plan, num_rows: int, context_len: int) -> None:
+    """Raise UserError, naming the largest batch that fits, where memory would not suffice."""
+    memory.check_fits(estimate(plan, context_len), num_rows, context_len, memory.available_bytes(plan.device))
+
+
 def engine(plan: Plan, progress: Progress) -> NativeEngine:
-    """Load the weights and put the engine together; raises UserError where memory would not suffice."""
+    """Load the weights and put the engine together."""
     c = plan.config
-    available = memory.available_bytes(plan.device)
-    memory.check_fits(estimate(plan), int(c.batch.size), int(c.batch.context_len), available)
     attention = _attention(c.attention.name, plan.device)
     s = c.sampling
     return NativeEngine(
@@ -134,7 +137,7 @@ def prompts(plan: Plan, tokenizer: object | None) -> Prompts:
         c.data.name,
         tokenizer=tokenizer,
         num_rows=int(c.batch.size) * c.batch.num_batches,
-        context_len=int(c.batch.context_len),
+        context_len=c.batch.context_len,
         seed=c.data.seed,
         path=c.data.path,
         vocab_size=plan.target.config.vocab_size,
@@ -190,7 +193,7 @@ def _model(key: str, choice: ModelChoice) -> Model:
 
 def _check_length(config: Config, target: Model, draft: Model | None) -> None:
     b: BatchConfig = config.batch
-    length = int(b.context_len) + b.generate_len
+    length = b.context_len + b.generate_len
     longest = target.config.max_position_embeddings
     if length > longest:
         raise UserError(

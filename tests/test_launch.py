@@ -27,7 +27,7 @@ def here(tmp_path, monkeypatch):
 def run(here, monkeypatch, capsys):
     """The command line in this process, with a function in place of the scenario."""
 
-    def with_arguments(*arguments, scenario=lambda config: None):
+    def with_arguments(*arguments, scenario=lambda config, in_sweep: None):
         monkeypatch.setattr("magicdec.scenarios.run", scenario)
         monkeypatch.setattr(sys, "argv", ["launch.py", *arguments])
         code = launch.main()
@@ -107,14 +107,14 @@ def test_a_mistake_in_a_file_names_the_file(run, here, text, error):
 
 def test_a_run_gets_a_typed_configuration_and_hydra_leaves_no_files(run, here):
     got = []
-    assert run("draft.gamma=2", scenario=got.append) == (0, "")
+    assert run("draft.gamma=2", scenario=lambda config, in_sweep: got.append(config)) == (0, "")
     assert got[0].draft.gamma == 2
     assert not list(here.iterdir())
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, ValueError])
 def test_a_failure_shows_its_traceback(run, kind):
-    def crash(config):
+    def crash(config, in_sweep):
         raise kind("the disk is on fire")
 
     code, err = run(scenario=crash)
@@ -124,14 +124,14 @@ def test_a_failure_shows_its_traceback(run, kind):
 
 
 def test_a_mistake_found_in_the_run_is_one_line(run):
-    def refuse(config):
+    def refuse(config, in_sweep):
         raise UserError("target.path=x holds\nno weights")
 
     assert run(scenario=refuse) == (launch.USER_ERROR, "error: target.path=x holds no weights\n")
 
 
 def test_an_interrupt_ends_it(run):
-    def interrupt(config):
+    def interrupt(config, in_sweep):
         raise KeyboardInterrupt
 
     assert run(scenario=interrupt) == (launch.INTERRUPTED, "interrupted\n")
@@ -140,7 +140,7 @@ def test_an_interrupt_ends_it(run):
 def test_a_failing_job_does_not_stop_a_sweep(run, here):
     ran = []
 
-    def scenario(config):
+    def scenario(config, in_sweep):
         ran.append((config.draft.gamma, config.cache.budget))
         if config.draft.gamma == 2:
             raise UserError("draft.gamma=2 is unlucky")

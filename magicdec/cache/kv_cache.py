@@ -14,6 +14,9 @@ from magicdec.models.config import ModelConfig
 class KVCache:
     """Keys and values of every token so far: the target's cache, and the base of every draft's."""
 
+    # Whether slots lie in the order of positions: a model's sliding window means something only there.
+    ordered = True
+
     def __init__(
         self, config: ModelConfig, num_rows: int, capacity: int, dtype: torch.dtype, device: torch.device | str
     ):

@@ -24,6 +24,7 @@ class StreamingCache(DraftCache):
     """
 
     bounds_positions = True
+    ordered = False
 
     def __init__(
         self,

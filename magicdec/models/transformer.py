@@ -68,13 +68,12 @@ class Transformer(nn.Module):
         cos, sin = (x[:, :, None] for x in rope_table(self.config, cache.positions_BT(num_new)))
         x_BTE = self.embed(tokens_BT)
         shape = Shape(num_new, cache.capacity, self.config.group_size, x_BTE.dtype)
-        windows = {self.config.window_of(i) for i in range(self.config.num_layers)}
-        plans = {window: self.attention.plan(cache.seqlens_B + num_new, shape, window) for window in windows}
+        windows = [self.config.window_of(i) if cache.ordered else None for i in range(self.config.num_layers)]
+        plans = {window: self.attention.plan(cache.seqlens_B + num_new, shape, window) for window in set(windows)}
         for i, layer in enumerate(cast("list[Layer]", self.layers)):
             q_BTHD, k_BTKD, v_BTKD = layer.before_attention(x_BTE, cos, sin)
             cache.append(i, slots_BT, k_BTKD, v_BTKD)
-            plan = plans[self.config.window_of(i)]
-            out_BTHD = self.attention.attend(q_BTHD, cache.k_LBKSD[i], cache.v_LBKSD[i], plan)
+            out_BTHD = self.attention.attend(q_BTHD, cache.k_LBKSD[i], cache.v_LBKSD[i], plans[windows[i]])
             x_BTE = layer.after_attention(x_BTE, out_BTHD)
         cache.advance(num_new)
         return self.norm(x_BTE)

@@ -15,12 +15,15 @@ log = logging.getLogger(__name__)
 SCENARIOS = {"compare": "compare", "profile": "profile"}  # name -> module and function of that name
 
 
-def run(config: Config) -> None:
-    """Check, plan, open the run's folder, do the work, store its results, and only then tell Weights & Biases."""
+def run(config: Config, in_sweep: bool = False) -> None:
+    """Check, plan, open the run's folder, do the work, store its results, and only then tell Weights & Biases.
+
+    In a sweep, with `resume`, a run that this version has done already is not done again.
+    """
     from magicdec import build
     from magicdec.tracking import table, wandb
     from magicdec.tracking.progress import progress
-    from magicdec.tracking.store import Run, run_id
+    from magicdec.tracking.store import Run, is_done, run_id
 
     scenario = _scenario(config.scenario.name)
     wandb.check(to_dict(config)["wandb"])
@@ -29,7 +32,11 @@ def run(config: Config) -> None:
     console = Console(stderr=True)
     for warning in warnings(plan.config):
         console.print(f"[yellow]warning:[/] {warning}", highlight=False)
-    this = Run.open(config.runs_dir, run_id(settings, plan.fingerprints, plan.device_name), settings)
+    name = run_id(settings, plan.fingerprints, plan.device_name)
+    if in_sweep and config.resume and is_done(config.runs_dir, name):
+        console.print(f"{name}: done already, skipped (resume=false measures it anew)", highlight=False)
+        return
+    this = Run.open(config.runs_dir, name, settings)
     with this.log_to_file():
         try:
             with progress() as bars:

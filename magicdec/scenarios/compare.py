@@ -29,6 +29,7 @@ class Pass:
 def compare(plan: build.Plan, progress: Progress) -> Outcome:
     """Decode every batch `scenario.repeats` times both ways; medians over the repeats are the result."""
     config = plan.config
+    build.check_memory(plan, int(config.batch.size), config.batch.context_len)
     tokenizer = build.tokenizer(plan)
     prompts = build.prompts(plan, tokenizer)
     peak = memory.Peak(plan.device)
@@ -134,7 +135,7 @@ def _roofline(plan: build.Plan, batch: Batch, times: dict[str, float]) -> Metric
 
 
 def _memory(plan: build.Plan, batch: Batch, peak: memory.Peak) -> Metrics:
-    estimate = build.estimate(plan)
+    estimate = build.estimate(plan, plan.config.batch.context_len)
     return {
         "memory/peak_gib": peak.num_bytes / memory.GIB,
         "memory/estimated_gib": estimate.total(int(plan.config.batch.size)) / memory.GIB,

@@ -15,8 +15,10 @@ from magicdec.tracking.progress import Progress
 
 def profile(plan: build.Plan, progress: Progress) -> Outcome:
     """Time every point of scenario.batch_sizes x context_lens x gammas; a point is a line of the history."""
+    scenario = plan.config.scenario
+    build.check_memory(plan, max(scenario.batch_sizes), max(scenario.context_lens))
     peak = memory.Peak(plan.device)
-    scenario, engine = plan.config.scenario, build.engine(plan, progress)
+    engine = build.engine(plan, progress)
     points = list(product(scenario.batch_sizes, scenario.context_lens, scenario.gammas))
     history = []
     with progress.task("profiling", total=len(points)) as task:

@@ -1,0 +1,116 @@
+"""Progress on stderr: bars on a terminal, a line per finished stage elsewhere, nothing for what is over in a moment.
+
+A task counts in a plain number, which the drawing thread reads a few times a second: a decode loop pays an addition.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from time import perf_counter
+from types import TracebackType
+from typing import Protocol
+
+from rich import progress as rich_progress
+from rich.console import Console, RenderableType
+
+DELAY_S = 1.0  # stages shorter than this are not shown
+DRAWINGS_PER_SECOND = 4
+
+
+class Task:
+    """A stage of the work, as a context manager. `total` is None where its length is unknown."""
+
+    def __init__(self, name: str, total: float | None, at_end: Callable[["Task"], None] = lambda _: None):
+        self.name, self.total, self.done, self.running = name, total, 0.0, True
+        self._start, self._seconds, self._at_end = perf_counter(), 0.0, at_end
+
+    @property
+    def seconds(self) -> float:
+        """How long it has taken so far, or took."""
+        return perf_counter() - self._start if self.running else self._seconds
+
+    def advance(self, amount: float = 1) -> None:
+        """So much of `total` has been done since the last call."""
+        self.done += amount
+
+    def __enter__(self) -> "Task":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self._seconds, self.running = self.seconds, False
+        if error is None:
+            self._at_end(self)
+
+
+class Progress(Protocol):
+    """Where stages are shown."""
+
+    def task(self, name: str, total: float | None = None) -> Task:
+        """Begin a stage of `total` units."""
+        ...
+
+
+class _Lines:
+    """Nothing can be redrawn: only the end of a stage is told."""
+
+    def __init__(self, console: Console):
+        self._console = console
+
+    def task(self, name: str, total: float | None = None) -> Task:
+        return Task(name, total, self._tell)
+
+    def _tell(self, task: Task) -> None:
+        if task.seconds >= DELAY_S:
+            self._console.print(f"{task.name}: {task.seconds:.1f} s", highlight=False, markup=False)
+
+
+class _Bars(rich_progress.Progress):
+    """A bar per running stage, gone when it ends."""
+
+    def __init__(self, console: Console):
+        self._running: dict[rich_progress.TaskID, Task] = {}
+        super().__init__(
+            rich_progress.TextColumn("{task.description}", markup=False),
+            rich_progress.BarColumn(),
+            rich_progress.TaskProgressColumn(),
+            rich_progress.TextColumn("{task.fields[times]}"),
+            console=console,
+            refresh_per_second=DRAWINGS_PER_SECOND,
+            transient=True,
+            redirect_stdout=False,  # or stdout would end up on stderr
+        )
+
+    def task(self, name: str, total: float | None = None) -> Task:
+        task = Task(name, total)
+        self._running[self.add_task(name, total=total, visible=False, times="")] = task
+        return task
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        """Take over what the tasks have counted, at each drawing."""
+        for number, task in list(self._running.items()):
+            if task.running:
+                visible = task.seconds >= DELAY_S
+                self.update(number, completed=task.done, visible=visible, times=_times(task))
+            else:
+                self.remove_task(number)
+                del self._running[number]
+        return super().get_renderables()
+
+
+def _times(task: Task) -> str:
+    """Time taken and, where it can be told, time left."""
+    taken = f"{task.seconds:.0f} s"
+    if not task.total or not task.done:
+        return taken
+    left = task.seconds * max(0.0, task.total / task.done - 1)
+    return f"{taken}, about {left:.0f} s left"
+
+
+@contextmanager
+def progress(console: Console | None = None) -> Iterator[Progress]:
+    """Show the stages that are begun within."""
+    console = console or Console(stderr=True)
+    if console.is_interactive:
+        with _Bars(console) as display:
+            yield display
+    else:
+        yield _Lines(console)

@@ -1,0 +1,217 @@
+"""The end of a run as a person reads it: what ran, both ways side by side, what it means, and where it lies.
+
+Figures come from the flat metrics, by the names of result.json; what is missing is not shown.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from magicdec.tracking.store import shown
+from magicdec.tracking.wandb import WandbOutcome
+
+WAYS = ("autoregressive", "speculative")
+SPEEDS = {
+    "tokens_per_second": "tokens/s",
+    "time_per_output_token_ms": "time per output token (TPOT), ms",
+    "time_to_first_token_ms": "time to first token (TTFT), ms",
+    "wall_s": "wall clock, s",
+}
+STEPS = {"target_decode": "T_T", "draft": "T_D", "verify": "T_V", "round": "round"}
+NOISY = 0.1  # a spread over the repeats above this is pointed at
+LABEL_WIDTH = 18
+
+Metrics = Mapping[str, Any]
+
+
+def show(
+    console: Console,
+    config: Mapping[str, Any],
+    metrics: Metrics,
+    folder: Path,
+    outcome: WandbOutcome,
+    history: Sequence[Mapping[str, Any]] = (),
+) -> None:
+    """Print a run's end; long commands are left whole, to be copied."""
+    console.print(render(config, metrics, folder, outcome, history), crop=False)
+
+
+def render(
+    config: Mapping[str, Any],
+    metrics: Metrics,
+    folder: Path,
+    outcome: WandbOutcome,
+    history: Sequence[Mapping[str, Any]] = (),
+) -> RenderableType:
+    """What `show` prints. `history` is wanted for scenario=profile, whose points it holds."""
+    parts: list[RenderableType] = [*_header(config, metrics), Text()]
+    if config["scenario"]["name"] == "profile":
+        parts += [_grid(history), Text()]
+    elif any(_figure(metrics, f"{way}/{key}") for way in WAYS for key in SPEEDS):
+        parts += [_speeds(metrics), Text()]
+    if meaning := [*_verdict(config, metrics), *_steps(metrics), *_memory(metrics)]:
+        parts += [_pairs(meaning), Text()]
+    return Group(Text(), *parts, *_whereabouts(folder, outcome))
+
+
+def _header(config: Mapping[str, Any], metrics: Metrics) -> Iterator[Text]:
+    """What ran, in words."""
+    batch, scenario, hardware = config["batch"], config["scenario"], config["hardware"]
+    yield Text(f"{scenario['name']}: {config['target']['name']}{_draft(config)}", style="bold")
+    where = f"{hardware['dtype']} on {metrics.get('device') or hardware['device']}"
+    if scenario["name"] == "profile":
+        yield Text(f"times over caches filled with noise, {where}")
+    else:
+        temperature = config["sampling"]["temperature"]
+        how = f"sampled at temperature {temperature:g}" if temperature else "greedy"
+        batches = f"{batch['num_batches']} batches of " if batch["num_batches"] > 1 else ""
+        size = f"{batches}{batch['size']} rows x {int(batch['context_len']):,} tokens of context"
+        yield Text(f"{size}, {batch['generate_len']:,} new tokens each, {how}")
+        yield Text(f"data: {config['data']['name']}; {where}")
+    if metrics.get("acceptance/source") == "synthetic":
+        rate = config["draft"].get("synthetic_acceptance")
+        warning = f" SYNTHETIC acceptance ({rate}): drawn, not measured; only the times are real "
+        yield Text(warning, style="bold black on yellow")
+
+
+def _draft(config: Mapping[str, Any]) -> str:
+    draft, cache, scenario = config["draft"], config["cache"], config["scenario"]
+    if draft["name"] == "none":
+        return ", autoregressive alone"
+    names = {"self": "self-speculation", "model": f"draft {(draft.get('model') or {}).get('name')}"}
+    parts = [names.get(draft["name"], f"draft {draft['name']}")]
+    parts += [f"gamma {draft['gamma']}"] if scenario["name"] != "profile" else []
+    parts += [f"{cache['policy']} cache"]
+    if cache["policy"] != "full":
+        parts += [f"budget {cache['budget']}"] + ([f"{cache['num_sink']} sinks"] if cache["num_sink"] else [])
+    return ", " + ", ".join(parts)
+
+
+def _speeds(metrics: Metrics) -> Table:
+    """The two ways side by side."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    table.add_column("")
+    ways = [way for way in WAYS if any(_figure(metrics, f"{way}/{key}") for key in SPEEDS)]
+    for way in ways:
+        table.add_column(way, justify="right")
+    for key, label in SPEEDS.items():
+        figures = [_figure(metrics, f"{way}/{key}") for way in ways]
+        if any(figures):
+            table.add_row(label, *figures)
+    return table
+
+
+def _verdict(config: Mapping[str, Any], metrics: Metrics) -> Iterator[tuple[str, Text]]:
+    """Speedup, acceptance, losslessness."""
+    mark = ["synthetic"] if metrics.get("acceptance/source") == "synthetic" else []
+    if speedup := _number(metrics.get("speedup")):
+        wall, spread = _number(metrics.get("speedup_wall")), _number(metrics.get("speedup_spread"))
+        details = mark + ([] if speedup > 1 else ["slower than autoregressive"])
+        details += [f"{wall:.2f}x in wall clock"] if wall else []
+        details += [f"spread {spread:.0%} over repeats"] if spread is not None else []
+        details += ["NOISY"] if spread and spread > NOISY else []
+        big = (f"{speedup:.2f}x", f"bold reverse {'green' if speedup > 1 else 'red'}")
+        yield "speedup", Text.assemble(big, "  ", ", ".join(details))
+    if (rate := _number(metrics.get("acceptance_rate"))) is not None:
+        positions = [f"{metrics[key]:.0%}" for key in metrics if key.startswith("acceptance_rate/position_")]
+        by_position = [f"by position {' '.join(positions)}"] if len(positions) > 1 else []
+        yield "acceptance rate", Text(", ".join([f"{rate:.1%} of proposals", *mark, *by_position]))
+    if length := _figure(metrics, "acceptance_length"):
+        yield "acceptance length", Text(f"{length} tokens per round, of at most {config['draft']['gamma'] + 1}")
+    if "lossless/identical" in metrics:
+        yield "lossless", _lossless(config, metrics)
+
+
+def _lossless(config: Mapping[str, Any], metrics: Metrics) -> Text:
+    """Reduced precision may differ in near-ties; the logit gap, beside the baseline's own, tells whether it is more."""
+    identical, dtype = metrics["lossless/identical"], config["hardware"]["dtype"]
+    gap = _figure(metrics, "lossless/max_logit_gap")
+    gap = f"; max logit gap {gap}" if gap else ""
+    if identical is None:
+        return Text("n/a (sampling)" if config["sampling"]["temperature"] else "n/a (synthetic)")
+    if identical:
+        excused = metrics.get("lossless/excused_rows")
+        but = f" but for {excused} rows in a tie" if excused else ""
+        return Text.assemble(("yes", "bold green"), f", identical to autoregressive{but}{gap}")
+    control = _figure(metrics, "lossless/baseline_max_logit_gap")
+    gap += f" (autoregressive {control})" if control else ""
+    if dtype == "float32":
+        return Text.assemble(("NO", "bold red"), f", not identical to autoregressive{gap}")
+    return Text.assemble(("not identical", "bold yellow"), f" in {dtype}{gap}")
+
+
+def _steps(metrics: Metrics) -> Iterator[tuple[str, Text]]:
+    """Times of the parts, and the speedups that follow from them."""
+    names = {"target_decode": "target T_T", "draft": "draft T_D", "verify": "verify T_V", "round": "round"}
+    parts = [f"{label} {time}" for name, label in names.items() if (time := _figure(metrics, f"time/{name}_ms"))]
+    if parts:
+        yield "step times, ms", Text(", ".join(parts))
+    for name, source in (("formula", "from step times and acceptance"), ("predicted", "by the cost model")):
+        if speedup := _number(metrics.get(f"{name}/speedup")):
+            error = _number(metrics.get(f"{name}/speedup_error"))
+            off = f", {error:+.0%} off" if error is not None else ""
+            yield f"{name} speedup", Text(f"{speedup:.2f}x {source}{off}")
+
+
+def _memory(metrics: Metrics) -> Iterator[tuple[str, Text]]:
+    names = {"peak": "peak", "target_kv": "target's KV cache", "draft_kv": "draft's"}
+    sizes = {label: _figure(metrics, f"memory/{name}_gib", zero="") for name, label in names.items()}
+    parts = [f"{label} {size}" for label, size in sizes.items() if size]
+    if parts:
+        yield "memory, GiB", Text(", ".join(parts))
+
+
+def _grid(history: Sequence[Mapping[str, Any]]) -> Table:
+    """A line per point of a profile."""
+    columns = {"batch_size": "batch", "context_len": "context", "gamma": "gamma"}
+    columns |= {f"time/{name}_ms": f"{sign}, ms" for name, sign in STEPS.items()}
+    present = [key for key in columns if any(key in point for point in history)]
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for key in present:
+        table.add_column(columns[key], justify="right")
+    for point in history:
+        whole = (f"{point[key]:,}" if isinstance(point.get(key), int) else _figure(point, key) for key in present)
+        table.add_row(*whole)
+    return table
+
+
+def _whereabouts(folder: Path, outcome: WandbOutcome) -> Iterator[Text]:
+    lines = [("results", shown(folder), ""), ("W&B", outcome.warning, "yellow")]
+    lines += [("W&B", outcome.url, ""), ("send to W&B", outcome.sync_command, "")]
+    for label, value, style in lines:
+        if value:
+            text = Text(f"{label:{LABEL_WIDTH}}", style="dim", no_wrap=True, overflow="ignore")
+            yield text.append(value, style=style or "not dim default")
+
+
+def _pairs(rows: Iterable[tuple[str, Text]]) -> Table:
+    table = Table.grid(padding=(0, 1, 0, 0))
+    table.add_column(width=LABEL_WIDTH - 1, style="dim")
+    table.add_column(overflow="fold")
+    for label, text in rows:
+        table.add_row(label, text)
+    return table
+
+
+def _number(value: Any) -> float | None:
+    """None for what is missing or not a number."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return float(value) if is_number else None
+
+
+def _figure(metrics: Metrics, name: str, zero: str = "0") -> str:
+    """Three digits that count, at least; empty where the metric is missing."""
+    value = _number(metrics.get(name))
+    if value is None:
+        return ""
+    if value == 0:
+        return zero
+    if abs(value) >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.3g}" if abs(value) < 1 else f"{value:#.3g}"

@@ -1,0 +1,199 @@
+"""What Weights & Biases is told of a run, after the run store has it all. The only module that imports wandb.
+
+Nothing that happens here loses a run: whatever goes wrong becomes a line of warning in the outcome.
+"""
+
+import contextlib
+import io
+import os
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from magicdec.errors import UserError
+from magicdec.tracking.store import Run, shown
+
+INIT_TIMEOUT_S = 30.0
+FINISH_TIMEOUT_S = 120.0  # for uploading what is left; it stays on disk, too
+MAX_TAG_LENGTH = 64
+
+
+class Results(Protocol):
+    """The part of a scenario's outcome that is told beyond the metrics."""
+
+    @property
+    def history(self) -> list[dict]:
+        """A dict per round."""
+
+    @property
+    def samples(self) -> list[dict]:
+        """Text of a few rows."""
+
+
+@dataclass(frozen=True)
+class WandbOutcome:
+    """How the telling went."""
+
+    folder: Path | None = None  # what W&B keeps of the run on disk
+    url: str | None = None  # online: where to look
+    sync_command: str | None = None  # offline: how to send it
+    warning: str | None = None  # what went wrong, in a line
+
+
+def check(settings: Mapping[str, Any]) -> None:
+    """Before the work starts: raise UserError for mode=online where there is no one to log in as."""
+    if settings["mode"] != "online":
+        return
+    instead = "run `wandb login`, or set wandb.mode=offline and send the run later"
+    try:
+        import wandb
+
+        with contextlib.redirect_stderr(io.StringIO()):  # it announces where it looks
+            logged_in = wandb.login(prompt=False, verify=False)
+    except ImportError:
+        raise UserError(
+            "wandb.mode=online needs the package wandb: pip install wandb, or wandb.mode=disabled"
+        ) from None
+    except Exception as error:
+        raise UserError(f"wandb.mode=online: {_line(error)}; {instead}") from error
+    if not logged_in:
+        raise UserError(f"wandb.mode=online: no credentials for Weights & Biases found; {instead}")
+
+
+def log_run(run: Run, config: Mapping[str, Any], results: Results) -> WandbOutcome:
+    """Tell W&B of a stored run, in its own folder; where it cannot be reached, keep it there to be sent later."""
+    mode = config["wandb"]["mode"]
+    if mode == "disabled":
+        return WandbOutcome()
+    try:
+        return _send(run, config, results, mode)
+    except Exception as error:
+        warning = f"W&B failed, {_line(error)}"
+    if mode == "online":
+        try:
+            _forget()
+            return replace(_send(run, config, results, "offline"), warning=warning)
+        except Exception as error:
+            warning += f"; nor offline, {_line(error)}"
+    return WandbOutcome(warning=warning)
+
+
+def sync_command(folder: Path) -> str:
+    """The command that sends an offline run."""
+    return f"wandb sync {shlex.quote(shown(folder))}"
+
+
+def _send(run: Run, config: Mapping[str, Any], results: Results, mode: Any) -> WandbOutcome:
+    with _tables_stay_in(run.folder):
+        import wandb
+
+        settings = wandb.Settings(
+            silent=True,
+            console="off",
+            init_timeout=INIT_TIMEOUT_S,
+            finish_timeout=FINISH_TIMEOUT_S,
+            finish_timeout_raises=True,
+            disable_git=True,  # a remote's address and code may hold secrets
+            disable_code=True,
+            x_disable_stats=True,  # the work is over: there is nothing left to sample
+        )
+        with wandb.init(
+            mode=mode,
+            dir=str(run.folder),
+            id=f"{run.id}-{run.attempt}",
+            name=_name(config),
+            project=config["wandb"]["project"],
+            entity=config["wandb"]["entity"],
+            group=config["wandb"]["group"],
+            job_type=config["scenario"]["name"],
+            tags=_tags(config, run.result),
+            config=dict(config),
+            settings=settings,
+        ) as told:
+            _log_history(told, results.history)
+            _log_tables(told, run.result, results.samples)
+            told.summary.update(run.result)
+            folder = Path(told.settings.sync_dir)
+            if mode == "online":
+                return WandbOutcome(folder, url=told.url)
+            return WandbOutcome(folder, sync_command=sync_command(folder))
+
+
+def _forget() -> None:
+    """End W&B's service process, for which an id that it failed to start is in use."""
+    import wandb
+
+    wandb.teardown()
+
+
+def _log_history(told: Any, history: list[dict]) -> None:
+    """A line per round; the last one is no summary of the run, so that none of it goes there."""
+    keys = {key: None for row in history for key in row}
+    if "round" in keys:
+        told.define_metric("round", summary="none")
+    for key in keys:
+        if key != "round":
+            told.define_metric(key, step_metric="round" if "round" in keys else None, summary="none")
+    for row in history:
+        told.log(row)
+
+
+def _log_tables(told: Any, result: Mapping[str, Any], samples: list[dict]) -> None:
+    """Generations to read, and a chart of how often a proposal is accepted at each position."""
+    import wandb
+
+    if samples:
+        columns = list(samples[0])
+        rows = [[_cell(row.get(column)) for column in columns] for row in samples]
+        told.log({"generations": wandb.Table(columns=columns, data=rows)})
+    prefix = "acceptance_rate/position_"
+    positions = {int(key.removeprefix(prefix)): rate for key, rate in result.items() if key.startswith(prefix)}
+    if positions:
+        data = [[str(position), rate] for position, rate in sorted(positions.items())]
+        table = wandb.Table(columns=["position", "acceptance_rate"], data=data)
+        title = "Acceptance by position"
+        told.log({"acceptance_by_position": wandb.plot.bar(table, "position", "acceptance_rate", title=title)})
+
+
+def _cell(value: Any) -> Any:
+    return value if value is None or isinstance(value, int | float) else str(value)
+
+
+def _tags(config: Mapping[str, Any], result: Mapping[str, Any]) -> list[str]:
+    """The user's, and what runs are told apart by."""
+    draft = config["draft"]
+    model = draft["model"]["name"] if draft["name"] == "model" else draft["name"]
+    own = [config["target"]["name"], model, config["cache"]["policy"], config["hardware"]["name"]]
+    tags = [*config["wandb"]["tags"], *own, result.get("acceptance/source")]
+    return [tag[:MAX_TAG_LENGTH] for tag in dict.fromkeys(tags) if tag]
+
+
+def _name(config: Mapping[str, Any]) -> str:
+    """Short enough for a legend; the id says the rest."""
+    draft, cache, batch = config["draft"], config["cache"], config["batch"]
+    parts = [config["target"]["name"]]
+    if draft["name"] != "none":
+        parts += [draft["name"], f"{cache['policy']}-{cache['budget']}", f"gamma{draft['gamma']}"]
+    return " ".join([*parts, f"{batch['size']}x{batch['context_len']}"])
+
+
+@contextlib.contextmanager
+def _tables_stay_in(folder: Path) -> Iterator[None]:
+    """Stage tables in the run's folder: an offline run keeps them until it is sent, and home may be cleaned by then."""
+    name, before = "WANDB_DATA_DIR", os.environ.get("WANDB_DATA_DIR")
+    os.environ[name] = str(folder.absolute() / "wandb")
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+def _line(error: Exception) -> str:
+    """An exception in a line; W&B's own may be long."""
+    first = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__

@@ -1,0 +1,20 @@
+"""A tokenizer small enough to check by hand, with transformers' interface."""
+
+
+class CharacterTokenizer:
+    """One token per character, numbered by its code point; optionally a beginning-of-text token 1."""
+
+    def __init__(self, bos: bool = False, chat_template: str | None = None) -> None:
+        self.bos, self.chat_template = bos, chat_template
+        self.characters_read = 0
+
+    def encode(self, text: str, add_special_tokens: bool = True, verbose: bool = True) -> list[int]:
+        self.characters_read += len(text)
+        return [1] * (self.bos and add_special_tokens) + [ord(character) for character in text]
+
+    def apply_chat_template(self, messages: list[dict], tokenize: bool, add_generation_prompt: bool) -> str:
+        assert not tokenize
+        assert add_generation_prompt
+        if any(message["role"] == "nobody" for message in messages):
+            raise RuntimeError("unknown role nobody")
+        return "".join(f"[{message['role']}]{message['content']}" for message in messages) + "[assistant]"

@@ -1,0 +1,160 @@
+import json
+import subprocess
+import sys
+
+import pytest
+
+from magicdec.data import CORPORA, load_prompts
+from magicdec.errors import UserError
+from tests.data.characters import CharacterTokenizer
+
+UNICODE = 0x110000
+
+
+def load(
+    name: str, path=None, *, rows: int = 2, context: int = 20, tokenizer=None, seed: int = 0, vocab: int = UNICODE
+):
+    return load_prompts(
+        name,
+        tokenizer=tokenizer or CharacterTokenizer(),
+        num_rows=rows,
+        context_len=context,
+        seed=seed,
+        path=None if path is None else str(path),
+        vocab_size=vocab,
+    )
+
+
+def error_of(*args, **options) -> str:
+    with pytest.raises(UserError) as caught:
+        load(*args, **options)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def texts(prompts) -> list[str]:
+    return ["".join(map(chr, row)) for row in prompts.tokens]
+
+
+def test_unknown_corpus_names_the_valid_ones():
+    assert all(name in error_of("wikipedia") for name in CORPORA)
+
+
+def test_text_of_a_folder(tmp_path):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "a.md").write_text("# " + "m" * 30)
+    (tmp_path / "b.txt").write_text("t" * 30)
+    (tmp_path / "image.png").write_bytes(b"\xff" * 100)
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git" / "c.txt").write_text("g" * 100)
+    assert {source.split("#")[0] for source in load("text", tmp_path).sources} == {"sub/a.md", "b.txt"}
+
+
+def test_text_of_one_file_with_any_suffix_and_a_byte_order_mark(tmp_path):
+    file = tmp_path / "novel"
+    file.write_bytes(b"\xef\xbb\xbf" + bytes(range(40, 80)))
+    assert texts(load("text", file, context=40, rows=1)) == [bytes(range(40, 80)).decode()]
+
+
+def test_text_errors(tmp_path):
+    assert "data.path" in error_of("text")
+    assert "no such file or folder" in error_of("text", tmp_path / "absent")
+    assert "no text files" in error_of("text", tmp_path)
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9 " * 20)
+    message = error_of("text", tmp_path)
+    assert "latin.txt is not UTF-8 text (byte 3)" in message
+    (tmp_path / "latin.txt").write_text("short")
+    message = error_of("text", tmp_path)
+    assert "need 40 tokens" in message
+    assert "hold 5" in message
+
+
+def test_prompts_are_the_users_own_and_ragged(tmp_path):
+    file = tmp_path / "mine.jsonl"
+    file.write_text('{"prompt": "hello"}\n\n{"messages": [{"role": "user", "content": "hi"}]}\n{"prompt": "unused"}\n')
+    prompts = load("prompts", file)
+    assert texts(prompts) == ["hello", "hi"]
+    assert prompts.sources == ["mine.jsonl:1", "mine.jsonl:3"]
+    assert texts(load("prompts", file, tokenizer=CharacterTokenizer(bos=True)))[0] == "\x01hello"
+    templated = load("prompts", file, tokenizer=CharacterTokenizer(bos=True, chat_template="..."))
+    assert texts(templated) == ["\x01hello", "[user]hi[assistant]"]
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("{prompt: 1}", "is not JSON"),
+        ('["hello"]', 'either "prompt" or "messages"'),
+        ("{}", 'either "prompt" or "messages"'),
+        ('{"prompt": "a", "messages": []}', 'either "prompt" or "messages"'),
+        ('{"prompt": 3}', '"prompt" must be a string'),
+        ('{"prompt": ""}', "empty"),
+        ('{"messages": []}', '"messages" must be'),
+        ('{"messages": [{"role": "user"}]}', '"messages" must be'),
+        ('{"messages": [{"role": "nobody", "content": ""}]}', "unknown role nobody"),
+        (json.dumps({"prompt": "x" * 21}), "21 tokens, more than batch.context_len=20"),
+    ],
+)
+def test_a_bad_prompt_names_its_line(tmp_path, line, reason):
+    file = tmp_path / "mine.jsonl"
+    file.write_text(f'{{"prompt": "fine"}}\n{line}\n')
+    message = error_of("prompts", file, tokenizer=CharacterTokenizer(chat_template="..."))
+    assert "line 2" in message
+    assert reason in message
+
+
+def test_too_few_prompts_names_both_numbers(tmp_path):
+    file = tmp_path / "mine.jsonl"
+    file.write_text('{"prompt": "only one"}\n')
+    assert "3 rows need as many prompts, the file has 1" in error_of("prompts", file, rows=3)
+    assert "data.path" in error_of("prompts")
+    assert "no such file" in error_of("prompts", tmp_path / "absent.jsonl")
+
+
+def test_pg19_from_a_local_copy_takes_the_test_split(tmp_path):
+    for split in ("train", "test"):
+        (tmp_path / split).mkdir()
+        (tmp_path / split / "1.txt").write_text(split * 30)
+    assert "test" in texts(load("pg19", tmp_path, rows=1))[0]
+    assert texts(load("pg19", tmp_path / "train", rows=1))[0].startswith(("train", "rain", "ain", "in", "n"))
+
+
+def test_pg19_without_the_library_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    assert "pip install 'magicdec[pg19]'" in error_of("pg19")
+
+
+def test_pg19_through_the_library(monkeypatch):
+    class Datasets:
+        @staticmethod
+        def load_dataset(name, split, streaming):
+            assert split == "test"
+            assert streaming
+            return iter([{"short_book_title": "Emma", "text": "e" * 50}])
+
+    monkeypatch.setitem(sys.modules, "datasets", Datasets)
+    assert load("pg19", rows=1).sources[0].startswith("Emma (0)#")
+    monkeypatch.setattr(Datasets, "load_dataset", staticmethod(lambda *_, **__: 1 / 0))
+    assert "division by zero" in error_of("pg19")
+
+
+def test_random_needs_no_tokenizer_and_repeats_itself():
+    options = {"tokenizer": None, "context_len": 30, "vocab_size": 7}
+    one = load_prompts("random", num_rows=5, seed=3, **options)
+    assert one == load_prompts("random", num_rows=5, seed=3, **options)
+    assert one.tokens[:2] == load_prompts("random", num_rows=2, seed=3, **options).tokens
+    assert one.fingerprint != load_prompts("random", num_rows=5, seed=4, **options).fingerprint
+    assert {token for row in one.tokens for token in row} <= set(range(7))
+    assert [len(row) for row in one.tokens] == [30] * 5
+
+
+def test_a_tokenizer_larger_than_the_models_vocabulary_is_an_error(tmp_path):
+    (tmp_path / "a.txt").write_text("".join(map(chr, range(97, 197))))
+    assert "vocabulary has 100 tokens" in error_of("text", tmp_path, vocab=100)
+
+
+def test_importing_the_package_imports_no_heavy_library():
+    heavy = ("transformers", "datasets", "hydra", "wandb", "torch")
+    code = f"import sys, magicdec.data; print([name for name in {heavy} if name in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"

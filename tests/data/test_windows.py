@@ -1,0 +1,109 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from magicdec.data.base import Encoder, Prompts, _sections, cut_windows
+from magicdec.errors import UserError
+from tests.data.characters import CharacterTokenizer
+
+PLAIN = Encoder.of(CharacterTokenizer())
+# Every character is another one, so that any two windows that overlap or swap places are seen to.
+TEXTS = {
+    "long": "".join(map(chr, range(1000, 6000))),
+    "short": "abcdefg",
+    "middle": "".join(map(chr, range(7000, 7400))),
+}
+
+
+def cut(texts: dict[str, str], rows: int, context: int, seed: int = 0, encoder: Encoder = PLAIN) -> Prompts:
+    return cut_windows(
+        texts, texts.__getitem__, encoder, num_rows=rows, context_len=context, seed=seed, corpus="data=test"
+    )
+
+
+@given(
+    st.dictionaries(st.text("abc", min_size=1), st.text("ab\n", max_size=300), max_size=4),
+    st.integers(1, 12),
+    st.integers(1, 40),
+    st.integers(0, 5),
+)
+def test_windows_are_whole_pieces_of_one_document_and_distinct(texts, rows, context, seed):
+    try:
+        prompts = cut(texts, rows, context, seed)
+    except UserError:  # too little text, or too much of it equal
+        return
+    assert len(prompts) == len(prompts.sources) == rows
+    assert len({tuple(row) for row in prompts.tokens}) == rows
+    assert len(set(prompts.sources)) == rows
+    for row, source in zip(prompts.tokens, prompts.sources, strict=True):
+        assert len(row) == context
+        assert "".join(map(chr, row)) in texts[source.split("#")[0]]
+
+
+def test_windows_do_not_overlap():
+    prompts = cut(TEXTS, 90, 50)
+    flat = [token for row in prompts.tokens for token in row]
+    assert len(set(flat)) == len(flat)
+
+
+def test_same_seed_same_prompts_other_seed_others():
+    one, again, other = cut(TEXTS, 8, 50, seed=1), cut(TEXTS, 8, 50, seed=1), cut(TEXTS, 8, 50, seed=2)
+    assert one == again
+    assert one.fingerprint != other.fingerprint
+    assert one.tokens != other.tokens
+
+
+def test_the_order_of_the_files_does_not_matter():
+    assert cut(TEXTS, 8, 50) == cut(dict(reversed(TEXTS.items())), 8, 50)
+
+
+def test_more_rows_begin_with_the_fewer():
+    assert cut(TEXTS, 20, 50).tokens[:8] == cut(TEXTS, 8, 50).tokens
+
+
+def test_documents_take_turns():
+    sources = cut(TEXTS, 2, 50).sources
+    assert {source.split("#")[0] for source in sources} == {"long", "middle"}
+
+
+def test_documents_equal_in_content_give_distinct_rows():
+    prompts = cut({"one": "abcdef", "copy": "abcdef", "third": "ghijkl"}, 2, 6)
+    assert sorted("".join(map(chr, row)) for row in prompts.tokens) == ["abcdef", "ghijkl"]
+
+
+def test_too_little_text_names_both_numbers():
+    with pytest.raises(UserError) as caught:
+        cut({"one": "x" * 70, "two": "yz"}, 4, 50)
+    message = str(caught.value)
+    assert "4 rows x context_len=50 need 200 tokens" in message
+    assert "2 documents hold 72 (1 distinct windows)" in message
+    assert "\n" not in message
+
+
+def test_windows_begin_with_what_the_tokenizer_puts_before_a_text():
+    encoder = Encoder.of(CharacterTokenizer(bos=True))
+    assert encoder.prefix == (1,)
+    prompts = cut(TEXTS, 8, 50, encoder=encoder)
+    assert all(row[0] == 1 and 1 not in row[1:] and len(row) == 50 for row in prompts.tokens)
+
+
+def test_one_window_of_a_book_does_not_cost_the_whole_book():
+    tokenizer = CharacterTokenizer()
+    cut({"book": "a line of text\n" * 100_000}, 1, 100, encoder=Encoder.of(tokenizer))
+    assert tokenizer.characters_read < 10_000
+
+
+@given(st.text("ab\n", max_size=200), st.integers(1, 50))
+def test_sections_are_the_text_at_line_ends_where_there_are_any(text, size):
+    sections = _sections(text, size)
+    assert "".join(sections) == text
+    assert all(sections)
+    assert len(sections) <= max(1, len(text) // size)
+
+
+def test_sections_of_one_endless_line_are_cut_anyway():
+    assert [len(section) for section in _sections("x" * 1000, 100)] == [100] * 10
+
+
+def test_fingerprint_tells_rows_from_their_concatenation():
+    assert Prompts.of([[1, 2], [3]], ["", ""]).fingerprint != Prompts.of([[1], [2, 3]], ["", ""]).fingerprint

@@ -1,0 +1,38 @@
+"""Greedy output, autoregressive and speculative, against transformers' `generate`, token for token in fp32."""
+
+import pytest
+import torch
+
+from magicdec.cache.draft_cache import CACHES
+from tests.checkpoints import load_model, load_reference, make_checkpoint
+from tests.small import noisy_copy, open_batch, random_prompts
+
+NEW_TOKENS = 20
+LENGTHS = [45, 23, 61]
+
+
+@pytest.mark.parametrize("family", ["llama", "llama-llama3", "mistral-sliding", "qwen2", "qwen3-tied"])
+def test_against_generate(tmp_path, family):
+    folder = make_checkpoint(tmp_path, family, eos_token_id=None)
+    target, reference = load_model(folder), load_reference(folder)
+    prompts = random_prompts(LENGTHS, vocab=96)
+    settings = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 0}
+    ids = [torch.tensor([prompt]) for prompt in prompts]
+    # With a mask of its own: generate would take tokens that equal the padding's for padding.
+    written = [reference.generate(i, attention_mask=torch.ones_like(i), **settings)[0] for i in ids]
+    expected = [row[len(prompt) :].tolist() for row, prompt in zip(written, prompts, strict=True)]
+    for draft, policy in [("self", policy) for policy in CACHES] + [("model", policy) for policy in CACHES]:
+        model = noisy_copy(target, 0.1) if draft == "model" else None
+        batch = open_batch(
+            target,
+            prompts,
+            generate_len=NEW_TOKENS,
+            draft_name=draft,
+            draft_model=model,
+            gamma=3,
+            policy=policy,
+            budget=16,
+            num_sink=2,
+        )
+        assert batch.decoder.generate().tokens == expected
+        assert batch.decoder.generate(batch.draft).tokens == expected

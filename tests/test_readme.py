@@ -1,0 +1,54 @@
+"""Every command of the README, run as it stands but for small sizes and folders made here."""
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+COMMANDS = [
+    line.strip().replace("\\\n", " ") for line in re.findall(r"^    ((?:.*\\\n)*.*)$", README, flags=re.MULTILINE)
+]
+LAUNCHES = [c for c in COMMANDS if c.startswith("python launch.py")]
+# Small enough for a test; what a command is about is left alone.
+SMALL = ["batch.size=2", "batch.context_len=320", "batch.generate_len=8", "scenario.repeats=1", "wandb.mode=offline"]
+
+
+def launch(arguments: list[str], runs: Path) -> subprocess.CompletedProcess:
+    arguments = sorted([*arguments, f"runs_dir={runs}"], key=lambda a: not a.startswith("-"))  # flags come first
+    return subprocess.run([sys.executable, "launch.py", *arguments], cwd=ROOT, capture_output=True, text=True)
+
+
+def test_the_readme_shows_its_commands():
+    assert "pip install -e . && python launch.py" in COMMANDS
+    assert "pip install -e '.[test]' && python -m pytest" in COMMANDS
+    assert len(LAUNCHES) >= 8
+
+
+@pytest.mark.parametrize("command", [c for c in LAUNCHES if "FOLDER" not in c])
+def test_launch_commands(command, tmp_path):
+    arguments = shlex.split(command)[2:]
+    small = [s for s in SMALL if not any(a.startswith(s.partition("=")[0] + "=") for a in arguments)]
+    if "+sweeps=gamma_x_budget" in arguments:  # twelve runs: composed, not run
+        arguments[arguments.index("-m")] = "--cfg=job"
+    done = launch(arguments + small, tmp_path)
+    assert done.returncode == 0, done.stderr
+    if "--cfg=job" in arguments:
+        return
+    results = [json.loads(path.read_text()) for path in tmp_path.glob("*/result.json")]
+    assert results
+    assert all(r["status"] == "done" and r["lossless/identical"] for r in results)
+
+
+@pytest.mark.parametrize("command", [c for c in LAUNCHES if "FOLDER" in c])
+def test_commands_with_a_folder_compose_and_ask_for_it(command, tmp_path):
+    """Real checkpoints are not here: the error is the one line that names what is missing."""
+    done = launch([*shlex.split(command.replace("FOLDER", str(tmp_path / "nowhere")))[2:], "hardware=cpu"], tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1

@@ -1,0 +1,156 @@
+"""Whole runs through the command line: what they leave, resumed sweeps, and mistakes that only a plan finds."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+TINY = ROOT / "magicdec" / "models" / "tiny"
+SMALL = [
+    "batch.size=2",
+    "batch.context_len=256",
+    "batch.generate_len=12",
+    "cache.budget=64",
+    "scenario.repeats=1",
+    "wandb.mode=disabled",
+    "hardware=cpu",
+]
+
+
+def launch(runs: Path, *arguments: str) -> subprocess.CompletedProcess:
+    flags = [a for a in arguments if a.startswith("-")]
+    keys = [a for a in arguments if not a.startswith("-")]
+    small = [s for s in SMALL if not any(k.startswith(s.partition("=")[0] + "=") for k in keys)]
+    command = [sys.executable, str(ROOT / "launch.py"), *flags, f"runs_dir={runs}", *small, *keys]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def results(runs: Path) -> list[dict]:
+    return [json.loads(path.read_text()) for path in sorted(runs.glob("*/result.json"))]
+
+
+def test_a_run_leaves_everything_that_a_reader_needs(tmp_path):
+    done = launch(tmp_path, "data.save_prompts=true", "draft.gamma=3")
+    assert done.returncode == 0, done.stderr
+    assert "lossless" in done.stdout
+    (result,) = results(tmp_path)
+    assert result["status"] == "done"
+    assert result["lossless/identical"] is True
+    assert result["acceptance/source"] == "measured"
+    named = ("speedup", "speedup_wall", "acceptance_length", "alpha", "time/verify_ms", "memory/peak_gib")
+    assert all(isinstance(result[name], float) for name in named)
+    folder = tmp_path / result["id"]
+    rows = [json.loads(line) for line in (folder / "generations.jsonl").read_text().splitlines()]
+    assert [row["row"] for row in rows] == [0, 1]
+    assert all(len(row["prompt"]) == 256 and len(row["speculative"]) == 12 for row in rows)
+    assert all(row["speculative"] == row["autoregressive"] for row in rows)
+    assert (folder / "config.yaml").exists()
+    assert (folder / "history.jsonl").read_text()
+
+
+def test_the_stored_output_is_what_transformers_writes(tmp_path):
+    """The independent oracle, on the bundled checkpoint and real text."""
+    from transformers import AutoModelForCausalLM
+
+    assert launch(tmp_path, "data.save_prompts=true").returncode == 0
+    (path,) = tmp_path.glob("*/generations.jsonl")
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    model = AutoModelForCausalLM.from_pretrained(TINY / "target", dtype=torch.float32)
+    prompts = torch.tensor([row["prompt"] for row in rows])
+    settings = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    expected = model.generate(prompts, attention_mask=torch.ones_like(prompts), **settings)
+    assert [row["speculative"] for row in rows] == expected[:, 256:].tolist()
+
+
+def test_a_sweep_goes_on_where_it_stood(tmp_path):
+    assert launch(tmp_path, "-m", "draft.gamma=1,2").returncode == 0
+    before = {r["id"]: r["finished"] for r in results(tmp_path)}
+    again = launch(tmp_path, "-m", "draft.gamma=1,2,3")
+    assert again.returncode == 0
+    assert again.stderr.count("done already") == 2
+    after = {r["id"]: r["finished"] for r in results(tmp_path)}
+    assert len(after) == 3
+    assert before.items() <= after.items()
+
+
+def test_sampling_and_random_weights_say_what_they_are(tmp_path):
+    random = ["target=qwen3-1.7b", "target.weights=random", "data=random", "draft.synthetic_acceptance=0.8"]
+    shape = ["num_layers=1", "hidden_size=64", "intermediate_size=64", "vocab_size=100", "num_heads=2"]
+    shape += ["num_kv_heads=1", "head_dim=32"]
+    done = launch(tmp_path / "random", *random, *(f"target.architecture.{s}" for s in shape))
+    assert done.returncode == 0, done.stderr
+    assert "synthetic" in done.stdout.lower()
+    (result,) = results(tmp_path / "random")
+    assert result["acceptance/source"] == "synthetic"
+    assert result["lossless/identical"] is None
+    sampled = launch(tmp_path / "sampled", "sampling=sample", "draft=model")
+    assert sampled.returncode == 0, sampled.stderr
+    assert results(tmp_path / "sampled")[0]["lossless/identical"] is None
+
+
+def broken(tmp_path: Path, damage) -> str:
+    """A copy of the bundled target, damaged."""
+    folder = tmp_path / "checkpoint"
+    shutil.copytree(TINY / "target", folder)
+    damage(folder)
+    return f"target.path={folder}"
+
+
+def truncate(folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:100_000])
+
+
+def pickle(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def other_vocabulary(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 32000}))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["target.path=nowhere/at/all"], ["target.path", "nowhere/at/all"]),
+        (["batch.context_len=9000"], ["batch.context_len=9000", "8448", "8436"]),
+        (["batch.size=3000", "batch.context_len=8000"], ["batch.size=3000", "GiB", "would fit"]),
+        (["batch.size=400", "batch.context_len=8000"], ["400 rows", "8000", "tokens"]),
+        (["hardware.device=cuda"], ["hardware.device=cuda", "hardware=cpu"]),
+        (["cache.policy=nothing"], ["cache.policy=nothing", "streaming"]),
+        (["draft=model", "target@draft.model=llama-3.2-1b", "draft.model.weights=random"], ["128256", "1024"]),
+        (["wandb.mode=online"], ["wandb.mode=online", "wandb login"]),
+    ],
+)
+def test_mistakes_that_the_plan_finds(tmp_path, monkeypatch, arguments, said):
+    monkeypatch.setenv("WANDB_API_KEY", "")
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    if torch.cuda.is_available() and "cuda" in arguments[0]:
+        pytest.skip("there is a CUDA device here")
+    if "draft=model" in arguments:
+        arguments = [*arguments, "draft.synthetic_acceptance=0.5"]
+    check_mistake(launch(tmp_path / "runs", *arguments), said)
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [(truncate, ["model.safetensors"]), (pickle, ["pytorch_model.bin", "safetensors"]), (other_vocabulary, ["32000"])],
+)
+def test_broken_checkpoints(tmp_path, damage, said):
+    check_mistake(launch(tmp_path / "runs", broken(tmp_path, damage), "draft=model"), said)
+
+
+def check_mistake(done: subprocess.CompletedProcess, said: list[str]) -> None:
+    """One line, exit code 2, and every word that must be in it."""
+    assert done.returncode == 2, done.stderr
+    line = done.stderr.strip().splitlines()[-1]
+    assert line.startswith("error: ")
+    assert "Traceback" not in done.stderr
+    for word in said:
+        assert word in line, line

@@ -1,0 +1,82 @@
+"""A run's configuration, metrics and rows, as plain as the tracking gets them."""
+
+import json
+from types import SimpleNamespace
+
+from magicdec.tracking.store import Run
+
+CONFIG = {
+    "target": {"name": "tiny", "path": "models/tiny"},
+    "draft": {"name": "self", "gamma": 4, "synthetic_acceptance": None, "model": None},
+    "cache": {"policy": "streaming", "budget": 128, "num_sink": 4},
+    "hardware": {"name": "auto", "device": "cpu", "dtype": "float32"},
+    "batch": {"size": 8, "context_len": 4096, "generate_len": 64, "num_batches": 1},
+    "data": {"name": "stdlib", "seed": 0},
+    "sampling": {"temperature": 0.0, "top_p": None},
+    "scenario": {"name": "compare", "repeats": 3},
+    "wandb": {"mode": "offline", "project": "magicdec", "entity": None, "group": "a group", "tags": ["mine"]},
+    "runs_dir": "runs",
+    "resume": True,
+}
+
+METRICS = {
+    "device": "Some CPU @ 2.90GHz",
+    "autoregressive/tokens_per_second": 433.21,
+    "autoregressive/time_per_output_token_ms": 18.43,
+    "autoregressive/time_to_first_token_ms": 4213.2,
+    "autoregressive/wall_s": 5.38,
+    "speculative/tokens_per_second": 812.9,
+    "speculative/time_per_output_token_ms": 9.81,
+    "speculative/time_to_first_token_ms": 4219.9,
+    "speculative/wall_s": 4.85,
+    "speedup": 1.879,
+    "speedup_wall": 1.71,
+    "speedup_spread": 0.031,
+    "acceptance_rate": 0.7231,
+    "acceptance_rate/position_0": 0.85,
+    "acceptance_rate/position_1": 0.76,
+    "acceptance_rate/position_2": 0.68,
+    "acceptance_rate/position_3": 0.6,
+    "acceptance_length": 3.8924,
+    "acceptance/source": "measured",
+    "lossless/identical": True,
+    "lossless/excused_rows": 0,
+    "lossless/max_logit_gap": 1.2e-6,
+    "lossless/baseline_max_logit_gap": 9e-7,
+    "time/target_decode_ms": 18.1,
+    "time/draft_ms": 3.21,
+    "time/verify_ms": 21.0,
+    "time/round_ms": 34.0,
+    "formula/speedup": 2.08,
+    "formula/speedup_error": 0.107,
+    "memory/peak_gib": 1.234,
+    "memory/target_kv_gib": 0.2,
+    "memory/draft_kv_gib": 0.0061,
+}
+
+GENERATIONS = [{"row": 0, "context_len": 4, "autoregressive": [1, 2, 3], "speculative": [1, 2, 3]}]
+HISTORY = [{"round": i, "accepted": i % 5 + 0.5, "rows": 8, "seconds": 0.01, "batch": 0} for i in range(6)]
+SAMPLES = [{"row": 0, "prompt_end": "def f(", "autoregressive": "x): pass", "speculative": None}]
+RESULTS = SimpleNamespace(history=HISTORY, samples=SAMPLES)
+
+
+def with_changes(**groups):
+    """CONFIG with some keys of some groups replaced."""
+    return CONFIG | {name: CONFIG[name] | changes for name, changes in groups.items()}
+
+
+def finished_run(runs_dir):
+    """A run that is done."""
+    run = Run.open(runs_dir, "abc", CONFIG)
+    run.finish({"speedup": 1.5}, GENERATIONS, HISTORY)
+    return run
+
+
+def lines(path):
+    """The rows of a .jsonl file."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def result_of(run):
+    """What result.json holds."""
+    return json.loads((run.folder / "result.json").read_text())

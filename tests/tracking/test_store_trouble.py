@@ -1,0 +1,129 @@
+"""The run store in trouble: a full disk, a folder that cannot be written to, a kill at any moment."""
+
+import errno
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+from magicdec.errors import UserError
+from magicdec.tracking.store import Run, iter_runs, load_run
+from tests.tracking.sample import CONFIG, GENERATIONS, finished_run, lines, result_of
+
+ROOT = Path(__file__).parents[2]
+
+
+def no_space(*_, **__):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_full_disk_is_one_clear_line_and_earlier_results_are_intact(tmp_path, monkeypatch, call):
+    before = finished_run(tmp_path)
+    again = Run.open(tmp_path, "abc", CONFIG)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, no_space)
+        with pytest.raises(UserError, match=r"^runs_dir=.*No space left on device.*$") as error:
+            again.finish({"speedup": 9.0}, GENERATIONS * 2, [])
+        assert "\n" not in str(error.value)
+        again.fail(str(error.value), "invalid")  # must not raise a second error over the first
+    assert result_of(before)["speedup"] == 1.5
+    assert lines(before.folder / "generations.jsonl") == GENERATIONS
+    assert not list(before.folder.glob(".*"))
+    assert again.result["status"] == "failed"
+
+
+def test_a_disk_that_fills_up_while_writing(tmp_path):
+    """A real refusal of the kernel's: files of this process may not grow beyond 64 KiB."""
+    before = finished_run(tmp_path)
+    script = """
+        import resource, signal, sys
+        from magicdec.errors import UserError
+        from magicdec.tracking.store import Run
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
+        run = Run.open(sys.argv[1], "abc", {})
+        try:
+            run.finish({}, ({"row": i, "speculative": list(range(100))} for i in range(1000)), [])
+        except UserError as error:
+            print(error)
+            run.fail(str(error), "invalid")
+    """
+    assert "File too large" in python(script, tmp_path).stdout
+    result = result_of(before)
+    assert (result["speedup"], result["rerun"]["status"]) == (1.5, "failed")
+    assert lines(before.folder / "generations.jsonl") == GENERATIONS
+    assert not list(before.folder.glob(".*"))
+
+
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES, errno.ENOSPC])
+def test_a_store_that_cannot_be_written_to(tmp_path, monkeypatch, code):
+    def refuse(path, *_, **__):
+        raise OSError(code, os.strerror(code), str(path))
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    with pytest.raises(UserError, match=rf"^runs_dir={tmp_path}: cannot write {tmp_path}/abc: {os.strerror(code)}; "):
+        Run.open(tmp_path, "abc", CONFIG)
+
+
+def test_a_store_that_is_no_folder(tmp_path):
+    (tmp_path / "runs").write_text("a file")
+    with pytest.raises(UserError, match=r"runs: cannot write .*: Not a directory"):
+        Run.open(tmp_path / "runs", "abc", CONFIG)
+
+
+def python(script, *arguments):
+    command = [sys.executable, "-c", dedent(script), *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+
+def test_killed_while_writing_results(tmp_path):
+    before = finished_run(tmp_path)
+    script = """
+        import os, signal, sys
+        from magicdec.tracking.store import Run
+        def rows():
+            yield {"row": 0}
+            os.kill(os.getpid(), signal.SIGKILL)
+        Run.open(sys.argv[1], "abc", {}).finish({"speedup": 9}, rows(), [])
+    """
+    assert python(script, tmp_path).returncode == -signal.SIGKILL
+    result = result_of(before)
+    assert (result["speedup"], result["rerun"]["status"], result["rerun"]["attempt"]) == (1.5, "running", 2)
+    assert lines(before.folder / "generations.jsonl") == GENERATIONS
+    assert [run["id"] for run in iter_runs(tmp_path)] == ["abc"]
+    assert Run.open(tmp_path, "abc", CONFIG).attempt == 3
+
+
+def test_killed_at_any_moment(tmp_path):
+    """Files are whole, whenever the writer dies."""
+    script = """
+        import sys
+        from magicdec.tracking import store
+        store._versions = dict  # asking git takes most of the time
+        for number in range(10**6):
+            run = store.Run.open(sys.argv[1], "abc", {"number": number})
+            run.finish({"number": number}, [{"row": i, "number": number} for i in range(500)], [{"round": 0}])
+            print(number, flush=True)
+    """
+    attempts = []
+    for _ in range(4):
+        command = [sys.executable, "-c", dedent(script), str(tmp_path)]
+        with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+            process.stdout.readline()
+            time.sleep(random.uniform(0, 0.1))
+            process.kill()
+        run = load_run(tmp_path / "abc")
+        assert run["status"] == "done"
+        rows = lines(tmp_path / "abc" / "generations.jsonl")
+        assert len(rows) == 500
+        assert rows[0]["number"] - run["number"] in (0, 1)
+        assert run["config"]
+        attempts.append(run["attempt"])
+    assert attempts == sorted(set(attempts))

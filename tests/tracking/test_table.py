@@ -1,0 +1,166 @@
+"""The final table: the right figures, nothing invented, readable at 80 columns and without a terminal."""
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from magicdec.tracking import table
+from magicdec.tracking.wandb import WandbOutcome
+from tests.tracking.sample import CONFIG, METRICS, with_changes
+
+FOLDER = Path("runs/2f0c1a9b7e31")
+COMMAND = "wandb sync runs/2f0c1a9b7e31/wandb/offline-run-20261104_115500-2f0c1a9b7e31-1"
+OFFLINE = WandbOutcome(FOLDER, sync_command=COMMAND)
+
+
+def printed(config=CONFIG, metrics=METRICS, outcome=OFFLINE, history=(), width=80, encoding="utf-8"):
+    raw = io.BytesIO()
+    file = io.TextIOWrapper(raw, encoding=encoding)
+    table.show(Console(file=file, width=width), config, metrics, FOLDER, outcome, history)
+    file.flush()
+    return raw.getvalue().decode(encoding)
+
+
+def row(text, label):
+    """The cells of the line that starts with a label, as words."""
+    return next(line.removeprefix(label).split() for line in text.splitlines() if line.startswith(label))
+
+
+def test_figures_of_both_ways():
+    text = printed()
+    assert row(text, "tokens/s") == ["433", "813"]
+    assert row(text, "time per output token (TPOT), ms") == ["18.4", "9.81"]
+    assert row(text, "time to first token (TTFT), ms") == ["4,213", "4,220"]
+    assert row(text, "wall clock, s") == ["5.38", "4.85"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "compare: tiny, self-speculation, gamma 4, streaming cache, budget 128, 4 sinks",
+        "8 rows x 4,096 tokens of context, 64 new tokens each, greedy",
+        "data: stdlib; float32 on Some CPU @ 2.90GHz",
+        "speedup           1.88x  1.71x in wall clock, spread 3% over repeats",
+        "acceptance rate   72.3% of proposals, by position 85% 76% 68% 60%",
+        "acceptance length 3.89 tokens per round, of at most 5",
+        "lossless          yes, identical to autoregressive; max logit gap 1.2e-06",
+        "step times, ms    target T_T 18.1, draft T_D 3.21, verify T_V 21.0, round 34.0",
+        "formula speedup   2.08x from step times and acceptance, +11% off",
+        "memory, GiB       peak 1.23, target's KV cache 0.2, draft's 0.0061",
+        "results           runs/2f0c1a9b7e31",
+        f"send to W&B       {COMMAND}",
+    ],
+)
+def test_lines(line):
+    assert line in [printed_line.rstrip() for printed_line in printed().splitlines()]
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_only_commands_are_longer_than_the_terminal(width):
+    too_long = [line for line in printed(width=width).splitlines() if len(line) > width]
+    assert all(COMMAND in line for line in too_long)
+
+
+def test_without_unicode():
+    printed(encoding="ascii").encode("ascii")
+
+
+def test_terminal_has_colours_and_the_same_words(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    file = io.StringIO()
+    table.show(Console(file=file, width=80, force_terminal=True), CONFIG, METRICS, FOLDER, OFFLINE)
+    assert "\x1b[" in file.getvalue()
+    assert "1.88x" in file.getvalue()
+
+
+def test_synthetic_is_said_loudly():
+    config = with_changes(draft={"synthetic_acceptance": 0.8})
+    metrics = METRICS | {"acceptance/source": "synthetic", "lossless/identical": None, "lossless/max_logit_gap": None}
+    text = printed(config, metrics)
+    assert "SYNTHETIC acceptance (0.8)" in text
+    assert "1.88x  synthetic, " in text
+    assert "72.3% of proposals, synthetic, " in text
+    assert row(text, "lossless") == ["n/a", "(synthetic)"]
+
+
+def test_measured_is_not_called_synthetic():
+    assert "synthetic" not in printed().lower()
+
+
+def test_sampling_has_no_verdict():
+    text = printed(with_changes(sampling={"temperature": 0.8}), METRICS | {"lossless/identical": None})
+    assert row(text, "lossless") == ["n/a", "(sampling)"]
+    assert "sampled at temperature 0.8" in text
+
+
+def test_a_difference_is_an_alarm_in_full_precision_only():
+    differs = METRICS | {"lossless/identical": False, "lossless/max_logit_gap": 0.03125}
+    assert row(printed(metrics=differs), "lossless")[0] == "NO,"
+    text = printed(with_changes(hardware={"dtype": "bfloat16"}), differs)
+    assert "not identical in bfloat16; max logit gap 0.0312" in text
+    assert "(autoregressive 9e-07)" in text
+    assert "but for 2 rows in a tie" in printed(metrics=METRICS | {"lossless/excused_rows": 2})
+
+
+def test_slower_and_noisy_are_named():
+    text = printed(metrics=METRICS | {"speedup": 0.83, "speedup_spread": 0.23})
+    assert "0.83x  slower than autoregressive" in text
+    assert "NOISY" in text
+
+
+def test_without_a_draft_there_is_one_column():
+    parts = ("speculative", "speedup", "accept", "lossless", "formula", "time/draft", "time/verify", "memory/draft")
+    metrics = {key: value for key, value in METRICS.items() if not key.startswith(parts)}
+    text = printed(with_changes(draft={"name": "none", "gamma": 0}), metrics | {"memory/draft_kv_gib": 0.0})
+    assert "compare: tiny, autoregressive alone" in text
+    assert row(text, "tokens/s") == ["433"]
+    for absent in ("speculative", "speedup", "acceptance", "lossless", "draft", "nan", "None"):
+        assert absent not in text
+
+
+def test_nothing_but_the_header_where_nothing_was_measured():
+    text = printed(metrics={"speedup": None, "acceptance_rate": float("nan")}, outcome=WandbOutcome())
+    assert "speedup" not in text
+    assert "nan" not in text
+    assert text.splitlines()[-1].startswith("results ")
+
+
+def test_independent_draft_full_cache_and_several_batches():
+    draft = {"name": "model", "model": {"name": "tiny-draft"}}
+    text = printed(with_changes(draft=draft, cache={"policy": "full"}, batch={"num_batches": 3}))
+    assert "compare: tiny, draft tiny-draft, gamma 4, full cache\n" in text
+    assert "3 batches of 8 rows" in text
+
+
+def test_prediction_is_set_against_the_measurement():
+    text = printed(metrics=METRICS | {"predicted/speedup": 1.7, "predicted/speedup_error": -0.095})
+    assert "predicted speedup 1.70x by the cost model, -10% off" in text
+
+
+def test_profile_shows_its_points():
+    point = {"batch_size": 8, "gamma": 2, "time/target_decode_ms": 3.3, "time/draft_ms": 1.1, "time/verify_ms": 4.1}
+    history = [point | {"context_len": length} for length in (1024, 4096)]
+    text = printed(with_changes(scenario={"name": "profile"}), {"memory/peak_gib": 1.2}, history=history)
+    assert row(text, "batch") == ["context", "gamma", "T_T,", "ms", "T_D,", "ms", "T_V,", "ms"]
+    assert [line.split() for line in text.splitlines() if "1.10" in line] == [
+        ["8", "1,024", "2", "3.30", "1.10", "4.10"],
+        ["8", "4,096", "2", "3.30", "1.10", "4.10"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("outcome", "expected"),
+    [
+        (WandbOutcome(url="https://wandb.ai/x/y/runs/abc-1"), ["W&B               https://wandb.ai/x/y/runs/abc-1"]),
+        (WandbOutcome(warning="W&B failed, it is down"), ["W&B               W&B failed, it is down"]),
+        (
+            WandbOutcome(warning="W&B failed, it is down", sync_command=COMMAND),
+            ["W&B               W&B failed, it is down", f"send to W&B       {COMMAND}"],
+        ),
+        (WandbOutcome(), []),
+    ],
+)
+def test_where_to_see_it_in_wandb(outcome, expected):
+    assert [line.rstrip() for line in printed(outcome=outcome).splitlines() if "W&B" in line] == expected

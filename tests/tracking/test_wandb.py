@@ -1,0 +1,211 @@
+"""What W&B is told, read back from disk; and that nothing W&B does loses a run or tells a secret."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from magicdec.errors import UserError
+from magicdec.tracking import wandb as tracking
+from magicdec.tracking.store import Run, load_run
+from magicdec.tracking.wandb import WandbOutcome
+from tests.tracking.sample import CONFIG, GENERATIONS, HISTORY, METRICS, RESULTS, SAMPLES, with_changes
+
+wandb = pytest.importorskip("wandb", reason="W&B is not installed")
+
+ROOT = Path(__file__).parents[2]
+SECRET = "MARKER" + "0123456789abcdef" * 3
+
+# In a process of its own: W&B keeps a service and credentials per process, and whatever it prints is to be seen.
+TELL = """
+import json, sys
+from dataclasses import asdict
+from magicdec.tracking import wandb
+from magicdec.tracking.store import Run
+from tests.tracking.sample import *
+wandb.INIT_TIMEOUT_S = 1.0
+config = with_changes(wandb={"mode": sys.argv[2]})
+for _ in range(int(sys.argv[3])):
+    run = Run.open(sys.argv[1], "0123456789ab", config)
+    run.finish(METRICS, GENERATIONS, HISTORY)
+    print(json.dumps(asdict(wandb.log_run(run, config, RESULTS)), default=str))
+"""
+CHECK = """
+import os
+from magicdec.errors import UserError
+from magicdec.tracking import wandb
+for key in (None, "too short"):
+    if key:
+        os.environ["WANDB_API_KEY"] = key
+    try:
+        wandb.check({"mode": "online"})
+    except UserError as error:
+        print(error)
+"""
+
+
+def python(script, *arguments, home, **environment):
+    """Run a script without the credentials and settings of whoever runs the tests."""
+    env = {key: value for key, value in os.environ.items() if not key.startswith("WANDB_")}
+    env |= {"HOME": str(home), "NETRC": str(home / "netrc")} | environment
+    command = [sys.executable, "-c", script, *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory):
+    """Two attempts at a run, told offline in one process; its outcomes, and the process for what it printed."""
+    home = tmp_path_factory.mktemp("home")
+    process = python(TELL, home / "runs", "offline", 2, home=home, WANDB_API_KEY=SECRET)
+    return [json.loads(line) for line in process.stdout.splitlines()], process, home
+
+
+@pytest.fixture(scope="module")
+def records(told):
+    """The first attempt's records."""
+    inspect = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", told[0][0]["folder"]]
+    output = subprocess.run(inspect, capture_output=True, text=True, timeout=60, check=True).stdout
+    return [json.loads(line) for line in output.splitlines()]
+
+
+def updates(records, kind):
+    return {key: value for r in records if r["type"] == kind for key, value in r[kind]["update"].items()}
+
+
+def test_each_attempt_has_a_folder_of_its_own_in_the_run_s(told):
+    outcomes, _, home = told
+    folders = [Path(outcome["folder"]) for outcome in outcomes]
+    assert [folder.name.rpartition("ab-")[2] for folder in folders] == ["1", "2"]
+    assert all(folder.parent == home / "runs" / "0123456789ab" / "wandb" for folder in folders)
+    assert [outcome["sync_command"] for outcome in outcomes] == [f"wandb sync {folder}" for folder in folders]
+    assert all(outcome["warning"] is None for outcome in outcomes)
+
+
+def test_the_terminal_hears_nothing_of_it(told):
+    _, process, _ = told
+    assert process.stderr == ""
+    assert process.returncode == 0
+
+
+def test_config(records):
+    run = next(r["run"] for r in records if r["type"] == "run")
+    config = {key: value for key, value in run["config"]["update"].items() if key != "_wandb"}
+    assert config == CONFIG
+    assert (run["run_id"], run["project"], run["run_group"]) == ("0123456789ab-1", "magicdec", "a group")
+    assert run["job_type"] == "compare"
+    assert run["tags"] == ["mine", "tiny", "self", "streaming", "auto", "measured"]
+    assert run["display_name"] == "tiny self streaming-128 gamma4 8x4096"
+
+
+def test_summary_holds_the_results_and_no_last_round(records):
+    summary = updates(records, "summary")
+    assert {key: summary[key] for key in METRICS} == METRICS
+    assert (summary["status"], summary["attempt"]) == ("done", 1)
+    kept = {r["metric"]["name"] for r in records if r["type"] == "metric" and not r["metric"]["summary"].get("none")}
+    assert not kept & HISTORY[0].keys()
+
+
+def test_history_is_a_line_per_round(records):
+    items = [r["history"]["item"] for r in records if r["type"] == "history"]
+    rounds = [{key: item[key] for key in HISTORY[0]} for item in items if "round" in item]
+    assert rounds == HISTORY
+    steps = {r["metric"]["name"]: r["metric"].get("step_metric") for r in records if r["type"] == "metric"}
+    assert steps["accepted"] == steps["seconds"] == "round"
+
+
+def test_generations_and_the_chart_of_acceptance_lie_in_the_folder(told, records):
+    files = Path(told[0][0]["folder"]) / "files"
+    generations = next(json.loads(p.read_text()) for p in files.rglob("generations_*.table.json"))
+    assert generations == {"columns": list(SAMPLES[0]), "data": [list(SAMPLES[0].values())]}
+    positions = next(json.loads(p.read_text()) for p in files.rglob("acceptance_by_position_*.table.json"))
+    assert positions["data"] == [["0", 0.85], ["1", 0.76], ["2", 0.68], ["3", 0.6]]
+    assert any("acceptance_by_position" in key for key in updates(records, "config"))
+
+
+def test_what_an_offline_run_needs_later_lies_in_the_run_s_folder(told):
+    _, _, home = told
+    staged = [path for path in home.rglob("artifacts/staging/*") if path.is_file()]
+    assert staged
+    assert all(path.is_relative_to(home / "runs" / "0123456789ab") for path in staged)
+
+
+def test_no_secret_is_written(told):
+    _, process, home = told
+    assert "MARKER" not in process.stdout + process.stderr
+    for path in home.rglob("*"):
+        assert not path.is_file() or b"MARKER" not in path.read_bytes(), path
+
+
+def test_a_server_that_is_away_leaves_the_run_offline(tmp_path):
+    address = {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": SECRET}
+    process = python(TELL, tmp_path / "runs", "online", 1, home=tmp_path, **address)
+    outcome = json.loads(process.stdout)
+    assert outcome["warning"].startswith("W&B failed, ")
+    assert outcome["sync_command"] == f"wandb sync {outcome['folder']}"
+    assert Path(outcome["folder"], "run-0123456789ab-1.wandb").stat().st_size > 1000
+    assert load_run(tmp_path / "runs" / "0123456789ab")["status"] == "done"
+    assert "MARKER" not in process.stdout + process.stderr
+
+
+def test_online_without_a_key_is_one_clear_line(tmp_path):
+    process = python(CHECK, home=tmp_path)
+    without, with_a_bad_one = process.stdout.splitlines()
+    for line in (without, with_a_bad_one):
+        assert line.startswith("wandb.mode=online: ")
+        assert "`wandb login`" in line
+        assert "wandb.mode=offline" in line
+    assert "no credentials" in without
+    assert "WANDB_API_KEY invalid" in with_a_bad_one
+    assert process.stderr == ""
+
+
+@pytest.mark.parametrize("mode", ["offline", "disabled"])
+def test_other_modes_need_no_key(monkeypatch, mode):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    tracking.check({"mode": mode})
+
+
+@pytest.fixture
+def run(tmp_path):
+    run = Run.open(tmp_path, "0123456789ab", CONFIG)
+    run.finish(METRICS, GENERATIONS, HISTORY)
+    return run
+
+
+def test_disabled_does_nothing(run, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    before = sorted(run.folder.iterdir())
+    assert tracking.log_run(run, with_changes(wandb={"mode": "disabled"}), RESULTS) == WandbOutcome()
+    assert sorted(run.folder.iterdir()) == before
+
+
+def test_a_missing_package_is_a_warning(run, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    outcome = tracking.log_run(run, CONFIG, RESULTS)
+    assert outcome.warning.startswith("W&B failed, ModuleNotFoundError")
+    assert load_run(run.folder)["status"] == "done"
+    with pytest.raises(UserError, match=r"^wandb.mode=online needs the package wandb: pip install wandb"):
+        tracking.check({"mode": "online"})
+
+
+@pytest.mark.parametrize("mode", ["offline", "online"])
+def test_whatever_it_raises_is_a_line_of_warning(run, monkeypatch, mode):
+    def fail(**_):
+        raise RuntimeError("it is down\nand says so at length")
+
+    monkeypatch.setattr(wandb, "init", fail)
+    before = dict(os.environ)
+    outcome = tracking.log_run(run, with_changes(wandb={"mode": mode}), RESULTS)
+    assert outcome.warning.startswith("W&B failed, RuntimeError: it is down")
+    assert "\n" not in outcome.warning
+    assert outcome.sync_command is None
+    assert dict(os.environ) == before
+    assert load_run(run.folder)["speedup"] == METRICS["speedup"]
+
+
+def test_sync_command_can_be_pasted(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert tracking.sync_command(tmp_path / "my runs" / "abc") == "wandb sync 'my runs/abc'"

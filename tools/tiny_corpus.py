@@ -1,0 +1,67 @@
+"""What the bundled pair is trained and measured on: text, its split by name, and its tokenizer."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from magicdec.data import stdlib
+from magicdec.data.base import Document
+
+HELD_OUT_BOOKS = ("pride-and-prejudice", "sherlock-holmes")
+END_OF_TEXT = "<|endoftext|>"
+VOCAB_SIZE = 1024
+
+
+@dataclass
+class Corpus:
+    """Token ids of both splits by kind of text, documents in seeded order with an end-of-text token after each."""
+
+    tokenizer: Tokenizer
+    train: dict[str, np.ndarray]
+    held_out: dict[str, np.ndarray]
+    held_out_bytes: dict[str, int]
+
+    @classmethod
+    def load(cls, books_folder: Path | None, work: Path) -> "Corpus":
+        """Read all text; train the tokenizer on the training split, or take the one in the work folder."""
+        train = {"stdlib": stdlib.documents(held_out=False), "books": books(books_folder, held_out=False)}
+        held_out = {"stdlib": stdlib.documents(held_out=True), "books": books(books_folder, held_out=True)}
+        path = work / "tokenizer.json"
+        if not path.exists():
+            train_tokenizer([document for split in train.values() for document in split]).save(str(path))
+        tokenizer = Tokenizer.from_file(str(path))
+        return cls(
+            tokenizer,
+            {kind: encode(tokenizer, split) for kind, split in train.items() if split},
+            {kind: encode(tokenizer, split) for kind, split in held_out.items() if split},
+            {kind: sum(len(document.text.encode()) for document in split) for kind, split in held_out.items()},
+        )
+
+
+def books(folder: Path | None, *, held_out: bool) -> list[Document]:
+    """The books of a folder (*.txt) that are held out by name, or all the others."""
+    if folder is None:
+        return []
+    paths = [path for path in sorted(folder.rglob("*.txt")) if (path.stem in HELD_OUT_BOOKS) == held_out]
+    return [Document(path.stem, path.read_text(encoding="utf-8")) for path in paths]
+
+
+def train_tokenizer(documents: list[Document]) -> Tokenizer:
+    """A byte-level BPE tokenizer: it can write any text, and its first token ends a document."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=VOCAB_SIZE, special_tokens=[END_OF_TEXT], initial_alphabet=alphabet)
+    tokenizer.train_from_iterator((document.text for document in documents), trainer)
+    return tokenizer
+
+
+def encode(tokenizer: Tokenizer, documents: list[Document]) -> np.ndarray:
+    """Token ids of all documents, each followed by an end-of-text token."""
+    order = np.random.default_rng(0).permutation(len(documents))
+    encoded = tokenizer.encode_batch([documents[i].text for i in order])
+    end = tokenizer.token_to_id(END_OF_TEXT)
+    return np.concatenate([np.array([*e.ids, end], dtype=np.int64) for e in encoded])

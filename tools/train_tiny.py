@@ -1,0 +1,273 @@
+"""Train the bundled pair: `magicdec/models/tiny/target` and `.../draft`.
+
+    python tools/train_tiny.py --text FOLDER_OF_BOOKS            # both models, 70 minutes
+    python tools/train_tiny.py --text FOLDER_OF_BOOKS --resume   # go on where the work folder stands
+
+The text is the standard library's source and, with --text, books; what is held out is held out by name. Context grows
+in stages, because short sequences teach most of the language at a fraction of the cost, and the last stage makes
+the full context a trained one. Hidden matrices are trained with Muon (Jordan et al. 2024), everything else with AdamW,
+in float32 on a CPU and under bfloat16 autocast on a GPU. At the end evaluate_tiny.py measures the result.
+"""
+
+import argparse
+import json
+import math
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from evaluate_tiny import TINY, record_training, write_evaluation
+from tiny_corpus import END_OF_TEXT, VOCAB_SIZE, Corpus
+from tokenizers import Tokenizer
+from torch.nn import functional as F
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+MAX_CONTEXT = 8448  # 8,192 tokens of prompt and 256 new ones
+STAGES = ((0.0, 512), (0.62, 2048), (0.8, MAX_CONTEXT))  # share of the budget at which a stage starts, its context
+WARMUP, DECAY_FROM, FINAL_LR = 0.01, 0.45, 0.02  # shares of the budget; the last one a share of the peak rate
+MUON_LR, ADAM_LR, MOMENTUM = 0.02, 4e-3, 0.95
+MICRO_TOKENS = {"cpu": 4096, "cuda": 65536}  # tokens per forward pass: on a CPU what its caches like
+CODE_SHARE = 0.55  # of the training tokens; the rest is books
+
+SHAPES = {
+    "draft": {"num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 352, "num_attention_heads": 2},
+    "target": {"num_hidden_layers": 6, "hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 4},
+}
+DEFAULT_MINUTES = {"draft": 12.0, "target": 58.0}
+
+
+def llama_config(name: str) -> LlamaConfig:
+    """Grouped-query attention, two query heads to a KV head; plain rotary embeddings; tied embeddings."""
+    shape = SHAPES[name]
+    return LlamaConfig(
+        **shape,
+        vocab_size=VOCAB_SIZE,
+        num_key_value_heads=shape["num_attention_heads"] // 2,
+        head_dim=64,
+        max_position_embeddings=MAX_CONTEXT,
+        rope_parameters={"rope_type": "default", "rope_theta": 100_000.0},
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+        bos_token_id=0,
+        eos_token_id=0,
+        pad_token_id=None,
+    )
+
+
+def training_batch(corpus: Corpus, step: int, rows: int, context: int) -> torch.Tensor:
+    """Random windows, (rows, context + 1) token ids: inputs and, shifted by one, what follows them.
+
+    They depend on the step's number alone, so that a resumed run reads what it would have read.
+    """
+    generator = np.random.default_rng([17, step])
+    windows = []
+    for is_code in generator.random(rows) < CODE_SHARE:
+        ids = corpus.train["stdlib" if is_code or "books" not in corpus.train else "books"]
+        start = generator.integers(len(ids) - context - 1)
+        windows.append(ids[start : start + context + 1])
+    return torch.from_numpy(np.stack(windows))
+
+
+class Muon:
+    """Momentum whose update of each matrix is made nearly orthogonal by five Newton-Schulz steps."""
+
+    def __init__(self, matrices: list[torch.nn.Parameter]) -> None:
+        self.matrices = matrices
+        self.momenta = [torch.zeros_like(matrix) for matrix in matrices]
+
+    @torch.no_grad()
+    def step(self, lr: float) -> None:
+        """Update all matrices from their gradients."""
+        for matrix, momentum in zip(self.matrices, self.momenta, strict=True):
+            momentum.lerp_(matrix.grad, 1 - MOMENTUM)
+            update = orthogonalised(matrix.grad.lerp(momentum, MOMENTUM))
+            matrix.add_(update, alpha=-lr * max(1.0, matrix.shape[0] / matrix.shape[1]) ** 0.5)
+
+
+def orthogonalised(matrix: torch.Tensor) -> torch.Tensor:
+    """The matrix with its singular values brought near 1; the quintic's coefficients are Muon's."""
+    transposed = matrix.shape[0] > matrix.shape[1]
+    x = matrix.T if transposed else matrix
+    x = x / (x.norm() + 1e-7)
+    for _ in range(5):
+        gram = x @ x.T
+        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+    return x.T if transposed else x
+
+
+def schedule(progress: float) -> float:
+    """Learning rate as a share of its peak: warm-up, constant, linear decay."""
+    if progress < WARMUP:
+        return max(progress / WARMUP, 0.05)
+    return max(FINAL_LR, min(1.0, (1 - progress) / (1 - DECAY_FROM)))
+
+
+class Trainer:
+    """One model's training, from its first step or from where its checkpoint stands."""
+
+    def __init__(self, name: str, corpus: Corpus, args: argparse.Namespace) -> None:
+        torch.manual_seed(args.seed)
+        self.name, self.corpus, self.args, self.device = name, corpus, args, torch.device(args.device)
+        self.max_tokens = args.tokens or math.inf
+        self.minutes = args.minutes or (math.inf if args.tokens else DEFAULT_MINUTES[name])
+        self.model = LlamaForCausalLM._from_config(llama_config(name), attn_implementation="sdpa").to(self.device)
+        self.forward = torch.compile(self.model) if args.compile else self.model
+        matrices = [p for n, p in self.model.named_parameters() if p.ndim == 2 and "embed" not in n]
+        self.others = [p for n, p in self.model.named_parameters() if p.ndim != 2 or "embed" in n]
+        self.muon = Muon(matrices)
+        self.adam = torch.optim.AdamW(self.others, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.0)
+        self.steps, self.tokens, self.seconds = 0, 0, 0.0
+        self.checkpoint = args.work / f"{name}.pt"
+        if args.resume and self.checkpoint.exists():
+            self.restore()
+
+    @property
+    def progress(self) -> float:
+        """Share of the budget that is spent."""
+        return max(self.seconds / 60 / self.minutes, self.tokens / self.max_tokens)
+
+    @property
+    def num_parameters(self) -> int:
+        """Weights, tied embeddings counted once."""
+        return sum(p.numel() for p in self.model.parameters())
+
+    def run(self) -> None:
+        """Train to the end of the budget, saving on the way."""
+        print(f"{self.name}: {self.num_parameters:,} parameters, {self.progress:.0%} done", flush=True)
+        saved = exported = logged = time.monotonic()
+        while self.progress < 1:
+            started = time.monotonic()
+            loss, context, tokens = self.train_step()
+            now = time.monotonic()
+            self.seconds += now - started
+            if now - logged > self.args.log_every:
+                logged = now
+                self.log(loss, context, tokens / (now - started))
+            if now - saved > 60 * self.args.save_every:
+                saved = now
+                self.save()
+            # A model that has not seen the full context yet is no better for its user than the one before it.
+            if context == MAX_CONTEXT and now - exported > 60 * self.args.export_every:
+                exported = now
+                self.export()
+        self.save()
+        self.export()
+
+    def train_step(self) -> tuple[float, int, int]:
+        """One optimiser step; returns the mean loss in nats, the context and the tokens of the step."""
+        context = next(context for start, context in reversed(STAGES) if self.progress >= start)
+        rows = max(1, self.args.batch_tokens // context)
+        ids = training_batch(self.corpus, self.steps, rows, context).to(self.device)
+        total = 0.0
+        for part in ids.split(max(1, MICRO_TOKENS[self.device.type] // context)):
+            loss = self.loss(part) * (len(part) / rows)
+            loss.backward()
+            total += loss.item()
+        torch.nn.utils.clip_grad_norm_(self.others, 1.0)  # Muon's updates have a fixed norm as they are
+        share = schedule(self.progress)
+        self.muon.step(MUON_LR * share)
+        for group in self.adam.param_groups:
+            group["lr"] = ADAM_LR * share
+        self.adam.step()
+        self.model.zero_grad()
+        self.steps += 1
+        self.tokens += rows * context
+        return total, context, rows * context
+
+    def loss(self, ids: torch.Tensor) -> torch.Tensor:
+        """Mean loss of predicting each token but the first from those before it."""
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
+            logits = self.forward(input_ids=ids[:, :-1], use_cache=False).logits
+        return F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten())
+
+    def log(self, loss: float, context: int, rate: float) -> None:
+        """Print one line of progress."""
+        left = self.seconds / max(self.progress, 1e-9) * (1 - self.progress) / 60
+        print(
+            f"{self.name} {self.progress:6.1%} step {self.steps} tokens {self.tokens / 1e6:.2f}M context {context} "
+            f"loss {loss:.3f} {rate:,.0f} tokens/s, {left:.0f} min left",
+            flush=True,
+        )
+
+    def save(self) -> None:
+        """Write what `restore` needs, complete before it takes its name."""
+        state = {"model": self.model.state_dict(), "muon": self.muon.momenta, "adam": self.adam.state_dict()}
+        state |= {"steps": self.steps, "tokens": self.tokens, "seconds": self.seconds}
+        temporary = self.checkpoint.with_suffix(".tmp")
+        torch.save(state, temporary)
+        os.replace(temporary, self.checkpoint)
+
+    def restore(self) -> None:
+        """Go on from the work folder's checkpoint."""
+        state = torch.load(self.checkpoint, map_location=self.device)
+        self.model.load_state_dict(state["model"])
+        self.muon.momenta = state["muon"]
+        self.adam.load_state_dict(state["adam"])
+        self.steps, self.tokens, self.seconds = state["steps"], state["tokens"], state["seconds"]
+
+    def export(self) -> None:
+        """Put model and tokenizer where they are used from, and note what the model was trained with."""
+        export(self.model, self.corpus.tokenizer, self.args.out / self.name)
+        facts = {"parameters": self.num_parameters, "tokens": self.tokens, "steps": self.steps}
+        facts |= {"minutes": round(self.seconds / 60, 1), "complete": self.progress >= 1, "device": self.device.type}
+        record_training(self.name, facts, self.args.out)
+
+
+def export(model: LlamaForCausalLM, tokenizer: Tokenizer, folder: Path) -> None:
+    """Write the model in bfloat16 and the tokenizer, file by file, each complete before it takes its name."""
+    temporary = folder.with_name(f".{folder.name}.tmp")
+    copy = LlamaForCausalLM(model.config).to(torch.bfloat16)
+    copy.load_state_dict(model.state_dict())
+    copy.save_pretrained(temporary)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF_TEXT, model_max_length=MAX_CONTEXT)
+    fast.save_pretrained(temporary)
+    # transformers 5 writes names that 4.x does not know, and 4.x would then fall back to another rotary base.
+    edit_json(temporary / "config.json", rope_theta=model.config.rope_parameters["rope_theta"])
+    edit_json(temporary / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast")
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in temporary.iterdir():
+        path.chmod(0o644)  # safetensors writes for its owner alone
+        os.replace(path, folder / path.name)
+    temporary.rmdir()
+    print(f"exported {folder}", flush=True)
+
+
+def edit_json(path: Path, **values: object) -> None:
+    """Set keys of a JSON file."""
+    path.write_text(json.dumps(json.loads(path.read_text()) | values, indent=2) + "\n")
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--text", type=Path, help="folder of books (*.txt, UTF-8) to train on beside the standard library")
+    add("--models", nargs="+", choices=list(SHAPES), default=list(SHAPES), help="which ones, in this order")
+    add("--minutes", type=float, help="time for each model; default: 12 for the draft, 58 for the target")
+    add("--tokens", type=float, help="tokens for each model, instead of minutes")
+    add("--batch-tokens", type=int, default=8192, help="tokens per optimiser step")
+    add("--out", type=Path, default=TINY, help="where the checkpoints go")
+    add("--work", type=Path, default=Path("build/train_tiny"), help="folder for what --resume needs")
+    add("--resume", action="store_true", help="go on from the work folder")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
+    add("--compile", action="store_true", help="torch.compile: faster once it has started, needs a C++ compiler")
+    add("--seed", type=int, default=0, help="of the initial weights")
+    for name, default, unit in (("log", 30.0, "SECONDS"), ("save", 3.0, "MINUTES"), ("export", 5.0, "MINUTES")):
+        add(f"--{name}-every", type=float, default=default, metavar=unit, help=f"how often to {name} (%(default)g)")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Train the models one after another and measure them."""
+    args = arguments()
+    args.work.mkdir(parents=True, exist_ok=True)
+    corpus = Corpus.load(args.text, args.work)
+    for name in args.models:
+        Trainer(name, corpus, args).run()
+    write_evaluation(args.models, corpus, args.out, args.device)
+
+
+if __name__ == "__main__":
+    main()
