@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import yaml
 
 from magicdec.costmodel.policies import POLICIES
-from magicdec.costmodel.roofline import BF16
 from magicdec.costmodel.speedup import alpha_from_acceptance_length
 from magicdec.costmodel.tables import PUBLISHED, read_table
 
@@ -167,7 +166,7 @@ def is_same(a: int, b: int) -> bool:
 def _is_exact(policy: str, budget: int, context_len: int) -> bool:
     """Whether a self-draft's view holds everything, unquantized."""
     cost = POLICIES.get(policy)
-    return cost is not None and cost.kv_bytes == BF16 and (cost.reads_everything or budget >= context_len)
+    return cost is not None and cost.kv_bytes is None and (cost.reads_everything or budget >= context_len)
 
 
 def _describe(points: Sequence[Point]) -> str:

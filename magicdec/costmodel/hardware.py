@@ -146,7 +146,9 @@ def machine(
     calibrated, known, calibrated_stack = _calibrations()[source]
     note = f"calibrated on {calibrated}"
     if source != device.name:
-        note = f"no calibration for {device.name}: its datasheet, with the achieved fractions of {calibrated}"
+        note = f"no calibration for {device.name}: its bandwidth and FLOPs, with the achieved fractions of {calibrated}"
+        if device.num_sms is None:  # no tensor cores, whose tiles few rows leave half empty
+            known = replace(known, matmul_half_rows=0.0)
         if device.link.hop_us != DEVICES[source].link.hop_us:  # a link of another kind
             link = device.link
             known = replace(known, allreduce_hop_us=link.hop_us, allreduce_bandwidth_fraction=link.fraction)

@@ -16,12 +16,13 @@ class Policy:
     """Costs of a policy, per draft step.
 
     `select_bytes` is what one rank moves to select the entries of one sequence, given the model, its KV heads on the
-    rank, the context and gamma. Static policies own a compact cache; dynamic ones read the target's.
+    rank, the context and gamma; keys are counted in bf16. Static policies own a compact cache; dynamic ones read the
+    target's.
     """
 
     name: str
     reads_everything: bool = False  # the budget does not limit what is read
-    kv_bytes: float = BF16  # of an element
+    kv_bytes: float | None = None  # of an element; None: as the target's
     static: bool = True
     select_bytes: Callable[[ModelConfig, int, int, int], float] | None = None
 

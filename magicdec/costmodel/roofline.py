@@ -70,6 +70,7 @@ class Pass(NamedTuple):
     ranks: int = 1
     weight_bytes: float = BF16  # of an element
     kv_bytes: float = BF16
+    activation_bytes: float = BF16
     chooses: bool = True  # whether the choice of tokens from the logits belongs to it
 
 
@@ -82,7 +83,7 @@ def step_time(forward: Pass, hardware: Hardware) -> StepTime:
         compute = op.flops / hardware.matmul_rate(op.rows) if op.flops else 0.0
         times[op.reads if memory >= compute else "compute"] += op.number * max(memory, compute)
     model, layers = forward.model, forward.model.num_layers
-    message = forward.batch * forward.query_tokens * model.hidden_size * BF16
+    message = forward.batch * forward.query_tokens * model.hidden_size * forward.activation_bytes
     times["communication"] = 2 * layers * hardware.allreduce_time(message, forward.ranks)
     times["overhead"] = layers * hardware.efficiency.layer_overhead_us * 1e-6
     return StepTime(**times)
@@ -91,7 +92,7 @@ def step_time(forward: Pass, hardware: Hardware) -> StepTime:
 def operators(forward: Pass, hardware: Hardware) -> list[Operator]:
     """All operators of a pass on its fullest rank."""
     model, layers, batch, tokens = forward.model, forward.model.num_layers, forward.batch, forward.query_tokens
-    rows, hidden, weight_bytes = batch * tokens, model.hidden_size, forward.weight_bytes
+    rows, hidden, activation = batch * tokens, model.hidden_size, forward.activation_bytes
     kv_heads = ceil(model.num_kv_heads / forward.ranks)
     q, kv = kv_heads * model.group_size * model.head_dim, kv_heads * model.head_dim
     ffn, head_ranks = ceil(model.intermediate_size / forward.ranks), forward.ranks if hardware.stack.sharded_head else 1
@@ -99,12 +100,11 @@ def operators(forward: Pass, hardware: Hardware) -> list[Operator]:
 
     def linear(name: str, number: int, inputs: int, outputs: int) -> Operator:
         weights = inputs * outputs
-        return Operator(
-            name, "weights", number, 2 * rows * weights, weights * weight_bytes + rows * (inputs + outputs) * BF16, rows
-        )
+        moved = weights * forward.weight_bytes + rows * (inputs + outputs) * activation
+        return Operator(name, "weights", number, 2 * rows * weights, moved, rows)
 
     def elementwise(name: str, number: int, elements_per_row: float) -> Operator:
-        return Operator(name, "activations", number, 0.0, rows * elements_per_row * BF16, rows)
+        return Operator(name, "activations", number, 0.0, rows * elements_per_row * activation, rows)
 
     stretch = tile_stretch(batch * kv_heads, hardware.device.num_sms)
     attention = [
@@ -135,10 +135,11 @@ def operators(forward: Pass, hardware: Hardware) -> list[Operator]:
     ]
 
 
-def choice_time(model: ModelConfig, rows: int, ranks: int, hardware: Hardware) -> float:
-    """Seconds to choose tokens from the logits of `rows`, where that is not part of a pass."""
-    share = model.vocab_size / (ranks if hardware.stack.sharded_head else 1)
-    return hardware.stack.logit_passes * rows * share * BF16 / hardware.bandwidth
+def choice_time(forward: Pass, hardware: Hardware) -> float:
+    """Seconds to choose tokens from the logits of a pass, where that is not part of it."""
+    share = forward.model.vocab_size / (forward.ranks if hardware.stack.sharded_head else 1)
+    moved = hardware.stack.logit_passes * forward.batch * forward.query_tokens * share * forward.activation_bytes
+    return moved / hardware.bandwidth
 
 
 def tile_stretch(tiles: int, num_sms: int | None) -> float:

@@ -21,7 +21,7 @@ from magicdec.models.config import ModelConfig
 
 DRAFT_RANKS = 4  # the reference ran independent drafts on 4 of its 8 GPUs: TinyLlama has 4 KV heads
 DRAFT_KINDS = ("self", "model", "ngram")
-QUANTIZED_BYTES = {"none": BF16, "int8": 1.0, "int4": 0.5}  # of a weight
+QUANTIZED_BYTES = {"int8": 1.0, "int4": 0.5}  # of a weight
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ class DraftSpec:
             raise UserError(f"draft={self.kind} has no cost model; one of: {', '.join(DRAFT_KINDS)}")
         if (self.kind == "model") != (self.model is not None):
             raise UserError(f"draft={self.kind} with draft.model={self.name}: a model is for draft=model alone")
-        if self.quantization not in QUANTIZED_BYTES:
-            valid = ", ".join(QUANTIZED_BYTES)
+        if self.quantization not in ("none", *QUANTIZED_BYTES):
+            valid = ", ".join(("none", *QUANTIZED_BYTES))
             raise UserError(f"draft.quantization={self.quantization} has no cost model; one of: {valid}")
 
 
@@ -56,6 +56,7 @@ class Setup:
     policy: str = "streaming"
     budget: int = 512
     target_name: str = "target"
+    element_bytes: float = BF16  # of weights, keys, values and activations, where nothing is quantized
 
     def __post_init__(self) -> None:
         for key, value in (("batch.size", self.batch), ("batch.context_len", self.context)):
@@ -87,9 +88,20 @@ class Setup:
         return self.draft.tensor_parallel or min(self.ranks, DRAFT_RANKS, self.draft.model.num_kv_heads)
 
     @property
+    def draft_weight_bytes(self) -> float:
+        """Bytes of an element of the draft's weights."""
+        return QUANTIZED_BYTES.get(self.draft.quantization, self.element_bytes)
+
+    @property
+    def draft_kv_bytes(self) -> float:
+        """Bytes of an element of the draft's KV cache."""
+        return self.element_bytes if self.cache.kv_bytes is None else self.cache.kv_bytes
+
+    @property
     def target_pass(self) -> Pass:
         """One autoregressive step of the target."""
-        return Pass(self.target, self.batch, 1, self.context, self.ranks)
+        size = self.element_bytes
+        return Pass(self.target, self.batch, 1, self.context, self.ranks, size, size, size)
 
     @cached_property
     def target_time(self) -> StepTime:
@@ -107,8 +119,9 @@ class Setup:
             1,
             self.tokens_read,
             self.draft_ranks,
-            weight_bytes=QUANTIZED_BYTES[self.draft.quantization],
-            kv_bytes=self.cache.kv_bytes,
+            weight_bytes=self.draft_weight_bytes,
+            kv_bytes=self.draft_kv_bytes,
+            activation_bytes=self.element_bytes,
         )
         later = step_time(step, self.hardware)
         refed = self.hardware.stack.refed_tokens(self.draft.kind, self.policy)
@@ -147,16 +160,17 @@ def round_times(setup: Setup, gamma: int) -> RoundTimes:
     """Predict the parts of a round that proposes `gamma` tokens."""
     if gamma < 1:
         raise UserError(f"draft.gamma={gamma} must be at least 1")
-    hardware, rows = setup.hardware, setup.batch * (gamma + 1)
+    hardware = setup.hardware
     late = not hardware.stack.verify_chooses
+    verify = setup.target_pass._replace(query_tokens=gamma + 1, chooses=not late)
     return RoundTimes(
         gamma,
         target=setup.target_time,
         draft=draft_time(setup, gamma),
         select=select_time(setup, gamma),
-        verify=step_time(setup.target_pass._replace(query_tokens=gamma + 1, chooses=not late), hardware),
+        verify=step_time(verify, hardware),
         overhead=StepTime(
-            activations=choice_time(setup.target, rows, setup.ranks, hardware) if late else 0.0,
+            activations=choice_time(verify, hardware) if late else 0.0,
             overhead=hardware.efficiency.round_overhead_us * 1e-6,
         ),
     )
@@ -195,13 +209,13 @@ class Memory:
 def memory(setup: Setup, gamma: int, generate_len: int = 0) -> Memory:
     """Bytes of weights and KV caches while `generate_len` tokens are generated with proposals of `gamma`."""
     length = setup.context + generate_len
-    target_kv = setup.batch * kv_elements(setup.target, setup.ranks) * (length + gamma + 1) * BF16
+    target_kv = setup.batch * kv_elements(setup.target, setup.ranks) * (length + gamma + 1) * setup.element_bytes
     draft, cache = setup.draft, setup.cache
     draft_weights = draft_kv = 0.0
     if draft.kind == "model" or draft.quantization != "none":
-        draft_weights = weight_count(setup.draft_model, setup.draft_ranks) * QUANTIZED_BYTES[draft.quantization]
+        draft_weights = weight_count(setup.draft_model, setup.draft_ranks) * setup.draft_weight_bytes
     shared = draft.kind == "self" and setup.policy == "full"  # reads the target's own cache
     if draft.kind != "ngram" and cache.static and not shared:
         entries = min(cache.tokens_read(length, setup.budget), length) + gamma + 1
-        draft_kv = setup.batch * kv_elements(setup.draft_model, setup.draft_ranks) * entries * cache.kv_bytes
-    return Memory(weight_count(setup.target, setup.ranks) * BF16, target_kv, draft_weights, draft_kv)
+        draft_kv = setup.batch * kv_elements(setup.draft_model, setup.draft_ranks) * entries * setup.draft_kv_bytes
+    return Memory(weight_count(setup.target, setup.ranks) * setup.element_bytes, target_kv, draft_weights, draft_kv)

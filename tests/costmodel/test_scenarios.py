@@ -1,23 +1,29 @@
 """The scenarios predict and plan, what stands beside a run, and calibration from a run."""
 
-import io
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import yaml
-from rich.console import Console
+from hydra import compose, initialize_config_dir
 
+from magicdec.config import load
 from magicdec.costmodel.acceptance import Curves, published
 from magicdec.costmodel.beside import beside, warning
 from magicdec.costmodel.hardware import hardware_named
+from magicdec.costmodel.predict import predict
 from magicdec.costmodel.round import Setup, round_times
+from magicdec.errors import UserError
 from magicdec.scenarios import plan as plan_scenario
 from magicdec.scenarios import predict as predict_scenario
+from magicdec.scenarios.foresee import foresee, setup_of_run
+from magicdec.tracking.progress import progress
 
 ROOT = Path(__file__).parents[2]
+LLAMA = ("target=llama-3.1-8b", "batch.context_len=32000", "cache.budget=512", "batch.size=64")
 
 
 @pytest.fixture
@@ -30,19 +36,41 @@ def setup(model):
     return make
 
 
-def shown(renderable):
-    console = Console(file=io.StringIO(), width=200)
-    console.print(renderable)
-    return console.file.getvalue()
+def composed(*overrides):
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        return load(compose("config", list(overrides)))
 
 
-def test_predict_shows_gammas_bounds_and_the_verdict(setup):
-    text = shown(predict_scenario.render(predict_scenario.predict(setup())))
-    for words in ("pays from alpha", "what bounds the steps", "of 80 GiB", "calibrated on 8xA100", "S* is"):
-        assert words in text
+def outcome(scenario, *overrides):
+    config = composed(*overrides)
+    with progress() as bars:
+        return scenario(foresee(config), bars)
 
 
-def test_predict_takes_acceptance_from_the_run_store_first(setup, tmp_path):
+def test_predict_from_the_command_line_needs_no_torch_and_leaves_a_run(tmp_path):
+    # A torch that cannot be imported: whoever waits for it fails.
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise ImportError('not needed here')")
+    keys = ["scenario=predict", "hardware=8xa100", f"runs_dir={tmp_path / 'runs'}", "wandb.mode=disabled"]
+    command = [sys.executable, str(ROOT / "launch.py"), *keys, *LLAMA]
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path})
+    assert done.returncode == 0, done.stderr
+    for words in ("pays from", "what bounds the steps", "of 80 GiB", "calibrated on 8xA100", "S* is"):
+        assert words in done.stdout
+    (path,) = (tmp_path / "runs").glob("*/result.json")
+    result = json.loads(path.read_text())
+    assert result["status"] == "done"
+    assert result["predicted/speedup"] > 1
+    assert result["predicted/critical_context"] > 1000
+
+
+def test_the_papers_critical_context_through_the_scenario():
+    result = outcome(predict_scenario.predict, "scenario=predict", "hardware=8xa100", "scenario.gammas=[3]", *LLAMA)
+    assert 3000 <= result.metrics["predicted/critical_context"] <= 5000
+
+
+def test_predict_takes_acceptance_from_the_run_store_first(tmp_path):
     run = tmp_path / "abc"
     run.mkdir()
     (run / "result.json").write_text(json.dumps({"status": "done", "acceptance/source": "measured", "alpha": 0.95}))
@@ -54,17 +82,67 @@ def test_predict_takes_acceptance_from_the_run_store_first(setup, tmp_path):
         "data": {"name": "pg19"},
     }
     (run / "config.yaml").write_text(yaml.safe_dump(config))
-    assert predict_scenario.predict(setup(), runs_dir=tmp_path).estimate.alpha == 0.95
-    assert predict_scenario.predict(setup(), runs_dir=tmp_path / "empty").estimate.alpha == 0.81
+    for runs_dir, alpha in ((tmp_path, 0.95), (tmp_path / "empty", 0.81)):
+        keys = ("scenario=predict", "hardware=8xa100", f"runs_dir={runs_dir}", *LLAMA)
+        assert outcome(predict_scenario.predict, *keys).metrics["predicted/alpha"] == alpha
 
 
-def test_plan_shows_a_ranking_and_writes_the_best(setup, tmp_path):
-    path = tmp_path / "conf" / "best.yaml"
-    plans = plan_scenario.plan(setup("8xH100"), batches=(16, 64), latency_ms=20.0, experiment=path, command="plan")
-    text = shown(plan_scenario.render(plans))
-    for words in ("tokens/s", "no acceptance is known for", "left out"):
-        assert words in text
-    assert yaml.safe_load(path.read_text())["batch"]["size"] == plans.ranked[0].setup.batch
+def test_the_planned_experiment_composes_and_predicts_what_it_said(tmp_path, monkeypatch):
+    monkeypatch.setattr(plan_scenario, "EXPERIMENTS", tmp_path)
+    keys = ("scenario=plan", "hardware=8xh100", "scenario.drafts=[llama-3.2-1b]", "scenario.policies=[streaming]")
+    keys += ("scenario.batch_sizes=[16,32]", "scenario.experiment=found")
+    result = outcome(plan_scenario.plan, *keys, *LLAMA)
+    assert result.history[0]["draft"] == "llama-3.2-1b"
+    # Hydra finds experiments on its search path: conf/, and this folder beside it.
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "found.yaml").rename(tmp_path / "experiment" / "found.yaml")
+    found = composed(f"hydra.searchpath=[file://{tmp_path}]", "experiment=found")
+    assert (found.target.name, found.draft.model.name) == ("llama-3.1-8b", "llama-3.2-1b")
+    assert (found.batch.size, found.cache.budget, found.hardware.name) == (32, 512, "8xh100")
+    times = round_times(foresee(found).setup, found.draft.gamma)
+    assert result.metrics["predicted/round_ms"] == pytest.approx(1e3 * times.round_s)
+
+
+@pytest.mark.parametrize(
+    ("keys", "names"),
+    [
+        (["hardware=auto"], r"hardware\.bandwidth_gbs=null: predicting for hardware=auto"),
+        (["hardware=8xa100", "draft=none"], "draft=none: there is no speculation to predict"),
+        (["hardware=8xa100", "scenario.gammas=[]"], r"scenario\.gammas=\[\]: scenario=predict needs at least one"),
+        (["hardware=8xa100", "scenario.critical_batches=[64]"], "must be a smaller and a larger batch"),
+        (["hardware=8xa100", "scenario.alpha=1.5"], r"scenario\.alpha=1\.5: must be between 0 and 1"),
+    ],
+)
+def test_mistakes_in_a_prediction_are_named(keys, names):
+    with pytest.raises(UserError, match=names):
+        outcome(predict_scenario.predict, "scenario=predict", *keys, *LLAMA)
+
+
+@pytest.mark.parametrize(("fraction", "error"), [(0.5, None), (1.2, r"efficiency\.matmul_fraction=1\.2")])
+def test_a_hardware_file_can_hold_its_calibration(tmp_path, fraction, error):
+    (tmp_path / "hardware").mkdir()
+    own = f"defaults: [h200, _self_]\nname: h200\nefficiency:\n  matmul_fraction: {fraction}\n"
+    (tmp_path / "hardware" / "own.yaml").write_text(own)
+    keys = (f"hydra.searchpath=[file://{tmp_path}]", "scenario=predict", "hardware=own", *LLAMA)
+    if error:
+        with pytest.raises(UserError, match=error):
+            composed(*keys)
+    else:
+        machine = foresee(composed(*keys)).setup.hardware
+        assert (machine.efficiency.matmul_fraction, machine.stack.name) == (0.5, "magicdec")
+
+
+def test_a_run_is_predicted_for_its_device_and_this_software(model):
+    config = composed("hardware=h200", *LLAMA)
+    found = setup_of_run(config, model("llama-3.1-8b"), None, "NVIDIA H200", 2)
+    assert (found.hardware.device.name, found.hardware.stack.name) == ("H200", "magicdec")
+    # A device without a datasheet takes measured figures, and other sizes of numbers.
+    config = composed("hardware=cpu", *LLAMA)
+    found = setup_of_run(config, model("llama-3.1-8b"), None, "Some CPU", 4, bandwidth_gbs=60.0, tflops=0.5)
+    assert found.hardware.device.bandwidth == 60e9
+    assert found.target_time.total > 8e9 * 4 / 60e9
+    with pytest.raises(UserError, match="bandwidth_gbs=null"):
+        setup_of_run(config, model("llama-3.1-8b"), None, "Some CPU", 4)
 
 
 def test_a_run_that_cannot_pay_is_warned_about(setup):
@@ -145,4 +223,4 @@ def test_an_ideal_card_gives_what_bytes_alone_allow(ideal, setup):
     # 24 x 32k on one H200: 2.15 at alpha 0.80 and budget 512, 2.38 at 0.89 and 2,049, by reading KV and weights alone.
     for alpha, budget, expected in ((0.80, 512, 2.15), (0.89, 2049, 2.38)):
         at = setup(batch=24, budget=budget, hardware="h200").at(hardware=ideal(device="H200"))
-        assert predict_scenario.predict(at, alpha=alpha).best.speedup == pytest.approx(expected, rel=0.02)
+        assert predict(at, alpha=alpha).best.speedup == pytest.approx(expected, rel=0.02)
