@@ -65,7 +65,8 @@ def compare(plan: build.Plan, progress: Progress) -> Outcome:
     with progress.task("profiling", total=None):
         times = profile_round(batch, config.scenario.profile_repeats)
     results |= {f"time/{name}": value for name, value in times.items()}
-    results |= _formula(results, config.draft.gamma) | _roofline(plan, batch, times) | _memory(plan, batch, peak)
+    results |= _memory(plan, batch, peak)  # first: measuring the bandwidth takes memory of its own
+    results |= _formula(results, config.draft.gamma) | _roofline(plan, batch, times)
     results |= _predicted(plan, results)
     return Outcome(
         results,
