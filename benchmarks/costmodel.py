@@ -12,14 +12,14 @@ import argparse
 import json
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from costmodel_page import CALIBRATED_ON, page, per_table
 
 from magicdec.costmodel import hardware, tables
 from magicdec.costmodel.architectures import architecture
-from magicdec.costmodel.calibrate import calibrate, to_yaml, uncalibrated
+from magicdec.costmodel.calibrate import SHARED, Prior, calibrate, to_yaml, uncalibrated
 from magicdec.costmodel.evaluate import Compared, Score, compare, cross_validate, score
 from magicdec.costmodel.hardware import hardware_named
 from magicdec.costmodel.predict import critical_context, predict
@@ -72,6 +72,27 @@ def left_out() -> dict[str, Score]:
     }
 
 
+def alternatives() -> dict[str, tuple[Score, Score]]:
+    """Errors over all rows and over those not fitted, had what is not fitted been chosen otherwise."""
+    matmul = SHARED["matmul_fraction"]
+    choices: dict[str, tuple[dict[str, float], dict[str, Prior]]] = {
+        "as chosen": ({}, {}),
+        "matmul_fraction expected at 0.6": ({}, {"matmul_fraction": matmul._replace(mean=0.6)}),
+        "matmul_fraction expected at 0.8": ({}, {"matmul_fraction": matmul._replace(mean=0.8)}),
+        "matmul_half_rows 0": ({"matmul_half_rows": 0.0}, {}),
+        "matmul_half_rows 64": ({"matmul_half_rows": 64.0}, {}),
+        "allreduce_hop_us 3": ({"allreduce_hop_us": 3.0}, {}),
+        "allreduce_hop_us 8": ({"allreduce_hop_us": 8.0}, {}),
+    }
+    rows, fitted, found = tables.read_table(), fitted_rows(), {}
+    for name, (changes, priors) in choices.items():
+        starts = {key: replace(m, efficiency=replace(m.efficiency, **changes)) for key, m in MACHINES.items()}
+        machines = calibrate(fitted, architecture, starts, priors).machines
+        compared = [compare(row, architecture, machines) for row in rows]
+        found[name] = score(compared), score([c for c in compared if c.row not in fitted])
+    return found
+
+
 def seconds_per_thousand() -> float:
     """Seconds of one core to predict a thousand configurations at 16 gammas each, memory and S* included."""
     model, machine = architecture("llama-3.1-8b"), hardware_named("8xA100")
@@ -103,7 +124,9 @@ def main() -> int:
             Setup(architecture("llama-3.1-8b"), hardware_named("8xA100"), batch=32, context=4000), gamma=3
         )
         unseen = [c for c in compared if c.row not in fitted]
-        text = page(compared, score(compared), score(unseen), left_out(), critical, seconds_per_thousand())
+        text = page(
+            compared, score(compared), score(unseen), left_out(), alternatives(), critical, seconds_per_thousand()
+        )
         (ROOT / "docs" / "results" / "costmodel.md").write_text(text)
         print("wrote docs/results/costmodel.md")
     print(json.dumps(_summary(compared, sum(c.row in fitted for c in compared))))

@@ -31,6 +31,7 @@ def page(
     everything: Score,
     unseen: Score,
     left_out: dict[str, Score],
+    alternatives: dict[str, tuple[Score, Score]],
     critical_context: int | None,
     seconds: float,
 ) -> str:
@@ -64,13 +65,22 @@ def page(
             "tiles come in waves (`tile_stretch` in `roofline.py`): 256 tiles on an A100 read KV 1.25 times slower "
             "per byte, which is why batch 64 of Llama-2-7B and batch 256 of Llama-3.1-8B stand out.",
             "",
-            "## Left out",
+            "## Left out, and chosen otherwise",
             "",
             "Rows predicted by a calibration that has not seen them:",
             "",
             *(
                 f"- {name}: {s.rows} rows, median {s.median_error:.1%}, 90th percentile {s.p90_error:.1%}"
                 for name, s in left_out.items()
+            ),
+            "",
+            "What is not fitted was chosen from what is known of it; chosen otherwise, and fitted anew:",
+            "",
+            "| | median, all | 90th, all | median, not fitted | 90th, not fitted |",
+            "| --- |" + " --- |" * 4,
+            *(
+                f"| {name} | {a.median_error:.1%} | {a.p90_error:.1%} | {u.median_error:.1%} | {u.p90_error:.1%} |"
+                for name, (a, u) in alternatives.items()
             ),
             "",
             f"## Rows that are off by {OUTLIER:.0%} or more",

@@ -59,11 +59,14 @@ class Calibration:
 
 
 def calibrate(
-    rows: Sequence[Row], model: Callable[[str], ModelConfig], machines: Mapping[str, Hardware]
+    rows: Sequence[Row],
+    model: Callable[[str], ModelConfig],
+    machines: Mapping[str, Hardware],
+    priors: Mapping[str, Prior] | None = None,
 ) -> Calibration:
     """Fit the machines that `rows` name; `machines` gives their devices and the software that was measured.
 
-    Every time that a row gives is used. Raises UserError where a machine has no time to fit.
+    Every time that a row gives is used. `priors` replace those of SHARED and OWN. Raises UserError where a machine has no time to fit.
     """
     machines = {name: machines[name] for name in sorted({row.hardware for row in rows})}
     times = [(row, row.setup(model, machines[row.hardware]), _measured(row)) for row in rows]
@@ -72,8 +75,8 @@ def calibrate(
             raise UserError(f"no row of hardware={name} has a time to calibrate with")
     keys: list[tuple[str | None, str]] = [(None, key) for key in SHARED]
     keys += [(name, key) for name in machines for key in OWN]
-    priors = [(SHARED | OWN)[key] for _, key in keys]
-    scales = np.array([prior.deviation if prior.mean is not None else prior.start or 1.0 for prior in priors])
+    known = [(SHARED | OWN | dict(priors or {}))[key] for _, key in keys]
+    scales = np.array([prior.deviation if prior.mean is not None else prior.start or 1.0 for prior in known])
 
     def fitted(x: NDArray[np.float64]) -> dict[str, Hardware]:
         return {name: _with(start, keys, x * scales) for name, start in machines.items()}
@@ -83,13 +86,13 @@ def calibrate(
         return [error for row, setup, measured in times for error in _errors(now[row.hardware], row, setup, measured)]
 
     def residuals(x: NDArray[np.float64]) -> NDArray[np.float64]:
-        known = [(value * s - p.mean) / p.deviation for value, s, p in zip(x, scales, priors, strict=True) if p.mean]
-        return np.array([error / NOISE for error in errors(x)] + known)
+        expected = [(value * s - p.mean) / p.deviation for value, s, p in zip(x, scales, known, strict=True) if p.mean]
+        return np.array([error / NOISE for error in errors(x)] + expected)
 
     solution = _least_squares()(
         residuals,
-        np.array([prior.mean or prior.start or 0.0 for prior in priors]) / scales,
-        bounds=([p.low for p in priors] / scales, [p.high for p in priors] / scales),
+        np.array([prior.mean or prior.start or 0.0 for prior in known]) / scales,
+        bounds=([p.low for p in known] / scales, [p.high for p in known] / scales),
         loss="soft_l1",
         f_scale=OUTLIER,
     )

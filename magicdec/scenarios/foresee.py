@@ -33,8 +33,15 @@ def foresee(config: Config) -> Foreseen:
     """Resolve `auto` and find the mistakes that a prediction would meet."""
     if config.batch.size == "auto":
         config = replace(config, batch=replace(config.batch, size=ROWS))
+    target, batch = _architecture("target", config.target), config.batch
+    longest = target.max_position_embeddings
+    if batch.context_len + batch.generate_len > longest:
+        raise UserError(
+            f"batch.context_len={batch.context_len} + batch.generate_len={batch.generate_len} exceeds the target's "
+            f"maximum of {longest} tokens; batch.context_len={longest - batch.generate_len} would fit"
+        )
     setup = Setup(
-        target=_architecture("target", config.target),
+        target=target,
         hardware=_machine(config),
         batch=int(config.batch.size),
         context=config.batch.context_len,

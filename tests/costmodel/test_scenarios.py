@@ -110,12 +110,13 @@ def test_the_planned_experiment_composes_and_predicts_what_it_said(tmp_path, mon
         (["hardware=8xa100", "draft=none"], "draft=none: there is no speculation to predict"),
         (["hardware=8xa100", "scenario.gammas=[]"], r"scenario\.gammas=\[\]: scenario=predict needs at least one"),
         (["hardware=8xa100", "scenario.critical_batches=[64]"], "must be a smaller and a larger batch"),
+        (["hardware=8xa100", "target=qwen3-8b", "batch.context_len=50000"], r"batch\.context_len=40896 would fit"),
         (["hardware=8xa100", "scenario.alpha=1.5"], r"scenario\.alpha=1\.5: must be between 0 and 1"),
     ],
 )
 def test_mistakes_in_a_prediction_are_named(keys, names):
     with pytest.raises(UserError, match=names):
-        outcome(predict_scenario.predict, "scenario=predict", *keys, *LLAMA)
+        outcome(predict_scenario.predict, "scenario=predict", *LLAMA, *keys)
 
 
 @pytest.mark.parametrize(("fraction", "error"), [(0.5, None), (1.2, r"efficiency\.matmul_fraction=1\.2")])
