@@ -66,7 +66,8 @@ def calibrate(
 ) -> Calibration:
     """Fit the machines that `rows` name; `machines` gives their devices and the software that was measured.
 
-    Every time that a row gives is used. `priors` replace those of SHARED and OWN. Raises UserError where a machine has no time to fit.
+    Every time that a row gives is used. `priors` replace those of SHARED and OWN. Raises UserError where a machine has
+    no time to fit.
     """
     machines = {name: machines[name] for name in sorted({row.hardware for row in rows})}
     times = [(row, row.setup(model, machines[row.hardware]), _measured(row)) for row in rows]
