@@ -11,6 +11,7 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 
+from magicdec.costmodel.hardware import Efficiency
 from magicdec.errors import UserError
 from magicdec.models.config import ModelConfig, RopeScaling
 from magicdec.rules import SIZES, above, at_least, check, one_of, ruled
@@ -113,6 +114,7 @@ class HardwareConfig:
     memory_gib: float | None = above(0, default=None)
     bandwidth_gbs: float | None = above(0, default=None)
     tflops: float | None = above(0, default=None)
+    efficiency: Efficiency | None = None
 
 
 @dataclass
@@ -167,12 +169,19 @@ class EngineConfig:
 class ScenarioConfig:
     """What a run does."""
 
-    name: str = one_of("compare", "profile", default=MISSING)
+    name: str = one_of("compare", "profile", "predict", "plan", default=MISSING)
     repeats: int = at_least(1, default=1)
-    profile_repeats: int = at_least(1, default=MISSING)
+    profile_repeats: int = at_least(1, default=1)
     batch_sizes: list[int] = field(default_factory=list, metadata=SIZES)
     context_lens: list[int] = field(default_factory=list, metadata=SIZES)
     gammas: list[int] = field(default_factory=list, metadata=SIZES)
+    alpha: float | None = ruled(None, lambda value: 0 <= value <= 1, "must be between 0 and 1")
+    critical_batches: list[int] = field(default_factory=list, metadata=SIZES)
+    figures: str | None = None
+    drafts: list[str] = field(default_factory=list)
+    policies: list[str] = field(default_factory=list)
+    latency_ms: float | None = above(0, default=None)
+    experiment: str | None = None
 
 
 @dataclass
@@ -256,6 +265,14 @@ def warnings(config: Config) -> list[str]:
     return found
 
 
+# Lists that must not be empty, by scenario.
+NEEDED = {
+    "profile": ("batch_sizes", "context_lens", "gammas"),
+    "predict": ("gammas",),
+    "plan": ("gammas", "drafts", "policies"),
+}
+
+
 def _models(config: Config) -> dict[str, ModelChoice]:
     """The models of a run by the keys that choose them."""
     models = {"target": config.target}
@@ -278,9 +295,12 @@ def _mistakes(config: Config) -> Iterator[str]:
     if hardware.tensor_parallel > hardware.num_devices:
         devices = f"hardware.num_devices={hardware.num_devices}"
         yield f"hardware.tensor_parallel={hardware.tensor_parallel}: must be at most {devices}"
-    for name in ("batch_sizes", "context_lens", "gammas"):
-        if scenario.name == "profile" and not getattr(scenario, name):
-            yield f"scenario.{name}=[]: scenario=profile needs at least one number"
+    for name in NEEDED.get(scenario.name, ()):
+        if not getattr(scenario, name):
+            yield f"scenario.{name}=[]: scenario={scenario.name} needs at least one"
+    batches = scenario.critical_batches
+    if scenario.name == "predict" and (len(batches) != 2 or batches[0] >= batches[1]):
+        yield f"scenario.critical_batches={batches}: must be a smaller and a larger batch"
 
 
 def _draft_mistakes(config: Config) -> Iterator[str]:

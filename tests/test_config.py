@@ -147,7 +147,7 @@ def test_the_first_run_needs_no_warning(default):
         ({"hardware__tensor_parallel": 2}, "hardware.tensor_parallel=2: must be at most hardware.num_devices=1"),
         ({"hardware__memory_gib": 0.0}, "hardware.memory_gib=0.0: must be above 0"),
         ({"wandb__mode": "onlin"}, "must be one of offline, online, disabled; did you mean online?"),
-        ({"scenario__name": "profile"}, "scenario.batch_sizes=[]: scenario=profile needs at least one number"),
+        ({"scenario__name": "profile"}, "scenario.batch_sizes=[]: scenario=profile needs at least one"),
         ({"scenario__gammas": [2, 0]}, "scenario.gammas=[2, 0]: must hold numbers of at least 1"),
     ],
 )

@@ -155,8 +155,8 @@ class Decoder:
         tokens, starts, ends = state.tokens_BS.tolist(), state.prompt_len_B.tolist(), state.num_tokens_B.tolist()
         return Generation(
             tokens=[row[start:end] for row, start, end in zip(tokens, starts, ends, strict=True)],
-            accepted_RB=state.accepted_RB[:rounds].cpu(),
-            committed_RB=state.committed_RB[:rounds].cpu(),
+            accepted_RB=state.accepted_RB[:rounds].to("cpu", copy=True),  # the next pass counts into the same buffers
+            committed_RB=state.committed_RB[:rounds].to("cpu", copy=True),
             round_seconds=round_seconds,
             draft_prefill_seconds=draft_seconds,
             gamma=gamma,

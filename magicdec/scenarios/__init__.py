@@ -12,25 +12,23 @@ from magicdec.errors import UserError
 
 log = logging.getLogger(__name__)
 
-SCENARIOS = {"compare": "compare", "profile": "profile"}  # name -> module and function of that name
-
 
 def run(config: Config, in_sweep: bool = False) -> None:
     """Check, plan, open the run's folder, do the work, store its results, and only then tell Weights & Biases.
 
     In a sweep, with `resume`, a run that this version has done already is not done again.
     """
-    from magicdec import build
+    from magicdec.scenarios.foresee import doubts
     from magicdec.tracking import table, wandb
     from magicdec.tracking.progress import progress
     from magicdec.tracking.store import Run, is_done, run_id
 
-    scenario = _scenario(config.scenario.name)
+    prepare, scenario = _scenario(config.scenario.name)
     wandb.check(to_dict(config)["wandb"])
-    plan = build.plan(config)
+    plan = prepare(config)
     settings = to_dict(plan.config)
     console = Console(stderr=True)
-    for warning in warnings(plan.config):
+    for warning in [*warnings(plan.config), *doubts(plan)]:
         console.print(f"[yellow]warning:[/] {warning}", highlight=False)
     name = run_id(settings, plan.fingerprints, plan.device_name)
     if in_sweep and config.resume and is_done(config.runs_dir, name):
@@ -46,22 +44,26 @@ def run(config: Config, in_sweep: bool = False) -> None:
             this.fail(*_reason(error))
             raise
     told = wandb.log_run(this, settings, outcome)
-    table.show(Console(file=sys.stdout), settings, outcome.metrics, this.folder, told, outcome.history)
+    table.show(Console(file=sys.stdout), settings, outcome.metrics, this.folder, told, outcome.history, outcome.view)
 
 
-def _scenario(name: str) -> Callable:
-    """Import a scenario when it is chosen: predicting must not wait for PyTorch."""
-    return getattr(import_module(f"magicdec.scenarios.{SCENARIOS[name]}"), name)
+def _scenario(name: str) -> tuple[Callable, Callable]:
+    """What checks and plans, and the scenario itself: a module and a function of that name.
+
+    Imported when it is chosen: predicting must not wait for PyTorch, and has a `prepare` of its own.
+    """
+    module = import_module(f"magicdec.scenarios.{name}")
+    prepare = getattr(module, "prepare", None) or import_module("magicdec.build").plan
+    return prepare, getattr(module, name)
 
 
 def _reason(error: BaseException) -> tuple[str, str]:
     """Why a run failed, in words and as a kind."""
-    import torch
-
+    torch = sys.modules.get("torch")  # a prediction needs none
     text = f"{type(error).__name__}: {error}".strip().splitlines()[0]
     if isinstance(error, UserError):
         return str(error), "invalid"
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+    if isinstance(error, MemoryError) or (torch and isinstance(error, torch.OutOfMemoryError)):
         return text, "out_of_memory"
     if isinstance(error, KeyboardInterrupt):
         return "interrupted", "interrupted"
