@@ -134,7 +134,7 @@ class BatchConfig:
 class DataConfig:
     """Where prompts come from."""
 
-    name: str = one_of("stdlib", "text", "prompts", "pg19", "random", default=MISSING)
+    name: str = one_of("stdlib", "text", "prompts", "pg19", "repeat", "random", default=MISSING)
     path: str | None = None
     seed: int = at_least(0, default=0)
     save_prompts: bool = False

@@ -135,7 +135,7 @@ def test_the_first_run_needs_no_warning(default):
         ({"target__architecture__num_heads": 3}, "target.architecture: num_heads=3 is not a multiple"),
         ({"data__name": "random"}, "data=random: acceptance cannot be measured on noise"),
         ({"data__name": "text"}, "data.path=null: data=text needs a file or folder"),
-        ({"data__name": "book"}, "data.name=book: must be one of stdlib, text, prompts, pg19, random"),
+        ({"data__name": "book"}, "data.name=book: must be one of stdlib, text, prompts, pg19, repeat, random"),
         ({"data__seed": -1}, "data.seed=-1: must be at least 0"),
         ({"sampling__temperature": -0.5}, "sampling.temperature=-0.5: must be at least 0"),
         ({"sampling__temperature": float("nan")}, "sampling.temperature=nan: must be at least 0"),
