@@ -146,7 +146,9 @@ class Decoder:
             bodies: list[Callable[[], None]] = [self.decode_token]
             if draft is not None:
                 bodies = [partial(self.round, draft, phase) for phase in range(draft.phases)]
-            self._steps[draft] = Cycle([Step(body, self.device, self.graphs) for body in bodies])
+            # Rows that finish in a rehearsal stay within their buffers; only the rounds are counted without an end.
+            undo = self.state.forget_rounds
+            self._steps[draft] = Cycle([Step(body, self.device, self.graphs, undo) for body in bodies])
         return self._steps[draft]
 
     def _collect(self, round_seconds: list[float], draft_seconds: float, gamma: int) -> Generation:
