@@ -37,6 +37,7 @@ class Generation:
     round_seconds: list[float]  # end of each round since the start of decoding
     draft_prefill_seconds: float = 0.0
     gamma: int = field(default=0)
+    generate_len: int = 0  # the limit of every row
 
 
 class Decoder:
@@ -162,6 +163,7 @@ class Decoder:
             round_seconds=round_seconds,
             draft_prefill_seconds=draft_seconds,
             gamma=gamma,
+            generate_len=state.max_len - state.max_prompt_len,
         )
 
 
