@@ -28,7 +28,8 @@ from magicdec.verification.sampling import Sampling
 
 log = logging.getLogger(__name__)
 
-ROWS_ON = {"cpu": 8, "cuda": 64}  # batch.size=auto; with fewer, a small model on a GPU is bound by latency
+# batch.size=auto. With fewer rows a small model is bound by its weights (CPU) or by latency (GPU), not by its KV cache.
+ROWS_ON = {"cpu": 24, "cuda": 64}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
