@@ -21,7 +21,8 @@ def run(config: Config, in_sweep: bool = False) -> None:
     from magicdec.scenarios.foresee import doubts
     from magicdec.tracking import table, wandb
     from magicdec.tracking.progress import progress
-    from magicdec.tracking.store import Run, is_done, run_id
+    from magicdec.tracking.reader import is_done
+    from magicdec.tracking.store import Run, run_id
 
     prepare, scenario = _scenario(config.scenario.name)
     wandb.check(to_dict(config)["wandb"])
