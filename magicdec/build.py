@@ -91,7 +91,7 @@ def plan(config: Config) -> Plan:
                 "no use for; choose draft=self or draft=layer_skip"
             )
     _check_length(config, target, draft)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
     return Plan(config, device, dtype, target, draft, name)
 
 
@@ -254,7 +254,7 @@ def _attention(name: str, device: torch.device) -> Attention:
     return chosen
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
     """The processor's name, as the operating system tells it."""
     import platform
 
