@@ -28,9 +28,9 @@ from magicdec.tracking.progress import progress
 
 ROOT = Path(__file__).parents[1]
 CELLS = ((1024, 8), (4096, 1), (4096, 8), (4096, 24), (8192, 8))  # context, batch
-PEER_CELLS = ((4096, 1), (4096, 8), (8192, 8))
-DRAFTS = (("self", 1), ("self", 3), ("self", 5), ("ngram", 3), ("ngram", 5), ("model", 3))  # name, gamma
-NEW_TOKENS, REPEATS, PROFILE_REPEATS = 48, 3, 10
+PEER_CELLS = ((4096, 1), (4096, 8))
+DRAFTS = (("self", 2), ("self", 3), ("ngram", 3), ("model", 3))  # name, gamma
+NEW_TOKENS, REPEATS, PROFILE_REPEATS = 48, 2, 6
 TIMES = ("target_decode_ms", "draft_ms", "verify_ms", "round_ms")
 
 
