@@ -26,7 +26,12 @@ def run(config: Config, in_sweep: bool = False) -> None:
 
     prepare, scenario = _scenario(config.scenario.name)
     wandb.check(to_dict(config)["wandb"])
-    plan = prepare(config)
+    try:
+        plan = prepare(config)
+    except UserError as error:  # a failed run all the same: named by its configuration, there is nothing else yet
+        settings = to_dict(config)
+        Run.open(config.runs_dir, run_id(settings, {}, ""), settings).fail(*_reason(error))
+        raise
     settings = to_dict(plan.config)
     console = Console(stderr=True)
     for warning in [*warnings(plan.config), *doubts(plan)]:
