@@ -28,7 +28,8 @@ from magicdec.verification.sampling import Sampling
 
 log = logging.getLogger(__name__)
 
-ROWS_ON = {"cpu": 8, "cuda": 64}  # batch.size=auto; with fewer, a small model on a GPU is bound by latency
+# batch.size=auto. With fewer rows a small model is bound by its weights (CPU) or by latency (GPU), not by its KV cache.
+ROWS_ON = {"cpu": 24, "cuda": 64}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -90,7 +91,7 @@ def plan(config: Config) -> Plan:
                 "no use for; choose draft=self or draft=layer_skip"
             )
     _check_length(config, target, draft)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
     return Plan(config, device, dtype, target, draft, name)
 
 
@@ -253,7 +254,7 @@ def _attention(name: str, device: torch.device) -> Attention:
     return chosen
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
     """The processor's name, as the operating system tells it."""
     import platform
 

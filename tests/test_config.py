@@ -185,7 +185,7 @@ def test_the_edges_of_what_is_valid(default, changes):
 @pytest.mark.parametrize(
     ("changes", "warning"),
     [
-        ({"cache__budget": 8192}, "cache.budget=8192 holds all of batch.context_len=8192"),
+        ({"cache__budget": 4096}, "cache.budget=4096 holds all of batch.context_len=4096"),
         ({"cache__policy": "full"}, "cache=full with draft=self"),
         ({"sampling__top_k": 5}, "sampling.top_k=5 has no effect"),
     ],

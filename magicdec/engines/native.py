@@ -61,9 +61,10 @@ class NativeEngine:
         state = State(prompts, self.generate_len, self.gamma + 1, eos, weight.device)
         cache = KVCache(self.target.config, len(prompts), state.max_len + self.gamma + 1, weight.dtype, weight.device)
         decoder = Decoder(self.target, cache, state, self.sampling, self.graphs, self.synthetic_acceptance)
-        return Batch(decoder, self._draft(decoder) if self.draft_name != "none" else None)
+        return Batch(decoder, self.draft_for(decoder) if self.draft_name != "none" else None)
 
-    def _draft(self, decoder: Decoder) -> Draft:
+    def draft_for(self, decoder: Decoder) -> Draft:
+        """A draft of its own for an opened batch, whose prefill several drafts may share."""
         spec = DraftSpec(
             self.target,
             decoder.cache,

@@ -21,11 +21,17 @@ def run(config: Config, in_sweep: bool = False) -> None:
     from magicdec.scenarios.foresee import doubts
     from magicdec.tracking import table, wandb
     from magicdec.tracking.progress import progress
-    from magicdec.tracking.store import Run, is_done, run_id
+    from magicdec.tracking.reader import is_done
+    from magicdec.tracking.store import Run, run_id
 
     prepare, scenario = _scenario(config.scenario.name)
     wandb.check(to_dict(config)["wandb"])
-    plan = prepare(config)
+    try:
+        plan = prepare(config)
+    except UserError as error:  # a failed run all the same: named by its configuration, there is nothing else yet
+        settings = to_dict(config)
+        Run.open(config.runs_dir, run_id(settings, {}, ""), settings).fail(*_reason(error))
+        raise
     settings = to_dict(plan.config)
     console = Console(stderr=True)
     for warning in [*warnings(plan.config), *doubts(plan)]:

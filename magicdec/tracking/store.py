@@ -25,6 +25,7 @@ import yaml
 
 from magicdec import __version__
 from magicdec.errors import UserError
+from magicdec.tracking.reader import read_result
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +71,7 @@ class Run:
     def open(cls, runs_dir: str | Path, run_id: str, config: Mapping[str, Any]) -> "Run":
         """Make the folder and mark it as running; raises UserError where that is impossible."""
         run = cls(runs_dir, run_id)
-        earlier = _read_result(run.folder)
+        earlier = read_result(run.folder)
         attempts = [r.get("attempt") for r in (earlier, earlier.get("rerun")) if isinstance(r, dict)]
         run.attempt = 1 + max((number for number in attempts if isinstance(number, int)), default=0)
         run._earlier = earlier if earlier.get("status") == "done" else None
@@ -148,44 +149,6 @@ class Run:
         except OSError as error:
             what = f"cannot write{f' {error.filename}' if error.filename else ''}: {error.strerror or error}"
             raise UserError(f"runs_dir={self.runs_dir}: {what}; choose a folder with runs_dir=FOLDER") from error
-
-
-def load_run(folder: str | Path) -> dict[str, Any]:
-    """What result.json holds, and beside it the `folder` and the `config`; {} where the folder is not a run's."""
-    result = _read_result(Path(folder))
-    if not result:
-        return {}
-    try:
-        config = yaml.safe_load(Path(folder, "config.yaml").read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
-        config = None
-    return result | {"folder": str(folder), "config": config if isinstance(config, dict) else {}}
-
-
-def is_done(runs_dir: str | Path, run_id: str) -> bool:
-    """Whether this version of the package has finished the run."""
-    result = _read_result(Path(runs_dir, run_id))
-    return result.get("status") == "done" and result.get("version") == __version__
-
-
-def iter_runs(runs_dir: str | Path) -> Iterator[dict[str, Any]]:
-    """Every run of a store, in the order of their ids; whatever else lies there is passed over."""
-    try:
-        folders = sorted(path for path in Path(runs_dir).iterdir() if path.is_dir())
-    except OSError:
-        return
-    for folder in folders:
-        if run := load_run(folder):
-            yield run
-
-
-def _read_result(folder: Path) -> dict[str, Any]:
-    """{} where there is none, or none that can be read."""
-    try:
-        result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return result if isinstance(result, dict) and "status" in result else {}
 
 
 def _write_atomically(contents: Mapping[Path, Iterable[str]]) -> None:

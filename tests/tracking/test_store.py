@@ -10,7 +10,8 @@ import pytest
 import yaml
 
 from magicdec.tracking import store
-from magicdec.tracking.store import Run, iter_runs, load_run, run_id
+from magicdec.tracking.reader import iter_runs, load_run
+from magicdec.tracking.store import Run, run_id
 from tests.tracking.sample import (
     CONFIG,
     GENERATIONS,

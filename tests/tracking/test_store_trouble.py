@@ -13,7 +13,8 @@ from textwrap import dedent
 import pytest
 
 from magicdec.errors import UserError
-from magicdec.tracking.store import Run, iter_runs, load_run
+from magicdec.tracking.reader import iter_runs, load_run
+from magicdec.tracking.store import Run
 from tests.tracking.sample import CONFIG, GENERATIONS, finished_run, lines, result_of
 
 ROOT = Path(__file__).parents[2]

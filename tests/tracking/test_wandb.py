@@ -10,7 +10,8 @@ import pytest
 
 from magicdec.errors import UserError
 from magicdec.tracking import wandb as tracking
-from magicdec.tracking.store import Run, load_run
+from magicdec.tracking.reader import load_run
+from magicdec.tracking.store import Run
 from magicdec.tracking.wandb import WandbOutcome
 from tests.tracking.sample import CONFIG, GENERATIONS, HISTORY, METRICS, RESULTS, SAMPLES, with_changes
 

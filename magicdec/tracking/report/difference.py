@@ -1,0 +1,52 @@
+"""Two runs side by side: the configuration keys in which they differ, and every figure with its change."""
+
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from magicdec.errors import UserError
+from magicdec.tracking.reader import load_run
+from magicdec.tracking.report.rows import FACTS, Row, flatten, is_setting, keys_of
+
+WHERE = ("status", "reason", "version", "commit", "device", "host", "python", "torch")
+
+
+def find(name: str, runs_dir: Path) -> Row:
+    """A run by its folder or by the beginning of its id; raises UserError unless that is one run."""
+    folders = [Path(name)] if load_run(name) else [path for path in runs_dir.glob(f"{name}*") if load_run(path)]
+    if len(folders) != 1:
+        found = ", ".join(folder.name for folder in folders) or "no such run"
+        raise UserError(f"{name}: {found}; name a run's folder, or the beginning of an id in {runs_dir}")
+    return flatten(load_run(folders[0]))
+
+
+def render(a: Row, b: Row) -> RenderableType:
+    """What differs; settings first, then where and with what they ran, then the figures."""
+    keys = keys_of([a, b])
+    settings = [key for key in keys if is_setting(key) and a.get(key) != b.get(key)]
+    facts = [key for key in WHERE if a.get(key) != b.get(key)]
+    figures = [key for key in keys if not is_setting(key) and key not in FACTS and "." not in key and key != "device"]
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    table.add_column("")
+    for row in (a, b):
+        table.add_column(str(row.get("id", "?")), justify="right", overflow="fold")
+    table.add_column("change", justify="right")
+    for part in (settings, facts, [key for key in figures if a.get(key) != b.get(key)]):
+        for key in part:
+            table.add_row(key, _text(a.get(key)), _text(b.get(key)), _change(a.get(key), b.get(key)))
+        table.add_section()
+    return Group(table, Text("" if settings else "the same configuration", style="dim"))
+
+
+def _text(value: Any) -> str:
+    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _change(a: Any, b: Any) -> str:
+    """The second against the first."""
+    numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in (a, b))
+    return f"{b / a - 1:+.1%}" if numbers and a else ""

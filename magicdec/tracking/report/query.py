@@ -1,0 +1,109 @@
+"""Questions to a table of runs: which of them, in what order, and the medians of groups of them."""
+
+import re
+from collections.abc import Callable, Collection, Sequence
+from operator import ge, gt, le, lt
+from statistics import median
+from typing import Any
+
+from magicdec.errors import UserError
+from magicdec.rules import did_you_mean
+from magicdec.tracking.report.rows import Row, is_setting, keys_of
+
+SYNTAX = "KEY=VALUE, or with != > >= < <= or ~ (contains); several must all hold. A key's unique ending will do: budget"
+ORDERS: dict[str, Callable[[Any, Any], bool]] = {">": gt, ">=": ge, "<": lt, "<=": le}
+
+
+def select(rows: Collection[Row], tests: Sequence[str]) -> list[Row]:
+    """Rows for which every test holds; one may be several, separated by blanks. UserError where there are none."""
+    chosen, keys = list(rows), keys_of(rows)
+    for test in " ".join(tests).split():
+        parts = re.fullmatch(r"(.+?)(!=|>=|<=|=|>|<|~)(.*)", test)
+        if not parts:
+            raise UserError(f"--where {test}: not of the form {SYNTAX}")
+        key, (_, sign, value) = find_key(keys, parts[1], "--where"), parts.groups()
+        chosen = [row for row in chosen if _holds(row.get(key), sign, value)]
+    if not chosen:
+        raise UserError(f"--where {' '.join(tests)}: holds for none of {len(rows):,} runs")
+    return chosen
+
+
+def sort(rows: Collection[Row], key: str | None, descending: bool = False) -> list[Row]:
+    """By a key, numbers before words, and what lacks it last either way."""
+    if not key:
+        return list(rows)
+    name = find_key(keys_of(rows), key, "--sort")
+    having = [row for row in rows if name in row]
+    having.sort(key=lambda row: _rank(row[name]), reverse=descending)
+    return having + [row for row in rows if name not in row]
+
+
+def group(rows: Collection[Row], keys: Sequence[str]) -> list[Row]:
+    """A row per combination of values: how many `runs`, and the median of every figure that is not a setting.
+
+    Runs that failed, and measured and synthetic acceptance, do not mix: a median over both says nothing.
+    """
+    known = keys_of(rows)
+    names = [find_key(known, key, "--group-by") for key in keys]
+    done = [row for row in rows if row.get("status") == "done"]
+    mixed = {row.get("acceptance/source") for row in done} - {None}
+    names += ["acceptance/source"] if len(mixed) > 1 and "acceptance/source" not in names else []
+    groups: dict[tuple, list[Row]] = {}
+    for row in done:
+        groups.setdefault(tuple(row.get(name) for name in names), []).append(row)
+    figures = [key for key in known if not is_setting(key) and key not in names and _is_figure(done, key)]
+    result = []
+    for values, members in groups.items():
+        line: Row = {name: value for name, value in zip(names, values, strict=True) if value is not None}
+        line["runs"] = len(members)
+        for key in figures:
+            if numbers := [row[key] for row in members if _is_number(row.get(key))]:
+                line[key] = median(numbers)
+        result.append(line)
+    return sorted(result, key=lambda line: [_rank(line.get(name)) for name in names])
+
+
+def find_key(known: Collection[str], key: str, option: str) -> str:
+    """The key that is meant: itself, or the only one that ends in it; raises UserError where there is none."""
+    if key in known:
+        return key
+    endings = [name for name in known if name.endswith((f".{key}", f"/{key}"))]
+    if len(endings) == 1:
+        return endings[0]
+    if endings:
+        raise UserError(f"{option} {key}: which one? {', '.join(endings)}")
+    close = did_you_mean(key, known) or did_you_mean(key, [re.split(r"[./]", name)[-1] for name in known])
+    raise UserError(f"{option} {key}: no run has such a key{close}")
+
+
+def _holds(value: Any, sign: str, wanted: str) -> bool:
+    if sign == "~":
+        return wanted in _text(value)
+    number = _number(wanted)
+    if sign in ORDERS:
+        return number is not None and _is_number(value) and ORDERS[sign](value, number)
+    same = value == number if number is not None and _is_number(value) else _text(value) == wanted.lower()
+    return same == (sign == "=")
+
+
+def _text(value: Any) -> str:
+    return "null" if value is None else str(value).lower()
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_figure(rows: Collection[Row], key: str) -> bool:
+    return key not in ("attempt", "pid") and any(_is_number(row.get(key)) for row in rows)
+
+
+def _rank(value: Any) -> tuple[int, float, str]:
+    return (0, value, "") if _is_number(value) else (1 if value is not None else 2, 0.0, str(value))

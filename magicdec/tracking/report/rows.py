@@ -1,0 +1,89 @@
+"""A store as a table: a flat row per run, with configuration keys dotted (cache.budget) beside the metrics."""
+
+import json
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from magicdec.errors import UserError
+from magicdec.tracking.reader import iter_runs
+
+Row = dict[str, Any]
+
+# What names a run or where it ran: neither a setting that one compares by nor a figure that one compares.
+FACTS = frozenset(
+    {"id", "status", "kind", "reason", "attempt", "started", "finished", "host", "pid", "folder", "overrides"}
+    | {"version", "commit", "commit_dirty", "python", "torch"}
+)
+# Told of in config.yaml, but not what a run does.
+ELSEWHERE = ("wandb.", "hydra.", "runs_dir", "resume", "sweep.")
+NOISY = 0.1  # a spread over the repeats above this is pointed at
+
+
+def read_rows(runs_dir: str | Path, sweep: str | None = None) -> list[Row]:
+    """Every run of a store, or of a sweep in it, oldest first; raises UserError where there is none."""
+    if not Path(runs_dir).is_dir():
+        raise UserError(f"{runs_dir}: no such folder; name a run store, as in runs_dir=FOLDER")
+    members = None if sweep is None else sweep_members(runs_dir, sweep)
+    rows = [flatten(run) for run in iter_runs(runs_dir, members)]
+    if not rows:
+        raise UserError(f"{runs_dir}: holds no runs{f' of sweep {sweep}' if sweep else ''}")
+    return sorted(rows, key=lambda row: str(row.get("started", "")))
+
+
+def flatten(run: Mapping[str, Any]) -> Row:
+    """A stored run as one row; nothing in it is nested, and what is null is left out."""
+    result = {key: value for key, value in run.items() if key not in ("config", "rerun")}
+    return dict(_leaves(run.get("config") or {})) | dict(_leaves(result))
+
+
+def sweep_members(runs_dir: str | Path, name: str) -> set[str]:
+    """Ids of the runs of all sweeps of a name: a sweep's own (gamma_x_budget), or its folder's below sweeps/."""
+    folders = sorted(path for path in Path(runs_dir, "sweeps").glob("*") if path.is_dir())
+    chosen = [path for path in folders if name == path.name or path.name.endswith(f"_{name}")]
+    if not chosen:
+        known = ", ".join(path.name for path in folders) or "none"
+        raise UserError(f"--sweep {name}: no such sweep; {Path(runs_dir, 'sweeps')} holds: {known}")
+    return {line["id"] for folder in chosen for line in _lines(folder / "jobs.jsonl") if line.get("id")}
+
+
+def keys_of(rows: Iterable[Row]) -> list[str]:
+    """Every key of any row, in the order in which they are met."""
+    return list(dict.fromkeys(key for row in rows for key in row))
+
+
+def is_setting(key: str) -> bool:
+    """Whether a key is of the configuration: dotted, where metrics are written with slashes."""
+    return "." in key and "/" not in key and not key.startswith(ELSEWHERE)
+
+
+def varying(rows: Collection[Row]) -> list[str]:
+    """Settings in which the rows differ, those with fewer values first."""
+    settings = [key for key in keys_of(rows) if is_setting(key) and ".architecture." not in key]
+    counts = {key: len({row.get(key) for row in rows}) for key in settings}
+    return sorted((key for key in settings if counts[key] > 1), key=counts.__getitem__)
+
+
+def _leaves(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, item in value.items():
+        if isinstance(item, Mapping):
+            yield from _leaves(item, f"{prefix}{key}.")
+        elif isinstance(item, list):
+            yield f"{prefix}{key}", json.dumps(item, separators=(",", ":"))
+        elif item is not None:
+            yield f"{prefix}{key}", item
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Lines of a .jsonl file that are whole: the last one may be torn by a kill."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError:
+        return
+    for line in text.splitlines():
+        try:
+            content = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(content, dict):
+            yield content

@@ -1,0 +1,101 @@
+"""The table on the terminal: what differs between the runs, and what came of it."""
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import Any
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from magicdec.tracking.report.query import find_key
+from magicdec.tracking.report.rows import NOISY, Row, keys_of, varying
+
+FIGURES = {
+    "speedup": "speedup",
+    "acceptance_rate": "accepted",
+    "acceptance_length": "length",
+    "speculative/tokens_per_second": "tokens/s",
+    "speculative/time_per_output_token_ms": "TPOT ms",
+    "formula/speedup": "formula",
+    "predicted/speedup": "predicted",
+    "lossless/identical": "lossless",
+}
+MAX_SETTINGS = 6  # columns that say what differs
+GAP = 3  # blanks between columns
+
+
+def render(
+    rows: Sequence[Row], columns: Sequence[str] | None, limit: int, width: int, grouped: bool = False
+) -> RenderableType:
+    """A line per row, and as many columns as the width holds; colours and marks as in a run's own table."""
+    known = keys_of(rows)
+    chosen = [find_key(known, key, "--columns") for key in columns] if columns else _columns(rows, known, grouped)
+    shown = rows[: limit or None]
+    cells = {key: [_cell(row, key) for row in shown] for key in chosen}
+    names = {key: FIGURES.get(key, key) if columns else _short(key, chosen) for key in chosen}
+    widths = [max(map(len, [names[key], *(cell.plain for cell in cells[key])])) + GAP for key in chosen]
+    fitting = chosen if columns else [key for key, end in zip(chosen, accumulate(widths), strict=True) if end <= width]
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for key in fitting:
+        numeric = any(isinstance(row.get(key), int | float) for row in shown)
+        table.add_column(names[key], justify="right" if numeric else "left", no_wrap=not columns, overflow="fold")
+    for line in zip(*(cells[key] for key in fitting), strict=True):
+        table.add_row(*line)
+    left_out = [names[key] for key in chosen if key not in fitting]
+    return Group(table, Text("\n".join(_notes(rows, limit, left_out, grouped)), style="dim"))
+
+
+def _short(key: str, among: Sequence[str]) -> str:
+    """A key's last part, where that is no other's: budget for cache.budget."""
+    last = key.rpartition(".")[2]
+    return FIGURES.get(key) or (last if sum(last == other.rpartition(".")[2] for other in among) == 1 else key)
+
+
+def _columns(rows: Sequence[Row], known: Sequence[str], grouped: bool) -> list[str]:
+    """What differs between the rows, then what is measured."""
+    if grouped:
+        return [*known[: known.index("runs") + 1], *(key for key in FIGURES if key in known)] if rows else []
+    marks = [key for key in ("acceptance/source",) if len({row.get(key) for row in rows} - {None}) > 1]
+    main = [key for key in FIGURES if key in known]
+    return ["id", "status", *main[:1], *varying(rows)[:MAX_SETTINGS], *marks, *main[1:]]
+
+
+def _cell(row: Row, key: str) -> Text:
+    value = row.get(key)
+    if key == "speedup" and isinstance(value, int | float):
+        noisy = isinstance(spread := row.get("speedup_spread"), float) and spread > NOISY
+        return Text(f"{value:.2f}x{'!' if noisy else ''}", style="green" if value > 1 else "red")
+    if key == "status" and value != "done":
+        return Text(str(row.get("kind") or value), style="yellow")
+    if key == "lossless/identical":
+        return Text("" if value is None else "yes" if value else "no", style="" if value else "yellow")
+    return Text(_plain(value))
+
+
+def _plain(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return "" if value is None else str(value).lower()
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    return str(value)
+
+
+def _notes(rows: Sequence[Row], limit: int, left_out: Sequence[str], grouped: bool) -> Iterator[str]:
+    """What the lines do not say."""
+    if limit and len(rows) > limit:
+        yield f"{limit} of {len(rows):,} lines; --limit 0 shows all"
+    if left_out:
+        yield f"not shown: {', '.join(left_out)}; a wider terminal, --columns or --csv shows them"
+    if grouped:
+        yield "medians over the runs that are done"
+    failed = [row for row in rows if row.get("status") == "failed"]
+    if failed:
+        yield f"{len(failed):,} failed; --columns id,kind,reason says why"
+    noisy = sum(1 for row in rows if isinstance(row.get("speedup_spread"), float) and row["speedup_spread"] > NOISY)
+    if noisy:
+        yield f"{noisy:,} with a spread over {NOISY:.0%} between repeats (speedup_spread), marked !: measure them again"
+    synthetic = sum(1 for row in rows if row.get("acceptance/source") == "synthetic")
+    if synthetic:
+        yield f"{synthetic:,} SYNTHETIC: their acceptance was drawn, not measured; only the times are real"

@@ -1,0 +1,90 @@
+"""Synthetic stores: runs that look like a sweep's, of any number, written straight to disk."""
+
+import json
+import random
+from copy import deepcopy
+from itertools import cycle, islice, product
+from pathlib import Path
+
+import yaml
+
+from magicdec import __version__
+from magicdec.costmodel.speedup import omega
+from tests.tracking.sample import CONFIG
+
+AXES = {
+    "batch.size": (1, 4, 8, 16, 32, 64),
+    "batch.context_len": (1024, 4096, 8192, 16384, 32768),
+    "cache.policy": ("streaming", "snapkv", "full"),
+    "cache.budget": (64, 128, 256, 512, 1024),
+    "draft.gamma": (1, 2, 4, 8),
+}
+
+
+def config_with(values: dict) -> dict:
+    config = deepcopy(CONFIG)
+    for key, value in values.items():
+        group, _, name = key.partition(".")
+        config[group][name] = value
+    return config
+
+
+def outcome_of(values: dict, rng: random.Random) -> dict:
+    """Figures that follow the paper's formula, with some noise, so that plots look like real ones."""
+    batch, context, budget, gamma = (
+        values[k] for k in ("batch.size", "batch.context_len", "cache.budget", "draft.gamma")
+    )
+    full = values["cache.policy"] == "full"
+    kept = context if full else budget
+    alpha = min(0.97, {"streaming": 0.62, "snapkv": 0.7, "full": 0.97}[values["cache.policy"]] + 0.02 * budget**0.4)
+    decode = 8 + batch * context / 40_000
+    draft, verify = 6 + batch * kept / 40_000, decode * 1.15
+    length = omega(gamma, alpha)
+    formula = decode * length / (gamma * draft + verify)
+    speedup = formula * rng.gauss(0.96, 0.03)
+    source = "synthetic" if batch == 64 else "measured"
+    return {
+        "speedup": speedup,
+        "speedup_wall": speedup * 0.9,
+        "speedup_spread": abs(rng.gauss(0.03, 0.03)),
+        "acceptance_rate": (length - 1) / gamma,
+        "acceptance_length": length,
+        "alpha": alpha,
+        "acceptance/source": source,
+        "autoregressive/tokens_per_second": 1000 * batch / decode,
+        "autoregressive/time_per_output_token_ms": decode,
+        "speculative/tokens_per_second": 1000 * batch / decode * speedup,
+        "speculative/time_per_output_token_ms": decode / speedup,
+        "time/target_decode_ms": decode,
+        "time/draft_ms": draft,
+        "time/verify_ms": verify,
+        "formula/speedup": formula,
+        "formula/speedup_error": formula / speedup - 1,
+        "lossless/identical": None if source == "synthetic" else True,
+        "memory/peak_gib": 1 + batch * context / 1e5,
+        "device": "Some CPU @ 2.90GHz",
+    }
+
+
+def write_store(runs_dir: Path, number: int, seed: int = 0) -> None:
+    """A store of `number` runs over the AXES, over several data seeds where they do not suffice; every 50th failed."""
+    rng = random.Random(seed)
+    points = [dict(zip(AXES, point, strict=True)) for point in product(*AXES.values())]
+    rng.shuffle(points)
+    for index, values in enumerate(islice(cycle(points), number)):
+        values = values | {"data.seed": index // len(points)}
+        write_run(runs_dir, f"{index:012x}", values, outcome_of(values, rng), failed=index % 50 == 49)
+
+
+def write_run(runs_dir: Path, run_id: str, values: dict, metrics: dict, failed: bool = False) -> None:
+    folder = runs_dir / run_id
+    folder.mkdir(parents=True)
+    result = {"status": "done", "id": run_id, "attempt": 1, "started": f"2026-01-01T00:00:00+00:00#{run_id}"}
+    result |= {"host": "here", "pid": 1, "version": __version__, "commit": None, "torch": "2.13.0"}
+    result["overrides"] = [f"{key}={value}" for key, value in values.items()]
+    if failed:
+        result |= {"status": "failed", "kind": "out_of_memory", "reason": "batch.size: too much", "attempt": 2}
+    else:
+        result |= metrics
+    (folder / "result.json").write_text(json.dumps(result))
+    (folder / "config.yaml").write_text(yaml.dump(config_with(values), Dumper=yaml.CSafeDumper, sort_keys=False))

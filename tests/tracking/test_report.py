@@ -1,0 +1,188 @@
+"""The report on the terminal: questions, groups, exports, comparisons, and mistakes in one line."""
+
+import csv
+import json
+import re
+import time
+
+import pytest
+
+from magicdec.errors import UserError
+from magicdec.tracking.report import page, query
+from magicdec.tracking.report.__main__ import main
+from magicdec.tracking.report.rows import flatten, read_rows, varying
+from tests.tracking.stores import AXES, write_run, write_store
+
+MANY, SECONDS = 10_000, 40  # it takes about 6 s on a free core; the bound is for crowded ones
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("stores") / "runs"
+    write_store(folder, 200)
+    return folder
+
+
+@pytest.fixture
+def report(store, capsys):
+    def run(*arguments, runs=store):
+        code = main([*([str(runs)] if runs else []), *map(str, arguments)])
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return run
+
+
+ROWS = [
+    {"id": "a", "status": "done", "cache.budget": 64, "speedup": 1.5, "target.name": "tiny", "ok": True},
+    {"id": "b", "status": "done", "cache.budget": 128, "speedup": 0.5, "target.name": "Llama"},
+    {"id": "c", "status": "failed", "cache.budget": 128, "target.name": "tiny"},
+]
+
+
+@pytest.mark.parametrize(
+    ("test", "ids"),
+    [
+        ("cache.budget=128", "bc"),
+        ("budget=64", "a"),
+        ("cache.budget!=128", "a"),
+        ("speedup>1", "a"),
+        ("speedup<=0.5", "b"),
+        ("speedup=null", "c"),
+        ("name~LA", ""),
+        ("name~la", "b"),
+        ("name=llama", "b"),
+        ("ok=true", "a"),
+        ("budget>=64 status=done", "ab"),
+    ],
+)
+def test_tests(test, ids):
+    if ids:
+        assert "".join(row["id"] for row in query.select(ROWS, [test])) == ids
+    else:
+        with pytest.raises(UserError, match="none of 3 runs"):
+            query.select(ROWS, [test])
+
+
+def test_sorting_puts_what_lacks_the_key_last():
+    assert [row["id"] for row in query.sort(ROWS, "speedup")] == ["b", "a", "c"]
+    assert [row["id"] for row in query.sort(ROWS, "speedup", descending=True)] == ["a", "b", "c"]
+
+
+def test_groups_are_medians_over_the_runs_that_are_done():
+    rows = [{"status": "done", "cache.budget": 64, "speedup": s} for s in (1, 2, 9)] + ROWS
+    lines = query.group(rows, ["budget"])
+    assert [(line["cache.budget"], line["runs"], line["speedup"]) for line in lines] == [(64, 4, 1.75), (128, 1, 0.5)]
+
+
+def test_measured_and_synthetic_acceptance_do_not_mix():
+    rows = [{"status": "done", "a.b": 1, "speedup": 1, "acceptance/source": s} for s in ("measured", "synthetic")]
+    assert [line["runs"] for line in query.group(rows, ["a.b"])] == [1, 1]
+
+
+def test_rows_are_flat_and_say_what_varies():
+    run = {"id": "x", "status": "done", "config": {"a": {"b": [1, 2], "c": None}}, "rerun": {"status": "failed"}}
+    assert flatten(run) == {"a.b": "[1,2]", "id": "x", "status": "done"}
+    assert varying(ROWS) == ["cache.budget", "target.name"]
+
+
+def test_the_table_shows_what_differs(report):
+    code, out, _ = report("--where", "speedup>1", "--sort", "speedup", "--descending", "--limit", 3)
+    assert code == 0
+    for word in ("policy", "budget", "speedup", "tokens/s", "3 of", "SYNTHETIC"):
+        assert word in out
+    code, out, _ = report("--group-by", "policy,budget")
+    assert code == 0
+    assert "medians" in out
+    assert all(re.search(rf"\nsnapkv +{budget} +measured ", out) for budget in AXES["cache.budget"])
+    code, out, _ = report("--columns", "id,reason", "--where", "status=failed")
+    assert "batch.size: too much" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--where", "bugdet=4"], "did you mean budget?"),
+        (["--where", "budget"], "not of the form"),
+        (["--where", "speedup>100"], "holds for none of 200 runs"),
+        (["--sort", "tokens_per_second"], "which one?"),
+        (["--sweep", "mine"], "no such sweep"),
+        (["--html", "/dev/null/page.html"], "cannot be written"),
+        (["--columns", "spedup"], "did you mean speedup?"),
+    ],
+)
+def test_mistakes_are_one_line(report, arguments, said):
+    code, _, err = report(*arguments)
+    assert code == 2
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert said in err
+
+
+def test_no_store_is_a_mistake(report, tmp_path):
+    assert "no such folder" in report(runs=tmp_path / "nowhere")[2]
+    assert "holds no runs" in report(runs=tmp_path)[2]
+
+
+def test_csv_holds_every_column(report, tmp_path):
+    target = tmp_path / "new" / "runs.csv"
+    assert report("--csv", target)[0] == 0
+    with target.open(newline="") as file:
+        lines = list(csv.DictReader(file))
+    assert len(lines) == 200
+    assert {"id", "cache.budget", "speculative/tokens_per_second", "reason"} <= lines[0].keys()
+    assert {line["lossless/identical"] for line in lines} == {"true", ""}
+
+
+def test_parquet(report, tmp_path):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    assert report("--parquet", tmp_path / "runs.parquet")[0] == 0
+    table = parquet.read_table(tmp_path / "runs.parquet")
+    assert table.num_rows == 200
+    assert str(table.schema.field("speedup").type) == "double"
+    assert str(table.schema.field("cache.budget").type) == "int64"
+
+
+def test_a_sweep_is_the_runs_of_its_folders(report, store, tmp_path):
+    for folder, ids in (
+        ("2026-01-01_00-00-00_grid", ("000000000001",)),
+        ("2026-01-02_00-00-00_grid", ("000000000002",)),
+    ):
+        path = store / "sweeps" / folder / "jobs.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(json.dumps({"id": name}) + "\n" for name in ids) + '{"id": "0000')
+    assert len(read_rows(store, "grid")) == 2
+    assert [row["id"] for row in read_rows(store, "2026-01-02_00-00-00_grid")] == ["000000000002"]
+
+
+def test_two_runs_compared(report, tmp_path):
+    values = {"cache.budget": 64, "draft.gamma": 2}
+    write_run(tmp_path, "aaa1", values, {"speedup": 1.0, "alpha": 0.5})
+    write_run(tmp_path, "bbb2", values | {"draft.gamma": 4}, {"speedup": 1.5, "alpha": 0.5})
+    code, out, _ = report("compare", "aaa", tmp_path / "bbb2", "--runs-dir", tmp_path, runs=None)
+    assert code == 0
+    lines = {line.split()[0]: line.split()[1:] for line in out.splitlines() if line.strip()}
+    assert lines["draft.gamma"] == ["2", "4", "+100.0%"]
+    assert lines["speedup"] == ["1", "1.5", "+50.0%"]
+    assert "alpha" not in lines
+    assert "cache.budget" not in lines
+    code, _, err = report("compare", "a", "c", "--runs-dir", tmp_path, runs=None)
+    assert (code, err.count("\n")) == (2, 1)
+    assert "c: no such run" in err
+
+
+def test_a_command_to_copy_leaves_out_what_is_not_the_runs():
+    stored = json.dumps(["+sweeps=grid", "draft.gamma=4", "runs_dir=x", "data.path='a b'"])
+    assert page.command({"overrides": stored}, []) == "python launch.py draft.gamma=4 'data.path='\"'\"'a b'\"'\"''"
+    assert page.command({"target.name": "tiny", "draft.gamma": 2}, ["draft.gamma"]) == (
+        "python launch.py target=tiny draft.gamma=2"
+    )
+
+
+@pytest.mark.slow
+def test_ten_thousand_runs_in_seconds(report, tmp_path):
+    write_store(tmp_path / "runs", MANY)
+    start = time.perf_counter()
+    assert report("--html", tmp_path / "page.html", "--csv", tmp_path / "runs.csv", runs=tmp_path / "runs")[0] == 0
+    assert time.perf_counter() - start < SECONDS
+    assert (tmp_path / "page.html").stat().st_size < 5e6
