@@ -152,6 +152,10 @@ class Decoder:
             self._steps[draft] = Cycle([Step(body, self.device, self.graphs, undo) for body in bodies])
         return self._steps[draft]
 
+    def forget_steps(self) -> None:
+        """Release captures, and what they hold."""
+        self._steps.clear()
+
     def _collect(self, round_seconds: list[float], draft_seconds: float, gamma: int) -> Generation:
         """Read the counters back, once."""
         state, rounds = self.state, len(round_seconds)

@@ -35,6 +35,10 @@ class Batch:
         elif self.draft is not None:
             self.draft.prefill(self.decoder.state, silent)
 
+    def close(self) -> None:
+        """Let go of the steps, which hold the caches in a circle: memory is free as soon as the batch is forgotten."""
+        self.decoder.forget_steps()
+
 
 @dataclass
 class NativeEngine:

@@ -46,6 +46,9 @@ def compare(plan: build.Plan, progress: Progress) -> Outcome:
     passes = [Pass([], []) for _ in range(config.scenario.repeats)]
     prefill_seconds, audits = [], []
     for start in range(0, len(prompts.tokens), rows):
+        if start:
+            batch.close()
+            del batch  # or the caches of two batches would be held at once
         batch = engine.open(prompts.tokens[start : start + rows])
         prefill_seconds.append(_prefill(batch, engine, progress))
         warm_up(batch)
