@@ -144,7 +144,10 @@ class DataConfig:
 class SamplingConfig:
     """How a token is chosen."""
 
-    temperature: float = at_least(0, default=0.0)
+    # Logits over a temperature near 0 would leave float32.
+    temperature: float = ruled(
+        0.0, lambda value: value == 0 or 1e-4 <= value <= 1e4, "must be 0 (greedy) or from 0.0001 to 10,000"
+    )
     top_k: int | None = at_least(1, default=None)
     top_p: float | None = ruled(None, lambda value: 0 < value <= 1, "must be above 0 and at most 1")
     seed: int = at_least(0, default=0)
