@@ -168,6 +168,6 @@ def critical_context(setup: Setup, gamma: int, batches: tuple[int, int] = BATCHE
     if gain(low) >= 0:
         return low
     while high - low > max(1.0, CONTEXT_STEP * low):
-        middle = int((low * high) ** 0.5)
+        middle = max(low + 1, int((low * high) ** 0.5))
         low, high = (low, middle) if gain(middle) >= 0 else (middle, high)
     return high

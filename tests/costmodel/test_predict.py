@@ -1,6 +1,8 @@
 import re
 import subprocess
 import sys
+from itertools import count
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -65,6 +67,19 @@ def test_critical_context_at_its_ends(setup, model):
     # MHA loads so much KV that the batch helps from the start; a tiny draft of few layers has none to speak of.
     assert critical_context(setup(target="llama-2-7b-32k"), 3) < critical_context(setup(), 3)
     assert critical_context(setup(target="yi-1.5-6b", hardware="8xL40"), 3) is None
+
+
+@pytest.mark.parametrize("crossing", [*range(60, 200), 4096, 131071])
+def test_the_search_for_the_critical_context_ends_wherever_it_lies(setup, monkeypatch, crossing):
+    def round_times(one, gamma):
+        assert next(calls) < 200, "the search does not end"
+        speedup = one.batch * (one.context - crossing)
+        return SimpleNamespace(target=SimpleNamespace(total=speedup), round_s=1.0)
+
+    calls = count()
+    monkeypatch.setattr("magicdec.costmodel.predict.round_times", round_times)
+    critical = critical_context(setup(), 3)
+    assert max(64, crossing) <= critical <= max(64, crossing + 1, 1.01 * crossing)
 
 
 def test_the_verdict_says_why(setup):
