@@ -138,7 +138,10 @@ def test_the_first_run_needs_no_warning(default):
         ({"data__name": "book"}, "data.name=book: must be one of stdlib, text, prompts, pg19, repeat, random"),
         ({"data__seed": -1}, "data.seed=-1: must be at least 0"),
         ({"sampling__temperature": -0.5}, "sampling.temperature=-0.5: must be 0 (greedy) or from 0.0001 to 10,000"),
-        ({"sampling__temperature": float("nan")}, "sampling.temperature=nan: must be 0 (greedy) or from 0.0001 to 10,000"),
+        (
+            {"sampling__temperature": float("nan")},
+            "sampling.temperature=nan: must be 0 (greedy) or from 0.0001 to 10,000",
+        ),
         ({"sampling__temperature": 1e-40}, "sampling.temperature=1e-40: must be 0 (greedy) or from 0.0001 to 10,000"),
         ({"hardware__tflops": float("inf")}, "hardware.tflops=inf: must be above 0"),
         ({"sampling__top_k": 0}, "sampling.top_k=0: must be at least 1"),

@@ -36,8 +36,9 @@ class Batch:
             self.draft.prefill(self.decoder.state, silent)
 
     def close(self) -> None:
-        """Let go of the steps, which hold the caches in a circle: memory is free as soon as the batch is forgotten."""
-        self.decoder.forget_steps()
+        """Free its memory at once, though the caller's variable may live on until the next batch is bound to it."""
+        self.decoder.forget_steps()  # they hold the caches in a circle
+        vars(self).clear()
 
 
 @dataclass

@@ -46,9 +46,6 @@ def compare(plan: build.Plan, progress: Progress) -> Outcome:
     passes = [Pass([], []) for _ in range(config.scenario.repeats)]
     prefill_seconds, audits = [], []
     for start in range(0, len(prompts.tokens), rows):
-        if start:
-            batch.close()
-            del batch  # or the caches of two batches would be held at once
         batch = engine.open(prompts.tokens[start : start + rows])
         prefill_seconds.append(_prefill(batch, engine, progress))
         warm_up(batch)
@@ -59,6 +56,8 @@ def compare(plan: build.Plan, progress: Progress) -> Outcome:
         if _is_audited(plan):
             first = passes[0]
             audits.append(audit(batch.decoder, first.autoregressive[-1].tokens, first.speculative[-1].tokens))
+        if start + rows < len(prompts.tokens):  # the last one is profiled below
+            batch.close()  # or the caches of two batches would be held at once
     results: Metrics = {"data/fingerprint": prompts.fingerprint, "device": plan.device_name}
     results |= _speeds(passes, prefill_seconds)
     if passes[0].speculative:

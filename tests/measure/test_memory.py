@@ -30,7 +30,6 @@ def test_a_closed_batch_holds_no_memory():
         batch.decoder.generate(batch.draft)
         cache = weakref.ref(batch.decoder.cache)
         batch.close()
-        del batch
         assert cache() is None
     finally:
         gc.enable()
