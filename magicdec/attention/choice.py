@@ -11,8 +11,8 @@ import torch
 from magicdec.attention.base import Attention
 from magicdec.errors import UserError
 
-BACKENDS = {"sdpa": "SdpaAttention", "cpp": "CppAttention"}
-FASTEST_FIRST = {"cpu": ("cpp", "sdpa"), "cuda": ("sdpa",)}
+BACKENDS = {"sdpa": "SdpaAttention", "cpp": "CppAttention", "triton": "TritonAttention"}
+FASTEST_FIRST = {"cpu": ("cpp", "sdpa"), "cuda": ("triton", "sdpa")}
 
 
 def backend(name: str) -> type[Attention]:
