@@ -158,7 +158,7 @@ class SamplingConfig:
 class AttentionConfig:
     """Who computes attention."""
 
-    name: str = one_of("auto", "sdpa", "cpp", "triton", default=MISSING)
+    name: str = one_of("auto", "sdpa", "cpp", "triton", "flash", default=MISSING)
 
 
 @dataclass

@@ -222,7 +222,7 @@ def split_count(programs: int, num_slots: int, device: torch.device) -> int:
 
 
 def launch_options(dtype: torch.dtype, tile: int, dim: int) -> dict[str, int | bool]:
-    """A large tile's registers need more warps; as many blocks are in flight as the least shared memory holds (L40's)."""
+    """A large tile's registers need more warps; in flight are as many blocks as the least shared memory holds (L40)."""
     return {
         "num_warps": 4 if tile * triton.next_power_of_2(dim) <= 4096 else 8,
         "num_stages": 2 if dtype == torch.float32 else 3,
