@@ -4,8 +4,8 @@ B rows, T new tokens, H query heads over K KV heads, G = H / K, D head dim. Ever
 function of the library, the one for caches, serves prefill as well as decoding.
 
 FlashAttention-2 reads K and V once for the G heads that share them only where there is a single query token. For more,
-all G x T query rows attend to what was committed before as if they were T x G tokens of K heads, unmasked; then to the T
-new tokens causally; and the two parts are merged by their log-sum-exp. FlashAttention-3 packs by itself.
+all query rows attend to what was committed before as if they were T x G tokens of K heads, unmasked; then to the T new
+tokens causally; and the two parts are merged by their log-sum-exp. FlashAttention-3 packs by itself.
 """
 
 import sys
