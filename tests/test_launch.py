@@ -1,5 +1,6 @@
 """The command line: exit codes, one line per mistake, nothing left behind."""
 
+import logging
 import os
 import re
 import subprocess
@@ -27,13 +28,16 @@ def here(tmp_path, monkeypatch):
 def run(here, monkeypatch, capsys):
     """The command line in this process, with a function in place of the scenario."""
 
+    handlers = list(logging.getLogger().handlers)
+
     def with_arguments(*arguments, scenario=lambda config, in_sweep: None):
         monkeypatch.setattr("magicdec.scenarios.run", scenario)
         monkeypatch.setattr(sys, "argv", ["launch.py", *arguments])
         code = launch.main()
         return code, capsys.readouterr().err
 
-    return with_arguments
+    yield with_arguments
+    logging.getLogger().handlers[:] = handlers  # Hydra's write to what pytest has closed by the next test
 
 
 def in_subprocess(*arguments, **env):
