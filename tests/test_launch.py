@@ -28,7 +28,8 @@ def here(tmp_path, monkeypatch):
 def run(here, monkeypatch, capsys):
     """The command line in this process, with a function in place of the scenario."""
 
-    handlers = list(logging.getLogger().handlers)
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
 
     def with_arguments(*arguments, scenario=lambda config, in_sweep: None):
         monkeypatch.setattr("magicdec.scenarios.run", scenario)
@@ -37,7 +38,8 @@ def run(here, monkeypatch, capsys):
         return code, capsys.readouterr().err
 
     yield with_arguments
-    logging.getLogger().handlers[:] = handlers  # Hydra's write to what pytest has closed by the next test
+    root.handlers[:] = handlers  # Hydra's write to what pytest has closed by the next test
+    root.setLevel(level)
 
 
 def in_subprocess(*arguments, **env):

@@ -21,8 +21,7 @@ SMALL = ["batch.size=2", "batch.context_len=320", "batch.generate_len=8", "scena
 
 def launch(arguments: list[str], runs: Path) -> subprocess.CompletedProcess:
     arguments = sorted([*arguments, f"runs_dir={runs}"], key=lambda a: not a.startswith("-"))  # flags come first
-    command = [sys.executable, "launch.py", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180)
+    return subprocess.run([sys.executable, "launch.py", *arguments], cwd=ROOT, capture_output=True, text=True)
 
 
 def test_the_readme_shows_its_commands():
