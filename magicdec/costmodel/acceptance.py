@@ -32,7 +32,7 @@ class Point(NamedTuple):
     policy: str
     budget: int
     context_len: int
-    task: str  # the text it was measured on: data.name, or a paper's data set
+    task: str  # the text it was measured on: data.task, data.name, or a paper's data set
     alpha: float
     source: str
     measured: bool = False  # in a run of our own
@@ -151,7 +151,7 @@ def _point(config: dict[str, Any], result: dict[str, Any], run: str) -> Point | 
         policy=config["cache"]["policy"],
         budget=int(config["cache"]["budget"]),
         context_len=int(config["batch"]["context_len"]),
-        task=config["data"]["name"],
+        task=config["data"].get("task") or config["data"]["name"],
         alpha=float(result["alpha"]),
         source=f"run {run}",
         measured=True,
