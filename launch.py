@@ -4,9 +4,11 @@
 """
 
 import difflib
+import itertools
 import os
 import re
 import sys
+import threading
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
@@ -26,12 +28,16 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandat
 from yaml import MarkedYAMLError
 
 from magicdec.config import Config, load
-from magicdec.errors import UserError
+from magicdec.errors import JobFailed, UserError
 from magicdec.rules import did_you_mean, known_keys
+from magicdec.tracking.sweep import JOBS
 
 ROOT = Path(__file__).resolve().parent
 CONF = ROOT / "conf"
 USER_ERROR, FAILURE, INTERRUPTED = 2, 1, 130
+# Of a job that the process launcher has started (hydra_plugins/process_launcher.py): its number, the sweep's folder,
+# and the exit code that says that another process is running this run.
+JOB, SWEEP_DIR, BUSY = "MAGICDEC_JOB", "MAGICDEC_SWEEP_DIR", 75
 
 # OmegaConf's ways to say that a value does not fit its key, and what would.
 MISFITS = {
@@ -45,26 +51,42 @@ MISFITS = {
 }
 
 
-class JobFailed(Exception):
-    """A job that has failed and whose error is on stderr already; its argument is the exit code."""
+failures: list[JobFailed] = []  # of this process's jobs
 
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
 def job(cfg: DictConfig) -> None:
     """Run one configuration: the only one, or one of a multirun's."""
-    new_folders.clear()
-    multirun = HydraConfig.get().mode == RunMode.MULTIRUN
+    if not cfg.sweep.dry_run:
+        new_folders.clear()
+    place = _place()
+    if failures and cfg.sweep.fail_fast:
+        raise failures[0]
     try:
         config = load(cfg)
-        from magicdec.scenarios import run  # here, because --help and mistakes must not wait for PyTorch
+        from magicdec.scenarios import Job, run  # here, because --help and mistakes must not wait for PyTorch
 
-        run(config, in_sweep=multirun)
+        run(config, Job(**place))
     except Exception as error:
-        hydra_cfg = HydraConfig.get()
-        overrides = list(hydra_cfg.overrides.task)
-        where = f"job {hydra_cfg.job.num} ({' '.join(overrides)}): " if multirun else ""
+        if os.environ.get(JOB) and type(error).__name__ == "Busy":
+            raise JobFailed(BUSY) from error  # the launcher comes back to it
+        overrides = list(place["overrides"])
+        where = f"job {place['number']} ({' '.join(overrides)}): " if place["sweep_dir"] else ""
         is_mistake = isinstance(error, UserError | OmegaConfBaseException)
-        raise JobFailed(report(error, explain(error, overrides) if is_mistake else None, where)) from error
+        failures.append(JobFailed(report(error, explain(error, overrides) if is_mistake else None, where)))
+        raise failures[-1] from error
+
+
+def _place() -> dict[str, Any]:
+    """What was typed, and where in a sweep this job stands: of this process's, or of one that started this process."""
+    hydra_cfg = HydraConfig.get()
+    overrides = tuple(hydra_cfg.overrides.task)
+    if number := os.environ.get(JOB):
+        sweep_dir, waits = Path(os.environ[SWEEP_DIR]), False
+        return {"overrides": overrides, "sweep_dir": sweep_dir, "number": int(number), "waits": waits}
+    if hydra_cfg.mode == RunMode.MULTIRUN:
+        return {"overrides": overrides, "sweep_dir": Path(hydra_cfg.sweep.dir), "number": hydra_cfg.job.num}
+    return {"overrides": overrides, "sweep_dir": None, "number": 0}
 
 
 def main() -> int:
@@ -72,6 +94,9 @@ def main() -> int:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises its errors, where it would print them in many lines
     os.environ["MAGICDEC_ROOT"] = str(ROOT)
     overrides: list[str] = []
+    failures.clear()
+    if os.environ.get(JOB):
+        threading.Thread(target=_end_with_launcher, daemon=True).start()
     try:
         parser = get_args_parser()
         parser.error = _refuse  # type: ignore[method-assign]
@@ -85,7 +110,15 @@ def main() -> int:
     except Exception as error:
         _remove_new_folders()
         return report(error, explain(error, overrides))
+    if new_folders and not (new_folders[0] / JOBS).exists():  # after a dry run
+        _remove_new_folders()
     return 0
+
+
+def _end_with_launcher() -> None:
+    """A job does not outlive its sweep, however that ends: its standard input is the launcher's to keep open."""
+    sys.stdin.read()
+    os._exit(INTERRUPTED)
 
 
 def report(error: Exception, explanation: str | None, where: str = "") -> int:
@@ -204,8 +237,11 @@ def _refuse(message: str) -> NoReturn:
 new_folders: list[Path] = []
 
 
-def _sweep_folder(runs_dir: str) -> str:
-    folder = Path(runs_dir, "sweeps", f"{datetime.now():%Y-%m-%d_%H-%M-%S}")
+def _sweep_folder(runs_dir: str, name: str | None, grid: str | None) -> str:
+    end = f"_{name or grid}" if name or grid else ""
+    times = (f"{datetime.now():%Y-%m-%d_%H-%M-%S}{f'-{count}' if count else ''}" for count in itertools.count())
+    folders = (Path(runs_dir, "sweeps", time + end) for time in times)
+    folder = next(path for path in folders if not path.exists())
     new_folders[:] = [path for path in (folder, folder.parent, folder.parent.parent) if not path.exists()]
     return str(folder)
 

@@ -1,0 +1,50 @@
+"""launch.py with a plan and a scenario that take a moment, and no PyTorch; the process launcher's jobs are this, too.
+
+It says in the folder QUICK_STARTS, by an empty file, each time that a run is begun. draft.gamma=6 crashes, 7 is killed.
+"""
+
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import launch
+import magicdec.scenarios
+
+SECONDS = 0.05
+
+
+def quick(plan, progress):
+    config = plan.config
+    gamma, budget = config.draft.gamma, config.cache.budget
+    Path(os.environ["QUICK_STARTS"], f"{gamma}-{budget}-{time.monotonic_ns()}-{os.getpid()}").touch()
+    time.sleep(SECONDS)
+    if gamma == 6:
+        raise RuntimeError("gamma 6 is unlucky")
+    if gamma == 7:
+        os.kill(os.getpid(), signal.SIGKILL)
+    tokens = [random.Random(f"{gamma} {budget}").randrange(1000) for _ in range(2000)]
+    row = {"row": 0, "context_len": 64, "autoregressive": tokens, "speculative": tokens}
+    history = [{"round": 0, "accepted": 1.0}]
+    return SimpleNamespace(metrics={"speedup": gamma + budget / 1000}, generations=[row], history=history, samples=[])
+
+
+def plan(config):
+    return SimpleNamespace(config=config, fingerprints={}, device_name="a device")
+
+
+def estimate(plan, context_len):
+    return SimpleNamespace(total=lambda num_rows: num_rows * context_len << 20)
+
+
+build: Any = ModuleType("magicdec.build")
+build.plan, build.estimate = plan, estimate
+sys.modules["magicdec.build"] = magicdec.build = build
+magicdec.scenarios._scenario = lambda name: quick
+
+if __name__ == "__main__":
+    sys.exit(launch.main())
