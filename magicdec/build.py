@@ -4,17 +4,19 @@ Everything that can be checked without loading weights is checked first.
 """
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from magicdec.attention.base import Attention
 from magicdec.attention.sdpa import SdpaAttention
-from magicdec.cache.draft_cache import CACHES
+from magicdec.cache.draft_cache import CACHES, CacheSpec
 from magicdec.config import BatchConfig, Config, ModelChoice
 from magicdec.data import Prompts, load_prompts
 from magicdec.data.tokenizer import load_tokenizer
+from magicdec.drafts.base import DRAFTS
 from magicdec.engines.native import NativeEngine
 from magicdec.errors import UserError
 from magicdec.measure import memory
@@ -26,7 +28,8 @@ from magicdec.verification.sampling import Sampling
 
 log = logging.getLogger(__name__)
 
-ROWS_ON = {"cpu": 8, "cuda": 64}  # batch.size=auto; with fewer, a small model on a GPU is bound by latency
+# batch.size=auto. With fewer rows a small model is bound by its weights (CPU) or by latency (GPU), not by its KV cache.
+ROWS_ON = {"cpu": 24, "cuda": 64}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -60,6 +63,14 @@ class Plan:
         """Of the checkpoints that the run loads."""
         return {m.key: m.fingerprint for m in (self.target, self.draft) if m is not None}
 
+    @property
+    def num_bytes(self) -> int:
+        """The memory that the run will take, at the largest point of a profile."""
+        batch, scenario = self.config.batch, self.config.scenario
+        if scenario.name == "profile":
+            return estimate(self, max(scenario.context_lens)).total(max(scenario.batch_sizes))
+        return estimate(self, batch.context_len).total(int(batch.size))
+
 
 def plan(config: Config) -> Plan:
     """Resolve `auto`, read the checkpoints' configs, and check everything that needs no weights."""
@@ -80,8 +91,15 @@ def plan(config: Config) -> Plan:
         assert config.draft.model is not None  # validated
         draft = _model("draft.model", config.draft.model)
         checkpoint.check_vocabularies(target.config, draft.config, target.folder, draft.folder)
+    if config.draft.name != "none":
+        DRAFTS[config.draft.name].check(target.config, config.draft.num_layers)
+        if CACHES[config.cache.policy].needs_target and draft is not None:
+            raise UserError(
+                f"cache.policy={config.cache.policy} lives on the target's own cache, which an independent draft has "
+                "no use for; choose draft=self or draft=layer_skip"
+            )
     _check_length(config, target, draft)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
     return Plan(config, device, dtype, target, draft, name)
 
 
@@ -95,10 +113,9 @@ def estimate(plan: Plan, context_len: int) -> memory.Estimate:
         drafter = (plan.draft or plan.target).config
         if plan.draft is not None:
             weights += drafter.num_parameters * plan.dtype.itemsize
-        if c.cache.policy != "full":
-            per_row += memory.kv_bytes(drafter, min(c.cache.budget, max_len) + gamma + 1, plan.dtype)
-        elif plan.draft is not None:
-            per_row += memory.kv_bytes(drafter, max_len, plan.dtype)
+        if DRAFTS[c.draft.name].has_cache:
+            spec = CacheSpec(gamma, max_len - gamma - 1, **_options(c.cache, "policy"))
+            per_row += CACHES[c.cache.policy].bytes_per_row(spec, drafter, plan.dtype, plan.draft is None)
     per_row += memory.activation_bytes(plan.target.config, 1, min(c.batch.prefill_chunk, max_len), plan.dtype)
     return memory.Estimate(weights, per_row, 0)
 
@@ -121,9 +138,9 @@ def engine(plan: Plan, progress: Progress) -> NativeEngine:
         prefill_chunk=c.batch.prefill_chunk,
         draft_name=c.draft.name,
         gamma=_gamma(c),
+        draft_options=_options(c.draft, "name", "gamma", "synthetic_acceptance", "model"),
         policy=c.cache.policy,
-        budget=c.cache.budget,
-        num_sink=c.cache.num_sink,
+        cache_options=_options(c.cache, "policy"),
         ignore_eos=s.ignore_eos,
         graphs=c.hardware.cuda_graphs,
         synthetic_acceptance=c.draft.synthetic_acceptance,
@@ -154,6 +171,11 @@ def tokenizer(plan: Plan) -> object | None:
             "use data=random"
         )
     return load_tokenizer(plan.target.folder)
+
+
+def _options(group: object, *others: str) -> dict[str, Any]:
+    """The keys of a group that a draft or a policy reads itself: all but `others`."""
+    return {f.name: getattr(group, f.name) for f in fields(group) if f.name not in others}  # type: ignore[arg-type]
 
 
 def _gamma(config: Config) -> int:
@@ -240,7 +262,7 @@ def _attention(name: str, device: torch.device) -> Attention:
     return chosen
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
     """The processor's name, as the operating system tells it."""
     import platform
 

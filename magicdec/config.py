@@ -11,6 +11,7 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 
+from magicdec.costmodel.hardware import Efficiency
 from magicdec.errors import UserError
 from magicdec.models.config import ModelConfig, RopeScaling
 from magicdec.rules import SIZES, above, at_least, check, one_of, ruled
@@ -79,6 +80,8 @@ class DraftConfig:
     gamma: int = 0
     synthetic_acceptance: float | None = ruled(None, lambda value: 0 <= value <= 1, "must be between 0 and 1")
     model: ModelChoice | None = None
+    num_layers: int = at_least(0, default=0)
+    max_ngram: int = at_least(1, default=8)
 
 
 @dataclass
@@ -88,6 +91,13 @@ class CacheConfig:
     policy: str = MISSING
     budget: int = 0
     num_sink: int = at_least(0, default=0)
+    observation_window: int = at_least(1, default=32)
+    kernel: int = ruled(5, lambda value: value >= 1 and value % 2 == 1, "must be an odd number of at least 1")
+    beta: int = at_least(1, default=20)
+    page_size: int = at_least(1, default=16)
+    refresh: int = at_least(1, default=1)
+    bits: int = ruled(8, lambda value: value in (4, 8), "must be 8 or 4")
+    group_size: int = at_least(1, default=32)
 
 
 @dataclass
@@ -104,6 +114,7 @@ class HardwareConfig:
     memory_gib: float | None = above(0, default=None)
     bandwidth_gbs: float | None = above(0, default=None)
     tflops: float | None = above(0, default=None)
+    efficiency: Efficiency | None = None
 
 
 @dataclass
@@ -123,7 +134,7 @@ class BatchConfig:
 class DataConfig:
     """Where prompts come from."""
 
-    name: str = one_of("stdlib", "text", "prompts", "pg19", "random", default=MISSING)
+    name: str = one_of("stdlib", "text", "prompts", "pg19", "repeat", "random", default=MISSING)
     path: str | None = None
     seed: int = at_least(0, default=0)
     save_prompts: bool = False
@@ -133,7 +144,10 @@ class DataConfig:
 class SamplingConfig:
     """How a token is chosen."""
 
-    temperature: float = at_least(0, default=0.0)
+    # Logits over a temperature near 0 would leave float32.
+    temperature: float = ruled(
+        0.0, lambda value: value == 0 or 1e-4 <= value <= 1e4, "must be 0 (greedy) or from 0.0001 to 10,000"
+    )
     top_k: int | None = at_least(1, default=None)
     top_p: float | None = ruled(None, lambda value: 0 < value <= 1, "must be above 0 and at most 1")
     seed: int = at_least(0, default=0)
@@ -158,12 +172,19 @@ class EngineConfig:
 class ScenarioConfig:
     """What a run does."""
 
-    name: str = one_of("compare", "profile", default=MISSING)
+    name: str = one_of("compare", "profile", "predict", "plan", default=MISSING)
     repeats: int = at_least(1, default=1)
-    profile_repeats: int = at_least(1, default=MISSING)
+    profile_repeats: int = at_least(1, default=1)
     batch_sizes: list[int] = field(default_factory=list, metadata=SIZES)
     context_lens: list[int] = field(default_factory=list, metadata=SIZES)
     gammas: list[int] = field(default_factory=list, metadata=SIZES)
+    alpha: float | None = ruled(None, lambda value: 0 <= value <= 1, "must be between 0 and 1")
+    critical_batches: list[int] = field(default_factory=list, metadata=SIZES)
+    figures: str | None = None
+    drafts: list[str] = field(default_factory=list)
+    policies: list[str] = field(default_factory=list)
+    latency_ms: float | None = above(0, default=None)
+    experiment: str | None = None
 
 
 @dataclass
@@ -249,7 +270,7 @@ def warnings(config: Config) -> list[str]:
     context_len = config.batch.context_len
     if draft.name == "self" and cache.policy == "full":
         found.append("cache=full with draft=self: the target drafts for itself over its own cache, which saves nothing")
-    if draft.name != "none" and cache.policy != "full" and cache.budget >= context_len:
+    if draft.name not in ("none", "ngram") and cache.policy != "full" and cache.budget >= context_len:
         found.append(f"cache.budget={cache.budget} holds all of batch.context_len={context_len}: it saves nothing")
     for name, value in (("top_k", sampling.top_k), ("top_p", sampling.top_p)):
         if sampling.temperature == 0 and value is not None:
@@ -257,6 +278,14 @@ def warnings(config: Config) -> list[str]:
                 f"sampling.{name}={value} has no effect: at sampling.temperature=0 the likeliest token is taken"
             )
     return found
+
+
+# Lists that must not be empty, by scenario.
+NEEDED = {
+    "profile": ("batch_sizes", "context_lens", "gammas"),
+    "predict": ("gammas",),
+    "plan": ("gammas", "drafts", "policies"),
+}
 
 
 def _models(config: Config) -> dict[str, ModelChoice]:
@@ -281,9 +310,12 @@ def _mistakes(config: Config) -> Iterator[str]:
     if hardware.tensor_parallel > hardware.num_devices:
         devices = f"hardware.num_devices={hardware.num_devices}"
         yield f"hardware.tensor_parallel={hardware.tensor_parallel}: must be at most {devices}"
-    for name in ("batch_sizes", "context_lens", "gammas"):
-        if scenario.name == "profile" and not getattr(scenario, name):
-            yield f"scenario.{name}=[]: scenario=profile needs at least one number"
+    for name in NEEDED.get(scenario.name, ()):
+        if not getattr(scenario, name):
+            yield f"scenario.{name}=[]: scenario={scenario.name} needs at least one"
+    batches = scenario.critical_batches
+    if scenario.name == "predict" and (len(batches) != 2 or batches[0] >= batches[1]):
+        yield f"scenario.critical_batches={batches}: must be a smaller and a larger batch"
 
 
 def _draft_mistakes(config: Config) -> Iterator[str]:
@@ -295,7 +327,7 @@ def _draft_mistakes(config: Config) -> Iterator[str]:
         yield f"draft.gamma={draft.gamma}: must be at least 1 with draft={draft.name}"
     if draft.name == "model" and draft.model is None:
         yield "draft.model=null: draft.name=model needs one; choose draft=model target@draft.model=NAME"
-    if cache.policy != "full":  # which ignores the budget
+    if cache.policy != "full" and draft.name != "ngram":  # full ignores the budget, and ngram has no cache
         if cache.budget <= cache.num_sink:
             sinks = f"cache.num_sink={cache.num_sink}"
             yield f"cache.budget={cache.budget}: must be above {sinks}, to hold the sinks and a window of at least 1"

@@ -1,6 +1,7 @@
 """Schemas made of nested dataclasses: rules declared with a field, their check, and the keys there are."""
 
 import difflib
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import field, fields, is_dataclass
 from typing import Any, NamedTuple, get_args, get_type_hints
@@ -31,13 +32,13 @@ def one_of(*options: str, default: Any) -> Any:
 
 
 def at_least(low: float, default: Any, why: str = "") -> Any:
-    """A number with a lower bound, and perhaps the reason for it."""
-    return ruled(default, lambda value: value >= low, f"must be at least {low}{why and f' ({why})'}")
+    """A finite number with a lower bound, and perhaps the reason for it."""
+    return ruled(default, lambda value: low <= value < math.inf, f"must be at least {low}{why and f' ({why})'}")
 
 
 def above(low: float, default: Any) -> Any:
-    """A number with a lower bound that it must not touch."""
-    return ruled(default, lambda value: value > low, f"must be above {low}")
+    """A finite number with a lower bound that it must not touch."""
+    return ruled(default, lambda value: low < value < math.inf, f"must be above {low}")
 
 
 def check(node: Any, prefix: str = "") -> None:

@@ -1,8 +1,11 @@
 """Small random models, and a batch opened on them, for tests of decoding."""
 
+from dataclasses import fields
+
 import torch
 
 from magicdec.attention.sdpa import SdpaAttention
+from magicdec.cache.draft_cache import CacheSpec
 from magicdec.engines.native import Batch, NativeEngine
 from magicdec.models.config import ModelConfig
 from magicdec.models.transformer import Transformer
@@ -49,8 +52,14 @@ def random_prompts(lengths: list[int], seed: int = 0, vocab: int = VOCAB) -> lis
 
 
 def open_batch(target: Transformer, prompts: list[list[int]], **engine) -> Batch:
-    """Open and prefill a batch; greedy unless `sampling` is given."""
+    """Open and prefill a batch; greedy unless `sampling` is given. Options of the draft and its cache go to them."""
     settings = {"sampling": Sampling(), "generate_len": 24, "prefill_chunk": 16} | engine
-    batch = NativeEngine(target, **settings).open(prompts)
+    own = {f.name for f in fields(NativeEngine)}
+    cache_keys = {f.name for f in fields(CacheSpec)} - own
+    options = {key: settings.pop(key) for key in list(settings) if key not in own}
+    cache_options = {key: value for key, value in options.items() if key in cache_keys}
+    draft_options = {"num_layers": 1, "max_ngram": 4} | {k: v for k, v in options.items() if k not in cache_keys}
+    engine = NativeEngine(target, **settings, cache_options=cache_options, draft_options=draft_options)
+    batch = engine.open(prompts)
     batch.decoder.prefill(settings["prefill_chunk"])
     return batch

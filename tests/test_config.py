@@ -7,7 +7,9 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+from magicdec.cache.draft_cache import CACHES
 from magicdec.config import Architecture, Config, Scaling, load, to_dict, to_yaml, validate, warnings
+from magicdec.drafts.base import DRAFTS
 from magicdec.errors import UserError
 from magicdec.models.config import ModelConfig, RopeScaling
 from magicdec.rules import known_keys
@@ -67,6 +69,16 @@ def test_every_experiment_is_valid_and_so_is_no_draft(choice):
     assert (composed(choice).draft.name == "none") == (choice == "draft=none")
 
 
+@pytest.mark.parametrize("name", OPTIONS["draft"])
+def test_every_draft_is_valid(name):
+    assert composed(f"draft={name}").draft.name == name
+
+
+def test_every_policy_and_draft_has_its_file():
+    assert set(CACHES) <= set(OPTIONS["cache"])
+    assert {"none", *DRAFTS} == set(OPTIONS["draft"])
+
+
 def test_every_file_opens_with_what_it_is():
     for path in [*CONF.rglob("*.yaml"), *(ROOT / "sweeps").glob("*.yaml")]:
         assert path.read_text().startswith("# "), path
@@ -113,6 +125,8 @@ def test_the_first_run_needs_no_warning(default):
         ({"draft__gamma": 128}, "draft.gamma=128: must be below cache.budget=128"),
         ({"cache__budget": 4}, "cache.budget=4: must be above cache.num_sink=4"),
         ({"cache__budget": -1}, "cache.budget=-1: must be above cache.num_sink=4"),
+        ({"cache__bits": 3}, "cache.bits=3: must be 8 or 4"),
+        ({"cache__kernel": 4}, "cache.kernel=4: must be an odd number of at least 1"),
         ({"cache__num_sink": -1}, "cache.num_sink=-1: must be at least 0"),
         ({"draft__synthetic_acceptance": 1.5}, "draft.synthetic_acceptance=1.5: must be between 0 and 1"),
         ({"draft__name": "model"}, "draft.model=null: draft.name=model needs one"),
@@ -121,10 +135,15 @@ def test_the_first_run_needs_no_warning(default):
         ({"target__architecture__num_heads": 3}, "target.architecture: num_heads=3 is not a multiple"),
         ({"data__name": "random"}, "data=random: acceptance cannot be measured on noise"),
         ({"data__name": "text"}, "data.path=null: data=text needs a file or folder"),
-        ({"data__name": "book"}, "data.name=book: must be one of stdlib, text, prompts, pg19, random"),
+        ({"data__name": "book"}, "data.name=book: must be one of stdlib, text, prompts, pg19, repeat, random"),
         ({"data__seed": -1}, "data.seed=-1: must be at least 0"),
-        ({"sampling__temperature": -0.5}, "sampling.temperature=-0.5: must be at least 0"),
-        ({"sampling__temperature": float("nan")}, "sampling.temperature=nan: must be at least 0"),
+        ({"sampling__temperature": -0.5}, "sampling.temperature=-0.5: must be 0 (greedy) or from 0.0001 to 10,000"),
+        (
+            {"sampling__temperature": float("nan")},
+            "sampling.temperature=nan: must be 0 (greedy) or from 0.0001 to 10,000",
+        ),
+        ({"sampling__temperature": 1e-40}, "sampling.temperature=1e-40: must be 0 (greedy) or from 0.0001 to 10,000"),
+        ({"hardware__tflops": float("inf")}, "hardware.tflops=inf: must be above 0"),
         ({"sampling__top_k": 0}, "sampling.top_k=0: must be at least 1"),
         ({"sampling__top_p": 0.0}, "sampling.top_p=0.0: must be above 0 and at most 1"),
         ({"sampling__top_p": 1.01}, "sampling.top_p=1.01: must be above 0 and at most 1"),
@@ -133,7 +152,7 @@ def test_the_first_run_needs_no_warning(default):
         ({"hardware__tensor_parallel": 2}, "hardware.tensor_parallel=2: must be at most hardware.num_devices=1"),
         ({"hardware__memory_gib": 0.0}, "hardware.memory_gib=0.0: must be above 0"),
         ({"wandb__mode": "onlin"}, "must be one of offline, online, disabled; did you mean online?"),
-        ({"scenario__name": "profile"}, "scenario.batch_sizes=[]: scenario=profile needs at least one number"),
+        ({"scenario__name": "profile"}, "scenario.batch_sizes=[]: scenario=profile needs at least one"),
         ({"scenario__gammas": [2, 0]}, "scenario.gammas=[2, 0]: must hold numbers of at least 1"),
     ],
 )
@@ -160,6 +179,7 @@ def test_mistakes_in_a_draft_model_and_a_profile(default):
         {"draft__synthetic_acceptance": 0.0, "target__weights": "random"},
         {"cache__policy": "full", "cache__budget": 0},
         {"cache__budget": 5},
+        {"draft__name": "ngram", "cache__budget": 0},
         {"draft__gamma": 127},
     ],
 )
@@ -170,7 +190,7 @@ def test_the_edges_of_what_is_valid(default, changes):
 @pytest.mark.parametrize(
     ("changes", "warning"),
     [
-        ({"cache__budget": 8192}, "cache.budget=8192 holds all of batch.context_len=8192"),
+        ({"cache__budget": 4096}, "cache.budget=4096 holds all of batch.context_len=4096"),
         ({"cache__policy": "full"}, "cache=full with draft=self"),
         ({"sampling__top_k": 5}, "sampling.top_k=5 has no effect"),
     ],

@@ -136,6 +136,9 @@ def test_mistakes_that_the_plan_finds(tmp_path, monkeypatch, arguments, said):
     if "draft=model" in arguments:
         arguments = [*arguments, "draft.synthetic_acceptance=0.5"]
     check_mistake(launch(tmp_path / "runs", *arguments), said)
+    failed = results(tmp_path / "runs")
+    assert [r["status"] for r in failed] == ([] if "wandb.mode=online" in arguments else ["failed"])
+    assert all(said[0] in r["reason"] for r in failed)
 
 
 @pytest.mark.parametrize(

@@ -162,7 +162,7 @@ def test_each_job_in_its_own_process(tmp_path, starts):
     lines = [json.loads(line) for line in (folder / "jobs.jsonl").read_text().splitlines()]
     assert {line["id"] for line in lines} == {run["id"] for run in runs.values()}
     assert (folder / "multirun.yaml").exists()
-    assert {run["config"]["wandb"]["group"] for run in runs.values()} == {folder.name}
+    assert {run["config"]["wandb"]["group"] for run in runs.values()} == {"mine"}
 
 
 @pytest.mark.parametrize("launcher", ["basic", "process"])

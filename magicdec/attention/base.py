@@ -38,5 +38,17 @@ class Attention(ABC, Generic[Plan]):
         """
 
     @abstractmethod
-    def attend(self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: Plan) -> Tensor:
-        """Softmax attention with scale 1/sqrt(D), causal among the T new tokens. Returns (B, T, H, D)."""
+    def attend(
+        self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: Plan, indices_BKN: Tensor | None = None
+    ) -> Tensor:
+        """Softmax attention with scale 1/sqrt(D), causal among the T new tokens. Returns (B, T, H, D).
+
+        With `indices_BKN` (int64) each KV head reads only these slots: distinct, in any order, the new tokens' own
+        among them; slots that a token may not see, and negative ones, count for nothing.
+        """
+
+    @abstractmethod
+    def attend_scored(self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
+        """The same over all slots, and the attention that each received: (B, K, T, S') in fp32, where S' <= S covers
+        all valid slots, summed over the G query heads of a KV head, so that a token's scores add up to G.
+        """

@@ -2,6 +2,8 @@
 
 For few query tokens the G query heads that share a KV head are folded into the query rows, so that one pass over K and
 V serves all of them: the multi-token verification for GQA of the MagicDec paper (arXiv 2408.11049, section 5).
+
+N selected slots, beside the legend of base.py.
 """
 
 from dataclasses import dataclass
@@ -20,12 +22,15 @@ MAX_FOLDED_TOKENS = 64
 class SdpaPlan:
     """`length` entries are read; `mask` is additive and broadcasts against the scores, None where nothing is hidden.
 
-    `folded`: query rows are (G, T) of one KV head, else each query head stands for itself.
+    `folded`: query rows are (G, T) of one KV head, else each query head stands for itself. `seqlens_B` and `window` are
+    kept for attention over selected slots, whose mask depends on the selection.
     """
 
     length: int
     mask: Tensor | None
     folded: bool
+    seqlens_B: Tensor
+    window: int | None
 
 
 class SdpaAttention(Attention[SdpaPlan]):
@@ -41,29 +46,72 @@ class SdpaAttention(Attention[SdpaPlan]):
             uniform = bool((seqlens_B == length).all())
         folded = shape.num_new <= MAX_FOLDED_TOKENS
         if uniform and shape.num_new == 1 and (window is None or window >= length):
-            return SdpaPlan(length, None, folded)
-        if uniform:
-            seqlens_B = seqlens_B[:1]
+            return SdpaPlan(length, None, folded, seqlens_B, window)
+        masked_B = seqlens_B[:1] if uniform else seqlens_B
         slot_S = torch.arange(length, device=seqlens_B.device)
-        own_T = torch.arange(shape.num_new, device=seqlens_B.device)
-        last_BT1 = (seqlens_B.long()[:, None] - shape.num_new + own_T)[..., None]
-        hidden_BTS = slot_S > last_BT1
-        if window is not None:
-            hidden_BTS |= slot_S <= last_BT1 - window
+        hidden_BTS = _hidden(slot_S, _own_slots(masked_B, shape.num_new)[..., None], window)
         mask_BTS = torch.zeros(hidden_BTS.shape, dtype=shape.dtype, device=seqlens_B.device)
         mask_BTS.masked_fill_(hidden_BTS, float("-inf"))
         if folded:
             mask_BTS = mask_BTS.repeat(1, shape.group_size, 1)
-        return SdpaPlan(length, mask_BTS[:, None], folded)
+        return SdpaPlan(length, mask_BTS[:, None], folded, seqlens_B, window)
 
-    def attend(self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: SdpaPlan) -> Tensor:
+    def attend(
+        self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: SdpaPlan, indices_BKN: Tensor | None = None
+    ) -> Tensor:
         """See Attention.attend."""
-        B, T, H, D = q_BTHD.shape
-        K = k_BKSD.shape[1]
+        if indices_BKN is not None:
+            return self._attend_selected(q_BTHD, k_BKSD, v_BKSD, plan, indices_BKN)
+        H, K = q_BTHD.shape[2], k_BKSD.shape[1]
         k, v = k_BKSD[:, :, : plan.length], v_BKSD[:, :, : plan.length]
         if not plan.folded:
             q = q_BTHD.transpose(1, 2)
             return F.scaled_dot_product_attention(q, k, v, attn_mask=plan.mask, enable_gqa=H != K).transpose(1, 2)
-        q = q_BTHD.unflatten(2, (K, -1)).permute(0, 2, 3, 1, 4).reshape(B, K, -1, D)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=plan.mask)
-        return out.view(B, K, H // K, T, D).permute(0, 3, 1, 2, 4).reshape(B, T, H, D)
+        out = F.scaled_dot_product_attention(_fold(q_BTHD, K).flatten(2, 3), k, v, attn_mask=plan.mask)
+        return _unfold(out.unflatten(2, (H // K, -1)))
+
+    def attend_scored(self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: SdpaPlan) -> tuple[Tensor, Tensor]:
+        """See Attention.attend_scored. Writes the probabilities out: for a few query tokens at a time."""
+        k, v = k_BKSD[:, :, : plan.length], v_BKSD[:, :, : plan.length]
+        q_BKGTD = _fold(q_BTHD, k.shape[1])
+        logits_BKGTS = torch.einsum("bkgtd,bksd->bkgts", q_BKGTD, k).float() * q_BTHD.shape[-1] ** -0.5
+        if plan.mask is not None:
+            logits_BKGTS += plan.mask.unflatten(2, (-1, q_BTHD.shape[1]))
+        p_BKGTS = logits_BKGTS.softmax(-1)
+        out = torch.einsum("bkgts,bksd->bkgtd", p_BKGTS.to(v.dtype), v)
+        return _unfold(out), p_BKGTS.sum(2)
+
+    def _attend_selected(
+        self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: SdpaPlan, indices_BKN: Tensor
+    ) -> Tensor:
+        """Gather, then attend: N entries are read twice and written once, which is little beside S."""
+        _, T, H, D = q_BTHD.shape
+        K = k_BKSD.shape[1]
+        slot_BKN1 = indices_BKN.clamp(min=0)[..., None].expand(-1, -1, -1, D)
+        own_B1T1 = _own_slots(plan.seqlens_B, T)[:, None, :, None]
+        seen_BKTN = ~(_hidden(indices_BKN[:, :, None], own_B1T1, plan.window) | (indices_BKN < 0)[:, :, None])
+        seen = seen_BKTN.repeat(1, 1, H // K, 1) if T > 1 else seen_BKTN  # query rows are (G, T)
+        q = _fold(q_BTHD, K).flatten(2, 3)
+        out = F.scaled_dot_product_attention(q, k_BKSD.gather(2, slot_BKN1), v_BKSD.gather(2, slot_BKN1), seen)
+        return _unfold(out.unflatten(2, (H // K, -1)))
+
+
+def _own_slots(seqlens_B: Tensor, num_new: int) -> Tensor:
+    """Slots of the T new tokens (B, T)."""
+    return seqlens_B.long()[:, None] - num_new + torch.arange(num_new, device=seqlens_B.device)
+
+
+def _hidden(slot: Tensor, own: Tensor, window: int | None) -> Tensor:
+    """Whether the token in slot `own` may not see `slot` (both broadcast)."""
+    hidden = slot > own
+    return hidden if window is None else hidden | (slot <= own - window)
+
+
+def _fold(q_BTHD: Tensor, num_kv_heads: int) -> Tensor:
+    """Queries by the KV head that they share (B, K, G, T, D)."""
+    return q_BTHD.unflatten(2, (num_kv_heads, -1)).permute(0, 2, 3, 1, 4)
+
+
+def _unfold(out_BKGTD: Tensor) -> Tensor:
+    """Back to (B, T, H, D)."""
+    return out_BKGTD.permute(0, 3, 1, 2, 4).flatten(2, 3)

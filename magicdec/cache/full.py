@@ -13,6 +13,11 @@ class FullCache(DraftCache):
     """Every entry in the slot of its position, so that committing moves nothing."""
 
     @classmethod
+    def num_slots(cls, spec: CacheSpec, shares_target: bool) -> int:
+        """See DraftCache.num_slots."""
+        return 0 if shares_target else spec.max_len + spec.gamma + 1
+
+    @classmethod
     def build(
         cls,
         spec: CacheSpec,
@@ -23,8 +28,7 @@ class FullCache(DraftCache):
         target: KVCache | None,
     ) -> "FullCache":
         """See DraftCache.build. Proposals are written where verification will write the same tokens' exact entries."""
-        capacity = spec.max_len + spec.gamma + 1 if target is None else 0
-        cache = cls(spec, config, num_rows, capacity, dtype, device)
+        cache = cls(spec, config, num_rows, cls.num_slots(spec, target is not None), dtype, device)
         if target is not None:
             cache.k_LBKSD, cache.v_LBKSD = target.k_LBKSD, target.v_LBKSD
         cache.owns_storage = target is None
@@ -37,16 +41,16 @@ class FullCache(DraftCache):
         """Bytes beyond those of the target's cache."""
         return super().num_bytes if self.owns_storage else 0
 
-    def load(self, target: KVCache) -> None:
+    def load(self, source: KVCache, scores_LBKS: Tensor | None = None) -> None:
         """See DraftCache.load: everything is there already."""
-        self.set_length(target.seqlens_B)
+        self.set_length(source.seqlens_B)
 
-    def for_prefill(self, chunk: int) -> "FullCache":
+    def for_prefill(self, chunk: int) -> DraftCache:
         """See DraftCache.for_prefill: this very cache."""
         self.set_length(torch.zeros_like(self.length_B))
         return self
 
-    def adopt(self, prefilled: DraftCache) -> None:
+    def adopt(self, prefilled: DraftCache, scores_LBKS: Tensor | None = None) -> None:
         """See DraftCache.adopt: nothing to move."""
 
     def take(self, source: KVCache, first_slot_B: Tensor, count_B: Tensor, width: int) -> None:

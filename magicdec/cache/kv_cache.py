@@ -5,9 +5,13 @@ appends behind them, a rollback lowers seqlens, and nothing moves. Shapes and ad
 over a cache can be captured as a graph.
 """
 
+from dataclasses import replace
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from magicdec.attention.base import Attention, Shape
 from magicdec.models.config import ModelConfig
 
 
@@ -22,10 +26,20 @@ class KVCache:
     ):
         """Allocate `capacity` slots for each of `num_rows` rows."""
         shape = (config.num_layers, num_rows, config.num_kv_heads, capacity, config.head_dim)
+        self.config = config
         self.k_LBKSD = torch.zeros(shape, dtype=dtype, device=device)
         self.v_LBKSD = torch.zeros(shape, dtype=dtype, device=device)
         self.seqlens_B = torch.zeros(num_rows, dtype=torch.int32, device=device)
         self._rows_B1 = torch.arange(num_rows, device=device)[:, None]
+
+    def view(self, start: int, end: int) -> "KVCache":
+        """The entries and lengths of layers [start, end), shared."""
+        sliding = tuple(i - start for i in self.config.sliding_layers if start <= i < end)
+        config = replace(self.config, num_layers=end - start, sliding_layers=sliding)
+        part = KVCache(config, self.num_rows, 0, self.k_LBKSD.dtype, self.k_LBKSD.device)
+        part.k_LBKSD, part.v_LBKSD = self.k_LBKSD[start:end], self.v_LBKSD[start:end]
+        part.seqlens_B = self.seqlens_B
+        return part
 
     @property
     def capacity(self) -> int:
@@ -54,6 +68,17 @@ class KVCache:
         """Write one layer's new keys and values; `advance` follows once all layers have."""
         self.k_LBKSD[layer][self._rows_B1, :, slots_BT] = k_BTKD
         self.v_LBKSD[layer][self._rows_B1, :, slots_BT] = v_BTKD
+
+    def plan(self, attention: Attention, num_new: int, dtype: torch.dtype) -> list[Any]:
+        """Each layer's plan for a forward pass of `num_new` tokens."""
+        shape = Shape(num_new, self.capacity, self.config.group_size, dtype)
+        windows = [self.config.window_of(i) if self.ordered else None for i in range(self.config.num_layers)]
+        plans = {window: attention.plan(self.seqlens_B + num_new, shape, window) for window in set(windows)}
+        return [plans[window] for window in windows]
+
+    def attend(self, layer: int, q_BTHD: Tensor, attention: Attention, plan: Any) -> Tensor:
+        """Attention of the T appended tokens over one layer; a policy that selects or observes does so here."""
+        return attention.attend(q_BTHD, self.k_LBKSD[layer], self.v_LBKSD[layer], plan)
 
     def advance(self, num_new: int) -> None:
         """Count `num_new` appended tokens of every row as valid."""

@@ -1,24 +1,146 @@
-"""The speedup formula of MagicDec (arXiv 2408.11049, section 3) and of speculative decoding (Leviathan et al. 2023)."""
+"""MagicDec's arithmetic: what a round costs, how many tokens it yields, and what that makes of the baseline.
+
+A round proposes gamma tokens, verifies them in one pass over gamma + 1, and yields Omega tokens on average. Times are
+in any one unit, the same throughout. The model is that of MagicDec (arXiv 2408.11049, section 3), which follows
+Leviathan et al. (arXiv 2211.17192). Pure functions of floats.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from magicdec.errors import UserError
+
+BISECTIONS = 60  # of [0, 1]: more than a float64 can tell apart
 
 
 def omega(gamma: int, alpha: float) -> float:
-    """Expected tokens per round: (1 - alpha^(gamma+1)) / (1 - alpha), bonus included."""
-    return sum(alpha**i for i in range(gamma + 1))
+    """Tokens a round yields on average: 1 + alpha + ... + alpha^gamma, which is gamma + 1 at alpha = 1.
+
+    `alpha` is the probability that a proposal is accepted, given that all before it in its round were.
+    """
+    _check_gamma(gamma)
+    if not 0.0 <= alpha <= 1.0:
+        raise UserError(f"alpha={alpha} must lie between 0 and 1")
+    total = 0.0
+    for _ in range(gamma + 1):  # Horner: exact at alpha = 1, where the closed form divides 0 by 0
+        total = total * alpha + 1.0
+    return total
 
 
 def alpha_from_acceptance_length(length: float, gamma: int) -> float:
-    """The alpha in [0, 1] whose omega is `length`; the inverse of `omega`, by bisection."""
-    low, high = 0.0, 1.0
+    """The alpha in [0, 1] whose Omega is `length` tokens per round: the inverse of `omega`, by bisection.
+
+    A measured length may lie a rounding error outside [1, gamma + 1]; it is taken as the nearer end. With gamma = 0
+    nothing is proposed, so every alpha fits and 0 is returned.
+    """
+    _check_gamma(gamma)
+    if not np.isfinite(length):
+        raise UserError(f"acceptance_length={length} is not a number")
     if length <= 1.0 or gamma == 0:
         return 0.0
     if length >= gamma + 1:
         return 1.0
-    for _ in range(60):
+    low, high = 0.0, 1.0
+    for _ in range(BISECTIONS):
         middle = (low + high) / 2
         low, high = (middle, high) if omega(gamma, middle) < length else (low, middle)
     return (low + high) / 2
 
 
-def speculative_time(gamma: int, alpha: float, draft: float, verify: float, select: float = 0.0) -> float:
-    """Time per token T_SD = (gamma (T_D + T_select) + T_V(gamma)) / Omega, in the unit of its arguments."""
-    return (gamma * (draft + select) + verify) / omega(gamma, alpha)
+def round_time(gamma: int, draft: float, verify: float, select: float = 0.0, overhead: float = 0.0) -> float:
+    """gamma (T_D + T_select) + T_V(gamma) + what a round costs besides."""
+    _check_gamma(gamma)
+    return gamma * (draft + select) + verify + overhead
+
+
+def speculative_time(
+    gamma: int, alpha: float, draft: float, verify: float, select: float = 0.0, overhead: float = 0.0
+) -> float:
+    """T_SD: a round's time over the tokens it yields."""
+    return round_time(gamma, draft, verify, select, overhead) / omega(gamma, alpha)
+
+
+def speedup(
+    gamma: int, alpha: float, target: float, draft: float, verify: float, select: float = 0.0, overhead: float = 0.0
+) -> float:
+    """T_T over T_SD: above 1 where speculation pays."""
+    return target / speculative_time(gamma, alpha, draft, verify, select, overhead)
+
+
+def best_gamma(
+    alpha: float,
+    target: float,
+    draft: Mapping[int, float],
+    verify: Mapping[int, float],
+    select: float = 0.0,
+    overhead: float = 0.0,
+) -> tuple[int, float]:
+    """The gamma of the keys of `verify` with the highest speedup, and that speedup; of equals the smallest.
+
+    `draft` and `verify` give T_D and T_V of each gamma (T_D may vary: a round's first draft step can cost more).
+    """
+    if not verify:
+        raise UserError("best_gamma needs at least one gamma")
+    speedups = {g: speedup(g, alpha, target, draft[g], verify[g], select, overhead) for g in sorted(verify)}
+    best = max(speedups, key=lambda g: speedups[g])
+    return best, speedups[best]
+
+
+def break_even_alpha(
+    gamma: int, target: float, draft: float, verify: float, select: float = 0.0, overhead: float = 0.0
+) -> float | None:
+    """The alpha at which speculation and the baseline take equally long; None where no acceptance could pay.
+
+    0 where it pays even if nothing is ever accepted (which no honest baseline allows).
+    """
+    needed = round_time(gamma, draft, verify, select, overhead) / target
+    return None if needed > gamma + 1 else alpha_from_acceptance_length(needed, gamma)
+
+
+class Ragged(NamedTuple):
+    """What unequal and unlucky rows make of a batch, as the tokens per round of an equivalent even one."""
+
+    own: float  # from each row's own time per token: 1 / mean(1 / Omega_i)
+    wall: float  # from the batch's wall clock, which waits for its slowest row
+
+
+def ragged(gamma: int, alphas: Sequence[float], num_tokens: int) -> Ragged:
+    """Tokens per round of a batch whose row i accepts with `alphas[i]`, until each row has `num_tokens` of its own.
+
+    Rows finish by themselves, and every round costs the same, so a row's time per token is the round's time over its
+    own Omega. The wall clock takes the expected maximum over rows of the rounds they need, computed exactly from
+    the distribution of accepted tokens, cut where a row is done. Chance alone spreads equal rows.
+    """
+    if not alphas or num_tokens < 1:
+        raise UserError(f"ragged needs rows and tokens, not {len(alphas)} rows of {num_tokens} tokens")
+    own = 1.0 / float(np.mean([1.0 / omega(gamma, a) for a in alphas]))
+    finished_by_R = np.ones(num_tokens)
+    for alpha, rows in Counter(alphas).items():
+        finished_by_R *= _finished_by(gamma, alpha, num_tokens) ** rows
+    rounds = 1.0 + float(np.sum(1.0 - finished_by_R))  # E[max] = sum over r >= 0 of P(max > r)
+    return Ragged(own, num_tokens / rounds)
+
+
+def _finished_by(gamma: int, alpha: float, num_tokens: int) -> NDArray[np.float64]:
+    """P(a row has its tokens after r rounds) for r = 1 .. num_tokens."""
+    yields = np.array([alpha**k * (1 - alpha) for k in range(gamma)] + [alpha**gamma])  # of 1 .. gamma + 1 tokens
+    left = np.zeros(num_tokens + 1)  # distribution of the tokens still missing
+    left[num_tokens] = 1.0
+    finished = np.empty(num_tokens)
+    for r in range(num_tokens):
+        missing = left[1:]
+        left = np.concatenate((left[:1], np.zeros(num_tokens)))
+        for tokens, probability in enumerate(yields, start=1):
+            left[0] += probability * missing[: min(tokens, num_tokens)].sum()
+            left[1 : num_tokens - tokens + 1] += probability * missing[tokens:]
+        finished[r] = left[0]
+    return finished
+
+
+def _check_gamma(gamma: int) -> None:
+    if gamma < 0:
+        raise UserError(f"gamma={gamma} must be at least 0")

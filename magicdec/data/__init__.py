@@ -2,14 +2,14 @@
 
 from typing import Any
 
-from magicdec.data import pg19, prompts, random, stdlib, text
+from magicdec.data import pg19, prompts, random, repeat, stdlib, text
 from magicdec.data.base import Document, Encoder, Prompts, cut_windows
 from magicdec.data.tokenizer import load_tokenizer
 from magicdec.errors import UserError
 
 __all__ = ["CORPORA", "Document", "Encoder", "Prompts", "cut_windows", "load_prompts", "load_tokenizer"]
 
-CORPORA = ("stdlib", "text", "prompts", "pg19", "random")
+CORPORA = ("stdlib", "text", "prompts", "pg19", "repeat", "random")
 
 
 def load_prompts(
@@ -41,7 +41,7 @@ def load_prompts(
     elif name == "stdlib":
         loaded = stdlib.load(Encoder.of(tokenizer), num_rows=num_rows, context_len=context_len, seed=seed)
     else:
-        load = {"text": text.load, "pg19": pg19.load}[name]
+        load = {"text": text.load, "pg19": pg19.load, "repeat": repeat.load}[name]
         loaded = load(Encoder.of(tokenizer), path=path, num_rows=num_rows, context_len=context_len, seed=seed)
     largest = max(max(row) for row in loaded.tokens)
     if largest >= vocab_size:

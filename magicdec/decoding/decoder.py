@@ -5,12 +5,13 @@ B rows, G = gamma, T = G + 1 tokens of a verification, R rounds, V vocabulary.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from magicdec.cache.kv_cache import KVCache
-from magicdec.decoding.graphs import Step
+from magicdec.decoding.graphs import Cycle, Step
 from magicdec.decoding.prefill import prefill
 from magicdec.decoding.state import State
 from magicdec.drafts.base import Draft, Proposal
@@ -36,6 +37,7 @@ class Generation:
     round_seconds: list[float]  # end of each round since the start of decoding
     draft_prefill_seconds: float = 0.0
     gamma: int = field(default=0)
+    generate_len: int = 0  # the limit of every row
 
 
 class Decoder:
@@ -54,7 +56,7 @@ class Decoder:
         self.synthetic_acceptance = synthetic_acceptance
         self.device = cache.seqlens_B.device
         self.graphs = graphs
-        self._steps: dict[Draft | None, Step] = {}
+        self._steps: dict[Draft | None, Cycle] = {}
 
     @torch.inference_mode()
     def prefill(self, chunk: int, progress: Progress = silent) -> float:
@@ -86,20 +88,22 @@ class Decoder:
         """Go back to the end of the prefill, which several passes share."""
         self.cache.rollback(self.state.prompt_len_B)
         self.state.start(self.first_tokens_B)
+        for step in self._steps.values():
+            step.restart()
 
-    def round(self, draft: Draft) -> None:
+    def round(self, draft: Draft, phase: int = 0) -> None:
         """Propose, verify, accept, commit: no host synchronisation, static shapes."""
         proposal = draft.propose(self.state)
-        logits_BTV = self.verify(proposal)
+        logits_BTV = self.verify(proposal, draft.watch(self.cache, phase))
         verdict = self.accept(proposal, logits_BTV)
         count_B = self.state.commit(verdict)
         self.cache.commit(draft.gamma + 1, count_B)
         draft.commit(count_B)
 
-    def verify(self, proposal: Proposal) -> Tensor:
+    def verify(self, proposal: Proposal, cache: KVCache) -> Tensor:
         """One target pass over the last committed token and the proposals: T next-token logits a row."""
         tokens_BT = torch.cat((self.state.recent_BT(1), proposal.tokens_BG), dim=1)
-        return self.target.logits(self.target(tokens_BT, self.cache))
+        return self.target.logits(self.target(tokens_BT, cache))
 
     def accept(self, proposal: Proposal, logits_BTV: Tensor) -> Verdict:
         """Decide by the rule that keeps this sampling lossless, or draw a synthetic outcome."""
@@ -137,12 +141,20 @@ class Decoder:
             progress(1)
         return self._collect(clock.seconds(), draft_seconds, draft.gamma if draft else 0)
 
-    def step(self, draft: Draft | None) -> Step:
+    def step(self, draft: Draft | None) -> Cycle:
         """The captured (or plain) step for a draft; a capture disturbs the state, so `restart` follows."""
         if draft not in self._steps:
-            body = self.decode_token if draft is None else lambda: self.round(draft)
-            self._steps[draft] = Step(body, self.device, self.graphs)
+            bodies: list[Callable[[], None]] = [self.decode_token]
+            if draft is not None:
+                bodies = [partial(self.round, draft, phase) for phase in range(draft.phases)]
+            # Rows that finish in a rehearsal stay within their buffers; only the rounds are counted without an end.
+            undo = self.state.forget_rounds
+            self._steps[draft] = Cycle([Step(body, self.device, self.graphs, undo) for body in bodies])
         return self._steps[draft]
+
+    def forget_steps(self) -> None:
+        """Release captures, and what they hold."""
+        self._steps.clear()
 
     def _collect(self, round_seconds: list[float], draft_seconds: float, gamma: int) -> Generation:
         """Read the counters back, once."""
@@ -150,11 +162,12 @@ class Decoder:
         tokens, starts, ends = state.tokens_BS.tolist(), state.prompt_len_B.tolist(), state.num_tokens_B.tolist()
         return Generation(
             tokens=[row[start:end] for row, start, end in zip(tokens, starts, ends, strict=True)],
-            accepted_RB=state.accepted_RB[:rounds].cpu(),
-            committed_RB=state.committed_RB[:rounds].cpu(),
+            accepted_RB=state.accepted_RB[:rounds].to("cpu", copy=True),  # the next pass counts into the same buffers
+            committed_RB=state.committed_RB[:rounds].to("cpu", copy=True),
             round_seconds=round_seconds,
             draft_prefill_seconds=draft_seconds,
             gamma=gamma,
+            generate_len=state.max_len - state.max_prompt_len,
         )
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from magicdec.verification.accept import Verdict
 
 INACTIVE = -1  # in the counters: the row had finished before the round
-SPARE_ROUNDS = 8  # a surplus round of a late reader, and the warm-up of a capture
+SPARE_ROUNDS = 8  # surplus rounds of a late reader, and those of a warm-up
 
 
 class State:
@@ -46,6 +46,10 @@ class State:
         self.num_tokens_B.copy_(self.prompt_len_B)
         self.finished_B.zero_()
         self._extend(first_tokens_B[:, None], torch.ones_like(self.num_tokens_B))
+        self.forget_rounds()
+
+    def forget_rounds(self) -> None:
+        """Count rounds from 0 again."""
         self.round_1.zero_()
         self.accepted_RB.fill_(INACTIVE)
         self.committed_RB.zero_()

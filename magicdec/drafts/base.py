@@ -1,13 +1,19 @@
 """The interface of a draft: whatever proposes tokens. To add one, subclass Draft in a file here and register it."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
+from magicdec.cache.draft_cache import CACHES, CacheSpec, DraftCache
+from magicdec.cache.kv_cache import KVCache
 from magicdec.decoding.state import State
+from magicdec.models.config import ModelConfig
+from magicdec.models.transformer import Transformer
 from magicdec.registry import Registry
+from magicdec.verification.sampling import Sampling
 
 
 class Proposal(NamedTuple):
@@ -17,10 +23,51 @@ class Proposal(NamedTuple):
     q_BGV: Tensor | None
 
 
+@dataclass(frozen=True)
+class DraftSpec:
+    """What a draft is built from: the target on one batch, and the keys of `draft` and `cache`."""
+
+    target: Transformer
+    target_cache: KVCache
+    state: State
+    sampling: Sampling
+    gamma: int
+    prefill_chunk: int
+    policy: str
+    cache_options: Mapping[str, Any] = field(default_factory=dict)
+    model: Transformer | None = None  # of an independent draft
+    num_layers: int = 0
+    max_ngram: int = 0
+
+    def new_cache(self, model: Transformer, target_cache: KVCache | None) -> DraftCache:
+        """A cache of the chosen policy for `model`; `target_cache` where it drafts from the target's own entries."""
+        spec = CacheSpec(
+            self.gamma,
+            self.state.max_len,
+            in_cache_positions=self.state.max_len > model.config.max_position_embeddings,
+            **self.cache_options,
+        )
+        weight, rows = model.embed.weight, len(self.state.tokens_BS)
+        return CACHES[self.policy].build(spec, model.config, rows, weight.dtype, weight.device, target_cache)
+
+
 class Draft(ABC):
     """Proposes gamma tokens a round. Everything but `prefill` is free of host synchronisation."""
 
+    # Whether it keeps a KV cache, so that `cache` has a say.
+    has_cache: ClassVar[bool] = True
+    # Whether it is a model of its own rather than the target.
+    needs_model: ClassVar[bool] = False
     gamma: int
+
+    @classmethod
+    @abstractmethod
+    def build(cls, spec: DraftSpec) -> "Draft":
+        """Allocate a draft for one batch."""
+
+    @classmethod  # noqa: B027 - most drafts suit every target
+    def check(cls, target: ModelConfig, num_layers: int) -> None:
+        """Raise UserError where the options do not suit the target."""
 
     @abstractmethod
     def prefill(self, state: State, progress: Callable[[int], None]) -> None:
@@ -37,6 +84,19 @@ class Draft(ABC):
     @abstractmethod
     def commit(self, count_B: Tensor) -> None:
         """Learn that each row took `count_B` <= gamma + 1 tokens: accepted proposals, then the bonus token."""
+
+    @property
+    def phases(self) -> int:
+        """Kinds of rounds that take turns, each captured by itself."""
+        return 1
+
+    def watch(self, verified: KVCache, phase: int) -> KVCache:
+        """The target's cache as a verification of this phase is to see it; a draft that learns from it observes."""
+        return verified
+
+    def selection(self, state: State) -> Callable[[], None] | None:
+        """What choosing entries by their attention takes, once more, to be timed; None where nothing is chosen so."""
+        return None
 
     @property
     @abstractmethod

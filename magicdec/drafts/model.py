@@ -13,10 +13,11 @@ from torch import Tensor
 from magicdec.cache.draft_cache import DraftCache
 from magicdec.cache.kv_cache import KVCache
 from magicdec.decoding.prefill import prefill
+from magicdec.decoding.scoring import score
 from magicdec.decoding.state import State
-from magicdec.drafts.base import DRAFTS, Draft, Proposal
+from magicdec.drafts.base import DRAFTS, Draft, DraftSpec, Proposal
 from magicdec.models.transformer import Transformer
-from magicdec.verification.sampling import Sampling, Use, choose
+from magicdec.verification.sampling import Use, choose
 
 
 class ModelDraft(Draft):
@@ -27,12 +28,12 @@ class ModelDraft(Draft):
     accepted it has never seen its last proposal, and feeding it again otherwise keeps shapes static.
     """
 
-    def __init__(self, model: Transformer, cache: DraftCache, gamma: int, vocab_size: int, sampling: Sampling):
-        """`vocab_size` is the target's; models of one tokenizer may pad theirs to different sizes."""
-        self.model, self.cache, self.gamma, self.sampling = model, cache, gamma, sampling
-        self.vocab_size = vocab_size
-
     refed: int
+
+    def __init__(self, model: Transformer, cache: DraftCache, spec: DraftSpec):
+        """The vocabulary is the target's; models of one tokenizer may pad theirs to different sizes."""
+        self.model, self.cache, self.gamma, self.sampling = model, cache, spec.gamma, spec.sampling
+        self.vocab_size = spec.target.config.vocab_size
 
     def propose(self, state: State) -> Proposal:
         """See Draft.propose."""
@@ -44,6 +45,13 @@ class ModelDraft(Draft):
             tokens.append(token_B1)
             distributions.append(q_B1V)
         return Proposal(torch.cat(tokens[1:], dim=1), self._stack(distributions))
+
+    def _scores(self, source: KVCache, state: State) -> Tensor | None:
+        """What a policy that observes needs to choose among the entries of a prefilled context."""
+        if not self.cache.observes:
+            return None
+        tokens_BS = self._known(state.tokens_BS)
+        return score(self.model, source, tokens_BS, state.max_prompt_len, self.cache.observes)
 
     def _known(self, tokens: Tensor) -> Tensor:
         """Tokens that only the target's padding has stand for this model's last one: a guess may be wrong."""
@@ -58,6 +66,21 @@ class ModelDraft(Draft):
         return F.pad(q_BGV, (0, self.vocab_size - q_BGV.shape[-1]))
 
     @property
+    def phases(self) -> int:
+        """See Draft.phases."""
+        return self.cache.phases
+
+    def watch(self, verified: KVCache, phase: int) -> KVCache:
+        """See Draft.watch."""
+        return self.cache.watch(verified, phase)
+
+    def selection(self, state: State) -> Callable[[], None] | None:
+        """See Draft.selection."""
+        if self.cache.selects in ("round", "step"):
+            return lambda: self.cache.select(self.model.attention)
+        return None
+
+    @property
     def cache_bytes(self) -> int:
         """See Draft.cache_bytes."""
         return self.cache.num_bytes
@@ -69,21 +92,25 @@ class SelfDraft(ModelDraft):
 
     refed = 1
 
-    def __init__(
-        self,
-        model: Transformer,
-        cache: DraftCache,
-        gamma: int,
-        vocab_size: int,
-        sampling: Sampling,
-        target_cache: KVCache,
-    ):
-        super().__init__(model, cache, gamma, vocab_size, sampling)
+    def __init__(self, model: Transformer, cache: DraftCache, target_cache: KVCache, spec: DraftSpec):
+        """`target_cache` has the exact entries of the model's layers."""
+        super().__init__(model, cache, spec)
         self.target_cache = target_cache
+
+    @classmethod
+    def build(cls, spec: DraftSpec) -> "SelfDraft":
+        """See Draft.build."""
+        return cls(spec.target, spec.new_cache(spec.target, spec.target_cache), spec.target_cache, spec)
 
     def prefill(self, state: State, progress: Callable[[int], None]) -> None:
         """See Draft.prefill: the policy picks from what the target has computed."""
-        self.cache.load(self.target_cache)
+        self.cache.load(self.target_cache, self._scores(self.target_cache, state))
+
+    def selection(self, state: State) -> Callable[[], None] | None:
+        """See Draft.selection: at the prefill, the scoring pass and the gather."""
+        if self.cache.selects == "prefill":
+            return lambda: self.prefill(state, lambda _: None)
+        return super().selection(state)
 
     def commit(self, count_B: Tensor) -> None:
         """See Draft.commit: exact entries come from the target's cache, where slots are positions."""
@@ -94,14 +121,23 @@ class SelfDraft(ModelDraft):
 class IndependentDraft(ModelDraft):
     """A smaller model with a cache of its own."""
 
+    needs_model = True
     refed = 2
 
-    def __init__(
-        self, model: Transformer, cache: DraftCache, gamma: int, vocab_size: int, sampling: Sampling, chunk: int
-    ):
+    def __init__(self, model: Transformer, cache: DraftCache, chunk: int, spec: DraftSpec):
         """`chunk` is how many tokens it prefills at a time."""
-        super().__init__(model, cache, gamma, vocab_size, sampling)
+        super().__init__(model, cache, spec)
         self.chunk = chunk
+
+    @classmethod
+    def build(cls, spec: DraftSpec) -> "IndependentDraft":
+        """See Draft.build."""
+        assert spec.model is not None
+        cache, chunk = spec.new_cache(spec.model, None), spec.prefill_chunk
+        if cache.bounds_positions:
+            budget = cache.spec.budget
+            chunk = min(chunk, spec.model.config.max_position_embeddings - budget - spec.gamma - 1)
+        return cls(spec.model, cache, chunk, spec)
 
     def prefill(self, state: State, progress: Callable[[int], None]) -> None:
         """See Draft.prefill: through the policy's own view, so that the context may exceed what it was trained for."""
@@ -110,7 +146,7 @@ class IndependentDraft(ModelDraft):
         longest = state.max_prompt_len - 1
         if longest:
             prefill(self.model, cache, self._known(state.tokens_BS), lengths_B, longest, self.chunk, progress)
-        self.cache.adopt(cache)
+        self.cache.adopt(cache, self._scores(cache, state))
 
     def simulate_prefill(self, state: State) -> None:
         """See Draft.simulate_prefill."""

@@ -1,16 +1,15 @@
 """Our own engine: a target and, with speculation, a draft, opened on one batch of prompts after another."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from magicdec.cache.draft_cache import CACHES, CacheSpec
 from magicdec.cache.kv_cache import KVCache
 from magicdec.decoding.decoder import Decoder, silent
 from magicdec.decoding.state import State
-from magicdec.drafts.base import DRAFTS, Draft
-from magicdec.drafts.model import IndependentDraft, SelfDraft
+from magicdec.drafts.base import DRAFTS, Draft, DraftSpec
 from magicdec.models.transformer import Transformer
 from magicdec.verification.sampling import Sampling
 
@@ -36,6 +35,11 @@ class Batch:
         elif self.draft is not None:
             self.draft.prefill(self.decoder.state, silent)
 
+    def close(self) -> None:
+        """Free its memory at once, though the caller's variable may live on until the next batch is bound to it."""
+        self.decoder.forget_steps()  # they hold the caches in a circle
+        vars(self).clear()
+
 
 @dataclass
 class NativeEngine:
@@ -48,9 +52,9 @@ class NativeEngine:
     draft_name: str = "none"
     draft_model: Transformer | None = None
     gamma: int = 0
+    draft_options: Mapping[str, Any] = field(default_factory=dict)
     policy: str = "full"
-    budget: int = 0
-    num_sink: int = 0
+    cache_options: Mapping[str, Any] = field(default_factory=dict)
     ignore_eos: bool = True
     graphs: bool = False
     synthetic_acceptance: float | None = None
@@ -62,30 +66,23 @@ class NativeEngine:
         state = State(prompts, self.generate_len, self.gamma + 1, eos, weight.device)
         cache = KVCache(self.target.config, len(prompts), state.max_len + self.gamma + 1, weight.dtype, weight.device)
         decoder = Decoder(self.target, cache, state, self.sampling, self.graphs, self.synthetic_acceptance)
-        return Batch(decoder, self._draft(decoder) if self.draft_name != "none" else None)
+        return Batch(decoder, self.draft_for(decoder) if self.draft_name != "none" else None)
 
-    def _draft(self, decoder: Decoder) -> Draft:
-        model = self.draft_model or self.target
-        config, state = model.config, decoder.state
-        spec = CacheSpec(
-            self.budget,
-            self.num_sink,
+    def draft_for(self, decoder: Decoder) -> Draft:
+        """A draft of its own for an opened batch, whose prefill several drafts may share."""
+        spec = DraftSpec(
+            self.target,
+            decoder.cache,
+            decoder.state,
+            self.sampling,
             self.gamma,
-            state.max_len,
-            in_cache_positions=state.max_len > config.max_position_embeddings,
+            self.prefill_chunk,
+            self.policy,
+            self.cache_options,
+            self.draft_model,
+            **self.draft_options,
         )
-        weight = model.embed.weight
-        own = None if self.draft_model else decoder.cache
-        cache = CACHES[self.policy].build(spec, config, len(state.tokens_BS), weight.dtype, weight.device, own)
-        vocab_size = self.target.config.vocab_size
-        shared: dict[str, Any] = {"gamma": self.gamma, "vocab_size": vocab_size, "sampling": self.sampling}
-        kind = DRAFTS[self.draft_name]
-        if issubclass(kind, SelfDraft):
-            return kind(model, cache, target_cache=decoder.cache, **shared)
-        assert issubclass(kind, IndependentDraft)
-        room = config.max_position_embeddings - self.budget - self.gamma - 1
-        chunk = min(self.prefill_chunk, room) if cache.bounds_positions else self.prefill_chunk
-        return kind(model, cache, chunk=chunk, **shared)
+        return DRAFTS[self.draft_name].build(spec)
 
 
 @torch.inference_mode()

@@ -3,7 +3,9 @@
 import os
 import resource
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -77,6 +79,7 @@ class Peak:
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         else:
+            _forget_peak()
             self._before = _status_bytes("VmRSS")
 
     @property
@@ -87,8 +90,14 @@ class Peak:
         return max(0, _peak_resident_bytes() - self._before)
 
 
+def _forget_peak() -> None:
+    """Start the account of the peak anew: in a multirun, a larger run may have gone before in this process."""
+    with suppress(OSError):  # no Linux, or a container that forbids it
+        Path("/proc/self/clear_refs").write_text("5")
+
+
 def _peak_resident_bytes() -> int:
-    """Of this process since it started."""
+    """Of this process since it started, or since the peak was last forgotten."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 

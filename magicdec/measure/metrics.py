@@ -55,12 +55,14 @@ def speed_metrics(generations: list[Generation], prefill_seconds: list[float]) -
 
 
 def acceptance_metrics(generations: list[Generation]) -> Metrics:
-    """Acceptance over untruncated rounds: a round cut at an end of sequence or at the limit says nothing of its draft.
+    """Acceptance over whole rounds. A round cut at the limit counts as it was verified, before the cut: leaving it out
+    would leave out the rounds that accept most. What lies behind an end of sequence is no text: a round cut there says
+    nothing of its draft.
 
     acceptance_rate/position_<i> is unconditional: how often proposal i was accepted, whatever became of those before.
     """
     gamma = generations[0].gamma
-    accepted = torch.cat([g.accepted_RB[_untruncated(g)] for g in generations]).double()
+    accepted = torch.cat([g.accepted_RB[_whole(g)] for g in generations]).double()
     metrics: Metrics = {"acceptance_rounds": accepted.numel()}
     if not accepted.numel():
         return metrics
@@ -92,9 +94,11 @@ def spread(values: list[float]) -> float:
     return (max(values) - min(values)) / middle if middle else 0.0
 
 
-def _untruncated(generation: Generation) -> torch.Tensor:
-    accepted = generation.accepted_RB
-    return (accepted != INACTIVE) & (generation.committed_RB == accepted + 1)
+def _whole(generation: Generation) -> torch.Tensor:
+    """Rounds (R, B) that no end of sequence has cut."""
+    accepted, committed = generation.accepted_RB, generation.committed_RB
+    reached_limit_B = 1 + committed.sum(0) == generation.generate_len
+    return (accepted != INACTIVE) & ((committed == accepted + 1) | reached_limit_B)
 
 
 def _last_round(generation: Generation) -> list[int]:

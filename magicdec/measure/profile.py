@@ -22,7 +22,9 @@ def profile_round(batch: Batch, repeats: int) -> dict[str, float]:
     """Median milliseconds at the end of the prompts (names as in result.json, without the prefix `time/`).
 
     draft_ms is one draft step (a proposal over gamma), verify_ms the target's pass over gamma + 1 tokens with the
-    acceptance, overhead_ms what a whole round takes beyond gamma draft steps and a verification.
+    acceptance, overhead_ms what a whole round takes beyond gamma draft steps and a verification. select_ms is one
+    choice of entries by their attention, where the policy makes one: a part of the draft step, the round or the draft's
+    prefill that makes it (docs/strategies.md).
     """
     batch.restart()
     decoder, draft = batch.decoder, batch.draft
@@ -35,9 +37,12 @@ def profile_round(batch: Batch, repeats: int) -> dict[str, float]:
         draft.commit(none_B)
         parts["propose_ms"] = (lambda: _discard(draft.propose(decoder.state)), lambda: draft.commit(none_B))
         parts["verify_ms"] = (
-            lambda: _discard(decoder.accept(proposal, decoder.verify(proposal))),
+            lambda: _discard(decoder.accept(proposal, decoder.verify(proposal, draft.watch(decoder.cache, 0)))),
             lambda: decoder.cache.commit(draft.gamma + 1, none_B),
         )
+        selection = draft.selection(decoder.state)
+        if selection is not None:
+            parts["select_ms"] = (selection, lambda: None)
     times = _alternate(decoder, parts, repeats)
     if draft is None:
         return times
@@ -48,7 +53,7 @@ def profile_round(batch: Batch, repeats: int) -> dict[str, float]:
 
 
 def _alternate(decoder: Decoder, parts: dict, repeats: int) -> dict[str, float]:
-    steps = {name: Step(run, decoder.device, decoder.graphs) for name, (run, _) in parts.items()}
+    steps = {name: Step(run, decoder.device, decoder.graphs, undo) for name, (run, undo) in parts.items()}
     samples: dict[str, list[float]] = {name: [] for name in parts}
     for index in range(WARMUP + repeats):
         for name, (_, undo) in parts.items():

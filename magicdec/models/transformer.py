@@ -4,13 +4,14 @@ B rows, T tokens, E hidden size, H query heads, K KV heads, D head dim, V vocabu
 (T = a chunk), decode (T = 1) and verify (T = gamma + 1): it appends T tokens to the cache and attends over it.
 """
 
+from dataclasses import replace
 from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from magicdec.attention.base import Attention, Shape
+from magicdec.attention.base import Attention
 from magicdec.cache.kv_cache import KVCache
 from magicdec.models.config import ModelConfig
 from magicdec.models.rope import rope_table, rotate
@@ -67,20 +68,26 @@ class Transformer(nn.Module):
         slots_BT = cache.slots_BT(num_new)
         cos, sin = (x[:, :, None] for x in rope_table(self.config, cache.positions_BT(num_new)))
         x_BTE = self.embed(tokens_BT)
-        shape = Shape(num_new, cache.capacity, self.config.group_size, x_BTE.dtype)
-        windows = [self.config.window_of(i) if cache.ordered else None for i in range(self.config.num_layers)]
-        plans = {window: self.attention.plan(cache.seqlens_B + num_new, shape, window) for window in set(windows)}
+        plans = cache.plan(self.attention, num_new, x_BTE.dtype)
         for i, layer in enumerate(cast("list[Layer]", self.layers)):
             q_BTHD, k_BTKD, v_BTKD = layer.before_attention(x_BTE, cos, sin)
             cache.append(i, slots_BT, k_BTKD, v_BTKD)
-            out_BTHD = self.attention.attend(q_BTHD, cache.k_LBKSD[i], cache.v_LBKSD[i], plans[windows[i]])
-            x_BTE = layer.after_attention(x_BTE, out_BTHD)
+            x_BTE = layer.after_attention(x_BTE, cache.attend(i, q_BTHD, self.attention, plans[i]))
         cache.advance(num_new)
         return self.norm(x_BTE)
 
     def logits(self, hidden_BTE: Tensor) -> Tensor:
         """Next-token logits (B, T, V) of hidden states; kept apart so that prefill computes only the ones it needs."""
         return F.linear(hidden_BTE, self.embed.weight if self.head is None else self.head.weight)
+
+    def first_layers(self, num_layers: int) -> "Transformer":
+        """A model of the first layers, with the same embedding and head; the weights are shared."""
+        c = self.config
+        sliding = tuple(i for i in c.sliding_layers if i < num_layers)
+        with torch.device("meta"):
+            part = Transformer(replace(c, num_layers=num_layers, sliding_layers=sliding), self.attention)
+        part.embed, part.layers, part.norm, part.head = self.embed, self.layers[:num_layers], self.norm, self.head
+        return part.eval()
 
     def compile_layers(self) -> None:
         """Fuse what surrounds attention in each layer; shapes are static, so each number of tokens compiles once."""

@@ -1,8 +1,7 @@
 """What a run does: each scenario is a function from a plan to an outcome, and `run` gives every one the same frame."""
 
-import logging
+import math
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -15,11 +14,6 @@ from rich.console import Console
 from magicdec.config import Config, to_dict, warnings
 from magicdec.errors import UserError
 
-log = logging.getLogger(__name__)
-
-SCENARIOS = {"compare": "compare", "profile": "profile"}  # name -> module and function of that name
-POLL_S = 1.0  # between looks at a run that another process is running
-
 
 @dataclass(frozen=True)
 class Job:
@@ -28,7 +22,7 @@ class Job:
     overrides: tuple[str, ...] = ()
     sweep_dir: Path | None = None  # None: a single run
     number: int = 0
-    waits: bool = True  # for a run that another process is running; otherwise that is raised as Busy
+    waits: bool = False  # for a run that another process is running; otherwise that is raised as Busy
 
 
 def run(config: Config, job: Job) -> None:
@@ -36,29 +30,61 @@ def run(config: Config, job: Job) -> None:
 
     In a sweep, with `resume`, a run that this version has done already is not done again.
     """
-    from magicdec import build
-    from magicdec.tracking import sweep, wandb
-    from magicdec.tracking.store import explained, run_id
+    from magicdec.scenarios.foresee import doubts
+    from magicdec.tracking import wandb
+    from magicdec.tracking.store import Run, run_id
 
+    prepare, scenario = _scenario(config.scenario.name)
     wandb.check(to_dict(config)["wandb"])
-    plan = build.plan(config)
-    console = Console(stderr=True)
-    settings = to_dict(plan.config)
+    try:
+        plan = prepare(config)
+    except UserError as error:  # a failed run all the same: named by its configuration, there is nothing else yet
+        settings = _settings(config, job)
+        name = run_id(settings, {}, "")
+        if not config.sweep.dry_run:
+            with _alone(config.runs_dir, name, job):
+                Run.open(config.runs_dir, name, settings, job.overrides).fail(*_reason(error))
+        raise
+    settings = _settings(plan.config, job)
     name = run_id(settings, plan.fingerprints, plan.device_name)
     if config.sweep.dry_run:
         _list(plan, name, job)
         return
-    for warning in warnings(plan.config):
-        console.print(f"[yellow]warning:[/] {warning}", highlight=False)
-    if job.sweep_dir is not None:
-        settings["wandb"]["group"] = settings["wandb"]["group"] or job.sweep_dir.name
-        with explained(config.runs_dir):
-            sweep.record(job.sweep_dir, job.number, name, job.overrides)
-    if _is_settled(config, name, job):  # without the lock, so that a store one cannot write to can be looked at
-        return
-    with _alone(Path(config.runs_dir, name), job, console):
+    for warning in [*warnings(plan.config), *doubts(plan)]:
+        Console(stderr=True).print(f"[yellow]warning:[/] {warning}", highlight=False)
+    with _alone(config.runs_dir, name, job):
         if not _is_settled(config, name, job):
-            _measure(plan, name, settings, job)
+            _measure(scenario, plan, name, settings, job)
+
+
+def _settings(config: Config, job: Job) -> dict[str, Any]:
+    """What config.yaml holds: W&B shows the runs of a sweep as a group."""
+    settings = to_dict(config)
+    if job.sweep_dir is not None:
+        settings["wandb"]["group"] = settings["wandb"]["group"] or config.sweep.name or job.sweep_dir.name
+    return settings
+
+
+@contextmanager
+def _alone(runs_dir: str, name: str, job: Job) -> Iterator[None]:
+    """Hold the run's lock, and say in a sweep's folder that the run is one of its."""
+    from magicdec.tracking import sweep
+    from magicdec.tracking.lock import Busy, locked
+    from magicdec.tracking.store import explained
+
+    folder = Path(runs_dir, name)
+    with ExitStack() as held:
+        with explained(runs_dir):
+            if job.sweep_dir is not None:
+                sweep.record(job.sweep_dir, job.number, name, job.overrides)
+            try:
+                held.enter_context(locked(folder))
+            except Busy as busy:
+                if not job.waits:
+                    raise
+                Console(stderr=True).print(str(busy), highlight=False)
+                held.enter_context(locked(folder, patience_s=math.inf))
+        yield
 
 
 def _is_settled(config: Config, name: str, job: Job) -> bool:
@@ -72,34 +98,12 @@ def _is_settled(config: Config, name: str, job: Job) -> bool:
     return done
 
 
-@contextmanager
-def _alone(folder: Path, job: Job, console: Console) -> Iterator[None]:
-    """Hold the run's lock; in a sweep, where another process does, wait for it."""
-    from magicdec.tracking.lock import Busy, is_locked, locked
-    from magicdec.tracking.store import explained
-
-    with ExitStack() as held:
-        while True:
-            try:
-                with explained(folder.parent):
-                    held.enter_context(locked(folder))
-                break
-            except Busy as busy:
-                if job.sweep_dir is None or not job.waits:
-                    raise
-                console.print(str(busy), highlight=False)
-                while is_locked(folder):
-                    time.sleep(POLL_S)
-        yield
-
-
-def _measure(plan: Any, name: str, settings: dict[str, Any], job: Job) -> None:
+def _measure(scenario: Callable, plan: Any, name: str, settings: dict[str, Any], job: Job) -> None:
     """The run itself."""
     from magicdec.tracking import table, wandb
     from magicdec.tracking.progress import progress
     from magicdec.tracking.store import Run
 
-    scenario = _scenario(plan.config.scenario.name)
     this = Run.open(plan.config.runs_dir, name, settings, job.overrides)
     with this.log_to_file():
         try:
@@ -110,38 +114,36 @@ def _measure(plan: Any, name: str, settings: dict[str, Any], job: Job) -> None:
             this.fail(*_reason(error))
             raise
     told = wandb.log_run(this, settings, outcome)
-    table.show(Console(file=sys.stdout), settings, outcome.metrics, this.folder, told, outcome.history)
+    table.show(Console(file=sys.stdout), settings, outcome.metrics, this.folder, told, outcome.history, outcome.view)
 
 
 def _list(plan: Any, name: str, job: Job) -> None:
     """A line on a run that would be done: its id, how it stands, the memory it will take, what was typed."""
-    from magicdec import build
     from magicdec.tracking.reader import load_run
 
-    config = plan.config
-    profiles = config.scenario.name == "profile"
-    rows = max(config.scenario.batch_sizes) if profiles else int(config.batch.size)
-    context_len = max(config.scenario.context_lens) if profiles else config.batch.context_len
-    gib = build.estimate(plan, context_len).total(rows) / 2**30
-    stored = load_run(Path(config.runs_dir, name))
+    stored = load_run(Path(plan.config.runs_dir, name))
     state = stored.get("kind") or stored.get("status") or "new"
     typed = " ".join(text for text in job.overrides if not text.startswith("sweep."))
-    print(f"{name}  {state:11}  {gib:8.2f} GiB  {typed}", flush=True)
+    print(f"{name}  {state:13}  {plan.num_bytes / 2**30:8.2f} GiB  {typed}", flush=True)
 
 
-def _scenario(name: str) -> Callable:
-    """Import a scenario when it is chosen: predicting must not wait for PyTorch."""
-    return getattr(import_module(f"magicdec.scenarios.{SCENARIOS[name]}"), name)
+def _scenario(name: str) -> tuple[Callable, Callable]:
+    """What checks and plans, and the scenario itself: a module and a function of that name.
+
+    Imported when it is chosen: predicting must not wait for PyTorch, and has a `prepare` of its own.
+    """
+    module = import_module(f"magicdec.scenarios.{name}")
+    prepare = getattr(module, "prepare", None) or import_module("magicdec.build").plan
+    return prepare, getattr(module, name)
 
 
 def _reason(error: BaseException) -> tuple[str, str]:
     """Why a run failed, in words and as a kind."""
-    import torch
-
+    torch = sys.modules.get("torch")  # a prediction needs none
     text = f"{type(error).__name__}: {error}".strip().splitlines()[0]
     if isinstance(error, UserError):
         return str(error), "invalid"
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+    if isinstance(error, MemoryError) or (torch and isinstance(error, torch.OutOfMemoryError)):
         return text, "out_of_memory"
     if isinstance(error, KeyboardInterrupt):
         return "interrupted", "interrupted"

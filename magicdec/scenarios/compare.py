@@ -1,18 +1,26 @@
 """The default scenario: the same prompts autoregressively and speculatively, paired, audited and profiled."""
 
+import logging
 from dataclasses import dataclass
 from statistics import median
 
 from magicdec import build
+from magicdec.costmodel.beside import beside
+from magicdec.costmodel.hardware import device_in
 from magicdec.costmodel.speedup import speculative_time
 from magicdec.decoding.audit import Audit, audit
 from magicdec.decoding.decoder import Decoder, Generation
 from magicdec.engines.native import Batch, NativeEngine, warm_up
+from magicdec.errors import UserError
 from magicdec.measure import memory, metrics
+from magicdec.measure.ceilings import matmul_rate
 from magicdec.measure.metrics import Metrics
 from magicdec.measure.profile import profile_round
+from magicdec.scenarios.foresee import setup_of_run
 from magicdec.scenarios.outcome import Outcome
 from magicdec.tracking.progress import Progress
+
+log = logging.getLogger(__name__)
 
 NUM_SAMPLES = 4  # rows whose text is logged
 SAMPLE_PROMPT_TOKENS = 64  # the end of their prompts
@@ -48,6 +56,8 @@ def compare(plan: build.Plan, progress: Progress) -> Outcome:
         if _is_audited(plan):
             first = passes[0]
             audits.append(audit(batch.decoder, first.autoregressive[-1].tokens, first.speculative[-1].tokens))
+        if start + rows < len(prompts.tokens):  # the last one is profiled below
+            batch.close()  # or the caches of two batches would be held at once
     results: Metrics = {"data/fingerprint": prompts.fingerprint, "device": plan.device_name}
     results |= _speeds(passes, prefill_seconds)
     if passes[0].speculative:
@@ -59,6 +69,7 @@ def compare(plan: build.Plan, progress: Progress) -> Outcome:
     results |= {f"time/{name}": value for name, value in times.items()}
     results |= _memory(plan, batch, peak)  # first: measuring the bandwidth takes memory of its own
     results |= _formula(results, config.draft.gamma) | _roofline(plan, batch, times)
+    results |= _predicted(plan, results)
     return Outcome(
         results,
         _generations(prompts.tokens, passes[0], config.data.save_prompts),
@@ -133,6 +144,22 @@ def _roofline(plan: build.Plan, batch: Batch, times: dict[str, float]) -> Metric
         if f"{name}_ms" in times:
             result[f"roofline/{name}"] = (weights + kv) / (times[f"{name}_ms"] / 1e3) / bandwidth
     return result
+
+
+def _predicted(plan: build.Plan, results: Metrics) -> Metrics:
+    """What the cost model says of these rounds, at the acceptance that was measured, and how far it is off."""
+    known = device_in(plan.device_name)
+    rate = None if known else matmul_rate(plan.device, plan.dtype) / 1e12
+    draft = plan.draft.config if plan.draft else None
+    bandwidth = float(results["roofline/bandwidth_gbs"] or 0.0)
+    try:
+        setup = setup_of_run(
+            plan.config, plan.target.config, draft, plan.device_name, plan.dtype.itemsize, bandwidth, rate
+        )
+        return beside(setup, plan.config.draft.gamma, results)
+    except UserError as error:  # no draft, or one that has no cost model
+        log.info("not predicted: %s", error)
+        return {}
 
 
 def _memory(plan: build.Plan, batch: Batch, peak: memory.Peak) -> Metrics:

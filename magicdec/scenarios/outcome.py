@@ -1,15 +1,18 @@
 """What a scenario hands to the tracking: plain data, no tensors."""
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
-from magicdec.measure.metrics import Metrics
+if TYPE_CHECKING:  # it imports PyTorch, which a prediction does not wait for
+    from magicdec.measure.metrics import Metrics
 
 
 @dataclass
 class Outcome:
     """Results of one run."""
 
-    metrics: Metrics
+    metrics: "Metrics"
     generations: list[dict] = field(default_factory=list)  # token ids, a dict per row
     history: list[dict] = field(default_factory=list)  # a dict per round
     samples: list[dict] = field(default_factory=list)  # text of a few rows, for people
+    view: Any = None  # what the terminal shows in place of the usual table: anything that rich prints

@@ -35,6 +35,7 @@ def profile(plan: build.Plan, progress: Progress) -> Outcome:
             batch.simulate_prefill()
             warm_up(batch)
             times = profile_round(batch, scenario.profile_repeats)
+            batch.close()  # or the caches of two points would be held at once
             point = {"batch_size": batch_size, "context_len": context_len, "gamma": gamma}
             history.append(point | {f"time/{name}": value for name, value in times.items()})
             task.advance(1)

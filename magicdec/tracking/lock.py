@@ -3,6 +3,7 @@
 The file says host and pid, for people. It goes when the lock does; that of a killed process is taken over.
 """
 
+import errno
 import os
 import socket
 import time
@@ -14,12 +15,13 @@ from magicdec.errors import UserError
 
 try:
     import fcntl
-except ImportError:  # Windows: runs are not guarded against each other there
+except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 NAME = ".lock"
 PATIENCE_S = 0.5  # a reader holds the lock for a moment, too
 POLL_S = 0.05
+NO_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK}  # some network file systems
 
 
 class Busy(UserError):
@@ -27,10 +29,10 @@ class Busy(UserError):
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of a run's folder, which is made; raises Busy where another process does, and OSError."""
+def locked(folder: Path, patience_s: float = PATIENCE_S) -> Iterator[None]:
+    """Hold the lock of a run's folder, which is made; raises OSError, and Busy where another process keeps it."""
     folder.mkdir(parents=True, exist_ok=True)
-    end = time.monotonic() + PATIENCE_S
+    end = time.monotonic() + patience_s
     while (descriptor := _try(folder / NAME)) is None:
         if time.monotonic() > end:
             raise Busy(f"run {folder.name} is being run by {_holder(folder)}; wait for it to end")
@@ -67,8 +69,7 @@ def _try(path: Path) -> int | None:
     """A descriptor that holds the lock; None where another process does."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
-        if fcntl is not None:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _flock(descriptor)
         # Its holder may have removed the file between our two calls: then we hold what nobody else will ever open.
         if os.fstat(descriptor).st_ino == path.stat().st_ino:
             os.ftruncate(descriptor, 0)
@@ -77,6 +78,16 @@ def _try(path: Path) -> int | None:
         pass
     os.close(descriptor)
     return None
+
+
+def _flock(descriptor: int) -> None:
+    """Take it, where the file system knows locks; elsewhere, runs are not guarded against each other."""
+    try:
+        if fcntl is not None:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
 
 
 def _holder(folder: Path) -> str:

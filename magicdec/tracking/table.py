@@ -37,9 +37,11 @@ def show(
     folder: Path,
     outcome: WandbOutcome,
     history: Sequence[Mapping[str, Any]] = (),
+    view: RenderableType | None = None,
 ) -> None:
-    """Print a run's end; long commands are left whole, to be copied."""
-    console.print(render(config, metrics, folder, outcome, history), crop=False)
+    """Print a run's end; long commands are left whole, to be copied. A scenario's own `view` replaces the table."""
+    body = render(config, metrics, folder, outcome, history) if view is None else _around(view, folder, outcome)
+    console.print(body, crop=False)
 
 
 def render(
@@ -58,6 +60,10 @@ def render(
     if meaning := [*_verdict(config, metrics), *_steps(metrics), *_memory(metrics)]:
         parts += [_pairs(meaning), Text()]
     return Group(Text(), *parts, *_whereabouts(folder, outcome))
+
+
+def _around(view: RenderableType, folder: Path, outcome: WandbOutcome) -> RenderableType:
+    return Group(Text(), view, Text(), *_whereabouts(folder, outcome))
 
 
 def _header(config: Mapping[str, Any], metrics: Metrics) -> Iterator[Text]:

@@ -1,6 +1,7 @@
 """Metrics from hand-made counters, each checked against arithmetic done by hand."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 from magicdec.costmodel.speedup import alpha_from_acceptance_length, omega
 from magicdec.decoding.decoder import Generation
 from magicdec.measure import metrics
+from tests.small import open_batch, random_prompts, small_model
 
 # Two rows, gamma 2. Row 0 takes 3 + 1 tokens and ends in round 1; row 1 takes 1 + 2 + 1, cut at the limit in round 2.
 GENERATION = Generation(
@@ -17,6 +19,7 @@ GENERATION = Generation(
     round_seconds=[1.0, 2.0, 4.0],
     draft_prefill_seconds=0.5,
     gamma=2,
+    generate_len=5,
 )
 
 
@@ -44,14 +47,29 @@ def test_a_surplus_round_is_not_counted():
     assert metrics.decode_seconds(surplus) == 4.0
 
 
-def test_acceptance_counts_untruncated_rounds_only():
+def test_a_round_cut_at_the_limit_counts_as_it_was_verified():
     result = metrics.acceptance_metrics([GENERATION])
-    assert result["acceptance_rounds"] == 4  # row 1's last round was cut
-    assert result["acceptance_rate"] == pytest.approx((2 + 0 + 0 + 1) / 8)
+    assert result["acceptance_rounds"] == 5
+    assert result["acceptance_rate"] == pytest.approx((2 + 0 + 0 + 1 + 2) / 10)
+    assert result["acceptance_length"] == pytest.approx(2.0)
+    assert result["acceptance_rate/position_0"] == pytest.approx(3 / 5)
+    assert result["acceptance_rate/position_1"] == pytest.approx(2 / 5)
+    assert omega(2, result["alpha"]) == pytest.approx(2.0)
+
+
+def test_a_round_cut_at_an_end_of_sequence_does_not_count():
+    result = metrics.acceptance_metrics([replace(GENERATION, generate_len=9)])
+    assert result["acceptance_rounds"] == 4
     assert result["acceptance_length"] == pytest.approx(1.75)
-    assert result["acceptance_rate/position_0"] == 0.5
-    assert result["acceptance_rate/position_1"] == 0.25
-    assert omega(2, result["alpha"]) == pytest.approx(1.75)
+
+
+@pytest.mark.parametrize("generate_len", [4, 9, 40])
+def test_measured_acceptance_is_that_of_the_draft_however_little_is_generated(generate_len):
+    model, prompts = small_model(), random_prompts([5] * 400)
+    settings = {"gamma": 4, "policy": "full", "generate_len": generate_len, "synthetic_acceptance": 0.8}
+    batch = open_batch(model, prompts, draft_name="self", **settings)
+    measured = metrics.acceptance_metrics([batch.decoder.generate(batch.draft)])
+    assert measured["alpha"] == pytest.approx(0.8, abs=0.03)
 
 
 def test_history():

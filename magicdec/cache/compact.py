@@ -1,0 +1,134 @@
+"""The compact cache that static policies share: a fixed part and a ring of recent tokens.
+
+L layers, B rows, K KV heads, S slots, D head dim, F fixed slots, R ring slots, W tokens committed at a time.
+
+Of `budget` slots the first F hold what the policy has chosen, the others are a ring over the latest tokens, and slots
+beyond the budget hold this round's proposals, which evict nothing until committed. Until a row outgrows its budget
+every token lies in the slot of its position. Attention does not care about the order of slots: keys carry their
+position.
+"""
+
+from abc import abstractmethod
+
+import torch
+from torch import Tensor
+
+from magicdec.cache.draft_cache import CacheSpec, DraftCache
+from magicdec.cache.full import FullCache
+from magicdec.cache.kv_cache import KVCache
+from magicdec.models.config import ModelConfig
+
+
+class CompactCache(DraftCache):
+    """`budget` committed entries a row and layer; positions are absolute."""
+
+    ordered = False
+
+    def __init__(
+        self,
+        spec: CacheSpec,
+        config: ModelConfig,
+        num_rows: int,
+        capacity: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ):
+        super().__init__(spec, config, num_rows, capacity, dtype, device)
+        self.budget = min(spec.budget, spec.max_len)
+        self.num_fixed = min(self.fixed_slots(self.budget), self.budget - 1)
+        self.window = self.budget - self.num_fixed
+        # How far a row has outgrown its budget: a token's position less its slot, for tokens appended now.
+        self.shift_B = torch.zeros_like(self.length_B)
+
+    @abstractmethod
+    def fixed_slots(self, budget: int) -> int:
+        """How many of `budget` slots the policy chooses; the ring has the others."""
+
+    @abstractmethod
+    def choose(self, layer: int, source: KVCache, scores_LBKS: Tensor | None) -> Tensor:
+        """Slots of `source` that one layer keeps for good (B, K or 1, F), for rows that outgrow the budget."""
+
+    @classmethod
+    def num_slots(cls, spec: CacheSpec, shares_target: bool) -> int:
+        """See DraftCache.num_slots."""
+        return min(spec.budget, spec.max_len) + spec.gamma + 1
+
+    @classmethod
+    def build(
+        cls,
+        spec: CacheSpec,
+        config: ModelConfig,
+        num_rows: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        target: KVCache | None,
+    ) -> "CompactCache":
+        """See DraftCache.build."""
+        return cls(spec, config, num_rows, cls.num_slots(spec, target is not None), dtype, device)
+
+    def positions_BT(self, num_new: int) -> Tensor:
+        """Absolute positions of the next tokens."""
+        return self.slots_BT(num_new) + self.shift_B[:, None]
+
+    @property
+    def committed_slots_B(self) -> Tensor:
+        """At most the budget."""
+        return self.length_B.clamp(max=self.budget)
+
+    def load(self, source: KVCache, scores_LBKS: Tensor | None = None) -> None:
+        """See DraftCache.load: a gather of what is chosen, and of the window, each into the slot of its position."""
+        length_B1 = source.seqlens_B.long()[:, None]
+        slot_S = torch.arange(self.budget, device=length_B1.device)
+        start_B1 = length_B1 - self.window
+        ring_BR = start_B1 + (slot_S[self.num_fixed :] - start_B1) % self.window
+        fits_B11 = (length_B1 <= self.budget)[..., None]
+        for layer in range(self.config.num_layers):  # one at a time: no second copy of the whole cache
+            chosen_BKF = self.choose(layer, source, scores_LBKS)
+            ring_BKR = ring_BR[:, None].expand(-1, chosen_BKF.shape[1], -1)
+            from_BKS = torch.where(fits_B11, slot_S, torch.cat((chosen_BKF, ring_BKR), dim=-1))
+            from_BKS = from_BKS.clamp(0, source.capacity - 1).expand(-1, self.config.num_kv_heads, -1)
+            self.keep(layer, source, from_BKS, scores_LBKS)
+        self.set_length(source.seqlens_B)
+
+    def keep(self, layer: int, source: KVCache, from_BKS: Tensor, scores_LBKS: Tensor | None) -> None:
+        """Copy one layer's entries from these slots of `source`, in order, to the first `budget` slots."""
+        from_BKSD = from_BKS[..., None].expand(-1, -1, -1, self.config.head_dim)
+        self.k_LBKSD[layer][:, :, : self.budget] = source.k_LBKSD[layer].gather(2, from_BKSD)
+        self.v_LBKSD[layer][:, :, : self.budget] = source.v_LBKSD[layer].gather(2, from_BKSD)
+
+    def for_prefill(self, chunk: int) -> DraftCache:
+        """See DraftCache.for_prefill: a cache of everything, from which `adopt` chooses."""
+        k = self.k_LBKSD
+        return FullCache.build(self.spec, self.config, self.num_rows, k.dtype, k.device, None)
+
+    def adopt(self, prefilled: DraftCache, scores_LBKS: Tensor | None = None) -> None:
+        """See DraftCache.adopt."""
+        self.load(prefilled, scores_LBKS)
+
+    def ring_slots(self, position: Tensor) -> Tensor:
+        """Slots of tokens by their positions, for tokens of the window."""
+        ring = self.num_fixed + (position - self.num_fixed) % self.window
+        return torch.where(position < self.num_fixed, position, ring)
+
+    def take(self, source: KVCache, first_slot_B: Tensor, count_B: Tensor, width: int) -> None:
+        """See DraftCache.take."""
+        self.write(source, first_slot_B, count_B, width)
+        self.set_length(self.length_B + count_B)
+
+    def write(self, source: KVCache, first_slot_B: Tensor, count_B: Tensor, width: int) -> None:
+        """Copy new tokens into their slots. A long chunk writes only its last `window` tokens: the earlier ones are
+        evicted by it, or lie in their slots already.
+        """
+        latest = min(width, self.window)
+        index_BW = count_B.long()[:, None] - latest + torch.arange(latest, device=count_B.device)
+        slot_BW = self.ring_slots(self.length_B.long()[:, None] + index_BW)
+        slot_BW = torch.where(index_BW >= 0, slot_BW, self.capacity - 1)  # nobody reads behind the valid slots
+        from_BW = (first_slot_B.long()[:, None] + index_BW).clamp(min=0)
+        self.k_LBKSD[:, self._rows_B1, :, slot_BW] = source.k_LBKSD[:, self._rows_B1, :, from_BW]
+        self.v_LBKSD[:, self._rows_B1, :, slot_BW] = source.v_LBKSD[:, self._rows_B1, :, from_BW]
+
+    def set_length(self, length_B: Tensor) -> None:
+        """See DraftCache.set_length."""
+        self.length_B.copy_(length_B)
+        self.seqlens_B.copy_(self.committed_slots_B)
+        self.shift_B.copy_(self.length_B - self.seqlens_B)

@@ -1,0 +1,60 @@
+"""What dynamic policies share: they keep every entry, and each draft step reads a few of them through indices.
+
+B rows, K KV heads, T new tokens, N chosen slots, H query heads, D head dim. For self-speculation the entries are the
+target's own: nothing is copied, and the draft saves reading, not memory.
+"""
+
+from abc import abstractmethod
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from magicdec.attention.base import Attention
+from magicdec.cache.draft_cache import DraftCache, Selects
+from magicdec.cache.full import FullCache
+
+
+class DynamicCache(FullCache):
+    """At most `budget` committed entries are read by each KV head, and this round's proposals."""
+
+    selects: ClassVar[Selects] = "step"
+
+    @property
+    def budget(self) -> int:
+        """Committed entries that a KV head reads."""
+        return min(self.spec.budget, self.spec.max_len)
+
+    @abstractmethod
+    def choose(self, layer: int, q_BTHD: Tensor, attention: Attention, plan: Any) -> Tensor:
+        """Committed slots for each KV head to read (B, K, N), negative where there are fewer."""
+
+    def attend(self, layer: int, q_BTHD: Tensor, attention: Attention, plan: Any) -> Tensor:
+        """See KVCache.attend."""
+        chosen_BKN = self.choose(layer, q_BTHD, attention, plan)
+        proposed_BP = self.length_B.long()[:, None] + torch.arange(self.spec.gamma + 1, device=q_BTHD.device)
+        proposed_BKP = proposed_BP[:, None].expand(-1, chosen_BKN.shape[1], -1)
+        indices_BKN = torch.cat((chosen_BKN, proposed_BKP), dim=-1)
+        return attention.attend(q_BTHD, self.k_LBKSD[layer], self.v_LBKSD[layer], plan, indices_BKN)
+
+    def for_prefill(self, chunk: int) -> DraftCache:
+        """See DraftCache.for_prefill: the same entries, all of them read."""
+        k = self.k_LBKSD
+        return FullCache.build(self.spec, self.config, self.num_rows, k.dtype, k.device, self)
+
+    def adopt(self, prefilled: DraftCache, scores_LBKS: Tensor | None = None) -> None:
+        """See DraftCache.adopt."""
+        self.load(prefilled, scores_LBKS)
+
+    def select(self, attention: Attention) -> None:
+        """See DraftCache.select: the choice of one draft step, in all layers."""
+        config, dtype, device = self.config, self.k_LBKSD.dtype, self.k_LBKSD.device
+        q_BTHD = torch.zeros(self.num_rows, 1, config.num_heads, config.head_dim, dtype=dtype, device=device)
+        for layer, plan in enumerate(self.plan(attention, 1, dtype)):
+            self.choose(layer, q_BTHD, attention, plan)
+
+
+def best(scores: Tensor, valid: Tensor, count: int) -> Tensor:
+    """Indices of the `count` largest valid scores of the last dimension, -1 where there are fewer."""
+    top = scores.masked_fill(~valid, float("-inf")).topk(min(count, scores.shape[-1]), dim=-1)
+    return top.indices.masked_fill(top.values == float("-inf"), -1)

@@ -1,0 +1,121 @@
+"""H2O: heavy hitters, the entries with the most attention so far (Zhang et al. 2023, arXiv 2306.14048).
+
+L layers, B rows, K KV heads, S slots of the source, C slots of this cache, D head dim, F heavy hitters, W tokens
+committed at a time, G = gamma draft steps of a round.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from magicdec.attention.base import Attention
+from magicdec.cache.draft_cache import CACHES, CacheSpec
+from magicdec.cache.kv_cache import KVCache
+from magicdec.cache.snapkv import SnapKVCache, num_recent
+from magicdec.models.config import ModelConfig
+
+
+@CACHES.register("h2o")
+class H2OCache(SnapKVCache):
+    """Half of the budget for the entries with the largest accumulated attention, half for recent tokens.
+
+    Every token of the context scores it at the prefill, which costs a second pass over the prompt. Afterwards the
+    draft's own steps add to the scores of what is left, those of rejected proposals excepted, and a token that leaves
+    the window replaces the least heavy hitter if it is heavier. What is evicted is gone.
+    """
+
+    def __init__(
+        self,
+        spec: CacheSpec,
+        config: ModelConfig,
+        num_rows: int,
+        capacity: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ):
+        super().__init__(spec, config, num_rows, capacity, dtype, device)
+        self.scores_LBKC = torch.zeros(self.k_LBKSD.shape[:4], device=device)
+        self.step_scores_GLBKC = torch.zeros(spec.gamma, *self.scores_LBKC.shape, device=device)
+        self._step = 0
+
+    @property
+    def observes(self) -> int:
+        """See DraftCache.observes: all of the context."""
+        return self.spec.max_len
+
+    @property
+    def pooling(self) -> int:
+        """Scores stand for themselves."""
+        return 1
+
+    @property
+    def num_bytes(self) -> int:
+        """Entries and scores."""
+        return super().num_bytes + 4 * (self.scores_LBKC.numel() + self.step_scores_GLBKC.numel())
+
+    def fixed_slots(self, budget: int) -> int:
+        """See CompactCache.fixed_slots."""
+        return max(0, budget - num_recent(self.spec, self.spec.budget))
+
+    def keep(self, layer: int, source: KVCache, from_BKS: Tensor, scores_LBKS: Tensor | None) -> None:
+        """See CompactCache.keep: the entries bring their scores."""
+        super().keep(layer, source, from_BKS, scores_LBKS)
+        assert scores_LBKS is not None
+        self.scores_LBKC[layer][..., : self.budget] = scores_LBKS[layer].gather(2, from_BKS)
+
+    def attend(self, layer: int, q_BTHD: Tensor, attention: Attention, plan: Any) -> Tensor:
+        """See KVCache.attend. Only the last token counts: one that is fed again has been scored before."""
+        out_BTHD, scores_BKTC = attention.attend_scored(q_BTHD, self.k_LBKSD[layer], self.v_LBKSD[layer], plan)
+        self.step_scores_GLBKC[self._step, layer, :, :, : scores_BKTC.shape[-1]] = scores_BKTC[:, :, -1]
+        return out_BTHD
+
+    def advance(self, num_new: int) -> None:
+        """See KVCache.advance."""
+        super().advance(num_new)
+        self._step += 1
+
+    def take(self, source: KVCache, first_slot_B: Tensor, count_B: Tensor, width: int) -> None:
+        """See DraftCache.take: step i has fed a token that is committed if more than i are."""
+        step_G1 = torch.arange(self.spec.gamma, device=count_B.device)[:, None]
+        counted_GB = (step_G1 < count_B).float()
+        self.scores_LBKC += torch.einsum("glbkc,gb->lbkc", self.step_scores_GLBKC, counted_GB)
+        self._evict(count_B, width)
+        super().take(source, first_slot_B, count_B, width)
+
+    def set_length(self, length_B: Tensor) -> None:
+        """See DraftCache.set_length."""
+        super().set_length(length_B)
+        slot_C = torch.arange(self.capacity, device=length_B.device)
+        behind_BC = slot_C >= self.committed_slots_B[:, None]
+        self.scores_LBKC.masked_fill_(behind_BC[:, None], 0.0)
+        self.step_scores_GLBKC.zero_()
+        self._step = 0
+
+    def _evict(self, count_B: Tensor, width: int) -> None:
+        """Let tokens that the window is about to lose compete with the heavy hitters, and note the new ones' scores.
+
+        A row that has not outgrown its budget loses nothing, and its slots stay in order.
+        """
+        index_W, F = torch.arange(width, device=count_B.device), self.num_fixed
+        committed_BW = index_W < count_B[:, None]
+        position_BW = self.length_B.long()[:, None] + index_W
+        slot_BW = self.ring_slots(position_BW)
+        lost_BW = committed_BW & (position_BW >= self.budget)
+        new_LBKW = self._of_slots(self.committed_slots_B.long()[:, None] + index_W)
+        lost_LBKW = self._of_slots(slot_BW).masked_fill(~lost_BW[:, None], -1.0)
+        best = torch.cat((self.scores_LBKC[..., :F], lost_LBKW), dim=-1).topk(F, dim=-1)
+        slot_BN = torch.cat((torch.arange(F, device=count_B.device).expand(self.num_rows, -1), slot_BW), dim=1)
+        winner_LBKF = slot_BN[:, None].expand(*best.indices.shape[:3], -1).gather(3, best.indices)
+        winner_LBKF = torch.where(lost_BW.any(1)[:, None, None], winner_LBKF, slot_BN[:, None, :F])
+        self.scores_LBKC[..., :F] = self.scores_LBKC.gather(3, winner_LBKF)
+        winner_LBKFD = winner_LBKF[..., None].expand(*winner_LBKF.shape, self.config.head_dim)
+        self.k_LBKSD[:, :, :, :F] = self.k_LBKSD.gather(3, winner_LBKFD)
+        self.v_LBKSD[:, :, :, :F] = self.v_LBKSD.gather(3, winner_LBKFD)
+        trash_BW = torch.where(committed_BW, slot_BW, self.capacity - 1)
+        self.scores_LBKC.scatter_(3, trash_BW[:, None].expand(new_LBKW.shape), new_LBKW)
+
+    def _of_slots(self, slot_BW: Tensor) -> Tensor:
+        """Scores (L, B, K, W)."""
+        slot_BW = slot_BW.clamp(max=self.capacity - 1)
+        return self.scores_LBKC.gather(3, slot_BW[:, None].expand(*self.scores_LBKC.shape[:3], -1))

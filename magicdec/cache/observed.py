@@ -1,0 +1,43 @@
+"""A cache seen by a forward pass whose attention is recorded: how policies learn which entries matter.
+
+L layers, B rows, K KV heads, S slots, T new tokens.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from magicdec.attention.base import Attention
+from magicdec.cache.kv_cache import KVCache
+
+
+class ObservedCache(KVCache):
+    """Another cache's entries and lengths, shared. `scores_LBKS` adds up the attention that each entry receives, over
+    the query heads of a KV head and over tokens.
+    """
+
+    def __init__(self, source: KVCache):
+        super().__init__(source.config, source.num_rows, 0, source.k_LBKSD.dtype, source.k_LBKSD.device)
+        self.k_LBKSD, self.v_LBKSD, self.seqlens_B = source.k_LBKSD, source.v_LBKSD, source.seqlens_B
+        self.scores_LBKS = torch.zeros(source.k_LBKSD.shape[:4], device=source.k_LBKSD.device)
+        self.counted_BT: Tensor | None = None  # which of the new tokens count; None: all
+
+    def attend(self, layer: int, q_BTHD: Tensor, attention: Attention, plan: Any) -> Tensor:
+        """See KVCache.attend."""
+        out_BTHD, scores_BKTS = attention.attend_scored(q_BTHD, self.k_LBKSD[layer], self.v_LBKSD[layer], plan)
+        if self.counted_BT is not None:
+            scores_BKTS = scores_BKTS * self.counted_BT[:, None, :, None]
+        self.scores_LBKS[layer][..., : scores_BKTS.shape[-1]] += scores_BKTS.sum(2)
+        return out_BTHD
+
+
+class ReplayedCache(ObservedCache):
+    """For tokens whose entries are in the cache already: it has lengths of its own, and nothing is written."""
+
+    def __init__(self, source: KVCache):
+        super().__init__(source)
+        self.seqlens_B = source.seqlens_B.clone()
+
+    def append(self, layer: int, slots_BT: Tensor, k_BTKD: Tensor, v_BTKD: Tensor) -> None:
+        """See KVCache.append: the entries are there."""

@@ -1,0 +1,170 @@
+"""PyramidKV: SnapKV's choice, with budgets that fall from layer to layer (Cai et al. 2024, arXiv 2406.02069).
+
+L layers, B rows, T tokens, K KV heads, S slots, D head dim.
+"""
+
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from magicdec.attention.base import Attention
+from magicdec.cache.draft_cache import CACHES, CacheSpec, DraftCache, Selects
+from magicdec.cache.full import FullCache
+from magicdec.cache.kv_cache import KVCache
+from magicdec.cache.snapkv import SnapKVCache, num_recent
+from magicdec.models.config import ModelConfig
+
+
+def falling(mean: int, num_layers: int, beta: int) -> list[int]:
+    """Whole numbers that fall evenly to mean / beta and add up to mean * num_layers."""
+    last = mean / beta
+    first = 2 * mean - last
+    step = (first - last) / max(1, num_layers - 1)
+    ends = [round((i + 1) * first - step * i * (i + 1) / 2) for i in range(num_layers)]
+    ends[-1] = mean * num_layers
+    return [end - start for start, end in zip([0, *ends], ends, strict=False)]
+
+
+class Level(SnapKVCache):
+    """One layer: the ring is the pyramid's, whatever its own budget."""
+
+    def fixed_slots(self, budget: int) -> int:
+        """See CompactCache.fixed_slots."""
+        return max(0, budget - self.spec.observation_window)
+
+
+@CACHES.register("pyramidkv")
+class PyramidKVCache(DraftCache):
+    """A cache per layer. All keep the same recent tokens; the chosen ones fall from about twice their mean in the first
+    layer to 1 / `beta` of it in the last, because attention spreads widely in early layers and narrows in late ones.
+    """
+
+    selects: ClassVar[Selects] = "prefill"
+
+    def __init__(
+        self,
+        spec: CacheSpec,
+        config: ModelConfig,
+        num_rows: int,
+        capacity: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ):
+        super().__init__(spec, config, num_rows, capacity, dtype, device)
+        one = [
+            replace(config, num_layers=1, sliding_layers=(0,) * (i in config.sliding_layers))
+            for i in range(config.num_layers)
+        ]
+        self.levels = [
+            Level.build(level, layer, num_rows, dtype, device, None)
+            for level, layer in zip(self.level_specs(spec, config), one, strict=True)
+        ]
+        self._views: tuple[KVCache, list[KVCache]] | None = None
+
+    @staticmethod
+    def level_specs(spec: CacheSpec, config: ModelConfig) -> list[CacheSpec]:
+        """What each layer's cache is asked for."""
+        window = min(num_recent(spec, spec.observation_window), spec.budget)
+        chosen = falling(spec.budget - window, config.num_layers, spec.beta)
+        return [replace(spec, budget=window + fixed, observation_window=window) for fixed in chosen]
+
+    @classmethod
+    def num_slots(cls, spec: CacheSpec, shares_target: bool) -> int:
+        """See DraftCache.num_slots: none but the levels' own."""
+        return 0
+
+    @classmethod
+    def bytes_per_row(cls, spec: CacheSpec, config: ModelConfig, dtype: torch.dtype, shares_target: bool) -> int:
+        """See DraftCache.bytes_per_row."""
+        layer = replace(config, num_layers=1, sliding_layers=())
+        return sum(Level.bytes_per_row(s, layer, dtype, shares_target) for s in cls.level_specs(spec, config))
+
+    @classmethod
+    def build(
+        cls,
+        spec: CacheSpec,
+        config: ModelConfig,
+        num_rows: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        target: KVCache | None,
+    ) -> "PyramidKVCache":
+        """See DraftCache.build."""
+        return cls(spec, config, num_rows, 0, dtype, device)
+
+    @property
+    def observes(self) -> int:
+        """See DraftCache.observes."""
+        return self.spec.observation_window
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all levels."""
+        return sum(level.num_bytes for level in self.levels)
+
+    def positions_BT(self, num_new: int) -> Tensor:
+        """The same in all levels."""
+        return self.levels[0].positions_BT(num_new)
+
+    def plan(self, attention: Attention, num_new: int, dtype: torch.dtype) -> list[Any]:
+        """See KVCache.plan: lengths differ from level to level."""
+        return [level.plan(attention, num_new, dtype)[0] for level in self.levels]
+
+    def append(self, layer: int, slots_BT: Tensor, k_BTKD: Tensor, v_BTKD: Tensor) -> None:
+        """See KVCache.append: into slots of the level's own."""
+        level = self.levels[layer]
+        level.append(0, level.slots_BT(k_BTKD.shape[1]), k_BTKD, v_BTKD)
+
+    def attend(self, layer: int, q_BTHD: Tensor, attention: Attention, plan: Any) -> Tensor:
+        """See KVCache.attend."""
+        return self.levels[layer].attend(0, q_BTHD, attention, plan)
+
+    def advance(self, num_new: int) -> None:
+        """See KVCache.advance."""
+        for level in self.levels:
+            level.advance(num_new)
+
+    def load(self, source: KVCache, scores_LBKS: Tensor | None = None) -> None:
+        """See DraftCache.load."""
+        assert scores_LBKS is not None
+        for i, (level, view) in enumerate(zip(self.levels, self._layers_of(source), strict=True)):
+            level.load(view, scores_LBKS[i : i + 1])
+        self.length_B.copy_(source.seqlens_B)
+
+    def for_prefill(self, chunk: int) -> DraftCache:
+        """See DraftCache.for_prefill: a cache of everything."""
+        k = self.k_LBKSD
+        return FullCache.build(self.spec, self.config, self.num_rows, k.dtype, k.device, None)
+
+    def adopt(self, prefilled: DraftCache, scores_LBKS: Tensor | None = None) -> None:
+        """See DraftCache.adopt."""
+        self.load(prefilled, scores_LBKS)
+
+    def take(self, source: KVCache, first_slot_B: Tensor, count_B: Tensor, width: int) -> None:
+        """See DraftCache.take."""
+        first_B = first_slot_B.clone()  # it may be our own length
+        for level, view in zip(self.levels, self._layers_of(source), strict=True):
+            if source is self:
+                level.take(level, level.committed_slots_B, count_B, width)
+            else:
+                level.take(view, first_B, count_B, width)
+        self.length_B += count_B
+
+    def set_length(self, length_B: Tensor) -> None:
+        """See DraftCache.set_length."""
+        for level in self.levels:
+            level.set_length(length_B)
+        self.length_B.copy_(length_B)
+
+    @property
+    def committed_slots_B(self) -> Tensor:
+        """Those of the largest level."""
+        return self.levels[0].committed_slots_B
+
+    def _layers_of(self, source: KVCache) -> list[KVCache]:
+        """Views of single layers, made once per source."""
+        if self._views is None or self._views[0] is not source:
+            self._views = source, [source.view(i, i + 1) for i in range(self.config.num_layers)]
+        return self._views[1]

@@ -1,0 +1,123 @@
+"""The full context in few bits, recent tokens in full precision: the idea of QuantSpec (arXiv 2502.10424).
+
+L layers, B rows, K KV heads, S slots, D head dim, C bytes of codes per entry, G groups of features, W tokens committed
+at a time, R recent tokens and proposals.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from magicdec.attention.base import Attention
+from magicdec.cache.draft_cache import CACHES, CacheSpec
+from magicdec.cache.full import FullCache
+from magicdec.cache.kv_cache import KVCache
+from magicdec.models.config import ModelConfig
+
+
+class Codes:
+    """One tensor of entries in 8 or 4 bits: whole numbers between the least and the largest value of each group."""
+
+    def __init__(self, shape: tuple[int, ...], bits: int, group_size: int, device: torch.device | str):
+        """`shape` is (L, B, K, S, D); groups divide D."""
+        self.bits, self.group_size = bits, math.gcd(group_size, shape[-1])
+        self.codes_LBKSC = torch.zeros(*shape[:-1], shape[-1] * bits // 8, dtype=torch.uint8, device=device)
+        # Scale and least value in half precision, side by side.
+        self.scales_LBKSG2 = torch.zeros(
+            *shape[:-1], shape[-1] // self.group_size, 2, dtype=torch.float16, device=device
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """Codes and scales."""
+        return self.codes_LBKSC.numel() + 2 * self.scales_LBKSG2.numel()
+
+    def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Codes (..., C) and scales (..., G, 2) of entries (..., D)."""
+        groups = x.float().unflatten(-1, (-1, self.group_size))
+        least, largest = groups.aminmax(dim=-1, keepdim=True)
+        scales = torch.cat(((largest - least) / (2**self.bits - 1), least), dim=-1).half()
+        scale, least = scales.float()[..., :1], scales.float()[..., 1:]
+        codes = ((groups - least) / scale.clamp(min=1e-12)).round().clamp(0, 2**self.bits - 1).byte().flatten(-2)
+        if self.bits == 4:
+            high, low = codes.chunk(2, dim=-1)
+            codes = high << 4 | low
+        return codes, scales
+
+    def decode(self, layer: int, dtype: torch.dtype) -> Tensor:
+        """One layer's entries (B, K, S, D)."""
+        codes = self.codes_LBKSC[layer]
+        if self.bits == 4:
+            codes = torch.cat((codes >> 4, codes & 15), dim=-1)
+        scale, least = self.scales_LBKSG2[layer].float().split(1, dim=-1)
+        return (codes.unflatten(-1, (-1, self.group_size)) * scale + least).flatten(-2).to(dtype)
+
+
+@CACHES.register("quantized")
+class QuantizedCache(FullCache):
+    """Everything in `bits` bits, but for the `budget` latest entries and the proposals, which are the target's own.
+
+    Codes are decoded before attention, layer by layer: this shows the acceptance and the memory, and the speed only
+    once a backend reads codes itself.
+    """
+
+    needs_target = True
+
+    def __init__(
+        self,
+        spec: CacheSpec,
+        config: ModelConfig,
+        num_rows: int,
+        capacity: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ):
+        super().__init__(spec, config, num_rows, capacity, dtype, device)
+        shape = (config.num_layers, num_rows, config.num_kv_heads, spec.max_len + spec.gamma + 1, config.head_dim)
+        self.k_codes, self.v_codes = (Codes(shape, spec.bits, spec.group_size, device) for _ in range(2))
+
+    @classmethod
+    def bytes_per_row(cls, spec: CacheSpec, config: ModelConfig, dtype: torch.dtype, shares_target: bool) -> int:
+        """See DraftCache.bytes_per_row: codes, and two half-precision numbers a group."""
+        groups = config.head_dim // math.gcd(spec.group_size, config.head_dim)
+        per_entry = config.head_dim * spec.bits // 8 + 4 * groups
+        entries = config.kv_elements_per_token // config.head_dim * (spec.max_len + spec.gamma + 1)
+        return super().bytes_per_row(spec, config, dtype, shares_target) + entries * per_entry
+
+    @property
+    def num_bytes(self) -> int:
+        """The codes: beyond the target's entries."""
+        return super().num_bytes + self.k_codes.num_bytes + self.v_codes.num_bytes
+
+    def attend(self, layer: int, q_BTHD: Tensor, attention: Attention, plan: Any) -> Tensor:
+        """See KVCache.attend."""
+        recent = min(self.spec.budget, self.spec.max_len)
+        first_B1 = (self.length_B.long()[:, None] - recent).clamp(min=0)
+        slot_BR = first_B1 + torch.arange(recent + self.spec.gamma + 1, device=q_BTHD.device)
+        slot_BR = slot_BR.clamp(max=self.capacity - 1)
+        mixed: list[Tensor] = []
+        for codes, entries_LBKSD in ((self.k_codes, self.k_LBKSD), (self.v_codes, self.v_LBKSD)):
+            exact_BKSD = entries_LBKSD[layer]
+            decoded_BKSD = codes.decode(layer, exact_BKSD.dtype)
+            decoded_BKSD[self._rows_B1, :, slot_BR] = exact_BKSD[self._rows_B1, :, slot_BR]
+            mixed.append(decoded_BKSD)
+        return attention.attend(q_BTHD, mixed[0], mixed[1], plan)
+
+    def load(self, source: KVCache, scores_LBKS: Tensor | None = None) -> None:
+        """See DraftCache.load: encode the context, a layer at a time."""
+        super().load(source, scores_LBKS)
+        for codes, entries_LBKSD in ((self.k_codes, self.k_LBKSD), (self.v_codes, self.v_LBKSD)):
+            size = codes.codes_LBKSC.shape[3]
+            for layer in range(self.config.num_layers):
+                codes.codes_LBKSC[layer], codes.scales_LBKSG2[layer] = codes.encode(entries_LBKSD[layer][:, :, :size])
+
+    def take(self, source: KVCache, first_slot_B: Tensor, count_B: Tensor, width: int) -> None:
+        """See DraftCache.take: encode the new entries. What is encoded behind the committed ones is never read."""
+        slot_BW = self.length_B.long()[:, None] + torch.arange(width, device=count_B.device)
+        for codes, entries_LBKSD in ((self.k_codes, self.k_LBKSD), (self.v_codes, self.v_LBKSD)):
+            new, scales = codes.encode(entries_LBKSD[:, self._rows_B1, :, slot_BW])
+            codes.codes_LBKSC[:, self._rows_B1, :, slot_BW] = new
+            codes.scales_LBKSG2[:, self._rows_B1, :, slot_BW] = scales
+        super().take(source, first_slot_B, count_B, width)

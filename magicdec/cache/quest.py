@@ -1,0 +1,96 @@
+"""Quest: pages chosen by a bound on what they could receive (Tang et al. 2024, arXiv 2406.10774).
+
+L layers, B rows, T new tokens, H query heads, D head dim, K KV heads, Q = T * H / K queries of a KV head, S slots,
+P pages, E entries of a page, N chosen slots, W tokens committed at a time.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from magicdec.attention.base import Attention
+from magicdec.cache.draft_cache import CACHES, CacheSpec
+from magicdec.cache.dynamic import DynamicCache, best
+from magicdec.cache.kv_cache import KVCache
+from magicdec.models.config import ModelConfig
+
+
+@CACHES.register("quest")
+class QuestCache(DynamicCache):
+    """Pages of `page_size` entries whose keys lie within known bounds; each step reads budget / page_size pages.
+
+    A page's largest possible product with a query follows from the least and the largest value of each feature, so that
+    2 / page_size of the keys are read to choose. The queries of a KV head choose together, by their largest bound. The
+    paper leaves the first two layers dense; here all of them select. A budget below page_size makes smaller pages.
+    """
+
+    def __init__(
+        self,
+        spec: CacheSpec,
+        config: ModelConfig,
+        num_rows: int,
+        capacity: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ):
+        super().__init__(spec, config, num_rows, capacity, dtype, device)
+        self.page_size = min(spec.page_size, self.budget)
+        total = -(-(spec.max_len + spec.gamma + 1) // self.page_size)
+        self.num_pages = total if spec.budget >= spec.max_len else self.budget // self.page_size
+        shape = (config.num_layers, num_rows, config.num_kv_heads, total, config.head_dim)
+        self.least_LBKPD = torch.zeros(shape, dtype=dtype, device=device)
+        self.largest_LBKPD = torch.zeros(shape, dtype=dtype, device=device)
+
+    @classmethod
+    def bytes_per_row(cls, spec: CacheSpec, config: ModelConfig, dtype: torch.dtype, shares_target: bool) -> int:
+        """See DraftCache.bytes_per_row: two bounds a page are as much as a key and a value."""
+        pages = -(-(spec.max_len + spec.gamma + 1) // min(spec.page_size, spec.budget))
+        entries = super().bytes_per_row(spec, config, dtype, shares_target)
+        return entries + config.kv_elements_per_token * pages * dtype.itemsize
+
+    @property
+    def num_bytes(self) -> int:
+        """Entries of its own, and the bounds."""
+        return super().num_bytes + 2 * self.least_LBKPD.numel() * self.least_LBKPD.element_size()
+
+    def choose(self, layer: int, q_BTHD: Tensor, attention: Attention, plan: Any) -> Tensor:
+        """See DynamicCache.choose."""
+        q_BKQD = q_BTHD.unflatten(2, (self.config.num_kv_heads, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+        bound_BKQP = (
+            q_BKQD.clamp(min=0) @ self.largest_LBKPD[layer].mT + q_BKQD.clamp(max=0) @ self.least_LBKPD[layer].mT
+        )
+        entry_E = torch.arange(self.page_size, device=q_BTHD.device)
+        first_P = torch.arange(bound_BKQP.shape[-1], device=q_BTHD.device) * self.page_size
+        page_BKN = best(bound_BKQP.amax(2), (first_P < self.length_B[:, None])[:, None], self.num_pages)
+        slot_BKNE = page_BKN[..., None] * self.page_size + entry_E
+        read = (page_BKN[..., None] >= 0) & (slot_BKNE < self.length_B[:, None, None, None])
+        return slot_BKNE.masked_fill(~read, -1).flatten(2)
+
+    def load(self, source: KVCache, scores_LBKS: Tensor | None = None) -> None:
+        """See DraftCache.load: the bounds of all pages."""
+        super().load(source, scores_LBKS)
+        total, size = self.least_LBKPD.shape[3], self.page_size
+        behind_BS = torch.arange(total * size, device=self.length_B.device) >= self.length_B[:, None]
+        for layer in range(self.config.num_layers):
+            k_BKSD = self.k_LBKSD[layer][:, :, : total * size]
+            k_BKSD = F.pad(k_BKSD, (0, 0, 0, total * size - k_BKSD.shape[2]))
+            for bound_LBKPD, sign in ((self.least_LBKPD, -1), (self.largest_LBKPD, 1)):
+                masked = k_BKSD.masked_fill(behind_BS[:, None, :, None], -sign * float("inf"))
+                pages = masked.unflatten(2, (total, size))
+                bound_LBKPD[layer] = pages.amin(3) if sign < 0 else pages.amax(3)
+
+    def take(self, source: KVCache, first_slot_B: Tensor, count_B: Tensor, width: int) -> None:
+        """See DraftCache.take: the new entries widen the bounds of their pages."""
+        index_W = torch.arange(width, device=count_B.device)
+        slot_BW = self.length_B.long()[:, None] + index_W
+        new_LBKWD = self.k_LBKSD[:, self._rows_B1, :, slot_BW].permute(2, 0, 3, 1, 4)
+        rejected = (index_W >= count_B[:, None])[:, None, :, None]
+        page_LBKWD = (slot_BW // self.page_size)[:, None, :, None].expand(new_LBKWD.shape)
+        for bound_LBKPD, name, ignored in (
+            (self.least_LBKPD, "amin", float("inf")),
+            (self.largest_LBKPD, "amax", -float("inf")),
+        ):
+            bound_LBKPD.scatter_reduce_(3, page_LBKWD, new_LBKWD.masked_fill(rejected, ignored), name)
+        super().take(source, first_slot_B, count_B, width)

@@ -1,0 +1,54 @@
+"""SnapKV: what the end of the prompt attends to (Li et al. 2024, arXiv 2404.14469).
+
+L layers, B rows, K KV heads, S slots, F slots to choose.
+"""
+
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from magicdec.cache.compact import CompactCache
+from magicdec.cache.draft_cache import CACHES, CacheSpec, Selects
+from magicdec.cache.kv_cache import KVCache
+
+
+def num_recent(spec: CacheSpec, wanted: int) -> int:
+    """Slots for recent tokens: half the budget at most, but always a round, which so evicts older tokens only."""
+    return max(min(wanted, (spec.budget + 1) // 2), spec.gamma + 1)
+
+
+@CACHES.register("snapkv")
+class SnapKVCache(CompactCache):
+    """The entries that the prompt's last `observation_window` tokens attend to most, and as many recent tokens.
+
+    Scores are summed over the query heads of a KV head, so that each KV head keeps entries of its own, and averaged
+    over `kernel` neighbours, so that a chosen one brings its surroundings. Recent tokens take half the budget at most.
+    The choice is made once: what is generated afterwards passes through the ring of recent tokens.
+    """
+
+    selects: ClassVar[Selects] = "prefill"
+
+    @property
+    def observes(self) -> int:
+        """See DraftCache.observes."""
+        return self.spec.observation_window
+
+    @property
+    def pooling(self) -> int:
+        """Neighbours that a score is averaged over."""
+        return self.spec.kernel
+
+    def fixed_slots(self, budget: int) -> int:
+        """See CompactCache.fixed_slots."""
+        return max(0, budget - num_recent(self.spec, self.spec.observation_window))
+
+    def choose(self, layer: int, source: KVCache, scores_LBKS: Tensor | None) -> Tensor:
+        """See CompactCache.choose: the highest pooled scores before the window."""
+        assert scores_LBKS is not None
+        slot_S = torch.arange(scores_LBKS.shape[-1], device=scores_LBKS.device)
+        outside_B1S = (slot_S >= source.seqlens_B[:, None] - self.window)[:, None]
+        scores_BKS = scores_LBKS[layer].masked_fill(outside_B1S, 0.0)
+        pooled_BKS = F.avg_pool1d(scores_BKS, self.pooling, stride=1, padding=self.pooling // 2)
+        return pooled_BKS.masked_fill(outside_B1S, -1.0).topk(self.num_fixed, dim=-1).indices

@@ -1,0 +1,28 @@
+"""Exact top-k attention: the oracle of dynamic policies.
+
+B rows, T new tokens, H query heads, D head dim, K KV heads, N chosen slots, S slots.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from magicdec.attention.base import Attention
+from magicdec.cache.draft_cache import CACHES
+from magicdec.cache.dynamic import DynamicCache, best
+
+
+@CACHES.register("topk")
+class TopKCache(DynamicCache):
+    """The entries with the most attention from this very query: no other choice of as many retains more of its mass.
+
+    Impractical: finding them takes the attention over everything that the choice is meant to save. It shows what a
+    budget could give.
+    """
+
+    def choose(self, layer: int, q_BTHD: Tensor, attention: Attention, plan: Any) -> Tensor:
+        """See DynamicCache.choose."""
+        _, scores_BKTS = attention.attend_scored(q_BTHD, self.k_LBKSD[layer], self.v_LBKSD[layer], plan)
+        committed_BS = torch.arange(scores_BKTS.shape[-1], device=q_BTHD.device) < self.length_B[:, None]
+        return best(scores_BKTS.sum(2), committed_BS[:, None], self.budget)

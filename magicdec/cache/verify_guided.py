@@ -1,0 +1,104 @@
+"""Verification as the guide: what the target has just attended to is what the draft reads next.
+
+The idea of SparseSpec's PillarAttn and of Vegas (https://github.com/platformxlab/vegas): a verification computes the
+attention over everything anyway, so that a choice by it needs no pass of its own.
+
+L layers, B rows, T tokens of a verification, H query heads, D head dim, K KV heads, S slots, N chosen slots.
+"""
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from magicdec.attention.base import Attention
+from magicdec.cache.draft_cache import CACHES, CacheSpec, Selects
+from magicdec.cache.dynamic import DynamicCache, best
+from magicdec.cache.kv_cache import KVCache
+from magicdec.cache.observed import ObservedCache
+from magicdec.cache.snapkv import num_recent
+from magicdec.models.config import ModelConfig
+
+
+@CACHES.register("verify_guided")
+class VerifyGuidedCache(DynamicCache):
+    """The entries that the last verification attended to most, and recent tokens, a quarter of the budget.
+
+    Chosen anew every `refresh` rounds, from the attention of all verified tokens; the first time from that of the
+    prompt's last `observation_window` tokens. Recent tokens move on in between.
+    """
+
+    selects: ClassVar[Selects] = "round"
+    needs_target = True
+
+    def __init__(
+        self,
+        spec: CacheSpec,
+        config: ModelConfig,
+        num_rows: int,
+        capacity: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ):
+        super().__init__(spec, config, num_rows, capacity, dtype, device)
+        self.window = min(num_recent(spec, spec.budget // 4), self.budget)
+        shape = (config.num_layers, num_rows, config.num_kv_heads, self.budget - self.window)
+        self.chosen_LBKN = torch.full(shape, -1, dtype=torch.int64, device=device)
+        self._observed: ObservedCache | None = None
+        self._is_fresh = False
+
+    @property
+    def observes(self) -> int:
+        """See DraftCache.observes."""
+        return self.spec.observation_window
+
+    @property
+    def phases(self) -> int:
+        """See DraftCache.phases."""
+        return self.spec.refresh
+
+    @property
+    def num_bytes(self) -> int:
+        """The indices and the scores."""
+        scores = 0 if self._observed is None else 4 * self._observed.scores_LBKS.numel()
+        return super().num_bytes + 8 * self.chosen_LBKN.numel() + scores
+
+    def watch(self, verified: KVCache, phase: int) -> KVCache:
+        """See DraftCache.watch: the first round of a cycle is observed."""
+        self._is_fresh = phase == 0
+        if not self._is_fresh:
+            return verified
+        if self._observed is None:
+            self._observed = ObservedCache(verified)
+        self._observed.scores_LBKS.zero_()
+        return self._observed
+
+    def load(self, source: KVCache, scores_LBKS: Tensor | None = None) -> None:
+        """See DraftCache.load."""
+        super().load(source, scores_LBKS)
+        assert scores_LBKS is not None
+        self._is_fresh = False
+        self._refresh(scores_LBKS)
+
+    def take(self, source: KVCache, first_slot_B: Tensor, count_B: Tensor, width: int) -> None:
+        """See DraftCache.take."""
+        super().take(source, first_slot_B, count_B, width)
+        if self._is_fresh and self._observed is not None:
+            self._refresh(self._observed.scores_LBKS)
+
+    def choose(self, layer: int, q_BTHD: Tensor, attention: Attention, plan: Any) -> Tensor:
+        """See DynamicCache.choose: what has been chosen, and the latest tokens."""
+        recent_BN = self.length_B.long()[:, None] - self.window + torch.arange(self.window, device=q_BTHD.device)
+        chosen_BKN = self.chosen_LBKN[layer]
+        return torch.cat((chosen_BKN, recent_BN[:, None].expand(-1, chosen_BKN.shape[1], -1)), dim=-1)
+
+    def select(self, attention: Attention) -> None:
+        """See DraftCache.select: the choice of one round; its scores come with the verification."""
+        if self._observed is not None:
+            self._refresh(self._observed.scores_LBKS)
+
+    def _refresh(self, scores_LBKS: Tensor) -> None:
+        """Choose among the entries before the recent ones."""
+        layers, _, _, count = self.chosen_LBKN.shape
+        older_BS = torch.arange(scores_LBKS.shape[-1], device=scores_LBKS.device) < self.length_B[:, None] - self.window
+        self.chosen_LBKN.copy_(best(scores_LBKS[:layers], older_BS[:, None], count))

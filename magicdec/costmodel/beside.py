@@ -1,0 +1,41 @@
+"""The prediction beside a run: a warning before it, and predicted values with their errors after it."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from magicdec.costmodel.acceptance import Curves
+from magicdec.costmodel.predict import predict
+from magicdec.costmodel.round import Setup
+from magicdec.costmodel.verdict import verdict
+
+# Predicted values that a run measures under another name.
+MEASURED = {
+    "predicted/speedup": "speedup",
+    "predicted/target_decode_ms": "time/target_decode_ms",
+    "predicted/draft_ms": "time/draft_ms",
+    "predicted/verify_ms": "time/verify_ms",
+    "predicted/round_ms": "time/round_ms",
+}
+
+
+def warning(
+    setup: Setup, gamma: int, curves: Curves, alpha: float | None = None, task: str | None = None
+) -> str | None:
+    """What to tell before a run that is predicted below 1x, or never to pay; None where there is nothing to tell."""
+    prediction = predict(setup, (gamma,), alpha, curves, task)
+    best = prediction.best
+    hopeless = best.speedup is None and best.break_even_alpha is None
+    return verdict(prediction) if hopeless or (best.speedup is not None and best.speedup < 1.0) else None
+
+
+def beside(setup: Setup, gamma: int, measured: Mapping[str, Any]) -> dict[str, float | int | str | None]:
+    """`predicted/*` at the gamma that ran and, where it is known, the alpha that was measured.
+
+    Every value that `measured` (a result.json) has too gets a relative error, predicted over measured minus 1.
+    """
+    predicted = predict(setup, (gamma,), alpha=measured.get("alpha")).metrics()
+    for name, counterpart in MEASURED.items():
+        ours, theirs = predicted.get(name), measured.get(counterpart)
+        if isinstance(ours, int | float) and isinstance(theirs, int | float) and theirs > 0:
+            predicted[f"{name.removesuffix('_ms')}_error"] = ours / theirs - 1
+    return predicted

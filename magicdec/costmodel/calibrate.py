@@ -1,0 +1,157 @@
+"""Calibration: the few numbers of `Efficiency`, from measured times.
+
+Fitted are, for each machine, its bandwidth fraction and its overheads per layer and per round, and for all machines
+together the fractions that belong to kernels rather than chips: of the matmul rate and of the link's bandwidth. The
+rest is read from datasheets and code. Weighted least squares of log times, with priors, so that what the rows
+cannot tell apart stays at what is known of it; robust, because published rows hold outliers.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import log
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from magicdec.costmodel.hardware import NVLINK4, Efficiency, Hardware, machine, parse_name
+from magicdec.costmodel.round import Setup, round_times
+from magicdec.costmodel.tables import Row
+from magicdec.errors import UserError
+from magicdec.models.config import ModelConfig
+
+NOISE = 0.02  # relative error of a measured time, one standard deviation
+OUTLIER = 1.5  # standard deviations beyond which a residual counts by its size, no longer by its square
+
+
+class Prior(NamedTuple):
+    """A parameter's range, and what is known of it before any row: its mean and standard deviation."""
+
+    low: float
+    high: float
+    mean: float | None = None
+    deviation: float = 1.0
+    start: float | None = None
+
+
+SHARED = {
+    # Matmuls of LLM shapes reach 0.73 of an H100's rate (SemiAnalysis, December 2024), the best shapes 0.80, and 0.86
+    # on an A100 (stas00/ml-engineering); a decode step's are smaller.
+    "matmul_fraction": Prior(0.2, 1.0, 0.7, 0.05),
+    # By what a further byte costs from 256 KB to 4 MB on 8 H100s: 0.14 and 0.17 (vLLM's and SGLang's kernels, measured
+    # in sgl-project/sglang#2904), 0.43 (NCCL, in ByteDance-Seed/Triton-distributed#57).
+    "allreduce_bandwidth_fraction": Prior(0.05, 1.0, NVLINK4.fraction, 0.1),
+}
+OWN = {
+    "bandwidth_fraction": Prior(0.3, 1.0, 0.9, 0.05),  # a plain copy reaches about as much
+    "layer_overhead_us": Prior(0.0, 1e5, start=60.0),
+    "round_overhead_us": Prior(0.0, 1e6, start=700.0),
+}
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The fitted machines, by hardware name."""
+
+    machines: Mapping[str, Hardware]
+    num_rows: int
+    residual: float  # root mean square of the log errors of all times fitted
+
+
+def calibrate(
+    rows: Sequence[Row],
+    model: Callable[[str], ModelConfig],
+    machines: Mapping[str, Hardware],
+    priors: Mapping[str, Prior] | None = None,
+) -> Calibration:
+    """Fit the machines that `rows` name; `machines` gives their devices and the software that was measured.
+
+    Every time that a row gives is used. `priors` replace those of SHARED and OWN. Raises UserError where a machine has
+    no time to fit.
+    """
+    machines = {name: machines[name] for name in sorted({row.hardware for row in rows})}
+    times = [(row, row.setup(model, machines[row.hardware]), _measured(row)) for row in rows]
+    for name in machines:
+        if not any(measured for row, _, measured in times if row.hardware == name):
+            raise UserError(f"no row of hardware={name} has a time to calibrate with")
+    keys: list[tuple[str | None, str]] = [(None, key) for key in SHARED]
+    keys += [(name, key) for name in machines for key in OWN]
+    known = [(SHARED | OWN | dict(priors or {}))[key] for _, key in keys]
+    scales = np.array([prior.deviation if prior.mean is not None else prior.start or 1.0 for prior in known])
+
+    def fitted(x: NDArray[np.float64]) -> dict[str, Hardware]:
+        return {name: _with(start, keys, x * scales) for name, start in machines.items()}
+
+    def errors(x: NDArray[np.float64]) -> list[float]:
+        now = fitted(x)
+        return [error for row, setup, measured in times for error in _errors(now[row.hardware], row, setup, measured)]
+
+    def residuals(x: NDArray[np.float64]) -> NDArray[np.float64]:
+        expected = [(value * s - p.mean) / p.deviation for value, s, p in zip(x, scales, known, strict=True) if p.mean]
+        return np.array([error / NOISE for error in errors(x)] + expected)
+
+    solution = _least_squares()(
+        residuals,
+        np.array([prior.mean or prior.start or 0.0 for prior in known]) / scales,
+        bounds=([p.low for p in known] / scales, [p.high for p in known] / scales),
+        loss="soft_l1",
+        f_scale=OUTLIER,
+    )
+    return Calibration(fitted(solution.x), len(rows), float(np.sqrt(np.mean(np.square(errors(solution.x))))))
+
+
+def _with(start: Hardware, keys: Sequence[tuple[str | None, str]], values: NDArray[np.float64]) -> Hardware:
+    """A machine with its share of the parameters."""
+    own = {key: float(v) for (name, key), v in zip(keys, values, strict=True) if name in (None, start.name)}
+    return replace(start, efficiency=replace(start.efficiency, **own))
+
+
+def _measured(row: Row) -> dict[str, float]:
+    """The times of a row that were given, in milliseconds; the round's only where all its parts are."""
+    times = {
+        "target": row.autoregressive_ms,
+        "draft": row.draft_ms,
+        "verify": row.verify_ms,
+        "round": row.round_ms,
+    }
+    return {name: value for name, value in times.items() if value is not None}
+
+
+def _errors(fitted: Hardware, row: Row, setup: Setup, measured: Mapping[str, float]) -> list[float]:
+    """Log of predicted over measured."""
+    times = round_times(setup.at(hardware=fitted), row.gamma)
+    predicted = {
+        "target": times.target.total,
+        "draft": row.gamma * (times.draft.total + times.select.total),
+        "verify": times.verify.total,
+        "round": times.round_s,
+    }
+    return [log(1e3 * predicted[name] / value) for name, value in measured.items()]
+
+
+def _least_squares() -> Callable:
+    try:
+        from scipy.optimize import least_squares
+    except ImportError:
+        raise UserError("calibrating needs scipy: pip install 'magicdec[calibrate]'") from None
+    return least_squares
+
+
+def uncalibrated(name: str, stack: str) -> Hardware:
+    """A machine by name to start a calibration from, and the software measured on it."""
+    count, device = parse_name(name)
+    return machine(name, device, count, Efficiency(allreduce_hop_us=device.link.hop_us), stack)
+
+
+def to_yaml(calibrated: Hardware, provenance: Sequence[str]) -> str:
+    """A calibrated machine as a file that can be committed and shared; `provenance` becomes its opening comment."""
+    notes = {
+        "matmul_half_rows": "not fitted: a tensor core's tile",
+        "allreduce_hop_us": "not fitted: the link's, see magicdec/costmodel/hardware.py",
+    }
+    lines = [f"# {line}".rstrip() for line in provenance]
+    lines += [f"hardware: {calibrated.name}", f"stack: {calibrated.stack.name}", "efficiency:"]
+    for key, value in vars(calibrated.efficiency).items():
+        note = f"  # {notes[key]}" if key in notes else ""
+        lines.append(f"  {key}: {value:.4g}{note}")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,223 @@
+"""What the cost model knows of a machine: the datasheet's figures, and how much of them is achieved.
+
+A name is a count and a device: `8xA100`, `4xl40`, `h200`. Where no calibration exists for a device, the datasheet is
+combined with the achieved fractions of the most similar calibrated one, and the note says so.
+"""
+
+import re
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from math import inf, log
+from pathlib import Path
+
+import yaml
+
+from magicdec.costmodel.stack import STACKS, Stack
+from magicdec.errors import UserError
+
+CALIBRATED = Path(__file__).parent / "calibrated"
+OWN_STACK = "magicdec"
+NAME = r"(?:(\d+)x)?([a-z]\w*)"  # a count and a device
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Link:
+    """What connects the GPUs of a machine."""
+
+    name: str
+    bandwidth: float  # bytes per second that a GPU sends, and as many that it receives
+    # One of an all-reduce's log2(ranks) hops, in microseconds. NVLink: 8, 14 and 17 us on 2, 4 and 8 H100s (vLLM's
+    # kernel at 256 KB and 1 MB, extrapolated to 0; sgl-project/sglang#2904). PCIe: 43 us on 8 GPUs (NVIDIA/nccl#1530).
+    hop_us: float
+    # Of the bandwidth, what all-reduces are known to reach before any calibration. NVLink, at the megabyte or so of a
+    # decode step: see calibrate.py. PCIe: 28 of 64 GB/s on 8 GPUs (PCIe 5.0, NVIDIA/nccl#1639).
+    fraction: float
+
+
+NVLINK3 = Link("NVLink 3", 300e9, 5.0, 0.25)
+NVLINK4 = Link("NVLink 4", 450e9, 5.0, 0.25)
+PCIE4 = Link("PCIe 4.0 x16", 32e9, 14.0, 0.44)
+
+
+@dataclass(frozen=True)
+class Device:
+    """One accelerator, by its datasheet (dense matmuls, without sparsity)."""
+
+    name: str
+    bandwidth: float  # bytes per second of its memory
+    flops: float  # per second, bf16 with fp32 accumulation
+    memory: float  # bytes
+    num_sms: int | None = None  # None where attention is not scheduled in tiles on streaming multiprocessors
+    link: Link = PCIE4
+
+    @property
+    def ridge(self) -> float:
+        """FLOPs per byte above which the device is bound by compute."""
+        return self.flops / self.bandwidth
+
+
+DEVICES = {
+    device.name: device
+    for device in (
+        Device("A100", 2039e9, 312e12, 80 * GIB, 108, NVLINK3),  # A100-SXM4-80GB
+        Device("H100", 3350e9, 989e12, 80 * GIB, 132, NVLINK4),  # H100-SXM5
+        Device("H200", 4800e9, 989e12, 141e9, 132, NVLINK4),  # H200-SXM
+        Device("L40", 864e9, 181e12, 48 * GIB, 142, PCIE4),
+        Device("L40S", 864e9, 362e12, 48 * GIB, 142, PCIE4),
+    )
+}
+
+
+@dataclass
+class Efficiency:
+    """How much of a datasheet is achieved, and what a step costs beside it. Fractions lie in (0, 1].
+
+    Not frozen, so that it can be a node of a Hydra config.
+    """
+
+    bandwidth_fraction: float = 0.9  # of the memory's bandwidth, streaming weights and KV
+    matmul_fraction: float = 0.7  # of the bf16 rate, by a matmul of many rows
+    matmul_half_rows: float = 16.0  # rows at which a matmul achieves half of that: a tensor core's tile has 16
+    layer_overhead_us: float = 60.0  # a layer's kernel launches and gaps
+    round_overhead_us: float = 700.0  # accept, commit and the host, per round
+    allreduce_hop_us: float = 5.0  # latency of each of log2(ranks) hops
+    allreduce_bandwidth_fraction: float = 0.3  # of the link's bandwidth, at the megabyte or so of a decode step
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name.endswith("fraction") and not 0.0 < value <= 1.0:
+                raise UserError(f"efficiency.{field.name}={value} must lie in (0, 1]")
+            if not 0.0 <= value < inf:
+                raise UserError(f"efficiency.{field.name}={value} must not be negative")
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """A machine as the cost model sees it: `count` devices, what they achieve, and the software that achieved it."""
+
+    name: str
+    device: Device
+    count: int
+    efficiency: Efficiency
+    stack: Stack
+    note: str = ""
+
+    @property
+    def bandwidth(self) -> float:
+        """Achieved bytes per second of one device."""
+        return self.device.bandwidth * self.efficiency.bandwidth_fraction
+
+    def matmul_rate(self, rows: float) -> float:
+        """Achieved FLOPs per second of one device, for matmuls of `rows` rows: it saturates."""
+        return self.device.flops * self.efficiency.matmul_fraction * rows / (rows + self.efficiency.matmul_half_rows)
+
+    def allreduce_time(self, num_bytes: float, ranks: int) -> float:
+        """Seconds in which `ranks` devices sum `num_bytes` each: log2(ranks) hops, 2 (n - 1) / n of the bytes."""
+        if ranks == 1:
+            return 0.0
+        rate = self.device.link.bandwidth * self.efficiency.allreduce_bandwidth_fraction
+        return self.efficiency.allreduce_hop_us * 1e-6 * log(ranks, 2) + 2 * (ranks - 1) / ranks * num_bytes / rate
+
+
+def parse_name(name: str) -> tuple[int, Device]:
+    """`8xA100` to (8, A100); one device where no count is given; case does not matter."""
+    match = re.fullmatch(NAME, name.strip().lower())
+    device = _device(match[2]) if match else None
+    if not match or not device or match[1] == "0":
+        raise UserError(f"hardware={name} is not known; name a count and one of {', '.join(DEVICES)}, such as 8xA100")
+    return int(match[1] or 1), device
+
+
+def hardware_named(name: str, stack: str | None = None) -> Hardware:
+    """The machine of that name; `stack` replaces the software that its calibration describes."""
+    count, device = parse_name(name)
+    return machine(name, device, count, stack=stack)
+
+
+def machine(
+    name: str, device: Device, count: int, efficiency: Efficiency | None = None, stack: str | None = None
+) -> Hardware:
+    """`count` devices with a calibration of their own, or with what is known of the most similar device."""
+    if efficiency is not None:
+        return Hardware(name, device, count, efficiency, _stack(stack or OWN_STACK), "calibrated by its configuration")
+    source = _most_similar(device)
+    calibrated, known, calibrated_stack = _calibrations()[source]
+    note = f"calibrated on {calibrated}"
+    if source != device.name:
+        note = f"no calibration for {device.name}: its bandwidth and FLOPs, with the achieved fractions of {calibrated}"
+        if device.num_sms is None:  # no tensor cores, whose tiles few rows leave half empty
+            known = replace(known, matmul_half_rows=0.0)
+        if device.link.hop_us != DEVICES[source].link.hop_us:  # a link of another kind
+            link = device.link
+            known = replace(known, allreduce_hop_us=link.hop_us, allreduce_bandwidth_fraction=link.fraction)
+    return Hardware(name, device, count, known, _stack(stack or calibrated_stack), note)
+
+
+def configured(
+    name: str,
+    count: int = 1,
+    bandwidth_gbs: float | None = None,
+    tflops: float | None = None,
+    memory_gib: float | None = None,
+    efficiency: Efficiency | None = None,
+    stack: str | None = None,
+) -> Hardware:
+    """The machine of a `hardware` group: figures that it gives stand in for the datasheet of the device it names.
+
+    `count` is the number of devices that share the model, whatever count the name has.
+    """
+    match = re.fullmatch(NAME, name.strip().lower())
+    known = _device(match[2]) if match else None
+    for key, value in (("bandwidth_gbs", bandwidth_gbs), ("tflops", tflops)):
+        if known is None and value is None:
+            valid = ", ".join(device.lower() for device in DEVICES)
+            raise UserError(f"hardware.{key}=null: predicting for hardware={name} needs it; or take one of {valid}")
+    base = known or Device(name, 0.0, 0.0, inf)
+    device = replace(
+        base,
+        bandwidth=base.bandwidth if bandwidth_gbs is None else bandwidth_gbs * 1e9,
+        flops=base.flops if tflops is None else tflops * 1e12,
+        memory=base.memory if memory_gib is None else memory_gib * GIB,
+    )
+    return machine(name, device, count, efficiency, stack)
+
+
+def _device(name: str) -> Device | None:
+    return next((device for device in DEVICES.values() if device.name.lower() == name), None)
+
+
+def _stack(name: str) -> Stack:
+    if name not in STACKS:
+        raise UserError(f"stack={name} is not known; one of: {', '.join(STACKS)}")
+    return STACKS[name]
+
+
+def device_in(text: str) -> Device | None:
+    """The known device that a driver's name for it contains, such as "NVIDIA H100 80GB HBM3"; None for others."""
+    words = re.findall(r"[a-z]+\d+[a-z]*", text.lower())
+    return next((device for device in DEVICES.values() if device.name.lower() in words), None)
+
+
+def _most_similar(device: Device) -> str:
+    """The calibrated device nearest in bandwidth and FLOPs, by their ratios; itself where it is calibrated."""
+    if device.name in _calibrations():
+        return device.name
+
+    def distance(name: str) -> float:
+        other = DEVICES[name]
+        return abs(log(other.bandwidth / device.bandwidth)) + abs(log(other.flops / device.flops))
+
+    return min(_calibrations(), key=distance)
+
+
+@cache
+def _calibrations() -> dict[str, tuple[str, Efficiency, str]]:
+    """Per device: the calibrated machine's name, its efficiency, and the stack that was measured."""
+    found = {}
+    for path in sorted(CALIBRATED.glob("*.yaml")):
+        content = yaml.safe_load(path.read_text())
+        _, device = parse_name(content["hardware"])
+        found[device.name] = (content["hardware"], Efficiency(**content["efficiency"]), content["stack"])
+    return found

@@ -1,0 +1,142 @@
+"""The search: which draft, policy, budget and gamma to run for a target on a machine, under a latency bound.
+
+Only configurations with a known acceptance can be ranked; the others are listed with the alpha from which they would
+pay, because a guess would decide the ranking.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from magicdec.costmodel.acceptance import Curves, is_same
+from magicdec.costmodel.policies import policy_named
+from magicdec.costmodel.predict import GAMMAS, Prediction, predict
+from magicdec.costmodel.round import DraftSpec, Setup
+from magicdec.errors import UserError
+
+BUDGETS = (256, 512, 1024, 2048)  # tried beside those with a known acceptance
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A configuration that could be run: speculative, or autoregressive where `prediction` is None."""
+
+    setup: Setup
+    prediction: Prediction | None
+    time_per_token_s: float  # of a row, after its first token
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of the whole batch."""
+        return self.setup.batch / self.time_per_token_s
+
+    @property
+    def gamma(self) -> int:
+        """Tokens proposed per round; 0 where nothing is."""
+        return self.prediction.best.gamma if self.prediction else 0
+
+    @property
+    def speedup(self) -> float:
+        """Over autoregressive decoding of the same batch."""
+        return self.setup.target_time.total / self.time_per_token_s
+
+
+@dataclass(frozen=True)
+class Plans:
+    """The outcome of a search."""
+
+    ranked: tuple[Plan, ...]  # within memory and latency, the highest throughput first
+    unknown: tuple[Prediction, ...]  # no acceptance is known; the soonest to break even first
+    too_slow: int  # predicted beyond the latency bound
+    too_large: int  # predicted beyond the GPU's memory
+
+
+def search(
+    setup: Setup,
+    curves: Curves,
+    batches: Sequence[int] | None = None,
+    drafts: Iterable[DraftSpec] = (DraftSpec(),),
+    policies: Iterable[str] = ("streaming", "snapkv"),
+    gammas: Sequence[int] = GAMMAS,
+    latency_ms: float | None = None,
+    generate_len: int = 0,
+    task: str | None = None,
+) -> Plans:
+    """Rank configurations of `setup`'s target, machine and context.
+
+    `latency_ms` bounds the time per output token. Raises UserError where nothing, not even autoregressive decoding
+    of the smallest batch, is within memory and bound.
+    """
+    if latency_ms is not None and latency_ms <= 0:
+        raise UserError(f"scenario.latency_ms={latency_ms} must be above 0")
+    drafts, policies = tuple(drafts), tuple(policies)
+    plans: list[Plan] = []
+    unknown: list[Prediction] = []
+    too_large = 0
+    for batch in batches or (setup.batch,):
+        alone = setup.at(batch=batch, draft=DraftSpec("ngram", "none"))  # needs no memory of its own
+        if predict(alone, (1,), generate_len=generate_len).fits:
+            plans.append(Plan(alone, None, alone.target_time.total))
+        for candidate in _candidates(setup.at(batch=batch), drafts, policies, curves, task):
+            prediction = predict(candidate, gammas, curves=curves, task=task, generate_len=generate_len)
+            if not prediction.fits:
+                too_large += 1
+            elif prediction.estimate is None:
+                unknown.append(prediction)
+            else:
+                plans.append(Plan(candidate, prediction, prediction.best.time_per_token_s))
+    fast = [plan for plan in plans if latency_ms is None or 1e3 * plan.time_per_token_s <= latency_ms]
+    if not fast:
+        raise UserError(_nothing(setup, batches, plans, latency_ms))
+    ranked = sorted(fast, key=lambda plan: plan.tokens_per_second, reverse=True)
+    unknown.sort(key=lambda p: 2.0 if p.best.break_even_alpha is None else p.best.break_even_alpha)
+    return Plans(tuple(ranked), tuple(unknown), len(plans) - len(fast), too_large)
+
+
+def _candidates(
+    setup: Setup, drafts: Sequence[DraftSpec], policies: Sequence[str], curves: Curves, task: str | None
+) -> Iterable[Setup]:
+    for draft in drafts:
+        for policy in policies if draft.kind != "ngram" else policies[:1]:
+            known = curves.budgets(setup.target_name, draft.name, policy, task)
+            others = [budget for budget in BUDGETS if not any(is_same(budget, other) for other in known)]
+            unlimited = policy_named(policy).reads_everything
+            for budget in (setup.context,) if unlimited else sorted(known + others):
+                if budget <= setup.context:
+                    yield setup.at(draft=draft, policy=policy, budget=budget)
+
+
+def _nothing(setup: Setup, batches: Sequence[int] | None, plans: Sequence[Plan], latency_ms: float | None) -> str:
+    smallest = min(batches or (setup.batch,))
+    if not plans:
+        return (
+            f"batch.size={smallest} at batch.context_len={setup.context} does not fit into the memory of "
+            f"hardware={setup.hardware.name}; take a smaller batch, a shorter context or more GPUs"
+        )
+    fastest = min(1e3 * plan.time_per_token_s for plan in plans)
+    return f"scenario.latency_ms={latency_ms}: the fastest plan takes {fastest:.1f} ms per token"
+
+
+def experiment_yaml(plan: Plan, command: str = "") -> str:
+    """The plan as the text of a file in conf/experiment, ready to run."""
+    setup, prediction = plan.setup, plan.prediction
+    kind = setup.draft.kind if prediction else "none"
+    lines = ["# @package _global_"]
+    if prediction and prediction.estimate:
+        lines.append(
+            f"# Predicted: {plan.speedup:.2f}x over autoregressive, {plan.tokens_per_second:,.0f} tokens/s; alpha "
+            f"{prediction.estimate.alpha:.2f} ({prediction.estimate.source})."
+        )
+    else:
+        lines.append(f"# Predicted: {plan.tokens_per_second:,.0f} tokens/s; no known draft is faster.")
+    lines += [f"# Found by: {command}"] if command else []
+    lines += ["defaults:", f"  - override /target: {setup.target_name}", f"  - override /draft: {kind}"]
+    if kind == "model":
+        lines.append(f"  - override /target@draft.model: {setup.draft.name}")
+    lines += [f"  - override /cache: {setup.policy}"] if prediction else []
+    lines += [f"  - override /hardware: {setup.hardware.name.lower()}", ""]
+    if prediction:
+        lines += ["draft:", f"  gamma: {plan.gamma}"]
+        if not setup.cache.reads_everything:
+            lines += ["cache:", f"  budget: {setup.budget}"]
+    lines += ["batch:", f"  size: {setup.batch}", f"  context_len: {setup.context}"]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,173 @@
+"""The prediction for one configuration: times, speedup against gamma, the best gamma, memory, S*, and a verdict.
+
+Without an alpha there is no speedup, only the alpha at which speculation breaks even.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from magicdec.costmodel.acceptance import Curves, Estimate
+from magicdec.costmodel.hardware import GIB
+from magicdec.costmodel.round import Memory, RoundTimes, Setup, memory, round_times
+from magicdec.costmodel.speedup import break_even_alpha, omega
+from magicdec.errors import UserError
+
+GAMMAS = range(1, 17)
+BATCHES = (32, 256)  # over which S* asks whether speedup falls
+CONTEXT_STEP = 0.01  # S* is found to this share of itself
+SHORTEST = 64  # tokens: S* is not looked for below
+
+
+@dataclass(frozen=True)
+class AtGamma:
+    """What one gamma gives."""
+
+    times: RoundTimes
+    alpha: float | None
+
+    @property
+    def gamma(self) -> int:
+        """Tokens proposed per round."""
+        return self.times.gamma
+
+    @property
+    def speedup(self) -> float | None:
+        """T_T over T_SD; None without an alpha."""
+        return None if self.alpha is None else self.times.target.total / self.time_per_token_s
+
+    @property
+    def time_per_token_s(self) -> float:
+        """T_SD: seconds per token of a row. Raises UserError without an alpha."""
+        if self.alpha is None:
+            raise UserError("a speculative time per token needs an alpha")
+        return self.times.round_s / omega(self.gamma, self.alpha)
+
+    @property
+    def break_even_alpha(self) -> float | None:
+        """The alpha from which speculation pays; None where it never does."""
+        times = self.times
+        return break_even_alpha(
+            self.gamma,
+            times.target.total,
+            times.draft.total,
+            times.verify.total,
+            times.select.total,
+            times.overhead.total,
+        )
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What the cost model says of a configuration."""
+
+    setup: Setup
+    estimate: Estimate | None
+    by_gamma: tuple[AtGamma, ...]
+    generate_len: int
+    batches: tuple[int, int]
+
+    @cached_property
+    def best(self) -> AtGamma:
+        """The gamma with the highest speedup; without an alpha the one that breaks even soonest."""
+        if self.estimate is not None:
+            return max(self.by_gamma, key=lambda at: at.speedup or 0.0)
+        return min(self.by_gamma, key=lambda at: 2.0 if at.break_even_alpha is None else at.break_even_alpha)
+
+    @property
+    def memory(self) -> Memory:
+        """Bytes that the fullest GPU holds, at the best gamma."""
+        return memory(self.setup, self.best.gamma, self.generate_len)
+
+    @property
+    def fits(self) -> bool:
+        """Whether that is within the device's memory."""
+        return self.memory.total <= self.setup.hardware.device.memory
+
+    @cached_property
+    def critical_context(self) -> int | None:
+        """S* at the best gamma."""
+        return critical_context(self.setup, self.best.gamma, self.batches)
+
+    def metrics(self) -> dict[str, float | int | str | None]:
+        """Flat values under `predicted/`, as result.json and W&B hold them; times in milliseconds."""
+        best, times = self.best, self.best.times
+        values: dict[str, float | int | str | None] = {
+            "speedup": best.speedup,
+            "gamma": best.gamma,
+            "alpha": best.alpha,
+            "acceptance_source": self.estimate.source if self.estimate else None,
+            "break_even_alpha": best.break_even_alpha,
+            "critical_context": self.critical_context,
+            "target_decode_ms": 1e3 * times.target.total,
+            "draft_ms": 1e3 * times.draft.total,
+            "select_ms": 1e3 * times.select.total,
+            "verify_ms": 1e3 * times.verify.total,
+            "overhead_ms": 1e3 * times.overhead.total,
+            "round_ms": 1e3 * times.round_s,
+            "memory_gib": self.memory.total / GIB,
+            "calibration": self.setup.hardware.note,
+        }
+        for step, time in (("target_decode", times.target), ("draft", times.draft), ("verify", times.verify)):
+            values |= {f"{step}/{part}_ms": 1e3 * value for part, value in time._asdict().items()}
+        values |= {f"speedup/gamma_{at.gamma}": at.speedup for at in self.by_gamma if at.speedup is not None}
+        return {f"predicted/{name}": value for name, value in values.items()}
+
+
+def predict(
+    setup: Setup,
+    gammas: Sequence[int] = GAMMAS,
+    alpha: float | None = None,
+    curves: Curves | None = None,
+    task: str | None = None,
+    generate_len: int = 0,
+    batches: tuple[int, int] = BATCHES,
+) -> Prediction:
+    """Predict a configuration at each of `gammas`. `alpha` is given, or looked up in `curves`, or unknown."""
+    if not gammas:
+        raise UserError("draft.gamma: at least one is needed to predict")
+    estimate = Estimate(alpha, "given") if alpha is not None else None
+    if estimate is None and curves is not None:
+        names = (setup.target_name, setup.draft.name, setup.policy, setup.budget, setup.context)
+        estimate = curves.estimate(*names, task=task)
+    known = estimate.alpha if estimate else None
+    if known is not None:
+        omega(1, known)  # refuses what is no probability
+    by_gamma = tuple(AtGamma(round_times(setup, gamma), known) for gamma in gammas)
+    return Prediction(setup, estimate, by_gamma, generate_len, batches)
+
+
+def best_budget(
+    setup: Setup, curves: Curves, gammas: Sequence[int] = GAMMAS, task: str | None = None
+) -> tuple[int, float] | None:
+    """The budget with a known acceptance that gives the highest speedup, and that speedup; None where none has."""
+    found = []
+    for budget in curves.budgets(setup.target_name, setup.draft.name, setup.policy, task):
+        prediction = predict(setup.at(budget=budget), gammas, curves=curves, task=task)
+        if prediction.best.speedup is not None:
+            found.append((prediction.best.speedup, budget))
+    return None if not found else (max(found)[1], max(found)[0])
+
+
+def critical_context(setup: Setup, gamma: int, batches: tuple[int, int] = BATCHES) -> int | None:
+    """S*: the smallest context at which the larger of two batches speeds up at least as much as the smaller.
+
+    Beyond it the KV cache is what decoding loads, and speculation gains with the batch. Acceptance cancels out. None
+    where there is none up to the target's longest context. (The two ends are compared, not every step between:
+    attention's tiles come in waves, which makes speedup rise and fall by a few percent with the batch.)
+    """
+    setups = [setup.at(batch=batch) for batch in batches]
+
+    def gain(context: int) -> float:
+        smaller, larger = (round_times(one.at(context=context), gamma) for one in setups)
+        return larger.target.total / larger.round_s - smaller.target.total / smaller.round_s
+
+    low, high = SHORTEST, setup.target.max_position_embeddings
+    if gain(high) < 0:
+        return None
+    if gain(low) >= 0:
+        return low
+    while high - low > max(1.0, CONTEXT_STEP * low):
+        middle = max(low + 1, int((low * high) ** 0.5))
+        low, high = (low, middle) if gain(middle) >= 0 else (middle, high)
+    return high

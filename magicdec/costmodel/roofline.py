@@ -1,0 +1,184 @@
+"""The roofline of one forward pass: FLOPs and bytes of every operator, and the time they take.
+
+B rows, T query tokens each, S cached tokens each, N = B T rows of a matmul; one rank's share under tensor
+parallelism, where KV heads are divided as evenly as they go and the fullest rank decides. An operator takes
+max(bytes / bandwidth, FLOPs / rate); layers add launch overhead, ranks add two all-reduces a layer (Megatron).
+"""
+
+from collections import Counter
+from functools import cache
+from math import ceil
+from typing import NamedTuple
+
+from magicdec.costmodel.hardware import Hardware
+from magicdec.models.config import ModelConfig
+
+BF16 = 2.0  # bytes
+# Split-KV kernels stop splitting once tiles of (row, KV head) fill this share of the places a GPU has for them
+# (num_splits_heuristic in FlashAttention's flash_api.cpp; FlashInfer's planner likewise), two places to an SM.
+UNSPLIT_SHARE, TILES_PER_SM = 0.8, 2
+
+
+class Operator(NamedTuple):
+    """One kind of kernel in a pass, on one rank."""
+
+    name: str
+    reads: str  # what its bytes mostly are: weights, kv or activations
+    number: int  # how many of them a pass has
+    flops: float  # of each
+    bytes: float
+    rows: float  # that share what is read: what a matmul's rate saturates with
+    stretch: float = 1.0  # of the memory's time, where the GPU is left partly idle
+
+
+class StepTime(NamedTuple):
+    """Seconds of a step by what bounds them."""
+
+    weights: float = 0.0  # reading weights
+    kv: float = 0.0  # reading keys and values
+    activations: float = 0.0  # moving everything else
+    compute: float = 0.0  # matmuls and attention that are bound by FLOPs
+    communication: float = 0.0
+    overhead: float = 0.0  # launches, gaps, the host
+
+    @property
+    def total(self) -> float:
+        """Seconds altogether."""
+        return sum(self)
+
+    @property
+    def largest(self) -> str:
+        """The part that takes longest."""
+        return max(self._fields, key=lambda name: getattr(self, name))
+
+    def plus(self, other: "StepTime", times: float = 1.0) -> "StepTime":
+        """The sum with `times` the other, part by part."""
+        return StepTime(*(mine + times * its for mine, its in zip(self, other, strict=True)))
+
+    def scaled(self, factor: float) -> "StepTime":
+        """Every part times a factor."""
+        return StepTime(*(part * factor for part in self))
+
+
+class Pass(NamedTuple):
+    """One forward pass, and how it is stored and shared out."""
+
+    model: ModelConfig
+    batch: int
+    query_tokens: int
+    cached_tokens: float
+    ranks: int = 1
+    weight_bytes: float = BF16  # of an element
+    kv_bytes: float = BF16
+    activation_bytes: float = BF16
+    chooses: bool = True  # whether the choice of tokens from the logits belongs to it
+
+
+def step_time(forward: Pass, hardware: Hardware) -> StepTime:
+    """Seconds of a forward pass on a machine."""
+    times = dict.fromkeys(StepTime._fields, 0.0)
+    bandwidth = hardware.bandwidth
+    for op in operators(forward, hardware):
+        memory = op.bytes * op.stretch / bandwidth
+        compute = op.flops / hardware.matmul_rate(op.rows) if op.flops else 0.0
+        times[op.reads if memory >= compute else "compute"] += op.number * max(memory, compute)
+    model, layers = forward.model, forward.model.num_layers
+    message = forward.batch * forward.query_tokens * model.hidden_size * forward.activation_bytes
+    times["communication"] = 2 * layers * hardware.allreduce_time(message, forward.ranks)
+    times["overhead"] = layers * hardware.efficiency.layer_overhead_us * 1e-6
+    return StepTime(**times)
+
+
+def operators(forward: Pass, hardware: Hardware) -> list[Operator]:
+    """All operators of a pass on its fullest rank."""
+    model, layers, batch, tokens = forward.model, forward.model.num_layers, forward.batch, forward.query_tokens
+    rows, hidden, activation = batch * tokens, model.hidden_size, forward.activation_bytes
+    kv_heads = ceil(model.num_kv_heads / forward.ranks)
+    q, kv = kv_heads * model.group_size * model.head_dim, kv_heads * model.head_dim
+    ffn, head_ranks = ceil(model.intermediate_size / forward.ranks), forward.ranks if hardware.stack.sharded_head else 1
+    vocabulary = ceil(model.vocab_size / head_ranks)
+
+    def linear(name: str, number: int, inputs: int, outputs: int) -> Operator:
+        weights = inputs * outputs
+        moved = weights * forward.weight_bytes + rows * (inputs + outputs) * activation
+        return Operator(name, "weights", number, 2 * rows * weights, moved, rows)
+
+    def elementwise(name: str, number: int, elements_per_row: float) -> Operator:
+        return Operator(name, "activations", number, 0.0, rows * elements_per_row * activation, rows)
+
+    stretch = tile_stretch(batch * kv_heads, hardware.device.num_sms)
+    attention = [
+        Operator(
+            "attention",
+            "kv",
+            number,
+            4 * batch * tokens * cached * q,
+            2 * batch * cached * kv * forward.kv_bytes,
+            tokens * model.group_size,
+            stretch,
+        )
+        for cached, number in _cached_tokens(model, forward.cached_tokens)
+    ]
+    return [
+        elementwise("embedding", 1, 2 * hidden),
+        linear("qkv", layers, hidden, q + 2 * kv),
+        *attention,
+        linear("output", layers, q, hidden),
+        linear("gate_up", layers, hidden, 2 * ffn),
+        linear("down", layers, ffn, hidden),
+        # Two norms with their residual sums: read both, write both. Rotation and cache append. The gate.
+        elementwise("norms", layers, 8 * hidden),
+        elementwise("rope_append", layers, 4 * (q + 2 * kv)),
+        elementwise("gate", layers, 3 * ffn),
+        linear("head", 1, hidden, vocabulary),
+        elementwise("choice", 1, hardware.stack.logit_passes * vocabulary if forward.chooses else 0.0),
+    ]
+
+
+def choice_time(forward: Pass, hardware: Hardware) -> float:
+    """Seconds to choose tokens from the logits of a pass, where that is not part of it."""
+    share = forward.model.vocab_size / (forward.ranks if hardware.stack.sharded_head else 1)
+    moved = hardware.stack.logit_passes * forward.batch * forward.query_tokens * share * forward.activation_bytes
+    return moved / hardware.bandwidth
+
+
+def tile_stretch(tiles: int, num_sms: int | None) -> float:
+    """How much longer attention takes because its unsplit tiles come in waves, the last of them unfilled.
+
+    A full wave runs at the memory's speed. Of the last, each tile has an SM to itself, and draws at most the bandwidth
+    of the two tiles that otherwise share it: it takes at least half a wave. (Both paper tables with 256 tiles on an
+    A100, 216 places, show it: their KV reads take 1.25 times as long per byte as those with fewer.)
+    """
+    if num_sms is None:
+        return 1.0
+    places = TILES_PER_SM * num_sms
+    waves, rest = divmod(tiles, places)
+    if tiles < UNSPLIT_SHARE * places or waves == 0 or rest == 0:
+        return 1.0
+    return (waves + max(rest / places, 1 / TILES_PER_SM)) * places / tiles
+
+
+def arithmetic_intensity(forward: Pass, hardware: Hardware) -> float:
+    """FLOPs per byte of a whole pass on one rank."""
+    ops = operators(forward, hardware)
+    return sum(op.number * op.flops for op in ops) / sum(op.number * op.bytes for op in ops)
+
+
+def weight_count(model: ModelConfig, ranks: int) -> float:
+    """Elements of weights that one rank holds, on average."""
+    return model.num_parameters / ranks
+
+
+def kv_elements(model: ModelConfig, ranks: int) -> int:
+    """Elements of keys and values that the fullest rank holds of one token."""
+    return 2 * model.num_layers * ceil(model.num_kv_heads / ranks) * model.head_dim
+
+
+def _cached_tokens(model: ModelConfig, cached: float) -> list[tuple[float, int]]:
+    """What the layers read of `cached` tokens: pairs of tokens and how many layers read as many."""
+    return [(cached if window is None else min(cached, window), n) for window, n in _windows(model)]
+
+
+@cache
+def _windows(model: ModelConfig) -> list[tuple[int | None, int]]:
+    return list(Counter(model.window_of(layer) for layer in range(model.num_layers)).items())

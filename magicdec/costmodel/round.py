@@ -1,0 +1,221 @@
+"""The times of a round's parts, for a target, a draft, a cache policy, a machine, a batch and a context."""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import ceil
+from typing import Any, NamedTuple
+
+from magicdec.costmodel.hardware import Hardware
+from magicdec.costmodel.policies import Policy, policy_named
+from magicdec.costmodel.roofline import (
+    BF16,
+    Pass,
+    StepTime,
+    choice_time,
+    kv_elements,
+    step_time,
+    weight_count,
+)
+from magicdec.errors import UserError
+from magicdec.models.config import ModelConfig
+
+DRAFT_RANKS = 4  # the reference ran independent drafts on 4 of its 8 GPUs: TinyLlama has 4 KV heads
+DRAFT_KINDS = ("self", "model", "ngram")
+QUANTIZED_BYTES = {"int8": 1.0, "int4": 0.5}  # of a weight
+
+
+@dataclass(frozen=True)
+class DraftSpec:
+    """What proposes: the target itself, a model of its own, or the text (`ngram`, which takes no time to speak of)."""
+
+    kind: str = "self"
+    name: str = "self"
+    model: ModelConfig | None = None
+    tensor_parallel: int | None = None  # ranks of an independent draft; None: at most DRAFT_RANKS
+    quantization: str = "none"
+
+    def __post_init__(self) -> None:
+        if self.kind not in DRAFT_KINDS:
+            raise UserError(f"draft={self.kind} has no cost model; one of: {', '.join(DRAFT_KINDS)}")
+        if (self.kind == "model") != (self.model is not None):
+            raise UserError(f"draft={self.kind} with draft.model={self.name}: a model is for draft=model alone")
+        if self.quantization not in ("none", *QUANTIZED_BYTES):
+            valid = ", ".join(("none", *QUANTIZED_BYTES))
+            raise UserError(f"draft.quantization={self.quantization} has no cost model; one of: {valid}")
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Everything that times depend on, gamma aside."""
+
+    target: ModelConfig
+    hardware: Hardware
+    batch: int
+    context: int
+    draft: DraftSpec = DraftSpec()
+    policy: str = "streaming"
+    budget: int = 512
+    target_name: str = "target"
+    element_bytes: float = BF16  # of weights, keys, values and activations, where nothing is quantized
+
+    def __post_init__(self) -> None:
+        for key, value in (("batch.size", self.batch), ("batch.context_len", self.context)):
+            if value < 1:
+                raise UserError(f"{key}={value} must be at least 1")
+        if self.budget < 1 and not policy_named(self.policy).reads_everything:
+            raise UserError(f"cache.budget={self.budget} must be at least 1")
+
+    @cached_property
+    def cache(self) -> Policy:
+        """The costs of the policy."""
+        return policy_named(self.policy)
+
+    @property
+    def ranks(self) -> int:
+        """GPUs that share the target."""
+        return self.hardware.count
+
+    @property
+    def draft_model(self) -> ModelConfig:
+        """The model that drafts."""
+        return self.draft.model or self.target
+
+    @property
+    def draft_ranks(self) -> int:
+        """GPUs that share the draft."""
+        if self.draft.model is None:
+            return self.ranks
+        return self.draft.tensor_parallel or min(self.ranks, DRAFT_RANKS, self.draft.model.num_kv_heads)
+
+    @property
+    def draft_weight_bytes(self) -> float:
+        """Bytes of an element of the draft's weights."""
+        return QUANTIZED_BYTES.get(self.draft.quantization, self.element_bytes)
+
+    @property
+    def draft_kv_bytes(self) -> float:
+        """Bytes of an element of the draft's KV cache."""
+        return self.element_bytes if self.cache.kv_bytes is None else self.cache.kv_bytes
+
+    @property
+    def target_pass(self) -> Pass:
+        """One autoregressive step of the target."""
+        size = self.element_bytes
+        return Pass(self.target, self.batch, 1, self.context, self.ranks, size, size, size)
+
+    @cached_property
+    def target_time(self) -> StepTime:
+        """T_T."""
+        return step_time(self.target_pass, self.hardware)
+
+    @cached_property
+    def draft_step_times(self) -> tuple[StepTime, StepTime]:
+        """The first draft step of a round, and each of the others."""
+        if self.draft.kind == "ngram":
+            return StepTime(), StepTime()
+        step = Pass(
+            self.draft_model,
+            self.batch,
+            1,
+            self.tokens_read,
+            self.draft_ranks,
+            weight_bytes=self.draft_weight_bytes,
+            kv_bytes=self.draft_kv_bytes,
+            activation_bytes=self.element_bytes,
+        )
+        later = step_time(step, self.hardware)
+        refed = self.hardware.stack.refed_tokens(self.draft.kind, self.policy)
+        return later if refed == 1 else step_time(step._replace(query_tokens=refed), self.hardware), later
+
+    @property
+    def tokens_read(self) -> int:
+        """Entries per sequence and layer that a draft step reads."""
+        return self.cache.tokens_read(self.context, self.budget)
+
+    def at(self, **changes: Any) -> "Setup":
+        """The same with some values changed."""
+        other = replace(self, **changes)
+        if changes.keys() == {"context"} and other.tokens_read == self.tokens_read:
+            other.__dict__["draft_step_times"] = self.draft_step_times  # the search for S* asks for little else
+        return other
+
+
+class RoundTimes(NamedTuple):
+    """Seconds of a round's parts; `draft` and `select` are means over its gamma draft steps."""
+
+    gamma: int
+    target: StepTime  # one autoregressive step of the target: T_T
+    draft: StepTime  # T_D
+    select: StepTime  # T_select
+    verify: StepTime  # T_V(gamma)
+    overhead: StepTime
+
+    @property
+    def round_s(self) -> float:
+        """Seconds of the whole round."""
+        return self.gamma * (self.draft.total + self.select.total) + self.verify.total + self.overhead.total
+
+
+def round_times(setup: Setup, gamma: int) -> RoundTimes:
+    """Predict the parts of a round that proposes `gamma` tokens."""
+    if gamma < 1:
+        raise UserError(f"draft.gamma={gamma} must be at least 1")
+    hardware = setup.hardware
+    late = not hardware.stack.verify_chooses
+    verify = setup.target_pass._replace(query_tokens=gamma + 1, chooses=not late)
+    return RoundTimes(
+        gamma,
+        target=setup.target_time,
+        draft=draft_time(setup, gamma),
+        select=select_time(setup, gamma),
+        verify=step_time(verify, hardware),
+        overhead=StepTime(
+            activations=choice_time(verify, hardware) if late else 0.0,
+            overhead=hardware.efficiency.round_overhead_us * 1e-6,
+        ),
+    )
+
+
+def draft_time(setup: Setup, gamma: int) -> StepTime:
+    """T_D: the mean of a round's draft steps, of which the first may feed two tokens."""
+    first, later = setup.draft_step_times
+    return first.plus(later, gamma - 1).scaled(1 / gamma)
+
+
+def select_time(setup: Setup, gamma: int) -> StepTime:
+    """T_select: what a draft step of a dynamic policy spends on choosing its entries."""
+    if setup.cache.select_bytes is None or setup.draft.kind == "ngram":
+        return StepTime()
+    kv_heads = ceil(setup.draft_model.num_kv_heads / setup.draft_ranks)
+    moved = setup.batch * setup.cache.select_bytes(setup.draft_model, kv_heads, setup.context, gamma)
+    return StepTime(kv=moved / setup.hardware.bandwidth)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes that the fullest GPU holds."""
+
+    target_weights: float
+    target_kv: float
+    draft_weights: float
+    draft_kv: float
+
+    @property
+    def total(self) -> float:
+        """All of it, activations aside."""
+        return self.target_weights + self.target_kv + self.draft_weights + self.draft_kv
+
+
+def memory(setup: Setup, gamma: int, generate_len: int = 0) -> Memory:
+    """Bytes of weights and KV caches while `generate_len` tokens are generated with proposals of `gamma`."""
+    length = setup.context + generate_len
+    target_kv = setup.batch * kv_elements(setup.target, setup.ranks) * (length + gamma + 1) * setup.element_bytes
+    draft, cache = setup.draft, setup.cache
+    draft_weights = draft_kv = 0.0
+    if draft.kind == "model" or draft.quantization != "none":
+        draft_weights = weight_count(setup.draft_model, setup.draft_ranks) * setup.draft_weight_bytes
+    shared = draft.kind == "self" and setup.policy == "full"  # reads the target's own cache
+    if draft.kind != "ngram" and cache.static and not shared:
+        entries = min(cache.tokens_read(length, setup.budget), length) + gamma + 1
+        draft_kv = setup.batch * kv_elements(setup.draft_model, setup.draft_ranks) * entries * setup.draft_kv_bytes
+    return Memory(weight_count(setup.target, setup.ranks) * setup.element_bytes, target_kv, draft_weights, draft_kv)

@@ -1,0 +1,39 @@
+"""Facts about an implementation that change what a step moves: read from its code, never fitted."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Stack:
+    """How some software decodes and speculates, as far as bytes and rows are concerned."""
+
+    name: str
+    # The output head's weights divided over the ranks, or read whole by each.
+    sharded_head: bool = True
+    # How often a row's logits are moved to choose a token: written and read once by a fused argmax.
+    logit_passes: float = 2.0
+    # T_V includes the choice of tokens; otherwise a round pays for it beside T_V.
+    verify_chooses: bool = True
+    # Policies whose self-draft takes the target's exact KV after each verification, and so feeds one token in its
+    # first step. All others feed two, as independent drafts do: the last proposal may never have been seen.
+    exact_kv_policies: frozenset[str] | None = None  # None: all
+
+    def refed_tokens(self, draft: str, policy: str) -> int:
+        """Committed tokens that the first draft step of a round feeds."""
+        exact = self.exact_kv_policies is None or policy in self.exact_kv_policies
+        return 1 if draft != "model" and exact else 2
+
+
+STACKS = {
+    stack.name: stack
+    for stack in (
+        Stack("magicdec"),
+        # github.com/Infini-AI-Lab/MagicDec at commit 5fb682c, the last before its A100 tables: tp.py shards layers but
+        # not the head; logits are written, copied (2) and read by a radix top-k (2 digits and the gather);
+        # selfspec_benchmark.py samples after the verification's time was taken.
+        Stack("reference-2024-08", False, 6.0, False, frozenset()),
+        # The same at commit 09cd671, which has SnapKV and Llama-3.2-1B as its H100 tables do: head sharded, argmax
+        # inside the pass; SnapKV's draft takes the KV of verification, StreamingLLM's does not.
+        Stack("reference-2024-11", True, 2.0, True, frozenset({"snapkv"})),
+    )
+}

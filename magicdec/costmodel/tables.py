@@ -1,0 +1,123 @@
+"""Measured times as rows: the published tables, and any CSV file with their columns."""
+
+import csv
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from magicdec.costmodel.hardware import Hardware, hardware_named
+from magicdec.costmodel.round import DraftSpec, Setup
+from magicdec.errors import UserError
+from magicdec.models.config import ModelConfig
+
+# Tables 2, 3 and 6 of MagicDec (arXiv 2408.11049, the ICLR version): published measurements. Times in ms, the budget
+# per sequence, tensor parallel over all GPUs named; draft_ms is that of all gamma draft steps.
+PUBLISHED = Path(__file__).parent / "published" / "magicdec_paper_tables.csv"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measured configuration; times in milliseconds, None where they were not given."""
+
+    target: str
+    draft: str  # self, or a model's name
+    policy: str
+    hardware: str
+    context_len: int
+    batch_size: int
+    gamma: int
+    table: str = ""
+    task: str = ""
+    kv_budget: int | None = None
+    draft_ms: float | None = None  # gamma draft steps
+    verify_ms: float | None = None
+    omega: float | None = None
+    autoregressive_ms: float | None = None
+    speculative_ms: float | None = None  # per token
+    speedup: float | None = None
+
+    @property
+    def round_ms(self) -> float | None:
+        """Milliseconds of a round: per token, times the tokens it yielded."""
+        return None if self.speculative_ms is None or self.omega is None else self.speculative_ms * self.omega
+
+    def setup(self, model: Callable[[str], ModelConfig], machine: Hardware | None = None) -> Setup:
+        """The row as something to predict; `model` knows architectures by name. `machine` stands in for its name."""
+        draft = DraftSpec() if self.draft == "self" else DraftSpec("model", self.draft, model(self.draft))
+        unlimited = self.kv_budget is None or self.kv_budget < 0  # the reference's -1
+        return Setup(
+            target=model(self.target),
+            hardware=machine or hardware_named(self.hardware),
+            batch=self.batch_size,
+            context=self.context_len,
+            draft=draft,
+            policy="full" if unlimited else self.policy,
+            budget=self.context_len if unlimited else int(self.kv_budget or 0),
+            target_name=self.target,
+        )
+
+
+_TYPES: dict[str, Callable[[str], object]] = {
+    **dict.fromkeys(("target", "draft", "policy", "hardware", "table", "task"), str),
+    **dict.fromkeys(("context_len", "batch_size", "gamma", "kv_budget"), int),
+    **dict.fromkeys(("draft_ms", "verify_ms", "omega", "autoregressive_ms", "speculative_ms", "speedup"), float),
+}
+_REQUIRED = ("target", "draft", "policy", "hardware", "context_len", "batch_size", "gamma")
+
+
+def read_table(path: Path | str = PUBLISHED) -> list[Row]:
+    """The rows of a CSV file. Raises UserError naming file, line and column of what it cannot read."""
+    try:
+        with open(path, newline="") as lines:
+            reader = csv.DictReader(lines)
+            missing = [column for column in _REQUIRED if column not in (reader.fieldnames or ())]
+            if missing:
+                raise UserError(f"{path}: the column {missing[0]} is missing")
+            rows = [_row(path, reader.line_num, fields) for fields in reader]
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read ({error})") from None
+    if not rows:
+        raise UserError(f"{path}: has no rows")
+    return rows
+
+
+def profile_rows(config: Mapping[str, Any], history: Iterable[Mapping[str, Any]]) -> list[Row]:
+    """The points of a run of scenario=profile as rows: its config.yaml and its history.jsonl, parsed.
+
+    Nothing was accepted or rejected, so a round stands for one token (omega 1).
+    """
+    draft, cache = config["draft"], config["cache"]
+    return [
+        Row(
+            target=config["target"]["name"],
+            draft=draft["model"]["name"] if draft["name"] == "model" else draft["name"],
+            policy=cache["policy"],
+            hardware=config["hardware"]["name"],
+            context_len=point["context_len"],
+            batch_size=point["batch_size"],
+            gamma=point["gamma"],
+            table="profile",
+            kv_budget=cache["budget"],
+            draft_ms=point["gamma"] * point["time/draft_ms"],
+            verify_ms=point["time/verify_ms"],
+            omega=1.0,
+            autoregressive_ms=point["time/target_decode_ms"],
+            speculative_ms=point["time/round_ms"],
+        )
+        for point in history
+    ]
+
+
+def _row(path: Path | str, line: int, fields: dict[str, str]) -> Row:
+    values = {}
+    for name, convert in _TYPES.items():
+        text = (fields.get(name) or "").strip()
+        if text:
+            try:
+                values[name] = convert(text)
+            except ValueError:
+                raise UserError(f"{path}, line {line}: {name}={text} is not a number") from None
+        elif name in _REQUIRED:
+            raise UserError(f"{path}, line {line}: {name} is empty")
+    return Row(**values)  # type: ignore[arg-type]

@@ -1,0 +1,33 @@
+"""The scoring pass: the last tokens of a context run again over its cache, to see which entries they attend to.
+
+B rows, T tokens of a chunk, L layers, K KV heads, S slots.
+"""
+
+import torch
+from torch import Tensor
+
+from magicdec.cache.kv_cache import KVCache
+from magicdec.cache.observed import ReplayedCache
+from magicdec.models.transformer import Transformer
+
+MAX_CHUNK = 64
+CHUNK_SCORES = 1 << 26  # fp32 attention probabilities of a layer held at a time
+
+
+def score(model: Transformer, cache: KVCache, tokens_BS: Tensor, longest: int, last: int) -> Tensor:
+    """The attention (L, B, K, S) that every entry receives from the last `last` tokens of each row.
+
+    The cache holds the rows' first `cache.seqlens_B` <= `longest` tokens, and is left as it is. A row shorter than
+    `last` is scored by all of its tokens.
+    """
+    view, lengths_B1 = ReplayedCache(cache), cache.seqlens_B.long()[:, None]
+    width = min(last, longest)
+    start_B1 = (lengths_B1 - width).clamp(min=0)
+    per_token = cache.num_rows * model.config.num_heads * cache.capacity
+    chunk = min(MAX_CHUNK, max(1, CHUNK_SCORES // per_token))
+    for done in range(0, width, chunk):
+        index_BT = start_B1 + torch.arange(done, min(done + chunk, width), device=start_B1.device)
+        view.counted_BT = index_BT < lengths_B1
+        view.rollback(index_BT[:, 0])
+        model(tokens_BS.gather(1, index_BT), view)
+    return view.scores_LBKS

@@ -1,0 +1,63 @@
+"""Prompt lookup: whatever followed the latest tokens the last time they occurred (Saxena 2023; no model, no cache).
+
+B rows, S tokens of the sequence, G = gamma.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from magicdec.decoding.state import State
+from magicdec.drafts.base import DRAFTS, Draft, DraftSpec, Proposal
+
+
+@DRAFTS.register("ngram")
+class NgramDraft(Draft):
+    """Proposes the continuation of the longest earlier match of a row's last tokens, up to `max_ngram` of them.
+
+    Of equally long matches the most recent one counts. A continuation that runs into the end of the sequence repeats
+    from where it began, and a row without any match repeats its last token: shapes are static either way.
+    """
+
+    has_cache = False
+
+    def __init__(self, gamma: int, max_ngram: int):
+        self.gamma, self.max_ngram = gamma, max_ngram
+
+    @classmethod
+    def build(cls, spec: DraftSpec) -> "NgramDraft":
+        """See Draft.build."""
+        return cls(spec.gamma, spec.max_ngram)
+
+    def prefill(self, state: State, progress: Callable[[int], None]) -> None:
+        """See Draft.prefill: the sequence itself is all it needs."""
+
+    def propose(self, state: State) -> Proposal:
+        """See Draft.propose. A proposal is not sampled: its distribution is one-hot."""
+        last_B1 = state.num_tokens_B.long()[:, None] - 1
+        end_B1 = self._last_match(state.tokens_BS, last_B1)
+        step_G = torch.arange(self.gamma, device=end_B1.device)
+        index_BG = end_B1 + 1 + step_G % (last_B1 - end_B1).clamp(min=1)
+        return Proposal(state.tokens_BS.gather(1, torch.minimum(index_BG, last_B1)), None)
+
+    def _last_match(self, tokens_BS: Tensor, last_B1: Tensor) -> Tensor:
+        """Where the longest, then latest, earlier occurrence of the last tokens ends (B, 1); `last` without any."""
+        position_S = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
+        equal_BS = position_S < last_B1
+        length_BS = torch.zeros_like(tokens_BS)
+        for back in range(self.max_ngram):
+            token_B1 = tokens_BS.gather(1, (last_B1 - back).clamp(min=0))
+            # Rolled, not sliced: what wraps around lies before the row's start, where nothing may match.
+            equal_BS = equal_BS & (tokens_BS.roll(back, 1) == token_B1) & (position_S >= back)
+            length_BS += equal_BS
+        best_B1 = (length_BS * tokens_BS.shape[1] + position_S).argmax(1, keepdim=True)
+        return torch.where(length_BS.gather(1, best_B1) > 0, best_B1, last_B1)
+
+    def commit(self, count_B: Tensor) -> None:
+        """See Draft.commit: the state has the tokens."""
+
+    @property
+    def cache_bytes(self) -> int:
+        """See Draft.cache_bytes."""
+        return 0

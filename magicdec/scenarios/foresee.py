@@ -1,0 +1,150 @@
+"""From a typed configuration to what the cost model predicts: no weights, no device, no PyTorch."""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from magicdec.config import Config, ModelChoice
+from magicdec.costmodel import acceptance, beside
+from magicdec.costmodel.acceptance import Curves
+from magicdec.costmodel.architectures import architecture
+from magicdec.costmodel.hardware import OWN_STACK, Hardware, configured, device_in
+from magicdec.costmodel.round import DraftSpec, Setup, memory
+from magicdec.errors import UserError
+from magicdec.models.config import ModelConfig
+
+ROWS = 64  # batch.size=auto on a GPU
+
+
+@dataclass(frozen=True)
+class Foreseen:
+    """A run that predicts: like build.Plan, as far as the frame of a run needs it."""
+
+    config: Config
+    setup: Setup
+    fingerprints: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def device_name(self) -> str:
+        """The machine predicted for."""
+        return self.setup.hardware.name
+
+    @property
+    def num_bytes(self) -> float:
+        """The memory that the run would take, on each GPU."""
+        return memory(self.setup, self.config.draft.gamma, self.config.batch.generate_len).total
+
+
+def foresee(config: Config) -> Foreseen:
+    """Resolve `auto` and find the mistakes that a prediction would meet."""
+    if config.batch.size == "auto":
+        config = replace(config, batch=replace(config.batch, size=ROWS))
+    target, batch = _architecture("target", config.target), config.batch
+    longest = target.max_position_embeddings
+    if batch.context_len + batch.generate_len > longest:
+        raise UserError(
+            f"batch.context_len={batch.context_len} + batch.generate_len={batch.generate_len} exceeds the target's "
+            f"maximum of {longest} tokens; batch.context_len={longest - batch.generate_len} would fit"
+        )
+    setup = Setup(
+        target=target,
+        hardware=_machine(config),
+        batch=int(config.batch.size),
+        context=config.batch.context_len,
+        draft=_draft(config),
+        policy=config.cache.policy,
+        budget=config.cache.budget,
+        target_name=config.target.name,
+    )
+    return Foreseen(config, setup)
+
+
+def setup_of_run(
+    config: Config,
+    target: ModelConfig,
+    draft: ModelConfig | None,
+    device_name: str,
+    element_bytes: float,
+    bandwidth_gbs: float | None = None,
+    tflops: float | None = None,
+) -> Setup:
+    """A run that really runs, as something to predict: this software, on the device it runs on.
+
+    `bandwidth_gbs` and `tflops` are measured figures for a device without a known datasheet. Raises UserError where
+    there is nothing to predict with, or a draft that has no cost model.
+    """
+    hardware, known = config.hardware, device_in(device_name)
+    machine = configured(
+        known.name if known else device_name,
+        hardware.tensor_parallel,
+        hardware.bandwidth_gbs or (None if known else bandwidth_gbs),
+        hardware.tflops or (None if known else tflops),
+        hardware.memory_gib,
+        hardware.efficiency,
+        OWN_STACK,
+    )
+    return Setup(
+        target,
+        machine,
+        int(config.batch.size),
+        config.batch.context_len,
+        _spec(config, draft),
+        config.cache.policy,
+        config.cache.budget,
+        config.target.name,
+        element_bytes,
+    )
+
+
+def doubts(plan: Any) -> list[str]:
+    """What to tell before a run (`plan`: build.Plan) that is predicted not to pay, on a device with a datasheet."""
+    config: Config = plan.config
+    if config.scenario.name != "compare" or config.draft.name == "none":
+        return []
+    try:
+        draft = plan.draft.config if plan.draft else None
+        setup = setup_of_run(config, plan.target.config, draft, plan.device_name, plan.dtype.itemsize)
+        found = beside.warning(setup, config.draft.gamma, curves(config), config.draft.synthetic_acceptance)
+    except UserError:  # nothing to predict with: then there is nothing to tell
+        return []
+    return [found] if found else []
+
+
+def draft_named(name: str) -> DraftSpec:
+    """A draft as scenario.drafts names it: `self`, `ngram`, or a target by name."""
+    return DraftSpec(name, name) if name in ("self", "ngram") else DraftSpec("model", name, architecture(name))
+
+
+def curves(config: Config) -> Curves:
+    """What is known of acceptance: the runs in the store, then publications."""
+    return acceptance.measured(config.runs_dir) + acceptance.published()
+
+
+def _draft(config: Config) -> DraftSpec:
+    draft = config.draft
+    if config.scenario.name == "plan":  # which has drafts of its own
+        return DraftSpec()
+    if draft.name == "none":
+        raise UserError("draft=none: there is no speculation to predict; choose draft=self or draft=model")
+    return _spec(config, _architecture("draft.model", draft.model) if draft.model else None)
+
+
+def _spec(config: Config, model: ModelConfig | None) -> DraftSpec:
+    draft = config.draft
+    if draft.name != "model" or draft.model is None:
+        return DraftSpec(draft.name, draft.name)
+    return DraftSpec("model", draft.model.name, model)
+
+
+def _architecture(key: str, choice: ModelChoice) -> ModelConfig:
+    if choice.architecture is not None:
+        return choice.architecture.to_model_config()
+    from magicdec.models import checkpoint  # here, because it imports PyTorch, and named targets need it not
+
+    if choice.path is None:
+        raise UserError(f"{key}.path is not set; give a local Hugging Face folder or a hub id such as org/name")
+    return checkpoint.read_config(checkpoint.locate(choice.path, f"{key}.path", weights=False))
+
+
+def _machine(config: Config) -> Hardware:
+    h = config.hardware
+    return configured(h.name, h.tensor_parallel, h.bandwidth_gbs, h.tflops, h.memory_gib, h.efficiency)

@@ -1,0 +1,94 @@
+"""Which draft, policy, budget, gamma and batch to run: predicted, ranked, and the best as a ready experiment."""
+
+import sys
+from pathlib import Path
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+
+from magicdec.costmodel.planner import Plan, Plans, experiment_yaml, search
+from magicdec.costmodel.predict import Prediction
+from magicdec.costmodel.round import Setup
+from magicdec.scenarios.foresee import Foreseen, curves, draft_named, foresee
+from magicdec.scenarios.outcome import Outcome
+from magicdec.scenarios.predict import STYLE
+from magicdec.tracking.progress import Progress
+from magicdec.tracking.store import shown
+
+EXPERIMENTS = Path(__file__).resolve().parents[2] / "conf" / "experiment"
+CHOICES = ("batch", "draft", "cache", "budget", "gamma")
+SHOWN = 12  # plans in the table
+SHOWN_UNKNOWN = 6  # configurations without a known acceptance
+
+prepare = foresee  # instead of build.plan
+
+
+def plan(plan: Foreseen, progress: Progress) -> Outcome:
+    """Search for a target, a machine and a context; a line of the history for every plan, the best first."""
+    config, scenario = plan.config, plan.config.scenario
+    plans = search(
+        plan.setup,
+        curves(config),
+        scenario.batch_sizes,
+        [draft_named(name) for name in scenario.drafts],
+        scenario.policies,
+        scenario.gammas,
+        scenario.latency_ms,
+        config.batch.generate_len,
+    )
+    best = plans.ranked[0]
+    text = experiment_yaml(best, " ".join(["python", *sys.argv]))
+    view: list[RenderableType] = [render(plans)]
+    if scenario.experiment is not None:
+        path = EXPERIMENTS / f"{scenario.experiment}.yaml"
+        path.write_text(text)
+        view.append(f"the best as an experiment: {shown(path)}; run it with experiment={scenario.experiment}")
+    metrics = {"device": plan.device_name} | (best.prediction.metrics() if best.prediction else {})
+    metrics |= {"predicted/tokens_per_second": best.tokens_per_second, "predicted/speedup": best.speedup}
+    return Outcome(metrics, history=[_facts(one) for one in plans.ranked], view=Group(*view))
+
+
+def render(plans: Plans) -> Group:
+    """For the terminal: the ranking, and what could not be ranked."""
+    table = Table(*CHOICES, "tokens/s", "ms per token", "speedup", title="plans", **STYLE)
+    for candidate in plans.ranked[:SHOWN]:
+        table.add_row(*_cells(candidate))
+    unknown = Table(*CHOICES, "pays from", title="no acceptance is known for", **STYLE)
+    for prediction in plans.unknown[:SHOWN_UNKNOWN]:
+        unknown.add_row(*_unknown_cells(prediction))
+    left_out = f"left out: {plans.too_large} that do not fit into memory, {plans.too_slow} beyond the latency bound"
+    return Group(table, *([unknown] if plans.unknown else []), left_out)
+
+
+def _facts(one: Plan) -> dict[str, float | int | str]:
+    setup, drafts = one.setup, one.prediction is not None
+    return {
+        "batch_size": setup.batch,
+        "draft": setup.draft.name if drafts else "none",
+        "policy": setup.policy if drafts else "",
+        "budget": setup.budget if drafts else 0,
+        "gamma": one.gamma,
+        "predicted/tokens_per_second": one.tokens_per_second,
+        "predicted/time_per_output_token_ms": 1e3 * one.time_per_token_s,
+        "predicted/speedup": one.speedup,
+    }
+
+
+def _cells(one: Plan) -> list[str]:
+    rates = [f"{one.tokens_per_second:,.0f}", f"{1e3 * one.time_per_token_s:.1f}", f"{one.speedup:.2f}"]
+    if one.prediction is None:
+        return [str(one.setup.batch), "none", "", "", "", *rates]
+    return [*_names(one.setup), str(one.gamma), *rates]
+
+
+def _unknown_cells(prediction: Prediction) -> list[str]:
+    alpha = prediction.best.break_even_alpha
+    return [
+        *_names(prediction.setup),
+        str(prediction.best.gamma),
+        "never" if alpha is None else f"alpha {alpha:.2f}",
+    ]
+
+
+def _names(setup: Setup) -> list[str]:
+    return [str(setup.batch), setup.draft.name, setup.policy, str(setup.budget)]

@@ -1,0 +1,80 @@
+"""What to expect of a configuration, without loading anything: times, speedup by gamma, S*, memory and a verdict."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich import box
+from rich.console import Group
+from rich.table import Table
+
+from magicdec.costmodel.hardware import GIB
+from magicdec.costmodel.predict import Prediction
+from magicdec.costmodel.predict import predict as predict_setup
+from magicdec.costmodel.verdict import verdict
+from magicdec.scenarios.foresee import Foreseen, curves, foresee
+from magicdec.scenarios.outcome import Outcome
+from magicdec.tracking.progress import Progress
+
+if TYPE_CHECKING:
+    from magicdec.measure.metrics import Metrics
+
+STYLE: Any = {"box": box.SIMPLE_HEAD, "pad_edge": False, "title_justify": "left", "title_style": "bold"}
+
+prepare = foresee  # instead of build.plan
+
+
+def predict(plan: Foreseen, progress: Progress) -> Outcome:
+    """Predict one configuration; a line of the history for every gamma."""
+    config, scenario = plan.config, plan.config.scenario
+    prediction = predict_setup(
+        plan.setup,
+        scenario.gammas,
+        scenario.alpha,
+        curves(config),
+        generate_len=config.batch.generate_len,
+        batches=(scenario.critical_batches[0], scenario.critical_batches[1]),
+    )
+    if scenario.figures is not None:
+        from magicdec.costmodel.figures import draw
+
+        draw(plan.setup, Path(scenario.figures), prediction.best.gamma, scenario.alpha, curves(config))
+    history = [
+        {"gamma": at.gamma, "predicted/round_ms": 1e3 * at.times.round_s, "predicted/speedup": at.speedup}
+        for at in prediction.by_gamma
+    ]
+    metrics: Metrics = {"device": plan.device_name}
+    return Outcome(metrics | prediction.metrics(), history=history, view=render(prediction))
+
+
+def render(prediction: Prediction) -> Group:
+    """For the terminal: a table of gammas, a table of what bounds each step, and the verdict."""
+    held, setup = prediction.memory, prediction.setup
+    memory = f"memory per GPU: {held.total / GIB:.1f} of {setup.hardware.device.memory / GIB:.0f} GiB"
+    note = f"{setup.hardware.name}: {setup.hardware.note}"
+    return Group(_gammas(prediction), _breakdown(prediction), memory, note, "", verdict(prediction))
+
+
+def _gammas(prediction: Prediction) -> Table:
+    setup = prediction.setup
+    title = f"predicted: {setup.target_name}, draft {setup.draft.name}, {setup.policy} {setup.budget:,}; ms"
+    table = Table("gamma", "T_T", "T_D", "T_select", "T_V", "round", "speedup", "pays from", title=title, **STYLE)
+    for at in prediction.by_gamma:
+        times = (at.times.target, at.times.draft, at.times.select, at.times.verify)
+        table.add_row(
+            str(at.gamma),
+            *(f"{1e3 * time.total:.2f}" for time in times),
+            f"{1e3 * at.times.round_s:.2f}",
+            "?" if at.speedup is None else f"{at.speedup:.2f}",
+            "never" if at.break_even_alpha is None else f"alpha {at.break_even_alpha:.2f}",
+            style="bold" if at is prediction.best else "",
+        )
+    return table
+
+
+def _breakdown(prediction: Prediction) -> Table:
+    """Milliseconds of the steps at the best gamma, by what bounds them."""
+    times = prediction.best.times
+    table = Table("", *times.target._fields, title=f"what bounds the steps at gamma {times.gamma}; ms", **STYLE)
+    for name, time in (("T_T", times.target), ("T_D", times.draft), ("T_V", times.verify)):
+        table.add_row(name, *(f"{1e3 * part:.2f}" for part in time))
+    return table

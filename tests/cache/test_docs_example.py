@@ -1,0 +1,22 @@
+"""The policy that docs/adding-a-policy.md takes as its example works as it stands there."""
+
+import re
+from pathlib import Path
+
+from magicdec.cache.draft_cache import CACHES
+from tests.small import open_batch, random_prompts, small_model
+
+PAGE = Path(__file__).parents[2] / "docs" / "adding-a-policy.md"
+
+
+def test_the_example_policy_is_lossless(monkeypatch):
+    monkeypatch.setattr(CACHES, "_entries", {name: CACHES[name] for name in CACHES})
+    exec(re.search(r"```python\n(.*?)```", PAGE.read_text(), re.S)[1], {"__name__": "strided"})
+    batch = open_batch(
+        small_model(), random_prompts([60, 9, 35]), draft_name="self", policy="strided", gamma=3, budget=12
+    )
+    assert batch.decoder.generate().tokens == batch.decoder.generate(batch.draft).tokens
+    cache, target = batch.draft.cache, batch.decoder.cache
+    batch.restart()
+    kept = cache.k_LBKSD[0, 0, 0, :6]
+    assert (kept == target.k_LBKSD[0, 0, 0, [0, 9, 18, 27, 36, 45]]).all()

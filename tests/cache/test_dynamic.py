@@ -1,0 +1,139 @@
+"""Dynamic policies: which slots each KV head reads, against choices written out with lists."""
+
+import itertools
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from magicdec.attention.sdpa import SdpaAttention
+from magicdec.cache.draft_cache import CacheSpec
+from magicdec.cache.kv_cache import KVCache
+from magicdec.cache.quest import QuestCache
+from magicdec.cache.topk import TopKCache
+from magicdec.cache.verify_guided import VerifyGuidedCache
+from magicdec.models.config import ModelConfig
+from tests.small import open_batch, random_prompts, small_model
+
+L, B, K, H, D, S = 2, 2, 2, 4, 4, 60
+CONFIG = ModelConfig(10, 8, 8, num_layers=L, num_heads=H, num_kv_heads=K, head_dim=D, max_position_embeddings=4096)
+HEADS = [(row, head) for row in range(B) for head in range(K)]
+SIZES = {
+    "budget": st.integers(4, 20),
+    "gamma": st.integers(1, 3),
+    "lengths": st.lists(st.integers(1, 50), min_size=B, max_size=B),
+    "seed": st.integers(0, 99),
+}
+
+
+def random_target(lengths: list[int], generator: torch.Generator) -> KVCache:
+    target = KVCache(CONFIG, B, S, torch.float32, "cpu")
+    target.k_LBKSD.normal_(generator=generator)
+    target.v_LBKSD.normal_(generator=generator)
+    target.rollback(torch.tensor(lengths, dtype=torch.int32))
+    return target
+
+
+def read(chosen_BKN: torch.Tensor, row: int, head: int) -> list[int]:
+    """The slots that a KV head reads: each once."""
+    slots = [int(s) for s in chosen_BKN[row, head] if s >= 0]
+    assert len(slots) == len(set(slots))
+    return slots
+
+
+def choose(cache, layer: int, q_BTHD: torch.Tensor) -> torch.Tensor:
+    attention, num_new = SdpaAttention(), q_BTHD.shape[1]
+    return cache.choose(layer, q_BTHD, attention, cache.plan(attention, num_new, torch.float32)[layer])
+
+
+@settings(max_examples=40, deadline=None)
+@given(**SIZES, num_new=st.integers(1, 2))
+def test_topk_retains_more_attention_than_any_other_choice(budget, gamma, lengths, seed, num_new):
+    generator = torch.Generator().manual_seed(seed)
+    target = random_target(lengths, generator)
+    cache = TopKCache.build(CacheSpec(gamma, 56, budget=budget), CONFIG, B, torch.float32, "cpu", target)
+    cache.load(target)
+    q = torch.randn(B, num_new, H, D, generator=generator)
+    attention = SdpaAttention()
+    _, scores = attention.attend_scored(
+        q, target.k_LBKSD[1], target.v_LBKSD[1], cache.plan(attention, num_new, torch.float32)[1]
+    )
+    for row, head in HEADS:
+        mass, slots = scores[row, head].sum(0), read(choose(cache, 1, q), row, head)
+        assert len(slots) == min(budget, lengths[row])
+        assert max(slots) < lengths[row]
+        for _ in range(20):
+            other = torch.randperm(lengths[row], generator=generator)[: len(slots)]
+            assert mass[slots].sum() >= mass[other].sum() - 1e-6
+
+
+def quest_reads(keys: list, queries: list, length: int, page_size: int, num_pages: int) -> set[int]:
+    """Bounds of every page feature by feature: the slow twin."""
+    bounds = {}
+    for first in range(0, length, page_size):
+        page = keys[first : min(first + page_size, length)]
+        bounds[first] = max(
+            sum(max(q[d] * min(k[d] for k in page), q[d] * max(k[d] for k in page)) for d in range(D)) for q in queries
+        )
+    pages = sorted(bounds, key=bounds.__getitem__, reverse=True)[:num_pages]
+    return {slot for first in pages for slot in range(first, min(first + page_size, length))}
+
+
+@settings(max_examples=40, deadline=None)
+@given(**SIZES, page_size=st.integers(1, 8), counts=st.lists(st.integers(0, 4), min_size=B, max_size=B))
+def test_quest(budget, gamma, lengths, seed, page_size, counts):
+    """After the prefill, and after a round that commits some of what was verified."""
+    generator = torch.Generator().manual_seed(seed)
+    target, spec = random_target(lengths, generator), CacheSpec(gamma, 56, budget=budget, page_size=page_size)
+    cache = QuestCache.build(spec, CONFIG, B, torch.float32, "cpu", target)
+    cache.load(target)
+    q, size = torch.randn(B, 1, H, D, generator=generator), min(page_size, budget)
+    for taken in ([0] * B, [min(c, gamma + 1) for c in counts]):
+        cache.take(target, cache.length_B, torch.tensor(taken, dtype=torch.int32), gamma + 1)
+        lengths = [n + c for n, c in zip(lengths, taken, strict=True)]
+        for row, head in HEADS:
+            keys, queries = target.k_LBKSD[1, row, head].tolist(), q[row, 0].view(K, -1, D)[head].tolist()
+            slots = read(choose(cache, 1, q), row, head)
+            assert set(slots) == quest_reads(keys, queries, lengths[row], size, budget // size)
+            assert len(slots) <= budget
+
+
+@settings(max_examples=40, deadline=None)
+@given(**SIZES, counts=st.lists(st.integers(0, 4), min_size=B, max_size=B))
+def test_verify_guided(budget, gamma, lengths, seed, counts):
+    generator = torch.Generator().manual_seed(seed)
+    target, counts = random_target(lengths, generator), [min(c, gamma + 1) for c in counts]
+    cache = VerifyGuidedCache.build(CacheSpec(gamma, 56, budget=budget), CONFIG, B, torch.float32, "cpu", target)
+    scores = torch.rand(L, B, K, S, generator=generator)
+    cache.load(target, scores)
+    q = torch.zeros(B, 1, H, D)
+    for taken in ([0] * B, counts):
+        watched = cache.watch(target, phase=0)
+        watched.scores_LBKS.copy_(scores)
+        cache.take(target, cache.length_B, torch.tensor(taken, dtype=torch.int32), gamma + 1)
+        lengths = [n + c for n, c in zip(lengths, taken, strict=True)]
+        for row, head in HEADS:
+            older = scores[1, row, head, : max(0, lengths[row] - cache.window)].tolist()
+            top = sorted(range(len(older)), key=older.__getitem__, reverse=True)[: budget - cache.window]
+            recent = range(max(0, lengths[row] - cache.window), lengths[row])
+            assert set(read(choose(cache, 1, q), row, head)) == {*top, *recent}
+        scores = torch.rand(L, B, K, S, generator=generator)
+
+
+def test_verify_guided_is_refreshed_every_so_many_rounds():
+    batch = open_batch(
+        small_model(), random_prompts([60]), draft_name="self", policy="verify_guided", gamma=2, budget=16, refresh=3
+    )
+    batch.restart()
+    step, cache, chosen = batch.decoder.step(batch.draft), batch.draft.cache, []
+    for _ in range(7):
+        step()
+        chosen.append(cache.chosen_LBKN.clone())
+    changes = [not torch.equal(*pair) for pair in itertools.pairwise(chosen)]
+    assert changes == [False, False, True, False, False, True]
+
+
+def test_dynamic_policies_copy_nothing():
+    for policy in ("topk", "quest", "verify_guided"):
+        batch = open_batch(small_model(), random_prompts([40]), draft_name="self", policy=policy, gamma=2, budget=16)
+        assert batch.draft.cache.k_LBKSD.data_ptr() == batch.decoder.cache.k_LBKSD.data_ptr()

@@ -1,0 +1,197 @@
+"""Policies that choose by attention, against lists: for given scores, exactly these tokens are kept.
+
+Every key carries its token's number, so that a test can read from a cache which tokens each KV head holds.
+"""
+
+import itertools
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from magicdec.cache.draft_cache import CacheSpec
+from magicdec.cache.h2o import H2OCache
+from magicdec.cache.kv_cache import KVCache
+from magicdec.cache.pyramidkv import PyramidKVCache, falling
+from magicdec.cache.snapkv import SnapKVCache
+from magicdec.decoding.scoring import score
+from magicdec.models.config import ModelConfig
+from tests.small import random_prompts, small_model
+
+L, B, K, S = 3, 2, 2, 60
+CONFIG = ModelConfig(10, 8, 8, num_layers=L, num_heads=4, num_kv_heads=K, head_dim=2, max_position_embeddings=4096)
+
+
+def filled(lengths: list[int]) -> KVCache:
+    """A target's cache in which every slot's key is the number of its position."""
+    cache = KVCache(CONFIG, B, S, torch.float32, "cpu")
+    cache.k_LBKSD.copy_(torch.arange(S)[:, None].expand(S, 2))
+    cache.v_LBKSD.copy_(-cache.k_LBKSD)
+    cache.rollback(torch.tensor(lengths, dtype=torch.int32))
+    return cache
+
+
+def held(cache: KVCache, layer: int, row: int, head: int) -> list[int]:
+    count = int(cache.seqlens_B[row])
+    keys, values = cache.k_LBKSD[layer, row, head, :count, 0], cache.v_LBKSD[layer, row, head, :count, 0]
+    assert torch.equal(keys, -values)
+    return [int(x) for x in keys]
+
+
+def propose(cache: KVCache, lengths: list[int], num_new: int) -> None:
+    """Append proposals, marked by negative keys that must never be kept."""
+    slots, new = cache.slots_BT(num_new), torch.full((B, num_new, K, 2), -7.0)
+    assert cache.positions_BT(num_new)[:, 0].tolist() == lengths
+    for layer in range(L):
+        cache.append(layer, slots, new, -new)
+    cache.advance(num_new)
+
+
+def pooled(scores: list[float], kernel: int) -> list[float]:
+    """The mean over neighbours, what lies outside counted as 0."""
+    half = kernel // 2
+    return [sum(scores[max(0, i - half) : i + half + 1]) / kernel for i in range(len(scores))]
+
+
+def snapkv_keeps(scores: list[float], prompt: int, length: int, budget: int, window: int, kernel: int) -> set[int]:
+    """SnapKV, the slow and obvious way. A row that fitted at first keeps its first tokens."""
+    if length <= budget:
+        return set(range(length))
+    fixed = range(budget - window)
+    if prompt > budget:
+        prefix = pooled(scores[: prompt - window], kernel)
+        fixed = sorted(range(len(prefix)), key=prefix.__getitem__)[len(prefix) - (budget - window) :]
+    return set(fixed) | set(range(length - window, length))
+
+
+def equally_good(got: list[int], expected: set[int], scores: list[float], kernel: int) -> bool:
+    """The same tokens, or others with the same pooled scores: near its end a short prefix has ties."""
+    means = pooled(scores, kernel)
+    other, missed = set(got) - expected, expected - set(got)
+    return len(got) == len(expected) and abs(sum(means[t] for t in other) - sum(means[t] for t in missed)) < 1e-5
+
+
+CASES = {
+    "budget": st.integers(4, 20),
+    "gamma": st.integers(1, 3),
+    "prompts": st.lists(st.integers(1, 40), min_size=B, max_size=B),
+    "rounds": st.lists(st.lists(st.integers(0, 4), min_size=B, max_size=B), max_size=4),
+    "observation_window": st.integers(1, 12),
+    "kernel": st.sampled_from([1, 3, 5]),
+    "seed": st.integers(0, 99),
+}
+
+
+@settings(max_examples=60, deadline=None)
+@given(**CASES)
+def test_snapkv(budget, gamma, prompts, rounds, observation_window, kernel, seed):
+    spec = CacheSpec(gamma, 58, budget=budget, observation_window=observation_window, kernel=kernel)
+    scores = torch.rand(L, B, K, S, generator=torch.Generator().manual_seed(seed))
+    target, cache = filled(prompts), SnapKVCache.build(spec, CONFIG, B, torch.float32, "cpu", None)
+    cache.load(target, scores)
+    lengths, window = list(prompts), max(min(observation_window, (budget + 1) // 2), gamma + 1)
+    for counts in [[0] * B, *rounds]:
+        propose(cache, lengths, gamma)
+        counts = torch.tensor([min(c, gamma + 1) for c in counts], dtype=torch.int32)
+        cache.take(target, cache.length_B, counts, gamma + 1)
+        lengths = [n + c for n, c in zip(lengths, counts.tolist(), strict=True)]
+        for layer, row, head in torch.cartesian_prod(torch.arange(L), torch.arange(B), torch.arange(K)).tolist():
+            own = scores[layer, row, head].tolist()
+            expected = snapkv_keeps(own, prompts[row], lengths[row], budget, window, kernel)
+            got = held(cache, layer, row, head)
+            assert equally_good(got, expected, own[: max(0, prompts[row] - window)] + [0.0] * S, kernel)
+
+
+@settings(max_examples=40, deadline=None)
+@given(**CASES)
+def test_pyramidkv_is_snapkv_with_a_budget_per_layer(budget, gamma, prompts, rounds, observation_window, kernel, seed):
+    spec = CacheSpec(gamma, 58, budget=budget, observation_window=observation_window, kernel=kernel, beta=4)
+    scores = torch.rand(L, B, K, S, generator=torch.Generator().manual_seed(seed))
+    target, cache = filled(prompts), PyramidKVCache.build(spec, CONFIG, B, torch.float32, "cpu", None)
+    cache.load(target, scores)
+    window = max(min(observation_window, (budget + 1) // 2), gamma + 1)
+    budgets = [window + fixed for fixed in falling(budget - window, L, 4)]
+    assert sum(budgets) == L * budget
+    for layer, row, head in torch.cartesian_prod(torch.arange(L), torch.arange(B), torch.arange(K)).tolist():
+        own = scores[layer, row, head].tolist()
+        expected = snapkv_keeps(own, prompts[row], prompts[row], budgets[layer], window, kernel)
+        got = held(cache.levels[layer], 0, row, head)
+        assert equally_good(got, expected, own[: max(0, prompts[row] - window)] + [0.0] * S, kernel)
+    assert cache.positions_BT(1)[:, 0].tolist() == prompts
+
+
+@given(st.integers(0, 500), st.integers(1, 80), st.integers(1, 40))
+def test_pyramid_budgets_fall_and_add_up(mean, num_layers, beta):
+    budgets = falling(mean, num_layers, beta)
+    assert sum(budgets) == mean * num_layers
+    assert all(later <= earlier + 1 for earlier, later in itertools.pairwise(budgets))
+    assert min(budgets) >= 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(**{name: CASES[name] for name in ("budget", "gamma", "prompts", "rounds", "seed")})
+def test_h2o(budget, gamma, prompts, rounds, seed):
+    """Accumulated scores by token, and evictions one at a time."""
+    generator = torch.Generator().manual_seed(seed)
+    spec = CacheSpec(gamma, 58, budget=budget)
+    scores = torch.rand(L, B, K, S, generator=generator)
+    target, cache = filled(prompts), H2OCache.build(spec, CONFIG, B, torch.float32, "cpu", None)
+    cache.load(target, scores)
+    window = cache.window
+    assert window == max((budget + 1) // 2, gamma + 1)
+    heads = torch.cartesian_prod(torch.arange(L), torch.arange(B), torch.arange(K)).tolist()
+    kept = {}
+    for layer, row, head in heads:
+        own = scores[layer, row, head].tolist()
+        tokens = snapkv_keeps(own, prompts[row], prompts[row], budget, window, 1)
+        kept[layer, row, head] = {token: own[token] for token in tokens}
+    lengths = list(prompts)
+    for counts in rounds:
+        before = {at: held(cache, *at) for at in map(tuple, heads)}
+        propose(cache, lengths, gamma)
+        cache.step_scores_GLBKC.copy_(torch.rand(cache.step_scores_GLBKC.shape, generator=generator))
+        steps = cache.step_scores_GLBKC.clone()
+        counts = [min(c, gamma + 1) for c in counts]
+        cache.take(target, cache.length_B, torch.tensor(counts, dtype=torch.int32), gamma + 1)
+        for at, mine in kept.items():
+            layer, row, head = at
+            new = list(range(lengths[row], lengths[row] + counts[row]))
+            added = steps[: counts[row], layer, row, head].sum(0).tolist()
+            for slot, token in enumerate(before[at] + new):
+                mine[token] = mine.get(token, 0.0) + added[slot]
+            for token in new:
+                if len([t for t in mine if t <= token]) > budget:
+                    old = [t for t in mine if t <= token - window]
+                    del mine[min(old, key=mine.__getitem__)]
+            assert sorted(held(cache, layer, row, head)) == sorted(mine)
+            got = dict(zip(held(cache, layer, row, head), cache.scores_LBKC[layer, row, head].tolist(), strict=False))
+            assert all(abs(got[token] - value) < 1e-4 for token, value in mine.items())
+        lengths = [n + c for n, c in zip(lengths, counts, strict=True)]
+
+
+@settings(max_examples=15, deadline=None)
+@given(lengths=st.lists(st.integers(1, 90), min_size=1, max_size=3), last=st.integers(1, 100), seed=st.integers(0, 9))
+def test_the_scoring_pass_sees_what_a_whole_prefill_would(lengths, last, seed):
+    """Replayed in chunks over the filled cache, against the attention of one pass over everything."""
+    model, prompts = small_model(seed), random_prompts(lengths, seed)
+    longest, rows = max(lengths), len(lengths)
+    tokens = torch.tensor([p + [0] * (longest - len(p)) for p in prompts])
+    seen = []
+
+    class Recorder(KVCache):
+        def attend(self, layer, q_BTHD, attention, plan):
+            out, scores = attention.attend_scored(q_BTHD, self.k_LBKSD[layer], self.v_LBKSD[layer], plan)
+            seen.append(scores)
+            return out
+
+    cache = Recorder(model.config, rows, longest, torch.float32, "cpu")
+    model(tokens, cache)
+    cache.rollback(torch.tensor(lengths, dtype=torch.int32))
+    before = cache.k_LBKSD.clone()
+    scores = score(model, cache, tokens, longest, last)
+    assert torch.equal(cache.k_LBKSD, before)
+    assert cache.seqlens_B.tolist() == lengths
+    for layer in range(model.config.num_layers):
+        for row, length in enumerate(lengths):
+            expected = seen[layer][row, :, max(0, length - last) : length].sum(1)
+            torch.testing.assert_close(scores[layer, row], expected, atol=1e-4, rtol=1e-4)

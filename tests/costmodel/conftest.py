@@ -1,0 +1,44 @@
+import pytest
+
+from magicdec.costmodel.architectures import architecture
+from magicdec.costmodel.hardware import DEVICES, Efficiency, Hardware
+from magicdec.costmodel.stack import STACKS
+from magicdec.models.config import ModelConfig
+
+SMALL = ModelConfig(
+    vocab_size=1000,
+    hidden_size=64,
+    intermediate_size=160,
+    num_layers=3,
+    num_heads=8,
+    num_kv_heads=2,
+    head_dim=8,
+    max_position_embeddings=4096,
+)
+
+
+@pytest.fixture(scope="session")
+def model():
+    """Architectures by name, from conf/target."""
+    return architecture
+
+
+@pytest.fixture
+def ideal():
+    """A factory of machines that achieve their datasheets, with no overhead."""
+
+    def make(count=1, device="H100", stack="magicdec", **efficiency):
+        perfect = {
+            "bandwidth_fraction": 1.0,
+            "matmul_fraction": 1.0,
+            "matmul_half_rows": 0.0,
+            "layer_overhead_us": 0.0,
+            "round_overhead_us": 0.0,
+            "allreduce_hop_us": 0.0,
+            "allreduce_bandwidth_fraction": 1.0,
+        }
+        return Hardware(
+            f"{count}x{device}", DEVICES[device], count, Efficiency(**(perfect | efficiency)), STACKS[stack]
+        )
+
+    return make

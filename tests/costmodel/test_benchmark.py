@@ -1,0 +1,78 @@
+"""The aims of the cost model, as benchmarks/costmodel.py measures them, on the committed calibration."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from magicdec.costmodel.hardware import CALIBRATED, hardware_named
+from magicdec.costmodel.tables import PUBLISHED
+
+ROOT = Path(__file__).parents[2]
+KEYS = ["rows", "fitted_rows", "median_error", "p90_error", "wrong_side", "spearman", "target_decode_median_error"]
+
+
+def run(*arguments):
+    command = [sys.executable, str(ROOT / "benchmarks" / "costmodel.py"), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+
+
+def summary(*arguments):
+    done = run(*arguments)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert list(result) == KEYS
+    return result
+
+
+def test_the_aims_over_all_rows():
+    result = summary(PUBLISHED)
+    assert (result["rows"], result["fitted_rows"], result["wrong_side"]) == (65, 17, 0)
+    assert result["median_error"] <= 0.04
+    assert result["p90_error"] <= 0.09
+    assert result["spearman"] >= 0.985
+    assert result["target_decode_median_error"] <= 0.03
+
+
+def test_the_aims_over_rows_that_were_not_fitted(tmp_path):
+    header, *lines = PUBLISHED.read_text().splitlines()
+    unseen = [line for line in lines if not line.startswith("3b,") and ",self,streaming,512,pg19,8xH100" not in line]
+    path = tmp_path / "unseen.csv"
+    path.write_text("\n".join([header, *unseen]))
+    result = summary(path)
+    assert (result["rows"], result["fitted_rows"]) == (48, 0)
+    assert result["median_error"] <= 0.05
+    assert result["p90_error"] <= 0.10
+
+
+def test_tables_of_other_machines_and_models(tmp_path):
+    path = tmp_path / "other.csv"
+    path.write_text(
+        "target,draft,policy,kv_budget,hardware,context_len,batch_size,gamma,omega,speedup\n"
+        "qwen2.5-32b,self,streaming,512,4xA100,8000,16,3,2.5,1.2\n"
+        "mistral-7b-v0.3,self,snapkv,1024,8xL40,16000,32,4,3.1,1.4\n"
+        "yi-1.5-34b,yi-1.5-6b,streaming,512,1xH100,2000,4,2,2.0,1.1\n"
+    )
+    result = summary(path)
+    assert result["rows"] == 3
+    assert result["target_decode_median_error"] is None  # the table gives no times
+
+
+def test_a_bad_table_is_one_line_and_exit_code_2(tmp_path):
+    path = tmp_path / "bad.csv"
+    path.write_text("nothing\n1\n")
+    done = run(path)
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == [f"error: {path}: the column target is missing"]
+
+
+@pytest.mark.parametrize("path", sorted(CALIBRATED.glob("*.yaml")), ids=lambda p: p.stem)
+def test_calibrated_files_are_valid_and_say_where_they_come_from(path):
+    text = path.read_text()
+    assert text.startswith("# ")
+    name = yaml.safe_load(text)["hardware"]
+    assert path.stem == name.lower()
+    assert hardware_named(name).note == f"calibrated on {name}"

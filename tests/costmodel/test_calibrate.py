@@ -1,0 +1,128 @@
+import sys
+from dataclasses import replace
+
+import pytest
+import yaml
+
+from magicdec.costmodel import hardware as h
+from magicdec.costmodel.calibrate import calibrate, to_yaml, uncalibrated
+from magicdec.costmodel.evaluate import compare, cross_validate, score, spearman
+from magicdec.costmodel.round import round_times
+from magicdec.costmodel.tables import Row
+from magicdec.errors import UserError
+
+pytest.importorskip("scipy")
+MACHINES = {name: uncalibrated(name, "magicdec") for name in ("8xH100", "1xH200")}
+
+
+def profiled(model, machine, **changes):
+    """Rows as a machine with known efficiencies would give them."""
+    grid = [(b, s, g) for b in (16, 64, 256) for s in (4000, 32_000) for g in (1, 4)]
+    rows = []
+    for batch, context, gamma in grid:
+        row = Row("llama-3.1-8b", "self", "streaming", machine.name, context, batch, gamma, kv_budget=512, omega=2.0)
+        times = round_times(row.setup(model).at(hardware=machine), gamma)
+        rows.append(
+            replace(
+                row,
+                autoregressive_ms=1e3 * times.target.total,
+                draft_ms=1e3 * gamma * times.draft.total,
+                verify_ms=1e3 * times.verify.total,
+                speculative_ms=1e3 * times.round_s / 2.0,
+            )
+        )
+    return [replace(row, **changes) for row in rows]
+
+
+@pytest.fixture
+def machine(ideal):
+    truth = {
+        "bandwidth_fraction": 0.85,
+        "matmul_fraction": 0.66,
+        "matmul_half_rows": 16.0,
+        "layer_overhead_us": 80.0,
+        "round_overhead_us": 1200.0,
+        "allreduce_hop_us": 5.0,
+        "allreduce_bandwidth_fraction": 0.35,
+    }
+    return lambda count, device: ideal(count, device, **truth)
+
+
+def test_a_known_machine_is_recovered(model, machine):
+    calibration = calibrate(profiled(model, machine(8, "H100")), model, MACHINES)
+    truth = vars(machine(8, "H100").efficiency)
+    for key, value in vars(calibration.machines["8xH100"].efficiency).items():
+        assert value == pytest.approx(truth[key], rel=0.1), key  # priors still pull
+    assert calibration.residual < 0.01
+
+
+def test_machines_share_what_belongs_to_kernels(model, machine):
+    slow = machine(1, "H200")
+    slow = replace(slow, efficiency=replace(slow.efficiency, layer_overhead_us=300.0))
+    rows = profiled(model, machine(8, "H100")) + profiled(model, slow)
+    found = calibrate(rows, model, MACHINES).machines
+    assert found["8xH100"].efficiency.matmul_fraction == found["1xH200"].efficiency.matmul_fraction
+    assert found["1xH200"].efficiency.layer_overhead_us == pytest.approx(300, rel=0.05)
+    assert found["8xH100"].efficiency.layer_overhead_us == pytest.approx(80, rel=0.1)
+
+
+def test_what_rows_do_not_show_stays_at_its_prior(model, machine):
+    # One GPU never communicates, and no round was timed.
+    rows = profiled(model, machine(1, "H200"), speculative_ms=None)
+    efficiency = calibrate(rows, model, MACHINES).machines["1xH200"].efficiency
+    assert efficiency.allreduce_bandwidth_fraction == pytest.approx(0.25)
+    assert efficiency.round_overhead_us == pytest.approx(700)
+
+
+def test_an_outlier_does_not_decide(model, machine):
+    rows = profiled(model, machine(8, "H100"))
+    rows[3] = replace(rows[3], draft_ms=5 * rows[3].draft_ms)
+    efficiency = calibrate(rows, model, MACHINES).machines["8xH100"].efficiency
+    assert efficiency.bandwidth_fraction == pytest.approx(0.85, rel=0.05)
+    assert efficiency.layer_overhead_us == pytest.approx(80, rel=0.1)
+
+
+def test_rows_without_times_are_refused(model, machine):
+    times = dict.fromkeys(("autoregressive_ms", "draft_ms", "verify_ms", "speculative_ms"))
+    with pytest.raises(UserError, match="hardware=8xH100 has a time"):
+        calibrate(profiled(model, machine(8, "H100"), **times), model, MACHINES)
+
+
+def test_without_scipy_it_says_what_to_install(model, machine, monkeypatch):
+    monkeypatch.setitem(sys.modules, "scipy.optimize", None)
+    with pytest.raises(UserError, match="pip install"):
+        calibrate(profiled(model, machine(8, "H100")), model, MACHINES)
+
+
+def test_the_file_it_writes_is_read_back(model, machine):
+    text = to_yaml(machine(8, "H100"), ["Where it comes from."])
+    assert text.startswith("# Where it comes from.\n")
+    content = yaml.safe_load(text)
+    assert h.Efficiency(**content["efficiency"]) == machine(8, "H100").efficiency
+    assert (content["hardware"], content["stack"]) == ("8xH100", "magicdec")
+
+
+def test_left_out_rows_are_predicted_by_the_others(model, machine):
+    rows = [
+        replace(row, speedup=row.autoregressive_ms / row.speculative_ms) for row in profiled(model, machine(8, "H100"))
+    ]
+    compared = cross_validate(rows, model, MACHINES, folds=3)
+    assert len(compared) == len(rows)
+    assert score(compared).p90_error < 0.02
+
+
+def test_spearman_counts_ranks_and_shares_ties():
+    assert spearman([1, 2, 3], [10, 20, 300]) == pytest.approx(1.0)
+    assert spearman([1, 2, 3], [3, 2, 1]) == pytest.approx(-1.0)
+    scipy_stats = pytest.importorskip("scipy.stats")
+    a, b = [1, 2, 2, 4, 1.5], [2, 1, 4, 4, 3]
+    assert spearman(a, b) == pytest.approx(scipy_stats.spearmanr(a, b)[0])
+    assert spearman([1], [1]) != spearman([1], [1])  # nan: nothing varies
+
+
+def test_rows_on_the_wrong_side_of_one_are_those_with_a_clear_side(model):
+    row = Row("llama-3.1-8b", "self", "streaming", "8xA100", 4000, 32, 2, kv_budget=512, omega=2.54, speedup=1.06)
+    assert compare(row, model).wrong_side
+    assert not compare(replace(row, speedup=1.05), model).wrong_side
+    with pytest.raises(UserError, match="omega"):
+        compare(replace(row, omega=None), model)

@@ -1,0 +1,104 @@
+from dataclasses import replace
+
+import pytest
+
+from magicdec.costmodel import hardware as h
+from magicdec.errors import UserError
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "device"),
+    [("8xA100", 8, "A100"), ("4xl40", 4, "L40"), ("h200", 1, "H200"), ("1xH100", 1, "H100")],
+)
+def test_names_are_counts_and_devices(name, count, device):
+    machine = h.hardware_named(name)
+    assert (machine.count, machine.device.name) == (count, device)
+
+
+@pytest.mark.parametrize("name", ["8xB300", "0xA100", "xA100", "", "eightA100"])
+def test_unknown_hardware_is_named_with_what_is_valid(name):
+    with pytest.raises(UserError, match=f"hardware={name} is not known.*A100, H100, H200, L40"):
+        h.hardware_named(name)
+
+
+def test_a_calibrated_device_in_another_count_keeps_its_calibration():
+    assert h.hardware_named("2xA100").efficiency == h.hardware_named("8xA100").efficiency
+    assert h.hardware_named("2xA100").note == "calibrated on 8xA100"
+
+
+def test_an_uncalibrated_device_takes_its_datasheet_and_the_nearest_fractions():
+    l40, a100 = h.hardware_named("8xL40"), h.hardware_named("8xA100")
+    assert l40.device.bandwidth == 864e9
+    assert l40.efficiency.bandwidth_fraction == a100.efficiency.bandwidth_fraction
+    # It has no NVLink, so its all-reduces are not the A100's.
+    assert l40.efficiency.allreduce_hop_us == l40.device.link.hop_us > a100.efficiency.allreduce_hop_us
+    assert l40.efficiency.allreduce_bandwidth_fraction == l40.device.link.fraction
+    assert "no calibration for L40" in l40.note
+    assert h.hardware_named("h200").efficiency == h.hardware_named("h100").efficiency
+
+
+def test_the_stack_can_be_replaced():
+    assert h.hardware_named("8xA100").stack.name == "reference-2024-08"
+    assert h.hardware_named("8xA100", stack="magicdec").stack.name == "magicdec"
+
+
+@pytest.mark.parametrize("field", ["bandwidth_fraction", "matmul_fraction", "allreduce_bandwidth_fraction"])
+@pytest.mark.parametrize("value", [0.0, 1.01, -0.5, float("nan")])
+def test_fractions_are_fractions(field, value):
+    with pytest.raises(UserError, match=f"efficiency.{field}"):
+        h.Efficiency(**{field: value})
+
+
+def test_overheads_are_not_negative():
+    with pytest.raises(UserError, match="layer_overhead_us=-1"):
+        h.Efficiency(layer_overhead_us=-1)
+
+
+def test_matmuls_saturate(ideal):
+    machine = ideal(matmul_fraction=0.5, matmul_half_rows=16)
+    assert machine.matmul_rate(16) == pytest.approx(0.25 * 989e12)
+    assert machine.matmul_rate(1e9) == pytest.approx(0.5 * 989e12)
+
+
+def test_all_reduce_moves_2n_minus_2_nths_in_log2_hops(ideal):
+    machine = ideal(8, allreduce_hop_us=5.0)
+    assert machine.allreduce_time(1e6, 1) == 0.0
+    assert machine.allreduce_time(0, 8) == pytest.approx(15e-6)
+    assert machine.allreduce_time(1e9, 8) - 15e-6 == pytest.approx(1.75e9 / 450e9)
+    slower = replace(machine, efficiency=h.Efficiency(allreduce_bandwidth_fraction=0.1))
+    assert slower.allreduce_time(1e9, 8) > machine.allreduce_time(1e9, 8)
+
+
+@pytest.mark.parametrize(
+    ("text", "name"), [("NVIDIA H100 80GB HBM3", "H100"), ("NVIDIA A100-SXM4-80GB", "A100"), ("NVIDIA L40S", "L40S")]
+)
+def test_devices_are_found_in_what_drivers_call_them(text, name):
+    assert h.device_in(text).name == name
+
+
+def test_other_devices_are_not_found():
+    assert h.device_in("AMD EPYC 9554 64-Core Processor") is None
+
+
+def test_a_hardware_group_gives_its_own_figures():
+    assert h.configured("8xa100", 4).count == 4
+    assert h.configured("8xa100", 8, 2039, 312, 80) == h.hardware_named("8xa100")
+    slower = h.configured("h200", 1, bandwidth_gbs=4000)
+    assert (slower.device.bandwidth, slower.device.flops) == (4000e9, 989e12)
+    assert "no calibration for H200" in slower.note
+
+
+def test_a_device_without_a_datasheet_needs_its_figures():
+    cpu = h.configured("cpu", bandwidth_gbs=60, tflops=0.5, memory_gib=16)
+    assert cpu.device.memory == 16 * h.GIB
+    assert "no calibration for cpu" in cpu.note
+    with pytest.raises(UserError, match=r"hardware\.tflops=null: predicting for hardware=cpu"):
+        h.configured("cpu", bandwidth_gbs=60)
+
+
+def test_a_calibration_in_the_configuration_is_taken_and_describes_this_software():
+    own = h.configured("h200", efficiency=h.Efficiency(layer_overhead_us=20.0))
+    assert own.efficiency.layer_overhead_us == 20.0
+    assert own.stack.name == "magicdec"
+    with pytest.raises(UserError, match="stack=vllm"):
+        h.configured("h200", stack="vllm")

@@ -1,0 +1,205 @@
+import re
+import subprocess
+import sys
+from itertools import count
+from types import SimpleNamespace
+
+import pytest
+import yaml
+
+from magicdec.costmodel.acceptance import Curves, Point, published
+from magicdec.costmodel.hardware import hardware_named
+from magicdec.costmodel.planner import experiment_yaml, search
+from magicdec.costmodel.predict import best_budget, critical_context, predict
+from magicdec.costmodel.round import DraftSpec, Setup
+from magicdec.costmodel.verdict import verdict
+from magicdec.errors import UserError
+
+
+@pytest.fixture
+def setup(model):
+    def make(target="llama-3.1-8b", hardware="8xA100", batch=64, context=32_000, **changes):
+        return Setup(model(target), hardware_named(hardware), batch, context, target_name=target).at(**changes)
+
+    return make
+
+
+def test_a_long_context_pays_and_a_short_one_does_not(setup):
+    assert predict(setup(), alpha=0.81).best.speedup > 1.2
+    assert predict(setup(context=4000), alpha=0.84).best.speedup < 1
+
+
+def test_speedup_grows_with_alpha_and_so_does_the_best_gamma(setup):
+    predictions = [predict(setup(), alpha=a) for a in (0.5, 0.8, 0.95)]
+    assert [p.best.speedup for p in predictions] == sorted(p.best.speedup for p in predictions)
+    assert [p.best.gamma for p in predictions] == sorted(p.best.gamma for p in predictions)
+
+
+def test_the_acceptance_is_looked_up_where_it_is_not_given(setup):
+    assert predict(setup(), curves=published()).estimate.alpha == 0.81
+    assert predict(setup(), curves=published(), alpha=0.5).estimate.alpha == 0.5
+
+
+def test_without_acceptance_there_is_a_break_even_and_no_verdict(setup):
+    prediction = predict(setup(budget=777), curves=published())
+    assert prediction.best.speedup is None
+    assert 0 < prediction.best.break_even_alpha < 1
+    assert predict(setup(budget=777), alpha=prediction.best.break_even_alpha).best.speedup == pytest.approx(
+        1.0, abs=0.05
+    )
+    text = verdict(prediction)
+    assert "no acceptance is known" in text
+    assert f"{prediction.best.break_even_alpha:.2f}" in text
+
+
+def test_the_papers_critical_context(setup):
+    critical = critical_context(setup(), gamma=3)
+    assert 3000 <= critical <= 5000
+
+    def gain(context):
+        speedups = [predict(setup(batch=b, context=context), (3,), alpha=0.8).best.speedup for b in (32, 256)]
+        return speedups[1] - speedups[0]
+
+    assert gain(int(0.97 * critical)) < 0 <= gain(critical)
+
+
+def test_critical_context_at_its_ends(setup, model):
+    # MHA loads so much KV that the batch helps from the start; a tiny draft of few layers has none to speak of.
+    assert critical_context(setup(target="llama-2-7b-32k"), 3) < critical_context(setup(), 3)
+    assert critical_context(setup(target="yi-1.5-6b", hardware="8xL40"), 3) is None
+
+
+@pytest.mark.parametrize("crossing", [*range(60, 200), 4096, 131071])
+def test_the_search_for_the_critical_context_ends_wherever_it_lies(setup, monkeypatch, crossing):
+    def round_times(one, gamma):
+        assert next(calls) < 200, "the search does not end"
+        speedup = one.batch * (one.context - crossing)
+        return SimpleNamespace(target=SimpleNamespace(total=speedup), round_s=1.0)
+
+    calls = count()
+    monkeypatch.setattr("magicdec.costmodel.predict.round_times", round_times)
+    critical = critical_context(setup(), 3)
+    assert max(64, crossing) <= critical <= max(64, crossing + 1, 1.01 * crossing)
+
+
+def test_the_verdict_says_why(setup):
+    slow = verdict(predict(setup(batch=48, context=4000), (1, 2), curves=published()))
+    assert "predicted to run at 0." in slow
+    assert "at batch 48, context 4,000" in slow
+    assert "S* is" in slow
+    fast = verdict(predict(setup(), curves=published()))
+    assert "decoding is bound by reading the KV cache" in fast
+    crowded = verdict(predict(setup(batch=256), curves=published()))
+    assert "does not fit" in crowded
+    many = setup(hardware="1xH100", batch=256, context=600)
+    assert re.search(r"verification takes \d\.\d+ and is compute-bound", verdict(predict(many, (4,), alpha=0.5)))
+
+
+def test_metrics_are_flat_and_named(setup):
+    metrics = predict(setup(), curves=published()).metrics()
+    assert metrics["predicted/speedup"] > 1
+    parts = [v for k, v in metrics.items() if k.startswith("predicted/target_decode/")]
+    assert sum(parts) == pytest.approx(metrics["predicted/target_decode_ms"])
+    assert all(k.startswith("predicted/") for k in metrics)
+    assert "predicted/speedup/gamma_3" in metrics
+
+
+def test_the_best_budget_needs_a_curve(setup):
+    curve = Curves(
+        Point("llama-3.1-8b", "self", "snapkv", budget, 32_000, "pg19", alpha, "s")
+        for budget, alpha in ((256, 0.6), (1024, 0.9), (4096, 0.92))
+    )
+    budget, speedup = best_budget(setup(policy="snapkv"), curve)
+    assert budget == 1024
+    assert speedup == predict(setup(policy="snapkv", budget=1024), curves=curve).best.speedup
+    assert best_budget(setup(policy="snapkv"), Curves([])) is None
+
+
+@pytest.mark.parametrize("hardware", ["8xA100", "4xA100", "1xH100", "8xL40", "2xh200"])
+@pytest.mark.parametrize(
+    "target",
+    [
+        *("llama-2-7b-32k", "llama-3.1-8b", "llama-3.1-70b", "llama-3.2-1b", "tinyllama-1.1b", "mistral-7b-v0.3"),
+        *("qwen2.5-7b", "qwen2.5-14b", "qwen2.5-32b", "qwen3-1.7b", "qwen3-8b", "qwen3-14b"),
+        *("yi-1.5-6b", "yi-1.5-34b"),
+    ],
+)
+def test_every_model_predicts_on_every_machine(setup, target, hardware):
+    prediction = predict(setup(target=target, hardware=hardware), (1, 4), alpha=0.8)
+    times = prediction.best.times
+    assert 0 < times.draft.total <= times.target.total < times.verify.total
+    assert 0.2 < prediction.best.speedup < 3
+    assert verdict(prediction)
+
+
+def test_predicting_needs_no_torch():
+    code = "import sys, magicdec.costmodel.planner, magicdec.costmodel.verdict; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_mistakes_are_named(setup):
+    with pytest.raises(UserError, match=r"alpha=1\.5"):
+        predict(setup(), alpha=1.5)
+    with pytest.raises(UserError, match="gamma"):
+        predict(setup(), ())
+
+
+@pytest.fixture
+def drafts(model):
+    return DraftSpec(), DraftSpec("model", "llama-3.2-1b", model("llama-3.2-1b"))
+
+
+def test_plans_are_ranked_by_throughput_within_the_bounds(setup, drafts):
+    plans = search(setup(hardware="8xH100"), published(), (16, 32, 64, 256), drafts, latency_ms=12.0)
+    rates = [plan.tokens_per_second for plan in plans.ranked]
+    assert rates == sorted(rates, reverse=True)
+    assert all(1e3 * plan.time_per_token_s <= 12.0 for plan in plans.ranked)
+    assert plans.ranked[0].speedup > 1
+    assert plans.too_large > 0  # batch 256 x 32,000 tokens
+    assert any(plan.prediction is None for plan in plans.ranked)  # autoregressive decoding competes
+    assert all(p.estimate is None for p in plans.unknown)
+
+
+def test_the_best_plan_is_an_experiment(setup, drafts):
+    (best, *_) = search(setup(hardware="8xH100"), published(), (16,), drafts[1:], ("streaming",)).ranked
+    text = experiment_yaml(best, "python launch.py scenario=plan")
+    content = yaml.safe_load(text)
+    assert {"override /target": "llama-3.1-8b"} in content["defaults"]
+    assert {"override /target@draft.model": "llama-3.2-1b"} in content["defaults"]
+    assert content["draft"]["gamma"] == best.gamma
+    assert content["batch"] == {"size": 16, "context_len": 32_000}
+    assert text.startswith("# @package _global_\n")
+
+
+def test_where_nothing_pays_the_plan_is_autoregressive(setup):
+    (best, *_) = search(setup(context=4000), published(), (32,)).ranked
+    assert best.prediction is None
+    assert {"override /draft": "none"} in yaml.safe_load(experiment_yaml(best))["defaults"]
+
+
+def test_impossible_plans_say_why(setup):
+    with pytest.raises(UserError, match=r"latency_ms=0\.1: the fastest plan takes"):
+        search(setup(), published(), latency_ms=0.1)
+    with pytest.raises(UserError, match="does not fit into the memory"):
+        search(setup(hardware="1xA100", batch=512), published())
+    with pytest.raises(UserError, match="latency_ms=-1"):
+        search(setup(), published(), latency_ms=-1)
+
+
+def test_the_papers_figures_are_drawn(setup, tmp_path):
+    pytest.importorskip("matplotlib")
+    from magicdec.costmodel.figures import draw
+
+    paths = draw(setup(), tmp_path / "figures", curves=published())
+    assert [path.name for path in paths] == ["speedup.png", "ratios.png", "intensity.png"]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
+    assert draw(setup(budget=777), tmp_path)[0].exists()  # no acceptance is known: an empty plot that says so
+
+
+def test_figures_without_matplotlib_say_what_to_install(setup, tmp_path, monkeypatch):
+    from magicdec.costmodel.figures import draw
+
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(UserError, match="pip install"):
+        draw(setup(), tmp_path)

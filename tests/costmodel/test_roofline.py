@@ -1,0 +1,103 @@
+from dataclasses import replace
+
+import pytest
+
+from magicdec.costmodel import roofline as r
+from magicdec.costmodel.roofline import Pass
+
+from .conftest import SMALL
+
+
+def test_flops_and_bytes_are_what_counting_by_hand_gives(ideal):
+    batch, tokens, cached = 3, 2, 100
+    ops = {op.name: op for op in r.operators(Pass(SMALL, batch, tokens, cached), ideal())}
+    rows = batch * tokens
+    assert ops["qkv"].flops == 2 * rows * 64 * (8 + 2 + 2) * 8
+    assert ops["qkv"].bytes == 2 * (64 * 96 + rows * (64 + 96))
+    assert ops["attention"].flops == 4 * batch * tokens * cached * 8 * 8  # scores and values, all query heads
+    assert ops["attention"].bytes == 2 * 2 * batch * cached * 2 * 8  # keys and values of 2 KV heads, once
+    assert ops["head"].flops == 2 * rows * 64 * 1000
+    assert ops["gate_up"].number == SMALL.num_layers
+
+
+def test_linear_layers_hold_all_weights(ideal, model):
+    for config in (SMALL, model("llama-3.1-8b")):
+        ops = r.operators(Pass(config, 1, 1, 1), ideal())
+        weights = sum(op.number * op.flops / 2 for op in ops if op.reads == "weights")
+        embedding_and_norms = config.vocab_size * config.hidden_size + (2 * config.num_layers + 1) * config.hidden_size
+        assert weights == config.num_parameters - embedding_and_norms
+
+
+def test_reading_weights_bounds_a_single_row(ideal, model):
+    time = r.step_time(Pass(model("llama-3.1-8b"), 1, 1, 1), ideal())
+    assert time.largest == "weights"
+    assert time.total == pytest.approx(15.0e9 / 3350e9, rel=0.01)  # all parameters but the embedding, in bf16
+
+
+def test_reading_kv_bounds_a_long_context(ideal, model):
+    config = model("llama-3.1-8b")
+    time = r.step_time(Pass(config, 8, 1, 100_000), ideal())
+    assert time.kv == pytest.approx(8 * 100_000 * config.kv_elements_per_token * 2 / 3350e9)
+
+
+def test_many_rows_are_bound_by_compute(ideal, model):
+    time = r.step_time(Pass(model("llama-3.1-8b"), 512, 4, 1), ideal())
+    assert time.largest == "compute"
+    assert time.compute == pytest.approx(2 * 7.5e9 * 2048 / 989e12, rel=0.02)
+
+
+def test_kv_is_read_once_however_many_tokens_are_verified(ideal, model):
+    times = [r.step_time(Pass(model("llama-3.1-8b"), 8, t, 100_000), ideal()) for t in (1, 5)]
+    assert times[0].kv == times[1].kv
+
+
+def test_tensor_parallelism_divides_work_and_adds_communication(ideal, model):
+    config = model("llama-3.1-8b")
+    one, eight = (r.step_time(Pass(config, 32, 1, 32_000, n), ideal(n)) for n in (1, 8))
+    assert eight.kv == pytest.approx(one.kv / 8)
+    assert eight.weights == pytest.approx(one.weights / 8, rel=0.02)  # inputs are not divided
+    assert one.communication == 0 < eight.communication
+
+
+@pytest.mark.parametrize(("ranks", "heads"), [(1, 4), (2, 2), (3, 2), (4, 1), (8, 1)])
+def test_the_fullest_rank_decides(ideal, model, ranks, heads):
+    config = model("qwen2.5-7b")  # 4 KV heads, 28 query heads
+    attention = next(op for op in r.operators(Pass(config, 1, 1, 1000, ranks), ideal(ranks)) if op.reads == "kv")
+    assert attention.bytes == 2 * 1000 * heads * 128 * 2
+    assert attention.flops == 4 * 1000 * heads * 7 * 128
+
+
+def test_an_unsharded_head_is_read_whole(ideal, model):
+    config = model("llama-3.1-8b")
+    sharded, whole = (ideal(8, stack=stack) for stack in ("magicdec", "reference-2024-08"))
+    more = r.step_time(Pass(config, 1, 1, 1, 8), whole).weights - r.step_time(Pass(config, 1, 1, 1, 8), sharded).weights
+    assert more == pytest.approx(7 / 8 * 128256 * 4096 * 2 / 3350e9, rel=0.01)
+
+
+def test_sliding_layers_read_their_window(ideal):
+    windowed = replace(SMALL, sliding_window=64, sliding_layers=(0, 2))
+    ops = [op for op in r.operators(Pass(windowed, 1, 1, 1000), ideal()) if op.reads == "kv"]
+    assert sum(op.number * op.bytes for op in ops) == 2 * 2 * 2 * 8 * (64 + 64 + 1000)
+
+
+def test_overheads_and_quantization(ideal):
+    plain = r.step_time(Pass(SMALL, 1, 1, 1), ideal())
+    assert r.step_time(Pass(SMALL, 1, 1, 1), ideal(layer_overhead_us=10.0)).total - plain.total == pytest.approx(30e-6)
+    quantized = r.step_time(Pass(SMALL, 1, 1, 1, weight_bytes=0.5), ideal())
+    assert plain.weights / 5 < quantized.weights < plain.weights / 3
+
+
+def test_tiles_stretch_attention_only_where_they_are_not_split():
+    assert r.tile_stretch(128, 108) == 1.0  # under 0.8 of 216 places: split
+    assert r.tile_stretch(200, 108) == 1.0  # a single wave
+    assert r.tile_stretch(216, 108) == r.tile_stretch(432, 108) == 1.0  # full waves
+    assert r.tile_stretch(256, 108) == pytest.approx(1.5 * 216 / 256)  # 40 tiles left over
+    assert r.tile_stretch(400, 108) == pytest.approx(1.0)  # 184 left over: as busy as a full wave
+    assert r.tile_stretch(256, None) == 1.0
+
+
+def test_intensity_is_flops_over_bytes(ideal, model):
+    config, machine = model("llama-2-7b-32k"), ideal()
+    # Without sharing of KV heads, decoding long contexts tends to one multiply-add per element: 1 FLOP per byte.
+    assert r.arithmetic_intensity(Pass(config, 64, 1, 1_000_000), machine) == pytest.approx(1.0, rel=0.05)
+    assert r.arithmetic_intensity(Pass(config, 64, 4, 1_000_000), machine) == pytest.approx(4.0, rel=0.05)

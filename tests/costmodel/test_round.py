@@ -1,0 +1,134 @@
+import pytest
+
+from magicdec.costmodel.policies import POLICIES
+from magicdec.costmodel.roofline import Pass, step_time
+from magicdec.costmodel.round import DraftSpec, Setup, memory, round_times
+from magicdec.errors import UserError
+
+
+@pytest.fixture
+def setup(ideal, model):
+    def make(stack="magicdec", count=8, **changes):
+        machine = ideal(count, stack=stack, layer_overhead_us=50.0, round_overhead_us=700.0)
+        return Setup(model("llama-3.1-8b"), machine, 32, 32_000).at(**changes)
+
+    return make
+
+
+def test_the_parts_of_a_round_add_up(setup):
+    times = round_times(setup(), 4)
+    parts = 4 * (times.draft.total + times.select.total) + times.verify.total + times.overhead.total
+    assert times.round_s == pytest.approx(parts)
+    assert times.overhead.total == pytest.approx(700e-6)
+
+
+def test_verification_costs_a_little_more_than_decoding(setup):
+    times = round_times(setup(), 4)
+    assert times.target.total < times.verify.total < 1.5 * times.target.total
+
+
+def test_a_self_draft_over_everything_decodes_like_the_target(setup):
+    times = round_times(setup(policy="full"), 3)
+    assert times.draft.total == pytest.approx(times.target.total)
+
+
+def test_the_draft_reads_its_budget_not_the_context(setup):
+    assert round_times(setup(), 3).draft == round_times(setup(context=100_000), 3).draft
+    assert round_times(setup(budget=2048), 3).draft.kv == pytest.approx(4 * round_times(setup(), 3).draft.kv)
+    assert round_times(setup(budget=512, context=256), 3).draft.kv == pytest.approx(
+        round_times(setup(budget=256), 3).draft.kv
+    )
+
+
+def test_drafts_without_exact_kv_feed_two_tokens_first(setup):
+    reference, ours = (round_times(setup(stack=s, batch=256), 2).draft for s in ("reference-2024-11", "magicdec"))
+    assert reference.total > ours.total
+    snapkv = setup(stack="reference-2024-11", batch=256, policy="snapkv")
+    assert round_times(snapkv, 2).draft == ours
+
+
+def test_independent_drafts_run_on_at_most_four_ranks(setup, model):
+    def ranks(name, count, tensor_parallel=None):
+        draft = DraftSpec("model", name, model(name), tensor_parallel)
+        return setup(count=count, draft=draft).draft_ranks
+
+    assert ranks("llama-3.2-1b", 8) == 4  # 8 KV heads
+    assert ranks("llama-3.2-1b", 2) == 2
+    assert ranks("llama-3.2-1b", 8, tensor_parallel=8) == 8
+    assert setup().draft_ranks == 8  # self
+
+
+def test_late_choice_of_tokens_is_paid_by_the_round(setup):
+    late = round_times(setup(stack="reference-2024-08"), 2)
+    assert late.overhead.activations == pytest.approx(6 * 32 * 3 * 128256 * 2 / 3350e9)
+    assert round_times(setup(), 2).overhead.activations == 0.0
+
+
+def test_ngram_drafts_take_no_time(setup):
+    times = round_times(setup(draft=DraftSpec("ngram", "ngram")), 3)
+    assert times.draft.total == times.select.total == 0.0
+
+
+def test_quantized_drafts_read_fewer_bytes(setup):
+    plain, small = (round_times(setup(batch=1, draft=DraftSpec(quantization=q)), 3).draft for q in ("none", "int4"))
+    assert small.weights == pytest.approx(plain.weights / 4, rel=0.01)
+    # ... and are a copy beside the target's weights.
+    assert memory(setup(draft=DraftSpec(quantization="int4")), 3).draft_weights > 0
+    assert memory(setup(), 3).draft_weights == 0
+
+
+@pytest.mark.parametrize("policy", list(POLICIES))
+def test_every_policy_predicts(setup, policy):
+    times = round_times(setup(policy=policy), 3)
+    assert times.draft.total > 0
+    assert (times.select.total > 0) == (policy in ("quest", "topk", "verify_guided"))
+
+
+def test_selection_costs_what_it_moves(setup, model):
+    config = model("llama-3.1-8b")
+    keys = 32 * 32_000 * config.kv_elements_per_token / 2 * 2 / 8 / 3350e9  # half the cache, over 8 ranks
+    assert round_times(setup(policy="topk"), 3).select.total == pytest.approx(keys)
+    assert round_times(setup(policy="quest"), 3).select.total == pytest.approx(keys / 8)
+
+
+def test_memory_counts_weights_and_both_caches(setup, model):
+    config = model("llama-3.1-8b")
+    held = memory(setup(), 4, generate_len=96)
+    assert held.target_weights == config.num_parameters * 2 / 8
+    assert held.target_kv == 32 * (32_000 + 96 + 5) * config.kv_elements_per_token * 2 / 8
+    assert held.draft_kv == 32 * (512 + 5) * config.kv_elements_per_token * 2 / 8
+    assert memory(setup(policy="full"), 4).draft_kv == 0  # reads the target's own
+    assert memory(setup(policy="quest"), 4).draft_kv == 0  # likewise, through indices
+    draft = model("llama-3.2-1b")
+    independent = memory(setup(draft=DraftSpec("model", "llama-3.2-1b", draft)), 4)
+    assert independent.draft_weights == draft.num_parameters * 2 / 4
+
+
+def test_target_time_is_one_pass(setup):
+    at = setup()
+    assert round_times(at, 3).target == step_time(Pass(at.target, 32, 1, 32_000, 8), at.hardware)
+
+
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        ({"batch": 0}, "batch.size=0"),
+        ({"context": -1}, "batch.context_len=-1"),
+        ({"budget": 0}, "cache.budget=0"),
+        ({"policy": "nosuch"}, "cache=nosuch"),
+    ],
+)
+def test_mistakes_are_named(setup, change, names):
+    with pytest.raises(UserError, match=names):
+        round_times(setup(**change), 3)
+
+
+def test_gamma_and_draft_mistakes_are_named(setup):
+    with pytest.raises(UserError, match="gamma=0"):
+        round_times(setup(), 0)
+    with pytest.raises(UserError, match="draft=hierarchical"):
+        DraftSpec("hierarchical")
+    with pytest.raises(UserError, match="int3"):
+        DraftSpec(quantization="int3")
+    with pytest.raises(UserError, match="draft=model"):
+        DraftSpec("model", "llama-3.2-1b")

@@ -1,0 +1,227 @@
+"""The scenarios predict and plan, what stands beside a run, and calibration from a run."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from hydra import compose, initialize_config_dir
+
+from magicdec.config import load
+from magicdec.costmodel.acceptance import Curves, published
+from magicdec.costmodel.beside import beside, warning
+from magicdec.costmodel.hardware import hardware_named
+from magicdec.costmodel.predict import predict
+from magicdec.costmodel.round import Setup, round_times
+from magicdec.errors import UserError
+from magicdec.scenarios import plan as plan_scenario
+from magicdec.scenarios import predict as predict_scenario
+from magicdec.scenarios.foresee import foresee, setup_of_run
+from magicdec.tracking.progress import progress
+
+ROOT = Path(__file__).parents[2]
+LLAMA = ("target=llama-3.1-8b", "batch.context_len=32000", "cache.budget=512", "batch.size=64")
+
+
+@pytest.fixture
+def setup(model):
+    def make(hardware="8xA100", batch=64, context=32_000, **changes):
+        return Setup(model("llama-3.1-8b"), hardware_named(hardware), batch, context, target_name="llama-3.1-8b").at(
+            **changes
+        )
+
+    return make
+
+
+def composed(*overrides):
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        return load(compose("config", list(overrides)))
+
+
+def outcome(scenario, *overrides):
+    config = composed(*overrides)
+    with progress() as bars:
+        return scenario(foresee(config), bars)
+
+
+def test_predict_from_the_command_line_needs_no_torch_and_leaves_a_run(tmp_path):
+    # A torch that cannot be imported: whoever waits for it fails.
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise ImportError('not needed here')")
+    keys = ["scenario=predict", "hardware=8xa100", f"runs_dir={tmp_path / 'runs'}", "wandb.mode=disabled"]
+    command = [sys.executable, str(ROOT / "launch.py"), *keys, *LLAMA]
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path})
+    assert done.returncode == 0, done.stderr
+    for words in ("pays from", "what bounds the steps", "of 80 GiB", "calibrated on 8xA100", "S* is"):
+        assert words in done.stdout
+    (path,) = (tmp_path / "runs").glob("*/result.json")
+    result = json.loads(path.read_text())
+    assert result["status"] == "done"
+    assert result["predicted/speedup"] > 1
+    assert result["predicted/critical_context"] > 1000
+
+
+def test_the_papers_critical_context_through_the_scenario():
+    result = outcome(predict_scenario.predict, "scenario=predict", "hardware=8xa100", "scenario.gammas=[3]", *LLAMA)
+    assert 3000 <= result.metrics["predicted/critical_context"] <= 5000
+
+
+def test_predict_takes_acceptance_from_the_run_store_first(tmp_path):
+    run = tmp_path / "abc"
+    run.mkdir()
+    (run / "result.json").write_text(json.dumps({"status": "done", "acceptance/source": "measured", "alpha": 0.95}))
+    config = {
+        "target": {"name": "llama-3.1-8b"},
+        "draft": {"name": "self", "model": None},
+        "cache": {"policy": "streaming", "budget": 512},
+        "batch": {"context_len": 32_000},
+        "data": {"name": "pg19"},
+    }
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    for runs_dir, alpha in ((tmp_path, 0.95), (tmp_path / "empty", 0.81)):
+        keys = ("scenario=predict", "hardware=8xa100", f"runs_dir={runs_dir}", *LLAMA)
+        assert outcome(predict_scenario.predict, *keys).metrics["predicted/alpha"] == alpha
+
+
+def test_the_planned_experiment_composes_and_predicts_what_it_said(tmp_path, monkeypatch):
+    monkeypatch.setattr(plan_scenario, "EXPERIMENTS", tmp_path)
+    keys = ("scenario=plan", "hardware=8xh100", "scenario.drafts=[llama-3.2-1b]", "scenario.policies=[streaming]")
+    keys += ("scenario.batch_sizes=[16,32]", "scenario.experiment=found")
+    result = outcome(plan_scenario.plan, *keys, *LLAMA)
+    assert result.history[0]["draft"] == "llama-3.2-1b"
+    # Hydra finds experiments on its search path: conf/, and this folder beside it.
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "found.yaml").rename(tmp_path / "experiment" / "found.yaml")
+    found = composed(f"hydra.searchpath=[file://{tmp_path}]", "experiment=found")
+    assert (found.target.name, found.draft.model.name) == ("llama-3.1-8b", "llama-3.2-1b")
+    assert (found.batch.size, found.cache.budget, found.hardware.name) == (32, 512, "8xh100")
+    times = round_times(foresee(found).setup, found.draft.gamma)
+    assert result.metrics["predicted/round_ms"] == pytest.approx(1e3 * times.round_s)
+
+
+@pytest.mark.parametrize(
+    ("keys", "names"),
+    [
+        (["hardware=auto"], r"hardware\.bandwidth_gbs=null: predicting for hardware=auto"),
+        (["hardware=8xa100", "draft=none"], "draft=none: there is no speculation to predict"),
+        (["hardware=8xa100", "scenario.gammas=[]"], r"scenario\.gammas=\[\]: scenario=predict needs at least one"),
+        (["hardware=8xa100", "scenario.critical_batches=[64]"], "must be a smaller and a larger batch"),
+        (["hardware=8xa100", "target=qwen3-8b", "batch.context_len=50000"], r"batch\.context_len=40896 would fit"),
+        (["hardware=8xa100", "scenario.alpha=1.5"], r"scenario\.alpha=1\.5: must be between 0 and 1"),
+    ],
+)
+def test_mistakes_in_a_prediction_are_named(keys, names):
+    with pytest.raises(UserError, match=names):
+        outcome(predict_scenario.predict, "scenario=predict", *LLAMA, *keys)
+
+
+@pytest.mark.parametrize(("fraction", "error"), [(0.5, None), (1.2, r"efficiency\.matmul_fraction=1\.2")])
+def test_a_hardware_file_can_hold_its_calibration(tmp_path, fraction, error):
+    (tmp_path / "hardware").mkdir()
+    own = f"defaults: [h200, _self_]\nname: h200\nefficiency:\n  matmul_fraction: {fraction}\n"
+    (tmp_path / "hardware" / "own.yaml").write_text(own)
+    keys = (f"hydra.searchpath=[file://{tmp_path}]", "scenario=predict", "hardware=own", *LLAMA)
+    if error:
+        with pytest.raises(UserError, match=error):
+            composed(*keys)
+    else:
+        machine = foresee(composed(*keys)).setup.hardware
+        assert (machine.efficiency.matmul_fraction, machine.stack.name) == (0.5, "magicdec")
+
+
+def test_a_run_is_predicted_for_its_device_and_this_software(model):
+    config = composed("hardware=h200", *LLAMA)
+    found = setup_of_run(config, model("llama-3.1-8b"), None, "NVIDIA H200", 2)
+    assert (found.hardware.device.name, found.hardware.stack.name) == ("H200", "magicdec")
+    # A device without a datasheet takes measured figures, and other sizes of numbers.
+    config = composed("hardware=cpu", *LLAMA)
+    found = setup_of_run(config, model("llama-3.1-8b"), None, "Some CPU", 4, bandwidth_gbs=60.0, tflops=0.5)
+    assert found.hardware.device.bandwidth == 60e9
+    assert found.target_time.total > 8e9 * 4 / 60e9
+    with pytest.raises(UserError, match="bandwidth_gbs=null"):
+        setup_of_run(config, model("llama-3.1-8b"), None, "Some CPU", 4)
+
+
+def test_a_run_that_cannot_pay_is_warned_about(setup):
+    assert "0.8" in warning(setup(context=4000), 2, published())
+    assert "never to pay" in warning(setup(context=1000, batch=1), 2, Curves([]))
+    assert warning(setup(), 3, published()) is None
+    assert warning(setup(budget=777), 3, published()) is None  # unknown, but it could
+
+
+def test_beside_a_run_stand_predictions_and_their_errors(setup):
+    times = round_times(setup(), 3)
+    measured = {
+        "alpha": 0.8,
+        "speedup": 1.0,
+        "time/target_decode_ms": 2e3 * times.target.total,
+        "time/draft_ms": 1e3 * times.draft.total,
+        "time/verify_ms": None,
+    }
+    result = beside(setup(), 3, measured)
+    assert result["predicted/gamma"] == 3
+    assert result["predicted/target_decode_error"] == pytest.approx(-0.5)
+    assert result["predicted/draft_error"] == pytest.approx(0.0)
+    assert result["predicted/speedup_error"] == pytest.approx(result["predicted/speedup"] - 1)
+    assert "predicted/verify_error" not in result
+    unknown = beside(setup(), 3, measured | {"alpha": None})  # nothing was proposed, or nothing measured
+    assert unknown["predicted/speedup"] is None
+    assert "predicted/speedup_error" not in unknown
+
+
+def profile_run(folder, setup, grid):
+    """A folder as scenario=profile leaves it, with the times that the cost model itself predicts."""
+    architecture = yaml.safe_load((ROOT / "conf" / "target" / "llama-3.1-8b.yaml").read_text())["architecture"]
+    figures = {"bandwidth_gbs": 4800, "tflops": 989, "memory_gib": 141, "tensor_parallel": 1}
+    config = {
+        "scenario": {"name": "profile"},
+        "target": {"name": "llama-3.1-8b", "architecture": architecture},
+        "draft": {"name": "self", "model": None},
+        "cache": {"policy": "streaming", "budget": 512},
+        "hardware": {"name": "h200"} | figures,
+    }
+    lines = []
+    for batch, context, gamma in grid:
+        times = round_times(setup("h200", batch, context), gamma)
+        point = {"batch_size": batch, "context_len": context, "gamma": gamma}
+        for name, time in (("target_decode", times.target), ("draft", times.draft), ("verify", times.verify)):
+            point[f"time/{name}_ms"] = 1e3 * time.total
+        lines.append(json.dumps(point | {"time/round_ms": 1e3 * times.round_s}))
+    folder.mkdir()
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    (folder / "history.jsonl").write_text("\n".join(lines) + "\n")
+
+
+def calibrate(*arguments):
+    command = [sys.executable, str(ROOT / "tools" / "calibrate.py"), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def test_a_machine_is_calibrated_from_a_profile_run(setup, tmp_path):
+    pytest.importorskip("scipy")
+    truth = setup("h200").hardware.efficiency
+    profile_run(tmp_path / "run", setup, [(b, s, 3) for b in (4, 32) for s in (4000, 32_000)])
+    done = calibrate(tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    content = yaml.safe_load(done.stdout)
+    assert (content["hardware"], content["stack"]) == ("h200", "magicdec")
+    assert content["efficiency"]["bandwidth_fraction"] == pytest.approx(truth.bandwidth_fraction, rel=0.05)
+    assert content["efficiency"]["layer_overhead_us"] == pytest.approx(truth.layer_overhead_us, rel=0.25)
+
+
+def test_a_folder_that_is_no_profile_run_is_refused_in_one_line(tmp_path):
+    done = calibrate(tmp_path / "nowhere")
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
+    assert "not a finished run of scenario=profile" in done.stderr
+
+
+def test_an_ideal_card_gives_what_bytes_alone_allow(ideal, setup):
+    # 24 x 32k on one H200: 2.15 at alpha 0.80 and budget 512, 2.38 at 0.89 and 2,049, by reading KV and weights alone.
+    for alpha, budget, expected in ((0.80, 512, 2.15), (0.89, 2049, 2.38)):
+        at = setup(batch=24, budget=budget, hardware="h200").at(hardware=ideal(device="H200"))
+        assert predict(at, alpha=alpha).best.speedup == pytest.approx(expected, rel=0.02)

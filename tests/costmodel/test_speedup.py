@@ -1,0 +1,113 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from magicdec.costmodel import speedup as s
+from magicdec.errors import UserError
+
+GAMMAS = st.integers(1, 32)
+ALPHAS = st.floats(0.0, 1.0)
+
+
+@given(GAMMAS, st.floats(0.0, 0.99))
+def test_omega_is_the_closed_form(gamma, alpha):
+    assert s.omega(gamma, alpha) == pytest.approx((1 - alpha ** (gamma + 1)) / (1 - alpha), rel=1e-12)
+
+
+@pytest.mark.parametrize("gamma", [0, 1, 5, 32])
+def test_omega_at_its_limits(gamma):
+    assert s.omega(gamma, 0.0) == 1.0
+    assert s.omega(gamma, 1.0) == gamma + 1
+    assert s.omega(gamma, 1 - 1e-12) == pytest.approx(gamma + 1)
+
+
+@given(GAMMAS, ALPHAS)
+def test_alpha_inverts_omega(gamma, alpha):
+    # Omega grows at least as fast as alpha does: the inverse is sharp everywhere.
+    assert s.alpha_from_acceptance_length(s.omega(gamma, alpha), gamma) == pytest.approx(alpha, abs=1e-9)
+
+
+@pytest.mark.parametrize(("length", "alpha"), [(0.99, 0.0), (1.0, 0.0), (4.0, 1.0), (4.001, 1.0)])
+def test_alpha_of_lengths_at_and_beyond_the_ends(length, alpha):
+    assert s.alpha_from_acceptance_length(length, 3) == alpha
+
+
+def test_omega_is_what_a_simulated_round_yields():
+    rng, gamma, alpha = np.random.default_rng(0), 4, 0.8
+    accepted = rng.random((200_000, gamma)) < alpha
+    length = accepted.cumprod(axis=1).sum(axis=1).mean() + 1
+    assert length == pytest.approx(s.omega(gamma, alpha), rel=5e-3)
+
+
+def test_speedup_of_a_round_worked_by_hand():
+    # gamma 2 at alpha 0.5 yields 1.75 tokens for 2 (1 + 0.1) + 4 + 0.3 = 6.5.
+    assert s.round_time(2, 1.0, 4.0, 0.1, 0.3) == pytest.approx(6.5)
+    assert s.speedup(2, 0.5, 3.25, 1.0, 4.0, 0.1, 0.3) == pytest.approx(1.75 / 2)
+
+
+def test_a_free_draft_with_everything_accepted_gains_gamma_plus_one():
+    assert s.speedup(7, 1.0, 2.0, 0.0, 2.0) == 8.0
+
+
+def test_nothing_accepted_can_only_cost():
+    assert s.speedup(3, 0.0, 1.0, 0.2, 1.1) == pytest.approx(1 / 1.7)
+
+
+@given(GAMMAS, st.floats(0.1, 10), st.floats(0.01, 2), st.floats(0.1, 10))
+def test_break_even_is_where_speedup_crosses_one(gamma, target, draft, verify):
+    alpha = s.break_even_alpha(gamma, target, draft, verify)
+    if alpha is None:
+        assert s.speedup(gamma, 1.0, target, draft, verify) < 1 + 1e-9
+    elif alpha == 0.0:
+        assert s.speedup(gamma, 0.0, target, draft, verify) > 1 - 1e-9
+    else:
+        assert s.speedup(gamma, alpha, target, draft, verify) == pytest.approx(1.0, abs=1e-6)
+
+
+def test_best_gamma_grows_with_alpha_and_takes_the_smallest_of_equals():
+    verify = {g: 1.0 + 0.02 * g for g in range(1, 17)}
+    draft = dict.fromkeys(verify, 0.1)
+    best = [s.best_gamma(alpha, 1.0, draft, verify)[0] for alpha in (0.3, 0.6, 0.9, 1.0)]
+    assert best == sorted(best)
+    assert best[-1] == 16
+    # A proposal is never accepted: every gamma but the smallest only adds cost.
+    assert s.best_gamma(0.0, 1.0, draft, verify)[0] == 1
+
+
+def test_rows_of_different_acceptance_are_slower_than_their_mean():
+    spread = s.ragged(3, [0.5, 0.9], 64)
+    assert spread.own < s.omega(3, 0.7)
+    assert s.ragged(3, [0.7, 0.7], 64).own == pytest.approx(s.omega(3, 0.7))
+
+
+@pytest.mark.parametrize("alphas", [[0.8] * 8, [0.6] * 4 + [0.9] * 4])
+def test_the_wall_clock_of_a_ragged_batch_matches_a_simulation(alphas):
+    gamma, num_tokens, trials = 3, 32, 4000
+    rng = np.random.default_rng(1)
+    accepted = rng.random((trials, len(alphas), num_tokens, gamma)) < np.array(alphas)[:, None, None]
+    lengths = accepted.cumprod(axis=-1).sum(axis=-1) + 1
+    rounds = (lengths.cumsum(axis=-1) < num_tokens).sum(axis=-1) + 1
+    expected = num_tokens / rounds.max(axis=1).mean()
+    assert s.ragged(gamma, alphas, num_tokens).wall == pytest.approx(expected, rel=0.01)
+
+
+def test_a_batch_waits_for_its_unluckiest_row_by_a_fifth():
+    # 24 rows x 64 tokens: 20-25% is what equal rows lose to chance alone.
+    even = s.ragged(3, [0.8] * 24, 64)
+    assert 1.15 < even.own / even.wall < 1.30
+
+
+@pytest.mark.parametrize(
+    ("call", "names"),
+    [
+        (lambda: s.omega(3, 1.2), "alpha=1.2"),
+        (lambda: s.omega(-1, 0.5), "gamma=-1"),
+        (lambda: s.alpha_from_acceptance_length(float("nan"), 3), "acceptance_length"),
+        (lambda: s.ragged(3, [], 5), "0 rows"),
+        (lambda: s.best_gamma(0.5, 1.0, {}, {}), "gamma"),
+    ],
+)
+def test_mistakes_are_named(call, names):
+    with pytest.raises(UserError, match=names):
+        call()

@@ -1,0 +1,43 @@
+"""What a capture asks of a step, on any machine: its rehearsals must stay within the buffers, and leave no trace.
+
+A CPU raises for an index that a GPU would only assert on, long after the call.
+"""
+
+import pytest
+
+from magicdec.cache.draft_cache import CACHES
+from magicdec.decoding import decoder, graphs
+from magicdec.drafts.base import DRAFTS
+from magicdec.engines.native import warm_up
+from magicdec.measure import profile
+from tests.small import noisy_copy, open_batch, random_prompts, small_model
+
+TARGET = small_model()
+CASES = [("self", policy) for policy in CACHES] + [(draft, "streaming") for draft in DRAFTS] + [("model", "full")]
+
+
+class Rehearsed(graphs.Step):
+    """A step that is rehearsed as for a capture, and then called as it is."""
+
+    def __init__(self, function, device, use_graphs, undo=lambda: None):
+        super().__init__(function, device, False)
+        graphs.rehearse(function, undo)
+
+
+@pytest.mark.parametrize("generate_len", [2, 24])
+@pytest.mark.parametrize(("draft", "policy"), CASES)
+def test_rehearsals_stay_within_the_buffers_and_leave_no_trace(draft, policy, generate_len, monkeypatch):
+    def opened():
+        prompts = random_prompts([50, 61, 70])
+        model = noisy_copy(TARGET, 0.15) if draft == "model" else None
+        spec = {"gamma": 5, "budget": 16, "num_sink": 2, "page_size": 4, "refresh": 4, "generate_len": generate_len}
+        return open_batch(TARGET, prompts, draft_name=draft, draft_model=model, policy=policy, **spec)
+
+    expected = opened().decoder.generate().tokens
+    for module in (decoder, profile):
+        monkeypatch.setattr(module, "Step", Rehearsed)
+    batch = opened()
+    warm_up(batch)
+    assert batch.decoder.generate().tokens == expected
+    assert batch.decoder.generate(batch.draft).tokens == expected
+    assert profile.profile_round(batch, 3)["verify_ms"] > 0

@@ -1,0 +1,43 @@
+"""Layer skipping: a model of the first layers, without a copy of anything."""
+
+import pytest
+import torch
+
+from magicdec.cache.kv_cache import KVCache
+from magicdec.drafts.layer_skip import LayerSkipDraft
+from magicdec.errors import UserError
+from tests.small import open_batch, random_prompts, small_model
+
+
+def test_it_computes_what_the_targets_first_layers_compute():
+    target = small_model(num_layers=3)
+    part = target.first_layers(2)
+    alone = small_model(num_layers=2)
+    alone.load_state_dict(part.state_dict())
+    tokens = torch.tensor(random_prompts([9, 9]))
+    outputs = [m(tokens, KVCache(m.config, 2, 9, torch.float32, "cpu")) for m in (part, alone)]
+    assert torch.equal(*outputs)
+    assert part.embed is target.embed
+    assert part.layers[1] is target.layers[1]
+
+
+def test_over_the_full_cache_it_takes_no_memory():
+    batch = open_batch(small_model(), random_prompts([20]), draft_name="layer_skip", num_layers=1, gamma=2)
+    assert batch.draft.cache_bytes == 0
+    assert batch.draft.cache.k_LBKSD.data_ptr() == batch.decoder.cache.k_LBKSD.data_ptr()
+
+
+def test_layers_that_do_nothing_are_not_missed():
+    """A target whose last layer adds nothing accepts every proposal of the layers before it."""
+    target = small_model()
+    target.layers[1].output.weight.zero_()
+    target.layers[1].down.weight.zero_()
+    batch = open_batch(target, random_prompts([20, 31]), draft_name="layer_skip", num_layers=1, gamma=3)
+    accepted = batch.decoder.generate(batch.draft).accepted_RB
+    assert (accepted[accepted >= 0] == 3).all()
+
+
+@pytest.mark.parametrize("num_layers", [0, 2, 3])
+def test_as_many_layers_as_the_target_has_are_refused(num_layers):
+    with pytest.raises(UserError, match=f"draft.num_layers={num_layers}: must be from 1 to 1"):
+        LayerSkipDraft.check(small_model().config, num_layers)

@@ -1,0 +1,35 @@
+"""What is held, and what is reported of it."""
+
+import gc
+import sys
+import weakref
+
+import pytest
+import torch
+
+from magicdec.engines.native import warm_up
+from magicdec.measure.memory import Peak
+from tests.small import open_batch, random_prompts, small_model
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the peak is that of the whole process")
+def test_the_peak_is_of_this_run_and_not_of_a_larger_one_before_it():
+    large = torch.ones(1 << 27)  # 512 MiB
+    del large
+    peak = Peak(torch.device("cpu"))
+    small = torch.ones(1 << 24)  # 64 MiB
+    assert small.nbytes * 0.9 <= peak.num_bytes <= small.nbytes * 3
+
+
+def test_a_closed_batch_holds_no_memory():
+    gc.collect()
+    gc.disable()  # counting references must suffice: the next batch is opened at once
+    try:
+        batch = open_batch(small_model(), random_prompts([20, 30]), draft_name="self", policy="full", gamma=2)
+        warm_up(batch)
+        batch.decoder.generate(batch.draft)
+        cache = weakref.ref(batch.decoder.cache)
+        batch.close()
+        assert cache() is None
+    finally:
+        gc.enable()
