@@ -30,14 +30,12 @@ from yaml import MarkedYAMLError
 from magicdec.config import Config, load
 from magicdec.errors import JobFailed, UserError
 from magicdec.rules import did_you_mean, known_keys
-from magicdec.tracking.sweep import JOBS
+from magicdec.tracking.lock import Busy
+from magicdec.tracking.sweep import BUSY, INTERRUPTED, JOB, JOBS, SWEEP_DIR
 
 ROOT = Path(__file__).resolve().parent
 CONF = ROOT / "conf"
-USER_ERROR, FAILURE, INTERRUPTED = 2, 1, 130
-# Of a job that the process launcher has started (hydra_plugins/process_launcher.py): its number, the sweep's folder,
-# and the exit code that says that another process is running this run.
-JOB, SWEEP_DIR, BUSY = "MAGICDEC_JOB", "MAGICDEC_SWEEP_DIR", 75
+USER_ERROR, FAILURE = 2, 1
 
 # OmegaConf's ways to say that a value does not fit its key, and what would.
 MISFITS = {
@@ -51,12 +49,13 @@ MISFITS = {
 }
 
 
-failures: list[JobFailed] = []  # of this process's jobs
+# Of this process's jobs.
+failures: list[JobFailed] = []
 
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
-def job(cfg: DictConfig) -> None:
-    """Run one configuration: the only one, or one of a multirun's."""
+def job(cfg: DictConfig) -> float | None:
+    """Run one configuration, the only one or one of a multirun's; returns what a sweeper such as Optuna maximises."""
     if not cfg.sweep.dry_run:
         new_folders.clear()
     place = _place()
@@ -66,9 +65,9 @@ def job(cfg: DictConfig) -> None:
         config = load(cfg)
         from magicdec.scenarios import Job, run  # here, because --help and mistakes must not wait for PyTorch
 
-        run(config, Job(**place))
+        return run(config, Job(**place)).get(config.sweep.objective)
     except Exception as error:
-        if os.environ.get(JOB) and type(error).__name__ == "Busy":
+        if os.environ.get(JOB) and isinstance(error, Busy):
             raise JobFailed(BUSY) from error  # the launcher comes back to it
         overrides = list(place["overrides"])
         where = f"job {place['number']} ({' '.join(overrides)}): " if place["sweep_dir"] else ""
@@ -82,10 +81,10 @@ def _place() -> dict[str, Any]:
     hydra_cfg = HydraConfig.get()
     overrides = tuple(hydra_cfg.overrides.task)
     if number := os.environ.get(JOB):
-        sweep_dir, waits = Path(os.environ[SWEEP_DIR]), False
-        return {"overrides": overrides, "sweep_dir": sweep_dir, "number": int(number), "waits": waits}
+        return {"overrides": overrides, "sweep_dir": Path(os.environ[SWEEP_DIR]), "number": int(number)}
     if hydra_cfg.mode == RunMode.MULTIRUN:
-        return {"overrides": overrides, "sweep_dir": Path(hydra_cfg.sweep.dir), "number": hydra_cfg.job.num}
+        sweep_dir = Path(hydra_cfg.sweep.dir)
+        return {"overrides": overrides, "sweep_dir": sweep_dir, "number": hydra_cfg.job.num, "waits": True}
     return {"overrides": overrides, "sweep_dir": None, "number": 0}
 
 
@@ -229,8 +228,8 @@ def _current_override(error: Exception) -> str:
 
 
 def _refuse(message: str) -> NoReturn:
-    hint = "; keys are set without dashes: key=value" if "unrecognized" in message else ""
-    raise UserError(message + hint)
+    hint = "keys are set without dashes: key=value" if " -" in message else "flags such as -m come before all keys"
+    raise UserError(f"{message}; {hint}" if "unrecognized" in message else message)
 
 
 # A multirun's folders that are not there before it: Hydra makes them before it has looked at the jobs.

@@ -205,6 +205,7 @@ class SweepConfig:
     name: str | None = None
     fail_fast: bool = MISSING
     dry_run: bool = MISSING
+    objective: str = MISSING
 
 
 @dataclass

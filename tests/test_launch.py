@@ -1,6 +1,5 @@
 """The command line: exit codes, one line per mistake, nothing left behind."""
 
-import logging
 import os
 import re
 import subprocess
@@ -25,19 +24,16 @@ def here(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def run(here, monkeypatch, capsys):
+def run(here, monkeypatch, capsys, hydra_logging):
     """The command line in this process, with a function in place of the scenario."""
 
-    handlers = list(logging.getLogger().handlers)
-
-    def with_arguments(*arguments, scenario=lambda config, job: None):
+    def with_arguments(*arguments, scenario=lambda config, job: {}):
         monkeypatch.setattr("magicdec.scenarios.run", scenario)
         monkeypatch.setattr(sys, "argv", ["launch.py", *arguments])
         code = launch.main()
         return code, capsys.readouterr().err
 
-    yield with_arguments
-    logging.getLogger().handlers[:] = handlers  # Hydra's write to what pytest has closed by the next test
+    return with_arguments
 
 
 def in_subprocess(*arguments, **env):
@@ -82,6 +78,10 @@ def test_what_hydra_and_omegaconf_find_is_explained(monkeypatch, overrides, erro
     ("arguments", "error"),
     [
         (["draft.gamma=128"], "error: draft.gamma=128: must be below cache.budget=128"),
+        (
+            ["draft.gamma=1", "-m", "cache.budget=64"],
+            "error: unrecognized arguments: cache.budget=64; flags such as -m come before",
+        ),
         (["--target=tiny"], "error: unrecognized arguments: --target=tiny; keys are set without dashes: key=value"),
         (["-m", "target=tiny,tini"], "error: target=tini: no such option; one of: "),
     ],
@@ -111,7 +111,7 @@ def test_a_mistake_in_a_file_names_the_file(run, here, text, error):
 
 def test_a_run_gets_a_typed_configuration_and_hydra_leaves_no_files(run, here):
     got = []
-    assert run("draft.gamma=2", scenario=lambda config, job: got.append(config)) == (0, "")
+    assert run("draft.gamma=2", scenario=lambda config, job: got.append(config) or {}) == (0, "")
     assert got[0].draft.gamma == 2
     assert not list(here.iterdir())
 
@@ -148,6 +148,7 @@ def test_a_failing_job_does_not_stop_a_sweep(run, here):
         ran.append((config.draft.gamma, config.cache.budget))
         if config.draft.gamma == 2:
             raise UserError("draft.gamma=2 is unlucky")
+        return {}
 
     narrowed = ["draft.gamma=2,64,4", "cache.budget=64"]
     code, err = run(

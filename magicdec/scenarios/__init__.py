@@ -25,13 +25,15 @@ class Job:
     waits: bool = False  # for a run that another process is running; otherwise that is raised as Busy
 
 
-def run(config: Config, job: Job) -> None:
+def run(config: Config, job: Job) -> dict[str, Any]:
     """Check, plan, open the run's folder, do the work, store its results, and only then tell Weights & Biases.
 
-    In a sweep, with `resume`, a run that this version has done already is not done again.
+    In a sweep, with `resume`, a run that this version has done already is not done again. Returns what result.json
+    holds; nothing after a dry run.
     """
     from magicdec.scenarios.foresee import doubts
     from magicdec.tracking import wandb
+    from magicdec.tracking.reader import read_result
     from magicdec.tracking.store import Run, run_id
 
     prepare, scenario = _scenario(config.scenario.name)
@@ -49,12 +51,13 @@ def run(config: Config, job: Job) -> None:
     name = run_id(settings, plan.fingerprints, plan.device_name)
     if config.sweep.dry_run:
         _list(plan, name, job)
-        return
+        return {}
     for warning in [*warnings(plan.config), *doubts(plan)]:
         Console(stderr=True).print(f"[yellow]warning:[/] {warning}", highlight=False)
     with _alone(config.runs_dir, name, job):
         if not _is_settled(config, name, job):
             _measure(scenario, plan, name, settings, job)
+    return read_result(Path(config.runs_dir, name))
 
 
 def _settings(config: Config, job: Job) -> dict[str, Any]:

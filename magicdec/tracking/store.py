@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
@@ -25,6 +25,7 @@ import yaml
 
 from magicdec import __version__
 from magicdec.errors import UserError
+from magicdec.tracking.lock import Busy, locked
 from magicdec.tracking.reader import read_result
 
 log = logging.getLogger(__name__)
@@ -83,6 +84,8 @@ class Run:
         run.result |= _versions()
         with explained(runs_dir):
             run.folder.mkdir(parents=True, exist_ok=True)
+            for torn in run.folder.glob(".*.tmp"):  # of a process that was killed
+                torn.unlink(missing_ok=True)
             text = yaml.safe_dump(_plain(config), sort_keys=False, allow_unicode=True)
             _write_atomically({run.folder / "config.yaml": [text], run._result_path: [run._result_text]})
         return run
@@ -90,11 +93,12 @@ class Run:
     @classmethod
     def bury(cls, runs_dir: str | Path, run_id: str, pid: int, reason: str) -> None:
         """Mark as crashed what a process has left running that can no longer do so itself."""
-        stored = read_result(Path(runs_dir, run_id))
-        attempt = stored.get("rerun", stored)
-        if attempt.get("status") == "running" and attempt.get("pid") == pid:
-            earlier = {key: value for key, value in stored.items() if key != "rerun"} if "rerun" in stored else None
-            cls(runs_dir, run_id, attempt["attempt"], attempt, earlier).fail(reason, "crashed")
+        with suppress(Busy, OSError), locked(Path(runs_dir, run_id)):  # busy: someone else has taken the run up already
+            stored = read_result(Path(runs_dir, run_id))
+            attempt = stored.get("rerun", stored)
+            if attempt.get("status") == "running" and attempt.get("pid") == pid:
+                earlier = {key: value for key, value in stored.items() if key != "rerun"} if "rerun" in stored else None
+                cls(runs_dir, run_id, attempt["attempt"], attempt, earlier).fail(reason, "crashed")
 
     @property
     def folder(self) -> Path:

@@ -1,4 +1,7 @@
-"""What a sweep leaves beside its runs: which they are, a line per job in <runs_dir>/sweeps/<name>/jobs.jsonl."""
+"""What a sweep leaves beside its runs: which they are, a line per job in <runs_dir>/sweeps/<name>/jobs.jsonl.
+
+Here too is how the process launcher (hydra_plugins/) and the jobs that it starts (launch.py) talk to each other.
+"""
 
 import json
 import os
@@ -7,6 +10,10 @@ from pathlib import Path
 from typing import Any
 
 JOBS = "jobs.jsonl"
+# The environment of a job: its number and the sweep's folder. Its standard input stays open as long as the sweep lives.
+JOB, SWEEP_DIR = "MAGICDEC_JOB", "MAGICDEC_SWEEP_DIR"
+# Its exit codes, beside those of any run: another process is running this run (EX_TEMPFAIL); Ctrl-C.
+BUSY, INTERRUPTED = 75, 130
 
 
 def record(sweep_dir: Path, number: int, run_id: str, overrides: Sequence[str]) -> None:
@@ -33,3 +40,8 @@ def jobs(sweep_dir: Path) -> Iterator[dict[str, Any]]:
             continue
         if isinstance(content, dict):
             yield content
+
+
+def run_of(sweep_dir: Path, number: int) -> str | None:
+    """The id of the run that a job is, if it came as far as to know it."""
+    return next((line["id"] for line in jobs(sweep_dir) if line.get("job") == number and line.get("id")), None)
