@@ -92,6 +92,8 @@ def main() -> int:
     """Run the command line; returns the exit code."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises its errors, where it would print them in many lines
     os.environ["MAGICDEC_ROOT"] = str(ROOT)
+    # The workers of other launchers are to import this checkout, whatever is installed.
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     overrides: list[str] = []
     failures.clear()
     if os.environ.get(JOB):

@@ -271,6 +271,20 @@ def test_an_interrupt_stops_a_sweep_and_its_jobs(tmp_path, starts, monkeypatch):
     assert not any(is_locked(path) for path in folders(runs))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["joblib", "submitit_local", "ray"])
+def test_other_launchers(tmp_path, launcher):
+    """Two jobs, one of which is refused."""
+    pytest.importorskip(f"hydra_plugins.hydra_{launcher.removesuffix('_local')}_launcher")
+    command = [sys.executable, str(ROOT / "launch.py"), "-m", f"hydra/launcher={launcher}", "draft.gamma=1,0"]
+    command += ["runs_dir=runs", "scenario=predict", "target=llama-3.1-8b", "hardware=8xa100", "wandb.mode=disabled"]
+    sweep = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert sweep.returncode == launch.USER_ERROR, sweep.stderr
+    assert [(run["status"], run["overrides"][0]) for run in iter_runs(tmp_path / "runs")] == [("done", "draft.gamma=1")]
+    (jobs,) = (tmp_path / "runs" / "sweeps").glob("*/jobs.jsonl")
+    assert len(jobs.read_text().splitlines()) == 1
+
+
 # What needs no second process: `launch.main` with a scenario that takes a moment
 
 
