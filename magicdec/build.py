@@ -63,6 +63,14 @@ class Plan:
         """Of the checkpoints that the run loads."""
         return {m.key: m.fingerprint for m in (self.target, self.draft) if m is not None}
 
+    @property
+    def num_bytes(self) -> int:
+        """The memory that the run will take, at the largest point of a profile."""
+        batch, scenario = self.config.batch, self.config.scenario
+        if scenario.name == "profile":
+            return estimate(self, max(scenario.context_lens)).total(max(scenario.batch_sizes))
+        return estimate(self, batch.context_len).total(int(batch.size))
+
 
 def plan(config: Config) -> Plan:
     """Resolve `auto`, read the checkpoints' configs, and check everything that needs no weights."""

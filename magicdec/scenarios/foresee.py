@@ -9,7 +9,7 @@ from magicdec.costmodel.acceptance import Curves
 from magicdec.costmodel.architectures import architecture
 from magicdec.costmodel.hardware import OWN_STACK, Hardware, configured, device_in
 from magicdec.costmodel.policies import Settings
-from magicdec.costmodel.round import DraftSpec, Setup
+from magicdec.costmodel.round import DraftSpec, Setup, memory
 from magicdec.errors import UserError
 from magicdec.models.config import ModelConfig
 
@@ -28,6 +28,11 @@ class Foreseen:
     def device_name(self) -> str:
         """The machine predicted for."""
         return self.setup.hardware.name
+
+    @property
+    def num_bytes(self) -> float:
+        """The memory that the run would take, on each GPU."""
+        return memory(self.setup, self.config.draft.gamma, self.config.batch.generate_len).total
 
 
 def foresee(config: Config) -> Foreseen:
