@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from magicdec.attention import choice
 from magicdec.attention.base import Attention
-from magicdec.attention.sdpa import SdpaAttention
 from magicdec.cache.draft_cache import CACHES, CacheSpec
 from magicdec.config import BatchConfig, Config, ModelChoice
 from magicdec.data import Prompts, load_prompts
@@ -57,6 +57,7 @@ class Plan:
     target: Model
     draft: Model | None
     device_name: str
+    why_attention: str  # why config.attention.name was chosen, for the log
 
     @property
     def fingerprints(self) -> dict[str, str]:
@@ -99,8 +100,11 @@ def plan(config: Config) -> Plan:
                 "no use for; choose draft=self or draft=layer_skip"
             )
     _check_length(config, target, draft)
+    head_dims = [model.config.head_dim for model in (target, draft) if model is not None]
+    attention, why = choice.choose(config.attention.name, device, dtype, head_dims)
+    config = replace(config, attention=replace(config.attention, name=attention))
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
-    return Plan(config, device, dtype, target, draft, name)
+    return Plan(config, device, dtype, target, draft, name, why)
 
 
 def estimate(plan: Plan, context_len: int) -> memory.Estimate:
@@ -128,7 +132,10 @@ def check_memory(plan: Plan, num_rows: int, context_len: int) -> None:
 def engine(plan: Plan, progress: Progress) -> NativeEngine:
     """Load the weights and put the engine together."""
     c = plan.config
-    attention = _attention(c.attention.name, plan.device)
+    log.info(plan.why_attention)
+    with progress.task(f"attention={c.attention.name}", total=1) as task:  # cpp is compiled at its first use
+        attention = choice.backend(c.attention.name)()
+        task.advance(1)
     s = c.sampling
     return NativeEngine(
         target=_load(plan.target, plan, attention, progress),
@@ -255,12 +262,6 @@ def _load(model: Model, plan: Plan, attention: Attention, progress: Progress) ->
     if plan.config.hardware.compile:
         transformer.compile_layers()
     return transformer.eval().requires_grad_(False)
-
-
-def _attention(name: str, device: torch.device) -> Attention:
-    chosen = SdpaAttention()
-    log.info("attention=%s: using %s on %s", name, chosen.name, device)
-    return chosen
 
 
 def cpu_name() -> str:

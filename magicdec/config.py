@@ -159,7 +159,7 @@ class SamplingConfig:
 class AttentionConfig:
     """Who computes attention."""
 
-    name: str = one_of("auto", "sdpa", default=MISSING)
+    name: str = one_of("auto", "sdpa", "cpp", default=MISSING)
 
 
 @dataclass
