@@ -13,7 +13,7 @@ import torch
 from magicdec.attention import choice
 from magicdec.attention.base import Attention
 from magicdec.cache.draft_cache import CACHES, CacheSpec
-from magicdec.config import BatchConfig, Config, ModelChoice
+from magicdec.config import BatchConfig, Config, ModelChoice, gammas
 from magicdec.data import Prompts, load_prompts
 from magicdec.data.tokenizer import load_tokenizer
 from magicdec.drafts.base import DRAFTS
@@ -109,7 +109,7 @@ def plan(config: Config) -> Plan:
 
 def estimate(plan: Plan, context_len: int) -> memory.Estimate:
     """Bytes that the run will take, from the architectures alone."""
-    c, gamma = plan.config, _gamma(plan.config)
+    c, gamma = plan.config, max(gammas(plan.config))
     max_len = context_len + c.batch.generate_len + gamma + 1
     weights = plan.target.config.num_parameters * plan.dtype.itemsize
     per_row = memory.kv_bytes(plan.target.config, max_len, plan.dtype)
@@ -144,7 +144,8 @@ def engine(plan: Plan, progress: Progress) -> NativeEngine:
         generate_len=c.batch.generate_len,
         prefill_chunk=c.batch.prefill_chunk,
         draft_name=c.draft.name,
-        gamma=_gamma(c),
+        gamma=max(gammas(c)),
+        gammas=gammas(c) if c.draft.gamma == "auto" else (),
         draft_options=_options(c.draft, "name", "gamma", "synthetic_acceptance", "model"),
         policy=c.cache.policy,
         cache_options=_options(c.cache, "policy"),
@@ -184,10 +185,6 @@ def tokenizer(plan: Plan) -> object | None:
 def _options(group: object, *others: str) -> dict[str, Any]:
     """The keys of a group that a draft or a policy reads itself: all but `others`."""
     return {f.name: getattr(group, f.name) for f in fields(group) if f.name not in others}  # type: ignore[arg-type]
-
-
-def _gamma(config: Config) -> int:
-    return config.draft.gamma if config.draft.name != "none" else 0
 
 
 def _device(config: Config) -> tuple[torch.device, torch.dtype]:
@@ -238,9 +235,9 @@ def _check_length(config: Config, target: Model, draft: Model | None) -> None:
             f"cache.policy={config.cache.policy} shows the draft {length} tokens, but it was trained for {trained}; "
             "use cache=streaming, which hides the distance"
         )
-    if config.cache.budget + config.draft.gamma + 1 >= trained:
+    if config.cache.budget + max(gammas(config)) + 1 >= trained:
         raise UserError(
-            f"cache.budget={config.cache.budget} + draft.gamma={config.draft.gamma} does not fit into the draft's "
+            f"cache.budget={config.cache.budget} + draft.gamma={max(gammas(config))} does not fit into the draft's "
             f"trained context of {trained} tokens; cache.budget={trained // 2} would"
         )
 

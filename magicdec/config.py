@@ -72,12 +72,17 @@ class ModelChoice:
     architecture: Architecture | None = None
 
 
+AUTO_GAMMAS = (1, 2, 3, 5, 8)  # what draft.gamma=auto chooses among: a captured round each
+
+
 @dataclass
 class DraftConfig:
     """Who proposes. `name` is none or a registered draft."""
 
     name: str = MISSING
-    gamma: int = 0
+    gamma: int | str = ruled(
+        0, lambda value: value == "auto" or (isinstance(value, int) and value >= 0), "must be auto or at least 1"
+    )
     synthetic_acceptance: float | None = ruled(None, lambda value: 0 <= value <= 1, "must be between 0 and 1")
     model: ModelChoice | None = None
     num_layers: int = at_least(0, default=0)
@@ -265,6 +270,17 @@ def validate(config: Config) -> None:
             raise UserError(mistake)
 
 
+def gammas(config: Config) -> tuple[int, ...]:
+    """The gammas that a run may use: those that fit into the budget where it chooses itself, (0,) without a draft."""
+    draft, cache = config.draft, config.cache
+    if draft.name == "none":
+        return (0,)
+    if draft.gamma != "auto":
+        return (int(draft.gamma),)
+    unlimited = cache.policy == "full" or draft.name == "ngram"
+    return tuple(gamma for gamma in AUTO_GAMMAS if unlimited or gamma < cache.budget) or AUTO_GAMMAS[:1]
+
+
 def warnings(config: Config) -> list[str]:
     """What is legal but hardly meant, a line each."""
     found = []
@@ -328,18 +344,19 @@ def _draft_mistakes(config: Config) -> Iterator[str]:
     draft, cache, scenario = config.draft, config.cache, config.scenario
     if draft.name == "none":
         return
-    if draft.gamma < 1:
-        yield f"draft.gamma={draft.gamma}: must be at least 1 with draft={draft.name}"
+    if draft.gamma == 0:
+        yield f"draft.gamma=0: must be auto or at least 1 with draft={draft.name}"
     if draft.name == "model" and draft.model is None:
         yield "draft.model=null: draft.name=model needs one; choose draft=model target@draft.model=NAME"
     if cache.policy != "full" and draft.name != "ngram":  # full ignores the budget, and ngram has no cache
         if cache.budget <= cache.num_sink:
             sinks = f"cache.num_sink={cache.num_sink}"
             yield f"cache.budget={cache.budget}: must be above {sinks}, to hold the sinks and a window of at least 1"
-        gammas = {"draft.gamma": [draft.gamma]} if scenario.name != "profile" else {"scenario.gammas": scenario.gammas}
-        for key, values in gammas.items():
-            if max(values) >= cache.budget:
-                yield f"{key}={max(values)}: must be below cache.budget={cache.budget}"
+        key, values = "draft.gamma", gammas(config)
+        if scenario.name == "profile":
+            key, values = "scenario.gammas", tuple(scenario.gammas)
+        if max(values) >= cache.budget:
+            yield f"{key}={max(values)}: must be below cache.budget={cache.budget}"
     if scenario.name == "compare" and draft.synthetic_acceptance is None:
         noise = [f"{key}.weights=random" for key, model in _models(config).items() if model.weights == "random"]
         for source in [*noise, "data=random"] if config.data.name == "random" else noise:

@@ -64,16 +64,20 @@ def compare(plan: build.Plan, progress: Progress) -> Outcome:
     results |= _speeds(passes, prefill_seconds)
     if passes[0].speculative:
         results |= metrics.acceptance_metrics([g for one in passes for g in one.speculative])
+        results["gamma"] = metrics.usual_gamma([g for one in passes for g in one.speculative])
         results["acceptance/source"] = "measured" if config.draft.synthetic_acceptance is None else "synthetic"
         results |= _lossless(audits)
     if config.draft.synthetic_acceptance is None:  # otherwise what is written means nothing
         results |= _accuracy(tokenizer, prompts, passes[0])
+    gamma = metrics.usual_gamma([g for one in passes for g in one.speculative])
+    if batch.draft is not None and gamma:  # an adaptive one is profiled as it ran most
+        batch.draft.gamma = gamma
     with progress.task("profiling", total=None):
         times = profile_round(batch, config.scenario.profile_repeats)
     results |= {f"time/{name}": value for name, value in times.items()}
     results |= _memory(plan, batch, peak)  # first: measuring the bandwidth takes memory of its own
-    results |= _formula(results, config.draft.gamma) | _roofline(plan, batch, times)
-    results |= _predicted(plan, results)
+    results |= _formula(results, gamma) | _roofline(plan, batch, times)
+    results |= _predicted(plan, results, gamma)
     return Outcome(
         results,
         _generations(prompts, passes[0], config.data.save_prompts),
@@ -160,7 +164,7 @@ def _roofline(plan: build.Plan, batch: Batch, times: dict[str, float]) -> Metric
     return result
 
 
-def _predicted(plan: build.Plan, results: Metrics) -> Metrics:
+def _predicted(plan: build.Plan, results: Metrics, gamma: int) -> Metrics:
     """What the cost model says of these rounds, at the acceptance that was measured, and how far it is off."""
     known = device_in(plan.device_name)
     rate = None if known else matmul_rate(plan.device, plan.dtype) / 1e12
@@ -170,7 +174,7 @@ def _predicted(plan: build.Plan, results: Metrics) -> Metrics:
         setup = setup_of_run(
             plan.config, plan.target.config, draft, plan.device_name, plan.dtype.itemsize, bandwidth, rate
         )
-        return beside(setup, plan.config.draft.gamma, results)
+        return beside(setup, gamma, results)
     except UserError as error:  # no draft, or one that has no cost model
         log.info("not predicted: %s", error)
         return {}

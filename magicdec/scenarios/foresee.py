@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from magicdec.config import Config, ModelChoice
+from magicdec.config import Config, ModelChoice, gammas
 from magicdec.costmodel import acceptance, beside
 from magicdec.costmodel.acceptance import Curves
 from magicdec.costmodel.architectures import architecture
@@ -106,7 +106,7 @@ def doubts(plan: Any) -> list[str]:
     try:
         draft = plan.draft.config if plan.draft else None
         setup = setup_of_run(config, plan.target.config, draft, plan.device_name, plan.dtype.itemsize)
-        found = beside.warning(setup, config.draft.gamma, curves(config), config.draft.synthetic_acceptance)
+        found = beside.warning(setup, gammas(config), curves(config), config.draft.synthetic_acceptance)
     except UserError:  # nothing to predict with: then there is nothing to tell
         return []
     return [found] if found else []

@@ -130,7 +130,8 @@ def _verdict(config: Mapping[str, Any], metrics: Metrics) -> Iterator[tuple[str,
         by_position = [f"by position {' '.join(positions)}"] if len(positions) > 1 else []
         yield "acceptance rate", Text(", ".join([f"{rate:.1%} of proposals", *mark, *by_position]))
     if length := _figure(metrics, "acceptance_length"):
-        yield "acceptance length", Text(f"{length} tokens per round, of at most {config['draft']['gamma'] + 1}")
+        most = sum(key.startswith("acceptance_rate/position_") for key in metrics) + 1
+        yield "acceptance length", Text(f"{length} tokens per round, of at most {most}")
     if "lossless/identical" in metrics:
         yield "lossless", _lossless(config, metrics)
 
