@@ -32,7 +32,7 @@ class Foreseen:
     @property
     def num_bytes(self) -> float:
         """The memory that the run would take, on each GPU."""
-        return memory(self.setup, self.config.draft.gamma, self.config.batch.generate_len).total
+        return memory(self.setup, max(gammas(self.config)), self.config.batch.generate_len).total
 
 
 def foresee(config: Config) -> Foreseen:
