@@ -22,6 +22,7 @@ from magicdec.errors import UserError
 from magicdec.measure import memory
 from magicdec.models import checkpoint
 from magicdec.models.config import ModelConfig
+from magicdec.models.parallel import check_divides, replicates, share
 from magicdec.models.transformer import Transformer
 from magicdec.tracking.progress import Progress
 from magicdec.verification.sampling import Sampling
@@ -40,6 +41,7 @@ class Model:
     key: str  # the configuration's key, for messages
     folder: Path | None  # None: random weights of a known architecture
     config: ModelConfig
+    num_ranks: int = 1  # that divide its layers
 
     @property
     def fingerprint(self) -> str:
@@ -63,15 +65,15 @@ class Plan:
         """Of the checkpoints that the run loads."""
         return {m.key: m.fingerprint for m in (self.target, self.draft) if m is not None}
 
+    @property
+    def num_ranks(self) -> int:
+        """Processes that the run takes."""
+        return self.target.num_ranks
+
 
 def plan(config: Config) -> Plan:
     """Resolve `auto`, read the checkpoints' configs, and check everything that needs no weights."""
     device, dtype = _device(config)
-    if config.hardware.tensor_parallel > 1:
-        raise UserError(
-            f"hardware.tensor_parallel={config.hardware.tensor_parallel}: a run uses one device so far; "
-            "set hardware.tensor_parallel=1"
-        )
     batch = config.batch
     if batch.size == "auto":
         batch = replace(batch, size=ROWS_ON[device.type])
@@ -91,6 +93,9 @@ def plan(config: Config) -> Plan:
                 "no use for; choose draft=self or draft=layer_skip"
             )
     _check_length(config, target, draft)
+    target, draft = _divided(config, target, draft)
+    if draft is not None:
+        config = replace(config, draft=replace(config.draft, tensor_parallel=draft.num_ranks))
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
     return Plan(config, device, dtype, target, draft, name)
 
@@ -120,6 +125,7 @@ def check_memory(plan: Plan, num_rows: int, context_len: int) -> None:
 def engine(plan: Plan, progress: Progress) -> NativeEngine:
     """Load the weights and put the engine together."""
     c = plan.config
+    torch.backends.cuda.matmul.allow_tf32 = False  # fp32 means fp32
     attention = _attention(c.attention.name, plan.device)
     s = c.sampling
     return NativeEngine(
@@ -130,7 +136,7 @@ def engine(plan: Plan, progress: Progress) -> NativeEngine:
         prefill_chunk=c.batch.prefill_chunk,
         draft_name=c.draft.name,
         gamma=_gamma(c),
-        draft_options=_options(c.draft, "name", "gamma", "synthetic_acceptance", "model"),
+        draft_options=_options(c.draft, "name", "gamma", "synthetic_acceptance", "model", "tensor_parallel"),
         policy=c.cache.policy,
         cache_options=_options(c.cache, "policy"),
         ignore_eos=s.ignore_eos,
@@ -186,8 +192,9 @@ def _device(config: Config) -> tuple[torch.device, torch.dtype]:
     dtype = config.hardware.dtype
     if dtype == "auto":
         dtype = "float32" if name == "cpu" else "bfloat16"
-    if dtype == "float32":
-        torch.backends.cuda.matmul.allow_tf32 = False
+    ranks, devices = config.hardware.tensor_parallel, torch.cuda.device_count()
+    if name == "cuda" and ranks > devices:
+        raise UserError(f"hardware.tensor_parallel={ranks}: there are {devices} GPUs here, and each rank takes one")
     return torch.device(name), DTYPES[dtype]
 
 
@@ -203,6 +210,29 @@ def _model(key: str, choice: ModelChoice) -> Model:
         raise UserError(f"{key}.path is not set; give a local Hugging Face folder or a hub id such as org/name")
     folder = checkpoint.locate(choice.path, f"{key}.path")
     return Model(key, folder, checkpoint.read_config(folder))
+
+
+def _divided(config: Config, target: Model, draft: Model | None) -> tuple[Model, Model | None]:
+    """The models with the ranks that share them."""
+    ranks = config.hardware.tensor_parallel
+    check_divides(target.config, ranks, "hardware.tensor_parallel")
+    target, drafter, drafters = replace(target, num_ranks=ranks), target, ranks
+    if draft is not None:
+        drafters = config.draft.tensor_parallel or ranks
+        if ranks % drafters:
+            raise UserError(
+                f"draft.tensor_parallel={drafters}: must divide the target's hardware.tensor_parallel={ranks}"
+            )
+        check_divides(draft.config, drafters, "draft.tensor_parallel")
+        draft = drafter = replace(draft, num_ranks=drafters)
+    policy = CACHES[config.cache.policy]
+    has_cache = config.draft.name != "none" and DRAFTS[config.draft.name].has_cache
+    if has_cache and policy.selects != "never" and replicates(drafter.config, drafters):
+        raise UserError(
+            f"cache.policy={config.cache.policy} chooses by the attention of all queries of a KV head, which more "
+            f"ranks ({drafters}) than KV heads ({drafter.config.num_kv_heads}) divide; choose cache=streaming"
+        )
+    return target, draft
 
 
 def _check_length(config: Config, target: Model, draft: Model | None) -> None:
@@ -230,18 +260,19 @@ def _check_length(config: Config, target: Model, draft: Model | None) -> None:
 
 
 def _load(model: Model, plan: Plan, attention: Attention, progress: Progress) -> Transformer:
-    """A model with its weights, on its device."""
+    """A model, or this rank's share of it, with its weights on its device."""
+    part = share(model.num_ranks)
     with torch.device("meta"):
-        transformer = Transformer(model.config, attention)
+        transformer = Transformer(part.config(model.config), attention, part).to(plan.dtype)
     if model.folder is None:
-        transformer = transformer.to_empty(device=plan.device).to(plan.dtype)
-        generator = torch.Generator(plan.device).manual_seed(0)
+        transformer = transformer.to_empty(device=plan.device)
+        generator = torch.Generator(plan.device).manual_seed(part.rank)
         for parameter in transformer.parameters():
-            std = 1.0 if parameter.dim() == 1 else 0.02
-            parameter.data.normal_(0, std, generator=generator) if parameter.dim() > 1 else parameter.data.fill_(1.0)
+            parameter.data.normal_(0, 0.02, generator=generator) if parameter.dim() > 1 else parameter.data.fill_(1.0)
     else:
-        with progress.task(f"loading {model.key}", total=model.config.num_parameters) as task:
-            state = checkpoint.load(model.folder, model.config, plan.dtype, plan.device, progress=task.advance)
+        total = sum(parameter.numel() for parameter in transformer.parameters())
+        with progress.task(f"loading {model.key}", total=total) as task:
+            state = checkpoint.load(model.folder, model.config, plan.dtype, plan.device, task.advance, part)
         transformer.load_state_dict(state, assign=True)
     if plan.config.hardware.compile:
         transformer.compile_layers()

@@ -80,6 +80,7 @@ class DraftConfig:
     gamma: int = 0
     synthetic_acceptance: float | None = ruled(None, lambda value: 0 <= value <= 1, "must be between 0 and 1")
     model: ModelChoice | None = None
+    tensor_parallel: int | None = at_least(1, default=None)
     num_layers: int = at_least(0, default=0)
     max_ngram: int = at_least(1, default=8)
 
@@ -107,7 +108,6 @@ class HardwareConfig:
     name: str = MISSING
     device: str = one_of("auto", "cpu", "cuda", default=MISSING)
     dtype: str = one_of("auto", "float32", "bfloat16", "float16", default=MISSING)
-    num_devices: int = at_least(1, default=MISSING)
     tensor_parallel: int = at_least(1, default=MISSING)
     cuda_graphs: bool = MISSING
     compile: bool = MISSING
@@ -286,7 +286,7 @@ def _models(config: Config) -> dict[str, ModelChoice]:
 
 def _mistakes(config: Config) -> Iterator[str]:
     """Values that are right by themselves and wrong together, wherever the draft has no part in it."""
-    data, hardware, scenario = config.data, config.hardware, config.scenario
+    data, scenario = config.data, config.scenario
     for key, model in _models(config).items():
         try:
             if model.architecture is not None:
@@ -295,9 +295,6 @@ def _mistakes(config: Config) -> Iterator[str]:
             yield f"{key}.architecture: {error}"
     if data.name in ("text", "prompts") and not data.path:
         yield f"data.path=null: data={data.name} needs a file or folder, as in data.path=FOLDER"
-    if hardware.tensor_parallel > hardware.num_devices:
-        devices = f"hardware.num_devices={hardware.num_devices}"
-        yield f"hardware.tensor_parallel={hardware.tensor_parallel}: must be at most {devices}"
     for name in NEEDED.get(scenario.name, ()):
         if not getattr(scenario, name):
             yield f"scenario.{name}=[]: scenario={scenario.name} needs at least one"

@@ -149,7 +149,6 @@ def test_the_first_run_needs_no_warning(default):
         ({"sampling__top_p": 1.01}, "sampling.top_p=1.01: must be above 0 and at most 1"),
         ({"hardware__device": "gpu"}, "hardware.device=gpu: must be one of auto, cpu, cuda"),
         ({"hardware__dtype": "float8"}, "hardware.dtype=float8: must be one of auto, float32, bfloat16, float16"),
-        ({"hardware__tensor_parallel": 2}, "hardware.tensor_parallel=2: must be at most hardware.num_devices=1"),
         ({"hardware__memory_gib": 0.0}, "hardware.memory_gib=0.0: must be above 0"),
         ({"wandb__mode": "onlin"}, "must be one of offline, online, disabled; did you mean online?"),
         ({"scenario__name": "profile"}, "scenario.batch_sizes=[]: scenario=profile needs at least one"),

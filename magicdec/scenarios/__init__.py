@@ -3,12 +3,19 @@
 import logging
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from magicdec.config import Config, to_dict, warnings
 from magicdec.errors import UserError
+from magicdec.scenarios.outcome import Outcome
+from magicdec.scenarios.ranks import on_ranks
+
+if TYPE_CHECKING:
+    from magicdec.tracking.store import Run
 
 log = logging.getLogger(__name__)
 
@@ -20,11 +27,10 @@ def run(config: Config, in_sweep: bool = False) -> None:
     """
     from magicdec.scenarios.foresee import doubts
     from magicdec.tracking import table, wandb
-    from magicdec.tracking.progress import progress
     from magicdec.tracking.reader import is_done
     from magicdec.tracking.store import Run, run_id
 
-    prepare, scenario = _scenario(config.scenario.name)
+    prepare, _ = _scenario(config.scenario.name)
     wandb.check(to_dict(config)["wandb"])
     try:
         plan = prepare(config)
@@ -43,14 +49,30 @@ def run(config: Config, in_sweep: bool = False) -> None:
     this = Run.open(config.runs_dir, name, settings)
     with this.log_to_file():
         try:
-            with progress() as bars:
-                outcome = scenario(plan, bars)
+            outcome = _outcome(plan, this)
             this.finish(outcome.metrics, outcome.generations, outcome.history)
         except BaseException as error:
             this.fail(*_reason(error))
             raise
     told = wandb.log_run(this, settings, outcome)
     table.show(Console(file=sys.stdout), settings, outcome.metrics, this.folder, told, outcome.history, outcome.view)
+
+
+def _outcome(plan: Any, run: "Run") -> Outcome:
+    """Do the work, here or on as many ranks as share the model."""
+    if plan.num_ranks == 1:
+        return _work(0, plan)
+    return on_ranks(plan.num_ranks, plan.device.type, _work, plan, run)
+
+
+def _work(rank: int, plan: Any, run: "Run | None" = None) -> Outcome:
+    """The scenario itself. Of several ranks, rank 0 alone shows what happens, and logs it into `run`."""
+    from magicdec.tracking.progress import progress
+
+    _, scenario = _scenario(plan.config.scenario.name)
+    console = Console(stderr=True) if rank == 0 else Console(quiet=True, force_terminal=False)
+    with run.log_to_file() if run and rank == 0 else nullcontext(), progress(console) as bars:
+        return scenario(plan, bars)
 
 
 def _scenario(name: str) -> tuple[Callable, Callable]:

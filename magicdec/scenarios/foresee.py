@@ -22,6 +22,7 @@ class Foreseen:
     config: Config
     setup: Setup
     fingerprints: dict[str, str] = field(default_factory=dict)
+    num_ranks = 1  # predicting takes no devices
 
     @property
     def device_name(self) -> str:
@@ -127,7 +128,7 @@ def _spec(config: Config, model: ModelConfig | None) -> DraftSpec:
     draft = config.draft
     if draft.name != "model" or draft.model is None:
         return DraftSpec(draft.name, draft.name)
-    return DraftSpec("model", draft.model.name, model)
+    return DraftSpec("model", draft.model.name, model, draft.tensor_parallel)
 
 
 def _architecture(key: str, choice: ModelChoice) -> ModelConfig:
