@@ -12,7 +12,7 @@ import torch
 
 from magicdec.attention.base import Attention
 from magicdec.attention.sdpa import SdpaAttention
-from magicdec.cache.draft_cache import CACHES, CacheSpec
+from magicdec.cache.draft_cache import CACHES
 from magicdec.config import BatchConfig, Config, ModelChoice
 from magicdec.data import Prompts, load_prompts
 from magicdec.data.tokenizer import load_tokenizer
@@ -20,6 +20,8 @@ from magicdec.drafts.base import DRAFTS
 from magicdec.engines.native import NativeEngine
 from magicdec.errors import UserError
 from magicdec.measure import memory
+from magicdec.measure.footprint import Footprint, UniformAttention, footprint, largest_batch
+from magicdec.measure.memory import GIB
 from magicdec.models import checkpoint
 from magicdec.models.config import ModelConfig
 from magicdec.models.parallel import check_divides, replicates, share
@@ -100,37 +102,52 @@ def plan(config: Config) -> Plan:
     return Plan(config, device, dtype, target, draft, name)
 
 
-def estimate(plan: Plan, context_len: int) -> memory.Estimate:
-    """Bytes that the run will take, from the architectures alone."""
-    c, gamma = plan.config, _gamma(plan.config)
-    max_len = context_len + c.batch.generate_len + gamma + 1
-    weights = plan.target.config.num_parameters * plan.dtype.itemsize
-    per_row = memory.kv_bytes(plan.target.config, max_len, plan.dtype)
-    if c.draft.name != "none":
-        drafter = (plan.draft or plan.target).config
-        if plan.draft is not None:
-            weights += drafter.num_parameters * plan.dtype.itemsize
-        if DRAFTS[c.draft.name].has_cache:
-            spec = CacheSpec(gamma, max_len - gamma - 1, **_options(c.cache, "policy"))
-            per_row += CACHES[c.cache.policy].bytes_per_row(spec, drafter, plan.dtype, plan.draft is None)
-    per_row += memory.activation_bytes(plan.target.config, 1, min(c.batch.prefill_chunk, max_len), plan.dtype)
-    return memory.Estimate(weights, per_row, 0)
+def estimate(plan: Plan, num_rows: int, context_len: int) -> Footprint:
+    """Bytes that the run will take, of each device."""
+    attention = UniformAttention() if plan.device.type == "cpu" else SdpaAttention()
+    target, *draft = (_on_meta(model, plan, attention) for model in (plan.target, plan.draft) if model)
+    return footprint(_engine(plan, target, draft[0] if draft else None), num_rows, context_len, is_audited(plan))
 
 
-def check_memory(plan: Plan, num_rows: int, context_len: int) -> None:
-    """Raise UserError, naming the largest batch that fits, where memory would not suffice."""
-    memory.check_fits(estimate(plan, context_len), num_rows, context_len, memory.available_bytes(plan.device))
+def check_memory(plan: Plan, num_rows: int, context_len: int) -> Footprint:
+    """The estimate; raises UserError, naming the largest batch that fits, where memory would not suffice."""
+    available = memory.available_bytes(plan.device)
+    if plan.device.type == "cpu":
+        available //= plan.num_ranks
+    needed = estimate(plan, num_rows, context_len)
+    if needed.total <= available:
+        return needed
+    fits = largest_batch(lambda rows: estimate(plan, rows, context_len).total, num_rows, available)
+    smaller = "the target, batch.context_len, batch.prefill_chunk or hardware.dtype"
+    advice = f"batch.size={fits} would fit" if fits else f"not even one row fits: choose a smaller one of {smaller}"
+    parts = {"weights": needed.weights, "KV cache": needed.target_kv, "draft's cache": needed.draft_kv}
+    parts["activations"] = needed.transient
+    raise UserError(
+        f"batch.size={num_rows} at batch.context_len={context_len} needs about {needed.total / GIB:.2f} GiB "
+        f"({', '.join(f'{name} {size / GIB:.2f}' for name, size in parts.items())}), but {available / GIB:.2f} GiB are "
+        f"available{' to each rank' if plan.num_ranks > 1 else ''}; {advice}"
+    )
+
+
+def is_audited(plan: Plan) -> bool:
+    """Whether the output is compared with the baseline's; what is sampled or synthetic has nothing to be equal to."""
+    draft, sampling = plan.config.draft, plan.config.sampling
+    return draft.name != "none" and draft.synthetic_acceptance is None and sampling.temperature == 0
 
 
 def engine(plan: Plan, progress: Progress) -> NativeEngine:
     """Load the weights and put the engine together."""
-    c = plan.config
     torch.backends.cuda.matmul.allow_tf32 = False  # fp32 means fp32
-    attention = _attention(c.attention.name, plan.device)
-    s = c.sampling
+    attention = _attention(plan.config.attention.name, plan.device)
+    target = _load(plan.target, plan, attention, progress)
+    return _engine(plan, target, _load(plan.draft, plan, attention, progress) if plan.draft else None)
+
+
+def _engine(plan: Plan, target: Transformer, draft_model: Transformer | None) -> NativeEngine:
+    c, s = plan.config, plan.config.sampling
     return NativeEngine(
-        target=_load(plan.target, plan, attention, progress),
-        draft_model=_load(plan.draft, plan, attention, progress) if plan.draft else None,
+        target=target,
+        draft_model=draft_model,
         sampling=Sampling(s.temperature, s.top_k, s.top_p, s.seed),
         generate_len=c.batch.generate_len,
         prefill_chunk=c.batch.prefill_chunk,
@@ -259,24 +276,31 @@ def _check_length(config: Config, target: Model, draft: Model | None) -> None:
         )
 
 
-def _load(model: Model, plan: Plan, attention: Attention, progress: Progress) -> Transformer:
-    """A model, or this rank's share of it, with its weights on its device."""
+def _on_meta(model: Model, plan: Plan, attention: Attention) -> Transformer:
+    """A model, or this rank's share of it, whose weights have a shape and a type but no storage."""
     part = share(model.num_ranks)
     with torch.device("meta"):
-        transformer = Transformer(part.config(model.config), attention, part).to(plan.dtype)
+        return Transformer(part.config(model.config), attention, part).to(plan.dtype).eval().requires_grad_(False)
+
+
+def _load(model: Model, plan: Plan, attention: Attention, progress: Progress) -> Transformer:
+    """The same on its device, with its weights."""
+    transformer = _on_meta(model, plan, attention)
     if model.folder is None:
-        transformer = transformer.to_empty(device=plan.device)
-        generator = torch.Generator(plan.device).manual_seed(part.rank)
+        transformer.to_empty(device=plan.device)
+        generator = torch.Generator(plan.device).manual_seed(transformer.share.rank)
         for parameter in transformer.parameters():
-            parameter.data.normal_(0, 0.02, generator=generator) if parameter.dim() > 1 else parameter.data.fill_(1.0)
+            parameter.normal_(0, 0.02, generator=generator) if parameter.dim() > 1 else parameter.fill_(1.0)
     else:
         total = sum(parameter.numel() for parameter in transformer.parameters())
         with progress.task(f"loading {model.key}", total=total) as task:
-            state = checkpoint.load(model.folder, model.config, plan.dtype, plan.device, task.advance, part)
+            state = checkpoint.load(
+                model.folder, model.config, plan.dtype, plan.device, task.advance, transformer.share
+            )
         transformer.load_state_dict(state, assign=True)
     if plan.config.hardware.compile:
         transformer.compile_layers()
-    return transformer.eval().requires_grad_(False)
+    return transformer.requires_grad_(False)
 
 
 def _attention(name: str, device: torch.device) -> Attention:

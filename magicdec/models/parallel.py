@@ -7,6 +7,7 @@ together piece by piece, and so are the same numbers on every rank, which decide
 """
 
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -62,9 +63,7 @@ class Share:
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum of the layer ranks' partial results, in place."""
-        if self.size > 1:
-            dist.all_reduce(x, group=self.layer_ranks)
-        return x
+        return _sum(x, self.layer_ranks) if self.size > 1 else x
 
     def embed(self, tokens_BT: Tensor, weight_VE: Tensor) -> Tensor:
         """Embeddings (B, T, E): each from the rank that has it, exactly, for the others add zeros."""
@@ -74,8 +73,7 @@ class Share:
         local_BT = tokens_BT - self.world_rank * rows
         elsewhere_BT = (local_BT < 0) | (local_BT >= rows)
         x_BTE = F.embedding(local_BT.masked_fill(elsewhere_BT, 0), weight_VE).masked_fill(elsewhere_BT[..., None], 0)
-        dist.all_reduce(x_BTE)
-        return x_BTE
+        return _sum(x_BTE)
 
     def logits(self, hidden_BTE: Tensor, weight_VE: Tensor, vocab_size: int) -> Tensor:
         """Logits (B, T, V) of the whole vocabulary, on every rank."""
@@ -83,14 +81,16 @@ class Share:
         if self.world_size == 1:
             return local_BTV
         all_NBTV = local_BTV.new_empty((self.world_size, *local_BTV.shape))
-        assert _all_gather is not None, "there are no ranks without torch.distributed"
-        _all_gather(all_NBTV.flatten(0, 1), local_BTV)
+        if not local_BTV.is_meta:
+            assert _all_gather is not None, "there are no ranks without torch.distributed"
+            _all_gather(all_NBTV.flatten(0, 1), local_BTV)
         return all_NBTV.movedim(0, 2).flatten(2)[..., :vocab_size]
 
 
 ALONE = Share()
 
 
+@cache
 def share(size: int) -> Share:
     """This process's share of a model whose layers are divided over `size` ranks; to be called by every rank alike.
 
@@ -120,6 +120,13 @@ def check_divides(config: ModelConfig, size: int, key: str) -> None:
 def replicates(config: ModelConfig, size: int) -> bool:
     """Whether several ranks hold the same KV head, and each sees only some of its queries."""
     return size > config.num_kv_heads
+
+
+def _sum(x: Tensor, ranks: dist.ProcessGroup | None = None) -> Tensor:
+    """Over ranks, in place. Tensors without storage, on which memory is foreseen, have nothing to add."""
+    if not x.is_meta:
+        dist.all_reduce(x, group=ranks)
+    return x
 
 
 def _divides(config: ModelConfig, size: int) -> bool:
