@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+# How PyTorch, CUDA and its libraries say it; only some have an exception of their own.
+OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "ALLOC_FAILED")
+
 
 def run(config: Config, in_sweep: bool = False) -> None:
     """Check, plan, open the run's folder, do the work, store its results, and only then tell Weights & Biases.
@@ -36,7 +39,7 @@ def run(config: Config, in_sweep: bool = False) -> None:
         plan = prepare(config)
     except UserError as error:  # a failed run all the same: named by its configuration, there is nothing else yet
         settings = to_dict(config)
-        Run.open(config.runs_dir, run_id(settings, {}, ""), settings).fail(*_reason(error))
+        Run.open(config.runs_dir, run_id(settings, {}, ""), settings).fail(str(error), "invalid")
         raise
     settings = to_dict(plan.config)
     console = Console(stderr=True)
@@ -52,7 +55,10 @@ def run(config: Config, in_sweep: bool = False) -> None:
             outcome = _outcome(plan, this)
             this.finish(outcome.metrics, outcome.generations, outcome.history)
         except BaseException as error:
-            this.fail(*_reason(error))
+            reason, kind = _reason(error, plan.config)
+            this.fail(reason, kind)
+            if kind == "out_of_memory":
+                raise UserError(reason) from error
             raise
     told = wandb.log_run(this, settings, outcome)
     table.show(Console(file=sys.stdout), settings, outcome.metrics, this.folder, told, outcome.history, outcome.view)
@@ -85,14 +91,14 @@ def _scenario(name: str) -> tuple[Callable, Callable]:
     return prepare, getattr(module, name)
 
 
-def _reason(error: BaseException) -> tuple[str, str]:
+def _reason(error: BaseException, config: Config) -> tuple[str, str]:
     """Why a run failed, in words and as a kind."""
-    torch = sys.modules.get("torch")  # a prediction needs none
     text = f"{type(error).__name__}: {error}".strip().splitlines()[0]
     if isinstance(error, UserError):
         return str(error), "invalid"
-    if isinstance(error, MemoryError) or (torch and isinstance(error, torch.OutOfMemoryError)):
-        return text, "out_of_memory"
+    if isinstance(error, MemoryError) or any(words in str(error) for words in OUT_OF_MEMORY):
+        size = f"batch.size={config.batch.size} at batch.context_len={config.batch.context_len}"
+        return f"{size}: out of memory ({text}); choose less of either, or of batch.prefill_chunk", "out_of_memory"
     if isinstance(error, KeyboardInterrupt):
         return "interrupted", "interrupted"
     return text, "crashed"

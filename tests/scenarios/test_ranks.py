@@ -31,6 +31,6 @@ def test_a_ranks_error_is_raised_here_and_not_what_it_does_to_the_others():
 
 def test_a_killed_rank_ends_the_others():
     start = time.monotonic()
-    with pytest.raises(RuntimeError, match=r"rank 1 died \(signal SIGKILL\)"):
+    with pytest.raises(RuntimeError, match=r"rank 1 died .*SIGKILL"):
         on_ranks(2, "cpu", killed)
     assert time.monotonic() - start < 30
