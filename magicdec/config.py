@@ -85,6 +85,7 @@ class DraftConfig:
     )
     synthetic_acceptance: float | None = ruled(None, lambda value: 0 <= value <= 1, "must be between 0 and 1")
     model: ModelChoice | None = None
+    tensor_parallel: int | None = at_least(1, default=None)
     num_layers: int = at_least(0, default=0)
     max_ngram: int = at_least(1, default=8)
 
@@ -112,7 +113,6 @@ class HardwareConfig:
     name: str = MISSING
     device: str = one_of("auto", "cpu", "cuda", default=MISSING)
     dtype: str = one_of("auto", "float32", "bfloat16", "float16", default=MISSING)
-    num_devices: int = at_least(1, default=MISSING)
     tensor_parallel: int = at_least(1, default=MISSING)
     cuda_graphs: bool = MISSING
     compile: bool = MISSING
@@ -316,7 +316,7 @@ def _models(config: Config) -> dict[str, ModelChoice]:
 
 def _mistakes(config: Config) -> Iterator[str]:
     """Values that are right by themselves and wrong together, wherever the draft has no part in it."""
-    data, hardware, scenario = config.data, config.hardware, config.scenario
+    data, scenario = config.data, config.scenario
     for key, model in _models(config).items():
         try:
             if model.architecture is not None:
@@ -328,9 +328,6 @@ def _mistakes(config: Config) -> Iterator[str]:
     if (data.name == "ruler") != (data.task is not None):
         valid = "choose one, as in data.task=niah_single" if data.task is None else "a task is for data=ruler alone"
         yield f"data.task={data.task or 'null'}: {valid}"
-    if hardware.tensor_parallel > hardware.num_devices:
-        devices = f"hardware.num_devices={hardware.num_devices}"
-        yield f"hardware.tensor_parallel={hardware.tensor_parallel}: must be at most {devices}"
     for name in NEEDED.get(scenario.name, ()):
         if not getattr(scenario, name):
             yield f"scenario.{name}=[]: scenario={scenario.name} needs at least one"
@@ -346,6 +343,9 @@ def _draft_mistakes(config: Config) -> Iterator[str]:
         return
     if draft.gamma == 0:
         yield f"draft.gamma=0: must be auto or at least 1 with draft={draft.name}"
+    if draft.gamma == "auto" and config.hardware.tensor_parallel > 1:  # each rank would choose by its own clock
+        ranks = f"hardware.tensor_parallel={config.hardware.tensor_parallel}"
+        yield f"draft.gamma=auto: goes with one rank only, not with {ranks}; give a number"
     if draft.name == "model" and draft.model is None:
         yield "draft.model=null: draft.name=model needs one; choose draft=model target@draft.model=NAME"
     if cache.policy != "full" and draft.name != "ngram":  # full ignores the budget, and ngram has no cache

@@ -121,6 +121,10 @@ def test_the_first_run_needs_no_warning(default):
         ({"batch__generate_len": 1}, "batch.generate_len=1: must be at least 2"),
         ({"batch__num_batches": 0}, "batch.num_batches=0: must be at least 1"),
         ({"batch__prefill_chunk": 0}, "batch.prefill_chunk=0: must be at least 1"),
+        (
+            {"draft__gamma": "auto", "hardware__tensor_parallel": 2},
+            "draft.gamma=auto: goes with one rank only, not with hardware.tensor_parallel=2; give a number",
+        ),
         ({"draft__gamma": 0}, "draft.gamma=0: must be auto or at least 1"),
         ({"draft__gamma": -1}, "draft.gamma=-1: must be auto or at least 1"),
         ({"draft__gamma": "best"}, "draft.gamma=best: must be auto or at least 1"),
@@ -154,7 +158,6 @@ def test_the_first_run_needs_no_warning(default):
         ({"sampling__top_p": 1.01}, "sampling.top_p=1.01: must be above 0 and at most 1"),
         ({"hardware__device": "gpu"}, "hardware.device=gpu: must be one of auto, cpu, cuda"),
         ({"hardware__dtype": "float8"}, "hardware.dtype=float8: must be one of auto, float32, bfloat16, float16"),
-        ({"hardware__tensor_parallel": 2}, "hardware.tensor_parallel=2: must be at most hardware.num_devices=1"),
         ({"hardware__memory_gib": 0.0}, "hardware.memory_gib=0.0: must be above 0"),
         ({"wandb__mode": "onlin"}, "must be one of offline, online, disabled; did you mean online?"),
         ({"scenario__name": "profile"}, "scenario.batch_sizes=[]: scenario=profile needs at least one"),

@@ -23,6 +23,7 @@ class Foreseen:
     config: Config
     setup: Setup
     fingerprints: dict[str, str] = field(default_factory=dict)
+    num_ranks = 1  # predicting takes no devices
 
     @property
     def device_name(self) -> str:
@@ -135,7 +136,9 @@ def _spec(config: Config, model: ModelConfig | None) -> DraftSpec:
     draft = config.draft
     name = acceptance.draft_name(draft.name, draft.model.name if draft.model else None, draft.num_layers)
     num_layers = draft.num_layers if draft.name == "layer_skip" else None
-    return DraftSpec(draft.name, name, model if draft.name == "model" else None, num_layers=num_layers)
+    if draft.name != "model":
+        model = None
+    return DraftSpec(draft.name, name, model, draft.tensor_parallel, num_layers=num_layers)
 
 
 def _settings(config: Config) -> Settings:

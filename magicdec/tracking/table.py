@@ -71,7 +71,8 @@ def _header(config: Mapping[str, Any], metrics: Metrics) -> Iterator[Text]:
     """What ran, in words."""
     batch, scenario, hardware = config["batch"], config["scenario"], config["hardware"]
     yield Text(f"{scenario['name']}: {config['target']['name']}{_draft(config)}", style="bold")
-    where = f"{hardware['dtype']} on {metrics.get('device') or hardware['device']}"
+    ranks = f"{hardware['tensor_parallel']} ranks of " if hardware.get("tensor_parallel", 1) > 1 else ""
+    where = f"{hardware['dtype']} on {ranks}{metrics.get('device') or hardware['device']}"
     if scenario["name"] == "profile":
         yield Text(f"times over caches filled with noise, {where}")
     else:
