@@ -20,7 +20,7 @@ from magicdec.drafts.base import DRAFTS
 from magicdec.engines.native import NativeEngine
 from magicdec.errors import UserError
 from magicdec.measure import memory
-from magicdec.models import checkpoint
+from magicdec.models import checkpoint, quantize
 from magicdec.models.config import ModelConfig
 from magicdec.models.transformer import Transformer
 from magicdec.tracking.progress import Progress
@@ -84,6 +84,7 @@ def plan(config: Config) -> Plan:
         draft = _model("draft.model", config.draft.model)
         checkpoint.check_vocabularies(target.config, draft.config, target.folder, draft.folder)
     if config.draft.name != "none":
+        quantize.check(config.draft.quantization)
         DRAFTS[config.draft.name].check(target.config, config.draft.num_layers)
         if CACHES[config.cache.policy].needs_target and draft is not None:
             raise UserError(
@@ -103,8 +104,9 @@ def estimate(plan: Plan, context_len: int) -> memory.Estimate:
     per_row = memory.kv_bytes(plan.target.config, max_len, plan.dtype)
     if c.draft.name != "none":
         drafter = (plan.draft or plan.target).config
-        if plan.draft is not None:
-            weights += drafter.num_parameters * plan.dtype.itemsize
+        is_quantized = c.draft.quantization != "none"
+        if plan.draft is not None or is_quantized:
+            weights += drafter.num_parameters * (1 if is_quantized else plan.dtype.itemsize)
         if DRAFTS[c.draft.name].has_cache:
             spec = CacheSpec(gamma, max_len - gamma - 1, **_options(c.cache, "policy"))
             per_row += CACHES[c.cache.policy].bytes_per_row(spec, drafter, plan.dtype, plan.draft is None)
@@ -122,16 +124,17 @@ def engine(plan: Plan, progress: Progress) -> NativeEngine:
     c = plan.config
     attention = _attention(c.attention.name, plan.device)
     s = c.sampling
+    target = _load(plan.target, plan, attention, progress)
     return NativeEngine(
-        target=_load(plan.target, plan, attention, progress),
-        draft_model=_load(plan.draft, plan, attention, progress) if plan.draft else None,
+        target=target,
+        draft_model=_draft_model(target, plan, attention, progress),
         sampling=Sampling(s.temperature, s.top_k, s.top_p, s.seed),
         generate_len=c.batch.generate_len,
         prefill_chunk=c.batch.prefill_chunk,
         draft_name=c.draft.name,
         gamma=max(gammas(c)),
         gammas=gammas(c) if c.draft.gamma == "auto" else (),
-        draft_options=_options(c.draft, "name", "gamma", "synthetic_acceptance", "model"),
+        draft_options=_options(c.draft, "name", "gamma", "synthetic_acceptance", "model", "quantization"),
         policy=c.cache.policy,
         cache_options=_options(c.cache, "policy"),
         ignore_eos=s.ignore_eos,
@@ -244,6 +247,18 @@ def _load(model: Model, plan: Plan, attention: Attention, progress: Progress) ->
     if plan.config.hardware.compile:
         transformer.compile_layers()
     return transformer.eval().requires_grad_(False)
+
+
+def _draft_model(target: Transformer, plan: Plan, attention: Attention, progress: Progress) -> Transformer | None:
+    """The model that drafts; None where it is the target as it stands, or there is none."""
+    draft, quantization = plan.config.draft, plan.config.draft.quantization
+    model = _load(plan.draft, plan, attention, progress) if plan.draft else None
+    if draft.name == "none" or quantization == "none":
+        return model
+    model = quantize.quantized(model or target, quantization)
+    if plan.config.hardware.compile:
+        model.compile_layers()
+    return model
 
 
 def _attention(name: str, device: torch.device) -> Attention:

@@ -126,8 +126,8 @@ def _draft(config: Config) -> DraftSpec:
 def _spec(config: Config, model: ModelConfig | None) -> DraftSpec:
     draft = config.draft
     if draft.name != "model" or draft.model is None:
-        return DraftSpec(draft.name, draft.name)
-    return DraftSpec("model", draft.model.name, model)
+        return DraftSpec(draft.name, draft.name, quantization=draft.quantization)
+    return DraftSpec("model", draft.model.name, model, quantization=draft.quantization)
 
 
 def _architecture(key: str, choice: ModelChoice) -> ModelConfig:
