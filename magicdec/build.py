@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from magicdec.attention import choice
 from magicdec.attention.base import Attention
-from magicdec.attention.sdpa import SdpaAttention
 from magicdec.cache.draft_cache import CACHES, CacheSpec
 from magicdec.config import BatchConfig, Config, ModelChoice, gammas
 from magicdec.data import Prompts, load_prompts
@@ -57,11 +57,20 @@ class Plan:
     target: Model
     draft: Model | None
     device_name: str
+    why_attention: str  # why config.attention.name was chosen, for the log
 
     @property
     def fingerprints(self) -> dict[str, str]:
         """Of the checkpoints that the run loads."""
         return {m.key: m.fingerprint for m in (self.target, self.draft) if m is not None}
+
+    @property
+    def num_bytes(self) -> int:
+        """The memory that the run will take, at the largest point of a profile."""
+        batch, scenario = self.config.batch, self.config.scenario
+        if scenario.name == "profile":
+            return estimate(self, max(scenario.context_lens)).total(max(scenario.batch_sizes))
+        return estimate(self, batch.context_len).total(int(batch.size))
 
 
 def plan(config: Config) -> Plan:
@@ -92,8 +101,11 @@ def plan(config: Config) -> Plan:
                 "no use for; choose draft=self or draft=layer_skip"
             )
     _check_length(config, target, draft)
+    head_dims = [model.config.head_dim for model in (target, draft) if model is not None]
+    attention, why = choice.choose(config.attention.name, device, dtype, head_dims)
+    config = replace(config, attention=replace(config.attention, name=attention))
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
-    return Plan(config, device, dtype, target, draft, name)
+    return Plan(config, device, dtype, target, draft, name, why)
 
 
 def estimate(plan: Plan, context_len: int) -> memory.Estimate:
@@ -122,7 +134,10 @@ def check_memory(plan: Plan, num_rows: int, context_len: int) -> None:
 def engine(plan: Plan, progress: Progress) -> NativeEngine:
     """Load the weights and put the engine together."""
     c = plan.config
-    attention = _attention(c.attention.name, plan.device)
+    log.info(plan.why_attention)
+    with progress.task(f"attention={c.attention.name}", total=1) as task:  # cpp is compiled at its first use
+        attention = choice.backend(c.attention.name)()
+        task.advance(1)
     s = c.sampling
     target = _load(plan.target, plan, attention, progress)
     return NativeEngine(
@@ -259,12 +274,6 @@ def _draft_model(target: Transformer, plan: Plan, attention: Attention, progress
     if plan.config.hardware.compile:
         model.compile_layers()
     return model
-
-
-def _attention(name: str, device: torch.device) -> Attention:
-    chosen = SdpaAttention()
-    log.info("attention=%s: using %s on %s", name, chosen.name, device)
-    return chosen
 
 
 def cpu_name() -> str:

@@ -165,7 +165,7 @@ class SamplingConfig:
 class AttentionConfig:
     """Who computes attention."""
 
-    name: str = one_of("auto", "sdpa", default=MISSING)
+    name: str = one_of("auto", "sdpa", "cpp", default=MISSING)
 
 
 @dataclass
@@ -206,6 +206,16 @@ class WandbConfig:
 
 
 @dataclass
+class SweepConfig:
+    """How a multirun goes about its jobs."""
+
+    name: str | None = None
+    fail_fast: bool = MISSING
+    dry_run: bool = MISSING
+    objective: str = MISSING
+
+
+@dataclass
 class Config:
     """A whole run."""
 
@@ -221,7 +231,10 @@ class Config:
     scenario: ScenarioConfig = field(default_factory=ScenarioConfig)
     wandb: WandbConfig = field(default_factory=WandbConfig)
     runs_dir: str = MISSING
-    resume: bool = MISSING
+    resume: bool | str = ruled(
+        MISSING, lambda value: value in (True, False, "any_version"), "must be true, false or any_version"
+    )
+    sweep: SweepConfig = field(default_factory=SweepConfig)
 
 
 ConfigStore.instance().store(name="schema", node=Config)

@@ -62,14 +62,14 @@ def compare(plan: build.Plan, progress: Progress) -> Outcome:
             batch.close()  # or the caches of two batches would be held at once
     results: Metrics = {"data/fingerprint": prompts.fingerprint, "device": plan.device_name}
     results |= _speeds(passes, prefill_seconds)
-    if passes[0].speculative:
-        results |= metrics.acceptance_metrics([g for one in passes for g in one.speculative])
-        results["gamma"] = metrics.usual_gamma([g for one in passes for g in one.speculative])
+    speculative = [generation for one in passes for generation in one.speculative]
+    gamma = metrics.usual_gamma(speculative)
+    if speculative:
+        results |= metrics.acceptance_metrics(speculative) | {"gamma": gamma}
         results["acceptance/source"] = "measured" if config.draft.synthetic_acceptance is None else "synthetic"
         results |= _lossless(audits)
     if config.draft.synthetic_acceptance is None:  # otherwise what is written means nothing
         results |= _accuracy(tokenizer, prompts, passes[0])
-    gamma = metrics.usual_gamma([g for one in passes for g in one.speculative])
     if batch.draft is not None and gamma:  # an adaptive one is profiled as it ran most
         batch.draft.gamma = gamma
     with progress.task("profiling", total=None):
