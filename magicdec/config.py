@@ -86,6 +86,7 @@ class DraftConfig:
     synthetic_acceptance: float | None = ruled(None, lambda value: 0 <= value <= 1, "must be between 0 and 1")
     model: ModelChoice | None = None
     tensor_parallel: int | None = at_least(1, default=None)
+    quantization: str = one_of("none", "int8", "int4", default="none")
     num_layers: int = at_least(0, default=0)
     max_ngram: int = at_least(1, default=8)
 
@@ -286,7 +287,7 @@ def warnings(config: Config) -> list[str]:
     found = []
     draft, cache, sampling = config.draft, config.cache, config.sampling
     context_len = config.batch.context_len
-    if draft.name == "self" and cache.policy == "full":
+    if draft.name == "self" and cache.policy == "full" and draft.quantization == "none":
         found.append("cache=full with draft=self: the target drafts for itself over its own cache, which saves nothing")
     if draft.name not in ("none", "ngram") and cache.policy != "full" and cache.budget >= context_len:
         found.append(f"cache.budget={cache.budget} holds all of batch.context_len={context_len}: it saves nothing")
@@ -348,6 +349,8 @@ def _draft_mistakes(config: Config) -> Iterator[str]:
         yield f"draft.gamma=auto: goes with one rank only, not with {ranks}; give a number"
     if draft.name == "model" and draft.model is None:
         yield "draft.model=null: draft.name=model needs one; choose draft=model target@draft.model=NAME"
+    if draft.name == "ngram" and draft.quantization != "none":
+        yield f"draft.quantization={draft.quantization}: draft=ngram has no weights; choose none"
     if cache.policy != "full" and draft.name != "ngram":  # full ignores the budget, and ngram has no cache
         if cache.budget <= cache.num_sink:
             sinks = f"cache.num_sink={cache.num_sink}"

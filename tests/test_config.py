@@ -129,6 +129,11 @@ def test_the_first_run_needs_no_warning(default):
         ({"draft__gamma": -1}, "draft.gamma=-1: must be auto or at least 1"),
         ({"draft__gamma": "best"}, "draft.gamma=best: must be auto or at least 1"),
         ({"draft__gamma": 128}, "draft.gamma=128: must be below cache.budget=128"),
+        ({"draft__quantization": "int2"}, "draft.quantization=int2: must be one of none, int8, int4"),
+        (
+            {"draft__name": "ngram", "draft__quantization": "int8"},
+            "draft.quantization=int8: draft=ngram has no weights; choose none",
+        ),
         ({"cache__budget": 4}, "cache.budget=4: must be above cache.num_sink=4"),
         ({"cache__budget": -1}, "cache.budget=-1: must be above cache.num_sink=4"),
         ({"cache__bits": 3}, "cache.bits=3: must be 8 or 4"),

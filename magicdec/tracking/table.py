@@ -94,6 +94,7 @@ def _draft(config: Mapping[str, Any]) -> str:
         return ", autoregressive alone"
     names = {"self": "self-speculation", "model": f"draft {(draft.get('model') or {}).get('name')}"}
     parts = [names.get(draft["name"], f"draft {draft['name']}")]
+    parts += [draft["quantization"]] if draft.get("quantization", "none") != "none" else []
     parts += [f"gamma {draft['gamma']}"] if scenario["name"] != "profile" else []
     parts += [f"{cache['policy']} cache"]
     if cache["policy"] != "full":
