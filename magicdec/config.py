@@ -165,7 +165,7 @@ class SamplingConfig:
 class AttentionConfig:
     """Who computes attention."""
 
-    name: str = one_of("auto", "sdpa", "cpp", default=MISSING)
+    name: str = one_of("auto", "sdpa", "cpp", "triton", "flash", default=MISSING)
 
 
 @dataclass
