@@ -157,6 +157,7 @@ def prompts(plan: Plan, tokenizer: object | None) -> Prompts:
         context_len=c.batch.context_len,
         seed=c.data.seed,
         path=c.data.path,
+        task=c.data.task,
         vocab_size=plan.target.config.vocab_size,
     )
 

@@ -134,8 +134,9 @@ class BatchConfig:
 class DataConfig:
     """Where prompts come from."""
 
-    name: str = one_of("stdlib", "text", "prompts", "pg19", "repeat", "random", default=MISSING)
+    name: str = one_of("stdlib", "text", "prompts", "pg19", "repeat", "ruler", "random", default=MISSING)
     path: str | None = None
+    task: str | None = one_of("niah_single", "niah_multikey", "cwe", "vt", "qa", default=None)
     seed: int = at_least(0, default=0)
     save_prompts: bool = False
 
@@ -308,6 +309,9 @@ def _mistakes(config: Config) -> Iterator[str]:
             yield f"{key}.architecture: {error}"
     if data.name in ("text", "prompts") and not data.path:
         yield f"data.path=null: data={data.name} needs a file or folder, as in data.path=FOLDER"
+    if (data.name == "ruler") != (data.task is not None):
+        valid = "choose one, as in data.task=niah_single" if data.task is None else "a task is for data=ruler alone"
+        yield f"data.task={data.task or 'null'}: {valid}"
     if hardware.tensor_parallel > hardware.num_devices:
         devices = f"hardware.num_devices={hardware.num_devices}"
         yield f"hardware.tensor_parallel={hardware.tensor_parallel}: must be at most {devices}"

@@ -1,11 +1,14 @@
 """Settings for all tests."""
 
 import logging
+import os
 
 import pytest
 import torch
 
-torch.set_num_threads(1)  # the models here are so small that a second thread only waits
+# The models here are so small that a second thread only waits; on a busy machine the threads wait for each other.
+torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"  # of the programs that tests start
 
 
 def pytest_configure(config):

@@ -135,7 +135,10 @@ def test_the_first_run_needs_no_warning(default):
         ({"target__architecture__num_heads": 3}, "target.architecture: num_heads=3 is not a multiple"),
         ({"data__name": "random"}, "data=random: acceptance cannot be measured on noise"),
         ({"data__name": "text"}, "data.path=null: data=text needs a file or folder"),
-        ({"data__name": "book"}, "data.name=book: must be one of stdlib, text, prompts, pg19, repeat, random"),
+        ({"data__name": "book"}, "data.name=book: must be one of stdlib, text, prompts, pg19, repeat, ruler, random"),
+        ({"data__name": "ruler"}, "data.task=null: choose one, as in data.task=niah_single"),
+        ({"data__task": "vt"}, "data.task=vt: a task is for data=ruler alone"),
+        ({"data__name": "ruler", "data__task": "qwe"}, "data.task=qwe: must be one of niah_single, niah_multikey, cwe"),
         ({"data__seed": -1}, "data.seed=-1: must be at least 0"),
         ({"sampling__temperature": -0.5}, "sampling.temperature=-0.5: must be 0 (greedy) or from 0.0001 to 10,000"),
         (

@@ -2,12 +2,14 @@
 
 import logging
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean, median
 
 from magicdec import build
 from magicdec.costmodel.beside import beside
 from magicdec.costmodel.hardware import device_in
 from magicdec.costmodel.speedup import speculative_time
+from magicdec.data.base import Prompts
+from magicdec.data.ruler import accuracy
 from magicdec.decoding.audit import Audit, audit
 from magicdec.decoding.decoder import Decoder, Generation
 from magicdec.engines.native import Batch, NativeEngine, warm_up
@@ -64,6 +66,8 @@ def compare(plan: build.Plan, progress: Progress) -> Outcome:
         results |= metrics.acceptance_metrics([g for one in passes for g in one.speculative])
         results["acceptance/source"] = "measured" if config.draft.synthetic_acceptance is None else "synthetic"
         results |= _lossless(audits)
+    if config.draft.synthetic_acceptance is None:  # otherwise what is written means nothing
+        results |= _accuracy(tokenizer, prompts, passes[0])
     with progress.task("profiling", total=None):
         times = profile_round(batch, config.scenario.profile_repeats)
     results |= {f"time/{name}": value for name, value in times.items()}
@@ -72,9 +76,9 @@ def compare(plan: build.Plan, progress: Progress) -> Outcome:
     results |= _predicted(plan, results)
     return Outcome(
         results,
-        _generations(prompts.tokens, passes[0], config.data.save_prompts),
+        _generations(prompts, passes[0], config.data.save_prompts),
         _history(passes[0]),
-        _samples(tokenizer, prompts.tokens, passes[0]),
+        _samples(tokenizer, prompts, passes[0]),
     )
 
 
@@ -121,6 +125,16 @@ def _lossless(audits: list[Audit]) -> Metrics:
         "lossless/max_logit_gap": max(a.max_logit_gap for a in audits),
         "lossless/baseline_max_logit_gap": max(a.baseline_max_logit_gap for a in audits),
     }
+
+
+def _accuracy(tokenizer, prompts: Prompts, one: Pass) -> Metrics:
+    """The mean share of a task's answers in the output of either way; nothing where the prompts are no task."""
+    result: Metrics = {}
+    for name, generations in (("autoregressive", one.autoregressive), ("speculative", one.speculative)):
+        outputs = [tokenizer.decode(row) for g in generations for row in g.tokens] if prompts.answers else []
+        if outputs:
+            result[f"{name}/accuracy"] = fmean(map(accuracy, outputs, prompts.answers))
+    return result
 
 
 def _formula(results: Metrics, gamma: int) -> Metrics:
@@ -172,13 +186,14 @@ def _memory(plan: build.Plan, batch: Batch, peak: memory.Peak) -> Metrics:
     }
 
 
-def _generations(prompts: list[list[int]], one: Pass, save_prompts: bool) -> list[dict]:
+def _generations(prompts: Prompts, one: Pass, save_prompts: bool) -> list[dict]:
     plain = [row for g in one.autoregressive for row in g.tokens]
     fast = [row for g in one.speculative for row in g.tokens]
     rows = []
-    for index, (prompt, tokens) in enumerate(zip(prompts, plain, strict=True)):
+    for index, (prompt, tokens) in enumerate(zip(prompts.tokens, plain, strict=True)):
         speculative = fast[index] if fast else None
         row = {"row": index, "context_len": len(prompt), "autoregressive": tokens, "speculative": speculative}
+        row |= {"answers": prompts.answers[index]} if prompts.answers else {}
         rows.append(row | {"prompt": prompt} if save_prompts else row)
     return rows
 
@@ -191,7 +206,7 @@ def _history(one: Pass) -> list[dict]:
     return rounds
 
 
-def _samples(tokenizer, prompts: list[list[int]], one: Pass) -> list[dict]:
+def _samples(tokenizer, prompts: Prompts, one: Pass) -> list[dict]:
     """The text of a few rows: the prompt's end and what both ways wrote."""
     if tokenizer is None:
         return []

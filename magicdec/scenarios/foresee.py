@@ -8,6 +8,7 @@ from magicdec.costmodel import acceptance, beside
 from magicdec.costmodel.acceptance import Curves
 from magicdec.costmodel.architectures import architecture
 from magicdec.costmodel.hardware import OWN_STACK, Hardware, configured, device_in
+from magicdec.costmodel.policies import Settings
 from magicdec.costmodel.round import DraftSpec, Setup, memory
 from magicdec.errors import UserError
 from magicdec.models.config import ModelConfig
@@ -54,6 +55,7 @@ def foresee(config: Config) -> Foreseen:
         policy=config.cache.policy,
         budget=config.cache.budget,
         target_name=config.target.name,
+        settings=_settings(config),
     )
     return Foreseen(config, setup)
 
@@ -92,6 +94,7 @@ def setup_of_run(
         config.cache.budget,
         config.target.name,
         element_bytes,
+        _settings(config),
     )
 
 
@@ -130,9 +133,13 @@ def _draft(config: Config) -> DraftSpec:
 
 def _spec(config: Config, model: ModelConfig | None) -> DraftSpec:
     draft = config.draft
-    if draft.name != "model" or draft.model is None:
-        return DraftSpec(draft.name, draft.name)
-    return DraftSpec("model", draft.model.name, model)
+    name = acceptance.draft_name(draft.name, draft.model.name if draft.model else None, draft.num_layers)
+    num_layers = draft.num_layers if draft.name == "layer_skip" else None
+    return DraftSpec(draft.name, name, model if draft.name == "model" else None, num_layers=num_layers)
+
+
+def _settings(config: Config) -> Settings:
+    return Settings(config.cache.page_size, config.cache.refresh, config.cache.bits)
 
 
 def _architecture(key: str, choice: ModelChoice) -> ModelConfig:
