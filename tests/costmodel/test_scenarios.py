@@ -70,6 +70,17 @@ def test_the_papers_critical_context_through_the_scenario():
     assert 3000 <= result.metrics["predicted/critical_context"] <= 5000
 
 
+def test_what_the_paper_measured_stands_beside_what_is_predicted():
+    found = outcome(predict_scenario.predict, "experiment=paper/table6_snapkv", "batch.size=128").metrics
+    assert [found[f"published/{key}"] for key in ("table", "gamma", "speedup")] == ["6", 6, 2.01]
+    assert found["published/draft_ms"] == pytest.approx(33.33 / 6)
+    assert found["published/predicted_speedup"] == pytest.approx(2.01, rel=0.1)
+    ruler = outcome(predict_scenario.predict, "experiment=paper/table2", "data=ruler", "data.task=cwe").metrics
+    assert ruler["published/speedup"] == 2.51
+    elsewhere = outcome(predict_scenario.predict, "experiment=paper/table2", "batch.size=42").metrics
+    assert not [key for key in elsewhere if key.startswith("published/")]
+
+
 def test_predict_takes_acceptance_from_the_run_store_first(tmp_path):
     run = tmp_path / "abc"
     run.mkdir()
