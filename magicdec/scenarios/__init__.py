@@ -112,7 +112,7 @@ def _measure(scenario: Callable, plan: Any, name: str, settings: dict[str, Any],
         try:
             with progress() as bars:
                 outcome = scenario(plan, bars)
-            this.finish(outcome.metrics, outcome.generations, outcome.history)
+            this.finish(outcome.metrics, outcome.generations, outcome.history, outcome.samples)
         except BaseException as error:
             this.fail(*_reason(error))
             raise

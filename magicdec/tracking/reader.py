@@ -35,6 +35,15 @@ def load_run(folder: str | Path) -> dict[str, Any]:
     return result | {"folder": str(folder), "config": config if isinstance(config, dict) else {}}
 
 
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """A file with a JSON object per line; [] where there is none, and without a line that is torn."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError):
+        return []
+    return [content for line in lines if isinstance(content := _json(line), dict)]
+
+
 def is_done(runs_dir: str | Path, run_id: str, any_version: bool = False) -> bool:
     """Whether this version of the package has finished the run, or any."""
     result = read_result(Path(runs_dir, run_id))
@@ -55,10 +64,18 @@ def iter_runs(runs_dir: str | Path, ids: Collection[str] | None = None) -> Itera
 def read_result(folder: Path) -> dict[str, Any]:
     """What result.json holds; {} where there is none, or none that can be read."""
     try:
-        result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        result = _json((folder / "result.json").read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError):
         return {}
     return result if isinstance(result, dict) and "status" in result else {}
+
+
+def _json(text: str) -> Any:
+    """None for what is no JSON."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
 
 
 def _parse(text: str) -> Any:
