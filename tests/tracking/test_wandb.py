@@ -173,6 +173,25 @@ def test_a_run_of_an_agent_is_the_one_that_it_was_given(run, monkeypatch):
     assert tracking._id(run) == "given"
 
 
+def test_a_dashboard_without_a_login_is_a_file(tmp_path):
+    pytest.importorskip("wandb_workspaces")
+    script = "import sys; from magicdec.tracking import dashboard; sys.exit(dashboard.main(sys.argv[1:]))"
+    file = tmp_path / "spec.json"
+    process = python(script, "--entity", "me", "--sweep", "mine", "--file", file, home=tmp_path, WANDB_API_KEY=SECRET)
+    assert (process.returncode, process.stdout) == (0, f"the specification is in {file}\n")
+    spec = json.loads(file.read_text())
+    sections = spec["workspace"]["spec"]["section"]["panelBankConfig"]["sections"]
+    panels = [panel["config"] for section in sections for panel in section["panels"]]
+    axes = [(panel.get("xAxis"), panel.get("yAxis")) for panel in panels]
+    assert ("config:batch.value.size", "summary:speedup") in axes
+    assert ("summary:predicted/speedup", "summary:speedup") in axes
+    text = json.dumps(spec["report"])
+    assert '"name": "group"}, "op": "=", "value": "mine"' in text
+    named = {axis.removeprefix("summary:") for pair in axes for axis in pair if axis and axis.startswith("summary:")}
+    assert named <= {*METRICS, "predicted/speedup"}, "every metric has the name that runs give it"
+    assert "MARKER" not in file.read_text()
+
+
 def test_no_secret_is_written(told):
     _, process, home = told
     assert "MARKER" not in process.stdout + process.stderr
