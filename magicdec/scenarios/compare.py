@@ -16,11 +16,13 @@ from magicdec.engines.native import Batch, NativeEngine, warm_up
 from magicdec.errors import UserError
 from magicdec.measure import memory, metrics
 from magicdec.measure.ceilings import matmul_rate
+from magicdec.measure.gpu import Watch
 from magicdec.measure.metrics import Metrics
 from magicdec.measure.profile import profile_round
 from magicdec.scenarios.foresee import setup_of_run
 from magicdec.scenarios.outcome import Outcome
 from magicdec.tracking.progress import Progress
+from magicdec.tracking.reader import NOISY
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +44,7 @@ def compare(plan: build.Plan, progress: Progress) -> Outcome:
     build.check_memory(plan, int(config.batch.size), config.batch.context_len)
     tokenizer = build.tokenizer(plan)
     prompts = build.prompts(plan, tokenizer)
-    peak = memory.Peak(plan.device)
+    peak, gpu = memory.Peak(plan.device), Watch(plan.device)
     engine = build.engine(plan, progress)
     rows = int(config.batch.size)
     passes = [Pass([], []) for _ in range(config.scenario.repeats)]
@@ -61,7 +63,7 @@ def compare(plan: build.Plan, progress: Progress) -> Outcome:
         if start + rows < len(prompts.tokens):  # the last one is profiled below
             batch.close()  # or the caches of two batches would be held at once
     results: Metrics = {"data/fingerprint": prompts.fingerprint, "device": plan.device_name}
-    results |= _speeds(passes, prefill_seconds)
+    results |= _speeds(passes, prefill_seconds) | gpu.metrics()
     if passes[0].speculative:
         results |= metrics.acceptance_metrics([g for one in passes for g in one.speculative])
         results["acceptance/source"] = "measured" if config.draft.synthetic_acceptance is None else "synthetic"
@@ -112,7 +114,8 @@ def _speeds(passes: list[Pass], prefill_seconds: list[float]) -> Metrics:
         if ratios:
             result[name] = median(ratios)
             if len(ratios) > 1:
-                result[f"{name}_spread"] = metrics.spread(ratios)
+                result[f"{name}_spread"] = spread = metrics.spread(ratios)
+                result.setdefault("noisy", spread > NOISY)  # that of speedup, the first
     return result
 
 
