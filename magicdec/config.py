@@ -72,14 +72,20 @@ class ModelChoice:
     architecture: Architecture | None = None
 
 
+AUTO_GAMMAS = (1, 2, 3, 5, 8)  # what draft.gamma=auto chooses among: a captured round each
+
+
 @dataclass
 class DraftConfig:
     """Who proposes. `name` is none or a registered draft."""
 
     name: str = MISSING
-    gamma: int = 0
+    gamma: int | str = ruled(
+        0, lambda value: value == "auto" or (isinstance(value, int) and value >= 0), "must be auto or at least 1"
+    )
     synthetic_acceptance: float | None = ruled(None, lambda value: 0 <= value <= 1, "must be between 0 and 1")
     model: ModelChoice | None = None
+    tensor_parallel: int | None = at_least(1, default=None)
     num_layers: int = at_least(0, default=0)
     max_ngram: int = at_least(1, default=8)
 
@@ -107,7 +113,6 @@ class HardwareConfig:
     name: str = MISSING
     device: str = one_of("auto", "cpu", "cuda", default=MISSING)
     dtype: str = one_of("auto", "float32", "bfloat16", "float16", default=MISSING)
-    num_devices: int = at_least(1, default=MISSING)
     tensor_parallel: int = at_least(1, default=MISSING)
     cuda_graphs: bool = MISSING
     compile: bool = MISSING
@@ -159,7 +164,7 @@ class SamplingConfig:
 class AttentionConfig:
     """Who computes attention."""
 
-    name: str = one_of("auto", "sdpa", default=MISSING)
+    name: str = one_of("auto", "sdpa", "cpp", default=MISSING)
 
 
 @dataclass
@@ -265,6 +270,17 @@ def validate(config: Config) -> None:
             raise UserError(mistake)
 
 
+def gammas(config: Config) -> tuple[int, ...]:
+    """The gammas that a run may use: those that fit into the budget where it chooses itself, (0,) without a draft."""
+    draft, cache = config.draft, config.cache
+    if draft.name == "none":
+        return (0,)
+    if draft.gamma != "auto":
+        return (int(draft.gamma),)
+    unlimited = cache.policy == "full" or draft.name == "ngram"
+    return tuple(gamma for gamma in AUTO_GAMMAS if unlimited or gamma < cache.budget) or AUTO_GAMMAS[:1]
+
+
 def warnings(config: Config) -> list[str]:
     """What is legal but hardly meant, a line each."""
     found = []
@@ -300,7 +316,7 @@ def _models(config: Config) -> dict[str, ModelChoice]:
 
 def _mistakes(config: Config) -> Iterator[str]:
     """Values that are right by themselves and wrong together, wherever the draft has no part in it."""
-    data, hardware, scenario = config.data, config.hardware, config.scenario
+    data, scenario = config.data, config.scenario
     for key, model in _models(config).items():
         try:
             if model.architecture is not None:
@@ -312,9 +328,6 @@ def _mistakes(config: Config) -> Iterator[str]:
     if (data.name == "ruler") != (data.task is not None):
         valid = "choose one, as in data.task=niah_single" if data.task is None else "a task is for data=ruler alone"
         yield f"data.task={data.task or 'null'}: {valid}"
-    if hardware.tensor_parallel > hardware.num_devices:
-        devices = f"hardware.num_devices={hardware.num_devices}"
-        yield f"hardware.tensor_parallel={hardware.tensor_parallel}: must be at most {devices}"
     for name in NEEDED.get(scenario.name, ()):
         if not getattr(scenario, name):
             yield f"scenario.{name}=[]: scenario={scenario.name} needs at least one"
@@ -328,18 +341,22 @@ def _draft_mistakes(config: Config) -> Iterator[str]:
     draft, cache, scenario = config.draft, config.cache, config.scenario
     if draft.name == "none":
         return
-    if draft.gamma < 1:
-        yield f"draft.gamma={draft.gamma}: must be at least 1 with draft={draft.name}"
+    if draft.gamma == 0:
+        yield f"draft.gamma=0: must be auto or at least 1 with draft={draft.name}"
+    if draft.gamma == "auto" and config.hardware.tensor_parallel > 1:  # each rank would choose by its own clock
+        ranks = f"hardware.tensor_parallel={config.hardware.tensor_parallel}"
+        yield f"draft.gamma=auto: goes with one rank only, not with {ranks}; give a number"
     if draft.name == "model" and draft.model is None:
         yield "draft.model=null: draft.name=model needs one; choose draft=model target@draft.model=NAME"
     if cache.policy != "full" and draft.name != "ngram":  # full ignores the budget, and ngram has no cache
         if cache.budget <= cache.num_sink:
             sinks = f"cache.num_sink={cache.num_sink}"
             yield f"cache.budget={cache.budget}: must be above {sinks}, to hold the sinks and a window of at least 1"
-        gammas = {"draft.gamma": [draft.gamma]} if scenario.name != "profile" else {"scenario.gammas": scenario.gammas}
-        for key, values in gammas.items():
-            if max(values) >= cache.budget:
-                yield f"{key}={max(values)}: must be below cache.budget={cache.budget}"
+        key, values = "draft.gamma", gammas(config)
+        if scenario.name == "profile":
+            key, values = "scenario.gammas", tuple(scenario.gammas)
+        if max(values) >= cache.budget:
+            yield f"{key}={max(values)}: must be below cache.budget={cache.budget}"
     if scenario.name == "compare" and draft.synthetic_acceptance is None:
         noise = [f"{key}.weights=random" for key, model in _models(config).items() if model.weights == "random"]
         for source in [*noise, "data=random"] if config.data.name == "random" else noise:

@@ -8,7 +8,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from magicdec.cache.draft_cache import CACHES
-from magicdec.config import Architecture, Config, Scaling, load, to_dict, to_yaml, validate, warnings
+from magicdec.config import Architecture, Config, Scaling, gammas, load, to_dict, to_yaml, validate, warnings
 from magicdec.drafts.base import DRAFTS
 from magicdec.errors import UserError
 from magicdec.models.config import ModelConfig, RopeScaling
@@ -146,7 +146,13 @@ def test_the_first_run_needs_no_warning(default):
         ({"batch__generate_len": 1}, "batch.generate_len=1: must be at least 2"),
         ({"batch__num_batches": 0}, "batch.num_batches=0: must be at least 1"),
         ({"batch__prefill_chunk": 0}, "batch.prefill_chunk=0: must be at least 1"),
-        ({"draft__gamma": 0}, "draft.gamma=0: must be at least 1"),
+        (
+            {"draft__gamma": "auto", "hardware__tensor_parallel": 2},
+            "draft.gamma=auto: goes with one rank only, not with hardware.tensor_parallel=2; give a number",
+        ),
+        ({"draft__gamma": 0}, "draft.gamma=0: must be auto or at least 1"),
+        ({"draft__gamma": -1}, "draft.gamma=-1: must be auto or at least 1"),
+        ({"draft__gamma": "best"}, "draft.gamma=best: must be auto or at least 1"),
         ({"draft__gamma": 128}, "draft.gamma=128: must be below cache.budget=128"),
         ({"cache__budget": 4}, "cache.budget=4: must be above cache.num_sink=4"),
         ({"cache__budget": -1}, "cache.budget=-1: must be above cache.num_sink=4"),
@@ -177,7 +183,6 @@ def test_the_first_run_needs_no_warning(default):
         ({"sampling__top_p": 1.01}, "sampling.top_p=1.01: must be above 0 and at most 1"),
         ({"hardware__device": "gpu"}, "hardware.device=gpu: must be one of auto, cpu, cuda"),
         ({"hardware__dtype": "float8"}, "hardware.dtype=float8: must be one of auto, float32, bfloat16, float16"),
-        ({"hardware__tensor_parallel": 2}, "hardware.tensor_parallel=2: must be at most hardware.num_devices=1"),
         ({"hardware__memory_gib": 0.0}, "hardware.memory_gib=0.0: must be above 0"),
         ({"wandb__mode": "onlin"}, "must be one of offline, online, disabled; did you mean online?"),
         ({"scenario__name": "profile"}, "scenario.batch_sizes=[]: scenario=profile needs at least one"),
@@ -209,10 +214,25 @@ def test_mistakes_in_a_draft_model_and_a_profile(default):
         {"cache__budget": 5},
         {"draft__name": "ngram", "cache__budget": 0},
         {"draft__gamma": 127},
+        {"draft__gamma": "auto", "cache__budget": 5},
     ],
 )
 def test_the_edges_of_what_is_valid(default, changes):
     validate(changed(default, **changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, (3,)),
+        ({"draft__gamma": "auto"}, (1, 2, 3, 5, 8)),
+        ({"draft__gamma": "auto", "cache__budget": 6}, (1, 2, 3, 5)),
+        ({"draft__gamma": "auto", "draft__name": "ngram", "cache__budget": 6}, (1, 2, 3, 5, 8)),
+        ({"draft__gamma": "auto", "draft__name": "none"}, (0,)),
+    ],
+)
+def test_the_gammas_that_a_run_may_use(default, changes, expected):
+    assert gammas(changed(default, **changes)) == expected
 
 
 @pytest.mark.parametrize(

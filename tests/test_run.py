@@ -67,6 +67,18 @@ def test_the_stored_output_is_what_transformers_writes(tmp_path):
     assert [row["speculative"] for row in rows] == expected[:, 256:].tolist()
 
 
+def test_an_adaptive_gamma_is_lossless_and_logged(tmp_path):
+    done = launch(tmp_path, "draft.gamma=auto")
+    assert done.returncode == 0, done.stderr
+    assert "gamma auto" in done.stdout
+    (result,) = results(tmp_path)
+    assert result["lossless/identical"] is True
+    (path,) = tmp_path.glob("*/history.jsonl")
+    gammas = [json.loads(line)["gamma"] for line in path.read_text().splitlines()]
+    assert result["gamma"] in gammas
+    assert set(gammas) <= {0, 1, 2, 3, 5, 8}
+
+
 def test_a_task_is_scored_both_ways(tmp_path):
     done = launch(tmp_path, "data=ruler", "data.task=vt", "batch.context_len=1024")
     assert done.returncode == 0, done.stderr
@@ -75,6 +87,17 @@ def test_a_task_is_scored_both_ways(tmp_path):
     assert 0 <= result["autoregressive/accuracy"] == result["speculative/accuracy"] <= 1
     (path,) = tmp_path.glob("*/generations.jsonl")
     assert all(len(json.loads(line)["answers"]) == 5 for line in path.read_text().splitlines())
+
+
+def test_two_ranks_leave_what_one_leaves(tmp_path):
+    """Rank 0 alone stores and shows; the draft may have ranks of its own."""
+    for ranks in (1, 2):
+        keys = ["draft=model", "draft.tensor_parallel=1", f"hardware.tensor_parallel={ranks}", "cache.budget=64"]
+        done = launch(tmp_path / str(ranks), *keys)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count("acceptance rate") == 1
+    one, two = (next((tmp_path / str(ranks)).glob("*/generations.jsonl")).read_text() for ranks in (1, 2))
+    assert one == two
 
 
 def test_a_sweep_goes_on_where_it_stood(tmp_path):
@@ -133,6 +156,8 @@ def other_vocabulary(folder: Path) -> None:
         (["batch.size=3000", "batch.context_len=8000"], ["batch.size=3000", "GiB", "would fit"]),
         (["batch.size=400", "batch.context_len=8000"], ["400 rows", "8000", "tokens"]),
         (["hardware.device=cuda"], ["hardware.device=cuda", "hardware=cpu"]),
+        (["hardware.tensor_parallel=3"], ["hardware.tensor_parallel=3", "4 query heads", "valid: 1, 2, 4"]),
+        (["cache=snapkv", "hardware.tensor_parallel=4"], ["cache.policy=snapkv", "KV heads (2)", "streaming"]),
         (["cache.policy=nothing"], ["cache.policy=nothing", "streaming"]),
         (["draft=model", "target@draft.model=llama-3.2-1b", "draft.model.weights=random"], ["128256", "1024"]),
         (["wandb.mode=online"], ["wandb.mode=online", "wandb login"]),

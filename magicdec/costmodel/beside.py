@@ -1,6 +1,6 @@
 """The prediction beside a run: a warning before it, predicted values with their errors after it, published ones."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from magicdec.costmodel import evaluate
@@ -22,10 +22,13 @@ MEASURED = {
 
 
 def warning(
-    setup: Setup, gamma: int, curves: Curves, alpha: float | None = None, task: str | None = None
+    setup: Setup, gammas: Sequence[int], curves: Curves, alpha: float | None = None, task: str | None = None
 ) -> str | None:
-    """What to tell before a run that is predicted below 1x, or never to pay; None where there is nothing to tell."""
-    prediction = predict(setup, (gamma,), alpha, curves, task)
+    """What to tell before a run that is predicted below 1x, or never to pay; None where there is nothing to tell.
+
+    Of several gammas the best counts.
+    """
+    prediction = predict(setup, gammas, alpha, curves, task)
     best = prediction.best
     hopeless = best.speedup is None and best.break_even_alpha is None
     return verdict(prediction) if hopeless or (best.speedup is not None and best.speedup < 1.0) else None
@@ -49,10 +52,11 @@ def published(setup: Setup, task: str) -> dict[str, float | int | str | None]:
 
     `published/predicted_speedup` is the cost model's at the paper's gamma and acceptance. Times in milliseconds.
     """
+    machine = f"{setup.ranks}x{setup.hardware.device.name}".lower()
     wanted = (setup.target_name, setup.draft.name, setup.policy, setup.budget, setup.context, setup.batch)
     for row in read_table():
         found = (row.target, row.draft, row.policy, row.kv_budget, row.context_len, row.batch_size)
-        if found == wanted and row.hardware.lower() == setup.hardware.name and row.task.startswith(task):
+        if found == wanted and row.hardware.lower() == machine and row.task.startswith(task):
             return {
                 "published/table": row.table,
                 "published/gamma": row.gamma,

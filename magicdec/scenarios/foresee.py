@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from magicdec.config import Config, ModelChoice
+from magicdec.config import Config, ModelChoice, gammas
 from magicdec.costmodel import acceptance, beside
 from magicdec.costmodel.acceptance import Curves
 from magicdec.costmodel.architectures import architecture
@@ -23,6 +23,7 @@ class Foreseen:
     config: Config
     setup: Setup
     fingerprints: dict[str, str] = field(default_factory=dict)
+    num_ranks = 1  # predicting takes no devices
 
     @property
     def device_name(self) -> str:
@@ -32,7 +33,7 @@ class Foreseen:
     @property
     def num_bytes(self) -> float:
         """The memory that the run would take, on each GPU."""
-        return memory(self.setup, self.config.draft.gamma, self.config.batch.generate_len).total
+        return memory(self.setup, max(gammas(self.config)), self.config.batch.generate_len).total
 
 
 def foresee(config: Config) -> Foreseen:
@@ -106,7 +107,7 @@ def doubts(plan: Any) -> list[str]:
     try:
         draft = plan.draft.config if plan.draft else None
         setup = setup_of_run(config, plan.target.config, draft, plan.device_name, plan.dtype.itemsize)
-        found = beside.warning(setup, config.draft.gamma, curves(config), config.draft.synthetic_acceptance)
+        found = beside.warning(setup, gammas(config), curves(config), config.draft.synthetic_acceptance)
     except UserError:  # nothing to predict with: then there is nothing to tell
         return []
     return [found] if found else []
@@ -122,6 +123,11 @@ def curves(config: Config) -> Curves:
     return acceptance.measured(config.runs_dir) + acceptance.published()
 
 
+def task_of(config: Config) -> str:
+    """What the data asks of a model, as published tables name it."""
+    return f"ruler-{config.data.task}" if config.data.name == "ruler" else config.data.name
+
+
 def _draft(config: Config) -> DraftSpec:
     draft = config.draft
     if config.scenario.name == "plan":  # which has drafts of its own
@@ -135,7 +141,9 @@ def _spec(config: Config, model: ModelConfig | None) -> DraftSpec:
     draft = config.draft
     name = acceptance.draft_name(draft.name, draft.model.name if draft.model else None, draft.num_layers)
     num_layers = draft.num_layers if draft.name == "layer_skip" else None
-    return DraftSpec(draft.name, name, model if draft.name == "model" else None, num_layers=num_layers)
+    if draft.name != "model":
+        model = None
+    return DraftSpec(draft.name, name, model, draft.tensor_parallel, num_layers=num_layers)
 
 
 def _settings(config: Config) -> Settings:

@@ -13,7 +13,7 @@ from magicdec.costmodel.hardware import GIB
 from magicdec.costmodel.predict import Prediction
 from magicdec.costmodel.predict import predict as predict_setup
 from magicdec.costmodel.verdict import verdict
-from magicdec.scenarios.foresee import Foreseen, curves, foresee
+from magicdec.scenarios.foresee import Foreseen, curves, foresee, task_of
 from magicdec.scenarios.outcome import Outcome
 from magicdec.tracking.progress import Progress
 
@@ -44,7 +44,7 @@ def predict(plan: Foreseen, progress: Progress) -> Outcome:
         {"gamma": at.gamma, "predicted/round_ms": 1e3 * at.times.round_s, "predicted/speedup": at.speedup}
         for at in prediction.by_gamma
     ]
-    known = published(plan.setup, f"ruler-{config.data.task}" if config.data.name == "ruler" else config.data.name)
+    known = published(plan.setup, task_of(config))
     metrics: Metrics = {"device": plan.device_name}
     return Outcome(metrics | prediction.metrics() | known, history=history, view=render(prediction, known))
 

@@ -71,7 +71,8 @@ def _header(config: Mapping[str, Any], metrics: Metrics) -> Iterator[Text]:
     """What ran, in words."""
     batch, scenario, hardware = config["batch"], config["scenario"], config["hardware"]
     yield Text(f"{scenario['name']}: {config['target']['name']}{_draft(config)}", style="bold")
-    where = f"{hardware['dtype']} on {metrics.get('device') or hardware['device']}"
+    ranks = f"{hardware['tensor_parallel']} ranks of " if hardware.get("tensor_parallel", 1) > 1 else ""
+    where = f"{hardware['dtype']} on {ranks}{metrics.get('device') or hardware['device']}"
     if scenario["name"] == "profile":
         yield Text(f"times over caches filled with noise, {where}")
     else:
@@ -130,7 +131,8 @@ def _verdict(config: Mapping[str, Any], metrics: Metrics) -> Iterator[tuple[str,
         by_position = [f"by position {' '.join(positions)}"] if len(positions) > 1 else []
         yield "acceptance rate", Text(", ".join([f"{rate:.1%} of proposals", *mark, *by_position]))
     if length := _figure(metrics, "acceptance_length"):
-        yield "acceptance length", Text(f"{length} tokens per round, of at most {config['draft']['gamma'] + 1}")
+        most = sum(key.startswith("acceptance_rate/position_") for key in metrics) + 1
+        yield "acceptance length", Text(f"{length} tokens per round, of at most {most}")
     if "lossless/identical" in metrics:
         yield "lossless", _lossless(config, metrics)
 

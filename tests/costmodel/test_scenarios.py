@@ -12,7 +12,9 @@ from hydra import compose, initialize_config_dir
 
 from magicdec.config import load
 from magicdec.costmodel.acceptance import Curves, published
+from magicdec.costmodel.architectures import architecture
 from magicdec.costmodel.beside import beside, warning
+from magicdec.costmodel.beside import published as published_values
 from magicdec.costmodel.hardware import hardware_named
 from magicdec.costmodel.predict import predict
 from magicdec.costmodel.round import Setup, round_times
@@ -77,6 +79,10 @@ def test_what_the_paper_measured_stands_beside_what_is_predicted():
     assert found["published/predicted_speedup"] == pytest.approx(2.01, rel=0.1)
     ruler = outcome(predict_scenario.predict, "experiment=paper/table2", "data=ruler", "data.task=cwe").metrics
     assert ruler["published/speedup"] == 2.51
+    own = setup_of_run(
+        composed("experiment=paper/table3c"), architecture("llama-3.1-8b"), None, "NVIDIA A100-SXM4-80GB", 2
+    )
+    assert published_values(own, "pg19")["published/speedup"] == 1.64, "of a run on that machine"
     elsewhere = outcome(predict_scenario.predict, "experiment=paper/table2", "batch.size=42").metrics
     assert not [key for key in elsewhere if key.startswith("published/")]
 
@@ -158,10 +164,10 @@ def test_a_run_is_predicted_for_its_device_and_this_software(model):
 
 
 def test_a_run_that_cannot_pay_is_warned_about(setup):
-    assert "0.8" in warning(setup(context=4000), 2, published())
-    assert "never to pay" in warning(setup(context=1000, batch=1), 2, Curves([]))
-    assert warning(setup(), 3, published()) is None
-    assert warning(setup(budget=777), 3, published()) is None  # unknown, but it could
+    assert "0.8" in warning(setup(context=4000), (2,), published())
+    assert "never to pay" in warning(setup(context=1000, batch=1), (2,), Curves([]))
+    assert warning(setup(), (3,), published()) is None
+    assert warning(setup(budget=777), (3,), published()) is None  # unknown, but it could
 
 
 def test_beside_a_run_stand_predictions_and_their_errors(setup):
