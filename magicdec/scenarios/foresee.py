@@ -123,6 +123,11 @@ def curves(config: Config) -> Curves:
     return acceptance.measured(config.runs_dir) + acceptance.published()
 
 
+def task_of(config: Config) -> str:
+    """What the data asks of a model, as published tables name it."""
+    return f"ruler-{config.data.task}" if config.data.name == "ruler" else config.data.name
+
+
 def _draft(config: Config) -> DraftSpec:
     draft = config.draft
     if config.scenario.name == "plan":  # which has drafts of its own

@@ -13,6 +13,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from magicdec.tracking.reader import NOISY, gpu_trouble
 from magicdec.tracking.store import shown
 from magicdec.tracking.wandb import WandbOutcome
 
@@ -25,7 +26,6 @@ SPEEDS = {
     "accuracy": "accuracy, answers in the output",
 }
 STEPS = {"target_decode": "T_T", "draft": "T_D", "verify": "T_V", "round": "round"}
-NOISY = 0.1  # a spread over the repeats above this is pointed at
 LABEL_WIDTH = 18
 
 Metrics = Mapping[str, Any]
@@ -175,6 +175,8 @@ def _memory(metrics: Metrics) -> Iterator[tuple[str, Text]]:
     parts = [f"{label} {size}" for label, size in sizes.items() if size]
     if parts:
         yield "memory, GiB", Text(", ".join(parts))
+    if trouble := gpu_trouble(metrics):
+        yield "GPU", Text(f"{', '.join(trouble)}: measure it again", style="yellow")
 
 
 def _grid(history: Sequence[Mapping[str, Any]]) -> Table:

@@ -18,7 +18,6 @@ FACTS = frozenset(
 )
 # Told of in config.yaml, but not what a run does.
 ELSEWHERE = ("wandb.", "hydra.", "runs_dir", "resume", "sweep.")
-NOISY = 0.1  # a spread over the repeats above this is pointed at
 
 
 def read_rows(runs_dir: str | Path, sweep: str | None = None) -> list[Row]:
