@@ -14,7 +14,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from magicdec.costmodel.hardware import Efficiency
 from magicdec.errors import UserError
 from magicdec.models.config import ModelConfig, RopeScaling
-from magicdec.rules import SIZES, above, at_least, check, one_of, ruled
+from magicdec.rules import POSITIVE, SHARES, SIZES, above, at_least, check, one_of, ruled
 
 
 @dataclass
@@ -172,7 +172,7 @@ class EngineConfig:
 class ScenarioConfig:
     """What a run does."""
 
-    name: str = one_of("compare", "profile", "predict", "plan", default=MISSING)
+    name: str = one_of("compare", "profile", "predict", "plan", "serve", default=MISSING)
     repeats: int = at_least(1, default=1)
     profile_repeats: int = at_least(1, default=1)
     batch_sizes: list[int] = field(default_factory=list, metadata=SIZES)
@@ -185,6 +185,11 @@ class ScenarioConfig:
     policies: list[str] = field(default_factory=list)
     latency_ms: float | None = above(0, default=None)
     experiment: str | None = None
+    concurrencies: list[int] = field(default_factory=list, metadata=SIZES)
+    rates: list[float] = field(default_factory=list, metadata=POSITIVE)
+    num_requests: int = at_least(1, default=1)
+    length_shares: list[float] = field(default_factory=list, metadata=SHARES)
+    first_token_ms: float | None = above(0, default=None)
 
 
 @dataclass
@@ -273,6 +278,7 @@ NEEDED = {
     "profile": ("batch_sizes", "context_lens", "gammas"),
     "predict": ("gammas",),
     "plan": ("gammas", "drafts", "policies"),
+    "serve": ("length_shares",),
 }
 
 
@@ -301,6 +307,8 @@ def _mistakes(config: Config) -> Iterator[str]:
     for name in NEEDED.get(scenario.name, ()):
         if not getattr(scenario, name):
             yield f"scenario.{name}=[]: scenario={scenario.name} needs at least one"
+    if scenario.name == "serve" and not (scenario.concurrencies or scenario.rates):
+        yield "scenario.concurrencies=[]: scenario=serve needs at least one of them, or of scenario.rates"
     batches = scenario.critical_batches
     if scenario.name == "predict" and (len(batches) != 2 or batches[0] >= batches[1]):
         yield f"scenario.critical_batches={batches}: must be a smaller and a larger batch"
@@ -323,7 +331,7 @@ def _draft_mistakes(config: Config) -> Iterator[str]:
         for key, values in gammas.items():
             if max(values) >= cache.budget:
                 yield f"{key}={max(values)}: must be below cache.budget={cache.budget}"
-    if scenario.name == "compare" and draft.synthetic_acceptance is None:
+    if scenario.name in ("compare", "serve") and draft.synthetic_acceptance is None:
         noise = [f"{key}.weights=random" for key, model in _models(config).items() if model.weights == "random"]
         for source in [*noise, "data=random"] if config.data.name == "random" else noise:
             valid = "set draft.synthetic_acceptance to a number from 0 to 1, or draft=none"
