@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
+from magicdec.attention import choice
 from magicdec.attention.base import Attention
-from magicdec.attention.sdpa import SdpaAttention
 from magicdec.cache.draft_cache import CACHES, CacheSpec
-from magicdec.config import BatchConfig, Config, ModelChoice
+from magicdec.config import BatchConfig, Config, ModelChoice, gammas
 from magicdec.data import Prompts, load_prompts
 from magicdec.data.tokenizer import load_tokenizer
 from magicdec.drafts.base import DRAFTS
@@ -57,11 +57,20 @@ class Plan:
     target: Model
     draft: Model | None
     device_name: str
+    why_attention: str  # why config.attention.name was chosen, for the log
 
     @property
     def fingerprints(self) -> dict[str, str]:
         """Of the checkpoints that the run loads."""
         return {m.key: m.fingerprint for m in (self.target, self.draft) if m is not None}
+
+    @property
+    def num_bytes(self) -> int:
+        """The memory that the run will take, at the largest point of a profile."""
+        batch, scenario = self.config.batch, self.config.scenario
+        if scenario.name == "profile":
+            return estimate(self, max(scenario.context_lens)).total(max(scenario.batch_sizes))
+        return estimate(self, batch.context_len).total(int(batch.size))
 
 
 def plan(config: Config) -> Plan:
@@ -91,13 +100,16 @@ def plan(config: Config) -> Plan:
                 "no use for; choose draft=self or draft=layer_skip"
             )
     _check_length(config, target, draft)
+    head_dims = [model.config.head_dim for model in (target, draft) if model is not None]
+    attention, why = choice.choose(config.attention.name, device, dtype, head_dims)
+    config = replace(config, attention=replace(config.attention, name=attention))
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
-    return Plan(config, device, dtype, target, draft, name)
+    return Plan(config, device, dtype, target, draft, name, why)
 
 
 def estimate(plan: Plan, context_len: int) -> memory.Estimate:
     """Bytes that the run will take, from the architectures alone."""
-    c, gamma = plan.config, _gamma(plan.config)
+    c, gamma = plan.config, max(gammas(plan.config))
     max_len = context_len + c.batch.generate_len + gamma + 1
     weights = plan.target.config.num_parameters * plan.dtype.itemsize
     per_row = memory.kv_bytes(plan.target.config, max_len, plan.dtype)
@@ -120,7 +132,10 @@ def check_memory(plan: Plan, num_rows: int, context_len: int) -> None:
 def engine(plan: Plan, progress: Progress) -> NativeEngine:
     """Load the weights and put the engine together."""
     c = plan.config
-    attention = _attention(c.attention.name, plan.device)
+    log.info(plan.why_attention)
+    with progress.task(f"attention={c.attention.name}", total=1) as task:  # cpp is compiled at its first use
+        attention = choice.backend(c.attention.name)()
+        task.advance(1)
     s = c.sampling
     return NativeEngine(
         target=_load(plan.target, plan, attention, progress),
@@ -129,7 +144,8 @@ def engine(plan: Plan, progress: Progress) -> NativeEngine:
         generate_len=c.batch.generate_len,
         prefill_chunk=c.batch.prefill_chunk,
         draft_name=c.draft.name,
-        gamma=_gamma(c),
+        gamma=max(gammas(c)),
+        gammas=gammas(c) if c.draft.gamma == "auto" else (),
         draft_options=_options(c.draft, "name", "gamma", "synthetic_acceptance", "model"),
         policy=c.cache.policy,
         cache_options=_options(c.cache, "policy"),
@@ -151,6 +167,7 @@ def prompts(
         context_len=c.batch.context_len if context_len is None else context_len,
         seed=c.data.seed,
         path=c.data.path,
+        task=c.data.task,
         vocab_size=plan.target.config.vocab_size,
     )
 
@@ -170,10 +187,6 @@ def tokenizer(plan: Plan) -> object | None:
 def _options(group: object, *others: str) -> dict[str, Any]:
     """The keys of a group that a draft or a policy reads itself: all but `others`."""
     return {f.name: getattr(group, f.name) for f in fields(group) if f.name not in others}  # type: ignore[arg-type]
-
-
-def _gamma(config: Config) -> int:
-    return config.draft.gamma if config.draft.name != "none" else 0
 
 
 def _device(config: Config) -> tuple[torch.device, torch.dtype]:
@@ -224,9 +237,9 @@ def _check_length(config: Config, target: Model, draft: Model | None) -> None:
             f"cache.policy={config.cache.policy} shows the draft {length} tokens, but it was trained for {trained}; "
             "use cache=streaming, which hides the distance"
         )
-    if config.cache.budget + config.draft.gamma + 1 >= trained:
+    if config.cache.budget + max(gammas(config)) + 1 >= trained:
         raise UserError(
-            f"cache.budget={config.cache.budget} + draft.gamma={config.draft.gamma} does not fit into the draft's "
+            f"cache.budget={config.cache.budget} + draft.gamma={max(gammas(config))} does not fit into the draft's "
             f"trained context of {trained} tokens; cache.budget={trained // 2} would"
         )
 
@@ -248,12 +261,6 @@ def _load(model: Model, plan: Plan, attention: Attention, progress: Progress) ->
     if plan.config.hardware.compile:
         transformer.compile_layers()
     return transformer.eval().requires_grad_(False)
-
-
-def _attention(name: str, device: torch.device) -> Attention:
-    chosen = SdpaAttention()
-    log.info("attention=%s: using %s on %s", name, chosen.name, device)
-    return chosen
 
 
 def cpu_name() -> str:

@@ -60,7 +60,10 @@ class Draft(ABC):
     needs_model: ClassVar[bool] = False
     # Whether rows can change hands between rounds (`copy_row`), as serving needs.
     serves: ClassVar[bool] = False
+    # Tokens that the next round proposes; at most the DraftSpec's.
     gamma: int
+    # What it may be set to while decoding, where it adapts.
+    gammas: tuple[int, ...] = ()
 
     @classmethod
     @abstractmethod

@@ -11,7 +11,7 @@ from magicdec.errors import UserError
 from magicdec.tracking.report import page, query
 from magicdec.tracking.report.__main__ import main
 from magicdec.tracking.report.rows import flatten, read_rows, varying
-from tests.tracking.stores import AXES, write_run, write_store
+from tests.tracking.stores import AXES, write_load, write_run, write_store
 
 MANY, SECONDS = 10_000, 40  # it takes about 6 s on a free core; the bound is for crowded ones
 
@@ -186,3 +186,14 @@ def test_ten_thousand_runs_in_seconds(report, tmp_path):
     assert report("--html", tmp_path / "page.html", "--csv", tmp_path / "runs.csv", runs=tmp_path / "runs")[0] == 0
     assert time.perf_counter() - start < SECONDS
     assert (tmp_path / "page.html").stat().st_size < 5e6
+
+
+def test_a_run_under_load_is_a_row_per_level(tmp_path, capsys):
+    write_load(tmp_path, {1: (100.0, 150.0), 8: (500.0, 450.0)})
+    rows = read_rows(tmp_path)
+    assert [(row["load.concurrency"], row["speedup"]) for row in rows] == [(1, 1.5), (8, 0.9)]
+    assert varying(rows) == ["load.concurrency"]
+    assert main([str(tmp_path), "--where", "concurrency=8"]) == 0
+    assert "0.90x" in capsys.readouterr().out
+    (tmp_path / "10ad" / "history.jsonl").unlink()
+    assert [row["speedup"] for row in read_rows(tmp_path)] == [0.9]

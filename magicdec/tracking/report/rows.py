@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from magicdec.errors import UserError
-from magicdec.tracking.reader import iter_runs
+from magicdec.tracking.reader import iter_runs, json_lines
+from magicdec.tracking.sweep import jobs
 
 Row = dict[str, Any]
 
@@ -21,11 +22,13 @@ NOISY = 0.1  # a spread over the repeats above this is pointed at
 
 
 def read_rows(runs_dir: str | Path, sweep: str | None = None) -> list[Row]:
-    """Every run of a store, or of a sweep in it, oldest first; raises UserError where there is none."""
+    """Every run of a store, or of a sweep in it, oldest first; raises UserError where there is none. A run under load
+    (scenario=serve) is a row per level, which is then a setting among others: load.concurrency or load.rate.
+    """
     if not Path(runs_dir).is_dir():
         raise UserError(f"{runs_dir}: no such folder; name a run store, as in runs_dir=FOLDER")
     members = None if sweep is None else sweep_members(runs_dir, sweep)
-    rows = [flatten(run) for run in iter_runs(runs_dir, members)]
+    rows = [row for run in iter_runs(runs_dir, members) for row in _levels(run)]
     if not rows:
         raise UserError(f"{runs_dir}: holds no runs{f' of sweep {sweep}' if sweep else ''}")
     return sorted(rows, key=lambda row: str(row.get("started", "")))
@@ -37,6 +40,17 @@ def flatten(run: Mapping[str, Any]) -> Row:
     return dict(_leaves(run.get("config") or {})) | dict(_leaves(result))
 
 
+def _levels(run: Mapping[str, Any]) -> list[Row]:
+    row = flatten(run)
+    if row.get("scenario.name") != "serve":
+        return [row]
+    levels = [
+        {f"load.{key}" if key in ("concurrency", "rate") else key: value for key, value in _leaves(level)}
+        for level in json_lines(Path(run["folder"]) / "history.jsonl")
+    ]
+    return [row | level for level in levels] or [row]
+
+
 def sweep_members(runs_dir: str | Path, name: str) -> set[str]:
     """Ids of the runs of all sweeps of a name: a sweep's own (gamma_x_budget), or its folder's below sweeps/."""
     folders = sorted(path for path in Path(runs_dir, "sweeps").glob("*") if path.is_dir())
@@ -44,7 +58,7 @@ def sweep_members(runs_dir: str | Path, name: str) -> set[str]:
     if not chosen:
         known = ", ".join(path.name for path in folders) or "none"
         raise UserError(f"--sweep {name}: no such sweep; {Path(runs_dir, 'sweeps')} holds: {known}")
-    return {line["id"] for folder in chosen for line in _lines(folder / "jobs.jsonl") if line.get("id")}
+    return {line["id"] for folder in chosen for line in jobs(folder) if line.get("id")}
 
 
 def keys_of(rows: Iterable[Row]) -> list[str]:
@@ -72,18 +86,3 @@ def _leaves(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
             yield f"{prefix}{key}", json.dumps(item, separators=(",", ":"))
         elif item is not None:
             yield f"{prefix}{key}", item
-
-
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Lines of a .jsonl file that are whole: the last one may be torn by a kill."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError:
-        return
-    for line in text.splitlines():
-        try:
-            content = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(content, dict):
-            yield content
