@@ -4,17 +4,24 @@ A class is a group, a field a key; conf/ explains them and holds the values that
 this is the only module that knows Hydra and OmegaConf.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
+import hydra
+from hydra import initialize_config_dir
 from hydra.core.config_store import ConfigStore
+from hydra.errors import HydraException
 from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from magicdec.costmodel.hardware import Efficiency
 from magicdec.errors import UserError
 from magicdec.models.config import ModelConfig, RopeScaling
 from magicdec.rules import POSITIVE, SHARES, SIZES, above, at_least, check, one_of, ruled
+
+CONF = Path(__file__).resolve().parents[1] / "conf"
 
 
 @dataclass
@@ -255,6 +262,15 @@ def load(cfg: DictConfig) -> Config:
     assert isinstance(config, Config)
     validate(config)
     return config
+
+
+def compose(overrides: Sequence[str]) -> Config:
+    """conf/ with these overrides, for programs that have a command line of their own. UserError for any mistake."""
+    try:
+        with initialize_config_dir(str(CONF), version_base="1.3"):
+            return load(hydra.compose("config", list(overrides)))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UserError(str(error).strip().partition("\n")[0]) from error
 
 
 def to_dict(config: Config) -> dict[str, Any]:

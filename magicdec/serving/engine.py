@@ -111,6 +111,16 @@ class AsyncEngine:
         return stream
 
     @property
+    def is_open(self) -> bool:
+        """Whether it takes requests."""
+        return self._thread.is_alive() and not self._closing
+
+    @property
+    def max_len(self) -> int:
+        """The most tokens of a request, prompt and continuation."""
+        return self.scheduler.slots.max_len
+
+    @property
     def num_running(self) -> int:
         """Requests that have a slot."""
         return len(self.scheduler.running)
