@@ -184,14 +184,16 @@ def _engine(plan: Plan, load: Callable[[Model], Transformer]) -> NativeEngine:
     )
 
 
-def prompts(plan: Plan, tokenizer: object | None) -> Prompts:
-    """Prompts for every batch of the run, as token ids."""
+def prompts(
+    plan: Plan, tokenizer: object | None, num_rows: int | None = None, context_len: int | None = None
+) -> Prompts:
+    """Prompts as token ids: for every batch of the run, unless told how many and how long."""
     c = plan.config
     return load_prompts(
         c.data.name,
         tokenizer=tokenizer,
-        num_rows=int(c.batch.size) * c.batch.num_batches,
-        context_len=c.batch.context_len,
+        num_rows=int(c.batch.size) * c.batch.num_batches if num_rows is None else num_rows,
+        context_len=c.batch.context_len if context_len is None else context_len,
         seed=c.data.seed,
         path=c.data.path,
         task=c.data.task,

@@ -4,17 +4,24 @@ A class is a group, a field a key; conf/ explains them and holds the values that
 this is the only module that knows Hydra and OmegaConf.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
+import hydra
+from hydra import initialize_config_dir
 from hydra.core.config_store import ConfigStore
+from hydra.errors import HydraException
 from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from magicdec.costmodel.hardware import Efficiency
 from magicdec.errors import UserError
 from magicdec.models.config import ModelConfig, RopeScaling
-from magicdec.rules import SIZES, above, at_least, check, one_of, ruled
+from magicdec.rules import POSITIVE, SHARES, SIZES, above, at_least, check, one_of, ruled
+
+CONF = Path(__file__).resolve().parents[1] / "conf"
 
 
 @dataclass
@@ -179,7 +186,7 @@ class EngineConfig:
 class ScenarioConfig:
     """What a run does."""
 
-    name: str = one_of("compare", "profile", "predict", "plan", default=MISSING)
+    name: str = one_of("compare", "profile", "predict", "plan", "serve", default=MISSING)
     repeats: int = at_least(1, default=1)
     profile_repeats: int = at_least(1, default=1)
     batch_sizes: list[int] = field(default_factory=list, metadata=SIZES)
@@ -192,6 +199,11 @@ class ScenarioConfig:
     policies: list[str] = field(default_factory=list)
     latency_ms: float | None = above(0, default=None)
     experiment: str | None = None
+    concurrencies: list[int] = field(default_factory=list, metadata=SIZES)
+    rates: list[float] = field(default_factory=list, metadata=POSITIVE)
+    num_requests: int = at_least(1, default=1)
+    length_shares: list[float] = field(default_factory=list, metadata=SHARES)
+    first_token_ms: float | None = above(0, default=None)
 
 
 @dataclass
@@ -253,6 +265,15 @@ def load(cfg: DictConfig) -> Config:
     return config
 
 
+def compose(overrides: Sequence[str]) -> Config:
+    """conf/ with these overrides, for programs that have a command line of their own. UserError for any mistake."""
+    try:
+        with initialize_config_dir(str(CONF), version_base="1.3"):
+            return load(hydra.compose("config", list(overrides)))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UserError(str(error).strip().partition("\n")[0]) from error
+
+
 def to_dict(config: Config) -> dict[str, Any]:
     """Plain nested dictionaries."""
     return asdict(config)
@@ -304,6 +325,7 @@ NEEDED = {
     "profile": ("batch_sizes", "context_lens", "gammas"),
     "predict": ("gammas",),
     "plan": ("gammas", "drafts", "policies"),
+    "serve": ("length_shares",),
 }
 
 
@@ -332,6 +354,8 @@ def _mistakes(config: Config) -> Iterator[str]:
     for name in NEEDED.get(scenario.name, ()):
         if not getattr(scenario, name):
             yield f"scenario.{name}=[]: scenario={scenario.name} needs at least one"
+    if scenario.name == "serve" and not (scenario.concurrencies or scenario.rates):
+        yield "scenario.concurrencies=[]: scenario=serve needs at least one of them, or of scenario.rates"
     batches = scenario.critical_batches
     if scenario.name == "predict" and (len(batches) != 2 or batches[0] >= batches[1]):
         yield f"scenario.critical_batches={batches}: must be a smaller and a larger batch"
@@ -347,6 +371,8 @@ def _draft_mistakes(config: Config) -> Iterator[str]:
     if draft.gamma == "auto" and config.hardware.tensor_parallel > 1:  # each rank would choose by its own clock
         ranks = f"hardware.tensor_parallel={config.hardware.tensor_parallel}"
         yield f"draft.gamma=auto: goes with one rank only, not with {ranks}; give a number"
+    if scenario.name == "serve" and draft.gamma == "auto":
+        yield "draft.gamma=auto: scenario=serve needs a number, at least 1"
     if draft.name == "model" and draft.model is None:
         yield "draft.model=null: draft.name=model needs one; choose draft=model target@draft.model=NAME"
     if draft.name == "ngram" and draft.quantization != "none":
@@ -360,7 +386,7 @@ def _draft_mistakes(config: Config) -> Iterator[str]:
             key, values = "scenario.gammas", tuple(scenario.gammas)
         if max(values) >= cache.budget:
             yield f"{key}={max(values)}: must be below cache.budget={cache.budget}"
-    if scenario.name == "compare" and draft.synthetic_acceptance is None:
+    if scenario.name in ("compare", "serve") and draft.synthetic_acceptance is None:
         noise = [f"{key}.weights=random" for key, model in _models(config).items() if model.weights == "random"]
         for source in [*noise, "data=random"] if config.data.name == "random" else noise:
             valid = "set draft.synthetic_acceptance to a number from 0 to 1, or draft=none"
