@@ -119,7 +119,7 @@ def _measure(plan: Any, name: str, settings: dict[str, Any], job: Job) -> None:
     with this.log_to_file():
         try:
             outcome = _outcome(plan, this)
-            this.finish(outcome.metrics, outcome.generations, outcome.history)
+            this.finish(outcome.metrics, outcome.generations, outcome.history, outcome.samples)
         except BaseException as error:
             reason, kind = _reason(error, plan.config)
             this.fail(reason, kind)
