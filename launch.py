@@ -4,9 +4,11 @@
 """
 
 import difflib
+import itertools
 import os
 import re
 import sys
+import threading
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
@@ -26,12 +28,14 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandat
 from yaml import MarkedYAMLError
 
 from magicdec.config import Config, load
-from magicdec.errors import UserError
+from magicdec.errors import JobFailed, UserError
 from magicdec.rules import did_you_mean, known_keys
+from magicdec.tracking.lock import Busy
+from magicdec.tracking.sweep import BUSY, INTERRUPTED, JOB, JOBS, SWEEP_DIR
 
 ROOT = Path(__file__).resolve().parent
 CONF = ROOT / "conf"
-USER_ERROR, FAILURE, INTERRUPTED = 2, 1, 130
+USER_ERROR, FAILURE = 2, 1
 
 # OmegaConf's ways to say that a value does not fit its key, and what would.
 MISFITS = {
@@ -45,33 +49,55 @@ MISFITS = {
 }
 
 
-class JobFailed(Exception):
-    """A job that has failed and whose error is on stderr already; its argument is the exit code."""
+# Of this process's jobs.
+failures: list[JobFailed] = []
 
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
-def job(cfg: DictConfig) -> None:
-    """Run one configuration: the only one, or one of a multirun's."""
-    new_folders.clear()
-    multirun = HydraConfig.get().mode == RunMode.MULTIRUN
+def job(cfg: DictConfig) -> float | None:
+    """Run one configuration, the only one or one of a multirun's; returns what a sweeper such as Optuna maximises."""
+    if not cfg.sweep.dry_run:
+        new_folders.clear()
+    place = _place()
+    if failures and cfg.sweep.fail_fast:
+        raise failures[0]
     try:
         config = load(cfg)
-        from magicdec.scenarios import run  # here, because --help and mistakes must not wait for PyTorch
+        from magicdec.scenarios import Job, run  # here, because --help and mistakes must not wait for PyTorch
 
-        run(config, in_sweep=multirun)
+        return run(config, Job(**place)).get(config.sweep.objective)
     except Exception as error:
-        hydra_cfg = HydraConfig.get()
-        overrides = list(hydra_cfg.overrides.task)
-        where = f"job {hydra_cfg.job.num} ({' '.join(overrides)}): " if multirun else ""
+        if os.environ.get(JOB) and isinstance(error, Busy):
+            raise JobFailed(BUSY) from error  # the launcher comes back to it
+        overrides = list(place["overrides"])
+        where = f"job {place['number']} ({' '.join(overrides)}): " if place["sweep_dir"] else ""
         is_mistake = isinstance(error, UserError | OmegaConfBaseException)
-        raise JobFailed(report(error, explain(error, overrides) if is_mistake else None, where)) from error
+        failures.append(JobFailed(report(error, explain(error, overrides) if is_mistake else None, where)))
+        raise failures[-1] from error
+
+
+def _place() -> dict[str, Any]:
+    """What was typed, and where in a sweep this job stands: of this process's, or of one that started this process."""
+    hydra_cfg = HydraConfig.get()
+    overrides = tuple(hydra_cfg.overrides.task)
+    if number := os.environ.get(JOB):
+        return {"overrides": overrides, "sweep_dir": Path(os.environ[SWEEP_DIR]), "number": int(number)}
+    if hydra_cfg.mode == RunMode.MULTIRUN:
+        sweep_dir = Path(hydra_cfg.sweep.dir)
+        return {"overrides": overrides, "sweep_dir": sweep_dir, "number": hydra_cfg.job.num, "waits": True}
+    return {"overrides": overrides, "sweep_dir": None, "number": 0}
 
 
 def main() -> int:
     """Run the command line; returns the exit code."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises its errors, where it would print them in many lines
     os.environ["MAGICDEC_ROOT"] = str(ROOT)
+    # The workers of other launchers are to import this checkout, whatever is installed.
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     overrides: list[str] = []
+    failures.clear()
+    if os.environ.get(JOB):
+        threading.Thread(target=_end_with_launcher, daemon=True).start()
     try:
         parser = get_args_parser()
         parser.error = _refuse  # type: ignore[method-assign]
@@ -85,7 +111,15 @@ def main() -> int:
     except Exception as error:
         _remove_new_folders()
         return report(error, explain(error, overrides))
+    if new_folders and not (new_folders[0] / JOBS).exists():  # after a dry run
+        _remove_new_folders()
     return 0
+
+
+def _end_with_launcher() -> None:
+    """A job does not outlive its sweep, however that ends: its standard input is the launcher's to keep open."""
+    sys.stdin.read()
+    os._exit(INTERRUPTED)
 
 
 def report(error: Exception, explanation: str | None, where: str = "") -> int:
@@ -196,16 +230,19 @@ def _current_override(error: Exception) -> str:
 
 
 def _refuse(message: str) -> NoReturn:
-    hint = "; keys are set without dashes: key=value" if "unrecognized" in message else ""
-    raise UserError(message + hint)
+    hint = "keys are set without dashes: key=value" if " -" in message else "flags such as -m come before all keys"
+    raise UserError(f"{message}; {hint}" if "unrecognized" in message else message)
 
 
 # A multirun's folders that are not there before it: Hydra makes them before it has looked at the jobs.
 new_folders: list[Path] = []
 
 
-def _sweep_folder(runs_dir: str) -> str:
-    folder = Path(runs_dir, "sweeps", f"{datetime.now():%Y-%m-%d_%H-%M-%S}")
+def _sweep_folder(runs_dir: str, name: str | None, grid: str | None) -> str:
+    end = f"_{name or grid}" if name or grid else ""
+    times = (f"{datetime.now():%Y-%m-%d_%H-%M-%S}{f'-{count}' if count else ''}" for count in itertools.count())
+    folders = (Path(runs_dir, "sweeps", time + end) for time in times)
+    folder = next(path for path in folders if not path.exists())
     new_folders[:] = [path for path in (folder, folder.parent, folder.parent.parent) if not path.exists()]
     return str(folder)
 

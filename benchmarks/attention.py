@@ -1,64 +1,84 @@
-"""Ways to attend on a CPU, side by side: what the choice of `attention=sdpa` with folded heads rests on.
+"""Ways to attend on a CPU, side by side: what the choice of `attention=cpp`, and of sdpa's folded heads, rests on.
 
-    python benchmarks/attention.py        # about a minute; flex_attention needs a C++ compiler
+    python benchmarks/attention.py        # a minute or two; cpp and flex_attention need a C++ compiler
 
-8 rows, 4 query heads over 2 KV heads of 64, fp32: the bundled target. T query tokens over S cached ones, one layer.
+8 rows, 4 query heads over 2 KV heads of 64: the bundled target. T query tokens over S cached ones, one layer. The ways
+take turns, and each one's fastest turn counts, because other work on a machine only ever adds; times are then divided
+by that of reading K and V once, which takes its turns with them.
 """
 
+import argparse
 import time
-from statistics import median
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import flex_attention
 
 from magicdec.attention.base import Shape
+from magicdec.attention.cpp import CppAttention
 from magicdec.attention.sdpa import SdpaAttention
-from magicdec.measure.memory import read_bandwidth
 
 ROWS, KV_HEADS, GROUP, DIM = 8, 2, 2, 64
-REPEATS = 25
-
-
-def milliseconds(function) -> float:
-    """Median over alternating-free repeats, after a warm-up."""
-    for _ in range(3):
-        function()
-    times = []
-    for _ in range(REPEATS):
-        start = time.perf_counter()
-        function()
-        times.append(1e3 * (time.perf_counter() - start))
-    return median(times)
 
 
 @torch.inference_mode()
 def main() -> None:
     """Print a table in Markdown."""
-    bandwidth = read_bandwidth(torch.device("cpu"))
-    flex, folded = torch.compile(flex_attention, dynamic=False), SdpaAttention()
-    print("| S | T | read K and V once | sdpa, heads folded | sdpa, enable_gqa | two matmuls | flex_attention |")
-    print("| --- | --- | --- | --- | --- | --- | --- |")
-    for length in (4096, 8192):
-        k, v = torch.randn(2, ROWS, KV_HEADS, length, DIM)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 8192])
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--repeats", type=int, default=40)
+    args = parser.parse_args()
+    dtype = getattr(torch, args.dtype)
+    flex = torch.compile(flex_attention, dynamic=False)
+    backends = {"cpp": CppAttention(), "sdpa, heads folded": SdpaAttention()}
+    header = ["S", "T", "read K and V once, ms", *backends, "sdpa, enable_gqa", "two matmuls", "flex_attention"]
+    print(f"{args.dtype}, {torch.get_num_threads()} threads; times over that of reading K and V once\n")
+    print(f"| {' | '.join(header)} |\n|{' --- |' * len(header)}")
+    for length in args.lengths:
+        kv = torch.randn(2, ROWS, KV_HEADS, length, DIM).to(dtype)
+        k, v = kv
         seqlens = torch.full((ROWS,), length, dtype=torch.int32)
-        floor = 1e3 * 2 * k.numel() * 4 / bandwidth
+        bits = kv.view(torch.float32)
         for num_new in (1, 3, 5, 9):
-            q = torch.randn(ROWS, num_new, KV_HEADS * GROUP, DIM)
-            plan = folded.plan(seqlens, Shape(num_new, length, GROUP, q.dtype), None)
-            causal = torch.zeros(1, 1, num_new, length)
+            q = torch.randn(ROWS, num_new, KV_HEADS * GROUP, DIM).to(dtype)
+            causal = torch.zeros(1, 1, num_new, length, dtype=dtype)
             causal[..., -num_new:].masked_fill_(torch.ones(num_new, num_new).triu(1).bool(), float("-inf"))
-            cells = [
-                milliseconds(lambda q=q, plan=plan, k=k, v=v: folded.attend(q, k, v, plan)),
-                milliseconds(
-                    lambda q=q, m=causal, k=k, v=v: F.scaled_dot_product_attention(
-                        q.transpose(1, 2), k, v, attn_mask=m, enable_gqa=True
-                    )
-                ),
-                milliseconds(lambda q=q, m=causal, k=k, v=v: matmuls(q, k, v, m)),
-                flex_milliseconds(flex, q, k, v),
+            shape = Shape(num_new, length, GROUP, dtype)
+            plans = {name: backend.plan(seqlens, shape, None) for name, backend in backends.items()}
+            ways = [lambda bits=bits: bits.sum()]
+            ways += [
+                lambda b=backend, q=q, k=k, v=v, plan=plans[name]: b.attend(q, k, v, plan)
+                for name, backend in backends.items()
             ]
-            print(f"| {length} | {num_new} | {floor:.1f} | " + " | ".join(cells_text(cells)) + " |", flush=True)
+            ways += [
+                lambda q=q, k=k, v=v, mask=causal: F.scaled_dot_product_attention(
+                    q.transpose(1, 2), k, v, attn_mask=mask, enable_gqa=True
+                ),
+                lambda q=q, k=k, v=v, mask=causal: matmuls(q, k, v, mask),
+                lambda q=q, k=k, v=v: flexible(flex, q, k, v),
+            ]
+            floor, *times = fastest(ways, args.repeats)
+            cells = [f"{1e3 * floor:.2f}", *("failed" if t is None else f"{t / floor:.2f}" for t in times)]
+            print(f"| {length} | {num_new} | {' | '.join(cells)} |", flush=True)
+
+
+def fastest(ways, repeats) -> list[float | None]:
+    """Seconds of each way's fastest turn; None for one that fails at its first, untimed one."""
+    best: list[float | None] = []
+    for way in ways:
+        try:
+            way()
+            best.append(float("inf"))
+        except Exception:
+            best.append(None)
+    for _ in range(repeats):
+        for i, way in enumerate(ways):
+            if best[i] is not None:
+                start = time.perf_counter()
+                way()
+                best[i] = min(best[i], time.perf_counter() - start)
+    return best
 
 
 def matmuls(q_BTHD, k, v, mask):
@@ -68,22 +88,14 @@ def matmuls(q_BTHD, k, v, mask):
     return scores.softmax(-1) @ v
 
 
-def flex_milliseconds(flex, q, k, v) -> float | str:
+def flexible(flex, q, k, v):
     """Compiled flex_attention, causal over the last tokens."""
     offset = k.shape[2] - q.shape[1]
 
     def causal(score, _b, _h, q_index, k_index):
         return torch.where(q_index + offset >= k_index, score, -float("inf"))
 
-    try:
-        return milliseconds(lambda: flex(q.transpose(1, 2), k, v, score_mod=causal, enable_gqa=True))
-    except Exception as error:
-        return type(error).__name__
-
-
-def cells_text(cells) -> list[str]:
-    """Milliseconds, or the name of what went wrong."""
-    return [f"{cell:.1f}" if isinstance(cell, float) else cell for cell in cells]
+    return flex(q.transpose(1, 2), k, v, score_mod=causal, enable_gqa=True)
 
 
 if __name__ == "__main__":

@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
+from magicdec.attention import choice
 from magicdec.attention.base import Attention
 from magicdec.attention.sdpa import SdpaAttention
 from magicdec.cache.draft_cache import CACHES
-from magicdec.config import BatchConfig, Config, ModelChoice
+from magicdec.config import BatchConfig, Config, ModelChoice, gammas
 from magicdec.data import Prompts, load_prompts
 from magicdec.data.tokenizer import load_tokenizer
 from magicdec.drafts.base import DRAFTS
@@ -24,7 +25,7 @@ from magicdec.measure.footprint import Footprint, UniformAttention, footprint, l
 from magicdec.measure.memory import GIB
 from magicdec.models import checkpoint
 from magicdec.models.config import ModelConfig
-from magicdec.models.parallel import check_divides, replicates, share
+from magicdec.models.parallel import Share, check_divides, replicates, share
 from magicdec.models.transformer import Transformer
 from magicdec.tracking.progress import Progress
 from magicdec.verification.sampling import Sampling
@@ -61,6 +62,7 @@ class Plan:
     target: Model
     draft: Model | None
     device_name: str
+    why_attention: str  # why config.attention.name was chosen, for the log
 
     @property
     def fingerprints(self) -> dict[str, str]:
@@ -71,6 +73,14 @@ class Plan:
     def num_ranks(self) -> int:
         """Processes that the run takes."""
         return self.target.num_ranks
+
+    @property
+    def num_bytes(self) -> int:
+        """The memory that the run will take of each device, at the largest point of a profile."""
+        batch, scenario = self.config.batch, self.config.scenario
+        if scenario.name == "profile":
+            return estimate(self, max(scenario.batch_sizes), max(scenario.context_lens)).total
+        return estimate(self, int(batch.size), batch.context_len).total
 
 
 def plan(config: Config) -> Plan:
@@ -98,15 +108,23 @@ def plan(config: Config) -> Plan:
     target, draft = _divided(config, target, draft)
     if draft is not None:
         config = replace(config, draft=replace(config.draft, tensor_parallel=draft.num_ranks))
+    head_dims = [model.config.head_dim for model in (target, draft) if model is not None]
+    attention, why = choice.choose(config.attention.name, device, dtype, head_dims)
+    config = replace(config, attention=replace(config.attention, name=attention))
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
-    return Plan(config, device, dtype, target, draft, name)
+    return Plan(config, device, dtype, target, draft, name, why)
 
 
 def estimate(plan: Plan, num_rows: int, context_len: int) -> Footprint:
-    """Bytes that the run will take, of each device."""
+    """Bytes that the run will take of each device: of rank 0's, where there are several."""
     attention = UniformAttention() if plan.device.type == "cpu" else SdpaAttention()
-    target, *draft = (_on_meta(model, plan, attention) for model in (plan.target, plan.draft) if model)
-    return footprint(_engine(plan, target, draft[0] if draft else None), num_rows, context_len, is_audited(plan))
+    target, *draft = (
+        _without_weights(model, plan, attention, Share(0, model.num_ranks, 0, plan.num_ranks))
+        for model in (plan.target, plan.draft)
+        if model is not None
+    )
+    found = footprint(_engine(plan, target, draft[0] if draft else None), num_rows, context_len, is_audited(plan))
+    return replace(found, transient=found.transient + memory.workspace_bytes(plan.device))
 
 
 def check_memory(plan: Plan, num_rows: int, context_len: int) -> Footprint:
@@ -138,7 +156,11 @@ def is_audited(plan: Plan) -> bool:
 def engine(plan: Plan, progress: Progress) -> NativeEngine:
     """Load the weights and put the engine together."""
     torch.backends.cuda.matmul.allow_tf32 = False  # fp32 means fp32
-    attention = _attention(plan.config.attention.name, plan.device)
+    name = plan.config.attention.name
+    log.info(plan.why_attention)
+    with progress.task(f"attention={name}", total=1) as task:  # cpp is compiled at its first use
+        attention = choice.backend(name)()
+        task.advance(1)
     target = _load(plan.target, plan, attention, progress)
     return _engine(plan, target, _load(plan.draft, plan, attention, progress) if plan.draft else None)
 
@@ -152,7 +174,8 @@ def _engine(plan: Plan, target: Transformer, draft_model: Transformer | None) ->
         generate_len=c.batch.generate_len,
         prefill_chunk=c.batch.prefill_chunk,
         draft_name=c.draft.name,
-        gamma=_gamma(c),
+        gamma=max(gammas(c)),
+        gammas=gammas(c) if c.draft.gamma == "auto" else (),
         draft_options=_options(c.draft, "name", "gamma", "synthetic_acceptance", "model", "tensor_parallel"),
         policy=c.cache.policy,
         cache_options=_options(c.cache, "policy"),
@@ -172,6 +195,7 @@ def prompts(plan: Plan, tokenizer: object | None) -> Prompts:
         context_len=c.batch.context_len,
         seed=c.data.seed,
         path=c.data.path,
+        task=c.data.task,
         vocab_size=plan.target.config.vocab_size,
     )
 
@@ -191,10 +215,6 @@ def tokenizer(plan: Plan) -> object | None:
 def _options(group: object, *others: str) -> dict[str, Any]:
     """The keys of a group that a draft or a policy reads itself: all but `others`."""
     return {f.name: getattr(group, f.name) for f in fields(group) if f.name not in others}  # type: ignore[arg-type]
-
-
-def _gamma(config: Config) -> int:
-    return config.draft.gamma if config.draft.name != "none" else 0
 
 
 def _device(config: Config) -> tuple[torch.device, torch.dtype]:
@@ -242,6 +262,8 @@ def _divided(config: Config, target: Model, draft: Model | None) -> tuple[Model,
             )
         check_divides(draft.config, drafters, "draft.tensor_parallel")
         draft = drafter = replace(draft, num_ranks=drafters)
+    if ranks > 1 and config.draft.gamma == "auto":
+        raise UserError("draft.gamma=auto: ranks time for themselves and could disagree; set a number")
     policy = CACHES[config.cache.policy]
     has_cache = config.draft.name != "none" and DRAFTS[config.draft.name].has_cache
     if has_cache and policy.selects != "never" and replicates(drafter.config, drafters):
@@ -269,44 +291,36 @@ def _check_length(config: Config, target: Model, draft: Model | None) -> None:
             f"cache.policy={config.cache.policy} shows the draft {length} tokens, but it was trained for {trained}; "
             "use cache=streaming, which hides the distance"
         )
-    if config.cache.budget + config.draft.gamma + 1 >= trained:
+    if config.cache.budget + max(gammas(config)) + 1 >= trained:
         raise UserError(
-            f"cache.budget={config.cache.budget} + draft.gamma={config.draft.gamma} does not fit into the draft's "
+            f"cache.budget={config.cache.budget} + draft.gamma={max(gammas(config))} does not fit into the draft's "
             f"trained context of {trained} tokens; cache.budget={trained // 2} would"
         )
 
 
-def _on_meta(model: Model, plan: Plan, attention: Attention) -> Transformer:
-    """A model, or this rank's share of it, whose weights have a shape and a type but no storage."""
-    part = share(model.num_ranks)
+def _without_weights(model: Model, plan: Plan, attention: Attention, part: Share) -> Transformer:
+    """A share of a model, on the meta device: its weights have a shape and a type but no storage."""
     with torch.device("meta"):
         return Transformer(part.config(model.config), attention, part).to(plan.dtype).eval().requires_grad_(False)
 
 
 def _load(model: Model, plan: Plan, attention: Attention, progress: Progress) -> Transformer:
-    """The same on its device, with its weights."""
-    transformer = _on_meta(model, plan, attention)
+    """This rank's share of a model, on its device. Random weights are made there, in the run's own dtype."""
+    part = share(model.num_ranks)
+    transformer = _without_weights(model, plan, attention, part)
     if model.folder is None:
         transformer.to_empty(device=plan.device)
-        generator = torch.Generator(plan.device).manual_seed(transformer.share.rank)
-        for parameter in transformer.parameters():
-            parameter.normal_(0, 0.02, generator=generator) if parameter.dim() > 1 else parameter.fill_(1.0)
+        generator = torch.Generator(plan.device).manual_seed(part.rank)
+        for weight in transformer.parameters():
+            weight.normal_(0, 0.02, generator=generator) if weight.dim() > 1 else weight.fill_(1.0)
     else:
-        total = sum(parameter.numel() for parameter in transformer.parameters())
+        total = sum(weight.numel() for weight in transformer.parameters())
         with progress.task(f"loading {model.key}", total=total) as task:
-            state = checkpoint.load(
-                model.folder, model.config, plan.dtype, plan.device, task.advance, transformer.share
-            )
+            state = checkpoint.load(model.folder, model.config, plan.dtype, plan.device, task.advance, part)
         transformer.load_state_dict(state, assign=True)
     if plan.config.hardware.compile:
         transformer.compile_layers()
     return transformer.requires_grad_(False)
-
-
-def _attention(name: str, device: torch.device) -> Attention:
-    chosen = SdpaAttention()
-    log.info("attention=%s: using %s on %s", name, chosen.name, device)
-    return chosen
 
 
 def cpu_name() -> str:

@@ -72,12 +72,17 @@ class ModelChoice:
     architecture: Architecture | None = None
 
 
+AUTO_GAMMAS = (1, 2, 3, 5, 8)  # what draft.gamma=auto chooses among: a captured round each
+
+
 @dataclass
 class DraftConfig:
     """Who proposes. `name` is none or a registered draft."""
 
     name: str = MISSING
-    gamma: int = 0
+    gamma: int | str = ruled(
+        0, lambda value: value == "auto" or (isinstance(value, int) and value >= 0), "must be auto or at least 1"
+    )
     synthetic_acceptance: float | None = ruled(None, lambda value: 0 <= value <= 1, "must be between 0 and 1")
     model: ModelChoice | None = None
     tensor_parallel: int | None = at_least(1, default=None)
@@ -134,8 +139,9 @@ class BatchConfig:
 class DataConfig:
     """Where prompts come from."""
 
-    name: str = one_of("stdlib", "text", "prompts", "pg19", "repeat", "random", default=MISSING)
+    name: str = one_of("stdlib", "text", "prompts", "pg19", "repeat", "ruler", "random", default=MISSING)
     path: str | None = None
+    task: str | None = one_of("niah_single", "niah_multikey", "cwe", "vt", "qa", default=None)
     seed: int = at_least(0, default=0)
     save_prompts: bool = False
 
@@ -158,7 +164,7 @@ class SamplingConfig:
 class AttentionConfig:
     """Who computes attention."""
 
-    name: str = one_of("auto", "sdpa", default=MISSING)
+    name: str = one_of("auto", "sdpa", "cpp", default=MISSING)
 
 
 @dataclass
@@ -199,6 +205,16 @@ class WandbConfig:
 
 
 @dataclass
+class SweepConfig:
+    """How a multirun goes about its jobs."""
+
+    name: str | None = None
+    fail_fast: bool = MISSING
+    dry_run: bool = MISSING
+    objective: str = MISSING
+
+
+@dataclass
 class Config:
     """A whole run."""
 
@@ -214,7 +230,10 @@ class Config:
     scenario: ScenarioConfig = field(default_factory=ScenarioConfig)
     wandb: WandbConfig = field(default_factory=WandbConfig)
     runs_dir: str = MISSING
-    resume: bool = MISSING
+    resume: bool | str = ruled(
+        MISSING, lambda value: value in (True, False, "any_version"), "must be true, false or any_version"
+    )
+    sweep: SweepConfig = field(default_factory=SweepConfig)
 
 
 ConfigStore.instance().store(name="schema", node=Config)
@@ -249,6 +268,17 @@ def validate(config: Config) -> None:
     for mistakes in (_mistakes, _draft_mistakes):
         for mistake in mistakes(config):
             raise UserError(mistake)
+
+
+def gammas(config: Config) -> tuple[int, ...]:
+    """The gammas that a run may use: those that fit into the budget where it chooses itself, (0,) without a draft."""
+    draft, cache = config.draft, config.cache
+    if draft.name == "none":
+        return (0,)
+    if draft.gamma != "auto":
+        return (int(draft.gamma),)
+    unlimited = cache.policy == "full" or draft.name == "ngram"
+    return tuple(gamma for gamma in AUTO_GAMMAS if unlimited or gamma < cache.budget) or AUTO_GAMMAS[:1]
 
 
 def warnings(config: Config) -> list[str]:
@@ -295,6 +325,9 @@ def _mistakes(config: Config) -> Iterator[str]:
             yield f"{key}.architecture: {error}"
     if data.name in ("text", "prompts") and not data.path:
         yield f"data.path=null: data={data.name} needs a file or folder, as in data.path=FOLDER"
+    if (data.name == "ruler") != (data.task is not None):
+        valid = "choose one, as in data.task=niah_single" if data.task is None else "a task is for data=ruler alone"
+        yield f"data.task={data.task or 'null'}: {valid}"
     for name in NEEDED.get(scenario.name, ()):
         if not getattr(scenario, name):
             yield f"scenario.{name}=[]: scenario={scenario.name} needs at least one"
@@ -308,18 +341,19 @@ def _draft_mistakes(config: Config) -> Iterator[str]:
     draft, cache, scenario = config.draft, config.cache, config.scenario
     if draft.name == "none":
         return
-    if draft.gamma < 1:
-        yield f"draft.gamma={draft.gamma}: must be at least 1 with draft={draft.name}"
+    if draft.gamma == 0:
+        yield f"draft.gamma=0: must be auto or at least 1 with draft={draft.name}"
     if draft.name == "model" and draft.model is None:
         yield "draft.model=null: draft.name=model needs one; choose draft=model target@draft.model=NAME"
     if cache.policy != "full" and draft.name != "ngram":  # full ignores the budget, and ngram has no cache
         if cache.budget <= cache.num_sink:
             sinks = f"cache.num_sink={cache.num_sink}"
             yield f"cache.budget={cache.budget}: must be above {sinks}, to hold the sinks and a window of at least 1"
-        gammas = {"draft.gamma": [draft.gamma]} if scenario.name != "profile" else {"scenario.gammas": scenario.gammas}
-        for key, values in gammas.items():
-            if max(values) >= cache.budget:
-                yield f"{key}={max(values)}: must be below cache.budget={cache.budget}"
+        key, values = "draft.gamma", gammas(config)
+        if scenario.name == "profile":
+            key, values = "scenario.gammas", tuple(scenario.gammas)
+        if max(values) >= cache.budget:
+            yield f"{key}={max(values)}: must be below cache.budget={cache.budget}"
     if scenario.name == "compare" and draft.synthetic_acceptance is None:
         noise = [f"{key}.weights=random" for key, model in _models(config).items() if model.weights == "random"]
         for source in [*noise, "data=random"] if config.data.name == "random" else noise:

@@ -1,4 +1,4 @@
-"""The one exception that stands for a user's mistake."""
+"""Exceptions that the command line has its own answers to."""
 
 
 class UserError(ValueError):
@@ -6,3 +6,7 @@ class UserError(ValueError):
 
     `launch.py` prints it without a traceback and exits with code 2.
     """
+
+
+class JobFailed(Exception):
+    """A job that has failed and whose error is on stderr already; its argument is the exit code."""

@@ -1,8 +1,14 @@
 """Settings for all tests."""
 
+import logging
+import os
+
+import pytest
 import torch
 
-torch.set_num_threads(1)  # the models here are so small that a second thread only waits
+# The models here are so small that a second thread only waits; on a busy machine the threads wait for each other.
+torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"  # of the programs that tests start
 
 
 def pytest_configure(config):
@@ -12,9 +18,17 @@ def pytest_configure(config):
 
 def pytest_collection_modifyitems(items):
     """Skip the marked tests where there is no GPU."""
-    import pytest
-
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture
+def hydra_logging():
+    """Undo what Hydra does to the root logger: its handlers write to what pytest has closed by the next test."""
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)

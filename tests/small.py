@@ -37,7 +37,7 @@ def small_model(seed: int = 0, spread: float = 0.25, **overrides) -> Transformer
 def noisy_copy(model: Transformer, noise: float, seed: int = 1) -> Transformer:
     """The same model with disturbed weights: a draft that agrees often, but not always."""
     generator = torch.Generator().manual_seed(seed)
-    copy = Transformer(model.config, SdpaAttention()).eval()
+    copy = Transformer(model.config, model.attention).eval()
     copy.load_state_dict(model.state_dict())
     for parameter in copy.parameters():
         if parameter.dim() > 1:

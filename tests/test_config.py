@@ -8,7 +8,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from magicdec.cache.draft_cache import CACHES
-from magicdec.config import Architecture, Config, Scaling, load, to_dict, to_yaml, validate, warnings
+from magicdec.config import Architecture, Config, Scaling, gammas, load, to_dict, to_yaml, validate, warnings
 from magicdec.drafts.base import DRAFTS
 from magicdec.errors import UserError
 from magicdec.models.config import ModelConfig, RopeScaling
@@ -121,7 +121,9 @@ def test_the_first_run_needs_no_warning(default):
         ({"batch__generate_len": 1}, "batch.generate_len=1: must be at least 2"),
         ({"batch__num_batches": 0}, "batch.num_batches=0: must be at least 1"),
         ({"batch__prefill_chunk": 0}, "batch.prefill_chunk=0: must be at least 1"),
-        ({"draft__gamma": 0}, "draft.gamma=0: must be at least 1"),
+        ({"draft__gamma": 0}, "draft.gamma=0: must be auto or at least 1"),
+        ({"draft__gamma": -1}, "draft.gamma=-1: must be auto or at least 1"),
+        ({"draft__gamma": "best"}, "draft.gamma=best: must be auto or at least 1"),
         ({"draft__gamma": 128}, "draft.gamma=128: must be below cache.budget=128"),
         ({"cache__budget": 4}, "cache.budget=4: must be above cache.num_sink=4"),
         ({"cache__budget": -1}, "cache.budget=-1: must be above cache.num_sink=4"),
@@ -135,7 +137,10 @@ def test_the_first_run_needs_no_warning(default):
         ({"target__architecture__num_heads": 3}, "target.architecture: num_heads=3 is not a multiple"),
         ({"data__name": "random"}, "data=random: acceptance cannot be measured on noise"),
         ({"data__name": "text"}, "data.path=null: data=text needs a file or folder"),
-        ({"data__name": "book"}, "data.name=book: must be one of stdlib, text, prompts, pg19, repeat, random"),
+        ({"data__name": "book"}, "data.name=book: must be one of stdlib, text, prompts, pg19, repeat, ruler, random"),
+        ({"data__name": "ruler"}, "data.task=null: choose one, as in data.task=niah_single"),
+        ({"data__task": "vt"}, "data.task=vt: a task is for data=ruler alone"),
+        ({"data__name": "ruler", "data__task": "qwe"}, "data.task=qwe: must be one of niah_single, niah_multikey, cwe"),
         ({"data__seed": -1}, "data.seed=-1: must be at least 0"),
         ({"sampling__temperature": -0.5}, "sampling.temperature=-0.5: must be 0 (greedy) or from 0.0001 to 10,000"),
         (
@@ -180,10 +185,25 @@ def test_mistakes_in_a_draft_model_and_a_profile(default):
         {"cache__budget": 5},
         {"draft__name": "ngram", "cache__budget": 0},
         {"draft__gamma": 127},
+        {"draft__gamma": "auto", "cache__budget": 5},
     ],
 )
 def test_the_edges_of_what_is_valid(default, changes):
     validate(changed(default, **changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, (3,)),
+        ({"draft__gamma": "auto"}, (1, 2, 3, 5, 8)),
+        ({"draft__gamma": "auto", "cache__budget": 6}, (1, 2, 3, 5)),
+        ({"draft__gamma": "auto", "draft__name": "ngram", "cache__budget": 6}, (1, 2, 3, 5, 8)),
+        ({"draft__gamma": "auto", "draft__name": "none"}, (0,)),
+    ],
+)
+def test_the_gammas_that_a_run_may_use(default, changes, expected):
+    assert gammas(changed(default, **changes)) == expected
 
 
 @pytest.mark.parametrize(

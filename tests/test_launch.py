@@ -24,10 +24,10 @@ def here(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def run(here, monkeypatch, capsys):
+def run(here, monkeypatch, capsys, hydra_logging):
     """The command line in this process, with a function in place of the scenario."""
 
-    def with_arguments(*arguments, scenario=lambda config, in_sweep: None):
+    def with_arguments(*arguments, scenario=lambda config, job: {}):
         monkeypatch.setattr("magicdec.scenarios.run", scenario)
         monkeypatch.setattr(sys, "argv", ["launch.py", *arguments])
         code = launch.main()
@@ -78,6 +78,10 @@ def test_what_hydra_and_omegaconf_find_is_explained(monkeypatch, overrides, erro
     ("arguments", "error"),
     [
         (["draft.gamma=128"], "error: draft.gamma=128: must be below cache.budget=128"),
+        (
+            ["draft.gamma=1", "-m", "cache.budget=64"],
+            "error: unrecognized arguments: cache.budget=64; flags such as -m come before",
+        ),
         (["--target=tiny"], "error: unrecognized arguments: --target=tiny; keys are set without dashes: key=value"),
         (["-m", "target=tiny,tini"], "error: target=tini: no such option; one of: "),
     ],
@@ -107,14 +111,14 @@ def test_a_mistake_in_a_file_names_the_file(run, here, text, error):
 
 def test_a_run_gets_a_typed_configuration_and_hydra_leaves_no_files(run, here):
     got = []
-    assert run("draft.gamma=2", scenario=lambda config, in_sweep: got.append(config)) == (0, "")
+    assert run("draft.gamma=2", scenario=lambda config, job: got.append(config) or {}) == (0, "")
     assert got[0].draft.gamma == 2
     assert not list(here.iterdir())
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, ValueError])
 def test_a_failure_shows_its_traceback(run, kind):
-    def crash(config, in_sweep):
+    def crash(config, job):
         raise kind("the disk is on fire")
 
     code, err = run(scenario=crash)
@@ -124,14 +128,14 @@ def test_a_failure_shows_its_traceback(run, kind):
 
 
 def test_a_mistake_found_in_the_run_is_one_line(run):
-    def refuse(config, in_sweep):
+    def refuse(config, job):
         raise UserError("target.path=x holds\nno weights")
 
     assert run(scenario=refuse) == (launch.USER_ERROR, "error: target.path=x holds no weights\n")
 
 
 def test_an_interrupt_ends_it(run):
-    def interrupt(config, in_sweep):
+    def interrupt(config, job):
         raise KeyboardInterrupt
 
     assert run(scenario=interrupt) == (launch.INTERRUPTED, "interrupted\n")
@@ -140,19 +144,22 @@ def test_an_interrupt_ends_it(run):
 def test_a_failing_job_does_not_stop_a_sweep(run, here):
     ran = []
 
-    def scenario(config, in_sweep):
+    def scenario(config, job):
         ran.append((config.draft.gamma, config.cache.budget))
         if config.draft.gamma == 2:
             raise UserError("draft.gamma=2 is unlucky")
+        return {}
 
     narrowed = ["draft.gamma=2,64,4", "cache.budget=64"]
-    code, err = run("-m", "+sweeps=gamma_x_budget", *narrowed, "runs_dir=results", scenario=scenario)
+    code, err = run(
+        "-m", "hydra/launcher=basic", "+sweeps=gamma_x_budget", *narrowed, "runs_dir=results", scenario=scenario
+    )
     assert code == launch.USER_ERROR
     assert ran == [(2, 64), (4, 64)]
     first, second = err.splitlines()
     assert re.fullmatch(r"error: job 0 \(draft.gamma=2 .*\): draft.gamma=2 is unlucky", first)
     assert re.fullmatch(r"error: job 1 \(draft.gamma=64 .*\): draft.gamma=64: must be below cache.budget=64", second)
-    (sweep,) = (here / "results" / "sweeps").iterdir()
+    (sweep,) = (here / "results" / "sweeps").glob("*_gamma_x_budget")
     assert [path.name for path in sweep.iterdir()] == ["multirun.yaml"]
     assert [path.name for path in here.iterdir()] == ["results"]
 

@@ -78,6 +78,28 @@ def test_two_ranks_leave_what_one_leaves(tmp_path):
     assert one == two
 
 
+def test_an_adaptive_gamma_is_lossless_and_logged(tmp_path):
+    done = launch(tmp_path, "draft.gamma=auto")
+    assert done.returncode == 0, done.stderr
+    assert "gamma auto" in done.stdout
+    (result,) = results(tmp_path)
+    assert result["lossless/identical"] is True
+    (path,) = tmp_path.glob("*/history.jsonl")
+    gammas = [json.loads(line)["gamma"] for line in path.read_text().splitlines()]
+    assert result["gamma"] in gammas
+    assert set(gammas) <= {0, 1, 2, 3, 5, 8}
+
+
+def test_a_task_is_scored_both_ways(tmp_path):
+    done = launch(tmp_path, "data=ruler", "data.task=vt", "batch.context_len=1024")
+    assert done.returncode == 0, done.stderr
+    assert "accuracy" in done.stdout
+    (result,) = results(tmp_path)
+    assert 0 <= result["autoregressive/accuracy"] == result["speculative/accuracy"] <= 1
+    (path,) = tmp_path.glob("*/generations.jsonl")
+    assert all(len(json.loads(line)["answers"]) == 5 for line in path.read_text().splitlines())
+
+
 def test_a_sweep_goes_on_where_it_stood(tmp_path):
     assert launch(tmp_path, "-m", "draft.gamma=1,2").returncode == 0
     before = {r["id"]: r["finished"] for r in results(tmp_path)}

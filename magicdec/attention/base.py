@@ -31,6 +31,16 @@ class Attention(ABC, Generic[Plan]):
 
     name: str
 
+    @classmethod
+    def obstacle(cls, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+        """Why it cannot be used there, as what follows its name in a sentence; None where it can."""
+        return None
+
+    @classmethod
+    def delay(cls) -> str | None:
+        """What would have to be waited for before its first use, in the same way; None where it is ready."""
+        return None
+
     @abstractmethod
     def plan(self, seqlens_B: Tensor, shape: Shape, window: int | None) -> Plan:
         """Prepare a forward pass. `seqlens_B` (int32) counts each row's valid entries, the T new ones included; with

@@ -32,7 +32,7 @@ class Point(NamedTuple):
     policy: str
     budget: int
     context_len: int
-    task: str  # the text it was measured on: data.name, or a paper's data set
+    task: str  # the text it was measured on: data.task, data.name, or a paper's data set
     alpha: float
     source: str
     measured: bool = False  # in a run of our own
@@ -147,15 +147,22 @@ def _point(config: dict[str, Any], result: dict[str, Any], run: str) -> Point | 
     draft = config["draft"]
     return Point(
         target=config["target"]["name"],
-        draft=draft["model"]["name"] if draft["name"] == "model" else draft["name"],
+        draft=draft_name(draft["name"], (draft.get("model") or {}).get("name"), draft.get("num_layers")),
         policy=config["cache"]["policy"],
         budget=int(config["cache"]["budget"]),
         context_len=int(config["batch"]["context_len"]),
-        task=config["data"]["name"],
+        task=config["data"].get("task") or config["data"]["name"],
         alpha=float(result["alpha"]),
         source=f"run {run}",
         measured=True,
     )
+
+
+def draft_name(kind: str, model: str | None, num_layers: int | None) -> str:
+    """What acceptance is known under: an independent draft's own name, or the kind, with the layers that it keeps."""
+    if kind == "model" and model is not None:
+        return model
+    return f"layer_skip-{num_layers}" if kind == "layer_skip" else kind
 
 
 def is_same(a: int, b: int) -> bool:
@@ -166,7 +173,7 @@ def is_same(a: int, b: int) -> bool:
 def _is_exact(policy: str, budget: int, context_len: int) -> bool:
     """Whether a self-draft's view holds everything, unquantized."""
     cost = POLICIES.get(policy)
-    return cost is not None and cost.kv_bytes is None and (cost.reads_everything or budget >= context_len)
+    return cost is not None and not cost.quantized and (cost.reads_everything or budget >= context_len)
 
 
 def _describe(points: Sequence[Point]) -> str:

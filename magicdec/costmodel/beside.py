@@ -1,6 +1,6 @@
 """The prediction beside a run: a warning before it, and predicted values with their errors after it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from magicdec.costmodel.acceptance import Curves
@@ -19,10 +19,13 @@ MEASURED = {
 
 
 def warning(
-    setup: Setup, gamma: int, curves: Curves, alpha: float | None = None, task: str | None = None
+    setup: Setup, gammas: Sequence[int], curves: Curves, alpha: float | None = None, task: str | None = None
 ) -> str | None:
-    """What to tell before a run that is predicted below 1x, or never to pay; None where there is nothing to tell."""
-    prediction = predict(setup, (gamma,), alpha, curves, task)
+    """What to tell before a run that is predicted below 1x, or never to pay; None where there is nothing to tell.
+
+    Of several gammas the best counts.
+    """
+    prediction = predict(setup, gammas, alpha, curves, task)
     best = prediction.best
     hopeless = best.speedup is None and best.break_even_alpha is None
     return verdict(prediction) if hopeless or (best.speedup is not None and best.speedup < 1.0) else None

@@ -6,7 +6,7 @@ from math import ceil
 from typing import Any, NamedTuple
 
 from magicdec.costmodel.hardware import Hardware
-from magicdec.costmodel.policies import Policy, policy_named
+from magicdec.costmodel.policies import DEFAULTS, Policy, Settings, policy_named
 from magicdec.costmodel.roofline import (
     BF16,
     Pass,
@@ -20,25 +20,30 @@ from magicdec.errors import UserError
 from magicdec.models.config import ModelConfig
 
 DRAFT_RANKS = 4  # the reference ran independent drafts on 4 of its 8 GPUs: TinyLlama has 4 KV heads
-DRAFT_KINDS = ("self", "model", "ngram")
+DRAFT_KINDS = ("self", "model", "ngram", "layer_skip")
 QUANTIZED_BYTES = {"int8": 1.0, "int4": 0.5}  # of a weight
 
 
 @dataclass(frozen=True)
 class DraftSpec:
-    """What proposes: the target itself, a model of its own, or the text (`ngram`, which takes no time to speak of)."""
+    """What proposes: the target itself, its first `num_layers` layers, a model of its own, or the text (`ngram`), which
+    takes no time to speak of.
+    """
 
     kind: str = "self"
     name: str = "self"
-    model: ModelConfig | None = None
+    model: ModelConfig | None = None  # of an independent draft
     tensor_parallel: int | None = None  # ranks of an independent draft; None: at most DRAFT_RANKS
     quantization: str = "none"
+    num_layers: int | None = None  # of layer_skip
 
     def __post_init__(self) -> None:
         if self.kind not in DRAFT_KINDS:
             raise UserError(f"draft={self.kind} has no cost model; one of: {', '.join(DRAFT_KINDS)}")
         if (self.kind == "model") != (self.model is not None):
             raise UserError(f"draft={self.kind} with draft.model={self.name}: a model is for draft=model alone")
+        if (self.kind == "layer_skip") != (self.num_layers is not None):
+            raise UserError(f"draft={self.kind} with draft.num_layers={self.num_layers}: for draft=layer_skip alone")
         if self.quantization not in ("none", *QUANTIZED_BYTES):
             valid = ", ".join(("none", *QUANTIZED_BYTES))
             raise UserError(f"draft.quantization={self.quantization} has no cost model; one of: {valid}")
@@ -57,18 +62,22 @@ class Setup:
     budget: int = 512
     target_name: str = "target"
     element_bytes: float = BF16  # of weights, keys, values and activations, where nothing is quantized
+    settings: Settings = DEFAULTS
 
     def __post_init__(self) -> None:
         for key, value in (("batch.size", self.batch), ("batch.context_len", self.context)):
             if value < 1:
                 raise UserError(f"{key}={value} must be at least 1")
+        if self.draft.num_layers is not None and not 1 <= self.draft.num_layers < self.target.num_layers:
+            valid = f"must be from 1 to {self.target.num_layers - 1}"
+            raise UserError(f"draft.num_layers={self.draft.num_layers}: {valid}, fewer than the target has")
         if self.budget < 1 and not policy_named(self.policy).reads_everything:
             raise UserError(f"cache.budget={self.budget} must be at least 1")
 
     @cached_property
     def cache(self) -> Policy:
         """The costs of the policy."""
-        return policy_named(self.policy)
+        return policy_named(self.policy, self.settings)
 
     @property
     def ranks(self) -> int:
@@ -78,6 +87,8 @@ class Setup:
     @property
     def draft_model(self) -> ModelConfig:
         """The model that drafts."""
+        if self.draft.num_layers is not None:
+            return replace(self.target, num_layers=self.draft.num_layers, sliding_layers=())
         return self.draft.model or self.target
 
     @property
@@ -184,7 +195,7 @@ def draft_time(setup: Setup, gamma: int) -> StepTime:
 
 def select_time(setup: Setup, gamma: int) -> StepTime:
     """T_select: what a draft step of a dynamic policy spends on choosing its entries."""
-    if setup.cache.select_bytes is None or setup.draft.kind == "ngram":
+    if setup.draft.kind == "ngram":
         return StepTime()
     kv_heads = ceil(setup.draft_model.num_kv_heads / setup.draft_ranks)
     moved = setup.batch * setup.cache.select_bytes(setup.draft_model, kv_heads, setup.context, gamma)
@@ -214,7 +225,7 @@ def memory(setup: Setup, gamma: int, generate_len: int = 0) -> Memory:
     draft_weights = draft_kv = 0.0
     if draft.kind == "model" or draft.quantization != "none":
         draft_weights = weight_count(setup.draft_model, setup.draft_ranks) * setup.draft_weight_bytes
-    shared = draft.kind == "self" and setup.policy == "full"  # reads the target's own cache
+    shared = draft.kind in ("self", "layer_skip") and setup.policy == "full"  # reads the target's own cache
     if draft.kind != "ngram" and cache.static and not shared:
         entries = min(cache.tokens_read(length, setup.budget), length) + gamma + 1
         draft_kv = setup.batch * kv_elements(setup.draft_model, setup.draft_ranks) * entries * setup.draft_kv_bytes

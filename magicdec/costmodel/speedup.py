@@ -37,17 +37,27 @@ def alpha_from_acceptance_length(length: float, gamma: int) -> float:
     A measured length may lie a rounding error outside [1, gamma + 1]; it is taken as the nearer end. With gamma = 0
     nothing is proposed, so every alpha fits and 0 is returned.
     """
-    _check_gamma(gamma)
+    return alpha_of_rounds(length, {gamma: 1})
+
+
+def alpha_of_rounds(length: float, rounds: Mapping[int, int]) -> float:
+    """The same where gamma varied: `length` is the mean over all rounds, `rounds` how many there were of each gamma."""
+    for gamma in rounds:
+        _check_gamma(gamma)
     if not np.isfinite(length):
         raise UserError(f"acceptance_length={length} is not a number")
-    if length <= 1.0 or gamma == 0:
+
+    def expected(alpha: float) -> float:
+        return sum(n * omega(gamma, alpha) for gamma, n in rounds.items()) / sum(rounds.values())
+
+    if length <= 1.0 or expected(1.0) == 1.0:
         return 0.0
-    if length >= gamma + 1:
+    if length >= expected(1.0):
         return 1.0
     low, high = 0.0, 1.0
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
-        low, high = (middle, high) if omega(gamma, middle) < length else (low, middle)
+        low, high = (middle, high) if expected(middle) < length else (low, middle)
     return (low + high) / 2
 
 

@@ -2,14 +2,14 @@
 
 from typing import Any
 
-from magicdec.data import pg19, prompts, random, repeat, stdlib, text
+from magicdec.data import pg19, prompts, random, repeat, ruler, stdlib, text
 from magicdec.data.base import Document, Encoder, Prompts, cut_windows
 from magicdec.data.tokenizer import load_tokenizer
 from magicdec.errors import UserError
 
 __all__ = ["CORPORA", "Document", "Encoder", "Prompts", "cut_windows", "load_prompts", "load_tokenizer"]
 
-CORPORA = ("stdlib", "text", "prompts", "pg19", "repeat", "random")
+CORPORA = ("stdlib", "text", "prompts", "pg19", "repeat", "ruler", "random")
 
 
 def load_prompts(
@@ -20,13 +20,14 @@ def load_prompts(
     context_len: int,
     seed: int,
     path: str | None = None,
+    task: str | None = None,
     vocab_size: int,
 ) -> Prompts:
     """Prompts of the corpus called `name`, one of CORPORA: `num_rows` rows (batch size times batches).
 
     Every row has exactly `context_len` tokens and no two rows overlap, except for `prompts`, whose rows are as long as
     the user wrote them, and at most that. `tokenizer` is a transformers tokenizer (unused, and may be None, for
-    `random`), `vocab_size` the model's. The same arguments give the same prompts.
+    `random`), `vocab_size` the model's, `task` one of ruler's. The same arguments give the same prompts.
 
     Raises UserError where the corpus is missing, malformed or too short, or the tokenizer does not fit the model.
     """
@@ -40,6 +41,12 @@ def load_prompts(
         loaded = prompts.load(tokenizer, path=path, num_rows=num_rows, context_len=context_len)
     elif name == "stdlib":
         loaded = stdlib.load(Encoder.of(tokenizer), num_rows=num_rows, context_len=context_len, seed=seed)
+    elif name == "ruler":
+        if task not in ruler.TASKS:
+            raise UserError(f"data.task={task} is unknown; valid: {', '.join(ruler.TASKS)}")
+        loaded = ruler.load(
+            Encoder.of(tokenizer), task=task, path=path, num_rows=num_rows, context_len=context_len, seed=seed
+        )
     else:
         load = {"text": text.load, "pg19": pg19.load, "repeat": repeat.load}[name]
         loaded = load(Encoder.of(tokenizer), path=path, num_rows=num_rows, context_len=context_len, seed=seed)

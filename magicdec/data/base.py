@@ -30,20 +30,22 @@ class Prompts:
     """Token ids to decode from, one list per row.
 
     `tokens[i]` came from `sources[i]`, such as `asyncio#2@4096`: the document, its section, the first token.
-    `fingerprint` identifies the token ids: two runs with the same one decoded the same prompts.
+    `fingerprint` identifies the token ids: two runs with the same one decoded the same prompts. `answers[i]`, where
+    the corpus is a task, is what the output of row i should contain.
     """
 
     tokens: list[list[int]]
     sources: list[str]
     fingerprint: str
+    answers: Sequence[list[str]] = ()
 
     @classmethod
-    def of(cls, tokens: list[list[int]], sources: list[str]) -> "Prompts":
+    def of(cls, tokens: list[list[int]], sources: list[str], answers: Sequence[list[str]] = ()) -> "Prompts":
         """Prompts with their fingerprint, 16 hexadecimal digits over all token ids in order."""
         digest = hashlib.sha256()
         for row in tokens:
             digest.update(_bytes([len(row), *row]))
-        return cls(tokens, sources, digest.hexdigest()[:16])
+        return cls(tokens, sources, digest.hexdigest()[:16], answers)
 
     def __len__(self) -> int:
         return len(self.tokens)

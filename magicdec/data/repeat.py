@@ -6,7 +6,7 @@ its copy begins; a policy that retrieves finds it.
 
 import random
 
-from magicdec.data import stdlib, text
+from magicdec.data import text
 from magicdec.data.base import Encoder, Prompts
 from magicdec.errors import UserError
 
@@ -26,10 +26,7 @@ def load(encoder: Encoder, *, path: str | None, num_rows: int, context_len: int,
         raise UserError(
             f"batch.context_len={context_len}: data=repeat needs at least {5 * SHORTEST_CUE + first} tokens"
         )
-    if path is None:
-        windows = stdlib.load(encoder, num_rows=num_rows, context_len=length, seed=seed)
-    else:
-        windows = text.load(encoder, path=path, num_rows=num_rows, context_len=length, seed=seed)
+    windows = text.load_or_stdlib(encoder, path=path, num_rows=num_rows, context_len=length, seed=seed)
     tokens, sources = [], []
     for row, source in zip(windows.tokens, windows.sources, strict=True):
         start = random.Random(f"{seed}/{source}").randint(first, first + length // 4)

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from magicdec.data import stdlib
 from magicdec.data.base import Encoder, Prompts, cut_windows
 from magicdec.errors import UserError
 
@@ -17,6 +18,13 @@ def load(encoder: Encoder, *, path: str | None, num_rows: int, context_len: int,
     if path is None:
         raise UserError("data=text needs data.path=FILE_OR_FOLDER")
     return windows_of(Path(path), f"data=text data.path={path}", SUFFIXES, encoder, num_rows, context_len, seed)
+
+
+def load_or_stdlib(encoder: Encoder, *, path: str | None, num_rows: int, context_len: int, seed: int) -> Prompts:
+    """Windows of the files at `path`, or, where it is None, of the held-out standard library."""
+    if path is None:
+        return stdlib.load(encoder, num_rows=num_rows, context_len=context_len, seed=seed)
+    return load(encoder, path=path, num_rows=num_rows, context_len=context_len, seed=seed)
 
 
 def windows_of(

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from magicdec.cache.kv_cache import KVCache
-from magicdec.decoding.graphs import Cycle, Step
+from magicdec.decoding.adaptive import AdaptiveCycle
+from magicdec.decoding.graphs import Captures, Cycle, Step
 from magicdec.decoding.prefill import prefill
 from magicdec.decoding.state import State
 from magicdec.drafts.base import Draft, Proposal
@@ -36,7 +37,7 @@ class Generation:
     committed_RB: Tensor  # tokens committed, cut at ends of sequence and at limits
     round_seconds: list[float]  # end of each round since the start of decoding
     draft_prefill_seconds: float = 0.0
-    gamma: int = field(default=0)
+    gammas: list[int] = field(default_factory=list)  # of each round; 0 where nothing was proposed
     generate_len: int = 0  # the limit of every row
 
 
@@ -55,8 +56,8 @@ class Decoder:
         self.target, self.cache, self.state, self.sampling = target, cache, state, sampling
         self.synthetic_acceptance = synthetic_acceptance
         self.device = cache.seqlens_B.device
-        self.graphs = graphs
-        self._steps: dict[Draft | None, Cycle] = {}
+        self.captures = Captures(self.device) if graphs and self.device.type == "cuda" else None
+        self._steps: dict[tuple[Draft | None, int | None], Cycle | AdaptiveCycle] = {}
 
     @torch.inference_mode()
     def prefill(self, chunk: int, progress: Progress = silent) -> float:
@@ -139,24 +140,43 @@ class Decoder:
             clock.mark()
             stop.post()
             progress(1)
-        return self._collect(clock.seconds(), draft_seconds, draft.gamma if draft else 0)
+        seconds = clock.seconds()
+        fixed = [draft.gamma if draft else 0] * len(seconds)
+        return self._collect(seconds, draft_seconds, step.gammas if isinstance(step, AdaptiveCycle) else fixed)
 
-    def step(self, draft: Draft | None) -> Cycle:
-        """The captured (or plain) step for a draft; a capture disturbs the state, so `restart` follows."""
-        if draft not in self._steps:
+    def step(self, draft: Draft | None) -> Cycle | AdaptiveCycle:
+        """The step for a draft, of its gamma or of the best of its gammas. What is captured or timed the first time
+        disturbs the state, so `restart` follows.
+        """
+        if draft is None or not draft.gammas:
+            return self.cycle(draft, draft.gamma if draft else 0)
+        if (draft, None) not in self._steps:
+            cycles = {gamma: self.cycle(draft, gamma) for gamma in draft.gammas}
+            self._steps[draft, None] = AdaptiveCycle({0: self.cycle(None, 0)} | cycles, self.state)
+        return self._steps[draft, None]
+
+    def cycle(self, draft: Draft | None, gamma: int) -> Cycle:
+        """The captured (or plain) step for a draft that proposes `gamma` tokens."""
+        if (draft, gamma) not in self._steps:
             bodies: list[Callable[[], None]] = [self.decode_token]
             if draft is not None:
-                bodies = [partial(self.round, draft, phase) for phase in range(draft.phases)]
+                bodies = [partial(self._round_of, draft, gamma, phase) for phase in range(draft.phases)]
             # Rows that finish in a rehearsal stay within their buffers; only the rounds are counted without an end.
             undo = self.state.forget_rounds
-            self._steps[draft] = Cycle([Step(body, self.device, self.graphs, undo) for body in bodies])
-        return self._steps[draft]
+            self._steps[draft, gamma] = Cycle([Step(body, self.captures, undo) for body in bodies])
+        step = self._steps[draft, gamma]
+        assert isinstance(step, Cycle)
+        return step
+
+    def _round_of(self, draft: Draft, gamma: int, phase: int) -> None:
+        draft.gamma = gamma
+        self.round(draft, phase)
 
     def forget_steps(self) -> None:
         """Release captures, and what they hold."""
         self._steps.clear()
 
-    def _collect(self, round_seconds: list[float], draft_seconds: float, gamma: int) -> Generation:
+    def _collect(self, round_seconds: list[float], draft_seconds: float, gammas: list[int]) -> Generation:
         """Read the counters back, once."""
         state, rounds = self.state, len(round_seconds)
         tokens, starts, ends = state.tokens_BS.tolist(), state.prompt_len_B.tolist(), state.num_tokens_B.tolist()
@@ -166,7 +186,7 @@ class Decoder:
             committed_RB=state.committed_RB[:rounds].to("cpu", copy=True),
             round_seconds=round_seconds,
             draft_prefill_seconds=draft_seconds,
-            gamma=gamma,
+            gammas=gammas,
             generate_len=state.max_len - state.max_prompt_len,
         )
 
@@ -178,24 +198,26 @@ class _StopFlag:
     """
 
     def __init__(self, finished_B: Tensor):
-        self._finished_B = finished_B
-        self._pending: list[tuple[torch.cuda.Event, Tensor]] = []
+        self._finished_B, self._posted, self._read = finished_B, 0, 0
+        if finished_B.is_cuda:  # two of each: of the round that runs, and of the one before
+            self._flags = torch.zeros(2, dtype=torch.bool, pin_memory=True)
+            self._events = [torch.cuda.Event() for _ in range(2)]
 
     def post(self) -> None:
         """Ask for the flag as it stands after the work queued so far."""
         if self._finished_B.is_cuda:
-            copy = torch.empty((), dtype=torch.bool, pin_memory=True)
-            copy.copy_(self._finished_B.all(), non_blocking=True)
-            event = torch.cuda.Event()
-            event.record()
-            self._pending.append((event, copy))
+            slot = self._posted % 2
+            self._flags[slot].copy_(self._finished_B.all(), non_blocking=True)
+            self._events[slot].record()
+            self._posted += 1
 
     def raised(self) -> bool:
         """On a CPU the flag of now; on a GPU that of the round before the last one queued."""
         if not self._finished_B.is_cuda:
             return bool(self._finished_B.all())
-        if len(self._pending) < 2:
+        if self._posted - self._read < 2:
             return False
-        event, flag = self._pending.pop(0)
-        event.synchronize()
-        return bool(flag)
+        slot = self._read % 2
+        self._events[slot].synchronize()
+        self._read += 1
+        return bool(self._flags[slot])

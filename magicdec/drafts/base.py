@@ -58,7 +58,10 @@ class Draft(ABC):
     has_cache: ClassVar[bool] = True
     # Whether it is a model of its own rather than the target.
     needs_model: ClassVar[bool] = False
+    # Tokens that the next round proposes; at most the DraftSpec's.
     gamma: int
+    # What it may be set to while decoding, where it adapts.
+    gammas: tuple[int, ...] = ()
 
     @classmethod
     @abstractmethod

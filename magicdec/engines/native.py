@@ -52,6 +52,7 @@ class NativeEngine:
     draft_name: str = "none"
     draft_model: Transformer | None = None
     gamma: int = 0
+    gammas: tuple[int, ...] = ()  # to choose among while decoding, `gamma` the largest; empty: always gamma
     draft_options: Mapping[str, Any] = field(default_factory=dict)
     policy: str = "full"
     cache_options: Mapping[str, Any] = field(default_factory=dict)
@@ -82,7 +83,9 @@ class NativeEngine:
             self.draft_model,
             **self.draft_options,
         )
-        return DRAFTS[self.draft_name].build(spec)
+        draft = DRAFTS[self.draft_name].build(spec)
+        draft.gammas = self.gammas
+        return draft
 
 
 @torch.inference_mode()

@@ -19,14 +19,22 @@ def kv_bytes(config: ModelConfig, num_tokens: int, dtype: torch.dtype) -> int:
 
 
 def available_bytes(device: torch.device) -> int:
-    """Free memory of the device now."""
+    """Free memory of the device now, with what PyTorch holds but has no use for."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + idle
     try:
         with open("/proc/meminfo") as lines:
             return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
     except (OSError, StopIteration):  # no Linux
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def workspace_bytes(device: torch.device) -> int:
+    """What PyTorch allocates for cuBLAS: a workspace for each stream, of which one runs and one captures graphs."""
+    if device.type != "cuda":
+        return 0
+    return 2 * (32 << 20 if torch.cuda.get_device_capability(device)[0] >= 9 else 8320 << 10)
 
 
 class Peak:

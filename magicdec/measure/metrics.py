@@ -4,11 +4,12 @@ B rows, R rounds, G = gamma.
 """
 
 import math
+from collections import Counter
 from statistics import fmean, median
 
 import torch
 
-from magicdec.costmodel.speedup import alpha_from_acceptance_length
+from magicdec.costmodel.speedup import alpha_of_rounds
 from magicdec.decoding.decoder import Generation
 from magicdec.decoding.state import INACTIVE
 
@@ -57,22 +58,30 @@ def speed_metrics(generations: list[Generation], prefill_seconds: list[float]) -
 def acceptance_metrics(generations: list[Generation]) -> Metrics:
     """Acceptance over whole rounds. A round cut at the limit counts as it was verified, before the cut: leaving it out
     would leave out the rounds that accept most. What lies behind an end of sequence is no text: a round cut there says
-    nothing of its draft.
+    nothing of its draft. Neither does a round without proposals, where an adaptive gamma has given up.
 
     acceptance_rate/position_<i> is unconditional: how often proposal i was accepted, whatever became of those before.
     """
-    gamma = generations[0].gamma
     accepted = torch.cat([g.accepted_RB[_whole(g)] for g in generations]).double()
+    proposed = torch.cat([_gammas(g)[_whole(g)] for g in generations])
     metrics: Metrics = {"acceptance_rounds": accepted.numel()}
     if not accepted.numel():
         return metrics
     length = float(accepted.mean()) + 1
     metrics |= {
-        "acceptance_rate": (length - 1) / gamma,
+        "acceptance_rate": float(accepted.sum() / proposed.sum()),
         "acceptance_length": length,
-        "alpha": alpha_from_acceptance_length(length, gamma),
+        "alpha": alpha_of_rounds(length, Counter(proposed.tolist())),
     }
-    return metrics | {f"acceptance_rate/position_{i}": float((accepted > i).double().mean()) for i in range(gamma)}
+    for i in range(int(proposed.max())):
+        metrics[f"acceptance_rate/position_{i}"] = float((accepted > i)[proposed > i].double().mean())
+    return metrics
+
+
+def usual_gamma(generations: list[Generation]) -> int:
+    """The gamma of most speculative rounds; 0 where there are none."""
+    rounds = Counter(gamma for g in generations for gamma in g.gammas if gamma)
+    return max(rounds, key=rounds.__getitem__, default=0)
 
 
 def round_history(generation: Generation) -> list[dict[str, float | int]]:
@@ -82,8 +91,8 @@ def round_history(generation: Generation) -> list[dict[str, float | int]]:
         accepted = generation.accepted_RB[index]
         active = accepted[accepted != INACTIVE].double()
         if active.numel():
-            row = {"round": index, "rows": active.numel(), "accepted": float(active.mean()), "seconds": end - before}
-            history.append(row)
+            row = {"round": index, "rows": active.numel(), "gamma": generation.gammas[index]}
+            history.append(row | {"accepted": float(active.mean()), "seconds": end - before})
         before = end
     return history
 
@@ -95,10 +104,16 @@ def spread(values: list[float]) -> float:
 
 
 def _whole(generation: Generation) -> torch.Tensor:
-    """Rounds (R, B) that no end of sequence has cut."""
+    """Rounds (R, B) that proposed something and that no end of sequence has cut."""
     accepted, committed = generation.accepted_RB, generation.committed_RB
     reached_limit_B = 1 + committed.sum(0) == generation.generate_len
-    return (accepted != INACTIVE) & ((committed == accepted + 1) | reached_limit_B)
+    uncut = (committed == accepted + 1) | reached_limit_B
+    return (accepted != INACTIVE) & (_gammas(generation) > 0) & uncut
+
+
+def _gammas(generation: Generation) -> torch.Tensor:
+    """Tokens that every round (R, B) proposed to every row."""
+    return torch.tensor(generation.gammas)[:, None].expand_as(generation.accepted_RB)
 
 
 def _last_round(generation: Generation) -> list[int]:

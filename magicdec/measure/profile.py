@@ -53,7 +53,7 @@ def profile_round(batch: Batch, repeats: int) -> dict[str, float]:
 
 
 def _alternate(decoder: Decoder, parts: dict, repeats: int) -> dict[str, float]:
-    steps = {name: Step(run, decoder.device, decoder.graphs, undo) for name, (run, undo) in parts.items()}
+    steps = {name: Step(run, decoder.captures, undo) for name, (run, undo) in parts.items()}
     samples: dict[str, list[float]] = {name: [] for name in parts}
     for index in range(WARMUP + repeats):
         for name, (_, undo) in parts.items():
@@ -67,7 +67,8 @@ def _alternate(decoder: Decoder, parts: dict, repeats: int) -> dict[str, float]:
 
 def _rounds(batch: Batch, repeats: int) -> float:
     """Median milliseconds of a whole round, run as generation runs it; a row that finishes keeps its cost."""
-    step, samples = batch.decoder.step(batch.draft), []
+    assert batch.draft is not None
+    step, samples = batch.decoder.cycle(batch.draft, batch.draft.gamma), []
     batch.restart()
     for _ in range(min(WARMUP + repeats, batch.decoder.state.max_rounds)):
         with Stopwatch(batch.decoder.device) as watch:

@@ -1,10 +1,12 @@
 """What a run does: each scenario is a function from a plan to an outcome, and `run` gives every one the same frame."""
 
-import logging
+import math
 import sys
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -17,20 +19,30 @@ from magicdec.scenarios.ranks import on_ranks
 if TYPE_CHECKING:
     from magicdec.tracking.store import Run
 
-log = logging.getLogger(__name__)
+
+@dataclass(frozen=True)
+class Job:
+    """What was typed to get a run, and the sweep that it is a job of."""
+
+    overrides: tuple[str, ...] = ()
+    sweep_dir: Path | None = None  # None: a single run
+    number: int = 0
+    waits: bool = False  # for a run that another process is running; otherwise that is raised as Busy
+
 
 # How PyTorch, CUDA and its libraries say it; only some have an exception of their own.
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "ALLOC_FAILED")
 
 
-def run(config: Config, in_sweep: bool = False) -> None:
+def run(config: Config, job: Job) -> dict[str, Any]:
     """Check, plan, open the run's folder, do the work, store its results, and only then tell Weights & Biases.
 
-    In a sweep, with `resume`, a run that this version has done already is not done again.
+    In a sweep, with `resume`, a run that this version has done already is not done again. Returns what result.json
+    holds; nothing after a dry run.
     """
     from magicdec.scenarios.foresee import doubts
-    from magicdec.tracking import table, wandb
-    from magicdec.tracking.reader import is_done
+    from magicdec.tracking import wandb
+    from magicdec.tracking.reader import read_result
     from magicdec.tracking.store import Run, run_id
 
     prepare, _ = _scenario(config.scenario.name)
@@ -38,18 +50,72 @@ def run(config: Config, in_sweep: bool = False) -> None:
     try:
         plan = prepare(config)
     except UserError as error:  # a failed run all the same: named by its configuration, there is nothing else yet
-        settings = to_dict(config)
-        Run.open(config.runs_dir, run_id(settings, {}, ""), settings).fail(str(error), "invalid")
+        settings = _settings(config, job)
+        name = run_id(settings, {}, "")
+        if not config.sweep.dry_run:
+            with _alone(config.runs_dir, name, job):
+                Run.open(config.runs_dir, name, settings, job.overrides).fail(str(error), "invalid")
         raise
-    settings = to_dict(plan.config)
-    console = Console(stderr=True)
-    for warning in [*warnings(plan.config), *doubts(plan)]:
-        console.print(f"[yellow]warning:[/] {warning}", highlight=False)
+    settings = _settings(plan.config, job)
     name = run_id(settings, plan.fingerprints, plan.device_name)
-    if in_sweep and config.resume and is_done(config.runs_dir, name):
-        console.print(f"{name}: done already, skipped (resume=false measures it anew)", highlight=False)
-        return
-    this = Run.open(config.runs_dir, name, settings)
+    if config.sweep.dry_run:
+        _list(plan, name, job)
+        return {}
+    for warning in [*warnings(plan.config), *doubts(plan)]:
+        Console(stderr=True).print(f"[yellow]warning:[/] {warning}", highlight=False)
+    with _alone(config.runs_dir, name, job):
+        if not _is_settled(config, name, job):
+            _measure(plan, name, settings, job)
+    return read_result(Path(config.runs_dir, name))
+
+
+def _settings(config: Config, job: Job) -> dict[str, Any]:
+    """What config.yaml holds: W&B shows the runs of a sweep as a group."""
+    settings = to_dict(config)
+    if job.sweep_dir is not None:
+        settings["wandb"]["group"] = settings["wandb"]["group"] or config.sweep.name or job.sweep_dir.name
+    return settings
+
+
+@contextmanager
+def _alone(runs_dir: str, name: str, job: Job) -> Iterator[None]:
+    """Hold the run's lock, and say in a sweep's folder that the run is one of its."""
+    from magicdec.tracking import sweep
+    from magicdec.tracking.lock import Busy, locked
+    from magicdec.tracking.store import explained
+
+    folder = Path(runs_dir, name)
+    with ExitStack() as held:
+        with explained(runs_dir):
+            if job.sweep_dir is not None:
+                sweep.record(job.sweep_dir, job.number, name, job.overrides)
+            try:
+                held.enter_context(locked(folder))
+            except Busy as busy:
+                if not job.waits:
+                    raise
+                Console(stderr=True).print(str(busy), highlight=False)
+                held.enter_context(locked(folder, patience_s=math.inf))
+        yield
+
+
+def _is_settled(config: Config, name: str, job: Job) -> bool:
+    """Whether there is nothing to do for this job, which is then said."""
+    from magicdec.tracking.reader import is_done
+
+    if job.sweep_dir is None or not config.resume:
+        return False
+    if done := is_done(config.runs_dir, name, any_version=config.resume == "any_version"):
+        Console(stderr=True).print(f"{name}: done already, skipped (resume=false measures it anew)", highlight=False)
+    return done
+
+
+def _measure(plan: Any, name: str, settings: dict[str, Any], job: Job) -> None:
+    """The run itself."""
+    from magicdec.tracking import table, wandb
+    from magicdec.tracking.store import Run
+
+    this = Run.open(plan.config.runs_dir, name, settings, job.overrides)
     with this.log_to_file():
         try:
             outcome = _outcome(plan, this)
@@ -79,6 +145,16 @@ def _work(rank: int, plan: Any, run: "Run | None" = None) -> Outcome:
     console = Console(stderr=True) if rank == 0 else Console(quiet=True, force_terminal=False)
     with run.log_to_file() if run and rank == 0 else nullcontext(), progress(console) as bars:
         return scenario(plan, bars)
+
+
+def _list(plan: Any, name: str, job: Job) -> None:
+    """A line on a run that would be done: its id, how it stands, the memory it will take, what was typed."""
+    from magicdec.tracking.reader import load_run
+
+    stored = load_run(Path(plan.config.runs_dir, name))
+    state = stored.get("kind") or stored.get("status") or "new"
+    typed = " ".join(text for text in job.overrides if not text.startswith("sweep."))
+    print(f"{name}  {state:13}  {plan.num_bytes / 2**30:8.2f} GiB  {typed}", flush=True)
 
 
 def _scenario(name: str) -> tuple[Callable, Callable]:

@@ -2,12 +2,14 @@
 
 import logging
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean, median
 
 from magicdec import build
 from magicdec.costmodel.beside import beside
 from magicdec.costmodel.hardware import device_in
 from magicdec.costmodel.speedup import speculative_time
+from magicdec.data.base import Prompts
+from magicdec.data.ruler import accuracy
 from magicdec.decoding.audit import Audit, audit
 from magicdec.decoding.decoder import Decoder, Generation
 from magicdec.engines.native import Batch, NativeEngine, warm_up
@@ -61,21 +63,27 @@ def compare(plan: build.Plan, progress: Progress) -> Outcome:
             batch.close()  # or the caches of two batches would be held at once
     results: Metrics = {"data/fingerprint": prompts.fingerprint, "device": plan.device_name}
     results |= _speeds(passes, prefill_seconds)
-    if passes[0].speculative:
-        results |= metrics.acceptance_metrics([g for one in passes for g in one.speculative])
+    speculative = [generation for one in passes for generation in one.speculative]
+    gamma = metrics.usual_gamma(speculative)
+    if speculative:
+        results |= metrics.acceptance_metrics(speculative) | {"gamma": gamma}
         results["acceptance/source"] = "measured" if config.draft.synthetic_acceptance is None else "synthetic"
         results |= _lossless(audits)
+    if config.draft.synthetic_acceptance is None:  # otherwise what is written means nothing
+        results |= _accuracy(tokenizer, prompts, passes[0])
+    if batch.draft is not None and gamma:  # an adaptive one is profiled as it ran most
+        batch.draft.gamma = gamma
     with progress.task("profiling", total=None):
         times = profile_round(batch, config.scenario.profile_repeats)
     results |= {f"time/{name}": value for name, value in times.items()}
     results |= _memory(batch, peak, estimate)  # first: measuring the bandwidth takes memory of its own
-    results |= _formula(results, config.draft.gamma) | _roofline(plan, batch, times)
-    results |= _predicted(plan, results)
+    results |= _formula(results, gamma) | _roofline(plan, batch, times)
+    results |= _predicted(plan, results, gamma)
     return Outcome(
         results,
-        _generations(prompts.tokens, passes[0], config.data.save_prompts),
+        _generations(prompts, passes[0], config.data.save_prompts),
         _history(passes[0]),
-        _samples(tokenizer, prompts.tokens, passes[0]),
+        _samples(tokenizer, prompts, passes[0]),
     )
 
 
@@ -117,6 +125,16 @@ def _lossless(audits: list[Audit]) -> Metrics:
     }
 
 
+def _accuracy(tokenizer, prompts: Prompts, one: Pass) -> Metrics:
+    """The mean share of a task's answers in the output of either way; nothing where the prompts are no task."""
+    result: Metrics = {}
+    for name, generations in (("autoregressive", one.autoregressive), ("speculative", one.speculative)):
+        outputs = [tokenizer.decode(row) for g in generations for row in g.tokens] if prompts.answers else []
+        if outputs:
+            result[f"{name}/accuracy"] = fmean(map(accuracy, outputs, prompts.answers))
+    return result
+
+
 def _formula(results: Metrics, gamma: int) -> Metrics:
     """The speedup that the paper's formula gives for the times and the acceptance just measured."""
     if "alpha" not in results:
@@ -141,7 +159,7 @@ def _roofline(plan: build.Plan, batch: Batch, times: dict[str, float]) -> Metric
     return result
 
 
-def _predicted(plan: build.Plan, results: Metrics) -> Metrics:
+def _predicted(plan: build.Plan, results: Metrics, gamma: int) -> Metrics:
     """What the cost model says of these rounds, at the acceptance that was measured, and how far it is off."""
     known = device_in(plan.device_name)
     rate = None if known else matmul_rate(plan.device, plan.dtype) / 1e12
@@ -151,7 +169,7 @@ def _predicted(plan: build.Plan, results: Metrics) -> Metrics:
         setup = setup_of_run(
             plan.config, plan.target.config, draft, plan.device_name, plan.dtype.itemsize, bandwidth, rate
         )
-        return beside(setup, plan.config.draft.gamma, results)
+        return beside(setup, gamma, results)
     except UserError as error:  # no draft, or one that has no cost model
         log.info("not predicted: %s", error)
         return {}
@@ -166,13 +184,14 @@ def _memory(batch: Batch, peak: memory.Peak, estimate: Footprint) -> Metrics:
     }
 
 
-def _generations(prompts: list[list[int]], one: Pass, save_prompts: bool) -> list[dict]:
+def _generations(prompts: Prompts, one: Pass, save_prompts: bool) -> list[dict]:
     plain = [row for g in one.autoregressive for row in g.tokens]
     fast = [row for g in one.speculative for row in g.tokens]
     rows = []
-    for index, (prompt, tokens) in enumerate(zip(prompts, plain, strict=True)):
+    for index, (prompt, tokens) in enumerate(zip(prompts.tokens, plain, strict=True)):
         speculative = fast[index] if fast else None
         row = {"row": index, "context_len": len(prompt), "autoregressive": tokens, "speculative": speculative}
+        row |= {"answers": prompts.answers[index]} if prompts.answers else {}
         rows.append(row | {"prompt": prompt} if save_prompts else row)
     return rows
 
@@ -185,7 +204,7 @@ def _history(one: Pass) -> list[dict]:
     return rounds
 
 
-def _samples(tokenizer, prompts: list[list[int]], one: Pass) -> list[dict]:
+def _samples(tokenizer, prompts: Prompts, one: Pass) -> list[dict]:
     """The text of a few rows: the prompt's end and what both ways wrote."""
     if tokenizer is None:
         return []

@@ -3,12 +3,13 @@
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from magicdec.config import Config, ModelChoice
+from magicdec.config import Config, ModelChoice, gammas
 from magicdec.costmodel import acceptance, beside
 from magicdec.costmodel.acceptance import Curves
 from magicdec.costmodel.architectures import architecture
 from magicdec.costmodel.hardware import OWN_STACK, Hardware, configured, device_in
-from magicdec.costmodel.round import DraftSpec, Setup
+from magicdec.costmodel.policies import Settings
+from magicdec.costmodel.round import DraftSpec, Setup, memory
 from magicdec.errors import UserError
 from magicdec.models.config import ModelConfig
 
@@ -28,6 +29,11 @@ class Foreseen:
     def device_name(self) -> str:
         """The machine predicted for."""
         return self.setup.hardware.name
+
+    @property
+    def num_bytes(self) -> float:
+        """The memory that the run would take, on each GPU."""
+        return memory(self.setup, max(gammas(self.config)), self.config.batch.generate_len).total
 
 
 def foresee(config: Config) -> Foreseen:
@@ -50,6 +56,7 @@ def foresee(config: Config) -> Foreseen:
         policy=config.cache.policy,
         budget=config.cache.budget,
         target_name=config.target.name,
+        settings=_settings(config),
     )
     return Foreseen(config, setup)
 
@@ -88,6 +95,7 @@ def setup_of_run(
         config.cache.budget,
         config.target.name,
         element_bytes,
+        _settings(config),
     )
 
 
@@ -99,7 +107,7 @@ def doubts(plan: Any) -> list[str]:
     try:
         draft = plan.draft.config if plan.draft else None
         setup = setup_of_run(config, plan.target.config, draft, plan.device_name, plan.dtype.itemsize)
-        found = beside.warning(setup, config.draft.gamma, curves(config), config.draft.synthetic_acceptance)
+        found = beside.warning(setup, gammas(config), curves(config), config.draft.synthetic_acceptance)
     except UserError:  # nothing to predict with: then there is nothing to tell
         return []
     return [found] if found else []
@@ -126,9 +134,14 @@ def _draft(config: Config) -> DraftSpec:
 
 def _spec(config: Config, model: ModelConfig | None) -> DraftSpec:
     draft = config.draft
-    if draft.name != "model" or draft.model is None:
-        return DraftSpec(draft.name, draft.name)
-    return DraftSpec("model", draft.model.name, model, draft.tensor_parallel)
+    name = acceptance.draft_name(draft.name, draft.model.name if draft.model else None, draft.num_layers)
+    num_layers = draft.num_layers if draft.name == "layer_skip" else None
+    model = model if draft.name == "model" else None
+    return DraftSpec(draft.name, name, model, draft.tensor_parallel, num_layers=num_layers)
+
+
+def _settings(config: Config) -> Settings:
+    return Settings(config.cache.page_size, config.cache.refresh, config.cache.bits)
 
 
 def _architecture(key: str, choice: ModelChoice) -> ModelConfig:

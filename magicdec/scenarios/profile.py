@@ -31,7 +31,7 @@ def profile(plan: build.Plan, progress: Progress) -> Outcome:
                 seed=plan.config.data.seed,
                 vocab_size=plan.target.config.vocab_size,
             )
-            batch = replace(engine, gamma=gamma).open(prompts.tokens)
+            batch = replace(engine, gamma=gamma, gammas=()).open(prompts.tokens)
             batch.simulate_prefill()
             warm_up(batch)
             times = profile_round(batch, scenario.profile_repeats)

@@ -10,13 +10,18 @@ from typing import Any
 import yaml
 
 from magicdec import __version__
+from magicdec.tracking.lock import is_locked
 
 # libyaml where PyYAML was built with it: ten times as fast.
 Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def load_run(folder: str | Path) -> dict[str, Any]:
-    """What result.json holds, and beside it the `folder` and the `config`; {} where the folder is not a run's."""
+    """What result.json holds, and beside it the `folder` and the `config`; {} where the folder is not a run's.
+
+    A run whose process was killed still says that it is running: here it has failed, and was interrupted. The
+    configurations of several runs may share parts: they are there to be read.
+    """
     result = read_result(Path(folder))
     if not result:
         return {}
@@ -24,6 +29,9 @@ def load_run(folder: str | Path) -> dict[str, Any]:
         config = _parse(Path(folder, "config.yaml").read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError):
         config = None
+    if result["status"] == "running" and not is_locked(Path(folder)):
+        reason = f"process {result.get('pid')} on {result.get('host')} ended without a word"
+        result |= {"status": "failed", "kind": "interrupted", "reason": reason}
     return result | {"folder": str(folder), "config": config if isinstance(config, dict) else {}}
 
 

@@ -13,8 +13,8 @@ import platform
 import socket
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
@@ -25,6 +25,7 @@ import yaml
 
 from magicdec import __version__
 from magicdec.errors import UserError
+from magicdec.tracking.lock import Busy, locked
 from magicdec.tracking.reader import read_result
 
 log = logging.getLogger(__name__)
@@ -68,20 +69,36 @@ class Run:
     _earlier: dict[str, Any] | None = None
 
     @classmethod
-    def open(cls, runs_dir: str | Path, run_id: str, config: Mapping[str, Any]) -> "Run":
-        """Make the folder and mark it as running; raises UserError where that is impossible."""
+    def open(cls, runs_dir: str | Path, run_id: str, config: Mapping[str, Any], overrides: Sequence[str] = ()) -> "Run":
+        """Make the folder and mark it as running; raises UserError where that is impossible.
+
+        To be called with the run's lock in hand (tracking/lock.py). `overrides` is what was typed to get this run.
+        """
         run = cls(runs_dir, run_id)
         earlier = read_result(run.folder)
         attempts = [r.get("attempt") for r in (earlier, earlier.get("rerun")) if isinstance(r, dict)]
         run.attempt = 1 + max((number for number in attempts if isinstance(number, int)), default=0)
         run._earlier = earlier if earlier.get("status") == "done" else None
         run.result = {"status": "running", "id": run_id, "attempt": run.attempt, "started": _now()}
-        run.result |= {"host": socket.gethostname(), "pid": os.getpid()} | _versions()
-        with run._explained():
+        run.result |= {"host": socket.gethostname(), "pid": os.getpid(), "overrides": list(overrides)}
+        run.result |= _versions()
+        with explained(runs_dir):
             run.folder.mkdir(parents=True, exist_ok=True)
+            for torn in run.folder.glob(".*.tmp"):  # of a process that was killed
+                torn.unlink(missing_ok=True)
             text = yaml.safe_dump(_plain(config), sort_keys=False, allow_unicode=True)
             _write_atomically({run.folder / "config.yaml": [text], run._result_path: [run._result_text]})
         return run
+
+    @classmethod
+    def bury(cls, runs_dir: str | Path, run_id: str, pid: int, reason: str) -> None:
+        """Mark as crashed what a process has left running that can no longer do so itself."""
+        with suppress(Busy, OSError), locked(Path(runs_dir, run_id)):  # busy: someone else has taken the run up already
+            stored = read_result(Path(runs_dir, run_id))
+            attempt = stored.get("rerun", stored)
+            if attempt.get("status") == "running" and attempt.get("pid") == pid:
+                earlier = {key: value for key, value in stored.items() if key != "rerun"} if "rerun" in stored else None
+                cls(runs_dir, run_id, attempt["attempt"], attempt, earlier).fail(reason, "crashed")
 
     @property
     def folder(self) -> Path:
@@ -92,7 +109,7 @@ class Run:
         """Store the results; raises UserError where that is impossible, and then earlier results are intact."""
         facts = self.result | {"status": "done", "finished": _now()}
         result = _plain(facts | dict(metrics) | facts)
-        with self._explained():
+        with explained(self.runs_dir):
             _write_atomically(
                 {
                     self.folder / "generations.jsonl": map(_json_line, generations),
@@ -116,7 +133,7 @@ class Run:
     @contextmanager
     def log_to_file(self) -> Iterator[None]:
         """Append the program's log to log.txt, and the traceback of an exception that passes through."""
-        with self._explained():
+        with explained(self.runs_dir):
             handler = _LogFile(self.folder / "log.txt", encoding="utf-8")
         handler.setFormatter(logging.Formatter(LOG_FORMAT))
         logging.getLogger().addHandler(handler)
@@ -141,14 +158,15 @@ class Run:
         """An attempt that is not done stands below an earlier one that is."""
         return _json_text(self._earlier | {"rerun": self.result} if self._earlier else self.result)
 
-    @contextmanager
-    def _explained(self) -> Iterator[None]:
-        """An operating system's refusal, in the user's words."""
-        try:
-            yield
-        except OSError as error:
-            what = f"cannot write{f' {error.filename}' if error.filename else ''}: {error.strerror or error}"
-            raise UserError(f"runs_dir={self.runs_dir}: {what}; choose a folder with runs_dir=FOLDER") from error
+
+@contextmanager
+def explained(runs_dir: str | Path) -> Iterator[None]:
+    """An operating system's refusal, in the user's words."""
+    try:
+        yield
+    except OSError as error:
+        what = f"cannot write{f' {error.filename}' if error.filename else ''}: {error.strerror or error}"
+        raise UserError(f"runs_dir={runs_dir}: {what}; choose a folder with runs_dir=FOLDER") from error
 
 
 def _write_atomically(contents: Mapping[Path, Iterable[str]]) -> None:

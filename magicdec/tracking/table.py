@@ -22,6 +22,7 @@ SPEEDS = {
     "time_per_output_token_ms": "time per output token (TPOT), ms",
     "time_to_first_token_ms": "time to first token (TTFT), ms",
     "wall_s": "wall clock, s",
+    "accuracy": "accuracy, answers in the output",
 }
 STEPS = {"target_decode": "T_T", "draft": "T_D", "verify": "T_V", "round": "round"}
 NOISY = 0.1  # a spread over the repeats above this is pointed at
@@ -80,7 +81,7 @@ def _header(config: Mapping[str, Any], metrics: Metrics) -> Iterator[Text]:
         batches = f"{batch['num_batches']} batches of " if batch["num_batches"] > 1 else ""
         size = f"{batches}{batch['size']} rows x {int(batch['context_len']):,} tokens of context"
         yield Text(f"{size}, {batch['generate_len']:,} new tokens each, {how}")
-        yield Text(f"data: {config['data']['name']}; {where}")
+        yield Text(f"data: {' '.join(filter(None, (config['data']['name'], config['data'].get('task'))))}; {where}")
     if metrics.get("acceptance/source") == "synthetic":
         rate = config["draft"].get("synthetic_acceptance")
         warning = f" SYNTHETIC acceptance ({rate}): drawn, not measured; only the times are real "
@@ -130,7 +131,8 @@ def _verdict(config: Mapping[str, Any], metrics: Metrics) -> Iterator[tuple[str,
         by_position = [f"by position {' '.join(positions)}"] if len(positions) > 1 else []
         yield "acceptance rate", Text(", ".join([f"{rate:.1%} of proposals", *mark, *by_position]))
     if length := _figure(metrics, "acceptance_length"):
-        yield "acceptance length", Text(f"{length} tokens per round, of at most {config['draft']['gamma'] + 1}")
+        most = sum(key.startswith("acceptance_rate/position_") for key in metrics) + 1
+        yield "acceptance length", Text(f"{length} tokens per round, of at most {most}")
     if "lossless/identical" in metrics:
         yield "lossless", _lossless(config, metrics)
 

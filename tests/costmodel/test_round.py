@@ -1,6 +1,6 @@
 import pytest
 
-from magicdec.costmodel.policies import POLICIES
+from magicdec.costmodel.policies import POLICIES, Settings
 from magicdec.costmodel.roofline import Pass, step_time
 from magicdec.costmodel.round import DraftSpec, Setup, memory, round_times
 from magicdec.errors import UserError
@@ -89,6 +89,29 @@ def test_selection_costs_what_it_moves(setup, model):
     keys = 32 * 32_000 * config.kv_elements_per_token / 2 * 2 / 8 / 3350e9  # half the cache, over 8 ranks
     assert round_times(setup(policy="topk"), 3).select.total == pytest.approx(keys)
     assert round_times(setup(policy="quest"), 3).select.total == pytest.approx(keys / 8)
+
+
+def test_the_settings_of_a_policy_count(setup):
+    def select(**settings):
+        policy = "quest" if "page_size" in settings else "verify_guided"
+        return round_times(setup(policy=policy, settings=Settings(**settings)), 3).select.total
+
+    assert select(page_size=8) == pytest.approx(2 * select(page_size=16))
+    assert select(refresh=1) == pytest.approx(4 * select(refresh=4))
+    eight, four = (round_times(setup(policy="quantized", settings=Settings(bits=b)), 3).draft.kv for b in (8, 4))
+    assert eight == pytest.approx(2 * four)
+
+
+def test_skipped_layers_cost_nothing(setup):
+    whole, half = setup(), setup(draft=DraftSpec("layer_skip", "layer_skip-16", num_layers=16))
+    times = [round_times(one, 3).draft for one in (whole, half)]
+    assert times[1].kv == pytest.approx(times[0].kv / 2)
+    assert memory(half, 3).draft_weights == 0
+    assert memory(half, 3).draft_kv == pytest.approx(memory(whole, 3).draft_kv / 2)
+    with pytest.raises(UserError, match=r"draft.num_layers=32: must be from 1 to 31"):
+        setup(draft=DraftSpec("layer_skip", "layer_skip-32", num_layers=32))
+    with pytest.raises(UserError, match="for draft=layer_skip alone"):
+        DraftSpec("self", num_layers=3)
 
 
 def test_memory_counts_weights_and_both_caches(setup, model):

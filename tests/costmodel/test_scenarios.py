@@ -147,10 +147,10 @@ def test_a_run_is_predicted_for_its_device_and_this_software(model):
 
 
 def test_a_run_that_cannot_pay_is_warned_about(setup):
-    assert "0.8" in warning(setup(context=4000), 2, published())
-    assert "never to pay" in warning(setup(context=1000, batch=1), 2, Curves([]))
-    assert warning(setup(), 3, published()) is None
-    assert warning(setup(budget=777), 3, published()) is None  # unknown, but it could
+    assert "0.8" in warning(setup(context=4000), (2,), published())
+    assert "never to pay" in warning(setup(context=1000, batch=1), (2,), Curves([]))
+    assert warning(setup(), (3,), published()) is None
+    assert warning(setup(budget=777), (3,), published()) is None  # unknown, but it could
 
 
 def test_beside_a_run_stand_predictions_and_their_errors(setup):

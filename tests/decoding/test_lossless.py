@@ -8,6 +8,7 @@ import itertools
 import pytest
 import torch
 
+from magicdec.attention import cpp
 from magicdec.cache.draft_cache import CACHES
 from magicdec.decoding.audit import audit
 from magicdec.drafts.base import DRAFTS
@@ -54,6 +55,13 @@ def check(draft: str, policy: str, gamma: int, rows: int, budget: int, **setting
 def test_sampled_matrix(draft, policy, gamma, rows, budget):
     _, _, fast = check(draft, policy, gamma, rows, budget)
     assert all(len(row) == 24 for row in fast.tokens)
+
+
+@pytest.mark.skipif(cpp.compiler() is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize(("draft", "policy", "gamma", "rows", "budget"), SAMPLE[::6])
+def test_sampled_matrix_in_cpp(draft, policy, gamma, rows, budget, monkeypatch):
+    monkeypatch.setattr(TARGET, "attention", cpp.CppAttention())
+    check(draft, policy, gamma, rows, budget)
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ GENERATION = Generation(
     committed_RB=torch.tensor([[3, 1], [1, 2], [0, 1]], dtype=torch.int32),
     round_seconds=[1.0, 2.0, 4.0],
     draft_prefill_seconds=0.5,
-    gamma=2,
+    gammas=[2, 2, 2],
     generate_len=5,
 )
 
@@ -42,7 +42,7 @@ def test_a_surplus_round_is_not_counted():
         torch.cat((GENERATION.accepted_RB, torch.full((1, 2), -1, dtype=torch.int32))),
         torch.cat((GENERATION.committed_RB, torch.zeros(1, 2, dtype=torch.int32))),
         [1.0, 2.0, 4.0, 9.0],
-        gamma=2,
+        gammas=[2, 2, 2, 2],
     )
     assert metrics.decode_seconds(surplus) == 4.0
 
@@ -81,8 +81,8 @@ def test_history():
 
 def test_a_row_that_ends_at_its_first_token_has_no_time_per_token():
     empty = torch.zeros(0, 1, dtype=torch.int32)
-    assert metrics.row_times_per_token(Generation([[7]], empty, empty, [], gamma=2)) == []
-    assert math.isnan(metrics.speed_metrics([Generation([[7]], empty, empty, [], gamma=2)], [1.0])["tokens_per_second"])
+    assert metrics.row_times_per_token(Generation([[7]], empty, empty, [])) == []
+    assert math.isnan(metrics.speed_metrics([Generation([[7]], empty, empty, [])], [1.0])["tokens_per_second"])
 
 
 @pytest.mark.parametrize("gamma", [1, 4, 8])

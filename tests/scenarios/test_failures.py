@@ -9,7 +9,7 @@ from hydra import compose, initialize_config_dir
 from magicdec import build
 from magicdec.config import load
 from magicdec.errors import UserError
-from magicdec.scenarios import run
+from magicdec.scenarios import Job, run
 from tests.test_run import ROOT, SMALL
 
 
@@ -39,7 +39,7 @@ def test_failures_during_the_run(tmp_path, monkeypatch, failure, raised, kind):
         config = load(compose("config", [*SMALL, f"runs_dir={tmp_path}"]))
     monkeypatch.setattr(build, "engine", lambda *_: failure())
     with pytest.raises(UserError if kind == "out_of_memory" else ZeroDivisionError) as caught:
-        run(config)
+        run(config, Job())
     (path,) = tmp_path.glob("*/result.json")
     result = json.loads(path.read_text())
     assert (result["status"], result["kind"]) == ("failed", kind)

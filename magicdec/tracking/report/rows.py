@@ -7,6 +7,7 @@ from typing import Any
 
 from magicdec.errors import UserError
 from magicdec.tracking.reader import iter_runs
+from magicdec.tracking.sweep import jobs
 
 Row = dict[str, Any]
 
@@ -44,7 +45,7 @@ def sweep_members(runs_dir: str | Path, name: str) -> set[str]:
     if not chosen:
         known = ", ".join(path.name for path in folders) or "none"
         raise UserError(f"--sweep {name}: no such sweep; {Path(runs_dir, 'sweeps')} holds: {known}")
-    return {line["id"] for folder in chosen for line in _lines(folder / "jobs.jsonl") if line.get("id")}
+    return {line["id"] for folder in chosen for line in jobs(folder) if line.get("id")}
 
 
 def keys_of(rows: Iterable[Row]) -> list[str]:
@@ -72,18 +73,3 @@ def _leaves(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
             yield f"{prefix}{key}", json.dumps(item, separators=(",", ":"))
         elif item is not None:
             yield f"{prefix}{key}", item
-
-
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Lines of a .jsonl file that are whole: the last one may be torn by a kill."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError:
-        return
-    for line in text.splitlines():
-        try:
-            content = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(content, dict):
-            yield content

@@ -1,0 +1,48 @@
+"""Which backend: the one that is asked for, or the fastest that is at hand.
+
+A backend's module is imported when it is in question: what it needs may not be installed.
+"""
+
+from collections.abc import Iterable
+from importlib import import_module
+
+import torch
+
+from magicdec.attention.base import Attention
+from magicdec.errors import UserError
+
+BACKENDS = {"sdpa": "SdpaAttention", "cpp": "CppAttention"}
+FASTEST_FIRST = {"cpu": ("cpp", "sdpa"), "cuda": ("sdpa",)}
+
+
+def backend(name: str) -> type[Attention]:
+    """The class of that name; raises ImportError where the library that it needs is not installed."""
+    return getattr(import_module(f"magicdec.attention.{name}"), BACKENDS[name])
+
+
+def choose(name: str, device: torch.device, dtype: torch.dtype, head_dims: Iterable[int]) -> tuple[str, str]:
+    """A backend's name, and why it was taken: in one sentence that also says what was passed over.
+
+    Raises UserError where `name` is not auto and cannot be used here.
+    """
+    head_dims = tuple(head_dims)
+    if name != "auto":
+        obstacle = _obstacle(name, device, dtype, head_dims)
+        if obstacle:
+            raise UserError(f"attention={name} {obstacle}; use attention=auto")
+        return name, f"attention={name}: as asked"
+    passed_over = []
+    for candidate in FASTEST_FIRST[device.type]:
+        reason = _obstacle(candidate, device, dtype, head_dims) or backend(candidate).delay()
+        if reason is None:
+            break
+        passed_over.append(f"{candidate} {reason}")
+    return candidate, "; ".join([f"attention=auto: {candidate} is the fastest at hand", *passed_over])
+
+
+def _obstacle(name: str, device: torch.device, dtype: torch.dtype, head_dims: tuple[int, ...]) -> str | None:
+    try:
+        found = backend(name)
+    except ImportError as error:
+        return f"cannot be imported ({error}); pip install -e '.[{name}]'"
+    return next(filter(None, (found.obstacle(device, dtype, dim) for dim in head_dims)), None)

@@ -1,0 +1,165 @@
+"""Attention on CPUs in C++ (split_kv.cpp): split-KV decoding as GPUs do it, for a few new tokens over a long cache.
+
+The G x T query rows that share a KV head stay in registers and the L1 cache while K and V stream past once, in splits
+that the threads share; the splits are merged by their log-sum-exp. What it does not do faster, prefill and attention
+whose scores are asked for, goes the way of sdpa.
+
+The kernel is compiled when it is first asked for, in seconds, and kept for this very source, PyTorch and processor. It
+is called with plain pointers: through PyTorch's own headers the compilation would take half a minute.
+"""
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from magicdec.attention.base import Attention, Shape
+from magicdec.attention.sdpa import SdpaAttention, SdpaPlan
+from magicdec.errors import UserError
+
+log = logging.getLogger(__name__)
+
+SOURCE = Path(__file__).with_name("split_kv.cpp")
+# The vectors are written out; letting the compiler find more of them makes the short loops around them slower.
+FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-tree-vectorize", "-fopenmp", "-shared", "-fPIC")
+LANES = 8  # numbers in a vector of split_kv.cpp
+# With more new tokens (prefill) arithmetic decides, not memory, and there SDPA is at home.
+MAX_NEW_TOKENS = 32
+FUNCTIONS = {torch.float32: "attend_float32", torch.bfloat16: "attend_bfloat16"}
+NO_COMPILER = "needs a C++ compiler, and neither g++ nor clang++ is installed (CXX names another)"
+
+POINTERS = ("q", "k", "v", "out", "seqlens", "indices")
+SIZES = ("rows", "new_tokens", "kv_heads", "group", "dim", "num_indices", "window", "threads")
+AXES = {"q": ("row", "token", "head"), "k": ("row", "head", "slot"), "v": ("row", "head", "slot")}
+STRIDES = tuple(f"{tensor}_{axis}" for tensor, axes in AXES.items() for axis in axes)
+
+
+class Call(ctypes.Structure):
+    """`struct Call` of split_kv.cpp."""
+
+    _fields_ = [(n, ctypes.c_void_p) for n in POINTERS] + [(n, ctypes.c_int64) for n in SIZES + STRIDES]
+
+
+@dataclass(frozen=True)
+class CppPlan:
+    """What is known before the first layer; `sdpa` is made only where a pass goes that way."""
+
+    seqlens_B: Tensor
+    shape: Shape
+    window: int | None
+
+    @cached_property
+    def sdpa(self) -> SdpaPlan:
+        """The same pass as sdpa plans it."""
+        return SdpaAttention().plan(self.seqlens_B, self.shape, self.window)
+
+
+class CppAttention(Attention[CppPlan]):
+    """The fastest on a CPU, once it is built."""
+
+    name = "cpp"
+
+    def __init__(self) -> None:
+        """Build the kernel if it is not there yet; raises UserError where that fails."""
+        self._library = ctypes.CDLL(str(build()))
+        self._sdpa = SdpaAttention()
+
+    @classmethod
+    def obstacle(cls, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+        """See Attention.obstacle."""
+        if device.type != "cpu":
+            return f"is for CPUs, not for {device.type}"
+        if dtype not in FUNCTIONS:
+            return f"computes in float32 and bfloat16, not in {str(dtype).removeprefix('torch.')}"
+        if head_dim % LANES:
+            return f"needs a head dim that is a multiple of {LANES}, not {head_dim}"
+        if not library().exists() and compiler() is None:
+            return NO_COMPILER
+        return None
+
+    @classmethod
+    def delay(cls) -> str | None:
+        """See Attention.delay."""
+        return None if library().exists() else "is not built yet; a run with attention=cpp builds it, in seconds"
+
+    def plan(self, seqlens_B: Tensor, shape: Shape, window: int | None) -> CppPlan:
+        """See Attention.plan."""
+        return CppPlan(seqlens_B.contiguous(), shape, window)
+
+    def attend(
+        self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: CppPlan, indices_BKN: Tensor | None = None
+    ) -> Tensor:
+        """See Attention.attend."""
+        B, T, H, D = q_BTHD.shape
+        if T > MAX_NEW_TOKENS:
+            return self._sdpa.attend(q_BTHD, k_BKSD, v_BKSD, plan.sdpa, indices_BKN)
+        K = k_BKSD.shape[1]
+        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_BTHD, k_BKSD, v_BKSD))
+        indices = indices_BKN if indices_BKN is None else indices_BKN.contiguous()
+        out_BTHD = torch.empty((B, T, H, D), dtype=q.dtype)
+        pointers = [x.data_ptr() for x in (q, k, v, out_BTHD, plan.seqlens_B)]
+        pointers.append(0 if indices is None else indices.data_ptr())
+        num_indices = 0 if indices is None else indices.shape[-1]
+        window = k.shape[2] if plan.window is None else plan.window
+        sizes = (B, T, K, H // K, D, num_indices, window, torch.get_num_threads())
+        strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
+        getattr(self._library, FUNCTIONS[q.dtype])(ctypes.byref(Call(*pointers, *sizes, *strides)))
+        return out_BTHD
+
+    def attend_scored(self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: CppPlan) -> tuple[Tensor, Tensor]:
+        """See Attention.attend_scored; sdpa's way."""
+        return self._sdpa.attend_scored(q_BTHD, k_BKSD, v_BKSD, plan.sdpa)
+
+
+def compiler() -> str | None:
+    """The system's C++ compiler, `CXX` first; None where there is none."""
+    return next(filter(None, map(shutil.which, (os.environ.get("CXX", ""), "g++", "clang++"))), None)
+
+
+@cache
+def library() -> Path:
+    """Where the kernel lies once it is built: a file per source, flags, PyTorch and processor."""
+    identity = (SOURCE.read_text(), FLAGS, torch.__version__, platform.machine(), _processor())
+    digest = hashlib.sha256(repr(identity).encode()).hexdigest()[:16]
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "magicdec")
+    return folder / f"split_kv-{digest}.so"
+
+
+def build() -> Path:
+    """The kernel, compiled unless it is there. Safe beside other processes that do the same: the last one wins."""
+    path, command = library(), compiler()
+    if path.exists():
+        return path
+    if command is None:
+        raise UserError(
+            "attention=cpp needs a C++ compiler (g++ or clang++), and none is installed; use attention=sdpa"
+        )
+    log.info("attention=cpp: compiling %s with %s, once", SOURCE.name, command)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        made = Path(folder, path.name)
+        done = subprocess.run([command, *FLAGS, str(SOURCE), "-o", str(made)], capture_output=True, text=True)
+        if done.returncode:
+            errors = [line for line in done.stderr.splitlines() if "error" in line] or [f"exit code {done.returncode}"]
+            raise UserError(f"attention=cpp: {command} failed: {errors[0]}; use attention=sdpa")
+        made.replace(path)
+    return path
+
+
+def _processor() -> str:
+    """What -march=native looks at, where the operating system tells it."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if not cpuinfo.exists():
+        return platform.processor()
+    lines = cpuinfo.read_text().splitlines()
+    return "\n".join(dict.fromkeys(line for line in lines if line.startswith(("model name", "flags", "Features"))))

@@ -1,0 +1,338 @@
+// Attention of a few new tokens over a long KV cache on a CPU, at the speed of memory. Called from cpp.py, which has the
+// legend and the contract. PyTorch's headers are left out on purpose: they would take ten times as long to compile.
+//
+// A task is one split of the slots of one KV head of one row. Its R = G x T query rows stay in the L1 cache while the
+// split's K and V stream past once, in blocks. Splits have a fixed length, so that a row's result depends neither on its
+// neighbours nor on the number of threads. Vectors are GCC's and Clang's own extension: the compiler maps them onto
+// whatever the machine has.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <type_traits>
+#include <vector>
+
+namespace {
+
+constexpr int LANES = 8;    // numbers in a vector
+constexpr int BLOCK = 64;   // slots whose scores are held at a time
+constexpr int SPLIT = 512;  // slots of a task
+constexpr float HIDDEN = -std::numeric_limits<float>::infinity();
+
+typedef float Vec __attribute__((vector_size(4 * LANES)));
+typedef int32_t IntVec __attribute__((vector_size(4 * LANES)));
+typedef float Quad __attribute__((vector_size(16)));
+typedef uint16_t HalfVec __attribute__((vector_size(2 * LANES)));
+typedef uint32_t UintVec __attribute__((vector_size(4 * LANES)));
+
+struct bfloat16 {
+    uint16_t bits;
+};
+
+inline Vec load(const float* from) {
+    Vec x;
+    std::memcpy(&x, from, sizeof x);
+    return x;
+}
+
+inline Vec load(const bfloat16* from) {
+    HalfVec bits;
+    std::memcpy(&bits, from, sizeof bits);
+    const UintVec wide = __builtin_convertvector(bits, UintVec) << 16;
+    Vec x;
+    std::memcpy(&x, &wide, sizeof x);
+    return x;
+}
+
+inline void store(float* to, Vec x) { std::memcpy(to, &x, sizeof x); }
+
+inline void store(bfloat16* to, Vec x) {  // rounds to nearest, ties to even
+    UintVec bits;
+    std::memcpy(&bits, &x, sizeof x);
+    const UintVec rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    const HalfVec narrow = __builtin_convertvector(rounded, HalfVec);
+    std::memcpy(to, &narrow, sizeof narrow);
+}
+
+inline Vec all(float x) { return x - Vec{}; }
+
+// e^x for x <= 0, within 2 units in the last place; 0 below -87.
+inline Vec exp_vec(Vec x) {
+    const Vec clamped = x > -87.0f ? x : all(-87.0f);
+    const Vec shifted = clamped * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: what is left of the fraction is rounded off
+    const Vec whole = shifted - 12582912.0f;
+    const Vec rest = (clamped - whole * 0.693359375f) + whole * 2.12194440e-4f;  // ln 2 in two parts
+    Vec p = all(1.9875691500e-4f);  // Cephes' polynomial for expf
+    p = p * rest + 1.3981999507e-3f;
+    p = p * rest + 8.3334519073e-3f;
+    p = p * rest + 4.1665795894e-2f;
+    p = p * rest + 1.6666665459e-1f;
+    p = p * rest + 5.0000001201e-1f;
+    p = p * rest * rest + rest + 1.0f;
+    const IntVec exponent = (__builtin_convertvector(whole, IntVec) + 127) << 23;
+    Vec scale;
+    std::memcpy(&scale, &exponent, sizeof scale);
+    return x > -87.0f ? p * scale : Vec{};
+}
+
+inline float sum_of(Vec x) {
+    float total = 0;
+    for (int i = 0; i < LANES; ++i) total += x[i];
+    return total;
+}
+
+inline float max_of(Vec x) {
+    float most = x[0];
+    for (int i = 1; i < LANES; ++i) most = std::max(most, x[i]);
+    return most;
+}
+
+// The sums of four vectors, in their order: neighbours are added twice, then the halves.
+inline Quad sums_of(Vec a, Vec b, Vec c, Vec d) {
+    const auto fold = [](Vec x, Vec y) {
+        return __builtin_shufflevector(x, y, 0, 2, 8, 10, 4, 6, 12, 14) +
+               __builtin_shufflevector(x, y, 1, 3, 9, 11, 5, 7, 13, 15);
+    };
+    const Vec sums = fold(fold(a, b), fold(c, d));
+    return __builtin_shufflevector(sums, sums, 0, 1, 2, 3) + __builtin_shufflevector(sums, sums, 4, 5, 6, 7);
+}
+
+}  // namespace
+
+extern "C" {
+
+// Sizes and strides (in elements) of a call; mirrored in cpp.py.
+struct Call {
+    const void *q, *k, *v;
+    void* out;  // (B, T, H, D), contiguous
+    const int32_t* seqlens;
+    const int64_t* indices;  // (B, K, N), contiguous; null: every slot
+    int64_t rows, new_tokens, kv_heads, group, dim, num_indices, window, threads;
+    int64_t q_row, q_token, q_head, k_row, k_head, k_slot, v_row, v_head, v_slot;
+};
+
+}
+
+namespace {
+
+// Scores of R query rows and four slots. R x 4 sums stay in registers.
+template <int R, typename T>
+void score(const float* q, const T* const* k, int64_t dim, float* scores) {
+    Vec sums[R][4] = {};
+    for (int64_t d = 0; d < dim; d += LANES) {
+        Vec rows[R];
+        for (int r = 0; r < R; ++r) rows[r] = load(q + r * dim + d);
+        for (int s = 0; s < 4; ++s) {
+            const Vec x = load(k[s] + d);
+            for (int r = 0; r < R; ++r) sums[r][s] += rows[r] * x;
+        }
+    }
+    for (int r = 0; r < R; ++r) {
+        const Quad quad = sums_of(sums[r][0], sums[r][1], sums[r][2], sums[r][3]);
+        std::memcpy(scores + r * BLOCK, &quad, sizeof quad);
+    }
+}
+
+// out = out * decay + p V for R query rows and C vectors of the head dim, which stay in registers.
+template <int R, int C, typename T>
+void add_values(float* out, int64_t dim, const float* p, const T* const* v, int64_t d, int count, const float* decay) {
+    Vec sums[R][C];
+    for (int r = 0; r < R; ++r)
+        for (int c = 0; c < C; ++c) sums[r][c] = load(out + r * dim + d + c * LANES) * decay[r];
+    for (int s = 0; s < count; ++s) {
+        Vec weights[R];
+        for (int r = 0; r < R; ++r) weights[r] = all(p[r * BLOCK + s]);
+        for (int c = 0; c < C; ++c) {
+            const Vec x = load(v[s] + d + c * LANES);
+            for (int r = 0; r < R; ++r) sums[r][c] += weights[r] * x;
+        }
+    }
+    for (int r = 0; r < R; ++r)
+        for (int c = 0; c < C; ++c) store(out + r * dim + d + c * LANES, sums[r][c]);
+}
+
+// What a split leaves for the merge: (R, D) sums of p V, then (R) maxima and (R) sums of p.
+struct Partial {
+    float *out, *most, *total;
+    Partial(float* at, int64_t query_rows, int64_t dim)
+        : out(at), most(at + query_rows * dim), total(most + query_rows) {}
+    static int64_t size(int64_t query_rows, int64_t dim) { return query_rows * (dim + 2); }
+};
+
+template <typename T>
+class Kernel {
+  public:
+    explicit Kernel(const Call& call)
+        : c(call), query_rows(c.group * c.new_tokens) {
+        for (int64_t b = 0; b < c.rows; ++b) {
+            max_splits = std::max(max_splits, (last(b) - first(b) + SPLIT - 1) / SPLIT);
+        }
+    }
+
+    void run() {
+        static thread_local std::vector<float> scratch;  // kept: fresh pages would cost more than the work in them
+        const int64_t heads = c.rows * c.kv_heads, size = Partial::size(query_rows, c.dim);
+        if (int64_t(scratch.size()) < heads * max_splits * size) scratch.resize(heads * max_splits * size);
+        float* partials = scratch.data();
+#pragma omp parallel num_threads(c.threads)
+        {
+            std::vector<float> q(query_rows * c.dim), scores(query_rows * BLOCK), decay(query_rows);
+#pragma omp for schedule(dynamic)
+            for (int64_t task = 0; task < heads * max_splits; ++task) {
+                const int64_t head = task / max_splits, split = task % max_splits;
+                attend(head / c.kv_heads, head % c.kv_heads, split, Partial(partials + task * size, query_rows, c.dim),
+                       q.data(), scores.data(), decay.data());
+            }
+#pragma omp for schedule(static)
+            for (int64_t head = 0; head < heads; ++head) {
+                merge(head / c.kv_heads, head % c.kv_heads, partials + head * max_splits * size, size);
+            }
+        }
+    }
+
+  private:
+    const Call& c;
+    const int64_t query_rows;
+    int64_t max_splits = 1;
+
+    // The slots that any of a row's new tokens may see, or their places among the indices.
+    int64_t last(int64_t b) const { return c.indices ? c.num_indices : c.seqlens[b]; }
+    int64_t first(int64_t b) const {
+        return c.indices ? 0 : std::max<int64_t>(0, c.seqlens[b] - c.new_tokens + 1 - c.window);
+    }
+
+    void attend(int64_t b, int64_t head, int64_t split, Partial to, float* q, float* scores, float* decay) const {
+        std::fill(to.out, to.out + query_rows * c.dim, 0.0f);
+        std::fill(to.most, to.most + query_rows, HIDDEN);
+        std::fill(to.total, to.total + query_rows, 0.0f);
+        const int64_t start = first(b) + split * SPLIT, end = std::min<int64_t>(start + SPLIT, last(b));
+        if (start >= end) return;
+        load_queries(b, head, q);
+        const T* k = static_cast<const T*>(c.k) + b * c.k_row + head * c.k_head;
+        const T* v = static_cast<const T*>(c.v) + b * c.v_row + head * c.v_head;
+        const int64_t* indices = c.indices ? c.indices + (b * c.kv_heads + head) * c.num_indices : nullptr;
+        int64_t slots[BLOCK];
+        const T *k_at[BLOCK], *v_at[BLOCK];
+        for (int64_t at = start; at < end; at += BLOCK) {
+            const int count = int(std::min<int64_t>(BLOCK, end - at)), padded = (count + 3) / 4 * 4;
+            for (int s = 0; s < padded; ++s) {
+                slots[s] = s >= count ? -1 : indices ? indices[at + s] : at + s;
+                const int64_t from = slots[s] >= 0 ? slots[s] : indices ? 0 : at;  // scored, then hidden
+                k_at[s] = k + from * c.k_slot;
+                v_at[s] = v + from * c.v_slot;
+            }
+            for (int s = 0; s < padded; s += 4) {
+                for (int i = s; i < s + 4; ++i) prefetch(v_at[i]);  // memory must not wait for arithmetic
+                tiles([&](auto R, int64_t r) { score<R>(q + r * c.dim, k_at + s, c.dim, scores + r * BLOCK + s); });
+            }
+            const bool all_seen = !indices && count == padded && at >= last(b) - c.window &&
+                                  at + count <= last(b) - c.new_tokens + 1;
+            if (!all_seen) hide(b, slots, padded, scores);
+            weigh(scores, padded, to, decay);
+            if (!indices) {
+                for (int64_t next = at + BLOCK; next < std::min(at + 2 * BLOCK, end); ++next) {
+                    prefetch(k + next * c.k_slot);
+                }
+            }
+            tiles([&](auto R, int64_t r) {
+                float *out = to.out + r * c.dim, *p = scores + r * BLOCK;
+                int64_t d = 0;
+                for (; d + 4 * LANES <= c.dim; d += 4 * LANES) {
+                    add_values<R, 4>(out, c.dim, p, v_at, d, padded, decay + r);
+                }
+                for (; d < c.dim; d += LANES) add_values<R, 1>(out, c.dim, p, v_at, d, padded, decay + r);
+            });
+        }
+    }
+
+    // Query rows in tiles of at most three, as even as can be: with four vectors each they fill the registers.
+    template <typename Function>
+    void tiles(Function function) const {
+        const int64_t count = (query_rows + 2) / 3;
+        for (int64_t i = 0, r = 0; i < count; ++i) {
+            const int64_t size = (query_rows - r) / (count - i);
+            if (size == 1) function(std::integral_constant<int, 1>(), r);
+            if (size == 2) function(std::integral_constant<int, 2>(), r);
+            if (size == 3) function(std::integral_constant<int, 3>(), r);
+            r += size;
+        }
+    }
+
+    void prefetch(const T* from) const {
+        for (int64_t d = 0; d < c.dim; d += int64_t(64 / sizeof(T))) __builtin_prefetch(from + d);
+    }
+
+    // Query rows (G, T) of a KV head, scaled.
+    void load_queries(int64_t b, int64_t head, float* q) const {
+        const float scale = 1.0f / std::sqrt(float(c.dim));
+        for (int64_t r = 0; r < query_rows; ++r) {
+            const T* from = static_cast<const T*>(c.q) + b * c.q_row + (r % c.new_tokens) * c.q_token +
+                            (head * c.group + r / c.new_tokens) * c.q_head;
+            for (int64_t d = 0; d < c.dim; d += LANES) store(q + r * c.dim + d, load(from + d) * scale);
+        }
+    }
+
+    // Each new token sees itself and what came before, within its window.
+    void hide(int64_t b, const int64_t* slots, int count, float* scores) const {
+        for (int64_t t = 0; t < c.new_tokens; ++t) {
+            const int64_t own = c.seqlens[b] - c.new_tokens + t;
+            for (int s = 0; s < count; ++s) {
+                if (slots[s] >= 0 && slots[s] <= own && slots[s] > own - c.window) continue;
+                for (int64_t g = 0; g < c.group; ++g) scores[(g * c.new_tokens + t) * BLOCK + s] = HIDDEN;
+            }
+        }
+    }
+
+    // Scores become weights relative to the greatest so far; `decay` is what earlier ones must be multiplied by.
+    void weigh(float* scores, int count, Partial& to, float* decay) const {
+        for (int64_t r = 0; r < query_rows; ++r) {
+            float* row = scores + r * BLOCK;
+            std::fill(row + count, row + (count + LANES - 1) / LANES * LANES, HIDDEN);
+            Vec most = all(to.most[r]);
+            for (int s = 0; s < count; s += LANES) {
+                const Vec x = load(row + s);
+                most = x > most ? x : most;
+            }
+            const float highest = max_of(most), base = highest == HIDDEN ? 0.0f : highest;
+            Vec total = {};
+            for (int s = 0; s < count; s += LANES) {
+                const Vec p = exp_vec(load(row + s) - base);
+                store(row + s, p);
+                total += p;
+            }
+            decay[r] = std::exp(to.most[r] - base);
+            to.total[r] = to.total[r] * decay[r] + sum_of(total);
+            to.most[r] = highest;
+        }
+    }
+
+    // The splits of a KV head by their log-sum-exp.
+    void merge(int64_t b, int64_t head, float* partials, int64_t size) const {
+        const int64_t splits = std::max<int64_t>(1, (last(b) - first(b) + SPLIT - 1) / SPLIT);
+        std::vector<float> sums(c.dim);
+        for (int64_t r = 0; r < query_rows; ++r) {
+            float most = HIDDEN, total = 0;
+            for (int64_t i = 0; i < splits; ++i) {
+                most = std::max(most, Partial(partials + i * size, query_rows, c.dim).most[r]);
+            }
+            std::fill(sums.begin(), sums.end(), 0.0f);
+            for (int64_t i = 0; i < splits && most != HIDDEN; ++i) {
+                const Partial part(partials + i * size, query_rows, c.dim);
+                const float weight = std::exp(part.most[r] - most);
+                total += weight * part.total[r];
+                for (int64_t d = 0; d < c.dim; ++d) sums[d] += weight * part.out[r * c.dim + d];
+            }
+            const float scale = total > 0 ? 1 / total : 0.0f;
+            const int64_t token = b * c.new_tokens + r % c.new_tokens, h = head * c.group + r / c.new_tokens;
+            T* out = static_cast<T*>(c.out) + (token * c.kv_heads * c.group + h) * c.dim;
+            for (int64_t d = 0; d < c.dim; d += LANES) store(out + d, load(sums.data() + d) * scale);
+        }
+    }
+};
+
+}  // namespace
+
+extern "C" void attend_float32(const Call* call) { Kernel<float>(*call).run(); }
+extern "C" void attend_bfloat16(const Call* call) { Kernel<bfloat16>(*call).run(); }

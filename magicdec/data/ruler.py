@@ -1,0 +1,152 @@
+"""Retrieval and aggregation tasks as in RULER (Hsieh et al. 2024, arXiv 2404.06654), made here at any exact length.
+
+What matters is strewn over real text, the question comes last, and the answer is known. Names and values are invented,
+so that no model knows them beforehand.
+"""
+
+import random
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import chain, pairwise
+
+from magicdec.data import text
+from magicdec.data.base import Encoder, Prompts
+from magicdec.errors import UserError
+
+MULTIKEY_NEEDLES = 8
+COMMON_WORDS = 10  # and as many others in each group of the list, which occur nowhere else
+HOPS = 4
+DOCUMENTS = 12
+CITIES = "Athens Berlin Cairo Dublin Geneva Havana Kyoto Lisbon Madrid Nairobi Oslo Prague Quito Rome Tunis Vienna"
+
+
+@dataclass(frozen=True)
+class Task:
+    """What one row is asked."""
+
+    statements: Iterable[str]  # strewn over the text in this order: as many as there is room for
+    needed: int  # of them, at least
+    question: str  # ends the prompt, right before the answer
+    answers: list[str]  # all of them belong into the output
+
+
+def load(encoder: Encoder, *, task: str, path: str | None, num_rows: int, context_len: int, seed: int) -> Prompts:
+    """Prompts of exactly `context_len` tokens with their answers, in windows of `path` or of the standard library.
+
+    Sources name the window and the task. Raises UserError where the context is too short for the task's statements.
+    """
+    windows = text.load_or_stdlib(encoder, path=path, num_rows=num_rows, context_len=context_len, seed=seed)
+    tokens, answers = [], []
+    for window, source in zip(windows.tokens, windows.sources, strict=True):
+        generator = random.Random(f"{seed}/{task}/{source}")
+        made = TASKS[task](generator)
+        tokens.append(_row(made, task, window, encoder, generator))
+        answers.append(made.answers)
+    return Prompts.of(tokens, [f"{source} {task}" for source in windows.sources], answers)
+
+
+def accuracy(output: str, answers: list[str]) -> float:
+    """The share of a row's answers that its output contains, in whatever case."""
+    return sum(answer.lower() in output.lower() for answer in answers) / len(answers)
+
+
+def _row(made: Task, task: str, window: list[int], encoder: Encoder, generator: random.Random) -> list[int]:
+    """The window cut short, with the statements at random places and the question behind it."""
+    first = len(encoder.prefix)
+    question = list(encoder.encode(f"\n\n{made.question}"))
+    room = len(window) - first - len(question)
+    pieces: list[list[int]] = []
+    for statement in made.statements:
+        piece = list(encoder.encode(f"\n{statement}\n"))
+        if len(pieces) >= made.needed and len(piece) > room:
+            break
+        pieces.append(piece)
+        room -= len(piece)
+    if room < 0:
+        shortest = len(window) - room
+        raise UserError(f"batch.context_len={len(window)}: data.task={task} needs at least {shortest} tokens")
+    filler = window[first : first + room]
+    places = [0, *sorted(generator.randint(0, room) for _ in pieces), room]
+    parts = [filler[begin:end] for begin, end in pairwise(places)]
+    between = chain.from_iterable(part + piece for part, piece in zip(parts, pieces, strict=False))
+    return [*window[:first], *between, *parts[-1], *question]
+
+
+def _needles(generator: random.Random, count: int) -> Task:
+    """Numbers under keys, one of which is asked for."""
+    keys = _words(generator, count)
+    numbers = [str(number) for number in generator.sample(range(1_000_000, 10_000_000), count)]
+    asked = generator.randrange(count)
+    return Task(
+        [f"The secret number of {key} is {number}." for key, number in zip(keys, numbers, strict=True)],
+        count,
+        f"Question: What is the secret number of {keys[asked]}?\nAnswer: The secret number of {keys[asked]} is",
+        [numbers[asked]],
+    )
+
+
+def niah_single(generator: random.Random) -> Task:
+    """A needle in a haystack."""
+    return _needles(generator, 1)
+
+
+def niah_multikey(generator: random.Random) -> Task:
+    """A needle among others like it."""
+    return _needles(generator, MULTIKEY_NEEDLES)
+
+
+def cwe(generator: random.Random) -> Task:
+    """Common word extraction: ten words occur in every group of the list, the others once."""
+    common = _words(generator, COMMON_WORDS)
+    question = f"Question: Which {COMMON_WORDS} words occur most often in the lists above?\nAnswer:"
+    return Task(_word_groups(generator, common), 2, question, common)
+
+
+def _word_groups(generator: random.Random, common: list[str]) -> Iterator[str]:
+    """Without end."""
+    used = set(common)
+    while True:
+        others = _words(generator, COMMON_WORDS, used)
+        used.update(others)
+        group = [*common, *others]
+        generator.shuffle(group)
+        yield "Words: " + " ".join(group)
+
+
+def vt(generator: random.Random) -> Task:
+    """Variable tracking: a value handed on from variable to variable."""
+    names = [word.upper() for word in _words(generator, HOPS + 1)]
+    value = str(generator.randrange(10_000, 100_000))
+    statements = [f"VAR {name} = {source}" for name, source in zip(names, [value, *names], strict=False)]
+    question = f"Question: Which variables hold the value {value}?\nAnswer: The variables that hold {value} are"
+    return Task(statements, len(statements), question, names)
+
+
+def qa(generator: random.Random) -> Task:
+    """A question about one of many short documents."""
+    words = [word.capitalize() for word in _words(generator, 2 * DOCUMENTS)]
+    people = [f"{first} {last}" for first, last in zip(words[::2], words[1::2], strict=True)]
+    homes = [generator.choice(CITIES.split()) for _ in people]
+    years = [generator.randrange(1700, 1950) for _ in people]
+    facts = [
+        f"Document {number}: {person} was born in {year} and spent a long life in {home}."
+        for number, (person, year, home) in enumerate(zip(people, years, homes, strict=True), start=1)
+    ]
+    asked = generator.randrange(DOCUMENTS)
+    question = f"Question: In which city did {people[asked]} live?\nAnswer: {people[asked]} spent a long life in"
+    return Task(facts, DOCUMENTS, question, [homes[asked]])
+
+
+TASKS: dict[str, Callable[[random.Random], Task]] = {
+    made.__name__: made for made in (niah_single, niah_multikey, cwe, vt, qa)
+}
+
+
+def _words(generator: random.Random, count: int, used: Iterable[str] = ()) -> list[str]:
+    """Invented words of three syllables, all different and none of them `used`."""
+    words: list[str] = []
+    while len(words) < count:
+        word = "".join(generator.choice("bdfgklmnprstvz") + generator.choice("aeiou") for _ in range(3))
+        if word not in words and word not in used:
+            words.append(word)
+    return words

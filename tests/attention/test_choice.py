@@ -1,0 +1,44 @@
+"""Which backend is taken, and what is said about it."""
+
+import pytest
+import torch
+
+from magicdec.attention import choice, cpp
+from magicdec.errors import UserError
+
+CPU = torch.device("cpu")
+
+
+def test_auto_does_not_wait_for_a_compiler(tmp_path, monkeypatch):
+    monkeypatch.setattr(cpp, "library", lambda: tmp_path / "kernel.so")
+    monkeypatch.setattr(cpp, "compiler", lambda: "g++")
+    name, why = choice.choose("auto", CPU, torch.float32, [64])
+    assert name == "sdpa"
+    assert "a run with attention=cpp builds it" in why
+    (tmp_path / "kernel.so").touch()
+    name, why = choice.choose("auto", CPU, torch.float32, [64])
+    assert (name, why) == ("cpp", "attention=auto: cpp is the fastest at hand")
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "dims", "said"),
+    [
+        ("cpu", torch.float16, [64], "float32 and bfloat16, not in float16"),
+        ("cpu", torch.float32, [64, 12], "multiple of 8, not 12"),
+        ("cuda", torch.bfloat16, [64], "for CPUs, not for cuda"),
+    ],
+)
+def test_what_does_not_fit_is_refused_when_asked_for_and_passed_over_by_auto(device, dtype, dims, said):
+    with pytest.raises(UserError, match=said):
+        choice.choose("cpp", torch.device(device), dtype, dims)
+    if device == "cpu":
+        name, why = choice.choose("auto", CPU, dtype, dims)
+        assert name == "sdpa"
+        assert said in why
+
+
+def test_no_compiler_is_one_clear_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(cpp, "library", lambda: tmp_path / "kernel.so")
+    monkeypatch.setattr(cpp, "compiler", lambda: None)
+    with pytest.raises(UserError, match=r"attention=cpp needs a C\+\+ compiler.*; use attention=auto"):
+        choice.choose("cpp", CPU, torch.float32, [64])

@@ -1,0 +1,48 @@
+"""launch.py with a plan and a scenario that take a moment, and no PyTorch; the process launcher's jobs are this, too.
+
+It says in the folder QUICK_STARTS, by an empty file, each time that a run is begun, and takes QUICK_SECONDS.
+draft.gamma=6 crashes, 7 is killed.
+"""
+
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import launch
+import magicdec.scenarios
+import magicdec.scenarios.foresee
+
+
+def quick(plan, progress):
+    config = plan.config
+    gamma, budget = config.draft.gamma, config.cache.budget
+    Path(os.environ["QUICK_STARTS"], f"{gamma}-{budget}-{time.monotonic_ns()}-{os.getpid()}").touch()
+    begin = time.monotonic()
+    time.sleep(float(os.environ.get("QUICK_SECONDS", "0.02")))
+    if gamma == 6:
+        raise RuntimeError("gamma 6 is unlucky")
+    if gamma == 7:
+        os.kill(os.getpid(), signal.SIGKILL)
+    tokens = [random.Random(f"{gamma} {budget}").randrange(1000) for _ in range(2000)]
+    return SimpleNamespace(
+        metrics={"speedup": gamma + budget / 1000, "begin": begin, "end": time.monotonic()}
+        | {"gpus": os.environ.get("CUDA_VISIBLE_DEVICES")},
+        generations=[{"row": 0, "context_len": 64, "autoregressive": tokens, "speculative": tokens}],
+        history=[{"round": 0, "accepted": 1.0}],
+        samples=[{"row": 0, "autoregressive": "text"}],
+        view="done",
+    )
+
+
+def plan(config):
+    return SimpleNamespace(config=config, fingerprints={}, device_name="a device", num_bytes=3 << 30)
+
+
+if __name__ == "__main__":
+    magicdec.scenarios.foresee.doubts = lambda plan: []
+    magicdec.scenarios._scenario = lambda name: (plan, quick)
+    sys.exit(launch.main())

@@ -1,0 +1,380 @@
+"""Sweeps that are killed, that share a store, whose jobs die: every run is done once, and nothing is lost."""
+
+import json
+import multiprocessing
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.utils import JobStatus
+from omegaconf import OmegaConf
+
+import launch
+import magicdec.scenarios
+from hydra_plugins.process_launcher import ProcessLauncher
+from magicdec.config import load
+from magicdec.errors import UserError
+from magicdec.scenarios import Job, run
+from magicdec.tracking.lock import Busy, is_locked, locked
+from magicdec.tracking.reader import iter_runs, load_run
+from magicdec.tracking.store import Run
+from magicdec.tracking.sweep import BUSY
+from tests import quick_launch
+from tests.tracking.sample import CONFIG, finished_run, result_of
+
+ROOT = Path(__file__).parents[1]
+GRID = [(gamma, budget) for gamma in (1, 2, 3, 4) for budget in (32, 64, 128)]
+COMMON = ["hardware=cpu", "batch.size=1", "batch.context_len=64", "batch.generate_len=4", "wandb.mode=disabled"]
+
+
+@pytest.fixture
+def starts(tmp_path, monkeypatch):
+    """The folder that gets a file for each run that is begun."""
+    folder = tmp_path / "starts"
+    folder.mkdir()
+    monkeypatch.setenv("QUICK_STARTS", str(folder))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    return folder
+
+
+@pytest.fixture
+def quick(starts, monkeypatch):
+    """Runs of this process and those forked from it take a moment."""
+    monkeypatch.setattr(magicdec.scenarios, "_scenario", lambda name: (quick_launch.plan, quick_launch.quick))
+    monkeypatch.setattr("magicdec.scenarios.foresee.doubts", lambda plan: [])
+    return starts
+
+
+# Sweeps without Hydra, which takes a second to start: what becomes of a run is up to magicdec.scenarios.run
+
+
+@pytest.fixture
+def forked(quick, monkeypatch):
+    """Start a sweep of the 12 runs of GRID in a process of its own, one after another as hydra/launcher=basic does."""
+    monkeypatch.setenv("MAGICDEC_ROOT", str(ROOT))
+    with initialize_config_dir(str(launch.CONF), version_base="1.3"):
+        base = load(compose("config", COMMON))
+
+    def sweep(runs, name):
+        for number, (gamma, budget) in enumerate(GRID):
+            draft, cache = replace(base.draft, gamma=gamma), replace(base.cache, budget=budget)
+            config = replace(base, runs_dir=str(runs), draft=draft, cache=cache)
+            run(config, Job((f"draft.gamma={gamma}",), runs / "sweeps" / name, number, waits=True))
+
+    def start(runs, name="a sweep"):
+        process = multiprocessing.get_context("fork").Process(target=sweep, args=(runs, name))
+        process.start()
+        return process
+
+    return start
+
+
+def ended(process):
+    process.join(60)
+    return process.exitcode
+
+
+def folders(runs):
+    return [path for path in sorted(runs.iterdir()) if path.name != "sweeps"]
+
+
+def decisive(runs):
+    """What the runs have found and written, but for when, how often they were tried, and where."""
+    names = ("generations.jsonl", "history.jsonl")
+    texts = {path.name: [(path / name).read_text() for name in names] for path in folders(runs)}
+    facts = {r["id"]: [r["status"], r["speedup"], r["config"] | {"runs_dir": None}] for r in iter_runs(runs)}
+    return texts, facts
+
+
+def done_attempts(runs):
+    return {run["id"]: run["attempt"] for run in iter_runs(runs) if run["status"] == "done"}
+
+
+def test_killed_at_ten_random_moments_and_started_again(tmp_path, forked):
+    calm, runs = tmp_path / "calm", tmp_path / "runs"
+    assert ended(forked(calm)) == 0
+    done, kills = {}, 0
+    while kills < 10:
+        process = forked(runs)
+        time.sleep(random.uniform(0, 0.25))
+        process.kill()
+        kills += ended(process) == -signal.SIGKILL
+        now = done_attempts(runs)
+        assert done.items() <= now.items(), "what was done is not done again"
+        done = now
+        if len(done) == len(GRID):  # a fast machine: all over again
+            shutil.rmtree(runs)
+            done = {}
+    assert ended(forked(runs)) == 0
+    assert done.items() <= done_attempts(runs).items()
+    assert decisive(runs) == decisive(calm)
+    assert len(folders(runs)) == len(GRID)
+    assert not list(runs.glob("*/.*")), "neither locks nor files half written"
+
+
+def test_four_sweeps_in_one_store(tmp_path, forked, starts):
+    calm, runs = tmp_path / "calm", tmp_path / "runs"
+    assert ended(forked(calm)) == 0
+    before = len(list(starts.iterdir()))
+    processes = [forked(runs, "a sweep") for _ in range(4)]
+    assert [ended(process) for process in processes] == [0] * 4
+    assert len(list(starts.iterdir())) - before == len(GRID), "no run was begun twice"
+    assert set(done_attempts(runs).values()) == {1}
+    assert decisive(runs) == decisive(calm)
+    assert not list(runs.glob("*/.*"))
+    lines = (runs / "sweeps" / "a sweep" / "jobs.jsonl").read_text().splitlines()
+    assert len([json.loads(line) for line in lines]) == 4 * len(GRID)
+
+
+@pytest.fixture
+def tmpfs(tmp_path):
+    """A file system of 256 KiB."""
+    place = tmp_path / "small"
+    place.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(place)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"needs the right to mount: {mounted.stderr.decode().strip()}")
+    yield place
+    subprocess.run(["umount", "--lazy", str(place)], check=True)
+
+
+def test_a_full_disk_and_a_read_only_store(tmpfs):
+    before = finished_run(tmpfs)
+    (tmpfs / "filler").write_bytes(bytes(200 << 10))
+    rows = ({"row": 0, "speculative": list(range(1000))} for _ in range(100))
+    again = Run.open(tmpfs, "abc", CONFIG)
+    with pytest.raises(UserError, match=rf"^runs_dir={tmpfs}: cannot write: No space left on device; choose"):
+        again.finish({"speedup": 9.0}, rows, [])
+    assert result_of(before)["speedup"] == 1.5
+    assert not list(before.folder.glob(".*"))
+    (tmpfs / "filler").unlink()
+    subprocess.run(["mount", "-o", "remount,ro", str(tmpfs)], check=True)
+    with pytest.raises(UserError, match=r"cannot write .*: Read-only file system; choose a folder with runs_dir="):
+        Run.open(tmpfs, "abc", CONFIG)
+    assert load_run(before.folder)["speedup"] == 1.5
+
+
+# The lock
+
+
+def test_a_lock_is_one_process_alone_and_goes_with_it(tmp_path):
+    assert not is_locked(tmp_path / "abc")
+    with locked(tmp_path / "abc"):
+        assert is_locked(tmp_path / "abc")
+        with pytest.raises(Busy, match=rf"run abc is being run by process {os.getpid()} on "), locked(tmp_path / "abc"):
+            pass
+    assert not list((tmp_path / "abc").iterdir())
+
+
+def test_a_killed_process_leaves_no_lock_and_its_run_was_interrupted(tmp_path):
+    def hold():
+        with locked(tmp_path / "abc"):
+            Run.open(tmp_path, "abc", {})
+            there.close()
+            time.sleep(60)
+
+    here, there = multiprocessing.Pipe()
+    process = multiprocessing.get_context("fork").Process(target=hold)
+    process.start()
+    there.close()
+    with pytest.raises(EOFError):
+        here.recv()
+    assert load_run(tmp_path / "abc")["status"] == "running"
+    process.kill()
+    process.join()
+    found = load_run(tmp_path / "abc")
+    assert (found["status"], found["kind"]) == ("failed", "interrupted")
+    assert f"process {process.pid} on " in found["reason"]
+    with locked(tmp_path / "abc"):
+        assert Run.open(tmp_path, "abc", CONFIG).attempt == 2
+
+
+def test_what_a_dead_process_left_running_is_buried_by_another(tmp_path):
+    before = finished_run(tmp_path)
+    again = Run.open(tmp_path, "abc", CONFIG)
+    Run.bury(tmp_path, "abc", again.result["pid"] + 1, "not this one")
+    assert result_of(before)["rerun"]["status"] == "running"
+    with locked(tmp_path / "abc"):
+        Run.bury(tmp_path, "abc", again.result["pid"], "somebody else has taken it up")
+    assert result_of(before)["rerun"]["status"] == "running"
+    Run.bury(tmp_path, "abc", again.result["pid"], "killed by SIGKILL")
+    assert (result_of(before)["status"], result_of(before)["rerun"]["kind"]) == ("done", "crashed")
+
+
+# Whole sweeps, with launch.py and the process launcher
+
+
+def start(runs, *arguments):
+    command = [sys.executable, str(ROOT / "tests" / "quick_launch.py"), "-m", f"runs_dir={runs}", *COMMON, *arguments]
+    return subprocess.Popen(command, cwd=runs.parent, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def finished(process):
+    out, err = process.communicate(timeout=120)
+    return SimpleNamespace(code=process.returncode, out=out, err=err)
+
+
+def test_each_job_in_its_own_process(tmp_path, starts):
+    runs = tmp_path / "runs"
+    sweep = finished(start(runs, "sweep.name=mine", "hydra.launcher.jobs=2", "draft.gamma=1,6,7,2", "cache.budget=64"))
+    assert sweep.code == 1
+    assert re.search(r"error: job 1 \(.*draft.gamma=6 .*\): RuntimeError: gamma 6 is unlucky\n", sweep.err)
+    assert re.search(r"error: job 2 \(.*draft.gamma=7 .*\): killed by SIGKILL\n", sweep.err)
+    found = {run["config"]["draft"]["gamma"]: run for run in iter_runs(runs)}
+    assert {gamma: (run["status"], run.get("kind"), run.get("reason")) for gamma, run in found.items()} == {
+        1: ("done", None, None),
+        6: ("failed", "crashed", "RuntimeError: gamma 6 is unlucky"),
+        7: ("failed", "crashed", "killed by SIGKILL"),
+        2: ("done", None, None),
+    }
+    assert len({run["pid"] for run in found.values()}) == 4
+    (folder,) = (runs / "sweeps").glob("*_mine")
+    lines = [json.loads(line) for line in (folder / "jobs.jsonl").read_text().splitlines()]
+    assert {line["id"] for line in lines} == {run["id"] for run in found.values()}
+    assert (folder / "multirun.yaml").exists()
+    assert {run["config"]["wandb"]["group"] for run in found.values()} == {"mine"}
+
+
+def test_a_killed_launcher_takes_its_jobs_along_and_the_sweep_goes_on(tmp_path, starts, monkeypatch):
+    monkeypatch.setenv("QUICK_SECONDS", "0.5")
+    runs = tmp_path / "runs"
+    first = start(runs, "draft.gamma=1,2")
+    while first.poll() is None and len(list(starts.iterdir())) < 2:
+        time.sleep(0.01)
+    first.kill()
+    first.communicate()
+    assert [run["status"] for run in iter_runs(runs)].count("done") == 1
+    assert finished(start(runs, "draft.gamma=1,2")).code == 0
+    assert sorted(done_attempts(runs).values()) == [1, 2]
+    assert not list(runs.glob("*/.*"))
+
+
+def test_an_interrupt_stops_a_sweep_and_its_jobs(tmp_path, starts, monkeypatch):
+    monkeypatch.setenv("QUICK_SECONDS", "5")
+    runs = tmp_path / "runs"
+    sweep = start(runs, "draft.gamma=1,2")
+    while sweep.poll() is None and not list(starts.iterdir()):
+        time.sleep(0.05)
+    sweep.send_signal(signal.SIGINT)
+    assert finished(sweep).code == 130
+    assert [(run["status"], run["kind"]) for run in iter_runs(runs)] == [("failed", "interrupted")]
+    assert not any(is_locked(path) for path in folders(runs))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["joblib", "submitit_local", "ray"])
+def test_other_launchers(tmp_path, launcher):
+    """Two jobs, one of which is refused."""
+    pytest.importorskip(f"hydra_plugins.hydra_{launcher.removesuffix('_local')}_launcher")
+    command = [sys.executable, str(ROOT / "launch.py"), "-m", f"hydra/launcher={launcher}", "draft.gamma=1,0"]
+    command += ["runs_dir=runs", "scenario=predict", "target=llama-3.1-8b", "hardware=8xa100", "wandb.mode=disabled"]
+    sweep = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert sweep.returncode == launch.USER_ERROR, sweep.stderr
+    assert [(run["status"], run["overrides"][0]) for run in iter_runs(tmp_path / "runs")] == [("done", "draft.gamma=1")]
+    (jobs,) = (tmp_path / "runs" / "sweeps").glob("*/jobs.jsonl")
+    assert len(jobs.read_text().splitlines()) == 1
+
+
+# What needs no second process: `launch.main` with a scenario that takes a moment
+
+
+@pytest.fixture
+def here(quick, monkeypatch, capfd, tmp_path, hydra_logging):
+    """The command line in this process."""
+
+    def with_arguments(*arguments):
+        monkeypatch.setattr(sys, "argv", ["launch.py", *arguments, f"runs_dir={tmp_path / 'runs'}", *COMMON])
+        code = launch.main()
+        return SimpleNamespace(code=code, **capfd.readouterr()._asdict())
+
+    return with_arguments
+
+
+def test_fail_fast(here, starts):
+    assert here("-m", "hydra/launcher=basic", "sweep.fail_fast=true", "draft.gamma=6,1,2").code == 1
+    assert len(list(starts.iterdir())) == 1
+
+
+def test_a_dry_run_lists_and_leaves_nothing(here, tmp_path, starts):
+    assert here("-m", "hydra/launcher=basic", "draft.gamma=1,6").code == 1
+    before = sorted((tmp_path / "runs").rglob("*"))
+    sweep = here("-m", "sweep.dry_run=true", "draft.gamma=1,2,6")
+    assert sweep.code == 0
+    lines = [line.split() for line in sweep.out.splitlines() if " GiB " in line]
+    assert [line[1:4] for line in lines] == [[state, "3.00", "GiB"] for state in ("done", "new", "crashed")]
+    assert sorted((tmp_path / "runs").rglob("*")) == before
+    assert len(list(starts.iterdir())) == 2
+
+
+def test_a_single_run_that_another_process_is_running_is_refused(here, tmp_path):
+    assert here().code == 0
+    (path,) = (tmp_path / "runs").glob("*/result.json")
+    with locked(path.parent):
+        refused = here()
+    assert refused.code == launch.USER_ERROR
+    assert f"error: run {path.parent.name} is being run by process {os.getpid()}" in refused.err
+
+
+def test_any_version_of_a_run_will_do_if_one_says_so(here, monkeypatch):
+    assert here("-m", "hydra/launcher=basic", "draft.gamma=1").code == 0
+    monkeypatch.setattr("magicdec.tracking.reader.__version__", "another")
+    assert "done already" in here("-m", "hydra/launcher=basic", "draft.gamma=1", "resume=any_version").err
+    assert "done already" not in here("-m", "hydra/launcher=basic", "draft.gamma=1").err
+
+
+# The process launcher's queue, with processes that only wait
+
+
+class Queue(ProcessLauncher):
+    def __init__(self, commands, sweep, limit=None):
+        super().__init__(limit)
+        self.commands, self.seen = commands, []
+        hardware = {"device": "auto", "tensor_parallel": 1}
+        loaded = lambda config, overrides: OmegaConf.create({"hardware": hardware | eval(overrides[0])})  # noqa: E731
+        self.context = SimpleNamespace(config_loader=SimpleNamespace(load_sweep_config=loaded))
+        settings = {"fail_fast": False, "dry_run": False, "objective": "speedup"} | sweep
+        self.config = OmegaConf.create({"sweep": settings, "runs_dir": "", "hydra": {"sweep": {"dir": ""}}})
+
+    def _process(self, job):
+        self.seen.append((job.number, list(job.gpus)))
+        return subprocess.Popen(self.commands.pop(0))
+
+
+def test_jobs_are_spread_over_the_visible_gpus(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-5,7")
+    jobs = [{"tensor_parallel": 2}, {}, {"tensor_parallel": 2}, {"device": "cpu"}, {"tensor_parallel": 8}]
+    queue = Queue([["sleep", seconds] for seconds in ("0.3", "0.9", "0.1", "0.1", "0.1")], {})
+    results = queue.launch([[str(job)] for job in jobs], 10)
+    everything = {"3", "GPU-5", "7"}
+    assert [(number, len(gpus)) for number, gpus in queue.seen] == [(10, 2), (11, 1), (12, 2), (13, 3), (14, 3)]
+    assert queue.seen[0][1] == queue.seen[2][1], "given back by the first, while the second still has its own"
+    assert set(queue.seen[0][1] + queue.seen[1][1]) == everything
+    assert [result.return_value for result in results] == [None] * 5
+
+
+def test_a_queue_without_gpus_that_fails_fast(monkeypatch, capsys):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    queue = Queue([["true"], ["false"], ["true"]], {"fail_fast": True})
+    results = queue.launch([["{}"]] * 4, 0)
+    assert [number for number, _ in queue.seen] == [0, 1]
+    assert [result.status for result in results] == [JobStatus.COMPLETED, JobStatus.FAILED]
+    assert "2 jobs are not started" in capsys.readouterr().err
+
+
+def test_a_run_that_another_sweep_is_running_is_left_to_the_end(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr("hydra_plugins.process_launcher.RETRY_S", 0.1)
+    queue = Queue([["sh", "-c", f"exit {BUSY}"], ["true"], ["true"]], {})
+    results = queue.launch([["{}"]] * 2, 0)
+    assert [number for number, _ in queue.seen] == [0, 1, 0]
+    assert len(results) == 2
