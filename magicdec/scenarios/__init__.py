@@ -119,7 +119,7 @@ def _measure(plan: Any, name: str, settings: dict[str, Any], job: Job) -> None:
     with this.log_to_file():
         try:
             outcome = _outcome(plan, this)
-            this.finish(outcome.metrics, outcome.generations, outcome.history)
+            this.finish(outcome.metrics, outcome.generations, outcome.history, outcome.samples)
         except BaseException as error:
             reason, kind = _reason(error, plan.config)
             this.fail(reason, kind)
@@ -128,6 +128,16 @@ def _measure(plan: Any, name: str, settings: dict[str, Any], job: Job) -> None:
             raise
     told = wandb.log_run(this, settings, outcome)
     table.show(Console(file=sys.stdout), settings, outcome.metrics, this.folder, told, outcome.history, outcome.view)
+
+
+def _list(plan: Any, name: str, job: Job) -> None:
+    """A line on a run that would be done: its id, how it stands, the memory it will take, what was typed."""
+    from magicdec.tracking.reader import load_run
+
+    stored = load_run(Path(plan.config.runs_dir, name))
+    state = stored.get("kind") or stored.get("status") or "new"
+    typed = " ".join(text for text in job.overrides if not text.startswith("sweep."))
+    print(f"{name}  {state:13}  {plan.num_bytes / 2**30:8.2f} GiB  {typed}", flush=True)
 
 
 def _outcome(plan: Any, run: "Run") -> Outcome:
@@ -145,16 +155,6 @@ def _work(rank: int, plan: Any, run: "Run | None" = None) -> Outcome:
     console = Console(stderr=True) if rank == 0 else Console(quiet=True, force_terminal=False)
     with run.log_to_file() if run and rank == 0 else nullcontext(), progress(console) as bars:
         return scenario(plan, bars)
-
-
-def _list(plan: Any, name: str, job: Job) -> None:
-    """A line on a run that would be done: its id, how it stands, the memory it will take, what was typed."""
-    from magicdec.tracking.reader import load_run
-
-    stored = load_run(Path(plan.config.runs_dir, name))
-    state = stored.get("kind") or stored.get("status") or "new"
-    typed = " ".join(text for text in job.overrides if not text.startswith("sweep."))
-    print(f"{name}  {state:13}  {plan.num_bytes / 2**30:8.2f} GiB  {typed}", flush=True)
 
 
 def _scenario(name: str) -> tuple[Callable, Callable]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 
 from magicdec import build
-from magicdec.costmodel.beside import beside
+from magicdec.costmodel.beside import beside, published
 from magicdec.costmodel.hardware import device_in
 from magicdec.costmodel.speedup import speculative_time
 from magicdec.data.base import Prompts
@@ -17,11 +17,13 @@ from magicdec.errors import UserError
 from magicdec.measure import memory, metrics
 from magicdec.measure.ceilings import matmul_rate
 from magicdec.measure.footprint import Footprint
+from magicdec.measure.gpu import Watch
 from magicdec.measure.metrics import Metrics
 from magicdec.measure.profile import profile_round
-from magicdec.scenarios.foresee import setup_of_run
+from magicdec.scenarios.foresee import setup_of_run, task_of
 from magicdec.scenarios.outcome import Outcome
 from magicdec.tracking.progress import Progress
+from magicdec.tracking.reader import NOISY
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +45,7 @@ def compare(plan: build.Plan, progress: Progress) -> Outcome:
     estimate = build.check_memory(plan, int(config.batch.size), config.batch.context_len)
     tokenizer = build.tokenizer(plan)
     prompts = build.prompts(plan, tokenizer)
-    peak = memory.Peak(plan.device)
+    peak, gpu = memory.Peak(plan.device), Watch(plan.device)
     engine = build.engine(plan, progress)
     rows = int(config.batch.size)
     passes = [Pass([], []) for _ in range(config.scenario.repeats)]
@@ -62,7 +64,7 @@ def compare(plan: build.Plan, progress: Progress) -> Outcome:
         if start + rows < len(prompts.tokens):  # the last one is profiled below
             batch.close()  # or the caches of two batches would be held at once
     results: Metrics = {"data/fingerprint": prompts.fingerprint, "device": plan.device_name}
-    results |= _speeds(passes, prefill_seconds)
+    results |= _speeds(passes, prefill_seconds) | gpu.metrics()
     speculative = [generation for one in passes for generation in one.speculative]
     gamma = metrics.usual_gamma(speculative)
     if speculative:
@@ -110,7 +112,8 @@ def _speeds(passes: list[Pass], prefill_seconds: list[float]) -> Metrics:
         if ratios:
             result[name] = median(ratios)
             if len(ratios) > 1:
-                result[f"{name}_spread"] = metrics.spread(ratios)
+                result[f"{name}_spread"] = spread = metrics.spread(ratios)
+                result.setdefault("noisy", spread > NOISY)  # that of speedup, the first
     return result
 
 
@@ -169,7 +172,7 @@ def _predicted(plan: build.Plan, results: Metrics, gamma: int) -> Metrics:
         setup = setup_of_run(
             plan.config, plan.target.config, draft, plan.device_name, plan.dtype.itemsize, bandwidth, rate
         )
-        return beside(setup, gamma, results)
+        return beside(setup, gamma, results) | published(setup, task_of(plan.config))
     except UserError as error:  # no draft, or one that has no cost model
         log.info("not predicted: %s", error)
         return {}
