@@ -24,6 +24,7 @@ from magicdec.errors import UserError
 from magicdec.measure import memory
 from magicdec.measure.footprint import Footprint, UniformAttention, footprint, largest_batch
 from magicdec.measure.memory import GIB
+from magicdec.measure.metrics import Metrics
 from magicdec.models import checkpoint, quantize
 from magicdec.models.config import ModelConfig
 from magicdec.models.parallel import Share, check_divides, replicates, share
@@ -71,6 +72,12 @@ class Plan:
     def fingerprints(self) -> dict[str, str]:
         """Of the checkpoints that the run loads."""
         return {m.key: m.fingerprint for m in (self.target, self.draft) if m is not None}
+
+    @property
+    def sources(self) -> Metrics:
+        """What says in results whether they are of models that know anything."""
+        models = (self.target, self.draft)
+        return {"weights/source": "random" if any(m is not None and m.folder is None for m in models) else "checkpoint"}
 
     @property
     def num_ranks(self) -> int:

@@ -89,6 +89,17 @@ def test_a_task_is_scored_both_ways(tmp_path):
     assert all(len(json.loads(line)["answers"]) == 5 for line in path.read_text().splitlines())
 
 
+def test_two_ranks_leave_what_one_leaves(tmp_path):
+    """Rank 0 alone stores and shows; the draft may have ranks of its own."""
+    for ranks in (1, 2):
+        keys = ["draft=model", "draft.tensor_parallel=1", f"hardware.tensor_parallel={ranks}", "cache.budget=64"]
+        done = launch(tmp_path / str(ranks), *keys)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count("acceptance rate") == 1
+    one, two = (next((tmp_path / str(ranks)).glob("*/generations.jsonl")).read_text() for ranks in (1, 2))
+    assert one == two
+
+
 def test_a_sweep_goes_on_where_it_stood(tmp_path):
     assert launch(tmp_path, "-m", "draft.gamma=1,2").returncode == 0
     before = {r["id"]: r["finished"] for r in results(tmp_path)}
@@ -109,6 +120,8 @@ def test_sampling_and_random_weights_say_what_they_are(tmp_path):
     assert "synthetic" in done.stdout.lower()
     (result,) = results(tmp_path / "random")
     assert result["acceptance/source"] == "synthetic"
+    assert result["weights/source"] == "random"
+    assert "RANDOM weights" in done.stdout
     assert result["lossless/identical"] is None
     sampled = launch(tmp_path / "sampled", "sampling=sample", "draft=model")
     assert sampled.returncode == 0, sampled.stderr
