@@ -56,7 +56,7 @@ def serve(plan: build.Plan, progress: Progress) -> Outcome:
         slots = Slots(engine, rows, batch.context_len + batch.generate_len)
         measured = {way: _measure(slots, way, level, jobs, plan, progress) for way in _ways(engine)}
         history.append({level.kind: level.value} | _level_metrics(measured, plan))
-    results: Metrics = {"data/fingerprint": prompts.fingerprint, "device": plan.device_name}
+    results: Metrics = {"data/fingerprint": prompts.fingerprint, "device": plan.device_name, **plan.sources}
     results |= {key: value for key, value in history[-1].items() if key not in ("concurrency", "rate")}
     if engine.draft_name != "none":
         results["acceptance/source"] = "measured" if config.draft.synthetic_acceptance is None else "synthetic"
