@@ -4,6 +4,7 @@ Everything that can be checked without loading weights is checked first.
 """
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from magicdec.errors import UserError
 from magicdec.measure import memory
 from magicdec.measure.footprint import Footprint, UniformAttention, footprint, largest_batch
 from magicdec.measure.memory import GIB
-from magicdec.models import checkpoint
+from magicdec.models import checkpoint, quantize
 from magicdec.models.config import ModelConfig
 from magicdec.models.parallel import check_divides, replicates, share
 from magicdec.models.transformer import Transformer
@@ -34,6 +35,8 @@ log = logging.getLogger(__name__)
 
 # batch.size=auto. With fewer rows a small model is bound by its weights (CPU) or by latency (GPU), not by its KV cache.
 ROWS_ON = {"cpu": 24, "cuda": 64}
+# Keys of `draft` that are no draft's own to read.
+OTHER_DRAFT_KEYS = ("name", "gamma", "synthetic_acceptance", "model", "tensor_parallel", "quantization")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -98,6 +101,7 @@ def plan(config: Config) -> Plan:
         draft = _model("draft.model", config.draft.model)
         checkpoint.check_vocabularies(target.config, draft.config, target.folder, draft.folder)
     if config.draft.name != "none":
+        quantize.check(config.draft.quantization)
         DRAFTS[config.draft.name].check(target.config, config.draft.num_layers)
         if CACHES[config.cache.policy].needs_target and draft is not None:
             raise UserError(
@@ -118,8 +122,8 @@ def plan(config: Config) -> Plan:
 def estimate(plan: Plan, num_rows: int, context_len: int) -> Footprint:
     """Bytes that the run will take, of each device."""
     attention = UniformAttention() if plan.device.type == "cpu" else SdpaAttention()
-    target, *draft = (_on_meta(model, plan, attention) for model in (plan.target, plan.draft) if model)
-    return footprint(_engine(plan, target, draft[0] if draft else None), num_rows, context_len, is_audited(plan))
+    engine = _engine(plan, lambda model: _on_meta(model, plan, attention))
+    return footprint(engine, num_rows, context_len, is_audited(plan))
 
 
 def check_memory(plan: Plan, num_rows: int, context_len: int) -> Footprint:
@@ -156,22 +160,22 @@ def engine(plan: Plan, progress: Progress) -> NativeEngine:
     with progress.task(f"attention={name}", total=1) as task:  # cpp is compiled at its first use
         attention = choice.backend(name)()
         task.advance(1)
-    target = _load(plan.target, plan, attention, progress)
-    return _engine(plan, target, _load(plan.draft, plan, attention, progress) if plan.draft else None)
+    return _engine(plan, lambda model: _load(model, plan, attention, progress))
 
 
-def _engine(plan: Plan, target: Transformer, draft_model: Transformer | None) -> NativeEngine:
+def _engine(plan: Plan, load: Callable[[Model], Transformer]) -> NativeEngine:
     c, s = plan.config, plan.config.sampling
+    target = load(plan.target)
     return NativeEngine(
         target=target,
-        draft_model=draft_model,
+        draft_model=_draft_model(plan, target, load),
         sampling=Sampling(s.temperature, s.top_k, s.top_p, s.seed),
         generate_len=c.batch.generate_len,
         prefill_chunk=c.batch.prefill_chunk,
         draft_name=c.draft.name,
         gamma=max(gammas(c)),
         gammas=gammas(c) if c.draft.gamma == "auto" else (),
-        draft_options=_options(c.draft, "name", "gamma", "synthetic_acceptance", "model", "tensor_parallel"),
+        draft_options=_options(c.draft, *OTHER_DRAFT_KEYS),
         policy=c.cache.policy,
         cache_options=_options(c.cache, "policy"),
         ignore_eos=s.ignore_eos,
@@ -180,14 +184,16 @@ def _engine(plan: Plan, target: Transformer, draft_model: Transformer | None) ->
     )
 
 
-def prompts(plan: Plan, tokenizer: object | None) -> Prompts:
-    """Prompts for every batch of the run, as token ids."""
+def prompts(
+    plan: Plan, tokenizer: object | None, num_rows: int | None = None, context_len: int | None = None
+) -> Prompts:
+    """Prompts as token ids: for every batch of the run, unless told how many and how long."""
     c = plan.config
     return load_prompts(
         c.data.name,
         tokenizer=tokenizer,
-        num_rows=int(c.batch.size) * c.batch.num_batches,
-        context_len=c.batch.context_len,
+        num_rows=int(c.batch.size) * c.batch.num_batches if num_rows is None else num_rows,
+        context_len=c.batch.context_len if context_len is None else context_len,
         seed=c.data.seed,
         path=c.data.path,
         task=c.data.task,
@@ -316,6 +322,18 @@ def _load(model: Model, plan: Plan, attention: Attention, progress: Progress) ->
     if plan.config.hardware.compile:
         transformer.compile_layers()
     return transformer.requires_grad_(False)
+
+
+def _draft_model(plan: Plan, target: Transformer, load: Callable[[Model], Transformer]) -> Transformer | None:
+    """The model that drafts; None where it is the target as it stands, or there is none."""
+    draft = plan.config.draft
+    model = load(plan.draft) if plan.draft else None
+    if draft.name == "none" or draft.quantization == "none":
+        return model
+    model = quantize.quantized(model or target, draft.quantization)
+    if plan.config.hardware.compile:
+        model.compile_layers()
+    return model
 
 
 def cpu_name() -> str:

@@ -4,17 +4,24 @@ A class is a group, a field a key; conf/ explains them and holds the values that
 this is the only module that knows Hydra and OmegaConf.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
+import hydra
+from hydra import initialize_config_dir
 from hydra.core.config_store import ConfigStore
+from hydra.errors import HydraException
 from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from magicdec.costmodel.hardware import Efficiency
 from magicdec.errors import UserError
 from magicdec.models.config import ModelConfig, RopeScaling
-from magicdec.rules import SIZES, above, at_least, check, one_of, ruled
+from magicdec.rules import POSITIVE, SHARES, SIZES, above, at_least, check, one_of, ruled
+
+CONF = Path(__file__).resolve().parents[1] / "conf"
 
 
 @dataclass
@@ -86,6 +93,7 @@ class DraftConfig:
     synthetic_acceptance: float | None = ruled(None, lambda value: 0 <= value <= 1, "must be between 0 and 1")
     model: ModelChoice | None = None
     tensor_parallel: int | None = at_least(1, default=None)
+    quantization: str = one_of("none", "int8", "int4", default="none")
     num_layers: int = at_least(0, default=0)
     max_ngram: int = at_least(1, default=8)
 
@@ -164,7 +172,7 @@ class SamplingConfig:
 class AttentionConfig:
     """Who computes attention."""
 
-    name: str = one_of("auto", "sdpa", "cpp", default=MISSING)
+    name: str = one_of("auto", "sdpa", "cpp", "triton", "flash", default=MISSING)
 
 
 @dataclass
@@ -178,7 +186,7 @@ class EngineConfig:
 class ScenarioConfig:
     """What a run does."""
 
-    name: str = one_of("compare", "profile", "predict", "plan", default=MISSING)
+    name: str = one_of("compare", "profile", "predict", "plan", "serve", default=MISSING)
     repeats: int = at_least(1, default=1)
     profile_repeats: int = at_least(1, default=1)
     batch_sizes: list[int] = field(default_factory=list, metadata=SIZES)
@@ -191,6 +199,11 @@ class ScenarioConfig:
     policies: list[str] = field(default_factory=list)
     latency_ms: float | None = above(0, default=None)
     experiment: str | None = None
+    concurrencies: list[int] = field(default_factory=list, metadata=SIZES)
+    rates: list[float] = field(default_factory=list, metadata=POSITIVE)
+    num_requests: int = at_least(1, default=1)
+    length_shares: list[float] = field(default_factory=list, metadata=SHARES)
+    first_token_ms: float | None = above(0, default=None)
 
 
 @dataclass
@@ -252,6 +265,15 @@ def load(cfg: DictConfig) -> Config:
     return config
 
 
+def compose(overrides: Sequence[str]) -> Config:
+    """conf/ with these overrides, for programs that have a command line of their own. UserError for any mistake."""
+    try:
+        with initialize_config_dir(str(CONF), version_base="1.3"):
+            return load(hydra.compose("config", list(overrides)))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UserError(str(error).strip().partition("\n")[0]) from error
+
+
 def to_dict(config: Config) -> dict[str, Any]:
     """Plain nested dictionaries."""
     return asdict(config)
@@ -286,7 +308,7 @@ def warnings(config: Config) -> list[str]:
     found = []
     draft, cache, sampling = config.draft, config.cache, config.sampling
     context_len = config.batch.context_len
-    if draft.name == "self" and cache.policy == "full":
+    if draft.name == "self" and cache.policy == "full" and draft.quantization == "none":
         found.append("cache=full with draft=self: the target drafts for itself over its own cache, which saves nothing")
     if draft.name not in ("none", "ngram") and cache.policy != "full" and cache.budget >= context_len:
         found.append(f"cache.budget={cache.budget} holds all of batch.context_len={context_len}: it saves nothing")
@@ -303,6 +325,7 @@ NEEDED = {
     "profile": ("batch_sizes", "context_lens", "gammas"),
     "predict": ("gammas",),
     "plan": ("gammas", "drafts", "policies"),
+    "serve": ("length_shares",),
 }
 
 
@@ -331,6 +354,8 @@ def _mistakes(config: Config) -> Iterator[str]:
     for name in NEEDED.get(scenario.name, ()):
         if not getattr(scenario, name):
             yield f"scenario.{name}=[]: scenario={scenario.name} needs at least one"
+    if scenario.name == "serve" and not (scenario.concurrencies or scenario.rates):
+        yield "scenario.concurrencies=[]: scenario=serve needs at least one of them, or of scenario.rates"
     batches = scenario.critical_batches
     if scenario.name == "predict" and (len(batches) != 2 or batches[0] >= batches[1]):
         yield f"scenario.critical_batches={batches}: must be a smaller and a larger batch"
@@ -346,8 +371,12 @@ def _draft_mistakes(config: Config) -> Iterator[str]:
     if draft.gamma == "auto" and config.hardware.tensor_parallel > 1:  # each rank would choose by its own clock
         ranks = f"hardware.tensor_parallel={config.hardware.tensor_parallel}"
         yield f"draft.gamma=auto: goes with one rank only, not with {ranks}; give a number"
+    if scenario.name == "serve" and draft.gamma == "auto":
+        yield "draft.gamma=auto: scenario=serve needs a number, at least 1"
     if draft.name == "model" and draft.model is None:
         yield "draft.model=null: draft.name=model needs one; choose draft=model target@draft.model=NAME"
+    if draft.name == "ngram" and draft.quantization != "none":
+        yield f"draft.quantization={draft.quantization}: draft=ngram has no weights; choose none"
     if cache.policy != "full" and draft.name != "ngram":  # full ignores the budget, and ngram has no cache
         if cache.budget <= cache.num_sink:
             sinks = f"cache.num_sink={cache.num_sink}"
@@ -357,7 +386,7 @@ def _draft_mistakes(config: Config) -> Iterator[str]:
             key, values = "scenario.gammas", tuple(scenario.gammas)
         if max(values) >= cache.budget:
             yield f"{key}={max(values)}: must be below cache.budget={cache.budget}"
-    if scenario.name == "compare" and draft.synthetic_acceptance is None:
+    if scenario.name in ("compare", "serve") and draft.synthetic_acceptance is None:
         noise = [f"{key}.weights=random" for key, model in _models(config).items() if model.weights == "random"]
         for source in [*noise, "data=random"] if config.data.name == "random" else noise:
             valid = "set draft.synthetic_acceptance to a number from 0 to 1, or draft=none"

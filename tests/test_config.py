@@ -17,7 +17,7 @@ from magicdec.rules import known_keys
 ROOT = Path(__file__).parents[1]
 CONF = ROOT / "conf"
 OPTIONS = {
-    folder.name: sorted(path.stem for path in folder.glob("*.yaml"))
+    folder.name: sorted(path.relative_to(folder).with_suffix("").as_posix() for path in folder.rglob("*.yaml"))
     for folder in sorted(CONF.iterdir())
     if folder.is_dir() and folder.name != "hydra"
 }
@@ -154,6 +154,11 @@ def test_the_first_run_needs_no_warning(default):
         ({"draft__gamma": -1}, "draft.gamma=-1: must be auto or at least 1"),
         ({"draft__gamma": "best"}, "draft.gamma=best: must be auto or at least 1"),
         ({"draft__gamma": 128}, "draft.gamma=128: must be below cache.budget=128"),
+        ({"draft__quantization": "int2"}, "draft.quantization=int2: must be one of none, int8, int4"),
+        (
+            {"draft__name": "ngram", "draft__quantization": "int8"},
+            "draft.quantization=int8: draft=ngram has no weights; choose none",
+        ),
         ({"cache__budget": 4}, "cache.budget=4: must be above cache.num_sink=4"),
         ({"cache__budget": -1}, "cache.budget=-1: must be above cache.num_sink=4"),
         ({"cache__bits": 3}, "cache.bits=3: must be 8 or 4"),
@@ -186,6 +191,22 @@ def test_the_first_run_needs_no_warning(default):
         ({"hardware__memory_gib": 0.0}, "hardware.memory_gib=0.0: must be above 0"),
         ({"wandb__mode": "onlin"}, "must be one of offline, online, disabled; did you mean online?"),
         ({"scenario__name": "profile"}, "scenario.batch_sizes=[]: scenario=profile needs at least one"),
+        ({"scenario__name": "serve"}, "scenario.length_shares=[]: scenario=serve needs at least one"),
+        ({"scenario__name": "serve", "scenario__length_shares": [1.5]}, "must hold numbers above 0 and at most 1"),
+        (
+            {
+                "scenario__name": "serve",
+                "scenario__length_shares": [1.0],
+                "scenario__rates": [1.0],
+                "draft__gamma": "auto",
+            },
+            "draft.gamma=auto: scenario=serve needs a number",
+        ),
+        ({"scenario__rates": [0.0]}, "scenario.rates=[0.0]: must hold numbers above 0"),
+        (
+            {"scenario__name": "serve", "scenario__length_shares": [1.0]},
+            "scenario.concurrencies=[]: scenario=serve needs at least one of them, or of scenario.rates",
+        ),
         ({"scenario__gammas": [2, 0]}, "scenario.gammas=[2, 0]: must hold numbers of at least 1"),
     ],
 )

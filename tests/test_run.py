@@ -126,6 +126,27 @@ def test_sampling_and_random_weights_say_what_they_are(tmp_path):
     assert results(tmp_path / "sampled")[0]["lossless/identical"] is None
 
 
+def test_serving_compares_both_ways_at_each_level(tmp_path):
+    load = ["scenario.concurrencies=[1,3]", "scenario.rates=[50]", "scenario.num_requests=5", "scenario.latency_ms=1e6"]
+    done = launch(tmp_path, "scenario=serve", "batch.size=2", *load)
+    assert done.returncode == 0, done.stderr
+    (result,) = results(tmp_path)
+    assert result["lossless/identical"] is True
+    assert result["acceptance_length"] > 1
+    lines = (tmp_path / result["id"] / "history.jsonl").read_text().splitlines()
+    levels = [json.loads(line) for line in lines]
+    assert [(level.get("concurrency"), level.get("rate")) for level in levels] == [(1, None), (3, None), (None, 50)]
+    for level in levels:
+        for way in ("autoregressive", "speculative"):
+            assert level[f"{way}/tokens_per_second"] > 0
+            assert level[f"{way}/goodput_rps"] == level[f"{way}/requests_per_second"]
+            assert 0 < level[f"{way}/time_to_first_token_ms_p50"] <= level[f"{way}/time_to_first_token_ms_p99"]
+    rows = [json.loads(line) for line in (tmp_path / result["id"] / "generations.jsonl").read_text().splitlines()]
+    assert sorted(row["context_len"] for row in rows) == [64, 64, 128, 128, 256]
+    assert all(row["speculative"] == row["autoregressive"] and len(row["speculative"]) == 12 for row in rows)
+    assert "50 a second" in done.stdout
+
+
 def broken(tmp_path: Path, damage) -> str:
     """A copy of the bundled target, damaged."""
     folder = tmp_path / "checkpoint"

@@ -11,7 +11,7 @@ from magicdec.decoding.decoder import Decoder, silent
 from magicdec.decoding.state import State
 from magicdec.drafts.base import DRAFTS, Draft, DraftSpec
 from magicdec.models.transformer import Transformer
-from magicdec.verification.sampling import Sampling
+from magicdec.verification.sampling import RowSampling, Sampling
 
 
 @dataclass
@@ -50,7 +50,7 @@ class NativeEngine:
     generate_len: int
     prefill_chunk: int
     draft_name: str = "none"
-    draft_model: Transformer | None = None
+    draft_model: Transformer | None = None  # None: the target itself, where the draft is a model
     gamma: int = 0
     gammas: tuple[int, ...] = ()  # to choose among while decoding, `gamma` the largest; empty: always gamma
     draft_options: Mapping[str, Any] = field(default_factory=dict)
@@ -62,11 +62,15 @@ class NativeEngine:
 
     def open(self, prompts: list[list[int]]) -> Batch:
         """Allocate state and caches for these prompts (token ids; their lengths may differ)."""
-        weight = self.target.embed.weight
         eos = () if self.ignore_eos else self.target.config.eos_token_ids
-        state = State(prompts, self.generate_len, self.gamma + 1, eos, weight.device)
-        cache = KVCache(self.target.config, len(prompts), state.max_len + self.gamma + 1, weight.dtype, weight.device)
-        decoder = Decoder(self.target, cache, state, self.sampling, self.graphs, self.synthetic_acceptance)
+        state = State(prompts, self.generate_len, self.gamma + 1, eos, self.target.embed.weight.device)
+        return self.open_on(state, self.sampling)
+
+    def open_on(self, state: State, sampling: Sampling | RowSampling) -> Batch:
+        """Allocate caches for the rows of a state."""
+        weight, rows = self.target.embed.weight, len(state.tokens_BS)
+        cache = KVCache(self.target.config, rows, state.max_len + self.gamma + 1, weight.dtype, weight.device)
+        decoder = Decoder(self.target, cache, state, sampling, self.graphs, self.synthetic_acceptance)
         return Batch(decoder, self.draft_for(decoder) if self.draft_name != "none" else None)
 
     def draft_for(self, decoder: Decoder) -> Draft:
@@ -75,7 +79,7 @@ class NativeEngine:
             self.target,
             decoder.cache,
             decoder.state,
-            self.sampling,
+            decoder.sampling,
             self.gamma,
             self.prefill_chunk,
             self.policy,

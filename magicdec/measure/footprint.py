@@ -49,13 +49,18 @@ def footprint(engine: NativeEngine, num_rows: int, context_len: int, audited: bo
     The engine's weights are on the meta device, and it is used up: its models lose all but their first layers.
     """
     models = [engine.target, engine.draft_model] if engine.draft_model else [engine.target]
-    weights = [parameter for model in models for parameter in model.parameters()]
+    weights = {
+        tensor.untyped_storage()._cdata: tensor
+        for model in models
+        for parameter in model.parameters()
+        for tensor in _stored(parameter)
+    }
     for model in models:
         model.layers = model.layers[:LAYERS]
     prompt = [0] * min(context_len, max(engine.prefill_chunk, MAX_CHUNK))
     new_tokens = engine.generate_len
     engine = replace(engine, generate_len=new_tokens + context_len - len(prompt))
-    with _FusedAttention(), Allocations(weights) as allocations:
+    with _FusedAttention(), Allocations(weights.values()) as allocations:
         batch = engine.open([prompt] * num_rows)
         decoder, draft = batch.decoder, batch.draft
         decoder.prefill(engine.prefill_chunk)
@@ -69,8 +74,16 @@ def footprint(engine: NativeEngine, num_rows: int, context_len: int, audited: bo
         if audited:
             score_tokens(decoder, decoder.state.tokens_BS[:, : min(new_tokens, chunk_len(decoder) + 1)])
     target_kv, draft_kv = decoder.cache.num_bytes, draft.cache_bytes if draft else 0
-    held = sum(weight.nbytes for weight in weights)
+    held = sum(weight.untyped_storage().nbytes() for weight in weights.values())
     return Footprint(held, target_kv, draft_kv, allocations.peak - target_kv - draft_kv)
+
+
+def _stored(parameter: Tensor) -> list[Tensor]:
+    """What a parameter is made of: itself, or codes and scales where it is quantised."""
+    if not hasattr(parameter, "__tensor_flatten__"):
+        return [parameter]
+    names, _ = parameter.__tensor_flatten__()
+    return [inner for name in names for inner in _stored(getattr(parameter, name))]
 
 
 def largest_batch(total: Callable[[int], int], num_rows: int, available: int) -> int:

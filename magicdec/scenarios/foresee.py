@@ -141,9 +141,8 @@ def _spec(config: Config, model: ModelConfig | None) -> DraftSpec:
     draft = config.draft
     name = acceptance.draft_name(draft.name, draft.model.name if draft.model else None, draft.num_layers)
     num_layers = draft.num_layers if draft.name == "layer_skip" else None
-    if draft.name != "model":
-        model = None
-    return DraftSpec(draft.name, name, model, draft.tensor_parallel, num_layers=num_layers)
+    model = model if draft.name == "model" else None
+    return DraftSpec(draft.name, name, model, draft.tensor_parallel, draft.quantization, num_layers)
 
 
 def _settings(config: Config) -> Settings:

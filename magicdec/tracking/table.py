@@ -70,7 +70,7 @@ def _around(view: RenderableType, folder: Path, outcome: WandbOutcome) -> Render
 def _header(config: Mapping[str, Any], metrics: Metrics) -> Iterator[Text]:
     """What ran, in words."""
     batch, scenario, hardware = config["batch"], config["scenario"], config["hardware"]
-    yield Text(f"{scenario['name']}: {config['target']['name']}{_draft(config)}", style="bold")
+    yield Text(f"{scenario['name']}: {config['target']['name']}{described_draft(config)}", style="bold")
     ranks = f"{hardware['tensor_parallel']} ranks of " if hardware.get("tensor_parallel", 1) > 1 else ""
     where = f"{hardware['dtype']} on {ranks}{metrics.get('device') or hardware['device']}"
     if scenario["name"] == "profile":
@@ -88,12 +88,14 @@ def _header(config: Mapping[str, Any], metrics: Metrics) -> Iterator[Text]:
         yield Text(warning, style="bold black on yellow")
 
 
-def _draft(config: Mapping[str, Any]) -> str:
+def described_draft(config: Mapping[str, Any]) -> str:
+    """The draft and its cache, as the end of a title."""
     draft, cache, scenario = config["draft"], config["cache"], config["scenario"]
     if draft["name"] == "none":
         return ", autoregressive alone"
     names = {"self": "self-speculation", "model": f"draft {(draft.get('model') or {}).get('name')}"}
     parts = [names.get(draft["name"], f"draft {draft['name']}")]
+    parts += [draft["quantization"]] if draft.get("quantization", "none") != "none" else []
     parts += [f"gamma {draft['gamma']}"] if scenario["name"] != "profile" else []
     parts += [f"{cache['policy']} cache"]
     if cache["policy"] != "full":

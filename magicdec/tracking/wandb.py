@@ -135,13 +135,14 @@ def _forget() -> None:
 
 
 def _log_history(told: Any, history: list[dict]) -> None:
-    """A line per round; the last one is no summary of the run, so that none of it goes there."""
+    """A line per round, or per level of load; the last one is no summary of the run, so that none of it goes there."""
     keys = {key: None for row in history for key in row}
-    if "round" in keys:
-        told.define_metric("round", summary="none")
+    along = next((key for key in ("round", "concurrency", "rate") if key in keys), None)
+    if along:
+        told.define_metric(along, summary="none")
     for key in keys:
-        if key != "round":
-            told.define_metric(key, step_metric="round" if "round" in keys else None, summary="none")
+        if key != along:
+            told.define_metric(key, step_metric=along, summary="none")
     for row in history:
         told.log(row)
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from magicdec.verification.sampling import Sampling, Use, draw, probabilities, uniform_BT
+from magicdec.verification.sampling import RowSampling, Sampling, Use, draw, probabilities, uniform_BT
 
 
 class Verdict(NamedTuple):
@@ -27,7 +27,11 @@ def accept_greedy(proposed_BG: Tensor, logits_BTV: Tensor) -> Verdict:
 
 
 def accept_sampled(
-    proposed_BG: Tensor, q_BGV: Tensor | None, logits_BTV: Tensor, positions_BT: Tensor, sampling: Sampling
+    proposed_BG: Tensor,
+    q_BGV: Tensor | None,
+    logits_BTV: Tensor,
+    positions_BT: Tensor,
+    sampling: Sampling | RowSampling,
 ) -> Verdict:
     """Rejection sampling (Leviathan et al. 2023; Chen et al. 2023): the output is distributed as the target's.
 
@@ -50,7 +54,7 @@ def accept_sampled(
 
 
 def accept_synthetic(
-    proposed_BG: Tensor, logits_BTV: Tensor, positions_BT: Tensor, alpha: float, sampling: Sampling
+    proposed_BG: Tensor, logits_BTV: Tensor, positions_BT: Tensor, alpha: float, sampling: Sampling | RowSampling
 ) -> Verdict:
     """Draw the outcome instead: each proposal holds with probability `alpha`, given that all before it did.
 

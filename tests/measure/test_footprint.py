@@ -10,6 +10,7 @@ from magicdec.cache.draft_cache import CACHES
 from magicdec.decoding.audit import audit
 from magicdec.drafts.base import DRAFTS
 from magicdec.measure.footprint import UniformAttention, footprint, largest_batch
+from magicdec.models.quantize import quantized
 from magicdec.models.transformer import Transformer
 from magicdec.verification.sampling import Sampling
 from tests.small import new_engine, noisy_copy, open_batch, random_prompts, small_model
@@ -61,6 +62,23 @@ def test_what_is_foreseen_is_what_is_allocated(draft, policy, chunk, sampling):
     engine = new_engine(models[0], draft_model=models[1], **settings)
     foreseen = footprint(engine, ROWS, CONTEXT, audited)
     assert foreseen.weights == (2 if drafter else 1) * sum(p.nbytes for p in TARGET.parameters())
+    assert foreseen.total - foreseen.weights == pytest.approx(counted_peak(run), rel=0.05)
+
+
+def test_a_quantised_draft_counts_its_codes_and_scales_and_shares_the_rest():
+    pytest.importorskip("torchao")
+    drafter, prompts = quantized(TARGET, "int8"), random_prompts([CONTEXT] * ROWS)
+    settings = {"gamma": 3, "draft_name": "self", "policy": "streaming", "budget": 40, "generate_len": 6}
+
+    def run():
+        batch = open_batch(TARGET, prompts, draft_model=drafter, **settings)
+        batch.decoder.generate(batch.draft)
+
+    meta = without_storage(TARGET)
+    foreseen = footprint(new_engine(meta, draft_model=quantized(meta, "int8"), **settings), ROWS, CONTEXT, False)
+    whole = sum(p.nbytes for p in TARGET.parameters())
+    matrices = sum(p.nbytes for p in TARGET.layers.parameters() if p.dim() == 2)
+    assert whole + matrices / 4 < foreseen.weights < whole + matrices / 3
     assert foreseen.total - foreseen.weights == pytest.approx(counted_peak(run), rel=0.05)
 
 

@@ -11,7 +11,7 @@ from magicdec.errors import UserError
 from magicdec.tracking.report import figures, page, query
 from magicdec.tracking.report.__main__ import main
 from magicdec.tracking.report.rows import flatten, read_rows, varying
-from tests.tracking.stores import AXES, write_run, write_store
+from tests.tracking.stores import AXES, write_load, write_run, write_store
 
 MANY, SECONDS = 10_000, 40  # it takes about 6 s on a free core; the bound is for crowded ones
 
@@ -207,3 +207,14 @@ def test_the_papers_figures_of_a_sweep(tmp_path):
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in drawn)
     with pytest.raises(UserError, match="no speedups"):
         figures.draw([{"batch.size": 1}], tmp_path)
+
+
+def test_a_run_under_load_is_a_row_per_level(tmp_path, capsys):
+    write_load(tmp_path, {1: (100.0, 150.0), 8: (500.0, 450.0)})
+    rows = read_rows(tmp_path)
+    assert [(row["load.concurrency"], row["speedup"]) for row in rows] == [(1, 1.5), (8, 0.9)]
+    assert varying(rows) == ["load.concurrency"]
+    assert main([str(tmp_path), "--where", "concurrency=8"]) == 0
+    assert "0.90x" in capsys.readouterr().out
+    (tmp_path / "10ad" / "history.jsonl").unlink()
+    assert [row["speedup"] for row in read_rows(tmp_path)] == [0.9]

@@ -50,7 +50,8 @@ def command(row: Row, settings: Sequence[str]) -> str:
     else:
         groups = {"target": "target.name", "draft": "draft.name", "cache": "cache.policy", "data": "data.name"}
         parts = [f"{group}={row[key]}" for group, key in groups.items() if key in row]
-        parts += [f"{key}={row[key]}" for key in settings if key in row and key not in groups.values()]
+        told = {*groups.values(), *(key for key in settings if key.startswith("load."))}  # a run has all its levels
+        parts += [f"{key}={row[key]}" for key in settings if key in row and key not in told]
     return shlex.join(["python", "launch.py", *parts])
 
 
