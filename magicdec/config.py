@@ -92,6 +92,8 @@ class DraftConfig:
     )
     synthetic_acceptance: float | None = ruled(None, lambda value: 0 <= value <= 1, "must be between 0 and 1")
     model: ModelChoice | None = None
+    tensor_parallel: int | None = at_least(1, default=None)
+    quantization: str = one_of("none", "int8", "int4", default="none")
     num_layers: int = at_least(0, default=0)
     max_ngram: int = at_least(1, default=8)
 
@@ -119,7 +121,6 @@ class HardwareConfig:
     name: str = MISSING
     device: str = one_of("auto", "cpu", "cuda", default=MISSING)
     dtype: str = one_of("auto", "float32", "bfloat16", "float16", default=MISSING)
-    num_devices: int = at_least(1, default=MISSING)
     tensor_parallel: int = at_least(1, default=MISSING)
     cuda_graphs: bool = MISSING
     compile: bool = MISSING
@@ -171,7 +172,7 @@ class SamplingConfig:
 class AttentionConfig:
     """Who computes attention."""
 
-    name: str = one_of("auto", "sdpa", "cpp", default=MISSING)
+    name: str = one_of("auto", "sdpa", "cpp", "triton", "flash", default=MISSING)
 
 
 @dataclass
@@ -307,7 +308,7 @@ def warnings(config: Config) -> list[str]:
     found = []
     draft, cache, sampling = config.draft, config.cache, config.sampling
     context_len = config.batch.context_len
-    if draft.name == "self" and cache.policy == "full":
+    if draft.name == "self" and cache.policy == "full" and draft.quantization == "none":
         found.append("cache=full with draft=self: the target drafts for itself over its own cache, which saves nothing")
     if draft.name not in ("none", "ngram") and cache.policy != "full" and cache.budget >= context_len:
         found.append(f"cache.budget={cache.budget} holds all of batch.context_len={context_len}: it saves nothing")
@@ -338,7 +339,7 @@ def _models(config: Config) -> dict[str, ModelChoice]:
 
 def _mistakes(config: Config) -> Iterator[str]:
     """Values that are right by themselves and wrong together, wherever the draft has no part in it."""
-    data, hardware, scenario = config.data, config.hardware, config.scenario
+    data, scenario = config.data, config.scenario
     for key, model in _models(config).items():
         try:
             if model.architecture is not None:
@@ -350,9 +351,6 @@ def _mistakes(config: Config) -> Iterator[str]:
     if (data.name == "ruler") != (data.task is not None):
         valid = "choose one, as in data.task=niah_single" if data.task is None else "a task is for data=ruler alone"
         yield f"data.task={data.task or 'null'}: {valid}"
-    if hardware.tensor_parallel > hardware.num_devices:
-        devices = f"hardware.num_devices={hardware.num_devices}"
-        yield f"hardware.tensor_parallel={hardware.tensor_parallel}: must be at most {devices}"
     for name in NEEDED.get(scenario.name, ()):
         if not getattr(scenario, name):
             yield f"scenario.{name}=[]: scenario={scenario.name} needs at least one"
@@ -370,10 +368,15 @@ def _draft_mistakes(config: Config) -> Iterator[str]:
         return
     if draft.gamma == 0:
         yield f"draft.gamma=0: must be auto or at least 1 with draft={draft.name}"
+    if draft.gamma == "auto" and config.hardware.tensor_parallel > 1:  # each rank would choose by its own clock
+        ranks = f"hardware.tensor_parallel={config.hardware.tensor_parallel}"
+        yield f"draft.gamma=auto: goes with one rank only, not with {ranks}; give a number"
     if scenario.name == "serve" and draft.gamma == "auto":
         yield "draft.gamma=auto: scenario=serve needs a number, at least 1"
     if draft.name == "model" and draft.model is None:
         yield "draft.model=null: draft.name=model needs one; choose draft=model target@draft.model=NAME"
+    if draft.name == "ngram" and draft.quantization != "none":
+        yield f"draft.quantization={draft.quantization}: draft=ngram has no weights; choose none"
     if cache.policy != "full" and draft.name != "ngram":  # full ignores the budget, and ngram has no cache
         if cache.budget <= cache.num_sink:
             sinks = f"cache.num_sink={cache.num_sink}"

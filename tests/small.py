@@ -51,7 +51,7 @@ def random_prompts(lengths: list[int], seed: int = 0, vocab: int = VOCAB) -> lis
     return [torch.randint(0, vocab, (length,), generator=generator).tolist() for length in lengths]
 
 
-def native_engine(target: Transformer, **engine) -> NativeEngine:
+def new_engine(target: Transformer, **engine) -> NativeEngine:
     """An engine; greedy unless `sampling` is given. Options of the draft and its cache go to them."""
     settings = {"sampling": Sampling(), "generate_len": 24, "prefill_chunk": 16} | engine
     own = {f.name for f in fields(NativeEngine)}
@@ -62,9 +62,9 @@ def native_engine(target: Transformer, **engine) -> NativeEngine:
     return NativeEngine(target, **settings, cache_options=cache_options, draft_options=draft_options)
 
 
-def open_batch(target: Transformer, prompts: list[list[int]], **settings) -> Batch:
-    """Open and prefill a batch on an engine of these settings."""
-    engine = native_engine(target, **settings)
+def open_batch(target: Transformer, prompts: list[list[int]], **options) -> Batch:
+    """Open and prefill a batch on a new engine."""
+    engine = new_engine(target, **options)
     batch = engine.open(prompts)
     batch.decoder.prefill(engine.prefill_chunk)
     return batch

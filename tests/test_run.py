@@ -89,6 +89,17 @@ def test_a_task_is_scored_both_ways(tmp_path):
     assert all(len(json.loads(line)["answers"]) == 5 for line in path.read_text().splitlines())
 
 
+def test_two_ranks_leave_what_one_leaves(tmp_path):
+    """Rank 0 alone stores and shows; the draft may have ranks of its own."""
+    for ranks in (1, 2):
+        keys = ["draft=model", "draft.tensor_parallel=1", f"hardware.tensor_parallel={ranks}", "cache.budget=64"]
+        done = launch(tmp_path / str(ranks), *keys)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count("acceptance rate") == 1
+    one, two = (next((tmp_path / str(ranks)).glob("*/generations.jsonl")).read_text() for ranks in (1, 2))
+    assert one == two
+
+
 def test_a_sweep_goes_on_where_it_stood(tmp_path):
     assert launch(tmp_path, "-m", "draft.gamma=1,2").returncode == 0
     before = {r["id"]: r["finished"] for r in results(tmp_path)}
@@ -166,6 +177,8 @@ def other_vocabulary(folder: Path) -> None:
         (["batch.size=3000", "batch.context_len=8000"], ["batch.size=3000", "GiB", "would fit"]),
         (["batch.size=400", "batch.context_len=8000"], ["400 rows", "8000", "tokens"]),
         (["hardware.device=cuda"], ["hardware.device=cuda", "hardware=cpu"]),
+        (["hardware.tensor_parallel=3"], ["hardware.tensor_parallel=3", "4 query heads", "valid: 1, 2, 4"]),
+        (["cache=snapkv", "hardware.tensor_parallel=4"], ["cache.policy=snapkv", "KV heads (2)", "streaming"]),
         (["cache.policy=nothing"], ["cache.policy=nothing", "streaming"]),
         (["draft=model", "target@draft.model=llama-3.2-1b", "draft.model.weights=random"], ["128256", "1024"]),
         (["wandb.mode=online"], ["wandb.mode=online", "wandb login"]),

@@ -145,6 +145,8 @@ def _point(config: dict[str, Any], result: dict[str, Any], run: str) -> Point | 
     if result.get("status") != "done" or result.get("acceptance/source") != "measured" or result.get("alpha") is None:
         return None
     draft = config["draft"]
+    if draft.get("quantization", "none") != "none":  # accepted less often than the draft that predictions are about
+        return None
     return Point(
         target=config["target"]["name"],
         draft=draft_name(draft["name"], (draft.get("model") or {}).get("name"), draft.get("num_layers")),

@@ -35,7 +35,7 @@ class DraftSpec:
     prefill_chunk: int
     policy: str
     cache_options: Mapping[str, Any] = field(default_factory=dict)
-    model: Transformer | None = None  # of an independent draft
+    model: Transformer | None = None  # of an independent draft, or the target's own weights quantised
     num_layers: int = 0
     max_ngram: int = 0
 

@@ -106,7 +106,8 @@ class SelfDraft(ModelDraft):
     @classmethod
     def build(cls, spec: DraftSpec) -> "SelfDraft":
         """See Draft.build."""
-        return cls(spec.target, spec.new_cache(spec.target, spec.target_cache), spec.target_cache, spec)
+        model = spec.model or spec.target
+        return cls(model, spec.new_cache(model, spec.target_cache), spec.target_cache, spec)
 
     def prefill(self, state: State, progress: Callable[[int], None]) -> None:
         """See Draft.prefill: the policy picks from what the target has computed."""

@@ -50,7 +50,7 @@ class NativeEngine:
     generate_len: int
     prefill_chunk: int
     draft_name: str = "none"
-    draft_model: Transformer | None = None
+    draft_model: Transformer | None = None  # None: the target itself, where the draft is a model
     gamma: int = 0
     gammas: tuple[int, ...] = ()  # to choose among while decoding, `gamma` the largest; empty: always gamma
     draft_options: Mapping[str, Any] = field(default_factory=dict)

@@ -5,11 +5,11 @@ Here too is how the process launcher (hydra_plugins/) and the jobs that it start
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from magicdec.tracking.reader import json_lines
+from magicdec.tracking.reader import read_lines
 
 JOBS = "jobs.jsonl"
 # The environment of a job: its number and the sweep's folder. Its standard input stays open as long as the sweep lives.
@@ -29,9 +29,9 @@ def record(sweep_dir: Path, number: int, run_id: str, overrides: Sequence[str]) 
         os.close(descriptor)
 
 
-def jobs(sweep_dir: Path) -> Iterator[dict[str, Any]]:
-    """The lines that are whole."""
-    return json_lines(sweep_dir / JOBS)
+def jobs(sweep_dir: Path) -> list[dict[str, Any]]:
+    """The lines that are whole: a full disk may have torn one."""
+    return read_lines(sweep_dir / JOBS)
 
 
 def run_of(sweep_dir: Path, number: int) -> str | None:

@@ -13,6 +13,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from magicdec.tracking.reader import NOISY, gpu_trouble
 from magicdec.tracking.store import shown
 from magicdec.tracking.wandb import WandbOutcome
 
@@ -25,7 +26,6 @@ SPEEDS = {
     "accuracy": "accuracy, answers in the output",
 }
 STEPS = {"target_decode": "T_T", "draft": "T_D", "verify": "T_V", "round": "round"}
-NOISY = 0.1  # a spread over the repeats above this is pointed at
 LABEL_WIDTH = 18
 
 Metrics = Mapping[str, Any]
@@ -71,7 +71,8 @@ def _header(config: Mapping[str, Any], metrics: Metrics) -> Iterator[Text]:
     """What ran, in words."""
     batch, scenario, hardware = config["batch"], config["scenario"], config["hardware"]
     yield Text(f"{scenario['name']}: {config['target']['name']}{described_draft(config)}", style="bold")
-    where = f"{hardware['dtype']} on {metrics.get('device') or hardware['device']}"
+    ranks = f"{hardware['tensor_parallel']} ranks of " if hardware.get("tensor_parallel", 1) > 1 else ""
+    where = f"{hardware['dtype']} on {ranks}{metrics.get('device') or hardware['device']}"
     if scenario["name"] == "profile":
         yield Text(f"times over caches filled with noise, {where}")
     else:
@@ -94,6 +95,7 @@ def described_draft(config: Mapping[str, Any]) -> str:
         return ", autoregressive alone"
     names = {"self": "self-speculation", "model": f"draft {(draft.get('model') or {}).get('name')}"}
     parts = [names.get(draft["name"], f"draft {draft['name']}")]
+    parts += [draft["quantization"]] if draft.get("quantization", "none") != "none" else []
     parts += [f"gamma {draft['gamma']}"] if scenario["name"] != "profile" else []
     parts += [f"{cache['policy']} cache"]
     if cache["policy"] != "full":
@@ -174,6 +176,8 @@ def _memory(metrics: Metrics) -> Iterator[tuple[str, Text]]:
     parts = [f"{label} {size}" for label, size in sizes.items() if size]
     if parts:
         yield "memory, GiB", Text(", ".join(parts))
+    if trouble := gpu_trouble(metrics):
+        yield "GPU", Text(f"{', '.join(trouble)}: measure it again", style="yellow")
 
 
 def _grid(history: Sequence[Mapping[str, Any]]) -> Table:

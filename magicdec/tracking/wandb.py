@@ -102,7 +102,7 @@ def _send(run: Run, config: Mapping[str, Any], results: Results, mode: Any) -> W
         with wandb.init(
             mode=mode,
             dir=str(run.folder),
-            id=f"{run.id}-{run.attempt}",
+            id=_id(run),
             name=_name(config),
             project=config["wandb"]["project"],
             entity=config["wandb"]["entity"],
@@ -119,6 +119,12 @@ def _send(run: Run, config: Mapping[str, Any], results: Results, mode: Any) -> W
             if mode == "online":
                 return WandbOutcome(folder, url=told.url)
             return WandbOutcome(folder, sync_command=sync_command(folder))
+
+
+def _id(run: Run) -> str:
+    """The run's own; that which `wandb agent` has given out, or its sweep would wait for it in vain."""
+    given = os.environ.get("WANDB_RUN_ID") if os.environ.get("WANDB_SWEEP_ID") else None
+    return given or f"{run.id}-{run.attempt}"
 
 
 def _forget() -> None:

@@ -12,7 +12,7 @@ from magicdec.serving.scheduler import Scheduler
 from magicdec.serving.slots import Slots
 from magicdec.verification.sampling import Sampling
 from tests.decoding.test_lossless import PAIRS
-from tests.small import native_engine, noisy_copy, open_batch, random_prompts, small_model
+from tests.small import new_engine, noisy_copy, open_batch, random_prompts, small_model
 
 TARGET = small_model()
 LENGTHS = [50, 3, 71, 16, 1, 33, 40]
@@ -23,7 +23,7 @@ MAX_LEN = 101
 def slots_with(draft: str, policy: str, num_slots: int = 3, target=TARGET, **settings) -> Slots:
     model = noisy_copy(target, 0.05) if draft == "model" else None
     keys = {"gamma": 4, "budget": 16, "num_sink": 2, "page_size": 4, "refresh": 2, "prefill_chunk": 16} | settings
-    engine = native_engine(target, draft_name=draft, draft_model=model, policy=policy, **keys)
+    engine = new_engine(target, draft_name=draft, draft_model=model, policy=policy, **keys)
     return Slots(engine, num_slots, MAX_LEN)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from magicdec.errors import UserError
-from magicdec.tracking.reader import iter_runs, json_lines
+from magicdec.tracking.reader import iter_runs, read_lines
 from magicdec.tracking.sweep import jobs
 
 Row = dict[str, Any]
@@ -18,7 +18,6 @@ FACTS = frozenset(
 )
 # Told of in config.yaml, but not what a run does.
 ELSEWHERE = ("wandb.", "hydra.", "runs_dir", "resume", "sweep.")
-NOISY = 0.1  # a spread over the repeats above this is pointed at
 
 
 def read_rows(runs_dir: str | Path, sweep: str | None = None) -> list[Row]:
@@ -46,7 +45,7 @@ def _levels(run: Mapping[str, Any]) -> list[Row]:
         return [row]
     levels = [
         {f"load.{key}" if key in ("concurrency", "rate") else key: value for key, value in _leaves(level)}
-        for level in json_lines(Path(run["folder"]) / "history.jsonl")
+        for level in read_lines(Path(run["folder"]) / "history.jsonl")
     ]
     return [row | level for level in levels] or [row]
 

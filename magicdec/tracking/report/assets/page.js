@@ -65,7 +65,7 @@ function drawTiles(runs, done) {
   const tiles = [[`${runs.length.toLocaleString("en")} of ${data.number.toLocaleString("en")}`, "runs"]];
   if (speedups.length) tiles.push([best.toFixed(2) + "x", "best speedup"], [median(speedups).toFixed(2) + "x", "median speedup"],
     [Math.round((100 * speedups.filter((v) => v > 1).length) / speedups.length) + "%", "faster than autoregressive"]);
-  const warn = [[failed, "failed"], [count((r) => get("speedup_spread", r) > data.noisy), "noisy (spread over 10%)"],
+  const warn = [[failed, "failed"], [count((r) => get("speedup_spread", r) > data.noisy), "noisy (spread over 10%)"], [count((r) => get("gpu_trouble", r)), "GPU throttled or shared"],
     [count((r) => get("lossless/identical", r) === false), "not identical to autoregressive"], [count((r) => get(SOURCE, r) === "synthetic"), "synthetic acceptance"]];
   $("tiles").innerHTML = tiles.map(([b, s]) => `<div><b>${b}</b><span>${s}</span></div>`).join("") +
     warn.filter(([n]) => n).map(([n, s]) => `<div class="warn"><b>${n.toLocaleString("en")}</b><span>${s}</span></div>`).join("");
