@@ -145,6 +145,8 @@ def other_vocabulary(folder: Path) -> None:
         (["batch.size=3000", "batch.context_len=8000"], ["batch.size=3000", "GiB", "would fit"]),
         (["batch.size=400", "batch.context_len=8000"], ["400 rows", "8000", "tokens"]),
         (["hardware.device=cuda"], ["hardware.device=cuda", "hardware=cpu"]),
+        (["draft=model", "cache=verify_guided"], ["cache.policy=verify_guided", "draft=self"]),
+        (["draft=model", "cache=quantized"], ["cache.policy=quantized", "draft=self"]),
         (["cache.policy=nothing"], ["cache.policy=nothing", "streaming"]),
         (["draft=model", "target@draft.model=llama-3.2-1b", "draft.model.weights=random"], ["128256", "1024"]),
         (["wandb.mode=online"], ["wandb.mode=online", "wandb login"]),
