@@ -4,6 +4,7 @@ Everything that can be checked without loading weights is checked first.
 """
 
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from magicdec.attention import choice
 from magicdec.attention.base import Attention
 from magicdec.cache.draft_cache import CACHES, CacheSpec
-from magicdec.config import BatchConfig, Config, ModelChoice, gammas
+from magicdec.config import BatchConfig, CacheConfig, Config, DraftConfig, ModelChoice, gammas
 from magicdec.data import Prompts, load_prompts
 from magicdec.data.tokenizer import load_tokenizer
 from magicdec.drafts.base import DRAFTS
@@ -88,14 +89,14 @@ def plan(config: Config) -> Plan:
     config = replace(config, batch=batch, hardware=hardware)
     target = _model("target", config.target)
     draft = None
-    if config.draft.name == "model":
+    if config.draft.name != "none" and DRAFTS[config.draft.name].needs_model:
         assert config.draft.model is not None  # validated
         draft = _model("draft.model", config.draft.model)
         checkpoint.check_vocabularies(target.config, draft.config, target.folder, draft.folder)
     if config.draft.name != "none":
         quantize.check(config.draft.quantization)
         DRAFTS[config.draft.name].check(target.config, config.draft.num_layers)
-        if CACHES[config.cache.policy].needs_target and draft is not None:
+        if CACHES[config.cache.policy].needs_target and config.draft.name == "model":
             raise UserError(
                 f"cache.policy={config.cache.policy} lives on the target's own cache, which an independent draft has "
                 "no use for; choose draft=self or draft=layer_skip"
@@ -115,15 +116,27 @@ def estimate(plan: Plan, context_len: int) -> memory.Estimate:
     weights = plan.target.config.num_parameters * plan.dtype.itemsize
     per_row = memory.kv_bytes(plan.target.config, max_len, plan.dtype)
     if c.draft.name != "none":
-        drafter = (plan.draft or plan.target).config
         is_quantized = c.draft.quantization != "none"
         if plan.draft is not None or is_quantized:
+            drafter = (plan.draft or plan.target).config
             weights += drafter.num_parameters * (1 if is_quantized else plan.dtype.itemsize)
-        if DRAFTS[c.draft.name].has_cache:
-            spec = CacheSpec(gamma, max_len - gamma - 1, **_options(c.cache, "policy"))
-            per_row += CACHES[c.cache.policy].bytes_per_row(spec, drafter, plan.dtype, plan.draft is None)
+        for cache, model in _draft_caches(plan):
+            spec = CacheSpec(gamma, max_len - gamma - 1, **_options(cache, "policy"))
+            shares_target = model is plan.target
+            per_row += CACHES[cache.policy].bytes_per_row(spec, model.config, plan.dtype, shares_target)
     per_row += memory.activation_bytes(plan.target.config, 1, min(c.batch.prefill_chunk, max_len), plan.dtype)
     return memory.Estimate(weights, per_row, 0)
+
+
+def _draft_caches(plan: Plan) -> Iterator[tuple[CacheConfig, Model]]:
+    """What drafts keep, each with the model that it is of."""
+    draft = plan.config.draft
+    if draft.name == "model" and plan.draft is not None:
+        yield plan.config.cache, plan.draft
+    elif DRAFTS[draft.name].has_cache:
+        yield plan.config.cache, plan.target
+    if draft.name == "hierarchical" and draft.cache is not None and plan.draft is not None:
+        yield draft.cache, plan.draft
 
 
 def check_memory(plan: Plan, num_rows: int, context_len: int) -> None:
@@ -149,7 +162,7 @@ def engine(plan: Plan, progress: Progress) -> NativeEngine:
         draft_name=c.draft.name,
         gamma=max(gammas(c)),
         gammas=gammas(c) if c.draft.gamma == "auto" else (),
-        draft_options=_options(c.draft, "name", "gamma", "synthetic_acceptance", "model", "quantization"),
+        draft_options=_draft_options(c.draft),
         policy=c.cache.policy,
         cache_options=_options(c.cache, "policy"),
         ignore_eos=s.ignore_eos,
@@ -183,6 +196,14 @@ def tokenizer(plan: Plan) -> object | None:
             "use data=random"
         )
     return load_tokenizer(plan.target.folder)
+
+
+def _draft_options(draft: DraftConfig) -> dict[str, Any]:
+    """The keys of `draft` that a draft reads itself; those of a hierarchical draft's inner cache by their own names."""
+    options = _options(draft, "name", "gamma", "synthetic_acceptance", "model", "quantization", "cache")
+    if draft.cache is None:
+        return options
+    return options | {"inner_policy": draft.cache.policy, "inner_cache_options": _options(draft.cache, "policy")}
 
 
 def _options(group: object, *others: str) -> dict[str, Any]:
@@ -233,15 +254,18 @@ def _check_length(config: Config, target: Model, draft: Model | None) -> None:
     if draft is None or length <= draft.config.max_position_embeddings:
         return
     trained = draft.config.max_position_embeddings
-    if not CACHES[config.cache.policy].bounds_positions:
+    hierarchical = config.draft.name == "hierarchical" and config.draft.cache is not None
+    key, cache = ("draft.cache", config.draft.cache) if hierarchical else ("cache", config.cache)
+    assert cache is not None
+    if not CACHES[cache.policy].bounds_positions:
         raise UserError(
-            f"cache.policy={config.cache.policy} shows the draft {length} tokens, but it was trained for {trained}; "
-            "use cache=streaming, which hides the distance"
+            f"{key}.policy={cache.policy} shows the draft {length} tokens, but it was trained for {trained}; "
+            f"use {key}.policy=streaming, which hides the distance"
         )
-    if config.cache.budget + max(gammas(config)) + 1 >= trained:
+    if cache.budget + max(gammas(config)) + 1 >= trained:
         raise UserError(
-            f"cache.budget={config.cache.budget} + draft.gamma={max(gammas(config))} does not fit into the draft's "
-            f"trained context of {trained} tokens; cache.budget={trained // 2} would"
+            f"{key}.budget={cache.budget} + draft.gamma={max(gammas(config))} does not fit into the draft's "
+            f"trained context of {trained} tokens; {key}.budget={trained // 2} would"
         )
 
 

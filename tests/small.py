@@ -58,7 +58,11 @@ def open_batch(target: Transformer, prompts: list[list[int]], **engine) -> Batch
     cache_keys = {f.name for f in fields(CacheSpec)} - own
     options = {key: settings.pop(key) for key in list(settings) if key not in own}
     cache_options = {key: value for key, value in options.items() if key in cache_keys}
-    draft_options = {"num_layers": 1, "max_ngram": 4} | {k: v for k, v in options.items() if k not in cache_keys}
+    draft_options = {
+        "num_layers": 1,
+        "max_ngram": 4,
+        "inner_gamma": 2 if engine.get("draft_name") == "hierarchical" else 0,
+    } | {k: v for k, v in options.items() if k not in cache_keys}
     engine = NativeEngine(target, **settings, cache_options=cache_options, draft_options=draft_options)
     batch = engine.open(prompts)
     batch.decoder.prefill(settings["prefill_chunk"])

@@ -64,8 +64,9 @@ class NativeEngine:
         """Allocate state and caches for these prompts (token ids; their lengths may differ)."""
         weight = self.target.embed.weight
         eos = () if self.ignore_eos else self.target.config.eos_token_ids
-        state = State(prompts, self.generate_len, self.gamma + 1, eos, weight.device)
-        cache = KVCache(self.target.config, len(prompts), state.max_len + self.gamma + 1, weight.dtype, weight.device)
+        slack = self.gamma + self.draft_options.get("inner_gamma", 0) + 1  # written behind the longest sequence
+        state = State(prompts, self.generate_len, slack, eos, weight.device)
+        cache = KVCache(self.target.config, len(prompts), state.max_len + slack, weight.dtype, weight.device)
         decoder = Decoder(self.target, cache, state, self.sampling, self.graphs, self.synthetic_acceptance)
         return Batch(decoder, self.draft_for(decoder) if self.draft_name != "none" else None)
 
