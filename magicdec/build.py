@@ -162,7 +162,7 @@ def engine(plan: Plan, progress: Progress) -> NativeEngine:
         draft_name=c.draft.name,
         gamma=max(gammas(c)),
         gammas=gammas(c) if c.draft.gamma == "auto" else (),
-        draft_options=_draft_options(c.draft),
+        draft_options=draft_options(c.draft),
         policy=c.cache.policy,
         cache_options=_options(c.cache, "policy"),
         ignore_eos=s.ignore_eos,
@@ -198,7 +198,7 @@ def tokenizer(plan: Plan) -> object | None:
     return load_tokenizer(plan.target.folder)
 
 
-def _draft_options(draft: DraftConfig) -> dict[str, Any]:
+def draft_options(draft: DraftConfig) -> dict[str, Any]:
     """The keys of `draft` that a draft reads itself; those of a hierarchical draft's inner cache by their own names."""
     options = _options(draft, "name", "gamma", "synthetic_acceptance", "model", "quantization", "cache")
     if draft.cache is None:
