@@ -16,6 +16,7 @@ from dataclasses import asdict, replace
 from itertools import groupby, product
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 from hydra import compose, initialize_config_dir
@@ -97,14 +98,14 @@ class OnePass:
         self.known: dict[tuple[int, int], tuple[Tensor, float]] = {}
         self.saved_s = 0.0
 
-    def __call__(self, model: Transformer, cache: KVCache, tokens_BS: Tensor, longest: int, last: int) -> Tensor:
-        """See magicdec.decoding.scoring.score."""
-        key, self.saved_s = (id(model), last), 0.0
+    def __call__(self, model: Transformer, cache: KVCache, tokens_BS: Tensor, longest: int, *how: Any) -> Tensor:
+        """See magicdec.decoding.scoring.score; `how` begins with the number of last tokens that count."""
+        key, self.saved_s = (id(model), how[0]), 0.0
         if key in self.known:
             scores_LBKS, self.saved_s = self.known[key]
             return scores_LBKS
         with Stopwatch(tokens_BS.device) as watch:
-            scores_LBKS = score(model, cache, tokens_BS, longest, last)
+            scores_LBKS = score(model, cache, tokens_BS, longest, *how)
         self.known[key] = scores_LBKS, watch.seconds
         return scores_LBKS
 

@@ -4,7 +4,7 @@ Everything that can be checked without loading weights is checked first.
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -13,16 +13,20 @@ import torch
 
 from magicdec.attention import choice
 from magicdec.attention.base import Attention
-from magicdec.cache.draft_cache import CACHES, CacheSpec
-from magicdec.config import BatchConfig, CacheConfig, Config, DraftConfig, ModelChoice, gammas
+from magicdec.attention.sdpa import SdpaAttention
+from magicdec.cache.draft_cache import CACHES
+from magicdec.config import BatchConfig, Config, DraftConfig, ModelChoice, gammas
 from magicdec.data import Prompts, load_prompts
 from magicdec.data.tokenizer import load_tokenizer
 from magicdec.drafts.base import DRAFTS
 from magicdec.engines.native import NativeEngine
 from magicdec.errors import UserError
 from magicdec.measure import memory
+from magicdec.measure.footprint import Footprint, UniformAttention, footprint, largest_batch
+from magicdec.measure.memory import GIB
 from magicdec.models import checkpoint, quantize
 from magicdec.models.config import ModelConfig
+from magicdec.models.parallel import check_divides, replicates, share
 from magicdec.models.transformer import Transformer
 from magicdec.tracking.progress import Progress
 from magicdec.verification.sampling import Sampling
@@ -31,6 +35,8 @@ log = logging.getLogger(__name__)
 
 # batch.size=auto. With fewer rows a small model is bound by its weights (CPU) or by latency (GPU), not by its KV cache.
 ROWS_ON = {"cpu": 24, "cuda": 64}
+# Keys of `draft` that are no draft's own to read.
+OTHER_DRAFT_KEYS = ("name", "gamma", "synthetic_acceptance", "model", "tensor_parallel", "quantization", "cache")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -41,6 +47,7 @@ class Model:
     key: str  # the configuration's key, for messages
     folder: Path | None  # None: random weights of a known architecture
     config: ModelConfig
+    num_ranks: int = 1  # that divide its layers
 
     @property
     def fingerprint(self) -> str:
@@ -66,22 +73,22 @@ class Plan:
         return {m.key: m.fingerprint for m in (self.target, self.draft) if m is not None}
 
     @property
+    def num_ranks(self) -> int:
+        """Processes that the run takes."""
+        return self.target.num_ranks
+
+    @property
     def num_bytes(self) -> int:
-        """The memory that the run will take, at the largest point of a profile."""
+        """The memory that the run will take of each device, at the largest point of a profile."""
         batch, scenario = self.config.batch, self.config.scenario
         if scenario.name == "profile":
-            return estimate(self, max(scenario.context_lens)).total(max(scenario.batch_sizes))
-        return estimate(self, batch.context_len).total(int(batch.size))
+            return estimate(self, max(scenario.batch_sizes), max(scenario.context_lens)).total
+        return estimate(self, int(batch.size), batch.context_len).total
 
 
 def plan(config: Config) -> Plan:
     """Resolve `auto`, read the checkpoints' configs, and check everything that needs no weights."""
     device, dtype = _device(config)
-    if config.hardware.tensor_parallel > 1:
-        raise UserError(
-            f"hardware.tensor_parallel={config.hardware.tensor_parallel}: a run uses one device so far; "
-            "set hardware.tensor_parallel=1"
-        )
     batch = config.batch
     if batch.size == "auto":
         batch = replace(batch, size=ROWS_ON[device.type])
@@ -102,6 +109,9 @@ def plan(config: Config) -> Plan:
                 "no use for; choose draft=self or draft=layer_skip"
             )
     _check_length(config, target, draft)
+    target, draft = _divided(config, target, draft)
+    if draft is not None:
+        config = replace(config, draft=replace(config.draft, tensor_parallel=draft.num_ranks))
     head_dims = [model.config.head_dim for model in (target, draft) if model is not None]
     attention, why = choice.choose(config.attention.name, device, dtype, head_dims)
     config = replace(config, attention=replace(config.attention, name=attention))
@@ -109,53 +119,56 @@ def plan(config: Config) -> Plan:
     return Plan(config, device, dtype, target, draft, name, why)
 
 
-def estimate(plan: Plan, context_len: int) -> memory.Estimate:
-    """Bytes that the run will take, from the architectures alone."""
-    c, gamma = plan.config, max(gammas(plan.config))
-    max_len = context_len + c.batch.generate_len + gamma + 1
-    weights = plan.target.config.num_parameters * plan.dtype.itemsize
-    per_row = memory.kv_bytes(plan.target.config, max_len, plan.dtype)
-    if c.draft.name != "none":
-        is_quantized = c.draft.quantization != "none"
-        if plan.draft is not None or is_quantized:
-            drafter = (plan.draft or plan.target).config
-            weights += drafter.num_parameters * (1 if is_quantized else plan.dtype.itemsize)
-        for cache, model in _draft_caches(plan):
-            spec = CacheSpec(gamma, max_len - gamma - 1, **_options(cache, "policy"))
-            shares_target = model is plan.target
-            per_row += CACHES[cache.policy].bytes_per_row(spec, model.config, plan.dtype, shares_target)
-    per_row += memory.activation_bytes(plan.target.config, 1, min(c.batch.prefill_chunk, max_len), plan.dtype)
-    return memory.Estimate(weights, per_row, 0)
+def estimate(plan: Plan, num_rows: int, context_len: int) -> Footprint:
+    """Bytes that the run will take, of each device."""
+    attention = UniformAttention() if plan.device.type == "cpu" else SdpaAttention()
+    engine = _engine(plan, lambda model: _on_meta(model, plan, attention))
+    return footprint(engine, num_rows, context_len, is_audited(plan))
 
 
-def _draft_caches(plan: Plan) -> Iterator[tuple[CacheConfig, Model]]:
-    """What drafts keep, each with the model that it is of."""
-    draft = plan.config.draft
-    if draft.name == "model" and plan.draft is not None:
-        yield plan.config.cache, plan.draft
-    elif DRAFTS[draft.name].has_cache:
-        yield plan.config.cache, plan.target
-    if draft.name == "hierarchical" and draft.cache is not None and plan.draft is not None:
-        yield draft.cache, plan.draft
+def check_memory(plan: Plan, num_rows: int, context_len: int) -> Footprint:
+    """The estimate; raises UserError, naming the largest batch that fits, where memory would not suffice."""
+    available = memory.available_bytes(plan.device)
+    if plan.device.type == "cpu":
+        available //= plan.num_ranks
+    needed = estimate(plan, num_rows, context_len)
+    if needed.total <= available:
+        return needed
+    fits = largest_batch(lambda rows: estimate(plan, rows, context_len).total, num_rows, available)
+    smaller = "the target, batch.context_len, batch.prefill_chunk or hardware.dtype"
+    advice = f"batch.size={fits} would fit" if fits else f"not even one row fits: choose a smaller one of {smaller}"
+    parts = {"weights": needed.weights, "KV cache": needed.target_kv, "draft's cache": needed.draft_kv}
+    parts["activations"] = needed.transient
+    raise UserError(
+        f"batch.size={num_rows} at batch.context_len={context_len} needs about {needed.total / GIB:.2f} GiB "
+        f"({', '.join(f'{name} {size / GIB:.2f}' for name, size in parts.items())}), but {available / GIB:.2f} GiB are "
+        f"available{' to each rank' if plan.num_ranks > 1 else ''}; {advice}"
+    )
 
 
-def check_memory(plan: Plan, num_rows: int, context_len: int) -> None:
-    """Raise UserError, naming the largest batch that fits, where memory would not suffice."""
-    memory.check_fits(estimate(plan, context_len), num_rows, context_len, memory.available_bytes(plan.device))
+def is_audited(plan: Plan) -> bool:
+    """Whether the output is compared with the baseline's; what is sampled or synthetic has nothing to be equal to."""
+    draft, sampling = plan.config.draft, plan.config.sampling
+    return draft.name != "none" and draft.synthetic_acceptance is None and sampling.temperature == 0
 
 
 def engine(plan: Plan, progress: Progress) -> NativeEngine:
     """Load the weights and put the engine together."""
-    c = plan.config
+    torch.backends.cuda.matmul.allow_tf32 = False  # fp32 means fp32
+    name = plan.config.attention.name
     log.info(plan.why_attention)
-    with progress.task(f"attention={c.attention.name}", total=1) as task:  # cpp is compiled at its first use
-        attention = choice.backend(c.attention.name)()
+    with progress.task(f"attention={name}", total=1) as task:  # cpp is compiled at its first use
+        attention = choice.backend(name)()
         task.advance(1)
-    s = c.sampling
-    target = _load(plan.target, plan, attention, progress)
+    return _engine(plan, lambda model: _load(model, plan, attention, progress))
+
+
+def _engine(plan: Plan, load: Callable[[Model], Transformer]) -> NativeEngine:
+    c, s = plan.config, plan.config.sampling
+    target = load(plan.target)
     return NativeEngine(
         target=target,
-        draft_model=_draft_model(target, plan, attention, progress),
+        draft_model=_draft_model(plan, target, load),
         sampling=Sampling(s.temperature, s.top_k, s.top_p, s.seed),
         generate_len=c.batch.generate_len,
         prefill_chunk=c.batch.prefill_chunk,
@@ -171,14 +184,16 @@ def engine(plan: Plan, progress: Progress) -> NativeEngine:
     )
 
 
-def prompts(plan: Plan, tokenizer: object | None) -> Prompts:
-    """Prompts for every batch of the run, as token ids."""
+def prompts(
+    plan: Plan, tokenizer: object | None, num_rows: int | None = None, context_len: int | None = None
+) -> Prompts:
+    """Prompts as token ids: for every batch of the run, unless told how many and how long."""
     c = plan.config
     return load_prompts(
         c.data.name,
         tokenizer=tokenizer,
-        num_rows=int(c.batch.size) * c.batch.num_batches,
-        context_len=c.batch.context_len,
+        num_rows=int(c.batch.size) * c.batch.num_batches if num_rows is None else num_rows,
+        context_len=c.batch.context_len if context_len is None else context_len,
         seed=c.data.seed,
         path=c.data.path,
         task=c.data.task,
@@ -200,7 +215,7 @@ def tokenizer(plan: Plan) -> object | None:
 
 def draft_options(draft: DraftConfig) -> dict[str, Any]:
     """The keys of `draft` that a draft reads itself; those of a hierarchical draft's inner cache by their own names."""
-    options = _options(draft, "name", "gamma", "synthetic_acceptance", "model", "quantization", "cache")
+    options = _options(draft, *OTHER_DRAFT_KEYS)
     if draft.cache is None:
         return options
     return options | {"inner_policy": draft.cache.policy, "inner_cache_options": _options(draft.cache, "policy")}
@@ -223,8 +238,9 @@ def _device(config: Config) -> tuple[torch.device, torch.dtype]:
     dtype = config.hardware.dtype
     if dtype == "auto":
         dtype = "float32" if name == "cpu" else "bfloat16"
-    if dtype == "float32":
-        torch.backends.cuda.matmul.allow_tf32 = False
+    ranks, devices = config.hardware.tensor_parallel, torch.cuda.device_count()
+    if name == "cuda" and ranks > devices:
+        raise UserError(f"hardware.tensor_parallel={ranks}: there are {devices} GPUs here, and each rank takes one")
     return torch.device(name), DTYPES[dtype]
 
 
@@ -240,6 +256,29 @@ def _model(key: str, choice: ModelChoice) -> Model:
         raise UserError(f"{key}.path is not set; give a local Hugging Face folder or a hub id such as org/name")
     folder = checkpoint.locate(choice.path, f"{key}.path")
     return Model(key, folder, checkpoint.read_config(folder))
+
+
+def _divided(config: Config, target: Model, draft: Model | None) -> tuple[Model, Model | None]:
+    """The models with the ranks that share them."""
+    ranks = config.hardware.tensor_parallel
+    check_divides(target.config, ranks, "hardware.tensor_parallel")
+    target, drafter, drafters = replace(target, num_ranks=ranks), target, ranks
+    if draft is not None:
+        drafters = config.draft.tensor_parallel or ranks
+        if ranks % drafters:
+            raise UserError(
+                f"draft.tensor_parallel={drafters}: must divide the target's hardware.tensor_parallel={ranks}"
+            )
+        check_divides(draft.config, drafters, "draft.tensor_parallel")
+        draft = drafter = replace(draft, num_ranks=drafters)
+    policy = CACHES[config.cache.policy]
+    has_cache = config.draft.name != "none" and DRAFTS[config.draft.name].has_cache
+    if has_cache and policy.selects != "never" and replicates(drafter.config, drafters):
+        raise UserError(
+            f"cache.policy={config.cache.policy} chooses by the attention of all queries of a KV head, which more "
+            f"ranks ({drafters}) than KV heads ({drafter.config.num_kv_heads}) divide; choose cache=streaming"
+        )
+    return target, draft
 
 
 def _check_length(config: Config, target: Model, draft: Model | None) -> None:
@@ -269,32 +308,40 @@ def _check_length(config: Config, target: Model, draft: Model | None) -> None:
         )
 
 
-def _load(model: Model, plan: Plan, attention: Attention, progress: Progress) -> Transformer:
-    """A model with its weights, on its device."""
+def _on_meta(model: Model, plan: Plan, attention: Attention) -> Transformer:
+    """A model, or this rank's share of it, whose weights have a shape and a type but no storage."""
+    part = share(model.num_ranks)
     with torch.device("meta"):
-        transformer = Transformer(model.config, attention)
+        return Transformer(part.config(model.config), attention, part).to(plan.dtype).eval().requires_grad_(False)
+
+
+def _load(model: Model, plan: Plan, attention: Attention, progress: Progress) -> Transformer:
+    """The same on its device, with its weights."""
+    transformer = _on_meta(model, plan, attention)
     if model.folder is None:
-        transformer = transformer.to_empty(device=plan.device).to(plan.dtype)
-        generator = torch.Generator(plan.device).manual_seed(0)
+        transformer.to_empty(device=plan.device)
+        generator = torch.Generator(plan.device).manual_seed(transformer.share.rank)
         for parameter in transformer.parameters():
-            std = 1.0 if parameter.dim() == 1 else 0.02
-            parameter.data.normal_(0, std, generator=generator) if parameter.dim() > 1 else parameter.data.fill_(1.0)
+            parameter.normal_(0, 0.02, generator=generator) if parameter.dim() > 1 else parameter.fill_(1.0)
     else:
-        with progress.task(f"loading {model.key}", total=model.config.num_parameters) as task:
-            state = checkpoint.load(model.folder, model.config, plan.dtype, plan.device, progress=task.advance)
+        total = sum(parameter.numel() for parameter in transformer.parameters())
+        with progress.task(f"loading {model.key}", total=total) as task:
+            state = checkpoint.load(
+                model.folder, model.config, plan.dtype, plan.device, task.advance, transformer.share
+            )
         transformer.load_state_dict(state, assign=True)
     if plan.config.hardware.compile:
         transformer.compile_layers()
-    return transformer.eval().requires_grad_(False)
+    return transformer.requires_grad_(False)
 
 
-def _draft_model(target: Transformer, plan: Plan, attention: Attention, progress: Progress) -> Transformer | None:
+def _draft_model(plan: Plan, target: Transformer, load: Callable[[Model], Transformer]) -> Transformer | None:
     """The model that drafts; None where it is the target as it stands, or there is none."""
-    draft, quantization = plan.config.draft, plan.config.draft.quantization
-    model = _load(plan.draft, plan, attention, progress) if plan.draft else None
-    if draft.name == "none" or quantization == "none":
+    draft = plan.config.draft
+    model = load(plan.draft) if plan.draft else None
+    if draft.name == "none" or draft.quantization == "none":
         return model
-    model = quantize.quantized(model or target, quantization)
+    model = quantize.quantized(model or target, draft.quantization)
     if plan.config.hardware.compile:
         model.compile_layers()
     return model

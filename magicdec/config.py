@@ -4,17 +4,24 @@ A class is a group, a field a key; conf/ explains them and holds the values that
 this is the only module that knows Hydra and OmegaConf.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
+import hydra
+from hydra import initialize_config_dir
 from hydra.core.config_store import ConfigStore
+from hydra.errors import HydraException
 from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from magicdec.costmodel.hardware import Efficiency
 from magicdec.errors import UserError
 from magicdec.models.config import ModelConfig, RopeScaling
-from magicdec.rules import SIZES, above, at_least, check, one_of, ruled
+from magicdec.rules import POSITIVE, SHARES, SIZES, above, at_least, check, one_of, ruled
+
+CONF = Path(__file__).resolve().parents[1] / "conf"
 
 
 @dataclass
@@ -101,6 +108,7 @@ class DraftConfig:
     )
     synthetic_acceptance: float | None = ruled(None, lambda value: 0 <= value <= 1, "must be between 0 and 1")
     model: ModelChoice | None = None
+    tensor_parallel: int | None = at_least(1, default=None)
     quantization: str = one_of("none", "int8", "int4", default="none")
     num_layers: int = at_least(0, default=0)
     max_ngram: int = at_least(1, default=8)
@@ -115,7 +123,6 @@ class HardwareConfig:
     name: str = MISSING
     device: str = one_of("auto", "cpu", "cuda", default=MISSING)
     dtype: str = one_of("auto", "float32", "bfloat16", "float16", default=MISSING)
-    num_devices: int = at_least(1, default=MISSING)
     tensor_parallel: int = at_least(1, default=MISSING)
     cuda_graphs: bool = MISSING
     compile: bool = MISSING
@@ -167,7 +174,7 @@ class SamplingConfig:
 class AttentionConfig:
     """Who computes attention."""
 
-    name: str = one_of("auto", "sdpa", "cpp", default=MISSING)
+    name: str = one_of("auto", "sdpa", "cpp", "triton", "flash", default=MISSING)
 
 
 @dataclass
@@ -181,7 +188,7 @@ class EngineConfig:
 class ScenarioConfig:
     """What a run does."""
 
-    name: str = one_of("compare", "profile", "predict", "plan", default=MISSING)
+    name: str = one_of("compare", "profile", "predict", "plan", "serve", default=MISSING)
     repeats: int = at_least(1, default=1)
     profile_repeats: int = at_least(1, default=1)
     batch_sizes: list[int] = field(default_factory=list, metadata=SIZES)
@@ -194,6 +201,11 @@ class ScenarioConfig:
     policies: list[str] = field(default_factory=list)
     latency_ms: float | None = above(0, default=None)
     experiment: str | None = None
+    concurrencies: list[int] = field(default_factory=list, metadata=SIZES)
+    rates: list[float] = field(default_factory=list, metadata=POSITIVE)
+    num_requests: int = at_least(1, default=1)
+    length_shares: list[float] = field(default_factory=list, metadata=SHARES)
+    first_token_ms: float | None = above(0, default=None)
 
 
 @dataclass
@@ -255,6 +267,15 @@ def load(cfg: DictConfig) -> Config:
     return config
 
 
+def compose(overrides: Sequence[str]) -> Config:
+    """conf/ with these overrides, for programs that have a command line of their own. UserError for any mistake."""
+    try:
+        with initialize_config_dir(str(CONF), version_base="1.3"):
+            return load(hydra.compose("config", list(overrides)))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UserError(str(error).strip().partition("\n")[0]) from error
+
+
 def to_dict(config: Config) -> dict[str, Any]:
     """Plain nested dictionaries."""
     return asdict(config)
@@ -306,6 +327,7 @@ NEEDED = {
     "profile": ("batch_sizes", "context_lens", "gammas"),
     "predict": ("gammas",),
     "plan": ("gammas", "drafts", "policies"),
+    "serve": ("length_shares",),
 }
 
 
@@ -319,7 +341,7 @@ def _models(config: Config) -> dict[str, ModelChoice]:
 
 def _mistakes(config: Config) -> Iterator[str]:
     """Values that are right by themselves and wrong together, wherever the draft has no part in it."""
-    data, hardware, scenario = config.data, config.hardware, config.scenario
+    data, scenario = config.data, config.scenario
     for key, model in _models(config).items():
         try:
             if model.architecture is not None:
@@ -331,12 +353,11 @@ def _mistakes(config: Config) -> Iterator[str]:
     if (data.name == "ruler") != (data.task is not None):
         valid = "choose one, as in data.task=niah_single" if data.task is None else "a task is for data=ruler alone"
         yield f"data.task={data.task or 'null'}: {valid}"
-    if hardware.tensor_parallel > hardware.num_devices:
-        devices = f"hardware.num_devices={hardware.num_devices}"
-        yield f"hardware.tensor_parallel={hardware.tensor_parallel}: must be at most {devices}"
     for name in NEEDED.get(scenario.name, ()):
         if not getattr(scenario, name):
             yield f"scenario.{name}=[]: scenario={scenario.name} needs at least one"
+    if scenario.name == "serve" and not (scenario.concurrencies or scenario.rates):
+        yield "scenario.concurrencies=[]: scenario=serve needs at least one of them, or of scenario.rates"
     batches = scenario.critical_batches
     if scenario.name == "predict" and (len(batches) != 2 or batches[0] >= batches[1]):
         yield f"scenario.critical_batches={batches}: must be a smaller and a larger batch"
@@ -349,6 +370,11 @@ def _draft_mistakes(config: Config) -> Iterator[str]:
         return
     if draft.gamma == 0:
         yield f"draft.gamma=0: must be auto or at least 1 with draft={draft.name}"
+    if draft.gamma == "auto" and config.hardware.tensor_parallel > 1:  # each rank would choose by its own clock
+        ranks = f"hardware.tensor_parallel={config.hardware.tensor_parallel}"
+        yield f"draft.gamma=auto: goes with one rank only, not with {ranks}; give a number"
+    if scenario.name == "serve" and draft.gamma == "auto":
+        yield "draft.gamma=auto: scenario=serve needs a number, at least 1"
     if draft.name in ("model", "hierarchical") and draft.model is None:
         yield f"draft.model=null: draft.name={draft.name} needs one; choose draft={draft.name} target@draft.model=NAME"
     if draft.name == "hierarchical" and draft.cache is None:
@@ -356,6 +382,9 @@ def _draft_mistakes(config: Config) -> Iterator[str]:
     if (draft.name == "hierarchical") != (draft.inner_gamma > 0):
         valid = "must be at least 1" if draft.name == "hierarchical" else "is for draft=hierarchical alone"
         yield f"draft.inner_gamma={draft.inner_gamma}: {valid}"
+    if draft.name == "hierarchical" and config.hardware.tensor_parallel > 1:
+        ranks = f"hardware.tensor_parallel={config.hardware.tensor_parallel}"
+        yield f"{ranks}: draft=hierarchical goes with one rank only; set it to 1"
     if draft.name == "ngram" and draft.quantization != "none":
         yield f"draft.quantization={draft.quantization}: draft=ngram has no weights; choose none"
     if cache.policy != "full" and draft.name != "ngram":  # full ignores the budget, and ngram has no cache
@@ -367,7 +396,7 @@ def _draft_mistakes(config: Config) -> Iterator[str]:
             key, values = "scenario.gammas", tuple(scenario.gammas)
         if max(values) >= cache.budget:
             yield f"{key}={max(values)}: must be below cache.budget={cache.budget}"
-    if scenario.name == "compare" and draft.synthetic_acceptance is None:
+    if scenario.name in ("compare", "serve") and draft.synthetic_acceptance is None:
         noise = [f"{key}.weights=random" for key, model in _models(config).items() if model.weights == "random"]
         for source in [*noise, "data=random"] if config.data.name == "random" else noise:
             valid = "set draft.synthetic_acceptance to a number from 0 to 1, or draft=none"

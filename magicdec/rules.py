@@ -19,6 +19,9 @@ class Rule(NamedTuple):
 
 # Metadata of a field with a list of positive numbers.
 SIZES = {"rule": Rule(lambda values: all(value >= 1 for value in values), "must hold numbers of at least 1")}
+# The same for other numbers.
+POSITIVE = {"rule": Rule(lambda values: all(0 < value < math.inf for value in values), "must hold numbers above 0")}
+SHARES = {"rule": Rule(lambda values: all(0 < v <= 1 for v in values), "must hold numbers above 0 and at most 1")}
 
 
 def ruled(default: Any, holds: Callable[[Any], bool], valid: str, options: tuple[str, ...] = ()) -> Any:

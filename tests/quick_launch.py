@@ -39,7 +39,7 @@ def quick(plan, progress):
 
 
 def plan(config):
-    return SimpleNamespace(config=config, fingerprints={}, device_name="a device", num_bytes=3 << 30)
+    return SimpleNamespace(config=config, fingerprints={}, device_name="a device", num_bytes=3 << 30, num_ranks=1)
 
 
 if __name__ == "__main__":

@@ -51,19 +51,22 @@ def random_prompts(lengths: list[int], seed: int = 0, vocab: int = VOCAB) -> lis
     return [torch.randint(0, vocab, (length,), generator=generator).tolist() for length in lengths]
 
 
-def open_batch(target: Transformer, prompts: list[list[int]], **engine) -> Batch:
-    """Open and prefill a batch; greedy unless `sampling` is given. Options of the draft and its cache go to them."""
+def new_engine(target: Transformer, **engine) -> NativeEngine:
+    """An engine; greedy unless `sampling` is given. Options of the draft and its cache go to them."""
     settings = {"sampling": Sampling(), "generate_len": 24, "prefill_chunk": 16} | engine
     own = {f.name for f in fields(NativeEngine)}
     cache_keys = {f.name for f in fields(CacheSpec)} - own
     options = {key: settings.pop(key) for key in list(settings) if key not in own}
     cache_options = {key: value for key, value in options.items() if key in cache_keys}
-    draft_options = {
-        "num_layers": 1,
-        "max_ngram": 4,
-        "inner_gamma": 2 if engine.get("draft_name") == "hierarchical" else 0,
-    } | {k: v for k, v in options.items() if k not in cache_keys}
-    engine = NativeEngine(target, **settings, cache_options=cache_options, draft_options=draft_options)
+    inner_gamma = 2 if settings.get("draft_name") == "hierarchical" else 0
+    draft_options = {"num_layers": 1, "max_ngram": 4, "inner_gamma": inner_gamma}
+    draft_options |= {k: v for k, v in options.items() if k not in cache_keys}
+    return NativeEngine(target, **settings, cache_options=cache_options, draft_options=draft_options)
+
+
+def open_batch(target: Transformer, prompts: list[list[int]], **options) -> Batch:
+    """Open and prefill a batch on a new engine."""
+    engine = new_engine(target, **options)
     batch = engine.open(prompts)
-    batch.decoder.prefill(settings["prefill_chunk"])
+    batch.decoder.prefill(engine.prefill_chunk)
     return batch

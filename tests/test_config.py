@@ -17,7 +17,7 @@ from magicdec.rules import known_keys
 ROOT = Path(__file__).parents[1]
 CONF = ROOT / "conf"
 OPTIONS = {
-    folder.name: sorted(path.stem for path in folder.glob("*.yaml"))
+    folder.name: sorted(path.relative_to(folder).with_suffix("").as_posix() for path in folder.rglob("*.yaml"))
     for folder in sorted(CONF.iterdir())
     if folder.is_dir() and folder.name != "hydra"
 }
@@ -27,6 +27,10 @@ ROWS = [
     {group: options[i % len(options)] for group, options in OPTIONS.items() if group not in ("draft", "experiment")}
     for i in range(len(TARGETS))
 ]
+
+EXPERIMENTS = sorted(
+    str(path.relative_to(CONF / "experiment").with_suffix("")) for path in (CONF / "experiment").rglob("*.yaml")
+)
 
 
 def composed(*overrides: str) -> Config:
@@ -64,7 +68,7 @@ def test_every_option_is_valid_and_every_target_can_be_a_draft(row):
     assert (config.draft.model.name, config.draft.model.path) == (draft, "elsewhere")
 
 
-@pytest.mark.parametrize("choice", ["draft=none", *(f"experiment={name}" for name in OPTIONS["experiment"])])
+@pytest.mark.parametrize("choice", ["draft=none", *(f"experiment={name}" for name in EXPERIMENTS)])
 def test_every_experiment_is_valid_and_so_is_no_draft(choice):
     assert (composed(choice).draft.name == "none") == (choice == "draft=none")
 
@@ -84,14 +88,35 @@ def test_every_file_opens_with_what_it_is():
         assert path.read_text().startswith("# "), path
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "sweeps").glob("*.yaml")))
-def test_every_sweep_names_keys_that_exist(name, monkeypatch):
+SWEEPS = [f"+sweeps={path.stem}" for path in (ROOT / "sweeps").glob("*.yaml")]
+
+
+@pytest.mark.parametrize("choice", sorted(SWEEPS) + [f"experiment={name}" for name in EXPERIMENTS if "/" in name])
+def test_every_sweep_names_keys_that_exist(choice, monkeypatch):
+    if "optuna" in choice:
+        pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
     monkeypatch.setenv("MAGICDEC_ROOT", str(ROOT))
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        cfg = compose("config", [f"+sweeps={name}"], return_hydra_config=True)
+        cfg = compose("config", [choice], return_hydra_config=True)
     params = cfg.hydra.sweeper.params
     assert params
     assert {key for key in params if key not in OPTIONS} <= set(known_keys(Config))
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "sweeps" / "wandb").glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_sweep_of_wandb_gives_commands_that_compose(path, monkeypatch):
+    """Its command as W&B's own agent writes it, for the first value of every parameter."""
+    utils = pytest.importorskip("wandb.sdk.launch.sweeps.utils")
+    monkeypatch.setenv("MAGICDEC_ROOT", str(ROOT))
+    sweep = utils.load_sweep_config(str(path))
+    assert sweep is not None, "not valid by W&B's schema"
+    first = {key: {"value": p["values"][0] if "values" in p else p["min"]} for key, p in sweep["parameters"].items()}
+    args = utils.create_sweep_command_args({"args": first})["args_no_hyphens"]
+    start = sweep["command"].index("${program}")
+    overrides = [a for part in sweep["command"][start + 1 :] for a in (args if "args" in part else [part])]
+    config = composed(*overrides)
+    assert (config.wandb.mode, config.draft.gamma) == ("online", 1)
+    assert (ROOT / sweep["program"]).exists()
 
 
 def test_the_architecture_mirrors_the_models_own():
@@ -121,6 +146,10 @@ def test_the_first_run_needs_no_warning(default):
         ({"batch__generate_len": 1}, "batch.generate_len=1: must be at least 2"),
         ({"batch__num_batches": 0}, "batch.num_batches=0: must be at least 1"),
         ({"batch__prefill_chunk": 0}, "batch.prefill_chunk=0: must be at least 1"),
+        (
+            {"draft__gamma": "auto", "hardware__tensor_parallel": 2},
+            "draft.gamma=auto: goes with one rank only, not with hardware.tensor_parallel=2; give a number",
+        ),
         ({"draft__gamma": 0}, "draft.gamma=0: must be auto or at least 1"),
         ({"draft__gamma": -1}, "draft.gamma=-1: must be auto or at least 1"),
         ({"draft__gamma": "best"}, "draft.gamma=best: must be auto or at least 1"),
@@ -160,10 +189,25 @@ def test_the_first_run_needs_no_warning(default):
         ({"sampling__top_p": 1.01}, "sampling.top_p=1.01: must be above 0 and at most 1"),
         ({"hardware__device": "gpu"}, "hardware.device=gpu: must be one of auto, cpu, cuda"),
         ({"hardware__dtype": "float8"}, "hardware.dtype=float8: must be one of auto, float32, bfloat16, float16"),
-        ({"hardware__tensor_parallel": 2}, "hardware.tensor_parallel=2: must be at most hardware.num_devices=1"),
         ({"hardware__memory_gib": 0.0}, "hardware.memory_gib=0.0: must be above 0"),
         ({"wandb__mode": "onlin"}, "must be one of offline, online, disabled; did you mean online?"),
         ({"scenario__name": "profile"}, "scenario.batch_sizes=[]: scenario=profile needs at least one"),
+        ({"scenario__name": "serve"}, "scenario.length_shares=[]: scenario=serve needs at least one"),
+        ({"scenario__name": "serve", "scenario__length_shares": [1.5]}, "must hold numbers above 0 and at most 1"),
+        (
+            {
+                "scenario__name": "serve",
+                "scenario__length_shares": [1.0],
+                "scenario__rates": [1.0],
+                "draft__gamma": "auto",
+            },
+            "draft.gamma=auto: scenario=serve needs a number",
+        ),
+        ({"scenario__rates": [0.0]}, "scenario.rates=[0.0]: must hold numbers above 0"),
+        (
+            {"scenario__name": "serve", "scenario__length_shares": [1.0]},
+            "scenario.concurrencies=[]: scenario=serve needs at least one of them, or of scenario.rates",
+        ),
         ({"scenario__gammas": [2, 0]}, "scenario.gammas=[2, 0]: must hold numbers of at least 1"),
     ],
 )

@@ -89,6 +89,17 @@ def test_a_task_is_scored_both_ways(tmp_path):
     assert all(len(json.loads(line)["answers"]) == 5 for line in path.read_text().splitlines())
 
 
+def test_two_ranks_leave_what_one_leaves(tmp_path):
+    """Rank 0 alone stores and shows; the draft may have ranks of its own."""
+    for ranks in (1, 2):
+        keys = ["draft=model", "draft.tensor_parallel=1", f"hardware.tensor_parallel={ranks}", "cache.budget=64"]
+        done = launch(tmp_path / str(ranks), *keys)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count("acceptance rate") == 1
+    one, two = (next((tmp_path / str(ranks)).glob("*/generations.jsonl")).read_text() for ranks in (1, 2))
+    assert one == two
+
+
 def test_a_sweep_goes_on_where_it_stood(tmp_path):
     assert launch(tmp_path, "-m", "draft.gamma=1,2").returncode == 0
     before = {r["id"]: r["finished"] for r in results(tmp_path)}
@@ -113,6 +124,27 @@ def test_sampling_and_random_weights_say_what_they_are(tmp_path):
     sampled = launch(tmp_path / "sampled", "sampling=sample", "draft=model")
     assert sampled.returncode == 0, sampled.stderr
     assert results(tmp_path / "sampled")[0]["lossless/identical"] is None
+
+
+def test_serving_compares_both_ways_at_each_level(tmp_path):
+    load = ["scenario.concurrencies=[1,3]", "scenario.rates=[50]", "scenario.num_requests=5", "scenario.latency_ms=1e6"]
+    done = launch(tmp_path, "scenario=serve", "batch.size=2", *load)
+    assert done.returncode == 0, done.stderr
+    (result,) = results(tmp_path)
+    assert result["lossless/identical"] is True
+    assert result["acceptance_length"] > 1
+    lines = (tmp_path / result["id"] / "history.jsonl").read_text().splitlines()
+    levels = [json.loads(line) for line in lines]
+    assert [(level.get("concurrency"), level.get("rate")) for level in levels] == [(1, None), (3, None), (None, 50)]
+    for level in levels:
+        for way in ("autoregressive", "speculative"):
+            assert level[f"{way}/tokens_per_second"] > 0
+            assert level[f"{way}/goodput_rps"] == level[f"{way}/requests_per_second"]
+            assert 0 < level[f"{way}/time_to_first_token_ms_p50"] <= level[f"{way}/time_to_first_token_ms_p99"]
+    rows = [json.loads(line) for line in (tmp_path / result["id"] / "generations.jsonl").read_text().splitlines()]
+    assert sorted(row["context_len"] for row in rows) == [64, 64, 128, 128, 256]
+    assert all(row["speculative"] == row["autoregressive"] and len(row["speculative"]) == 12 for row in rows)
+    assert "50 a second" in done.stdout
 
 
 def broken(tmp_path: Path, damage) -> str:
@@ -147,6 +179,8 @@ def other_vocabulary(folder: Path) -> None:
         (["hardware.device=cuda"], ["hardware.device=cuda", "hardware=cpu"]),
         (["draft=model", "cache=verify_guided"], ["cache.policy=verify_guided", "draft=self"]),
         (["draft=model", "cache=quantized"], ["cache.policy=quantized", "draft=self"]),
+        (["hardware.tensor_parallel=3"], ["hardware.tensor_parallel=3", "4 query heads", "valid: 1, 2, 4"]),
+        (["cache=snapkv", "hardware.tensor_parallel=4"], ["cache.policy=snapkv", "KV heads (2)", "streaming"]),
         (["cache.policy=nothing"], ["cache.policy=nothing", "streaming"]),
         (["draft=model", "target@draft.model=llama-3.2-1b", "draft.model.weights=random"], ["128256", "1024"]),
         (["wandb.mode=online"], ["wandb.mode=online", "wandb login"]),

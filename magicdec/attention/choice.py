@@ -11,8 +11,10 @@ import torch
 from magicdec.attention.base import Attention
 from magicdec.errors import UserError
 
-BACKENDS = {"sdpa": "SdpaAttention", "cpp": "CppAttention"}
-FASTEST_FIRST = {"cpu": ("cpp", "sdpa"), "cuda": ("sdpa",)}
+BACKENDS = {"sdpa": "SdpaAttention", "cpp": "CppAttention", "triton": "TritonAttention", "flash": "FlashAttention"}
+FASTEST_FIRST = {"cpu": ("cpp", "sdpa"), "cuda": ("flash", "triton", "sdpa")}
+
+INSTALL = {"triton": "pip install -e '.[triton]'", "flash": "pip install --no-build-isolation -e '.[flash]'"}
 
 
 def backend(name: str) -> type[Attention]:
@@ -42,7 +44,6 @@ def choose(name: str, device: torch.device, dtype: torch.dtype, head_dims: Itera
 
 def _obstacle(name: str, device: torch.device, dtype: torch.dtype, head_dims: tuple[int, ...]) -> str | None:
     try:
-        found = backend(name)
+        return next(filter(None, (backend(name).obstacle(device, dtype, dim) for dim in head_dims)), None)
     except ImportError as error:
-        return f"cannot be imported ({error}); pip install -e '.[{name}]'"
-    return next(filter(None, (found.obstacle(device, dtype, dim) for dim in head_dims)), None)
+        return f"cannot be imported ({error}); install it: {INSTALL[name]}"

@@ -1,8 +1,7 @@
 """Attention on CPUs in C++ (split_kv.cpp): split-KV decoding as GPUs do it, for a few new tokens over a long cache.
 
 The G x T query rows that share a KV head stay in registers and the L1 cache while K and V stream past once, in splits
-that the threads share; the splits are merged by their log-sum-exp. What it does not do faster, prefill and attention
-whose scores are asked for, goes the way of sdpa.
+that the threads share; the splits are merged by their log-sum-exp.
 
 The kernel is compiled when it is first asked for, in seconds, and kept for this very source, PyTorch and processor. It
 is called with plain pointers: through PyTorch's own headers the compilation would take half a minute.
@@ -16,15 +15,13 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from magicdec.attention.base import Attention, Shape
-from magicdec.attention.sdpa import SdpaAttention, SdpaPlan
+from magicdec.attention.kernel import KernelAttention, KernelPlan
 from magicdec.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -33,8 +30,6 @@ SOURCE = Path(__file__).with_name("split_kv.cpp")
 # The vectors are written out; letting the compiler find more of them makes the short loops around them slower.
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-tree-vectorize", "-fopenmp", "-shared", "-fPIC")
 LANES = 8  # numbers in a vector of split_kv.cpp
-# With more new tokens (prefill) arithmetic decides, not memory, and there SDPA is at home.
-MAX_NEW_TOKENS = 32
 FUNCTIONS = {torch.float32: "attend_float32", torch.bfloat16: "attend_bfloat16"}
 NO_COMPILER = "needs a C++ compiler, and neither g++ nor clang++ is installed (CXX names another)"
 
@@ -50,21 +45,7 @@ class Call(ctypes.Structure):
     _fields_ = [(n, ctypes.c_void_p) for n in POINTERS] + [(n, ctypes.c_int64) for n in SIZES + STRIDES]
 
 
-@dataclass(frozen=True)
-class CppPlan:
-    """What is known before the first layer; `sdpa` is made only where a pass goes that way."""
-
-    seqlens_B: Tensor
-    shape: Shape
-    window: int | None
-
-    @cached_property
-    def sdpa(self) -> SdpaPlan:
-        """The same pass as sdpa plans it."""
-        return SdpaAttention().plan(self.seqlens_B, self.shape, self.window)
-
-
-class CppAttention(Attention[CppPlan]):
+class CppAttention(KernelAttention):
     """The fastest on a CPU, once it is built."""
 
     name = "cpp"
@@ -72,7 +53,6 @@ class CppAttention(Attention[CppPlan]):
     def __init__(self) -> None:
         """Build the kernel if it is not there yet; raises UserError where that fails."""
         self._library = ctypes.CDLL(str(build()))
-        self._sdpa = SdpaAttention()
 
     @classmethod
     def obstacle(cls, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
@@ -92,33 +72,19 @@ class CppAttention(Attention[CppPlan]):
         """See Attention.delay."""
         return None if library().exists() else "is not built yet; a run with attention=cpp builds it, in seconds"
 
-    def plan(self, seqlens_B: Tensor, shape: Shape, window: int | None) -> CppPlan:
-        """See Attention.plan."""
-        return CppPlan(seqlens_B.contiguous(), shape, window)
-
-    def attend(
-        self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: CppPlan, indices_BKN: Tensor | None = None
+    def decode(
+        self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: KernelPlan, indices_BKN: Tensor | None
     ) -> Tensor:
-        """See Attention.attend."""
-        B, T, H, D = q_BTHD.shape
-        if T > MAX_NEW_TOKENS:
-            return self._sdpa.attend(q_BTHD, k_BKSD, v_BKSD, plan.sdpa, indices_BKN)
-        K = k_BKSD.shape[1]
-        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_BTHD, k_BKSD, v_BKSD))
-        indices = indices_BKN if indices_BKN is None else indices_BKN.contiguous()
-        out_BTHD = torch.empty((B, T, H, D), dtype=q.dtype)
-        pointers = [x.data_ptr() for x in (q, k, v, out_BTHD, plan.seqlens_B)]
-        pointers.append(0 if indices is None else indices.data_ptr())
-        num_indices = 0 if indices is None else indices.shape[-1]
-        window = k.shape[2] if plan.window is None else plan.window
-        sizes = (B, T, K, H // K, D, num_indices, window, torch.get_num_threads())
-        strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
-        getattr(self._library, FUNCTIONS[q.dtype])(ctypes.byref(Call(*pointers, *sizes, *strides)))
+        """See KernelAttention.decode."""
+        (B, T, H, D), K = q_BTHD.shape, k_BKSD.shape[1]
+        out_BTHD = torch.empty((B, T, H, D), dtype=q_BTHD.dtype)
+        pointers = [x.data_ptr() for x in (q_BTHD, k_BKSD, v_BKSD, out_BTHD, plan.seqlens_B)]
+        pointers.append(0 if indices_BKN is None else indices_BKN.data_ptr())
+        num_indices = 0 if indices_BKN is None else indices_BKN.shape[-1]
+        sizes = (B, T, K, H // K, D, num_indices, plan.reach, torch.get_num_threads())
+        strides = [stride for x in (q_BTHD, k_BKSD, v_BKSD) for stride in x.stride()[:3]]
+        getattr(self._library, FUNCTIONS[q_BTHD.dtype])(ctypes.byref(Call(*pointers, *sizes, *strides)))
         return out_BTHD
-
-    def attend_scored(self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: CppPlan) -> tuple[Tensor, Tensor]:
-        """See Attention.attend_scored; sdpa's way."""
-        return self._sdpa.attend_scored(q_BTHD, k_BKSD, v_BKSD, plan.sdpa)
 
 
 def compiler() -> str | None:

@@ -9,6 +9,7 @@ position.
 """
 
 from abc import abstractmethod
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ class CompactCache(DraftCache):
     """`budget` committed entries a row and layer; positions are absolute."""
 
     ordered = False
+    per_row: ClassVar[tuple[str, ...]] = (*DraftCache.per_row, "shift_B")
 
     def __init__(
         self,

@@ -50,6 +50,7 @@ class DraftCache(KVCache):
     needs_target: ClassVar[bool] = False
     # When it chooses entries by their attention: at the prefill, once a round, or in every draft step. Timed apart.
     selects: ClassVar[Selects] = "never"
+    per_row: ClassVar[tuple[str, ...]] = (*KVCache.per_row, "length_B")
 
     def __init__(
         self,

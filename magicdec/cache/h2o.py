@@ -4,7 +4,7 @@ L layers, B rows, K KV heads, S slots of the source, C slots of this cache, D he
 committed at a time, G = gamma draft steps of a round.
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -24,6 +24,8 @@ class H2OCache(SnapKVCache):
     draft's own steps add to the scores of what is left, those of rejected proposals excepted, and a token that leaves
     the window replaces the least heavy hitter if it is heavier. What is evicted is gone.
     """
+
+    per_row: ClassVar[tuple[str, ...]] = (*SnapKVCache.per_row, "scores_LBKC", "step_scores_GLBKC")
 
     def __init__(
         self,

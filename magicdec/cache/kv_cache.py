@@ -6,7 +6,7 @@ over a cache can be captured as a graph.
 """
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -15,11 +15,21 @@ from magicdec.attention.base import Attention, Shape
 from magicdec.models.config import ModelConfig
 
 
+def copy_row(target: Any, source: Any, row: int) -> None:
+    """Copy the only row of one object's `per_row` tensors to a row of another's; names say where the B of rows is."""
+    for name in target.per_row:
+        theirs, axis = getattr(source, name), name.rpartition("_")[2].index("B")
+        if theirs is not None:
+            getattr(target, name).select(axis, row).copy_(theirs.select(axis, 0))
+
+
 class KVCache:
     """Keys and values of every token so far: the target's cache, and the base of every draft's."""
 
     # Whether slots lie in the order of positions: a model's sliding window means something only there.
     ordered = True
+    # Tensors with something for every row; a policy with state of its own adds to them.
+    per_row: ClassVar[tuple[str, ...]] = ("k_LBKSD", "v_LBKSD", "seqlens_B")
 
     def __init__(
         self, config: ModelConfig, num_rows: int, capacity: int, dtype: torch.dtype, device: torch.device | str
@@ -40,6 +50,10 @@ class KVCache:
         part.k_LBKSD, part.v_LBKSD = self.k_LBKSD[start:end], self.v_LBKSD[start:end]
         part.seqlens_B = self.seqlens_B
         return part
+
+    def copy_row(self, row: int, source: "KVCache") -> None:
+        """Make a row the copy of another such cache's only one: so a request that was prefilled apart gets its slot."""
+        copy_row(self, source, row)
 
     @property
     def capacity(self) -> int:

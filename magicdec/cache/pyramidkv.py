@@ -94,6 +94,13 @@ class PyramidKVCache(DraftCache):
         """See DraftCache.build."""
         return cls(spec, config, num_rows, 0, dtype, device)
 
+    def copy_row(self, row: int, source: KVCache) -> None:
+        """See KVCache.copy_row: in all levels."""
+        assert isinstance(source, PyramidKVCache)
+        super().copy_row(row, source)
+        for mine, theirs in zip(self.levels, source.levels, strict=True):
+            mine.copy_row(row, theirs)
+
     @property
     def observes(self) -> int:
         """See DraftCache.observes."""

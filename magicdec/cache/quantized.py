@@ -5,7 +5,7 @@ at a time, R recent tokens and proposals.
 """
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -13,12 +13,14 @@ from torch import Tensor
 from magicdec.attention.base import Attention
 from magicdec.cache.draft_cache import CACHES, CacheSpec
 from magicdec.cache.full import FullCache
-from magicdec.cache.kv_cache import KVCache
+from magicdec.cache.kv_cache import KVCache, copy_row
 from magicdec.models.config import ModelConfig
 
 
 class Codes:
     """One tensor of entries in 8 or 4 bits: whole numbers between the least and the largest value of each group."""
+
+    per_row: ClassVar[tuple[str, ...]] = ("codes_LBKSC", "scales_LBKSG2")
 
     def __init__(self, shape: tuple[int, ...], bits: int, group_size: int, device: torch.device | str):
         """`shape` is (L, B, K, S, D); groups divide D."""
@@ -85,6 +87,13 @@ class QuantizedCache(FullCache):
         per_entry = config.head_dim * spec.bits // 8 + 4 * groups
         entries = config.kv_elements_per_token // config.head_dim * (spec.max_len + spec.gamma + 1)
         return super().bytes_per_row(spec, config, dtype, shares_target) + entries * per_entry
+
+    def copy_row(self, row: int, source: KVCache) -> None:
+        """See KVCache.copy_row: the codes as well."""
+        assert isinstance(source, QuantizedCache)
+        super().copy_row(row, source)
+        copy_row(self.k_codes, source.k_codes, row)
+        copy_row(self.v_codes, source.v_codes, row)
 
     @property
     def num_bytes(self) -> int:

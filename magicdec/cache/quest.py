@@ -4,7 +4,7 @@ L layers, B rows, T new tokens, H query heads, D head dim, K KV heads, Q = T * H
 P pages, E entries of a page, N chosen slots, W tokens committed at a time.
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +25,8 @@ class QuestCache(DynamicCache):
     2 / page_size of the keys are read to choose. The queries of a KV head choose together, by their largest bound. The
     paper leaves the first two layers dense; here all of them select. A budget below page_size makes smaller pages.
     """
+
+    per_row: ClassVar[tuple[str, ...]] = (*DynamicCache.per_row, "least_LBKPD", "largest_LBKPD")
 
     def __init__(
         self,

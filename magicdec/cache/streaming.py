@@ -3,6 +3,8 @@
 L layers, B rows, K KV heads, S slots, N = num_sink, D head dim.
 """
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
@@ -23,6 +25,7 @@ class StreamingCache(CompactCache):
     """
 
     bounds_positions = True
+    per_row: ClassVar[tuple[str, ...]] = (*CompactCache.per_row, "sink_k_LBKND")
 
     def __init__(
         self,

@@ -30,6 +30,7 @@ class VerifyGuidedCache(DynamicCache):
 
     selects: ClassVar[Selects] = "round"
     needs_target = True
+    per_row: ClassVar[tuple[str, ...]] = (*DynamicCache.per_row, "chosen_LBKN")
 
     def __init__(
         self,

@@ -1,11 +1,14 @@
-"""The prediction beside a run: a warning before it, and predicted values with their errors after it."""
+"""The prediction beside a run: a warning before it, predicted values with their errors after it, published ones."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from magicdec.costmodel import evaluate
 from magicdec.costmodel.acceptance import Curves
+from magicdec.costmodel.architectures import architecture
 from magicdec.costmodel.predict import predict
 from magicdec.costmodel.round import Setup
+from magicdec.costmodel.tables import read_table
 from magicdec.costmodel.verdict import verdict
 
 # Predicted values that a run measures under another name.
@@ -42,3 +45,26 @@ def beside(setup: Setup, gamma: int, measured: Mapping[str, Any]) -> dict[str, f
         if isinstance(ours, int | float) and isinstance(theirs, int | float) and theirs > 0:
             predicted[f"{name.removesuffix('_ms')}_error"] = ours / theirs - 1
     return predicted
+
+
+def published(setup: Setup, task: str) -> dict[str, float | int | str | None]:
+    """What the MagicDec paper measured for a configuration and a task, under `published/`; {} where it did not.
+
+    `published/predicted_speedup` is the cost model's at the paper's gamma and acceptance. Times in milliseconds.
+    """
+    machine = f"{setup.ranks}x{setup.hardware.device.name}".lower()
+    wanted = (setup.target_name, setup.draft.name, setup.policy, setup.budget, setup.context, setup.batch)
+    for row in read_table():
+        found = (row.target, row.draft, row.policy, row.kv_budget, row.context_len, row.batch_size)
+        if found == wanted and row.hardware.lower() == machine and row.task.startswith(task):
+            return {
+                "published/table": row.table,
+                "published/gamma": row.gamma,
+                "published/acceptance_length": row.omega,
+                "published/target_decode_ms": row.autoregressive_ms,
+                "published/draft_ms": row.draft_ms and row.draft_ms / row.gamma,
+                "published/verify_ms": row.verify_ms,
+                "published/speedup": row.speedup,
+                "published/predicted_speedup": evaluate.compare(row, architecture).predicted,
+            }
+    return {}

@@ -32,10 +32,13 @@ def draw(
     """
     folder.mkdir(parents=True, exist_ok=True)
     title = f"{setup.target_name}, {_draft(setup)}, {setup.policy} {setup.budget:,}, {setup.hardware.name}"
+    # The jobs of a multirun, which share the folder, differ in name where they differ in what they draw.
+    of = f"{setup.target_name}_{setup.draft.name}_{setup.policy}-{setup.budget}_{setup.hardware.name}"
+    ratios, intensity = folder / f"ratios_{of}_gamma-{gamma}.png", folder / f"intensity_{setup.target_name}.png"
     return [
-        _save(folder / "speedup.png", title, 1, lambda axes: _speedup(axes[0], setup, alpha, curves)),
-        _save(folder / "ratios.png", f"{title}, gamma {gamma}", 2, lambda axes: _ratios(axes, setup, gamma)),
-        _save(folder / "intensity.png", f"{setup.target_name}, decoding", 1, lambda axes: _intensity(axes[0], setup)),
+        _save(folder / f"speedup_{of}.png", title, 1, lambda axes: _speedup(axes[0], setup, alpha, curves)),
+        _save(ratios, f"{title}, gamma {gamma}", 2, lambda axes: _ratios(axes, setup, gamma)),
+        _save(intensity, f"{setup.target_name}, decoding", 1, lambda axes: _intensity(axes[0], setup)),
     ]
 
 

@@ -9,6 +9,7 @@ from functools import cached_property
 
 from magicdec.costmodel.acceptance import Curves, Estimate
 from magicdec.costmodel.hardware import GIB
+from magicdec.costmodel.roofline import Pass, arithmetic_intensity
 from magicdec.costmodel.round import Memory, RoundTimes, Setup, memory, round_times
 from magicdec.costmodel.speedup import break_even_alpha, omega
 from magicdec.errors import UserError
@@ -106,6 +107,10 @@ class Prediction:
             "overhead_ms": 1e3 * times.overhead.total,
             "round_ms": 1e3 * times.round_s,
             "memory_gib": self.memory.total / GIB,
+            "arithmetic_intensity": arithmetic_intensity(
+                Pass(self.setup.target, self.setup.batch, 1, self.setup.context), self.setup.hardware
+            ),
+            "ridge": self.setup.hardware.device.ridge,
             "calibration": self.setup.hardware.note,
         }
         for step, time in (("target_decode", times.target), ("draft", times.draft), ("verify", times.verify)):

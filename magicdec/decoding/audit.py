@@ -59,11 +59,22 @@ def teacher_force(decoder: Decoder, outputs: list[list[int]]) -> Forced:
     tokens_BN = torch.zeros(rows, longest, dtype=torch.int64)
     for index, row in enumerate(outputs):
         tokens_BN[index, : len(row)] = torch.tensor(row)
-    tokens_BN = tokens_BN.to(decoder.device)
-    lengths_B1 = torch.tensor([len(row) for row in outputs], device=decoder.device)[:, None]
+    forced = score_tokens(decoder, tokens_BN.to(decoder.device))
+    valid_BN = torch.arange(longest) < torch.tensor([len(row) for row in outputs])[:, None]
+    return Forced(forced.gap_BN.cpu() * valid_BN, forced.tie_BN.cpu() * valid_BN)
+
+
+def chunk_len(decoder: Decoder) -> int:
+    """Tokens of a row that are scored at a time."""
+    return max(1, CHUNK_LOGITS // (decoder.cache.num_rows * decoder.target.config.vocab_size))
+
+
+def score_tokens(decoder: Decoder, tokens_BN: Tensor) -> Forced:
+    """The scores of all tokens behind the prompts, on the device; in chunks, because all logits would be too many."""
+    rows, longest = tokens_BN.shape
     gap_BN = torch.zeros(rows, longest, device=decoder.device)
     tie_BN = torch.zeros_like(gap_BN)
-    chunk = max(1, CHUNK_LOGITS // (rows * decoder.target.config.vocab_size))
+    chunk = chunk_len(decoder)
     decoder.cache.rollback(decoder.state.prompt_len_B)
     for start in range(0, longest - 1, chunk):
         end = min(start + chunk, longest - 1)
@@ -72,5 +83,4 @@ def teacher_force(decoder: Decoder, outputs: list[list[int]]) -> Forced:
         best_BT2 = logits_BTV.topk(2, dim=-1).values
         gap_BN[:, start + 1 : end + 1] = best_BT2[..., 0] - written_BT
         tie_BN[:, start + 1 : end + 1] = (best_BT2[..., 0] - best_BT2[..., 1]) / best_BT2[..., 0].abs()
-    valid_BN = torch.arange(longest, device=decoder.device) < lengths_B1
-    return Forced((gap_BN * valid_BN).cpu(), (tie_BN * valid_BN).cpu())
+    return Forced(gap_BN, tie_BN)

@@ -19,7 +19,7 @@ from magicdec.drafts.base import Draft, Proposal
 from magicdec.measure.timers import Clock, Stopwatch
 from magicdec.models.transformer import Transformer
 from magicdec.verification.accept import Verdict, accept_greedy, accept_sampled, accept_synthetic
-from magicdec.verification.sampling import Sampling, Use, choose
+from magicdec.verification.sampling import RowSampling, Sampling, Use, choose
 
 Progress = Callable[[int], None]
 
@@ -49,7 +49,7 @@ class Decoder:
         target: Transformer,
         cache: KVCache,
         state: State,
-        sampling: Sampling,
+        sampling: Sampling | RowSampling,
         graphs: bool = False,
         synthetic_acceptance: float | None = None,
     ):

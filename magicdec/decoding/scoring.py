@@ -3,6 +3,8 @@
 B rows, T tokens of a chunk, L layers, K KV heads, S slots.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -14,11 +16,13 @@ MAX_CHUNK = 64
 CHUNK_SCORES = 1 << 26  # fp32 attention probabilities of a layer held at a time
 
 
-def score(model: Transformer, cache: KVCache, tokens_BS: Tensor, longest: int, last: int) -> Tensor:
+def score(
+    model: Transformer, cache: KVCache, tokens_BS: Tensor, longest: int, last: int, progress: Callable[[int], None]
+) -> Tensor:
     """The attention (L, B, K, S) that every entry receives from the last `last` tokens of each row.
 
     The cache holds the rows' first `cache.seqlens_B` <= `longest` tokens, and is left as it is. A row shorter than
-    `last` is scored by all of its tokens.
+    `last` is scored by all of its tokens. `progress` is told the tokens of each chunk.
     """
     view, lengths_B1 = ReplayedCache(cache), cache.seqlens_B.long()[:, None]
     width = min(last, longest)
@@ -30,4 +34,5 @@ def score(model: Transformer, cache: KVCache, tokens_BS: Tensor, longest: int, l
         view.counted_BT = index_BT < lengths_B1
         view.rollback(index_BT[:, 0])
         model(tokens_BS.gather(1, index_BT), view)
+        progress(index_BT.shape[1])
     return view.scores_LBKS

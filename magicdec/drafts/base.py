@@ -13,7 +13,7 @@ from magicdec.decoding.state import State
 from magicdec.models.config import ModelConfig
 from magicdec.models.transformer import Transformer
 from magicdec.registry import Registry
-from magicdec.verification.sampling import Sampling
+from magicdec.verification.sampling import RowSampling, Sampling
 
 
 class Proposal(NamedTuple):
@@ -30,7 +30,7 @@ class DraftSpec:
     target: Transformer
     target_cache: KVCache
     state: State
-    sampling: Sampling
+    sampling: Sampling | RowSampling
     gamma: int
     prefill_chunk: int
     policy: str
@@ -61,6 +61,8 @@ class Draft(ABC):
     has_cache: ClassVar[bool] = True
     # Whether it is a model of its own rather than the target.
     needs_model: ClassVar[bool] = False
+    # Whether rows can change hands between rounds (`copy_row`), as serving needs.
+    serves: ClassVar[bool] = False
     # Tokens that the next round proposes; at most the DraftSpec's.
     gamma: int
     # What it may be set to while decoding, where it adapts.
@@ -77,7 +79,7 @@ class Draft(ABC):
 
     @abstractmethod
     def prefill(self, state: State, progress: Callable[[int], None]) -> None:
-        """Get ready to continue the prompts; `progress` is told of every prompt token a row has advanced."""
+        """Get ready to continue the prompts; `progress` is told the tokens of every chunk that the model has seen."""
 
     def simulate_prefill(self, state: State) -> None:
         """Stand where `prefill` would leave it, with entries that mean nothing: for timing alone."""
@@ -103,6 +105,10 @@ class Draft(ABC):
     def selection(self, state: State) -> Callable[[], None] | None:
         """What choosing entries by their attention takes, once more, to be timed; None where nothing is chosen so."""
         return None
+
+    def copy_row(self, row: int, source: "Draft") -> None:
+        """Make a row the copy of another such draft's only one; a draft that `serves` copies whatever it keeps."""
+        raise NotImplementedError
 
     @property
     @abstractmethod

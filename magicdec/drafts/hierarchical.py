@@ -29,6 +29,7 @@ class HierarchicalDraft(SelfDraft):
     """
 
     needs_model = True
+    serves = False
 
     def __init__(self, inner: IndependentDraft, spec: DraftSpec):
         """`inner` proposes to the target over `cache`."""

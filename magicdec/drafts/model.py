@@ -28,6 +28,7 @@ class ModelDraft(Draft):
     accepted it has never seen its last proposal, and feeding it again otherwise keeps shapes static.
     """
 
+    serves = True
     refed: int
 
     def __init__(self, model: Transformer, cache: DraftCache, spec: DraftSpec):
@@ -46,12 +47,12 @@ class ModelDraft(Draft):
             distributions.append(q_B1V)
         return Proposal(torch.cat(tokens[1:], dim=1), self._stack(distributions))
 
-    def _scores(self, source: KVCache, state: State) -> Tensor | None:
+    def _scores(self, source: KVCache, state: State, progress: Callable[[int], None]) -> Tensor | None:
         """What a policy that observes needs to choose among the entries of a prefilled context."""
         if not self.cache.observes:
             return None
         tokens_BS = self._known(state.tokens_BS)
-        return score(self.model, source, tokens_BS, state.max_prompt_len, self.cache.observes)
+        return score(self.model, source, tokens_BS, state.max_prompt_len, self.cache.observes, progress)
 
     def _known(self, tokens: Tensor) -> Tensor:
         """Tokens that only the target's padding has stand for this model's last one: a guess may be wrong."""
@@ -80,6 +81,11 @@ class ModelDraft(Draft):
             return lambda: self.cache.select(self.model.attention)
         return None
 
+    def copy_row(self, row: int, source: Draft) -> None:
+        """See Draft.copy_row."""
+        assert isinstance(source, ModelDraft)
+        self.cache.copy_row(row, source.cache)
+
     @property
     def cache_bytes(self) -> int:
         """See Draft.cache_bytes."""
@@ -105,7 +111,7 @@ class SelfDraft(ModelDraft):
 
     def prefill(self, state: State, progress: Callable[[int], None]) -> None:
         """See Draft.prefill: the policy picks from what the target has computed."""
-        self.cache.load(self.target_cache, self._scores(self.target_cache, state))
+        self.cache.load(self.target_cache, self._scores(self.target_cache, state, progress))
 
     def selection(self, state: State) -> Callable[[], None] | None:
         """See Draft.selection: at the prefill, the scoring pass and the gather."""
@@ -148,7 +154,7 @@ class IndependentDraft(ModelDraft):
         longest = state.max_prompt_len + 1 - self.refed
         if longest > 0:
             prefill(self.model, cache, self._known(state.tokens_BS), lengths_B, longest, self.chunk, progress)
-        self.cache.adopt(cache, self._scores(cache, state))
+        self.cache.adopt(cache, self._scores(cache, state, progress))
 
     def simulate_prefill(self, state: State) -> None:
         """See Draft.simulate_prefill."""

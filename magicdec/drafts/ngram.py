@@ -21,6 +21,7 @@ class NgramDraft(Draft):
     """
 
     has_cache = False
+    serves = True
 
     def __init__(self, gamma: int, max_ngram: int):
         self.gamma, self.max_ngram = gamma, max_ngram
@@ -56,6 +57,9 @@ class NgramDraft(Draft):
 
     def commit(self, count_B: Tensor) -> None:
         """See Draft.commit: the state has the tokens."""
+
+    def copy_row(self, row: int, source: Draft) -> None:
+        """See Draft.copy_row: the state has the tokens."""
 
     @property
     def cache_bytes(self) -> int:

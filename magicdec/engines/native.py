@@ -11,7 +11,7 @@ from magicdec.decoding.decoder import Decoder, silent
 from magicdec.decoding.state import State
 from magicdec.drafts.base import DRAFTS, Draft, DraftSpec
 from magicdec.models.transformer import Transformer
-from magicdec.verification.sampling import Sampling
+from magicdec.verification.sampling import RowSampling, Sampling
 
 
 @dataclass
@@ -60,14 +60,22 @@ class NativeEngine:
     graphs: bool = False
     synthetic_acceptance: float | None = None
 
+    @property
+    def slack(self) -> int:
+        """Tokens that a round may write behind the longest sequence."""
+        return self.gamma + self.draft_options.get("inner_gamma", 0) + 1
+
     def open(self, prompts: list[list[int]]) -> Batch:
         """Allocate state and caches for these prompts (token ids; their lengths may differ)."""
-        weight = self.target.embed.weight
         eos = () if self.ignore_eos else self.target.config.eos_token_ids
-        slack = self.gamma + self.draft_options.get("inner_gamma", 0) + 1  # written behind the longest sequence
-        state = State(prompts, self.generate_len, slack, eos, weight.device)
-        cache = KVCache(self.target.config, len(prompts), state.max_len + slack, weight.dtype, weight.device)
-        decoder = Decoder(self.target, cache, state, self.sampling, self.graphs, self.synthetic_acceptance)
+        state = State(prompts, self.generate_len, self.slack, eos, self.target.embed.weight.device)
+        return self.open_on(state, self.sampling)
+
+    def open_on(self, state: State, sampling: Sampling | RowSampling) -> Batch:
+        """Allocate caches for the rows of a state."""
+        weight, rows = self.target.embed.weight, len(state.tokens_BS)
+        cache = KVCache(self.target.config, rows, state.max_len + self.slack, weight.dtype, weight.device)
+        decoder = Decoder(self.target, cache, state, sampling, self.graphs, self.synthetic_acceptance)
         return Batch(decoder, self.draft_for(decoder) if self.draft_name != "none" else None)
 
     def draft_for(self, decoder: Decoder) -> Draft:
@@ -76,7 +84,7 @@ class NativeEngine:
             self.target,
             decoder.cache,
             decoder.state,
-            self.sampling,
+            decoder.sampling,
             self.gamma,
             self.prefill_chunk,
             self.policy,

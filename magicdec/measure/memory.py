@@ -1,46 +1,21 @@
-"""How much memory a run needs before it allocates, and how much it took."""
+"""How much memory there is, and how much a run has taken."""
 
 import os
 import resource
 import sys
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from magicdec.errors import UserError
 from magicdec.models.config import ModelConfig
 
 GIB = 1 << 30
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """Bytes by their use; what grows with the batch is per row."""
-
-    weights: int
-    kv_per_row: int
-    activations: int
-
-    def total(self, num_rows: int) -> int:
-        """Bytes for a batch of `num_rows`."""
-        return self.weights + self.activations + num_rows * self.kv_per_row
-
-    def largest_batch(self, available: int) -> int:
-        """Rows that fit into `available` bytes; 0 where the weights alone do not."""
-        return max(0, available - self.weights - self.activations) // self.kv_per_row
-
-
 def kv_bytes(config: ModelConfig, num_tokens: int, dtype: torch.dtype) -> int:
     """Bytes of keys and values of `num_tokens` tokens of one sequence."""
     return config.kv_elements_per_token * num_tokens * dtype.itemsize
-
-
-def activation_bytes(config: ModelConfig, num_rows: int, num_tokens: int, dtype: torch.dtype) -> int:
-    """Peak of one forward pass over (num_rows, num_tokens): the residual stream twice and a layer's widest tensors."""
-    width = 3 * config.hidden_size + max(3 * config.intermediate_size, 3 * config.num_heads * config.head_dim)
-    return num_rows * num_tokens * width * dtype.itemsize
 
 
 def available_bytes(device: torch.device) -> int:
@@ -52,22 +27,6 @@ def available_bytes(device: torch.device) -> int:
             return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
     except (OSError, StopIteration):  # no Linux
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def check_fits(estimate: Estimate, num_rows: int, context_len: int, available: int) -> None:
-    """Raise UserError, naming the largest batch that fits, where `num_rows` do not."""
-    needed = estimate.total(num_rows)
-    if needed <= available:
-        return
-    fits = estimate.largest_batch(available)
-    advice = (
-        f"batch.size={fits} would fit" if fits else "the weights alone do not fit: choose a smaller target or dtype"
-    )
-    raise UserError(
-        f"batch.size={num_rows} at batch.context_len={context_len} needs about {needed / GIB:.2f} GiB (weights "
-        f"{estimate.weights / GIB:.2f}, KV cache {num_rows * estimate.kv_per_row / GIB:.2f}), but "
-        f"{available / GIB:.2f} GiB are available; {advice}"
-    )
 
 
 class Peak:

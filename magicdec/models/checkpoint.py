@@ -18,6 +18,7 @@ from torch import Tensor
 
 from magicdec.errors import UserError
 from magicdec.models.config import ModelConfig, eos_ids, from_hugging_face
+from magicdec.models.parallel import ALONE, Share
 
 CONFIG, GENERATION_CONFIG, TOKENIZER = "config.json", "generation_config.json", "tokenizer.json"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -63,42 +64,59 @@ def read_config(folder: Path) -> ModelConfig:
 
 
 class Piece(NamedTuple):
-    """One tensor of a checkpoint, and the rows of one of our parameters that it fills."""
+    """One tensor of a checkpoint, what this rank needs of it, and the rows of one of our parameters that it fills."""
 
     source: str
     parameter: str
     first_row: int
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of the whole tensor
+    rows: slice = slice(None)
+    columns: slice = slice(None)
+
+    @property
+    def part(self) -> tuple[slice, ...]:
+        """The index of what is needed."""
+        return (self.rows, self.columns)[: len(self.shape)]
+
+    @property
+    def part_shape(self) -> tuple[int, ...]:
+        """The shape of what is needed."""
+        return tuple(len(range(size)[part]) for size, part in zip(self.shape, self.part, strict=True))
 
 
-def pieces(config: ModelConfig) -> Iterator[Piece]:
-    """Every tensor that a checkpoint of this architecture holds, in the order of the forward pass.
+def pieces(config: ModelConfig, share: Share = ALONE) -> Iterator[Piece]:
+    """Every tensor that a checkpoint of this (whole) architecture holds, in the order of the forward pass.
 
-    Queries, keys and values become the rows of one matrix, in this order, and so do gate and up: one matmul each.
+    Queries, keys and values become the rows of one matrix, in this order, and so do gate and up: one matmul each. A
+    rank has the rows that make its own heads and features, and of the matrices behind these the columns.
     """
-    E, F = config.hidden_size, config.intermediate_size
-    q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    yield Piece("model.embed_tokens.weight", "embed.weight", 0, (config.vocab_size, E))
+    E, F, D = config.hidden_size, config.intermediate_size, config.head_dim
+    q, kv, mlp = share.part(config.num_heads), share.kv_heads(config.num_kv_heads), share.part(F)
+    q, kv = (slice(heads.start * D, heads.stop * D) for heads in (q, kv))
+    q_rows, kv_rows, mlp_rows = (part.stop - part.start for part in (q, kv, mlp))
+    whole_q, whole_kv, vocabulary = config.num_heads * D, config.num_kv_heads * D, share.vocabulary(config.vocab_size)
+    qkv = (("q", 0, whole_q, q), ("k", q_rows, whole_kv, kv), ("v", q_rows + kv_rows, whole_kv, kv))
+    yield Piece("model.embed_tokens.weight", "embed.weight", 0, (config.vocab_size, E), vocabulary)
     for layer in range(config.num_layers):
         theirs, ours = f"model.layers.{layer}.", f"layers.{layer}."
         yield Piece(f"{theirs}input_layernorm.weight", f"{ours}attention_norm.weight", 0, (E,))
-        for name, first_row, rows in (("q", 0, q_rows), ("k", q_rows, kv_rows), ("v", q_rows + kv_rows, kv_rows)):
-            yield Piece(f"{theirs}self_attn.{name}_proj.weight", f"{ours}qkv.weight", first_row, (rows, E))
+        for name, first_row, rows, part in qkv:
+            yield Piece(f"{theirs}self_attn.{name}_proj.weight", f"{ours}qkv.weight", first_row, (rows, E), part)
             if config.qkv_bias:
-                yield Piece(f"{theirs}self_attn.{name}_proj.bias", f"{ours}qkv.bias", first_row, (rows,))
+                yield Piece(f"{theirs}self_attn.{name}_proj.bias", f"{ours}qkv.bias", first_row, (rows,), part)
         if config.qk_norm:
-            yield Piece(f"{theirs}self_attn.q_norm.weight", f"{ours}q_norm.weight", 0, (config.head_dim,))
-            yield Piece(f"{theirs}self_attn.k_norm.weight", f"{ours}k_norm.weight", 0, (config.head_dim,))
-        yield Piece(f"{theirs}self_attn.o_proj.weight", f"{ours}output.weight", 0, (E, q_rows))
+            yield Piece(f"{theirs}self_attn.q_norm.weight", f"{ours}q_norm.weight", 0, (D,))
+            yield Piece(f"{theirs}self_attn.k_norm.weight", f"{ours}k_norm.weight", 0, (D,))
+        yield Piece(f"{theirs}self_attn.o_proj.weight", f"{ours}output.weight", 0, (E, whole_q), columns=q)
         if config.output_bias:
             yield Piece(f"{theirs}self_attn.o_proj.bias", f"{ours}output.bias", 0, (E,))
         yield Piece(f"{theirs}post_attention_layernorm.weight", f"{ours}mlp_norm.weight", 0, (E,))
-        yield Piece(f"{theirs}mlp.gate_proj.weight", f"{ours}gate_up.weight", 0, (F, E))
-        yield Piece(f"{theirs}mlp.up_proj.weight", f"{ours}gate_up.weight", F, (F, E))
-        yield Piece(f"{theirs}mlp.down_proj.weight", f"{ours}down.weight", 0, (E, F))
+        yield Piece(f"{theirs}mlp.gate_proj.weight", f"{ours}gate_up.weight", 0, (F, E), mlp)
+        yield Piece(f"{theirs}mlp.up_proj.weight", f"{ours}gate_up.weight", mlp_rows, (F, E), mlp)
+        yield Piece(f"{theirs}mlp.down_proj.weight", f"{ours}down.weight", 0, (E, F), columns=mlp)
     yield Piece("model.norm.weight", "norm.weight", 0, (E,))
     if not config.tie_word_embeddings:
-        yield Piece("lm_head.weight", "head.weight", 0, (config.vocab_size, E))
+        yield Piece("lm_head.weight", "head.weight", 0, (config.vocab_size, E), vocabulary)
 
 
 def load(
@@ -107,29 +125,36 @@ def load(
     dtype: torch.dtype,
     device: torch.device | str,
     progress: Callable[[int], None] | None = None,
+    share: Share = ALONE,
 ) -> dict[str, Tensor]:
-    """The weights as a state dict of `Transformer(config)`, in `dtype` on `device`.
+    """The weights as a state dict of `Transformer(share.config(config))`, in `dtype` on `device`.
 
-    All files are checked before anything is allocated. Peak memory is the weights plus one tensor of the checkpoint.
-    `progress` is told the parameters of each tensor read, `config.num_parameters` in all. Raises UserError for a
+    All files are checked before anything is allocated. Peak memory is this rank's weights plus its part of one tensor.
+    `progress` is told the parameters of each part read, `num_parameters` of the share in all. Raises UserError for a
     missing, truncated or corrupt file, a missing, unexpected or misshapen tensor, a pickle checkpoint, and quantised
     weights.
     """
-    todo = list(pieces(config))
+    todo = list(pieces(config, share))
     files = _files_of(folder)
     _check(todo, files, folder)
-    shapes = {piece.parameter: (piece.first_row + piece.shape[0], *piece.shape[1:]) for piece in todo}
-    state = {name: torch.empty(shape, dtype=dtype, device=device) for name, shape in shapes.items()}
+    shapes = {piece.parameter: (piece.first_row + piece.part_shape[0], *piece.part_shape[1:]) for piece in todo}
+    for name in shapes.keys() & {"embed.weight", "head.weight"}:
+        shapes[name] = (share.vocabulary_rows(config.vocab_size), config.hidden_size)
+    # Zeros, where a rank's vocabulary ends early.
+    state = {name: torch.zeros(shape, dtype=dtype, device=device) for name, shape in shapes.items()}
     for piece in todo:
-        rows = state[piece.parameter][piece.first_row : piece.first_row + piece.shape[0]]
+        rows = state[piece.parameter][piece.first_row : piece.first_row + piece.part_shape[0]]
         try:
             # Opened anew for each tensor: an open file keeps the pages of all it has read mapped, a second copy.
             with safe_open(files[piece.source], framework="pt") as file:
-                rows.copy_(file.get_tensor(piece.source))
+                rows.copy_(file.get_slice(piece.source)[piece.part])
         except (SafetensorError, OSError) as error:
             raise UserError(f"{files[piece.source]} could not be read ({error}); download it again") from None
         if progress is not None:
-            progress(math.prod(piece.shape))
+            progress(math.prod(piece.part_shape))
+    if share.rank > 0:  # ranks add up what they compute here, and the bias counts once
+        for name in (name for name in state if name.endswith("output.bias")):
+            state[name].zero_()
     return state
 
 
@@ -278,7 +303,7 @@ def _read_header(path: Path) -> dict[str, dict[str, Any]]:
 def _check(todo: list[Piece], files: dict[str, Path], folder: Path) -> None:
     """Make sure that the files hold what the architecture needs, in a form that can be read, and nothing else."""
     headers = {path: _read_header(path) for path in sorted(set(files.values()))}
-    for source, _, _, shape in todo:
+    for source, _, _, shape, *_ in todo:
         path = files.get(source)
         entry = headers[path].get(source) if path else None
         if entry is None:

@@ -33,7 +33,7 @@ def quantized(model: Transformer, quantization: str) -> Transformer:
     from torchao.quantization.granularity import PerGroup
 
     with torch.device("meta"):
-        copy = Transformer(model.config, model.attention)
+        copy = Transformer(model.config, model.attention, model.share)
     copy.load_state_dict(model.state_dict(), assign=True)
     copy.eval().requires_grad_(False)
     quantize_(copy.layers, IntxWeightOnlyConfig(weight_dtype=BITS[quantization], granularity=PerGroup(GROUP_SIZE)))

@@ -1,7 +1,8 @@
 """One decoder-only transformer for the Llama, Mistral, Qwen2, Qwen3 and Yi families.
 
 B rows, T tokens, E hidden size, H query heads, K KV heads, D head dim, V vocabulary. One forward pass serves prefill
-(T = a chunk), decode (T = 1) and verify (T = gamma + 1): it appends T tokens to the cache and attends over it.
+(T = a chunk), decode (T = 1) and verify (T = gamma + 1): it appends T tokens to the cache and attends over it. Under
+tensor parallelism H and K are one rank's, and only what `Share` joins is whole.
 """
 
 from dataclasses import replace
@@ -14,15 +15,16 @@ from torch import Tensor, nn
 from magicdec.attention.base import Attention
 from magicdec.cache.kv_cache import KVCache
 from magicdec.models.config import ModelConfig
+from magicdec.models.parallel import ALONE, Share
 from magicdec.models.rope import rope_table, rotate
 
 
 class Layer(nn.Module):
     """Attention and a gated MLP, each behind an RMS norm; QKV and gate-up are single matmuls."""
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, share: Share):
         super().__init__()
-        self.config = config
+        self.config, self.share = config, share
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self.attention_norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.qkv = nn.Linear(config.hidden_size, q_size + 2 * kv_size, bias=config.qkv_bias)
@@ -46,28 +48,30 @@ class Layer(nn.Module):
 
     def after_attention(self, x_BTE: Tensor, out_BTHD: Tensor) -> Tensor:
         """The residual stream behind attention and MLP."""
-        x_BTE = x_BTE + self.output(out_BTHD.flatten(2))
+        x_BTE = x_BTE + self.share.sum(self.output(out_BTHD.flatten(2)))
         gate, up = self.gate_up(self.mlp_norm(x_BTE)).chunk(2, dim=-1)
-        return x_BTE + self.down(F.silu(gate) * up)
+        return x_BTE + self.share.sum(self.down(F.silu(gate) * up))
 
 
 class Transformer(nn.Module):
     """The model. It holds weights and an attention backend; what a sequence has seen is in the cache it is given."""
 
-    def __init__(self, config: ModelConfig, attention: Attention):
+    def __init__(self, config: ModelConfig, attention: Attention, share: Share = ALONE):
+        """`config` has the sizes of this rank's share."""
         super().__init__()
-        self.config, self.attention = config, attention
-        self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_layers))
+        self.config, self.attention, self.share = config, attention, share
+        vocabulary = share.vocabulary_rows(config.vocab_size)
+        self.embed = nn.Embedding(vocabulary, config.hidden_size)
+        self.layers = nn.ModuleList(Layer(config, share) for _ in range(config.num_layers))
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.head = None if config.tie_word_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.head = None if config.tie_word_embeddings else nn.Linear(config.hidden_size, vocabulary, bias=False)
 
     def forward(self, tokens_BT: Tensor, cache: KVCache) -> Tensor:
         """Append T tokens to every row of the cache; returns the normalised hidden states (B, T, E)."""
         num_new = tokens_BT.shape[1]
         slots_BT = cache.slots_BT(num_new)
         cos, sin = (x[:, :, None] for x in rope_table(self.config, cache.positions_BT(num_new)))
-        x_BTE = self.embed(tokens_BT)
+        x_BTE = self.share.embed(tokens_BT, self.embed.weight)
         plans = cache.plan(self.attention, num_new, x_BTE.dtype)
         for i, layer in enumerate(cast("list[Layer]", self.layers)):
             q_BTHD, k_BTKD, v_BTKD = layer.before_attention(x_BTE, cos, sin)
@@ -78,14 +82,15 @@ class Transformer(nn.Module):
 
     def logits(self, hidden_BTE: Tensor) -> Tensor:
         """Next-token logits (B, T, V) of hidden states; kept apart so that prefill computes only the ones it needs."""
-        return F.linear(hidden_BTE, self.embed.weight if self.head is None else self.head.weight)
+        weight_VE = self.embed.weight if self.head is None else self.head.weight
+        return self.share.logits(hidden_BTE, weight_VE, self.config.vocab_size)
 
     def first_layers(self, num_layers: int) -> "Transformer":
         """A model of the first layers, with the same embedding and head; the weights are shared."""
         c = self.config
         sliding = tuple(i for i in c.sliding_layers if i < num_layers)
         with torch.device("meta"):
-            part = Transformer(replace(c, num_layers=num_layers, sliding_layers=sliding), self.attention)
+            part = Transformer(replace(c, num_layers=num_layers, sliding_layers=sliding), self.attention, self.share)
         part.embed, part.layers, part.norm, part.head = self.embed, self.layers[:num_layers], self.norm, self.head
         return part.eval()
 

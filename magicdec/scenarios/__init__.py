@@ -3,16 +3,21 @@
 import math
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from magicdec.config import Config, to_dict, warnings
 from magicdec.errors import UserError
+from magicdec.scenarios.outcome import Outcome
+from magicdec.scenarios.ranks import on_ranks
+
+if TYPE_CHECKING:
+    from magicdec.tracking.store import Run
 
 
 @dataclass(frozen=True)
@@ -23,6 +28,10 @@ class Job:
     sweep_dir: Path | None = None  # None: a single run
     number: int = 0
     waits: bool = False  # for a run that another process is running; otherwise that is raised as Busy
+
+
+# How PyTorch, CUDA and its libraries say it; only some have an exception of their own.
+OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "ALLOC_FAILED")
 
 
 def run(config: Config, job: Job) -> dict[str, Any]:
@@ -36,7 +45,7 @@ def run(config: Config, job: Job) -> dict[str, Any]:
     from magicdec.tracking.reader import read_result
     from magicdec.tracking.store import Run, run_id
 
-    prepare, scenario = _scenario(config.scenario.name)
+    prepare, _ = _scenario(config.scenario.name)
     wandb.check(to_dict(config)["wandb"])
     try:
         plan = prepare(config)
@@ -45,7 +54,7 @@ def run(config: Config, job: Job) -> dict[str, Any]:
         name = run_id(settings, {}, "")
         if not config.sweep.dry_run:
             with _alone(config.runs_dir, name, job):
-                Run.open(config.runs_dir, name, settings, job.overrides).fail(*_reason(error))
+                Run.open(config.runs_dir, name, settings, job.overrides).fail(str(error), "invalid")
         raise
     settings = _settings(plan.config, job)
     name = run_id(settings, plan.fingerprints, plan.device_name)
@@ -56,7 +65,7 @@ def run(config: Config, job: Job) -> dict[str, Any]:
         Console(stderr=True).print(f"[yellow]warning:[/] {warning}", highlight=False)
     with _alone(config.runs_dir, name, job):
         if not _is_settled(config, name, job):
-            _measure(scenario, plan, name, settings, job)
+            _measure(plan, name, settings, job)
     return read_result(Path(config.runs_dir, name))
 
 
@@ -101,20 +110,21 @@ def _is_settled(config: Config, name: str, job: Job) -> bool:
     return done
 
 
-def _measure(scenario: Callable, plan: Any, name: str, settings: dict[str, Any], job: Job) -> None:
+def _measure(plan: Any, name: str, settings: dict[str, Any], job: Job) -> None:
     """The run itself."""
     from magicdec.tracking import table, wandb
-    from magicdec.tracking.progress import progress
     from magicdec.tracking.store import Run
 
     this = Run.open(plan.config.runs_dir, name, settings, job.overrides)
     with this.log_to_file():
         try:
-            with progress() as bars:
-                outcome = scenario(plan, bars)
-            this.finish(outcome.metrics, outcome.generations, outcome.history)
+            outcome = _outcome(plan, this)
+            this.finish(outcome.metrics, outcome.generations, outcome.history, outcome.samples)
         except BaseException as error:
-            this.fail(*_reason(error))
+            reason, kind = _reason(error, plan.config)
+            this.fail(reason, kind)
+            if kind == "out_of_memory":
+                raise UserError(reason) from error
             raise
     told = wandb.log_run(this, settings, outcome)
     table.show(Console(file=sys.stdout), settings, outcome.metrics, this.folder, told, outcome.history, outcome.view)
@@ -130,6 +140,23 @@ def _list(plan: Any, name: str, job: Job) -> None:
     print(f"{name}  {state:13}  {plan.num_bytes / 2**30:8.2f} GiB  {typed}", flush=True)
 
 
+def _outcome(plan: Any, run: "Run") -> Outcome:
+    """Do the work, here or on as many ranks as share the model."""
+    if plan.num_ranks == 1:
+        return _work(0, plan)
+    return on_ranks(plan.num_ranks, plan.device.type, _work, plan, run)
+
+
+def _work(rank: int, plan: Any, run: "Run | None" = None) -> Outcome:
+    """The scenario itself. Of several ranks, rank 0 alone shows what happens, and logs it into `run`."""
+    from magicdec.tracking.progress import progress
+
+    _, scenario = _scenario(plan.config.scenario.name)
+    console = Console(stderr=True) if rank == 0 else Console(quiet=True, force_terminal=False)
+    with run.log_to_file() if run and rank == 0 else nullcontext(), progress(console) as bars:
+        return scenario(plan, bars)
+
+
 def _scenario(name: str) -> tuple[Callable, Callable]:
     """What checks and plans, and the scenario itself: a module and a function of that name.
 
@@ -140,14 +167,14 @@ def _scenario(name: str) -> tuple[Callable, Callable]:
     return prepare, getattr(module, name)
 
 
-def _reason(error: BaseException) -> tuple[str, str]:
+def _reason(error: BaseException, config: Config) -> tuple[str, str]:
     """Why a run failed, in words and as a kind."""
-    torch = sys.modules.get("torch")  # a prediction needs none
     text = f"{type(error).__name__}: {error}".strip().splitlines()[0]
     if isinstance(error, UserError):
         return str(error), "invalid"
-    if isinstance(error, MemoryError) or (torch and isinstance(error, torch.OutOfMemoryError)):
-        return text, "out_of_memory"
+    if isinstance(error, MemoryError) or any(words in str(error) for words in OUT_OF_MEMORY):
+        size = f"batch.size={config.batch.size} at batch.context_len={config.batch.context_len}"
+        return f"{size}: out of memory ({text}); choose less of either, or of batch.prefill_chunk", "out_of_memory"
     if isinstance(error, KeyboardInterrupt):
         return "interrupted", "interrupted"
     return text, "crashed"

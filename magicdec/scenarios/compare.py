@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 
 from magicdec import build
-from magicdec.costmodel.beside import beside
+from magicdec.costmodel.beside import beside, published
 from magicdec.costmodel.hardware import device_in
 from magicdec.costmodel.speedup import speculative_time
 from magicdec.data.base import Prompts
@@ -16,11 +16,14 @@ from magicdec.engines.native import Batch, NativeEngine, warm_up
 from magicdec.errors import UserError
 from magicdec.measure import memory, metrics
 from magicdec.measure.ceilings import matmul_rate
+from magicdec.measure.footprint import Footprint
+from magicdec.measure.gpu import Watch
 from magicdec.measure.metrics import Metrics
 from magicdec.measure.profile import profile_round
-from magicdec.scenarios.foresee import setup_of_run
+from magicdec.scenarios.foresee import setup_of_run, task_of
 from magicdec.scenarios.outcome import Outcome
 from magicdec.tracking.progress import Progress
+from magicdec.tracking.reader import NOISY
 
 log = logging.getLogger(__name__)
 
@@ -39,10 +42,10 @@ class Pass:
 def compare(plan: build.Plan, progress: Progress) -> Outcome:
     """Decode every batch `scenario.repeats` times both ways; medians over the repeats are the result."""
     config = plan.config
-    build.check_memory(plan, int(config.batch.size), config.batch.context_len)
+    estimate = build.check_memory(plan, int(config.batch.size), config.batch.context_len)
     tokenizer = build.tokenizer(plan)
     prompts = build.prompts(plan, tokenizer)
-    peak = memory.Peak(plan.device)
+    peak, gpu = memory.Peak(plan.device), Watch(plan.device)
     engine = build.engine(plan, progress)
     rows = int(config.batch.size)
     passes = [Pass([], []) for _ in range(config.scenario.repeats)]
@@ -55,13 +58,13 @@ def compare(plan: build.Plan, progress: Progress) -> Outcome:
             one.autoregressive.append(_generate(batch.decoder, None, "autoregressive", progress))
             if batch.draft is not None:
                 one.speculative.append(_generate(batch.decoder, batch, "speculative", progress))
-        if _is_audited(plan):
+        if build.is_audited(plan):
             first = passes[0]
             audits.append(audit(batch.decoder, first.autoregressive[-1].tokens, first.speculative[-1].tokens))
         if start + rows < len(prompts.tokens):  # the last one is profiled below
             batch.close()  # or the caches of two batches would be held at once
     results: Metrics = {"data/fingerprint": prompts.fingerprint, "device": plan.device_name}
-    results |= _speeds(passes, prefill_seconds)
+    results |= _speeds(passes, prefill_seconds) | gpu.metrics()
     speculative = [generation for one in passes for generation in one.speculative]
     gamma = metrics.usual_gamma(speculative)
     if speculative:
@@ -75,7 +78,7 @@ def compare(plan: build.Plan, progress: Progress) -> Outcome:
     with progress.task("profiling", total=None):
         times = profile_round(batch, config.scenario.profile_repeats)
     results |= {f"time/{name}": value for name, value in times.items()}
-    results |= _memory(plan, batch, peak)  # first: measuring the bandwidth takes memory of its own
+    results |= _memory(batch, peak, estimate)  # first: measuring the bandwidth takes memory of its own
     results |= _formula(results, gamma) | _roofline(plan, batch, times)
     results |= _predicted(plan, results, gamma)
     return Outcome(
@@ -84,13 +87,6 @@ def compare(plan: build.Plan, progress: Progress) -> Outcome:
         _history(passes[0]),
         _samples(tokenizer, prompts, passes[0]),
     )
-
-
-def _is_audited(plan: build.Plan) -> bool:
-    """Sampled and synthetic outputs have nothing to be equal to."""
-    config = plan.config
-    measured = config.draft.synthetic_acceptance is None
-    return config.draft.name != "none" and measured and config.sampling.temperature == 0
 
 
 def _prefill(batch: Batch, engine: NativeEngine, progress: Progress) -> float:
@@ -116,7 +112,8 @@ def _speeds(passes: list[Pass], prefill_seconds: list[float]) -> Metrics:
         if ratios:
             result[name] = median(ratios)
             if len(ratios) > 1:
-                result[f"{name}_spread"] = metrics.spread(ratios)
+                result[f"{name}_spread"] = spread = metrics.spread(ratios)
+                result.setdefault("noisy", spread > NOISY)  # that of speedup, the first
     return result
 
 
@@ -155,8 +152,9 @@ def _roofline(plan: build.Plan, batch: Batch, times: dict[str, float]) -> Metric
     """Bytes that must be read, over the time taken and the bandwidth: the datasheet's, or measured where unknown."""
     known = plan.config.hardware.bandwidth_gbs
     bandwidth = known * 1e9 if known else memory.read_bandwidth(plan.device)
-    weights = plan.target.config.num_parameters * plan.dtype.itemsize
-    kv = memory.kv_bytes(plan.target.config, int(batch.decoder.state.prompt_len_B.sum()), plan.dtype)
+    target = batch.decoder.target  # one rank's share, as the bandwidth is one device's
+    weights = sum(parameter.nbytes for parameter in target.parameters())
+    kv = memory.kv_bytes(target.config, int(batch.decoder.state.prompt_len_B.sum()), plan.dtype)
     result: Metrics = {"roofline/bandwidth_gbs": bandwidth / 1e9}
     for name in ("target_decode", "verify"):
         if f"{name}_ms" in times:
@@ -174,17 +172,16 @@ def _predicted(plan: build.Plan, results: Metrics, gamma: int) -> Metrics:
         setup = setup_of_run(
             plan.config, plan.target.config, draft, plan.device_name, plan.dtype.itemsize, bandwidth, rate
         )
-        return beside(setup, gamma, results)
+        return beside(setup, gamma, results) | published(setup, task_of(plan.config))
     except UserError as error:  # no draft, or one that has no cost model
         log.info("not predicted: %s", error)
         return {}
 
 
-def _memory(plan: build.Plan, batch: Batch, peak: memory.Peak) -> Metrics:
-    estimate = build.estimate(plan, plan.config.batch.context_len)
+def _memory(batch: Batch, peak: memory.Peak, estimate: Footprint) -> Metrics:
     return {
         "memory/peak_gib": peak.num_bytes / memory.GIB,
-        "memory/estimated_gib": estimate.total(int(plan.config.batch.size)) / memory.GIB,
+        "memory/estimated_gib": estimate.total / memory.GIB,
         "memory/target_kv_gib": batch.decoder.cache.num_bytes / memory.GIB,
         "memory/draft_kv_gib": batch.draft.cache_bytes / memory.GIB if batch.draft else 0.0,
     }

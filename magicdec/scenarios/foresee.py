@@ -23,6 +23,7 @@ class Foreseen:
     config: Config
     setup: Setup
     fingerprints: dict[str, str] = field(default_factory=dict)
+    num_ranks = 1  # predicting takes no devices
 
     @property
     def device_name(self) -> str:
@@ -122,6 +123,11 @@ def curves(config: Config) -> Curves:
     return acceptance.measured(config.runs_dir) + acceptance.published()
 
 
+def task_of(config: Config) -> str:
+    """What the data asks of a model, as published tables name it."""
+    return f"ruler-{config.data.task}" if config.data.name == "ruler" else config.data.name
+
+
 def _draft(config: Config) -> DraftSpec:
     draft = config.draft
     if config.scenario.name == "plan":  # which has drafts of its own
@@ -136,7 +142,7 @@ def _spec(config: Config, model: ModelConfig | None) -> DraftSpec:
     name = acceptance.draft_name(draft.name, draft.model.name if draft.model else None, draft.num_layers)
     num_layers = draft.num_layers if draft.name == "layer_skip" else None
     model = model if draft.name == "model" else None
-    return DraftSpec(draft.name, name, model, quantization=draft.quantization, num_layers=num_layers)
+    return DraftSpec(draft.name, name, model, draft.tensor_parallel, draft.quantization, num_layers)
 
 
 def _settings(config: Config) -> Settings:

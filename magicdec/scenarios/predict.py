@@ -1,5 +1,6 @@
 """What to expect of a configuration, without loading anything: times, speedup by gamma, S*, memory and a verdict."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -7,11 +8,12 @@ from rich import box
 from rich.console import Group
 from rich.table import Table
 
+from magicdec.costmodel.beside import published
 from magicdec.costmodel.hardware import GIB
 from magicdec.costmodel.predict import Prediction
 from magicdec.costmodel.predict import predict as predict_setup
 from magicdec.costmodel.verdict import verdict
-from magicdec.scenarios.foresee import Foreseen, curves, foresee
+from magicdec.scenarios.foresee import Foreseen, curves, foresee, task_of
 from magicdec.scenarios.outcome import Outcome
 from magicdec.tracking.progress import Progress
 
@@ -42,16 +44,22 @@ def predict(plan: Foreseen, progress: Progress) -> Outcome:
         {"gamma": at.gamma, "predicted/round_ms": 1e3 * at.times.round_s, "predicted/speedup": at.speedup}
         for at in prediction.by_gamma
     ]
+    known = published(plan.setup, task_of(config))
     metrics: Metrics = {"device": plan.device_name}
-    return Outcome(metrics | prediction.metrics(), history=history, view=render(prediction))
+    return Outcome(metrics | prediction.metrics() | known, history=history, view=render(prediction, known))
 
 
-def render(prediction: Prediction) -> Group:
-    """For the terminal: a table of gammas, a table of what bounds each step, and the verdict."""
+def render(prediction: Prediction, known: Mapping[str, Any] | None = None) -> Group:
+    """For the terminal: a table of gammas, a table of what bounds each step, the verdict, and what was published."""
     held, setup = prediction.memory, prediction.setup
     memory = f"memory per GPU: {held.total / GIB:.1f} of {setup.hardware.device.memory / GIB:.0f} GiB"
     note = f"{setup.hardware.name}: {setup.hardware.note}"
-    return Group(_gammas(prediction), _breakdown(prediction), memory, note, "", verdict(prediction))
+    parts: list[Any] = [_gammas(prediction), _breakdown(prediction), memory, note, "", verdict(prediction)]
+    if known:
+        where = f"the paper's Table {known['published/table']}: {known['published/speedup']:.2f}x"
+        model = f"predicted for its acceptance: {known['published/predicted_speedup']:.2f}x"
+        parts.append(f"{where} at gamma {known['published/gamma']}; {model}")
+    return Group(*parts)
 
 
 def _gammas(prediction: Prediction) -> Table:

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,8 @@ import yaml
 from magicdec import __version__
 from magicdec.tracking.lock import is_locked
 
+# What is pointed at: a spread over the repeats above this; a GPU that was slowed down for a larger share of a run.
+NOISY, THROTTLED = 0.1, 0.05
 # libyaml where PyYAML was built with it: ten times as fast.
 Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
@@ -35,6 +37,23 @@ def load_run(folder: str | Path) -> dict[str, Any]:
     return result | {"folder": str(folder), "config": config if isinstance(config, dict) else {}}
 
 
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """A file with a JSON object per line; [] where there is none, and without a line that is torn."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError):
+        return []
+    return [content for line in lines if isinstance(content := _json(line), dict)]
+
+
+def gpu_trouble(result: Mapping[str, Any]) -> list[str]:
+    """What has kept the GPU from being itself during a run, in words (magicdec/measure/gpu.py)."""
+    shares = {why: result.get(f"gpu/throttled/{why}") or 0.0 for why in ("thermal", "power")}
+    found = [f"throttled ({why}) for {share:.0%} of the time" for why, share in shares.items() if share > THROTTLED]
+    others = result.get("gpu/shared") or 0
+    return found + ([f"shared with {others} other process{'es' if others > 1 else ''}"] if others else [])
+
+
 def is_done(runs_dir: str | Path, run_id: str, any_version: bool = False) -> bool:
     """Whether this version of the package has finished the run, or any."""
     result = read_result(Path(runs_dir, run_id))
@@ -55,10 +74,18 @@ def iter_runs(runs_dir: str | Path, ids: Collection[str] | None = None) -> Itera
 def read_result(folder: Path) -> dict[str, Any]:
     """What result.json holds; {} where there is none, or none that can be read."""
     try:
-        result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        result = _json((folder / "result.json").read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError):
         return {}
     return result if isinstance(result, dict) and "status" in result else {}
+
+
+def _json(text: str) -> Any:
+    """None for what is no JSON."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
 
 
 def _parse(text: str) -> Any:

@@ -5,9 +5,11 @@ Here too is how the process launcher (hydra_plugins/) and the jobs that it start
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from magicdec.tracking.reader import read_lines
 
 JOBS = "jobs.jsonl"
 # The environment of a job: its number and the sweep's folder. Its standard input stays open as long as the sweep lives.
@@ -27,19 +29,9 @@ def record(sweep_dir: Path, number: int, run_id: str, overrides: Sequence[str]) 
         os.close(descriptor)
 
 
-def jobs(sweep_dir: Path) -> Iterator[dict[str, Any]]:
+def jobs(sweep_dir: Path) -> list[dict[str, Any]]:
     """The lines that are whole: a full disk may have torn one."""
-    try:
-        text = (sweep_dir / JOBS).read_text(encoding="utf-8")
-    except OSError:
-        return
-    for line in text.splitlines():
-        try:
-            content = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(content, dict):
-            yield content
+    return read_lines(sweep_dir / JOBS)
 
 
 def run_of(sweep_dir: Path, number: int) -> str | None:

@@ -13,6 +13,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from magicdec.tracking.reader import NOISY, gpu_trouble
 from magicdec.tracking.store import shown
 from magicdec.tracking.wandb import WandbOutcome
 
@@ -25,7 +26,6 @@ SPEEDS = {
     "accuracy": "accuracy, answers in the output",
 }
 STEPS = {"target_decode": "T_T", "draft": "T_D", "verify": "T_V", "round": "round"}
-NOISY = 0.1  # a spread over the repeats above this is pointed at
 LABEL_WIDTH = 18
 
 Metrics = Mapping[str, Any]
@@ -70,8 +70,9 @@ def _around(view: RenderableType, folder: Path, outcome: WandbOutcome) -> Render
 def _header(config: Mapping[str, Any], metrics: Metrics) -> Iterator[Text]:
     """What ran, in words."""
     batch, scenario, hardware = config["batch"], config["scenario"], config["hardware"]
-    yield Text(f"{scenario['name']}: {config['target']['name']}{_draft(config)}", style="bold")
-    where = f"{hardware['dtype']} on {metrics.get('device') or hardware['device']}"
+    yield Text(f"{scenario['name']}: {config['target']['name']}{described_draft(config)}", style="bold")
+    ranks = f"{hardware['tensor_parallel']} ranks of " if hardware.get("tensor_parallel", 1) > 1 else ""
+    where = f"{hardware['dtype']} on {ranks}{metrics.get('device') or hardware['device']}"
     if scenario["name"] == "profile":
         yield Text(f"times over caches filled with noise, {where}")
     else:
@@ -87,7 +88,8 @@ def _header(config: Mapping[str, Any], metrics: Metrics) -> Iterator[Text]:
         yield Text(warning, style="bold black on yellow")
 
 
-def _draft(config: Mapping[str, Any]) -> str:
+def described_draft(config: Mapping[str, Any]) -> str:
+    """The draft and its cache, as the end of a title."""
     draft, cache, scenario = config["draft"], config["cache"], config["scenario"]
     if draft["name"] == "none":
         return ", autoregressive alone"
@@ -179,6 +181,8 @@ def _memory(metrics: Metrics) -> Iterator[tuple[str, Text]]:
     parts = [f"{label} {size}" for label, size in sizes.items() if size]
     if parts:
         yield "memory, GiB", Text(", ".join(parts))
+    if trouble := gpu_trouble(metrics):
+        yield "GPU", Text(f"{', '.join(trouble)}: measure it again", style="yellow")
 
 
 def _grid(history: Sequence[Mapping[str, Any]]) -> Table:

@@ -102,7 +102,7 @@ def _send(run: Run, config: Mapping[str, Any], results: Results, mode: Any) -> W
         with wandb.init(
             mode=mode,
             dir=str(run.folder),
-            id=f"{run.id}-{run.attempt}",
+            id=_id(run),
             name=_name(config),
             project=config["wandb"]["project"],
             entity=config["wandb"]["entity"],
@@ -121,6 +121,12 @@ def _send(run: Run, config: Mapping[str, Any], results: Results, mode: Any) -> W
             return WandbOutcome(folder, sync_command=sync_command(folder))
 
 
+def _id(run: Run) -> str:
+    """The run's own; that which `wandb agent` has given out, or its sweep would wait for it in vain."""
+    given = os.environ.get("WANDB_RUN_ID") if os.environ.get("WANDB_SWEEP_ID") else None
+    return given or f"{run.id}-{run.attempt}"
+
+
 def _forget() -> None:
     """End W&B's service process, for which an id that it failed to start is in use."""
     import wandb
@@ -129,13 +135,14 @@ def _forget() -> None:
 
 
 def _log_history(told: Any, history: list[dict]) -> None:
-    """A line per round; the last one is no summary of the run, so that none of it goes there."""
+    """A line per round, or per level of load; the last one is no summary of the run, so that none of it goes there."""
     keys = {key: None for row in history for key in row}
-    if "round" in keys:
-        told.define_metric("round", summary="none")
+    along = next((key for key in ("round", "concurrency", "rate") if key in keys), None)
+    if along:
+        told.define_metric(along, summary="none")
     for key in keys:
-        if key != "round":
-            told.define_metric(key, step_metric="round" if "round" in keys else None, summary="none")
+        if key != along:
+            told.define_metric(key, step_metric=along, summary="none")
     for row in history:
         told.log(row)
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from magicdec.verification.sampling import Sampling, Use, draw, probabilities, uniform_BT
+from magicdec.verification.sampling import RowSampling, Sampling, Use, draw, probabilities, uniform_BT
 
 
 class Verdict(NamedTuple):
@@ -31,7 +31,7 @@ def accept_sampled(
     q_BGV: Tensor | None,
     logits_BTV: Tensor,
     positions_BT: Tensor,
-    sampling: Sampling,
+    sampling: Sampling | RowSampling,
     accept: Use = Use.ACCEPT,
     decide: Use = Use.DECIDE,
 ) -> Verdict:
@@ -57,7 +57,7 @@ def accept_sampled(
 
 
 def accept_synthetic(
-    proposed_BG: Tensor, logits_BTV: Tensor, positions_BT: Tensor, alpha: float, sampling: Sampling
+    proposed_BG: Tensor, logits_BTV: Tensor, positions_BT: Tensor, alpha: float, sampling: Sampling | RowSampling
 ) -> Verdict:
     """Draw the outcome instead: each proposal holds with probability `alpha`, given that all before it did.
 

@@ -10,6 +10,9 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
+EVERYTHING = 1 << 31  # a top_k beyond any vocabulary
+GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: SplitMix64's stride between seeds
+
 
 class Use(IntEnum):
     """What a random number decides; each use of a position has a stream of its own."""
@@ -36,15 +39,48 @@ class Sampling:
         return self.temperature == 0.0
 
 
-def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
+class RowSampling:
+    """Settings of each row, in tensors that stay where they are when a row changes hands.
+
+    `greedy` is the caller's word that all rows are, which saves sorting the vocabulary; otherwise a greedy row draws
+    from its likeliest token alone. Random numbers depend on a row's seed, not on its index: a request draws the same
+    in any slot, and what row 0 draws with the same `Sampling`.
+    """
+
+    def __init__(self, num_rows: int, device: torch.device | str):
+        shape = (num_rows, 1, 1)
+        self.greedy = True
+        self.temperature = torch.ones(shape, device=device)
+        self.top_k = torch.ones(shape, dtype=torch.int64, device=device)
+        self.top_p = torch.ones(shape, device=device)
+        self.seed = torch.zeros(num_rows, 1, dtype=torch.int64, device=device)
+
+    def set_row(self, row: int, sampling: Sampling) -> None:
+        """From now on a row is sampled so."""
+        top_k, top_p = sampling.top_k or EVERYTHING, sampling.top_p or 1.0
+        if sampling.greedy:
+            top_k, top_p = 1, 1e-30  # of equally large logits, the first alone
+        self.temperature[row] = sampling.temperature or 1.0
+        self.top_k[row] = top_k
+        self.top_p[row] = top_p if top_p < 1.0 else float("inf")
+        self.seed[row] = sampling.seed
+
+
+def probabilities(logits: Tensor, sampling: Sampling | RowSampling) -> Tensor:
     """The distribution (..., V) in fp32 that sampling draws from: temperature, then top-k, then top-p."""
     logits = logits.float() / sampling.temperature
-    if sampling.top_k is not None and sampling.top_k < logits.shape[-1]:
+    if isinstance(sampling.top_k, Tensor):
+        ordered = logits.sort(dim=-1, descending=True).values
+        last = sampling.top_k.clamp(max=logits.shape[-1]) - 1
+        least = ordered.gather(-1, last.expand(*logits.shape[:-1], 1))
+        logits = logits.masked_fill(logits < least, float("-inf"))
+    elif sampling.top_k is not None and sampling.top_k < logits.shape[-1]:
         least = logits.topk(sampling.top_k, dim=-1).values[..., -1:]
         logits = logits.masked_fill(logits < least, float("-inf"))
     p = logits.softmax(-1)
-    if sampling.top_p is not None and sampling.top_p < 1.0:
-        ordered, index = p.sort(dim=-1, descending=True)
+    if isinstance(sampling.top_p, Tensor) or (sampling.top_p is not None and sampling.top_p < 1.0):
+        # Stable: of equal ones the first stays, as for argmax.
+        ordered, index = p.sort(dim=-1, descending=True, stable=True)
         # A token stays while the mass before it is below top_p: the smallest set that reaches it.
         ordered = ordered.masked_fill(ordered.cumsum(-1) - ordered >= sampling.top_p, 0.0)
         p = torch.zeros_like(p).scatter_(-1, index, ordered)
@@ -52,10 +88,16 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
     return p
 
 
-def uniform_BT(seed: int, positions_BT: Tensor, use: Use) -> Tensor:
-    """Uniform fp64 numbers in [0, 1), one for each row and position (int64)."""
-    rows_B1 = torch.arange(positions_BT.shape[0], device=positions_BT.device)[:, None]
-    key = _mix(_mix(rows_B1 + _signed(seed * 0x9E3779B97F4A7C15)) + positions_BT * 8 + int(use))
+def uniform_BT(seed: int | Tensor, positions_BT: Tensor, use: Use) -> Tensor:
+    """Uniform fp64 numbers in [0, 1), one for each row and position (int64).
+
+    `seed` is one for all rows, which differ by their index, or a seed (B, 1) for each, which alone tells them apart.
+    """
+    if isinstance(seed, Tensor):
+        row_B1 = seed * _signed(GOLDEN)
+    else:
+        row_B1 = torch.arange(positions_BT.shape[0], device=positions_BT.device)[:, None] + _signed(seed * GOLDEN)
+    key = _mix(_mix(row_B1) + positions_BT * 8 + int(use))
     return (_mix(key) >> 11 & (1 << 53) - 1).double() * 2.0**-53
 
 
@@ -66,7 +108,9 @@ def draw(p: Tensor, u: Tensor) -> Tensor:
     return torch.searchsorted(cdf, threshold, right=True).squeeze(-1).clamp(max=p.shape[-1] - 1)
 
 
-def choose(logits_BTV: Tensor, positions_BT: Tensor, use: Use, sampling: Sampling) -> tuple[Tensor, Tensor | None]:
+def choose(
+    logits_BTV: Tensor, positions_BT: Tensor, use: Use, sampling: Sampling | RowSampling
+) -> tuple[Tensor, Tensor | None]:
     """Tokens (B, T) for the given positions, and the distribution (B, T, V) they were drawn from (greedy: None)."""
     if sampling.greedy:
         return logits_BTV.argmax(-1), None

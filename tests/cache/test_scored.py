@@ -188,7 +188,7 @@ def test_the_scoring_pass_sees_what_a_whole_prefill_would(lengths, last, seed):
     model(tokens, cache)
     cache.rollback(torch.tensor(lengths, dtype=torch.int32))
     before = cache.k_LBKSD.clone()
-    scores = score(model, cache, tokens, longest, last)
+    scores = score(model, cache, tokens, longest, last, lambda _: None)
     assert torch.equal(cache.k_LBKSD, before)
     assert cache.seqlens_B.tolist() == lengths
     for layer in range(model.config.num_layers):

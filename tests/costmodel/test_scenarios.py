@@ -12,7 +12,9 @@ from hydra import compose, initialize_config_dir
 
 from magicdec.config import load
 from magicdec.costmodel.acceptance import Curves, published
+from magicdec.costmodel.architectures import architecture
 from magicdec.costmodel.beside import beside, warning
+from magicdec.costmodel.beside import published as published_values
 from magicdec.costmodel.hardware import hardware_named
 from magicdec.costmodel.predict import predict
 from magicdec.costmodel.round import Setup, round_times
@@ -68,6 +70,21 @@ def test_predict_from_the_command_line_needs_no_torch_and_leaves_a_run(tmp_path)
 def test_the_papers_critical_context_through_the_scenario():
     result = outcome(predict_scenario.predict, "scenario=predict", "hardware=8xa100", "scenario.gammas=[3]", *LLAMA)
     assert 3000 <= result.metrics["predicted/critical_context"] <= 5000
+
+
+def test_what_the_paper_measured_stands_beside_what_is_predicted():
+    found = outcome(predict_scenario.predict, "experiment=paper/table6_snapkv", "batch.size=128").metrics
+    assert [found[f"published/{key}"] for key in ("table", "gamma", "speedup")] == ["6", 6, 2.01]
+    assert found["published/draft_ms"] == pytest.approx(33.33 / 6)
+    assert found["published/predicted_speedup"] == pytest.approx(2.01, rel=0.1)
+    ruler = outcome(predict_scenario.predict, "experiment=paper/table2", "data=ruler", "data.task=cwe").metrics
+    assert ruler["published/speedup"] == 2.51
+    own = setup_of_run(
+        composed("experiment=paper/table3c"), architecture("llama-3.1-8b"), None, "NVIDIA A100-SXM4-80GB", 2
+    )
+    assert published_values(own, "pg19")["published/speedup"] == 1.64, "of a run on that machine"
+    elsewhere = outcome(predict_scenario.predict, "experiment=paper/table2", "batch.size=42").metrics
+    assert not [key for key in elsewhere if key.startswith("published/")]
 
 
 def test_predict_takes_acceptance_from_the_run_store_first(tmp_path):

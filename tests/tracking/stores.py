@@ -88,3 +88,20 @@ def write_run(runs_dir: Path, run_id: str, values: dict, metrics: dict, failed: 
         result |= metrics
     (folder / "result.json").write_text(json.dumps(result))
     (folder / "config.yaml").write_text(yaml.dump(config_with(values), Dumper=yaml.CSafeDumper, sort_keys=False))
+
+
+def write_load(runs_dir: Path, levels: dict[int, tuple[float, float]]) -> None:
+    """A run of scenario=serve: tokens per second both ways, by the number of users."""
+    values = dict(zip(AXES, (8, 1024, "streaming", 64, 2), strict=True)) | {"scenario.name": "serve"}
+    rows = [
+        {
+            "concurrency": users,
+            "autoregressive/tokens_per_second": a,
+            "speculative/tokens_per_second": s,
+            "speedup": s / a,
+        }
+        | {f"{way}/time_per_output_token_ms": 10.0 * users for way in ("autoregressive", "speculative")}
+        for users, (a, s) in levels.items()
+    ]
+    write_run(runs_dir, "10ad", values, {key: value for key, value in rows[-1].items() if key != "concurrency"})
+    (runs_dir / "10ad" / "history.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -8,7 +8,7 @@ import pytest
 
 from magicdec.tracking.report import page
 from magicdec.tracking.report.rows import read_rows
-from tests.tracking.stores import write_store
+from tests.tracking.stores import write_load, write_store
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
@@ -67,6 +67,7 @@ def test_plots_are_drawn(show):
     assert re.search(r'data-points="3\d\d"', plot(dom, "prediction"))
     assert dom.count("python launch.py batch.size=") == 5 * 5
     assert "NaN" not in dom
+    assert '<article id="loads" hidden="">' in dom, "nothing ran under load"
 
 
 @browser
@@ -113,3 +114,16 @@ def test_a_store_with_nothing_to_plot(rows, tmp_path):
     path.write_text(page.render(rows, "empty"), encoding="utf-8")
     command = [CHROMIUM, *FLAGS, f"--user-data-dir={tmp_path / 'user'}", f"file://{path}"]
     assert shown(subprocess.run(command, capture_output=True, text=True, timeout=120).stdout) == 1
+
+
+@browser
+def test_throughput_under_load_is_drawn_both_ways(tmp_path):
+    write_load(tmp_path / "runs", {1: (100.0, 150.0), 2: (180.0, 240.0), 8: (500.0, 450.0)})
+    path = tmp_path / "page.html"
+    path.write_text(page.render(read_rows(tmp_path / "runs"), "load"), encoding="utf-8")
+    command = [CHROMIUM, *FLAGS, f"--user-data-dir={tmp_path / 'user'}", f"file://{path}"]
+    dom = without_scripts(subprocess.run(command, capture_output=True, text=True, timeout=120).stdout)
+    drawn = plot(dom, "underload")
+    assert drawn.count('data-points="3"') == 2
+    assert ">load.concurrency</text>" in drawn
+    assert '<article id="loads">' in dom

@@ -8,10 +8,10 @@ import time
 import pytest
 
 from magicdec.errors import UserError
-from magicdec.tracking.report import page, query
+from magicdec.tracking.report import figures, page, query
 from magicdec.tracking.report.__main__ import main
 from magicdec.tracking.report.rows import flatten, read_rows, varying
-from tests.tracking.stores import AXES, write_run, write_store
+from tests.tracking.stores import AXES, write_load, write_run, write_store
 
 MANY, SECONDS = 10_000, 40  # it takes about 6 s on a free core; the bound is for crowded ones
 
@@ -186,3 +186,35 @@ def test_ten_thousand_runs_in_seconds(report, tmp_path):
     assert report("--html", tmp_path / "page.html", "--csv", tmp_path / "runs.csv", runs=tmp_path / "runs")[0] == 0
     assert time.perf_counter() - start < SECONDS
     assert (tmp_path / "page.html").stat().st_size < 5e6
+
+
+def test_the_papers_figures_of_a_sweep(tmp_path):
+    pytest.importorskip("matplotlib")
+    machines = {"a100": 2039.0, "h100": 3350.0}
+    rows = [
+        {"batch.size": batch, "batch.context_len": context, "hardware.name": name, "hardware.bandwidth_gbs": bandwidth}
+        | {"speedup": 1.0 + batch / 10, "time/draft_ms": 1.0, "time/verify_ms": 3.0, "time/target_decode_ms": 2.0}
+        for name, bandwidth in machines.items()
+        for batch in (1, 8)
+        for context in (1000, 4000)
+    ]
+    assert figures._told_apart_by(rows, "batch.size") == ["batch.context_len", "hardware.name"]
+    assert figures._name(rows[0], ["batch.context_len", "hardware.name"]) == "context_len 1000, a100"
+    ratio = figures._ratio("T_V / T_T", "verify")[1]
+    assert [value(rows[0]) for value in ratio.values()] == [1.5, None, None]
+    drawn = figures.draw(rows, tmp_path / "figures")
+    assert [path.name for path in drawn] == ["speedup.png", "ratios.png"], "nothing is known of intensity"
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in drawn)
+    with pytest.raises(UserError, match="no speedups"):
+        figures.draw([{"batch.size": 1}], tmp_path)
+
+
+def test_a_run_under_load_is_a_row_per_level(tmp_path, capsys):
+    write_load(tmp_path, {1: (100.0, 150.0), 8: (500.0, 450.0)})
+    rows = read_rows(tmp_path)
+    assert [(row["load.concurrency"], row["speedup"]) for row in rows] == [(1, 1.5), (8, 0.9)]
+    assert varying(rows) == ["load.concurrency"]
+    assert main([str(tmp_path), "--where", "concurrency=8"]) == 0
+    assert "0.90x" in capsys.readouterr().out
+    (tmp_path / "10ad" / "history.jsonl").unlink()
+    assert [row["speedup"] for row in read_rows(tmp_path)] == [0.9]

@@ -89,6 +89,7 @@ def test_running_then_done(tmp_path):
         "generations.jsonl",
         "history.jsonl",
         "result.json",
+        "samples.jsonl",
     ]
 
 

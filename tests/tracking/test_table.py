@@ -108,6 +108,10 @@ def test_slower_and_noisy_are_named():
     text = printed(metrics=METRICS | {"speedup": 0.83, "speedup_spread": 0.23})
     assert "0.83x  slower than autoregressive" in text
     assert "NOISY" in text
+    text = printed(metrics=METRICS | {"gpu/throttled/thermal": 0.3, "gpu/throttled/power": 0.01, "gpu/shared": 2})
+    assert "throttled (thermal) for 30% of the time, shared with 2 other processes: measure it again" in " ".join(
+        text.split()
+    )
 
 
 def test_without_a_draft_there_is_one_column():

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -31,8 +32,13 @@ wandb.INIT_TIMEOUT_S = 1.0
 config = with_changes(wandb={"mode": sys.argv[2]})
 for _ in range(int(sys.argv[3])):
     run = Run.open(sys.argv[1], "0123456789ab", config)
-    run.finish(METRICS, GENERATIONS, HISTORY)
+    run.finish(METRICS, GENERATIONS, HISTORY, SAMPLES)
     print(json.dumps(asdict(wandb.log_run(run, config, RESULTS)), default=str))
+"""
+SYNC = """
+import sys
+from magicdec.tracking import sync
+sys.exit(sync.main(sys.argv[1:]))
 """
 CHECK = """
 import os
@@ -67,8 +73,12 @@ def told(tmp_path_factory):
 @pytest.fixture(scope="module")
 def records(told):
     """The first attempt's records."""
-    inspect = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", told[0][0]["folder"]]
-    output = subprocess.run(inspect, capture_output=True, text=True, timeout=60, check=True).stdout
+    return inspect(told[0][0]["folder"])
+
+
+def inspect(folder):
+    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(folder)]
+    output = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
     return [json.loads(line) for line in output.splitlines()]
 
 
@@ -131,6 +141,55 @@ def test_what_an_offline_run_needs_later_lies_in_the_run_s_folder(told):
     staged = [path for path in home.rglob("artifacts/staging/*") if path.is_file()]
     assert staged
     assert all(path.is_relative_to(home / "runs" / "0123456789ab") for path in staged)
+
+
+def test_a_run_is_sent_again_from_the_store_alone(told, tmp_path):
+    outcomes, _, home = told
+    shutil.copytree(home / "runs" / "0123456789ab", tmp_path / "0123456789ab", ignore=shutil.ignore_patterns("wandb"))
+    process = python(SYNC, tmp_path, "--mode", "offline", home=tmp_path)
+    assert (process.returncode, process.stderr) == (0, "")
+    (folder,) = (tmp_path / "0123456789ab" / "wandb").glob("offline-run-*-2")
+    assert process.stdout == f"0123456789ab  wandb sync {folder}\n"
+    assert content(inspect(folder)) == content(inspect(outcomes[1]["folder"]))
+
+
+def content(records):
+    """What a run was told, but for when; a table's file is named by chance."""
+    named = {name: next(r[name] for r in records if r["type"] == name) for name in ("run",)}
+    run = {key: named["run"].get(key) for key in ("run_id", "project", "run_group", "job_type", "tags", "display_name")}
+    config = {key: value for key, value in named["run"]["config"]["update"].items() if key != "_wandb"}
+    items = [r["history"]["item"] for r in records if r["type"] == "history"]
+    history = [{key: item[key] for key in item if key in HISTORY[0]} for item in items]
+    tables = [sorted(key for key in item if key in ("generations", "acceptance_by_position_table")) for item in items]
+    summary = {key: value for key, value in updates(records, "summary").items() if key in METRICS or key == "started"}
+    return run, config, history, tables, summary
+
+
+def test_a_run_of_an_agent_is_the_one_that_it_was_given(run, monkeypatch):
+    assert tracking._id(run) == "0123456789ab-1"
+    monkeypatch.setenv("WANDB_RUN_ID", "given")
+    assert tracking._id(run) == "0123456789ab-1"
+    monkeypatch.setenv("WANDB_SWEEP_ID", "a sweep")
+    assert tracking._id(run) == "given"
+
+
+def test_a_dashboard_without_a_login_is_a_file(tmp_path):
+    pytest.importorskip("wandb_workspaces")
+    script = "import sys; from magicdec.tracking import dashboard; sys.exit(dashboard.main(sys.argv[1:]))"
+    file = tmp_path / "spec.json"
+    process = python(script, "--entity", "me", "--sweep", "mine", "--file", file, home=tmp_path, WANDB_API_KEY=SECRET)
+    assert (process.returncode, process.stdout) == (0, f"the specification is in {file}\n")
+    spec = json.loads(file.read_text())
+    sections = spec["workspace"]["spec"]["section"]["panelBankConfig"]["sections"]
+    panels = [panel["config"] for section in sections for panel in section["panels"]]
+    axes = [(panel.get("xAxis"), panel.get("yAxis")) for panel in panels]
+    assert ("config:batch.value.size", "summary:speedup") in axes
+    assert ("summary:predicted/speedup", "summary:speedup") in axes
+    text = json.dumps(spec["report"])
+    assert '"name": "group"}, "op": "=", "value": "mine"' in text
+    named = {axis.removeprefix("summary:") for pair in axes for axis in pair if axis and axis.startswith("summary:")}
+    assert named <= {*METRICS, "predicted/speedup"}, "every metric has the name that runs give it"
+    assert "MARKER" not in file.read_text()
 
 
 def test_no_secret_is_written(told):

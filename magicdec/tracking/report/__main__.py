@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from magicdec.errors import UserError
-from magicdec.tracking.report import difference, export, page, query, terminal
+from magicdec.tracking.report import difference, export, figures, page, query, terminal
 from magicdec.tracking.report.rows import read_rows
 from magicdec.tracking.store import shown
 
@@ -44,8 +44,8 @@ def _report(arguments: Sequence[str]) -> None:
     table = query.group(rows, options.group_by.split(",")) if options.group_by else rows
     table = query.sort(table, options.sort, options.descending)
     written = [
-        write(options, target, rows if name == "html" else table)
-        for name, write in (("csv", _csv), ("parquet", _parquet), ("html", _html))
+        write(options, target, rows if name in ("html", "figures") else table)
+        for name, write in (("csv", _csv), ("parquet", _parquet), ("html", _html), ("figures", _figures))
         if (target := getattr(options, name))
     ]
     console = Console() if sys.stdout.isatty() else Console(width=WIDTH_OF_A_PIPE)
@@ -68,6 +68,10 @@ def _parquet(options: argparse.Namespace, target: Path, rows: list[query.Row]) -
 def _html(options: argparse.Namespace, target: Path, rows: list[query.Row]) -> str:
     export.write(target, page.render(rows, title=f"{options.runs_dir}{f', {options.sweep}' if options.sweep else ''}"))
     return f"{len(rows):,} runs in {shown(target)}: open it in any browser, no network needed"
+
+
+def _figures(options: argparse.Namespace, target: Path, rows: list[query.Row]) -> str:
+    return f"figures: {', '.join(shown(path) for path in figures.draw(rows, target))}"
 
 
 def _compare(arguments: Sequence[str]) -> None:
@@ -97,6 +101,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--limit", metavar="N", type=int, default=50, help="lines on the terminal (50; 0: all)")
     parser.add_argument("--csv", metavar="FILE", type=Path, help="write the same lines with all their columns")
     parser.add_argument("--parquet", metavar="FILE", type=Path, help="likewise; needs pip install 'magicdec[report]'")
+    parser.add_argument(
+        "--figures", metavar="FOLDER", type=Path, help="draw the paper's figures; needs 'magicdec[plots]'"
+    )
     parser.add_argument("--html", metavar="FILE", type=Path, help="write a page with interactive plots of the runs")
     return parser
 

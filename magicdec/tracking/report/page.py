@@ -11,7 +11,8 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
-from magicdec.tracking.report.rows import FACTS, NOISY, Row, is_setting, keys_of, varying
+from magicdec.tracking.reader import NOISY, gpu_trouble
+from magicdec.tracking.report.rows import FACTS, Row, is_setting, keys_of, varying
 
 NOT_TOLD = FACTS - {"id", "status", "kind", "reason"}
 NOT_REPEATED = ("+sweeps=", "runs_dir=", "resume=", "sweep.", "wandb.", "hydra")  # what a copied command does without
@@ -23,6 +24,7 @@ def render(rows: Sequence[Row], title: str) -> str:
     settings = varying(rows)
     keys = [key for key in keys_of(rows) if key not in NOT_TOLD and not key.startswith("rerun.")]
     told = {key: _column([row.get(key) for row in rows]) for key in keys if key in settings or not is_setting(key)}
+    told["gpu_trouble"] = _column([", ".join(gpu_trouble(row)) or None for row in rows])
     told["command"] = _column([command(row, settings) for row in rows])
     now = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
     data = {"title": title, "made": now, "number": len(rows), "settings": settings, "noisy": NOISY, "columns": told}
@@ -48,7 +50,8 @@ def command(row: Row, settings: Sequence[str]) -> str:
     else:
         groups = {"target": "target.name", "draft": "draft.name", "cache": "cache.policy", "data": "data.name"}
         parts = [f"{group}={row[key]}" for group, key in groups.items() if key in row]
-        parts += [f"{key}={row[key]}" for key in settings if key in row and key not in groups.values()]
+        told = {*groups.values(), *(key for key in settings if key.startswith("load."))}  # a run has all its levels
+        parts += [f"{key}={row[key]}" for key in settings if key in row and key not in told]
     return shlex.join(["python", "launch.py", *parts])
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from magicdec.errors import UserError
-from magicdec.tracking.reader import iter_runs
+from magicdec.tracking.reader import iter_runs, read_lines
 from magicdec.tracking.sweep import jobs
 
 Row = dict[str, Any]
@@ -18,15 +18,16 @@ FACTS = frozenset(
 )
 # Told of in config.yaml, but not what a run does.
 ELSEWHERE = ("wandb.", "hydra.", "runs_dir", "resume", "sweep.")
-NOISY = 0.1  # a spread over the repeats above this is pointed at
 
 
 def read_rows(runs_dir: str | Path, sweep: str | None = None) -> list[Row]:
-    """Every run of a store, or of a sweep in it, oldest first; raises UserError where there is none."""
+    """Every run of a store, or of a sweep in it, oldest first; raises UserError where there is none. A run under load
+    (scenario=serve) is a row per level, which is then a setting among others: load.concurrency or load.rate.
+    """
     if not Path(runs_dir).is_dir():
         raise UserError(f"{runs_dir}: no such folder; name a run store, as in runs_dir=FOLDER")
     members = None if sweep is None else sweep_members(runs_dir, sweep)
-    rows = [flatten(run) for run in iter_runs(runs_dir, members)]
+    rows = [row for run in iter_runs(runs_dir, members) for row in _levels(run)]
     if not rows:
         raise UserError(f"{runs_dir}: holds no runs{f' of sweep {sweep}' if sweep else ''}")
     return sorted(rows, key=lambda row: str(row.get("started", "")))
@@ -36,6 +37,17 @@ def flatten(run: Mapping[str, Any]) -> Row:
     """A stored run as one row; nothing in it is nested, and what is null is left out."""
     result = {key: value for key, value in run.items() if key not in ("config", "rerun")}
     return dict(_leaves(run.get("config") or {})) | dict(_leaves(result))
+
+
+def _levels(run: Mapping[str, Any]) -> list[Row]:
+    row = flatten(run)
+    if row.get("scenario.name") != "serve":
+        return [row]
+    levels = [
+        {f"load.{key}" if key in ("concurrency", "rate") else key: value for key, value in _leaves(level)}
+        for level in read_lines(Path(run["folder"]) / "history.jsonl")
+    ]
+    return [row | level for level in levels] or [row]
 
 
 def sweep_members(runs_dir: str | Path, name: str) -> set[str]:

@@ -9,8 +9,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from magicdec.tracking.reader import NOISY, gpu_trouble
 from magicdec.tracking.report.query import find_key
-from magicdec.tracking.report.rows import NOISY, Row, keys_of, varying
+from magicdec.tracking.report.rows import Row, keys_of, varying
 
 FIGURES = {
     "speedup": "speedup",
@@ -96,6 +97,8 @@ def _notes(rows: Sequence[Row], limit: int, left_out: Sequence[str], grouped: bo
     noisy = sum(1 for row in rows if isinstance(row.get("speedup_spread"), float) and row["speedup_spread"] > NOISY)
     if noisy:
         yield f"{noisy:,} with a spread over {NOISY:.0%} between repeats (speedup_spread), marked !: measure them again"
+    if troubled := sum(1 for row in rows if gpu_trouble(row)):
+        yield f"{troubled:,} on a GPU that was throttled or shared; --columns gpu/throttled/power,gpu/shared says how"
     synthetic = sum(1 for row in rows if row.get("acceptance/source") == "synthetic")
     if synthetic:
         yield f"{synthetic:,} SYNTHETIC: their acceptance was drawn, not measured; only the times are real"

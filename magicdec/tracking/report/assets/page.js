@@ -13,6 +13,8 @@ const label = (run) => data.settings.filter((k) => get(k, run) != null).map((k) 
 const TPS = "speculative/tokens_per_second", TPOT = "speculative/time_per_output_token_ms", SOURCE = "acceptance/source";
 const FIGURES = ["speedup", "speedup_wall", "acceptance_rate", "acceptance_length", "alpha", TPS, TPOT, "speculative/time_to_first_token_ms",
   "formula/speedup", "predicted/speedup", "memory/peak_gib"].filter((k) => numeric(k));
+const LOADS = ["load.concurrency", "load.rate"].filter((k) => numeric(k));
+const SEEN = ["tokens_per_second", "time_to_first_token_ms", "time_per_output_token_ms", "request_latency_ms", "goodput_rps"].filter((k) => numeric(`autoregressive/${k}`));
 const MAX_PICKS = 9, MAX_VALUES = 40, MAX_LINES = 100;
 const numValues = (key) => new Set(columns[key]?.filter((v) => v != null)).size;
 const picked = [...data.settings, SOURCE, "device"].filter((k) => numValues(k) > 1 && numValues(k) <= MAX_VALUES).slice(0, MAX_PICKS);
@@ -22,7 +24,7 @@ const y0 = first("batch.context_len", "cache.budget") || axes[0] || "";
 
 const state = { where: "", statistic: "median", value: FIGURES[0] || "", y: y0, x: first("batch.size", "draft.gamma") || axes.find((k) => k !== y0) || y0,
   colour: first("cache.policy", "draft.name", "target.name") || axes[0] || "", acceptance: "acceptance_rate", sort: "-speedup",
-  along: first("cache.budget", "draft.gamma") || axes[0] || "", curves: first("cache.policy", "draft.name", "target.name", "draft.gamma") || "" };
+  seen: SEEN[0] || "", load: LOADS[0] || "", along: first("cache.budget", "draft.gamma") || axes[0] || "", curves: first("cache.policy", "draft.name", "target.name", "draft.gamma") || "" };
 // Measured and drawn acceptance never mix unless one asks for it.
 if (numValues(SOURCE) > 1) state[`pick:${SOURCE}`] = "measured";
 for (const [key, value] of new URLSearchParams(location.hash.slice(1))) state[key] = value;
@@ -63,7 +65,7 @@ function drawTiles(runs, done) {
   const tiles = [[`${runs.length.toLocaleString("en")} of ${data.number.toLocaleString("en")}`, "runs"]];
   if (speedups.length) tiles.push([best.toFixed(2) + "x", "best speedup"], [median(speedups).toFixed(2) + "x", "median speedup"],
     [Math.round((100 * speedups.filter((v) => v > 1).length) / speedups.length) + "%", "faster than autoregressive"]);
-  const warn = [[failed, "failed"], [count((r) => get("speedup_spread", r) > data.noisy), "noisy (spread over 10%)"],
+  const warn = [[failed, "failed"], [count((r) => get("speedup_spread", r) > data.noisy), "noisy (spread over 10%)"], [count((r) => get("gpu_trouble", r)), "GPU throttled or shared"],
     [count((r) => get("lossless/identical", r) === false), "not identical to autoregressive"], [count((r) => get(SOURCE, r) === "synthetic"), "synthetic acceptance"]];
   $("tiles").innerHTML = tiles.map(([b, s]) => `<div><b>${b}</b><span>${s}</span></div>`).join("") +
     warn.filter(([n]) => n).map(([n, s]) => `<div class="warn"><b>${n.toLocaleString("en")}</b><span>${s}</span></div>`).join("");
@@ -146,6 +148,19 @@ function drawPrediction(done) {
   hover($("prediction"), drawn, points, (p) => `${get("id", p[2])}\nmeasured ${figure(p[0])}x, predicted ${figure(p[1])}x\n${label(p[2])}`);
 }
 
+function drawLoad(done) {
+  const ways = [["autoregressive", "#9498a0"], ["speculative", colourOf(0)]].map(([way, colour]) => {
+    const key = `${way}/${state.seen}`, runs = done.filter((r) => get(key, r) != null && get(state.load, r) != null);
+    return [way, colour, distinct(state.load, runs).map((at) => [at, median(runs.filter((r) => get(state.load, r) === at).map((r) => get(key, r))), way])];
+  }).filter((w) => w[2].length), points = ways.flatMap((w) => w[2]);
+  $("loads").hidden = !LOADS.length;
+  if (!points.length) return ($("underload").innerHTML = nothing("no run under load has this figure"));
+  const drawn = chart({ label: `${state.seen} under load`, xName: state.load, yName: state.seen, x: axis(points.map((p) => p[0])), y: axis(points.map((p) => p[1])),
+    dots: ways.map(([, colour, points]) => ({ points, colour, size: 8 })), lines: ways.map(([, colour, points]) => ({ points, colour })) });
+  $("underload").innerHTML = drawn.svg + legend(ways.map(([way, colour]) => [way, colour]));
+  hover($("underload"), drawn, points, (p) => `${p[2]}\n${state.load}=${p[0]}\n${state.seen} ${figure(p[1])}`);
+}
+
 const speedupCell = (v) => (v == null ? "" : `<span class="${v > 1 ? "good" : "bad"}">${v.toFixed(2)}x</span>`);
 const sourceMark = (r) => (get(SOURCE, r) === "synthetic" ? ' <span class="mark">synthetic</span>' : "");
 
@@ -223,7 +238,7 @@ function draw() {
   for (const select of document.querySelectorAll("select")) select.value = state[select.dataset.key || select.id] ?? "";
   if ($("where").value !== state.where) $("where").value = state.where;
   const runs = chosen(), done = runs.filter((r) => get("status", r) === "done");
-  drawTiles(runs, done); drawHeatmap(done); drawPareto(done); drawAcceptance(done); drawPrediction(done); drawFastest(done); drawRuns(runs);
+  drawTiles(runs, done); drawHeatmap(done); drawPareto(done); drawAcceptance(done); drawPrediction(done); drawLoad(done); drawFastest(done); drawRuns(runs);
   document.body.dataset.shown = runs.length; // for whoever waits until it is drawn
 }
 
@@ -233,7 +248,7 @@ function start() {
   $("picks").innerHTML = picked.map((k) => `<label>${escapeText(k)}<select id="pick:${escapeText(k)}"></select></label>`).join("");
   for (const k of picked) menu(`pick:${k}`, [["", "all"], ...distinct(k, all).filter((v) => v != null).map((v) => [String(v), figure(v)])]);
   menu("statistic", ["median", "best", "worst"]); menu("value", FIGURES); menu("x", axes); menu("y", axes); menu("colour", axes);
-  menu("acceptance", ["acceptance_rate", "acceptance_length", "alpha"].filter(numeric)); menu("along", axes.filter(numeric)); menu("curves", axes);
+  menu("acceptance", ["acceptance_rate", "acceptance_length", "alpha"].filter(numeric)); menu("along", axes.filter(numeric)); menu("curves", axes); menu("seen", SEEN); menu("load", LOADS);
   $("where").oninput = () => set({ where: $("where").value });
   $("clear").onclick = () => set({ where: "", ...Object.fromEntries(picked.map((k) => [`pick:${k}`, ""])) });
   draw();

@@ -1,0 +1,144 @@
+"""What a run will allocate, known before it allocates: the run itself, on tensors without storage.
+
+One chunk of every loop and one round of every kind run on PyTorch's meta device, and every allocation is counted as it
+comes and goes: caches, whatever the policy, activations, masks, logits, scores. Shapes are static, so that a short
+prompt in a cache of full capacity allocates what the last chunk of a long one does.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from magicdec.attention.base import Shape
+from magicdec.attention.sdpa import SdpaAttention, SdpaPlan
+from magicdec.decoding.audit import chunk_len, score_tokens
+from magicdec.decoding.decoder import silent
+from magicdec.decoding.scoring import MAX_CHUNK
+from magicdec.engines.native import NativeEngine
+
+LAYERS = 2  # that run: what a layer leaves, the next one frees
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes by their use. `transient` is the most that is held beside the others at any time."""
+
+    weights: int
+    target_kv: int
+    draft_kv: int
+    transient: int
+
+    @property
+    def total(self) -> int:
+        """The peak."""
+        return self.weights + self.target_kv + self.draft_kv + self.transient
+
+
+@torch.inference_mode()
+def footprint(engine: NativeEngine, num_rows: int, context_len: int, audited: bool) -> Footprint:
+    """What a batch will take; `audited` where its output is audited.
+
+    The engine's weights are on the meta device, and it is used up: its models lose all but their first layers.
+    """
+    models = [engine.target, engine.draft_model] if engine.draft_model else [engine.target]
+    weights = {
+        tensor.untyped_storage()._cdata: tensor
+        for model in models
+        for parameter in model.parameters()
+        for tensor in _stored(parameter)
+    }
+    for model in models:
+        model.layers = model.layers[:LAYERS]
+    prompt = [0] * min(context_len, max(engine.prefill_chunk, MAX_CHUNK))
+    new_tokens = engine.generate_len
+    engine = replace(engine, generate_len=new_tokens + context_len - len(prompt))
+    with _FusedAttention(), Allocations(weights.values()) as allocations:
+        batch = engine.open([prompt] * num_rows)
+        decoder, draft = batch.decoder, batch.draft
+        decoder.prefill(engine.prefill_chunk)
+        decoder.restart()
+        decoder.decode_token()
+        if draft is not None:
+            decoder.restart()
+            draft.prefill(decoder.state, silent)
+            for phase in range(draft.phases):
+                decoder.round(draft, phase)
+        if audited:
+            score_tokens(decoder, decoder.state.tokens_BS[:, : min(new_tokens, chunk_len(decoder) + 1)])
+    target_kv, draft_kv = decoder.cache.num_bytes, draft.cache_bytes if draft else 0
+    held = sum(weight.untyped_storage().nbytes() for weight in weights.values())
+    return Footprint(held, target_kv, draft_kv, allocations.peak - target_kv - draft_kv)
+
+
+def _stored(parameter: Tensor) -> list[Tensor]:
+    """What a parameter is made of: itself, or codes and scales where it is quantised."""
+    if not hasattr(parameter, "__tensor_flatten__"):
+        return [parameter]
+    names, _ = parameter.__tensor_flatten__()
+    return [inner for name in names for inner in _stored(getattr(parameter, name))]
+
+
+def largest_batch(total: Callable[[int], int], num_rows: int, available: int) -> int:
+    """The most rows, fewer than `num_rows`, whose `total` bytes are `available`: nearly linear in the rows."""
+    one, many = total(1), total(num_rows)
+    if one > available:
+        return 0
+    rows = 1 + int((available - one) * (num_rows - 1) / max(1, many - one))
+    rows = max(1, min(num_rows - 1, rows))
+    while total(rows) > available:
+        rows -= 1
+    while rows + 1 < num_rows and total(rows + 1) <= available:
+        rows += 1
+    return rows
+
+
+class Allocations(TorchDispatchMode):
+    """Counts the storage of all tensors made within on the meta device: `live` bytes now, `peak` at most so far."""
+
+    def __init__(self, ignored: Iterable[Tensor] = ()):
+        super().__init__()
+        self.live = self.peak = 0
+        self._known: dict[int, object] = {tensor.untyped_storage()._cdata: tensor for tensor in ignored}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operator, and count what it has made."""
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor) and tensor.is_meta:
+                self._count(tensor.untyped_storage())
+        return out
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        if storage._cdata not in self._known:
+            self.live += storage.nbytes()
+            self.peak = max(self.peak, self.live)
+            self._known[storage._cdata] = weakref.finalize(storage, self._forget, storage._cdata, storage.nbytes())
+
+    def _forget(self, key: int, num_bytes: int) -> None:
+        del self._known[key]
+        self.live -= num_bytes
+
+
+class _FusedAttention(TorchFunctionMode):
+    """Attention as devices compute it, without writing the probabilities out; the meta device would."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.scaled_dot_product_attention:
+            return torch.empty_like(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+class UniformAttention(SdpaAttention):
+    """Stands for any backend. On a CPU, where lengths are read, rows of one length share the mask of a chunk."""
+
+    def plan(self, seqlens_B: Tensor, shape: Shape, window: int | None) -> SdpaPlan:
+        """See Attention.plan."""
+        return super().plan(seqlens_B[:1], shape, window)

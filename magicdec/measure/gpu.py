@@ -1,0 +1,71 @@
+"""Whether a GPU was itself during a run: slowed down by heat or by its power limit, or shared with other processes.
+
+Asked of the driver through NVML (the extra `monitor`); nothing is recorded where that is not installed, or on a CPU.
+"""
+
+import logging
+import time
+from typing import Any
+
+import torch
+
+from magicdec.measure.metrics import Metrics
+
+log = logging.getLogger(__name__)
+
+SLOWED_BY = {"thermal": "NVML_PERF_POLICY_THERMAL", "power": "NVML_PERF_POLICY_POWER"}
+
+
+class Watch:
+    """From its making on. The driver counts the time in which a GPU was slowed down: there is nothing to poll."""
+
+    def __init__(self, device: torch.device):
+        self._nvml: Any = _nvml() if device.type == "cuda" else None
+        self._start = time.perf_counter()
+        self._before: dict[str, float] = {}
+        self._shared = 0
+        if self._nvml is not None:
+            self._handle = self._nvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+            self._before, self._shared = self._slowed_s(), self._others()
+
+    def metrics(self) -> Metrics:
+        """`gpu/throttled/thermal` and `/power`: shares of the time; `gpu/shared`: other processes on the GPU."""
+        if self._nvml is None:
+            return {}
+        elapsed, after = time.perf_counter() - self._start, self._slowed_s()
+        shares: Metrics = {f"gpu/throttled/{why}": (after[why] - self._before[why]) / elapsed for why in self._before}
+        return shares | {"gpu/shared": max(self._shared, self._others())}
+
+    def _slowed_s(self) -> dict[str, float]:
+        """Seconds since the driver was loaded; without what this GPU does not count."""
+        found = {}
+        for why, policy in SLOWED_BY.items():
+            try:
+                status = self._nvml.nvmlDeviceGetViolationStatus(self._handle, getattr(self._nvml, policy))
+                found[why] = status.violationTime / 1e9
+            except self._nvml.NVMLError as error:
+                log.info("slow-downs by %s are not known: %s", why, error)
+        return found
+
+    def _others(self) -> int:
+        """Computing processes but this one, which a container may see under another number, or not at all."""
+        try:
+            return max(0, len(self._nvml.nvmlDeviceGetComputeRunningProcesses(self._handle)) - 1)
+        except self._nvml.NVMLError as error:
+            log.info("other processes on the GPU are not known: %s", error)
+            return 0
+
+
+def _nvml() -> Any:
+    """The library, ready to be asked; None where there is none."""
+    try:
+        import pynvml
+    except ImportError:
+        log.info("whether the GPU throttles is not known: pip install 'magicdec[monitor]'")
+        return None
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        log.info("whether the GPU throttles is not known: %s", error)
+        return None
+    return pynvml

@@ -1,0 +1,135 @@
+"""Tensor parallelism (Shoeybi et al. 2019, arXiv 1909.08053): what one rank has of a model, and how ranks are joined.
+
+B rows, T tokens, E hidden size, V vocabulary, H query heads, K KV heads. Heads and MLP features are divided over the
+ranks that share a layer, so that attention and its cache need no word from other ranks; two sums a layer join them.
+The vocabulary is divided over all ranks of the run, also where a draft divides its layers over fewer: its logits come
+together piece by piece, and so are the same numbers on every rank, which decides by them alone.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from magicdec.errors import UserError
+from magicdec.models.config import ModelConfig
+
+# PyTorch 2.13 has renamed it.
+_all_gather = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
+
+
+@dataclass(frozen=True)
+class Share:
+    """One rank's share of a model: one of `size` in layers, one of `world_size` in the vocabulary.
+
+    Where there are fewer KV heads than ranks, several ranks hold the same one and divide its query heads.
+    """
+
+    rank: int = 0
+    size: int = 1
+    world_rank: int = 0
+    world_size: int = 1
+    layer_ranks: dist.ProcessGroup | None = None  # None: all ranks
+
+    def config(self, whole: ModelConfig) -> ModelConfig:
+        """The sizes of this rank's share of the layers; the vocabulary stays whole."""
+        return replace(
+            whole,
+            num_heads=whole.num_heads // self.size,
+            num_kv_heads=max(1, whole.num_kv_heads // self.size),
+            intermediate_size=whole.intermediate_size // self.size,
+        )
+
+    def part(self, count: int) -> slice:
+        """Which of `count` query heads or MLP features are this rank's."""
+        each = count // self.size
+        return slice(self.rank * each, (self.rank + 1) * each)
+
+    def kv_heads(self, count: int) -> slice:
+        """Which of `count` KV heads this rank's query heads share."""
+        first = self.rank * count // self.size
+        return slice(first, first + max(1, count // self.size))
+
+    def vocabulary(self, count: int) -> slice:
+        """Which of `count` tokens are this rank's; the last ranks may have fewer than `vocabulary_rows`, or none."""
+        each = self.vocabulary_rows(count)
+        return slice(min(self.world_rank * each, count), min((self.world_rank + 1) * each, count))
+
+    def vocabulary_rows(self, count: int) -> int:
+        """Rows of the embedding and the head, the same on every rank; what is behind the vocabulary means nothing."""
+        return -(-count // self.world_size)
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum of the layer ranks' partial results, in place."""
+        return _sum(x, self.layer_ranks) if self.size > 1 else x
+
+    def embed(self, tokens_BT: Tensor, weight_VE: Tensor) -> Tensor:
+        """Embeddings (B, T, E): each from the rank that has it, exactly, for the others add zeros."""
+        if self.world_size == 1:
+            return F.embedding(tokens_BT, weight_VE)
+        rows = weight_VE.shape[0]
+        local_BT = tokens_BT - self.world_rank * rows
+        elsewhere_BT = (local_BT < 0) | (local_BT >= rows)
+        x_BTE = F.embedding(local_BT.masked_fill(elsewhere_BT, 0), weight_VE).masked_fill(elsewhere_BT[..., None], 0)
+        return _sum(x_BTE)
+
+    def logits(self, hidden_BTE: Tensor, weight_VE: Tensor, vocab_size: int) -> Tensor:
+        """Logits (B, T, V) of the whole vocabulary, on every rank."""
+        local_BTV = F.linear(hidden_BTE, weight_VE)
+        if self.world_size == 1:
+            return local_BTV
+        all_NBTV = local_BTV.new_empty((self.world_size, *local_BTV.shape))
+        if not local_BTV.is_meta:
+            assert _all_gather is not None, "there are no ranks without torch.distributed"
+            _all_gather(all_NBTV.flatten(0, 1), local_BTV)
+        return all_NBTV.movedim(0, 2).flatten(2)[..., :vocab_size]
+
+
+ALONE = Share()
+
+
+@cache
+def share(size: int) -> Share:
+    """This process's share of a model whose layers are divided over `size` ranks; to be called by every rank alike.
+
+    With fewer than the run has, each `size` neighbours have a copy of the layers, and all copies do the same work.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        return ALONE
+    world_size, rank = dist.get_world_size(), dist.get_rank()
+    group = None
+    if size < world_size:
+        copies = [list(range(first, first + size)) for first in range(0, world_size, size)]
+        group, _ = dist.new_subgroups_by_enumeration(copies)
+    return Share(rank % size, size, rank, world_size, group)
+
+
+def check_divides(config: ModelConfig, size: int, key: str) -> None:
+    """Raise UserError, naming `key` and what would be valid, where a model cannot be divided over `size` ranks."""
+    if _divides(config, size):
+        return
+    valid = [str(n) for n in range(1, config.num_heads + 1) if _divides(config, n)]
+    raise UserError(
+        f"{key}={size}: {config.num_heads} query heads, {config.num_kv_heads} KV heads and {config.intermediate_size} "
+        f"MLP features cannot be divided so; valid: {', '.join(valid)}"
+    )
+
+
+def replicates(config: ModelConfig, size: int) -> bool:
+    """Whether several ranks hold the same KV head, and each sees only some of its queries."""
+    return size > config.num_kv_heads
+
+
+def _sum(x: Tensor, ranks: dist.ProcessGroup | None = None) -> Tensor:
+    """Over ranks, in place. Tensors without storage, on which memory is foreseen, have nothing to add."""
+    if not x.is_meta:
+        dist.all_reduce(x, group=ranks)
+    return x
+
+
+def _divides(config: ModelConfig, size: int) -> bool:
+    heads, kv_heads = config.num_heads, config.num_kv_heads
+    kv_fits = kv_heads % size == 0 or size % kv_heads == 0
+    return kv_fits and heads % size == 0 and config.intermediate_size % size == 0

@@ -1,0 +1,185 @@
+"""The same requests under load, autoregressively and speculatively, at each level of concurrency or arrival rate."""
+
+import asyncio
+import random
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from magicdec import build
+from magicdec.config import to_dict
+from magicdec.data import Prompts
+from magicdec.engines.native import NativeEngine
+from magicdec.measure import memory
+from magicdec.measure.metrics import Metrics
+from magicdec.scenarios.outcome import Outcome
+from magicdec.serving.engine import AsyncEngine
+from magicdec.serving.load import Job, Level, acceptance, load_metrics, run
+from magicdec.serving.request import Params, Request
+from magicdec.serving.scheduler import Scheduler
+from magicdec.serving.slots import Slots
+from magicdec.tracking.progress import Progress
+from magicdec.tracking.table import WAYS, described_draft
+
+WARMUP_TOKENS = 8  # of a request before each measurement, which is not counted
+# On the terminal; a latency is shown as its median and its 99th percentile.
+COLUMNS = {
+    "tokens_per_second": ("tokens/s", 1.0),
+    "time_to_first_token_ms": ("TTFT, ms", 1.0),
+    "time_per_output_token_ms": ("TPOT, ms", 1.0),
+    "request_latency_ms": ("request, s", 1e-3),
+    "goodput_rps": ("good/s", 1.0),
+}
+
+
+def serve(plan: build.Plan, progress: Progress) -> Outcome:
+    """Measure every level; a line of the history for each, and the last one's figures as the run's own."""
+    config = plan.config
+    scenario, batch = config.scenario, config.batch
+    build.check_memory(plan, int(batch.size) + 1, batch.context_len)  # one more: the row for prefills
+    prompts = _prompts(plan)
+    peak = memory.Peak(plan.device)
+    engine = build.engine(plan, progress)
+    params = Params(batch.generate_len, engine.sampling, ignore_eos=config.sampling.ignore_eos)
+    jobs = [Job(prompt, params) for prompt in prompts.tokens]
+    levels = [Level("concurrency", users) for users in scenario.concurrencies]
+    levels += [Level("rate", rate) for rate in scenario.rates]
+    history: list[dict[str, Any]] = []
+    for level in levels:
+        # A row without a request costs as much as one with it: no more slots than users.
+        rows = min(int(level.value), int(batch.size)) if level.kind == "concurrency" else int(batch.size)
+        slots = Slots(engine, rows, batch.context_len + batch.generate_len)
+        measured = {way: _measure(slots, way, level, jobs, plan, progress) for way in _ways(engine)}
+        history.append({level.kind: level.value} | _level_metrics(measured, plan))
+    results: Metrics = {"data/fingerprint": prompts.fingerprint, "device": plan.device_name}
+    results |= {key: value for key, value in history[-1].items() if key not in ("concurrency", "rate")}
+    if engine.draft_name != "none":
+        results["acceptance/source"] = "measured" if config.draft.synthetic_acceptance is None else "synthetic"
+    results |= _memory(slots, peak)
+    requests = {way: done for way, (done, _) in measured.items()}
+    return Outcome(results, _generations(requests, config.data.save_prompts), history, view=render(plan, history))
+
+
+def _ways(engine: NativeEngine) -> tuple[str, ...]:
+    return WAYS if engine.draft_name != "none" else WAYS[:1]
+
+
+def _prompts(plan: build.Plan) -> Prompts:
+    """As many prompts as requests, of all lengths in turn, in an order of their own."""
+    config = plan.config
+    tokenizer, count = build.tokenizer(plan), config.scenario.num_requests
+    longest = config.batch.context_len
+    shares = config.scenario.length_shares if config.data.name != "prompts" else [1.0]
+    lengths = [max(1, round(share * longest)) for share in shares][:count]
+    rows: list[tuple[list[int], str]] = []
+    for index, length in enumerate(lengths):
+        loaded = build.prompts(plan, tokenizer, len(range(index, count, len(lengths))), length)
+        rows += zip(loaded.tokens, loaded.sources, strict=True)
+    random.Random(config.data.seed).shuffle(rows)
+    return Prompts.of([tokens for tokens, _ in rows], [source for _, source in rows])
+
+
+def _measure(
+    slots: Slots, way: str, level: Level, jobs: list[Job], plan: build.Plan, progress: Progress
+) -> tuple[list[Request], float]:
+    """All jobs under one level of load; returns their requests and the seconds that it took."""
+    warm_up = Job(jobs[0].prompt, Params(min(WARMUP_TOKENS, jobs[0].params.max_tokens), jobs[0].params.sampling))
+
+    async def measured() -> tuple[list[Request], float]:
+        async with AsyncEngine(Scheduler(slots, way == "speculative")) as engine:
+            await run(engine, [warm_up], Level("concurrency", 1), 0, lambda _: None)
+            with progress.task(f"{way}, {level}", total=len(jobs)) as task:
+                return await run(engine, jobs, level, plan.config.data.seed, task.advance)
+
+    return asyncio.run(measured())
+
+
+def _level_metrics(measured: Mapping[str, tuple[list[Request], float]], plan: build.Plan) -> Metrics:
+    """Both ways, and how they compare: by the names of scenario=compare."""
+    scenario = plan.config.scenario
+    result: Metrics = {}
+    for way, (requests, seconds) in measured.items():
+        figures = load_metrics(requests, seconds, scenario.latency_ms, scenario.first_token_ms)
+        result |= {f"{way}/{name}": value for name, value in figures.items()}
+    if "speculative" not in measured:
+        return result
+    plain, fast = (measured[way] for way in WAYS)
+    times = [
+        a.stats.time_per_output_token_s / s.stats.time_per_output_token_s
+        for a, s in zip(plain[0], fast[0], strict=True)
+        if a.stats.time_per_output_token_s and s.stats.time_per_output_token_s
+    ]
+    if times:
+        result["speedup"] = median(times)
+    result["speedup_wall"] = plain[1] / fast[1]
+    is_audited = plan.config.draft.synthetic_acceptance is None and plan.config.sampling.temperature == 0
+    same = [a.tokens == s.tokens for a, s in zip(plain[0], fast[0], strict=True)]
+    return result | acceptance(fast[0]) | {"lossless/identical": all(same) if is_audited else None}
+
+
+def _memory(slots: Slots, peak: memory.Peak) -> Metrics:
+    batches = (slots.batch, slots.single)
+    return {
+        "memory/peak_gib": peak.num_bytes / memory.GIB,
+        "memory/target_kv_gib": sum(batch.decoder.cache.num_bytes for batch in batches) / memory.GIB,
+        "memory/draft_kv_gib": sum(batch.draft.cache_bytes for batch in batches if batch.draft) / memory.GIB,
+    }
+
+
+def _generations(requests: Mapping[str, list[Request]], save_prompts: bool) -> list[dict]:
+    """What was written at the last level."""
+    rows = []
+    for index, request in enumerate(requests["autoregressive"]):
+        fast = requests["speculative"][index].tokens if "speculative" in requests else None
+        row = {"row": index, "context_len": len(request.prompt), "autoregressive": request.tokens, "speculative": fast}
+        rows.append(row | {"prompt": request.prompt} if save_prompts else row)
+    return rows
+
+
+def render(plan: build.Plan, history: Sequence[Mapping[str, Any]]) -> RenderableType:
+    """For the terminal: what both ways give at each level of load."""
+    config = plan.config
+    lengths = f"up to {config.batch.context_len:,} tokens of context, {config.batch.generate_len} new tokens each"
+    lines = [
+        Text(f"serve: {config.target.name}{described_draft(to_dict(config))}", style="bold"),
+        Text(f"{config.scenario.num_requests} requests a level, {lengths}"),
+        Text(f"data: {config.data.name}; {config.hardware.dtype} on {plan.device_name}"),
+    ]
+    if config.draft.synthetic_acceptance is not None:
+        lines.append(Text("SYNTHETIC acceptance: drawn, not measured; only the times are real", style="bold yellow"))
+    same = [row["lossless/identical"] for row in history if row.get("lossless/identical") is not None]
+    verdict = "yes, identical to autoregressive" if all(same) else "NO, not identical to autoregressive"
+    return Group(*lines, Text(), _table(history), Text(), *([f"lossless          {verdict}"] if same else []))
+
+
+def _table(history: Sequence[Mapping[str, Any]]) -> Table:
+    """A line per level and way; a latency is its median and its 99th percentile."""
+    ways = [way for way in WAYS if f"{way}/tokens_per_second" in history[0]]
+    present = {key: column for key, column in COLUMNS.items() if f"{ways[0]}/{key}" in history[0]}
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("median | 99%", no_wrap=True)
+    for label, _ in present.values():
+        table.add_column(label, justify="right", no_wrap=True)
+    table.add_column("" if len(ways) == 1 else "speedup", justify="right")
+    for row in history:
+        load = f"{row['concurrency']:g} at once" if "concurrency" in row else f"{row['rate']:g} a second"
+        table.add_row(Text(load, style="bold"))
+        for way in ways:
+            cells = [_cell(row, f"{way}/{key}", scale) for key, (_, scale) in present.items()]
+            speedup = f"{row['speedup']:.2f}x" if way == "speculative" and "speedup" in row else ""
+            table.add_row(f"  {way}", *cells, speedup)
+    return table
+
+
+def _cell(row: Mapping[str, Any], name: str, scale: float) -> str:
+    values = [row[f"{name}_p50"], row[f"{name}_p99"]] if f"{name}_p50" in row else [row[name]]
+    return " | ".join(_figure(scale * value) for value in values)
+
+
+def _figure(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"

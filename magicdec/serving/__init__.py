@@ -1,0 +1,1 @@
+"""Requests that come and go: slots, the scheduler that fills them, and the engine that users talk to."""

@@ -1,0 +1,158 @@
+"""The engine that users talk to: `async for token in engine.generate(prompt, params)`, as many at once as they like.
+
+The scheduler runs on a thread of its own, so that the event loop is free while the device computes. Requests go there
+through a queue; tokens come back as callbacks of the event loop that asked for them.
+"""
+
+import asyncio
+import logging
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
+from functools import partial
+from queue import Empty, SimpleQueue
+
+from magicdec.serving.request import Params, Request, Stats
+from magicdec.serving.scheduler import Scheduler
+
+log = logging.getLogger(__name__)
+
+
+class Stream:
+    """The tokens of one request, as they come. Letting go of it cancels the request, as `cancel` does.
+
+    Iterating raises the error that ended the engine, if that is how the request ended.
+    """
+
+    def __init__(self, prompt: Sequence[int], params: Params, loop: asyncio.AbstractEventLoop):
+        self._chunks: asyncio.Queue[list[int]] = asyncio.Queue()
+        self._tokens: deque[int] = deque()
+        # The request must not keep the stream, or nobody would notice that it was let go.
+        self.request = Request(prompt, params, partial(_tell, loop, self._chunks))
+
+    def cancel(self) -> None:
+        """Give up: nothing follows, and the slot is free before the next round."""
+        self.request.cancelled = True
+        self._chunks.put_nowait([])
+
+    @property
+    def stats(self) -> Stats:
+        """Times, tokens and acceptance so far."""
+        return self.request.stats
+
+    async def chunks(self) -> AsyncIterator[list[int]]:
+        """The tokens of each round together."""
+        while chunk := await self._next_chunk():
+            yield chunk
+
+    def __aiter__(self) -> "Stream":
+        return self
+
+    async def __anext__(self) -> int:
+        if not self._tokens:
+            self._tokens.extend(await self._next_chunk())
+        if not self._tokens:
+            raise StopAsyncIteration
+        return self._tokens.popleft()
+
+    async def _next_chunk(self) -> list[int]:
+        """Empty at the end, however often it is asked."""
+        chunk = [] if self.request.cancelled else await self._chunks.get()
+        if not chunk:
+            self._chunks.put_nowait([])
+            if self.request.error is not None:
+                raise RuntimeError("the engine has failed") from self.request.error
+        return chunk
+
+    def __del__(self) -> None:
+        self.request.cancelled = True
+
+
+def _tell(loop: asyncio.AbstractEventLoop, chunks: asyncio.Queue[list[int]], tokens: list[int]) -> None:
+    """From the scheduler's thread to the event loop; one that is closed hears nothing."""
+    with suppress(RuntimeError):
+        loop.call_soon_threadsafe(chunks.put_nowait, tokens)
+
+
+class AsyncEngine:
+    """A scheduler on a thread of its own, as an asynchronous context manager."""
+
+    def __init__(self, scheduler: Scheduler):
+        self.scheduler = scheduler
+        self.error: BaseException | None = None
+        self._inbox: SimpleQueue[Request | None] = SimpleQueue()  # None wakes the thread up
+        self._closing = False
+        self._door = threading.Lock()  # nobody comes in while the thread sees the last ones off
+        self._thread = threading.Thread(target=self._run, name="magicdec-scheduler", daemon=True)
+
+    async def __aenter__(self) -> "AsyncEngine":
+        self._thread.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """End: what is still running is cancelled."""
+        with self._door:
+            self._closing = True
+        self._inbox.put(None)
+        await asyncio.to_thread(self._thread.join)
+
+    def generate(self, prompt: Sequence[int], params: Params | None = None) -> Stream:
+        """Queue a prompt (token ids). Raises UserError, at once, for one that could not be served, such as one that is
+        too long; RuntimeError where the engine is closed or has failed.
+        """
+        params = params or Params()
+        self.scheduler.slots.check(prompt, params)
+        stream = Stream(prompt, params, asyncio.get_running_loop())
+        with self._door:
+            if self._closing:
+                raise RuntimeError("the engine is closed") from self.error
+            self._inbox.put(stream.request)
+        return stream
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it takes requests."""
+        return self._thread.is_alive() and not self._closing
+
+    @property
+    def max_len(self) -> int:
+        """The most tokens of a request, prompt and continuation."""
+        return self.scheduler.slots.max_len
+
+    @property
+    def num_running(self) -> int:
+        """Requests that have a slot."""
+        return len(self.scheduler.running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that have none so far."""
+        return len(self.scheduler.waiting) + self._inbox.qsize()
+
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                self._receive()
+                self.scheduler.step()
+            self._finish("cancelled")
+        except BaseException as error:
+            log.exception("the engine has failed")
+            self.error = error
+            self._finish("failed", error)
+
+    def _receive(self) -> None:
+        """Take what has arrived; wait for it where there is nothing else to do."""
+        try:
+            while True:
+                request = self._inbox.get(block=self.scheduler.idle and not self._closing)
+                if request is not None:
+                    self.scheduler.submit(request)
+        except Empty:
+            pass
+
+    def _finish(self, end: str, error: BaseException | None = None) -> None:
+        with self._door:
+            self._closing = True
+        self._receive()
+        self.scheduler.end_all(end, error)

@@ -1,0 +1,133 @@
+"""Load on an engine, and what its users saw: closed loop (a number of users), open loop (a rate of arrivals)."""
+
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from time import perf_counter
+
+import numpy as np
+
+from magicdec.serving.engine import AsyncEngine
+from magicdec.serving.request import Params, Request, Stats
+
+PERCENTILES = (50, 90, 99)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a user asks for."""
+
+    prompt: list[int]
+    params: Params
+
+
+@dataclass(frozen=True)
+class Level:
+    """How much load: `concurrency` users, or requests arriving at a `rate` per second."""
+
+    kind: str
+    value: float
+
+    def __str__(self) -> str:
+        return f"concurrency {self.value:g}" if self.kind == "concurrency" else f"{self.value:g} requests/s"
+
+
+async def run(
+    engine: AsyncEngine, jobs: Sequence[Job], level: Level, seed: int, progress: Callable[[int], None]
+) -> tuple[list[Request], float]:
+    """Have all jobs done; returns their requests in the order of the jobs, and the seconds that it took."""
+    start = perf_counter()
+    if level.kind == "concurrency":
+        requests = await _closed(engine, jobs, int(level.value), progress)
+    else:
+        requests = await _open(engine, jobs, level.value, seed, progress)
+    return requests, perf_counter() - start
+
+
+async def _closed(
+    engine: AsyncEngine, jobs: Sequence[Job], users: int, progress: Callable[[int], None]
+) -> list[Request]:
+    """Each user sends the next job as soon as the last one is answered."""
+    done: dict[int, Request] = {}
+    left = iter(enumerate(jobs))
+
+    async def user() -> None:
+        for number, job in left:
+            done[number] = await _answered(engine, job, progress)
+
+    await asyncio.gather(*(user() for _ in range(users)))
+    return [done[number] for number in range(len(jobs))]
+
+
+async def _open(
+    engine: AsyncEngine, jobs: Sequence[Job], rate: float, seed: int, progress: Callable[[int], None]
+) -> list[Request]:
+    """Jobs arrive as a Poisson process, however many are still being answered."""
+    generator, loop = random.Random(seed), asyncio.get_running_loop()
+    at, tasks = loop.time(), []
+    for job in jobs:
+        await asyncio.sleep(at - loop.time())
+        tasks.append(asyncio.create_task(_answered(engine, job, progress)))
+        at += generator.expovariate(rate)
+    return list(await asyncio.gather(*tasks))
+
+
+async def _answered(engine: AsyncEngine, job: Job, progress: Callable[[int], None]) -> Request:
+    stream = engine.generate(job.prompt, job.params)
+    async for _ in stream.chunks():
+        pass
+    progress(1)
+    return stream.request
+
+
+def load_metrics(
+    requests: Sequence[Request], seconds: float, latency_ms: float | None = None, first_token_ms: float | None = None
+) -> dict[str, float]:
+    """Throughput and latencies of one level, without a prefix.
+
+    A latency is its mean, and `<name>_p50`, `_p90`, `_p99`. `time_per_output_token_ms` is vLLM's TPOT and AIPerf's
+    inter token latency; `inter_chunk_latency_ms`, over all chunks of all requests, is vLLM's ITL and AIPerf's inter
+    chunk latency. `tokens_per_second_per_user` is the mean of 1 / TPOT. `goodput_rps`, with a bound, counts requests
+    whose TPOT and time to first token keep within the bounds.
+    """
+    stats = [request.stats for request in requests]
+    times = [s.time_per_output_token_s for s in stats if s.time_per_output_token_s]
+    latencies = {
+        "time_to_first_token_ms": [s.time_to_first_token_s or 0.0 for s in stats],
+        "time_per_output_token_ms": times,
+        "inter_chunk_latency_ms": [gap for s in stats for gap in s.inter_chunk_s],
+        "request_latency_ms": [s.request_latency_s or 0.0 for s in stats],
+    }
+    metrics = {
+        "tokens_per_second": sum(s.tokens for s in stats) / seconds,
+        "tokens_per_second_per_user": fmean(1 / time for time in times) if times else float("nan"),
+        "requests_per_second": len(stats) / seconds,
+        "wall_s": seconds,
+    }
+    for name, values in latencies.items():
+        metrics[name] = 1e3 * fmean(values) if values else float("nan")
+        for percentile in PERCENTILES:
+            metrics[f"{name}_p{percentile}"] = (
+                1e3 * float(np.percentile(values, percentile)) if values else float("nan")
+            )
+    if latency_ms is not None or first_token_ms is not None:
+        good = sum(_is_good(s, latency_ms, first_token_ms) for s in stats)
+        metrics["goodput_rps"] = good / seconds
+    return metrics
+
+
+def acceptance(requests: Sequence[Request]) -> dict[str, float]:
+    """Over all rounds of all requests: proposals accepted of those proposed, and tokens per round."""
+    rounds, proposed, accepted = (
+        sum(getattr(request, name) for request in requests) for name in ("num_rounds", "num_proposed", "num_accepted")
+    )
+    if not proposed:
+        return {}
+    return {"acceptance_rate": accepted / proposed, "acceptance_length": 1 + accepted / rounds}
+
+
+def _is_good(stats: Stats, latency_ms: float | None, first_token_ms: float | None) -> bool:
+    bounded = ((stats.time_per_output_token_s, latency_ms), (stats.time_to_first_token_s, first_token_ms))
+    return all(bound is None or seconds is None or 1e3 * seconds <= bound for seconds, bound in bounded)

@@ -1,0 +1,100 @@
+"""A request on its way through the engine: what it asks for, what it has got so far, and when."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from time import perf_counter
+
+from magicdec.errors import UserError
+from magicdec.verification.sampling import Sampling
+
+
+@dataclass(frozen=True)
+class Params:
+    """How a prompt is to be continued. Raises UserError for a value that makes no sense."""
+
+    max_tokens: int = 64
+    sampling: Sampling = field(default_factory=Sampling)
+    gamma: int | None = None  # proposals per round that count; None: the engine's gamma, which is the most; 0: none
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        """The rules of the configuration's group `sampling`, for whoever does not come through it."""
+        s = self.sampling
+        rules = {
+            "max_tokens": (self.max_tokens, self.max_tokens >= 1, "must be at least 1"),
+            "temperature": (
+                s.temperature,
+                s.temperature == 0 or 1e-4 <= s.temperature <= 1e4,
+                "must be 0 (greedy) or from 0.0001 to 10,000",
+            ),
+            "top_k": (s.top_k, s.top_k is None or s.top_k >= 1, "must be at least 1"),
+            "top_p": (s.top_p, s.top_p is None or 0 < s.top_p <= 1, "must be above 0 and at most 1"),
+            "seed": (s.seed, 0 <= s.seed < 1 << 63, "must be at least 0 and below 2^63"),
+            "gamma": (self.gamma, self.gamma is None or self.gamma >= 0, "must be at least 0"),
+        }
+        for name, (value, holds, valid) in rules.items():
+            if not holds:
+                raise UserError(f"{name}={value}: {valid}")
+
+
+class Request:
+    """Written by the scheduler's thread alone, but for `cancelled`, which anyone may set.
+
+    `listener` hears of every chunk of new tokens, and of the end with an empty one; it is called on that thread.
+    """
+
+    def __init__(self, prompt: Sequence[int], params: Params, listener: Callable[[list[int]], None] = lambda _: None):
+        self.prompt, self.params, self.listener = list(prompt), params, listener
+        self.arrived = perf_counter()
+        self.tokens: list[int] = []
+        self.chunk_times: list[float] = []  # when each chunk of tokens was there: a round's, or the prefill's first one
+        self.num_rounds = self.num_proposed = self.num_accepted = 0
+        self.cancelled = False
+        self.end: str | None = None  # stop (end of sequence), length, cancelled, failed
+        self.error: BaseException | None = None
+
+    def receive(self, tokens: list[int]) -> None:
+        """A chunk of new tokens, now."""
+        self.tokens += tokens
+        self.chunk_times.append(perf_counter())
+        self.listener(tokens)
+
+    def finish(self, end: str, error: BaseException | None = None) -> None:
+        """Nothing follows."""
+        self.end, self.error = end, error
+        self.listener([])
+
+    @property
+    def stats(self) -> "Stats":
+        """What its user has seen of it so far."""
+        times, count = self.chunk_times, len(self.tokens)
+        return Stats(
+            prompt_tokens=len(self.prompt),
+            tokens=count,
+            time_to_first_token_s=times[0] - self.arrived if times else None,
+            time_per_output_token_s=(times[-1] - times[0]) / (count - 1) if count > 1 else None,
+            request_latency_s=times[-1] - self.arrived if times else None,
+            inter_chunk_s=[after - before for before, after in pairwise(times)],
+            acceptance_rate=self.num_accepted / self.num_proposed if self.num_proposed else None,
+            acceptance_length=1 + self.num_accepted / self.num_rounds if self.num_rounds else None,
+        )
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Of one request, in seconds since it arrived; None where it has not come so far.
+
+    A round yields a chunk of one token or more. `time_per_output_token_s` is the mean over the tokens after the first
+    (vLLM's TPOT, AIPerf's inter token latency); `inter_chunk_s` the time from each chunk to the next (vLLM's ITL,
+    AIPerf's inter chunk latency).
+    """
+
+    prompt_tokens: int
+    tokens: int
+    time_to_first_token_s: float | None
+    time_per_output_token_s: float | None
+    request_latency_s: float | None
+    inter_chunk_s: list[float]
+    acceptance_rate: float | None
+    acceptance_length: float | None

@@ -1,0 +1,139 @@
+"""The scheduler: who waits, who has a slot, and what is done next. One thread, no clock, no network.
+
+A slot that is free takes the longest waiting request. Its prompt is prefilled in chunks, and between two chunks the
+running requests get a round: they never wait for more than a chunk.
+"""
+
+from collections import deque
+
+import torch
+from torch import Tensor
+
+from magicdec.serving.request import Request
+from magicdec.serving.slots import Slots
+
+
+class _Abandoned(Exception):
+    """The request that is being prefilled was cancelled."""
+
+
+class Scheduler:
+    """Continuous batching over `slots`, speculative or autoregressive."""
+
+    def __init__(self, slots: Slots, speculative: bool = True):
+        """Without a draft, `speculative` has no effect."""
+        self.slots, self.speculative = slots, speculative and slots.batch.draft is not None
+        self.waiting: deque[Request] = deque()
+        self.running: dict[int, Request] = {}  # by slot
+        self._unread: deque[tuple[dict[int, Request], _Reading]] = deque()
+        # On a GPU the host reads a round's outcome while the next one runs, so that at most one surplus round is taken.
+        self._lag = 1 if slots.device.type == "cuda" else 0
+
+    def submit(self, request: Request) -> None:
+        """Queue a request; raises UserError for one that could not be served."""
+        self.slots.check(request.prompt, request.params)
+        self.waiting.append(request)
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to do."""
+        return not (self.waiting or self.running)
+
+    def step(self) -> None:
+        """Prefill the next request if a slot is free, else take a round."""
+        self._drop_cancelled()
+        if self.waiting and len(self.running) < self.slots.num_slots:
+            self._admit(self.waiting.popleft())
+        elif self.running:
+            self._round()
+
+    def end_all(self, end: str, error: BaseException | None = None) -> None:
+        """Finish every request as it stands."""
+        for slot, request in list(self.running.items()):
+            self._free(slot)
+            request.finish(end, error)
+        while self.waiting:
+            self.waiting.popleft().finish(end, error)
+
+    def _admit(self, request: Request) -> None:
+        def between_chunks(_: int) -> None:
+            self._drop_cancelled()
+            if request.cancelled:
+                raise _Abandoned
+            if self.running:
+                self._round()
+
+        try:
+            prefilled = self.slots.prefill(request.prompt, request.params, self.speculative, between_chunks)
+        except _Abandoned:
+            request.finish("cancelled")
+            return
+        except BaseException as error:
+            request.finish("failed", error)
+            raise
+        state, token, finished = prefilled
+        if not finished:
+            slot = next(slot for slot in range(self.slots.num_slots) if slot not in self.running)
+            self.slots.seat(slot, state, request.params, self.speculative)
+            self.running[slot] = request
+        request.receive([token])
+        if finished:
+            request.finish(self._end(request))
+
+    def _round(self) -> None:
+        report = self.slots.step(self.speculative)
+        self._unread.append((dict(self.running), _Reading(report)))
+        if len(self._unread) > self._lag:
+            self._read(*self._unread.popleft())
+
+    def _read(self, tenants: dict[int, Request], reading: "_Reading") -> None:
+        """Hand each request what it got in a round; a slot that has changed hands since is no concern of its tenant."""
+        rows = reading.rows()
+        for slot, request in tenants.items():
+            if request.end is not None:
+                continue
+            accepted, committed, finished, *recent = rows[slot]
+            if self.speculative:
+                gamma = request.params.gamma
+                request.num_rounds += 1
+                request.num_proposed += self.slots.gamma if gamma is None else gamma
+                request.num_accepted += accepted
+            request.receive(recent[len(recent) - committed :])
+            if finished:
+                self._free(slot)
+                request.finish(self._end(request))
+
+    def _drop_cancelled(self) -> None:
+        for slot, request in list(self.running.items()):
+            if request.cancelled:
+                self._free(slot)
+                request.finish("cancelled")
+        for request in [request for request in self.waiting if request.cancelled]:
+            self.waiting.remove(request)
+            request.finish("cancelled")
+
+    def _free(self, slot: int) -> None:
+        self.slots.release(slot)
+        del self.running[slot]
+
+    def _end(self, request: Request) -> str:
+        stopped = not request.params.ignore_eos and request.tokens[-1] in self.slots.eos_token_ids
+        return "stop" if stopped else "length"
+
+
+class _Reading:
+    """A small tensor on its way to the host: asked for now, read when it is needed."""
+
+    def __init__(self, tensor: Tensor):
+        self._tensor, self._event = tensor, None
+        if tensor.is_cuda:
+            self._tensor = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._tensor.copy_(tensor, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def rows(self) -> list[list[int]]:
+        """The values; waits for them."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._tensor.tolist()

@@ -1,0 +1,170 @@
+"""Slots: a fixed number of rows on one target and one draft, each lent to one request at a time.
+
+Nothing is allocated when a slot changes hands: the next request is prefilled in a batch of its own with a single row,
+between whose chunks the slots go on decoding, and that row is then copied into the slot. A round so stays what it is,
+one captured step over static buffers.
+
+B slots, T tokens of a round.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from magicdec.cache.kv_cache import copy_row
+from magicdec.decoding.decoder import Decoder
+from magicdec.decoding.graphs import Step
+from magicdec.decoding.state import State
+from magicdec.drafts.base import DRAFTS
+from magicdec.engines.native import NativeEngine
+from magicdec.errors import UserError
+from magicdec.serving.request import Params
+from magicdec.verification.accept import Verdict
+from magicdec.verification.sampling import RowSampling, Sampling
+
+
+class SlotState(State):
+    """Rows that begin empty, and have a gamma and ends of sequence of their own."""
+
+    per_row: ClassVar[tuple[str, ...]] = ("tokens_BS", "prompt_len_B", "limit_B", "num_tokens_B", "finished_B")
+
+    def __init__(
+        self, num_slots: int, max_len: int, gamma: int, eos_token_ids: tuple[int, ...], device: torch.device | str
+    ):
+        super().__init__([[0]] * num_slots, max_len - 1, gamma + 1, (), device)
+        self.finished_B.fill_(True)
+        self.gamma_B = torch.full_like(self.num_tokens_B, gamma)
+        self._eos = torch.tensor(eos_token_ids, dtype=torch.int64, device=device)
+        self.eos = self._eos.repeat(num_slots, 1, 1)  # (B, 1, E)
+
+    def seat(self, row: int, state: State, gamma: int, ignore_eos: bool) -> None:
+        """Take over the only row of another state."""
+        copy_row(self, state, row)
+        self.gamma_B[row] = gamma
+        self.eos[row] = -1 if ignore_eos else self._eos
+
+    def commit(self, verdict: Verdict) -> Tensor:
+        """See State.commit. No more proposals count than the row's gamma; the one behind them stands for the bonus
+        token, which it equals when greedy and is distributed as when sampling. The counters hold the last round alone.
+        """
+        num_accepted_B = torch.minimum(verdict.num_accepted_B, self.gamma_B)
+        count_B = super().commit(Verdict(num_accepted_B, verdict.tokens_BT))
+        self.round_1.zero_()
+        return count_B
+
+
+class Slots:
+    """What the scheduler needs of the decoder: prefill apart, seat, step, release."""
+
+    def __init__(self, engine: NativeEngine, num_slots: int, max_len: int):
+        """Sequences of at most `max_len` tokens, prompt and continuation. Raises UserError for a draft that cannot be
+        served.
+        """
+        if engine.draft_name != "none" and not DRAFTS[engine.draft_name].serves:
+            served = ", ".join(name for name in DRAFTS if DRAFTS[name].serves)
+            raise UserError(f"draft.name={engine.draft_name} cannot be served; one of: none, {served}")
+        self.engine, self.num_slots, self.max_len, self.gamma = engine, num_slots, max_len, engine.gamma
+        self.eos_token_ids = engine.target.config.eos_token_ids
+        self.device = engine.target.embed.weight.device
+        self.state, single = (
+            SlotState(rows, max_len, self.gamma, self.eos_token_ids, self.device) for rows in (num_slots, 1)
+        )
+        self.sampling = RowSampling(num_slots, self.device)
+        self.batch, self.single = engine.open_on(self.state, self.sampling), engine.open_on(single, Sampling())
+        self._sampled: set[int] = set()  # slots whose request is not greedy
+        self._phases = self.batch.draft.phases if self.batch.draft else 1
+        self._phase = 0
+        self._steps = self._captured()
+
+    @torch.inference_mode()
+    def _captured(self) -> dict[tuple[bool, bool], list[Step]]:
+        """A step for each kind of round: speculative or not, greedy or not, by phase. Captured while nobody is served:
+        rows without a request commit nothing, so that rehearsals leave no trace.
+        """
+        ways = (False, True) if self.batch.draft else (False,)
+        return {
+            (speculative, greedy): [
+                Step(partial(self._round, speculative, greedy, phase), self.device, self.engine.graphs)
+                for phase in range(self._phases if speculative else 1)
+            ]
+            for speculative in ways
+            for greedy in (True, False)
+        }
+
+    def _round(self, speculative: bool, greedy: bool, phase: int) -> None:
+        self.sampling.greedy = greedy
+        if speculative:
+            assert self.batch.draft is not None
+            self.batch.decoder.round(self.batch.draft, phase)
+        else:
+            self.batch.decoder.decode_token()
+
+    def check(self, prompt: Sequence[int], params: Params) -> None:
+        """Raise UserError for a request that could not be served, before it harms the others."""
+        vocab_size = self.engine.target.config.vocab_size
+        if not prompt:
+            raise UserError("the prompt is empty")
+        if not all(0 <= token < vocab_size for token in prompt):
+            raise UserError(f"the prompt holds a token outside of the vocabulary of {vocab_size:,}")
+        if len(prompt) + params.max_tokens > self.max_len:
+            raise UserError(
+                f"the prompt has {len(prompt):,} tokens and max_tokens={params.max_tokens}: "
+                f"together they may be {self.max_len:,}"
+            )
+        if params.gamma is not None and params.gamma > self.gamma:
+            raise UserError(f"gamma={params.gamma}: must be at most {self.gamma}, which the engine was made for")
+
+    @torch.inference_mode()
+    def prefill(
+        self, prompt: list[int], params: Params, speculative: bool, progress: Callable[[int], None]
+    ) -> tuple[State, int, bool]:
+        """Prefill a request apart from the slots; `progress` is called after each chunk, and may take a `step`.
+
+        Returns what `seat` needs, the first token, and whether it is the last one, too.
+        """
+        decoder, padding = self.single.decoder, self.state.tokens_BS.shape[1] - len(prompt) - params.max_tokens
+        eos = () if params.ignore_eos else self.eos_token_ids
+        state = State([prompt], params.max_tokens, padding, eos, self.device)
+        request = Decoder(decoder.target, decoder.cache, state, params.sampling)
+        request.prefill(self.engine.prefill_chunk, progress)
+        request.restart()
+        finished = bool(state.finished_B)
+        if speculative and not finished:
+            assert self.single.draft is not None
+            self.single.draft.prefill(state, progress)
+        return state, int(request.first_tokens_B), finished
+
+    @torch.inference_mode()
+    def seat(self, slot: int, state: State, params: Params, speculative: bool) -> None:
+        """Let the request that was prefilled last have a slot, from the next round on."""
+        self.batch.decoder.cache.copy_row(slot, self.single.decoder.cache)
+        if speculative:
+            assert self.batch.draft is not None
+            assert self.single.draft is not None
+            self.batch.draft.copy_row(slot, self.single.draft)
+        self.sampling.set_row(slot, params.sampling)
+        self.state.seat(slot, state, self.gamma if params.gamma is None else params.gamma, params.ignore_eos)
+        if not params.sampling.greedy:
+            self._sampled.add(slot)
+
+    @torch.inference_mode()
+    def release(self, slot: int) -> None:
+        """Take a slot back, whether or not its request has come to its end; an idle row attends to next to nothing."""
+        self.state.finished_B[slot] = True
+        self.batch.decoder.cache.seqlens_B[slot] = 0
+        self._sampled.discard(slot)
+
+    @torch.inference_mode()
+    def step(self, speculative: bool) -> Tensor:
+        """A round of all slots. Returns (B, 3 + T), still on the device: accepted proposals, committed tokens, whether
+        the row has finished, and its last T tokens, of which the committed ones are new.
+        """
+        steps = self._steps[speculative, not self._sampled]
+        steps[self._phase % len(steps)]()
+        self._phase = (self._phase + 1) % self._phases
+        state = self.state
+        counters_B3 = torch.stack((state.accepted_RB[0], state.committed_RB[0], state.finished_B.int()), dim=1)
+        return torch.cat((counters_B3, state.recent_BT(self.gamma + 1 if speculative else 1)), dim=1)

@@ -1,0 +1,131 @@
+"""`python -m magicdec.tracking.dashboard`: a W&B workspace with the views that answer the usual questions.
+
+With --sweep, a report on that sweep too. Needs the extra `dashboard` (wandb-workspaces). Without a login, the same is
+written to a file as JSON.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from magicdec.errors import UserError
+from magicdec.tracking import wandb
+from magicdec.tracking.report.export import write
+from magicdec.tracking.store import shown
+
+USER_ERROR = 2
+DEFAULT_FILE = Path("dashboard.json")  # without a login
+WAYS = ("autoregressive", "speculative")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code: 2 for a user's mistake."""
+    options = _parser().parse_args(arguments)
+    try:
+        built = [_workspace(options), *([_report(options)] if options.sweep else [])]
+        if options.file is None and _is_logged_in():
+            for one in built:
+                one.save()
+                print(one.url)
+        else:
+            file = options.file or DEFAULT_FILE
+            specs = [json.loads(one._to_model().model_dump_json(by_alias=True)) for one in built]
+            write(file, json.dumps(dict(zip(("workspace", "report"), specs, strict=False)), indent=2) + "\n")
+            print(f"the specification is in {shown(file)}")
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return USER_ERROR
+    return 0
+
+
+def _is_logged_in() -> bool:
+    try:
+        wandb.check({"mode": "online"})
+    except UserError:
+        print("no login for Weights & Biases (`wandb login`)", file=sys.stderr)
+        return False
+    return True
+
+
+def _library() -> Any:
+    try:
+        from wandb_workspaces.reports import v2
+    except ImportError:
+        raise UserError("dashboards need wandb-workspaces: pip install 'magicdec[dashboard]'") from None
+    return v2
+
+
+def _views() -> dict[str, list[Any]]:
+    """Panels by the question that they answer."""
+    v2 = _library()
+
+    def scatter(title: str, x: Any, y: str, z: Any = None, **options: Any) -> Any:
+        return v2.ScatterPlot(title=title, x=x, y=v2.SummaryMetric(y), z=z, **options)
+
+    batch, context, budget = (v2.Config(key) for key in ("batch.size", "batch.context_len", "cache.budget"))
+    speed, latency = "tokens_per_second", "time_per_output_token_ms"
+    bar = {"orientation": "v", "groupby_aggfunc": "median", "groupby_rangefunc": "minmax"}
+    return {
+        "Does speculation pay, for which batch and context?": [
+            scatter("speedup against batch, by context", batch, "speedup", context, log_x=True),
+            scatter("speedup against context, by batch", context, "speedup", batch, log_x=True),
+        ],
+        "How much throughput at which latency?": [
+            scatter(
+                f"{way}: tokens/s against time per token", v2.SummaryMetric(f"{way}/{latency}"), f"{way}/{speed}", batch
+            )
+            for way in WAYS
+        ],
+        "What is accepted, by policy and budget?": [
+            scatter("acceptance against budget", budget, "acceptance_rate", log_x=True),
+            v2.BarPlot(
+                title="acceptance by policy", metrics=["acceptance_rate"], groupby=v2.Config("cache.policy"), **bar
+            ),
+            v2.LinePlot(title="accepted in each round", x="round", y=["accepted"]),
+        ],
+        "Is the cost model right?": [
+            scatter("speedup measured against predicted", v2.SummaryMetric("predicted/speedup"), "speedup", batch),
+        ],
+        "Where does the time go?": [
+            v2.BarPlot(
+                title="T_T, T_D and T_V, ms",
+                metrics=["time/target_decode_ms", "time/draft_ms", "time/verify_ms"],
+                orientation="v",
+            ),
+        ],
+    }
+
+
+def _workspace(options: argparse.Namespace) -> Any:
+    views = _views()
+    from wandb_workspaces import workspaces
+
+    sections = [workspaces.Section(name=name, panels=panels, is_open=True) for name, panels in views.items()]
+    return workspaces.Workspace(options.entity, options.project, name="magicdec", sections=sections)
+
+
+def _report(options: argparse.Namespace) -> Any:
+    """The same views of one sweep, which is a group of runs."""
+    v2, blocks = _library(), []
+    for name, panels in _views().items():
+        runs = v2.Runset(name=options.sweep, filters=f"Metric('Group') == '{options.sweep}'")  # of the report's project
+        blocks += [v2.H2(name), v2.PanelGrid(runsets=[runs], panels=panels)]
+    return v2.Report(options.project, options.entity, title=options.sweep, blocks=blocks, width="fluid")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("python -m magicdec.tracking.dashboard", description=__doc__)
+    parser.add_argument("--entity", required=True, help="team or user, as in wandb.entity")
+    parser.add_argument("--project", default="magicdec", help="as in wandb.project (magicdec)")
+    parser.add_argument(
+        "--sweep", metavar="GROUP", help="also a report on this group: sweep.name, or the sweep's folder"
+    )
+    parser.add_argument("--file", type=Path, help=f"write the specification here; {DEFAULT_FILE} without a login")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

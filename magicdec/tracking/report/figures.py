@@ -1,0 +1,115 @@
+"""The MagicDec paper's figures of stored runs: speedup and step times against batch, intensity against context.
+
+Measured values are points on a line, predicted ones a dashed line, published ones crosses. Needs matplotlib.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from magicdec.errors import UserError
+from magicdec.tracking.report.query import Row
+from magicdec.tracking.report.rows import varying
+
+BATCH, CONTEXT = "batch.size", "batch.context_len"
+SPEEDUP = {"speedup": "o-", "predicted/speedup": "--", "published/speedup": "x"}
+# What a figure shows: file, x axis, and for each panel its label and how a run has it, by style.
+Panel = tuple[str, dict[str, Callable[[Row], float | None]]]
+
+
+def draw(rows: Sequence[Row], folder: Path) -> list[Path]:
+    """Write a PNG file per figure that the runs have values for; returns their paths. A line per context, or per batch,
+    and per value of every other setting in which the runs differ. Raises UserError without matplotlib, or any values.
+    """
+    figures: dict[str, tuple[str, list[Panel]]] = {
+        "speedup": (BATCH, [("speedup", {style: _value(key) for key, style in SPEEDUP.items()})]),
+        "ratios": (BATCH, [_ratio("T_D / T_T", "draft"), _ratio("T_V / T_T", "verify")]),
+        "intensity": (
+            CONTEXT,
+            [
+                (
+                    "arithmetic intensity, FLOPs per byte",
+                    {"o-": _value("predicted/arithmetic_intensity"), ":": _value("predicted/ridge")},
+                )
+            ],
+        ),
+    }
+    written = [_figure(folder / f"{name}.png", rows, x, panels) for name, (x, panels) in figures.items()]
+    if not any(written):
+        raise UserError("--figures: these runs hold no speedups and no step times")
+    return [path for path in written if path is not None]
+
+
+def _value(key: str) -> Callable[[Row], float | None]:
+    return lambda row: row.get(key)
+
+
+def _ratio(label: str, step: str) -> Panel:
+    def of(prefix: str) -> Callable[[Row], float | None]:
+        def ratio(row: Row) -> float | None:
+            ours, target = row.get(f"{prefix}/{step}_ms"), row.get(f"{prefix}/target_decode_ms")
+            return ours / target if ours is not None and target else None
+
+        return ratio
+
+    return label, {"o-": of("time"), "--": of("predicted"), "x": of("published")}
+
+
+def _figure(path: Path, rows: Sequence[Row], x: str, panels: Sequence[Panel]) -> Path | None:
+    """One figure; None where no run has a value for it."""
+    by = _told_apart_by(rows, x)
+    lines = {
+        line: [row for row in rows if _name(row, by) == line] for line in dict.fromkeys(_name(r, by) for r in rows)
+    }
+    if not any(value(row) is not None for _, styles in panels for value in styles.values() for row in rows):
+        return None
+    try:
+        from matplotlib import colormaps
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise UserError("--figures needs matplotlib: pip install 'magicdec[plots]'") from None
+    figure = Figure(figsize=(5.5 * len(panels), 4.2), layout="constrained")
+    for number, (label, styles) in enumerate(panels, 1):
+        axes = figure.add_subplot(1, len(panels), number)
+        for index, (line, members) in enumerate(lines.items()):
+            color = colormaps["viridis"](0.95 * index / max(1, len(lines) - 1))
+            for style, value in styles.items():
+                points = _points(members, x, value)
+                if points:
+                    shown = line if style == next(iter(_present(styles, members))) else None
+                    axes.plot(*zip(*points, strict=True), style, ms=4, color=color, label=shown)
+        axes.set(xscale="log", xlabel=x, ylabel=label, yscale="log" if "intensity" in label else "linear")
+        ticks = sorted({row[x] for row in rows if x in row})
+        axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+        axes.minorticks_off()
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=7)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    return path
+
+
+def _points(rows: Iterable[Row], x: str, value: Callable[[Row], float | None]) -> list[tuple[Any, float]]:
+    return sorted((row[x], y) for row in rows if x in row and (y := value(row)) is not None)
+
+
+def _present(styles: dict[str, Callable], rows: Sequence[Row]) -> list[str]:
+    return [style for style, value in styles.items() if any(value(row) is not None for row in rows)]
+
+
+def _told_apart_by(rows: Sequence[Row], x: str) -> list[str]:
+    """The settings that a line has one value of each, but for those that follow from a name (hardware.tflops)."""
+    keys = [key for key in dict.fromkeys([CONTEXT if x == BATCH else BATCH, *varying(rows)]) if key != x]
+    names = {key.rpartition(".")[0]: key for key in keys if key.endswith(".name")}
+
+    def follows(key: str) -> bool:
+        name = names.get(key.rpartition(".")[0], key)
+        values = {(row.get(name), row.get(key)) for row in rows}
+        return name != key and len(values) == len({row.get(name) for row in rows})
+
+    return [key for key in keys if not follows(key)]
+
+
+def _name(row: Row, by: Sequence[str]) -> str:
+    label = {key: "" if key.endswith(".name") else f"{key.rpartition('.')[2]} " for key in by}
+    return ", ".join(f"{label[key]}{row.get(key)}" for key in by)

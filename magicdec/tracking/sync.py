@@ -1,0 +1,73 @@
+"""`python -m magicdec.tracking.sync RUNS_DIR`: send stored runs to Weights & Biases, whatever became of its folders.
+
+A run is sent under the id that it always has, its own and the attempt's number: sending it twice is sending it once.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+from magicdec.errors import UserError
+from magicdec.tracking import wandb
+from magicdec.tracking.reader import iter_runs, read_lines, read_result
+from magicdec.tracking.report.rows import sweep_members
+from magicdec.tracking.store import Run, shown
+
+USER_ERROR, FAILURE = 2, 1
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code: 2 for a user's mistake, 1 where a run could not be sent."""
+    options = _parser().parse_args(arguments)
+    try:
+        runs = _runs(options)
+        wandb.check({"mode": options.mode})
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return USER_ERROR
+    failures = 0
+    for run in runs:
+        told = send(Path(run["folder"]), run["config"], options)
+        print(f"{run['id']}  {told.warning or told.url or told.sync_command}", flush=True)
+        failures += told.warning is not None
+    return FAILURE if failures else 0
+
+
+def send(folder: Path, config: dict, options: argparse.Namespace) -> wandb.WandbOutcome:
+    """Tell W&B of a run as it was told when it ended, from what the store holds."""
+    result = read_result(folder)
+    result.pop("rerun", None)
+    run = Run(folder.parent, folder.name, result.get("attempt", 1), result)
+    chosen = {key: value for key in ("mode", "project", "entity") if (value := getattr(options, key)) is not None}
+    results = SimpleNamespace(**{name: read_lines(folder / f"{name}.jsonl") for name in ("history", "samples")})
+    return wandb.log_run(run, config | {"wandb": config["wandb"] | chosen}, results)
+
+
+def _runs(options: argparse.Namespace) -> list[dict]:
+    """Those that are done: the others have nothing to tell."""
+    if not options.runs_dir.is_dir():
+        raise UserError(f"{options.runs_dir}: no such folder; name a run store, as in runs_dir=FOLDER")
+    ids = None if options.sweep is None else sweep_members(options.runs_dir, options.sweep)
+    ids = set(options.ids) & ids if ids is not None and options.ids else ids or options.ids or None
+    runs = [run for run in iter_runs(options.runs_dir, ids) if run["status"] == "done" and run["config"]]
+    if not runs:
+        raise UserError(f"{shown(options.runs_dir)}: holds no such runs that are done")
+    return runs
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("python -m magicdec.tracking.sync", description=__doc__)
+    parser.add_argument("runs_dir", type=Path, help="a run store, as in runs_dir=FOLDER")
+    parser.add_argument("ids", nargs="*", help="runs to send (all that are done)")
+    parser.add_argument("--sweep", metavar="NAME", help="only the runs of the sweeps of this name, or of this folder")
+    modes = ("online", "offline")
+    parser.add_argument("--mode", choices=modes, default="online", help="offline: only rebuild what W&B keeps on disk")
+    parser.add_argument("--project", help="in place of the run's own")
+    parser.add_argument("--entity", help="likewise")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,53 @@
+"""The Triton kernels under Triton's interpreter, against SDPA. test_triton.py runs this file in its own process."""
+
+import itertools
+
+import pytest
+import torch
+
+from magicdec.attention.triton import INTERPRETED, MAX_TILE, TritonAttention
+from tests.attention.twins import attend, case, expected, selection
+
+# Of the largest output, about 1: fp32 as exact as it gets, else the rounding of the output and of the weights.
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+assert INTERPRETED
+
+
+# Every T and group; dtypes, head dims and windows change along, for the interpreter takes a second a call.
+CASES = [
+    (num_new, group, dtype, window)
+    for (num_new, group), dtype, window in zip(
+        itertools.product([1, 2, 5, 9], [1, 4, 8]), itertools.cycle(TOLERANCE), itertools.cycle([None, 150, None, None])
+    )
+]
+
+
+@pytest.mark.parametrize(("num_new", "group", "dtype", "window"), CASES)
+def test_against_sdpa(num_new, group, dtype, window):
+    dim = {1: 64, 2: 80, 5: 96, 9: 128}[num_new]
+    q, k, v, seqlens = case(num_new, group, dim, 300, dtype)
+    out = attend(TritonAttention(), q, k, v, seqlens, window)
+    assert out.dtype == dtype
+    right = expected(q, k, v, seqlens, window)
+    torch.testing.assert_close(out.float(), right, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+def test_more_query_rows_than_a_tile():
+    q, k, v, seqlens = case(32, 4, 64, 100)
+    assert MAX_TILE < 32 * 4
+    torch.testing.assert_close(attend(TritonAttention(), q, k, v, seqlens), expected(q, k, v, seqlens))
+
+
+@pytest.mark.parametrize(("num_new", "window"), [(1, None), (4, 100)])
+def test_selected_slots_against_sdpa(num_new, window):
+    q, k, v, seqlens = case(num_new, 4, 64, 300)
+    indices = selection(seqlens, num_new, 307, 260)
+    out = attend(TritonAttention(), q, k, v, seqlens, window, indices)
+    torch.testing.assert_close(out, expected(q, k, v, seqlens, window, indices), atol=1e-5, rtol=1e-5)
+
+
+def test_what_lies_behind_the_valid_entries_is_never_read():
+    q, k, v, seqlens = case(2, 2, 64, 300)
+    for b, length in enumerate(seqlens.tolist()):
+        k[b, :, length:], v[b, :, length:] = float("nan"), float("nan")
+    assert attend(TritonAttention(), q, k, v, seqlens).isfinite().all()

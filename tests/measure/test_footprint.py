@@ -1,0 +1,91 @@
+"""Foreseen memory against counted memory: every allocation of PyTorch's allocator, as its profiler records them."""
+
+import gc
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from magicdec.cache.draft_cache import CACHES
+from magicdec.decoding.audit import audit
+from magicdec.drafts.base import DRAFTS
+from magicdec.measure.footprint import UniformAttention, footprint, largest_batch
+from magicdec.models.quantize import quantized
+from magicdec.models.transformer import Transformer
+from magicdec.verification.sampling import Sampling
+from tests.small import new_engine, noisy_copy, open_batch, random_prompts, small_model
+
+SIZES = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 160, "num_layers": 4, "max_position_embeddings": 2048}
+TARGET = small_model(**SIZES)
+ROWS, CONTEXT = 3, 400
+SAMPLED = Sampling(temperature=0.7, top_p=0.9)
+CASES = [("self", policy, 64, Sampling()) for policy in CACHES]
+CASES += [("model", policy, 100, Sampling()) for policy in ("full", "snapkv", "h2o")]
+CASES += [(draft, "streaming", 300, SAMPLED) for draft in DRAFTS] + [("none", "full", 400, SAMPLED)]
+
+
+def counted_peak(function) -> int:
+    """The most bytes that are handed out at a time."""
+    gc.collect()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        function()
+    events = [e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
+    live = peak = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        live += event.nbytes()
+        peak = max(peak, live)
+    return peak
+
+
+def without_storage(model: Transformer) -> Transformer:
+    with torch.device("meta"):
+        return Transformer(model.config, UniformAttention())
+
+
+@pytest.mark.parametrize(("draft", "policy", "chunk", "sampling"), CASES)
+def test_what_is_foreseen_is_what_is_allocated(draft, policy, chunk, sampling):
+    settings = {"gamma": 3, "budget": 40, "num_sink": 4, "page_size": 8, "generate_len": 6, "sampling": sampling}
+    settings |= {"draft_name": draft, "policy": policy, "prefill_chunk": chunk}
+    drafter = noisy_copy(TARGET, 0.1) if draft == "model" else None
+    prompts = random_prompts([CONTEXT] * ROWS)
+    audited = draft != "none" and sampling.greedy
+
+    def run():
+        batch = open_batch(TARGET, prompts, draft_model=drafter, **settings)
+        plain = batch.decoder.generate().tokens
+        if batch.draft is not None:
+            fast = batch.decoder.generate(batch.draft).tokens
+            if audited:
+                audit(batch.decoder, plain, fast)
+
+    models = without_storage(TARGET), without_storage(TARGET) if drafter else None
+    engine = new_engine(models[0], draft_model=models[1], **settings)
+    foreseen = footprint(engine, ROWS, CONTEXT, audited)
+    assert foreseen.weights == (2 if drafter else 1) * sum(p.nbytes for p in TARGET.parameters())
+    assert foreseen.total - foreseen.weights == pytest.approx(counted_peak(run), rel=0.05)
+
+
+def test_a_quantised_draft_counts_its_codes_and_scales_and_shares_the_rest():
+    pytest.importorskip("torchao")
+    drafter, prompts = quantized(TARGET, "int8"), random_prompts([CONTEXT] * ROWS)
+    settings = {"gamma": 3, "draft_name": "self", "policy": "streaming", "budget": 40, "generate_len": 6}
+
+    def run():
+        batch = open_batch(TARGET, prompts, draft_model=drafter, **settings)
+        batch.decoder.generate(batch.draft)
+
+    meta = without_storage(TARGET)
+    foreseen = footprint(new_engine(meta, draft_model=quantized(meta, "int8"), **settings), ROWS, CONTEXT, False)
+    whole = sum(p.nbytes for p in TARGET.parameters())
+    matrices = sum(p.nbytes for p in TARGET.layers.parameters() if p.dim() == 2)
+    assert whole + matrices / 4 < foreseen.weights < whole + matrices / 3
+    assert foreseen.total - foreseen.weights == pytest.approx(counted_peak(run), rel=0.05)
+
+
+@pytest.mark.parametrize("available", [0, 99, 100, 333, 5000])
+def test_the_largest_batch_is_the_largest(available):
+    def total(rows: int) -> int:
+        return 90 + 10 * rows + (rows > 20) * 70
+
+    fits = [rows for rows in range(1, 100) if total(rows) <= available]
+    assert largest_batch(total, 100, available) == max(fits, default=0)

@@ -1,0 +1,97 @@
+"""Tensor parallelism: two ranks write what one writes, no rank loads what is not its own, and what cannot be divided
+is refused.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from magicdec.attention.sdpa import SdpaAttention
+from magicdec.cache.draft_cache import CACHES
+from magicdec.errors import UserError
+from magicdec.models.checkpoint import load, read_config
+from magicdec.models.config import ModelConfig
+from magicdec.models.parallel import Share, check_divides, share
+from magicdec.models.transformer import Transformer
+from magicdec.scenarios.ranks import on_ranks
+from magicdec.verification.sampling import Sampling
+from tests.small import open_batch, random_prompts
+
+VOCAB = 97  # odd: the last rank has fewer
+# Checkpoint, draft, ranks of the draft, policy, sampling.
+CASES = [("bias", "self", 2, policy, Sampling()) for policy in CACHES]
+CASES += [("mqa", "self", 2, "streaming", Sampling()), ("mqa", "layer_skip", 2, "full", Sampling())]
+CASES += [("bias", "model", ranks, "streaming", Sampling()) for ranks in (1, 2)]
+CASES += [("bias", "model", 1, "snapkv", Sampling(temperature=0.8, seed=3))]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, Path]:
+    from tests.checkpoints import make_checkpoint  # here: the ranks import this module and need no transformers
+
+    folder = tmp_path_factory.mktemp("checkpoints")
+    return {
+        "bias": make_checkpoint(folder / "bias", "llama-bias", vocab_size=VOCAB),
+        "mqa": make_checkpoint(folder / "mqa", "llama-mqa", vocab_size=VOCAB, tie_word_embeddings=True),
+    }
+
+
+def model(folder: Path, part: Share) -> Transformer:
+    whole = read_config(folder)
+    with torch.device("meta"):
+        transformer = Transformer(part.config(whole), SdpaAttention(), part)
+    transformer.load_state_dict(load(folder, whole, torch.float32, "cpu", share=part), assign=True)
+    return transformer.eval().requires_grad_(False)
+
+
+def decoded(rank: int, folders: dict[str, Path], ranks: int) -> list:
+    """Both ways, for all cases: tokens and acceptance."""
+    found = []
+    for name, draft, draft_ranks, policy, sampling in CASES:
+        target, drafter = model(folders[name], share(ranks)), model(folders["mqa"], share(min(draft_ranks, ranks)))
+        settings = {"gamma": 3, "budget": 16, "num_sink": 2, "page_size": 4, "sampling": sampling}
+        settings |= {"generate_len": 12, "prefill_chunk": 64}
+        prompts = random_prompts([40, 53, 61], vocab=VOCAB)
+        batch = open_batch(target, prompts, draft_name=draft, draft_model=drafter, policy=policy, **settings)
+        plain, fast = batch.decoder.generate(), batch.decoder.generate(batch.draft)
+        found.append((plain.tokens, fast.tokens, fast.accepted_RB.tolist()))
+    return found
+
+
+def test_two_ranks_write_what_one_writes(folders):
+    for case, one, two in zip(CASES, decoded(0, folders, 1), on_ranks(2, "cpu", decoded, folders, 2), strict=True):
+        assert one == two, case
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("name", ["bias", "mqa"])
+def test_ranks_hold_parts_that_make_up_the_whole(folders, name, ranks):
+    config, D = read_config(folders[name]), read_config(folders[name]).head_dim
+    H, K = config.num_heads, config.num_kv_heads
+    whole = load(folders[name], config, torch.float32, "cpu")
+    parts = [Share(rank, ranks, rank, ranks) for rank in range(ranks)]
+    states = [load(folders[name], config, torch.float32, "cpu", share=part) for part in parts]
+    for part, state in zip(parts, states, strict=True):
+        local = part.config(config)
+        with torch.device("meta"):
+            expected = Transformer(local, SdpaAttention(), part).state_dict()
+        assert {n: x.shape for n, x in state.items()} == {n: x.shape for n, x in expected.items()}
+        assert part.rank * local.num_heads // config.group_size == part.kv_heads(K).start  # its queries' own KV head
+        q, k, v = (x.unflatten(0, (-1, D)) for x in whole["layers.0.qkv.weight"].split([D * H, D * K, D * K]))
+        own = q[part.part(H)], k[part.kv_heads(K)], v[part.kv_heads(K)]
+        assert torch.equal(state["layers.0.qkv.weight"], torch.cat(own).flatten(0, 1))
+    for matrix in ("layers.1.output.weight", "layers.1.down.weight"):
+        assert torch.equal(torch.cat([state[matrix] for state in states], dim=1), whole[matrix])
+    assert torch.equal(torch.cat([state["embed.weight"] for state in states])[:VOCAB], whole["embed.weight"])
+    if config.output_bias:
+        assert torch.equal(sum(state["layers.0.output.bias"] for state in states), whole["layers.0.output.bias"])
+
+
+def test_what_cannot_be_divided_is_refused_with_what_can():
+    config = ModelConfig(64, 96, 96, 2, num_heads=12, num_kv_heads=4, head_dim=8, max_position_embeddings=64)
+    check_divides(config, 12, "hardware.tensor_parallel")
+    with pytest.raises(UserError, match=r"hardware.tensor_parallel=3: .*4 KV heads.*valid: 1, 2, 4, 12"):
+        check_divides(config, 3, "hardware.tensor_parallel")
+    with pytest.raises(UserError, match="12 query heads"):
+        check_divides(config, 8, "draft.tensor_parallel")

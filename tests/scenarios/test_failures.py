@@ -1,0 +1,48 @@
+"""A run that fails is recorded as failed, with its kind, and running out of memory is told in a line."""
+
+import json
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+
+from magicdec import build
+from magicdec.config import load
+from magicdec.errors import UserError
+from magicdec.scenarios import Job, run
+from tests.test_run import ROOT, SMALL
+
+
+def cuda_oom():
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.\nGPU 0 has a total capacity of 80")
+
+
+def cpu_oom():
+    torch.empty(1 << 50)
+
+
+def crash():
+    raise ZeroDivisionError("a bug")
+
+
+@pytest.mark.parametrize(
+    ("failure", "raised", "kind"),
+    [
+        (cuda_oom, UserError, "out_of_memory"),
+        (cpu_oom, UserError, "out_of_memory"),
+        (crash, ZeroDivisionError, "crashed"),
+    ],
+)
+def test_failures_during_the_run(tmp_path, monkeypatch, failure, raised, kind):
+    monkeypatch.setenv("MAGICDEC_ROOT", str(ROOT))
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        config = load(compose("config", [*SMALL, f"runs_dir={tmp_path}"]))
+    monkeypatch.setattr(build, "engine", lambda *_: failure())
+    with pytest.raises(raised) as caught:
+        run(config, Job())
+    (path,) = tmp_path.glob("*/result.json")
+    result = json.loads(path.read_text())
+    assert (result["status"], result["kind"]) == ("failed", kind)
+    if kind == "out_of_memory":
+        assert "\n" not in str(caught.value)
+        assert "batch.size=2 at batch.context_len=256: out of memory" in result["reason"]

@@ -1,0 +1,100 @@
+"""Load and its metrics: against figures worked out by hand, and with requests that only wait."""
+
+import asyncio
+import time
+
+import pytest
+
+from magicdec.serving.load import Job, Level, acceptance, load_metrics, run
+from magicdec.serving.request import Params, Request
+
+
+def request(arrived: float, chunks: list[tuple[float, int]], rounds: int = 0, accepted: int = 0) -> Request:
+    """One that got so many tokens at each of these times."""
+    made = Request([1, 2], Params())
+    made.arrived = arrived
+    made.chunk_times = [at for at, _ in chunks]
+    made.tokens = [0] * sum(count for _, count in chunks)
+    made.num_rounds, made.num_proposed, made.num_accepted = rounds, 4 * rounds, accepted
+    return made
+
+
+TWO = [
+    request(10.0, [(10.5, 1), (11.0, 3), (11.5, 1)], rounds=2, accepted=2),  # TTFT 0.5, TPOT 0.25, latency 1.5
+    request(10.0, [(11.0, 1), (11.2, 2)], rounds=1, accepted=4),  # TTFT 1.0, TPOT 0.1, latency 1.2
+]
+
+
+def test_metrics_by_hand():
+    metrics = load_metrics(TWO, seconds=2.0, latency_ms=250.0, first_token_ms=600.0)
+    expected = {
+        "tokens_per_second": 8 / 2.0,
+        "tokens_per_second_per_user": (4 + 10) / 2,
+        "requests_per_second": 1.0,
+        "wall_s": 2.0,
+        "time_to_first_token_ms": 750.0,
+        "time_to_first_token_ms_p50": 750.0,
+        "time_to_first_token_ms_p90": 950.0,
+        "time_to_first_token_ms_p99": 995.0,
+        "time_per_output_token_ms": 175.0,
+        "inter_chunk_latency_ms": 400.0,
+        "inter_chunk_latency_ms_p50": 500.0,
+        "request_latency_ms": 1350.0,
+        "goodput_rps": 0.5,  # the second one began too late
+    }
+    assert {name: metrics[name] for name in expected} == pytest.approx(expected)
+    assert load_metrics(TWO, 2.0, latency_ms=100.1)["goodput_rps"] == 0.5
+    assert "goodput_rps" not in load_metrics(TWO, 2.0)
+    assert acceptance(TWO) == pytest.approx({"acceptance_rate": 6 / 12, "acceptance_length": 1 + 6 / 3})
+
+
+def test_a_single_token_has_a_time_to_the_first_one_alone():
+    metrics = load_metrics([request(0.0, [(0.25, 1)])], 1.0)
+    assert metrics["time_to_first_token_ms_p99"] == metrics["request_latency_ms"] == 250.0
+    assert metrics["time_per_output_token_ms"] != metrics["time_per_output_token_ms"]  # NaN: there is none
+    assert acceptance([request(0.0, [(0.25, 1)])]) == {}
+
+
+class Waiting:
+    """An engine whose requests take some time each, and which counts how many there are at once."""
+
+    def __init__(self, seconds: float):
+        self.seconds, self.now, self.most, self.started = seconds, 0, 0, []
+
+    class Answer:
+        def __init__(self, engine, prompt, params):
+            self.engine, self.request = engine, Request(prompt, params)
+
+        async def chunks(self):
+            engine = self.engine
+            engine.started.append(time.perf_counter())
+            engine.now += 1
+            engine.most = max(engine.most, engine.now)
+            await asyncio.sleep(engine.seconds)
+            engine.now -= 1
+            yield [1]
+
+    def generate(self, prompt, params):
+        return self.Answer(self, prompt, params)
+
+
+JOBS = [Job([number], Params()) for number in range(20)]
+
+
+def test_a_closed_loop_keeps_so_many_busy_and_no_more():
+    engine, told = Waiting(0.005), []
+    requests, seconds = asyncio.run(run(engine, JOBS, Level("concurrency", 4), 0, told.append))
+    assert engine.most == 4
+    assert [r.prompt for r in requests] == [job.prompt for job in JOBS]
+    assert sum(told) == 20
+    assert seconds >= 5 * 0.005
+
+
+def test_an_open_loop_does_not_wait_for_answers():
+    engine = Waiting(0.2)
+    requests, _ = asyncio.run(run(engine, JOBS, Level("rate", 200.0), 3, lambda _: None))
+    assert engine.most > 4
+    assert [r.prompt for r in requests] == [job.prompt for job in JOBS]
+    gaps = [after - before for before, after in zip(engine.started, engine.started[1:], strict=False)]
+    assert 0.02 < sum(gaps) < 0.5  # 19 gaps of 5 ms in the mean
+    assert max(gaps) > 2 * min(gaps)

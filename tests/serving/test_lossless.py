@@ -1,0 +1,211 @@
+"""Served tokens equal those of the same request alone: any draft, policy, arrival order, gamma and neighbours."""
+
+import random
+
+import pytest
+import torch
+
+from magicdec.cache.draft_cache import CACHES
+from magicdec.errors import UserError
+from magicdec.serving.request import Params, Request
+from magicdec.serving.scheduler import Scheduler
+from magicdec.serving.slots import Slots
+from magicdec.verification.sampling import Sampling
+from tests.decoding.test_lossless import PAIRS
+from tests.small import new_engine, noisy_copy, open_batch, random_prompts, small_model
+
+TARGET = small_model()
+LENGTHS = [50, 3, 71, 16, 1, 33, 40]
+GENERATE = [9, 14, 1, 7, 12, 16, 5]
+MAX_LEN = 101
+
+
+def slots_with(draft: str, policy: str, num_slots: int = 3, target=TARGET, **settings) -> Slots:
+    model = noisy_copy(target, 0.05) if draft == "model" else None
+    keys = {"gamma": 4, "budget": 16, "num_sink": 2, "page_size": 4, "refresh": 2, "prefill_chunk": 16} | settings
+    engine = new_engine(target, draft_name=draft, draft_model=model, policy=policy, **keys)
+    return Slots(engine, num_slots, MAX_LEN)
+
+
+def serve(scheduler: Scheduler, requests: list[Request], seed: float) -> None:
+    """Requests arrive at random times, a few at once."""
+    generator, left = random.Random(seed), list(requests)
+    while left or not scheduler.idle:
+        for _ in range(generator.choice([0, 0, 1, 3])):
+            if left:
+                scheduler.submit(left.pop())
+        scheduler.step()
+
+
+def alone(prompt: list[int], count: int, target=TARGET) -> list[int]:
+    """The independent oracle: the offline decoder without a draft, on this prompt only."""
+    return open_batch(target, [prompt], generate_len=count, ignore_eos=False).decoder.generate().tokens[0]
+
+
+EXPECTED = [alone(prompt, count) for prompt, count in zip(random_prompts(LENGTHS), GENERATE, strict=True)]
+
+
+@pytest.mark.parametrize(("draft", "policy"), [*PAIRS, ("none", "full")])
+def test_any_arrival_order_gives_the_tokens_of_each_alone(draft, policy):
+    generator = random.Random(f"{draft} {policy}")
+    slots = slots_with(draft, policy) if draft != "none" else slots_with("none", "full", gamma=0)
+    gammas = [None, 0, 1, 4] if draft != "none" else [None]
+    params = [Params(count, gamma=generator.choice(gammas), ignore_eos=True) for count in GENERATE]
+    requests = [Request(prompt, p) for prompt, p in zip(random_prompts(LENGTHS), params, strict=True)]
+    serve(Scheduler(slots), generator.sample(requests, len(requests)), generator.random())
+    assert [request.tokens for request in requests] == EXPECTED
+    assert {request.end for request in requests} == {"length"}
+
+
+@pytest.mark.parametrize(("draft", "policy"), PAIRS)
+def test_a_slot_drafts_what_the_request_alone_would(draft, policy):
+    """The draft's state moves with the request: as many proposals are accepted as on a slot of its own."""
+    settings = {"refresh": 1, "budget": 32}  # cycles of rounds, where they are longer, are of all rows together
+    prompts = random_prompts([45, 60, 38], seed=2)
+    apart, together = ([Request(prompt, Params(12, ignore_eos=True)) for prompt in prompts] for _ in range(2))
+    for request in apart:
+        serve(Scheduler(slots_with(draft, policy, 1, **settings)), [request], 0)
+    serve(Scheduler(slots_with(draft, policy, 2, **settings)), together, 1)
+    counts = [[(request.num_accepted, request.num_rounds) for request in requests] for requests in (apart, together)]
+    assert counts[0] == counts[1]
+    assert draft in ("ngram", "layer_skip") or sum(accepted for accepted, _ in counts[0]) > 0
+
+
+@pytest.mark.parametrize("policy", list(CACHES))
+def test_every_tensor_with_rows_changes_hands(policy):
+    """By the names of tensors, which say where rows are: a policy cannot forget one of its own."""
+    slots = slots_with("self", policy)
+    cache, single = slots.batch.draft.cache, slots.single.draft.cache
+    cache.select(TARGET.attention)
+    mine, theirs = dict(tensors(cache)), dict(tensors(single))
+    assert set(mine) == set(theirs)
+    for tensor in theirs.values():
+        tensor.copy_(torch.ones_like(tensor))
+    for tensor in mine.values():
+        tensor.zero_()
+    cache.copy_row(1, single)
+    for name, tensor in mine.items():
+        rows = tensor.movedim(name.rpartition("_")[2].index("B"), 0)
+        assert (rows[1] == 1).all(), name
+        assert (rows[[0, 2]] == 0).all(), name
+
+
+def tensors(node, prefix=""):
+    """Tensors with a B in the legend of their name, of an object and of what it is made of."""
+    for name, value in vars(node).items():
+        if name.startswith("_"):
+            continue
+        if torch.is_tensor(value) and "B" in name.rpartition("_")[2]:
+            yield f"{prefix}{name}", value
+        for index, part in enumerate(value if isinstance(value, list) else [value]):
+            if type(part).__module__.startswith("magicdec.cache") and type(part).__name__ != "CacheSpec":
+                yield from tensors(part, f"{prefix}{name}{index}.")
+
+
+def test_sampling_depends_on_the_seed_of_a_request_alone():
+    """Greedy and sampled requests share rounds; each gets what the offline decoder writes with its settings."""
+    prompts = random_prompts([20, 31, 12, 44, 27])
+    settings = [
+        Sampling(),
+        Sampling(temperature=1.0, seed=3),
+        Sampling(temperature=0.7, top_k=5, seed=4),
+        Sampling(temperature=1.3, top_p=0.8, seed=4),
+        Sampling(),
+    ]
+    plain = [
+        open_batch(TARGET, [p], generate_len=15, sampling=s).decoder.generate().tokens[0]
+        for p, s in zip(prompts, settings, strict=True)
+    ]
+    slots = slots_with("model", "streaming", num_slots=2)
+    drafted = []
+    for seed, speculative in ((0, False), (1, True), (2, True)):
+        requests = [Request(p, Params(15, s, ignore_eos=True)) for p, s in zip(prompts, settings, strict=True)]
+        serve(Scheduler(slots, speculative), random.Random(seed).sample(requests, 5), seed)
+        tokens = [request.tokens for request in requests]
+        if speculative:
+            drafted.append(tokens)
+        else:
+            assert tokens == plain
+    assert drafted[0] == drafted[1]  # whatever the order
+    assert [row for row, s in zip(drafted[0], settings, strict=True) if s.greedy] == [plain[0], plain[4]]
+
+
+def test_an_end_of_sequence_frees_the_slot():
+    prompts = random_prompts([30, 41, 52])
+    eos = alone(prompts[0], 24)[7]
+    target = small_model(eos_token_ids=(eos,))
+    requests = [Request(p, Params(24)) for p in prompts] + [Request(prompts[0], Params(24, ignore_eos=True))]
+    serve(Scheduler(slots_with("self", "full", 1, target=target)), list(requests), 0)
+    assert [r.tokens for r in requests] == [*(alone(p, 24, target) for p in prompts), alone(prompts[0], 24)]
+    assert requests[0].end == "stop"
+    assert requests[3].end == "length"
+
+
+def test_running_requests_wait_for_one_chunk_at_most():
+    slots = slots_with("model", "h2o", num_slots=2, prefill_chunk=8)
+    scheduler = Scheduler(slots)
+    first = Request([1, 2, 3], Params(40, gamma=0, ignore_eos=True))
+    scheduler.submit(first)
+    scheduler.step()
+    scheduler.submit(Request(random_prompts([64])[0], Params(2)))
+    before = len(first.tokens)
+    scheduler.step()  # a whole prefill: 8 chunks of the target, 8 of the draft, and at least one of h2o's scoring
+    assert len(first.tokens) - before >= 17
+
+
+def test_a_cancelled_request_frees_its_slot_before_the_next_round(monkeypatch):
+    slots = slots_with("self", "streaming", num_slots=1)
+    scheduler = Scheduler(slots)
+    first, second, third = (Request(p, Params(20, ignore_eos=True)) for p in random_prompts([30, 70, 33]))
+    for request in (first, second, third):
+        scheduler.submit(request)
+    scheduler.step()
+    scheduler.step()
+    first.cancelled = True
+    prefill, chunks = slots.prefill, []
+
+    def cancelled_on_the_way(*arguments):
+        *others, progress = arguments
+
+        def told(count):
+            chunks.append(count)
+            second.cancelled = len(chunks) == 2
+            progress(count)
+
+        return prefill(*others, told)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(slots, "prefill", cancelled_on_the_way)
+        scheduler.step()  # frees the first's slot, and drops the second in the middle of its prefill
+    assert (first.end, second.end) == ("cancelled", "cancelled")
+    assert chunks == [16, 16]
+    assert second.tokens == []
+    while not scheduler.idle:
+        scheduler.step()
+    assert third.tokens == alone(third.prompt, 20)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "said"),
+    [
+        ([], {}, "the prompt is empty"),
+        ([1] * 90, {"max_tokens": 12}, "the prompt has 90 tokens and max_tokens=12: together they may be 101"),
+        ([61], {}, "outside of the vocabulary of 61"),
+        ([1], {"gamma": 5}, "gamma=5: must be at most 4"),
+        ([1], {"max_tokens": 0}, "max_tokens=0: must be at least 1"),
+        ([1], {"sampling": Sampling(temperature=-1.0)}, "temperature=-1.0: must be 0"),
+        ([1], {"sampling": Sampling(temperature=float("nan"))}, "temperature=nan: must be 0"),
+        ([1], {"sampling": Sampling(top_p=0.0)}, "top_p=0.0: must be above 0"),
+    ],
+)
+def test_what_cannot_be_served_is_refused(prompt, params, said):
+    with pytest.raises(UserError, match=said):
+        Scheduler(slots_with("self", "streaming")).submit(Request(prompt, Params(**params)))
+
+
+def test_a_draft_that_cannot_be_served_is_refused(monkeypatch):
+    from magicdec.drafts.ngram import NgramDraft
+
+    monkeypatch.setattr(NgramDraft, "serves", False)
+    with pytest.raises(UserError, match=r"draft.name=ngram cannot be served; one of: none, "):
+        slots_with("ngram", "full")
