@@ -15,7 +15,7 @@ from magicdec.attention import choice
 from magicdec.attention.base import Attention
 from magicdec.attention.sdpa import SdpaAttention
 from magicdec.cache.draft_cache import CACHES
-from magicdec.config import BatchConfig, Config, ModelChoice, gammas
+from magicdec.config import BatchConfig, Config, DraftConfig, ModelChoice, gammas
 from magicdec.data import Prompts, load_prompts
 from magicdec.data.tokenizer import load_tokenizer
 from magicdec.drafts.base import DRAFTS
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 # batch.size=auto. With fewer rows a small model is bound by its weights (CPU) or by latency (GPU), not by its KV cache.
 ROWS_ON = {"cpu": 24, "cuda": 64}
 # Keys of `draft` that are no draft's own to read.
-OTHER_DRAFT_KEYS = ("name", "gamma", "synthetic_acceptance", "model", "tensor_parallel", "quantization")
+OTHER_DRAFT_KEYS = ("name", "gamma", "synthetic_acceptance", "model", "tensor_parallel", "quantization", "cache")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -103,14 +103,14 @@ def plan(config: Config) -> Plan:
     config = replace(config, batch=batch, hardware=hardware)
     target = _model("target", config.target)
     draft = None
-    if config.draft.name == "model":
+    if config.draft.name != "none" and DRAFTS[config.draft.name].needs_model:
         assert config.draft.model is not None  # validated
         draft = _model("draft.model", config.draft.model)
         checkpoint.check_vocabularies(target.config, draft.config, target.folder, draft.folder)
     if config.draft.name != "none":
         quantize.check(config.draft.quantization)
         DRAFTS[config.draft.name].check(target.config, config.draft.num_layers)
-        if CACHES[config.cache.policy].needs_target and draft is not None:
+        if CACHES[config.cache.policy].needs_target and config.draft.name == "model":
             raise UserError(
                 f"cache.policy={config.cache.policy} lives on the target's own cache, which an independent draft has "
                 "no use for; choose draft=self or draft=layer_skip"
@@ -187,7 +187,7 @@ def _engine(plan: Plan, load: Callable[[Model], Transformer]) -> NativeEngine:
         draft_name=c.draft.name,
         gamma=max(gammas(c)),
         gammas=gammas(c) if c.draft.gamma == "auto" else (),
-        draft_options=_options(c.draft, *OTHER_DRAFT_KEYS),
+        draft_options=draft_options(c.draft),
         policy=c.cache.policy,
         cache_options=_options(c.cache, "policy"),
         ignore_eos=s.ignore_eos,
@@ -223,6 +223,14 @@ def tokenizer(plan: Plan) -> object | None:
             "use data=random"
         )
     return load_tokenizer(plan.target.folder)
+
+
+def draft_options(draft: DraftConfig) -> dict[str, Any]:
+    """The keys of `draft` that a draft reads itself; those of a hierarchical draft's inner cache by their own names."""
+    options = _options(draft, *OTHER_DRAFT_KEYS)
+    if draft.cache is None:
+        return options
+    return options | {"inner_policy": draft.cache.policy, "inner_cache_options": _options(draft.cache, "policy")}
 
 
 def _options(group: object, *others: str) -> dict[str, Any]:
@@ -299,15 +307,18 @@ def _check_length(config: Config, target: Model, draft: Model | None) -> None:
     if draft is None or length <= draft.config.max_position_embeddings:
         return
     trained = draft.config.max_position_embeddings
-    if not CACHES[config.cache.policy].bounds_positions:
+    hierarchical = config.draft.name == "hierarchical" and config.draft.cache is not None
+    key, cache = ("draft.cache", config.draft.cache) if hierarchical else ("cache", config.cache)
+    assert cache is not None
+    if not CACHES[cache.policy].bounds_positions:
         raise UserError(
-            f"cache.policy={config.cache.policy} shows the draft {length} tokens, but it was trained for {trained}; "
-            "use cache=streaming, which hides the distance"
+            f"{key}.policy={cache.policy} shows the draft {length} tokens, but it was trained for {trained}; "
+            f"use {key}.policy=streaming, which hides the distance"
         )
-    if config.cache.budget + max(gammas(config)) + 1 >= trained:
+    if cache.budget + max(gammas(config)) + 1 >= trained:
         raise UserError(
-            f"cache.budget={config.cache.budget} + draft.gamma={max(gammas(config))} does not fit into the draft's "
-            f"trained context of {trained} tokens; cache.budget={trained // 2} would"
+            f"{key}.budget={cache.budget} + draft.gamma={max(gammas(config))} does not fit into the draft's "
+            f"trained context of {trained} tokens; {key}.budget={trained // 2} would"
         )
 
 

@@ -79,6 +79,22 @@ class ModelChoice:
     architecture: Architecture | None = None
 
 
+@dataclass
+class CacheConfig:
+    """What the draft keeps. `policy` is a registered cache policy."""
+
+    policy: str = MISSING
+    budget: int = 0
+    num_sink: int = at_least(0, default=0)
+    observation_window: int = at_least(1, default=32)
+    kernel: int = ruled(5, lambda value: value >= 1 and value % 2 == 1, "must be an odd number of at least 1")
+    beta: int = at_least(1, default=20)
+    page_size: int = at_least(1, default=16)
+    refresh: int = at_least(1, default=1)
+    bits: int = ruled(8, lambda value: value in (4, 8), "must be 8 or 4")
+    group_size: int = at_least(1, default=32)
+
+
 AUTO_GAMMAS = (1, 2, 3, 5, 8)  # what draft.gamma=auto chooses among: a captured round each
 
 
@@ -96,22 +112,8 @@ class DraftConfig:
     quantization: str = one_of("none", "int8", "int4", default="none")
     num_layers: int = at_least(0, default=0)
     max_ngram: int = at_least(1, default=8)
-
-
-@dataclass
-class CacheConfig:
-    """What the draft keeps. `policy` is a registered cache policy."""
-
-    policy: str = MISSING
-    budget: int = 0
-    num_sink: int = at_least(0, default=0)
-    observation_window: int = at_least(1, default=32)
-    kernel: int = ruled(5, lambda value: value >= 1 and value % 2 == 1, "must be an odd number of at least 1")
-    beta: int = at_least(1, default=20)
-    page_size: int = at_least(1, default=16)
-    refresh: int = at_least(1, default=1)
-    bits: int = ruled(8, lambda value: value in (4, 8), "must be 8 or 4")
-    group_size: int = at_least(1, default=32)
+    inner_gamma: int = at_least(0, default=0)
+    cache: CacheConfig | None = None
 
 
 @dataclass
@@ -332,7 +334,7 @@ NEEDED = {
 def _models(config: Config) -> dict[str, ModelChoice]:
     """The models of a run by the keys that choose them."""
     models = {"target": config.target}
-    if config.draft.name == "model" and config.draft.model is not None:
+    if config.draft.name in ("model", "hierarchical") and config.draft.model is not None:
         models["draft.model"] = config.draft.model
     return models
 
@@ -375,8 +377,16 @@ def _draft_mistakes(config: Config) -> Iterator[str]:
         yield f"draft.gamma=auto: goes with one rank only, not with {ranks}; give a number"
     if scenario.name == "serve" and draft.gamma == "auto":
         yield "draft.gamma=auto: scenario=serve needs a number, at least 1"
-    if draft.name == "model" and draft.model is None:
-        yield "draft.model=null: draft.name=model needs one; choose draft=model target@draft.model=NAME"
+    if draft.name in ("model", "hierarchical") and draft.model is None:
+        yield f"draft.model=null: draft.name={draft.name} needs one; choose draft={draft.name} target@draft.model=NAME"
+    if draft.name == "hierarchical" and draft.cache is None:
+        yield "draft.cache=null: draft.name=hierarchical needs one; choose draft=hierarchical cache@draft.cache=NAME"
+    if (draft.name == "hierarchical") != (draft.inner_gamma > 0):
+        valid = "must be at least 1" if draft.name == "hierarchical" else "is for draft=hierarchical alone"
+        yield f"draft.inner_gamma={draft.inner_gamma}: {valid}"
+    if draft.name == "hierarchical" and config.hardware.tensor_parallel > 1:
+        ranks = f"hardware.tensor_parallel={config.hardware.tensor_parallel}"
+        yield f"{ranks}: draft=hierarchical goes with one rank only; set it to 1"
     if draft.name == "ngram" and draft.quantization != "none":
         yield f"draft.quantization={draft.quantization}: draft=ngram has no weights; choose none"
     if cache.policy != "full" and draft.name != "ngram":  # full ignores the budget, and ngram has no cache

@@ -58,7 +58,9 @@ def new_engine(target: Transformer, **engine) -> NativeEngine:
     cache_keys = {f.name for f in fields(CacheSpec)} - own
     options = {key: settings.pop(key) for key in list(settings) if key not in own}
     cache_options = {key: value for key, value in options.items() if key in cache_keys}
-    draft_options = {"num_layers": 1, "max_ngram": 4} | {k: v for k, v in options.items() if k not in cache_keys}
+    inner_gamma = 2 if settings.get("draft_name") == "hierarchical" else 0
+    draft_options = {"num_layers": 1, "max_ngram": 4, "inner_gamma": inner_gamma}
+    draft_options |= {k: v for k, v in options.items() if k not in cache_keys}
     return NativeEngine(target, **settings, cache_options=cache_options, draft_options=draft_options)
 
 

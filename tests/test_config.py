@@ -154,6 +154,7 @@ def test_the_first_run_needs_no_warning(default):
         ({"draft__gamma": -1}, "draft.gamma=-1: must be auto or at least 1"),
         ({"draft__gamma": "best"}, "draft.gamma=best: must be auto or at least 1"),
         ({"draft__gamma": 128}, "draft.gamma=128: must be below cache.budget=128"),
+        ({"draft__inner_gamma": 2}, "draft.inner_gamma=2: is for draft=hierarchical alone"),
         ({"draft__quantization": "int2"}, "draft.quantization=int2: must be one of none, int8, int4"),
         (
             {"draft__name": "ngram", "draft__quantization": "int8"},

@@ -179,6 +179,8 @@ def other_vocabulary(folder: Path) -> None:
         (["batch.size=3000", "batch.context_len=8000"], ["batch.size=3000", "GiB", "would fit"]),
         (["batch.size=400", "batch.context_len=8000"], ["400 rows", "8000", "tokens"]),
         (["hardware.device=cuda"], ["hardware.device=cuda", "hardware=cpu"]),
+        (["draft=model", "cache=verify_guided"], ["cache.policy=verify_guided", "draft=self"]),
+        (["draft=model", "cache=quantized"], ["cache.policy=quantized", "draft=self"]),
         (["hardware.tensor_parallel=3"], ["hardware.tensor_parallel=3", "4 query heads", "valid: 1, 2, 4"]),
         (["cache=snapkv", "hardware.tensor_parallel=4"], ["cache.policy=snapkv", "KV heads (2)", "streaming"]),
         (["cache.policy=nothing"], ["cache.policy=nothing", "streaming"]),

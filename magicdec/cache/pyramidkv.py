@@ -133,6 +133,11 @@ class PyramidKVCache(DraftCache):
         for level in self.levels:
             level.advance(num_new)
 
+    def commit(self, num_appended: int, count_B: Tensor) -> None:
+        """See KVCache.commit."""
+        for level in self.levels:
+            level.commit(num_appended, count_B)
+
     def load(self, source: KVCache, scores_LBKS: Tensor | None = None) -> None:
         """See DraftCache.load."""
         assert scores_LBKS is not None

@@ -45,7 +45,7 @@ class State:
         """Begin (again) right behind the prompts, with the tokens that the prefill decided."""
         self.num_tokens_B.copy_(self.prompt_len_B)
         self.finished_B.zero_()
-        self._extend(first_tokens_B[:, None], torch.ones_like(self.num_tokens_B))
+        self.extend(first_tokens_B[:, None], torch.ones_like(self.num_tokens_B))
         self.forget_rounds()
 
     def forget_rounds(self) -> None:
@@ -68,14 +68,14 @@ class State:
         their limit. Returns how many tokens each row took (int32).
         """
         active_B = ~self.finished_B
-        count_B = self._extend(verdict.tokens_BT, (verdict.num_accepted_B + 1) * active_B)
+        count_B = self.extend(verdict.tokens_BT, (verdict.num_accepted_B + 1) * active_B)
         accepted_B = torch.where(active_B, verdict.num_accepted_B, INACTIVE)
         self.accepted_RB.index_copy_(0, self.round_1, accepted_B[None])
         self.committed_RB.index_copy_(0, self.round_1, count_B[None])
         self.round_1 += 1
         return count_B
 
-    def _extend(self, tokens_BT: Tensor, count_B: Tensor) -> Tensor:
+    def extend(self, tokens_BT: Tensor, count_B: Tensor) -> Tensor:
         """Write candidates behind the committed tokens and count the first `count_B` of them, or fewer at an end."""
         slot_T = torch.arange(tokens_BT.shape[1], dtype=torch.int32, device=tokens_BT.device)
         ends_BT = (tokens_BT[..., None] == self.eos).any(-1) & (slot_T < count_B[:, None])

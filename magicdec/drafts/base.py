@@ -38,11 +38,14 @@ class DraftSpec:
     model: Transformer | None = None  # of an independent draft, or the target's own weights quantised
     num_layers: int = 0
     max_ngram: int = 0
+    inner_gamma: int = 0  # of a hierarchical draft, and the cache of its model
+    inner_policy: str = "full"
+    inner_cache_options: Mapping[str, Any] = field(default_factory=dict)
 
     def new_cache(self, model: Transformer, target_cache: KVCache | None) -> DraftCache:
         """A cache of the chosen policy for `model`; `target_cache` where it drafts from the target's own entries."""
         spec = CacheSpec(
-            self.gamma,
+            self.gamma + self.inner_gamma,
             self.state.max_len,
             in_cache_positions=self.state.max_len > model.config.max_position_embeddings,
             **self.cache_options,

@@ -149,15 +149,16 @@ class IndependentDraft(ModelDraft):
     def prefill(self, state: State, progress: Callable[[int], None]) -> None:
         """See Draft.prefill: through the policy's own view, so that the context may exceed what it was trained for."""
         cache = self.cache.for_prefill(self.chunk)
-        lengths_B = state.prompt_len_B - 1  # the last prompt token and the first new one are fed by the first round
-        longest = state.max_prompt_len - 1
-        if longest:
+        # The last prompt tokens and the first new one are fed by the first round.
+        lengths_B = (state.prompt_len_B + 1 - self.refed).clamp(min=0)
+        longest = state.max_prompt_len + 1 - self.refed
+        if longest > 0:
             prefill(self.model, cache, self._known(state.tokens_BS), lengths_B, longest, self.chunk, progress)
         self.cache.adopt(cache, self._scores(cache, state, progress))
 
     def simulate_prefill(self, state: State) -> None:
         """See Draft.simulate_prefill."""
-        self.cache.set_length(state.prompt_len_B - 1)
+        self.cache.set_length((state.prompt_len_B + 1 - self.refed).clamp(min=0))
 
     def commit(self, count_B: Tensor) -> None:
         """See Draft.commit: its own entries of accepted tokens stay as it computed them."""

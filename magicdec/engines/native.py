@@ -60,16 +60,21 @@ class NativeEngine:
     graphs: bool = False
     synthetic_acceptance: float | None = None
 
+    @property
+    def slack(self) -> int:
+        """Tokens that a round may write behind the longest sequence."""
+        return self.gamma + self.draft_options.get("inner_gamma", 0) + 1
+
     def open(self, prompts: list[list[int]]) -> Batch:
         """Allocate state and caches for these prompts (token ids; their lengths may differ)."""
         eos = () if self.ignore_eos else self.target.config.eos_token_ids
-        state = State(prompts, self.generate_len, self.gamma + 1, eos, self.target.embed.weight.device)
+        state = State(prompts, self.generate_len, self.slack, eos, self.target.embed.weight.device)
         return self.open_on(state, self.sampling)
 
     def open_on(self, state: State, sampling: Sampling | RowSampling) -> Batch:
         """Allocate caches for the rows of a state."""
         weight, rows = self.target.embed.weight, len(state.tokens_BS)
-        cache = KVCache(self.target.config, rows, state.max_len + self.gamma + 1, weight.dtype, weight.device)
+        cache = KVCache(self.target.config, rows, state.max_len + self.slack, weight.dtype, weight.device)
         decoder = Decoder(self.target, cache, state, sampling, self.graphs, self.synthetic_acceptance)
         return Batch(decoder, self.draft_for(decoder) if self.draft_name != "none" else None)
 

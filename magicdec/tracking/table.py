@@ -95,7 +95,12 @@ def described_draft(config: Mapping[str, Any]) -> str:
     draft, cache, scenario = config["draft"], config["cache"], config["scenario"]
     if draft["name"] == "none":
         return ", autoregressive alone"
-    names = {"self": "self-speculation", "model": f"draft {(draft.get('model') or {}).get('name')}"}
+    model = (draft.get("model") or {}).get("name")
+    names = {
+        "self": "self-speculation",
+        "model": f"draft {model}",
+        "hierarchical": f"draft {model} below the target's own",
+    }
     parts = [names.get(draft["name"], f"draft {draft['name']}")]
     parts += [draft["quantization"]] if draft.get("quantization", "none") != "none" else []
     parts += [f"gamma {draft['gamma']}"] if scenario["name"] != "profile" else []

@@ -32,16 +32,19 @@ def accept_sampled(
     logits_BTV: Tensor,
     positions_BT: Tensor,
     sampling: Sampling | RowSampling,
+    accept: Use = Use.ACCEPT,
+    decide: Use = Use.DECIDE,
 ) -> Verdict:
     """Rejection sampling (Leviathan et al. 2023; Chen et al. 2023): the output is distributed as the target's.
 
     `q_BGV` is what the proposals were really drawn from, after temperature and truncation; None stands for one-hot,
-    a draft that does not sample. `positions_BT` are the positions in the sequence that the T tokens would take.
+    a draft that does not sample. `positions_BT` are the positions in the sequence that the T tokens would take;
+    `accept` and `decide` name the random numbers.
     """
     p_BTV = probabilities(logits_BTV, sampling)
     if q_BGV is None:
         q_BGV = torch.zeros_like(p_BTV[:, :-1]).scatter_(-1, proposed_BG[..., None], 1.0)
-    u_BG = uniform_BT(sampling.seed, positions_BT, Use.ACCEPT)[:, :-1]
+    u_BG = uniform_BT(sampling.seed, positions_BT, accept)[:, :-1]
     p_BG = p_BTV[:, :-1].gather(-1, proposed_BG[..., None]).squeeze(-1)
     q_BG = q_BGV.gather(-1, proposed_BG[..., None]).squeeze(-1)
     num_accepted_B = _leading(u_BG * q_BG < p_BG)
@@ -49,7 +52,7 @@ def accept_sampled(
     q_BV = _at(torch.cat((q_BGV, torch.zeros_like(p_BTV[:, :1])), dim=1), num_accepted_B)
     residual_BV = (p_BV - q_BV).clamp(min=0.0)
     residual_BV = torch.where(residual_BV.sum(-1, keepdim=True) > 0, residual_BV, p_BV)
-    u_B = _at(uniform_BT(sampling.seed, positions_BT, Use.DECIDE), num_accepted_B)
+    u_B = _at(uniform_BT(sampling.seed, positions_BT, decide), num_accepted_B)
     return Verdict(num_accepted_B, _with_bonus(proposed_BG, num_accepted_B, draw(residual_BV, u_B)))
 
 

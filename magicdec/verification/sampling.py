@@ -20,6 +20,8 @@ class Use(IntEnum):
     PROPOSE = 1
     ACCEPT = 2
     DECIDE = 3  # the target's own token: autoregressive, or the bonus of a round
+    INNER_ACCEPT = 4  # the same two of a draft that verifies proposals itself
+    INNER_DECIDE = 5
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from magicdec.costmodel.speedup import best_gamma
 from magicdec.decoding.adaptive import AdaptiveCycle
 from magicdec.decoding.audit import audit
 from magicdec.decoding.state import State
+from magicdec.drafts.base import DRAFTS
 from magicdec.engines.native import warm_up
 from magicdec.measure import metrics
 from tests.decoding.test_graphs import CASES, TARGET
@@ -98,7 +99,7 @@ def test_every_change_of_gamma_is_lossless(draft, policy, monkeypatch):
         TARGET,
         random_prompts([50, 61, 70]),
         draft_name=draft,
-        draft_model=noisy_copy(TARGET, 0.15) if draft == "model" else None,
+        draft_model=noisy_copy(TARGET, 0.15) if DRAFTS[draft].needs_model else None,
         gamma=5,
         gammas=(1, 2, 5),
         policy=policy,

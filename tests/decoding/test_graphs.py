@@ -29,7 +29,7 @@ class Rehearsed(graphs.Step):
 def test_rehearsals_stay_within_the_buffers_and_leave_no_trace(draft, policy, generate_len, monkeypatch):
     def opened():
         prompts = random_prompts([50, 61, 70])
-        model = noisy_copy(TARGET, 0.15) if draft == "model" else None
+        model = noisy_copy(TARGET, 0.15) if DRAFTS[draft].needs_model else None
         spec = {"gamma": 5, "budget": 16, "num_sink": 2, "page_size": 4, "refresh": 4, "generate_len": generate_len}
         return open_batch(TARGET, prompts, draft_name=draft, draft_model=model, policy=policy, **spec)
 

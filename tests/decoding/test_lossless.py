@@ -22,7 +22,7 @@ PAIRS = [
     (draft, policy)
     for draft in DRAFTS
     for policy in CACHES
-    if (DRAFTS[draft].has_cache or policy == "full") and not (CACHES[policy].needs_target and DRAFTS[draft].needs_model)
+    if (DRAFTS[draft].has_cache or policy == "full") and not (CACHES[policy].needs_target and draft == "model")
 ]
 FULL = [(*pair, *sizes) for pair in PAIRS for sizes in itertools.product(GAMMAS, BATCHES, BUDGETS)]
 # A pairwise sample for every run; the whole matrix is marked slow.
@@ -32,7 +32,7 @@ SAMPLE = [case for i, case in enumerate(FULL) if i % 13 == 0]
 def check(draft: str, policy: str, gamma: int, rows: int, budget: int, **settings):
     """Decode one batch both ways and compare."""
     prompts = random_prompts([50 + 7 * row for row in range(rows)], seed=gamma)
-    model = noisy_copy(TARGET, 0.15) if draft == "model" else None
+    model = noisy_copy(TARGET, 0.15) if DRAFTS[draft].needs_model else None
     batch = open_batch(
         TARGET,
         prompts,
@@ -77,7 +77,7 @@ def test_end_of_sequence_in_the_middle_of_a_round(draft):
     plain = open_batch(TARGET, prompts).decoder.generate().tokens
     eos = plain[0][7]  # a token that row 0 writes in the middle
     target = small_model(eos_token_ids=(eos,))
-    model = noisy_copy(target, 0.1) if draft == "model" else None
+    model = noisy_copy(target, 0.1) if DRAFTS[draft].needs_model else None
     batch = open_batch(target, prompts, draft_name=draft, draft_model=model, gamma=5, policy="full", ignore_eos=False)
     stopped, fast = batch.decoder.generate(), batch.decoder.generate(batch.draft)
     expected = [row[: row.index(eos) + 1] if eos in row else row for row in plain]
@@ -108,7 +108,7 @@ def test_a_row_does_not_depend_on_its_neighbours():
 @pytest.mark.parametrize("draft", list(DRAFTS))
 def test_the_shortest_prompts(draft, length):
     prompts = random_prompts([length, 5])
-    model = noisy_copy(TARGET, 0.2) if draft == "model" else None
+    model = noisy_copy(TARGET, 0.2) if DRAFTS[draft].needs_model else None
     batch = open_batch(
         TARGET, prompts, draft_name=draft, draft_model=model, gamma=3, policy="streaming", budget=8, num_sink=2
     )

@@ -8,8 +8,9 @@ import torch
 
 from magicdec.costmodel.speedup import alpha_from_acceptance_length, omega
 from magicdec.decoding.decoder import Generation
+from magicdec.drafts.base import DRAFTS
 from magicdec.measure import metrics
-from tests.small import open_batch, random_prompts, small_model
+from tests.small import noisy_copy, open_batch, random_prompts, small_model
 
 # Two rows, gamma 2. Row 0 takes 3 + 1 tokens and ends in round 1; row 1 takes 1 + 2 + 1, cut at the limit in round 2.
 GENERATION = Generation(
@@ -70,6 +71,15 @@ def test_measured_acceptance_is_that_of_the_draft_however_little_is_generated(ge
     batch = open_batch(model, prompts, draft_name="self", **settings)
     measured = metrics.acceptance_metrics([batch.decoder.generate(batch.draft)])
     assert measured["alpha"] == pytest.approx(0.8, abs=0.03)
+
+
+@pytest.mark.parametrize("draft", list(DRAFTS))
+def test_synthetic_acceptance_works_with_every_draft(draft):
+    model, prompts = small_model(), random_prompts([20] * 200)
+    settings = {"gamma": 3, "policy": "streaming", "budget": 16, "num_sink": 2, "synthetic_acceptance": 0.6}
+    draft_model = noisy_copy(model, 0.1) if DRAFTS[draft].needs_model else None
+    batch = open_batch(model, prompts, draft_name=draft, draft_model=draft_model, generate_len=12, **settings)
+    assert metrics.acceptance_metrics([batch.decoder.generate(batch.draft)])["alpha"] == pytest.approx(0.6, abs=0.05)
 
 
 def test_history():

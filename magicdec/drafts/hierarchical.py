@@ -1,0 +1,148 @@
+"""A hierarchy of drafts: a small model drafts for the target over a retrieval cache, which drafts for the target over
+everything (TriForce, Sun et al. 2024, arXiv 2404.11912).
+
+B rows, G = gamma, I = inner_gamma, T = I + 1 tokens of an inner verification, V vocabulary.
+"""
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from magicdec.decoding.state import State
+from magicdec.drafts.base import DRAFTS, DraftSpec, Proposal
+from magicdec.drafts.model import IndependentDraft, SelfDraft
+from magicdec.verification.accept import Verdict, accept_greedy, accept_sampled
+from magicdec.verification.sampling import Use, probabilities
+
+
+@DRAFTS.register("hierarchical")
+class HierarchicalDraft(SelfDraft):
+    """Self-speculation whose proposals are themselves drafted, `inner_gamma` at a time, and verified over `cache`.
+
+    Both levels are lossless: what the inner rounds write is distributed as the target over `cache` would write it, and
+    that distribution is what the target's own verification is told. Inner rounds are fixed in number, for static
+    shapes. A row that has fewer than gamma tokens by then is filled up with whatever stands behind them, as a guess
+    that was not sampled. (Of the policies h2o is the odd one: it scores by the last token of each inner verification.)
+    """
+
+    needs_model = True
+    serves = False
+
+    def __init__(self, inner: IndependentDraft, spec: DraftSpec):
+        """`inner` proposes to the target over `cache`."""
+        super().__init__(spec.target, spec.new_cache(spec.target, spec.target_cache), spec.target_cache, spec)
+        self.inner, self.inner_gamma, self.eos = inner, spec.inner_gamma, spec.state.eos[:0]
+
+    @classmethod
+    def build(cls, spec: DraftSpec) -> "HierarchicalDraft":
+        """See Draft.build.
+
+        The inner draft feeds all tokens that the last round may have added, and one before them, at the beginning of
+        the next: what it has computed of the inner rounds' tokens is dropped, whichever of them hold.
+        """
+        refed = spec.gamma + 2
+        inner_spec = replace(
+            spec,
+            gamma=refed + spec.gamma + spec.inner_gamma,
+            inner_gamma=0,
+            policy=spec.inner_policy,
+            cache_options=spec.inner_cache_options,
+        )
+        inner = IndependentDraft.build(inner_spec)
+        inner.gamma, inner.refed = spec.inner_gamma, refed
+        return cls(inner, spec)
+
+    def prefill(self, state: State, progress: Callable[[int], None]) -> None:
+        """See Draft.prefill: both levels."""
+        super().prefill(state, progress)
+        self.inner.prefill(state, progress)
+
+    def simulate_prefill(self, state: State) -> None:
+        """See Draft.simulate_prefill."""
+        super().simulate_prefill(state)
+        self.inner.simulate_prefill(state)
+
+    def selection(self, state: State) -> Callable[[], None] | None:
+        """See Draft.selection: of the retrieval cache alone."""
+        if self.cache.selects == "prefill":
+            return lambda: SelfDraft.prefill(self, state, lambda _: None)
+        return super().selection(state)
+
+    def propose(self, state: State) -> Proposal:
+        """See Draft.propose: inner rounds behind the committed tokens, which stay as they are."""
+        written = self._behind(state)
+        q_BGV = self._no_distributions(state)
+        for number in range(self.rounds):
+            start_B = written.num_tokens_B - state.num_tokens_B
+            refed = self.inner.refed if number == 0 else IndependentDraft.refed
+            guess = self._guess(written, refed)
+            tokens_BT = torch.cat((written.recent_BT(1), guess.tokens_BG), dim=1)
+            logits_BTV = self.model.logits(self.model(tokens_BT, self.cache))
+            verdict = self._accept(guess, logits_BTV, written)
+            if q_BGV is not None:
+                _put(q_BGV, probabilities(logits_BTV, self.sampling), start_B)
+            count_B = written.extend(verdict.tokens_BT, verdict.num_accepted_B + 1)
+            self.cache.commit(self.inner_gamma + 1, count_B)
+            self.inner.cache.commit(refed + self.inner_gamma - 1, count_B + refed - 2)
+        index_BG = state.next_positions_BT(self.gamma)
+        tokens_BG = state.tokens_BS.gather(1, index_BG)
+        if q_BGV is None:
+            return Proposal(tokens_BG, None)
+        guessed_BG = index_BG >= written.num_tokens_B[:, None]
+        one_hot_BGV = torch.zeros_like(q_BGV[:, : self.gamma]).scatter_(-1, tokens_BG[..., None], 1.0)
+        return Proposal(tokens_BG, torch.where(guessed_BG[..., None], one_hot_BGV, q_BGV[:, : self.gamma]))
+
+    def commit(self, count_B: Tensor) -> None:
+        """See Draft.commit: both levels."""
+        super().commit(count_B)
+        cache = self.inner.cache
+        cache.take(cache, cache.committed_slots_B, count_B, self.gamma + 1)
+
+    @property
+    def rounds(self) -> int:
+        """Inner rounds: enough for gamma tokens where half of the inner proposals hold."""
+        return min(self.gamma, -(-2 * self.gamma // (self.inner_gamma + 2)))
+
+    @property
+    def cache_bytes(self) -> int:
+        """See Draft.cache_bytes."""
+        return super().cache_bytes + self.inner.cache_bytes
+
+    def _behind(self, state: State) -> State:
+        """A state that writes up to gamma tokens behind those of `state`, into the same buffer."""
+        written = copy.copy(state)
+        written.num_tokens_B = state.num_tokens_B.clone()
+        written.limit_B = state.num_tokens_B + self.gamma
+        written.finished_B, written.eos = torch.zeros_like(state.finished_B), self.eos
+        return written
+
+    def _guess(self, written: State, refed: int) -> Proposal:
+        """What the inner draft proposes next."""
+        before, self.inner.refed = self.inner.refed, refed
+        guess = self.inner.propose(written)
+        self.inner.refed = before
+        return guess
+
+    def _accept(self, guess: Proposal, logits_BTV: Tensor, written: State) -> Verdict:
+        """The inner verification, with random numbers of its own."""
+        if self.sampling.greedy:
+            return accept_greedy(guess.tokens_BG, logits_BTV)
+        positions_BT = written.next_positions_BT(logits_BTV.shape[1])
+        uses = (Use.INNER_ACCEPT, Use.INNER_DECIDE)
+        return accept_sampled(guess.tokens_BG, guess.q_BGV, logits_BTV, positions_BT, self.sampling, *uses)
+
+    def _no_distributions(self, state: State) -> Tensor | None:
+        """Room for the distributions of all rounds' tokens, those beyond gamma included; None where none are drawn."""
+        if self.sampling.greedy:
+            return None
+        shape = (len(state.tokens_BS), self.gamma + self.inner_gamma + 1, self.vocab_size)
+        return torch.zeros(shape, device=state.tokens_BS.device)
+
+
+def _put(q_BGV: Tensor, new_BTV: Tensor, start_B: Tensor) -> None:
+    """Write distributions behind the first `start_B` of each row."""
+    index_BT = start_B.long()[:, None] + torch.arange(new_BTV.shape[1], device=start_B.device)
+    q_BGV.scatter_(1, index_BT[..., None].expand_as(new_BTV), new_BTV)
