@@ -56,11 +56,13 @@ def serve(plan: build.Plan, progress: Progress) -> Outcome:
         slots = Slots(engine, rows, batch.context_len + batch.generate_len)
         measured = {way: _measure(slots, way, level, jobs, plan, progress) for way in _ways(engine)}
         history.append({level.kind: level.value} | _level_metrics(measured, plan))
+        held = _memory(slots, peak)
+        slots.close()  # or the caches of two levels would be held at once
     results: Metrics = {"data/fingerprint": prompts.fingerprint, "device": plan.device_name, **plan.sources}
     results |= {key: value for key, value in history[-1].items() if key not in ("concurrency", "rate")}
     if engine.draft_name != "none":
         results["acceptance/source"] = "measured" if config.draft.synthetic_acceptance is None else "synthetic"
-    results |= _memory(slots, peak)
+    results |= held
     requests = {way: done for way, (done, _) in measured.items()}
     return Outcome(results, _generations(requests, config.data.save_prompts), history, view=render(plan, history))
 

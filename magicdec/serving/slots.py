@@ -36,6 +36,8 @@ class SlotState(State):
     ):
         super().__init__([[0]] * num_slots, max_len - 1, gamma + 1, (), device)
         self.finished_B.fill_(True)
+        self.max_rounds = 1  # only the last one's counters are kept
+        self.accepted_RB, self.committed_RB = self.accepted_RB[:1].clone(), self.committed_RB[:1].clone()
         self.gamma_B = torch.full_like(self.num_tokens_B, gamma)
         self._eos = torch.tensor(eos_token_ids, dtype=torch.int64, device=device)
         self.eos = self._eos.repeat(num_slots, 1, 1)  # (B, 1, E)
@@ -48,7 +50,7 @@ class SlotState(State):
 
     def commit(self, verdict: Verdict) -> Tensor:
         """See State.commit. No more proposals count than the row's gamma; the one behind them stands for the bonus
-        token, which it equals when greedy and is distributed as when sampling. The counters hold the last round alone.
+        token, which it equals when greedy and is distributed as when sampling.
         """
         num_accepted_B = torch.minimum(verdict.num_accepted_B, self.gamma_B)
         count_B = super().commit(Verdict(num_accepted_B, verdict.tokens_BT))
@@ -101,6 +103,12 @@ class Slots:
             self.batch.decoder.round(self.batch.draft, phase)
         else:
             self.batch.decoder.decode_token()
+
+    def close(self) -> None:
+        """Free the caches at once; the steps hold them in a circle."""
+        self.batch.close()
+        self.single.close()
+        vars(self).clear()
 
     def check(self, prompt: Sequence[int], params: Params) -> None:
         """Raise UserError for a request that could not be served, before it harms the others."""

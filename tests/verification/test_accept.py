@@ -5,7 +5,7 @@ import torch
 from scipy.stats import chisquare
 
 from magicdec.verification.accept import accept_greedy, accept_sampled, accept_synthetic
-from magicdec.verification.sampling import Sampling, Use, choose, draw, probabilities, uniform_BT
+from magicdec.verification.sampling import RowSampling, Sampling, Use, choose, draw, probabilities, uniform_BT
 
 V = 11
 
@@ -96,3 +96,25 @@ def test_draw_never_takes_a_token_of_no_probability():
     p = torch.tensor([0.0, 0.5, 0.0, 0.5, 0.0])
     u = torch.tensor([0.0, 0.499999, 0.5, 1 - 2**-53], dtype=torch.float64)
     assert draw(p.expand(4, 5), u).tolist() == [1, 1, 3, 3]
+
+
+def test_rows_with_settings_of_their_own_draw_what_each_would_alone():
+    """Ties included: the first of the largest logits is what a greedy row takes."""
+    each = [
+        Sampling(),
+        Sampling(1.0, seed=7),
+        Sampling(0.6, top_k=3, seed=1),
+        Sampling(1.4, top_p=0.7),
+        Sampling(0.8, 4, 0.9),
+    ]
+    rows = RowSampling(len(each), "cpu")
+    rows.greedy = False
+    for row, sampling in enumerate(each):
+        rows.set_row(row, sampling)
+    logits = torch.randn(len(each), 30, V, generator=torch.Generator().manual_seed(0)).round(decimals=1)
+    logits[0, :, 3] = logits[0].amax(-1)
+    positions = torch.arange(30).expand(len(each), -1)
+    tokens, _ = choose(logits, positions, Use.DECIDE, rows)
+    for row, sampling in enumerate(each):
+        alone, _ = choose(logits[row : row + 1], positions[:1], Use.DECIDE, sampling)
+        assert torch.equal(tokens[row : row + 1], alone)
