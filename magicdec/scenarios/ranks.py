@@ -89,7 +89,7 @@ def _receive(
 def _exit(code: int | None) -> str:
     """An exit code in words."""
     if code == -signal.SIGKILL:
-        return "killed by SIGKILL, as by a system that is out of memory"
+        return "killed by SIGKILL, perhaps by the system for want of memory"
     return f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
 
 
