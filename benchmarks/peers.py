@@ -31,14 +31,19 @@ class Peer:
     """A loaded checkpoint."""
 
     folder: str
+    dtype: torch.dtype = torch.float32
+    device: torch.device = torch.device("cpu")  # noqa: RUF009 - immutable
+    compiled: bool = False
 
     def __post_init__(self):
-        self.model = AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32).eval()
+        self.model = AutoModelForCausalLM.from_pretrained(self.folder, dtype=self.dtype).to(self.device).eval()
+        if self.compiled:
+            self.model.forward = torch.compile(self.model.forward, mode="reduce-overhead", fullgraph=True)
 
     @torch.inference_mode()
     def generate(self, prompts: list[list[int]], new_tokens: int, mode: str = "dynamic cache", **options):
         """Greedy; returns (new tokens per row, seconds per token)."""
-        clock, ids = Clock(), torch.tensor(prompts)
+        clock, ids = Clock(), torch.tensor(prompts, device=self.device)
         if mode == "static cache":
             length = ids.shape[1] + new_tokens
             options["past_key_values"] = StaticCache(config=self.model.config, max_cache_len=length)

@@ -24,9 +24,10 @@ from magicdec.errors import UserError
 from magicdec.measure import memory
 from magicdec.measure.footprint import Footprint, UniformAttention, footprint, largest_batch
 from magicdec.measure.memory import GIB
+from magicdec.measure.metrics import Metrics
 from magicdec.models import checkpoint, quantize
 from magicdec.models.config import ModelConfig
-from magicdec.models.parallel import check_divides, replicates, share
+from magicdec.models.parallel import Share, check_divides, replicates, share
 from magicdec.models.transformer import Transformer
 from magicdec.tracking.progress import Progress
 from magicdec.verification.sampling import Sampling
@@ -71,6 +72,12 @@ class Plan:
     def fingerprints(self) -> dict[str, str]:
         """Of the checkpoints that the run loads."""
         return {m.key: m.fingerprint for m in (self.target, self.draft) if m is not None}
+
+    @property
+    def sources(self) -> Metrics:
+        """What says in results whether they are of models that know anything."""
+        models = (self.target, self.draft)
+        return {"weights/source": "random" if any(m is not None and m.folder is None for m in models) else "checkpoint"}
 
     @property
     def num_ranks(self) -> int:
@@ -120,10 +127,15 @@ def plan(config: Config) -> Plan:
 
 
 def estimate(plan: Plan, num_rows: int, context_len: int) -> Footprint:
-    """Bytes that the run will take, of each device."""
+    """Bytes that the run will take of each device: of rank 0's, where there are several."""
     attention = UniformAttention() if plan.device.type == "cpu" else SdpaAttention()
-    engine = _engine(plan, lambda model: _on_meta(model, plan, attention))
-    return footprint(engine, num_rows, context_len, is_audited(plan))
+
+    def load(model: Model) -> Transformer:
+        part = Share(0, model.num_ranks, 0, plan.num_ranks)
+        return _without_weights(model, plan, attention, part)
+
+    found = footprint(_engine(plan, load), num_rows, context_len, is_audited(plan))
+    return replace(found, transient=found.transient + memory.workspace_bytes(plan.device))
 
 
 def check_memory(plan: Plan, num_rows: int, context_len: int) -> Footprint:
@@ -263,6 +275,8 @@ def _divided(config: Config, target: Model, draft: Model | None) -> tuple[Model,
             )
         check_divides(draft.config, drafters, "draft.tensor_parallel")
         draft = drafter = replace(draft, num_ranks=drafters)
+    if ranks > 1 and config.draft.gamma == "auto":
+        raise UserError("draft.gamma=auto: ranks time for themselves and could disagree; set a number")
     policy = CACHES[config.cache.policy]
     has_cache = config.draft.name != "none" and DRAFTS[config.draft.name].has_cache
     if has_cache and policy.selects != "never" and replicates(drafter.config, drafters):
@@ -297,27 +311,25 @@ def _check_length(config: Config, target: Model, draft: Model | None) -> None:
         )
 
 
-def _on_meta(model: Model, plan: Plan, attention: Attention) -> Transformer:
-    """A model, or this rank's share of it, whose weights have a shape and a type but no storage."""
-    part = share(model.num_ranks)
+def _without_weights(model: Model, plan: Plan, attention: Attention, part: Share) -> Transformer:
+    """A share of a model, on the meta device: its weights have a shape and a type but no storage."""
     with torch.device("meta"):
         return Transformer(part.config(model.config), attention, part).to(plan.dtype).eval().requires_grad_(False)
 
 
 def _load(model: Model, plan: Plan, attention: Attention, progress: Progress) -> Transformer:
-    """The same on its device, with its weights."""
-    transformer = _on_meta(model, plan, attention)
+    """This rank's share of a model, on its device. Random weights are made there, in the run's own dtype."""
+    part = share(model.num_ranks)
+    transformer = _without_weights(model, plan, attention, part)
     if model.folder is None:
         transformer.to_empty(device=plan.device)
-        generator = torch.Generator(plan.device).manual_seed(transformer.share.rank)
-        for parameter in transformer.parameters():
-            parameter.normal_(0, 0.02, generator=generator) if parameter.dim() > 1 else parameter.fill_(1.0)
+        generator = torch.Generator(plan.device).manual_seed(part.rank)
+        for weight in transformer.parameters():
+            weight.normal_(0, 0.02, generator=generator) if weight.dim() > 1 else weight.fill_(1.0)
     else:
-        total = sum(parameter.numel() for parameter in transformer.parameters())
+        total = sum(weight.numel() for weight in transformer.parameters())
         with progress.task(f"loading {model.key}", total=total) as task:
-            state = checkpoint.load(
-                model.folder, model.config, plan.dtype, plan.device, task.advance, transformer.share
-            )
+            state = checkpoint.load(model.folder, model.config, plan.dtype, plan.device, task.advance, part)
         transformer.load_state_dict(state, assign=True)
     if plan.config.hardware.compile:
         transformer.compile_layers()

@@ -354,6 +354,8 @@ def _mistakes(config: Config) -> Iterator[str]:
     for name in NEEDED.get(scenario.name, ()):
         if not getattr(scenario, name):
             yield f"scenario.{name}=[]: scenario={scenario.name} needs at least one"
+    if scenario.name == "serve" and config.hardware.tensor_parallel > 1:
+        yield f"hardware.tensor_parallel={config.hardware.tensor_parallel}: scenario=serve runs on one device so far"
     if scenario.name == "serve" and not (scenario.concurrencies or scenario.rates):
         yield "scenario.concurrencies=[]: scenario=serve needs at least one of them, or of scenario.rates"
     batches = scenario.critical_batches

@@ -120,6 +120,8 @@ def test_sampling_and_random_weights_say_what_they_are(tmp_path):
     assert "synthetic" in done.stdout.lower()
     (result,) = results(tmp_path / "random")
     assert result["acceptance/source"] == "synthetic"
+    assert result["weights/source"] == "random"
+    assert "RANDOM weights" in done.stdout
     assert result["lossless/identical"] is None
     sampled = launch(tmp_path / "sampled", "sampling=sample", "draft=model")
     assert sampled.returncode == 0, sampled.stderr

@@ -224,8 +224,9 @@ def finished(process):
     return SimpleNamespace(code=process.returncode, out=out, err=err)
 
 
-def test_each_job_in_its_own_process(tmp_path, starts):
-    runs = tmp_path / "runs"
+def test_each_job_in_its_own_process(tmp_path, starts, monkeypatch):
+    runs, secret = tmp_path / "runs", "MARKER" + "0123456789abcdef" * 3
+    monkeypatch.setenv("WANDB_API_KEY", secret)
     sweep = finished(start(runs, "sweep.name=mine", "hydra.launcher.jobs=2", "draft.gamma=1,6,7,2", "cache.budget=64"))
     assert sweep.code == 1
     assert re.search(r"error: job 1 \(.*draft.gamma=6 .*\): RuntimeError: gamma 6 is unlucky\n", sweep.err)
@@ -243,6 +244,8 @@ def test_each_job_in_its_own_process(tmp_path, starts):
     assert {line["id"] for line in lines} == {run["id"] for run in found.values()}
     assert (folder / "multirun.yaml").exists()
     assert {run["config"]["wandb"]["group"] for run in found.values()} == {"mine"}
+    stored = [path.read_text() for path in runs.rglob("*") if path.is_file()]
+    assert not [text for text in [*stored, sweep.out, sweep.err] if secret in text], "no secret is written"
 
 
 def test_a_killed_launcher_takes_its_jobs_along_and_the_sweep_goes_on(tmp_path, starts, monkeypatch):

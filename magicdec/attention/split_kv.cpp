@@ -7,6 +7,7 @@
 // whatever the machine has.
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -164,8 +165,7 @@ struct Partial {
 template <typename T>
 class Kernel {
   public:
-    explicit Kernel(const Call& call)
-        : c(call), query_rows(c.group * c.new_tokens) {
+    explicit Kernel(const Call& call) : c(call), query_rows(c.group * c.new_tokens) {
         for (int64_t b = 0; b < c.rows; ++b) {
             max_splits = std::max(max_splits, (last(b) - first(b) + SPLIT - 1) / SPLIT);
         }
@@ -176,18 +176,18 @@ class Kernel {
         const int64_t heads = c.rows * c.kv_heads, size = Partial::size(query_rows, c.dim);
         if (int64_t(scratch.size()) < heads * max_splits * size) scratch.resize(heads * max_splits * size);
         float* partials = scratch.data();
+        std::vector<std::atomic<int64_t>> done(heads);
 #pragma omp parallel num_threads(c.threads)
         {
             std::vector<float> q(query_rows * c.dim), scores(query_rows * BLOCK), decay(query_rows);
-#pragma omp for schedule(dynamic)
+#pragma omp for schedule(dynamic) nowait
             for (int64_t task = 0; task < heads * max_splits; ++task) {
                 const int64_t head = task / max_splits, split = task % max_splits;
-                attend(head / c.kv_heads, head % c.kv_heads, split, Partial(partials + task * size, query_rows, c.dim),
-                       q.data(), scores.data(), decay.data());
-            }
-#pragma omp for schedule(static)
-            for (int64_t head = 0; head < heads; ++head) {
-                merge(head / c.kv_heads, head % c.kv_heads, partials + head * max_splits * size, size);
+                const int64_t b = head / c.kv_heads, kv = head % c.kv_heads;
+                attend(b, kv, split, Partial(partials + task * size, query_rows, c.dim), q.data(), scores.data(),
+                       decay.data());
+                // Whoever ends a head's last split merges them: threads wait for each other only once.
+                if (done[head].fetch_add(1) + 1 == max_splits) merge(b, kv, partials + head * max_splits * size, size);
             }
         }
     }

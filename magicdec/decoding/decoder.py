@@ -12,7 +12,7 @@ from torch import Tensor
 
 from magicdec.cache.kv_cache import KVCache
 from magicdec.decoding.adaptive import AdaptiveCycle
-from magicdec.decoding.graphs import Cycle, Step
+from magicdec.decoding.graphs import Captures, Cycle, Step
 from magicdec.decoding.prefill import prefill
 from magicdec.decoding.state import State
 from magicdec.drafts.base import Draft, Proposal
@@ -56,7 +56,7 @@ class Decoder:
         self.target, self.cache, self.state, self.sampling = target, cache, state, sampling
         self.synthetic_acceptance = synthetic_acceptance
         self.device = cache.seqlens_B.device
-        self.graphs = graphs
+        self.captures = Captures(self.device) if graphs and self.device.type == "cuda" else None
         self._steps: dict[tuple[Draft | None, int | None], Cycle | AdaptiveCycle] = {}
 
     @torch.inference_mode()
@@ -163,7 +163,7 @@ class Decoder:
                 bodies = [partial(self._round_of, draft, gamma, phase) for phase in range(draft.phases)]
             # Rows that finish in a rehearsal stay within their buffers; only the rounds are counted without an end.
             undo = self.state.forget_rounds
-            self._steps[draft, gamma] = Cycle([Step(body, self.device, self.graphs, undo) for body in bodies])
+            self._steps[draft, gamma] = Cycle([Step(body, self.captures, undo) for body in bodies])
         step = self._steps[draft, gamma]
         assert isinstance(step, Cycle)
         return step
@@ -198,24 +198,26 @@ class _StopFlag:
     """
 
     def __init__(self, finished_B: Tensor):
-        self._finished_B = finished_B
-        self._pending: list[tuple[torch.cuda.Event, Tensor]] = []
+        self._finished_B, self._posted, self._read = finished_B, 0, 0
+        if finished_B.is_cuda:  # two of each: of the round that runs, and of the one before
+            self._flags = torch.zeros(2, dtype=torch.bool, pin_memory=True)
+            self._events = [torch.cuda.Event() for _ in range(2)]
 
     def post(self) -> None:
         """Ask for the flag as it stands after the work queued so far."""
         if self._finished_B.is_cuda:
-            copy = torch.empty((), dtype=torch.bool, pin_memory=True)
-            copy.copy_(self._finished_B.all(), non_blocking=True)
-            event = torch.cuda.Event()
-            event.record()
-            self._pending.append((event, copy))
+            slot = self._posted % 2
+            self._flags[slot].copy_(self._finished_B.all(), non_blocking=True)
+            self._events[slot].record()
+            self._posted += 1
 
     def raised(self) -> bool:
         """On a CPU the flag of now; on a GPU that of the round before the last one queued."""
         if not self._finished_B.is_cuda:
             return bool(self._finished_B.all())
-        if len(self._pending) < 2:
+        if self._posted - self._read < 2:
             return False
-        event, flag = self._pending.pop(0)
-        event.synchronize()
-        return bool(flag)
+        slot = self._read % 2
+        self._events[slot].synchronize()
+        self._read += 1
+        return bool(self._flags[slot])

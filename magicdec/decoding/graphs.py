@@ -1,6 +1,7 @@
 """A step that is run many times over static buffers: replayed as one CUDA graph, or called as it is."""
 
 from collections.abc import Callable
+from functools import cache
 
 import torch
 
@@ -14,31 +15,47 @@ def rehearse(function: Callable[[], None], undo: Callable[[], None]) -> None:
         undo()
 
 
+class Captures:
+    """Where the graphs of one batch are captured.
+
+    On one stream, because libraries keep a workspace for each, and in one pool of memory: a step leaves its results in
+    static buffers, so that the next may write over everything else.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device, self.pool = device, torch.cuda.graph_pool_handle()
+        self.stream = _stream(device)
+
+    def capture(self, function: Callable[[], None], undo: Callable[[], None]) -> Callable[[], None]:
+        """What replays `function`, which is rehearsed before."""
+        current = torch.cuda.current_stream(self.device)
+        self.stream.wait_stream(current)
+        with torch.cuda.stream(self.stream):
+            rehearse(function, undo)
+        current.wait_stream(self.stream)
+        graph = torch.cuda.CUDAGraph()
+        # thread_local: what other threads do, such as NCCL's watchdog, cannot spoil the capture.
+        with torch.cuda.graph(graph, self.pool, self.stream, capture_error_mode="thread_local"):
+            function()
+        return graph.replay
+
+
+@cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
 class Step:
-    """Calls `function` (no arguments, no result, everything in place); on a GPU with `graphs` replays its capture.
+    """Calls `function` (no arguments, no result, everything in place), or replays its capture.
 
     The function must tolerate a few extra calls before the first real one, each followed by `undo`: capture it while
     the state is disposable.
     """
 
     def __init__(
-        self,
-        function: Callable[[], None],
-        device: torch.device,
-        graphs: bool,
-        undo: Callable[[], None] = lambda: None,
+        self, function: Callable[[], None], captures: Captures | None = None, undo: Callable[[], None] = lambda: None
     ):
-        self._call = function
-        if graphs and device.type == "cuda":
-            stream = torch.cuda.Stream(device)
-            stream.wait_stream(torch.cuda.current_stream(device))
-            with torch.cuda.stream(stream):
-                rehearse(function, undo)
-            torch.cuda.current_stream(device).wait_stream(stream)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                function()
-            self._call = graph.replay
+        self._call = captures.capture(function, undo) if captures else function
 
     def __call__(self) -> None:
         """Run the step once."""

@@ -19,9 +19,10 @@ def kv_bytes(config: ModelConfig, num_tokens: int, dtype: torch.dtype) -> int:
 
 
 def available_bytes(device: torch.device) -> int:
-    """Free memory of the device now."""
+    """Free memory of the device now, with what PyTorch holds but has no use for."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + idle
     try:
         with open("/proc/meminfo") as lines:
             return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
@@ -29,8 +30,18 @@ def available_bytes(device: torch.device) -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
+def workspace_bytes(device: torch.device) -> int:
+    """What PyTorch allocates for cuBLAS: a workspace for each stream, of which one runs and one captures graphs."""
+    if device.type != "cuda":
+        return 0
+    return 2 * (32 << 20 if torch.cuda.get_device_capability(device)[0] >= 9 else 8320 << 10)
+
+
 class Peak:
-    """The most memory taken since this object was made: on a GPU by tensors, on a CPU by the whole process."""
+    """The most memory taken since this object was made: on a GPU by tensors, on a CPU by the whole process.
+
+    Pages of files do not count: they are the code of libraries, loaded when it is first used.
+    """
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -39,14 +50,14 @@ class Peak:
             torch.cuda.reset_peak_memory_stats(device)
         else:
             _forget_peak()
-            self._before = _status_bytes("VmRSS")
+            self._before = _status_bytes("VmRSS", _peak_resident_bytes()) - _status_bytes("RssFile")
 
     @property
     def num_bytes(self) -> int:
         """Bytes so far."""
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
-        return max(0, _peak_resident_bytes() - self._before)
+        return max(0, _peak_resident_bytes() - _status_bytes("RssFile") - self._before)
 
 
 def _forget_peak() -> None:
@@ -60,13 +71,13 @@ def _peak_resident_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def _status_bytes(field: str) -> int:
-    """A field of Linux's account of this process; elsewhere the peak so far stands for what is resident now."""
+def _status_bytes(field: str, otherwise: int = 0) -> int:
+    """A field of Linux's account of this process; `otherwise` where there is none."""
     try:
         with open("/proc/self/status") as lines:
             return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field + ":"))
     except (OSError, StopIteration):
-        return _peak_resident_bytes()
+        return otherwise
 
 
 def read_bandwidth(device: torch.device, num_bytes: int = 1 << 28, repeats: int = 5) -> float:

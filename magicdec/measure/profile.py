@@ -53,7 +53,7 @@ def profile_round(batch: Batch, repeats: int) -> dict[str, float]:
 
 
 def _alternate(decoder: Decoder, parts: dict, repeats: int) -> dict[str, float]:
-    steps = {name: Step(run, decoder.device, decoder.graphs, undo) for name, (run, undo) in parts.items()}
+    steps = {name: Step(run, decoder.captures, undo) for name, (run, undo) in parts.items()}
     samples: dict[str, list[float]] = {name: [] for name in parts}
     for index in range(WARMUP + repeats):
         for name, (_, undo) in parts.items():

@@ -7,7 +7,6 @@ together piece by piece, and so are the same numbers on every rank, which decide
 """
 
 from dataclasses import dataclass, replace
-from functools import cache
 
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -90,7 +89,6 @@ class Share:
 ALONE = Share()
 
 
-@cache
 def share(size: int) -> Share:
     """This process's share of a model whose layers are divided over `size` ranks; to be called by every rank alike.
 

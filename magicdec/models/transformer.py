@@ -50,7 +50,7 @@ class Layer(nn.Module):
         """The residual stream behind attention and MLP."""
         x_BTE = x_BTE + self.share.sum(self.output(out_BTHD.flatten(2)))
         gate, up = self.gate_up(self.mlp_norm(x_BTE)).chunk(2, dim=-1)
-        return x_BTE + self.share.sum(self.down(F.silu(gate) * up))
+        return x_BTE + self.share.sum(self.down(F.silu(gate).mul_(up)))
 
 
 class Transformer(nn.Module):
@@ -76,7 +76,9 @@ class Transformer(nn.Module):
         for i, layer in enumerate(cast("list[Layer]", self.layers)):
             q_BTHD, k_BTKD, v_BTKD = layer.before_attention(x_BTE, cos, sin)
             cache.append(i, slots_BT, k_BTKD, v_BTKD)
-            x_BTE = layer.after_attention(x_BTE, cache.attend(i, q_BTHD, self.attention, plans[i]))
+            out_BTHD = cache.attend(i, q_BTHD, self.attention, plans[i])
+            del q_BTHD, k_BTKD, v_BTKD  # memory peaks in the MLP
+            x_BTE = layer.after_attention(x_BTE, out_BTHD)
         cache.advance(num_new)
         return self.norm(x_BTE)
 

@@ -63,7 +63,7 @@ def compare(plan: build.Plan, progress: Progress) -> Outcome:
             audits.append(audit(batch.decoder, first.autoregressive[-1].tokens, first.speculative[-1].tokens))
         if start + rows < len(prompts.tokens):  # the last one is profiled below
             batch.close()  # or the caches of two batches would be held at once
-    results: Metrics = {"data/fingerprint": prompts.fingerprint, "device": plan.device_name}
+    results: Metrics = {"data/fingerprint": prompts.fingerprint, "device": plan.device_name, **plan.sources}
     results |= _speeds(passes, prefill_seconds) | gpu.metrics()
     speculative = [generation for one in passes for generation in one.speculative]
     gamma = metrics.usual_gamma(speculative)

@@ -40,4 +40,4 @@ def profile(plan: build.Plan, progress: Progress) -> Outcome:
             history.append(point | {f"time/{name}": value for name, value in times.items()})
             task.advance(1)
     metrics: Metrics = {"device": plan.device_name, "memory/peak_gib": peak.num_bytes / memory.GIB}
-    return Outcome(metrics, history=history)
+    return Outcome(metrics | plan.sources, history=history)

@@ -65,7 +65,7 @@ def serve(plan: build.Plan, progress: Progress) -> Outcome:
         slots.close()  # or the caches of two levels would be held at once
     if not history:  # a rank that has followed
         return Outcome({})
-    results: Metrics = {"data/fingerprint": prompts.fingerprint, "device": plan.device_name}
+    results: Metrics = {"data/fingerprint": prompts.fingerprint, "device": plan.device_name, **plan.sources}
     results |= {key: value for key, value in history[-1].items() if key not in ("concurrency", "rate")}
     if engine.draft_name != "none":
         results["acceptance/source"] = "measured" if config.draft.synthetic_acceptance is None else "synthetic"

@@ -93,7 +93,7 @@ class Slots:
         ways = (False, True) if self.batch.draft else (False,)
         return {
             (speculative, greedy): [
-                Step(partial(self._round, speculative, greedy, phase), self.device, self.engine.graphs)
+                Step(partial(self._round, speculative, greedy, phase), self.batch.decoder.captures)
                 for phase in range(self._phases if speculative else 1)
             ]
             for speculative in ways

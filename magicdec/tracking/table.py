@@ -82,6 +82,8 @@ def _header(config: Mapping[str, Any], metrics: Metrics) -> Iterator[Text]:
         size = f"{batches}{batch['size']} rows x {int(batch['context_len']):,} tokens of context"
         yield Text(f"{size}, {batch['generate_len']:,} new tokens each, {how}")
         yield Text(f"data: {' '.join(filter(None, (config['data']['name'], config['data'].get('task'))))}; {where}")
+    if metrics.get("weights/source") == "random":
+        yield Text(" RANDOM weights: only the times are real ", style="bold black on yellow")
     if metrics.get("acceptance/source") == "synthetic":
         rate = config["draft"].get("synthetic_acceptance")
         warning = f" SYNTHETIC acceptance ({rate}): drawn, not measured; only the times are real "

@@ -173,7 +173,8 @@ def _tags(config: Mapping[str, Any], result: Mapping[str, Any]) -> list[str]:
     draft = config["draft"]
     model = draft["model"]["name"] if draft["name"] == "model" else draft["name"]
     own = [config["target"]["name"], model, config["cache"]["policy"], config["hardware"]["name"]]
-    tags = [*config["wandb"]["tags"], *own, result.get("acceptance/source")]
+    weights = "random weights" if result.get("weights/source") == "random" else None
+    tags = [*config["wandb"]["tags"], *own, result.get("acceptance/source"), weights]
     return [tag[:MAX_TAG_LENGTH] for tag in dict.fromkeys(tags) if tag]
 
 

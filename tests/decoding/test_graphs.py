@@ -19,8 +19,8 @@ CASES = [("self", policy) for policy in CACHES] + [(draft, "streaming") for draf
 class Rehearsed(graphs.Step):
     """A step that is rehearsed as for a capture, and then called as it is."""
 
-    def __init__(self, function, device, use_graphs, undo=lambda: None):
-        super().__init__(function, device, False)
+    def __init__(self, function, captures=None, undo=lambda: None):
+        super().__init__(function)
         graphs.rehearse(function, undo)
 
 
