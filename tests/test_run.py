@@ -149,6 +149,17 @@ def test_serving_compares_both_ways_at_each_level(tmp_path):
     assert "50 a second" in done.stdout
 
 
+def test_several_ranks_serve_together(tmp_path):
+    """Rank 0 schedules, which no other rank could: slots change hands on all of them at once."""
+    load = ["scenario=serve", "scenario.concurrencies=[2]", "scenario.num_requests=4", "batch.prefill_chunk=64"]
+    done = launch(tmp_path, *load, "hardware.tensor_parallel=2", "draft=model")
+    assert done.returncode == 0, done.stderr
+    (result,) = results(tmp_path)
+    assert result["lossless/identical"] is True
+    rows = (tmp_path / result["id"] / "generations.jsonl").read_text().splitlines()
+    assert [len(json.loads(row)["speculative"]) for row in rows] == [12] * 4
+
+
 def broken(tmp_path: Path, damage) -> str:
     """A copy of the bundled target, damaged."""
     folder = tmp_path / "checkpoint"

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
+import torch.distributed as dist
 from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -22,6 +23,7 @@ from magicdec.serving.engine import AsyncEngine
 from magicdec.serving.load import Job, Level, acceptance, load_metrics, run
 from magicdec.serving.request import Params, Request
 from magicdec.serving.scheduler import Scheduler
+from magicdec.serving.shared import SharedSlots
 from magicdec.serving.slots import Slots
 from magicdec.tracking.progress import Progress
 from magicdec.tracking.table import WAYS, described_draft
@@ -53,11 +55,16 @@ def serve(plan: build.Plan, progress: Progress) -> Outcome:
     for level in levels:
         # A row without a request costs as much as one with it: no more slots than users.
         rows = min(int(level.value), int(batch.size)) if level.kind == "concurrency" else int(batch.size)
-        slots = Slots(engine, rows, batch.context_len + batch.generate_len)
+        slots = _slots(plan, engine, rows)
+        if isinstance(slots, SharedSlots) and dist.get_rank() > 0:
+            slots.follow()
+            continue
         measured = {way: _measure(slots, way, level, jobs, plan, progress) for way in _ways(engine)}
         history.append({level.kind: level.value} | _level_metrics(measured, plan))
         held = _memory(slots, peak)
         slots.close()  # or the caches of two levels would be held at once
+    if not history:  # a rank that has followed
+        return Outcome({})
     results: Metrics = {"data/fingerprint": prompts.fingerprint, "device": plan.device_name, **plan.sources}
     results |= {key: value for key, value in history[-1].items() if key not in ("concurrency", "rate")}
     if engine.draft_name != "none":
@@ -65,6 +72,11 @@ def serve(plan: build.Plan, progress: Progress) -> Outcome:
     results |= held
     requests = {way: done for way, (done, _) in measured.items()}
     return Outcome(results, _generations(requests, config.data.save_prompts), history, view=render(plan, history))
+
+
+def _slots(plan: build.Plan, engine: NativeEngine, rows: int) -> Slots:
+    kind = SharedSlots if plan.num_ranks > 1 else Slots
+    return kind(engine, rows, plan.config.batch.context_len + plan.config.batch.generate_len)
 
 
 def _ways(engine: NativeEngine) -> tuple[str, ...]:

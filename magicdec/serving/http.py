@@ -285,6 +285,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         plan = build.plan(config)
         if plan.target.folder is None:
             raise UserError("target.weights=random: there is no tokenizer to serve text with")
+        if plan.num_ranks > 1:
+            raise UserError(f"hardware.tensor_parallel={plan.num_ranks}: over HTTP one device serves; set it to 1")
         batch = plan.config.batch
         build.check_memory(plan, int(batch.size) + 1, batch.context_len)  # one more: the row for prefills
         tokenizer = load_tokenizer(plan.target.folder)

@@ -10,11 +10,7 @@ import torch
 from torch import Tensor
 
 from magicdec.serving.request import Request
-from magicdec.serving.slots import Slots
-
-
-class _Abandoned(Exception):
-    """The request that is being prefilled was cancelled."""
+from magicdec.serving.slots import Abandoned, Slots
 
 
 class Scheduler:
@@ -59,13 +55,13 @@ class Scheduler:
         def between_chunks(_: int) -> None:
             self._drop_cancelled()
             if request.cancelled:
-                raise _Abandoned
+                raise Abandoned
             if self.running:
                 self._round()
 
         try:
             prefilled = self.slots.prefill(request.prompt, request.params, self.speculative, between_chunks)
-        except _Abandoned:
+        except Abandoned:
             request.finish("cancelled")
             return
         except BaseException as error:

@@ -26,6 +26,10 @@ from magicdec.verification.accept import Verdict
 from magicdec.verification.sampling import RowSampling, Sampling
 
 
+class Abandoned(Exception):
+    """Raised by who is told of a prefill's progress, to end it."""
+
+
 class SlotState(State):
     """Rows that begin empty, and have a gamma and ends of sequence of their own."""
 
@@ -129,7 +133,8 @@ class Slots:
     def prefill(
         self, prompt: list[int], params: Params, speculative: bool, progress: Callable[[int], None]
     ) -> tuple[State, int, bool]:
-        """Prefill a request apart from the slots; `progress` is called after each chunk, and may take a `step`.
+        """Prefill a request apart from the slots; `progress` is called after each chunk; it may
+        take a `step`, and raise Abandoned.
 
         Returns what `seat` needs, the first token, and whether it is the last one, too.
         """

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -269,3 +270,14 @@ def test_whatever_it_raises_is_a_line_of_warning(run, monkeypatch, mode):
 def test_sync_command_can_be_pasted(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert tracking.sync_command(tmp_path / "my runs" / "abc") == "wandb sync 'my runs/abc'"
+
+
+def test_levels_of_load_are_told_against_the_load():
+    """Which is so a chart's x axis, not the order of the lines."""
+    told = SimpleNamespace(metrics={}, rows=[])
+    told.define_metric = lambda name, step_metric=None, summary=None: told.metrics.update({name: step_metric})
+    told.log = told.rows.append
+    levels = [{"concurrency": users, "speculative/tokens_per_second": 10.0 * users} for users in (1, 8)]
+    tracking._log_history(told, levels)
+    assert told.metrics == {"concurrency": None, "speculative/tokens_per_second": "concurrency"}
+    assert told.rows == levels
