@@ -15,7 +15,7 @@ from magicdec.attention import choice
 from magicdec.attention.base import Attention
 from magicdec.attention.sdpa import SdpaAttention
 from magicdec.cache.draft_cache import CACHES
-from magicdec.config import BatchConfig, Config, DraftConfig, ModelChoice, gammas
+from magicdec.config import BatchConfig, Config, DraftConfig, ModelChoice
 from magicdec.data import Prompts, load_prompts
 from magicdec.data.tokenizer import load_tokenizer
 from magicdec.drafts.base import DRAFTS
@@ -185,8 +185,8 @@ def _engine(plan: Plan, load: Callable[[Model], Transformer]) -> NativeEngine:
         generate_len=c.batch.generate_len,
         prefill_chunk=c.batch.prefill_chunk,
         draft_name=c.draft.name,
-        gamma=max(gammas(c)),
-        gammas=gammas(c) if c.draft.gamma == "auto" else (),
+        gamma=max(c.gammas),
+        gammas=c.gammas if c.draft.gamma == "auto" else (),
         draft_options=draft_options(c.draft),
         policy=c.cache.policy,
         cache_options=_options(c.cache, "policy"),
@@ -317,9 +317,9 @@ def _check_length(config: Config, target: Model, draft: Model | None) -> None:
             f"{key}.policy={cache.policy} shows the draft {length} tokens, but it was trained for {trained}; "
             f"use {key}.policy=streaming, which hides the distance"
         )
-    if cache.budget + max(gammas(config)) + 1 >= trained:
+    if cache.budget + max(config.gammas) + 1 >= trained:
         raise UserError(
-            f"{key}.budget={cache.budget} + draft.gamma={max(gammas(config))} does not fit into the draft's "
+            f"{key}.budget={cache.budget} + draft.gamma={max(config.gammas)} does not fit into the draft's "
             f"trained context of {trained} tokens; {key}.budget={trained // 2} would"
         )
 

@@ -1,10 +1,10 @@
-"""The configuration: the schema of every group in conf/, what is valid in it, and how it is read.
+"""The configuration: the schema of every group in conf/, the rules of single values, and how it is read.
 
 A class is a group, a field a key; conf/ explains them and holds the values that a run starts from. Beside launch.py
 this is the only module that knows Hydra and OmegaConf.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from magicdec.costmodel.hardware import Efficiency
 from magicdec.errors import UserError
+from magicdec.mistakes import validate
 from magicdec.models.config import ModelConfig, RopeScaling
-from magicdec.rules import POSITIVE, SHARES, SIZES, above, at_least, check, one_of, ruled
+from magicdec.rules import POSITIVE, SHARES, SIZES, above, at_least, one_of, ruled
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
 
@@ -250,6 +251,17 @@ class Config:
     )
     sweep: SweepConfig = field(default_factory=SweepConfig)
 
+    @property
+    def gammas(self) -> tuple[int, ...]:
+        """Those that a run may use: where it chooses itself, all that fit into the budget; (0,) without a draft."""
+        draft, cache = self.draft, self.cache
+        if draft.name == "none":
+            return (0,)
+        if draft.gamma != "auto":
+            return (int(draft.gamma),)
+        unlimited = cache.policy == "full" or draft.name == "ngram"
+        return tuple(gamma for gamma in AUTO_GAMMAS if unlimited or gamma < cache.budget) or AUTO_GAMMAS[:1]
+
 
 ConfigStore.instance().store(name="schema", node=Config)
 
@@ -284,120 +296,3 @@ def to_dict(config: Config) -> dict[str, Any]:
 def to_yaml(config: Config) -> str:
     """YAML that `load(OmegaConf.create(...))` reads back."""
     return OmegaConf.to_yaml(OmegaConf.create(to_dict(config)))
-
-
-def validate(config: Config) -> None:
-    """Raise UserError for the first mistake that the configuration alone gives away."""
-    check(config)
-    for mistakes in (_mistakes, _draft_mistakes):
-        for mistake in mistakes(config):
-            raise UserError(mistake)
-
-
-def gammas(config: Config) -> tuple[int, ...]:
-    """The gammas that a run may use: those that fit into the budget where it chooses itself, (0,) without a draft."""
-    draft, cache = config.draft, config.cache
-    if draft.name == "none":
-        return (0,)
-    if draft.gamma != "auto":
-        return (int(draft.gamma),)
-    unlimited = cache.policy == "full" or draft.name == "ngram"
-    return tuple(gamma for gamma in AUTO_GAMMAS if unlimited or gamma < cache.budget) or AUTO_GAMMAS[:1]
-
-
-def warnings(config: Config) -> list[str]:
-    """What is legal but hardly meant, a line each."""
-    found = []
-    draft, cache, sampling = config.draft, config.cache, config.sampling
-    context_len = config.batch.context_len
-    if draft.name == "self" and cache.policy == "full" and draft.quantization == "none":
-        found.append("cache=full with draft=self: the target drafts for itself over its own cache, which saves nothing")
-    if draft.name not in ("none", "ngram") and cache.policy != "full" and cache.budget >= context_len:
-        found.append(f"cache.budget={cache.budget} holds all of batch.context_len={context_len}: it saves nothing")
-    for name, value in (("top_k", sampling.top_k), ("top_p", sampling.top_p)):
-        if sampling.temperature == 0 and value is not None:
-            found.append(
-                f"sampling.{name}={value} has no effect: at sampling.temperature=0 the likeliest token is taken"
-            )
-    return found
-
-
-# Lists that must not be empty, by scenario.
-NEEDED = {
-    "profile": ("batch_sizes", "context_lens", "gammas"),
-    "predict": ("gammas",),
-    "plan": ("gammas", "drafts", "policies"),
-    "serve": ("length_shares",),
-}
-
-
-def _models(config: Config) -> dict[str, ModelChoice]:
-    """The models of a run by the keys that choose them."""
-    models = {"target": config.target}
-    if config.draft.name in ("model", "hierarchical") and config.draft.model is not None:
-        models["draft.model"] = config.draft.model
-    return models
-
-
-def _mistakes(config: Config) -> Iterator[str]:
-    """Values that are right by themselves and wrong together, wherever the draft has no part in it."""
-    data, scenario = config.data, config.scenario
-    for key, model in _models(config).items():
-        try:
-            if model.architecture is not None:
-                model.architecture.to_model_config()
-        except UserError as error:
-            yield f"{key}.architecture: {error}"
-    if data.name in ("text", "prompts") and not data.path:
-        yield f"data.path=null: data={data.name} needs a file or folder, as in data.path=FOLDER"
-    if (data.name == "ruler") != (data.task is not None):
-        valid = "choose one, as in data.task=niah_single" if data.task is None else "a task is for data=ruler alone"
-        yield f"data.task={data.task or 'null'}: {valid}"
-    for name in NEEDED.get(scenario.name, ()):
-        if not getattr(scenario, name):
-            yield f"scenario.{name}=[]: scenario={scenario.name} needs at least one"
-    if scenario.name == "serve" and not (scenario.concurrencies or scenario.rates):
-        yield "scenario.concurrencies=[]: scenario=serve needs at least one of them, or of scenario.rates"
-    batches = scenario.critical_batches
-    if scenario.name == "predict" and (len(batches) != 2 or batches[0] >= batches[1]):
-        yield f"scenario.critical_batches={batches}: must be a smaller and a larger batch"
-
-
-def _draft_mistakes(config: Config) -> Iterator[str]:
-    """Values that do not go together with this draft."""
-    draft, cache, scenario = config.draft, config.cache, config.scenario
-    if draft.name == "none":
-        return
-    if draft.gamma == 0:
-        yield f"draft.gamma=0: must be auto or at least 1 with draft={draft.name}"
-    if draft.gamma == "auto" and config.hardware.tensor_parallel > 1:  # each rank would choose by its own clock
-        ranks = f"hardware.tensor_parallel={config.hardware.tensor_parallel}"
-        yield f"draft.gamma=auto: goes with one rank only, not with {ranks}; give a number"
-    if scenario.name == "serve" and draft.gamma == "auto":
-        yield "draft.gamma=auto: scenario=serve needs a number, at least 1"
-    if draft.name in ("model", "hierarchical") and draft.model is None:
-        yield f"draft.model=null: draft.name={draft.name} needs one; choose draft={draft.name} target@draft.model=NAME"
-    if draft.name == "hierarchical" and draft.cache is None:
-        yield "draft.cache=null: draft.name=hierarchical needs one; choose draft=hierarchical cache@draft.cache=NAME"
-    if (draft.name == "hierarchical") != (draft.inner_gamma > 0):
-        valid = "must be at least 1" if draft.name == "hierarchical" else "is for draft=hierarchical alone"
-        yield f"draft.inner_gamma={draft.inner_gamma}: {valid}"
-    if draft.name == "hierarchical" and config.hardware.tensor_parallel > 1:
-        ranks = f"hardware.tensor_parallel={config.hardware.tensor_parallel}"
-        yield f"{ranks}: draft=hierarchical goes with one rank only; set it to 1"
-    if draft.name == "ngram" and draft.quantization != "none":
-        yield f"draft.quantization={draft.quantization}: draft=ngram has no weights; choose none"
-    if cache.policy != "full" and draft.name != "ngram":  # full ignores the budget, and ngram has no cache
-        if cache.budget <= cache.num_sink:
-            sinks = f"cache.num_sink={cache.num_sink}"
-            yield f"cache.budget={cache.budget}: must be above {sinks}, to hold the sinks and a window of at least 1"
-        key, values = "draft.gamma", gammas(config)
-        if scenario.name == "profile":
-            key, values = "scenario.gammas", tuple(scenario.gammas)
-        if max(values) >= cache.budget:
-            yield f"{key}={max(values)}: must be below cache.budget={cache.budget}"
-    if scenario.name in ("compare", "serve") and draft.synthetic_acceptance is None:
-        noise = [f"{key}.weights=random" for key, model in _models(config).items() if model.weights == "random"]
-        for source in [*noise, "data=random"] if config.data.name == "random" else noise:
-            valid = "set draft.synthetic_acceptance to a number from 0 to 1, or draft=none"
-            yield f"{source}: acceptance cannot be measured on noise; {valid}"

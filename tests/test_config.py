@@ -8,9 +8,10 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from magicdec.cache.draft_cache import CACHES
-from magicdec.config import Architecture, Config, Scaling, gammas, load, to_dict, to_yaml, validate, warnings
+from magicdec.config import Architecture, Config, Scaling, load, to_dict, to_yaml
 from magicdec.drafts.base import DRAFTS
 from magicdec.errors import UserError
+from magicdec.mistakes import validate, warnings
 from magicdec.models.config import ModelConfig, RopeScaling
 from magicdec.rules import known_keys
 
@@ -254,7 +255,7 @@ def test_the_edges_of_what_is_valid(default, changes):
     ],
 )
 def test_the_gammas_that_a_run_may_use(default, changes, expected):
-    assert gammas(changed(default, **changes)) == expected
+    assert changed(default, **changes).gammas == expected
 
 
 @pytest.mark.parametrize(

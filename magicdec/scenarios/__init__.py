@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from magicdec.config import Config, to_dict, warnings
+from magicdec.config import Config, to_dict
 from magicdec.errors import UserError
+from magicdec.mistakes import warnings
 from magicdec.scenarios.outcome import Outcome
 from magicdec.scenarios.ranks import on_ranks
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from magicdec.config import Config, ModelChoice, gammas
+from magicdec.config import Config, ModelChoice
 from magicdec.costmodel import acceptance, beside
 from magicdec.costmodel.acceptance import Curves
 from magicdec.costmodel.architectures import architecture
@@ -33,7 +33,7 @@ class Foreseen:
     @property
     def num_bytes(self) -> float:
         """The memory that the run would take, on each GPU."""
-        return memory(self.setup, max(gammas(self.config)), self.config.batch.generate_len).total
+        return memory(self.setup, max(self.config.gammas), self.config.batch.generate_len).total
 
 
 def foresee(config: Config) -> Foreseen:
@@ -107,7 +107,7 @@ def doubts(plan: Any) -> list[str]:
     try:
         draft = plan.draft.config if plan.draft else None
         setup = setup_of_run(config, plan.target.config, draft, plan.device_name, plan.dtype.itemsize)
-        found = beside.warning(setup, gammas(config), curves(config), config.draft.synthetic_acceptance)
+        found = beside.warning(setup, config.gammas, curves(config), config.draft.synthetic_acceptance)
     except UserError:  # nothing to predict with: then there is nothing to tell
         return []
     return [found] if found else []

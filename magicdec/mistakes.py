@@ -1,0 +1,136 @@
+"""What a configuration alone gives away: mistakes, before any work, and what is legal but hardly meant.
+
+Rules for single values stand with their fields (magicdec/config.py); here are those for values that must go together.
+"""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from magicdec.errors import UserError
+from magicdec.rules import check
+
+if TYPE_CHECKING:  # config checks what it loads
+    from magicdec.config import Config, ModelChoice
+
+# Lists that must not be empty, by scenario.
+NEEDED = {
+    "profile": ("batch_sizes", "context_lens", "gammas"),
+    "predict": ("gammas",),
+    "plan": ("gammas", "drafts", "policies"),
+    "serve": ("length_shares",),
+}
+
+
+def validate(config: "Config") -> None:
+    """Raise UserError for the first mistake."""
+    check(config)
+    found = [_run, _draft, _hierarchical, _ranks, _budget, _noise] if config.draft.name != "none" else [_run]
+    for mistakes in found:
+        for mistake in mistakes(config):
+            raise UserError(mistake)
+
+
+def warnings(config: "Config") -> list[str]:
+    """What is legal but hardly meant, a line each."""
+    found = []
+    draft, cache, sampling = config.draft, config.cache, config.sampling
+    context_len = config.batch.context_len
+    if draft.name == "self" and cache.policy == "full" and draft.quantization == "none":
+        found.append("cache=full with draft=self: the target drafts for itself over its own cache, which saves nothing")
+    if draft.name not in ("none", "ngram") and cache.policy != "full" and cache.budget >= context_len:
+        found.append(f"cache.budget={cache.budget} holds all of batch.context_len={context_len}: it saves nothing")
+    for name, value in (("top_k", sampling.top_k), ("top_p", sampling.top_p)):
+        if sampling.temperature == 0 and value is not None:
+            found.append(
+                f"sampling.{name}={value} has no effect: at sampling.temperature=0 the likeliest token is taken"
+            )
+    return found
+
+
+def _models(config: "Config") -> dict[str, "ModelChoice"]:
+    """The models of a run by the keys that choose them."""
+    models = {"target": config.target}
+    if config.draft.name in ("model", "hierarchical") and config.draft.model is not None:
+        models["draft.model"] = config.draft.model
+    return models
+
+
+def _run(config: "Config") -> Iterator[str]:
+    """Values that are right by themselves and wrong together, wherever the draft has no part in it."""
+    data, scenario = config.data, config.scenario
+    for key, model in _models(config).items():
+        try:
+            if model.architecture is not None:
+                model.architecture.to_model_config()
+        except UserError as error:
+            yield f"{key}.architecture: {error}"
+    if data.name in ("text", "prompts") and not data.path:
+        yield f"data.path=null: data={data.name} needs a file or folder, as in data.path=FOLDER"
+    if (data.name == "ruler") != (data.task is not None):
+        valid = "choose one, as in data.task=niah_single" if data.task is None else "a task is for data=ruler alone"
+        yield f"data.task={data.task or 'null'}: {valid}"
+    for name in NEEDED.get(scenario.name, ()):
+        if not getattr(scenario, name):
+            yield f"scenario.{name}=[]: scenario={scenario.name} needs at least one"
+    if scenario.name == "serve" and not (scenario.concurrencies or scenario.rates):
+        yield "scenario.concurrencies=[]: scenario=serve needs at least one of them, or of scenario.rates"
+    batches = scenario.critical_batches
+    if scenario.name == "predict" and (len(batches) != 2 or batches[0] >= batches[1]):
+        yield f"scenario.critical_batches={batches}: must be a smaller and a larger batch"
+
+
+def _draft(config: "Config") -> Iterator[str]:
+    """Values that do not go together with this draft."""
+    draft = config.draft
+    if draft.gamma == 0:
+        yield f"draft.gamma=0: must be auto or at least 1 with draft={draft.name}"
+    if config.scenario.name == "serve" and draft.gamma == "auto":
+        yield "draft.gamma=auto: scenario=serve needs a number, at least 1"
+    if draft.name in ("model", "hierarchical") and draft.model is None:
+        yield f"draft.model=null: draft.name={draft.name} needs one; choose draft={draft.name} target@draft.model=NAME"
+    if draft.name == "ngram" and draft.quantization != "none":
+        yield f"draft.quantization={draft.quantization}: draft=ngram has no weights; choose none"
+
+
+def _hierarchical(config: "Config") -> Iterator[str]:
+    """What a draft with a draft of its own needs, and no other takes."""
+    draft = config.draft
+    if draft.name == "hierarchical" and draft.cache is None:
+        yield "draft.cache=null: draft.name=hierarchical needs one; choose draft=hierarchical cache@draft.cache=NAME"
+    if (draft.name == "hierarchical") != (draft.inner_gamma > 0):
+        valid = "must be at least 1" if draft.name == "hierarchical" else "is for draft=hierarchical alone"
+        yield f"draft.inner_gamma={draft.inner_gamma}: {valid}"
+
+
+def _ranks(config: "Config") -> Iterator[str]:
+    """What one rank alone can do."""
+    ranks = f"hardware.tensor_parallel={config.hardware.tensor_parallel}"
+    if config.hardware.tensor_parallel > 1 and config.draft.gamma == "auto":  # each would choose by its own clock
+        yield f"draft.gamma=auto: goes with one rank only, not with {ranks}; give a number"
+    if config.hardware.tensor_parallel > 1 and config.draft.name == "hierarchical":
+        yield f"{ranks}: draft=hierarchical goes with one rank only; set it to 1"
+
+
+def _budget(config: "Config") -> Iterator[str]:
+    """A budget that is too small for what it must hold."""
+    draft, cache, scenario = config.draft, config.cache, config.scenario
+    if cache.policy == "full" or draft.name == "ngram":  # full ignores the budget, and ngram has no cache
+        return
+    if cache.budget <= cache.num_sink:
+        sinks = f"cache.num_sink={cache.num_sink}"
+        yield f"cache.budget={cache.budget}: must be above {sinks}, to hold the sinks and a window of at least 1"
+    key, gammas = "draft.gamma", config.gammas
+    if scenario.name == "profile":
+        key, gammas = "scenario.gammas", tuple(scenario.gammas)
+    if max(gammas) >= cache.budget:
+        yield f"{key}={max(gammas)}: must be below cache.budget={cache.budget}"
+
+
+def _noise(config: "Config") -> Iterator[str]:
+    """Acceptance that would mean nothing."""
+    if config.scenario.name not in ("compare", "serve") or config.draft.synthetic_acceptance is not None:
+        return
+    sources = [f"{key}.weights=random" for key, model in _models(config).items() if model.weights == "random"]
+    for source in [*sources, "data=random"] if config.data.name == "random" else sources:
+        valid = "set draft.synthetic_acceptance to a number from 0 to 1, or draft=none"
+        yield f"{source}: acceptance cannot be measured on noise; {valid}"
