@@ -3,6 +3,7 @@
 import asyncio
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -47,8 +48,7 @@ def serve(plan: build.Plan, progress: Progress) -> Outcome:
     prompts = _prompts(plan)
     peak = memory.Peak(plan.device)
     engine = build.engine(plan, progress)
-    params = Params(batch.generate_len, engine.sampling, ignore_eos=config.sampling.ignore_eos)
-    jobs = [Job(prompt, params) for prompt in prompts.tokens]
+    jobs = _jobs(plan, engine, prompts)
     levels = [Level("concurrency", users) for users in scenario.concurrencies]
     levels += [Level("rate", rate) for rate in scenario.rates]
     history: list[dict[str, Any]] = []
@@ -96,6 +96,16 @@ def _prompts(plan: build.Plan) -> Prompts:
         rows += zip(loaded.tokens, loaded.sources, strict=True)
     random.Random(config.data.seed).shuffle(rows)
     return Prompts.of([tokens for tokens, _ in rows], [source for _, source in rows])
+
+
+def _jobs(plan: build.Plan, engine: NativeEngine, prompts: Prompts) -> list[Job]:
+    """A request for each prompt, with a seed of its own: what is drawn is to differ between them."""
+    jobs = []
+    for number, prompt in enumerate(prompts.tokens):
+        sampling = replace(engine.sampling, seed=engine.sampling.seed + number)
+        params = Params(plan.config.batch.generate_len, sampling, ignore_eos=plan.config.sampling.ignore_eos)
+        jobs.append(Job(prompt, params))
+    return jobs
 
 
 def _measure(
@@ -168,7 +178,7 @@ def render(plan: build.Plan, history: Sequence[Mapping[str, Any]]) -> Renderable
         lines.append(Text("SYNTHETIC acceptance: drawn, not measured; only the times are real", style="bold yellow"))
     same = [row["lossless/identical"] for row in history if row.get("lossless/identical") is not None]
     verdict = "yes, identical to autoregressive" if all(same) else "NO, not identical to autoregressive"
-    return Group(*lines, Text(), _table(history), Text(), *([f"lossless          {verdict}"] if same else []))
+    return Group(*lines, Text(), _table(history), *([Text(), f"lossless          {verdict}"] if same else []))
 
 
 def _table(history: Sequence[Mapping[str, Any]]) -> Table:
