@@ -283,8 +283,6 @@ def _divided(config: Config, target: Model, draft: Model | None) -> tuple[Model,
             )
         check_divides(draft.config, drafters, "draft.tensor_parallel")
         draft = drafter = replace(draft, num_ranks=drafters)
-    if ranks > 1 and config.draft.gamma == "auto":
-        raise UserError("draft.gamma=auto: ranks time for themselves and could disagree; set a number")
     policy = CACHES[config.cache.policy]
     has_cache = config.draft.name != "none" and DRAFTS[config.draft.name].has_cache
     if has_cache and policy.selects != "never" and replicates(drafter.config, drafters):
