@@ -49,7 +49,8 @@ def decoded(rank: int, folders: dict[str, Path], ranks: int) -> list:
     """Both ways, for all cases: tokens and acceptance."""
     found = []
     for name, draft, draft_ranks, policy, sampling in CASES:
-        target, drafter = model(folders[name], share(ranks)), model(folders["mqa"], share(min(draft_ranks, ranks)))
+        target = model(folders[name], share(ranks))
+        drafter = model(folders["mqa"], share(min(draft_ranks, ranks))) if draft == "model" else None
         settings = {"gamma": 3, "budget": 16, "num_sink": 2, "page_size": 4, "sampling": sampling}
         settings |= {"generate_len": 12, "prefill_chunk": 64}
         prompts = random_prompts([40, 53, 61], vocab=VOCAB)
