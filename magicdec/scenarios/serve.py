@@ -178,7 +178,7 @@ def render(plan: build.Plan, history: Sequence[Mapping[str, Any]]) -> Renderable
         lines.append(Text("SYNTHETIC acceptance: drawn, not measured; only the times are real", style="bold yellow"))
     same = [row["lossless/identical"] for row in history if row.get("lossless/identical") is not None]
     verdict = "yes, identical to autoregressive" if all(same) else "NO, not identical to autoregressive"
-    return Group(*lines, Text(), _table(history), *([Text(), f"lossless          {verdict}"] if same else []))
+    return Group(*lines, Text(), _table(history), *([Text(f"\nlossless          {verdict}")] if same else []))
 
 
 def _table(history: Sequence[Mapping[str, Any]]) -> Table:

@@ -6,14 +6,16 @@ import pytest
 import torch
 
 from magicdec.cache.draft_cache import CACHES
+from magicdec.drafts.base import DRAFTS
 from magicdec.errors import UserError
 from magicdec.serving.request import Params, Request
 from magicdec.serving.scheduler import Scheduler
 from magicdec.serving.slots import Slots
 from magicdec.verification.sampling import Sampling
-from tests.decoding.test_lossless import PAIRS
+from tests.decoding.test_lossless import PAIRS as OFFLINE_PAIRS
 from tests.small import new_engine, noisy_copy, open_batch, random_prompts, small_model
 
+PAIRS = [(draft, policy) for draft, policy in OFFLINE_PAIRS if DRAFTS[draft].serves]
 TARGET = small_model()
 LENGTHS = [50, 3, 71, 16, 1, 33, 40]
 GENERATE = [9, 14, 1, 7, 12, 16, 5]
