@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from magicdec.decoding.state import State
-from magicdec.drafts.base import DRAFTS, DraftSpec, Proposal
+from magicdec.drafts.base import DRAFTS, Draft, DraftSpec, Proposal
 from magicdec.drafts.model import IndependentDraft, SelfDraft
 from magicdec.verification.accept import Verdict, accept_greedy, accept_sampled
 from magicdec.verification.sampling import Use, probabilities
@@ -29,12 +29,11 @@ class HierarchicalDraft(SelfDraft):
     """
 
     needs_model = True
-    serves = False
 
     def __init__(self, inner: IndependentDraft, spec: DraftSpec):
         """`inner` proposes to the target over `cache`."""
         super().__init__(spec.target, spec.new_cache(spec.target, spec.target_cache), spec.target_cache, spec)
-        self.inner, self.inner_gamma, self.eos = inner, spec.inner_gamma, spec.state.eos[:0]
+        self.inner, self.inner_gamma, self.eos = inner, spec.inner_gamma, spec.state.eos[..., :0]
 
     @classmethod
     def build(cls, spec: DraftSpec) -> "HierarchicalDraft":
@@ -105,6 +104,12 @@ class HierarchicalDraft(SelfDraft):
     def rounds(self) -> int:
         """Inner rounds: enough for gamma tokens where half of the inner proposals hold."""
         return min(self.gamma, -(-2 * self.gamma // (self.inner_gamma + 2)))
+
+    def copy_row(self, row: int, source: Draft) -> None:
+        """See Draft.copy_row: both levels."""
+        assert isinstance(source, HierarchicalDraft)
+        super().copy_row(row, source)
+        self.inner.copy_row(row, source.inner)
 
     @property
     def cache_bytes(self) -> int:

@@ -36,9 +36,16 @@ class SlotState(State):
     per_row: ClassVar[tuple[str, ...]] = ("tokens_BS", "prompt_len_B", "limit_B", "num_tokens_B", "finished_B")
 
     def __init__(
-        self, num_slots: int, max_len: int, gamma: int, eos_token_ids: tuple[int, ...], device: torch.device | str
+        self,
+        num_slots: int,
+        max_len: int,
+        slack: int,
+        gamma: int,
+        eos_token_ids: tuple[int, ...],
+        device: torch.device | str,
     ):
-        super().__init__([[0]] * num_slots, max_len - 1, gamma + 1, (), device)
+        """See State for `slack`."""
+        super().__init__([[0]] * num_slots, max_len - 1, slack, (), device)
         self.finished_B.fill_(True)
         self.max_rounds = 1  # only the last one's counters are kept
         self.accepted_RB, self.committed_RB = self.accepted_RB[:1].clone(), self.committed_RB[:1].clone()
@@ -76,7 +83,8 @@ class Slots:
         self.eos_token_ids = engine.target.config.eos_token_ids
         self.device = engine.target.embed.weight.device
         self.state, single = (
-            SlotState(rows, max_len, self.gamma, self.eos_token_ids, self.device) for rows in (num_slots, 1)
+            SlotState(rows, max_len, engine.slack, self.gamma, self.eos_token_ids, self.device)
+            for rows in (num_slots, 1)
         )
         self.sampling = RowSampling(num_slots, self.device)
         self.batch, self.single = engine.open_on(self.state, self.sampling), engine.open_on(single, Sampling())

@@ -149,8 +149,9 @@ def test_a_client_that_leaves_frees_its_slot(client, stream):
     asked = body(max_tokens=2000, ignore_eos=True, stream=stream)
     if stream:
         with client.stream("POST", "/v1/completions", json=asked) as response:
-            next(response.iter_lines())
-            until(lambda: metric(client, "magicdec_requests_running") == 1)
+            lines = response.iter_lines()  # kept: when it is dropped, so is the connection
+            next(lines)
+            assert metric(client, "magicdec_requests_running") == 1
     else:
         with pytest.raises(httpx.ReadTimeout):
             client.post("/v1/completions", json=asked, timeout=0.5)

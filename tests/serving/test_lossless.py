@@ -23,7 +23,7 @@ MAX_LEN = 101
 
 
 def slots_with(draft: str, policy: str, num_slots: int = 3, target=TARGET, **settings) -> Slots:
-    model = noisy_copy(target, 0.05) if draft == "model" else None
+    model = noisy_copy(target, 0.05) if draft != "none" and DRAFTS[draft].needs_model else None
     keys = {"gamma": 4, "budget": 16, "num_sink": 2, "page_size": 4, "refresh": 2, "prefill_chunk": 16} | settings
     engine = new_engine(target, draft_name=draft, draft_model=model, policy=policy, **keys)
     return Slots(engine, num_slots, MAX_LEN)

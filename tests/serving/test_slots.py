@@ -18,7 +18,7 @@ def test_a_round_cut_at_the_rows_gamma_is_distributed_as_the_targets():
     proposed, q = choose(draft.expand(ROWS, GAMMA, V), positions[:, :-1], Use.PROPOSE, sampling)
     verdict = accept_sampled(proposed, q, target.expand(ROWS, -1, V), positions, sampling)
     assert (verdict.num_accepted_B > 1).float().mean() > 0.1  # there is something to cut
-    state = SlotState(ROWS, 8, GAMMA, (), "cpu")
+    state = SlotState(ROWS, 8, GAMMA + 1, GAMMA, (), "cpu")
     state.finished_B.zero_()
     state.gamma_B.fill_(1)
     count = state.commit(verdict)
@@ -30,7 +30,7 @@ def test_a_round_cut_at_the_rows_gamma_is_distributed_as_the_targets():
 
 
 def test_rows_without_a_request_take_nothing():
-    state = SlotState(2, 8, GAMMA, (), "cpu")
+    state = SlotState(2, 8, GAMMA + 1, GAMMA, (), "cpu")
     before = state.num_tokens_B.clone()
     state.finished_B[1] = False
     positions = torch.arange(GAMMA + 1).expand(2, -1)
