@@ -73,6 +73,7 @@ def _header(config: Mapping[str, Any], metrics: Metrics) -> Iterator[Text]:
     yield Text(f"{scenario['name']}: {config['target']['name']}{described_draft(config)}", style="bold")
     ranks = f"{hardware['tensor_parallel']} ranks of " if hardware.get("tensor_parallel", 1) > 1 else ""
     where = f"{hardware['dtype']} on {ranks}{metrics.get('device') or hardware['device']}"
+    where += f", attention by {config['attention']['name']}"
     if scenario["name"] == "profile":
         yield Text(f"times over caches filled with noise, {where}")
     else:

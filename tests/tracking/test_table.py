@@ -41,7 +41,7 @@ def test_figures_of_both_ways():
     [
         "compare: tiny, self-speculation, gamma 4, streaming cache, budget 128, 4 sinks",
         "8 rows x 4,096 tokens of context, 64 new tokens each, greedy",
-        "data: stdlib; float32 on Some CPU @ 2.90GHz",
+        "data: stdlib; float32 on Some CPU @ 2.90GHz, attention by sdpa",
         "speedup           1.88x  1.71x in wall clock, spread 3% over repeats",
         "acceptance rate   72.3% of proposals, by position 85% 76% 68% 60%",
         "acceptance length 3.89 tokens per round, of at most 5",
