@@ -46,7 +46,7 @@ def without_storage(model: Transformer) -> Transformer:
 def test_what_is_foreseen_is_what_is_allocated(draft, policy, chunk, sampling):
     settings = {"gamma": 3, "budget": 40, "num_sink": 4, "page_size": 8, "generate_len": 6, "sampling": sampling}
     settings |= {"draft_name": draft, "policy": policy, "prefill_chunk": chunk}
-    drafter = noisy_copy(TARGET, 0.1) if DRAFTS[draft].needs_model else None
+    drafter = noisy_copy(TARGET, 0.1) if draft != "none" and DRAFTS[draft].needs_model else None
     prompts = random_prompts([CONTEXT] * ROWS)
     audited = draft != "none" and sampling.greedy
 
