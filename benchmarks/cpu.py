@@ -42,8 +42,8 @@ def prepared(context: int, batch: int) -> Plan:
         return build.plan(load(compose("config", ["draft=model", f"draft.gamma={largest}", "hardware=cpu", *sizes])))
 
 
-def cell(context: int, batch: int) -> tuple[list[dict], list[list[int]], dict]:
-    """Every draft on one prefill: rows of figures, the prompts, and what memory it took."""
+def cell(context: int, batch: int) -> tuple[list[dict], list[list[int]], dict, str]:
+    """Every draft on one prefill: rows of figures, the prompts, what memory it took, and which attention it used."""
     plan = prepared(context, batch)
     prompts = build.prompts(plan, build.tokenizer(plan)).tokens
     peak = memory.Peak(plan.device)
@@ -54,7 +54,8 @@ def cell(context: int, batch: int) -> tuple[list[dict], list[list[int]], dict]:
     rows = [measure(engine, opened, name, gamma) for name, gamma in DRAFTS]
     weights = plan.target.config.num_parameters * plan.dtype.itemsize
     held = weights + opened.decoder.cache.num_bytes
-    return rows, prompts, {"peak": peak.num_bytes / memory.GIB, "held": held / memory.GIB}
+    used = {"peak": peak.num_bytes / memory.GIB, "held": held / memory.GIB}
+    return rows, prompts, used, plan.config.attention.name
 
 
 def measure(engine: NativeEngine, opened: Batch, name: str, gamma: int) -> dict:
@@ -107,7 +108,7 @@ def main() -> None:
     os.environ["MAGICDEC_ROOT"] = str(ROOT)
     speeds, parts, peers, memories = [], [], [], []
     for context, batch in ((512, 2),) if quick else CELLS:
-        rows, prompts, used = cell(context, batch)
+        rows, prompts, used, attention = cell(context, batch)
         where = [f"{context:,}", str(batch)]
         for row in rows:
             name = [*where, row["draft"], str(row["gamma"])]
@@ -127,6 +128,7 @@ def main() -> None:
         machine=build.cpu_name(),
         threads=torch.get_num_threads(),
         torch=torch.__version__,
+        attention=attention,
         new=NEW_TOKENS,
         repeats=REPEATS,
         speeds=table(["context", "batch", "draft", "gamma", "AR", "rate", "length", "speedup", "lossless"], speeds),
@@ -142,9 +144,9 @@ def main() -> None:
 
 PAGE = """# The bundled pair on a CPU
 
-`python benchmarks/cpu.py`, commit {commit}, {machine}, {threads} threads, PyTorch {torch}, fp32, greedy,
-{new} new tokens, medians of {repeats} pairs on one prefill. `self` and `model` draft over a streaming cache of 128
-entries, 4 of them sinks.
+`python benchmarks/cpu.py`, commit {commit}, {machine}, {threads} threads, PyTorch {torch}, attention by
+{attention}, fp32, greedy, {new} new tokens, medians of {repeats} pairs on one prefill. `self` and `model` draft over
+a streaming cache of 128 entries, 4 of them sinks.
 The machine is a shared one: ratios hold, absolute times drift.
 
 ## Speedup over our own autoregressive decoding (AR, ms per token)
