@@ -65,7 +65,9 @@ def measure(engine: NativeEngine, opened: Batch, name: str, gamma: int) -> dict:
     batch = Batch(opened.decoder, draft)
     warm_up(batch)
     pairs = [(batch.decoder.generate(), batch.decoder.generate(draft)) for _ in range(REPEATS)]
-    times = [[metrics.speed_metrics([g], [0.0])["time_per_output_token_ms"] for g in pair] for pair in pairs]
+    times = [
+        [metrics.speed_metrics([metrics.row_times(g, 0.0)])["time_per_output_token_ms"] for g in pair] for pair in pairs
+    ]
     identical = audit(batch.decoder, pairs[0][0].tokens, pairs[0][1].tokens).identical
     figures = {"draft": name, "gamma": gamma, "identical": identical, "tokens": pairs[0][0].tokens}
     figures |= {"autoregressive": median(a for a, _ in times), "speedup": median(a / s for a, s in times)}

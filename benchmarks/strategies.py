@@ -126,7 +126,7 @@ def measure(engine: NativeEngine, decoder: Decoder, expected: list[list[int]], o
         "select_ms": timed(draft.selection(decoder.state), decoder) if per_round else 0.0,
         "prefill_ms": 1e3 * (fast.draft_prefill_seconds + one_pass.saved_s),
         "kv_mib": draft.cache_bytes / 2**20,
-        "speedup": target_ms / metrics.speed_metrics([fast], [0.0])["time_per_output_token_ms"],
+        "speedup": target_ms / metrics.speed_metrics([metrics.row_times(fast, 0.0)])["time_per_output_token_ms"],
     }
     return {key: round(value, 4) for key, value in figures.items()} | {"lossless": fast.tokens == expected}
 

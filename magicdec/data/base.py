@@ -41,14 +41,19 @@ class Prompts:
 
     @classmethod
     def of(cls, tokens: list[list[int]], sources: list[str], answers: Sequence[list[str]] = ()) -> "Prompts":
-        """Prompts with their fingerprint, 16 hexadecimal digits over all token ids in order."""
-        digest = hashlib.sha256()
-        for row in tokens:
-            digest.update(_bytes([len(row), *row]))
-        return cls(tokens, sources, digest.hexdigest()[:16], answers)
+        """Prompts with their fingerprint."""
+        return cls(tokens, sources, fingerprint(tokens), answers)
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+
+def fingerprint(rows: Iterable[Sequence[int]]) -> str:
+    """16 hexadecimal digits over all token ids in order."""
+    digest = hashlib.sha256()
+    for row in rows:
+        digest.update(_bytes([len(row), *row]))
+    return digest.hexdigest()[:16]
 
 
 @dataclass(frozen=True)

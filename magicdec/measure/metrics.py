@@ -5,7 +5,9 @@ B rows, R rounds, G = gamma.
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from statistics import fmean, median
+from typing import NamedTuple
 
 import torch
 
@@ -16,42 +18,39 @@ from magicdec.decoding.state import INACTIVE
 Metrics = dict[str, float | int | str | bool | None]
 
 
-def row_times_per_token(generation: Generation) -> list[float]:
-    """Seconds per output token of each row: from its first token to its own last one, over the tokens between.
+class RowTimes(NamedTuple):
+    """When a row of a batch got its tokens, in seconds."""
 
-    A row that stopped at its first token has no such time and is left out.
-    """
-    last_round_B = _last_round(generation)
+    first: float  # until its first token
+    decode: float  # from then until its last one
+    decoded: int  # tokens that came in that time
+
+
+def row_times(generation: Generation, prefill_seconds: float) -> list[RowTimes]:
+    """A row each, timed to its own last token, whatever the others still had to do."""
+    first = prefill_seconds + generation.draft_prefill_seconds
     return [
-        generation.round_seconds[last] / (len(tokens) - 1)
-        for last, tokens in zip(last_round_B, generation.tokens, strict=True)
-        if len(tokens) > 1
+        RowTimes(first, generation.round_seconds[last] if last >= 0 else 0.0, len(tokens) - 1)
+        for last, tokens in zip(_last_round(generation), generation.tokens, strict=True)
     ]
 
 
-def decode_seconds(generation: Generation) -> float:
-    """From the first tokens to the last token of the row that took longest."""
-    last = max(_last_round(generation))
-    return generation.round_seconds[last] if last >= 0 else 0.0
-
-
-def speed_metrics(generations: list[Generation], prefill_seconds: list[float]) -> dict[str, float]:
+def speed_metrics(batches: Sequence[Sequence[RowTimes]]) -> dict[str, float]:
     """Throughput and latencies over the batches of one pass, without a prefix.
 
-    tokens_per_second counts the tokens after each row's first over the decode time alone; wall_s includes the prefill.
-    Where every row stopped at its first token there is no decoding to time, and the figures that need it are NaN.
+    tokens_per_second counts the tokens after each row's first over the decode time alone, which lasts until a batch's
+    last row is done; wall_s includes the prefill. A row that stopped at its first token has no time per token. Where
+    all did there is no decoding to time, and the figures that need it are NaN.
     """
-    decode = sum(decode_seconds(g) for g in generations)
-    drafts = [g.draft_prefill_seconds for g in generations]
-    first = [p + d for p, d in zip(prefill_seconds, drafts, strict=True)]
-    tokens = sum(len(row) - 1 for g in generations for row in g.tokens)
-    times = [t for g in generations for t in row_times_per_token(g)]
+    rows = [row for batch in batches for row in batch]
+    decode = sum(max(row.decode for row in batch) for batch in batches)
+    times = [row.decode / row.decoded for row in rows if row.decoded]
     return {
-        "tokens_per_second": tokens / decode if decode else math.nan,
+        "tokens_per_second": sum(row.decoded for row in rows) / decode if decode else math.nan,
         "time_per_output_token_ms": 1e3 * fmean(times) if times else math.nan,
-        "time_to_first_token_ms": 1e3 * fmean(first),
+        "time_to_first_token_ms": 1e3 * fmean(row.first for row in rows),
         "decode_s": decode,
-        "wall_s": sum(first) + decode,
+        "wall_s": sum(max(row.first for row in batch) for batch in batches) + decode,
     }
 
 

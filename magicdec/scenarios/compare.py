@@ -2,14 +2,12 @@
 
 import logging
 from dataclasses import dataclass
-from statistics import fmean, median
 
 from magicdec import build
 from magicdec.costmodel.beside import beside, published
 from magicdec.costmodel.hardware import device_in
 from magicdec.costmodel.speedup import speculative_time
-from magicdec.data.base import Prompts
-from magicdec.data.ruler import accuracy
+from magicdec.data import Prompts
 from magicdec.decoding.audit import Audit, audit
 from magicdec.decoding.decoder import Decoder, Generation
 from magicdec.engines.native import Batch, NativeEngine, warm_up
@@ -22,13 +20,10 @@ from magicdec.measure.metrics import Metrics
 from magicdec.measure.profile import profile_round
 from magicdec.scenarios.foresee import setup_of_run, task_of
 from magicdec.scenarios.outcome import Outcome
+from magicdec.scenarios.paired import Outputs, speeds
 from magicdec.tracking.progress import Progress
-from magicdec.tracking.reader import NOISY
 
 log = logging.getLogger(__name__)
-
-NUM_SAMPLES = 4  # rows whose text is logged
-SAMPLE_PROMPT_TOKENS = 64  # the end of their prompts
 
 
 @dataclass
@@ -37,6 +32,11 @@ class Pass:
 
     autoregressive: list[Generation]
     speculative: list[Generation]
+
+    def outputs(self, prompts: Prompts) -> Outputs:
+        """Of all batches together."""
+        plain, fast = ([row for g in way for row in g.tokens] for way in (self.autoregressive, self.speculative))
+        return Outputs(prompts, plain, fast)
 
 
 def compare(plan: build.Plan, progress: Progress) -> Outcome:
@@ -63,8 +63,11 @@ def compare(plan: build.Plan, progress: Progress) -> Outcome:
             audits.append(audit(batch.decoder, first.autoregressive[-1].tokens, first.speculative[-1].tokens))
         if start + rows < len(prompts.tokens):  # the last one is profiled below
             batch.close()  # or the caches of two batches would be held at once
-    results: Metrics = {"data/fingerprint": prompts.fingerprint, "device": plan.device_name, **plan.sources}
-    results |= _speeds(passes, prefill_seconds) | gpu.metrics()
+    outputs = passes[0].outputs(prompts)
+    results: Metrics = {"data/fingerprint": prompts.fingerprint, "output/fingerprint": outputs.fingerprint}
+    results |= {"device": plan.device_name, **plan.sources} | gpu.metrics()
+    plain = [_speed(one.autoregressive, prefill_seconds) for one in passes]
+    results |= speeds(plain, [_speed(one.speculative, prefill_seconds) for one in passes if one.speculative])
     speculative = [generation for one in passes for generation in one.speculative]
     gamma = metrics.usual_gamma(speculative)
     if speculative:
@@ -72,7 +75,7 @@ def compare(plan: build.Plan, progress: Progress) -> Outcome:
         results["acceptance/source"] = "measured" if config.draft.synthetic_acceptance is None else "synthetic"
         results |= _lossless(audits)
     if config.draft.synthetic_acceptance is None:  # otherwise what is written means nothing
-        results |= _accuracy(tokenizer, prompts, passes[0])
+        results |= outputs.accuracy(tokenizer)
     if batch.draft is not None and gamma:  # an adaptive one is profiled as it ran most
         batch.draft.gamma = gamma
     with progress.task("profiling", total=None):
@@ -81,12 +84,8 @@ def compare(plan: build.Plan, progress: Progress) -> Outcome:
     results |= _memory(batch, peak, estimate)  # first: measuring the bandwidth takes memory of its own
     results |= _formula(results, gamma) | _roofline(plan, batch, times)
     results |= _predicted(plan, results, gamma)
-    return Outcome(
-        results,
-        _generations(prompts, passes[0], config.data.save_prompts),
-        _history(passes[0]),
-        _samples(tokenizer, prompts, passes[0]),
-    )
+    history = _history(passes[0])
+    return Outcome(results, outputs.rows(config.data.save_prompts), history, outputs.samples(tokenizer))
 
 
 def _prefill(batch: Batch, engine: NativeEngine, progress: Progress) -> float:
@@ -99,22 +98,8 @@ def _generate(decoder: Decoder, batch: Batch | None, name: str, progress: Progre
         return decoder.generate(batch.draft if batch else None, task.advance)
 
 
-def _speeds(passes: list[Pass], prefill_seconds: list[float]) -> Metrics:
-    """Medians over the repeats; a speedup is formed within a repeat, so that a slow spell hits both of its sides."""
-    result: Metrics = {}
-    plain = [metrics.speed_metrics(one.autoregressive, prefill_seconds) for one in passes]
-    fast = [metrics.speed_metrics(one.speculative, prefill_seconds) for one in passes if one.speculative]
-    for name, repeats in (("autoregressive", plain), ("speculative", fast)):
-        for key in repeats[0] if repeats else ():
-            result[f"{name}/{key}"] = median(r[key] for r in repeats)
-    for name, key in (("speedup", "time_per_output_token_ms"), ("speedup_wall", "decode_s")):
-        ratios = [a[key] / s[key] for a, s in zip(plain, fast, strict=False)]
-        if ratios:
-            result[name] = median(ratios)
-            if len(ratios) > 1:
-                result[f"{name}_spread"] = spread = metrics.spread(ratios)
-                result.setdefault("noisy", spread > NOISY)  # that of speedup, the first
-    return result
+def _speed(batches: list[Generation], prefill_seconds: list[float]) -> dict[str, float]:
+    return metrics.speed_metrics([metrics.row_times(g, s) for g, s in zip(batches, prefill_seconds, strict=True)])
 
 
 def _lossless(audits: list[Audit]) -> Metrics:
@@ -126,16 +111,6 @@ def _lossless(audits: list[Audit]) -> Metrics:
         "lossless/max_logit_gap": max(a.max_logit_gap for a in audits),
         "lossless/baseline_max_logit_gap": max(a.baseline_max_logit_gap for a in audits),
     }
-
-
-def _accuracy(tokenizer, prompts: Prompts, one: Pass) -> Metrics:
-    """The mean share of a task's answers in the output of either way; nothing where the prompts are no task."""
-    result: Metrics = {}
-    for name, generations in (("autoregressive", one.autoregressive), ("speculative", one.speculative)):
-        outputs = [tokenizer.decode(row) for g in generations for row in g.tokens] if prompts.answers else []
-        if outputs:
-            result[f"{name}/accuracy"] = fmean(map(accuracy, outputs, prompts.answers))
-    return result
 
 
 def _formula(results: Metrics, gamma: int) -> Metrics:
@@ -187,37 +162,9 @@ def _memory(batch: Batch, peak: memory.Peak, estimate: Footprint) -> Metrics:
     }
 
 
-def _generations(prompts: Prompts, one: Pass, save_prompts: bool) -> list[dict]:
-    plain = [row for g in one.autoregressive for row in g.tokens]
-    fast = [row for g in one.speculative for row in g.tokens]
-    rows = []
-    for index, (prompt, tokens) in enumerate(zip(prompts.tokens, plain, strict=True)):
-        speculative = fast[index] if fast else None
-        row = {"row": index, "context_len": len(prompt), "autoregressive": tokens, "speculative": speculative}
-        row |= {"answers": prompts.answers[index]} if prompts.answers else {}
-        rows.append(row | {"prompt": prompt} if save_prompts else row)
-    return rows
-
-
 def _history(one: Pass) -> list[dict]:
     rounds: list[dict] = []
     for number, generation in enumerate(one.speculative):
         for row in metrics.round_history(generation):
             rounds.append(row | {"batch": number, "round": len(rounds)})
     return rounds
-
-
-def _samples(tokenizer, prompts: Prompts, one: Pass) -> list[dict]:
-    """The text of a few rows: the prompt's end and what both ways wrote."""
-    if tokenizer is None:
-        return []
-    rows = _generations(prompts, one, save_prompts=True)[:NUM_SAMPLES]
-    return [
-        {
-            "row": row["row"],
-            "prompt_end": tokenizer.decode(row["prompt"][-SAMPLE_PROMPT_TOKENS:]),
-            "autoregressive": tokenizer.decode(row["autoregressive"]),
-            "speculative": tokenizer.decode(row["speculative"]) if row["speculative"] else None,
-        }
-        for row in rows
-    ]

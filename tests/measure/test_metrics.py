@@ -25,16 +25,25 @@ GENERATION = Generation(
 
 
 def test_a_row_is_timed_to_its_own_last_token():
-    assert metrics.row_times_per_token(GENERATION) == [2.0 / 4, 4.0 / 4]
-    assert metrics.decode_seconds(GENERATION) == 4.0
+    assert metrics.row_times(GENERATION, 3.0) == [(3.5, 2.0, 4), (3.5, 4.0, 4)]
 
 
 def test_speed():
-    result = metrics.speed_metrics([GENERATION], [3.0])
+    result = metrics.speed_metrics([metrics.row_times(GENERATION, 3.0)])
     assert result["tokens_per_second"] == 8 / 4.0
     assert result["time_per_output_token_ms"] == 750.0
     assert result["time_to_first_token_ms"] == 3500.0
     assert result["wall_s"] == 7.5
+
+
+def test_rows_that_start_at_different_times():
+    """Where rows are prefilled one after another, the mean row waits less than the batch."""
+    batch = [metrics.RowTimes(1.0, 2.0, 4), metrics.RowTimes(3.0, 1.0, 4)]
+    result = metrics.speed_metrics([batch, batch])
+    assert result["time_to_first_token_ms"] == 2000.0
+    assert result["time_per_output_token_ms"] == 375.0
+    assert result["tokens_per_second"] == 16 / 4.0
+    assert result["wall_s"] == 2 * (3.0 + 2.0)
 
 
 def test_a_surplus_round_is_not_counted():
@@ -45,7 +54,7 @@ def test_a_surplus_round_is_not_counted():
         [1.0, 2.0, 4.0, 9.0],
         gammas=[2, 2, 2, 2],
     )
-    assert metrics.decode_seconds(surplus) == 4.0
+    assert metrics.row_times(surplus, 0.0)[1].decode == 4.0
 
 
 def test_a_round_cut_at_the_limit_counts_as_it_was_verified():
@@ -91,8 +100,9 @@ def test_history():
 
 def test_a_row_that_ends_at_its_first_token_has_no_time_per_token():
     empty = torch.zeros(0, 1, dtype=torch.int32)
-    assert metrics.row_times_per_token(Generation([[7]], empty, empty, [])) == []
-    assert math.isnan(metrics.speed_metrics([Generation([[7]], empty, empty, [])], [1.0])["tokens_per_second"])
+    times = metrics.row_times(Generation([[7]], empty, empty, []), 1.0)
+    assert times == [(1.0, 0.0, 0)]
+    assert math.isnan(metrics.speed_metrics([times])["tokens_per_second"])
 
 
 @pytest.mark.parametrize("gamma", [1, 4, 8])
