@@ -19,7 +19,9 @@ from magicdec.config import BatchConfig, Config, DraftConfig, ModelChoice
 from magicdec.data import Prompts, load_prompts
 from magicdec.data.tokenizer import load_tokenizer
 from magicdec.drafts.base import DRAFTS
+from magicdec.engines import vllm
 from magicdec.engines.native import NativeEngine
+from magicdec.engines.peer import Peer, PeerSpec
 from magicdec.errors import UserError
 from magicdec.measure import memory
 from magicdec.measure.footprint import Footprint, UniformAttention, footprint, largest_batch
@@ -66,7 +68,7 @@ class Plan:
     target: Model
     draft: Model | None
     device_name: str
-    why_attention: str  # why config.attention.name was chosen, for the log
+    why_attention: str  # why config.attention.name was chosen, for the log; empty where the engine has its own
 
     @property
     def fingerprints(self) -> dict[str, str]:
@@ -119,9 +121,15 @@ def plan(config: Config) -> Plan:
     target, draft = _divided(config, target, draft)
     if draft is not None:
         config = replace(config, draft=replace(config.draft, tensor_parallel=draft.num_ranks))
-    head_dims = [model.config.head_dim for model in (target, draft) if model is not None]
-    attention, why = choice.choose(config.attention.name, device, dtype, head_dims)
-    config = replace(config, attention=replace(config.attention, name=attention))
+    why = ""
+    if config.engine.name == "native":
+        head_dims = [model.config.head_dim for model in (target, draft) if model is not None]
+        attention, why = choice.choose(config.attention.name, device, dtype, head_dims)
+        config = replace(config, attention=replace(config.attention, name=attention))
+    elif config.engine.name == "transformers" and hardware.compile and device.type == "cpu":
+        raise UserError("hardware.compile=true: engine=transformers compiles on GPUs only; set it to false")
+    elif config.engine.name == "vllm":
+        vllm.check(vllm.python(config.engine.python))
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
     return Plan(config, device, dtype, target, draft, name, why)
 
@@ -176,12 +184,12 @@ def engine(plan: Plan, progress: Progress) -> NativeEngine:
 
 
 def _engine(plan: Plan, load: Callable[[Model], Transformer]) -> NativeEngine:
-    c, s = plan.config, plan.config.sampling
+    c = plan.config
     target = load(plan.target)
     return NativeEngine(
         target=target,
         draft_model=_draft_model(plan, target, load),
-        sampling=Sampling(s.temperature, s.top_k, s.top_p, s.seed),
+        sampling=_sampling(c),
         generate_len=c.batch.generate_len,
         prefill_chunk=c.batch.prefill_chunk,
         draft_name=c.draft.name,
@@ -190,10 +198,45 @@ def _engine(plan: Plan, load: Callable[[Model], Transformer]) -> NativeEngine:
         draft_options=draft_options(c.draft),
         policy=c.cache.policy,
         cache_options=_options(c.cache, "policy"),
-        ignore_eos=s.ignore_eos,
+        ignore_eos=c.sampling.ignore_eos,
         graphs=c.hardware.cuda_graphs,
         synthetic_acceptance=c.draft.synthetic_acceptance,
     )
+
+
+def _sampling(config: Config) -> Sampling:
+    s = config.sampling
+    return Sampling(s.temperature, s.top_k, s.top_p, s.seed)
+
+
+def peer(plan: Plan) -> Peer:
+    """Another engine, with its models loaded."""
+    c, s = plan.config, plan.config.sampling
+    gamma = max(c.gammas)
+    longest = plan.target.config.max_position_embeddings
+    spec = PeerSpec(
+        target=str(plan.target.folder),
+        dtype=c.hardware.dtype,
+        device=plan.device.type,
+        num_rows=int(c.batch.size),
+        max_len=min(longest, c.batch.context_len + c.batch.generate_len + gamma + 1),
+        sampling=_sampling(c),
+        eos_token_ids=() if s.ignore_eos else tuple(plan.target.config.eos_token_ids),
+        draft_name=c.draft.name,
+        draft=str(plan.draft.folder) if plan.draft else None,
+        gamma=gamma,
+        max_ngram=c.draft.max_ngram,
+        num_layers=c.draft.num_layers,
+        compile=c.hardware.compile,
+        graphs=c.hardware.cuda_graphs and plan.device.type == "cuda",
+    )
+    if c.engine.name == "transformers":
+        from magicdec.engines.transformers import TransformersPeer  # here, because generate takes seconds to import
+
+        return TransformersPeer(spec, c.engine.cache)
+    models = [model.config for model in (plan.target, plan.draft) if model is not None]
+    kv_bytes = sum(memory.kv_bytes(model, 1, plan.dtype) for model in models)
+    return vllm.VllmPeer(spec, vllm.python(c.engine.python), c.engine.method, kv_bytes, c.engine.time_limit_s)
 
 
 def prompts(

@@ -182,7 +182,11 @@ class AttentionConfig:
 class EngineConfig:
     """Who decodes."""
 
-    name: str = one_of("native", default=MISSING)
+    name: str = one_of("native", "transformers", "vllm", default=MISSING)
+    cache: str = one_of("static", "dynamic", default="static")
+    python: str | None = None
+    method: str = one_of("draft_model", "eagle", "eagle3", default="draft_model")
+    time_limit_s: float = above(0, default=1800)
 
 
 @dataclass

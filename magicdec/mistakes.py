@@ -19,12 +19,18 @@ NEEDED = {
     "plan": ("gammas", "drafts", "policies"),
     "serve": ("length_shares",),
 }
+# What engines other than ours draft with.
+PEER_DRAFTS = {"transformers": ("none", "model", "ngram", "layer_skip"), "vllm": ("none", "model", "ngram")}
 
 
 def validate(config: "Config") -> None:
     """Raise UserError for the first mistake."""
     check(config)
-    found = [_run, _draft, _hierarchical, _ranks, _budget, _noise] if config.draft.name != "none" else [_run]
+    found = [_run]
+    if config.engine.name != "native":
+        found = [_peer, _peers_draft, _run] if config.draft.name != "none" else [_peer, _run]
+    if config.draft.name != "none":
+        found += [_draft, _hierarchical, _ranks, _budget, _noise]
     for mistakes in found:
         for mistake in mistakes(config):
             raise UserError(mistake)
@@ -77,6 +83,38 @@ def _run(config: "Config") -> Iterator[str]:
     batches = scenario.critical_batches
     if scenario.name == "predict" and (len(batches) != 2 or batches[0] >= batches[1]):
         yield f"scenario.critical_batches={batches}: must be a smaller and a larger batch"
+
+
+def _peer(config: "Config") -> Iterator[str]:
+    """What engines other than ours cannot do, whatever the draft."""
+    engine, ranks = f"engine={config.engine.name}", config.hardware.tensor_parallel
+    if config.scenario.name != "compare":
+        yield f"scenario.name={config.scenario.name}: {engine} goes with scenario=compare only; choose engine=native"
+    if config.attention.name != "auto":
+        yield f"attention.name={config.attention.name}: {engine} has attention of its own; leave attention=auto"
+    if ranks > 1:
+        yield f"hardware.tensor_parallel={ranks}: {engine} runs on one device here; set it to 1"
+    for key, model in _models(config).items():
+        if model.weights == "random":
+            yield f"{key}.weights=random: {engine} loads checkpoints only; choose engine=native"
+
+
+def _peers_draft(config: "Config") -> Iterator[str]:
+    """Drafts that engines other than ours do not have."""
+    name, draft = config.engine.name, config.draft
+    engine, drafts = f"engine={name}", PEER_DRAFTS[name]
+    if draft.name not in drafts:
+        yield f"draft.name={draft.name}: {engine} has no such draft; choose one of {', '.join(drafts)}"
+    if name == "transformers" and config.batch.size != 1:
+        yield f"batch.size={config.batch.size}: {engine} speculates on one row at a time; set it to 1, or draft=none"
+    if draft.name != "ngram" and config.cache.policy != "full":
+        yield f"cache.policy={config.cache.policy}: {engine} keeps all of a draft's KV cache; choose cache=full"
+    if draft.gamma == "auto":
+        yield f"draft.gamma=auto: {engine} proposes as many tokens in every round; give a number"
+    if draft.quantization != "none":
+        yield f"draft.quantization={draft.quantization}: {engine} drafts with the weights as they are; choose none"
+    if draft.synthetic_acceptance is not None:
+        yield f"draft.synthetic_acceptance={draft.synthetic_acceptance}: {engine} measures acceptance; leave it null"
 
 
 def _draft(config: "Config") -> Iterator[str]:

@@ -23,9 +23,10 @@ OPTIONS = {
     if folder.is_dir() and folder.name != "hydra"
 }
 TARGETS = OPTIONS["target"]
+LEFT_OUT = ("draft", "experiment", "engine")  # composed by tests of their own
 # Row i takes option i of every group, so that a few compositions see them all.
 ROWS = [
-    {group: options[i % len(options)] for group, options in OPTIONS.items() if group not in ("draft", "experiment")}
+    {group: options[i % len(options)] for group, options in OPTIONS.items() if group not in LEFT_OUT}
     for i in range(len(TARGETS))
 ]
 
@@ -63,7 +64,7 @@ def test_every_option_is_valid_and_every_target_can_be_a_draft(row):
         "draft.model.path=elsewhere",
         "draft.synthetic_acceptance=0.8",
     )
-    for group in ("target", "hardware", "data", "attention", "engine", "scenario"):
+    for group in ("target", "hardware", "data", "attention", "scenario"):
         assert getattr(config, group).name == row[group]
     assert config.draft.model is not None
     assert (config.draft.model.name, config.draft.model.path) == (draft, "elsewhere")
@@ -242,6 +243,54 @@ def test_mistakes_in_a_draft_model_and_a_profile(default):
 )
 def test_the_edges_of_what_is_valid(default, changes):
     validate(changed(default, **changes))
+
+
+@pytest.mark.parametrize("engine", OPTIONS["engine"])
+def test_engines_other_than_ours_do_not_draft_unless_told(engine):
+    config = composed(f"engine={engine}")
+    expected = ("self", "streaming") if engine == "native" else ("none", "full")
+    assert (config.engine.name, config.draft.name, config.cache.policy) == (engine, *expected)
+
+
+PEERS = ("transformers", "vllm")
+ONE_MODEL = {"draft__name": "model", "batch__size": 1, "cache__policy": "full"}
+
+
+@pytest.mark.parametrize(
+    ("engines", "changes", "error"),
+    [
+        (PEERS, {"scenario__name": "predict", "scenario__gammas": [1]}, "scenario.name=predict: engine="),
+        (PEERS, {"attention__name": "sdpa"}, "attention.name=sdpa: engine="),
+        (PEERS, {"hardware__tensor_parallel": 2}, "hardware.tensor_parallel=2: engine="),
+        (PEERS, {"target__weights": "random"}, "target.weights=random: engine="),
+        (PEERS, {"draft__name": "self"}, "draft.name=self: engine="),
+        (PEERS, {"draft__name": "hierarchical"}, "draft.name=hierarchical: engine="),
+        (["vllm"], {"draft__name": "layer_skip"}, "choose one of none, model, ngram"),
+        (["transformers"], {"draft__name": "ngram"}, "batch.size=auto: engine=transformers speculates on one row"),
+        (["transformers"], {"draft__name": "ngram", "batch__size": 8}, "set it to 1, or draft=none"),
+        (PEERS, ONE_MODEL | {"cache__policy": "streaming"}, "cache.policy=streaming: engine="),
+        (PEERS, ONE_MODEL | {"draft__gamma": "auto"}, "draft.gamma=auto: engine="),
+        (PEERS, ONE_MODEL | {"draft__quantization": "int8"}, "draft.quantization=int8: engine="),
+        (PEERS, ONE_MODEL | {"draft__synthetic_acceptance": 0.5}, "draft.synthetic_acceptance=0.5: engine="),
+        (["native"], {"engine__name": "tgi"}, "engine.name=tgi: must be one of native, transformers, vllm"),
+        (["transformers"], {"engine__cache": "paged"}, "engine.cache=paged: must be one of static, dynamic"),
+        (["vllm"], {"engine__method": "medusa"}, "engine.method=medusa: must be one of draft_model, eagle, eagle3"),
+        (["vllm"], {"engine__time_limit_s": 0.0}, "engine.time_limit_s=0.0: must be above 0"),
+    ],
+)
+def test_what_engines_other_than_ours_cannot_do(default, engines, changes, error):
+    for engine in engines:
+        plain = {"engine__name": engine, "draft__name": "none", "draft__model": default["target"]}
+        with pytest.raises(UserError) as raised:
+            changed(default, **plain | changes)
+        assert error in str(raised.value)
+        assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("changes", [ONE_MODEL, {"draft__name": "ngram", "batch__size": 1}, {"draft__name": "none"}])
+def test_what_engines_other_than_ours_can_do(default, changes):
+    for engine in PEERS:
+        validate(changed(default, engine__name=engine, draft__model=default["target"], **changes))
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ def run(config: Config, job: Job) -> dict[str, Any]:
     from magicdec.tracking.reader import read_result
     from magicdec.tracking.store import Run, run_id
 
-    prepare, _ = _scenario(config.scenario.name)
+    prepare, _ = _scenario(config)
     wandb.check(to_dict(config)["wandb"])
     try:
         plan = prepare(config)
@@ -152,17 +152,18 @@ def _work(rank: int, plan: Any, run: "Run | None" = None) -> Outcome:
     """The scenario itself. Of several ranks, rank 0 alone shows what happens, and logs it into `run`."""
     from magicdec.tracking.progress import progress
 
-    _, scenario = _scenario(plan.config.scenario.name)
+    _, scenario = _scenario(plan.config)
     console = Console(stderr=True) if rank == 0 else Console(quiet=True, force_terminal=False)
     with run.log_to_file() if run and rank == 0 else nullcontext(), progress(console) as bars:
         return scenario(plan, bars)
 
 
-def _scenario(name: str) -> tuple[Callable, Callable]:
+def _scenario(config: Config) -> tuple[Callable, Callable]:
     """What checks and plans, and the scenario itself: a module and a function of that name.
 
     Imported when it is chosen: predicting must not wait for PyTorch, and has a `prepare` of its own.
     """
+    name = config.scenario.name if config.engine.name == "native" else "peer"
     module = import_module(f"magicdec.scenarios.{name}")
     prepare = getattr(module, "prepare", None) or import_module("magicdec.build").plan
     return prepare, getattr(module, name)

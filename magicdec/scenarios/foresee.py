@@ -102,7 +102,7 @@ def setup_of_run(
 def doubts(plan: Any) -> list[str]:
     """What to tell before a run (`plan`: build.Plan) that is predicted not to pay, on a device with a datasheet."""
     config: Config = plan.config
-    if config.scenario.name != "compare" or config.draft.name == "none":
+    if config.scenario.name != "compare" or config.engine.name != "native" or config.draft.name == "none":
         return []
     try:
         draft = plan.draft.config if plan.draft else None

@@ -73,7 +73,8 @@ def _header(config: Mapping[str, Any], metrics: Metrics) -> Iterator[Text]:
     yield Text(f"{scenario['name']}: {config['target']['name']}{described_draft(config)}", style="bold")
     ranks = f"{hardware['tensor_parallel']} ranks of " if hardware.get("tensor_parallel", 1) > 1 else ""
     where = f"{hardware['dtype']} on {ranks}{metrics.get('device') or hardware['device']}"
-    where += f", attention by {config['attention']['name']}"
+    where += f", by {metrics['engine/version']}" if "engine/version" in metrics else ""
+    where += f", attention by {config['attention']['name']}" if config["attention"]["name"] != "auto" else ""
     if scenario["name"] == "profile":
         yield Text(f"times over caches filled with noise, {where}")
     else:
@@ -105,6 +106,8 @@ def described_draft(config: Mapping[str, Any]) -> str:
     parts = [names.get(draft["name"], f"draft {draft['name']}")]
     parts += [draft["quantization"]] if draft.get("quantization", "none") != "none" else []
     parts += [f"gamma {draft['gamma']}"] if scenario["name"] != "profile" else []
+    if draft["name"] == "ngram":  # which has none
+        return ", " + ", ".join(parts)
     parts += [f"{cache['policy']} cache"]
     if cache["policy"] != "full":
         parts += [f"budget {cache['budget']}"] + ([f"{cache['num_sink']} sinks"] if cache["num_sink"] else [])

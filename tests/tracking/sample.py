@@ -10,6 +10,7 @@ CONFIG = {
     "draft": {"name": "self", "gamma": 4, "synthetic_acceptance": None, "model": None},
     "cache": {"policy": "streaming", "budget": 128, "num_sink": 4},
     "attention": {"name": "sdpa"},
+    "engine": {"name": "native"},
     "hardware": {"name": "auto", "device": "cpu", "dtype": "float32"},
     "batch": {"size": 8, "context_len": 4096, "generate_len": 64, "num_batches": 1},
     "data": {"name": "stdlib", "seed": 0},

@@ -218,3 +218,23 @@ def test_a_run_under_load_is_a_row_per_level(tmp_path, capsys):
     assert "0.90x" in capsys.readouterr().out
     (tmp_path / "10ad" / "history.jsonl").unlink()
     assert [row["speedup"] for row in read_rows(tmp_path)] == [0.9]
+
+
+def test_engines_are_compared_by_what_they_wrote(report, tmp_path):
+    """Those of the same prompts: ours is what the others are measured by, whichever ran first."""
+    wrote = {"vllm": "other", "native": "same", "transformers": "same"}
+    said = [("vllm", "no"), ("native", "yes"), ("transformers", "yes")]
+    for number, (engine, output) in enumerate(wrote.items()):
+        found = {"data/fingerprint": "prompts", "output/fingerprint": output, "autoregressive/tokens_per_second": 99.5}
+        write_run(tmp_path, f"run{number}", {"engine.name": engine}, found)
+    found = {"data/fingerprint": "other prompts", "output/fingerprint": "other"}
+    write_run(tmp_path, "run3", {"engine.name": "native"}, found)
+    agreement = {row["id"]: row.get("output/agrees") for row in read_rows(tmp_path)}
+    assert agreement == {"run0": False, "run1": True, "run2": True, "run3": None}
+    code, out, _ = report(runs=tmp_path)
+    assert code == 0
+    lines = [line.split() for line in out.splitlines()]
+    assert lines[0] == ["id", "status", "engine", "draft", "AR", "tokens/s", "agrees"]
+    assert [line[2:] for line in lines[2:5]] == [[engine, "self", "99.5", word] for engine, word in said]
+    _, out, _ = report("compare", tmp_path / "run0", tmp_path / "run1", runs=None)
+    assert "the same prompts, other autoregressive tokens" in out

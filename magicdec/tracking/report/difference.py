@@ -1,5 +1,6 @@
 """Two runs side by side: the configuration keys in which they differ, and every figure with its change."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,16 @@ def render(a: Row, b: Row) -> RenderableType:
         for key in part:
             table.add_row(key, _text(a.get(key)), _text(b.get(key)), _change(a.get(key), b.get(key)))
         table.add_section()
-    return Group(table, Text("" if settings else "the same configuration", style="dim"))
+    return Group(table, Text("\n".join(_notes(a, b, settings)), style="dim"))
+
+
+def _notes(a: Row, b: Row, settings: list[str]) -> Iterator[str]:
+    """What is the same."""
+    if not settings:
+        yield "the same configuration"
+    if a.get("data/fingerprint") == b.get("data/fingerprint") and "output/fingerprint" in a.keys() & b.keys():
+        same = a["output/fingerprint"] == b["output/fingerprint"]
+        yield f"the same prompts, {'the same' if same else 'other'} autoregressive tokens"
 
 
 def _text(value: Any) -> str:

@@ -16,6 +16,9 @@ FACTS = frozenset(
     {"id", "status", "kind", "reason", "attempt", "started", "finished", "host", "pid", "folder", "overrides"}
     | {"version", "commit", "commit_dirty", "python", "torch"}
 )
+# Runs that are alike in these should have written the same tokens, whatever the engine and the draft.
+SAME_OUTPUT = ("data/fingerprint", "target.name", "target.path", "batch.generate_len", "hardware.dtype")
+SAME_SAMPLING = ("sampling.temperature", "sampling.top_k", "sampling.top_p", "sampling.seed", "sampling.ignore_eos")
 # Told of in config.yaml, but not what a run does.
 ELSEWHERE = ("wandb.", "hydra.", "runs_dir", "resume", "sweep.")
 
@@ -30,7 +33,21 @@ def read_rows(runs_dir: str | Path, sweep: str | None = None) -> list[Row]:
     rows = [row for run in iter_runs(runs_dir, members) for row in _levels(run)]
     if not rows:
         raise UserError(f"{runs_dir}: holds no runs{f' of sweep {sweep}' if sweep else ''}")
+    _compare_outputs(rows)
     return sorted(rows, key=lambda row: str(row.get("started", "")))
+
+
+def _compare_outputs(rows: Iterable[Row]) -> None:
+    """Where several engines have continued the same prompts: whether each wrote what ours did, or else the first."""
+    groups: dict[tuple, list[Row]] = {}
+    for row in rows:
+        if "output/fingerprint" in row:
+            groups.setdefault(tuple(row.get(key) for key in SAME_OUTPUT + SAME_SAMPLING), []).append(row)
+    for group in groups.values():
+        if len({row.get("engine.name") for row in group}) > 1:
+            reference = min(group, key=lambda row: row.get("engine.name") != "native")
+            for row in group:
+                row["output/agrees"] = row["output/fingerprint"] == reference["output/fingerprint"]
 
 
 def flatten(run: Mapping[str, Any]) -> Row:

@@ -22,7 +22,11 @@ FIGURES = {
     "formula/speedup": "formula",
     "predicted/speedup": "predicted",
     "lossless/identical": "lossless",
+    "output/agrees": "agrees",
 }
+ENGINE = "engine.name"
+BETWEEN_ENGINES = {ENGINE: "engine", "draft.name": "draft", "autoregressive/tokens_per_second": "AR tokens/s"}
+LABELS = FIGURES | BETWEEN_ENGINES
 MAX_SETTINGS = 6  # columns that say what differs
 GAP = 3  # blanks between columns
 
@@ -35,7 +39,7 @@ def render(
     chosen = [find_key(known, key, "--columns") for key in columns] if columns else _columns(rows, known, grouped)
     shown = rows[: limit or None]
     cells = {key: [_cell(row, key) for row in shown] for key in chosen}
-    names = {key: FIGURES.get(key, key) if columns else _short(key, chosen) for key in chosen}
+    names = {key: LABELS.get(key, key) if columns else _short(key, chosen) for key in chosen}
     widths = [max(map(len, [names[key], *(cell.plain for cell in cells[key])])) + GAP for key in chosen]
     fitting = chosen if columns else [key for key, end in zip(chosen, accumulate(widths), strict=True) if end <= width]
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
@@ -51,7 +55,7 @@ def render(
 def _short(key: str, among: Sequence[str]) -> str:
     """A key's last part, where that is no other's: budget for cache.budget."""
     last = key.rpartition(".")[2]
-    return FIGURES.get(key) or (last if sum(last == other.rpartition(".")[2] for other in among) == 1 else key)
+    return LABELS.get(key) or (last if sum(last == other.rpartition(".")[2] for other in among) == 1 else key)
 
 
 def _columns(rows: Sequence[Row], known: Sequence[str], grouped: bool) -> list[str]:
@@ -59,8 +63,11 @@ def _columns(rows: Sequence[Row], known: Sequence[str], grouped: bool) -> list[s
     if grouped:
         return [*known[: known.index("runs") + 1], *(key for key in FIGURES if key in known)] if rows else []
     marks = [key for key in ("acceptance/source",) if len({row.get(key) for row in rows} - {None}) > 1]
-    main = [key for key in FIGURES if key in known]
-    return ["id", "status", *main[:1], *varying(rows)[:MAX_SETTINGS], *marks, *main[1:]]
+    main, settings = [key for key in FIGURES if key in known], varying(rows)
+    engines = [key for key in BETWEEN_ENGINES if key in known] if ENGINE in settings else []
+    if engines:  # their own keys say less
+        settings = [key for key in settings if key not in engines and not key.startswith(("engine.", "attention."))]
+    return ["id", "status", *engines, *main[:1], *settings[:MAX_SETTINGS], *marks, *main[1:]]
 
 
 def _cell(row: Row, key: str) -> Text:
@@ -70,7 +77,7 @@ def _cell(row: Row, key: str) -> Text:
         return Text(f"{value:.2f}x{'!' if noisy else ''}", style="green" if value > 1 else "red")
     if key == "status" and value != "done":
         return Text(str(row.get("kind") or value), style="yellow")
-    if key == "lossless/identical":
+    if key in ("lossless/identical", "output/agrees"):
         return Text("" if value is None else "yes" if value else "no", style="" if value else "yellow")
     return Text(_plain(value))
 

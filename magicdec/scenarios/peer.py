@@ -1,0 +1,66 @@
+"""scenario=compare on another engine: the same prompts, metrics and files as ours; what only we can look into is left
+out (the profile of a round, the logits of the audit, the cost model).
+"""
+
+from magicdec import build
+from magicdec.engines.peer import Counts, PeerGeneration
+from magicdec.measure import memory, metrics
+from magicdec.measure.gpu import Watch
+from magicdec.measure.metrics import Metrics
+from magicdec.scenarios.outcome import Outcome
+from magicdec.scenarios.paired import Outputs, speeds
+from magicdec.tracking.progress import Progress
+
+WARMUP_CONTEXT, WARMUP_TOKENS = 64, 8
+
+Pass = list[PeerGeneration]  # a repeat: a generation per batch
+
+
+def peer(plan: build.Plan, progress: Progress) -> Outcome:
+    """Decode every batch `scenario.repeats` times both ways, one way after the other; medians are the result.
+
+    A peer prefills in every pass: its time to first token is a median, too.
+    """
+    config, batch = plan.config, plan.config.batch
+    tokenizer = build.tokenizer(plan)
+    prompts = build.prompts(plan, tokenizer)
+    rows = prompts.tokens
+    batches = [rows[start : start + int(batch.size)] for start in range(0, len(rows), int(batch.size))]
+    gpu = Watch(plan.device)
+    ways = ("autoregressive", "speculative") if config.draft.name != "none" else ("autoregressive",)
+    passes: dict[str, list[Pass]] = {"speculative": []}
+    with progress.task(f"loading {config.engine.name}", total=None):
+        engine = build.peer(plan)
+    with engine:
+        for way in ways:
+            fast = way == "speculative"
+            with progress.task(way, total=config.scenario.repeats * len(batches)) as task:
+                engine.generate([row[:WARMUP_CONTEXT] for row in batches[0]], WARMUP_TOKENS, fast)
+                passes[way] = []
+                for _ in range(config.scenario.repeats):
+                    passes[way].append([])
+                    for one in batches:
+                        passes[way][-1].append(engine.generate(one, batch.generate_len, fast))
+                        task.advance(1)
+        peak, version = engine.peak_bytes, engine.version
+    plain, fast_passes = passes["autoregressive"], passes["speculative"]
+    outputs = Outputs(prompts, _tokens(plain[0]), _tokens(fast_passes[0]) if fast_passes else [])
+    results: Metrics = {"data/fingerprint": prompts.fingerprint, "output/fingerprint": outputs.fingerprint}
+    results |= {"device": plan.device_name, "engine/version": version, **plan.sources} | gpu.metrics()
+    results |= speeds([_speed(one) for one in plain], [_speed(one) for one in fast_passes])
+    if fast_passes:
+        counts = sum((generation.counts for one in fast_passes for generation in one), Counts())
+        gamma = max(config.gammas)
+        results |= counts.metrics(gamma) | {"gamma": gamma, "acceptance/source": "measured"}
+        audited = build.is_audited(plan)
+        results["lossless/identical"] = outputs.speculative == outputs.autoregressive if audited else None
+    results |= outputs.accuracy(tokenizer) | {"memory/peak_gib": peak / memory.GIB}
+    return Outcome(results, outputs.rows(config.data.save_prompts), samples=outputs.samples(tokenizer))
+
+
+def _tokens(batches: Pass) -> list[list[int]]:
+    return [row for generation in batches for row in generation.tokens]
+
+
+def _speed(batches: Pass) -> dict[str, float]:
+    return metrics.speed_metrics([generation.times for generation in batches])
