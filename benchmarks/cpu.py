@@ -15,16 +15,18 @@ from statistics import median
 
 import torch
 from hydra import compose, initialize_config_dir
-from peers import MODES, Peer
 
 from magicdec import build
 from magicdec.build import Plan
 from magicdec.config import load
 from magicdec.decoding.audit import audit
 from magicdec.engines.native import Batch, NativeEngine, warm_up
+from magicdec.engines.peer import PeerSpec
+from magicdec.engines.transformers import CACHES, TransformersPeer
 from magicdec.measure import memory, metrics
 from magicdec.measure.profile import profile_round
 from magicdec.tracking.progress import progress
+from magicdec.verification.sampling import Sampling
 
 ROOT = Path(__file__).parents[1]
 CELLS = ((1024, 8), (4096, 1), (4096, 8), (4096, 24), (8192, 8))  # context, batch
@@ -77,18 +79,24 @@ def measure(engine: NativeEngine, opened: Batch, name: str, gamma: int) -> dict:
 
 def against_peers(plan: Plan, prompts: list[list[int]], ours: dict) -> list[str]:
     """Transformers on the same prompts: its two caches, and at batch 1 (its limit) its own speculation."""
-    peer = Peer(str(plan.target.folder))
-    peer.generate([row[:64] for row in prompts], 4)
+    spec = PeerSpec(str(plan.target.folder), "float32", "cpu", len(prompts), 0, Sampling(), gamma=3, max_ngram=8)
     cells = [f"{ours['autoregressive']:.1f}"]
-    for mode in MODES:
-        tokens, seconds = peer.generate(prompts, NEW_TOKENS, mode)
+    for cache in CACHES:
+        tokens, ms = theirs(TransformersPeer(spec, cache), prompts, False)
         same = "" if tokens == ours["tokens"] else ", other tokens"
-        cells.append(f"{1e3 * seconds:.1f} ({1e3 * seconds / ours['autoregressive']:.1f}x{same})")
+        cells.append(f"{ms:.1f} ({ms / ours['autoregressive']:.1f}x{same})")
     if len(prompts) == 1 and plan.draft is not None:
-        draft = Peer(str(plan.draft.folder)).model
-        for options in ({"assistant_model": draft}, {"prompt_lookup_num_tokens": 3}):
-            cells.append(f"{1e3 * peer.generate(prompts, NEW_TOKENS, 'none', **options)[1]:.1f}")
+        assisted = replace(spec, draft_name="model", draft=str(plan.draft.folder))
+        for one in (assisted, replace(spec, draft_name="ngram")):
+            cells.append(f"{theirs(TransformersPeer(one), prompts, True)[1]:.1f}")
     return cells + [""] * (5 - len(cells))
+
+
+def theirs(peer: TransformersPeer, prompts: list[list[int]], fast: bool) -> tuple[list[list[int]], float]:
+    """The tokens, and the milliseconds that one takes."""
+    peer.generate([row[:64] for row in prompts], 4, fast)
+    got = peer.generate(prompts, NEW_TOKENS, fast)
+    return got.tokens, metrics.speed_metrics([got.times])["time_per_output_token_ms"]
 
 
 def commit() -> str:
@@ -124,9 +132,7 @@ def main() -> None:
             peers.append([*where, *against_peers(prepared(context, batch), prompts, rows[0])])
             print(*peers[-1], flush=True)
     page = PAGE.format(
-        commit=subprocess.run(
-            ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
-        ).stdout.strip(),
+        commit=commit(),
         machine=build.cpu_name(),
         threads=torch.get_num_threads(),
         torch=torch.__version__,
@@ -135,7 +141,9 @@ def main() -> None:
         repeats=REPEATS,
         speeds=table(["context", "batch", "draft", "gamma", "AR", "rate", "length", "speedup", "lossless"], speeds),
         parts=table(["context", "batch", "draft", "gamma", "T_T", "T_D", "T_V", "round", "T_T / T_V"], parts),
-        peers=table(["context", "batch", "ours", *MODES, "assisted", "prompt lookup"], peers),
+        peers=table(
+            ["context", "batch", "ours", *(f"{cache} cache" for cache in CACHES), "assisted", "prompt lookup"], peers
+        ),
         memories=table(["context", "batch", "peak, GiB", "weights + KV, GiB", "ratio"], memories),
     )
     if quick:

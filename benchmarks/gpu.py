@@ -45,6 +45,7 @@ from magicdec.measure.timers import Stopwatch
 from magicdec.scenarios import OUT_OF_MEMORY
 from magicdec.scenarios.compare import compare
 from magicdec.tracking.progress import progress
+from magicdec.verification.sampling import Sampling
 
 ROOT = Path(__file__).resolve().parents[1]
 PARTS = "abcdefg"
@@ -339,7 +340,8 @@ def real(bench: Bench) -> None:
 
 def peers(bench: Bench) -> None:
     """Part g: the same checkpoint and prompts, autoregressively."""
-    from peers import Peer  # here: transformers takes seconds to import
+    from magicdec.engines.peer import PeerSpec
+    from magicdec.engines.transformers import TransformersPeer  # here: transformers takes seconds to import
 
     batch, context, new = bench.sizes.pair_batches[-2], bench.sizes.pair_context // 2, bench.sizes.new_tokens
     plan = bench.plan(f"batch.size={batch}", f"batch.context_len={context}", "draft=none")
@@ -353,9 +355,12 @@ def peers(bench: Bench) -> None:
         return {"ms": found["autoregressive/time_per_output_token_ms"]}
 
     def transformers(compiled: bool) -> Record:
-        peer = Peer(str(plan.target.folder), bench.dtype, bench.device, compiled)
-        peer.generate(prompts(), 8, "static cache")  # compiles and warms up
-        return {"ms": 1e3 * peer.generate(prompts(), new, "static cache")[1]}
+        dtype, device = plan.config.hardware.dtype, bench.device.type
+        spec = PeerSpec(str(plan.target.folder), dtype, device, batch, context + new, Sampling(), compile=compiled)
+        peer = TransformersPeer(spec)
+        peer.generate(prompts(), new, speculative=False)  # compiles and warms up
+        times = peer.generate(prompts(), new, speculative=False).times
+        return {"ms": metrics.speed_metrics([times])["time_per_output_token_ms"]}
 
     where = f"{batch} x {context}"
     bench.point("g", f"ours, {where}", ours)

@@ -1,62 +1,231 @@
-"""Hugging Face transformers as a peer: the same checkpoint and prompts through `generate`, decode timed apart."""
+"""The bundled pair on three engines, on a CPU: decode tokens/s, time to first token, memory, and what each has written.
 
-import time
-from dataclasses import dataclass
+    python benchmarks/peers.py --python vllm-venv/bin/python    # writes docs/results/peers-cpu.md; a quarter of an hour
+    python benchmarks/peers.py --quick                          # small cells, to try it out; writes nothing
+
+Without --python (or MAGICDEC_VLLM_PYTHON) vLLM is left out. A cell that this commit has measured is not measured again,
+so that the same command goes on where it was stopped (--anew: from the beginning). For the same race as runs of their
+own, with the files that every run leaves: sweeps/peers.yaml.
+
+Every way of decoding has a process that stays, loaded once for the largest cell, and all take turns at each cell.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
+from functools import cache
+from pathlib import Path
+from statistics import median
+from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache, StaticCache, StoppingCriteria, StoppingCriteriaList
+from cpu import commit, table
 
-MODES = ("dynamic cache", "static cache")
+from magicdec import build
+from magicdec.config import compose
+from magicdec.data.base import fingerprint
+from magicdec.engines.native import warm_up
+from magicdec.engines.vllm import PYTHON_VARIABLE
+from magicdec.measure import memory, metrics
+from magicdec.measure.metrics import RowTimes
+from magicdec.scenarios.peer import WARMUP_CONTEXT, WARMUP_TOKENS
+from magicdec.tracking.progress import progress
+
+ROOT = Path(__file__).parents[1]
+FIGURES = ROOT / "runs" / "peers-cpu.json"
+GAMMA = 3
+# By engine and draft; a peer decodes one way, ours both, on one prefill.
+WAYS = {
+    "native": ("draft=self",),
+    "transformers": ("engine=transformers",),
+    "transformers, assisted": ("engine=transformers", "draft=model"),
+    "transformers, prompt lookup": ("engine=transformers", "draft=ngram"),
+    "vllm": ("engine=vllm",),
+    "vllm, draft model": ("engine=vllm", "draft=model"),
+    "vllm, ngram": ("engine=vllm", "draft=ngram"),
+}
+ONE_ROW = ("transformers, assisted", "transformers, prompt lookup")
+PLAIN = ("native", "transformers", "vllm")
+OURS, OURS_FAST = "native", "native, self"
+# Context and batch, the smallest first: the most memory so far is then this cell's.
+CELLS = [(1024, 1), (4096, 1), (8192, 1), (1024, 8), (1024, 16), (4096, 8), (4096, 16), (8192, 8), (8192, 16)]
+QUICK_CELLS = [(256, 1), (256, 2)]
+NEW_TOKENS, QUICK_TOKENS, REPEATS = 48, 16, 2
+MANY = 40_000  # tokens of a cell's prompts from which a peer, which prefills in every pass, has one only
+
+Figures = dict[str, Any]
 
 
-class Clock(StoppingCriteria):
-    """Notes the time of every token (or burst of tokens) that `generate` emits; never stops it."""
-
-    def __init__(self):
-        self.marks: list[tuple[float, int]] = []
-
-    def __call__(self, input_ids, scores, **_):
-        """Called by generate after each step."""
-        self.marks.append((time.perf_counter(), input_ids.shape[1]))
-        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
-
-    def seconds_per_token(self) -> float:
-        """From the first emission to the last."""
-        (first, start), (last, end) = self.marks[0], self.marks[-1]
-        return (last - first) / (end - start)
+@cache
+def loaded(way: str, context: int, rows: int, new_tokens: int) -> tuple[build.Plan, Any, memory.Peak, object]:
+    """The engine with room for so much, the memory from before it, the tokenizer. Once in every process."""
+    drafts = [f"draft.gamma={GAMMA}"] if "draft" in "".join(WAYS[way]) else []
+    sizes = [f"batch.context_len={context}", f"batch.size={rows}", f"batch.generate_len={new_tokens}"]
+    plan = build.plan(compose([*WAYS[way], *drafts, *sizes, "hardware=cpu"]))
+    peak = memory.Peak(plan.device)
+    with progress() as bars:
+        engine = build.engine(plan, bars) if way == OURS else build.peer(plan)
+    return plan, engine, peak, build.tokenizer(plan)
 
 
-@dataclass
-class Peer:
-    """A loaded checkpoint."""
+def measure(way: str, context: int, rows: int, largest: tuple[int, int], new_tokens: int) -> dict[str, Figures]:
+    """One cell, in a process of the way's own: figures by the name under which the page has them."""
+    plan, engine, peak, tokenizer = loaded(way, largest[0], 1 if way in ONE_ROW else largest[1], new_tokens)
+    prompts = build.prompts(plan, tokenizer, rows, context).tokens
+    repeats = REPEATS if rows * context < MANY else 1
+    if way == OURS:
+        return ours(engine, prompts, peak)
+    fast = plan.config.draft.name != "none"
+    engine.generate([row[:WARMUP_CONTEXT] for row in prompts], WARMUP_TOKENS, fast)
+    passes = [engine.generate(prompts, new_tokens, fast) for _ in range(repeats)]
+    accepted = passes[0].counts.metrics(GAMMA).get("acceptance_length")
+    found = figures([one.times for one in passes], passes[0].tokens, engine.peak_bytes, accepted)
+    return {way: found | {"version": engine.version}}
 
-    folder: str
-    dtype: torch.dtype = torch.float32
-    device: torch.device = torch.device("cpu")  # noqa: RUF009 - immutable
-    compiled: bool = False
 
-    def __post_init__(self):
-        self.model = AutoModelForCausalLM.from_pretrained(self.folder, dtype=self.dtype).to(self.device).eval()
-        if self.compiled:
-            self.model.forward = torch.compile(self.model.forward, mode="reduce-overhead", fullgraph=True)
+def ours(engine: Any, prompts: list[list[int]], peak: memory.Peak) -> dict[str, Figures]:
+    """Both ways, on one prefill."""
+    batch = engine.open(prompts)
+    prefill_seconds = batch.decoder.prefill(engine.prefill_chunk)
+    warm_up(batch)
+    pairs = [(batch.decoder.generate(), batch.decoder.generate(batch.draft)) for _ in range(REPEATS)]
+    found = {}
+    for name, passes in zip((OURS, OURS_FAST), zip(*pairs, strict=True), strict=True):
+        accepted = metrics.acceptance_metrics(list(passes)).get("acceptance_length")
+        times = [metrics.row_times(one, prefill_seconds) for one in passes]
+        found[name] = figures(times, passes[0].tokens, peak.num_bytes, accepted)
+    batch.close()
+    return found
 
-    @torch.inference_mode()
-    def generate(self, prompts: list[list[int]], new_tokens: int, mode: str = "dynamic cache", **options):
-        """Greedy; returns (new tokens per row, seconds per token)."""
-        clock, ids = Clock(), torch.tensor(prompts, device=self.device)
-        if mode == "static cache":
-            length = ids.shape[1] + new_tokens
-            options["past_key_values"] = StaticCache(config=self.model.config, max_cache_len=length)
-        elif mode == "dynamic cache":
-            options["past_key_values"] = DynamicCache(config=self.model.config)
-        out = self.model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=new_tokens,
-            min_new_tokens=new_tokens,
-            do_sample=False,
-            pad_token_id=0,
-            stopping_criteria=StoppingCriteriaList([clock]),
-            **options,
-        )
-        return out[:, ids.shape[1] :].tolist(), clock.seconds_per_token()
+
+def figures(passes: list[list[RowTimes]], tokens: list[list[int]], peak_bytes: int, accepted: Any) -> Figures:
+    """Medians over the passes, and a fingerprint of each row."""
+    speeds = [metrics.speed_metrics([times]) for times in passes]
+    found: Figures = {key: median(speed[key] for speed in speeds) for key in speeds[0]}
+    rows = [fingerprint([row]) for row in tokens]
+    return found | {"peak_gib": peak_bytes / memory.GIB, "acceptance_length": accepted, "rows": rows}
+
+
+def page(found: dict[str, dict[str, Figures]], cells: list[tuple[int, int]], new_tokens: int) -> str:
+    """Everything as Markdown, of the cells that have been measured."""
+    lines, races = [], []
+    for context, rows in sorted(cells):
+        cell = found.get(name_of(context, rows), {})
+        if OURS not in cell:
+            continue
+        where = [f"{context:,}", str(rows)]
+        for name, figures in cell.items():
+            same = sum(a == b for a, b in zip(figures["rows"], cell[OURS]["rows"], strict=True))
+            length = figures["acceptance_length"]
+            line = [*where, name, f"{figures['tokens_per_second']:,.0f}", ratio(figures, cell[OURS])]
+            line += [f"{figures['time_per_output_token_ms']:.1f}", f"{figures['time_to_first_token_ms'] / 1e3:.2f}"]
+            lines.append([*line, f"{figures['peak_gib']:.2f}", f"{length:.2f}" if length else "", f"{same}/{rows}"])
+        races.append([*where, *race(cell, OURS, PLAIN), *race(cell, OURS_FAST, tuple(cell))])
+    versions = {figures["version"] for cell in found.values() for figures in cell.values() if "version" in figures}
+    header = [
+        "context",
+        "batch",
+        "engine",
+        "tokens/s",
+        "of native",
+        "TPOT, ms",
+        "TTFT, s",
+        "GiB",
+        "length",
+        "same rows",
+    ]
+    best = ["context", "batch", "best peer, autoregressive", "native to it", "best peer, any way", "native, self to it"]
+    return PAGE.format(
+        commit=commit(),
+        machine=build.cpu_name(),
+        threads=torch.get_num_threads(),
+        versions=", ".join([f"PyTorch {torch.__version__}", *sorted(versions)]),
+        new=new_tokens,
+        gamma=GAMMA,
+        left_out="" if any(v.startswith("vllm") for v in versions) else " vLLM was not there to be measured.",
+        races=table(best, races),
+        everything=table(header, lines),
+    )
+
+
+def ratio(figures: Figures, other: Figures) -> str:
+    return f"{other['time_per_output_token_ms'] / figures['time_per_output_token_ms']:.2f}x"
+
+
+def race(cell: dict[str, Figures], mine: str, ways: tuple[str, ...]) -> list[str]:
+    """The fastest of the others among these ways, and how much faster ours is."""
+    peers = [way for way in ways if way in cell and not way.startswith(OURS)]
+    if not peers:
+        return ["", ""]
+    best = min(peers, key=lambda way: cell[way]["time_per_output_token_ms"])
+    return [best, ratio(cell[mine], cell[best])]
+
+
+def name_of(context: int, rows: int) -> str:
+    return f"{rows} x {context}"
+
+
+def main() -> None:
+    """Measure what is missing, and write the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--python", default=os.environ.get(PYTHON_VARIABLE), help="that of an environment with vLLM")
+    parser.add_argument("--quick", action="store_true", help="small cells; write nothing")
+    parser.add_argument("--anew", action="store_true", help="forget what has been measured")
+    arguments = parser.parse_args()
+    os.environ["MAGICDEC_ROOT"] = str(ROOT)
+    ways = list(WAYS)
+    if arguments.python:
+        os.environ[PYTHON_VARIABLE] = os.path.abspath(arguments.python)
+    else:
+        ways = [way for way in ways if not way.startswith("vllm")]
+    cells, new_tokens = (QUICK_CELLS, QUICK_TOKENS) if arguments.quick else (CELLS, NEW_TOKENS)
+    found: dict[str, dict[str, Figures]] = {}
+    if FIGURES.exists() and not (arguments.quick or arguments.anew):
+        stored = json.loads(FIGURES.read_text())
+        found = stored["cells"] if stored["commit"] == commit() else {}
+    with ExitStack() as stack:
+        spawn = multiprocessing.get_context("spawn")
+        pools = {way: stack.enter_context(ProcessPoolExecutor(1, spawn)) for way in ways}
+        for context, rows in cells:
+            cell = found.setdefault(name_of(context, rows), {})
+            for way in ways:
+                if way in cell or (way in ONE_ROW and rows > 1):
+                    continue
+                cell |= pools[way].submit(measure, way, context, rows, cells[-1], new_tokens).result()
+                print(f"{name_of(context, rows)}  {way}: {cell[way]['tokens_per_second']:,.0f} tokens/s", flush=True)
+                if not arguments.quick:
+                    FIGURES.parent.mkdir(exist_ok=True)
+                    FIGURES.write_text(json.dumps({"commit": commit(), "cells": found}))
+    text = page(found, cells, new_tokens)
+    print(text)
+    if not arguments.quick:
+        (ROOT / "docs/results/peers-cpu.md").write_text(text)
+
+
+PAGE = """# The bundled pair on three engines
+
+`python benchmarks/peers.py --python vllm-venv/bin/python`, commit {commit}, {machine}, {threads} threads, {versions};
+fp32, greedy, {new} new tokens a row, gamma {gamma}.{left_out} How the engines are set up and timed:
+[peers.md](../peers.md).
+
+Ratios are of times per output token (TPOT), within this run: more is faster. The machine is a shared one: ratios hold,
+absolute times drift.
+
+## Ours against the best of the others
+
+{races}
+## Everything
+
+Tokens per second count decoding alone, over all rows. TTFT of native and of transformers is that of the whole batch;
+vLLM prefills rows in turn, and the mean row counts. Memory is what the way's process has grown by so far, from before
+the weights were loaded, cells in order of their size; native holds both of its ways. Length is that of acceptance:
+tokens per round. The last column counts rows whose tokens are those of native, autoregressive.
+
+{everything}"""
+
+
+if __name__ == "__main__":
+    main()

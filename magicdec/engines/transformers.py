@@ -60,6 +60,7 @@ class TransformersPeer(Peer):
 
     def __init__(self, spec: PeerSpec, cache: str = "static"):
         transformers.utils.logging.disable_progress_bar()
+        transformers.utils.logging.set_verbosity_error()  # assisted generation warns of what it does itself
         torch.backends.cuda.matmul.allow_tf32 = False  # fp32 means fp32
         self.spec, self._cache = spec, cache
         self._device = torch.device(spec.device)
