@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -21,7 +22,7 @@ from magicdec.errors import UserError
 from magicdec.measure.metrics import RowTimes
 from magicdec.scenarios import Job, run
 from magicdec.verification.sampling import Sampling
-from tests.test_run import ROOT, SMALL
+from tests.test_run import ROOT, SMALL, TINY
 
 REAL = os.environ.get(vllm.PYTHON_VARIABLE)
 # Says what it was asked on stderr, and its process in its version.
@@ -195,7 +196,10 @@ def test_a_plan_without_an_environment(monkeypatch, python, said):
     assert "pip install vllm" in str(raised.value)
 
 
-@pytest.mark.skipif(not REAL, reason=f"{vllm.PYTHON_VARIABLE} names no Python of an environment with vLLM")
+real = pytest.mark.skipif(not REAL, reason=f"{vllm.PYTHON_VARIABLE} names no Python of an environment with vLLM")
+
+
+@real
 @pytest.mark.parametrize("draft", ["model", "ngram"])
 def test_the_real_one_writes_what_ours_writes(tmp_path, monkeypatch, draft):
     monkeypatch.setenv("MAGICDEC_ROOT", str(ROOT))
@@ -206,3 +210,17 @@ def test_the_real_one_writes_what_ours_writes(tmp_path, monkeypatch, draft):
     assert other["engine/version"].startswith("vllm ")
     assert 0 < other["acceptance_length"] <= 4
     assert other["speculative/wall_s"] > 0 < other["memory/peak_gib"]
+
+
+@real
+def test_the_real_one_ends_rows_at_their_end_of_sequence():
+    spec = PeerSpec(str(TINY / "target"), "float32", "cpu", num_rows=2, max_len=256, sampling=Sampling())
+    prompts = [list(range(5, 105)), list(range(200, 260))]
+    settings = (vllm.python(REAL), "draft_model", 8192, 300)
+    with VllmPeer(spec, *settings) as peer:
+        whole = peer.generate(prompts, 16, speculative=False).tokens
+    end = whole[0][5]
+    with VllmPeer(replace(spec, eos_token_ids=(end,)), *settings) as peer:
+        got = peer.generate(prompts, 16, speculative=False)
+    assert got.tokens == [row[: row.index(end) + 1] if end in row else row for row in whole]
+    assert got.times[0].decoded == len(got.tokens[0]) - 1 < 15

@@ -168,3 +168,11 @@ def test_profile_shows_its_points():
 )
 def test_where_to_see_it_in_wandb(outcome, expected):
     assert [line.rstrip() for line in printed(outcome=outcome).splitlines() if "W&B" in line] == expected
+
+
+def test_another_engine_is_named_with_its_draft():
+    """Prompt lookup has no cache to speak of."""
+    config = with_changes(attention={"name": "auto"}, draft={"name": "ngram"})
+    text = printed(config, METRICS | {"engine/version": "vllm 0.32.0"})
+    assert "data: stdlib; float32 on Some CPU @ 2.90GHz, by vllm 0.32.0\n" in text
+    assert "compare: tiny, draft ngram, gamma 4\n" in text
