@@ -8,13 +8,12 @@ Comparisons are ratios within one run: a shared machine's absolute times drift.
 
 import argparse
 import os
-import subprocess
 from dataclasses import replace
-from pathlib import Path
 from statistics import median
 
 import torch
 from hydra import compose, initialize_config_dir
+from page import RESULTS, ROOT, commit, table
 
 from magicdec import build
 from magicdec.build import Plan
@@ -28,7 +27,6 @@ from magicdec.measure.profile import profile_round
 from magicdec.tracking.progress import progress
 from magicdec.verification.sampling import Sampling
 
-ROOT = Path(__file__).parents[1]
 CELLS = ((1024, 8), (4096, 1), (4096, 8), (4096, 24), (8192, 8))  # context, batch
 PEER_CELLS = ((4096, 1), (4096, 8))
 DRAFTS = (("self", 2), ("self", 3), ("ngram", 3), ("model", 3))  # name, gamma
@@ -99,17 +97,6 @@ def theirs(peer: TransformersPeer, prompts: list[list[int]], fast: bool) -> tupl
     return got.tokens, metrics.speed_metrics([got.times])["time_per_output_token_ms"]
 
 
-def commit() -> str:
-    """What was measured."""
-    command = ["git", "describe", "--always", "--dirty"]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
-
-
-def table(header: list[str], rows: list[list[str]]) -> str:
-    """A Markdown table."""
-    return "\n".join("| " + " | ".join(line) + " |" for line in [header, ["---"] * len(header), *rows]) + "\n"
-
-
 def main() -> None:
     """Measure the cells and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -149,7 +136,7 @@ def main() -> None:
     if quick:
         print(page)
         return
-    (ROOT / "docs/results/cpu.md").write_text(page)
+    (RESULTS / "cpu.md").write_text(page)
 
 
 PAGE = """# The bundled pair on a CPU

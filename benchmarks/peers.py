@@ -17,12 +17,10 @@ import os
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from functools import cache
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-import torch
-from cpu import commit, table
+from page import RESULTS, ROOT, commit, provenance, table
 
 from magicdec import build
 from magicdec.config import compose
@@ -34,7 +32,6 @@ from magicdec.measure.metrics import RowTimes
 from magicdec.scenarios.peer import WARMUP_CONTEXT, WARMUP_TOKENS
 from magicdec.tracking.progress import progress
 
-ROOT = Path(__file__).parents[1]
 FIGURES = ROOT / "runs" / "peers-cpu.json"
 GAMMA = 3
 # By engine and draft; a peer decodes one way, ours both, on one prefill.
@@ -77,7 +74,8 @@ def measure(way: str, context: int, rows: int, largest: tuple[int, int], new_tok
     prompts = build.prompts(plan, tokenizer, rows, context).tokens
     repeats = REPEATS if rows * context < MANY else 1
     if way == OURS:
-        return ours(engine, prompts, peak)
+        found = ours(engine, prompts, peak)
+        return found | {OURS: found[OURS] | {"version": f"attention by {plan.config.attention.name}"}}
     fast = plan.config.draft.name != "none"
     engine.generate([row[:WARMUP_CONTEXT] for row in prompts], WARMUP_TOKENS, fast)
     passes = [engine.generate(prompts, new_tokens, fast) for _ in range(repeats)]
@@ -139,10 +137,8 @@ def page(found: dict[str, dict[str, Figures]], cells: list[tuple[int, int]], new
     ]
     best = ["context", "batch", "best peer, autoregressive", "native to it", "best peer, any way", "native, self to it"]
     return PAGE.format(
-        commit=commit(),
-        machine=build.cpu_name(),
-        threads=torch.get_num_threads(),
-        versions=", ".join([f"PyTorch {torch.__version__}", *sorted(versions)]),
+        provenance=provenance("python benchmarks/peers.py --python vllm-venv/bin/python"),
+        versions=", ".join(sorted(versions)),
         new=new_tokens,
         gamma=GAMMA,
         left_out="" if any(v.startswith("vllm") for v in versions) else " vLLM was not there to be measured.",
@@ -202,14 +198,13 @@ def main() -> None:
     text = page(found, cells, new_tokens)
     print(text)
     if not arguments.quick:
-        (ROOT / "docs/results/peers-cpu.md").write_text(text)
+        (RESULTS / "peers-cpu.md").write_text(text)
 
 
 PAGE = """# The bundled pair on three engines
 
-`python benchmarks/peers.py --python vllm-venv/bin/python`, commit {commit}, {machine}, {threads} threads, {versions};
-fp32, greedy, {new} new tokens a row, gamma {gamma}.{left_out} How the engines are set up and timed:
-[peers.md](../peers.md).
+{provenance}, {versions}; fp32, greedy, {new} new tokens a row, gamma {gamma}; `self` drafts over a streaming cache of
+128 entries.{left_out} How the engines are set up and timed: [peers.md](../peers.md).
 
 Ratios are of times per output token (TPOT), within this run: more is faster. The machine is a shared one: ratios hold,
 absolute times drift.

@@ -71,10 +71,7 @@ def _header(config: Mapping[str, Any], metrics: Metrics) -> Iterator[Text]:
     """What ran, in words."""
     batch, scenario, hardware = config["batch"], config["scenario"], config["hardware"]
     yield Text(f"{scenario['name']}: {config['target']['name']}{described_draft(config)}", style="bold")
-    ranks = f"{hardware['tensor_parallel']} ranks of " if hardware.get("tensor_parallel", 1) > 1 else ""
-    where = f"{hardware['dtype']} on {ranks}{metrics.get('device') or hardware['device']}"
-    where += f", by {metrics['engine/version']}" if "engine/version" in metrics else ""
-    where += f", attention by {config['attention']['name']}" if config["attention"]["name"] != "auto" else ""
+    where = described_place(config, metrics.get("device") or hardware["device"], metrics.get("engine/version"))
     if scenario["name"] == "profile":
         yield Text(f"times over caches filled with noise, {where}")
     else:
@@ -90,6 +87,14 @@ def _header(config: Mapping[str, Any], metrics: Metrics) -> Iterator[Text]:
         rate = config["draft"].get("synthetic_acceptance")
         warning = f" SYNTHETIC acceptance ({rate}): drawn, not measured; only the times are real "
         yield Text(warning, style="bold black on yellow")
+
+
+def described_place(config: Mapping[str, Any], device: Any, engine: str | None = None) -> str:
+    """What computes, in which type, and with which attention or by which `engine` other than ours."""
+    hardware = config["hardware"]
+    ranks = f"{hardware['tensor_parallel']} ranks of " if hardware.get("tensor_parallel", 1) > 1 else ""
+    means = f"by {engine}" if engine else f"attention by {config['attention']['name']}"
+    return f"{hardware['dtype']} on {ranks}{device}, {means}"
 
 
 def described_draft(config: Mapping[str, Any]) -> str:

@@ -163,10 +163,20 @@ def test_our_own_worker_where_there_is_no_vllm():
         VllmPeer(spec, sys.executable, "draft_model", 8, 60).generate([[1]], 2, speculative=False)
 
 
+def test_the_worker_ends_with_its_input():
+    """Whoever asked may have been killed."""
+    program = "import queue, threading, time; from magicdec.engines.vllm_worker import listen\n"
+    program += "threading.Thread(target=listen, args=(queue.Queue(),)).start(); time.sleep(60)"
+    process = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdin=subprocess.PIPE)
+    process.stdin.close()
+    assert process.wait(30) == 0
+
+
 def test_an_interrupted_run_leaves_no_worker(tmp_path):
     """Ctrl-C while the worker is silent."""
     worker, told = tmp_path / "worker.py", tmp_path / "pid"
-    worker.write_text(f"import os, time; open({str(told)!r}, 'w').write(f'{{os.getpid()}} '); time.sleep(60)")
+    say = f"open({str(told)!r}, 'w').write(f'{{os.getpid()}} ')"
+    worker.write_text(f"import os, time; input(); {say}; time.sleep(60)")
     command = [sys.executable, "-c", WAITING, str(worker)]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
     while not (told.exists() and told.read_text().endswith(" ")):
