@@ -53,7 +53,8 @@ class VllmPeer(Peer):
 
     def __init__(self, spec: PeerSpec, python: str, method: str, kv_bytes_per_token: int, time_limit_s: float):
         self.spec, self._python, self._method, self._time_limit_s = spec, python, method, time_limit_s
-        tokens_per_row = (-(-spec.max_len // BLOCK) + 1) * BLOCK
+        # Two blocks to spare a row: the second pass must not evict what the first has left for it.
+        tokens_per_row = (-(-spec.max_len // BLOCK) + 2) * BLOCK
         self._kv_bytes = (spec.num_rows * tokens_per_row + BLOCK) * kv_bytes_per_token
         self._worker: Worker | None = None
         self._speculative = False

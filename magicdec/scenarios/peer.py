@@ -3,7 +3,7 @@ out (the profile of a round, the logits of the audit, the cost model).
 """
 
 from magicdec import build
-from magicdec.engines.peer import Counts, PeerGeneration
+from magicdec.engines.peer import Counts, Peer, PeerGeneration
 from magicdec.measure import memory, metrics
 from magicdec.measure.gpu import Watch
 from magicdec.measure.metrics import Metrics
@@ -27,35 +27,38 @@ def peer(plan: build.Plan, progress: Progress) -> Outcome:
     rows = prompts.tokens
     batches = [rows[start : start + int(batch.size)] for start in range(0, len(rows), int(batch.size))]
     gpu = Watch(plan.device)
-    ways = ("autoregressive", "speculative") if config.draft.name != "none" else ("autoregressive",)
-    passes: dict[str, list[Pass]] = {"speculative": []}
     with progress.task(f"loading {config.engine.name}", total=None):
         engine = build.peer(plan)
     with engine:
-        for way in ways:
-            fast = way == "speculative"
-            with progress.task(way, total=config.scenario.repeats * len(batches)) as task:
-                engine.generate([row[:WARMUP_CONTEXT] for row in batches[0]], WARMUP_TOKENS, fast)
-                passes[way] = []
-                for _ in range(config.scenario.repeats):
-                    passes[way].append([])
-                    for one in batches:
-                        passes[way][-1].append(engine.generate(one, batch.generate_len, fast))
-                        task.advance(1)
+        plain = _passes(engine, batches, "autoregressive", plan, progress)
+        fast = _passes(engine, batches, "speculative", plan, progress) if config.draft.name != "none" else []
         peak, version = engine.peak_bytes, engine.version
-    plain, fast_passes = passes["autoregressive"], passes["speculative"]
-    outputs = Outputs(prompts, _tokens(plain[0]), _tokens(fast_passes[0]) if fast_passes else [])
+    outputs = Outputs(prompts, _tokens(plain[0]), _tokens(fast[0]) if fast else [])
     results: Metrics = {"data/fingerprint": prompts.fingerprint, "output/fingerprint": outputs.fingerprint}
     results |= {"device": plan.device_name, "engine/version": version, **plan.sources} | gpu.metrics()
-    results |= speeds([_speed(one) for one in plain], [_speed(one) for one in fast_passes])
-    if fast_passes:
-        counts = sum((generation.counts for one in fast_passes for generation in one), Counts())
+    results |= speeds([_speed(one) for one in plain], [_speed(one) for one in fast])
+    if fast:
+        counts = sum((generation.counts for one in fast for generation in one), Counts())
         gamma = max(config.gammas)
         results |= counts.metrics(gamma) | {"gamma": gamma, "acceptance/source": "measured"}
         audited = build.is_audited(plan)
         results["lossless/identical"] = outputs.speculative == outputs.autoregressive if audited else None
     results |= outputs.accuracy(tokenizer) | {"memory/peak_gib": peak / memory.GIB}
     return Outcome(results, outputs.rows(config.data.save_prompts), samples=outputs.samples(tokenizer))
+
+
+def _passes(engine: Peer, batches: list[list[list[int]]], way: str, plan: build.Plan, progress: Progress) -> list[Pass]:
+    """The repeats of one way, after a short warm-up."""
+    generate_len, repeats, fast = plan.config.batch.generate_len, plan.config.scenario.repeats, way == "speculative"
+    with progress.task(way, total=repeats * len(batches)) as task:
+        engine.generate([row[:WARMUP_CONTEXT] for row in batches[0]], WARMUP_TOKENS, fast)
+        passes: list[Pass] = []
+        for _ in range(repeats):
+            passes.append([])
+            for batch in batches:
+                passes[-1].append(engine.generate(batch, generate_len, fast))
+                task.advance(1)
+    return passes
 
 
 def _tokens(batches: Pass) -> list[list[int]]:

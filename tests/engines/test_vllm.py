@@ -107,7 +107,9 @@ def test_a_worker_for_each_way(peer):
     assert first["batch"]["sampling"] == {"temperature": 0.0, "ignore_eos": True}
     options = first["options"]
     assert (options["model"], options["max_model_len"], options["max_num_seqs"]) == ("a target", 200, 2)
-    assert options["kv_cache_memory_bytes"] == 8 * (2 * (256 + 128) + 128)  # whole blocks of 128, with some to spare
+    assert options["kv_cache_memory_bytes"] == 8 * (
+        2 * (256 + 256) + 128
+    )  # whole blocks of 128, and two to spare a row
     assert "speculative_config" not in options
     engine.generate(prompts, 5, speculative=False)
     assert engine.version == one
