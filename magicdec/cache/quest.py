@@ -22,8 +22,10 @@ class QuestCache(DynamicCache):
     """Pages of `page_size` entries whose keys lie within known bounds; each step reads budget / page_size pages.
 
     A page's largest possible product with a query follows from the least and the largest value of each feature, so that
-    2 / page_size of the keys are read to choose. The queries of a KV head choose together, by their largest bound. The
-    paper leaves the first two layers dense; here all of them select. A budget below page_size makes smaller pages.
+    2 / page_size of the keys are read to choose. The last page is always read, as in the authors' kernels: the latest
+    tokens receive much attention, and few of them have a low bound. Queries that share a KV head, which the paper's
+    models have not, choose by the sum of their softmax over the bounds. The paper leaves the first two layers dense;
+    here all of them select. A budget below page_size makes smaller pages.
     """
 
     per_row: ClassVar[tuple[str, ...]] = (*DynamicCache.per_row, "least_LBKPD", "largest_LBKPD")
@@ -65,7 +67,11 @@ class QuestCache(DynamicCache):
         )
         entry_E = torch.arange(self.page_size, device=q_BTHD.device)
         first_P = torch.arange(bound_BKQP.shape[-1], device=q_BTHD.device) * self.page_size
-        page_BKN = best(bound_BKQP.amax(2), (first_P < self.length_B[:, None])[:, None], self.num_pages)
+        exists_BP = first_P < self.length_B[:, None]
+        is_last_BP = first_P >= self.length_B[:, None] - self.page_size
+        scaled_BKQP = bound_BKQP.masked_fill(~exists_BP[:, None, None], float("-inf")) / self.config.head_dim**0.5
+        share_BKP = scaled_BKQP.softmax(-1).sum(2).masked_fill(is_last_BP[:, None], float("inf"))
+        page_BKN = best(share_BKP, exists_BP[:, None], self.num_pages)
         slot_BKNE = page_BKN[..., None] * self.page_size + entry_E
         read = (page_BKN[..., None] >= 0) & (slot_BKNE < self.length_B[:, None, None, None])
         return slot_BKNE.masked_fill(~read, -1).flatten(2)
