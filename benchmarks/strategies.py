@@ -41,6 +41,7 @@ from magicdec.models.transformer import Transformer
 from magicdec.tracking.progress import progress
 
 ROOT = Path(__file__).parents[1]
+os.environ["MAGICDEC_ROOT"] = str(ROOT)  # wherever it is started
 RESULTS = ROOT / "docs/results"
 BUDGETS, MIDDLE, GAMMA = (64, 128, 256, 512), 256, 3
 SIZES = {"context_len": 8192, "size": 8, "generate_len": 64}  # the pair was trained for 8,448 tokens
@@ -264,7 +265,6 @@ def main() -> None:
     parser.add_argument("--cells", type=Path, default=ROOT / "runs/strategies", help="where each result is kept")
     parser.add_argument("--quick", action="store_true", help="one short text; write nothing")
     arguments = parser.parse_args()
-    os.environ["MAGICDEC_ROOT"] = str(ROOT)
     if arguments.quick:
         prefilled = Prefilled(TEXTS["stdlib"], QUICK)
         measure = {"acceptance": measured_acceptance, "times": measured_times}[arguments.what]
