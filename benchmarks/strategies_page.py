@@ -1,4 +1,4 @@
-"""The page and the picture of docs/results/strategies.csv and strategies_times.csv.
+"""The page and the picture of docs/results/strategies.csv, strategies_retained.csv and strategies_times.csv.
 
 python benchmarks/strategies_page.py
 """
@@ -17,21 +17,28 @@ from matplotlib import pyplot as plt
 ORACLE, SINKS, NO_SINKS = "topk", "streaming", "window"
 DRAWN = ("self", "model")  # that go with all policies
 POLICIES = ["topk", "verify_guided", "quest", "h2o", "snapkv", "pyramidkv", "streaming", "window", "quantized", "full"]
-NAMES = {"data", "draft", "policy", "measured_by"}
+NAMES = {"data", "draft", "policy", "choice", "measured_by"}
 
 Row = dict
 
 
 def read(path: Path) -> list[Row]:
-    """What strategies.py has written, drafts and policies in the order of the page."""
+    """What a benchmark has written; nothing where it has not been run."""
     if not path.exists():
         return []
     rows = []
     with path.open() as file:
         for line in csv.DictReader(file):
             numbers = {key: float(value) for key, value in line.items() if key not in {*NAMES, "lossless"} and value}
-            row = {key: line[key] for key in NAMES} | numbers
-            rows.append(row | {"budget": int(line["budget"]), "lossless": line["lossless"] == "True"})
+            row = (
+                {key: value for key, value in line.items() if key in NAMES} | numbers | {"budget": int(line["budget"])}
+            )
+            rows.append(row | {"lossless": line.get("lossless") == "True"})
+    return rows
+
+
+def in_order(rows: list[Row]) -> list[Row]:
+    """Drafts and policies in the order of the page."""
     return sorted(rows, key=lambda row: (list(DRAFTS_POLICIES).index(row["draft"]), rank(row["policy"])))
 
 
@@ -83,7 +90,7 @@ def draw_policy(axis: plt.Axes, policy: str, rows: list[Row]) -> None:
     axis.errorbar([row["budget"] * shift for row in rows], rates, errors, marker="o", ms=3.5, elinewidth=0.6, **style)
 
 
-def page(rows: list[Row], timed: list[Row]) -> str:
+def page(rows: list[Row], kept: list[Row], timed: list[Row]) -> str:
     """The whole page as Markdown."""
     errors = [row["standard_error"] for row in rows if 0 < row["acceptance_rate"] < 1]
     proposals = [GAMMA * SIZES["size"] * (SIZES["generate_len"] - 1) / row["acceptance_length"] for row in rows]
@@ -104,6 +111,8 @@ def page(rows: list[Row], timed: list[Row]) -> str:
         parts += [f"## Acceptance rate, data={text}\n", overview(group), f"### Sinks, data={text}\n", sinks(group)]
     parts += [f"## The oracle\n\n{above_oracle(rows)}\n", f"## The small draft\n\n{small_draft(rows)}\n"]
     parts += [f"## Tasks\n\n{TASKS_TEXT.format(middle=MIDDLE)}\n", tasks(rows)]
+    if kept:
+        parts += [f"## Attention retained\n\n{RETAINED_TEXT.format(measured=measured_by(kept))}\n", retained(kept)]
     if timed:
         parts += [f"## Times\n\n{TIMES_TEXT.format(measured=measured_by(timed), middle=MIDDLE)}\n", times(timed)]
     return "\n".join(parts)
@@ -189,6 +198,13 @@ def tasks(rows: list[Row]) -> str:
     return table(["draft", "policy", *TASKS, "ruler's answers"], lines)
 
 
+def retained(rows: list[Row]) -> str:
+    """Choices downwards, budgets across."""
+    shares = {(row["choice"], row["budget"]): f"{row['mean']:.2f}" for row in rows}
+    names = dict.fromkeys(row["choice"] for row in rows)
+    return table(["choice", *map(str, BUDGETS)], [[name, *(shares[name, b] for b in BUDGETS)] for name in names])
+
+
 def times(rows: list[Row]) -> str:
     """Step times and speedups."""
     columns = ("target_decode_ms", "verify_ms", "draft_ms", "select_ms", "prefill_ms")
@@ -226,6 +242,11 @@ TASKS_TEXT = """At a budget of {middle}. `data=repeat` ends as an early passage 
 sees how it went on. `data=ruler` (niah_multikey) asks for a needle. Its answers are scored, alike with and without a
 draft, and the bundled model gives none: use a real one for that."""
 
+RETAINED_TEXT = """What the entries chosen for the first decoding step receive of that step's attention over everything,
+in a mean over layers; data=stdlib; `python benchmarks/strategies_retained.py`, {measured}. `best pages` are chosen by
+the attention itself: what is lost between `topk` and them is the price of pages, and from them to `quest` that of
+judging pages by bounds."""
+
 TIMES_TEXT = """Milliseconds on data=stdlib, budget {middle}; `python benchmarks/strategies.py times`, {measured}.
 T_select is a part of T_D where entries are chosen in every step (`quest`, `topk`), of the round with `verify_guided`,
 and of the prefill with `snapkv`. `prefill` is what the draft takes before its first round. `speedup` is measured, in
@@ -234,9 +255,10 @@ passes that take turns with autoregressive ones."""
 
 def main() -> None:
     """Write both."""
-    rows, timed = read(RESULTS / "strategies.csv"), read(RESULTS / "strategies_times.csv")
+    rows, kept, timed = (read(RESULTS / f"strategies{part}.csv") for part in ("", "_retained", "_times"))
+    rows, timed = in_order(rows), in_order(timed)
     draw([row for _, mine in by_text(rows) for row in mine], RESULTS / "strategies.png")
-    (RESULTS / "strategies.md").write_text(page(rows, timed))
+    (RESULTS / "strategies.md").write_text(page(rows, kept, timed))
 
 
 if __name__ == "__main__":

@@ -63,9 +63,8 @@ def test_topk_retains_more_attention_than_any_other_choice(budget, gamma, length
         mass, slots = scores[row, head].sum(0), read(choose(cache, 1, q), row, head)
         assert len(slots) == min(budget, lengths[row])
         assert max(slots) < lengths[row]
-        for _ in range(20):
-            other = torch.randperm(lengths[row], generator=generator)[: len(slots)]
-            assert mass[slots].sum() >= mass[other].sum() - 1e-6
+        others = sorted(set(range(lengths[row])) - set(slots))  # no exchange of one for one can gain anything
+        assert not others or mass[slots].min() >= mass[others].max() - 1e-6
 
 
 def quest_reads(keys: list, queries: list, length: int, page_size: int, num_pages: int) -> set[int]:
