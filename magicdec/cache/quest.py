@@ -30,22 +30,15 @@ class QuestCache(DynamicCache):
 
     per_row: ClassVar[tuple[str, ...]] = (*DynamicCache.per_row, "least_LBKPD", "largest_LBKPD")
 
-    def __init__(
-        self,
-        spec: CacheSpec,
-        config: ModelConfig,
-        num_rows: int,
-        capacity: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ):
-        super().__init__(spec, config, num_rows, capacity, dtype, device)
+    def set_up(self) -> None:
+        """See DraftCache.set_up."""
+        super().set_up()
+        config, spec = self.config, self.spec
         self.page_size = min(spec.page_size, self.budget)
         total = -(-(spec.max_len + spec.gamma + 1) // self.page_size)
         self.num_pages = total if spec.budget >= spec.max_len else self.budget // self.page_size
-        shape = (config.num_layers, num_rows, config.num_kv_heads, total, config.head_dim)
-        self.least_LBKPD = torch.zeros(shape, dtype=dtype, device=device)
-        self.largest_LBKPD = torch.zeros(shape, dtype=dtype, device=device)
+        shape = (config.num_layers, self.num_rows, config.num_kv_heads, total, config.head_dim)
+        self.least_LBKPD, self.largest_LBKPD = self.k_LBKSD.new_zeros(shape), self.k_LBKSD.new_zeros(shape)
 
     @classmethod
     def bytes_per_row(cls, spec: CacheSpec, config: ModelConfig, dtype: torch.dtype, shares_target: bool) -> int:
