@@ -81,11 +81,11 @@ def draw(rows: list[Row], path: Path) -> None:
 
 def draw_policy(axis: plt.Axes, policy: str, rows: list[Row]) -> None:
     """One line of a panel, with standard errors."""
-    style = {"color": f"C{POLICIES.index(policy)}", "label": policy}
+    style = {"color": f"C{rank(policy)}", "label": policy}
     if not rows[0]["budget"]:
         axis.axhline(rows[0]["acceptance_rate"], linestyle="--", linewidth=1, **style)
         return
-    shift = 1 + 0.012 * (POLICIES.index(policy) - 4)  # so that bars do not hide each other
+    shift = 1 + 0.012 * (rank(policy) - 4)  # so that bars do not hide each other
     rates, errors = ([row[key] for row in rows] for key in ("acceptance_rate", "standard_error"))
     axis.errorbar([row["budget"] * shift for row in rows], rates, errors, marker="o", ms=3.5, elinewidth=0.6, **style)
 
