@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 
 import matplotlib
-from strategies import BUDGETS, DRAFTS_POLICIES, GAMMA, MIDDLE, RESULTS, SIZES, TASKS
+from strategies import BUDGETS, DRAFTS_POLICIES, GAMMA, MIDDLE, RESULTS, SIZES, TASKS, TEXTS, cells
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
@@ -107,6 +107,7 @@ def page(rows: list[Row], kept: list[Row], timed: list[Row]) -> str:
             lossless=f"{sum(row['lossless'] for row in rows + timed)} of {len(rows + timed)}",
         )
     ]
+    parts += [f"Not measured: {'; '.join(absent)}.\n"] if (absent := missing(rows)) else []
     for text, group in by_text(rows):
         parts += [f"## Acceptance rate, data={text}\n", overview(group), f"### Sinks, data={text}\n", sinks(group)]
     parts += [f"## The oracle\n\n{above_oracle(rows)}\n", f"## The small draft\n\n{small_draft(rows)}\n"]
@@ -122,6 +123,13 @@ def by_text(rows: list[Row]) -> list[tuple[str, list[Row]]]:
     """The rows of each text that was measured at all budgets."""
     texts = [text for text in dict.fromkeys(row["data"] for row in rows) if text not in TASKS]
     return [(text, [row for row in rows if row["data"] == text]) for text in texts]
+
+
+def missing(rows: list[Row]) -> list[str]:
+    """What strategies.py would compare, and has not yet."""
+    measured = {(row["data"], row["draft"], row["policy"]) for row in rows}
+    wanted = [(text, draft, policy) for text in TEXTS for draft, policy, _ in cells(text) if draft != "ngram"]
+    return [f"draft={d} cache={p} on data={t}" for t, d, p in dict.fromkeys(wanted) if (t, d, p) not in measured]
 
 
 def measured_by(rows: list[Row]) -> str:
