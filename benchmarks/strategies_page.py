@@ -111,7 +111,8 @@ def page(rows: list[Row], kept: list[Row], timed: list[Row]) -> str:
     for text, group in by_text(rows):
         parts += [f"## Acceptance rate, data={text}\n", overview(group), f"### Sinks, data={text}\n", sinks(group)]
     parts += [f"## The oracle\n\n{above_oracle(rows)}\n", f"## The small draft\n\n{small_draft(rows)}\n"]
-    parts += [f"## Tasks\n\n{TASKS_TEXT.format(middle=MIDDLE)}\n", tasks(rows)]
+    if any(row["data"] in TASKS for row in rows):
+        parts += [f"## Tasks\n\n{TASKS_TEXT.format(middle=MIDDLE)}\n", tasks(rows)]
     if kept:
         parts += [f"## Attention retained\n\n{RETAINED_TEXT.format(measured=measured_by(kept))}\n", retained(kept)]
     if timed:
@@ -127,9 +128,12 @@ def by_text(rows: list[Row]) -> list[tuple[str, list[Row]]]:
 
 def missing(rows: list[Row]) -> list[str]:
     """What strategies.py would compare, and has not yet."""
-    measured = {(row["data"], row["draft"], row["policy"]) for row in rows}
-    wanted = [(text, draft, policy) for text in TEXTS for draft, policy, _ in cells(text) if draft != "ngram"]
-    return [f"draft={d} cache={p} on data={t}" for t, d, p in dict.fromkeys(wanted) if (t, d, p) not in measured]
+    measured, absent = {(row["data"], row["draft"], row["policy"]) for row in rows}, []
+    for text in TEXTS:
+        wanted = dict.fromkeys((draft, policy) for draft, policy, _ in cells(text) if draft != "ngram")
+        left = [f"draft={d} cache={p} on data={text}" for d, p in wanted if (text, d, p) not in measured]
+        absent += left if len(left) < len(wanted) else [f"data={text}"]
+    return absent
 
 
 def measured_by(rows: list[Row]) -> str:
