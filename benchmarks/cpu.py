@@ -65,9 +65,7 @@ def measure(engine: NativeEngine, opened: Batch, name: str, gamma: int) -> dict:
     batch = Batch(opened.decoder, draft)
     warm_up(batch)
     pairs = [(batch.decoder.generate(), batch.decoder.generate(draft)) for _ in range(REPEATS)]
-    times = [
-        [metrics.speed_metrics([metrics.row_times(g, 0.0)])["time_per_output_token_ms"] for g in pair] for pair in pairs
-    ]
+    times = [[metrics.time_per_output_token_ms(metrics.row_times(g, 0.0)) for g in pair] for pair in pairs]
     identical = audit(batch.decoder, pairs[0][0].tokens, pairs[0][1].tokens).identical
     figures = {"draft": name, "gamma": gamma, "identical": identical, "tokens": pairs[0][0].tokens}
     figures |= {"autoregressive": median(a for a, _ in times), "speedup": median(a / s for a, s in times)}
@@ -94,7 +92,7 @@ def theirs(peer: TransformersPeer, prompts: list[list[int]], fast: bool) -> tupl
     """The tokens, and the milliseconds that one takes."""
     peer.generate([row[:64] for row in prompts], 4, fast)
     got = peer.generate(prompts, NEW_TOKENS, fast)
-    return got.tokens, metrics.speed_metrics([got.times])["time_per_output_token_ms"]
+    return got.tokens, metrics.time_per_output_token_ms(got.times)
 
 
 def main() -> None:

@@ -301,9 +301,7 @@ def _rounds(bench: Bench, batch: int, context: int, alpha: float, budget: int) -
     gamma = max(formula, key=formula.__getitem__)
     opened = bench.open(batch, context, budget, gamma, alpha)
     pairs = [(opened.decoder.generate(), opened.decoder.generate(opened.draft)) for _ in range(2)]
-    tpots = [
-        [metrics.speed_metrics([metrics.row_times(g, 0.0)])["time_per_output_token_ms"] for g in pair] for pair in pairs
-    ]
+    tpots = [[metrics.time_per_output_token_ms(metrics.row_times(g, 0.0)) for g in pair] for pair in pairs]
     speedup = median(plain / fast for plain, fast in tpots)
     got = metrics.acceptance_metrics([fast for _, fast in pairs])["alpha"]
     drawn = _formula(bench, batch, context, float(got or 0.0), budget, gamma)  # what was drawn is not quite alpha
@@ -360,7 +358,7 @@ def peers(bench: Bench) -> None:
         peer = TransformersPeer(spec)
         peer.generate(prompts(), new, speculative=False)  # compiles and warms up
         times = peer.generate(prompts(), new, speculative=False).times
-        return {"ms": metrics.speed_metrics([times])["time_per_output_token_ms"]}
+        return {"ms": metrics.time_per_output_token_ms(times)}
 
     where = f"{batch} x {context}"
     bench.point("g", f"ours, {where}", ours)

@@ -35,19 +35,24 @@ def row_times(generation: Generation, prefill_seconds: float) -> list[RowTimes]:
     ]
 
 
+def time_per_output_token_ms(rows: Sequence[RowTimes]) -> float:
+    """Mean over the rows; one that stopped at its first token has no such time, and NaN is what is left of none."""
+    times = [row.decode / row.decoded for row in rows if row.decoded]
+    return 1e3 * fmean(times) if times else math.nan
+
+
 def speed_metrics(batches: Sequence[Sequence[RowTimes]]) -> dict[str, float]:
     """Throughput and latencies over the batches of one pass, without a prefix.
 
     tokens_per_second counts the tokens after each row's first over the decode time alone, which lasts until a batch's
-    last row is done; wall_s includes the prefill. A row that stopped at its first token has no time per token. Where
-    all did there is no decoding to time, and the figures that need it are NaN.
+    last row is done; wall_s includes the prefill. Where every row stopped at its first token there is no decoding to
+    time, and the figures that need it are NaN.
     """
     rows = [row for batch in batches for row in batch]
     decode = sum(max(row.decode for row in batch) for batch in batches)
-    times = [row.decode / row.decoded for row in rows if row.decoded]
     return {
         "tokens_per_second": sum(row.decoded for row in rows) / decode if decode else math.nan,
-        "time_per_output_token_ms": 1e3 * fmean(times) if times else math.nan,
+        "time_per_output_token_ms": time_per_output_token_ms(rows),
         "time_to_first_token_ms": 1e3 * fmean(row.first for row in rows),
         "decode_s": decode,
         "wall_s": sum(max(row.first for row in batch) for batch in batches) + decode,
