@@ -8,7 +8,6 @@ import itertools
 import os
 import re
 import sys
-import threading
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
@@ -96,8 +95,6 @@ def main() -> int:
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     overrides: list[str] = []
     failures.clear()
-    if os.environ.get(JOB):
-        threading.Thread(target=_end_with_launcher, daemon=True).start()
     try:
         parser = get_args_parser()
         parser.error = _refuse  # type: ignore[method-assign]
@@ -114,12 +111,6 @@ def main() -> int:
     if new_folders and not (new_folders[0] / JOBS).exists():  # after a dry run
         _remove_new_folders()
     return 0
-
-
-def _end_with_launcher() -> None:
-    """A job does not outlive its sweep, however that ends: its standard input is the launcher's to keep open."""
-    sys.stdin.read()
-    os._exit(INTERRUPTED)
 
 
 def report(error: Exception, explanation: str | None, where: str = "") -> int:

@@ -1,5 +1,6 @@
 """Sweeps that are killed, that share a store, whose jobs die: every run is done once, and nothing is lost."""
 
+import importlib
 import json
 import multiprocessing
 import os
@@ -215,7 +216,8 @@ def test_what_a_dead_process_left_running_is_buried_by_another(tmp_path):
 
 
 def start(runs, *arguments):
-    command = [sys.executable, str(ROOT / "tests" / "quick_launch.py"), "-m", f"runs_dir={runs}", *COMMON, *arguments]
+    own = ["scenario=predict", f"runs_dir={runs}"]  # whose jobs need no PyTorch, and so do not wait for it
+    command = [sys.executable, str(ROOT / "tests" / "quick_launch.py"), "-m", *own, *COMMON, *arguments]
     return subprocess.Popen(command, cwd=runs.parent, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -272,6 +274,36 @@ def test_an_interrupt_stops_a_sweep_and_its_jobs(tmp_path, starts, monkeypatch):
     assert finished(sweep).code == 130
     assert [(run["status"], run["kind"]) for run in iter_runs(runs)] == [("failed", "interrupted")]
     assert not any(is_locked(path) for path in folders(runs))
+
+
+SERVER = """
+import importlib, os, sys
+import torch
+asked = []
+for name in ("is_available", "device_count", "init", "_lazy_init", "get_device_properties", "get_device_capability"):
+    setattr(torch.cuda, name, lambda *_, name=name: asked.append(name))
+from magicdec.scenarios import imports
+for name in ["launch", *imports("compare")]:
+    importlib.import_module(name)
+assert not asked, asked
+if os.fork() == 0:
+    torch.set_num_threads(2)
+    os._exit(int((torch.ones(2000, 2000) @ torch.ones(2000)).sum() / 1e6))
+assert os.waitstatus_to_exitcode(os.wait()[1]) == 4
+"""
+
+
+def test_jobs_are_forked_before_a_gpu_or_a_thread_is_in_use(starts):
+    """A process that has asked CUDA for a device, or whose threads have worked, has no working children."""
+    subprocess.run([sys.executable, "-c", SERVER], check=True, timeout=100, env=os.environ | {"OMP_NUM_THREADS": "2"})
+
+
+@pytest.mark.slow
+def test_launchers_cost_little(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    launchers = importlib.import_module("launchers")
+    assert min(launchers.costs("process")) < 4
+    assert min(launchers.costs("basic")[1:]) < 0.4, "0.2 is what it takes; the machine may be busy"
 
 
 @pytest.mark.slow
@@ -339,24 +371,28 @@ def test_any_version_of_a_run_will_do_if_one_says_so(here, monkeypatch):
 
 
 class Queue(ProcessLauncher):
-    def __init__(self, commands, sweep, limit=None):
+    def __init__(self, fates, sweep, limit=None):
         super().__init__(limit)
-        self.commands, self.seen = commands, []
+        self.fates, self.seen = fates, []
         hardware = {"device": "auto", "tensor_parallel": 1}
         loaded = lambda config, overrides: OmegaConf.create({"hardware": hardware | eval(overrides[0])})  # noqa: E731
         self.context = SimpleNamespace(config_loader=SimpleNamespace(load_sweep_config=loaded))
         settings = {"fail_fast": False, "dry_run": False, "objective": "speedup"} | sweep
-        self.config = OmegaConf.create({"sweep": settings, "runs_dir": "", "hydra": {"sweep": {"dir": ""}}})
+        places = {"runs_dir": "", "hydra": {"sweep": {"dir": ""}}}
+        self.config = OmegaConf.create({"sweep": settings, "scenario": {"name": "predict"}, **places})
 
     def _process(self, job):
         self.seen.append((job.number, list(job.gpus)))
-        return subprocess.Popen(self.commands.pop(0))
+        seconds, code = self.fates.pop(0)
+        process = multiprocessing.get_context("fork").Process(target=lambda: time.sleep(seconds) or sys.exit(code))
+        process.start()
+        return process
 
 
 def test_jobs_are_spread_over_the_visible_gpus(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-5,7")
     jobs = [{"tensor_parallel": 2}, {}, {"tensor_parallel": 2}, {"device": "cpu"}, {"tensor_parallel": 8}]
-    queue = Queue([["sleep", seconds] for seconds in ("0.3", "0.9", "0.1", "0.1", "0.1")], {})
+    queue = Queue([(seconds, 0) for seconds in (0.3, 0.9, 0.1, 0.1, 0.1)], {})
     results = queue.launch([[str(job)] for job in jobs], 10)
     everything = {"3", "GPU-5", "7"}
     assert [(number, len(gpus)) for number, gpus in queue.seen] == [(10, 2), (11, 1), (12, 2), (13, 3), (14, 3)]
@@ -367,7 +403,7 @@ def test_jobs_are_spread_over_the_visible_gpus(monkeypatch):
 
 def test_a_queue_without_gpus_that_fails_fast(monkeypatch, capsys):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    queue = Queue([["true"], ["false"], ["true"]], {"fail_fast": True})
+    queue = Queue([(0, 0), (0, 1), (0, 0)], {"fail_fast": True})
     results = queue.launch([["{}"]] * 4, 0)
     assert [number for number, _ in queue.seen] == [0, 1]
     assert [result.status for result in results] == [JobStatus.COMPLETED, JobStatus.FAILED]
@@ -377,7 +413,7 @@ def test_a_queue_without_gpus_that_fails_fast(monkeypatch, capsys):
 def test_a_run_that_another_sweep_is_running_is_left_to_the_end(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr("hydra_plugins.process_launcher.RETRY_S", 0.1)
-    queue = Queue([["sh", "-c", f"exit {BUSY}"], ["true"], ["true"]], {})
+    queue = Queue([(0, BUSY), (0, 0), (0, 0)], {})
     results = queue.launch([["{}"]] * 2, 0)
     assert [number for number, _ in queue.seen] == [0, 1, 0]
     assert len(results) == 2

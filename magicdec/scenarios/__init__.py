@@ -158,6 +158,16 @@ def _work(rank: int, plan: Any, run: "Run | None" = None) -> Outcome:
         return scenario(plan, bars)
 
 
+def imports(name: str) -> list[str]:
+    """What a run of this scenario imports sooner or later, by name: for who starts many of them."""
+    modules = [f"magicdec.scenarios.{name}", "magicdec.scenarios.foresee", "magicdec.tracking.table"]
+    modules += ["wandb.sdk.launch"]  # by wandb.init, and takes longer than wandb itself
+    if name not in ("predict", "plan"):
+        modules += ["magicdec.engines.native", "torch._dynamo", "transformers.models.auto.tokenization_auto"]
+        modules += ["transformers.models.llama.configuration_llama"]  # which loads what every family's does
+    return modules
+
+
 def _scenario(name: str) -> tuple[Callable, Callable]:
     """What checks and plans, and the scenario itself: a module and a function of that name.
 

@@ -97,7 +97,9 @@ def _send(run: Run, config: Mapping[str, Any], results: Results, mode: Any) -> W
             finish_timeout_raises=True,
             disable_git=True,  # a remote's address and code may hold secrets
             disable_code=True,
-            x_disable_stats=True,  # the work is over: there is nothing left to sample
+            # The work is over, perhaps long ago and elsewhere: what there is to sample or list now is not what it used.
+            x_disable_stats=True,
+            x_save_requirements=False,
         )
         with wandb.init(
             mode=mode,
