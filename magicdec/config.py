@@ -226,6 +226,7 @@ class SweepConfig:
 
     name: str | None = None
     fail_fast: bool = MISSING
+    figures: bool = MISSING
     dry_run: bool = MISSING
     objective: str = MISSING
 

@@ -1,5 +1,6 @@
 """Sweeps that are killed, that share a store, whose jobs die: every run is done once, and nothing is lost."""
 
+import errno
 import importlib
 import json
 import multiprocessing
@@ -28,6 +29,7 @@ from magicdec.errors import UserError
 from magicdec.scenarios import Job, run
 from magicdec.tracking.lock import Busy, is_locked, locked
 from magicdec.tracking.reader import iter_runs, load_run
+from magicdec.tracking.report import __main__ as report
 from magicdec.tracking.store import Run
 from magicdec.tracking.sweep import BUSY
 from tests import quick_launch
@@ -85,6 +87,13 @@ def ended(process):
     return process.exitcode
 
 
+def seeded():
+    """Chance that can be had again: pytest shows the seed of a test that fails."""
+    seed = random.randrange(10**6)
+    print(f"seed {seed}")
+    return random.Random(seed)
+
+
 def folders(runs):
     return [path for path in sorted(runs.iterdir()) if path.name != "sweeps"]
 
@@ -104,10 +113,11 @@ def done_attempts(runs):
 def test_killed_at_ten_random_moments_and_started_again(tmp_path, forked):
     calm, runs = tmp_path / "calm", tmp_path / "runs"
     assert ended(forked(calm)) == 0
+    moments = seeded()
     done, kills = {}, 0
     while kills < 10:
         process = forked(runs)
-        time.sleep(random.uniform(0, 0.25))
+        time.sleep(moments.uniform(0, 0.25))
         process.kill()
         kills += ended(process) == -signal.SIGKILL
         now = done_attempts(runs)
@@ -218,7 +228,8 @@ def test_what_a_dead_process_left_running_is_buried_by_another(tmp_path):
 def start(runs, *arguments):
     own = ["scenario=predict", f"runs_dir={runs}"]  # whose jobs need no PyTorch, and so do not wait for it
     command = [sys.executable, str(ROOT / "tests" / "quick_launch.py"), "-m", *own, *COMMON, *arguments]
-    return subprocess.Popen(command, cwd=runs.parent, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, cwd=runs.parent, start_new_session=True, **pipes)
 
 
 def finished(process):
@@ -264,14 +275,45 @@ def test_a_killed_launcher_takes_its_jobs_along_and_the_sweep_goes_on(tmp_path, 
     assert not list(runs.glob("*/.*"))
 
 
+@pytest.mark.slow
+def test_a_sweep_of_processes_killed_at_ten_random_moments(tmp_path, starts):
+    """Five times with its jobs, as a terminal that is closed does, and five times alone: its jobs must follow."""
+    calm, runs, moments = tmp_path / "calm", tmp_path / "runs", seeded()
+    grid = [f"draft.gamma={','.join(str(g) for g in (1, 2, 3, 4))}", "cache.budget=32,64,128"]
+    assert finished(start(calm, *grid)).code == 0
+    begun, done = len(list(starts.iterdir())), {}
+    for kill in range(10):
+        sweep = start(runs, *grid)
+        time.sleep(moments.uniform(1, 7))
+        if kill % 2:
+            sweep.kill()
+        else:
+            os.killpg(sweep.pid, signal.SIGKILL)
+        sweep.communicate(timeout=20)  # its jobs hold the other ends of these pipes: they are gone, too
+        assert not any(is_locked(path) for path in folders(runs))
+        now = done_attempts(runs)
+        assert done.items() <= now.items(), "what was done is not done again"
+        done = now
+    last = finished(start(runs, *grid))
+    assert last.code == 0, last.err
+    assert done.items() <= done_attempts(runs).items()
+    assert len(list(starts.iterdir())) - begun == sum(run["attempt"] for run in iter_runs(runs))
+    assert decisive(runs) == decisive(calm)
+    assert len(folders(runs)) == len(GRID)
+    assert not list(runs.glob("*/.*")), "neither locks nor files half written"
+
+
 def test_an_interrupt_stops_a_sweep_and_its_jobs(tmp_path, starts, monkeypatch):
     monkeypatch.setenv("QUICK_SECONDS", "5")
     runs = tmp_path / "runs"
     sweep = start(runs, "draft.gamma=1,2")
     while sweep.poll() is None and not list(starts.iterdir()):
         time.sleep(0.05)
-    sweep.send_signal(signal.SIGINT)
-    assert finished(sweep).code == 130
+    os.killpg(sweep.pid, signal.SIGINT)  # as Ctrl-C does
+    sweep = finished(sweep)
+    assert sweep.code == 130
+    assert sweep.err.count("interrupted") == 1
+    assert "interrupted; the same command goes on where it stood" in sweep.err
     assert [(run["status"], run["kind"]) for run in iter_runs(runs)] == [("failed", "interrupted")]
     assert not any(is_locked(path) for path in folders(runs))
 
@@ -338,6 +380,26 @@ def here(quick, monkeypatch, capfd, tmp_path, hydra_logging):
 def test_fail_fast(here, starts):
     assert here("-m", "hydra/launcher=basic", "sweep.fail_fast=true", "draft.gamma=6,1,2").code == 1
     assert len(list(starts.iterdir())) == 1
+
+
+def test_a_sweep_ends_with_its_table_its_page_and_its_figures(here, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    sweep = here("-m", "hydra/launcher=basic", "sweep.name=mine", "sweep.figures=true", "draft.gamma=1,6")
+    (folder,) = (tmp_path / "runs" / "sweeps").glob("*_mine")
+    assert sweep.code == 1
+    assert "2 runs: 1 done, 1 failed\n" in sweep.out
+    for name in ("report.html", "speedup.png"):
+        assert f"written           {folder / name}\n" in sweep.out
+        assert (folder / name).stat().st_size > 1000
+    command = re.search(r"python -m magicdec.tracking.report (.*)", sweep.out)[1].split()
+    assert report.main(command) == 0
+    monkeypatch.setattr(Path, "write_bytes", refuse)
+    sweep = here("-m", "hydra/launcher=basic", "draft.gamma=1")
+    assert (sweep.code, sweep.out.count("not written       ")) == (0, 1)
+
+
+def refuse(*_):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def test_a_dry_run_lists_and_leaves_nothing(here, tmp_path, starts):
