@@ -279,12 +279,12 @@ def test_a_killed_launcher_takes_its_jobs_along_and_the_sweep_goes_on(tmp_path, 
 def test_a_sweep_of_processes_killed_at_ten_random_moments(tmp_path, starts):
     """Five times with its jobs, as a terminal that is closed does, and five times alone: its jobs must follow."""
     calm, runs, moments = tmp_path / "calm", tmp_path / "runs", seeded()
-    grid = [f"draft.gamma={','.join(str(g) for g in (1, 2, 3, 4))}", "cache.budget=32,64,128"]
+    grid = ["sweep.name=mine", "draft.gamma=1,2,3,4", "cache.budget=32,64,128"]
     assert finished(start(calm, *grid)).code == 0
-    begun, done = len(list(starts.iterdir())), {}
+    done = {}
     for kill in range(10):
         sweep = start(runs, *grid)
-        time.sleep(moments.uniform(1, 7))
+        time.sleep(moments.uniform(0.5, 5))
         if kill % 2:
             sweep.kill()
         else:
@@ -297,7 +297,6 @@ def test_a_sweep_of_processes_killed_at_ten_random_moments(tmp_path, starts):
     last = finished(start(runs, *grid))
     assert last.code == 0, last.err
     assert done.items() <= done_attempts(runs).items()
-    assert len(list(starts.iterdir())) - begun == sum(run["attempt"] for run in iter_runs(runs))
     assert decisive(runs) == decisive(calm)
     assert len(folders(runs)) == len(GRID)
     assert not list(runs.glob("*/.*")), "neither locks nor files half written"
