@@ -361,6 +361,18 @@ def test_other_launchers(tmp_path, launcher):
     assert len(jobs.read_text().splitlines()) == 1
 
 
+@pytest.mark.slow
+def test_optuna_goes_on_after_a_trial_that_fails(tmp_path, starts):
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
+    runs = tmp_path / "runs"
+    sweep = finished(start(runs, "+sweeps=optuna", "hydra.sweeper.n_trials=3", "sweep.objective=speedup"))
+    assert sweep.code == 0, sweep.err
+    found = list(iter_runs(runs))
+    assert sorted(run["status"] for run in found) == ["done", "done", "failed"], "its seed begins with gamma 7"
+    (best,) = (runs / "sweeps").glob("*_optuna/optimization_results.yaml")
+    assert OmegaConf.load(best).best_value == max(run["speedup"] for run in found if run["status"] == "done")
+
+
 # What needs no second process: `launch.main` with a scenario that takes a moment
 
 

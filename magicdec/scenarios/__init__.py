@@ -113,14 +113,17 @@ def _is_settled(config: Config, name: str, job: Job) -> bool:
 
 def _measure(plan: Any, name: str, settings: dict[str, Any], job: Job) -> None:
     """The run itself."""
+    from magicdec.measure.system import sampled
     from magicdec.tracking import table, wandb
     from magicdec.tracking.store import Run
 
     this = Run.open(plan.config.runs_dir, name, settings, job.overrides)
     with this.log_to_file():
         try:
-            outcome = _outcome(plan, this)
-            this.finish(outcome.metrics, outcome.generations, outcome.history, outcome.samples)
+            with sampled() as rows:
+                outcome = _outcome(plan, this)
+            outcome.system = rows
+            this.finish(outcome.metrics, outcome.generations, outcome.history, outcome.samples, outcome.system)
         except BaseException as error:
             reason, kind = _reason(error, plan.config)
             this.fail(reason, kind)
