@@ -8,10 +8,8 @@ all query rows attend to what was committed before as if they were T x G tokens 
 tokens causally; and the two parts are merged by their log-sum-exp. FlashAttention-3 packs by itself.
 """
 
-import sys
 from collections.abc import Callable
 from contextlib import suppress
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -19,7 +17,7 @@ from torch import Tensor
 from magicdec.attention.kernel import KernelAttention, KernelPlan
 
 MAX_HEAD_DIM = 256
-FEW_TOKENS = KernelAttention.max_new_tokens
+FEW_TOKENS = 32  # a verification; more are a prefill
 
 
 def library() -> tuple[Callable, bool]:
@@ -38,7 +36,6 @@ class FlashAttention(KernelAttention):
     """The fastest on a GPU, where it is installed."""
 
     name = "flash"
-    max_new_tokens: ClassVar[int] = sys.maxsize
 
     def __init__(self) -> None:
         self._attend, self._packs = library()

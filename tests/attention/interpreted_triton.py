@@ -32,10 +32,15 @@ def test_against_sdpa(num_new, group, dtype, window):
     torch.testing.assert_close(out.float(), right, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
-def test_more_query_rows_than_a_tile():
-    q, k, v, seqlens = case(32, 4, 64, 100)
-    assert MAX_TILE < 32 * 4
-    torch.testing.assert_close(attend(TritonAttention(), q, k, v, seqlens), expected(q, k, v, seqlens))
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize(("num_new", "group", "window"), [(32, 4, None), (130, 2, None), (150, 1, 40)])
+def test_more_query_rows_than_a_tile(num_new, group, window, splits, monkeypatch):
+    """A prefill: tiles of one head's tokens, and tiles in which one head ends and the next begins."""
+    assert num_new * group > MAX_TILE
+    monkeypatch.setattr("magicdec.attention.triton.split_count", lambda *_: splits)
+    q, k, v, seqlens = case(num_new, group, 64, num_new + 100)
+    out = attend(TritonAttention(), q, k, v, seqlens, window)
+    torch.testing.assert_close(out, expected(q, k, v, seqlens, window), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(("num_new", "window"), [(1, None), (4, 100)])
