@@ -5,8 +5,11 @@ import itertools
 import pytest
 import torch
 
+from magicdec.attention.base import Shape
 from magicdec.attention.triton import INTERPRETED, MAX_TILE, TritonAttention
+from magicdec.measure.footprint import Allocations
 from tests.attention.twins import attend, case, expected, selection
+from tests.measure.test_footprint import counted_peak
 
 # Of the largest output, about 1: fp32 as exact as it gets, else the rounding of the output and of the weights.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -49,6 +52,19 @@ def test_selected_slots_against_sdpa(num_new, window):
     indices = selection(seqlens, num_new, 307, 260)
     out = attend(TritonAttention(), q, k, v, seqlens, window, indices)
     torch.testing.assert_close(out, expected(q, k, v, seqlens, window, indices), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("num_new", "splits"), [(5, 2), (5, 1), (100, 1)])
+def test_what_is_foreseen_is_what_is_allocated(num_new, splits, monkeypatch):
+    monkeypatch.setattr("magicdec.attention.triton.split_count", lambda *_: splits)
+    q, k, v, seqlens = case(num_new, 4, 64, 300)
+    attention = TritonAttention()
+    plan = attention.plan(seqlens, Shape(num_new, k.shape[2], 4, q.dtype), None)
+    allocated = counted_peak(lambda: attention.attend(q, k, v, plan))
+    q, k, v = (x.to("meta") for x in (q, k, v))
+    with Allocations([q, k, v]) as foreseen:
+        attention.attend(q, k, v, plan)
+    assert foreseen.peak == allocated
 
 
 def test_what_lies_behind_the_valid_entries_is_never_read():
