@@ -27,7 +27,7 @@ from magicdec.serving.scheduler import Scheduler
 from magicdec.serving.shared import SharedSlots
 from magicdec.serving.slots import Slots
 from magicdec.tracking.progress import Progress
-from magicdec.tracking.table import WAYS, described_draft
+from magicdec.tracking.table import WAYS, described_draft, described_place
 
 WARMUP_TOKENS = 8  # of a request before each measurement, which is not counted
 # On the terminal; a latency is shown as its median and its 99th percentile.
@@ -167,12 +167,12 @@ def _generations(requests: Mapping[str, list[Request]], save_prompts: bool) -> l
 
 def render(plan: build.Plan, history: Sequence[Mapping[str, Any]]) -> RenderableType:
     """For the terminal: what both ways give at each level of load."""
-    config = plan.config
+    config, described = plan.config, to_dict(plan.config)
     lengths = f"up to {config.batch.context_len:,} tokens of context, {config.batch.generate_len} new tokens each"
     lines = [
-        Text(f"serve: {config.target.name}{described_draft(to_dict(config))}", style="bold"),
+        Text(f"serve: {config.target.name}{described_draft(described)}", style="bold"),
         Text(f"{config.scenario.num_requests} requests a level, {lengths}"),
-        Text(f"data: {config.data.name}; {config.hardware.dtype} on {plan.device_name}"),
+        Text(f"data: {config.data.name}; {described_place(described, plan.device_name)}"),
     ]
     if config.draft.synthetic_acceptance is not None:
         lines.append(Text("SYNTHETIC acceptance: drawn, not measured; only the times are real", style="bold yellow"))

@@ -71,9 +71,7 @@ def _header(config: Mapping[str, Any], metrics: Metrics) -> Iterator[Text]:
     """What ran, in words."""
     batch, scenario, hardware = config["batch"], config["scenario"], config["hardware"]
     yield Text(f"{scenario['name']}: {config['target']['name']}{described_draft(config)}", style="bold")
-    ranks = f"{hardware['tensor_parallel']} ranks of " if hardware.get("tensor_parallel", 1) > 1 else ""
-    where = f"{hardware['dtype']} on {ranks}{metrics.get('device') or hardware['device']}"
-    where += f", attention by {config['attention']['name']}"
+    where = described_place(config, metrics.get("device") or hardware["device"])
     if scenario["name"] == "profile":
         yield Text(f"times over caches filled with noise, {where}")
     else:
@@ -89,6 +87,13 @@ def _header(config: Mapping[str, Any], metrics: Metrics) -> Iterator[Text]:
         rate = config["draft"].get("synthetic_acceptance")
         warning = f" SYNTHETIC acceptance ({rate}): drawn, not measured; only the times are real "
         yield Text(warning, style="bold black on yellow")
+
+
+def described_place(config: Mapping[str, Any], device: Any) -> str:
+    """What computes, in which type and with which attention."""
+    hardware = config["hardware"]
+    ranks = f"{hardware['tensor_parallel']} ranks of " if hardware.get("tensor_parallel", 1) > 1 else ""
+    return f"{hardware['dtype']} on {ranks}{device}, attention by {config['attention']['name']}"
 
 
 def described_draft(config: Mapping[str, Any]) -> str:
