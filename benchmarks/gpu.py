@@ -23,8 +23,9 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from gpu_bench import REHEARSAL, ROOT, Bench, OutOfTime, Sizes
+from gpu_bench import REHEARSAL, Bench, OutOfTime, Sizes
 from gpu_page import Record, page
+from page import ROOT, commit
 
 from magicdec import build
 from magicdec.attention import choice
@@ -242,10 +243,8 @@ RUN = dict(zip(PARTS, (correctness, ceilings, kernels, steps, rounds, real, peer
 
 def machine(bench: Bench) -> None:
     """What it was measured on."""
-    command = ["git", "describe", "--always", "--dirty"]
-    commit = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
     name = torch.cuda.get_device_name(bench.device) if bench.device.type == "cuda" else build.cpu_name()
-    facts = {"device": name, "commit": commit, "torch": torch.__version__}
+    facts = {"device": name, "commit": commit(), "torch": torch.__version__}
     (bench.folder / "machine.json").write_text(json.dumps(facts) + "\n")
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from gpu_page import short
 from hydra import compose, initialize_config_dir
+from page import ROOT
 
 from magicdec import build
 from magicdec.config import load
@@ -20,8 +21,6 @@ from magicdec.errors import UserError
 from magicdec.measure import memory
 from magicdec.scenarios import OUT_OF_MEMORY
 from magicdec.tracking.progress import progress
-
-ROOT = Path(__file__).resolve().parents[1]
 
 Record = dict[str, Any]
 

@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
+from page import table
+
 Record = dict[str, Any]
 TITLES = {
     "a": "Correctness",
@@ -23,17 +25,19 @@ def page(points: Callable[[str], dict[str, Record]], where: str) -> str:
     for part, title in TITLES.items():
         lines += [f"## {title}", ""]
         known = points(part)
-        lines += [*_table(known), ""] if known else ["Not yet measured.", ""]
+        lines += [_table(known) if known else "Not yet measured.\n"]
     return "\n".join(lines)
 
 
-def _table(points: dict[str, Record]) -> list[str]:
+def _table(points: dict[str, Record]) -> str:
     columns = list(dict.fromkeys(name for point in points.values() for name in point))
-    rows = [[key, *(_cell(point.get(name, "")) for name in columns)] for key, point in points.items()]
-    return ["| " + " | ".join(row) + " |" for row in (["", *columns], ["---"] * (len(columns) + 1), *rows)]
+    return table(
+        ["", *columns], [[key, *(_cell(point.get(name, "")) for name in columns)] for key, point in points.items()]
+    )
 
 
 def short(record: Record) -> str:
+    """A point in a line."""
     return ", ".join(f"{name} {_cell(value)}" for name, value in record.items())
 
 
