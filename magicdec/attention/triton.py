@@ -9,6 +9,8 @@ lengths are read on the device, so that shapes are static and a pass can be capt
 second kernel merges them by their log-sum-exp (in powers of two).
 """
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -223,7 +225,7 @@ class TritonAttention(KernelAttention):
             padded = triton.next_power_of_2(splits)
             rows = merge_rows(G * T, padded * shape["PADDED_D"])
             merge_splits[(B * K, triton.cdiv(G * T, rows))](
-                partial, lse, out_BTHD, T, splits, **shape, PADDED_SPLITS=padded, ROWS=rows
+                partial, lse, out_BTHD, T, splits, **shape, PADDED_SPLITS=padded, ROWS=rows, enable_fp_fusion=True
             )
         return out_BTHD
 
@@ -240,8 +242,14 @@ def merge_rows(query_rows: int, numbers_per_row: int) -> int:
 
 def split_count(programs: int, num_slots: int) -> int:
     """Enough splits to fill the current GPU, of at least a few blocks each."""
-    sms = torch.cuda.get_device_properties().multi_processor_count if torch.cuda.is_available() else 2
-    return max(1, min(triton.cdiv(PROGRAMS_PER_SM * sms, programs), num_slots // (2 * BLOCK), MAX_SPLITS))
+    wanted = triton.cdiv(PROGRAMS_PER_SM * multiprocessors(), programs)
+    return max(1, min(wanted, num_slots // (2 * BLOCK), MAX_SPLITS))
+
+
+@cache
+def multiprocessors() -> int:
+    """Of the current GPU; without one, for kernels that are interpreted, a few."""
+    return torch.cuda.get_device_properties(None).multi_processor_count if torch.cuda.is_available() else 2
 
 
 def launch_options(dtype: torch.dtype, tile: int, dim: int) -> dict[str, int | bool]:
