@@ -48,7 +48,7 @@ inline Vec load(const bfloat16* from) {
     return x;
 }
 
-// A load that stays in its register: compilers would rather read memory again for each use, and loads are what is short.
+// A load that stays in its register: compilers would rather read memory again for each use, and loads are scarce.
 inline Vec hold(const float* from) {
     typedef float Unaligned __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
     return *reinterpret_cast<const volatile Unaligned*>(from);
@@ -224,6 +224,9 @@ class Kernel {
         const T* k = static_cast<const T*>(c.k) + b * c.k_row + head * c.k_head;
         const T* v = static_cast<const T*>(c.v) + b * c.v_row + head * c.v_head;
         const int64_t* indices = c.indices ? c.indices + (b * c.kv_heads + head) * c.num_indices : nullptr;
+        // The next block's keys are fetched a few at a time: many at once would keep the arithmetic waiting.
+        const int64_t calls = std::max<int64_t>(1, num_tiles() * (c.dim / (4 * LANES)));
+        const int64_t few = (BLOCK + calls - 1) / calls;
         int64_t slots[BLOCK];
         const T *k_at[BLOCK], *v_at[BLOCK];
         for (int64_t at = start; at < end; at += BLOCK) {
@@ -244,16 +247,14 @@ class Kernel {
                                   at + count <= last(b) - c.new_tokens + 1;
             if (!all_seen) hide(b, slots, padded, scores);
             weigh(scores, padded, to, decay);
-            if (!indices) {
-                for (int64_t next = at + BLOCK; next < std::min(at + 2 * BLOCK, end); ++next) {
-                    prefetch(k + next * c.k_slot);
-                }
-            }
+            int64_t next = at + BLOCK;
+            const int64_t until = indices ? 0 : std::min(at + 2 * BLOCK, end);
             with(v_at, padded, wide, [&](auto* v_in) {
                 tiles([&](auto R, int64_t r) {
                     float *out = to.out + r * c.dim, *p = scores + r * BLOCK;
                     int64_t d = 0;
                     for (; d + 4 * LANES <= c.dim; d += 4 * LANES) {
+                        for (int64_t i = 0; i < few && next < until; ++i) prefetch(k + next++ * c.k_slot);
                         add_values<R, 4>(out, c.dim, p, v_in, d, padded, decay + r);
                     }
                     for (; d < c.dim; d += LANES) add_values<R, 1>(out, c.dim, p, v_in, d, padded, decay + r);
@@ -278,10 +279,12 @@ class Kernel {
         function(entries);
     }
 
+    int64_t num_tiles() const { return (query_rows + MAX_TILE - 1) / MAX_TILE; }
+
     // Query rows in tiles of at most three, as even as can be: with four vectors each they fill the registers.
     template <typename Function>
     void tiles(Function function) const {
-        const int64_t count = (query_rows + MAX_TILE - 1) / MAX_TILE;
+        const int64_t count = num_tiles();
         for (int64_t i = 0, r = 0; i < count; ++i) {
             const int64_t size = (query_rows - r) / (count - i);
             if (size == 1) function(std::integral_constant<int, 1>(), r);
