@@ -358,7 +358,7 @@ def _draft_model(plan: Plan, target: Transformer, load: Callable[[Model], Transf
     model = load(plan.draft) if plan.draft else None
     if draft.name == "none" or draft.quantization == "none":
         return model
-    model = quantize.quantized(model or target, draft.quantization)
+    model = quantize.quantized(model or target, draft.quantization, plan.device)
     if plan.config.hardware.compile:
         model.compile_layers()
     return model

@@ -17,7 +17,6 @@ from torch import Tensor
 from magicdec.cache.draft_cache import CacheSpec, DraftCache
 from magicdec.cache.full import FullCache
 from magicdec.cache.kv_cache import KVCache
-from magicdec.models.config import ModelConfig
 
 
 class CompactCache(DraftCache):
@@ -26,17 +25,10 @@ class CompactCache(DraftCache):
     ordered = False
     per_row: ClassVar[tuple[str, ...]] = (*DraftCache.per_row, "shift_B")
 
-    def __init__(
-        self,
-        spec: CacheSpec,
-        config: ModelConfig,
-        num_rows: int,
-        capacity: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ):
-        super().__init__(spec, config, num_rows, capacity, dtype, device)
-        self.budget = min(spec.budget, spec.max_len)
+    def set_up(self) -> None:
+        """See DraftCache.set_up."""
+        super().set_up()
+        self.budget = min(self.spec.budget, self.spec.max_len)
         self.num_fixed = min(self.fixed_slots(self.budget), self.budget - 1)
         self.window = self.budget - self.num_fixed
         # How far a row has outgrown its budget: a token's position less its slot, for tokens appended now.
@@ -54,19 +46,6 @@ class CompactCache(DraftCache):
     def num_slots(cls, spec: CacheSpec, shares_target: bool) -> int:
         """See DraftCache.num_slots."""
         return min(spec.budget, spec.max_len) + spec.gamma + 1
-
-    @classmethod
-    def build(
-        cls,
-        spec: CacheSpec,
-        config: ModelConfig,
-        num_rows: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        target: KVCache | None,
-    ) -> "CompactCache":
-        """See DraftCache.build."""
-        return cls(spec, config, num_rows, cls.num_slots(spec, target is not None), dtype, device)
 
     def positions_BT(self, num_new: int) -> Tensor:
         """Absolute positions of the next tokens."""

@@ -6,7 +6,7 @@ it: `@CACHES.register("name")`.
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
@@ -64,6 +64,10 @@ class DraftCache(KVCache):
         super().__init__(config, num_rows, capacity, dtype, device)
         self.spec = spec
         self.length_B = torch.zeros(num_rows, dtype=torch.int32, device=device)
+        self.set_up()
+
+    def set_up(self) -> None:
+        """Allocate what a policy keeps beside keys and values."""
 
     @classmethod
     @abstractmethod
@@ -76,7 +80,6 @@ class DraftCache(KVCache):
         return config.kv_elements_per_token * cls.num_slots(spec, shares_target) * dtype.itemsize
 
     @classmethod
-    @abstractmethod
     def build(
         cls,
         spec: CacheSpec,
@@ -85,8 +88,9 @@ class DraftCache(KVCache):
         dtype: torch.dtype,
         device: torch.device | str,
         target: KVCache | None,
-    ) -> "DraftCache":
+    ) -> Self:
         """Allocate; `target` is the target's own cache where the target drafts for itself."""
+        return cls(spec, config, num_rows, cls.num_slots(spec, target is not None), dtype, device)
 
     @property
     def phases(self) -> int:

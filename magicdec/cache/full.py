@@ -1,5 +1,7 @@
 """The full cache: a draft that keeps everything. For self-speculation it is the target's own cache, seen again."""
 
+from typing import Self
+
 import torch
 from torch import Tensor
 
@@ -26,9 +28,9 @@ class FullCache(DraftCache):
         dtype: torch.dtype,
         device: torch.device | str,
         target: KVCache | None,
-    ) -> "FullCache":
+    ) -> Self:
         """See DraftCache.build. Proposals are written where verification will write the same tokens' exact entries."""
-        cache = cls(spec, config, num_rows, cls.num_slots(spec, target is not None), dtype, device)
+        cache = super().build(spec, config, num_rows, dtype, device, target)
         if target is not None:
             cache.k_LBKSD, cache.v_LBKSD = target.k_LBKSD, target.v_LBKSD
         cache.owns_storage = target is None

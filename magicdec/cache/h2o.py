@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from magicdec.attention.base import Attention
-from magicdec.cache.draft_cache import CACHES, CacheSpec
+from magicdec.cache.draft_cache import CACHES
 from magicdec.cache.kv_cache import KVCache
 from magicdec.cache.snapkv import SnapKVCache, num_recent
-from magicdec.models.config import ModelConfig
 
 
 @CACHES.register("h2o")
@@ -27,18 +26,11 @@ class H2OCache(SnapKVCache):
 
     per_row: ClassVar[tuple[str, ...]] = (*SnapKVCache.per_row, "scores_LBKC", "step_scores_GLBKC")
 
-    def __init__(
-        self,
-        spec: CacheSpec,
-        config: ModelConfig,
-        num_rows: int,
-        capacity: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ):
-        super().__init__(spec, config, num_rows, capacity, dtype, device)
-        self.scores_LBKC = torch.zeros(self.k_LBKSD.shape[:4], device=device)
-        self.step_scores_GLBKC = torch.zeros(spec.gamma, *self.scores_LBKC.shape, device=device)
+    def set_up(self) -> None:
+        """See DraftCache.set_up."""
+        super().set_up()
+        self.scores_LBKC = torch.zeros(self.k_LBKSD.shape[:4], device=self.k_LBKSD.device)
+        self.step_scores_GLBKC = self.scores_LBKC.new_zeros(self.spec.gamma, *self.scores_LBKC.shape)
         self._step = 0
 
     @property

@@ -43,23 +43,17 @@ class PyramidKVCache(DraftCache):
 
     selects: ClassVar[Selects] = "prefill"
 
-    def __init__(
-        self,
-        spec: CacheSpec,
-        config: ModelConfig,
-        num_rows: int,
-        capacity: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ):
-        super().__init__(spec, config, num_rows, capacity, dtype, device)
+    def set_up(self) -> None:
+        """See DraftCache.set_up."""
+        super().set_up()
+        config, dtype, device = self.config, self.k_LBKSD.dtype, self.k_LBKSD.device
         one = [
             replace(config, num_layers=1, sliding_layers=(0,) * (i in config.sliding_layers))
             for i in range(config.num_layers)
         ]
         self.levels = [
-            Level.build(level, layer, num_rows, dtype, device, None)
-            for level, layer in zip(self.level_specs(spec, config), one, strict=True)
+            Level.build(level, layer, self.num_rows, dtype, device, None)
+            for level, layer in zip(self.level_specs(self.spec, config), one, strict=True)
         ]
         self._views: tuple[KVCache, list[KVCache]] | None = None
 
@@ -80,19 +74,6 @@ class PyramidKVCache(DraftCache):
         """See DraftCache.bytes_per_row."""
         layer = replace(config, num_layers=1, sliding_layers=())
         return sum(Level.bytes_per_row(s, layer, dtype, shares_target) for s in cls.level_specs(spec, config))
-
-    @classmethod
-    def build(
-        cls,
-        spec: CacheSpec,
-        config: ModelConfig,
-        num_rows: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        target: KVCache | None,
-    ) -> "PyramidKVCache":
-        """See DraftCache.build."""
-        return cls(spec, config, num_rows, 0, dtype, device)
 
     def copy_row(self, row: int, source: KVCache) -> None:
         """See KVCache.copy_row: in all levels."""

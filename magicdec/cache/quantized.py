@@ -67,18 +67,12 @@ class QuantizedCache(FullCache):
 
     needs_target = True
 
-    def __init__(
-        self,
-        spec: CacheSpec,
-        config: ModelConfig,
-        num_rows: int,
-        capacity: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ):
-        super().__init__(spec, config, num_rows, capacity, dtype, device)
-        shape = (config.num_layers, num_rows, config.num_kv_heads, spec.max_len + spec.gamma + 1, config.head_dim)
-        self.k_codes, self.v_codes = (Codes(shape, spec.bits, spec.group_size, device) for _ in range(2))
+    def set_up(self) -> None:
+        """See DraftCache.set_up."""
+        super().set_up()
+        c, spec = self.config, self.spec
+        shape = (c.num_layers, self.num_rows, c.num_kv_heads, spec.max_len + spec.gamma + 1, c.head_dim)
+        self.k_codes, self.v_codes = (Codes(shape, spec.bits, spec.group_size, self.k_LBKSD.device) for _ in range(2))
 
     @classmethod
     def bytes_per_row(cls, spec: CacheSpec, config: ModelConfig, dtype: torch.dtype, shares_target: bool) -> int:

@@ -22,28 +22,23 @@ class QuestCache(DynamicCache):
     """Pages of `page_size` entries whose keys lie within known bounds; each step reads budget / page_size pages.
 
     A page's largest possible product with a query follows from the least and the largest value of each feature, so that
-    2 / page_size of the keys are read to choose. The queries of a KV head choose together, by their largest bound. The
-    paper leaves the first two layers dense; here all of them select. A budget below page_size makes smaller pages.
+    2 / page_size of the keys are read to choose. The last page is always read, as in the authors' kernels: the latest
+    tokens receive much attention, and few of them have a low bound. Queries that share a KV head, which the paper's
+    models have not, choose by the sum of their softmax over the bounds. The paper leaves the first two layers dense;
+    here all of them select. A budget below page_size makes smaller pages.
     """
 
     per_row: ClassVar[tuple[str, ...]] = (*DynamicCache.per_row, "least_LBKPD", "largest_LBKPD")
 
-    def __init__(
-        self,
-        spec: CacheSpec,
-        config: ModelConfig,
-        num_rows: int,
-        capacity: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ):
-        super().__init__(spec, config, num_rows, capacity, dtype, device)
+    def set_up(self) -> None:
+        """See DraftCache.set_up."""
+        super().set_up()
+        config, spec = self.config, self.spec
         self.page_size = min(spec.page_size, self.budget)
         total = -(-(spec.max_len + spec.gamma + 1) // self.page_size)
         self.num_pages = total if spec.budget >= spec.max_len else self.budget // self.page_size
-        shape = (config.num_layers, num_rows, config.num_kv_heads, total, config.head_dim)
-        self.least_LBKPD = torch.zeros(shape, dtype=dtype, device=device)
-        self.largest_LBKPD = torch.zeros(shape, dtype=dtype, device=device)
+        shape = (config.num_layers, self.num_rows, config.num_kv_heads, total, config.head_dim)
+        self.least_LBKPD, self.largest_LBKPD = self.k_LBKSD.new_zeros(shape), self.k_LBKSD.new_zeros(shape)
 
     @classmethod
     def bytes_per_row(cls, spec: CacheSpec, config: ModelConfig, dtype: torch.dtype, shares_target: bool) -> int:
@@ -65,7 +60,11 @@ class QuestCache(DynamicCache):
         )
         entry_E = torch.arange(self.page_size, device=q_BTHD.device)
         first_P = torch.arange(bound_BKQP.shape[-1], device=q_BTHD.device) * self.page_size
-        page_BKN = best(bound_BKQP.amax(2), (first_P < self.length_B[:, None])[:, None], self.num_pages)
+        exists_BP = first_P < self.length_B[:, None]
+        is_last_BP = first_P >= self.length_B[:, None] - self.page_size
+        scaled_BKQP = bound_BKQP.masked_fill(~exists_BP[:, None, None], float("-inf")) / self.config.head_dim**0.5
+        share_BKP = scaled_BKQP.softmax(-1).sum(2).masked_fill(is_last_BP[:, None], float("inf"))
+        page_BKN = best(share_BKP, exists_BP[:, None], self.num_pages)
         slot_BKNE = page_BKN[..., None] * self.page_size + entry_E
         read = (page_BKN[..., None] >= 0) & (slot_BKNE < self.length_B[:, None, None, None])
         return slot_BKNE.masked_fill(~read, -1).flatten(2)

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from magicdec.cache.compact import CompactCache
-from magicdec.cache.draft_cache import CACHES, CacheSpec, DraftCache
+from magicdec.cache.draft_cache import CACHES, DraftCache
 from magicdec.cache.kv_cache import KVCache
-from magicdec.models.config import ModelConfig
 from magicdec.models.rope import rope_frequencies, rotate
 
 
@@ -27,19 +26,12 @@ class StreamingCache(CompactCache):
     bounds_positions = True
     per_row: ClassVar[tuple[str, ...]] = (*CompactCache.per_row, "sink_k_LBKND")
 
-    def __init__(
-        self,
-        spec: CacheSpec,
-        config: ModelConfig,
-        num_rows: int,
-        capacity: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ):
-        super().__init__(spec, config, num_rows, capacity, dtype, device)
-        self.inv_freq = rope_frequencies(config)[0].to(device)
+    def set_up(self) -> None:
+        """See DraftCache.set_up."""
+        super().set_up()
+        self.inv_freq = rope_frequencies(self.config)[0].to(self.k_LBKSD.device)
         # Sink keys at their true positions; the cache's own are rotated anew from these, so that no error adds up.
-        self.sink_k_LBKND = self.k_LBKSD[:, :, :, : self.num_fixed].clone() if spec.in_cache_positions else None
+        self.sink_k_LBKND = self.k_LBKSD[:, :, :, : self.num_fixed].clone() if self.spec.in_cache_positions else None
 
     def fixed_slots(self, budget: int) -> int:
         """See CompactCache.fixed_slots."""

@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 
 from magicdec.attention.base import Attention
-from magicdec.cache.draft_cache import CACHES, CacheSpec, Selects
+from magicdec.cache.draft_cache import CACHES, Selects
 from magicdec.cache.dynamic import DynamicCache, best
 from magicdec.cache.kv_cache import KVCache
 from magicdec.cache.observed import ObservedCache
 from magicdec.cache.snapkv import num_recent
-from magicdec.models.config import ModelConfig
 
 
 @CACHES.register("verify_guided")
@@ -32,19 +31,12 @@ class VerifyGuidedCache(DynamicCache):
     needs_target = True
     per_row: ClassVar[tuple[str, ...]] = (*DynamicCache.per_row, "chosen_LBKN")
 
-    def __init__(
-        self,
-        spec: CacheSpec,
-        config: ModelConfig,
-        num_rows: int,
-        capacity: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ):
-        super().__init__(spec, config, num_rows, capacity, dtype, device)
-        self.window = min(num_recent(spec, spec.budget // 4), self.budget)
-        shape = (config.num_layers, num_rows, config.num_kv_heads, self.budget - self.window)
-        self.chosen_LBKN = torch.full(shape, -1, dtype=torch.int64, device=device)
+    def set_up(self) -> None:
+        """See DraftCache.set_up."""
+        super().set_up()
+        self.window = min(num_recent(self.spec, self.spec.budget // 4), self.budget)
+        shape = (self.config.num_layers, self.num_rows, self.config.num_kv_heads, self.budget - self.window)
+        self.chosen_LBKN = torch.full(shape, -1, dtype=torch.int64, device=self.k_LBKSD.device)
         self._observed: ObservedCache | None = None
         self._is_fresh = False
 

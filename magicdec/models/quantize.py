@@ -7,12 +7,14 @@ import logging
 from importlib.util import find_spec
 
 import torch
+from torch import Tensor, nn
 
 from magicdec.errors import UserError
 from magicdec.models.transformer import Transformer
 
 BITS = {"int8": torch.int8, "int4": torch.int4}  # type: ignore[attr-defined]
 GROUP_SIZE = 32  # weights that share a scale; divides the layers of every supported model
+MATRICES = ("qkv", "output", "gate_up", "down")  # of a layer
 
 
 def check(quantization: str) -> None:
@@ -21,11 +23,12 @@ def check(quantization: str) -> None:
         raise UserError(f"draft.quantization={quantization} needs torchao: pip install 'magicdec[quantization]'")
 
 
-def quantized(model: Transformer, quantization: str) -> Transformer:
+def quantized(model: Transformer, quantization: str, device: torch.device | str) -> Transformer:
     """The same model with its layers' matrices in fewer bits; embedding, norms and head are shared with `model`.
 
-    Weights are decoded in front of each matmul, which only a compiler fuses with it (hardware.compile=true). 4 bits are
-    stored in a byte each: torchao's packed kernels need a GPU and a library of their own.
+    4 bits on a CPU are packed; all else takes a byte a weight, decoded in front of each matmul, which only a compiler
+    fuses with it (hardware.compile=true): torchao's packed kernels for GPUs need a library of their own. `device` is
+    where the model will run: the memory estimate has weights that are nowhere.
     """
     for talkative in ("torchao", "torch.utils._pytree"):  # of every GPU kernel that a machine cannot load
         logging.getLogger(talkative).setLevel(logging.ERROR)
@@ -36,5 +39,39 @@ def quantized(model: Transformer, quantization: str) -> Transformer:
         copy = Transformer(model.config, model.attention, model.share)
     copy.load_state_dict(model.state_dict(), assign=True)
     copy.eval().requires_grad_(False)
-    quantize_(copy.layers, IntxWeightOnlyConfig(weight_dtype=BITS[quantization], granularity=PerGroup(GROUP_SIZE)))
+    if quantization == "int4" and torch.device(device).type == "cpu":
+        for layer in copy.layers:
+            for name in MATRICES:
+                setattr(layer, name, PackedLinear(getattr(layer, name)))
+    else:
+        quantize_(copy.layers, IntxWeightOnlyConfig(weight_dtype=BITS[quantization], granularity=PerGroup(GROUP_SIZE)))
     return copy
+
+
+class PackedLinear(nn.Module):
+    """A linear layer with two weights to a byte, for CPUs.
+
+    PyTorch's kernel decodes as it multiplies; it is fast in bfloat16 alone, which so few bits do not notice.
+    """
+
+    def __init__(self, linear: nn.Linear):
+        """Quantise `linear`; on the meta device its shapes alone."""
+        from torchao.prototype.quantization.int4 import Int4OpaqueTensor
+
+        super().__init__()
+        weight, (rows, columns) = linear.weight, linear.weight.shape
+        if weight.is_meta:
+            codes = weight.new_empty(rows, columns // 2, dtype=torch.uint8)
+            scales = weight.new_empty(columns // GROUP_SIZE, rows, 2, dtype=torch.bfloat16)
+        else:
+            packed = Int4OpaqueTensor.from_hp(weight.bfloat16(), [1, GROUP_SIZE])
+            codes, scales = packed.qdata, packed.scale_and_zero
+        self.codes, self.scales = (nn.Parameter(tensor, requires_grad=False) for tensor in (codes, scales))
+        self.bias = linear.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (..., columns) times the weights, in x's own type."""
+        flat = x.flatten(0, -2).bfloat16()
+        y = torch.ops.aten._weight_int4pack_mm_for_cpu(flat, self.codes, GROUP_SIZE, self.scales)
+        y = y.to(x.dtype).unflatten(0, x.shape[:-1])
+        return y if self.bias is None else y + self.bias

@@ -1,4 +1,10 @@
-"""A tokenizer small enough to check by hand, with transformers' interface."""
+"""A tokenizer small enough to check by hand, with transformers' interface, and prompts made with it."""
+
+from pathlib import Path
+
+from magicdec.data import Prompts, load_prompts
+
+UNICODE = 0x110000  # tokens of a vocabulary of all characters
 
 
 class CharacterTokenizer:
@@ -18,3 +24,27 @@ class CharacterTokenizer:
         if any(message["role"] == "nobody" for message in messages):
             raise RuntimeError("unknown role nobody")
         return "".join(f"[{message['role']}]{message['content']}" for message in messages) + "[assistant]"
+
+
+def load(
+    name: str,
+    path: Path | None = None,
+    *,
+    rows: int = 2,
+    context: int = 20,
+    tokenizer: CharacterTokenizer | None = None,
+    seed: int = 0,
+    vocab: int = UNICODE,
+    task: str | None = None,
+) -> Prompts:
+    """Prompts of a corpus; a token a character, unless another tokenizer is given."""
+    return load_prompts(
+        name,
+        tokenizer=tokenizer or CharacterTokenizer(),
+        num_rows=rows,
+        context_len=context,
+        seed=seed,
+        path=None if path is None else str(path),
+        task=task,
+        vocab_size=vocab,
+    )

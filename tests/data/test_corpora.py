@@ -6,23 +6,7 @@ import pytest
 
 from magicdec.data import CORPORA, load_prompts
 from magicdec.errors import UserError
-from tests.data.characters import CharacterTokenizer
-
-UNICODE = 0x110000
-
-
-def load(
-    name: str, path=None, *, rows: int = 2, context: int = 20, tokenizer=None, seed: int = 0, vocab: int = UNICODE
-):
-    return load_prompts(
-        name,
-        tokenizer=tokenizer or CharacterTokenizer(),
-        num_rows=rows,
-        context_len=context,
-        seed=seed,
-        path=None if path is None else str(path),
-        vocab_size=vocab,
-    )
+from tests.data.characters import CharacterTokenizer, load
 
 
 def error_of(*args, **options) -> str:

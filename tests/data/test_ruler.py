@@ -2,15 +2,13 @@
 
 import re
 from collections import Counter
-from functools import partial
 
 import pytest
 
 from magicdec.config import DataConfig
-from magicdec.data import load_prompts
 from magicdec.data.ruler import TASKS, accuracy
 from magicdec.errors import UserError
-from tests.data.characters import CharacterTokenizer
+from tests.data.characters import CharacterTokenizer, load
 
 
 class WordTokenizer(CharacterTokenizer):
@@ -22,23 +20,11 @@ class WordTokenizer(CharacterTokenizer):
 
 
 @pytest.fixture(scope="module")
-def load(tmp_path_factory):
+def load_task(tmp_path_factory):
+    """Prompts of a task, over a long text."""
     file = tmp_path_factory.mktemp("text") / "long.txt"
     file.write_text("\n".join(f"line {i} of a long text" for i in range(10_000)))
-    return partial(load_from, file)
-
-
-def load_from(path, task, context_len: int = 4096, bos: bool = False, seed: int = 0, tokenizer=CharacterTokenizer):
-    return load_prompts(
-        "ruler",
-        tokenizer=tokenizer(bos),
-        num_rows=4,
-        context_len=context_len,
-        seed=seed,
-        path=path and str(path),
-        task=task,
-        vocab_size=0x110000,
-    )
+    return lambda task, context=4096, **others: load("ruler", file, rows=4, context=context, task=task, **others)
 
 
 def read_needle(text: str) -> list[str]:
@@ -77,8 +63,8 @@ READERS = {
 @pytest.mark.parametrize("bos", [False, True])
 @pytest.mark.parametrize("context_len", [1700, 4096])
 @pytest.mark.parametrize("task", list(TASKS))
-def test_a_reader_who_keeps_to_the_rule_finds_the_answers(load, task, context_len, bos):
-    prompts = load(task, context_len, bos)
+def test_a_reader_who_keeps_to_the_rule_finds_the_answers(load_task, task, context_len, bos):
+    prompts = load_task(task, context_len, tokenizer=CharacterTokenizer(bos))
     for row, answers in zip(prompts.tokens, prompts.answers, strict=True):
         assert len(row) == context_len
         assert row[:1] == [1] or not bos
@@ -88,39 +74,39 @@ def test_a_reader_who_keeps_to_the_rule_finds_the_answers(load, task, context_le
 
 
 @pytest.mark.parametrize("task", list(TASKS))
-def test_rows_differ_and_the_seed_decides(load, task):
-    prompts = load(task)
+def test_rows_differ_and_the_seed_decides(load_task, task):
+    prompts = load_task(task)
     assert len({tuple(row) for row in prompts.tokens}) == 4
     assert task == "qa" or len({tuple(answers) for answers in prompts.answers}) == 4  # two may live in one city
-    assert load(task).fingerprint == prompts.fingerprint
-    assert load(task, seed=1).fingerprint != prompts.fingerprint
+    assert load_task(task).fingerprint == prompts.fingerprint
+    assert load_task(task, seed=1).fingerprint != prompts.fingerprint
 
 
 @pytest.mark.parametrize("task", list(TASKS))
-def test_the_length_is_exact_with_any_tokenizer(load, task):
+def test_the_length_is_exact_with_any_tokenizer(load_task, task):
     for context_len in (1001, 2048):
-        assert all(len(row) == context_len for row in load(task, context_len, tokenizer=WordTokenizer).tokens)
+        assert all(len(row) == context_len for row in load_task(task, context_len, tokenizer=WordTokenizer()).tokens)
 
 
 def test_without_a_path_it_is_the_standard_library():
-    prompts = load_from(None, "niah_single")
+    prompts = load("ruler", rows=4, context=4096, task="niah_single")
     assert "def " in "".join(map(chr, prompts.tokens[0]))
 
 
-def test_the_needles_lie_anywhere(load):
+def test_the_needles_lie_anywhere(load_task):
     places = [
         "".join(map(chr, row)).index("The secret number") / 4096
         for seed in range(8)
-        for row in load("niah_single", seed=seed).tokens
+        for row in load_task("niah_single", seed=seed).tokens
     ]
     assert min(places) < 0.2
     assert max(places) > 0.8
 
 
 @pytest.mark.parametrize("task", list(TASKS))
-def test_too_short_a_context_is_refused_with_the_shortest_that_would_do(load, task):
+def test_too_short_a_context_is_refused_with_the_shortest_that_would_do(load_task, task):
     with pytest.raises(UserError, match=rf"batch\.context_len=90: data\.task={task} needs at least (\d+) tokens") as e:
-        load(task, 90)
+        load_task(task, 90)
     shortest = int(re.findall(r"least (\d+)", str(e.value))[0])
     assert shortest > 90
 
@@ -135,6 +121,6 @@ def test_the_configuration_knows_every_task():
     assert field.metadata["rule"].options == tuple(TASKS)
 
 
-def test_an_unknown_task_is_refused(load):
+def test_an_unknown_task_is_refused(load_task):
     with pytest.raises(UserError, match=r"data\.task=niah is unknown; valid: niah_single"):
-        load("niah")
+        load_task("niah")

@@ -85,6 +85,12 @@ def test_end_of_sequence_in_the_middle_of_a_round(draft):
     assert fast.tokens == expected
 
 
+@pytest.mark.parametrize(("draft", "policy"), PAIRS)
+def test_the_smallest_budget_that_is_valid(draft, policy):
+    """One more than gamma: the configuration refuses less."""
+    check(draft, policy, 3, 2, budget=4)
+
+
 @pytest.mark.parametrize("policy", list(CACHES))
 def test_a_budget_of_everything_accepts_everything(policy):
     _, _, fast = check("self", policy, 4, 3, budget=10_000)

@@ -1,9 +1,14 @@
 """Two levels of drafts: what each accepts, that the inner cache keeps up, and the distribution of sampled tokens."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from scipy.stats import chisquare
 
-from magicdec.verification.sampling import Sampling
+from magicdec.cache.kv_cache import KVCache
+from magicdec.drafts import hierarchical
+from magicdec.verification.sampling import Sampling, Use, probabilities
 from tests.small import noisy_copy, open_batch, random_prompts, small_model
 
 TARGET = small_model()
@@ -49,24 +54,62 @@ def test_the_inner_cache_holds_the_committed_tokens(policy):
         )
 
 
-def test_sampled_tokens_are_distributed_as_the_targets():
-    """Many rows of one prompt: the frequencies of the first, second and third new token after the prefill's."""
-    prompts, rows = random_prompts([12]), 3000
-    batch = opened(
-        noisy_copy(TARGET, 0.4),
-        prompts * rows,
-        sampling=Sampling(temperature=0.7, seed=3),
-        gamma=3,
-        policy="streaming",
-        budget=8,
-        num_sink=1,
-        generate_len=4,
-    )
-    fast = torch.tensor(batch.decoder.generate(batch.draft).tokens)
-    plain = torch.tensor(batch.decoder.generate().tokens)
-    for position in range(1, 4):
-        counts = [torch.bincount(one[:, position], minlength=61).double() for one in (fast, plain)]
-        common = counts[1] >= 20
-        statistic = ((counts[0] - counts[1])[common] ** 2 / (counts[0] + counts[1])[common]).sum()
-        freedom = int(common.sum())
-        assert statistic < freedom + 4 * (2 * freedom) ** 0.5
+ROWS, FIRST = 3000, 5  # many rows of one prompt, which all begin with the same token
+SAMPLING = Sampling(temperature=1.0, seed=3)
+(PROMPT,) = random_prompts([12])
+
+
+@pytest.fixture(scope="module")
+@torch.inference_mode()
+def sampled():
+    """Three models that disagree often: the small one, the target over few entries, the target."""
+    settings = {"gamma": 3, "policy": "streaming", "budget": 4, "num_sink": 1, "generate_len": 3}
+    batch = opened(noisy_copy(TARGET, 0.3), [PROMPT] * ROWS, sampling=SAMPLING, **settings)
+    batch.decoder.first_tokens_B = torch.full((ROWS,), FIRST)
+    return batch
+
+
+def following(tokens: list[int]) -> torch.Tensor:
+    """The target's distribution (V) of the token behind these."""
+    hidden = TARGET(torch.tensor([tokens]), KVCache(TARGET.config, 1, len(tokens), torch.float32, "cpu"))
+    return probabilities(TARGET.logits(hidden[:, -1]), SAMPLING)[0]
+
+
+def p_value(tokens: torch.Tensor, p_V: torch.Tensor) -> float:
+    """Chi-square of drawn tokens against a distribution, rare tokens taken together."""
+    observed, expected = torch.bincount(tokens, minlength=len(p_V)).double(), p_V.double() * len(tokens)
+    rare = expected < 5
+    observed, expected = (torch.cat((x[~rare], x[rare].sum()[None])) for x in (observed, expected))
+    return chisquare(observed.numpy(), (expected * observed.sum() / expected.sum()).numpy()).pvalue
+
+
+@torch.inference_mode()
+def test_proposals_are_distributed_as_the_inner_level_says(sampled):
+    """And accepted as often as two such distributions allow: the sum of their smaller values."""
+    sampled.restart()
+    proposal = sampled.draft.propose(sampled.decoder.state)
+    q_V, p_V = proposal.q_BGV[0, 0], following([*PROMPT, FIRST])
+    assert p_value(proposal.tokens_BG[:, 0], q_V) > 1e-3
+    sampled.restart()
+    sampled.decoder.round(sampled.draft)
+    accepted_B = sampled.decoder.state.accepted_RB[0]
+    expected = float(torch.minimum(p_V, q_V).sum())
+    error = (expected * (1 - expected) / ROWS) ** 0.5
+    assert float((accepted_B > 0).double().mean()) == pytest.approx(expected, abs=4 * error)
+
+
+def test_output_is_distributed_as_the_targets(sampled):
+    """The second token, and the third behind the commonest second one."""
+    tokens = torch.tensor(sampled.decoder.generate(sampled.draft).tokens)
+    assert p_value(tokens[:, 1], following([*PROMPT, FIRST])) > 1e-3
+    common = int(tokens[:, 1].mode().values)
+    assert p_value(tokens[tokens[:, 1] == common, 2], following([*PROMPT, FIRST, common])) > 1e-3
+
+
+@pytest.mark.parametrize("shared", ["ACCEPT", "DECIDE"])
+def test_levels_that_shared_random_numbers_would_be_found_out(sampled, shared, monkeypatch):
+    """The same test with an outer level that reuses a random number of the inner one: it can fail."""
+    uses = {"INNER_ACCEPT": Use.INNER_ACCEPT, "INNER_DECIDE": Use.INNER_DECIDE, f"INNER_{shared}": Use[shared]}
+    monkeypatch.setattr(hierarchical, "Use", SimpleNamespace(**uses))
+    tokens = torch.tensor(sampled.decoder.generate(sampled.draft).tokens)
+    assert p_value(tokens[:, 1], following([*PROMPT, FIRST])) < 1e-4

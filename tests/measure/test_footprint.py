@@ -81,9 +81,10 @@ def test_a_gpu_is_foreseen_with_the_backend_that_it_uses(policy):
     assert 0 < totals[0] <= totals[1]
 
 
-def test_a_quantised_draft_counts_its_codes_and_scales_and_shares_the_rest():
+@pytest.mark.parametrize(("name", "least", "most"), [("int8", 1 / 4, 1 / 3), ("int4", 1 / 8, 1 / 6)])
+def test_a_quantised_draft_counts_its_codes_and_scales_and_shares_the_rest(name, least, most):
     pytest.importorskip("torchao")
-    drafter, prompts = quantized(TARGET, "int8"), random_prompts([CONTEXT] * ROWS)
+    drafter, prompts = quantized(TARGET, name, "cpu"), random_prompts([CONTEXT] * ROWS)
     settings = {"gamma": 3, "draft_name": "self", "policy": "streaming", "budget": 40, "generate_len": 6}
 
     def run():
@@ -91,10 +92,11 @@ def test_a_quantised_draft_counts_its_codes_and_scales_and_shares_the_rest():
         batch.decoder.generate(batch.draft)
 
     meta = without_storage(TARGET)
-    foreseen = footprint(new_engine(meta, draft_model=quantized(meta, "int8"), **settings), ROWS, CONTEXT, False)
+    engine = new_engine(meta, draft_model=quantized(meta, name, "cpu"), **settings)
+    foreseen = footprint(engine, ROWS, CONTEXT, False)
     whole = sum(p.nbytes for p in TARGET.parameters())
     matrices = sum(p.nbytes for p in TARGET.layers.parameters() if p.dim() == 2)
-    assert whole + matrices / 4 < foreseen.weights < whole + matrices / 3
+    assert whole + matrices * least < foreseen.weights < whole + matrices * most
     assert foreseen.total - foreseen.weights == pytest.approx(counted_peak(run), rel=0.05)
 
 

@@ -18,19 +18,42 @@ def target():
 @pytest.fixture(scope="module", params=["int8", "int4"])
 def pair(request, target):
     pytest.importorskip("torchao")
-    return request.param, quantize.quantized(target, request.param)
+    return request.param, quantize.quantized(target, request.param, "cpu")
 
 
 def test_no_weight_moves_by_more_than_a_step_of_its_group(target, pair):
+    """Weights as the layer multiplies by them: it is shown the unit vectors."""
     name, model = pair
     steps = 2 ** int(name.removeprefix("int")) - 1
+    rounding = 2**-7 if name == "int4" else 0.0  # of bfloat16
     for layer, exact in zip(model.layers, target.layers, strict=True):
-        for part in ("qkv", "output", "gate_up", "down"):
-            weight = getattr(exact, part).weight.unflatten(1, (-1, quantize.GROUP_SIZE))
-            moved = (getattr(layer, part).weight.dequantize() - getattr(exact, part).weight).abs()
-            step = 2 * weight.abs().amax(-1) / (steps - 1)
-            assert (moved.unflatten(1, (-1, quantize.GROUP_SIZE)).amax(-1) <= step * 1.001).all()
+        for part in quantize.MATRICES:
+            weight = getattr(exact, part).weight
+            moved = (getattr(layer, part)(torch.eye(weight.shape[1])).T - weight).abs()
+            groups, moved = (x.unflatten(1, (-1, quantize.GROUP_SIZE)) for x in (weight, moved))
+            step = 2 * groups.abs().amax(-1) / (steps - 1)
+            assert (moved.amax(-1) <= step * 1.001 + rounding * groups.abs().amax(-1)).all()
             assert moved.max() > 0
+
+
+def test_a_bias_is_added_and_a_type_kept(target):
+    pytest.importorskip("torchao")
+    linear, x = torch.nn.Linear(64, 32), torch.randn(3, 5, 64)
+    packed = quantize.PackedLinear(linear)
+    torch.testing.assert_close(packed(x), linear(x), atol=0.2, rtol=0)
+    torch.testing.assert_close(packed(x) - packed(torch.zeros_like(x)), linear(x) - linear.bias, atol=0.2, rtol=0)
+    torch.testing.assert_close(packed(torch.zeros(64)[None])[0], linear.bias)
+    assert packed(x).dtype == torch.float32
+
+
+def test_four_bits_take_half_a_byte_and_scales(target):
+    pytest.importorskip("torchao")
+    model = quantize.quantized(target, "int4", "cpu")
+    exact = sum(getattr(layer, part).weight.numel() for layer in target.layers for part in quantize.MATRICES)
+    held = sum(
+        p.nbytes for layer in model.layers for part in quantize.MATRICES for p in getattr(layer, part).parameters()
+    )
+    assert held == exact // 2 + exact // quantize.GROUP_SIZE * 4
 
 
 def test_the_rest_is_shared_and_the_target_stays(target, pair):
@@ -53,7 +76,7 @@ def test_eight_bits_are_accepted_more_often_than_four(target):
     pytest.importorskip("torchao")
     accepted = []
     for name in ("int8", "int4"):
-        model = quantize.quantized(target, name)
+        model = quantize.quantized(target, name, "cpu")
         batch = open_batch(
             target, random_prompts([40] * 8), draft_name="self", draft_model=model, gamma=3, policy="full"
         )

@@ -87,8 +87,11 @@ def test_random_numbers_are_uniform_and_depend_on_everything():
     u = uniform_BT(0, positions, Use.DECIDE)
     assert chisquare(torch.histc(u.float(), 20, 0, 1).numpy()).pvalue > 1e-3
     assert u.unique().numel() == u.numel()
-    for other in (uniform_BT(1, positions, Use.DECIDE), uniform_BT(0, positions, Use.ACCEPT)):
+    others = [uniform_BT(0, positions, use) for use in Use if use != Use.DECIDE]
+    assert len(others) == 4
+    for other in (uniform_BT(1, positions, Use.DECIDE), *others):
         assert abs(float(torch.corrcoef(torch.stack((u.flatten(), other.flatten())))[0, 1])) < 0.03
+    assert torch.stack((u, *others)).unique().numel() == 5 * u.numel()  # no use of a position is one of another
     assert torch.equal(uniform_BT(0, positions[:3, 7:9], Use.DECIDE), u[:3, 7:9])
 
 
