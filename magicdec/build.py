@@ -13,7 +13,6 @@ import torch
 
 from magicdec.attention import choice
 from magicdec.attention.base import Attention
-from magicdec.attention.sdpa import SdpaAttention
 from magicdec.cache.draft_cache import CACHES
 from magicdec.config import BatchConfig, Config, DraftConfig, ModelChoice
 from magicdec.data import Prompts, load_prompts
@@ -100,6 +99,8 @@ def plan(config: Config) -> Plan:
     if batch.size == "auto":
         batch = replace(batch, size=ROWS_ON[device.type])
     hardware = replace(config.hardware, device=device.type, dtype=str(dtype).removeprefix("torch."))
+    if hardware.compile == "auto":
+        hardware = replace(hardware, compile=device.type == "cuda")
     config = replace(config, batch=batch, hardware=hardware)
     target = _model("target", config.target)
     draft = None
@@ -122,13 +123,19 @@ def plan(config: Config) -> Plan:
     head_dims = [model.config.head_dim for model in (target, draft) if model is not None]
     attention, why = choice.choose(config.attention.name, device, dtype, head_dims)
     config = replace(config, attention=replace(config.attention, name=attention))
+    if hardware.cuda_graphs and not choice.backend(attention).captured:
+        raise UserError(
+            f"hardware.cuda_graphs=true: attention={attention} plans on the host, which no graph can capture; set "
+            "hardware.cuda_graphs=false"
+        )
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
     return Plan(config, device, dtype, target, draft, name, why)
 
 
 def estimate(plan: Plan, num_rows: int, context_len: int) -> Footprint:
     """Bytes that the run will take of each device: of rank 0's, where there are several."""
-    attention = UniformAttention() if plan.device.type == "cpu" else SdpaAttention()
+    on_cpu = plan.device.type == "cpu"
+    attention = UniformAttention() if on_cpu else choice.backend(plan.config.attention.name)()
 
     def load(model: Model) -> Transformer:
         part = Share(0, model.num_ranks, 0, plan.num_ranks)
