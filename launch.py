@@ -8,7 +8,6 @@ import itertools
 import os
 import re
 import sys
-import threading
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
@@ -89,15 +88,24 @@ def _place() -> dict[str, Any]:
 
 
 def main() -> int:
-    """Run the command line; returns the exit code."""
+    """Run the command line, and show at its end what has become of a multirun; returns the exit code."""
+    sweeps.clear()
+    code = _run()
+    for folder, with_figures in sweeps:
+        if (folder / JOBS).exists():  # not after a dry run
+            from magicdec.tracking.report.summary import summarize
+
+            summarize(folder, with_figures)
+    return code
+
+
+def _run() -> int:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises its errors, where it would print them in many lines
     os.environ["MAGICDEC_ROOT"] = str(ROOT)
     # The workers of other launchers are to import this checkout, whatever is installed.
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     overrides: list[str] = []
     failures.clear()
-    if os.environ.get(JOB):
-        threading.Thread(target=_end_with_launcher, daemon=True).start()
     try:
         parser = get_args_parser()
         parser.error = _refuse  # type: ignore[method-assign]
@@ -106,7 +114,8 @@ def main() -> int:
     except JobFailed as failure:
         return failure.args[0]
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        if not os.environ.get(JOB):  # whose launcher says it
+            print(f"interrupted{'; the same command goes on where it stood' if sweeps else ''}", file=sys.stderr)
         return INTERRUPTED
     except Exception as error:
         _remove_new_folders()
@@ -114,12 +123,6 @@ def main() -> int:
     if new_folders and not (new_folders[0] / JOBS).exists():  # after a dry run
         _remove_new_folders()
     return 0
-
-
-def _end_with_launcher() -> None:
-    """A job does not outlive its sweep, however that ends: its standard input is the launcher's to keep open."""
-    sys.stdin.read()
-    os._exit(INTERRUPTED)
 
 
 def report(error: Exception, explanation: str | None, where: str = "") -> int:
@@ -238,12 +241,17 @@ def _refuse(message: str) -> NoReturn:
 new_folders: list[Path] = []
 
 
-def _sweep_folder(runs_dir: str, name: str | None, grid: str | None) -> str:
+# The multirun's folder, and whether it is to have figures: once Hydra has asked where it is.
+sweeps: list[tuple[Path, bool]] = []
+
+
+def _sweep_folder(runs_dir: str, name: str | None, grid: str | None, with_figures: bool) -> str:
     end = f"_{name or grid}" if name or grid else ""
     times = (f"{datetime.now():%Y-%m-%d_%H-%M-%S}{f'-{count}' if count else ''}" for count in itertools.count())
     folders = (Path(runs_dir, "sweeps", time + end) for time in times)
     folder = next(path for path in folders if not path.exists())
     new_folders[:] = [path for path in (folder, folder.parent, folder.parent.parent) if not path.exists()]
+    sweeps[:] = [(folder, with_figures)]
     return str(folder)
 
 

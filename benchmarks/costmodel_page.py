@@ -53,37 +53,8 @@ def page(
             "",
             per_table(compared),
             "",
-            "## What was fitted",
-            "",
-            _parameters(),
-            "",
-            "Two numbers are shared by both machines, three belong to each: eight, from 68 times in 17 rows. The "
-            "matmul rate halves at 16 rows (a tensor core's tile) and an all-reduce takes 5 us per hop (NVLink): "
-            "these are known, not fitted. What the reference implementation does differently from this project is "
-            "taken from its code (`magicdec/costmodel/stack.py`): its drafts feed two tokens in the first step of a "
-            "round, its A100 version reads the whole output head on every GPU and samples outside T_V. Attention's "
-            "tiles come in waves (`tile_stretch` in `roofline.py`): 256 tiles on an A100 read KV 1.25 times slower "
-            "per byte, which is why batch 64 of Llama-2-7B and batch 256 of Llama-3.1-8B stand out. The numbers come "
-            "from the 17 rows alone; the form of the model was settled with all 65 in view.",
-            "",
-            "## Left out, and chosen otherwise",
-            "",
-            "Rows predicted by a calibration that has not seen them:",
-            "",
-            *(
-                f"- {name}: {s.rows} rows, median {s.median_error:.1%}, 90th percentile {s.p90_error:.1%}"
-                for name, s in left_out.items()
-            ),
-            "",
-            "What is not fitted was chosen from what is known of it; chosen otherwise, and fitted anew:",
-            "",
-            "| | median, all | 90th, all | median, not fitted | 90th, not fitted |",
-            "| --- |" + " --- |" * 4,
-            *(
-                f"| {name} | {a.median_error:.1%} | {a.p90_error:.1%} | {u.median_error:.1%} | {u.p90_error:.1%} |"
-                for name, (a, u) in alternatives.items()
-            ),
-            "",
+            *_fitted(),
+            *_left_out(left_out, alternatives),
             f"## Rows that are off by {OUTLIER:.0%} or more",
             "",
             _outliers(compared),
@@ -94,6 +65,49 @@ def page(
             "",
         ]
     )
+
+
+def _fitted() -> list[str]:
+    """The numbers of the calibration, and what was known instead."""
+    return [
+        "## What was fitted",
+        "",
+        _parameters(),
+        "",
+        "Two numbers are shared by both machines, three belong to each: eight, from 68 times in 17 rows. The "
+        "matmul rate halves at 16 rows (a tensor core's tile) and an all-reduce takes 5 us per hop (NVLink): "
+        "these are known, not fitted. What the reference implementation does differently from this project is "
+        "taken from its code (`magicdec/costmodel/stack.py`): its drafts feed two tokens in the first step of a "
+        "round, its A100 version reads the whole output head on every GPU and samples outside T_V. Attention's "
+        "tiles come in waves (`tile_stretch` in `roofline.py`): 256 tiles on an A100 read KV 1.25 times slower "
+        "per byte, which is why batch 64 of Llama-2-7B and batch 256 of Llama-3.1-8B stand out. The numbers come "
+        "from the 17 rows alone; the form of the model was settled with all 65 in view.",
+        "",
+    ]
+
+
+def _left_out(left_out: dict[str, Score], alternatives: dict[str, tuple[Score, Score]]) -> list[str]:
+    """Rows that a calibration has not seen, and what becomes of all of them under other choices."""
+    return [
+        "## Left out, and chosen otherwise",
+        "",
+        "Rows predicted by a calibration that has not seen them:",
+        "",
+        *(
+            f"- {name}: {s.rows} rows, median {s.median_error:.1%}, 90th percentile {s.p90_error:.1%}"
+            for name, s in left_out.items()
+        ),
+        "",
+        "What is not fitted was chosen from what is known of it; chosen otherwise, and fitted anew:",
+        "",
+        "| | median, all | 90th, all | median, not fitted | 90th, not fitted |",
+        "| --- |" + " --- |" * 4,
+        *(
+            f"| {name} | {a.median_error:.1%} | {a.p90_error:.1%} | {u.median_error:.1%} | {u.p90_error:.1%} |"
+            for name, (a, u) in alternatives.items()
+        ),
+        "",
+    ]
 
 
 def per_table(compared: Sequence[Compared]) -> str:

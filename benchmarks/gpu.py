@@ -11,7 +11,6 @@ Figures go to benchmarks/gpu/<card>/<part>.json, the page to docs/results/<card>
 """
 
 import argparse
-import gc
 import importlib.util
 import json
 import os
@@ -20,182 +19,32 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
-from hydra import compose, initialize_config_dir
+from gpu_bench import REHEARSAL, Bench, OutOfTime, Sizes
+from gpu_page import Record, page
+from page import ROOT, commit
 
 from magicdec import build
 from magicdec.attention import choice
 from magicdec.attention.base import Attention, Shape
-from magicdec.config import load
 from magicdec.costmodel.speedup import omega
 from magicdec.decoding.graphs import Captures, Step
-from magicdec.engines.native import Batch, NativeEngine, warm_up
 from magicdec.errors import UserError
 from magicdec.measure import memory, metrics
 from magicdec.measure.ceilings import copy_bandwidth, matmul_rate
 from magicdec.measure.profile import profile_round
 from magicdec.measure.timers import Stopwatch
-from magicdec.scenarios import OUT_OF_MEMORY
 from magicdec.scenarios.compare import compare
 from magicdec.tracking.progress import progress
 from magicdec.verification.sampling import Sampling
 
-ROOT = Path(__file__).resolve().parents[1]
 PARTS = "abcdefg"
 KERNELS = {"llama-3.1-8b": (32, 8, 128), "llama-2-7b": (32, 32, 128)}  # query heads, KV heads, head dim
 EXPECTED = ((0.80, 512), (0.89, 2049))  # alpha, budget: what the MagicDec paper reports for StreamingLLM and SnapKV
 PEERS = ("vllm", "sglang", "flash_attn", "flashinfer")
-
-Record = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """How large everything is."""
-
-    device: str = "cuda"
-    dtype: str = "bfloat16"
-    target: tuple[str, ...] = ("target=llama-3.1-8b",)
-    cells: tuple[tuple[int, int], ...] = ((24, 32768), (192, 4096), (96, 8192), (48, 16384), (8, 100_000))
-    budgets: tuple[int, ...] = (256, 512, 2049)
-    gammas: tuple[int, ...] = (2, 3, 4, 6)
-    kernel_contexts: tuple[int, ...] = (4096, 16384, 32768, 100_000)
-    kernel_tokens: tuple[int, ...] = (1, 2, 4, 8)
-    kernel_bytes: int = 4 << 30  # keys and values of the layer that is timed
-    ceiling_bytes: int = 4 << 30
-    matmul: int = 8192
-    pair_context: int = 8320
-    pair_batches: tuple[int, ...] = (1, 8, 32, 128)
-    new_tokens: int = 96
-    repeats: int = 10
-    tests: str = "tests"
-
-
-TINY = [
-    "vocab_size=128",
-    "hidden_size=32",
-    "intermediate_size=64",
-    "num_layers=2",
-    "num_heads=4",
-    "num_kv_heads=2",
-    "head_dim=8",
-]
-REHEARSAL = Sizes(
-    device="cpu",
-    dtype="float32",
-    target=("target=llama-3.1-8b", *(f"target.architecture.{size}" for size in TINY)),
-    cells=((2, 256),),
-    budgets=(32, 64),
-    gammas=(2, 3),
-    kernel_contexts=(256,),
-    kernel_tokens=(1, 4),
-    kernel_bytes=1 << 20,
-    ceiling_bytes=1 << 20,
-    matmul=128,
-    pair_context=256,
-    pair_batches=(1, 2),
-    new_tokens=8,
-    repeats=1,
-    tests="tests/decoding/test_gpu.py",
-)
-
-
-class OutOfTime(Exception):
-    """The rest is left to the next call."""
-
-
-@dataclass
-class Bench:
-    """The folder of results, and what several parts need."""
-
-    folder: Path
-    sizes: Sizes
-    deadline: float = float("inf")
-
-    @property
-    def device(self) -> torch.device:
-        """Where it runs."""
-        return torch.device(self.sizes.device)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """What models compute in."""
-        return build.DTYPES[self.sizes.dtype]
-
-    def points(self, part: str) -> dict[str, Record]:
-        """What is known of a part."""
-        path = self.folder / f"{part}.json"
-        return json.loads(path.read_text()) if path.exists() else {}
-
-    def point(self, part: str, key: str, measure: Callable[[], Record]) -> Record:
-        """A stored figure, or a new one, stored at once. What does not fit says so, and the rest goes on."""
-        known = self.points(part)
-        if key not in known:
-            if time.monotonic() > self.deadline:
-                raise OutOfTime
-            try:
-                known[key] = measure()
-            except UserError as error:
-                known[key] = {"skipped": str(error)}
-            except Exception as error:
-                if not any(words in str(error) for words in OUT_OF_MEMORY):
-                    raise
-                known[key] = {"skipped": f"out of memory ({str(error).splitlines()[0]})"}
-            gc.collect()  # captured graphs hold caches in a circle
-            if self.device.type == "cuda":
-                torch.cuda.empty_cache()
-            temporary = self.folder / f".{part}.json"
-            temporary.write_text(json.dumps(known, indent=1) + "\n")
-            temporary.replace(self.folder / f"{part}.json")
-            print(f"{part} {key}: {_short(known[key])}", flush=True)
-        return known[key]
-
-    def plan(self, *overrides: str) -> build.Plan:
-        """A plan as `launch.py` would make it."""
-        settings = [f"hardware.device={self.sizes.device}", f"hardware.dtype={self.sizes.dtype}"]
-        settings += [f"batch.generate_len={self.sizes.new_tokens}", f"scenario.profile_repeats={self.sizes.repeats}"]
-        with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-            return build.plan(load(compose("config", [*settings, *overrides])))
-
-    def large(self, batch: int, context: int, budget: int, gamma: int, alpha: float = 0.8) -> build.Plan:
-        """The large target with random weights, drafting for itself."""
-        sizes = [f"batch.size={batch}", f"batch.context_len={context}", f"cache.budget={budget}"]
-        draft = ["draft=self", f"draft.gamma={gamma}", f"draft.synthetic_acceptance={alpha}"]
-        return self.plan(*self.sizes.target, "target.weights=random", "data=random", *sizes, *draft)
-
-    @cached_property
-    def engine(self) -> NativeEngine:
-        """Of the large target; loaded once."""
-        batch, context = self.sizes.cells[0]
-        with progress() as bars:
-            return build.engine(self.large(batch, context, self.sizes.budgets[0], self.sizes.gammas[0]), bars)
-
-    def open(self, batch: int, context: int, budget: int, gamma: int, alpha: float) -> Batch:
-        """A batch over caches of noise; raises UserError where it does not fit beside the weights."""
-        foreseen = build.estimate(self.large(batch, context, budget, gamma), batch, context)
-        needed = foreseen.total - foreseen.weights
-        engine, available = self.engine, memory.available_bytes(self.device)
-        if needed > available:
-            raise UserError(f"needs {needed / memory.GIB:.1f} GiB beside the weights, of {available / memory.GIB:.1f}")
-        options = {**engine.cache_options, "budget": budget}
-        opened = replace(engine, gamma=gamma, synthetic_acceptance=alpha, cache_options=options).open(
-            [[0] * context] * batch
-        )
-        opened.simulate_prefill()
-        warm_up(opened)
-        return opened
-
-    @property
-    def bandwidth(self) -> float:
-        """Bytes per second that this card copies at: part b's, measured now if it is not known."""
-        return ceilings(self)["copy_gbs"] * 1e9
 
 
 def correctness(bench: Bench) -> None:
@@ -231,6 +80,11 @@ def ceilings(bench: Bench) -> Record:
     return bench.point("b", "ceilings", measured)
 
 
+def bandwidth(bench: Bench) -> float:
+    """Bytes per second that this card copies at: part b's, measured now if it is not known."""
+    return ceilings(bench)["copy_gbs"] * 1e9
+
+
 def kernels(bench: Bench) -> None:
     """Part c: one layer's attention, K and V read once, over the time and the copy bandwidth."""
     name, _ = choice.choose("auto", bench.device, bench.dtype, [128])
@@ -254,7 +108,7 @@ def _attention(bench: Bench, attention: Attention, H: int, K: int, D: int, S: in
     step = Step(lambda: _discard(attention.attend(q, k, v, plan)), _captures(bench))
     seconds = _seconds(step, bench)
     num_bytes = 2 * k.numel() * element
-    return {"rows": rows, "ms": 1e3 * seconds, "of_copy": num_bytes / seconds / bench.bandwidth}
+    return {"rows": rows, "ms": 1e3 * seconds, "of_copy": num_bytes / seconds / bandwidth(bench)}
 
 
 def steps(bench: Bench) -> None:
@@ -278,7 +132,7 @@ def _steps(bench: Bench, batch: int, context: int, budget: int, gamma: int) -> R
     kv = memory.kv_bytes(target.config, batch * context, bench.dtype)
     draft_kv = memory.kv_bytes(target.config, batch * min(budget, context), bench.dtype)
     moved = {"target_decode": weights + kv, "verify": weights + kv, "draft": weights + draft_kv}
-    ratios = {f"{part}_of_copy": size / (times[f"{part}_ms"] / 1e3) / bench.bandwidth for part, size in moved.items()}
+    ratios = {f"{part}_of_copy": size / (times[f"{part}_ms"] / 1e3) / bandwidth(bench) for part, size in moved.items()}
     foreseen = build.estimate(bench.large(batch, context, budget, gamma), batch, context)
     sizes = {"peak_gib": peak.num_bytes / memory.GIB, "estimated_gib": foreseen.total / memory.GIB}
     opened.close()
@@ -389,50 +243,13 @@ def _key(batch: int, context: int, budget: int, gamma: int) -> str:
     return f"{batch} x {context}, budget {budget}, gamma {gamma}"
 
 
-def _short(record: Record) -> str:
-    return ", ".join(f"{name} {_cell(value)}" for name, value in record.items())
-
-
-def _cell(value: Any) -> str:
-    return f"{value:.3g}" if isinstance(value, float) and abs(value) < 1000 else str(value)
-
-
 RUN = dict(zip(PARTS, (correctness, ceilings, kernels, steps, rounds, real, peers), strict=True))
-TITLES = {
-    "a": "Correctness",
-    "b": "Ceilings of this card",
-    "c": "Attention of one layer; reading K and V once at the copy bandwidth, as a part of its time",
-    "d": "Steps of Llama-3.1-8B, random weights; moving what they must at the copy bandwidth, as a part of their time",
-    "e": "Speedup at a SYNTHETIC acceptance, and the formula's value from the steps",
-    "f": "The bundled pair, real acceptance",
-    "g": "Peers: the bundled target autoregressively, ms per token",
-}
-
-
-def page(bench: Bench, where: str) -> str:
-    """The results as Markdown; what has not been measured says so."""
-    lines = [f"# {where}", "", "`python benchmarks/gpu.py`", ""]
-    facts = bench.points("machine")
-    lines += [f"{facts['device']}, commit {facts['commit']}, PyTorch {facts['torch']}.", ""] if facts else []
-    for part, title in TITLES.items():
-        lines += [f"## {title}", ""]
-        points = bench.points(part)
-        lines += [*_table(points), ""] if points else ["Not yet measured.", ""]
-    return "\n".join(lines)
-
-
-def _table(points: dict[str, Record]) -> list[str]:
-    columns = list(dict.fromkeys(name for point in points.values() for name in point))
-    rows = [[key, *(_cell(point.get(name, "")) for name in columns)] for key, point in points.items()]
-    return ["| " + " | ".join(row) + " |" for row in (["", *columns], ["---"] * (len(columns) + 1), *rows)]
 
 
 def machine(bench: Bench) -> None:
     """What it was measured on."""
-    command = ["git", "describe", "--always", "--dirty"]
-    commit = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
     name = torch.cuda.get_device_name(bench.device) if bench.device.type == "cuda" else build.cpu_name()
-    facts = {"device": name, "commit": commit, "torch": torch.__version__}
+    facts = {"device": name, "commit": commit(), "torch": torch.__version__}
     (bench.folder / "machine.json").write_text(json.dumps(facts) + "\n")
 
 
@@ -461,7 +278,9 @@ def main() -> int:
                     RUN[part](bench)
         except OutOfTime:
             print("the time is over; the same command goes on from here")
-        text = page(bench, "A rehearsal: these figures mean nothing" if options.rehearse else "Measured on a GPU")
+        text = page(
+            bench.points, "A rehearsal: these figures mean nothing" if options.rehearse else "Measured on a GPU"
+        )
         (folder / "page.md" if options.rehearse else ROOT / "docs" / "results" / f"{card}.md").write_text(text)
         print(text)
     return 0

@@ -2,18 +2,26 @@
 
 A job that dies, even by a signal, is one failed run, and the sweep goes on. Jobs are spread over the visible GPUs;
 without one, they run one after another. What another sweep is running is left to the end of the queue.
+
+Importing PyTorch and its company takes longer than a small job does. On Linux a server process imports them once, and
+every job is forked from it, before anything has touched a GPU or started a thread; elsewhere each job imports its own.
 """
 
 import logging
+import multiprocessing
 import os
+import runpy
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +33,13 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
 from magicdec.errors import JobFailed
+from magicdec.scenarios import imports
+from magicdec.scenarios.ranks import follow_parent
 from magicdec.tracking.reader import read_result
 from magicdec.tracking.store import Run
 from magicdec.tracking.sweep import BUSY, INTERRUPTED, JOB, SWEEP_DIR, run_of
 
+START = "forkserver" if sys.platform == "linux" else "spawn"
 POLL_S, RETRY_S, GRACE_S = 0.05, 2.0, 10.0
 # What Hydra was told about the sweep as a whole.
 OF_THE_SWEEP = ("hydra.mode=", "hydra/launcher", "hydra.launcher", "hydra/sweeper", "hydra.sweeper", "hydra.sweep.")
@@ -75,23 +86,25 @@ class ProcessLauncher(Launcher):
         if self.config.sweep.dry_run:
             return self._list(job_overrides, initial_job_idx)
         waiting = deque(Job(initial_job_idx + i, list(overrides)) for i, overrides in enumerate(job_overrides))
-        running: dict[subprocess.Popen, Job] = {}
+        running: dict[BaseProcess, Job] = {}
         results: dict[int, JobReturn] = {}
+        # Those of the first job's scenario will do: others import what they lack.
+        multiprocessing.set_forkserver_preload(["launch", *imports(self.config.scenario.name)])
         try:
             while waiting or running:
                 self._start_next(waiting, running)
-                for process in [process for process in running if process.poll() is not None]:
+                wait([process.sentinel for process in running], POLL_S)
+                for process in [process for process in running if process.exitcode is not None]:
                     job = running.pop(process)
                     self.free += job.gpus
-                    if process.returncode == BUSY:
+                    if process.exitcode == BUSY:
                         job.not_before = time.monotonic() + RETRY_S
                         waiting.append(job)
                         continue
                     results[job.number] = self._result(job, process)
-                    if process.returncode and self.config.sweep.fail_fast and waiting:
+                    if process.exitcode and self.config.sweep.fail_fast and waiting:
                         print(f"sweep.fail_fast: {len(waiting)} jobs are not started", file=sys.stderr)
                         waiting.clear()
-                time.sleep(POLL_S)
         finally:
             _stop(running)
         return [results[number] for number in sorted(results)]
@@ -103,7 +116,7 @@ class ProcessLauncher(Launcher):
         basic.setup(hydra_context=self.context, task_function=self.task, config=self.config)
         return basic.launch(job_overrides, initial_job_idx)
 
-    def _start_next(self, waiting: deque[Job], running: dict[subprocess.Popen, Job]) -> None:
+    def _start_next(self, waiting: deque[Job], running: dict[BaseProcess, Job]) -> None:
         """Start the first job whose time has come, if there is room for it."""
         job = next((job for job in waiting if job.not_before <= time.monotonic()), None)
         if job is None or len(running) >= self.limit:
@@ -119,24 +132,26 @@ class ProcessLauncher(Launcher):
         hardware = self.context.config_loader.load_sweep_config(self.config, job.overrides).hardware
         return len(self.gpus) if hardware.device == "cpu" else min(hardware.tensor_parallel, len(self.gpus))
 
-    def _process(self, job: Job) -> subprocess.Popen:
+    def _process(self, job: Job) -> BaseProcess:
         """launch.py, as it was started for the sweep, with one job's overrides."""
         hydra = self.config.hydra
         own = [text for text in hydra.overrides.hydra if not text.startswith(OF_THE_SWEEP)]
         paths = {"main": "--config-path", "command-line": "--config-dir"}
         places = [(paths[s.provider], s.path) for s in hydra.runtime.config_sources if s.provider in paths]
         flags = [f"--config-name={hydra.job.config_name}", *(f"{flag}={path}" for flag, path in places)]
-        env = os.environ | {JOB: str(job.number), SWEEP_DIR: str(hydra.sweep.dir)}
+        env = {JOB: str(job.number), SWEEP_DIR: str(hydra.sweep.dir)}
         if job.gpus:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(job.gpus)
         if self.limit > 1:
             env["TERM"] = "dumb"  # the progress bars of several would overwrite each other
-        command = [sys.executable, str(Path(sys.argv[0]).resolve()), *flags, *job.overrides, *own]
-        return subprocess.Popen(command, env=env, stdin=subprocess.PIPE)
+        command = [str(Path(sys.argv[0]).resolve()), *flags, *job.overrides, *own]
+        process = multiprocessing.get_context(START).Process(target=_run, args=(command, env))
+        process.start()
+        return process
 
-    def _result(self, job: Job, process: subprocess.Popen) -> JobReturn:
+    def _result(self, job: Job, process: BaseProcess) -> JobReturn:
         """What Hydra wants to know; on the way, say what a job that was killed can no longer say."""
-        code, runs_dir = process.returncode, self.config.runs_dir
+        code, runs_dir = process.exitcode, self.config.runs_dir
         run_id = run_of(Path(self.config.hydra.sweep.dir), job.number)
         if code == INTERRUPTED:
             raise KeyboardInterrupt
@@ -151,6 +166,14 @@ class ProcessLauncher(Launcher):
         return result
 
 
+def _run(command: list[str], env: Mapping[str, str]) -> None:
+    """The life of a job: launch.py as if it were typed."""
+    follow_parent()
+    os.environ.update(env)
+    sys.argv[:] = command
+    runpy.run_path(command[0], run_name="__main__")
+
+
 def visible_gpus() -> list[str]:
     """As CUDA_VISIBLE_DEVICES names them; asked of the driver's own tool, so that no CUDA starts in this process."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -163,12 +186,11 @@ def visible_gpus() -> list[str]:
     return [str(index) for index in range(count)]
 
 
-def _stop(running: dict[subprocess.Popen, Job]) -> None:
+def _stop(running: dict[BaseProcess, Job]) -> None:
     """Let the jobs that are left mark themselves as interrupted, and end those that do not."""
     for process in running:
-        process.send_signal(signal.SIGINT)
+        with suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGINT)
     for process in running:
-        try:
-            process.wait(GRACE_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
+        process.join(GRACE_S)
+        process.kill()

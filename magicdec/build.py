@@ -13,7 +13,6 @@ import torch
 
 from magicdec.attention import choice
 from magicdec.attention.base import Attention
-from magicdec.attention.sdpa import SdpaAttention
 from magicdec.cache.draft_cache import CACHES
 from magicdec.config import BatchConfig, Config, DraftConfig, ModelChoice
 from magicdec.data import Prompts, load_prompts
@@ -102,6 +101,8 @@ def plan(config: Config) -> Plan:
     if batch.size == "auto":
         batch = replace(batch, size=ROWS_ON[device.type])
     hardware = replace(config.hardware, device=device.type, dtype=str(dtype).removeprefix("torch."))
+    if hardware.compile == "auto":
+        hardware = replace(hardware, compile=device.type == "cuda")
     config = replace(config, batch=batch, hardware=hardware)
     target = _model("target", config.target)
     draft = None
@@ -123,20 +124,20 @@ def plan(config: Config) -> Plan:
         config = replace(config, draft=replace(config.draft, tensor_parallel=draft.num_ranks))
     why = ""
     if config.engine.name == "native":
-        head_dims = [model.config.head_dim for model in (target, draft) if model is not None]
-        attention, why = choice.choose(config.attention.name, device, dtype, head_dims)
-        config = replace(config, attention=replace(config.attention, name=attention))
-    elif config.engine.name == "transformers" and hardware.compile and device.type == "cpu":
-        raise UserError("hardware.compile=true: engine=transformers compiles on GPUs only; set it to false")
+        name, why = _attention(config, device, dtype, [target, draft] if draft else [target])
+        config = replace(config, attention=replace(config.attention, name=name))
     elif config.engine.name == "vllm":
         vllm.check(vllm.python(config.engine.python))
+    elif hardware.compile and device.type == "cpu":
+        raise UserError("hardware.compile=true: engine=transformers compiles on GPUs only; set it to false")
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
     return Plan(config, device, dtype, target, draft, name, why)
 
 
 def estimate(plan: Plan, num_rows: int, context_len: int) -> Footprint:
     """Bytes that the run will take of each device: of rank 0's, where there are several."""
-    attention = UniformAttention() if plan.device.type == "cpu" else SdpaAttention()
+    on_cpu = plan.device.type == "cpu"
+    attention = UniformAttention() if on_cpu else choice.backend(plan.config.attention.name)()
 
     def load(model: Model) -> Transformer:
         part = Share(0, model.num_ranks, 0, plan.num_ranks)
@@ -227,7 +228,7 @@ def peer(plan: Plan) -> Peer:
         gamma=gamma,
         max_ngram=c.draft.max_ngram,
         num_layers=c.draft.num_layers,
-        compile=c.hardware.compile,
+        compile=bool(c.hardware.compile),  # auto is resolved
         graphs=c.hardware.cuda_graphs and plan.device.type == "cuda",
     )
     if c.engine.name == "transformers":
@@ -334,6 +335,17 @@ def _divided(config: Config, target: Model, draft: Model | None) -> tuple[Model,
             f"ranks ({drafters}) than KV heads ({drafter.config.num_kv_heads}) divide; choose cache=streaming"
         )
     return target, draft
+
+
+def _attention(config: Config, device: torch.device, dtype: torch.dtype, models: list[Model]) -> tuple[str, str]:
+    """Which backend, and why."""
+    name, why = choice.choose(config.attention.name, device, dtype, [model.config.head_dim for model in models])
+    if config.hardware.cuda_graphs and not choice.backend(name).captured:
+        raise UserError(
+            f"hardware.cuda_graphs=true: attention={name} plans on the host, which no graph can capture; set "
+            "hardware.cuda_graphs=false"
+        )
+    return name, why
 
 
 def _check_length(config: Config, target: Model, draft: Model | None) -> None:

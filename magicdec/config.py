@@ -126,7 +126,9 @@ class HardwareConfig:
     dtype: str = one_of("auto", "float32", "bfloat16", "float16", default=MISSING)
     tensor_parallel: int = at_least(1, default=MISSING)
     cuda_graphs: bool = MISSING
-    compile: bool = MISSING
+    compile: bool | str = ruled(
+        MISSING, lambda value: value == "auto" or isinstance(value, bool), "must be auto, true or false"
+    )
     memory_gib: float | None = above(0, default=None)
     bandwidth_gbs: float | None = above(0, default=None)
     tflops: float | None = above(0, default=None)
@@ -175,7 +177,7 @@ class SamplingConfig:
 class AttentionConfig:
     """Who computes attention."""
 
-    name: str = one_of("auto", "sdpa", "cpp", "triton", "flash", default=MISSING)
+    name: str = one_of("auto", "sdpa", "cpp", "triton", "flash", "flashinfer", default=MISSING)
 
 
 @dataclass
@@ -230,6 +232,7 @@ class SweepConfig:
 
     name: str | None = None
     fail_fast: bool = MISSING
+    figures: bool = MISSING
     dry_run: bool = MISSING
     objective: str = MISSING
 

@@ -1,5 +1,7 @@
 """Sweeps that are killed, that share a store, whose jobs die: every run is done once, and nothing is lost."""
 
+import errno
+import importlib
 import json
 import multiprocessing
 import os
@@ -27,6 +29,7 @@ from magicdec.errors import UserError
 from magicdec.scenarios import Job, run
 from magicdec.tracking.lock import Busy, is_locked, locked
 from magicdec.tracking.reader import iter_runs, load_run
+from magicdec.tracking.report import __main__ as report
 from magicdec.tracking.store import Run
 from magicdec.tracking.sweep import BUSY
 from tests import quick_launch
@@ -84,6 +87,13 @@ def ended(process):
     return process.exitcode
 
 
+def seeded():
+    """Chance that can be had again: pytest shows the seed of a test that fails."""
+    seed = random.randrange(10**6)
+    print(f"seed {seed}")
+    return random.Random(seed)
+
+
 def folders(runs):
     return [path for path in sorted(runs.iterdir()) if path.name != "sweeps"]
 
@@ -103,10 +113,11 @@ def done_attempts(runs):
 def test_killed_at_ten_random_moments_and_started_again(tmp_path, forked):
     calm, runs = tmp_path / "calm", tmp_path / "runs"
     assert ended(forked(calm)) == 0
+    moments = seeded()
     done, kills = {}, 0
     while kills < 10:
         process = forked(runs)
-        time.sleep(random.uniform(0, 0.25))
+        time.sleep(moments.uniform(0, 0.25))
         process.kill()
         kills += ended(process) == -signal.SIGKILL
         now = done_attempts(runs)
@@ -215,8 +226,10 @@ def test_what_a_dead_process_left_running_is_buried_by_another(tmp_path):
 
 
 def start(runs, *arguments):
-    command = [sys.executable, str(ROOT / "tests" / "quick_launch.py"), "-m", f"runs_dir={runs}", *COMMON, *arguments]
-    return subprocess.Popen(command, cwd=runs.parent, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    own = ["scenario=predict", f"runs_dir={runs}"]  # whose jobs need no PyTorch, and so do not wait for it
+    command = [sys.executable, str(ROOT / "tests" / "quick_launch.py"), "-m", *own, *COMMON, *arguments]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, cwd=runs.parent, start_new_session=True, **pipes)
 
 
 def finished(process):
@@ -262,16 +275,76 @@ def test_a_killed_launcher_takes_its_jobs_along_and_the_sweep_goes_on(tmp_path, 
     assert not list(runs.glob("*/.*"))
 
 
+@pytest.mark.slow
+def test_a_sweep_of_processes_killed_at_ten_random_moments(tmp_path, starts):
+    """Five times with its jobs, as a terminal that is closed does, and five times alone: its jobs must follow."""
+    calm, runs, moments = tmp_path / "calm", tmp_path / "runs", seeded()
+    grid = ["sweep.name=mine", "draft.gamma=1,2,3,4", "cache.budget=32,64,128"]
+    assert finished(start(calm, *grid)).code == 0
+    done = {}
+    for kill in range(10):
+        sweep = start(runs, *grid)
+        time.sleep(moments.uniform(0.5, 5))
+        if kill % 2:
+            sweep.kill()
+        else:
+            os.killpg(sweep.pid, signal.SIGKILL)
+        sweep.communicate(timeout=20)  # its jobs hold the other ends of these pipes: they are gone, too
+        assert not any(is_locked(path) for path in folders(runs))
+        now = done_attempts(runs)
+        assert done.items() <= now.items(), "what was done is not done again"
+        done = now
+    last = finished(start(runs, *grid))
+    assert last.code == 0, last.err
+    assert done.items() <= done_attempts(runs).items()
+    assert decisive(runs) == decisive(calm)
+    assert len(folders(runs)) == len(GRID)
+    assert not list(runs.glob("*/.*")), "neither locks nor files half written"
+
+
 def test_an_interrupt_stops_a_sweep_and_its_jobs(tmp_path, starts, monkeypatch):
     monkeypatch.setenv("QUICK_SECONDS", "5")
     runs = tmp_path / "runs"
     sweep = start(runs, "draft.gamma=1,2")
     while sweep.poll() is None and not list(starts.iterdir()):
         time.sleep(0.05)
-    sweep.send_signal(signal.SIGINT)
-    assert finished(sweep).code == 130
+    os.killpg(sweep.pid, signal.SIGINT)  # as Ctrl-C does
+    sweep = finished(sweep)
+    assert sweep.code == 130
+    assert sweep.err.count("interrupted") == 1
+    assert "interrupted; the same command goes on where it stood" in sweep.err
     assert [(run["status"], run["kind"]) for run in iter_runs(runs)] == [("failed", "interrupted")]
     assert not any(is_locked(path) for path in folders(runs))
+
+
+SERVER = """
+import importlib, os, sys
+import torch
+asked = []
+for name in ("is_available", "device_count", "init", "_lazy_init", "get_device_properties", "get_device_capability"):
+    setattr(torch.cuda, name, lambda *_, name=name: asked.append(name))
+from magicdec.scenarios import imports
+for name in ["launch", *imports("compare")]:
+    importlib.import_module(name)
+assert not asked, asked
+if os.fork() == 0:
+    torch.set_num_threads(2)
+    os._exit(int((torch.ones(2000, 2000) @ torch.ones(2000)).sum() / 1e6))
+assert os.waitstatus_to_exitcode(os.wait()[1]) == 4
+"""
+
+
+def test_jobs_are_forked_before_a_gpu_or_a_thread_is_in_use(starts):
+    """A process that has asked CUDA for a device, or whose threads have worked, has no working children."""
+    subprocess.run([sys.executable, "-c", SERVER], check=True, timeout=100, env=os.environ | {"OMP_NUM_THREADS": "2"})
+
+
+@pytest.mark.slow
+def test_launchers_cost_little(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    launchers = importlib.import_module("launchers")
+    assert min(launchers.costs("process")) < 4
+    assert min(launchers.costs("basic")[1:]) < 0.4, "0.2 is what it takes; the machine may be busy"
 
 
 @pytest.mark.slow
@@ -286,6 +359,18 @@ def test_other_launchers(tmp_path, launcher):
     assert [(run["status"], run["overrides"][0]) for run in iter_runs(tmp_path / "runs")] == [("done", "draft.gamma=1")]
     (jobs,) = (tmp_path / "runs" / "sweeps").glob("*/jobs.jsonl")
     assert len(jobs.read_text().splitlines()) == 1
+
+
+@pytest.mark.slow
+def test_optuna_goes_on_after_a_trial_that_fails(tmp_path, starts):
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
+    runs = tmp_path / "runs"
+    sweep = finished(start(runs, "+sweeps=optuna", "hydra.sweeper.n_trials=3", "sweep.objective=speedup"))
+    assert sweep.code == 0, sweep.err
+    found = list(iter_runs(runs))
+    assert sorted(run["status"] for run in found) == ["done", "done", "failed"], "its seed begins with gamma 7"
+    (best,) = (runs / "sweeps").glob("*_optuna/optimization_results.yaml")
+    assert OmegaConf.load(best).best_value == max(run["speedup"] for run in found if run["status"] == "done")
 
 
 # What needs no second process: `launch.main` with a scenario that takes a moment
@@ -306,6 +391,26 @@ def here(quick, monkeypatch, capfd, tmp_path, hydra_logging):
 def test_fail_fast(here, starts):
     assert here("-m", "hydra/launcher=basic", "sweep.fail_fast=true", "draft.gamma=6,1,2").code == 1
     assert len(list(starts.iterdir())) == 1
+
+
+def test_a_sweep_ends_with_its_table_its_page_and_its_figures(here, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    sweep = here("-m", "hydra/launcher=basic", "sweep.name=mine", "sweep.figures=true", "draft.gamma=1,6")
+    (folder,) = (tmp_path / "runs" / "sweeps").glob("*_mine")
+    assert sweep.code == 1
+    assert "2 runs: 1 done, 1 failed\n" in sweep.out
+    for name in ("report.html", "speedup.png"):
+        assert f"written           {folder / name}\n" in sweep.out
+        assert (folder / name).stat().st_size > 1000
+    command = re.search(r"python -m magicdec.tracking.report (.*)", sweep.out)[1].split()
+    assert report.main(command) == 0
+    monkeypatch.setattr(Path, "write_bytes", refuse)
+    sweep = here("-m", "hydra/launcher=basic", "draft.gamma=1")
+    assert (sweep.code, sweep.out.count("not written       ")) == (0, 1)
+
+
+def refuse(*_):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def test_a_dry_run_lists_and_leaves_nothing(here, tmp_path, starts):
@@ -339,24 +444,28 @@ def test_any_version_of_a_run_will_do_if_one_says_so(here, monkeypatch):
 
 
 class Queue(ProcessLauncher):
-    def __init__(self, commands, sweep, limit=None):
+    def __init__(self, fates, sweep, limit=None):
         super().__init__(limit)
-        self.commands, self.seen = commands, []
+        self.fates, self.seen = fates, []
         hardware = {"device": "auto", "tensor_parallel": 1}
         loaded = lambda config, overrides: OmegaConf.create({"hardware": hardware | eval(overrides[0])})  # noqa: E731
         self.context = SimpleNamespace(config_loader=SimpleNamespace(load_sweep_config=loaded))
         settings = {"fail_fast": False, "dry_run": False, "objective": "speedup"} | sweep
-        self.config = OmegaConf.create({"sweep": settings, "runs_dir": "", "hydra": {"sweep": {"dir": ""}}})
+        places = {"runs_dir": "", "hydra": {"sweep": {"dir": ""}}}
+        self.config = OmegaConf.create({"sweep": settings, "scenario": {"name": "predict"}, **places})
 
     def _process(self, job):
         self.seen.append((job.number, list(job.gpus)))
-        return subprocess.Popen(self.commands.pop(0))
+        seconds, code = self.fates.pop(0)
+        process = multiprocessing.get_context("fork").Process(target=lambda: time.sleep(seconds) or sys.exit(code))
+        process.start()
+        return process
 
 
 def test_jobs_are_spread_over_the_visible_gpus(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-5,7")
     jobs = [{"tensor_parallel": 2}, {}, {"tensor_parallel": 2}, {"device": "cpu"}, {"tensor_parallel": 8}]
-    queue = Queue([["sleep", seconds] for seconds in ("0.3", "0.9", "0.1", "0.1", "0.1")], {})
+    queue = Queue([(seconds, 0) for seconds in (0.3, 0.9, 0.1, 0.1, 0.1)], {})
     results = queue.launch([[str(job)] for job in jobs], 10)
     everything = {"3", "GPU-5", "7"}
     assert [(number, len(gpus)) for number, gpus in queue.seen] == [(10, 2), (11, 1), (12, 2), (13, 3), (14, 3)]
@@ -367,7 +476,7 @@ def test_jobs_are_spread_over_the_visible_gpus(monkeypatch):
 
 def test_a_queue_without_gpus_that_fails_fast(monkeypatch, capsys):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    queue = Queue([["true"], ["false"], ["true"]], {"fail_fast": True})
+    queue = Queue([(0, 0), (0, 1), (0, 0)], {"fail_fast": True})
     results = queue.launch([["{}"]] * 4, 0)
     assert [number for number, _ in queue.seen] == [0, 1]
     assert [result.status for result in results] == [JobStatus.COMPLETED, JobStatus.FAILED]
@@ -377,7 +486,7 @@ def test_a_queue_without_gpus_that_fails_fast(monkeypatch, capsys):
 def test_a_run_that_another_sweep_is_running_is_left_to_the_end(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr("hydra_plugins.process_launcher.RETRY_S", 0.1)
-    queue = Queue([["sh", "-c", f"exit {BUSY}"], ["true"], ["true"]], {})
+    queue = Queue([(0, BUSY), (0, 0), (0, 0)], {})
     results = queue.launch([["{}"]] * 2, 0)
     assert [number for number, _ in queue.seen] == [0, 1, 0]
     assert len(results) == 2

@@ -8,7 +8,7 @@ forward pass, `attend` once per layer.
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,6 +30,8 @@ class Attention(ABC, Generic[Plan]):
     """Attention of T new tokens over a cache whose last T valid entries are these tokens themselves."""
 
     name: str
+    # Whether a CUDA graph can capture it: one that reads lengths on the host cannot be.
+    captured: ClassVar[bool] = True
 
     @classmethod
     def obstacle(cls, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:

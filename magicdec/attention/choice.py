@@ -11,10 +11,20 @@ import torch
 from magicdec.attention.base import Attention
 from magicdec.errors import UserError
 
-BACKENDS = {"sdpa": "SdpaAttention", "cpp": "CppAttention", "triton": "TritonAttention", "flash": "FlashAttention"}
+BACKENDS = {
+    "sdpa": "SdpaAttention",
+    "cpp": "CppAttention",
+    "triton": "TritonAttention",
+    "flash": "FlashAttention",
+    "flashinfer": "FlashInferAttention",
+}
 FASTEST_FIRST = {"cpu": ("cpp", "sdpa"), "cuda": ("flash", "triton", "sdpa")}
 
-INSTALL = {"triton": "pip install -e '.[triton]'", "flash": "pip install --no-build-isolation -e '.[flash]'"}
+INSTALL = {
+    "triton": "pip install -e '.[triton]'",
+    "flash": "pip install --no-build-isolation -e '.[flash]'",
+    "flashinfer": "pip install -e '.[flashinfer]'",
+}
 
 
 def backend(name: str) -> type[Attention]:

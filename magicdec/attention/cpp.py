@@ -17,6 +17,7 @@ import subprocess
 import tempfile
 from functools import cache
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -49,6 +50,7 @@ class CppAttention(KernelAttention):
     """The fastest on a CPU, once it is built."""
 
     name = "cpp"
+    max_new_tokens: ClassVar[int] = 32  # arithmetic decides beyond, and PyTorch's matmuls are better at that
 
     def __init__(self) -> None:
         """Build the kernel if it is not there yet; raises UserError where that fails."""

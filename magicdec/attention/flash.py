@@ -1,17 +1,17 @@
 """Attention by the flash-attn package, for NVIDIA GPUs (FlashAttention-2, arXiv 2307.08691, and -3, arXiv 2407.08608).
 
-B rows, T new tokens, H query heads over K KV heads, G = H / K, D head dim. Every row has T query tokens, so that one
-function of the library, the one for caches, serves prefill as well as decoding.
+B rows, S slots, T new tokens, H query heads over K KV heads, G = H / K, D head dim. One function of the library, that
+for caches, serves prefill as well as decoding: it takes each row at its own length, and as all rows have T query tokens
+in a chunk, the one for ragged queries (varlen), the same kernel, would only want the cache copied together first.
 
 FlashAttention-2 reads K and V once for the G heads that share them only where there is a single query token. For more,
 all query rows attend to what was committed before as if they were T x G tokens of K heads, unmasked; then to the T new
 tokens causally; and the two parts are merged by their log-sum-exp. FlashAttention-3 packs by itself.
 """
 
-import sys
 from collections.abc import Callable
 from contextlib import suppress
-from typing import ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from torch import Tensor
 from magicdec.attention.kernel import KernelAttention, KernelPlan
 
 MAX_HEAD_DIM = 256
-FEW_TOKENS = KernelAttention.max_new_tokens
+FEW_TOKENS = 32  # a verification; more are a prefill
 
 
 def library() -> tuple[Callable, bool]:
@@ -38,10 +38,9 @@ class FlashAttention(KernelAttention):
     """The fastest on a GPU, where it is installed."""
 
     name = "flash"
-    max_new_tokens: ClassVar[int] = sys.maxsize
 
     def __init__(self) -> None:
-        self._attend, self._packs = library()
+        self._library, self._packs = library()
 
     @classmethod
     def obstacle(cls, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
@@ -73,6 +72,14 @@ class FlashAttention(KernelAttention):
             causal=True,
             window_size=(-1, -1) if plan.window is None else (plan.window - 1, 0),
         )
+
+    def _attend(self, q_BTHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, **options: Any) -> Any:
+        """The library's function; where memory is foreseen, what it allocates (its splits' parts are a few MiB)."""
+        if not q_BTHD.is_meta:
+            return self._library(q_BTHD, k_BSKD, v_BSKD, **options)
+        B, T, H, _ = q_BTHD.shape
+        out_BTHD, lse_BHT = torch.empty_like(q_BTHD), q_BTHD.new_empty((B, H, T), dtype=torch.float32)
+        return (out_BTHD, lse_BHT) if "return_softmax_lse" in options else out_BTHD
 
     def _attend_in_parts(self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, seqlens_B: Tensor) -> Tensor:
         (_, T, _, D), K = q_BTHD.shape, k_BKSD.shape[1]

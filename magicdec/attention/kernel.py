@@ -1,8 +1,10 @@
-"""What backends share whose kernel is for few new tokens over a long cache, the case that decides decoding's speed.
+"""What backends share that have a kernel of their own.
 
-Everything else, prefill and attention whose scores are asked for, goes the way of sdpa. Shapes as in base.py.
+What it is not for, attention whose scores are asked for and more new tokens than it takes, goes the way of sdpa. Shapes
+as in base.py.
 """
 
+import sys
 from abc import abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
@@ -34,16 +36,16 @@ class KernelPlan:
 
 
 class KernelAttention(Attention[KernelPlan]):
-    """Up to `max_new_tokens` go to `decode`."""
+    """Up to `max_new_tokens` go to the kernel, `decode`."""
 
-    max_new_tokens: ClassVar[int] = 32
+    max_new_tokens: ClassVar[int] = sys.maxsize
     _sdpa = SdpaAttention()
 
     @abstractmethod
     def decode(
         self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: KernelPlan, indices_BKN: Tensor | None
     ) -> Tensor:
-        """What `attend` is, for few new tokens."""
+        """What `attend` is, by the kernel."""
 
     def plan(self, seqlens_B: Tensor, shape: Shape, window: int | None) -> KernelPlan:
         """See Attention.plan."""

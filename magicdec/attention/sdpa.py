@@ -16,6 +16,7 @@ from magicdec.attention.base import Attention, Shape
 
 # Above this many query tokens (prefill) a mask folded over G would be larger than the keys it guards.
 MAX_FOLDED_TOKENS = 64
+ALIGNMENT = 8  # of the mask's rows in elements: the fused kernels of CUDA would copy it in front of every layer
 
 
 @dataclass(frozen=True)
@@ -48,13 +49,13 @@ class SdpaAttention(Attention[SdpaPlan]):
         if uniform and shape.num_new == 1 and (window is None or window >= length):
             return SdpaPlan(length, None, folded, seqlens_B, window)
         masked_B = seqlens_B[:1] if uniform else seqlens_B
-        slot_S = torch.arange(length, device=seqlens_B.device)
+        slot_S = torch.arange(-(-length // ALIGNMENT) * ALIGNMENT, device=seqlens_B.device)
         hidden_BTS = _hidden(slot_S, _own_slots(masked_B, shape.num_new)[..., None], window)
         mask_BTS = torch.zeros(hidden_BTS.shape, dtype=shape.dtype, device=seqlens_B.device)
         mask_BTS.masked_fill_(hidden_BTS, float("-inf"))
         if folded:
             mask_BTS = mask_BTS.repeat(1, shape.group_size, 1)
-        return SdpaPlan(length, mask_BTS[:, None], folded, seqlens_B, window)
+        return SdpaPlan(length, mask_BTS[:, None, :, :length], folded, seqlens_B, window)
 
     def attend(
         self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: SdpaPlan, indices_BKN: Tensor | None = None
@@ -64,6 +65,8 @@ class SdpaAttention(Attention[SdpaPlan]):
             return self._attend_selected(q_BTHD, k_BKSD, v_BKSD, plan, indices_BKN)
         H, K = q_BTHD.shape[2], k_BKSD.shape[1]
         k, v = k_BKSD[:, :, : plan.length], v_BKSD[:, :, : plan.length]
+        if not plan.folded and q_BTHD.device.type != "cpu":
+            return attend_by_turns(q_BTHD, k, v, plan.mask)
         if not plan.folded:
             q = q_BTHD.transpose(1, 2)
             return F.scaled_dot_product_attention(q, k, v, attn_mask=plan.mask, enable_gqa=H != K).transpose(1, 2)
@@ -94,6 +97,20 @@ class SdpaAttention(Attention[SdpaPlan]):
         q = _fold(q_BTHD, K).flatten(2, 3)
         out = F.scaled_dot_product_attention(q, k_BKSD.gather(2, slot_BKN1), v_BKSD.gather(2, slot_BKN1), seen)
         return _unfold(out.unflatten(2, (H // K, -1)))
+
+
+def attend_by_turns(q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, mask: Tensor | None) -> Tensor:
+    """Each KV head's query heads one after another, as if there were one to each.
+
+    On CUDA most versions of PyTorch have no fused kernel but cuDNN's for a mask together with `enable_gqa` (see its
+    sdp_utils.cpp), and what they fall back to writes all scores out.
+    """
+    out_BTHD = torch.empty_like(q_BTHD)
+    of_BTKGD, q_BTKGD = (x.unflatten(2, (k_BKSD.shape[1], -1)) for x in (out_BTHD, q_BTHD))
+    for g in range(q_BTKGD.shape[3]):
+        q_BKTD = q_BTKGD[:, :, :, g].transpose(1, 2)
+        of_BTKGD[:, :, :, g] = F.scaled_dot_product_attention(q_BKTD, k_BKSD, v_BKSD, attn_mask=mask).transpose(1, 2)
+    return out_BTHD
 
 
 def _own_slots(seqlens_B: Tensor, num_new: int) -> Tensor:

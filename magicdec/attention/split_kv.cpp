@@ -17,9 +17,10 @@
 
 namespace {
 
-constexpr int LANES = 8;    // numbers in a vector
-constexpr int BLOCK = 64;   // slots whose scores are held at a time
-constexpr int SPLIT = 512;  // slots of a task
+constexpr int LANES = 8;     // numbers in a vector
+constexpr int BLOCK = 64;    // slots whose scores are held at a time
+constexpr int MAX_TILE = 3;  // query rows whose sums, with four vectors each, fill the registers
+constexpr int SPLIT = 512;   // slots of a task
 constexpr float HIDDEN = -std::numeric_limits<float>::infinity();
 
 typedef float Vec __attribute__((vector_size(4 * LANES)));
@@ -46,6 +47,14 @@ inline Vec load(const bfloat16* from) {
     std::memcpy(&x, &wide, sizeof x);
     return x;
 }
+
+// A load that stays in its register: compilers would rather read memory again for each use, and loads are scarce.
+inline Vec hold(const float* from) {
+    typedef float Unaligned __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+    return *reinterpret_cast<const volatile Unaligned*>(from);
+}
+
+inline Vec hold(const bfloat16* from) { return load(from); }
 
 inline void store(float* to, Vec x) { std::memcpy(to, &x, sizeof x); }
 
@@ -124,9 +133,9 @@ void score(const float* q, const T* const* k, int64_t dim, float* scores) {
     Vec sums[R][4] = {};
     for (int64_t d = 0; d < dim; d += LANES) {
         Vec rows[R];
-        for (int r = 0; r < R; ++r) rows[r] = load(q + r * dim + d);
+        for (int r = 0; r < R; ++r) rows[r] = hold(q + r * dim + d);
         for (int s = 0; s < 4; ++s) {
-            const Vec x = load(k[s] + d);
+            const Vec x = hold(k[s] + d);
             for (int r = 0; r < R; ++r) sums[r][s] += rows[r] * x;
         }
     }
@@ -146,7 +155,7 @@ void add_values(float* out, int64_t dim, const float* p, const T* const* v, int6
         Vec weights[R];
         for (int r = 0; r < R; ++r) weights[r] = all(p[r * BLOCK + s]);
         for (int c = 0; c < C; ++c) {
-            const Vec x = load(v[s] + d + c * LANES);
+            const Vec x = hold(v[s] + d + c * LANES);
             for (int r = 0; r < R; ++r) sums[r][c] += weights[r] * x;
         }
     }
@@ -180,12 +189,13 @@ class Kernel {
 #pragma omp parallel num_threads(c.threads)
         {
             std::vector<float> q(query_rows * c.dim), scores(query_rows * BLOCK), decay(query_rows);
+            std::vector<float> wide(std::is_same_v<T, float> ? 0 : BLOCK * c.dim);
 #pragma omp for schedule(dynamic) nowait
             for (int64_t task = 0; task < heads * max_splits; ++task) {
                 const int64_t head = task / max_splits, split = task % max_splits;
                 const int64_t b = head / c.kv_heads, kv = head % c.kv_heads;
                 attend(b, kv, split, Partial(partials + task * size, query_rows, c.dim), q.data(), scores.data(),
-                       decay.data());
+                       decay.data(), wide.data());
                 // Whoever ends a head's last split merges them: threads wait for each other only once.
                 if (done[head].fetch_add(1) + 1 == max_splits) merge(b, kv, partials + head * max_splits * size, size);
             }
@@ -203,7 +213,8 @@ class Kernel {
         return c.indices ? 0 : std::max<int64_t>(0, c.seqlens[b] - c.new_tokens + 1 - c.window);
     }
 
-    void attend(int64_t b, int64_t head, int64_t split, Partial to, float* q, float* scores, float* decay) const {
+    void attend(int64_t b, int64_t head, int64_t split, Partial to, float* q, float* scores, float* decay,
+                float* wide) const {
         std::fill(to.out, to.out + query_rows * c.dim, 0.0f);
         std::fill(to.most, to.most + query_rows, HIDDEN);
         std::fill(to.total, to.total + query_rows, 0.0f);
@@ -213,6 +224,9 @@ class Kernel {
         const T* k = static_cast<const T*>(c.k) + b * c.k_row + head * c.k_head;
         const T* v = static_cast<const T*>(c.v) + b * c.v_row + head * c.v_head;
         const int64_t* indices = c.indices ? c.indices + (b * c.kv_heads + head) * c.num_indices : nullptr;
+        // The next block's keys are fetched a few at a time: many at once would keep the arithmetic waiting.
+        const int64_t calls = std::max<int64_t>(1, num_tiles() * (c.dim / (4 * LANES)));
+        const int64_t few = (BLOCK + calls - 1) / calls;
         int64_t slots[BLOCK];
         const T *k_at[BLOCK], *v_at[BLOCK];
         for (int64_t at = start; at < end; at += BLOCK) {
@@ -225,32 +239,52 @@ class Kernel {
             }
             for (int s = 0; s < padded; s += 4) {
                 for (int i = s; i < s + 4; ++i) prefetch(v_at[i]);  // memory must not wait for arithmetic
-                tiles([&](auto R, int64_t r) { score<R>(q + r * c.dim, k_at + s, c.dim, scores + r * BLOCK + s); });
+                with(k_at + s, 4, wide, [&](auto* k_in) {
+                    tiles([&](auto R, int64_t r) { score<R>(q + r * c.dim, k_in, c.dim, scores + r * BLOCK + s); });
+                });
             }
             const bool all_seen = !indices && count == padded && at >= last(b) - c.window &&
                                   at + count <= last(b) - c.new_tokens + 1;
             if (!all_seen) hide(b, slots, padded, scores);
             weigh(scores, padded, to, decay);
-            if (!indices) {
-                for (int64_t next = at + BLOCK; next < std::min(at + 2 * BLOCK, end); ++next) {
-                    prefetch(k + next * c.k_slot);
-                }
-            }
-            tiles([&](auto R, int64_t r) {
-                float *out = to.out + r * c.dim, *p = scores + r * BLOCK;
-                int64_t d = 0;
-                for (; d + 4 * LANES <= c.dim; d += 4 * LANES) {
-                    add_values<R, 4>(out, c.dim, p, v_at, d, padded, decay + r);
-                }
-                for (; d < c.dim; d += LANES) add_values<R, 1>(out, c.dim, p, v_at, d, padded, decay + r);
+            int64_t next = at + BLOCK;
+            const int64_t until = indices ? 0 : std::min(at + 2 * BLOCK, end);
+            with(v_at, padded, wide, [&](auto* v_in) {
+                tiles([&](auto R, int64_t r) {
+                    float *out = to.out + r * c.dim, *p = scores + r * BLOCK;
+                    int64_t d = 0;
+                    for (; d + 4 * LANES <= c.dim; d += 4 * LANES) {
+                        for (int64_t i = 0; i < few && next < until; ++i) prefetch(k + next++ * c.k_slot);
+                        add_values<R, 4>(out, c.dim, p, v_in, d, padded, decay + r);
+                    }
+                    for (; d < c.dim; d += LANES) add_values<R, 1>(out, c.dim, p, v_in, d, padded, decay + r);
+                });
             });
         }
     }
 
+    // Calls `function` with the entries of some slots: in fp32, where many tiles would convert them anew.
+    template <typename Function>
+    void with(const T* const* entries, int count, float* wide, Function function) const {
+        if constexpr (!std::is_same_v<T, float>) {
+            if (query_rows > 2 * MAX_TILE) {
+                const float* at[BLOCK];
+                for (int s = 0; s < count; ++s) {
+                    at[s] = wide + s * c.dim;
+                    for (int64_t d = 0; d < c.dim; d += LANES) store(wide + s * c.dim + d, load(entries[s] + d));
+                }
+                return function(static_cast<const float* const*>(at));
+            }
+        }
+        function(entries);
+    }
+
+    int64_t num_tiles() const { return (query_rows + MAX_TILE - 1) / MAX_TILE; }
+
     // Query rows in tiles of at most three, as even as can be: with four vectors each they fill the registers.
     template <typename Function>
     void tiles(Function function) const {
-        const int64_t count = (query_rows + 2) / 3;
+        const int64_t count = num_tiles();
         for (int64_t i = 0, r = 0; i < count; ++i) {
             const int64_t size = (query_rows - r) / (count - i);
             if (size == 1) function(std::integral_constant<int, 1>(), r);

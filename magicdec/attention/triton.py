@@ -3,10 +3,13 @@
 B rows, T new tokens, H query heads over K KV heads, G = H / K, R = G x T query rows that share a KV head, S slots, D
 head dim, N selected slots.
 
-A program takes one KV head of one row, one split of its slots, and all R query rows as one tile (further tiles follow
-where R is above MAX_TILE, their K and V mostly from the L2 cache). The lengths are read on the device, so that shapes
-are static and a pass can be captured. A second kernel merges the splits by their log-sum-exp (in powers of two).
+A program takes one KV head of one row, one split of its slots, and all R query rows as one tile. In a prefill there
+are many tiles, their K and V mostly from the L2 cache; each ends where its last token does, and nothing is split. The
+lengths are read on the device, so that shapes are static and a pass can be captured. Where there are several splits, a
+second kernel merges them by their log-sum-exp (in powers of two).
 """
+
+from functools import cache
 
 import torch
 import triton
@@ -26,14 +29,23 @@ INTERPRETED = triton.knobs.runtime.interpret
 
 
 @triton.jit
+def out_row(head, r, T, K: tl.constexpr, G: tl.constexpr):
+    """Where query row r of a KV head of a row lies among the rows of (B, T, H, D)."""
+    token, query_head = (head // K).to(tl.int64) * T + r % T, (head % K) * G + r // T
+    return token * K * G + query_head
+
+
+@triton.jit
 def attend_split(
     q,
     k,
     v,
     seqlens,
     indices,
-    partial,  # (B x K, splits, R, D), fp32
+    out,  # (B, T, H, D), contiguous: of the only split
+    partial,  # (B x K, splits, R, D), fp32: of several
     lse,  # (B x K, splits, R), fp32
+    T,
     num_splits,
     num_indices,
     reach,
@@ -49,12 +61,12 @@ def attend_split(
     v_slot,
     K: tl.constexpr,
     G: tl.constexpr,
-    T: tl.constexpr,
     D: tl.constexpr,
     PADDED_D: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
     SELECTED: tl.constexpr,
+    SPLIT: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     """One split of one KV head of one row."""
@@ -72,8 +84,8 @@ def attend_split(
     k += b * k_row + kv * k_head
     v += b * v_row + kv * v_head
 
-    # Every row divides what it has itself, in whole blocks.
-    first, last = tl.maximum(seqlen - T + 1 - reach, 0), seqlen
+    # A tile divides what its tokens can see, in whole blocks.
+    first, last = tl.maximum(tl.min(own, 0) + 1 - reach, 0), tl.max(own, 0) + 1
     if SELECTED:
         indices += head.to(tl.int64) * num_indices
         first, last = first * 0, num_indices
@@ -83,7 +95,7 @@ def attend_split(
 
     most = tl.full([TILE], float("-inf"), tl.float32)
     total = tl.zeros([TILE], tl.float32)
-    out = tl.zeros([TILE, PADDED_D], tl.float32)
+    sums = tl.zeros([TILE, PADDED_D], tl.float32)
     for at in range(start, end, BLOCK):
         slot = at + tl.arange(0, BLOCK)
         valid = slot < end
@@ -104,24 +116,30 @@ def attend_split(
         p = tl.exp2(scores - base[:, None])
         decay = tl.exp2(most - base)
         total = total * decay + tl.sum(p, 1)
-        out = out * decay[:, None] + tl.dot(p.to(v_tile.dtype), v_tile, input_precision="ieee")
+        sums = sums * decay[:, None] + tl.dot(p.to(v_tile.dtype), v_tile, input_precision="ieee")
         most = highest
 
-    at_out = (head * num_splits + split).to(tl.int64) * (G * T) + r
+    total = tl.where(total > 0, total, 1.0)
+    mean = sums / total[:, None]
     inside = (r < G * T)[:, None] & (d < D)[None, :]
-    tl.store(partial + at_out[:, None] * D + d[None, :], out / tl.where(total > 0, total, 1.0)[:, None], mask=inside)
-    tl.store(lse + at_out, most + tl.log2(tl.where(total > 0, total, 1.0)), mask=r < G * T)
+    if SPLIT:
+        at = (head * num_splits + split).to(tl.int64) * (G * T) + r
+        tl.store(partial + at[:, None] * D + d[None, :], mean, mask=inside)
+        tl.store(lse + at, most + tl.log2(total), mask=r < G * T)
+    else:
+        at = out_row(head, r, T, K, G)
+        tl.store(out + at[:, None] * D + d[None, :], mean.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def merge_splits(
     partial,
     lse,
-    out,  # (B, T, H, D), contiguous
+    out,
+    T,
     num_splits,
     K: tl.constexpr,
     G: tl.constexpr,
-    T: tl.constexpr,
     D: tl.constexpr,
     PADDED_D: tl.constexpr,
     PADDED_SPLITS: tl.constexpr,
@@ -140,8 +158,7 @@ def merge_splits(
     parts = tl.load(partial + at[:, :, None] * D + d[None, None, :], mask=inside, other=0.0)
     total = tl.sum(weights, 1)
     merged = tl.sum(parts * weights[:, :, None], 1) / tl.where(total > 0, total, 1.0)[:, None]
-    token, query_head = (head // K).to(tl.int64) * T + r % T, (head % K) * G + r // T
-    at_out = out + (token * K * G + query_head)[:, None] * D + d[None, :]
+    at_out = out + out_row(head, r, T, K, G)[:, None] * D + d[None, :]
     tl.store(at_out, merged.to(out.dtype.element_ty), mask=(r < G * T)[:, None] & (d < D)[None, :])
 
 
@@ -170,19 +187,25 @@ class TritonAttention(KernelAttention):
         num_indices = indices_BKN.shape[-1] if indices_BKN is not None else 0
         tile = tile_size(G * T)
         tiles = triton.cdiv(G * T, tile)
-        splits = split_count(B * K * tiles, num_indices if selected else min(S, plan.reach + T), q_BTHD.device)
-        partial = torch.empty((B * K, splits, G * T, D), dtype=torch.float32, device=q_BTHD.device)
-        lse = torch.empty((B * K, splits, G * T), dtype=torch.float32, device=q_BTHD.device)
+        splits = split_count(B * K * tiles, num_indices if selected else min(S, plan.reach + T))
         out_BTHD = torch.empty((B, T, H, D), dtype=q_BTHD.dtype, device=q_BTHD.device)
-        shape = {"K": K, "G": G, "T": T, "D": D, "PADDED_D": triton.next_power_of_2(D)}
+        partial = lse = None
+        if splits > 1:
+            partial = torch.empty((B * K, splits, G * T, D), dtype=torch.float32, device=q_BTHD.device)
+            lse = torch.empty((B * K, splits, G * T), dtype=torch.float32, device=q_BTHD.device)
+        if q_BTHD.is_meta:  # memory is foreseen, and this is all that is allocated
+            return out_BTHD
+        shape = {"K": K, "G": G, "D": D, "PADDED_D": triton.next_power_of_2(D)}
         attend_split[(B * K, splits, tiles)](
             q_BTHD,
             k_BKSD,
             v_BKSD,
             plan.seqlens_B,
             indices_BKN,
+            out_BTHD,
             partial,
             lse,
+            T,
             splits,
             num_indices,
             plan.reach,
@@ -194,14 +217,16 @@ class TritonAttention(KernelAttention):
             TILE=tile,
             BLOCK=BLOCK,
             SELECTED=selected,
+            SPLIT=splits > 1,
             UPCAST=INTERPRETED,  # whose bf16 matmuls are wrong
             **launch_options(q_BTHD.dtype, tile, D),
         )
-        padded = triton.next_power_of_2(splits)
-        rows = merge_rows(G * T, padded * shape["PADDED_D"])
-        merge_splits[(B * K, triton.cdiv(G * T, rows))](
-            partial, lse, out_BTHD, splits, **shape, PADDED_SPLITS=padded, ROWS=rows
-        )
+        if splits > 1:
+            padded = triton.next_power_of_2(splits)
+            rows = merge_rows(G * T, padded * shape["PADDED_D"])
+            merge_splits[(B * K, triton.cdiv(G * T, rows))](
+                partial, lse, out_BTHD, T, splits, **shape, PADDED_SPLITS=padded, ROWS=rows, enable_fp_fusion=True
+            )
         return out_BTHD
 
 
@@ -215,10 +240,16 @@ def merge_rows(query_rows: int, numbers_per_row: int) -> int:
     return min(triton.next_power_of_2(query_rows), max(1, MERGED_NUMBERS // numbers_per_row))
 
 
-def split_count(programs: int, num_slots: int, device: torch.device) -> int:
-    """Enough splits to fill the GPU, of at least a few blocks each."""
-    sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
-    return max(1, min(triton.cdiv(PROGRAMS_PER_SM * sms, programs), num_slots // (2 * BLOCK), MAX_SPLITS))
+def split_count(programs: int, num_slots: int) -> int:
+    """Enough splits to fill the current GPU, of at least a few blocks each."""
+    wanted = triton.cdiv(PROGRAMS_PER_SM * multiprocessors(), programs)
+    return max(1, min(wanted, num_slots // (2 * BLOCK), MAX_SPLITS))
+
+
+@cache
+def multiprocessors() -> int:
+    """Of the current GPU; without one, for kernels that are interpreted, a few."""
+    return torch.cuda.get_device_properties(None).multi_processor_count if torch.cuda.is_available() else 2
 
 
 def launch_options(dtype: torch.dtype, tile: int, dim: int) -> dict[str, int | bool]:

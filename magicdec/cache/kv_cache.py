@@ -6,7 +6,7 @@ over a cache can be captured as a graph.
 """
 
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,20 @@ def copy_row(target: Any, source: Any, row: int) -> None:
         theirs, axis = getattr(source, name), name.rpartition("_")[2].index("B")
         if theirs is not None:
             getattr(target, name).select(axis, row).copy_(theirs.select(axis, 0))
+
+
+class Place(NamedTuple):
+    """Slots of one layer, as plain tensors: what is compiled knows no caches."""
+
+    k_BKSD: Tensor
+    v_BKSD: Tensor
+    rows_B1: Tensor
+    slots_BT: Tensor
+
+    def write(self, k_BTKD: Tensor, v_BTKD: Tensor) -> None:
+        """Write T new keys and values of every row."""
+        self.k_BKSD[self.rows_B1, :, self.slots_BT] = k_BTKD
+        self.v_BKSD[self.rows_B1, :, self.slots_BT] = v_BTKD
 
 
 class KVCache:
@@ -78,10 +92,11 @@ class KVCache:
         """Positions in the sequence of the next `num_new` tokens (int64)."""
         return self.slots_BT(num_new)
 
-    def append(self, layer: int, slots_BT: Tensor, k_BTKD: Tensor, v_BTKD: Tensor) -> None:
-        """Write one layer's new keys and values; `advance` follows once all layers have."""
-        self.k_LBKSD[layer][self._rows_B1, :, slots_BT] = k_BTKD
-        self.v_LBKSD[layer][self._rows_B1, :, slots_BT] = v_BTKD
+    def place(self, layer: int, slots_BT: Tensor) -> Place | None:
+        """Where one layer's new keys and values are to be written; `advance` follows once all layers have. None: they
+        are there already.
+        """
+        return Place(self.k_LBKSD[layer], self.v_LBKSD[layer], self._rows_B1, slots_BT)
 
     def plan(self, attention: Attention, num_new: int, dtype: torch.dtype) -> list[Any]:
         """Each layer's plan for a forward pass of `num_new` tokens."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from magicdec.attention.base import Attention
-from magicdec.cache.kv_cache import KVCache
+from magicdec.cache.kv_cache import KVCache, Place
 
 
 class ObservedCache(KVCache):
@@ -39,5 +39,6 @@ class ReplayedCache(ObservedCache):
         super().__init__(source)
         self.seqlens_B = source.seqlens_B.clone()
 
-    def append(self, layer: int, slots_BT: Tensor, k_BTKD: Tensor, v_BTKD: Tensor) -> None:
-        """See KVCache.append: the entries are there."""
+    def place(self, layer: int, slots_BT: Tensor) -> Place | None:
+        """See KVCache.place: the entries are there."""
+        return None

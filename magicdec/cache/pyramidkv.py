@@ -12,7 +12,7 @@ from torch import Tensor
 from magicdec.attention.base import Attention
 from magicdec.cache.draft_cache import CACHES, CacheSpec, DraftCache, Selects
 from magicdec.cache.full import FullCache
-from magicdec.cache.kv_cache import KVCache
+from magicdec.cache.kv_cache import KVCache, Place
 from magicdec.cache.snapkv import SnapKVCache, num_recent
 from magicdec.models.config import ModelConfig
 
@@ -100,10 +100,10 @@ class PyramidKVCache(DraftCache):
         """See KVCache.plan: lengths differ from level to level."""
         return [level.plan(attention, num_new, dtype)[0] for level in self.levels]
 
-    def append(self, layer: int, slots_BT: Tensor, k_BTKD: Tensor, v_BTKD: Tensor) -> None:
-        """See KVCache.append: into slots of the level's own."""
+    def place(self, layer: int, slots_BT: Tensor) -> Place | None:
+        """See KVCache.place: slots of the level's own."""
         level = self.levels[layer]
-        level.append(0, level.slots_BT(k_BTKD.shape[1]), k_BTKD, v_BTKD)
+        return level.place(0, level.slots_BT(slots_BT.shape[1]))
 
     def attend(self, layer: int, q_BTHD: Tensor, attention: Attention, plan: Any) -> Tensor:
         """See KVCache.attend."""

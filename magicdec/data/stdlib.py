@@ -4,8 +4,10 @@ One document is a top-level module, or a package with all its files. The bundled
 half of the split: `HELD_OUT` alone decides which modules prompts come from and which ones training may read.
 """
 
+import os
 import sys
 import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 
 from magicdec.data.base import Document, Encoder, Prompts, cut_windows
@@ -64,7 +66,7 @@ def _modules(root: Path) -> dict[str, list[Path]]:
     Which of the two holds the code changes between Python versions; the module's public name names both.
     """
     found: dict[str, list[Path]] = {}
-    for path in sorted(root.rglob("*.py")):
+    for path in sorted(_sources(root)):
         relative = path.relative_to(root)
         if not _skipped(relative):
             found.setdefault(relative.parts[0].removesuffix(".py"), []).append(path)
@@ -75,14 +77,16 @@ def _modules(root: Path) -> dict[str, list[Path]]:
     return modules
 
 
+def _sources(root: Path) -> Iterator[Path]:
+    """Without a walk through installed packages, which are many."""
+    for folder, subfolders, files in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name not in SKIPPED_FOLDERS]
+        yield from (Path(folder, name) for name in files if name.endswith(".py"))
+
+
 def _skipped(relative: Path) -> bool:
     first = relative.parts[0].removesuffix(".py")
-    return (
-        not SKIPPED_FOLDERS.isdisjoint(relative.parts[:-1])
-        or first in SKIPPED_MODULES
-        or first.startswith(SKIPPED_PREFIXES)
-        or relative.as_posix() in SKIPPED_FILES
-    )
+    return first in SKIPPED_MODULES or first.startswith(SKIPPED_PREFIXES) or relative.as_posix() in SKIPPED_FILES
 
 
 def _public_name(module: str) -> str:

@@ -79,6 +79,16 @@ class Decoder:
             self.first_tokens_B = choose(logits_B1V, positions_B1, Use.DECIDE, self.sampling)[0][:, 0]
         return watch.seconds
 
+    @torch.inference_mode()
+    def rehearse_prefill(self, chunk: int) -> None:
+        """A pass of each width that `prefill` will make, so that it is not timed with what its first calls take:
+        kernels that are compiled, libraries that are loaded.
+        """
+        longest = self.state.max_prompt_len
+        for width in {min(chunk, longest), longest % chunk} - {0}:
+            self.cache.rollback(torch.zeros_like(self.state.prompt_len_B))
+            self.target(self.state.tokens_BS[:, :width], self.cache)
+
     def simulate_prefill(self) -> None:
         """Stand where `prefill` would leave it, over random entries: for timing alone."""
         self.cache.k_LBKSD.normal_()

@@ -137,7 +137,7 @@ class _FusedAttention(TorchFunctionMode):
 
 
 class UniformAttention(SdpaAttention):
-    """Stands for any backend. On a CPU, where lengths are read, rows of one length share the mask of a chunk."""
+    """Stands for any backend on a CPU, where lengths are read: rows of one length share the mask of a chunk."""
 
     def plan(self, seqlens_B: Tensor, shape: Shape, window: int | None) -> SdpaPlan:
         """See Attention.plan."""

@@ -13,10 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from magicdec.attention.base import Attention
-from magicdec.cache.kv_cache import KVCache
+from magicdec.cache.kv_cache import KVCache, Place
 from magicdec.models.config import ModelConfig
 from magicdec.models.parallel import ALONE, Share
 from magicdec.models.rope import rope_table, rotate
+
+MAX_COMPILED = 64  # shapes and models of a process; beyond, PyTorch would leave the rest as it is
 
 
 class Layer(nn.Module):
@@ -36,21 +38,28 @@ class Layer(nn.Module):
         self.gate_up = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=False)
         self.down = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
-    def before_attention(self, x_BTE: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries (B, T, H, D), keys and values (B, T, K, D), rotated to their positions."""
+    def before_attention(
+        self, x_BTE: Tensor, mlp_BTE: Tensor, cos: Tensor, sin: Tensor, place: Place | None
+    ) -> tuple[Tensor, Tensor]:
+        """The residual stream with the last MLP's output added, and queries (B, T, H, D). Queries and keys are rotated
+        to their positions; keys and values (B, T, K, D) are written to their place, where there is one.
+        """
         c = self.config
+        x_BTE = x_BTE + mlp_BTE
         qkv = self.qkv(self.attention_norm(x_BTE)).unflatten(-1, (-1, c.head_dim))
         qk, v_BTKD = qkv.split((c.num_heads + c.num_kv_heads, c.num_kv_heads), dim=2)
         if c.qk_norm:
             qk = torch.cat((self.q_norm(qk[:, :, : c.num_heads]), self.k_norm(qk[:, :, c.num_heads :])), dim=2)
         q_BTHD, k_BTKD = rotate(qk, cos, sin).split((c.num_heads, c.num_kv_heads), dim=2)
-        return q_BTHD, k_BTKD, v_BTKD
+        if place is not None:
+            place.write(k_BTKD, v_BTKD)
+        return x_BTE, q_BTHD
 
-    def after_attention(self, x_BTE: Tensor, out_BTHD: Tensor) -> Tensor:
-        """The residual stream behind attention and MLP."""
+    def after_attention(self, x_BTE: Tensor, out_BTHD: Tensor) -> tuple[Tensor, Tensor]:
+        """The residual stream behind attention, and the MLP's output, which the next norm adds."""
         x_BTE = x_BTE + self.share.sum(self.output(out_BTHD.flatten(2)))
         gate, up = self.gate_up(self.mlp_norm(x_BTE)).chunk(2, dim=-1)
-        return x_BTE + self.share.sum(self.down(F.silu(gate).mul_(up)))
+        return x_BTE, self.share.sum(self.down(F.silu(gate).mul_(up)))
 
 
 class Transformer(nn.Module):
@@ -73,14 +82,14 @@ class Transformer(nn.Module):
         cos, sin = (x[:, :, None] for x in rope_table(self.config, cache.positions_BT(num_new)))
         x_BTE = self.share.embed(tokens_BT, self.embed.weight)
         plans = cache.plan(self.attention, num_new, x_BTE.dtype)
+        mlp_BTE = torch.zeros_like(x_BTE)
         for i, layer in enumerate(cast("list[Layer]", self.layers)):
-            q_BTHD, k_BTKD, v_BTKD = layer.before_attention(x_BTE, cos, sin)
-            cache.append(i, slots_BT, k_BTKD, v_BTKD)
+            x_BTE, q_BTHD = layer.before_attention(x_BTE, mlp_BTE, cos, sin, cache.place(i, slots_BT))
             out_BTHD = cache.attend(i, q_BTHD, self.attention, plans[i])
-            del q_BTHD, k_BTKD, v_BTKD  # memory peaks in the MLP
-            x_BTE = layer.after_attention(x_BTE, out_BTHD)
+            del q_BTHD, mlp_BTE  # memory peaks in the MLP
+            x_BTE, mlp_BTE = layer.after_attention(x_BTE, out_BTHD)
         cache.advance(num_new)
-        return self.norm(x_BTE)
+        return self.norm(x_BTE + mlp_BTE)
 
     def logits(self, hidden_BTE: Tensor) -> Tensor:
         """Next-token logits (B, T, V) of hidden states; kept apart so that prefill computes only the ones it needs."""
@@ -97,7 +106,12 @@ class Transformer(nn.Module):
         return part.eval()
 
     def compile_layers(self) -> None:
-        """Fuse what surrounds attention in each layer; shapes are static, so each number of tokens compiles once."""
+        """Fuse what surrounds attention in each layer: sums with norms, rotation with the write to the cache, SwiGLU.
+
+        All layers share what is compiled. One token is a case of its own; of other numbers, and of batches, the second
+        one compiles for any.
+        """
+        torch._dynamo.config.recompile_limit = MAX_COMPILED
         for layer in self.layers:
             for part in ("before_attention", "after_attention"):
-                setattr(layer, part, torch.compile(getattr(layer, part), dynamic=False))
+                setattr(layer, part, torch.compile(getattr(layer, part)))

@@ -113,14 +113,17 @@ def _is_settled(config: Config, name: str, job: Job) -> bool:
 
 def _measure(plan: Any, name: str, settings: dict[str, Any], job: Job) -> None:
     """The run itself."""
+    from magicdec.measure.system import sampled
     from magicdec.tracking import table, wandb
     from magicdec.tracking.store import Run
 
     this = Run.open(plan.config.runs_dir, name, settings, job.overrides)
     with this.log_to_file():
         try:
-            outcome = _outcome(plan, this)
-            this.finish(outcome.metrics, outcome.generations, outcome.history, outcome.samples)
+            with sampled() as rows:
+                outcome = _outcome(plan, this)
+            outcome.system = rows
+            this.finish(outcome.metrics, outcome.generations, outcome.history, outcome.samples, outcome.system)
         except BaseException as error:
             reason, kind = _reason(error, plan.config)
             this.fail(reason, kind)
@@ -156,6 +159,16 @@ def _work(rank: int, plan: Any, run: "Run | None" = None) -> Outcome:
     console = Console(stderr=True) if rank == 0 else Console(quiet=True, force_terminal=False)
     with run.log_to_file() if run and rank == 0 else nullcontext(), progress(console) as bars:
         return scenario(plan, bars)
+
+
+def imports(name: str) -> list[str]:
+    """What a run of this scenario imports sooner or later, by name: for who starts many of them."""
+    modules = [f"magicdec.scenarios.{name}", "magicdec.scenarios.foresee", "magicdec.tracking.table"]
+    modules += ["wandb.sdk.launch"]  # by wandb.init, and takes longer than wandb itself
+    if name not in ("predict", "plan"):
+        modules += ["magicdec.engines.native", "torch._dynamo", "transformers.models.auto.tokenization_auto"]
+        modules += ["transformers.models.llama.configuration_llama"]  # which loads what every family's does
+    return modules
 
 
 def _scenario(config: Config) -> tuple[Callable, Callable]:

@@ -49,9 +49,13 @@ def compare(plan: build.Plan, progress: Progress) -> Outcome:
     engine = build.engine(plan, progress)
     rows = int(config.batch.size)
     passes = [Pass([], []) for _ in range(config.scenario.repeats)]
-    prefill_seconds, audits = [], []
+    prefill_seconds: list[float] = []
+    audits: list[Audit] = []
     for start in range(0, len(prompts.tokens), rows):
         batch = engine.open(prompts.tokens[start : start + rows])
+        if not prefill_seconds:
+            with progress.task("warm-up", total=None):
+                batch.decoder.rehearse_prefill(engine.prefill_chunk)
         prefill_seconds.append(_prefill(batch, engine, progress))
         warm_up(batch)
         for one in passes:

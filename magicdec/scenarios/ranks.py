@@ -98,7 +98,7 @@ def _rank(
 ) -> None:
     """The life of a rank."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the parent's, who ends us
-    threading.Thread(target=_follow_parent, daemon=True).start()
+    follow_parent()
     if rank > 0:
         logging.disable()
     try:
@@ -141,9 +141,12 @@ def _portable(error: BaseException, rank: int) -> BaseException:
     return error
 
 
-def _follow_parent() -> None:
-    """Die with the process that would end us, even if that is killed."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        wait([parent.sentinel])
-        os._exit(1)
+def follow_parent() -> None:
+    """From here on, die with the process that started this one, even if that is killed."""
+
+    def follow() -> None:
+        if (parent := multiprocessing.parent_process()) is not None:
+            parent.join()
+            os._exit(1)
+
+    threading.Thread(target=follow, daemon=True).start()

@@ -1,7 +1,7 @@
 """The run store: a folder per run, complete before anyone else hears of it. Plain data in, JSON and YAML out.
 
 <runs_dir>/<id>/ holds config.yaml, result.json (status and flat metrics), generations.jsonl (token ids), history.jsonl,
-samples.jsonl (text of a few rows), log.txt.
+samples.jsonl (text of a few rows), system.jsonl (what the machine did meanwhile), log.txt.
 Files are written beside their final names and moved there, so that no reader, kill or full disk meets half of one.
 """
 
@@ -112,6 +112,7 @@ class Run:
         generations: Iterable[Mapping],
         history: Iterable[Mapping],
         samples: Iterable[Mapping] = (),
+        system: Iterable[Mapping] = (),
     ) -> None:
         """Store the results; raises UserError where that is impossible, and then earlier results are intact."""
         facts = self.result | {"status": "done", "finished": _now()}
@@ -122,6 +123,7 @@ class Run:
                     self.folder / "generations.jsonl": map(_json_line, generations),
                     self.folder / "history.jsonl": map(_json_line, history),
                     self.folder / "samples.jsonl": map(_json_line, samples),
+                    self.folder / "system.jsonl": map(_json_line, system),
                     self._result_path: [_json_text(result)],  # last: whoever finds it done finds the rest, too
                 }
             )

@@ -12,7 +12,7 @@ from typing import Any
 from magicdec.tracking.reader import read_lines
 
 JOBS = "jobs.jsonl"
-# The environment of a job: its number and the sweep's folder. Its standard input stays open as long as the sweep lives.
+# The environment of a job: its number and the sweep's folder.
 JOB, SWEEP_DIR = "MAGICDEC_JOB", "MAGICDEC_SWEEP_DIR"
 # Its exit codes, beside those of any run: another process is running this run (EX_TEMPFAIL); Ctrl-C.
 BUSY, INTERRUPTED = 75, 130

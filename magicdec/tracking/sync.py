@@ -41,7 +41,9 @@ def send(folder: Path, config: dict, options: argparse.Namespace) -> wandb.Wandb
     result.pop("rerun", None)
     run = Run(folder.parent, folder.name, result.get("attempt", 1), result)
     chosen = {key: value for key in ("mode", "project", "entity") if (value := getattr(options, key)) is not None}
-    results = SimpleNamespace(**{name: read_lines(folder / f"{name}.jsonl") for name in ("history", "samples")})
+    results = SimpleNamespace(
+        **{name: read_lines(folder / f"{name}.jsonl") for name in ("history", "samples", "system")}
+    )
     return wandb.log_run(run, config | {"wandb": config["wandb"] | chosen}, results)
 
 

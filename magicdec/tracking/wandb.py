@@ -31,6 +31,10 @@ class Results(Protocol):
     def samples(self) -> list[dict]:
         """Text of a few rows."""
 
+    @property
+    def system(self) -> list[dict]:
+        """What the machine did meanwhile."""
+
 
 @dataclass(frozen=True)
 class WandbOutcome:
@@ -97,7 +101,9 @@ def _send(run: Run, config: Mapping[str, Any], results: Results, mode: Any) -> W
             finish_timeout_raises=True,
             disable_git=True,  # a remote's address and code may hold secrets
             disable_code=True,
-            x_disable_stats=True,  # the work is over: there is nothing left to sample
+            # The work is over, perhaps long ago and elsewhere: what W&B would sample or list now is not what it used.
+            x_disable_stats=True,
+            x_save_requirements=False,
         )
         with wandb.init(
             mode=mode,
@@ -113,6 +119,7 @@ def _send(run: Run, config: Mapping[str, Any], results: Results, mode: Any) -> W
             settings=settings,
         ) as told:
             _log_history(told, results.history)
+            _log_history(told, results.system)
             _log_tables(told, run.result, results.samples)
             told.summary.update(run.result)
             folder = Path(told.settings.sync_dir)
@@ -135,9 +142,9 @@ def _forget() -> None:
 
 
 def _log_history(told: Any, history: list[dict]) -> None:
-    """A line per round, or per level of load; the last one is no summary of the run, so that none of it goes there."""
+    """A line per round, level of load, or moment; the last one is no summary of the run, so none of it goes there."""
     keys = {key: None for row in history for key in row}
-    along = next((key for key in ("round", "concurrency", "rate") if key in keys), None)
+    along = next((key for key in ("round", "concurrency", "rate", "system/seconds") if key in keys), None)
     if along:
         told.define_metric(along, summary="none")
     for key in keys:

@@ -5,8 +5,11 @@ import itertools
 import pytest
 import torch
 
+from magicdec.attention.base import Shape
 from magicdec.attention.triton import INTERPRETED, MAX_TILE, TritonAttention
+from magicdec.measure.footprint import Allocations
 from tests.attention.twins import attend, case, expected, selection
+from tests.measure.test_footprint import counted_peak
 
 # Of the largest output, about 1: fp32 as exact as it gets, else the rounding of the output and of the weights.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -32,10 +35,15 @@ def test_against_sdpa(num_new, group, dtype, window):
     torch.testing.assert_close(out.float(), right, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
-def test_more_query_rows_than_a_tile():
-    q, k, v, seqlens = case(32, 4, 64, 100)
-    assert MAX_TILE < 32 * 4
-    torch.testing.assert_close(attend(TritonAttention(), q, k, v, seqlens), expected(q, k, v, seqlens))
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize(("num_new", "group", "window"), [(32, 4, None), (130, 2, None), (150, 1, 40)])
+def test_more_query_rows_than_a_tile(num_new, group, window, splits, monkeypatch):
+    """A prefill: tiles of one head's tokens, and tiles in which one head ends and the next begins."""
+    assert num_new * group > MAX_TILE
+    monkeypatch.setattr("magicdec.attention.triton.split_count", lambda *_: splits)
+    q, k, v, seqlens = case(num_new, group, 64, num_new + 100)
+    out = attend(TritonAttention(), q, k, v, seqlens, window)
+    torch.testing.assert_close(out, expected(q, k, v, seqlens, window), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(("num_new", "window"), [(1, None), (4, 100)])
@@ -44,6 +52,19 @@ def test_selected_slots_against_sdpa(num_new, window):
     indices = selection(seqlens, num_new, 307, 260)
     out = attend(TritonAttention(), q, k, v, seqlens, window, indices)
     torch.testing.assert_close(out, expected(q, k, v, seqlens, window, indices), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("num_new", "splits"), [(5, 2), (5, 1), (100, 1)])
+def test_what_is_foreseen_is_what_is_allocated(num_new, splits, monkeypatch):
+    monkeypatch.setattr("magicdec.attention.triton.split_count", lambda *_: splits)
+    q, k, v, seqlens = case(num_new, 4, 64, 300)
+    attention = TritonAttention()
+    plan = attention.plan(seqlens, Shape(num_new, k.shape[2], 4, q.dtype), None)
+    allocated = counted_peak(lambda: attention.attend(q, k, v, plan))
+    q, k, v = (x.to("meta") for x in (q, k, v))
+    with Allocations([q, k, v]) as foreseen:
+        attention.attend(q, k, v, plan)
+    assert foreseen.peak == allocated
 
 
 def test_what_lies_behind_the_valid_entries_is_never_read():

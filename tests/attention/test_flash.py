@@ -11,6 +11,7 @@ import torch
 from magicdec.attention.choice import choose
 from magicdec.attention.flash import FlashAttention
 from magicdec.errors import UserError
+from magicdec.measure.footprint import Allocations
 from tests.attention.twins import attend, case, expected, selection
 
 CUDA = torch.device("cuda")
@@ -132,6 +133,17 @@ def test_where_it_is_not_installed(monkeypatch):
     name, why = choose("auto", CUDA, torch.bfloat16, [128])
     assert name in ("triton", "sdpa")
     assert "flash cannot be imported" in why
+
+
+@pytest.mark.parametrize(("num_new", "parts"), [(1, 1), (5, 2), (40, 1)])
+def test_where_memory_is_foreseen_the_library_is_not_called(calls, num_new, parts):
+    """Each part is an output, and its log-sum-exp where two are merged; the merge computes in fp32."""
+    q, k, v, _ = (x.to("meta") for x in case(num_new, 4, 16, 90))
+    lengths = torch.zeros(len(q), dtype=torch.int32, device="meta")
+    with Allocations([q, k, v, lengths]) as foreseen:
+        assert attend(FlashAttention(), q, k, v, lengths).shape == q.shape
+    assert calls == []
+    assert parts * q.nbytes <= foreseen.peak <= (parts**3 + 1) * q.nbytes
 
 
 @pytest.mark.gpu

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from magicdec.attention.base import Shape
-from magicdec.attention.sdpa import MAX_FOLDED_TOKENS, SdpaAttention
+from magicdec.attention.sdpa import ALIGNMENT, MAX_FOLDED_TOKENS, SdpaAttention, attend_by_turns
 
 D = 8
 
@@ -37,6 +37,16 @@ def test_against_the_naive_twin(num_new, group, ragged, window):
     attention = SdpaAttention()
     out = attention.attend(q, k, v, attention.plan(seqlens, Shape(num_new, capacity, group, q.dtype), window))
     torch.testing.assert_close(out, naive(q, k, v, seqlens, window), atol=1e-5, rtol=1e-5)
+
+
+def test_what_cuda_is_given_is_the_same():
+    """Query heads by turns, under a mask whose rows are aligned."""
+    q, k, v, seqlens = case(MAX_FOLDED_TOKENS + 3, 4, True)
+    plan = SdpaAttention().plan(seqlens, Shape(q.shape[1], k.shape[2], 4, q.dtype), 40)
+    assert plan.mask.shape[-1] % ALIGNMENT
+    assert all(stride % ALIGNMENT == 0 for stride in plan.mask.stride()[:-1])
+    out = attend_by_turns(q, k[:, :, : plan.length], v[:, :, : plan.length], plan.mask)
+    torch.testing.assert_close(out, SdpaAttention().attend(q, k, v, plan), atol=1e-6, rtol=1e-6)
 
 
 def test_what_lies_behind_the_valid_entries_does_not_matter():

@@ -19,7 +19,8 @@ from tests.attention.twins import attend, case, expected  # noqa: E402
 
 # Bytes of a program: 80 stands for the L40, too, which has the least; H100s hold more.
 SHARED_MEMORY = {80: 99 * 1024, 90: 227 * 1024}
-REGISTERS = 168  # of a thread: a multiprocessor has room for a dozen warps
+REGISTERS = 65536  # of a multiprocessor
+RESIDENT_WARPS = 8  # that it must have room for
 HERE = Path(__file__).parent
 
 
@@ -31,32 +32,35 @@ def test_interpreted():
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def compiled(capability, dtype, dim, group, num_new, selected=False):
-    """The attending kernel as a launch would compile it."""
-    pointers = dict.fromkeys("qkv", f"*{dtype}") | {"seqlens": "*i32", "partial": "*fp32", "lse": "*fp32"}
-    kernel = ours.attend_split
-    constants = {
-        "K": 8, "G": group, "T": num_new, "D": dim, "PADDED_D": triton.next_power_of_2(dim), "BLOCK": ours.BLOCK,
-        "TILE": ours.tile_size(group * num_new), "SELECTED": selected, "UPCAST": False,
-    }  # fmt: skip
-    if selected:
-        pointers["indices"] = "*i64"
-    else:
-        constants["indices"] = None
-    strides = {name: "i32" for name in kernel.arg_names if re.fullmatch("[qkv]_[a-z]+", name)}
-    signature = dict.fromkeys(("num_splits", "num_indices", "reach"), "i32") | {"scale": "fp32"}
-    signature |= strides | pointers | dict.fromkeys(constants, "constexpr")
-    signature = {name: signature[name] for name in kernel.arg_names}
-    aligned = [i for i, name in enumerate(kernel.arg_names) if name in pointers or name in strides]
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def compiled(kernel, capability, types, constants, options):
+    """A kernel as a launch would compile it: `types` of its arguments but for the constants, which may be None."""
+    types = {name: types.get(name, "i32") for name in kernel.arg_names} | dict.fromkeys(constants, "constexpr")
+    strides = re.compile("[qkv]_[a-z]+")
+    aligned = [i for i, (name, kind) in enumerate(types.items()) if kind.startswith("*") or strides.fullmatch(name)]
     source = ASTSource(
         kernel,
-        signature,
+        types,
         {(kernel.arg_names.index(name),): value for name, value in constants.items()},
         {(i,): [["tt.divisibility", 16]] for i in aligned},
     )
-    torch_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
-    options = ours.launch_options(torch_dtype, constants["TILE"], dim)
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def attend_compiled(capability, dtype, dim, group, num_new, selected=False):
+    """The attending kernel: of a decoding in splits, of a prefill whole."""
+    split, tile = num_new < 100, ours.tile_size(group * num_new)
+    types = dict.fromkeys(("q", "k", "v", "out"), f"*{dtype}") | {"seqlens": "*i32", "scale": "fp32"}
+    types |= {"partial": "*fp32", "lse": "*fp32", "indices": "*i64"}
+    constants = {
+        "K": 8, "G": group, "D": dim, "PADDED_D": triton.next_power_of_2(dim), "BLOCK": ours.BLOCK, "TILE": tile,
+        "SELECTED": selected, "SPLIT": split, "UPCAST": False,
+    }  # fmt: skip
+    constants |= {} if selected else {"indices": None}
+    constants |= {} if split else {"partial": None, "lse": None}
+    return compiled(ours.attend_split, capability, types, constants, ours.launch_options(DTYPES[dtype], tile, dim))
 
 
 def resources(cubin, path):
@@ -71,20 +75,33 @@ def resources(cubin, path):
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize(
     ("dtype", "dim", "group", "num_new", "selected"),
-    [("bf16", 128, 4, 5, False), ("bf16", 128, 8, 9, False), ("fp16", 80, 1, 1, True)],
+    [("bf16", 128, 4, 5, False), ("bf16", 128, 8, 9, False), ("fp16", 80, 1, 1, True), ("bf16", 128, 4, 512, False)],
 )
 def test_compiled(capability, dtype, dim, group, num_new, selected, tmp_path):
     """Nothing spilled, tensor cores used, and room on a multiprocessor for enough warps to hide memory's latency."""
-    made = compiled(capability, dtype, dim, group, num_new, selected)
+    made = attend_compiled(capability, dtype, dim, group, num_new, selected)
     registers, spilled = resources(made.asm["cubin"], tmp_path / "kernel.cubin")
     assert spilled == 0
-    assert registers <= REGISTERS
+    programs = REGISTERS // (registers * 32 * made.metadata.num_warps)
+    assert programs * made.metadata.num_warps >= RESIDENT_WARPS
     assert made.metadata.shared <= SHARED_MEMORY[capability]
     assert "mma" in made.asm["ptx"]
 
 
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize(("dim", "splits"), [(128, ours.MAX_SPLITS), (80, 2)])
+def test_merging_compiled(capability, dim, splits, tmp_path):
+    """Nothing spilled."""
+    types = {"partial": "*fp32", "lse": "*fp32", "out": "*bf16"}
+    padded = triton.next_power_of_2(dim)
+    constants = {"K": 8, "G": 4, "D": dim, "PADDED_D": padded, "PADDED_SPLITS": splits}
+    constants["ROWS"] = ours.merge_rows(20, splits * padded)
+    made = compiled(ours.merge_splits, capability, types, constants, {"enable_fp_fusion": True})
+    assert resources(made.asm["cubin"], tmp_path / "kernel.cubin")[1] == 0
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("num_new", [1, 2, 5, 9, 32])
+@pytest.mark.parametrize("num_new", [1, 2, 5, 9, 32, 500])
 @pytest.mark.parametrize("group", [1, 4, 8])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float16, 2e-3), (torch.bfloat16, 1.6e-2)])
 def test_on_a_gpu(num_new, group, dtype, tolerance):

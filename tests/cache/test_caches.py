@@ -24,7 +24,7 @@ def write(cache: KVCache, tokens: list[list[int]]) -> None:
     slots = cache.slots_BT(values.shape[1])
     for layer in range(CONFIG.num_layers):
         kv = (values + 1000 * layer)[:, :, None, None].expand(-1, -1, 1, CONFIG.head_dim)
-        cache.append(layer, slots, kv, -kv)
+        cache.place(layer, slots).write(kv, -kv)
     cache.advance(values.shape[1])
 
 

@@ -43,7 +43,7 @@ def propose(cache: KVCache, lengths: list[int], num_new: int) -> None:
     slots, new = cache.slots_BT(num_new), torch.full((B, num_new, K, 2), -7.0)
     assert cache.positions_BT(num_new)[:, 0].tolist() == lengths
     for layer in range(L):
-        cache.append(layer, slots, new, -new)
+        cache.place(layer, slots).write(new, -new)
     cache.advance(num_new)
 
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from magicdec.attention.choice import backend
 from magicdec.cache.draft_cache import CACHES
 from magicdec.drafts.base import DRAFTS
 from magicdec.engines.native import NativeEngine, warm_up
@@ -16,8 +17,11 @@ CASES = [("self", policy) for policy in CACHES] + [(draft, "streaming") for draf
 SIZES = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 512, "num_layers": 4, "max_position_embeddings": 8192}
 
 
-def engine_for(draft: str, policy: str, graphs: bool, device: str = "cuda", **sizes) -> NativeEngine:
+def engine_for(
+    draft: str, policy: str, graphs: bool, device: str = "cuda", attention: str = "sdpa", **sizes
+) -> NativeEngine:
     target = small_model(**sizes)
+    target.attention = backend(attention)()
     drafter = noisy_copy(target, 0.15).to(device) if draft == "model" else None
     options = {"gamma": 3, "budget": 16, "num_sink": 2, "page_size": 4, "refresh": 2, "graphs": graphs}
     return new_engine(target.to(device), draft_name=draft, draft_model=drafter, policy=policy, **options)
@@ -38,14 +42,29 @@ def test_captured_rounds_write_what_plain_ones_write(draft, policy):
     assert written[0] == written[1]
 
 
+@pytest.mark.parametrize("policy", ["streaming", "pyramidkv"])
+def test_compiled_layers_write_what_plain_ones_write(policy):
+    written = []
+    for compiled in (False, True):
+        engine = engine_for("self", policy, True, attention="triton", **SIZES)
+        if compiled:
+            engine.target.compile_layers()
+        batch = engine.open(random_prompts([50, 61, 70]))
+        batch.decoder.prefill(16)
+        warm_up(batch)
+        written.append([batch.decoder.generate().tokens, batch.decoder.generate(batch.draft).tokens])
+    assert written[0] == written[1]
+
+
 @pytest.mark.parametrize("policy", ["streaming", "snapkv", "full"])
-def test_memory_is_what_was_foreseen(policy):
+@pytest.mark.parametrize("attention", ["sdpa", "triton"])
+def test_memory_is_what_was_foreseen(policy, attention):
     rows, context = 32, 4096
-    foreseen = footprint(engine_for("self", policy, True, "meta", **SIZES), rows, context, False)
+    foreseen = footprint(engine_for("self", policy, True, "meta", attention, **SIZES), rows, context, False)
     device = torch.device("cuda")
     torch.cuda.empty_cache()
     before, peak = torch.cuda.memory_allocated(), Peak(device)
-    batch = engine_for("self", policy, True, **SIZES).open(random_prompts([context] * rows))
+    batch = engine_for("self", policy, True, attention=attention, **SIZES).open(random_prompts([context] * rows))
     batch.decoder.prefill(16)
     warm_up(batch)
     batch.decoder.generate(batch.draft)

@@ -10,7 +10,7 @@ from magicdec.decoding import decoder, graphs
 from magicdec.drafts.base import DRAFTS
 from magicdec.engines.native import warm_up
 from magicdec.measure import profile
-from tests.small import noisy_copy, open_batch, random_prompts, small_model
+from tests.small import new_engine, noisy_copy, open_batch, random_prompts, small_model
 
 TARGET = small_model()
 CASES = [("self", policy) for policy in CACHES] + [(draft, "streaming") for draft in DRAFTS] + [("model", "full")]
@@ -41,3 +41,21 @@ def test_rehearsals_stay_within_the_buffers_and_leave_no_trace(draft, policy, ge
     assert batch.decoder.generate().tokens == expected
     assert batch.decoder.generate(batch.draft).tokens == expected
     assert profile.profile_round(batch, 3)["verify_ms"] > 0
+
+
+def test_a_rehearsed_prefill_makes_passes_of_the_same_widths_and_leaves_no_trace(monkeypatch):
+    batch = new_engine(TARGET).open(random_prompts([50, 61, 70]))
+    widths, forward = [], type(TARGET).forward
+
+    def recorded(model, tokens_BT, cache):
+        widths.append(tokens_BT.shape[1])
+        return forward(model, tokens_BT, cache)
+
+    monkeypatch.setattr(type(TARGET), "forward", recorded)
+    batch.decoder.rehearse_prefill(16)
+    rehearsed = set(widths)
+    widths.clear()
+    batch.decoder.prefill(16)
+    assert rehearsed == set(widths) == {16, 70 % 16}
+    tokens = batch.decoder.generate().tokens
+    assert tokens == open_batch(TARGET, random_prompts([50, 61, 70])).decoder.generate().tokens

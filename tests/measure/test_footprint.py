@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from magicdec.attention.sdpa import SdpaAttention
 from magicdec.cache.draft_cache import CACHES
 from magicdec.decoding.audit import audit
 from magicdec.drafts.base import DRAFTS
@@ -63,6 +64,21 @@ def test_what_is_foreseen_is_what_is_allocated(draft, policy, chunk, sampling):
     foreseen = footprint(engine, ROWS, CONTEXT, audited)
     assert foreseen.weights == (2 if drafter else 1) * sum(p.nbytes for p in TARGET.parameters())
     assert foreseen.total - foreseen.weights == pytest.approx(counted_peak(run), rel=0.05)
+
+
+@pytest.mark.parametrize("policy", list(CACHES))
+def test_a_gpu_is_foreseen_with_the_backend_that_it_uses(policy):
+    """Whatever the policy, no kernel is called; and the masks of sdpa count only where a pass goes its way."""
+    pytest.importorskip("triton")
+    from magicdec.attention.triton import TritonAttention
+
+    settings = {"draft_name": "self", "policy": policy, "gamma": 3, "budget": 40, "page_size": 8, "prefill_chunk": 200}
+    totals = []
+    for backend in (TritonAttention(), SdpaAttention()):
+        with torch.device("meta"):
+            engine = new_engine(Transformer(TARGET.config, backend), **settings)
+        totals.append(footprint(engine, ROWS, CONTEXT, True).transient)
+    assert 0 < totals[0] <= totals[1]
 
 
 @pytest.mark.parametrize(("name", "least", "most"), [("int8", 1 / 4, 1 / 3), ("int4", 1 / 8, 1 / 6)])

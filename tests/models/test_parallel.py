@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from magicdec.attention.cpp import compiler
 from magicdec.attention.sdpa import SdpaAttention
 from magicdec.cache.draft_cache import CACHES
 from magicdec.errors import UserError
@@ -45,11 +46,13 @@ def model(folder: Path, part: Share) -> Transformer:
     return transformer.eval().requires_grad_(False)
 
 
-def decoded(rank: int, folders: dict[str, Path], ranks: int) -> list:
+def decoded(rank: int, folders: dict[str, Path], ranks: int, cases: list = CASES, compiled: bool = False) -> list:
     """Both ways, for all cases: tokens and acceptance."""
     found = []
-    for name, draft, draft_ranks, policy, sampling in CASES:
+    for name, draft, draft_ranks, policy, sampling in cases:
         target = model(folders[name], share(ranks))
+        if compiled:
+            target.compile_layers()
         drafter = model(folders["mqa"], share(min(draft_ranks, ranks))) if draft == "model" else None
         settings = {"gamma": 3, "budget": 16, "num_sink": 2, "page_size": 4, "sampling": sampling}
         settings |= {"generate_len": 12, "prefill_chunk": 64}
@@ -63,6 +66,13 @@ def decoded(rank: int, folders: dict[str, Path], ranks: int) -> list:
 def test_two_ranks_write_what_one_writes(folders):
     for case, one, two in zip(CASES, decoded(0, folders, 1), on_ranks(2, "cpu", decoded, folders, 2), strict=True):
         assert one == two, case
+
+
+@pytest.mark.slow  # two ranks compile
+@pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler")
+def test_compiled_ranks_write_what_one_writes(folders):
+    cases = [("bias", "self", 2, "streaming", Sampling())]
+    assert on_ranks(2, "cpu", decoded, folders, 2, cases, True) == decoded(0, folders, 1, cases)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -59,7 +59,8 @@ METRICS = {
 GENERATIONS = [{"row": 0, "context_len": 4, "autoregressive": [1, 2, 3], "speculative": [1, 2, 3]}]
 HISTORY = [{"round": i, "accepted": i % 5 + 0.5, "rows": 8, "seconds": 0.01, "batch": 0} for i in range(6)]
 SAMPLES = [{"row": 0, "prompt_end": "def f(", "autoregressive": "x): pass", "speculative": None}]
-RESULTS = SimpleNamespace(history=HISTORY, samples=SAMPLES)
+SYSTEM = [{"system/seconds": 5.0 * i, "system/cpu": 0.5, "system/memory_gib": 3.25} for i in (1, 2)]
+RESULTS = SimpleNamespace(history=HISTORY, samples=SAMPLES, system=SYSTEM)
 
 
 def with_changes(**groups):

@@ -65,6 +65,8 @@ def test_plots_are_drawn(show):
     assert plot(dom, "pareto").count('class="dots"') == 4, "autoregressive, and three policies"
     assert plot(dom, "acceptances").count('class="front"') == 3
     assert re.search(r'data-points="3\d\d"', plot(dom, "prediction"))
+    assert plot(dom, "steps").count('class="part"') == 3 * 5, "the parts of a round, by measured batch"
+    assert plot(dom, "steps").count('class="mark-line"') == 5
     assert dom.count("python launch.py batch.size=") == 5 * 5
     assert "NaN" not in dom
     assert '<article id="loads" hidden="">' in dom, "nothing ran under load"

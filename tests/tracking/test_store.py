@@ -90,6 +90,7 @@ def test_running_then_done(tmp_path):
         "history.jsonl",
         "result.json",
         "samples.jsonl",
+        "system.jsonl",
     ]
 
 

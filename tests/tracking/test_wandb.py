@@ -15,7 +15,7 @@ from magicdec.tracking import wandb as tracking
 from magicdec.tracking.reader import load_run
 from magicdec.tracking.store import Run
 from magicdec.tracking.wandb import WandbOutcome
-from tests.tracking.sample import CONFIG, GENERATIONS, HISTORY, METRICS, RESULTS, SAMPLES, with_changes
+from tests.tracking.sample import CONFIG, GENERATIONS, HISTORY, METRICS, RESULTS, SAMPLES, SYSTEM, with_changes
 
 wandb = pytest.importorskip("wandb", reason="W&B is not installed")
 
@@ -33,7 +33,7 @@ wandb.INIT_TIMEOUT_S = 1.0
 config = with_changes(wandb={"mode": sys.argv[2]})
 for _ in range(int(sys.argv[3])):
     run = Run.open(sys.argv[1], "0123456789ab", config)
-    run.finish(METRICS, GENERATIONS, HISTORY, SAMPLES)
+    run.finish(METRICS, GENERATIONS, HISTORY, SAMPLES, SYSTEM)
     print(json.dumps(asdict(wandb.log_run(run, config, RESULTS)), default=str))
 """
 SYNC = """
@@ -128,6 +128,13 @@ def test_history_is_a_line_per_round(records):
     assert steps["accepted"] == steps["seconds"] == "round"
 
 
+def test_what_the_machine_did_is_told_against_the_time(records):
+    items = [r["history"]["item"] for r in records if r["type"] == "history"]
+    assert [{key: item[key] for key in SYSTEM[0]} for item in items if "system/cpu" in item] == SYSTEM
+    steps = {r["metric"]["name"]: r["metric"].get("step_metric") for r in records if r["type"] == "metric"}
+    assert steps["system/cpu"] == "system/seconds"
+
+
 def test_generations_and_the_chart_of_acceptance_lie_in_the_folder(told, records):
     files = Path(told[0][0]["folder"]) / "files"
     generations = next(json.loads(p.read_text()) for p in files.rglob("generations_*.table.json"))
@@ -160,7 +167,7 @@ def content(records):
     run = {key: named["run"].get(key) for key in ("run_id", "project", "run_group", "job_type", "tags", "display_name")}
     config = {key: value for key, value in named["run"]["config"]["update"].items() if key != "_wandb"}
     items = [r["history"]["item"] for r in records if r["type"] == "history"]
-    history = [{key: item[key] for key in item if key in HISTORY[0]} for item in items]
+    history = [{key: item[key] for key in item if key in HISTORY[0] | SYSTEM[0]} for item in items]
     tables = [sorted(key for key in item if key in ("generations", "acceptance_by_position_table")) for item in items]
     summary = {key: value for key, value in updates(records, "summary").items() if key in METRICS or key == "started"}
     return run, config, history, tables, summary
@@ -209,6 +216,29 @@ def test_a_server_that_is_away_leaves_the_run_offline(tmp_path):
     assert Path(outcome["folder"], "run-0123456789ab-1.wandb").stat().st_size > 1000
     assert load_run(tmp_path / "runs" / "0123456789ab")["status"] == "done"
     assert "MARKER" not in process.stdout + process.stderr
+
+
+KILL = """
+import os, signal, subprocess
+from magicdec.tracking import wandb
+def kill(*_):
+    children = subprocess.run(["pgrep", "-P", str(os.getpid()), "-f", "wandb-core"], capture_output=True, text=True)
+    os.kill(int(children.stdout.split()[0]), signal.SIGKILL)
+wandb.FINISH_TIMEOUT_S, wandb._log_tables = 5.0, kill
+"""
+
+
+def test_a_service_that_dies_while_it_is_told_loses_nothing(tmp_path):
+    if shutil.which("pgrep") is None:
+        pytest.skip("needs pgrep")
+    process = python(KILL + TELL, tmp_path, "offline", 1, home=tmp_path)
+    outcome = json.loads(process.stdout)
+    assert outcome["warning"].startswith("W&B failed, ")
+    assert load_run(tmp_path / "0123456789ab")["status"] == "done"
+    shutil.rmtree(tmp_path / "0123456789ab" / "wandb")
+    process = python(SYNC, tmp_path, "--mode", "offline", home=tmp_path)
+    assert process.returncode == 0, process.stderr
+    assert list((tmp_path / "0123456789ab" / "wandb").glob("offline-run-*-1/*.wandb"))
 
 
 def test_online_without_a_key_is_one_clear_line(tmp_path):

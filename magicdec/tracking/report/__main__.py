@@ -14,7 +14,6 @@ from magicdec.tracking.report.rows import read_rows
 from magicdec.tracking.store import shown
 
 USER_ERROR = 2
-WIDTH_OF_A_PIPE = 200
 EXAMPLES = """examples:
   python -m magicdec.tracking.report runs                                   every run, newest last
   python -m magicdec.tracking.report runs --where cache.budget=128 --where 'speedup>1' --sort speedup --descending
@@ -48,7 +47,7 @@ def _report(arguments: Sequence[str]) -> None:
         for name, write in (("csv", _csv), ("parquet", _parquet), ("html", _html), ("figures", _figures))
         if (target := getattr(options, name))
     ]
-    console = Console() if sys.stdout.isatty() else Console(width=WIDTH_OF_A_PIPE)
+    console = terminal.console()
     columns = options.columns.split(",") if options.columns else None
     console.print(terminal.render(table, columns, options.limit, console.width, grouped=bool(options.group_by)))
     for line in written:

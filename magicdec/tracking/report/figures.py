@@ -84,6 +84,8 @@ def _figure(path: Path, rows: Sequence[Row], x: str, panels: Sequence[Panel]) ->
         axes.minorticks_off()
         axes.grid(alpha=0.3)
         axes.legend(fontsize=7)
+    if any("x" in styles for _, styles in panels):
+        figure.suptitle("points: measured; dashes: predicted; crosses: published", fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     return path

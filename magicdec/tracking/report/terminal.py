@@ -1,11 +1,12 @@
 """The table on the terminal: what differs between the runs, and what came of it."""
 
+import sys
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
 from rich import box
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -21,6 +22,7 @@ FIGURES = {
     "speculative/time_per_output_token_ms": "TPOT ms",
     "formula/speedup": "formula",
     "predicted/speedup": "predicted",
+    "published/speedup": "published",
     "lossless/identical": "lossless",
     "output/agrees": "agrees",
 }
@@ -29,6 +31,12 @@ BETWEEN_ENGINES = {ENGINE: "engine", "draft.name": "draft", "autoregressive/toke
 LABELS = FIGURES | BETWEEN_ENGINES
 MAX_SETTINGS = 6  # columns that say what differs
 GAP = 3  # blanks between columns
+WIDTH_OF_A_PIPE = 200
+
+
+def console() -> Console:
+    """Standard output; where it is no terminal, wide enough for most."""
+    return Console() if sys.stdout.isatty() else Console(width=WIDTH_OF_A_PIPE)
 
 
 def render(

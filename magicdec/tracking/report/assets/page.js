@@ -24,7 +24,7 @@ const y0 = first("batch.context_len", "cache.budget") || axes[0] || "";
 
 const state = { where: "", statistic: "median", value: FIGURES[0] || "", y: y0, x: first("batch.size", "draft.gamma") || axes.find((k) => k !== y0) || y0,
   colour: first("cache.policy", "draft.name", "target.name") || axes[0] || "", acceptance: "acceptance_rate", sort: "-speedup",
-  seen: SEEN[0] || "", load: LOADS[0] || "", along: first("cache.budget", "draft.gamma") || axes[0] || "", curves: first("cache.policy", "draft.name", "target.name", "draft.gamma") || "" };
+  seen: SEEN[0] || "", load: LOADS[0] || "", bars: first("batch.size", "batch.context_len") || axes[0] || "", along: first("cache.budget", "draft.gamma") || axes[0] || "", curves: first("cache.policy", "draft.name", "target.name", "draft.gamma") || "" };
 // Measured and drawn acceptance never mix unless one asks for it.
 if (numValues(SOURCE) > 1) state[`pick:${SOURCE}`] = "measured";
 for (const [key, value] of new URLSearchParams(location.hash.slice(1))) state[key] = value;
@@ -148,6 +148,25 @@ function drawPrediction(done) {
   hover($("prediction"), drawn, points, (p) => `${get("id", p[2])}\nmeasured ${figure(p[0])}x, predicted ${figure(p[1])}x\n${label(p[2])}`);
 }
 
+// The parts of a round, in ms: measured where it was, or else predicted.
+const stepOf = (name, r) => get(`time/${name}_ms`, r) ?? get(`predicted/${name}_ms`, r);
+const PARTS = [["gamma draft steps, T_D each", colourOf(1), (r) => (get("gamma", r) ?? get("draft.gamma", r)) * stepOf("draft", r)],
+  ["selection of entries", colourOf(3), (r) => stepOf("select", r) ?? 0], ["verification, T_V", colourOf(0), (r) => stepOf("verify", r)]];
+
+function drawSteps(done) {
+  const runs = done.filter((r) => PARTS.every(([, , of]) => of(r) >= 0) && stepOf("target_decode", r) > 0);
+  if (!runs.length || !state.bars) return ($("steps").innerHTML = nothing("no run has step times, or no two settings differ"));
+  const middle = (of, among) => { const found = among.map(of).filter((v) => v != null); return found.length ? median(found) : null; };
+  const bars = distinct(state.bars, runs).map((name) => {
+    const of = runs.filter((r) => get(state.bars, r) === name), parts = PARTS.map(([, colour, part]) => [middle(part, of), colour]);
+    const mark = middle((r) => { const length = get("acceptance_length", r) ?? get("predicted/acceptance_length", r); return length && length * stepOf("target_decode", r); }, of);
+    const lines = [...PARTS.map(([part], i) => `${part}: ${figure(parts[i][0])} ms`), `T_T: ${figure(middle((r) => stepOf("target_decode", r), of))} ms`, `${of.length} runs`];
+    return { name, parts, mark, tip: [`${state.bars}=${name}`, ...lines].join("\n") };
+  });
+  $("steps").innerHTML = stacks({ label: "where a round's time goes", xName: state.bars, yName: "ms per round", bars }) +
+    legend([...PARTS.map(([name, colour]) => [name, colour]), ["acceptance length x T_T", "var(--text)"]]);
+}
+
 function drawLoad(done) {
   const ways = [["autoregressive", "#9498a0"], ["speculative", colourOf(0)]].map(([way, colour]) => {
     const key = `${way}/${state.seen}`, runs = done.filter((r) => get(key, r) != null && get(state.load, r) != null);
@@ -238,7 +257,7 @@ function draw() {
   for (const select of document.querySelectorAll("select")) select.value = state[select.dataset.key || select.id] ?? "";
   if ($("where").value !== state.where) $("where").value = state.where;
   const runs = chosen(), done = runs.filter((r) => get("status", r) === "done");
-  drawTiles(runs, done); drawHeatmap(done); drawPareto(done); drawAcceptance(done); drawPrediction(done); drawLoad(done); drawFastest(done); drawRuns(runs);
+  drawTiles(runs, done); drawHeatmap(done); drawPareto(done); drawAcceptance(done); drawPrediction(done); drawSteps(done); drawLoad(done); drawFastest(done); drawRuns(runs);
   document.body.dataset.shown = runs.length; // for whoever waits until it is drawn
 }
 
@@ -248,7 +267,7 @@ function start() {
   $("picks").innerHTML = picked.map((k) => `<label>${escapeText(k)}<select id="pick:${escapeText(k)}"></select></label>`).join("");
   for (const k of picked) menu(`pick:${k}`, [["", "all"], ...distinct(k, all).filter((v) => v != null).map((v) => [String(v), figure(v)])]);
   menu("statistic", ["median", "best", "worst"]); menu("value", FIGURES); menu("x", axes); menu("y", axes); menu("colour", axes);
-  menu("acceptance", ["acceptance_rate", "acceptance_length", "alpha"].filter(numeric)); menu("along", axes.filter(numeric)); menu("curves", axes); menu("seen", SEEN); menu("load", LOADS);
+  menu("acceptance", ["acceptance_rate", "acceptance_length", "alpha"].filter(numeric)); menu("along", axes.filter(numeric)); menu("curves", axes); menu("bars", axes); menu("seen", SEEN); menu("load", LOADS);
   $("where").oninput = () => set({ where: $("where").value });
   $("clear").onclick = () => set({ where: "", ...Object.fromEntries(picked.map((k) => [`pick:${k}`, ""])) });
   draw();

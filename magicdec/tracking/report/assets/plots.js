@@ -63,6 +63,28 @@ function chart({ label, xName, yName, x, y, dots = [], lines = [], band = "" }) 
   return { svg: svg + "</svg>", px, py };
 }
 
+// A bar per name, of parts on top of each other, and a mark across it: `bars` are { name, parts: [[value, colour]], mark, tip }.
+function stacks({ label, xName, yName, bars }) {
+  const sum = (parts) => parts.reduce((total, [value]) => total + value, 0);
+  const high = 1.06 * Math.max(...bars.map((b) => Math.max(sum(b.parts), b.mark || 0))), w = (WIDTH - LEFT - RIGHT) / bars.length, every = Math.ceil(bars.length / 14);
+  const py = (v) => HEIGHT - BOTTOM - (v / high) * (HEIGHT - TOP - BOTTOM);
+  let svg = `<svg viewBox="0 0 ${WIDTH} ${HEIGHT}" role="img" aria-label="${escapeText(label)}">`;
+  for (const t of ticks(0, high)) svg += `<path class="grid" d="M${LEFT} ${py(t).toFixed(1)}H${WIDTH - RIGHT}"/><text x="${LEFT - 7}" y="${py(t) + 4}" text-anchor="end">${figure(t)}</text>`;
+  bars.forEach(({ name, parts, mark, tip }, i) => {
+    const x = LEFT + (i + 0.15) * w;
+    let below = 0;
+    svg += `<g><title>${escapeText(tip)}</title>`;
+    for (const [value, colour] of parts) {
+      svg += `<rect class="part" x="${x.toFixed(1)}" y="${py(below + value).toFixed(1)}" width="${(0.7 * w).toFixed(1)}" height="${(py(below) - py(below + value)).toFixed(1)}" fill="${colour}"/>`;
+      below += value;
+    }
+    if (mark) svg += `<path class="mark-line" d="M${(x - 0.1 * w).toFixed(1)} ${py(mark).toFixed(1)}h${(0.9 * w).toFixed(1)}"/>`;
+    svg += `</g>${i % every ? "" : `<text x="${LEFT + (i + 0.5) * w}" y="${HEIGHT - BOTTOM + 16}" text-anchor="middle">${escapeText(figure(name))}</text>`}`;
+  });
+  svg += `<text class="name" x="${(LEFT + WIDTH - RIGHT) / 2}" y="${HEIGHT - 8}" text-anchor="middle">${escapeText(xName)}</text>`;
+  return svg + `<text class="name" transform="translate(14 ${(HEIGHT - BOTTOM + TOP) / 2}) rotate(-90)" text-anchor="middle">${escapeText(yName)}</text></svg>`;
+}
+
 const legend = (entries) => `<div class="legend">${entries.map(([name, colour]) => `<span><i style="background:${colour}"></i>${escapeText(name)}</span>`).join("")}</div>`;
 
 // Blue above the middle, orange below, pale between: `t` from -1 to 1.

@@ -1,0 +1,162 @@
+"""What the parts of benchmarks/gpu.py share: how large everything is, the stored figures, and the large model."""
+
+import gc
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpu_page import short
+from hydra import compose, initialize_config_dir
+from page import ROOT
+
+from magicdec import build
+from magicdec.config import load
+from magicdec.engines.native import Batch, NativeEngine, warm_up
+from magicdec.errors import UserError
+from magicdec.measure import memory
+from magicdec.scenarios import OUT_OF_MEMORY
+from magicdec.tracking.progress import progress
+
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How large everything is."""
+
+    device: str = "cuda"
+    dtype: str = "bfloat16"
+    target: tuple[str, ...] = ("target=llama-3.1-8b",)
+    cells: tuple[tuple[int, int], ...] = ((24, 32768), (192, 4096), (96, 8192), (48, 16384), (8, 100_000))
+    budgets: tuple[int, ...] = (256, 512, 2049)
+    gammas: tuple[int, ...] = (2, 3, 4, 6)
+    kernel_contexts: tuple[int, ...] = (4096, 16384, 32768, 100_000)
+    kernel_tokens: tuple[int, ...] = (1, 2, 4, 8)
+    kernel_bytes: int = 4 << 30  # keys and values of the layer that is timed
+    ceiling_bytes: int = 4 << 30
+    matmul: int = 8192
+    pair_context: int = 8320
+    pair_batches: tuple[int, ...] = (1, 8, 32, 128)
+    new_tokens: int = 96
+    repeats: int = 10
+    tests: str = "tests"
+
+
+TINY = [
+    "vocab_size=128",
+    "hidden_size=32",
+    "intermediate_size=64",
+    "num_layers=2",
+    "num_heads=4",
+    "num_kv_heads=2",
+    "head_dim=8",
+]
+REHEARSAL = Sizes(
+    device="cpu",
+    dtype="float32",
+    target=("target=llama-3.1-8b", *(f"target.architecture.{size}" for size in TINY)),
+    cells=((2, 256),),
+    budgets=(32, 64),
+    gammas=(2, 3),
+    kernel_contexts=(256,),
+    kernel_tokens=(1, 4),
+    kernel_bytes=1 << 20,
+    ceiling_bytes=1 << 20,
+    matmul=128,
+    pair_context=256,
+    pair_batches=(1, 2),
+    new_tokens=8,
+    repeats=1,
+    tests="tests/decoding/test_gpu.py",
+)
+
+
+class OutOfTime(Exception):
+    """The rest is left to the next call."""
+
+
+@dataclass
+class Bench:
+    """The folder of results, and what several parts need."""
+
+    folder: Path
+    sizes: Sizes
+    deadline: float = float("inf")
+
+    @property
+    def device(self) -> torch.device:
+        """Where it runs."""
+        return torch.device(self.sizes.device)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What models compute in."""
+        return build.DTYPES[self.sizes.dtype]
+
+    def points(self, part: str) -> dict[str, Record]:
+        """What is known of a part."""
+        path = self.folder / f"{part}.json"
+        return json.loads(path.read_text()) if path.exists() else {}
+
+    def point(self, part: str, key: str, measure: Callable[[], Record]) -> Record:
+        """A stored figure, or a new one, stored at once. What does not fit says so, and the rest goes on."""
+        known = self.points(part)
+        if key not in known:
+            if time.monotonic() > self.deadline:
+                raise OutOfTime
+            try:
+                known[key] = measure()
+            except UserError as error:
+                known[key] = {"skipped": str(error)}
+            except Exception as error:
+                if not any(words in str(error) for words in OUT_OF_MEMORY):
+                    raise
+                known[key] = {"skipped": f"out of memory ({str(error).splitlines()[0]})"}
+            gc.collect()  # captured graphs hold caches in a circle
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+            temporary = self.folder / f".{part}.json"
+            temporary.write_text(json.dumps(known, indent=1) + "\n")
+            temporary.replace(self.folder / f"{part}.json")
+            print(f"{part} {key}: {short(known[key])}", flush=True)
+        return known[key]
+
+    def plan(self, *overrides: str) -> build.Plan:
+        """A plan as `launch.py` would make it."""
+        settings = [f"hardware.device={self.sizes.device}", f"hardware.dtype={self.sizes.dtype}"]
+        settings += [f"batch.generate_len={self.sizes.new_tokens}", f"scenario.profile_repeats={self.sizes.repeats}"]
+        with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+            return build.plan(load(compose("config", [*settings, *overrides])))
+
+    def large(self, batch: int, context: int, budget: int, gamma: int, alpha: float = 0.8) -> build.Plan:
+        """The large target with random weights, drafting for itself."""
+        sizes = [f"batch.size={batch}", f"batch.context_len={context}", f"cache.budget={budget}"]
+        draft = ["draft=self", f"draft.gamma={gamma}", f"draft.synthetic_acceptance={alpha}"]
+        return self.plan(*self.sizes.target, "target.weights=random", "data=random", *sizes, *draft)
+
+    @cached_property
+    def engine(self) -> NativeEngine:
+        """Of the large target; loaded once."""
+        batch, context = self.sizes.cells[0]
+        with progress() as bars:
+            return build.engine(self.large(batch, context, self.sizes.budgets[0], self.sizes.gammas[0]), bars)
+
+    def open(self, batch: int, context: int, budget: int, gamma: int, alpha: float) -> Batch:
+        """A batch over caches of noise; raises UserError where it does not fit beside the weights."""
+        foreseen = build.estimate(self.large(batch, context, budget, gamma), batch, context)
+        needed = foreseen.total - foreseen.weights
+        engine, available = self.engine, memory.available_bytes(self.device)
+        if needed > available:
+            raise UserError(f"needs {needed / memory.GIB:.1f} GiB beside the weights, of {available / memory.GIB:.1f}")
+        options = {**engine.cache_options, "budget": budget}
+        opened = replace(engine, gamma=gamma, synthetic_acceptance=alpha, cache_options=options).open(
+            [[0] * context] * batch
+        )
+        opened.simulate_prefill()
+        warm_up(opened)
+        return opened

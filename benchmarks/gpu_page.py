@@ -1,0 +1,45 @@
+"""The page that benchmarks/gpu.py writes: docs/results/<card>.md."""
+
+from collections.abc import Callable
+from typing import Any
+
+from page import table
+
+Record = dict[str, Any]
+TITLES = {
+    "a": "Correctness",
+    "b": "Ceilings of this card",
+    "c": "Attention of one layer; reading K and V once at the copy bandwidth, as a part of its time",
+    "d": "Steps of Llama-3.1-8B, random weights; moving what they must at the copy bandwidth, as a part of their time",
+    "e": "Speedup at a SYNTHETIC acceptance, and the formula's value from the steps",
+    "f": "The bundled pair, real acceptance",
+    "g": "Peers: the bundled target autoregressively, ms per token",
+}
+
+
+def page(points: Callable[[str], dict[str, Record]], where: str) -> str:
+    """The results as Markdown, of each part's points; what has not been measured says so."""
+    lines = [f"# {where}", "", "`python benchmarks/gpu.py`", ""]
+    facts = points("machine")
+    lines += [f"{facts['device']}, commit {facts['commit']}, PyTorch {facts['torch']}.", ""] if facts else []
+    for part, title in TITLES.items():
+        lines += [f"## {title}", ""]
+        known = points(part)
+        lines += [_table(known) if known else "Not yet measured.\n"]
+    return "\n".join(lines)
+
+
+def _table(points: dict[str, Record]) -> str:
+    columns = list(dict.fromkeys(name for point in points.values() for name in point))
+    return table(
+        ["", *columns], [[key, *(_cell(point.get(name, "")) for name in columns)] for key, point in points.items()]
+    )
+
+
+def short(record: Record) -> str:
+    """A point in a line."""
+    return ", ".join(f"{name} {_cell(value)}" for name, value in record.items())
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) and abs(value) < 1000 else str(value)

@@ -1,0 +1,93 @@
+"""What the machine does during a run: a row every few seconds, from a thread that costs the run nothing to speak of.
+
+The processors and the memory from Linux's /proc; the GPUs through NVML (the extra `monitor`). What is not known is left
+out, and a run that is over in a moment has no rows.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any
+
+PERIOD_S = 5.0
+GIB = 1 << 30
+Row = dict[str, float]
+
+
+@contextmanager
+def sampled(period_s: float = PERIOD_S) -> Iterator[list[Row]]:
+    """The rows, which become more while the block runs; `system/seconds` counts from its beginning."""
+    rows: list[Row] = []
+    over, start = threading.Event(), time.perf_counter()
+    sources = [_processors(), _memory, *_gpus()]
+
+    def sample() -> None:
+        while not over.wait(period_s):
+            row = {"system/seconds": time.perf_counter() - start}
+            for source in sources:
+                with suppress(Exception):  # of the system's, or of the driver's library
+                    row |= source()
+            rows.append(row)
+
+    thread = threading.Thread(target=sample, daemon=True)
+    thread.start()
+    try:
+        yield rows
+    finally:
+        over.set()
+        thread.join()
+
+
+def _processors() -> Callable[[], Row]:
+    """`system/cpu`: the share of all processors' time that was not idle, since it was last asked."""
+    before = _processor_times()
+
+    def busy() -> Row:
+        nonlocal before
+        now = _processor_times()
+        total, idle = (now[i] - before[i] for i in (0, 1))
+        before = now
+        return {"system/cpu": 1 - idle / total} if total else {}
+
+    return busy
+
+
+def _processor_times() -> tuple[int, int]:
+    """What has passed, and how much of it was idle or waiting for a disk, in ticks; zeros where there is no /proc."""
+    try:
+        with open("/proc/stat") as lines:
+            times = [int(part) for part in lines.readline().split()[1:9]]
+    except OSError:
+        return 0, 0
+    return sum(times), times[3] + times[4]
+
+
+def _memory() -> Row:
+    """`system/memory_gib`: what all processes have taken, without what can be had back."""
+    with open("/proc/meminfo") as lines:
+        kib = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
+    return {"system/memory_gib": (kib["MemTotal"] - kib["MemAvailable"]) * 1024 / GIB}
+
+
+def _gpus() -> list[Callable[[], Row]]:
+    """A source for each GPU of the machine."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+    except Exception:  # no library, no driver, no right to ask
+        return []
+    return [partial(_gpu, pynvml, index, handle) for index, handle in enumerate(handles)]
+
+
+def _gpu(nvml: Any, index: int, handle: Any) -> Row:
+    prefix = f"system/gpu.{index}"
+    return {
+        f"{prefix}.busy": nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100,
+        f"{prefix}.memory_gib": nvml.nvmlDeviceGetMemoryInfo(handle).used / GIB,
+        f"{prefix}.power_w": nvml.nvmlDeviceGetPowerUsage(handle) / 1000,
+        f"{prefix}.temperature_c": float(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)),
+    }

@@ -1,0 +1,142 @@
+"""The flashinfer backend against SDPA. The library needs a GPU, so a stand-in follows its documentation: what is tested
+is what we tell it, above all where the pages lie.
+"""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from magicdec.attention.choice import choose
+from magicdec.attention.flashinfer import MAX_PAGE, WORKSPACE, FlashInferAttention, page_size
+from magicdec.errors import UserError
+from magicdec.measure.footprint import Allocations
+from tests.attention.twins import attend, case, expected, selection
+
+CUDA = torch.device("cuda")
+
+
+class BatchPrefillWithPagedKVCacheWrapper:
+    """flashinfer 0.2's interface and meaning: queries (all rows' tokens, H, D); keys and values in pages, in the layout
+    HND (page, K, slot, D); a row's tokens are its last ones, causal; window_left does not count a token itself.
+    """
+
+    plans = 0
+
+    def __init__(self, float_workspace_buffer, kv_layout="NHD", use_cuda_graph=False):
+        assert (float_workspace_buffer.dtype, kv_layout, use_cuda_graph) == (torch.uint8, "HND", False)
+
+    def plan(
+        self,
+        qo_indptr,
+        paged_kv_indptr,
+        paged_kv_indices,
+        paged_kv_last_page_len,
+        num_qo_heads,
+        num_kv_heads,
+        head_dim_qk,
+        page_size,
+        *,
+        causal=False,
+        window_left=-1,
+        q_data_type="float16",
+    ):
+        tensors = (qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len)
+        assert all(x.dtype == torch.int32 and x.device.type == "cpu" for x in tensors)
+        assert len(paged_kv_indices) == paged_kv_indptr[-1]
+        assert ((paged_kv_last_page_len > 0) & (paged_kv_last_page_len <= page_size)).all()
+        assert causal
+        self.told = *(x.tolist() for x in tensors), window_left
+        self.sizes = num_qo_heads, num_kv_heads, head_dim_qk, page_size, q_data_type
+        type(self).plans += 1
+
+    def run(self, q, paged_kv_cache):
+        H, K, D, size, dtype = self.sizes
+        queries, pages, indices, last, window_left = self.told
+        k_pages, v_pages = paged_kv_cache
+        assert q.dtype == dtype
+        assert q.shape[1:] == (H, D)
+        assert k_pages.shape[1:] == (K, size, D)
+        assert k_pages.stride() == v_pages.stride()
+        out = torch.empty_like(q)
+        for b in range(len(last)):
+            own = indices[pages[b] : pages[b + 1]]
+            length = (len(own) - 1) * size + last[b]
+            k, v = (x[own].transpose(1, 2).flatten(0, 1)[:length].float() for x in (k_pages, v_pages))
+            k, v = (x.repeat_interleave(H // K, 1) for x in (k, v))
+            mine = slice(queries[b], queries[b + 1])
+            scores = torch.einsum("thd,shd->hts", q[mine].float(), k) * D**-0.5
+            position = torch.arange(length - (mine.stop - mine.start), length)[:, None]
+            hidden = torch.arange(length) > position
+            if window_left >= 0:
+                hidden |= torch.arange(length) < position - window_left
+            p = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+            out[mine] = torch.einsum("hts,shd->thd", p, v).to(dtype)
+        return out
+
+
+@pytest.fixture
+def library(monkeypatch):
+    made = type("Wrapper", (BatchPrefillWithPagedKVCacheWrapper,), {})
+    monkeypatch.setitem(sys.modules, "flashinfer", SimpleNamespace(BatchPrefillWithPagedKVCacheWrapper=made))
+    return made
+
+
+@pytest.mark.parametrize("num_new", [1, 2, 5, 9, 40])
+@pytest.mark.parametrize("group", [1, 4, 8])
+@pytest.mark.parametrize("window", [None, 3, 60])
+@pytest.mark.parametrize("longest", [73, 80, 81])
+def test_against_sdpa(library, num_new, group, window, longest):
+    """Capacities of which a page takes 16 slots, 1 and 8."""
+    q, k, v, seqlens = case(num_new, group, 16, longest)
+    assert page_size(k.shape[2]) == {73: MAX_PAGE, 80: 1, 81: 8}[longest]
+    out = attend(FlashInferAttention(), q, k, v, seqlens, window)
+    torch.testing.assert_close(out, expected(q, k, v, seqlens, window), atol=1e-5, rtol=1e-5)
+
+
+def test_layers_share_a_plan(library):
+    q, k, v, seqlens = case(5, 4, 16, 90)
+    attention = FlashInferAttention()
+    first = attend(attention, q, k, v, seqlens)
+    assert torch.equal(attend(attention, q, k, v, seqlens), first)
+    assert library.plans == 2
+    plan = attention._planned
+    for _ in range(3):
+        assert torch.equal(attention.attend(q, k, v, plan), first)
+    assert library.plans == 2
+
+
+def test_selected_slots(library):
+    q, k, v, seqlens = case(4, 4, 16, 90)
+    indices = selection(seqlens, 4, 97, 50)
+    out = attend(FlashInferAttention(), q, k, v, seqlens, None, indices)
+    torch.testing.assert_close(out, expected(q, k, v, seqlens, None, indices), atol=1e-5, rtol=1e-5)
+
+
+def test_where_memory_is_foreseen_the_library_is_not_called(library):
+    q, k, v, lengths = (x.to("meta") for x in case(5, 4, 16, 90))
+    with Allocations([q, k, v, lengths]) as foreseen:
+        attend(FlashInferAttention(), q, k, v, lengths)
+    assert library.plans == 0
+    assert foreseen.peak == WORKSPACE + q.nbytes
+
+
+def test_where_it_is_chosen(library, monkeypatch):
+    assert choose("flashinfer", CUDA, torch.bfloat16, [128])[0] == "flashinfer"
+    assert choose("auto", CUDA, torch.bfloat16, [128])[0] != "flashinfer"
+    for dtype, dim, said in ((torch.float32, 128, "not in float32"), (torch.float16, 96, "64, 128, 256, not 96")):
+        with pytest.raises(UserError, match=said):
+            choose("flashinfer", CUDA, dtype, [dim])
+    monkeypatch.setitem(sys.modules, "flashinfer", None)
+    with pytest.raises(UserError, match=r"attention=flashinfer cannot be imported .*'\.\[flashinfer\]'"):
+        choose("flashinfer", CUDA, torch.bfloat16, [128])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_new", [1, 5, 200])
+def test_on_a_gpu(num_new):
+    pytest.importorskip("flashinfer")
+    arguments = [x.cuda() for x in case(num_new, 4, 128, 3000, torch.bfloat16)]
+    out = attend(FlashInferAttention(), *arguments)
+    torch.testing.assert_close(out.float(), expected(*arguments), atol=1e-2, rtol=1e-2)

@@ -1,0 +1,61 @@
+"""What a machine does during a run, while it does it."""
+
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from magicdec.measure import system
+
+
+def rows_of(seconds):
+    with system.sampled(period_s=0.05) as rows:
+        end = time.perf_counter() + seconds
+        while time.perf_counter() < end:
+            pass
+    return rows
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_a_busy_machine_with_memory_taken():
+    rows = rows_of(0.5)
+    assert 2 < len(rows) < 11
+    assert sorted(row["system/seconds"] for row in rows) == [row["system/seconds"] for row in rows]
+    assert 0 < sum(row.get("system/cpu", 0) for row in rows) <= len(rows)
+    assert all(row["system/memory_gib"] > 0.05 for row in rows)
+    before = len(rows)
+    time.sleep(0.1)
+    assert len(rows) == before, "nothing is sampled any more"
+
+
+def test_a_short_run_has_none():
+    with system.sampled() as rows:
+        pass
+    assert rows == []
+
+
+def test_gpus_and_one_that_refuses(monkeypatch):
+    def power(handle):
+        if handle == 1:
+            raise RuntimeError("Not Supported")
+        return 350_000
+
+    nvml = SimpleNamespace(
+        NVML_TEMPERATURE_GPU=0,
+        nvmlInit=lambda: None,
+        nvmlDeviceGetCount=lambda: 2,
+        nvmlDeviceGetHandleByIndex=lambda index: index,
+        nvmlDeviceGetUtilizationRates=lambda handle: SimpleNamespace(gpu=50),
+        nvmlDeviceGetMemoryInfo=lambda handle: SimpleNamespace(used=3 << 30),
+        nvmlDeviceGetTemperature=lambda handle, kind: 60,
+        nvmlDeviceGetPowerUsage=power,
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    row = rows_of(0.2)[0]
+    assert {key: value for key, value in row.items() if "gpu" in key} == {
+        "system/gpu.0.busy": 0.5,
+        "system/gpu.0.memory_gib": 3.0,
+        "system/gpu.0.power_w": 350.0,
+        "system/gpu.0.temperature_c": 60.0,
+    }

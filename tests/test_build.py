@@ -1,0 +1,53 @@
+"""Plans for a GPU, made without one: what the configuration decides there."""
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+
+from magicdec import build
+from magicdec.config import load
+from magicdec.errors import UserError
+
+pytest.importorskip("triton")
+LARGE = ["target=llama-3.1-8b", "target.weights=random", "data=random", "draft.synthetic_acceptance=0.8"]
+
+
+@pytest.fixture
+def plan(monkeypatch):
+    """`build.plan` of overrides, as on a machine with a GPU."""
+    monkeypatch.setattr(build, "_device", lambda config: (torch.device("cuda"), torch.bfloat16))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setitem(sys.modules, "flashinfer", SimpleNamespace(BatchPrefillWithPagedKVCacheWrapper=None))
+
+    def planned(*overrides):
+        with initialize_config_dir(str(Path(__file__).parents[1] / "conf"), version_base="1.3"):
+            return build.plan(load(compose("config", [*LARGE, *overrides])))
+
+    return planned
+
+
+def test_layers_are_compiled_on_a_gpu_unless_told_otherwise(plan):
+    assert plan().config.hardware.compile is True
+    assert plan("hardware.compile=false").config.hardware.compile is False
+
+
+def test_what_no_graph_can_capture_is_refused(plan):
+    with pytest.raises(UserError, match=r"hardware.cuda_graphs=true: attention=flashinfer .*cuda_graphs=false"):
+        plan("attention=flashinfer")
+    assert plan("attention=flashinfer", "hardware.cuda_graphs=false").config.attention.name == "flashinfer"
+
+
+def test_memory_is_foreseen_with_the_chosen_attention(plan):
+    """In a prefill of long chunks, the mask of sdpa alone is 32 rows x 4,096 tokens x 16,384 slots."""
+    sizes = ["batch.size=32", "batch.context_len=16384", "batch.prefill_chunk=4096"]
+    needs = {
+        name: build.estimate(plan(*sizes, f"attention={name}"), 32, 16384).transient for name in ("triton", "sdpa")
+    }
+    assert needs["sdpa"] - needs["triton"] > 32 * 4096 * 16384
+    with_workspace = plan(*sizes, "attention=flashinfer", "hardware.cuda_graphs=false")
+    assert build.estimate(with_workspace, 32, 16384).transient - needs["triton"] == pytest.approx(128 << 20, rel=0.01)
