@@ -7,17 +7,15 @@ Comparisons are ratios within one run: a shared machine's absolute times drift.
 """
 
 import argparse
-import os
 from dataclasses import replace
 from statistics import median
 
 import torch
-from hydra import compose, initialize_config_dir
-from page import RESULTS, ROOT, commit, table
+from page import RESULTS, commit, table
 
 from magicdec import build
 from magicdec.build import Plan
-from magicdec.config import load
+from magicdec.config import compose
 from magicdec.decoding.audit import audit
 from magicdec.engines.native import Batch, NativeEngine, warm_up
 from magicdec.engines.peer import PeerSpec
@@ -38,8 +36,7 @@ def prepared(context: int, batch: int) -> Plan:
     """A plan as `launch.py` would make it; the largest gamma gives the caches room for all."""
     largest = max(gamma for _, gamma in DRAFTS)
     sizes = [f"batch.context_len={context}", f"batch.size={batch}", f"batch.generate_len={NEW_TOKENS}"]
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return build.plan(load(compose("config", ["draft=model", f"draft.gamma={largest}", "hardware=cpu", *sizes])))
+    return build.plan(compose(["draft=model", f"draft.gamma={largest}", "hardware=cpu", *sizes]))
 
 
 def cell(context: int, batch: int) -> tuple[list[dict], list[list[int]], dict, str]:
@@ -100,7 +97,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one small cell; write nothing")
     quick = parser.parse_args().quick
-    os.environ["MAGICDEC_ROOT"] = str(ROOT)
     speeds, parts, peers, memories = [], [], [], []
     for context, batch in ((512, 2),) if quick else CELLS:
         rows, prompts, used, attention = cell(context, batch)

@@ -13,7 +13,6 @@ Figures go to benchmarks/gpu/<card>/<part>.json, the page to docs/results/<card>
 import argparse
 import importlib.util
 import json
-import os
 import re
 import subprocess
 import sys
@@ -261,7 +260,6 @@ def main() -> int:
     parser.add_argument("--rehearse", action="store_true", help="tiny shapes on the CPU; no page in docs/")
     parser.add_argument("--out", type=Path, help="where figures (and a rehearsal's page) go")
     options = parser.parse_args()
-    os.environ["MAGICDEC_ROOT"] = str(ROOT)
     if not options.rehearse and not torch.cuda.is_available():
         print("error: PyTorch sees no CUDA device here; --rehearse runs it on the CPU", file=sys.stderr)
         return 2

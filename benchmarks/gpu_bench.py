@@ -11,11 +11,9 @@ from typing import Any
 
 import torch
 from gpu_page import short
-from hydra import compose, initialize_config_dir
-from page import ROOT
 
 from magicdec import build
-from magicdec.config import load
+from magicdec.config import compose
 from magicdec.engines.native import Batch, NativeEngine, warm_up
 from magicdec.errors import UserError
 from magicdec.measure import memory
@@ -130,8 +128,7 @@ class Bench:
         """A plan as `launch.py` would make it."""
         settings = [f"hardware.device={self.sizes.device}", f"hardware.dtype={self.sizes.dtype}"]
         settings += [f"batch.generate_len={self.sizes.new_tokens}", f"scenario.profile_repeats={self.sizes.repeats}"]
-        with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-            return build.plan(load(compose("config", [*settings, *overrides])))
+        return build.plan(compose([*settings, *overrides]))
 
     def large(self, batch: int, context: int, budget: int, gamma: int, alpha: float = 0.8) -> build.Plan:
         """The large target with random weights, drafting for itself."""

@@ -18,10 +18,15 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def provenance(command: str) -> str:
-    """The command, the commit, and the machine with its threads and its PyTorch."""
+    """The command, and where it ran."""
+    return f"`{command}`, {setting()}"
+
+
+def setting() -> str:
+    """The commit, and the machine with its threads and its PyTorch."""
     threads = torch.get_num_threads()
     return (
-        f"`{command}`, commit {commit()}, {build.cpu_name()}, {threads} thread{'s' if threads > 1 else ''}, "
+        f"commit {commit()}, {build.cpu_name()}, {threads} thread{'s' if threads > 1 else ''}, "
         f"PyTorch {torch.__version__}"
     )
 

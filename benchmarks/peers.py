@@ -171,7 +171,6 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="small cells; write nothing")
     parser.add_argument("--anew", action="store_true", help="forget what has been measured")
     arguments = parser.parse_args()
-    os.environ["MAGICDEC_ROOT"] = str(ROOT)
     ways = list(WAYS)
     if arguments.python:
         os.environ[PYTHON_VARIABLE] = os.path.abspath(arguments.python)

@@ -11,8 +11,6 @@ policies of a text share one prefill of the target, and whatever else of their o
 import argparse
 import csv
 import json
-import os
-import subprocess
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -20,13 +18,13 @@ from statistics import fmean, median
 from typing import Any
 
 import torch
-from hydra import compose, initialize_config_dir
+from page import RESULTS, ROOT, setting
 from torch import Tensor
 
 from magicdec import build
 from magicdec.cache.draft_cache import CACHES, DraftCache
 from magicdec.cache.kv_cache import KVCache
-from magicdec.config import Config, load
+from magicdec.config import Config, compose
 from magicdec.data.ruler import accuracy
 from magicdec.decoding.decoder import Generation
 from magicdec.decoding.prefill import prefill
@@ -40,9 +38,6 @@ from magicdec.measure.timers import Stopwatch
 from magicdec.models.transformer import Transformer
 from magicdec.tracking.progress import progress
 
-ROOT = Path(__file__).parents[1]
-os.environ["MAGICDEC_ROOT"] = str(ROOT)  # wherever it is started
-RESULTS = ROOT / "docs/results"
 BUDGETS, MIDDLE, GAMMA = (64, 128, 256, 512), 256, 3
 SIZES = {"context_len": 8192, "size": 8, "generate_len": 64}  # the pair was trained for 8,448 tokens
 QUICK = {"context_len": 640, "size": 2, "generate_len": 16}
@@ -82,8 +77,7 @@ def cells(text: str) -> list[Cell]:
 
 def configured(*overrides: str) -> Config:
     """A configuration as `launch.py` would make it."""
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return load(compose("config", [f"draft.gamma={GAMMA}", "hardware=cpu", *overrides]))
+    return compose([f"draft.gamma={GAMMA}", "hardware=cpu", *overrides])
 
 
 class Prefilled:
@@ -240,14 +234,8 @@ def rounded(figures: dict) -> dict:
 
 
 def provenance(attention: str) -> str:
-    """The commit and the machine."""
-    git = ["git", "describe", "--always", "--dirty"]
-    commit = subprocess.run(git, cwd=ROOT, capture_output=True, text=True).stdout.strip()
-    threads = torch.get_num_threads()
-    return (
-        f"commit {commit}, {build.cpu_name()}, {threads} thread{'s' if threads > 1 else ''}, "
-        f"PyTorch {torch.__version__}, attention={attention}"
-    )
+    """What has measured a row."""
+    return f"{setting()}, attention={attention}"
 
 
 def write(path: Path, rows: list[dict]) -> None:

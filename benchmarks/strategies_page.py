@@ -9,7 +9,8 @@ from pathlib import Path
 from statistics import median
 
 import matplotlib
-from strategies import BUDGETS, DRAFTS_POLICIES, GAMMA, MIDDLE, RESULTS, SIZES, TASKS, TEXTS, cells
+from page import RESULTS, table
+from strategies import BUDGETS, DRAFTS_POLICIES, GAMMA, MIDDLE, SIZES, TASKS, TEXTS, cells
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
@@ -226,11 +227,6 @@ def times(rows: list[Row]) -> str:
         speedup = f"{row['speedup']:.2f} (spread {row['speedup_spread']:.0%})"
         lines.append([row["draft"], row["policy"], str(row["budget"] or ""), *figures, speedup])
     return table(["draft", "policy", "budget", "T_T", "T_V", "T_D", "T_select", "prefill", "speedup"], lines)
-
-
-def table(header: list[str], rows: list[list[str]]) -> str:
-    """A Markdown table."""
-    return "\n".join("| " + " | ".join(line) + " |" for line in [header, ["---"] * len(header), *rows]) + "\n"
 
 
 PAGE = """# Drafts and cache policies on the bundled pair

@@ -11,7 +11,8 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from strategies import BUDGETS, RESULTS, SIZES, TEXTS, Prefilled, provenance, write
+from page import RESULTS
+from strategies import BUDGETS, SIZES, TEXTS, Prefilled, provenance, write
 from torch import Tensor
 
 from magicdec.attention.base import Attention

@@ -4,6 +4,7 @@ A class is a group, a field a key; conf/ explains them and holds the values that
 this is the only module that knows Hydra and OmegaConf.
 """
 
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -288,6 +289,7 @@ def load(cfg: DictConfig) -> Config:
 
 def compose(overrides: Sequence[str]) -> Config:
     """conf/ with these overrides, for programs that have a command line of their own. UserError for any mistake."""
+    os.environ["MAGICDEC_ROOT"] = str(CONF.parent)  # conf/config.yaml finds sweeps/ by it
     try:
         with initialize_config_dir(str(CONF), version_base="1.3"):
             return load(hydra.compose("config", list(overrides)))

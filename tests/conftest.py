@@ -2,6 +2,7 @@
 
 import logging
 import os
+import signal
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ import torch
 # The models here are so small that a second thread only waits; on a busy machine the threads wait for each other.
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"  # of the programs that tests start
+# Whoever is started in the background of a script ignores Ctrl-C, and so would the programs that tests interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_configure(config):

@@ -1,15 +1,13 @@
 """Plans for a GPU, made without one: what the configuration decides there."""
 
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 
 from magicdec import build
-from magicdec.config import load
+from magicdec.config import compose
 from magicdec.errors import UserError
 
 pytest.importorskip("triton")
@@ -25,8 +23,7 @@ def plan(monkeypatch):
     monkeypatch.setitem(sys.modules, "flashinfer", SimpleNamespace(BatchPrefillWithPagedKVCacheWrapper=None))
 
     def planned(*overrides):
-        with initialize_config_dir(str(Path(__file__).parents[1] / "conf"), version_base="1.3"):
-            return build.plan(load(compose("config", [*LARGE, *overrides])))
+        return build.plan(compose([*LARGE, *overrides]))
 
     return planned
 

@@ -17,14 +17,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from hydra import compose, initialize_config_dir
 from hydra.core.utils import JobStatus
 from omegaconf import OmegaConf
 
 import launch
 import magicdec.scenarios
 from hydra_plugins.process_launcher import ProcessLauncher
-from magicdec.config import load
+from magicdec.config import compose
 from magicdec.errors import UserError
 from magicdec.scenarios import Job, run
 from magicdec.tracking.lock import Busy, is_locked, locked
@@ -64,9 +63,7 @@ def quick(starts, monkeypatch):
 @pytest.fixture
 def forked(quick, monkeypatch):
     """Start a sweep of the 12 runs of GRID in a process of its own, one after another as hydra/launcher=basic does."""
-    monkeypatch.setenv("MAGICDEC_ROOT", str(ROOT))
-    with initialize_config_dir(str(launch.CONF), version_base="1.3"):
-        base = load(compose("config", COMMON))
+    base = compose(COMMON)
 
     def sweep(runs, name):
         for number, (gamma, budget) in enumerate(GRID):

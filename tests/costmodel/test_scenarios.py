@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hydra import compose, initialize_config_dir
 
-from magicdec.config import load
+from magicdec.config import compose
 from magicdec.costmodel.acceptance import Curves, published
 from magicdec.costmodel.architectures import architecture
 from magicdec.costmodel.beside import beside, warning
@@ -39,8 +38,7 @@ def setup(model):
 
 
 def composed(*overrides):
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return load(compose("config", list(overrides)))
+    return compose(overrides)
 
 
 def outcome(scenario, *overrides):

@@ -16,7 +16,7 @@ from magicdec.scenarios import Job, run
 from magicdec.verification.sampling import Sampling
 from tests.checkpoints import load_model, make_checkpoint
 from tests.small import new_engine, random_prompts
-from tests.test_run import ROOT, SMALL
+from tests.test_run import SMALL
 
 NEW, GAMMA, VOCAB = 24, 3, 96
 CPU = torch.device("cpu")
@@ -145,7 +145,6 @@ def test_sampling_is_repeatable(folders):
 
 def test_a_run_leaves_what_a_run_of_ours_leaves(tmp_path, monkeypatch):
     """The bundled pair: the same prompts, tokens, files and names of metrics, but for what only we can look into."""
-    monkeypatch.setenv("MAGICDEC_ROOT", str(ROOT))
     keys = [*SMALL, "batch.size=1", "batch.num_batches=2", "draft=model", "cache=full", f"runs_dir={tmp_path}"]
     native, other = (run(compose([f"engine={engine}", *keys]), Job()) for engine in ("native", "transformers"))
     alike = ("data/fingerprint", "output/fingerprint", "lossless/identical", "acceptance/source", "gamma", "status")

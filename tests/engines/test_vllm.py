@@ -201,7 +201,6 @@ def test_an_interrupted_run_leaves_no_worker(tmp_path):
 )
 def test_a_plan_without_an_environment(monkeypatch, python, said):
     monkeypatch.delenv(vllm.PYTHON_VARIABLE, raising=False)
-    monkeypatch.setenv("MAGICDEC_ROOT", str(ROOT))
     with pytest.raises(UserError) as raised:
         build.plan(compose(["engine=vllm", "hardware=cpu", *([f"engine.python={python}"] if python else [])]))
     assert said in str(raised.value)
@@ -214,7 +213,6 @@ real = pytest.mark.skipif(not REAL, reason=f"{vllm.PYTHON_VARIABLE} names no Pyt
 @real
 @pytest.mark.parametrize("draft", ["model", "ngram"])
 def test_the_real_one_writes_what_ours_writes(tmp_path, monkeypatch, draft):
-    monkeypatch.setenv("MAGICDEC_ROOT", str(ROOT))
     small = [*SMALL, f"draft={draft}", "cache=full", "draft.gamma=3", f"runs_dir={tmp_path}"]
     native, other = (run(compose([f"engine={engine}", *small]), Job()) for engine in ("native", "vllm"))
     assert other["output/fingerprint"] == native["output/fingerprint"]

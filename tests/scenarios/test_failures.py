@@ -4,13 +4,12 @@ import json
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 
 from magicdec import build
-from magicdec.config import load
+from magicdec.config import compose
 from magicdec.errors import UserError
 from magicdec.scenarios import Job, run
-from tests.test_run import ROOT, SMALL
+from tests.test_run import SMALL
 
 
 def cuda_oom():
@@ -34,9 +33,7 @@ def crash():
     ],
 )
 def test_failures_during_the_run(tmp_path, monkeypatch, failure, raised, kind):
-    monkeypatch.setenv("MAGICDEC_ROOT", str(ROOT))
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        config = load(compose("config", [*SMALL, f"runs_dir={tmp_path}"]))
+    config = compose([*SMALL, f"runs_dir={tmp_path}"])
     monkeypatch.setattr(build, "engine", lambda *_: failure())
     with pytest.raises(raised) as caught:
         run(config, Job())
