@@ -5,6 +5,7 @@ python benchmarks/strategies_page.py
 
 import csv
 from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from statistics import median
 
@@ -117,7 +118,7 @@ def page(rows: list[Row], kept: list[Row], timed: list[Row]) -> str:
     if kept:
         parts += [f"## Attention retained\n\n{RETAINED_TEXT.format(measured=measured_by(kept))}\n", retained(kept)]
     if timed:
-        parts += [f"## Times\n\n{TIMES_TEXT.format(measured=measured_by(timed), middle=MIDDLE)}\n", times(timed)]
+        parts += [f"## Times\n\n{TIMES_TEXT.format(measured=measured_by(timed), middle=MIDDLE)}\n", times(timed, rows)]
     return "\n".join(parts)
 
 
@@ -218,15 +219,20 @@ def retained(rows: list[Row]) -> str:
     return table(["choice", *map(str, BUDGETS)], [[name, *(shares[name, b] for b in BUDGETS)] for name in names])
 
 
-def times(rows: list[Row]) -> str:
-    """Step times and speedups."""
+def times(rows: list[Row], accepted: list[Row]) -> str:
+    """Step times and speedups, beside what was accepted of the same draft and the memory that it takes."""
+    cell = itemgetter("data", "draft", "policy", "budget")
+    known = {cell(row): row for row in accepted}
     columns = ("target_decode_ms", "verify_ms", "draft_ms", "select_ms", "prefill_ms")
     lines = []
     for row in rows:
         figures = [f"{row[name]:,.0f}" if row[name] >= 100 else f"{row[name]:.1f}" for name in columns]
         speedup = f"{row['speedup']:.2f} (spread {row['speedup_spread']:.0%})"
+        other = known[cell(row)]
+        figures += [f"{other['acceptance_length']:.2f}", f"{other['kv_mib']:.1f}"]
         lines.append([row["draft"], row["policy"], str(row["budget"] or ""), *figures, speedup])
-    return table(["draft", "policy", "budget", "T_T", "T_V", "T_D", "T_select", "prefill", "speedup"], lines)
+    header = ["draft", "policy", "budget", "T_T", "T_V", "T_D", "T_select", "prefill", "length", "KV, MiB", "speedup"]
+    return table(header, lines)
 
 
 PAGE = """# Drafts and cache policies on the bundled pair
@@ -257,8 +263,9 @@ judging pages by bounds."""
 
 TIMES_TEXT = """Milliseconds on data=stdlib, budget {middle}; `python benchmarks/strategies.py times`, {measured}.
 T_select is a part of T_D where entries are chosen in every step (`quest`, `topk`), of the round with `verify_guided`,
-and of the prefill with `snapkv`. `prefill` is what the draft takes before its first round. `speedup` is measured, in
-passes that take turns with autoregressive ones."""
+and of the prefill with `snapkv`. `prefill` is what the draft takes before its first round. Length is that
+of acceptance, tokens per round; KV is the draft's cache beyond the target's own. `speedup` is measured, in passes that
+take turns with autoregressive ones."""
 
 
 def main() -> None:
