@@ -124,6 +124,9 @@ of the whole level's duration, prefill included. The machine is a shared one: ra
 {levels}
 At the last level {rate:.0%} of proposals were accepted, {length:.2f} tokens a round. Tokens equal to the autoregressive
 ones: {lossless}. Peak memory {memory:.2f} GiB. {verdict}
+
+The prompts are prefilled in chunks of 128 tokens, the default; [../serving.md](../serving.md) says what larger ones
+change.
 """
 
 
