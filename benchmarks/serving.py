@@ -15,14 +15,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from page import RESULTS, ROOT, provenance, table
 
 Level = Mapping[str, Any]
 
 WAYS = {"autoregressive": "o--", "speculative": "o-"}
 LOAD = (
-    *("scenario.concurrencies=[1,2,4,8,16,32]", "scenario.num_requests=48", "batch.size=32"),
+    *("scenario.concurrencies=[1,4,8,16,32]", "scenario.num_requests=48", "batch.size=32"),
     *("batch.context_len=4096", "batch.generate_len=128"),
 )
 QUICK = ("scenario.concurrencies=[1,2]", "scenario.num_requests=4", "batch.context_len=256", "batch.generate_len=16")
@@ -35,15 +35,16 @@ PANELS = (
 )
 
 
-def measure(overrides: Sequence[str]) -> tuple[list[Level], Mapping[str, Any], str]:
-    """One run: its levels, its result, and the attention that it chose."""
+def measure(overrides: Sequence[str]) -> tuple[list[Level], Mapping[str, Any], DictConfig]:
+    """One run: its levels, its result, and its configuration with every `auto` resolved."""
     with TemporaryDirectory() as store:
         command = [sys.executable, "launch.py", "scenario=serve", "wandb.mode=disabled", f"runs_dir={store}"]
         subprocess.run([*command, *overrides], cwd=ROOT, check=True)
         (result,) = Path(store).glob("*/result.json")
         levels = [json.loads(line) for line in (result.parent / "history.jsonl").read_text().splitlines()]
         config = OmegaConf.load(result.parent / "config.yaml")
-        return levels, json.loads(result.read_text()), config.attention.name
+        assert isinstance(config, DictConfig)
+        return levels, json.loads(result.read_text()), config
 
 
 def draw(levels: Sequence[Level], path: Path) -> None:
@@ -64,14 +65,16 @@ def draw(levels: Sequence[Level], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def page(levels: Sequence[Level], result: Mapping[str, Any], attention: str) -> str:
-    """The tables of concurrency, generation time and TTFT, and where speculation loses."""
+def page(levels: Sequence[Level], result: Mapping[str, Any], config: DictConfig) -> str:
+    """The table of throughput and latencies, and where speculation wins and loses."""
     rows = [_row(level, way) for level in levels for way in WAYS]
-    loses = [f"{level['concurrency']:g}" for level in levels if level["speedup_wall"] < 1]
-    verdict = f"Speculation takes longer in all with {', '.join(loses)} at once." if loses else ""
+    gains, losses = ([n for n in levels if (n["speedup_wall"] >= 1) == wins] for wins in (True, False))
+    verdicts = (("serves as many tokens a second or more", gains), ("fewer", losses))
+    verdict = ", ".join(f"{said} with {_users(those)} at once" for said, those in verdicts if those)
     return PAGE.format(
         provenance=provenance("python benchmarks/serving.py"),
-        attention=attention,
+        attention=config.attention.name,
+        chunk=config.batch.prefill_chunk,
         rate=levels[-1]["acceptance_rate"],
         length=levels[-1]["acceptance_length"],
         lossless="yes, every request" if all(level["lossless/identical"] for level in levels) else "NO",
@@ -79,6 +82,10 @@ def page(levels: Sequence[Level], result: Mapping[str, Any], attention: str) -> 
         verdict=verdict,
         levels=table(HEADER, rows),
     )
+
+
+def _users(levels: Sequence[Level]) -> str:
+    return ", ".join(f"{level['concurrency']:g}" for level in levels)
 
 
 HEADER = ("users", "way", "tokens/s", "tokens/s per user", "TTFT, s", "TPOT, ms", "ITL, ms", "request, s", "speedup")
@@ -101,8 +108,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="two small levels; write nothing")
     quick = parser.parse_args().quick
-    levels, result, attention = measure(QUICK if quick else LOAD)
-    written = page(levels, result, attention)
+    levels, result, config = measure(QUICK if quick else LOAD)
+    written = page(levels, result, config)
     if quick:
         print(written)
         return
@@ -114,19 +121,19 @@ PAGE = """# Concurrent users on a CPU
 
 {provenance}, attention by {attention}, fp32, greedy. The bundled target, speculating over a streaming cache of 128
 entries with gamma 3. Closed loop: each user sends the next request when the last one is answered. 48 requests, the
-same at each level and for both ways, with prompts of 1,024, 2,048 and 4,096 tokens of source code and 128 new tokens
-each; as many slots as users. Latencies are p50 / p90 / p99; ITL is the time from one chunk to the next, and a round of
-speculation yields several tokens at once. `speedup` is the median over requests of the ratio of TPOTs, beside it that
-of the whole level's duration, prefill included. The machine is a shared one: ratios hold, absolute times drift.
+same at each level and for both ways, with prompts of 1,024, 2,048 and 4,096 tokens of source code, prefilled in chunks
+of {chunk:,}, and 128 new tokens each; as many slots as users. Latencies are p50 / p90 / p99; ITL is the time from one
+chunk of new tokens to the next, and a round of speculation yields several at once. `speedup` is the median over
+requests of the ratio of TPOTs, beside it that of the whole level's duration, prefill included. The machine is a shared
+one: ratios hold, absolute times drift.
 
 ![Throughput and latencies against the number of users](serving-cpu.png)
 
 {levels}
 At the last level {rate:.0%} of proposals were accepted, {length:.2f} tokens a round. Tokens equal to the autoregressive
-ones: {lossless}. Peak memory {memory:.2f} GiB. {verdict}
+ones: {lossless}. Peak memory {memory:.2f} GiB.
 
-The prompts are prefilled in chunks of 128 tokens, the default; [../serving.md](../serving.md) says what larger ones
-change.
+Speculation {verdict}. What chunks change, and how they are chosen: [../serving.md](../serving.md).
 """
 
 

@@ -37,6 +37,8 @@ log = logging.getLogger(__name__)
 
 # batch.size=auto. With fewer rows a small model is bound by its weights (CPU) or by latency (GPU), not by its KV cache.
 ROWS_ON = {"cpu": 24, "cuda": 64}
+# batch.prefill_chunk=auto: of every row of a batch, or of a request that is served, which is prefilled by itself.
+BATCH_CHUNK, REQUEST_CHUNK_ON = 128, {"cpu": 512, "cuda": 2048}
 # Keys of `draft` that are no draft's own to read.
 OTHER_DRAFT_KEYS = ("name", "gamma", "synthetic_acceptance", "model", "tensor_parallel", "quantization", "cache")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -100,6 +102,9 @@ def plan(config: Config) -> Plan:
     batch = config.batch
     if batch.size == "auto":
         batch = replace(batch, size=ROWS_ON[device.type])
+    if batch.prefill_chunk == "auto":
+        is_served = config.scenario.name == "serve"
+        batch = replace(batch, prefill_chunk=REQUEST_CHUNK_ON[device.type] if is_served else BATCH_CHUNK)
     hardware = replace(config.hardware, device=device.type, dtype=str(dtype).removeprefix("torch."))
     if hardware.compile == "auto":
         hardware = replace(hardware, compile=device.type == "cuda")
@@ -143,7 +148,10 @@ def estimate(plan: Plan, num_rows: int, context_len: int) -> Footprint:
         part = Share(0, model.num_ranks, 0, plan.num_ranks)
         return _without_weights(model, plan, attention, part)
 
-    found = footprint(_engine(plan, load), num_rows, context_len, is_audited(plan))
+    weightless = _engine(plan, load)
+    if plan.config.scenario.name == "serve":  # a chunk of one request at a time, not of every row
+        weightless = replace(weightless, prefill_chunk=-(-weightless.prefill_chunk // num_rows))
+    found = footprint(weightless, num_rows, context_len, is_audited(plan))
     return replace(found, transient=found.transient + memory.workspace_bytes(plan.device))
 
 
@@ -192,7 +200,7 @@ def _engine(plan: Plan, load: Callable[[Model], Transformer]) -> NativeEngine:
         draft_model=_draft_model(plan, target, load),
         sampling=_sampling(c),
         generate_len=c.batch.generate_len,
-        prefill_chunk=c.batch.prefill_chunk,
+        prefill_chunk=int(c.batch.prefill_chunk),
         draft_name=c.draft.name,
         gamma=max(c.gammas),
         gammas=c.gammas if c.draft.gamma == "auto" else (),

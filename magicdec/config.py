@@ -146,7 +146,9 @@ class BatchConfig:
     context_len: int = at_least(1, default=MISSING)
     generate_len: int = at_least(2, default=MISSING, why="the first new token comes from the prefill")
     num_batches: int = at_least(1, default=MISSING)
-    prefill_chunk: int = at_least(1, default=MISSING)
+    prefill_chunk: int | str = ruled(
+        MISSING, lambda value: value == "auto" or (isinstance(value, int) and value >= 1), "must be auto or at least 1"
+    )
 
 
 @dataclass

@@ -48,3 +48,16 @@ def test_memory_is_foreseen_with_the_chosen_attention(plan):
     assert needs["sdpa"] - needs["triton"] > 32 * 4096 * 16384
     with_workspace = plan(*sizes, "attention=flashinfer", "hardware.cuda_graphs=false")
     assert build.estimate(with_workspace, 32, 16384).transient - needs["triton"] == pytest.approx(128 << 20, rel=0.01)
+
+
+def test_a_request_that_comes_alone_is_prefilled_in_longer_chunks(plan):
+    assert plan().config.batch.prefill_chunk == 128
+    assert plan("scenario=serve").config.batch.prefill_chunk == 2048
+    assert plan("scenario=serve", "batch.prefill_chunk=96").config.batch.prefill_chunk == 96
+
+
+def test_memory_is_foreseen_for_the_chunk_of_one_request(plan):
+    """As much as where all rows together have as many tokens."""
+    served = build.estimate(plan("scenario=serve", "batch.prefill_chunk=4096"), 32, 16384)
+    assert served == build.estimate(plan("batch.prefill_chunk=128"), 32, 16384)
+    assert served.transient < build.estimate(plan("batch.prefill_chunk=4096"), 32, 16384).transient

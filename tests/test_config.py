@@ -147,7 +147,7 @@ def test_the_first_run_needs_no_warning(default):
         ({"batch__context_len": -1}, "batch.context_len=-1: must be at least 1"),
         ({"batch__generate_len": 1}, "batch.generate_len=1: must be at least 2"),
         ({"batch__num_batches": 0}, "batch.num_batches=0: must be at least 1"),
-        ({"batch__prefill_chunk": 0}, "batch.prefill_chunk=0: must be at least 1"),
+        ({"batch__prefill_chunk": 0}, "batch.prefill_chunk=0: must be auto or at least 1"),
         (
             {"draft__gamma": "auto", "hardware__tensor_parallel": 2},
             "draft.gamma=auto: goes with one rank only, not with hardware.tensor_parallel=2; give a number",

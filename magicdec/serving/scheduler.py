@@ -1,7 +1,8 @@
 """The scheduler: who waits, who has a slot, and what is done next. One thread, no clock, no network.
 
-A slot that is free takes the longest waiting request. Its prompt is prefilled in chunks, and between two chunks the
-running requests get a round: they never wait for more than a chunk.
+A slot that is free takes the longest waiting request. Its prompt is prefilled in chunks, of which the running requests
+let one pass for every free slot before they get a round: where most slots are empty filling them serves more, and the
+fuller they are, the less there is to wait for (chunked prefills: Sarathi-Serve, arXiv 2403.02310).
 """
 
 from collections import deque
@@ -21,6 +22,7 @@ class Scheduler:
         self.slots, self.speculative = slots, speculative and slots.batch.draft is not None
         self.waiting: deque[Request] = deque()
         self.running: dict[int, Request] = {}  # by slot
+        self._prefilled = 0  # tokens since the last round, while others were running
         self._unread: deque[tuple[dict[int, Request], _Reading]] = deque()
         # On a GPU the host reads a round's outcome while the next one runs, so that at most one surplus round is taken.
         self._lag = 1 if slots.device.type == "cuda" else 0
@@ -38,7 +40,7 @@ class Scheduler:
     def step(self) -> None:
         """Prefill the next request if a slot is free, else take a round."""
         self._drop_cancelled()
-        if self.waiting and len(self.running) < self.slots.num_slots:
+        if self.waiting and self._num_free:
             self._admit(self.waiting.popleft())
         elif self.running:
             self._round()
@@ -52,12 +54,14 @@ class Scheduler:
             self.waiting.popleft().finish(end, error)
 
     def _admit(self, request: Request) -> None:
-        def between_chunks(_: int) -> None:
+        def between_chunks(count: int) -> None:
             self._drop_cancelled()
             if request.cancelled:
                 raise Abandoned
             if self.running:
-                self._round()
+                self._prefilled += count
+                if self._prefilled >= self.slots.engine.prefill_chunk * self._num_free:
+                    self._round()
 
         try:
             prefilled = self.slots.prefill(request.prompt, request.params, self.speculative, between_chunks)
@@ -76,7 +80,12 @@ class Scheduler:
         if finished:
             request.finish(self._end(request))
 
+    @property
+    def _num_free(self) -> int:
+        return self.slots.num_slots - len(self.running)
+
     def _round(self) -> None:
+        self._prefilled = 0
         report = self.slots.step(self.speculative)
         self._unread.append((dict(self.running), _Reading(report)))
         if len(self._unread) > self._lag:

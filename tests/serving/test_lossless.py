@@ -143,7 +143,7 @@ def test_an_end_of_sequence_frees_the_slot():
     assert requests[3].end == "length"
 
 
-def test_running_requests_wait_for_one_chunk_at_most():
+def test_the_drafts_prefill_counts_like_the_targets():
     slots = slots_with("model", "h2o", num_slots=2, prefill_chunk=8)
     scheduler = Scheduler(slots)
     first = Request([1, 2, 3], Params(40, gamma=0, ignore_eos=True))
@@ -151,8 +151,30 @@ def test_running_requests_wait_for_one_chunk_at_most():
     scheduler.step()
     scheduler.submit(Request(random_prompts([64])[0], Params(2)))
     before = len(first.tokens)
-    scheduler.step()  # a whole prefill: 8 chunks of the target, 8 of the draft, and at least one of h2o's scoring
-    assert len(first.tokens) - before >= 17
+    scheduler.step()  # a whole prefill: 64 tokens of the target, 63 of the draft, and at least one of h2o's scoring
+    assert len(first.tokens) - before >= 16
+
+
+@pytest.mark.parametrize("speculative", [False, True])
+def test_a_round_follows_a_chunk_for_every_free_slot(speculative, monkeypatch):
+    """What is left of it goes to the next request; nobody's round is due while nobody has a slot."""
+    slots = slots_with("self", "streaming", num_slots=4, prefill_chunk=8)
+    prefill, step, events = slots.prefill, slots.step, []
+
+    def told_prefill(*arguments):
+        *others, progress = arguments
+        return prefill(*others, lambda count: (events.append(count), progress(count)))
+
+    monkeypatch.setattr(slots, "prefill", told_prefill)
+    monkeypatch.setattr(slots, "step", lambda way: (events.append("round"), step(way))[1])
+    scheduler = Scheduler(slots, speculative)
+    for prompt in random_prompts([40, 64, 5, 20]):
+        scheduler.submit(Request(prompt, Params(30, gamma=0, ignore_eos=True)))
+    for _ in range(5):
+        scheduler.step()
+    first, second = [8] * 5, [8, 8, 8, "round"] * 2 + [8, 8]  # nobody runs; three slots are free
+    third, fourth = [5, "round"], [8, "round", 8, "round", 4, "round"]  # two are free; one is, and then none
+    assert events == first + second + third + fourth
 
 
 def test_a_cancelled_request_frees_its_slot_before_the_next_round(monkeypatch):
