@@ -68,9 +68,12 @@ def draw(levels: Sequence[Level], path: Path) -> None:
 def page(levels: Sequence[Level], result: Mapping[str, Any], config: DictConfig) -> str:
     """The table of throughput and latencies, and where speculation wins and loses."""
     rows = [_row(level, way) for level in levels for way in WAYS]
-    gains, losses = ([n for n in levels if (n["speedup_wall"] >= 1) == wins] for wins in (True, False))
-    verdicts = (("serves as many tokens a second or more", gains), ("fewer", losses))
-    verdict = ", ".join(f"{said} with {_users(those)} at once" for said, those in verdicts if those)
+    gains, losses = (
+        ", ".join(f"{n['concurrency']:g}" for n in levels if (n["speedup_wall"] >= 1) == wins) for wins in (True, False)
+    )
+    verdict = " and ".join(
+        f"{verb} with {users} at once" for verb, users in (("gains", gains), ("loses", losses)) if users
+    )
     return PAGE.format(
         provenance=provenance("python benchmarks/serving.py"),
         attention=config.attention.name,
@@ -82,10 +85,6 @@ def page(levels: Sequence[Level], result: Mapping[str, Any], config: DictConfig)
         verdict=verdict,
         levels=table(HEADER, rows),
     )
-
-
-def _users(levels: Sequence[Level]) -> str:
-    return ", ".join(f"{level['concurrency']:g}" for level in levels)
 
 
 HEADER = ("users", "way", "tokens/s", "tokens/s per user", "TTFT, s", "TPOT, ms", "ITL, ms", "request, s", "speedup")
@@ -133,7 +132,8 @@ one: ratios hold, absolute times drift.
 At the last level {rate:.0%} of proposals were accepted, {length:.2f} tokens a round. Tokens equal to the autoregressive
 ones: {lossless}. Peak memory {memory:.2f} GiB.
 
-Speculation {verdict}. What chunks change, and how they are chosen: [../serving.md](../serving.md).
+Over a whole level, in tokens/s, speculation {verdict}.
+What chunks change, and how they are chosen: [../serving.md](../serving.md).
 """
 
 

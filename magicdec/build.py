@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 # batch.size=auto. With fewer rows a small model is bound by its weights (CPU) or by latency (GPU), not by its KV cache.
 ROWS_ON = {"cpu": 24, "cuda": 64}
 # batch.prefill_chunk=auto: of every row of a batch, or of a request that is served, which is prefilled by itself.
-BATCH_CHUNK, REQUEST_CHUNK_ON = 128, {"cpu": 512, "cuda": 2048}
+BATCH_CHUNK, REQUEST_CHUNK_ON = 128, {"cpu": 256, "cuda": 2048}
 # Keys of `draft` that are no draft's own to read.
 OTHER_DRAFT_KEYS = ("name", "gamma", "synthetic_acceptance", "model", "tensor_parallel", "quantization", "cache")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
