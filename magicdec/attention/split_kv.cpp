@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <thread>
 #include <type_traits>
 #include <vector>
 
@@ -189,21 +190,28 @@ class Kernel {
     void run() {
         static thread_local std::vector<float> scratch;  // kept: fresh pages would cost more than the work in them
         const int64_t heads = c.rows * c.kv_heads, size = Partial::size(query_rows, c.dim, c.scores);
-        if (int64_t(scratch.size()) < heads * max_splits * size) scratch.resize(heads * max_splits * size);
-        float* partials = scratch.data();
+        // Weights stay in the cache if the next head overwrites them.
+        const int64_t room = c.scores ? std::min(heads, c.threads) : heads;
+        if (int64_t(scratch.size()) < room * max_splits * size) scratch.resize(room * max_splits * size);
+        float* const all_partials = scratch.data();
         std::vector<std::atomic<int64_t>> done(heads);
+        std::atomic<int64_t> next{0};
 #pragma omp parallel num_threads(c.threads)
         {
             std::vector<float> q(query_rows * c.dim), scores(query_rows * BLOCK), decay(query_rows);
             std::vector<float> wide(std::is_same_v<T, float> ? 0 : BLOCK * c.dim);
-#pragma omp for schedule(dynamic) nowait
-            for (int64_t task = 0; task < heads * max_splits; ++task) {
+            for (int64_t task; (task = next.fetch_add(1)) < heads * max_splits;) {
                 const int64_t head = task / max_splits, split = task % max_splits;
                 const int64_t b = head / c.kv_heads, kv = head % c.kv_heads;
-                attend(b, kv, split, Partial(partials + task * size, query_rows, c.dim), q.data(), scores.data(),
+                float* partials = all_partials + head % room * max_splits * size;
+                // Tasks are begun in order: whoever still needs the room is at work.
+                while (head >= room && done[head - room] <= max_splits) std::this_thread::yield();
+                attend(b, kv, split, Partial(partials + split * size, query_rows, c.dim), q.data(), scores.data(),
                        decay.data(), wide.data());
                 // Whoever ends a head's last split merges them: threads wait for each other only once.
-                if (done[head].fetch_add(1) + 1 == max_splits) merge(b, kv, partials + head * max_splits * size, size);
+                if (done[head].fetch_add(1) + 1 < max_splits) continue;
+                merge(b, kv, partials, size);
+                done[head] = max_splits + 1;
             }
         }
     }
