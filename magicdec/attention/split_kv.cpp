@@ -130,10 +130,15 @@ struct Call {
 
 namespace {
 
-// Scores of R query rows and four slots. R x 4 sums stay in registers.
+// Scores of R query rows and four slots. R x 4 sums stay in registers, which GCC manages if it is told to unroll.
 template <int R, typename T>
 void score(const float* q, const T* const* k, int64_t dim, float* scores) {
-    Vec sums[R][4] = {};
+    Vec sums[R][4];
+#pragma GCC unroll 3
+    for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+        for (int s = 0; s < 4; ++s) sums[r][s] = Vec{};
+    }
     for (int64_t d = 0; d < dim; d += LANES) {
         Vec rows[R];
         for (int r = 0; r < R; ++r) rows[r] = hold(q + r * dim + d);
@@ -142,6 +147,7 @@ void score(const float* q, const T* const* k, int64_t dim, float* scores) {
             for (int r = 0; r < R; ++r) sums[r][s] += rows[r] * x;
         }
     }
+#pragma GCC unroll 3
     for (int r = 0; r < R; ++r) {
         const Quad quad = sums_of(sums[r][0], sums[r][1], sums[r][2], sums[r][3]);
         std::memcpy(scores + r * BLOCK, &quad, sizeof quad);
