@@ -6,8 +6,8 @@
 take turns, and each one's fastest turn counts, because other work on a machine only ever adds; times are then divided
 by that of reading K and V once, which takes its turns with them.
 
-No way can be faster than its reading or its arithmetic, of which the two matmuls are all that is counted: 4 H T S D
-FLOPs a row, at the fp32 rate of a large matmul. What the limit is divided by, in percent, is cpp's time.
+The limit is the longer of reading and arithmetic, each at its best: of arithmetic only the two matmuls are counted,
+4 H T S D FLOPs a row at the rate of a large matmul in fp32. How much of it cpp reaches stands beside it.
 """
 
 import argparse
@@ -48,7 +48,7 @@ def main() -> None:
         "two matmuls",
         "flex_attention",
     ]
-    rate = matmul_rate(torch.device("cpu"), torch.float32, repeats=args.repeats)
+    rate = matmul_rate(torch.device("cpu"), torch.float32, size=512, repeats=10 * args.repeats)
     machine = f"{torch.get_num_threads()} threads, {rate / 1e9:.0f} GFLOP/s in fp32"
     print(f"{args.dtype}, {machine}; times over that of reading K and V once\n")
     print(f"| {' | '.join(header)} |\n|{' --- |' * len(header)}")
