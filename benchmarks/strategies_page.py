@@ -274,17 +274,18 @@ in a mean over layers; data=stdlib; `python benchmarks/strategies_retained.py`, 
 the attention itself: what is lost between `topk` and them is the price of pages, and from them to `quest` that of
 judging pages by bounds."""
 
-SPEEDUP_TEXT = """Tokens per second of a row over those of autoregressive decoding, on data=stdlib with gamma {gamma}, in passes that
-take turns with autoregressive ones, without the draft's prefill; `spread` is the widest between the three passes of a
-line. `python benchmarks/strategies.py times`, {measured}.
+SPEEDUP_TEXT = """Tokens per second of a row over those of autoregressive decoding, on data=stdlib with gamma {gamma},
+in passes that take turns with autoregressive ones, without the draft's prefill; `spread` is the widest between the
+three passes of a line. `python benchmarks/strategies.py times`, {measured}.
 
 ![Speedup against budget, a line per policy](strategies_speedup.png)
 """
 
-TIMES_TEXT = """Milliseconds at a budget of {middle}, from the same runs; [strategies_times.csv](strategies_times.csv) has all budgets.
-T_select is a part of T_D where entries are chosen in every step (`quest`, `topk`), of the round with `verify_guided`,
-and of the prefill with `snapkv`, `pyramidkv` and `h2o`. `prefill` is what the draft takes before its first round. Length
-is that of acceptance, tokens per round; KV is the draft's cache beyond the target's own."""
+TIMES_TEXT = """Milliseconds at a budget of {middle}, from the same runs; all budgets are in
+[strategies_times.csv](strategies_times.csv). T_select is a part of T_D where entries are chosen in every step (`quest`,
+`topk`), of the round with `verify_guided`, and of the prefill with `snapkv`, `pyramidkv` and `h2o`. `prefill` is what
+the draft takes before its first round. Length is that of acceptance, tokens per round; KV is the draft's cache beyond
+the target's own."""
 
 
 def main() -> None:
