@@ -44,7 +44,7 @@ def send(folder: Path, config: dict, options: argparse.Namespace) -> wandb.Wandb
     results = SimpleNamespace(
         **{name: read_lines(folder / f"{name}.jsonl") for name in ("history", "samples", "system")}
     )
-    return wandb.log_run(run, config | {"wandb": config["wandb"] | chosen}, results)
+    return wandb.send(run, config | {"wandb": config["wandb"] | chosen}, results)
 
 
 def _runs(options: argparse.Namespace) -> list[dict]:
