@@ -104,6 +104,17 @@ def sync_command(folder: Path) -> str:
     return f"wandb sync {shlex.quote(shown(folder))}"
 
 
+def make_chart(entity: str, name: str, spec: Mapping[str, Any]) -> str | None:
+    """Give a team or user a kind of chart, drawn by Vega-Lite; returns what W&B has against it, if it has."""
+    import wandb
+
+    try:
+        wandb.Api().create_custom_chart(entity, name, name, "vega2", "private", dict(spec))
+    except Exception as error:
+        return _line(error)
+    return None
+
+
 def _send(run: Run, config: Mapping[str, Any], results: Results) -> WandbOutcome:
     mode = config["wandb"]["mode"]
     with _tables_stay_in(run.folder):

@@ -276,3 +276,22 @@ def test_a_dashboard_is_saved_with_a_login(tmp_path, server):
     assert (workspace["displayName"], report["displayName"]) == ("magicdec", "ours")
     assert re.fullmatch(rf"{server.url}/{ENTITY}/magicdec\?nw=\w+\n.*/reports/ours--view2\n", process.stdout)
     assert list(tmp_path.glob("*.json")) == []
+    for view in server.views:
+        panel = next(panel for panel in panels_of(json.loads(view["spec"])) if panel.get("viewType") == "Vega2")
+        ((chart, drawn),) = server.charts.items()
+        assert panel["config"]["panelDefId"] == chart
+        (asked,) = panel["config"]["userQuery"]["queryFields"]
+        (keys,) = [field["args"] for field in asked["fields"] if field["name"] == "summary"]
+        settings = panel["config"]["fieldSettings"]
+        assert set(settings.values()) == {"name", *keys[0]["value"]}
+        assert set(keys[0]["value"]) <= METRICS.keys()
+        assert set(re.findall(r"\$\{field:(\w+)\}", json.dumps(drawn))) == settings.keys()
+
+
+def panels_of(spec):
+    """Every panel of a workspace or a report, wherever it is in there."""
+    if isinstance(spec, list):
+        return [panel for part in spec for panel in panels_of(part)]
+    if not isinstance(spec, dict):
+        return []
+    return [spec] if "viewType" in spec else [panel for part in spec.values() for panel in panels_of(part)]

@@ -56,6 +56,7 @@ class WandbServer(ThreadingHTTPServer):
         self.artifacts = {}  # id -> what it was created with, and its files by name
         self.sweeps = {}  # name -> its configuration and the points still to be given out
         self.views = []  # workspaces and reports
+        self.charts = {}  # by entity/name: what draws them
         self.unknown = []  # queries without an answer
         self.refuse = lambda what, sent: None
 
@@ -170,6 +171,10 @@ class WandbServer(ThreadingHTTPServer):
     def _upsertModel(self, input):
         project = {"id": "p", "name": input["name"], "entityName": input["entityName"]}
         return {"project": project | dict.fromkeys(("description", "access", "views")), "inserted": True}
+
+    def _createCustomChart(self, entity, chartName, spec, **_):
+        self.charts[f"{entity}/{chartName}"] = json.loads(spec)
+        return {"chart": {"id": f"{entity}/{chartName}"}}
 
     def _upsertView(self, **view):
         self.views.append(view)
