@@ -94,6 +94,28 @@ def send(run: Run, config: Mapping[str, Any], results: Results) -> WandbOutcome:
     return replace(outcome, warning=_warning(complaint[1])) if complaint else outcome
 
 
+def connect() -> Any:
+    """W&B's API, to look up runs; UserError where it does not answer, or not to this user."""
+    check({"mode": "online"})
+    import wandb
+
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            return wandb.Api()
+    except Exception as error:
+        raise UserError(_warning(_line(error))) from error
+
+
+def arrived(api: Any, run: Run, config: Mapping[str, Any]) -> str | None:
+    """Where W&B shows the run, if it has all of it: what was sent once more would be added to what is there."""
+    path = "/".join(filter(None, [config["wandb"]["entity"], config["wandb"]["project"], _id(run, config)]))
+    with contextlib.suppress(Exception):  # raised for a run that is not there, too
+        there = api.run(path)
+        if there.state == "finished" and there.summary.get("finished") == run.result["finished"]:
+            return there.url
+    return None
+
+
 def given_id() -> str | None:
     """The id under which `wandb agent` awaits this run: under another, its sweep would wait for it in vain."""
     return os.environ.get("WANDB_RUN_ID") if os.environ.get("WANDB_SWEEP_ID") else None

@@ -12,12 +12,12 @@ ROOT = Path(__file__).parents[2]
 
 # Arguments: the store, the mode, the number of attempts, the run's id.
 TELL = """
-import json, sys
+import json, os, sys
 from dataclasses import asdict
 from magicdec.tracking import wandb
 from magicdec.tracking.store import Run
 from tests.tracking.sample import *
-wandb.INIT_TIMEOUT_S, wandb.FINISH_TIMEOUT_S = 2.0, 5.0
+wandb.INIT_TIMEOUT_S = wandb.FINISH_TIMEOUT_S = float(os.environ.get("PATIENCE_S", "60"))
 config = with_changes(wandb={"mode": sys.argv[2]})
 for _ in range(int(sys.argv[3])):
     run = Run.open(sys.argv[1], sys.argv[4], config)

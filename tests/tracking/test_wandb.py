@@ -173,7 +173,7 @@ def test_no_secret_is_written(told):
 
 
 def test_a_server_that_is_away_leaves_the_run_offline(tmp_path):
-    address = {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": SECRET}
+    address = {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": SECRET, "PATIENCE_S": "3"}
     process = python("-c", TELL, tmp_path / "runs", "online", 1, "0123456789ab", home=tmp_path, **address)
     outcome = json.loads(process.stdout)
     assert outcome["warning"].startswith("W&B failed, ")
@@ -186,7 +186,7 @@ def test_a_server_that_is_away_leaves_the_run_offline(tmp_path):
 def test_a_service_that_dies_while_it_is_told_loses_nothing(tmp_path):
     if shutil.which("pgrep") is None:
         pytest.skip("needs pgrep")
-    process = python("-c", KILL + TELL, tmp_path, "offline", 1, "0123456789ab", home=tmp_path)
+    process = python("-c", KILL + TELL, tmp_path, "offline", 1, "0123456789ab", home=tmp_path, PATIENCE_S="5")
     outcome = json.loads(process.stdout)
     assert outcome["warning"].startswith("W&B failed, ")
     assert load_run(tmp_path / "0123456789ab")["status"] == "done"

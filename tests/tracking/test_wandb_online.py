@@ -12,7 +12,8 @@ import yaml
 from magicdec.tracking.reader import iter_runs, read_lines
 from tests.tracking.processes import KILL, ROOT, TELL, finished, python, start
 from tests.tracking.sample import CONFIG, HISTORY, METRICS, SAMPLES, SYSTEM
-from tests.tracking.wandb_server import API_KEY, ENTITY, WandbServer
+from tests.tracking.stores import write_run
+from tests.tracking.wandb_server import API_KEY, ENTITY, Received, WandbServer
 
 pytest.importorskip("wandb", reason="W&B is not installed")
 
@@ -25,6 +26,7 @@ system.sampled = functools.partial(system.sampled, 0.1)
 sys.exit(launch.main())
 """
 TINY = ["batch.size=2", "batch.context_len=128", "batch.generate_len=12", "scenario.repeats=1", "draft.gamma=2"]
+IDS = ["0123456789ab", "ba9876543210"]
 SYNC = ("-m", "magicdec.tracking.sync")
 WANDB = ("-m", "wandb")
 
@@ -124,17 +126,23 @@ def content(server, name):
     return facts, config, history, summary, server.table("generations", name), run.exit_code
 
 
-@pytest.fixture
-def offline(tmp_path):
-    """Two runs, told offline by two processes at once."""
-    names = ["0123456789ab", "ba9876543210"]
-    processes = [start("-c", TELL, tmp_path / "runs", "offline", 1, name, home=tmp_path) for name in names]
+@pytest.fixture(scope="module")
+def offline(tmp_path_factory):
+    """Two runs, told offline by two processes at once; to be copied by who changes their store."""
+    home = tmp_path_factory.mktemp("home")
+    processes = [start("-c", TELL, home / "runs", "offline", 1, name, home=home) for name in IDS]
     outcomes = [json.loads(finished(process).stdout) for process in processes]
-    return {f"{name}-1": outcome for name, outcome in zip(names, outcomes, strict=True)}
+    return {f"{name}-1": outcome for name, outcome in zip(IDS, outcomes, strict=True)}
 
 
-def test_runs_told_offline_in_parallel_arrive_once_each(offline, tmp_path, server):
-    sent = python(*SYNC, tmp_path / "runs", home=tmp_path, **address(server))
+@pytest.fixture
+def store(offline, tmp_path):
+    """A copy of both."""
+    return shutil.copytree(Path(next(iter(offline.values()))["folder"]).parents[2], tmp_path / "runs")
+
+
+def test_runs_told_offline_in_parallel_arrive_once_each(offline, store, tmp_path, server):
+    sent = python(*SYNC, store, home=tmp_path, **address(server))
     assert (sent.returncode, sent.stderr) == (0, "")
     urls = {line.partition("  ")[2] for line in sent.stdout.splitlines()}
     assert urls == {f"{server.url}/{ENTITY}/magicdec/runs/{name}" for name in offline}
@@ -145,12 +153,15 @@ def test_runs_told_offline_in_parallel_arrive_once_each(offline, tmp_path, serve
         assert config == CONFIG | {"wandb": CONFIG["wandb"] | {"mode": "online"}}
         assert history == [*HISTORY, *SYSTEM, {}, {}], "and two tables"
         assert (summary, generations, exit_code) == (METRICS, SAMPLES, 0)
-    for folder in (tmp_path / "runs").glob("*/wandb"):
+    for folder in store.glob("*/wandb"):
         shutil.rmtree(folder)
-    again = python(*SYNC, tmp_path / "runs", home=tmp_path, **address(server))
+    again = python(*SYNC, store, home=tmp_path, **address(server))
     assert (again.returncode, again.stdout) == (0, sent.stdout)
     assert {name: content(server, name) for name in server.runs} == first
     assert_no_secret(tmp_path, sent, again)
+    server.runs["0123456789ab-1"] = Received()
+    python(*SYNC, store, home=tmp_path, **address(server))
+    assert {name: content(server, name) for name in server.runs} == first, "what is not there as a whole is sent again"
 
 
 def test_the_command_that_is_printed_sends_a_run(offline, tmp_path, server):
@@ -177,7 +188,7 @@ def test_what_a_server_refuses_is_kept(tmp_path, server):
     runs = tmp_path / "runs"
     launcher = ["-m", "hydra/launcher=basic", "scenario=predict", "draft.gamma=1,2,3", "cache.budget=64"]
     arguments = [ROOT / "tests" / "quick_launch.py", *launcher, f"runs_dir={runs}", "wandb.mode=online"]
-    quick = {"QUICK_STARTS": str(tmp_path), "QUICK_PATIENCE_S": "2"}
+    quick = {"QUICK_STARTS": str(tmp_path), "QUICK_PATIENCE_S": "3"}
     process = python(*arguments, home=tmp_path, **quick, **address(server))
     assert process.returncode == 0, process.stderr
     stored = {run["config"]["draft"]["gamma"]: run for run in iter_runs(runs)}
@@ -202,16 +213,23 @@ def test_what_a_server_refuses_is_kept(tmp_path, server):
     assert arrived == {f"{run['id']}-1": (2, gamma + 0.064) for gamma, run in stored.items()}
 
 
-def test_sync_with_a_wrong_key_says_what_to_do(offline, tmp_path, server):
-    before = sorted(tmp_path.glob("runs/*/wandb/offline-run-*"))
-    process = python(*SYNC, tmp_path / "runs", "ba9876543210", home=tmp_path, **address(server, "f" * 40))
-    assert process.returncode == 1
-    assert process.stdout == (
-        "ba9876543210  W&B failed, CommError: user is not logged in; `wandb login --relogin` changes the key, "
-        "wandb.entity the team\n"
+def test_sync_with_a_wrong_key_says_what_to_do(tmp_path, server):
+    write_run(tmp_path, "abc", {}, {})
+    process = python(*SYNC, tmp_path, home=tmp_path, **address(server, "f" * 40))
+    assert (process.returncode, process.stdout) == (2, "")
+    assert process.stderr == (
+        f"error: W&B failed, AuthenticationError: Failed to verify credentials with {server.url}: user is not logged "
+        "in; `wandb login --relogin` changes the key, wandb.entity the team\n"
     )
-    assert process.stderr == ""
-    assert sorted(tmp_path.glob("runs/*/wandb/offline-run-*")) == before, "the store has it all, nothing is to be kept"
+
+
+def test_sync_tells_which_run_was_not_taken(store, tmp_path, server):
+    server.refuse = lambda what, sent: 404 if what == "upsertBucket" and "ba9876543210" in sent else None
+    process = python(*SYNC, store, home=tmp_path, **address(server))
+    assert (process.returncode, process.stderr) == (1, "")
+    assert "ba9876543210  W&B failed, CommError: it is down\n" in process.stdout
+    assert list(server.runs) == ["0123456789ab-1"]
+    assert len(list(store.glob("*/wandb/offline-run-*"))) == 2, "the store has it all, nothing more is to be kept"
 
 
 def test_data_that_w_and_b_drops_is_noticed(tmp_path, server):
@@ -224,6 +242,7 @@ def test_data_that_w_and_b_drops_is_noticed(tmp_path, server):
     assert process.stderr == ""
 
 
+@pytest.mark.skipif(shutil.which("pgrep") is None, reason="needs pgrep")
 def test_a_service_that_dies_while_it_sends_leaves_the_run_offline(tmp_path, server):
     process = python("-c", KILL + TELL, tmp_path, "online", 1, "0123456789ab", home=tmp_path, **address(server))
     outcome = json.loads(process.stdout)

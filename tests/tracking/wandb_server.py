@@ -29,10 +29,8 @@ class Received:
 
     @property
     def history(self):
-        """One line per step: a run that is sent again adds lines, which its charts do not show twice."""
         lines = self.lines.get("wandb-history.jsonl", {})
-        rows = {row["_step"]: row for row in (json.loads(lines[number]) for number in sorted(lines))}
-        return list(rows.values())
+        return [json.loads(lines[number]) for number in sorted(lines)]
 
     @property
     def summary(self):
@@ -107,7 +105,7 @@ class WandbServer(ThreadingHTTPServer):
         run.facts |= {key: value for key, value in facts.items() if value is not None}
         run.config = {key: entry["value"] for key, entry in json.loads(config or "{}").items()} or run.config
         bucket = {"id": name, "name": name, "displayName": facts["displayName"], "description": None, "config": config}
-        bucket |= {"sweepName": facts["sweep"], "historyLineCount": len(run.lines.get("wandb-history.jsonl", {}))}
+        bucket |= {"sweepName": facts["sweep"], "historyLineCount": len(run.history)}  # what comes is added
         return {"bucket": bucket | {"project": _project_named(facts["project"])}, "inserted": True}
 
     def _createRunFiles(self, run, files, **_):
@@ -139,9 +137,12 @@ class WandbServer(ThreadingHTTPServer):
     def _commitArtifact(self, artifactID):
         return {"artifact": {"id": artifactID, "digest": self.artifacts[artifactID]["digest"]}}
 
-    def _project(self, sweep=None, **variables):
+    def _project(self, sweep=None, name=None, **variables):
         if sweep is not None:
             return {"sweep": {"id": sweep, "name": sweep, "config": self.sweeps[sweep][0], "runs": {"edges": []}}}
+        if run := self.runs.get(name):
+            state = "finished" if run.exit_code == 0 else "running"
+            return {"run": {"id": name, "name": name, "projectId": "1", "state": state} | _as_json(run)}
         return {"id": "p", "internalId": "p"} if "projectName" in variables else None
 
     def _upsertSweep(self, config, projectName, **_):
@@ -232,6 +233,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, *_):
         pass
+
+
+def _as_json(run):
+    parts = {"config": run.config, "summaryMetrics": run.summary, "systemMetrics": {}}
+    return {key: json.dumps(part) for key, part in parts.items()} | {"user": {"name": ENTITY, "username": ENTITY}}
 
 
 def _project_named(name):
