@@ -1,6 +1,7 @@
 """launch.py with a plan and a scenario that take a moment, and no PyTorch; the process launcher's jobs are this, too.
 
-It says in the folder QUICK_STARTS, by an empty file, each time that a run is begun, and takes QUICK_SECONDS.
+It says in the folder QUICK_STARTS, by an empty file, each time that a run is begun, and takes QUICK_SECONDS. It waits
+QUICK_PATIENCE_S for W&B.
 draft.gamma=6 crashes, 7 is killed.
 """
 
@@ -15,6 +16,7 @@ from types import SimpleNamespace
 import launch
 import magicdec.scenarios
 import magicdec.scenarios.foresee
+from magicdec.tracking import wandb
 
 
 def quick(plan, progress):
@@ -45,4 +47,6 @@ def plan(config):
 if __name__ == "__main__":
     magicdec.scenarios.foresee.doubts = lambda plan: []
     magicdec.scenarios._scenario = lambda name: (plan, quick)
+    if patience := os.environ.get("QUICK_PATIENCE_S"):
+        wandb.INIT_TIMEOUT_S = wandb.FINISH_TIMEOUT_S = float(patience)
     sys.exit(launch.main())

@@ -71,8 +71,12 @@ def run(config: Config, job: Job) -> dict[str, Any]:
 
 
 def _settings(config: Config, job: Job) -> dict[str, Any]:
-    """What config.yaml holds: W&B shows the runs of a sweep as a group."""
+    """What config.yaml holds: W&B shows the runs of a sweep as a group, and one of its own sweeps has an id already."""
+    from magicdec.tracking import wandb
+
     settings = to_dict(config)
+    if given := wandb.given_id():
+        settings["wandb"]["id"] = given
     if job.sweep_dir is not None:
         settings["wandb"]["group"] = settings["wandb"]["group"] or config.sweep.name or job.sweep_dir.name
     return settings

@@ -1,6 +1,7 @@
 """`python -m magicdec.tracking.sync RUNS_DIR`: send stored runs to Weights & Biases, whatever became of its folders.
 
-A run is sent under the id that it always has, its own and the attempt's number: sending it twice is sending it once.
+A run is sent under the id that it always has, its own and the attempt's number (or the one that `wandb agent` gave it),
+and only if it is not there as a whole: sending it twice is sending it once.
 """
 
 import argparse
@@ -8,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 from magicdec.errors import UserError
 from magicdec.tracking import wandb
@@ -19,24 +21,24 @@ USER_ERROR, FAILURE = 2, 1
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code: 2 for a user's mistake, 1 where a run could not be sent."""
+    """Run the command line; returns the exit code: 2 where W&B cannot be asked at all, 1 where a run was not taken."""
     options = _parser().parse_args(arguments)
     try:
         runs = _runs(options)
-        wandb.check({"mode": options.mode})
+        api = wandb.connect() if options.mode == "online" else None
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return USER_ERROR
     failures = 0
     for run in runs:
-        told = send(Path(run["folder"]), run["config"], options)
+        told = send(Path(run["folder"]), run["config"], options, api)
         print(f"{run['id']}  {told.warning or told.url or told.sync_command}", flush=True)
         failures += told.warning is not None
     return FAILURE if failures else 0
 
 
-def send(folder: Path, config: dict, options: argparse.Namespace) -> wandb.WandbOutcome:
-    """Tell W&B of a run as it was told when it ended, from what the store holds."""
+def send(folder: Path, config: dict, options: argparse.Namespace, api: Any) -> wandb.WandbOutcome:
+    """Tell W&B of a run as it was told when it ended, from what the store holds; nothing if it knows all of it."""
     result = read_result(folder)
     result.pop("rerun", None)
     run = Run(folder.parent, folder.name, result.get("attempt", 1), result)
@@ -44,7 +46,10 @@ def send(folder: Path, config: dict, options: argparse.Namespace) -> wandb.Wandb
     results = SimpleNamespace(
         **{name: read_lines(folder / f"{name}.jsonl") for name in ("history", "samples", "system")}
     )
-    return wandb.log_run(run, config | {"wandb": config["wandb"] | chosen}, results)
+    config = config | {"wandb": config["wandb"] | chosen}
+    if api is not None and (url := wandb.arrived(api, run, config)):
+        return wandb.WandbOutcome(url=url)
+    return wandb.send(run, config, results)
 
 
 def _runs(options: argparse.Namespace) -> list[dict]:

@@ -6,6 +6,7 @@ Nothing that happens here loses a run: whatever goes wrong becomes a line of war
 import contextlib
 import io
 import os
+import re
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -18,6 +19,9 @@ from magicdec.tracking.store import Run, shown
 INIT_TIMEOUT_S = 30.0
 FINISH_TIMEOUT_S = 120.0  # for uploading what is left; it stays on disk, too
 MAX_TAG_LENGTH = 64
+COMPLAINT = re.compile(r"^wandb: (?:WARNING|ERROR) (.*)", re.MULTILINE)
+# In the words of W&B's server: a key that it does not know, a team that is not the user's, or none of that name.
+REFUSED = re.compile(r"^(?:Comm|Authentication)Error: .*(?:logged in|api.?key|permission|not found)", re.IGNORECASE)
 
 
 class Results(Protocol):
@@ -67,21 +71,54 @@ def check(settings: Mapping[str, Any]) -> None:
 
 
 def log_run(run: Run, config: Mapping[str, Any], results: Results) -> WandbOutcome:
-    """Tell W&B of a stored run, in its own folder; where it cannot be reached, keep it there to be sent later."""
-    mode = config["wandb"]["mode"]
-    if mode == "disabled":
+    """Tell W&B of a run that has just ended; what it does not take is kept in the run's folder, to be sent later."""
+    outcome = send(run, config, results)
+    if outcome.warning is None or config["wandb"]["mode"] != "online":
+        return outcome
+    _forget()
+    kept = send(run, {**config, "wandb": config["wandb"] | {"mode": "offline"}}, results)
+    return replace(kept, warning="; nor offline: ".join(filter(None, [outcome.warning, kept.warning])))
+
+
+def send(run: Run, config: Mapping[str, Any], results: Results) -> WandbOutcome:
+    """Tell W&B of a stored run, in its own folder."""
+    if config["wandb"]["mode"] == "disabled":
         return WandbOutcome()
+    said = io.StringIO()
     try:
-        return _send(run, config, results, mode)
+        with contextlib.redirect_stderr(said):
+            outcome = _send(run, config, results)
     except Exception as error:
-        warning = f"W&B failed, {_line(error)}"
-    if mode == "online":
-        try:
-            _forget()
-            return replace(_send(run, config, results, "offline"), warning=warning)
-        except Exception as error:
-            warning += f"; nor offline, {_line(error)}"
-    return WandbOutcome(warning=warning)
+        return WandbOutcome(warning=_warning(_line(error)))
+    complaint = COMPLAINT.search(said.getvalue())  # for what it has given up to upload, it raises nothing
+    return replace(outcome, warning=_warning(complaint[1])) if complaint else outcome
+
+
+def connect() -> Any:
+    """W&B's API, to look up runs; UserError where it does not answer, or not to this user."""
+    check({"mode": "online"})
+    import wandb
+
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            return wandb.Api()
+    except Exception as error:
+        raise UserError(_warning(_line(error))) from error
+
+
+def arrived(api: Any, run: Run, config: Mapping[str, Any]) -> str | None:
+    """Where W&B shows the run, if it has all of it: what was sent once more would be added to what is there."""
+    path = "/".join(filter(None, [config["wandb"]["entity"], config["wandb"]["project"], _id(run, config)]))
+    with contextlib.suppress(Exception):  # raised for a run that is not there, too
+        there = api.run(path)
+        if there.state == "finished" and there.summary.get("finished") == run.result["finished"]:
+            return there.url
+    return None
+
+
+def given_id() -> str | None:
+    """The id under which `wandb agent` awaits this run: under another, its sweep would wait for it in vain."""
+    return os.environ.get("WANDB_RUN_ID") if os.environ.get("WANDB_SWEEP_ID") else None
 
 
 def sync_command(folder: Path) -> str:
@@ -89,7 +126,19 @@ def sync_command(folder: Path) -> str:
     return f"wandb sync {shlex.quote(shown(folder))}"
 
 
-def _send(run: Run, config: Mapping[str, Any], results: Results, mode: Any) -> WandbOutcome:
+def make_chart(entity: str, name: str, spec: Mapping[str, Any]) -> str | None:
+    """Give a team or user a kind of chart, drawn by Vega-Lite; returns what W&B has against it, if it has."""
+    import wandb
+
+    try:
+        wandb.Api().create_custom_chart(entity, name, name, "vega2", "private", dict(spec))
+    except Exception as error:
+        return _line(error)
+    return None
+
+
+def _send(run: Run, config: Mapping[str, Any], results: Results) -> WandbOutcome:
+    mode = config["wandb"]["mode"]
     with _tables_stay_in(run.folder):
         import wandb
 
@@ -108,7 +157,7 @@ def _send(run: Run, config: Mapping[str, Any], results: Results, mode: Any) -> W
         with wandb.init(
             mode=mode,
             dir=str(run.folder),
-            id=_id(run),
+            id=_id(run, config),
             name=_name(config),
             project=config["wandb"]["project"],
             entity=config["wandb"]["entity"],
@@ -128,17 +177,16 @@ def _send(run: Run, config: Mapping[str, Any], results: Results, mode: Any) -> W
             return WandbOutcome(folder, sync_command=sync_command(folder))
 
 
-def _id(run: Run) -> str:
-    """The run's own; that which `wandb agent` has given out, or its sweep would wait for it in vain."""
-    given = os.environ.get("WANDB_RUN_ID") if os.environ.get("WANDB_SWEEP_ID") else None
-    return given or f"{run.id}-{run.attempt}"
+def _id(run: Run, config: Mapping[str, Any]) -> str:
+    return config["wandb"].get("id") or f"{run.id}-{run.attempt}"
 
 
 def _forget() -> None:
-    """End W&B's service process, for which an id that it failed to start is in use."""
-    import wandb
+    """End W&B's service process, for which an id that it failed to start is in use; it may be dead already."""
+    with contextlib.suppress(Exception, SystemExit):
+        import wandb
 
-    wandb.teardown()
+        wandb.teardown()
 
 
 def _log_history(told: Any, history: list[dict]) -> None:
@@ -179,7 +227,9 @@ def _tags(config: Mapping[str, Any], result: Mapping[str, Any]) -> list[str]:
     """The user's, and what runs are told apart by."""
     draft = config["draft"]
     model = draft["model"]["name"] if draft["name"] == "model" else draft["name"]
-    own = [config["target"]["name"], model, config["cache"]["policy"], config["hardware"]["name"]]
+    hardware = config["hardware"]["name"]
+    machine = result.get("device") if hardware == "auto" else hardware
+    own = [config["target"]["name"], model, config["cache"]["policy"], machine]
     weights = "random weights" if result.get("weights/source") == "random" else None
     tags = [*config["wandb"]["tags"], *own, result.get("acceptance/source"), weights]
     return [tag[:MAX_TAG_LENGTH] for tag in dict.fromkeys(tags) if tag]
@@ -212,3 +262,9 @@ def _line(error: Exception) -> str:
     """An exception in a line; W&B's own may be long."""
     first = str(error).strip().partition("\n")[0]
     return f"{type(error).__name__}: {first}" if first else type(error).__name__
+
+
+def _warning(said: str) -> str:
+    """What went wrong, in a line, and what to do about it where that is known."""
+    hint = "; `wandb login --relogin` changes the key, wandb.entity the team" if REFUSED.search(said) else ""
+    return f"W&B failed, {said}{hint}"

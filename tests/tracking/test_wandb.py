@@ -15,32 +15,13 @@ from magicdec.tracking import wandb as tracking
 from magicdec.tracking.reader import load_run
 from magicdec.tracking.store import Run
 from magicdec.tracking.wandb import WandbOutcome
+from tests.tracking.processes import KILL, TELL, python
 from tests.tracking.sample import CONFIG, GENERATIONS, HISTORY, METRICS, RESULTS, SAMPLES, SYSTEM, with_changes
 
 wandb = pytest.importorskip("wandb", reason="W&B is not installed")
 
-ROOT = Path(__file__).parents[2]
 SECRET = "MARKER" + "0123456789abcdef" * 3
 
-# In a process of its own: W&B keeps a service and credentials per process, and whatever it prints is to be seen.
-TELL = """
-import json, sys
-from dataclasses import asdict
-from magicdec.tracking import wandb
-from magicdec.tracking.store import Run
-from tests.tracking.sample import *
-wandb.INIT_TIMEOUT_S = 1.0
-config = with_changes(wandb={"mode": sys.argv[2]})
-for _ in range(int(sys.argv[3])):
-    run = Run.open(sys.argv[1], "0123456789ab", config)
-    run.finish(METRICS, GENERATIONS, HISTORY, SAMPLES, SYSTEM)
-    print(json.dumps(asdict(wandb.log_run(run, config, RESULTS)), default=str))
-"""
-SYNC = """
-import sys
-from magicdec.tracking import sync
-sys.exit(sync.main(sys.argv[1:]))
-"""
 CHECK = """
 import os
 from magicdec.errors import UserError
@@ -55,19 +36,11 @@ for key in (None, "too short"):
 """
 
 
-def python(script, *arguments, home, **environment):
-    """Run a script without the credentials and settings of whoever runs the tests."""
-    env = {key: value for key, value in os.environ.items() if not key.startswith("WANDB_")}
-    env |= {"HOME": str(home), "NETRC": str(home / "netrc")} | environment
-    command = [sys.executable, "-c", script, *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
-
-
 @pytest.fixture(scope="module")
 def told(tmp_path_factory):
     """Two attempts at a run, told offline in one process; its outcomes, and the process for what it printed."""
     home = tmp_path_factory.mktemp("home")
-    process = python(TELL, home / "runs", "offline", 2, home=home, WANDB_API_KEY=SECRET)
+    process = python("-c", TELL, home / "runs", "offline", 2, "0123456789ab", home=home, WANDB_API_KEY=SECRET)
     return [json.loads(line) for line in process.stdout.splitlines()], process, home
 
 
@@ -108,7 +81,7 @@ def test_config(records):
     assert config == CONFIG
     assert (run["run_id"], run["project"], run["run_group"]) == ("0123456789ab-1", "magicdec", "a group")
     assert run["job_type"] == "compare"
-    assert run["tags"] == ["mine", "tiny", "self", "streaming", "auto", "measured"]
+    assert run["tags"] == ["mine", "tiny", "self", "streaming", "Some CPU @ 2.90GHz", "measured"]
     assert run["display_name"] == "tiny self streaming-128 gamma4 8x4096"
 
 
@@ -154,7 +127,7 @@ def test_what_an_offline_run_needs_later_lies_in_the_run_s_folder(told):
 def test_a_run_is_sent_again_from_the_store_alone(told, tmp_path):
     outcomes, _, home = told
     shutil.copytree(home / "runs" / "0123456789ab", tmp_path / "0123456789ab", ignore=shutil.ignore_patterns("wandb"))
-    process = python(SYNC, tmp_path, "--mode", "offline", home=tmp_path)
+    process = python("-m", "magicdec.tracking.sync", tmp_path, "--mode", "offline", home=tmp_path)
     assert (process.returncode, process.stderr) == (0, "")
     (folder,) = (tmp_path / "0123456789ab" / "wandb").glob("offline-run-*-2")
     assert process.stdout == f"0123456789ab  wandb sync {folder}\n"
@@ -173,19 +146,11 @@ def content(records):
     return run, config, history, tables, summary
 
 
-def test_a_run_of_an_agent_is_the_one_that_it_was_given(run, monkeypatch):
-    assert tracking._id(run) == "0123456789ab-1"
-    monkeypatch.setenv("WANDB_RUN_ID", "given")
-    assert tracking._id(run) == "0123456789ab-1"
-    monkeypatch.setenv("WANDB_SWEEP_ID", "a sweep")
-    assert tracking._id(run) == "given"
-
-
 def test_a_dashboard_without_a_login_is_a_file(tmp_path):
     pytest.importorskip("wandb_workspaces")
-    script = "import sys; from magicdec.tracking import dashboard; sys.exit(dashboard.main(sys.argv[1:]))"
     file = tmp_path / "spec.json"
-    process = python(script, "--entity", "me", "--sweep", "mine", "--file", file, home=tmp_path, WANDB_API_KEY=SECRET)
+    arguments = ["--entity", "me", "--sweep", "mine", "--file", file]
+    process = python("-m", "magicdec.tracking.dashboard", *arguments, home=tmp_path, WANDB_API_KEY=SECRET)
     assert (process.returncode, process.stdout) == (0, f"the specification is in {file}\n")
     spec = json.loads(file.read_text())
     sections = spec["workspace"]["spec"]["section"]["panelBankConfig"]["sections"]
@@ -208,8 +173,8 @@ def test_no_secret_is_written(told):
 
 
 def test_a_server_that_is_away_leaves_the_run_offline(tmp_path):
-    address = {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": SECRET}
-    process = python(TELL, tmp_path / "runs", "online", 1, home=tmp_path, **address)
+    address = {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": SECRET, "PATIENCE_S": "3"}
+    process = python("-c", TELL, tmp_path / "runs", "online", 1, "0123456789ab", home=tmp_path, **address)
     outcome = json.loads(process.stdout)
     assert outcome["warning"].startswith("W&B failed, ")
     assert outcome["sync_command"] == f"wandb sync {outcome['folder']}"
@@ -218,31 +183,21 @@ def test_a_server_that_is_away_leaves_the_run_offline(tmp_path):
     assert "MARKER" not in process.stdout + process.stderr
 
 
-KILL = """
-import os, signal, subprocess
-from magicdec.tracking import wandb
-def kill(*_):
-    children = subprocess.run(["pgrep", "-P", str(os.getpid()), "-f", "wandb-core"], capture_output=True, text=True)
-    os.kill(int(children.stdout.split()[0]), signal.SIGKILL)
-wandb.FINISH_TIMEOUT_S, wandb._log_tables = 5.0, kill
-"""
-
-
 def test_a_service_that_dies_while_it_is_told_loses_nothing(tmp_path):
     if shutil.which("pgrep") is None:
         pytest.skip("needs pgrep")
-    process = python(KILL + TELL, tmp_path, "offline", 1, home=tmp_path)
+    process = python("-c", KILL + TELL, tmp_path, "offline", 1, "0123456789ab", home=tmp_path, PATIENCE_S="5")
     outcome = json.loads(process.stdout)
     assert outcome["warning"].startswith("W&B failed, ")
     assert load_run(tmp_path / "0123456789ab")["status"] == "done"
     shutil.rmtree(tmp_path / "0123456789ab" / "wandb")
-    process = python(SYNC, tmp_path, "--mode", "offline", home=tmp_path)
+    process = python("-m", "magicdec.tracking.sync", tmp_path, "--mode", "offline", home=tmp_path)
     assert process.returncode == 0, process.stderr
     assert list((tmp_path / "0123456789ab" / "wandb").glob("offline-run-*-1/*.wandb"))
 
 
 def test_online_without_a_key_is_one_clear_line(tmp_path):
-    process = python(CHECK, home=tmp_path)
+    process = python("-c", CHECK, home=tmp_path)
     without, with_a_bad_one = process.stdout.splitlines()
     for line in (without, with_a_bad_one):
         assert line.startswith("wandb.mode=online: ")
