@@ -60,6 +60,7 @@ def job(cfg: DictConfig) -> float | None:
         new_folders.clear()
     place = _place()
     if failures and cfg.sweep.fail_fast:
+        print(f"sweep.fail_fast: job {place['number']} is not started", file=sys.stderr)
         raise failures[0]
     try:
         config = load(cfg)

@@ -422,7 +422,9 @@ def here(quick, monkeypatch, capfd, tmp_path, hydra_logging):
 
 
 def test_fail_fast(here, starts):
-    assert here("-m", "hydra/launcher=basic", "sweep.fail_fast=true", "draft.gamma=6,1,2").code == 1
+    sweep = here("-m", "hydra/launcher=basic", "sweep.fail_fast=true", "draft.gamma=6,1,2")
+    assert sweep.code == 1
+    assert re.findall("job (.) is not started", sweep.err) == ["1", "2"]
     assert len(list(starts.iterdir())) == 1
 
 
