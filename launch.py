@@ -9,7 +9,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -30,7 +30,8 @@ from magicdec.config import Config, load
 from magicdec.errors import JobFailed, UserError
 from magicdec.rules import did_you_mean, known_keys
 from magicdec.tracking.lock import Busy
-from magicdec.tracking.sweep import BUSY, INTERRUPTED, JOB, JOBS, SWEEP_DIR
+from magicdec.tracking.reader import LOG
+from magicdec.tracking.sweep import BUSY, INTERRUPTED, JOB, JOBS, SWEEP_DIR, run_of
 
 ROOT = Path(__file__).resolve().parent
 CONF = ROOT / "conf"
@@ -59,6 +60,7 @@ def job(cfg: DictConfig) -> float | None:
         new_folders.clear()
     place = _place()
     if failures and cfg.sweep.fail_fast:
+        print(f"sweep.fail_fast: job {place['number']} is not started", file=sys.stderr)
         raise failures[0]
     try:
         config = load(cfg)
@@ -69,9 +71,9 @@ def job(cfg: DictConfig) -> float | None:
         if os.environ.get(JOB) and isinstance(error, Busy):
             raise JobFailed(BUSY) from error  # the launcher comes back to it
         overrides = list(place["overrides"])
+        explanation = explain(error, overrides) if isinstance(error, UserError | OmegaConfBaseException) else None
         where = f"job {place['number']} ({' '.join(overrides)}): " if place["sweep_dir"] else ""
-        is_mistake = isinstance(error, UserError | OmegaConfBaseException)
-        failures.append(JobFailed(report(error, explain(error, overrides) if is_mistake else None, where)))
+        failures.append(JobFailed(report(error, explanation, where, _log(cfg.runs_dir, place))))
         raise failures[-1] from error
 
 
@@ -85,6 +87,12 @@ def _place() -> dict[str, Any]:
         sweep_dir = Path(hydra_cfg.sweep.dir)
         return {"overrides": overrides, "sweep_dir": sweep_dir, "number": hydra_cfg.job.num, "waits": True}
     return {"overrides": overrides, "sweep_dir": None, "number": 0}
+
+
+def _log(runs_dir: str, place: Mapping[str, Any]) -> Path | None:
+    """Where the run of a sweep's job has left its traceback, if it came that far."""
+    run_id = run_of(place["sweep_dir"], place["number"]) if place["sweep_dir"] else None
+    return Path(runs_dir, run_id, LOG) if run_id else None
 
 
 def main() -> int:
@@ -125,12 +133,14 @@ def _run() -> int:
     return 0
 
 
-def report(error: Exception, explanation: str | None, where: str = "") -> int:
-    """Tell on stderr what went wrong, in a line where there is an explanation; returns the exit code."""
+def report(error: Exception, explanation: str | None, where: str = "", log: Path | None = None) -> int:
+    """Tell on stderr what went wrong, in a line where there is an explanation or a log; returns the exit code."""
     if explanation is None:
-        traceback.print_exception(error)
+        if log is None:
+            traceback.print_exception(error)
         if where:
-            print(f"error: {where}{type(error).__name__}: {error}".splitlines()[0], file=sys.stderr)
+            line = f"{type(error).__name__}: {error}".splitlines()[0]
+            print(f"error: {where}{line}{f'; its traceback is in {log}' if log else ''}", file=sys.stderr)
         return FAILURE
     print(f"error: {where}{' '.join(explanation.split())}", file=sys.stderr)
     return USER_ERROR

@@ -1,10 +1,10 @@
 """What a launcher adds to a job: the CPU time of tiny runs beyond their work.
 
-    python benchmarks/launchers.py      # a line per launcher; under a minute
+    python benchmarks/launchers.py      # a line per launcher; about a minute
 
-CPU time, because a shared machine's clock tells of its other users, too. With `process`, a job counts from the first
-moment of its process; what the server imports once for all jobs is not in it. With `basic`, it counts from where Hydra
-has composed it, and the first one, which imports everything, is left out.
+CPU time, because a shared machine's clock tells of its other users, too. Hydra's composing of the jobs is in it, shared
+out among them. What is done once in a sweep is not: with `process`, a job counts from the first moment of its process,
+after the server's imports; with `basic`, the first job, which imports everything, is left out.
 """
 
 import json
@@ -21,11 +21,12 @@ import hydra.core.utils
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import magicdec.scenarios
+from hydra_plugins.basic_launcher import Composer
 from magicdec.tracking.sweep import JOB
 
 NOTES = "MAGICDEC_NOTES"  # where jobs note their costs, in the environment of a sweep that is measured
 TINY = ["hardware=cpu", "attention=sdpa", "batch.size=1", "batch.context_len=128", "batch.generate_len=4"]
-TINY += ["cache.budget=64", "scenario.repeats=1", "scenario.profile_repeats=1", "draft.gamma=1,2,3,4"]
+TINY += ["cache.budget=64", "scenario.repeats=1", "scenario.profile_repeats=1", "draft.gamma=1,2,3,4", "data.seed=1,2"]
 
 
 def costs(launcher: str) -> list[float]:
@@ -34,7 +35,10 @@ def costs(launcher: str) -> list[float]:
         notes = Path(folder, "notes")
         command = [sys.executable, __file__, "-m", f"hydra/launcher={launcher}", f"runs_dir={folder}/runs", *TINY]
         subprocess.run(command, env=os.environ | {NOTES: str(notes)}, check=True, capture_output=True)
-        return [json.loads(line) for line in notes.read_text().splitlines()]
+        noted = [json.loads(line) for line in notes.read_text().splitlines()]
+    jobs = [seconds for what, seconds in noted if what == "job"]
+    composing = sum(seconds for what, seconds in noted if what == "composing") / len(jobs)
+    return [composing + seconds for seconds in jobs]
 
 
 def main() -> int:
@@ -45,32 +49,41 @@ def main() -> int:
 
 
 def noted() -> int:
-    """launch.py, whose jobs note what they cost."""
-    run_job, work, spent = hydra.core.utils.run_job, magicdec.scenarios._work, 0.0
+    """launch.py, which notes what its jobs cost, and their composing."""
+    work, worked = magicdec.scenarios._work, 0.0
+
+    def clock() -> float:
+        return time.process_time() - worked
 
     def timed_work(*args, **kwargs):
-        nonlocal spent
+        nonlocal worked
         begin = time.process_time()
         outcome = work(*args, **kwargs)
-        spent = time.process_time() - begin
+        worked += time.process_time() - begin
         return outcome
 
-    def note(seconds: float) -> None:
+    def note(what: str, seconds: float) -> None:
         with open(os.environ[NOTES], "a") as notes:
-            notes.write(f"{seconds - spent}\n")
+            notes.write(json.dumps([what, seconds]) + "\n")
 
-    def timed_job(*args, **kwargs):
-        begin = time.process_time()
-        result = run_job(*args, **kwargs)
-        note(time.process_time() - begin)
-        return result
+    def noting(what: str, function):
+        def timed(*args, **kwargs):
+            begin = clock()
+            result = function(*args, **kwargs)
+            note(what, clock() - begin)
+            return result
 
-    magicdec.scenarios._work, hydra.core.utils.run_job = timed_work, timed_job
+        return timed
+
+    magicdec.scenarios._work = timed_work
+    if JOB not in os.environ:
+        Composer.load_sweep_config = noting("composing", Composer.load_sweep_config)
+        hydra.core.utils.run_job = noting("job", hydra.core.utils.run_job)
     import launch  # which copies run_job
 
     code = launch.main()
-    if os.environ.get(JOB):
-        note(time.process_time())
+    if JOB in os.environ:
+        note("job", clock())
     return code
 
 

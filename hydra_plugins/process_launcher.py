@@ -7,7 +7,6 @@ Importing PyTorch and its company takes longer than a small job does. On Linux a
 every job is forked from it, before anything has touched a GPU or started a thread; elsewhere each job imports its own.
 """
 
-import logging
 import multiprocessing
 import os
 import runpy
@@ -25,13 +24,13 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from hydra._internal.core_plugins.basic_launcher import BasicLauncher
 from hydra.core.config_store import ConfigStore
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
+from hydra_plugins.basic_launcher import Composer, list_jobs
 from magicdec.errors import JobFailed
 from magicdec.scenarios import imports
 from magicdec.scenarios.ranks import follow_parent
@@ -79,12 +78,13 @@ class ProcessLauncher(Launcher):
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """Hydra's way to hand over what a launcher needs."""
+        hydra_context.config_loader = Composer(hydra_context.config_loader)  # type: ignore[assignment]
         self.context, self.task, self.config = hydra_context, task_function, config
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Run all jobs; their results in their order, without those that sweep.fail_fast has kept from starting."""
         if self.config.sweep.dry_run:
-            return self._list(job_overrides, initial_job_idx)
+            return list_jobs(self.context, self.task, self.config, job_overrides, initial_job_idx)
         waiting = deque(Job(initial_job_idx + i, list(overrides)) for i, overrides in enumerate(job_overrides))
         running: dict[BaseProcess, Job] = {}
         results: dict[int, JobReturn] = {}
@@ -108,13 +108,6 @@ class ProcessLauncher(Launcher):
         finally:
             _stop(running)
         return [results[number] for number in sorted(results)]
-
-    def _list(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        """A dry run takes no process of its own for each line."""
-        logging.getLogger(BasicLauncher.__module__).setLevel(logging.WARNING)  # the list says it all
-        basic = BasicLauncher()
-        basic.setup(hydra_context=self.context, task_function=self.task, config=self.config)
-        return basic.launch(job_overrides, initial_job_idx)
 
     def _start_next(self, waiting: deque[Job], running: dict[BaseProcess, Job]) -> None:
         """Start the first job whose time has come, if there is room for it."""

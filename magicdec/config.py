@@ -21,7 +21,7 @@ from magicdec.costmodel.hardware import Efficiency
 from magicdec.errors import UserError
 from magicdec.mistakes import validate
 from magicdec.models.config import ModelConfig, RopeScaling
-from magicdec.rules import POSITIVE, SHARES, SIZES, above, at_least, one_of, ruled
+from magicdec.rules import POSITIVE, SHARES, SIZES, above, at_least, has_unknown_keys, one_of, ruled
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
 
@@ -281,9 +281,9 @@ def load(cfg: DictConfig) -> Config:
 
     Raises UserError for what `validate` finds, and OmegaConf's errors for unknown keys, wrong types and missing values.
     """
-    # Merged into a fresh schema, because a + on the command line gets unknown keys past the composed one.
-    merged = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.to_container(cfg))
-    config = OmegaConf.to_object(merged)
+    config = OmegaConf.to_object(cfg)
+    if not isinstance(config, Config) or has_unknown_keys(config):  # plain YAML; a + on the command line
+        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.to_container(cfg)))
     assert isinstance(config, Config)
     validate(config)
     return config

@@ -54,6 +54,13 @@ def check(node: Any, prefix: str = "") -> None:
             raise UserError(f"{key}={value}: {rule.valid}{did_you_mean(value, rule.options)}")
 
 
+def has_unknown_keys(node: Any) -> bool:
+    """Whether a dataclass, or one nested in it, was given attributes that are not its fields."""
+    given = vars(node)
+    nested = filter(is_dataclass, given.values())
+    return given.keys() != {entry.name for entry in fields(node)} or any(map(has_unknown_keys, nested))
+
+
 def known_keys(schema: type, prefix: str = "") -> Iterator[str]:
     """Every key of a dataclass and of those nested in it, dotted."""
     for name, hint in get_type_hints(schema).items():

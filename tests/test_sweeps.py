@@ -239,8 +239,10 @@ def test_each_job_in_its_own_process(tmp_path, starts, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", secret)
     sweep = finished(start(runs, "sweep.name=mine", "hydra.launcher.jobs=2", "draft.gamma=1,6,7,2", "cache.budget=64"))
     assert sweep.code == 1
-    assert re.search(r"error: job 1 \(.*draft.gamma=6 .*\): RuntimeError: gamma 6 is unlucky\n", sweep.err)
-    assert re.search(r"error: job 2 \(.*draft.gamma=7 .*\): killed by SIGKILL\n", sweep.err)
+    crash = r"^error: job 1 \(.*draft.gamma=6 .*\): RuntimeError: gamma 6 is unlucky; its traceback is in (.*)\n"
+    assert "in quick\n" in Path(re.search(crash, sweep.err, re.M)[1]).read_text()
+    assert "Traceback" not in sweep.err
+    assert re.search(r"^error: job 2 \(.*draft.gamma=7 .*\): killed by SIGKILL\n", sweep.err, re.M)
     found = {run["config"]["draft"]["gamma"]: run for run in iter_runs(runs)}
     assert {gamma: (run["status"], run.get("kind"), run.get("reason")) for gamma, run in found.items()} == {
         1: ("done", None, None),
@@ -341,14 +343,21 @@ def test_launchers_cost_little(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     launchers = importlib.import_module("launchers")
     assert min(launchers.costs("process")) < 4
-    assert min(launchers.costs("basic")[1:]) < 0.4, "0.2 is what it takes; the machine may be busy"
+    assert min(launchers.costs("basic")[1:]) < 0.2
+
+
+def needs(launcher):
+    """Skip where it is not installed, or there is no cluster to ask."""
+    pytest.importorskip(f"hydra_plugins.hydra_{launcher.partition('_')[0]}_launcher")
+    if launcher == "submitit_slurm" and (not shutil.which("sinfo") or subprocess.run(["sinfo"]).returncode):
+        pytest.skip("needs Slurm: .ci/slurm FOLDER starts one where slurm-wlm is installed")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["joblib", "submitit_local", "ray"])
+@pytest.mark.parametrize("launcher", ["joblib", "submitit_local", "submitit_slurm", "ray"])
 def test_other_launchers(tmp_path, launcher):
     """Two jobs, one of which is refused."""
-    pytest.importorskip(f"hydra_plugins.hydra_{launcher.removesuffix('_local')}_launcher")
+    needs(launcher)
     command = [sys.executable, str(ROOT / "launch.py"), "-m", f"hydra/launcher={launcher}", "draft.gamma=1,0"]
     command += ["runs_dir=runs", "scenario=predict", "target=llama-3.1-8b", "hardware=8xa100", "wandb.mode=disabled"]
     sweep = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
@@ -356,6 +365,33 @@ def test_other_launchers(tmp_path, launcher):
     assert [(run["status"], run["overrides"][0]) for run in iter_runs(tmp_path / "runs")] == [("done", "draft.gamma=1")]
     (jobs,) = (tmp_path / "runs" / "sweeps").glob("*/jobs.jsonl")
     assert len(jobs.read_text().splitlines()) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["submitit_local", "submitit_slurm"])
+def test_a_job_elsewhere_that_is_killed_is_one_failed_run(tmp_path, launcher):
+    """The same command then does that one alone; before it, a dry run has queued nothing."""
+    needs(launcher)
+    command = [sys.executable, str(ROOT / "launch.py"), "-m", f"hydra/launcher={launcher}", "draft.gamma=1,2"]
+    command += ["runs_dir=runs", "attention=sdpa", "cache.budget=32", "scenario.repeats=1", *COMMON]
+    listed = subprocess.run([*command, "sweep.dry_run=true"], cwd=tmp_path, stdout=subprocess.PIPE)
+    assert (listed.returncode, listed.stdout.count(b" new ")) == (0, 2)
+    assert not list(tmp_path.iterdir())
+    sweep = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    while not (running := [run for run in iter_runs(tmp_path / "runs") if run["status"] == "running"]):
+        assert sweep.poll() is None
+        time.sleep(0.02)
+    os.kill(running[0]["pid"], signal.SIGKILL)
+    _, err = sweep.communicate(timeout=200)
+    assert sweep.returncode == 1, err
+    (line,) = re.findall("error: job . .*", err)
+    assert "ended without a result (" in line
+    assert " ".join(running[0]["overrides"]) in line
+    assert sorted(run["status"] for run in iter_runs(tmp_path / "runs")) == ["done", "failed"]
+    assert subprocess.run(command, cwd=tmp_path, stderr=subprocess.DEVNULL).returncode == 0
+    attempts = {run["id"]: run["attempt"] for run in iter_runs(tmp_path / "runs") if run["status"] == "done"}
+    assert sorted(attempts.values()) == [1, 2]
+    assert attempts[running[0]["id"]] == 2
 
 
 @pytest.mark.slow
@@ -386,7 +422,9 @@ def here(quick, monkeypatch, capfd, tmp_path, hydra_logging):
 
 
 def test_fail_fast(here, starts):
-    assert here("-m", "hydra/launcher=basic", "sweep.fail_fast=true", "draft.gamma=6,1,2").code == 1
+    sweep = here("-m", "hydra/launcher=basic", "sweep.fail_fast=true", "draft.gamma=6,1,2")
+    assert sweep.code == 1
+    assert re.findall("job (.) is not started", sweep.err) == ["1", "2"]
     assert len(list(starts.iterdir())) == 1
 
 

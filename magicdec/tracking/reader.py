@@ -12,6 +12,7 @@ import yaml
 from magicdec import __version__
 from magicdec.tracking.lock import is_locked
 
+LOG = "log.txt"  # of a run, in its folder
 # What is pointed at: a spread over the repeats above this; a GPU that was slowed down for a larger share of a run.
 NOISY, THROTTLED = 0.1, 0.05
 # libyaml where PyYAML was built with it: ten times as fast.

@@ -27,7 +27,7 @@ import yaml
 from magicdec import __version__
 from magicdec.errors import UserError
 from magicdec.tracking.lock import Busy, locked
-from magicdec.tracking.reader import read_result
+from magicdec.tracking.reader import LOG, read_result
 
 log = logging.getLogger(__name__)
 
@@ -144,7 +144,7 @@ class Run:
     def log_to_file(self) -> Iterator[None]:
         """Append the program's log to log.txt, and the traceback of an exception that passes through."""
         with explained(self.runs_dir):
-            handler = _LogFile(self.folder / "log.txt", encoding="utf-8")
+            handler = _LogFile(self.folder / LOG, encoding="utf-8")
         handler.setFormatter(logging.Formatter(LOG_FORMAT))
         logging.getLogger().addHandler(handler)
         try:
