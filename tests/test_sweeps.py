@@ -417,6 +417,7 @@ def test_a_dry_run_lists_and_leaves_nothing(here, tmp_path, starts):
     assert sweep.code == 0
     lines = [line.split() for line in sweep.out.splitlines() if " GiB " in line]
     assert [line[1:4] for line in lines] == [[state, "3.00", "GiB"] for state in ("done", "new", "crashed")]
+    assert here("-m", "hydra/launcher=basic", "sweep.dry_run=true", "draft.gamma=1,1000").code == launch.USER_ERROR
     assert sorted((tmp_path / "runs").rglob("*")) == before
     assert len(list(starts.iterdir())) == 2
 
