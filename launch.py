@@ -4,6 +4,7 @@
 """
 
 import difflib
+import errno
 import itertools
 import os
 import re
@@ -30,7 +31,7 @@ from magicdec.config import Config, load
 from magicdec.errors import JobFailed, UserError
 from magicdec.rules import known_keys
 from magicdec.tracking.lock import Busy
-from magicdec.tracking.sweep import BUSY, INTERRUPTED, JOB, JOBS, SWEEP_DIR
+from magicdec.tracking.sweep import BUSY, INTERRUPTED, JOB, JOBS, SWEEP_DIR, record, run_of
 
 ROOT = Path(__file__).resolve().parent
 CONF = ROOT / "conf"
@@ -56,6 +57,9 @@ EXTRAS = {
     "hydra/launcher=ray": "ray",
 }
 
+# How an operating system refuses Hydra the folder of a multirun.
+REFUSALS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST}
+
 
 # Of this process's jobs.
 failures: list[JobFailed] = []
@@ -78,6 +82,9 @@ def job(cfg: DictConfig) -> float | None:
         if os.environ.get(JOB) and isinstance(error, Busy):
             raise JobFailed(BUSY) from error  # the launcher comes back to it
         overrides = list(place["overrides"])
+        if place["sweep_dir"] and not cfg.sweep.dry_run and run_of(place["sweep_dir"], place["number"]) is None:
+            with suppress(OSError):
+                record(place["sweep_dir"], place["number"], None, overrides)
         where = f"job {place['number']} ({' '.join(overrides)}): " if place["sweep_dir"] else ""
         is_mistake = isinstance(error, UserError | OmegaConfBaseException)
         failures.append(JobFailed(report(error, explain(error, overrides) if is_mistake else None, where)))
@@ -160,6 +167,9 @@ def explain(error: Exception, overrides: list[str]) -> str | None:
         return (f"{file[1]}.yaml: " if file else "") + _explain_key(origin)
     if isinstance(error, HydraException | ValueError | AssertionError):
         return _explain_text(error)
+    if isinstance(error, OSError) and error.errno in REFUSALS and sweeps:
+        what = f"cannot write {error.filename or sweeps[-1][0]}: {error.strerror}"
+        return f"runs_dir={sweeps[-1][0].parents[1]}: {what}; choose a folder with runs_dir=FOLDER"
     return None
 
 
