@@ -5,6 +5,9 @@
 8 rows, 4 query heads over 2 KV heads of 64: the bundled target. T query tokens over S cached ones, one layer. The ways
 take turns, and each one's fastest turn counts, because other work on a machine only ever adds; times are then divided
 by that of reading K and V once, which takes its turns with them.
+
+The limit is the longer of reading and arithmetic, each at its best: of arithmetic only the two matmuls are counted,
+4 H T S D FLOPs a row at the rate of a large matmul in fp32. How much of it cpp reaches stands beside it.
 """
 
 import argparse
@@ -17,6 +20,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from magicdec.attention.base import Shape
 from magicdec.attention.cpp import CppAttention
 from magicdec.attention.sdpa import SdpaAttention
+from magicdec.measure.ceilings import matmul_rate
 
 ROWS, KV_HEADS, GROUP, DIM = 8, 2, 2, 64
 
@@ -32,8 +36,21 @@ def main() -> None:
     dtype = getattr(torch, args.dtype)
     flex = torch.compile(flex_attention, dynamic=False)
     backends = {"cpp": CppAttention(), "sdpa, heads folded": SdpaAttention()}
-    header = ["S", "T", "read K and V once, ms", *backends, "sdpa, enable_gqa", "two matmuls", "flex_attention"]
-    print(f"{args.dtype}, {torch.get_num_threads()} threads; times over that of reading K and V once\n")
+    header = [
+        "S",
+        "T",
+        "read K and V once, ms",
+        "limit",
+        "cpp, % of it",
+        *backends,
+        "cpp, scored",
+        "sdpa, enable_gqa",
+        "two matmuls",
+        "flex_attention",
+    ]
+    rate = matmul_rate(torch.device("cpu"), torch.float32, size=512, repeats=10 * args.repeats)
+    machine = f"{torch.get_num_threads()} threads, {rate / 1e9:.0f} GFLOP/s in fp32"
+    print(f"{args.dtype}, {machine}; times over that of reading K and V once\n")
     print(f"| {' | '.join(header)} |\n|{' --- |' * len(header)}")
     for length in args.lengths:
         kv = torch.randn(2, ROWS, KV_HEADS, length, DIM).to(dtype)
@@ -52,6 +69,7 @@ def main() -> None:
                 for name, backend in backends.items()
             ]
             ways += [
+                lambda q=q, k=k, v=v, plan=plans["cpp"]: backends["cpp"].attend_scored(q, k, v, plan),
                 lambda q=q, k=k, v=v, mask=causal: F.scaled_dot_product_attention(
                     q.transpose(1, 2), k, v, attn_mask=mask, enable_gqa=True
                 ),
@@ -59,7 +77,9 @@ def main() -> None:
                 lambda q=q, k=k, v=v: flexible(flex, q, k, v),
             ]
             floor, *times = fastest(ways, args.repeats)
-            cells = [f"{1e3 * floor:.2f}", *("failed" if t is None else f"{t / floor:.2f}" for t in times)]
+            limit = max(1.0, 4 * q.numel() * length / rate / floor)
+            cells = [f"{1e3 * floor:.2f}", f"{limit:.2f}", f"{100 * limit * floor / times[0]:.0f}"]
+            cells += ["failed" if t is None else f"{t / floor:.2f}" for t in times]
             print(f"| {length} | {num_new} | {' | '.join(cells)} |", flush=True)
 
 

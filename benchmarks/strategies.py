@@ -1,11 +1,12 @@
-"""Every draft, cache policy and budget on the bundled pair: acceptance on several texts, and the times of some.
+"""Every draft, cache policy and budget on the bundled pair: acceptance on several texts, times and speedups on one.
 
-    python benchmarks/strategies.py acceptance --books FOLDER    # an hour or two; repeated, it goes on where it stood
-    python benchmarks/strategies.py times                        # minutes, on an otherwise idle machine
+    python benchmarks/strategies.py acceptance --books FOLDER    # an hour or two
+    python benchmarks/strategies.py times                        # half an hour, on an otherwise idle machine
     python benchmarks/strategies.py acceptance --quick           # one short text, to try it out; writes nothing
 
-Each writes its figures beside the page that `python benchmarks/strategies_page.py` makes of them. All drafts and
-policies of a text share one prefill of the target, and whatever else of their own prefill is the same at every budget.
+Interrupted and started again, each goes on where it stood. It writes its figures beside the page that
+`python benchmarks/strategies_page.py` makes of them. All drafts and policies of a text share one prefill of the target,
+and whatever else of their own prefill is the same at every budget.
 """
 
 import argparse
@@ -57,11 +58,7 @@ DRAFTS_POLICIES = {
     "model": [policy for policy in CACHES if policy != "h2o" and not CACHES[policy].needs_target],
 }
 SLOWEST = [("self", "h2o"), ("model", "h2o")]  # a second pass over the prompt
-TIMED = [
-    *(("self", policy) for policy in CACHES if policy != "h2o"),  # whose prefill takes minutes
-    *(("ngram", "full"), ("layer_skip", "streaming"), ("model", "streaming"), ("hierarchical", "quest")),
-]
-REPEATS = 5
+REPEATS, PASSES = 5, 3  # of each step, and of whole passes
 
 Cell = tuple[str, str, int]  # draft, policy, budget; 0 where a policy has no use for one
 
@@ -117,14 +114,17 @@ class Once:
 
     def __init__(self) -> None:
         self.known: dict[tuple, tuple[Any, float]] = {}
-        self.saved_s = 0.0
+        self.saved_s = 0.0  # by recalling
+        self.scoring_s = 0.0  # of the scores last asked for
 
     def score(
         self, model: Transformer, cache: KVCache, tokens_BS: Tensor, longest: int, last: int, tell: Any
     ) -> Tensor:
         """See magicdec.decoding.scoring.score."""
         key = (id(model), last)
-        return self._recalled(key, lambda: score(model, cache, tokens_BS, longest, last, tell))
+        scores_LBKS = self._recalled(key, lambda: score(model, cache, tokens_BS, longest, last, tell))
+        self.scoring_s = self.known[key][1]
+        return scores_LBKS
 
     def prefill(self, model: Transformer, cache: DraftCache, tokens_BS: Tensor, *how: Any) -> None:
         """See magicdec.decoding.prefill.prefill; `how` begins with the rows' lengths and the longest of them."""
@@ -175,16 +175,18 @@ def measured_times(prefilled: Prefilled, cell: Cell) -> dict:
     """Step times from a pass of their own, and the speedup of whole passes that take turns with autoregressive ones."""
     decoder, once = prefilled.decoder, prefilled.once
     draft, ratios, prefills = prefilled.engine_for(*cell).draft_for(decoder), [], []
-    for _ in range(2):
+    for _ in range(PASSES):
         plain, once.saved_s = decoder.generate(), 0.0
         fast = decoder.generate(draft)
         plain_ms, fast_ms = (metrics.time_per_output_token_ms(metrics.row_times(g, 0.0)) for g in (plain, fast))
         ratios.append(plain_ms / fast_ms)
         prefills.append(1e3 * (fast.draft_prefill_seconds + once.saved_s))
     steps = profile_round(Batch(decoder, draft), REPEATS)
+    select_ms = steps.get("select_ms", 0.0) + (1e3 * once.scoring_s if CACHES[cell[1]].selects == "prefill" else 0.0)
     decoder.forget_steps()
     return {
-        **{f"{name}_ms": steps.get(f"{name}_ms", 0.0) for name in ("target_decode", "draft", "select", "verify")},
+        **{f"{name}_ms": steps.get(f"{name}_ms", 0.0) for name in ("target_decode", "draft", "verify")},
+        "select_ms": select_ms,
         "prefill_ms": median(prefills),
         "speedup": median(ratios),
         "speedup_spread": metrics.spread(ratios),
@@ -192,34 +194,31 @@ def measured_times(prefilled: Prefilled, cell: Cell) -> dict:
     }
 
 
-def acceptance(folder: Path, books: str | None) -> Iterator[dict]:
-    """A row for every cell of every text, from its file where it has been measured before."""
-    for text, overrides in TEXTS.items():
-        if text == "text" and books is None:
-            continue
-        overrides = [*overrides, f"data.path={books}"] if text == "text" else overrides
-        prefilled = None
-        for cell in cells(text):
-            file = folder / ("-".join(map(str, (text, *cell))) + ".json")
-            if not file.exists():
-                prefilled = prefilled or Prefilled(overrides, SIZES)
-                row = named(text, cell) | rounded(measured_acceptance(prefilled, cell))
-                row |= {"accuracy": prefilled.accuracy, "measured_by": provenance(prefilled.attention)}
-                print(*row.values(), flush=True)
-                file.write_text(json.dumps(row, indent=1))
-            yield json.loads(file.read_text())
+MEASURES = {"acceptance": measured_acceptance, "times": measured_times}
+FILES = {"acceptance": "strategies.csv", "times": "strategies_times.csv"}
 
 
-def times() -> Iterator[dict]:
-    """A row for some cells on one text."""
-    prefilled = Prefilled(TEXTS["stdlib"], SIZES)
-    model_drafts.score = score  # a part of T_select
-    for draft, policy in TIMED:
-        cell = (draft, policy, 0 if policy in WITHOUT_BUDGET else MIDDLE)
-        row = named("stdlib", cell) | rounded(measured_times(prefilled, cell))
-        row |= {"measured_by": provenance(prefilled.attention)}
-        print(*row.values(), flush=True)
-        yield row
+def texts(what: str, books: str | None) -> dict[str, list[str]]:
+    """What to measure on, with its overrides."""
+    if what == "times":
+        return {"stdlib": TEXTS["stdlib"]}
+    known = TEXTS | {"text": [*TEXTS["text"], f"data.path={books}"]}
+    return {text: overrides for text, overrides in known.items() if text != "text" or books}
+
+
+def measured(what: str, folder: Path, text: str, overrides: list[str]) -> Iterator[dict]:
+    """A row for every cell of a text, from its file where it has been measured before."""
+    prefilled = None
+    for cell in cells(text):
+        file = folder / ("-".join(map(str, (what, text, *cell))) + ".json")
+        if not file.exists():
+            prefilled = prefilled or Prefilled(overrides, SIZES)
+            row = named(text, cell) | rounded(MEASURES[what](prefilled, cell))
+            row |= {"accuracy": prefilled.accuracy} if what == "acceptance" else {}
+            row |= {"measured_by": f"{setting()}, attention={prefilled.attention}"}
+            print(*row.values(), flush=True)
+            file.write_text(json.dumps(row, indent=1))
+        yield json.loads(file.read_text())
 
 
 def named(text: str, cell: Cell) -> dict:
@@ -231,11 +230,6 @@ def named(text: str, cell: Cell) -> dict:
 def rounded(figures: dict) -> dict:
     """Four digits behind the point."""
     return {key: round(value, 4) if isinstance(value, float) else value for key, value in figures.items()}
-
-
-def provenance(attention: str) -> str:
-    """What has measured a row."""
-    return f"{setting()}, attention={attention}"
 
 
 def write(path: Path, rows: list[dict]) -> None:
@@ -256,14 +250,16 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.quick:
         prefilled = Prefilled(TEXTS["stdlib"], QUICK)
-        measure = {"acceptance": measured_acceptance, "times": measured_times}[arguments.what]
         for cell in cells("stdlib"):
-            print(*cell, *rounded(measure(prefilled, cell)).values(), flush=True)
-    elif arguments.what == "times":
-        write(RESULTS / "strategies_times.csv", list(times()))
-    else:
-        arguments.cells.mkdir(parents=True, exist_ok=True)
-        write(RESULTS / "strategies.csv", list(acceptance(arguments.cells, arguments.books)))
+            print(*cell, *rounded(MEASURES[arguments.what](prefilled, cell)).values(), flush=True)
+        return
+    arguments.cells.mkdir(parents=True, exist_ok=True)
+    rows = [
+        row
+        for text, overrides in texts(arguments.what, arguments.books).items()
+        for row in measured(arguments.what, arguments.cells, text, overrides)
+    ]
+    write(RESULTS / FILES[arguments.what], rows)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The page and the picture of docs/results/strategies.csv, strategies_retained.csv and strategies_times.csv.
+"""The page and the pictures of docs/results/strategies.csv, strategies_retained.csv and strategies_times.csv.
 
 python benchmarks/strategies_page.py
 """
@@ -49,8 +49,8 @@ def rank(policy: str) -> int:
     return POLICIES.index(policy) if policy in POLICIES else len(POLICIES)
 
 
-def draw(rows: list[Row], path: Path) -> None:
-    """Acceptance against budget, a line per policy; what needs no budget is a dashed line across."""
+def draw(rows: list[Row], path: Path, value: str, error: str, label: str) -> None:
+    """A figure of all rows against budget, a line per policy; what needs no budget is a dashed line across."""
     drafts = [draft for draft in DRAWN if any(row["draft"] == draft for row in rows)]
     texts = list(dict.fromkeys(row["data"] for row in rows))
     size = (5.2 * len(texts) + 1.6, 3.6 * len(drafts) + 0.4)
@@ -59,14 +59,14 @@ def draw(rows: list[Row], path: Path) -> None:
         for text, axis in zip(texts, line, strict=True):
             mine = [row for row in rows if (row["data"], row["draft"]) == (text, draft)]
             for policy, group in groupby(mine, lambda row: row["policy"]):
-                draw_policy(axis, policy, list(group))
+                draw_policy(axis, policy, list(group), value, error)
             axis.set_title(f"draft={draft}, data={text}", fontsize=10)
             axis.set(xscale="log")
             axis.set_xticks(BUDGETS, [str(budget) for budget in BUDGETS], minor=False)
             axis.minorticks_off()
             axis.grid(alpha=0.25)
             axis.spines[["top", "right"]].set_visible(False)
-        line[0].set_ylabel("acceptance rate")
+        line[0].set_ylabel(label)
         labelled = {
             label: handle for axis in line for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)
         }
@@ -81,15 +81,15 @@ def draw(rows: list[Row], path: Path) -> None:
     plt.close(figure)
 
 
-def draw_policy(axis: plt.Axes, policy: str, rows: list[Row]) -> None:
-    """One line of a panel, with standard errors."""
+def draw_policy(axis: plt.Axes, policy: str, rows: list[Row], value: str, error: str) -> None:
+    """One line of a panel, with its errors."""
     style = {"color": f"C{rank(policy)}", "label": policy}
     if not rows[0]["budget"]:
-        axis.axhline(rows[0]["acceptance_rate"], linestyle="--", linewidth=1, **style)
+        axis.axhline(rows[0][value], linestyle="--", linewidth=1, **style)
         return
     shift = 1 + 0.012 * (rank(policy) - 4)  # so that bars do not hide each other
-    rates, errors = ([row[key] for row in rows] for key in ("acceptance_rate", "standard_error"))
-    axis.errorbar([row["budget"] * shift for row in rows], rates, errors, marker="o", ms=3.5, elinewidth=0.6, **style)
+    values, errors = ([row[key] for row in rows] for key in (value, error))
+    axis.errorbar([row["budget"] * shift for row in rows], values, errors, marker="o", ms=3.5, elinewidth=0.6, **style)
 
 
 def page(rows: list[Row], kept: list[Row], timed: list[Row]) -> str:
@@ -118,7 +118,8 @@ def page(rows: list[Row], kept: list[Row], timed: list[Row]) -> str:
     if kept:
         parts += [f"## Attention retained\n\n{RETAINED_TEXT.format(measured=measured_by(kept))}\n", retained(kept)]
     if timed:
-        parts += [f"## Times\n\n{TIMES_TEXT.format(measured=measured_by(timed), middle=MIDDLE)}\n", times(timed, rows)]
+        parts += [f"## Speedup\n\n{SPEEDUP_TEXT.format(measured=measured_by(timed), gamma=GAMMA)}\n", speedups(timed)]
+        parts += [f"## Times\n\n{TIMES_TEXT.format(middle=MIDDLE)}\n", times(timed, rows)]
     return "\n".join(parts)
 
 
@@ -219,6 +220,17 @@ def retained(rows: list[Row]) -> str:
     return table(["choice", *map(str, BUDGETS)], [[name, *(shares[name, b] for b in BUDGETS)] for name in names])
 
 
+def speedups(rows: list[Row]) -> str:
+    """Drafts and policies downwards, budgets across; behind them the largest spread of the line."""
+    lines = []
+    for (draft, policy), group in groupby(rows, lambda row: (row["draft"], row["policy"])):
+        mine = list(group)
+        ratios = {row["budget"]: f"{row['speedup']:.2f}" for row in mine}
+        spread = f"{max(row['speedup_spread'] for row in mine):.0%}"
+        lines.append([draft, policy, *(ratios.get(budget, ratios.get(0, "")) for budget in BUDGETS), spread])
+    return table(["draft", "policy", *map(str, BUDGETS), "spread"], lines)
+
+
 def times(rows: list[Row], accepted: list[Row]) -> str:
     """Step times and speedups, beside what was accepted of the same draft and the memory that it takes."""
     cell = itemgetter("data", "draft", "policy", "budget")
@@ -226,12 +238,13 @@ def times(rows: list[Row], accepted: list[Row]) -> str:
     columns = ("target_decode_ms", "verify_ms", "draft_ms", "select_ms", "prefill_ms")
     lines = []
     for row in rows:
+        if row["budget"] not in (0, MIDDLE):
+            continue
         figures = [f"{row[name]:,.0f}" if row[name] >= 100 else f"{row[name]:.1f}" for name in columns]
-        speedup = f"{row['speedup']:.2f} (spread {row['speedup_spread']:.0%})"
         other = known[cell(row)]
         figures += [f"{other['acceptance_length']:.2f}", f"{other['kv_mib']:.1f}"]
-        lines.append([row["draft"], row["policy"], str(row["budget"] or ""), *figures, speedup])
-    header = ["draft", "policy", "budget", "T_T", "T_V", "T_D", "T_select", "prefill", "length", "KV, MiB", "speedup"]
+        lines.append([row["draft"], row["policy"], *figures])
+    header = ["draft", "policy", "T_T", "T_V", "T_D", "T_select", "prefill", "length", "KV, MiB"]
     return table(header, lines)
 
 
@@ -261,18 +274,29 @@ in a mean over layers; data=stdlib; `python benchmarks/strategies_retained.py`, 
 the attention itself: what is lost between `topk` and them is the price of pages, and from them to `quest` that of
 judging pages by bounds."""
 
-TIMES_TEXT = """Milliseconds on data=stdlib, budget {middle}; `python benchmarks/strategies.py times`, {measured}.
-T_select is a part of T_D where entries are chosen in every step (`quest`, `topk`), of the round with `verify_guided`,
-and of the prefill with `snapkv`. `prefill` is what the draft takes before its first round. Length is that
-of acceptance, tokens per round; KV is the draft's cache beyond the target's own. `speedup` is measured, in passes that
-take turns with autoregressive ones."""
+SPEEDUP_TEXT = """Tokens per second of a row over those of autoregressive decoding, on data=stdlib with gamma {gamma},
+in passes that take turns with autoregressive ones, without the draft's prefill; `spread` is the widest between the
+three passes of a line. `python benchmarks/strategies.py times`, {measured}.
+
+![Speedup against budget, a line per policy](strategies_speedup.png)
+"""
+
+TIMES_TEXT = """Milliseconds at a budget of {middle}, from the same runs; all budgets are in
+[strategies_times.csv](strategies_times.csv). T_select is a part of T_D where entries are chosen in every step (`quest`,
+`topk`), of the round with `verify_guided`, and of the prefill with `snapkv`, `pyramidkv` and `h2o`. `prefill` is what
+the draft takes before its first round. Length is that of acceptance, tokens per round; KV is the draft's cache beyond
+the target's own."""
 
 
 def main() -> None:
-    """Write both."""
+    """Write the page and its pictures."""
     rows, kept, timed = (read(RESULTS / f"strategies{part}.csv") for part in ("", "_retained", "_times"))
     rows, timed = in_order(rows), in_order(timed)
-    draw([row for _, mine in by_text(rows) for row in mine], RESULTS / "strategies.png")
+    compared = [row for _, mine in by_text(rows) for row in mine]
+    draw(compared, RESULTS / "strategies.png", "acceptance_rate", "standard_error", "acceptance rate")
+    if timed:
+        timed = [row | {"half_spread": row["speedup"] * row["speedup_spread"] / 2} for row in timed]
+        draw(timed, RESULTS / "strategies_speedup.png", "speedup", "half_spread", "speedup")
     (RESULTS / "strategies.md").write_text(page(rows, kept, timed))
 
 

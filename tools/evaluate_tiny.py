@@ -21,6 +21,7 @@ from magicdec.data import stdlib
 TINY = Path(__file__).resolve().parent.parent / "magicdec/models/tiny"
 NUM_WINDOWS = 8  # of the full context, spread evenly over each kind of held-out text
 SHORT_SHARE = 16  # the short context is the full one's 16th part
+CUE, COPIED = 256, 64  # tokens of an early passage that the end of a window gives again, and of its continuation
 MARKERS = ("<!-- evaluation: written by tools/evaluate_tiny.py -->", "<!-- end of evaluation -->")
 
 
@@ -29,7 +30,8 @@ def evaluate(folder: Path, corpus: Corpus, device: str) -> dict[str, dict[str, f
     """Held-out loss of a checkpoint in nats per token and bits per byte, by kind of text.
 
     `short` and `full` read the same tokens at a short and at the full context; `last_quarter` is the loss of the full
-    context's last positions, which have most to look back on.
+    context's last positions, which have most to look back on. `copied` is the share of tokens continued right where the
+    window ends by repeating its beginning, with that beginning in sight and without: their difference is copying.
     """
     model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").to(device).eval()
     context = model.config.max_position_embeddings
@@ -47,7 +49,16 @@ def evaluate(folder: Path, corpus: Corpus, device: str) -> dict[str, dict[str, f
             f"{name}_bits_per_byte": round(value / math.log(2) / bytes_per_token, 4) for name, value in nats.items()
         }
         results[kind] |= {"bytes_per_token": round(bytes_per_token, 3), "tokens": picked.numel()}
+        again = torch.cat([picked[:, : -CUE - COPIED], picked[:, : CUE + COPIED]], 1)
+        results[kind]["copied_in_sight"] = round(share_continued(model, again), 4)
+        results[kind]["copied_out_of_sight"] = round(share_continued(model, again[:, -CUE - COPIED :]), 4)
     return results
+
+
+def share_continued(model: LlamaForCausalLM, ids: torch.Tensor) -> float:
+    """How many of each row's last COPIED tokens are the most likely ones, given all before them."""
+    logits = torch.cat([model(input_ids=row[None], use_cache=False).logits[:, -COPIED - 1 : -1] for row in ids])
+    return (logits.argmax(-1) == ids[:, -COPIED:]).float().mean().item()
 
 
 def token_losses(model: LlamaForCausalLM, ids: torch.Tensor) -> torch.Tensor:
@@ -112,6 +123,17 @@ def card_table(record: dict) -> str:
                 where = ("short", "full", "last_quarter")
                 cells = [f"{loss[f'{w}_nats_per_token']:.3f} ({loss[f'{w}_bits_per_byte']:.3f})" for w in where]
                 lines.append(f"| {kind} | {name} | {' | '.join(cells)} |")
+    lines += [
+        "",
+        f"A window whose last {CUE} tokens repeat its first ones: share of the next {COPIED} continued alike.",
+        "",
+    ]
+    lines += ["| text | model | whole window in sight | only the repetition |", "| --- | --- | --- | --- |"]
+    for kind in ("stdlib", "books"):
+        for name, entry in pair:
+            if copied := entry["held_out"].get(kind):
+                shares = [f"{copied[f'copied_{where}']:.2f}" for where in ("in_sight", "out_of_sight")]
+                lines.append(f"| {kind} | {name} | {' | '.join(shares)} |")
     return "\n".join(lines)
 
 

@@ -5,8 +5,9 @@
 
 The text is the standard library's source and, with --text, books; what is held out is held out by name. Context grows
 in stages, because short sequences teach most of the language at a fraction of the cost, and the last stage makes
-the full context a trained one. Hidden matrices are trained with Muon (Jordan et al. 2024), everything else with AdamW,
-in float32 on a CPU and under bfloat16 autocast on a GPU. At the end evaluate_tiny.py measures the result.
+the full context a trained one. Some windows repeat earlier passages, so that there is something far back to look for.
+Hidden matrices are trained with Muon (Jordan et al. 2024), everything else with AdamW, in float32 on a CPU and under
+bfloat16 autocast on a GPU. At the end evaluate_tiny.py measures the result.
 """
 
 import argparse
@@ -30,6 +31,8 @@ WARMUP, DECAY_FROM, FINAL_LR = 0.01, 0.45, 0.02  # shares of the budget; the las
 MUON_LR, ADAM_LR, MOMENTUM = 0.02, 4e-3, 0.95
 MICRO_TOKENS = {"cpu": 4096, "cuda": 65536}  # tokens per forward pass: on a CPU what its caches like
 CODE_SHARE = 0.55  # of the training tokens; the rest is books
+COPY_SHARE = 0.2  # of the windows, which read earlier passages again: small models do not learn to look back otherwise
+SHORTEST_COPY, LONGEST_COPY = 16, 512  # tokens
 
 SHAPES = {
     "draft": {"num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 352, "num_attention_heads": 2},
@@ -66,8 +69,21 @@ def training_batch(corpus: Corpus, step: int, rows: int, context: int) -> torch.
     for is_code in generator.random(rows) < CODE_SHARE:
         ids = corpus.train["stdlib" if is_code or "books" not in corpus.train else "books"]
         start = generator.integers(len(ids) - context - 1)
-        windows.append(ids[start : start + context + 1])
+        window = ids[start : start + context + 1]
+        windows.append(with_copies(window, generator) if generator.random() < COPY_SHARE else window)
     return torch.from_numpy(np.stack(windows))
+
+
+def with_copies(ids: np.ndarray, generator: np.random.Generator) -> np.ndarray:
+    """The window, its second half written over with passages of its first."""
+    half = len(ids) // 2
+    parts, length = [ids[:half]], half
+    while length < len(ids):
+        copied = generator.integers(SHORTEST_COPY, min(LONGEST_COPY, half))
+        start = generator.integers(half - copied)
+        parts.append(ids[start : start + copied])
+        length += copied
+    return np.concatenate(parts)[: len(ids)]
 
 
 class Muon:

@@ -60,7 +60,10 @@ class Attention(ABC, Generic[Plan]):
         """
 
     @abstractmethod
-    def attend_scored(self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
-        """The same over all slots, and the attention that each received: (B, K, T, S') in fp32, where S' <= S covers
-        all valid slots, summed over the G query heads of a KV head, so that a token's scores add up to G.
+    def attend_scored(
+        self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: Plan, counted_BT: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The same over all slots, and the attention that each received: (B, K, S') in fp32, where S' <= S covers all
+        valid slots, summed over the G query heads of a KV head and over the new tokens, or those that `counted_BT`
+        (bool) names. What a token adds to the slots' scores is G in sum.
         """

@@ -34,8 +34,8 @@ LANES = 8  # numbers in a vector of split_kv.cpp
 FUNCTIONS = {torch.float32: "attend_float32", torch.bfloat16: "attend_bfloat16"}
 NO_COMPILER = "needs a C++ compiler, and neither g++ nor clang++ is installed (CXX names another)"
 
-POINTERS = ("q", "k", "v", "out", "seqlens", "indices")
-SIZES = ("rows", "new_tokens", "kv_heads", "group", "dim", "num_indices", "window", "threads")
+POINTERS = ("q", "k", "v", "out", "seqlens", "indices", "counted", "scores")
+SIZES = ("rows", "new_tokens", "kv_heads", "group", "dim", "slots", "num_indices", "window", "threads")
 AXES = {"q": ("row", "token", "head"), "k": ("row", "head", "slot"), "v": ("row", "head", "slot")}
 STRIDES = tuple(f"{tensor}_{axis}" for tensor, axes in AXES.items() for axis in axes)
 
@@ -78,12 +78,33 @@ class CppAttention(KernelAttention):
         self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: KernelPlan, indices_BKN: Tensor | None
     ) -> Tensor:
         """See KernelAttention.decode."""
-        (B, T, H, D), K = q_BTHD.shape, k_BKSD.shape[1]
+        return self._call(q_BTHD, k_BKSD, v_BKSD, plan, indices=indices_BKN)
+
+    def decode_scored(
+        self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: KernelPlan, counted_BT: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """See KernelAttention.decode_scored. The weights are written once more, R numbers a slot beside its 2 x D, and
+        summed once all of a KV head's splits are there.
+        """
+        scores_BKS = torch.empty(k_BKSD.shape[:3])
+        return self._call(q_BTHD, k_BKSD, v_BKSD, plan, counted=counted_BT, scores=scores_BKS), scores_BKS
+
+    def _call(
+        self,
+        q_BTHD: Tensor,
+        k_BKSD: Tensor,
+        v_BKSD: Tensor,
+        plan: KernelPlan,
+        indices: Tensor | None = None,
+        counted: Tensor | None = None,
+        scores: Tensor | None = None,
+    ) -> Tensor:
+        (B, T, H, D), (K, S) = q_BTHD.shape, k_BKSD.shape[1:3]
         out_BTHD = torch.empty((B, T, H, D), dtype=q_BTHD.dtype)
-        pointers = [x.data_ptr() for x in (q_BTHD, k_BKSD, v_BKSD, out_BTHD, plan.seqlens_B)]
-        pointers.append(0 if indices_BKN is None else indices_BKN.data_ptr())
-        num_indices = 0 if indices_BKN is None else indices_BKN.shape[-1]
-        sizes = (B, T, K, H // K, D, num_indices, plan.reach, torch.get_num_threads())
+        tensors = (q_BTHD, k_BKSD, v_BKSD, out_BTHD, plan.seqlens_B, indices, counted, scores)
+        pointers = [None if x is None else x.data_ptr() for x in tensors]
+        num_indices = 0 if indices is None else indices.shape[-1]
+        sizes = (B, T, K, H // K, D, S, num_indices, plan.reach, torch.get_num_threads())
         strides = [stride for x in (q_BTHD, k_BKSD, v_BKSD) for stride in x.stride()[:3]]
         getattr(self._library, FUNCTIONS[q_BTHD.dtype])(ctypes.byref(Call(*pointers, *sizes, *strides)))
         return out_BTHD

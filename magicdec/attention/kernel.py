@@ -1,7 +1,7 @@
 """What backends share that have a kernel of their own.
 
-What it is not for, attention whose scores are asked for and more new tokens than it takes, goes the way of sdpa. Shapes
-as in base.py.
+More new tokens than it takes go the way of sdpa, and so does attention whose scores are asked for unless it returns
+them. Shapes as in base.py.
 """
 
 import sys
@@ -47,6 +47,12 @@ class KernelAttention(Attention[KernelPlan]):
     ) -> Tensor:
         """What `attend` is, by the kernel."""
 
+    def decode_scored(
+        self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: KernelPlan, counted_BT: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """What `attend_scored` is, by a kernel that returns scores."""
+        return self._sdpa.attend_scored(q_BTHD, k_BKSD, v_BKSD, plan.sdpa, counted_BT)
+
     def plan(self, seqlens_B: Tensor, shape: Shape, window: int | None) -> KernelPlan:
         """See Attention.plan."""
         return KernelPlan(seqlens_B.contiguous(), shape, window)
@@ -57,9 +63,19 @@ class KernelAttention(Attention[KernelPlan]):
         """See Attention.attend."""
         if plan.shape.num_new > self.max_new_tokens:
             return self._sdpa.attend(q_BTHD, k_BKSD, v_BKSD, plan.sdpa, indices_BKN)
-        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_BTHD, k_BKSD, v_BKSD))
+        q, k, v = map(_with_dense_entries, (q_BTHD, k_BKSD, v_BKSD))
         return self.decode(q, k, v, plan, indices_BKN if indices_BKN is None else indices_BKN.contiguous())
 
-    def attend_scored(self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: KernelPlan) -> tuple[Tensor, Tensor]:
+    def attend_scored(
+        self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: KernelPlan, counted_BT: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """See Attention.attend_scored."""
-        return self._sdpa.attend_scored(q_BTHD, k_BKSD, v_BKSD, plan.sdpa)
+        if plan.shape.num_new > self.max_new_tokens:
+            return self._sdpa.attend_scored(q_BTHD, k_BKSD, v_BKSD, plan.sdpa, counted_BT)
+        q, k, v = map(_with_dense_entries, (q_BTHD, k_BKSD, v_BKSD))
+        return self.decode_scored(q, k, v, plan, counted_BT if counted_BT is None else counted_BT.contiguous())
+
+
+def _with_dense_entries(x: Tensor) -> Tensor:
+    """The same tensor with its last dimension in one piece."""
+    return x if x.stride(-1) == 1 else x.contiguous()

@@ -73,7 +73,9 @@ class SdpaAttention(Attention[SdpaPlan]):
         out = F.scaled_dot_product_attention(_fold(q_BTHD, K).flatten(2, 3), k, v, attn_mask=plan.mask)
         return _unfold(out.unflatten(2, (H // K, -1)))
 
-    def attend_scored(self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: SdpaPlan) -> tuple[Tensor, Tensor]:
+    def attend_scored(
+        self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: SdpaPlan, counted_BT: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """See Attention.attend_scored. Writes the probabilities out: for a few query tokens at a time."""
         k, v = k_BKSD[:, :, : plan.length], v_BKSD[:, :, : plan.length]
         q_BKGTD = _fold(q_BTHD, k.shape[1])
@@ -82,7 +84,9 @@ class SdpaAttention(Attention[SdpaPlan]):
             logits_BKGTS += plan.mask.unflatten(2, (-1, q_BTHD.shape[1]))
         p_BKGTS = logits_BKGTS.softmax(-1)
         out = torch.einsum("bkgts,bksd->bkgtd", p_BKGTS.to(v.dtype), v)
-        return _unfold(out), p_BKGTS.sum(2)
+        if counted_BT is not None:
+            p_BKGTS *= counted_BT[:, None, None, :, None]
+        return _unfold(out), p_BKGTS.sum((2, 3))
 
     def _attend_selected(
         self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: SdpaPlan, indices_BKN: Tensor

@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <thread>
 #include <type_traits>
 #include <vector>
 
@@ -119,7 +120,9 @@ struct Call {
     void* out;  // (B, T, H, D), contiguous
     const int32_t* seqlens;
     const int64_t* indices;  // (B, K, N), contiguous; null: every slot
-    int64_t rows, new_tokens, kv_heads, group, dim, num_indices, window, threads;
+    const bool* counted;     // (B, T), contiguous: whose attention the scores sum; null: every token's
+    float* scores;           // (B, K, S), contiguous; null: none are asked for
+    int64_t rows, new_tokens, kv_heads, group, dim, slots, num_indices, window, threads;
     int64_t q_row, q_token, q_head, k_row, k_head, k_slot, v_row, v_head, v_slot;
 };
 
@@ -127,10 +130,15 @@ struct Call {
 
 namespace {
 
-// Scores of R query rows and four slots. R x 4 sums stay in registers.
+// Scores of R query rows and four slots. R x 4 sums stay in registers, which GCC manages if it is told to unroll.
 template <int R, typename T>
 void score(const float* q, const T* const* k, int64_t dim, float* scores) {
-    Vec sums[R][4] = {};
+    Vec sums[R][4];
+#pragma GCC unroll 3
+    for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+        for (int s = 0; s < 4; ++s) sums[r][s] = Vec{};
+    }
     for (int64_t d = 0; d < dim; d += LANES) {
         Vec rows[R];
         for (int r = 0; r < R; ++r) rows[r] = hold(q + r * dim + d);
@@ -139,6 +147,7 @@ void score(const float* q, const T* const* k, int64_t dim, float* scores) {
             for (int r = 0; r < R; ++r) sums[r][s] += rows[r] * x;
         }
     }
+#pragma GCC unroll 3
     for (int r = 0; r < R; ++r) {
         const Quad quad = sums_of(sums[r][0], sums[r][1], sums[r][2], sums[r][3]);
         std::memcpy(scores + r * BLOCK, &quad, sizeof quad);
@@ -163,12 +172,16 @@ void add_values(float* out, int64_t dim, const float* p, const T* const* v, int6
         for (int c = 0; c < C; ++c) store(out + r * dim + d + c * LANES, sums[r][c]);
 }
 
-// What a split leaves for the merge: (R, D) sums of p V, then (R) maxima and (R) sums of p.
+// What a split leaves for the merge: (R, D) sums of p V, then (R) maxima and (R) sums of p. Where scores are asked for,
+// also what they are made of: of each of its blocks (R, BLOCK) weights p, and the (R) maxima that these are relative to.
 struct Partial {
-    float *out, *most, *total;
+    float *out, *most, *total, *blocks;
     Partial(float* at, int64_t query_rows, int64_t dim)
-        : out(at), most(at + query_rows * dim), total(most + query_rows) {}
-    static int64_t size(int64_t query_rows, int64_t dim) { return query_rows * (dim + 2); }
+        : out(at), most(at + query_rows * dim), total(most + query_rows), blocks(total + query_rows) {}
+    static int64_t size(int64_t query_rows, int64_t dim, bool scored) {
+        return query_rows * (dim + 2 + (scored ? SPLIT / BLOCK * (BLOCK + 1) : 0));
+    }
+    float* block(int64_t i, int64_t query_rows) const { return blocks + i * query_rows * (BLOCK + 1); }
 };
 
 template <typename T>
@@ -182,22 +195,29 @@ class Kernel {
 
     void run() {
         static thread_local std::vector<float> scratch;  // kept: fresh pages would cost more than the work in them
-        const int64_t heads = c.rows * c.kv_heads, size = Partial::size(query_rows, c.dim);
-        if (int64_t(scratch.size()) < heads * max_splits * size) scratch.resize(heads * max_splits * size);
-        float* partials = scratch.data();
+        const int64_t heads = c.rows * c.kv_heads, size = Partial::size(query_rows, c.dim, c.scores);
+        // Weights stay in the cache if the next head overwrites them.
+        const int64_t room = c.scores ? std::min(heads, c.threads) : heads;
+        if (int64_t(scratch.size()) < room * max_splits * size) scratch.resize(room * max_splits * size);
+        float* const all_partials = scratch.data();
         std::vector<std::atomic<int64_t>> done(heads);
+        std::atomic<int64_t> next{0};
 #pragma omp parallel num_threads(c.threads)
         {
             std::vector<float> q(query_rows * c.dim), scores(query_rows * BLOCK), decay(query_rows);
             std::vector<float> wide(std::is_same_v<T, float> ? 0 : BLOCK * c.dim);
-#pragma omp for schedule(dynamic) nowait
-            for (int64_t task = 0; task < heads * max_splits; ++task) {
+            for (int64_t task; (task = next.fetch_add(1)) < heads * max_splits;) {
                 const int64_t head = task / max_splits, split = task % max_splits;
                 const int64_t b = head / c.kv_heads, kv = head % c.kv_heads;
-                attend(b, kv, split, Partial(partials + task * size, query_rows, c.dim), q.data(), scores.data(),
+                float* partials = all_partials + head % room * max_splits * size;
+                // Tasks are begun in order: whoever still needs the room is at work.
+                while (head >= room && done[head - room] <= max_splits) std::this_thread::yield();
+                attend(b, kv, split, Partial(partials + split * size, query_rows, c.dim), q.data(), scores.data(),
                        decay.data(), wide.data());
                 // Whoever ends a head's last split merges them: threads wait for each other only once.
-                if (done[head].fetch_add(1) + 1 == max_splits) merge(b, kv, partials + head * max_splits * size, size);
+                if (done[head].fetch_add(1) + 1 < max_splits) continue;
+                merge(b, kv, partials, size);
+                done[head] = max_splits + 1;
             }
         }
     }
@@ -230,6 +250,7 @@ class Kernel {
         int64_t slots[BLOCK];
         const T *k_at[BLOCK], *v_at[BLOCK];
         for (int64_t at = start; at < end; at += BLOCK) {
+            if (c.scores) scores = to.block((at - start) / BLOCK, query_rows);
             const int count = int(std::min<int64_t>(BLOCK, end - at)), padded = (count + 3) / 4 * 4;
             for (int s = 0; s < padded; ++s) {
                 slots[s] = s >= count ? -1 : indices ? indices[at + s] : at + s;
@@ -247,6 +268,7 @@ class Kernel {
                                   at + count <= last(b) - c.new_tokens + 1;
             if (!all_seen) hide(b, slots, padded, scores);
             weigh(scores, padded, to, decay);
+            if (c.scores) std::copy_n(to.most, query_rows, scores + query_rows * BLOCK);
             int64_t next = at + BLOCK;
             const int64_t until = indices ? 0 : std::min(at + 2 * BLOCK, end);
             with(v_at, padded, wide, [&](auto* v_in) {
@@ -345,7 +367,7 @@ class Kernel {
     // The splits of a KV head by their log-sum-exp.
     void merge(int64_t b, int64_t head, float* partials, int64_t size) const {
         const int64_t splits = std::max<int64_t>(1, (last(b) - first(b) + SPLIT - 1) / SPLIT);
-        std::vector<float> sums(c.dim);
+        std::vector<float> sums(c.dim), lse(query_rows);
         for (int64_t r = 0; r < query_rows; ++r) {
             float most = HIDDEN, total = 0;
             for (int64_t i = 0; i < splits; ++i) {
@@ -362,6 +384,27 @@ class Kernel {
             const int64_t token = b * c.new_tokens + r % c.new_tokens, h = head * c.group + r / c.new_tokens;
             T* out = static_cast<T*>(c.out) + (token * c.kv_heads * c.group + h) * c.dim;
             for (int64_t d = 0; d < c.dim; d += LANES) store(out + d, load(sums.data() + d) * scale);
+            const bool counts = total > 0 && (!c.counted || c.counted[b * c.new_tokens + r % c.new_tokens]);
+            lse[r] = counts ? most + std::log(total) : -HIDDEN;
+        }
+        if (c.scores) add_scores(b, head, partials, size, lse.data());
+    }
+
+    // The attention that each slot received from all query rows; from one whose log-sum-exp is infinite, none.
+    void add_scores(int64_t b, int64_t head, float* partials, int64_t size, const float* lse) const {
+        float* scores = c.scores + (b * c.kv_heads + head) * c.slots;
+        std::fill(scores, scores + first(b), 0.0f);
+        std::fill(scores + last(b), scores + c.slots, 0.0f);
+        for (int64_t at = first(b); at < last(b); at += BLOCK) {
+            const int64_t done = at - first(b);
+            const Partial part(partials + done / SPLIT * size, query_rows, c.dim);
+            const float* weights = part.block(done % SPLIT / BLOCK, query_rows);
+            Vec sums[BLOCK / LANES] = {};
+            for (int64_t r = 0; r < query_rows; ++r) {
+                const float share = std::exp(weights[query_rows * BLOCK + r] - lse[r]);
+                for (int i = 0; i < BLOCK / LANES; ++i) sums[i] += share * load(weights + r * BLOCK + i * LANES);
+            }
+            std::memcpy(scores + at, sums, sizeof(float) * std::min<int64_t>(BLOCK, last(b) - at));
         }
     }
 };

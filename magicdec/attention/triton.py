@@ -6,7 +6,8 @@ head dim, N selected slots.
 A program takes one KV head of one row, one split of its slots, and all R query rows as one tile. In a prefill there
 are many tiles, their K and V mostly from the L2 cache; each ends where its last token does, and nothing is split. The
 lengths are read on the device, so that shapes are static and a pass can be captured. Where there are several splits, a
-second kernel merges them by their log-sum-exp (in powers of two).
+second kernel merges them by their log-sum-exp (in powers of two). Where the scores of slots are asked for, they are
+written out, 4 R bytes a slot beside K's and V's 4 D in half precision, and a third kernel sums what they stand for.
 """
 
 from functools import cache
@@ -24,6 +25,7 @@ MIN_TILE, MAX_TILE = 16, 64  # query rows of a program: tensor cores take 16, re
 BLOCK = 64  # slots at a time
 MAX_SPLITS = 64
 PROGRAMS_PER_SM = 4
+SUMMED = 512  # slots of a program that sums scores
 MERGED_NUMBERS = 8192  # in the registers of a merging program
 INTERPRETED = triton.knobs.runtime.interpret
 
@@ -44,8 +46,10 @@ def attend_split(
     indices,
     out,  # (B, T, H, D), contiguous: of the only split
     partial,  # (B x K, splits, R, D), fp32: of several
-    lse,  # (B x K, splits, R), fp32
+    lse,  # (B x K, splits, R), fp32: of several, or beside scores
+    raw,  # (B x K, R, S), fp32: scores in powers of two, of the slots that a query row sees
     T,
+    S,
     num_splits,
     num_indices,
     reach,
@@ -67,6 +71,7 @@ def attend_split(
     BLOCK: tl.constexpr,
     SELECTED: tl.constexpr,
     SPLIT: tl.constexpr,
+    SCORED: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     """One split of one KV head of one row."""
@@ -110,6 +115,9 @@ def attend_split(
             k_tile, v_tile = k_tile.to(tl.float32), v_tile.to(tl.float32)
         scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale
         seen = valid[None, :] & (slot[None, :] <= own[:, None]) & (slot[None, :] > own[:, None] - reach)
+        if SCORED:
+            at_raw = raw + head.to(tl.int64) * (G * T) * S + (r[:, None] * S + slot[None, :])
+            tl.store(at_raw, scores, mask=seen & (r < G * T)[:, None])
         scores = tl.where(seen, scores, float("-inf"))
         highest = tl.maximum(most, tl.max(scores, 1))
         base = tl.where(highest == float("-inf"), 0.0, highest)
@@ -122,10 +130,11 @@ def attend_split(
     total = tl.where(total > 0, total, 1.0)
     mean = sums / total[:, None]
     inside = (r < G * T)[:, None] & (d < D)[None, :]
-    if SPLIT:
-        at = (head * num_splits + split).to(tl.int64) * (G * T) + r
-        tl.store(partial + at[:, None] * D + d[None, :], mean, mask=inside)
+    at = (head * num_splits + split).to(tl.int64) * (G * T) + r
+    if SPLIT or SCORED:
         tl.store(lse + at, most + tl.log2(total), mask=r < G * T)
+    if SPLIT:
+        tl.store(partial + at[:, None] * D + d[None, :], mean, mask=inside)
     else:
         at = out_row(head, r, T, K, G)
         tl.store(out + at[:, None] * D + d[None, :], mean.to(out.dtype.element_ty), mask=inside)
@@ -162,6 +171,41 @@ def merge_splits(
     tl.store(at_out, merged.to(out.dtype.element_ty), mask=(r < G * T)[:, None] & (d < D)[None, :])
 
 
+@triton.jit
+def sum_scores(
+    raw,
+    lse,
+    seqlens,
+    counted,  # (B, T), contiguous: whose attention is summed; None: every token's
+    out,  # (B, K, S), fp32, contiguous
+    T,
+    S,
+    num_splits,
+    reach,
+    K: tl.constexpr,
+    G: tl.constexpr,
+    PADDED_SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The attention that BLOCK slots of one KV head of one row received from its query rows."""
+    head, split = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED_SPLITS)
+    slot = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    seqlen = tl.load(seqlens + head // K)
+    sums = tl.zeros([BLOCK], tl.float32)
+    for r in range(G * T):
+        own = seqlen - T + r % T
+        seen = (slot < S) & (slot <= own) & (slot > own - reach)
+        lses = tl.load(lse + (head * num_splits + split) * (G * T) + r, mask=split < num_splits, other=float("-inf"))
+        most = tl.max(lses, 0)
+        scores = tl.load(raw + (head * (G * T) + r) * S + slot, mask=seen, other=float("-inf"))
+        weights = tl.exp2(scores - most) / tl.sum(tl.exp2(lses - most), 0)
+        weights = tl.where(seen, weights, 0.0)  # a row that sees nothing has no maximum to take away
+        if counted is not None:
+            weights *= tl.load(counted + head // K * T + r % T)
+        sums += weights
+    tl.store(out + head * S + slot, sums, mask=slot < S)
+
+
 class TritonAttention(KernelAttention):
     """The default on GPUs where flash-attn is not installed."""
 
@@ -182,6 +226,46 @@ class TritonAttention(KernelAttention):
         self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: KernelPlan, indices_BKN: Tensor | None
     ) -> Tensor:
         """See KernelAttention.decode."""
+        return self._attend(q_BTHD, k_BKSD, v_BKSD, plan, indices_BKN, None)[0]
+
+    def decode_scored(
+        self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: KernelPlan, counted_BT: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """See KernelAttention.decode_scored."""
+        (B, T, H, _), (K, S) = q_BTHD.shape, k_BKSD.shape[1:3]
+        raw = torch.empty((B * K, H // K * T, S), dtype=torch.float32, device=q_BTHD.device)
+        scores_BKS = torch.empty((B, K, S), dtype=torch.float32, device=q_BTHD.device)
+        out_BTHD, lse = self._attend(q_BTHD, k_BKSD, v_BKSD, plan, None, raw)
+        if not q_BTHD.is_meta:
+            splits = lse.shape[1]
+            sum_scores[(B * K, triton.cdiv(S, SUMMED))](
+                raw,
+                lse,
+                plan.seqlens_B,
+                None if counted_BT is None else counted_BT.view(torch.uint8),
+                scores_BKS,
+                T,
+                S,
+                splits,
+                plan.reach,
+                K=K,
+                G=H // K,
+                PADDED_SPLITS=triton.next_power_of_2(splits),
+                BLOCK=SUMMED,
+                enable_fp_fusion=True,
+            )
+        return out_BTHD, scores_BKS
+
+    def _attend(
+        self,
+        q_BTHD: Tensor,
+        k_BKSD: Tensor,
+        v_BKSD: Tensor,
+        plan: KernelPlan,
+        indices_BKN: Tensor | None,
+        raw: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """The output, and the log-sum-exp of each split; with `raw`, that is written, too."""
         (B, T, H, D), (K, S) = q_BTHD.shape, k_BKSD.shape[1:3]
         G, selected = H // K, indices_BKN is not None
         num_indices = indices_BKN.shape[-1] if indices_BKN is not None else 0
@@ -189,12 +273,12 @@ class TritonAttention(KernelAttention):
         tiles = triton.cdiv(G * T, tile)
         splits = split_count(B * K * tiles, num_indices if selected else min(S, plan.reach + T))
         out_BTHD = torch.empty((B, T, H, D), dtype=q_BTHD.dtype, device=q_BTHD.device)
-        partial = lse = None
+        partial = None
         if splits > 1:
             partial = torch.empty((B * K, splits, G * T, D), dtype=torch.float32, device=q_BTHD.device)
-            lse = torch.empty((B * K, splits, G * T), dtype=torch.float32, device=q_BTHD.device)
+        lse = torch.empty((B * K, splits, G * T), dtype=torch.float32, device=q_BTHD.device)
         if q_BTHD.is_meta:  # memory is foreseen, and this is all that is allocated
-            return out_BTHD
+            return out_BTHD, lse
         shape = {"K": K, "G": G, "D": D, "PADDED_D": triton.next_power_of_2(D)}
         attend_split[(B * K, splits, tiles)](
             q_BTHD,
@@ -205,7 +289,9 @@ class TritonAttention(KernelAttention):
             out_BTHD,
             partial,
             lse,
+            raw,
             T,
+            S,
             splits,
             num_indices,
             plan.reach,
@@ -218,6 +304,7 @@ class TritonAttention(KernelAttention):
             BLOCK=BLOCK,
             SELECTED=selected,
             SPLIT=splits > 1,
+            SCORED=raw is not None,
             UPCAST=INTERPRETED,  # whose bf16 matmuls are wrong
             **launch_options(q_BTHD.dtype, tile, D),
         )
@@ -227,7 +314,7 @@ class TritonAttention(KernelAttention):
             merge_splits[(B * K, triton.cdiv(G * T, rows))](
                 partial, lse, out_BTHD, T, splits, **shape, PADDED_SPLITS=padded, ROWS=rows, enable_fp_fusion=True
             )
-        return out_BTHD
+        return out_BTHD, lse
 
 
 def tile_size(query_rows: int) -> int:

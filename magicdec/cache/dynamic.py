@@ -55,6 +55,10 @@ class DynamicCache(FullCache):
 
 
 def best(scores: Tensor, valid: Tensor, count: int) -> Tensor:
-    """Indices of the `count` largest valid scores of the last dimension, -1 where there are fewer."""
-    top = scores.masked_fill(~valid, float("-inf")).topk(min(count, scores.shape[-1]), dim=-1)
-    return top.indices.masked_fill(top.values == float("-inf"), -1)
+    """Indices of the `count` largest valid scores (>= 0) of the last dimension, in any order; -1 where there are fewer.
+
+    Without a sign the bits of fp32 numbers order as they do, and integers are compared in less time.
+    """
+    bits = scores.float().view(torch.int32).masked_fill(~valid, -1)
+    top = bits.topk(min(count, bits.shape[-1]), dim=-1, sorted=False)
+    return top.indices.masked_fill(top.values < 0, -1)

@@ -60,8 +60,11 @@ class H2OCache(SnapKVCache):
 
     def attend(self, layer: int, q_BTHD: Tensor, attention: Attention, plan: Any) -> Tensor:
         """See KVCache.attend. Only the last token counts: one that is fed again has been scored before."""
-        out_BTHD, scores_BKTC = attention.attend_scored(q_BTHD, self.k_LBKSD[layer], self.v_LBKSD[layer], plan)
-        self.step_scores_GLBKC[self._step, layer, :, :, : scores_BKTC.shape[-1]] = scores_BKTC[:, :, -1]
+        k_BKSD, v_BKSD = self.k_LBKSD[layer], self.v_LBKSD[layer]
+        counted_BT = torch.zeros(q_BTHD.shape[:2], dtype=torch.bool, device=q_BTHD.device)
+        counted_BT[:, -1] = True
+        out_BTHD, scores_BKC = attention.attend_scored(q_BTHD, k_BKSD, v_BKSD, plan, counted_BT)
+        self.step_scores_GLBKC[self._step, layer, :, :, : scores_BKC.shape[-1]] = scores_BKC
         return out_BTHD
 
     def advance(self, num_new: int) -> None:

@@ -25,10 +25,9 @@ class ObservedCache(KVCache):
 
     def attend(self, layer: int, q_BTHD: Tensor, attention: Attention, plan: Any) -> Tensor:
         """See KVCache.attend."""
-        out_BTHD, scores_BKTS = attention.attend_scored(q_BTHD, self.k_LBKSD[layer], self.v_LBKSD[layer], plan)
-        if self.counted_BT is not None:
-            scores_BKTS = scores_BKTS * self.counted_BT[:, None, :, None]
-        self.scores_LBKS[layer][..., : scores_BKTS.shape[-1]] += scores_BKTS.sum(2)
+        k_BKSD, v_BKSD = self.k_LBKSD[layer], self.v_LBKSD[layer]
+        out_BTHD, scores_BKS = attention.attend_scored(q_BTHD, k_BKSD, v_BKSD, plan, self.counted_BT)
+        self.scores_LBKS[layer][..., : scores_BKS.shape[-1]] += scores_BKS
         return out_BTHD
 
 

@@ -23,6 +23,6 @@ class TopKCache(DynamicCache):
 
     def choose(self, layer: int, q_BTHD: Tensor, attention: Attention, plan: Any) -> Tensor:
         """See DynamicCache.choose."""
-        _, scores_BKTS = attention.attend_scored(q_BTHD, self.k_LBKSD[layer], self.v_LBKSD[layer], plan)
-        committed_BS = torch.arange(scores_BKTS.shape[-1], device=q_BTHD.device) < self.length_B[:, None]
-        return best(scores_BKTS.sum(2), committed_BS[:, None], self.budget)
+        _, scores_BKS = attention.attend_scored(q_BTHD, self.k_LBKSD[layer], self.v_LBKSD[layer], plan)
+        committed_BS = torch.arange(scores_BKS.shape[-1], device=q_BTHD.device) < self.length_B[:, None]
+        return best(scores_BKS, committed_BS[:, None], self.budget)

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from magicdec.attention.base import Shape
-from magicdec.attention.triton import INTERPRETED, MAX_TILE, TritonAttention
+from magicdec.attention.triton import INTERPRETED, MAX_TILE, SUMMED, TritonAttention
 from magicdec.measure.footprint import Allocations
-from tests.attention.twins import attend, case, expected, selection
+from tests.attention.twins import attend, attend_scored, case, expected, expected_scored, selection, some_tokens
 from tests.measure.test_footprint import counted_peak
 
 # Of the largest output, about 1: fp32 as exact as it gets, else the rounding of the output and of the weights.
@@ -46,6 +46,23 @@ def test_more_query_rows_than_a_tile(num_new, group, window, splits, monkeypatch
     torch.testing.assert_close(out, expected(q, k, v, seqlens, window), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize(
+    ("num_new", "group", "window", "dtype"),
+    [(1, 1, None, torch.float32), (2, 4, 150, torch.bfloat16), (5, 4, None, torch.float32), (9, 2, 40, torch.float32)],
+)
+def test_scores_against_sdpa(num_new, group, window, dtype, splits, monkeypatch):
+    """Of all tokens and of some; more slots than one program sums, and more query rows than a tile."""
+    monkeypatch.setattr("magicdec.attention.triton.split_count", lambda *_: splits)
+    monkeypatch.setattr("magicdec.attention.triton.MAX_TILE", 16)
+    q, k, v, seqlens = case(num_new, group, 64, SUMMED, dtype)
+    for counted in (None, some_tokens(num_new)):
+        out, scores = attend_scored(TritonAttention(), q, k, v, seqlens, window, counted)
+        right_out, right_scores = expected_scored(q, k, v, seqlens, window, counted)
+        torch.testing.assert_close(out.float(), right_out, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+        torch.testing.assert_close(scores, right_scores, atol=1e-5, rtol=1e-4)
+
+
 @pytest.mark.parametrize(("num_new", "window"), [(1, None), (4, 100)])
 def test_selected_slots_against_sdpa(num_new, window):
     q, k, v, seqlens = case(num_new, 4, 64, 300)
@@ -54,16 +71,19 @@ def test_selected_slots_against_sdpa(num_new, window):
     torch.testing.assert_close(out, expected(q, k, v, seqlens, window, indices), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize(("num_new", "splits"), [(5, 2), (5, 1), (100, 1)])
-def test_what_is_foreseen_is_what_is_allocated(num_new, splits, monkeypatch):
+@pytest.mark.parametrize(
+    ("method", "num_new", "splits"), [("attend", 5, 2), ("attend", 5, 1), ("attend", 100, 1), ("attend_scored", 5, 2)]
+)
+def test_what_is_foreseen_is_what_is_allocated(method, num_new, splits, monkeypatch):
     monkeypatch.setattr("magicdec.attention.triton.split_count", lambda *_: splits)
     q, k, v, seqlens = case(num_new, 4, 64, 300)
     attention = TritonAttention()
+    method = getattr(attention, method)
     plan = attention.plan(seqlens, Shape(num_new, k.shape[2], 4, q.dtype), None)
-    allocated = counted_peak(lambda: attention.attend(q, k, v, plan))
+    allocated = counted_peak(lambda: method(q, k, v, plan))
     q, k, v = (x.to("meta") for x in (q, k, v))
     with Allocations([q, k, v]) as foreseen:
-        attention.attend(q, k, v, plan)
+        method(q, k, v, plan)
     assert foreseen.peak == allocated
 
 
@@ -71,4 +91,4 @@ def test_what_lies_behind_the_valid_entries_is_never_read():
     q, k, v, seqlens = case(2, 2, 64, 300)
     for b, length in enumerate(seqlens.tolist()):
         k[b, :, length:], v[b, :, length:] = float("nan"), float("nan")
-    assert attend(TritonAttention(), q, k, v, seqlens).isfinite().all()
+    assert all(x.isfinite().all() for x in attend_scored(TritonAttention(), q, k, v, seqlens))

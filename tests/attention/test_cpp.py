@@ -6,10 +6,8 @@ import pytest
 import torch
 
 from magicdec.attention import cpp
-from magicdec.attention.base import Shape
-from magicdec.attention.sdpa import SdpaAttention
 from magicdec.errors import UserError
-from tests.attention.twins import attend, case, expected, selection
+from tests.attention.twins import attend, attend_scored, case, expected, expected_scored, selection, some_tokens
 
 if cpp.compiler() is None:
     pytest.skip("needs a C++ compiler", allow_module_level=True)
@@ -35,6 +33,27 @@ def test_against_sdpa(attention, num_new, group, dtype):
         torch.testing.assert_close(out.float(), right, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("num_new", [1, 2, 5, 9])
+@pytest.mark.parametrize("group", [1, 4, 8])
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+def test_scores_against_sdpa(attention, num_new, group, dtype):
+    """Of all tokens and of some. Scores come from the same pass, so that the output is bit for bit that without."""
+    for longest, window, counted in itertools.product((40, 1300), (None, 3, 600), (None, some_tokens(num_new))):
+        q, k, v, seqlens = case(num_new, group, 16, num_new + longest, dtype)
+        out, scores = attend_scored(attention, q, k, v, seqlens, window, counted)
+        right_out, right_scores = expected_scored(q, k, v, seqlens, window, counted)
+        torch.testing.assert_close(out.float(), right_out, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+        torch.testing.assert_close(scores, right_scores, atol=1e-5, rtol=1e-5)
+        assert torch.equal(out, attend(attention, q, k, v, seqlens, window))
+
+
+def test_scores_of_more_tokens_than_the_kernel_takes_are_those_of_sdpa(attention):
+    arguments = case(attention.max_new_tokens + 1, 2, 16, 100)
+    counted = some_tokens(attention.max_new_tokens + 1)
+    ours, theirs = attend_scored(attention, *arguments, 40, counted), expected_scored(*arguments, 40, counted)
+    assert all(map(torch.equal, ours, theirs))
+
+
 @pytest.mark.parametrize("num_new", [1, 4])
 @pytest.mark.parametrize("window", [None, 6])
 def test_selected_slots_against_sdpa(attention, num_new, window):
@@ -56,29 +75,23 @@ def test_what_lies_behind_the_valid_entries_is_never_read(attention):
     q, k, v, seqlens = case(2, 2, 16, 600)
     for b, length in enumerate(seqlens.tolist()):
         k[b, :, length:], v[b, :, length:] = float("nan"), float("nan")
-    assert attend(attention, q, k, v, seqlens).isfinite().all()
+    assert all(x.isfinite().all() for x in attend_scored(attention, q, k, v, seqlens))
 
 
 def test_a_row_depends_neither_on_its_neighbours_nor_on_threads(attention):
     q, k, v, seqlens = case(2, 2, 64, 1300)
-    together = attend(attention, q, k, v, seqlens)
+    together = attend_scored(attention, q, k, v, seqlens)
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(2)
-        assert torch.equal(attend(attention, q, k, v, seqlens), together)
+        again = attend_scored(attention, q, k, v, seqlens)
+        assert all(map(torch.equal, again, together))
     finally:
         torch.set_num_threads(threads)
     for b in range(len(q)):
         one = slice(b, b + 1)
-        assert torch.equal(attend(attention, q[one], k[one], v[one], seqlens[one]), together[one])
-
-
-def test_scores_are_those_of_sdpa(attention):
-    q, k, v, seqlens = case(3, 2, 16, 100)
-    shape = Shape(3, k.shape[2], 2, q.dtype)
-    ours = attention.attend_scored(q, k, v, attention.plan(seqlens, shape, None))
-    theirs = SdpaAttention().attend_scored(q, k, v, SdpaAttention().plan(seqlens, shape, None))
-    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+        alone = attend_scored(attention, q[one], k[one], v[one], seqlens[one])
+        assert all(torch.equal(mine, theirs[one]) for mine, theirs in zip(alone, together, strict=True))
 
 
 def test_it_is_built_once_and_the_compiler_s_error_is_one_line(tmp_path, monkeypatch):

@@ -59,18 +59,18 @@ def test_what_lies_behind_the_valid_entries_does_not_matter():
     assert torch.equal(before, after)
 
 
-def naive_scores(q_BTHD, k_BKSD, seqlens, window):
-    """The attention that each slot receives from each token, over the query heads of a KV head."""
+def naive_scores(q_BTHD, k_BKSD, seqlens, window, counted):
+    """The attention that each slot receives, over the query heads of a KV head and the tokens that count."""
     B, T, H, _ = q_BTHD.shape
     _, K, S, _ = k_BKSD.shape
-    scores = torch.zeros(B, K, T, S)
+    scores = torch.zeros(B, K, S)
     for b in range(B):
-        for t in range(T):
+        for t in counted[b].nonzero().flatten().tolist():
             end = int(seqlens[b]) - T + t + 1
             start = 0 if window is None else max(0, end - window)
             for h in range(H):
                 kv = h // (H // K)
-                scores[b, kv, t, start:end] += (k_BKSD[b, kv, start:end] @ q_BTHD[b, t, h] / D**0.5).softmax(0)
+                scores[b, kv, start:end] += (k_BKSD[b, kv, start:end] @ q_BTHD[b, t, h] / D**0.5).softmax(0)
     return scores
 
 
@@ -91,11 +91,13 @@ def test_scores_against_the_naive_twin(num_new, group, ragged, window):
     q, k, v, seqlens = case(num_new, group, ragged)
     attention = SdpaAttention()
     plan = attention.plan(seqlens, Shape(num_new, k.shape[2], group, q.dtype), window)
-    out, scores = attention.attend_scored(q, k, v, plan)
-    torch.testing.assert_close(out, naive(q, k, v, seqlens, window), atol=1e-5, rtol=1e-5)
-    expected = naive_scores(q, k, seqlens, window)
-    torch.testing.assert_close(scores, expected[..., : scores.shape[-1]], atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(scores.sum(-1), torch.full_like(scores[..., 0], group))
+    some = torch.arange(num_new) % 3 != torch.arange(len(q))[:, None]
+    for counted, named in ((torch.ones_like(some), None), (some, some)):
+        out, scores = attention.attend_scored(q, k, v, plan, named)
+        torch.testing.assert_close(out, naive(q, k, v, seqlens, window), atol=1e-5, rtol=1e-5)
+        expected = naive_scores(q, k, seqlens, window, counted)
+        torch.testing.assert_close(scores, expected[..., : scores.shape[-1]], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(scores.sum(-1), group * counted.sum(1, keepdim=True).expand(-1, 2).float())
 
 
 @pytest.mark.parametrize("num_new", [1, 4])

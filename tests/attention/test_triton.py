@@ -15,7 +15,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from magicdec.attention import triton as ours  # noqa: E402
-from tests.attention.twins import attend, case, expected  # noqa: E402
+from tests.attention.twins import attend, attend_scored, case, expected, expected_scored  # noqa: E402
 
 # Bytes of a program: 80 stands for the L40, too, which has the least; H100s hold more.
 SHARED_MEMORY = {80: 99 * 1024, 90: 227 * 1024}
@@ -49,17 +49,18 @@ def compiled(kernel, capability, types, constants, options):
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
-def attend_compiled(capability, dtype, dim, group, num_new, selected=False):
+def attend_compiled(capability, dtype, dim, group, num_new, kind):
     """The attending kernel: of a decoding in splits, of a prefill whole."""
     split, tile = num_new < 100, ours.tile_size(group * num_new)
     types = dict.fromkeys(("q", "k", "v", "out"), f"*{dtype}") | {"seqlens": "*i32", "scale": "fp32"}
-    types |= {"partial": "*fp32", "lse": "*fp32", "indices": "*i64"}
+    types |= {"partial": "*fp32", "lse": "*fp32", "raw": "*fp32", "indices": "*i64"}
     constants = {
         "K": 8, "G": group, "D": dim, "PADDED_D": triton.next_power_of_2(dim), "BLOCK": ours.BLOCK, "TILE": tile,
-        "SELECTED": selected, "SPLIT": split, "UPCAST": False,
+        "SELECTED": kind == "selected", "SPLIT": split, "SCORED": kind == "scored", "UPCAST": False,
     }  # fmt: skip
-    constants |= {} if selected else {"indices": None}
-    constants |= {} if split else {"partial": None, "lse": None}
+    constants |= {} if kind == "selected" else {"indices": None}
+    constants |= {} if kind == "scored" else {"raw": None}
+    constants |= {} if split else {"partial": None}
     return compiled(ours.attend_split, capability, types, constants, ours.launch_options(DTYPES[dtype], tile, dim))
 
 
@@ -74,12 +75,19 @@ def resources(cubin, path):
 
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize(
-    ("dtype", "dim", "group", "num_new", "selected"),
-    [("bf16", 128, 4, 5, False), ("bf16", 128, 8, 9, False), ("fp16", 80, 1, 1, True), ("bf16", 128, 4, 512, False)],
+    ("dtype", "dim", "group", "num_new", "kind"),
+    [
+        ("bf16", 128, 4, 5, "all"),
+        ("bf16", 128, 8, 9, "all"),
+        ("bf16", 128, 4, 512, "all"),
+        ("fp16", 80, 1, 1, "selected"),
+        ("bf16", 128, 4, 5, "scored"),
+        ("bf16", 128, 8, 64, "scored"),
+    ],
 )
-def test_compiled(capability, dtype, dim, group, num_new, selected, tmp_path):
+def test_compiled(capability, dtype, dim, group, num_new, kind, tmp_path):
     """Nothing spilled, tensor cores used, and room on a multiprocessor for enough warps to hide memory's latency."""
-    made = attend_compiled(capability, dtype, dim, group, num_new, selected)
+    made = attend_compiled(capability, dtype, dim, group, num_new, kind)
     registers, spilled = resources(made.asm["cubin"], tmp_path / "kernel.cubin")
     assert spilled == 0
     programs = REGISTERS // (registers * 32 * made.metadata.num_warps)
@@ -100,6 +108,17 @@ def test_merging_compiled(capability, dim, splits, tmp_path):
     assert resources(made.asm["cubin"], tmp_path / "kernel.cubin")[1] == 0
 
 
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("some", [True, False])
+def test_summing_compiled(capability, some, tmp_path):
+    """Nothing spilled."""
+    types = {"raw": "*fp32", "lse": "*fp32", "seqlens": "*i32", "counted": "*u8", "out": "*fp32"}
+    constants = {"K": 8, "G": 4, "PADDED_SPLITS": ours.MAX_SPLITS, "BLOCK": ours.SUMMED}
+    constants |= {} if some else {"counted": None}
+    made = compiled(ours.sum_scores, capability, types, constants, {"enable_fp_fusion": True})
+    assert resources(made.asm["cubin"], tmp_path / "kernel.cubin")[1] == 0
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_new", [1, 2, 5, 9, 32, 500])
 @pytest.mark.parametrize("group", [1, 4, 8])
@@ -109,3 +128,6 @@ def test_on_a_gpu(num_new, group, dtype, tolerance):
         arguments = [x.cuda() for x in case(num_new, group, dim, 3000, dtype)]
         out = attend(ours.TritonAttention(), *arguments)
         torch.testing.assert_close(out.float(), expected(*arguments), atol=tolerance, rtol=tolerance)
+        if num_new <= 64:
+            scores = attend_scored(ours.TritonAttention(), *arguments)[1]
+            torch.testing.assert_close(scores, expected_scored(*arguments)[1], atol=1e-3, rtol=1e-3)

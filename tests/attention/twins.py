@@ -33,6 +33,23 @@ def attend(backend: Attention, q, k, v, seqlens, window=None, indices=None):
     return backend.attend(q, k, v, backend.plan(seqlens, shape, window), indices)
 
 
+def attend_scored(backend: Attention, q, k, v, seqlens, window=None, counted=None):
+    """One call of a backend that returns scores, with a score for every slot."""
+    shape = Shape(q.shape[1], k.shape[2], q.shape[2] // k.shape[1], q.dtype)
+    out, scores = backend.attend_scored(q, k, v, backend.plan(seqlens, shape, window), counted)
+    return out, torch.nn.functional.pad(scores, (0, k.shape[2] - scores.shape[-1]))
+
+
+def some_tokens(num_new):
+    """Which new tokens count: in one row all, in one none, in one the last; all in one piece only when transposed."""
+    return torch.stack((torch.ones(num_new), torch.zeros(num_new), torch.arange(num_new) == num_new - 1), 1).bool().T
+
+
 def expected(q, k, v, seqlens, window=None, indices=None):
     """SDPA on the same numbers, in fp32."""
     return attend(SdpaAttention(), q.float(), k.float(), v.float(), seqlens, window, indices)
+
+
+def expected_scored(q, k, v, seqlens, window=None, counted=None):
+    """The same with scores."""
+    return attend_scored(SdpaAttention(), q.float(), k.float(), v.float(), seqlens, window, counted)
