@@ -170,7 +170,7 @@ def test_a_failing_job_does_not_stop_a_sweep(run, here):
     assert re.fullmatch(r"error: job 0 \(draft.gamma=2 .*\): draft.gamma=2 is unlucky", first)
     assert re.fullmatch(r"error: job 1 \(draft.gamma=64 .*\): draft.gamma=64: must be below cache.budget=64", second)
     (sweep,) = (here / "results" / "sweeps").glob("*_gamma_x_budget")
-    assert [path.name for path in sweep.iterdir()] == ["multirun.yaml"]
+    assert sorted(path.name for path in sweep.iterdir()) == ["jobs.jsonl", "multirun.yaml"]
     assert [path.name for path in here.iterdir()] == ["results"]
 
 
