@@ -4,6 +4,7 @@
 """
 
 import difflib
+import errno
 import itertools
 import os
 import re
@@ -28,10 +29,10 @@ from yaml import MarkedYAMLError
 
 from magicdec.config import Config, load
 from magicdec.errors import JobFailed, UserError
-from magicdec.rules import did_you_mean, known_keys
+from magicdec.rules import known_keys
 from magicdec.tracking.lock import Busy
 from magicdec.tracking.reader import LOG
-from magicdec.tracking.sweep import BUSY, INTERRUPTED, JOB, JOBS, SWEEP_DIR, run_of
+from magicdec.tracking.sweep import BUSY, INTERRUPTED, JOB, JOBS, SWEEP_DIR, record, run_of
 
 ROOT = Path(__file__).resolve().parent
 CONF = ROOT / "conf"
@@ -47,6 +48,18 @@ MISFITS = {
     "not a subclass": "cannot be set as a whole, only its keys can",
     "ListConfig": "must be a list, as in [a,b]",
 }
+
+# What Hydra's plugins of their own bring, by the extra that installs each.
+EXTRAS = {
+    "hydra/sweeper=optuna": "optuna",
+    "hydra/launcher=joblib": "joblib",
+    "hydra/launcher=submitit_local": "submitit",
+    "hydra/launcher=submitit_slurm": "submitit",
+    "hydra/launcher=ray": "ray",
+}
+
+# How an operating system refuses Hydra the folder of a multirun.
+REFUSALS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST}
 
 
 # Of this process's jobs.
@@ -71,6 +84,9 @@ def job(cfg: DictConfig) -> float | None:
         if os.environ.get(JOB) and isinstance(error, Busy):
             raise JobFailed(BUSY) from error  # the launcher comes back to it
         overrides = list(place["overrides"])
+        if place["sweep_dir"] and not cfg.sweep.dry_run and run_of(place["sweep_dir"], place["number"]) is None:
+            with suppress(OSError):
+                record(place["sweep_dir"], place["number"], None, overrides)
         explanation = explain(error, overrides) if isinstance(error, UserError | OmegaConfBaseException) else None
         where = f"job {place['number']} ({' '.join(overrides)}): " if place["sweep_dir"] else ""
         failures.append(JobFailed(report(error, explanation, where, _log(cfg.runs_dir, place))))
@@ -99,6 +115,8 @@ def main() -> int:
     """Run the command line, and show at its end what has become of a multirun; returns the exit code."""
     sweeps.clear()
     code = _run()
+    if new_folders and not (new_folders[0] / JOBS).exists():  # a dry run, or a mistake before the first job
+        _remove_new_folders()
     for folder, with_figures in sweeps:
         if (folder / JOBS).exists():  # not after a dry run
             from magicdec.tracking.report.summary import summarize
@@ -126,10 +144,7 @@ def _run() -> int:
             print(f"interrupted{'; the same command goes on where it stood' if sweeps else ''}", file=sys.stderr)
         return INTERRUPTED
     except Exception as error:
-        _remove_new_folders()
         return report(error, explain(error, overrides))
-    if new_folders and not (new_folders[0] / JOBS).exists():  # after a dry run
-        _remove_new_folders()
     return 0
 
 
@@ -155,14 +170,16 @@ def explain(error: Exception, overrides: list[str]) -> str | None:
     if isinstance(error, OverrideParseException):
         return f"{error.override}: not of the form key=value; a value with spaces, commas or brackets needs quotes"
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options is not None:
-        group, _, option = error.missing_cfg_file.rpartition("/")
-        return f"{_as_typed(group, option, overrides)}: {_no_such_option(option, error.options)}"
+        return _explain_option(error.missing_cfg_file, error.options, overrides)
     origin = _omegaconf_error(error)
     if origin is not None:
         file = re.match(r"In '(.*?)'", str(error))
         return (f"{file[1]}.yaml: " if file else "") + _explain_key(origin)
     if isinstance(error, HydraException | ValueError | AssertionError):
         return _explain_text(error)
+    if isinstance(error, OSError) and error.errno in REFUSALS and sweeps:
+        what = f"cannot write {error.filename or sweeps[-1][0]}: {error.strerror}"
+        return f"runs_dir={sweeps[-1][0].parents[1]}: {what}; choose a folder with runs_dir=FOLDER"
     return None
 
 
@@ -213,17 +230,30 @@ def _explain_text(error: Exception) -> str | None:
     return re.split(r"(?:Config s|S)earch path:|See http", text)[0]
 
 
-def _no_such_option(option: str, options: Sequence[str]) -> str:
-    return f"no such option; one of: {', '.join(options)}{did_you_mean(option, options)}"
+def _explain_option(missing: str, options: Sequence[str], overrides: list[str]) -> str:
+    """An option that is not there, GROUP/OPTION: those of its group and of the folders in it, or what would install it.
 
-
-def _as_typed(group: str, option: str, overrides: list[str]) -> str:
-    """An option as it stands on the command line, which may say more than group and name: target@draft.model=NAME."""
+    It is called as on the command line, which may say more than group and name: target@draft.model=NAME.
+    """
+    group, _, option = missing.rpartition("/")
+    typed = f"{group}={option}"
     for override in overrides:
         key, _, value = override.partition("=")
-        if key.lstrip("+").partition("@")[0] == group and option in value.split(","):
-            return f"{key}={option}"
-    return f"{group}={option}"
+        name = key.lstrip("+").partition("@")[0]
+        within = missing.removeprefix(f"{name}/")  # experiment=paper/table9
+        if within != missing and within in value.split(","):
+            group, option, typed = name, within, f"{key}={within}"
+    if extra := EXTRAS.get(f"{group}={option}"):
+        return f"{typed}: needs pip install 'magicdec[{extra}]'"
+    within_group = (path.relative_to(CONF / group).with_suffix("") for path in (CONF / group).glob("*/**/*.yaml"))
+    return f"{typed}: {_no_such_option(option, [*options, *sorted(path.as_posix() for path in within_group)])}"
+
+
+def _no_such_option(option: str, options: Sequence[str]) -> str:
+    """Of options in folders, the last part is compared, too."""
+    names = {name.rpartition("/")[2]: name for name in options} | {name: name for name in options}
+    close = difflib.get_close_matches(option, names, n=1, cutoff=0.7)
+    return f"no such option; one of: {', '.join(options)}{f'; did you mean {names[close[0]]}?' if close else ''}"
 
 
 def _omegaconf_error(error: BaseException | None) -> OmegaConfBaseException | None:
@@ -266,10 +296,11 @@ def _sweep_folder(runs_dir: str, name: str | None, grid: str | None, with_figure
 
 
 def _remove_new_folders() -> None:
-    """After a mistake that Hydra found before the first job started."""
+    """Those that hold nothing but what Hydra writes into them at once."""
     for folder in new_folders:
         with suppress(OSError):
-            (folder / "multirun.yaml").unlink(missing_ok=True)
+            if [path.name for path in folder.iterdir()] == ["multirun.yaml"]:
+                (folder / "multirun.yaml").unlink()
             folder.rmdir()
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
+from hydra.errors import MissingConfigException
 
 import launch
 from magicdec.config import load
@@ -47,6 +48,9 @@ def in_subprocess(*arguments, **env):
         (["target=llama-3.1-8"], r"target=llama-3.1-8: no such option; one of: .*; did you mean llama-3.1-8b\?"),
         (["batch=null"], r"batch=null: no such option; one of: default"),
         (["draft=model", "target@draft.model=llama"], r"target@draft.model=llama: no such option; one of: .*"),
+        (["experiment=table3c"], r"experiment=table3c: .*, quick, paper/figure1b, .*; did you mean paper/table3c\?"),
+        (["experiment=paper/tabel2"], r"experiment=paper/tabel2: .*, quick, paper/.*; did you mean paper/table2\?"),
+        (["hydra/sweeper=nope"], r"hydra/sweeper=nope: no such option; one of: basic.*"),
         (["target@draft.model=tiny"], r"target@draft.model: this draft has no model of its own; use draft=model"),
         (["draft.model.path=x"], r"draft.model.path=x: draft.model is null; use draft=model"),
         (["targe=tiny"], r"unknown key targe; did you mean target\?"),
@@ -72,6 +76,12 @@ def test_what_hydra_and_omegaconf_find_is_explained(monkeypatch, overrides, erro
     with initialize_config_dir(str(launch.CONF), version_base="1.3"), pytest.raises(Exception) as raised:
         load(compose("config", overrides))
     assert re.fullmatch(error, launch.explain(raised.value, overrides))
+
+
+def test_what_only_an_extra_brings_names_the_extra():
+    missing = MissingConfigException("", "hydra/sweeper/optuna", ["basic"])
+    expected = "hydra/sweeper=optuna: needs pip install 'magicdec[optuna]'"
+    assert launch.explain(missing, ["hydra/sweeper=optuna"]) == expected
 
 
 @pytest.mark.parametrize(
@@ -160,7 +170,7 @@ def test_a_failing_job_does_not_stop_a_sweep(run, here):
     assert re.fullmatch(r"error: job 0 \(draft.gamma=2 .*\): draft.gamma=2 is unlucky", first)
     assert re.fullmatch(r"error: job 1 \(draft.gamma=64 .*\): draft.gamma=64: must be below cache.budget=64", second)
     (sweep,) = (here / "results" / "sweeps").glob("*_gamma_x_budget")
-    assert [path.name for path in sweep.iterdir()] == ["multirun.yaml"]
+    assert sorted(path.name for path in sweep.iterdir()) == ["jobs.jsonl", "multirun.yaml"]
     assert [path.name for path in here.iterdir()] == ["results"]
 
 

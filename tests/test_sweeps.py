@@ -444,6 +444,25 @@ def test_a_sweep_ends_with_its_table_its_page_and_its_figures(here, tmp_path, mo
     assert (sweep.code, sweep.out.count("not written       ")) == (0, 1)
 
 
+@pytest.mark.parametrize("launcher", ["basic", "process"])
+def test_a_sweep_tells_of_jobs_that_were_no_runs(here, launcher):
+    sweep = here("-m", f"hydra/launcher={launcher}", "draft.gamma=1,1000")
+    assert sweep.code == launch.USER_ERROR
+    assert sweep.err.count("draft.gamma=1000: must be below") == 1
+    assert "1 job ended before there was a run: see the errors above\n" in sweep.out
+    assert "1 run: 1 done\n" in sweep.out
+
+
+def test_a_sweep_that_cannot_write_says_so(here, tmp_path):
+    (tmp_path / "runs").write_text("a file, where a folder should be")
+    sweep = here("-m", "hydra/launcher=basic", "draft.gamma=1,2")
+    assert sweep.code == launch.USER_ERROR
+    (line,) = [line for line in sweep.err.splitlines() if line.startswith("error: ")]
+    assert f"runs_dir={tmp_path / 'runs'}: cannot write {tmp_path / 'runs'}" in line
+    assert line.endswith("choose a folder with runs_dir=FOLDER")
+    assert "Traceback" not in sweep.err
+
+
 def refuse(*_):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -455,6 +474,7 @@ def test_a_dry_run_lists_and_leaves_nothing(here, tmp_path, starts):
     assert sweep.code == 0
     lines = [line.split() for line in sweep.out.splitlines() if " GiB " in line]
     assert [line[1:4] for line in lines] == [[state, "3.00", "GiB"] for state in ("done", "new", "crashed")]
+    assert here("-m", "hydra/launcher=basic", "sweep.dry_run=true", "draft.gamma=1,1000").code == launch.USER_ERROR
     assert sorted((tmp_path / "runs").rglob("*")) == before
     assert len(list(starts.iterdir())) == 2
 

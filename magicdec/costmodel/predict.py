@@ -107,6 +107,7 @@ class Prediction:
             "overhead_ms": 1e3 * times.overhead.total,
             "round_ms": 1e3 * times.round_s,
             "memory_gib": self.memory.total / GIB,
+            "fits": self.fits,
             "arithmetic_intensity": arithmetic_intensity(
                 Pass(self.setup.target, self.setup.batch, 1, self.setup.context), self.setup.hardware
             ),

@@ -17,7 +17,7 @@ def load(encoder: Encoder, *, path: str | None, num_rows: int, context_len: int,
     """
     if path is None:
         raise UserError("data=text needs data.path=FILE_OR_FOLDER")
-    return windows_of(Path(path), f"data=text data.path={path}", SUFFIXES, encoder, num_rows, context_len, seed)
+    return windows_of(Path(path), f"data.path={path}", SUFFIXES, encoder, num_rows, context_len, seed)
 
 
 def load_or_stdlib(encoder: Encoder, *, path: str | None, num_rows: int, context_len: int, seed: int) -> Prompts:

@@ -251,8 +251,9 @@ def _read_bytes(path: Path) -> bytes:
 
 def _read_json(path: Path) -> dict[str, Any]:
     """A json object from a file; UserError where it is something else."""
+    text = _read_bytes(path)
     try:
-        content = json.loads(_read_bytes(path))
+        content = json.loads(text)
     except ValueError as error:
         raise UserError(f"{path} is not valid json ({error})") from None
     if not isinstance(content, dict):

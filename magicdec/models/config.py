@@ -157,6 +157,8 @@ def eos_ids(value: int | list[int] | None) -> tuple[int, ...]:
 def _from_hugging_face(config: dict[str, Any]) -> ModelConfig:
     """`from_hugging_face` with errors that do not name the file yet."""
     family = config.get("model_type")
+    if family is None:
+        raise UserError(f"no model_type is given; supported: {', '.join(FAMILIES)}")
     if family not in FAMILIES:
         raise UserError(f"model_type={family!r} is not supported; supported: {', '.join(FAMILIES)}")
     if config.get("hidden_act", "silu") != "silu":

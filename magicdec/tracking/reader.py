@@ -49,9 +49,10 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 def gpu_trouble(result: Mapping[str, Any]) -> list[str]:
     """What has kept the GPU from being itself during a run, in words (magicdec/measure/gpu.py)."""
-    shares = {why: result.get(f"gpu/throttled/{why}") or 0.0 for why in ("thermal", "power")}
+    told = {key: value for key, value in result.items() if isinstance(value, int | float)}
+    shares = {why: told.get(f"gpu/throttled/{why}", 0.0) for why in ("thermal", "power")}
     found = [f"throttled ({why}) for {share:.0%} of the time" for why, share in shares.items() if share > THROTTLED]
-    others = result.get("gpu/shared") or 0
+    others = told.get("gpu/shared", 0)
     return found + ([f"shared with {others} other process{'es' if others > 1 else ''}"] if others else [])
 
 

@@ -18,8 +18,8 @@ JOB, SWEEP_DIR = "MAGICDEC_JOB", "MAGICDEC_SWEEP_DIR"
 BUSY, INTERRUPTED = 75, 130
 
 
-def record(sweep_dir: Path, number: int, run_id: str, overrides: Sequence[str]) -> None:
-    """Say which run a job is: in one write, so that the lines of several processes do not mix."""
+def record(sweep_dir: Path, number: int, run_id: str | None, overrides: Sequence[str]) -> None:
+    """Say which run a job is, None where it ended before it was one: in one write, so that lines do not mix."""
     line = json.dumps({"job": number, "id": run_id, "overrides": list(overrides)}) + "\n"
     sweep_dir.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(sweep_dir / JOBS, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)

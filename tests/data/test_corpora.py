@@ -42,7 +42,9 @@ def test_text_of_one_file_with_any_suffix_and_a_byte_order_mark(tmp_path):
 
 def test_text_errors(tmp_path):
     assert "data.path" in error_of("text")
-    assert "no such file or folder" in error_of("text", tmp_path / "absent")
+    for name in ("text", "repeat"):
+        message = error_of(name, tmp_path / "absent", context=100)
+        assert message == f"data.path={tmp_path / 'absent'}: no such file or folder"
     assert "no text files" in error_of("text", tmp_path)
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9 " * 20)
     message = error_of("text", tmp_path)

@@ -114,7 +114,7 @@ def change_config(folder: Path, **keys: object) -> None:
 
 def test_no_config(llama):
     (llama / "config.json").unlink()
-    assert str(llama / "config.json") in refusal(llama)
+    assert refusal(llama).startswith(f"{llama / 'config.json'} cannot be read (No such file")
 
 
 @pytest.mark.parametrize("content", ["{", "", "[]", '"text"'])

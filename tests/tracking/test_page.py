@@ -119,6 +119,32 @@ def test_a_store_with_nothing_to_plot(rows, tmp_path):
 
 
 @browser
+def test_predictions_stand_beside_what_is_published(tmp_path):
+    """Gamma is the same everywhere, and so no setting; measured runs and predicted ones are in one store."""
+    steps = {"target_decode_ms": 4.0, "draft_ms": 1.0, "verify_ms": 5.0}
+    predicted = {f"predicted/{name}": value for name, value in steps.items()}
+    predicted |= {"predicted/speedup": 1.5, "predicted/gamma": 3, "predicted/alpha": 0.8}
+    predicted |= {"published/speedup": 1.4, "published/predicted_speedup": 1.6}
+    measured = {f"time/{name}": value for name, value in steps.items()} | {"acceptance_length": 3.0, "gamma": 2}
+    runs = [predicted | {"batch.size": 8}, predicted | {"batch.size": 32}, measured | {"batch.size": 64}]
+    settings = {f"extra.key_{number}": number for number in range(12)}
+    rows = [{"id": str(i), "status": "done", "draft.gamma": 2} | run for i, run in enumerate(runs)]
+    rows[2] |= settings | {"acceptance/source": "measured"}
+    rows.append({"id": "3", "status": "done", "acceptance/source": "synthetic", "speedup": 9.0, "draft.gamma": 2})
+    path = tmp_path / "page.html"
+    path.write_text(page.render(rows, "paper"), encoding="utf-8")
+    command = [CHROMIUM, *FLAGS, f"--user-data-dir={tmp_path / 'user'}", f"file://{path}"]
+    dom = without_scripts(subprocess.run(command, capture_output=True, text=True, timeout=120).stdout)
+    assert shown(dom) == 3, "however many settings differ, drawn acceptance stays apart"
+    assert "published/predicted_speedup, median error 14.3%" in plot(dom, "prediction")
+    assert plot(dom, "steps").count('class="part"') == 3 * 3
+    assert plot(dom, "steps").count('class="mark-line"') == 3
+    assert "gamma draft steps, T_D each: 3 ms" in plot(dom, "steps"), "at the gamma predicted for"
+    assert "2 of 3 runs are predicted" in dom
+    assert "no run has been measured" in plot(dom, "fastest")
+
+
+@browser
 def test_throughput_under_load_is_drawn_both_ways(tmp_path):
     write_load(tmp_path / "runs", {1: (100.0, 150.0), 2: (180.0, 240.0), 8: (500.0, 450.0)})
     path = tmp_path / "page.html"

@@ -10,7 +10,7 @@ import pytest
 from magicdec.errors import UserError
 from magicdec.tracking.report import figures, page, query
 from magicdec.tracking.report.__main__ import main
-from magicdec.tracking.report.rows import flatten, read_rows, varying
+from magicdec.tracking.report.rows import flatten, read_rows, telling, varying
 from tests.tracking.stores import AXES, write_load, write_run, write_store
 
 MANY, SECONDS = 10_000, 40  # it takes about 6 s on a free core; the bound is for crowded ones
@@ -83,7 +83,20 @@ def test_measured_and_synthetic_acceptance_do_not_mix():
 def test_rows_are_flat_and_say_what_varies():
     run = {"id": "x", "status": "done", "config": {"a": {"b": [1, 2], "c": None}}, "rerun": {"status": "failed"}}
     assert flatten(run) == {"a.b": "[1,2]", "id": "x", "status": "done"}
-    assert varying(ROWS) == ["cache.budget", "target.name"]
+    assert varying(ROWS) == ["target.name", "cache.budget"]
+
+
+def test_what_an_option_brings_along_tells_nothing_more():
+    names = {"tiny": ("path/tiny", 4), "large": ("path/large", 4)}
+    rows = [
+        {"target.name": n, "target.path": p, "cache.num_sink": s, "cache.budget": b}
+        for n, (p, s) in names.items()
+        for b in (64, 128)
+    ]
+    assert varying(rows) == ["target.name", "cache.budget", "target.path"]
+    assert telling(rows) == ["target.name", "cache.budget"]
+    rows[0] |= {"target.path": "path/other", "cache.num_sink": 0}
+    assert telling(rows) == ["target.name", "cache.budget", "cache.num_sink", "target.path"]
 
 
 def test_the_table_shows_what_differs(report):
@@ -173,7 +186,10 @@ def test_two_runs_compared(report, tmp_path):
 
 def test_a_command_to_copy_leaves_out_what_is_not_the_runs():
     stored = json.dumps(["+sweeps=grid", "draft.gamma=4", "runs_dir=x", "data.path='a b'"])
-    assert page.command({"overrides": stored}, []) == "python launch.py draft.gamma=4 'data.path='\"'\"'a b'\"'\"''"
+    assert (
+        page.command({"overrides": stored}, [])
+        == "python launch.py +sweeps=grid draft.gamma=4 'data.path='\"'\"'a b'\"'\"''"
+    )
     assert page.command({"target.name": "tiny", "draft.gamma": 2}, ["draft.gamma"]) == (
         "python launch.py target=tiny draft.gamma=2"
     )

@@ -9,7 +9,7 @@ from typing import Any
 
 from magicdec.errors import UserError
 from magicdec.tracking.report.query import Row
-from magicdec.tracking.report.rows import varying
+from magicdec.tracking.report.rows import telling
 
 BATCH, CONTEXT = "batch.size", "batch.context_len"
 SPEEDUP = {"speedup": "o-", "predicted/speedup": "--", "published/speedup": "x"}
@@ -100,16 +100,8 @@ def _present(styles: dict[str, Callable], rows: Sequence[Row]) -> list[str]:
 
 
 def _told_apart_by(rows: Sequence[Row], x: str) -> list[str]:
-    """The settings that a line has one value of each, but for those that follow from a name (hardware.tflops)."""
-    keys = [key for key in dict.fromkeys([CONTEXT if x == BATCH else BATCH, *varying(rows)]) if key != x]
-    names = {key.rpartition(".")[0]: key for key in keys if key.endswith(".name")}
-
-    def follows(key: str) -> bool:
-        name = names.get(key.rpartition(".")[0], key)
-        values = {(row.get(name), row.get(key)) for row in rows}
-        return name != key and len(values) == len({row.get(name) for row in rows})
-
-    return [key for key in keys if not follows(key)]
+    """The settings that a line has one value of each."""
+    return [key for key in dict.fromkeys([CONTEXT if x == BATCH else BATCH, *telling(rows)]) if key != x]
 
 
 def _name(row: Row, by: Sequence[str]) -> str:

@@ -12,20 +12,20 @@ from importlib.resources import files
 from typing import Any
 
 from magicdec.tracking.reader import NOISY, gpu_trouble
-from magicdec.tracking.report.rows import FACTS, Row, is_setting, keys_of, varying
+from magicdec.tracking.report.rows import FACTS, Row, is_setting, keys_of, telling, varying
 
 NOT_TOLD = FACTS - {"id", "status", "kind", "reason"}
-NOT_REPEATED = ("+sweeps=", "runs_dir=", "resume=", "sweep.", "wandb.", "hydra")  # what a copied command does without
+NOT_REPEATED = ("runs_dir=", "resume=", "sweep.", "wandb.", "hydra")  # what a copied command does without
 DIGITS = 5  # significant ones: finer than any measurement
 
 
 def render(rows: Sequence[Row], title: str) -> str:
     """The page as text."""
-    settings = varying(rows)
+    settings, differing = telling(rows), varying(rows)
     keys = [key for key in keys_of(rows) if key not in NOT_TOLD and not key.startswith("rerun.")]
-    told = {key: _column([row.get(key) for row in rows]) for key in keys if key in settings or not is_setting(key)}
+    told = {key: _column([row.get(key) for row in rows]) for key in keys if key in differing or not is_setting(key)}
     told["gpu_trouble"] = _column([", ".join(gpu_trouble(row)) or None for row in rows])
-    told["command"] = _column([command(row, settings) for row in rows])
+    told["command"] = _column([command(row, differing) for row in rows])
     now = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
     data = {"title": title, "made": now, "number": len(rows), "settings": settings, "noisy": NOISY, "columns": told}
     assets = files("magicdec.tracking.report") / "assets"

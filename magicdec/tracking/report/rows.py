@@ -19,6 +19,11 @@ FACTS = frozenset(
 # Runs that are alike in these should have written the same tokens, whatever the engine and the draft.
 SAME_OUTPUT = ("data/fingerprint", "target.name", "target.path", "batch.generate_len", "hardware.dtype")
 SAME_SAMPLING = ("sampling.temperature", "sampling.top_k", "sampling.top_p", "sampling.seed", "sampling.ignore_eos")
+# What one compares by, in the order in which one asks. Of other settings, those with fewer values come first.
+ASKED_FIRST = (
+    *("engine.name", "target.name", "draft.name", "draft.model.name", "cache.policy", "cache.budget", "draft.gamma"),
+    *("batch.context_len", "batch.size", "hardware.name", "data.name"),
+)
 # Told of in config.yaml, but not what a run does.
 ELSEWHERE = ("wandb.", "hydra.", "runs_dir", "resume", "sweep.")
 
@@ -88,10 +93,27 @@ def is_setting(key: str) -> bool:
 
 
 def varying(rows: Collection[Row]) -> list[str]:
-    """Settings in which the rows differ, those with fewer values first."""
+    """Settings in which the rows differ, in the order of ASKED_FIRST."""
     settings = [key for key in keys_of(rows) if is_setting(key) and ".architecture." not in key]
     counts = {key: len({row.get(key) for row in rows}) for key in settings}
-    return sorted((key for key in settings if counts[key] > 1), key=counts.__getitem__)
+    asked = {key: place for place, key in enumerate(ASKED_FIRST)}
+    differing = [key for key in settings if counts[key] > 1]
+    return sorted(differing, key=lambda key: (asked.get(key, len(asked)), counts[key]))
+
+
+def telling(rows: Collection[Row]) -> list[str]:
+    """Those of `varying` that an option does not bring along: target.name tells them apart, target.path no further."""
+    differing = varying(rows)
+    return [key for key in differing if key in ASKED_FIRST or not _is_implied(key, differing, rows)]
+
+
+def _is_implied(key: str, differing: Collection[str], rows: Collection[Row]) -> bool:
+    """Whether the name of the option in its group gives a setting's value."""
+    group = key.rpartition(".")[0]
+    for option in {f"{group}.name", f"{group}.policy"} & set(differing) - {key}:
+        if len({(row.get(option), row.get(key)) for row in rows}) == len({row.get(option) for row in rows}):
+            return True
+    return False
 
 
 def _leaves(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -8,6 +8,7 @@ from magicdec.errors import UserError
 from magicdec.tracking.report import export, figures, page, terminal
 from magicdec.tracking.report.rows import Row, read_rows
 from magicdec.tracking.store import shown
+from magicdec.tracking.sweep import jobs
 
 PAGE = "report.html"
 
@@ -15,13 +16,19 @@ PAGE = "report.html"
 def summarize(sweep_dir: Path, with_figures: bool) -> None:
     """Show a sweep, <runs_dir>/sweeps/<name>. What cannot be written is said; it is no failure."""
     runs_dir, console = sweep_dir.parents[1], terminal.console()
+    if refused := sum(1 for job in jobs(sweep_dir) if not job.get("id")):
+        print(f"{refused:,} job{'s' if refused > 1 else ''} ended before there was a run: see the errors above")
     try:
         rows = read_rows(runs_dir, sweep_dir.name)
         console.print(terminal.render(rows, None, limit=50, width=console.width))
         states = Counter(str(row.get("status")) for row in rows)
-        print(f"{len(rows):,} runs: {', '.join(f'{number:,} {state}' for state, number in states.items())}")
+        told = ", ".join(f"{number:,} {state}" for state, number in states.items())
+        print(f"{len(rows):,} run{'s' if len(rows) > 1 else ''}: {told}")
         for path in _written(rows, sweep_dir, with_figures):
             print(f"written           {shown(path)}")
+        if with_figures:
+            print("in the figures    points: measured; dashes: predicted; crosses: the MagicDec paper's tables, where")
+            print("                  they have the same cell: no numbers of its figures are published")
     except UserError as error:
         print(f"not written       {error}")
     print(f"this table        python -m magicdec.tracking.report {shown(runs_dir)} --sweep {sweep_dir.name}")

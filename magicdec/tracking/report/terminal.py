@@ -12,7 +12,7 @@ from rich.text import Text
 
 from magicdec.tracking.reader import NOISY, gpu_trouble
 from magicdec.tracking.report.query import find_key
-from magicdec.tracking.report.rows import Row, keys_of, varying
+from magicdec.tracking.report.rows import Row, keys_of, telling
 
 FIGURES = {
     "speedup": "speedup",
@@ -23,6 +23,7 @@ FIGURES = {
     "formula/speedup": "formula",
     "predicted/speedup": "predicted",
     "published/speedup": "published",
+    "published/predicted_speedup": "predicted for it",
     "lossless/identical": "lossless",
     "output/agrees": "agrees",
 }
@@ -61,9 +62,10 @@ def render(
 
 
 def _short(key: str, among: Sequence[str]) -> str:
-    """A key's last part, where that is no other's: budget for cache.budget."""
-    last = key.rpartition(".")[2]
-    return LABELS.get(key) or (last if sum(last == other.rpartition(".")[2] for other in among) == 1 else key)
+    """A key's last part, where that is no other's: budget for cache.budget; an option's name is its group's."""
+    last = key.removesuffix(".name").rpartition(".")[2]
+    namesakes = sum(last == other.removesuffix(".name").rpartition(".")[2] for other in among)
+    return LABELS.get(key) or (last if namesakes == 1 else key)
 
 
 def _columns(rows: Sequence[Row], known: Sequence[str], grouped: bool) -> list[str]:
@@ -71,7 +73,7 @@ def _columns(rows: Sequence[Row], known: Sequence[str], grouped: bool) -> list[s
     if grouped:
         return [*known[: known.index("runs") + 1], *(key for key in FIGURES if key in known)] if rows else []
     marks = [key for key in ("acceptance/source",) if len({row.get(key) for row in rows} - {None}) > 1]
-    main, settings = [key for key in FIGURES if key in known], varying(rows)
+    main, settings = [key for key in FIGURES if key in known], telling(rows)
     engines = [key for key in BETWEEN_ENGINES if key in known] if ENGINE in settings else []
     if engines:  # their own keys say less
         settings = [key for key in settings if key not in engines and not key.startswith(("engine.", "attention."))]
@@ -80,8 +82,8 @@ def _columns(rows: Sequence[Row], known: Sequence[str], grouped: bool) -> list[s
 
 def _cell(row: Row, key: str) -> Text:
     value = row.get(key)
-    if key == "speedup" and isinstance(value, int | float):
-        noisy = isinstance(spread := row.get("speedup_spread"), float) and spread > NOISY
+    if key.endswith("speedup") and isinstance(value, int | float):
+        noisy = key == "speedup" and isinstance(spread := row.get("speedup_spread"), float) and spread > NOISY
         return Text(f"{value:.2f}x{'!' if noisy else ''}", style="green" if value > 1 else "red")
     if key == "status" and value != "done":
         return Text(str(row.get("kind") or value), style="yellow")
@@ -114,6 +116,14 @@ def _notes(rows: Sequence[Row], limit: int, left_out: Sequence[str], grouped: bo
         yield f"{noisy:,} with a spread over {NOISY:.0%} between repeats (speedup_spread), marked !: measure them again"
     if troubled := sum(1 for row in rows if gpu_trouble(row)):
         yield f"{troubled:,} on a GPU that was throttled or shared; --columns gpu/throttled/power,gpu/shared says how"
+    if published := [row for row in rows if "published/speedup" in row]:
+        tables = ", ".join(sorted({str(row.get("published/table")) for row in published}))
+        yield (
+            f"published: the MagicDec paper's Table {tables}, which has {len(published):,} of these {len(rows):,}; "
+            "predicted for it: by the cost model, at the paper's gamma and acceptance"
+        )
+    if unfit := sum(1 for row in rows if row.get("predicted/fits") is False and "speedup" not in row):
+        yield f"{unfit:,} predicted to need more memory than there is; --columns id,predicted/memory_gib says how much"
     synthetic = sum(1 for row in rows if row.get("acceptance/source") == "synthetic")
     if synthetic:
         yield f"{synthetic:,} SYNTHETIC: their acceptance was drawn, not measured; only the times are real"

@@ -12,12 +12,12 @@ const label = (run) => data.settings.filter((k) => get(k, run) != null).map((k) 
 
 const TPS = "speculative/tokens_per_second", TPOT = "speculative/time_per_output_token_ms", SOURCE = "acceptance/source";
 const FIGURES = ["speedup", "speedup_wall", "acceptance_rate", "acceptance_length", "alpha", TPS, TPOT, "speculative/time_to_first_token_ms",
-  "formula/speedup", "predicted/speedup", "memory/peak_gib"].filter((k) => numeric(k));
+  "formula/speedup", "predicted/speedup", "published/speedup", "published/predicted_speedup", "memory/peak_gib"].filter((k) => numeric(k));
 const LOADS = ["load.concurrency", "load.rate"].filter((k) => numeric(k));
 const SEEN = ["tokens_per_second", "time_to_first_token_ms", "time_per_output_token_ms", "request_latency_ms", "goodput_rps"].filter((k) => numeric(`autoregressive/${k}`));
 const MAX_PICKS = 9, MAX_VALUES = 40, MAX_LINES = 100;
 const numValues = (key) => new Set(columns[key]?.filter((v) => v != null)).size;
-const picked = [...data.settings, SOURCE, "device"].filter((k) => numValues(k) > 1 && numValues(k) <= MAX_VALUES).slice(0, MAX_PICKS);
+const picked = [SOURCE, ...data.settings, "device"].filter((k) => numValues(k) > 1 && numValues(k) <= MAX_VALUES).slice(0, MAX_PICKS);
 const axes = data.settings.filter((k) => numValues(k) <= MAX_VALUES);
 const first = (...keys) => keys.find((k) => axes.includes(k));
 const y0 = first("batch.context_len", "cache.budget") || axes[0] || "";
@@ -26,7 +26,8 @@ const state = { where: "", statistic: "median", value: FIGURES[0] || "", y: y0, 
   colour: first("cache.policy", "draft.name", "target.name") || axes[0] || "", acceptance: "acceptance_rate", sort: "-speedup",
   seen: SEEN[0] || "", load: LOADS[0] || "", bars: first("batch.size", "batch.context_len") || axes[0] || "", along: first("cache.budget", "draft.gamma") || axes[0] || "", curves: first("cache.policy", "draft.name", "target.name", "draft.gamma") || "" };
 // Measured and drawn acceptance never mix unless one asks for it.
-if (numValues(SOURCE) > 1) state[`pick:${SOURCE}`] = "measured";
+const noPicks = { ...Object.fromEntries(picked.map((k) => [`pick:${k}`, ""])), ...(numValues(SOURCE) > 1 && { [`pick:${SOURCE}`]: "measured" }) };
+Object.assign(state, noPicks);
 for (const [key, value] of new URLSearchParams(location.hash.slice(1))) state[key] = value;
 
 const distinct = (key, runs) => [...new Set(runs.map((r) => get(key, r)))].sort((a, b) => (typeof a === "number" && typeof b === "number" ? a - b : String(a) < String(b) ? -1 : 1));
@@ -87,7 +88,7 @@ function drawHeatmap(done) {
   const ratio = state.value.includes("speedup"), values = [...cells.values()], low = Math.min(...values), high = Math.max(...values);
   const reach = Math.max(Math.log(1.2), ...values.map((v) => Math.abs(Math.log(v))));
   const tone = ratio ? (v) => Math.log(v) / reach : (v) => 0.05 + (0.95 * (v - low)) / (high - low || 1);
-  $("heatmap").innerHTML = heatmap({ label: `${state.value} by ${state.y} and ${state.x}`, xName: state.x, yName: state.y, xs, ys, cells, tone });
+  $("heatmap").innerHTML = heatmap({ label: `${state.value} by ${state.y} and ${state.x}`, xName: state.x, yName: state.y, xs, ys, cells, tone, text: ratio ? (v) => v.toFixed(2) : figure });
   $("heatmap").querySelectorAll(".cell").forEach((cell) => {
     const place = cell.dataset.cell, [j, i] = place.split(",").map(Number), of = groups.get(place);
     cell.onmousemove = (e) => tip(e, `${state.y}=${ys[j]}\n${state.x}=${xs[i]}\n${state.value}: median ${figure(median(of))}, ${figure(Math.min(...of))} to ${figure(Math.max(...of))}\n${of.length} runs; click to look at them alone`);
@@ -134,10 +135,10 @@ function drawAcceptance(done) {
 }
 
 function drawPrediction(done) {
-  const kinds = [["formula/speedup", colourOf(0)], ["predicted/speedup", colourOf(2)]].map(([key, colour]) =>
-    [key, colour, done.filter((r) => get(key, r) > 0 && get("speedup", r) > 0).map((r) => [get("speedup", r), get(key, r), r])]).filter((k) => k[2].length);
+  const kinds = [["formula/speedup", "speedup", colourOf(0)], ["predicted/speedup", "speedup", colourOf(2)], ["published/predicted_speedup", "published/speedup", colourOf(3)]].map(([key, measured, colour]) =>
+    [key, colour, done.filter((r) => get(key, r) > 0 && get(measured, r) > 0).map((r) => [get(measured, r), get(key, r), r])]).filter((k) => k[2].length);
   const points = kinds.flatMap((k) => k[2]);
-  if (!points.length) return ($("prediction").innerHTML = nothing("no run has a predicted speedup"));
+  if (!points.length) return ($("prediction").innerHTML = nothing("no run has a measured (or published) speedup and a predicted one"));
   const both = axis(points.flatMap((p) => [p[0], p[1]])), { low, high } = both, least = Math.max(low, both.log ? low : 1e-9);
   const clip = (v) => Math.min(high, Math.max(low, v)), steps = Array.from({ length: 41 }, (_, i) => least + ((high - least) * i) / 40);
   const band = [...steps.map((v) => [v, clip(v * 1.1)]), ...steps.reverse().map((v) => [v, clip(v * 0.9)])];
@@ -149,22 +150,31 @@ function drawPrediction(done) {
 }
 
 // The parts of a round, in ms: measured where it was, or else predicted.
-const stepOf = (name, r) => get(`time/${name}_ms`, r) ?? get(`predicted/${name}_ms`, r);
-const PARTS = [["gamma draft steps, T_D each", colourOf(1), (r) => (get("gamma", r) ?? get("draft.gamma", r)) * stepOf("draft", r)],
+const stepOf = (name, r) => get(`${isMeasured(r) ? "time" : "predicted"}/${name}_ms`, r);
+const isMeasured = (r) => get("time/target_decode_ms", r) != null;
+const gammaOf = (r) => (isMeasured(r) ? get("gamma", r) ?? get("draft.gamma", r) : get("predicted/gamma", r));
+const lengthOf = (r) => { // of a round, in tokens: measured, or Omega
+  if (isMeasured(r)) return get("acceptance_length", r);
+  const alpha = get("predicted/alpha", r), gamma = gammaOf(r);
+  return alpha == null ? null : alpha === 1 ? gamma + 1 : (1 - alpha ** (gamma + 1)) / (1 - alpha);
+};
+const PARTS = [["gamma draft steps, T_D each", colourOf(1), (r) => gammaOf(r) * stepOf("draft", r)],
   ["selection of entries", colourOf(3), (r) => stepOf("select", r) ?? 0], ["verification, T_V", colourOf(0), (r) => stepOf("verify", r)]];
 
 function drawSteps(done) {
   const runs = done.filter((r) => PARTS.every(([, , of]) => of(r) >= 0) && stepOf("target_decode", r) > 0);
   if (!runs.length || !state.bars) return ($("steps").innerHTML = nothing("no run has step times, or no two settings differ"));
+  const predicted = (of) => of.filter((r) => !isMeasured(r)).length;
   const middle = (of, among) => { const found = among.map(of).filter((v) => v != null); return found.length ? median(found) : null; };
   const bars = distinct(state.bars, runs).map((name) => {
     const of = runs.filter((r) => get(state.bars, r) === name), parts = PARTS.map(([, colour, part]) => [middle(part, of), colour]);
-    const mark = middle((r) => { const length = get("acceptance_length", r) ?? get("predicted/acceptance_length", r); return length && length * stepOf("target_decode", r); }, of);
-    const lines = [...PARTS.map(([part], i) => `${part}: ${figure(parts[i][0])} ms`), `T_T: ${figure(middle((r) => stepOf("target_decode", r), of))} ms`, `${of.length} runs`];
+    const mark = middle((r) => { const length = lengthOf(r); return length && length * stepOf("target_decode", r); }, of);
+    const lines = [...PARTS.map(([part], i) => `${part}: ${figure(parts[i][0])} ms`), `T_T: ${figure(middle((r) => stepOf("target_decode", r), of))} ms`, `${of.length} runs, ${predicted(of)} of them predicted`];
     return { name, parts, mark, tip: [`${state.bars}=${name}`, ...lines].join("\n") };
   });
   $("steps").innerHTML = stacks({ label: "where a round's time goes", xName: state.bars, yName: "ms per round", bars }) +
-    legend([...PARTS.map(([name, colour]) => [name, colour]), ["acceptance length x T_T", "var(--text)"]]);
+    legend([...PARTS.map(([name, colour]) => [name, colour]), ["acceptance length x T_T", "var(--text)"]]) +
+    (predicted(runs) ? `<p class="note">${predicted(runs)} of ${runs.length} runs are predicted, not measured</p>` : "");
 }
 
 function drawLoad(done) {
@@ -181,7 +191,8 @@ function drawLoad(done) {
 }
 
 const speedupCell = (v) => (v == null ? "" : `<span class="${v > 1 ? "good" : "bad"}">${v.toFixed(2)}x</span>`);
-const sourceMark = (r) => (get(SOURCE, r) === "synthetic" ? ' <span class="mark">synthetic</span>' : "");
+const marks = (r) => [[get(SOURCE, r) === "synthetic", "synthetic"], [get("speedup_spread", r) > data.noisy, "noisy"], [get("gpu_trouble", r), "GPU troubled"]]
+  .filter(([holds]) => holds).map(([, mark]) => ` <span class="mark">${mark}</span>`).join("");
 
 function drawFastest(done) {
   const best = new Map(), context = "batch.context_len", size = "batch.size";
@@ -195,9 +206,10 @@ function drawFastest(done) {
   }
   const runs = [...best.values()].sort((a, b) => get(context, a) - get(context, b) || get(size, a) - get(size, b));
   const others = data.settings.filter((k) => k !== context && k !== size && !k.startsWith("data.")).slice(0, 6), known = [context, size].filter((k) => columns[k]);
-  $("fastest").innerHTML = `<table><tr>${[...known, "speedup", "tokens/s", "TPOT, ms", ...others].map((k) => `<th>${k}</th>`).join("")}<th class="words">command</th></tr>` +
-    runs.map((r) => `<tr>${known.map((k) => `<td>${figure(get(k, r))}</td>`).join("")}<td>${speedupCell(get("speedup", r))}${sourceMark(r)}</td><td>${figure(get(TPS, r))}</td>` +
-      `<td>${figure(get(TPOT, r))}</td>${others.map((k) => `<td>${escapeText(figure(get(k, r)))}</td>`).join("")}<td class="words"><button data-run="${r}">copy</button> <code>${escapeText(get("command", r))}</code></td></tr>`).join("") + "</table>";
+  if (!runs.length) return ($("fastest").innerHTML = nothing("no run has been measured"));
+  $("fastest").innerHTML = `<table><tr>${[...known, "speedup", "tokens/s", "TPOT, ms"].map((k) => `<th>${k}</th>`).join("")}<th class="words">command</th>${others.map((k) => `<th>${k}</th>`).join("")}</tr>` +
+    runs.map((r) => `<tr>${known.map((k) => `<td>${figure(get(k, r))}</td>`).join("")}<td>${speedupCell(get("speedup", r))}${marks(r)}</td><td>${figure(get(TPS, r))}</td>` +
+      `<td>${figure(get(TPOT, r))}</td><td class="words"><button data-run="${r}">copy</button> <code>${escapeText(get("command", r))}</code></td>${others.map((k) => `<td>${escapeText(figure(get(k, r)))}</td>`).join("")}</tr>`).join("") + "</table>";
   $("fastest").querySelectorAll("button").forEach((b) => { b.onclick = () => copy(get("command", Number(b.dataset.run)), b); });
 }
 
@@ -205,7 +217,7 @@ function drawRuns(runs) {
   const key = state.sort.replace(/^-/, ""), sign = state.sort.startsWith("-") ? -1 : 1;
   const keys = ["id", "status", ...data.settings.slice(0, 8), ...FIGURES, ...["lossless/identical", "reason"].filter((k) => columns[k])];
   const order = (a, b) => { const [x, y] = [get(key, a), get(key, b)]; return x == null || y == null ? (x == null) - (y == null) : sign * (x < y ? -1 : x > y ? 1 : 0); };
-  const shown = [...runs].sort(order).slice(0, MAX_LINES), cell = (k, r) => (k === "speedup" ? speedupCell(get(k, r)) + sourceMark(r) : escapeText(figure(get(k, r))));
+  const shown = [...runs].sort(order).slice(0, MAX_LINES), cell = (k, r) => (k === "speedup" ? speedupCell(get(k, r)) + marks(r) : escapeText(figure(get(k, r))));
   $("runs").innerHTML = `<table><tr>${keys.map((k) => `<th class="${numeric(k) ? "" : "words"}" data-key="${k}">${k.replace("speculative/", "")}${k === key ? (sign < 0 ? " ↓" : " ↑") : ""}</th>`).join("")}</tr>` +
     shown.map((r) => `<tr>${keys.map((k) => `<td class="${numeric(k) ? "" : "words"}">${cell(k, r)}</td>`).join("")}</tr>`).join("") + "</table>" +
     (runs.length > MAX_LINES ? `<p><small>${MAX_LINES} of ${runs.length.toLocaleString("en")}; filter or sort to see others</small></p>` : "");
@@ -269,7 +281,7 @@ function start() {
   menu("statistic", ["median", "best", "worst"]); menu("value", FIGURES); menu("x", axes); menu("y", axes); menu("colour", axes);
   menu("acceptance", ["acceptance_rate", "acceptance_length", "alpha"].filter(numeric)); menu("along", axes.filter(numeric)); menu("curves", axes); menu("bars", axes); menu("seen", SEEN); menu("load", LOADS);
   $("where").oninput = () => set({ where: $("where").value });
-  $("clear").onclick = () => set({ where: "", ...Object.fromEntries(picked.map((k) => [`pick:${k}`, ""])) });
+  $("clear").onclick = () => set({ where: "", ...noPicks });
   draw();
 }
 

@@ -94,8 +94,8 @@ function shade(t) {
   return { fill: `rgb(${rgb})`, text: rgb[0] * 0.3 + rgb[1] * 0.59 + rgb[2] * 0.11 > 140 ? "#16181d" : "#ffffff" };
 }
 
-// `cells` maps "row,column" to a value; `tone` places a value from -1 to 1.
-function heatmap({ label, xName, yName, xs, ys, cells, tone }) {
+// `cells` maps "row,column" to a value; `tone` places a value from -1 to 1, `text` writes it.
+function heatmap({ label, xName, yName, xs, ys, cells, tone, text: write }) {
   const left = 30 + 7 * Math.max(4, ...ys.map((v) => figure(v).length)), height = Math.max(120, Math.min(HEIGHT - BOTTOM, 76 * ys.length)) + BOTTOM + 6;
   const w = (WIDTH - left - RIGHT) / xs.length, h = (height - BOTTOM - 6) / ys.length;
   let svg = `<svg viewBox="0 0 ${WIDTH} ${height}" role="img" aria-label="${escapeText(label)}">`;
@@ -104,7 +104,7 @@ function heatmap({ label, xName, yName, xs, ys, cells, tone }) {
   for (const [place, value] of cells) {
     const [j, i] = place.split(",").map(Number), { fill, text } = shade(tone(value));
     svg += `<rect class="cell" data-cell="${place}" x="${left + i * w + 1}" y="${6 + j * h + 1}" width="${w - 2}" height="${h - 2}" rx="3" fill="${fill}"/>`;
-    if (w > 34) svg += `<text x="${left + (i + 0.5) * w}" y="${6 + (j + 0.5) * h + 4}" text-anchor="middle" style="fill:${text};pointer-events:none">${figure(value)}</text>`;
+    if (w > 34) svg += `<text x="${left + (i + 0.5) * w}" y="${6 + (j + 0.5) * h + 4}" text-anchor="middle" style="fill:${text};pointer-events:none">${write(value)}</text>`;
   }
   svg += `<text class="name" x="${(left + WIDTH - RIGHT) / 2}" y="${height - 8}" text-anchor="middle">${escapeText(xName)}</text>`;
   return svg + `<text class="name" transform="translate(13 ${(height - BOTTOM) / 2}) rotate(-90)" text-anchor="middle">${escapeText(yName)}</text></svg>`;
