@@ -176,6 +176,7 @@ def test_the_command_that_is_printed_sends_a_run(offline, tmp_path, server):
     assert (summary, generations) == (METRICS, SAMPLES)
 
 
+@pytest.mark.slow
 def test_what_a_server_refuses_is_kept(tmp_path, server):
     """Three runs in one process: it knows the key no more, is out of order, is gone in the middle of a run."""
 
@@ -261,6 +262,7 @@ cli()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["grid", "bayes"])
 def test_an_agent_s_runs_are_those_of_its_sweep(name, tmp_path, server):
     sweep = yaml.safe_load((ROOT / "sweeps" / "wandb" / f"{name}.yaml").read_text())
