@@ -8,6 +8,7 @@ every job is forked from it, before anything has touched a GPU or started a thre
 """
 
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import runpy
 import shutil
@@ -88,8 +89,7 @@ class ProcessLauncher(Launcher):
         waiting = deque(Job(initial_job_idx + i, list(overrides)) for i, overrides in enumerate(job_overrides))
         running: dict[BaseProcess, Job] = {}
         results: dict[int, JobReturn] = {}
-        # Those of the first job's scenario will do: others import what they lack.
-        multiprocessing.set_forkserver_preload(["launch", *imports(self.config.scenario.name)])
+        _start_server(["launch", *imports(self.config.scenario.name)])  # the first job's: others import what they lack
         try:
             while waiting or running:
                 self._start_next(waiting, running)
@@ -159,9 +159,19 @@ class ProcessLauncher(Launcher):
         return result
 
 
+def _start_server(modules: list[str]) -> None:
+    """What imports once for all jobs. A Ctrl-C meanwhile is for this process, which takes the server along."""
+    if START == "forkserver":
+        multiprocessing.set_forkserver_preload(modules)
+        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        multiprocessing.forkserver.ensure_running()
+        signal.signal(signal.SIGINT, handler)
+
+
 def _run(command: list[str], env: Mapping[str, str]) -> None:
     """The life of a job: launch.py as if it were typed."""
     follow_parent()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which the server ignores
     os.environ.update(env)
     sys.argv[:] = command
     runpy.run_path(command[0], run_name="__main__")

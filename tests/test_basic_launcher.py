@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 
 import launch
 from hydra_plugins.basic_launcher import Composer
+from magicdec.explain import explain
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +82,7 @@ def test_mistakes_are_hydras(loader, composer, master, overrides):
     with pytest.raises((HydraException, AssertionError)) as found:
         composer.load_sweep_config(master, overrides)
     assert (type(found.value), str(found.value)) == (type(expected.value), str(expected.value))
-    assert launch.explain(found.value, overrides) == launch.explain(expected.value, overrides)
+    assert explain(found.value, overrides) == explain(expected.value, overrides)
 
 
 def test_options_are_composed_once(composer, master, monkeypatch):

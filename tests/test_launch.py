@@ -13,6 +13,7 @@ from hydra.errors import MissingConfigException
 import launch
 from magicdec.config import load
 from magicdec.errors import UserError
+from magicdec.explain import explain
 
 ROOT = Path(launch.__file__).parent
 
@@ -75,13 +76,13 @@ def test_what_hydra_and_omegaconf_find_is_explained(monkeypatch, overrides, erro
     monkeypatch.setenv("MAGICDEC_ROOT", str(ROOT))
     with initialize_config_dir(str(launch.CONF), version_base="1.3"), pytest.raises(Exception) as raised:
         load(compose("config", overrides))
-    assert re.fullmatch(error, launch.explain(raised.value, overrides))
+    assert re.fullmatch(error, explain(raised.value, overrides))
 
 
 def test_what_only_an_extra_brings_names_the_extra():
     missing = MissingConfigException("", "hydra/sweeper/optuna", ["basic"])
     expected = "hydra/sweeper=optuna: needs pip install 'magicdec[optuna]'"
-    assert launch.explain(missing, ["hydra/sweeper=optuna"]) == expected
+    assert explain(missing, ["hydra/sweeper=optuna"]) == expected
 
 
 @pytest.mark.parametrize(
