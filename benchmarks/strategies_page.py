@@ -111,14 +111,16 @@ def page(rows: list[Row], kept: list[Row], timed: list[Row]) -> str:
     ]
     parts += [f"Not measured: {'; '.join(absent)}.\n"] if (absent := missing(rows)) else []
     for text, group in by_text(rows):
-        parts += [f"## Acceptance rate, data={text}\n", overview(group), f"### Sinks, data={text}\n", sinks(group)]
+        parts += [f"## Acceptance rate, data={text}\n", overview(group, "acceptance_rate", "standard_error", "±")]
+        parts += [f"### Sinks, data={text}\n", sinks(group)]
     parts += [f"## The oracle\n\n{above_oracle(rows)}\n", f"## The small draft\n\n{small_draft(rows)}\n"]
     if any(row["data"] in TASKS for row in rows):
         parts += [f"## Tasks\n\n{TASKS_TEXT.format(middle=MIDDLE)}\n", tasks(rows)]
     if kept:
         parts += [f"## Attention retained\n\n{RETAINED_TEXT.format(measured=measured_by(kept))}\n", retained(kept)]
     if timed:
-        parts += [f"## Speedup\n\n{SPEEDUP_TEXT.format(measured=measured_by(timed), gamma=GAMMA)}\n", speedups(timed)]
+        parts += [f"## Speedup\n\n{SPEEDUP_TEXT.format(measured=measured_by(timed), gamma=GAMMA)}"]
+        parts += [overview(timed, "speedup", "speedup_spread", "spread", ".0%")]
         parts += [f"## Times\n\n{TIMES_TEXT.format(middle=MIDDLE)}\n", times(timed, rows)]
     return "\n".join(parts)
 
@@ -144,15 +146,15 @@ def measured_by(rows: list[Row]) -> str:
     return "; ".join(dict.fromkeys(row["measured_by"] for row in rows))
 
 
-def overview(rows: list[Row]) -> str:
-    """Drafts and policies downwards, budgets across; behind them the largest standard error of the line."""
+def overview(rows: list[Row], value: str, error: str, last: str, form: str = ".2f") -> str:
+    """Drafts and policies downwards, budgets across; behind them, as `last`, the largest error of the line."""
     lines = []
     for (draft, policy), group in groupby(rows, lambda row: (row["draft"], row["policy"])):
         mine = list(group)
-        rates = {row["budget"]: f"{row['acceptance_rate']:.2f}" for row in mine}
-        error = f"{max(row['standard_error'] for row in mine):.2f}"
-        lines.append([draft, policy, *(rates.get(budget, rates.get(0, "")) for budget in BUDGETS), error])
-    return table(["draft", "policy", *map(str, BUDGETS), "±"], lines)
+        values = {row["budget"]: f"{row[value]:.2f}" for row in mine}
+        largest = format(max(row[error] for row in mine), form)
+        lines.append([draft, policy, *(values.get(budget, values.get(0, "")) for budget in BUDGETS), largest])
+    return table(["draft", "policy", *map(str, BUDGETS), last], lines)
 
 
 def sinks(rows: list[Row]) -> str:
@@ -220,19 +222,8 @@ def retained(rows: list[Row]) -> str:
     return table(["choice", *map(str, BUDGETS)], [[name, *(shares[name, b] for b in BUDGETS)] for name in names])
 
 
-def speedups(rows: list[Row]) -> str:
-    """Drafts and policies downwards, budgets across; behind them the largest spread of the line."""
-    lines = []
-    for (draft, policy), group in groupby(rows, lambda row: (row["draft"], row["policy"])):
-        mine = list(group)
-        ratios = {row["budget"]: f"{row['speedup']:.2f}" for row in mine}
-        spread = f"{max(row['speedup_spread'] for row in mine):.0%}"
-        lines.append([draft, policy, *(ratios.get(budget, ratios.get(0, "")) for budget in BUDGETS), spread])
-    return table(["draft", "policy", *map(str, BUDGETS), "spread"], lines)
-
-
 def times(rows: list[Row], accepted: list[Row]) -> str:
-    """Step times and speedups, beside what was accepted of the same draft and the memory that it takes."""
+    """Step times, beside what was accepted of the same draft and the memory that it takes."""
     cell = itemgetter("data", "draft", "policy", "budget")
     known = {cell(row): row for row in accepted}
     columns = ("target_decode_ms", "verify_ms", "draft_ms", "select_ms", "prefill_ms")
