@@ -7,9 +7,10 @@ import errno
 import itertools
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -25,17 +26,15 @@ from omegaconf.errors import OmegaConfBaseException
 from magicdec.config import CONF, load
 from magicdec.errors import JobFailed, UserError
 from magicdec.explain import explain
+from magicdec.tracking import sweep
+from magicdec.tracking.gpus import gpus_of_its_own
 from magicdec.tracking.lock import Busy
 from magicdec.tracking.reader import LOG
-from magicdec.tracking.sweep import BUSY, INTERRUPTED, JOB, JOBS, SWEEP_DIR, record, run_of
 
 ROOT = Path(__file__).resolve().parent
 USER_ERROR, FAILURE = 2, 1
 # How an operating system refuses Hydra the folder of a multirun.
 REFUSALS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST}
-
-# Of this process's jobs.
-failures: list[JobFailed] = []
 
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
@@ -44,33 +43,36 @@ def job(cfg: DictConfig) -> float | None:
     if not cfg.sweep.dry_run:
         new_folders.clear()
     place = _place()
-    if failures and cfg.sweep.fail_fast:
-        print(f"sweep.fail_fast: job {place['number']} is not started", file=sys.stderr)
-        raise failures[0]
+    fails_fast = place["sweep_dir"] and cfg.sweep.fail_fast and not cfg.sweep.dry_run
+    if fails_fast:
+        sweep.refuse_if_stopped(place["sweep_dir"], place["number"])
     try:
         config = load(cfg)
-        from magicdec.scenarios import Job, run  # here, because --help and mistakes must not wait for PyTorch
+        with gpus_of_its_own(config) if os.environ.get(sweep.JOB) else nullcontext():
+            from magicdec.scenarios import Job, run  # here, because --help and mistakes must not wait for PyTorch
 
-        return run(config, Job(**place)).get(config.sweep.objective)
+            return run(config, Job(**place)).get(config.sweep.objective)
     except Exception as error:
-        if os.environ.get(JOB) and isinstance(error, Busy):
-            raise JobFailed(BUSY) from error  # the launcher comes back to it
+        if os.environ.get(sweep.JOB) and isinstance(error, Busy):
+            raise JobFailed(sweep.BUSY) from error  # the launcher comes back to it
         overrides = list(place["overrides"])
-        if place["sweep_dir"] and not cfg.sweep.dry_run and run_of(place["sweep_dir"], place["number"]) is None:
+        if place["sweep_dir"] and not cfg.sweep.dry_run and sweep.run_of(place["sweep_dir"], place["number"]) is None:
             with suppress(OSError):
-                record(place["sweep_dir"], place["number"], None, overrides)
+                sweep.record(place["sweep_dir"], place["number"], None, overrides)
         explanation = explain(error, overrides) if isinstance(error, UserError | OmegaConfBaseException) else None
         where = f"job {place['number']} ({' '.join(overrides)}): " if place["sweep_dir"] else ""
-        failures.append(JobFailed(report(error, explanation, where, _log(cfg.runs_dir, place))))
-        raise failures[-1] from error
+        code = report(error, explanation, where, _log(cfg.runs_dir, place))
+        if fails_fast:
+            sweep.stop(place["sweep_dir"], code)
+        raise JobFailed(code) from error
 
 
 def _place() -> dict[str, Any]:
     """What was typed, and where in a sweep this job stands: of this process's, or of one that started this process."""
     hydra_cfg = HydraConfig.get()
     overrides = tuple(hydra_cfg.overrides.task)
-    if number := os.environ.get(JOB):
-        return {"overrides": overrides, "sweep_dir": Path(os.environ[SWEEP_DIR]), "number": int(number)}
+    if number := os.environ.get(sweep.JOB):
+        return {"overrides": overrides, "sweep_dir": Path(os.environ[sweep.SWEEP_DIR]), "number": int(number)}
     if hydra_cfg.mode == RunMode.MULTIRUN:
         sweep_dir = Path(hydra_cfg.sweep.dir)
         return {"overrides": overrides, "sweep_dir": sweep_dir, "number": hydra_cfg.job.num, "waits": True}
@@ -79,22 +81,29 @@ def _place() -> dict[str, Any]:
 
 def _log(runs_dir: str, place: Mapping[str, Any]) -> Path | None:
     """Where the run of a sweep's job has left its traceback, if it came that far."""
-    run_id = run_of(place["sweep_dir"], place["number"]) if place["sweep_dir"] else None
+    run_id = sweep.run_of(place["sweep_dir"], place["number"]) if place["sweep_dir"] else None
     return Path(runs_dir, run_id, LOG) if run_id else None
 
 
 def main() -> int:
     """Run the command line, and show at its end what has become of a multirun; returns the exit code."""
+    if os.environ.pop(sweep.FOLLOWS, None):
+        threading.Thread(target=_follow_stdin, daemon=True).start()
     sweeps.clear()
     code = _run()
-    if new_folders and not (new_folders[0] / JOBS).exists():  # a dry run, or a mistake before the first job
+    if new_folders and not (new_folders[0] / sweep.JOBS).exists():  # a dry run, or a mistake before the first job
         _remove_new_folders()
     for folder, with_figures in sweeps:
-        if (folder / JOBS).exists():  # not after a dry run
+        if (folder / sweep.JOBS).exists():  # not after a dry run
             from magicdec.tracking.report.summary import summarize
 
             summarize(folder, with_figures)
     return code
+
+
+def _follow_stdin() -> None:
+    sys.stdin.read()
+    os._exit(FAILURE)
 
 
 def _run() -> int:
@@ -103,7 +112,6 @@ def _run() -> int:
     # The workers of other launchers are to import this checkout, whatever is installed.
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     overrides: list[str] = []
-    failures.clear()
     try:
         parser = get_args_parser()
         parser.error = _refuse  # type: ignore[method-assign]
@@ -112,9 +120,9 @@ def _run() -> int:
     except JobFailed as failure:
         return failure.args[0]
     except KeyboardInterrupt:
-        if not os.environ.get(JOB):  # whose launcher says it
+        if not os.environ.get(sweep.JOB):  # whose launcher says it
             print(f"interrupted{'; the same command goes on where it stood' if sweeps else ''}", file=sys.stderr)
-        return INTERRUPTED
+        return sweep.INTERRUPTED
     except Exception as error:
         return report(error, _refusal(error) or explain(error, overrides))
     return 0

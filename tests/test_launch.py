@@ -14,6 +14,7 @@ import launch
 from magicdec.config import load
 from magicdec.errors import UserError
 from magicdec.explain import explain
+from magicdec.tracking.sweep import INTERRUPTED
 
 ROOT = Path(launch.__file__).parent
 
@@ -149,7 +150,7 @@ def test_an_interrupt_ends_it(run):
     def interrupt(config, job):
         raise KeyboardInterrupt
 
-    assert run(scenario=interrupt) == (launch.INTERRUPTED, "interrupted\n")
+    assert run(scenario=interrupt) == (INTERRUPTED, "interrupted\n")
 
 
 def test_a_failing_job_does_not_stop_a_sweep(run, here):

@@ -355,21 +355,43 @@ def needs(launcher):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["joblib", "submitit_local", "submitit_slurm", "ray"])
-def test_other_launchers(tmp_path, launcher):
-    """Two jobs, one of which is refused."""
+def test_other_launchers(tmp_path, starts, monkeypatch, launcher):
+    """Five jobs, of which one is refused, one crashes and one is killed; each has one of two GPUs to itself."""
     needs(launcher)
-    command = [sys.executable, str(ROOT / "launch.py"), "-m", f"hydra/launcher={launcher}", "draft.gamma=1,0"]
-    command += ["runs_dir=runs", "scenario=predict", "target=llama-3.1-8b", "hardware=8xa100", "wandb.mode=disabled"]
-    sweep = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert sweep.returncode == launch.USER_ERROR, sweep.stderr
-    assert [(run["status"], run["overrides"][0]) for run in iter_runs(tmp_path / "runs")] == [("done", "draft.gamma=1")]
-    (sweep_dir,) = (tmp_path / "runs" / "sweeps").iterdir()
-    assert sorted(job["id"] is None for job in jobs(sweep_dir)) == [False, True]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    monkeypatch.setenv("QUICK_SECONDS", "1")
+    runs = tmp_path / "runs"
+    jobs_of_sweep = [f"hydra/launcher={launcher}", "scenario=compare", "hardware=auto", "draft.gamma=1,0,6,7,2"]
+    sweep = finished(start(runs, *jobs_of_sweep))
+    assert sweep.code == launch.USER_ERROR, sweep.err
+    found = {run["config"]["draft"]["gamma"]: run for run in iter_runs(runs)}
+    assert {gamma: (run["status"], run.get("reason")) for gamma, run in found.items()} == {
+        1: ("done", None),
+        6: ("failed", "RuntimeError: gamma 6 is unlucky"),
+        7: ("failed", "killed by SIGKILL"),
+        2: ("done", None),
+    }
+    (sweep_dir,) = (runs / "sweeps").iterdir()
+    assert sorted(job["id"] is None for job in jobs(sweep_dir)) == [False] * 4 + [True]
+    one, two = found[1], found[2]
+    assert {one["gpus"], two["gpus"]} <= {"3", "5"}
+    assert one["gpus"] != two["gpus"] or one["end"] <= two["begin"] or two["end"] <= one["begin"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["joblib", "submitit_slurm"])
+def test_other_launchers_that_fail_fast(tmp_path, starts, launcher):
+    needs(launcher)
+    one_at_a_time = {"joblib": "hydra.launcher.n_jobs=1", "submitit_slurm": "hydra.launcher.array_parallelism=1"}
+    arguments = [f"hydra/launcher={launcher}", one_at_a_time[launcher], "sweep.fail_fast=true", "draft.gamma=6,1,2"]
+    sweep = finished(start(tmp_path / "runs", *arguments))
+    assert sweep.code == 1, sweep.err
+    assert [run["config"]["draft"]["gamma"] for run in iter_runs(tmp_path / "runs")] == [6]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["submitit_local", "submitit_slurm"])
-def test_a_job_elsewhere_that_is_killed_is_one_failed_run(tmp_path, launcher):
+def test_a_worker_elsewhere_that_is_killed_is_one_failed_run(tmp_path, launcher):
     """The same command then does that one alone; before it, a dry run has queued nothing."""
     needs(launcher)
     command = [sys.executable, str(ROOT / "launch.py"), "-m", f"hydra/launcher={launcher}", "draft.gamma=1,2"]
@@ -381,7 +403,8 @@ def test_a_job_elsewhere_that_is_killed_is_one_failed_run(tmp_path, launcher):
     while not (running := [run for run in iter_runs(tmp_path / "runs") if run["status"] == "running"]):
         assert sweep.poll() is None
         time.sleep(0.02)
-    os.kill(running[0]["pid"], signal.SIGKILL)
+    worker = int(Path(f"/proc/{running[0]['pid']}/stat").read_text().rpartition(")")[2].split()[1])
+    os.kill(worker, signal.SIGKILL)
     _, err = sweep.communicate(timeout=200)
     assert sweep.returncode == 1, err
     (line,) = re.findall("error: job . .*", err)
@@ -501,31 +524,26 @@ def test_any_version_of_a_run_will_do_if_one_says_so(here, monkeypatch):
 class Queue(ProcessLauncher):
     def __init__(self, fates, sweep, limit=None):
         super().__init__(limit)
-        self.fates, self.seen = fates, []
-        hardware = {"device": "auto", "tensor_parallel": 1}
-        loaded = lambda config, overrides: OmegaConf.create({"hardware": hardware | eval(overrides[0])})  # noqa: E731
-        self.context = SimpleNamespace(config_loader=SimpleNamespace(load_sweep_config=loaded))
+        self.fates, self.seen, self.most = fates, [], 0
         settings = {"fail_fast": False, "dry_run": False, "objective": "speedup"} | sweep
         places = {"runs_dir": "", "hydra": {"sweep": {"dir": ""}}}
         self.config = OmegaConf.create({"sweep": settings, "scenario": {"name": "predict"}, **places})
 
     def _process(self, job):
-        self.seen.append((job.number, list(job.gpus)))
+        self.seen.append(job.number)
         seconds, code = self.fates.pop(0)
         process = multiprocessing.get_context("fork").Process(target=lambda: time.sleep(seconds) or sys.exit(code))
         process.start()
+        self.most = max(self.most, sum(child.is_alive() for child in multiprocessing.active_children()))
         return process
 
 
-def test_jobs_are_spread_over_the_visible_gpus(monkeypatch):
+def test_as_many_jobs_at_once_as_visible_gpus(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-5,7")
-    jobs = [{"tensor_parallel": 2}, {}, {"tensor_parallel": 2}, {"device": "cpu"}, {"tensor_parallel": 8}]
-    queue = Queue([(seconds, 0) for seconds in (0.3, 0.9, 0.1, 0.1, 0.1)], {})
-    results = queue.launch([[str(job)] for job in jobs], 10)
-    everything = {"3", "GPU-5", "7"}
-    assert [(number, len(gpus)) for number, gpus in queue.seen] == [(10, 2), (11, 1), (12, 2), (13, 3), (14, 3)]
-    assert queue.seen[0][1] == queue.seen[2][1], "given back by the first, while the second still has its own"
-    assert set(queue.seen[0][1] + queue.seen[1][1]) == everything
+    queue = Queue([(0.3, 0)] * 5, {})
+    results = queue.launch([["{}"]] * 5, 10)
+    assert queue.seen == [10, 11, 12, 13, 14]
+    assert queue.most == 3
     assert [result.return_value for result in results] == [None] * 5
 
 
@@ -533,7 +551,7 @@ def test_a_queue_without_gpus_that_fails_fast(monkeypatch, capsys):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     queue = Queue([(0, 0), (0, 1), (0, 0)], {"fail_fast": True})
     results = queue.launch([["{}"]] * 4, 0)
-    assert [number for number, _ in queue.seen] == [0, 1]
+    assert queue.seen == [0, 1]
     assert [result.status for result in results] == [JobStatus.COMPLETED, JobStatus.FAILED]
     assert "2 jobs are not started" in capsys.readouterr().err
 
@@ -543,5 +561,5 @@ def test_a_run_that_another_sweep_is_running_is_left_to_the_end(monkeypatch):
     monkeypatch.setattr("hydra_plugins.process_launcher.RETRY_S", 0.1)
     queue = Queue([(0, BUSY), (0, 0), (0, 0)], {})
     results = queue.launch([["{}"]] * 2, 0)
-    assert [number for number, _ in queue.seen] == [0, 1, 0]
+    assert queue.seen == [0, 1, 0]
     assert len(results) == 2

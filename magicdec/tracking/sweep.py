@@ -1,19 +1,24 @@
 """What a sweep leaves beside its runs: which they are, a line per job in <runs_dir>/sweeps/<name>/jobs.jsonl.
 
-Here too is how the process launcher (hydra_plugins/) and the jobs that it starts (launch.py) talk to each other.
+Here too is how launchers (hydra_plugins/) and the jobs that they start (launch.py) talk to each other.
 """
 
 import json
 import os
+import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from magicdec.errors import JobFailed
 from magicdec.tracking.reader import read_lines
 
 JOBS = "jobs.jsonl"
+STOPPED = "stopped"  # a file that says: by a failure, under sweep.fail_fast
 # The environment of a job: its number and the sweep's folder.
 JOB, SWEEP_DIR = "MAGICDEC_JOB", "MAGICDEC_SWEEP_DIR"
+FOLLOWS = "MAGICDEC_FOLLOWS"  # stdin: it is to die when that ends, because with it ends who started it
 # Its exit codes, beside those of any run: another process is running this run (EX_TEMPFAIL); Ctrl-C.
 BUSY, INTERRUPTED = 75, 130
 
@@ -37,3 +42,17 @@ def jobs(sweep_dir: Path) -> list[dict[str, Any]]:
 def run_of(sweep_dir: Path, number: int) -> str | None:
     """The id of the run that a job is, if it came as far as to know it."""
     return next((line["id"] for line in jobs(sweep_dir) if line.get("job") == number and line.get("id")), None)
+
+
+def stop(sweep_dir: Path, code: int) -> None:
+    """Keep the sweep's other jobs from starting, wherever they are, because one has failed with this exit code."""
+    with suppress(OSError):  # a full disk stops no sweep in this way
+        sweep_dir.mkdir(parents=True, exist_ok=True)
+        (sweep_dir / STOPPED).write_text(str(code))
+
+
+def refuse_if_stopped(sweep_dir: Path, number: int) -> None:
+    """Raises JobFailed where the sweep has been stopped before this job."""
+    if (sweep_dir / STOPPED).exists():
+        print(f"sweep.fail_fast: job {number} is not started", file=sys.stderr)
+        raise JobFailed(int((sweep_dir / STOPPED).read_text() or 1))
