@@ -2,12 +2,13 @@
 
     python tools/train_tiny.py --text FOLDER_OF_BOOKS            # both models, 70 minutes
     python tools/train_tiny.py --text FOLDER_OF_BOOKS --resume   # go on where the work folder stands
+    python tools/train_tiny.py --text FOLDER_OF_BOOKS --start-from magicdec/models/tiny --lr-share 0.5   # train further
 
 The text is the standard library's source and, with --text, books; what is held out is held out by name. Context grows
 in stages, because short sequences teach most of the language at a fraction of the cost, and the last stage makes
-the full context a trained one. Some windows repeat earlier passages, so that there is something far back to look for.
-Hidden matrices are trained with Muon (Jordan et al. 2024), everything else with AdamW, in float32 on a CPU and under
-bfloat16 autocast on a GPU. At the end evaluate_tiny.py measures the result.
+the full context a trained one. Some windows read their beginning again and again: without these, so small a model does
+not learn to look back. Hidden matrices are trained with Muon (Jordan et al. 2024), everything else with AdamW, in
+float32 on a CPU and under bfloat16 autocast on a GPU. At the end evaluate_tiny.py measures the result.
 """
 
 import argparse
@@ -19,19 +20,19 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from evaluate_tiny import TINY, record_training, write_evaluation
+from evaluate_tiny import TINY, read_record, record_training, write_evaluation
 from tiny_corpus import END_OF_TEXT, VOCAB_SIZE, Corpus
 from tokenizers import Tokenizer
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 MAX_CONTEXT = 8448  # 8,192 tokens of prompt and 256 new ones
-STAGES = ((0.0, 512), (0.62, 2048), (0.8, MAX_CONTEXT))  # share of the budget at which a stage starts, its context
+STAGES = "0:256 0.4:1024 0.6:4096 0.75:8448"  # share of the budget at which a stage starts, its context
 WARMUP, DECAY_FROM, FINAL_LR = 0.01, 0.45, 0.02  # shares of the budget; the last one a share of the peak rate
 MUON_LR, ADAM_LR, MOMENTUM = 0.02, 4e-3, 0.95
 MICRO_TOKENS = {"cpu": 4096, "cuda": 65536}  # tokens per forward pass: on a CPU what its caches like
 CODE_SHARE = 0.55  # of the training tokens; the rest is books
-COPY_SHARE = 0.2  # of the windows, which read earlier passages again: small models do not learn to look back otherwise
+COPY_SHARE = 0.4  # of the windows, which read passages of their beginning again
 SHORTEST_COPY, LONGEST_COPY = 16, 512  # tokens
 
 SHAPES = {
@@ -59,7 +60,7 @@ def llama_config(name: str) -> LlamaConfig:
     )
 
 
-def training_batch(corpus: Corpus, step: int, rows: int, context: int) -> torch.Tensor:
+def training_batch(corpus: Corpus, step: int, rows: int, context: int, copy_share: float) -> torch.Tensor:
     """Random windows, (rows, context + 1) token ids: inputs and, shifted by one, what follows them.
 
     They depend on the step's number alone, so that a resumed run reads what it would have read.
@@ -70,20 +71,24 @@ def training_batch(corpus: Corpus, step: int, rows: int, context: int) -> torch.
         ids = corpus.train["stdlib" if is_code or "books" not in corpus.train else "books"]
         start = generator.integers(len(ids) - context - 1)
         window = ids[start : start + context + 1]
-        windows.append(with_copies(window, generator) if generator.random() < COPY_SHARE else window)
+        windows.append(with_copies(window, generator) if generator.random() < copy_share else window)
     return torch.from_numpy(np.stack(windows))
 
 
 def with_copies(ids: np.ndarray, generator: np.random.Generator) -> np.ndarray:
-    """The window, its second half written over with passages of its first."""
-    half = len(ids) // 2
-    parts, length = [ids[:half]], half
-    while length < len(ids):
-        copied = generator.integers(SHORTEST_COPY, min(LONGEST_COPY, half))
-        start = generator.integers(half - copied)
-        parts.append(ids[start : start + copied])
-        length += copied
-    return np.concatenate(parts)[: len(ids)]
+    """The window's beginning, then passages of it again and again.
+
+    In every second one the beginning is shuffled: nothing but looking back tells then what comes next.
+    """
+    length = generator.integers(2 * SHORTEST_COPY, len(ids) // 2)
+    beginning = generator.permutation(ids[:length]) if generator.random() < 0.5 else ids[:length]
+    parts, missing = [beginning], len(ids) - length
+    while missing > 0:
+        copied = min(generator.integers(SHORTEST_COPY, min(LONGEST_COPY, length)), missing)
+        start = generator.integers(length - copied)
+        parts.append(beginning[start : start + copied])
+        missing -= copied
+    return np.concatenate(parts)
 
 
 class Muon:
@@ -127,8 +132,14 @@ class Trainer:
         torch.manual_seed(args.seed)
         self.name, self.corpus, self.args, self.device = name, corpus, args, torch.device(args.device)
         self.max_tokens = args.tokens or math.inf
+        pairs = [stage.split(":") for stage in args.stages]
+        self.stages = [(float(start), int(context)) for start, context in pairs]
         self.minutes = args.minutes or (math.inf if args.tokens else DEFAULT_MINUTES[name])
         self.model = LlamaForCausalLM._from_config(llama_config(name), attn_implementation="sdpa").to(self.device)
+        self.before = {"tokens": 0, "steps": 0, "minutes": 0.0}  # what the weights had seen that it starts from
+        if args.start_from:
+            self.model.load_state_dict(LlamaForCausalLM.from_pretrained(args.start_from / name).float().state_dict())
+            self.before = {key: read_record(args.start_from)[name]["training"][key] for key in self.before}
         self.forward = torch.compile(self.model) if args.compile else self.model
         matrices = [p for n, p in self.model.named_parameters() if p.ndim == 2 and "embed" not in n]
         self.others = [p for n, p in self.model.named_parameters() if p.ndim != 2 or "embed" in n]
@@ -173,16 +184,16 @@ class Trainer:
 
     def train_step(self) -> tuple[float, int, int]:
         """One optimiser step; returns the mean loss in nats, the context and the tokens of the step."""
-        context = next(context for start, context in reversed(STAGES) if self.progress >= start)
+        context = next(context for start, context in reversed(self.stages) if self.progress >= start)
         rows = max(1, self.args.batch_tokens // context)
-        ids = training_batch(self.corpus, self.steps, rows, context).to(self.device)
+        ids = training_batch(self.corpus, self.steps, rows, context, self.args.copy_share).to(self.device)
         total = 0.0
         for part in ids.split(max(1, MICRO_TOKENS[self.device.type] // context)):
             loss = self.loss(part) * (len(part) / rows)
             loss.backward()
             total += loss.item()
         torch.nn.utils.clip_grad_norm_(self.others, 1.0)  # Muon's updates have a fixed norm as they are
-        share = schedule(self.progress)
+        share = schedule(self.progress) * self.args.lr_share
         self.muon.step(MUON_LR * share)
         for group in self.adam.param_groups:
             group["lr"] = ADAM_LR * share
@@ -210,7 +221,7 @@ class Trainer:
     def save(self) -> None:
         """Write what `restore` needs, complete before it takes its name."""
         state = {"model": self.model.state_dict(), "muon": self.muon.momenta, "adam": self.adam.state_dict()}
-        state |= {"steps": self.steps, "tokens": self.tokens, "seconds": self.seconds}
+        state |= {"steps": self.steps, "tokens": self.tokens, "seconds": self.seconds, "before": self.before}
         temporary = self.checkpoint.with_suffix(".tmp")
         torch.save(state, temporary)
         os.replace(temporary, self.checkpoint)
@@ -222,12 +233,14 @@ class Trainer:
         self.muon.momenta = state["muon"]
         self.adam.load_state_dict(state["adam"])
         self.steps, self.tokens, self.seconds = state["steps"], state["tokens"], state["seconds"]
+        self.before = state["before"]
 
     def export(self) -> None:
         """Put model and tokenizer where they are used from, and note what the model was trained with."""
         export(self.model, self.corpus.tokenizer, self.args.out / self.name)
         facts = {"parameters": self.num_parameters, "tokens": self.tokens, "steps": self.steps}
         facts |= {"minutes": round(self.seconds / 60, 1), "complete": self.progress >= 1, "device": self.device.type}
+        facts |= {key: round(facts[key] + before, 1) for key, before in self.before.items()}
         record_training(self.name, facts, self.args.out)
 
 
@@ -263,8 +276,12 @@ def arguments() -> argparse.Namespace:
     add("--models", nargs="+", choices=list(SHAPES), default=list(SHAPES), help="which ones, in this order")
     add("--minutes", type=float, help="time for each model; default: 12 for the draft, 58 for the target")
     add("--tokens", type=float, help="tokens for each model, instead of minutes")
-    add("--batch-tokens", type=int, default=8192, help="tokens per optimiser step")
+    add("--batch-tokens", type=int, default=2048, help="tokens per optimiser step")
     add("--out", type=Path, default=TINY, help="where the checkpoints go")
+    add("--start-from", type=Path, metavar="FOLDER", help="exported models to train further, instead of new ones")
+    add("--stages", nargs="+", default=STAGES.split(), help=f"SHARE:CONTEXT, from which share on; default: {STAGES}")
+    add("--copy-share", type=float, default=COPY_SHARE, help="of windows that read passages again (%(default)g)")
+    add("--lr-share", type=float, default=1.0, help="of the usual peak learning rates (%(default)g)")
     add("--work", type=Path, default=Path("build/train_tiny"), help="folder for what --resume needs")
     add("--resume", action="store_true", help="go on from the work folder")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")

@@ -1,7 +1,7 @@
 """A copying task: the prompt ends with the beginning of a passage from its first quarter, whose rest lies far back.
 
-Real text, so that a small model can tell that it is reading it again. A sliding window no longer holds the passage when
-its copy begins; a policy that retrieves finds it.
+The first half of the text is shuffled, token by token: nothing tells how the passage goes on but the passage. A sliding
+window no longer holds it when its copy begins; a policy that retrieves finds it.
 """
 
 import random
@@ -29,7 +29,10 @@ def load(encoder: Encoder, *, path: str | None, num_rows: int, context_len: int,
     windows = text.load_or_stdlib(encoder, path=path, num_rows=num_rows, context_len=length, seed=seed)
     tokens, sources = [], []
     for row, source in zip(windows.tokens, windows.sources, strict=True):
-        start = random.Random(f"{seed}/{source}").randint(first, first + length // 4)
-        tokens.append(row + row[start : start + cue])
+        chance = random.Random(f"{seed}/{source}")
+        start = chance.randint(first, first + length // 4)
+        shuffled = chance.sample(row[first : length // 2], length // 2 - first)
+        text_of_row = row[:first] + shuffled + row[length // 2 :]
+        tokens.append(text_of_row + text_of_row[start : start + cue])
         sources.append(f"{source}+{start}")
     return Prompts.of(tokens, sources)

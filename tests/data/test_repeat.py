@@ -1,6 +1,7 @@
 """The copying task: a prompt ends as one of its early passages begins."""
 
 from functools import partial
+from itertools import pairwise
 
 import pytest
 
@@ -21,6 +22,10 @@ def test_the_end_repeats_a_passage_of_the_first_quarter(tmp_path, context_len, b
         assert row[start : start + cue] == row[-cue:]
         assert bos <= start <= bos + (context_len - cue) // 4
         assert source.endswith(f"+{start}")
+        half = (context_len - cue) // 2
+        steps = [after - before for before, after in pairwise(row[bos:half])]
+        assert steps.count(1) < len(steps) / 4, "shuffled: only the passage itself tells how it goes on"
+        assert {after - before for before, after in pairwise(row[half:-cue])} == {1}
     assert again().fingerprint == prompts.fingerprint
     assert again(seed=1).fingerprint != prompts.fingerprint
 
