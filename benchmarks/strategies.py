@@ -1,10 +1,9 @@
 """Every draft, cache policy and budget on the bundled pair: acceptance on several texts, times and speedups on one.
 
-    python benchmarks/strategies.py acceptance --books FOLDER    # an hour or two
-    python benchmarks/strategies.py times                        # half an hour, on an otherwise idle machine
-    python benchmarks/strategies.py acceptance --quick           # one short text, to try it out; writes nothing
+    python benchmarks/strategies.py --books FOLDER    # an hour or more, on an otherwise idle machine
+    python benchmarks/strategies.py --quick           # one short text, to try it out; writes nothing
 
-Interrupted and started again, each goes on where it stood. It writes its figures beside the page that
+Interrupted and started again, it goes on where it stood. It writes its figures beside the page that
 `python benchmarks/strategies_page.py` makes of them. All drafts and policies of a text share one prefill of the target,
 and whatever else of their own prefill is the same at every budget.
 """
@@ -41,6 +40,7 @@ from magicdec.tracking.progress import progress
 
 BUDGETS, MIDDLE, GAMMA = (64, 128, 256, 512), 256, 3
 SIZES = {"context_len": 8192, "size": 8, "generate_len": 64}  # the pair was trained for 8,448 tokens
+TASK_SIZES = SIZES | {"context_len": 1024}  # over which the bundled target finds a passage again
 QUICK = {"context_len": 640, "size": 2, "generate_len": 16}
 TEXTS = {
     "stdlib": ["data=stdlib"],
@@ -48,6 +48,7 @@ TEXTS = {
     "repeat": ["data=repeat"],
     "ruler": ["data=ruler", "data.task=niah_multikey"],
 }
+TIMED = "stdlib"
 TASKS = ("repeat", "ruler")  # measured at one budget
 WITHOUT_BUDGET = ("full", "quantized")  # quantized has one, but reads everything
 DRAFTS_POLICIES = {
@@ -58,7 +59,7 @@ DRAFTS_POLICIES = {
     "model": [policy for policy in CACHES if policy != "h2o" and not CACHES[policy].needs_target],
 }
 SLOWEST = [("self", "h2o"), ("model", "h2o")]  # a second pass over the prompt
-REPEATS, PASSES = 5, 3  # of each step, and of whole passes
+REPEATS, PASSES = 5, 2  # of each step, and of whole passes
 
 Cell = tuple[str, str, int]  # draft, policy, budget; 0 where a policy has no use for one
 
@@ -147,10 +148,10 @@ class Once:
         return self.known[key][0]
 
 
-def measured_acceptance(prefilled: Prefilled, cell: Cell) -> dict:
-    """One speculative pass. The error of the rate is over rows, whose tokens are not independent of each other."""
+def measured(prefilled: Prefilled, cell: Cell, timed: bool) -> dict:
+    """One speculative pass, and times. The error of the rate is over rows, whose tokens are not independent."""
     draft = prefilled.engine_for(*cell).draft_for(prefilled.decoder)
-    fast = prefilled.decoder.generate(draft)
+    fast, figures = times(prefilled, cell, draft) if timed else (prefilled.decoder.generate(draft), {})
     rate, error = rate_and_error(fast)
     return {
         "acceptance_rate": rate,
@@ -158,6 +159,8 @@ def measured_acceptance(prefilled: Prefilled, cell: Cell) -> dict:
         "acceptance_length": metrics.acceptance_metrics([fast])["acceptance_length"],
         "kv_mib": draft.cache_bytes / 2**20,
         "lossless": fast.tokens == prefilled.expected,
+        "accuracy": prefilled.accuracy,
+        **figures,
     }
 
 
@@ -171,10 +174,10 @@ def rate_and_error(generation: Generation) -> tuple[float, float]:
     return rate, float(squares.sqrt() / proposed_B.sum())
 
 
-def measured_times(prefilled: Prefilled, cell: Cell) -> dict:
-    """Step times from a pass of their own, and the speedup of whole passes that take turns with autoregressive ones."""
+def times(prefilled: Prefilled, cell: Cell, draft: Any) -> tuple[Generation, dict]:
+    """A whole pass, the speedup of several that take turns with autoregressive ones, and step times from one more."""
     decoder, once = prefilled.decoder, prefilled.once
-    draft, ratios, prefills = prefilled.engine_for(*cell).draft_for(decoder), [], []
+    ratios, prefills = [], []
     for _ in range(PASSES):
         plain, once.saved_s = decoder.generate(), 0.0
         fast = decoder.generate(draft)
@@ -184,37 +187,29 @@ def measured_times(prefilled: Prefilled, cell: Cell) -> dict:
     steps = profile_round(Batch(decoder, draft), REPEATS)
     select_ms = steps.get("select_ms", 0.0) + (1e3 * once.scoring_s if CACHES[cell[1]].selects == "prefill" else 0.0)
     decoder.forget_steps()
-    return {
+    return fast, {
         **{f"{name}_ms": steps.get(f"{name}_ms", 0.0) for name in ("target_decode", "draft", "verify")},
         "select_ms": select_ms,
         "prefill_ms": median(prefills),
         "speedup": median(ratios),
         "speedup_spread": metrics.spread(ratios),
-        "lossless": fast.tokens == prefilled.expected,
     }
 
 
-MEASURES = {"acceptance": measured_acceptance, "times": measured_times}
-FILES = {"acceptance": "strategies.csv", "times": "strategies_times.csv"}
-
-
-def texts(what: str, books: str | None) -> dict[str, list[str]]:
+def texts(books: str | None) -> dict[str, list[str]]:
     """What to measure on, with its overrides."""
-    if what == "times":
-        return {"stdlib": TEXTS["stdlib"]}
     known = TEXTS | {"text": [*TEXTS["text"], f"data.path={books}"]}
     return {text: overrides for text, overrides in known.items() if text != "text" or books}
 
 
-def measured(what: str, folder: Path, text: str, overrides: list[str]) -> Iterator[dict]:
+def rows_of(folder: Path, text: str, overrides: list[str]) -> Iterator[dict]:
     """A row for every cell of a text, from its file where it has been measured before."""
     prefilled = None
     for cell in cells(text):
-        file = folder / ("-".join(map(str, (what, text, *cell))) + ".json")
+        file = folder / ("-".join(map(str, (text, *cell))) + ".json")
         if not file.exists():
-            prefilled = prefilled or Prefilled(overrides, SIZES)
-            row = named(text, cell) | rounded(MEASURES[what](prefilled, cell))
-            row |= {"accuracy": prefilled.accuracy} if what == "acceptance" else {}
+            prefilled = prefilled or Prefilled(overrides, TASK_SIZES if text in TASKS else SIZES)
+            row = named(text, cell) | rounded(measured(prefilled, cell, text == TIMED))
             row |= {"measured_by": f"{setting()}, attention={prefilled.attention}"}
             print(*row.values(), flush=True)
             file.write_text(json.dumps(row, indent=1))
@@ -233,9 +228,9 @@ def rounded(figures: dict) -> dict:
 
 
 def write(path: Path, rows: list[dict]) -> None:
-    """The figures as CSV."""
+    """The figures as CSV; those of texts that are not timed have no times."""
     with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        writer = csv.DictWriter(file, list(dict.fromkeys(name for row in rows for name in row)), lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
 
@@ -243,23 +238,21 @@ def write(path: Path, rows: list[dict]) -> None:
 def main() -> None:
     """Measure, and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["acceptance", "times"])
     parser.add_argument("--books", help="a folder of text files for data=text; without it that text is left out")
     parser.add_argument("--cells", type=Path, default=ROOT / "runs/strategies", help="where each result is kept")
     parser.add_argument("--quick", action="store_true", help="one short text; write nothing")
     arguments = parser.parse_args()
     if arguments.quick:
-        prefilled = Prefilled(TEXTS["stdlib"], QUICK)
-        for cell in cells("stdlib"):
-            print(*cell, *rounded(MEASURES[arguments.what](prefilled, cell)).values(), flush=True)
+        prefilled = Prefilled(TEXTS[TIMED], QUICK)
+        for cell in cells(TIMED):
+            print(*cell, *rounded(measured(prefilled, cell, timed=True)).values(), flush=True)
         return
     arguments.cells.mkdir(parents=True, exist_ok=True)
-    rows = [
-        row
-        for text, overrides in texts(arguments.what, arguments.books).items()
-        for row in measured(arguments.what, arguments.cells, text, overrides)
-    ]
-    write(RESULTS / FILES[arguments.what], rows)
+    measured_on = texts(arguments.books).items()
+    write(
+        RESULTS / "strategies.csv",
+        [row for text, overrides in measured_on for row in rows_of(arguments.cells, text, overrides)],
+    )
 
 
 if __name__ == "__main__":

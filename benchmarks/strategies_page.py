@@ -1,17 +1,16 @@
-"""The page and the pictures of docs/results/strategies.csv, strategies_retained.csv and strategies_times.csv.
+"""The page and the pictures of docs/results/strategies.csv and strategies_retained.csv.
 
 python benchmarks/strategies_page.py
 """
 
 import csv
 from itertools import groupby
-from operator import itemgetter
 from pathlib import Path
 from statistics import median
 
 import matplotlib
 from page import RESULTS, table
-from strategies import BUDGETS, DRAFTS_POLICIES, GAMMA, MIDDLE, SIZES, TASKS, TEXTS, cells
+from strategies import BUDGETS, DRAFTS_POLICIES, GAMMA, MIDDLE, SIZES, TASK_SIZES, TASKS, TEXTS, cells
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
@@ -92,8 +91,9 @@ def draw_policy(axis: plt.Axes, policy: str, rows: list[Row], value: str, error:
     axis.errorbar([row["budget"] * shift for row in rows], values, errors, marker="o", ms=3.5, elinewidth=0.6, **style)
 
 
-def page(rows: list[Row], kept: list[Row], timed: list[Row]) -> str:
+def page(rows: list[Row], kept: list[Row]) -> str:
     """The whole page as Markdown."""
+    timed = in_time(rows)
     errors = [row["standard_error"] for row in rows if 0 < row["acceptance_rate"] < 1]
     proposals = [GAMMA * SIZES["size"] * (SIZES["generate_len"] - 1) / row["acceptance_length"] for row in rows]
     parts = [
@@ -106,7 +106,7 @@ def page(rows: list[Row], kept: list[Row], timed: list[Row]) -> str:
             typical=median(errors),
             largest=max(errors),
             measured=measured_by(rows),
-            lossless=f"{sum(row['lossless'] for row in rows + timed)} of {len(rows + timed)}",
+            lossless=f"{sum(row['lossless'] for row in rows)} of {len(rows)}",
         )
     ]
     parts += [f"Not measured: {'; '.join(absent)}.\n"] if (absent := missing(rows)) else []
@@ -115,14 +115,19 @@ def page(rows: list[Row], kept: list[Row], timed: list[Row]) -> str:
         parts += [f"### Sinks, data={text}\n", sinks(group)]
     parts += [f"## The oracle\n\n{above_oracle(rows)}\n", f"## The small draft\n\n{small_draft(rows)}\n"]
     if any(row["data"] in TASKS for row in rows):
-        parts += [f"## Tasks\n\n{TASKS_TEXT.format(middle=MIDDLE)}\n", tasks(rows)]
+        parts += [f"## Tasks\n\n{TASKS_TEXT.format(middle=MIDDLE, **TASK_SIZES)}\n", tasks(rows)]
     if kept:
         parts += [f"## Attention retained\n\n{RETAINED_TEXT.format(measured=measured_by(kept))}\n", retained(kept)]
     if timed:
-        parts += [f"## Speedup\n\n{SPEEDUP_TEXT.format(measured=measured_by(timed), gamma=GAMMA)}"]
+        parts += [f"## Speedup\n\n{SPEEDUP_TEXT.format(gamma=GAMMA)}"]
         parts += [overview(timed, "speedup", "speedup_spread", "spread", ".0%")]
-        parts += [f"## Times\n\n{TIMES_TEXT.format(middle=MIDDLE)}\n", times(timed, rows)]
+        parts += [f"## Times\n\n{TIMES_TEXT.format(middle=MIDDLE)}\n", times(timed)]
     return "\n".join(parts)
+
+
+def in_time(rows: list[Row]) -> list[Row]:
+    """Those of the text whose passes were timed."""
+    return [row for row in rows if "speedup" in row]
 
 
 def by_text(rows: list[Row]) -> list[tuple[str, list[Row]]]:
@@ -222,18 +227,15 @@ def retained(rows: list[Row]) -> str:
     return table(["choice", *map(str, BUDGETS)], [[name, *(shares[name, b] for b in BUDGETS)] for name in names])
 
 
-def times(rows: list[Row], accepted: list[Row]) -> str:
-    """Step times, beside what was accepted of the same draft and the memory that it takes."""
-    cell = itemgetter("data", "draft", "policy", "budget")
-    known = {cell(row): row for row in accepted}
+def times(rows: list[Row]) -> str:
+    """Step times, and the memory that a draft takes."""
     columns = ("target_decode_ms", "verify_ms", "draft_ms", "select_ms", "prefill_ms")
     lines = []
     for row in rows:
         if row["budget"] not in (0, MIDDLE):
             continue
         figures = [f"{row[name]:,.0f}" if row[name] >= 100 else f"{row[name]:.1f}" for name in columns]
-        other = known[cell(row)]
-        figures += [f"{other['acceptance_length']:.2f}", f"{other['kv_mib']:.1f}"]
+        figures += [f"{row['acceptance_length']:.2f}", f"{row['kv_mib']:.1f}"]
         lines.append([row["draft"], row["policy"], *figures])
     header = ["draft", "policy", "T_T", "T_V", "T_D", "T_select", "prefill", "length", "KV, MiB"]
     return table(header, lines)
@@ -243,7 +245,7 @@ PAGE = """# Drafts and cache policies on the bundled pair
 
 How often the target accepts what each draft proposes, over each cache policy and budget. {size} rows of {context_len:,}
 tokens (the pair was trained for 8,448), {generate_len} new tokens each, gamma {gamma}, fp32, greedy; identical to
-autoregressive decoding in {lossless} runs. `python benchmarks/strategies.py acceptance --books FOLDER`, {measured}.
+autoregressive decoding in {lossless} runs. `python benchmarks/strategies.py --books FOLDER`, {measured}.
 
 Acceptance does not depend on the machine. Each rate is of {fewest:,.0f} to {most:,.0f} proposals; their standard errors
 (±) are over rows, {typical:.2f} typically and {largest:.2f} at most, so that differences of a few hundredths mean
@@ -256,9 +258,10 @@ little. All continue the same prompts. All figures, the draft's KV memory among 
 SMALL_DRAFT = """Where a part of the context beats all of it, the draft is a weak reader of long contexts, and `topk` is
 no ceiling."""
 
-TASKS_TEXT = """At a budget of {middle}. `data=repeat` ends as an early passage begins: only a policy that reaches back
-sees how it went on. `data=ruler` (niah_multikey) asks for a needle. Its answers are scored, alike with and without a
-draft, and the bundled model gives none: use a real one for that."""
+TASKS_TEXT = """Contexts of {context_len:,} tokens and a budget of {middle}. `data=repeat` ends as an early passage
+begins, of shuffled tokens: only a policy that reaches back sees how it went on. (The bundled target finds its place
+again some 2,000 tokens back, not 8,000.) `data=ruler` (niah_multikey) asks for a needle. Its answers are scored, alike
+with and without a draft; use a real model for that."""
 
 RETAINED_TEXT = """What the entries chosen for the first decoding step receive of that step's attention over everything,
 in a mean over layers; data=stdlib; `python benchmarks/strategies_retained.py`, {measured}. `best pages` are chosen by
@@ -267,28 +270,25 @@ judging pages by bounds."""
 
 SPEEDUP_TEXT = """Tokens per second of a row over those of autoregressive decoding, on data=stdlib with gamma {gamma},
 in passes that take turns with autoregressive ones, without the draft's prefill; `spread` is the widest between the
-three passes of a line. `python benchmarks/strategies.py times`, {measured}.
+two passes of a cell.
 
 ![Speedup against budget, a line per policy](strategies_speedup.png)
 """
 
-TIMES_TEXT = """Milliseconds at a budget of {middle}, from the same runs; all budgets are in
-[strategies_times.csv](strategies_times.csv). T_select is a part of T_D where entries are chosen in every step (`quest`,
-`topk`), of the round with `verify_guided`, and of the prefill with `snapkv`, `pyramidkv` and `h2o`. `prefill` is what
-the draft takes before its first round. Length is that of acceptance, tokens per round; KV is the draft's cache beyond
-the target's own."""
+TIMES_TEXT = """Milliseconds at a budget of {middle}, from the same runs. T_select is a part of T_D where entries are
+chosen in every step (`quest`, `topk`), of the round with `verify_guided`, and of the prefill with `snapkv`, `pyramidkv`
+and `h2o`. `prefill` is what the draft takes before its first round. Length is tokens per round; KV is the draft's cache
+beyond the target's own."""
 
 
 def main() -> None:
     """Write the page and its pictures."""
-    rows, kept, timed = (read(RESULTS / f"strategies{part}.csv") for part in ("", "_retained", "_times"))
-    rows, timed = in_order(rows), in_order(timed)
+    rows, kept = in_order(read(RESULTS / "strategies.csv")), read(RESULTS / "strategies_retained.csv")
     compared = [row for _, mine in by_text(rows) for row in mine]
     draw(compared, RESULTS / "strategies.png", "acceptance_rate", "standard_error", "acceptance rate")
-    if timed:
-        timed = [row | {"half_spread": row["speedup"] * row["speedup_spread"] / 2} for row in timed]
+    if timed := [row | {"half_spread": row["speedup"] * row["speedup_spread"] / 2} for row in in_time(rows)]:
         draw(timed, RESULTS / "strategies_speedup.png", "speedup", "half_spread", "speedup")
-    (RESULTS / "strategies.md").write_text(page(rows, kept, timed))
+    (RESULTS / "strategies.md").write_text(page(rows, kept))
 
 
 if __name__ == "__main__":

@@ -11,8 +11,8 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from page import RESULTS
-from strategies import BUDGETS, SIZES, TEXTS, Prefilled, provenance, write
+from page import RESULTS, setting
+from strategies import BUDGETS, SIZES, TEXTS, Prefilled, write
 from torch import Tensor
 
 from magicdec.attention.base import Attention
@@ -75,7 +75,7 @@ def main() -> None:
         for name, layers in retained(prefilled, budget).items():
             shares = {f"layer_{i}": round(value, 4) for i, value in enumerate(layers)}
             row = {"data": "stdlib", "choice": name, "budget": budget, "mean": round(fmean(layers), 4)} | shares
-            rows.append(row | {"measured_by": provenance(prefilled.attention)})
+            rows.append(row | {"measured_by": f"{setting()}, attention={prefilled.attention}"})
             print(*rows[-1].values(), flush=True)
     write(RESULTS / "strategies_retained.csv", rows)
 

@@ -1,5 +1,6 @@
-"""The documents' maps of the repository: every module has its line, and no link leads nowhere."""
+"""The repository as a whole: every module has its line in the map, no link leads nowhere, every script its imports."""
 
+import importlib
 import re
 from pathlib import Path
 
@@ -24,3 +25,13 @@ def test_every_module_has_a_line():
 def test_links_lead_somewhere(document):
     links = re.findall(r"\]\(([^)#\s]+)", document.read_text())
     assert [link for link in links if ":" not in link and not (document.parent / link).exists()] == []
+
+
+@pytest.mark.parametrize(
+    "script", [*ROOT.glob("benchmarks/*.py"), *ROOT.glob("tools/*.py")], ids=lambda path: path.name
+)
+def test_scripts_find_what_they_import(script, monkeypatch):
+    if "import matplotlib" in script.read_text():
+        pytest.importorskip("matplotlib")
+    monkeypatch.syspath_prepend(script.parent)
+    importlib.import_module(script.stem)
