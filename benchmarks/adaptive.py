@@ -20,6 +20,7 @@ from magicdec.decoding.adaptive import AdaptiveCycle
 from magicdec.engines.native import Batch, warm_up
 from magicdec.measure import metrics
 from magicdec.measure.timers import Stopwatch
+from magicdec.resolve import resolve
 from magicdec.tracking.progress import progress
 
 SETTING = ["hardware=cpu", "draft.gamma=auto", "batch.context_len=4096"]
@@ -27,7 +28,7 @@ SETTING = ["hardware=cpu", "draft.gamma=auto", "batch.context_len=4096"]
 
 def opened(size: int) -> Batch:
     """A batch behind its prefill."""
-    plan = build.plan(compose([*SETTING, f"batch.size={size}"]))
+    plan = resolve(compose([*SETTING, f"batch.size={size}"]))
     tokenizer: Any = build.tokenizer(plan)
     with progress() as bars:
         engine = build.engine(plan, bars)

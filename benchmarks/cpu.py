@@ -14,7 +14,6 @@ import torch
 from page import RESULTS, commit, table
 
 from magicdec import build
-from magicdec.build import Plan
 from magicdec.config import compose
 from magicdec.decoding.audit import audit
 from magicdec.engines.native import Batch, NativeEngine, warm_up
@@ -22,6 +21,8 @@ from magicdec.engines.peer import PeerSpec
 from magicdec.engines.transformers import CACHES, TransformersPeer
 from magicdec.measure import memory, metrics
 from magicdec.measure.profile import profile_round
+from magicdec.measure.system import cpu_name
+from magicdec.resolve import Plan, resolve
 from magicdec.tracking.progress import progress
 from magicdec.verification.sampling import Sampling
 
@@ -36,7 +37,7 @@ def prepared(context: int, batch: int) -> Plan:
     """A plan as `launch.py` would make it; the largest gamma gives the caches room for all."""
     largest = max(gamma for _, gamma in DRAFTS)
     sizes = [f"batch.context_len={context}", f"batch.size={batch}", f"batch.generate_len={NEW_TOKENS}"]
-    return build.plan(compose(["draft=model", f"draft.gamma={largest}", "hardware=cpu", *sizes]))
+    return resolve(compose(["draft=model", f"draft.gamma={largest}", "hardware=cpu", *sizes]))
 
 
 def cell(context: int, batch: int) -> tuple[list[dict], list[list[int]], dict, str]:
@@ -114,7 +115,7 @@ def main() -> None:
             print(*peers[-1], flush=True)
     page = PAGE.format(
         commit=commit(),
-        machine=build.cpu_name(),
+        machine=cpu_name(),
         threads=torch.get_num_threads(),
         torch=torch.__version__,
         attention=attention,

@@ -35,6 +35,7 @@ from magicdec.errors import UserError
 from magicdec.measure import memory, metrics
 from magicdec.measure.ceilings import copy_bandwidth, matmul_rate
 from magicdec.measure.profile import profile_round
+from magicdec.measure.system import cpu_name
 from magicdec.measure.timers import Stopwatch
 from magicdec.scenarios.compare import compare
 from magicdec.tracking.progress import progress
@@ -247,7 +248,7 @@ RUN = dict(zip(PARTS, (correctness, ceilings, kernels, steps, rounds, real, peer
 
 def machine(bench: Bench) -> None:
     """What it was measured on."""
-    name = torch.cuda.get_device_name(bench.device) if bench.device.type == "cuda" else build.cpu_name()
+    name = torch.cuda.get_device_name(bench.device) if bench.device.type == "cuda" else cpu_name()
     facts = {"device": name, "commit": commit(), "torch": torch.__version__}
     (bench.folder / "machine.json").write_text(json.dumps(facts) + "\n")
 

@@ -17,6 +17,7 @@ from magicdec.config import compose
 from magicdec.engines.native import Batch, NativeEngine, warm_up
 from magicdec.errors import UserError
 from magicdec.measure import memory
+from magicdec.resolve import DTYPES, Plan, resolve
 from magicdec.scenarios import OUT_OF_MEMORY
 from magicdec.tracking.progress import progress
 
@@ -94,7 +95,7 @@ class Bench:
     @property
     def dtype(self) -> torch.dtype:
         """What models compute in."""
-        return build.DTYPES[self.sizes.dtype]
+        return DTYPES[self.sizes.dtype]
 
     def points(self, part: str) -> dict[str, Record]:
         """What is known of a part."""
@@ -124,13 +125,13 @@ class Bench:
             print(f"{part} {key}: {short(known[key])}", flush=True)
         return known[key]
 
-    def plan(self, *overrides: str) -> build.Plan:
+    def plan(self, *overrides: str) -> Plan:
         """A plan as `launch.py` would make it."""
         settings = [f"hardware.device={self.sizes.device}", f"hardware.dtype={self.sizes.dtype}"]
         settings += [f"batch.generate_len={self.sizes.new_tokens}", f"scenario.profile_repeats={self.sizes.repeats}"]
-        return build.plan(compose([*settings, *overrides]))
+        return resolve(compose([*settings, *overrides]))
 
-    def large(self, batch: int, context: int, budget: int, gamma: int, alpha: float = 0.8) -> build.Plan:
+    def large(self, batch: int, context: int, budget: int, gamma: int, alpha: float = 0.8) -> Plan:
         """The large target with random weights, drafting for itself."""
         sizes = [f"batch.size={batch}", f"batch.context_len={context}", f"cache.budget={budget}"]
         draft = ["draft=self", f"draft.gamma={gamma}", f"draft.synthetic_acceptance={alpha}"]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from magicdec import build
+from magicdec.measure.system import cpu_name
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs/results"
@@ -25,10 +25,7 @@ def provenance(command: str) -> str:
 def setting() -> str:
     """The commit, and the machine with its threads and its PyTorch."""
     threads = torch.get_num_threads()
-    return (
-        f"commit {commit()}, {build.cpu_name()}, {threads} thread{'s' if threads > 1 else ''}, "
-        f"PyTorch {torch.__version__}"
-    )
+    return f"commit {commit()}, {cpu_name()}, {threads} thread{'s' if threads > 1 else ''}, PyTorch {torch.__version__}"
 
 
 def commit() -> str:

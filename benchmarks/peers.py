@@ -29,6 +29,7 @@ from magicdec.engines.native import warm_up
 from magicdec.engines.vllm import PYTHON_VARIABLE
 from magicdec.measure import memory, metrics
 from magicdec.measure.metrics import RowTimes
+from magicdec.resolve import Plan, resolve
 from magicdec.scenarios.peer import WARMUP_CONTEXT, WARMUP_TOKENS
 from magicdec.tracking.progress import progress
 
@@ -57,11 +58,11 @@ Figures = dict[str, Any]
 
 
 @cache
-def loaded(way: str, context: int, rows: int, new_tokens: int) -> tuple[build.Plan, Any, memory.Peak, object]:
+def loaded(way: str, context: int, rows: int, new_tokens: int) -> tuple[Plan, Any, memory.Peak, object]:
     """The engine with room for so much, the memory from before it, the tokenizer. Once in every process."""
     drafts = [f"draft.gamma={GAMMA}"] if "draft" in "".join(WAYS[way]) else []
     sizes = [f"batch.context_len={context}", f"batch.size={rows}", f"batch.generate_len={new_tokens}"]
-    plan = build.plan(compose([*WAYS[way], *drafts, *sizes, "hardware=cpu"]))
+    plan = resolve(compose([*WAYS[way], *drafts, *sizes, "hardware=cpu"]))
     peak = memory.Peak(plan.device)
     with progress() as bars:
         engine = build.engine(plan, bars) if way == OURS else build.peer(plan)

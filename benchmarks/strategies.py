@@ -36,6 +36,7 @@ from magicdec.measure import metrics
 from magicdec.measure.profile import profile_round
 from magicdec.measure.timers import Stopwatch
 from magicdec.models.transformer import Transformer
+from magicdec.resolve import resolve
 from magicdec.tracking.progress import progress
 
 BUDGETS, MIDDLE, GAMMA = (64, 128, 256, 512), 256, 3
@@ -83,7 +84,7 @@ class Prefilled:
 
     def __init__(self, overrides: list[str], sizes: dict[str, int]):
         sized = [f"batch.{key}={value}" for key, value in sizes.items()]
-        plan = build.plan(configured("draft=hierarchical", *overrides, *sized))  # which has all that any draft needs
+        plan = resolve(configured("draft=hierarchical", *overrides, *sized))  # which has all that any draft needs
         tokenizer: Any = build.tokenizer(plan)
         prompts = build.prompts(plan, tokenizer)
         with progress() as bars:

@@ -1,23 +1,17 @@
-"""From a typed configuration to the objects of a run: the only place that constructs.
-
-Everything that can be checked without loading weights is checked first.
-"""
+"""From the plan of a run to its objects, and to the memory that they will take: the only place that constructs."""
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
-from pathlib import Path
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
 
 from magicdec.attention import choice
 from magicdec.attention.base import Attention
-from magicdec.cache.draft_cache import CACHES
-from magicdec.config import BatchConfig, Config, DraftConfig, ModelChoice
+from magicdec.config import Config, DraftConfig
 from magicdec.data import Prompts, load_prompts
 from magicdec.data.tokenizer import load_tokenizer
-from magicdec.drafts.base import DRAFTS
 from magicdec.engines import vllm
 from magicdec.engines.native import NativeEngine
 from magicdec.engines.peer import Peer, PeerSpec
@@ -25,160 +19,17 @@ from magicdec.errors import UserError
 from magicdec.measure import memory
 from magicdec.measure.footprint import Footprint, UniformAttention, footprint, largest_batch
 from magicdec.measure.memory import GIB
-from magicdec.measure.metrics import Metrics
 from magicdec.models import checkpoint, quantize
-from magicdec.models.config import ModelConfig
-from magicdec.models.parallel import Share, check_divides, replicates, share
+from magicdec.models.parallel import Share, share
 from magicdec.models.transformer import Transformer
+from magicdec.resolve import Model, Plan
 from magicdec.tracking.progress import Progress
 from magicdec.verification.sampling import Sampling
 
 log = logging.getLogger(__name__)
 
-# batch.size=auto. With fewer rows a small model is bound by its weights (CPU) or by latency (GPU), not by its KV cache.
-ROWS_ON = {"cpu": 24, "cuda": 64}
-# batch.prefill_chunk=auto: of every row of a batch, or of a request that is served, which is prefilled by itself.
-BATCH_CHUNK, REQUEST_CHUNK_ON = 128, {"cpu": 256, "cuda": 2048}
 # Keys of `draft` that are no draft's own to read.
 OTHER_DRAFT_KEYS = ("name", "gamma", "synthetic_acceptance", "model", "tensor_parallel", "quantization", "cache")
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-@dataclass(frozen=True)
-class Model:
-    """One model of a run before its weights are loaded: where it lies and what it looks like."""
-
-    key: str  # the configuration's key, for messages
-    folder: Path | None  # None: random weights of a known architecture
-    config: ModelConfig
-    num_ranks: int = 1  # that divide its layers
-
-    @property
-    def fingerprint(self) -> str:
-        """What names its weights in a run's id."""
-        return checkpoint.fingerprint(self.folder) if self.folder else "random"
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A run whose every `auto` is resolved and whose mistakes are found; nothing large is allocated yet."""
-
-    config: Config
-    device: torch.device
-    dtype: torch.dtype
-    target: Model
-    draft: Model | None
-    device_name: str
-    why_attention: str  # why config.attention.name was chosen, for the log; empty where the engine has its own
-
-    @property
-    def fingerprints(self) -> dict[str, str]:
-        """Of the checkpoints that the run loads."""
-        return {m.key: m.fingerprint for m in (self.target, self.draft) if m is not None}
-
-    @property
-    def sources(self) -> Metrics:
-        """What says in results whether they are of models that know anything."""
-        models = (self.target, self.draft)
-        return {"weights/source": "random" if any(m is not None and m.folder is None for m in models) else "checkpoint"}
-
-    @property
-    def num_ranks(self) -> int:
-        """Processes that the run takes."""
-        return self.target.num_ranks
-
-    @property
-    def num_bytes(self) -> int:
-        """The memory that the run will take of each device, at the largest point of a profile."""
-        batch, scenario = self.config.batch, self.config.scenario
-        if scenario.name == "profile":
-            return estimate(self, max(scenario.batch_sizes), max(scenario.context_lens)).total
-        return estimate(self, int(batch.size), batch.context_len).total
-
-
-def plan(config: Config) -> Plan:
-    """Resolve `auto`, read the checkpoints' configs, and check everything that needs no weights."""
-    device, dtype = _device(config)
-    batch = config.batch
-    if batch.size == "auto":
-        batch = replace(batch, size=ROWS_ON[device.type])
-    if batch.prefill_chunk == "auto":
-        is_served = config.scenario.name == "serve"
-        batch = replace(batch, prefill_chunk=REQUEST_CHUNK_ON[device.type] if is_served else BATCH_CHUNK)
-    hardware = replace(config.hardware, device=device.type, dtype=str(dtype).removeprefix("torch."))
-    if hardware.compile == "auto":
-        hardware = replace(hardware, compile=device.type == "cuda")
-    config = replace(config, batch=batch, hardware=hardware)
-    target = _model("target", config.target)
-    draft = None
-    if config.draft.name != "none" and DRAFTS[config.draft.name].needs_model:
-        assert config.draft.model is not None  # validated
-        draft = _model("draft.model", config.draft.model)
-        checkpoint.check_vocabularies(target.config, draft.config, target.folder, draft.folder)
-    if config.draft.name != "none":
-        quantize.check(config.draft.quantization)
-        DRAFTS[config.draft.name].check(target.config, config.draft.num_layers)
-        if CACHES[config.cache.policy].needs_target and config.draft.name == "model":
-            raise UserError(
-                f"cache.policy={config.cache.policy} lives on the target's own cache, which an independent draft has "
-                "no use for; choose draft=self or draft=layer_skip"
-            )
-    _check_length(config, target, draft)
-    target, draft = _divided(config, target, draft)
-    if draft is not None:
-        config = replace(config, draft=replace(config.draft, tensor_parallel=draft.num_ranks))
-    why = ""
-    if config.engine.name == "native":
-        name, why = _attention(config, device, dtype, [target, draft] if draft else [target])
-        config = replace(config, attention=replace(config.attention, name=name))
-    elif config.engine.name == "vllm":
-        vllm.check(vllm.python(config.engine.python))
-    elif hardware.compile and device.type == "cpu":
-        raise UserError("hardware.compile=true: engine=transformers compiles on GPUs only; set it to false")
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
-    return Plan(config, device, dtype, target, draft, name, why)
-
-
-def estimate(plan: Plan, num_rows: int, context_len: int) -> Footprint:
-    """Bytes that the run will take of each device: of rank 0's, where there are several."""
-    on_cpu = plan.device.type == "cpu"
-    attention = UniformAttention() if on_cpu else choice.backend(plan.config.attention.name)()
-
-    def load(model: Model) -> Transformer:
-        part = Share(0, model.num_ranks, 0, plan.num_ranks)
-        return _without_weights(model, plan, attention, part)
-
-    weightless = _engine(plan, load)
-    if plan.config.scenario.name == "serve":  # a chunk of one request at a time, not of every row
-        weightless = replace(weightless, prefill_chunk=-(-weightless.prefill_chunk // num_rows))
-    found = footprint(weightless, num_rows, context_len, is_audited(plan))
-    return replace(found, transient=found.transient + memory.workspace_bytes(plan.device))
-
-
-def check_memory(plan: Plan, num_rows: int, context_len: int) -> Footprint:
-    """The estimate; raises UserError, naming the largest batch that fits, where memory would not suffice."""
-    available = memory.available_bytes(plan.device)
-    if plan.device.type == "cpu":
-        available //= plan.num_ranks
-    needed = estimate(plan, num_rows, context_len)
-    if needed.total <= available:
-        return needed
-    fits = largest_batch(lambda rows: estimate(plan, rows, context_len).total, num_rows, available)
-    smaller = "the target, batch.context_len, batch.prefill_chunk or hardware.dtype"
-    advice = f"batch.size={fits} would fit" if fits else f"not even one row fits: choose a smaller one of {smaller}"
-    parts = {"weights": needed.weights, "KV cache": needed.target_kv, "draft's cache": needed.draft_kv}
-    parts["activations"] = needed.transient
-    raise UserError(
-        f"batch.size={num_rows} at batch.context_len={context_len} needs about {needed.total / GIB:.2f} GiB "
-        f"({', '.join(f'{name} {size / GIB:.2f}' for name, size in parts.items())}), but {available / GIB:.2f} GiB are "
-        f"available{' to each rank' if plan.num_ranks > 1 else ''}; {advice}"
-    )
-
-
-def is_audited(plan: Plan) -> bool:
-    """Whether the output is compared with the baseline's; what is sampled or synthetic has nothing to be equal to."""
-    draft, sampling = plan.config.draft, plan.config.sampling
-    return draft.name != "none" and draft.synthetic_acceptance is None and sampling.temperature == 0
 
 
 def engine(plan: Plan, progress: Progress) -> NativeEngine:
@@ -277,6 +128,50 @@ def tokenizer(plan: Plan) -> object | None:
     return load_tokenizer(plan.target.folder)
 
 
+def estimate(plan: Plan, num_rows: int, context_len: int) -> Footprint:
+    """Bytes that the run will take of each device: of rank 0's, where there are several."""
+    on_cpu = plan.device.type == "cpu"
+    attention = UniformAttention() if on_cpu else choice.backend(plan.config.attention.name)()
+
+    def load(model: Model) -> Transformer:
+        part = Share(0, model.num_ranks, 0, plan.num_ranks)
+        return _without_weights(model, plan, attention, part)
+
+    weightless = _engine(plan, load)
+    if plan.config.scenario.name == "serve":  # a chunk of one request at a time, not of every row
+        weightless = replace(weightless, prefill_chunk=-(-weightless.prefill_chunk // num_rows))
+    found = footprint(weightless, num_rows, context_len, plan.is_audited)
+    return replace(found, transient=found.transient + memory.workspace_bytes(plan.device))
+
+
+def check_memory(plan: Plan, num_rows: int, context_len: int) -> Footprint:
+    """The estimate; raises UserError, naming the largest batch that fits, where memory would not suffice."""
+    available = memory.available_bytes(plan.device)
+    if plan.device.type == "cpu":
+        available //= plan.num_ranks
+    needed = estimate(plan, num_rows, context_len)
+    if needed.total <= available:
+        return needed
+    fits = largest_batch(lambda rows: estimate(plan, rows, context_len).total, num_rows, available)
+    smaller = "the target, batch.context_len, batch.prefill_chunk or hardware.dtype"
+    advice = f"batch.size={fits} would fit" if fits else f"not even one row fits: choose a smaller one of {smaller}"
+    parts = {"weights": needed.weights, "KV cache": needed.target_kv, "draft's cache": needed.draft_kv}
+    parts["activations"] = needed.transient
+    raise UserError(
+        f"batch.size={num_rows} at batch.context_len={context_len} needs about {needed.total / GIB:.2f} GiB "
+        f"({', '.join(f'{name} {size / GIB:.2f}' for name, size in parts.items())}), but {available / GIB:.2f} GiB are "
+        f"available{' to each rank' if plan.num_ranks > 1 else ''}; {advice}"
+    )
+
+
+def num_bytes(plan: Plan) -> int:
+    """The memory that the run will take of each device, at the largest point of a profile."""
+    batch, scenario = plan.config.batch, plan.config.scenario
+    if scenario.name == "profile":
+        return estimate(plan, max(scenario.batch_sizes), max(scenario.context_lens)).total
+    return estimate(plan, int(batch.size), batch.context_len).total
+
+
 def draft_options(draft: DraftConfig) -> dict[str, Any]:
     """The keys of `draft` that a draft reads itself; those of a hierarchical draft's inner cache by their own names."""
     options = _options(draft, *OTHER_DRAFT_KEYS)
@@ -288,99 +183,6 @@ def draft_options(draft: DraftConfig) -> dict[str, Any]:
 def _options(group: object, *others: str) -> dict[str, Any]:
     """The keys of a group that a draft or a policy reads itself: all but `others`."""
     return {f.name: getattr(group, f.name) for f in fields(group) if f.name not in others}  # type: ignore[arg-type]
-
-
-def _device(config: Config) -> tuple[torch.device, torch.dtype]:
-    name = config.hardware.device
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda" and not torch.cuda.is_available():
-        raise UserError(
-            f"hardware.device=cuda (hardware={config.hardware.name}), but PyTorch sees no CUDA device here; "
-            "use hardware=cpu or hardware=auto"
-        )
-    dtype = config.hardware.dtype
-    if dtype == "auto":
-        dtype = "float32" if name == "cpu" else "bfloat16"
-    ranks, devices = config.hardware.tensor_parallel, torch.cuda.device_count()
-    if name == "cuda" and ranks > devices:
-        raise UserError(f"hardware.tensor_parallel={ranks}: there are {devices} GPUs here, and each rank takes one")
-    return torch.device(name), DTYPES[dtype]
-
-
-def _model(key: str, choice: ModelChoice) -> Model:
-    if choice.weights == "random":
-        if choice.architecture is not None:
-            return Model(key, None, choice.architecture.to_model_config())
-        if choice.path is None:
-            raise UserError(f"{key}.weights=random needs {key}.architecture or {key}.path")
-        folder = checkpoint.locate(choice.path, f"{key}.path", weights=False)
-        return Model(key, None, checkpoint.read_config(folder))
-    if choice.path is None:
-        raise UserError(f"{key}.path is not set; give a local Hugging Face folder or a hub id such as org/name")
-    folder = checkpoint.locate(choice.path, f"{key}.path")
-    return Model(key, folder, checkpoint.read_config(folder))
-
-
-def _divided(config: Config, target: Model, draft: Model | None) -> tuple[Model, Model | None]:
-    """The models with the ranks that share them."""
-    ranks = config.hardware.tensor_parallel
-    check_divides(target.config, ranks, "hardware.tensor_parallel")
-    target, drafter, drafters = replace(target, num_ranks=ranks), target, ranks
-    if draft is not None:
-        drafters = config.draft.tensor_parallel or ranks
-        if ranks % drafters:
-            raise UserError(
-                f"draft.tensor_parallel={drafters}: must divide the target's hardware.tensor_parallel={ranks}"
-            )
-        check_divides(draft.config, drafters, "draft.tensor_parallel")
-        draft = drafter = replace(draft, num_ranks=drafters)
-    policy = CACHES[config.cache.policy]
-    has_cache = config.draft.name != "none" and DRAFTS[config.draft.name].has_cache
-    if has_cache and policy.selects != "never" and replicates(drafter.config, drafters):
-        raise UserError(
-            f"cache.policy={config.cache.policy} chooses by the attention of all queries of a KV head, which more "
-            f"ranks ({drafters}) than KV heads ({drafter.config.num_kv_heads}) divide; choose cache=streaming"
-        )
-    return target, draft
-
-
-def _attention(config: Config, device: torch.device, dtype: torch.dtype, models: list[Model]) -> tuple[str, str]:
-    """Which backend, and why."""
-    name, why = choice.choose(config.attention.name, device, dtype, [model.config.head_dim for model in models])
-    if config.hardware.cuda_graphs and not choice.backend(name).captured:
-        raise UserError(
-            f"hardware.cuda_graphs=true: attention={name} plans on the host, which no graph can capture; set "
-            "hardware.cuda_graphs=false"
-        )
-    return name, why
-
-
-def _check_length(config: Config, target: Model, draft: Model | None) -> None:
-    b: BatchConfig = config.batch
-    length = b.context_len + b.generate_len
-    longest = target.config.max_position_embeddings
-    if length > longest:
-        raise UserError(
-            f"batch.context_len={b.context_len} + batch.generate_len={b.generate_len} = {length} exceeds the target's "
-            f"maximum of {longest} tokens; batch.context_len={longest - b.generate_len} would fit"
-        )
-    if draft is None or length <= draft.config.max_position_embeddings:
-        return
-    trained = draft.config.max_position_embeddings
-    hierarchical = config.draft.name == "hierarchical" and config.draft.cache is not None
-    key, cache = ("draft.cache", config.draft.cache) if hierarchical else ("cache", config.cache)
-    assert cache is not None
-    if not CACHES[cache.policy].bounds_positions:
-        raise UserError(
-            f"{key}.policy={cache.policy} shows the draft {length} tokens, but it was trained for {trained}; "
-            f"use {key}.policy=streaming, which hides the distance"
-        )
-    if cache.budget + max(config.gammas) + 1 >= trained:
-        raise UserError(
-            f"{key}.budget={cache.budget} + draft.gamma={max(config.gammas)} does not fit into the draft's "
-            f"trained context of {trained} tokens; {key}.budget={trained // 2} would"
-        )
 
 
 def _without_weights(model: Model, plan: Plan, attention: Attention, part: Share) -> Transformer:
@@ -418,15 +220,3 @@ def _draft_model(plan: Plan, target: Transformer, load: Callable[[Model], Transf
     if plan.config.hardware.compile:
         model.compile_layers()
     return model
-
-
-def cpu_name() -> str:
-    """The processor's name, as the operating system tells it."""
-    import platform
-
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()

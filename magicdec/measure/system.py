@@ -1,14 +1,16 @@
-"""What the machine does during a run: a row every few seconds, from a thread that costs the run nothing to speak of.
+"""What the machine is, and what it does during a run: a row every few seconds, at a cost to the run not worth mention.
 
 The processors and the memory from Linux's /proc; the GPUs through NVML (the extra `monitor`). What is not known is left
 out, and a run that is over in a moment has no rows.
 """
 
+import platform
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 PERIOD_S = 5.0
@@ -91,3 +93,13 @@ def _gpu(nvml: Any, index: int, handle: Any) -> Row:
         f"{prefix}.power_w": nvml.nvmlDeviceGetPowerUsage(handle) / 1000,
         f"{prefix}.temperature_c": float(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)),
     }
+
+
+def cpu_name() -> str:
+    """The processor's name, as the operating system tells it."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()

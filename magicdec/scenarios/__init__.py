@@ -145,7 +145,12 @@ def _list(plan: Any, name: str, job: Job) -> None:
     stored = load_run(Path(plan.config.runs_dir, name))
     state = stored.get("kind") or stored.get("status") or "new"
     typed = " ".join(text for text in job.overrides if not text.startswith("sweep."))
-    print(f"{name}  {state:13}  {plan.num_bytes / 2**30:8.2f} GiB  {typed}", flush=True)
+    print(f"{name}  {state:13}  {_num_bytes(plan) / 2**30:8.2f} GiB  {typed}", flush=True)
+
+
+def _num_bytes(plan: Any) -> float:
+    """Of each device's memory: a prediction knows it, a real run is gone through on tensors without storage."""
+    return plan.num_bytes if hasattr(plan, "num_bytes") else import_module("magicdec.build").num_bytes(plan)
 
 
 def _outcome(plan: Any, run: "Run") -> Outcome:
@@ -182,7 +187,7 @@ def _scenario(config: Config) -> tuple[Callable, Callable]:
     """
     name = config.scenario.name if config.engine.name == "native" else "peer"
     module = import_module(f"magicdec.scenarios.{name}")
-    prepare = getattr(module, "prepare", None) or import_module("magicdec.build").plan
+    prepare = getattr(module, "prepare", None) or import_module("magicdec.resolve").resolve
     return prepare, getattr(module, name)
 
 

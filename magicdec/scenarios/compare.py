@@ -18,6 +18,7 @@ from magicdec.measure.footprint import Footprint
 from magicdec.measure.gpu import Watch
 from magicdec.measure.metrics import Metrics
 from magicdec.measure.profile import profile_round
+from magicdec.resolve import Plan
 from magicdec.scenarios.foresee import setup_of_run, task_of
 from magicdec.scenarios.outcome import Outcome
 from magicdec.scenarios.paired import Outputs, speeds
@@ -39,7 +40,7 @@ class Pass:
         return Outputs(prompts, plain, fast)
 
 
-def compare(plan: build.Plan, progress: Progress) -> Outcome:
+def compare(plan: Plan, progress: Progress) -> Outcome:
     """Decode every batch `scenario.repeats` times both ways; medians over the repeats are the result."""
     config = plan.config
     estimate = build.check_memory(plan, int(config.batch.size), config.batch.context_len)
@@ -62,7 +63,7 @@ def compare(plan: build.Plan, progress: Progress) -> Outcome:
             one.autoregressive.append(_generate(batch.decoder, None, "autoregressive", progress))
             if batch.draft is not None:
                 one.speculative.append(_generate(batch.decoder, batch, "speculative", progress))
-        if build.is_audited(plan):
+        if plan.is_audited:
             first = passes[0]
             audits.append(audit(batch.decoder, first.autoregressive[-1].tokens, first.speculative[-1].tokens))
         if start + rows < len(prompts.tokens):  # the last one is profiled below
@@ -127,7 +128,7 @@ def _formula(results: Metrics, gamma: int) -> Metrics:
     return {"formula/speedup": formula, "formula/speedup_error": formula / speedup - 1}
 
 
-def _roofline(plan: build.Plan, batch: Batch, times: dict[str, float]) -> Metrics:
+def _roofline(plan: Plan, batch: Batch, times: dict[str, float]) -> Metrics:
     """Bytes that must be read, over the time taken and the bandwidth: the datasheet's, or measured where unknown."""
     known = plan.config.hardware.bandwidth_gbs
     bandwidth = known * 1e9 if known else memory.read_bandwidth(plan.device)
@@ -141,7 +142,7 @@ def _roofline(plan: build.Plan, batch: Batch, times: dict[str, float]) -> Metric
     return result
 
 
-def _predicted(plan: build.Plan, results: Metrics, gamma: int) -> Metrics:
+def _predicted(plan: Plan, results: Metrics, gamma: int) -> Metrics:
     """What the cost model says of these rounds, at the acceptance that was measured, and how far it is off."""
     known = device_in(plan.device_name)
     rate = None if known else matmul_rate(plan.device, plan.dtype) / 1e12

@@ -18,7 +18,7 @@ ROWS = 64  # batch.size=auto on a GPU
 
 @dataclass(frozen=True)
 class Foreseen:
-    """A run that predicts: like build.Plan, as far as the frame of a run needs it."""
+    """A run that predicts: like resolve.Plan, as far as the frame of a run needs it."""
 
     config: Config
     setup: Setup
@@ -100,7 +100,7 @@ def setup_of_run(
 
 
 def doubts(plan: Any) -> list[str]:
-    """What to tell before a run (`plan`: build.Plan) that is predicted not to pay, on a device with a datasheet."""
+    """What to tell before a run (`plan`: resolve.Plan) that is predicted not to pay, on a device with a datasheet."""
     config: Config = plan.config
     if config.scenario.name != "compare" or config.engine.name != "native" or config.draft.name == "none":
         return []

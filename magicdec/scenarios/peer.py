@@ -7,6 +7,7 @@ from magicdec.engines.peer import Counts, Peer, PeerGeneration
 from magicdec.measure import memory, metrics
 from magicdec.measure.gpu import Watch
 from magicdec.measure.metrics import Metrics
+from magicdec.resolve import Plan
 from magicdec.scenarios.outcome import Outcome
 from magicdec.scenarios.paired import Outputs, speeds
 from magicdec.tracking.progress import Progress
@@ -16,7 +17,7 @@ WARMUP_CONTEXT, WARMUP_TOKENS = 64, 8
 Pass = list[PeerGeneration]  # a repeat: a generation per batch
 
 
-def peer(plan: build.Plan, progress: Progress) -> Outcome:
+def peer(plan: Plan, progress: Progress) -> Outcome:
     """Decode every batch `scenario.repeats` times both ways, one way after the other; medians are the result.
 
     A peer prefills in every pass: its time to first token is a median, too.
@@ -41,13 +42,13 @@ def peer(plan: build.Plan, progress: Progress) -> Outcome:
         counts = sum((generation.counts for one in fast for generation in one), Counts())
         gamma = max(config.gammas)
         results |= counts.metrics(gamma) | {"gamma": gamma, "acceptance/source": "measured"}
-        audited = build.is_audited(plan)
+        audited = plan.is_audited
         results["lossless/identical"] = outputs.speculative == outputs.autoregressive if audited else None
     results |= outputs.accuracy(tokenizer) | {"memory/peak_gib": peak / memory.GIB}
     return Outcome(results, outputs.rows(config.data.save_prompts), samples=outputs.samples(tokenizer))
 
 
-def _passes(engine: Peer, batches: list[list[list[int]]], way: str, plan: build.Plan, progress: Progress) -> list[Pass]:
+def _passes(engine: Peer, batches: list[list[list[int]]], way: str, plan: Plan, progress: Progress) -> list[Pass]:
     """The repeats of one way, after a short warm-up."""
     generate_len, repeats, fast = plan.config.batch.generate_len, plan.config.scenario.repeats, way == "speculative"
     with progress.task(way, total=repeats * len(batches)) as task:

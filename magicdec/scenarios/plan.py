@@ -20,7 +20,7 @@ CHOICES = ("batch", "draft", "cache", "budget", "gamma")
 SHOWN = 12  # plans in the table
 SHOWN_UNKNOWN = 6  # configurations without a known acceptance
 
-prepare = foresee  # instead of build.plan
+prepare = foresee  # instead of resolve
 
 
 def plan(plan: Foreseen, progress: Progress) -> Outcome:

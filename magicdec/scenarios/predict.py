@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 STYLE: Any = {"box": box.SIMPLE_HEAD, "pad_edge": False, "title_justify": "left", "title_style": "bold"}
 
-prepare = foresee  # instead of build.plan
+prepare = foresee  # instead of resolve
 
 
 def predict(plan: Foreseen, progress: Progress) -> Outcome:

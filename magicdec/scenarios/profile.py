@@ -9,11 +9,12 @@ from magicdec.engines.native import warm_up
 from magicdec.measure import memory
 from magicdec.measure.metrics import Metrics
 from magicdec.measure.profile import profile_round
+from magicdec.resolve import Plan
 from magicdec.scenarios.outcome import Outcome
 from magicdec.tracking.progress import Progress
 
 
-def profile(plan: build.Plan, progress: Progress) -> Outcome:
+def profile(plan: Plan, progress: Progress) -> Outcome:
     """Time every point of scenario.batch_sizes x context_lens x gammas; a point is a line of the history."""
     scenario = plan.config.scenario
     build.check_memory(plan, max(scenario.batch_sizes), max(scenario.context_lens))

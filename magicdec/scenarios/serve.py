@@ -19,6 +19,7 @@ from magicdec.data import Prompts
 from magicdec.engines.native import NativeEngine
 from magicdec.measure import memory
 from magicdec.measure.metrics import Metrics
+from magicdec.resolve import Plan
 from magicdec.scenarios.outcome import Outcome
 from magicdec.serving.engine import AsyncEngine
 from magicdec.serving.load import Job, Level, acceptance, load_metrics, run
@@ -40,7 +41,7 @@ COLUMNS = {
 }
 
 
-def serve(plan: build.Plan, progress: Progress) -> Outcome:
+def serve(plan: Plan, progress: Progress) -> Outcome:
     """Measure every level; a line of the history for each, and the last one's figures as the run's own."""
     config = plan.config
     scenario, batch = config.scenario, config.batch
@@ -74,7 +75,7 @@ def serve(plan: build.Plan, progress: Progress) -> Outcome:
     return Outcome(results, _generations(requests, config.data.save_prompts), history, view=render(plan, history))
 
 
-def _slots(plan: build.Plan, engine: NativeEngine, rows: int) -> Slots:
+def _slots(plan: Plan, engine: NativeEngine, rows: int) -> Slots:
     kind = SharedSlots if plan.num_ranks > 1 else Slots
     return kind(engine, rows, plan.config.batch.context_len + plan.config.batch.generate_len)
 
@@ -83,7 +84,7 @@ def _ways(engine: NativeEngine) -> tuple[str, ...]:
     return WAYS if engine.draft_name != "none" else WAYS[:1]
 
 
-def _prompts(plan: build.Plan) -> Prompts:
+def _prompts(plan: Plan) -> Prompts:
     """As many prompts as requests, of all lengths in turn, in an order of their own."""
     config = plan.config
     tokenizer, count = build.tokenizer(plan), config.scenario.num_requests
@@ -98,7 +99,7 @@ def _prompts(plan: build.Plan) -> Prompts:
     return Prompts.of([tokens for tokens, _ in rows], [source for _, source in rows])
 
 
-def _jobs(plan: build.Plan, engine: NativeEngine, prompts: Prompts) -> list[Job]:
+def _jobs(plan: Plan, engine: NativeEngine, prompts: Prompts) -> list[Job]:
     """A request for each prompt, with a seed of its own: what is drawn is to differ between them."""
     jobs = []
     for number, prompt in enumerate(prompts.tokens):
@@ -109,7 +110,7 @@ def _jobs(plan: build.Plan, engine: NativeEngine, prompts: Prompts) -> list[Job]
 
 
 def _measure(
-    slots: Slots, way: str, level: Level, jobs: list[Job], plan: build.Plan, progress: Progress
+    slots: Slots, way: str, level: Level, jobs: list[Job], plan: Plan, progress: Progress
 ) -> tuple[list[Request], float]:
     """All jobs under one level of load; returns their requests and the seconds that it took."""
     warm_up = Job(jobs[0].prompt, Params(min(WARMUP_TOKENS, jobs[0].params.max_tokens), jobs[0].params.sampling))
@@ -123,7 +124,7 @@ def _measure(
     return asyncio.run(measured())
 
 
-def _level_metrics(measured: Mapping[str, tuple[list[Request], float]], plan: build.Plan) -> Metrics:
+def _level_metrics(measured: Mapping[str, tuple[list[Request], float]], plan: Plan) -> Metrics:
     """Both ways, and how they compare: by the names of scenario=compare."""
     scenario = plan.config.scenario
     result: Metrics = {}
@@ -165,7 +166,7 @@ def _generations(requests: Mapping[str, list[Request]], save_prompts: bool) -> l
     return rows
 
 
-def render(plan: build.Plan, history: Sequence[Mapping[str, Any]]) -> RenderableType:
+def render(plan: Plan, history: Sequence[Mapping[str, Any]]) -> RenderableType:
     """For the terminal: what both ways give at each level of load."""
     config, described = plan.config, to_dict(plan.config)
     lengths = f"up to {config.batch.context_len:,} tokens of context, {config.batch.generate_len} new tokens each"

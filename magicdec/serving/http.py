@@ -19,6 +19,7 @@ from magicdec import build
 from magicdec.config import compose
 from magicdec.data.tokenizer import load_tokenizer
 from magicdec.errors import UserError
+from magicdec.resolve import resolve
 from magicdec.serving.engine import AsyncEngine, Stream
 from magicdec.serving.request import Params
 from magicdec.serving.scheduler import Scheduler
@@ -282,7 +283,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_intermixed_args(arguments)
     try:
         config = compose(["scenario=serve", *options.overrides])
-        plan = build.plan(config)
+        plan = resolve(config)
         if plan.target.folder is None:
             raise UserError("target.weights=random: there is no tokenizer to serve text with")
         if plan.num_ranks > 1:

@@ -13,13 +13,13 @@ from dataclasses import replace
 
 import pytest
 
-from magicdec import build
 from magicdec.config import compose
 from magicdec.engines import vllm
 from magicdec.engines.peer import Counts, PeerSpec
 from magicdec.engines.vllm import VllmPeer
 from magicdec.errors import UserError
 from magicdec.measure.metrics import RowTimes
+from magicdec.resolve import resolve
 from magicdec.scenarios import Job, run
 from magicdec.verification.sampling import Sampling
 from tests.test_run import ROOT, SMALL, TINY
@@ -202,7 +202,7 @@ def test_an_interrupted_run_leaves_no_worker(tmp_path):
 def test_a_plan_without_an_environment(monkeypatch, python, said):
     monkeypatch.delenv(vllm.PYTHON_VARIABLE, raising=False)
     with pytest.raises(UserError) as raised:
-        build.plan(compose(["engine=vllm", "hardware=cpu", *([f"engine.python={python}"] if python else [])]))
+        resolve(compose(["engine=vllm", "hardware=cpu", *([f"engine.python={python}"] if python else [])]))
     assert said in str(raised.value)
     assert "pip install vllm" in str(raised.value)
 

@@ -12,6 +12,7 @@ import uvicorn
 from magicdec import build
 from magicdec.config import compose
 from magicdec.data.tokenizer import load_tokenizer
+from magicdec.resolve import resolve
 from magicdec.serving import http
 from magicdec.serving.engine import AsyncEngine
 from magicdec.serving.scheduler import Scheduler
@@ -25,7 +26,7 @@ PROMPT = "def __init__(self, name):\n    self.name = "
 @pytest.fixture(scope="module")
 def parts():
     """The engine's own parts, and the bundled model's tokenizer."""
-    plan = build.plan(compose(SETTINGS))
+    plan = resolve(compose(SETTINGS))
     with progress() as bars:
         return build.engine(plan, bars), load_tokenizer(plan.target.folder)
 

@@ -1,0 +1,210 @@
+"""From a typed configuration to the plan of a run: every `auto` resolved, every mistake found that needs no weights."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from magicdec.attention import choice
+from magicdec.cache.draft_cache import CACHES
+from magicdec.config import BatchConfig, Config, ModelChoice
+from magicdec.drafts.base import DRAFTS
+from magicdec.engines import vllm
+from magicdec.errors import UserError
+from magicdec.measure.metrics import Metrics
+from magicdec.measure.system import cpu_name
+from magicdec.models import checkpoint, quantize
+from magicdec.models.config import ModelConfig
+from magicdec.models.parallel import check_divides, replicates
+
+# batch.size=auto. With fewer rows a small model is bound by its weights (CPU) or by latency (GPU), not by its KV cache.
+ROWS_ON = {"cpu": 24, "cuda": 64}
+# batch.prefill_chunk=auto: of every row of a batch, or of a request that is served, which is prefilled by itself.
+BATCH_CHUNK, REQUEST_CHUNK_ON = 128, {"cpu": 256, "cuda": 2048}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Model:
+    """One model of a run before its weights are loaded: where it lies and what it looks like."""
+
+    key: str  # the configuration's key, for messages
+    folder: Path | None  # None: random weights of a known architecture
+    config: ModelConfig
+    num_ranks: int = 1  # that divide its layers
+
+    @property
+    def fingerprint(self) -> str:
+        """What names its weights in a run's id."""
+        return checkpoint.fingerprint(self.folder) if self.folder else "random"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run whose every `auto` is resolved and whose mistakes are found; nothing large is allocated yet."""
+
+    config: Config
+    device: torch.device
+    dtype: torch.dtype
+    target: Model
+    draft: Model | None
+    device_name: str
+    why_attention: str  # why config.attention.name was chosen, for the log; empty where the engine has its own
+
+    @property
+    def fingerprints(self) -> dict[str, str]:
+        """Of the checkpoints that the run loads."""
+        return {m.key: m.fingerprint for m in (self.target, self.draft) if m is not None}
+
+    @property
+    def sources(self) -> Metrics:
+        """What says in results whether they are of models that know anything."""
+        models = (self.target, self.draft)
+        return {"weights/source": "random" if any(m is not None and m.folder is None for m in models) else "checkpoint"}
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that the run takes."""
+        return self.target.num_ranks
+
+    @property
+    def is_audited(self) -> bool:
+        """Whether the output is compared with the baseline's: what is sampled or synthetic has nothing to equal."""
+        draft, sampling = self.config.draft, self.config.sampling
+        return draft.name != "none" and draft.synthetic_acceptance is None and sampling.temperature == 0
+
+
+def resolve(config: Config) -> Plan:
+    """The run that a configuration asks for; UserError for what can be known to be a mistake without weights."""
+    device, dtype = _device(config)
+    batch = config.batch
+    if batch.size == "auto":
+        batch = replace(batch, size=ROWS_ON[device.type])
+    if batch.prefill_chunk == "auto":
+        is_served = config.scenario.name == "serve"
+        batch = replace(batch, prefill_chunk=REQUEST_CHUNK_ON[device.type] if is_served else BATCH_CHUNK)
+    hardware = replace(config.hardware, device=device.type, dtype=str(dtype).removeprefix("torch."))
+    if hardware.compile == "auto":
+        hardware = replace(hardware, compile=device.type == "cuda")
+    config = replace(config, batch=batch, hardware=hardware)
+    target = _model("target", config.target)
+    draft = None
+    if config.draft.name != "none" and DRAFTS[config.draft.name].needs_model:
+        assert config.draft.model is not None  # validated
+        draft = _model("draft.model", config.draft.model)
+        checkpoint.check_vocabularies(target.config, draft.config, target.folder, draft.folder)
+    if config.draft.name != "none":
+        quantize.check(config.draft.quantization)
+        DRAFTS[config.draft.name].check(target.config, config.draft.num_layers)
+        if CACHES[config.cache.policy].needs_target and config.draft.name == "model":
+            raise UserError(
+                f"cache.policy={config.cache.policy} lives on the target's own cache, which an independent draft has "
+                "no use for; choose draft=self or draft=layer_skip"
+            )
+    _check_length(config, target, draft)
+    target, draft = _divided(config, target, draft)
+    if draft is not None:
+        config = replace(config, draft=replace(config.draft, tensor_parallel=draft.num_ranks))
+    why = ""
+    if config.engine.name == "native":
+        name, why = _attention(config, device, dtype, [target, draft] if draft else [target])
+        config = replace(config, attention=replace(config.attention, name=name))
+    elif config.engine.name == "vllm":
+        vllm.check(vllm.python(config.engine.python))
+    elif hardware.compile and device.type == "cpu":
+        raise UserError("hardware.compile=true: engine=transformers compiles on GPUs only; set it to false")
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
+    return Plan(config, device, dtype, target, draft, name, why)
+
+
+def _device(config: Config) -> tuple[torch.device, torch.dtype]:
+    name = config.hardware.device
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UserError(
+            f"hardware.device=cuda (hardware={config.hardware.name}), but PyTorch sees no CUDA device here; "
+            "use hardware=cpu or hardware=auto"
+        )
+    dtype = config.hardware.dtype
+    if dtype == "auto":
+        dtype = "float32" if name == "cpu" else "bfloat16"
+    ranks, devices = config.hardware.tensor_parallel, torch.cuda.device_count()
+    if name == "cuda" and ranks > devices:
+        raise UserError(f"hardware.tensor_parallel={ranks}: there are {devices} GPUs here, and each rank takes one")
+    return torch.device(name), DTYPES[dtype]
+
+
+def _model(key: str, choice: ModelChoice) -> Model:
+    if choice.weights == "random":
+        if choice.architecture is not None:
+            return Model(key, None, choice.architecture.to_model_config())
+        if choice.path is None:
+            raise UserError(f"{key}.weights=random needs {key}.architecture or {key}.path")
+        folder = checkpoint.locate(choice.path, f"{key}.path", weights=False)
+        return Model(key, None, checkpoint.read_config(folder))
+    if choice.path is None:
+        raise UserError(f"{key}.path is not set; give a local Hugging Face folder or a hub id such as org/name")
+    folder = checkpoint.locate(choice.path, f"{key}.path")
+    return Model(key, folder, checkpoint.read_config(folder))
+
+
+def _divided(config: Config, target: Model, draft: Model | None) -> tuple[Model, Model | None]:
+    """The models with the ranks that share them."""
+    ranks = config.hardware.tensor_parallel
+    check_divides(target.config, ranks, "hardware.tensor_parallel")
+    target, drafter, drafters = replace(target, num_ranks=ranks), target, ranks
+    if draft is not None:
+        drafters = config.draft.tensor_parallel or ranks
+        if ranks % drafters:
+            raise UserError(
+                f"draft.tensor_parallel={drafters}: must divide the target's hardware.tensor_parallel={ranks}"
+            )
+        check_divides(draft.config, drafters, "draft.tensor_parallel")
+        draft = drafter = replace(draft, num_ranks=drafters)
+    policy = CACHES[config.cache.policy]
+    has_cache = config.draft.name != "none" and DRAFTS[config.draft.name].has_cache
+    if has_cache and policy.selects != "never" and replicates(drafter.config, drafters):
+        raise UserError(
+            f"cache.policy={config.cache.policy} chooses by the attention of all queries of a KV head, which more "
+            f"ranks ({drafters}) than KV heads ({drafter.config.num_kv_heads}) divide; choose cache=streaming"
+        )
+    return target, draft
+
+
+def _attention(config: Config, device: torch.device, dtype: torch.dtype, models: list[Model]) -> tuple[str, str]:
+    """Which backend, and why."""
+    name, why = choice.choose(config.attention.name, device, dtype, [model.config.head_dim for model in models])
+    if config.hardware.cuda_graphs and not choice.backend(name).captured:
+        raise UserError(
+            f"hardware.cuda_graphs=true: attention={name} plans on the host, which no graph can capture; set "
+            "hardware.cuda_graphs=false"
+        )
+    return name, why
+
+
+def _check_length(config: Config, target: Model, draft: Model | None) -> None:
+    b: BatchConfig = config.batch
+    length = b.context_len + b.generate_len
+    longest = target.config.max_position_embeddings
+    if length > longest:
+        raise UserError(
+            f"batch.context_len={b.context_len} + batch.generate_len={b.generate_len} = {length} exceeds the target's "
+            f"maximum of {longest} tokens; batch.context_len={longest - b.generate_len} would fit"
+        )
+    if draft is None or length <= draft.config.max_position_embeddings:
+        return
+    trained = draft.config.max_position_embeddings
+    hierarchical = config.draft.name == "hierarchical" and config.draft.cache is not None
+    key, cache = ("draft.cache", config.draft.cache) if hierarchical else ("cache", config.cache)
+    assert cache is not None
+    if not CACHES[cache.policy].bounds_positions:
+        raise UserError(
+            f"{key}.policy={cache.policy} shows the draft {length} tokens, but it was trained for {trained}; "
+            f"use {key}.policy=streaming, which hides the distance"
+        )
+    if cache.budget + max(config.gammas) + 1 >= trained:
+        raise UserError(
+            f"{key}.budget={cache.budget} + draft.gamma={max(config.gammas)} does not fit into the draft's "
+            f"trained context of {trained} tokens; {key}.budget={trained // 2} would"
+        )
