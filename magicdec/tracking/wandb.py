@@ -22,6 +22,8 @@ MAX_TAG_LENGTH = 64
 COMPLAINT = re.compile(r"^wandb: (?:WARNING|ERROR) (.*)", re.MULTILINE)
 # In the words of W&B's server: a key that it does not know, a team that is not the user's, or none of that name.
 REFUSED = re.compile(r"^(?:Comm|Authentication)Error: .*(?:logged in|api.?key|permission|not found)", re.IGNORECASE)
+# In the words of its client, for whatever else is the answer to a login.
+UNANSWERED = re.compile(r"^AuthenticationError: Failed to (?:authenticate|verify credentials) with ")
 
 
 class Results(Protocol):
@@ -52,22 +54,8 @@ class WandbOutcome:
 
 def check(settings: Mapping[str, Any]) -> None:
     """Before the work starts: raise UserError for mode=online where there is no one to log in as."""
-    if settings["mode"] != "online":
-        return
-    instead = "run `wandb login`, or set wandb.mode=offline and send the run later"
-    try:
-        import wandb
-
-        with contextlib.redirect_stderr(io.StringIO()):  # it announces where it looks
-            logged_in = wandb.login(prompt=False, verify=False)
-    except ImportError:
-        raise UserError(
-            "wandb.mode=online needs the package wandb: pip install wandb, or wandb.mode=disabled"
-        ) from None
-    except Exception as error:
-        raise UserError(f"wandb.mode=online: {_line(error)}; {instead}") from error
-    if not logged_in:
-        raise UserError(f"wandb.mode=online: no credentials for Weights & Biases found; {instead}")
+    if settings["mode"] == "online" and (trouble := _login_trouble()):
+        raise UserError(f"wandb.mode=online: {trouble}, or set wandb.mode=offline and send the run later")
 
 
 def log_run(run: Run, config: Mapping[str, Any], results: Results) -> WandbOutcome:
@@ -96,7 +84,8 @@ def send(run: Run, config: Mapping[str, Any], results: Results) -> WandbOutcome:
 
 def connect() -> Any:
     """W&B's API, to look up runs; UserError where it does not answer, or not to this user."""
-    check({"mode": "online"})
+    if trouble := _login_trouble():
+        raise UserError(trouble)
     import wandb
 
     try:
@@ -135,6 +124,22 @@ def make_chart(entity: str, name: str, spec: Mapping[str, Any]) -> str | None:
     except Exception as error:
         return _line(error)
     return None
+
+
+def _login_trouble() -> str | None:
+    """Why one cannot log in, and what to do; None also where the server has not answered in time, as it may later."""
+    try:
+        import wandb
+
+        with contextlib.redirect_stderr(io.StringIO()):  # it announces where it looks
+            if wandb.login(prompt=False):  # asks the server who that is, for ten seconds at most
+                return None
+        return "no credentials for Weights & Biases found; run `wandb login`"
+    except ImportError:
+        return "the package wandb is missing: pip install wandb"
+    except Exception as error:
+        line = _line(error)
+        return None if UNANSWERED.match(line) and not REFUSED.match(line) else f"{line}; run `wandb login --relogin`"
 
 
 def _send(run: Run, config: Mapping[str, Any], results: Results) -> WandbOutcome:

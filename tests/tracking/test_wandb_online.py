@@ -219,9 +219,20 @@ def test_sync_with_a_wrong_key_says_what_to_do(tmp_path, server):
     process = python(*SYNC, tmp_path, home=tmp_path, **address(server, "f" * 40))
     assert (process.returncode, process.stdout) == (2, "")
     assert process.stderr == (
-        f"error: W&B failed, AuthenticationError: Failed to verify credentials with {server.url}: user is not logged "
-        "in; `wandb login --relogin` changes the key, wandb.entity the team\n"
+        f"error: AuthenticationError: Failed to authenticate with {server.url}: user is not logged in; "
+        "run `wandb login --relogin`\n"
     )
+
+
+def test_a_wrong_key_is_found_before_the_work(tmp_path, server):
+    settings = [*TINY, f"runs_dir={tmp_path}/runs", "wandb.mode=online"]
+    process = python("-c", LAUNCH, *settings, home=tmp_path, cwd=tmp_path, **address(server, "f" * 40))
+    assert (process.returncode, process.stdout) == (2, "")
+    assert process.stderr == (
+        f"error: wandb.mode=online: AuthenticationError: Failed to authenticate with {server.url}: user is not logged "
+        "in; run `wandb login --relogin`, or set wandb.mode=offline and send the run later\n"
+    )
+    assert not list(iter_runs(tmp_path / "runs"))
 
 
 def test_sync_tells_which_run_was_not_taken(store, tmp_path, server):
