@@ -16,6 +16,7 @@ from magicdec.measure.system import cpu_name
 from magicdec.models import checkpoint, quantize
 from magicdec.models.config import ModelConfig
 from magicdec.models.parallel import check_divides, replicates
+from magicdec.models.vocabulary import check_vocabularies
 
 # batch.size=auto. With fewer rows a small model is bound by its weights (CPU) or by latency (GPU), not by its KV cache.
 ROWS_ON = {"cpu": 24, "cuda": 64}
@@ -92,7 +93,7 @@ def resolve(config: Config) -> Plan:
     if config.draft.name != "none" and DRAFTS[config.draft.name].needs_model:
         assert config.draft.model is not None  # validated
         draft = _model("draft.model", config.draft.model)
-        checkpoint.check_vocabularies(target.config, draft.config, target.folder, draft.folder)
+        check_vocabularies(target.config, draft.config, target.folder, draft.folder)
     if config.draft.name != "none":
         quantize.check(config.draft.quantization)
         DRAFTS[config.draft.name].check(target.config, config.draft.num_layers)

@@ -20,7 +20,7 @@ from magicdec.errors import UserError
 from magicdec.models.config import ModelConfig, eos_ids, from_hugging_face
 from magicdec.models.parallel import ALONE, Share
 
-CONFIG, GENERATION_CONFIG, TOKENIZER = "config.json", "generation_config.json", "tokenizer.json"
+CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.bin.index.json")
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
@@ -53,11 +53,11 @@ def read_config(folder: Path) -> ModelConfig:
     The end-of-sequence tokens are those of `generation_config.json` where it names any, as in transformers' generate.
     Raises UserError for a missing or broken file, an architecture that is not covered, or a quantised checkpoint.
     """
-    config = _read_json(folder / CONFIG)
+    config = read_json(folder / CONFIG)
     if config.get("quantization_config") or config.get("compression_config"):
         raise UserError(f"{folder / CONFIG}: quantised checkpoints are not supported; take the unquantised one")
     if (folder / GENERATION_CONFIG).exists():
-        generation_eos = _read_json(folder / GENERATION_CONFIG).get("eos_token_id")
+        generation_eos = read_json(folder / GENERATION_CONFIG).get("eos_token_id")
         if eos_ids(generation_eos):
             config["eos_token_id"] = generation_eos
     return from_hugging_face(config, str(folder / CONFIG))
@@ -178,48 +178,16 @@ def fingerprint(folder: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-def check_vocabularies(
-    target: ModelConfig, draft: ModelConfig, target_folder: Path | None = None, draft_folder: Path | None = None
-) -> int:
-    """Refuse a draft whose token ids mean something else than the target's; cheap, and before any weights are read.
-
-    Returns the number of ids that both models have. Where both folders hold a tokenizer.json, their tokens are
-    compared, and the sizes may then differ: embeddings are padded, by another amount in each size of Qwen2.5 (151936
-    and 152064 for the same tokens). The caller must then cut the logits of both models to the first so many that this
-    returns, or one could name an id that the other has no embedding for. Without tokenizers the sizes must be equal.
-    """
-    ours, theirs = _tokens(target_folder), _tokens(draft_folder)
-    common = min(target.vocab_size, draft.vocab_size)
-    fits = f"a draft must share the target's vocabulary of {target.vocab_size}: take a smaller model of its own family"
-    sizes = f"draft.model: its vocabulary has {draft.vocab_size} entries against the target's {target.vocab_size}"
-    if ours is None or theirs is None:
-        if target.vocab_size != draft.vocab_size:
-            raise UserError(f"{sizes}; {fits}")
-        return common
-    differing = [i for i in ours.keys() | theirs.keys() if ours.get(i) != theirs.get(i)]
-    if differing:
-        first = min(differing)
-        raise UserError(
-            f"{sizes}, and {len(differing)} token ids differ in meaning, the first of them {first}: "
-            f"{theirs.get(first)!r} against {ours.get(first)!r}; {fits}"
-        )
-    if max(ours) >= common:
-        raise UserError(f"{sizes}, too few for the target's token {max(ours)}; {fits}")
-    return common
-
-
-def _tokens(folder: Path | None) -> dict[int, str] | None:
-    """The ids of a tokenizer's own tokens, None without a tokenizer.json.
-
-    Added tokens (chat markers, reserved ones) are left out: releases of one family rename them, and a draft that
-    disagrees on those costs acceptance at worst.
-    """
-    if folder is None or not (folder / TOKENIZER).exists():
-        return None
-    vocabulary = _read_json(folder / TOKENIZER).get("model", {}).get("vocab", {})
-    if isinstance(vocabulary, dict):
-        return {i: token for token, i in vocabulary.items()} or None
-    return {i: token for i, (token, _score) in enumerate(vocabulary)} or None  # Unigram models keep a list
+def read_json(path: Path) -> dict[str, Any]:
+    """A json object from a file; UserError where it is something else."""
+    text = _read_bytes(path)
+    try:
+        content = json.loads(text)
+    except ValueError as error:
+        raise UserError(f"{path} is not valid json ({error})") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path} does not hold a json object")
+    return content
 
 
 def _download(path: str, key: str, patterns: list[str]) -> Path:
@@ -249,24 +217,12 @@ def _read_bytes(path: Path) -> bytes:
         raise UserError(f"{path} cannot be read ({error.strerror}); is {path.parent} a complete checkpoint?") from None
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    """A json object from a file; UserError where it is something else."""
-    text = _read_bytes(path)
-    try:
-        content = json.loads(text)
-    except ValueError as error:
-        raise UserError(f"{path} is not valid json ({error})") from None
-    if not isinstance(content, dict):
-        raise UserError(f"{path} does not hold a json object")
-    return content
-
-
 def _files_of(folder: Path) -> dict[str, Path]:
     """The file that holds each tensor, from the single file or the index of shards."""
     if (folder / SINGLE).exists():
         return dict.fromkeys(_read_header(folder / SINGLE), folder / SINGLE)
     if (folder / INDEX).exists():
-        weight_map = _read_json(folder / INDEX).get("weight_map")
+        weight_map = read_json(folder / INDEX).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise UserError(f"{folder / INDEX} has no weight_map")
         return {name: folder / file for name, file in weight_map.items()}

@@ -1,0 +1,50 @@
+"""Whether a draft and its target speak of the same tokens."""
+
+from pathlib import Path
+
+from magicdec.errors import UserError
+from magicdec.models.checkpoint import read_json
+from magicdec.models.config import ModelConfig
+
+TOKENIZER = "tokenizer.json"
+
+
+def check_vocabularies(
+    target: ModelConfig, draft: ModelConfig, target_folder: Path | None = None, draft_folder: Path | None = None
+) -> None:
+    """Raise UserError for a draft whose token ids mean something else than the target's, before weights are read.
+
+    Where both folders hold a tokenizer.json, their tokens are compared, and the sizes may differ: embeddings are
+    padded, by another amount in each size of Qwen2.5 (151936 and 152064 for the same tokens). A draft then proposes
+    nothing that the target does not have (drafts/model.py). Without tokenizers the sizes must be equal.
+    """
+    ours, theirs = _tokens(target_folder), _tokens(draft_folder)
+    fits = f"a draft must share the target's vocabulary of {target.vocab_size}: take a smaller model of its own family"
+    sizes = f"draft.model: its vocabulary has {draft.vocab_size} entries against the target's {target.vocab_size}"
+    if ours is None or theirs is None:
+        if target.vocab_size != draft.vocab_size:
+            raise UserError(f"{sizes}; {fits}")
+        return
+    differing = [i for i in ours.keys() | theirs.keys() if ours.get(i) != theirs.get(i)]
+    if differing:
+        first = min(differing)
+        raise UserError(
+            f"{sizes}, and {len(differing)} token ids differ in meaning, the first of them {first}: "
+            f"{theirs.get(first)!r} against {ours.get(first)!r}; {fits}"
+        )
+    if max(ours) >= min(target.vocab_size, draft.vocab_size):
+        raise UserError(f"{sizes}, too few for the target's token {max(ours)}; {fits}")
+
+
+def _tokens(folder: Path | None) -> dict[int, str] | None:
+    """The ids of a tokenizer's own tokens, None without a tokenizer.json.
+
+    Added tokens (chat markers, reserved ones) are left out: releases of one family rename them, and a draft that
+    disagrees on those costs acceptance at worst.
+    """
+    if folder is None or not (folder / TOKENIZER).exists():
+        return None
+    vocabulary = read_json(folder / TOKENIZER).get("model", {}).get("vocab", {})
+    if isinstance(vocabulary, dict):
+        return {i: token for token, i in vocabulary.items()} or None
+    return {i: token for i, (token, _score) in enumerate(vocabulary)} or None  # Unigram models keep a list
