@@ -4,8 +4,8 @@ from pathlib import Path
 import pytest
 
 from magicdec.errors import UserError
-from magicdec.models.vocabulary import check_vocabularies
 from magicdec.models.config import ModelConfig
+from magicdec.models.vocabulary import check_vocabularies
 
 
 def sized(vocab_size: int) -> ModelConfig:
