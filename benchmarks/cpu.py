@@ -119,6 +119,7 @@ def main() -> None:
         threads=torch.get_num_threads(),
         torch=torch.__version__,
         attention=attention,
+        budget=compose([]).cache.budget,
         new=NEW_TOKENS,
         repeats=REPEATS,
         speeds=table(["context", "batch", "draft", "gamma", "AR", "rate", "length", "speedup", "lossless"], speeds),
@@ -138,7 +139,7 @@ PAGE = """# The bundled pair on a CPU
 
 `python benchmarks/cpu.py`, commit {commit}, {machine}, {threads} threads, PyTorch {torch}, attention by
 {attention}, fp32, greedy, {new} new tokens, medians of {repeats} pairs on one prefill. `self` and `model` draft over
-a streaming cache of 128 entries, 4 of them sinks.
+a streaming cache of {budget} entries, 4 of them sinks.
 The machine is a shared one: ratios hold, absolute times drift.
 
 ## Speedup over our own autoregressive decoding (AR, ms per token)

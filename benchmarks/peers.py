@@ -142,6 +142,7 @@ def page(found: dict[str, dict[str, Figures]], cells: list[tuple[int, int]], new
         versions=", ".join(sorted(versions)),
         new=new_tokens,
         gamma=GAMMA,
+        budget=compose([]).cache.budget,
         left_out="" if any(v.startswith("vllm") for v in versions) else " vLLM was not there to be measured.",
         races=table(best, races),
         everything=table(header, lines),
@@ -204,7 +205,7 @@ def main() -> None:
 PAGE = """# The bundled pair on three engines
 
 {provenance}, {versions}; fp32, greedy, {new} new tokens a row, gamma {gamma}; `self` drafts over a streaming cache of
-128 entries.{left_out} How the engines are set up and timed: [peers.md](../peers.md).
+{budget} entries.{left_out} How the engines are set up and timed: [peers.md](../peers.md).
 
 Ratios are of times per output token (TPOT), within this run: more is faster. The machine is a shared one: ratios hold,
 absolute times drift.

@@ -77,6 +77,8 @@ def page(levels: Sequence[Level], result: Mapping[str, Any], config: DictConfig)
     return PAGE.format(
         provenance=provenance("python benchmarks/serving.py"),
         attention=config.attention.name,
+        budget=config.cache.budget,
+        gamma=config.draft.gamma,
         chunk=config.batch.prefill_chunk,
         rate=levels[-1]["acceptance_rate"],
         length=levels[-1]["acceptance_length"],
@@ -118,13 +120,13 @@ def main() -> None:
 
 PAGE = """# Concurrent users on a CPU
 
-{provenance}, attention by {attention}, fp32, greedy. The bundled target, speculating over a streaming cache of 128
-entries with gamma 3. Closed loop: each user sends the next request when the last one is answered. 48 requests, the
-same at each level and for both ways, with prompts of 1,024, 2,048 and 4,096 tokens of source code, prefilled in chunks
-of {chunk:,}, and 128 new tokens each; as many slots as users. Latencies are p50 / p90 / p99; ITL is the time from one
-chunk of new tokens to the next, and a round of speculation yields several at once. `speedup` is the median over
-requests of the ratio of TPOTs, beside it that of the whole level's duration, prefill included. The machine is a shared
-one: ratios hold, absolute times drift.
+{provenance}, attention by {attention}, fp32, greedy. The bundled target, speculating over a streaming cache of {budget}
+entries with gamma {gamma}. Closed loop: each user sends the next request when the last one is answered. 48 requests,
+the same at each level and for both ways, with prompts of 1,024, 2,048 and 4,096 tokens of source code, prefilled in
+chunks of {chunk:,}, and 128 new tokens each; as many slots as users. Latencies are p50 / p90 / p99; ITL is the time
+from one chunk of new tokens to the next, and a round of speculation yields several at once. `speedup` is the median
+over requests of the ratio of TPOTs, beside it that of the whole level's duration, prefill included. The machine is a
+shared one: ratios hold, absolute times drift.
 
 ![Throughput and latencies against the number of users](serving-cpu.png)
 

@@ -155,7 +155,7 @@ def test_the_first_run_needs_no_warning(default):
         ({"draft__gamma": 0}, "draft.gamma=0: must be auto or at least 1"),
         ({"draft__gamma": -1}, "draft.gamma=-1: must be auto or at least 1"),
         ({"draft__gamma": "best"}, "draft.gamma=best: must be auto or at least 1"),
-        ({"draft__gamma": 128}, "draft.gamma=128: must be below cache.budget=128"),
+        ({"draft__gamma": 256}, "draft.gamma=256: must be below cache.budget=256"),
         ({"draft__inner_gamma": 2}, "draft.inner_gamma=2: is for draft=hierarchical alone"),
         ({"draft__quantization": "int2"}, "draft.quantization=int2: must be one of none, int8, int4"),
         (
@@ -296,7 +296,7 @@ def test_what_engines_other_than_ours_can_do(default, changes):
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({}, (3,)),
+        ({}, (2,)),
         ({"draft__gamma": "auto"}, (1, 2, 3, 5, 8)),
         ({"draft__gamma": "auto", "cache__budget": 6}, (1, 2, 3, 5)),
         ({"draft__gamma": "auto", "draft__name": "ngram", "cache__budget": 6}, (1, 2, 3, 5, 8)),

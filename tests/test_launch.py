@@ -89,7 +89,7 @@ def test_what_only_an_extra_brings_names_the_extra():
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        (["draft.gamma=128"], "error: draft.gamma=128: must be below cache.budget=128"),
+        (["draft.gamma=256"], "error: draft.gamma=256: must be below cache.budget=256"),
         (
             ["draft.gamma=1", "-m", "cache.budget=64"],
             "error: unrecognized arguments: cache.budget=64; flags such as -m come before",

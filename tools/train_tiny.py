@@ -1,14 +1,15 @@
 """Train the bundled pair: `magicdec/models/tiny/target` and `.../draft`.
 
-    python tools/train_tiny.py --text FOLDER_OF_BOOKS            # both models, 70 minutes
+    python tools/train_tiny.py --text FOLDER_OF_BOOKS            # both models, 100 minutes
     python tools/train_tiny.py --text FOLDER_OF_BOOKS --resume   # go on where the work folder stands
     python tools/train_tiny.py --text FOLDER_OF_BOOKS --start-from magicdec/models/tiny --lr-share 0.5   # train further
 
 The text is the standard library's source and, with --text, books; what is held out is held out by name. Context grows
 in stages, because short sequences teach most of the language at a fraction of the cost, and the last stage makes
 the full context a trained one. Some windows read their beginning again and again: without these, so small a model does
-not learn to look back. Hidden matrices are trained with Muon (Jordan et al. 2024), everything else with AdamW, in
-float32 on a CPU and under bfloat16 autocast on a GPU. At the end evaluate_tiny.py measures the result.
+not learn to look back. The draft is distilled: it learns what the target makes of each text, which is what it will be
+asked for (DistillSpec, arXiv 2310.08461). Hidden matrices are trained with Muon (Jordan et al. 2024), everything else
+with AdamW, in float32 on a CPU and under bfloat16 autocast on a GPU. At the end evaluate_tiny.py measures the result.
 """
 
 import argparse
@@ -35,11 +36,11 @@ CODE_SHARE = 0.55  # of the training tokens; the rest is books
 COPY_SHARE = 0.4  # of the windows, which read passages of their beginning again
 SHORTEST_COPY, LONGEST_COPY = 16, 512  # tokens
 
-SHAPES = {
-    "draft": {"num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 352, "num_attention_heads": 2},
+SHAPES = {  # in the order of training: the draft learns from the target
     "target": {"num_hidden_layers": 6, "hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 4},
+    "draft": {"num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 352, "num_attention_heads": 2},
 }
-DEFAULT_MINUTES = {"draft": 12.0, "target": 58.0}
+DEFAULT_MINUTES = {"target": 60.0, "draft": 40.0}
 
 
 def llama_config(name: str) -> LlamaConfig:
@@ -140,6 +141,7 @@ class Trainer:
         if args.start_from:
             self.model.load_state_dict(LlamaForCausalLM.from_pretrained(args.start_from / name).float().state_dict())
             self.before = {key: read_record(args.start_from)[name]["training"][key] for key in self.before}
+        self.teacher = teacher(args.out, self.device) if name == "draft" else None
         self.forward = torch.compile(self.model) if args.compile else self.model
         matrices = [p for n, p in self.model.named_parameters() if p.ndim == 2 and "embed" not in n]
         self.others = [p for n, p in self.model.named_parameters() if p.ndim != 2 or "embed" in n]
@@ -204,10 +206,14 @@ class Trainer:
         return total, context, rows * context
 
     def loss(self, ids: torch.Tensor) -> torch.Tensor:
-        """Mean loss of predicting each token but the first from those before it."""
+        """Mean loss, against each token that follows, or against what the teacher makes of what follows."""
+        inputs, wanted = ids[:, :-1], ids[:, 1:]
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
-            logits = self.forward(input_ids=ids[:, :-1], use_cache=False).logits
-        return F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten())
+            logits = self.forward(input_ids=inputs, use_cache=False).logits
+        if self.teacher:
+            with torch.no_grad():
+                wanted = self.teacher(input_ids=inputs, use_cache=False).logits.float().softmax(-1)
+        return F.cross_entropy(logits.float().flatten(0, 1), wanted.flatten(0, 1))
 
     def log(self, loss: float, context: int, rate: float) -> None:
         """Print one line of progress."""
@@ -244,6 +250,13 @@ class Trainer:
         record_training(self.name, facts, self.args.out)
 
 
+def teacher(folder: Path, device: torch.device) -> LlamaForCausalLM:
+    """The exported target, in bfloat16 as it is stored."""
+    if not (folder / "target").exists():
+        raise SystemExit(f"The draft learns from the target, and there is none in {folder}: add --models target draft.")
+    return LlamaForCausalLM.from_pretrained(folder / "target", attn_implementation="sdpa").to(device)
+
+
 def export(model: LlamaForCausalLM, tokenizer: Tokenizer, folder: Path) -> None:
     """Write the model in bfloat16 and the tokenizer, file by file, each complete before it takes its name."""
     temporary = folder.with_name(f".{folder.name}.tmp")
@@ -274,7 +287,7 @@ def arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--text", type=Path, help="folder of books (*.txt, UTF-8) to train on beside the standard library")
     add("--models", nargs="+", choices=list(SHAPES), default=list(SHAPES), help="which ones, in this order")
-    add("--minutes", type=float, help="time for each model; default: 12 for the draft, 58 for the target")
+    add("--minutes", type=float, help="time for each model; default: 60 for the target, 40 for the draft")
     add("--tokens", type=float, help="tokens for each model, instead of minutes")
     add("--batch-tokens", type=int, default=2048, help="tokens per optimiser step")
     add("--out", type=Path, default=TINY, help="where the checkpoints go")

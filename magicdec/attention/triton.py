@@ -38,6 +38,18 @@ def out_row(head, r, T, K: tl.constexpr, G: tl.constexpr):
 
 
 @triton.jit
+def fold(most, total, sums, scores, v_tile):
+    """A block's scores and values taken into a running softmax: each row's highest score, and sums relative to it."""
+    highest = tl.maximum(most, tl.max(scores, 1))
+    base = tl.where(highest == float("-inf"), 0.0, highest)
+    p = tl.exp2(scores - base[:, None])
+    decay = tl.exp2(most - base)
+    total = total * decay + tl.sum(p, 1)
+    sums = sums * decay[:, None] + tl.dot(p.to(v_tile.dtype), v_tile, input_precision="ieee")
+    return highest, total, sums
+
+
+@triton.jit
 def attend_split(
     q,
     k,
@@ -118,14 +130,7 @@ def attend_split(
         if SCORED:
             at_raw = raw + head.to(tl.int64) * (G * T) * S + (r[:, None] * S + slot[None, :])
             tl.store(at_raw, scores, mask=seen & (r < G * T)[:, None])
-        scores = tl.where(seen, scores, float("-inf"))
-        highest = tl.maximum(most, tl.max(scores, 1))
-        base = tl.where(highest == float("-inf"), 0.0, highest)
-        p = tl.exp2(scores - base[:, None])
-        decay = tl.exp2(most - base)
-        total = total * decay + tl.sum(p, 1)
-        sums = sums * decay[:, None] + tl.dot(p.to(v_tile.dtype), v_tile, input_precision="ieee")
-        most = highest
+        most, total, sums = fold(most, total, sums, tl.where(seen, scores, float("-inf")), v_tile)
 
     total = tl.where(total > 0, total, 1.0)
     mean = sums / total[:, None]
