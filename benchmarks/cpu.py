@@ -153,6 +153,8 @@ The machine is a shared one: ratios hold, absolute times drift.
 {peers}
 ## Memory that the process grew by, from before the weights were loaded
 
+Less than what a cell needs, where the process still had memory of a cell before it.
+
 {memories}"""
 
 
