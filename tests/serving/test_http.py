@@ -19,7 +19,14 @@ from magicdec.serving.scheduler import Scheduler
 from magicdec.serving.slots import Slots
 from magicdec.tracking.progress import progress
 
-SETTINGS = ["scenario=serve", "hardware=cpu", "attention=sdpa", "cache.budget=32", "batch.prefill_chunk=32"]
+SETTINGS = [
+    "scenario=serve",
+    "hardware=cpu",
+    "attention=sdpa",
+    "draft.gamma=3",
+    "cache.budget=32",
+    "batch.prefill_chunk=32",
+]
 PROMPT = "def __init__(self, name):\n    self.name = "
 
 
