@@ -22,7 +22,7 @@ def summarize(sweep_dir: Path, with_figures: bool) -> None:
         rows = read_rows(runs_dir, sweep_dir.name)
         console.print(terminal.render(rows, None, limit=50, width=console.width))
         states = Counter(str(row.get("status")) for row in rows)
-        told = ", ".join(f"{number:,} {state}" for state, number in states.items())
+        told = ", ".join(f"{number:,} {state}" for state, number in sorted(states.items()))
         print(f"{len(rows):,} run{'s' if len(rows) > 1 else ''}: {told}")
         for path in _written(rows, sweep_dir, with_figures):
             print(f"written           {shown(path)}")
