@@ -92,7 +92,7 @@ def seeded():
 
 
 def folders(runs):
-    return [path for path in sorted(runs.iterdir()) if path.name != "sweeps"]
+    return [path for path in sorted(runs.glob("*")) if path.name != "sweeps"]
 
 
 def decisive(runs):
