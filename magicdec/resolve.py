@@ -114,8 +114,7 @@ def resolve(config: Config) -> Plan:
         vllm.check(vllm.python(config.engine.python))
     elif hardware.compile and device.type == "cpu":
         raise UserError("hardware.compile=true: engine=transformers compiles on GPUs only; set it to false")
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
-    return Plan(config, device, dtype, target, draft, name, why)
+    return Plan(config, device, dtype, target, draft, _device_name(device), why)
 
 
 def _device(config: Config) -> tuple[torch.device, torch.dtype]:
@@ -134,6 +133,14 @@ def _device(config: Config) -> tuple[torch.device, torch.dtype]:
     if name == "cuda" and ranks > devices:
         raise UserError(f"hardware.tensor_parallel={ranks}: there are {devices} GPUs here, and each rank takes one")
     return torch.device(name), DTYPES[dtype]
+
+
+def _device_name(device: torch.device) -> str:
+    """What a run is measured on: of a CPU, so many threads of it."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    threads = torch.get_num_threads()
+    return f"{cpu_name()}, {threads} thread{'s' if threads > 1 else ''}"
 
 
 def _model(key: str, choice: ModelChoice) -> Model:
@@ -204,8 +211,9 @@ def _check_length(config: Config, target: Model, draft: Model | None) -> None:
             f"{key}.policy={cache.policy} shows the draft {length} tokens, but it was trained for {trained}; "
             f"use {key}.policy=streaming, which hides the distance"
         )
-    if cache.budget + max(config.gammas) + 1 >= trained:
+    slots = DRAFTS[config.draft.name].round_slots(max(config.gammas), config.draft.inner_gamma)
+    if cache.budget + slots >= trained:
         raise UserError(
-            f"{key}.budget={cache.budget} + draft.gamma={max(config.gammas)} does not fit into the draft's "
-            f"trained context of {trained} tokens; {key}.budget={trained // 2} would"
+            f"{key}.budget={cache.budget} and the {slots} tokens of a round (draft.gamma={max(config.gammas)}) do not "
+            f"fit into the draft's trained context of {trained} tokens; {key}.budget={(trained - slots) // 2} would"
         )

@@ -1,5 +1,6 @@
 """Plans for a GPU, made without one: what the configuration decides there."""
 
+import re
 import sys
 from types import SimpleNamespace
 
@@ -62,3 +63,28 @@ def test_memory_is_foreseen_for_the_chunk_of_one_request(plan):
     served = build.estimate(plan("scenario=serve", "batch.prefill_chunk=4096"), 32, 16384)
     assert served == build.estimate(plan("batch.prefill_chunk=128"), 32, 16384)
     assert served.transient < build.estimate(plan("batch.prefill_chunk=4096"), 32, 16384).transient
+
+
+SMALL_CONTEXT = [  # a draft that was trained for 2,048 tokens
+    *("target=llama-2-7b-32k", "target.weights=random", "draft.synthetic_acceptance=0.7", "batch.context_len=8192"),
+    *("target@draft.model=tinyllama-1.1b", "draft.model.weights=random", "batch.size=1"),
+]
+
+
+@pytest.mark.parametrize(
+    ("draft", "cache", "too_large"), [("model", "cache", 2041), ("hierarchical", "draft.cache", 2031)]
+)
+def test_a_draft_stays_within_its_trained_context(draft, cache, too_large):
+    def planned(*overrides):
+        return resolve(compose([f"draft={draft}", *SMALL_CONTEXT, "draft.gamma=6", *overrides]))
+
+    assert planned(f"{cache}.budget={too_large - 1}")
+    with pytest.raises(UserError, match=rf"{cache}\.budget={too_large} and the .* tokens of a round") as refused:
+        planned(f"{cache}.budget={too_large}")
+    would = re.search(r"(\S+) would", str(refused.value))[1]
+    assert planned(would)
+
+
+def test_a_draft_is_not_shown_distances_that_it_was_not_trained_for():
+    with pytest.raises(UserError, match=r"cache\.policy=snapkv shows the draft .* use cache\.policy=streaming"):
+        resolve(compose(["draft=model", *SMALL_CONTEXT, "cache=snapkv"]))

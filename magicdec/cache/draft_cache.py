@@ -135,6 +135,12 @@ class DraftCache(KVCache):
     def set_length(self, length_B: Tensor) -> None:
         """Declare `length_B` tokens committed and none proposed; their entries are in place, or do not matter."""
 
+    def clear_row(self, row: int) -> None:
+        """See KVCache.clear_row."""
+        length_B = self.length_B.clone()
+        length_B[row] = 0
+        self.set_length(length_B)
+
     @property
     @abstractmethod
     def committed_slots_B(self) -> Tensor:

@@ -69,6 +69,10 @@ class KVCache:
         """Make a row the copy of another such cache's only one: so a request that was prefilled apart gets its slot."""
         copy_row(self, source, row)
 
+    def clear_row(self, row: int) -> None:
+        """Forget a row, which so attends to next to nothing."""
+        self.seqlens_B[row] = 0
+
     @property
     def capacity(self) -> int:
         """Slots per row."""

@@ -134,6 +134,7 @@ class PyramidKVCache(DraftCache):
     def adopt(self, prefilled: DraftCache, scores_LBKS: Tensor | None = None) -> None:
         """See DraftCache.adopt."""
         self.load(prefilled, scores_LBKS)
+        self._views = None  # or they would keep all of a prefill's cache
 
     def take(self, source: KVCache, first_slot_B: Tensor, count_B: Tensor, width: int) -> None:
         """See DraftCache.take."""

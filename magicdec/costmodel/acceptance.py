@@ -5,16 +5,13 @@ the budget nor rise with the context, save for noise, which is pooled away. Beyo
 """
 
 import csv
-import json
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from math import log
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import yaml
 
 from magicdec.costmodel.policies import POLICIES
 from magicdec.costmodel.speedup import alpha_from_acceptance_length
@@ -32,7 +29,7 @@ class Point(NamedTuple):
     policy: str
     budget: int
     context_len: int
-    task: str  # the text it was measured on: data.task, data.name, or a paper's data set
+    task: str  # the text it was measured on, as `task_name` says, or a paper's data set
     alpha: float
     source: str
     measured: bool = False  # in a run of our own
@@ -46,24 +43,19 @@ class Estimate(NamedTuple):
 
 
 class Curves:
-    """Known acceptances, to be asked for others between them."""
+    """Known acceptances, to be asked for others between them.
 
-    def __init__(self, points: Iterable[Point]):
-        self._points = list(points)
+    Those on the text in question come first, then runs of our own, then publications, then the text with most points.
+    """
 
-    def __add__(self, other: "Curves") -> "Curves":
-        return Curves(self._points + other._points)
+    def __init__(self, points: Iterable[Point], task: str | None = None):
+        self._points, self._task = list(points), task
 
-    def estimate(
-        self, target: str, draft: str, policy: str, budget: int, context_len: int, task: str | None = None
-    ) -> Estimate | None:
-        """Alpha for a configuration; None where no measured or published point is near enough to say.
-
-        Runs of our own come before publications. `task` None takes the text with the most points.
-        """
+    def estimate(self, target: str, draft: str, policy: str, budget: int, context_len: int) -> Estimate | None:
+        """Alpha for a configuration; None where no measured or published point is near enough to say."""
         if draft == "self" and _is_exact(policy, budget, context_len):
             return Estimate(1.0, "exact: the draft sees all that the target sees")
-        for points in self._candidates(target, draft, policy, task):
+        for points in self._candidates(target, draft, policy):
             by_budget: dict[int, list[Point]] = defaultdict(list)
             for point in points:
                 by_budget[point.budget].append(point)
@@ -77,26 +69,27 @@ class Curves:
                 return Estimate(alpha, _describe(points))
         return None
 
-    def budgets(self, target: str, draft: str, policy: str, task: str | None = None) -> list[int]:
+    def budgets(self, target: str, draft: str, policy: str) -> list[int]:
         """The budgets that some point has, ascending."""
-        return sorted({p.budget for points in self._candidates(target, draft, policy, task) for p in points})
+        return sorted({p.budget for points in self._candidates(target, draft, policy) for p in points})
 
-    def _candidates(self, target: str, draft: str, policy: str, task: str | None) -> list[list[Point]]:
+    def _candidates(self, target: str, draft: str, policy: str) -> list[list[Point]]:
         """Groups of points of one origin and task, the best first."""
+
+        def merit(group: tuple[bool, str]) -> tuple[bool, bool, int]:
+            measured, task = group
+            return task == self._task, measured, len(groups[group])
+
         groups: dict[tuple[bool, str], list[Point]] = defaultdict(list)
         for point in self._points:
-            if (point.target, point.draft, point.policy) == (target, draft, policy) and task in (None, point.task):
+            if (point.target, point.draft, point.policy) == (target, draft, policy):
                 groups[point.measured, point.task].append(point)
-        return [groups[key] for key in sorted(groups, key=lambda key: (key[0], len(groups[key])), reverse=True)]
-
-
-def published() -> Curves:
-    """The MagicDec paper's acceptances: those it states, and for the rest those that its tables' Omega imply."""
-    return Curves(_published())
+        return [groups[key] for key in sorted(groups, key=merit, reverse=True)]
 
 
 @cache
-def _published() -> tuple[Point, ...]:
+def published() -> tuple[Point, ...]:
+    """The MagicDec paper's acceptances: those it states, and for the rest those that its tables' Omega imply."""
     with open(PUBLISHED_ALPHAS, newline="") as lines:
         stated = [
             Point(
@@ -126,38 +119,42 @@ def _published() -> tuple[Point, ...]:
     return (*stated, *implied)
 
 
-def measured(runs_dir: Path | str) -> Curves:
-    """The acceptances of all finished runs in a run store that measured one (synthetic ones did not)."""
+def measured(runs: Iterable[Mapping[str, Any]]) -> list[Point]:
+    """The acceptances of all finished runs (tracking/reader.py) that measured one; synthetic ones did not."""
     points = []
-    for path in sorted(Path(runs_dir).glob("*/result.json")):
+    for run in runs:
         try:
-            result = json.loads(path.read_text())
-            config = yaml.safe_load((path.parent / "config.yaml").read_text())
-            point = _point(config, result, path.parent.name)
-        except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
-            continue  # another program's folder, or a run that is being written
-        if point is not None:
-            points.append(point)
-    return Curves(points)
+            points += _point(run)
+        except (ValueError, KeyError, TypeError):
+            continue  # a run of another version, or none of ours
+    return points
 
 
-def _point(config: dict[str, Any], result: dict[str, Any], run: str) -> Point | None:
-    if result.get("status") != "done" or result.get("acceptance/source") != "measured" or result.get("alpha") is None:
-        return None
-    draft = config["draft"]
+def _point(run: Mapping[str, Any]) -> list[Point]:
+    if run["status"] != "done" or run.get("acceptance/source") != "measured" or run.get("alpha") is None:
+        return []
+    config = run["config"]
+    draft, data = config["draft"], config["data"]
     if draft.get("quantization", "none") != "none":  # accepted less often than the draft that predictions are about
-        return None
-    return Point(
+        return []
+    point = Point(
         target=config["target"]["name"],
         draft=draft_name(draft["name"], (draft.get("model") or {}).get("name"), draft.get("num_layers")),
         policy=config["cache"]["policy"],
         budget=int(config["cache"]["budget"]),
         context_len=int(config["batch"]["context_len"]),
-        task=config["data"].get("task") or config["data"]["name"],
-        alpha=float(result["alpha"]),
-        source=f"run {run}",
+        task=task_name(data["name"], data.get("task"), config.get("sampling", {}).get("temperature", 0.0)),
+        alpha=float(run["alpha"]),
+        source=f"run {Path(run['folder']).name}",
         measured=True,
     )
+    return [point]
+
+
+def task_name(data: str, task: str | None, temperature: float) -> str:
+    """What a model is asked to continue, as published tables name it; who samples is accepted differently."""
+    text = f"{data}-{task}" if task else data
+    return f"{text} at temperature {temperature:g}" if temperature else text
 
 
 def draft_name(kind: str, model: str | None, num_layers: int | None) -> str:

@@ -21,14 +21,12 @@ MEASURED = {
 }
 
 
-def warning(
-    setup: Setup, gammas: Sequence[int], curves: Curves, alpha: float | None = None, task: str | None = None
-) -> str | None:
+def warning(setup: Setup, gammas: Sequence[int], curves: Curves, alpha: float | None = None) -> str | None:
     """What to tell before a run that is predicted below 1x, or never to pay; None where there is nothing to tell.
 
     Of several gammas the best counts.
     """
-    prediction = predict(setup, gammas, alpha, curves, task)
+    prediction = predict(setup, gammas, alpha, curves)
     best = prediction.best
     hopeless = best.speedup is None and best.break_even_alpha is None
     return verdict(prediction) if hopeless or (best.speedup is not None and best.speedup < 1.0) else None

@@ -62,7 +62,7 @@ DEVICES = {
     for device in (
         Device("A100", 2039e9, 312e12, 80 * GIB, 108, NVLINK3),  # A100-SXM4-80GB
         Device("H100", 3350e9, 989e12, 80 * GIB, 132, NVLINK4),  # H100-SXM5
-        Device("H200", 4800e9, 989e12, 141e9, 132, NVLINK4),  # H200-SXM
+        Device("H200", 4800e9, 989e12, 141 * GIB, 132, NVLINK4),  # H200-SXM
         Device("L40", 864e9, 181e12, 48 * GIB, 142, PCIE4),
         Device("L40S", 864e9, 362e12, 48 * GIB, 142, PCIE4),
     )

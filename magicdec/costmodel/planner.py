@@ -14,6 +14,7 @@ from magicdec.costmodel.round import DraftSpec, Setup
 from magicdec.errors import UserError
 
 BUDGETS = (256, 512, 1024, 2048)  # tried beside those with a known acceptance
+FOUND_BY = "# Found by:"  # in the experiments that it writes
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,6 @@ def search(
     gammas: Sequence[int] = GAMMAS,
     latency_ms: float | None = None,
     generate_len: int = 0,
-    task: str | None = None,
 ) -> Plans:
     """Rank configurations of `setup`'s target, machine and context.
 
@@ -76,8 +76,8 @@ def search(
         alone = setup.at(batch=batch, draft=DraftSpec("ngram", "none"))  # needs no memory of its own
         if predict(alone, (1,), generate_len=generate_len).fits:
             plans.append(Plan(alone, None, alone.target_time.total))
-        for candidate in _candidates(setup.at(batch=batch), drafts, policies, curves, task):
-            prediction = predict(candidate, gammas, curves=curves, task=task, generate_len=generate_len)
+        for candidate in _candidates(setup.at(batch=batch), drafts, policies, curves):
+            prediction = predict(candidate, gammas, curves=curves, generate_len=generate_len)
             if not prediction.fits:
                 too_large += 1
             elif prediction.estimate is None:
@@ -92,12 +92,10 @@ def search(
     return Plans(tuple(ranked), tuple(unknown), len(plans) - len(fast), too_large)
 
 
-def _candidates(
-    setup: Setup, drafts: Sequence[DraftSpec], policies: Sequence[str], curves: Curves, task: str | None
-) -> Iterable[Setup]:
+def _candidates(setup: Setup, drafts: Sequence[DraftSpec], policies: Sequence[str], curves: Curves) -> Iterable[Setup]:
     for draft in drafts:
         for policy in policies if draft.kind != "ngram" else policies[:1]:
-            known = curves.budgets(setup.target_name, draft.name, policy, task)
+            known = curves.budgets(setup.target_name, draft.name, policy)
             others = [budget for budget in BUDGETS if not any(is_same(budget, other) for other in known)]
             unlimited = policy_named(policy).reads_everything
             for budget in (setup.context,) if unlimited else sorted(known + others):
@@ -116,7 +114,7 @@ def _nothing(setup: Setup, batches: Sequence[int] | None, plans: Sequence[Plan],
     return f"scenario.latency_ms={latency_ms}: the fastest plan takes {fastest:.1f} ms per token"
 
 
-def experiment_yaml(plan: Plan, command: str = "") -> str:
+def experiment_yaml(plan: Plan, command: str) -> str:
     """The plan as the text of a file in conf/experiment, ready to run."""
     setup, prediction = plan.setup, plan.prediction
     kind = setup.draft.kind if prediction else "none"
@@ -128,7 +126,7 @@ def experiment_yaml(plan: Plan, command: str = "") -> str:
         )
     else:
         lines.append(f"# Predicted: {plan.tokens_per_second:,.0f} tokens/s; no known draft is faster.")
-    lines += [f"# Found by: {command}"] if command else []
+    lines.append(f"{FOUND_BY} {command}")
     lines += ["defaults:", f"  - override /target: {setup.target_name}", f"  - override /draft: {kind}"]
     if kind == "model":
         lines.append(f"  - override /target@draft.model: {setup.draft.name}")

@@ -125,7 +125,6 @@ def predict(
     gammas: Sequence[int] = GAMMAS,
     alpha: float | None = None,
     curves: Curves | None = None,
-    task: str | None = None,
     generate_len: int = 0,
     batches: tuple[int, int] = BATCHES,
 ) -> Prediction:
@@ -134,25 +133,12 @@ def predict(
         raise UserError("draft.gamma: at least one is needed to predict")
     estimate = Estimate(alpha, "given") if alpha is not None else None
     if estimate is None and curves is not None:
-        names = (setup.target_name, setup.draft.name, setup.policy, setup.budget, setup.context)
-        estimate = curves.estimate(*names, task=task)
+        estimate = curves.estimate(setup.target_name, setup.draft.name, setup.policy, setup.budget, setup.context)
     known = estimate.alpha if estimate else None
     if known is not None:
         omega(1, known)  # refuses what is no probability
     by_gamma = tuple(AtGamma(round_times(setup, gamma), known) for gamma in gammas)
     return Prediction(setup, estimate, by_gamma, generate_len, batches)
-
-
-def best_budget(
-    setup: Setup, curves: Curves, gammas: Sequence[int] = GAMMAS, task: str | None = None
-) -> tuple[int, float] | None:
-    """The budget with a known acceptance that gives the highest speedup, and that speedup; None where none has."""
-    found = []
-    for budget in curves.budgets(setup.target_name, setup.draft.name, setup.policy, task):
-        prediction = predict(setup.at(budget=budget), gammas, curves=curves, task=task)
-        if prediction.best.speedup is not None:
-            found.append((prediction.best.speedup, budget))
-    return None if not found else (max(found)[1], max(found)[0])
 
 
 def critical_context(setup: Setup, gamma: int, batches: tuple[int, int] = BATCHES) -> int | None:

@@ -19,7 +19,6 @@ from magicdec.costmodel.roofline import (
 from magicdec.errors import UserError
 from magicdec.models.config import ModelConfig
 
-DRAFT_RANKS = 4  # the reference ran independent drafts on 4 of its 8 GPUs: TinyLlama has 4 KV heads
 DRAFT_KINDS = ("self", "model", "ngram", "layer_skip")
 QUANTIZED_BYTES = {"int8": 1.0, "int4": 0.5}  # of a weight
 
@@ -33,7 +32,7 @@ class DraftSpec:
     kind: str = "self"
     name: str = "self"
     model: ModelConfig | None = None  # of an independent draft
-    tensor_parallel: int | None = None  # ranks of an independent draft; None: at most DRAFT_RANKS
+    tensor_parallel: int | None = None  # ranks of an independent draft; None: as its stack does
     quantization: str = "none"
     num_layers: int | None = None  # of layer_skip
 
@@ -96,7 +95,9 @@ class Setup:
         """GPUs that share the draft."""
         if self.draft.model is None:
             return self.ranks
-        return self.draft.tensor_parallel or min(self.ranks, DRAFT_RANKS, self.draft.model.num_kv_heads)
+        most = self.hardware.stack.draft_ranks
+        usual = self.ranks if most is None else min(self.ranks, most, self.draft.model.num_kv_heads)
+        return self.draft.tensor_parallel or usual
 
     @property
     def draft_weight_bytes(self) -> float:

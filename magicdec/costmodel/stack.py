@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+REFERENCE_DRAFT_RANKS = 4  # of its 8 GPUs: TinyLlama has 4 KV heads
+
 
 @dataclass(frozen=True)
 class Stack:
@@ -17,6 +19,8 @@ class Stack:
     # Policies whose self-draft takes the target's exact KV after each verification, and so feeds one token in its
     # first step. All others feed two, as independent drafts do: the last proposal may never have been seen.
     exact_kv_policies: frozenset[str] | None = None  # None: all
+    # Ranks that share an independent draft unless a configuration says how many; None: all of the target's.
+    draft_ranks: int | None = None
 
     def refed_tokens(self, draft: str, policy: str) -> int:
         """Committed tokens that the first draft step of a round feeds."""
@@ -31,9 +35,9 @@ STACKS = {
         # github.com/Infini-AI-Lab/MagicDec at commit 5fb682c, the last before its A100 tables: tp.py shards layers but
         # not the head; logits are written, copied (2) and read by a radix top-k (2 digits and the gather);
         # selfspec_benchmark.py samples after the verification's time was taken.
-        Stack("reference-2024-08", False, 6.0, False, frozenset()),
+        Stack("reference-2024-08", False, 6.0, False, frozenset(), REFERENCE_DRAFT_RANKS),
         # The same at commit 09cd671, which has SnapKV and Llama-3.2-1B as its H100 tables do: head sharded, argmax
         # inside the pass; SnapKV's draft takes the KV of verification, StreamingLLM's does not.
-        Stack("reference-2024-11", True, 2.0, True, frozenset({"snapkv"})),
+        Stack("reference-2024-11", True, 2.0, True, frozenset({"snapkv"}), REFERENCE_DRAFT_RANKS),
     )
 }

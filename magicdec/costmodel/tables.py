@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from magicdec.costmodel.hardware import Hardware, hardware_named
+from magicdec.costmodel.roofline import BF16
 from magicdec.costmodel.round import DraftSpec, Setup
 from magicdec.errors import UserError
 from magicdec.models.config import ModelConfig
@@ -14,6 +15,7 @@ from magicdec.models.config import ModelConfig
 # Tables 2, 3 and 6 of MagicDec (arXiv 2408.11049, the ICLR version): published measurements. Times in ms, the budget
 # per sequence, tensor parallel over all GPUs named; draft_ms is that of all gamma draft steps.
 PUBLISHED = Path(__file__).parent / "published" / "magicdec_paper_tables.csv"
+ELEMENT_BYTES = {"float32": 4.0, "bfloat16": BF16, "float16": 2.0}
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class Row:
     autoregressive_ms: float | None = None
     speculative_ms: float | None = None  # per token
     speedup: float | None = None
+    element_bytes: float = BF16  # of weights, keys, values and activations
 
     @property
     def round_ms(self) -> float | None:
@@ -55,6 +58,7 @@ class Row:
             policy="full" if unlimited else self.policy,
             budget=self.context_len if unlimited else int(self.kv_budget or 0),
             target_name=self.target,
+            element_bytes=self.element_bytes,
         )
 
 
@@ -85,9 +89,15 @@ def read_table(path: Path | str = PUBLISHED) -> list[Row]:
 def profile_rows(config: Mapping[str, Any], history: Iterable[Mapping[str, Any]]) -> list[Row]:
     """The points of a run of scenario=profile as rows: its config.yaml and its history.jsonl, parsed.
 
-    Nothing was accepted or rejected, so a round stands for one token (omega 1).
+    Nothing was accepted or rejected, so a round stands for one token (omega 1). Raises UserError for a draft that rows
+    cannot describe.
     """
     draft, cache = config["draft"], config["cache"]
+    if draft["name"] not in ("self", "model") or draft["quantization"] != "none":
+        raise UserError(
+            f"draft={draft['name']} with draft.quantization={draft['quantization']}: a calibration needs draft=self or "
+            "draft=model, unquantized"
+        )
     return [
         Row(
             target=config["target"]["name"],
@@ -104,6 +114,7 @@ def profile_rows(config: Mapping[str, Any], history: Iterable[Mapping[str, Any]]
             omega=1.0,
             autoregressive_ms=point["time/target_decode_ms"],
             speculative_ms=point["time/round_ms"],
+            element_bytes=ELEMENT_BYTES[config["hardware"]["dtype"]],
         )
         for point in history
     ]

@@ -73,6 +73,11 @@ class Draft(ABC):
     def build(cls, spec: DraftSpec) -> "Draft":
         """Allocate a draft for one batch."""
 
+    @classmethod
+    def round_slots(cls, gamma: int, inner_gamma: int) -> int:
+        """Slots beyond its budget that the cache of a model that drafts needs in a round."""
+        return gamma + 1
+
     @classmethod  # noqa: B027 - most drafts suit every target
     def check(cls, target: ModelConfig, num_layers: int) -> None:
         """Raise UserError where the options do not suit the target."""
@@ -109,6 +114,9 @@ class Draft(ABC):
     def copy_row(self, row: int, source: "Draft") -> None:
         """Make a row the copy of another such draft's only one; a draft that `serves` copies whatever it keeps."""
         raise NotImplementedError
+
+    def clear_row(self, row: int) -> None:  # noqa: B027 - a draft may keep nothing of it
+        """Forget a row that nobody has: its proposals are for nothing, and should cost little."""
 
     @property
     @abstractmethod

@@ -36,6 +36,11 @@ class HierarchicalDraft(SelfDraft):
         self.inner, self.inner_gamma, self.eos = inner, spec.inner_gamma, spec.state.eos[..., :0]
 
     @classmethod
+    def round_slots(cls, gamma: int, inner_gamma: int) -> int:
+        """See Draft.round_slots: of the inner draft, what it feeds again and all that a round may write."""
+        return (gamma + 2) + gamma + inner_gamma + 1
+
+    @classmethod
     def build(cls, spec: DraftSpec) -> "HierarchicalDraft":
         """See Draft.build.
 
@@ -45,7 +50,7 @@ class HierarchicalDraft(SelfDraft):
         refed = spec.gamma + 2
         inner_spec = replace(
             spec,
-            gamma=refed + spec.gamma + spec.inner_gamma,
+            gamma=cls.round_slots(spec.gamma, spec.inner_gamma) - 1,
             inner_gamma=0,
             policy=spec.inner_policy,
             cache_options=spec.inner_cache_options,
@@ -110,6 +115,11 @@ class HierarchicalDraft(SelfDraft):
         assert isinstance(source, HierarchicalDraft)
         super().copy_row(row, source)
         self.inner.copy_row(row, source.inner)
+
+    def clear_row(self, row: int) -> None:
+        """See Draft.clear_row: both levels."""
+        super().clear_row(row)
+        self.inner.clear_row(row)
 
     @property
     def cache_bytes(self) -> int:

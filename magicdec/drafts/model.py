@@ -86,6 +86,10 @@ class ModelDraft(Draft):
         assert isinstance(source, ModelDraft)
         self.cache.copy_row(row, source.cache)
 
+    def clear_row(self, row: int) -> None:
+        """See Draft.clear_row."""
+        self.cache.clear_row(row)
+
     @property
     def cache_bytes(self) -> int:
         """See Draft.cache_bytes."""

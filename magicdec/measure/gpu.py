@@ -20,12 +20,13 @@ class Watch:
     """From its making on. The driver counts the time in which a GPU was slowed down: there is nothing to poll."""
 
     def __init__(self, device: torch.device):
-        self._nvml: Any = _nvml() if device.type == "cuda" else None
+        self._nvml: Any = None
+        if device.type == "cuda" and (known := _nvml(device)):
+            self._nvml, self._handle = known
         self._start = time.perf_counter()
         self._before: dict[str, float] = {}
         self._shared = 0
         if self._nvml is not None:
-            self._handle = self._nvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
             self._before, self._shared = self._slowed_s(), self._others()
 
     def metrics(self) -> Metrics:
@@ -56,8 +57,8 @@ class Watch:
             return 0
 
 
-def _nvml() -> Any:
-    """The library, ready to be asked; None where there is none."""
+def _nvml(device: torch.device) -> tuple[Any, Any] | None:
+    """The library, ready to be asked, and its handle of a GPU; None where it does not know it (a MIG slice, say)."""
     try:
         import pynvml
     except ImportError:
@@ -65,7 +66,7 @@ def _nvml() -> Any:
         return None
     try:
         pynvml.nvmlInit()
+        return pynvml, pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
     except pynvml.NVMLError as error:
         log.info("whether the GPU throttles is not known: %s", error)
         return None
-    return pynvml

@@ -12,6 +12,7 @@ from magicdec.costmodel.policies import Settings
 from magicdec.costmodel.round import DraftSpec, Setup, memory
 from magicdec.errors import UserError
 from magicdec.models.config import ModelConfig
+from magicdec.tracking.reader import iter_runs
 
 ROWS = 64  # batch.size=auto on a GPU
 
@@ -119,13 +120,13 @@ def draft_named(name: str) -> DraftSpec:
 
 
 def curves(config: Config) -> Curves:
-    """What is known of acceptance: the runs in the store, then publications."""
-    return acceptance.measured(config.runs_dir) + acceptance.published()
+    """What is known of acceptance, by the runs in the store and by publications."""
+    return Curves([*acceptance.measured(iter_runs(config.runs_dir)), *acceptance.published()], task_of(config))
 
 
 def task_of(config: Config) -> str:
-    """What the data asks of a model, as published tables name it."""
-    return f"ruler-{config.data.task}" if config.data.name == "ruler" else config.data.name
+    """What the models are asked to continue."""
+    return acceptance.task_name(config.data.name, config.data.task, config.sampling.temperature)
 
 
 def _draft(config: Config) -> DraftSpec:

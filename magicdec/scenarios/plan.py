@@ -6,9 +6,11 @@ from pathlib import Path
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from magicdec.costmodel.planner import Plan, Plans, experiment_yaml, search
+from magicdec.config import Config
+from magicdec.costmodel.planner import FOUND_BY, Plan, Plans, experiment_yaml, search
 from magicdec.costmodel.predict import Prediction
 from magicdec.costmodel.round import Setup
+from magicdec.errors import UserError
 from magicdec.scenarios.foresee import Foreseen, curves, draft_named, foresee
 from magicdec.scenarios.outcome import Outcome
 from magicdec.scenarios.predict import STYLE
@@ -20,7 +22,17 @@ CHOICES = ("batch", "draft", "cache", "budget", "gamma")
 SHOWN = 12  # plans in the table
 SHOWN_UNKNOWN = 6  # configurations without a known acceptance
 
-prepare = foresee  # instead of resolve
+
+def prepare(config: Config) -> Foreseen:
+    """In place of resolve.resolve: see `foresee`. A file that was not written by a plan is not written over."""
+    name = config.scenario.experiment
+    if name is not None:
+        path = _experiment(name)
+        if not path.parent.is_dir():
+            raise UserError(f"scenario.experiment={name}: there is no folder {shown(path.parent)}")
+        if path.exists() and FOUND_BY not in path.read_text(encoding="utf-8"):
+            raise UserError(f"scenario.experiment={name}: {shown(path)} is there already; choose another name, or null")
+    return foresee(config)
 
 
 def plan(plan: Foreseen, progress: Progress) -> Outcome:
@@ -40,12 +52,19 @@ def plan(plan: Foreseen, progress: Progress) -> Outcome:
     text = experiment_yaml(best, " ".join(["python", *sys.argv]))
     view: list[RenderableType] = [render(plans)]
     if scenario.experiment is not None:
-        path = EXPERIMENTS / f"{scenario.experiment}.yaml"
-        path.write_text(text)
+        path = _experiment(scenario.experiment)
+        try:
+            path.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"scenario.experiment={scenario.experiment}: {error}; null writes none") from error
         view.append(f"the best as an experiment: {shown(path)}; run it with experiment={scenario.experiment}")
     metrics = {"device": plan.device_name} | (best.prediction.metrics() if best.prediction else {})
     metrics |= {"predicted/tokens_per_second": best.tokens_per_second, "predicted/speedup": best.speedup}
     return Outcome(metrics, history=[_facts(one) for one in plans.ranked], view=Group(*view))
+
+
+def _experiment(name: str) -> Path:
+    return EXPERIMENTS / f"{name}.yaml"
 
 
 def render(plans: Plans) -> Group:

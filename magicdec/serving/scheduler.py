@@ -46,12 +46,14 @@ class Scheduler:
             self._round()
 
     def end_all(self, end: str, error: BaseException | None = None) -> None:
-        """Finish every request as it stands."""
-        for slot, request in list(self.running.items()):
-            self._free(slot)
+        """Finish every request as it stands; after an error without the device, which may be what has failed."""
+        for request in [*self.running.values(), *self.waiting]:
             request.finish(end, error)
-        while self.waiting:
-            self.waiting.popleft().finish(end, error)
+        self.waiting.clear()
+        if error is not None:
+            self.running.clear()
+        for slot in list(self.running):
+            self._free(slot)
 
     def _admit(self, request: Request) -> None:
         def between_chunks(count: int) -> None:

@@ -175,7 +175,9 @@ class Slots:
     def release(self, slot: int) -> None:
         """Take a slot back, whether or not its request has come to its end; an idle row attends to next to nothing."""
         self.state.finished_B[slot] = True
-        self.batch.decoder.cache.seqlens_B[slot] = 0
+        self.batch.decoder.cache.clear_row(slot)
+        if self.batch.draft is not None:
+            self.batch.draft.clear_row(slot)
         self._sampled.discard(slot)
 
     @torch.inference_mode()

@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from magicdec.costmodel.acceptance import Curves, Point, _interpolate, measured, published
+from magicdec.tracking.reader import iter_runs
 
 
 def point(budget=512, context=8000, alpha=0.8, **changes):
@@ -54,10 +55,12 @@ def test_a_view_of_everything_accepts_everything():
     assert alpha(Curves([]), policy="quantized") is None
 
 
-def test_own_runs_come_before_publications():
-    curves = Curves([point(alpha=0.8)]) + Curves([point(alpha=0.6, measured=True, task="stdlib")])
-    assert alpha(curves) == 0.6
-    assert alpha(curves, task="pg19") == 0.8
+def test_the_same_text_comes_first_then_own_runs():
+    points = [point(alpha=0.8), point(alpha=0.7, task="ruler-cwe"), point(alpha=0.6, measured=True, task="stdlib")]
+    assert alpha(Curves(points)) == alpha(Curves(points, "stdlib")) == alpha(Curves(points, "unheard of")) == 0.6
+    assert alpha(Curves(points, "pg19")) == 0.8
+    assert alpha(Curves(points, "ruler-cwe")) == 0.7
+    assert alpha(Curves([*points, point(alpha=0.5, measured=True)], "pg19")) == 0.5
 
 
 @given(
@@ -75,7 +78,7 @@ def test_interpolation_never_turns_around_nor_leaves_its_points(points, at, risi
 
 
 def test_the_papers_acceptances():
-    curves = published()
+    curves = Curves(published())
     stated = curves.estimate("llama-3.1-8b", "self", "streaming", 512, 32_000)
     assert stated.alpha == 0.81
     assert "2408.11049" in stated.source
@@ -91,28 +94,33 @@ def test_what_the_paper_states_is_what_its_tables_imply():
 
     for row in read_table():
         if row.table == "3c":
-            stated = published().estimate(row.target, row.draft, row.policy, row.kv_budget, row.context_len).alpha
+            stated = (
+                Curves(published()).estimate(row.target, row.draft, row.policy, row.kv_budget, row.context_len).alpha
+            )
             assert alpha_from_acceptance_length(row.omega, row.gamma) == pytest.approx(stated, abs=0.025)
 
 
 def test_runs_are_read_from_the_store(tmp_path):
     config = (
         "target: {name: t}\ndraft: {name: self, model: null}\ncache: {policy: streaming, budget: 512}\n"
-        "batch: {context_len: 8000}\ndata: {name: stdlib}\n"
+        "batch: {context_len: 8000}\ndata: {name: ruler, task: vt}\nsampling: {temperature: TEMPERATURE}\n"
     )
     results = {
         "done": {"status": "done", "acceptance/source": "measured", "alpha": 0.7},
+        "sampled": {"status": "done", "acceptance/source": "measured", "alpha": 0.4},
         "synthetic": {"status": "done", "acceptance/source": "synthetic", "alpha": 0.9},
         "failed": {"status": "failed"},
     }
     for name, result in results.items():
+        temperature = 0.6 if name == "sampled" else 0
         folder = tmp_path / name
         folder.mkdir()
-        (folder / "config.yaml").write_text(config)
+        (folder / "config.yaml").write_text(config.replace("TEMPERATURE", str(temperature)))
         (folder / "result.json").write_text(json.dumps(result))
     (tmp_path / "torn").mkdir()
     (tmp_path / "torn" / "result.json").write_text('{"status": "do')
-    curves = measured(tmp_path)
-    assert alpha(curves) == 0.7
-    assert curves.estimate("t", "self", "streaming", 512, 8000).source == "run done, on stdlib"
-    assert alpha(measured(tmp_path / "nowhere")) is None
+    points = measured(iter_runs(tmp_path))
+    greedy, sampled = (Curves(points, f"ruler-vt{ending}") for ending in ("", " at temperature 0.6"))
+    assert (alpha(greedy), alpha(sampled)) == (0.7, 0.4)
+    assert greedy.estimate("t", "self", "streaming", 512, 8000).source == "run done, on ruler-vt"
+    assert measured(iter_runs(tmp_path / "nowhere")) == []

@@ -1,7 +1,9 @@
 from dataclasses import replace
 
 import pytest
+import yaml
 
+from magicdec.config import CONF
 from magicdec.costmodel import hardware as h
 from magicdec.errors import UserError
 
@@ -86,6 +88,15 @@ def test_a_hardware_group_gives_its_own_figures():
     slower = h.configured("h200", 1, bandwidth_gbs=4000)
     assert (slower.device.bandwidth, slower.device.flops) == (4000e9, 989e12)
     assert "no calibration for H200" in slower.note
+
+
+@pytest.mark.parametrize("path", sorted(CONF.glob("hardware/*.yaml")), ids=lambda path: path.stem)
+def test_the_groups_figures_are_the_datasheets(path):
+    given = yaml.safe_load(path.read_text())
+    if given.get("bandwidth_gbs") is None:  # a CPU, or several of one that has its own
+        return
+    own = h.configured(path.stem, 1, given["bandwidth_gbs"], given["tflops"], given["memory_gib"])
+    assert own.device == h.DEVICES[path.stem.upper()]
 
 
 def test_a_device_without_a_datasheet_needs_its_figures():

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from magicdec.costmodel.acceptance import Curves, Point, published
+from magicdec.costmodel.acceptance import Curves, published
 from magicdec.costmodel.hardware import hardware_named
 from magicdec.costmodel.planner import experiment_yaml, search
-from magicdec.costmodel.predict import best_budget, critical_context, predict
+from magicdec.costmodel.predict import critical_context, predict
 from magicdec.costmodel.round import DraftSpec, Setup
 from magicdec.costmodel.verdict import verdict
 from magicdec.errors import UserError
@@ -36,12 +36,12 @@ def test_speedup_grows_with_alpha_and_so_does_the_best_gamma(setup):
 
 
 def test_the_acceptance_is_looked_up_where_it_is_not_given(setup):
-    assert predict(setup(), curves=published()).estimate.alpha == 0.81
-    assert predict(setup(), curves=published(), alpha=0.5).estimate.alpha == 0.5
+    assert predict(setup(), curves=Curves(published())).estimate.alpha == 0.81
+    assert predict(setup(), curves=Curves(published()), alpha=0.5).estimate.alpha == 0.5
 
 
 def test_without_acceptance_there_is_a_break_even_and_no_verdict(setup):
-    prediction = predict(setup(budget=777), curves=published())
+    prediction = predict(setup(budget=777), curves=Curves(published()))
     assert prediction.best.speedup is None
     assert 0 < prediction.best.break_even_alpha < 1
     assert predict(setup(budget=777), alpha=prediction.best.break_even_alpha).best.speedup == pytest.approx(
@@ -83,36 +83,25 @@ def test_the_search_for_the_critical_context_ends_wherever_it_lies(setup, monkey
 
 
 def test_the_verdict_says_why(setup):
-    slow = verdict(predict(setup(batch=48, context=4000), (1, 2), curves=published()))
+    slow = verdict(predict(setup(batch=48, context=4000), (1, 2), curves=Curves(published())))
     assert "predicted to run at 0." in slow
     assert "at batch 48, context 4,000" in slow
     assert "S* is" in slow
-    fast = verdict(predict(setup(), curves=published()))
+    fast = verdict(predict(setup(), curves=Curves(published())))
     assert "decoding is bound by reading the KV cache" in fast
-    crowded = verdict(predict(setup(batch=256), curves=published()))
+    crowded = verdict(predict(setup(batch=256), curves=Curves(published())))
     assert "does not fit" in crowded
     many = setup(hardware="1xH100", batch=256, context=600)
     assert re.search(r"verification takes \d\.\d+ and is compute-bound", verdict(predict(many, (4,), alpha=0.5)))
 
 
 def test_metrics_are_flat_and_named(setup):
-    metrics = predict(setup(), curves=published()).metrics()
+    metrics = predict(setup(), curves=Curves(published())).metrics()
     assert metrics["predicted/speedup"] > 1
     parts = [v for k, v in metrics.items() if k.startswith("predicted/target_decode/")]
     assert sum(parts) == pytest.approx(metrics["predicted/target_decode_ms"])
     assert all(k.startswith("predicted/") for k in metrics)
     assert "predicted/speedup/gamma_3" in metrics
-
-
-def test_the_best_budget_needs_a_curve(setup):
-    curve = Curves(
-        Point("llama-3.1-8b", "self", "snapkv", budget, 32_000, "pg19", alpha, "s")
-        for budget, alpha in ((256, 0.6), (1024, 0.9), (4096, 0.92))
-    )
-    budget, speedup = best_budget(setup(policy="snapkv"), curve)
-    assert budget == 1024
-    assert speedup == predict(setup(policy="snapkv", budget=1024), curves=curve).best.speedup
-    assert best_budget(setup(policy="snapkv"), Curves([])) is None
 
 
 @pytest.mark.parametrize("hardware", ["8xA100", "4xA100", "1xH100", "8xL40", "2xh200"])
@@ -150,7 +139,7 @@ def drafts(model):
 
 
 def test_plans_are_ranked_by_throughput_within_the_bounds(setup, drafts):
-    plans = search(setup(hardware="8xH100"), published(), (16, 32, 64, 256), drafts, latency_ms=12.0)
+    plans = search(setup(hardware="8xH100"), Curves(published()), (16, 32, 64, 256), drafts, latency_ms=12.0)
     rates = [plan.tokens_per_second for plan in plans.ranked]
     assert rates == sorted(rates, reverse=True)
     assert all(1e3 * plan.time_per_token_s <= 12.0 for plan in plans.ranked)
@@ -161,7 +150,7 @@ def test_plans_are_ranked_by_throughput_within_the_bounds(setup, drafts):
 
 
 def test_the_best_plan_is_an_experiment(setup, drafts):
-    (best, *_) = search(setup(hardware="8xH100"), published(), (16,), drafts[1:], ("streaming",)).ranked
+    (best, *_) = search(setup(hardware="8xH100"), Curves(published()), (16,), drafts[1:], ("streaming",)).ranked
     text = experiment_yaml(best, "python launch.py scenario=plan")
     content = yaml.safe_load(text)
     assert {"override /target": "llama-3.1-8b"} in content["defaults"]
@@ -172,25 +161,25 @@ def test_the_best_plan_is_an_experiment(setup, drafts):
 
 
 def test_where_nothing_pays_the_plan_is_autoregressive(setup):
-    (best, *_) = search(setup(context=4000), published(), (32,)).ranked
+    (best, *_) = search(setup(context=4000), Curves(published()), (32,)).ranked
     assert best.prediction is None
-    assert {"override /draft": "none"} in yaml.safe_load(experiment_yaml(best))["defaults"]
+    assert {"override /draft": "none"} in yaml.safe_load(experiment_yaml(best, ""))["defaults"]
 
 
 def test_impossible_plans_say_why(setup):
     with pytest.raises(UserError, match=r"latency_ms=0\.1: the fastest plan takes"):
-        search(setup(), published(), latency_ms=0.1)
+        search(setup(), Curves(published()), latency_ms=0.1)
     with pytest.raises(UserError, match="does not fit into the memory"):
-        search(setup(hardware="1xA100", batch=512), published())
+        search(setup(hardware="1xA100", batch=512), Curves(published()))
     with pytest.raises(UserError, match="latency_ms=-1"):
-        search(setup(), published(), latency_ms=-1)
+        search(setup(), Curves(published()), latency_ms=-1)
 
 
 def test_the_papers_figures_are_drawn(setup, tmp_path):
     pytest.importorskip("matplotlib")
     from magicdec.costmodel.figures import draw
 
-    paths = draw(setup(), tmp_path / "figures", curves=published())
+    paths = draw(setup(), tmp_path / "figures", curves=Curves(published()))
     assert [path.name.partition("_")[0] for path in paths] == ["speedup", "ratios", "intensity"]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
     assert draw(setup(budget=777), tmp_path)[0].exists()  # no acceptance is known: an empty plot that says so

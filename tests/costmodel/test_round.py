@@ -47,11 +47,12 @@ def test_drafts_without_exact_kv_feed_two_tokens_first(setup):
     assert round_times(snapkv, 2).draft == ours
 
 
-def test_independent_drafts_run_on_at_most_four_ranks(setup, model):
-    def ranks(name, count, tensor_parallel=None):
+def test_independent_drafts_run_on_all_ranks_and_the_references_on_at_most_four(setup, model):
+    def ranks(name, count, tensor_parallel=None, stack="reference-2024-11"):
         draft = DraftSpec("model", name, model(name), tensor_parallel)
-        return setup(count=count, draft=draft).draft_ranks
+        return setup(count=count, draft=draft, stack=stack).draft_ranks
 
+    assert ranks("llama-3.2-1b", 8, stack="magicdec") == 8
     assert ranks("llama-3.2-1b", 8) == 4  # 8 KV heads
     assert ranks("llama-3.2-1b", 2) == 2
     assert ranks("llama-3.2-1b", 8, tensor_parallel=8) == 8
@@ -124,7 +125,7 @@ def test_memory_counts_weights_and_both_caches(setup, model):
     assert memory(setup(policy="quest"), 4).draft_kv == 0  # likewise, through indices
     draft = model("llama-3.2-1b")
     independent = memory(setup(draft=DraftSpec("model", "llama-3.2-1b", draft)), 4)
-    assert independent.draft_weights == draft.num_parameters * 2 / 4
+    assert independent.draft_weights == draft.num_parameters * 2 / 8
 
 
 def test_target_time_is_one_pass(setup):

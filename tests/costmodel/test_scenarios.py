@@ -106,7 +106,8 @@ def test_the_planned_experiment_composes_and_predicts_what_it_said(tmp_path, mon
     monkeypatch.setattr(plan_scenario, "EXPERIMENTS", tmp_path)
     keys = ("scenario=plan", "hardware=8xh100", "scenario.drafts=[llama-3.2-1b]", "scenario.policies=[streaming]")
     keys += ("scenario.batch_sizes=[16,32]", "scenario.experiment=found")
-    result = outcome(plan_scenario.plan, *keys, *LLAMA)
+    outcome(plan_scenario.plan, *keys, *LLAMA)
+    result = outcome(plan_scenario.plan, *keys, *LLAMA)  # once more: it may replace what it wrote itself
     assert result.history[0]["draft"] == "llama-3.2-1b"
     # Hydra finds experiments on its search path: conf/, and this folder beside it.
     (tmp_path / "experiment").mkdir()
@@ -116,6 +117,17 @@ def test_the_planned_experiment_composes_and_predicts_what_it_said(tmp_path, mon
     assert (found.batch.size, found.cache.budget, found.hardware.name) == (32, 512, "8xh100")
     times = round_times(foresee(found).setup, found.draft.gamma)
     assert result.metrics["predicted/round_ms"] == pytest.approx(1e3 * times.round_s)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("mine", "is there already; choose another name, or null"), ("a/b", "there is no folder")]
+)
+def test_a_plan_replaces_no_other_experiment(tmp_path, monkeypatch, name, said):
+    monkeypatch.setattr(plan_scenario, "EXPERIMENTS", tmp_path)
+    (tmp_path / "mine.yaml").write_text("# @package _global_\n")
+    with pytest.raises(UserError, match=rf"scenario\.experiment={name}: .*{said}"):
+        plan_scenario.prepare(composed("scenario=plan", "hardware=8xh100", f"scenario.experiment={name}", *LLAMA))
+    assert (tmp_path / "mine.yaml").read_text() == "# @package _global_\n"
 
 
 @pytest.mark.parametrize(
@@ -162,10 +174,10 @@ def test_a_run_is_predicted_for_its_device_and_this_software(model):
 
 
 def test_a_run_that_cannot_pay_is_warned_about(setup):
-    assert "0.8" in warning(setup(context=4000), (2,), published())
+    assert "0.8" in warning(setup(context=4000), (2,), Curves(published()))
     assert "never to pay" in warning(setup(context=1000, batch=1), (2,), Curves([]))
-    assert warning(setup(), (3,), published()) is None
-    assert warning(setup(budget=777), (3,), published()) is None  # unknown, but it could
+    assert warning(setup(), (3,), Curves(published())) is None
+    assert warning(setup(budget=777), (3,), Curves(published())) is None  # unknown, but it could
 
 
 def test_beside_a_run_stand_predictions_and_their_errors(setup):
@@ -195,9 +207,9 @@ def profile_run(folder, setup, grid):
     config = {
         "scenario": {"name": "profile"},
         "target": {"name": "llama-3.1-8b", "architecture": architecture},
-        "draft": {"name": "self", "model": None},
+        "draft": {"name": "self", "model": None, "quantization": "none"},
         "cache": {"policy": "streaming", "budget": 512},
-        "hardware": {"name": "h200"} | figures,
+        "hardware": {"name": "h200", "dtype": "bfloat16"} | figures,
     }
     lines = []
     for batch, context, gamma in grid:

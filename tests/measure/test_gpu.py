@@ -55,6 +55,14 @@ def test_what_the_driver_does_not_tell_is_left_out(nvml):
     assert gpu.Watch(torch.device("cuda")).metrics() == {"gpu/shared": 0}
 
 
+def test_a_gpu_that_the_driver_does_not_know_is_not_watched(nvml):
+    def refuse(_):
+        raise Refused("Not Found")
+
+    nvml.nvmlDeviceGetHandleByUUID = refuse
+    assert gpu.Watch(torch.device("cuda")).metrics() == {}
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_nothing_is_known_on_a_cpu_and_without_the_library(monkeypatch, device):
     monkeypatch.setitem(sys.modules, "pynvml", None)

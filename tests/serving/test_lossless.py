@@ -47,6 +47,20 @@ def alone(prompt: list[int], count: int, target=TARGET) -> list[int]:
 EXPECTED = [alone(prompt, count) for prompt, count in zip(random_prompts(LENGTHS), GENERATE, strict=True)]
 
 
+@pytest.mark.parametrize(("draft", "policy"), PAIRS)
+def test_a_slot_that_is_given_back_reads_next_to_nothing(draft, policy):
+    slots, (prompt,) = slots_with(draft, policy), random_prompts(LENGTHS[2:3])
+    for slot in range(2):
+        slots.seat(slot, slots.prefill(prompt, Params(20), True, lambda _: None)[0], Params(20), True)
+    slots.step(True)
+    slots.release(0)
+    drafts = [slots.batch.draft, getattr(slots.batch.draft, "inner", None)]
+    caches = [slots.batch.decoder.cache, *(one.cache for one in drafts if one is not None and one.has_cache)]
+    for cache in [part for whole in caches for part in getattr(whole, "levels", [whole])]:
+        assert cache.seqlens_B[0] == 0
+        assert cache.seqlens_B[1] > 0
+
+
 @pytest.mark.parametrize(("draft", "policy"), [*PAIRS, ("none", "full")])
 def test_any_arrival_order_gives_the_tokens_of_each_alone(draft, policy):
     generator = random.Random(f"{draft} {policy}")
