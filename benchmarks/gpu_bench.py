@@ -3,6 +3,7 @@
 import gc
 import json
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -43,7 +44,22 @@ class Sizes:
     pair_batches: tuple[int, ...] = (1, 8, 32, 128)
     new_tokens: int = 96
     repeats: int = 10
-    tests: str = "tests"
+    tests: tuple[str, ...] = (  # all that are marked gpu; the others' modules may need more than a GPU machine has
+        "tests/decoding/test_gpu.py",
+        "tests/attention/test_triton.py",
+        "tests/attention/test_flash.py",
+        "tests/attention/test_flashinfer.py",
+        "tests/measure/test_gpu.py",
+    )
+
+    def within(self, num_bytes: int) -> "Sizes":
+        """The same with as many rows as a card of so much memory holds: the cells are those of an H200."""
+        rows_share = min(1.0, (num_bytes / memory.GIB - WEIGHTS_GIB) / (H200_GIB - WEIGHTS_GIB))
+        return replace(self, cells=tuple((max(1, int(rows * rows_share)), context) for rows, context in self.cells))
+
+
+H200_GIB = 139
+WEIGHTS_GIB = 20  # of the large model, with what is not its cache
 
 
 TINY = [
@@ -71,12 +87,16 @@ REHEARSAL = Sizes(
     pair_batches=(1, 2),
     new_tokens=8,
     repeats=1,
-    tests="tests/decoding/test_gpu.py",
+    tests=("tests/decoding/test_gpu.py",),
 )
 
 
 class OutOfTime(Exception):
     """The rest is left to the next call."""
+
+
+class DeviceLost(Exception):
+    """The device does nothing any more for this process."""
 
 
 @dataclass
@@ -86,6 +106,12 @@ class Bench:
     folder: Path
     sizes: Sizes
     deadline: float = float("inf")
+    commit: str = ""
+
+    @property
+    def seconds_left(self) -> float:
+        """Until no other point is begun."""
+        return self.deadline - time.monotonic()
 
     @property
     def device(self) -> torch.device:
@@ -103,27 +129,51 @@ class Bench:
         return json.loads(path.read_text()) if path.exists() else {}
 
     def point(self, part: str, key: str, measure: Callable[[], Record]) -> Record:
-        """A stored figure, or a new one, stored at once. What does not fit says so, and the rest goes on."""
+        """A stored figure, or a new one, stored at once. What does not fit or fails says so, and the rest goes on."""
         known = self.points(part)
-        if key not in known:
-            if time.monotonic() > self.deadline:
-                raise OutOfTime
-            try:
-                known[key] = measure()
-            except UserError as error:
-                known[key] = {"skipped": str(error)}
-            except Exception as error:
-                if not any(words in str(error) for words in OUT_OF_MEMORY):
-                    raise
-                known[key] = {"skipped": f"out of memory ({str(error).splitlines()[0]})"}
-            gc.collect()  # captured graphs hold caches in a circle
-            if self.device.type == "cuda":
-                torch.cuda.empty_cache()
-            temporary = self.folder / f".{part}.json"
-            temporary.write_text(json.dumps(known, indent=1) + "\n")
-            temporary.replace(self.folder / f"{part}.json")
-            print(f"{part} {key}: {short(known[key])}", flush=True)
-        return known[key]
+        if key in known:
+            return known[key]
+        if self.seconds_left < 0:
+            raise OutOfTime
+        try:
+            found = measure()
+        except UserError as error:
+            found = {"skipped": str(error)}
+        except Exception as error:
+            message = (str(error).splitlines() or [""])[0]
+            if any(words in str(error) for words in OUT_OF_MEMORY):
+                found = {"skipped": f"out of memory ({message})"}
+            else:
+                traceback.print_exc()
+                found = {"failed": f"{type(error).__name__}: {message}"}
+        self._store(part, known | {key: found | {"commit": self.commit}})
+        print(f"{part} {key}: {short(found)}", flush=True)
+        if not self._clean():
+            raise DeviceLost
+        return found
+
+    def retry(self) -> None:
+        """Forget what was skipped or has failed."""
+        for path in self.folder.glob("?.json"):
+            known = self.points(path.stem)
+            self._store(path.stem, {k: v for k, v in known.items() if not {"skipped", "failed"} & v.keys()})
+
+    def _store(self, part: str, points: dict[str, Record]) -> None:
+        temporary = self.folder / f".{part}.json"
+        temporary.write_text(json.dumps(points, indent=1) + "\n")
+        temporary.replace(self.folder / f"{part}.json")
+
+    def _clean(self) -> bool:
+        """Free what the last point has held; returns whether the device still answers."""
+        gc.collect()  # captured graphs hold caches in a circle
+        if self.device.type != "cuda":
+            return True
+        try:
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+        except RuntimeError:  # an error on a device stays until its process ends
+            return False
+        return True
 
     def plan(self, *overrides: str) -> Plan:
         """A plan as `launch.py` would make it."""

@@ -6,6 +6,7 @@ from typing import Any
 from page import table
 
 Record = dict[str, Any]
+NO_CARD = "`python benchmarks/gpu.py` writes a page that is named after its card. Then this one, of no card, can go."
 TITLES = {
     "a": "Correctness",
     "b": "Ceilings of this card",
@@ -17,11 +18,11 @@ TITLES = {
 }
 
 
-def page(points: Callable[[str], dict[str, Record]], where: str) -> str:
+def page(points: Callable[[str], dict[str, Record]]) -> str:
     """The results as Markdown, of each part's points; what has not been measured says so."""
-    lines = [f"# {where}", "", "`python benchmarks/gpu.py`", ""]
     facts = points("machine")
-    lines += [f"{facts['device']}, commit {facts['commit']}, PyTorch {facts['torch']}.", ""] if facts else []
+    lines = [f"# On {facts['device']}" if facts else "# On a GPU", ""]
+    lines += [f"`python benchmarks/gpu.py`, PyTorch {facts['torch']}." if facts else NO_CARD, ""]
     for part, title in TITLES.items():
         lines += [f"## {title}", ""]
         known = points(part)
@@ -30,7 +31,8 @@ def page(points: Callable[[str], dict[str, Record]], where: str) -> str:
 
 
 def _table(points: dict[str, Record]) -> str:
-    columns = list(dict.fromkeys(name for point in points.values() for name in point))
+    columns = list(dict.fromkeys(name for point in points.values() for name in point if name != "commit"))
+    columns.append("commit")
     return table(
         ["", *columns], [[key, *(_cell(point.get(name, "")) for name in columns)] for key, point in points.items()]
     )

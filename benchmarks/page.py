@@ -31,4 +31,7 @@ def setting() -> str:
 def commit() -> str:
     """What was measured; `-dirty` where the tree was not what the commit says."""
     git = ["git", "describe", "--always", "--dirty"]
-    return subprocess.run(git, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    try:
+        return subprocess.run(git, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):  # a copy of the files alone, or a machine without git
+        return "unknown"

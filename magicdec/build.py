@@ -59,7 +59,7 @@ def _engine(plan: Plan, load: Callable[[Model], Transformer]) -> NativeEngine:
         policy=c.cache.policy,
         cache_options=_options(c.cache, "policy"),
         ignore_eos=c.sampling.ignore_eos,
-        graphs=c.hardware.cuda_graphs,
+        graphs=c.hardware.cuda_graphs and plan.device.type == "cuda",
         synthetic_acceptance=c.draft.synthetic_acceptance,
     )
 
@@ -129,7 +129,23 @@ def tokenizer(plan: Plan) -> object | None:
 
 
 def estimate(plan: Plan, num_rows: int, context_len: int) -> Footprint:
-    """Bytes that the run will take of each device: of rank 0's, where there are several."""
+    """Bytes that the run will take of each device: of rank 0's, where there are several.
+
+    Where requests are served, `num_rows` slots take rounds, and one row more is prefilled.
+    """
+    if plan.config.scenario.name != "serve":
+        return _estimate(plan, num_rows, context_len)
+    slots, single = _estimate(plan, num_rows, context_len, prefills=False), _estimate(plan, 1, context_len)
+    return Footprint(
+        slots.weights,
+        slots.target_kv + single.target_kv,
+        slots.draft_kv + single.draft_kv,
+        max(slots.transient, single.transient),
+        slots.pooled,
+    )
+
+
+def _estimate(plan: Plan, num_rows: int, context_len: int, prefills: bool = True) -> Footprint:
     on_cpu = plan.device.type == "cpu"
     attention = UniformAttention() if on_cpu else choice.backend(plan.config.attention.name)()
 
@@ -137,10 +153,8 @@ def estimate(plan: Plan, num_rows: int, context_len: int) -> Footprint:
         part = Share(0, model.num_ranks, 0, plan.num_ranks)
         return _without_weights(model, plan, attention, part)
 
-    weightless = _engine(plan, load)
-    if plan.config.scenario.name == "serve":  # a chunk of one request at a time, not of every row
-        weightless = replace(weightless, prefill_chunk=-(-weightless.prefill_chunk // num_rows))
-    found = footprint(weightless, num_rows, context_len, plan.is_audited)
+    audited = plan.is_audited and plan.config.scenario.name != "serve"  # which compares tokens alone
+    found = footprint(_engine(plan, load), num_rows, context_len, audited, prefills)
     return replace(found, transient=found.transient + memory.workspace_bytes(plan.device))
 
 
@@ -149,16 +163,17 @@ def check_memory(plan: Plan, num_rows: int, context_len: int) -> Footprint:
     available = memory.available_bytes(plan.device)
     if plan.device.type == "cpu":
         available //= plan.num_ranks
-    needed = estimate(plan, num_rows, context_len)
-    if needed.total <= available:
-        return needed
-    fits = largest_batch(lambda rows: estimate(plan, rows, context_len).total, num_rows, available)
+    available -= memory.reserved_bytes(plan.device)
+    found = estimate(plan, num_rows, context_len)
+    if found.needed <= available:
+        return found
+    fits = largest_batch(lambda rows: estimate(plan, rows, context_len).needed, num_rows, available)
     smaller = "the target, batch.context_len, batch.prefill_chunk or hardware.dtype"
     advice = f"batch.size={fits} would fit" if fits else f"not even one row fits: choose a smaller one of {smaller}"
-    parts = {"weights": needed.weights, "KV cache": needed.target_kv, "draft's cache": needed.draft_kv}
-    parts["activations"] = needed.transient
+    parts = {"weights": found.weights, "KV cache": found.target_kv, "draft's cache": found.draft_kv}
+    parts["activations"] = found.transient + found.pooled
     raise UserError(
-        f"batch.size={num_rows} at batch.context_len={context_len} needs about {needed.total / GIB:.2f} GiB "
+        f"batch.size={num_rows} at batch.context_len={context_len} needs about {found.needed / GIB:.2f} GiB "
         f"({', '.join(f'{name} {size / GIB:.2f}' for name, size in parts.items())}), but {available / GIB:.2f} GiB are "
         f"available{' to each rank' if plan.num_ranks > 1 else ''}; {advice}"
     )

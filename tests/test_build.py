@@ -59,10 +59,21 @@ def test_a_request_that_comes_alone_is_prefilled_in_longer_chunks(plan):
 
 
 def test_memory_is_foreseen_for_the_chunk_of_one_request(plan):
-    """As much as where all rows together have as many tokens."""
+    """Rounds of all slots, and a prefill of a single row."""
     served = build.estimate(plan("scenario=serve", "batch.prefill_chunk=4096"), 32, 16384)
-    assert served == build.estimate(plan("batch.prefill_chunk=128"), 32, 16384)
-    assert served.transient < build.estimate(plan("batch.prefill_chunk=4096"), 32, 16384).transient
+    batched = build.estimate(plan("batch.prefill_chunk=4096"), 32, 16384)
+    assert served.target_kv == pytest.approx(batched.target_kv * 33 / 32)
+    assert served.transient < batched.transient / 8
+
+
+def test_what_graphs_keep_must_be_free_beside_the_rest(plan):
+    sizes = ["batch.size=32", "batch.context_len=16384"]
+    captured, plain = (
+        build.estimate(plan(*sizes, f"hardware.cuda_graphs={graphs}"), 32, 16384) for graphs in ("true", "false")
+    )
+    assert captured.total == plain.total == plain.needed
+    logits = 32 * 3 * 128_256 * 2  # of a verification
+    assert logits < captured.pooled < 4 * logits
 
 
 SMALL_CONTEXT = [  # a draft that was trained for 2,048 tokens

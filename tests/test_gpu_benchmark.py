@@ -40,15 +40,50 @@ def check(out: Path, done: subprocess.CompletedProcess, parts: str) -> dict[str,
     assert done.returncode == 0, done.stderr
     found = {part: json.loads((out / f"{part}.json").read_text()) for part in parts}
     assert all(found.values())
-    assert not [point for points in found.values() for point in points.values() if "skipped" in point]
+    points = [point for points in found.values() for point in points.values()]
+    assert not [point for point in points if {"skipped", "failed"} & point.keys()]
     assert all(point["of_copy"] > 0 for point in found["c"].values())
-    assert all(point["round_ms"] > 0 and point["estimated_gib"] > 0 for point in found["d"].values())
+    assert all(point["round_ms"] > 0 and point["estimated_with_prefill_gib"] > 0 for point in found["d"].values())
     assert all(point["speedup"] > 0 and point["of_formula"] > 0 for point in found["e"].values())
     return found
 
 
-def test_the_page_says_what_has_not_been_measured(monkeypatch):
+@pytest.fixture
+def gpu_bench(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import gpu_bench
+
+    return gpu_bench
+
+
+def test_what_fails_is_told_and_the_rest_goes_on(gpu_bench, tmp_path):
+    def fail():
+        raise RuntimeError("an illegal memory access\nwas encountered")
+
+    bench = gpu_bench.Bench(tmp_path, gpu_bench.REHEARSAL, commit="abc")
+    assert bench.point("c", "first", fail) == {"failed": "RuntimeError: an illegal memory access"}
+    assert bench.point("c", "second", lambda: {"ms": 1.0}) == {"ms": 1.0}
+    assert "failed" in bench.point("c", "first", lambda: {"ms": 2.0}), "not tried again unless asked to"
+    bench.retry()
+    assert bench.point("c", "first", lambda: {"ms": 2.0}) == {"ms": 2.0}
+    assert bench.points("c")["second"] == {"ms": 1.0, "commit": "abc"}
+
+
+def test_a_device_that_is_lost_ends_the_process_but_not_the_figures(gpu_bench, tmp_path, monkeypatch):
+    bench = gpu_bench.Bench(tmp_path, gpu_bench.REHEARSAL)
+    monkeypatch.setattr(bench, "_clean", lambda: False)
+    with pytest.raises(gpu_bench.DeviceLost):
+        bench.point("c", "first", lambda: {"ms": 1.0})
+    assert bench.points("c")["first"]["ms"] == 1.0
+
+
+def test_a_smaller_card_gets_fewer_rows(gpu_bench):
+    sizes = gpu_bench.Sizes()
+    assert sizes.within(140 << 30) == sizes
+    assert sizes.within(80 << 30).cells == ((12, 32768), (96, 4096), (48, 8192), (24, 16384), (4, 100_000))
+
+
+def test_the_page_says_what_has_not_been_measured(gpu_bench):
     import gpu_page
 
-    assert (ROOT / "docs/results/gpu.md").read_text() == gpu_page.page(lambda part: {}, "On a GPU")
+    assert (ROOT / "docs/results/gpu.md").read_text() == gpu_page.page(lambda part: {})

@@ -11,6 +11,7 @@ written out, 4 R bytes a slot beside K's and V's 4 D in half precision, and a th
 """
 
 from functools import cache
+from typing import ClassVar
 
 import torch
 import triton
@@ -215,6 +216,7 @@ class TritonAttention(KernelAttention):
     """The default on GPUs where flash-attn is not installed."""
 
     name = "triton"
+    scores_at_once: ClassVar[int] = 1 << 29  # 2 GiB: with long contexts each pass reads a cache of many times that
 
     @classmethod
     def obstacle(cls, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:

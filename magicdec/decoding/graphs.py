@@ -33,10 +33,18 @@ class Captures:
         with torch.cuda.stream(self.stream):
             rehearse(function, undo)
         current.wait_stream(self.stream)
-        graph = torch.cuda.CUDAGraph()
-        # thread_local: what other threads do, such as NCCL's watchdog, cannot spoil the capture.
-        with torch.cuda.graph(graph, self.pool, self.stream, capture_error_mode="thread_local"):
-            function()
+        graph, cause = torch.cuda.CUDAGraph(), None
+        try:
+            # thread_local: what other threads do, such as NCCL's watchdog, cannot spoil the capture.
+            with torch.cuda.graph(graph, self.pool, self.stream, capture_error_mode="thread_local"):
+                try:
+                    function()
+                except Exception as error:
+                    cause = error  # ending a capture that has failed raises another, which says less
+                    raise
+        except Exception as error:
+            torch.cuda.set_stream(current)  # which that end does not come to
+            raise cause or error from None
         return graph.replay
 
 

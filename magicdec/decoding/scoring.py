@@ -13,7 +13,6 @@ from magicdec.cache.observed import ReplayedCache
 from magicdec.models.transformer import Transformer
 
 MAX_CHUNK = 32  # what the C++ kernel takes: above, scores are several times as slow on a CPU
-CHUNK_SCORES = 1 << 26  # fp32 attention probabilities of a layer held at a time
 
 
 def score(
@@ -28,7 +27,7 @@ def score(
     width = min(last, longest)
     start_B1 = (lengths_B1 - width).clamp(min=0)
     per_token = cache.num_rows * model.config.num_heads * cache.capacity
-    chunk = min(MAX_CHUNK, max(1, CHUNK_SCORES // per_token))
+    chunk = min(MAX_CHUNK, max(1, model.attention.scores_at_once // per_token))
     for done in range(0, width, chunk):
         index_BT = start_B1 + torch.arange(done, min(done + chunk, width), device=start_B1.device)
         view.counted_BT = index_BT < lengths_B1

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
-from magicdec.cache.draft_cache import CACHES, CacheSpec, DraftCache
+from magicdec.cache.draft_cache import CACHES, CacheSpec, DraftCache, Selects
 from magicdec.cache.kv_cache import KVCache
 from magicdec.decoding.state import State
 from magicdec.models.config import ModelConfig
@@ -21,6 +21,13 @@ class Proposal(NamedTuple):
 
     tokens_BG: Tensor
     q_BGV: Tensor | None
+
+
+class Selection(NamedTuple):
+    """What choosing entries by their attention takes, once more, to be timed, and when it is done."""
+
+    run: Callable[[], None]
+    at: Selects
 
 
 @dataclass(frozen=True)
@@ -107,8 +114,8 @@ class Draft(ABC):
         """The target's cache as a verification of this phase is to see it; a draft that learns from it observes."""
         return verified
 
-    def selection(self, state: State) -> Callable[[], None] | None:
-        """What choosing entries by their attention takes, once more, to be timed; None where nothing is chosen so."""
+    def selection(self, state: State) -> Selection | None:
+        """How entries are chosen by their attention; None where none are."""
         return None
 
     def copy_row(self, row: int, source: "Draft") -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from magicdec.decoding.state import State
-from magicdec.drafts.base import DRAFTS, Draft, DraftSpec, Proposal
+from magicdec.drafts.base import DRAFTS, Draft, DraftSpec, Proposal, Selection
 from magicdec.drafts.model import IndependentDraft, SelfDraft
 from magicdec.verification.accept import Verdict, accept_greedy, accept_sampled
 from magicdec.verification.sampling import Use, probabilities
@@ -69,10 +69,10 @@ class HierarchicalDraft(SelfDraft):
         super().simulate_prefill(state)
         self.inner.simulate_prefill(state)
 
-    def selection(self, state: State) -> Callable[[], None] | None:
+    def selection(self, state: State) -> Selection | None:
         """See Draft.selection: of the retrieval cache alone."""
         if self.cache.selects == "prefill":
-            return lambda: SelfDraft.prefill(self, state, lambda _: None)
+            return Selection(lambda: SelfDraft.prefill(self, state, lambda _: None), "prefill")
         return super().selection(state)
 
     def propose(self, state: State) -> Proposal:

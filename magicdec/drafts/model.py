@@ -15,7 +15,7 @@ from magicdec.cache.kv_cache import KVCache
 from magicdec.decoding.prefill import prefill
 from magicdec.decoding.scoring import score
 from magicdec.decoding.state import State
-from magicdec.drafts.base import DRAFTS, Draft, DraftSpec, Proposal
+from magicdec.drafts.base import DRAFTS, Draft, DraftSpec, Proposal, Selection
 from magicdec.models.transformer import Transformer
 from magicdec.verification.sampling import Use, choose
 
@@ -75,10 +75,10 @@ class ModelDraft(Draft):
         """See Draft.watch."""
         return self.cache.watch(verified, phase)
 
-    def selection(self, state: State) -> Callable[[], None] | None:
+    def selection(self, state: State) -> Selection | None:
         """See Draft.selection."""
         if self.cache.selects in ("round", "step"):
-            return lambda: self.cache.select(self.model.attention)
+            return Selection(lambda: self.cache.select(self.model.attention), self.cache.selects)
         return None
 
     def copy_row(self, row: int, source: Draft) -> None:
@@ -117,10 +117,10 @@ class SelfDraft(ModelDraft):
         """See Draft.prefill: the policy picks from what the target has computed."""
         self.cache.load(self.target_cache, self._scores(self.target_cache, state, progress))
 
-    def selection(self, state: State) -> Callable[[], None] | None:
+    def selection(self, state: State) -> Selection | None:
         """See Draft.selection: at the prefill, the scoring pass and the gather."""
         if self.cache.selects == "prefill":
-            return lambda: self.prefill(state, lambda _: None)
+            return Selection(lambda: self.prefill(state, lambda _: None), "prefill")
         return super().selection(state)
 
     def commit(self, count_B: Tensor) -> None:

@@ -1,27 +1,41 @@
 """What a device can do at most, measured where no datasheet says."""
 
+from collections.abc import Callable
+
 import torch
 
 from magicdec.measure.timers import Stopwatch
 
+REPEATS = 5  # of which the fastest counts: whatever disturbs one makes it slower
+# Large enough that launching does not count: the side of a matrix, bytes read.
+MATMUL_ON = {"cpu": 1024, "cuda": 8192}
+READ_ON = {"cpu": 1 << 28, "cuda": 1 << 31}
 
-def matmul_rate(device: torch.device, dtype: torch.dtype, size: int = 1024, repeats: int = 5) -> float:
-    """FLOPs per second of a square matmul: the fastest of a few."""
-    a, b = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
+
+def matmul_rate(device: torch.device, dtype: torch.dtype, size: int | None = None, repeats: int = REPEATS) -> float:
+    """FLOPs per second of a square matmul. Of random numbers: a GPU that multiplies equal ones saves power."""
+    size = size or MATMUL_ON[device.type]
+    a, b = (torch.randn(size, size, dtype=dtype, device=device) for _ in range(2))
+    return 2 * size**3 / _fastest_s(lambda: a @ b, device, repeats)
+
+
+def copy_bandwidth(device: torch.device, num_bytes: int) -> float:
+    """Bytes per second, read and written, of a copy within the device's memory."""
+    source = torch.ones(num_bytes // 4, device=device)
+    copy = torch.empty_like(source)
+    return 2 * source.nbytes / _fastest_s(lambda: copy.copy_(source), device)
+
+
+def read_bandwidth(device: torch.device, num_bytes: int | None = None) -> float:
+    """Bytes per second at which the device reads memory, as a sum over a large tensor does."""
+    data = torch.ones((num_bytes or READ_ON[device.type]) // 4, device=device)
+    return data.nbytes / _fastest_s(data.sum, device)
+
+
+def _fastest_s(work: Callable[[], object], device: torch.device, repeats: int = REPEATS) -> float:
     best = float("inf")
     for _ in range(repeats):
         with Stopwatch(device) as watch:
-            a @ b
+            work()
         best = min(best, watch.seconds)
-    return 2 * size**3 / best
-
-
-def copy_bandwidth(device: torch.device, num_bytes: int, repeats: int = 5) -> float:
-    """Bytes per second, read and written, of a copy within the device's memory: the fastest of a few."""
-    source = torch.ones(num_bytes // 4, device=device)
-    copy, best = torch.empty_like(source), float("inf")
-    for _ in range(repeats):
-        with Stopwatch(device) as watch:
-            copy.copy_(source)
-        best = min(best, watch.seconds)
-    return 2 * source.nbytes / best
+    return best

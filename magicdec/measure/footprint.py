@@ -6,7 +6,8 @@ prompt in a cache of full capacity allocates what the last chunk of a long one d
 """
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,22 +30,31 @@ LAYERS = 2  # that run: what a layer leaves, the next one frees
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes by their use. `transient` is the most that is held beside the others at any time."""
+    """Bytes by their use. `transient` is the most that is held beside the others at any time.
+
+    What rounds hold of it, `pooled`, is not there for anything else once they are captured: a graph keeps its memory.
+    """
 
     weights: int
     target_kv: int
     draft_kv: int
     transient: int
+    pooled: int = 0
 
     @property
     def total(self) -> int:
         """The peak."""
         return self.weights + self.target_kv + self.draft_kv + self.transient
 
+    @property
+    def needed(self) -> int:
+        """What must be free for it."""
+        return self.total + self.pooled
+
 
 @torch.inference_mode()
-def footprint(engine: NativeEngine, num_rows: int, context_len: int, audited: bool) -> Footprint:
-    """What a batch will take; `audited` where its output is audited.
+def footprint(engine: NativeEngine, num_rows: int, context_len: int, audited: bool, prefills: bool = True) -> Footprint:
+    """What a batch will take; `audited` where its output is audited; without `prefills` of rounds alone.
 
     The engine's weights are on the meta device, and it is used up: its models lose all but their first layers.
     """
@@ -63,19 +73,26 @@ def footprint(engine: NativeEngine, num_rows: int, context_len: int, audited: bo
     with _FusedAttention(), Allocations(weights.values()) as allocations:
         batch = engine.open([prompt] * num_rows)
         decoder, draft = batch.decoder, batch.draft
-        decoder.prefill(engine.prefill_chunk)
+        if prefills:
+            decoder.prefill(engine.prefill_chunk)
+        else:
+            decoder.simulate_prefill()
         decoder.restart()
-        decoder.decode_token()
+        with allocations.of_rounds():
+            decoder.decode_token()
         if draft is not None:
             decoder.restart()
-            draft.prefill(decoder.state, silent)
-            for phase in range(draft.phases):
-                decoder.round(draft, phase)
+            if prefills:
+                draft.prefill(decoder.state, silent)
+            with allocations.of_rounds():
+                for phase in range(draft.phases):
+                    decoder.round(draft, phase)
         if audited:
             score_tokens(decoder, decoder.state.tokens_BS[:, : min(new_tokens, chunk_len(decoder) + 1)])
     target_kv, draft_kv = decoder.cache.num_bytes, draft.cache_bytes if draft else 0
     held = sum(weight.untyped_storage().nbytes() for weight in weights.values())
-    return Footprint(held, target_kv, draft_kv, allocations.peak - target_kv - draft_kv)
+    pooled = allocations.most_of_rounds if engine.graphs else 0
+    return Footprint(held, target_kv, draft_kv, allocations.peak - target_kv - draft_kv, pooled)
 
 
 def _stored(parameter: Tensor) -> list[Tensor]:
@@ -105,7 +122,7 @@ class Allocations(TorchDispatchMode):
 
     def __init__(self, ignored: Iterable[Tensor] = ()):
         super().__init__()
-        self.live = self.peak = 0
+        self.live = self.peak = self.most_of_rounds = 0
         self._known: dict[int, object] = {tensor.untyped_storage()._cdata: tensor for tensor in ignored}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -115,6 +132,14 @@ class Allocations(TorchDispatchMode):
             if isinstance(tensor, Tensor) and tensor.is_meta:
                 self._count(tensor.untyped_storage())
         return out
+
+    @contextmanager
+    def of_rounds(self) -> Iterator[None]:
+        """What is held within beyond what was held before, at most, is `most_of_rounds`."""
+        before, peak, self.peak = self.live, self.peak, self.live
+        yield
+        self.most_of_rounds = max(self.most_of_rounds, self.peak - before)
+        self.peak = max(peak, self.peak)
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         if storage._cdata not in self._known:

@@ -30,11 +30,18 @@ def available_bytes(device: torch.device) -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
+def reserved_bytes(device: torch.device) -> int:
+    """What is left free on a GPU for what PyTorch does not count: kernels that are loaded, graphs, NCCL's buffers."""
+    if device.type != "cuda":
+        return 0
+    return (1 << 29) + torch.cuda.mem_get_info(device)[1] // 50
+
+
 def workspace_bytes(device: torch.device) -> int:
     """What PyTorch allocates for cuBLAS: a workspace for each stream, of which one runs and one captures graphs."""
     if device.type != "cuda":
         return 0
-    return 2 * (32 << 20 if torch.cuda.get_device_capability(device)[0] >= 9 else 8320 << 10)
+    return 2 * (32 << 20 if torch.cuda.get_device_capability(device)[0] == 9 else 8320 << 10)
 
 
 class Peak:
@@ -78,16 +85,3 @@ def _status_bytes(field: str, otherwise: int = 0) -> int:
             return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field + ":"))
     except (OSError, StopIteration):
         return otherwise
-
-
-def read_bandwidth(device: torch.device, num_bytes: int = 1 << 28, repeats: int = 5) -> float:
-    """Bytes per second at which the device reads memory, measured: the fastest of a few sums over a large tensor."""
-    from magicdec.measure.timers import Stopwatch
-
-    data = torch.ones(num_bytes // 4, dtype=torch.float32, device=device)
-    best = float("inf")
-    for _ in range(repeats):
-        with Stopwatch(device) as watch:
-            data.sum()
-        best = min(best, watch.seconds)
-    return num_bytes / best

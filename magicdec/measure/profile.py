@@ -15,6 +15,7 @@ from magicdec.engines.native import Batch
 from magicdec.measure.timers import Stopwatch
 
 WARMUP = 2
+PLAIN_REPEATS = 3
 
 
 @torch.inference_mode()
@@ -41,11 +42,13 @@ def profile_round(batch: Batch, repeats: int) -> dict[str, float]:
             lambda: decoder.cache.commit(draft.gamma + 1, none_B),
         )
         selection = draft.selection(decoder.state)
-        if selection is not None:
-            parts["select_ms"] = (selection, lambda: None)
+        if selection is not None and selection.at != "prefill":
+            parts["select_ms"] = (selection.run, lambda: None)
     times = _alternate(decoder, parts, repeats)
     if draft is None:
         return times
+    if selection is not None and selection.at == "prefill":
+        times["select_ms"] = _plain_ms(decoder, selection.run, repeats)
     rounds = _rounds(batch, repeats)
     propose = times.pop("propose_ms")
     overhead = rounds - propose - times["verify_ms"]
@@ -63,6 +66,16 @@ def _alternate(decoder: Decoder, parts: dict, repeats: int) -> dict[str, float]:
             if index >= WARMUP:
                 samples[name].append(1e3 * watch.seconds)
     return {name: median(values) for name, values in samples.items()}
+
+
+def _plain_ms(decoder: Decoder, run: Callable[[], None], repeats: int) -> float:
+    """Of what is run once, kernel by kernel: it may be thousands of passes, which no graph should hold."""
+    samples = []
+    for _ in range(min(PLAIN_REPEATS, repeats)):
+        with Stopwatch(decoder.device) as watch:
+            run()
+        samples.append(1e3 * watch.seconds)
+    return median(samples)
 
 
 def _rounds(batch: Batch, repeats: int) -> float:

@@ -96,6 +96,12 @@ class Transformer(nn.Module):
         weight_VE = self.embed.weight if self.head is None else self.head.weight
         return self.share.logits(hidden_BTE, weight_VE, self.config.vocab_size)
 
+    @property
+    def step_weight_bytes(self) -> int:
+        """Bytes of weights that a step reads: of an embedding that is not the head, too, it looks up a few rows."""
+        unread = 0 if self.head is None else self.embed.weight.nbytes
+        return sum(weight.nbytes for weight in self.parameters()) - unread
+
     def first_layers(self, num_layers: int) -> "Transformer":
         """A model of the first layers, with the same embedding and head; the weights are shared."""
         c = self.config

@@ -13,7 +13,7 @@ from magicdec.decoding.decoder import Decoder, Generation
 from magicdec.engines.native import Batch, NativeEngine, warm_up
 from magicdec.errors import UserError
 from magicdec.measure import memory, metrics
-from magicdec.measure.ceilings import matmul_rate
+from magicdec.measure.ceilings import matmul_rate, read_bandwidth
 from magicdec.measure.footprint import Footprint
 from magicdec.measure.gpu import Watch
 from magicdec.measure.metrics import Metrics
@@ -130,10 +130,11 @@ def _formula(results: Metrics, gamma: int) -> Metrics:
 
 def _roofline(plan: Plan, batch: Batch, times: dict[str, float]) -> Metrics:
     """Bytes that must be read, over the time taken and the bandwidth: the datasheet's, or measured where unknown."""
-    known = plan.config.hardware.bandwidth_gbs
-    bandwidth = known * 1e9 if known else memory.read_bandwidth(plan.device)
+    given, known = plan.config.hardware.bandwidth_gbs, device_in(plan.device_name)
+    datasheet = given * 1e9 if given else known and known.bandwidth
+    bandwidth = datasheet or read_bandwidth(plan.device)
     target = batch.decoder.target  # one rank's share, as the bandwidth is one device's
-    weights = sum(parameter.nbytes for parameter in target.parameters())
+    weights = target.step_weight_bytes
     kv = memory.kv_bytes(target.config, int(batch.decoder.state.prompt_len_B.sum()), plan.dtype)
     result: Metrics = {"roofline/bandwidth_gbs": bandwidth / 1e9}
     for name in ("target_decode", "verify"):

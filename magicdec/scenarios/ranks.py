@@ -4,6 +4,7 @@ Every rank runs the same program on its own share of the models and comes to the
 another what to do. What rank 0 returns is the result; what the others return is the same, and is dropped.
 """
 
+import gc
 import logging
 import multiprocessing
 import os
@@ -125,6 +126,7 @@ def _joined(rank: int, num_ranks: int, device: str, rendezvous: str, function: C
         device_id=torch.device("cuda", rank) if device == "cuda" else None,
     )
     result = function(rank, *arguments)
+    gc.collect()  # NCCL waits for every graph that has captured one of its collectives
     dist.barrier()  # or the last to finish would lose a peer
     dist.destroy_process_group()
     return result

@@ -45,7 +45,7 @@ def serve(plan: Plan, progress: Progress) -> Outcome:
     """Measure every level; a line of the history for each, and the last one's figures as the run's own."""
     config = plan.config
     scenario, batch = config.scenario, config.batch
-    build.check_memory(plan, int(batch.size) + 1, batch.context_len)  # one more: the row for prefills
+    build.check_memory(plan, int(batch.size), batch.context_len)
     prompts = _prompts(plan)
     peak = memory.Peak(plan.device)
     engine = build.engine(plan, progress)
@@ -142,9 +142,8 @@ def _level_metrics(measured: Mapping[str, tuple[list[Request], float]], plan: Pl
     if times:
         result["speedup"] = median(times)
     result["speedup_wall"] = plain[1] / fast[1]
-    is_audited = plan.config.draft.synthetic_acceptance is None and plan.config.sampling.temperature == 0
     same = [a.tokens == s.tokens for a, s in zip(plain[0], fast[0], strict=True)]
-    return result | acceptance(fast[0]) | {"lossless/identical": all(same) if is_audited else None}
+    return result | acceptance(fast[0]) | {"lossless/identical": all(same) if plan.is_audited else None}
 
 
 def _memory(slots: Slots, peak: memory.Peak) -> Metrics:

@@ -289,7 +289,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if plan.num_ranks > 1:
             raise UserError(f"hardware.tensor_parallel={plan.num_ranks}: over HTTP one device serves; set it to 1")
         batch = plan.config.batch
-        build.check_memory(plan, int(batch.size) + 1, batch.context_len)  # one more: the row for prefills
+        build.check_memory(plan, int(batch.size), batch.context_len)
         tokenizer = load_tokenizer(plan.target.folder)
         with progress() as bars:
             slots = Slots(build.engine(plan, bars), int(batch.size), batch.context_len + batch.generate_len)

@@ -22,7 +22,7 @@ def engine_for(
 ) -> NativeEngine:
     target = small_model(**sizes)
     target.attention = backend(attention)()
-    drafter = noisy_copy(target, 0.15).to(device) if draft == "model" else None
+    drafter = noisy_copy(target, 0.15).to(device) if DRAFTS[draft].needs_model else None
     options = {"gamma": 3, "budget": 16, "num_sink": 2, "page_size": 4, "refresh": 2, "graphs": graphs}
     return new_engine(target.to(device), draft_name=draft, draft_model=drafter, policy=policy, **options)
 
@@ -62,6 +62,7 @@ def test_memory_is_what_was_foreseen(policy, attention):
     rows, context = 32, 4096
     foreseen = footprint(engine_for("self", policy, True, "meta", attention, **SIZES), rows, context, False)
     device = torch.device("cuda")
+    torch._C._cuda_clearCublasWorkspaces()  # of tests before this one
     torch.cuda.empty_cache()
     before, peak = torch.cuda.memory_allocated(), Peak(device)
     batch = engine_for("self", policy, True, attention=attention, **SIZES).open(random_prompts([context] * rows))

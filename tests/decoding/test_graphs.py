@@ -3,7 +3,11 @@
 A CPU raises for an index that a GPU would only assert on, long after the call.
 """
 
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+
 import pytest
+import torch
 
 from magicdec.cache.draft_cache import CACHES
 from magicdec.decoding import decoder, graphs
@@ -59,3 +63,29 @@ def test_a_rehearsed_prefill_makes_passes_of_the_same_widths_and_leaves_no_trace
     assert rehearsed == set(widths) == {16, 70 % 16}
     tokens = batch.decoder.generate().tokens
     assert tokens == open_batch(TARGET, random_prompts([50, 61, 70])).decoder.generate().tokens
+
+
+def test_what_spoils_a_capture_is_what_is_told(monkeypatch):
+    """PyTorch ends a capture that has failed with an error of its own, and does not come to restore the stream."""
+
+    @contextmanager
+    def graph(*_, **__):
+        try:
+            yield
+        finally:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    def spoil():
+        raise ValueError("a list was read on the host")
+
+    before, own = (SimpleNamespace(wait_stream=lambda other: None) for _ in range(2))
+    restored: list = []
+    stand_ins = {"graph": graph, "stream": nullcontext, "CUDAGraph": object, "set_stream": restored.append}
+    stand_ins |= {"Stream": lambda device: own, "current_stream": lambda device: before}
+    for name, stand_in in (stand_ins | {"graph_pool_handle": lambda: None}).items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    monkeypatch.setattr(graphs, "rehearse", lambda function, undo: None)
+    with pytest.raises(ValueError, match="read on the host"):
+        graphs.Captures(torch.device("cuda", 7)).capture(spoil, lambda: None)
+    assert restored == [before]
+    graphs._stream.cache_clear()

@@ -6,13 +6,19 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from magicdec import build
 from magicdec.attention.sdpa import SdpaAttention
 from magicdec.cache.draft_cache import CACHES
+from magicdec.config import compose
 from magicdec.decoding.audit import audit
 from magicdec.drafts.base import DRAFTS
 from magicdec.measure.footprint import UniformAttention, footprint, largest_batch
 from magicdec.models.quantize import quantized
 from magicdec.models.transformer import Transformer
+from magicdec.resolve import resolve
+from magicdec.serving.request import Params
+from magicdec.serving.slots import Slots
+from magicdec.tracking.progress import progress
 from magicdec.verification.sampling import Sampling
 from tests.small import new_engine, noisy_copy, open_batch, random_prompts, small_model
 
@@ -63,6 +69,25 @@ def test_what_is_foreseen_is_what_is_allocated(draft, policy, chunk, sampling):
     engine = new_engine(models[0], draft_model=models[1], **settings)
     foreseen = footprint(engine, ROWS, CONTEXT, audited)
     assert foreseen.weights == (2 if drafter else 1) * sum(p.nbytes for p in TARGET.parameters())
+    assert foreseen.total - foreseen.weights == pytest.approx(counted_peak(run), rel=0.05)
+
+
+@pytest.mark.parametrize(("draft", "policy"), [("self", "streaming"), ("self", "snapkv"), ("model", "snapkv")])
+def test_slots_are_foreseen_with_the_row_that_is_prefilled(draft, policy):
+    sizes = ["batch.size=6", "batch.context_len=1024", "batch.generate_len=16", "batch.prefill_chunk=100"]
+    plan = resolve(compose(["scenario=serve", f"draft={draft}", f"cache={policy}", "attention=sdpa", *sizes]))
+    with progress() as bars:
+        engine = build.engine(plan, bars)
+    prompt = random_prompts([1024])[0]
+
+    def run():
+        slots = Slots(engine, 6, 1040)
+        for slot in range(6):
+            state, *_ = slots.prefill(prompt, Params(16), True, lambda _: None)
+            slots.seat(slot, state, Params(16), True)
+        slots.step(True)
+
+    foreseen = build.estimate(plan, 6, 1024)
     assert foreseen.total - foreseen.weights == pytest.approx(counted_peak(run), rel=0.05)
 
 
