@@ -3,8 +3,10 @@
 Rules for single values stand with their fields (magicdec/config.py); here are those for values that must go together.
 """
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import yaml
 
 from magicdec.errors import UserError
 from magicdec.rules import check
@@ -51,6 +53,27 @@ def warnings(config: "Config") -> list[str]:
                 f"sampling.{name}={value} has no effect: at sampling.temperature=0 the likeliest token is taken"
             )
     return found
+
+
+def unread(config: "Config", overrides: Sequence[str]) -> list[str]:
+    """What was typed and has no effect, a line each: keys that the chosen option of their group does not have."""
+    from magicdec.config import CONF  # which checks what it loads
+
+    chosen = {"cache": config.cache.policy}
+    chosen |= {group: getattr(config, group).name for group in ("draft", "data", "engine", "scenario")}
+    found = []
+    for override in overrides:
+        group, _, key = override.lstrip("+").partition("=")[0].partition(".")
+        file = CONF / group / f"{chosen.get(group)}.yaml"
+        if key and file.exists() and key.partition(".")[0] not in _keys(yaml.safe_load(file.read_text("utf-8"))):
+            found.append(f"{override} has no effect with {group}={file.stem}")
+    return found
+
+
+def _keys(option: dict[str, Any]) -> set[str]:
+    """Of a group's option, those included that its defaults bring, as in /target@model: tiny-draft."""
+    defaults = (line for line in option.get("defaults", []) if isinstance(line, dict))
+    return option.keys() | {name.partition("@")[2] for line in defaults for name in line}
 
 
 def _models(config: "Config") -> dict[str, "ModelChoice"]:

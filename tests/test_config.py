@@ -11,7 +11,7 @@ from magicdec.cache.draft_cache import CACHES
 from magicdec.config import Architecture, Config, Scaling, load, to_dict, to_yaml
 from magicdec.drafts.base import DRAFTS
 from magicdec.errors import UserError
-from magicdec.mistakes import validate, warnings
+from magicdec.mistakes import unread, validate, warnings
 from magicdec.models.config import ModelConfig, RopeScaling
 from magicdec.rules import known_keys
 
@@ -305,6 +305,28 @@ def test_what_engines_other_than_ours_can_do(default, changes):
 )
 def test_the_gammas_that_a_run_may_use(default, changes, expected):
     assert changed(default, **changes).gammas == expected
+
+
+@pytest.mark.parametrize(
+    ("typed", "choice"),
+    [
+        ("cache.page_size=8", "cache=streaming"),
+        ("draft.num_layers=3", "draft=self"),
+        ("+draft.inner_gamma=3", "draft=self"),
+        ("data.path=FOLDER", "data=stdlib"),
+        ("scenario.gammas=[1]", "scenario=compare"),
+        ("engine.python=python3", "engine=native"),
+    ],
+)
+def test_what_has_no_effect_is_told_of_what_was_typed(default, typed, choice):
+    read = ["draft=self", "cache.budget=64", "draft.gamma=3", "data.seed=1", "batch.size=2", "wandb.mode=disabled"]
+    assert unread(changed(default), [*read, typed]) == [f"{typed} has no effect with {choice}"]
+
+
+def test_keys_of_what_an_option_brings_along_have_an_effect(default):
+    typed = ["draft=hierarchical", "draft.model.path=null", "draft.cache.budget=64", "draft.inner_gamma=1"]
+    parts = {"draft__model": default["target"], "draft__cache": default["cache"], "draft__inner_gamma": 1}
+    assert unread(changed(default, draft__name="hierarchical", **parts), typed) == []
 
 
 @pytest.mark.parametrize(

@@ -105,11 +105,16 @@ class CompactCache(DraftCache):
         slot_BW = self.ring_slots(self.length_B.long()[:, None] + index_BW)
         slot_BW = torch.where(index_BW >= 0, slot_BW, self.capacity - 1)  # nobody reads behind the valid slots
         from_BW = (first_slot_B.long()[:, None] + index_BW).clamp(min=0)
-        self.k_LBKSD[:, self._rows_B1, :, slot_BW] = source.k_LBKSD[:, self._rows_B1, :, from_BW]
-        self.v_LBKSD[:, self._rows_B1, :, slot_BW] = source.v_LBKSD[:, self._rows_B1, :, from_BW]
+        for ours, theirs in ((self.k_LBKSD, source.k_LBKSD), (self.v_LBKSD, source.v_LBKSD)):
+            wide(ours)[:, self._rows_B1, :, slot_BW] = wide(theirs)[:, self._rows_B1, :, from_BW]
 
     def set_length(self, length_B: Tensor) -> None:
         """See DraftCache.set_length."""
         self.length_B.copy_(length_B)
         self.seqlens_B.copy_(self.committed_slots_B)
         self.shift_B.copy_(self.length_B - self.seqlens_B)
+
+
+def wide(x: Tensor) -> Tensor:
+    """The same memory as fewer numbers, of 16 bytes where they fit: indexing moves them one by one."""
+    return x.view(torch.complex128) if x.shape[-1] * x.itemsize % 16 == 0 else x

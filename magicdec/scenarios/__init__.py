@@ -13,7 +13,7 @@ from rich.console import Console
 
 from magicdec.config import Config, to_dict
 from magicdec.errors import UserError
-from magicdec.mistakes import warnings
+from magicdec.mistakes import unread, warnings
 from magicdec.scenarios.outcome import Outcome
 from magicdec.scenarios.ranks import on_ranks
 
@@ -62,7 +62,7 @@ def run(config: Config, job: Job) -> dict[str, Any]:
     if config.sweep.dry_run:
         _list(plan, name, job)
         return {}
-    for warning in [*warnings(plan.config), *doubts(plan)]:
+    for warning in [*unread(config, job.overrides), *warnings(plan.config), *doubts(plan)]:
         Console(stderr=True).print(f"[yellow]warning:[/] {warning}", highlight=False)
     with _alone(config.runs_dir, name, job):
         if not _is_settled(config, name, job):
