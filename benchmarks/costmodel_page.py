@@ -1,16 +1,15 @@
 """The page that benchmarks/costmodel.py writes: docs/results/costmodel.md."""
 
-import platform
-import subprocess
 from collections.abc import Callable, Sequence
 from itertools import groupby
 from math import isnan
-from pathlib import Path
 
 import numpy as np
+from page import commit
 
 from magicdec.costmodel.evaluate import Compared, Score, score
 from magicdec.costmodel.hardware import hardware_named
+from magicdec.measure.system import cpu_name
 
 CALIBRATED_ON = {
     "8xA100": "table 3b (Llama-2-7B, self-speculation)",
@@ -41,7 +40,7 @@ def page(
             "# The cost model against the MagicDec paper's tables",
             "",
             "Written by `python benchmarks/costmodel.py` on "
-            f"{_processor()}, commit {_commit()}. No GPU is involved: measured times are the paper's "
+            f"{cpu_name()}, commit {commit()}. No GPU is involved: measured times are the paper's "
             "(arXiv 2408.11049, tables 2, 3 and 6, ICLR version), the acceptance (its Omega) is given, all times are "
             f"predicted. Fitted are {CALIBRATED_ON['8xA100']} and {CALIBRATED_ON['8xH100']}, nothing else.",
             "",
@@ -194,18 +193,3 @@ def _conflicts(compared: Sequence[Compared]) -> list[str]:
 def _mean(values: Sequence[float]) -> float:
     known = [value for value in values if not isnan(value)]
     return float(np.mean(known)) if known else float("nan")
-
-
-def _commit() -> str:
-    git = ["git", "-C", str(Path(__file__).parent)]
-    commit = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", "../magicdec/costmodel"]).returncode != 0
-    return (commit or "unknown") + (" with changes" if changed else "")
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()

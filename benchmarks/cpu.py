@@ -15,6 +15,7 @@ from page import RESULTS, commit, table
 
 from magicdec import build
 from magicdec.config import compose
+from magicdec.costmodel.hardware import GIB
 from magicdec.decoding.audit import audit
 from magicdec.engines.native import Batch, NativeEngine, warm_up
 from magicdec.engines.peer import PeerSpec
@@ -52,7 +53,7 @@ def cell(context: int, batch: int) -> tuple[list[dict], list[list[int]], dict, s
     rows = [measure(engine, opened, name, gamma) for name, gamma in DRAFTS]
     weights = plan.target.config.num_parameters * plan.dtype.itemsize
     held = weights + opened.decoder.cache.num_bytes
-    used = {"peak": peak.num_bytes / memory.GIB, "held": held / memory.GIB}
+    used = {"peak": peak.num_bytes / GIB, "held": held / GIB}
     return rows, prompts, used, plan.config.attention.name
 
 

@@ -33,7 +33,8 @@ from page import ROOT, commit
 from magicdec import build
 from magicdec.attention import choice
 from magicdec.attention.base import Attention, Shape
-from magicdec.costmodel.speedup import omega
+from magicdec.costmodel.hardware import GIB
+from magicdec.costmodel.speedup import speedup
 from magicdec.decoding.graphs import Captures, Step
 from magicdec.errors import UserError
 from magicdec.measure import memory, metrics
@@ -146,7 +147,7 @@ def _steps(bench: Bench, batch: int, context: int, budget: int, gamma: int) -> R
     ratios = {f"{part}_of_copy": size / (times[f"{part}_ms"] / 1e3) / bandwidth(bench) for part, size in moved.items()}
     foreseen = build.estimate(bench.large(batch, context, budget, gamma), batch, context)
     # The prefill is simulated here: the estimate has its activations, which the peak has not.
-    sizes = {"peak_gib": peak.num_bytes / memory.GIB, "estimated_with_prefill_gib": foreseen.total / memory.GIB}
+    sizes = {"peak_gib": peak.num_bytes / GIB, "estimated_with_prefill_gib": foreseen.total / GIB}
     opened.close()
     return times | ratios | sizes
 
@@ -168,11 +169,17 @@ def _rounds(bench: Bench, batch: int, context: int, alpha: float, budget: int) -
     opened = bench.open(batch, context, budget, gamma, alpha)
     pairs = [(opened.decoder.generate(), opened.decoder.generate(opened.draft)) for _ in range(2)]
     tpots = [[metrics.time_per_output_token_ms(metrics.row_times(g, 0.0)) for g in pair] for pair in pairs]
-    speedup = median(plain / fast for plain, fast in tpots)
+    measured = median(plain / fast for plain, fast in tpots)
     got = metrics.acceptance_metrics([fast for _, fast in pairs])["alpha"]
     drawn = _formula(bench, batch, context, float(got or 0.0), budget, gamma)  # what was drawn is not quite alpha
     opened.close()
-    return {"gamma": gamma, "speedup": speedup, "formula": formula[gamma], "alpha": got, "of_formula": speedup / drawn}
+    return {
+        "gamma": gamma,
+        "speedup": measured,
+        "formula": formula[gamma],
+        "alpha": got,
+        "of_formula": measured / drawn,
+    }
 
 
 def _formula(bench: Bench, batch: int, context: int, alpha: float, budget: int, gamma: int) -> float:
@@ -184,7 +191,7 @@ def _formula(bench: Bench, batch: int, context: int, alpha: float, budget: int, 
     if not drafts or not others:
         return 0.0
     decode, verify = (median(p[name] for p in others) for name in ("target_decode_ms", "verify_ms"))
-    return decode / ((gamma * median(drafts) + verify) / omega(gamma, alpha))
+    return speedup(gamma, alpha, decode, median(drafts), verify)
 
 
 def real(bench: Bench) -> None:

@@ -15,6 +15,7 @@ from gpu_page import short
 
 from magicdec import build
 from magicdec.config import compose
+from magicdec.costmodel.hardware import GIB
 from magicdec.engines.native import Batch, NativeEngine, warm_up
 from magicdec.errors import UserError
 from magicdec.measure import memory
@@ -54,7 +55,7 @@ class Sizes:
 
     def within(self, num_bytes: int) -> "Sizes":
         """The same with as many rows as a card of so much memory holds: the cells are those of an H200."""
-        rows_share = min(1.0, (num_bytes / memory.GIB - WEIGHTS_GIB) / (H200_GIB - WEIGHTS_GIB))
+        rows_share = min(1.0, (num_bytes / GIB - WEIGHTS_GIB) / (H200_GIB - WEIGHTS_GIB))
         return replace(self, cells=tuple((max(1, int(rows * rows_share)), context) for rows, context in self.cells))
 
 
@@ -200,7 +201,7 @@ class Bench:
         needed = foreseen.total - foreseen.weights
         engine, available = self.engine, memory.available_bytes(self.device)
         if needed > available:
-            raise UserError(f"needs {needed / memory.GIB:.1f} GiB beside the weights, of {available / memory.GIB:.1f}")
+            raise UserError(f"needs {needed / GIB:.1f} GiB beside the weights, of {available / GIB:.1f}")
         options = {**engine.cache_options, "budget": budget}
         opened = replace(engine, gamma=gamma, synthetic_acceptance=alpha, cache_options=options).open(
             [[0] * context] * batch

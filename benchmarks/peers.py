@@ -24,6 +24,7 @@ from page import RESULTS, ROOT, commit, provenance, table
 
 from magicdec import build
 from magicdec.config import compose
+from magicdec.costmodel.hardware import GIB
 from magicdec.data.base import fingerprint
 from magicdec.engines.native import warm_up
 from magicdec.engines.vllm import PYTHON_VARIABLE
@@ -105,7 +106,7 @@ def figures(passes: list[list[RowTimes]], tokens: list[list[int]], peak_bytes: i
     speeds = [metrics.speed_metrics([times]) for times in passes]
     found: Figures = {key: median(speed[key] for speed in speeds) for key in speeds[0]}
     rows = [fingerprint([row]) for row in tokens]
-    return found | {"peak_gib": peak_bytes / memory.GIB, "acceptance_length": accepted, "rows": rows}
+    return found | {"peak_gib": peak_bytes / GIB, "acceptance_length": accepted, "rows": rows}
 
 
 def page(found: dict[str, dict[str, Figures]], cells: list[tuple[int, int]], new_tokens: int) -> str:

@@ -187,7 +187,7 @@ def times(prefilled: Prefilled, cell: Cell, draft: Any) -> tuple[Generation, dic
         prefills.append(1e3 * (fast.draft_prefill_seconds + once.saved_s))
     steps = profile_round(Batch(decoder, draft), REPEATS)
     select_ms = steps.get("select_ms", 0.0) + (1e3 * once.scoring_s if CACHES[cell[1]].selects == "prefill" else 0.0)
-    decoder.forget_steps()
+    decoder.forget_cycles()
     return fast, {
         **{f"{name}_ms": steps.get(f"{name}_ms", 0.0) for name in ("target_decode", "draft", "verify")},
         "select_ms": select_ms,

@@ -10,6 +10,7 @@ import torch
 from magicdec.attention import choice
 from magicdec.attention.base import Attention
 from magicdec.config import Config, DraftConfig
+from magicdec.costmodel.hardware import GIB
 from magicdec.data import Prompts, load_prompts
 from magicdec.data.tokenizer import load_tokenizer
 from magicdec.engines import vllm
@@ -18,7 +19,6 @@ from magicdec.engines.peer import Peer, PeerSpec
 from magicdec.errors import UserError
 from magicdec.measure import memory
 from magicdec.measure.footprint import Footprint, UniformAttention, footprint, largest_batch
-from magicdec.measure.memory import GIB
 from magicdec.models import checkpoint, quantize
 from magicdec.models.parallel import Share, share
 from magicdec.models.transformer import Transformer

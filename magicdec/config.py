@@ -1,7 +1,7 @@
 """The configuration: the schema of every group in conf/, the rules of single values, and how it is read.
 
 A class is a group, a field a key; conf/ explains them and holds the values that a run starts from. Beside launch.py
-this is the only module that knows Hydra and OmegaConf.
+and explain.py, this is the only module that knows Hydra and OmegaConf.
 """
 
 import os
@@ -93,10 +93,12 @@ class CacheConfig:
     beta: int = at_least(1, default=20)
     page_size: int = at_least(1, default=16)
     refresh: int = at_least(1, default=1)
-    bits: int = ruled(8, lambda value: value in (4, 8), "must be 8 or 4")
+    bits: int = ruled(4, lambda value: value in (4, 8), "must be 8 or 4")
     group_size: int = at_least(1, default=32)
 
 
+# batch.size=auto. With fewer rows a small model is bound by its weights (CPU) or by latency (GPU), not by its KV cache.
+ROWS_ON = {"cpu": 24, "cuda": 64}
 AUTO_GAMMAS = (1, 2, 3, 5, 8)  # what draft.gamma=auto chooses among: a captured round each
 
 
@@ -269,8 +271,13 @@ class Config:
             return (0,)
         if draft.gamma != "auto":
             return (int(draft.gamma),)
-        unlimited = cache.policy == "full" or draft.name == "ngram"
-        return tuple(gamma for gamma in AUTO_GAMMAS if unlimited or gamma < cache.budget) or AUTO_GAMMAS[:1]
+        fitting = tuple(gamma for gamma in AUTO_GAMMAS if not self.is_budgeted or gamma < cache.budget)
+        return fitting or AUTO_GAMMAS[:1]
+
+    @property
+    def is_budgeted(self) -> bool:
+        """Whether `cache.budget` bounds what the draft reads: full ignores it, and ngram has no cache."""
+        return self.draft.name not in ("none", "ngram") and self.cache.policy != "full"
 
 
 ConfigStore.instance().store(name="schema", node=Config)
@@ -302,8 +309,3 @@ def compose(overrides: Sequence[str]) -> Config:
 def to_dict(config: Config) -> dict[str, Any]:
     """Plain nested dictionaries."""
     return asdict(config)
-
-
-def to_yaml(config: Config) -> str:
-    """YAML that `load(OmegaConf.create(...))` reads back."""
-    return OmegaConf.to_yaml(OmegaConf.create(to_dict(config)))

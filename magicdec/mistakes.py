@@ -45,7 +45,7 @@ def warnings(config: "Config") -> list[str]:
     context_len = config.batch.context_len
     if draft.name == "self" and cache.policy == "full" and draft.quantization == "none":
         found.append("cache=full with draft=self: the target drafts for itself over its own cache, which saves nothing")
-    if draft.name not in ("none", "ngram") and cache.policy != "full" and cache.budget >= context_len:
+    if config.is_budgeted and cache.budget >= context_len:
         found.append(f"cache.budget={cache.budget} holds all of batch.context_len={context_len}: it saves nothing")
     for name, value in (("top_k", sampling.top_k), ("top_p", sampling.top_p)):
         if sampling.temperature == 0 and value is not None:
@@ -76,10 +76,21 @@ def _keys(option: dict[str, Any]) -> set[str]:
     return option.keys() | {name.partition("@")[2] for line in defaults for name in line}
 
 
+def check_length(config: "Config", longest: int) -> None:
+    """Raise UserError where sequences become longer than the target's `longest`."""
+    batch = config.batch
+    length = batch.context_len + batch.generate_len
+    if length > longest:
+        raise UserError(
+            f"batch.context_len={batch.context_len} + batch.generate_len={batch.generate_len} = {length} exceeds the "
+            f"target's maximum of {longest} tokens; batch.context_len={longest - batch.generate_len} would fit"
+        )
+
+
 def _models(config: "Config") -> dict[str, "ModelChoice"]:
     """The models of a run by the keys that choose them."""
     models = {"target": config.target}
-    if config.draft.name in ("model", "hierarchical") and config.draft.model is not None:
+    if config.draft.model is not None:
         models["draft.model"] = config.draft.model
     return models
 
@@ -174,8 +185,8 @@ def _ranks(config: "Config") -> Iterator[str]:
 
 def _budget(config: "Config") -> Iterator[str]:
     """A budget that is too small for what it must hold."""
-    draft, cache, scenario = config.draft, config.cache, config.scenario
-    if cache.policy == "full" or draft.name == "ngram":  # full ignores the budget, and ngram has no cache
+    cache, scenario = config.cache, config.scenario
+    if not config.is_budgeted:
         return
     if cache.budget <= cache.num_sink:
         sinks = f"cache.num_sink={cache.num_sink}"

@@ -7,19 +7,18 @@ import torch
 
 from magicdec.attention import choice
 from magicdec.cache.draft_cache import CACHES
-from magicdec.config import BatchConfig, Config, ModelChoice
+from magicdec.config import ROWS_ON, Config, ModelChoice
 from magicdec.drafts.base import DRAFTS
 from magicdec.engines import vllm
 from magicdec.errors import UserError
 from magicdec.measure.metrics import Metrics
 from magicdec.measure.system import cpu_name
+from magicdec.mistakes import check_length
 from magicdec.models import checkpoint, quantize
 from magicdec.models.config import ModelConfig
 from magicdec.models.parallel import check_divides, replicates
 from magicdec.models.vocabulary import check_vocabularies
 
-# batch.size=auto. With fewer rows a small model is bound by its weights (CPU) or by latency (GPU), not by its KV cache.
-ROWS_ON = {"cpu": 24, "cuda": 64}
 # batch.prefill_chunk=auto: of every row of a batch, or of a request that is served, which is prefilled by itself.
 BATCH_CHUNK, REQUEST_CHUNK_ON = 128, {"cpu": 256, "cuda": 2048}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -91,7 +90,8 @@ def resolve(config: Config) -> Plan:
     target = _model("target", config.target)
     draft = None
     if config.draft.name != "none" and DRAFTS[config.draft.name].needs_model:
-        assert config.draft.model is not None  # validated
+        if config.draft.model is None:
+            raise UserError(f"draft.model=null: draft.name={config.draft.name} needs one, as conf/draft/model.yaml has")
         draft = _model("draft.model", config.draft.model)
         check_vocabularies(target.config, draft.config, target.folder, draft.folder)
     if config.draft.name != "none":
@@ -192,14 +192,8 @@ def _attention(config: Config, device: torch.device, dtype: torch.dtype, models:
 
 
 def _check_length(config: Config, target: Model, draft: Model | None) -> None:
-    b: BatchConfig = config.batch
-    length = b.context_len + b.generate_len
-    longest = target.config.max_position_embeddings
-    if length > longest:
-        raise UserError(
-            f"batch.context_len={b.context_len} + batch.generate_len={b.generate_len} = {length} exceeds the target's "
-            f"maximum of {longest} tokens; batch.context_len={longest - b.generate_len} would fit"
-        )
+    check_length(config, target.config.max_position_embeddings)
+    length = config.batch.context_len + config.batch.generate_len
     if draft is None or length <= draft.config.max_position_embeddings:
         return
     trained = draft.config.max_position_embeddings

@@ -8,7 +8,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from magicdec.cache.draft_cache import CACHES
-from magicdec.config import Architecture, Config, Scaling, load, to_dict, to_yaml
+from magicdec.config import Architecture, Config, Scaling, load, to_dict
 from magicdec.drafts.base import DRAFTS
 from magicdec.errors import UserError
 from magicdec.mistakes import unread, validate, warnings
@@ -130,9 +130,9 @@ def test_the_architecture_mirrors_the_models_own():
     assert scaled == ModelConfig(**sizes, rope_scaling=RopeScaling("linear", 8.0), eos_token_ids=(2,))
 
 
-def test_yaml_is_read_back(default):
+def test_plain_dictionaries_are_read_back(default):
     config = changed(default, draft__name="model", draft__model=default["target"], data__seed=7)
-    assert load(OmegaConf.create(to_yaml(config))) == config
+    assert load(OmegaConf.create(to_dict(config))) == config
 
 
 def test_the_first_run_needs_no_warning(default):

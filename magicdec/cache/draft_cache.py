@@ -37,14 +37,14 @@ class CacheSpec:
     beta: int = 20
     page_size: int = 16
     refresh: int = 1
-    bits: int = 8
+    bits: int = 4
     group_size: int = 32
 
 
 class DraftCache(KVCache):
     """A cache with `length_B` committed tokens (int32) and, in its last valid slots, the proposals of this round."""
 
-    # Whether the draft may read positions it was not trained for (a policy that hides them sets this).
+    # Whether it keeps positions within what the draft was trained for, however long the text becomes.
     bounds_positions: ClassVar[bool] = False
     # Whether it lives on the target's own attention or entries, so that an independent draft has no use for it.
     needs_target: ClassVar[bool] = False

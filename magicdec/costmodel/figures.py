@@ -5,6 +5,7 @@ context, with each GPU's ridge.
 """
 
 from collections.abc import Callable, Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -80,7 +81,7 @@ def _intensity(axes: "Axes", setup: Setup) -> None:
         passes = [Pass(setup.target, batch, 1, context) for context in contexts]
         intensities = [arithmetic_intensity(one, setup.hardware) for one in passes]
         axes.plot(contexts, intensities, marker="o", ms=3, color=color, label=f"batch {batch}")
-    for style, device in zip(("-", "--", "-.", ":", (0, (1, 4))), DEVICES.values(), strict=True):
+    for style, device in zip(cycle(("-", "--", "-.", ":", (0, (1, 4)))), DEVICES.values(), strict=False):
         axes.axhline(device.ridge, color="gray", lw=0.9, ls=style, label=f"ridge of {device.name}: {device.ridge:.0f}")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")

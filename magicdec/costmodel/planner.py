@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from magicdec.costmodel.acceptance import Curves, is_same
 from magicdec.costmodel.policies import policy_named
 from magicdec.costmodel.predict import GAMMAS, Prediction, predict
-from magicdec.costmodel.round import DraftSpec, Setup
+from magicdec.costmodel.round import DraftChoice, Setup
 from magicdec.errors import UserError
 
 BUDGETS = (256, 512, 1024, 2048)  # tried beside those with a known acceptance
@@ -18,7 +18,7 @@ FOUND_BY = "# Found by:"  # in the experiments that it writes
 
 
 @dataclass(frozen=True)
-class Plan:
+class Candidate:
     """A configuration that could be run: speculative, or autoregressive where `prediction` is None."""
 
     setup: Setup
@@ -45,7 +45,7 @@ class Plan:
 class Plans:
     """The outcome of a search."""
 
-    ranked: tuple[Plan, ...]  # within memory and latency, the highest throughput first
+    ranked: tuple[Candidate, ...]  # within memory and latency, the highest throughput first
     unknown: tuple[Prediction, ...]  # no acceptance is known; the soonest to break even first
     too_slow: int  # predicted beyond the latency bound
     too_large: int  # predicted beyond the GPU's memory
@@ -55,7 +55,7 @@ def search(
     setup: Setup,
     curves: Curves,
     batches: Sequence[int] | None = None,
-    drafts: Iterable[DraftSpec] = (DraftSpec(),),
+    drafts: Iterable[DraftChoice] = (DraftChoice(),),
     policies: Iterable[str] = ("streaming", "snapkv"),
     gammas: Sequence[int] = GAMMAS,
     latency_ms: float | None = None,
@@ -69,21 +69,21 @@ def search(
     if latency_ms is not None and latency_ms <= 0:
         raise UserError(f"scenario.latency_ms={latency_ms} must be above 0")
     drafts, policies = tuple(drafts), tuple(policies)
-    plans: list[Plan] = []
+    plans: list[Candidate] = []
     unknown: list[Prediction] = []
     too_large = 0
     for batch in batches or (setup.batch,):
-        alone = setup.at(batch=batch, draft=DraftSpec("ngram", "none"))  # needs no memory of its own
+        alone = setup.at(batch=batch, draft=DraftChoice("ngram", "none"))  # needs no memory of its own
         if predict(alone, (1,), generate_len=generate_len).fits:
-            plans.append(Plan(alone, None, alone.target_time.total))
-        for candidate in _candidates(setup.at(batch=batch), drafts, policies, curves):
+            plans.append(Candidate(alone, None, alone.target_time.total))
+        for candidate in _setups(setup.at(batch=batch), drafts, policies, curves):
             prediction = predict(candidate, gammas, curves=curves, generate_len=generate_len)
             if not prediction.fits:
                 too_large += 1
             elif prediction.estimate is None:
                 unknown.append(prediction)
             else:
-                plans.append(Plan(candidate, prediction, prediction.best.time_per_token_s))
+                plans.append(Candidate(candidate, prediction, prediction.best.time_per_token_s))
     fast = [plan for plan in plans if latency_ms is None or 1e3 * plan.time_per_token_s <= latency_ms]
     if not fast:
         raise UserError(_nothing(setup, batches, plans, latency_ms))
@@ -92,7 +92,7 @@ def search(
     return Plans(tuple(ranked), tuple(unknown), len(plans) - len(fast), too_large)
 
 
-def _candidates(setup: Setup, drafts: Sequence[DraftSpec], policies: Sequence[str], curves: Curves) -> Iterable[Setup]:
+def _setups(setup: Setup, drafts: Sequence[DraftChoice], policies: Sequence[str], curves: Curves) -> Iterable[Setup]:
     for draft in drafts:
         for policy in policies if draft.kind != "ngram" else policies[:1]:
             known = curves.budgets(setup.target_name, draft.name, policy)
@@ -103,7 +103,7 @@ def _candidates(setup: Setup, drafts: Sequence[DraftSpec], policies: Sequence[st
                     yield setup.at(draft=draft, policy=policy, budget=budget)
 
 
-def _nothing(setup: Setup, batches: Sequence[int] | None, plans: Sequence[Plan], latency_ms: float | None) -> str:
+def _nothing(setup: Setup, batches: Sequence[int] | None, plans: Sequence[Candidate], latency_ms: float | None) -> str:
     smallest = min(batches or (setup.batch,))
     if not plans:
         return (
@@ -114,7 +114,7 @@ def _nothing(setup: Setup, batches: Sequence[int] | None, plans: Sequence[Plan],
     return f"scenario.latency_ms={latency_ms}: the fastest plan takes {fastest:.1f} ms per token"
 
 
-def experiment_yaml(plan: Plan, command: str) -> str:
+def experiment_yaml(plan: Candidate, command: str) -> str:
     """The plan as the text of a file in conf/experiment, ready to run."""
     setup, prediction = plan.setup, plan.prediction
     kind = setup.draft.kind if prediction else "none"

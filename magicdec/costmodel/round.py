@@ -24,7 +24,7 @@ QUANTIZED_BYTES = {"int8": 1.0, "int4": 0.5}  # of a weight
 
 
 @dataclass(frozen=True)
-class DraftSpec:
+class DraftChoice:
     """What proposes: the target itself, its first `num_layers` layers, a model of its own, or the text (`ngram`), which
     takes no time to speak of.
     """
@@ -56,7 +56,7 @@ class Setup:
     hardware: Hardware
     batch: int
     context: int
-    draft: DraftSpec = DraftSpec()
+    draft: DraftChoice = DraftChoice()
     policy: str = "streaming"
     budget: int = 512
     target_name: str = "target"

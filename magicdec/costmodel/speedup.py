@@ -5,9 +5,7 @@ in any one unit, the same throughout. The model is that of MagicDec (arXiv 2408.
 Leviathan et al. (arXiv 2211.17192). Pure functions of floats.
 """
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -81,25 +79,6 @@ def speedup(
     return target / speculative_time(gamma, alpha, draft, verify, select, overhead)
 
 
-def best_gamma(
-    alpha: float,
-    target: float,
-    draft: Mapping[int, float],
-    verify: Mapping[int, float],
-    select: float = 0.0,
-    overhead: float = 0.0,
-) -> tuple[int, float]:
-    """The gamma of the keys of `verify` with the highest speedup, and that speedup; of equals the smallest.
-
-    `draft` and `verify` give T_D and T_V of each gamma (T_D may vary: a round's first draft step can cost more).
-    """
-    if not verify:
-        raise UserError("best_gamma needs at least one gamma")
-    speedups = {g: speedup(g, alpha, target, draft[g], verify[g], select, overhead) for g in sorted(verify)}
-    best = max(speedups, key=lambda g: speedups[g])
-    return best, speedups[best]
-
-
 def break_even_alpha(
     gamma: int, target: float, draft: float, verify: float, select: float = 0.0, overhead: float = 0.0
 ) -> float | None:
@@ -111,28 +90,16 @@ def break_even_alpha(
     return None if needed > gamma + 1 else alpha_from_acceptance_length(needed, gamma)
 
 
-class Ragged(NamedTuple):
-    """What unequal and unlucky rows make of a batch, as the tokens per round of an equivalent even one."""
+def batch_rounds(gamma: int, alpha: float, num_rows: int, num_tokens: int) -> float:
+    """Rounds until each of `num_rows` rows that are equally likely to be accepted has `num_tokens`, on average.
 
-    own: float  # from each row's own time per token: 1 / mean(1 / Omega_i)
-    wall: float  # from the batch's wall clock, which waits for its slowest row
-
-
-def ragged(gamma: int, alphas: Sequence[float], num_tokens: int) -> Ragged:
-    """Tokens per round of a batch whose row i accepts with `alphas[i]`, until each row has `num_tokens` of its own.
-
-    Rows finish by themselves, and every round costs the same, so a row's time per token is the round's time over its
-    own Omega. The wall clock takes the expected maximum over rows of the rounds they need, computed exactly from
-    the distribution of accepted tokens, cut where a row is done. Chance alone spreads equal rows.
+    A batch waits for its unluckiest row: the expected maximum over rows of the rounds that one needs, exact, from the
+    distribution of accepted tokens, cut where a row is done.
     """
-    if not alphas or num_tokens < 1:
-        raise UserError(f"ragged needs rows and tokens, not {len(alphas)} rows of {num_tokens} tokens")
-    own = 1.0 / float(np.mean([1.0 / omega(gamma, a) for a in alphas]))
-    finished_by_R = np.ones(num_tokens)
-    for alpha, rows in Counter(alphas).items():
-        finished_by_R *= _finished_by(gamma, alpha, num_tokens) ** rows
-    rounds = 1.0 + float(np.sum(1.0 - finished_by_R))  # E[max] = sum over r >= 0 of P(max > r)
-    return Ragged(own, num_tokens / rounds)
+    if num_rows < 1 or num_tokens < 1:
+        raise UserError(f"a batch needs rows and tokens, not {num_rows} rows of {num_tokens} tokens")
+    finished_by_R = _finished_by(gamma, alpha, num_tokens) ** num_rows
+    return 1.0 + float(np.sum(1.0 - finished_by_R))  # E[max] = sum over r >= 0 of P(max > r)
 
 
 def _finished_by(gamma: int, alpha: float, num_tokens: int) -> NDArray[np.float64]:

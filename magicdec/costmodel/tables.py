@@ -8,7 +8,7 @@ from typing import Any
 
 from magicdec.costmodel.hardware import Hardware, hardware_named
 from magicdec.costmodel.roofline import BF16
-from magicdec.costmodel.round import DraftSpec, Setup
+from magicdec.costmodel.round import DraftChoice, Setup
 from magicdec.errors import UserError
 from magicdec.models.config import ModelConfig
 
@@ -47,7 +47,7 @@ class Row:
 
     def setup(self, model: Callable[[str], ModelConfig], machine: Hardware | None = None) -> Setup:
         """The row as something to predict; `model` knows architectures by name. `machine` stands in for its name."""
-        draft = DraftSpec() if self.draft == "self" else DraftSpec("model", self.draft, model(self.draft))
+        draft = DraftChoice() if self.draft == "self" else DraftChoice("model", self.draft, model(self.draft))
         unlimited = self.kv_budget is None or self.kv_budget < 0  # the reference's -1
         return Setup(
             target=model(self.target),

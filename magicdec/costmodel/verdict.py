@@ -1,5 +1,6 @@
 """A prediction in a sentence."""
 
+from magicdec.costmodel.hardware import GIB
 from magicdec.costmodel.predict import AtGamma, Prediction
 
 BOUND_BY = {
@@ -57,5 +58,5 @@ def _reason(at: AtGamma) -> str:
 
 
 def _does_not_fit(prediction: Prediction) -> str:
-    needed, device = prediction.memory.total / 2**30, prediction.setup.hardware.device
-    return f"It needs {needed:.0f} GiB of {device.memory / 2**30:.0f} on each GPU, so it does not fit"
+    needed, device = prediction.memory.total / GIB, prediction.setup.hardware.device
+    return f"It needs {needed:.0f} GiB of {device.memory / GIB:.0f} on each GPU, so it does not fit"

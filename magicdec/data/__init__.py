@@ -3,11 +3,10 @@
 from typing import Any
 
 from magicdec.data import pg19, prompts, random, repeat, ruler, stdlib, text
-from magicdec.data.base import Document, Encoder, Prompts, cut_windows
-from magicdec.data.tokenizer import load_tokenizer
+from magicdec.data.base import Encoder, Prompts
 from magicdec.errors import UserError
 
-__all__ = ["CORPORA", "Document", "Encoder", "Prompts", "cut_windows", "load_prompts", "load_tokenizer"]
+__all__ = ["CORPORA", "Prompts", "load_prompts"]
 
 CORPORA = ("stdlib", "text", "prompts", "pg19", "repeat", "ruler", "random")
 

@@ -57,7 +57,7 @@ class Decoder:
         self.synthetic_acceptance = synthetic_acceptance
         self.device = cache.seqlens_B.device
         self.captures = Captures(self.device) if graphs and self.device.type == "cuda" else None
-        self._steps: dict[tuple[Draft | None, int | None], Cycle | AdaptiveCycle] = {}
+        self._cycles: dict[tuple[Draft | None, int | None], Cycle | AdaptiveCycle] = {}
 
     @torch.inference_mode()
     def prefill(self, chunk: int, progress: Progress = silent) -> float:
@@ -99,8 +99,8 @@ class Decoder:
         """Go back to the end of the prefill, which several passes share."""
         self.cache.rollback(self.state.prompt_len_B)
         self.state.start(self.first_tokens_B)
-        for step in self._steps.values():
-            step.restart()
+        for cycle in self._cycles.values():
+            cycle.restart()
 
     def round(self, draft: Draft, phase: int = 0) -> None:
         """Propose, verify, accept, commit: no host synchronisation, static shapes."""
@@ -137,7 +137,7 @@ class Decoder:
     @torch.inference_mode()
     def generate(self, draft: Draft | None = None, progress: Progress = silent) -> Generation:
         """Continue the prefilled prompts to their ends; `progress` is told of every round."""
-        step = self.step(draft)
+        cycle = self.cycle_for(draft)
         self.restart()
         with Stopwatch(self.device) as watch:
             if draft is not None:
@@ -146,45 +146,45 @@ class Decoder:
         clock, stop = Clock(self.device), _StopFlag(self.state.finished_B)
         clock.mark()
         while not stop.raised():
-            step()
+            cycle()
             clock.mark()
             stop.post()
             progress(1)
         seconds = clock.seconds()
         fixed = [draft.gamma if draft else 0] * len(seconds)
-        return self._collect(seconds, draft_seconds, step.gammas if isinstance(step, AdaptiveCycle) else fixed)
+        return self._collect(seconds, draft_seconds, cycle.gammas if isinstance(cycle, AdaptiveCycle) else fixed)
 
-    def step(self, draft: Draft | None) -> Cycle | AdaptiveCycle:
-        """The step for a draft, of its gamma or of the best of its gammas. What is captured or timed the first time
+    def cycle_for(self, draft: Draft | None) -> Cycle | AdaptiveCycle:
+        """The rounds of a draft, of its gamma or of the best of its gammas. What is captured or timed the first time
         disturbs the state, so `restart` follows.
         """
         if draft is None or not draft.gammas:
             return self.cycle(draft, draft.gamma if draft else 0)
-        if (draft, None) not in self._steps:
+        if (draft, None) not in self._cycles:
             cycles = {gamma: self.cycle(draft, gamma) for gamma in draft.gammas}
-            self._steps[draft, None] = AdaptiveCycle({0: self.cycle(None, 0)} | cycles, self.state)
-        return self._steps[draft, None]
+            self._cycles[draft, None] = AdaptiveCycle({0: self.cycle(None, 0)} | cycles, self.state)
+        return self._cycles[draft, None]
 
     def cycle(self, draft: Draft | None, gamma: int) -> Cycle:
-        """The captured (or plain) step for a draft that proposes `gamma` tokens."""
-        if (draft, gamma) not in self._steps:
+        """The captured (or plain) rounds of a draft that proposes `gamma` tokens."""
+        if (draft, gamma) not in self._cycles:
             bodies: list[Callable[[], None]] = [self.decode_token]
             if draft is not None:
                 bodies = [partial(self._round_of, draft, gamma, phase) for phase in range(draft.phases)]
             # Rows that finish in a rehearsal stay within their buffers; only the rounds are counted without an end.
             undo = self.state.forget_rounds
-            self._steps[draft, gamma] = Cycle([Step(body, self.captures, undo) for body in bodies])
-        step = self._steps[draft, gamma]
-        assert isinstance(step, Cycle)
-        return step
+            self._cycles[draft, gamma] = Cycle([Step(body, self.captures, undo) for body in bodies])
+        cycle = self._cycles[draft, gamma]
+        assert isinstance(cycle, Cycle)
+        return cycle
 
     def _round_of(self, draft: Draft, gamma: int, phase: int) -> None:
         draft.gamma = gamma
         self.round(draft, phase)
 
-    def forget_steps(self) -> None:
+    def forget_cycles(self) -> None:
         """Release captures, and what they hold."""
-        self._steps.clear()
+        self._cycles.clear()
 
     def _collect(self, round_seconds: list[float], draft_seconds: float, gammas: list[int]) -> Generation:
         """Read the counters back, once."""

@@ -37,7 +37,7 @@ class Batch:
 
     def close(self) -> None:
         """Free its memory at once, though the caller's variable may live on until the next batch is bound to it."""
-        self.decoder.forget_steps()  # they hold the caches in a circle
+        self.decoder.forget_cycles()  # they hold the caches in a circle
         vars(self).clear()
 
 
@@ -101,6 +101,6 @@ class NativeEngine:
 def warm_up(batch: Batch) -> None:
     """One step of each kind, before anything is timed: thread pools, kernels, graphs."""
     batch.restart()
-    batch.decoder.step(None)()
+    batch.decoder.cycle_for(None)()
     if batch.draft is not None:
-        batch.decoder.step(batch.draft)()
+        batch.decoder.cycle_for(batch.draft)()

@@ -10,8 +10,6 @@ import torch
 
 from magicdec.models.config import ModelConfig
 
-GIB = 1 << 30
-
 
 def kv_bytes(config: ModelConfig, num_tokens: int, dtype: torch.dtype) -> int:
     """Bytes of keys and values of `num_tokens` tokens of one sequence."""

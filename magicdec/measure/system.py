@@ -13,8 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from magicdec.costmodel.hardware import GIB
+
 PERIOD_S = 5.0
-GIB = 1 << 30
 Row = dict[str, float]
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from magicdec.config import Config, to_dict
+from magicdec.costmodel.hardware import GIB
 from magicdec.errors import UserError
 from magicdec.mistakes import unread, warnings
 from magicdec.scenarios.outcome import Outcome
@@ -130,7 +131,7 @@ def _measure(plan: Any, name: str, settings: dict[str, Any], job: Job) -> None:
             this.finish(outcome.metrics, outcome.generations, outcome.history, outcome.samples, outcome.system)
         except BaseException as error:
             reason, kind = _reason(error, plan.config)
-            this.fail(reason, kind)
+            this.fail(reason, kind, getattr(error, "history", ()))
             if kind == "out_of_memory":
                 raise UserError(reason) from error
             raise
@@ -145,7 +146,7 @@ def _list(plan: Any, name: str, job: Job) -> None:
     stored = load_run(Path(plan.config.runs_dir, name))
     state = stored.get("kind") or stored.get("status") or "new"
     typed = " ".join(text for text in job.overrides if not text.startswith("sweep."))
-    print(f"{name}  {state:13}  {_num_bytes(plan) / 2**30:8.2f} GiB  {typed}", flush=True)
+    print(f"{name}  {state:13}  {_num_bytes(plan) / GIB:8.2f} GiB  {typed}", flush=True)
 
 
 def _num_bytes(plan: Any) -> float:

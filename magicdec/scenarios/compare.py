@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 from magicdec import build
 from magicdec.costmodel.beside import beside, published
-from magicdec.costmodel.hardware import device_in
-from magicdec.costmodel.speedup import speculative_time
+from magicdec.costmodel.hardware import GIB, device_in
+from magicdec.costmodel.speedup import batch_rounds, round_time
+from magicdec.costmodel.speedup import speedup as formula_speedup
 from magicdec.data import Prompts
 from magicdec.decoding.audit import Audit, audit
 from magicdec.decoding.decoder import Decoder, Generation
@@ -87,7 +88,7 @@ def compare(plan: Plan, progress: Progress) -> Outcome:
         times = profile_round(batch, config.scenario.profile_repeats)
     results |= {f"time/{name}": value for name, value in times.items()}
     results |= _memory(batch, peak, estimate)  # first: measuring the bandwidth takes memory of its own
-    results |= _formula(results, gamma) | _roofline(plan, batch, times)
+    results |= _formula(plan, results, gamma) | _roofline(plan, batch, times)
     results |= _predicted(plan, results, gamma)
     history = _history(passes[0])
     return Outcome(results, outputs.rows(config.data.save_prompts), history, outputs.samples(tokenizer))
@@ -118,14 +119,21 @@ def _lossless(audits: list[Audit]) -> Metrics:
     }
 
 
-def _formula(results: Metrics, gamma: int) -> Metrics:
-    """The speedup that the paper's formula gives for the times and the acceptance just measured."""
+def _formula(plan: Plan, results: Metrics, gamma: int) -> Metrics:
+    """What the paper's formula gives for the times and the acceptance just measured: for a row, and in wall clock for
+    the batch, which waits for its unluckiest row. That is told where all rows are to become equally long.
+    """
     if "alpha" not in results:
         return {}
     names = ("time/target_decode_ms", "time/draft_ms", "time/verify_ms", "alpha", "speedup")
     decode, draft, verify, alpha, speedup = (float(results[name] or 0.0) for name in names)
-    formula = decode / speculative_time(gamma, alpha, draft, verify)
-    return {"formula/speedup": formula, "formula/speedup_error": formula / speedup - 1}
+    formula = formula_speedup(gamma, alpha, decode, draft, verify)
+    found: Metrics = {"formula/speedup": formula, "formula/speedup_error": formula / speedup - 1}
+    if plan.config.sampling.ignore_eos:
+        rows, steps = int(plan.config.batch.size), plan.config.batch.generate_len - 1  # the prefill gives the first
+        rounds = batch_rounds(gamma, alpha, rows, steps)
+        found["formula/speedup_wall"] = steps * decode / (rounds * round_time(gamma, draft, verify))
+    return found
 
 
 def _roofline(plan: Plan, batch: Batch, times: dict[str, float]) -> Metrics:
@@ -161,10 +169,10 @@ def _predicted(plan: Plan, results: Metrics, gamma: int) -> Metrics:
 
 def _memory(batch: Batch, peak: memory.Peak, estimate: Footprint) -> Metrics:
     return {
-        "memory/peak_gib": peak.num_bytes / memory.GIB,
-        "memory/estimated_gib": estimate.total / memory.GIB,
-        "memory/target_kv_gib": batch.decoder.cache.num_bytes / memory.GIB,
-        "memory/draft_kv_gib": batch.draft.cache_bytes / memory.GIB if batch.draft else 0.0,
+        "memory/peak_gib": peak.num_bytes / GIB,
+        "memory/estimated_gib": estimate.total / GIB,
+        "memory/target_kv_gib": batch.decoder.cache.num_bytes / GIB,
+        "memory/draft_kv_gib": batch.draft.cache_bytes / GIB if batch.draft else 0.0,
     }
 
 

@@ -3,18 +3,17 @@
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from magicdec.config import Config, ModelChoice
+from magicdec.config import ROWS_ON, Config, ModelChoice
 from magicdec.costmodel import acceptance, beside
 from magicdec.costmodel.acceptance import Curves
 from magicdec.costmodel.architectures import architecture
 from magicdec.costmodel.hardware import OWN_STACK, Hardware, configured, device_in
 from magicdec.costmodel.policies import Settings
-from magicdec.costmodel.round import DraftSpec, Setup, memory
+from magicdec.costmodel.round import DraftChoice, Setup, memory
 from magicdec.errors import UserError
+from magicdec.mistakes import check_length
 from magicdec.models.config import ModelConfig
 from magicdec.tracking.reader import iter_runs
-
-ROWS = 64  # batch.size=auto on a GPU
 
 
 @dataclass(frozen=True)
@@ -40,14 +39,9 @@ class Foreseen:
 def foresee(config: Config) -> Foreseen:
     """Resolve `auto` and find the mistakes that a prediction would meet."""
     if config.batch.size == "auto":
-        config = replace(config, batch=replace(config.batch, size=ROWS))
-    target, batch = _architecture("target", config.target), config.batch
-    longest = target.max_position_embeddings
-    if batch.context_len + batch.generate_len > longest:
-        raise UserError(
-            f"batch.context_len={batch.context_len} + batch.generate_len={batch.generate_len} exceeds the target's "
-            f"maximum of {longest} tokens; batch.context_len={longest - batch.generate_len} would fit"
-        )
+        config = replace(config, batch=replace(config.batch, size=ROWS_ON["cuda"]))
+    target = _architecture("target", config.target)
+    check_length(config, target.max_position_embeddings)
     setup = Setup(
         target=target,
         hardware=_machine(config),
@@ -114,9 +108,9 @@ def doubts(plan: Any) -> list[str]:
     return [found] if found else []
 
 
-def draft_named(name: str) -> DraftSpec:
+def draft_named(name: str) -> DraftChoice:
     """A draft as scenario.drafts names it: `self`, `ngram`, or a target by name."""
-    return DraftSpec(name, name) if name in ("self", "ngram") else DraftSpec("model", name, architecture(name))
+    return DraftChoice(name, name) if name in ("self", "ngram") else DraftChoice("model", name, architecture(name))
 
 
 def curves(config: Config) -> Curves:
@@ -129,21 +123,21 @@ def task_of(config: Config) -> str:
     return acceptance.task_name(config.data.name, config.data.task, config.sampling.temperature)
 
 
-def _draft(config: Config) -> DraftSpec:
+def _draft(config: Config) -> DraftChoice:
     draft = config.draft
     if config.scenario.name == "plan":  # which has drafts of its own
-        return DraftSpec()
+        return DraftChoice()
     if draft.name == "none":
         raise UserError("draft=none: there is no speculation to predict; choose draft=self or draft=model")
     return _spec(config, _architecture("draft.model", draft.model) if draft.model else None)
 
 
-def _spec(config: Config, model: ModelConfig | None) -> DraftSpec:
+def _spec(config: Config, model: ModelConfig | None) -> DraftChoice:
     draft = config.draft
     name = acceptance.draft_name(draft.name, draft.model.name if draft.model else None, draft.num_layers)
     num_layers = draft.num_layers if draft.name == "layer_skip" else None
     model = model if draft.name == "model" else None
-    return DraftSpec(draft.name, name, model, draft.tensor_parallel, draft.quantization, num_layers)
+    return DraftChoice(draft.name, name, model, draft.tensor_parallel, draft.quantization, num_layers)
 
 
 def _settings(config: Config) -> Settings:

@@ -1,10 +1,22 @@
 """What a scenario hands to the tracking: plain data, no tensors."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # it imports PyTorch, which a prediction does not wait for
     from magicdec.measure.metrics import Metrics
+
+
+@contextmanager
+def kept(history: list[dict]) -> Iterator[None]:
+    """Let whatever ends the work within carry the rows so far, as `history`: hours may be in them."""
+    try:
+        yield
+    except BaseException as error:
+        error.history = history  # type: ignore[attr-defined]
+        raise
 
 
 @dataclass

@@ -3,8 +3,9 @@ out (the profile of a round, the logits of the audit, the cost model).
 """
 
 from magicdec import build
+from magicdec.costmodel.hardware import GIB
 from magicdec.engines.peer import Counts, Peer, PeerGeneration
-from magicdec.measure import memory, metrics
+from magicdec.measure import metrics
 from magicdec.measure.gpu import Watch
 from magicdec.measure.metrics import Metrics
 from magicdec.resolve import Plan
@@ -44,7 +45,7 @@ def peer(plan: Plan, progress: Progress) -> Outcome:
         results |= counts.metrics(gamma) | {"gamma": gamma, "acceptance/source": "measured"}
         audited = plan.is_audited
         results["lossless/identical"] = outputs.speculative == outputs.autoregressive if audited else None
-    results |= outputs.accuracy(tokenizer) | {"memory/peak_gib": peak / memory.GIB}
+    results |= outputs.accuracy(tokenizer) | {"memory/peak_gib": peak / GIB}
     return Outcome(results, outputs.rows(config.data.save_prompts), samples=outputs.samples(tokenizer))
 
 

@@ -7,7 +7,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from magicdec.config import Config
-from magicdec.costmodel.planner import FOUND_BY, Plan, Plans, experiment_yaml, search
+from magicdec.costmodel.planner import FOUND_BY, Candidate, Plans, experiment_yaml, search
 from magicdec.costmodel.predict import Prediction
 from magicdec.costmodel.round import Setup
 from magicdec.errors import UserError
@@ -79,7 +79,7 @@ def render(plans: Plans) -> Group:
     return Group(table, *([unknown] if plans.unknown else []), left_out)
 
 
-def _facts(one: Plan) -> dict[str, float | int | str]:
+def _facts(one: Candidate) -> dict[str, float | int | str]:
     setup, drafts = one.setup, one.prediction is not None
     return {
         "batch_size": setup.batch,
@@ -93,7 +93,7 @@ def _facts(one: Plan) -> dict[str, float | int | str]:
     }
 
 
-def _cells(one: Plan) -> list[str]:
+def _cells(one: Candidate) -> list[str]:
     rates = [f"{one.tokens_per_second:,.0f}", f"{1e3 * one.time_per_token_s:.1f}", f"{one.speedup:.2f}"]
     if one.prediction is None:
         return [str(one.setup.batch), "none", "", "", "", *rates]

@@ -4,13 +4,14 @@ from dataclasses import replace
 from itertools import product
 
 from magicdec import build
+from magicdec.costmodel.hardware import GIB
 from magicdec.data import load_prompts
 from magicdec.engines.native import warm_up
 from magicdec.measure import memory
 from magicdec.measure.metrics import Metrics
 from magicdec.measure.profile import profile_round
 from magicdec.resolve import Plan
-from magicdec.scenarios.outcome import Outcome
+from magicdec.scenarios.outcome import Outcome, kept
 from magicdec.tracking.progress import Progress
 
 
@@ -21,8 +22,8 @@ def profile(plan: Plan, progress: Progress) -> Outcome:
     peak = memory.Peak(plan.device)
     engine = build.engine(plan, progress)
     points = list(product(scenario.batch_sizes, scenario.context_lens, scenario.gammas))
-    history = []
-    with progress.task("profiling", total=len(points)) as task:
+    history: list[dict] = []
+    with kept(history), progress.task("profiling", total=len(points)) as task:
         for batch_size, context_len, gamma in points:
             prompts = load_prompts(
                 "random",
@@ -40,5 +41,5 @@ def profile(plan: Plan, progress: Progress) -> Outcome:
             point = {"batch_size": batch_size, "context_len": context_len, "gamma": gamma}
             history.append(point | {f"time/{name}": value for name, value in times.items()})
             task.advance(1)
-    metrics: Metrics = {"device": plan.device_name, "memory/peak_gib": peak.num_bytes / memory.GIB}
+    metrics: Metrics = {"device": plan.device_name, "memory/peak_gib": peak.num_bytes / GIB}
     return Outcome(metrics | plan.sources, history=history)

@@ -15,12 +15,13 @@ from rich.text import Text
 
 from magicdec import build
 from magicdec.config import to_dict
+from magicdec.costmodel.hardware import GIB
 from magicdec.data import Prompts
 from magicdec.engines.native import NativeEngine
 from magicdec.measure import memory
 from magicdec.measure.metrics import Metrics
 from magicdec.resolve import Plan
-from magicdec.scenarios.outcome import Outcome
+from magicdec.scenarios.outcome import Outcome, kept
 from magicdec.serving.engine import AsyncEngine
 from magicdec.serving.load import Job, Level, acceptance, load_metrics, run
 from magicdec.serving.request import Params, Request
@@ -53,17 +54,18 @@ def serve(plan: Plan, progress: Progress) -> Outcome:
     levels = [Level("concurrency", users) for users in scenario.concurrencies]
     levels += [Level("rate", rate) for rate in scenario.rates]
     history: list[dict[str, Any]] = []
-    for level in levels:
-        # A row without a request costs as much as one with it: no more slots than users.
-        rows = min(int(level.value), int(batch.size)) if level.kind == "concurrency" else int(batch.size)
-        slots = _slots(plan, engine, rows)
-        if isinstance(slots, SharedSlots) and dist.get_rank() > 0:
-            slots.follow()
-            continue
-        measured = {way: _measure(slots, way, level, jobs, plan, progress) for way in _ways(engine)}
-        history.append({level.kind: level.value} | _level_metrics(measured, plan))
-        held = _memory(slots, peak)
-        slots.close()  # or the caches of two levels would be held at once
+    with kept(history):
+        for level in levels:
+            # A row without a request costs its share of the matmuls: no more slots than users.
+            rows = min(int(level.value), int(batch.size)) if level.kind == "concurrency" else int(batch.size)
+            slots = _slots(plan, engine, rows)
+            if isinstance(slots, SharedSlots) and dist.get_rank() > 0:
+                slots.follow()
+                continue
+            measured = {way: _measure(slots, way, level, jobs, plan, progress) for way in _ways(engine)}
+            history.append({level.kind: level.value} | _level_metrics(measured, plan))
+            held = _memory(slots, peak)
+            slots.close()  # or the caches of two levels would be held at once
     if not history:  # a rank that has followed
         return Outcome({})
     results: Metrics = {"data/fingerprint": prompts.fingerprint, "device": plan.device_name, **plan.sources}
@@ -149,9 +151,9 @@ def _level_metrics(measured: Mapping[str, tuple[list[Request], float]], plan: Pl
 def _memory(slots: Slots, peak: memory.Peak) -> Metrics:
     batches = (slots.batch, slots.single)
     return {
-        "memory/peak_gib": peak.num_bytes / memory.GIB,
-        "memory/target_kv_gib": sum(batch.decoder.cache.num_bytes for batch in batches) / memory.GIB,
-        "memory/draft_kv_gib": sum(batch.draft.cache_bytes for batch in batches if batch.draft) / memory.GIB,
+        "memory/peak_gib": peak.num_bytes / GIB,
+        "memory/target_kv_gib": sum(batch.decoder.cache.num_bytes for batch in batches) / GIB,
+        "memory/draft_kv_gib": sum(batch.draft.cache_bytes for batch in batches if batch.draft) / GIB,
     }
 
 

@@ -129,14 +129,16 @@ class Run:
             )
         self.result, self._earlier = result, None
 
-    def fail(self, reason: str, kind: str) -> None:
-        """Mark this attempt as failed: `kind` is invalid, out_of_memory, crashed or interrupted.
+    def fail(self, reason: str, kind: str, history: Sequence[Mapping] = ()) -> None:
+        """Mark this attempt as failed: `kind` is invalid, out_of_memory, crashed or interrupted. `history` is what it
+        has found out so far, which never takes the place of an earlier attempt's.
 
         Never raises for a disk that refuses: there is an error on its way already, and it is the one to be seen.
         """
         self.result |= {"status": "failed", "kind": kind, "reason": reason, "finished": _now()}
         try:
-            _write_atomically({self._result_path: [self._result_text]})
+            rows = {self.folder / "history.jsonl": map(_json_line, history)} if history and not self._earlier else {}
+            _write_atomically(rows | {self._result_path: [self._result_text]})
         except OSError as error:
             log.warning("%s could not be marked as failed: %s", self.folder, error)
 

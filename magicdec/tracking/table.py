@@ -183,7 +183,9 @@ def _steps(metrics: Metrics) -> Iterator[tuple[str, Text]]:
         if speedup := _number(metrics.get(f"{name}/speedup")):
             error = _number(metrics.get(f"{name}/speedup_error"))
             off = f", {error:+.0%} off" if error is not None else ""
-            yield f"{name} speedup", Text(f"{speedup:.2f}x {source}{off}")
+            wall = _number(metrics.get(f"{name}/speedup_wall"))
+            in_all = f", wall {wall:.2f}x" if wall else ""
+            yield f"{name} speedup", Text(f"{speedup:.2f}x {source}{off}{in_all}")
 
 
 def _memory(metrics: Metrics) -> Iterator[tuple[str, Text]]:

@@ -126,7 +126,7 @@ def test_verify_guided_is_refreshed_every_so_many_rounds():
         small_model(), random_prompts([60]), draft_name="self", policy="verify_guided", gamma=2, budget=16, refresh=3
     )
     batch.restart()
-    step, cache, chosen = batch.decoder.step(batch.draft), batch.draft.cache, []
+    step, cache, chosen = batch.decoder.cycle_for(batch.draft), batch.draft.cache, []
     for _ in range(7):
         step()
         chosen.append(cache.chosen_LBKN.clone())

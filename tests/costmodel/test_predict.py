@@ -11,7 +11,7 @@ from magicdec.costmodel.acceptance import Curves, published
 from magicdec.costmodel.hardware import hardware_named
 from magicdec.costmodel.planner import experiment_yaml, search
 from magicdec.costmodel.predict import critical_context, predict
-from magicdec.costmodel.round import DraftSpec, Setup
+from magicdec.costmodel.round import DraftChoice, Setup
 from magicdec.costmodel.verdict import verdict
 from magicdec.errors import UserError
 
@@ -135,7 +135,7 @@ def test_mistakes_are_named(setup):
 
 @pytest.fixture
 def drafts(model):
-    return DraftSpec(), DraftSpec("model", "llama-3.2-1b", model("llama-3.2-1b"))
+    return DraftChoice(), DraftChoice("model", "llama-3.2-1b", model("llama-3.2-1b"))
 
 
 def test_plans_are_ranked_by_throughput_within_the_bounds(setup, drafts):

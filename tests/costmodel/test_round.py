@@ -2,7 +2,7 @@ import pytest
 
 from magicdec.costmodel.policies import POLICIES, Settings
 from magicdec.costmodel.roofline import Pass, step_time
-from magicdec.costmodel.round import DraftSpec, Setup, memory, round_times
+from magicdec.costmodel.round import DraftChoice, Setup, memory, round_times
 from magicdec.errors import UserError
 
 
@@ -49,7 +49,7 @@ def test_drafts_without_exact_kv_feed_two_tokens_first(setup):
 
 def test_independent_drafts_run_on_all_ranks_and_the_references_on_at_most_four(setup, model):
     def ranks(name, count, tensor_parallel=None, stack="reference-2024-11"):
-        draft = DraftSpec("model", name, model(name), tensor_parallel)
+        draft = DraftChoice("model", name, model(name), tensor_parallel)
         return setup(count=count, draft=draft, stack=stack).draft_ranks
 
     assert ranks("llama-3.2-1b", 8, stack="magicdec") == 8
@@ -66,15 +66,15 @@ def test_late_choice_of_tokens_is_paid_by_the_round(setup):
 
 
 def test_ngram_drafts_take_no_time(setup):
-    times = round_times(setup(draft=DraftSpec("ngram", "ngram")), 3)
+    times = round_times(setup(draft=DraftChoice("ngram", "ngram")), 3)
     assert times.draft.total == times.select.total == 0.0
 
 
 def test_quantized_drafts_read_fewer_bytes(setup):
-    plain, small = (round_times(setup(batch=1, draft=DraftSpec(quantization=q)), 3).draft for q in ("none", "int4"))
+    plain, small = (round_times(setup(batch=1, draft=DraftChoice(quantization=q)), 3).draft for q in ("none", "int4"))
     assert small.weights == pytest.approx(plain.weights / 4, rel=0.01)
     # ... and are a copy beside the target's weights.
-    assert memory(setup(draft=DraftSpec(quantization="int4")), 3).draft_weights > 0
+    assert memory(setup(draft=DraftChoice(quantization="int4")), 3).draft_weights > 0
     assert memory(setup(), 3).draft_weights == 0
 
 
@@ -104,15 +104,15 @@ def test_the_settings_of_a_policy_count(setup):
 
 
 def test_skipped_layers_cost_nothing(setup):
-    whole, half = setup(), setup(draft=DraftSpec("layer_skip", "layer_skip-16", num_layers=16))
+    whole, half = setup(), setup(draft=DraftChoice("layer_skip", "layer_skip-16", num_layers=16))
     times = [round_times(one, 3).draft for one in (whole, half)]
     assert times[1].kv == pytest.approx(times[0].kv / 2)
     assert memory(half, 3).draft_weights == 0
     assert memory(half, 3).draft_kv == pytest.approx(memory(whole, 3).draft_kv / 2)
     with pytest.raises(UserError, match=r"draft.num_layers=32: must be from 1 to 31"):
-        setup(draft=DraftSpec("layer_skip", "layer_skip-32", num_layers=32))
+        setup(draft=DraftChoice("layer_skip", "layer_skip-32", num_layers=32))
     with pytest.raises(UserError, match="for draft=layer_skip alone"):
-        DraftSpec("self", num_layers=3)
+        DraftChoice("self", num_layers=3)
 
 
 def test_memory_counts_weights_and_both_caches(setup, model):
@@ -124,7 +124,7 @@ def test_memory_counts_weights_and_both_caches(setup, model):
     assert memory(setup(policy="full"), 4).draft_kv == 0  # reads the target's own
     assert memory(setup(policy="quest"), 4).draft_kv == 0  # likewise, through indices
     draft = model("llama-3.2-1b")
-    independent = memory(setup(draft=DraftSpec("model", "llama-3.2-1b", draft)), 4)
+    independent = memory(setup(draft=DraftChoice("model", "llama-3.2-1b", draft)), 4)
     assert independent.draft_weights == draft.num_parameters * 2 / 8
 
 
@@ -151,8 +151,8 @@ def test_gamma_and_draft_mistakes_are_named(setup):
     with pytest.raises(UserError, match="gamma=0"):
         round_times(setup(), 0)
     with pytest.raises(UserError, match="draft=hierarchical"):
-        DraftSpec("hierarchical")
+        DraftChoice("hierarchical")
     with pytest.raises(UserError, match="int3"):
-        DraftSpec(quantization="int3")
+        DraftChoice(quantization="int3")
     with pytest.raises(UserError, match="draft=model"):
-        DraftSpec("model", "llama-3.2-1b")
+        DraftChoice("model", "llama-3.2-1b")

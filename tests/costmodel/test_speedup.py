@@ -65,37 +65,21 @@ def test_break_even_is_where_speedup_crosses_one(gamma, target, draft, verify):
         assert s.speedup(gamma, alpha, target, draft, verify) == pytest.approx(1.0, abs=1e-6)
 
 
-def test_best_gamma_grows_with_alpha_and_takes_the_smallest_of_equals():
-    verify = {g: 1.0 + 0.02 * g for g in range(1, 17)}
-    draft = dict.fromkeys(verify, 0.1)
-    best = [s.best_gamma(alpha, 1.0, draft, verify)[0] for alpha in (0.3, 0.6, 0.9, 1.0)]
-    assert best == sorted(best)
-    assert best[-1] == 16
-    # A proposal is never accepted: every gamma but the smallest only adds cost.
-    assert s.best_gamma(0.0, 1.0, draft, verify)[0] == 1
-
-
-def test_rows_of_different_acceptance_are_slower_than_their_mean():
-    spread = s.ragged(3, [0.5, 0.9], 64)
-    assert spread.own < s.omega(3, 0.7)
-    assert s.ragged(3, [0.7, 0.7], 64).own == pytest.approx(s.omega(3, 0.7))
-
-
-@pytest.mark.parametrize("alphas", [[0.8] * 8, [0.6] * 4 + [0.9] * 4])
-def test_the_wall_clock_of_a_ragged_batch_matches_a_simulation(alphas):
-    gamma, num_tokens, trials = 3, 32, 4000
+@pytest.mark.parametrize("alpha", [0.6, 0.9])
+def test_the_rounds_of_a_batch_match_a_simulation(alpha):
+    gamma, num_rows, num_tokens, trials = 3, 8, 32, 4000
     rng = np.random.default_rng(1)
-    accepted = rng.random((trials, len(alphas), num_tokens, gamma)) < np.array(alphas)[:, None, None]
+    accepted = rng.random((trials, num_rows, num_tokens, gamma)) < alpha
     lengths = accepted.cumprod(axis=-1).sum(axis=-1) + 1
     rounds = (lengths.cumsum(axis=-1) < num_tokens).sum(axis=-1) + 1
-    expected = num_tokens / rounds.max(axis=1).mean()
-    assert s.ragged(gamma, alphas, num_tokens).wall == pytest.approx(expected, rel=0.01)
+    assert s.batch_rounds(gamma, alpha, num_rows, num_tokens) == pytest.approx(rounds.max(axis=1).mean(), rel=0.01)
 
 
 def test_a_batch_waits_for_its_unluckiest_row_by_a_fifth():
     # 24 rows x 64 tokens: 20-25% is what equal rows lose to chance alone.
-    even = s.ragged(3, [0.8] * 24, 64)
-    assert 1.15 < even.own / even.wall < 1.30
+    assert 1.15 < s.batch_rounds(3, 0.8, 24, 64) / s.batch_rounds(3, 0.8, 1, 64) < 1.30
+    assert s.batch_rounds(3, 1.0, 24, 64) == 16
+    assert s.batch_rounds(3, 0.0, 24, 64) == 64
 
 
 @pytest.mark.parametrize(
@@ -104,8 +88,7 @@ def test_a_batch_waits_for_its_unluckiest_row_by_a_fifth():
         (lambda: s.omega(3, 1.2), "alpha=1.2"),
         (lambda: s.omega(-1, 0.5), "gamma=-1"),
         (lambda: s.alpha_from_acceptance_length(float("nan"), 3), "acceptance_length"),
-        (lambda: s.ragged(3, [], 5), "0 rows"),
-        (lambda: s.best_gamma(0.5, 1.0, {}, {}), "gamma"),
+        (lambda: s.batch_rounds(3, 0.5, 0, 5), "0 rows"),
     ],
 )
 def test_mistakes_are_named(call, names):

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 import magicdec
-from magicdec.data import load_prompts, load_tokenizer, stdlib
+from magicdec.data import load_prompts, stdlib
+from magicdec.data.tokenizer import load_tokenizer
 from magicdec.errors import UserError
 
 TINY = Path(magicdec.__file__).parent / "models" / "tiny"

@@ -1,12 +1,11 @@
 """Adaptive gamma: the choice against the cost model's arithmetic, and lossless whatever is chosen."""
 
 import itertools
-import time
 
 import pytest
 import torch
 
-from magicdec.costmodel.speedup import best_gamma, omega
+from magicdec.costmodel.speedup import omega, speedup
 from magicdec.decoding.adaptive import AdaptiveCycle
 from magicdec.decoding.audit import audit
 from magicdec.decoding.state import State
@@ -53,8 +52,7 @@ def test_it_ends_at_the_best_gamma_or_where_none_pays(monkeypatch, alpha, draft)
     adaptive = simulated(monkeypatch, alpha, draft, verify=1.1)
     for _ in range(ROUNDS):
         adaptive()
-    verify = {gamma: 1.1 + 0.02 * gamma for gamma in GAMMAS}
-    speedups = {gamma: best_gamma(alpha, 1.0, {gamma: draft}, {gamma: verify[gamma]})[1] for gamma in GAMMAS} | {0: 1.0}
+    speedups = {gamma: speedup(gamma, alpha, 1.0, draft, 1.1 + 0.02 * gamma) for gamma in GAMMAS} | {0: 1.0}
     reached = speedups[adaptive.gammas[-1]]
     assert reached >= max(speedups.values()) * 0.93  # the margin, and an estimate from some forty rounds
     assert adaptive.gammas[-1] == 0 or adaptive.alpha == pytest.approx(alpha, abs=0.12)
@@ -72,16 +70,6 @@ def test_not_knowing_alpha_costs_little(monkeypatch, alpha, draft):
         tokens += omega(adaptive.gammas[-1], alpha)
     best = min(cost / omega(gamma, alpha) for gamma, cost in adaptive._seconds.items())
     assert seconds / tokens < 1.05 * best
-
-
-def test_choosing_costs_less_than_a_percent_of_a_short_round(monkeypatch):
-    """Of one of 10 ms, in processor time; it takes a tenth of that limit."""
-    adaptive = simulated(monkeypatch, 0.8, 0.1, verify=1.1)
-    monkeypatch.setattr(Simulated, "__call__", lambda self: None)
-    before = time.process_time()
-    for _ in range(ROUNDS):
-        adaptive()
-    assert time.process_time() - before < ROUNDS * 0.01 * 10e-3
 
 
 def test_it_follows_a_change_and_does_not_flutter(monkeypatch):

@@ -8,7 +8,7 @@ import torch
 from magicdec import build
 from magicdec.config import compose
 from magicdec.errors import UserError
-from magicdec.scenarios import Job, run
+from magicdec.scenarios import Job, profile, run
 from tests.test_run import SMALL
 
 
@@ -43,3 +43,15 @@ def test_failures_during_the_run(tmp_path, monkeypatch, failure, raised, kind):
     if kind == "out_of_memory":
         assert "\n" not in str(caught.value)
         assert "batch.size=2 at batch.context_len=256: out of memory" in result["reason"]
+
+
+def test_what_a_run_has_measured_before_it_failed_is_kept(tmp_path, monkeypatch):
+    measured = iter([{"verify_ms": 1.5}, {"verify_ms": 2.5}])
+    monkeypatch.setattr(profile, "profile_round", lambda *_: next(measured, None) or crash())
+    points = ["scenario.batch_sizes=[1,2]", "scenario.context_lens=[64]", "scenario.gammas=[1,2]"]
+    config = compose([*SMALL, "scenario=profile", *points, f"runs_dir={tmp_path}"])
+    with pytest.raises(ZeroDivisionError):
+        run(config, Job())
+    (path,) = tmp_path.glob("*/history.jsonl")
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(row["batch_size"], row["gamma"], row["time/verify_ms"]) for row in rows] == [(1, 1, 1.5), (1, 2, 2.5)]

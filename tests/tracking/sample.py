@@ -51,6 +51,7 @@ METRICS = {
     "time/round_ms": 34.0,
     "formula/speedup": 2.08,
     "formula/speedup_error": 0.107,
+    "formula/speedup_wall": 1.75,
     "memory/peak_gib": 1.234,
     "memory/target_kv_gib": 0.2,
     "memory/draft_kv_gib": 0.0061,

@@ -47,7 +47,7 @@ def test_figures_of_both_ways():
         "acceptance length 3.89 tokens per round, of at most 5",
         "lossless          yes, identical to autoregressive; max logit gap 1.2e-06",
         "step times, ms    target T_T 18.1, draft T_D 3.21, verify T_V 21.0, round 34.0",
-        "formula speedup   2.08x from step times and acceptance, +11% off",
+        "formula speedup   2.08x from step times and acceptance, +11% off, wall 1.75x",
         "memory, GiB       peak 1.23, target's KV cache 0.2, draft's 0.0061",
         "results           runs/2f0c1a9b7e31",
         f"send to W&B       {COMMAND}",
