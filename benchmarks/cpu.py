@@ -7,7 +7,9 @@ Comparisons are ratios within one run: a shared machine's absolute times drift.
 """
 
 import argparse
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from multiprocessing import get_context
 from statistics import median
 
 import torch
@@ -100,8 +102,10 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one small cell; write nothing")
     quick = parser.parse_args().quick
     speeds, parts, peers, memories = [], [], [], []
+    # Each in a process of its own, which has no memory of the one before.
+    processes = ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1)
     for context, batch in ((512, 2),) if quick else CELLS:
-        rows, prompts, used, attention = cell(context, batch)
+        rows, prompts, used, attention = processes.submit(cell, context, batch).result()
         where = [f"{context:,}", str(batch)]
         for row in rows:
             name = [*where, row["draft"], str(row["gamma"])]
@@ -152,9 +156,7 @@ The machine is a shared one: ratios hold, absolute times drift.
 ## Transformers on the same prompts, ms per token (and times ours, autoregressive)
 
 {peers}
-## Memory that the process grew by, from before the weights were loaded
-
-Less than what a cell needs, where the process still had memory of a cell before it.
+## Memory that a process of its own grew by, from before the weights were loaded
 
 {memories}"""
 

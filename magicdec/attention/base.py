@@ -33,7 +33,7 @@ class Attention(ABC, Generic[Plan]):
     # Whether a CUDA graph can capture it: one that reads lengths on the host cannot be.
     captured: ClassVar[bool] = True
     # How many scores of a query and a slot a scoring pass holds at a time, in fp32: the fewer, the more passes.
-    scores_at_once: ClassVar[int] = 1 << 26
+    scores_at_once: int = 1 << 26
 
     @classmethod
     def obstacle(cls, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:

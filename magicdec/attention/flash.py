@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from magicdec.attention.kernel import KernelAttention, KernelPlan
+from magicdec.attention.kernel import KernelPlan, LibraryAttention, gpu_obstacle
 
 MAX_HEAD_DIM = 256
 FEW_TOKENS = 32  # a verification; more are a prefill
@@ -34,32 +34,27 @@ def library() -> tuple[Callable, bool]:
     return flash_attn_with_kvcache, False
 
 
-class FlashAttention(KernelAttention):
+class FlashAttention(LibraryAttention):
     """The fastest on a GPU, where it is installed."""
 
     name = "flash"
 
     def __init__(self) -> None:
+        super().__init__()
         self._library, self._packs = library()
 
     @classmethod
     def obstacle(cls, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
         """See Attention.obstacle; raises ImportError where the library is missing."""
-        if device.type != "cuda":
-            return f"is for NVIDIA GPUs, not for {device.type}"
-        if dtype not in (torch.bfloat16, torch.float16):
-            return f"computes in bfloat16 and float16, not in {str(dtype).removeprefix('torch.')}"
+        if obstacle := gpu_obstacle(device, dtype, (torch.bfloat16, torch.float16)):
+            return obstacle
         if head_dim % 8 or head_dim > MAX_HEAD_DIM:
             return f"needs a head dim that is a multiple of 8 and at most {MAX_HEAD_DIM}, not {head_dim}"
         library()
         return None
 
-    def decode(
-        self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: KernelPlan, indices_BKN: Tensor | None
-    ) -> Tensor:
-        """See KernelAttention.decode. Selected slots go the way of sdpa: gathered, they are few."""
-        if indices_BKN is not None:
-            return self._sdpa.attend(q_BTHD, k_BKSD, v_BKSD, plan.sdpa, indices_BKN)
+    def read_all(self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: KernelPlan) -> Tensor:
+        """See LibraryAttention.read_all."""
         T, G = q_BTHD.shape[1], q_BTHD.shape[2] // k_BKSD.shape[1]
         # In a prefill arithmetic decides, not memory; and a window starts elsewhere for each token.
         if 1 < T <= FEW_TOKENS and G > 1 and plan.window is None and not self._packs:

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from magicdec.attention.kernel import KernelAttention, KernelPlan
+from magicdec.attention.kernel import KernelPlan, LibraryAttention, gpu_obstacle
 
 HEAD_DIMS = (64, 128, 256)
 MAX_PAGE = 16  # slots; splits of the work consist of whole pages
@@ -28,13 +28,14 @@ def library() -> Any:
     return BatchPrefillWithPagedKVCacheWrapper
 
 
-class FlashInferAttention(KernelAttention):
+class FlashInferAttention(LibraryAttention):
     """FlashInfer over our cache."""
 
     name = "flashinfer"
     captured: ClassVar[bool] = False
 
     def __init__(self) -> None:
+        super().__init__()
         self._library = library()
         self._workspace: Tensor | None = None
         self._wrapper: Any = None
@@ -43,21 +44,15 @@ class FlashInferAttention(KernelAttention):
     @classmethod
     def obstacle(cls, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
         """See Attention.obstacle; raises ImportError where the library is missing."""
-        if device.type != "cuda":
-            return f"is for NVIDIA GPUs, not for {device.type}"
-        if dtype not in (torch.bfloat16, torch.float16):
-            return f"computes in bfloat16 and float16, not in {str(dtype).removeprefix('torch.')}"
+        if obstacle := gpu_obstacle(device, dtype, (torch.bfloat16, torch.float16)):
+            return obstacle
         if head_dim not in HEAD_DIMS:
             return f"knows the head dims {', '.join(map(str, HEAD_DIMS))}, not {head_dim}"
         library()
         return None
 
-    def decode(
-        self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: KernelPlan, indices_BKN: Tensor | None
-    ) -> Tensor:
-        """See KernelAttention.decode. Selected slots go the way of sdpa: a page holds those of all KV heads."""
-        if indices_BKN is not None:
-            return self._sdpa.attend(q_BTHD, k_BKSD, v_BKSD, plan.sdpa, indices_BKN)
+    def read_all(self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: KernelPlan) -> Tensor:
+        """See LibraryAttention.read_all."""
         if self._workspace is None:
             self._workspace = torch.empty(WORKSPACE, dtype=torch.uint8, device=q_BTHD.device)
         if q_BTHD.is_meta:  # memory is foreseen: the workspace and the output are what it takes

@@ -6,10 +6,13 @@ them. Shapes as in base.py.
 
 import sys
 from abc import abstractmethod
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from magicdec.attention.base import Attention, Shape
@@ -74,6 +77,57 @@ class KernelAttention(Attention[KernelPlan]):
             return self._sdpa.attend_scored(q_BTHD, k_BKSD, v_BKSD, plan.sdpa, counted_BT)
         q, k, v = map(_with_dense_entries, (q_BTHD, k_BKSD, v_BKSD))
         return self.decode_scored(q, k, v, plan, counted_BT if counted_BT is None else counted_BT.contiguous())
+
+
+class LibraryAttention(KernelAttention):
+    """A library's kernel for GPUs, `read_all`. It takes no selected slots and tells no scores: Triton's kernel does
+    both, or sdpa where that cannot be had.
+    """
+
+    def __init__(self) -> None:
+        self._triton: KernelAttention | None = None
+        with suppress(ImportError):
+            from magicdec.attention.triton import TritonAttention  # here, because it may not be installed
+
+            self._triton, self.scores_at_once = TritonAttention(), TritonAttention.scores_at_once
+
+    @abstractmethod
+    def read_all(self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: KernelPlan) -> Tensor:
+        """What `attend` is over all slots, by the library."""
+
+    def decode(
+        self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: KernelPlan, indices_BKN: Tensor | None
+    ) -> Tensor:
+        """See KernelAttention.decode."""
+        if indices_BKN is None:
+            return self.read_all(q_BTHD, k_BKSD, v_BKSD, plan)
+        if other := self._triton_for(q_BTHD):
+            return other.decode(q_BTHD, k_BKSD, v_BKSD, plan, indices_BKN)
+        return self._sdpa.attend(q_BTHD, k_BKSD, v_BKSD, plan.sdpa, indices_BKN)
+
+    def decode_scored(
+        self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: KernelPlan, counted_BT: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """See KernelAttention.decode_scored."""
+        if other := self._triton_for(q_BTHD):
+            return other.decode_scored(q_BTHD, k_BKSD, v_BKSD, plan, counted_BT)
+        return super().decode_scored(q_BTHD, k_BKSD, v_BKSD, plan, counted_BT)
+
+    def _triton_for(self, q_BTHD: Tensor) -> KernelAttention | None:
+        device = torch.device("cuda") if q_BTHD.is_meta else q_BTHD.device  # memory is foreseen for a GPU
+        if self._triton is None or self._triton.obstacle(device, q_BTHD.dtype, q_BTHD.shape[-1]):
+            return None
+        return self._triton
+
+
+def gpu_obstacle(device: torch.device, dtype: torch.dtype, dtypes: Sequence[torch.dtype]) -> str | None:
+    """Of a kernel for NVIDIA GPUs that computes in `dtypes`: see Attention.obstacle."""
+    if device.type != "cuda":
+        return f"is for NVIDIA GPUs, not for {device.type}"
+    if dtype not in dtypes:
+        *names, name = (str(known).removeprefix("torch.") for known in (*dtypes, dtype))
+        return f"computes in {', '.join(names)}, not in {name}"
+    return None
 
 
 def _with_dense_entries(x: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from magicdec.attention.choice import choose
 from magicdec.attention.flash import FlashAttention
 from magicdec.errors import UserError
 from magicdec.measure.footprint import Allocations
-from tests.attention.twins import attend, case, expected, selection
+from tests.attention.twins import attend, attend_scored, case, expected, selection
 
 CUDA = torch.device("cuda")
 
@@ -144,6 +144,24 @@ def test_where_memory_is_foreseen_the_library_is_not_called(calls, num_new, part
         assert attend(FlashAttention(), q, k, v, lengths).shape == q.shape
     assert calls == []
     assert parts * q.nbytes <= foreseen.peak <= (parts**3 + 1) * q.nbytes
+
+
+def test_what_the_library_cannot_do_is_left_to_triton_on_a_gpu(calls, monkeypatch):
+    """Selected slots and scores; where Triton cannot be had, and on this CPU, it is sdpa that does them."""
+    pytest.importorskip("triton")
+    from magicdec.attention.triton import TritonAttention
+
+    asked = []
+    monkeypatch.setattr(TritonAttention, "decode", lambda self, q, *_: asked.append("decode") or q)
+    monkeypatch.setattr(TritonAttention, "decode_scored", lambda self, q, *_: asked.append("scored") or (q, q))
+    q, k, v, seqlens = case(2, 4, 64, 90, torch.bfloat16)
+    indices = selection(seqlens, k.shape[1], k.shape[2], 20)
+    for device in ("cpu", "meta"):
+        arguments = [x.to(device) for x in (q, k, v, seqlens)]
+        attend(FlashAttention(), *arguments, None, indices.to(device))
+        attend_scored(FlashAttention(), *arguments)
+    assert asked == ["decode", "scored"]
+    assert calls == []
 
 
 @pytest.mark.gpu
