@@ -102,10 +102,9 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one small cell; write nothing")
     quick = parser.parse_args().quick
     speeds, parts, peers, memories = [], [], [], []
-    # Each in a process of its own, which has no memory of the one before.
-    processes = ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1)
     for context, batch in ((512, 2),) if quick else CELLS:
-        rows, prompts, used, attention = processes.submit(cell, context, batch).result()
+        with ProcessPoolExecutor(1, get_context("spawn")) as own:  # which has no memory of the cell before
+            rows, prompts, used, attention = own.submit(cell, context, batch).result()
         where = [f"{context:,}", str(batch)]
         for row in rows:
             name = [*where, row["draft"], str(row["gamma"])]

@@ -138,6 +138,8 @@ class Bench:
             raise OutOfTime
         try:
             found = measure()
+        except (OutOfTime, DeviceLost):  # of a point that this one asks for
+            raise
         except UserError as error:
             found = {"skipped": str(error)}
         except Exception as error:

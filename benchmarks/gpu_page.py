@@ -23,6 +23,7 @@ def page(points: Callable[[str], dict[str, Record]]) -> str:
     facts = points("machine")
     lines = [f"# On {facts['device']}" if facts else "# On a GPU", ""]
     lines += [f"`python benchmarks/gpu.py`, PyTorch {facts['torch']}." if facts else NO_CARD, ""]
+    lines += ["A REHEARSAL: these figures mean nothing.", ""] if facts.get("rehearsal") else []
     for part, title in TITLES.items():
         lines += [f"## {title}", ""]
         known = points(part)
@@ -44,4 +45,5 @@ def short(record: Record) -> str:
 
 
 def _cell(value: Any) -> str:
-    return f"{value:.3g}" if isinstance(value, float) and abs(value) < 1000 else str(value)
+    text = f"{value:.3g}" if isinstance(value, float) and abs(value) < 1000 else str(value)
+    return text.replace("\n", " ").replace("|", "\\|")

@@ -140,7 +140,8 @@ def estimate(plan: Plan, num_rows: int, context_len: int) -> Footprint:
         slots.weights,
         slots.target_kv + single.target_kv,
         slots.draft_kv + single.draft_kv,
-        max(slots.transient, single.transient),
+        # A round may come between two chunks. What is captured has its memory apart.
+        single.transient if slots.pooled else slots.transient + single.transient,
         slots.pooled,
     )
 
@@ -183,8 +184,8 @@ def num_bytes(plan: Plan) -> int:
     """The memory that the run will take of each device, at the largest point of a profile."""
     batch, scenario = plan.config.batch, plan.config.scenario
     if scenario.name == "profile":
-        return estimate(plan, max(scenario.batch_sizes), max(scenario.context_lens)).total
-    return estimate(plan, int(batch.size), batch.context_len).total
+        return estimate(plan, max(scenario.batch_sizes), max(scenario.context_lens)).needed
+    return estimate(plan, int(batch.size), batch.context_len).needed
 
 
 def draft_options(draft: DraftConfig) -> dict[str, Any]:

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,29 @@ def test_a_device_that_is_lost_ends_the_process_but_not_the_figures(gpu_bench, t
     with pytest.raises(gpu_bench.DeviceLost):
         bench.point("c", "first", lambda: {"ms": 1.0})
     assert bench.points("c")["first"]["ms"] == 1.0
+
+
+def test_a_new_process_takes_over_from_a_lost_device(gpu_bench, tmp_path, monkeypatch):
+    import gpu
+
+    def lost(_):
+        raise gpu_bench.DeviceLost
+
+    monkeypatch.setitem(gpu.RUN, "c", lost)
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--parts", "c", "--retry", "--seconds", "400"])
+    taken_over = []
+    monkeypatch.setattr(os, "execv", lambda program, arguments: taken_over.append(arguments))
+    gpu.measure(gpu_bench.Bench(tmp_path, gpu_bench.REHEARSAL, time.monotonic() + 100.2), "c")
+    assert taken_over == [[sys.executable, "gpu.py", "--parts", "c", "--seconds", "400", "--seconds=100"]]
+
+
+def test_the_page_of_a_rehearsal_or_of_nothing_is_not_published(gpu_bench, tmp_path, capsys):
+    import gpu
+
+    (tmp_path / "machine.json").write_text(json.dumps({"device": "cpu", "torch": "2", "rehearsal": True}))
+    for folder in (tmp_path, tmp_path / "nowhere"):
+        assert gpu._publish(gpu_bench.Bench(folder, gpu_bench.REHEARSAL)) == 2
+    assert capsys.readouterr().err.count("has no figures of a GPU") == 2
 
 
 def test_a_smaller_card_gets_fewer_rows(gpu_bench):

@@ -32,8 +32,6 @@ class Attention(ABC, Generic[Plan]):
     name: str
     # Whether a CUDA graph can capture it: one that reads lengths on the host cannot be.
     captured: ClassVar[bool] = True
-    # How many scores of a query and a slot a scoring pass holds at a time, in fp32: the fewer, the more passes.
-    scores_at_once: int = 1 << 26
 
     @classmethod
     def obstacle(cls, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
@@ -44,6 +42,10 @@ class Attention(ABC, Generic[Plan]):
     def delay(cls) -> str | None:
         """What would have to be waited for before its first use, in the same way; None where it is ready."""
         return None
+
+    def scores_at_once(self, dtype: torch.dtype, head_dim: int) -> int:
+        """How many scores of a query and a slot a scoring pass may hold, in fp32: the fewer, the more passes."""
+        return 1 << 26
 
     @abstractmethod
     def plan(self, seqlens_B: Tensor, shape: Shape, window: int | None) -> Plan:

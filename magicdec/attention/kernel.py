@@ -89,7 +89,12 @@ class LibraryAttention(KernelAttention):
         with suppress(ImportError):
             from magicdec.attention.triton import TritonAttention  # here, because it may not be installed
 
-            self._triton, self.scores_at_once = TritonAttention(), TritonAttention.scores_at_once
+            self._triton = TritonAttention()
+
+    def scores_at_once(self, dtype: torch.dtype, head_dim: int) -> int:
+        """See Attention.scores_at_once."""
+        other = self._triton_for(torch.device("cuda"), dtype, head_dim) or self._sdpa
+        return other.scores_at_once(dtype, head_dim)
 
     @abstractmethod
     def read_all(self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: KernelPlan) -> Tensor:
@@ -101,7 +106,7 @@ class LibraryAttention(KernelAttention):
         """See KernelAttention.decode."""
         if indices_BKN is None:
             return self.read_all(q_BTHD, k_BKSD, v_BKSD, plan)
-        if other := self._triton_for(q_BTHD):
+        if other := self._triton_for(q_BTHD.device, q_BTHD.dtype, q_BTHD.shape[-1]):
             return other.decode(q_BTHD, k_BKSD, v_BKSD, plan, indices_BKN)
         return self._sdpa.attend(q_BTHD, k_BKSD, v_BKSD, plan.sdpa, indices_BKN)
 
@@ -109,15 +114,14 @@ class LibraryAttention(KernelAttention):
         self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: KernelPlan, counted_BT: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """See KernelAttention.decode_scored."""
-        if other := self._triton_for(q_BTHD):
+        if other := self._triton_for(q_BTHD.device, q_BTHD.dtype, q_BTHD.shape[-1]):
             return other.decode_scored(q_BTHD, k_BKSD, v_BKSD, plan, counted_BT)
         return super().decode_scored(q_BTHD, k_BKSD, v_BKSD, plan, counted_BT)
 
-    def _triton_for(self, q_BTHD: Tensor) -> KernelAttention | None:
-        device = torch.device("cuda") if q_BTHD.is_meta else q_BTHD.device  # memory is foreseen for a GPU
-        if self._triton is None or self._triton.obstacle(device, q_BTHD.dtype, q_BTHD.shape[-1]):
-            return None
-        return self._triton
+    def _triton_for(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> KernelAttention | None:
+        where = torch.device("cuda") if device.type == "meta" else device  # memory is foreseen for a GPU
+        fits = self._triton is not None and self._triton.obstacle(where, dtype, head_dim) is None
+        return self._triton if fits else None
 
 
 def gpu_obstacle(device: torch.device, dtype: torch.dtype, dtypes: Sequence[torch.dtype]) -> str | None:

@@ -27,7 +27,6 @@ class TritonAttention(KernelAttention):
     """The default on GPUs where flash-attn is not installed."""
 
     name = "triton"
-    scores_at_once = 1 << 29  # 2 GiB: with long contexts each pass reads a cache of many times that
 
     @classmethod
     def obstacle(cls, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
@@ -37,6 +36,10 @@ class TritonAttention(KernelAttention):
         if head_dim not in HEAD_DIMS:
             return f"knows the head dims {', '.join(map(str, HEAD_DIMS))}, not {head_dim}"
         return None
+
+    def scores_at_once(self, dtype: torch.dtype, head_dim: int) -> int:
+        """See Attention.scores_at_once. 2 GiB: with long contexts each pass reads a cache of many times that."""
+        return 1 << 29
 
     def decode(
         self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: KernelPlan, indices_BKN: Tensor | None

@@ -78,7 +78,8 @@ class Curves:
 
         def merit(group: tuple[bool, str]) -> tuple[bool, bool, int]:
             measured, task = group
-            return task == self._task, measured, len(groups[group])
+            same = self._task is not None and f"{task}-".startswith(f"{self._task}-")  # of ruler-qa, the paper has two
+            return same, measured, len(groups[group])
 
         groups: dict[tuple[bool, str], list[Point]] = defaultdict(list)
         for point in self._points:

@@ -27,7 +27,8 @@ def score(
     width = min(last, longest)
     start_B1 = (lengths_B1 - width).clamp(min=0)
     per_token = cache.num_rows * model.config.num_heads * cache.capacity
-    chunk = min(MAX_CHUNK, max(1, model.attention.scores_at_once // per_token))
+    at_once = model.attention.scores_at_once(cache.k_LBKSD.dtype, model.config.head_dim)
+    chunk = min(MAX_CHUNK, max(1, at_once // per_token))
     for done in range(0, width, chunk):
         index_BT = start_B1 + torch.arange(done, min(done + chunk, width), device=start_B1.device)
         view.counted_BT = index_BT < lengths_B1

@@ -4,17 +4,21 @@ from collections.abc import Callable
 
 import torch
 
+from magicdec.measure.memory import available_bytes
 from magicdec.measure.timers import Stopwatch
 
 REPEATS = 5  # of which the fastest counts: whatever disturbs one makes it slower
-# Large enough that launching does not count: the side of a matrix, bytes read.
+# Large enough that launching does not count, where there is room: the side of a matrix, bytes read.
 MATMUL_ON = {"cpu": 1024, "cuda": 8192}
 READ_ON = {"cpu": 1 << 28, "cuda": 1 << 31}
+SMALL_MATMUL = 1024
 
 
 def matmul_rate(device: torch.device, dtype: torch.dtype, size: int | None = None, repeats: int = REPEATS) -> float:
     """FLOPs per second of a square matmul. Of random numbers: a GPU that multiplies equal ones saves power."""
-    size = size or MATMUL_ON[device.type]
+    if size is None:
+        size = MATMUL_ON[device.type]
+        size = size if 3 * size**2 * dtype.itemsize <= _room(device) else SMALL_MATMUL
     a, b = (torch.randn(size, size, dtype=dtype, device=device) for _ in range(2))
     return 2 * size**3 / _fastest_s(lambda: a @ b, device, repeats)
 
@@ -28,8 +32,13 @@ def copy_bandwidth(device: torch.device, num_bytes: int) -> float:
 
 def read_bandwidth(device: torch.device, num_bytes: int | None = None) -> float:
     """Bytes per second at which the device reads memory, as a sum over a large tensor does."""
-    data = torch.ones((num_bytes or READ_ON[device.type]) // 4, device=device)
+    data = torch.ones((num_bytes or min(READ_ON[device.type], _room(device))) // 4, device=device)
     return data.nbytes / _fastest_s(data.sum, device)
+
+
+def _room(device: torch.device) -> int:
+    """Bytes that may be taken for a moment beside whatever a run holds."""
+    return available_bytes(device) // 4
 
 
 def _fastest_s(work: Callable[[], object], device: torch.device, repeats: int = REPEATS) -> float:

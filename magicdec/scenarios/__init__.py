@@ -63,7 +63,8 @@ def run(config: Config, job: Job) -> dict[str, Any]:
     if config.sweep.dry_run:
         _list(plan, name, job)
         return {}
-    for warning in [*unread(config, job.overrides), *warnings(plan.config), *doubts(plan)]:
+    in_vain = unread(config, job.overrides) if job.sweep_dir is None else []  # in a grid, other jobs read it
+    for warning in [*in_vain, *warnings(plan.config), *doubts(plan)]:
         Console(stderr=True).print(f"[yellow]warning:[/] {warning}", highlight=False)
     with _alone(config.runs_dir, name, job):
         if not _is_settled(config, name, job):

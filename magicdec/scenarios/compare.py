@@ -137,10 +137,11 @@ def _formula(plan: Plan, results: Metrics, gamma: int) -> Metrics:
 
 
 def _roofline(plan: Plan, batch: Batch, times: dict[str, float]) -> Metrics:
-    """Bytes that must be read, over the time taken and the bandwidth: the datasheet's, or measured where unknown."""
-    given, known = plan.config.hardware.bandwidth_gbs, device_in(plan.device_name)
-    datasheet = given * 1e9 if given else known and known.bandwidth
-    bandwidth = datasheet or read_bandwidth(plan.device)
+    """Bytes that must be read, over the time taken and the bandwidth: as `hardware` gives it, or else measured (a
+    device's name does not tell its variants apart).
+    """
+    given = plan.config.hardware.bandwidth_gbs
+    bandwidth = given * 1e9 if given else read_bandwidth(plan.device)
     target = batch.decoder.target  # one rank's share, as the bandwidth is one device's
     weights = target.step_weight_bytes
     kv = memory.kv_bytes(target.config, int(batch.decoder.state.prompt_len_B.sum()), plan.dtype)

@@ -27,7 +27,7 @@ import yaml
 from magicdec import __version__
 from magicdec.errors import UserError
 from magicdec.tracking.lock import Busy, locked
-from magicdec.tracking.reader import LOG, read_result
+from magicdec.tracking.reader import LOG, read_lines, read_result
 
 log = logging.getLogger(__name__)
 
@@ -131,14 +131,16 @@ class Run:
 
     def fail(self, reason: str, kind: str, history: Sequence[Mapping] = ()) -> None:
         """Mark this attempt as failed: `kind` is invalid, out_of_memory, crashed or interrupted. `history` is what it
-        has found out so far, which never takes the place of an earlier attempt's.
+        has found out so far; it takes the place of no more than that of an earlier attempt.
 
         Never raises for a disk that refuses: there is an error on its way already, and it is the one to be seen.
         """
         self.result |= {"status": "failed", "kind": kind, "reason": reason, "finished": _now()}
+        path = self.folder / "history.jsonl"
         try:
-            rows = {self.folder / "history.jsonl": map(_json_line, history)} if history and not self._earlier else {}
-            _write_atomically(rows | {self._result_path: [self._result_text]})
+            _write_atomically({self._result_path: [self._result_text]})
+            if not self._earlier and len(history) > len(read_lines(path)):
+                _write_atomically({path: map(_json_line, history)})
         except OSError as error:
             log.warning("%s could not be marked as failed: %s", self.folder, error)
 

@@ -61,6 +61,10 @@ def test_the_same_text_comes_first_then_own_runs():
     assert alpha(Curves(points, "pg19")) == 0.8
     assert alpha(Curves(points, "ruler-cwe")) == 0.7
     assert alpha(Curves([*points, point(alpha=0.5, measured=True)], "pg19")) == 0.5
+    known = [one for one in published() if one.task.startswith("ruler-qa-")]
+    assert known, "the paper has two such tasks"
+    found = Curves(published(), "ruler-qa").estimate(*known[0][:5])
+    assert "on ruler-qa-" in found.source
 
 
 @given(

@@ -83,9 +83,8 @@ def test_slots_are_foreseen_with_the_row_that_is_prefilled(draft, policy):
     def run():
         slots = Slots(engine, 6, 1040)
         for slot in range(6):
-            state, *_ = slots.prefill(prompt, Params(16), True, lambda _: None)
+            state, *_ = slots.prefill(prompt, Params(16), True, lambda _: slots.step(True))
             slots.seat(slot, state, Params(16), True)
-        slots.step(True)
 
     foreseen = build.estimate(plan, 6, 1024)
     assert foreseen.total - foreseen.weights == pytest.approx(counted_peak(run), rel=0.05)
