@@ -113,7 +113,7 @@ def _finished_by(gamma: int, alpha: float, num_tokens: int) -> NDArray[np.float6
         left = np.concatenate((left[:1], np.zeros(num_tokens)))
         for tokens, probability in enumerate(yields, start=1):
             left[0] += probability * missing[: min(tokens, num_tokens)].sum()
-            left[1 : num_tokens - tokens + 1] += probability * missing[tokens:]
+            left[1 : max(1, num_tokens - tokens + 1)] += probability * missing[tokens:]
         finished[r] = left[0]
     return finished
 

@@ -66,8 +66,9 @@ def test_break_even_is_where_speedup_crosses_one(gamma, target, draft, verify):
 
 
 @pytest.mark.parametrize("alpha", [0.6, 0.9])
-def test_the_rounds_of_a_batch_match_a_simulation(alpha):
-    gamma, num_rows, num_tokens, trials = 3, 8, 32, 4000
+@pytest.mark.parametrize(("gamma", "num_tokens"), [(3, 32), (4, 3), (4, 5), (8, 1), (3, 4)])
+def test_the_rounds_of_a_batch_match_a_simulation(gamma, num_tokens, alpha):
+    num_rows, trials = 8, 4000
     rng = np.random.default_rng(1)
     accepted = rng.random((trials, num_rows, num_tokens, gamma)) < alpha
     lengths = accepted.cumprod(axis=-1).sum(axis=-1) + 1
