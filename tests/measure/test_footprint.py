@@ -74,19 +74,19 @@ def test_what_is_foreseen_is_what_is_allocated(draft, policy, chunk, sampling):
 
 @pytest.mark.parametrize(("draft", "policy"), [("self", "streaming"), ("self", "snapkv"), ("model", "snapkv")])
 def test_slots_are_foreseen_with_the_row_that_is_prefilled(draft, policy):
-    sizes = ["batch.size=6", "batch.context_len=1024", "batch.generate_len=16", "batch.prefill_chunk=100"]
+    sizes = ["batch.size=3", "batch.context_len=384", "batch.generate_len=16", "batch.prefill_chunk=100"]
     plan = resolve(compose(["scenario=serve", f"draft={draft}", f"cache={policy}", "attention=sdpa", *sizes]))
     with progress() as bars:
         engine = build.engine(plan, bars)
-    prompt = random_prompts([1024])[0]
+    prompt = random_prompts([384])[0]
 
     def run():
-        slots = Slots(engine, 6, 1040)
-        for slot in range(6):
+        slots = Slots(engine, 3, 400)
+        for slot in range(3):
             state, *_ = slots.prefill(prompt, Params(16), True, lambda _: slots.step(True))
             slots.seat(slot, state, Params(16), True)
 
-    foreseen = build.estimate(plan, 6, 1024)
+    foreseen = build.estimate(plan, 3, 384)
     assert foreseen.total - foreseen.weights == pytest.approx(counted_peak(run), rel=0.05)
 
 
