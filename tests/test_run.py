@@ -188,7 +188,7 @@ def other_vocabulary(folder: Path) -> None:
         (["target.path=nowhere/at/all"], ["target.path", "nowhere/at/all"]),
         (["batch.context_len=9000"], ["batch.context_len=9000", "8448", "8436"]),
         (["batch.size=3000", "batch.context_len=8000"], ["batch.size=3000", "GiB", "would fit"]),
-        (["batch.size=400", "batch.context_len=8000"], ["400 rows", "8000", "tokens"]),
+        (["batch.size=400", "hardware.dtype=bfloat16", "batch.context_len=8000"], ["400 rows", "8000", "tokens"]),
         (["hardware.device=cuda"], ["hardware.device=cuda", "hardware=cpu"]),
         (["draft=model", "cache=verify_guided"], ["cache.policy=verify_guided", "draft=self"]),
         (["draft=model", "cache=quantized"], ["cache.policy=quantized", "draft=self"]),
