@@ -178,7 +178,7 @@ def _from_hugging_face(config: dict[str, Any]) -> ModelConfig:
         num_heads=num_heads,
         num_kv_heads=config.get("num_key_value_heads") or num_heads,
         head_dim=head_dim,
-        max_position_embeddings=config["max_position_embeddings"],
+        max_position_embeddings=_longest(config, scaling),
         rope_theta=theta,
         rope_scaling=scaling,
         rms_norm_eps=config.get("rms_norm_eps", 1e-6),
@@ -204,6 +204,20 @@ def _sliding(config: dict[str, Any], family: str, num_layers: int) -> tuple[int 
         else:  # the first max_window_layers attend to everything
             layers = tuple(range(config.get("max_window_layers", DEFAULT_MAX_WINDOW_LAYERS), num_layers))
     return (window, layers) if layers and window is not None else (None, ())
+
+
+def _longest(config: dict[str, Any], scaling: RopeScaling | None) -> int:
+    """Return the longest sequence that the model is made for.
+
+    A YaRN checkpoint may keep `max_position_embeddings` at the original length: its factor says how far it reaches.
+    For the other kinds that key is the only one to say: a linear scaling names no original length, and Llama 3.2's
+    factor would reach beyond the length that it was trained for.
+    """
+    longest = config["max_position_embeddings"]
+    if scaling is None or scaling.kind != "yarn":
+        return longest
+    assert scaling.original_max_position_embeddings is not None, "RopeScaling has checked"
+    return max(longest, int(scaling.factor * scaling.original_max_position_embeddings))
 
 
 def _rope(config: dict[str, Any]) -> tuple[float, RopeScaling | None]:

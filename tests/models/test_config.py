@@ -22,6 +22,7 @@ LLAMA: dict[str, Any] = {
     "max_position_embeddings": 4096,
     "eos_token_id": 2,
 }
+LLAMA3 = {"type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 256}
 QWEN2 = LLAMA | {"model_type": "qwen2", "num_key_value_heads": 4, "sliding_window": 512, "max_window_layers": 3}
 
 # Parameters in billions, as the models' own pages state them.
@@ -99,6 +100,22 @@ def test_yarn_without_its_original_context_or_factor():
     scaling = from_hugging_face(LLAMA | {"rope_scaling": given}).rope_scaling
     assert scaling is not None
     assert scaling.factor == 4.0
+
+
+@pytest.mark.parametrize(
+    ("scaling", "longest"),
+    [
+        ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}, 16384),  # as Qwen2.5 advises
+        ({"type": "yarn", "factor": 4.0}, 16384),
+        ({"type": "yarn", "factor": 8.0, "original_max_position_embeddings": 512}, 4096),  # as written by training
+        ({"type": "yarn", "factor": 2.5, "original_max_position_embeddings": 2000}, 5000),
+        ({"type": "yarn", "original_max_position_embeddings": 1024}, 4096),
+        ({"type": "linear", "factor": 8.0}, 4096),  # Llama-2-7B-32K has the extended length
+        (LLAMA3 | {"factor": 32.0}, 4096),  # Llama 3.2 was trained for half of factor * original
+    ],
+)
+def test_the_longest_sequence_follows_from_the_rope_scaling(scaling, longest):
+    assert from_hugging_face(LLAMA | {"rope_scaling": scaling}).max_position_embeddings == longest
 
 
 @pytest.mark.parametrize(
