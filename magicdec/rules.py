@@ -1,9 +1,10 @@
-"""Schemas made of nested dataclasses: rules declared with a field, their check, and the keys there are."""
+"""Rules for single values, declared with the field of a dataclass or the key of a JSON object, and their checks."""
 
 import difflib
 import math
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import field, fields, is_dataclass
+import reprlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import MISSING, field, fields, is_dataclass
 from typing import Any, NamedTuple, get_args, get_type_hints
 
 from magicdec.errors import UserError
@@ -42,6 +43,75 @@ def at_least(low: float, default: Any, why: str = "") -> Any:
 def above(low: float, default: Any) -> Any:
     """A finite number with a lower bound that it must not touch."""
     return ruled(default, lambda value: low < value < math.inf, f"must be above {low}")
+
+
+# Rules that check the type too, for values that no schema has typed before: those of JSON files.
+TEXT = Rule(lambda value: isinstance(value, str), "must be a text")
+FLAG = Rule(lambda value: isinstance(value, bool), "must be true or false")
+
+
+def whole(low: int, high: int) -> Rule:
+    """Return the rule of a whole number within bounds."""
+    return Rule(lambda value: type(value) is int and low <= value <= high, f"must be a whole number, {low} to {high:,}")
+
+
+def number(above: float, high: float) -> Rule:
+    """Return the rule of a finite number above one bound, and at most another."""
+    return Rule(
+        lambda value: type(value) in (int, float) and above < value <= high,
+        f"must be a number above {above:g}, at most {high:g}",
+    )
+
+
+def list_of(rule: Rule) -> Rule:
+    """Return the rule of a list (or tuple) whose items satisfy `rule`."""
+    return Rule(
+        lambda value: isinstance(value, list | tuple) and all(map(rule.holds, value)),
+        f"must be a list, and each item {rule.valid}",
+    )
+
+
+def either(*rules: Rule) -> Rule:
+    """Return the rule of a value that satisfies one of `rules`."""
+    return Rule(lambda value: any(rule.holds(value) for rule in rules), " or ".join(rule.valid for rule in rules))
+
+
+def or_null(rule: Rule) -> Rule:
+    """Return the rule of a value that may be null."""
+    return Rule(lambda value: value is None or rule.holds(value), rule.valid)
+
+
+def has_rule(rule: Rule, default: Any = MISSING) -> Any:
+    """Return a field of a dataclass with a rule; without a default the field is required."""
+    return field(default=default, metadata={"rule": rule})
+
+
+def rules_of(schema: type) -> dict[str, Rule]:
+    """Return the rules of a dataclass by field."""
+    return {entry.name: entry.metadata["rule"] for entry in fields(schema) if "rule" in entry.metadata}
+
+
+class Values(NamedTuple):
+    """A schema of JSON objects with any keys, and values that satisfy one schema."""
+
+    schema: "Rule | Mapping[str, Any]"
+
+
+def check_json(value: Any, schema: Rule | Values | Mapping[str, Any], where: str, key: str = "") -> None:
+    """Raise UserError for the first value that breaks its rule. `where` is the file.
+
+    A mapping names keys with their own schemas: keys that are missing or not named are not checked.
+    """
+    if isinstance(schema, Rule):
+        if not schema.holds(value):
+            raise UserError(f"{where}: {key}={reprlib.repr(value)}: {schema.valid}")
+    elif not isinstance(value, dict):
+        raise UserError(f"{where}: {f'{key}={reprlib.repr(value)}: ' if key else ''}must be a JSON object")
+    else:
+        parts = dict.fromkeys(value, schema.schema) if isinstance(schema, Values) else schema
+        for name in filter(value.__contains__, parts):
+            shown = ascii(name)[1:-1][:100]
+            check_json(value[name], parts[name], where, f"{key}.{shown}" if key else shown)
 
 
 def check(node: Any, prefix: str = "") -> None:

@@ -5,27 +5,32 @@ a UserError that names the file. V vocabulary, E hidden size, F MLP size, H quer
 """
 
 import hashlib
-import json
 import math
+import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from magicdec.errors import UserError
-from magicdec.models.config import ModelConfig, eos_ids, from_hugging_face
+from magicdec.models.config import EOS, ModelConfig, eos_ids, from_hugging_face
+from magicdec.models.metadata import open_file, read_header, read_json
 from magicdec.models.parallel import ALONE, Share
+from magicdec.rules import TEXT, Rule, Values
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.bin.index.json")
+SHARD = Rule(
+    lambda name: TEXT.holds(name) and re.fullmatch(r"[^/\\\x00]+\.safetensors", name) is not None,
+    "must be the name of a .safetensors file in the same folder",
+)
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
 STORED_DTYPES = ("F64", "F32", "F16", "BF16")
-MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 FINGERPRINT_BLOCKS, FINGERPRINT_BLOCK_BYTES = 64, 65536
 # Tensors that other programs leave in a checkpoint and that nothing here needs: rope's are computed, and a tied head
 # is the embedding.
@@ -40,7 +45,7 @@ def locate(path: str, key: str = "target.path", weights: bool = True) -> Path:
     cache; with `weights=False` only its json files are. `key` is the configuration key that errors name.
     """
     for folder in (Path(path).expanduser(), Path(__file__).resolve().parents[2] / path):
-        if path and folder.is_dir():
+        if path and os.path.isdir(folder):  # False, where Path.is_dir raises for a path that is too long
             return folder
     if not HUB_ID.fullmatch(path):
         raise UserError(f"{key}={path} is no folder; valid: a folder with a {CONFIG}, or a hub id such as org/name")
@@ -57,7 +62,7 @@ def read_config(folder: Path) -> ModelConfig:
     if config.get("quantization_config") or config.get("compression_config"):
         raise UserError(f"{folder / CONFIG}: quantised checkpoints are not supported; take the unquantised one")
     if (folder / GENERATION_CONFIG).exists():
-        generation_eos = read_json(folder / GENERATION_CONFIG).get("eos_token_id")
+        generation_eos = read_json(folder / GENERATION_CONFIG, EOS).get("eos_token_id")
         if eos_ids(generation_eos):
             config["eos_token_id"] = generation_eos
     return from_hugging_face(config, str(folder / CONFIG))
@@ -164,9 +169,11 @@ def fingerprint(folder: Path) -> str:
     It covers config.json, and of each weight file its name, size, header and 64 evenly spaced blocks of 64 KiB (so
     that a file of up to 4 MiB is covered whole). Training further changes every tensor and so the hash.
     """
-    digest = hashlib.sha256(_read_bytes(folder / CONFIG))
+    digest = hashlib.sha256()
+    with open_file(folder / CONFIG) as file:
+        digest.update(file.read())
     for path in sorted(set(_files_of(folder).values())):
-        _read_header(path)
+        read_header(path)
         size = path.stat().st_size
         digest.update(f"{path.name} {size}".encode())
         with path.open("rb") as file:
@@ -176,18 +183,6 @@ def fingerprint(folder: Path) -> str:
                 file.seek(last_start * block // (FINGERPRINT_BLOCKS - 1))
                 digest.update(file.read(FINGERPRINT_BLOCK_BYTES))
     return digest.hexdigest()[:16]
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A json object from a file; UserError where it is something else."""
-    text = _read_bytes(path)
-    try:
-        content = json.loads(text)
-    except ValueError as error:
-        raise UserError(f"{path} is not valid json ({error})") from None
-    if not isinstance(content, dict):
-        raise UserError(f"{path} does not hold a json object")
-    return content
 
 
 def _download(path: str, key: str, patterns: list[str]) -> Path:
@@ -209,21 +204,13 @@ def _download(path: str, key: str, patterns: list[str]) -> Path:
     raise UserError(f"{key}={path} {reason}") from None
 
 
-def _read_bytes(path: Path) -> bytes:
-    """A file's content; UserError where there is none."""
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}); is {path.parent} a complete checkpoint?") from None
-
-
 def _files_of(folder: Path) -> dict[str, Path]:
     """The file that holds each tensor, from the single file or the index of shards."""
     if (folder / SINGLE).exists():
-        return dict.fromkeys(_read_header(folder / SINGLE), folder / SINGLE)
+        return dict.fromkeys(read_header(folder / SINGLE), folder / SINGLE)
     if (folder / INDEX).exists():
-        weight_map = read_json(folder / INDEX).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
+        weight_map = read_json(folder / INDEX, {"weight_map": Values(SHARD)}).get("weight_map")
+        if not weight_map:
             raise UserError(f"{folder / INDEX} has no weight_map")
         return {name: folder / file for name, file in weight_map.items()}
     pickles = sorted(path.name for pattern in PICKLES for path in folder.glob(pattern))
@@ -235,31 +222,9 @@ def _files_of(folder: Path) -> dict[str, Path]:
     raise UserError(f"{folder} holds no weights: neither {SINGLE} nor {INDEX}")
 
 
-def _read_header(path: Path) -> dict[str, dict[str, Any]]:
-    """Each tensor's dtype, shape and data_offsets; UserError where the file is missing, cut short or something else.
-
-    Format: 8 bytes with the header's length, the header as json, then the data without gaps.
-    """
-    try:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            header: dict[str, dict[str, Any]] = json.loads(file.read(min(length, MAX_HEADER_BYTES)))
-        header.pop("__metadata__", None)
-        expected = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}); is the download complete?") from None
-    except (ValueError, TypeError, KeyError, AttributeError):
-        raise UserError(f"{path} is truncated, corrupt or a Git LFS pointer; download it again") from None
-    if path.stat().st_size != expected:
-        raise UserError(
-            f"{path} is truncated or corrupt: {path.stat().st_size} bytes, not {expected}; download it again"
-        )
-    return header
-
-
 def _check(todo: list[Piece], files: dict[str, Path], folder: Path) -> None:
     """Make sure that the files hold what the architecture needs, in a form that can be read, and nothing else."""
-    headers = {path: _read_header(path) for path in sorted(set(files.values()))}
+    headers = {path: read_header(path) for path in sorted(set(files.values()))}
     for source, _, _, shape, *_ in todo:
         path = files.get(source)
         entry = headers[path].get(source) if path else None
@@ -268,11 +233,11 @@ def _check(todo: list[Piece], files: dict[str, Path], folder: Path) -> None:
         if tuple(entry["shape"]) != shape:
             raise UserError(f"{path}: {source} has shape {tuple(entry['shape'])}, {CONFIG} says {shape}")
         if entry["dtype"] not in STORED_DTYPES:
-            raise UserError(f"{path}: {source} is stored as {entry['dtype']}; quantised weights are not supported")
+            raise UserError(f"{path}: {source} is stored as {entry['dtype']:.20}; quantised weights are not supported")
     unknown = sorted(files.keys() - {piece.source for piece in todo})
     unknown = [name for name in unknown if not DISPENSABLE.fullmatch(name)]
     if unknown:
         raise UserError(
             f"{files[unknown[0]]}: {len(unknown)} tensors have no place in the architecture that {CONFIG} describes, "
-            f"such as {unknown[0]}"
+            f"such as {ascii(unknown[0])[1:-1]:.100}"
         )

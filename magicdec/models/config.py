@@ -4,10 +4,11 @@ One set of fields covers the Llama, Mistral, Qwen2, Qwen3 and Yi families. A new
 beyond its name in `FAMILIES`.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from magicdec.errors import UserError
+from magicdec.rules import FLAG, TEXT, check, check_json, either, has_rule, list_of, number, or_null, rules_of, whole
 
 # What a family's checkpoint leaves unsaid in its config.json because its own code implies it.
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -22,6 +23,8 @@ QWEN3_HEAD_DIM = 128  # where a Qwen3 config.json names none: not hidden_size / 
 # Where a config.json leaves them out; the Llama family has no sliding windows, whatever its files say.
 DEFAULT_SLIDING_WINDOW, DEFAULT_MAX_WINDOW_LAYERS = 4096, 28
 
+LONGEST = (1 << 31) - 1  # tokens: positions and lengths are int32
+TOKEN_ID = whole(0, LONGEST)
 # Kinds of rope scaling, and the fields that each cannot do without beside its factor.
 ROPE_KINDS: dict[str, tuple[str, ...]] = {
     "linear": (),
@@ -39,70 +42,63 @@ class RopeScaling:
     """
 
     kind: str  # a key of ROPE_KINDS
-    factor: float
-    original_max_position_embeddings: int | None = None
-    low_freq_factor: float | None = None  # llama3
-    high_freq_factor: float | None = None  # llama3
-    beta_fast: float = 32.0  # yarn
-    beta_slow: float = 1.0  # yarn
-    attention_factor: float | None = None  # yarn; None: 0.1 ln(factor) + 1
-    truncate: bool = True  # yarn
+    factor: float = has_rule(number(0, 1e6))
+    original_max_position_embeddings: int | None = has_rule(whole(1, LONGEST), default=None)
+    low_freq_factor: float | None = has_rule(number(0, 1e6), default=None)  # llama3
+    high_freq_factor: float | None = has_rule(number(0, 1e6), default=None)  # llama3
+    beta_fast: float = has_rule(number(0, 1e6), default=32.0)  # yarn
+    beta_slow: float = has_rule(number(0, 1e6), default=1.0)  # yarn
+    attention_factor: float | None = has_rule(number(0, 1e6), default=None)  # yarn; None: 0.1 ln(factor) + 1
+    truncate: bool = has_rule(FLAG, default=True)  # yarn
 
     def __post_init__(self) -> None:
         if self.kind not in ROPE_KINDS:
             raise UserError(f"rope scaling {self.kind!r} is not supported; supported: {', '.join(ROPE_KINDS)}")
-        if not self.factor or self.factor < 0:
-            raise UserError(f"rope scaling {self.kind} needs a positive factor, not {self.factor}")
-        for name in ROPE_KINDS[self.kind]:
+        for name in ("factor", *ROPE_KINDS[self.kind]):
             if getattr(self, name) is None:
                 raise UserError(f"rope scaling {self.kind} needs {name}")
-
-
-SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_layers",
-    "num_heads",
-    "num_kv_heads",
-    "head_dim",
-    "max_position_embeddings",
-)
+        check(self, "rope scaling: ")
+        if self.kind == "llama3" and not self.low_freq_factor < self.high_freq_factor:  # type: ignore[operator]
+            raise UserError(
+                f"rope scaling llama3: low_freq_factor={self.low_freq_factor} must be below high_freq_factor"
+            )
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes and switches of one transformer. Defaults are Llama's."""
+    """Sizes and switches of one transformer. Defaults are Llama's.
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    max_position_embeddings: int
-    rope_theta: float = 10000.0
+    The upper bounds are far beyond any model's: they refuse a broken file before it takes memory or time.
+    """
+
+    vocab_size: int = has_rule(whole(1, 1 << 24))
+    hidden_size: int = has_rule(whole(1, 1 << 20))
+    intermediate_size: int = has_rule(whole(1, 1 << 22))
+    num_layers: int = has_rule(whole(1, 2000))
+    num_heads: int = has_rule(whole(1, 1 << 14))
+    num_kv_heads: int = has_rule(whole(1, 1 << 14))
+    head_dim: int = has_rule(whole(1, 1 << 14))
+    max_position_embeddings: int = has_rule(whole(1, LONGEST))
+    rope_theta: float = has_rule(number(1, 1e15), default=10000.0)
     rope_scaling: RopeScaling | None = None
-    rms_norm_eps: float = 1e-5
+    rms_norm_eps: float = has_rule(number(0, 1), default=1e-5)
     tie_word_embeddings: bool = False
     qkv_bias: bool = False
     output_bias: bool = False
     qk_norm: bool = False
     # Layers with a sliding window see only the last `sliding_window` tokens, their own included.
-    sliding_window: int | None = None
-    sliding_layers: tuple[int, ...] = field(default=())
-    eos_token_ids: tuple[int, ...] = field(default=())
+    sliding_window: int | None = has_rule(whole(1, LONGEST), default=None)
+    sliding_layers: tuple[int, ...] = has_rule(list_of(whole(0, 2000)), default=())
+    eos_token_ids: tuple[int, ...] = has_rule(list_of(TOKEN_ID), default=())
 
     def __post_init__(self) -> None:
-        for name in SIZES:
-            size = getattr(self, name)
-            if not isinstance(size, int) or size < 1:
-                raise UserError(f"{name}={size!r} must be a whole number of at least 1")
+        check(self)
         if self.num_heads % self.num_kv_heads:
             raise UserError(f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}")
         if self.head_dim % 2:
             raise UserError(f"head_dim={self.head_dim} must be even: rotary embeddings turn pairs of features")
+        if max(self.sliding_layers, default=0) >= self.num_layers:
+            raise UserError(f"sliding layer {max(self.sliding_layers)}: there are {self.num_layers} layers, from 0")
         for name in ("sliding_layers", "eos_token_ids"):  # lists from YAML become tuples, so that configs are hashable
             object.__setattr__(self, name, tuple(getattr(self, name)))
 
@@ -132,30 +128,58 @@ class ModelConfig:
         return self.sliding_window if layer in self.sliding_layers else None
 
 
-def from_hugging_face(config: dict[str, Any], name: str = "config.json") -> ModelConfig:
-    """Read the contents of a `config.json`; `name` is what errors call it.
+_SIZES, _FLAG, _NUMBER = rules_of(ModelConfig), or_null(FLAG), or_null(number(0, 1e15))
+EOS = {"eos_token_id": or_null(either(TOKEN_ID, list_of(TOKEN_ID)))}
+ROPE: dict[str, Any] = {
+    **dict.fromkeys(("rope_type", "type"), or_null(TEXT)),
+    **dict.fromkeys(("rope_theta", "partial_rotary_factor", "mscale", "mscale_all_dim"), _NUMBER),
+    **{name: or_null(rule) for name, rule in rules_of(RopeScaling).items()},
+}
+# What is read of a `config.json`.
+SCHEMA: dict[str, Any] = {
+    **dict.fromkeys(("model_type", "hidden_act"), TEXT),
+    **{name: _SIZES[name] for name in ("vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings")},
+    "num_hidden_layers": _SIZES["num_layers"],
+    "num_attention_heads": _SIZES["num_heads"],
+    "num_key_value_heads": or_null(_SIZES["num_kv_heads"]),
+    "head_dim": or_null(_SIZES["head_dim"]),
+    "rms_norm_eps": _SIZES["rms_norm_eps"],
+    **dict.fromkeys(("rope_theta", "partial_rotary_factor"), _NUMBER),
+    "original_max_position_embeddings": or_null(_SIZES["max_position_embeddings"]),
+    **dict.fromkeys(("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window"), _FLAG),
+    "sliding_window": or_null(_SIZES["sliding_window"]),
+    "max_window_layers": or_null(whole(0, 2000)),
+    "layer_types": or_null(list_of(TEXT)),
+} | EOS
 
-    Raises UserError for an architecture or a rope scaling this transformer does not cover, and for missing keys.
+
+def from_hugging_face(config: dict[str, Any], name: str = "config.json") -> ModelConfig:
+    """Return the architecture that a `config.json` describes; `name` is what errors call the file.
+
+    Raise UserError for an architecture or a rope scaling this transformer does not cover, for missing keys, and for
+    values of the wrong type or size.
     """
+    check_json(config, SCHEMA, name)
+    for key in ("rope_parameters", "rope_scaling"):
+        if config.get(key) is not None:
+            check_json(config[key], ROPE, name, key)
+    # What is null is as if it were missing, but for a sliding window: there null is none, and missing the default.
+    config = {key: value for key, value in config.items() if value is not None or key == "sliding_window"}
     try:
         return _from_hugging_face(config)
     except KeyError as missing:
         raise UserError(f"{name}: the key {missing} is missing") from None
     except UserError as error:
         raise UserError(f"{name}: {error}") from None
-    except (TypeError, ValueError, ArithmeticError) as error:
-        raise UserError(f"{name}: a value has the wrong type or size ({error})") from None
 
 
 def eos_ids(value: int | list[int] | None) -> tuple[int, ...]:
-    """A checkpoint's end-of-sequence token or tokens as a tuple; empty where it names none."""
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, int) else tuple(value)
+    """Return a checkpoint's end-of-sequence tokens as a tuple, empty where it names none."""
+    return () if value is None else (value,) if isinstance(value, int) else tuple(value)
 
 
 def _from_hugging_face(config: dict[str, Any]) -> ModelConfig:
-    """`from_hugging_face` with errors that do not name the file yet."""
+    """Do what `from_hugging_face` does, with errors that do not name the file yet."""
     family = config.get("model_type")
     if family is None:
         raise UserError(f"no model_type is given; supported: {', '.join(FAMILIES)}")
@@ -224,14 +248,14 @@ def _rope(config: dict[str, Any]) -> tuple[float, RopeScaling | None]:
     """Rotary base and scaling, from transformers 5's `rope_parameters` or the older two keys."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     theta = float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
-    if config.get("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0)) != 1.0:
+    if (config.get("partial_rotary_factor") or rope.get("partial_rotary_factor") or 1.0) != 1.0:
         raise UserError("partial_rotary_factor is not supported")
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "default":
         return theta, None
     if rope.get("mscale") and rope.get("mscale_all_dim"):
         raise UserError("YaRN with mscale is not supported")
-    known = {f: rope[f] for f in RopeScaling.__dataclass_fields__ if rope.get(f) is not None}
+    known = {name: rope[name] for name in rules_of(RopeScaling) if rope.get(name) is not None}
     if kind in ("llama3", "yarn"):
         original = config.get("original_max_position_embeddings") or known.get("original_max_position_embeddings")
         known["original_max_position_embeddings"] = original or config["max_position_embeddings"]

@@ -3,10 +3,19 @@
 from pathlib import Path
 
 from magicdec.errors import UserError
-from magicdec.models.checkpoint import read_json
-from magicdec.models.config import ModelConfig
+from magicdec.models.config import TOKEN_ID, ModelConfig
+from magicdec.models.metadata import read_json
+from magicdec.rules import TEXT, Rule
 
 TOKENIZER = "tokenizer.json"
+VOCABULARY = Rule(
+    lambda tokens: (
+        all(map(TOKEN_ID.holds, tokens.values()))
+        if isinstance(tokens, dict)
+        else isinstance(tokens, list) and all(isinstance(t, list) and len(t) == 2 and TEXT.holds(t[0]) for t in tokens)
+    ),
+    "must map tokens to ids, or be a list of tokens with their scores",
+)
 
 
 def check_vocabularies(
@@ -44,7 +53,8 @@ def _tokens(folder: Path | None) -> dict[int, str] | None:
     """
     if folder is None or not (folder / TOKENIZER).exists():
         return None
-    vocabulary = read_json(folder / TOKENIZER).get("model", {}).get("vocab", {})
+    tokenizer = read_json(folder / TOKENIZER, {"model": {"vocab": VOCABULARY}})
+    vocabulary = tokenizer.get("model", {}).get("vocab", {})
     if isinstance(vocabulary, dict):
         return {i: token for token, i in vocabulary.items()} or None
     return {i: token for i, (token, _score) in enumerate(vocabulary)} or None  # Unigram models keep a list
