@@ -69,7 +69,8 @@ def page(levels: Sequence[Level], result: Mapping[str, Any], config: DictConfig)
     """The table of throughput and latencies, and where speculation wins and loses."""
     rows = [_row(level, way) for level in levels for way in WAYS]
     gains, losses = (
-        ", ".join(f"{n['concurrency']:g}" for n in levels if (n["speedup_wall"] >= 1) == wins) for wins in (True, False)
+        ", ".join(f"{n['concurrency']:g}" for n in levels if (n["speedup_duration"] >= 1) == wins)
+        for wins in (True, False)
     )
     verdict = " and ".join(
         f"{verb} with {users} at once" for verb, users in (("gains", gains), ("loses", losses)) if users
@@ -101,7 +102,7 @@ def _row(level: Level, way: str) -> list[str]:
     cells += [percentiles("time_to_first_token_ms", 1e-3), percentiles("time_per_output_token_ms")]
     cells += [percentiles("inter_chunk_latency_ms"), percentiles("request_latency_ms", 1e-3)]
     is_plain = way == "autoregressive"
-    return [*cells, "" if is_plain else f"{level['speedup']:.2f} ({level['speedup_wall']:.2f} in all)"]
+    return [*cells, "" if is_plain else f"{level['speedup']:.2f} ({level['speedup_duration']:.2f} in all)"]
 
 
 def main() -> None:

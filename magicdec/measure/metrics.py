@@ -5,9 +5,9 @@ B rows, R rounds, G = gamma.
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from statistics import fmean, median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,6 +16,20 @@ from magicdec.decoding.decoder import Generation
 from magicdec.decoding.state import INACTIVE
 
 Metrics = dict[str, float | int | str | bool | None]
+
+
+class Rounds(Counter[tuple[int, int]]):
+    """How many rounds of a row (proposed, accepted) so many tokens."""
+
+    @property
+    def proposed(self) -> int:
+        """Tokens proposed in all rounds."""
+        return sum(proposed * number for (proposed, _), number in self.items())
+
+    @property
+    def accepted(self) -> int:
+        """Tokens accepted in all rounds."""
+        return sum(accepted * number for (_, accepted), number in self.items())
 
 
 class RowTimes(NamedTuple):
@@ -59,27 +73,55 @@ def speed_metrics(batches: Sequence[Sequence[RowTimes]]) -> dict[str, float]:
     }
 
 
-def acceptance_metrics(generations: list[Generation]) -> Metrics:
-    """Acceptance over whole rounds. A round cut at the limit counts as it was verified, before the cut: leaving it out
-    would leave out the rounds that accept most. What lies behind an end of sequence is no text: a round cut there says
-    nothing of its draft. Neither does a round without proposals, where an adaptive gamma has given up.
+def acceptance_metrics(generations: Iterable[Generation]) -> Metrics:
+    """Return the acceptance metrics of all rounds of several generations."""
+    rounds = Rounds()
+    for generation in generations:
+        rounds.update(rounds_of(generation))
+    return acceptance(rounds)
 
-    acceptance_rate/position_<i> is unconditional: how often proposal i was accepted, whatever became of those before.
+
+def acceptance(rounds: Rounds) -> Metrics:
+    """Return the acceptance metrics of rounds that `is_whole` admits; acceptance_rounds alone where there are none.
+
+    acceptance_rate/position_<i> is unconditional: how often proposal i was accepted, whether or not those before were.
     """
-    accepted = torch.cat([g.accepted_RB[_whole(g)] for g in generations]).double()
-    proposed = torch.cat([_gammas(g)[_whole(g)] for g in generations])
-    metrics: Metrics = {"acceptance_rounds": accepted.numel()}
-    if not accepted.numel():
+    num_rounds = rounds.total()
+    metrics: Metrics = {"acceptance_rounds": num_rounds}
+    if not num_rounds:
         return metrics
-    length = float(accepted.mean()) + 1
+    length = 1 + rounds.accepted / num_rounds
+    by_gamma: Counter[int] = Counter()
+    for (proposed, _), number in rounds.items():
+        by_gamma[proposed] += number
     metrics |= {
-        "acceptance_rate": float(accepted.sum() / proposed.sum()),
+        "acceptance_rate": rounds.accepted / rounds.proposed,
         "acceptance_length": length,
-        "alpha": alpha_of_rounds(length, Counter(proposed.tolist())),
+        "alpha": alpha_of_rounds(length, by_gamma),
     }
-    for i in range(int(proposed.max())):
-        metrics[f"acceptance_rate/position_{i}"] = float((accepted > i)[proposed > i].double().mean())
+    for i in range(max(by_gamma)):
+        accepted = sum(number for (_, accepted), number in rounds.items() if accepted > i)
+        metrics[f"acceptance_rate/position_{i}"] = accepted / sum(n for gamma, n in by_gamma.items() if gamma > i)
     return metrics
+
+
+def is_whole(proposed: Any, accepted: Any, committed: Any, at_limit: Any) -> Any:
+    """Return whether a row's round counts for acceptance; the arguments are numbers or tensors of one shape.
+
+    A round that the token limit cuts counts as it was verified: leaving it out would leave out the rounds that accept
+    most. A round that an end of sequence cuts does not count, because what follows that is not text. Neither does a
+    round without proposals.
+    """
+    return (proposed > 0) & ((committed == accepted + 1) | at_limit)
+
+
+def rounds_of(generation: Generation) -> Rounds:
+    """Return the rounds (R, B) of a generation that count for acceptance."""
+    accepted_RB, committed_RB = generation.accepted_RB, generation.committed_RB
+    proposed_RB = torch.tensor(generation.gammas, dtype=torch.int64)[:, None].expand_as(accepted_RB)
+    at_limit_B = 1 + committed_RB.sum(0) == generation.generate_len
+    counted_RB = (accepted_RB != INACTIVE) & is_whole(proposed_RB, accepted_RB, committed_RB, at_limit_B)
+    return Rounds(zip(proposed_RB[counted_RB].tolist(), accepted_RB[counted_RB].tolist(), strict=True))
 
 
 def usual_gamma(generations: list[Generation]) -> int:
@@ -105,19 +147,6 @@ def spread(values: list[float]) -> float:
     """Largest less smallest, over the median: 0.1 means 10 percent."""
     middle = median(values)
     return (max(values) - min(values)) / middle if middle else 0.0
-
-
-def _whole(generation: Generation) -> torch.Tensor:
-    """Rounds (R, B) that proposed something and that no end of sequence has cut."""
-    accepted, committed = generation.accepted_RB, generation.committed_RB
-    reached_limit_B = 1 + committed.sum(0) == generation.generate_len
-    uncut = (committed == accepted + 1) | reached_limit_B
-    return (accepted != INACTIVE) & (_gammas(generation) > 0) & uncut
-
-
-def _gammas(generation: Generation) -> torch.Tensor:
-    """Tokens that every round (R, B) proposed to every row."""
-    return torch.tensor(generation.gammas)[:, None].expand_as(generation.accepted_RB)
 
 
 def _last_round(generation: Generation) -> list[int]:

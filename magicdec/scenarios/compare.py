@@ -75,14 +75,14 @@ def compare(plan: Plan, progress: Progress) -> Outcome:
     plain = [_speed(one.autoregressive, prefill_seconds) for one in passes]
     results |= speeds(plain, [_speed(one.speculative, prefill_seconds) for one in passes if one.speculative])
     speculative = [generation for one in passes for generation in one.speculative]
-    gamma = metrics.usual_gamma(speculative)
+    gamma = metrics.usual_gamma(speculative) or plan.config.gammas[-1]  # where every row ended at its first token
     if speculative:
         results |= metrics.acceptance_metrics(speculative) | {"gamma": gamma}
         results["acceptance/source"] = "measured" if config.draft.synthetic_acceptance is None else "synthetic"
         results |= _lossless(audits)
     if config.draft.synthetic_acceptance is None:  # otherwise what is written means nothing
         results |= outputs.accuracy(tokenizer)
-    if batch.draft is not None and gamma:  # an adaptive one is profiled as it ran most
+    if batch.draft is not None:  # an adaptive one is profiled as it ran most
         batch.draft.gamma = gamma
     with progress.task("profiling", total=None):
         times = profile_round(batch, config.scenario.profile_repeats)
@@ -123,7 +123,7 @@ def _formula(plan: Plan, results: Metrics, gamma: int) -> Metrics:
     """What the paper's formula gives for the times and the acceptance just measured: for a row, and in wall clock for
     the batch, which waits for its unluckiest row. That is told where all rows are to become equally long.
     """
-    if "alpha" not in results:
+    if "alpha" not in results or "speedup" not in results:
         return {}
     names = ("time/target_decode_ms", "time/draft_ms", "time/verify_ms", "alpha", "speedup")
     decode, draft, verify, alpha, speedup = (float(results[name] or 0.0) for name in names)

@@ -15,16 +15,18 @@ SAMPLE_PROMPT_TOKENS = 64  # the end of their prompts
 
 
 def speeds(autoregressive: list[dict[str, float]], speculative: list[dict[str, float]]) -> Metrics:
-    """Medians over the repeats, each a `metrics.speed_metrics`; none of them speculative where there is no draft.
+    """Return medians over the repeats, each a `metrics.speed_metrics`; `speculative` is empty without a draft.
 
-    A speedup is formed within a repeat, so that a slow spell hits both of its sides.
+    A speedup is the ratio within a repeat, so that a slow spell hits both of its sides. Where every row ended at its
+    first token there is no decoding to compare, and no speedup.
     """
     result: Metrics = {}
     for name, repeats in (("autoregressive", autoregressive), ("speculative", speculative)):
         for key in repeats[0] if repeats else ():
             result[f"{name}/{key}"] = median(r[key] for r in repeats)
     for name, key in (("speedup", "time_per_output_token_ms"), ("speedup_wall", "decode_s")):
-        ratios = [a[key] / s[key] for a, s in zip(autoregressive, speculative, strict=False)]
+        pairs = [(a[key], s[key]) for a, s in zip(autoregressive, speculative, strict=False)]
+        ratios = [a / s for a, s in pairs if a > 0 and s > 0]
         if ratios:
             result[name] = median(ratios)
             if len(ratios) > 1:

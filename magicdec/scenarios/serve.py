@@ -19,11 +19,11 @@ from magicdec.costmodel.hardware import GIB
 from magicdec.data import Prompts
 from magicdec.engines.native import NativeEngine
 from magicdec.measure import memory
-from magicdec.measure.metrics import Metrics
+from magicdec.measure.metrics import Metrics, Rounds, acceptance
 from magicdec.resolve import Plan
 from magicdec.scenarios.outcome import Outcome, kept
 from magicdec.serving.engine import AsyncEngine
-from magicdec.serving.load import Job, Level, acceptance, load_metrics, run
+from magicdec.serving.load import Job, Level, load_metrics, run
 from magicdec.serving.request import Params, Request
 from magicdec.serving.scheduler import Scheduler
 from magicdec.serving.shared import SharedSlots
@@ -143,9 +143,12 @@ def _level_metrics(measured: Mapping[str, tuple[list[Request], float]], plan: Pl
     ]
     if times:
         result["speedup"] = median(times)
-    result["speedup_wall"] = plain[1] / fast[1]
+    result["speedup_duration"] = plain[1] / fast[1]
+    rounds = Rounds()
+    for request in fast[0]:
+        rounds.update(request.rounds)
     same = [a.tokens == s.tokens for a, s in zip(plain[0], fast[0], strict=True)]
-    return result | acceptance(fast[0]) | {"lossless/identical": all(same) if plan.is_audited else None}
+    return result | acceptance(rounds) | {"lossless/identical": all(same) if plan.is_audited else None}
 
 
 def _memory(slots: Slots, peak: memory.Peak) -> Metrics:

@@ -158,7 +158,7 @@ class Meters:
         """A request that is over."""
         request, stats = stream.request, stream.stats
         self.requests.labels(request.end or "cancelled").inc()
-        amounts = (stats.prompt_tokens, stats.tokens, request.num_proposed, request.num_accepted)
+        amounts = (stats.prompt_tokens, stats.tokens, stats.proposed, stats.accepted)
         for counter, amount in zip(self.tokens.values(), amounts, strict=True):
             counter.inc(amount)
         for name, histogram in self.seconds.items():

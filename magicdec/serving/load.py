@@ -118,16 +118,6 @@ def load_metrics(
     return metrics
 
 
-def acceptance(requests: Sequence[Request]) -> dict[str, float]:
-    """Over all rounds of all requests: proposals accepted of those proposed, and tokens per round."""
-    rounds, proposed, accepted = (
-        sum(getattr(request, name) for request in requests) for name in ("num_rounds", "num_proposed", "num_accepted")
-    )
-    if not proposed:
-        return {}
-    return {"acceptance_rate": accepted / proposed, "acceptance_length": 1 + accepted / rounds}
-
-
 def _is_good(stats: Stats, latency_ms: float | None, first_token_ms: float | None) -> bool:
     bounded = ((stats.time_per_output_token_s, latency_ms), (stats.time_to_first_token_s, first_token_ms))
     return all(bound is None or seconds is None or 1e3 * seconds <= bound for seconds, bound in bounded)

@@ -6,6 +6,7 @@ from itertools import pairwise
 from time import perf_counter
 
 from magicdec.errors import UserError
+from magicdec.measure.metrics import Rounds, acceptance, is_whole
 from magicdec.verification.sampling import Sampling
 
 
@@ -49,10 +50,16 @@ class Request:
         self.arrived = perf_counter()
         self.tokens: list[int] = []
         self.chunk_times: list[float] = []  # when each chunk of tokens was there: a round's, or the prefill's first one
-        self.num_rounds = self.num_proposed = self.num_accepted = 0
+        self.rounds = Rounds()
         self.cancelled = False
         self.end: str | None = None  # stop (end of sequence), length, cancelled, failed
         self.error: BaseException | None = None
+
+    def count_round(self, proposed: int, accepted: int, committed: int) -> None:
+        """Count a round for acceptance, before its tokens are received."""
+        at_limit = len(self.tokens) + committed == self.params.max_tokens
+        if is_whole(proposed, accepted, committed, at_limit):
+            self.rounds[proposed, accepted] += 1
 
     def receive(self, tokens: list[int]) -> None:
         """A chunk of new tokens, now."""
@@ -68,7 +75,7 @@ class Request:
     @property
     def stats(self) -> "Stats":
         """What its user has seen of it so far."""
-        times, count = self.chunk_times, len(self.tokens)
+        times, count, accepted = self.chunk_times, len(self.tokens), acceptance(self.rounds)
         return Stats(
             prompt_tokens=len(self.prompt),
             tokens=count,
@@ -76,8 +83,10 @@ class Request:
             time_per_output_token_s=(times[-1] - times[0]) / (count - 1) if count > 1 else None,
             request_latency_s=times[-1] - self.arrived if times else None,
             inter_chunk_s=[after - before for before, after in pairwise(times)],
-            acceptance_rate=self.num_accepted / self.num_proposed if self.num_proposed else None,
-            acceptance_length=1 + self.num_accepted / self.num_rounds if self.num_rounds else None,
+            proposed=self.rounds.proposed,
+            accepted=self.rounds.accepted,
+            acceptance_rate=accepted.get("acceptance_rate"),  # type: ignore[arg-type]
+            acceptance_length=accepted.get("acceptance_length"),  # type: ignore[arg-type]
         )
 
 
@@ -96,5 +105,7 @@ class Stats:
     time_per_output_token_s: float | None
     request_latency_s: float | None
     inter_chunk_s: list[float]
+    proposed: int  # tokens, in the rounds that count for acceptance (metrics.is_whole)
+    accepted: int
     acceptance_rate: float | None
     acceptance_length: float | None

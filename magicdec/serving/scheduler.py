@@ -102,9 +102,7 @@ class Scheduler:
             accepted, committed, finished, *recent = rows[slot]
             if self.speculative:
                 gamma = request.params.gamma
-                request.num_rounds += 1
-                request.num_proposed += self.slots.gamma if gamma is None else gamma
-                request.num_accepted += accepted
+                request.count_round(self.slots.gamma if gamma is None else gamma, accepted, committed)
             request.receive(recent[len(recent) - committed :])
             if finished:
                 self._free(slot)

@@ -22,7 +22,8 @@ SPEEDS = {
     "tokens_per_second": "tokens/s",
     "time_per_output_token_ms": "time per output token (TPOT), ms",
     "time_to_first_token_ms": "time to first token (TTFT), ms",
-    "wall_s": "wall clock, s",
+    "decode_s": "decoding the batch, s",
+    "wall_s": "the same with its prefill, s",
     "accuracy": "accuracy, answers in the output",
 }
 STEPS = {"target_decode": "T_T", "draft": "T_D", "verify": "T_V", "round": "round"}
@@ -138,8 +139,8 @@ def _verdict(config: Mapping[str, Any], metrics: Metrics) -> Iterator[tuple[str,
     mark = ["synthetic"] if metrics.get("acceptance/source") == "synthetic" else []
     if speedup := _number(metrics.get("speedup")):
         wall, spread = _number(metrics.get("speedup_wall")), _number(metrics.get("speedup_spread"))
-        details = mark + ([] if speedup > 1 else ["slower than autoregressive"])
-        details += [f"{wall:.2f}x in wall clock"] if wall else []
+        details = ["in TPOT", *([f"batch {wall:.2f}x"] if wall else []), *mark]
+        details += [] if speedup > 1 else ["slower than autoregressive"]
         details += [f"spread {spread:.0%} over repeats"] if spread is not None else []
         details += ["NOISY"] if spread and spread > NOISY else []
         big = (f"{speedup:.2f}x", f"bold reverse {'green' if speedup > 1 else 'red'}")
@@ -184,8 +185,8 @@ def _steps(metrics: Metrics) -> Iterator[tuple[str, Text]]:
             error = _number(metrics.get(f"{name}/speedup_error"))
             off = f", {error:+.0%} off" if error is not None else ""
             wall = _number(metrics.get(f"{name}/speedup_wall"))
-            in_all = f", wall {wall:.2f}x" if wall else ""
-            yield f"{name} speedup", Text(f"{speedup:.2f}x {source}{off}{in_all}")
+            batch = f", batch {wall:.2f}x" if wall else ""
+            yield f"{name} speedup", Text(f"{speedup:.2f}x {source}{off}{batch}")
 
 
 def _memory(metrics: Metrics) -> Iterator[tuple[str, Text]]:

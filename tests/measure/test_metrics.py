@@ -10,6 +10,7 @@ from magicdec.costmodel.speedup import alpha_from_acceptance_length, omega
 from magicdec.decoding.decoder import Generation
 from magicdec.drafts.base import DRAFTS
 from magicdec.measure import metrics
+from magicdec.scenarios.paired import speeds
 from tests.small import noisy_copy, open_batch, random_prompts, small_model
 
 # Two rows, gamma 2. Row 0 takes 3 + 1 tokens and ends in round 1; row 1 takes 1 + 2 + 1, cut at the limit in round 2.
@@ -103,6 +104,14 @@ def test_a_row_that_ends_at_its_first_token_has_no_time_per_token():
     times = metrics.row_times(Generation([[7]], empty, empty, []), 1.0)
     assert times == [(1.0, 0.0, 0)]
     assert math.isnan(metrics.speed_metrics([times])["tokens_per_second"])
+
+
+def test_without_decoding_there_is_no_speedup():
+    empty = torch.zeros(0, 1, dtype=torch.int32)
+    one = metrics.speed_metrics([metrics.row_times(Generation([[7]], empty, empty, []), 1.0)])
+    result = speeds([one, one], [one, one])
+    assert result["speculative/time_to_first_token_ms"] == 1000.0
+    assert not [key for key in result if key.startswith("speedup") or key == "noisy"]
 
 
 @pytest.mark.parametrize("gamma", [1, 4, 8])

@@ -5,23 +5,22 @@ import time
 
 import pytest
 
-from magicdec.serving.load import Job, Level, acceptance, load_metrics, run
+from magicdec.serving.load import Job, Level, load_metrics, run
 from magicdec.serving.request import Params, Request
 
 
-def request(arrived: float, chunks: list[tuple[float, int]], rounds: int = 0, accepted: int = 0) -> Request:
+def request(arrived: float, chunks: list[tuple[float, int]]) -> Request:
     """One that got so many tokens at each of these times."""
     made = Request([1, 2], Params())
     made.arrived = arrived
     made.chunk_times = [at for at, _ in chunks]
     made.tokens = [0] * sum(count for _, count in chunks)
-    made.num_rounds, made.num_proposed, made.num_accepted = rounds, 4 * rounds, accepted
     return made
 
 
 TWO = [
-    request(10.0, [(10.5, 1), (11.0, 3), (11.5, 1)], rounds=2, accepted=2),  # TTFT 0.5, TPOT 0.25, latency 1.5
-    request(10.0, [(11.0, 1), (11.2, 2)], rounds=1, accepted=4),  # TTFT 1.0, TPOT 0.1, latency 1.2
+    request(10.0, [(10.5, 1), (11.0, 3), (11.5, 1)]),  # TTFT 0.5, TPOT 0.25, latency 1.5
+    request(10.0, [(11.0, 1), (11.2, 2)]),  # TTFT 1.0, TPOT 0.1, latency 1.2
 ]
 
 
@@ -45,14 +44,12 @@ def test_metrics_by_hand():
     assert {name: metrics[name] for name in expected} == pytest.approx(expected)
     assert load_metrics(TWO, 2.0, latency_ms=100.1)["goodput_rps"] == 0.5
     assert "goodput_rps" not in load_metrics(TWO, 2.0)
-    assert acceptance(TWO) == pytest.approx({"acceptance_rate": 6 / 12, "acceptance_length": 1 + 6 / 3})
 
 
 def test_a_single_token_has_a_time_to_the_first_one_alone():
     metrics = load_metrics([request(0.0, [(0.25, 1)])], 1.0)
     assert metrics["time_to_first_token_ms_p99"] == metrics["request_latency_ms"] == 250.0
     assert metrics["time_per_output_token_ms"] != metrics["time_per_output_token_ms"]  # NaN: there is none
-    assert acceptance([request(0.0, [(0.25, 1)])]) == {}
 
 
 class Waiting:

@@ -8,6 +8,7 @@ import torch
 from magicdec.cache.draft_cache import CACHES
 from magicdec.drafts.base import DRAFTS
 from magicdec.errors import UserError
+from magicdec.measure.metrics import Rounds, acceptance, acceptance_metrics
 from magicdec.serving.request import Params, Request
 from magicdec.serving.scheduler import Scheduler
 from magicdec.serving.slots import Slots
@@ -82,9 +83,32 @@ def test_a_slot_drafts_what_the_request_alone_would(draft, policy):
     for request in apart:
         serve(Scheduler(slots_with(draft, policy, 1, **settings)), [request], 0)
     serve(Scheduler(slots_with(draft, policy, 2, **settings)), together, 1)
-    counts = [[(request.num_accepted, request.num_rounds) for request in requests] for requests in (apart, together)]
+    counts = [[request.rounds for request in requests] for requests in (apart, together)]
     assert counts[0] == counts[1]
-    assert draft in ("ngram", "layer_skip") or sum(accepted for accepted, _ in counts[0]) > 0
+    assert draft in ("ngram", "layer_skip") or sum(rounds.accepted for rounds in counts[0]) > 0
+
+
+def test_acceptance_is_counted_as_offline():
+    """Rows that stop at an end of sequence, at the limit, and at both: the same metrics for the same tokens."""
+    prompts, settings = random_prompts([30, 41, 52, 33, 28, 36, 45, 31]), {"policy": "streaming", "gamma": 4}
+    plain = [alone(prompt, 24) for prompt in prompts]
+    target = small_model(eos_token_ids=(plain[1][5],))
+    settings |= {"draft_name": "self", "budget": 32, "num_sink": 2}
+    batch = open_batch(target, prompts, ignore_eos=False, **settings)
+    offline = batch.decoder.generate(batch.draft)
+    requests = [Request(prompt, Params(24)) for prompt in prompts]
+    serve(Scheduler(slots_with("self", "streaming", 2, target, budget=32)), requests, 1)
+    assert [request.tokens for request in requests] == offline.tokens
+    assert {request.end for request in requests} == {"stop", "length"}
+    cut_RB = (offline.committed_RB != offline.accepted_RB + 1) & (offline.accepted_RB >= 0)
+    ended_B = torch.tensor([request.end == "stop" for request in requests])
+    assert cut_RB[:, ended_B].any()  # there is something to leave out,
+    assert cut_RB[:, ~ended_B].any()  # and something to count
+    served = Rounds()
+    for request in requests:
+        served.update(request.rounds)
+    assert acceptance(served) == acceptance_metrics([offline])
+    assert [request.stats.accepted for request in requests] == [request.rounds.accepted for request in requests]
 
 
 @pytest.mark.parametrize("policy", list(CACHES))

@@ -104,6 +104,7 @@ def test_the_table_shows_what_differs(report):
     assert code == 0
     for word in ("policy", "budget", "speedup", "tokens/s", "3 of", "SYNTHETIC"):
         assert word in out
+    assert re.search(r"\bspeedup +speedup_wall\b", out)  # side by side
     code, out, _ = report("--group-by", "policy,budget")
     assert code == 0
     assert "medians" in out

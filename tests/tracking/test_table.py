@@ -33,7 +33,9 @@ def test_figures_of_both_ways():
     assert row(text, "tokens/s") == ["433", "813"]
     assert row(text, "time per output token (TPOT), ms") == ["18.4", "9.81"]
     assert row(text, "time to first token (TTFT), ms") == ["4,213", "4,220"]
-    assert row(text, "wall clock, s") == ["5.38", "4.85"]
+    assert row(text, "decoding the batch, s") == ["1.17", "0.682"]
+    assert row(text, "the same with its prefill, s") == ["5.38", "4.90"]
+    assert float(row(text, "speedup")[4][:-2]) == pytest.approx(1.17 / 0.682, abs=0.01)  # the ratio of what is shown
 
 
 @pytest.mark.parametrize(
@@ -42,12 +44,12 @@ def test_figures_of_both_ways():
         "compare: tiny, self-speculation, gamma 4, streaming cache, budget 128, 4 sinks",
         "8 rows x 4,096 tokens of context, 64 new tokens each, greedy",
         "data: stdlib; float32 on Some CPU @ 2.90GHz, attention by sdpa",
-        "speedup           1.88x  1.71x in wall clock, spread 3% over repeats",
+        "speedup           1.88x  in TPOT, batch 1.71x, spread 3% over repeats",
         "acceptance rate   72.3% of proposals, by position 85% 76% 68% 60%",
         "acceptance length 3.89 tokens per round, of at most 5",
         "lossless          yes, identical to autoregressive; max logit gap 1.2e-06",
         "step times, ms    target T_T 18.1, draft T_D 3.21, verify T_V 21.0, round 34.0",
-        "formula speedup   2.08x from step times and acceptance, +11% off, wall 1.75x",
+        "formula speedup   2.08x from step times and acceptance, +11% off, batch 1.75x",
         "memory, GiB       peak 1.23, target's KV cache 0.2, draft's 0.0061",
         "results           runs/2f0c1a9b7e31",
         f"send to W&B       {COMMAND}",
@@ -80,7 +82,7 @@ def test_synthetic_is_said_loudly():
     metrics = METRICS | {"acceptance/source": "synthetic", "lossless/identical": None, "lossless/max_logit_gap": None}
     text = printed(config, metrics)
     assert "SYNTHETIC acceptance (0.8)" in text
-    assert "1.88x  synthetic, " in text
+    assert "1.88x  in TPOT, batch 1.71x, synthetic, " in text
     assert "72.3% of proposals, synthetic, " in text
     assert row(text, "lossless") == ["n/a", "(synthetic)"]
 
@@ -106,7 +108,7 @@ def test_a_difference_is_an_alarm_in_full_precision_only():
 
 def test_slower_and_noisy_are_named():
     text = printed(metrics=METRICS | {"speedup": 0.83, "speedup_spread": 0.23})
-    assert "0.83x  slower than autoregressive" in text
+    assert "0.83x in TPOT, batch 1.71x, slower than autoregressive" in " ".join(text.split())
     assert "NOISY" in text
     text = printed(metrics=METRICS | {"gpu/throttled/thermal": 0.3, "gpu/throttled/power": 0.01, "gpu/shared": 2})
     assert "throttled (thermal) for 30% of the time, shared with 2 other processes: measure it again" in " ".join(

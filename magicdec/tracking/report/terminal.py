@@ -14,8 +14,9 @@ from magicdec.tracking.reader import NOISY, gpu_trouble
 from magicdec.tracking.report.query import find_key
 from magicdec.tracking.report.rows import Row, keys_of, telling
 
-FIGURES = {
-    "speedup": "speedup",
+# Of a row, of a batch, of a level of load: side by side.
+SPEEDUPS = ("speedup", "speedup_wall", "speedup_duration")
+FIGURES = {key: key for key in SPEEDUPS} | {
     "acceptance_rate": "accepted",
     "acceptance_length": "length",
     "speculative/tokens_per_second": "tokens/s",
@@ -77,12 +78,13 @@ def _columns(rows: Sequence[Row], known: Sequence[str], grouped: bool) -> list[s
     engines = [key for key in BETWEEN_ENGINES if key in known] if ENGINE in settings else []
     if engines:  # their own keys say less
         settings = [key for key in settings if key not in engines and not key.startswith(("engine.", "attention."))]
-    return ["id", "status", *engines, *main[:1], *settings[:MAX_SETTINGS], *marks, *main[1:]]
+    first, others = ([key for key in main if (key in SPEEDUPS) == is_first] for is_first in (True, False))
+    return ["id", "status", *engines, *first, *settings[:MAX_SETTINGS], *marks, *others]
 
 
 def _cell(row: Row, key: str) -> Text:
     value = row.get(key)
-    if key.endswith("speedup") and isinstance(value, int | float):
+    if (key in SPEEDUPS or key.endswith("speedup")) and isinstance(value, int | float):
         noisy = key == "speedup" and isinstance(spread := row.get("speedup_spread"), float) and spread > NOISY
         return Text(f"{value:.2f}x{'!' if noisy else ''}", style="green" if value > 1 else "red")
     if key == "status" and value != "done":
