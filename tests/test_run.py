@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from magicdec.config import compose
+from magicdec.scenarios import Job, run
+
 ROOT = Path(__file__).parents[1]
 TINY = ROOT / "magicdec" / "models" / "tiny"
 SMALL = [
@@ -126,6 +129,23 @@ def test_sampling_and_random_weights_say_what_they_are(tmp_path):
     sampled = launch(tmp_path / "sampled", "sampling=sample", "draft=model")
     assert sampled.returncode == 0, sampled.stderr
     assert results(tmp_path / "sampled")[0]["lossless/identical"] is None
+
+
+@pytest.mark.parametrize("engine", ["native", "transformers"])
+def test_samples_depend_on_the_prompt_and_not_on_the_batch_size(tmp_path, engine):
+    """Of prompts that are all the same: the batches of a run draw numbers of their own."""
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "import os"}\n' * 2)
+    data = ["data=prompts", f"data.path={tmp_path}/prompts.jsonl", "draft=none", "sampling=sample"]
+    tokens = []
+    for rows, batches in ((1, 2), (2, 1)):
+        runs = tmp_path / str(rows)
+        sizes = [f"batch.size={rows}", f"batch.num_batches={batches}", f"engine={engine}", f"runs_dir={runs}"]
+        found = run(compose([*SMALL, *data, *sizes]), Job())
+        lines = (runs / found["id"] / "generations.jsonl").read_text().splitlines()
+        tokens.append([json.loads(line)["autoregressive"] for line in lines])
+    assert tokens[0][0] != tokens[0][1]
+    if engine == "native":
+        assert tokens[0] == tokens[1]
 
 
 def test_serving_compares_both_ways_at_each_level(tmp_path):

@@ -1,7 +1,7 @@
 """Our own engine: a target and, with speculation, a draft, opened on one batch of prompts after another."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -65,11 +65,14 @@ class NativeEngine:
         """Tokens that a round may write behind the longest sequence."""
         return self.gamma + self.draft_options.get("inner_gamma", 0) + 1
 
-    def open(self, prompts: list[list[int]]) -> Batch:
-        """Allocate state and caches for these prompts (token ids; their lengths may differ)."""
+    def open(self, prompts: list[list[int]], first: int = 0) -> Batch:
+        """Allocate state and caches for these prompts (token ids; their lengths may differ).
+
+        `first` counts the prompts of the run before these: no two sequences of a run share random numbers.
+        """
         eos = () if self.ignore_eos else self.target.config.eos_token_ids
         state = State(prompts, self.generate_len, self.slack, eos, self.target.embed.weight.device)
-        return self.open_on(state, self.sampling)
+        return self.open_on(state, replace(self.sampling, sequence=first))
 
     def open_on(self, state: State, sampling: Sampling | RowSampling) -> Batch:
         """Allocate caches for the rows of a state."""

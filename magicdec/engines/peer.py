@@ -68,8 +68,13 @@ class Peer(ABC):
     """Another engine, loaded; to be closed in the end, as a context manager is."""
 
     @abstractmethod
-    def generate(self, prompts: list[list[int]], generate_len: int, speculative: bool) -> PeerGeneration:
-        """Prefill a batch of prompts (token ids), and decode `generate_len` tokens of each, speculating or not."""
+    def generate(
+        self, prompts: list[list[int]], generate_len: int, speculative: bool, first: int = 0
+    ) -> PeerGeneration:
+        """Prefill a batch of prompts (token ids) and decode `generate_len` tokens of each, speculating or not.
+
+        `first` counts the prompts of the run before these, which must not share their random numbers.
+        """
 
     @property
     @abstractmethod

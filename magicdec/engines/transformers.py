@@ -79,14 +79,16 @@ class TransformersPeer(Peer):
         return model.to(self._device).eval()
 
     @torch.inference_mode()
-    def generate(self, prompts: list[list[int]], generate_len: int, speculative: bool) -> PeerGeneration:
+    def generate(
+        self, prompts: list[list[int]], generate_len: int, speculative: bool, first: int = 0
+    ) -> PeerGeneration:
         """See Peer.generate. Shorter prompts are padded on the left."""
         width = max(map(len, prompts))
         tokens_BS = torch.tensor([[0] * (width - len(row)) + row for row in prompts], device=self._device)
         mask_BS = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in prompts], device=self._device)
         bursts = Bursts(self._device)
         watched = self.target.register_forward_pre_hook(bursts.watch, with_kwargs=True) if speculative else None
-        torch.manual_seed(self.spec.sampling.seed)
+        torch.manual_seed(self.spec.sampling.seed + first)
         bursts.start()
         out_BS = self.target.generate(
             tokens_BS,

@@ -60,7 +60,9 @@ class VllmPeer(Peer):
         self._speculative = False
         self._peak = 0
 
-    def generate(self, prompts: list[list[int]], generate_len: int, speculative: bool) -> PeerGeneration:
+    def generate(
+        self, prompts: list[list[int]], generate_len: int, speculative: bool, first: int = 0
+    ) -> PeerGeneration:
         """See Peer.generate."""
         if self._worker is None or self._speculative != speculative:
             self.close()
@@ -72,7 +74,8 @@ class VllmPeer(Peer):
             options["stop_token_ids"] = self.spec.eos_token_ids
         if not sampling.greedy:
             options |= {"top_k": sampling.top_k or 0, "top_p": sampling.top_p or 1.0}
-        request = {"prompts": prompts, "generate_len": generate_len, "seed": sampling.seed, "sampling": options}
+        seed = sampling.seed + first
+        request = {"prompts": prompts, "generate_len": generate_len, "seed": seed, "sampling": options}
         answer = self._worker.ask(request)
         self._peak = max(self._peak, answer["peak_bytes"])
         rows = zip(answer["first"], answer["decode"], answer["tokens"], strict=True)

@@ -54,7 +54,7 @@ def compare(plan: Plan, progress: Progress) -> Outcome:
     prefill_seconds: list[float] = []
     audits: list[Audit] = []
     for start in range(0, len(prompts.tokens), rows):
-        batch = engine.open(prompts.tokens[start : start + rows])
+        batch = engine.open(prompts.tokens[start : start + rows], start)
         if not prefill_seconds:
             with progress.task("warm-up", total=None):
                 batch.decoder.rehearse_prefill(engine.prefill_chunk)

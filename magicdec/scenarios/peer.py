@@ -57,8 +57,8 @@ def _passes(engine: Peer, batches: list[list[list[int]]], way: str, plan: Plan, 
         passes: list[Pass] = []
         for _ in range(repeats):
             passes.append([])
-            for batch in batches:
-                passes[-1].append(engine.generate(batch, generate_len, fast))
+            for number, batch in enumerate(batches):
+                passes[-1].append(engine.generate(batch, generate_len, fast, number * len(batches[0])))
                 task.advance(1)
     return passes
 

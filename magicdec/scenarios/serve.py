@@ -102,10 +102,10 @@ def _prompts(plan: Plan) -> Prompts:
 
 
 def _jobs(plan: Plan, engine: NativeEngine, prompts: Prompts) -> list[Job]:
-    """A request for each prompt, with a seed of its own: what is drawn is to differ between them."""
+    """Return a request for each prompt, with random numbers of its own."""
     jobs = []
     for number, prompt in enumerate(prompts.tokens):
-        sampling = replace(engine.sampling, seed=engine.sampling.seed + number)
+        sampling = replace(engine.sampling, sequence=number)
         params = Params(plan.config.batch.generate_len, sampling, ignore_eos=plan.config.sampling.ignore_eos)
         jobs.append(Job(prompt, params))
     return jobs

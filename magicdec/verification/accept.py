@@ -44,7 +44,7 @@ def accept_sampled(
     p_BTV = probabilities(logits_BTV, sampling)
     if q_BGV is None:
         q_BGV = torch.zeros_like(p_BTV[:, :-1]).scatter_(-1, proposed_BG[..., None], 1.0)
-    u_BG = uniform_BT(sampling.seed, positions_BT, accept)[:, :-1]
+    u_BG = uniform_BT(sampling, positions_BT, accept)[:, :-1]
     p_BG = p_BTV[:, :-1].gather(-1, proposed_BG[..., None]).squeeze(-1)
     q_BG = q_BGV.gather(-1, proposed_BG[..., None]).squeeze(-1)
     num_accepted_B = _leading(u_BG * q_BG < p_BG)
@@ -52,7 +52,7 @@ def accept_sampled(
     q_BV = _at(torch.cat((q_BGV, torch.zeros_like(p_BTV[:, :1])), dim=1), num_accepted_B)
     residual_BV = (p_BV - q_BV).clamp(min=0.0)
     residual_BV = torch.where(residual_BV.sum(-1, keepdim=True) > 0, residual_BV, p_BV)
-    u_B = _at(uniform_BT(sampling.seed, positions_BT, decide), num_accepted_B)
+    u_B = _at(uniform_BT(sampling, positions_BT, decide), num_accepted_B)
     return Verdict(num_accepted_B, _with_bonus(proposed_BG, num_accepted_B, draw(residual_BV, u_B)))
 
 
@@ -63,7 +63,7 @@ def accept_synthetic(
 
     For timing without a trained draft; the bonus is the target's argmax.
     """
-    num_accepted_B = _leading(uniform_BT(sampling.seed, positions_BT, Use.ACCEPT)[:, :-1] < alpha)
+    num_accepted_B = _leading(uniform_BT(sampling, positions_BT, Use.ACCEPT)[:, :-1] < alpha)
     best_BT = logits_BTV.argmax(-1)
     return Verdict(num_accepted_B, _with_bonus(proposed_BG, num_accepted_B, _at(best_BT, num_accepted_B)))
 

@@ -1,7 +1,7 @@
 """From logits to tokens: greedy, or temperature, top-k and top-p with counter-based random numbers.
 
-B rows, T tokens, V vocabulary. A random number is a pure function of (seed, row, position, use), so that a row's
-sample depends neither on its neighbours nor on the order in which anything is computed.
+B rows, T tokens, V vocabulary. A random number is a pure function of (seed, sequence, position, use): a sequence is
+counted through the whole run, so that its sample depends neither on its batch nor on the order of computation.
 """
 
 from dataclasses import dataclass
@@ -26,25 +26,37 @@ class Use(IntEnum):
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen. temperature 0 is greedy; top_k and top_p None keep everything."""
+    """How tokens are chosen. temperature 0 is greedy; top_k and top_p None keep everything.
+
+    `sequence` is the index in the run of row 0's sequence; the other rows count up from it.
+    """
 
     temperature: float = 0.0
     top_k: int | None = None
     top_p: float | None = None
     seed: int = 0
+    sequence: int = 0
 
     @property
     def greedy(self) -> bool:
         """Whether the largest logit decides."""
         return self.temperature == 0.0
 
+    @property
+    def key(self) -> int:
+        """Name the random numbers of row 0's sequence: a whole number of 64 bits."""
+        return _signed(self.seed * GOLDEN + self.sequence)
+
+    def keys_B1(self, positions_BT: Tensor) -> Tensor:
+        """Return the key of every row."""
+        return self.key + torch.arange(positions_BT.shape[0], device=positions_BT.device)[:, None]
+
 
 class RowSampling:
     """Settings of each row, in tensors that stay where they are when a row changes hands.
 
     `greedy` is the caller's word that all rows are, which saves sorting the vocabulary; otherwise a greedy row draws
-    from its likeliest token alone. Random numbers depend on a row's seed, not on its index: a request draws the same
-    in any slot, and what row 0 draws with the same `Sampling`.
+    from its likeliest token alone. A row draws what row 0 of a batch draws with the same `Sampling`, in any slot.
     """
 
     def __init__(self, num_rows: int, device: torch.device | str):
@@ -53,7 +65,11 @@ class RowSampling:
         self.temperature = torch.ones(shape, device=device)
         self.top_k = torch.ones(shape, dtype=torch.int64, device=device)
         self.top_p = torch.ones(shape, device=device)
-        self.seed = torch.zeros(num_rows, 1, dtype=torch.int64, device=device)
+        self._key_B1 = torch.zeros(num_rows, 1, dtype=torch.int64, device=device)
+
+    def keys_B1(self, positions_BT: Tensor) -> Tensor:
+        """See Sampling.keys_B1."""
+        return self._key_B1
 
     def set_row(self, row: int, sampling: Sampling) -> None:
         """From now on a row is sampled so."""
@@ -63,7 +79,7 @@ class RowSampling:
         self.temperature[row] = sampling.temperature or 1.0
         self.top_k[row] = top_k
         self.top_p[row] = top_p if top_p < 1.0 else float("inf")
-        self.seed[row] = sampling.seed
+        self._key_B1[row] = sampling.key
 
 
 def probabilities(logits: Tensor, sampling: Sampling | RowSampling) -> Tensor:
@@ -88,16 +104,9 @@ def probabilities(logits: Tensor, sampling: Sampling | RowSampling) -> Tensor:
     return p
 
 
-def uniform_BT(seed: int | Tensor, positions_BT: Tensor, use: Use) -> Tensor:
-    """Uniform fp64 numbers in [0, 1), one for each row and position (int64).
-
-    `seed` is one for all rows, which differ by their index, or a seed (B, 1) for each, which alone tells them apart.
-    """
-    if isinstance(seed, Tensor):
-        row_B1 = seed * _signed(GOLDEN)
-    else:
-        row_B1 = torch.arange(positions_BT.shape[0], device=positions_BT.device)[:, None] + _signed(seed * GOLDEN)
-    key = _mix(_mix(row_B1) + positions_BT * 8 + int(use))
+def uniform_BT(sampling: Sampling | RowSampling, positions_BT: Tensor, use: Use) -> Tensor:
+    """Return uniform fp64 numbers in [0, 1), one for each row and position (int64)."""
+    key = _mix(_mix(sampling.keys_B1(positions_BT)) + positions_BT * 8 + int(use))
     return (_mix(key) >> 11 & (1 << 53) - 1).double() * 2.0**-53
 
 
@@ -115,7 +124,7 @@ def choose(
     if sampling.greedy:
         return logits_BTV.argmax(-1), None
     p_BTV = probabilities(logits_BTV, sampling)
-    return draw(p_BTV, uniform_BT(sampling.seed, positions_BT, use)), p_BTV
+    return draw(p_BTV, uniform_BT(sampling, positions_BT, use)), p_BTV
 
 
 def _signed(value: int) -> int:

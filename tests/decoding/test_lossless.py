@@ -13,7 +13,7 @@ from magicdec.cache.draft_cache import CACHES
 from magicdec.decoding.audit import audit
 from magicdec.drafts.base import DRAFTS
 from magicdec.verification.sampling import Sampling
-from tests.small import VOCAB, noisy_copy, open_batch, random_prompts, small_model
+from tests.small import VOCAB, new_engine, noisy_copy, open_batch, random_prompts, small_model
 
 TARGET = small_model()
 GAMMAS, BATCHES, BUDGETS = (1, 2, 5, 8), (1, 3, 8), (12, 40, 400)
@@ -148,6 +148,31 @@ def test_sampling_is_reproducible_and_lossless_where_the_draft_is_the_target():
     assert (first.accepted_RB[first.accepted_RB >= 0] == 3).all()
     other = open_batch(TARGET, prompts, sampling=Sampling(temperature=1.0, seed=5)).decoder.generate()
     assert other.tokens != batch.decoder.generate().tokens
+
+
+@pytest.mark.parametrize("draft", ["none", "self"])
+def test_a_prompt_draws_the_same_random_numbers_in_batches_of_any_size(draft):
+    """The same prompt again and again: no two sequences of a run may share their numbers."""
+    sampling, prompts = Sampling(temperature=1.0), random_prompts([30]) * 6
+    options = {"draft_name": draft, "policy": "streaming", "budget": 12, "gamma": 3, "sampling": sampling}
+    engine, runs = new_engine(TARGET, **options), []
+    for size in (6, 2, 3):
+        batches = [engine.open(prompts[start : start + size], start) for start in range(0, 6, size)]
+        for batch in batches:
+            batch.decoder.prefill(16)
+        runs.append([row for batch in batches for row in batch.decoder.generate(batch.draft).tokens])
+    assert len(set(map(tuple, runs[0]))) == 6
+    assert runs[0] == runs[1] == runs[2]
+
+
+def test_batches_of_a_run_draw_synthetic_outcomes_of_their_own():
+    engine = new_engine(TARGET, draft_name="self", policy="full", gamma=4, synthetic_acceptance=0.7)
+    accepted = []
+    for first in (0, 8):
+        batch = engine.open(random_prompts([40] * 8), first)
+        batch.decoder.prefill(16)
+        accepted.append(batch.decoder.generate(batch.draft).accepted_RB[:4])
+    assert not torch.equal(*accepted)
 
 
 def test_the_state_counts_what_the_rounds_say():

@@ -139,8 +139,9 @@ def test_sampling_is_repeatable(folders):
     sampling = Sampling(temperature=1.0, top_p=0.9, seed=3)
     peer = TransformersPeer(spec(folders, sampling=sampling))
     prompts = random_prompts([20, 20], vocab=VOCAB)
-    one, two = (peer.generate(prompts, NEW, speculative=False).tokens for _ in range(2))
+    one, two, later = (peer.generate(prompts, NEW, speculative=False, first=first).tokens for first in (0, 0, 2))
     assert one == two != ours(folders[0], prompts)
+    assert later != one
 
 
 def test_a_run_leaves_what_a_run_of_ours_leaves(tmp_path, monkeypatch):

@@ -128,7 +128,9 @@ def test_what_it_is_told_of_prompt_lookup_sampling_and_ends(peer):
     sampling = Sampling(temperature=0.7, top_p=0.9, seed=5)
     engine = peer(GOOD, draft_name="ngram", max_ngram=4, sampling=sampling, eos_token_ids=(0, 2), compile=True)
     engine.generate([[1]], 2, speculative=True)
-    (line,) = asked(engine)
+    engine.generate([[1]], 2, speculative=True, first=4)
+    line, later = asked(engine)
+    assert later["batch"]["seed"] == 9  # a batch behind four other prompts
     drafts = {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 1, "num_speculative_tokens": 3}
     assert line["options"]["speculative_config"] == drafts
     assert (line["options"]["enforce_eager"], line["batch"]["seed"]) == (False, 5)

@@ -84,15 +84,17 @@ def test_synthetic_acceptance_is_alpha():
 
 def test_random_numbers_are_uniform_and_depend_on_everything():
     positions = torch.arange(500).expand(40, 500)
-    u = uniform_BT(0, positions, Use.DECIDE)
+    sampling = Sampling()
+    u = uniform_BT(sampling, positions, Use.DECIDE)
     assert chisquare(torch.histc(u.float(), 20, 0, 1).numpy()).pvalue > 1e-3
     assert u.unique().numel() == u.numel()
-    others = [uniform_BT(0, positions, use) for use in Use if use != Use.DECIDE]
+    others = [uniform_BT(sampling, positions, use) for use in Use if use != Use.DECIDE]
     assert len(others) == 4
-    for other in (uniform_BT(1, positions, Use.DECIDE), *others):
+    for other in (uniform_BT(Sampling(seed=1), positions, Use.DECIDE), *others):
         assert abs(float(torch.corrcoef(torch.stack((u.flatten(), other.flatten())))[0, 1])) < 0.03
     assert torch.stack((u, *others)).unique().numel() == 5 * u.numel()  # no use of a position is one of another
-    assert torch.equal(uniform_BT(0, positions[:3, 7:9], Use.DECIDE), u[:3, 7:9])
+    assert torch.equal(uniform_BT(sampling, positions[:3, 7:9], Use.DECIDE), u[:3, 7:9])
+    assert torch.equal(uniform_BT(Sampling(sequence=30), positions[:10], Use.DECIDE), u[30:])
 
 
 def test_draw_never_takes_a_token_of_no_probability():
