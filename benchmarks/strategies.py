@@ -57,7 +57,7 @@ DRAFTS_POLICIES = {
     "ngram": ["full"],
     "layer_skip": ["full", "streaming"],
     "hierarchical": ["streaming", "quest", "topk"],
-    "model": [policy for policy in CACHES if policy != "h2o" and not CACHES[policy].needs_target],
+    "model": [policy for policy in CACHES if policy != "h2o" and not CACHES[policy].facts.needs_target],
 }
 SLOWEST = [("self", "h2o"), ("model", "h2o")]  # a second pass over the prompt
 REPEATS, PASSES = 5, 2  # of each step, and of whole passes
@@ -186,7 +186,8 @@ def times(prefilled: Prefilled, cell: Cell, draft: Any) -> tuple[Generation, dic
         ratios.append(plain_ms / fast_ms)
         prefills.append(1e3 * (fast.draft_prefill_seconds + once.saved_s))
     steps = profile_round(Batch(decoder, draft), REPEATS)
-    select_ms = steps.get("select_ms", 0.0) + (1e3 * once.scoring_s if CACHES[cell[1]].selects == "prefill" else 0.0)
+    scores_once = CACHES[cell[1]].facts.selects == "prefill"
+    select_ms = steps.get("select_ms", 0.0) + (1e3 * once.scoring_s if scores_once else 0.0)
     decoder.forget_cycles()
     return fast, {
         **{f"{name}_ms": steps.get(f"{name}_ms", 0.0) for name in ("target_decode", "draft", "verify")},

@@ -15,8 +15,7 @@ from magicdec.measure.metrics import Metrics
 from magicdec.measure.system import cpu_name
 from magicdec.mistakes import check_length
 from magicdec.models import checkpoint, quantize
-from magicdec.models.config import ModelConfig
-from magicdec.models.parallel import check_divides, replicates
+from magicdec.models.config import ModelConfig, check_ranks
 from magicdec.models.vocabulary import check_vocabularies
 
 # batch.prefill_chunk=auto: of every row of a batch, or of a request that is served, which is prefilled by itself.
@@ -97,11 +96,6 @@ def resolve(config: Config) -> Plan:
     if config.draft.name != "none":
         quantize.check(config.draft.quantization)
         DRAFTS[config.draft.name].check(target.config, config.draft.num_layers)
-        if CACHES[config.cache.policy].needs_target and config.draft.name == "model":
-            raise UserError(
-                f"cache.policy={config.cache.policy} lives on the target's own cache, which an independent draft has "
-                "no use for; choose draft=self or draft=layer_skip"
-            )
     _check_length(config, target, draft)
     target, draft = _divided(config, target, draft)
     if draft is not None:
@@ -160,23 +154,13 @@ def _model(key: str, choice: ModelChoice) -> Model:
 def _divided(config: Config, target: Model, draft: Model | None) -> tuple[Model, Model | None]:
     """The models with the ranks that share them."""
     ranks = config.hardware.tensor_parallel
-    check_divides(target.config, ranks, "hardware.tensor_parallel")
-    target, drafter, drafters = replace(target, num_ranks=ranks), target, ranks
+    drafters = (config.draft.tensor_parallel or ranks) if draft else ranks
+    check_ranks(target.config, ranks, draft.config if draft else None, drafters)
+    target = drafter = replace(target, num_ranks=ranks)
     if draft is not None:
-        drafters = config.draft.tensor_parallel or ranks
-        if ranks % drafters:
-            raise UserError(
-                f"draft.tensor_parallel={drafters}: must divide the target's hardware.tensor_parallel={ranks}"
-            )
-        check_divides(draft.config, drafters, "draft.tensor_parallel")
         draft = drafter = replace(draft, num_ranks=drafters)
-    policy = CACHES[config.cache.policy]
-    has_cache = config.draft.name != "none" and DRAFTS[config.draft.name].has_cache
-    if has_cache and policy.selects != "never" and replicates(drafter.config, drafters):
-        raise UserError(
-            f"cache.policy={config.cache.policy} chooses by the attention of all queries of a KV head, which more "
-            f"ranks ({drafters}) than KV heads ({drafter.config.num_kv_heads}) divide; choose cache=streaming"
-        )
+    if config.draft.name != "none" and DRAFTS[config.draft.name].has_cache:
+        CACHES[config.cache.policy].facts.check(drafter.config, drafters, config.draft.name != "model")
     return target, draft
 
 
@@ -200,7 +184,7 @@ def _check_length(config: Config, target: Model, draft: Model | None) -> None:
     hierarchical = config.draft.name == "hierarchical" and config.draft.cache is not None
     key, cache = ("draft.cache", config.draft.cache) if hierarchical else ("cache", config.cache)
     assert cache is not None
-    if not CACHES[cache.policy].bounds_positions:
+    if not CACHES[cache.policy].facts.bounds_positions:
         raise UserError(
             f"{key}.policy={cache.policy} shows the draft {length} tokens, but it was trained for {trained}; "
             f"use {key}.policy=streaming, which hides the distance"

@@ -14,21 +14,23 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from magicdec.cache.draft_cache import CacheSpec, DraftCache
+from magicdec.cache.draft_cache import DraftCache
 from magicdec.cache.full import FullCache
 from magicdec.cache.kv_cache import KVCache
+from magicdec.policies import Policy
 
 
 class CompactCache(DraftCache):
     """`budget` committed entries a row and layer; positions are absolute."""
 
+    facts = Policy("compact", compact=True)
     ordered = False
     per_row: ClassVar[tuple[str, ...]] = (*DraftCache.per_row, "shift_B")
 
     def set_up(self) -> None:
         """See DraftCache.set_up."""
         super().set_up()
-        self.budget = min(self.spec.budget, self.spec.max_len)
+        self.budget = self.spec.kept
         self.num_fixed = min(self.fixed_slots(self.budget), self.budget - 1)
         self.window = self.budget - self.num_fixed
         # How far a row has outgrown its budget: a token's position less its slot, for tokens appended now.
@@ -41,11 +43,6 @@ class CompactCache(DraftCache):
     @abstractmethod
     def choose(self, layer: int, source: KVCache, scores_LBKS: Tensor | None) -> Tensor:
         """Slots of `source` that one layer keeps for good (B, K or 1, F), for rows that outgrow the budget."""
-
-    @classmethod
-    def num_slots(cls, spec: CacheSpec, shares_target: bool) -> int:
-        """See DraftCache.num_slots."""
-        return min(spec.budget, spec.max_len) + spec.gamma + 1
 
     def positions_BT(self, num_new: int) -> Tensor:
         """Absolute positions of the next tokens."""

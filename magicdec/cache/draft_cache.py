@@ -5,8 +5,7 @@ it: `@CACHES.register("name")`.
 """
 
 from abc import abstractmethod
-from dataclasses import dataclass
-from typing import ClassVar, Literal, Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -14,42 +13,15 @@ from torch import Tensor
 from magicdec.attention.base import Attention
 from magicdec.cache.kv_cache import KVCache
 from magicdec.models.config import ModelConfig
+from magicdec.policies import CacheSpec, Policy
 from magicdec.registry import Registry
-
-Selects = Literal["never", "prefill", "round", "step"]
-
-
-@dataclass(frozen=True)
-class CacheSpec:
-    """What a policy is asked for: the keys of `cache` but its name, and what the run adds to them.
-
-    `budget` counts committed entries per sequence and layer; proposals live in slots beyond it. `max_len` is the
-    longest a sequence can become. `in_cache_positions` is set where a sequence may outgrow the draft's trained context.
-    """
-
-    gamma: int
-    max_len: int
-    in_cache_positions: bool = False
-    budget: int = 0
-    num_sink: int = 0
-    observation_window: int = 32
-    kernel: int = 5
-    beta: int = 20
-    page_size: int = 16
-    refresh: int = 1
-    bits: int = 4
-    group_size: int = 32
 
 
 class DraftCache(KVCache):
     """A cache with `length_B` committed tokens (int32) and, in its last valid slots, the proposals of this round."""
 
-    # Whether it keeps positions within what the draft was trained for, however long the text becomes.
-    bounds_positions: ClassVar[bool] = False
-    # Whether it lives on the target's own attention or entries, so that an independent draft has no use for it.
-    needs_target: ClassVar[bool] = False
-    # When it chooses entries by their attention: at the prefill, once a round, or in every draft step. Timed apart.
-    selects: ClassVar[Selects] = "never"
+    # What the policy reads, stores and selects; a policy registers with its own.
+    facts: ClassVar[Policy]
     per_row: ClassVar[tuple[str, ...]] = (*KVCache.per_row, "length_B")
 
     def __init__(
@@ -70,14 +42,9 @@ class DraftCache(KVCache):
         """Allocate what a policy keeps beside keys and values."""
 
     @classmethod
-    @abstractmethod
     def num_slots(cls, spec: CacheSpec, shares_target: bool) -> int:
-        """Slots per row to allocate, beyond the target's own where a draft shares them."""
-
-    @classmethod
-    def bytes_per_row(cls, spec: CacheSpec, config: ModelConfig, dtype: torch.dtype, shares_target: bool) -> int:
-        """What a row takes, known before anything is allocated."""
-        return config.kv_elements_per_token * cls.num_slots(spec, shares_target) * dtype.itemsize
+        """Return the slots per row to allocate, beyond the target's own where a draft shares them."""
+        return cls.facts.slots(spec, 1, shares_target)[0]
 
     @classmethod
     def build(
@@ -102,7 +69,7 @@ class DraftCache(KVCache):
         return verified
 
     def select(self, attention: Attention) -> None:
-        """Choose once more, as a step or a round does: to be timed. What `selects` never has nothing to do."""
+        """Choose once more, as a step or a round does: to be timed. A policy that never selects has nothing to do."""
 
     @property
     def observes(self) -> int:

@@ -5,25 +5,26 @@ target's own: nothing is copied, and the draft saves reading, not memory.
 """
 
 from abc import abstractmethod
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from magicdec.attention.base import Attention
-from magicdec.cache.draft_cache import DraftCache, Selects
+from magicdec.cache.draft_cache import DraftCache
 from magicdec.cache.full import FullCache
+from magicdec.policies import Policy
 
 
 class DynamicCache(FullCache):
     """At most `budget` committed entries are read by each KV head, and this round's proposals."""
 
-    selects: ClassVar[Selects] = "step"
+    facts = Policy("dynamic", selects="step")
 
     @property
     def budget(self) -> int:
         """Committed entries that a KV head reads."""
-        return min(self.spec.budget, self.spec.max_len)
+        return self.spec.kept
 
     @abstractmethod
     def choose(self, layer: int, q_BTHD: Tensor, attention: Attention, plan: Any) -> Tensor:

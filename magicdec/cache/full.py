@@ -8,16 +8,14 @@ from torch import Tensor
 from magicdec.cache.draft_cache import CACHES, CacheSpec, DraftCache
 from magicdec.cache.kv_cache import KVCache
 from magicdec.models.config import ModelConfig
+from magicdec.policies import POLICIES
 
 
 @CACHES.register("full")
 class FullCache(DraftCache):
     """Every entry in the slot of its position, so that committing moves nothing."""
 
-    @classmethod
-    def num_slots(cls, spec: CacheSpec, shares_target: bool) -> int:
-        """See DraftCache.num_slots."""
-        return 0 if shares_target else spec.max_len + spec.gamma + 1
+    facts = POLICIES["full"]
 
     @classmethod
     def build(

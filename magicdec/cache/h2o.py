@@ -12,7 +12,8 @@ from torch import Tensor
 from magicdec.attention.base import Attention
 from magicdec.cache.draft_cache import CACHES
 from magicdec.cache.kv_cache import KVCache
-from magicdec.cache.snapkv import SnapKVCache, num_recent
+from magicdec.cache.snapkv import SnapKVCache
+from magicdec.policies import POLICIES
 
 
 @CACHES.register("h2o")
@@ -24,6 +25,7 @@ class H2OCache(SnapKVCache):
     the window replaces the least heavy hitter if it is heavier. What is evicted is gone.
     """
 
+    facts = POLICIES["h2o"]
     per_row: ClassVar[tuple[str, ...]] = (*SnapKVCache.per_row, "scores_LBKC", "step_scores_GLBKC")
 
     def set_up(self) -> None:
@@ -50,7 +52,7 @@ class H2OCache(SnapKVCache):
 
     def fixed_slots(self, budget: int) -> int:
         """See CompactCache.fixed_slots."""
-        return max(0, budget - num_recent(self.spec, self.spec.budget))
+        return max(0, budget - self.spec.num_recent(self.spec.budget))
 
     def keep(self, layer: int, source: KVCache, from_BKS: Tensor, scores_LBKS: Tensor | None) -> None:
         """See CompactCache.keep: the entries bring their scores."""

@@ -17,14 +17,17 @@ class ObservedCache(KVCache):
     the query heads of a KV head and over tokens.
     """
 
-    def __init__(self, source: KVCache):
+    def __init__(self, source: KVCache, num_layers: int | None = None):
+        """Record the first `num_layers` layers; None: all."""
         super().__init__(source.config, source.num_rows, 0, source.k_LBKSD.dtype, source.k_LBKSD.device)
         self.k_LBKSD, self.v_LBKSD, self.seqlens_B = source.k_LBKSD, source.v_LBKSD, source.seqlens_B
-        self.scores_LBKS = torch.zeros(source.k_LBKSD.shape[:4], device=source.k_LBKSD.device)
+        self.scores_LBKS = torch.zeros(source.k_LBKSD[:num_layers].shape[:4], device=source.k_LBKSD.device)
         self.counted_BT: Tensor | None = None  # which of the new tokens count; None: all
 
     def attend(self, layer: int, q_BTHD: Tensor, attention: Attention, plan: Any) -> Tensor:
         """See KVCache.attend."""
+        if layer >= len(self.scores_LBKS):
+            return super().attend(layer, q_BTHD, attention, plan)
         k_BKSD, v_BKSD = self.k_LBKSD[layer], self.v_LBKSD[layer]
         out_BTHD, scores_BKS = attention.attend_scored(q_BTHD, k_BKSD, v_BKSD, plan, self.counted_BT)
         self.scores_LBKS[layer][..., : scores_BKS.shape[-1]] += scores_BKS

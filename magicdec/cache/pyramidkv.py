@@ -4,27 +4,18 @@ L layers, B rows, T tokens, K KV heads, S slots, D head dim.
 """
 
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from magicdec.attention.base import Attention
-from magicdec.cache.draft_cache import CACHES, CacheSpec, DraftCache, Selects
+from magicdec.cache.draft_cache import CACHES, CacheSpec, DraftCache
 from magicdec.cache.full import FullCache
 from magicdec.cache.kv_cache import KVCache, Place
-from magicdec.cache.snapkv import SnapKVCache, num_recent
+from magicdec.cache.snapkv import SnapKVCache
 from magicdec.models.config import ModelConfig
-
-
-def falling(mean: int, num_layers: int, beta: int) -> list[int]:
-    """Whole numbers that fall evenly to mean / beta and add up to mean * num_layers."""
-    last = mean / beta
-    first = 2 * mean - last
-    step = (first - last) / max(1, num_layers - 1)
-    ends = [round((i + 1) * first - step * i * (i + 1) / 2) for i in range(num_layers)]
-    ends[-1] = mean * num_layers
-    return [end - start for start, end in zip([0, *ends], ends, strict=False)]
+from magicdec.policies import POLICIES
 
 
 class Level(SnapKVCache):
@@ -41,7 +32,7 @@ class PyramidKVCache(DraftCache):
     layer to 1 / `beta` of it in the last, because attention spreads widely in early layers and narrows in late ones.
     """
 
-    selects: ClassVar[Selects] = "prefill"
+    facts = POLICIES["pyramidkv"]
 
     def set_up(self) -> None:
         """See DraftCache.set_up."""
@@ -60,20 +51,14 @@ class PyramidKVCache(DraftCache):
     @staticmethod
     def level_specs(spec: CacheSpec, config: ModelConfig) -> list[CacheSpec]:
         """What each layer's cache is asked for."""
-        window = min(num_recent(spec, spec.observation_window), spec.budget)
-        chosen = falling(spec.budget - window, config.num_layers, spec.beta)
-        return [replace(spec, budget=window + fixed, observation_window=window) for fixed in chosen]
+        window = min(spec.num_recent(spec.observation_window), spec.budget)
+        budgets = POLICIES["pyramidkv"].budgets(spec, config.num_layers)
+        return [replace(spec, budget=budget, observation_window=window) for budget in budgets]
 
     @classmethod
     def num_slots(cls, spec: CacheSpec, shares_target: bool) -> int:
         """See DraftCache.num_slots: none but the levels' own."""
         return 0
-
-    @classmethod
-    def bytes_per_row(cls, spec: CacheSpec, config: ModelConfig, dtype: torch.dtype, shares_target: bool) -> int:
-        """See DraftCache.bytes_per_row."""
-        layer = replace(config, num_layers=1, sliding_layers=())
-        return sum(Level.bytes_per_row(s, layer, dtype, shares_target) for s in cls.level_specs(spec, config))
 
     def copy_row(self, row: int, source: KVCache) -> None:
         """See KVCache.copy_row: in all levels."""

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from magicdec.attention.base import Attention
-from magicdec.cache.draft_cache import CACHES, CacheSpec
+from magicdec.cache.draft_cache import CACHES
 from magicdec.cache.full import FullCache
 from magicdec.cache.kv_cache import KVCache, copy_row
-from magicdec.models.config import ModelConfig
+from magicdec.policies import POLICIES
 
 
 class Codes:
@@ -65,22 +65,14 @@ class QuantizedCache(FullCache):
     once a backend reads codes itself.
     """
 
-    needs_target = True
+    facts = POLICIES["quantized"]
 
     def set_up(self) -> None:
         """See DraftCache.set_up."""
         super().set_up()
         c, spec = self.config, self.spec
-        shape = (c.num_layers, self.num_rows, c.num_kv_heads, spec.max_len + spec.gamma + 1, c.head_dim)
+        shape = (c.num_layers, self.num_rows, c.num_kv_heads, spec.capacity, c.head_dim)
         self.k_codes, self.v_codes = (Codes(shape, spec.bits, spec.group_size, self.k_LBKSD.device) for _ in range(2))
-
-    @classmethod
-    def bytes_per_row(cls, spec: CacheSpec, config: ModelConfig, dtype: torch.dtype, shares_target: bool) -> int:
-        """See DraftCache.bytes_per_row: codes, and two half-precision numbers a group."""
-        groups = config.head_dim // math.gcd(spec.group_size, config.head_dim)
-        per_entry = config.head_dim * spec.bits // 8 + 4 * groups
-        entries = config.kv_elements_per_token // config.head_dim * (spec.max_len + spec.gamma + 1)
-        return super().bytes_per_row(spec, config, dtype, shares_target) + entries * per_entry
 
     def copy_row(self, row: int, source: KVCache) -> None:
         """See KVCache.copy_row: the codes as well."""
@@ -96,7 +88,7 @@ class QuantizedCache(FullCache):
 
     def attend(self, layer: int, q_BTHD: Tensor, attention: Attention, plan: Any) -> Tensor:
         """See KVCache.attend."""
-        recent = min(self.spec.budget, self.spec.max_len)
+        recent = self.spec.kept
         first_B1 = (self.length_B.long()[:, None] - recent).clamp(min=0)
         slot_BR = first_B1 + torch.arange(recent + self.spec.gamma + 1, device=q_BTHD.device)
         slot_BR = slot_BR.clamp(max=self.capacity - 1)

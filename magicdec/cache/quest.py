@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from magicdec.attention.base import Attention
-from magicdec.cache.draft_cache import CACHES, CacheSpec
+from magicdec.cache.draft_cache import CACHES
 from magicdec.cache.dynamic import DynamicCache, best
 from magicdec.cache.kv_cache import KVCache
-from magicdec.models.config import ModelConfig
+from magicdec.policies import POLICIES
 
 
 @CACHES.register("quest")
@@ -28,6 +28,7 @@ class QuestCache(DynamicCache):
     here all of them select. A budget below page_size makes smaller pages.
     """
 
+    facts = POLICIES["quest"]
     per_row: ClassVar[tuple[str, ...]] = (*DynamicCache.per_row, "least_LBKPD", "largest_LBKPD")
 
     def set_up(self) -> None:
@@ -35,17 +36,10 @@ class QuestCache(DynamicCache):
         super().set_up()
         config, spec = self.config, self.spec
         self.page_size = min(spec.page_size, self.budget)
-        total = -(-(spec.max_len + spec.gamma + 1) // self.page_size)
+        total = spec.num_pages
         self.num_pages = total if spec.budget >= spec.max_len else self.budget // self.page_size
         shape = (config.num_layers, self.num_rows, config.num_kv_heads, total, config.head_dim)
         self.least_LBKPD, self.largest_LBKPD = self.k_LBKSD.new_zeros(shape), self.k_LBKSD.new_zeros(shape)
-
-    @classmethod
-    def bytes_per_row(cls, spec: CacheSpec, config: ModelConfig, dtype: torch.dtype, shares_target: bool) -> int:
-        """See DraftCache.bytes_per_row: two bounds a page are as much as a key and a value."""
-        pages = -(-(spec.max_len + spec.gamma + 1) // min(spec.page_size, spec.budget))
-        entries = super().bytes_per_row(spec, config, dtype, shares_target)
-        return entries + config.kv_elements_per_token * pages * dtype.itemsize
 
     @property
     def num_bytes(self) -> int:

@@ -3,20 +3,14 @@
 L layers, B rows, K KV heads, S slots, F slots to choose.
 """
 
-from typing import ClassVar
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from magicdec.cache.compact import CompactCache
-from magicdec.cache.draft_cache import CACHES, CacheSpec, Selects
+from magicdec.cache.draft_cache import CACHES
 from magicdec.cache.kv_cache import KVCache
-
-
-def num_recent(spec: CacheSpec, wanted: int) -> int:
-    """Slots for recent tokens: half the budget at most, but always a round, which so evicts older tokens only."""
-    return max(min(wanted, (spec.budget + 1) // 2), spec.gamma + 1)
+from magicdec.policies import POLICIES
 
 
 @CACHES.register("snapkv")
@@ -28,7 +22,7 @@ class SnapKVCache(CompactCache):
     The choice is made once: what is generated afterwards passes through the ring of recent tokens.
     """
 
-    selects: ClassVar[Selects] = "prefill"
+    facts = POLICIES["snapkv"]
 
     @property
     def observes(self) -> int:
@@ -42,7 +36,7 @@ class SnapKVCache(CompactCache):
 
     def fixed_slots(self, budget: int) -> int:
         """See CompactCache.fixed_slots."""
-        return max(0, budget - num_recent(self.spec, self.spec.observation_window))
+        return max(0, budget - self.spec.num_recent(self.spec.observation_window))
 
     def choose(self, layer: int, source: KVCache, scores_LBKS: Tensor | None) -> Tensor:
         """See CompactCache.choose: the highest pooled scores before the window."""

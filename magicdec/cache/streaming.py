@@ -12,6 +12,7 @@ from magicdec.cache.compact import CompactCache
 from magicdec.cache.draft_cache import CACHES, DraftCache
 from magicdec.cache.kv_cache import KVCache
 from magicdec.models.rope import rope_frequencies, rotate
+from magicdec.policies import POLICIES
 
 
 @CACHES.register("streaming")
@@ -23,7 +24,7 @@ class StreamingCache(CompactCache):
     sinks of a row.
     """
 
-    bounds_positions = True
+    facts = POLICIES["streaming"]
     per_row: ClassVar[tuple[str, ...]] = (*CompactCache.per_row, "sink_k_LBKND")
 
     def set_up(self) -> None:
@@ -32,6 +33,11 @@ class StreamingCache(CompactCache):
         self.inv_freq = rope_frequencies(self.config)[0].to(self.k_LBKSD.device)
         # Sink keys at their true positions; the cache's own are rotated anew from these, so that no error adds up.
         self.sink_k_LBKND = self.k_LBKSD[:, :, :, : self.num_fixed].clone() if self.spec.in_cache_positions else None
+
+    @property
+    def num_bytes(self) -> int:
+        """Entries, and the sinks' keys."""
+        return super().num_bytes + (0 if self.sink_k_LBKND is None else self.sink_k_LBKND.nbytes)
 
     def fixed_slots(self, budget: int) -> int:
         """See CompactCache.fixed_slots."""

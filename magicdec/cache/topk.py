@@ -11,6 +11,7 @@ from torch import Tensor
 from magicdec.attention.base import Attention
 from magicdec.cache.draft_cache import CACHES
 from magicdec.cache.dynamic import DynamicCache, best
+from magicdec.policies import POLICIES
 
 
 @CACHES.register("topk")
@@ -20,6 +21,8 @@ class TopKCache(DynamicCache):
     Impractical: finding them takes the attention over everything that the choice is meant to save. It shows what a
     budget could give.
     """
+
+    facts = POLICIES["topk"]
 
     def choose(self, layer: int, q_BTHD: Tensor, attention: Attention, plan: Any) -> Tensor:
         """See DynamicCache.choose."""

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from magicdec.attention.base import Attention
-from magicdec.cache.draft_cache import CACHES, Selects
+from magicdec.cache.draft_cache import CACHES
 from magicdec.cache.dynamic import DynamicCache, best
 from magicdec.cache.kv_cache import KVCache
 from magicdec.cache.observed import ObservedCache
-from magicdec.cache.snapkv import num_recent
+from magicdec.policies import POLICIES, guided_window
 
 
 @CACHES.register("verify_guided")
@@ -27,14 +27,13 @@ class VerifyGuidedCache(DynamicCache):
     prompt's last `observation_window` tokens. Recent tokens move on in between.
     """
 
-    selects: ClassVar[Selects] = "round"
-    needs_target = True
+    facts = POLICIES["verify_guided"]
     per_row: ClassVar[tuple[str, ...]] = (*DynamicCache.per_row, "chosen_LBKN")
 
     def set_up(self) -> None:
         """See DraftCache.set_up."""
         super().set_up()
-        self.window = min(num_recent(self.spec, self.spec.budget // 4), self.budget)
+        self.window = guided_window(self.spec)
         shape = (self.config.num_layers, self.num_rows, self.config.num_kv_heads, self.budget - self.window)
         self.chosen_LBKN = torch.full(shape, -1, dtype=torch.int64, device=self.k_LBKSD.device)
         self._observed: ObservedCache | None = None
@@ -62,7 +61,7 @@ class VerifyGuidedCache(DynamicCache):
         if not self._is_fresh:
             return verified
         if self._observed is None:
-            self._observed = ObservedCache(verified)
+            self._observed = ObservedCache(verified, self.config.num_layers)
         self._observed.scores_LBKS.zero_()
         return self._observed
 
@@ -92,6 +91,6 @@ class VerifyGuidedCache(DynamicCache):
 
     def _refresh(self, scores_LBKS: Tensor) -> None:
         """Choose among the entries before the recent ones."""
-        layers, _, _, count = self.chosen_LBKN.shape
+        count = self.chosen_LBKN.shape[-1]
         older_BS = torch.arange(scores_LBKS.shape[-1], device=scores_LBKS.device) < self.length_B[:, None] - self.window
-        self.chosen_LBKN.copy_(best(scores_LBKS[:layers], older_BS[:, None], count))
+        self.chosen_LBKN.copy_(best(scores_LBKS, older_BS[:, None], count))

@@ -13,9 +13,9 @@ from math import log
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from magicdec.costmodel.policies import POLICIES
 from magicdec.costmodel.speedup import alpha_from_acceptance_length
 from magicdec.costmodel.tables import PUBLISHED, read_table
+from magicdec.policies import POLICIES
 
 PUBLISHED_ALPHAS = PUBLISHED.parent / "acceptance.csv"
 SAME = 1.05  # contexts and budgets within this ratio count as equal: 32,768 is measured where 32,000 is

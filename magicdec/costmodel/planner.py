@@ -8,10 +8,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from magicdec.costmodel.acceptance import Curves, is_same
-from magicdec.costmodel.policies import policy_named
 from magicdec.costmodel.predict import GAMMAS, Prediction, predict
 from magicdec.costmodel.round import DraftChoice, Setup
 from magicdec.errors import UserError
+from magicdec.policies import policy_named
 
 BUDGETS = (256, 512, 1024, 2048)  # tried beside those with a known acceptance
 FOUND_BY = "# Found by:"  # in the experiments that it writes
@@ -97,8 +97,10 @@ def _setups(setup: Setup, drafts: Sequence[DraftChoice], policies: Sequence[str]
         for policy in policies if draft.kind != "ngram" else policies[:1]:
             known = curves.budgets(setup.target_name, draft.name, policy)
             others = [budget for budget in BUDGETS if not any(is_same(budget, other) for other in known)]
-            unlimited = policy_named(policy).reads_everything
-            for budget in (setup.context,) if unlimited else sorted(known + others):
+            facts = policy_named(policy)
+            if facts.needs_target and draft.model is not None:
+                continue
+            for budget in (setup.context,) if facts.reads_everything else sorted(known + others):
                 if budget <= setup.context:
                     yield setup.at(draft=draft, policy=policy, budget=budget)
 
@@ -134,6 +136,8 @@ def experiment_yaml(plan: Candidate, command: str) -> str:
     lines += [f"  - override /hardware: {setup.hardware.name.lower()}", ""]
     if prediction:
         lines += ["draft:", f"  gamma: {plan.gamma}"]
+        if setup.draft.tensor_parallel is not None:
+            lines += [f"  tensor_parallel: {setup.draft.tensor_parallel}"]
         if not setup.cache.reads_everything:
             lines += ["cache:", f"  budget: {setup.budget}"]
     lines += ["batch:", f"  size: {setup.batch}", f"  context_len: {setup.context}"]

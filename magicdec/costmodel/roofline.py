@@ -169,11 +169,6 @@ def weight_count(model: ModelConfig, ranks: int) -> float:
     return model.num_parameters / ranks
 
 
-def kv_elements(model: ModelConfig, ranks: int) -> int:
-    """Elements of keys and values that the fullest rank holds of one token."""
-    return 2 * model.num_layers * ceil(model.num_kv_heads / ranks) * model.head_dim
-
-
 def _cached_tokens(model: ModelConfig, cached: float) -> list[tuple[float, int]]:
     """What the layers read of `cached` tokens: pairs of tokens and how many layers read as many."""
     return [(cached if window is None else min(cached, window), n) for window, n in _windows(model)]

@@ -1,23 +1,21 @@
 """The times of a round's parts, for a target, a draft, a cache policy, a machine, a batch and a context."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import ceil
 from typing import Any, NamedTuple
 
 from magicdec.costmodel.hardware import Hardware
-from magicdec.costmodel.policies import DEFAULTS, Policy, Settings, policy_named
 from magicdec.costmodel.roofline import (
     BF16,
     Pass,
     StepTime,
     choice_time,
-    kv_elements,
     step_time,
     weight_count,
 )
 from magicdec.errors import UserError
-from magicdec.models.config import ModelConfig
+from magicdec.models.config import ModelConfig, check_ranks
+from magicdec.policies import CacheSpec, Policy, Settings, code_bytes, policy_named
 
 DRAFT_KINDS = ("self", "model", "ngram", "layer_skip")
 QUANTIZED_BYTES = {"int8": 1.0, "int4": 0.5}  # of a weight
@@ -61,7 +59,7 @@ class Setup:
     budget: int = 512
     target_name: str = "target"
     element_bytes: float = BF16  # of weights, keys, values and activations, where nothing is quantized
-    settings: Settings = DEFAULTS
+    settings: Settings = field(default_factory=Settings)  # of the policy
 
     def __post_init__(self) -> None:
         for key, value in (("batch.size", self.batch), ("batch.context_len", self.context)):
@@ -70,13 +68,16 @@ class Setup:
         if self.draft.num_layers is not None and not 1 <= self.draft.num_layers < self.target.num_layers:
             valid = f"must be from 1 to {self.target.num_layers - 1}"
             raise UserError(f"draft.num_layers={self.draft.num_layers}: {valid}, fewer than the target has")
-        if self.budget < 1 and not policy_named(self.policy).reads_everything:
+        if self.budget < 1 and not self.cache.reads_everything:
             raise UserError(f"cache.budget={self.budget} must be at least 1")
+        check_ranks(self.target, self.ranks, self.draft.model, self.draft_ranks)
+        if self.draft.kind != "ngram":
+            self.cache.check(self.draft_model, self.draft_ranks, self.draft.model is None)
 
     @cached_property
     def cache(self) -> Policy:
-        """The costs of the policy."""
-        return policy_named(self.policy, self.settings)
+        """The facts of the policy."""
+        return policy_named(self.policy)
 
     @property
     def ranks(self) -> int:
@@ -107,7 +108,7 @@ class Setup:
     @property
     def draft_kv_bytes(self) -> float:
         """Bytes of an element of the draft's KV cache."""
-        return self.element_bytes if self.cache.kv_bytes is None else self.cache.kv_bytes
+        return code_bytes(self.settings, self.draft_model) if self.cache.quantized else self.element_bytes
 
     @property
     def target_pass(self) -> Pass:
@@ -143,6 +144,12 @@ class Setup:
     def tokens_read(self) -> int:
         """Entries per sequence and layer that a draft step reads."""
         return self.cache.tokens_read(self.context, self.budget)
+
+    def cache_spec(self, gamma: int, generate_len: int = 0) -> CacheSpec:
+        """Return what the draft's cache is allocated for where `generate_len` tokens follow the context."""
+        length = self.context + generate_len
+        is_longer = length > self.draft_model.max_position_embeddings
+        return CacheSpec(gamma, length, is_longer, self.budget, **vars(self.settings))
 
     def at(self, **changes: Any) -> "Setup":
         """The same with some values changed."""
@@ -195,12 +202,13 @@ def draft_time(setup: Setup, gamma: int) -> StepTime:
 
 
 def select_time(setup: Setup, gamma: int) -> StepTime:
-    """T_select: what a draft step of a dynamic policy spends on choosing its entries."""
-    if setup.draft.kind == "ngram":
+    """Return T_select: what a draft step spends on choosing its entries, on average."""
+    if setup.draft.kind == "ngram" or setup.cache.selects not in ("step", "round"):
         return StepTime()
-    kv_heads = ceil(setup.draft_model.num_kv_heads / setup.draft_ranks)
-    moved = setup.batch * setup.cache.select_bytes(setup.draft_model, kv_heads, setup.context, gamma)
-    return StepTime(kv=moved / setup.hardware.bandwidth)
+    model = setup.draft_model.shared_by(setup.draft_ranks)
+    moved = setup.batch * setup.cache.choice(setup.cache_spec(gamma), model, setup.element_bytes)
+    steps = 1 if setup.cache.selects == "step" else gamma * setup.settings.refresh
+    return StepTime(kv=moved / setup.hardware.bandwidth / steps)
 
 
 @dataclass(frozen=True)
@@ -211,23 +219,25 @@ class Memory:
     target_kv: float
     draft_weights: float
     draft_kv: float
+    draft_prefill: float  # held only while an independent draft prefills
 
     @property
     def total(self) -> float:
         """All of it, activations aside."""
-        return self.target_weights + self.target_kv + self.draft_weights + self.draft_kv
+        return self.target_weights + self.target_kv + self.draft_weights + self.draft_kv + self.draft_prefill
 
 
 def memory(setup: Setup, gamma: int, generate_len: int = 0) -> Memory:
-    """Bytes of weights and KV caches while `generate_len` tokens are generated with proposals of `gamma`."""
-    length = setup.context + generate_len
-    target_kv = setup.batch * kv_elements(setup.target, setup.ranks) * (length + gamma + 1) * setup.element_bytes
-    draft, cache = setup.draft, setup.cache
-    draft_weights = draft_kv = 0.0
+    """Return the bytes of weights and caches while `generate_len` tokens are generated with proposals of `gamma`."""
+    draft, cache, size = setup.draft, setup.cache, setup.element_bytes
+    spec, target = setup.cache_spec(gamma, generate_len), setup.target.shared_by(setup.ranks)
+    target_weights = weight_count(setup.target, setup.ranks) * size
+    target_kv = setup.batch * target.kv_elements_per_token * spec.capacity * size
+    draft_weights = draft_kv = draft_prefill = 0.0
     if draft.kind == "model" or draft.quantization != "none":
         draft_weights = weight_count(setup.draft_model, setup.draft_ranks) * setup.draft_weight_bytes
-    shared = draft.kind in ("self", "layer_skip") and setup.policy == "full"  # reads the target's own cache
-    if draft.kind != "ngram" and cache.static and not shared:
-        entries = min(cache.tokens_read(length, setup.budget), length) + gamma + 1
-        draft_kv = setup.batch * kv_elements(setup.draft_model, setup.draft_ranks) * entries * setup.draft_kv_bytes
-    return Memory(weight_count(setup.target, setup.ranks) * setup.element_bytes, target_kv, draft_weights, draft_kv)
+    if draft.kind != "ngram":
+        model, shares_target = setup.draft_model.shared_by(setup.draft_ranks), draft.model is None
+        draft_kv = setup.batch * cache.stored_bytes(spec, model, size, shares_target)
+        draft_prefill = 0.0 if shares_target else setup.batch * cache.prefill_bytes(spec, model, size)
+    return Memory(target_weights, target_kv, draft_weights, draft_kv, draft_prefill)

@@ -7,11 +7,12 @@ from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
-from magicdec.cache.draft_cache import CACHES, CacheSpec, DraftCache, Selects
+from magicdec.cache.draft_cache import CACHES, DraftCache
 from magicdec.cache.kv_cache import KVCache
 from magicdec.decoding.state import State
 from magicdec.models.config import ModelConfig
 from magicdec.models.transformer import Transformer
+from magicdec.policies import CacheSpec, Selects
 from magicdec.registry import Registry
 from magicdec.verification.sampling import RowSampling, Sampling
 

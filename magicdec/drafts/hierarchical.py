@@ -71,7 +71,7 @@ class HierarchicalDraft(SelfDraft):
 
     def selection(self, state: State) -> Selection | None:
         """See Draft.selection: of the retrieval cache alone."""
-        if self.cache.selects == "prefill":
+        if self.cache.facts.selects == "prefill":
             return Selection(lambda: SelfDraft.prefill(self, state, lambda _: None), "prefill")
         return super().selection(state)
 

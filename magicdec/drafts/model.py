@@ -77,8 +77,8 @@ class ModelDraft(Draft):
 
     def selection(self, state: State) -> Selection | None:
         """See Draft.selection."""
-        if self.cache.selects in ("round", "step"):
-            return Selection(lambda: self.cache.select(self.model.attention), self.cache.selects)
+        if self.cache.facts.selects in ("round", "step"):
+            return Selection(lambda: self.cache.select(self.model.attention), self.cache.facts.selects)
         return None
 
     def copy_row(self, row: int, source: Draft) -> None:
@@ -119,7 +119,7 @@ class SelfDraft(ModelDraft):
 
     def selection(self, state: State) -> Selection | None:
         """See Draft.selection: at the prefill, the scoring pass and the gather."""
-        if self.cache.selects == "prefill":
+        if self.cache.facts.selects == "prefill":
             return Selection(lambda: self.prefill(state, lambda _: None), "prefill")
         return super().selection(state)
 
@@ -145,7 +145,7 @@ class IndependentDraft(ModelDraft):
         """See Draft.build."""
         assert spec.model is not None
         cache, chunk = spec.new_cache(spec.model, None), spec.prefill_chunk
-        if cache.bounds_positions:
+        if cache.facts.bounds_positions:
             budget = cache.spec.budget
             chunk = min(chunk, spec.model.config.max_position_embeddings - budget - spec.gamma - 1)
         return cls(spec.model, cache, chunk, spec)

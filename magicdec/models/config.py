@@ -4,7 +4,7 @@ One set of fields covers the Llama, Mistral, Qwen2, Qwen3 and Yi families. A new
 beyond its name in `FAMILIES`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from magicdec.errors import UserError
@@ -123,9 +123,44 @@ class ModelConfig:
         """Keys and values that one token of one sequence adds over all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim
 
+    def shared_by(self, ranks: int) -> "ModelConfig":
+        """Return the sizes of one rank's share of the layers; the vocabulary stays whole."""
+        return replace(
+            self,
+            num_heads=self.num_heads // ranks,
+            num_kv_heads=max(1, self.num_kv_heads // ranks),
+            intermediate_size=self.intermediate_size // ranks,
+        )
+
+    def divides(self, ranks: int) -> bool:
+        """Return whether the layers can be divided evenly over so many ranks."""
+        kv_fits = self.num_kv_heads % ranks == 0 or ranks % self.num_kv_heads == 0
+        return kv_fits and self.num_heads % ranks == 0 and self.intermediate_size % ranks == 0
+
     def window_of(self, layer: int) -> int | None:
         """The sliding window of a layer in tokens, None where it attends to everything."""
         return self.sliding_window if layer in self.sliding_layers else None
+
+
+def check_ranks(target: ModelConfig, ranks: int, draft: ModelConfig | None = None, draft_ranks: int = 1) -> None:
+    """Raise UserError, with what would be valid, where target or draft cannot be divided over their ranks."""
+    _check_divides(target, ranks, "hardware.tensor_parallel")
+    if draft is None:
+        return
+    if ranks % draft_ranks:
+        raise UserError(
+            f"draft.tensor_parallel={draft_ranks}: must divide the target's hardware.tensor_parallel={ranks}"
+        )
+    _check_divides(draft, draft_ranks, "draft.tensor_parallel")
+
+
+def _check_divides(config: ModelConfig, ranks: int, key: str) -> None:
+    if not config.divides(ranks):
+        valid = ", ".join(str(n) for n in range(1, config.num_heads + 1) if config.divides(n))
+        raise UserError(
+            f"{key}={ranks}: {config.num_heads} query heads, {config.num_kv_heads} KV heads and "
+            f"{config.intermediate_size} MLP features cannot be divided so; valid: {valid}"
+        )
 
 
 _SIZES, _FLAG, _NUMBER = rules_of(ModelConfig), or_null(FLAG), or_null(number(0, 1e15))

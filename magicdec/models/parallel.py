@@ -6,13 +6,12 @@ The vocabulary is divided over all ranks of the run, also where a draft divides 
 together piece by piece, and so are the same numbers on every rank, which decides by them alone.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from magicdec.errors import UserError
 from magicdec.models.config import ModelConfig
 
 # PyTorch 2.13 has renamed it.
@@ -34,12 +33,7 @@ class Share:
 
     def config(self, whole: ModelConfig) -> ModelConfig:
         """The sizes of this rank's share of the layers; the vocabulary stays whole."""
-        return replace(
-            whole,
-            num_heads=whole.num_heads // self.size,
-            num_kv_heads=max(1, whole.num_kv_heads // self.size),
-            intermediate_size=whole.intermediate_size // self.size,
-        )
+        return whole.shared_by(self.size)
 
     def part(self, count: int) -> slice:
         """Which of `count` query heads or MLP features are this rank's."""
@@ -104,30 +98,8 @@ def share(size: int) -> Share:
     return Share(rank % size, size, rank, world_size, group)
 
 
-def check_divides(config: ModelConfig, size: int, key: str) -> None:
-    """Raise UserError, naming `key` and what would be valid, where a model cannot be divided over `size` ranks."""
-    if _divides(config, size):
-        return
-    valid = [str(n) for n in range(1, config.num_heads + 1) if _divides(config, n)]
-    raise UserError(
-        f"{key}={size}: {config.num_heads} query heads, {config.num_kv_heads} KV heads and {config.intermediate_size} "
-        f"MLP features cannot be divided so; valid: {', '.join(valid)}"
-    )
-
-
-def replicates(config: ModelConfig, size: int) -> bool:
-    """Whether several ranks hold the same KV head, and each sees only some of its queries."""
-    return size > config.num_kv_heads
-
-
 def _sum(x: Tensor, ranks: dist.ProcessGroup | None = None) -> Tensor:
     """Over ranks, in place. Tensors without storage, on which memory is foreseen, have nothing to add."""
     if not x.is_meta:
         dist.all_reduce(x, group=ranks)
     return x
-
-
-def _divides(config: ModelConfig, size: int) -> bool:
-    heads, kv_heads = config.num_heads, config.num_kv_heads
-    kv_fits = kv_heads % size == 0 or size % kv_heads == 0
-    return kv_fits and heads % size == 0 and config.intermediate_size % size == 0

@@ -1,6 +1,6 @@
 """From a typed configuration to what the cost model predicts: no weights, no device, no PyTorch."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from magicdec.config import ROWS_ON, Config, ModelChoice
@@ -8,11 +8,11 @@ from magicdec.costmodel import acceptance, beside
 from magicdec.costmodel.acceptance import Curves
 from magicdec.costmodel.architectures import architecture
 from magicdec.costmodel.hardware import OWN_STACK, Hardware, configured, device_in
-from magicdec.costmodel.policies import Settings
 from magicdec.costmodel.round import DraftChoice, Setup, memory
 from magicdec.errors import UserError
 from magicdec.mistakes import check_length
 from magicdec.models.config import ModelConfig
+from magicdec.policies import Settings
 from magicdec.tracking.reader import iter_runs
 
 
@@ -108,9 +108,11 @@ def doubts(plan: Any) -> list[str]:
     return [found] if found else []
 
 
-def draft_named(name: str) -> DraftChoice:
-    """A draft as scenario.drafts names it: `self`, `ngram`, or a target by name."""
-    return DraftChoice(name, name) if name in ("self", "ngram") else DraftChoice("model", name, architecture(name))
+def draft_named(name: str, ranks: int | None) -> DraftChoice:
+    """Return a draft as scenario.drafts names it: `self`, `ngram`, or a target by name, shared by `ranks` GPUs."""
+    if name in ("self", "ngram"):
+        return DraftChoice(name, name)
+    return DraftChoice("model", name, architecture(name), ranks)
 
 
 def curves(config: Config) -> Curves:
@@ -141,7 +143,7 @@ def _spec(config: Config, model: ModelConfig | None) -> DraftChoice:
 
 
 def _settings(config: Config) -> Settings:
-    return Settings(config.cache.page_size, config.cache.refresh, config.cache.bits)
+    return Settings(**{f.name: getattr(config.cache, f.name) for f in fields(Settings)})
 
 
 def _architecture(key: str, choice: ModelChoice) -> ModelConfig:

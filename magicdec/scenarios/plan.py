@@ -42,7 +42,7 @@ def plan(plan: Foreseen, progress: Progress) -> Outcome:
         plan.setup,
         curves(config),
         scenario.batch_sizes,
-        [draft_named(name) for name in scenario.drafts],
+        [draft_named(name, config.draft.tensor_parallel) for name in scenario.drafts],
         scenario.policies,
         scenario.gammas,
         scenario.latency_ms,

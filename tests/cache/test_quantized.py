@@ -54,11 +54,3 @@ def test_old_entries_are_read_from_codes_and_recent_ones_exactly(taken):
     assert torch.equal(cache.attend(0, q, attention, plan), before)
     target.v_LBKSD[:, 0, :, int(lengths[0]) - 10] += 100.0
     assert not torch.equal(cache.attend(0, q, attention, plan), before)
-
-
-@pytest.mark.parametrize("bits", [4, 8])
-def test_its_size_is_known_beforehand(bits):
-    spec = CacheSpec(2, 37, budget=10, bits=bits, group_size=4)
-    target = KVCache(CONFIG, 3, 40, torch.float32, "cpu")
-    cache = QuantizedCache.build(spec, CONFIG, 3, torch.float32, "cpu", target)
-    assert cache.num_bytes == 3 * QuantizedCache.bytes_per_row(spec, CONFIG, torch.float32, True)

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from magicdec.cache.draft_cache import CacheSpec
 from magicdec.cache.h2o import H2OCache
 from magicdec.cache.kv_cache import KVCache
-from magicdec.cache.pyramidkv import PyramidKVCache, falling
+from magicdec.cache.pyramidkv import PyramidKVCache
 from magicdec.cache.snapkv import SnapKVCache
 from magicdec.decoding.scoring import score
 from magicdec.models.config import ModelConfig
+from magicdec.policies import falling
 from tests.small import random_prompts, small_model
 
 L, B, K, S = 3, 2, 2, 60

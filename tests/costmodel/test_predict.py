@@ -113,7 +113,12 @@ def test_metrics_are_flat_and_named(setup):
         *("yi-1.5-6b", "yi-1.5-34b"),
     ],
 )
-def test_every_model_predicts_on_every_machine(setup, target, hardware):
+def test_every_model_predicts_on_every_machine_that_can_hold_it(setup, model, target, hardware):
+    ranks = hardware_named(hardware).count
+    if model(target).num_heads % ranks:
+        with pytest.raises(UserError, match=rf"hardware\.tensor_parallel={ranks}: 28 query heads.*valid: 1, 2, 4"):
+            setup(target=target, hardware=hardware)
+        return
     prediction = predict(setup(target=target, hardware=hardware), (1, 4), alpha=0.8)
     times = prediction.best.times
     assert 0 < times.draft.total <= times.target.total < times.verify.total

@@ -139,11 +139,32 @@ def test_a_plan_replaces_no_other_experiment(tmp_path, monkeypatch, name, said):
         (["hardware=8xa100", "scenario.critical_batches=[64]"], "must be a smaller and a larger batch"),
         (["hardware=8xa100", "target=qwen3-8b", "batch.context_len=50000"], r"batch\.context_len=40896 would fit"),
         (["hardware=8xa100", "scenario.alpha=1.5"], r"scenario\.alpha=1\.5: must be between 0 and 1"),
+        (["hardware=h100", "hardware.tensor_parallel=3"], r"hardware\.tensor_parallel=3: 32 query heads"),
+        (["hardware=8xa100", "draft=model", "draft.tensor_parallel=3"], r"draft\.tensor_parallel=3: must divide"),
+        (["hardware=8xa100", "draft=model", "cache=quantized"], r"cache\.policy=quantized lives on the target's own"),
     ],
 )
 def test_mistakes_in_a_prediction_are_named(keys, names):
     with pytest.raises(UserError, match=names):
         outcome(predict_scenario.predict, "scenario=predict", *LLAMA, *keys)
+
+
+@pytest.mark.parametrize(
+    ("keys", "names"),
+    [
+        (["hardware.tensor_parallel=3"], r"hardware\.tensor_parallel=3: 32 query heads.*valid: 1, 2, 4"),
+        (
+            ["scenario.drafts=[qwen2.5-7b]", "draft.tensor_parallel=8"],
+            r"draft\.tensor_parallel=8: 28 query heads.*valid: 1, 2, 4",
+        ),
+    ],
+)
+def test_ranks_that_cannot_divide_a_model_are_refused_by_a_plan(keys, names):
+    common = ("scenario=plan", "hardware=8xh100", "scenario.experiment=null", "scenario.policies=[streaming,quantized]")
+    with pytest.raises(UserError, match=names):
+        outcome(plan_scenario.plan, *common, *LLAMA, *keys)
+    found = outcome(plan_scenario.plan, *common, *LLAMA, "scenario.drafts=[qwen2.5-7b]", "draft.tensor_parallel=4")
+    assert {"none"} == {line["draft"] for line in found.history}, "no acceptance is known of that draft"
 
 
 @pytest.mark.parametrize(("fraction", "error"), [(0.5, None), (1.2, r"efficiency\.matmul_fraction=1\.2")])

@@ -22,7 +22,7 @@ PAIRS = [
     (draft, policy)
     for draft in DRAFTS
     for policy in CACHES
-    if (DRAFTS[draft].has_cache or policy == "full") and not (CACHES[policy].needs_target and draft == "model")
+    if (DRAFTS[draft].has_cache or policy == "full") and not (CACHES[policy].facts.needs_target and draft == "model")
 ]
 FULL = [(*pair, *sizes) for pair in PAIRS for sizes in itertools.product(GAMMAS, BATCHES, BUDGETS)]
 # A pairwise sample for every run; the whole matrix is marked slow.

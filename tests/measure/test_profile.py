@@ -19,7 +19,7 @@ def parts(draft: str, policy: str) -> dict[str, float]:
 @pytest.mark.parametrize("policy", list(CACHES))
 def test_a_selection_is_timed_where_entries_are_chosen_by_their_attention(policy):
     times = parts("self", policy)
-    assert set(times) == PARTS | ({"select_ms"} if CACHES[policy].selects != "never" else set())
+    assert set(times) == PARTS | ({"select_ms"} if CACHES[policy].facts.selects != "never" else set())
     assert all(times[name] > 0 for name in times if name != "overhead_ms")
 
 

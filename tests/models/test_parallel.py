@@ -12,8 +12,8 @@ from magicdec.attention.sdpa import SdpaAttention
 from magicdec.cache.draft_cache import CACHES
 from magicdec.errors import UserError
 from magicdec.models.checkpoint import load, read_config
-from magicdec.models.config import ModelConfig
-from magicdec.models.parallel import Share, check_divides, share
+from magicdec.models.config import ModelConfig, check_ranks
+from magicdec.models.parallel import Share, share
 from magicdec.models.transformer import Transformer
 from magicdec.scenarios.ranks import on_ranks
 from magicdec.verification.sampling import Sampling
@@ -101,8 +101,10 @@ def test_ranks_hold_parts_that_make_up_the_whole(folders, name, ranks):
 
 def test_what_cannot_be_divided_is_refused_with_what_can():
     config = ModelConfig(64, 96, 96, 2, num_heads=12, num_kv_heads=4, head_dim=8, max_position_embeddings=64)
-    check_divides(config, 12, "hardware.tensor_parallel")
+    check_ranks(config, 12, config, 4)
     with pytest.raises(UserError, match=r"hardware.tensor_parallel=3: .*4 KV heads.*valid: 1, 2, 4, 12"):
-        check_divides(config, 3, "hardware.tensor_parallel")
-    with pytest.raises(UserError, match="12 query heads"):
-        check_divides(config, 8, "draft.tensor_parallel")
+        check_ranks(config, 3)
+    with pytest.raises(UserError, match=r"draft.tensor_parallel=3: must divide .*=4"):
+        check_ranks(config, 4, config, 3)
+    with pytest.raises(UserError, match=r"draft.tensor_parallel=6: 12 query heads"):
+        check_ranks(config, 12, config, 6)

@@ -1,0 +1,78 @@
+"""The facts of every policy against what its cache really allocates, counted as PyTorch hands it out."""
+
+import pytest
+import torch
+
+from magicdec.cache.draft_cache import CACHES, CacheSpec
+from magicdec.cache.kv_cache import KVCache
+from magicdec.costmodel.hardware import hardware_named
+from magicdec.costmodel.round import DraftChoice, Setup, memory
+from magicdec.measure.footprint import Allocations
+from magicdec.models.config import ModelConfig
+from magicdec.policies import POLICIES, Settings
+
+TARGET = ModelConfig(100, 64, 160, num_layers=4, num_heads=8, num_kv_heads=2, head_dim=16, max_position_embeddings=4096)
+SMALLER = ModelConfig(100, 64, 160, num_layers=3, num_heads=4, num_kv_heads=4, head_dim=8, max_position_embeddings=512)
+ROWS, GAMMA, CONTEXT, NEW_TOKENS = 2, 3, 1000, 24
+SETTINGS = Settings(num_sink=4, observation_window=16, page_size=8, bits=4, group_size=16)
+LENGTHS = 64  # bytes of a row's lengths, which no fact counts, in each cache of a layer
+DRAFTS = {
+    "self": DraftChoice(),
+    "layer_skip": DraftChoice("layer_skip", "layer_skip-2", num_layers=2),
+    "model": DraftChoice("model", "smaller", SMALLER),
+}
+CASES = [(d, p) for p in POLICIES for d in DRAFTS if d != "model" or not POLICIES[p].needs_target]
+
+
+def case(draft: str, policy: str, budget: int) -> tuple[Setup, CacheSpec, KVCache | None]:
+    """A setup, what its draft's cache is asked for, and the target's entries where the draft uses them."""
+    machine = hardware_named("h100")
+    setup = Setup(TARGET, machine, ROWS, CONTEXT, DRAFTS[draft], policy, budget, element_bytes=4, settings=SETTINGS)
+    spec = CacheSpec(
+        GAMMA,
+        CONTEXT + NEW_TOKENS,
+        setup.draft_model.max_position_embeddings < CONTEXT,
+        budget=budget,
+        **vars(SETTINGS),
+    )
+    whole = KVCache(TARGET, ROWS, CONTEXT + NEW_TOKENS + GAMMA + 1, torch.float32, "meta")
+    return setup, spec, None if draft == "model" else whole
+
+
+def test_every_policy_has_its_facts():
+    assert {name: CACHES[name].facts for name in CACHES} == POLICIES
+
+
+@pytest.mark.parametrize("budget", [64, 900, 5000])
+@pytest.mark.parametrize(("draft", "policy"), CASES)
+def test_what_is_predicted_is_what_is_allocated(draft, policy, budget):
+    setup, spec, whole = case(draft, policy, budget)
+    config = setup.draft_model
+    shared = whole.view(0, config.num_layers) if whole is not None else None
+    known = [] if whole is None else [whole.k_LBKSD, whole.v_LBKSD, whole.seqlens_B]
+    with Allocations(known) as allocations:
+        cache = CACHES[policy].build(spec, config, ROWS, torch.float32, "meta", shared)
+        if whole is not None:
+            cache.watch(whole, 0)
+        held = allocations.live
+    predicted = memory(setup, GAMMA, NEW_TOKENS)
+    assert predicted.draft_kv == cache.num_bytes
+    assert 0 <= held - predicted.draft_kv <= ROWS * config.num_layers * LENGTHS
+    assert (predicted.draft_kv == 0) == (policy in ("full", "topk") and draft != "model")
+
+
+@pytest.mark.parametrize("policy", [policy for draft, policy in CASES if draft == "model"])
+def test_what_a_prefill_holds_is_predicted(policy):
+    setup, spec, _ = case("model", policy, 64)
+    cache = CACHES[policy].build(spec, SMALLER, ROWS, torch.float32, "meta", None)
+    with Allocations() as allocations:
+        prefilled = cache.for_prefill(GAMMA + 1)
+        held = allocations.live
+    assert prefilled is not None
+    predicted = memory(setup, GAMMA, NEW_TOKENS).draft_prefill
+    assert 0 <= held - predicted <= ROWS * SMALLER.num_layers * LENGTHS
+
+
+def test_the_target_takes_what_is_predicted():
+    setup, _, whole = case("self", "full", 64)
+    assert memory(setup, GAMMA, NEW_TOKENS).target_kv == whole.num_bytes
