@@ -71,13 +71,46 @@ def test_sorting_puts_what_lacks_the_key_last():
 
 def test_groups_are_medians_over_the_runs_that_are_done():
     rows = [{"status": "done", "cache.budget": 64, "speedup": s} for s in (1, 2, 9)] + ROWS
-    lines = query.group(rows, ["budget"])
+    lines = query.group(rows, ["budget"], mix=True)
     assert [(line["cache.budget"], line["runs"], line["speedup"]) for line in lines] == [(64, 4, 1.75), (128, 1, 0.5)]
 
 
 def test_measured_and_synthetic_acceptance_do_not_mix():
     rows = [{"status": "done", "a.b": 1, "speedup": 1, "acceptance/source": s} for s in ("measured", "synthetic")]
     assert [line["runs"] for line in query.group(rows, ["a.b"])] == [1, 1]
+
+
+MODELS = [
+    {"status": "done", "cache.budget": 64, "target.name": target, "scenario.name": scenario, key: speedup}
+    for target, speedup in (("tiny", 1.0), ("Llama", 3.0))
+    for scenario, key in (("compare", "speedup"), ("predict", "predicted/speedup"))
+]
+
+
+def test_targets_and_predictions_do_not_mix_unless_told():
+    lines = query.group(MODELS, ["cache.budget"])
+    assert [(line["target.name"], line["scenario.name"], line["runs"]) for line in lines] == [
+        (target, scenario, 1) for target in ("Llama", "tiny") for scenario in ("compare", "predict")
+    ]
+    mixed = query.group(MODELS, ["cache.budget"], mix=True)
+    assert [(line["runs"], line["speedup"], line["predicted/speedup"]) for line in mixed] == [(4, 2.0, 2.0)]
+    assert [line["runs"] for line in query.group(MODELS[:1], ["cache.budget"])] == [1]
+    assert "target.name" not in query.group(MODELS[:1], ["cache.budget"])[0]
+
+
+def test_the_notes_of_groups_are_those_of_their_runs(report, tmp_path):
+    published = {"published/speedup": 2.0, "published/predicted_speedup": 1.9, "published/table": "3c"}
+    write_run(tmp_path, "a", {"scenario.name": "predict", "draft.gamma": 2}, published)
+    write_run(tmp_path, "b", {"scenario.name": "compare", "draft.gamma": 2}, {"speedup": 1.0, "speedup_spread": 0.5})
+    write_run(tmp_path, "c", {"scenario.name": "compare", "draft.gamma": 2}, {}, failed=True)
+    code, out, _ = report("--group-by", "gamma", runs=tmp_path)
+    assert code == 0
+    assert "the MagicDec paper's Table 3c, which has 1 of these 3" in out
+    assert "1 failed" in out
+    assert "1 with a spread over 10%" in out
+    assert len(re.findall(r"(?m)^ +2 +(compare|predict) ", out)) == 2
+    _, out, _ = report("--group-by", "gamma", "--mix", runs=tmp_path)
+    assert len(re.findall(r"(?m)^ +2 ", out)) == 1
 
 
 def test_rows_are_flat_and_say_what_varies():

@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _report(arguments: Sequence[str]) -> None:
     options = _parser().parse_args(arguments)
     rows = query.select(read_rows(options.runs_dir, options.sweep), options.where)
-    table = query.group(rows, options.group_by.split(",")) if options.group_by else rows
+    table = query.group(rows, options.group_by.split(","), options.mix) if options.group_by else rows
     table = query.sort(table, options.sort, options.descending)
     written = [
         write(options, target, rows if name in ("html", "figures") else table)
@@ -49,7 +49,8 @@ def _report(arguments: Sequence[str]) -> None:
     ]
     console = terminal.console()
     columns = options.columns.split(",") if options.columns else None
-    console.print(terminal.render(table, columns, options.limit, console.width, grouped=bool(options.group_by)))
+    runs = rows if options.group_by else None
+    console.print(terminal.render(table, columns, options.limit, console.width, runs))
     for line in written:
         console.print(Text(line, no_wrap=True, overflow="ignore"), crop=False)
 
@@ -96,6 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--sort", metavar="KEY", help="by this key, the smallest first")
     parser.add_argument("--descending", action="store_true", help="the largest first")
     parser.add_argument("--group-by", metavar="KEYS", help="a line per combination of these keys, with medians")
+    parser.add_argument("--mix", action="store_true", help="let a group hold several targets, scenarios, sources")
     parser.add_argument("--columns", metavar="KEYS", help="what to show, in place of what differs and what counts")
     parser.add_argument("--limit", metavar="N", type=int, default=50, help="lines on the terminal (50; 0: all)")
     parser.add_argument("--csv", metavar="FILE", type=Path, help="write the same lines with all their columns")

@@ -11,6 +11,8 @@ from magicdec.rules import did_you_mean
 from magicdec.tracking.report.rows import Row, is_setting, keys_of
 
 SYNTAX = "KEY=VALUE, or with != > >= < <= or ~ (contains); several must all hold. A key's unique ending will do: budget"
+# A median over several models, or over measured and predicted or drawn values, says nothing.
+APART = ("target.name", "scenario.name", "acceptance/source")
 ORDERS: dict[str, Callable[[Any, Any], bool]] = {">": gt, ">=": ge, "<": lt, "<=": le}
 
 
@@ -38,16 +40,16 @@ def sort(rows: Collection[Row], key: str | None, descending: bool = False) -> li
     return having + [row for row in rows if name not in row]
 
 
-def group(rows: Collection[Row], keys: Sequence[str]) -> list[Row]:
-    """A row per combination of values: how many `runs`, and the median of every figure that is not a setting.
+def group(rows: Collection[Row], keys: Sequence[str], mix: bool = False) -> list[Row]:
+    """Return a row per combination of values: the number of `runs` that are done, and the median of each figure.
 
-    Runs that failed, and measured and synthetic acceptance, do not mix: a median over both says nothing.
+    Keys of APART in which the runs differ are added to `keys`, unless `mix`.
     """
     known = keys_of(rows)
     names = [find_key(known, key, "--group-by") for key in keys]
     done = [row for row in rows if row.get("status") == "done"]
-    mixed = {row.get("acceptance/source") for row in done} - {None}
-    names += ["acceptance/source"] if len(mixed) > 1 and "acceptance/source" not in names else []
+    if not mix:
+        names += [key for key in APART if key not in names and len({row.get(key) for row in done} - {None}) > 1]
     groups: dict[tuple, list[Row]] = {}
     for row in done:
         groups.setdefault(tuple(row.get(name) for name in names), []).append(row)

@@ -21,8 +21,8 @@ SAME_OUTPUT = ("data/fingerprint", "target.name", "target.path", "batch.generate
 SAME_SAMPLING = ("sampling.temperature", "sampling.top_k", "sampling.top_p", "sampling.seed", "sampling.ignore_eos")
 # What one compares by, in the order in which one asks. Of other settings, those with fewer values come first.
 ASKED_FIRST = (
-    *("engine.name", "target.name", "draft.name", "draft.model.name", "cache.policy", "cache.budget", "draft.gamma"),
-    *("batch.context_len", "batch.size", "hardware.name", "data.name"),
+    *("engine.name", "target.name", "scenario.name", "draft.name", "draft.model.name", "cache.policy", "cache.budget"),
+    *("draft.gamma", "batch.context_len", "batch.size", "hardware.name", "data.name"),
 )
 # Told of in config.yaml, but not what a run does.
 ELSEWHERE = ("wandb.", "hydra.", "runs_dir", "resume", "sweep.")

@@ -42,10 +42,10 @@ def console() -> Console:
 
 
 def render(
-    rows: Sequence[Row], columns: Sequence[str] | None, limit: int, width: int, grouped: bool = False
+    rows: Sequence[Row], columns: Sequence[str] | None, limit: int, width: int, runs: Sequence[Row] | None = None
 ) -> RenderableType:
-    """A line per row, and as many columns as the width holds; colours and marks as in a run's own table."""
-    known = keys_of(rows)
+    """Return a table with a line per row and as many columns as the width holds; `runs` are what groups are of."""
+    grouped, known = runs is not None, keys_of(rows)
     chosen = [find_key(known, key, "--columns") for key in columns] if columns else _columns(rows, known, grouped)
     shown = rows[: limit or None]
     cells = {key: [_cell(row, key) for row in shown] for key in chosen}
@@ -59,7 +59,8 @@ def render(
     for line in zip(*(cells[key] for key in fitting), strict=True):
         table.add_row(*line)
     left_out = [names[key] for key in chosen if key not in fitting]
-    return Group(table, Text("\n".join(_notes(rows, limit, left_out, grouped)), style="dim"))
+    notes = [*_omissions(rows, limit, left_out), *_notes(rows if runs is None else runs)]
+    return Group(table, Text("\n".join(["medians over the runs that are done"] * grouped + notes), style="dim"))
 
 
 def _short(key: str, among: Sequence[str]) -> str:
@@ -102,14 +103,16 @@ def _plain(value: Any) -> str:
     return str(value)
 
 
-def _notes(rows: Sequence[Row], limit: int, left_out: Sequence[str], grouped: bool) -> Iterator[str]:
-    """What the lines do not say."""
+def _omissions(rows: Sequence[Row], limit: int, left_out: Sequence[str]) -> Iterator[str]:
+    """Say which lines and columns are not shown."""
     if limit and len(rows) > limit:
         yield f"{limit} of {len(rows):,} lines; --limit 0 shows all"
     if left_out:
         yield f"not shown: {', '.join(left_out)}; a wider terminal, --columns or --csv shows them"
-    if grouped:
-        yield "medians over the runs that are done"
+
+
+def _notes(rows: Sequence[Row]) -> Iterator[str]:
+    """Say what the lines do not: failed, noisy, disturbed, published, unfit and synthetic runs."""
     failed = [row for row in rows if row.get("status") == "failed"]
     if failed:
         yield f"{len(failed):,} failed; --columns id,kind,reason says why"
@@ -118,8 +121,8 @@ def _notes(rows: Sequence[Row], limit: int, left_out: Sequence[str], grouped: bo
         yield f"{noisy:,} with a spread over {NOISY:.0%} between repeats (speedup_spread), marked !: measure them again"
     if troubled := sum(1 for row in rows if gpu_trouble(row)):
         yield f"{troubled:,} on a GPU that was throttled or shared; --columns gpu/throttled/power,gpu/shared says how"
-    if published := [row for row in rows if "published/speedup" in row]:
-        tables = ", ".join(sorted({str(row.get("published/table")) for row in published}))
+    if published := [row for row in rows if "published/table" in row]:
+        tables = ", ".join(sorted({str(row["published/table"]) for row in published}))
         yield (
             f"published: the MagicDec paper's Table {tables}, which has {len(published):,} of these {len(rows):,}; "
             "predicted for it: by the cost model, at the paper's gamma and acceptance"
