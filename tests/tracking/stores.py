@@ -12,6 +12,7 @@ from magicdec import __version__
 from magicdec.costmodel.speedup import omega
 from tests.tracking.sample import CONFIG
 
+OVERHEAD = 0.8  # ms a round
 AXES = {
     "batch.size": (1, 4, 8, 16, 32, 64),
     "batch.context_len": (1024, 4096, 8192, 16384, 32768),
@@ -40,12 +41,13 @@ def outcome_of(values: dict, rng: random.Random) -> dict:
     decode = 8 + batch * context / 40_000
     draft, verify = 6 + batch * kept / 40_000, decode * 1.15
     length = omega(gamma, alpha)
-    formula = decode * length / (gamma * draft + verify)
+    formula = decode * length / (gamma * draft + verify + OVERHEAD)
     speedup = formula * rng.gauss(0.96, 0.03)
     source = "synthetic" if batch == 64 else "measured"
     return {
         "speedup": speedup,
         "speedup_wall": speedup * 0.9,
+        "speedup_wall_spread": abs(rng.gauss(0.03, 0.03)),
         "speedup_spread": abs(rng.gauss(0.03, 0.03)),
         "acceptance_rate": (length - 1) / gamma,
         "acceptance_length": length,
@@ -58,6 +60,13 @@ def outcome_of(values: dict, rng: random.Random) -> dict:
         "time/target_decode_ms": decode,
         "time/draft_ms": draft,
         "time/verify_ms": verify,
+        "time/overhead_ms": OVERHEAD,
+        "time/round_ms": gamma * draft + verify + OVERHEAD,
+        "predicted/target_decode_ms": decode * rng.gauss(1, 0.05),
+        "predicted/verify_ms": verify * 0.95,
+        "predicted/overhead_ms": OVERHEAD,
+        "predicted/round_ms": (gamma * draft + verify) * 0.95 + OVERHEAD,
+        "predicted/speedup": formula * rng.gauss(1.05, 0.05),
         "formula/speedup": formula,
         "formula/speedup_error": formula / speedup - 1,
         "lossless/identical": None if source == "synthetic" else True,

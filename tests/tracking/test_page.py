@@ -1,5 +1,6 @@
-"""The page in a real browser: plots are drawn, filters work, nothing is fetched."""
+"""The page in a real browser: charts are drawn, filters work, what must not mix is apart, nothing is fetched."""
 
+import json
 import re
 import shutil
 import subprocess
@@ -15,6 +16,16 @@ FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--dis
 FLAGS += ["--disable-component-update", "--disable-sync", "--virtual-time-budget=5000", "--dump-dom"]
 NUMBER = 400
 browser = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (apt-get install chromium)")
+# Marks of one kind in one chart, such as numMarks("steps", "bar", "rect"); and what the tests look at.
+HELPERS = """
+const wait = () => new Promise((done) => setTimeout(done, 300));
+const numMarks = (id, mark, tag) => document.querySelectorAll(`#${id} g[aria-label="${mark}"] ${tag}`).length;
+const text = (id) => document.getElementById(id).textContent;
+const shownPanels = () => [...document.querySelectorAll("article")].filter((a) => !a.hidden).map((a) => a.id);
+const pick = (id, value) => { const s = $(id); s.value = value; s.dispatchEvent(new Event("change")); };
+const numShown = () => Number(document.body.dataset.shown);
+"""
+FIXED = {"overhead_ms": 5.0, "round_ms": 35.0, "target_decode_ms": 10.0, "draft_ms": 5.0, "verify_ms": 20.0}
 
 
 @pytest.fixture(scope="module")
@@ -25,133 +36,187 @@ def html(tmp_path_factory):
 
 
 @pytest.fixture
-def show(html, tmp_path):
-    """The page's elements after its script, and perhaps a person's deed, have run."""
+def look(tmp_path):
+    """What JavaScript expressions give, one after the other, in the page of some rows (or in a page)."""
 
-    def in_browser(state="", deed=""):
-        path = tmp_path / "page.html"
+    def in_browser(rows, *expressions, state=""):
+        path, html = tmp_path / "page.html", rows if isinstance(rows, str) else page.render(rows, "a page")
+        steps = "".join(f"found.push({expression}); await wait();" for expression in expressions)
+        deed = f"{HELPERS}(async () => {{ const found = []; {steps} document.title = JSON.stringify(found); }})();"
         path.write_text(html.replace("</body>", f"<script>{deed}</script></body>"), encoding="utf-8")
         command = [CHROMIUM, *FLAGS, f"--user-data-dir={tmp_path / 'user'}", f"file://{path}{state and '#' + state}"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stderr
-        return without_scripts(done.stdout)
+        title = re.search(r"<title>(.*?)</title>", done.stdout, re.S)[1]
+        return json.loads(title.replace("&amp;", "&").replace("&lt;", "<").replace("&gt;", ">"))
 
     return in_browser
 
 
-def without_scripts(text):
-    return re.sub(r"<script.*?</script>", "", text, flags=re.S)
+def done(number, **values):
+    """A row of a run that is done; double underscores are dots."""
+    return {"id": f"run{number}", "status": "done"} | {key.replace("__", "."): v for key, v in values.items()}
 
 
-def plot(dom, name):
-    return re.search(rf'<div id="{name}".*?</div>', dom, re.S)[0]
-
-
-def shown(dom):
-    return int(re.search(r'data-shown="(\d+)"', dom)[1])
+def rows_of(key, values, **others):
+    return [done(i, **{key: value}, speedup=0.8 + i / 10, **others) for i, value in enumerate(values)]
 
 
 def test_the_page_is_self_contained(html):
-    outside = re.sub(r'<script type="application/json".*?</script>', "", html, flags=re.S)
-    assert not re.search(r"(src|href)=|@import|url\(|https?://", outside)
+    ours = re.sub(r'<script (type="application/json"|data-from).*?</script>', "", html, flags=re.S)
+    assert not re.search(r"(src|href)=|@import|url\(|https?://", ours)
+    assert html.count("<script data-from=") == 2
+    assert "Copyright 2010-2026 Mike Bostock" in ours
+    assert "Observable, Inc." in ours
     assert "runs &lt;b&gt;" in html
-    assert "/*" not in without_scripts(html)
+    assert not re.search(r"/\*[A-Z0-9]+\*/", ours)
 
 
 @browser
-def test_plots_are_drawn(show):
-    dom = show()
-    assert plot(dom, "heatmap").count('class="cell"') == 5 * 5, "contexts x measured batches"
-    assert plot(dom, "pareto").count('class="dots"') == 4, "autoregressive, and three policies"
-    assert plot(dom, "acceptances").count('class="front"') == 3
-    assert re.search(r'data-points="3\d\d"', plot(dom, "prediction"))
-    assert plot(dom, "steps").count('class="part"') == 3 * 5, "the parts of a round, by measured batch"
-    assert plot(dom, "steps").count('class="mark-line"') == 5
-    assert dom.count("python launch.py batch.size=") == 5 * 5
-    assert "NaN" not in dom
-    assert '<article id="loads" hidden="">' in dom, "nothing ran under load"
+def test_charts_are_drawn(look, html):
+    found = look(
+        html,
+        "shownPanels()",
+        "numMarks('overview', 'cell', 'rect')",
+        "[numMarks('pareto', 'dot', 'circle'), numMarks('acceptances', 'line', 'path')]",
+        "[numMarks('steps', 'bar', 'rect'), numMarks('steps', 'tick', 'line')]",
+        "text('prediction')",
+        "document.querySelectorAll('#fastest button').length",
+        "document.querySelector('main').innerHTML.includes('NaN')",
+        "performance.getEntriesByType('resource').length",
+        "numShown()",
+        "(set({ 'pick:acceptance/source': '' }), [numShown(), text('runs').includes('synthetic')])",
+    )
+    panels, cells, (dots, curves), (parts, marks), prediction, copied, is_nan, fetched, shown, everything = found
+    assert panels == ["overview", "pareto", "acceptances", "prediction", "steps", "fastest", "runs"], "none under load"
+    assert cells == 5 * 5, "contexts x measured batches"
+    assert dots > 300
+    assert curves == 3, "policies"
+    assert (parts, marks) == (3 * 2 * 5, 2 * 5), "parts of a round, measured and predicted, by batch"
+    assert "cost model: median error" in prediction
+    assert "measured speedup" in prediction
+    assert copied == 5 * 5
+    assert (is_nan, fetched) == (False, 0)
+    assert 0 < shown < NUMBER, "drawn acceptance is apart"
+    assert everything == [NUMBER, True], "unless one asks for it"
 
 
 @browser
-def test_measured_and_synthetic_runs_are_apart_unless_one_asks(show):
-    dom = show()
-    assert 0 < shown(dom) < NUMBER
-    assert "synthetic acceptance</span>" not in plot(dom, "fastest")
-    both = show("pick%3Aacceptance%2Fsource=")
-    assert shown(both) == NUMBER
-    assert 'class="mark">synthetic' in both
+def test_filters(look, html):
+    found = look(
+        html,
+        "[numShown(), numMarks('overview', 'cell', 'rect')]",
+        "($('where').value = 'budget=64', $('where').dispatchEvent(new Event('input')), numShown())",
+        "(pick('pick:cache.policy', 'snapkv'), numShown())",
+        "(document.querySelector('#runs th[data-key=\"batch.size\"]').click(), text('runs').includes('batch.size ↓'))",
+        "(set({ where: 'bugdet=4' }), [text('mistake'), $('where').className])",
+        "(set({ where: 'speedup>abc' }), text('mistake'))",
+        "($('clear').click(), numShown())",
+        "document.querySelector('#overview a').dispatchEvent(new MouseEvent('click', { bubbles: true }))",
+        "[numShown(), state.where]",
+        state="where=cache.budget%3D128+speedup%3E1&x=draft.gamma",
+    )
+    (some, cells), typed, both, is_sorted, mistake, no_number, cleared, _, (clicked, where) = found
+    assert 0 < some < cleared / 4
+    assert 0 < cells <= 5 * 4, "contexts x gammas"
+    assert 0 < both < typed < cleared < NUMBER
+    assert is_sorted
+    assert mistake == ["bugdet: the runs do not differ in it, or have no such key", "wrong"]
+    assert no_number == "speedup>abc: abc is not a number"
+    assert 0 < clicked < cleared / 10, "a cell's runs alone"
+    assert re.fullmatch(r"draft\.gamma=\d+ batch\.context_len=\d+|batch\.size=\d+ batch\.context_len=\d+", where)
 
 
 @browser
-def test_filters_in_the_address(show):
-    dom = show("where=cache.budget%3D128+speedup%3E1&x=draft.gamma")
-    assert 0 < shown(dom) < shown(show()) / 4
-    assert plot(dom, "heatmap").count('class="cell"') <= 5 * 4
-    assert ">draft.gamma</text>" in plot(dom, "heatmap")
+def test_panels_without_anything_to_show_take_no_room(look):
+    rows = [{"id": "a", "status": "failed", "reason": "why"}, {"id": "b", "status": "done"}]
+    assert look(rows, "shownPanels()", "numShown()") == [["runs"], 2]
 
 
 @browser
-def test_filters_by_hand(show):
-    typed = "const w = $('where'); w.value = 'budget=64'; w.dispatchEvent(new Event('input'));"
-    picked = "const p = $('pick:cache.policy'); p.value = 'snapkv'; p.dispatchEvent(new Event('change'));"
-    all_of_it, one = show(deed=typed), show(deed=typed + picked)
-    assert 0 < shown(one) < shown(all_of_it) < shown(show())
-    clicked = "document.querySelector('#heatmap .cell').dispatchEvent(new Event('click'));"
-    assert plot(show(deed=clicked), "heatmap").count('class="cell"') == 1
-    sorted_by_batch = "document.querySelector('th[data-key=\"batch.size\"]').click();"
-    assert "batch.size ↓" in show(deed=sorted_by_batch)
+def test_one_swept_axis_is_a_line(look):
+    rows = rows_of("draft__gamma", (1, 2, 4), speedup_spread=0.2, **{"predicted/speedup": 1.3})
+    cells, lines, rules, words = look(
+        rows,
+        "numMarks('overview', 'cell', 'rect')",
+        "[...document.querySelectorAll('#overview g[aria-label=line] path')].map((p) => p.getAttribute('stroke'))",
+        "numMarks('overview', 'rule', 'line')",
+        "text('overview')",
+    )
+    assert cells == 0
+    assert len(lines) == len(set(lines)) == 2, "measured and predicted, in colours of their own"
+    assert rules == 1 + 3, "the break-even, and an interval over the repeats of each run"
+    assert "measured" in words
+    assert "predicted" in words
 
 
 @browser
-def test_a_wrong_filter_is_told(show):
-    dom = show(deed="set({ where: 'bugdet=4' });")
-    assert "bugdet: the runs do not differ in it" in dom
-    assert 'class="wrong"' in dom
+def test_the_parts_of_a_round_are_those_that_were_timed(look):
+    """A choice of entries is part of what was timed, or is made once per sequence: it is never added."""
+    h2o = {f"time/{name}": value for name, value in FIXED.items()} | {"time/select_ms": 23_000.0}
+    h2o |= {"acceptance_length": 2.0}
+    quest = {f"predicted/{name}": value for name, value in FIXED.items()} | {"predicted/select_ms": 1.0}
+    quest |= {"predicted/speedup": 2.0}
+    impossible = h2o | {"time/overhead_ms": -100.0, "time/round_ms": 30.0}
+    rows = [done(0, cache__policy="h2o", **h2o), done(1, cache__policy="quest", **quest)]
+    rows += [done(2, cache__policy="topk", **impossible)]
+    parts, tokens, bars, words = look(
+        rows,
+        "[round(0, 'time').parts, round(1, 'predicted').parts]",
+        "[round(0, 'time').tokens, round(1, 'predicted').tokens, round(1, 'time')]",
+        "numMarks('steps', 'bar', 'rect')",
+        "text('steps')",
+    )
+    assert parts == [{"drafting": 10, "verification": 20, "rest of the round": 5}] * 2
+    assert tokens == [2.0 * 10, 2.0 * 35, None]
+    assert bars == 3 * 3
+    assert "In 1 run the parts take longer than the whole round" in words
 
 
 @browser
-@pytest.mark.parametrize("rows", [[{"id": "a", "status": "failed", "reason": "why"}], [{"id": "a", "status": "done"}]])
-def test_a_store_with_nothing_to_plot(rows, tmp_path):
-    path = tmp_path / "empty.html"
-    path.write_text(page.render(rows, "empty"), encoding="utf-8")
-    command = [CHROMIUM, *FLAGS, f"--user-data-dir={tmp_path / 'user'}", f"file://{path}"]
-    assert shown(subprocess.run(command, capture_output=True, text=True, timeout=120).stdout) == 1
+def test_published_values_are_not_called_measured(look):
+    values = {"predicted/speedup": 1.5, "published/speedup": 1.4, "published/predicted_speedup": 1.6}
+    rows = [done(i, batch__size=size, **values) for i, size in enumerate((8, 32))]
+    prediction, fastest = look(rows, "text('prediction')", "text('fastest')")
+    assert "published speedup" in prediction
+    assert "measured speedup" not in prediction
+    assert "median error 14.3%" in prediction
+    assert "best predicted speedup" in fastest
 
 
 @browser
-def test_predictions_stand_beside_what_is_published(tmp_path):
-    """Gamma is the same everywhere, and so no setting; measured runs and predicted ones are in one store."""
-    steps = {"target_decode_ms": 4.0, "draft_ms": 1.0, "verify_ms": 5.0}
-    predicted = {f"predicted/{name}": value for name, value in steps.items()}
-    predicted |= {"predicted/speedup": 1.5, "predicted/gamma": 3, "predicted/alpha": 0.8}
-    predicted |= {"published/speedup": 1.4, "published/predicted_speedup": 1.6}
-    measured = {f"time/{name}": value for name, value in steps.items()} | {"acceptance_length": 3.0, "gamma": 2}
-    runs = [predicted | {"batch.size": 8}, predicted | {"batch.size": 32}, measured | {"batch.size": 64}]
-    settings = {f"extra.key_{number}": number for number in range(12)}
-    rows = [{"id": str(i), "status": "done", "draft.gamma": 2} | run for i, run in enumerate(runs)]
-    rows[2] |= settings | {"acceptance/source": "measured"}
-    rows.append({"id": "3", "status": "done", "acceptance/source": "synthetic", "speedup": 9.0, "draft.gamma": 2})
-    path = tmp_path / "page.html"
-    path.write_text(page.render(rows, "paper"), encoding="utf-8")
-    command = [CHROMIUM, *FLAGS, f"--user-data-dir={tmp_path / 'user'}", f"file://{path}"]
-    dom = without_scripts(subprocess.run(command, capture_output=True, text=True, timeout=120).stdout)
-    assert shown(dom) == 3, "however many settings differ, drawn acceptance stays apart"
-    assert "published/predicted_speedup, median error 14.3%" in plot(dom, "prediction")
-    assert plot(dom, "steps").count('class="part"') == 3 * 3
-    assert plot(dom, "steps").count('class="mark-line"') == 3
-    assert "gamma draft steps, T_D each: 3 ms" in plot(dom, "steps"), "at the gamma predicted for"
-    assert "2 of 3 runs are predicted" in dom
-    assert "no run has been measured" in plot(dom, "fastest")
+def test_several_targets_and_predictions_are_apart(look):
+    rows = rows_of("batch__size", (1, 2, 4), target__name="tiny", scenario__name="compare")
+    rows += [done(10 + i, target__name="large", scenario__name="predict", **{"predicted/speedup": 3.0}) for i in (1, 2)]
+    rows += [done(20, target__name="large", scenario__name="compare", speedup=9.0)]
+    shown, tiles, asked = look(rows, "numShown()", "text('tiles')", "(set({ 'pick:target.name': '' }), numShown())")
+    assert (shown, asked) == (3, 4)
+    assert "3 of 6" in tiles
 
 
 @browser
-def test_throughput_under_load_is_drawn_both_ways(tmp_path):
+def test_what_is_slower_than_autoregressive_is_not_recommended(look):
+    speeds = {"speculative/tokens_per_second": 88.0, "autoregressive/tokens_per_second": 100.0}
+    rows = [done(i, draft__gamma=i, speedup=0.88, **speeds) for i in (1, 2)]
+    fastest, tiles = look(rows, "text('fastest')", "text('tiles')")
+    assert "autoregressive, 100 tokens/s" in fastest
+    assert "0.88x" in fastest
+    assert "autoregressive is faster everywhere" in tiles
+
+
+@browser
+def test_a_run_under_load_is_one_run_with_a_line_over_its_levels(look, tmp_path):
     write_load(tmp_path / "runs", {1: (100.0, 150.0), 2: (180.0, 240.0), 8: (500.0, 450.0)})
-    path = tmp_path / "page.html"
-    path.write_text(page.render(read_rows(tmp_path / "runs"), "load"), encoding="utf-8")
-    command = [CHROMIUM, *FLAGS, f"--user-data-dir={tmp_path / 'user'}", f"file://{path}"]
-    dom = without_scripts(subprocess.run(command, capture_output=True, text=True, timeout=120).stdout)
-    drawn = plot(dom, "underload")
-    assert drawn.count('data-points="3"') == 2
-    assert ">load.concurrency</text>" in drawn
-    assert '<article id="loads">' in dom
+    panels, tiles, load, cells, has_null = look(
+        read_rows(tmp_path / "runs"),
+        "shownPanels()",
+        "text('tiles')",
+        "[numMarks('underload', 'line', 'path'), numMarks('underload', 'dot', 'circle'), text('underload')]",
+        "numMarks('overview', 'cell', 'rect')",
+        "document.querySelector('main').textContent.includes('null')",
+    )
+    assert panels == ["overview", "pareto", "underload", "fastest", "runs"]
+    assert "1 of 1" in tiles
+    assert load[:2] == [2, 6]
+    assert "load.concurrency" in load[2]
+    assert (cells, has_null) == (0, False)

@@ -1,9 +1,10 @@
-"""One self-contained HTML page: the runs as data, and a few hundred lines of our own that draw them, without a network.
+"""One self-contained HTML page of a table of runs: data, scripts and the chart library are in it; it needs no network.
 
 Columns travel as columns, constants once and words by number, so that 10,000 runs make a page of a few megabytes.
 """
 
 import json
+import re
 import shlex
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -16,11 +17,19 @@ from magicdec.tracking.report.rows import FACTS, Row, is_setting, keys_of, telli
 
 NOT_TOLD = FACTS - {"id", "status", "kind", "reason"}
 NOT_REPEATED = ("runs_dir=", "resume=", "sweep.", "wandb.", "hydra")  # what a copied command does without
+# What the page is made of: a place in page.html, and the files that fill it.
+PARTS = {
+    "STYLE": ("page.css",),
+    "LICENCES": ("vendor/d3.LICENSE", "vendor/plot.LICENSE"),
+    "D3": ("vendor/d3.min.js",),
+    "PLOT": ("vendor/plot.umd.min.js",),
+    "SCRIPT": ("charts.js", "page.js"),
+}
 DIGITS = 5  # significant ones: finer than any measurement
 
 
 def render(rows: Sequence[Row], title: str) -> str:
-    """The page as text."""
+    """Return the page as text."""
     settings, differing = telling(rows), varying(rows)
     keys = [key for key in keys_of(rows) if key not in NOT_TOLD and not key.startswith("rerun.")]
     told = {key: _column([row.get(key) for row in rows]) for key in keys if key in differing or not is_setting(key)}
@@ -29,21 +38,15 @@ def render(rows: Sequence[Row], title: str) -> str:
     now = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
     data = {"title": title, "made": now, "number": len(rows), "settings": settings, "noisy": NOISY, "columns": told}
     assets = files("magicdec.tracking.report") / "assets"
+    texts = {name: (assets / name).read_text(encoding="utf-8") for names in PARTS.values() for name in names}
+    parts = {"TITLE": escape(title)} | {part: "\n".join(map(texts.get, names)) for part, names in PARTS.items()}
+    parts["DATA"] = json.dumps(data, separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c")
     page = (assets / "page.html").read_text(encoding="utf-8")
-    script = "\n".join((assets / name).read_text(encoding="utf-8") for name in ("plots.js", "page.js"))
-    parts = {
-        "TITLE": escape(title),
-        "STYLE": (assets / "page.css").read_text(encoding="utf-8"),
-        "DATA": json.dumps(data, separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c"),
-        "SCRIPT": script,
-    }
-    for name, text in parts.items():  # the data comes late: what it holds is not replaced again, but for the script
-        page = page.replace(f"/*{name}*/", text, 1)
-    return page
+    return re.sub(r"/\*([A-Z0-9]+)\*/", lambda found: parts[found[1]], page)
 
 
 def command(row: Row, settings: Sequence[str]) -> str:
-    """The command line that makes this run again: its own overrides, or else what sets it apart."""
+    """Return the command line that makes this run again: its own overrides, or else what sets it apart."""
     stored = row.get("overrides")
     if stored is not None:
         parts = [part for part in json.loads(stored) if not part.startswith(NOT_REPEATED)]
@@ -56,7 +59,7 @@ def command(row: Row, settings: Sequence[str]) -> str:
 
 
 def _column(values: list[Any]) -> dict[str, Any]:
-    """A constant, words by their number, or the values as they are."""
+    """Return a column as a constant, as words by their number, or as its values."""
     distinct = dict.fromkeys((type(value), value) for value in values)
     if len(distinct) == 1:
         return {"constant": values[0]}
