@@ -39,7 +39,7 @@ def render(rows: Sequence[Row], title: str) -> str:
     data = {"title": title, "made": now, "number": len(rows), "settings": settings, "noisy": NOISY, "columns": told}
     assets = files("magicdec.tracking.report") / "assets"
     texts = {name: (assets / name).read_text(encoding="utf-8") for names in PARTS.values() for name in names}
-    parts = {"TITLE": escape(title)} | {part: "\n".join(map(texts.get, names)) for part, names in PARTS.items()}
+    parts = {"TITLE": escape(title)} | {part: "\n".join(texts[name] for name in names) for part, names in PARTS.items()}
     parts["DATA"] = json.dumps(data, separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c")
     page = (assets / "page.html").read_text(encoding="utf-8")
     return re.sub(r"/\*([A-Z0-9]+)\*/", lambda found: parts[found[1]], page)
