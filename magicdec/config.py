@@ -64,8 +64,16 @@ class Architecture:
     sliding_layers: list[int] = field(default_factory=list)
     eos_token_ids: list[int] = field(default_factory=list)
 
+    @classmethod
+    def of(cls, config: ModelConfig) -> "Architecture":
+        """Return the mirror of `config`."""
+        values = asdict(config)
+        scaling = values.pop("rope_scaling")
+        lists = {name: list(value) for name, value in values.items() if isinstance(value, tuple)}
+        return cls(rope_scaling=scaling and Scaling(**scaling), **(values | lists))
+
     def to_model_config(self) -> ModelConfig:
-        """The same as the models know it; raises UserError for sizes that do not fit together."""
+        """Return the original; raise UserError for sizes that do not fit together."""
         values = asdict(self)
         scaling = values.pop("rope_scaling")
         return ModelConfig(rope_scaling=scaling and RopeScaling(**scaling), **values)

@@ -11,6 +11,7 @@ from magicdec.config import ROWS_ON, Config, ModelChoice
 from magicdec.drafts.base import DRAFTS
 from magicdec.engines import vllm
 from magicdec.errors import UserError
+from magicdec.identity import identify
 from magicdec.measure.metrics import Metrics
 from magicdec.measure.system import cpu_name
 from magicdec.mistakes import check_length
@@ -85,13 +86,14 @@ def resolve(config: Config) -> Plan:
     hardware = replace(config.hardware, device=device.type, dtype=str(dtype).removeprefix("torch."))
     if hardware.compile == "auto":
         hardware = replace(hardware, compile=device.type == "cuda")
-    config = replace(config, batch=batch, hardware=hardware)
-    target = _model("target", config.target)
+    choice, target = _model("target", config.target)
+    config = replace(config, batch=batch, hardware=hardware, target=choice)
     draft = None
     if config.draft.name != "none" and DRAFTS[config.draft.name].needs_model:
         if config.draft.model is None:
             raise UserError(f"draft.model=null: draft.name={config.draft.name} needs one, as conf/draft/model.yaml has")
-        draft = _model("draft.model", config.draft.model)
+        choice, draft = _model("draft.model", config.draft.model)
+        config = replace(config, draft=replace(config.draft, model=choice))
         check_vocabularies(target.config, draft.config, target.folder, draft.folder)
     if config.draft.name != "none":
         quantize.check(config.draft.quantization)
@@ -137,18 +139,11 @@ def _device_name(device: torch.device) -> str:
     return f"{cpu_name()}, {threads} thread{'s' if threads > 1 else ''}"
 
 
-def _model(key: str, choice: ModelChoice) -> Model:
-    if choice.weights == "random":
-        if choice.architecture is not None:
-            return Model(key, None, choice.architecture.to_model_config())
-        if choice.path is None:
-            raise UserError(f"{key}.weights=random needs {key}.architecture or {key}.path")
-        folder = checkpoint.locate(choice.path, f"{key}.path", weights=False)
-        return Model(key, None, checkpoint.read_config(folder))
-    if choice.path is None:
-        raise UserError(f"{key}.path is not set; give a local Hugging Face folder or a hub id such as org/name")
-    folder = checkpoint.locate(choice.path, f"{key}.path")
-    return Model(key, folder, checkpoint.read_config(folder))
+def _model(key: str, choice: ModelChoice) -> tuple[ModelChoice, Model]:
+    """Return the choice with what its checkpoint says, and the model."""
+    choice, folder = identify(key, choice, loads=choice.weights == "checkpoint")
+    assert choice.architecture is not None, "identify has read it"
+    return choice, Model(key, folder if choice.weights == "checkpoint" else None, choice.architecture.to_model_config())
 
 
 def _divided(config: Config, target: Model, draft: Model | None) -> tuple[Model, Model | None]:

@@ -14,10 +14,21 @@ TARGETS = Path(__file__).parents[2] / "conf" / "target"
 
 
 @cache
-def architecture(name: str) -> ModelConfig:
-    """The architecture that conf/target/NAME.yaml describes. Raises UserError where there is none."""
+def option(name: str) -> dict[str, Any]:
+    """Return what conf/target/NAME.yaml holds, {} where there is none."""
     path = TARGETS / f"{name}.yaml"
-    values = (yaml.safe_load(path.read_text()) if path.is_file() else {}).get("architecture")
+    return yaml.safe_load(path.read_text()) if path.is_file() else {}
+
+
+def options() -> list[dict[str, Any]]:
+    """Return what every file in conf/target holds."""
+    return [option(path.stem) for path in sorted(TARGETS.glob("*.yaml"))]
+
+
+@cache
+def architecture(name: str) -> ModelConfig:
+    """Return the architecture that conf/target/NAME.yaml describes; raise UserError where there is none."""
+    values = option(name).get("architecture")
     if not values:
         known = ", ".join(sorted(p.stem for p in TARGETS.glob("*.yaml")))
         raise UserError(f"target={name} has no architecture in {TARGETS}; one of: {known or 'none found'}")
@@ -25,6 +36,6 @@ def architecture(name: str) -> ModelConfig:
 
 
 def from_values(values: Mapping[str, Any]) -> ModelConfig:
-    """An architecture as a configuration writes it."""
+    """Return the architecture that a configuration describes."""
     scaling = values.get("rope_scaling")
     return ModelConfig(**{**values, "rope_scaling": scaling and RopeScaling(**scaling)})

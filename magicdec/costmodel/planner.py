@@ -4,6 +4,7 @@ Only configurations with a known acceptance can be ranked; the others are listed
 pay, because a guess would decide the ranking.
 """
 
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -116,8 +117,8 @@ def _nothing(setup: Setup, batches: Sequence[int] | None, plans: Sequence[Candid
     return f"scenario.latency_ms={latency_ms}: the fastest plan takes {fastest:.1f} ms per token"
 
 
-def experiment_yaml(plan: Candidate, command: str) -> str:
-    """The plan as the text of a file in conf/experiment, ready to run."""
+def experiment_yaml(plan: Candidate, command: str, path: str | None = None) -> str:
+    """Return the plan as the text of a file in conf/experiment; `path` is that of a target that no option names."""
     setup, prediction = plan.setup, plan.prediction
     kind = setup.draft.kind if prediction else "none"
     lines = ["# @package _global_"]
@@ -129,11 +130,16 @@ def experiment_yaml(plan: Candidate, command: str) -> str:
     else:
         lines.append(f"# Predicted: {plan.tokens_per_second:,.0f} tokens/s; no known draft is faster.")
     lines.append(f"{FOUND_BY} {command}")
-    lines += ["defaults:", f"  - override /target: {setup.target_name}", f"  - override /draft: {kind}"]
+    lines += [
+        "defaults:",
+        f"  - override /target: {'custom' if path else setup.target_name}",
+        f"  - override /draft: {kind}",
+    ]
     if kind == "model":
         lines.append(f"  - override /target@draft.model: {setup.draft.name}")
     lines += [f"  - override /cache: {setup.policy}"] if prediction else []
     lines += [f"  - override /hardware: {setup.hardware.name.lower()}", ""]
+    lines += ["target:", f"  path: {json.dumps(path)}"] if path else []
     if prediction:
         lines += ["draft:", f"  gamma: {plan.gamma}"]
         if setup.draft.tensor_parallel is not None:

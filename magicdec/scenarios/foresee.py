@@ -10,6 +10,7 @@ from magicdec.costmodel.architectures import architecture
 from magicdec.costmodel.hardware import OWN_STACK, Hardware, configured, device_in
 from magicdec.costmodel.round import DraftChoice, Setup, memory
 from magicdec.errors import UserError
+from magicdec.identity import identify
 from magicdec.mistakes import check_length
 from magicdec.models.config import ModelConfig
 from magicdec.policies import Settings
@@ -40,10 +41,14 @@ def foresee(config: Config) -> Foreseen:
     """Resolve `auto` and find the mistakes that a prediction would meet."""
     if config.batch.size == "auto":
         config = replace(config, batch=replace(config.batch, size=ROWS_ON["cuda"]))
-    target = _architecture("target", config.target)
-    check_length(config, target.max_position_embeddings)
+    target, architecture = _identified("target", config.target)
+    config = replace(config, target=target)
+    if config.draft.model is not None:
+        model, _ = _identified("draft.model", config.draft.model)
+        config = replace(config, draft=replace(config.draft, model=model))
+    check_length(config, architecture.max_position_embeddings)
     setup = Setup(
-        target=target,
+        target=architecture,
         hardware=_machine(config),
         batch=int(config.batch.size),
         context=config.batch.context_len,
@@ -131,7 +136,13 @@ def _draft(config: Config) -> DraftChoice:
         return DraftChoice()
     if draft.name == "none":
         raise UserError("draft=none: there is no speculation to predict; choose draft=self or draft=model")
-    return _spec(config, _architecture("draft.model", draft.model) if draft.model else None)
+    return _spec(config, _identified("draft.model", draft.model)[1] if draft.model else None)
+
+
+def _identified(key: str, choice: ModelChoice) -> tuple[ModelChoice, ModelConfig]:
+    choice, _ = identify(key, choice, loads=False)
+    assert choice.architecture is not None, "identify has read it"
+    return choice, choice.architecture.to_model_config()
 
 
 def _spec(config: Config, model: ModelConfig | None) -> DraftChoice:
@@ -144,16 +155,6 @@ def _spec(config: Config, model: ModelConfig | None) -> DraftChoice:
 
 def _settings(config: Config) -> Settings:
     return Settings(**{f.name: getattr(config.cache, f.name) for f in fields(Settings)})
-
-
-def _architecture(key: str, choice: ModelChoice) -> ModelConfig:
-    if choice.architecture is not None:
-        return choice.architecture.to_model_config()
-    from magicdec.models import checkpoint  # here, because it imports PyTorch, and named targets need it not
-
-    if choice.path is None:
-        raise UserError(f"{key}.path is not set; give a local Hugging Face folder or a hub id such as org/name")
-    return checkpoint.read_config(checkpoint.locate(choice.path, f"{key}.path", weights=False))
 
 
 def _machine(config: Config) -> Hardware:

@@ -7,6 +7,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from magicdec.config import Config
+from magicdec.costmodel.architectures import option
 from magicdec.costmodel.planner import FOUND_BY, Candidate, Plans, experiment_yaml, search
 from magicdec.costmodel.predict import Prediction
 from magicdec.costmodel.round import Setup
@@ -49,15 +50,16 @@ def plan(plan: Foreseen, progress: Progress) -> Outcome:
         config.batch.generate_len,
     )
     best = plans.ranked[0]
-    text = experiment_yaml(best, " ".join(["python", *sys.argv]))
+    path = None if option(config.target.name) else config.target.path
+    text = experiment_yaml(best, " ".join(["python", *sys.argv]), path)
     view: list[RenderableType] = [render(plans)]
     if scenario.experiment is not None:
-        path = _experiment(scenario.experiment)
+        file = _experiment(scenario.experiment)
         try:
-            path.write_text(text, encoding="utf-8")
+            file.write_text(text, encoding="utf-8")
         except OSError as error:
             raise UserError(f"scenario.experiment={scenario.experiment}: {error}; null writes none") from error
-        view.append(f"the best as an experiment: {shown(path)}; run it with experiment={scenario.experiment}")
+        view.append(f"the best as an experiment: {shown(file)}; run it with experiment={scenario.experiment}")
     metrics = {"device": plan.device_name} | (best.prediction.metrics() if best.prediction else {})
     metrics |= {"predicted/tokens_per_second": best.tokens_per_second, "predicted/speedup": best.speedup}
     return Outcome(metrics, history=[_facts(one) for one in plans.ranked], view=Group(*view))

@@ -296,7 +296,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return USER_ERROR
-    app = create_app(AsyncEngine(Scheduler(slots)), tokenizer, options.model or config.target.name)
+    app = create_app(AsyncEngine(Scheduler(slots)), tokenizer, options.model or plan.config.target.name)
     uvicorn.run(app, host=options.host, port=options.port)
     return 0
 

@@ -171,6 +171,13 @@ def test_where_nothing_pays_the_plan_is_autoregressive(setup):
     assert {"override /draft": "none"} in yaml.safe_load(experiment_yaml(best, ""))["defaults"]
 
 
+def test_a_plan_for_a_folder_leads_back_to_it(setup):
+    (best, *_) = search(setup(context=4000), Curves(published()), (32,)).ranked
+    found = yaml.safe_load(experiment_yaml(best, "", "models/a folder: mine"))
+    assert {"override /target": "custom"} in found["defaults"]
+    assert found["target"] == {"path": "models/a folder: mine"}
+
+
 def test_impossible_plans_say_why(setup):
     with pytest.raises(UserError, match=r"latency_ms=0\.1: the fastest plan takes"):
         search(setup(), Curves(published()), latency_ms=0.1)

@@ -56,7 +56,7 @@ def test_targets_have_the_published_number_of_parameters(target):
     assert round(architecture_of(target).num_parameters / 1e9, 2) == PUBLISHED[target]
 
 
-@pytest.mark.parametrize("target", [*PUBLISHED, *BUNDLED])
+@pytest.mark.parametrize("target", [*PUBLISHED, *BUNDLED, "custom"])
 def test_targets_say_who_they_are_and_open_with_a_comment(target):
     text = (TARGETS / f"{target}.yaml").read_text()
     content = OmegaConf.create(text)
@@ -66,7 +66,7 @@ def test_targets_say_who_they_are_and_open_with_a_comment(target):
 
 
 def test_every_target_is_checked_here():
-    assert {path.stem for path in TARGETS.glob("*.yaml")} == {*PUBLISHED, *BUNDLED}
+    assert {path.stem for path in TARGETS.glob("*.yaml")} == {*PUBLISHED, *BUNDLED, "custom"}
 
 
 @pytest.mark.parametrize("target", BUNDLED)
