@@ -23,6 +23,7 @@ const numMarks = (id, mark, tag) => document.querySelectorAll(`#${id} g[aria-lab
 const text = (id) => document.getElementById(id).textContent;
 const shownPanels = () => [...document.querySelectorAll("article")].filter((a) => !a.hidden).map((a) => a.id);
 const pick = (id, value) => { const s = $(id); s.value = value; s.dispatchEvent(new Event("change")); };
+const styleOf = (selector) => getComputedStyle(document.querySelector(selector));
 const numShown = () => Number(document.body.dataset.shown);
 """
 FIXED = {"overhead_ms": 5.0, "round_ms": 35.0, "target_decode_ms": 10.0, "draft_ms": 5.0, "verify_ms": 20.0}
@@ -72,6 +73,19 @@ def test_the_page_is_self_contained(html):
     assert not re.search(r"/\*[A-Z0-9]+\*/", ours)
 
 
+@pytest.mark.parametrize("rates", [(float("nan"), 0.5), (float("inf"), float("inf"))])
+def test_values_that_are_no_numbers_do_not_break_the_page(rates):
+    """JSON has no NaN: a browser would read nothing at all."""
+    html = page.render([done(i, acceptance_rate=rate) for i, rate in enumerate(rates)], "a page")
+
+    def refuse(word):
+        raise AssertionError(word)
+
+    data = re.search(r'<script type="application/json" id="data">(.*?)</script>', html, re.S)[1]
+    column = json.loads(data, parse_constant=refuse)["columns"]["acceptance_rate"]
+    assert column in ({"values": [None, 0.5]}, {"constant": None})
+
+
 @browser
 def test_charts_are_drawn(look, html):
     found = look(
@@ -84,10 +98,23 @@ def test_charts_are_drawn(look, html):
         "document.querySelectorAll('#fastest button').length",
         "document.querySelector('main').innerHTML.includes('NaN')",
         "performance.getEntriesByType('resource').length",
+        "['--plot-background', '--card'].map((v) => styleOf('#pareto svg').getPropertyValue(v))",
         "numShown()",
         "(set({ 'pick:acceptance/source': '' }), [numShown(), text('runs').includes('synthetic')])",
     )
-    panels, cells, (dots, curves), (parts, marks), prediction, copied, is_nan, fetched, shown, everything = found
+    (
+        panels,
+        cells,
+        (dots, curves),
+        (parts, marks),
+        prediction,
+        copied,
+        is_nan,
+        fetched,
+        (tip, card),
+        shown,
+        everything,
+    ) = found
     assert panels == ["overview", "pareto", "acceptances", "prediction", "steps", "fastest", "runs"], "none under load"
     assert cells == 5 * 5, "contexts x measured batches"
     assert dots > 300
@@ -97,6 +124,7 @@ def test_charts_are_drawn(look, html):
     assert "measured speedup" in prediction
     assert copied == 5 * 5
     assert (is_nan, fetched) == (False, 0)
+    assert tip == card, "tips are as dark as the page"
     assert 0 < shown < NUMBER, "drawn acceptance is apart"
     assert everything == [NUMBER, True], "unless one asks for it"
 
@@ -106,7 +134,8 @@ def test_filters(look, html):
     found = look(
         html,
         "[numShown(), numMarks('overview', 'cell', 'rect')]",
-        "($('where').value = 'budget=64', $('where').dispatchEvent(new Event('input')), numShown())",
+        "($('where').value = 'budget=64', $('where').dispatchEvent(new Event('input')))",
+        "numShown()",
         "(pick('pick:cache.policy', 'snapkv'), numShown())",
         "(document.querySelector('#runs th[data-key=\"batch.size\"]').click(), text('runs').includes('batch.size ↓'))",
         "(set({ where: 'bugdet=4' }), [text('mistake'), $('where').className])",
@@ -116,7 +145,7 @@ def test_filters(look, html):
         "[numShown(), state.where]",
         state="where=cache.budget%3D128+speedup%3E1&x=draft.gamma",
     )
-    (some, cells), typed, both, is_sorted, mistake, no_number, cleared, _, (clicked, where) = found
+    (some, cells), _, typed, both, is_sorted, mistake, no_number, cleared, _, (clicked, where) = found
     assert 0 < some < cleared / 4
     assert 0 < cells <= 5 * 4, "contexts x gammas"
     assert 0 < both < typed < cleared < NUMBER

@@ -4,6 +4,7 @@ Columns travel as columns, constants once and words by number, so that 10,000 ru
 """
 
 import json
+import math
 import re
 import shlex
 from collections.abc import Sequence
@@ -60,10 +61,16 @@ def command(row: Row, settings: Sequence[str]) -> str:
 
 def _column(values: list[Any]) -> dict[str, Any]:
     """Return a column as a constant, as words by their number, or as its values."""
+    values = [_rounded(value) if isinstance(value, float) else value for value in values]
     distinct = dict.fromkeys((type(value), value) for value in values)
     if len(distinct) == 1:
         return {"constant": values[0]}
     if all(value is None or isinstance(value, str) for value in values) and len(distinct) < len(values) / 2:
         words = {word: number for number, (_, word) in enumerate(distinct)}
         return {"words": list(words), "indices": [words[value] for value in values]}
-    return {"values": [float(f"{v:.{DIGITS}g}") if isinstance(v, float) else v for v in values]}
+    return {"values": values}
+
+
+def _rounded(value: float) -> float | None:
+    """Return a number with DIGITS; None for what is none, which JSON cannot hold."""
+    return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None

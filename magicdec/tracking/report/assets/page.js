@@ -186,6 +186,12 @@ function set(changes) {
   draw();
 }
 
+let waiting;
+function soon(act) { // once, after the last of several events
+  clearTimeout(waiting);
+  waiting = setTimeout(act, 150);
+}
+
 function menu(id, options) {
   const select = $(id), [names, values] = [options.map((o) => o.name ?? (o || "nothing else")), options.map((o) => o.value ?? o)];
   select.innerHTML = values.map((v, i) => `<option value="${escapeText(v)}">${escapeText(names[i])}</option>`).join("");
@@ -228,13 +234,14 @@ function start() {
     acceptance: ["acceptance_rate", "acceptance_length", "alpha"].filter(numeric), along: axes, curves: ["", ...axes],
     compared: comparable, unit: UNITS, bars: ["", ...axes], seen: SEEN, load: LOADS };
   for (const id in menus) menu(id, menus[id]);
-  $("where").oninput = () => set({ where: $("where").value });
+  $("where").oninput = () => soon(() => set({ where: $("where").value }));
   $("clear").onclick = () => set({ ...defaults });
   addEventListener("hashchange", () => { readAddress(); draw(); });
-  let width = innerWidth, waiting;
+  let width = innerWidth;
   addEventListener("resize", () => {
     if (innerWidth === width) return; // a phone's keyboard changes the height alone
-    width = innerWidth; clearTimeout(waiting); waiting = setTimeout(draw, 150);
+    width = innerWidth;
+    soon(draw);
   });
   draw();
 }
