@@ -10,7 +10,10 @@ import pytest
 import torch
 
 from magicdec.config import compose
-from magicdec.scenarios import Job, run
+from magicdec.costmodel.acceptance import measured
+from magicdec.scenarios import Job, compare, run
+from magicdec.tracking.reader import iter_runs
+from magicdec.tracking.report.rows import read_rows
 
 ROOT = Path(__file__).parents[1]
 TINY = ROOT / "magicdec" / "models" / "tiny"
@@ -129,6 +132,30 @@ def test_sampling_and_random_weights_say_what_they_are(tmp_path):
     sampled = launch(tmp_path / "sampled", "sampling=sample", "draft=model")
     assert sampled.returncode == 0, sampled.stderr
     assert results(tmp_path / "sampled")[0]["lossless/identical"] is None
+
+
+def test_the_context_of_a_users_own_prompts_is_the_one_they_have(tmp_path, monkeypatch, capsys):
+    """batch.context_len is only the most that a prompt may have."""
+    (tmp_path / "prompts.jsonl").write_text(
+        '{"prompt": "import os"}\n{"prompt": "def add(a, b):\\n    return a + b"}\n'
+    )
+    setups = []
+    original = compare.beside
+    monkeypatch.setattr(compare, "beside", lambda setup, *rest: setups.append(setup) or original(setup, *rest))
+    keys = ["data=prompts", f"data.path={tmp_path}/prompts.jsonl", f"runs_dir={tmp_path}/runs"]
+    found = run(compose([*SMALL, *keys, "cache.budget=8"]), Job())
+    (path,) = (tmp_path / "runs").glob("*/generations.jsonl")
+    short, long = (json.loads(line)["context_len"] for line in path.read_text().splitlines())
+    assert 2 < short < long < 30
+    assert [found[f"data/context_len_{name}"] for name in ("min", "max", "mean")] == [short, long, (short + long) / 2]
+    assert [setup.context for setup in setups] == [round((short + long) / 2)]
+    assert (
+        f"2 rows x {short} to {long} tokens of context ({(short + long) / 2:.0f} on average)" in capsys.readouterr().out
+    )
+    (row,) = read_rows(tmp_path / "runs")
+    assert row["batch.context_len"] == round((short + long) / 2)
+    (point,) = measured(iter_runs(tmp_path / "runs"))
+    assert point.context_len == round((short + long) / 2)
 
 
 @pytest.mark.parametrize("engine", ["native", "transformers"])

@@ -143,7 +143,7 @@ def _point(run: Mapping[str, Any]) -> list[Point]:
         draft=draft_name(draft["name"], (draft.get("model") or {}).get("name"), draft.get("num_layers")),
         policy=config["cache"]["policy"],
         budget=int(config["cache"]["budget"]),
-        context_len=int(config["batch"]["context_len"]),
+        context_len=round(run.get("data/context_len_mean") or config["batch"]["context_len"]),  # of its own prompts
         task=task_name(data["name"], data.get("task"), config.get("sampling", {}).get("temperature", 0.0)),
         alpha=float(run["alpha"]),
         source=f"run {Path(run['folder']).name}",

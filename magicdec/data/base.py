@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,17 @@ class Prompts:
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    @property
+    def facts(self) -> dict[str, str | float]:
+        """What results say of the prompts: which they are, and how long."""
+        lengths = [len(row) for row in self.tokens]
+        return {
+            "data/fingerprint": self.fingerprint,
+            "data/context_len_mean": fmean(lengths),
+            "data/context_len_min": min(lengths),
+            "data/context_len_max": max(lengths),
+        }
 
 
 def fingerprint(rows: Iterable[Sequence[int]]) -> str:

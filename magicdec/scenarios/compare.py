@@ -70,7 +70,7 @@ def compare(plan: Plan, progress: Progress) -> Outcome:
         if start + rows < len(prompts.tokens):  # the last one is profiled below
             batch.close()  # or the caches of two batches would be held at once
     outputs = passes[0].outputs(prompts)
-    results: Metrics = {"data/fingerprint": prompts.fingerprint, "output/fingerprint": outputs.fingerprint}
+    results: Metrics = {**prompts.facts, "output/fingerprint": outputs.fingerprint}
     results |= {"device": plan.device_name, **plan.sources} | gpu.metrics()
     plain = [_speed(one.autoregressive, prefill_seconds) for one in passes]
     results |= speeds(plain, [_speed(one.speculative, prefill_seconds) for one in passes if one.speculative])
@@ -162,6 +162,7 @@ def _predicted(plan: Plan, results: Metrics, gamma: int) -> Metrics:
         setup = setup_of_run(
             plan.config, plan.target.config, draft, plan.device_name, plan.dtype.itemsize, bandwidth, rate
         )
+        setup = setup.at(context=round(results["data/context_len_mean"]))  # type: ignore[arg-type]
         return beside(setup, gamma, results) | published(setup, task_of(plan.config))
     except UserError as error:  # no draft, or one that has no cost model
         log.info("not predicted: %s", error)

@@ -36,7 +36,7 @@ def peer(plan: Plan, progress: Progress) -> Outcome:
         fast = _passes(engine, batches, "speculative", plan, progress) if config.draft.name != "none" else []
         peak, version = engine.peak_bytes, engine.version
     outputs = Outputs(prompts, _tokens(plain[0]), _tokens(fast[0]) if fast else [])
-    results: Metrics = {"data/fingerprint": prompts.fingerprint, "output/fingerprint": outputs.fingerprint}
+    results: Metrics = {**prompts.facts, "output/fingerprint": outputs.fingerprint}
     results |= {"device": plan.device_name, "engine/version": version, **plan.sources} | gpu.metrics()
     results |= speeds([_speed(one) for one in plain], [_speed(one) for one in fast])
     if fast:

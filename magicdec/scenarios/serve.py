@@ -29,7 +29,7 @@ from magicdec.serving.scheduler import Scheduler
 from magicdec.serving.shared import SharedSlots
 from magicdec.serving.slots import Slots
 from magicdec.tracking.progress import Progress
-from magicdec.tracking.table import WAYS, described_draft, described_place
+from magicdec.tracking.table import WAYS, described_context, described_draft, described_place
 
 WARMUP_TOKENS = 8  # of a request before each measurement, which is not counted
 # On the terminal; a latency is shown as its median and its 99th percentile.
@@ -68,13 +68,15 @@ def serve(plan: Plan, progress: Progress) -> Outcome:
             slots.close()  # or the caches of two levels would be held at once
     if not history:  # a rank that has followed
         return Outcome({})
-    results: Metrics = {"data/fingerprint": prompts.fingerprint, "device": plan.device_name, **plan.sources}
+    results: Metrics = {**prompts.facts, "device": plan.device_name, **plan.sources}
     results |= {key: value for key, value in history[-1].items() if key not in ("concurrency", "rate")}
     if engine.draft_name != "none":
         results["acceptance/source"] = "measured" if config.draft.synthetic_acceptance is None else "synthetic"
     results |= held
     requests = {way: done for way, (done, _) in measured.items()}
-    return Outcome(results, _generations(requests, config.data.save_prompts), history, view=render(plan, history))
+    return Outcome(
+        results, _generations(requests, config.data.save_prompts), history, view=render(plan, results, history)
+    )
 
 
 def _slots(plan: Plan, engine: NativeEngine, rows: int) -> Slots:
@@ -170,10 +172,10 @@ def _generations(requests: Mapping[str, list[Request]], save_prompts: bool) -> l
     return rows
 
 
-def render(plan: Plan, history: Sequence[Mapping[str, Any]]) -> RenderableType:
+def render(plan: Plan, results: Metrics, history: Sequence[Mapping[str, Any]]) -> RenderableType:
     """For the terminal: what both ways give at each level of load."""
     config, described = plan.config, to_dict(plan.config)
-    lengths = f"up to {config.batch.context_len:,} tokens of context, {config.batch.generate_len} new tokens each"
+    lengths = f"{described_context(described, results)}, {config.batch.generate_len} new tokens each"
     lines = [
         Text(f"serve: {config.target.name}{described_draft(described)}", style="bold"),
         Text(f"{config.scenario.num_requests} requests a level, {lengths}"),

@@ -79,7 +79,7 @@ def _header(config: Mapping[str, Any], metrics: Metrics) -> Iterator[Text]:
         temperature = config["sampling"]["temperature"]
         how = f"sampled at temperature {temperature:g}" if temperature else "greedy"
         batches = f"{batch['num_batches']} batches of " if batch["num_batches"] > 1 else ""
-        size = f"{batches}{batch['size']} rows x {int(batch['context_len']):,} tokens of context"
+        size = f"{batches}{batch['size']} rows x {described_context(config, metrics)}"
         yield Text(f"{size}, {batch['generate_len']:,} new tokens each, {how}")
         yield Text(f"data: {' '.join(filter(None, (config['data']['name'], config['data'].get('task'))))}; {where}")
     if metrics.get("weights/source") == "random":
@@ -96,6 +96,14 @@ def described_place(config: Mapping[str, Any], device: Any, engine: str | None =
     ranks = f"{hardware['tensor_parallel']} ranks of " if hardware.get("tensor_parallel", 1) > 1 else ""
     means = f"by {engine}" if engine else f"attention by {config['attention']['name']}"
     return f"{hardware['dtype']} on {ranks}{device}, {means}"
+
+
+def described_context(config: Mapping[str, Any], metrics: Metrics) -> str:
+    """Return how long the prompts are: all the same, or from the shortest to the longest."""
+    low, high, mean = (metrics.get(f"data/context_len_{name}") for name in ("min", "max", "mean"))
+    if low == high:
+        return f"{high or int(config['batch']['context_len']):,} tokens of context"
+    return f"{low:,} to {high:,} tokens of context ({mean:,.0f} on average)"
 
 
 def described_draft(config: Mapping[str, Any]) -> str:

@@ -163,7 +163,7 @@ def _send(run: Run, config: Mapping[str, Any], results: Results) -> WandbOutcome
             mode=mode,
             dir=str(run.folder),
             id=_id(run, config),
-            name=_name(config),
+            name=_name(config, run.result),
             project=config["wandb"]["project"],
             entity=config["wandb"]["entity"],
             group=config["wandb"]["group"],
@@ -240,13 +240,14 @@ def _tags(config: Mapping[str, Any], result: Mapping[str, Any]) -> list[str]:
     return [tag[:MAX_TAG_LENGTH] for tag in dict.fromkeys(tags) if tag]
 
 
-def _name(config: Mapping[str, Any]) -> str:
-    """Short enough for a legend; the id says the rest."""
+def _name(config: Mapping[str, Any], result: Mapping[str, Any]) -> str:
+    """Return a name short enough for a legend; the id says the rest."""
     draft, cache, batch = config["draft"], config["cache"], config["batch"]
+    context_len = result.get("data/context_len_mean") or batch["context_len"]
     parts = [config["target"]["name"]]
     if draft["name"] != "none":
         parts += [draft["name"], f"{cache['policy']}-{cache['budget']}", f"gamma{draft['gamma']}"]
-    return " ".join([*parts, f"{batch['size']}x{batch['context_len']}"])
+    return " ".join([*parts, f"{batch['size']}x{context_len:.0f}"])
 
 
 @contextlib.contextmanager

@@ -60,6 +60,8 @@ def test_prompts_are_the_users_own_and_ragged(tmp_path):
     file.write_text('{"prompt": "hello"}\n\n{"messages": [{"role": "user", "content": "hi"}]}\n{"prompt": "unused"}\n')
     prompts = load("prompts", file)
     assert texts(prompts) == ["hello", "hi"]
+    lengths = {name: value for name, value in prompts.facts.items() if "context_len" in name}
+    assert lengths == {"data/context_len_mean": 3.5, "data/context_len_min": 2, "data/context_len_max": 5}
     assert prompts.sources == ["mine.jsonl:1", "mine.jsonl:3"]
     assert texts(load("prompts", file, tokenizer=CharacterTokenizer(bos=True)))[0] == "\x01hello"
     templated = load("prompts", file, tokenizer=CharacterTokenizer(bos=True, chat_template="..."))
