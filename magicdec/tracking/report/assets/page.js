@@ -220,7 +220,7 @@ function draw() {
   for (const id in PANELS) drawPanel(id, done, widths); // those that have gained room
   drawFastest(done);
   drawRuns(runs);
-  document.body.dataset.shown = runs.length; // for whoever waits until it is drawn
+  document.body.dataset.shown = runs.length; // the page is drawn
 }
 
 function start() {
