@@ -1,5 +1,6 @@
-"""Acceptance curves: alpha by cache policy, budget and context, from runs or from publications, never invented.
+"""Acceptance curves: alpha by budget and context, from runs or from publications, never invented.
 
+A curve belongs to one target, draft, quantisation of the draft's weights, cache policy and settings of the policy.
 Between measured points alpha is interpolated in log budget and log context, and made monotone: it does not fall with
 the budget nor rise with the context, save for noise, which is pooled away. Beyond them there is no estimate.
 """
@@ -13,9 +14,10 @@ from math import log
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from magicdec.costmodel.round import Setup
 from magicdec.costmodel.speedup import alpha_from_acceptance_length
 from magicdec.costmodel.tables import PUBLISHED, read_table
-from magicdec.policies import POLICIES
+from magicdec.policies import POLICIES, Settings
 
 PUBLISHED_ALPHAS = PUBLISHED.parent / "acceptance.csv"
 SAME = 1.05  # contexts and budgets within this ratio count as equal: 32,768 is measured where 32,000 is
@@ -33,6 +35,14 @@ class Point(NamedTuple):
     alpha: float
     source: str
     measured: bool = False  # in a run of our own
+    quantization: str = "none"  # of the draft's weights
+    settings: tuple[int, ...] | None = None  # of the policy, as `Policy.settings` names them; None: a publication's
+
+    def answers(self, setup: Setup) -> bool:
+        """Return whether the point was measured on this target, draft and policy, in this form."""
+        wanted = (setup.target_name, setup.draft.name, setup.policy, setup.draft.quantization)
+        is_same_draft = (self.target, self.draft, self.policy, self.quantization) == wanted
+        return is_same_draft and self.settings in (None, _settings(setup.policy, setup.settings))
 
 
 class Estimate(NamedTuple):
@@ -51,30 +61,30 @@ class Curves:
     def __init__(self, points: Iterable[Point], task: str | None = None):
         self._points, self._task = list(points), task
 
-    def estimate(self, target: str, draft: str, policy: str, budget: int, context_len: int) -> Estimate | None:
-        """Alpha for a configuration; None where no measured or published point is near enough to say."""
-        if draft == "self" and _is_exact(policy, budget, context_len):
+    def estimate(self, setup: Setup, generate_len: int = 0) -> Estimate | None:
+        """Return alpha while `generate_len` tokens follow the context; None where no known point is near enough."""
+        if _is_exact(setup, generate_len):
             return Estimate(1.0, "exact: the draft sees all that the target sees")
-        for points in self._candidates(target, draft, policy):
+        for points in self._candidates(setup):
             by_budget: dict[int, list[Point]] = defaultdict(list)
             for point in points:
                 by_budget[point.budget].append(point)
             ladder = []
             for known, same in sorted(by_budget.items()):
-                alpha = _interpolate([(p.context_len, p.alpha) for p in same], context_len, rising=False)
+                alpha = _interpolate([(p.context_len, p.alpha) for p in same], setup.context, rising=False)
                 if alpha is not None:
                     ladder.append((known, alpha))
-            alpha = _interpolate(ladder, budget, rising=True)
+            alpha = _interpolate(ladder, setup.budget, rising=True)
             if alpha is not None:
                 return Estimate(alpha, _describe(points))
         return None
 
-    def budgets(self, target: str, draft: str, policy: str) -> list[int]:
-        """The budgets that some point has, ascending."""
-        return sorted({p.budget for points in self._candidates(target, draft, policy) for p in points})
+    def budgets(self, setup: Setup) -> list[int]:
+        """Return the budgets that some point of a setup's curve has, ascending."""
+        return sorted({point.budget for points in self._candidates(setup) for point in points})
 
-    def _candidates(self, target: str, draft: str, policy: str) -> list[list[Point]]:
-        """Groups of points of one origin and task, the best first."""
+    def _candidates(self, setup: Setup) -> list[list[Point]]:
+        """Return groups of points of one origin and task, the best first."""
 
         def merit(group: tuple[bool, str]) -> tuple[bool, bool, int]:
             measured, task = group
@@ -83,7 +93,7 @@ class Curves:
 
         groups: dict[tuple[bool, str], list[Point]] = defaultdict(list)
         for point in self._points:
-            if (point.target, point.draft, point.policy) == (target, draft, policy):
+            if point.answers(setup):
                 groups[point.measured, point.task].append(point)
         return [groups[key] for key in sorted(groups, key=merit, reverse=True)]
 
@@ -135,19 +145,19 @@ def _point(run: Mapping[str, Any]) -> list[Point]:
     if run["status"] != "done" or run.get("acceptance/source") != "measured" or run.get("alpha") is None:
         return []
     config = run["config"]
-    draft, data = config["draft"], config["data"]
-    if draft.get("quantization", "none") != "none":  # accepted less often than the draft that predictions are about
-        return []
+    draft, data, cache = config["draft"], config["data"], config["cache"]
     point = Point(
         target=config["target"]["name"],
         draft=draft_name(draft["name"], (draft.get("model") or {}).get("name"), draft.get("num_layers")),
-        policy=config["cache"]["policy"],
-        budget=int(config["cache"]["budget"]),
+        policy=cache["policy"],
+        budget=int(cache["budget"]),
         context_len=round(run.get("data/context_len_mean") or config["batch"]["context_len"]),  # of its own prompts
         task=task_name(data["name"], data.get("task"), config.get("sampling", {}).get("temperature", 0.0)),
         alpha=float(run["alpha"]),
         source=f"run {Path(run['folder']).name}",
         measured=True,
+        quantization=draft.get("quantization", "none"),
+        settings=_settings(cache["policy"], cache),
     )
     return [point]
 
@@ -170,10 +180,20 @@ def is_same(a: int, b: int) -> bool:
     return max(a, b) <= SAME * min(a, b)
 
 
-def _is_exact(policy: str, budget: int, context_len: int) -> bool:
-    """Whether a self-draft's view holds everything, unquantized."""
-    cost = POLICIES.get(policy)
-    return cost is not None and not cost.quantized and (cost.reads_everything or budget >= context_len)
+def _settings(policy: str, source: Settings | Mapping[str, Any]) -> tuple[int, ...]:
+    values = vars(source) if isinstance(source, Settings) else source
+    return tuple(values[key] for key in POLICIES[policy].settings)
+
+
+def _is_exact(setup: Setup, generate_len: int) -> bool:
+    """Return whether the target drafts for itself, unquantised, over all that it attends to in verification.
+
+    A sliding window is certain to hold in the target's own cache alone.
+    """
+    draft, cache = setup.draft, setup.cache
+    if draft.kind != "self" or draft.quantization != "none" or cache.quantized:
+        return False
+    return cache.reads_everything or (not setup.target.sliding_layers and setup.budget >= setup.context + generate_len)
 
 
 def _describe(points: Sequence[Point]) -> str:

@@ -5,14 +5,14 @@ pay, because a guess would decide the ranking.
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from magicdec.costmodel.acceptance import Curves, is_same
 from magicdec.costmodel.predict import GAMMAS, Prediction, predict
 from magicdec.costmodel.round import DraftChoice, Setup
 from magicdec.errors import UserError
-from magicdec.policies import policy_named
+from magicdec.policies import Settings, policy_named
 
 BUDGETS = (256, 512, 1024, 2048)  # tried beside those with a known acceptance
 FOUND_BY = "# Found by:"  # in the experiments that it writes
@@ -57,19 +57,20 @@ def search(
     curves: Curves,
     batches: Sequence[int] | None = None,
     drafts: Iterable[DraftChoice] = (DraftChoice(),),
-    policies: Iterable[str] = ("streaming", "snapkv"),
+    policies: Mapping[str, Settings] | None = None,
     gammas: Sequence[int] = GAMMAS,
     latency_ms: float | None = None,
     generate_len: int = 0,
 ) -> Plans:
     """Rank configurations of `setup`'s target, machine and context.
 
-    `latency_ms` bounds the time per output token. Raises UserError where nothing, not even autoregressive decoding
-    of the smallest batch, is within memory and bound.
+    `policies` are those to search, with their settings; None: the setup's own. `latency_ms` bounds the time per output
+    token. Raise UserError where nothing, not even autoregressive decoding of the smallest batch, is within memory and
+    bound.
     """
     if latency_ms is not None and latency_ms <= 0:
         raise UserError(f"scenario.latency_ms={latency_ms} must be above 0")
-    drafts, policies = tuple(drafts), tuple(policies)
+    drafts, policies = tuple(drafts), policies or {setup.policy: setup.settings}
     plans: list[Candidate] = []
     unknown: list[Prediction] = []
     too_large = 0
@@ -93,17 +94,19 @@ def search(
     return Plans(tuple(ranked), tuple(unknown), len(plans) - len(fast), too_large)
 
 
-def _setups(setup: Setup, drafts: Sequence[DraftChoice], policies: Sequence[str], curves: Curves) -> Iterable[Setup]:
+def _setups(
+    setup: Setup, drafts: Sequence[DraftChoice], policies: Mapping[str, Settings], curves: Curves
+) -> Iterable[Setup]:
     for draft in drafts:
-        for policy in policies if draft.kind != "ngram" else policies[:1]:
-            known = curves.budgets(setup.target_name, draft.name, policy)
-            others = [budget for budget in BUDGETS if not any(is_same(budget, other) for other in known)]
-            facts = policy_named(policy)
-            if facts.needs_target and draft.model is not None:
+        for policy, settings in list(policies.items())[: 1 if draft.kind == "ngram" else None]:
+            if policy_named(policy).needs_target and draft.model is not None:
                 continue
-            for budget in (setup.context,) if facts.reads_everything else sorted(known + others):
+            found = setup.at(draft=draft, policy=policy, settings=settings)
+            known = curves.budgets(found)
+            others = [budget for budget in BUDGETS if not any(is_same(budget, other) for other in known)]
+            for budget in (setup.context,) if policy == "full" else sorted(known + others):
                 if budget <= setup.context:
-                    yield setup.at(draft=draft, policy=policy, budget=budget)
+                    yield found.at(budget=budget)
 
 
 def _nothing(setup: Setup, batches: Sequence[int] | None, plans: Sequence[Candidate], latency_ms: float | None) -> str:
@@ -144,7 +147,8 @@ def experiment_yaml(plan: Candidate, command: str, path: str | None = None) -> s
         lines += ["draft:", f"  gamma: {plan.gamma}"]
         if setup.draft.tensor_parallel is not None:
             lines += [f"  tensor_parallel: {setup.draft.tensor_parallel}"]
-        if not setup.cache.reads_everything:
-            lines += ["cache:", f"  budget: {setup.budget}"]
+        keys = {"budget": setup.budget} if setup.policy != "full" else {}
+        keys |= {key: getattr(setup.settings, key) for key in setup.cache.settings}
+        lines += ["cache:", *(f"  {key}: {value}" for key, value in keys.items())] if keys else []
     lines += ["batch:", f"  size: {setup.batch}", f"  context_len: {setup.context}"]
     return "\n".join(lines) + "\n"

@@ -133,7 +133,7 @@ def predict(
         raise UserError("draft.gamma: at least one is needed to predict")
     estimate = Estimate(alpha, "given") if alpha is not None else None
     if estimate is None and curves is not None:
-        estimate = curves.estimate(setup.target_name, setup.draft.name, setup.policy, setup.budget, setup.context)
+        estimate = curves.estimate(setup, generate_len)
     known = estimate.alpha if estimate else None
     if known is not None:
         omega(1, known)  # refuses what is no probability

@@ -3,7 +3,9 @@
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from magicdec.config import ROWS_ON, Config, ModelChoice
+import yaml
+
+from magicdec.config import CONF, ROWS_ON, Config, ModelChoice
 from magicdec.costmodel import acceptance, beside
 from magicdec.costmodel.acceptance import Curves
 from magicdec.costmodel.architectures import architecture
@@ -56,7 +58,7 @@ def foresee(config: Config) -> Foreseen:
         policy=config.cache.policy,
         budget=config.cache.budget,
         target_name=config.target.name,
-        settings=_settings(config),
+        settings=settings_of(config, config.cache.policy),
     )
     return Foreseen(config, setup)
 
@@ -95,7 +97,7 @@ def setup_of_run(
         config.cache.budget,
         config.target.name,
         element_bytes,
-        _settings(config),
+        settings_of(config, config.cache.policy),
     )
 
 
@@ -113,6 +115,14 @@ def doubts(plan: Any) -> list[str]:
     except UserError:  # nothing to predict with: then there is nothing to tell
         return []
     return [found] if found else []
+
+
+def settings_of(config: Config, policy: str) -> Settings:
+    """Return a policy's settings: those of `cache` where it has this policy, or else those that conf/cache gives it."""
+    known, file = vars(config.cache), CONF / "cache" / f"{policy}.yaml"
+    if config.cache.policy != policy:
+        known = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return Settings(**{f.name: known[f.name] for f in fields(Settings) if f.name in known})
 
 
 def draft_named(name: str, ranks: int | None) -> DraftChoice:
@@ -153,10 +163,6 @@ def _spec(config: Config, model: ModelConfig | None) -> DraftChoice:
     num_layers = draft.num_layers if draft.name == "layer_skip" else None
     model = model if draft.name == "model" else None
     return DraftChoice(draft.name, name, model, draft.tensor_parallel, draft.quantization, num_layers)
-
-
-def _settings(config: Config) -> Settings:
-    return Settings(**{f.name: getattr(config.cache, f.name) for f in fields(Settings)})
 
 
 def _machine(config: Config) -> Hardware:

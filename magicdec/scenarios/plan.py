@@ -12,7 +12,7 @@ from magicdec.costmodel.planner import FOUND_BY, Candidate, Plans, experiment_ya
 from magicdec.costmodel.predict import Prediction
 from magicdec.costmodel.round import Setup
 from magicdec.errors import UserError
-from magicdec.scenarios.foresee import Foreseen, curves, draft_named, foresee
+from magicdec.scenarios.foresee import Foreseen, curves, draft_named, foresee, settings_of
 from magicdec.scenarios.outcome import Outcome
 from magicdec.scenarios.predict import STYLE
 from magicdec.tracking.progress import Progress
@@ -44,7 +44,7 @@ def plan(plan: Foreseen, progress: Progress) -> Outcome:
         curves(config),
         scenario.batch_sizes,
         [draft_named(name, config.draft.tensor_parallel) for name in scenario.drafts],
-        scenario.policies,
+        {policy: settings_of(config, policy) for policy in scenario.policies},
         scenario.gammas,
         scenario.latency_ms,
         config.batch.generate_len,

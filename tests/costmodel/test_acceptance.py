@@ -1,10 +1,15 @@
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from magicdec.costmodel.acceptance import Curves, Point, _interpolate, measured, published
+from magicdec.costmodel.architectures import architecture
+from magicdec.costmodel.hardware import hardware_named
+from magicdec.costmodel.round import DraftChoice, Setup
+from magicdec.policies import Settings
 from magicdec.tracking.reader import iter_runs
 
 
@@ -13,8 +18,19 @@ def point(budget=512, context=8000, alpha=0.8, **changes):
     return Point(budget=budget, context_len=context, alpha=alpha, **(defaults | changes))
 
 
-def alpha(curves, budget=512, context=8000, policy="streaming", **changes):
-    estimate = curves.estimate("t", "self", policy, budget, context, **changes)
+def asked(target="t", policy="streaming", budget=512, context=8000, draft="self", quantization="none", **settings):
+    own = None if draft == "self" else architecture("llama-3.2-1b")
+    choice = DraftChoice("self" if own is None else "model", draft, own, quantization=quantization)
+    model, machine = architecture("llama-3.1-8b"), hardware_named("h100")
+    return Setup(model, machine, 1, context, choice, policy, budget, target, settings=Settings(**settings))
+
+
+def of_point(known):
+    return asked(known.target, known.policy, known.budget, known.context_len, known.draft)
+
+
+def alpha(curves, **changes):
+    estimate = curves.estimate(asked(**changes))
     return estimate and estimate.alpha
 
 
@@ -50,9 +66,66 @@ def test_noise_is_pooled_away():
 
 
 def test_a_view_of_everything_accepts_everything():
-    assert alpha(Curves([]), budget=8000) == 1.0
-    assert alpha(Curves([]), policy="full") == 1.0
-    assert alpha(Curves([]), policy="quantized") is None
+    nothing = Curves([])
+    assert alpha(nothing, budget=8000) == 1.0
+    assert alpha(nothing, policy="full") == 1.0
+    assert alpha(nothing, policy="quantized") is None
+    assert nothing.estimate(asked(budget=8000), generate_len=1) is None, "new tokens evict old ones"
+    assert nothing.estimate(asked(budget=8064), generate_len=64).alpha == 1.0
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_quantised_weights_are_never_exact(quantization):
+    for policy in ("full", "streaming"):
+        assert alpha(Curves([]), policy=policy, budget=8000, quantization=quantization) is None
+
+
+def test_a_sliding_window_is_certain_in_the_targets_own_cache_alone():
+    model = replace(architecture("mistral-7b-v0.3"), sliding_window=4096, sliding_layers=tuple(range(32)))
+    full, streaming = (asked(policy=p, budget=8000).at(target=model) for p in ("full", "streaming"))
+    assert Curves([]).estimate(full).alpha == 1.0
+    assert Curves([]).estimate(streaming) is None
+
+
+def test_a_quantised_draft_has_a_curve_of_its_own():
+    points = [point(alpha=0.8), point(alpha=0.6, quantization="int4")]
+    assert alpha(Curves(points)) == 0.8
+    assert alpha(Curves(points), quantization="int4") == 0.6
+    assert alpha(Curves(points), quantization="int8") is None
+
+
+def run(alpha, quantization="none", policy="quantized", **cache):
+    cache = {"policy": policy, "budget": 512, **vars(Settings()), **cache}
+    config = {"target": {"name": "t"}, "draft": {"name": "self", "quantization": quantization}, "cache": cache}
+    config |= {"batch": {"context_len": 8000}, "data": {"name": "stdlib"}}
+    result = {"status": "done", "acceptance/source": "measured", "alpha": alpha, "folder": f"runs/{alpha}"}
+    return result | {"config": config}
+
+
+@pytest.mark.parametrize(
+    ("policy", "key", "values", "elsewhere"),
+    [
+        ("quantized", "bits", (8, 4), "page_size"),
+        ("quest", "page_size", (8, 16), "bits"),
+        ("snapkv", "kernel", (5, 7), "beta"),
+        ("pyramidkv", "beta", (20, 10), "refresh"),
+        ("verify_guided", "refresh", (1, 4), "kernel"),
+        ("streaming", "num_sink", (0, 4), "kernel"),
+    ],
+)
+def test_runs_with_other_settings_of_the_policy_have_another_curve(policy, key, values, elsewhere):
+    runs = [run(alpha, policy=policy, **{key: value}) for alpha, value in zip((0.9, 0.6), values, strict=True)]
+    curves = Curves(measured(runs), "stdlib")
+    for expected, value in zip((0.9, 0.6), values, strict=True):
+        assert alpha(curves, policy=policy, **{key: value}) == expected
+        assert alpha(curves, policy=policy, **{key: value, elsewhere: 3}) == expected, "which the policy does not read"
+    assert alpha(curves, policy=policy, **{key: 2}) is None
+
+
+def test_runs_of_quantised_drafts_are_known_by_their_weights():
+    curves = Curves(measured([run(0.9), run(0.5, "int4")]), "stdlib")
+    assert alpha(curves, policy="quantized") == 0.9
+    assert alpha(curves, policy="quantized", quantization="int4") == 0.5
 
 
 def test_the_same_text_comes_first_then_own_runs():
@@ -63,7 +136,7 @@ def test_the_same_text_comes_first_then_own_runs():
     assert alpha(Curves([*points, point(alpha=0.5, measured=True)], "pg19")) == 0.5
     known = [one for one in published() if one.task.startswith("ruler-qa-")]
     assert known, "the paper has two such tasks"
-    found = Curves(published(), "ruler-qa").estimate(*known[0][:5])
+    found = Curves(published(), "ruler-qa").estimate(of_point(known[0]))
     assert "on ruler-qa-" in found.source
 
 
@@ -83,13 +156,13 @@ def test_interpolation_never_turns_around_nor_leaves_its_points(points, at, risi
 
 def test_the_papers_acceptances():
     curves = Curves(published())
-    stated = curves.estimate("llama-3.1-8b", "self", "streaming", 512, 32_000)
+    stated = curves.estimate(asked("llama-3.1-8b", "streaming", 512, 32_000))
     assert stated.alpha == 0.81
     assert "2408.11049" in stated.source
     # Implied by table 6: Omega = 3.41 at gamma 3.
-    implied = curves.estimate("llama-3.1-8b", "self", "snapkv", 2049, 32_000)
+    implied = curves.estimate(asked("llama-3.1-8b", "snapkv", 2049, 32_000))
     assert 0.87 < implied.alpha < 0.92
-    assert curves.estimate("llama-3.1-8b", "self", "streaming", 512, 2000) is None
+    assert curves.estimate(asked("llama-3.1-8b", "streaming", 512, 2000)) is None
 
 
 def test_what_the_paper_states_is_what_its_tables_imply():
@@ -98,15 +171,13 @@ def test_what_the_paper_states_is_what_its_tables_imply():
 
     for row in read_table():
         if row.table == "3c":
-            stated = (
-                Curves(published()).estimate(row.target, row.draft, row.policy, row.kv_budget, row.context_len).alpha
-            )
+            stated = Curves(published()).estimate(row.setup(architecture)).alpha
             assert alpha_from_acceptance_length(row.omega, row.gamma) == pytest.approx(stated, abs=0.025)
 
 
 def test_runs_are_read_from_the_store(tmp_path):
     config = (
-        "target: {name: t}\ndraft: {name: self, model: null}\ncache: {policy: streaming, budget: 512}\n"
+        "target: {name: t}\ndraft: {name: self, model: null}\ncache: {policy: streaming, budget: 512, num_sink: 0}\n"
         "batch: {context_len: 8000}\ndata: {name: ruler, task: vt}\nsampling: {temperature: TEMPERATURE}\n"
     )
     results = {
@@ -126,5 +197,5 @@ def test_runs_are_read_from_the_store(tmp_path):
     points = measured(iter_runs(tmp_path))
     greedy, sampled = (Curves(points, f"ruler-vt{ending}") for ending in ("", " at temperature 0.6"))
     assert (alpha(greedy), alpha(sampled)) == (0.7, 0.4)
-    assert greedy.estimate("t", "self", "streaming", 512, 8000).source == "run done, on ruler-vt"
+    assert greedy.estimate(asked()).source == "run done, on ruler-vt"
     assert measured(iter_runs(tmp_path / "nowhere")) == []

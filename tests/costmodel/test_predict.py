@@ -155,7 +155,7 @@ def test_plans_are_ranked_by_throughput_within_the_bounds(setup, drafts):
 
 
 def test_the_best_plan_is_an_experiment(setup, drafts):
-    (best, *_) = search(setup(hardware="8xH100"), Curves(published()), (16,), drafts[1:], ("streaming",)).ranked
+    (best, *_) = search(setup(hardware="8xH100"), Curves(published()), (16,), drafts[1:]).ranked
     text = experiment_yaml(best, "python launch.py scenario=plan")
     content = yaml.safe_load(text)
     assert {"override /target": "llama-3.1-8b"} in content["defaults"]

@@ -20,7 +20,7 @@ from magicdec.costmodel.round import Setup, round_times
 from magicdec.errors import UserError
 from magicdec.scenarios import plan as plan_scenario
 from magicdec.scenarios import predict as predict_scenario
-from magicdec.scenarios.foresee import foresee, setup_of_run
+from magicdec.scenarios.foresee import foresee, settings_of, setup_of_run
 from magicdec.tracking.progress import progress
 
 ROOT = Path(__file__).parents[2]
@@ -92,7 +92,7 @@ def test_predict_takes_acceptance_from_the_run_store_first(tmp_path):
     config = {
         "target": {"name": "llama-3.1-8b"},
         "draft": {"name": "self", "model": None},
-        "cache": {"policy": "streaming", "budget": 512},
+        "cache": {"policy": "streaming", "budget": 512, "num_sink": 4},
         "batch": {"context_len": 32_000},
         "data": {"name": "pg19"},
     }
@@ -117,6 +117,24 @@ def test_the_planned_experiment_composes_and_predicts_what_it_said(tmp_path, mon
     assert (found.batch.size, found.cache.budget, found.hardware.name) == (32, 512, "8xh100")
     times = round_times(foresee(found).setup, found.draft.gamma)
     assert result.metrics["predicted/round_ms"] == pytest.approx(1e3 * times.round_s)
+
+
+def test_a_plan_takes_each_policy_with_its_own_settings(tmp_path, monkeypatch):
+    monkeypatch.setattr(plan_scenario, "EXPERIMENTS", tmp_path)
+    keys = (
+        "scenario=plan",
+        "hardware=8xh100",
+        "cache=snapkv",
+        "cache.kernel=7",
+        "scenario.policies=[snapkv,streaming]",
+    )
+    config = composed(*keys, *LLAMA)
+    assert settings_of(config, "snapkv").kernel == 7
+    assert (settings_of(config, "streaming").num_sink, settings_of(config, "streaming").kernel) == (4, 5)
+    result = outcome(plan_scenario.plan, *keys, *LLAMA)
+    found = yaml.safe_load((tmp_path / "planned.yaml").read_text())["cache"]
+    expected = {"snapkv": {"observation_window": 32, "kernel": 7}, "streaming": {"num_sink": 4}}
+    assert found == {"budget": result.history[0]["budget"]} | expected[result.history[0]["policy"]]
 
 
 @pytest.mark.parametrize(
