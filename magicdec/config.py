@@ -180,9 +180,10 @@ class SamplingConfig:
     temperature: float = ruled(
         0.0, lambda value: value == 0 or 1e-4 <= value <= 1e4, "must be 0 (greedy) or from 0.0001 to 10,000"
     )
-    top_k: int | None = at_least(1, default=None)
-    top_p: float | None = ruled(None, lambda value: 0 < value <= 1, "must be above 0 and at most 1")
-    seed: int = at_least(0, default=0)
+    top_k: int | None = ruled(None, lambda value: 1 <= value < 1 << 31, "must be at least 1 and below 2^31")
+    # Less than that is 0 in float32, which keeps no token at all.
+    top_p: float | None = ruled(None, lambda value: 1e-30 <= value <= 1, "must be from 1e-30 to 1")
+    seed: int = ruled(0, lambda value: 0 <= value < 1 << 63, "must be at least 0 and below 2^63")
     ignore_eos: bool = True
 
 

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 class Stream:
     """The tokens of one request, as they come. Letting go of it cancels the request, as `cancel` does.
 
-    Iterating raises the error that ended the engine, if that is how the request ended.
+    Iterating raises RuntimeError from the error that ended the request, if one did.
     """
 
     def __init__(self, prompt: Sequence[int], params: Params, loop: asyncio.AbstractEventLoop):
@@ -57,12 +57,12 @@ class Stream:
         return self._tokens.popleft()
 
     async def _next_chunk(self) -> list[int]:
-        """Empty at the end, however often it is asked."""
+        """Return the next chunk, and an empty one at and after the end."""
         chunk = [] if self.request.cancelled else await self._chunks.get()
         if not chunk:
             self._chunks.put_nowait([])
             if self.request.error is not None:
-                raise RuntimeError("the engine has failed") from self.request.error
+                raise RuntimeError("the request has failed") from self.request.error
         return chunk
 
     def __del__(self) -> None:
@@ -98,12 +98,11 @@ class AsyncEngine:
         await asyncio.to_thread(self._thread.join)
 
     def generate(self, prompt: Sequence[int], params: Params | None = None) -> Stream:
-        """Queue a prompt (token ids). Raises UserError, at once, for one that could not be served, such as one that is
-        too long; RuntimeError where the engine is closed or has failed.
+        """Queue a prompt (token ids). Raise UserError, at once, for one that cannot be served, such as one that is too
+        long; raise RuntimeError if the engine is closed or has failed.
         """
-        params = params or Params()
-        self.scheduler.slots.check(prompt, params)
-        stream = Stream(prompt, params, asyncio.get_running_loop())
+        stream = Stream(prompt, params or Params(), asyncio.get_running_loop())
+        self.scheduler.slots.check(stream.request.prompt, stream.request.params)
         with self._door:
             if self._closing:
                 raise RuntimeError("the engine is closed") from self.error

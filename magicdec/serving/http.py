@@ -7,11 +7,11 @@ the most tokens of a request. `/metrics` is for Prometheus. Needs pip install 'm
 import argparse
 import asyncio
 import json
-import random
+import reprlib
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from itertools import count
 from typing import Any
 
@@ -21,98 +21,27 @@ from magicdec.data.tokenizer import load_tokenizer
 from magicdec.errors import UserError
 from magicdec.resolve import resolve
 from magicdec.serving.engine import AsyncEngine, Stream
-from magicdec.serving.request import Params
 from magicdec.serving.scheduler import Scheduler
 from magicdec.serving.slots import Slots
 from magicdec.tracking.progress import progress
-from magicdec.verification.sampling import Sampling
 
 try:
     import uvicorn
     from fastapi import FastAPI, Request
-    from fastapi.exceptions import RequestValidationError
     from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
     from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-    from pydantic import BaseModel, ConfigDict
+    from starlette.exceptions import HTTPException
+    from starlette.requests import ClientDisconnect
+
+    from magicdec.serving.completion import Completion, StreamOptions
 except ImportError as missing:
     raise SystemExit(f"error: serving over HTTP needs {missing.name}: pip install 'magicdec[serve]'") from None
 
 USER_ERROR = 2
-DISCONNECT_POLL_S = 0.05
-OPENAI_MAX_TOKENS, OPENAI_TEMPERATURE = 16, 1.0  # where a request does not say
-# What OpenAI's interface has and this one does not: only the value that changes nothing is taken.
-NEUTRAL: dict[str, tuple] = {
-    "n": (1,),
-    "best_of": (1,),
-    "echo": (False,),
-    "logprobs": (),
-    "stop": ("", []),
-    "suffix": ("",),
-    "logit_bias": ({},),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-}
-
-
-class StreamOptions(BaseModel):
-    """Of a streamed completion."""
-
-    include_usage: bool = False
-    continuous_usage_stats: bool = False
-
-
-class Completion(BaseModel):
-    """A request as OpenAI defines it, with vLLM's `top_k` and `ignore_eos`, and `gamma`."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    model: str
-    prompt: str | list[int] | list[str] | list[list[int]]
-    max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    seed: int | None = None
-    gamma: int | None = None
-    ignore_eos: bool = False
-    stream: bool = False
-    stream_options: StreamOptions | None = None
-    user: str | None = None
-    n: Any = None
-    best_of: Any = None
-    echo: Any = None
-    logprobs: Any = None
-    stop: Any = None
-    suffix: Any = None
-    logit_bias: Any = None
-    presence_penalty: Any = None
-    frequency_penalty: Any = None
-    repetition_penalty: Any = None
-
-    def params(self) -> Params:
-        """Raises UserError for what cannot be done."""
-        for name, neutral in NEUTRAL.items():
-            value = getattr(self, name)
-            if value is not None and value not in neutral:
-                raise UserError(f"{name}={value}: not supported; leave it out")
-        sampling = Sampling(
-            temperature=OPENAI_TEMPERATURE if self.temperature is None else self.temperature,
-            top_k=None if self.top_k in (-1, 0) else self.top_k,  # either keeps every token in vLLM
-            top_p=self.top_p,
-            seed=random.getrandbits(63) if self.seed is None else self.seed,
-        )
-        max_tokens = OPENAI_MAX_TOKENS if self.max_tokens is None else self.max_tokens
-        return Params(max_tokens, sampling, self.gamma, self.ignore_eos)
-
-    def token_ids(self, tokenizer: Any) -> list[int]:
-        """The one prompt; raises UserError for several."""
-        prompt: Any = self.prompt
-        if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
-            if len(prompt) > 1:
-                raise UserError(f"prompt: {len(prompt)} of them; send one in each request")
-            prompt = prompt[0]
-        return tokenizer.encode(prompt, verbose=False) if isinstance(prompt, str) else prompt
+BODY_BYTES, BYTES_PER_TOKEN = 16 << 10, 32  # largest body: text takes about 5 bytes a token, escaped or as ids about 12
+BODY_S = 30.0  # within which a request has to arrive
+RETRY_AFTER = {"Retry-After": "1"}  # seconds
+SHUTDOWN_S = 5  # for open connections, before an interrupt closes them
 
 
 class Detokenizer:
@@ -166,21 +95,40 @@ class Meters:
                 histogram.observe(seconds)
 
 
-def create_app(engine: AsyncEngine, tokenizer: Any, model: str) -> FastAPI:
-    """The routes; the engine runs as long as the app does."""
+class Door:
+    """Admission of requests: at most one for each slot and `max_waiting` more, those still being read included."""
+
+    def __init__(self, engine: AsyncEngine, max_waiting: int):
+        self._engine, self._room, self._arriving = engine, engine.scheduler.slots.num_slots + max_waiting, 0
+
+    @contextmanager
+    def arriving(self) -> Iterator[None]:
+        """Hold a place for a request until the engine has it. Raise HTTPException if that is closed or has too many."""
+        if not self._engine.is_open:
+            raise HTTPException(503, "the engine is closed")
+        if self._arriving + self._engine.num_running + self._engine.num_waiting >= self._room:
+            raise HTTPException(429, "too many requests are waiting; try again later", RETRY_AFTER)
+        self._arriving += 1
+        try:
+            yield
+        finally:
+            self._arriving -= 1
+
+
+def create_app(engine: AsyncEngine, tokenizer: Any, model: str, max_waiting: int = 256) -> FastAPI:
+    """Return the routes; the engine runs as long as the app does."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         async with engine:
             yield
 
-    app, meters, numbers = FastAPI(title="magicdec", lifespan=lifespan), Meters(engine), count()
-
-    @app.exception_handler(RequestValidationError)
-    async def refuse(_: Request, error: RequestValidationError) -> JSONResponse:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"] if part != "body")
-        return _error(400, f"{where}: {first['msg']}" if where else first["msg"])
+    meters, door, numbers = Meters(engine), Door(engine, max_waiting), count()
+    app = FastAPI(title="magicdec", lifespan=lifespan)
+    app.add_exception_handler(HTTPException, lambda _, error: _error(error.status_code, error.detail, error.headers))
+    app.add_exception_handler(UserError, lambda _, error: _error(400, str(error)))
+    app.add_exception_handler(ClientDisconnect, lambda *_: Response(status_code=400))  # which nobody reads
+    app.add_exception_handler(Exception, lambda *_: _error(500, "the server has failed to answer this request"))
 
     @app.get("/health")
     async def health() -> Response:
@@ -196,22 +144,38 @@ def create_app(engine: AsyncEngine, tokenizer: Any, model: str) -> FastAPI:
         return {"object": "list", "data": [described]}
 
     @app.post("/v1/completions")
-    async def completions(asked: Completion, request: Request) -> Response:
-        if asked.model != model:
-            return _error(404, f"model={asked.model} is not served here; {model} is", "model_not_found")
-        try:
-            stream = engine.generate(asked.token_ids(tokenizer), asked.params())
-        except UserError as error:
-            return _error(400, str(error))
-        except RuntimeError as error:
-            return _error(503, str(error), "unavailable")
+    async def completions(request: Request) -> Response:
+        with door.arriving():
+            asked = Completion.parse(await _body(request, engine.max_len))
+            if asked.model != model:
+                raise HTTPException(404, f"model={reprlib.repr(asked.model)} is not served here; {model} is")
+            params = asked.params()
+            prompt = await asyncio.to_thread(asked.token_ids, tokenizer)
+        stream = engine.generate(prompt, params)
         head = {"id": f"cmpl-{next(numbers)}", "object": "text_completion", "created": int(time.time()), "model": model}
         if asked.stream:
-            events = _events(stream, head, Detokenizer(tokenizer), asked.stream_options or StreamOptions(), meters)
+            events = _events(stream, head, Detokenizer(tokenizer), asked.stream_options, meters)
             return StreamingResponse(events, media_type="text/event-stream")
         return await _whole(stream, head, Detokenizer(tokenizer), request, meters)
 
     return app
+
+
+async def _body(request: Request, max_len: int) -> bytes:
+    """Read a request. Raise HTTPException for one that is not JSON, too large or too slow."""
+    kind = request.headers.get("content-type", "none").partition(";")[0].strip()
+    if kind.lower() != "application/json":
+        raise HTTPException(415, f"content-type={kind[:40]}: must be application/json")
+    body, most = bytearray(), BODY_BYTES + BYTES_PER_TOKEN * max_len
+    try:
+        async with asyncio.timeout(BODY_S):
+            async for part in request.stream():
+                body += part
+                if len(body) > most:
+                    raise HTTPException(413, f"the request is over {most:,} bytes; it may be {max_len:,} tokens long")
+    except TimeoutError:
+        raise HTTPException(408, f"the request did not arrive within {BODY_S:g} s") from None
+    return bytes(body)
 
 
 async def _events(
@@ -227,7 +191,7 @@ async def _events(
             yield _event(head | {"choices": [], "usage": _usage(stream)})
         yield "data: [DONE]\n\n"
     except RuntimeError as error:  # the status is sent already
-        yield _event({"error": {"message": str(error), "type": "unavailable"}})
+        yield _event(_described(500, str(error)))
     finally:
         stream.cancel()
         meters.count(stream)
@@ -236,21 +200,22 @@ async def _events(
 async def _whole(
     stream: Stream, head: dict[str, Any], text: Detokenizer, request: Request, meters: Meters
 ) -> JSONResponse:
-    """All at once. Nobody tells a handler that its client has left: it has to look."""
+    """Answer all at once, and cancel if the client leaves, which only waiting for its next message shows."""
 
-    async def collected() -> list[int]:
-        return [token async for token in stream]
+    async def left() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        stream.cancel()
 
-    task = asyncio.create_task(collected())
+    watch = asyncio.create_task(left())
     try:
-        while not (await asyncio.wait({task}, timeout=DISCONNECT_POLL_S))[0]:
-            if await request.is_disconnected():
-                stream.cancel()
-        said = text.add(task.result(), last=True)
-        return JSONResponse(head | {"choices": [_choice(said, stream.request.end)], "usage": _usage(stream)})
+        tokens = [token async for token in stream]
+        choice = _choice(text.add(tokens, last=True), stream.request.end)
+        return JSONResponse(head | {"choices": [choice], "usage": _usage(stream)})
     except RuntimeError as error:
-        return _error(503, str(error), "unavailable")
+        raise HTTPException(500, str(error)) from error
     finally:
+        watch.cancel()
         stream.cancel()
         meters.count(stream)
 
@@ -269,8 +234,14 @@ def _event(content: dict[str, Any]) -> str:
     return f"data: {json.dumps(content, ensure_ascii=False)}\n\n"
 
 
-def _error(status: int, message: str, kind: str = "invalid_request_error") -> JSONResponse:
-    return JSONResponse({"error": {"message": message, "type": kind, "code": status}}, status)
+def _error(status: int, message: str, headers: Mapping[str, str] | None = None) -> JSONResponse:
+    return JSONResponse(_described(status, message), status, headers)
+
+
+def _described(status: int, message: str) -> dict[str, Any]:
+    """Return an error in OpenAI's shape."""
+    kind = "server_error" if status >= 500 else "rate_limit_error" if status == 429 else "invalid_request_error"
+    return {"error": {"message": message, "type": kind, "param": None, "code": status}}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -280,6 +251,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--host", default="127.0.0.1", help="loopback by default: there is no authentication")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--model", help="the name that clients ask for (target.name)")
+    parser.add_argument("--max-waiting", type=int, default=256, help="requests without a slot; more get 429 (256)")
     options = parser.parse_intermixed_args(arguments)
     try:
         config = compose(["scenario=serve", *options.overrides])
@@ -296,8 +268,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return USER_ERROR
-    app = create_app(AsyncEngine(Scheduler(slots)), tokenizer, options.model or plan.config.target.name)
-    uvicorn.run(app, host=options.host, port=options.port)
+    model = options.model or plan.config.target.name
+    app = create_app(AsyncEngine(Scheduler(slots)), tokenizer, model, options.max_waiting)
+    uvicorn.run(app, host=options.host, port=options.port, timeout_graceful_shutdown=SHUTDOWN_S)
     return 0
 
 

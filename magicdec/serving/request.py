@@ -5,44 +5,33 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from time import perf_counter
 
-from magicdec.errors import UserError
+from magicdec.config import SamplingConfig
 from magicdec.measure.metrics import Rounds, acceptance, is_whole
+from magicdec.rules import at_least, check
 from magicdec.verification.sampling import Sampling
 
 
 @dataclass(frozen=True)
 class Params:
-    """How a prompt is to be continued. Raises UserError for a value that makes no sense."""
+    """How to continue a prompt. Raises UserError for a value out of range."""
 
-    max_tokens: int = 64
+    max_tokens: int = at_least(1, default=64)
     sampling: Sampling = field(default_factory=Sampling)
-    gamma: int | None = None  # proposals per round that count; None: the engine's gamma, which is the most; 0: none
+    gamma: int | None = at_least(0, default=None)  # proposals per round that count; the engine's: default and maximum
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        """The rules of the configuration's group `sampling`, for whoever does not come through it."""
+        """Check the values, those of `sampling` by the rules of the configuration's group."""
+        check(self)
         s = self.sampling
-        rules = {
-            "max_tokens": (self.max_tokens, self.max_tokens >= 1, "must be at least 1"),
-            "temperature": (
-                s.temperature,
-                s.temperature == 0 or 1e-4 <= s.temperature <= 1e4,
-                "must be 0 (greedy) or from 0.0001 to 10,000",
-            ),
-            "top_k": (s.top_k, s.top_k is None or s.top_k >= 1, "must be at least 1"),
-            "top_p": (s.top_p, s.top_p is None or 0 < s.top_p <= 1, "must be above 0 and at most 1"),
-            "seed": (s.seed, 0 <= s.seed < 1 << 63, "must be at least 0 and below 2^63"),
-            "gamma": (self.gamma, self.gamma is None or self.gamma >= 0, "must be at least 0"),
-        }
-        for name, (value, holds, valid) in rules.items():
-            if not holds:
-                raise UserError(f"{name}={value}: {valid}")
+        check(SamplingConfig(s.temperature, s.top_k, s.top_p, s.seed))
 
 
 class Request:
-    """Written by the scheduler's thread alone, but for `cancelled`, which anyone may set.
+    """A prompt, its parameters and its outcome so far.
 
-    `listener` hears of every chunk of new tokens, and of the end with an empty one; it is called on that thread.
+    Only the scheduler's thread writes to it, except for `cancelled`. That thread calls `listener` with every chunk of
+    new tokens, and with an empty one at the end.
     """
 
     def __init__(self, prompt: Sequence[int], params: Params, listener: Callable[[list[int]], None] = lambda _: None):

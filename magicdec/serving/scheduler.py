@@ -5,13 +5,17 @@ let one pass for every free slot before they get a round: where most slots are e
 fuller they are, the less there is to wait for (chunked prefills: Sarathi-Serve, arXiv 2403.02310).
 """
 
+import logging
 from collections import deque
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from magicdec.serving.request import Request
 from magicdec.serving.slots import Abandoned, Slots
+
+log = logging.getLogger(__name__)
 
 
 class Scheduler:
@@ -56,31 +60,44 @@ class Scheduler:
             self._free(slot)
 
     def _admit(self, request: Request) -> None:
-        def between_chunks(count: int) -> None:
+        """Prefill a request and seat it. If that fails, only this request fails, unless its slot cannot be cleared."""
+        slot = next(slot for slot in range(self.slots.num_slots) if slot not in self.running)
+        try:
+            state, token, finished = self.slots.prefill(
+                request.prompt, request.params, self.speculative, partial(self._after_chunk, request)
+            )
+            if not finished:
+                self.slots.seat(slot, state, request.params, self.speculative)
+        except Abandoned as abandoned:
+            error = abandoned.__cause__
+            request.finish("failed" if error else "cancelled", error)
+            if error:
+                raise error from error.__cause__
+        except Exception as error:
+            request.finish("failed", error)
+            if self.slots.is_shared:
+                raise
+            log.exception("a request has failed")
+            self.slots.release(slot)
+        else:
+            if not finished:
+                self.running[slot] = request
+            request.receive([token])
+            if finished:
+                request.finish(self._end(request))
+
+    def _after_chunk(self, request: Request, count: int) -> None:
+        """Take a round if one is due. Raise Abandoned if that fails, or if `request` has been cancelled."""
+        try:
             self._drop_cancelled()
-            if request.cancelled:
-                raise Abandoned
-            if self.running:
+            if self.running and not request.cancelled:
                 self._prefilled += count
                 if self._prefilled >= self.slots.engine.prefill_chunk * self._num_free:
                     self._round()
-
-        try:
-            prefilled = self.slots.prefill(request.prompt, request.params, self.speculative, between_chunks)
-        except Abandoned:
-            request.finish("cancelled")
-            return
-        except BaseException as error:
-            request.finish("failed", error)
-            raise
-        state, token, finished = prefilled
-        if not finished:
-            slot = next(slot for slot in range(self.slots.num_slots) if slot not in self.running)
-            self.slots.seat(slot, state, request.params, self.speculative)
-            self.running[slot] = request
-        request.receive([token])
-        if finished:
-            request.finish(self._end(request))
+        except Exception as error:
+            raise Abandoned from error
+        if request.cancelled:
+            raise Abandoned
 
     @property
     def _num_free(self) -> int:
@@ -113,8 +130,10 @@ class Scheduler:
             if request.cancelled:
                 self._free(slot)
                 request.finish("cancelled")
-        for request in [request for request in self.waiting if request.cancelled]:
-            self.waiting.remove(request)
+        gone = {request for request in self.waiting if request.cancelled}
+        if gone:
+            self.waiting = deque(request for request in self.waiting if request not in gone)
+        for request in gone:
             request.finish("cancelled")
 
     def _free(self, slot: int) -> None:

@@ -20,6 +20,8 @@ from magicdec.serving.slots import Abandoned, Slots
 class SharedSlots(Slots):
     """On rank 0 to be used like any slots; on the others `follow` is all there is to call."""
 
+    is_shared = True
+
     def __init__(self, engine: NativeEngine, num_slots: int, max_len: int):
         """On all ranks of the default process group at once."""
         super().__init__(engine, num_slots, max_len)

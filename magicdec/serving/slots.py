@@ -27,7 +27,7 @@ from magicdec.verification.sampling import RowSampling, Sampling
 
 
 class Abandoned(Exception):
-    """Raised by who is told of a prefill's progress, to end it."""
+    """A prefill ended by its `progress` callback: its request was cancelled, or what the callback did has failed."""
 
 
 class SlotState(State):
@@ -71,6 +71,8 @@ class SlotState(State):
 
 class Slots:
     """What the scheduler needs of the decoder: prefill apart, seat, step, release."""
+
+    is_shared: ClassVar[bool] = False  # with other processes, which a failure here would leave waiting
 
     def __init__(self, engine: NativeEngine, num_slots: int, max_len: int):
         """Sequences of at most `max_len` tokens, prompt and continuation. Raises UserError for a draft that cannot be

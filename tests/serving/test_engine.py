@@ -107,6 +107,17 @@ def test_whoever_leaves_frees_the_slot(way):
     assert run(scenario) == EXPECTED[1]
 
 
+def test_letting_go_of_a_stream_cancels_its_request():
+    async def scenario(engine):
+        stream = engine.generate(PROMPTS[0], Params(50, ignore_eos=True))
+        request = stream.request
+        del stream
+        gc.collect()
+        return request.cancelled
+
+    assert run(scenario)
+
+
 def test_a_thousand_in_the_queue_do_no_harm():
     async def scenario(engine):
         streams = [engine.generate(PROMPTS[i % 7], Params(GENERATE[i % 7], ignore_eos=True)) for i in range(1000)]
@@ -140,7 +151,7 @@ def test_a_failure_reaches_everybody(monkeypatch):
     async def scenario(engine):
         streams = [engine.generate(PROMPTS[0], Params(50)) for _ in range(5)]
         outcomes = await asyncio.gather(*map(collect, streams), return_exceptions=True)
-        assert {str(outcome) for outcome in outcomes} == {"the engine has failed"}
+        assert {str(outcome) for outcome in outcomes} == {"the request has failed"}
         assert isinstance(outcomes[0].__cause__, MemoryError)
         with pytest.raises(RuntimeError, match="the engine is closed"):
             engine.generate(PROMPTS[0], Params(2))

@@ -1,5 +1,6 @@
 """The HTTP server, as its clients see it: a real one, on a port of this machine, with the bundled model."""
 
+import asyncio
 import json
 import re
 import threading
@@ -8,13 +9,18 @@ import time
 import httpx
 import pytest
 import uvicorn
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from starlette.requests import Request
 
 from magicdec import build
 from magicdec.config import compose
 from magicdec.data.tokenizer import load_tokenizer
 from magicdec.resolve import resolve
 from magicdec.serving import http
-from magicdec.serving.engine import AsyncEngine
+from magicdec.serving.completion import NEUTRAL, Completion
+from magicdec.serving.engine import AsyncEngine, Stream
+from magicdec.serving.request import Params
 from magicdec.serving.scheduler import Scheduler
 from magicdec.serving.slots import Slots
 from magicdec.tracking.progress import progress
@@ -104,36 +110,101 @@ def test_a_seed_makes_a_sample_again(client):
     assert sampled(1) == sampled(1) != sampled(2)
 
 
+def message(response, status: int) -> str:
+    """The message of an error, which has OpenAI's shape."""
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["code"] == status
+    assert "\n" not in error["message"]
+    return error["message"]
+
+
 @pytest.mark.parametrize(
     ("changes", "status", "said"),
     [
-        ({"model": "gpt"}, 404, "model=gpt is not served here; tiny is"),
+        ({"model": "gpt"}, 404, "model='gpt' is not served here; tiny is"),
         ({"prompt": "word " * 3000}, 400, "together they may be 2,048"),
         ({"prompt": [1] * 2048}, 400, "the prompt has 2,048 tokens and max_tokens=24: together they may be 2,048"),
+        ({"prompt": "word " * 20_000}, 413, "the request is over 81,920 bytes; it may be 2,048 tokens long"),
         ({"prompt": [5000]}, 400, "outside of the vocabulary"),
         ({"prompt": ""}, 400, "the prompt is empty"),
-        ({"prompt": ["a", "b"]}, 400, "prompt: 2 of them"),
-        ({"prompt": None}, 400, "prompt"),
-        ({"max_tokens": "many"}, 400, "max_tokens"),
+        ({"prompt": []}, 400, "the prompt is empty"),
+        ({"prompt": ["a", "b"]}, 400, "prompt=['a', 'b']: 2 prompts; send one in each request"),
+        ({"prompt": None}, 400, "prompt: is required"),
+        ({"prompt": [1, "a"]}, 400, "prompt=[1, 'a']: must be a text or a list of token ids"),
+        ({"prompt": [["a"]]}, 400, "must be a text or a list of token ids"),
+        ({"max_tokens": "many"}, 400, "max_tokens='many': must be a valid integer"),
         ({"max_tokens": 0}, 400, "max_tokens=0: must be at least 1"),
         ({"temperature": -1}, 400, "temperature=-1"),
+        ({"top_p": 1e-300}, 400, "top_p=1e-300: must be from 1e-30 to 1"),
+        ({"top_k": 1 << 63}, 400, "top_k=9223372036854775808: must be at least 1 and below 2^31"),
         ({"gamma": 9}, 400, "gamma=9: must be at most 3"),
-        ({"n": 2}, 400, "n=2: not supported"),
-        ({"logprobs": 5}, 400, "logprobs=5: not supported"),
-        ({"max_token": 5}, 400, "max_token"),
+        ({"n": 2}, 400, "n=2: not supported; leave it out"),
+        ({"logprobs": 5}, 400, "logprobs=5: not supported; leave it out"),
+        ({"max_token": 5}, 400, "max_token=5: not supported; leave it out"),
+        ({"stream_options": {"usage": True}}, 400, "stream_options.usage=True: not supported; leave it out"),
     ],
 )
 def test_what_cannot_be_done_gets_its_status(client, changes, status, said):
-    response = client.post("/v1/completions", json=body(**changes))
-    assert response.status_code == status
-    assert said in response.json()["error"]["message"]
+    assert said in message(client.post("/v1/completions", json=body(**changes)), status)
     assert metric(client, "magicdec_requests_running") == 0
 
 
-def test_what_is_not_json_is_refused(client):
-    response = client.post("/v1/completions", content=b'{"model": ', headers={"content-type": "application/json"})
-    assert response.status_code == 400
-    assert "JSON" in response.json()["error"]["message"]
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b'{"model": ', "Invalid JSON: EOF while parsing a value"),
+        (b"", "Invalid JSON"),
+        (b"7", "must be an object"),
+        (b"[" * 50_000, "Invalid JSON: recursion limit"),
+        (b'{"model": "tiny", "prompt": "\xff"}', "Invalid JSON"),
+        (b'{"model": "tiny", "prompt": "a\\ud800"}', "Invalid JSON"),
+        (b'{"model": "tiny", "prompt": "a", "temperature": NaN}', "temperature=nan: must be 0 (greedy) or"),
+        (b'{"model": "tiny", "prompt": "a", "seed": 1' + b"0" * 5000 + b"}", "Invalid JSON: number out of range"),
+    ],
+)
+def test_what_is_not_a_request_is_refused(client, content, said):
+    response = client.post("/v1/completions", content=content, headers={"content-type": "application/json"})
+    assert said in message(response, 400)
+
+
+def test_all_errors_have_the_same_shape(client):
+    assert "content-type=text/plain: must be" in message(
+        client.post("/v1/completions", content=b"{}", headers={"content-type": "text/plain"}), 415
+    )
+    assert message(client.get("/v1/nothing"), 404) == "Not Found"
+    assert message(client.get("/v1/completions"), 405) == "Method Not Allowed"
+
+
+EDGES = [-(1 << 64), -1, 0, (1 << 31) - 1, 1 << 31, (1 << 63) - 1, 1 << 63, 1 << 64, 10**400, 1e-300, 1e308]
+NUMBERS = st.sampled_from(EDGES) | st.floats()
+ANYTHING = st.recursive(
+    # Characters without exception: lone surrogates, too.
+    st.none() | st.booleans() | st.integers() | NUMBERS | st.text(st.characters(exclude_categories=())),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+    max_leaves=4,
+)
+FIELDS = [*Completion.model_fields, *NEUTRAL, "logprobs", "anything"]
+LIMITED = ["max_tokens", "temperature", "top_p", "top_k", "seed", "gamma"]
+
+
+def test_no_field_of_a_request_harms_the_server(client):
+    @settings(max_examples=150, deadline=None)
+    @given(
+        st.dictionaries(st.sampled_from(LIMITED), NUMBERS, min_size=1, max_size=2)
+        | st.dictionaries(st.sampled_from(FIELDS), ANYTHING, min_size=1, max_size=2)
+    )
+    def ask(changes):
+        asked = json.dumps(body(max_tokens=2, temperature=1) | changes)
+        response = client.post("/v1/completions", content=asked, headers={"content-type": "application/json"})
+        if response.status_code != 200:
+            assert response.status_code in (400, 404, 413)
+            message(response, response.status_code)
+        assert client.get("/health").status_code == 200
+
+    ask()
+    assert client.post("/v1/completions", json=body()).status_code == 200
 
 
 def test_fields_that_change_nothing_are_taken(client):
@@ -167,14 +238,98 @@ def test_a_client_that_leaves_frees_its_slot(client, stream):
     until(lambda: metric(client, 'magicdec_requests_total{end="cancelled"}') == before + 1)
 
 
+def local(parts, scenario, tokenizer=None, **settings):
+    """Run a coroutine function with a client of an app on the same event loop."""
+
+    async def opened():
+        engine = AsyncEngine(Scheduler(Slots(parts[0], 1, 256)))
+        transport = httpx.ASGITransport(http.create_app(engine, tokenizer or parts[1], "tiny", **settings))
+        async with engine, httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            return await asyncio.wait_for(scenario(client), 60)
+
+    return asyncio.run(opened())
+
+
+def test_a_prompt_is_tokenised_while_the_server_goes_on(parts):
+    class Tokenizer:
+        asked, answered = threading.Event(), threading.Event()
+
+        def encode(self, text, verbose):
+            self.asked.set()
+            assert self.answered.wait(20)
+            return [1, 2, 3]
+
+        def decode(self, tokens, skip_special_tokens):
+            return "x" * len(tokens)
+
+    async def scenario(client):
+        asked = asyncio.create_task(client.post("/v1/completions", json=body(max_tokens=2)))
+        while not Tokenizer.asked.is_set():
+            await asyncio.sleep(0.01)
+        assert (await client.get("/health")).status_code == 200
+        Tokenizer.answered.set()
+        return (await asked).json()["choices"][0]["text"]
+
+    assert local(parts, scenario, Tokenizer()) == "xx"
+
+
+def test_the_queue_has_a_bound(parts):
+    async def scenario(client):
+        def asked(**changes):
+            return client.post("/v1/completions", json=body(**changes))
+
+        answers = await asyncio.gather(*(asked() for _ in range(5)))
+        assert sorted(answer.status_code for answer in answers) == [200, 200, 200, 429, 429]
+        refused = next(answer for answer in answers if answer.status_code == 429)
+        assert message(refused, 429) == "too many requests are waiting; try again later"
+        assert int(refused.headers["retry-after"]) >= 1
+        return (await asked()).status_code
+
+    assert local(parts, scenario, max_waiting=2) == 200  # a slot, and two that wait
+
+
+def test_a_failed_request_is_answered_and_the_next_one_served(parts, monkeypatch):
+    seat = Slots.seat
+
+    def fail_once(*arguments):
+        monkeypatch.setattr(Slots, "seat", seat)
+        raise OverflowError("too large")
+
+    async def scenario(client):
+        said = message(await client.post("/v1/completions", json=body()), 500)
+        return said, (await client.post("/v1/completions", json=body())).status_code
+
+    monkeypatch.setattr(Slots, "seat", fail_once)
+    assert local(parts, scenario) == ("the request has failed", 200)
+
+
+def test_waiting_for_an_answer_does_not_poll():
+    received = []
+
+    async def receive():
+        received.append(True)
+        await asyncio.Event().wait()
+
+    async def waiting():
+        stream = Stream([1], Params(), asyncio.get_running_loop())
+        request = Request({"type": "http", "method": "POST", "headers": []}, receive)
+        answer = asyncio.create_task(http._whole(stream, {}, http.Detokenizer(None), request, None))
+        await asyncio.sleep(0.3)
+        answer.cancel()
+
+    asyncio.run(waiting())
+    assert len(received) == 1
+
+
 def test_what_else_it_tells(client):
     assert client.get("/health").status_code == 200
     (described,) = client.get("/v1/models").json()["data"]
     assert (described["id"], described["max_model_len"]) == ("tiny", 2048)
     tokens = metric(client, "magicdec_generation_tokens_total")
-    client.post("/v1/completions", json=body(max_tokens=7, ignore_eos=True))
+    client.post("/v1/completions", json=body(max_tokens=7, ignore_eos=True, prompt=[*range(9, 109)]))
     assert metric(client, "magicdec_generation_tokens_total") == tokens + 7
-    assert metric(client, "magicdec_accepted_tokens_total") > 0
+    accepted, proposed = (metric(client, f"magicdec_{name}_tokens_total") for name in ("accepted", "proposed"))
+    assert 0 < accepted < proposed
     assert metric(client, "magicdec_time_to_first_token_seconds_count") > 0
 
 
@@ -193,7 +348,7 @@ def test_it_listens_on_loopback_unless_told_otherwise(monkeypatch, capsys):
     heard = []
     monkeypatch.setattr(uvicorn, "run", lambda app, **where: heard.append(where))
     assert http.main([*SETTINGS, "batch.size=1", "batch.context_len=256"]) == 0
-    assert heard == [{"host": "127.0.0.1", "port": 8000}]
+    assert [(where["host"], where["port"]) for where in heard] == [("127.0.0.1", 8000)]
     for mistake, said in (("target=nothing", "nothing"), ("batch.size=0", "batch.size=0: must be auto or at least 1")):
         assert http.main([mistake]) == 2
         error = capsys.readouterr().err.strip().splitlines()[-1]

@@ -1,0 +1,162 @@
+"""The scheduler: whose turn it is, and what becomes of requests that leave, fail, or cannot be served."""
+
+import pytest
+
+from magicdec.errors import UserError
+from magicdec.serving.request import Params, Request
+from magicdec.serving.scheduler import Scheduler
+from magicdec.verification.sampling import Sampling
+from tests.serving.test_lossless import EXPECTED, GENERATE, LENGTHS, alone, serve, slots_with
+from tests.small import random_prompts
+
+
+def test_the_drafts_prefill_counts_like_the_targets():
+    slots = slots_with("model", "h2o", num_slots=2, prefill_chunk=8)
+    scheduler = Scheduler(slots)
+    first = Request([1, 2, 3], Params(40, gamma=0, ignore_eos=True))
+    scheduler.submit(first)
+    scheduler.step()
+    scheduler.submit(Request(random_prompts([64])[0], Params(2)))
+    before = len(first.tokens)
+    scheduler.step()  # a whole prefill: 64 tokens of the target, 63 of the draft, and at least one of h2o's scoring
+    assert len(first.tokens) - before >= 16
+
+
+@pytest.mark.parametrize("speculative", [False, True])
+def test_a_round_follows_a_chunk_for_every_free_slot(speculative, monkeypatch):
+    """What is left of it goes to the next request; nobody's round is due while nobody has a slot."""
+    slots = slots_with("self", "streaming", num_slots=4, prefill_chunk=8)
+    prefill, step, events = slots.prefill, slots.step, []
+
+    def told_prefill(*arguments):
+        *others, progress = arguments
+        return prefill(*others, lambda count: (events.append(count), progress(count)))
+
+    monkeypatch.setattr(slots, "prefill", told_prefill)
+    monkeypatch.setattr(slots, "step", lambda way: (events.append("round"), step(way))[1])
+    scheduler = Scheduler(slots, speculative)
+    for prompt in random_prompts([40, 64, 5, 20]):
+        scheduler.submit(Request(prompt, Params(30, gamma=0, ignore_eos=True)))
+    for _ in range(5):
+        scheduler.step()
+    first, second = [8] * 5, [8, 8, 8, "round"] * 2 + [8, 8]  # nobody runs; three slots are free
+    third, fourth = [5, "round"], [8, "round", 8, "round", 4, "round"]  # two are free; one is, and then none
+    assert events == first + second + third + fourth
+
+
+def test_a_cancelled_request_frees_its_slot_before_the_next_round(monkeypatch):
+    slots = slots_with("self", "streaming", num_slots=1)
+    scheduler = Scheduler(slots)
+    first, second, third = (Request(p, Params(20, ignore_eos=True)) for p in random_prompts([30, 70, 33]))
+    for request in (first, second, third):
+        scheduler.submit(request)
+    scheduler.step()
+    scheduler.step()
+    first.cancelled = True
+    prefill, chunks = slots.prefill, []
+
+    def cancelled_on_the_way(*arguments):
+        *others, progress = arguments
+
+        def told(count):
+            chunks.append(count)
+            second.cancelled = len(chunks) == 2
+            progress(count)
+
+        return prefill(*others, told)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(slots, "prefill", cancelled_on_the_way)
+        scheduler.step()  # frees the first's slot, and drops the second in the middle of its prefill
+    assert (first.end, second.end) == ("cancelled", "cancelled")
+    assert chunks == [16, 16]
+    assert second.tokens == []
+    while not scheduler.idle:
+        scheduler.step()
+    assert third.tokens == alone(third.prompt, 20)
+
+
+def test_a_cancelled_request_leaves_the_queue_at_once():
+    slots = slots_with("self", "streaming", num_slots=1)
+    scheduler = Scheduler(slots)
+    requests = [Request(p, Params(20, ignore_eos=True)) for p in random_prompts([30, 70, 33])]
+    for request in requests:
+        scheduler.submit(request)
+    scheduler.step()
+    requests[1].cancelled = True
+    scheduler.step()  # a round: the only slot is taken
+    assert [request.end for request in requests] == [None, "cancelled", None]
+    assert list(scheduler.waiting) == requests[2:]
+
+
+def test_proposals_are_counted_by_the_gamma_of_their_request():
+    slots = slots_with("self", "full")  # every proposal is accepted, and no round is cut
+    gammas = [None, 0, 1, 2]
+    prompts = random_prompts([30] * 4)
+    requests = [Request(p, Params(31, gamma=gamma, ignore_eos=True)) for p, gamma in zip(prompts, gammas, strict=True)]
+    serve(Scheduler(slots), list(requests), 0)
+    counts = [(request.stats.proposed, request.stats.accepted, request.stats.acceptance_length) for request in requests]
+    assert counts == [(24, 24, 5), (0, 0, None), (15, 15, 2), (20, 20, 3)]
+
+
+@pytest.mark.parametrize("part", ["prefill", "seat"])
+def test_a_request_that_fails_fails_alone(part, monkeypatch):
+    slots = slots_with("self", "streaming", num_slots=2)
+    requests = [Request(p, Params(n, ignore_eos=True)) for p, n in zip(random_prompts(LENGTHS), GENERATE, strict=True)]
+    guilty = requests[3]
+    works = getattr(slots, part)
+
+    def fail_for_one(*arguments):
+        done = works(*arguments)  # or half of it: what is left in the slot is nobody's
+        if guilty.prompt in arguments or guilty.params in arguments:
+            raise OverflowError("too large")
+        return done
+
+    monkeypatch.setattr(slots, part, fail_for_one)
+    scheduler = Scheduler(slots)
+    scheduler.submit(guilty)
+    scheduler.step()
+    assert bool(slots.state.finished_B.all())
+    serve(scheduler, [request for request in requests if request is not guilty], 1)
+    assert (guilty.end, guilty.tokens) == ("failed", [])
+    assert isinstance(guilty.error, OverflowError)
+    assert [r.tokens for r in requests if r is not guilty] == [e for e in EXPECTED if e is not EXPECTED[3]]
+
+
+def test_a_failure_between_chunks_is_not_blamed_on_the_prompt(monkeypatch):
+    """A round serves everybody: the one whose prefill it interrupts fails with the others, and the scheduler raises."""
+    slots = slots_with("self", "streaming", num_slots=2)
+    scheduler = Scheduler(slots)
+    for prompt in random_prompts([20, 60]):
+        scheduler.submit(Request(prompt, Params(20, ignore_eos=True)))
+    scheduler.step()
+    (other,) = scheduler.waiting
+
+    def fail(_):
+        raise OverflowError("too large")
+
+    monkeypatch.setattr(slots, "step", fail)
+    with pytest.raises(OverflowError, match="too large"):
+        scheduler.step()
+    assert other.end == "failed"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "said"),
+    [
+        ([], {}, "the prompt is empty"),
+        ([1] * 90, {"max_tokens": 12}, "the prompt has 90 tokens and max_tokens=12: together they may be 101"),
+        ([61], {}, "outside of the vocabulary of 61"),
+        ([1], {"gamma": 5}, "gamma=5: must be at most 4"),
+        ([1], {"max_tokens": 0}, "max_tokens=0: must be at least 1"),
+        ([1], {"sampling": Sampling(temperature=-1.0)}, "temperature=-1.0: must be 0"),
+        ([1], {"sampling": Sampling(temperature=float("nan"))}, "temperature=nan: must be 0"),
+        ([1], {"sampling": Sampling(top_p=0.0)}, "top_p=0.0: must be from 1e-30 to 1"),
+        ([1], {"sampling": Sampling(top_p=1e-300)}, "top_p=1e-300: must be from 1e-30 to 1"),
+        ([1], {"sampling": Sampling(top_k=1 << 63)}, "top_k=9223372036854775808: must be at least 1 and below"),
+        ([1], {"sampling": Sampling(seed=1 << 63)}, "seed=9223372036854775808: must be at least 0 and below"),
+    ],
+)
+def test_what_cannot_be_served_is_refused(prompt, params, said):
+    with pytest.raises(UserError, match=said):
+        Scheduler(slots_with("self", "streaming")).submit(Request(prompt, Params(**params)))
