@@ -55,10 +55,10 @@ def job(cfg: DictConfig) -> float | None:
     except Exception as error:
         if os.environ.get(sweep.JOB) and isinstance(error, Busy):
             raise JobFailed(sweep.BUSY) from error  # the launcher comes back to it
-        overrides = list(place["overrides"])
-        if place["sweep_dir"] and not cfg.sweep.dry_run and sweep.run_of(place["sweep_dir"], place["number"]) is None:
+        overrides, sweep_dir, number = list(place["overrides"]), place["sweep_dir"], place["number"]
+        if sweep_dir and not cfg.sweep.dry_run and sweep.attempt_of(sweep_dir, number) is None:
             with suppress(OSError):
-                sweep.record(place["sweep_dir"], place["number"], None, overrides)
+                sweep.record(sweep_dir, number, None, overrides)
         explanation = explain(error, overrides) if isinstance(error, UserError | OmegaConfBaseException) else None
         where = f"job {place['number']} ({' '.join(overrides)}): " if place["sweep_dir"] else ""
         code = report(error, explanation, where, _log(cfg.runs_dir, place))
@@ -81,8 +81,8 @@ def _place() -> dict[str, Any]:
 
 def _log(runs_dir: str, place: Mapping[str, Any]) -> Path | None:
     """Where the run of a sweep's job has left its traceback, if it came that far."""
-    run_id = sweep.run_of(place["sweep_dir"], place["number"]) if place["sweep_dir"] else None
-    return Path(runs_dir, run_id, LOG) if run_id else None
+    attempt_id = sweep.attempt_of(place["sweep_dir"], place["number"]) if place["sweep_dir"] else None
+    return Path(runs_dir, attempt_id, LOG) if attempt_id else None
 
 
 def main() -> int:

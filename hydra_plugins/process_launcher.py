@@ -37,7 +37,7 @@ from magicdec.scenarios.ranks import follow_parent
 from magicdec.tracking.gpus import visible_gpus
 from magicdec.tracking.reader import read_result
 from magicdec.tracking.store import Run
-from magicdec.tracking.sweep import BUSY, INTERRUPTED, JOB, SWEEP_DIR, run_of, stop
+from magicdec.tracking.sweep import BUSY, INTERRUPTED, JOB, SWEEP_DIR, attempt_of, stop
 
 START = "forkserver" if sys.platform == "linux" else "spawn"
 POLL_S, RETRY_S, GRACE_S = 0.05, 2.0, 10.0
@@ -151,7 +151,7 @@ def outcome(job: Job, code: int, pid: int, config: DictConfig, hydra: DictConfig
     On the way, says what a job that was killed can no longer say.
     """
     sweep_dir = Path(hydra.sweep.dir)
-    run_id = run_of(sweep_dir, job.number)
+    run_id = attempt_of(sweep_dir, job.number)
     if code == INTERRUPTED:
         raise KeyboardInterrupt
     if code < 0:

@@ -8,5 +8,9 @@ class UserError(ValueError):
     """
 
 
+class StorageError(UserError):
+    """A run store that cannot be written to, such as on a full disk."""
+
+
 class JobFailed(Exception):
     """A job that has failed and whose error is on stderr already; its argument is the exit code."""

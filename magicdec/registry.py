@@ -2,12 +2,16 @@
 
 import importlib
 import pkgutil
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Generic, TypeVar
 
 from magicdec.errors import UserError
 
 T = TypeVar("T")
+PACKAGE = Path(__file__).resolve().parent
+PLUGINS: dict[str, Path] = {}  # files outside the package that have registered something, by module
 
 
 class Registry(Generic[T]):
@@ -24,6 +28,9 @@ class Registry(Generic[T]):
 
         def add(entry: T) -> T:
             self._entries[name] = entry
+            module = sys.modules.get(entry.__module__)
+            if (path := getattr(module, "__file__", None)) and not Path(path).resolve().is_relative_to(PACKAGE):
+                PLUGINS[entry.__module__] = Path(path)
             return entry
 
         return add

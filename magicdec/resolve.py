@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from magicdec import data
 from magicdec.attention import choice
 from magicdec.cache.draft_cache import CACHES
 from magicdec.config import ROWS_ON, Config, ModelChoice
@@ -53,8 +54,11 @@ class Plan:
 
     @property
     def fingerprints(self) -> dict[str, str]:
-        """Of the checkpoints that the run loads."""
-        return {m.key: m.fingerprint for m in (self.target, self.draft) if m is not None}
+        """Of the checkpoints and the text that the run reads; a profile reads no text."""
+        found = {m.key: m.fingerprint for m in (self.target, self.draft) if m is not None}
+        if self.config.scenario.name != "profile":
+            found["data"] = data.fingerprint(self.config.data.name, self.config.data.path)
+        return found
 
     @property
     def sources(self) -> Metrics:

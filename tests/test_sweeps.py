@@ -27,7 +27,7 @@ from magicdec.config import compose
 from magicdec.errors import UserError
 from magicdec.scenarios import Job, run
 from magicdec.tracking.lock import Busy, is_locked, locked
-from magicdec.tracking.reader import iter_runs, load_run
+from magicdec.tracking.reader import iter_runs, latest, load_run, run_of
 from magicdec.tracking.report import __main__ as report
 from magicdec.tracking.store import Run
 from magicdec.tracking.sweep import BUSY, jobs
@@ -96,37 +96,38 @@ def folders(runs):
 
 
 def decisive(runs):
-    """What the runs have found and written, but for when, how often they were tried, and where."""
+    """What the runs have found and written, but for when, at which attempt, and where."""
     names = ("generations.jsonl", "history.jsonl")
-    texts = {path.name: [(path / name).read_text() for name in names] for path in folders(runs)}
-    facts = {r["id"]: [r["status"], r["speedup"], r["config"] | {"runs_dir": None}] for r in iter_runs(runs)}
+    shown = {run_of(run["id"]): run for run in latest(iter_runs(runs))}
+    texts = {name: [Path(run["folder"], file).read_text() for file in names] for name, run in shown.items()}
+    facts = {n: [r["status"], r["speedup"], r["config"] | {"runs_dir": None}] for n, r in shown.items()}
     return texts, facts
 
 
-def done_attempts(runs):
-    return {run["id"]: run["attempt"] for run in iter_runs(runs) if run["status"] == "done"}
+def done(runs):
+    """The ids of the attempts that are done, each with the moment."""
+    return {run["id"]: run["finished"] for run in iter_runs(runs) if run["status"] == "done"}
 
 
 def test_killed_at_ten_random_moments_and_started_again(tmp_path, forked):
     calm, runs = tmp_path / "calm", tmp_path / "runs"
     assert ended(forked(calm)) == 0
     moments = seeded()
-    done, kills = {}, 0
+    before, kills = {}, 0
     while kills < 10:
         process = forked(runs)
         time.sleep(moments.uniform(0, 0.25))
         process.kill()
         kills += ended(process) == -signal.SIGKILL
-        now = done_attempts(runs)
-        assert done.items() <= now.items(), "what was done is not done again"
-        done = now
-        if len(done) == len(GRID):  # a fast machine: all over again
+        assert before.items() <= done(runs).items()
+        before = done(runs)
+        if len(before) == len(GRID):  # a fast machine: all over again
             shutil.rmtree(runs)
-            done = {}
+            before = {}
     assert ended(forked(runs)) == 0
-    assert done.items() <= done_attempts(runs).items()
+    assert before.items() <= done(runs).items()
+    assert len(done(runs)) == len(GRID), "what was done is not done again"
     assert decisive(runs) == decisive(calm)
-    assert len(folders(runs)) == len(GRID)
     assert not list(runs.glob("*/.*")), "neither locks nor files half written"
 
 
@@ -137,7 +138,7 @@ def test_four_sweeps_in_one_store(tmp_path, forked, starts):
     processes = [forked(runs, "a sweep") for _ in range(4)]
     assert [ended(process) for process in processes] == [0] * 4
     assert len(list(starts.iterdir())) - before == len(GRID), "no run was begun twice"
-    assert set(done_attempts(runs).values()) == {1}
+    assert len(folders(runs)) == len(done(runs)) == len(GRID)
     assert decisive(runs) == decisive(calm)
     assert not list(runs.glob("*/.*"))
     lines = (runs / "sweeps" / "a sweep" / "jobs.jsonl").read_text().splitlines()
@@ -204,19 +205,20 @@ def test_a_killed_process_leaves_no_lock_and_its_run_was_interrupted(tmp_path):
     assert (found["status"], found["kind"]) == ("failed", "interrupted")
     assert f"process {process.pid} on " in found["reason"]
     with locked(tmp_path / "abc"):
-        assert Run.open(tmp_path, "abc", CONFIG).attempt == 2
+        assert Run.open(tmp_path, "abc", CONFIG).id == "abc-2"
 
 
 def test_what_a_dead_process_left_running_is_buried_by_another(tmp_path):
     before = finished_run(tmp_path)
     again = Run.open(tmp_path, "abc", CONFIG)
-    Run.bury(tmp_path, "abc", again.result["pid"] + 1, "not this one")
-    assert result_of(before)["rerun"]["status"] == "running"
+    pid = again.result["pid"]
+    Run.bury(tmp_path, again.id, pid + 1, "not this one")
+    assert result_of(again)["status"] == "running"
     with locked(tmp_path / "abc"):
-        Run.bury(tmp_path, "abc", again.result["pid"], "somebody else has taken it up")
-    assert result_of(before)["rerun"]["status"] == "running"
-    Run.bury(tmp_path, "abc", again.result["pid"], "killed by SIGKILL")
-    assert (result_of(before)["status"], result_of(before)["rerun"]["kind"]) == ("done", "crashed")
+        Run.bury(tmp_path, again.id, pid, "somebody else is at the next attempt")
+    assert result_of(again)["status"] == "running"
+    Run.bury(tmp_path, again.id, pid, "killed by SIGKILL")
+    assert (result_of(before)["status"], result_of(again)["kind"]) == ("done", "crashed")
 
 
 # Whole sweeps, with launch.py and the process launcher
@@ -270,7 +272,7 @@ def test_a_killed_launcher_takes_its_jobs_along_and_the_sweep_goes_on(tmp_path, 
     first.communicate()
     assert [run["status"] for run in iter_runs(runs)].count("done") == 1
     assert finished(start(runs, "draft.gamma=1,2")).code == 0
-    assert sorted(done_attempts(runs).values()) == [1, 2]
+    assert sorted(run["attempt"] for run in iter_runs(runs) if run["status"] == "done") == [1, 2]
     assert not list(runs.glob("*/.*"))
 
 
@@ -280,7 +282,7 @@ def test_a_sweep_of_processes_killed_at_ten_random_moments(tmp_path, starts):
     calm, runs, moments = tmp_path / "calm", tmp_path / "runs", seeded()
     grid = ["sweep.name=mine", "draft.gamma=1,2,3,4", "cache.budget=32,64,128"]
     assert finished(start(calm, *grid)).code == 0
-    done = {}
+    before = {}
     for kill in range(10):
         sweep = start(runs, *grid)
         time.sleep(moments.uniform(0.5, 5))
@@ -290,14 +292,13 @@ def test_a_sweep_of_processes_killed_at_ten_random_moments(tmp_path, starts):
             os.killpg(sweep.pid, signal.SIGKILL)
         sweep.communicate(timeout=20)  # its jobs hold the other ends of these pipes: they are gone, too
         assert not any(is_locked(path) for path in folders(runs))
-        now = done_attempts(runs)
-        assert done.items() <= now.items(), "what was done is not done again"
-        done = now
+        assert before.items() <= done(runs).items()
+        before = done(runs)
     last = finished(start(runs, *grid))
     assert last.code == 0, last.err
-    assert done.items() <= done_attempts(runs).items()
+    assert before.items() <= done(runs).items()
+    assert len(done(runs)) == len(GRID), "what was done is not done again"
     assert decisive(runs) == decisive(calm)
-    assert len(folders(runs)) == len(GRID)
     assert not list(runs.glob("*/.*")), "neither locks nor files half written"
 
 
@@ -412,9 +413,9 @@ def test_a_worker_elsewhere_that_is_killed_is_one_failed_run(tmp_path, launcher)
     assert " ".join(running[0]["overrides"]) in line
     assert sorted(run["status"] for run in iter_runs(tmp_path / "runs")) == ["done", "failed"]
     assert subprocess.run(command, cwd=tmp_path, stderr=subprocess.DEVNULL).returncode == 0
-    attempts = {run["id"]: run["attempt"] for run in iter_runs(tmp_path / "runs") if run["status"] == "done"}
-    assert sorted(attempts.values()) == [1, 2]
-    assert attempts[running[0]["id"]] == 2
+    finished_ones = [run["id"] for run in iter_runs(tmp_path / "runs") if run["status"] == "done"]
+    assert len(finished_ones) == 2
+    assert f"{running[0]['id']}-2" in finished_ones
 
 
 @pytest.mark.slow
@@ -511,11 +512,23 @@ def test_a_single_run_that_another_process_is_running_is_refused(here, tmp_path)
     assert f"error: run {path.parent.name} is being run by process {os.getpid()}" in refused.err
 
 
-def test_any_version_of_a_run_will_do_if_one_says_so(here, monkeypatch):
-    assert here("-m", "hydra/launcher=basic", "draft.gamma=1").code == 0
-    monkeypatch.setattr("magicdec.tracking.reader.__version__", "another")
-    assert "done already" in here("-m", "hydra/launcher=basic", "draft.gamma=1", "resume=any_version").err
-    assert "done already" not in here("-m", "hydra/launcher=basic", "draft.gamma=1").err
+def test_a_sweep_skips_what_the_same_code_has_done(here, starts, tmp_path, monkeypatch):
+    sweep = ["-m", "hydra/launcher=basic", "draft.gamma=1"]
+    assert here(*sweep).code == 0
+    assert ": done already, skipped (resume=false" in here(*sweep).err
+    assert " done " in here(*sweep, "sweep.dry_run=true").out
+    monkeypatch.setattr("magicdec.tracking.store.PACKAGE_HASH", "edited")
+    assert ": done already by other code, skipped" in here(*sweep, "resume=any_version").err
+    assert " other code " in here(*sweep, "sweep.dry_run=true").out
+    assert len(list(starts.iterdir())) == 1
+    after = here(*sweep, "sweep.name=after")
+    assert "done already" not in after.err
+    assert len(list(starts.iterdir())) == 2
+    first, second = iter_runs(tmp_path / "runs")
+    assert second["id"] == f"{first['id']}-2"
+    assert first["source"] != second["source"] == "edited"
+    members = [{line["id"] for line in jobs(path)} for path in sorted((tmp_path / "runs" / "sweeps").iterdir())]
+    assert members == [{first["id"]}] * 3 + [{second["id"]}], "each sweep keeps the attempts that it has shown"
 
 
 # The process launcher's queue, with processes that only wait

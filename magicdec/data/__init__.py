@@ -1,12 +1,15 @@
 """Prompts: windows of real documents, a user's own prompts, or random tokens; one file per corpus."""
 
+import platform
+from pathlib import Path
 from typing import Any
 
 from magicdec.data import pg19, prompts, random, repeat, ruler, stdlib, text
 from magicdec.data.base import Encoder, Prompts
 from magicdec.errors import UserError
+from magicdec.fingerprint import of_files
 
-__all__ = ["CORPORA", "Prompts", "load_prompts"]
+__all__ = ["CORPORA", "Prompts", "fingerprint", "load_prompts"]
 
 CORPORA = ("stdlib", "text", "prompts", "pg19", "repeat", "ruler", "random")
 
@@ -53,3 +56,15 @@ def load_prompts(
     if largest >= vocab_size:
         raise UserError(f"the tokenizer gives token {largest}, but the model's vocabulary has {vocab_size} tokens")
     return loaded
+
+
+def fingerprint(name: str, path: str | None) -> str:
+    """Return what identifies the text behind a corpus, before any of it is tokenised: a hash of the user's files, or
+    where it comes from. Raise UserError where there are no such files.
+    """
+    if name == "random":
+        return "random"
+    if path is None or name == "stdlib":
+        return "hub" if name == "pg19" else f"Python {platform.python_version()}"
+    files_at = pg19.books_at if name == "pg19" else text.files_at
+    return of_files(files_at(Path(path), f"data={name} data.path={path}"))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from magicdec.data.base import Encoder, Prompts, cut_windows
-from magicdec.data.text import windows_of
+from magicdec.data.text import files_at, windows_of
 from magicdec.errors import UserError
 
 HUB_DATASET, SPLIT = "emozilla/pg19", "test"
@@ -22,13 +22,18 @@ def load(encoder: Encoder, *, path: str | None, num_rows: int, context_len: int,
     Raises UserError where the folder is missing, the library is not installed or the hub does not answer.
     """
     if path is not None:
-        folder = Path(path).expanduser()
-        folder = folder / SPLIT if (folder / SPLIT).is_dir() else folder
-        return windows_of(folder, f"data=pg19 data.path={path}", SUFFIXES, encoder, num_rows, context_len, seed)
+        corpus = f"data=pg19 data.path={path}"
+        return windows_of(books_at(Path(path), corpus), corpus, encoder, num_rows, context_len, seed)
     books = _download()
     return cut_windows(
         books, books.__getitem__, encoder, num_rows=num_rows, context_len=context_len, seed=seed, corpus="data=pg19"
     )
+
+
+def books_at(path: Path, corpus: str) -> dict[str, Path]:
+    """Return the books of a local copy by name. Raise UserError where there is none."""
+    folder = path.expanduser()
+    return files_at(folder / SPLIT if (folder / SPLIT).is_dir() else folder, corpus, SUFFIXES)
 
 
 def _download() -> dict[str, str]:

@@ -17,7 +17,8 @@ def load(encoder: Encoder, *, path: str | None, num_rows: int, context_len: int,
     """
     if path is None:
         raise UserError("data=text needs data.path=FILE_OR_FOLDER")
-    return windows_of(Path(path), f"data.path={path}", SUFFIXES, encoder, num_rows, context_len, seed)
+    corpus = f"data.path={path}"
+    return windows_of(files_at(Path(path), corpus), corpus, encoder, num_rows, context_len, seed)
 
 
 def load_or_stdlib(encoder: Encoder, *, path: str | None, num_rows: int, context_len: int, seed: int) -> Prompts:
@@ -28,10 +29,9 @@ def load_or_stdlib(encoder: Encoder, *, path: str | None, num_rows: int, context
 
 
 def windows_of(
-    path: Path, corpus: str, suffixes: frozenset[str], encoder: Encoder, num_rows: int, context_len: int, seed: int
+    files: dict[str, Path], corpus: str, encoder: Encoder, num_rows: int, context_len: int, seed: int
 ) -> Prompts:
-    """Windows of the files at `path` with one of the suffixes; `corpus` is what errors call them."""
-    files = _files(path, corpus, suffixes)
+    """Return windows of the files by name; `corpus` is what errors call them."""
     return cut_windows(
         files,
         lambda name: read_text(files[name], corpus),
@@ -53,8 +53,11 @@ def read_text(path: Path, corpus: str) -> str:
         raise UserError(f"{corpus}: cannot read {path} ({error.strerror})") from None
 
 
-def _files(path: Path, corpus: str, suffixes: frozenset[str]) -> dict[str, Path]:
-    """Names, relative to the folder so that they are the same on every machine, and their files."""
+def files_at(path: Path, corpus: str, suffixes: frozenset[str] = SUFFIXES) -> dict[str, Path]:
+    """Return the text files at a path by name, relative to the folder so that it is the same on every machine.
+
+    Raise UserError where there is none; `corpus` is what the message calls them.
+    """
     path = path.expanduser()
     if path.is_file():
         return {path.name: path}

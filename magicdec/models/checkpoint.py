@@ -4,7 +4,6 @@ Only json and safetensors are opened, never a pickle: loading one can run code. 
 a UserError that names the file. V vocabulary, E hidden size, F MLP size, H query heads, K KV heads, D head dim.
 """
 
-import hashlib
 import math
 import os
 import re
@@ -17,8 +16,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from magicdec.errors import UserError
+from magicdec.fingerprint import of_files
 from magicdec.models.config import EOS, ModelConfig, eos_ids, from_hugging_face
-from magicdec.models.metadata import open_file, read_header, read_json
+from magicdec.models.metadata import read_header, read_json
 from magicdec.models.parallel import ALONE, Share
 from magicdec.rules import TEXT, Rule, Values
 
@@ -31,7 +31,7 @@ SHARD = Rule(
 )
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
 STORED_DTYPES = ("F64", "F32", "F16", "BF16")
-FINGERPRINT_BLOCKS, FINGERPRINT_BLOCK_BYTES = 64, 65536
+BESIDE_WEIGHTS = frozenset({".json", ".jinja", ".model", ".txt"})  # configuration, tokenizer, chat template
 # Tensors that other programs leave in a checkpoint and that nothing here needs: rope's are computed, and a tied head
 # is the embedding.
 DISPENSABLE = re.compile(r".*rotary_emb\.inv_freq|lm_head\.weight")
@@ -164,25 +164,15 @@ def load(
 
 
 def fingerprint(folder: Path) -> str:
-    """A short hash that tells checkpoints apart, the same on every machine, without reading all weights.
+    """Return a short hash of the weights, the configuration and the tokenizer.
 
-    It covers config.json, and of each weight file its name, size, header and 64 evenly spaced blocks of 64 KiB (so
-    that a file of up to 4 MiB is covered whole). Training further changes every tensor and so the hash.
+    Raise UserError for a checkpoint that is incomplete. See magicdec/fingerprint.py for what is read of large files.
     """
-    digest = hashlib.sha256()
-    with open_file(folder / CONFIG) as file:
-        digest.update(file.read())
-    for path in sorted(set(_files_of(folder).values())):
+    weights = set(_files_of(folder).values())
+    for path in sorted(weights):
         read_header(path)
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size}".encode())
-        with path.open("rb") as file:
-            digest.update(file.read(int.from_bytes(file.read(8), "little")))
-            last_start = max(0, size - FINGERPRINT_BLOCK_BYTES)
-            for block in range(FINGERPRINT_BLOCKS):
-                file.seek(last_start * block // (FINGERPRINT_BLOCKS - 1))
-                digest.update(file.read(FINGERPRINT_BLOCK_BYTES))
-    return digest.hexdigest()[:16]
+    others = [path for path in folder.iterdir() if path.suffix in BESIDE_WEIGHTS and path.is_file()]
+    return of_files({path.name: path for path in [*weights, *others]})
 
 
 def _download(path: str, key: str, patterns: list[str]) -> Path:

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from magicdec.config import Config, to_dict
 from magicdec.costmodel.hardware import GIB
-from magicdec.errors import UserError
+from magicdec.errors import StorageError, UserError
 from magicdec.mistakes import unread, warnings
 from magicdec.scenarios.outcome import Outcome
 from magicdec.scenarios.ranks import on_ranks
@@ -37,27 +37,18 @@ OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "ALLOC_FAILED")
 
 
 def run(config: Config, job: Job) -> dict[str, Any]:
-    """Check, plan, open the run's folder, do the work, store its results, and only then tell Weights & Biases.
+    """Check, plan, open the run's folder, do the work, store its results, and only then log it to Weights & Biases.
 
-    In a sweep, with `resume`, a run that this version has done already is not done again. Returns what result.json
-    holds; nothing after a dry run.
+    In a sweep, with `resume`, skip a run that the same code has done. Return what result.json holds, or nothing after a
+    dry run. Raise UserError for mistakes; those found before the folder is opened leave nothing.
     """
     from magicdec.scenarios.foresee import doubts
     from magicdec.tracking import wandb
-    from magicdec.tracking.reader import read_result
-    from magicdec.tracking.store import Run, run_id
+    from magicdec.tracking.store import run_id
 
     prepare, _ = _scenario(config)
     wandb.check(to_dict(config)["wandb"])
-    try:
-        plan = prepare(config)
-    except UserError as error:  # a failed run all the same: named by its configuration, there is nothing else yet
-        settings = _settings(config, job)
-        name = run_id(settings, {}, "")
-        if not config.sweep.dry_run:
-            with _alone(config.runs_dir, name, job):
-                Run.open(config.runs_dir, name, settings, job.overrides).fail(str(error), "invalid")
-        raise
+    plan = prepare(config)
     settings = _settings(plan.config, job)
     name = run_id(settings, plan.fingerprints, plan.device_name)
     if config.sweep.dry_run:
@@ -67,9 +58,7 @@ def run(config: Config, job: Job) -> dict[str, Any]:
     for warning in [*in_vain, *warnings(plan.config), *doubts(plan)]:
         Console(stderr=True).print(f"[yellow]warning:[/] {warning}", highlight=False)
     with _alone(config.runs_dir, name, job):
-        if not _is_settled(config, name, job):
-            _measure(plan, name, settings, job)
-    return read_result(Path(config.runs_dir, name))
+        return _skipped(config, name, job) or _measure(plan, name, settings, job)
 
 
 def _settings(config: Config, job: Job) -> dict[str, Any]:
@@ -86,16 +75,13 @@ def _settings(config: Config, job: Job) -> dict[str, Any]:
 
 @contextmanager
 def _alone(runs_dir: str, name: str, job: Job) -> Iterator[None]:
-    """Hold the run's lock, and say in a sweep's folder that the run is one of its."""
-    from magicdec.tracking import sweep
+    """Hold the run's lock."""
     from magicdec.tracking.lock import Busy, locked
     from magicdec.tracking.store import explained
 
     folder = Path(runs_dir, name)
     with ExitStack() as held:
         with explained(runs_dir):
-            if job.sweep_dir is not None:
-                sweep.record(job.sweep_dir, job.number, name, job.overrides)
             try:
                 held.enter_context(locked(folder))
             except Busy as busy:
@@ -106,46 +92,75 @@ def _alone(runs_dir: str, name: str, job: Job) -> Iterator[None]:
         yield
 
 
-def _is_settled(config: Config, name: str, job: Job) -> bool:
-    """Whether there is nothing to do for this job, which is then said."""
-    from magicdec.tracking.reader import is_done
+def _record(config: Config, attempt_id: str, job: Job) -> None:
+    """Write into the sweep's folder which attempt this job has made or found."""
+    from magicdec.tracking import sweep
+    from magicdec.tracking.store import explained
 
-    if job.sweep_dir is None or not config.resume:
-        return False
-    if done := is_done(config.runs_dir, name, any_version=config.resume == "any_version"):
-        Console(stderr=True).print(f"{name}: done already, skipped (resume=false measures it anew)", highlight=False)
-    return done
+    if job.sweep_dir is not None:
+        with explained(config.runs_dir):
+            sweep.record(job.sweep_dir, job.number, attempt_id, job.overrides)
 
 
-def _measure(plan: Any, name: str, settings: dict[str, Any], job: Job) -> None:
-    """The run itself."""
+def _found(config: Config, name: str) -> dict[str, Any]:
+    """Return the result for whose sake a sweep skips a run; {} where it does not."""
+    from magicdec.tracking.reader import find_done
+    from magicdec.tracking.store import source
+
+    if not config.resume:
+        return {}
+    return find_done(config.runs_dir, name, None if config.resume == "any_version" else source())
+
+
+def _skipped(config: Config, name: str, job: Job) -> dict[str, Any]:
+    """Return the result of a run that is not done again, and say so; {} for one that is to be done."""
+    from magicdec.tracking.store import source
+
+    found = _found(config, name) if job.sweep_dir is not None else {}
+    if found:
+        other = "" if found.get("source") == source() else " by other code"
+        text = f"{found['id']}: done already{other}, skipped (resume=false measures it again)"
+        Console(stderr=True).print(text, highlight=False)
+        _record(config, found["id"], job)
+    return found
+
+
+def _measure(plan: Any, name: str, settings: dict[str, Any], job: Job) -> dict[str, Any]:
+    """Do the run: return its result, which is stored."""
     from magicdec.measure.system import sampled
     from magicdec.tracking import table, wandb
     from magicdec.tracking.store import Run
 
     this = Run.open(plan.config.runs_dir, name, settings, job.overrides)
-    with this.log_to_file():
-        try:
+    try:
+        _record(plan.config, this.id, job)
+        with this.log_to_file():
             with sampled() as rows:
                 outcome = _outcome(plan, this)
             outcome.system = rows
             this.finish(outcome.metrics, outcome.generations, outcome.history, outcome.samples, outcome.system)
-        except BaseException as error:
-            reason, kind = _reason(error, plan.config)
-            this.fail(reason, kind, getattr(error, "history", ()))
-            if kind == "out_of_memory":
-                raise UserError(reason) from error
-            raise
+    except BaseException as error:
+        reason, kind = _reason(error, plan.config)
+        this.fail(reason, kind, getattr(error, "history", ()))
+        if kind == "out_of_memory":
+            raise UserError(reason) from error
+        raise
     told = wandb.log_run(this, settings, outcome)
     table.show(Console(file=sys.stdout), settings, outcome.metrics, this.folder, told, outcome.history, outcome.view)
+    return this.result
 
 
 def _list(plan: Any, name: str, job: Job) -> None:
-    """A line on a run that would be done: its id, how it stands, the memory it will take, what was typed."""
-    from magicdec.tracking.reader import load_run
+    """Print a line on a run that would be done: its id, how it stands, the memory it will take, its overrides."""
+    from magicdec.tracking.reader import attempts, load_run
 
-    stored = load_run(Path(plan.config.runs_dir, name))
+    earlier = attempts(plan.config.runs_dir, name)
+    stored = load_run(earlier[-1]) if earlier else {}
     state = stored.get("kind") or stored.get("status") or "new"
+    if _found(plan.config, name):
+        state = "done"
+    elif state == "done":
+        state = "other code"
     typed = " ".join(text for text in job.overrides if not text.startswith("sweep."))
     print(f"{name}  {state:13}  {_num_bytes(plan) / GIB:8.2f} GiB  {typed}", flush=True)
 
@@ -197,7 +212,7 @@ def _reason(error: BaseException, config: Config) -> tuple[str, str]:
     """Why a run failed, in words and as a kind."""
     text = f"{type(error).__name__}: {error}".strip().splitlines()[0]
     if isinstance(error, UserError):
-        return str(error), "invalid"
+        return str(error), "storage" if isinstance(error, StorageError) else "invalid"
     if isinstance(error, MemoryError) or any(words in str(error) for words in OUT_OF_MEMORY):
         size = f"batch.size={config.batch.size} at batch.context_len={config.batch.context_len}"
         return f"{size}: out of memory ({text}); choose less of either, or of batch.prefill_chunk", "out_of_memory"

@@ -16,7 +16,7 @@ from magicdec.identity import identify
 from magicdec.mistakes import check_length
 from magicdec.models.config import ModelConfig
 from magicdec.policies import Settings
-from magicdec.tracking.reader import iter_runs
+from magicdec.tracking.reader import iter_runs, latest
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ def draft_named(name: str, ranks: int | None) -> DraftChoice:
 
 def curves(config: Config) -> Curves:
     """What is known of acceptance, by the runs in the store and by publications."""
-    return Curves([*acceptance.measured(iter_runs(config.runs_dir)), *acceptance.published()], task_of(config))
+    return Curves([*acceptance.measured(latest(iter_runs(config.runs_dir))), *acceptance.published()], task_of(config))
 
 
 def task_of(config: Config) -> str:

@@ -1,45 +1,84 @@
 """Reading a run store: what others wrote, whole or not. Plain data out, and nothing here raises for a broken folder."""
 
 import json
+import logging
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from magicdec import __version__
 from magicdec.tracking.lock import is_locked
 
+log = logging.getLogger(__name__)
+
 LOG = "log.txt"  # of a run, in its folder
+RESULT = "result.json"
+# A folder's name: the id of the run, and from the second attempt on its number.
+ATTEMPT = re.compile(r"(.+?)(?:-(\d+))?", re.DOTALL)
+STATES = ("running", "done", "failed")
+DEPTH = 8  # of lists and objects in each other: no file of a run has more
 # What is pointed at: a spread over the repeats above this; a GPU that was slowed down for a larger share of a run.
 NOISY, THROTTLED = 0.1, 0.05
 # libyaml where PyYAML was built with it: ten times as fast.
 Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
+def run_of(attempt_id: str) -> str:
+    """Return the id of the run: abc, abc-2 and abc-3 are attempts at abc."""
+    return _parts(attempt_id)[0]
+
+
+def number_of(attempt_id: str) -> int:
+    """Return the number of the attempt, from 1."""
+    return int(_parts(attempt_id)[1] or 1)
+
+
+def _parts(attempt_id: str) -> tuple[str, str | None]:
+    run_id, number = ATTEMPT.fullmatch(attempt_id).groups()  # type: ignore[union-attr]  # no folder has an empty name
+    return run_id, number
+
+
+def attempts(runs_dir: str | Path, run_id: str) -> list[Path]:
+    """Return the folders of a run's attempts, the latest last."""
+    found = [path.parent for path in Path(runs_dir).glob(f"{run_id}*/{RESULT}") if run_of(path.parent.name) == run_id]
+    return sorted(found, key=lambda folder: number_of(folder.name))
+
+
+def folder_of_lock(folder: Path) -> Path:
+    """Return the folder that is locked while an attempt runs: one for all attempts at a run."""
+    return folder.parent / run_of(folder.name)
+
+
+def lost(result: Mapping[str, Any]) -> str:
+    """Return the reason of a run whose process was killed."""
+    return f"process {result.get('pid')} on {result.get('host')} ended without a word"
+
+
 def load_run(folder: str | Path) -> dict[str, Any]:
-    """What result.json holds, and beside it the `folder` and the `config`; {} where the folder is not a run's.
+    """Return what result.json holds with its `id`, `folder` and `config`; {} where the folder is not a run's.
 
     A run whose process was killed still says that it is running: here it has failed, and was interrupted. The
-    configurations of several runs may share parts: they are there to be read.
+    configurations of several runs may share parts: do not change them.
     """
-    result = read_result(Path(folder))
+    folder = Path(folder)
+    result = read_result(folder)
     if not result:
         return {}
     try:
-        config = _parse(Path(folder, "config.yaml").read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        config = _sound(_parse(Path(folder, "config.yaml").read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError, RecursionError, yaml.YAMLError):
         config = None
-    if result["status"] == "running" and not is_locked(Path(folder)):
-        reason = f"process {result.get('pid')} on {result.get('host')} ended without a word"
-        result |= {"status": "failed", "kind": "interrupted", "reason": reason}
-    return result | {"folder": str(folder), "config": config if isinstance(config, dict) else {}}
+    if result["status"] == "running" and not is_locked(folder_of_lock(folder.absolute())):
+        result |= {"status": "failed", "kind": "interrupted", "reason": lost(result)}
+    config = config if isinstance(config, dict) else {}
+    return result | {"id": folder.absolute().name, "folder": str(folder), "config": config}
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """A file with a JSON object per line; [] where there is none, and without a line that is torn."""
+    """Return the objects of a file with one per line; [] where there is none, and without lines that are torn."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError):
@@ -56,14 +95,24 @@ def gpu_trouble(result: Mapping[str, Any]) -> list[str]:
     return found + ([f"shared with {others} other process{'es' if others > 1 else ''}"] if others else [])
 
 
-def is_done(runs_dir: str | Path, run_id: str, any_version: bool = False) -> bool:
-    """Whether this version of the package has finished the run, or any."""
-    result = read_result(Path(runs_dir, run_id))
-    return result.get("status") == "done" and (any_version or result.get("version") == __version__)
+def find_done(runs_dir: str | Path, run_id: str, source: str | None) -> dict[str, Any]:
+    """Return the result of the latest attempt that is done by this code (None: by any code); {} where there is none."""
+    results = (read_result(folder) | {"id": folder.name} for folder in reversed(attempts(runs_dir, run_id)))
+    found = (r for r in results if r.get("status") == "done" and source in (None, r.get("source")))
+    return next(found, {})
+
+
+def latest(runs: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return one attempt of each run: the last that is done, or else the last. Leave out runs that were mistyped."""
+    chosen: dict[str, dict[str, Any]] = {}
+    for run in sorted(runs, key=lambda run: (run["status"] == "done", number_of(run["id"]))):
+        if run.get("kind") != "invalid":
+            chosen[run_of(run["id"])] = run
+    return list(chosen.values())
 
 
 def iter_runs(runs_dir: str | Path, ids: Collection[str] | None = None) -> Iterator[dict[str, Any]]:
-    """Every run of a store, or those of some ids, in the order of ids; whatever else lies there is passed over."""
+    """Yield every attempt in a store, or those of some ids, in the order of ids; skip all else that lies there."""
     try:
         folders = sorted(path for path in Path(runs_dir).iterdir() if path.is_dir())
     except OSError:
@@ -74,20 +123,52 @@ def iter_runs(runs_dir: str | Path, ids: Collection[str] | None = None) -> Itera
 
 
 def read_result(folder: Path) -> dict[str, Any]:
-    """What result.json holds; {} where there is none, or none that can be read."""
+    """Return what result.json holds; {} where there is none, or none that can be read, which is logged."""
     try:
-        result = _json((folder / "result.json").read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError):
+        result = _json((folder / RESULT).read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
         return {}
-    return result if isinstance(result, dict) and "status" in result else {}
+    except (OSError, UnicodeDecodeError):
+        result = None
+    if not _is_result(result):
+        log.warning("%s cannot be read and is left out", folder / RESULT)
+        return {}
+    return result
+
+
+def _is_result(content: Any) -> bool:
+    """Return whether this is an object with the facts that every reader counts on."""
+    if not isinstance(content, dict) or content.get("status") not in STATES:
+        return False
+    overrides = content.get("overrides", [])
+    return isinstance(overrides, list) and all(isinstance(text, str) for text in overrides)
 
 
 def _json(text: str) -> Any:
-    """None for what is no JSON."""
+    """Return the content of a JSON text; None for what is no JSON, or none of ours."""
     try:
-        return json.loads(text)
-    except ValueError:
+        return _sound(json.loads(text))
+    except (ValueError, RecursionError):
         return None
+
+
+def _sound(content: Any) -> Any:
+    """Return the content. Raise ValueError or TypeError for what no run writes: deep nesting, integers beyond 64 bits,
+    and what cannot be written as JSON, such as NaN, a date or half a surrogate pair.
+    """
+    _check(content, DEPTH)
+    json.dumps(content, ensure_ascii=False, allow_nan=False).encode()
+    return content
+
+
+def _check(content: Any, levels: int) -> None:
+    if isinstance(content, dict | list):
+        if levels == 0:
+            raise ValueError("nested too deeply")
+        for item in content.values() if isinstance(content, dict) else content:
+            _check(item, levels - 1)
+    elif isinstance(content, int) and content.bit_length() > 64:
+        raise ValueError("an integer beyond 64 bits")
 
 
 def _parse(text: str) -> Any:

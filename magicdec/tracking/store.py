@@ -1,8 +1,9 @@
 """The run store: a folder per run, complete before anyone else hears of it. Plain data in, JSON and YAML out.
 
-<runs_dir>/<id>/ holds config.yaml, result.json (status and flat metrics), generations.jsonl (token ids), history.jsonl,
-samples.jsonl (text of a few rows), system.jsonl (what the machine did meanwhile), log.txt.
-Files are written beside their final names and moved there, so that no reader, kill or full disk meets half of one.
+Every attempt at a run has a folder of its own, whose name is the attempt's id: <runs_dir>/<id>/, <id>-2/, <id>-3/.
+It holds config.yaml, result.json (status and flat metrics), generations.jsonl (token ids), history.jsonl, samples.jsonl
+(text of a few rows), system.jsonl (what the machine did meanwhile), log.txt.
+Files are written under temporary names and then moved, so that no reader, kill or full disk meets half of one.
 """
 
 import hashlib
@@ -25,28 +26,39 @@ from typing import Any
 import yaml
 
 from magicdec import __version__
-from magicdec.errors import UserError
+from magicdec.errors import StorageError
+from magicdec.fingerprint import of_code, of_files
+from magicdec.registry import PACKAGE, PLUGINS
 from magicdec.tracking.lock import Busy, locked
-from magicdec.tracking.reader import LOG, read_lines, read_result
+from magicdec.tracking.reader import LOG, attempts, folder_of_lock, lost, number_of, read_result
 
 log = logging.getLogger(__name__)
 
 # Keys that say where a run is told of, or in which company it runs, but not what it does.
 NOT_IN_ID = frozenset({"wandb", "hydra", "runs_dir", "resume", "sweep"})
 ID_LENGTH = 12  # hex digits: among 10,000 runs, two share an id with a probability of 2e-7
-CHECKOUT = Path(__file__).resolve().parents[2]
+CHECKOUT = PACKAGE.parent
+CODE_FOLDERS = ("magicdec", "conf", "sweeps", "hydra_plugins", "launch.py")  # of the checkout
+# The package as this process has imported it: an edit while a sweep runs does not reach the jobs of its fork server.
+PACKAGE_HASH = of_code(PACKAGE)
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 def run_id(config: Mapping[str, Any], fingerprints: Mapping[str, str], device: str) -> str:
-    """The name that a run deserves: a hash of what decides its result.
+    """Return a run's id: a hash of everything but the code that affects its result.
 
-    The order of keys does not matter, nor how a number is written: 1 and 1.0 are the same.
+    `fingerprints` are those of the checkpoints and the data. The order of keys does not matter, nor how a number is
+    written: 1 and 1.0 are the same.
     """
     decisive = {key: value for key, value in config.items() if key not in NOT_IN_ID}
-    identity = {"config": decisive, "checkpoints": fingerprints, "device": device}
+    identity = {"config": decisive, "fingerprints": fingerprints, "device": device}
     text = json.dumps(_plain(identity, whole_numbers=True), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:ID_LENGTH]
+
+
+def source() -> str:
+    """Return a hash of the code that runs: the package, and the plugins imported so far."""
+    return "+".join([PACKAGE_HASH, *([of_files(PLUGINS)] if PLUGINS else [])])
 
 
 def shown(path: Path) -> str:
@@ -57,53 +69,45 @@ def shown(path: Path) -> str:
 
 @dataclass
 class Run:
-    """One attempt at a run. `result` is what it has to tell so far, in the names of result.json.
-
-    An earlier attempt's result stays in place until this one is finished; until then, and if this one fails, it stands
-    under `rerun` in that result.
-    """
+    """One attempt at a run, with an id and a folder of its own. `result` is what result.json says of it so far."""
 
     runs_dir: str | Path
     id: str
-    attempt: int = 1
     result: dict[str, Any] = field(default_factory=dict)
-    _earlier: dict[str, Any] | None = None
 
     @classmethod
     def open(cls, runs_dir: str | Path, run_id: str, config: Mapping[str, Any], overrides: Sequence[str] = ()) -> "Run":
-        """Make the folder and mark it as running; raises UserError where that is impossible.
+        """Make the folder of the next attempt and mark it as running. Raise StorageError where that is impossible.
 
-        To be called with the run's lock in hand (tracking/lock.py). `overrides` is what was typed to get this run.
+        The caller holds the run's lock (tracking/lock.py). `overrides` are those of the command line.
         """
-        run = cls(runs_dir, run_id)
-        earlier = read_result(run.folder)
-        attempts = [r.get("attempt") for r in (earlier, earlier.get("rerun")) if isinstance(r, dict)]
-        run.attempt = 1 + max((number for number in attempts if isinstance(number, int)), default=0)
-        run._earlier = earlier if earlier.get("status") == "done" else None
-        run.result = {"status": "running", "id": run_id, "attempt": run.attempt, "started": _now()}
+        earlier = attempts(runs_dir, run_id)
+        if earlier and (last := read_result(earlier[-1])).get("status") == "running":  # its process is dead: we lock
+            cls(runs_dir, earlier[-1].name, last).fail(lost(last), "interrupted")
+        number = 1 + (number_of(earlier[-1].name) if earlier else 0)
+        run = cls(runs_dir, run_id if number == 1 else f"{run_id}-{number}")
+        run.result = {"status": "running", "id": run.id, "attempt": number, "started": _now()}
         run.result |= {"host": socket.gethostname(), "pid": os.getpid(), "overrides": list(overrides)}
         run.result |= _versions()
         with explained(runs_dir):
             run.folder.mkdir(parents=True, exist_ok=True)
-            for torn in run.folder.glob(".*.tmp"):  # of a process that was killed
-                torn.unlink(missing_ok=True)
+            run._remove_torn_files()
             text = yaml.safe_dump(_plain(config), sort_keys=False, allow_unicode=True)
-            _write_atomically({run.folder / "config.yaml": [text], run._result_path: [run._result_text]})
+            _write_atomically({run.folder / "config.yaml": [text], run._result_path: [_json_text(run.result)]})
         return run
 
     @classmethod
-    def bury(cls, runs_dir: str | Path, run_id: str, pid: int, reason: str) -> None:
-        """Mark as crashed what a process has left running that can no longer do so itself."""
-        with suppress(Busy, OSError), locked(Path(runs_dir, run_id)):  # busy: someone else has taken the run up already
-            stored = read_result(Path(runs_dir, run_id))
-            attempt = stored.get("rerun", stored)
-            if attempt.get("status") == "running" and attempt.get("pid") == pid:
-                earlier = {key: value for key, value in stored.items() if key != "rerun"} if "rerun" in stored else None
-                cls(runs_dir, run_id, attempt["attempt"], attempt, earlier).fail(reason, "crashed")
+    def bury(cls, runs_dir: str | Path, attempt_id: str, pid: int, reason: str) -> None:
+        """Mark as crashed an attempt that a dead process has left running."""
+        folder = Path(runs_dir, attempt_id)
+        with suppress(Busy, OSError), locked(folder_of_lock(folder)):  # busy: another process is at the next attempt
+            result = read_result(folder)
+            if result.get("status") == "running" and result.get("pid") == pid:
+                cls(runs_dir, attempt_id, result).fail(reason, "crashed")
 
     @property
     def folder(self) -> Path:
-        """Where everything of this run lies."""
+        """Where all files of this attempt lie."""
         return Path(self.runs_dir, self.id)
 
     def finish(
@@ -114,7 +118,7 @@ class Run:
         samples: Iterable[Mapping] = (),
         system: Iterable[Mapping] = (),
     ) -> None:
-        """Store the results; raises UserError where that is impossible, and then earlier results are intact."""
+        """Store the results. Raise StorageError where that is impossible."""
         facts = self.result | {"status": "done", "finished": _now()}
         result = _plain(facts | dict(metrics) | facts)
         with explained(self.runs_dir):
@@ -127,20 +131,20 @@ class Run:
                     self._result_path: [_json_text(result)],  # last: whoever finds it done finds the rest, too
                 }
             )
-        self.result, self._earlier = result, None
+        self.result = result
 
     def fail(self, reason: str, kind: str, history: Sequence[Mapping] = ()) -> None:
-        """Mark this attempt as failed: `kind` is invalid, out_of_memory, crashed or interrupted. `history` is what it
-        has found out so far; it takes the place of no more than that of an earlier attempt.
+        """Mark this attempt as failed: `kind` is invalid, out_of_memory, storage, crashed or interrupted. Keep the
+        `history` that it has measured so far.
 
-        Never raises for a disk that refuses: there is an error on its way already, and it is the one to be seen.
+        Never raise for a disk that refuses: the error that the user is to see is on its way already.
         """
         self.result |= {"status": "failed", "kind": kind, "reason": reason, "finished": _now()}
-        path = self.folder / "history.jsonl"
         try:
-            _write_atomically({self._result_path: [self._result_text]})
-            if not self._earlier and len(history) > len(read_lines(path)):
-                _write_atomically({path: map(_json_line, history)})
+            self._remove_torn_files()
+            _write_atomically({self._result_path: [_json_text(self.result)]})
+            if history:
+                _write_atomically({self.folder / "history.jsonl": map(_json_line, history)})
         except OSError as error:
             log.warning("%s could not be marked as failed: %s", self.folder, error)
 
@@ -153,7 +157,7 @@ class Run:
         logging.getLogger().addHandler(handler)
         try:
             with _more_detail():
-                log.info("run %s, attempt %s", self.id, self.attempt)
+                log.info("run %s", self.id)
                 yield
         except BaseException:
             record = log.makeRecord(log.name, logging.ERROR, __file__, 0, "failed", (), sys.exc_info())
@@ -167,20 +171,20 @@ class Run:
     def _result_path(self) -> Path:
         return self.folder / "result.json"
 
-    @property
-    def _result_text(self) -> str:
-        """An attempt that is not done stands below an earlier one that is."""
-        return _json_text(self._earlier | {"rerun": self.result} if self._earlier else self.result)
+    def _remove_torn_files(self) -> None:
+        """Remove what a killed process was writing."""
+        for path in self.folder.glob(".*.tmp"):
+            path.unlink(missing_ok=True)
 
 
 @contextmanager
 def explained(runs_dir: str | Path) -> Iterator[None]:
-    """An operating system's refusal, in the user's words."""
+    """Raise StorageError for what the operating system refuses to write."""
     try:
         yield
     except OSError as error:
         what = f"cannot write{f' {error.filename}' if error.filename else ''}: {error.strerror or error}"
-        raise UserError(f"runs_dir={runs_dir}: {what}; choose a folder with runs_dir=FOLDER") from error
+        raise StorageError(f"runs_dir={runs_dir}: {what}; choose a folder with runs_dir=FOLDER") from error
 
 
 def _write_atomically(contents: Mapping[Path, Iterable[str]]) -> None:
@@ -229,30 +233,33 @@ def _now() -> str:
 
 
 def _versions() -> dict[str, Any]:
-    """What ran: of the package, of its checkout if it is one, of Python and PyTorch (without importing it)."""
+    """Return what runs: the code, the checkout's commit, and the versions of Python and PyTorch (not imported)."""
     try:
         torch = metadata.version("torch")
     except metadata.PackageNotFoundError:
         torch = None
-    return {"version": __version__} | _commit() | {"python": platform.python_version(), "torch": torch}
+    facts = {"version": __version__, "source": source()} | _commit()
+    return facts | {"python": platform.python_version(), "torch": torch}
 
 
 def _commit() -> dict[str, Any]:
-    """The checkout's commit and whether files differ from it; null for an installed package, whatever surrounds it."""
-    described = ""
+    """Return the checkout's commit and whether its code differs, new files included; null for an installed package."""
+    lines: list[str] = []
     if (CHECKOUT / ".git").exists():
-        command = ["git", "--no-optional-locks", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+        command = ["git", "--no-optional-locks", "status", "--porcelain=v2", "--branch", "--", *CODE_FOLDERS]
         try:
-            described = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, timeout=10).stdout.strip()
+            done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, timeout=10)
+            lines = done.stdout.splitlines()
         except (OSError, subprocess.SubprocessError) as error:
             log.warning("the commit is unknown: %s", error)
-    commit, _, dirty = described.partition("-")
-    return {"commit": commit or None, "commit_dirty": bool(dirty) if commit else None}
+    commit = next((line.split()[2] for line in lines if line.startswith("# branch.oid ")), None)
+    dirty = any(not line.startswith("#") for line in lines)
+    return {"commit": commit, "commit_dirty": dirty if commit else None}
 
 
 @contextmanager
 def _more_detail() -> Iterator[None]:
-    """Let the package tell what it does (INFO), without letting handlers tell more of it than they did before."""
+    """Log what the package does (INFO) into log files, and no more than before elsewhere."""
     package, before = logging.getLogger("magicdec"), logging.getLogger("magicdec").getEffectiveLevel()
     others = [handler for handler in logging.getLogger().handlers if not isinstance(handler, _LogFile)]
     levels = [handler.level for handler in others]
@@ -274,3 +281,8 @@ class _LogFile(logging.FileHandler):
 
     def handleError(self, record: logging.LogRecord) -> None:
         """Lose the record."""
+
+    def close(self) -> None:
+        """Lose what was not written yet."""
+        with suppress(OSError):
+            super().close()

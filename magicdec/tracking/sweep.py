@@ -23,9 +23,9 @@ FOLLOWS = "MAGICDEC_FOLLOWS"  # stdin: it is to die when that ends, because with
 BUSY, INTERRUPTED = 75, 130
 
 
-def record(sweep_dir: Path, number: int, run_id: str | None, overrides: Sequence[str]) -> None:
-    """Say which run a job is, None where it ended before it was one: in one write, so that lines do not mix."""
-    line = json.dumps({"job": number, "id": run_id, "overrides": list(overrides)}) + "\n"
+def record(sweep_dir: Path, number: int, attempt_id: str | None, overrides: Sequence[str]) -> None:
+    """Append the attempt that a job has made or found done, None where it failed before. Lines of jobs do not mix."""
+    line = json.dumps({"job": number, "id": attempt_id, "overrides": list(overrides)}) + "\n"
     sweep_dir.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(sweep_dir / JOBS, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     try:
@@ -39,9 +39,10 @@ def jobs(sweep_dir: Path) -> list[dict[str, Any]]:
     return read_lines(sweep_dir / JOBS)
 
 
-def run_of(sweep_dir: Path, number: int) -> str | None:
-    """The id of the run that a job is, if it came as far as to know it."""
-    return next((line["id"] for line in jobs(sweep_dir) if line.get("job") == number and line.get("id")), None)
+def attempt_of(sweep_dir: Path, number: int) -> str | None:
+    """Return the id of the attempt that a job has made, or found done; None where it came to neither."""
+    ids = [line["id"] for line in jobs(sweep_dir) if line.get("job") == number and line.get("id")]
+    return ids[-1] if ids else None  # the last: a cluster may have started the job again
 
 
 def stop(sweep_dir: Path, code: int) -> None:

@@ -1,7 +1,7 @@
 """`python -m magicdec.tracking.sync RUNS_DIR`: send stored runs to Weights & Biases, whatever became of its folders.
 
-A run is sent under the id that it always has, its own and the attempt's number (or the one that `wandb agent` gave it),
-and only if it is not there as a whole: sending it twice is sending it once.
+A run is sent under its own id (or the one that `wandb agent` gave it), and only if it is not there as a whole: sending
+it twice is sending it once.
 """
 
 import argparse
@@ -40,8 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def send(folder: Path, config: dict, options: argparse.Namespace, api: Any) -> wandb.WandbOutcome:
     """Tell W&B of a run as it was told when it ended, from what the store holds; nothing if it knows all of it."""
     result = read_result(folder)
-    result.pop("rerun", None)
-    run = Run(folder.parent, folder.name, result.get("attempt", 1), result)
+    run = Run(folder.parent, folder.name, result)
     chosen = {key: value for key in ("mode", "project", "entity") if (value := getattr(options, key)) is not None}
     results = SimpleNamespace(
         **{name: read_lines(folder / f"{name}.jsonl") for name in ("history", "samples", "system")}

@@ -183,7 +183,7 @@ def _send(run: Run, config: Mapping[str, Any], results: Results) -> WandbOutcome
 
 
 def _id(run: Run, config: Mapping[str, Any]) -> str:
-    return config["wandb"].get("id") or f"{run.id}-{run.attempt}"
+    return config["wandb"].get("id") or run.id
 
 
 def _forget() -> None:

@@ -4,8 +4,11 @@ import sys
 
 import pytest
 
-from magicdec.data import CORPORA, load_prompts
+from magicdec.config import compose
+from magicdec.data import CORPORA, fingerprint, load_prompts
 from magicdec.errors import UserError
+from magicdec.resolve import resolve
+from magicdec.tracking.store import run_id
 from tests.data.characters import CharacterTokenizer, load
 
 
@@ -146,3 +149,38 @@ def test_importing_the_package_imports_no_heavy_library():
     code = f"import sys, magicdec.data; print([name for name in {heavy} if name in sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("name", ["prompts", "text", "repeat", "ruler"])
+def test_the_fingerprint_of_a_file_is_that_of_its_content(tmp_path, name):
+    file = tmp_path / "mine.jsonl"
+    found = []
+    for content in ('{"prompt": "hello"}\n', '{"prompt": "hallo"}\n', '{"prompt": "hello"}\n'):
+        file.write_text(content)
+        found.append(fingerprint(name, str(file)))
+    assert found[0] == found[2] != found[1]
+
+
+def test_the_fingerprint_of_a_folder_covers_the_text_in_it(tmp_path):
+    (tmp_path / "test").mkdir()
+    (tmp_path / "test" / "book.txt").write_text("a book")
+    before = {name: fingerprint(name, str(tmp_path)) for name in ("text", "pg19")}
+    (tmp_path / "image.png").write_bytes(b"no text")
+    assert {name: fingerprint(name, str(tmp_path)) for name in before} == before
+    (tmp_path / "more.txt").write_text("of which PG-19 takes no notice")
+    assert fingerprint("text", str(tmp_path)) != before["text"]
+    assert fingerprint("pg19", str(tmp_path)) == before["pg19"]
+    (tmp_path / "test" / "book.txt").write_text("A book")
+    assert fingerprint("pg19", str(tmp_path)) != before["pg19"]
+    with pytest.raises(UserError, match=r"^data=text data.path=nowhere: no such file or folder$"):
+        fingerprint("text", "nowhere")
+
+
+def test_edited_prompts_are_another_run(tmp_path):
+    file = tmp_path / "mine.jsonl"
+    ids = []
+    for content in ("hello", "hallo"):
+        file.write_text(json.dumps({"prompt": content}))
+        plan = resolve(compose(["hardware=cpu", "batch.size=1", "data=prompts", f"data.path={file}"]))
+        ids.append(run_id({}, plan.fingerprints, ""))
+    assert ids[0] != ids[1]

@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from magicdec.errors import UserError
 from magicdec.models.checkpoint import fingerprint, load, pieces, read_config
+from magicdec.registry import PACKAGE
 from tests.checkpoints import load_reference, make_checkpoint
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -254,11 +255,18 @@ def test_the_fingerprint_belongs_to_the_content(tmp_path, sharded):
     assert fingerprint(make_checkpoint(tmp_path / "other", seed=1, sharded=sharded)) != fingerprint(tmp_path / "here")
 
 
-def test_the_fingerprint_sees_one_byte_and_the_config(llama):
-    original = fingerprint(llama)
-    content = bytearray((llama / SINGLE).read_bytes())
-    content[len(content) // 2] ^= 1
-    (llama / SINGLE).write_bytes(content)
-    changed = fingerprint(llama)
-    change_config(llama, rms_norm_eps=1e-6)
-    assert len({original, changed, fingerprint(llama)}) == 3
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json", "chat_template.jinja"])
+def test_the_fingerprint_sees_every_byte(tmp_path, name):
+    """Of a real checkpoint, and of what makes prompts of a text."""
+    shutil.copytree(PACKAGE / "models" / "tiny" / "target", tmp_path / "copy")
+    (tmp_path / "copy" / "chat_template.jinja").write_text("{{ messages }}" * 10)
+    before, content = fingerprint(tmp_path / "copy"), bytearray((tmp_path / "copy" / name).read_bytes())
+    content[min(100_000, len(content) - 9)] ^= 1
+    (tmp_path / "copy" / name).write_bytes(content)
+    assert fingerprint(tmp_path / "copy") != before
+
+
+def test_the_fingerprint_is_not_that_of_the_readme(llama):
+    before = fingerprint(llama)
+    (llama / "README.md").write_text("a model")
+    assert fingerprint(llama) == before

@@ -114,7 +114,7 @@ def test_the_notes_of_groups_are_those_of_their_runs(report, tmp_path):
 
 
 def test_rows_are_flat_and_say_what_varies():
-    run = {"id": "x", "status": "done", "config": {"a": {"b": [1, 2], "c": None}}, "rerun": {"status": "failed"}}
+    run = {"id": "x", "status": "done", "config": {"a": {"b": [1, 2], "c": None}}}
     assert flatten(run) == {"a.b": "[1,2]", "id": "x", "status": "done"}
     assert varying(ROWS) == ["target.name", "cache.budget"]
 

@@ -1,5 +1,6 @@
 """The run store: names, attempts, the log, and readers that meet what they should not."""
 
+import importlib
 import logging
 import os
 import re
@@ -9,9 +10,11 @@ from pathlib import Path
 import pytest
 import yaml
 
+from magicdec import registry
 from magicdec.tracking import store
-from magicdec.tracking.reader import iter_runs, load_run
-from magicdec.tracking.store import Run, run_id
+from magicdec.tracking.lock import locked
+from magicdec.tracking.reader import attempts, find_done, iter_runs, latest, load_run
+from magicdec.tracking.store import Run, run_id, source
 from tests.tracking.sample import (
     CONFIG,
     GENERATIONS,
@@ -110,44 +113,117 @@ def test_metrics_cannot_claim_a_status(tmp_path):
 
 def test_failure_keeps_the_folder_and_the_reason(tmp_path):
     run = Run.open(tmp_path, "abc", CONFIG)
-    run.fail("batch.size=8: too much", "out_of_memory")
+    run.fail("batch.size=8: too much", "out_of_memory", HISTORY[:2])
     result = result_of(run)
-    assert (result["status"], result["kind"], result["reason"]) == (
-        "failed",
-        "out_of_memory",
-        "batch.size=8: too much",
+    assert (result["status"], result["kind"]) == ("failed", "out_of_memory")
+    assert result["reason"] == "batch.size=8: too much"
+    assert lines(run.folder / "history.jsonl") == HISTORY[:2]
+
+
+# Attempts
+
+
+def content(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_every_attempt_is_a_run_of_its_own(tmp_path):
+    first = finished_run(tmp_path)
+    before = content(first.folder)
+    failed = Run.open(tmp_path, "abc", CONFIG)
+    failed.fail("a bug", "crashed", HISTORY * 2)
+    third = Run.open(tmp_path, "abc", with_changes(batch={"size": 9}))
+    third.finish({"speedup": 2.5}, GENERATIONS * 2, HISTORY)
+    assert content(first.folder) == before, "neither a failure nor a later result touches what was done"
+    assert lines(failed.folder / "history.jsonl") == HISTORY * 2
+    runs = list(iter_runs(tmp_path))
+    assert [(run["id"], run["attempt"], run["status"], run.get("speedup")) for run in runs] == [
+        ("abc", 1, "done", 1.5),
+        ("abc-2", 2, "failed", None),
+        ("abc-3", 3, "done", 2.5),
+    ]
+    assert [run["config"]["batch"]["size"] for run in runs] == [8, 8, 9]
+    assert all(Path(run["folder"]) == tmp_path / run["id"] for run in runs)
+
+
+def test_attempts_are_counted_as_numbers_and_by_run(tmp_path):
+    for name in ("abc", "abc-2", "abc-10", "abcd-11", "ab"):
+        Run(tmp_path, name).folder.mkdir()
+        (tmp_path / name / "result.json").write_text('{"status": "done"}')
+    (tmp_path / "abc-12").mkdir()
+    assert [path.name for path in attempts(tmp_path, "abc")] == ["abc", "abc-2", "abc-10"]
+    assert Run.open(tmp_path, "abc", CONFIG).id == "abc-11"
+
+
+def test_an_attempt_whose_process_died_is_marked_by_the_next(tmp_path):
+    dead = Run.open(tmp_path, "abc", CONFIG)
+    (dead.folder / ".generations.jsonl.1.tmp").touch()
+    with locked(tmp_path / "abc"):
+        assert Run.open(tmp_path, "abc", CONFIG).id == "abc-2"
+        assert load_run(tmp_path / "abc-2")["status"] == "running"
+    result = result_of(dead)
+    assert (result["status"], result["kind"]) == ("failed", "interrupted")
+    assert f"process {os.getpid()} on" in result["reason"]
+    assert not list(dead.folder.glob(".*"))
+
+
+def test_the_latest_attempt_is_the_last_that_is_done():
+    def run(name, status, **facts):
+        return {"id": name, "status": status} | facts
+
+    a = [run("a", "done"), run("a-2", "done"), run("a-3", "failed"), run("a-4", "running")]
+    b = [run("b-2", "failed"), run("b-10", "failed", kind="crashed")]
+    c = [run("c", "failed", kind="invalid"), run("c-2", "failed", kind="invalid")]
+    d = [run("d", "failed", kind="crashed"), run("d-2", "failed", kind="invalid")]
+    assert sorted(run["id"] for run in latest(a + b + c + d)) == ["a-2", "b-10", "d"]
+
+
+def test_a_done_attempt_is_found_by_its_code(tmp_path, monkeypatch):
+    finished_run(tmp_path)
+    Run.open(tmp_path, "abc", CONFIG).fail("a bug", "crashed")
+    assert find_done(tmp_path, "abc", source())["id"] == "abc"
+    monkeypatch.setattr(store, "PACKAGE_HASH", "edited")
+    assert find_done(tmp_path, "abc", source()) == {}
+    assert find_done(tmp_path, "abc", None)["id"] == "abc"
+    finished_run(tmp_path)
+    assert find_done(tmp_path, "abc", source())["id"] == "abc-3"
+    assert find_done(tmp_path, "other", None) == {}
+
+
+def test_a_plugin_is_part_of_the_code(tmp_path, monkeypatch):
+    """A file outside the package that registers a class."""
+    monkeypatch.setattr(registry, "PLUGINS", {})
+    monkeypatch.setattr(store, "PLUGINS", registry.PLUGINS)
+    monkeypatch.syspath_prepend(tmp_path)
+    before = source()
+    plugin = tmp_path / "a_plugin_of_mine.py"
+    code = (
+        "from magicdec.registry import Registry\n@Registry('magicdec.cache', 'x').register('mine')\nclass Mine: pass\n"
     )
-    assert Run.open(tmp_path, "abc", CONFIG).attempt == 2
+    plugin.write_text(code)
+    importlib.import_module(plugin.stem)
+    hashes = [source()]
+    plugin.write_text(code + "# edited\n")
+    hashes.append(source())
+    assert len({before, *hashes}) == 3
 
 
-def test_measuring_anew_replaces_the_earlier_result_only_at_the_end(tmp_path):
-    Run.open(tmp_path, "abc", CONFIG).finish({"speedup": 1.5}, GENERATIONS, HISTORY)
-    second = Run.open(tmp_path, "abc", CONFIG)
-    assert (result_of(second)["speedup"], result_of(second)["rerun"]["status"]) == (1.5, "running")
-
-    second.fail("interrupted", "interrupted")
-    result = result_of(second)
-    assert (result["status"], result["speedup"], result["attempt"]) == ("done", 1.5, 1)
-    assert (result["rerun"]["status"], result["rerun"]["attempt"]) == ("failed", 2)
-
-    third = Run.open(tmp_path, "abc", CONFIG)
-    third.finish({"speedup": 2.5}, [], [])
-    result = result_of(third)
-    assert (result["speedup"], result["attempt"], "rerun" in result) == (2.5, 3, False)
-    assert lines(third.folder / "generations.jsonl") == []
-
-
-def test_commit_is_that_of_the_package(tmp_path, monkeypatch):
+def test_the_commit_is_that_of_the_package_and_dirty_with_a_new_file(tmp_path, monkeypatch):
     monkeypatch.setattr(store, "CHECKOUT", tmp_path)
     assert store._commit() == {"commit": None, "commit_dirty": None}
     git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-C", str(tmp_path)]
-    for command in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "one"]):
+    (tmp_path / "magicdec").mkdir()
+    (tmp_path / "magicdec" / "old.py").touch()
+    for command in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "one"]):
         subprocess.run(git + command, check=True)
     head = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
+    (tmp_path / "notes.txt").touch()
     assert store._commit() == {"commit": head, "commit_dirty": False}
-    (tmp_path / "new.py").touch()
-    subprocess.run([*git, "add", "new.py"], check=True)
-    assert store._commit() == {"commit": head, "commit_dirty": True}
+    for name in ("new.py", "old.py"):
+        (tmp_path / "magicdec" / name).write_text("edited")
+        assert store._commit() == {"commit": head, "commit_dirty": True}
+        subprocess.run([*git, "stash", "-q", "-u"], check=True)
+    assert store._commit() == {"commit": head, "commit_dirty": False}
 
 
 # Log
@@ -177,8 +253,9 @@ def test_log_file_takes_details_that_the_terminal_does_not(tmp_path):
     finally:
         root.removeHandler(console)
     text = (run.folder / "log.txt").read_text()
-    for expected in ("INFO magicdec.somewhere: a detail", "a warning", "ZeroDivisionError", "attempt 2", "another"):
+    for expected in ("INFO magicdec.somewhere: a detail", "a warning", "ZeroDivisionError"):
         assert expected in text
+    assert "run abc-2\n" in (tmp_path / "abc-2" / "log.txt").read_text()
     assert "after the run" not in text
     assert [record.getMessage() for record in shown] == ["a warning", "after the run"]
 
@@ -205,7 +282,7 @@ def test_readers_pass_over_what_is_torn_or_foreign(tmp_path):
     assert load_run(tmp_path / "torn") == {}
     assert list(iter_runs(tmp_path / "nowhere")) == []
     assert list(iter_runs(tmp_path / "a file")) == []
-    assert Run.open(tmp_path, "foreign", CONFIG).attempt == 1
+    assert Run.open(tmp_path, "foreign", CONFIG).id == "foreign-2", "what lies there is not written over"
 
 
 def test_a_run_without_its_configuration_is_still_a_run(tmp_path):

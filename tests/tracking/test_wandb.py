@@ -36,6 +36,9 @@ for key in (None, "too short"):
 """
 
 
+ATTEMPTS = ["0123456789ab", "0123456789ab-2"]
+
+
 @pytest.fixture(scope="module")
 def told(tmp_path_factory):
     """Two attempts at a run, told offline in one process; its outcomes, and the process for what it printed."""
@@ -60,11 +63,11 @@ def updates(records, kind):
     return {key: value for r in records if r["type"] == kind for key, value in r[kind]["update"].items()}
 
 
-def test_each_attempt_has_a_folder_of_its_own_in_the_run_s(told):
+def test_each_attempt_is_a_run_in_its_own_folder(told):
     outcomes, _, home = told
     folders = [Path(outcome["folder"]) for outcome in outcomes]
-    assert [folder.name.rpartition("ab-")[2] for folder in folders] == ["1", "2"]
-    assert all(folder.parent == home / "runs" / "0123456789ab" / "wandb" for folder in folders)
+    assert [folder.parent for folder in folders] == [home / "runs" / name / "wandb" for name in ATTEMPTS]
+    assert [folder.name.partition("_")[2].partition("-")[2] for folder in folders] == ATTEMPTS
     assert [outcome["sync_command"] for outcome in outcomes] == [f"wandb sync {folder}" for folder in folders]
     assert all(outcome["warning"] is None for outcome in outcomes)
 
@@ -79,7 +82,7 @@ def test_config(records):
     run = next(r["run"] for r in records if r["type"] == "run")
     config = {key: value for key, value in run["config"]["update"].items() if key != "_wandb"}
     assert config == CONFIG
-    assert (run["run_id"], run["project"], run["run_group"]) == ("0123456789ab-1", "magicdec", "a group")
+    assert (run["run_id"], run["project"], run["run_group"]) == ("0123456789ab", "magicdec", "a group")
     assert run["job_type"] == "compare"
     assert run["tags"] == ["mine", "tiny", "self", "streaming", "Some CPU @ 2.90GHz", "measured"]
     assert run["display_name"] == "tiny self streaming-128 gamma4 8x4096"
@@ -121,17 +124,18 @@ def test_what_an_offline_run_needs_later_lies_in_the_run_s_folder(told):
     _, _, home = told
     staged = [path for path in home.rglob("artifacts/staging/*") if path.is_file()]
     assert staged
-    assert all(path.is_relative_to(home / "runs" / "0123456789ab") for path in staged)
+    assert {path.relative_to(home / "runs").parts[0] for path in staged} == set(ATTEMPTS)
 
 
 def test_a_run_is_sent_again_from_the_store_alone(told, tmp_path):
     outcomes, _, home = told
-    shutil.copytree(home / "runs" / "0123456789ab", tmp_path / "0123456789ab", ignore=shutil.ignore_patterns("wandb"))
-    process = python("-m", "magicdec.tracking.sync", tmp_path, "--mode", "offline", home=tmp_path)
+    shutil.copytree(home / "runs", tmp_path / "runs", ignore=shutil.ignore_patterns("wandb"))
+    process = python("-m", "magicdec.tracking.sync", tmp_path / "runs", "--mode", "offline", home=tmp_path)
     assert (process.returncode, process.stderr) == (0, "")
-    (folder,) = (tmp_path / "0123456789ab" / "wandb").glob("offline-run-*-2")
-    assert process.stdout == f"0123456789ab  wandb sync {folder}\n"
-    assert content(inspect(folder)) == content(inspect(outcomes[1]["folder"]))
+    folders = [next((tmp_path / "runs" / name / "wandb").glob("offline-run-*")) for name in ATTEMPTS]
+    lines = [f"{name}  wandb sync {folder}" for name, folder in zip(ATTEMPTS, folders, strict=True)]
+    assert process.stdout.splitlines() == lines
+    assert content(inspect(folders[1])) == content(inspect(outcomes[1]["folder"]))
 
 
 def content(records):
@@ -178,7 +182,7 @@ def test_a_server_that_is_away_leaves_the_run_offline(tmp_path):
     outcome = json.loads(process.stdout)
     assert outcome["warning"].startswith("W&B failed, ")
     assert outcome["sync_command"] == f"wandb sync {outcome['folder']}"
-    assert Path(outcome["folder"], "run-0123456789ab-1.wandb").stat().st_size > 1000
+    assert Path(outcome["folder"], "run-0123456789ab.wandb").stat().st_size > 1000
     assert load_run(tmp_path / "runs" / "0123456789ab")["status"] == "done"
     assert "MARKER" not in process.stdout + process.stderr
 
@@ -193,7 +197,7 @@ def test_a_service_that_dies_while_it_is_told_loses_nothing(tmp_path):
     shutil.rmtree(tmp_path / "0123456789ab" / "wandb")
     process = python("-m", "magicdec.tracking.sync", tmp_path, "--mode", "offline", home=tmp_path)
     assert process.returncode == 0, process.stderr
-    assert list((tmp_path / "0123456789ab" / "wandb").glob("offline-run-*-1/*.wandb"))
+    assert list((tmp_path / "0123456789ab" / "wandb").glob("offline-run-*/*.wandb"))
 
 
 def test_online_without_a_key_is_one_clear_line(tmp_path):

@@ -65,7 +65,7 @@ def launched(tmp_path_factory):
 def test_a_launched_run_arrives_with_what_it_is(launched):
     server, stored, process, _ = launched
     ((name, run),) = server.runs.items()
-    assert name == f"{stored['id']}-1"
+    assert name == stored["id"]
     assert {key: run.facts[key] for key in ("project", "groupName", "jobType")} == {
         "project": "magicdec",
         "groupName": "ours",
@@ -132,7 +132,7 @@ def offline(tmp_path_factory):
     home = tmp_path_factory.mktemp("home")
     processes = [start("-c", TELL, home / "runs", "offline", 1, name, home=home) for name in IDS]
     outcomes = [json.loads(finished(process).stdout) for process in processes]
-    return {f"{name}-1": outcome for name, outcome in zip(IDS, outcomes, strict=True)}
+    return dict(zip(IDS, outcomes, strict=True))
 
 
 @pytest.fixture
@@ -159,7 +159,7 @@ def test_runs_told_offline_in_parallel_arrive_once_each(offline, store, tmp_path
     assert (again.returncode, again.stdout) == (0, sent.stdout)
     assert {name: content(server, name) for name in server.runs} == first
     assert_no_secret(tmp_path, sent, again)
-    server.runs["0123456789ab-1"] = Received()
+    server.runs["0123456789ab"] = Received()
     python(*SYNC, store, home=tmp_path, **address(server))
     assert {name: content(server, name) for name in server.runs} == first, "what is not there as a whole is sent again"
 
@@ -211,7 +211,7 @@ def test_what_a_server_refuses_is_kept(tmp_path, server):
     again = python(*SYNC, runs, home=tmp_path, **address(server))
     assert (again.returncode, again.stderr) == (0, "")
     arrived = {name: (len(run.history), run.summary["speedup"]) for name, run in server.runs.items()}
-    assert arrived == {f"{run['id']}-1": (2, gamma + 0.064) for gamma, run in stored.items()}
+    assert arrived == {run["id"]: (2, gamma + 0.064) for gamma, run in stored.items()}
 
 
 def test_sync_with_a_wrong_key_says_what_to_do(tmp_path, server):
@@ -240,7 +240,7 @@ def test_sync_tells_which_run_was_not_taken(store, tmp_path, server):
     process = python(*SYNC, store, home=tmp_path, **address(server))
     assert (process.returncode, process.stderr) == (1, "")
     assert "ba9876543210  W&B failed, CommError: it is down\n" in process.stdout
-    assert list(server.runs) == ["0123456789ab-1"]
+    assert list(server.runs) == ["0123456789ab"]
     assert len(list(store.glob("*/wandb/offline-run-*"))) == 2, "the store has it all, nothing more is to be kept"
 
 
@@ -261,7 +261,7 @@ def test_a_service_that_dies_while_it_sends_leaves_the_run_offline(tmp_path, ser
     assert outcome["warning"].startswith("W&B failed, ")
     sent = python(*WANDB, *outcome["sync_command"].split()[1:], home=tmp_path, **address(server))
     assert sent.returncode == 0, sent.stderr
-    assert content(server, "0123456789ab-1")[2:5] == ([*HISTORY, *SYSTEM, {}, {}], METRICS, SAMPLES)
+    assert content(server, "0123456789ab")[2:5] == ([*HISTORY, *SYSTEM, {}, {}], METRICS, SAMPLES)
 
 
 # The agent looks for work more often than every five seconds.

@@ -13,7 +13,7 @@ from magicdec.errors import UserError
 from magicdec.tracking.reader import load_run
 from magicdec.tracking.report.rows import FACTS, Row, flatten, is_setting, keys_of
 
-WHERE = ("status", "reason", "version", "commit", "device", "host", "python", "torch")
+WHERE = ("status", "reason", "version", "source", "commit", "commit_dirty", "device", "host", "python", "torch")
 
 
 def find(name: str, runs_dir: Path) -> Row:

@@ -32,7 +32,7 @@ DIGITS = 5  # significant ones: finer than any measurement
 def render(rows: Sequence[Row], title: str) -> str:
     """Return the page as text."""
     settings, differing = telling(rows), varying(rows)
-    keys = [key for key in keys_of(rows) if key not in NOT_TOLD and not key.startswith("rerun.")]
+    keys = [key for key in keys_of(rows) if key not in NOT_TOLD]
     told = {key: _column([row.get(key) for row in rows]) for key in keys if key in differing or not is_setting(key)}
     told["gpu_trouble"] = _column([", ".join(gpu_trouble(row)) or None for row in rows])
     told["command"] = _column([command(row, differing) for row in rows])

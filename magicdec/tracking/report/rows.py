@@ -14,7 +14,7 @@ Row = dict[str, Any]
 # What names a run or where it ran: neither a setting that one compares by nor a figure that one compares.
 FACTS = frozenset(
     {"id", "status", "kind", "reason", "attempt", "started", "finished", "host", "pid", "folder", "overrides"}
-    | {"version", "commit", "commit_dirty", "python", "torch"}
+    | {"version", "source", "commit", "commit_dirty", "python", "torch"}
 )
 # Runs that are alike in these should have written the same tokens, whatever the engine and the draft.
 SAME_OUTPUT = ("data/fingerprint", "target.name", "target.path", "batch.generate_len", "hardware.dtype")
@@ -57,7 +57,7 @@ def _compare_outputs(rows: Iterable[Row]) -> None:
 
 def flatten(run: Mapping[str, Any]) -> Row:
     """A stored run as one row; nothing in it is nested, and what is null is left out."""
-    result = {key: value for key, value in run.items() if key not in ("config", "rerun")}
+    result = {key: value for key, value in run.items() if key != "config"}
     row = dict(_leaves(run.get("config") or {})) | dict(_leaves(result))
     if row.get("data.name") == "prompts" and isinstance(mean := row.get("data/context_len_mean"), float):
         row["batch.context_len"] = round(mean)  # which only bounds a user's own prompts

@@ -1,0 +1,52 @@
+"""Short hashes of files, so that a run whose code, checkpoint or text was edited is another run."""
+
+import hashlib
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+
+from magicdec.errors import UserError
+
+LENGTH = 16  # hex digits
+WHOLE_BYTES = 1_000_000_000  # files are read whole, the small ones first, up to this sum
+START_BYTES = 1 << 20  # of a larger file: its start, which holds the header of a checkpoint,
+SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # and so many evenly spaced samples
+CODE = frozenset({".py", ".cpp", ".yaml", ".csv"})  # what decides a result; checkpoints have their own fingerprint
+
+
+def of_files(files: Mapping[str, Path]) -> str:
+    """Return a hash of files by name. Raise UserError for a file that cannot be read.
+
+    It covers the content of files of up to 1 GB together; of further ones the size, the time of the last change, the
+    start and samples. It does not depend on the machine, nor, up to 1 GB, on when the files were written.
+    """
+    digest, total = hashlib.sha256(), 0
+    try:
+        stats = {name: path.stat() for name, path in files.items()}
+        for name, stat in sorted(stats.items(), key=lambda item: (item[1].st_size, item[0])):
+            total += stat.st_size
+            whole = total <= WHOLE_BYTES
+            content = _digest(files[name], whole, stat.st_size, stat.st_mtime_ns, stat.st_ino)
+            digest.update(f"{name}\0{content}\0".encode())
+    except OSError as error:
+        raise UserError(f"{error.filename} cannot be read: {error.strerror}") from None
+    return digest.hexdigest()[:LENGTH]
+
+
+def of_code(folder: Path) -> str:
+    """Return a hash of a package's source, and of the data files that it computes with."""
+    paths = (path for path in folder.rglob("*") if path.suffix in CODE and path.is_file())
+    return of_files({path.relative_to(folder).as_posix(): path for path in paths})
+
+
+@lru_cache(maxsize=1024)
+def _digest(path: Path, whole: bool, size: int, mtime_ns: int, inode: int) -> str:
+    """Return the hash of one file. Many runs of a process have the same files: each is read once, until it changes."""
+    with path.open("rb") as file:
+        if whole:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+        digest = hashlib.sha256(f"{size} {mtime_ns}".encode() + file.read(START_BYTES))
+        for sample in range(SAMPLES):
+            file.seek((size - SAMPLE_BYTES) * sample // (SAMPLES - 1))
+            digest.update(file.read(SAMPLE_BYTES))
+    return digest.hexdigest()
