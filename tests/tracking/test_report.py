@@ -8,6 +8,8 @@ import time
 import pytest
 
 from magicdec.errors import UserError
+from magicdec.tracking import clean
+from magicdec.tracking.lock import locked
 from magicdec.tracking.report import figures, page, query
 from magicdec.tracking.report.__main__ import main
 from magicdec.tracking.report.rows import flatten, read_rows, telling, varying
@@ -288,3 +290,62 @@ def test_engines_are_compared_by_what_they_wrote(report, tmp_path):
     assert [line[2:] for line in lines[2:5]] == [[engine, "self", "99.5", word] for engine, word in said]
     _, out, _ = report("compare", tmp_path / "run0", tmp_path / "run1", runs=None)
     assert "the same prompts, other autoregressive tokens" in out
+
+
+@pytest.fixture
+def attempts(tmp_path):
+    """A run with two attempts that are done and one that failed, and runs that were mistyped."""
+    values = {"cache.budget": 64}
+    write_run(tmp_path, "aaa", values, {"speedup": 1.0})
+    write_run(tmp_path, "aaa-2", values, {"speedup": 2.0})
+    write_run(tmp_path, "aaa-3", values, {}, failed=True)
+    write_run(tmp_path, "bbb", values, {}, failed=True)
+    for name in ("ccc", "ccc-2", "aaa-4"):
+        write_run(tmp_path, name, values, {}, failed=True)
+        path = tmp_path / name / "result.json"
+        path.write_text(path.read_text().replace("out_of_memory", "invalid"))
+    return tmp_path
+
+
+def test_the_latest_attempt_is_shown_and_nothing_that_was_mistyped(report, attempts):
+    assert [(row["id"], row.get("speedup")) for row in read_rows(attempts)] == [("aaa-2", 2.0), ("bbb", None)]
+    code, out, _ = report(runs=attempts)
+    assert code == 0
+    assert "1 failed; " in out
+    assert "left out: 3 mistyped, 2 earlier attempts; --all shows them, python -m magicdec.tracking.clean " in out
+    code, out, _ = report("--all", runs=attempts)
+    assert re.findall(r"^[a-c]{3}\S*", out, re.M) == ["aaa", "aaa-2", "aaa-3", "aaa-4", "bbb", "ccc", "ccc-2"]
+    assert "left out" not in out
+
+
+def test_any_two_attempts_are_compared(report, attempts):
+    _, out, _ = report("compare", "aaa", "aaa-2", "--runs-dir", attempts, runs=None)
+    assert re.search(r"^speedup +1 +2 +\+100.0%$", out, re.M)
+    assert "the same configuration" in out
+    code, _, err = report("compare", "aa", "bbb", "--runs-dir", attempts, runs=None)
+    assert (code, "aa: aaa, aaa-2, aaa-3, aaa-4; name a run's folder" in err) == (2, True)
+    assert "no such run" in report("compare", attempts / "gone", "bbb", runs=None)[2]
+
+
+def test_what_was_mistyped_is_deleted_by_a_command(report, attempts, capsys):
+    (attempts / "ccc" / "wandb").mkdir()
+    assert clean.main([str(attempts)]) == 0
+    out = capsys.readouterr().out
+    assert "ccc-2  batch.size: too much\n" in out
+    assert f"3 runs deleted from {attempts}\n" in out
+    assert sorted(path.name for path in attempts.iterdir()) == ["aaa", "aaa-2", "aaa-3", "bbb"]
+    with locked(attempts / "aaa"):
+        assert clean.main([str(attempts), "--kind", "out_of_memory"]) == 2
+        assert "aaa is being run by" in capsys.readouterr().err
+    assert clean.main([str(attempts), "--kind", "out_of_memory"]) == 0
+    assert sorted(path.name for path in attempts.iterdir()) == ["aaa", "aaa-2"]
+    assert clean.main([str(attempts / "nowhere")]) == 2
+
+
+def test_a_store_of_nothing_but_mistakes_says_so(report, tmp_path):
+    write_run(tmp_path, "ccc", {"cache.budget": 64}, {}, failed=True)
+    path = tmp_path / "ccc" / "result.json"
+    path.write_text(path.read_text().replace("out_of_memory", "invalid"))
+    code, _, err = report(runs=tmp_path)
+    assert (code, err.count("\n")) == (2, 1)
+    assert "left out: 1 mistyped; --all shows them" in err

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from magicdec.errors import UserError
 from magicdec.tracking.report import difference, export, figures, page, query, terminal
-from magicdec.tracking.report.rows import read_rows
+from magicdec.tracking.report.rows import read_runs, rows_of
 from magicdec.tracking.store import shown
 
 USER_ERROR = 2
@@ -39,7 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _report(arguments: Sequence[str]) -> None:
     options = _parser().parse_args(arguments)
-    rows = query.select(read_rows(options.runs_dir, options.sweep), options.where)
+    chosen, left_out = read_runs(options.runs_dir, options.sweep, options.all)
+    rows = query.select(rows_of(chosen), options.where)
     table = query.group(rows, options.group_by.split(","), options.mix) if options.group_by else rows
     table = query.sort(table, options.sort, options.descending)
     written = [
@@ -51,7 +52,7 @@ def _report(arguments: Sequence[str]) -> None:
     columns = options.columns.split(",") if options.columns else None
     runs = rows if options.group_by else None
     console.print(terminal.render(table, columns, options.limit, console.width, runs))
-    for line in written:
+    for line in filter(None, [left_out, *written]):
         console.print(Text(line, no_wrap=True, overflow="ignore"), crop=False)
 
 
@@ -93,6 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("runs_dir", type=Path, help="a run store, as in runs_dir=FOLDER")
     parser.add_argument("--sweep", metavar="NAME", help="only the runs of the sweeps of this name, or of this folder")
+    parser.add_argument("--all", action="store_true", help="every attempt at a run, and runs that were mistyped")
     parser.add_argument("--where", metavar="TEST", action="append", default=[], help=query.SYNTAX)
     parser.add_argument("--sort", metavar="KEY", help="by this key, the smallest first")
     parser.add_argument("--descending", action="store_true", help="the largest first")

@@ -17,8 +17,11 @@ WHERE = ("status", "reason", "version", "source", "commit", "commit_dirty", "dev
 
 
 def find(name: str, runs_dir: Path) -> Row:
-    """A run by its folder or by the beginning of its id; raises UserError unless that is one run."""
-    folders = [Path(name)] if load_run(name) else [path for path in runs_dir.glob(f"{name}*") if load_run(path)]
+    """Return a run by its folder, its id or the beginning of its id. Raise UserError unless that is one run."""
+    exact = [path for path in (Path(name), runs_dir / name) if load_run(path)]
+    folders = exact[:1] or [
+        path for path in sorted(runs_dir.glob("*")) if path.name.startswith(name) and load_run(path)
+    ]
     if len(folders) != 1:
         found = ", ".join(folder.name for folder in folders) or "no such run"
         raise UserError(f"{name}: {found}; name a run's folder, or the beginning of an id in {runs_dir}")

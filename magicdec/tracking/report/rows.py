@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from magicdec.errors import UserError
-from magicdec.tracking.reader import iter_runs, read_lines
+from magicdec.tracking.reader import iter_runs, latest, read_lines
+from magicdec.tracking.store import shown
 from magicdec.tracking.sweep import jobs
 
 Row = dict[str, Any]
@@ -28,18 +29,42 @@ ASKED_FIRST = (
 ELSEWHERE = ("wandb.", "hydra.", "runs_dir", "resume", "sweep.")
 
 
-def read_rows(runs_dir: str | Path, sweep: str | None = None) -> list[Row]:
-    """Every run of a store, or of a sweep in it, oldest first; raises UserError where there is none. A run under load
-    (scenario=serve) is a row per level, which is then a setting among others: load.concurrency or load.rate.
+def read_runs(
+    runs_dir: str | Path, sweep: str | None = None, every_attempt: bool = False
+) -> tuple[list[dict[str, Any]], str]:
+    """Return the runs of a store, or of a sweep in it, each by its latest attempt, and a line on those left out.
+
+    Leave out earlier attempts and mistyped runs unless `every_attempt` is true. Raise UserError if there are no runs.
     """
     if not Path(runs_dir).is_dir():
         raise UserError(f"{runs_dir}: no such folder; name a run store, as in runs_dir=FOLDER")
     members = None if sweep is None else sweep_members(runs_dir, sweep)
-    rows = [row for run in iter_runs(runs_dir, members) for row in _levels(run)]
-    if not rows:
+    found = list(iter_runs(runs_dir, members))
+    if not found:
         raise UserError(f"{runs_dir}: holds no runs{f' of sweep {sweep}' if sweep else ''}")
+    chosen = found if every_attempt else latest(found)
+    mistyped = sum(run.get("kind") == "invalid" for run in found)
+    others = {"mistyped": mistyped, "earlier attempts": len(found) - len(chosen) - mistyped}
+    line = f"left out: {', '.join(f'{number:,} {what}' for what, number in others.items() if number)}; --all shows them"
+    if mistyped:
+        line += f", python -m magicdec.tracking.clean {shown(Path(runs_dir))} deletes what was mistyped"
+    if not chosen:
+        raise UserError(f"{runs_dir}: {line}")
+    return chosen, line if len(chosen) < len(found) else ""
+
+
+def rows_of(runs: Iterable[Mapping[str, Any]]) -> list[Row]:
+    """Return a row per run, oldest first. A run under load (scenario=serve) is a row per level, which is then a setting
+    among others: load.concurrency or load.rate.
+    """
+    rows = [row for run in runs for row in _levels(run)]
     _compare_outputs(rows)
     return sorted(rows, key=lambda row: str(row.get("started", "")))
+
+
+def read_rows(runs_dir: str | Path, sweep: str | None = None) -> list[Row]:
+    """Return the rows of a store, or of a sweep in it. Raise UserError where there are none."""
+    return rows_of(read_runs(runs_dir, sweep)[0])
 
 
 def _compare_outputs(rows: Iterable[Row]) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from magicdec.errors import UserError
 from magicdec.tracking.report import export, figures, page, terminal
-from magicdec.tracking.report.rows import Row, read_rows
+from magicdec.tracking.report.rows import Row, read_runs, rows_of
 from magicdec.tracking.store import shown
 from magicdec.tracking.sweep import jobs
 
@@ -19,11 +19,12 @@ def summarize(sweep_dir: Path, with_figures: bool) -> None:
     if refused := sum(1 for job in jobs(sweep_dir) if not job.get("id")):
         print(f"{refused:,} job{'s' if refused > 1 else ''} ended before there was a run: see the errors above")
     try:
-        rows = read_rows(runs_dir, sweep_dir.name)
+        runs, left_out = read_runs(runs_dir, sweep_dir.name)
+        rows = rows_of(runs)
         console.print(terminal.render(rows, None, limit=50, width=console.width))
         states = Counter(str(row.get("status")) for row in rows)
         told = ", ".join(f"{number:,} {state}" for state, number in sorted(states.items()))
-        print(f"{len(rows):,} run{'s' if len(rows) > 1 else ''}: {told}")
+        print(f"{len(rows):,} run{'s' if len(rows) > 1 else ''}: {told}{f'; {left_out}' if left_out else ''}")
         for path in _written(rows, sweep_dir, with_figures):
             print(f"written           {shown(path)}")
         if with_figures:

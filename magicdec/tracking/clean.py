@@ -1,0 +1,55 @@
+"""`python -m magicdec.tracking.clean RUNS_DIR`: delete the runs that were mistyped, or that failed in other ways."""
+
+import argparse
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from magicdec.errors import UserError
+from magicdec.tracking.lock import NAME, locked
+from magicdec.tracking.reader import folder_of_lock, iter_runs
+from magicdec.tracking.store import explained, shown
+
+KINDS = ("invalid", "storage", "out_of_memory", "crashed", "interrupted")
+USER_ERROR = 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; return the exit code: 2 for a user's mistake, which is one line."""
+    parser = argparse.ArgumentParser("python -m magicdec.tracking.clean", description=__doc__)
+    parser.add_argument("runs_dir", type=Path, help="a run store, as in runs_dir=FOLDER")
+    what = "delete runs that failed in this way (invalid, that is mistyped); may be given several times"
+    parser.add_argument("--kind", choices=KINDS, action="append", help=what)
+    options = parser.parse_args(arguments)
+    try:
+        if not options.runs_dir.is_dir():
+            raise UserError(f"{options.runs_dir}: no such folder; name a run store, as in runs_dir=FOLDER")
+        runs = [run for run in iter_runs(options.runs_dir) if run.get("kind") in (options.kind or ["invalid"])]
+        for run in runs:
+            _delete(run)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return USER_ERROR
+    print(f"{len(runs):,} run{'' if len(runs) == 1 else 's'} deleted from {shown(options.runs_dir)}")
+    return 0
+
+
+def _delete(run: Mapping[str, Any]) -> None:
+    """Delete a failed attempt. Raise UserError where it cannot be, or another process is at the next attempt."""
+    folder = Path(run["folder"])
+    lock = folder_of_lock(folder)
+    with explained(folder.parent), locked(lock):
+        for path in folder.iterdir():
+            if path.name != NAME:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+    for empty in {folder, lock}:
+        with suppress(OSError):
+            empty.rmdir()
+    print(f"{run['id']}  {run.get('reason')}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
