@@ -184,7 +184,7 @@ def times(prefilled: Prefilled, cell: Cell, draft: Any) -> tuple[Generation, dic
         fast = decoder.generate(draft)
         plain_ms, fast_ms = (metrics.time_per_output_token_ms(metrics.row_times(g, 0.0)) for g in (plain, fast))
         ratios.append(plain_ms / fast_ms)
-        prefills.append(1e3 * (fast.draft_prefill_seconds + once.saved_s))
+        prefills.append(1e3 * (fast.setup_seconds + once.saved_s))
     steps = profile_round(Batch(decoder, draft), REPEATS)
     scores_once = CACHES[cell[1]].facts.selects == "prefill"
     select_ms = steps.get("select_ms", 0.0) + (1e3 * once.scoring_s if scores_once else 0.0)

@@ -4,12 +4,22 @@
 class UserError(ValueError):
     """A mistake in the configuration or the input: one line that names the key, the value and what would be valid.
 
-    `launch.py` prints it without a traceback and exits with code 2.
+    `launch.py` prints it without a traceback and exits with code 2. `kind` is what a failed run records.
     """
+
+    kind = "invalid"
 
 
 class StorageError(UserError):
     """A run store that cannot be written to, such as on a full disk."""
+
+    kind = "storage"
+
+
+class NonFinite(UserError):
+    """Logits that are NaN or infinite: the run has failed, because what it decoded means nothing."""
+
+    kind = "non_finite"
 
 
 class JobFailed(Exception):

@@ -73,9 +73,8 @@ class Plan:
 
     @property
     def is_audited(self) -> bool:
-        """Whether the output is compared with the baseline's: what is sampled or synthetic has nothing to equal."""
-        draft, sampling = self.config.draft, self.config.sampling
-        return draft.name != "none" and draft.synthetic_acceptance is None and sampling.temperature == 0
+        """Whether the speculative output claims to be the target's: with synthetic acceptance it means nothing."""
+        return self.config.draft.name != "none" and self.config.draft.synthetic_acceptance is None
 
 
 def resolve(config: Config) -> Plan:

@@ -131,7 +131,13 @@ def test_sampling_and_random_weights_say_what_they_are(tmp_path):
     assert result["lossless/identical"] is None
     sampled = launch(tmp_path / "sampled", "sampling=sample", "draft=model")
     assert sampled.returncode == 0, sampled.stderr
-    assert results(tmp_path / "sampled")[0]["lossless/identical"] is None
+    (result,) = results(tmp_path / "sampled")
+    assert (result["lossless/identical"], result["lossless/passed"], result["lossless/outside_tokens"]) == (
+        None,
+        True,
+        0,
+    )
+    assert abs(result["lossless/z_score"]) < 4 > abs(result["lossless/baseline_z_score"])
 
 
 def test_the_context_of_a_users_own_prompts_is_the_one_they_have(tmp_path, monkeypatch, capsys):

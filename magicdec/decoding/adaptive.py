@@ -31,9 +31,17 @@ class AdaptiveCycle:
     """
 
     def __init__(self, cycles: Mapping[int, Cycle], state: State):
-        """Times rounds, which disturbs the state: `restart` follows."""
+        """Time rounds of every gamma, which disturbs the state: the caller restarts it.
+
+        `timing_seconds` is what that takes, and a part of the speculative time to first token.
+        """
         self._cycles, self._state = cycles, state
-        self._seconds = self._timed_rounds()
+        for cycle in cycles.values():  # kernels are compiled, libraries loaded: a warm-up, as of all that is timed
+            cycle()
+            state.forget_rounds()
+        with Stopwatch(state.tokens_BS.device) as watch:
+            self._seconds = self._timed_rounds()
+        self.timing_seconds = watch.seconds
         self.restart()
 
     def restart(self) -> None:
@@ -73,7 +81,7 @@ class AdaptiveCycle:
         return {gamma: seconds / omega(gamma, alpha) for gamma, seconds in self._seconds.items()}
 
     def _timed_rounds(self) -> dict[int, float]:
-        """Seconds of a round of each gamma; the gammas take turns, so that a slow spell hits all."""
+        """Return the seconds of a round of each gamma; the gammas take turns, so that a slow spell hits all."""
         fastest = dict.fromkeys(self._cycles, float("inf"))
         for _ in range(TIMED_ROUNDS):
             for gamma, cycle in self._cycles.items():

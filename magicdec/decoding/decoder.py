@@ -14,7 +14,7 @@ from magicdec.cache.kv_cache import KVCache
 from magicdec.decoding.adaptive import AdaptiveCycle
 from magicdec.decoding.graphs import Captures, Cycle, Step
 from magicdec.decoding.prefill import prefill
-from magicdec.decoding.state import State
+from magicdec.decoding.state import TARGET, State
 from magicdec.drafts.base import Draft, Proposal
 from magicdec.measure.timers import Clock, Stopwatch
 from magicdec.models.transformer import Transformer
@@ -36,7 +36,7 @@ class Generation:
     accepted_RB: Tensor  # accepted proposals, INACTIVE where the row had finished
     committed_RB: Tensor  # tokens committed, cut at ends of sequence and at limits
     round_seconds: list[float]  # end of each round since the start of decoding
-    draft_prefill_seconds: float = 0.0
+    setup_seconds: float = 0.0  # before the first round: the draft's prefill, and timing its gammas if it has several
     gammas: list[int] = field(default_factory=list)  # of each round; 0 where nothing was proposed
     generate_len: int = 0  # the limit of every row
 
@@ -76,6 +76,7 @@ class Decoder:
             )
             positions_B1 = state.prompt_len_B.long()[:, None]
             logits_B1V = self.target.logits(last_BE[:, None])
+            state.inspect(logits_B1V, TARGET)
             self.first_tokens_B = choose(logits_B1V, positions_B1, Use.DECIDE, self.sampling)[0][:, 0]
         return watch.seconds
 
@@ -114,7 +115,9 @@ class Decoder:
     def verify(self, proposal: Proposal, cache: KVCache) -> Tensor:
         """One target pass over the last committed token and the proposals: T next-token logits a row."""
         tokens_BT = torch.cat((self.state.recent_BT(1), proposal.tokens_BG), dim=1)
-        return self.target.logits(self.target(tokens_BT, cache))
+        logits_BTV = self.target.logits(self.target(tokens_BT, cache))
+        self.state.inspect(logits_BTV, TARGET)
+        return logits_BTV
 
     def accept(self, proposal: Proposal, logits_BTV: Tensor) -> Verdict:
         """Decide by the rule that keeps this sampling lossless, or draw a synthetic outcome."""
@@ -130,6 +133,7 @@ class Decoder:
     def decode_token(self) -> None:
         """One autoregressive step: a round without proposals."""
         logits_B1V = self.target.logits(self.target(self.state.recent_BT(1), self.cache))
+        self.state.inspect(logits_B1V, TARGET)
         token_B1, _ = choose(logits_B1V, self.state.next_positions_BT(1), Use.DECIDE, self.sampling)
         count_B = self.state.commit(Verdict(torch.zeros_like(self.state.num_tokens_B), token_B1))
         self.cache.commit(1, count_B)
@@ -139,10 +143,11 @@ class Decoder:
         """Continue the prefilled prompts to their ends; `progress` is told of every round."""
         cycle = self.cycle_for(draft)
         self.restart()
-        with Stopwatch(self.device) as watch:
-            if draft is not None:
+        setup_seconds = 0.0
+        if draft is not None:
+            with Stopwatch(self.device) as watch:
                 draft.prefill(self.state, silent)
-        draft_seconds = watch.seconds if draft is not None else 0.0
+            setup_seconds = watch.seconds + (cycle.timing_seconds if isinstance(cycle, AdaptiveCycle) else 0.0)
         clock, stop = Clock(self.device), _StopFlag(self.state.finished_B)
         clock.mark()
         while not stop.raised():
@@ -151,8 +156,9 @@ class Decoder:
             stop.post()
             progress(1)
         seconds = clock.seconds()
+        self.state.check_finite("in speculative decoding" if draft else "in autoregressive decoding")
         fixed = [draft.gamma if draft else 0] * len(seconds)
-        return self._collect(seconds, draft_seconds, cycle.gammas if isinstance(cycle, AdaptiveCycle) else fixed)
+        return self._collect(seconds, setup_seconds, cycle.gammas if isinstance(cycle, AdaptiveCycle) else fixed)
 
     def cycle_for(self, draft: Draft | None) -> Cycle | AdaptiveCycle:
         """The rounds of a draft, of its gamma or of the best of its gammas. What is captured or timed the first time
@@ -186,7 +192,7 @@ class Decoder:
         """Release captures, and what they hold."""
         self._cycles.clear()
 
-    def _collect(self, round_seconds: list[float], draft_seconds: float, gammas: list[int]) -> Generation:
+    def _collect(self, round_seconds: list[float], setup_seconds: float, gammas: list[int]) -> Generation:
         """Read the counters back, once."""
         state, rounds = self.state, len(round_seconds)
         tokens, starts, ends = state.tokens_BS.tolist(), state.prompt_len_B.tolist(), state.num_tokens_B.tolist()
@@ -195,7 +201,7 @@ class Decoder:
             accepted_RB=state.accepted_RB[:rounds].to("cpu", copy=True),  # the next pass counts into the same buffers
             committed_RB=state.committed_RB[:rounds].to("cpu", copy=True),
             round_seconds=round_seconds,
-            draft_prefill_seconds=draft_seconds,
+            setup_seconds=setup_seconds,
             gammas=gammas,
             generate_len=state.max_len - state.max_prompt_len,
         )

@@ -6,9 +6,12 @@ B rows, T candidate tokens of a round, R rounds. Everything is updated in place 
 import torch
 from torch import Tensor
 
+from magicdec.errors import NonFinite
 from magicdec.verification.accept import Verdict
 
 INACTIVE = -1  # in the counters: the row had finished before the round
+TARGET, DRAFT = 0, 1  # whose logits `inspect` was given
+NEVER = torch.iinfo(torch.int32).max
 SPARE_ROUNDS = 8  # surplus rounds of a late reader, and those of a warm-up
 
 
@@ -40,6 +43,25 @@ class State:
         self.round_1 = torch.zeros(1, dtype=torch.int64, device=device)
         self.accepted_RB = torch.full((self.max_rounds, len(prompts)), INACTIVE, dtype=torch.int32, device=device)
         self.committed_RB = torch.zeros_like(self.accepted_RB)
+        # Position of the first token whose logits were not finite, of the target and of the draft.
+        self.bad_WB = torch.full((2, len(prompts)), NEVER, dtype=torch.int32, device=device)
+
+    def inspect(self, logits_BTV: Tensor, whose: int) -> None:
+        """Note for every unfinished row whether all logits are finite; `check_finite` reads the notes later."""
+        bad_B = ~logits_BTV.sum((1, 2), dtype=torch.float32).isfinite() & ~self.finished_B
+        position_B = torch.where(bad_B, self.num_tokens_B, NEVER)
+        torch.minimum(self.bad_WB[whose], position_B, out=self.bad_WB[whose])
+
+    def check_finite(self, during: str) -> None:
+        """Raise NonFinite with the first place where logits were not finite. Waits for the device."""
+        for key, first_B in zip(("target", "draft.model"), self.bad_WB.cpu(), strict=True):
+            if bool((first_B < NEVER).any()):
+                row = int((first_B - self.prompt_len_B.cpu()).argmin())
+                where = f"token {int(first_B[row])} of row {row}, {during}"
+                raise NonFinite(
+                    f"{key}: its logits are NaN or infinite, first for {where}; check its weights, or set "
+                    "hardware.dtype=float32"
+                )
 
     def start(self, first_tokens_B: Tensor) -> None:
         """Begin (again) right behind the prompts, with the tokens that the prefill decided."""

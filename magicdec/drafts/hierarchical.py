@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from magicdec.decoding.state import State
+from magicdec.decoding.state import DRAFT, State
 from magicdec.drafts.base import DRAFTS, Draft, DraftSpec, Proposal, Selection
 from magicdec.drafts.model import IndependentDraft, SelfDraft
 from magicdec.verification.accept import Verdict, accept_greedy, accept_sampled
@@ -85,6 +85,7 @@ class HierarchicalDraft(SelfDraft):
             guess = self._guess(written, refed)
             tokens_BT = torch.cat((written.recent_BT(1), guess.tokens_BG), dim=1)
             logits_BTV = self.model.logits(self.model(tokens_BT, self.cache))
+            written.inspect(logits_BTV, DRAFT)
             verdict = self._accept(guess, logits_BTV, written)
             if q_BGV is not None:
                 _put(q_BGV, probabilities(logits_BTV, self.sampling), start_B)

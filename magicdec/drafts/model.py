@@ -14,7 +14,7 @@ from magicdec.cache.draft_cache import DraftCache
 from magicdec.cache.kv_cache import KVCache
 from magicdec.decoding.prefill import prefill
 from magicdec.decoding.scoring import score
-from magicdec.decoding.state import State
+from magicdec.decoding.state import DRAFT, State
 from magicdec.drafts.base import DRAFTS, Draft, DraftSpec, Proposal, Selection
 from magicdec.models.transformer import Transformer
 from magicdec.verification.sampling import Use, choose
@@ -42,6 +42,7 @@ class ModelDraft(Draft):
         tokens, distributions = [state.recent_BT(self.refed)], []
         for i in range(self.gamma):
             logits = self.model.logits(self.model(self._known(tokens[-1]), self.cache)[:, -1:])[..., : self.vocab_size]
+            state.inspect(logits, DRAFT)
             token_B1, q_B1V = choose(logits, positions_BG[:, i : i + 1], Use.PROPOSE, self.sampling)
             tokens.append(token_B1)
             distributions.append(q_B1V)

@@ -41,8 +41,8 @@ class RowTimes(NamedTuple):
 
 
 def row_times(generation: Generation, prefill_seconds: float) -> list[RowTimes]:
-    """A row each, timed to its own last token, whatever the others still had to do."""
-    first = prefill_seconds + generation.draft_prefill_seconds
+    """Return the times of each row, to its own last token. What speculation sets up delays the first token."""
+    first = prefill_seconds + generation.setup_seconds
     return [
         RowTimes(first, generation.round_seconds[last] if last >= 0 else 0.0, len(tokens) - 1)
         for last, tokens in zip(_last_round(generation), generation.tokens, strict=True)

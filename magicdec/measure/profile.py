@@ -46,12 +46,14 @@ def profile_round(batch: Batch, repeats: int) -> dict[str, float]:
             parts["select_ms"] = (selection.run, lambda: None)
     times = _alternate(decoder, parts, repeats)
     if draft is None:
+        decoder.state.check_finite("in the profile")
         return times
     if selection is not None and selection.at == "prefill":
         times["select_ms"] = _plain_ms(decoder, selection.run, repeats)
     rounds = _rounds(batch, repeats)
     propose = times.pop("propose_ms")
     overhead = rounds - propose - times["verify_ms"]
+    decoder.state.check_finite("in the profile")
     return times | {"draft_ms": propose / draft.gamma, "round_ms": rounds, "overhead_ms": overhead}
 
 

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from magicdec.config import Config, to_dict
 from magicdec.costmodel.hardware import GIB
-from magicdec.errors import StorageError, UserError
+from magicdec.errors import UserError
 from magicdec.mistakes import unread, warnings
 from magicdec.scenarios.outcome import Outcome
 from magicdec.scenarios.ranks import on_ranks
@@ -212,7 +212,7 @@ def _reason(error: BaseException, config: Config) -> tuple[str, str]:
     """Why a run failed, in words and as a kind."""
     text = f"{type(error).__name__}: {error}".strip().splitlines()[0]
     if isinstance(error, UserError):
-        return str(error), "storage" if isinstance(error, StorageError) else "invalid"
+        return str(error), error.kind
     if isinstance(error, MemoryError) or any(words in str(error) for words in OUT_OF_MEMORY):
         size = f"batch.size={config.batch.size} at batch.context_len={config.batch.context_len}"
         return f"{size}: out of memory ({text}); choose less of either, or of batch.prefill_chunk", "out_of_memory"

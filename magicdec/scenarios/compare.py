@@ -22,7 +22,7 @@ from magicdec.measure.profile import profile_round
 from magicdec.resolve import Plan
 from magicdec.scenarios.foresee import setup_of_run, task_of
 from magicdec.scenarios.outcome import Outcome
-from magicdec.scenarios.paired import Outputs, speeds
+from magicdec.scenarios.paired import Outputs, lossless, speeds
 from magicdec.tracking.progress import Progress
 
 log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ def compare(plan: Plan, progress: Progress) -> Outcome:
     rows = int(config.batch.size)
     passes = [Pass([], []) for _ in range(config.scenario.repeats)]
     prefill_seconds: list[float] = []
-    audits: list[Audit] = []
+    verdict: Audit | None = None
     for start in range(0, len(prompts.tokens), rows):
         batch = engine.open(prompts.tokens[start : start + rows], start)
         if not prefill_seconds:
@@ -66,7 +66,8 @@ def compare(plan: Plan, progress: Progress) -> Outcome:
                 one.speculative.append(_generate(batch.decoder, batch, "speculative", progress))
         if plan.is_audited:
             first = passes[0]
-            audits.append(audit(batch.decoder, first.autoregressive[-1].tokens, first.speculative[-1].tokens))
+            found = audit(batch.decoder, first.autoregressive[-1].tokens, first.speculative[-1].tokens)
+            verdict = verdict + found if verdict else found
         if start + rows < len(prompts.tokens):  # the last one is profiled below
             batch.close()  # or the caches of two batches would be held at once
     outputs = passes[0].outputs(prompts)
@@ -79,7 +80,7 @@ def compare(plan: Plan, progress: Progress) -> Outcome:
     if speculative:
         results |= metrics.acceptance_metrics(speculative) | {"gamma": gamma}
         results["acceptance/source"] = "measured" if config.draft.synthetic_acceptance is None else "synthetic"
-        results |= _lossless(audits)
+        results |= lossless(plan, outputs.autoregressive, outputs.speculative, verdict)
     if config.draft.synthetic_acceptance is None:  # otherwise what is written means nothing
         results |= outputs.accuracy(tokenizer)
     if batch.draft is not None:  # an adaptive one is profiled as it ran most
@@ -96,7 +97,9 @@ def compare(plan: Plan, progress: Progress) -> Outcome:
 
 def _prefill(batch: Batch, engine: NativeEngine, progress: Progress) -> float:
     with progress.task("prefill", total=batch.decoder.state.max_prompt_len) as task:
-        return batch.decoder.prefill(engine.prefill_chunk, task.advance)
+        seconds = batch.decoder.prefill(engine.prefill_chunk, task.advance)
+    batch.decoder.state.check_finite("in the prefill")
+    return seconds
 
 
 def _generate(decoder: Decoder, batch: Batch | None, name: str, progress: Progress) -> Generation:
@@ -106,17 +109,6 @@ def _generate(decoder: Decoder, batch: Batch | None, name: str, progress: Progre
 
 def _speed(batches: list[Generation], prefill_seconds: list[float]) -> dict[str, float]:
     return metrics.speed_metrics([metrics.row_times(g, s) for g, s in zip(batches, prefill_seconds, strict=True)])
-
-
-def _lossless(audits: list[Audit]) -> Metrics:
-    if not audits:
-        return {"lossless/identical": None, "lossless/max_logit_gap": None}
-    return {
-        "lossless/identical": all(a.identical for a in audits),
-        "lossless/excused_rows": sum(a.excused for a in audits),
-        "lossless/max_logit_gap": max(a.max_logit_gap for a in audits),
-        "lossless/baseline_max_logit_gap": max(a.baseline_max_logit_gap for a in audits),
-    }
 
 
 def _formula(plan: Plan, results: Metrics, gamma: int) -> Metrics:

@@ -4,10 +4,14 @@ from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import Any
 
+import torch
+
 from magicdec.data.base import Prompts, fingerprint
 from magicdec.data.ruler import accuracy
+from magicdec.decoding.audit import Audit
 from magicdec.measure import metrics
 from magicdec.measure.metrics import Metrics
+from magicdec.resolve import Plan
 from magicdec.tracking.reader import NOISY
 
 NUM_SAMPLES = 4  # rows whose text is logged
@@ -33,6 +37,23 @@ def speeds(autoregressive: list[dict[str, float]], speculative: list[dict[str, f
                 result[f"{name}_spread"] = spread = metrics.spread(ratios)
                 result.setdefault("noisy", spread > NOISY)  # that of speedup, the first
     return result
+
+
+def lossless(
+    plan: Plan, autoregressive: list[list[int]], speculative: list[list[int]], audit: Audit | None = None
+) -> Metrics:
+    """Return `lossless/*`, which mean the same in every scenario and for every engine.
+
+    `identical` is whether all rows have the same tokens both ways; None where they need not (sampled or synthetic).
+    `passed` is the verdict of the audit, which excuses near-ties and judges samples, or without one `identical` itself.
+    In reduced precision a difference decides nothing, and `passed` is None: compare the logit gaps.
+    """
+    greedy = plan.config.sampling.temperature == 0
+    same = autoregressive == speculative if plan.is_audited and greedy else None
+    passed = same if audit is None else audit.passed
+    if not passed and plan.dtype != torch.float32:
+        passed = None
+    return {"lossless/identical": same, "lossless/passed": passed, **(audit.metrics() if audit else {})}
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from magicdec.measure.gpu import Watch
 from magicdec.measure.metrics import Metrics
 from magicdec.resolve import Plan
 from magicdec.scenarios.outcome import Outcome
-from magicdec.scenarios.paired import Outputs, speeds
+from magicdec.scenarios.paired import Outputs, lossless, speeds
 from magicdec.tracking.progress import Progress
 
 WARMUP_CONTEXT, WARMUP_TOKENS = 64, 8
@@ -43,8 +43,7 @@ def peer(plan: Plan, progress: Progress) -> Outcome:
         counts = sum((generation.counts for one in fast for generation in one), Counts())
         gamma = max(config.gammas)
         results |= counts.metrics(gamma) | {"gamma": gamma, "acceptance/source": "measured"}
-        audited = plan.is_audited
-        results["lossless/identical"] = outputs.speculative == outputs.autoregressive if audited else None
+        results |= lossless(plan, outputs.autoregressive, outputs.speculative)
     results |= outputs.accuracy(tokenizer) | {"memory/peak_gib": peak / GIB}
     return Outcome(results, outputs.rows(config.data.save_prompts), samples=outputs.samples(tokenizer))
 

@@ -22,6 +22,7 @@ from magicdec.measure import memory
 from magicdec.measure.metrics import Metrics, Rounds, acceptance
 from magicdec.resolve import Plan
 from magicdec.scenarios.outcome import Outcome, kept
+from magicdec.scenarios.paired import lossless
 from magicdec.serving.engine import AsyncEngine
 from magicdec.serving.load import Job, Level, load_metrics, run
 from magicdec.serving.request import Params, Request
@@ -29,7 +30,7 @@ from magicdec.serving.scheduler import Scheduler
 from magicdec.serving.shared import SharedSlots
 from magicdec.serving.slots import Slots
 from magicdec.tracking.progress import Progress
-from magicdec.tracking.table import WAYS, described_context, described_draft, described_place
+from magicdec.tracking.table import WAYS, described_context, described_draft, described_place, losslessness
 
 WARMUP_TOKENS = 8  # of a request before each measurement, which is not counted
 # On the terminal; a latency is shown as its median and its 99th percentile.
@@ -149,8 +150,8 @@ def _level_metrics(measured: Mapping[str, tuple[list[Request], float]], plan: Pl
     rounds = Rounds()
     for request in fast[0]:
         rounds.update(request.rounds)
-    same = [a.tokens == s.tokens for a, s in zip(plain[0], fast[0], strict=True)]
-    return result | acceptance(rounds) | {"lossless/identical": all(same) if plan.is_audited else None}
+    before, after = ([request.tokens for request in requests] for requests, _ in (plain, fast))
+    return result | acceptance(rounds) | lossless(plan, before, after)
 
 
 def _memory(slots: Slots, peak: memory.Peak) -> Metrics:
@@ -183,9 +184,11 @@ def render(plan: Plan, results: Metrics, history: Sequence[Mapping[str, Any]]) -
     ]
     if config.draft.synthetic_acceptance is not None:
         lines.append(Text("SYNTHETIC acceptance: drawn, not measured; only the times are real", style="bold yellow"))
-    same = [row["lossless/identical"] for row in history if row.get("lossless/identical") is not None]
-    verdict = "yes, identical to autoregressive" if all(same) else "NO, not identical to autoregressive"
-    return Group(*lines, Text(), _table(history), *([Text(f"\nlossless          {verdict}")] if same else []))
+    parts: list[RenderableType] = [*lines, Text(), _table(history)]
+    if "lossless/identical" in history[0]:
+        worst = min(history, key=lambda row: row["lossless/identical"] is not False)
+        parts.append(Text.assemble("\nlossless          ", losslessness(described, worst)))
+    return Group(*parts)
 
 
 def _table(history: Sequence[Mapping[str, Any]]) -> Table:

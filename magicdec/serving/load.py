@@ -75,9 +75,13 @@ async def _open(
 
 
 async def _answered(engine: AsyncEngine, job: Job, progress: Callable[[int], None]) -> Request:
+    """Send one request and wait for its end; raise the error that it failed with."""
     stream = engine.generate(job.prompt, job.params)
-    async for _ in stream.chunks():
-        pass
+    try:
+        async for _ in stream.chunks():
+            pass
+    except RuntimeError as error:
+        raise stream.request.error or error from None
     progress(1)
     return stream.request
 

@@ -12,6 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from magicdec.errors import NonFinite
 from magicdec.serving.request import Request
 from magicdec.serving.slots import Abandoned, Slots
 
@@ -116,7 +117,11 @@ class Scheduler:
         for slot, request in tenants.items():
             if request.end is not None:
                 continue
-            accepted, committed, finished, *recent = rows[slot]
+            accepted, committed, finished, finite, *recent = rows[slot]
+            if not finite:
+                self._free(slot)
+                request.finish("failed", NonFinite("the logits of this request are NaN or infinite"))
+                continue
             if self.speculative:
                 gamma = request.params.gamma
                 request.count_round(self.slots.gamma if gamma is None else gamma, accepted, committed)

@@ -17,7 +17,7 @@ from torch import Tensor
 from magicdec.cache.kv_cache import copy_row
 from magicdec.decoding.decoder import Decoder
 from magicdec.decoding.graphs import Step
-from magicdec.decoding.state import State
+from magicdec.decoding.state import NEVER, State
 from magicdec.drafts.base import DRAFTS
 from magicdec.engines.native import NativeEngine
 from magicdec.errors import UserError
@@ -33,7 +33,9 @@ class Abandoned(Exception):
 class SlotState(State):
     """Rows that begin empty, and have a gamma and ends of sequence of their own."""
 
-    per_row: ClassVar[tuple[str, ...]] = ("tokens_BS", "prompt_len_B", "limit_B", "num_tokens_B", "finished_B")
+    per_row: ClassVar[tuple[str, ...]] = (
+        *("tokens_BS", "prompt_len_B", "limit_B", "num_tokens_B", "finished_B", "bad_WB"),
+    )
 
     def __init__(
         self,
@@ -153,6 +155,7 @@ class Slots:
         state = State([prompt], params.max_tokens, padding, eos, self.device)
         request = Decoder(decoder.target, decoder.cache, state, params.sampling)
         request.prefill(self.engine.prefill_chunk, progress)
+        state.check_finite("in the prefill")
         request.restart()
         finished = bool(state.finished_B)
         if speculative and not finished:
@@ -184,12 +187,14 @@ class Slots:
 
     @torch.inference_mode()
     def step(self, speculative: bool) -> Tensor:
-        """A round of all slots. Returns (B, 3 + T), still on the device: accepted proposals, committed tokens, whether
-        the row has finished, and its last T tokens, of which the committed ones are new.
+        """Take a round of all slots. Return (B, 4 + T), still on the device: accepted proposals, committed tokens,
+        whether the row has finished, whether its logits were finite, and its last T tokens, of which the committed ones
+        are new.
         """
         steps = self._steps[speculative, not self._sampled]
         steps[self._phase % len(steps)]()
         self._phase = (self._phase + 1) % self._phases
         state = self.state
-        counters_B3 = torch.stack((state.accepted_RB[0], state.committed_RB[0], state.finished_B.int()), dim=1)
-        return torch.cat((counters_B3, state.recent_BT(self.gamma + 1 if speculative else 1)), dim=1)
+        flags_B2 = torch.stack((state.finished_B, (state.bad_WB == NEVER).all(0)), dim=1).int()
+        counters_B4 = torch.cat((state.accepted_RB.T, state.committed_RB.T, flags_B2), dim=1)
+        return torch.cat((counters_B4, state.recent_BT(self.gamma + 1 if speculative else 1)), dim=1)

@@ -161,25 +161,31 @@ def _verdict(config: Mapping[str, Any], metrics: Metrics) -> Iterator[tuple[str,
         most = sum(key.startswith("acceptance_rate/position_") for key in metrics) + 1
         yield "acceptance length", Text(f"{length} tokens per round, of at most {most}")
     if "lossless/identical" in metrics:
-        yield "lossless", _lossless(config, metrics)
+        yield "lossless", losslessness(config, metrics)
 
 
-def _lossless(config: Mapping[str, Any], metrics: Metrics) -> Text:
-    """Reduced precision may differ in near-ties; the logit gap, beside the baseline's own, tells whether it is more."""
-    identical, dtype = metrics["lossless/identical"], config["hardware"]["dtype"]
-    gap = _figure(metrics, "lossless/max_logit_gap")
-    gap = f"; max logit gap {gap}" if gap else ""
-    if identical is None:
-        return Text("n/a (sampling)" if config["sampling"]["temperature"] else "n/a (synthetic)")
-    if identical:
-        excused = metrics.get("lossless/excused_rows")
-        but = f" but for {excused} rows in a tie" if excused else ""
-        return Text.assemble(("yes", "bold green"), f", identical to autoregressive{but}{gap}")
-    control = _figure(metrics, "lossless/baseline_max_logit_gap")
-    gap += f" (autoregressive {control})" if control else ""
-    if dtype == "float32":
-        return Text.assemble(("NO", "bold red"), f", not identical to autoregressive{gap}")
-    return Text.assemble(("not identical", "bold yellow"), f" in {dtype}{gap}")
+def losslessness(config: Mapping[str, Any], metrics: Metrics) -> Text:
+    """Return the verdict of the audit with its evidence, next to that of the autoregressive output."""
+    passed, dtype = metrics.get("lossless/passed"), config["hardware"]["dtype"]
+    is_sampled = bool(config["sampling"]["temperature"])
+    verdict = ("undecided", "bold yellow")
+    if passed is not None:
+        verdict = ("yes", "bold green") if passed else ("NO", "bold red")
+    if is_sampled and _number(metrics.get("lossless/z_score")) is not None:
+        z, control, outside = (
+            metrics[f"lossless/{name}"] for name in ("z_score", "baseline_z_score", "outside_tokens")
+        )
+        of = f"{outside} tokens that the target would not draw" if outside else "all tokens within the target's choice"
+        return Text.assemble(verdict, f", sampled from the target: z {z:+.1f} (autoregressive {control:+.1f}), {of}")
+    if metrics["lossless/identical"] is None:
+        return Text("n/a (sampling)" if is_sampled else "n/a (synthetic)")
+    gap, control = (_figure(metrics, f"lossless/{name}max_logit_gap") for name in ("", "baseline_"))
+    if metrics["lossless/identical"]:
+        return Text.assemble(verdict, ", identical to autoregressive", f"; max logit gap {gap}" if gap else "")
+    gaps = f"; max logit gap {gap} (autoregressive {control})" if gap else ""
+    if passed:
+        return Text.assemble(verdict, f", identical but for {metrics['lossless/excused_rows']} rows in a tie{gaps}")
+    return Text.assemble(verdict, f", not identical to autoregressive in {dtype}{gaps}")
 
 
 def _steps(metrics: Metrics) -> Iterator[tuple[str, Text]]:

@@ -124,7 +124,7 @@ def test_every_change_of_gamma_is_lossless(draft, policy, monkeypatch):
     )
     warm_up(batch)
     plain, fast = batch.decoder.generate(), batch.decoder.generate(batch.draft)
-    assert audit(batch.decoder, plain.tokens, fast.tokens).identical
+    assert audit(batch.decoder, plain.tokens, fast.tokens).passed
     assert fast.gammas[:8] == [1, 5, 2, 5, 1, 2, 1, 5]
     assert set(fast.gammas[8:]) <= {0}
     assert len(fast.gammas) == len(fast.accepted_RB)

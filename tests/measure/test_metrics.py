@@ -19,7 +19,7 @@ GENERATION = Generation(
     accepted_RB=torch.tensor([[2, 0], [0, 1], [-1, 2]], dtype=torch.int32),
     committed_RB=torch.tensor([[3, 1], [1, 2], [0, 1]], dtype=torch.int32),
     round_seconds=[1.0, 2.0, 4.0],
-    draft_prefill_seconds=0.5,
+    setup_seconds=0.5,
     gammas=[2, 2, 2],
     generate_len=5,
 )

@@ -1,15 +1,18 @@
 """A run that fails is recorded as failed, with its kind, and running out of memory is told in a line."""
 
 import json
+import math
+import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from magicdec import build
 from magicdec.config import compose
 from magicdec.errors import UserError
 from magicdec.scenarios import Job, profile, run
-from tests.test_run import SMALL
+from tests.test_run import SMALL, TINY
 
 
 def cuda_oom():
@@ -43,6 +46,23 @@ def test_failures_during_the_run(tmp_path, monkeypatch, failure, raised, kind):
     if kind == "out_of_memory":
         assert "\n" not in str(caught.value)
         assert "batch.size=2 at batch.context_len=256: out of memory" in result["reason"]
+
+
+@pytest.mark.parametrize("scenario", ["compare", "serve", "profile"])
+def test_a_checkpoint_of_nans_is_a_failed_run_in_every_scenario(tmp_path, scenario):
+    folder = shutil.copytree(TINY / "target", tmp_path / "checkpoint")
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"].fill_(math.nan)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    sizes = ["scenario.batch_sizes=[1]", "scenario.context_lens=[64]", "scenario.gammas=[1]"]
+    load = ["scenario.concurrencies=[1]", "scenario.num_requests=1"]
+    keys = {"compare": [], "serve": load, "profile": sizes}[scenario]
+    config = compose([*SMALL, f"scenario={scenario}", *keys, f"target.path={folder}", f"runs_dir={tmp_path / 'runs'}"])
+    with pytest.raises(UserError, match="target: its logits are NaN or infinite, first for token "):
+        run(config, Job())
+    (path,) = tmp_path.glob("runs/*/result.json")
+    result = json.loads(path.read_text())
+    assert (result["status"], result["kind"]) == ("failed", "non_finite")
 
 
 def test_what_a_run_has_measured_before_it_failed_is_kept(tmp_path, monkeypatch):

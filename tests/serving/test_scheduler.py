@@ -6,8 +6,8 @@ from magicdec.errors import UserError
 from magicdec.serving.request import Params, Request
 from magicdec.serving.scheduler import Scheduler
 from magicdec.verification.sampling import Sampling
-from tests.serving.test_lossless import EXPECTED, GENERATE, LENGTHS, alone, serve, slots_with
-from tests.small import random_prompts
+from tests.serving.test_lossless import EXPECTED, GENERATE, LENGTHS, TARGET, alone, serve, slots_with
+from tests.small import VOCAB, noisy_copy, random_prompts
 
 
 def test_the_drafts_prefill_counts_like_the_targets():
@@ -139,6 +139,31 @@ def test_a_failure_between_chunks_is_not_blamed_on_the_prompt(monkeypatch):
     with pytest.raises(OverflowError, match="too large"):
         scheduler.step()
     assert other.end == "failed"
+
+
+def test_a_request_whose_logits_are_not_finite_fails_alone():
+    """In its prefill or in a round; whoever gets its slot next is served as ever."""
+    prompts = random_prompts([30, 20, 30, 20])
+    expected = [alone(prompt, 12) for prompt in prompts]
+    strange = min(set(range(VOCAB)).difference(*expected, *prompts))
+    target = noisy_copy(TARGET, 0.0)
+    target.embed.weight.data[strange] = float("nan")
+    slots = slots_with("self", "streaming", 1, target)
+    bad = Request([*prompts[0], strange], Params(12))
+    requests = [Request(prompt, Params(12, ignore_eos=True)) for prompt in prompts]
+    scheduler = Scheduler(slots)
+    for request in (requests[0], bad, requests[1]):
+        serve(scheduler, [request], 0)
+    scheduler.submit(requests[2])
+    scheduler.step()
+    slots.state.tokens_BS[0, slots.state.num_tokens_B[0] - 1] = strange  # as if it had written that
+    while not scheduler.idle:
+        scheduler.step()
+    serve(scheduler, [requests[3]], 0)
+    assert [request.end for request in (bad, requests[2])] == ["failed", "failed"]
+    assert all("NaN or infinite" in str(request.error) for request in (bad, requests[2]))
+    served = [0, 1, 3]
+    assert [requests[i].tokens for i in served] == [expected[i] for i in served]
 
 
 @pytest.mark.parametrize(

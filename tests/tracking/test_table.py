@@ -12,6 +12,7 @@ from tests.tracking.sample import CONFIG, METRICS, with_changes
 
 FOLDER = Path("runs/2f0c1a9b7e31")
 COMMAND = "wandb sync runs/2f0c1a9b7e31/wandb/offline-run-20261104_115500-2f0c1a9b7e31-1"
+NOT_AUDITED = {"lossless/identical": None, "lossless/passed": None}
 OFFLINE = WandbOutcome(FOLDER, sync_command=COMMAND)
 
 
@@ -79,7 +80,7 @@ def test_terminal_has_colours_and_the_same_words(monkeypatch):
 
 def test_synthetic_is_said_loudly():
     config = with_changes(draft={"synthetic_acceptance": 0.8})
-    metrics = METRICS | {"acceptance/source": "synthetic", "lossless/identical": None, "lossless/max_logit_gap": None}
+    metrics = METRICS | {"acceptance/source": "synthetic"} | NOT_AUDITED
     text = printed(config, metrics)
     assert "SYNTHETIC acceptance (0.8)" in text
     assert "1.88x  in TPOT, batch 1.71x, synthetic, " in text
@@ -91,19 +92,31 @@ def test_measured_is_not_called_synthetic():
     assert "synthetic" not in printed().lower()
 
 
-def test_sampling_has_no_verdict():
-    text = printed(with_changes(sampling={"temperature": 0.8}), METRICS | {"lossless/identical": None})
+def test_sampling_without_an_audit_has_no_verdict():
+    """On another engine; ours audits its samples."""
+    text = printed(with_changes(sampling={"temperature": 0.8}), METRICS | NOT_AUDITED)
     assert row(text, "lossless") == ["n/a", "(sampling)"]
     assert "sampled at temperature 0.8" in text
 
 
+def test_samples_are_judged_next_to_the_autoregressive_ones():
+    config = with_changes(sampling={"temperature": 0.8})
+    scores = {"lossless/z_score": -0.42, "lossless/baseline_z_score": 1.3, "lossless/outside_tokens": 0}
+    text = " ".join(printed(config, METRICS | NOT_AUDITED | scores | {"lossless/passed": True}).split())
+    assert "lossless yes, sampled from the target: z -0.4 (autoregressive +1.3), all tokens within" in text
+    scores |= {"lossless/outside_tokens": 3, "lossless/passed": False}
+    text = " ".join(printed(config, METRICS | NOT_AUDITED | scores).split())
+    assert "lossless NO, sampled from the target: z -0.4 (autoregressive +1.3), 3 tokens that the target" in text
+
+
 def test_a_difference_is_an_alarm_in_full_precision_only():
-    differs = METRICS | {"lossless/identical": False, "lossless/max_logit_gap": 0.03125}
+    differs = METRICS | {"lossless/identical": False, "lossless/passed": False, "lossless/max_logit_gap": 0.03125}
     assert row(printed(metrics=differs), "lossless")[0] == "NO,"
-    text = printed(with_changes(hardware={"dtype": "bfloat16"}), differs)
-    assert "not identical in bfloat16; max logit gap 0.0312" in text
+    text = " ".join(printed(with_changes(hardware={"dtype": "bfloat16"}), differs | {"lossless/passed": None}).split())
+    assert "undecided, not identical to autoregressive in bfloat16; max logit gap 0.0312" in text
     assert "(autoregressive 9e-07)" in text
-    assert "but for 2 rows in a tie" in printed(metrics=METRICS | {"lossless/excused_rows": 2})
+    ties = differs | {"lossless/passed": True, "lossless/different_rows": 2, "lossless/excused_rows": 2}
+    assert "yes, identical but for 2 rows in a tie" in printed(metrics=ties)
 
 
 def test_slower_and_noisy_are_named():

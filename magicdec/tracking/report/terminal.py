@@ -25,7 +25,7 @@ FIGURES = {key: key for key in SPEEDUPS} | {
     "predicted/speedup": "predicted",
     "published/speedup": "published",
     "published/predicted_speedup": "predicted for it",
-    "lossless/identical": "lossless",
+    "lossless/passed": "lossless",
     "output/agrees": "agrees",
 }
 ENGINE = "engine.name"
@@ -90,7 +90,7 @@ def _cell(row: Row, key: str) -> Text:
         return Text(f"{value:.2f}x{'!' if noisy else ''}", style="green" if value > 1 else "red")
     if key == "status" and value != "done":
         return Text(str(row.get("kind") or value), style="yellow")
-    if key in ("lossless/identical", "output/agrees"):
+    if key in ("lossless/passed", "lossless/identical", "output/agrees"):
         return Text("" if value is None else "yes" if value else "no", style="" if value else "yellow")
     return Text(_plain(value))
 
