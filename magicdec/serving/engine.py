@@ -82,7 +82,6 @@ class AsyncEngine:
         self.scheduler = scheduler
         self.error: BaseException | None = None
         self._inbox: SimpleQueue[Request | None] = SimpleQueue()  # None wakes the thread up
-        self._closing = False
         self._door = threading.Lock()  # nobody comes in while the thread sees the last ones off
         self._thread = threading.Thread(target=self._run, name="magicdec-scheduler", daemon=True)
 
@@ -91,11 +90,15 @@ class AsyncEngine:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """End: what is still running is cancelled."""
-        with self._door:
-            self._closing = True
-        self._inbox.put(None)
+        """Close, and wait for the end."""
+        self.close()
         await asyncio.to_thread(self._thread.join)
+
+    def close(self) -> None:
+        """Take no more requests, and cancel the others after the chunk or round that is running."""
+        with self._door:
+            self.scheduler.closing = True
+        self._inbox.put(None)
 
     def generate(self, prompt: Sequence[int], params: Params | None = None) -> Stream:
         """Queue a prompt (token ids). Raise UserError, at once, for one that cannot be served, such as one that is too
@@ -104,7 +107,7 @@ class AsyncEngine:
         stream = Stream(prompt, params or Params(), asyncio.get_running_loop())
         self.scheduler.slots.check(stream.request.prompt, stream.request.params)
         with self._door:
-            if self._closing:
+            if self.scheduler.closing:
                 raise RuntimeError("the engine is closed") from self.error
             self._inbox.put(stream.request)
         return stream
@@ -112,7 +115,7 @@ class AsyncEngine:
     @property
     def is_open(self) -> bool:
         """Whether it takes requests."""
-        return self._thread.is_alive() and not self._closing
+        return self._thread.is_alive() and not self.scheduler.closing
 
     @property
     def max_len(self) -> int:
@@ -131,7 +134,7 @@ class AsyncEngine:
 
     def _run(self) -> None:
         try:
-            while not self._closing:
+            while not self.scheduler.closing:
                 self._receive()
                 self.scheduler.step()
             self._finish("cancelled")
@@ -144,7 +147,7 @@ class AsyncEngine:
         """Take what has arrived; wait for it where there is nothing else to do."""
         try:
             while True:
-                request = self._inbox.get(block=self.scheduler.idle and not self._closing)
+                request = self._inbox.get(block=self.scheduler.idle and not self.scheduler.closing)
                 if request is not None:
                     self.scheduler.submit(request)
         except Empty:
@@ -152,6 +155,6 @@ class AsyncEngine:
 
     def _finish(self, end: str, error: BaseException | None = None) -> None:
         with self._door:
-            self._closing = True
+            self.scheduler.closing = True
         self._receive()
         self.scheduler.end_all(end, error)

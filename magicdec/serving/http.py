@@ -11,7 +11,7 @@ import reprlib
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from itertools import count
 from typing import Any
 
@@ -29,11 +29,11 @@ try:
     import uvicorn
     from fastapi import FastAPI, Request
     from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
-    from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
     from starlette.exceptions import HTTPException
     from starlette.requests import ClientDisconnect
 
     from magicdec.serving.completion import Completion, StreamOptions
+    from magicdec.serving.meters import Meters
 except ImportError as missing:
     raise SystemExit(f"error: serving over HTTP needs {missing.name}: pip install 'magicdec[serve]'") from None
 
@@ -41,7 +41,7 @@ USER_ERROR = 2
 BODY_BYTES, BYTES_PER_TOKEN = 16 << 10, 32  # largest body: text takes about 5 bytes a token, escaped or as ids about 12
 BODY_S = 30.0  # within which a request has to arrive
 RETRY_AFTER = {"Retry-After": "1"}  # seconds
-SHUTDOWN_S = 5  # for open connections, before an interrupt closes them
+SHUTDOWN_S = 5  # for clients to take the last of their answers
 
 
 class Detokenizer:
@@ -62,37 +62,6 @@ class Detokenizer:
 
     def _text(self, tokens: list[int]) -> str:
         return self._tokenizer.decode(tokens, skip_special_tokens=True)
-
-
-class Meters:
-    """What Prometheus reads."""
-
-    def __init__(self, engine: AsyncEngine):
-        self.registry = CollectorRegistry()
-        named: Any = {"registry": self.registry, "namespace": "magicdec"}
-        Gauge("requests_running", "Requests that have a slot", **named).set_function(lambda: engine.num_running)
-        Gauge("requests_waiting", "Requests without a slot", **named).set_function(lambda: engine.num_waiting)
-        self.requests = Counter("requests", "Requests by how they ended", ["end"], **named)
-        self.tokens = {
-            name: Counter(f"{name}_tokens", f"Tokens: {name}", **named)
-            for name in ("prompt", "generation", "proposed", "accepted")
-        }
-        self.seconds = {
-            "time_to_first_token_s": Histogram("time_to_first_token_seconds", "TTFT", **named),
-            "time_per_output_token_s": Histogram("time_per_output_token_seconds", "TPOT", **named),
-            "request_latency_s": Histogram("request_latency_seconds", "From arrival to the last token", **named),
-        }
-
-    def count(self, stream: Stream) -> None:
-        """A request that is over."""
-        request, stats = stream.request, stream.stats
-        self.requests.labels(request.end or "cancelled").inc()
-        amounts = (stats.prompt_tokens, stats.tokens, stats.proposed, stats.accepted)
-        for counter, amount in zip(self.tokens.values(), amounts, strict=True):
-            counter.inc(amount)
-        for name, histogram in self.seconds.items():
-            if (seconds := getattr(stats, name)) is not None:
-                histogram.observe(seconds)
 
 
 class Door:
@@ -136,7 +105,7 @@ def create_app(engine: AsyncEngine, tokenizer: Any, model: str, max_waiting: int
 
     @app.get("/metrics")
     async def metrics() -> PlainTextResponse:
-        return PlainTextResponse(generate_latest(meters.registry))
+        return PlainTextResponse(meters.text())
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -178,20 +147,31 @@ async def _body(request: Request, max_len: int) -> bytes:
     return bytes(body)
 
 
+async def _chunks(stream: Stream) -> AsyncIterator[list[int]]:
+    """Yield the tokens of each round. Raise HTTPException if the request fails or the engine closes before its end."""
+    try:
+        async for tokens in stream.chunks():
+            yield tokens
+    except RuntimeError as error:
+        raise HTTPException(500, str(error)) from error
+    if stream.request.end == "cancelled":
+        raise HTTPException(503, "the engine is closed")
+
+
 async def _events(
     stream: Stream, head: dict[str, Any], text: Detokenizer, options: StreamOptions, meters: Meters
 ) -> AsyncIterator[str]:
-    """The text of each chunk, the reason of the end, perhaps the usage. A client that leaves ends this early."""
+    """Yield the text of each chunk, the reason of the end and, if asked for, the usage, until the client leaves."""
     try:
-        async for tokens in stream.chunks():
+        async for tokens in _chunks(stream):
             usage = {"usage": _usage(stream)} if options.continuous_usage_stats else {}
             yield _event(head | {"choices": [_choice(text.add(tokens))]} | usage)
         yield _event(head | {"choices": [_choice(text.add([], last=True), stream.request.end)]})
         if options.include_usage:
             yield _event(head | {"choices": [], "usage": _usage(stream)})
         yield "data: [DONE]\n\n"
-    except RuntimeError as error:  # the status is sent already
-        yield _event(_described(500, str(error)))
+    except HTTPException as error:  # the status is sent already
+        yield _event(_described(error.status_code, error.detail))
     finally:
         stream.cancel()
         meters.count(stream)
@@ -209,11 +189,9 @@ async def _whole(
 
     watch = asyncio.create_task(left())
     try:
-        tokens = [token async for token in stream]
+        tokens = [token async for chunk in _chunks(stream) for token in chunk]
         choice = _choice(text.add(tokens, last=True), stream.request.end)
         return JSONResponse(head | {"choices": [choice], "usage": _usage(stream)})
-    except RuntimeError as error:
-        raise HTTPException(500, str(error)) from error
     finally:
         watch.cancel()
         stream.cancel()
@@ -244,8 +222,21 @@ def _described(status: int, message: str) -> dict[str, Any]:
     return {"error": {"message": message, "type": kind, "param": None, "code": status}}
 
 
+class Server(uvicorn.Server):
+    """A server that closes its engine first, which ends the answers that shutting down would wait for."""
+
+    def __init__(self, config: uvicorn.Config, engine: AsyncEngine):
+        super().__init__(config)
+        self._engine = engine
+
+    async def shutdown(self, sockets: Any = None) -> None:
+        """See uvicorn.Server.shutdown."""
+        self._engine.close()
+        await super().shutdown(sockets)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code: 2 for a user's mistake, told in one line."""
+    """Run the command line. Return the exit code: 2 for a user's mistake, which is printed in one line."""
     parser = argparse.ArgumentParser("python -m magicdec.serving.http", description=__doc__.partition("\n")[0])
     parser.add_argument("overrides", nargs="*", help="as for launch.py: target=tiny draft=self batch.size=8")
     parser.add_argument("--host", default="127.0.0.1", help="loopback by default: there is no authentication")
@@ -254,6 +245,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--max-waiting", type=int, default=256, help="requests without a slot; more get 429 (256)")
     options = parser.parse_intermixed_args(arguments)
     try:
+        if not 0 <= options.port < 1 << 16:
+            raise UserError(f"--port={options.port}: must be from 0 to 65,535")
+        if options.max_waiting < 0:
+            raise UserError(f"--max-waiting={options.max_waiting}: must be at least 0")
         config = compose(["scenario=serve", *options.overrides])
         plan = resolve(config)
         if plan.target.folder is None:
@@ -269,8 +264,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return USER_ERROR
     model = options.model or plan.config.target.name
-    app = create_app(AsyncEngine(Scheduler(slots)), tokenizer, model, options.max_waiting)
-    uvicorn.run(app, host=options.host, port=options.port, timeout_graceful_shutdown=SHUTDOWN_S)
+    engine = AsyncEngine(Scheduler(slots))
+    app = create_app(engine, tokenizer, model, options.max_waiting)
+    settings = uvicorn.Config(app, options.host, options.port, timeout_graceful_shutdown=SHUTDOWN_S)
+    with suppress(KeyboardInterrupt):
+        Server(settings, engine).run()
     return 0
 
 

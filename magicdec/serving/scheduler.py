@@ -27,6 +27,7 @@ class Scheduler:
         self.slots, self.speculative = slots, speculative and slots.batch.draft is not None
         self.waiting: deque[Request] = deque()
         self.running: dict[int, Request] = {}  # by slot
+        self.closing = False  # any thread may set it: a prefill ends at its next chunk
         self._prefilled = 0  # tokens since the last round, while others were running
         self._unread: deque[tuple[dict[int, Request], _Reading]] = deque()
         # On a GPU the host reads a round's outcome while the next one runs, so that at most one surplus round is taken.
@@ -97,7 +98,7 @@ class Scheduler:
                     self._round()
         except Exception as error:
             raise Abandoned from error
-        if request.cancelled:
+        if request.cancelled or self.closing:
             raise Abandoned
 
     @property

@@ -253,7 +253,7 @@ def local(parts, scenario, tokenizer=None, **settings):
         engine = AsyncEngine(Scheduler(Slots(parts[0], 1, 256)))
         transport = httpx.ASGITransport(http.create_app(engine, tokenizer or parts[1], "tiny", **settings))
         async with engine, httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-            return await asyncio.wait_for(scenario(client), 60)
+            return await asyncio.wait_for(scenario(client, engine), 60)
 
     return asyncio.run(opened())
 
@@ -270,7 +270,7 @@ def test_a_prompt_is_tokenised_while_the_server_goes_on(parts):
         def decode(self, tokens, skip_special_tokens):
             return "x" * len(tokens)
 
-    async def scenario(client):
+    async def scenario(client, _):
         asked = asyncio.create_task(client.post("/v1/completions", json=body(max_tokens=2)))
         while not Tokenizer.asked.is_set():
             await asyncio.sleep(0.01)
@@ -282,7 +282,7 @@ def test_a_prompt_is_tokenised_while_the_server_goes_on(parts):
 
 
 def test_the_queue_has_a_bound(parts):
-    async def scenario(client):
+    async def scenario(client, _):
         def asked(**changes):
             return client.post("/v1/completions", json=body(**changes))
 
@@ -303,12 +303,43 @@ def test_a_failed_request_is_answered_and_the_next_one_served(parts, monkeypatch
         monkeypatch.setattr(Slots, "seat", seat)
         raise OverflowError("too large")
 
-    async def scenario(client):
+    async def scenario(client, _):
         said = message(await client.post("/v1/completions", json=body()), 500)
         return said, (await client.post("/v1/completions", json=body())).status_code
 
     monkeypatch.setattr(Slots, "seat", fail_once)
     assert local(parts, scenario) == ("the request has failed", 200)
+
+
+def test_a_request_that_never_arrives_gives_its_place_back(parts, monkeypatch):
+    async def never():
+        yield b"{"
+        await asyncio.Event().wait()
+
+    async def scenario(client, _):
+        json_type = {"content-type": "application/json"}
+        said = message(await client.post("/v1/completions", content=never(), headers=json_type), 408)
+        return said, (await client.post("/v1/completions", json=body())).status_code
+
+    monkeypatch.setattr(http, "BODY_S", 0.05)
+    assert local(parts, scenario, max_waiting=0) == ("the request did not arrive within 0.05 s", 200)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_closing_the_engine_ends_the_answers(parts, stream):
+    async def scenario(client, engine):
+        asked = asyncio.create_task(client.post("/v1/completions", json=body(max_tokens=200, stream=stream)))
+        while not engine.num_running:
+            await asyncio.sleep(0.01)
+        engine.close()
+        return (await asked), await client.post("/v1/completions", json=body())
+
+    running, late = local(parts, scenario)
+    assert message(late, 503) == "the engine is closed"
+    if stream:
+        assert json.loads(running.text.split("data: ")[-1])["error"]["code"] == 503
+    else:
+        assert message(running, 503) == "the engine is closed"
 
 
 def test_waiting_for_an_answer_does_not_poll():
@@ -354,10 +385,15 @@ def test_half_a_character_is_held_back(parts):
 
 def test_it_listens_on_loopback_unless_told_otherwise(monkeypatch, capsys):
     heard = []
-    monkeypatch.setattr(uvicorn, "run", lambda app, **where: heard.append(where))
+    monkeypatch.setattr(uvicorn.Server, "run", lambda server: heard.append((server.config.host, server.config.port)))
     assert http.main([*SETTINGS, "batch.size=1", "batch.context_len=256"]) == 0
-    assert [(where["host"], where["port"]) for where in heard] == [("127.0.0.1", 8000)]
-    for mistake, said in (("target=nothing", "nothing"), ("batch.size=0", "batch.size=0: must be auto or at least 1")):
+    assert heard == [("127.0.0.1", 8000)]
+    for mistake, said in (
+        ("--port=65536", "--port=65536: must be from 0 to 65,535"),
+        ("--max-waiting=-1", "--max-waiting=-1: must be at least 0"),
+        ("target=nothing", "nothing"),
+        ("batch.size=0", "batch.size=0: must be auto or at least 1"),
+    ):
         assert http.main([mistake]) == 2
         error = capsys.readouterr().err.strip().splitlines()[-1]
         assert error.startswith("error: ")

@@ -99,6 +99,27 @@ def test_proposals_are_counted_by_the_gamma_of_their_request():
     assert counts == [(24, 24, 5), (0, 0, None), (15, 15, 2), (20, 20, 3)]
 
 
+def test_closing_ends_a_prefill_at_its_next_chunk(monkeypatch):
+    slots = slots_with("self", "streaming", num_slots=1)  # chunks of 16 tokens
+    scheduler, forward, chunks = Scheduler(slots), slots.prefill, []
+
+    def closed_on_the_way(*arguments):
+        *others, progress = arguments
+
+        def told(count):
+            chunks.append(count)
+            scheduler.closing = len(chunks) == 2
+            progress(count)
+
+        return forward(*others, told)
+
+    monkeypatch.setattr(slots, "prefill", closed_on_the_way)
+    request = Request(random_prompts([70])[0], Params(2))
+    scheduler.submit(request)
+    scheduler.step()
+    assert (request.end, chunks) == ("cancelled", [16, 16])
+
+
 @pytest.mark.parametrize("part", ["prefill", "seat"])
 def test_a_request_that_fails_fails_alone(part, monkeypatch):
     slots = slots_with("self", "streaming", num_slots=2)
