@@ -50,6 +50,7 @@ def test_a_run_leaves_everything_that_a_reader_needs(tmp_path):
     assert result["acceptance/source"] == "measured"
     named = ("speedup", "speedup_wall", "acceptance_length", "alpha", "time/verify_ms", "memory/peak_gib")
     assert all(isinstance(result[name], float) for name in named)
+    assert result["time/impossible"] is (result["time/overhead_ms"] < -0.05 * result["time/round_ms"])
     folder = tmp_path / result["id"]
     rows = [json.loads(line) for line in (folder / "generations.jsonl").read_text().splitlines()]
     assert [row["row"] for row in rows] == [0, 1]

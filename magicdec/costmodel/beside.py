@@ -11,14 +11,9 @@ from magicdec.costmodel.round import Setup
 from magicdec.costmodel.tables import read_table
 from magicdec.costmodel.verdict import verdict
 
+STEPS = ("target_decode", "draft", "verify")
 # Predicted values that a run measures under another name.
-MEASURED = {
-    "predicted/speedup": "speedup",
-    "predicted/target_decode_ms": "time/target_decode_ms",
-    "predicted/draft_ms": "time/draft_ms",
-    "predicted/verify_ms": "time/verify_ms",
-    "predicted/round_ms": "time/round_ms",
-}
+MEASURED = {"speedup": "speedup"} | {f"{step}_ms": f"time/{step}_ms" for step in (*STEPS, "round")}
 
 
 def warning(setup: Setup, gammas: Sequence[int], curves: Curves, alpha: float | None = None) -> str | None:
@@ -36,13 +31,15 @@ def beside(setup: Setup, gamma: int, measured: Mapping[str, Any]) -> dict[str, f
     """`predicted/*` at the gamma that ran and, where it is known, the alpha that was measured.
 
     Every value that `measured` (a result.json) has too gets a relative error, predicted over measured minus 1.
+    `predicted/step_error` is the largest of the steps' errors: those of a speedup may cancel out.
     """
     predicted = predict(setup, (gamma,), alpha=measured.get("alpha")).metrics()
     for name, counterpart in MEASURED.items():
-        ours, theirs = predicted.get(name), measured.get(counterpart)
+        ours, theirs = predicted.get(f"predicted/{name}"), measured.get(counterpart)
         if isinstance(ours, int | float) and isinstance(theirs, int | float) and theirs > 0:
-            predicted[f"{name.removesuffix('_ms')}_error"] = ours / theirs - 1
-    return predicted
+            predicted[f"predicted/{name.removesuffix('_ms')}_error"] = ours / theirs - 1
+    errors = [float(e) for step in STEPS if (e := predicted.get(f"predicted/{step}_error")) is not None]
+    return predicted | ({"predicted/step_error": max(errors, key=abs)} if errors else {})
 
 
 def published(setup: Setup, task: str) -> dict[str, float | int | str | None]:

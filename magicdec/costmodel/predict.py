@@ -93,6 +93,10 @@ class Prediction:
     def metrics(self) -> dict[str, float | int | str | None]:
         """Flat values under `predicted/`, as result.json and W&B hold them; times in milliseconds."""
         best, times = self.best, self.best.times
+        # As runs time them: a draft step with the choice that it makes; a choice of a round by itself.
+        selects_in_steps = self.setup.cache.selects == "step"
+        draft = times.draft.plus(times.select, float(selects_in_steps))
+        steps_per_choice = 1 if selects_in_steps else best.gamma * self.setup.settings.refresh
         values: dict[str, float | int | str | None] = {
             "speedup": best.speedup,
             "gamma": best.gamma,
@@ -101,8 +105,8 @@ class Prediction:
             "break_even_alpha": best.break_even_alpha,
             "critical_context": self.critical_context,
             "target_decode_ms": 1e3 * times.target.total,
-            "draft_ms": 1e3 * times.draft.total,
-            "select_ms": 1e3 * times.select.total,
+            "draft_ms": 1e3 * draft.total,
+            "select_ms": 1e3 * times.select.total * steps_per_choice,
             "verify_ms": 1e3 * times.verify.total,
             "overhead_ms": 1e3 * times.overhead.total,
             "round_ms": 1e3 * times.round_s,
@@ -114,7 +118,7 @@ class Prediction:
             "ridge": self.setup.hardware.device.ridge,
             "calibration": self.setup.hardware.note,
         }
-        for step, time in (("target_decode", times.target), ("draft", times.draft), ("verify", times.verify)):
+        for step, time in (("target_decode", times.target), ("draft", draft), ("verify", times.verify)):
             values |= {f"{step}/{part}_ms": 1e3 * value for part, value in time._asdict().items()}
         values |= {f"speedup/gamma_{at.gamma}": at.speedup for at in self.by_gamma if at.speedup is not None}
         return {f"predicted/{name}": value for name, value in values.items()}

@@ -24,6 +24,7 @@ from magicdec.scenarios.foresee import setup_of_run, task_of
 from magicdec.scenarios.outcome import Outcome
 from magicdec.scenarios.paired import Outputs, lossless, speeds
 from magicdec.tracking.progress import Progress
+from magicdec.tracking.reader import is_impossible
 
 log = logging.getLogger(__name__)
 
@@ -88,6 +89,8 @@ def compare(plan: Plan, progress: Progress) -> Outcome:
     with progress.task("profiling", total=None):
         times = profile_round(batch, config.scenario.profile_repeats)
     results |= {f"time/{name}": value for name, value in times.items()}
+    if batch.draft is not None:
+        results["time/impossible"] = is_impossible(results)
     results |= _memory(batch, peak, estimate)  # first: measuring the bandwidth takes memory of its own
     results |= _formula(plan, results, gamma) | _roofline(plan, batch, times)
     results |= _predicted(plan, results, gamma)

@@ -22,6 +22,7 @@ STATES = ("running", "done", "failed")
 DEPTH = 8  # of lists and objects in each other: no file of a run has more
 # What is pointed at: a spread over the repeats above this; a GPU that was slowed down for a larger share of a run.
 NOISY, THROTTLED = 0.1, 0.05
+IMPOSSIBLE = 0.05  # likewise: a round whose parts take longer than the whole by a larger share of it
 # libyaml where PyYAML was built with it: ten times as fast.
 Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
@@ -93,6 +94,12 @@ def gpu_trouble(result: Mapping[str, Any]) -> list[str]:
     found = [f"throttled ({why}) for {share:.0%} of the time" for why, share in shares.items() if share > THROTTLED]
     others = told.get("gpu/shared", 0)
     return found + ([f"shared with {others} other process{'es' if others > 1 else ''}"] if others else [])
+
+
+def is_impossible(result: Mapping[str, Any]) -> bool:
+    """Return whether the parts of a round were measured to take longer than the round that they make up."""
+    overhead, whole = (result.get(f"time/{name}_ms") for name in ("overhead", "round"))
+    return isinstance(overhead, int | float) and isinstance(whole, int | float) and overhead < -IMPOSSIBLE * whole
 
 
 def find_done(runs_dir: str | Path, run_id: str, source: str | None) -> dict[str, Any]:

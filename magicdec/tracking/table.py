@@ -13,7 +13,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from magicdec.tracking.reader import NOISY, gpu_trouble
+from magicdec.tracking.reader import NOISY, gpu_trouble, is_impossible
 from magicdec.tracking.store import shown
 from magicdec.tracking.wandb import WandbOutcome
 
@@ -194,13 +194,18 @@ def _steps(metrics: Metrics) -> Iterator[tuple[str, Text]]:
     parts = [f"{label} {time}" for name, label in names.items() if (time := _figure(metrics, f"time/{name}_ms"))]
     if parts:
         yield "step times, ms", Text(", ".join(parts))
+    if is_impossible(metrics):
+        why = "impossible, the parts of the round took longer than the whole: measure it again"
+        yield "overhead, ms", Text(f"{_figure(metrics, 'time/overhead_ms')}: {why}", style="yellow")
     for name, source in (("formula", "from step times and acceptance"), ("predicted", "by the cost model")):
         if speedup := _number(metrics.get(f"{name}/speedup")):
             error = _number(metrics.get(f"{name}/speedup_error"))
             off = f", {error:+.0%} off" if error is not None else ""
             wall = _number(metrics.get(f"{name}/speedup_wall"))
             batch = f", batch {wall:.2f}x" if wall else ""
-            yield f"{name} speedup", Text(f"{speedup:.2f}x {source}{off}{batch}")
+            errors = {sign: _number(metrics.get(f"{name}/{step}_error")) for step, sign in STEPS.items()}
+            steps = ", ".join(f"{sign} {error:+.0%}" for sign, error in errors.items() if error is not None)
+            yield f"{name} speedup", Text(f"{speedup:.2f}x {source}{off}{steps and f'; steps off: {steps}'}{batch}")
 
 
 def _memory(metrics: Metrics) -> Iterator[tuple[str, Text]]:

@@ -18,6 +18,7 @@ from magicdec.costmodel.hardware import hardware_named
 from magicdec.costmodel.predict import predict
 from magicdec.costmodel.round import Setup, round_times
 from magicdec.errors import UserError
+from magicdec.policies import Settings
 from magicdec.scenarios import plan as plan_scenario
 from magicdec.scenarios import predict as predict_scenario
 from magicdec.scenarios.foresee import foresee, settings_of, setup_of_run
@@ -234,9 +235,25 @@ def test_beside_a_run_stand_predictions_and_their_errors(setup):
     assert result["predicted/draft_error"] == pytest.approx(0.0)
     assert result["predicted/speedup_error"] == pytest.approx(result["predicted/speedup"] - 1)
     assert "predicted/verify_error" not in result
+    assert result["predicted/step_error"] == pytest.approx(-0.5), "the largest of the steps' errors"
     unknown = beside(setup(), 3, measured | {"alpha": None})  # nothing was proposed, or nothing measured
     assert unknown["predicted/speedup"] is None
     assert "predicted/speedup_error" not in unknown
+
+
+@pytest.mark.parametrize("policy", ["quest", "topk", "verify_guided"])
+def test_a_draft_step_is_compared_with_the_selection_that_it_makes(setup, policy):
+    """A run times a choice of every step within the step (time/draft_ms), and one of a round within the round."""
+    at = setup(policy=policy, settings=Settings(refresh=4))
+    times = round_times(at, 3)
+    is_within = policy != "verify_guided"
+    step = times.draft.total + (times.select.total if is_within else 0.0)
+    result = beside(at, 3, {"alpha": 0.8, "time/draft_ms": 1e3 * step})
+    assert times.select.total > 0
+    assert result["predicted/draft_error"] == pytest.approx(0.0)
+    assert sum(v for k, v in result.items() if k.startswith("predicted/draft/")) == pytest.approx(1e3 * step)
+    choices = 3 if is_within else 1 / 4  # of a round
+    assert result["predicted/select_ms"] * choices == pytest.approx(3e3 * times.select.total), "one choice"
 
 
 def profile_run(folder, setup, grid):

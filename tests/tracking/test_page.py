@@ -121,6 +121,7 @@ def test_charts_are_drawn(look, html):
     assert curves == 3, "policies"
     assert (parts, marks) == (3 * 2 * 5, 2 * 5), "parts of a round, measured and predicted, by batch"
     assert "cost model: median error" in prediction
+    assert re.search(r"The cost model's median errors: T_T \d.*%, T_V 5%, round time ", prediction)
     assert "measured speedup" in prediction
     assert copied == 5 * 5
     assert (is_nan, fetched) == (False, 0)
@@ -186,20 +187,22 @@ def test_the_parts_of_a_round_are_those_that_were_timed(look):
     h2o |= {"acceptance_length": 2.0}
     quest = {f"predicted/{name}": value for name, value in FIXED.items()} | {"predicted/select_ms": 1.0}
     quest |= {"predicted/speedup": 2.0}
-    impossible = h2o | {"time/overhead_ms": -100.0, "time/round_ms": 30.0}
+    impossible = h2o | {"speedup": 1.1, "time/overhead_ms": -100.0, "time/round_ms": 30.0}
     rows = [done(0, cache__policy="h2o", **h2o), done(1, cache__policy="quest", **quest)]
     rows += [done(2, cache__policy="topk", **impossible)]
-    parts, tokens, bars, words = look(
+    parts, tokens, bars, words, marked = look(
         rows,
         "[round(0, 'time').parts, round(1, 'predicted').parts]",
         "[round(0, 'time').tokens, round(1, 'predicted').tokens, round(1, 'time')]",
         "numMarks('steps', 'bar', 'rect')",
         "text('steps')",
+        "text('runs')",
     )
     assert parts == [{"drafting": 10, "verification": 20, "rest of the round": 5}] * 2
     assert tokens == [2.0 * 10, 2.0 * 35, None]
     assert bars == 3 * 3
     assert "In 1 run the parts take longer than the whole round" in words
+    assert marked.count("impossible times") == 1
 
 
 @browser

@@ -115,6 +115,16 @@ def test_the_notes_of_groups_are_those_of_their_runs(report, tmp_path):
     assert len(re.findall(r"(?m)^ +2 ", out)) == 1
 
 
+def test_step_errors_stand_next_to_the_speedups_and_the_impossible_is_marked(report, tmp_path):
+    predicted = {"predicted/speedup": 0.96, "predicted/speedup_error": -0.04, "predicted/step_error": -0.95}
+    write_run(tmp_path, "a", {}, {"speedup": 1.0, "time/overhead_ms": -188.0, "time/round_ms": 475.0} | predicted)
+    write_run(tmp_path, "b", {"draft.gamma": 2}, {"speedup": 1.0, "time/overhead_ms": -1.0, "time/round_ms": 475.0})
+    _, out, _ = report(runs=tmp_path)
+    assert re.search(r"predicted +off +steps off", out)
+    assert re.search(r"0\.96x +-4% +-95%", out)
+    assert "1 with an impossible overhead" in out
+
+
 def test_rows_are_flat_and_say_what_varies():
     run = {"id": "x", "status": "done", "config": {"a": {"b": [1, 2], "c": None}}}
     assert flatten(run) == {"a.b": "[1,2]", "id": "x", "status": "done"}

@@ -154,8 +154,21 @@ def test_independent_draft_full_cache_and_several_batches():
 
 
 def test_prediction_is_set_against_the_measurement():
-    text = printed(metrics=METRICS | {"predicted/speedup": 1.7, "predicted/speedup_error": -0.095})
-    assert "predicted speedup 1.70x by the cost model, -10% off" in text
+    errors = {"speedup": -0.095, "target_decode": -0.95, "draft": 0.02, "verify": -0.9, "round": -0.88}
+    text = printed(
+        metrics=METRICS | {"predicted/speedup": 1.7} | {f"predicted/{k}_error": v for k, v in errors.items()}
+    )
+    assert "predicted speedup 1.70x by the cost model, -10% off; steps off: T_T -95%, T_D" in text
+    assert "T_D +2%, T_V -90%, round -88%" in " ".join(text.split())
+
+
+@pytest.mark.parametrize(("overhead", "is_marked"), [(-188.0, True), (-3.0, True), (-0.5, False), (2.0, False)])
+def test_an_impossible_overhead_is_marked(overhead, is_marked):
+    text = printed(metrics=METRICS | {"time/overhead_ms": overhead})
+    assert ("overhead, ms" in text) == is_marked
+    if is_marked:
+        assert f"{overhead:#.3g}"[:4] in row(text, "overhead, ms")[0]
+        assert "impossible" in text
 
 
 def test_profile_shows_its_points():

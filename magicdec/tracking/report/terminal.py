@@ -10,7 +10,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from magicdec.tracking.reader import NOISY, gpu_trouble
+from magicdec.tracking.reader import NOISY, gpu_trouble, is_impossible
 from magicdec.tracking.report.query import find_key
 from magicdec.tracking.report.rows import Row, keys_of, telling
 
@@ -21,12 +21,14 @@ FIGURES = {key: key for key in SPEEDUPS} | {
     "acceptance_length": "length",
     "speculative/tokens_per_second": "tokens/s",
     "speculative/time_per_output_token_ms": "TPOT ms",
-    "formula/speedup": "formula",
-    "predicted/speedup": "predicted",
-    "published/speedup": "published",
-    "published/predicted_speedup": "predicted for it",
     "lossless/passed": "lossless",
     "output/agrees": "agrees",
+    "formula/speedup": "formula",
+    "predicted/speedup": "predicted",
+    "predicted/speedup_error": "off",
+    "predicted/step_error": "steps off",
+    "published/speedup": "published",
+    "published/predicted_speedup": "predicted for it",
 }
 ENGINE = "engine.name"
 BETWEEN_ENGINES = {ENGINE: "engine", "draft.name": "draft", "autoregressive/tokens_per_second": "AR tokens/s"}
@@ -88,6 +90,8 @@ def _cell(row: Row, key: str) -> Text:
     if (key in SPEEDUPS or key.endswith("speedup")) and isinstance(value, int | float):
         noisy = key == "speedup" and isinstance(spread := row.get("speedup_spread"), float) and spread > NOISY
         return Text(f"{value:.2f}x{'!' if noisy else ''}", style="green" if value > 1 else "red")
+    if key.endswith("_error") and isinstance(value, int | float):
+        return Text(f"{value:+.0%}")
     if key == "status" and value != "done":
         return Text(str(row.get("kind") or value), style="yellow")
     if key in ("lossless/passed", "lossless/identical", "output/agrees"):
@@ -119,6 +123,8 @@ def _notes(rows: Sequence[Row]) -> Iterator[str]:
     noisy = sum(1 for row in rows if isinstance(row.get("speedup_spread"), float) and row["speedup_spread"] > NOISY)
     if noisy:
         yield f"{noisy:,} with a spread over {NOISY:.0%} between repeats (speedup_spread), marked !: measure them again"
+    if impossible := sum(1 for row in rows if is_impossible(row)):
+        yield f"{impossible:,} with an impossible overhead (time/overhead_ms below 0): measure them again"
     if troubled := sum(1 for row in rows if gpu_trouble(row)):
         yield f"{troubled:,} on a GPU that was throttled or shared; --columns gpu/throttled/power,gpu/shared says how"
     if published := [row for row in rows if "published/table" in row]:

@@ -116,7 +116,8 @@ function drawTiles(runs, done) {
 const isSynthetic = (r) => get(SOURCE, r) === "synthetic";
 const isNoisy = (r) => get("speedup_spread", r) > data.noisy;
 const isTooLarge = (r) => get("predicted/fits", r) === false && get("speedup", r) == null;
-const MARKS = { synthetic: isSynthetic, noisy: isNoisy, "GPU troubled": (r) => get("gpu_trouble", r), "does not fit": isTooLarge };
+const MARKS = { synthetic: isSynthetic, noisy: isNoisy, "GPU troubled": (r) => get("gpu_trouble", r), "does not fit": isTooLarge,
+  "impossible times": (r) => round(r, "time")?.isImpossible };
 const marks = (r) => Object.keys(MARKS).filter((name) => MARKS[name](r)).map((name) => ` <span class="mark">${name}</span>`).join("");
 const judged = (text, isGood) => `<span class="${isGood ? "good" : "bad"}">${text}</span>`;
 const NAMES = { speedup_wall: "speedup, wall", [TPS]: "tokens/s", [TPOT]: "TPOT, ms" };
