@@ -47,7 +47,7 @@ class Scheduler:
         """Prefill the next request if a slot is free, else take a round."""
         self._drop_cancelled()
         if self.waiting and self._num_free:
-            self._admit(self.waiting.popleft())
+            self._admit(self.waiting[0])
         elif self.running:
             self._round()
 
@@ -62,7 +62,9 @@ class Scheduler:
             self._free(slot)
 
     def _admit(self, request: Request) -> None:
-        """Prefill a request and seat it. If that fails, only this request fails, unless its slot cannot be cleared."""
+        """Prefill a request, which waits until then, and seat it. If that fails, only this request fails, unless its
+        slot cannot be cleared.
+        """
         slot = next(slot for slot in range(self.slots.num_slots) if slot not in self.running)
         try:
             state, token, finished = self.slots.prefill(
@@ -71,25 +73,25 @@ class Scheduler:
             if not finished:
                 self.slots.seat(slot, state, request.params, self.speculative)
         except Abandoned as abandoned:
-            error = abandoned.__cause__
-            request.finish("failed" if error else "cancelled", error)
-            if error:
+            if (error := abandoned.__cause__) is not None:
                 raise error from error.__cause__
         except Exception as error:
-            request.finish("failed", error)
             if self.slots.is_shared:
                 raise
             log.exception("a request has failed")
+            self.waiting.popleft()
+            request.finish("failed", error)
             self.slots.release(slot)
         else:
             if not finished:
                 self.running[slot] = request
+            self.waiting.popleft()
             request.receive([token])
             if finished:
                 request.finish(self._end(request))
 
     def _after_chunk(self, request: Request, count: int) -> None:
-        """Take a round if one is due. Raise Abandoned if that fails, or if `request` has been cancelled."""
+        """Take a round if one is due. Raise Abandoned if that fails, or to end this prefill."""
         try:
             self._drop_cancelled()
             if self.running and not request.cancelled:

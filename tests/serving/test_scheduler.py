@@ -107,6 +107,7 @@ def test_closing_ends_a_prefill_at_its_next_chunk(monkeypatch):
         *others, progress = arguments
 
         def told(count):
+            assert list(scheduler.waiting) == [request]  # until it has a slot
             chunks.append(count)
             scheduler.closing = len(chunks) == 2
             progress(count)
@@ -117,7 +118,9 @@ def test_closing_ends_a_prefill_at_its_next_chunk(monkeypatch):
     request = Request(random_prompts([70])[0], Params(2))
     scheduler.submit(request)
     scheduler.step()
-    assert (request.end, chunks) == ("cancelled", [16, 16])
+    assert chunks == [16, 16]
+    scheduler.end_all("cancelled")
+    assert request.end == "cancelled"
 
 
 @pytest.mark.parametrize("part", ["prefill", "seat"])
@@ -144,8 +147,20 @@ def test_a_request_that_fails_fails_alone(part, monkeypatch):
     assert [r.tokens for r in requests if r is not guilty] == [e for e in EXPECTED if e is not EXPECTED[3]]
 
 
+def test_a_failure_ends_slots_that_other_processes_share(monkeypatch):
+    def fail(*_):
+        raise OverflowError("too large")
+
+    slots = slots_with("self", "streaming")
+    monkeypatch.setattr(slots, "is_shared", True, raising=False)
+    monkeypatch.setattr(slots, "prefill", fail)
+    scheduler = Scheduler(slots)
+    scheduler.submit(Request([1, 2, 3], Params(2)))
+    with pytest.raises(OverflowError, match="too large"):
+        scheduler.step()
+
+
 def test_a_failure_between_chunks_is_not_blamed_on_the_prompt(monkeypatch):
-    """A round serves everybody: the one whose prefill it interrupts fails with the others, and the scheduler raises."""
     slots = slots_with("self", "streaming", num_slots=2)
     scheduler = Scheduler(slots)
     for prompt in random_prompts([20, 60]):
@@ -159,7 +174,8 @@ def test_a_failure_between_chunks_is_not_blamed_on_the_prompt(monkeypatch):
     monkeypatch.setattr(slots, "step", fail)
     with pytest.raises(OverflowError, match="too large"):
         scheduler.step()
-    assert other.end == "failed"
+    assert list(scheduler.waiting) == [other]
+    assert other.end is None  # the engine, which sees the error, ends them all
 
 
 def test_a_request_whose_logits_are_not_finite_fails_alone():
