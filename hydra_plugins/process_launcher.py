@@ -6,6 +6,7 @@ of the queue.
 
 Importing PyTorch and its company takes longer than a small job does. On Linux a server process imports them once, and
 every job is forked from it, before anything has touched a GPU or started a thread; elsewhere each job imports its own.
+A server that dies is replaced, and its running job goes on: what became of it is then read from the store.
 """
 
 import multiprocessing
@@ -37,10 +38,11 @@ from magicdec.scenarios.ranks import follow_parent
 from magicdec.tracking.gpus import visible_gpus
 from magicdec.tracking.reader import read_result
 from magicdec.tracking.store import Run
-from magicdec.tracking.sweep import BUSY, INTERRUPTED, JOB, SWEEP_DIR, attempt_of, stop
+from magicdec.tracking.sweep import BUSY, INTERRUPTED, JOB, SWEEP_DIR, attempt_of, jobs, stop
 
 START = "forkserver" if sys.platform == "linux" else "spawn"
 POLL_S, RETRY_S, GRACE_S = 0.05, 2.0, 10.0
+LOST = 255  # what multiprocessing takes for the exit code of a job whose fork server has died
 # What Hydra was told about the sweep as a whole.
 OF_THE_SWEEP = ("hydra.mode=", "hydra/launcher", "hydra.launcher", "hydra/sweeper", "hydra.sweeper", "hydra.sweep.")
 
@@ -68,8 +70,30 @@ class Job:
         return f"job {self.number} ({' '.join(self.overrides)})"
 
 
+class Orphan:
+    """A job's process whose fork server has died: it goes on, but nobody will know its exit code."""
+
+    def __init__(self, pid: int):
+        """Raise ProcessLookupError where the process has ended, too."""
+        self.pid, self.sentinel = pid, os.pidfd_open(pid)
+
+    @property
+    def exitcode(self) -> int | None:
+        """None while it is running."""
+        return LOST if wait([self.sentinel], timeout=0) else None
+
+    def join(self, timeout: float) -> None:
+        """Wait for its end."""
+        wait([self.sentinel], timeout)
+
+    def kill(self) -> None:
+        """End it."""
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+
+
 class ProcessLauncher(Launcher):
-    """Start processes, watch them, and tell what became of them."""
+    """Start processes, watch them, and report what became of them."""
 
     def __init__(self, jobs: int | None = None):
         self.limit = jobs or len(visible_gpus()) or 1
@@ -84,28 +108,34 @@ class ProcessLauncher(Launcher):
         if self.config.sweep.dry_run:
             return list_jobs(self.context, self.task, self.config, job_overrides, initial_job_idx)
         waiting = deque(Job(initial_job_idx + i, list(overrides)) for i, overrides in enumerate(job_overrides))
-        running: dict[BaseProcess, Job] = {}
+        running: dict[BaseProcess | Orphan, Job] = {}
         results: dict[int, JobReturn] = {}
-        _start_server(["launch", *imports(self.config.scenario.name)])  # the first job's: others import what they lack
+        if START == "forkserver":  # for the first job: others import what they lack
+            multiprocessing.set_forkserver_preload(["launch", *imports(self.config.scenario.name)])
         try:
             while waiting or running:
                 self._start_next(waiting, running)
                 wait([process.sentinel for process in running], POLL_S)
                 for process in [process for process in running if process.exitcode is not None]:
-                    job = running.pop(process)
-                    if process.exitcode == BUSY:
+                    job, code = running.pop(process), process.exitcode
+                    if code == LOST:
+                        if orphan := _orphan(process, job):
+                            running[orphan] = job
+                            continue
+                        code = lost_code(job, process.pid, self.config, self.config.hydra)
+                    if code == BUSY:
                         job.not_before = time.monotonic() + RETRY_S
                         waiting.append(job)
                         continue
-                    results[job.number] = self._result(job, process)
-                    if process.exitcode and self.config.sweep.fail_fast and waiting:
+                    results[job.number] = self._result(job, code, process.pid)
+                    if code and self.config.sweep.fail_fast and waiting:
                         print(f"sweep.fail_fast: {len(waiting)} jobs are not started", file=sys.stderr)
                         waiting.clear()
         finally:
             _stop(running)
         return [results[number] for number in sorted(results)]
 
-    def _start_next(self, waiting: deque[Job], running: dict[BaseProcess, Job]) -> None:
+    def _start_next(self, waiting: deque[Job], running: dict[BaseProcess | Orphan, Job]) -> None:
         """Start the first job whose time has come, if there is room for it."""
         job = next((job for job in waiting if job.not_before <= time.monotonic()), None)
         if job is not None and len(running) < self.limit:
@@ -117,15 +147,17 @@ class ProcessLauncher(Launcher):
         if self.limit > 1:
             env["TERM"] = "dumb"  # the progress bars of several would overwrite each other
         work = (command(job, self.config.hydra, sys.argv[0]), env)
-        process = multiprocessing.get_context(START).Process(target=_run, args=work)
-        process.start()
-        return process
+        for start in (START, START):
+            with suppress(EOFError, ConnectionError):
+                return _started(start, work)
+            print("warning: the fork server died while it imported; started again", file=sys.stderr)
+        return _started("spawn", work)
 
-    def _result(self, job: Job, process: BaseProcess) -> JobReturn:
-        """What Hydra wants to know."""
+    def _result(self, job: Job, code: int, pid: int) -> JobReturn:
+        """Return what Hydra wants to know."""
         result = JobReturn(overrides=job.overrides, status=JobStatus.COMPLETED)
         try:
-            result.return_value = outcome(job, process.exitcode, process.pid, self.config, self.config.hydra)
+            result.return_value = outcome(job, code, pid, self.config, self.config.hydra)
         except JobFailed as failure:
             result.return_value, result.status = failure, JobStatus.FAILED
         return result
@@ -146,34 +178,69 @@ def environment(job: Job, hydra: DictConfig) -> dict[str, str]:
 
 
 def outcome(job: Job, code: int, pid: int, config: DictConfig, hydra: DictConfig) -> Any:
-    """The sweep's objective as a job's process found it, which has ended with this exit code; raises JobFailed.
+    """Return the sweep's objective, as found by a job whose process ended with this exit code. Raise JobFailed.
 
-    On the way, says what a job that was killed can no longer say.
+    Report what a job that was killed can no longer report.
     """
     sweep_dir = Path(hydra.sweep.dir)
-    run_id = attempt_of(sweep_dir, job.number)
+    attempt_id = attempt_of(sweep_dir, job.number)
     if code == INTERRUPTED:
         raise KeyboardInterrupt
     if code < 0:
         reason = f"killed by {signal.Signals(-code).name}"
-        print(f"error: {job}: {reason}", file=sys.stderr)
-        if run_id is not None:
-            Run.bury(config.runs_dir, run_id, pid, reason)
+        _bury(job, attempt_id, pid, reason, config)
         if config.sweep.fail_fast:
             stop(sweep_dir, code=1)
     if code:
         raise JobFailed(max(code, 1))
-    stored: dict[str, Any] = read_result(Path(config.runs_dir, run_id)) if run_id is not None else {}
+    stored: dict[str, Any] = read_result(Path(config.runs_dir, attempt_id)) if attempt_id is not None else {}
     return stored.get(config.sweep.objective)
 
 
-def _start_server(modules: list[str]) -> None:
-    """What imports once for all jobs. A Ctrl-C meanwhile is for this process, which takes the server along."""
-    if START == "forkserver":
-        multiprocessing.set_forkserver_preload(modules)
-        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
-        multiprocessing.forkserver.ensure_running()
+def lost_code(job: Job, pid: int, config: DictConfig, hydra: DictConfig) -> int:
+    """Return the exit code of a job that has ended without its fork server, judged by what it has left."""
+    sweep_dir = Path(hydra.sweep.dir)
+    if not any(line.get("job") == job.number for line in jobs(sweep_dir)):
+        return BUSY  # it has begun nothing, or waits for another process: start it once more
+    attempt_id = attempt_of(sweep_dir, job.number)
+    status = read_result(Path(config.runs_dir, attempt_id)).get("status") if attempt_id else "failed"
+    if status == "running":
+        _bury(job, attempt_id, pid, "ended without a word, as its fork server did", config)
+    return 0 if status == "done" else 1
+
+
+def _bury(job: Job, attempt_id: str | None, pid: int, reason: str, config: DictConfig) -> None:
+    print(f"error: {job}: {reason}", file=sys.stderr)
+    if attempt_id is not None:
+        Run.bury(config.runs_dir, attempt_id, pid, reason)
+
+
+def _orphan(process: BaseProcess | Orphan, job: Job) -> Orphan | None:
+    """Return a job's process that goes on without its fork server, and say so; None where both have ended."""
+    if isinstance(process, Orphan):
+        return None
+    with suppress(ProcessLookupError):
+        orphan = Orphan(process.pid)
+        if orphan.exitcode is None:
+            print(f"warning: the fork server died; {job} goes on without it", file=sys.stderr)
+            return orphan
+    return None
+
+
+def _started(start: str, work: tuple) -> BaseProcess:
+    """Return a new process. Raise EOFError or ConnectionError where the fork server dies meanwhile.
+
+    A Ctrl-C while a server starts is for this process, which takes the server along.
+    """
+    process = multiprocessing.get_context(start).Process(target=_run, args=work)
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        if start == "forkserver":
+            multiprocessing.forkserver.ensure_running()
+    finally:
         signal.signal(signal.SIGINT, handler)
+    process.start()
+    return process
 
 
 def _run(argv: list[str], env: Mapping[str, str]) -> None:
@@ -185,7 +252,7 @@ def _run(argv: list[str], env: Mapping[str, str]) -> None:
     runpy.run_path(argv[0], run_name="__main__")
 
 
-def _stop(running: dict[BaseProcess, Job]) -> None:
+def _stop(running: dict[BaseProcess | Orphan, Job]) -> None:
     """Let the jobs that are left mark themselves as interrupted, and end those that do not."""
     for process in running:
         with suppress(ProcessLookupError):

@@ -1,5 +1,6 @@
 """Sweeps that are killed, that share a store, whose jobs die: every run is done once, and nothing is lost."""
 
+import contextlib
 import errno
 import importlib
 import json
@@ -22,7 +23,8 @@ from omegaconf import OmegaConf
 
 import launch
 import magicdec.scenarios
-from hydra_plugins.process_launcher import ProcessLauncher
+from hydra_plugins.process_launcher import Job as LaunchedJob
+from hydra_plugins.process_launcher import ProcessLauncher, lost_code
 from magicdec.config import compose
 from magicdec.errors import UserError
 from magicdec.scenarios import Job, run
@@ -30,7 +32,7 @@ from magicdec.tracking.lock import Busy, is_locked, locked
 from magicdec.tracking.reader import iter_runs, latest, load_run, run_of
 from magicdec.tracking.report import __main__ as report
 from magicdec.tracking.store import Run
-from magicdec.tracking.sweep import BUSY, jobs
+from magicdec.tracking.sweep import BUSY, jobs, record
 from tests import quick_launch
 from tests.tracking.sample import CONFIG, finished_run, result_of
 
@@ -315,6 +317,55 @@ def test_an_interrupt_stops_a_sweep_and_its_jobs(tmp_path, starts, monkeypatch):
     assert "interrupted; the same command goes on where it stood" in sweep.err
     assert [(run["status"], run["kind"]) for run in iter_runs(runs)] == [("failed", "interrupted")]
     assert not any(is_locked(path) for path in folders(runs))
+
+
+def server_of(sweep):
+    """The process that forks the jobs of a sweep, once there is one."""
+    while sweep.poll() is None:
+        for pid in Path(f"/proc/{sweep.pid}/task/{sweep.pid}/children").read_text().split():
+            with contextlib.suppress(OSError):
+                if b"multiprocessing.forkserver" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    return int(pid)
+        time.sleep(0.01)
+    raise AssertionError(sweep.communicate())
+
+
+def test_a_fork_server_that_is_killed_loses_no_job(tmp_path, starts, monkeypatch):
+    """Once while it imports, and once while a job of it is running."""
+    monkeypatch.setenv("QUICK_SECONDS", "1")
+    sweep = start(tmp_path / "runs", "draft.gamma=1,2")
+    os.kill(server_of(sweep), signal.SIGKILL)
+    while sweep.poll() is None and not list(starts.iterdir()):
+        time.sleep(0.01)
+    os.kill(server_of(sweep), signal.SIGKILL)
+    sweep = finished(sweep)
+    runs = {run["config"]["draft"]["gamma"]: run for run in iter_runs(tmp_path / "runs")}
+    assert [runs[gamma]["status"] for gamma in (1, 2)] == ["done", "done"], sweep.err
+    assert runs[1]["end"] <= runs[2]["begin"], "one job at a time"
+    assert "warning: the fork server died while it imported; started again\n" in sweep.err
+    assert re.search(r"^warning: the fork server died; job 0 \(.*\) goes on without it$", sweep.err, re.M)
+    assert "Traceback" not in sweep.err
+    assert sweep.code == 0
+
+
+def test_what_became_of_a_job_without_its_fork_server_is_in_the_store(tmp_path, capsys):
+    hydra = OmegaConf.create({"sweep": {"dir": str(tmp_path / "sweeps" / "mine")}})
+    config = OmegaConf.create({"runs_dir": str(tmp_path)})
+
+    def code(status, name="abc"):
+        if status:
+            record(Path(hydra.sweep.dir), 3, name if status != "refused" else None, [])
+        return lost_code(LaunchedJob(3, ["a=1"]), os.getpid(), config, hydra)
+
+    assert code(None) == BUSY, "it has come to no run: once more"
+    assert code("refused") == 1
+    finished_run(tmp_path)
+    assert code("done") == 0
+    assert capsys.readouterr().err == ""
+    killed = Run.open(tmp_path, "abc", CONFIG)
+    assert code("running", killed.id) == 1
+    assert capsys.readouterr().err == "error: job 3 (a=1): ended without a word, as its fork server did\n"
+    assert (result_of(killed)["kind"], result_of(killed)["reason"][:5]) == ("crashed", "ended")
 
 
 SERVER = """

@@ -44,7 +44,7 @@ def read_runs(
         raise UserError(f"{runs_dir}: holds no runs{f' of sweep {sweep}' if sweep else ''}")
     chosen = found if every_attempt else latest(found)
     mistyped = sum(run.get("kind") == "invalid" for run in found)
-    others = {"mistyped": mistyped, "earlier attempts": len(found) - len(chosen) - mistyped}
+    others = {"mistyped": mistyped, "superseded": len(found) - len(chosen) - mistyped}
     line = f"left out: {', '.join(f'{number:,} {what}' for what, number in others.items() if number)}; --all shows them"
     if mistyped:
         line += f", python -m magicdec.tracking.clean {shown(Path(runs_dir))} deletes what was mistyped"
