@@ -42,6 +42,7 @@ from magicdec.tracking.sweep import BUSY, INTERRUPTED, JOB, SWEEP_DIR, attempt_o
 
 START = "forkserver" if sys.platform == "linux" else "spawn"
 POLL_S, RETRY_S, GRACE_S = 0.05, 2.0, 10.0
+REAP_S = 0.5  # after its pipes have closed, a process that was killed still exists for a moment
 LOST = 255  # what multiprocessing takes for the exit code of a job whose fork server has died
 # What Hydra was told about the sweep as a whole.
 OF_THE_SWEEP = ("hydra.mode=", "hydra/launcher", "hydra.launcher", "hydra/sweeper", "hydra.sweeper", "hydra.sweep.")
@@ -151,6 +152,7 @@ class ProcessLauncher(Launcher):
             with suppress(EOFError, ConnectionError):
                 return _started(start, work)
             print("warning: the fork server died while it imported; started again", file=sys.stderr)
+            time.sleep(REAP_S)
         return _started("spawn", work)
 
     def _result(self, job: Job, code: int, pid: int) -> JobReturn:

@@ -26,8 +26,9 @@ import magicdec.scenarios
 from hydra_plugins.process_launcher import Job as LaunchedJob
 from hydra_plugins.process_launcher import ProcessLauncher, lost_code
 from magicdec.config import compose
-from magicdec.errors import UserError
+from magicdec.errors import StorageError, UserError
 from magicdec.scenarios import Job, run
+from magicdec.tracking import lock
 from magicdec.tracking.lock import Busy, is_locked, locked
 from magicdec.tracking.reader import iter_runs, latest, load_run, run_of
 from magicdec.tracking.report import __main__ as report
@@ -175,6 +176,19 @@ def test_a_full_disk_and_a_read_only_store(tmpfs):
     assert load_run(before.folder)["speedup"] == 1.5
 
 
+@pytest.mark.parametrize("free_kib", [12, 24, 32])
+def test_a_full_disk_ends_a_run_with_a_line_and_its_own_kind(tmpfs, quick, capfd, free_kib):
+    """There is room for less and more of a run: for none of its log, for some of it."""
+    (tmpfs / "filler").write_bytes(bytes((256 - free_kib) << 10))
+    config = replace(compose(COMMON), runs_dir=str(tmpfs / "runs"))
+    with pytest.raises(StorageError, match=rf"^runs_dir={tmpfs}/runs: cannot write: No space left on device; choose"):
+        run(config, Job())
+    assert "Traceback" not in capfd.readouterr().err
+    (tmpfs / "filler").unlink()
+    (found,) = iter_runs(tmpfs / "runs")
+    assert found["kind"] == ("storage" if free_kib > 12 else "interrupted"), "no room to say it, either"
+
+
 # The lock
 
 
@@ -185,6 +199,25 @@ def test_a_lock_is_one_process_alone_and_goes_with_it(tmp_path):
         with pytest.raises(Busy, match=rf"run abc is being run by process {os.getpid()} on "), locked(tmp_path / "abc"):
             pass
     assert not list((tmp_path / "abc").iterdir())
+
+
+@pytest.mark.parametrize("taken_over", [True, False])
+def test_a_lock_on_a_file_that_was_removed_is_none(tmp_path, monkeypatch, taken_over):
+    """Its holder removes the file after another process has opened it; a third may have made the next one by then."""
+    path, take = tmp_path / ".lock", lock._flock
+
+    def removed_meanwhile(descriptor):
+        path.unlink()
+        if taken_over:
+            path.touch()
+        take(descriptor)
+
+    monkeypatch.setattr(lock, "_flock", removed_meanwhile)
+    assert lock._try(path) is None
+    monkeypatch.undo()
+    descriptor = lock._try(path)
+    assert descriptor is not None
+    os.close(descriptor)
 
 
 def test_a_killed_process_leaves_no_lock_and_its_run_was_interrupted(tmp_path):
