@@ -5,7 +5,7 @@ B rows, R rounds, G = gamma.
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
@@ -141,6 +141,31 @@ def round_history(generation: Generation) -> list[dict[str, float | int]]:
             history.append(row | {"accepted": float(active.mean()), "seconds": end - before})
         before = end
     return history
+
+
+def agreement(measured: Mapping[str, Any], speculative: Iterable[Generation], growth: float) -> Metrics:
+    """Return `agreement/*`: by which factor a time lies outside of what the profile allows, 1.0 within.
+
+    Decoding passes and profile time the same steps, so that a run which was disturbed is found out without repeats. The
+    profile is of the end of the prompts; over a pass a step may get longer by up to `growth`, as its context does. Only
+    rounds of the profiled gamma are compared.
+    """
+
+    def outside(time: float, least: float, most: float) -> float:
+        return time / min(max(time, least), most)
+
+    found: Metrics = {}
+    step, gamma = measured["time/target_decode_ms"], measured.get("gamma")
+    if measured["autoregressive/time_per_output_token_ms"] > 0:  # not NaN
+        time = measured["autoregressive/time_per_output_token_ms"]
+        found["agreement/target_decode"] = outside(time, step, step * growth)
+    if "time/round_ms" not in measured:
+        return found
+    in_profile = measured["time/round_ms"]
+    histories = [[row["seconds"] for row in round_history(g) if row["gamma"] == gamma] for g in speculative]
+    if passes := [1e3 * fmean(seconds) for seconds in histories if seconds]:
+        found["agreement/round"] = outside(median(passes), in_profile, in_profile * growth)
+    return found
 
 
 def spread(values: list[float]) -> float:

@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import dataclass
+from statistics import fmean
 
 from magicdec import build
 from magicdec.costmodel.beside import beside, published
@@ -24,7 +25,7 @@ from magicdec.scenarios.foresee import setup_of_run, task_of
 from magicdec.scenarios.outcome import Outcome
 from magicdec.scenarios.paired import Outputs, lossless, speeds
 from magicdec.tracking.progress import Progress
-from magicdec.tracking.reader import is_impossible
+from magicdec.tracking.reader import is_impossible, noise
 
 log = logging.getLogger(__name__)
 
@@ -91,6 +92,9 @@ def compare(plan: Plan, progress: Progress) -> Outcome:
     results |= {f"time/{name}": value for name, value in times.items()}
     if batch.draft is not None:
         results["time/impossible"] = is_impossible(results)
+    growth = 1 + config.batch.generate_len / 2 / fmean(map(len, prompts.tokens))
+    results |= metrics.agreement(results, speculative, growth)
+    results["noisy"] = bool(noise(results))
     results |= _memory(batch, peak, estimate)  # first: measuring the bandwidth takes memory of its own
     results |= _formula(plan, results, gamma) | _roofline(plan, batch, times)
     results |= _predicted(plan, results, gamma)

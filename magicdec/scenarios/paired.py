@@ -12,7 +12,7 @@ from magicdec.decoding.audit import Audit
 from magicdec.measure import metrics
 from magicdec.measure.metrics import Metrics
 from magicdec.resolve import Plan
-from magicdec.tracking.reader import NOISY
+from magicdec.tracking.reader import noise
 
 NUM_SAMPLES = 4  # rows whose text is logged
 SAMPLE_PROMPT_TOKENS = 64  # the end of their prompts
@@ -34,8 +34,8 @@ def speeds(autoregressive: list[dict[str, float]], speculative: list[dict[str, f
         if ratios:
             result[name] = median(ratios)
             if len(ratios) > 1:
-                result[f"{name}_spread"] = spread = metrics.spread(ratios)
-                result.setdefault("noisy", spread > NOISY)  # that of speedup, the first
+                result[f"{name}_spread"] = metrics.spread(ratios)
+                result["noisy"] = bool(noise(result))
     return result
 
 

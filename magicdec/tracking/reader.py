@@ -20,9 +20,15 @@ RESULT = "result.json"
 ATTEMPT = re.compile(r"(.+?)(?:-(\d+))?", re.DOTALL)
 STATES = ("running", "done", "failed")
 DEPTH = 8  # of lists and objects in each other: no file of a run has more
-# What is pointed at: a spread over the repeats above this; a GPU that was slowed down for a larger share of a run.
-NOISY, THROTTLED = 0.1, 0.05
+# What is pointed at: a spread over the repeats above this; times that disagree by a larger factor; a GPU that was
+# slowed down for a larger share of a run.
+NOISY, DISAGREES, THROTTLED = 0.1, 1.5, 0.05
 IMPOSSIBLE = 0.05  # likewise: a round whose parts take longer than the whole by a larger share of it
+# What a run measures twice (magicdec/measure/metrics.py).
+TWICE = {
+    "agreement/target_decode": "an autoregressive step took {:.2g} times as long as in the profile",
+    "agreement/round": "a round took {:.2g} times as long as in the profile",
+}
 # libyaml where PyYAML was built with it: ten times as fast.
 Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
@@ -85,6 +91,17 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     except (OSError, UnicodeDecodeError):
         return []
     return [content for line in lines if isinstance(content := _json(line), dict)]
+
+
+def noise(result: Mapping[str, Any]) -> list[str]:
+    """Return why a run's times cannot be trusted, in words; [] where nothing that it measured says so."""
+    told = {key: value for key, value in result.items() if isinstance(value, int | float)}
+    spread = told.get("speedup_spread", 0.0)
+    found = [f"the speedup spreads over {spread:.0%} between repeats"] if spread > NOISY else []
+    for key, words in TWICE.items():
+        if not 1 / DISAGREES <= told.get(key, 1.0) <= DISAGREES:
+            found.append(words.format(told[key]))
+    return found
 
 
 def gpu_trouble(result: Mapping[str, Any]) -> list[str]:

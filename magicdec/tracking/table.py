@@ -13,7 +13,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from magicdec.tracking.reader import NOISY, gpu_trouble, is_impossible
+from magicdec.tracking.reader import gpu_trouble, is_impossible, noise
 from magicdec.tracking.store import shown
 from magicdec.tracking.wandb import WandbOutcome
 
@@ -150,7 +150,7 @@ def _verdict(config: Mapping[str, Any], metrics: Metrics) -> Iterator[tuple[str,
         details = ["in TPOT", *([f"batch {wall:.2f}x"] if wall else []), *mark]
         details += [] if speedup > 1 else ["slower than autoregressive"]
         details += [f"spread {spread:.0%} over repeats"] if spread is not None else []
-        details += ["NOISY"] if spread and spread > NOISY else []
+        details += ["NOISY"] if noise(metrics) else []
         big = (f"{speedup:.2f}x", f"bold reverse {'green' if speedup > 1 else 'red'}")
         yield "speedup", Text.assemble(big, "  ", ", ".join(details))
     if (rate := _number(metrics.get("acceptance_rate"))) is not None:
@@ -214,8 +214,9 @@ def _memory(metrics: Metrics) -> Iterator[tuple[str, Text]]:
     parts = [f"{label} {size}" for label, size in sizes.items() if size]
     if parts:
         yield "memory, GiB", Text(", ".join(parts))
-    if trouble := gpu_trouble(metrics):
-        yield "GPU", Text(f"{', '.join(trouble)}: measure it again", style="yellow")
+    for label, trouble in (("NOISY", noise(metrics)), ("GPU", gpu_trouble(metrics))):
+        if trouble:
+            yield label, Text(f"{', '.join(trouble)}: measure it again", style="yellow")
 
 
 def _grid(history: Sequence[Mapping[str, Any]]) -> Table:

@@ -122,5 +122,31 @@ def test_omega_and_its_inverse(gamma, alpha):
     assert math.isclose(alpha_from_acceptance_length(closed, gamma), alpha, abs_tol=1e-9)
 
 
+PROFILE = {"time/target_decode_ms": 10.0, "time/round_ms": 1250.0}
+
+
+@pytest.mark.parametrize(
+    ("changes", "growth", "expected"),
+    [
+        ({}, 1.1, (1.0, 1.0)),  # the rounds of GENERATION take 4 / 3 s on average
+        ({"autoregressive/time_per_output_token_ms": 325.0}, 1.0, (32.5, 4 / 3.75)),
+        ({"autoregressive/time_per_output_token_ms": 5.0}, 2.0, (0.5, 1.0)),
+        ({"autoregressive/time_per_output_token_ms": math.nan}, 1.1, (None, 1.0)),
+        ({"time/round_ms": 550.0}, 1.0, (1.0, 4000 / 3 / 550)),
+        ({"time/round_ms": 4000.0, "gamma": 3}, 1.0, (1.0, None)),  # no round of that gamma
+    ],
+)
+def test_what_is_measured_twice_must_agree(changes, growth, expected):
+    measured = PROFILE | {"autoregressive/time_per_output_token_ms": 10.0, "gamma": 2} | changes
+    found = metrics.agreement(measured, [GENERATION], growth)
+    factors = tuple(found.get(f"agreement/{name}") for name in ("target_decode", "round"))
+    assert factors == pytest.approx(expected)
+
+
+def test_without_a_draft_the_step_alone_is_measured_twice():
+    measured = {"time/target_decode_ms": 10.0, "autoregressive/time_per_output_token_ms": 20.0}
+    assert metrics.agreement(measured, [], 1.0) == {"agreement/target_decode": 2.0}
+
+
 def test_spread():
     assert metrics.spread([1.0, 2.0, 3.0]) == 1.0

@@ -109,7 +109,7 @@ def test_the_notes_of_groups_are_those_of_their_runs(report, tmp_path):
     assert code == 0
     assert "the MagicDec paper's Table 3c, which has 1 of these 3" in out
     assert "1 failed" in out
-    assert "1 with a spread over 10%" in out
+    assert "1 noisy, marked !: " in out
     assert len(re.findall(r"(?m)^ +2 +(compare|predict) ", out)) == 2
     _, out, _ = report("--group-by", "gamma", "--mix", runs=tmp_path)
     assert len(re.findall(r"(?m)^ +2 ", out)) == 1

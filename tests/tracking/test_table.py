@@ -123,6 +123,12 @@ def test_slower_and_noisy_are_named():
     text = printed(metrics=METRICS | {"speedup": 0.83, "speedup_spread": 0.23})
     assert "0.83x in TPOT, batch 1.71x, slower than autoregressive" in " ".join(text.split())
     assert "NOISY" in text
+    alone = {key: value for key, value in METRICS.items() if key != "speedup_spread"}  # a single repeat
+    assert "NOISY" not in printed(metrics=alone | {"agreement/target_decode": 1.3, "agreement/round": 0.8})
+    lines = printed(metrics=alone | {"agreement/target_decode": 37.4}).splitlines()
+    assert "speedup           1.88x  in TPOT, batch 1.71x, NOISY" in [line.rstrip() for line in lines]
+    words = " ".join(" ".join(lines).split())
+    assert "NOISY an autoregressive step took 37 times as long as in the profile: measure it again" in words
     text = printed(metrics=METRICS | {"gpu/throttled/thermal": 0.3, "gpu/throttled/power": 0.01, "gpu/shared": 2})
     assert "throttled (thermal) for 30% of the time, shared with 2 other processes: measure it again" in " ".join(
         text.split()

@@ -13,7 +13,7 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
-from magicdec.tracking.reader import IMPOSSIBLE, NOISY, gpu_trouble
+from magicdec.tracking.reader import IMPOSSIBLE, gpu_trouble, noise
 from magicdec.tracking.report.rows import FACTS, Row, is_setting, keys_of, telling, varying
 
 NOT_TOLD = FACTS - {"id", "status", "kind", "reason"}
@@ -34,11 +34,12 @@ def render(rows: Sequence[Row], title: str) -> str:
     settings, differing = telling(rows), varying(rows)
     keys = [key for key in keys_of(rows) if key not in NOT_TOLD]
     told = {key: _column([row.get(key) for row in rows]) for key in keys if key in differing or not is_setting(key)}
-    told["gpu_trouble"] = _column([", ".join(gpu_trouble(row)) or None for row in rows])
+    for name, trouble in (("noise", noise), ("gpu_trouble", gpu_trouble)):
+        told[name] = _column([", ".join(trouble(row)) or None for row in rows])
     told["command"] = _column([command(row, differing) for row in rows])
     now = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
     data = {"title": title, "made": now, "number": len(rows), "settings": settings, "columns": told}
-    data |= {"noisy": NOISY, "impossible": IMPOSSIBLE}
+    data |= {"impossible": IMPOSSIBLE}
     assets = files("magicdec.tracking.report") / "assets"
     texts = {name: (assets / name).read_text(encoding="utf-8") for names in PARTS.values() for name in names}
     parts = {"TITLE": escape(title)} | {part: "\n".join(texts[name] for name in names) for part, names in PARTS.items()}

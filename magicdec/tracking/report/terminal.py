@@ -10,7 +10,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from magicdec.tracking.reader import NOISY, gpu_trouble, is_impossible
+from magicdec.tracking.reader import NOISY, TWICE, gpu_trouble, is_impossible, noise
 from magicdec.tracking.report.query import find_key
 from magicdec.tracking.report.rows import Row, keys_of, telling
 
@@ -88,8 +88,8 @@ def _columns(rows: Sequence[Row], known: Sequence[str], grouped: bool) -> list[s
 def _cell(row: Row, key: str) -> Text:
     value = row.get(key)
     if (key in SPEEDUPS or key.endswith("speedup")) and isinstance(value, int | float):
-        noisy = key == "speedup" and isinstance(spread := row.get("speedup_spread"), float) and spread > NOISY
-        return Text(f"{value:.2f}x{'!' if noisy else ''}", style="green" if value > 1 else "red")
+        mark = "!" if key == "speedup" and noise(row) else ""
+        return Text(f"{value:.2f}x{mark}", style="green" if value > 1 else "red")
     if key.endswith("_error") and isinstance(value, int | float):
         return Text(f"{value:+.0%}")
     if key == "status" and value != "done":
@@ -120,9 +120,12 @@ def _notes(rows: Sequence[Row]) -> Iterator[str]:
     failed = [row for row in rows if row.get("status") == "failed"]
     if failed:
         yield f"{len(failed):,} failed; --columns id,kind,reason says why"
-    noisy = sum(1 for row in rows if isinstance(row.get("speedup_spread"), float) and row["speedup_spread"] > NOISY)
-    if noisy:
-        yield f"{noisy:,} with a spread over {NOISY:.0%} between repeats (speedup_spread), marked !: measure them again"
+    if noisy := [row for row in rows if noise(row)]:
+        keys = [key for key in ("speedup_spread", *TWICE) if any(key in row for row in noisy)]
+        yield (
+            f"{len(noisy):,} noisy, marked !: repeats spread over more than {NOISY:.0%}, or what was measured twice "
+            f"disagrees; --columns id,{','.join(keys)} says how"
+        )
     if impossible := sum(1 for row in rows if is_impossible(row)):
         yield f"{impossible:,} with an impossible overhead (time/overhead_ms below 0): measure them again"
     if troubled := sum(1 for row in rows if gpu_trouble(row)):

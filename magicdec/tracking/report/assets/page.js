@@ -106,7 +106,7 @@ function drawTiles(runs, done) {
     tiles.push([best.toFixed(2) + "x", best > 1 ? "best speedup" : "at best: autoregressive is faster everywhere", best > 1 ? "" : "warn"],
       [d3.median(speedups).toFixed(2) + "x", "median speedup"],
       [Math.round(100 * d3.mean(speedups, (v) => v > 1)) + "%", "faster than autoregressive"]);
-  const warnings = [["failed", runs, (r) => get("status", r) === "failed"], ["noisy (spread over 10%)", done, isNoisy],
+  const warnings = [["failed", runs, (r) => get("status", r) === "failed"], ["noisy", done, isNoisy],
     ["GPU throttled or shared", done, (r) => get("gpu_trouble", r)], ["predicted not to fit in memory", done, isTooLarge],
     ["not identical to autoregressive", done, (r) => get("lossless/identical", r) === false], ["synthetic acceptance", done, isSynthetic]];
   for (const [name, of, test] of warnings) if (of.some(test)) tiles.push([thousands(count(of.filter(test))), name, "warn"]);
@@ -114,7 +114,7 @@ function drawTiles(runs, done) {
 }
 
 const isSynthetic = (r) => get(SOURCE, r) === "synthetic";
-const isNoisy = (r) => get("speedup_spread", r) > data.noisy;
+const isNoisy = (r) => get("noise", r);
 const isTooLarge = (r) => get("predicted/fits", r) === false && get("speedup", r) == null;
 const MARKS = { synthetic: isSynthetic, noisy: isNoisy, "GPU troubled": (r) => get("gpu_trouble", r), "does not fit": isTooLarge,
   "impossible times": (r) => round(r, "time")?.isImpossible };
