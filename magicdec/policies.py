@@ -13,7 +13,7 @@ from magicdec.models.config import ModelConfig
 
 Selects = Literal["never", "prefill", "round", "step"]  # round: once a round; step: in every draft step
 
-FP32, INT64 = 4, 8  # bytes
+FP32, INT32, INT64 = 4, 4, 8  # bytes
 SCALE = 4  # bytes of a group's scale and least value, each in half precision
 
 
@@ -114,6 +114,8 @@ class Policy:
     def stored_bytes(self, spec: CacheSpec, model: ModelConfig, element_bytes: float, shares_target: bool) -> float:
         """Bytes that a draft's cache takes beyond the target's."""
         per_slot = model.kv_elements_per_token / model.num_layers * element_bytes
+        if self.compact and model.sliding_window:  # slots lie in no order: each has its position
+            per_slot += model.num_kv_heads * INT32
         entries = sum(self.slots(spec, model.num_layers, shares_target)) * per_slot
         return entries + self.beside(spec, model, element_bytes)
 

@@ -48,9 +48,12 @@ class Attention(ABC, Generic[Plan]):
         return 1 << 26
 
     @abstractmethod
-    def plan(self, seqlens_B: Tensor, shape: Shape, window: int | None) -> Plan:
+    def plan(self, seqlens_B: Tensor, shape: Shape, window: int | None, positions_BKS: Tensor | None = None) -> Plan:
         """Prepare a forward pass. `seqlens_B` (int32) counts each row's valid entries, the T new ones included; with
         `window`, a token sees only the last `window` tokens, itself included.
+
+        Slots lie in the order of their tokens unless `positions_BKS` (int32) says where a window finds each: a new
+        token's position is its slot. It needs a window, and does not go together with selected slots.
         """
 
     @abstractmethod

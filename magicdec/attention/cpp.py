@@ -34,7 +34,7 @@ LANES = 8  # numbers in a vector of split_kv.cpp
 FUNCTIONS = {torch.float32: "attend_float32", torch.bfloat16: "attend_bfloat16"}
 NO_COMPILER = "needs a C++ compiler, and neither g++ nor clang++ is installed (CXX names another)"
 
-POINTERS = ("q", "k", "v", "out", "seqlens", "indices", "counted", "scores")
+POINTERS = ("q", "k", "v", "out", "seqlens", "indices", "counted", "positions", "scores")
 SIZES = ("rows", "new_tokens", "kv_heads", "group", "dim", "slots", "num_indices", "window", "threads")
 AXES = {"q": ("row", "token", "head"), "k": ("row", "head", "slot"), "v": ("row", "head", "slot")}
 STRIDES = tuple(f"{tensor}_{axis}" for tensor, axes in AXES.items() for axis in axes)
@@ -101,7 +101,7 @@ class CppAttention(KernelAttention):
     ) -> Tensor:
         (B, T, H, D), (K, S) = q_BTHD.shape, k_BKSD.shape[1:3]
         out_BTHD = torch.empty((B, T, H, D), dtype=q_BTHD.dtype)
-        tensors = (q_BTHD, k_BKSD, v_BKSD, out_BTHD, plan.seqlens_B, indices, counted, scores)
+        tensors = (q_BTHD, k_BKSD, v_BKSD, out_BTHD, plan.seqlens_B, indices, counted, plan.positions_BKS, scores)
         pointers = [None if x is None else x.data_ptr() for x in tensors]
         num_indices = 0 if indices is None else indices.shape[-1]
         sizes = (B, T, K, H // K, D, S, num_indices, plan.reach, torch.get_num_threads())

@@ -26,11 +26,12 @@ class KernelPlan:
     seqlens_B: Tensor
     shape: Shape
     window: int | None
+    positions_BKS: Tensor | None = None
 
     @cached_property
     def sdpa(self) -> SdpaPlan:
         """The same pass as sdpa plans it."""
-        return SdpaAttention().plan(self.seqlens_B, self.shape, self.window)
+        return SdpaAttention().plan(self.seqlens_B, self.shape, self.window, self.positions_BKS)
 
     @property
     def reach(self) -> int:
@@ -56,9 +57,12 @@ class KernelAttention(Attention[KernelPlan]):
         """What `attend_scored` is, by a kernel that returns scores."""
         return self._sdpa.attend_scored(q_BTHD, k_BKSD, v_BKSD, plan.sdpa, counted_BT)
 
-    def plan(self, seqlens_B: Tensor, shape: Shape, window: int | None) -> KernelPlan:
+    def plan(
+        self, seqlens_B: Tensor, shape: Shape, window: int | None, positions_BKS: Tensor | None = None
+    ) -> KernelPlan:
         """See Attention.plan."""
-        return KernelPlan(seqlens_B.contiguous(), shape, window)
+        positions_BKS = positions_BKS if positions_BKS is None else positions_BKS.contiguous()
+        return KernelPlan(seqlens_B.contiguous(), shape, window, positions_BKS)
 
     def attend(
         self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: KernelPlan, indices_BKN: Tensor | None = None
@@ -80,8 +84,8 @@ class KernelAttention(Attention[KernelPlan]):
 
 
 class LibraryAttention(KernelAttention):
-    """A library's kernel for GPUs, `read_all`. It takes no selected slots and tells no scores: Triton's kernel does
-    both, or sdpa where that cannot be had.
+    """A library's kernel for GPUs, `read_all`. It takes neither selected slots nor positions and returns no scores:
+    Triton's kernel does all that, or sdpa where Triton is missing.
     """
 
     def __init__(self) -> None:
@@ -104,7 +108,7 @@ class LibraryAttention(KernelAttention):
         self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: KernelPlan, indices_BKN: Tensor | None
     ) -> Tensor:
         """See KernelAttention.decode."""
-        if indices_BKN is None:
+        if indices_BKN is None and plan.positions_BKS is None:
             return self.read_all(q_BTHD, k_BKSD, v_BKSD, plan)
         if other := self._triton_for(q_BTHD.device, q_BTHD.dtype, q_BTHD.shape[-1]):
             return other.decode(q_BTHD, k_BKSD, v_BKSD, plan, indices_BKN)

@@ -39,23 +39,28 @@ class SdpaAttention(Attention[SdpaPlan]):
 
     name = "sdpa"
 
-    def plan(self, seqlens_B: Tensor, shape: Shape, window: int | None) -> SdpaPlan:
+    def plan(
+        self, seqlens_B: Tensor, shape: Shape, window: int | None, positions_BKS: Tensor | None = None
+    ) -> SdpaPlan:
         """See Attention.plan. Reads lengths on the host only on a CPU, where that costs nothing."""
         length, uniform = shape.capacity, False
         if seqlens_B.device.type == "cpu":
             length = int(seqlens_B.max())
-            uniform = bool((seqlens_B == length).all())
+            uniform = positions_BKS is None and bool((seqlens_B == length).all())
         folded = shape.num_new <= MAX_FOLDED_TOKENS
         if uniform and shape.num_new == 1 and (window is None or window >= length):
             return SdpaPlan(length, None, folded, seqlens_B, window)
         masked_B = seqlens_B[:1] if uniform else seqlens_B
-        slot_S = torch.arange(-(-length // ALIGNMENT) * ALIGNMENT, device=seqlens_B.device)
-        hidden_BTS = _hidden(slot_S, _own_slots(masked_B, shape.num_new)[..., None], window)
-        mask_BTS = torch.zeros(hidden_BTS.shape, dtype=shape.dtype, device=seqlens_B.device)
-        mask_BTS.masked_fill_(hidden_BTS, float("-inf"))
+        slot_S = position = torch.arange(-(-length // ALIGNMENT) * ALIGNMENT, device=seqlens_B.device)
+        if positions_BKS is not None:
+            position = F.pad(positions_BKS[..., :length], (0, len(slot_S) - length))[:, :, None]
+        own_B1T1 = _own_slots(masked_B, shape.num_new)[:, None, :, None]
+        hidden_BKTS = _hidden(slot_S, own_B1T1, window, position)  # K: 1 where all heads see the same
+        mask_BKTS = torch.zeros(hidden_BKTS.shape, dtype=shape.dtype, device=seqlens_B.device)
+        mask_BKTS.masked_fill_(hidden_BKTS, float("-inf"))
         if folded:
-            mask_BTS = mask_BTS.repeat(1, shape.group_size, 1)
-        return SdpaPlan(length, mask_BTS[:, None, :, :length], folded, seqlens_B, window)
+            mask_BKTS = mask_BKTS.repeat(1, 1, shape.group_size, 1)
+        return SdpaPlan(length, mask_BKTS[..., :length], folded, seqlens_B, window)
 
     def attend(
         self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: SdpaPlan, indices_BKN: Tensor | None = None
@@ -65,7 +70,7 @@ class SdpaAttention(Attention[SdpaPlan]):
             return self._attend_selected(q_BTHD, k_BKSD, v_BKSD, plan, indices_BKN)
         H, K = q_BTHD.shape[2], k_BKSD.shape[1]
         k, v = k_BKSD[:, :, : plan.length], v_BKSD[:, :, : plan.length]
-        if not plan.folded and q_BTHD.device.type != "cpu":
+        if not plan.folded and (q_BTHD.device.type != "cpu" or (plan.mask is not None and plan.mask.shape[1] > 1)):
             return attend_by_turns(q_BTHD, k, v, plan.mask)
         if not plan.folded:
             q = q_BTHD.transpose(1, 2)
@@ -96,7 +101,8 @@ class SdpaAttention(Attention[SdpaPlan]):
         K = k_BKSD.shape[1]
         slot_BKN1 = indices_BKN.clamp(min=0)[..., None].expand(-1, -1, -1, D)
         own_B1T1 = _own_slots(plan.seqlens_B, T)[:, None, :, None]
-        seen_BKTN = ~(_hidden(indices_BKN[:, :, None], own_B1T1, plan.window) | (indices_BKN < 0)[:, :, None])
+        slot_BK1N = indices_BKN[:, :, None]
+        seen_BKTN = ~(_hidden(slot_BK1N, own_B1T1, plan.window, slot_BK1N) | (slot_BK1N < 0))
         seen = seen_BKTN.repeat(1, 1, H // K, 1) if T > 1 else seen_BKTN  # query rows are (G, T)
         q = _fold(q_BTHD, K).flatten(2, 3)
         out = F.scaled_dot_product_attention(q, k_BKSD.gather(2, slot_BKN1), v_BKSD.gather(2, slot_BKN1), seen)
@@ -122,10 +128,10 @@ def _own_slots(seqlens_B: Tensor, num_new: int) -> Tensor:
     return seqlens_B.long()[:, None] - num_new + torch.arange(num_new, device=seqlens_B.device)
 
 
-def _hidden(slot: Tensor, own: Tensor, window: int | None) -> Tensor:
-    """Whether the token in slot `own` may not see `slot` (both broadcast)."""
+def _hidden(slot: Tensor, own: Tensor, window: int | None, position: Tensor) -> Tensor:
+    """Return whether the token in slot `own` may not see `slot`, which lies at `position` (all broadcast)."""
     hidden = slot > own
-    return hidden if window is None else hidden | (slot <= own - window)
+    return hidden if window is None else hidden | (position <= own - window)
 
 
 def _fold(q_BTHD: Tensor, num_kv_heads: int) -> Tensor:

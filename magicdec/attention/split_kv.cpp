@@ -121,6 +121,7 @@ struct Call {
     const int32_t* seqlens;
     const int64_t* indices;  // (B, K, N), contiguous; null: every slot
     const bool* counted;     // (B, T), contiguous: whose attention the scores sum; null: every token's
+    const int32_t* positions;  // (B, K, S), contiguous: where the window finds each slot; null: in its place
     float* scores;           // (B, K, S), contiguous; null: none are asked for
     int64_t rows, new_tokens, kv_heads, group, dim, slots, num_indices, window, threads;
     int64_t q_row, q_token, q_head, k_row, k_head, k_slot, v_row, v_head, v_slot;
@@ -230,7 +231,7 @@ class Kernel {
     // The slots that any of a row's new tokens may see, or their places among the indices.
     int64_t last(int64_t b) const { return c.indices ? c.num_indices : c.seqlens[b]; }
     int64_t first(int64_t b) const {
-        return c.indices ? 0 : std::max<int64_t>(0, c.seqlens[b] - c.new_tokens + 1 - c.window);
+        return c.indices || c.positions ? 0 : std::max<int64_t>(0, c.seqlens[b] - c.new_tokens + 1 - c.window);
     }
 
     void attend(int64_t b, int64_t head, int64_t split, Partial to, float* q, float* scores, float* decay,
@@ -264,9 +265,9 @@ class Kernel {
                     tiles([&](auto R, int64_t r) { score<R>(q + r * c.dim, k_in, c.dim, scores + r * BLOCK + s); });
                 });
             }
-            const bool all_seen = !indices && count == padded && at >= last(b) - c.window &&
+            const bool all_seen = !indices && !c.positions && count == padded && at >= last(b) - c.window &&
                                   at + count <= last(b) - c.new_tokens + 1;
-            if (!all_seen) hide(b, slots, padded, scores);
+            if (!all_seen) hide(b, head, slots, padded, scores);
             weigh(scores, padded, to, decay);
             if (c.scores) std::copy_n(to.most, query_rows, scores + query_rows * BLOCK);
             int64_t next = at + BLOCK;
@@ -331,11 +332,13 @@ class Kernel {
     }
 
     // Each new token sees itself and what came before, within its window.
-    void hide(int64_t b, const int64_t* slots, int count, float* scores) const {
+    void hide(int64_t b, int64_t head, const int64_t* slots, int count, float* scores) const {
+        const int32_t* positions = c.positions ? c.positions + (b * c.kv_heads + head) * c.slots : nullptr;
         for (int64_t t = 0; t < c.new_tokens; ++t) {
             const int64_t own = c.seqlens[b] - c.new_tokens + t;
             for (int s = 0; s < count; ++s) {
-                if (slots[s] >= 0 && slots[s] <= own && slots[s] > own - c.window) continue;
+                const int64_t slot = slots[s], position = positions && slot >= 0 ? positions[slot] : slot;
+                if (slot >= 0 && slot <= own && position > own - c.window) continue;
                 for (int64_t g = 0; g < c.group; ++g) scores[(g * c.new_tokens + t) * BLOCK + s] = HIDDEN;
             }
         }

@@ -40,6 +40,7 @@ def attend_split(
     v,
     seqlens,
     indices,
+    positions,  # (B, K, S), contiguous: where the window finds each slot; None: in its place
     out,  # (B, T, H, D), contiguous: of the only split
     partial,  # (B x K, splits, R, D), fp32: of several
     lse,  # (B x K, splits, R), fp32: of several, or beside scores
@@ -87,6 +88,8 @@ def attend_split(
 
     # A tile divides what its tokens can see, in whole blocks.
     first, last = tl.maximum(tl.min(own, 0) + 1 - reach, 0), tl.max(own, 0) + 1
+    if positions is not None:
+        first = first * 0
     if SELECTED:
         indices += head.to(tl.int64) * num_indices
         first, last = first * 0, num_indices
@@ -110,7 +113,10 @@ def attend_split(
         if UPCAST:
             k_tile, v_tile = k_tile.to(tl.float32), v_tile.to(tl.float32)
         scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale
-        seen = valid[None, :] & (slot[None, :] <= own[:, None]) & (slot[None, :] > own[:, None] - reach)
+        position = slot
+        if positions is not None:
+            position = tl.load(positions + head.to(tl.int64) * S + slot, mask=valid, other=0)
+        seen = valid[None, :] & (slot[None, :] <= own[:, None]) & (position[None, :] > own[:, None] - reach)
         if SCORED:
             at_raw = raw + head.to(tl.int64) * (G * T) * S + (r[:, None] * S + slot[None, :])
             tl.store(at_raw, scores, mask=seen & (r < G * T)[:, None])
@@ -165,6 +171,7 @@ def sum_scores(
     raw,
     lse,
     seqlens,
+    positions,  # (B, K, S), as in attend_split
     counted,  # (B, T), contiguous: whose attention is summed; None: every token's
     out,  # (B, K, S), fp32, contiguous
     T,
@@ -179,11 +186,13 @@ def sum_scores(
     """The attention that BLOCK slots of one KV head of one row received from its query rows."""
     head, split = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED_SPLITS)
     slot = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    seqlen = tl.load(seqlens + head // K)
+    seqlen, position = tl.load(seqlens + head // K), slot
+    if positions is not None:
+        position = tl.load(positions + head * S + slot, mask=slot < S, other=0)
     sums = tl.zeros([BLOCK], tl.float32)
     for r in range(G * T):
         own = seqlen - T + r % T
-        seen = (slot < S) & (slot <= own) & (slot > own - reach)
+        seen = (slot < S) & (slot <= own) & (position > own - reach)
         lses = tl.load(lse + (head * num_splits + split) * (G * T) + r, mask=split < num_splits, other=float("-inf"))
         most = tl.max(lses, 0)
         scores = tl.load(raw + (head * (G * T) + r) * S + slot, mask=seen, other=float("-inf"))

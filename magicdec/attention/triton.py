@@ -61,6 +61,7 @@ class TritonAttention(KernelAttention):
                 raw,
                 lse,
                 plan.seqlens_B,
+                plan.positions_BKS,
                 None if counted_BT is None else counted_BT.view(torch.uint8),
                 scores_BKS,
                 T,
@@ -90,7 +91,8 @@ class TritonAttention(KernelAttention):
         num_indices = indices_BKN.shape[-1] if indices_BKN is not None else 0
         tile = tile_size(G * T)
         tiles = triton.cdiv(G * T, tile)
-        splits = split_count(B * K * tiles, num_indices if selected else min(S, plan.reach + T))
+        reads = num_indices if selected else min(S, plan.reach + T) if plan.positions_BKS is None else S
+        splits = split_count(B * K * tiles, reads)
         out_BTHD = torch.empty((B, T, H, D), dtype=q_BTHD.dtype, device=q_BTHD.device)
         partial = None
         if splits > 1:
@@ -105,6 +107,7 @@ class TritonAttention(KernelAttention):
             v_BKSD,
             plan.seqlens_B,
             indices_BKN,
+            plan.positions_BKS,
             out_BTHD,
             partial,
             lse,

@@ -4,16 +4,17 @@ L layers, B rows, K KV heads, S slots, D head dim, F fixed slots, R ring slots, 
 
 Of `budget` slots the first F hold what the policy has chosen, the others are a ring over the latest tokens, and slots
 beyond the budget hold this round's proposals, which evict nothing until committed. Until a row outgrows its budget
-every token lies in the slot of its position. Attention does not care about the order of slots: keys carry their
-position.
+every token lies in the slot of its position. Attention does not care about the order of slots, because keys carry
+their position; only a sliding window needs to know the position of each slot.
 """
 
 from abc import abstractmethod
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from magicdec.attention.base import Attention, Shape
 from magicdec.cache.draft_cache import DraftCache
 from magicdec.cache.full import FullCache
 from magicdec.cache.kv_cache import KVCache
@@ -24,8 +25,7 @@ class CompactCache(DraftCache):
     """`budget` committed entries a row and layer; positions are absolute."""
 
     facts = Policy("compact", compact=True)
-    ordered = False
-    per_row: ClassVar[tuple[str, ...]] = (*DraftCache.per_row, "shift_B")
+    per_row: ClassVar[tuple[str, ...]] = (*DraftCache.per_row, "shift_B", "positions_LBKS")
 
     def set_up(self) -> None:
         """See DraftCache.set_up."""
@@ -35,6 +35,11 @@ class CompactCache(DraftCache):
         self.window = self.budget - self.num_fixed
         # How far a row has outgrown its budget: a token's position less its slot, for tokens appended now.
         self.shift_B = torch.zeros_like(self.length_B)
+        # Of every slot, where the model has a sliding window; those behind the committed ones are the proposals'.
+        self.positions_LBKS: Tensor | None = None
+        if self.config.sliding_window:
+            slot_S = torch.arange(self.capacity, dtype=torch.int32, device=self.length_B.device)
+            self.positions_LBKS = slot_S.repeat(*self.k_LBKSD.shape[:3], 1)
 
     @abstractmethod
     def fixed_slots(self, budget: int) -> int:
@@ -43,6 +48,23 @@ class CompactCache(DraftCache):
     @abstractmethod
     def choose(self, layer: int, source: KVCache, scores_LBKS: Tensor | None) -> Tensor:
         """Slots of `source` that one layer keeps for good (B, K or 1, F), for rows that outgrow the budget."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of the entries, and of their positions."""
+        return super().num_bytes + (0 if self.positions_LBKS is None else self.positions_LBKS.nbytes)
+
+    def plan(self, attention: Attention, num_new: int, dtype: torch.dtype) -> list[Any]:
+        """See KVCache.plan: a sliding window goes by positions, because slots lie in no order."""
+        if self.positions_LBKS is None:
+            return super().plan(attention, num_new, dtype)
+        shape, seqlens_B = Shape(num_new, self.capacity, self.config.group_size, dtype), self.seqlens_B + num_new
+        positions_LBKS = self.positions_LBKS - self.shift_B[:, None, None]  # a new token's is its slot
+        everything, plans = attention.plan(seqlens_B, shape, None), []
+        for layer, positions_BKS in enumerate(positions_LBKS):
+            window = self.config.window_of(layer)
+            plans.append(attention.plan(seqlens_B, shape, window, positions_BKS) if window else everything)
+        return plans
 
     def positions_BT(self, num_new: int) -> Tensor:
         """Absolute positions of the next tokens."""
@@ -69,10 +91,12 @@ class CompactCache(DraftCache):
         self.set_length(source.seqlens_B)
 
     def keep(self, layer: int, source: KVCache, from_BKS: Tensor, scores_LBKS: Tensor | None) -> None:
-        """Copy one layer's entries from these slots of `source`, in order, to the first `budget` slots."""
+        """Copy one layer's entries from these slots of `source`, where they are positions, to the first `budget`."""
         from_BKSD = from_BKS[..., None].expand(-1, -1, -1, self.config.head_dim)
         self.k_LBKSD[layer][:, :, : self.budget] = source.k_LBKSD[layer].gather(2, from_BKSD)
         self.v_LBKSD[layer][:, :, : self.budget] = source.v_LBKSD[layer].gather(2, from_BKSD)
+        if self.positions_LBKS is not None:
+            self.positions_LBKS[layer][..., : self.budget] = from_BKS
 
     def for_prefill(self, chunk: int) -> DraftCache:
         """See DraftCache.for_prefill: a cache of everything, from which `adopt` chooses."""
@@ -99,17 +123,24 @@ class CompactCache(DraftCache):
         """
         latest = min(width, self.window)
         index_BW = count_B.long()[:, None] - latest + torch.arange(latest, device=count_B.device)
-        slot_BW = self.ring_slots(self.length_B.long()[:, None] + index_BW)
+        position_BW = self.length_B.long()[:, None] + index_BW
+        slot_BW = self.ring_slots(position_BW)
         slot_BW = torch.where(index_BW >= 0, slot_BW, self.capacity - 1)  # nobody reads behind the valid slots
         from_BW = (first_slot_B.long()[:, None] + index_BW).clamp(min=0)
         for ours, theirs in ((self.k_LBKSD, source.k_LBKSD), (self.v_LBKSD, source.v_LBKSD)):
             wide(ours)[:, self._rows_B1, :, slot_BW] = wide(theirs)[:, self._rows_B1, :, from_BW]
+        if self.positions_LBKS is not None:
+            self.positions_LBKS[:, self._rows_B1, :, slot_BW] = position_BW[..., None, None].int()
 
     def set_length(self, length_B: Tensor) -> None:
         """See DraftCache.set_length."""
         self.length_B.copy_(length_B)
         self.seqlens_B.copy_(self.committed_slots_B)
         self.shift_B.copy_(self.length_B - self.seqlens_B)
+        if self.positions_LBKS is not None:
+            slot_S = torch.arange(self.capacity, dtype=torch.int32, device=length_B.device)
+            position_BS, free_BS = slot_S + self.shift_B[:, None], slot_S >= self.seqlens_B[:, None]
+            self.positions_LBKS.copy_(torch.where(free_BS[:, None], position_BS[:, None], self.positions_LBKS))
 
 
 def wide(x: Tensor) -> Tensor:

@@ -101,9 +101,10 @@ class H2OCache(SnapKVCache):
         position_BW = self.length_B.long()[:, None] + index_W
         slot_BW = self.ring_slots(position_BW)
         lost_BW = committed_BW & (position_BW >= self.budget)
-        new_LBKW = self._of_slots(self.committed_slots_B.long()[:, None] + index_W)
-        lost_LBKW = self._of_slots(slot_BW).masked_fill(~lost_BW[:, None], -1.0)
-        best = torch.cat((self.scores_LBKC[..., :F], lost_LBKW), dim=-1).topk(F, dim=-1)
+        new_LBKW = self._of_slots(self.scores_LBKC, self.committed_slots_B.long()[:, None] + index_W)
+        worth_LBKC = self._worth(self.length_B + count_B)
+        lost_LBKW = self._of_slots(worth_LBKC, slot_BW).masked_fill(~lost_BW[:, None], -2.0)
+        best = torch.cat((worth_LBKC[..., :F], lost_LBKW), dim=-1).topk(F, dim=-1)
         slot_BN = torch.cat((torch.arange(F, device=count_B.device).expand(self.num_rows, -1), slot_BW), dim=1)
         winner_LBKF = slot_BN[:, None].expand(*best.indices.shape[:3], -1).gather(3, best.indices)
         winner_LBKF = torch.where(lost_BW.any(1)[:, None, None], winner_LBKF, slot_BN[:, None, :F])
@@ -111,10 +112,19 @@ class H2OCache(SnapKVCache):
         winner_LBKFD = winner_LBKF[..., None].expand(*winner_LBKF.shape, self.config.head_dim)
         self.k_LBKSD[:, :, :, :F] = self.k_LBKSD.gather(3, winner_LBKFD)
         self.v_LBKSD[:, :, :, :F] = self.v_LBKSD.gather(3, winner_LBKFD)
+        if self.positions_LBKS is not None:
+            self.positions_LBKS[..., :F] = self.positions_LBKS.gather(3, winner_LBKF)
         trash_BW = torch.where(committed_BW, slot_BW, self.capacity - 1)
         self.scores_LBKC.scatter_(3, trash_BW[:, None].expand(new_LBKW.shape), new_LBKW)
 
-    def _of_slots(self, slot_BW: Tensor) -> Tensor:
-        """Scores (L, B, K, W)."""
+    def _worth(self, position_B: Tensor) -> Tensor:
+        """Return the scores (L, B, K, C), negative where a token at `position_B` no longer sees the slot."""
+        if self.positions_LBKS is None:
+            return self.scores_LBKC
+        first_LB = torch.stack([self.first_seen_B(layer, position_B) for layer in range(self.config.num_layers)])
+        return self.scores_LBKC.masked_fill(self.positions_LBKS < first_LB[..., None, None], -1.0)
+
+    def _of_slots(self, scores_LBKC: Tensor, slot_BW: Tensor) -> Tensor:
+        """Return the scores (L, B, K, W) of some slots."""
         slot_BW = slot_BW.clamp(max=self.capacity - 1)
-        return self.scores_LBKC.gather(3, slot_BW[:, None].expand(*self.scores_LBKC.shape[:3], -1))
+        return scores_LBKC.gather(3, slot_BW[:, None].expand(*scores_LBKC.shape[:3], -1))

@@ -5,7 +5,6 @@ appends behind them, a rollback lowers seqlens, and nothing moves. Shapes and ad
 over a cache can be captured as a graph.
 """
 
-from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -40,8 +39,6 @@ class Place(NamedTuple):
 class KVCache:
     """Keys and values of every token so far: the target's cache, and the base of every draft's."""
 
-    # Whether slots lie in the order of positions: a model's sliding window means something only there.
-    ordered = True
     # Tensors with something for every row; a policy with state of its own adds to them.
     per_row: ClassVar[tuple[str, ...]] = ("k_LBKSD", "v_LBKSD", "seqlens_B")
 
@@ -58,9 +55,7 @@ class KVCache:
 
     def view(self, start: int, end: int) -> "KVCache":
         """The entries and lengths of layers [start, end), shared."""
-        sliding = tuple(i - start for i in self.config.sliding_layers if start <= i < end)
-        config = replace(self.config, num_layers=end - start, sliding_layers=sliding)
-        part = KVCache(config, self.num_rows, 0, self.k_LBKSD.dtype, self.k_LBKSD.device)
+        part = KVCache(self.config.layers(start, end), self.num_rows, 0, self.k_LBKSD.dtype, self.k_LBKSD.device)
         part.k_LBKSD, part.v_LBKSD = self.k_LBKSD[start:end], self.v_LBKSD[start:end]
         part.seqlens_B = self.seqlens_B
         return part
@@ -96,6 +91,11 @@ class KVCache:
         """Positions in the sequence of the next `num_new` tokens (int64)."""
         return self.slots_BT(num_new)
 
+    def first_seen_B(self, layer: int, position_B: Tensor) -> Tensor:
+        """Return the first position that a token at `position_B` sees in a layer; 0 or less: everything is seen."""
+        window = self.config.window_of(layer)
+        return torch.zeros_like(position_B) if window is None else position_B + 1 - window
+
     def place(self, layer: int, slots_BT: Tensor) -> Place | None:
         """Where one layer's new keys and values are to be written; `advance` follows once all layers have. None: they
         are there already.
@@ -105,7 +105,7 @@ class KVCache:
     def plan(self, attention: Attention, num_new: int, dtype: torch.dtype) -> list[Any]:
         """Each layer's plan for a forward pass of `num_new` tokens."""
         shape = Shape(num_new, self.capacity, self.config.group_size, dtype)
-        windows = [self.config.window_of(i) if self.ordered else None for i in range(self.config.num_layers)]
+        windows = [self.config.window_of(i) for i in range(self.config.num_layers)]
         plans = {window: attention.plan(self.seqlens_B + num_new, shape, window) for window in set(windows)}
         return [plans[window] for window in windows]
 

@@ -37,23 +37,22 @@ class PyramidKVCache(DraftCache):
     def set_up(self) -> None:
         """See DraftCache.set_up."""
         super().set_up()
-        config, dtype, device = self.config, self.k_LBKSD.dtype, self.k_LBKSD.device
-        one = [
-            replace(config, num_layers=1, sliding_layers=(0,) * (i in config.sliding_layers))
-            for i in range(config.num_layers)
-        ]
+        dtype, device = self.k_LBKSD.dtype, self.k_LBKSD.device
         self.levels = [
-            Level.build(level, layer, self.num_rows, dtype, device, None)
-            for level, layer in zip(self.level_specs(self.spec, config), one, strict=True)
+            Level.build(spec, layer, self.num_rows, dtype, device, None)
+            for spec, layer in self.level_specs(self.spec, self.config)
         ]
         self._views: tuple[KVCache, list[KVCache]] | None = None
 
     @staticmethod
-    def level_specs(spec: CacheSpec, config: ModelConfig) -> list[CacheSpec]:
-        """What each layer's cache is asked for."""
+    def level_specs(spec: CacheSpec, config: ModelConfig) -> list[tuple[CacheSpec, ModelConfig]]:
+        """Return what each layer's cache is built from."""
         window = min(spec.num_recent(spec.observation_window), spec.budget)
         budgets = POLICIES["pyramidkv"].budgets(spec, config.num_layers)
-        return [replace(spec, budget=budget, observation_window=window) for budget in budgets]
+        return [
+            (replace(spec, budget=budget, observation_window=window), config.layers(i, i + 1))
+            for i, budget in enumerate(budgets)
+        ]
 
     @classmethod
     def num_slots(cls, spec: CacheSpec, shares_target: bool) -> int:

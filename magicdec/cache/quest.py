@@ -54,14 +54,16 @@ class QuestCache(DynamicCache):
         )
         entry_E = torch.arange(self.page_size, device=q_BTHD.device)
         first_P = torch.arange(bound_BKQP.shape[-1], device=q_BTHD.device) * self.page_size
-        exists_BP = first_P < self.length_B[:, None]
+        first_seen_B1 = self.first_seen_B(layer, self.seqlens_B)[:, None]
+        exists_BP = (first_P < self.length_B[:, None]) & (first_P + self.page_size > first_seen_B1)
         is_last_BP = first_P >= self.length_B[:, None] - self.page_size
         scaled_BKQP = bound_BKQP.masked_fill(~exists_BP[:, None, None], float("-inf")) / self.config.head_dim**0.5
         share_BKP = scaled_BKQP.softmax(-1).sum(2).masked_fill(is_last_BP[:, None], float("inf"))
         page_BKN = best(share_BKP, exists_BP[:, None], self.num_pages)
         slot_BKNE = page_BKN[..., None] * self.page_size + entry_E
-        read = (page_BKN[..., None] >= 0) & (slot_BKNE < self.length_B[:, None, None, None])
-        return slot_BKNE.masked_fill(~read, -1).flatten(2)
+        slot_BKN = slot_BKNE.masked_fill(page_BKN[..., None] < 0, -1).flatten(2)
+        read_BKN = (slot_BKN < self.length_B[:, None, None]) & (slot_BKN >= first_seen_B1[..., None])
+        return slot_BKN.masked_fill(~read_BKN, -1)
 
     def load(self, source: KVCache, scores_LBKS: Tensor | None = None) -> None:
         """See DraftCache.load: the bounds of all pages."""

@@ -39,10 +39,14 @@ class SnapKVCache(CompactCache):
         return max(0, budget - self.spec.num_recent(self.spec.observation_window))
 
     def choose(self, layer: int, source: KVCache, scores_LBKS: Tensor | None) -> Tensor:
-        """See CompactCache.choose: the highest pooled scores before the window."""
+        """See CompactCache.choose: the highest pooled scores before the recent tokens. What the layer no longer sees
+        is taken only where nothing else is left.
+        """
         assert scores_LBKS is not None
         slot_S = torch.arange(scores_LBKS.shape[-1], device=scores_LBKS.device)
-        outside_B1S = (slot_S >= source.seqlens_B[:, None] - self.window)[:, None]
-        scores_BKS = scores_LBKS[layer].masked_fill(outside_B1S, 0.0)
+        recent_B1S = (slot_S >= source.seqlens_B[:, None] - self.window)[:, None]
+        unseen_B1S = (slot_S < source.first_seen_B(layer, source.seqlens_B)[:, None])[:, None]
+        scores_BKS = scores_LBKS[layer].masked_fill(recent_B1S, 0.0)
         pooled_BKS = F.avg_pool1d(scores_BKS, self.pooling, stride=1, padding=self.pooling // 2)
-        return pooled_BKS.masked_fill(outside_B1S, -1.0).topk(self.num_fixed, dim=-1).indices
+        worth_BKS = pooled_BKS.masked_fill(unseen_B1S, -1.0).masked_fill(recent_B1S, -2.0)
+        return worth_BKS.topk(self.num_fixed, dim=-1).indices

@@ -58,6 +58,8 @@ class StreamingCache(CompactCache):
         assert isinstance(prefilled, StreamingCache)
         self.k_LBKSD[:, :, :, : self.budget] = prefilled.k_LBKSD[:, :, :, : self.budget]
         self.v_LBKSD[:, :, :, : self.budget] = prefilled.v_LBKSD[:, :, :, : self.budget]
+        if self.positions_LBKS is not None and prefilled.positions_LBKS is not None:
+            self.positions_LBKS[..., : self.budget] = prefilled.positions_LBKS[..., : self.budget]
         if self.sink_k_LBKND is not None and prefilled.sink_k_LBKND is not None:
             self.sink_k_LBKND.copy_(prefilled.sink_k_LBKND)
         self.set_length(prefilled.length_B)
@@ -77,3 +79,6 @@ class StreamingCache(CompactCache):
             angle_BD2 = self.shift_B[:, None].float() * self.inv_freq
             cos, sin = angle_BD2.cos()[:, None, None], angle_BD2.sin()[:, None, None]
             self.k_LBKSD[:, :, :, : self.num_fixed] = rotate(self.sink_k_LBKND, cos, sin)
+            if self.positions_LBKS is not None:
+                slot_N = torch.arange(self.num_fixed, device=length_B.device)
+                self.positions_LBKS[..., : self.num_fixed] = (slot_N + self.shift_B[:, None])[:, None]

@@ -90,7 +90,9 @@ class VerifyGuidedCache(DynamicCache):
             self._refresh(self._observed.scores_LBKS)
 
     def _refresh(self, scores_LBKS: Tensor) -> None:
-        """Choose among the entries before the recent ones."""
-        count = self.chosen_LBKN.shape[-1]
-        older_BS = torch.arange(scores_LBKS.shape[-1], device=scores_LBKS.device) < self.length_B[:, None] - self.window
-        self.chosen_LBKN.copy_(best(scores_LBKS, older_BS[:, None], count))
+        """Choose among the entries before the recent ones, of what each layer still sees."""
+        layers, count = len(self.chosen_LBKN), self.chosen_LBKN.shape[-1]
+        slot_S = torch.arange(scores_LBKS.shape[-1], device=scores_LBKS.device)
+        first_LB = torch.stack([self.first_seen_B(layer, self.length_B) for layer in range(layers)])
+        older_LBS = (slot_S < self.length_B[:, None] - self.window) & (slot_S >= first_LB[..., None])
+        self.chosen_LBKN.copy_(best(scores_LBKS, older_LBS[:, :, None], count))

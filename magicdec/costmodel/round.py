@@ -88,7 +88,7 @@ class Setup:
     def draft_model(self) -> ModelConfig:
         """The model that drafts."""
         if self.draft.num_layers is not None:
-            return replace(self.target, num_layers=self.draft.num_layers, sliding_layers=())
+            return self.target.layers(0, self.draft.num_layers)
         return self.draft.model or self.target
 
     @property

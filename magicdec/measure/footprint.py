@@ -164,6 +164,8 @@ class _FusedAttention(TorchFunctionMode):
 class UniformAttention(SdpaAttention):
     """Stands for any backend on a CPU, where lengths are read: rows of one length share the mask of a chunk."""
 
-    def plan(self, seqlens_B: Tensor, shape: Shape, window: int | None) -> SdpaPlan:
+    def plan(
+        self, seqlens_B: Tensor, shape: Shape, window: int | None, positions_BKS: Tensor | None = None
+    ) -> SdpaPlan:
         """See Attention.plan."""
-        return super().plan(seqlens_B[:1], shape, window)
+        return super().plan(seqlens_B if positions_BKS is not None else seqlens_B[:1], shape, window, positions_BKS)

@@ -137,6 +137,11 @@ class ModelConfig:
         kv_fits = self.num_kv_heads % ranks == 0 or ranks % self.num_kv_heads == 0
         return kv_fits and self.num_heads % ranks == 0 and self.intermediate_size % ranks == 0
 
+    def layers(self, start: int, end: int) -> "ModelConfig":
+        """Return the architecture of layers [start, end) alone."""
+        sliding = tuple(i - start for i in self.sliding_layers if start <= i < end)
+        return replace(self, num_layers=end - start, sliding_layers=sliding)
+
     def window_of(self, layer: int) -> int | None:
         """The sliding window of a layer in tokens, None where it attends to everything."""
         return self.sliding_window if layer in self.sliding_layers else None

@@ -5,7 +5,6 @@ B rows, T tokens, E hidden size, H query heads, K KV heads, D head dim, V vocabu
 tensor parallelism H and K are one rank's, and only what `Share` joins is whole.
 """
 
-from dataclasses import replace
 from typing import cast
 
 import torch
@@ -104,10 +103,8 @@ class Transformer(nn.Module):
 
     def first_layers(self, num_layers: int) -> "Transformer":
         """A model of the first layers, with the same embedding and head; the weights are shared."""
-        c = self.config
-        sliding = tuple(i for i in c.sliding_layers if i < num_layers)
         with torch.device("meta"):
-            part = Transformer(replace(c, num_layers=num_layers, sliding_layers=sliding), self.attention, self.share)
+            part = Transformer(self.config.layers(0, num_layers), self.attention, self.share)
         part.embed, part.layers, part.norm, part.head = self.embed, self.layers[:num_layers], self.norm, self.head
         return part.eval()
 

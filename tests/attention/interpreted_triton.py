@@ -8,7 +8,17 @@ import torch
 from magicdec.attention.base import Shape
 from magicdec.attention.triton import INTERPRETED, MAX_TILE, SUMMED, TritonAttention
 from magicdec.measure.footprint import Allocations
-from tests.attention.twins import attend, attend_scored, case, expected, expected_scored, selection, some_tokens
+from tests.attention.twins import (
+    attend,
+    attend_scored,
+    case,
+    check_positions,
+    check_scores_at_positions,
+    expected,
+    expected_scored,
+    selection,
+    some_tokens,
+)
 from tests.measure.test_footprint import counted_peak
 
 # Of the largest output, about 1: fp32 as exact as it gets, else the rounding of the output and of the weights.
@@ -69,6 +79,13 @@ def test_selected_slots_against_sdpa(num_new, window):
     indices = selection(seqlens, num_new, 307, 260)
     out = attend(TritonAttention(), q, k, v, seqlens, window, indices)
     torch.testing.assert_close(out, expected(q, k, v, seqlens, window, indices), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("num_new", "window", "splits"), [(1, 6, 2), (4, 100, 1), (4, 100, 3)])
+def test_a_window_over_slots_in_no_order(num_new, window, splits, monkeypatch):
+    monkeypatch.setattr("magicdec.attention.triton.split_count", lambda *_: splits)
+    check_positions(TritonAttention(), num_new, 4, 64, 300, 150, window)
+    check_scores_at_positions(TritonAttention(), num_new, 2, 64, 200, window)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,17 @@ import torch
 
 from magicdec.attention import cpp
 from magicdec.errors import UserError
-from tests.attention.twins import attend, attend_scored, case, expected, expected_scored, selection, some_tokens
+from tests.attention.twins import (
+    attend,
+    attend_scored,
+    case,
+    check_positions,
+    check_scores_at_positions,
+    expected,
+    expected_scored,
+    selection,
+    some_tokens,
+)
 
 if cpp.compiler() is None:
     pytest.skip("needs a C++ compiler", allow_module_level=True)
@@ -61,6 +71,15 @@ def test_selected_slots_against_sdpa(attention, num_new, window):
     indices = selection(seqlens, num_new, 707, 601)
     out = attend(attention, q, k, v, seqlens, window, indices)
     torch.testing.assert_close(out, expected(q, k, v, seqlens, window, indices), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("num_new", [1, 4, cpp.CppAttention.max_new_tokens + 1])
+@pytest.mark.parametrize("window", [1, 6, 700])
+def test_a_window_over_slots_in_no_order(attention, num_new, window):
+    """Within a split, and over several."""
+    for count in (20, 601):
+        check_positions(attention, num_new, 4, 64, 1300, count, window)
+    check_scores_at_positions(attention, num_new, 4, 64, 1300, window)
 
 
 def test_views_of_larger_tensors(attention):

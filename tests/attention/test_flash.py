@@ -12,7 +12,7 @@ from magicdec.attention.choice import choose
 from magicdec.attention.flash import FlashAttention
 from magicdec.errors import UserError
 from magicdec.measure.footprint import Allocations
-from tests.attention.twins import attend, attend_scored, case, expected, selection
+from tests.attention.twins import attend, attend_scored, case, check_positions, expected, selection
 
 CUDA = torch.device("cuda")
 
@@ -108,6 +108,11 @@ def test_selected_slots(calls):
     indices = selection(seqlens, 4, 97, 50)
     out = attend(FlashAttention(), q, k, v, seqlens, None, indices)
     torch.testing.assert_close(out, expected(q, k, v, seqlens, None, indices), atol=1e-5, rtol=1e-5)
+
+
+def test_a_window_over_slots_in_no_order(calls):
+    check_positions(FlashAttention(), 4, 4, 16, 90, 50, 6)
+    assert not calls
 
 
 def test_a_library_that_packs_is_called_once(calls):

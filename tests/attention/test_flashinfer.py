@@ -12,7 +12,7 @@ from magicdec.attention.choice import choose
 from magicdec.attention.flashinfer import MAX_PAGE, WORKSPACE, FlashInferAttention, page_size
 from magicdec.errors import UserError
 from magicdec.measure.footprint import Allocations
-from tests.attention.twins import attend, case, expected, selection
+from tests.attention.twins import attend, case, check_positions, expected, selection
 
 CUDA = torch.device("cuda")
 
@@ -112,6 +112,10 @@ def test_selected_slots(library):
     indices = selection(seqlens, 4, 97, 50)
     out = attend(FlashInferAttention(), q, k, v, seqlens, None, indices)
     torch.testing.assert_close(out, expected(q, k, v, seqlens, None, indices), atol=1e-5, rtol=1e-5)
+
+
+def test_a_window_over_slots_in_no_order(library):
+    check_positions(FlashInferAttention(), 4, 4, 16, 90, 50, 6)
 
 
 def test_where_memory_is_foreseen_the_library_is_not_called(library):

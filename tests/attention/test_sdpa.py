@@ -5,6 +5,7 @@ import torch
 
 from magicdec.attention.base import Shape
 from magicdec.attention.sdpa import ALIGNMENT, MAX_FOLDED_TOKENS, SdpaAttention, attend_by_turns
+from tests.attention.twins import check_positions, check_scores_at_positions
 
 D = 8
 
@@ -128,3 +129,13 @@ def test_selected_slots_against_the_naive_twin(num_new, group, ragged, window):
     plan = attention.plan(seqlens, Shape(num_new, capacity, group, q.dtype), window)
     out = attention.attend(q, k, v, plan, selected)
     torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("num_new", [1, 5, MAX_FOLDED_TOKENS + 3])
+@pytest.mark.parametrize("group", [1, 4])
+@pytest.mark.parametrize("window", [1, 6, 40])
+def test_a_window_over_slots_in_no_order(num_new, group, window):
+    """Some of the entries, and all of them; the tested twin selects slots of a cache in order."""
+    for count in (20, 200):
+        check_positions(SdpaAttention(), num_new, group, D, num_new + 90, count, window)
+    check_scores_at_positions(SdpaAttention(), num_new, group, D, num_new + 90, window)

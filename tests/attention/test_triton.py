@@ -53,12 +53,13 @@ def attend_compiled(capability, dtype, dim, group, num_new, kind):
     """The attending kernel: of a decoding in splits, of a prefill whole."""
     split, tile = num_new < 100, ours.tile_size(group * num_new)
     types = dict.fromkeys(("q", "k", "v", "out"), f"*{dtype}") | {"seqlens": "*i32", "scale": "fp32"}
-    types |= {"partial": "*fp32", "lse": "*fp32", "raw": "*fp32", "indices": "*i64"}
+    types |= {"partial": "*fp32", "lse": "*fp32", "raw": "*fp32", "indices": "*i64", "positions": "*i32"}
     constants = {
         "K": 8, "G": group, "D": dim, "PADDED_D": triton.next_power_of_2(dim), "BLOCK": ours.BLOCK, "TILE": tile,
         "SELECTED": kind == "selected", "SPLIT": split, "SCORED": kind == "scored", "UPCAST": False,
     }  # fmt: skip
     constants |= {} if kind == "selected" else {"indices": None}
+    constants |= {} if kind == "positions" else {"positions": None}
     constants |= {} if kind == "scored" else {"raw": None}
     constants |= {} if split else {"partial": None}
     return compiled(ours.attend_split, capability, types, constants, ours.launch_options(DTYPES[dtype], tile, dim))
@@ -81,6 +82,7 @@ def resources(cubin, path):
         ("bf16", 128, 8, 9, "all"),
         ("bf16", 128, 4, 512, "all"),
         ("fp16", 80, 1, 1, "selected"),
+        ("bf16", 128, 4, 5, "positions"),
         ("bf16", 128, 4, 5, "scored"),
         ("bf16", 128, 8, 64, "scored"),
     ],
@@ -113,8 +115,9 @@ def test_merging_compiled(capability, dim, splits, tmp_path):
 def test_summing_compiled(capability, some, tmp_path):
     """Nothing spilled."""
     types = {"raw": "*fp32", "lse": "*fp32", "seqlens": "*i32", "counted": "*u8", "out": "*fp32"}
+    types |= {"positions": "*i32"}
     constants = {"K": 8, "G": 4, "PADDED_SPLITS": ours.MAX_SPLITS, "BLOCK": ours.SUMMED}
-    constants |= {} if some else {"counted": None}
+    constants |= {} if some else {"counted": None, "positions": None}
     made = compiled(ours.sum_scores, capability, types, constants, {"enable_fp_fusion": True})
     assert resources(made.asm["cubin"], tmp_path / "kernel.cubin")[1] == 0
 

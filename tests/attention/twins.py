@@ -27,16 +27,35 @@ def selection(seqlens, num_new, capacity, count):
     return torch.cat((chosen, new[:, None].expand(-1, KV_HEADS, -1)), dim=-1)
 
 
-def attend(backend: Attention, q, k, v, seqlens, window=None, indices=None):
+def compacted(k, v, seqlens, num_new, count):
+    """At most `count` of each head's old entries in any order, the new ones behind them: keys, values, lengths, the
+    positions by which a window finds them, and the slots that they come from (-1: none).
+    """
+    generator = torch.Generator().manual_seed(count)
+    slots = torch.full((ROWS, KV_HEADS, count + num_new), -1)
+    positions, lengths = torch.zeros(slots.shape, dtype=torch.int32), torch.zeros_like(seqlens)
+    for row, length in enumerate(seqlens.tolist()):
+        old = length - num_new
+        kept = min(count, old)
+        lengths[row] = kept + num_new
+        for head in range(KV_HEADS):
+            chosen = torch.randperm(old, generator=generator)[:kept]
+            slots[row, head, : kept + num_new] = torch.cat((chosen, torch.arange(old, length)))
+        positions[row] = slots[row] - (old - kept)
+    from_slots = slots.clamp(min=0)[..., None].expand(-1, -1, -1, k.shape[-1])
+    return k.gather(2, from_slots), v.gather(2, from_slots), lengths, positions, slots
+
+
+def attend(backend: Attention, q, k, v, seqlens, window=None, indices=None, positions=None):
     """One call of a backend."""
     shape = Shape(q.shape[1], k.shape[2], q.shape[2] // k.shape[1], q.dtype)
-    return backend.attend(q, k, v, backend.plan(seqlens, shape, window), indices)
+    return backend.attend(q, k, v, backend.plan(seqlens, shape, window, positions), indices)
 
 
-def attend_scored(backend: Attention, q, k, v, seqlens, window=None, counted=None):
+def attend_scored(backend: Attention, q, k, v, seqlens, window=None, counted=None, positions=None):
     """One call of a backend that returns scores, with a score for every slot."""
     shape = Shape(q.shape[1], k.shape[2], q.shape[2] // k.shape[1], q.dtype)
-    out, scores = backend.attend_scored(q, k, v, backend.plan(seqlens, shape, window), counted)
+    out, scores = backend.attend_scored(q, k, v, backend.plan(seqlens, shape, window, positions), counted)
     return out, torch.nn.functional.pad(scores, (0, k.shape[2] - scores.shape[-1]))
 
 
@@ -48,6 +67,25 @@ def some_tokens(num_new):
 def expected(q, k, v, seqlens, window=None, indices=None):
     """SDPA on the same numbers, in fp32."""
     return attend(SdpaAttention(), q.float(), k.float(), v.float(), seqlens, window, indices)
+
+
+def check_positions(backend: Attention, num_new, group, dim, longest, count, window, tolerance=1e-5):
+    """Compare a window over slots in no order with the same entries selected from a cache in order."""
+    q, k, v, seqlens = case(num_new, group, dim, longest)
+    few_k, few_v, lengths, positions, slots = compacted(k, v, seqlens, num_new, count)
+    out = attend(backend, q, few_k, few_v, lengths, window, positions=positions)
+    right = expected(q, k, v, seqlens, window, slots)
+    torch.testing.assert_close(out, right, atol=tolerance, rtol=tolerance)
+
+
+def check_scores_at_positions(backend: Attention, num_new, group, dim, longest, window):
+    """Compare the scores of a cache in no order with those of the same cache in order."""
+    q, k, v, seqlens = case(num_new, group, dim, longest)
+    other_k, other_v, lengths, positions, slots = compacted(k, v, seqlens, num_new, longest)
+    ours = attend_scored(backend, q, other_k, other_v, lengths, window, positions=positions)
+    out, scores = expected_scored(q, k, v, seqlens, window)
+    right = scores.gather(2, slots.clamp(min=0)).masked_fill(slots < 0, 0.0)
+    torch.testing.assert_close(ours, (out, right), atol=1e-5, rtol=1e-4)
 
 
 def expected_scored(q, k, v, seqlens, window=None, counted=None):

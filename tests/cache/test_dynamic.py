@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import torch
 from hypothesis import given, settings
@@ -24,11 +25,14 @@ SIZES = {
     "gamma": st.integers(1, 3),
     "lengths": st.lists(st.integers(1, 50), min_size=B, max_size=B),
     "seed": st.integers(0, 99),
+    "window": st.none() | st.integers(2, 40),
 }
 
 
-def random_target(lengths: list[int], generator: torch.Generator) -> KVCache:
-    target = KVCache(CONFIG, B, S, torch.float32, "cpu")
+def random_target(lengths: list[int], generator: torch.Generator, window: int | None) -> KVCache:
+    """With a window, the second layer's: the one that is looked at."""
+    config = replace(CONFIG, sliding_window=window, sliding_layers=(1,) if window else ())
+    target = KVCache(config, B, S, torch.float32, "cpu")
     target.k_LBKSD.normal_(generator=generator)
     target.v_LBKSD.normal_(generator=generator)
     target.rollback(torch.tensor(lengths, dtype=torch.int32))
@@ -49,10 +53,10 @@ def choose(cache, layer: int, q_BTHD: torch.Tensor) -> torch.Tensor:
 
 @settings(max_examples=40, deadline=None)
 @given(**SIZES, num_new=st.integers(1, 2))
-def test_topk_retains_more_attention_than_any_other_choice(budget, gamma, lengths, seed, num_new):
+def test_topk_retains_more_attention_than_any_other_choice(budget, gamma, lengths, seed, window, num_new):
     generator = torch.Generator().manual_seed(seed)
-    target = random_target(lengths, generator)
-    cache = TopKCache.build(CacheSpec(gamma, 56, budget=budget), CONFIG, B, torch.float32, "cpu", target)
+    target = random_target(lengths, generator, window)
+    cache = TopKCache.build(CacheSpec(gamma, 56, budget=budget), target.config, B, torch.float32, "cpu", target)
     cache.load(target)
     q = torch.randn(B, num_new, H, D, generator=generator)
     attention = SdpaAttention()
@@ -67,9 +71,14 @@ def test_topk_retains_more_attention_than_any_other_choice(budget, gamma, length
         assert not others or mass[slots].min() >= mass[others].max() - 1e-6
 
 
-def quest_reads(keys: list, queries: list, length: int, page_size: int, num_pages: int) -> set[int]:
-    """Bounds of every page feature by feature, shares of every query, and the last page in any case: the slow twin."""
+def quest_reads(keys: list, queries: list, length: int, page_size: int, num_pages: int, window: int | None) -> set[int]:
+    """Bounds of every page feature by feature, shares of every query, and the last page in any case: the slow twin.
+
+    Pages of nothing that the next token sees are no candidates.
+    """
+    seen = range(max(0, length + 1 - window) if window else 0, length)
     pages = [range(first, min(first + page_size, length)) for first in range(0, length, page_size)]
+    pages = [page for page in pages if page[-1] in seen]
     share = [0.0] * len(pages)
     for q in queries:
         bounds = [sum(max(q[d] * keys[slot][d] for slot in page) for d in range(D)) for page in pages]
@@ -77,16 +86,16 @@ def quest_reads(keys: list, queries: list, length: int, page_size: int, num_page
         share = [s + math.exp(bound / D**0.5) / total for s, bound in zip(share, bounds, strict=True)]
     share[-1] = math.inf
     chosen = sorted(range(len(pages)), key=share.__getitem__, reverse=True)[:num_pages]
-    return {slot for page in chosen for slot in pages[page]}
+    return {slot for page in chosen for slot in pages[page] if slot in seen}
 
 
 @settings(max_examples=40, deadline=None)
 @given(**SIZES, page_size=st.integers(1, 8), counts=st.lists(st.integers(0, 4), min_size=B, max_size=B))
-def test_quest(budget, gamma, lengths, seed, page_size, counts):
+def test_quest(budget, gamma, lengths, seed, window, page_size, counts):
     """After the prefill, and after a round that commits some of what was verified."""
     generator = torch.Generator().manual_seed(seed)
-    target, spec = random_target(lengths, generator), CacheSpec(gamma, 56, budget=budget, page_size=page_size)
-    cache = QuestCache.build(spec, CONFIG, B, torch.float32, "cpu", target)
+    target, spec = random_target(lengths, generator, window), CacheSpec(gamma, 56, budget=budget, page_size=page_size)
+    cache = QuestCache.build(spec, target.config, B, torch.float32, "cpu", target)
     cache.load(target)
     q, size = torch.randn(B, 1, H, D, generator=generator), min(page_size, budget)
     for taken in ([0] * B, [min(c, gamma + 1) for c in counts]):
@@ -95,16 +104,16 @@ def test_quest(budget, gamma, lengths, seed, page_size, counts):
         for row, head in HEADS:
             keys, queries = target.k_LBKSD[1, row, head].tolist(), q[row, 0].view(K, -1, D)[head].tolist()
             slots = read(choose(cache, 1, q), row, head)
-            assert set(slots) == quest_reads(keys, queries, lengths[row], size, budget // size)
+            assert set(slots) == quest_reads(keys, queries, lengths[row], size, budget // size, window)
             assert len(slots) <= budget
 
 
 @settings(max_examples=40, deadline=None)
 @given(**SIZES, counts=st.lists(st.integers(0, 4), min_size=B, max_size=B))
-def test_verify_guided(budget, gamma, lengths, seed, counts):
+def test_verify_guided(budget, gamma, lengths, seed, window, counts):
     generator = torch.Generator().manual_seed(seed)
-    target, counts = random_target(lengths, generator), [min(c, gamma + 1) for c in counts]
-    cache = VerifyGuidedCache.build(CacheSpec(gamma, 56, budget=budget), CONFIG, B, torch.float32, "cpu", target)
+    target, counts = random_target(lengths, generator, window), [min(c, gamma + 1) for c in counts]
+    cache = VerifyGuidedCache.build(CacheSpec(gamma, 56, budget=budget), target.config, B, torch.float32, "cpu", target)
     scores = torch.rand(L, B, K, S, generator=generator)
     cache.load(target, scores)
     q = torch.zeros(B, 1, H, D)
@@ -115,7 +124,8 @@ def test_verify_guided(budget, gamma, lengths, seed, counts):
         lengths = [n + c for n, c in zip(lengths, taken, strict=True)]
         for row, head in HEADS:
             older = scores[1, row, head, : max(0, lengths[row] - cache.window)].tolist()
-            top = sorted(range(len(older)), key=older.__getitem__, reverse=True)[: budget - cache.window]
+            seen = range(max(0, lengths[row] + 1 - window) if window else 0, len(older))
+            top = sorted(seen, key=older.__getitem__, reverse=True)[: budget - cache.window]
             recent = range(max(0, lengths[row] - cache.window), lengths[row])
             assert set(read(choose(cache, 1, q), row, head)) == {*top, *recent}
         scores = torch.rand(L, B, K, S, generator=generator)

@@ -11,7 +11,8 @@ from magicdec.measure.footprint import Allocations
 from magicdec.models.config import ModelConfig
 from magicdec.policies import POLICIES, Settings
 
-TARGET = ModelConfig(100, 64, 160, num_layers=4, num_heads=8, num_kv_heads=2, head_dim=16, max_position_embeddings=4096)
+SIZES = {"num_layers": 4, "num_heads": 8, "num_kv_heads": 2, "head_dim": 16, "max_position_embeddings": 4096}
+TARGET = ModelConfig(100, 64, 160, **SIZES, sliding_window=50, sliding_layers=(0, 3))
 SMALLER = ModelConfig(100, 64, 160, num_layers=3, num_heads=4, num_kv_heads=4, head_dim=8, max_position_embeddings=512)
 ROWS, GAMMA, CONTEXT, NEW_TOKENS = 2, 3, 1000, 24
 SETTINGS = Settings(num_sink=4, observation_window=16, page_size=8, bits=4, group_size=16)

@@ -4,6 +4,7 @@ Every key carries its token's number, so that a test can read from a cache which
 """
 
 import itertools
+from dataclasses import replace
 
 import torch
 from hypothesis import given, settings
@@ -54,14 +55,19 @@ def pooled(scores: list[float], kernel: int) -> list[float]:
     return [sum(scores[max(0, i - half) : i + half + 1]) / kernel for i in range(len(scores))]
 
 
-def snapkv_keeps(scores: list[float], prompt: int, length: int, budget: int, window: int, kernel: int) -> set[int]:
-    """SnapKV, the slow and obvious way. A row that fitted at first keeps its first tokens."""
+def snapkv_keeps(
+    scores: list[float], prompt: int, length: int, budget: int, window: int, kernel: int, first: int = 0
+) -> set[int]:
+    """SnapKV, the slow and obvious way. A row that fitted at first keeps its first tokens. Tokens before the `first`
+    that is seen come last.
+    """
     if length <= budget:
         return set(range(length))
     fixed = range(budget - window)
     if prompt > budget:
         prefix = pooled(scores[: prompt - window], kernel)
-        fixed = sorted(range(len(prefix)), key=prefix.__getitem__)[len(prefix) - (budget - window) :]
+        worth = [(token >= first, mean) for token, mean in enumerate(prefix)]
+        fixed = sorted(range(len(prefix)), key=worth.__getitem__)[len(prefix) - (budget - window) :]
     return set(fixed) | set(range(length - window, length))
 
 
@@ -130,13 +136,17 @@ def test_pyramid_budgets_fall_and_add_up(mean, num_layers, beta):
 
 
 @settings(max_examples=60, deadline=None)
-@given(**{name: CASES[name] for name in ("budget", "gamma", "prompts", "rounds", "seed")})
-def test_h2o(budget, gamma, prompts, rounds, seed):
-    """Accumulated scores by token, and evictions one at a time."""
+@given(sliding=st.integers(2, 30), **{name: CASES[name] for name in ("budget", "gamma", "prompts", "rounds", "seed")})
+def test_h2o(budget, gamma, prompts, rounds, sliding, seed):
+    """Accumulated scores by token, and evictions one at a time. In the layer with a sliding window, what it has left
+    behind is evicted first, in any order.
+    """
     generator = torch.Generator().manual_seed(seed)
     spec = CacheSpec(gamma, 58, budget=budget)
     scores = torch.rand(L, B, K, S, generator=generator)
-    target, cache = filled(prompts), H2OCache.build(spec, CONFIG, B, torch.float32, "cpu", None)
+    target = filled(prompts)
+    target.config = replace(CONFIG, sliding_window=sliding, sliding_layers=(1,))
+    cache = H2OCache.build(spec, target.config, B, torch.float32, "cpu", None)
     cache.load(target, scores)
     window = cache.window
     assert window == max((budget + 1) // 2, gamma + 1)
@@ -144,7 +154,8 @@ def test_h2o(budget, gamma, prompts, rounds, seed):
     kept = {}
     for layer, row, head in heads:
         own = scores[layer, row, head].tolist()
-        tokens = snapkv_keeps(own, prompts[row], prompts[row], budget, window, 1)
+        first = prompts[row] + 1 - sliding if layer == 1 else 0
+        tokens = snapkv_keeps(own, prompts[row], prompts[row], budget, window, 1, first)
         kept[layer, row, head] = {token: own[token] for token in tokens}
     lengths = list(prompts)
     for counts in rounds:
@@ -158,15 +169,19 @@ def test_h2o(budget, gamma, prompts, rounds, seed):
             layer, row, head = at
             new = list(range(lengths[row], lengths[row] + counts[row]))
             added = steps[: counts[row], layer, row, head].sum(0).tolist()
+            first = lengths[row] + counts[row] + 1 - sliding if layer == 1 else 0
             for slot, token in enumerate(before[at] + new):
-                mine[token] = mine.get(token, 0.0) + added[slot]
+                if token in mine or token in new:
+                    mine[token] = mine.get(token, 0.0) + added[slot]
             for token in new:
                 if len([t for t in mine if t <= token]) > budget:
                     old = [t for t in mine if t <= token - window]
-                    del mine[min(old, key=mine.__getitem__)]
-            assert sorted(held(cache, layer, row, head)) == sorted(mine)
-            got = dict(zip(held(cache, layer, row, head), cache.scores_LBKC[layer, row, head].tolist(), strict=False))
-            assert all(abs(got[token] - value) < 1e-4 for token, value in mine.items())
+                    del mine[min(old, key=lambda t: mine[t] if t >= first else -1.0)]
+            now = held(cache, layer, row, head)
+            assert len(now) == len(set(now)) == len(mine)
+            assert sorted(t for t in now if t >= first) == sorted(t for t in mine if t >= first)
+            got = dict(zip(now, cache.scores_LBKC[layer, row, head].tolist(), strict=False))
+            assert all(abs(got[token] - value) < 1e-4 for token, value in mine.items() if token >= first)
         lengths = [n + c for n, c in zip(lengths, counts, strict=True)]
 
 

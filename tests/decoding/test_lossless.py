@@ -98,6 +98,38 @@ def test_a_budget_of_everything_accepts_everything(policy):
     assert (taken == 4).all()
 
 
+@pytest.mark.parametrize(
+    ("draft", "policy"), [pair for pair in PAIRS if pair[0] in ("self", "model", "hierarchical") and pair[1] != "full"]
+)
+@pytest.mark.parametrize(("layers", "budget"), [((0, 1), 40), ((1,), 400)])
+def test_a_draft_that_sees_what_a_target_with_a_sliding_window_sees_is_always_right(draft, policy, layers, budget):
+    """The budget holds the window, or everything where a layer has none; a draft model has the target's weights."""
+    target = small_model(sliding_window=16, sliding_layers=layers)
+    settings = {"policy": policy, "budget": budget, "num_sink": 2, "page_size": 4, "bits": 8}
+    if draft == "hierarchical":
+        settings |= {"inner_policy": "streaming", "inner_cache_options": {"budget": budget, "num_sink": 2}}
+    model = target if DRAFTS[draft].needs_model else None
+    prompts = random_prompts([120, 110, 70])
+    batch = open_batch(target, prompts, draft_name=draft, draft_model=model, gamma=4, **settings)
+    plain, fast = batch.decoder.generate(), batch.decoder.generate(batch.draft)
+    assert fast.tokens == plain.tokens
+    accepted = fast.accepted_RB[fast.accepted_RB >= 0].float()
+    if policy == "quantized":
+        assert accepted.mean() > 3.5
+    else:
+        assert (accepted == 4).all()
+
+
+def test_in_cache_positions_go_with_a_sliding_window():
+    target = small_model(sliding_window=16, sliding_layers=(0, 1))
+    draft = small_model(sliding_window=16, sliding_layers=(0, 1), max_position_embeddings=64)
+    settings = {"draft_name": "model", "draft_model": draft, "policy": "streaming", "budget": 40, "num_sink": 2}
+    batch = open_batch(target, random_prompts([120, 110, 70]), gamma=4, **settings)
+    assert batch.draft.cache.spec.in_cache_positions
+    fast = batch.decoder.generate(batch.draft)
+    assert (fast.accepted_RB[fast.accepted_RB >= 0] == 4).all()
+
+
 def test_rounds_read_the_same_output_with_any_prefill_chunk():
     prompts = random_prompts([37, 61])
     outputs = [open_batch(TARGET, prompts, prefill_chunk=c).decoder.generate().tokens for c in (1, 8, 64)]

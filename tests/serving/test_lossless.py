@@ -114,7 +114,7 @@ def test_acceptance_is_counted_as_offline():
 @pytest.mark.parametrize("policy", list(CACHES))
 def test_every_tensor_with_rows_changes_hands(policy):
     """By the names of tensors, which say where rows are: a policy cannot forget one of its own."""
-    slots = slots_with("self", policy)
+    slots = slots_with("self", policy, target=small_model(sliding_window=16, sliding_layers=(1,)))
     cache, single = slots.batch.draft.cache, slots.single.draft.cache
     cache.select(TARGET.attention)
     mine, theirs = dict(tensors(cache)), dict(tensors(single))

@@ -1,0 +1,125 @@
+"""A model's sliding window in every cache policy: what a token sees is read from the attention itself.
+
+Values are one-hot at their token's position and queries are zero: the output names the tokens that were seen.
+"""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from magicdec.attention.sdpa import SdpaAttention
+from magicdec.cache.compact import CompactCache
+from magicdec.cache.draft_cache import CACHES, CacheSpec, DraftCache
+from magicdec.cache.dynamic import DynamicCache
+from magicdec.cache.full import FullCache
+from magicdec.cache.kv_cache import KVCache
+from magicdec.cache.pyramidkv import PyramidKVCache
+from magicdec.models.config import ModelConfig
+
+L, B, K, H, S = 3, 2, 2, 4, 64  # positions fit into the head dim
+SLIDING, GAMMA, MAX_LEN = (0, 2), 3, 56
+STEPS = (2, 1)  # tokens of a round's passes
+HEADS = [(row, head) for row in range(B) for head in range(K)]
+
+
+def one_hot(positions_BT: torch.Tensor) -> torch.Tensor:
+    """Values (B, T, K, D)."""
+    return torch.nn.functional.one_hot(positions_BT, S).float()[:, :, None].expand(-1, -1, K, -1)
+
+
+def filled(window: int, lengths: list[int], generator: torch.Generator) -> KVCache:
+    """A target's cache with an entry in every slot."""
+    sizes = {"num_layers": L, "num_heads": H, "num_kv_heads": K, "head_dim": S, "max_position_embeddings": 4096}
+    config = ModelConfig(10, 8, 8, **sizes, sliding_window=window, sliding_layers=SLIDING)
+    target = KVCache(config, B, S, torch.float32, "cpu")
+    target.k_LBKSD.normal_(generator=generator)
+    target.v_LBKSD.copy_(torch.eye(S))
+    target.rollback(torch.tensor(lengths, dtype=torch.int32))
+    return target
+
+
+def append(cache: DraftCache, num_new: int, layer: int, generator: torch.Generator) -> torch.Tensor:
+    """Write new entries of one layer and attend: the attention (B, T, K, S) that tokens receive, by position."""
+    attention, slots_BT, positions_BT = SdpaAttention(), cache.slots_BT(num_new), cache.positions_BT(num_new)
+    cache.place(layer, slots_BT).write(torch.randn(B, num_new, K, S, generator=generator), one_hot(positions_BT))
+    plan = cache.plan(attention, num_new, torch.float32)[layer]
+    out_BTHD = cache.attend(layer, torch.zeros(B, num_new, H, S), attention, plan)
+    return out_BTHD[:, :, :: H // K]
+
+
+def held(cache: DraftCache, layer: int, row: int, head: int, num_new: int) -> set[int]:
+    """Tokens in valid slots, new ones included."""
+    if isinstance(cache, PyramidKVCache):
+        cache, layer = cache.levels[layer], 0
+    count = int(cache.seqlens_B[row]) + num_new
+    return set(cache.v_LBKSD[layer, row, head, :count].argmax(-1).tolist())
+
+
+def check(cache: DraftCache, seen_BTKS: torch.Tensor, layer: int, own: list[int], window: int) -> None:
+    """Each new token sees of what its head holds that within the window; a dynamic policy reads some of that."""
+    num_new, span = seen_BTKS.shape[1], window if layer in SLIDING else S
+    for row, head in HEADS:
+        tokens = held(cache, layer, row, head, num_new)
+        for i in range(num_new):
+            expected = {t for t in tokens if own[row] + i - span < t <= own[row] + i}
+            seen = set((seen_BTKS[row, i, head] > 1e-3).nonzero().flatten().tolist())
+            if isinstance(cache, DynamicCache):
+                assert {own[row] + i} <= seen <= expected
+            else:
+                assert seen == expected
+
+
+@pytest.mark.parametrize(("policy", "exact"), [(p, e) for p in CACHES for e in (True, False)])
+@settings(max_examples=25, deadline=None)
+@given(
+    window=st.integers(1, 24),
+    budget=st.integers(GAMMA + 2, 24),
+    num_sink=st.integers(0, 2),
+    lengths=st.lists(st.integers(1, 40), min_size=B, max_size=B),
+    rounds=st.lists(st.lists(st.integers(0, 3), min_size=B, max_size=B), min_size=1, max_size=4),
+    seed=st.integers(0, 99),
+)
+def test_a_token_sees_what_is_held_within_its_window(policy, exact, window, budget, num_sink, lengths, rounds, seed):
+    """Committed from the target's cache, or (`exact` false) from the draft's own."""
+    if not exact and issubclass(CACHES[policy], FullCache):
+        return  # there is nothing to move
+    generator = torch.Generator().manual_seed(seed)
+    spec = CacheSpec(GAMMA, MAX_LEN, budget=budget, num_sink=num_sink, observation_window=6, page_size=4)
+    target = filled(window, lengths, generator)
+    cache = CACHES[policy].build(spec, target.config, B, torch.float32, "cpu", target if exact else None)
+    cache.load(target, torch.rand(L, B, K, S, generator=generator))
+    for counts in rounds:
+        own = list(lengths)
+        for num_new in STEPS:
+            for layer in range(L):
+                check(cache, append(cache, num_new, layer, generator), layer, own, window)
+            cache.advance(num_new)
+            own = [n + num_new for n in own]
+        source, first_B = (target, cache.length_B) if exact else (cache, cache.committed_slots_B.clone())
+        cache.take(source, first_B, torch.tensor(counts, dtype=torch.int32), GAMMA + 1)
+        lengths = [n + c for n, c in zip(lengths, counts, strict=True)]
+
+
+@pytest.mark.parametrize("policy", [p for p in CACHES if p not in ("streaming", "window")])
+@settings(max_examples=25, deadline=None)
+@given(
+    window=st.integers(1, 24),
+    budget=st.integers(GAMMA + 2, 24),
+    lengths=st.lists(st.integers(1, 40), min_size=B, max_size=B),
+    seed=st.integers(0, 99),
+)
+def test_no_entry_is_chosen_that_is_out_of_sight(policy, window, budget, lengths, seed):
+    """A draft sees all that its target sees where the budget suffices, or else as much as the budget allows."""
+    generator = torch.Generator().manual_seed(seed)
+    spec = CacheSpec(GAMMA, MAX_LEN, budget=budget, observation_window=6, page_size=1)
+    target = filled(window, lengths, generator)
+    cache = CACHES[policy].build(spec, target.config, B, torch.float32, "cpu", target)
+    cache.load(target, torch.rand(L, B, K, S, generator=generator))
+    for layer in SLIDING:
+        seen_BTKS = append(cache, 1, layer, generator)
+        level = cache.levels[layer] if isinstance(cache, PyramidKVCache) else cache
+        room = level.budget if isinstance(level, (CompactCache, DynamicCache)) else S
+        for row, head in HEADS:
+            count = int((seen_BTKS[row, 0, head] > 1e-3).sum()) - 1  # without the token itself
+            assert count == min(window - 1, lengths[row], room)
