@@ -150,7 +150,18 @@ def test_a_run_leaves_what_a_run_of_ours_leaves(tmp_path, monkeypatch):
     native, other = (run(compose([f"engine={engine}", *keys]), Job()) for engine in ("native", "transformers"))
     alike = ("data/fingerprint", "output/fingerprint", "lossless/identical", "acceptance/source", "gamma", "status")
     assert [other[key] for key in alike] == [native[key] for key in alike]
-    only_ours = ("time/", "roofline/", "formula/", "predicted/", "published/", "memory/", "lossless/", "weights/")
+    only_ours = (
+        "time/",
+        "agreement/",
+        "noisy",
+        "roofline/",
+        "formula/",
+        "predicted/",
+        "published/",
+        "memory/",
+        "lossless/",
+        "weights/",
+    )
     missing = {key for key in native.keys() - other.keys() if not key.startswith(only_ours)}
     assert not missing
     assert other["engine/version"].startswith("transformers ")
