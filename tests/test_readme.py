@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from magicdec.tracking.report.__main__ import main
+
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 COMMANDS = [
@@ -17,6 +19,20 @@ COMMANDS = [
 LAUNCHES = [c for c in COMMANDS if c.startswith("python launch.py")]
 # Small enough for a test; what a command is about is left alone.
 SMALL = ["batch.size=2", "batch.context_len=320", "batch.generate_len=8", "scenario.repeats=1", "wandb.mode=offline"]
+# What the end of a command must say, by a word of it; the first that fits counts.
+SAYS = {
+    "scenario=predict": (
+        r"is predicted to run at [1-9]\.\d\dx with gamma \d+: .* S\* is [\d,]+ \(alpha 0\.\d\d: ",
+        r" memory per GPU: [\d.]+ of 80 GiB ",
+    ),
+    "scenario=plan": (r"plans .* 64 +self +streaming +512 +\d+ +[\d,]+ +[\d.]+ +[1-9]\.\d\d 64 +none .* 1\.00 ",),
+    "": (
+        r" autoregressive +speculative ",
+        r" speedup +\d+\.\d\dx ",
+        r" acceptance rate +[\d.]+% of proposals",
+        r" lossless +yes,",
+    ),
+}
 
 
 def launch(arguments: list[str], runs: Path) -> subprocess.CompletedProcess:
@@ -31,7 +47,8 @@ def test_the_readme_shows_its_commands():
 
 
 @pytest.mark.parametrize("command", [c for c in LAUNCHES if "FOLDER" not in c])
-def test_launch_commands(command, tmp_path):
+def test_launch_commands(command, tmp_path, capsys):
+    """They run, and say what one runs them for; then the report shows the run."""
     arguments = shlex.split(command)[2:]
     small = [s for s in SMALL if not any(a.startswith(s.partition("=")[0] + "=") for a in arguments)]
     if "+sweeps=gamma_x_budget" in arguments:  # twelve runs: composed, not run
@@ -43,6 +60,13 @@ def test_launch_commands(command, tmp_path):
     results = [json.loads(path.read_text()) for path in tmp_path.glob("*/result.json")]
     assert results
     assert all(r["status"] == "done" and r.get("lossless/identical", True) for r in results)
+    said = " ".join(done.stdout.split())
+    for pattern in next(patterns for words, patterns in SAYS.items() if words in command):
+        assert re.search(pattern, said), (pattern, done.stdout)
+    assert " ? " not in said
+    if "python -m magicdec.tracking.report runs" in COMMANDS:
+        assert main([str(tmp_path)]) == 0
+        assert results[0]["id"] in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("command", [c for c in LAUNCHES if "FOLDER" in c])

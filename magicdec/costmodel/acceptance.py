@@ -79,6 +79,10 @@ class Curves:
                 return Estimate(alpha, _describe(points))
         return None
 
+    def answers(self, setup: Setup, generate_len: int = 0) -> tuple[int, ...]:
+        """Return the budgets at which alpha is known where everything else is as the setup has it, ascending."""
+        return tuple(b for b in self.budgets(setup) if self.estimate(setup.at(budget=b), generate_len) is not None)
+
     def budgets(self, setup: Setup) -> list[int]:
         """Return the budgets that some point of a setup's curve has, ascending."""
         return sorted({point.budget for points in self._candidates(setup) for point in points})

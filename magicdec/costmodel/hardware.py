@@ -16,6 +16,7 @@ from magicdec.costmodel.stack import STACKS, Stack
 from magicdec.errors import UserError
 
 CALIBRATED = Path(__file__).parent / "calibrated"
+OPTIONS = Path(__file__).parents[2] / "conf" / "hardware"
 OWN_STACK = "magicdec"
 NAME = r"(?:(\d+)x)?([a-z]\w*)"  # a count and a device
 GIB = 1 << 30
@@ -172,8 +173,8 @@ def configured(
     known = _device(match[2]) if match else None
     for key, value in (("bandwidth_gbs", bandwidth_gbs), ("tflops", tflops)):
         if known is None and value is None:
-            valid = ", ".join(device.lower() for device in DEVICES)
-            raise UserError(f"hardware.{key}=null: predicting for hardware={name} needs it; or take one of {valid}")
+            valid = ", ".join(path.stem for path in sorted(OPTIONS.glob("*.yaml")) if _device(path.stem.split("x")[-1]))
+            raise UserError(f"hardware.{key}=null: predicting for hardware={name} needs it; or choose one of {valid}")
     base = known or Device(name, 0.0, 0.0, inf)
     device = replace(
         base,

@@ -67,6 +67,7 @@ class Prediction:
     by_gamma: tuple[AtGamma, ...]
     generate_len: int
     batches: tuple[int, int]
+    known_budgets: tuple[int, ...] = ()  # where there is no estimate: the budgets that have one
 
     @cached_property
     def best(self) -> AtGamma:
@@ -139,10 +140,11 @@ def predict(
     if estimate is None and curves is not None:
         estimate = curves.estimate(setup, generate_len)
     known = estimate.alpha if estimate else None
+    budgets = curves.answers(setup, generate_len) if curves is not None and estimate is None else ()
     if known is not None:
         omega(1, known)  # refuses what is no probability
     by_gamma = tuple(AtGamma(round_times(setup, gamma), known) for gamma in gammas)
-    return Prediction(setup, estimate, by_gamma, generate_len, batches)
+    return Prediction(setup, estimate, by_gamma, generate_len, batches, budgets)
 
 
 def critical_context(setup: Setup, gamma: int, batches: tuple[int, int] = BATCHES) -> int | None:

@@ -3,6 +3,7 @@
 from magicdec.costmodel.hardware import GIB
 from magicdec.costmodel.predict import AtGamma, Prediction
 
+ASSUMED = 0.8  # in the advice to give an alpha: what published drafts reach
 BOUND_BY = {
     "weights": "bound by reading weights",
     "kv": "bound by reading the KV cache",
@@ -25,7 +26,7 @@ def verdict(prediction: Prediction) -> str:
         else:
             text = (
                 f"no acceptance is known for this configuration, so there is no verdict: it pays if alpha exceeds "
-                f"{breaks_even:.2f} at gamma {best.gamma} ({where}); {limit}"
+                f"{breaks_even:.2f} at gamma {best.gamma} ({where}); {limit}. {_remedy(prediction)}"
             )
     else:
         assert prediction.estimate is not None
@@ -34,6 +35,13 @@ def verdict(prediction: Prediction) -> str:
             f"{_reason(best)}; {limit} (alpha {prediction.estimate.alpha:.2f}: {prediction.estimate.source})"
         )
     return text if prediction.fits else f"{text}. {_does_not_fit(prediction)}"
+
+
+def _remedy(prediction: Prediction) -> str:
+    """Return what would give a verdict."""
+    budgets = ", ".join(map(str, prediction.known_budgets))
+    known = f"Choose a budget with a known acceptance (cache.budget={budgets})" if budgets else "Measure it with a run"
+    return f"{known}, or give one: scenario.alpha={ASSUMED}"
 
 
 def _critical_context(prediction: Prediction) -> str:

@@ -103,8 +103,11 @@ def test_a_device_without_a_datasheet_needs_its_figures():
     cpu = h.configured("cpu", bandwidth_gbs=60, tflops=0.5, memory_gib=16)
     assert cpu.device.memory == 16 * h.GIB
     assert "no calibration for cpu" in cpu.note
-    with pytest.raises(UserError, match=r"hardware\.tflops=null: predicting for hardware=cpu"):
+    with pytest.raises(UserError, match=r"hardware\.tflops=null: predicting for hardware=cpu") as error:
         h.configured("cpu", bandwidth_gbs=60)
+    offered = str(error.value).partition("one of ")[2].split(", ")
+    assert {"a100", "8xh100", "l40"} <= set(offered) <= {path.stem for path in CONF.glob("hardware/*.yaml")}
+    assert all(h.configured(name) for name in offered)
 
 
 def test_a_calibration_in_the_configuration_is_taken_and_describes_this_software():
