@@ -190,14 +190,11 @@ def _settings(policy: str, source: Settings | Mapping[str, Any]) -> tuple[int, .
 
 
 def _is_exact(setup: Setup, generate_len: int) -> bool:
-    """Return whether the target drafts for itself, unquantised, over all that it attends to in verification.
-
-    A sliding window is certain to hold in the target's own cache alone.
-    """
+    """Return whether the target drafts for itself, unquantised, over all that it attends to in verification."""
     draft, cache = setup.draft, setup.cache
     if draft.kind != "self" or draft.quantization != "none" or cache.quantized:
         return False
-    return cache.reads_everything or (not setup.target.sliding_layers and setup.budget >= setup.context + generate_len)
+    return cache.reads_everything or setup.budget >= setup.context + generate_len
 
 
 def _describe(points: Sequence[Point]) -> str:

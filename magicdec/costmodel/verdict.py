@@ -41,7 +41,7 @@ def _remedy(prediction: Prediction) -> str:
     """Return what would give a verdict."""
     budgets = ", ".join(map(str, prediction.known_budgets))
     known = f"Choose a budget with a known acceptance (cache.budget={budgets})" if budgets else "Measure it with a run"
-    return f"{known}, or give one: scenario.alpha={ASSUMED}"
+    return f"{known}, or give one, such as scenario.alpha={ASSUMED}"
 
 
 def _critical_context(prediction: Prediction) -> str:

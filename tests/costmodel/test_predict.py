@@ -51,10 +51,10 @@ def test_without_acceptance_there_is_a_break_even_and_no_verdict(setup):
     assert "no acceptance is known" in text
     assert f"{prediction.best.break_even_alpha:.2f}" in text
     assert prediction.known_budgets == (512,)
-    assert "(cache.budget=512), or give one: scenario.alpha=" in text
+    assert "(cache.budget=512), or give one, such as scenario.alpha=" in text
     assert predict(setup(budget=512), curves=Curves(published())).best.speedup is not None
     nothing = predict(setup(policy="window"), curves=Curves(published()))
-    assert "Measure it with a run, or give one: scenario.alpha=" in verdict(nothing)
+    assert "Measure it with a run, or give one, such as scenario.alpha=" in verdict(nothing)
 
 
 def test_the_papers_critical_context(setup):
