@@ -47,6 +47,8 @@ def job(cfg: DictConfig) -> float | None:
     if fails_fast:
         sweep.refuse_if_stopped(place["sweep_dir"], place["number"])
     try:
+        if place["sweep_dir"] is None:
+            _refuse_a_grid()
         config = load(cfg)
         with gpus_of_its_own(config) if os.environ.get(sweep.JOB) else nullcontext():
             from magicdec.scenarios import Job, run  # here, because --help and mistakes must not wait for PyTorch
@@ -77,6 +79,16 @@ def _place() -> dict[str, Any]:
         sweep_dir = Path(hydra_cfg.sweep.dir)
         return {"overrides": overrides, "sweep_dir": sweep_dir, "number": hydra_cfg.job.num, "waits": True}
     return {"overrides": overrides, "sweep_dir": None, "number": 0}
+
+
+def _refuse_a_grid() -> None:
+    """Raise UserError for a grid without -m, which would run its defaults once; warn of an experiment with one."""
+    hydra_cfg = HydraConfig.get()
+    if grid := hydra_cfg.runtime.choices.get("sweeps"):
+        raise UserError(f"+sweeps={grid}: a grid needs -m, as in python launch.py -m +sweeps={grid}")
+    if axes := ", ".join(hydra_cfg.sweeper.get("params") or ()):
+        experiment = hydra_cfg.runtime.choices.get("experiment")
+        print(f"warning: experiment={experiment} is a grid over {axes}: -m runs all of it", file=sys.stderr)
 
 
 def _log(runs_dir: str, place: Mapping[str, Any]) -> Path | None:

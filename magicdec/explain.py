@@ -95,7 +95,7 @@ def _explain_text(error: Exception) -> str | None:
     if found := re.match(r"Multiple values for (\S+)\.|Could not append to config. An item is already at '(.*)'", text):
         return f"{found[1] or found[2]} is there already: leave out the +"
     if found := re.search(r"use (\+\S+=\S+)", text):
-        return f"{found[1][1:]}: write {found[1]}"
+        return f"{found[1][1:]}: write {'-m ' if found[1].startswith('+sweeps=') else ''}{found[1]}"
     if isinstance(error, AssertionError):
         return None
     return re.split(r"(?:Config s|S)earch path:|See http", text)[0]

@@ -21,6 +21,14 @@ NEEDED = {
     "plan": ("gammas", "drafts", "policies"),
     "serve": ("length_shares",),
 }
+# Keys that a scenario does not read, and what it reads instead.
+INSTEAD = {
+    "profile": {
+        "batch.size": "scenario.batch_sizes",
+        "batch.context_len": "scenario.context_lens",
+        "draft.gamma": "scenario.gammas",
+    }
+}
 # What engines other than ours draft with.
 PEER_DRAFTS = {"transformers": ("none", "model", "ngram", "layer_skip"), "vllm": ("none", "model", "ngram")}
 
@@ -55,8 +63,20 @@ def warnings(config: "Config") -> list[str]:
     return found
 
 
+def refuse_unread(config: "Config", overrides: Sequence[str]) -> list[str]:
+    """Raise UserError for an override without effect; return a line for each that only says how much is measured.
+
+    Keys of `scenario` are of that kind: one command line may serve several scenarios.
+    """
+    found = unread(config, overrides)
+    for line in found:
+        if not line.lstrip("+").startswith("scenario."):
+            raise UserError(line)
+    return found
+
+
 def unread(config: "Config", overrides: Sequence[str]) -> list[str]:
-    """What was typed and has no effect, a line each: keys that the chosen option of their group does not have."""
+    """Return a line for each override without effect: on keys that the chosen options do not have or read."""
     from magicdec.config import CONF  # which checks what it loads
 
     chosen = {"cache": config.cache.policy}
@@ -65,7 +85,9 @@ def unread(config: "Config", overrides: Sequence[str]) -> list[str]:
     for override in overrides:
         group, _, key = override.lstrip("+").partition("=")[0].partition(".")
         file = CONF / group / f"{chosen.get(group)}.yaml"
-        if key and file.exists() and key.partition(".")[0] not in _keys(yaml.safe_load(file.read_text("utf-8"))):
+        if instead := INSTEAD.get(config.scenario.name, {}).get(f"{group}.{key}"):
+            found.append(f"{override} has no effect with scenario={config.scenario.name}; set {instead}")
+        elif key and file.exists() and key.partition(".")[0] not in _keys(yaml.safe_load(file.read_text("utf-8"))):
             found.append(f"{override} has no effect with {group}={file.stem}")
     return found
 

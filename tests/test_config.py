@@ -11,7 +11,7 @@ from magicdec.cache.draft_cache import CACHES
 from magicdec.config import Architecture, Config, Scaling, load, to_dict
 from magicdec.drafts.base import DRAFTS
 from magicdec.errors import UserError
-from magicdec.mistakes import unread, validate, warnings
+from magicdec.mistakes import refuse_unread, unread, validate, warnings
 from magicdec.models.config import ModelConfig, RopeScaling
 from magicdec.rules import known_keys
 
@@ -315,12 +315,25 @@ def test_the_gammas_that_a_run_may_use(default, changes, expected):
         ("+draft.inner_gamma=3", "draft=self"),
         ("data.path=FOLDER", "data=stdlib"),
         ("scenario.gammas=[1]", "scenario=compare"),
+        ("batch.size=4", "scenario=profile; set scenario.batch_sizes"),
+        ("batch.context_len=512", "scenario=profile; set scenario.context_lens"),
+        ("draft.gamma=2", "scenario=profile; set scenario.gammas"),
         ("engine.python=python3", "engine=native"),
     ],
 )
 def test_what_has_no_effect_is_told_of_what_was_typed(default, typed, choice):
-    read = ["draft=self", "cache.budget=64", "draft.gamma=3", "data.seed=1", "batch.size=2", "wandb.mode=disabled"]
-    assert unread(changed(default), [*read, typed]) == [f"{typed} has no effect with {choice}"]
+    read = ["draft=self", "cache.budget=64", "data.seed=1", "batch.generate_len=2", "wandb.mode=disabled"]
+    grid = {"scenario__batch_sizes": [1], "scenario__context_lens": [512], "scenario__gammas": [2]}
+    config = changed(default, scenario__name="profile", **grid) if "profile" in choice else changed(default)
+    assert unread(config, [*read, typed]) == [f"{typed} has no effect with {choice}"]
+
+
+def test_what_has_no_effect_is_a_mistake_but_for_how_much_is_measured(default):
+    assert refuse_unread(changed(default), ["cache.budget=64", "scenario.gammas=[1]"]) == [
+        "scenario.gammas=[1] has no effect with scenario=compare"
+    ]
+    with pytest.raises(UserError, match=r"^data.path=FOLDER has no effect with data=stdlib"):
+        refuse_unread(changed(default), ["scenario.gammas=[1]", "data.path=FOLDER"])
 
 
 def test_keys_of_what_an_option_brings_along_have_an_effect(default):

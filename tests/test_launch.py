@@ -61,7 +61,7 @@ def in_subprocess(*arguments, **env):
         (["batch.n=1"], r"unknown key batch.n; batch has: size, context_len, .*"),
         (["+foo=1"], r"unknown key foo; there are: target, draft, .*"),
         (["+draft.gamma=1"], r"draft.gamma is there already: leave out the \+"),
-        (["sweeps=gamma_x_budget"], r"sweeps=gamma_x_budget: write \+sweeps=gamma_x_budget"),
+        (["sweeps=gamma_x_budget"], r"sweeps=gamma_x_budget: write -m \+sweeps=gamma_x_budget"),
         (["batch.context_len=long"], r"batch.context_len=long: must be a whole number"),
         (["batch.size=1.5"], r"batch.size=1.5: must be a whole number or auto"),
         (["data.save_prompts=maybe"], r"data.save_prompts=maybe: must be true or false"),
@@ -95,6 +95,10 @@ def test_what_only_an_extra_brings_names_the_extra():
             "error: unrecognized arguments: cache.budget=64; flags such as -m come before",
         ),
         (["--target=tiny"], "error: unrecognized arguments: --target=tiny; keys are set without dashes: key=value"),
+        (
+            ["+sweeps=gamma_x_budget"],
+            "error: +sweeps=gamma_x_budget: a grid needs -m, as in python launch.py -m +sweeps",
+        ),
         (["-m", "target=tiny,tini"], "error: target=tini: no such option; one of: "),
     ],
 )
@@ -137,6 +141,12 @@ def test_a_failure_shows_its_traceback(run, kind):
     assert code == launch.FAILURE
     assert err.startswith("Traceback")
     assert err.endswith(f"{kind.__name__}: the disk is on fire\n")
+
+
+def test_an_experiment_that_is_a_grid_says_so(run):
+    code, err = run("experiment=paper/table3c")
+    assert code == 0
+    assert re.fullmatch(r"warning: experiment=paper/table3c is a grid over .+: -m runs all of it\n", err)
 
 
 def test_a_mistake_found_in_the_run_is_one_line(run):

@@ -251,6 +251,7 @@ def other_vocabulary(folder: Path) -> None:
         (["cache.policy=nothing"], ["cache.policy=nothing", "streaming"]),
         (["draft=model", "target@draft.model=llama-3.2-1b", "draft.model.weights=random"], ["128256", "1024"]),
         (["wandb.mode=online"], ["wandb.mode=online", "wandb login"]),
+        (["data=stdlib", "data.path=FOLDER"], ["data.path=FOLDER has no effect with data=stdlib"]),
     ],
 )
 def test_mistakes_that_the_plan_finds(tmp_path, monkeypatch, arguments, said):

@@ -14,7 +14,7 @@ from rich.console import Console
 from magicdec.config import Config, to_dict
 from magicdec.costmodel.hardware import GIB
 from magicdec.errors import UserError
-from magicdec.mistakes import unread, warnings
+from magicdec.mistakes import refuse_unread, warnings
 from magicdec.scenarios.outcome import Outcome
 from magicdec.scenarios.ranks import on_ranks
 
@@ -46,6 +46,8 @@ def run(config: Config, job: Job) -> dict[str, Any]:
     from magicdec.tracking import wandb
     from magicdec.tracking.store import run_id
 
+    is_alone = job.sweep_dir is None and wandb.given_id() is None
+    ineffective = refuse_unread(config, job.overrides) if is_alone else []  # in a grid, other jobs read it
     prepare, _ = _scenario(config)
     wandb.check(to_dict(config)["wandb"])
     plan = prepare(config)
@@ -54,8 +56,7 @@ def run(config: Config, job: Job) -> dict[str, Any]:
     if config.sweep.dry_run:
         _list(plan, name, job)
         return {}
-    in_vain = unread(config, job.overrides) if job.sweep_dir is None else []  # in a grid, other jobs read it
-    for warning in [*in_vain, *warnings(plan.config), *doubts(plan)]:
+    for warning in [*ineffective, *warnings(plan.config), *doubts(plan)]:
         Console(stderr=True).print(f"[yellow]warning:[/] {warning}", highlight=False)
     with _alone(config.runs_dir, name, job):
         return _skipped(config, name, job) or _measure(plan, name, settings, job)
