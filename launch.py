@@ -23,6 +23,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from magicdec import __version__
 from magicdec.config import CONF, load
 from magicdec.errors import JobFailed, UserError
 from magicdec.explain import explain
@@ -127,6 +128,7 @@ def _run() -> int:
     try:
         parser = get_args_parser()
         parser.error = _refuse  # type: ignore[method-assign]
+        parser._option_string_actions["--version"].version = f"magicdec {__version__}"  # type: ignore[attr-defined]
         overrides = parser.parse_args().overrides
         job()
     except JobFailed as failure:

@@ -5,6 +5,7 @@ import re
 import traceback
 from collections.abc import Sequence
 
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
@@ -48,9 +49,11 @@ def explain(error: Exception, overrides: list[str]) -> str | None:
     origin = _omegaconf_error(error)
     if origin is not None:
         file = re.match(r"In '(.*?)'", str(error))
+        if file and file[1].startswith("experiment/") and origin.full_key == "experiment":
+            return f"{file[1]}.yaml: an experiment must begin with the line `# @package _global_`"
         return (f"{file[1]}.yaml: " if file else "") + _explain_key(origin)
     if isinstance(error, HydraException | ValueError | AssertionError):
-        return _explain_text(error)
+        return _explain_text(error, overrides)
     return None
 
 
@@ -60,11 +63,21 @@ def _explain_key(error: OmegaConfBaseException) -> str:
     if isinstance(error, ConfigKeyError | ConfigAttributeError):
         return f"unknown key {key}; {_known_instead(key)}"
     if isinstance(error, MissingMandatoryValue):
-        return f"{key} is missing a value"
+        return f"{key} is missing a value{_origin_of(key)}"
     for pattern, valid in MISFITS.items():
         if re.search(pattern, text):
             return f"{key}={'null' if error.value is None else error.value}: {valid}"
     return f"{key}: {text}" if key else text
+
+
+def _origin_of(key: str) -> str:
+    """Return the end of an error: the file that should have set a key, if a group's option was chosen for it."""
+    choices = HydraConfig.get().runtime.choices if HydraConfig.initialized() else {}
+    for choice, option in choices.items():
+        group, _, package = choice.partition("@")
+        if option and key.rpartition(".")[0] == (package or group):
+            return f"; {group}/{option}.yaml must set it"
+    return ""
 
 
 def _known_instead(key: str) -> str:
@@ -78,7 +91,7 @@ def _known_instead(key: str) -> str:
     return f"{parent or 'there'} {'has' if parent else 'are'}: {', '.join(siblings)}" if siblings else "see --help"
 
 
-def _explain_text(error: Exception) -> str | None:
+def _explain_text(error: Exception, overrides: Sequence[str]) -> str | None:
     """Hydra's errors: they say it in words, and know their override only while they are raised."""
     text, override = str(error), _current_override(error)
     key, _, value = override.lstrip("+").partition("=")
@@ -92,6 +105,10 @@ def _explain_text(error: Exception) -> str | None:
         return f"{override}: {_no_such_option(value, sorted(path.stem for path in (CONF / key).glob('*.yaml')))}"
     if found := re.match(r"Ambiguous value for argument '(.*)'|Sweep parameters '(.*)' requires", text):
         return f"{found[1] or found[2]}: several values need -m; a list is written [a,b], a text \"key='a,b'\""
+    if found := re.match(r"Multiple values for (\S+)\. To override a value use 'override (.*)'", text):
+        if not any(typed.startswith("+") and found[1] in typed for typed in overrides):
+            file = next((typed for typed in overrides if typed.startswith("experiment=")), "defaults of an option")
+            return f"{file}: {found[1]} is chosen already; write `override /{found[2]}` in its defaults"
     if found := re.match(r"Multiple values for (\S+)\.|Could not append to config. An item is already at '(.*)'", text):
         return f"{found[1] or found[2]} is there already: leave out the +"
     if found := re.search(r"use (\+\S+=\S+)", text):

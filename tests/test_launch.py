@@ -11,6 +11,7 @@ from hydra import compose, initialize_config_dir
 from hydra.errors import MissingConfigException
 
 import launch
+from magicdec import __version__
 from magicdec.config import load
 from magicdec.errors import UserError
 from magicdec.explain import explain
@@ -141,6 +142,37 @@ def test_a_failure_shows_its_traceback(run, kind):
     assert code == launch.FAILURE
     assert err.startswith("Traceback")
     assert err.endswith(f"{kind.__name__}: the disk is on fire\n")
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "error"),
+    [
+        (
+            "experiment/a",
+            "# @package _global_\ndefaults:\n  - /cache: quest\n",
+            "write `override /cache: quest` in its",
+        ),
+        (
+            "experiment/b",
+            "batch:\n  size: 2\n",
+            "experiment/b.yaml: an experiment must begin with the line `# @package",
+        ),
+        ("cache/mine", "budget: 64\n", "cache.policy is missing a value; cache/mine.yaml must set it"),
+    ],
+)
+def test_a_mistake_in_a_users_own_option(run, here, file, text, error):
+    path = here / "conf" / f"{file}.yaml"
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    code, err = run("--config-dir", "conf", file.replace("/", "="))
+    assert (code, err.count("\n")) == (launch.USER_ERROR, 1)
+    assert error in err
+
+
+def test_the_version_is_our_own(run, capsys):
+    with pytest.raises(SystemExit):
+        run("--version")
+    assert capsys.readouterr().out == f"magicdec {__version__}\n"
 
 
 def test_an_experiment_that_is_a_grid_says_so(run):

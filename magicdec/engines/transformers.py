@@ -22,6 +22,7 @@ from magicdec.engines.peer import Counts, Peer, PeerGeneration, PeerSpec
 from magicdec.measure import memory
 from magicdec.measure.metrics import RowTimes
 from magicdec.measure.timers import Clock
+from magicdec.models.quantize import quiet_torchao
 
 CACHES = {"static": StaticCache, "dynamic": DynamicCache}
 
@@ -59,6 +60,7 @@ class TransformersPeer(Peer):
     """A target and, where one is named, an assistant."""
 
     def __init__(self, spec: PeerSpec, cache: str = "static"):
+        quiet_torchao()  # which transformers imports where it is installed
         transformers.utils.logging.disable_progress_bar()
         transformers.utils.logging.set_verbosity_error()  # assisted generation warns of what it does itself
         torch.backends.cuda.matmul.allow_tf32 = False  # fp32 means fp32

@@ -23,6 +23,12 @@ def check(quantization: str) -> None:
         raise UserError(f"draft.quantization={quantization} needs torchao: pip install 'magicdec[quantization]'")
 
 
+def quiet_torchao() -> None:
+    """Silence what the import of torchao logs: each GPU kernel that this machine cannot load, and PyTorch's advice."""
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
 def quantized(model: Transformer, quantization: str, device: torch.device | str) -> Transformer:
     """The same model with its layers' matrices in fewer bits; embedding, norms and head are shared with `model`.
 
@@ -30,8 +36,7 @@ def quantized(model: Transformer, quantization: str, device: torch.device | str)
     fuses with it (hardware.compile=true): torchao's packed kernels for GPUs need a library of their own. `device` is
     where the model will run: the memory estimate has weights that are nowhere.
     """
-    for talkative in ("torchao", "torch.utils._pytree"):  # of every GPU kernel that a machine cannot load
-        logging.getLogger(talkative).setLevel(logging.ERROR)
+    quiet_torchao()
     from torchao.quantization import IntxWeightOnlyConfig, quantize_
     from torchao.quantization.granularity import PerGroup
 

@@ -61,6 +61,11 @@ def source() -> str:
     return "+".join([PACKAGE_HASH, *([of_files(PLUGINS)] if PLUGINS else [])])
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number of things in words: 1 row, 2 rows."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def shown(path: Path) -> str:
     """A path as one would type it: relative where it lies below the working directory."""
     absolute, here = path.absolute(), Path.cwd()

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from magicdec.tracking.reader import gpu_trouble, is_impossible, noise
-from magicdec.tracking.store import shown
+from magicdec.tracking.store import counted, shown
 from magicdec.tracking.wandb import WandbOutcome
 
 WAYS = ("autoregressive", "speculative")
@@ -79,7 +79,7 @@ def _header(config: Mapping[str, Any], metrics: Metrics) -> Iterator[Text]:
         temperature = config["sampling"]["temperature"]
         how = f"sampled at temperature {temperature:g}" if temperature else "greedy"
         batches = f"{batch['num_batches']} batches of " if batch["num_batches"] > 1 else ""
-        size = f"{batches}{batch['size']} rows x {described_context(config, metrics)}"
+        size = f"{batches}{counted(int(batch['size']), 'row')} x {described_context(config, metrics)}"
         yield Text(f"{size}, {batch['generate_len']:,} new tokens each, {how}")
         yield Text(f"data: {' '.join(filter(None, (config['data']['name'], config['data'].get('task'))))}; {where}")
     if metrics.get("weights/source") == "random":

@@ -163,6 +163,7 @@ def test_the_table_shows_what_differs(report):
     [
         (["--where", "bugdet=4"], "did you mean budget?"),
         (["--where", "budget"], "not of the form"),
+        (["--where", "speedup>abc"], "speedup>abc: abc is not a number, and > compares numbers"),
         (["--where", "speedup>100"], "holds for none of 200 runs"),
         (["--sort", "tokens_per_second"], "which one?"),
         (["--sweep", "mine"], "no such sweep"),
@@ -217,7 +218,8 @@ def test_a_sweep_is_the_runs_of_its_folders(report, store, tmp_path):
 def test_two_runs_compared(report, tmp_path):
     values = {"cache.budget": 64, "draft.gamma": 2}
     write_run(tmp_path, "aaa1", values, {"speedup": 1.0, "alpha": 0.5})
-    write_run(tmp_path, "bbb2", values | {"draft.gamma": 4}, {"speedup": 1.5, "alpha": 0.5})
+    other = {"speedup": 1.5, "alpha": 0.5, "predicted/target_decode/attention_of_a_long_name_ms": 1.25}
+    write_run(tmp_path, "bbb2", values | {"draft.gamma": 4}, other)
     code, out, _ = report("compare", "aaa", tmp_path / "bbb2", "--runs-dir", tmp_path, runs=None)
     assert code == 0
     lines = {line.split()[0]: line.split()[1:] for line in out.splitlines() if line.strip()}
@@ -225,6 +227,9 @@ def test_two_runs_compared(report, tmp_path):
     assert lines["speedup"] == ["1", "1.5", "+50.0%"]
     assert "alpha" not in lines
     assert "cache.budget" not in lines
+    assert "1 more key differs; --all for everything" in out
+    _, out, _ = report("compare", "aaa", tmp_path / "bbb2", "--runs-dir", tmp_path, "--all", runs=None)
+    assert "predicted/target_decode/attention_of_a_long_name_ms" in out
     code, _, err = report("compare", "a", "c", "--runs-dir", tmp_path, runs=None)
     assert (code, err.count("\n")) == (2, 1)
     assert "c: no such run" in err

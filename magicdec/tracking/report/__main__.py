@@ -11,7 +11,7 @@ from rich.text import Text
 from magicdec.errors import UserError
 from magicdec.tracking.report import difference, export, figures, page, query, terminal
 from magicdec.tracking.report.rows import read_runs, rows_of
-from magicdec.tracking.store import shown
+from magicdec.tracking.store import counted, shown
 
 USER_ERROR = 2
 EXAMPLES = """examples:
@@ -58,17 +58,17 @@ def _report(arguments: Sequence[str]) -> None:
 
 def _csv(options: argparse.Namespace, target: Path, rows: list[query.Row]) -> str:
     export.write_csv(target, rows)
-    return f"{len(rows):,} lines in {shown(target)}"
+    return f"{counted(len(rows), 'line')} in {shown(target)}"
 
 
 def _parquet(options: argparse.Namespace, target: Path, rows: list[query.Row]) -> str:
     export.write_parquet(target, rows)
-    return f"{len(rows):,} lines in {shown(target)}"
+    return f"{counted(len(rows), 'line')} in {shown(target)}"
 
 
 def _html(options: argparse.Namespace, target: Path, rows: list[query.Row]) -> str:
     export.write(target, page.render(rows, title=f"{options.runs_dir}{f', {options.sweep}' if options.sweep else ''}"))
-    return f"{len(rows):,} runs in {shown(target)}: open it in any browser, no network needed"
+    return f"{counted(len(rows), 'run')} in {shown(target)}: open it in any browser, no network needed"
 
 
 def _figures(options: argparse.Namespace, target: Path, rows: list[query.Row]) -> str:
@@ -80,9 +80,10 @@ def _compare(arguments: Sequence[str]) -> None:
     parser.add_argument("run_a", help="a run's folder, or the beginning of its id")
     parser.add_argument("run_b")
     parser.add_argument("--runs-dir", type=Path, default=Path("runs"), help="where ids are looked for (runs)")
+    parser.add_argument("--all", action="store_true", help="every figure that differs, not only the main ones")
     options = parser.parse_args(arguments)
     a, b = (difference.find(name, options.runs_dir) for name in (options.run_a, options.run_b))
-    Console().print(difference.render(a, b))
+    Console().print(difference.render(a, b, options.all))
 
 
 def _parser() -> argparse.ArgumentParser:

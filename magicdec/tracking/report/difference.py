@@ -12,8 +12,17 @@ from rich.text import Text
 from magicdec.errors import UserError
 from magicdec.tracking.reader import load_run
 from magicdec.tracking.report.rows import FACTS, Row, flatten, is_setting, keys_of
+from magicdec.tracking.report.terminal import FIGURES
+from magicdec.tracking.store import counted
+from magicdec.tracking.table import SPEEDS, STEPS, WAYS
 
 WHERE = ("status", "reason", "version", "source", "commit", "commit_dirty", "device", "host", "python", "torch")
+
+MAIN = frozenset(
+    [*FIGURES, "alpha", "speedup_wall", "memory/peak_gib"]
+    + [f"{way}/{key}" for way in WAYS for key in SPEEDS]
+    + [f"time/{step}_ms" for step in STEPS]
+)
 
 
 def find(name: str, runs_dir: Path) -> Row:
@@ -28,22 +37,32 @@ def find(name: str, runs_dir: Path) -> Row:
     return flatten(load_run(folders[0]))
 
 
-def render(a: Row, b: Row) -> RenderableType:
-    """What differs; settings first, then where and with what they ran, then the figures."""
-    keys = keys_of([a, b])
-    settings = [key for key in keys if is_setting(key) and a.get(key) != b.get(key)]
-    facts = [key for key in WHERE if a.get(key) != b.get(key)]
+def render(a: Row, b: Row, everything: bool = False) -> RenderableType:
+    """Return what differs: settings, then where and with what they ran, then the main figures, or with `everything` all
+    of them.
+    """
+    keys = [key for key in keys_of([a, b]) if a.get(key) != b.get(key)]
+    settings = [key for key in keys if is_setting(key)]
+    facts = [key for key in WHERE if key in keys]
     figures = [key for key in keys if not is_setting(key) and key not in FACTS and "." not in key and key != "device"]
+    parts = [settings, facts, figures]
+    if not everything:
+        named = [key for key in settings if ".architecture." not in key]
+        parts = [named, facts, [key for key in figures if key in MAIN]]
+    left_out = len(settings) + len(facts) + len(figures) - sum(map(len, parts))
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    table.add_column("")
+    table.add_column("", no_wrap=True, min_width=max((len(key) for part in parts for key in part), default=0))
     for row in (a, b):
         table.add_column(str(row.get("id", "?")), justify="right", overflow="fold")
     table.add_column("change", justify="right")
-    for part in (settings, facts, [key for key in figures if a.get(key) != b.get(key)]):
+    for part in parts:
         for key in part:
             table.add_row(key, _text(a.get(key)), _text(b.get(key)), _change(a.get(key), b.get(key)))
         table.add_section()
-    return Group(table, Text("\n".join(_notes(a, b, settings)), style="dim"))
+    notes = list(_notes(a, b, settings))
+    if left_out:
+        notes.append(f"{counted(left_out, 'more key')} differ{'s' if left_out == 1 else ''}; --all for everything")
+    return Group(table, Text("\n".join(notes), style="dim"))
 
 
 def _notes(a: Row, b: Row, settings: list[str]) -> Iterator[str]:

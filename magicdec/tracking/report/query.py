@@ -24,6 +24,8 @@ def select(rows: Collection[Row], tests: Sequence[str]) -> list[Row]:
         if not parts:
             raise UserError(f"--where {test}: not of the form {SYNTAX}")
         key, (_, sign, value) = find_key(keys, parts[1], "--where"), parts.groups()
+        if sign in ORDERS and _number(value) is None:
+            raise UserError(f"--where {test}: {value or 'nothing'} is not a number, and {sign} compares numbers")
         chosen = [row for row in chosen if _holds(row.get(key), sign, value)]
     if not chosen:
         raise UserError(f"--where {' '.join(tests)}: holds for none of {len(rows):,} runs")
