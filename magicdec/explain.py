@@ -105,10 +105,10 @@ def _explain_text(error: Exception, overrides: Sequence[str]) -> str | None:
         return f"{override}: {_no_such_option(value, sorted(path.stem for path in (CONF / key).glob('*.yaml')))}"
     if found := re.match(r"Ambiguous value for argument '(.*)'|Sweep parameters '(.*)' requires", text):
         return f"{found[1] or found[2]}: several values need -m; a list is written [a,b], a text \"key='a,b'\""
-    if found := re.match(r"Multiple values for (\S+)\. To override a value use 'override (.*)'", text):
-        if not any(typed.startswith("+") and found[1] in typed for typed in overrides):
-            file = next((typed for typed in overrides if typed.startswith("experiment=")), "defaults of an option")
-            return f"{file}: {found[1]} is chosen already; write `override /{found[2]}` in its defaults"
+    found = re.match(r"Multiple values for (\S+)\. To override a value use 'override (.*)'", text)
+    if found and not any(typed.startswith("+") and found[1] in typed for typed in overrides):
+        file = next((typed for typed in overrides if typed.startswith("experiment=")), "an option")
+        return f"{file}: {found[1]} is chosen already; write `override /{found[2]}` in its defaults"
     if found := re.match(r"Multiple values for (\S+)\.|Could not append to config. An item is already at '(.*)'", text):
         return f"{found[1] or found[2]} is there already: leave out the +"
     if found := re.search(r"use (\+\S+=\S+)", text):
