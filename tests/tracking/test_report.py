@@ -364,3 +364,49 @@ def test_a_store_of_nothing_but_mistakes_says_so(report, tmp_path):
     code, _, err = report(runs=tmp_path)
     assert (code, err.count("\n")) == (2, 1)
     assert "left out: 1 mistyped; --all shows them" in err
+
+
+DEEP = "[" * 5000 + "]" * 5000
+RESULTS = {
+    "a list": "[1]",
+    "deep": f'{{"status": "done", "speedup": {DEEP}}}',
+    "nested": f'{{"status": "done", "speedup": {DEEP[4900:5100]}}}',
+    "surrogate": '{"status": "done", "device": "\\ud800"}',
+    "nan": '{"status": "done", "speedup": NaN}',
+    "huge": f'{{"status": "done", "speedup": 1{"0" * 400}}}',
+    "a status": '{"status": ["done"]}',
+    "overrides": '{"status": "done", "overrides": [1]}',
+}
+CONFIGS = {
+    "a date": "batch: {size: 2026-01-01}",
+    "no group": "batch: 5\nscenario: serve\n",
+    "no tree": "batch: &all {size: *all}",
+    "deep config": f"batch: {DEEP[4000:6000]}",
+    "other types": "batch: {size: [1], context_len: {a: x}}\ntarget: {name: .nan}\n1: 2\n",
+    "an object": "batch: !!python/object:os.system x",
+}
+
+
+def test_no_broken_run_hides_the_others(report, tmp_path):
+    """Or ends the report, in whatever form."""
+    for number, budget in enumerate((64, 128)):
+        write_run(tmp_path, f"whole{number}", {"cache.budget": budget}, {"speedup": 1.5, "batch.size": 8})
+    for name, text in RESULTS.items():
+        write_run(tmp_path, name, {}, {})
+        (tmp_path / name / "result.json").write_text(text)
+    for name, text in CONFIGS.items():
+        write_run(tmp_path, name, {}, {"speedup": "fast", "time/draft_ms": [1], "gpu/shared": {"a": 1}})
+        (tmp_path / name / "config.yaml").write_text(text)
+    write_load(tmp_path, {1: (100.0, 150.0)})
+    levels = [f'{{"concurrency": {DEEP}}}', '{"concurrency": "many", "speedup": []}', '{"concurrency": NaN}', "torn"]
+    with (tmp_path / "10ad" / "history.jsonl").open("a") as file:
+        file.write("\n".join(levels))
+    rows = read_rows(tmp_path)
+    assert {row["id"] for row in rows} == {"whole0", "whole1", "10ad", *CONFIGS}
+    assert [row.get("load.concurrency") for row in rows if row["id"] == "10ad"] == [1, "many"]
+    written = ["--html", tmp_path / "page.html", "--csv", tmp_path / "runs.csv"]
+    for arguments in ([], written, ["--group-by", "budget"], ["--sort", "speedup"], ["--where", "budget>0"]):
+        code, out, _ = report(*arguments, "--columns", "budget", runs=tmp_path)
+        assert code == 0
+        assert {"64", "128"} <= set(out.split())
+    json.loads(re.search(r"<script[^>]*json[^>]*>(.*?)</script>", (tmp_path / "page.html").read_text(), re.S)[1])

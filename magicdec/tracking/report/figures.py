@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from magicdec.errors import UserError
-from magicdec.tracking.report.query import Row
+from magicdec.tracking.report.query import Row, is_number
 from magicdec.tracking.report.rows import telling
 
 BATCH, CONTEXT = "batch.size", "batch.context_len"
@@ -41,13 +41,15 @@ def draw(rows: Sequence[Row], folder: Path) -> list[Path]:
 
 
 def _value(key: str) -> Callable[[Row], float | None]:
-    return lambda row: row.get(key)
+    return lambda row: value if is_number(value := row.get(key)) else None
 
 
 def _ratio(label: str, step: str) -> Panel:
     def of(prefix: str) -> Callable[[Row], float | None]:
+        step_of, target_of = _value(f"{prefix}/{step}_ms"), _value(f"{prefix}/target_decode_ms")
+
         def ratio(row: Row) -> float | None:
-            ours, target = row.get(f"{prefix}/{step}_ms"), row.get(f"{prefix}/target_decode_ms")
+            ours, target = step_of(row), target_of(row)
             return ours / target if ours is not None and target else None
 
         return ratio
@@ -56,7 +58,8 @@ def _ratio(label: str, step: str) -> Panel:
 
 
 def _figure(path: Path, rows: Sequence[Row], x: str, panels: Sequence[Panel]) -> Path | None:
-    """One figure; None where no run has a value for it."""
+    """Draw one figure of the runs that have a number for x; return None where none has a value for it."""
+    rows = [row for row in rows if is_number(row.get(x))]
     by = _told_apart_by(rows, x)
     lines = {
         line: [row for row in rows if _name(row, by) == line] for line in dict.fromkeys(_name(r, by) for r in rows)
@@ -79,7 +82,7 @@ def _figure(path: Path, rows: Sequence[Row], x: str, panels: Sequence[Panel]) ->
                     shown = line if style == next(iter(_present(styles, members))) else None
                     axes.plot(*zip(*points, strict=True), style, ms=4, color=color, label=shown)
         axes.set(xscale="log", xlabel=x, ylabel=label, yscale="log" if "intensity" in label else "linear")
-        ticks = sorted({row[x] for row in rows if x in row})
+        ticks = sorted({row[x] for row in rows})
         axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
         axes.minorticks_off()
         axes.grid(alpha=0.3)
@@ -92,7 +95,7 @@ def _figure(path: Path, rows: Sequence[Row], x: str, panels: Sequence[Panel]) ->
 
 
 def _points(rows: Iterable[Row], x: str, value: Callable[[Row], float | None]) -> list[tuple[Any, float]]:
-    return sorted((row[x], y) for row in rows if x in row and (y := value(row)) is not None)
+    return sorted((row[x], y) for row in rows if (y := value(row)) is not None)
 
 
 def _present(styles: dict[str, Callable], rows: Sequence[Row]) -> list[str]:

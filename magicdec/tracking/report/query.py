@@ -61,7 +61,7 @@ def group(rows: Collection[Row], keys: Sequence[str], mix: bool = False) -> list
         line: Row = {name: value for name, value in zip(names, values, strict=True) if value is not None}
         line["runs"] = len(members)
         for key in figures:
-            if numbers := [row[key] for row in members if _is_number(row.get(key))]:
+            if numbers := [row[key] for row in members if is_number(row.get(key))]:
                 line[key] = median(numbers)
         result.append(line)
     return sorted(result, key=lambda line: [_rank(line.get(name)) for name in names])
@@ -85,8 +85,8 @@ def _holds(value: Any, sign: str, wanted: str) -> bool:
         return wanted in _text(value)
     number = _number(wanted)
     if sign in ORDERS:
-        return number is not None and _is_number(value) and ORDERS[sign](value, number)
-    same = value == number if number is not None and _is_number(value) else _text(value) == wanted.lower()
+        return number is not None and is_number(value) and ORDERS[sign](value, number)
+    same = value == number if number is not None and is_number(value) else _text(value) == wanted.lower()
     return same == (sign == "=")
 
 
@@ -101,13 +101,14 @@ def _number(text: str) -> float | None:
         return None
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """Return whether this is a figure; true and false are none."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _is_figure(rows: Collection[Row], key: str) -> bool:
-    return key not in ("attempt", "pid") and any(_is_number(row.get(key)) for row in rows)
+    return key not in ("attempt", "pid") and any(is_number(row.get(key)) for row in rows)
 
 
 def _rank(value: Any) -> tuple[int, float, str]:
-    return (0, value, "") if _is_number(value) else (1 if value is not None else 2, 0.0, str(value))
+    return (0, value, "") if is_number(value) else (1 if value is not None else 2, 0.0, str(value))
