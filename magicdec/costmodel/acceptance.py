@@ -140,7 +140,7 @@ def measured(runs: Iterable[Mapping[str, Any]]) -> list[Point]:
     for run in runs:
         try:
             points += _point(run)
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, AttributeError):
             continue  # a run of another version, or none of ours
     return points
 

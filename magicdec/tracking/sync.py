@@ -52,15 +52,19 @@ def send(folder: Path, config: dict, options: argparse.Namespace, api: Any) -> w
 
 
 def _runs(options: argparse.Namespace) -> list[dict]:
-    """Those that are done: the others have nothing to tell."""
+    """Return the runs that are done and whose configuration can be read. Raise UserError if there are none."""
     if not options.runs_dir.is_dir():
         raise UserError(f"{options.runs_dir}: no such folder; name a run store, as in runs_dir=FOLDER")
     ids = None if options.sweep is None else sweep_members(options.runs_dir, options.sweep)
     ids = set(options.ids) & ids if ids is not None and options.ids else ids or options.ids or None
-    runs = [run for run in iter_runs(options.runs_dir, ids) if run["status"] == "done" and run["config"]]
+    runs = [run for run in iter_runs(options.runs_dir, ids) if run["status"] == "done" and _has_mode(run["config"])]
     if not runs:
         raise UserError(f"{shown(options.runs_dir)}: holds no such runs that are done")
     return runs
+
+
+def _has_mode(config: dict) -> bool:
+    return isinstance(settings := config.get("wandb"), dict) and "mode" in settings
 
 
 def _parser() -> argparse.ArgumentParser:

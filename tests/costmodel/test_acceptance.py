@@ -192,6 +192,11 @@ def test_runs_are_read_from_the_store(tmp_path):
         folder.mkdir()
         (folder / "config.yaml").write_text(config.replace("TEMPERATURE", str(temperature)))
         (folder / "result.json").write_text(json.dumps(result))
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "odd" / "config.yaml").write_text(
+        "{draft: {name: x, model: [1]}, data: {}, cache: {policy: x, budget: 1}, target: {name: x}}"
+    )
+    (tmp_path / "odd" / "result.json").write_text(json.dumps(results["sampled"]))
     (tmp_path / "torn").mkdir()
     (tmp_path / "torn" / "result.json").write_text('{"status": "do')
     points = measured(iter_runs(tmp_path))

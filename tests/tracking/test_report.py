@@ -4,11 +4,12 @@ import csv
 import json
 import re
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from magicdec.errors import UserError
-from magicdec.tracking import clean
+from magicdec.tracking import clean, sync
 from magicdec.tracking.lock import locked
 from magicdec.tracking.report import figures, page, query
 from magicdec.tracking.report.__main__ import main
@@ -404,6 +405,8 @@ def test_no_broken_run_hides_the_others(report, tmp_path):
     rows = read_rows(tmp_path)
     assert {row["id"] for row in rows} == {"whole0", "whole1", "10ad", *CONFIGS}
     assert [row.get("load.concurrency") for row in rows if row["id"] == "10ad"] == [1, "many"]
+    sent = sync._runs(SimpleNamespace(runs_dir=tmp_path, sweep=None, ids=[]))
+    assert [run["id"] for run in sent] == ["10ad", "whole0", "whole1"]
     written = ["--html", tmp_path / "page.html", "--csv", tmp_path / "runs.csv"]
     for arguments in ([], written, ["--group-by", "budget"], ["--sort", "speedup"], ["--where", "budget>0"]):
         code, out, _ = report(*arguments, "--columns", "budget", runs=tmp_path)
