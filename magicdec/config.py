@@ -4,6 +4,7 @@ A class is a group, a field a key; conf/ explains them and holds the values that
 and explain.py, this is the only module that knows Hydra and OmegaConf.
 """
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -274,19 +275,23 @@ class Config:
 
     @property
     def gammas(self) -> tuple[int, ...]:
-        """Those that a run may use: where it chooses itself, all that fit into the budget; (0,) without a draft."""
-        draft, cache = self.draft, self.cache
-        if draft.name == "none":
+        """Return the gammas that a run may use: for auto all that fit into the budgets; (0,) without a draft."""
+        if self.draft.name == "none":
             return (0,)
-        if draft.gamma != "auto":
-            return (int(draft.gamma),)
-        fitting = tuple(gamma for gamma in AUTO_GAMMAS if not self.is_budgeted or gamma < cache.budget)
-        return fitting or AUTO_GAMMAS[:1]
+        if self.draft.gamma != "auto":
+            return (int(self.draft.gamma),)
+        least = min((cache.budget for cache in self.budgeted.values()), default=math.inf)
+        return tuple(gamma for gamma in AUTO_GAMMAS if gamma < least) or AUTO_GAMMAS[:1]
 
     @property
-    def is_budgeted(self) -> bool:
-        """Whether `cache.budget` bounds what the draft reads: full ignores it, and ngram has no cache."""
-        return self.draft.name not in ("none", "ngram") and self.cache.policy != "full"
+    def budgeted(self) -> dict[str, CacheConfig]:
+        """Return the caches whose `budget` bounds what the draft reads, by key: full ignores it, ngram has no cache."""
+        caches: dict[str, CacheConfig] = {}
+        if self.draft.name not in ("none", "ngram"):
+            caches["cache"] = self.cache
+        if self.draft.name == "hierarchical" and self.draft.cache is not None:
+            caches["draft.cache"] = self.draft.cache
+        return {key: cache for key, cache in caches.items() if cache.policy != "full"}
 
 
 ConfigStore.instance().store(name="schema", node=Config)

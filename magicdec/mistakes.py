@@ -53,8 +53,9 @@ def warnings(config: "Config") -> list[str]:
     context_len = config.batch.context_len
     if draft.name == "self" and cache.policy == "full" and draft.quantization == "none":
         found.append("cache=full with draft=self: the target drafts for itself over its own cache, which saves nothing")
-    if config.is_budgeted and cache.budget >= context_len:
-        found.append(f"cache.budget={cache.budget} holds all of batch.context_len={context_len}: it saves nothing")
+    for key, one in config.budgeted.items():
+        if one.budget >= context_len:
+            found.append(f"{key}.budget={one.budget} holds all of batch.context_len={context_len}: it saves nothing")
     for name, value in (("top_k", sampling.top_k), ("top_p", sampling.top_p)):
         if sampling.temperature == 0 and value is not None:
             found.append(
@@ -206,18 +207,16 @@ def _ranks(config: "Config") -> Iterator[str]:
 
 
 def _budget(config: "Config") -> Iterator[str]:
-    """A budget that is too small for what it must hold."""
-    cache, scenario = config.cache, config.scenario
-    if not config.is_budgeted:
-        return
-    if cache.budget <= cache.num_sink:
-        sinks = f"cache.num_sink={cache.num_sink}"
-        yield f"cache.budget={cache.budget}: must be above {sinks}, to hold the sinks and a window of at least 1"
-    key, gammas = "draft.gamma", config.gammas
-    if scenario.name == "profile":
-        key, gammas = "scenario.gammas", tuple(scenario.gammas)
-    if max(gammas) >= cache.budget:
-        yield f"{key}={max(gammas)}: must be below cache.budget={cache.budget}"
+    """Yield budgets that are too small for what they must hold."""
+    key, gamma = "draft.gamma", max(config.gammas)
+    if config.scenario.name == "profile":
+        key, gamma = "scenario.gammas", max(config.scenario.gammas)
+    for name, cache in config.budgeted.items():
+        if cache.budget <= cache.num_sink:
+            sinks = f"{name}.num_sink={cache.num_sink}"
+            yield f"{name}.budget={cache.budget}: must be above {sinks}, to hold the sinks and a window of at least 1"
+        if gamma >= cache.budget:
+            yield f"{key}={gamma}: must be below {name}.budget={cache.budget}"
 
 
 def _noise(config: "Config") -> Iterator[str]:

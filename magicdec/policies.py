@@ -92,17 +92,19 @@ class Policy:
     beside: Bytes = _nothing  # stored beside keys and values
     choice: Bytes = _nothing  # moved to choose entries once, where a step or a round does
 
-    def check(self, model: ModelConfig, ranks: int, shares_target: bool) -> None:
-        """Raise UserError where a draft of this model, divided over so many ranks, cannot use the policy."""
+    def check(self, key: str, model: ModelConfig, ranks: int, shares_target: bool) -> None:
+        """Raise UserError where a draft of this model, divided over so many ranks, cannot use the policy. `key` is
+        `cache` or `draft.cache`.
+        """
         if self.needs_target and not shares_target:
             raise UserError(
-                f"cache.policy={self.name} lives on the target's own cache, which an independent draft has no use for; "
-                "choose draft=self or draft=layer_skip"
+                f"{key}.policy={self.name} reads the target's own cache, which an independent draft does not have; "
+                f"choose {key}.policy=streaming, or draft=self with cache.policy={self.name}"
             )
         if self.selects != "never" and ranks > model.num_kv_heads:
             raise UserError(
-                f"cache.policy={self.name} chooses by the attention of all queries of a KV head, which more ranks "
-                f"({ranks}) than KV heads ({model.num_kv_heads}) divide; choose cache=streaming"
+                f"{key}.policy={self.name} chooses by the attention of all queries of a KV head, which more ranks "
+                f"({ranks}) than KV heads ({model.num_kv_heads}) divide; choose {key}.policy=streaming"
             )
 
     def slots(self, spec: CacheSpec, num_layers: int, shares_target: bool) -> list[int]:

@@ -8,7 +8,7 @@ import torch
 from magicdec import data
 from magicdec.attention import choice
 from magicdec.cache.draft_cache import CACHES
-from magicdec.config import ROWS_ON, Config, ModelChoice
+from magicdec.config import ROWS_ON, CacheConfig, Config, ModelChoice
 from magicdec.drafts.base import DRAFTS
 from magicdec.engines import vllm
 from magicdec.errors import UserError
@@ -158,7 +158,9 @@ def _divided(config: Config, target: Model, draft: Model | None) -> tuple[Model,
     if draft is not None:
         draft = drafter = replace(draft, num_ranks=drafters)
     if config.draft.name != "none" and DRAFTS[config.draft.name].has_cache:
-        CACHES[config.cache.policy].facts.check(drafter.config, drafters, config.draft.name != "model")
+        for key, cache in config.budgeted.items():
+            shares_target = key == "cache" and config.draft.name != "model"
+            CACHES[cache.policy].facts.check(key, drafter.config, drafters, shares_target)
     return target, draft
 
 
@@ -173,15 +175,20 @@ def _attention(config: Config, device: torch.device, dtype: torch.dtype, models:
     return name, why
 
 
+def _cache_of_model(config: Config) -> tuple[str, CacheConfig]:
+    """Return the key and the settings of the cache that draft.model drafts over."""
+    if config.draft.name == "hierarchical" and config.draft.cache is not None:
+        return "draft.cache", config.draft.cache
+    return "cache", config.cache
+
+
 def _check_length(config: Config, target: Model, draft: Model | None) -> None:
     check_length(config, target.config.max_position_embeddings)
     length = config.batch.context_len + config.batch.generate_len
     if draft is None or length <= draft.config.max_position_embeddings:
         return
     trained = draft.config.max_position_embeddings
-    hierarchical = config.draft.name == "hierarchical" and config.draft.cache is not None
-    key, cache = ("draft.cache", config.draft.cache) if hierarchical else ("cache", config.cache)
-    assert cache is not None
+    key, cache = _cache_of_model(config)
     if not CACHES[cache.policy].facts.bounds_positions:
         raise UserError(
             f"{key}.policy={cache.policy} shows the draft {length} tokens, but it was trained for {trained}; "

@@ -83,7 +83,7 @@ SMALL_CONTEXT = [  # a draft that was trained for 2,048 tokens
 
 
 @pytest.mark.parametrize(
-    ("draft", "cache", "too_large"), [("model", "cache", 2041), ("hierarchical", "draft.cache", 2031)]
+    ("draft", "cache", "too_large"), [("model", "cache", 2041), ("hierarchical", "draft.cache", 2032)]
 )
 def test_a_draft_stays_within_its_trained_context(draft, cache, too_large):
     def planned(*overrides):
@@ -94,6 +94,14 @@ def test_a_draft_stays_within_its_trained_context(draft, cache, too_large):
         planned(f"{cache}.budget={too_large}")
     would = re.search(r"(\S+) would", str(refused.value))[1]
     assert planned(would)
+
+
+@pytest.mark.parametrize("policy", ["verify_guided", "quantized"])
+@pytest.mark.parametrize(("draft", "cache"), [("model", "cache"), ("hierarchical", "draft.cache")])
+def test_a_model_of_its_own_cannot_draft_over_a_cache_that_needs_the_targets(draft, cache, policy):
+    group = "cache" if cache == "cache" else "cache@draft.cache"
+    with pytest.raises(UserError, match=rf"^{cache}\.policy={policy} reads .* choose {cache}\.policy=streaming"):
+        resolve(compose([f"draft={draft}", f"{group}={policy}"]))
 
 
 def test_a_draft_is_not_shown_distances_that_it_was_not_trained_for():

@@ -252,6 +252,20 @@ def test_engines_other_than_ours_do_not_draft_unless_told(engine):
     assert (config.engine.name, config.draft.name, config.cache.policy) == (engine, *expected)
 
 
+@pytest.mark.parametrize(
+    ("override", "error"),
+    [
+        ("draft.cache.budget=0", "draft.cache.budget=0: must be above draft.cache.num_sink=4"),
+        ("draft.cache.budget=6", "draft.gamma=6: must be below draft.cache.budget=6"),
+        ("draft.cache.num_sink=-1", "draft.cache.num_sink=-1: must be at least 0"),
+    ],
+)
+def test_the_inner_cache_of_a_hierarchical_draft_obeys_the_same_rules(override, error):
+    with pytest.raises(UserError, match=error):
+        composed("draft=hierarchical", override)
+    assert composed("draft=hierarchical", "draft.cache.budget=6", "draft.gamma=auto").gammas == (1, 2, 3, 5)
+
+
 PEERS = ("transformers", "vllm")
 ONE_MODEL = {"draft__name": "model", "batch__size": 1, "cache__policy": "full"}
 

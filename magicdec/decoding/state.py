@@ -64,7 +64,11 @@ class State:
                 )
 
     def start(self, first_tokens_B: Tensor) -> None:
-        """Begin (again) right behind the prompts, with the tokens that the prefill decided."""
+        """Begin (again) right behind the prompts, with the tokens that the prefill decided. Clears what an earlier pass
+        has written: no draft may learn the output beforehand.
+        """
+        position_S = torch.arange(self.tokens_BS.shape[1], device=self.tokens_BS.device)
+        self.tokens_BS.masked_fill_(position_S >= self.prompt_len_B[:, None], 0)
         self.num_tokens_B.copy_(self.prompt_len_B)
         self.finished_B.zero_()
         self.extend(first_tokens_B[:, None], torch.ones_like(self.num_tokens_B))

@@ -7,6 +7,7 @@ B rows, G = gamma, I = inner_gamma, T = I + 1 tokens of an inner verification, V
 import copy
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -18,46 +19,62 @@ from magicdec.verification.accept import Verdict, accept_greedy, accept_sampled
 from magicdec.verification.sampling import Use, probabilities
 
 
+class InnerDraft(IndependentDraft):
+    """The small model. Its cache lags behind: before a round it lacks the last `lag` committed tokens, as many as a
+    round may add, and the round feeds them in one pass. What it computes of proposals is dropped, accepted or not.
+    """
+
+    @classmethod
+    def build(cls, spec: DraftSpec) -> Self:
+        """See Draft.build, for the `spec` of the hierarchical draft."""
+        slots = HierarchicalDraft.round_slots(spec.gamma, spec.inner_gamma)
+        options = spec.inner_cache_options
+        own = replace(spec, gamma=slots - 1, inner_gamma=0, policy=spec.inner_policy, cache_options=options)
+        inner = super().build(own)
+        inner.gamma, inner.lag = spec.inner_gamma, spec.gamma + 1
+        return inner
+
+    def propose_first(self, state: State) -> Proposal:
+        """Feed what the cache lacks, then propose. A shorter sequence lacks less, and repeats its last token instead,
+        whose copies are dropped.
+        """
+        index_BT, last_B1 = self.cache.positions_BT(self.lag), state.num_tokens_B[:, None] - 1
+        hidden_BTE = self.feed(state.tokens_BS.gather(1, index_BT.minimum(last_B1)))
+        last_B1 = (last_B1 - index_BT[:, :1]).clamp(max=self.lag - 1)  # of those fed; a slot without a request is empty
+        self.cache.commit(self.lag, last_B1[:, 0] + 1)
+        return self.propose_after(hidden_BTE.take_along_dim(last_B1[..., None], dim=1), state)
+
+    def commit(self, count_B: Tensor) -> None:
+        """See Draft.commit: tokens that it has fed at the beginning of the round."""
+        self.cache.take(self.cache, self.cache.committed_slots_B, count_B, self.lag)
+
+
 @DRAFTS.register("hierarchical")
 class HierarchicalDraft(SelfDraft):
     """Self-speculation whose proposals are themselves drafted, `inner_gamma` at a time, and verified over `cache`.
 
-    Both levels are lossless: what the inner rounds write is distributed as the target over `cache` would write it, and
-    that distribution is what the target's own verification is told. Inner rounds are fixed in number, for static
-    shapes. A row that has fewer than gamma tokens by then is filled up with whatever stands behind them, as a guess
-    that was not sampled. (Of the policies h2o is the odd one: it scores by the last token of each inner verification.)
+    Both levels are lossless: the tokens of the inner rounds are distributed as the target over `cache` would write
+    them, and the target's own verification is given that distribution. The number of inner rounds is fixed, for static
+    shapes. A row that has fewer than gamma tokens after them repeats its last one, as a guess that was not sampled.
+    (h2o is an exception among the policies: it scores by the last token of each inner verification.)
     """
 
     needs_model = True
 
-    def __init__(self, inner: IndependentDraft, spec: DraftSpec):
+    def __init__(self, inner: InnerDraft, spec: DraftSpec):
         """`inner` proposes to the target over `cache`."""
         super().__init__(spec.target, spec.new_cache(spec.target, spec.target_cache), spec.target_cache, spec)
         self.inner, self.inner_gamma, self.eos = inner, spec.inner_gamma, spec.state.eos[..., :0]
 
     @classmethod
     def round_slots(cls, gamma: int, inner_gamma: int) -> int:
-        """See Draft.round_slots: of the inner draft, what it feeds again and all that a round may write."""
-        return (gamma + 2) + gamma + inner_gamma + 1
+        """See Draft.round_slots: of the inner draft, the tokens it lacks and all that a round may write."""
+        return (gamma + 1) + gamma + inner_gamma + 1
 
     @classmethod
     def build(cls, spec: DraftSpec) -> "HierarchicalDraft":
-        """See Draft.build.
-
-        The inner draft feeds all tokens that the last round may have added, and one before them, at the beginning of
-        the next: what it has computed of the inner rounds' tokens is dropped, whichever of them hold.
-        """
-        refed = spec.gamma + 2
-        inner_spec = replace(
-            spec,
-            gamma=cls.round_slots(spec.gamma, spec.inner_gamma) - 1,
-            inner_gamma=0,
-            policy=spec.inner_policy,
-            cache_options=spec.inner_cache_options,
-        )
-        inner = IndependentDraft.build(inner_spec)
-        inner.gamma, inner.refed = spec.inner_gamma, refed
-        return cls(inner, spec)
+        """See Draft.build."""
+        return cls(InnerDraft.build(spec), spec)
 
     def prefill(self, state: State, progress: Callable[[int], None]) -> None:
         """See Draft.prefill: both levels."""
@@ -65,8 +82,8 @@ class HierarchicalDraft(SelfDraft):
         self.inner.prefill(state, progress)
 
     def simulate_prefill(self, state: State) -> None:
-        """See Draft.simulate_prefill."""
-        super().simulate_prefill(state)
+        """See Draft.simulate_prefill: both levels."""
+        SelfDraft.prefill(self, state, lambda _: None)
         self.inner.simulate_prefill(state)
 
     def selection(self, state: State) -> Selection | None:
@@ -81,8 +98,7 @@ class HierarchicalDraft(SelfDraft):
         q_BGV = self._no_distributions(state)
         for number in range(self.rounds):
             start_B = written.num_tokens_B - state.num_tokens_B
-            refed = self.inner.refed if number == 0 else IndependentDraft.refed
-            guess = self._guess(written, refed)
+            guess = self.inner.propose(written) if number else self.inner.propose_first(written)
             tokens_BT = torch.cat((written.recent_BT(1), guess.tokens_BG), dim=1)
             logits_BTV = self.model.logits(self.model(tokens_BT, self.cache))
             written.inspect(logits_BTV, DRAFT)
@@ -90,21 +106,21 @@ class HierarchicalDraft(SelfDraft):
             if q_BGV is not None:
                 _put(q_BGV, probabilities(logits_BTV, self.sampling), start_B)
             count_B = written.extend(verdict.tokens_BT, verdict.num_accepted_B + 1)
-            self.cache.commit(self.inner_gamma + 1, count_B)
-            self.inner.cache.commit(refed + self.inner_gamma - 1, count_B + refed - 2)
-        index_BG = state.next_positions_BT(self.gamma)
-        tokens_BG = state.tokens_BS.gather(1, index_BG)
+            for cache in (self.cache, self.inner.cache):
+                cache.commit(self.inner_gamma + 1, count_B)
+        index_BG, last_B1 = state.next_positions_BT(self.gamma), written.num_tokens_B.long()[:, None] - 1
+        tokens_BG = state.tokens_BS.gather(1, index_BG.minimum(last_B1))
         if q_BGV is None:
             return Proposal(tokens_BG, None)
-        guessed_BG = index_BG >= written.num_tokens_B[:, None]
+        guessed_BG = index_BG > last_B1
         one_hot_BGV = torch.zeros_like(q_BGV[:, : self.gamma]).scatter_(-1, tokens_BG[..., None], 1.0)
         return Proposal(tokens_BG, torch.where(guessed_BG[..., None], one_hot_BGV, q_BGV[:, : self.gamma]))
 
     def commit(self, count_B: Tensor) -> None:
-        """See Draft.commit: both levels."""
+        """See Draft.commit: both levels. The inner one stays empty until a sequence is longer than its lag."""
         super().commit(count_B)
-        cache = self.inner.cache
-        cache.take(cache, cache.committed_slots_B, count_B, self.gamma + 1)
+        length_B = (self.cache.length_B + 1 - self.inner.lag).clamp(min=0)
+        self.inner.commit(length_B - self.inner.cache.length_B)
 
     @property
     def rounds(self) -> int:
@@ -134,13 +150,6 @@ class HierarchicalDraft(SelfDraft):
         written.limit_B = state.num_tokens_B + self.gamma
         written.finished_B, written.eos = torch.zeros_like(state.finished_B), self.eos
         return written
-
-    def _guess(self, written: State, refed: int) -> Proposal:
-        """What the inner draft proposes next."""
-        before, self.inner.refed = self.inner.refed, refed
-        guess = self.inner.propose(written)
-        self.inner.refed = before
-        return guess
 
     def _accept(self, guess: Proposal, logits_BTV: Tensor, written: State) -> Verdict:
         """The inner verification, with random numbers of its own."""

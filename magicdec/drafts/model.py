@@ -1,10 +1,11 @@
 """A draft that is a model over a cache: the target itself (self-speculation), or an independent, smaller model.
 
-B rows, G = gamma, V vocabulary. Self-speculation hands in the target's own weights and takes the target's exact keys
-and values after each verification (MagicDec, arXiv 2408.11049). An independent draft keeps its own.
+B rows, T tokens, E hidden size, G = gamma, V vocabulary. Self-speculation uses the target's own weights, and takes the
+target's exact keys and values after each verification (MagicDec, arXiv 2408.11049). An independent draft keeps its own.
 """
 
 from collections.abc import Callable
+from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -38,15 +39,25 @@ class ModelDraft(Draft):
 
     def propose(self, state: State) -> Proposal:
         """See Draft.propose."""
+        return self.propose_after(self.feed(state.recent_BT(self.refed))[:, -1:], state)
+
+    def feed(self, tokens_BT: Tensor) -> Tensor:
+        """Append tokens to the cache and return their hidden states (B, T, E)."""
+        return self.model(self._known(tokens_BT), self.cache)
+
+    def propose_after(self, hidden_B1E: Tensor, state: State) -> Proposal:
+        """Guess the next gamma tokens, given the hidden state of the last committed token, which has been fed."""
         positions_BG = state.next_positions_BT(self.gamma)
-        tokens, distributions = [state.recent_BT(self.refed)], []
+        tokens: list[Tensor] = []
+        distributions: list[Tensor | None] = []
         for i in range(self.gamma):
-            logits = self.model.logits(self.model(self._known(tokens[-1]), self.cache)[:, -1:])[..., : self.vocab_size]
-            state.inspect(logits, DRAFT)
-            token_B1, q_B1V = choose(logits, positions_BG[:, i : i + 1], Use.PROPOSE, self.sampling)
+            hidden_B1E = self.feed(tokens[-1]) if tokens else hidden_B1E
+            logits_B1V = self.model.logits(hidden_B1E)[..., : self.vocab_size]
+            state.inspect(logits_B1V, DRAFT)
+            token_B1, q_B1V = choose(logits_B1V, positions_BG[:, i : i + 1], Use.PROPOSE, self.sampling)
             tokens.append(token_B1)
             distributions.append(q_B1V)
-        return Proposal(torch.cat(tokens[1:], dim=1), self._stack(distributions))
+        return Proposal(torch.cat(tokens, dim=1), self._stack(distributions))
 
     def _scores(self, source: KVCache, state: State, progress: Callable[[int], None]) -> Tensor | None:
         """What a policy that observes needs to choose among the entries of a prefilled context."""
@@ -135,6 +146,7 @@ class IndependentDraft(ModelDraft):
 
     needs_model = True
     refed = 2
+    lag = refed  # committed tokens that the cache lacks before a round
 
     def __init__(self, model: Transformer, cache: DraftCache, chunk: int, spec: DraftSpec):
         """`chunk` is how many tokens it prefills at a time."""
@@ -142,28 +154,30 @@ class IndependentDraft(ModelDraft):
         self.chunk = chunk
 
     @classmethod
-    def build(cls, spec: DraftSpec) -> "IndependentDraft":
+    def build(cls, spec: DraftSpec) -> Self:
         """See Draft.build."""
         assert spec.model is not None
         cache, chunk = spec.new_cache(spec.model, None), spec.prefill_chunk
-        if cache.facts.bounds_positions:
-            budget = cache.spec.budget
-            chunk = min(chunk, spec.model.config.max_position_embeddings - budget - spec.gamma - 1)
+        if cache.spec.in_cache_positions:
+            chunk = min(chunk, spec.model.config.max_position_embeddings - cache.spec.budget)
         return cls(spec.model, cache, chunk, spec)
 
     def prefill(self, state: State, progress: Callable[[int], None]) -> None:
         """See Draft.prefill: through the policy's own view, so that the context may exceed what it was trained for."""
         cache = self.cache.for_prefill(self.chunk)
-        # The last prompt tokens and the first new one are fed by the first round.
-        lengths_B = (state.prompt_len_B + 1 - self.refed).clamp(min=0)
-        longest = state.max_prompt_len + 1 - self.refed
+        # The first round feeds the last prompt tokens and the first new one.
+        tokens_BS, longest = self._known(state.tokens_BS), state.max_prompt_len + 1 - self.lag
         if longest > 0:
-            prefill(self.model, cache, self._known(state.tokens_BS), lengths_B, longest, self.chunk, progress)
+            prefill(self.model, cache, tokens_BS, self._lengths_B(state), longest, self.chunk, progress)
         self.cache.adopt(cache, self._scores(cache, state, progress))
 
     def simulate_prefill(self, state: State) -> None:
         """See Draft.simulate_prefill."""
-        self.cache.set_length((state.prompt_len_B + 1 - self.refed).clamp(min=0))
+        self.cache.set_length(self._lengths_B(state))
+
+    def _lengths_B(self, state: State) -> Tensor:
+        """Return the lengths that a prefill leaves in the cache (int32)."""
+        return (state.prompt_len_B + 1 - self.lag).clamp(min=0)
 
     def commit(self, count_B: Tensor) -> None:
         """See Draft.commit: its own entries of accepted tokens stay as it computed them."""

@@ -170,6 +170,27 @@ def test_a_draft_may_be_used_beyond_its_trained_context():
     assert batch.decoder.generate().tokens == batch.decoder.generate(batch.draft).tokens
 
 
+@pytest.mark.parametrize("budget", [400, 508, 512, 600])
+def test_a_large_budget_leaves_the_prefill_chunk_as_it_is(budget):
+    """Sequences that fit into the draft's trained context of 512 tokens keep their positions in chunks of any size."""
+    batch = open_batch(
+        TARGET,
+        random_prompts([50, 60]),
+        draft_name="model",
+        draft_model=TARGET,
+        gamma=3,
+        policy="streaming",
+        budget=budget,
+        num_sink=2,
+    )
+    chunks = []
+    batch.decoder.restart()
+    batch.draft.prefill(batch.decoder.state, chunks.append)
+    assert chunks == [16, 16, 16, 11]
+    accepted = batch.decoder.generate(batch.draft).accepted_RB
+    assert (accepted[accepted >= 0] == 3).all()
+
+
 def test_sampling_is_reproducible_and_lossless_where_the_draft_is_the_target():
     """With the target as its own draft over a full cache every proposal is accepted at temperature 1, too."""
     sampling = Sampling(temperature=1.0, seed=4)
@@ -213,6 +234,63 @@ def test_the_state_counts_what_the_rounds_say():
     for one in (plain, fast):
         assert torch.equal(one.committed_RB.sum(0) + 1, torch.tensor([len(row) for row in one.tokens]))
         assert len(one.round_seconds) == len(one.accepted_RB)
+
+
+def caches_of(draft):
+    """Every cache of a draft, those of its levels and of a draft within it included."""
+    for one in (draft, getattr(draft, "inner", None)):
+        if one is not None and one.has_cache:
+            yield from getattr(one.cache, "levels", [one.cache])
+
+
+def disturb(batch):
+    """Write noise behind everything that is valid."""
+    decoder, state = batch.decoder, batch.decoder.state
+    behind_BS = torch.arange(state.tokens_BS.shape[1]) >= state.num_tokens_B[:, None]
+    state.tokens_BS[behind_BS] = torch.randint(VOCAB, (int(behind_BS.sum()),))
+    for cache in (decoder.cache, *caches_of(batch.draft)):
+        behind_BKSD = (torch.arange(cache.capacity) >= cache.seqlens_B[:, None])[:, None, :, None]
+        for entries_LBKSD in (cache.k_LBKSD, cache.v_LBKSD):
+            entries_LBKSD.masked_fill_(behind_BKSD, 100.0)
+
+
+@pytest.mark.parametrize(("draft", "policy"), PAIRS)
+@torch.inference_mode()
+def test_a_pass_reads_only_what_it_has_written_itself(draft, policy):
+    """A pass of a fresh batch proposes what another one does after an autoregressive pass and with noise around."""
+    batch = open_batch(
+        TARGET,
+        random_prompts([40, 3, 25]),
+        draft_name=draft,
+        draft_model=noisy_copy(TARGET, 0.3) if DRAFTS[draft].needs_model else None,
+        gamma=8,
+        policy=policy,
+        budget=16,
+        num_sink=2,
+        generate_len=8,
+        sampling=Sampling(temperature=0.7, seed=1),
+    )
+    propose, proposals = batch.draft.propose, []
+    batch.draft.propose = lambda state: (proposals.append(propose(state)), proposals[-1])[1]
+    accepted_RB, expected = batch.decoder.generate(batch.draft).accepted_RB, proposals.copy()
+    batch.decoder.generate()
+    batch.restart()
+    for proposal in expected:
+        disturb(batch)
+        batch.decoder.cycle_for(batch.draft)()
+        assert torch.equal(proposals[-1].tokens_BG, proposal.tokens_BG)
+        assert proposal.q_BGV is None or torch.equal(proposals[-1].q_BGV, proposal.q_BGV)
+    assert torch.equal(batch.decoder.state.accepted_RB[: len(expected)], accepted_RB)
+
+
+def test_a_new_pass_clears_the_tokens_of_the_last_one():
+    batch = open_batch(TARGET, random_prompts([20, 31]))
+    batch.decoder.generate()
+    batch.decoder.restart()
+    state = batch.decoder.state
+    for tokens, length in zip(state.tokens_BS, state.num_tokens_B.tolist(), strict=True):
+        assert tokens[length - 1] != 0
+        assert (tokens[length:] == 0).all()
 
 
 @pytest.mark.parametrize("padded", [VOCAB - 5, VOCAB + 3])

@@ -6,10 +6,12 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
+from magicdec.attention.sdpa import SdpaAttention
 from magicdec.cache.kv_cache import KVCache
 from magicdec.drafts import hierarchical
+from magicdec.models.config import ModelConfig
 from magicdec.verification.sampling import Sampling, Use, probabilities
-from tests.small import noisy_copy, open_batch, random_prompts, small_model
+from tests.small import new_engine, noisy_copy, open_batch, random_prompts, small_model
 
 TARGET = small_model()
 
@@ -21,8 +23,11 @@ def opened(model=TARGET, prompts=None, **options):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_with_the_target_at_every_level_all_is_accepted_everywhere(temperature):
-    """So the inner rounds yield three tokens each, the outer ones seven, and the caches hold what they should."""
-    batch = opened(sampling=Sampling(temperature=temperature), generate_len=40)
+    """So the inner rounds yield three tokens each, the outer ones seven, and the caches hold what they should: with
+    prompts, too, that are shorter than what the inner cache lacks between rounds.
+    """
+    prompts = random_prompts([50, 1, 61, 3, 6, 7])
+    batch = opened(prompts=prompts, sampling=Sampling(temperature=temperature), generate_len=40)
     accepted = batch.decoder.generate(batch.draft).accepted_RB
     assert (accepted[accepted >= 0] == 6).all()
 
@@ -42,13 +47,13 @@ def test_the_inner_level_is_verified_over_the_retrieval_cache():
 def test_the_inner_cache_holds_the_committed_tokens(policy):
     """After every round, rejected proposals or not: its entries are those of a model that has only read the output."""
     model = noisy_copy(TARGET, 0.2)
-    batch = opened(model, inner_policy=policy, inner_cache_options={"budget": 400, "num_sink": 2}, generate_len=30)
-    tokens = batch.decoder.generate(batch.draft).tokens
+    options = {"inner_policy": policy, "inner_cache_options": {"budget": 400, "num_sink": 2}, "generate_len": 30}
+    batch = opened(model, random_prompts([50, 61, 2, 5]), **options)
+    batch.decoder.generate(batch.draft)
     cache, state = batch.draft.inner.cache, batch.decoder.state
     reference = open_batch(model, [state.tokens_BS[r, :n].tolist() for r, n in enumerate(state.num_tokens_B.tolist())])
-    for row, new in enumerate(tokens):
-        length = int(cache.length_B[row])
-        assert length <= len(new) + int(state.prompt_len_B[row])
+    assert torch.equal(cache.length_B, state.num_tokens_B - 7)  # gamma + 1: what a round may add
+    for row, length in enumerate(cache.length_B.tolist()):
         torch.testing.assert_close(
             cache.k_LBKSD[:, row, :, :length], reference.decoder.cache.k_LBKSD[:, row, :, :length], atol=1e-4, rtol=1e-4
         )
@@ -113,3 +118,43 @@ def test_levels_that_shared_random_numbers_would_be_found_out(sampled, shared, m
     monkeypatch.setattr(hierarchical, "Use", SimpleNamespace(**uses))
     tokens = torch.tensor(sampled.decoder.generate(sampled.draft).tokens)
     assert p_value(tokens[:, 1], following([*PROMPT, FIRST])) < 1e-4
+
+
+class Table:
+    """A model whose logits depend on the position alone: it says `likely[p]` at position p, by default 0, and each of
+    its three tokens as often as the others where that is None.
+    """
+
+    config = ModelConfig(3, 2, 2, 1, 1, 1, 2, 64)
+    attention = SdpaAttention()
+    embed = SimpleNamespace(weight=torch.zeros(3, 2))
+
+    def __init__(self, likely):
+        self.logits_SV = torch.tensor([50.0, 0.0, 0.0]).repeat(64, 1)
+        for position, token in likely.items():
+            self.logits_SV[position] = torch.eye(3)[token] * 50 if token is not None else torch.zeros(3)
+
+    def __call__(self, tokens_BT, cache):
+        positions_BT = cache.positions_BT(tokens_BT.shape[1])
+        cache.advance(tokens_BT.shape[1])
+        return positions_BT[..., None].float()
+
+    def logits(self, hidden_BT1):
+        return self.logits_SV[hidden_BT1[..., 0].long() + 1]
+
+
+@torch.inference_mode()
+def test_a_guess_in_place_of_a_sampled_token_leaves_the_distribution_as_it_is():
+    """The small model is wrong twice, so that the inner rounds write too few tokens; the last position of the round is
+    a guess. The autoregressive pass before, on the same random numbers, has written its own sample there.
+    """
+    first = len(PROMPT) + 1
+    target, small = Table({first + 5: None}), Table({first: 1, first + 1: 1})
+    settings = {"inner_policy": "full", "sampling": SAMPLING, "generate_len": 8, "prefill_chunk": 64}
+    engine = new_engine(target, draft_name="hierarchical", draft_model=small, gamma=6, policy="full", **settings)
+    batch = engine.open([[0] * len(PROMPT)] * ROWS)
+    batch.decoder.prefill(64)
+    plain, fast = batch.decoder.generate(), batch.decoder.generate(batch.draft)
+    assert fast.accepted_RB[0].unique().tolist() == [5, 6]
+    for generation in (plain, fast):
+        assert chisquare(torch.tensor(generation.tokens)[:, 6].bincount(minlength=3)).pvalue > 1e-3

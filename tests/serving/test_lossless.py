@@ -25,8 +25,9 @@ MAX_LEN = 101
 
 def slots_with(draft: str, policy: str, num_slots: int = 3, target=TARGET, **settings) -> Slots:
     model = noisy_copy(target, 0.05) if draft != "none" and DRAFTS[draft].needs_model else None
-    keys = {"gamma": 4, "budget": 16, "num_sink": 2, "page_size": 4, "refresh": 2, "prefill_chunk": 16} | settings
-    engine = new_engine(target, draft_name=draft, draft_model=model, policy=policy, **keys)
+    keys = {"gamma": 4, "budget": 16, "num_sink": 2, "page_size": 4, "refresh": 2, "prefill_chunk": 16}
+    keys |= {"draft_model": model} | settings
+    engine = new_engine(target, draft_name=draft, policy=policy, **keys)
     return Slots(engine, num_slots, MAX_LEN)
 
 
@@ -57,9 +58,13 @@ def test_a_slot_that_is_given_back_reads_next_to_nothing(draft, policy):
     slots.release(0)
     drafts = [slots.batch.draft, getattr(slots.batch.draft, "inner", None)]
     caches = [slots.batch.decoder.cache, *(one.cache for one in drafts if one is not None and one.has_cache)]
-    for cache in [part for whole in caches for part in getattr(whole, "levels", [whole])]:
+    caches = [part for whole in caches for part in getattr(whole, "levels", [whole])]
+    for cache in caches:
         assert cache.seqlens_B[0] == 0
         assert cache.seqlens_B[1] > 0
+    with torch.inference_mode():
+        slots.batch.draft.propose(slots.state)
+    assert all(cache.seqlens_B[0] < 16 for cache in caches)
 
 
 @pytest.mark.parametrize(("draft", "policy"), [*PAIRS, ("none", "full")])
@@ -111,11 +116,18 @@ def test_acceptance_is_counted_as_offline():
     assert [request.stats.accepted for request in requests] == [request.rounds.accepted for request in requests]
 
 
-@pytest.mark.parametrize("policy", list(CACHES))
-def test_every_tensor_with_rows_changes_hands(policy):
-    """By the names of tensors, which say where rows are: a policy cannot forget one of its own."""
-    slots = slots_with("self", policy, target=small_model(sliding_window=16, sliding_layers=(1,)))
+@pytest.mark.parametrize(
+    ("draft", "policy", "trained"), [*(("self", p, 512) for p in CACHES), ("model", "streaming", 64)]
+)
+def test_every_tensor_with_rows_changes_hands(draft, policy, trained):
+    """By the names of tensors, which say where rows are: no policy can forget one of its own. A draft that was trained
+    for less than its slots hold keeps more of them.
+    """
+    window = {"sliding_window": 16, "sliding_layers": (1,)}
+    model = small_model(max_position_embeddings=trained, **window)
+    slots = slots_with(draft, policy, target=small_model(**window), draft_model=model)
     cache, single = slots.batch.draft.cache, slots.single.draft.cache
+    assert cache.spec.in_cache_positions == (trained < MAX_LEN)
     cache.select(TARGET.attention)
     mine, theirs = dict(tensors(cache)), dict(tensors(single))
     assert set(mine) == set(theirs)
@@ -168,6 +180,18 @@ def test_sampling_depends_on_the_seed_of_a_request_alone():
             assert tokens == plain
     assert drafted[0] == drafted[1]  # whatever the order
     assert [row for row, s in zip(drafted[0], settings, strict=True) if s.greedy] == [plain[0], plain[4]]
+
+
+def test_rounds_are_greedy_again_once_the_sampled_requests_have_gone():
+    """Sorting the vocabulary for nobody would cost every round to come."""
+    slots, (prompt,) = slots_with("self", "streaming"), random_prompts([20])
+    for slot, sampling in enumerate((Sampling(), Sampling(temperature=1.0), Sampling(temperature=1.0))):
+        params = Params(20, sampling, ignore_eos=True)
+        slots.seat(slot, slots.prefill(prompt, params, True, lambda _: None)[0], params, True)
+    for slot, is_greedy in ((1, False), (2, True)):
+        slots.release(slot)
+        slots.step(True)
+        assert slots.sampling.greedy == is_greedy
 
 
 def test_an_end_of_sequence_frees_the_slot():
