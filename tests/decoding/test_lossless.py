@@ -167,6 +167,7 @@ def test_a_draft_may_be_used_beyond_its_trained_context():
         num_sink=2,
     )
     assert batch.draft.cache.spec.in_cache_positions
+    assert batch.draft.chunk == 12  # behind a budget of 12
     assert batch.decoder.generate().tokens == batch.decoder.generate(batch.draft).tokens
 
 
