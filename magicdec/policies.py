@@ -92,10 +92,8 @@ class Policy:
     beside: Bytes = _nothing  # stored beside keys and values
     choice: Bytes = _nothing  # moved to choose entries once, where a step or a round does
 
-    def check(self, key: str, model: ModelConfig, ranks: int, shares_target: bool) -> None:
-        """Raise UserError where a draft of this model, divided over so many ranks, cannot use the policy. `key` is
-        `cache` or `draft.cache`.
-        """
+    def check(self, model: ModelConfig, ranks: int, shares_target: bool, key: str = "cache") -> None:
+        """Raise UserError where a draft of this model, divided over so many ranks, cannot use the policy as `key`."""
         if self.needs_target and not shares_target:
             raise UserError(
                 f"{key}.policy={self.name} reads the target's own cache, which an independent draft does not have; "

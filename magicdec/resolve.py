@@ -160,7 +160,7 @@ def _divided(config: Config, target: Model, draft: Model | None) -> tuple[Model,
     if config.draft.name != "none" and DRAFTS[config.draft.name].has_cache:
         for key, cache in config.budgeted.items():
             shares_target = key == "cache" and config.draft.name != "model"
-            CACHES[cache.policy].facts.check(key, drafter.config, drafters, shares_target)
+            CACHES[cache.policy].facts.check(drafter.config, drafters, shares_target, key)
     return target, draft
 
 
