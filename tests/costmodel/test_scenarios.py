@@ -160,7 +160,7 @@ def test_a_plan_replaces_no_other_experiment(tmp_path, monkeypatch, name, said):
         (["hardware=8xa100", "scenario.alpha=1.5"], r"scenario\.alpha=1\.5: must be between 0 and 1"),
         (["hardware=h100", "hardware.tensor_parallel=3"], r"hardware\.tensor_parallel=3: 32 query heads"),
         (["hardware=8xa100", "draft=model", "draft.tensor_parallel=3"], r"draft\.tensor_parallel=3: must divide"),
-        (["hardware=8xa100", "draft=model", "cache=quantized"], r"cache\.policy=quantized lives on the target's own"),
+        (["hardware=8xa100", "draft=model", "cache=quantized"], r"cache\.policy=quantized reads the target's own"),
     ],
 )
 def test_mistakes_in_a_prediction_are_named(keys, names):
