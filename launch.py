@@ -24,9 +24,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from magicdec import __version__
-from magicdec.config import CONF, load
+from magicdec.config.explain import explain
+from magicdec.config.load import load
+from magicdec.config.schema import CONF
 from magicdec.errors import JobFailed, UserError
-from magicdec.explain import explain
 from magicdec.tracking import sweep
 from magicdec.tracking.gpus import gpus_of_its_own
 from magicdec.tracking.lock import Busy

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from page import setting, table
 
-from magicdec import build
-from magicdec.config import compose
-from magicdec.decoding.adaptive import AdaptiveCycle
-from magicdec.engines.native import Batch, warm_up
+from magicdec.config.load import compose
+from magicdec.decoding.timers import Stopwatch
+from magicdec.engine.adaptive import AdaptiveCycle
+from magicdec.engine.native import Batch, warm_up
 from magicdec.measure import metrics
-from magicdec.measure.timers import Stopwatch
-from magicdec.resolve import resolve
+from magicdec.planning import build
+from magicdec.planning.resolve import resolve
 from magicdec.tracking.progress import progress
 
 SETTING = ["hardware=cpu", "draft.gamma=auto", "batch.context_len=4096"]

@@ -18,12 +18,12 @@ from pathlib import Path
 from costmodel_page import CALIBRATED_ON, page, per_table
 
 from magicdec.costmodel import hardware, tables
-from magicdec.costmodel.architectures import architecture
 from magicdec.costmodel.calibrate import SHARED, Prior, calibrate, to_yaml, uncalibrated
 from magicdec.costmodel.evaluate import Compared, Score, compare, cross_validate, score
 from magicdec.costmodel.hardware import hardware_named
 from magicdec.costmodel.predict import critical_context, predict
 from magicdec.costmodel.round import Setup
+from magicdec.costmodel.targets import architecture
 from magicdec.errors import UserError
 
 ROOT = Path(__file__).parents[1]

@@ -15,18 +15,18 @@ from statistics import median
 import torch
 from page import RESULTS, commit, table
 
-from magicdec import build
-from magicdec.config import compose
-from magicdec.costmodel.hardware import GIB
-from magicdec.decoding.audit import audit
-from magicdec.engines.native import Batch, NativeEngine, warm_up
-from magicdec.engines.peer import PeerSpec
-from magicdec.engines.transformers import CACHES, TransformersPeer
+from magicdec.config.load import compose
+from magicdec.engine.audit import audit
+from magicdec.engine.native import Batch, NativeEngine, warm_up
 from magicdec.measure import memory, metrics
 from magicdec.measure.profile import profile_round
 from magicdec.measure.system import cpu_name
-from magicdec.resolve import Plan, resolve
+from magicdec.peers.base import PeerSpec
+from magicdec.peers.transformers import CACHES, TransformersPeer
+from magicdec.planning import build
+from magicdec.planning.resolve import Plan, resolve
 from magicdec.tracking.progress import progress
+from magicdec.units import GIB
 from magicdec.verification.sampling import Sampling
 
 CELLS = ((1024, 8), (4096, 1), (4096, 8), (4096, 24), (8192, 8))  # context, batch

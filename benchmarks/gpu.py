@@ -30,20 +30,20 @@ from gpu_bench import REHEARSAL, Bench, DeviceLost, OutOfTime, Sizes
 from gpu_page import Record, page
 from page import ROOT, commit
 
-from magicdec import build
 from magicdec.attention import choice
 from magicdec.attention.base import Attention, Shape
-from magicdec.costmodel.hardware import GIB
 from magicdec.costmodel.speedup import speedup
-from magicdec.decoding.graphs import Captures, Step
+from magicdec.decoding.timers import Stopwatch
+from magicdec.engine.graphs import Captures, Step
 from magicdec.errors import UserError
 from magicdec.measure import memory, metrics
 from magicdec.measure.ceilings import copy_bandwidth, matmul_rate
 from magicdec.measure.profile import profile_round
 from magicdec.measure.system import cpu_name
-from magicdec.measure.timers import Stopwatch
+from magicdec.planning import build
 from magicdec.scenarios.compare import compare
 from magicdec.tracking.progress import progress
+from magicdec.units import GIB
 from magicdec.verification.sampling import Sampling
 
 PARTS = "bcdeafg"  # the first ones are what only a GPU can tell
@@ -212,8 +212,8 @@ def real(bench: Bench) -> None:
 
 def peers(bench: Bench) -> None:
     """Part g: the same checkpoint and prompts, autoregressively."""
-    from magicdec.engines.peer import PeerSpec
-    from magicdec.engines.transformers import TransformersPeer  # here: transformers takes seconds to import
+    from magicdec.peers.base import PeerSpec
+    from magicdec.peers.transformers import TransformersPeer  # here: transformers takes seconds to import
 
     batch, context, new = bench.sizes.pair_batches[-2], bench.sizes.pair_context // 2, bench.sizes.new_tokens
     plan = bench.plan(f"batch.size={batch}", f"batch.context_len={context}", "draft=none")

@@ -13,15 +13,15 @@ from typing import Any
 import torch
 from gpu_page import short
 
-from magicdec import build
-from magicdec.config import compose
-from magicdec.costmodel.hardware import GIB
-from magicdec.engines.native import Batch, NativeEngine, warm_up
+from magicdec.config.load import compose
+from magicdec.engine.native import Batch, NativeEngine, warm_up
 from magicdec.errors import UserError
 from magicdec.measure import memory
-from magicdec.resolve import DTYPES, Plan, resolve
+from magicdec.planning import build
+from magicdec.planning.resolve import DTYPES, Plan, resolve
 from magicdec.scenarios import OUT_OF_MEMORY
 from magicdec.tracking.progress import progress
+from magicdec.units import GIB
 
 Record = dict[str, Any]
 
@@ -46,7 +46,7 @@ class Sizes:
     new_tokens: int = 96
     repeats: int = 10
     tests: tuple[str, ...] = (  # all that are marked gpu; the others' modules may need more than a GPU machine has
-        "tests/decoding/test_gpu.py",
+        "tests/engine/test_gpu.py",
         "tests/attention/test_triton.py",
         "tests/attention/test_flash.py",
         "tests/attention/test_flashinfer.py",
@@ -88,7 +88,7 @@ REHEARSAL = Sizes(
     pair_batches=(1, 2),
     new_tokens=8,
     repeats=1,
-    tests=("tests/decoding/test_gpu.py",),
+    tests=("tests/engine/test_gpu.py",),
 )
 
 

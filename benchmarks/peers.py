@@ -22,17 +22,17 @@ from typing import Any
 
 from page import RESULTS, ROOT, commit, provenance, table
 
-from magicdec import build
-from magicdec.config import compose
-from magicdec.costmodel.hardware import GIB
+from magicdec.config.load import compose
 from magicdec.data.base import fingerprint
-from magicdec.engines.native import warm_up
-from magicdec.engines.vllm import PYTHON_VARIABLE
+from magicdec.engine.native import warm_up
 from magicdec.measure import memory, metrics
 from magicdec.measure.metrics import RowTimes
-from magicdec.resolve import Plan, resolve
+from magicdec.peers.vllm import PYTHON_VARIABLE
+from magicdec.planning import build
+from magicdec.planning.resolve import Plan, resolve
 from magicdec.scenarios.peer import WARMUP_CONTEXT, WARMUP_TOKENS
 from magicdec.tracking.progress import progress
+from magicdec.units import GIB
 
 FIGURES = ROOT / "runs" / "peers-cpu.json"
 GAMMA = 3

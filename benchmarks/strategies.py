@@ -21,22 +21,23 @@ import torch
 from page import RESULTS, ROOT, setting
 from torch import Tensor
 
-from magicdec import build
 from magicdec.cache.draft_cache import CACHES, DraftCache
-from magicdec.cache.kv_cache import KVCache
-from magicdec.config import Config, compose
+from magicdec.config.load import compose
+from magicdec.config.schema import Config
 from magicdec.data.ruler import accuracy
-from magicdec.decoding.decoder import Generation
 from magicdec.decoding.prefill import prefill
 from magicdec.decoding.scoring import score
+from magicdec.decoding.timers import Stopwatch
 from magicdec.drafts import model as model_drafts
 from magicdec.drafts.base import DRAFTS
-from magicdec.engines.native import Batch, NativeEngine
+from magicdec.engine.decoder import Generation
+from magicdec.engine.native import Batch, NativeEngine
 from magicdec.measure import metrics
 from magicdec.measure.profile import profile_round
-from magicdec.measure.timers import Stopwatch
+from magicdec.models.kv_cache import KVCache
 from magicdec.models.transformer import Transformer
-from magicdec.resolve import resolve
+from magicdec.planning import build
+from magicdec.planning.resolve import resolve
 from magicdec.tracking.progress import progress
 
 BUDGETS, MIDDLE, GAMMA = (64, 128, 256, 512), 256, 3

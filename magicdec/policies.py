@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from math import ceil, gcd
 from typing import Literal
 
+from magicdec.architectures import ModelConfig
 from magicdec.errors import UserError
-from magicdec.models.config import ModelConfig
 
 Selects = Literal["never", "prefill", "round", "step"]  # round: once a round; step: in every draft step
 

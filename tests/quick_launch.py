@@ -14,8 +14,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import launch
+import magicdec.planning.prediction
 import magicdec.scenarios
-import magicdec.scenarios.foresee
 from magicdec.tracking import wandb
 
 
@@ -45,7 +45,7 @@ def plan(config):
 
 
 if __name__ == "__main__":
-    magicdec.scenarios.foresee.doubts = lambda plan: []
+    magicdec.planning.prediction.doubts = lambda plan: []
     magicdec.scenarios._scenario = lambda name: (plan, quick)
     if patience := os.environ.get("QUICK_PATIENCE_S"):
         wandb.INIT_TIMEOUT_S = wandb.FINISH_TIMEOUT_S = float(patience)

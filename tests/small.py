@@ -4,10 +4,10 @@ from dataclasses import fields
 
 import torch
 
+from magicdec.architectures import ModelConfig
 from magicdec.attention.sdpa import SdpaAttention
 from magicdec.cache.draft_cache import CacheSpec
-from magicdec.engines.native import Batch, NativeEngine
-from magicdec.models.config import ModelConfig
+from magicdec.engine.native import Batch, NativeEngine
 from magicdec.models.transformer import Transformer
 from magicdec.verification.sampling import Sampling
 

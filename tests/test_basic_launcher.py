@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 import launch
 from hydra_plugins.basic_launcher import Composer
-from magicdec.explain import explain
+from magicdec.config.explain import explain
 
 
 @pytest.fixture(scope="module")

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from magicdec import build
-from magicdec.config import compose
+from magicdec.config.load import compose
 from magicdec.errors import UserError
-from magicdec.resolve import resolve
+from magicdec.planning import build
+from magicdec.planning.resolve import resolve
 
 pytest.importorskip("triton")
 LARGE = ["target=llama-3.1-8b", "target.weights=random", "data=random", "draft.synthetic_acceptance=0.8"]
@@ -19,7 +19,7 @@ LARGE = ["target=llama-3.1-8b", "target.weights=random", "data=random", "draft.s
 @pytest.fixture
 def plan(monkeypatch):
     """`resolve` of overrides, as on a machine with a GPU."""
-    monkeypatch.setattr("magicdec.resolve._device", lambda config: (torch.device("cuda"), torch.bfloat16))
+    monkeypatch.setattr("magicdec.planning.resolve._device", lambda config: (torch.device("cuda"), torch.bfloat16))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setitem(sys.modules, "flashinfer", SimpleNamespace(BatchPrefillWithPagedKVCacheWrapper=None))

@@ -7,12 +7,13 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+from magicdec.architectures import ModelConfig, RopeScaling
 from magicdec.cache.draft_cache import CACHES
-from magicdec.config import Architecture, Config, Scaling, load, to_dict
+from magicdec.config.checks import refuse_unread, unread, validate, warnings
+from magicdec.config.load import load, to_dict
+from magicdec.config.schema import Architecture, Config, Scaling
 from magicdec.drafts.base import DRAFTS
 from magicdec.errors import UserError
-from magicdec.mistakes import refuse_unread, unread, validate, warnings
-from magicdec.models.config import ModelConfig, RopeScaling
 from magicdec.rules import known_keys
 
 ROOT = Path(__file__).parents[1]

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from magicdec.config import Architecture, ModelChoice, compose
+from magicdec.config.load import compose
+from magicdec.config.schema import Architecture, ModelChoice
 from magicdec.errors import UserError
-from magicdec.identity import identify
 from magicdec.models.checkpoint import read_config
-from magicdec.resolve import resolve
-from magicdec.scenarios.foresee import foresee
+from magicdec.planning.identity import identify
+from magicdec.planning.prediction import foresee
+from magicdec.planning.resolve import resolve
 
 TINY = Path(__file__).parents[1] / "magicdec" / "models" / "tiny"
 SMALL = ["hardware=cpu", "batch.size=2", "batch.context_len=256", "batch.generate_len=8", "attention=sdpa"]

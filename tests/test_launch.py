@@ -12,9 +12,9 @@ from hydra.errors import MissingConfigException
 
 import launch
 from magicdec import __version__
-from magicdec.config import load
+from magicdec.config.explain import explain
+from magicdec.config.load import load
 from magicdec.errors import UserError
-from magicdec.explain import explain
 from magicdec.tracking.sweep import INTERRUPTED
 
 ROOT = Path(launch.__file__).parent

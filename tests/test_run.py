@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from magicdec.config import compose
+from magicdec.config.load import compose
 from magicdec.costmodel.acceptance import measured
 from magicdec.scenarios import Job, compare, run
 from magicdec.tracking.reader import iter_runs

@@ -25,7 +25,7 @@ import launch
 import magicdec.scenarios
 from hydra_plugins.process_launcher import Job as LaunchedJob
 from hydra_plugins.process_launcher import ProcessLauncher, lost_code
-from magicdec.config import compose
+from magicdec.config.load import compose
 from magicdec.errors import StorageError, UserError
 from magicdec.scenarios import Job, run
 from magicdec.tracking import lock
@@ -56,7 +56,7 @@ def starts(tmp_path, monkeypatch):
 def quick(starts, monkeypatch):
     """Runs of this process and those forked from it take a moment."""
     monkeypatch.setattr(magicdec.scenarios, "_scenario", lambda name: (quick_launch.plan, quick_launch.quick))
-    monkeypatch.setattr("magicdec.scenarios.foresee.doubts", lambda plan: [])
+    monkeypatch.setattr("magicdec.planning.prediction.doubts", lambda plan: [])
     return starts
 
 

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import yaml
 
-from magicdec.costmodel.architectures import from_values
+from magicdec.architectures import Efficiency, ModelConfig
 from magicdec.costmodel.calibrate import calibrate, to_yaml
-from magicdec.costmodel.hardware import Efficiency, configured
+from magicdec.costmodel.hardware import configured
 from magicdec.costmodel.tables import profile_rows
+from magicdec.costmodel.targets import from_values
 from magicdec.errors import UserError
-from magicdec.models.config import ModelConfig
 
 
 def calibrated(folder: Path) -> str:

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from magicdec.attention.kernel import KernelPlan, LibraryAttention, gpu_obstacle
+from magicdec.attention.kernel import KernelPlan, gpu_obstacle
+from magicdec.attention.library import LibraryAttention
 
 MAX_HEAD_DIM = 256
 FEW_TOKENS = 32  # a verification; more are a prefill

@@ -14,7 +14,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from magicdec.attention.kernel import KernelPlan, LibraryAttention, gpu_obstacle
+from magicdec.attention.kernel import KernelPlan, gpu_obstacle
+from magicdec.attention.library import LibraryAttention
 
 HEAD_DIMS = (64, 128, 256)
 MAX_PAGE = 16  # slots; splits of the work consist of whole pages

@@ -17,7 +17,7 @@ from torch import Tensor
 from magicdec.attention.base import Attention, Shape
 from magicdec.cache.draft_cache import DraftCache
 from magicdec.cache.full import FullCache
-from magicdec.cache.kv_cache import KVCache
+from magicdec.models.kv_cache import KVCache
 from magicdec.policies import Policy
 
 

@@ -10,9 +10,9 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
+from magicdec.architectures import ModelConfig
 from magicdec.attention.base import Attention
-from magicdec.cache.kv_cache import KVCache
-from magicdec.models.config import ModelConfig
+from magicdec.models.kv_cache import KVCache
 from magicdec.policies import CacheSpec, Policy
 from magicdec.registry import Registry
 

@@ -5,9 +5,9 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from magicdec.architectures import ModelConfig
 from magicdec.cache.draft_cache import CACHES, CacheSpec, DraftCache
-from magicdec.cache.kv_cache import KVCache
-from magicdec.models.config import ModelConfig
+from magicdec.models.kv_cache import KVCache
 from magicdec.policies import POLICIES
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from magicdec.attention.base import Attention
 from magicdec.cache.draft_cache import CACHES
-from magicdec.cache.kv_cache import KVCache
 from magicdec.cache.snapkv import SnapKVCache
+from magicdec.models.kv_cache import KVCache
 from magicdec.policies import POLICIES
 
 

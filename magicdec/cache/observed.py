@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from magicdec.attention.base import Attention
-from magicdec.cache.kv_cache import KVCache, Place
+from magicdec.models.kv_cache import KVCache, Place
 
 
 class ObservedCache(KVCache):

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from magicdec.architectures import ModelConfig
 from magicdec.attention.base import Attention
 from magicdec.cache.draft_cache import CACHES, CacheSpec, DraftCache
 from magicdec.cache.full import FullCache
-from magicdec.cache.kv_cache import KVCache, Place
 from magicdec.cache.snapkv import SnapKVCache
-from magicdec.models.config import ModelConfig
+from magicdec.models.kv_cache import KVCache, Place
 from magicdec.policies import POLICIES
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from magicdec.attention.base import Attention
 from magicdec.cache.draft_cache import CACHES
 from magicdec.cache.full import FullCache
-from magicdec.cache.kv_cache import KVCache, copy_row
+from magicdec.models.kv_cache import KVCache, copy_row
 from magicdec.policies import POLICIES
 
 

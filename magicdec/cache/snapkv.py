@@ -9,7 +9,7 @@ from torch import Tensor
 
 from magicdec.cache.compact import CompactCache
 from magicdec.cache.draft_cache import CACHES
-from magicdec.cache.kv_cache import KVCache
+from magicdec.models.kv_cache import KVCache
 from magicdec.policies import POLICIES
 
 

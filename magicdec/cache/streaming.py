@@ -10,7 +10,7 @@ from torch import Tensor
 
 from magicdec.cache.compact import CompactCache
 from magicdec.cache.draft_cache import CACHES, DraftCache
-from magicdec.cache.kv_cache import KVCache
+from magicdec.models.kv_cache import KVCache
 from magicdec.models.rope import rope_frequencies, rotate
 from magicdec.policies import POLICIES
 

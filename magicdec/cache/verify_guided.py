@@ -14,8 +14,8 @@ from torch import Tensor
 from magicdec.attention.base import Attention
 from magicdec.cache.draft_cache import CACHES
 from magicdec.cache.dynamic import DynamicCache, best
-from magicdec.cache.kv_cache import KVCache
 from magicdec.cache.observed import ObservedCache
+from magicdec.models.kv_cache import KVCache
 from magicdec.policies import POLICIES, guided_window
 
 

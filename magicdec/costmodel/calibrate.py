@@ -14,11 +14,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from magicdec.costmodel.hardware import NVLINK4, Efficiency, Hardware, machine, parse_name
+from magicdec.architectures import Efficiency, ModelConfig
+from magicdec.costmodel.hardware import NVLINK4, Hardware, machine, parse_name
 from magicdec.costmodel.round import Setup, round_times
 from magicdec.costmodel.tables import Row
 from magicdec.errors import UserError
-from magicdec.models.config import ModelConfig
 
 NOISE = 0.02  # relative error of a measured time, one standard deviation
 OUTLIER = 1.5  # standard deviations beyond which a residual counts by its size, no longer by its square

@@ -6,12 +6,12 @@ from math import nan
 
 import numpy as np
 
+from magicdec.architectures import ModelConfig
 from magicdec.costmodel.calibrate import calibrate
 from magicdec.costmodel.hardware import Hardware
 from magicdec.costmodel.round import RoundTimes, round_times
 from magicdec.costmodel.tables import Row
 from magicdec.errors import UserError
-from magicdec.models.config import ModelConfig
 
 CLEAR = 0.06  # a measured speedup at least this far from 1 has a side
 Model = Callable[[str], ModelConfig]

@@ -5,21 +5,22 @@ combined with the achieved fractions of the most similar calibrated one, and the
 """
 
 import re
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from math import inf, log
 from pathlib import Path
 
 import yaml
 
+from magicdec.architectures import Efficiency
 from magicdec.costmodel.stack import STACKS, Stack
 from magicdec.errors import UserError
+from magicdec.units import GIB
 
 CALIBRATED = Path(__file__).parent / "calibrated"
 OPTIONS = Path(__file__).parents[2] / "conf" / "hardware"
 OWN_STACK = "magicdec"
 NAME = r"(?:(\d+)x)?([a-z]\w*)"  # a count and a device
-GIB = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -68,30 +69,6 @@ DEVICES = {
         Device("L40S", 864e9, 362e12, 48 * GIB, 142, PCIE4),
     )
 }
-
-
-@dataclass
-class Efficiency:
-    """How much of a datasheet is achieved, and what a step costs beside it. Fractions lie in (0, 1].
-
-    Not frozen, so that it can be a node of a Hydra config.
-    """
-
-    bandwidth_fraction: float = 0.9  # of the memory's bandwidth, streaming weights and KV
-    matmul_fraction: float = 0.7  # of the bf16 rate, by a matmul of many rows
-    matmul_half_rows: float = 16.0  # rows at which a matmul achieves half of that: a tensor core's tile has 16
-    layer_overhead_us: float = 60.0  # a layer's kernel launches and gaps
-    round_overhead_us: float = 700.0  # accept, commit and the host, per round
-    allreduce_hop_us: float = 5.0  # latency of each of log2(ranks) hops
-    allreduce_bandwidth_fraction: float = 0.3  # of the link's bandwidth, at the megabyte or so of a decode step
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name.endswith("fraction") and not 0.0 < value <= 1.0:
-                raise UserError(f"efficiency.{field.name}={value} must lie in (0, 1]")
-            if not 0.0 <= value < inf:
-                raise UserError(f"efficiency.{field.name}={value} must not be negative")
 
 
 @dataclass(frozen=True)

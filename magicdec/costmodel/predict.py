@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from magicdec.costmodel.acceptance import Curves, Estimate
-from magicdec.costmodel.hardware import GIB
 from magicdec.costmodel.roofline import Pass, arithmetic_intensity
 from magicdec.costmodel.round import Memory, RoundTimes, Setup, memory, round_times
 from magicdec.costmodel.speedup import break_even_alpha, omega
 from magicdec.errors import UserError
+from magicdec.units import GIB
 
 GAMMAS = range(1, 17)
 BATCHES = (32, 256)  # over which S* asks whether speedup falls

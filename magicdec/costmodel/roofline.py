@@ -10,8 +10,8 @@ from functools import cache
 from math import ceil
 from typing import NamedTuple
 
+from magicdec.architectures import ModelConfig
 from magicdec.costmodel.hardware import Hardware
-from magicdec.models.config import ModelConfig
 
 BF16 = 2.0  # bytes
 # Split-KV kernels stop splitting once tiles of (row, KV head) fill this share of the places a GPU has for them

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from magicdec.architectures import ModelConfig, check_ranks
 from magicdec.costmodel.hardware import Hardware
 from magicdec.costmodel.roofline import (
     BF16,
@@ -14,7 +15,6 @@ from magicdec.costmodel.roofline import (
     weight_count,
 )
 from magicdec.errors import UserError
-from magicdec.models.config import ModelConfig, check_ranks
 from magicdec.policies import CacheSpec, Policy, Settings, code_bytes, policy_named
 
 DRAFT_KINDS = ("self", "model", "ngram", "layer_skip")

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from magicdec.architectures import ModelConfig
 from magicdec.costmodel.hardware import Hardware, hardware_named
 from magicdec.costmodel.roofline import BF16
 from magicdec.costmodel.round import DraftChoice, Setup
 from magicdec.errors import UserError
-from magicdec.models.config import ModelConfig
 
 # Tables 2, 3 and 6 of MagicDec (arXiv 2408.11049, the ICLR version): published measurements. Times in ms, the budget
 # per sequence, tensor parallel over all GPUs named; draft_ms is that of all gamma draft steps.

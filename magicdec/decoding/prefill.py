@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from magicdec.cache.draft_cache import DraftCache
-from magicdec.cache.kv_cache import KVCache
+from magicdec.models.kv_cache import KVCache
 from magicdec.models.transformer import Transformer
 
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from magicdec.cache.kv_cache import KVCache
 from magicdec.cache.observed import ReplayedCache
+from magicdec.models.kv_cache import KVCache
 from magicdec.models.transformer import Transformer
 
 MAX_CHUNK = 32  # what the C++ kernel takes: above, scores are several times as slow on a CPU

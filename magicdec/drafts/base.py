@@ -7,10 +7,10 @@ from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
+from magicdec.architectures import ModelConfig
 from magicdec.cache.draft_cache import CACHES, DraftCache
-from magicdec.cache.kv_cache import KVCache
 from magicdec.decoding.state import State
-from magicdec.models.config import ModelConfig
+from magicdec.models.kv_cache import KVCache
 from magicdec.models.transformer import Transformer
 from magicdec.policies import CacheSpec, Selects
 from magicdec.registry import Registry

@@ -4,10 +4,10 @@ Whatever these layers compute from committed tokens is exactly what the target c
 of the target's, and every cache policy composes with it.
 """
 
+from magicdec.architectures import ModelConfig
 from magicdec.drafts.base import DRAFTS, DraftSpec
 from magicdec.drafts.model import SelfDraft
 from magicdec.errors import UserError
-from magicdec.models.config import ModelConfig
 
 
 @DRAFTS.register("layer_skip")

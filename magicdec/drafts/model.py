@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from magicdec.cache.draft_cache import DraftCache
-from magicdec.cache.kv_cache import KVCache
 from magicdec.decoding.prefill import prefill
 from magicdec.decoding.scoring import score
 from magicdec.decoding.state import DRAFT, State
 from magicdec.drafts.base import DRAFTS, Draft, DraftSpec, Proposal, Selection
+from magicdec.models.kv_cache import KVCache
 from magicdec.models.transformer import Transformer
 from magicdec.verification.sampling import Use, choose
 

@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import torch
 
+from magicdec.decoding.timers import Stopwatch
 from magicdec.measure.memory import available_bytes
-from magicdec.measure.timers import Stopwatch
 
 REPEATS = 5  # of which the fastest counts: whatever disturbs one makes it slower
 # Large enough that launching does not count, where there is room: the side of a matrix, bytes read.

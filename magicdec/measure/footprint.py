@@ -20,10 +20,10 @@ from torch.utils._pytree import tree_leaves
 
 from magicdec.attention.base import Shape
 from magicdec.attention.sdpa import SdpaAttention, SdpaPlan
-from magicdec.decoding.audit import chunk_len, score_tokens
-from magicdec.decoding.decoder import silent
 from magicdec.decoding.scoring import MAX_CHUNK
-from magicdec.engines.native import NativeEngine
+from magicdec.engine.audit import chunk_len, score_tokens
+from magicdec.engine.decoder import silent
+from magicdec.engine.native import NativeEngine
 
 LAYERS = 2  # that run: what a layer leaves, the next one frees
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from magicdec.models.config import ModelConfig
+from magicdec.architectures import ModelConfig
 
 
 def kv_bytes(config: ModelConfig, num_tokens: int, dtype: torch.dtype) -> int:

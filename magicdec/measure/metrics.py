@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 
 from magicdec.costmodel.speedup import alpha_of_rounds
-from magicdec.decoding.decoder import Generation
 from magicdec.decoding.state import INACTIVE
+from magicdec.engine.decoder import Generation
 
 Metrics = dict[str, float | int | str | bool | None]
 

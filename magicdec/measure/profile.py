@@ -9,10 +9,10 @@ from statistics import median
 
 import torch
 
-from magicdec.decoding.decoder import Decoder
-from magicdec.decoding.graphs import Step
-from magicdec.engines.native import Batch
-from magicdec.measure.timers import Stopwatch
+from magicdec.decoding.timers import Stopwatch
+from magicdec.engine.decoder import Decoder
+from magicdec.engine.graphs import Step
+from magicdec.engine.native import Batch
 
 WARMUP = 2
 PLAIN_REPEATS = 3

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from magicdec.costmodel.hardware import GIB
+from magicdec.units import GIB
 
 PERIOD_S = 5.0
 Row = dict[str, float]

@@ -15,9 +15,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from magicdec.architectures import EOS, ModelConfig, eos_ids, from_hugging_face
 from magicdec.errors import UserError
 from magicdec.fingerprint import of_files
-from magicdec.models.config import EOS, ModelConfig, eos_ids, from_hugging_face
 from magicdec.models.metadata import read_header, read_json
 from magicdec.models.parallel import ALONE, Share
 from magicdec.rules import TEXT, Rule, Values

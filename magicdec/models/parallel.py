@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from magicdec.models.config import ModelConfig
+from magicdec.architectures import ModelConfig
 
 # PyTorch 2.13 has renamed it.
 _all_gather = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)

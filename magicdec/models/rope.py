@@ -10,7 +10,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from magicdec.models.config import ModelConfig, RopeScaling
+from magicdec.architectures import ModelConfig, RopeScaling
 
 
 def rope_frequencies(config: ModelConfig) -> tuple[Tensor, float]:

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from magicdec.architectures import ModelConfig
 from magicdec.attention.base import Attention
-from magicdec.cache.kv_cache import KVCache, Place
-from magicdec.models.config import ModelConfig
+from magicdec.models.kv_cache import KVCache, Place
 from magicdec.models.parallel import ALONE, Share
 from magicdec.models.rope import rope_table, rotate
 

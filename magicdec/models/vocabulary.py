@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
+from magicdec.architectures import TOKEN_ID, ModelConfig
 from magicdec.errors import UserError
-from magicdec.models.config import TOKEN_ID, ModelConfig
 from magicdec.models.metadata import read_json
 from magicdec.rules import TEXT, Rule
 

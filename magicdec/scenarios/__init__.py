@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from magicdec.config import Config, to_dict
-from magicdec.costmodel.hardware import GIB
+from magicdec.config.checks import refuse_unread, warnings
+from magicdec.config.load import to_dict
+from magicdec.config.schema import Config
 from magicdec.errors import UserError
-from magicdec.mistakes import refuse_unread, warnings
 from magicdec.scenarios.outcome import Outcome
 from magicdec.scenarios.ranks import on_ranks
+from magicdec.units import GIB
 
 if TYPE_CHECKING:
     from magicdec.tracking.store import Run
@@ -42,7 +43,7 @@ def run(config: Config, job: Job) -> dict[str, Any]:
     In a sweep, with `resume`, skip a run that the same code has done. Return what result.json holds, or nothing after a
     dry run. Raise UserError for mistakes; those found before the folder is opened leave nothing.
     """
-    from magicdec.scenarios.foresee import doubts
+    from magicdec.planning.prediction import doubts
     from magicdec.tracking import wandb
     from magicdec.tracking.store import run_id
 
@@ -168,7 +169,7 @@ def _list(plan: Any, name: str, job: Job) -> None:
 
 def _num_bytes(plan: Any) -> float:
     """Of each device's memory: a prediction knows it, a real run is gone through on tensors without storage."""
-    return plan.num_bytes if hasattr(plan, "num_bytes") else import_module("magicdec.build").num_bytes(plan)
+    return plan.num_bytes if hasattr(plan, "num_bytes") else import_module("magicdec.planning.build").num_bytes(plan)
 
 
 def _outcome(plan: Any, run: "Run") -> Outcome:
@@ -190,10 +191,10 @@ def _work(rank: int, plan: Any, run: "Run | None" = None) -> Outcome:
 
 def imports(name: str) -> list[str]:
     """What a run of this scenario imports sooner or later, by name: for who starts many of them."""
-    modules = [f"magicdec.scenarios.{name}", "magicdec.scenarios.foresee", "magicdec.tracking.table"]
+    modules = [f"magicdec.scenarios.{name}", "magicdec.planning.prediction", "magicdec.tracking.table"]
     modules += ["wandb.sdk.launch"]  # by wandb.init, and takes longer than wandb itself
     if name not in ("predict", "plan"):
-        modules += ["magicdec.engines.native", "torch._dynamo", "transformers.models.auto.tokenization_auto"]
+        modules += ["magicdec.engine.native", "torch._dynamo", "transformers.models.auto.tokenization_auto"]
         modules += ["transformers.models.llama.configuration_llama"]  # which loads what every family's does
     return modules
 
@@ -205,7 +206,7 @@ def _scenario(config: Config) -> tuple[Callable, Callable]:
     """
     name = config.scenario.name if config.engine.name == "native" else "peer"
     module = import_module(f"magicdec.scenarios.{name}")
-    prepare = getattr(module, "prepare", None) or import_module("magicdec.resolve").resolve
+    prepare = getattr(module, "prepare", None) or import_module("magicdec.planning.resolve").resolve
     return prepare, getattr(module, name)
 
 

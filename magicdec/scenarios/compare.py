@@ -4,15 +4,14 @@ import logging
 from dataclasses import dataclass
 from statistics import fmean
 
-from magicdec import build
-from magicdec.costmodel.beside import beside, published
-from magicdec.costmodel.hardware import GIB, device_in
+from magicdec.costmodel.comparison import beside, published
+from magicdec.costmodel.hardware import device_in
 from magicdec.costmodel.speedup import batch_rounds, round_time
 from magicdec.costmodel.speedup import speedup as formula_speedup
 from magicdec.data import Prompts
-from magicdec.decoding.audit import Audit, audit
-from magicdec.decoding.decoder import Decoder, Generation
-from magicdec.engines.native import Batch, NativeEngine, warm_up
+from magicdec.engine.audit import Audit, audit
+from magicdec.engine.decoder import Decoder, Generation
+from magicdec.engine.native import Batch, NativeEngine, warm_up
 from magicdec.errors import UserError
 from magicdec.measure import memory, metrics
 from magicdec.measure.ceilings import matmul_rate, read_bandwidth
@@ -20,12 +19,14 @@ from magicdec.measure.footprint import Footprint
 from magicdec.measure.gpu import Watch
 from magicdec.measure.metrics import Metrics
 from magicdec.measure.profile import profile_round
-from magicdec.resolve import Plan
-from magicdec.scenarios.foresee import setup_of_run, task_of
+from magicdec.planning import build
+from magicdec.planning.prediction import setup_of_run, task_of
+from magicdec.planning.resolve import Plan
 from magicdec.scenarios.outcome import Outcome
-from magicdec.scenarios.paired import Outputs, lossless, speeds
+from magicdec.scenarios.outputs import Outputs, lossless, speeds
 from magicdec.tracking.progress import Progress
 from magicdec.tracking.reader import is_impossible, noise
+from magicdec.units import GIB
 
 log = logging.getLogger(__name__)
 

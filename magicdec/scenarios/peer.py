@@ -2,16 +2,16 @@
 out (the profile of a round, the logits of the audit, the cost model).
 """
 
-from magicdec import build
-from magicdec.costmodel.hardware import GIB
-from magicdec.engines.peer import Counts, Peer, PeerGeneration
 from magicdec.measure import metrics
 from magicdec.measure.gpu import Watch
 from magicdec.measure.metrics import Metrics
-from magicdec.resolve import Plan
+from magicdec.peers.base import Counts, Peer, PeerGeneration
+from magicdec.planning import build
+from magicdec.planning.resolve import Plan
 from magicdec.scenarios.outcome import Outcome
-from magicdec.scenarios.paired import Outputs, lossless, speeds
+from magicdec.scenarios.outputs import Outputs, lossless, speeds
 from magicdec.tracking.progress import Progress
+from magicdec.units import GIB
 
 WARMUP_CONTEXT, WARMUP_TOKENS = 64, 8
 

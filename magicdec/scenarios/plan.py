@@ -6,13 +6,13 @@ from pathlib import Path
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from magicdec.config import Config
-from magicdec.costmodel.architectures import option
+from magicdec.config.schema import Config
 from magicdec.costmodel.planner import FOUND_BY, Candidate, Plans, experiment_yaml, search
 from magicdec.costmodel.predict import Prediction
 from magicdec.costmodel.round import Setup
+from magicdec.costmodel.targets import option
 from magicdec.errors import UserError
-from magicdec.scenarios.foresee import Foreseen, curves, draft_named, foresee, settings_of
+from magicdec.planning.prediction import Foreseen, curves, draft_named, foresee, settings_of
 from magicdec.scenarios.outcome import Outcome
 from magicdec.scenarios.predict import STYLE
 from magicdec.tracking.progress import Progress

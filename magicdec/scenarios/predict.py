@@ -8,14 +8,14 @@ from rich import box
 from rich.console import Group
 from rich.table import Table
 
-from magicdec.costmodel.beside import published
-from magicdec.costmodel.hardware import GIB
+from magicdec.costmodel.comparison import published
 from magicdec.costmodel.predict import Prediction
 from magicdec.costmodel.predict import predict as predict_setup
-from magicdec.costmodel.verdict import verdict
-from magicdec.scenarios.foresee import Foreseen, curves, foresee, task_of
+from magicdec.costmodel.summary import verdict
+from magicdec.planning.prediction import Foreseen, curves, foresee, task_of
 from magicdec.scenarios.outcome import Outcome
 from magicdec.tracking.progress import Progress
+from magicdec.units import GIB
 
 if TYPE_CHECKING:
     from magicdec.measure.metrics import Metrics

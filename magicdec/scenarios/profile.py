@@ -3,16 +3,16 @@
 from dataclasses import replace
 from itertools import product
 
-from magicdec import build
-from magicdec.costmodel.hardware import GIB
 from magicdec.data import load_prompts
-from magicdec.engines.native import warm_up
+from magicdec.engine.native import warm_up
 from magicdec.measure import memory
 from magicdec.measure.metrics import Metrics
 from magicdec.measure.profile import profile_round
-from magicdec.resolve import Plan
+from magicdec.planning import build
+from magicdec.planning.resolve import Plan
 from magicdec.scenarios.outcome import Outcome, kept
 from magicdec.tracking.progress import Progress
+from magicdec.units import GIB
 
 
 def profile(plan: Plan, progress: Progress) -> Outcome:

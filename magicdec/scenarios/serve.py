@@ -13,16 +13,15 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from magicdec import build
-from magicdec.config import to_dict
-from magicdec.costmodel.hardware import GIB
+from magicdec.config.load import to_dict
 from magicdec.data import Prompts
-from magicdec.engines.native import NativeEngine
+from magicdec.engine.native import NativeEngine
 from magicdec.measure import memory
 from magicdec.measure.metrics import Metrics, Rounds, acceptance
-from magicdec.resolve import Plan
+from magicdec.planning import build
+from magicdec.planning.resolve import Plan
 from magicdec.scenarios.outcome import Outcome, kept
-from magicdec.scenarios.paired import lossless
+from magicdec.scenarios.outputs import lossless
 from magicdec.serving.engine import AsyncEngine
 from magicdec.serving.load import Job, Level, load_metrics, run
 from magicdec.serving.request import Params, Request
@@ -31,6 +30,7 @@ from magicdec.serving.shared import SharedSlots
 from magicdec.serving.slots import Slots
 from magicdec.tracking.progress import Progress
 from magicdec.tracking.table import WAYS, described_context, described_draft, described_place, losslessness
+from magicdec.units import GIB
 
 WARMUP_TOKENS = 8  # of a request before each measurement, which is not counted
 # On the terminal; a latency is shown as its median and its 99th percentile.

@@ -15,11 +15,11 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from itertools import count
 from typing import Any
 
-from magicdec import build
-from magicdec.config import compose
+from magicdec.config.load import compose
 from magicdec.data.tokenizer import load_tokenizer
 from magicdec.errors import UserError
-from magicdec.resolve import resolve
+from magicdec.planning import build
+from magicdec.planning.resolve import resolve
 from magicdec.serving.engine import AsyncEngine, Stream
 from magicdec.serving.scheduler import Scheduler
 from magicdec.serving.slots import Slots

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from time import perf_counter
 
-from magicdec.config import SamplingConfig
+from magicdec.config.schema import SamplingConfig
 from magicdec.measure.metrics import Rounds, acceptance, is_whole
 from magicdec.rules import at_least, check
 from magicdec.verification.sampling import Sampling

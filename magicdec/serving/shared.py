@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from magicdec.decoding.state import State
-from magicdec.engines.native import NativeEngine
+from magicdec.engine.native import NativeEngine
 from magicdec.serving.request import Params
 from magicdec.serving.slots import Abandoned, Slots
 

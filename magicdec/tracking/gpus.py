@@ -17,7 +17,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from magicdec.config import Config
+from magicdec.config.schema import Config
 from magicdec.tracking.lock import Busy, locked
 
 LOCKS = Path(tempfile.gettempdir(), f"magicdec-gpus-{os.getuid() if hasattr(os, 'getuid') else ''}")

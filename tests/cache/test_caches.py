@@ -7,12 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from magicdec.architectures import ModelConfig
 from magicdec.cache.draft_cache import CacheSpec
 from magicdec.cache.full import FullCache
-from magicdec.cache.kv_cache import KVCache
 from magicdec.cache.streaming import StreamingCache
 from magicdec.cache.window import WindowCache
-from magicdec.models.config import ModelConfig
+from magicdec.models.kv_cache import KVCache
 
 CONFIG = ModelConfig(10, 8, 8, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=2, max_position_embeddings=4096)
 ROWS = 3

@@ -8,13 +8,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from magicdec.architectures import ModelConfig
 from magicdec.attention.sdpa import SdpaAttention
 from magicdec.cache.draft_cache import CacheSpec
-from magicdec.cache.kv_cache import KVCache
 from magicdec.cache.quest import QuestCache
 from magicdec.cache.topk import TopKCache
 from magicdec.cache.verify_guided import VerifyGuidedCache
-from magicdec.models.config import ModelConfig
+from magicdec.models.kv_cache import KVCache
 from tests.small import open_batch, random_prompts, small_model
 
 L, B, K, H, D, S = 2, 2, 2, 4, 4, 60

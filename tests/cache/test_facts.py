@@ -3,12 +3,12 @@
 import pytest
 import torch
 
+from magicdec.architectures import ModelConfig
 from magicdec.cache.draft_cache import CACHES, CacheSpec
-from magicdec.cache.kv_cache import KVCache
 from magicdec.costmodel.hardware import hardware_named
 from magicdec.costmodel.round import DraftChoice, Setup, memory
 from magicdec.measure.footprint import Allocations
-from magicdec.models.config import ModelConfig
+from magicdec.models.kv_cache import KVCache
 from magicdec.policies import POLICIES, Settings
 
 SIZES = {"num_layers": 4, "num_heads": 8, "num_kv_heads": 2, "head_dim": 16, "max_position_embeddings": 4096}

@@ -5,8 +5,8 @@ import torch
 
 from magicdec.attention.sdpa import SdpaAttention
 from magicdec.cache.draft_cache import CacheSpec
-from magicdec.cache.kv_cache import KVCache
 from magicdec.cache.quantized import Codes, QuantizedCache
+from magicdec.models.kv_cache import KVCache
 from tests.small import small_model
 
 CONFIG = small_model().config  # head_dim 8, 2 layers, 2 KV heads

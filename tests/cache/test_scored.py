@@ -10,13 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from magicdec.architectures import ModelConfig
 from magicdec.cache.draft_cache import CacheSpec
 from magicdec.cache.h2o import H2OCache
-from magicdec.cache.kv_cache import KVCache
 from magicdec.cache.pyramidkv import PyramidKVCache
 from magicdec.cache.snapkv import SnapKVCache
 from magicdec.decoding.scoring import score
-from magicdec.models.config import ModelConfig
+from magicdec.models.kv_cache import KVCache
 from magicdec.policies import falling
 from tests.small import random_prompts, small_model
 

@@ -8,14 +8,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from magicdec.architectures import ModelConfig
 from magicdec.attention.sdpa import SdpaAttention
 from magicdec.cache.compact import CompactCache
 from magicdec.cache.draft_cache import CACHES, CacheSpec, DraftCache
 from magicdec.cache.dynamic import DynamicCache
 from magicdec.cache.full import FullCache
-from magicdec.cache.kv_cache import KVCache
 from magicdec.cache.pyramidkv import PyramidKVCache
-from magicdec.models.config import ModelConfig
+from magicdec.models.kv_cache import KVCache
 
 L, B, K, H, S = 3, 2, 2, 4, 64  # positions fit into the head dim
 SLIDING, GAMMA, MAX_LEN = (0, 2), 3, 56

@@ -1,9 +1,9 @@
 import pytest
 
-from magicdec.costmodel.architectures import architecture
-from magicdec.costmodel.hardware import DEVICES, Efficiency, Hardware
+from magicdec.architectures import Efficiency, ModelConfig
+from magicdec.costmodel.hardware import DEVICES, Hardware
 from magicdec.costmodel.stack import STACKS
-from magicdec.models.config import ModelConfig
+from magicdec.costmodel.targets import architecture
 
 SMALL = ModelConfig(
     vocab_size=1000,

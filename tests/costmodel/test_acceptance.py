@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from magicdec.costmodel.acceptance import Curves, Point, _interpolate, measured, published
-from magicdec.costmodel.architectures import architecture
 from magicdec.costmodel.hardware import hardware_named
 from magicdec.costmodel.round import DraftChoice, Setup
+from magicdec.costmodel.targets import architecture
 from magicdec.policies import Settings
 from magicdec.tracking.reader import iter_runs
 

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 import yaml
 
-from magicdec.config import CONF
+from magicdec.config.schema import CONF
 from magicdec.costmodel import hardware as h
 from magicdec.errors import UserError
 

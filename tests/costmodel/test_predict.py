@@ -12,7 +12,7 @@ from magicdec.costmodel.hardware import hardware_named
 from magicdec.costmodel.planner import experiment_yaml, search
 from magicdec.costmodel.predict import critical_context, predict
 from magicdec.costmodel.round import DraftChoice, Setup
-from magicdec.costmodel.verdict import verdict
+from magicdec.costmodel.summary import verdict
 from magicdec.errors import UserError
 
 
@@ -132,7 +132,7 @@ def test_every_model_predicts_on_every_machine_that_can_hold_it(setup, model, ta
 
 
 def test_predicting_needs_no_torch():
-    code = "import sys, magicdec.costmodel.planner, magicdec.costmodel.verdict; sys.exit('torch' in sys.modules)"
+    code = "import sys, magicdec.costmodel.planner, magicdec.costmodel.summary; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -9,19 +9,19 @@ from pathlib import Path
 import pytest
 import yaml
 
-from magicdec.config import compose
+from magicdec.config.load import compose
 from magicdec.costmodel.acceptance import Curves, published
-from magicdec.costmodel.architectures import architecture
-from magicdec.costmodel.beside import beside, warning
-from magicdec.costmodel.beside import published as published_values
+from magicdec.costmodel.comparison import beside, warning
+from magicdec.costmodel.comparison import published as published_values
 from magicdec.costmodel.hardware import hardware_named
 from magicdec.costmodel.predict import predict
 from magicdec.costmodel.round import Setup, round_times
+from magicdec.costmodel.targets import architecture
 from magicdec.errors import UserError
+from magicdec.planning.prediction import foresee, settings_of, setup_of_run
 from magicdec.policies import Settings
 from magicdec.scenarios import plan as plan_scenario
 from magicdec.scenarios import predict as predict_scenario
-from magicdec.scenarios.foresee import foresee, settings_of, setup_of_run
 from magicdec.tracking.progress import progress
 
 ROOT = Path(__file__).parents[2]

@@ -4,10 +4,10 @@ import sys
 
 import pytest
 
-from magicdec.config import compose
+from magicdec.config.load import compose
 from magicdec.data import CORPORA, fingerprint, load_prompts
 from magicdec.errors import UserError
-from magicdec.resolve import resolve
+from magicdec.planning.resolve import resolve
 from magicdec.tracking.store import run_id
 from tests.data.characters import CharacterTokenizer, load
 

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from magicdec.config import DataConfig
+from magicdec.config.schema import DataConfig
 from magicdec.data.ruler import TASKS, accuracy
 from magicdec.errors import UserError
 from tests.data.characters import CharacterTokenizer, load

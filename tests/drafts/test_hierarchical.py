@@ -6,10 +6,10 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
+from magicdec.architectures import ModelConfig
 from magicdec.attention.sdpa import SdpaAttention
-from magicdec.cache.kv_cache import KVCache
 from magicdec.drafts import hierarchical
-from magicdec.models.config import ModelConfig
+from magicdec.models.kv_cache import KVCache
 from magicdec.verification.sampling import Sampling, Use, probabilities
 from tests.small import new_engine, noisy_copy, open_batch, random_prompts, small_model
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from magicdec.cache.kv_cache import KVCache
 from magicdec.drafts.layer_skip import LayerSkipDraft
 from magicdec.errors import UserError
+from magicdec.models.kv_cache import KVCache
 from tests.small import open_batch, random_prompts, small_model
 
 

@@ -6,16 +6,16 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from magicdec import build
 from magicdec.attention.sdpa import SdpaAttention
 from magicdec.cache.draft_cache import CACHES
-from magicdec.config import compose
-from magicdec.decoding.audit import audit
+from magicdec.config.load import compose
 from magicdec.drafts.base import DRAFTS
+from magicdec.engine.audit import audit
 from magicdec.measure.footprint import UniformAttention, footprint, largest_batch
 from magicdec.models.quantize import quantized
 from magicdec.models.transformer import Transformer
-from magicdec.resolve import resolve
+from magicdec.planning import build
+from magicdec.planning.resolve import resolve
 from magicdec.serving.request import Params
 from magicdec.serving.slots import Slots
 from magicdec.tracking.progress import progress

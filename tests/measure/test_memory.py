@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 
-from magicdec.engines.native import warm_up
+from magicdec.engine.native import warm_up
 from magicdec.measure.memory import Peak
 from tests.small import open_batch, random_prompts, small_model
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from magicdec.costmodel.speedup import alpha_from_acceptance_length, omega
-from magicdec.decoding.decoder import Generation
 from magicdec.drafts.base import DRAFTS
+from magicdec.engine.decoder import Generation
 from magicdec.measure import metrics
-from magicdec.scenarios.paired import speeds
+from magicdec.scenarios.outputs import speeds
 from tests.small import noisy_copy, open_batch, random_prompts, small_model
 
 # Two rows, gamma 2. Row 0 takes 3 + 1 tokens and ends in round 1; row 1 takes 1 + 2 + 1, cut at the limit in round 2.

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from magicdec.cache.kv_cache import KVCache
 from magicdec.models.checkpoint import pieces, read_config
+from magicdec.models.kv_cache import KVCache
 from magicdec.models.transformer import Transformer
 from tests.checkpoints import load_model, load_reference
 

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from magicdec.architectures import ModelConfig, check_ranks
 from magicdec.attention.cpp import compiler
 from magicdec.attention.sdpa import SdpaAttention
 from magicdec.cache.draft_cache import CACHES
 from magicdec.errors import UserError
 from magicdec.models.checkpoint import load, read_config
-from magicdec.models.config import ModelConfig, check_ranks
 from magicdec.models.parallel import Share, share
 from magicdec.models.transformer import Transformer
 from magicdec.scenarios.ranks import on_ranks

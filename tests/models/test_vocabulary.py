@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
+from magicdec.architectures import ModelConfig
 from magicdec.errors import UserError
-from magicdec.models.config import ModelConfig
 from magicdec.models.vocabulary import check_vocabularies
 
 

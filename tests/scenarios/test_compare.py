@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from magicdec.config import compose
+from magicdec.config.load import compose
 from magicdec.scenarios import Job, compare, run
 from tests.test_run import SMALL, TINY
 

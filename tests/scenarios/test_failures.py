@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from magicdec import build
-from magicdec.config import compose
+from magicdec.config.load import compose
 from magicdec.errors import UserError
+from magicdec.planning import build
 from magicdec.scenarios import Job, profile, run
 from tests.test_run import SMALL, TINY
 

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from starlette.requests import Request
 
-from magicdec import build
-from magicdec.config import compose
+from magicdec.config.load import compose
 from magicdec.data.tokenizer import load_tokenizer
-from magicdec.resolve import resolve
+from magicdec.planning import build
+from magicdec.planning.resolve import resolve
 from magicdec.serving import http
 from magicdec.serving.completion import NEUTRAL, Completion
 from magicdec.serving.engine import AsyncEngine, Stream

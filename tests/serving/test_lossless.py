@@ -13,7 +13,7 @@ from magicdec.serving.request import Params, Request
 from magicdec.serving.scheduler import Scheduler
 from magicdec.serving.slots import Slots
 from magicdec.verification.sampling import Sampling
-from tests.decoding.test_lossless import PAIRS as OFFLINE_PAIRS
+from tests.engine.test_lossless import PAIRS as OFFLINE_PAIRS
 from tests.small import new_engine, noisy_copy, open_batch, random_prompts, small_model
 
 PAIRS = [(draft, policy) for draft, policy in OFFLINE_PAIRS if DRAFTS[draft].serves]

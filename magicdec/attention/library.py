@@ -1,0 +1,57 @@
+"""Attention by a library's kernel for GPUs.
+
+Shapes as in base.py.
+"""
+
+from abc import abstractmethod
+from contextlib import suppress
+
+import torch
+from torch import Tensor
+
+from magicdec.attention.kernel import KernelAttention, KernelPlan
+
+
+class LibraryAttention(KernelAttention):
+    """A library's kernel for GPUs, `read_all`. It takes neither selected slots nor positions and returns no scores:
+    Triton's kernel does all that, or sdpa where Triton is missing.
+    """
+
+    def __init__(self) -> None:
+        self._triton: KernelAttention | None = None
+        with suppress(ImportError):
+            from magicdec.attention.triton import TritonAttention  # here, because it may not be installed
+
+            self._triton = TritonAttention()
+
+    def scores_at_once(self, dtype: torch.dtype, head_dim: int) -> int:
+        """See Attention.scores_at_once."""
+        other = self._triton_for(torch.device("cuda"), dtype, head_dim) or self._sdpa
+        return other.scores_at_once(dtype, head_dim)
+
+    @abstractmethod
+    def read_all(self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: KernelPlan) -> Tensor:
+        """What `attend` is over all slots, by the library."""
+
+    def decode(
+        self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: KernelPlan, indices_BKN: Tensor | None
+    ) -> Tensor:
+        """See KernelAttention.decode."""
+        if indices_BKN is None and plan.positions_BKS is None:
+            return self.read_all(q_BTHD, k_BKSD, v_BKSD, plan)
+        if other := self._triton_for(q_BTHD.device, q_BTHD.dtype, q_BTHD.shape[-1]):
+            return other.decode(q_BTHD, k_BKSD, v_BKSD, plan, indices_BKN)
+        return self._sdpa.attend(q_BTHD, k_BKSD, v_BKSD, plan.sdpa, indices_BKN)
+
+    def decode_scored(
+        self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: KernelPlan, counted_BT: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """See KernelAttention.decode_scored."""
+        if other := self._triton_for(q_BTHD.device, q_BTHD.dtype, q_BTHD.shape[-1]):
+            return other.decode_scored(q_BTHD, k_BKSD, v_BKSD, plan, counted_BT)
+        return super().decode_scored(q_BTHD, k_BKSD, v_BKSD, plan, counted_BT)
+
+    def _triton_for(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> KernelAttention | None:
+        where = torch.device("cuda") if device.type == "meta" else device  # memory is foreseen for a GPU
+        fits = self._triton is not None and self._triton.obstacle(where, dtype, head_dim) is None
+        return self._triton if fits else None

@@ -1,0 +1,1 @@
+"""The configuration: schema, rules, checks, loading and explanations of mistakes. No torch."""

@@ -1,0 +1,160 @@
+"""From what Hydra and OmegaConf say of a mistake to one line that says what is wrong and what would be right."""
+
+import difflib
+import re
+import traceback
+from collections.abc import Sequence
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
+from yaml import MarkedYAMLError
+
+from magicdec.config.schema import CONF, Config
+from magicdec.errors import UserError
+from magicdec.rules import known_keys
+
+# OmegaConf's ways to say that a value does not fit its key, and what would.
+MISFITS = {
+    "converted to Integer": "must be a whole number",
+    "converted to Float": "must be a number",
+    "not a valid bool|converted to Boolean": "must be true or false",
+    r"type hint 'Union\[int, str\]'": "must be a whole number or auto",
+    "not Optional": "must have a value",
+    "not a subclass": "cannot be set as a whole, only its keys can",
+    "ListConfig": "must be a list, as in [a,b]",
+}
+
+# What Hydra's plugins of their own bring, by the extra that installs each.
+EXTRAS = {
+    "hydra/sweeper=optuna": "optuna",
+    "hydra/launcher=joblib": "joblib",
+    "hydra/launcher=submitit_local": "submitit",
+    "hydra/launcher=submitit_slurm": "submitit",
+    "hydra/launcher=ray": "ray",
+}
+
+
+def explain(error: Exception, overrides: list[str]) -> str | None:
+    """The helpful part of what we, Hydra or OmegaConf say of a configuration; None if it is not about a mistake."""
+    if isinstance(error, UserError):
+        return str(error)
+    if isinstance(error, MarkedYAMLError) and error.problem_mark:
+        return f"{error.problem_mark.name}, line {error.problem_mark.line + 1}: {error.problem}"
+    if isinstance(error, OverrideParseException):
+        return f"{error.override}: not of the form key=value; a value with spaces, commas or brackets needs quotes"
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options is not None:
+        return _explain_option(error.missing_cfg_file, error.options, overrides)
+    origin = _omegaconf_error(error)
+    if origin is not None:
+        file = re.match(r"In '(.*?)'", str(error))
+        if file and file[1].startswith("experiment/") and origin.full_key == "experiment":
+            return f"{file[1]}.yaml: an experiment must begin with the line `# @package _global_`"
+        return (f"{file[1]}.yaml: " if file else "") + _explain_key(origin)
+    if isinstance(error, HydraException | ValueError | AssertionError):
+        return _explain_text(error, overrides)
+    return None
+
+
+def _explain_key(error: OmegaConfBaseException) -> str:
+    """OmegaConf's errors: they know their key, and usually its value."""
+    key, text = error.full_key or "", str(error).partition("\n")[0]
+    if isinstance(error, ConfigKeyError | ConfigAttributeError):
+        return f"unknown key {key}; {_known_instead(key)}"
+    if isinstance(error, MissingMandatoryValue):
+        return f"{key} is missing a value{_origin_of(key)}"
+    for pattern, valid in MISFITS.items():
+        if re.search(pattern, text):
+            return f"{key}={'null' if error.value is None else error.value}: {valid}"
+    return f"{key}: {text}" if key else text
+
+
+def _origin_of(key: str) -> str:
+    """Return the end of an error: the file that should have set a key, if a group's option was chosen for it."""
+    choices = HydraConfig.get().runtime.choices if HydraConfig.initialized() else {}
+    for choice, option in choices.items():
+        group, _, package = choice.partition("@")
+        if option and key.rpartition(".")[0] == (package or group):
+            return f"; {group}/{option}.yaml must set it"
+    return ""
+
+
+def _known_instead(key: str) -> str:
+    """What an unknown key was probably meant to be: a sibling, its namesake in another group, a similar key."""
+    keys, (parent, _, name) = list(known_keys(Config)), key.rpartition(".")
+    siblings = [known.rpartition(".")[2] for known in keys if known.rpartition(".")[0] == parent]
+    namesakes = [known for known in keys if known.endswith(f".{name}")]
+    close = difflib.get_close_matches(name, siblings, n=1)
+    if close or namesakes:
+        return f"did you mean {f'{parent}.{close[0]}'.lstrip('.') if close else namesakes[0]}?"
+    return f"{parent or 'there'} {'has' if parent else 'are'}: {', '.join(siblings)}" if siblings else "see --help"
+
+
+def _explain_text(error: Exception, overrides: Sequence[str]) -> str | None:
+    """Hydra's errors: they say it in words, and know their override only while they are raised."""
+    text, override = str(error), _current_override(error)
+    key, _, value = override.lstrip("+").partition("=")
+    parent = key.rpartition(".")[0]
+    if "root: NoneType" in text:  # from OmegaConf, about a key within a null
+        instead = "use draft=model" if parent == "draft.model" else "nothing can be set in it"
+        return f"{override}: {parent} is null; {instead}"
+    if "Could not override 'target@draft.model'" in text:
+        return "target@draft.model: this draft has no model of its own; use draft=model"
+    if "must be a string or a list" in text and key:
+        return f"{override}: {_no_such_option(value, sorted(path.stem for path in (CONF / key).glob('*.yaml')))}"
+    if found := re.match(r"Ambiguous value for argument '(.*)'|Sweep parameters '(.*)' requires", text):
+        return f"{found[1] or found[2]}: several values need -m; a list is written [a,b], a text \"key='a,b'\""
+    found = re.match(r"Multiple values for (\S+)\. To override a value use 'override (.*)'", text)
+    if found and not any(typed.startswith("+") and found[1] in typed for typed in overrides):
+        file = next((typed for typed in overrides if typed.startswith("experiment=")), "an option")
+        return f"{file}: {found[1]} is chosen already; write `override /{found[2]}` in its defaults"
+    if found := re.match(r"Multiple values for (\S+)\.|Could not append to config. An item is already at '(.*)'", text):
+        return f"{found[1] or found[2]} is there already: leave out the +"
+    if found := re.search(r"use (\+\S+=\S+)", text):
+        return f"{found[1][1:]}: write {'-m ' if found[1].startswith('+sweeps=') else ''}{found[1]}"
+    if isinstance(error, AssertionError):
+        return None
+    return re.split(r"(?:Config s|S)earch path:|See http", text)[0]
+
+
+def _explain_option(missing: str, options: Sequence[str], overrides: list[str]) -> str:
+    """An option that is not there, GROUP/OPTION: those of its group and of the folders in it, or what would install it.
+
+    It is called as on the command line, which may say more than group and name: target@draft.model=NAME.
+    """
+    group, _, option = missing.rpartition("/")
+    typed = f"{group}={option}"
+    for override in overrides:
+        key, _, value = override.partition("=")
+        name = key.lstrip("+").partition("@")[0]
+        within = missing.removeprefix(f"{name}/")  # experiment=paper/table9
+        if within != missing and within in value.split(","):
+            group, option, typed = name, within, f"{key}={within}"
+    if extra := EXTRAS.get(f"{group}={option}"):
+        return f"{typed}: needs pip install 'magicdec[{extra}]'"
+    within_group = (path.relative_to(CONF / group).with_suffix("") for path in (CONF / group).glob("*/**/*.yaml"))
+    return f"{typed}: {_no_such_option(option, [*options, *sorted(path.as_posix() for path in within_group)])}"
+
+
+def _no_such_option(option: str, options: Sequence[str]) -> str:
+    """Of options in folders, the last part is compared, too."""
+    names = {name.rpartition("/")[2]: name for name in options} | {name: name for name in options}
+    close = difflib.get_close_matches(option, names, n=1, cutoff=0.7)
+    return f"no such option; one of: {', '.join(options)}{f'; did you mean {names[close[0]]}?' if close else ''}"
+
+
+def _omegaconf_error(error: BaseException | None) -> OmegaConfBaseException | None:
+    """The one that Hydra has wrapped, if any."""
+    while error is not None and not isinstance(error, OmegaConfBaseException):
+        error = error.__cause__ or error.__context__
+    return error
+
+
+def _current_override(error: Exception) -> str:
+    """The override that Hydra was applying when it gave up; its errors do not all name it."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        override = frame.f_locals.get("override")
+        if isinstance(override, Override):
+            return override.input_line or ""
+    return ""

@@ -1,0 +1,65 @@
+"""The prediction beside a run: a warning before it, predicted values with their errors after it, published ones."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from magicdec.costmodel import evaluate
+from magicdec.costmodel.acceptance import Curves
+from magicdec.costmodel.predict import predict
+from magicdec.costmodel.round import Setup
+from magicdec.costmodel.summary import verdict
+from magicdec.costmodel.tables import read_table
+from magicdec.costmodel.targets import architecture
+
+STEPS = ("target_decode", "draft", "verify")
+# Predicted values that a run measures under another name.
+MEASURED = {"speedup": "speedup"} | {f"{step}_ms": f"time/{step}_ms" for step in (*STEPS, "round")}
+
+
+def warning(setup: Setup, gammas: Sequence[int], curves: Curves, alpha: float | None = None) -> str | None:
+    """What to tell before a run that is predicted below 1x, or never to pay; None where there is nothing to tell.
+
+    Of several gammas the best counts.
+    """
+    prediction = predict(setup, gammas, alpha, curves)
+    best = prediction.best
+    hopeless = best.speedup is None and best.break_even_alpha is None
+    return verdict(prediction) if hopeless or (best.speedup is not None and best.speedup < 1.0) else None
+
+
+def beside(setup: Setup, gamma: int, measured: Mapping[str, Any]) -> dict[str, float | int | str | None]:
+    """`predicted/*` at the gamma that ran and, where it is known, the alpha that was measured.
+
+    Every value that `measured` (a result.json) has too gets a relative error, predicted over measured minus 1.
+    `predicted/step_error` is the largest of the steps' errors: those of a speedup may cancel out.
+    """
+    predicted = predict(setup, (gamma,), alpha=measured.get("alpha")).metrics()
+    for name, counterpart in MEASURED.items():
+        ours, theirs = predicted.get(f"predicted/{name}"), measured.get(counterpart)
+        if isinstance(ours, int | float) and isinstance(theirs, int | float) and theirs > 0:
+            predicted[f"predicted/{name.removesuffix('_ms')}_error"] = ours / theirs - 1
+    errors = [float(e) for step in STEPS if (e := predicted.get(f"predicted/{step}_error")) is not None]
+    return predicted | ({"predicted/step_error": max(errors, key=abs)} if errors else {})
+
+
+def published(setup: Setup, task: str) -> dict[str, float | int | str | None]:
+    """What the MagicDec paper measured for a configuration and a task, under `published/`; {} where it did not.
+
+    `published/predicted_speedup` is the cost model's at the paper's gamma and acceptance. Times in milliseconds.
+    """
+    machine = f"{setup.ranks}x{setup.hardware.device.name}".lower()
+    wanted = (setup.target_name, setup.draft.name, setup.policy, setup.budget, setup.context, setup.batch)
+    for row in read_table():
+        found = (row.target, row.draft, row.policy, row.kv_budget, row.context_len, row.batch_size)
+        if found == wanted and row.hardware.lower() == machine and row.task.startswith(task):
+            return {
+                "published/table": row.table,
+                "published/gamma": row.gamma,
+                "published/acceptance_length": row.omega,
+                "published/target_decode_ms": row.autoregressive_ms,
+                "published/draft_ms": row.draft_ms and row.draft_ms / row.gamma,
+                "published/verify_ms": row.verify_ms,
+                "published/speedup": row.speedup,
+                "published/predicted_speedup": evaluate.compare(row, architecture).predicted,
+            }
+    return {}

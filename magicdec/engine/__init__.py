@@ -1,0 +1,1 @@
+"""The engine: the round, its graphs, its audit, and batches of prompts decoded by it."""

@@ -1,0 +1,109 @@
+"""Adaptive gamma: how many tokens to propose, decided anew while a batch is decoded (draft.gamma=auto).
+
+A round of each gamma is timed beforehand, on the batch itself; how often proposals are accepted is estimated from the
+rounds so far. Together they give the time per token of each gamma, to hold against an autoregressive step's.
+
+B rows.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from magicdec.costmodel.speedup import omega
+from magicdec.decoding.state import INACTIVE, State
+from magicdec.decoding.timers import Stopwatch
+from magicdec.engine.graphs import Cycle
+
+TIMED_ROUNDS = 3  # of each gamma; the fastest counts, because whatever disturbs a round makes it slower
+PRIOR_ALPHA, PRIOR_JUDGED = 0.7, 4.0  # what is believed before the first round, and how many proposals that is worth
+DECAY = 0.95  # of what has been seen, in every round: text changes
+MARGIN = 0.03  # by which another gamma must be better to be switched to
+EVIDENCE = 16.0  # proposals that must have been judged before speculation is given up
+
+
+class AdaptiveCycle:
+    """Runs a round of the gamma that is best by now, or autoregressive steps where none pays.
+
+    `cycles[gamma]` runs rounds of that gamma, `cycles[0]` autoregressive steps. The draft learns nothing of these: once
+    speculation is given up it stays so until `restart`. The host never waits for a round to learn how it went.
+    """
+
+    def __init__(self, cycles: Mapping[int, Cycle], state: State):
+        """Time rounds of every gamma, which disturbs the state: the caller restarts it.
+
+        `timing_seconds` is what that takes, and a part of the speculative time to first token.
+        """
+        self._cycles, self._state = cycles, state
+        for cycle in cycles.values():  # kernels are compiled, libraries loaded: a warm-up, as of all that is timed
+            cycle()
+            state.forget_rounds()
+        with Stopwatch(state.tokens_BS.device) as watch:
+            self._seconds = self._timed_rounds()
+        self.timing_seconds = watch.seconds
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin with the prior again; `gammas` are those of the rounds since."""
+        self.gammas: list[int] = []
+        self._pending: list[tuple[int, Tensor, torch.cuda.Event | None]] = []
+        self._accepted, self._judged = PRIOR_ALPHA * PRIOR_JUDGED, PRIOR_JUDGED
+        costs = self._seconds_per_token()
+        self._gamma = min((gamma for gamma in costs if gamma), key=costs.__getitem__)
+
+    def __call__(self) -> None:
+        """Run the next round."""
+        if self._gamma:
+            self._learn()
+            self._choose()
+        self._cycles[self._gamma]()
+        self.gammas.append(self._gamma)
+        if self._gamma:
+            self._post()
+
+    @property
+    def alpha(self) -> float:
+        """The estimate: accepted among those proposals of which all earlier ones of their round were."""
+        return self._accepted / self._judged
+
+    def _choose(self) -> None:
+        costs = self._seconds_per_token()
+        if self._judged < EVIDENCE:
+            costs.pop(0)
+        best = min(costs, key=costs.__getitem__)
+        if costs[best] < (1 - MARGIN) * costs[self._gamma]:
+            self._gamma = best
+            self._cycles[best].restart()
+
+    def _seconds_per_token(self) -> dict[int, float]:
+        alpha = self.alpha
+        return {gamma: seconds / omega(gamma, alpha) for gamma, seconds in self._seconds.items()}
+
+    def _timed_rounds(self) -> dict[int, float]:
+        """Return the seconds of a round of each gamma; the gammas take turns, so that a slow spell hits all."""
+        fastest = dict.fromkeys(self._cycles, float("inf"))
+        for _ in range(TIMED_ROUNDS):
+            for gamma, cycle in self._cycles.items():
+                with Stopwatch(self._state.tokens_BS.device) as watch:
+                    cycle()
+                self._state.forget_rounds()
+                fastest[gamma] = min(fastest[gamma], watch.seconds)
+        return fastest
+
+    def _post(self) -> None:
+        """Ask for the counters of the round just queued."""
+        accepted_B, event = self._state.accepted_RB[len(self.gammas) - 1], None
+        if accepted_B.is_cuda:
+            copy_B = torch.empty(accepted_B.shape, dtype=accepted_B.dtype, pin_memory=True)
+            accepted_B, event = copy_B.copy_(accepted_B, non_blocking=True), torch.cuda.Event()
+            event.record()
+        self._pending.append((self._gamma, accepted_B, event))
+
+    def _learn(self) -> None:
+        """Take in the rounds whose counters have arrived."""
+        while self._pending and ((event := self._pending[0][2]) is None or event.query()):
+            gamma, accepted_B, _ = self._pending.pop(0)
+            taken = [count for count in accepted_B.tolist() if count != INACTIVE]
+            self._accepted = DECAY * self._accepted + sum(taken)
+            self._judged = DECAY * self._judged + sum(min(count + 1, gamma) for count in taken)

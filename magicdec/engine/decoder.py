@@ -1,0 +1,239 @@
+"""Prefill, the round, and generation: autoregressive without a draft, speculative with one.
+
+B rows, G = gamma, T = G + 1 tokens of a verification, R rounds, V vocabulary.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from magicdec.decoding.prefill import prefill
+from magicdec.decoding.state import TARGET, State
+from magicdec.decoding.timers import Clock, Stopwatch
+from magicdec.drafts.base import Draft, Proposal
+from magicdec.engine.adaptive import AdaptiveCycle
+from magicdec.engine.graphs import Captures, Cycle, Step
+from magicdec.models.kv_cache import KVCache
+from magicdec.models.transformer import Transformer
+from magicdec.verification.accept import Verdict, accept_greedy, accept_sampled, accept_synthetic
+from magicdec.verification.sampling import RowSampling, Sampling, Use, choose
+
+Progress = Callable[[int], None]
+
+
+def silent(_: int) -> None:
+    """Report progress to nobody."""
+
+
+@dataclass
+class Generation:
+    """What one pass over a batch produced, and when."""
+
+    tokens: list[list[int]]  # new tokens per row, the prefill's first one included
+    accepted_RB: Tensor  # accepted proposals, INACTIVE where the row had finished
+    committed_RB: Tensor  # tokens committed, cut at ends of sequence and at limits
+    round_seconds: list[float]  # end of each round since the start of decoding
+    setup_seconds: float = 0.0  # before the first round: the draft's prefill, and timing its gammas if it has several
+    gammas: list[int] = field(default_factory=list)  # of each round; 0 where nothing was proposed
+    generate_len: int = 0  # the limit of every row
+
+
+class Decoder:
+    """One batch on one target: its cache, its state, and the ways to continue it."""
+
+    def __init__(
+        self,
+        target: Transformer,
+        cache: KVCache,
+        state: State,
+        sampling: Sampling | RowSampling,
+        graphs: bool = False,
+        synthetic_acceptance: float | None = None,
+    ):
+        self.target, self.cache, self.state, self.sampling = target, cache, state, sampling
+        self.synthetic_acceptance = synthetic_acceptance
+        self.device = cache.seqlens_B.device
+        self.captures = Captures(self.device) if graphs and self.device.type == "cuda" else None
+        self._cycles: dict[tuple[Draft | None, int | None], Cycle | AdaptiveCycle] = {}
+
+    @torch.inference_mode()
+    def prefill(self, chunk: int, progress: Progress = silent) -> float:
+        """Fill the target's cache and decide each row's first token; returns the seconds until it is known."""
+        state = self.state
+        with Stopwatch(self.device) as watch:
+            self.cache.rollback(torch.zeros_like(state.prompt_len_B))
+            last_BE = prefill(
+                self.target,
+                self.cache,
+                state.tokens_BS,
+                state.prompt_len_B,
+                state.max_prompt_len,
+                chunk,
+                progress,
+            )
+            positions_B1 = state.prompt_len_B.long()[:, None]
+            logits_B1V = self.target.logits(last_BE[:, None])
+            state.inspect(logits_B1V, TARGET)
+            self.first_tokens_B = choose(logits_B1V, positions_B1, Use.DECIDE, self.sampling)[0][:, 0]
+        return watch.seconds
+
+    @torch.inference_mode()
+    def rehearse_prefill(self, chunk: int) -> None:
+        """A pass of each width that `prefill` will make, so that it is not timed with what its first calls take:
+        kernels that are compiled, libraries that are loaded.
+        """
+        longest = self.state.max_prompt_len
+        for width in {min(chunk, longest), longest % chunk} - {0}:
+            self.cache.rollback(torch.zeros_like(self.state.prompt_len_B))
+            self.target(self.state.tokens_BS[:, :width], self.cache)
+
+    def simulate_prefill(self) -> None:
+        """Stand where `prefill` would leave it, over random entries: for timing alone."""
+        self.cache.k_LBKSD.normal_()
+        self.cache.v_LBKSD.normal_()
+        self.first_tokens_B = torch.zeros_like(self.state.prompt_len_B, dtype=torch.int64)
+
+    def restart(self) -> None:
+        """Go back to the end of the prefill, which several passes share."""
+        self.cache.rollback(self.state.prompt_len_B)
+        self.state.start(self.first_tokens_B)
+        for cycle in self._cycles.values():
+            cycle.restart()
+
+    def round(self, draft: Draft, phase: int = 0) -> None:
+        """Propose, verify, accept, commit: no host synchronisation, static shapes."""
+        proposal = draft.propose(self.state)
+        logits_BTV = self.verify(proposal, draft.watch(self.cache, phase))
+        verdict = self.accept(proposal, logits_BTV)
+        count_B = self.state.commit(verdict)
+        self.cache.commit(draft.gamma + 1, count_B)
+        draft.commit(count_B)
+
+    def verify(self, proposal: Proposal, cache: KVCache) -> Tensor:
+        """One target pass over the last committed token and the proposals: T next-token logits a row."""
+        tokens_BT = torch.cat((self.state.recent_BT(1), proposal.tokens_BG), dim=1)
+        logits_BTV = self.target.logits(self.target(tokens_BT, cache))
+        self.state.inspect(logits_BTV, TARGET)
+        return logits_BTV
+
+    def accept(self, proposal: Proposal, logits_BTV: Tensor) -> Verdict:
+        """Decide by the rule that keeps this sampling lossless, or draw a synthetic outcome."""
+        positions_BT = self.state.next_positions_BT(logits_BTV.shape[1])
+        if self.synthetic_acceptance is not None:
+            return accept_synthetic(
+                proposal.tokens_BG, logits_BTV, positions_BT, self.synthetic_acceptance, self.sampling
+            )
+        if self.sampling.greedy:
+            return accept_greedy(proposal.tokens_BG, logits_BTV)
+        return accept_sampled(proposal.tokens_BG, proposal.q_BGV, logits_BTV, positions_BT, self.sampling)
+
+    def decode_token(self) -> None:
+        """One autoregressive step: a round without proposals."""
+        logits_B1V = self.target.logits(self.target(self.state.recent_BT(1), self.cache))
+        self.state.inspect(logits_B1V, TARGET)
+        token_B1, _ = choose(logits_B1V, self.state.next_positions_BT(1), Use.DECIDE, self.sampling)
+        count_B = self.state.commit(Verdict(torch.zeros_like(self.state.num_tokens_B), token_B1))
+        self.cache.commit(1, count_B)
+
+    @torch.inference_mode()
+    def generate(self, draft: Draft | None = None, progress: Progress = silent) -> Generation:
+        """Continue the prefilled prompts to their ends; `progress` is told of every round."""
+        cycle = self.cycle_for(draft)
+        self.restart()
+        setup_seconds = 0.0
+        if draft is not None:
+            with Stopwatch(self.device) as watch:
+                draft.prefill(self.state, silent)
+            setup_seconds = watch.seconds + (cycle.timing_seconds if isinstance(cycle, AdaptiveCycle) else 0.0)
+        clock, stop = Clock(self.device), _StopFlag(self.state.finished_B)
+        clock.mark()
+        while not stop.raised():
+            cycle()
+            clock.mark()
+            stop.post()
+            progress(1)
+        seconds = clock.seconds()
+        self.state.check_finite("in speculative decoding" if draft else "in autoregressive decoding")
+        fixed = [draft.gamma if draft else 0] * len(seconds)
+        return self._collect(seconds, setup_seconds, cycle.gammas if isinstance(cycle, AdaptiveCycle) else fixed)
+
+    def cycle_for(self, draft: Draft | None) -> Cycle | AdaptiveCycle:
+        """The rounds of a draft, of its gamma or of the best of its gammas. What is captured or timed the first time
+        disturbs the state, so `restart` follows.
+        """
+        if draft is None or not draft.gammas:
+            return self.cycle(draft, draft.gamma if draft else 0)
+        if (draft, None) not in self._cycles:
+            cycles = {gamma: self.cycle(draft, gamma) for gamma in draft.gammas}
+            self._cycles[draft, None] = AdaptiveCycle({0: self.cycle(None, 0)} | cycles, self.state)
+        return self._cycles[draft, None]
+
+    def cycle(self, draft: Draft | None, gamma: int) -> Cycle:
+        """The captured (or plain) rounds of a draft that proposes `gamma` tokens."""
+        if (draft, gamma) not in self._cycles:
+            bodies: list[Callable[[], None]] = [self.decode_token]
+            if draft is not None:
+                bodies = [partial(self._round_of, draft, gamma, phase) for phase in range(draft.phases)]
+            # Rows that finish in a rehearsal stay within their buffers; only the rounds are counted without an end.
+            undo = self.state.forget_rounds
+            self._cycles[draft, gamma] = Cycle([Step(body, self.captures, undo) for body in bodies])
+        cycle = self._cycles[draft, gamma]
+        assert isinstance(cycle, Cycle)
+        return cycle
+
+    def _round_of(self, draft: Draft, gamma: int, phase: int) -> None:
+        draft.gamma = gamma
+        self.round(draft, phase)
+
+    def forget_cycles(self) -> None:
+        """Release captures, and what they hold."""
+        self._cycles.clear()
+
+    def _collect(self, round_seconds: list[float], setup_seconds: float, gammas: list[int]) -> Generation:
+        """Read the counters back, once."""
+        state, rounds = self.state, len(round_seconds)
+        tokens, starts, ends = state.tokens_BS.tolist(), state.prompt_len_B.tolist(), state.num_tokens_B.tolist()
+        return Generation(
+            tokens=[row[start:end] for row, start, end in zip(tokens, starts, ends, strict=True)],
+            accepted_RB=state.accepted_RB[:rounds].to("cpu", copy=True),  # the next pass counts into the same buffers
+            committed_RB=state.committed_RB[:rounds].to("cpu", copy=True),
+            round_seconds=round_seconds,
+            setup_seconds=setup_seconds,
+            gammas=gammas,
+            generate_len=state.max_len - state.max_prompt_len,
+        )
+
+
+class _StopFlag:
+    """Whether all rows have finished, read without stalling the device.
+
+    On a GPU the host reads round i-1's flag while round i runs, so that at most one surplus round is decoded.
+    """
+
+    def __init__(self, finished_B: Tensor):
+        self._finished_B, self._posted, self._read = finished_B, 0, 0
+        if finished_B.is_cuda:  # two of each: of the round that runs, and of the one before
+            self._flags = torch.zeros(2, dtype=torch.bool, pin_memory=True)
+            self._events = [torch.cuda.Event() for _ in range(2)]
+
+    def post(self) -> None:
+        """Ask for the flag as it stands after the work queued so far."""
+        if self._finished_B.is_cuda:
+            slot = self._posted % 2
+            self._flags[slot].copy_(self._finished_B.all(), non_blocking=True)
+            self._events[slot].record()
+            self._posted += 1
+
+    def raised(self) -> bool:
+        """On a CPU the flag of now; on a GPU that of the round before the last one queued."""
+        if not self._finished_B.is_cuda:
+            return bool(self._finished_B.all())
+        if self._posted - self._read < 2:
+            return False
+        slot = self._read % 2
+        self._events[slot].synchronize()
+        self._read += 1
+        return bool(self._flags[slot])

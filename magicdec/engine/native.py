@@ -1,0 +1,109 @@
+"""Our own engine: a target and, with speculation, a draft, opened on one batch of prompts after another."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from magicdec.decoding.state import State
+from magicdec.drafts.base import DRAFTS, Draft, DraftSpec
+from magicdec.engine.decoder import Decoder, silent
+from magicdec.models.kv_cache import KVCache
+from magicdec.models.transformer import Transformer
+from magicdec.verification.sampling import RowSampling, Sampling
+
+
+@dataclass
+class Batch:
+    """One batch of prompts, ready to be prefilled and decoded, with and without the draft."""
+
+    decoder: Decoder
+    draft: Draft | None
+    simulated: bool = False
+
+    def simulate_prefill(self) -> None:
+        """Stand where the prefill would leave it, for timing alone."""
+        self.decoder.simulate_prefill()
+        self.simulated = True
+
+    def restart(self) -> None:
+        """Go back to the first round."""
+        self.decoder.restart()
+        if self.draft is not None and self.simulated:
+            self.draft.simulate_prefill(self.decoder.state)
+        elif self.draft is not None:
+            self.draft.prefill(self.decoder.state, silent)
+
+    def close(self) -> None:
+        """Free its memory at once, though the caller's variable may live on until the next batch is bound to it."""
+        self.decoder.forget_cycles()  # they hold the caches in a circle
+        vars(self).clear()
+
+
+@dataclass
+class NativeEngine:
+    """What does not change from batch to batch."""
+
+    target: Transformer
+    sampling: Sampling
+    generate_len: int
+    prefill_chunk: int
+    draft_name: str = "none"
+    draft_model: Transformer | None = None  # None: the target itself, where the draft is a model
+    gamma: int = 0
+    gammas: tuple[int, ...] = ()  # to choose among while decoding, `gamma` the largest; empty: always gamma
+    draft_options: Mapping[str, Any] = field(default_factory=dict)
+    policy: str = "full"
+    cache_options: Mapping[str, Any] = field(default_factory=dict)
+    ignore_eos: bool = True
+    graphs: bool = False
+    synthetic_acceptance: float | None = None
+
+    @property
+    def slack(self) -> int:
+        """Tokens that a round may write behind the longest sequence."""
+        return self.gamma + self.draft_options.get("inner_gamma", 0) + 1
+
+    def open(self, prompts: list[list[int]], first: int = 0) -> Batch:
+        """Allocate state and caches for these prompts (token ids; their lengths may differ).
+
+        `first` counts the prompts of the run before these: no two sequences of a run share random numbers.
+        """
+        eos = () if self.ignore_eos else self.target.config.eos_token_ids
+        state = State(prompts, self.generate_len, self.slack, eos, self.target.embed.weight.device)
+        return self.open_on(state, replace(self.sampling, sequence=first))
+
+    def open_on(self, state: State, sampling: Sampling | RowSampling) -> Batch:
+        """Allocate caches for the rows of a state."""
+        weight, rows = self.target.embed.weight, len(state.tokens_BS)
+        cache = KVCache(self.target.config, rows, state.max_len + self.slack, weight.dtype, weight.device)
+        decoder = Decoder(self.target, cache, state, sampling, self.graphs, self.synthetic_acceptance)
+        return Batch(decoder, self.draft_for(decoder) if self.draft_name != "none" else None)
+
+    def draft_for(self, decoder: Decoder) -> Draft:
+        """A draft of its own for an opened batch, whose prefill several drafts may share."""
+        spec = DraftSpec(
+            self.target,
+            decoder.cache,
+            decoder.state,
+            decoder.sampling,
+            self.gamma,
+            self.prefill_chunk,
+            self.policy,
+            self.cache_options,
+            self.draft_model,
+            **self.draft_options,
+        )
+        draft = DRAFTS[self.draft_name].build(spec)
+        draft.gammas = self.gammas
+        return draft
+
+
+@torch.inference_mode()
+def warm_up(batch: Batch) -> None:
+    """One step of each kind, before anything is timed: thread pools, kernels, graphs."""
+    batch.restart()
+    batch.decoder.cycle_for(None)()
+    if batch.draft is not None:
+        batch.decoder.cycle_for(batch.draft)()

@@ -1,1 +1,0 @@
-"""Who decodes: the native engine, and adapters to peers."""

@@ -1,0 +1,126 @@
+"""The KV cache: preallocated, ragged, lengths on the device.
+
+L layers, B rows, K KV heads, S slots, D head dim, T new tokens. Slots [0, seqlens) of a row are valid; a forward pass
+appends behind them, a rollback lowers seqlens, and nothing moves. Shapes and addresses are static, so that a round
+over a cache can be captured as a graph.
+"""
+
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from magicdec.architectures import ModelConfig
+from magicdec.attention.base import Attention, Shape
+
+
+def copy_row(target: Any, source: Any, row: int) -> None:
+    """Copy the only row of one object's `per_row` tensors to a row of another's; names say where the B of rows is."""
+    for name in target.per_row:
+        theirs, axis = getattr(source, name), name.rpartition("_")[2].index("B")
+        if theirs is not None:
+            getattr(target, name).select(axis, row).copy_(theirs.select(axis, 0))
+
+
+class Place(NamedTuple):
+    """Slots of one layer, as plain tensors: what is compiled knows no caches."""
+
+    k_BKSD: Tensor
+    v_BKSD: Tensor
+    rows_B1: Tensor
+    slots_BT: Tensor
+
+    def write(self, k_BTKD: Tensor, v_BTKD: Tensor) -> None:
+        """Write T new keys and values of every row."""
+        self.k_BKSD[self.rows_B1, :, self.slots_BT] = k_BTKD
+        self.v_BKSD[self.rows_B1, :, self.slots_BT] = v_BTKD
+
+
+class KVCache:
+    """Keys and values of every token so far: the target's cache, and the base of every draft's."""
+
+    # Tensors with something for every row; a policy with state of its own adds to them.
+    per_row: ClassVar[tuple[str, ...]] = ("k_LBKSD", "v_LBKSD", "seqlens_B")
+
+    def __init__(
+        self, config: ModelConfig, num_rows: int, capacity: int, dtype: torch.dtype, device: torch.device | str
+    ):
+        """Allocate `capacity` slots for each of `num_rows` rows."""
+        shape = (config.num_layers, num_rows, config.num_kv_heads, capacity, config.head_dim)
+        self.config = config
+        self.k_LBKSD = torch.zeros(shape, dtype=dtype, device=device)
+        self.v_LBKSD = torch.zeros(shape, dtype=dtype, device=device)
+        self.seqlens_B = torch.zeros(num_rows, dtype=torch.int32, device=device)
+        self._rows_B1 = torch.arange(num_rows, device=device)[:, None]
+
+    def view(self, start: int, end: int) -> "KVCache":
+        """The entries and lengths of layers [start, end), shared."""
+        part = KVCache(self.config.layers(start, end), self.num_rows, 0, self.k_LBKSD.dtype, self.k_LBKSD.device)
+        part.k_LBKSD, part.v_LBKSD = self.k_LBKSD[start:end], self.v_LBKSD[start:end]
+        part.seqlens_B = self.seqlens_B
+        return part
+
+    def copy_row(self, row: int, source: "KVCache") -> None:
+        """Make a row the copy of another such cache's only one: so a request that was prefilled apart gets its slot."""
+        copy_row(self, source, row)
+
+    def clear_row(self, row: int) -> None:
+        """Forget a row, which so attends to next to nothing."""
+        self.seqlens_B[row] = 0
+
+    @property
+    def capacity(self) -> int:
+        """Slots per row."""
+        return self.k_LBKSD.shape[3]
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the batch."""
+        return self.k_LBKSD.shape[1]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of keys and values."""
+        return 2 * self.k_LBKSD.numel() * self.k_LBKSD.element_size()
+
+    def slots_BT(self, num_new: int) -> Tensor:
+        """Slots that the next `num_new` tokens go to (int64)."""
+        return self.seqlens_B.long()[:, None] + torch.arange(num_new, device=self.seqlens_B.device)
+
+    def positions_BT(self, num_new: int) -> Tensor:
+        """Positions in the sequence of the next `num_new` tokens (int64)."""
+        return self.slots_BT(num_new)
+
+    def first_seen_B(self, layer: int, position_B: Tensor) -> Tensor:
+        """Return the first position that a token at `position_B` sees in a layer; 0 or less: everything is seen."""
+        window = self.config.window_of(layer)
+        return torch.zeros_like(position_B) if window is None else position_B + 1 - window
+
+    def place(self, layer: int, slots_BT: Tensor) -> Place | None:
+        """Where one layer's new keys and values are to be written; `advance` follows once all layers have. None: they
+        are there already.
+        """
+        return Place(self.k_LBKSD[layer], self.v_LBKSD[layer], self._rows_B1, slots_BT)
+
+    def plan(self, attention: Attention, num_new: int, dtype: torch.dtype) -> list[Any]:
+        """Each layer's plan for a forward pass of `num_new` tokens."""
+        shape = Shape(num_new, self.capacity, self.config.group_size, dtype)
+        windows = [self.config.window_of(i) for i in range(self.config.num_layers)]
+        plans = {window: attention.plan(self.seqlens_B + num_new, shape, window) for window in set(windows)}
+        return [plans[window] for window in windows]
+
+    def attend(self, layer: int, q_BTHD: Tensor, attention: Attention, plan: Any) -> Tensor:
+        """Attention of the T appended tokens over one layer; a policy that selects or observes does so here."""
+        return attention.attend(q_BTHD, self.k_LBKSD[layer], self.v_LBKSD[layer], plan)
+
+    def advance(self, num_new: int) -> None:
+        """Count `num_new` appended tokens of every row as valid."""
+        self.seqlens_B += num_new
+
+    def rollback(self, lengths_B: Tensor) -> None:
+        """Forget everything behind the first `lengths_B` tokens of each row."""
+        self.seqlens_B.copy_(lengths_B)
+
+    def commit(self, num_appended: int, count_B: Tensor) -> None:
+        """Of the last `num_appended` tokens appended to every row keep the first `count_B`."""
+        self.seqlens_B += count_B - num_appended

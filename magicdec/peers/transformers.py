@@ -1,0 +1,167 @@
+"""Hugging Face transformers as a peer: the same checkpoint and prompts through `generate`.
+
+Its speculation (assisted generation with a model, prompt lookup, early exit) takes one row at a time and a dynamic
+cache. B rows, S tokens of the longest prompt.
+"""
+
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    GenerationConfig,
+    StaticCache,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+
+from magicdec.decoding.timers import Clock
+from magicdec.measure import memory
+from magicdec.measure.metrics import RowTimes
+from magicdec.models.quantize import quiet_torchao
+from magicdec.peers.base import Counts, Peer, PeerGeneration, PeerSpec
+
+CACHES = {"static": StaticCache, "dynamic": DynamicCache}
+
+
+class Bursts(StoppingCriteria):
+    """Notes when `generate` emits tokens, one or (speculating) several a row at a time; never stops it."""
+
+    def __init__(self, device: torch.device):
+        self._clock, self._width = Clock(device), 0
+        self.lengths: list[int] = []  # of the sequences, after each burst
+        self.widths: list[int] = []  # of the target's pass that led to it, in tokens
+
+    def start(self) -> None:
+        """From here on seconds count."""
+        self._clock.mark()
+
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        """Called by `generate` after each burst."""
+        self._clock.mark()
+        self.lengths.append(input_ids.shape[1])
+        self.widths.append(self._width)
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+    def watch(self, _module: Any, _args: Any, inputs: dict[str, Any]) -> None:
+        """Called before each pass; an early exit drafts with the target, too, but verifies last."""
+        self._width = inputs["input_ids"].shape[1]
+
+    @property
+    def seconds(self) -> list[float]:
+        """Of each burst, since the start."""
+        return self._clock.seconds()
+
+
+class TransformersPeer(Peer):
+    """A target and, where one is named, an assistant."""
+
+    def __init__(self, spec: PeerSpec, cache: str = "static"):
+        quiet_torchao()  # which transformers imports where it is installed
+        transformers.utils.logging.disable_progress_bar()
+        transformers.utils.logging.set_verbosity_error()  # assisted generation warns of what it does itself
+        torch.backends.cuda.matmul.allow_tf32 = False  # fp32 means fp32
+        self.spec, self._cache = spec, cache
+        self._device = torch.device(spec.device)
+        self._peak = memory.Peak(self._device)
+        self.target = self._load(spec.target)
+        self.assistant = self._load(spec.draft) if spec.draft else None
+
+    def _load(self, folder: str) -> Any:
+        """In place of the checkpoint's own defaults: gamma proposals every round, whatever the draft thinks of them."""
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, self.spec.dtype))
+        model.generation_config = GenerationConfig(
+            num_assistant_tokens=self.spec.gamma or None,
+            num_assistant_tokens_schedule="constant",
+            assistant_confidence_threshold=0.0,
+        )
+        return model.to(self._device).eval()
+
+    @torch.inference_mode()
+    def generate(
+        self, prompts: list[list[int]], generate_len: int, speculative: bool, first: int = 0
+    ) -> PeerGeneration:
+        """See Peer.generate. Shorter prompts are padded on the left."""
+        width = max(map(len, prompts))
+        tokens_BS = torch.tensor([[0] * (width - len(row)) + row for row in prompts], device=self._device)
+        mask_BS = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in prompts], device=self._device)
+        bursts = Bursts(self._device)
+        watched = self.target.register_forward_pre_hook(bursts.watch, with_kwargs=True) if speculative else None
+        torch.manual_seed(self.spec.sampling.seed + first)
+        bursts.start()
+        out_BS = self.target.generate(
+            tokens_BS,
+            attention_mask=mask_BS,
+            past_key_values=self._new_cache(width + generate_len, speculative),
+            generation_config=self._settings(generate_len, speculative),
+            assistant_model=self.assistant if speculative else None,
+            stopping_criteria=StoppingCriteriaList([bursts]),
+        )
+        if watched is not None:
+            watched.remove()
+        rows = [self._ended(row) for row in out_BS[:, width:].tolist()]
+        counts = self._counts(bursts, width, generate_len) if speculative else Counts()
+        return PeerGeneration(rows, _times(bursts, width, rows), counts)
+
+    def _new_cache(self, length: int, speculative: bool) -> StaticCache | DynamicCache:
+        if self._cache == "static" and not speculative:  # assisted generation takes none
+            return StaticCache(config=self.target.config, max_cache_len=length)
+        return DynamicCache(config=self.target.config)
+
+    def _settings(self, generate_len: int, speculative: bool) -> GenerationConfig:
+        spec, sampling = self.spec, self.spec.sampling
+        options: dict[str, Any] = {}
+        if not sampling.greedy:
+            options |= {"temperature": sampling.temperature, "top_k": sampling.top_k or 0, "top_p": sampling.top_p or 1}
+        if speculative and spec.draft_name == "ngram":
+            options |= {"prompt_lookup_num_tokens": spec.gamma, "max_matching_ngram_size": spec.max_ngram}
+        if speculative and spec.draft_name == "layer_skip":
+            options["assistant_early_exit"] = spec.num_layers
+        return GenerationConfig(
+            max_new_tokens=generate_len,
+            do_sample=not sampling.greedy,
+            eos_token_id=list(spec.eos_token_ids) or None,
+            # An assistant masks what looks like padding, whatever the mask says: none of a prompt's own tokens may.
+            pad_token_id=self.target.config.vocab_size if speculative else 0,
+            disable_compile=not spec.compile,
+            **options,
+        )
+
+    def _ended(self, row: list[int]) -> list[int]:
+        """A row up to its end of sequence; padding follows it."""
+        ends = (i + 1 for i, token in enumerate(row) if token in self.spec.eos_token_ids)
+        return row[: next(ends, len(row))]
+
+    def _counts(self, bursts: Bursts, width: int, generate_len: int) -> Counts:
+        """Of the only row there is; rounds that the limit kept from proposing gamma tokens say nothing."""
+        counts, length = Counts(), width
+        for after, passed in zip(bursts.lengths, bursts.widths, strict=True):
+            proposed = passed - (width if length == width else 1)
+            if proposed and width + generate_len - length > self.spec.gamma:
+                accepted = tuple(int(after - length - 1 > i) for i in range(self.spec.gamma))
+                counts += Counts(1, proposed, accepted)
+            length = after
+        return counts
+
+    @property
+    def version(self) -> str:
+        """See Peer.version."""
+        return f"transformers {transformers.__version__}"
+
+    @property
+    def peak_bytes(self) -> int:
+        """See Peer.peak_bytes."""
+        return self._peak.num_bytes
+
+
+def _times(bursts: Bursts, width: int, rows: list[list[int]]) -> list[RowTimes]:
+    """A row is timed to the burst that holds its last token; those of the first burst came with the prefill."""
+    emitted, seconds = [length - width for length in bursts.lengths], bursts.seconds
+    times = []
+    for row in rows:
+        last = next(i for i, count in enumerate(emitted) if count >= len(row))
+        times.append(RowTimes(seconds[0], seconds[last] - seconds[0], max(0, len(row) - emitted[0])))
+    return times

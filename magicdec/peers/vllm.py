@@ -1,0 +1,212 @@
+"""vLLM as a peer: a worker (vllm_worker.py) in an environment of its own, so that its PyTorch and ours never meet."""
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import tempfile
+import threading
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from magicdec.errors import UserError
+from magicdec.measure.metrics import RowTimes
+from magicdec.peers.base import Counts, Peer, PeerGeneration, PeerSpec
+
+WORKER = Path(__file__).with_name("vllm_worker.py")
+PYTHON_VARIABLE = "MAGICDEC_VLLM_PYTHON"
+INSTALL = (
+    "make one with 'python -m venv vllm-venv && vllm-venv/bin/pip install vllm' (on a CPU see docs/peers.md), "
+    f"then set engine.python=vllm-venv/bin/python or {PYTHON_VARIABLE}"
+)
+BLOCK = 128  # tokens of a block of its KV cache, at most
+TAIL = 2000  # characters of the worker's last words in an error
+PROBE_S = 60
+
+
+def python(configured: str | None) -> str:
+    """The Python of vLLM's environment: as configured, or as the environment variable says; UserError without any."""
+    chosen = configured or os.environ.get(PYTHON_VARIABLE)
+    if not chosen:
+        raise UserError(f"engine.python=null: engine=vllm needs an environment of its own; {INSTALL}")
+    path = os.path.abspath(os.path.expanduser(chosen))  # not resolved: a venv's Python is a link
+    if not os.access(path, os.X_OK):
+        raise UserError(f"engine.python={chosen}: no such program; {INSTALL}")
+    return path
+
+
+def check(python: str) -> None:
+    """Raise UserError where that Python does not know vLLM; whether it can be imported, only the worker finds out."""
+    code = "import sys, importlib.util; sys.exit(importlib.util.find_spec('vllm') is None)"
+    with suppress(subprocess.SubprocessError, OSError):
+        if subprocess.run([python, "-I", "-c", code], capture_output=True, timeout=PROBE_S).returncode == 0:
+            return
+    raise UserError(f"engine.python={python}: vLLM is not installed there; {INSTALL}")
+
+
+class VllmPeer(Peer):
+    """One worker at a time: speculation is a property of a vLLM engine, so that each way has a worker of its own."""
+
+    def __init__(self, spec: PeerSpec, python: str, method: str, kv_bytes_per_token: int, time_limit_s: float):
+        self.spec, self._python, self._method, self._time_limit_s = spec, python, method, time_limit_s
+        # Two blocks to spare a row: the second pass must not evict what the first has left for it.
+        tokens_per_row = (-(-spec.max_len // BLOCK) + 2) * BLOCK
+        self._kv_bytes = (spec.num_rows * tokens_per_row + BLOCK) * kv_bytes_per_token
+        self._worker: Worker | None = None
+        self._speculative = False
+        self._peak = 0
+
+    def generate(
+        self, prompts: list[list[int]], generate_len: int, speculative: bool, first: int = 0
+    ) -> PeerGeneration:
+        """See Peer.generate."""
+        if self._worker is None or self._speculative != speculative:
+            self.close()
+            self._worker, self._speculative = Worker(self._python, self.spec.device, self._time_limit_s), speculative
+            self._version = self._worker.ask(self._options(speculative))["version"]
+        sampling = self.spec.sampling
+        options: dict[str, Any] = {"temperature": sampling.temperature, "ignore_eos": not self.spec.eos_token_ids}
+        if self.spec.eos_token_ids:  # without a tokenizer it knows of none
+            options["stop_token_ids"] = self.spec.eos_token_ids
+        if not sampling.greedy:
+            options |= {"top_k": sampling.top_k or 0, "top_p": sampling.top_p or 1.0}
+        seed = sampling.seed + first
+        request = {"prompts": prompts, "generate_len": generate_len, "seed": seed, "sampling": options}
+        answer = self._worker.ask(request)
+        self._peak = max(self._peak, answer["peak_bytes"])
+        rows = zip(answer["first"], answer["decode"], answer["tokens"], strict=True)
+        return PeerGeneration(
+            answer["tokens"],
+            [RowTimes(first, decode, len(tokens) - 1) for first, decode, tokens in rows],
+            Counts(answer["rounds"], answer["proposed"], tuple(answer["accepted"])),
+        )
+
+    def _options(self, speculative: bool) -> dict[str, Any]:
+        """Of vLLM's LLM class."""
+        spec = self.spec
+        options = {
+            "model": spec.target,
+            "dtype": spec.dtype,
+            "max_model_len": spec.max_len,
+            "max_num_seqs": spec.num_rows,
+            "kv_cache_memory_bytes": self._kv_bytes,
+            "seed": spec.sampling.seed,
+            "enforce_eager": not (spec.compile or spec.graphs),
+        }
+        if not speculative:
+            return options
+        if spec.draft_name == "ngram":
+            drafts = {"method": "ngram", "prompt_lookup_max": spec.max_ngram, "prompt_lookup_min": 1}
+        else:
+            drafts = {"method": self._method, "model": spec.draft}
+        return options | {"speculative_config": drafts | {"num_speculative_tokens": spec.gamma}}
+
+    @property
+    def version(self) -> str:
+        """See Peer.version."""
+        return f"vllm {self._version}"
+
+    @property
+    def peak_bytes(self) -> int:
+        """See Peer.peak_bytes."""
+        return self._peak
+
+    def close(self) -> None:
+        """See Peer.close."""
+        if self._worker is not None:
+            self._worker.close()
+        self._worker = None
+
+
+class Worker:
+    """The process: asked a line, answers a line, or an error is raised within the time limit."""
+
+    def __init__(self, python: str, device: str, time_limit_s: float):
+        self._python, self._time_limit_s = python, time_limit_s
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
+        self._process = subprocess.Popen(
+            [python, "-I", str(WORKER)],  # -I: whatever is on our path stays off its
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._stderr,
+            env=os.environ | environment(python, device),
+            start_new_session=True,  # an interrupt is ours, who end it
+            text=True,
+        )
+        self._lines: queue.Queue[str] = queue.Queue()
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self) -> None:
+        assert self._process.stdout is not None
+        with suppress(ValueError):  # closed
+            for line in self._process.stdout:
+                self._lines.put(line)
+        self._lines.put("")
+
+    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        """The answer; RuntimeError with the worker's last words where there is none, UserError where vLLM is broken."""
+        assert self._process.stdin is not None
+        try:
+            with suppress(BrokenPipeError):  # then the answer tells why
+                self._process.stdin.write(json.dumps(request) + "\n")
+                self._process.stdin.flush()
+            answer = self._answer()
+        except BaseException:  # an interrupt, too
+            self.close()
+            raise
+        return answer
+
+    def _answer(self) -> dict[str, Any]:
+        try:
+            line = self._lines.get(timeout=self._time_limit_s)
+        except queue.Empty:
+            limit = f"engine.time_limit_s={self._time_limit_s:g}"
+            raise RuntimeError(f"vLLM's worker gave no answer within {limit} seconds{self._last_words()}") from None
+        if not line:
+            raise RuntimeError(f"vLLM's worker ended, exit code {self._process.wait(PROBE_S)}{self._last_words()}")
+        try:
+            answer = json.loads(line)
+        except ValueError:
+            raise RuntimeError(f"vLLM's worker answered {line[:80]!r}, which is not JSON{self._last_words()}") from None
+        if answer.get("kind") == "import":
+            raise UserError(f"engine.python={self._python}: vLLM cannot be imported ({answer['error']}); {INSTALL}")
+        if "error" in answer:
+            raise RuntimeError(f"vLLM: {answer['error']}{self._last_words()}")
+        return answer
+
+    def _last_words(self) -> str:
+        """The end of what it wrote to stderr."""
+        self._stderr.seek(0)
+        text = self._stderr.read().decode(errors="replace")[-TAIL:].strip()
+        return f"; its last words:\n{text}" if text else ""
+
+    def close(self) -> None:
+        """End it, and whatever it has started."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout, self._stderr):
+            with suppress(BrokenPipeError):
+                stream.close()  # type: ignore[union-attr]
+
+
+def environment(python: str, device: str) -> dict[str, str]:
+    """What vLLM is told by environment variables: no second process of its own, our number of threads, and on a CPU the
+    libraries that its documentation has users preload, as far as they are installed there.
+    """
+    found = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "OMP_NUM_THREADS": str(torch.get_num_threads()),
+    }
+    if device == "cpu":
+        root = Path(python).parents[1]
+        wanted = ("lib/python*/site-packages/vllm/libs/libtcmalloc_minimal*.so*", "lib/libiomp5.so")
+        libraries = [str(path) for pattern in wanted for path in sorted(root.glob(pattern))[:1]]
+        found |= {"LD_PRELOAD": ":".join(libraries)} if libraries else {}
+    return found

@@ -1,0 +1,1 @@
+"""From a configuration to a plan, and from a plan to objects."""

@@ -1,0 +1,238 @@
+"""From the plan of a run to its objects, and to the memory that they will take: the only place that constructs."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+
+from magicdec.attention import choice
+from magicdec.attention.base import Attention
+from magicdec.config.schema import Config, DraftConfig
+from magicdec.data import Prompts, load_prompts
+from magicdec.data.tokenizer import load_tokenizer
+from magicdec.engine.native import NativeEngine
+from magicdec.errors import UserError
+from magicdec.measure import memory
+from magicdec.measure.footprint import Footprint, UniformAttention, footprint, largest_batch
+from magicdec.models import checkpoint, quantize
+from magicdec.models.parallel import Share, share
+from magicdec.models.transformer import Transformer
+from magicdec.peers import vllm
+from magicdec.peers.base import Peer, PeerSpec
+from magicdec.planning.resolve import Model, Plan
+from magicdec.tracking.progress import Progress
+from magicdec.units import GIB
+from magicdec.verification.sampling import Sampling
+
+log = logging.getLogger(__name__)
+
+# Keys of `draft` that are no draft's own to read.
+OTHER_DRAFT_KEYS = ("name", "gamma", "synthetic_acceptance", "model", "tensor_parallel", "quantization", "cache")
+
+
+def engine(plan: Plan, progress: Progress) -> NativeEngine:
+    """Load the weights and put the engine together."""
+    torch.backends.cuda.matmul.allow_tf32 = False  # fp32 means fp32
+    name = plan.config.attention.name
+    log.info(plan.why_attention)
+    with progress.task(f"attention={name}", total=1) as task:  # cpp is compiled at its first use
+        attention = choice.backend(name)()
+        task.advance(1)
+    return _engine(plan, lambda model: _load(model, plan, attention, progress))
+
+
+def _engine(plan: Plan, load: Callable[[Model], Transformer]) -> NativeEngine:
+    c = plan.config
+    target = load(plan.target)
+    return NativeEngine(
+        target=target,
+        draft_model=_draft_model(plan, target, load),
+        sampling=_sampling(c),
+        generate_len=c.batch.generate_len,
+        prefill_chunk=int(c.batch.prefill_chunk),
+        draft_name=c.draft.name,
+        gamma=max(c.gammas),
+        gammas=c.gammas if c.draft.gamma == "auto" else (),
+        draft_options=draft_options(c.draft),
+        policy=c.cache.policy,
+        cache_options=_options(c.cache, "policy"),
+        ignore_eos=c.sampling.ignore_eos,
+        graphs=c.hardware.cuda_graphs and plan.device.type == "cuda",
+        synthetic_acceptance=c.draft.synthetic_acceptance,
+    )
+
+
+def _sampling(config: Config) -> Sampling:
+    s = config.sampling
+    return Sampling(s.temperature, s.top_k, s.top_p, s.seed)
+
+
+def peer(plan: Plan) -> Peer:
+    """Another engine, with its models loaded."""
+    c, s = plan.config, plan.config.sampling
+    gamma = max(c.gammas)
+    longest = plan.target.config.max_position_embeddings
+    spec = PeerSpec(
+        target=str(plan.target.folder),
+        dtype=c.hardware.dtype,
+        device=plan.device.type,
+        num_rows=int(c.batch.size),
+        max_len=min(longest, c.batch.context_len + c.batch.generate_len + gamma + 1),
+        sampling=_sampling(c),
+        eos_token_ids=() if s.ignore_eos else tuple(plan.target.config.eos_token_ids),
+        draft_name=c.draft.name,
+        draft=str(plan.draft.folder) if plan.draft else None,
+        gamma=gamma,
+        max_ngram=c.draft.max_ngram,
+        num_layers=c.draft.num_layers,
+        compile=bool(c.hardware.compile),  # auto is resolved
+        graphs=c.hardware.cuda_graphs and plan.device.type == "cuda",
+    )
+    if c.engine.name == "transformers":
+        from magicdec.peers.transformers import TransformersPeer  # here, because generate takes seconds to import
+
+        return TransformersPeer(spec, c.engine.cache)
+    models = [model.config for model in (plan.target, plan.draft) if model is not None]
+    kv_bytes = sum(memory.kv_bytes(model, 1, plan.dtype) for model in models)
+    return vllm.VllmPeer(spec, vllm.python(c.engine.python), c.engine.method, kv_bytes, c.engine.time_limit_s)
+
+
+def prompts(
+    plan: Plan, tokenizer: object | None, num_rows: int | None = None, context_len: int | None = None
+) -> Prompts:
+    """Prompts as token ids: for every batch of the run, unless told how many and how long."""
+    c = plan.config
+    return load_prompts(
+        c.data.name,
+        tokenizer=tokenizer,
+        num_rows=int(c.batch.size) * c.batch.num_batches if num_rows is None else num_rows,
+        context_len=c.batch.context_len if context_len is None else context_len,
+        seed=c.data.seed,
+        path=c.data.path,
+        task=c.data.task,
+        vocab_size=plan.target.config.vocab_size,
+    )
+
+
+def tokenizer(plan: Plan) -> object | None:
+    """The target's tokenizer; None where random data needs none."""
+    if plan.config.data.name == "random":
+        return None
+    if plan.target.folder is None:
+        raise UserError(
+            f"data={plan.config.data.name} needs the target's tokenizer, and target.weights=random loads none; "
+            "use data=random"
+        )
+    return load_tokenizer(plan.target.folder)
+
+
+def estimate(plan: Plan, num_rows: int, context_len: int) -> Footprint:
+    """Bytes that the run will take of each device: of rank 0's, where there are several.
+
+    Where requests are served, `num_rows` slots take rounds, and one row more is prefilled.
+    """
+    if plan.config.scenario.name != "serve":
+        return _estimate(plan, num_rows, context_len)
+    slots, single = _estimate(plan, num_rows, context_len, prefills=False), _estimate(plan, 1, context_len)
+    return Footprint(
+        slots.weights,
+        slots.target_kv + single.target_kv,
+        slots.draft_kv + single.draft_kv,
+        # A round may come between two chunks. What is captured has its memory apart.
+        single.transient if slots.pooled else slots.transient + single.transient,
+        slots.pooled,
+    )
+
+
+def _estimate(plan: Plan, num_rows: int, context_len: int, prefills: bool = True) -> Footprint:
+    on_cpu = plan.device.type == "cpu"
+    attention = UniformAttention() if on_cpu else choice.backend(plan.config.attention.name)()
+
+    def load(model: Model) -> Transformer:
+        part = Share(0, model.num_ranks, 0, plan.num_ranks)
+        return _without_weights(model, plan, attention, part)
+
+    audited = plan.is_audited and plan.config.scenario.name != "serve"  # which compares tokens alone
+    found = footprint(_engine(plan, load), num_rows, context_len, audited, prefills)
+    return replace(found, transient=found.transient + memory.workspace_bytes(plan.device))
+
+
+def check_memory(plan: Plan, num_rows: int, context_len: int) -> Footprint:
+    """The estimate; raises UserError, naming the largest batch that fits, where memory would not suffice."""
+    available = memory.available_bytes(plan.device)
+    if plan.device.type == "cpu":
+        available //= plan.num_ranks
+    available -= memory.reserved_bytes(plan.device)
+    found = estimate(plan, num_rows, context_len)
+    if found.needed <= available:
+        return found
+    fits = largest_batch(lambda rows: estimate(plan, rows, context_len).needed, num_rows, available)
+    smaller = "the target, batch.context_len, batch.prefill_chunk or hardware.dtype"
+    advice = f"batch.size={fits} would fit" if fits else f"not even one row fits: choose a smaller one of {smaller}"
+    parts = {"weights": found.weights, "KV cache": found.target_kv, "draft's cache": found.draft_kv}
+    parts["activations"] = found.transient + found.pooled
+    raise UserError(
+        f"batch.size={num_rows} at batch.context_len={context_len} needs about {found.needed / GIB:.2f} GiB "
+        f"({', '.join(f'{name} {size / GIB:.2f}' for name, size in parts.items())}), but {available / GIB:.2f} GiB are "
+        f"available{' to each rank' if plan.num_ranks > 1 else ''}; {advice}"
+    )
+
+
+def num_bytes(plan: Plan) -> int:
+    """The memory that the run will take of each device, at the largest point of a profile."""
+    batch, scenario = plan.config.batch, plan.config.scenario
+    if scenario.name == "profile":
+        return estimate(plan, max(scenario.batch_sizes), max(scenario.context_lens)).needed
+    return estimate(plan, int(batch.size), batch.context_len).needed
+
+
+def draft_options(draft: DraftConfig) -> dict[str, Any]:
+    """The keys of `draft` that a draft reads itself; those of a hierarchical draft's inner cache by their own names."""
+    options = _options(draft, *OTHER_DRAFT_KEYS)
+    if draft.cache is None:
+        return options
+    return options | {"inner_policy": draft.cache.policy, "inner_cache_options": _options(draft.cache, "policy")}
+
+
+def _options(group: object, *others: str) -> dict[str, Any]:
+    """The keys of a group that a draft or a policy reads itself: all but `others`."""
+    return {f.name: getattr(group, f.name) for f in fields(group) if f.name not in others}  # type: ignore[arg-type]
+
+
+def _without_weights(model: Model, plan: Plan, attention: Attention, part: Share) -> Transformer:
+    """A share of a model, on the meta device: its weights have a shape and a type but no storage."""
+    with torch.device("meta"):
+        return Transformer(part.config(model.config), attention, part).to(plan.dtype).eval().requires_grad_(False)
+
+
+def _load(model: Model, plan: Plan, attention: Attention, progress: Progress) -> Transformer:
+    """This rank's share of a model, on its device. Random weights are made there, in the run's own dtype."""
+    part = share(model.num_ranks)
+    transformer = _without_weights(model, plan, attention, part)
+    if model.folder is None:
+        transformer.to_empty(device=plan.device)
+        generator = torch.Generator(plan.device).manual_seed(part.rank)
+        for weight in transformer.parameters():
+            weight.normal_(0, 0.02, generator=generator) if weight.dim() > 1 else weight.fill_(1.0)
+    else:
+        total = sum(weight.numel() for weight in transformer.parameters())
+        with progress.task(f"loading {model.key}", total=total) as task:
+            state = checkpoint.load(model.folder, model.config, plan.dtype, plan.device, task.advance, part)
+        transformer.load_state_dict(state, assign=True)
+    if plan.config.hardware.compile:
+        transformer.compile_layers()
+    return transformer.requires_grad_(False)
+
+
+def _draft_model(plan: Plan, target: Transformer, load: Callable[[Model], Transformer]) -> Transformer | None:
+    """The model that drafts; None where it is the target as it stands, or there is none."""
+    draft = plan.config.draft
+    model = load(plan.draft) if plan.draft else None
+    if draft.name == "none" or draft.quantization == "none":
+        return model
+    model = quantize.quantized(model or target, draft.quantization, plan.device)
+    if plan.config.hardware.compile:
+        model.compile_layers()
+    return model

@@ -1,0 +1,170 @@
+"""From a typed configuration to what the cost model predicts: no weights, no device, no PyTorch."""
+
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import yaml
+
+from magicdec.architectures import ModelConfig
+from magicdec.config.checks import check_length
+from magicdec.config.schema import CONF, ROWS_ON, Config, ModelChoice
+from magicdec.costmodel import acceptance, comparison
+from magicdec.costmodel.acceptance import Curves
+from magicdec.costmodel.hardware import OWN_STACK, Hardware, configured, device_in
+from magicdec.costmodel.round import DraftChoice, Setup, memory
+from magicdec.costmodel.targets import architecture
+from magicdec.errors import UserError
+from magicdec.planning.identity import identify
+from magicdec.policies import Settings
+from magicdec.tracking.reader import iter_runs, latest
+
+
+@dataclass(frozen=True)
+class Foreseen:
+    """A run that predicts: like resolve.Plan, as far as the frame of a run needs it."""
+
+    config: Config
+    setup: Setup
+    fingerprints: dict[str, str] = field(default_factory=dict)
+    num_ranks = 1  # predicting takes no devices
+
+    @property
+    def device_name(self) -> str:
+        """The machine predicted for."""
+        return self.setup.hardware.name
+
+    @property
+    def num_bytes(self) -> float:
+        """The memory that the run would take, on each GPU."""
+        return memory(self.setup, max(self.config.gammas), self.config.batch.generate_len).total
+
+
+def foresee(config: Config) -> Foreseen:
+    """Resolve `auto` and find the mistakes that a prediction would meet."""
+    if config.batch.size == "auto":
+        config = replace(config, batch=replace(config.batch, size=ROWS_ON["cuda"]))
+    target, architecture = _identified("target", config.target)
+    config = replace(config, target=target)
+    if config.draft.model is not None:
+        model, _ = _identified("draft.model", config.draft.model)
+        config = replace(config, draft=replace(config.draft, model=model))
+    check_length(config, architecture.max_position_embeddings)
+    setup = Setup(
+        target=architecture,
+        hardware=_machine(config),
+        batch=int(config.batch.size),
+        context=config.batch.context_len,
+        draft=_draft(config),
+        policy=config.cache.policy,
+        budget=config.cache.budget,
+        target_name=config.target.name,
+        settings=settings_of(config, config.cache.policy),
+    )
+    return Foreseen(config, setup)
+
+
+def setup_of_run(
+    config: Config,
+    target: ModelConfig,
+    draft: ModelConfig | None,
+    device_name: str,
+    element_bytes: float,
+    bandwidth_gbs: float | None = None,
+    tflops: float | None = None,
+) -> Setup:
+    """A run that really runs, as something to predict: this software, on the device it runs on.
+
+    `bandwidth_gbs` and `tflops` are measured figures for a device without a known datasheet. Raises UserError where
+    there is nothing to predict with, or a draft that has no cost model.
+    """
+    hardware, known = config.hardware, device_in(device_name)
+    machine = configured(
+        known.name if known else device_name,
+        hardware.tensor_parallel,
+        hardware.bandwidth_gbs or (None if known else bandwidth_gbs),
+        hardware.tflops or (None if known else tflops),
+        hardware.memory_gib,
+        hardware.efficiency,
+        OWN_STACK,
+    )
+    return Setup(
+        target,
+        machine,
+        int(config.batch.size),
+        config.batch.context_len,
+        _spec(config, draft),
+        config.cache.policy,
+        config.cache.budget,
+        config.target.name,
+        element_bytes,
+        settings_of(config, config.cache.policy),
+    )
+
+
+def doubts(plan: Any) -> list[str]:
+    """What to tell before a run (`plan`: resolve.Plan) that is predicted not to pay, on a device with a datasheet."""
+    config: Config = plan.config
+    if config.scenario.name != "compare" or config.engine.name != "native" or config.draft.name == "none":
+        return []
+    if config.data.name == "prompts":  # how long they are is not known yet
+        return []
+    try:
+        draft = plan.draft.config if plan.draft else None
+        setup = setup_of_run(config, plan.target.config, draft, plan.device_name, plan.dtype.itemsize)
+        found = comparison.warning(setup, config.gammas, curves(config), config.draft.synthetic_acceptance)
+    except UserError:  # nothing to predict with: then there is nothing to tell
+        return []
+    return [found] if found else []
+
+
+def settings_of(config: Config, policy: str) -> Settings:
+    """Return a policy's settings: those of `cache` where it has this policy, or else those that conf/cache gives it."""
+    known, file = vars(config.cache), CONF / "cache" / f"{policy}.yaml"
+    if config.cache.policy != policy:
+        known = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return Settings(**{f.name: known[f.name] for f in fields(Settings) if f.name in known})
+
+
+def draft_named(name: str, ranks: int | None) -> DraftChoice:
+    """Return a draft as scenario.drafts names it: `self`, `ngram`, or a target by name, shared by `ranks` GPUs."""
+    if name in ("self", "ngram"):
+        return DraftChoice(name, name)
+    return DraftChoice("model", name, architecture(name), ranks)
+
+
+def curves(config: Config) -> Curves:
+    """What is known of acceptance, by the runs in the store and by publications."""
+    return Curves([*acceptance.measured(latest(iter_runs(config.runs_dir))), *acceptance.published()], task_of(config))
+
+
+def task_of(config: Config) -> str:
+    """What the models are asked to continue."""
+    return acceptance.task_name(config.data.name, config.data.task, config.sampling.temperature)
+
+
+def _draft(config: Config) -> DraftChoice:
+    draft = config.draft
+    if config.scenario.name == "plan":  # which has drafts of its own
+        return DraftChoice()
+    if draft.name == "none":
+        raise UserError("draft=none: there is no speculation to predict; choose draft=self or draft=model")
+    return _spec(config, _identified("draft.model", draft.model)[1] if draft.model else None)
+
+
+def _identified(key: str, choice: ModelChoice) -> tuple[ModelChoice, ModelConfig]:
+    choice, _ = identify(key, choice, loads=False)
+    assert choice.architecture is not None, "identify has read it"
+    return choice, choice.architecture.to_model_config()
+
+
+def _spec(config: Config, model: ModelConfig | None) -> DraftChoice:
+    draft = config.draft
+    name = acceptance.draft_name(draft.name, draft.model.name if draft.model else None, draft.num_layers)
+    num_layers = draft.num_layers if draft.name == "layer_skip" else None
+    model = model if draft.name == "model" else None
+    return DraftChoice(draft.name, name, model, draft.tensor_parallel, draft.quantization, num_layers)
+
+
+def _machine(config: Config) -> Hardware:
+    h = config.hardware
+    return configured(h.name, h.tensor_parallel, h.bandwidth_gbs, h.tflops, h.memory_gib, h.efficiency)

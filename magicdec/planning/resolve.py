@@ -1,0 +1,202 @@
+"""From a typed configuration to the plan of a run: every `auto` resolved, every mistake found that needs no weights."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from magicdec import data
+from magicdec.architectures import ModelConfig, check_ranks
+from magicdec.attention import choice
+from magicdec.cache.draft_cache import CACHES
+from magicdec.config.checks import check_length
+from magicdec.config.schema import ROWS_ON, CacheConfig, Config, ModelChoice
+from magicdec.drafts.base import DRAFTS
+from magicdec.errors import UserError
+from magicdec.measure.metrics import Metrics
+from magicdec.measure.system import cpu_name
+from magicdec.models import checkpoint, quantize
+from magicdec.models.vocabulary import check_vocabularies
+from magicdec.peers import vllm
+from magicdec.planning.identity import identify
+
+# batch.prefill_chunk=auto: of every row of a batch, or of a request that is served, which is prefilled by itself.
+BATCH_CHUNK, REQUEST_CHUNK_ON = 128, {"cpu": 256, "cuda": 2048}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Model:
+    """One model of a run before its weights are loaded: where it lies and what it looks like."""
+
+    key: str  # the configuration's key, for messages
+    folder: Path | None  # None: random weights of a known architecture
+    config: ModelConfig
+    num_ranks: int = 1  # that divide its layers
+
+    @property
+    def fingerprint(self) -> str:
+        """What names its weights in a run's id."""
+        return checkpoint.fingerprint(self.folder) if self.folder else "random"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run whose every `auto` is resolved and whose mistakes are found; nothing large is allocated yet."""
+
+    config: Config
+    device: torch.device
+    dtype: torch.dtype
+    target: Model
+    draft: Model | None
+    device_name: str
+    why_attention: str  # why config.attention.name was chosen, for the log; empty where the engine has its own
+
+    @property
+    def fingerprints(self) -> dict[str, str]:
+        """Of the checkpoints and the text that the run reads; a profile reads no text."""
+        found = {m.key: m.fingerprint for m in (self.target, self.draft) if m is not None}
+        if self.config.scenario.name != "profile":
+            found["data"] = data.fingerprint(self.config.data.name, self.config.data.path)
+        return found
+
+    @property
+    def sources(self) -> Metrics:
+        """What says in results whether they are of models that know anything."""
+        models = (self.target, self.draft)
+        return {"weights/source": "random" if any(m is not None and m.folder is None for m in models) else "checkpoint"}
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that the run takes."""
+        return self.target.num_ranks
+
+    @property
+    def is_audited(self) -> bool:
+        """Whether the speculative output claims to be the target's: with synthetic acceptance it means nothing."""
+        return self.config.draft.name != "none" and self.config.draft.synthetic_acceptance is None
+
+
+def resolve(config: Config) -> Plan:
+    """The run that a configuration asks for; UserError for what can be known to be a mistake without weights."""
+    device, dtype = _device(config)
+    batch = config.batch
+    if batch.size == "auto":
+        batch = replace(batch, size=ROWS_ON[device.type])
+    if batch.prefill_chunk == "auto":
+        is_served = config.scenario.name == "serve"
+        batch = replace(batch, prefill_chunk=REQUEST_CHUNK_ON[device.type] if is_served else BATCH_CHUNK)
+    hardware = replace(config.hardware, device=device.type, dtype=str(dtype).removeprefix("torch."))
+    if hardware.compile == "auto":
+        hardware = replace(hardware, compile=device.type == "cuda")
+    choice, target = _model("target", config.target)
+    config = replace(config, batch=batch, hardware=hardware, target=choice)
+    draft = None
+    if config.draft.name != "none" and DRAFTS[config.draft.name].needs_model:
+        if config.draft.model is None:
+            raise UserError(f"draft.model=null: draft.name={config.draft.name} needs one, as conf/draft/model.yaml has")
+        choice, draft = _model("draft.model", config.draft.model)
+        config = replace(config, draft=replace(config.draft, model=choice))
+        check_vocabularies(target.config, draft.config, target.folder, draft.folder)
+    if config.draft.name != "none":
+        quantize.check(config.draft.quantization)
+        DRAFTS[config.draft.name].check(target.config, config.draft.num_layers)
+    _check_length(config, target, draft)
+    target, draft = _divided(config, target, draft)
+    if draft is not None:
+        config = replace(config, draft=replace(config.draft, tensor_parallel=draft.num_ranks))
+    why = ""
+    if config.engine.name == "native":
+        name, why = _attention(config, device, dtype, [target, draft] if draft else [target])
+        config = replace(config, attention=replace(config.attention, name=name))
+    elif config.engine.name == "vllm":
+        vllm.check(vllm.python(config.engine.python))
+    elif hardware.compile and device.type == "cpu":
+        raise UserError("hardware.compile=true: engine=transformers compiles on GPUs only; set it to false")
+    return Plan(config, device, dtype, target, draft, _device_name(device), why)
+
+
+def _device(config: Config) -> tuple[torch.device, torch.dtype]:
+    name = config.hardware.device
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UserError(
+            f"hardware.device=cuda (hardware={config.hardware.name}), but PyTorch sees no CUDA device here; "
+            "use hardware=cpu or hardware=auto"
+        )
+    dtype = config.hardware.dtype
+    if dtype == "auto":
+        dtype = "float32" if name == "cpu" else "bfloat16"
+    ranks, devices = config.hardware.tensor_parallel, torch.cuda.device_count()
+    if name == "cuda" and ranks > devices:
+        raise UserError(f"hardware.tensor_parallel={ranks}: there are {devices} GPUs here, and each rank takes one")
+    return torch.device(name), DTYPES[dtype]
+
+
+def _device_name(device: torch.device) -> str:
+    """What a run is measured on: of a CPU, so many threads of it."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    threads = torch.get_num_threads()
+    return f"{cpu_name()}, {threads} thread{'s' if threads > 1 else ''}"
+
+
+def _model(key: str, choice: ModelChoice) -> tuple[ModelChoice, Model]:
+    """Return the choice with what its checkpoint says, and the model."""
+    choice, folder = identify(key, choice, loads=choice.weights == "checkpoint")
+    assert choice.architecture is not None, "identify has read it"
+    return choice, Model(key, folder if choice.weights == "checkpoint" else None, choice.architecture.to_model_config())
+
+
+def _divided(config: Config, target: Model, draft: Model | None) -> tuple[Model, Model | None]:
+    """The models with the ranks that share them."""
+    ranks = config.hardware.tensor_parallel
+    drafters = (config.draft.tensor_parallel or ranks) if draft else ranks
+    check_ranks(target.config, ranks, draft.config if draft else None, drafters)
+    target = drafter = replace(target, num_ranks=ranks)
+    if draft is not None:
+        draft = drafter = replace(draft, num_ranks=drafters)
+    if config.draft.name != "none" and DRAFTS[config.draft.name].has_cache:
+        for key, cache in config.budgeted.items():
+            shares_target = key == "cache" and config.draft.name != "model"
+            CACHES[cache.policy].facts.check(drafter.config, drafters, shares_target, key)
+    return target, draft
+
+
+def _attention(config: Config, device: torch.device, dtype: torch.dtype, models: list[Model]) -> tuple[str, str]:
+    """Which backend, and why."""
+    name, why = choice.choose(config.attention.name, device, dtype, [model.config.head_dim for model in models])
+    if config.hardware.cuda_graphs and not choice.backend(name).captured:
+        raise UserError(
+            f"hardware.cuda_graphs=true: attention={name} plans on the host, which no graph can capture; set "
+            "hardware.cuda_graphs=false"
+        )
+    return name, why
+
+
+def _cache_of_model(config: Config) -> tuple[str, CacheConfig]:
+    """Return the key and the settings of the cache that draft.model drafts over."""
+    if config.draft.name == "hierarchical" and config.draft.cache is not None:
+        return "draft.cache", config.draft.cache
+    return "cache", config.cache
+
+
+def _check_length(config: Config, target: Model, draft: Model | None) -> None:
+    check_length(config, target.config.max_position_embeddings)
+    length = config.batch.context_len + config.batch.generate_len
+    if draft is None or length <= draft.config.max_position_embeddings:
+        return
+    trained = draft.config.max_position_embeddings
+    key, cache = _cache_of_model(config)
+    if not CACHES[cache.policy].facts.bounds_positions:
+        raise UserError(
+            f"{key}.policy={cache.policy} shows the draft {length} tokens, but it was trained for {trained}; "
+            f"use {key}.policy=streaming, which hides the distance"
+        )
+    slots = DRAFTS[config.draft.name].round_slots(max(config.gammas), config.draft.inner_gamma)
+    if cache.budget + slots >= trained:
+        raise UserError(
+            f"{key}.budget={cache.budget} and the {slots} tokens of a round (draft.gamma={max(config.gammas)}) do not "
+            f"fit into the draft's trained context of {trained} tokens; {key}.budget={(trained - slots) // 2} would"
+        )

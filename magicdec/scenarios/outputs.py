@@ -1,0 +1,103 @@
+"""What two ways of decoding the same prompts amount to, whichever engine it was: speeds, outputs, texts."""
+
+from dataclasses import dataclass, field
+from statistics import fmean, median
+from typing import Any
+
+import torch
+
+from magicdec.data.base import Prompts, fingerprint
+from magicdec.data.ruler import accuracy
+from magicdec.engine.audit import Audit
+from magicdec.measure import metrics
+from magicdec.measure.metrics import Metrics
+from magicdec.planning.resolve import Plan
+from magicdec.tracking.reader import noise
+
+NUM_SAMPLES = 4  # rows whose text is logged
+SAMPLE_PROMPT_TOKENS = 64  # the end of their prompts
+
+
+def speeds(autoregressive: list[dict[str, float]], speculative: list[dict[str, float]]) -> Metrics:
+    """Return medians over the repeats, each a `metrics.speed_metrics`; `speculative` is empty without a draft.
+
+    A speedup is the ratio within a repeat, so that a slow spell hits both of its sides. Where every row ended at its
+    first token there is no decoding to compare, and no speedup.
+    """
+    result: Metrics = {}
+    for name, repeats in (("autoregressive", autoregressive), ("speculative", speculative)):
+        for key in repeats[0] if repeats else ():
+            result[f"{name}/{key}"] = median(r[key] for r in repeats)
+    for name, key in (("speedup", "time_per_output_token_ms"), ("speedup_wall", "decode_s")):
+        pairs = [(a[key], s[key]) for a, s in zip(autoregressive, speculative, strict=False)]
+        ratios = [a / s for a, s in pairs if a > 0 and s > 0]
+        if ratios:
+            result[name] = median(ratios)
+            if len(ratios) > 1:
+                result[f"{name}_spread"] = metrics.spread(ratios)
+                result["noisy"] = bool(noise(result))
+    return result
+
+
+def lossless(
+    plan: Plan, autoregressive: list[list[int]], speculative: list[list[int]], audit: Audit | None = None
+) -> Metrics:
+    """Return `lossless/*`, which mean the same in every scenario and for every engine.
+
+    `identical` is whether all rows have the same tokens both ways; None where they need not (sampled or synthetic).
+    `passed` is the verdict of the audit, which excuses near-ties and judges samples, or without one `identical` itself.
+    In reduced precision a difference decides nothing, and `passed` is None: compare the logit gaps.
+    """
+    greedy = plan.config.sampling.temperature == 0
+    same = autoregressive == speculative if plan.is_audited and greedy else None
+    passed = same if audit is None else audit.passed
+    if not passed and plan.dtype != torch.float32:
+        passed = None
+    return {"lossless/identical": same, "lossless/passed": passed, **(audit.metrics() if audit else {})}
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """The new tokens of every row, of all batches in turn."""
+
+    prompts: Prompts
+    autoregressive: list[list[int]]
+    speculative: list[list[int]] = field(default_factory=list)  # empty without a draft
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the autoregressive tokens: equal where two runs, on whatever engines, wrote the same."""
+        return fingerprint(self.autoregressive)
+
+    def rows(self, save_prompts: bool) -> list[dict]:
+        """A line of generations.jsonl each."""
+        rows = []
+        for index, (prompt, tokens) in enumerate(zip(self.prompts.tokens, self.autoregressive, strict=True)):
+            speculative = self.speculative[index] if self.speculative else None
+            row = {"row": index, "context_len": len(prompt), "autoregressive": tokens, "speculative": speculative}
+            row |= {"answers": self.prompts.answers[index]} if self.prompts.answers else {}
+            rows.append(row | {"prompt": prompt} if save_prompts else row)
+        return rows
+
+    def samples(self, tokenizer: Any) -> list[dict]:
+        """The text of a few rows: the prompt's end and what both ways wrote."""
+        if tokenizer is None:
+            return []
+        return [
+            {
+                "row": row["row"],
+                "prompt_end": tokenizer.decode(row["prompt"][-SAMPLE_PROMPT_TOKENS:]),
+                "autoregressive": tokenizer.decode(row["autoregressive"]),
+                "speculative": tokenizer.decode(row["speculative"]) if row["speculative"] else None,
+            }
+            for row in self.rows(save_prompts=True)[:NUM_SAMPLES]
+        ]
+
+    def accuracy(self, tokenizer: Any) -> Metrics:
+        """The mean share of a task's answers in the output of either way; nothing where the prompts are no task."""
+        ways = {"autoregressive": self.autoregressive, "speculative": self.speculative}
+        return {
+            f"{name}/accuracy": fmean(map(accuracy, map(tokenizer.decode, rows), self.prompts.answers))
+            for name, rows in ways.items()
+            if rows and self.prompts.answers
+        }

@@ -1,0 +1,3 @@
+"""Units."""
+
+GIB = 1 << 30  # bytes

@@ -1,0 +1,145 @@
+"""Adaptive gamma: the choice against the cost model's arithmetic, and lossless whatever is chosen."""
+
+import itertools
+
+import pytest
+import torch
+
+from magicdec.costmodel.speedup import omega, speedup
+from magicdec.decoding.state import State
+from magicdec.drafts.base import DRAFTS
+from magicdec.engine.adaptive import AdaptiveCycle
+from magicdec.engine.audit import audit
+from magicdec.engine.native import warm_up
+from magicdec.measure import metrics
+from tests.engine.test_graphs import CASES, TARGET
+from tests.small import noisy_copy, open_batch, random_prompts
+
+GAMMAS = (1, 2, 3, 5, 8)
+ROWS, ROUNDS = 8, 150
+
+
+class Simulated:
+    """Rounds of one gamma without a model: they count what a given alpha accepts."""
+
+    def __init__(self, state: State, gamma: int, generator: torch.Generator):
+        self.state, self.gamma, self.generator, self.alpha = state, gamma, generator, 1.0
+
+    def __call__(self) -> None:
+        holds = torch.rand(ROWS, max(self.gamma, 1), generator=self.generator) < self.alpha
+        accepted_B = holds[:, : self.gamma].int().cumprod(1).sum(1, dtype=torch.int32)
+        self.state.accepted_RB[self.state.round_1] = accepted_B
+        self.state.round_1 += 1
+
+    def restart(self) -> None:
+        pass
+
+
+def simulated(monkeypatch, alpha: float, draft: float, verify: float, seed: int = 0) -> AdaptiveCycle:
+    """In units of an autoregressive step: a draft step takes `draft`, a verification `verify` and 0.02 per proposal."""
+    seconds = {0: 1.0} | {gamma: gamma * draft + verify + 0.02 * gamma for gamma in GAMMAS}
+    monkeypatch.setattr(AdaptiveCycle, "_timed_rounds", lambda self: seconds)
+    state = State([[1]] * ROWS, ROUNDS, 9, (), "cpu")
+    cycles = {gamma: Simulated(state, gamma, torch.Generator().manual_seed(seed)) for gamma in (0, *GAMMAS)}
+    for cycle in cycles.values():
+        cycle.alpha = alpha
+    return AdaptiveCycle(cycles, state)
+
+
+@pytest.mark.parametrize("alpha", [0.1, 0.4, 0.6, 0.8, 0.9, 0.98])
+@pytest.mark.parametrize("draft", [0.01, 0.1, 0.3])
+def test_it_ends_at_the_best_gamma_or_where_none_pays(monkeypatch, alpha, draft):
+    adaptive = simulated(monkeypatch, alpha, draft, verify=1.1)
+    for _ in range(ROUNDS):
+        adaptive()
+    speedups = {gamma: speedup(gamma, alpha, 1.0, draft, 1.1 + 0.02 * gamma) for gamma in GAMMAS} | {0: 1.0}
+    reached = speedups[adaptive.gammas[-1]]
+    assert reached >= max(speedups.values()) * 0.93  # the margin, and an estimate from some forty rounds
+    assert adaptive.gammas[-1] == 0 or adaptive.alpha == pytest.approx(alpha, abs=0.12)
+
+
+@pytest.mark.parametrize("alpha", [0.1, 0.4, 0.6, 0.8, 0.9, 0.98])
+@pytest.mark.parametrize("draft", [0.01, 0.1, 0.3])
+def test_not_knowing_alpha_costs_little(monkeypatch, alpha, draft):
+    """It begins with a guess and learns; 64 tokens a row take hardly longer than with the best gamma from the start."""
+    adaptive = simulated(monkeypatch, alpha, draft, verify=1.1)
+    seconds, tokens = 0.0, 0.0
+    while tokens < 64:
+        adaptive()
+        seconds += adaptive._seconds[adaptive.gammas[-1]]
+        tokens += omega(adaptive.gammas[-1], alpha)
+    best = min(cost / omega(gamma, alpha) for gamma, cost in adaptive._seconds.items())
+    assert seconds / tokens < 1.05 * best
+
+
+def test_it_follows_a_change_and_does_not_flutter(monkeypatch):
+    adaptive = simulated(monkeypatch, 0.95, 0.1, verify=1.1)
+    for number in range(ROUNDS):
+        if number == 60:
+            for cycle in adaptive._cycles.values():
+                cycle.alpha = 0.55
+        adaptive()
+    settled, changed = adaptive.gammas[30:60], adaptive.gammas[-40:]
+    assert min(settled) > max(changed)
+    for part in (settled, changed):
+        assert sum(a != b for a, b in itertools.pairwise(part)) <= 2
+
+
+def test_a_hopeless_draft_is_given_up_soon_and_for_good(monkeypatch):
+    adaptive = simulated(monkeypatch, 0.0, 0.3, verify=1.1)
+    for _ in range(20):
+        adaptive()
+    assert 0 < sum(gamma > 0 for gamma in adaptive.gammas) <= 4
+    assert adaptive.gammas[-1] == 0
+    adaptive.restart()
+    assert adaptive.gammas == []
+    adaptive()
+    assert adaptive.gammas[0] > 0
+
+
+class Scripted(AdaptiveCycle):
+    """Every gamma in turn, and in the end none."""
+
+    def _choose(self) -> None:
+        order = [1, 5, 2, 5, 1, 2]
+        self._gamma = order[len(self.gammas) % 6] if len(self.gammas) < 8 else 0
+
+
+@pytest.mark.parametrize(("draft", "policy"), CASES)
+def test_every_change_of_gamma_is_lossless(draft, policy, monkeypatch):
+    monkeypatch.setattr("magicdec.engine.decoder.AdaptiveCycle", Scripted)
+    batch = open_batch(
+        TARGET,
+        random_prompts([50, 61, 70]),
+        draft_name=draft,
+        draft_model=noisy_copy(TARGET, 0.15) if DRAFTS[draft].needs_model else None,
+        gamma=5,
+        gammas=(1, 2, 5),
+        policy=policy,
+        budget=16,
+        num_sink=2,
+        page_size=4,
+        refresh=2,
+        generate_len=48,
+    )
+    warm_up(batch)
+    plain, fast = batch.decoder.generate(), batch.decoder.generate(batch.draft)
+    assert audit(batch.decoder, plain.tokens, fast.tokens).passed
+    assert fast.gammas[:8] == [1, 5, 2, 5, 1, 2, 1, 5]
+    assert set(fast.gammas[8:]) <= {0}
+    assert len(fast.gammas) == len(fast.accepted_RB)
+
+
+def test_acceptance_counts_what_was_proposed():
+    """A draft that is the target accepts all, at any gamma; alpha is 1 and the length a mean over the rounds."""
+    batch = open_batch(
+        TARGET, random_prompts([40, 50]), draft_name="self", gamma=5, gammas=(1, 2, 5), policy="full", generate_len=40
+    )
+    generation = batch.decoder.generate(batch.draft)
+    result = metrics.acceptance_metrics([generation])
+    speculative = [gamma for gamma in generation.gammas if gamma]
+    assert result["acceptance_rate"] == 1.0
+    assert result["alpha"] == 1.0
+    assert 2 <= result["acceptance_length"] <= 6
+    assert metrics.usual_gamma([generation]) in speculative
+    assert [row["gamma"] for row in metrics.round_history(generation)] == generation.gammas

@@ -1,0 +1,172 @@
+"""The audit: scores against a twin without cache or chunks, outputs that must fail, and logits that are not finite."""
+
+import math
+import time
+
+import pytest
+import torch
+
+from magicdec.engine import audit as module
+from magicdec.engine.adaptive import AdaptiveCycle
+from magicdec.engine.audit import Audit, Score, audit
+from magicdec.engine.native import warm_up
+from magicdec.errors import NonFinite
+from magicdec.measure import metrics
+from magicdec.measure.profile import profile_round
+from magicdec.models.kv_cache import KVCache
+from magicdec.verification.sampling import Sampling
+from tests.small import noisy_copy, open_batch, random_prompts, small_model
+
+TARGET = small_model(spread=0.15)
+SAMPLING = Sampling(temperature=0.9, top_k=20, top_p=0.95, seed=3)
+PROMPTS = random_prompts([30] * 40, seed=1)
+OPTIONS = {"draft_name": "model", "draft_model": noisy_copy(TARGET, 0.3), "gamma": 3, "policy": "full"}
+
+
+@pytest.fixture(scope="module")
+def sampled():
+    """A batch, and what it wrote both ways."""
+    batch = open_batch(TARGET, PROMPTS, sampling=SAMPLING, **OPTIONS)
+    return batch.decoder, batch.decoder.generate().tokens, batch.decoder.generate(batch.draft).tokens
+
+
+def distribution(tokens: list[int]) -> list[float]:
+    """What SAMPLING draws the next token from, in plain Python."""
+    hidden = TARGET(torch.tensor([tokens]), KVCache(TARGET.config, 1, len(tokens), torch.float32, "cpu"))
+    logits = [x / SAMPLING.temperature for x in TARGET.logits(hidden[:, -1])[0].double().tolist()]
+    order = sorted(range(len(logits)), key=lambda i: -logits[i])[: SAMPLING.top_k]
+    mass = {i: math.exp(logits[i] - logits[order[0]]) for i in order}
+    total, before, kept = sum(mass.values()), 0.0, {}
+    for i in order:
+        if before < SAMPLING.top_p * total:
+            kept[i] = mass[i]
+        before += mass[i]
+    return [kept.get(i, 0.0) / sum(kept.values()) for i in range(len(logits))]
+
+
+@torch.inference_mode()
+def test_a_z_score_is_that_of_a_twin_in_plain_python(sampled, monkeypatch):
+    decoder, plain, fast = sampled
+    fast = [row[:6] for row in fast]
+    excess = variance = outside = 0.0
+    for prompt, row in zip(PROMPTS, fast, strict=True):
+        for at in range(1, len(row)):
+            p = distribution(prompt + row[:at])
+            entropy = -sum(x * math.log(x) for x in p if x)
+            variance += sum(x * (math.log(x) + entropy) ** 2 for x in p if x)
+            excess += math.log(p[row[at]]) + entropy
+    for chunk in (module.CHUNK_LOGITS, 1):  # all at once, and a token at a time
+        monkeypatch.setattr(module, "CHUNK_LOGITS", chunk)
+        score = audit(decoder, plain, fast).speculative
+        assert (score.excess, score.variance) == pytest.approx((excess, variance), rel=1e-3, abs=1e-3)
+        assert score.outside == outside
+
+
+def test_samples_of_the_target_pass_both_ways(sampled):
+    found = audit(*sampled)
+    assert found.passed
+    assert (found.speculative.outside, found.baseline.outside) == (0, 0)
+    assert found.speculative.z != found.baseline.z  # other random numbers
+    assert max(abs(found.speculative.z), abs(found.baseline.z)) < module.MAX_Z
+    twice = found + found
+    assert twice.speculative.z == pytest.approx(2**0.5 * found.speculative.z)
+    names = ("z_score", "outside_tokens", "baseline_z_score", "baseline_outside_tokens")
+    assert set(twice.metrics()) == {f"lossless/{name}" for name in names}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "of_z"),
+    [
+        (Sampling(temperature=0.0), lambda z: z > 6),  # the likeliest token each time
+        (Sampling(temperature=1.2, top_k=20, top_p=0.95, seed=3), lambda z: z < -2),
+        (Sampling(temperature=0.7, top_k=20, top_p=0.95, seed=3), lambda z: z > 4),
+    ],
+)
+def test_samples_of_another_distribution_fail(sampled, wrong, of_z):
+    decoder, plain, _ = sampled
+    other = open_batch(TARGET, PROMPTS, sampling=wrong).decoder.generate().tokens
+    found = audit(decoder, plain, other)
+    assert not found.passed
+    assert of_z(found.speculative.z)
+
+
+def test_a_token_that_the_target_would_not_draw_fails(sampled):
+    decoder, plain, fast = sampled
+    p = distribution(PROMPTS[0] + fast[0][:5])
+    foreign = [row[:5] for row in fast]
+    foreign[0] = [*fast[0][:5], p.index(0.0)]
+    found = audit(decoder, plain, foreign)
+    assert (found.speculative.outside, found.passed) == (1, False)
+
+
+def test_rows_that_differ_are_counted_and_ties_alone_are_excused():
+    assert Audit(True, 2, 2).passed
+    assert not Audit(True, 2, 1).passed
+    total = Audit(True, 2, 2, Score(0.5), Score(0.1)) + Audit(True, 1, 0, Score(0.2), Score(0.3))
+    assert total.metrics() == {
+        "lossless/different_rows": 3,
+        "lossless/excused_rows": 2,
+        "lossless/max_logit_gap": 0.5,
+        "lossless/baseline_max_logit_gap": 0.3,
+    }
+
+
+def poisoned(model, token: int | None = None):
+    """A copy that fails on a token, or on all."""
+    copy = noisy_copy(model, 0.0)
+    copy.embed.weight.data[slice(None) if token is None else token] = math.nan
+    return copy
+
+
+def test_the_first_logits_that_are_not_finite_are_named():
+    """In the prefill, and behind the first token that the model cannot read."""
+    batch = open_batch(poisoned(TARGET), random_prompts([9, 7]))
+    with pytest.raises(NonFinite, match=r"target: .* first for token 9 of row 0, in the prefill"):
+        batch.decoder.state.check_finite("in the prefill")
+    prompts = random_prompts([20, 31])
+    plain = open_batch(TARGET, prompts).decoder.generate().tokens
+    places = [(row, at) for at in range(1, 20) for row in (0, 1)]
+    read = [[*prompts[0], *prompts[1], *plain[0][:at], *plain[1][: at + row]] for row, at in places]
+    row, at = next(place for place, before in zip(places, read, strict=True) if plain[place[0]][place[1]] not in before)
+    token = plain[row][at]
+    batch = open_batch(poisoned(TARGET, token), prompts, draft_name="ngram", gamma=2)
+    where = f"token {len(prompts[row]) + at + 1} of row {row}"
+    with pytest.raises(NonFinite, match=f"target: .* first for {where}, in autoregressive decoding"):
+        batch.decoder.generate()
+    batch = open_batch(poisoned(TARGET, token), prompts, draft_name="ngram", gamma=2)
+    with pytest.raises(NonFinite, match=f"target: .* of row {row}, in speculative decoding"):
+        batch.decoder.generate(batch.draft)
+
+
+def test_a_draft_whose_logits_are_not_finite_fails():
+    batch = open_batch(TARGET, PROMPTS[:2], **OPTIONS | {"draft_model": poisoned(TARGET)})
+    batch.decoder.generate()
+    with pytest.raises(NonFinite, match=r"draft.model: .* first for token 31 of row 0"):
+        batch.decoder.generate(batch.draft)
+
+
+def test_a_profile_and_an_audit_demand_finite_logits():
+    batch = open_batch(TARGET, PROMPTS[:2], draft_name="self", gamma=2, policy="full")
+    plain = batch.decoder.generate().tokens
+    batch.decoder.target = poisoned(TARGET)
+    with pytest.raises(NonFinite, match="new token 1 of row 0, in the audit"):
+        audit(batch.decoder, plain, plain)
+    batch.simulate_prefill()
+    warm_up(batch)
+    with pytest.raises(NonFinite, match="in the profile"):
+        profile_round(batch, 1)
+
+
+def test_what_a_draft_sets_up_is_a_part_of_the_first_token(monkeypatch):
+    """Its prefill, and with several gammas the rounds that are timed beforehand; in every pass."""
+    batch = open_batch(TARGET, PROMPTS[:2], gammas=(1, 3), **OPTIONS)
+    prefill = batch.draft.prefill
+    monkeypatch.setattr(batch.draft, "prefill", lambda *a: [time.sleep(0.1), prefill(*a)])
+    timed = {0: 1.0, 1: 1.0, 3: 1.0}
+    monkeypatch.setattr(AdaptiveCycle, "_timed_rounds", lambda _: [time.sleep(0.2), timed][1])
+    for _ in range(2):
+        fast = batch.decoder.generate(batch.draft)
+        speed = metrics.speed_metrics([metrics.row_times(fast, 1.0)])
+        assert speed["time_to_first_token_ms"] >= 1300.0
+    plain = metrics.speed_metrics([metrics.row_times(batch.decoder.generate(), 1.0)])
+    assert plain["time_to_first_token_ms"] == 1000.0

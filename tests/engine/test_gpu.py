@@ -1,0 +1,73 @@
+"""What only a GPU can show: captured rounds write what plain ones write, and memory is what was foreseen."""
+
+import pytest
+import torch
+
+from magicdec.attention.choice import backend
+from magicdec.cache.draft_cache import CACHES
+from magicdec.drafts.base import DRAFTS
+from magicdec.engine.native import NativeEngine, warm_up
+from magicdec.measure.footprint import footprint
+from magicdec.measure.memory import Peak, workspace_bytes
+from magicdec.measure.profile import profile_round
+from tests.small import new_engine, noisy_copy, random_prompts, small_model
+
+pytestmark = pytest.mark.gpu
+CASES = [("self", policy) for policy in CACHES] + [(draft, "streaming") for draft in DRAFTS]
+SIZES = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 512, "num_layers": 4, "max_position_embeddings": 8192}
+
+
+def engine_for(
+    draft: str, policy: str, graphs: bool, device: str = "cuda", attention: str = "sdpa", **sizes
+) -> NativeEngine:
+    target = small_model(**sizes)
+    target.attention = backend(attention)()
+    drafter = noisy_copy(target, 0.15).to(device) if DRAFTS[draft].needs_model else None
+    options = {"gamma": 3, "budget": 16, "num_sink": 2, "page_size": 4, "refresh": 2, "graphs": graphs}
+    return new_engine(target.to(device), draft_name=draft, draft_model=drafter, policy=policy, **options)
+
+
+@pytest.mark.parametrize(("draft", "policy"), CASES)
+def test_captured_rounds_write_what_plain_ones_write(draft, policy):
+    written = []
+    for graphs in (False, True):
+        batch = engine_for(draft, policy, graphs).open(random_prompts([50, 61, 70]))
+        batch.decoder.prefill(16)
+        warm_up(batch)
+        plain, fast = batch.decoder.generate(), batch.decoder.generate(batch.draft)
+        assert fast.tokens == plain.tokens
+        assert profile_round(batch, 2)["verify_ms"] > 0
+        assert batch.decoder.generate(batch.draft).tokens == plain.tokens  # captures share a pool of memory
+        written.append((plain.tokens, fast.accepted_RB.tolist()))
+    assert written[0] == written[1]
+
+
+@pytest.mark.parametrize("policy", ["streaming", "pyramidkv"])
+def test_compiled_layers_write_what_plain_ones_write(policy):
+    written = []
+    for compiled in (False, True):
+        engine = engine_for("self", policy, True, attention="triton", **SIZES)
+        if compiled:
+            engine.target.compile_layers()
+        batch = engine.open(random_prompts([50, 61, 70]))
+        batch.decoder.prefill(16)
+        warm_up(batch)
+        written.append([batch.decoder.generate().tokens, batch.decoder.generate(batch.draft).tokens])
+    assert written[0] == written[1]
+
+
+@pytest.mark.parametrize("policy", ["streaming", "snapkv", "full"])
+@pytest.mark.parametrize("attention", ["sdpa", "triton"])
+def test_memory_is_what_was_foreseen(policy, attention):
+    rows, context = 32, 4096
+    foreseen = footprint(engine_for("self", policy, True, "meta", attention, **SIZES), rows, context, False)
+    device = torch.device("cuda")
+    torch._C._cuda_clearCublasWorkspaces()  # of tests before this one
+    torch.cuda.empty_cache()
+    before, peak = torch.cuda.memory_allocated(), Peak(device)
+    batch = engine_for("self", policy, True, attention=attention, **SIZES).open(random_prompts([context] * rows))
+    batch.decoder.prefill(16)
+    warm_up(batch)
+    batch.decoder.generate(batch.draft)
+    expected = foreseen.total + workspace_bytes(device)
+    assert peak.num_bytes - before == pytest.approx(expected, rel=0.05)

@@ -1,0 +1,238 @@
+"""vLLM as an engine: the adapter against stand-ins for its worker, and against the real one where there is one.
+
+MAGICDEC_VLLM_PYTHON names the Python of such an environment.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+
+from magicdec.config.load import compose
+from magicdec.errors import UserError
+from magicdec.measure.metrics import RowTimes
+from magicdec.peers import vllm
+from magicdec.peers.base import Counts, PeerSpec
+from magicdec.peers.vllm import VllmPeer
+from magicdec.planning.resolve import resolve
+from magicdec.scenarios import Job, run
+from magicdec.verification.sampling import Sampling
+from tests.test_run import ROOT, SMALL, TINY
+
+REAL = os.environ.get(vllm.PYTHON_VARIABLE)
+# Says what it was asked on stderr, and its process in its version.
+GOOD = """
+import json, os, sys
+options = json.loads(input())
+print(json.dumps({"version": f"of {os.getpid()}"}), flush=True)
+for line in sys.stdin:
+    batch = json.loads(line)
+    print(json.dumps({"batch": batch, "options": options}), file=sys.stderr, flush=True)
+    rows, tokens = len(batch["prompts"]), list(range(batch["generate_len"]))
+    answer = {"tokens": [tokens] * rows, "first": [0.5] * rows, "decode": [2.0] * rows}
+    fast = "speculative_config" in options
+    answer |= {"rounds": 4 * fast, "proposed": 12 * fast, "accepted": [3, 2, 1] if fast else [], "peak_bytes": 7 + fast}
+    print(json.dumps(answer), flush=True)
+"""
+READY = 'import json, os, sys, time; input(); print(json.dumps({"version": "1"}), flush=True); input()\n'
+BAD = {
+    "crash": (READY + "sys.exit('no more memory')", r"ended, exit code 1; its last words:\nno more memory"),
+    "killed": (READY + "os.kill(os.getpid(), 9)", "ended, exit code -9"),
+    "garbage": (
+        READY + "print('Loading: 100%', flush=True); time.sleep(60)",
+        r"answered 'Loading: 100%\\n', which is not",
+    ),
+    "silence": (READY + "print('hm', file=sys.stderr, flush=True); time.sleep(60)", r"time_limit_s=2 seconds.*\nhm"),
+    "error": (READY + "print(json.dumps({'error': 'ValueError: no'}), flush=True)", "vLLM: ValueError: no"),
+    "early": ("import sys; sys.exit('at once')", "ended, exit code 1; its last words:\nat once"),
+}
+# Waits for the worker that is named.
+WAITING = """
+import pathlib, sys
+from magicdec.engines import peer, vllm
+from magicdec.verification.sampling import Sampling
+vllm.WORKER = pathlib.Path(sys.argv[1])
+with vllm.VllmPeer(peer.PeerSpec("a", "float32", "cpu", 1, 64, Sampling()), sys.executable, "eagle", 8, 60) as one:
+    one.generate([[1]], 2, False)
+"""
+
+
+@pytest.fixture
+def peer(tmp_path, monkeypatch):
+    """A peer whose worker is a program of the test's, run by our own Python."""
+    made = []
+
+    def new(program: str, time_limit_s: float = 30, **changes) -> VllmPeer:
+        worker = tmp_path / "worker.py"
+        worker.write_text(program)
+        monkeypatch.setattr(vllm, "WORKER", worker)
+        settings = {"num_rows": 2, "max_len": 200, "sampling": Sampling(), "gamma": 3} | changes
+        made.append(
+            VllmPeer(PeerSpec("a target", "float32", "cpu", **settings), sys.executable, "eagle", 8, time_limit_s)
+        )
+        return made[-1]
+
+    yield new
+    for one in made:
+        one.close()
+
+
+def asked(peer: VllmPeer) -> list[dict]:
+    peer._worker._stderr.seek(0)
+    return [json.loads(line) for line in peer._worker._stderr.read().splitlines()]
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_a_worker_for_each_way(peer):
+    engine = peer(GOOD, draft_name="model", draft="a draft")
+    prompts = [[1, 2, 3], [4, 5]]
+    plain = engine.generate(prompts, 5, speculative=False)
+    assert plain.tokens == [[0, 1, 2, 3, 4]] * 2
+    assert plain.times == [RowTimes(0.5, 2.0, 4)] * 2
+    assert (plain.counts, engine.peak_bytes) == (Counts(), 7)
+    ((first,), one) = asked(engine), engine.version
+    assert first["batch"]["prompts"] == prompts
+    assert first["batch"]["sampling"] == {"temperature": 0.0, "ignore_eos": True}
+    options = first["options"]
+    assert (options["model"], options["max_model_len"], options["max_num_seqs"]) == ("a target", 200, 2)
+    assert options["kv_cache_memory_bytes"] == 8 * (
+        2 * (256 + 256) + 128
+    )  # whole blocks of 128, and two to spare a row
+    assert "speculative_config" not in options
+    engine.generate(prompts, 5, speculative=False)
+    assert engine.version == one
+    fast = engine.generate(prompts, 5, speculative=True)
+    assert fast.counts == Counts(4, 12, (3, 2, 1))
+    assert engine.peak_bytes == 8
+    assert engine.version != one
+    assert not is_alive(int(one.split()[-1]))
+    drafts = asked(engine)[0]["options"]["speculative_config"]
+    assert drafts == {"method": "eagle", "model": "a draft", "num_speculative_tokens": 3}
+    engine.close()
+    assert not is_alive(int(engine.version.split()[-1]))
+
+
+def test_what_it_is_told_of_prompt_lookup_sampling_and_ends(peer):
+    sampling = Sampling(temperature=0.7, top_p=0.9, seed=5)
+    engine = peer(GOOD, draft_name="ngram", max_ngram=4, sampling=sampling, eos_token_ids=(0, 2), compile=True)
+    engine.generate([[1]], 2, speculative=True)
+    engine.generate([[1]], 2, speculative=True, first=4)
+    line, later = asked(engine)
+    assert later["batch"]["seed"] == 9  # a batch behind four other prompts
+    drafts = {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 1, "num_speculative_tokens": 3}
+    assert line["options"]["speculative_config"] == drafts
+    assert (line["options"]["enforce_eager"], line["batch"]["seed"]) == (False, 5)
+    expected = {"temperature": 0.7, "top_k": 0, "top_p": 0.9, "ignore_eos": False, "stop_token_ids": [0, 2]}
+    assert line["batch"]["sampling"] == expected
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_a_worker_that_fails_is_told_of_and_does_not_hang(peer, kind):
+    program, said = BAD[kind]
+    engine = peer(program, time_limit_s=2 if kind == "silence" else 30)
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match=f"(?s){said}"):
+        engine.generate([[1]], 2, speculative=False)
+    assert time.monotonic() - start < 20
+    assert not is_alive(engine._worker._process.pid)
+
+
+def test_a_vllm_that_cannot_be_imported_is_the_users_to_mend(peer):
+    broken = (
+        'import json; input(); print(json.dumps({"error": "ImportError: torchvision", "kind": "import"}), flush=True)'
+    )
+    with pytest.raises(
+        UserError, match=r"vLLM cannot be imported \(ImportError: torchvision\); make one with"
+    ) as raised:
+        peer(broken).generate([[1]], 2, speculative=False)
+    assert "\n" not in str(raised.value)
+
+
+def test_our_own_worker_where_there_is_no_vllm():
+    """The real program under a Python without vLLM: it says so, as the plan stage would have."""
+    spec = PeerSpec("a target", "float32", "cpu", num_rows=1, max_len=64, sampling=Sampling())
+    with pytest.raises(UserError, match="No module named 'vllm'"):
+        VllmPeer(spec, sys.executable, "draft_model", 8, 60).generate([[1]], 2, speculative=False)
+
+
+def test_the_worker_ends_with_its_input():
+    """Whoever asked may have been killed."""
+    program = "import queue, threading, time; from magicdec.peers.vllm_worker import listen\n"
+    program += "threading.Thread(target=listen, args=(queue.Queue(),)).start(); time.sleep(60)"
+    process = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdin=subprocess.PIPE)
+    process.stdin.close()
+    assert process.wait(30) == 0
+
+
+def test_an_interrupted_run_leaves_no_worker(tmp_path):
+    """Ctrl-C while the worker is silent."""
+    worker, told = tmp_path / "worker.py", tmp_path / "pid"
+    say = f"open({str(told)!r}, 'w').write(f'{{os.getpid()}} ')"
+    worker.write_text(f"import os, time; input(); {say}; time.sleep(60)")
+    command = [sys.executable, "-c", WAITING, str(worker)]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
+    while not (told.exists() and told.read_text().endswith(" ")):
+        assert process.poll() is None
+        time.sleep(0.05)
+    pid = int(told.read_text())
+    assert is_alive(pid)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(20) != 0
+    assert not is_alive(pid)
+
+
+@pytest.mark.parametrize(
+    ("python", "said"),
+    [
+        (None, "engine.python=null: engine=vllm needs an environment of its own; make one with"),
+        ("/nowhere/bin/python", "engine.python=/nowhere/bin/python: no such program"),
+        (sys.executable, "vLLM is not installed there"),
+    ],
+)
+def test_a_plan_without_an_environment(monkeypatch, python, said):
+    monkeypatch.delenv(vllm.PYTHON_VARIABLE, raising=False)
+    with pytest.raises(UserError) as raised:
+        resolve(compose(["engine=vllm", "hardware=cpu", *([f"engine.python={python}"] if python else [])]))
+    assert said in str(raised.value)
+    assert "pip install vllm" in str(raised.value)
+
+
+real = pytest.mark.skipif(not REAL, reason=f"{vllm.PYTHON_VARIABLE} names no Python of an environment with vLLM")
+
+
+@real
+@pytest.mark.parametrize("draft", ["model", "ngram"])
+def test_the_real_one_writes_what_ours_writes(tmp_path, monkeypatch, draft):
+    small = [*SMALL, f"draft={draft}", "cache=full", "draft.gamma=3", f"runs_dir={tmp_path}"]
+    native, other = (run(compose([f"engine={engine}", *small]), Job()) for engine in ("native", "vllm"))
+    assert other["output/fingerprint"] == native["output/fingerprint"]
+    assert other["lossless/identical"] is True
+    assert other["engine/version"].startswith("vllm ")
+    assert 0 < other["acceptance_length"] <= 4
+    assert other["speculative/wall_s"] > 0 < other["memory/peak_gib"]
+
+
+@real
+def test_the_real_one_ends_rows_at_their_end_of_sequence():
+    spec = PeerSpec(str(TINY / "target"), "float32", "cpu", num_rows=2, max_len=256, sampling=Sampling())
+    prompts = [list(range(5, 105)), list(range(200, 260))]
+    settings = (vllm.python(REAL), "draft_model", 8192, 300)
+    with VllmPeer(spec, *settings) as peer:
+        whole = peer.generate(prompts, 16, speculative=False).tokens
+    end = whole[0][5]
+    with VllmPeer(replace(spec, eos_token_ids=(end,)), *settings) as peer:
+        got = peer.generate(prompts, 16, speculative=False)
+    assert got.tokens == [row[: row.index(end) + 1] if end in row else row for row in whole]
+    assert got.times[0].decoded == len(got.tokens[0]) - 1 < 15

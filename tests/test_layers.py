@@ -1,0 +1,38 @@
+"""The layers of the package: a module imports from its own folder and from folders further down, never up."""
+
+import ast
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+LAYERS = """errors units | rules fingerprint | registry architectures | policies | config | costmodel |
+verification data | attention | models | cache | decoding | drafts | engine | measure | peers | serving | tracking |
+planning | scenarios"""
+RANKS = {name: rank for rank, names in enumerate(LAYERS.split("|")) for name in names.split()}
+# Modules run with python -m may import from every layer; nothing imports them.
+ENTRY_POINTS = {"magicdec.serving.http", "magicdec.tracking.report.__main__"}
+FILES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in (ROOT / "magicdec").rglob("*.py")
+}
+
+
+def imports(path):
+    """Modules of the package that a file imports, lazily or for type checking too."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("magicdec"):
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                yield name if name in FILES else node.module
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.startswith("magicdec"))
+
+
+def test_no_import_runs_up():
+    wrong = []
+    for name, path in FILES.items():
+        for imported in imports(path):
+            ours, theirs = (module.split(".")[1] if "." in module else "" for module in (name, imported))
+            up = theirs and ours != theirs and name not in ENTRY_POINTS and RANKS[theirs] >= RANKS[ours or "errors"]
+            if up or imported in ENTRY_POINTS:
+                wrong.append(f"{name} imports {imported}")
+    assert wrong == []
