@@ -54,10 +54,10 @@ BAD = {
 # Waits for the worker that is named.
 WAITING = """
 import pathlib, sys
-from magicdec.engines import peer, vllm
+from magicdec.peers import base, vllm
 from magicdec.verification.sampling import Sampling
 vllm.WORKER = pathlib.Path(sys.argv[1])
-with vllm.VllmPeer(peer.PeerSpec("a", "float32", "cpu", 1, 64, Sampling()), sys.executable, "eagle", 8, 60) as one:
+with vllm.VllmPeer(base.PeerSpec("a", "float32", "cpu", 1, 64, Sampling()), sys.executable, "eagle", 8, 60) as one:
     one.generate([[1]], 2, False)
 """
 
