@@ -4,7 +4,7 @@
 
 The table has the columns of magicdec/costmodel/published/magicdec_paper_tables.csv; its acceptance (omega) is given,
 its times are predicted. Without a table it takes the paper's, and writes docs/results/costmodel.md. `--calibrate` first
-fits the machines anew and writes magicdec/costmodel/calibrated/. The last line printed is one JSON object.
+fits the machines again and writes magicdec/costmodel/calibrated/. The last line printed is one JSON object.
 No GPU is needed, and none is used.
 """
 
@@ -12,14 +12,14 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
 from costmodel_page import CALIBRATED_ON, page, per_table
+from costmodel_scores import Compared, Score, compare, cross_validate, score
 
 from magicdec.costmodel import hardware, tables
-from magicdec.costmodel.calibrate import SHARED, Prior, calibrate, to_yaml, uncalibrated
-from magicdec.costmodel.evaluate import Compared, Score, compare, cross_validate, score
 from magicdec.costmodel.hardware import hardware_named
 from magicdec.costmodel.predict import critical_context, predict
 from magicdec.costmodel.round import Setup
@@ -27,6 +27,9 @@ from magicdec.costmodel.targets import architecture
 from magicdec.errors import UserError
 
 ROOT = Path(__file__).parents[1]
+sys.path.append(str(ROOT / "tools"))
+from calibration import SHARED, Prior, calibrate, to_yaml, uncalibrated  # noqa: E402
+
 MACHINES = {
     "8xA100": uncalibrated("8xA100", "reference-2024-08"),
     "8xH100": uncalibrated("8xH100", "reference-2024-11"),
@@ -35,7 +38,7 @@ SHORT = 8000  # tokens: the second cross-validation fits up to here and predicts
 
 
 def fitted_rows() -> list[tables.Row]:
-    """What the calibration is fitted to: table 3b, and the streaming self-speculation rows of table 6."""
+    """Return the rows to fit: table 3b, and the streaming self-speculation rows of table 6."""
     return [
         row
         for row in tables.read_table()
@@ -59,15 +62,19 @@ def write_calibration() -> None:
     hardware._calibrations.cache_clear()
 
 
+def fit(rows: Sequence[tables.Row]) -> Mapping[str, hardware.Hardware]:
+    return calibrate(rows, architecture, MACHINES).machines
+
+
 def left_out() -> dict[str, Score]:
     """Errors on fitted rows, each predicted by a calibration that has not seen it."""
     rows = fitted_rows()
     a100 = [row for row in rows if row.hardware == "8xA100"]
     by_context = [[row for row in a100 if (row.context_len <= SHORT) == short] for short in (True, False)]
     return {
-        "five folds over the fitted rows": score(cross_validate(rows, architecture, MACHINES)),
+        "five folds over the fitted rows": score(cross_validate(rows, architecture, fit)),
         f"A100 contexts beyond {SHORT:,}, fitted up to it": score(
-            cross_validate(a100, architecture, MACHINES, [(by_context[0], by_context[1])])
+            cross_validate(a100, architecture, fit, [(by_context[0], by_context[1])])
         ),
     }
 
@@ -105,7 +112,7 @@ def seconds_per_thousand() -> float:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("table", nargs="?", type=Path, help="a CSV file; the paper's tables where none is given")
-    parser.add_argument("--calibrate", action="store_true", help="fit the machines to the paper's tables anew")
+    parser.add_argument("--calibrate", action="store_true", help="fit the machines to the paper's tables again")
     arguments = parser.parse_args()
     try:
         if arguments.calibrate:

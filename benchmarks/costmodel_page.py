@@ -5,9 +5,9 @@ from itertools import groupby
 from math import isnan
 
 import numpy as np
+from costmodel_scores import Compared, Score, score
 from page import commit
 
-from magicdec.costmodel.evaluate import Compared, Score, score
 from magicdec.costmodel.hardware import hardware_named
 from magicdec.measure.system import cpu_name
 

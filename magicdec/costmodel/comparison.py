@@ -3,10 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from magicdec.costmodel import evaluate
 from magicdec.costmodel.acceptance import Curves
 from magicdec.costmodel.predict import predict
-from magicdec.costmodel.round import Setup
+from magicdec.costmodel.round import Setup, round_times
 from magicdec.costmodel.summary import verdict
 from magicdec.costmodel.tables import read_table
 from magicdec.costmodel.targets import architecture
@@ -43,15 +42,17 @@ def beside(setup: Setup, gamma: int, measured: Mapping[str, Any]) -> dict[str, f
 
 
 def published(setup: Setup, task: str) -> dict[str, float | int | str | None]:
-    """What the MagicDec paper measured for a configuration and a task, under `published/`; {} where it did not.
+    """Return what the MagicDec paper measured for a configuration and a task, under `published/`, or {}.
 
-    `published/predicted_speedup` is the cost model's at the paper's gamma and acceptance. Times in milliseconds.
+    `published/predicted_speedup` is the cost model's prediction at the paper's gamma and acceptance. Times are in
+    milliseconds.
     """
     machine = f"{setup.ranks}x{setup.hardware.device.name}".lower()
     wanted = (setup.target_name, setup.draft.name, setup.policy, setup.budget, setup.context, setup.batch)
     for row in read_table():
         found = (row.target, row.draft, row.policy, row.kv_budget, row.context_len, row.batch_size)
         if found == wanted and row.hardware.lower() == machine and row.task.startswith(task):
+            times = round_times(row.setup(architecture), row.gamma)
             return {
                 "published/table": row.table,
                 "published/gamma": row.gamma,
@@ -60,6 +61,6 @@ def published(setup: Setup, task: str) -> dict[str, float | int | str | None]:
                 "published/draft_ms": row.draft_ms and row.draft_ms / row.gamma,
                 "published/verify_ms": row.verify_ms,
                 "published/speedup": row.speedup,
-                "published/predicted_speedup": evaluate.compare(row, architecture).predicted,
+                "published/predicted_speedup": row.omega and times.speedup(row.omega),
             }
     return {}

@@ -35,7 +35,7 @@ class AtGamma:
     @property
     def speedup(self) -> float | None:
         """T_T over T_SD; None without an alpha."""
-        return None if self.alpha is None else self.times.target.total / self.time_per_token_s
+        return None if self.alpha is None else self.times.speedup(omega(self.gamma, self.alpha))
 
     @property
     def time_per_token_s(self) -> float:

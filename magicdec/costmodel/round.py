@@ -174,6 +174,10 @@ class RoundTimes(NamedTuple):
         """Seconds of the whole round."""
         return self.gamma * (self.draft.total + self.select.total) + self.verify.total + self.overhead.total
 
+    def speedup(self, acceptance_length: float) -> float:
+        """Return T_T over T_SD when a round yields `acceptance_length` tokens on average."""
+        return self.target.total / (self.round_s / acceptance_length)
+
 
 def round_times(setup: Setup, gamma: int) -> RoundTimes:
     """Predict the parts of a round that proposes `gamma` tokens."""

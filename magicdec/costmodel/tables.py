@@ -1,10 +1,9 @@
 """Measured times as rows: the published tables, and any CSV file with their columns."""
 
 import csv
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from magicdec.architectures import ModelConfig
 from magicdec.costmodel.hardware import Hardware, hardware_named
@@ -15,7 +14,6 @@ from magicdec.errors import UserError
 # Tables 2, 3 and 6 of MagicDec (arXiv 2408.11049, the ICLR version): published measurements. Times in ms, the budget
 # per sequence, tensor parallel over all GPUs named; draft_ms is that of all gamma draft steps.
 PUBLISHED = Path(__file__).parent / "published" / "magicdec_paper_tables.csv"
-ELEMENT_BYTES = {"float32": 4.0, "bfloat16": BF16, "float16": 2.0}
 
 
 @dataclass(frozen=True)
@@ -42,11 +40,11 @@ class Row:
 
     @property
     def round_ms(self) -> float | None:
-        """Milliseconds of a round: per token, times the tokens it yielded."""
+        """Milliseconds per round: the time per token, times the tokens of a round."""
         return None if self.speculative_ms is None or self.omega is None else self.speculative_ms * self.omega
 
     def setup(self, model: Callable[[str], ModelConfig], machine: Hardware | None = None) -> Setup:
-        """The row as something to predict; `model` knows architectures by name. `machine` stands in for its name."""
+        """Return the setup to predict; `model` maps names to architectures. `machine` replaces the hardware named."""
         draft = DraftChoice() if self.draft == "self" else DraftChoice("model", self.draft, model(self.draft))
         unlimited = self.kv_budget is None or self.kv_budget < 0  # the reference's -1
         return Setup(
@@ -71,7 +69,7 @@ _REQUIRED = ("target", "draft", "policy", "hardware", "context_len", "batch_size
 
 
 def read_table(path: Path | str = PUBLISHED) -> list[Row]:
-    """The rows of a CSV file. Raises UserError naming file, line and column of what it cannot read."""
+    """Return the rows of a CSV file. Raise UserError with file, line and column of what cannot be read."""
     try:
         with open(path, newline="") as lines:
             reader = csv.DictReader(lines)
@@ -84,40 +82,6 @@ def read_table(path: Path | str = PUBLISHED) -> list[Row]:
     if not rows:
         raise UserError(f"{path}: has no rows")
     return rows
-
-
-def profile_rows(config: Mapping[str, Any], history: Iterable[Mapping[str, Any]]) -> list[Row]:
-    """The points of a run of scenario=profile as rows: its config.yaml and its history.jsonl, parsed.
-
-    Nothing was accepted or rejected, so a round stands for one token (omega 1). Raises UserError for a draft that rows
-    cannot describe.
-    """
-    draft, cache = config["draft"], config["cache"]
-    if draft["name"] not in ("self", "model") or draft["quantization"] != "none":
-        raise UserError(
-            f"draft={draft['name']} with draft.quantization={draft['quantization']}: a calibration needs draft=self or "
-            "draft=model, unquantized"
-        )
-    return [
-        Row(
-            target=config["target"]["name"],
-            draft=draft["model"]["name"] if draft["name"] == "model" else draft["name"],
-            policy=cache["policy"],
-            hardware=config["hardware"]["name"],
-            context_len=point["context_len"],
-            batch_size=point["batch_size"],
-            gamma=point["gamma"],
-            table="profile",
-            kv_budget=cache["budget"],
-            draft_ms=point["gamma"] * point["time/draft_ms"],
-            verify_ms=point["time/verify_ms"],
-            omega=1.0,
-            autoregressive_ms=point["time/target_decode_ms"],
-            speculative_ms=point["time/round_ms"],
-            element_bytes=ELEMENT_BYTES[config["hardware"]["dtype"]],
-        )
-        for point in history
-    ]
 
 
 def _row(path: Path | str, line: int, fields: dict[str, str]) -> Row:

@@ -1,15 +1,20 @@
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import yaml
 
 from magicdec.costmodel import hardware as h
-from magicdec.costmodel.calibrate import calibrate, to_yaml, uncalibrated
-from magicdec.costmodel.evaluate import compare, cross_validate, score, spearman
 from magicdec.costmodel.round import round_times
 from magicdec.costmodel.tables import Row
 from magicdec.errors import UserError
+
+ROOT = Path(__file__).parents[2]
+sys.path += [str(ROOT / "tools"), str(ROOT / "benchmarks")]
+from calibrate import profile_rows  # noqa: E402
+from calibration import calibrate, to_yaml, uncalibrated  # noqa: E402
+from costmodel_scores import compare, cross_validate, score, spearman  # noqa: E402
 
 pytest.importorskip("scipy")
 MACHINES = {name: uncalibrated(name, "magicdec") for name in ("8xH100", "1xH200")}
@@ -106,7 +111,7 @@ def test_left_out_rows_are_predicted_by_the_others(model, machine):
     rows = [
         replace(row, speedup=row.autoregressive_ms / row.speculative_ms) for row in profiled(model, machine(8, "H100"))
     ]
-    compared = cross_validate(rows, model, MACHINES, folds=3)
+    compared = cross_validate(rows, model, lambda known: calibrate(known, model, MACHINES).machines, folds=3)
     assert len(compared) == len(rows)
     assert score(compared).p90_error < 0.02
 
@@ -126,3 +131,21 @@ def test_rows_on_the_wrong_side_of_one_are_those_with_a_clear_side(model):
     assert not compare(replace(row, speedup=1.05), model).wrong_side
     with pytest.raises(UserError, match="omega"):
         compare(replace(row, omega=None), model)
+
+
+def test_a_profile_run_becomes_rows(model):
+    config = {
+        "target": {"name": "llama-3.1-8b"},
+        "draft": {"name": "self", "model": None, "quantization": "none"},
+        "cache": {"policy": "streaming", "budget": 512},
+        "hardware": {"name": "h200", "dtype": "float32"},
+    }
+    point = {"batch_size": 8, "context_len": 4096, "gamma": 3, "time/target_decode_ms": 10.0, "time/draft_ms": 4.0}
+    point |= {"time/verify_ms": 11.0, "time/round_ms": 23.5}
+    (row,) = profile_rows(config, [point])
+    assert (row.draft_ms, row.verify_ms, row.autoregressive_ms, row.round_ms) == (12.0, 11.0, 10.0, 23.5)
+    assert row.setup(model).hardware.device.name == "H200"
+    assert row.setup(model).element_bytes == 4
+    for draft in ({"name": "ngram"}, {"quantization": "int8"}):
+        with pytest.raises(UserError, match="a calibration needs draft=self or draft=model, unquantized"):
+            profile_rows(config | {"draft": config["draft"] | draft}, [point])

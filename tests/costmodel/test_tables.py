@@ -58,21 +58,3 @@ def test_a_missing_file_and_a_missing_model_are_named(model, tmp_path):
         tables.read_table(tmp_path / "nosuch.csv")
     with pytest.raises(UserError, match="target=gpt-5"):
         model("gpt-5")
-
-
-def test_a_profile_run_becomes_rows(model):
-    config = {
-        "target": {"name": "llama-3.1-8b"},
-        "draft": {"name": "self", "model": None, "quantization": "none"},
-        "cache": {"policy": "streaming", "budget": 512},
-        "hardware": {"name": "h200", "dtype": "float32"},
-    }
-    point = {"batch_size": 8, "context_len": 4096, "gamma": 3, "time/target_decode_ms": 10.0, "time/draft_ms": 4.0}
-    point |= {"time/verify_ms": 11.0, "time/round_ms": 23.5}
-    (row,) = tables.profile_rows(config, [point])
-    assert (row.draft_ms, row.verify_ms, row.autoregressive_ms, row.round_ms) == (12.0, 11.0, 10.0, 23.5)
-    assert row.setup(model).hardware.device.name == "H200"
-    assert row.setup(model).element_bytes == 4
-    for draft in ({"name": "ngram"}, {"quantization": "int8"}):
-        with pytest.raises(UserError, match="a calibration needs draft=self or draft=model, unquantized"):
-            tables.profile_rows(config | {"draft": config["draft"] | draft}, [point])

@@ -25,7 +25,7 @@ OUTLIER = 1.5  # standard deviations beyond which a residual counts by its size,
 
 
 class Prior(NamedTuple):
-    """A parameter's range, and what is known of it before any row: its mean and standard deviation."""
+    """A parameter's range, and its mean and standard deviation before any row is seen."""
 
     low: float
     high: float
@@ -51,7 +51,7 @@ OWN = {
 
 @dataclass(frozen=True)
 class Calibration:
-    """The fitted machines, by hardware name."""
+    """Fitted machines by hardware name."""
 
     machines: Mapping[str, Hardware]
     num_rows: int
@@ -66,8 +66,8 @@ def calibrate(
 ) -> Calibration:
     """Fit the machines that `rows` name; `machines` gives their devices and the software that was measured.
 
-    Every time that a row gives is used. `priors` replace those of SHARED and OWN. Raises UserError where a machine has
-    no time to fit.
+    Every time that a row gives is used. `priors` replace those of SHARED and OWN. Raise UserError if a machine has no
+    time to fit.
     """
     machines = {name: machines[name] for name in sorted({row.hardware for row in rows})}
     times = [(row, row.setup(model, machines[row.hardware]), _measured(row)) for row in rows]
@@ -101,13 +101,13 @@ def calibrate(
 
 
 def _with(start: Hardware, keys: Sequence[tuple[str | None, str]], values: NDArray[np.float64]) -> Hardware:
-    """A machine with its share of the parameters."""
+    """Return a machine with its share of the parameters."""
     own = {key: float(v) for (name, key), v in zip(keys, values, strict=True) if name in (None, start.name)}
     return replace(start, efficiency=replace(start.efficiency, **own))
 
 
 def _measured(row: Row) -> dict[str, float]:
-    """The times of a row that were given, in milliseconds; the round's only where all its parts are."""
+    """Return the times that a row gives, in milliseconds."""
     times = {
         "target": row.autoregressive_ms,
         "draft": row.draft_ms,
@@ -118,7 +118,7 @@ def _measured(row: Row) -> dict[str, float]:
 
 
 def _errors(fitted: Hardware, row: Row, setup: Setup, measured: Mapping[str, float]) -> list[float]:
-    """Log of predicted over measured."""
+    """Return the log of predicted over measured, for every measured time."""
     times = round_times(setup.at(hardware=fitted), row.gamma)
     predicted = {
         "target": times.target.total,
@@ -138,13 +138,13 @@ def _least_squares() -> Callable:
 
 
 def uncalibrated(name: str, stack: str) -> Hardware:
-    """A machine by name to start a calibration from, and the software measured on it."""
+    """Return the machine of that name to start a calibration from; `stack` is the software measured on it."""
     count, device = parse_name(name)
     return machine(name, device, count, Efficiency(allreduce_hop_us=device.link.hop_us), stack)
 
 
 def to_yaml(calibrated: Hardware, provenance: Sequence[str]) -> str:
-    """A calibrated machine as a file that can be committed and shared; `provenance` becomes its opening comment."""
+    """Return a calibrated machine as a file to commit and share; `provenance` becomes its opening comment."""
     notes = {
         "matmul_half_rows": "not fitted: a tensor core's tile",
         "allreduce_hop_us": "not fitted: the link's, see magicdec/costmodel/hardware.py",

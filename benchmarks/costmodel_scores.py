@@ -1,4 +1,4 @@
-"""How good the cost model is: its errors on measured rows, and on rows that a calibration has not seen."""
+"""Score the cost model: its errors on measured rows, and on rows that a calibration has not seen."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -7,7 +7,6 @@ from math import nan
 import numpy as np
 
 from magicdec.architectures import ModelConfig
-from magicdec.costmodel.calibrate import calibrate
 from magicdec.costmodel.hardware import Hardware
 from magicdec.costmodel.round import RoundTimes, round_times
 from magicdec.costmodel.tables import Row
@@ -19,7 +18,7 @@ Model = Callable[[str], ModelConfig]
 
 @dataclass(frozen=True)
 class Compared:
-    """A measured row beside its prediction, for the acceptance that the row gives."""
+    """A measured row and its prediction, for the acceptance that the row gives."""
 
     row: Row
     times: RoundTimes
@@ -28,18 +27,18 @@ class Compared:
 
     @property
     def error(self) -> float:
-        """Of the speedup, relative."""
+        """Return the relative error of the speedup."""
         return self.predicted / self.measured - 1
 
     @property
     def wrong_side(self) -> bool:
-        """Whether a clear gain is predicted to be a loss, or the reverse."""
+        """Return True if a clear gain is predicted to be a loss, or the reverse."""
         clear = abs(self.measured - 1) >= CLEAR - 1e-9
         return clear and (self.measured - 1) * (self.predicted - 1) <= 0
 
     @property
     def time_errors(self) -> dict[str, float]:
-        """Of T_T, T_D and T_V, relative; nan where the row does not give one."""
+        """Return the relative errors of T_T, T_D and T_V; nan for a time that the row does not give."""
         times, row = self.times, self.row
         pairs = {
             "target": (times.target.total, row.autoregressive_ms),
@@ -58,7 +57,7 @@ def compare(row: Row, model: Model, machines: Mapping[str, Hardware] | None = No
     if row.omega is None or measured is None:
         raise UserError(f"a row of {row.target} on {row.hardware} has no omega, or no speedup to compare with")
     times = round_times(setup, row.gamma)
-    return Compared(row, times, times.target.total * row.omega / times.round_s, measured)
+    return Compared(row, times, times.speedup(row.omega), measured)
 
 
 @dataclass(frozen=True)
@@ -90,7 +89,7 @@ def score(compared: Sequence[Compared]) -> Score:
 
 
 def spearman(a: Sequence[float], b: Sequence[float]) -> float:
-    """Rank correlation, ties sharing their mean rank; nan where either side does not vary."""
+    """Return the rank correlation, with mean ranks for ties; nan if either side does not vary."""
     ranks_a, ranks_b = _ranks(np.asarray(a)), _ranks(np.asarray(b))
     if np.ptp(ranks_a) == 0 or np.ptp(ranks_b) == 0:
         return nan
@@ -105,11 +104,13 @@ def _ranks(values: np.ndarray) -> np.ndarray:
 def cross_validate(
     rows: Sequence[Row],
     model: Model,
-    machines: Mapping[str, Hardware],
+    fit: Callable[[Sequence[Row]], Mapping[str, Hardware]],
     splits: Iterable[tuple[Sequence[Row], Sequence[Row]]] | None = None,
     folds: int = 5,
 ) -> list[Compared]:
-    """Every left-out row, predicted by a calibration on the rest; `splits` are pairs of rows to fit and to predict."""
+    """Predict every left-out row on machines that `fit` makes of the others; `splits` are pairs of rows to fit and to
+    predict.
+    """
     if splits is None:
         splits = [
             (
@@ -119,7 +120,7 @@ def cross_validate(
             for fold in range(folds)
         ]
     found = []
-    for fit, left_out in splits:
-        fitted = calibrate(fit, model, machines).machines
+    for known, left_out in splits:
+        fitted = fit(known)
         found += [compare(row, model, fitted) for row in left_out]
     return found
