@@ -25,7 +25,7 @@ class CompactCache(DraftCache):
     """`budget` committed entries a row and layer; positions are absolute."""
 
     facts = Policy("compact", compact=True)
-    per_row: ClassVar[tuple[str, ...]] = (*DraftCache.per_row, "shift_B", "positions_LBKS")
+    per_row: ClassVar[dict[str, int]] = {**DraftCache.per_row, "shift_B": 0, "positions_LBKS": 1}
 
     def set_up(self) -> None:
         """See DraftCache.set_up."""

@@ -22,7 +22,7 @@ class DraftCache(KVCache):
 
     # What the policy reads, stores and selects; a policy registers with its own.
     facts: ClassVar[Policy]
-    per_row: ClassVar[tuple[str, ...]] = (*KVCache.per_row, "length_B")
+    per_row: ClassVar[dict[str, int]] = {**KVCache.per_row, "length_B": 0}
 
     def __init__(
         self,

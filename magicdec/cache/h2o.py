@@ -26,7 +26,7 @@ class H2OCache(SnapKVCache):
     """
 
     facts = POLICIES["h2o"]
-    per_row: ClassVar[tuple[str, ...]] = (*SnapKVCache.per_row, "scores_LBKC", "step_scores_GLBKC")
+    per_row: ClassVar[dict[str, int]] = {**SnapKVCache.per_row, "scores_LBKC": 1, "step_scores_GLBKC": 2}
 
     def set_up(self) -> None:
         """See DraftCache.set_up."""

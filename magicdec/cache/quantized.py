@@ -20,7 +20,7 @@ from magicdec.policies import POLICIES
 class Codes:
     """One tensor of entries in 8 or 4 bits: whole numbers between the least and the largest value of each group."""
 
-    per_row: ClassVar[tuple[str, ...]] = ("codes_LBKSC", "scales_LBKSG2")
+    per_row: ClassVar[dict[str, int]] = {"codes_LBKSC": 1, "scales_LBKSG2": 1}
 
     def __init__(self, shape: tuple[int, ...], bits: int, group_size: int, device: torch.device | str):
         """`shape` is (L, B, K, S, D); groups divide D."""

@@ -29,7 +29,7 @@ class QuestCache(DynamicCache):
     """
 
     facts = POLICIES["quest"]
-    per_row: ClassVar[tuple[str, ...]] = (*DynamicCache.per_row, "least_LBKPD", "largest_LBKPD")
+    per_row: ClassVar[dict[str, int]] = {**DynamicCache.per_row, "least_LBKPD": 1, "largest_LBKPD": 1}
 
     def set_up(self) -> None:
         """See DraftCache.set_up."""

@@ -25,7 +25,7 @@ class StreamingCache(CompactCache):
     """
 
     facts = POLICIES["streaming"]
-    per_row: ClassVar[tuple[str, ...]] = (*CompactCache.per_row, "sink_k_LBKND")
+    per_row: ClassVar[dict[str, int]] = {**CompactCache.per_row, "sink_k_LBKND": 1}
 
     def set_up(self) -> None:
         """See DraftCache.set_up."""

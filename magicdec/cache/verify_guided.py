@@ -28,7 +28,7 @@ class VerifyGuidedCache(DynamicCache):
     """
 
     facts = POLICIES["verify_guided"]
-    per_row: ClassVar[tuple[str, ...]] = (*DynamicCache.per_row, "chosen_LBKN")
+    per_row: ClassVar[dict[str, int]] = {**DynamicCache.per_row, "chosen_LBKN": 1}
 
     def set_up(self) -> None:
         """See DraftCache.set_up."""

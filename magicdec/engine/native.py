@@ -36,9 +36,9 @@ class Batch:
             self.draft.prefill(self.decoder.state, silent)
 
     def close(self) -> None:
-        """Free its memory at once, though the caller's variable may live on until the next batch is bound to it."""
-        self.decoder.forget_cycles()  # they hold the caches in a circle
-        vars(self).clear()
+        """Free the memory at once, even while the caller still refers to this batch."""
+        self.decoder.forget_cycles()  # they refer to the decoder, and the decoder to them
+        del self.decoder, self.draft
 
 
 @dataclass

@@ -15,9 +15,9 @@ from magicdec.attention.base import Attention, Shape
 
 
 def copy_row(target: Any, source: Any, row: int) -> None:
-    """Copy the only row of one object's `per_row` tensors to a row of another's; names say where the B of rows is."""
-    for name in target.per_row:
-        theirs, axis = getattr(source, name), name.rpartition("_")[2].index("B")
+    """Copy the only row of `source` to a row of `target`: its part of every tensor in `target.per_row`."""
+    for name, axis in target.per_row.items():
+        theirs = getattr(source, name)
         if theirs is not None:
             getattr(target, name).select(axis, row).copy_(theirs.select(axis, 0))
 
@@ -39,8 +39,8 @@ class Place(NamedTuple):
 class KVCache:
     """Keys and values of every token so far: the target's cache, and the base of every draft's."""
 
-    # Tensors with something for every row; a policy with state of its own adds to them.
-    per_row: ClassVar[tuple[str, ...]] = ("k_LBKSD", "v_LBKSD", "seqlens_B")
+    # Tensors with an entry for every row, and the axis of the rows; a policy adds its own.
+    per_row: ClassVar[dict[str, int]] = {"k_LBKSD": 1, "v_LBKSD": 1, "seqlens_B": 0}
 
     def __init__(
         self, config: ModelConfig, num_rows: int, capacity: int, dtype: torch.dtype, device: torch.device | str

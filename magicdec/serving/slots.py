@@ -33,9 +33,10 @@ class Abandoned(Exception):
 class SlotState(State):
     """Rows that begin empty, and have a gamma and ends of sequence of their own."""
 
-    per_row: ClassVar[tuple[str, ...]] = (
-        *("tokens_BS", "prompt_len_B", "limit_B", "num_tokens_B", "finished_B", "bad_WB"),
-    )
+    per_row: ClassVar[dict[str, int]] = {
+        **dict.fromkeys(("tokens_BS", "prompt_len_B", "limit_B", "num_tokens_B", "finished_B"), 0),
+        "bad_WB": 1,
+    }
 
     def __init__(
         self,
@@ -121,10 +122,10 @@ class Slots:
             self.batch.decoder.decode_token()
 
     def close(self) -> None:
-        """Free the caches at once; the steps hold them in a circle."""
+        """Free the caches at once, even while others still refer to these slots."""
         self.batch.close()
         self.single.close()
-        vars(self).clear()
+        self._steps.clear()  # they hold captured graphs
 
     def check(self, prompt: Sequence[int], params: Params) -> None:
         """Raise UserError for a request that could not be served, before it harms the others."""

@@ -1,6 +1,8 @@
 """Served tokens equal those of the same request alone: any draft, policy, arrival order, gamma and neighbours."""
 
+import gc
 import random
+import weakref
 
 import pytest
 import torch
@@ -152,6 +154,19 @@ def tensors(node, prefix=""):
         for index, part in enumerate(value if isinstance(value, list) else [value]):
             if type(part).__module__.startswith("magicdec.cache") and type(part).__name__ != "CacheSpec":
                 yield from tensors(part, f"{prefix}{name}{index}.")
+
+
+def test_closed_slots_hold_no_memory():
+    gc.collect()
+    gc.disable()  # counting references must suffice: the next level's slots are opened at once
+    try:
+        slots = slots_with("self", "streaming")
+        slots.step(True)
+        cache = weakref.ref(slots.batch.decoder.cache)
+        slots.close()
+        assert cache() is None
+    finally:
+        gc.enable()
 
 
 def test_sampling_depends_on_the_seed_of_a_request_alone():
