@@ -207,7 +207,6 @@ class ScenarioConfig:
     gammas: list[int] = field(default_factory=list, metadata=SIZES)
     alpha: float | None = ruled(None, lambda value: 0 <= value <= 1, "must be between 0 and 1")
     critical_batches: list[int] = field(default_factory=list, metadata=SIZES)
-    figures: str | None = None
     drafts: list[str] = field(default_factory=list)
     policies: list[str] = field(default_factory=list)
     latency_ms: float | None = above(0, default=None)

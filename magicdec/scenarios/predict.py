@@ -1,7 +1,6 @@
 """What to expect of a configuration, without loading anything: times, speedup by gamma, S*, memory and a verdict."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich import box
@@ -36,10 +35,6 @@ def predict(plan: Foreseen, progress: Progress) -> Outcome:
         generate_len=config.batch.generate_len,
         batches=(scenario.critical_batches[0], scenario.critical_batches[1]),
     )
-    if scenario.figures is not None:
-        from magicdec.costmodel.figures import draw
-
-        draw(plan.setup, Path(scenario.figures), prediction.best.gamma, scenario.alpha, curves(config))
     history = [
         {"gamma": at.gamma, "predicted/round_ms": 1e3 * at.times.round_s, "predicted/speedup": at.speedup}
         for at in prediction.by_gamma

@@ -190,22 +190,3 @@ def test_impossible_plans_say_why(setup):
         search(setup(hardware="1xA100", batch=512), Curves(published()))
     with pytest.raises(UserError, match="latency_ms=-1"):
         search(setup(), Curves(published()), latency_ms=-1)
-
-
-def test_the_papers_figures_are_drawn(setup, tmp_path):
-    pytest.importorskip("matplotlib")
-    from magicdec.costmodel.figures import draw
-
-    paths = draw(setup(), tmp_path / "figures", curves=Curves(published()))
-    assert [path.name.partition("_")[0] for path in paths] == ["speedup", "ratios", "intensity"]
-    assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
-    assert draw(setup(budget=777), tmp_path)[0].exists()  # no acceptance is known: an empty plot that says so
-
-
-def test_figures_without_matplotlib_say_what_to_install(setup, tmp_path, monkeypatch):
-    from magicdec.costmodel.figures import draw
-
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(UserError, match="pip install"):
-        draw(setup(), tmp_path)

@@ -3,6 +3,7 @@
 import csv
 import json
 import re
+import sys
 import time
 from types import SimpleNamespace
 
@@ -275,6 +276,13 @@ def test_the_papers_figures_of_a_sweep(tmp_path):
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in drawn)
     with pytest.raises(UserError, match="no speedups"):
         figures.draw([{"batch.size": 1}], tmp_path)
+
+
+def test_figures_without_matplotlib_say_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(UserError, match="pip install"):
+        figures.draw([{"batch.size": 1, "predicted/speedup": 1.5}], tmp_path)
 
 
 def test_a_run_under_load_is_a_row_per_level(tmp_path, capsys):
