@@ -62,7 +62,9 @@ def cell(context: int, batch: int) -> tuple[list[dict], list[list[int]], dict, s
 def measure(engine: NativeEngine, opened: Batch, name: str, gamma: int) -> dict:
     """Pairs of an autoregressive and a speculative pass, the audit, and the parts of a round."""
     model = engine.draft_model if name == "model" else None
-    draft = replace(engine, gamma=gamma, draft_name=name, draft_model=model).draft_for(opened.decoder)
+    draft = replace(engine, gamma=gamma, draft=replace(engine.draft, name=name), draft_model=model).draft_for(
+        opened.decoder
+    )
     batch = Batch(opened.decoder, draft)
     warm_up(batch)
     pairs = [(batch.decoder.generate(), batch.decoder.generate(draft)) for _ in range(REPEATS)]

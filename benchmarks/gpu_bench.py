@@ -204,8 +204,8 @@ class Bench:
         engine, available = self.engine, memory.available_bytes(self.device)
         if needed > available:
             raise UserError(f"needs {needed / GIB:.1f} GiB beside the weights, of {available / GIB:.1f}")
-        options = {**engine.cache_options, "budget": budget}
-        opened = replace(engine, gamma=gamma, synthetic_acceptance=alpha, cache_options=options).open(
+        draft = replace(engine.draft, synthetic_acceptance=alpha)
+        opened = replace(engine, gamma=gamma, draft=draft, cache=replace(engine.cache, budget=budget)).open(
             [[0] * context] * batch
         )
         opened.simulate_prefill()

@@ -12,7 +12,7 @@ import argparse
 import csv
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -104,11 +104,9 @@ class Prefilled:
         chosen = configured(f"draft={draft}", f"cache={policy}", *([f"cache.budget={budget}"] if budget else []))
         return replace(
             self.engine,
-            draft_name=draft,
+            draft=chosen.draft,
+            cache=chosen.cache,
             draft_model=self.engine.draft_model if DRAFTS[draft].needs_model else None,
-            draft_options=build.draft_options(chosen.draft),
-            policy=policy,
-            cache_options={key: value for key, value in asdict(chosen.cache).items() if key != "policy"},
         )
 
 

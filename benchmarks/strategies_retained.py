@@ -46,7 +46,7 @@ def retained(prefilled: Prefilled, budget: int) -> dict[str, list[float]]:
     slots = {"streaming": [window.expand(*heads, -1)] * len(scores_LBKS)}
     for policy, size in POLICIES:
         engine = prefilled.engine_for("self", policy, budget)
-        engine = replace(engine, cache_options=dict(engine.cache_options) | ({"page_size": size} if size else {}))
+        engine = replace(engine, cache=replace(engine.cache, page_size=size)) if size else engine
         draft = engine.draft_for(decoder)
         draft.prefill(decoder.state, lambda _: None)
         plans = draft.cache.plan(decoder.target.attention, 1, torch.float32)

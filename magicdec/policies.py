@@ -9,6 +9,7 @@ from math import ceil, gcd
 from typing import Literal
 
 from magicdec.architectures import ModelConfig
+from magicdec.config.schema import CacheConfig
 from magicdec.errors import UserError
 
 Selects = Literal["never", "prefill", "round", "step"]  # round: once a round; step: in every draft step
@@ -17,37 +18,23 @@ FP32, INT32, INT64 = 4, 4, 8  # bytes
 SCALE = 4  # bytes of a group's scale and least value, each in half precision
 
 
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """The keys of `cache` beside policy and budget; conf/cache explains them."""
-
-    num_sink: int = 0
-    observation_window: int = 32
-    kernel: int = 5
-    beta: int = 20
-    page_size: int = 16
-    refresh: int = 1
-    bits: int = 4
-    group_size: int = 32
-
-
 @dataclass(frozen=True)
-class CacheSpec(Settings):
-    """A request for a draft cache: the keys of `cache` but its policy, and what the run adds to them.
+class CacheSpec:
+    """A request for a draft's cache: the configuration group that describes it, and what the run adds.
 
-    `budget` counts committed entries per sequence and layer; proposals live in slots beyond it. `max_len` is the
+    `cache.budget` counts committed entries per sequence and layer; proposals live in slots beyond it. `max_len` is the
     longest a sequence can become. `in_cache_positions` is set where a sequence may outgrow the draft's trained context.
     """
 
+    cache: CacheConfig
     gamma: int
     max_len: int
     in_cache_positions: bool = False
-    budget: int = 0
 
     @property
     def kept(self) -> int:
         """Committed entries per row and layer within the budget."""
-        return min(self.budget, self.max_len)
+        return min(self.cache.budget, self.max_len)
 
     @property
     def capacity(self) -> int:
@@ -57,11 +44,11 @@ class CacheSpec(Settings):
     @property
     def num_pages(self) -> int:
         """Pages of `page_size` entries, or smaller ones for a smaller budget, that cover the capacity."""
-        return ceil(self.capacity / min(self.page_size, self.kept))
+        return ceil(self.capacity / min(self.cache.page_size, self.kept))
 
     def num_recent(self, wanted: int) -> int:
         """Slots for recent tokens: at most half the budget, but at least a round, which so evicts older tokens only."""
-        return max(min(wanted, (self.budget + 1) // 2), self.gamma + 1)
+        return max(min(wanted, (self.cache.budget + 1) // 2), self.gamma + 1)
 
 
 # Bytes, given the cache, the model of one rank, and the bytes of an element of keys and values.
@@ -73,7 +60,7 @@ def _nothing(spec: CacheSpec, model: ModelConfig, element_bytes: float) -> float
 
 
 def _same_budget(spec: CacheSpec, num_layers: int) -> list[int]:
-    return [spec.budget] * num_layers
+    return [spec.cache.budget] * num_layers
 
 
 @dataclass(frozen=True)
@@ -87,7 +74,7 @@ class Policy:
     selects: Selects = "never"  # when it chooses entries by their attention
     needs_target: bool = False  # it works on the target's own cache, so no independent draft can use it
     bounds_positions: bool = False  # positions stay within the draft's trained context, however long the text
-    settings: tuple[str, ...] = ()  # of Settings: those that change what the draft sees
+    settings: tuple[str, ...] = ()  # keys of `cache` that change what the draft sees
     budgets: Callable[[CacheSpec, int], list[int]] = _same_budget  # of each layer, for a compact policy
     beside: Bytes = _nothing  # stored beside keys and values
     choice: Bytes = _nothing  # moved to choose entries once, where a step or a round does
@@ -136,15 +123,15 @@ class Policy:
         return context if self.reads_everything else min(budget, context)
 
 
-def code_bytes(settings: Settings, model: ModelConfig) -> float:
-    """Bytes of a quantised element, its share of the group's scale included."""
-    return settings.bits / 8 + SCALE / gcd(settings.group_size, model.head_dim)
+def code_bytes(cache: CacheConfig, model: ModelConfig) -> float:
+    """Return the bytes of a quantised element, its share of the group's scale included."""
+    return cache.bits / 8 + SCALE / gcd(cache.group_size, model.head_dim)
 
 
 def pyramid_budgets(spec: CacheSpec, num_layers: int) -> list[int]:
     """Budgets that add up to `budget` per layer: the same recent tokens in all, and a falling number of chosen ones."""
-    window = min(spec.num_recent(spec.observation_window), spec.budget)
-    return [window + chosen for chosen in falling(spec.budget - window, num_layers, spec.beta)]
+    window = min(spec.num_recent(spec.cache.observation_window), spec.cache.budget)
+    return [window + chosen for chosen in falling(spec.cache.budget - window, num_layers, spec.cache.beta)]
 
 
 def falling(mean: int, num_layers: int, beta: int) -> list[int]:
@@ -159,7 +146,7 @@ def falling(mean: int, num_layers: int, beta: int) -> list[int]:
 
 def guided_window(spec: CacheSpec) -> int:
     """Recent tokens that verify_guided always reads."""
-    return min(spec.num_recent(spec.budget // 4), spec.kept)
+    return min(spec.num_recent(spec.cache.budget // 4), spec.kept)
 
 
 def _heads(model: ModelConfig) -> int:
@@ -168,7 +155,7 @@ def _heads(model: ModelConfig) -> int:
 
 def _sinks(spec: CacheSpec, model: ModelConfig, element_bytes: float) -> float:
     """Unrotated keys of the sinks, where positions are those in the cache."""
-    num_sink = min(spec.num_sink, spec.kept - 1) if spec.in_cache_positions else 0
+    num_sink = min(spec.cache.num_sink, spec.kept - 1) if spec.in_cache_positions else 0
     return _heads(model) * num_sink * model.head_dim * element_bytes
 
 
@@ -198,7 +185,7 @@ def _scores_twice(spec: CacheSpec, model: ModelConfig, element_bytes: float) -> 
 
 
 def _codes(spec: CacheSpec, model: ModelConfig, element_bytes: float) -> float:
-    return model.kv_elements_per_token * spec.capacity * code_bytes(spec, model)
+    return model.kv_elements_per_token * spec.capacity * code_bytes(spec.cache, model)
 
 
 SNAPKV = ("observation_window", "kernel")

@@ -6,7 +6,7 @@ import torch
 
 from magicdec.architectures import ModelConfig
 from magicdec.attention.sdpa import SdpaAttention
-from magicdec.cache.draft_cache import CacheSpec
+from magicdec.config.schema import CacheConfig, DraftConfig
 from magicdec.engine.native import Batch, NativeEngine
 from magicdec.models.transformer import Transformer
 from magicdec.verification.sampling import Sampling
@@ -51,17 +51,21 @@ def random_prompts(lengths: list[int], seed: int = 0, vocab: int = VOCAB) -> lis
     return [torch.randint(0, vocab, (length,), generator=generator).tolist() for length in lengths]
 
 
-def new_engine(target: Transformer, **engine) -> NativeEngine:
-    """An engine; greedy unless `sampling` is given. Options of the draft and its cache go to them."""
-    settings = {"sampling": Sampling(), "generate_len": 24, "prefill_chunk": 16} | engine
-    own = {f.name for f in fields(NativeEngine)}
-    cache_keys = {f.name for f in fields(CacheSpec)} - own
-    options = {key: settings.pop(key) for key in list(settings) if key not in own}
-    cache_options = {key: value for key, value in options.items() if key in cache_keys}
-    inner_gamma = 2 if settings.get("draft_name") == "hierarchical" else 0
-    draft_options = {"num_layers": 1, "max_ngram": 4, "inner_gamma": inner_gamma}
-    draft_options |= {k: v for k, v in options.items() if k not in cache_keys}
-    return NativeEngine(target, **settings, cache_options=cache_options, draft_options=draft_options)
+def new_engine(
+    target: Transformer, draft_name: str = "none", inner: CacheConfig | None = None, **options
+) -> NativeEngine:
+    """An engine, greedy by default. Keys of `draft` and `cache` go to them; `inner` is `draft.cache`."""
+    inner_gamma = 2 if draft_name == "hierarchical" else 0
+    defaults = {"policy": "full", "num_layers": 1, "max_ngram": 4, "inner_gamma": inner_gamma}
+    options = defaults | {"sampling": Sampling(), "generate_len": 24, "prefill_chunk": 16} | options
+
+    def taken(group: type) -> dict:
+        keys = {f.name for f in fields(group)} - {f.name for f in fields(NativeEngine)}
+        return {key: options.pop(key) for key in list(options) if key in keys}
+
+    cache = CacheConfig(**taken(CacheConfig))
+    draft = DraftConfig(draft_name, cache=inner or CacheConfig("full"), **taken(DraftConfig))
+    return NativeEngine(target, draft=draft, cache=cache, **options)
 
 
 def open_batch(target: Transformer, prompts: list[list[int]], **options) -> Batch:

@@ -52,7 +52,7 @@ class H2OCache(SnapKVCache):
 
     def fixed_slots(self, budget: int) -> int:
         """See CompactCache.fixed_slots."""
-        return max(0, budget - self.spec.num_recent(self.spec.budget))
+        return max(0, budget - self.spec.num_recent(self.spec.cache.budget))
 
     def keep(self, layer: int, source: KVCache, from_BKS: Tensor, scores_LBKS: Tensor | None) -> None:
         """See CompactCache.keep: the entries bring their scores."""

@@ -23,7 +23,7 @@ class Level(SnapKVCache):
 
     def fixed_slots(self, budget: int) -> int:
         """See CompactCache.fixed_slots."""
-        return max(0, budget - self.spec.observation_window)
+        return max(0, budget - self.spec.cache.observation_window)
 
 
 @CACHES.register("pyramidkv")
@@ -47,10 +47,13 @@ class PyramidKVCache(DraftCache):
     @staticmethod
     def level_specs(spec: CacheSpec, config: ModelConfig) -> list[tuple[CacheSpec, ModelConfig]]:
         """Return what each layer's cache is built from."""
-        window = min(spec.num_recent(spec.observation_window), spec.budget)
+        window = min(spec.num_recent(spec.cache.observation_window), spec.cache.budget)
         budgets = POLICIES["pyramidkv"].budgets(spec, config.num_layers)
         return [
-            (replace(spec, budget=budget, observation_window=window), config.layers(i, i + 1))
+            (
+                replace(spec, cache=replace(spec.cache, budget=budget, observation_window=window)),
+                config.layers(i, i + 1),
+            )
             for i, budget in enumerate(budgets)
         ]
 
@@ -69,7 +72,7 @@ class PyramidKVCache(DraftCache):
     @property
     def observes(self) -> int:
         """See DraftCache.observes."""
-        return self.spec.observation_window
+        return self.spec.cache.observation_window
 
     @property
     def num_bytes(self) -> int:

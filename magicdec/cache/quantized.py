@@ -72,7 +72,9 @@ class QuantizedCache(FullCache):
         super().set_up()
         c, spec = self.config, self.spec
         shape = (c.num_layers, self.num_rows, c.num_kv_heads, spec.capacity, c.head_dim)
-        self.k_codes, self.v_codes = (Codes(shape, spec.bits, spec.group_size, self.k_LBKSD.device) for _ in range(2))
+        self.k_codes, self.v_codes = (
+            Codes(shape, spec.cache.bits, spec.cache.group_size, self.k_LBKSD.device) for _ in range(2)
+        )
 
     def copy_row(self, row: int, source: KVCache) -> None:
         """See KVCache.copy_row: the codes as well."""

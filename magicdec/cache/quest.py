@@ -35,9 +35,9 @@ class QuestCache(DynamicCache):
         """See DraftCache.set_up."""
         super().set_up()
         config, spec = self.config, self.spec
-        self.page_size = min(spec.page_size, self.budget)
+        self.page_size = min(spec.cache.page_size, self.budget)
         total = spec.num_pages
-        self.num_pages = total if spec.budget >= spec.max_len else self.budget // self.page_size
+        self.num_pages = total if spec.cache.budget >= spec.max_len else self.budget // self.page_size
         shape = (config.num_layers, self.num_rows, config.num_kv_heads, total, config.head_dim)
         self.least_LBKPD, self.largest_LBKPD = self.k_LBKSD.new_zeros(shape), self.k_LBKSD.new_zeros(shape)
 

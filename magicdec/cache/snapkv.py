@@ -27,16 +27,16 @@ class SnapKVCache(CompactCache):
     @property
     def observes(self) -> int:
         """See DraftCache.observes."""
-        return self.spec.observation_window
+        return self.spec.cache.observation_window
 
     @property
     def pooling(self) -> int:
         """Neighbours that a score is averaged over."""
-        return self.spec.kernel
+        return self.spec.cache.kernel
 
     def fixed_slots(self, budget: int) -> int:
         """See CompactCache.fixed_slots."""
-        return max(0, budget - self.spec.num_recent(self.spec.observation_window))
+        return max(0, budget - self.spec.num_recent(self.spec.cache.observation_window))
 
     def choose(self, layer: int, source: KVCache, scores_LBKS: Tensor | None) -> Tensor:
         """See CompactCache.choose: the highest pooled scores before the recent tokens. What the layer no longer sees

@@ -41,7 +41,7 @@ class StreamingCache(CompactCache):
 
     def fixed_slots(self, budget: int) -> int:
         """See CompactCache.fixed_slots."""
-        return self.spec.num_sink
+        return self.spec.cache.num_sink
 
     def choose(self, layer: int, source: KVCache, scores_LBKS: Tensor | None) -> Tensor:
         """See CompactCache.choose: the first tokens, in every head."""

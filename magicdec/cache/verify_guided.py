@@ -42,12 +42,12 @@ class VerifyGuidedCache(DynamicCache):
     @property
     def observes(self) -> int:
         """See DraftCache.observes."""
-        return self.spec.observation_window
+        return self.spec.cache.observation_window
 
     @property
     def phases(self) -> int:
         """See DraftCache.phases."""
-        return self.spec.refresh
+        return self.spec.cache.refresh
 
     @property
     def num_bytes(self) -> int:

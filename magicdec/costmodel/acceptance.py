@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from magicdec.costmodel.round import Setup
 from magicdec.costmodel.speedup import alpha_from_acceptance_length
 from magicdec.costmodel.tables import PUBLISHED, read_table
-from magicdec.policies import POLICIES, Settings
+from magicdec.policies import POLICIES
 
 PUBLISHED_ALPHAS = PUBLISHED.parent / "acceptance.csv"
 SAME = 1.05  # contexts and budgets within this ratio count as equal: 32,768 is measured where 32,000 is
@@ -40,9 +40,9 @@ class Point(NamedTuple):
 
     def answers(self, setup: Setup) -> bool:
         """Return whether the point was measured on this target, draft and policy, in this form."""
-        wanted = (setup.target_name, setup.draft.name, setup.policy, setup.draft.quantization)
+        wanted = (setup.target_name, setup.draft.name, setup.cache.policy, setup.draft.quantization)
         is_same_draft = (self.target, self.draft, self.policy, self.quantization) == wanted
-        return is_same_draft and self.settings in (None, _settings(setup.policy, setup.settings))
+        return is_same_draft and self.settings in (None, _settings(vars(setup.cache)))
 
 
 class Estimate(NamedTuple):
@@ -74,7 +74,7 @@ class Curves:
                 alpha = _interpolate([(p.context_len, p.alpha) for p in same], setup.context, rising=False)
                 if alpha is not None:
                     ladder.append((known, alpha))
-            alpha = _interpolate(ladder, setup.budget, rising=True)
+            alpha = _interpolate(ladder, setup.cache.budget, rising=True)
             if alpha is not None:
                 return Estimate(alpha, _describe(points))
         return None
@@ -161,7 +161,7 @@ def _point(run: Mapping[str, Any]) -> list[Point]:
         source=f"run {Path(run['folder']).name}",
         measured=True,
         quantization=draft.get("quantization", "none"),
-        settings=_settings(cache["policy"], cache),
+        settings=_settings(cache),
     )
     return [point]
 
@@ -184,17 +184,16 @@ def is_same(a: int, b: int) -> bool:
     return max(a, b) <= SAME * min(a, b)
 
 
-def _settings(policy: str, source: Settings | Mapping[str, Any]) -> tuple[int, ...]:
-    values = vars(source) if isinstance(source, Settings) else source
-    return tuple(values[key] for key in POLICIES[policy].settings)
+def _settings(cache: Mapping[str, Any]) -> tuple[int, ...]:
+    return tuple(cache[key] for key in POLICIES[cache["policy"]].settings)
 
 
 def _is_exact(setup: Setup, generate_len: int) -> bool:
     """Return whether the target drafts for itself, unquantised, over all that it attends to in verification."""
-    draft, cache = setup.draft, setup.cache
-    if draft.kind != "self" or draft.quantization != "none" or cache.quantized:
+    draft, facts = setup.draft, setup.facts
+    if draft.kind != "self" or draft.quantization != "none" or facts.quantized:
         return False
-    return cache.reads_everything or setup.budget >= setup.context + generate_len
+    return facts.reads_everything or setup.cache.budget >= setup.context + generate_len
 
 
 def _describe(points: Sequence[Point]) -> str:

@@ -5,14 +5,15 @@ pay, because a guess would decide the ranking.
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from magicdec.config.schema import CacheConfig
 from magicdec.costmodel.acceptance import Curves, is_same
 from magicdec.costmodel.predict import GAMMAS, Prediction, predict
 from magicdec.costmodel.round import DraftChoice, Setup
 from magicdec.errors import UserError
-from magicdec.policies import Settings, policy_named
+from magicdec.policies import policy_named
 
 BUDGETS = (256, 512, 1024, 2048)  # tried beside those with a known acceptance
 FOUND_BY = "# Found by:"  # in the experiments that it writes
@@ -57,20 +58,20 @@ def search(
     curves: Curves,
     batches: Sequence[int] | None = None,
     drafts: Iterable[DraftChoice] = (DraftChoice(),),
-    policies: Mapping[str, Settings] | None = None,
+    caches: Sequence[CacheConfig] = (),
     gammas: Sequence[int] = GAMMAS,
     latency_ms: float | None = None,
     generate_len: int = 0,
 ) -> Plans:
     """Rank configurations of `setup`'s target, machine and context.
 
-    `policies` are those to search, with their settings; None: the setup's own. `latency_ms` bounds the time per output
+    `caches` are those to search, at any budget; empty: the one of `setup`. `latency_ms` bounds the time per output
     token. Raise UserError where nothing, not even autoregressive decoding of the smallest batch, is within memory and
     bound.
     """
     if latency_ms is not None and latency_ms <= 0:
         raise UserError(f"scenario.latency_ms={latency_ms} must be above 0")
-    drafts, policies = tuple(drafts), policies or {setup.policy: setup.settings}
+    drafts, caches = tuple(drafts), tuple(caches) or (setup.cache,)
     plans: list[Candidate] = []
     unknown: list[Prediction] = []
     too_large = 0
@@ -78,7 +79,7 @@ def search(
         alone = setup.at(batch=batch, draft=DraftChoice("ngram", "none"))  # needs no memory of its own
         if predict(alone, (1,), generate_len=generate_len).fits:
             plans.append(Candidate(alone, None, alone.target_time.total))
-        for candidate in _setups(setup.at(batch=batch), drafts, policies, curves):
+        for candidate in _setups(setup.at(batch=batch), drafts, caches, curves):
             prediction = predict(candidate, gammas, curves=curves, generate_len=generate_len)
             if not prediction.fits:
                 too_large += 1
@@ -95,16 +96,16 @@ def search(
 
 
 def _setups(
-    setup: Setup, drafts: Sequence[DraftChoice], policies: Mapping[str, Settings], curves: Curves
+    setup: Setup, drafts: Sequence[DraftChoice], caches: Sequence[CacheConfig], curves: Curves
 ) -> Iterable[Setup]:
     for draft in drafts:
-        for policy, settings in list(policies.items())[: 1 if draft.kind == "ngram" else None]:
-            if policy_named(policy).needs_target and draft.model is not None:
+        for cache in caches[: 1 if draft.kind == "ngram" else None]:
+            if policy_named(cache.policy).needs_target and draft.model is not None:
                 continue
-            found = setup.at(draft=draft, policy=policy, settings=settings)
+            found = setup.at(draft=draft, cache=cache)
             known = curves.budgets(found)
             others = [budget for budget in BUDGETS if not any(is_same(budget, other) for other in known)]
-            for budget in (setup.context,) if policy == "full" else sorted(known + others):
+            for budget in (setup.context,) if cache.policy == "full" else sorted(known + others):
                 if budget <= setup.context:
                     yield found.at(budget=budget)
 
@@ -140,15 +141,15 @@ def experiment_yaml(plan: Candidate, command: str, path: str | None = None) -> s
     ]
     if kind == "model":
         lines.append(f"  - override /target@draft.model: {setup.draft.name}")
-    lines += [f"  - override /cache: {setup.policy}"] if prediction else []
+    lines += [f"  - override /cache: {setup.cache.policy}"] if prediction else []
     lines += [f"  - override /hardware: {setup.hardware.name.lower()}", ""]
     lines += ["target:", f"  path: {json.dumps(path)}"] if path else []
     if prediction:
         lines += ["draft:", f"  gamma: {plan.gamma}"]
         if setup.draft.tensor_parallel is not None:
             lines += [f"  tensor_parallel: {setup.draft.tensor_parallel}"]
-        keys = {"budget": setup.budget} if setup.policy != "full" else {}
-        keys |= {key: getattr(setup.settings, key) for key in setup.cache.settings}
+        keys = {"budget": setup.cache.budget} if setup.cache.policy != "full" else {}
+        keys |= {key: getattr(setup.cache, key) for key in setup.facts.settings}
         lines += ["cache:", *(f"  {key}: {value}" for key, value in keys.items())] if keys else []
     lines += ["batch:", f"  size: {setup.batch}", f"  context_len: {setup.context}"]
     return "\n".join(lines) + "\n"

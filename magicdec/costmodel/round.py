@@ -5,6 +5,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from magicdec.architectures import ModelConfig, check_ranks
+from magicdec.config.schema import CacheConfig
 from magicdec.costmodel.hardware import Hardware
 from magicdec.costmodel.roofline import (
     BF16,
@@ -15,7 +16,7 @@ from magicdec.costmodel.roofline import (
     weight_count,
 )
 from magicdec.errors import UserError
-from magicdec.policies import CacheSpec, Policy, Settings, code_bytes, policy_named
+from magicdec.policies import CacheSpec, Policy, code_bytes, policy_named
 
 DRAFT_KINDS = ("self", "model", "ngram", "layer_skip")
 QUANTIZED_BYTES = {"int8": 1.0, "int4": 0.5}  # of a weight
@@ -55,11 +56,9 @@ class Setup:
     batch: int
     context: int
     draft: DraftChoice = DraftChoice()
-    policy: str = "streaming"
-    budget: int = 512
+    cache: CacheConfig = field(default_factory=lambda: CacheConfig("streaming", 512))
     target_name: str = "target"
     element_bytes: float = BF16  # of weights, keys, values and activations, where nothing is quantized
-    settings: Settings = field(default_factory=Settings)  # of the policy
 
     def __post_init__(self) -> None:
         for key, value in (("batch.size", self.batch), ("batch.context_len", self.context)):
@@ -68,16 +67,16 @@ class Setup:
         if self.draft.num_layers is not None and not 1 <= self.draft.num_layers < self.target.num_layers:
             valid = f"must be from 1 to {self.target.num_layers - 1}"
             raise UserError(f"draft.num_layers={self.draft.num_layers}: {valid}, fewer than the target has")
-        if self.budget < 1 and not self.cache.reads_everything:
-            raise UserError(f"cache.budget={self.budget} must be at least 1")
+        if self.cache.budget < 1 and not self.facts.reads_everything:
+            raise UserError(f"cache.budget={self.cache.budget} must be at least 1")
         check_ranks(self.target, self.ranks, self.draft.model, self.draft_ranks)
         if self.draft.kind != "ngram":
-            self.cache.check(self.draft_model, self.draft_ranks, self.draft.model is None)
+            self.facts.check(self.draft_model, self.draft_ranks, self.draft.model is None)
 
     @cached_property
-    def cache(self) -> Policy:
-        """The facts of the policy."""
-        return policy_named(self.policy)
+    def facts(self) -> Policy:
+        """Return what the policy reads, stores and selects."""
+        return policy_named(self.cache.policy)
 
     @property
     def ranks(self) -> int:
@@ -108,7 +107,7 @@ class Setup:
     @property
     def draft_kv_bytes(self) -> float:
         """Bytes of an element of the draft's KV cache."""
-        return code_bytes(self.settings, self.draft_model) if self.cache.quantized else self.element_bytes
+        return code_bytes(self.cache, self.draft_model) if self.facts.quantized else self.element_bytes
 
     @property
     def target_pass(self) -> Pass:
@@ -137,22 +136,25 @@ class Setup:
             activation_bytes=self.element_bytes,
         )
         later = step_time(step, self.hardware)
-        refed = self.hardware.stack.refed_tokens(self.draft.kind, self.policy)
+        refed = self.hardware.stack.refed_tokens(self.draft.kind, self.cache.policy)
         return later if refed == 1 else step_time(step._replace(query_tokens=refed), self.hardware), later
 
     @property
     def tokens_read(self) -> int:
         """Entries per sequence and layer that a draft step reads."""
-        return self.cache.tokens_read(self.context, self.budget)
+        return self.facts.tokens_read(self.context, self.cache.budget)
 
     def cache_spec(self, gamma: int, generate_len: int = 0) -> CacheSpec:
         """Return what the draft's cache is allocated for where `generate_len` tokens follow the context."""
         length = self.context + generate_len
         is_longer = length > self.draft_model.max_position_embeddings
-        return CacheSpec(gamma, length, is_longer, self.budget, **vars(self.settings))
+        return CacheSpec(self.cache, gamma, length, is_longer)
 
     def at(self, **changes: Any) -> "Setup":
-        """The same with some values changed."""
+        """Return the same with some values changed; keys of the cache go by their own names."""
+        own = {name: changes.pop(name) for name in vars(self.cache).keys() & changes.keys()}
+        if own:
+            changes["cache"] = replace(self.cache, **own)
         other = replace(self, **changes)
         if changes.keys() == {"context"} and other.tokens_read == self.tokens_read:
             other.__dict__["draft_step_times"] = self.draft_step_times  # the search for S* asks for little else
@@ -207,11 +209,11 @@ def draft_time(setup: Setup, gamma: int) -> StepTime:
 
 def select_time(setup: Setup, gamma: int) -> StepTime:
     """Return T_select: what a draft step spends on choosing its entries, on average."""
-    if setup.draft.kind == "ngram" or setup.cache.selects not in ("step", "round"):
+    if setup.draft.kind == "ngram" or setup.facts.selects not in ("step", "round"):
         return StepTime()
     model = setup.draft_model.shared_by(setup.draft_ranks)
-    moved = setup.batch * setup.cache.choice(setup.cache_spec(gamma), model, setup.element_bytes)
-    steps = 1 if setup.cache.selects == "step" else gamma * setup.settings.refresh
+    moved = setup.batch * setup.facts.choice(setup.cache_spec(gamma), model, setup.element_bytes)
+    steps = 1 if setup.facts.selects == "step" else gamma * setup.cache.refresh
     return StepTime(kv=moved / setup.hardware.bandwidth / steps)
 
 
@@ -233,7 +235,7 @@ class Memory:
 
 def memory(setup: Setup, gamma: int, generate_len: int = 0) -> Memory:
     """Return the bytes of weights and caches while `generate_len` tokens are generated with proposals of `gamma`."""
-    draft, cache, size = setup.draft, setup.cache, setup.element_bytes
+    draft, facts, size = setup.draft, setup.facts, setup.element_bytes
     spec, target = setup.cache_spec(gamma, generate_len), setup.target.shared_by(setup.ranks)
     target_weights = weight_count(setup.target, setup.ranks) * size
     target_kv = setup.batch * target.kv_elements_per_token * spec.capacity * size
@@ -242,6 +244,6 @@ def memory(setup: Setup, gamma: int, generate_len: int = 0) -> Memory:
         draft_weights = weight_count(setup.draft_model, setup.draft_ranks) * setup.draft_weight_bytes
     if draft.kind != "ngram":
         model, shares_target = setup.draft_model.shared_by(setup.draft_ranks), draft.model is None
-        draft_kv = setup.batch * cache.stored_bytes(spec, model, size, shares_target)
-        draft_prefill = 0.0 if shares_target else setup.batch * cache.prefill_bytes(spec, model, size)
+        draft_kv = setup.batch * facts.stored_bytes(spec, model, size, shares_target)
+        draft_prefill = 0.0 if shares_target else setup.batch * facts.prefill_bytes(spec, model, size)
     return Memory(target_weights, target_kv, draft_weights, draft_kv, draft_prefill)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from magicdec.architectures import ModelConfig
+from magicdec.config.schema import CacheConfig
 from magicdec.costmodel.hardware import Hardware, hardware_named
 from magicdec.costmodel.roofline import BF16
 from magicdec.costmodel.round import DraftChoice, Setup
@@ -53,8 +54,7 @@ class Row:
             batch=self.batch_size,
             context=self.context_len,
             draft=draft,
-            policy="full" if unlimited else self.policy,
-            budget=self.context_len if unlimited else int(self.kv_budget or 0),
+            cache=CacheConfig(*("full", self.context_len) if unlimited else (self.policy, int(self.kv_budget or 0))),
             target_name=self.target,
             element_bytes=self.element_bytes,
         )

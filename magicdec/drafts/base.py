@@ -1,14 +1,15 @@
 """The interface of a draft: whatever proposes tokens. To add one, subclass Draft in a file here and register it."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
 
 from torch import Tensor
 
 from magicdec.architectures import ModelConfig
 from magicdec.cache.draft_cache import CACHES, DraftCache
+from magicdec.config.schema import CacheConfig, DraftConfig
 from magicdec.decoding.state import State
 from magicdec.models.kv_cache import KVCache
 from magicdec.models.transformer import Transformer
@@ -33,33 +34,24 @@ class Selection(NamedTuple):
 
 @dataclass(frozen=True)
 class DraftSpec:
-    """What a draft is built from: the target on one batch, and the keys of `draft` and `cache`."""
+    """What a draft is built from: its groups of the configuration, and the target on one batch."""
 
+    draft: DraftConfig
+    cache: CacheConfig
     target: Transformer
     target_cache: KVCache
     state: State
     sampling: Sampling | RowSampling
-    gamma: int
+    gamma: int  # the largest, where `draft.gamma` is auto
     prefill_chunk: int
-    policy: str
-    cache_options: Mapping[str, Any] = field(default_factory=dict)
     model: Transformer | None = None  # of an independent draft, or the target's own weights quantised
-    num_layers: int = 0
-    max_ngram: int = 0
-    inner_gamma: int = 0  # of a hierarchical draft, and the cache of its model
-    inner_policy: str = "full"
-    inner_cache_options: Mapping[str, Any] = field(default_factory=dict)
 
     def new_cache(self, model: Transformer, target_cache: KVCache | None) -> DraftCache:
-        """A cache of the chosen policy for `model`; `target_cache` where it drafts from the target's own entries."""
-        spec = CacheSpec(
-            self.gamma + self.inner_gamma,
-            self.state.max_len,
-            in_cache_positions=self.state.max_len > model.config.max_position_embeddings,
-            **self.cache_options,
-        )
+        """Allocate a cache for `model`; `target_cache` where it drafts from the target's own entries."""
+        is_longer = self.state.max_len > model.config.max_position_embeddings
+        spec = CacheSpec(self.cache, self.gamma + self.draft.inner_gamma, self.state.max_len, is_longer)
         weight, rows = model.embed.weight, len(self.state.tokens_BS)
-        return CACHES[self.policy].build(spec, model.config, rows, weight.dtype, weight.device, target_cache)
+        return CACHES[self.cache.policy].build(spec, model.config, rows, weight.dtype, weight.device, target_cache)
 
 
 class Draft(ABC):

@@ -27,11 +27,12 @@ class InnerDraft(IndependentDraft):
     @classmethod
     def build(cls, spec: DraftSpec) -> Self:
         """See Draft.build, for the `spec` of the hierarchical draft."""
-        slots = HierarchicalDraft.round_slots(spec.gamma, spec.inner_gamma)
-        options = spec.inner_cache_options
-        own = replace(spec, gamma=slots - 1, inner_gamma=0, policy=spec.inner_policy, cache_options=options)
+        draft = spec.draft
+        assert draft.cache is not None, "a hierarchical draft has one"
+        slots = HierarchicalDraft.round_slots(spec.gamma, draft.inner_gamma)
+        own = replace(spec, draft=replace(draft, inner_gamma=0), cache=draft.cache, gamma=slots - 1)
         inner = super().build(own)
-        inner.gamma, inner.lag = spec.inner_gamma, spec.gamma + 1
+        inner.gamma, inner.lag = draft.inner_gamma, spec.gamma + 1
         return inner
 
     def propose_first(self, state: State) -> Proposal:
@@ -64,7 +65,7 @@ class HierarchicalDraft(SelfDraft):
     def __init__(self, inner: InnerDraft, spec: DraftSpec):
         """`inner` proposes to the target over `cache`."""
         super().__init__(spec.target, spec.new_cache(spec.target, spec.target_cache), spec.target_cache, spec)
-        self.inner, self.inner_gamma, self.eos = inner, spec.inner_gamma, spec.state.eos[..., :0]
+        self.inner, self.inner_gamma, self.eos = inner, spec.draft.inner_gamma, spec.state.eos[..., :0]
 
     @classmethod
     def round_slots(cls, gamma: int, inner_gamma: int) -> int:

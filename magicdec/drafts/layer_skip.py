@@ -17,8 +17,8 @@ class LayerSkipDraft(SelfDraft):
     @classmethod
     def build(cls, spec: DraftSpec) -> "LayerSkipDraft":
         """See Draft.build: shares weights and entries with the target."""
-        model = (spec.model or spec.target).first_layers(spec.num_layers)
-        entries = spec.target_cache.view(0, spec.num_layers)
+        model = (spec.model or spec.target).first_layers(spec.draft.num_layers)
+        entries = spec.target_cache.view(0, spec.draft.num_layers)
         return cls(model, spec.new_cache(model, entries), entries, spec)
 
     @classmethod

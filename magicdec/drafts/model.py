@@ -159,7 +159,7 @@ class IndependentDraft(ModelDraft):
         assert spec.model is not None
         cache, chunk = spec.new_cache(spec.model, None), spec.prefill_chunk
         if cache.spec.in_cache_positions:
-            chunk = min(chunk, spec.model.config.max_position_embeddings - cache.spec.budget)
+            chunk = min(chunk, spec.model.config.max_position_embeddings - cache.spec.cache.budget)
         return cls(spec.model, cache, chunk, spec)
 
     def prefill(self, state: State, progress: Callable[[int], None]) -> None:

@@ -29,7 +29,7 @@ class NgramDraft(Draft):
     @classmethod
     def build(cls, spec: DraftSpec) -> "NgramDraft":
         """See Draft.build."""
-        return cls(spec.gamma, spec.max_ngram)
+        return cls(spec.gamma, spec.draft.max_ngram)
 
     def prefill(self, state: State, progress: Callable[[int], None]) -> None:
         """See Draft.prefill: the sequence itself is all it needs."""

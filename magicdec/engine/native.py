@@ -1,11 +1,10 @@
 """Our own engine: a target and, with speculation, a draft, opened on one batch of prompts after another."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 
+from magicdec.config.schema import CacheConfig, DraftConfig
 from magicdec.decoding.state import State
 from magicdec.drafts.base import DRAFTS, Draft, DraftSpec
 from magicdec.engine.decoder import Decoder, silent
@@ -43,27 +42,24 @@ class Batch:
 
 @dataclass
 class NativeEngine:
-    """What does not change from batch to batch."""
+    """Models and settings that do not change from batch to batch."""
 
     target: Transformer
     sampling: Sampling
     generate_len: int
     prefill_chunk: int
-    draft_name: str = "none"
+    draft: DraftConfig = field(default_factory=lambda: DraftConfig("none"))
+    cache: CacheConfig = field(default_factory=lambda: CacheConfig("full"))
     draft_model: Transformer | None = None  # None: the target itself, where the draft is a model
     gamma: int = 0
     gammas: tuple[int, ...] = ()  # to choose among while decoding, `gamma` the largest; empty: always gamma
-    draft_options: Mapping[str, Any] = field(default_factory=dict)
-    policy: str = "full"
-    cache_options: Mapping[str, Any] = field(default_factory=dict)
     ignore_eos: bool = True
     graphs: bool = False
-    synthetic_acceptance: float | None = None
 
     @property
     def slack(self) -> int:
         """Tokens that a round may write behind the longest sequence."""
-        return self.gamma + self.draft_options.get("inner_gamma", 0) + 1
+        return self.gamma + self.draft.inner_gamma + 1
 
     def open(self, prompts: list[list[int]], first: int = 0) -> Batch:
         """Allocate state and caches for these prompts (token ids; their lengths may differ).
@@ -78,24 +74,23 @@ class NativeEngine:
         """Allocate caches for the rows of a state."""
         weight, rows = self.target.embed.weight, len(state.tokens_BS)
         cache = KVCache(self.target.config, rows, state.max_len + self.slack, weight.dtype, weight.device)
-        decoder = Decoder(self.target, cache, state, sampling, self.graphs, self.synthetic_acceptance)
-        return Batch(decoder, self.draft_for(decoder) if self.draft_name != "none" else None)
+        decoder = Decoder(self.target, cache, state, sampling, self.graphs, self.draft.synthetic_acceptance)
+        return Batch(decoder, self.draft_for(decoder) if self.draft.name != "none" else None)
 
     def draft_for(self, decoder: Decoder) -> Draft:
         """A draft of its own for an opened batch, whose prefill several drafts may share."""
         spec = DraftSpec(
+            self.draft,
+            self.cache,
             self.target,
             decoder.cache,
             decoder.state,
             decoder.sampling,
             self.gamma,
             self.prefill_chunk,
-            self.policy,
-            self.cache_options,
             self.draft_model,
-            **self.draft_options,
         )
-        draft = DRAFTS[self.draft_name].build(spec)
+        draft = DRAFTS[self.draft.name].build(spec)
         draft.gammas = self.gammas
         return draft
 

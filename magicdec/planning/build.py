@@ -2,14 +2,13 @@
 
 import logging
 from collections.abc import Callable
-from dataclasses import fields, replace
-from typing import Any
+from dataclasses import replace
 
 import torch
 
 from magicdec.attention import choice
 from magicdec.attention.base import Attention
-from magicdec.config.schema import Config, DraftConfig
+from magicdec.config.schema import Config
 from magicdec.data import Prompts, load_prompts
 from magicdec.data.tokenizer import load_tokenizer
 from magicdec.engine.native import NativeEngine
@@ -27,9 +26,6 @@ from magicdec.units import GIB
 from magicdec.verification.sampling import Sampling
 
 log = logging.getLogger(__name__)
-
-# Keys of `draft` that are no draft's own to read.
-OTHER_DRAFT_KEYS = ("name", "gamma", "synthetic_acceptance", "model", "tensor_parallel", "quantization", "cache")
 
 
 def engine(plan: Plan, progress: Progress) -> NativeEngine:
@@ -52,15 +48,12 @@ def _engine(plan: Plan, load: Callable[[Model], Transformer]) -> NativeEngine:
         sampling=_sampling(c),
         generate_len=c.batch.generate_len,
         prefill_chunk=int(c.batch.prefill_chunk),
-        draft_name=c.draft.name,
+        draft=c.draft,
+        cache=c.cache,
         gamma=max(c.gammas),
         gammas=c.gammas if c.draft.gamma == "auto" else (),
-        draft_options=draft_options(c.draft),
-        policy=c.cache.policy,
-        cache_options=_options(c.cache, "policy"),
         ignore_eos=c.sampling.ignore_eos,
         graphs=c.hardware.cuda_graphs and plan.device.type == "cuda",
-        synthetic_acceptance=c.draft.synthetic_acceptance,
     )
 
 
@@ -186,19 +179,6 @@ def num_bytes(plan: Plan) -> int:
     if scenario.name == "profile":
         return estimate(plan, max(scenario.batch_sizes), max(scenario.context_lens)).needed
     return estimate(plan, int(batch.size), batch.context_len).needed
-
-
-def draft_options(draft: DraftConfig) -> dict[str, Any]:
-    """The keys of `draft` that a draft reads itself; those of a hierarchical draft's inner cache by their own names."""
-    options = _options(draft, *OTHER_DRAFT_KEYS)
-    if draft.cache is None:
-        return options
-    return options | {"inner_policy": draft.cache.policy, "inner_cache_options": _options(draft.cache, "policy")}
-
-
-def _options(group: object, *others: str) -> dict[str, Any]:
-    """The keys of a group that a draft or a policy reads itself: all but `others`."""
-    return {f.name: getattr(group, f.name) for f in fields(group) if f.name not in others}  # type: ignore[arg-type]
 
 
 def _without_weights(model: Model, plan: Plan, attention: Attention, part: Share) -> Transformer:

@@ -7,7 +7,7 @@ import yaml
 
 from magicdec.architectures import ModelConfig
 from magicdec.config.checks import check_length
-from magicdec.config.schema import CONF, ROWS_ON, Config, ModelChoice
+from magicdec.config.schema import CONF, ROWS_ON, CacheConfig, Config, ModelChoice
 from magicdec.costmodel import acceptance, comparison
 from magicdec.costmodel.acceptance import Curves
 from magicdec.costmodel.hardware import OWN_STACK, Hardware, configured, device_in
@@ -15,7 +15,6 @@ from magicdec.costmodel.round import DraftChoice, Setup, memory
 from magicdec.costmodel.targets import architecture
 from magicdec.errors import UserError
 from magicdec.planning.identity import identify
-from magicdec.policies import Settings
 from magicdec.tracking.reader import iter_runs, latest
 
 
@@ -55,10 +54,8 @@ def foresee(config: Config) -> Foreseen:
         batch=int(config.batch.size),
         context=config.batch.context_len,
         draft=_draft(config),
-        policy=config.cache.policy,
-        budget=config.cache.budget,
+        cache=config.cache,
         target_name=config.target.name,
-        settings=settings_of(config, config.cache.policy),
     )
     return Foreseen(config, setup)
 
@@ -93,11 +90,9 @@ def setup_of_run(
         int(config.batch.size),
         config.batch.context_len,
         _spec(config, draft),
-        config.cache.policy,
-        config.cache.budget,
+        config.cache,
         config.target.name,
         element_bytes,
-        settings_of(config, config.cache.policy),
     )
 
 
@@ -117,12 +112,13 @@ def doubts(plan: Any) -> list[str]:
     return [found] if found else []
 
 
-def settings_of(config: Config, policy: str) -> Settings:
-    """Return a policy's settings: those of `cache` where it has this policy, or else those that conf/cache gives it."""
-    known, file = vars(config.cache), CONF / "cache" / f"{policy}.yaml"
-    if config.cache.policy != policy:
-        known = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    return Settings(**{f.name: known[f.name] for f in fields(Settings) if f.name in known})
+def cache_named(config: Config, policy: str) -> CacheConfig:
+    """Return the run's own cache where it has this policy, or else the one that conf/cache describes."""
+    file = CONF / "cache" / f"{policy}.yaml"
+    if config.cache.policy == policy:
+        return config.cache
+    given = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return CacheConfig(**{f.name: given[f.name] for f in fields(CacheConfig) if f.name in given} | {"policy": policy})
 
 
 def draft_named(name: str, ranks: int | None) -> DraftChoice:

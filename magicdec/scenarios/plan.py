@@ -12,7 +12,7 @@ from magicdec.costmodel.predict import Prediction
 from magicdec.costmodel.round import Setup
 from magicdec.costmodel.targets import option
 from magicdec.errors import UserError
-from magicdec.planning.prediction import Foreseen, curves, draft_named, foresee, settings_of
+from magicdec.planning.prediction import Foreseen, cache_named, curves, draft_named, foresee
 from magicdec.scenarios.outcome import Outcome
 from magicdec.scenarios.predict import STYLE
 from magicdec.tracking.progress import Progress
@@ -44,7 +44,7 @@ def plan(plan: Foreseen, progress: Progress) -> Outcome:
         curves(config),
         scenario.batch_sizes,
         [draft_named(name, config.draft.tensor_parallel) for name in scenario.drafts],
-        {policy: settings_of(config, policy) for policy in scenario.policies},
+        [cache_named(config, policy) for policy in scenario.policies],
         scenario.gammas,
         scenario.latency_ms,
         config.batch.generate_len,
@@ -86,8 +86,8 @@ def _facts(one: Candidate) -> dict[str, float | int | str]:
     return {
         "batch_size": setup.batch,
         "draft": setup.draft.name if drafts else "none",
-        "policy": setup.policy if drafts else "",
-        "budget": setup.budget if drafts else 0,
+        "policy": setup.cache.policy if drafts else "",
+        "budget": setup.cache.budget if drafts else 0,
         "gamma": one.gamma,
         "predicted/tokens_per_second": one.tokens_per_second,
         "predicted/time_per_output_token_ms": 1e3 * one.time_per_token_s,
@@ -112,4 +112,4 @@ def _unknown_cells(prediction: Prediction) -> list[str]:
 
 
 def _names(setup: Setup) -> list[str]:
-    return [str(setup.batch), setup.draft.name, setup.policy, str(setup.budget)]
+    return [str(setup.batch), setup.draft.name, setup.cache.policy, str(setup.cache.budget)]

@@ -59,7 +59,7 @@ def render(prediction: Prediction, known: Mapping[str, Any] | None = None) -> Gr
 
 def _gammas(prediction: Prediction) -> Table:
     setup = prediction.setup
-    title = f"predicted: {setup.target_name}, draft {setup.draft.name}, {setup.policy} {setup.budget:,}; ms"
+    title = f"predicted: {setup.target_name}, draft {setup.draft.name}, {setup.cache.policy} {setup.cache.budget:,}; ms"
     table = Table("gamma", "T_T", "T_D", "T_select", "T_V", "round", "speedup", "pays from", title=title, **STYLE)
     for at in prediction.by_gamma:
         times = (at.times.target, at.times.draft, at.times.select, at.times.verify)

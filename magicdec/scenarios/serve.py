@@ -71,7 +71,7 @@ def serve(plan: Plan, progress: Progress) -> Outcome:
         return Outcome({})
     results: Metrics = {**prompts.facts, "device": plan.device_name, **plan.sources}
     results |= {key: value for key, value in history[-1].items() if key not in ("concurrency", "rate")}
-    if engine.draft_name != "none":
+    if engine.draft.name != "none":
         results["acceptance/source"] = "measured" if config.draft.synthetic_acceptance is None else "synthetic"
     results |= held
     requests = {way: done for way, (done, _) in measured.items()}
@@ -86,7 +86,7 @@ def _slots(plan: Plan, engine: NativeEngine, rows: int) -> Slots:
 
 
 def _ways(engine: NativeEngine) -> tuple[str, ...]:
-    return WAYS if engine.draft_name != "none" else WAYS[:1]
+    return WAYS if engine.draft.name != "none" else WAYS[:1]
 
 
 def _prompts(plan: Plan) -> Prompts:

@@ -81,9 +81,9 @@ class Slots:
         """Sequences of at most `max_len` tokens, prompt and continuation. Raises UserError for a draft that cannot be
         served.
         """
-        if engine.draft_name != "none" and not DRAFTS[engine.draft_name].serves:
+        if engine.draft.name != "none" and not DRAFTS[engine.draft.name].serves:
             served = ", ".join(name for name in DRAFTS if DRAFTS[name].serves)
-            raise UserError(f"draft.name={engine.draft_name} cannot be served; one of: none, {served}")
+            raise UserError(f"draft.name={engine.draft.name} cannot be served; one of: none, {served}")
         self.engine, self.num_slots, self.max_len, self.gamma = engine, num_slots, max_len, engine.gamma
         self.eos_token_ids = engine.target.config.eos_token_ids
         self.device = engine.target.embed.weight.device

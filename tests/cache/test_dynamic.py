@@ -14,6 +14,7 @@ from magicdec.cache.draft_cache import CacheSpec
 from magicdec.cache.quest import QuestCache
 from magicdec.cache.topk import TopKCache
 from magicdec.cache.verify_guided import VerifyGuidedCache
+from magicdec.config.schema import CacheConfig
 from magicdec.models.kv_cache import KVCache
 from tests.small import open_batch, random_prompts, small_model
 
@@ -56,7 +57,9 @@ def choose(cache, layer: int, q_BTHD: torch.Tensor) -> torch.Tensor:
 def test_topk_retains_more_attention_than_any_other_choice(budget, gamma, lengths, seed, window, num_new):
     generator = torch.Generator().manual_seed(seed)
     target = random_target(lengths, generator, window)
-    cache = TopKCache.build(CacheSpec(gamma, 56, budget=budget), target.config, B, torch.float32, "cpu", target)
+    cache = TopKCache.build(
+        CacheSpec(CacheConfig(budget=budget), gamma, 56), target.config, B, torch.float32, "cpu", target
+    )
     cache.load(target)
     q = torch.randn(B, num_new, H, D, generator=generator)
     attention = SdpaAttention()
@@ -94,7 +97,10 @@ def quest_reads(keys: list, queries: list, length: int, page_size: int, num_page
 def test_quest(budget, gamma, lengths, seed, window, page_size, counts):
     """After the prefill, and after a round that commits some of what was verified."""
     generator = torch.Generator().manual_seed(seed)
-    target, spec = random_target(lengths, generator, window), CacheSpec(gamma, 56, budget=budget, page_size=page_size)
+    target, spec = (
+        random_target(lengths, generator, window),
+        CacheSpec(CacheConfig(budget=budget, page_size=page_size), gamma, 56),
+    )
     cache = QuestCache.build(spec, target.config, B, torch.float32, "cpu", target)
     cache.load(target)
     q, size = torch.randn(B, 1, H, D, generator=generator), min(page_size, budget)
@@ -113,7 +119,9 @@ def test_quest(budget, gamma, lengths, seed, window, page_size, counts):
 def test_verify_guided(budget, gamma, lengths, seed, window, counts):
     generator = torch.Generator().manual_seed(seed)
     target, counts = random_target(lengths, generator, window), [min(c, gamma + 1) for c in counts]
-    cache = VerifyGuidedCache.build(CacheSpec(gamma, 56, budget=budget), target.config, B, torch.float32, "cpu", target)
+    cache = VerifyGuidedCache.build(
+        CacheSpec(CacheConfig(budget=budget), gamma, 56), target.config, B, torch.float32, "cpu", target
+    )
     scores = torch.rand(L, B, K, S, generator=generator)
     cache.load(target, scores)
     q = torch.zeros(B, 1, H, D)

@@ -1,21 +1,24 @@
 """The facts of every policy against what its cache really allocates, counted as PyTorch hands it out."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from magicdec.architectures import ModelConfig
 from magicdec.cache.draft_cache import CACHES, CacheSpec
+from magicdec.config.schema import CacheConfig
 from magicdec.costmodel.hardware import hardware_named
 from magicdec.costmodel.round import DraftChoice, Setup, memory
 from magicdec.measure.footprint import Allocations
 from magicdec.models.kv_cache import KVCache
-from magicdec.policies import POLICIES, Settings
+from magicdec.policies import POLICIES
 
 SIZES = {"num_layers": 4, "num_heads": 8, "num_kv_heads": 2, "head_dim": 16, "max_position_embeddings": 4096}
 TARGET = ModelConfig(100, 64, 160, **SIZES, sliding_window=50, sliding_layers=(0, 3))
 SMALLER = ModelConfig(100, 64, 160, num_layers=3, num_heads=4, num_kv_heads=4, head_dim=8, max_position_embeddings=512)
 ROWS, GAMMA, CONTEXT, NEW_TOKENS = 2, 3, 1000, 24
-SETTINGS = Settings(num_sink=4, observation_window=16, page_size=8, bits=4, group_size=16)
+SETTINGS = CacheConfig(num_sink=4, observation_window=16, page_size=8, bits=4, group_size=16)
 LENGTHS = 64  # bytes of a row's lengths, which no fact counts, in each cache of a layer
 DRAFTS = {
     "self": DraftChoice(),
@@ -28,14 +31,9 @@ CASES = [(d, p) for p in POLICIES for d in DRAFTS if d != "model" or not POLICIE
 def case(draft: str, policy: str, budget: int) -> tuple[Setup, CacheSpec, KVCache | None]:
     """A setup, what its draft's cache is asked for, and the target's entries where the draft uses them."""
     machine = hardware_named("h100")
-    setup = Setup(TARGET, machine, ROWS, CONTEXT, DRAFTS[draft], policy, budget, element_bytes=4, settings=SETTINGS)
-    spec = CacheSpec(
-        GAMMA,
-        CONTEXT + NEW_TOKENS,
-        setup.draft_model.max_position_embeddings < CONTEXT,
-        budget=budget,
-        **vars(SETTINGS),
-    )
+    cache = replace(SETTINGS, policy=policy, budget=budget)
+    setup = Setup(TARGET, machine, ROWS, CONTEXT, DRAFTS[draft], cache, element_bytes=4)
+    spec = CacheSpec(cache, GAMMA, CONTEXT + NEW_TOKENS, setup.draft_model.max_position_embeddings < CONTEXT)
     whole = KVCache(TARGET, ROWS, CONTEXT + NEW_TOKENS + GAMMA + 1, torch.float32, "meta")
     return setup, spec, None if draft == "model" else whole
 

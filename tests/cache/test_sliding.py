@@ -15,6 +15,7 @@ from magicdec.cache.draft_cache import CACHES, CacheSpec, DraftCache
 from magicdec.cache.dynamic import DynamicCache
 from magicdec.cache.full import FullCache
 from magicdec.cache.pyramidkv import PyramidKVCache
+from magicdec.config.schema import CacheConfig
 from magicdec.models.kv_cache import KVCache
 
 L, B, K, H, S = 3, 2, 2, 4, 64  # positions fit into the head dim
@@ -85,7 +86,7 @@ def test_a_token_sees_what_is_held_within_its_window(policy, exact, window, budg
     if not exact and issubclass(CACHES[policy], FullCache):
         return  # there is nothing to move
     generator = torch.Generator().manual_seed(seed)
-    spec = CacheSpec(GAMMA, MAX_LEN, budget=budget, num_sink=num_sink, observation_window=6, page_size=4)
+    spec = CacheSpec(CacheConfig(budget=budget, num_sink=num_sink, observation_window=6, page_size=4), GAMMA, MAX_LEN)
     target = filled(window, lengths, generator)
     cache = CACHES[policy].build(spec, target.config, B, torch.float32, "cpu", target if exact else None)
     cache.load(target, torch.rand(L, B, K, S, generator=generator))
@@ -112,7 +113,7 @@ def test_a_token_sees_what_is_held_within_its_window(policy, exact, window, budg
 def test_no_entry_is_chosen_that_is_out_of_sight(policy, window, budget, lengths, seed):
     """A draft sees all that its target sees where the budget suffices, or else as much as the budget allows."""
     generator = torch.Generator().manual_seed(seed)
-    spec = CacheSpec(GAMMA, MAX_LEN, budget=budget, observation_window=6, page_size=1)
+    spec = CacheSpec(CacheConfig(budget=budget, observation_window=6, page_size=1), GAMMA, MAX_LEN)
     target = filled(window, lengths, generator)
     cache = CACHES[policy].build(spec, target.config, B, torch.float32, "cpu", target)
     cache.load(target, torch.rand(L, B, K, S, generator=generator))

@@ -5,11 +5,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from magicdec.config.schema import CacheConfig
 from magicdec.costmodel.acceptance import Curves, Point, _interpolate, measured, published
 from magicdec.costmodel.hardware import hardware_named
 from magicdec.costmodel.round import DraftChoice, Setup
 from magicdec.costmodel.targets import architecture
-from magicdec.policies import Settings
 from magicdec.tracking.reader import iter_runs
 
 
@@ -18,11 +18,11 @@ def point(budget=512, context=8000, alpha=0.8, **changes):
     return Point(budget=budget, context_len=context, alpha=alpha, **(defaults | changes))
 
 
-def asked(target="t", policy="streaming", budget=512, context=8000, draft="self", quantization="none", **settings):
+def asked(target="t", policy="streaming", budget=512, context=8000, draft="self", quantization="none", **keys):
     own = None if draft == "self" else architecture("llama-3.2-1b")
     choice = DraftChoice("self" if own is None else "model", draft, own, quantization=quantization)
     model, machine = architecture("llama-3.1-8b"), hardware_named("h100")
-    return Setup(model, machine, 1, context, choice, policy, budget, target, settings=Settings(**settings))
+    return Setup(model, machine, 1, context, choice, CacheConfig(policy, budget, **keys), target)
 
 
 def of_point(known):
@@ -95,7 +95,7 @@ def test_a_quantised_draft_has_a_curve_of_its_own():
 
 
 def run(alpha, quantization="none", policy="quantized", **cache):
-    cache = {"policy": policy, "budget": 512, **vars(Settings()), **cache}
+    cache = vars(CacheConfig(policy, 512)) | cache
     config = {"target": {"name": "t"}, "draft": {"name": "self", "quantization": quantization}, "cache": cache}
     config |= {"batch": {"context_len": 8000}, "data": {"name": "stdlib"}}
     result = {"status": "done", "acceptance/source": "measured", "alpha": alpha, "folder": f"runs/{alpha}"}

@@ -3,7 +3,7 @@ import pytest
 from magicdec.costmodel.roofline import Pass, step_time
 from magicdec.costmodel.round import DraftChoice, Setup, memory, round_times
 from magicdec.errors import UserError
-from magicdec.policies import POLICIES, Settings
+from magicdec.policies import POLICIES
 
 
 @pytest.fixture
@@ -98,13 +98,13 @@ def test_selection_costs_what_it_moves(setup, model):
 def test_the_settings_of_a_policy_count(setup):
     def select(**settings):
         policy = "quest" if "page_size" in settings else "verify_guided"
-        return round_times(setup(policy=policy, settings=Settings(**settings)), 3).select.total
+        return round_times(setup(policy=policy, **settings), 3).select.total
 
     assert select(page_size=8) == pytest.approx(2 * select(page_size=16), rel=1e-3)
     assert select(refresh=1) == pytest.approx(4 * select(refresh=4))
     exact = round_times(setup(policy="full"), 3).draft.kv
     for bits in (8, 4):  # and 32 elements share four bytes of scales
-        read = round_times(setup(policy="quantized", settings=Settings(bits=bits)), 3).draft.kv
+        read = round_times(setup(policy="quantized", bits=bits), 3).draft.kv
         assert read == pytest.approx(exact * (bits / 8 + 4 / 32) / 2)
 
 

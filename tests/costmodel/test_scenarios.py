@@ -18,8 +18,7 @@ from magicdec.costmodel.predict import predict
 from magicdec.costmodel.round import Setup, round_times
 from magicdec.costmodel.targets import architecture
 from magicdec.errors import UserError
-from magicdec.planning.prediction import foresee, settings_of, setup_of_run
-from magicdec.policies import Settings
+from magicdec.planning.prediction import cache_named, foresee, setup_of_run
 from magicdec.scenarios import plan as plan_scenario
 from magicdec.scenarios import predict as predict_scenario
 from magicdec.tracking.progress import progress
@@ -130,8 +129,8 @@ def test_a_plan_takes_each_policy_with_its_own_settings(tmp_path, monkeypatch):
         "scenario.policies=[snapkv,streaming]",
     )
     config = composed(*keys, *LLAMA)
-    assert settings_of(config, "snapkv").kernel == 7
-    assert (settings_of(config, "streaming").num_sink, settings_of(config, "streaming").kernel) == (4, 5)
+    assert cache_named(config, "snapkv").kernel == 7
+    assert (cache_named(config, "streaming").num_sink, cache_named(config, "streaming").kernel) == (4, 5)
     result = outcome(plan_scenario.plan, *keys, *LLAMA)
     found = yaml.safe_load((tmp_path / "planned.yaml").read_text())["cache"]
     expected = {"snapkv": {"observation_window": 32, "kernel": 7}, "streaming": {"num_sink": 4}}
@@ -244,7 +243,7 @@ def test_beside_a_run_stand_predictions_and_their_errors(setup):
 @pytest.mark.parametrize("policy", ["quest", "topk", "verify_guided"])
 def test_a_draft_step_is_compared_with_the_selection_that_it_makes(setup, policy):
     """A run times a choice of every step within the step (time/draft_ms), and one of a round within the round."""
-    at = setup(policy=policy, settings=Settings(refresh=4))
+    at = setup(policy=policy, refresh=4)
     times = round_times(at, 3)
     is_within = policy != "verify_guided"
     step = times.draft.total + (times.select.total if is_within else 0.0)

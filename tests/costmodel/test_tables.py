@@ -28,14 +28,14 @@ def test_other_tables_may_lack_times(table, model):
     (row,) = tables.read_table(table(HEADER + "llama-3.1-8b,self,snapkv,4xL40,8000,16,3,1024,2.9,1.3\n"))
     assert row.autoregressive_ms is None
     setup = row.setup(model)
-    assert (setup.hardware.count, setup.hardware.device.name, setup.budget) == (4, "L40", 1024)
+    assert (setup.hardware.count, setup.hardware.device.name, setup.cache.budget) == (4, "L40", 1024)
 
 
 @pytest.mark.parametrize("budget", ["", "-1"])
 def test_no_budget_is_the_whole_context(table, model, budget):
     (row,) = tables.read_table(table(HEADER + f"llama-3.1-8b,llama-3.2-1b,full,8xA100,8000,16,3,{budget},2.9,1.3\n"))
     setup = row.setup(model)
-    assert (setup.policy, setup.tokens_read) == ("full", 8000)
+    assert (setup.cache.policy, setup.tokens_read) == ("full", 8000)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from scipy.stats import chisquare
 
 from magicdec.architectures import ModelConfig
 from magicdec.attention.sdpa import SdpaAttention
+from magicdec.config.schema import CacheConfig
 from magicdec.drafts import hierarchical
 from magicdec.models.kv_cache import KVCache
 from magicdec.verification.sampling import Sampling, Use, probabilities
@@ -47,7 +48,7 @@ def test_the_inner_level_is_verified_over_the_retrieval_cache():
 def test_the_inner_cache_holds_the_committed_tokens(policy):
     """After every round, rejected proposals or not: its entries are those of a model that has only read the output."""
     model = noisy_copy(TARGET, 0.2)
-    options = {"inner_policy": policy, "inner_cache_options": {"budget": 400, "num_sink": 2}, "generate_len": 30}
+    options = {"inner": CacheConfig(policy, 400, num_sink=2), "generate_len": 30}
     batch = opened(model, random_prompts([50, 61, 2, 5]), **options)
     batch.decoder.generate(batch.draft)
     cache, state = batch.draft.inner.cache, batch.decoder.state
@@ -150,7 +151,7 @@ def test_a_guess_in_place_of_a_sampled_token_leaves_the_distribution_as_it_is():
     """
     first = len(PROMPT) + 1
     target, small = Table({first + 5: None}), Table({first: 1, first + 1: 1})
-    settings = {"inner_policy": "full", "sampling": SAMPLING, "generate_len": 8, "prefill_chunk": 64}
+    settings = {"sampling": SAMPLING, "generate_len": 8, "prefill_chunk": 64}
     engine = new_engine(target, draft_name="hierarchical", draft_model=small, gamma=6, policy="full", **settings)
     batch = engine.open([[0] * len(PROMPT)] * ROWS)
     batch.decoder.prefill(64)

@@ -10,6 +10,7 @@ import torch
 
 from magicdec.attention import cpp
 from magicdec.cache.draft_cache import CACHES
+from magicdec.config.schema import CacheConfig
 from magicdec.drafts.base import DRAFTS
 from magicdec.engine.audit import audit
 from magicdec.verification.sampling import Sampling
@@ -107,7 +108,7 @@ def test_a_draft_that_sees_what_a_target_with_a_sliding_window_sees_is_always_ri
     target = small_model(sliding_window=16, sliding_layers=layers)
     settings = {"policy": policy, "budget": budget, "num_sink": 2, "page_size": 4, "bits": 8}
     if draft == "hierarchical":
-        settings |= {"inner_policy": "streaming", "inner_cache_options": {"budget": budget, "num_sink": 2}}
+        settings |= {"inner": CacheConfig("streaming", budget, num_sink=2)}
     model = target if DRAFTS[draft].needs_model else None
     prompts = random_prompts([120, 110, 70])
     batch = open_batch(target, prompts, draft_name=draft, draft_model=model, gamma=4, **settings)
