@@ -65,13 +65,11 @@ def passes(batch: Batch, gammas: tuple[int, ...], repeats: int) -> dict[str, tup
     """Milliseconds per token of each way, and how far its passes lie apart."""
     decoder, draft = batch.decoder, batch.draft
     assert draft is not None
-    ways = {**{str(gamma): (gamma,) for gamma in gammas}, "auto": gammas, "autoregressive": None}
+    ways: dict[str, int | None] = {**{str(gamma): gamma for gamma in gammas}, "auto": None, "autoregressive": None}
     samples: dict[str, list[float]] = {way: [] for way in ways}
     for _ in range(repeats):
-        for way, choice in ways.items():
-            if choice is not None:
-                draft.gammas, draft.gamma = (() if len(choice) == 1 else choice), choice[-1]
-            generation = decoder.generate(None if choice is None else draft)
+        for way, gamma in ways.items():
+            generation = decoder.generate(None if way == "autoregressive" else draft, gamma=gamma)
             samples[way].append(metrics.time_per_output_token_ms(metrics.row_times(generation, 0.0)))
     return {way: (median(times), metrics.spread(times)) for way, times in samples.items()}
 
@@ -88,7 +86,7 @@ def main() -> None:
     for size in arguments.sizes:
         batch = opened(size)
         assert batch.draft is not None
-        gammas = batch.draft.gammas
+        gammas = batch.decoder.gammas
         times = passes(batch, gammas, arguments.repeats)
         best = min((way for way in times if way.isdigit()), key=lambda way: times[way])
         round_ms, extra_ms, error_ms = overhead(batch, gammas, int(best), arguments.pairs)

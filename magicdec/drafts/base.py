@@ -55,7 +55,10 @@ class DraftSpec:
 
 
 class Draft(ABC):
-    """Proposes gamma tokens a round. Everything but `prefill` is free of host synchronisation."""
+    """A source of proposals. Everything but `prefill` is free of host synchronisation.
+
+    Shapes depend on the gamma of a round, which may differ from one round to the next.
+    """
 
     # Whether it keeps a KV cache, so that `cache` has a say.
     has_cache: ClassVar[bool] = True
@@ -63,10 +66,8 @@ class Draft(ABC):
     needs_model: ClassVar[bool] = False
     # Whether rows can change hands between rounds (`copy_row`), as serving needs.
     serves: ClassVar[bool] = False
-    # Tokens that the next round proposes; at most the DraftSpec's.
+    # The most tokens that a round proposes.
     gamma: int
-    # What it may be set to while decoding, where it adapts.
-    gammas: tuple[int, ...] = ()
 
     @classmethod
     @abstractmethod
@@ -91,12 +92,12 @@ class Draft(ABC):
         self.prefill(state, lambda _: None)
 
     @abstractmethod
-    def propose(self, state: State) -> Proposal:
-        """Guess the next gamma tokens of every row."""
+    def propose(self, state: State, gamma: int) -> Proposal:
+        """Guess the next `gamma` tokens of every row."""
 
     @abstractmethod
-    def commit(self, count_B: Tensor) -> None:
-        """Learn that each row took `count_B` <= gamma + 1 tokens: accepted proposals, then the bonus token."""
+    def commit(self, count_B: Tensor, gamma: int) -> None:
+        """Commit `count_B` <= gamma + 1 tokens of every row: accepted proposals, then the bonus token."""
 
     @property
     def phases(self) -> int:

@@ -32,10 +32,10 @@ class InnerDraft(IndependentDraft):
         slots = HierarchicalDraft.round_slots(spec.gamma, draft.inner_gamma)
         own = replace(spec, draft=replace(draft, inner_gamma=0), cache=draft.cache, gamma=slots - 1)
         inner = super().build(own)
-        inner.gamma, inner.lag = draft.inner_gamma, spec.gamma + 1
+        inner.lag = spec.gamma + 1
         return inner
 
-    def propose_first(self, state: State) -> Proposal:
+    def propose_first(self, state: State, gamma: int) -> Proposal:
         """Feed what the cache lacks, then propose. A shorter sequence lacks less, and repeats its last token instead,
         whose copies are dropped.
         """
@@ -43,9 +43,9 @@ class InnerDraft(IndependentDraft):
         hidden_BTE = self.feed(state.tokens_BS.gather(1, index_BT.minimum(last_B1)))
         last_B1 = (last_B1 - index_BT[:, :1]).clamp(max=self.lag - 1)  # of those fed; a slot without a request is empty
         self.cache.commit(self.lag, last_B1[:, 0] + 1)
-        return self.propose_after(hidden_BTE.take_along_dim(last_B1[..., None], dim=1), state)
+        return self.propose_after(hidden_BTE.take_along_dim(last_B1[..., None], dim=1), state, gamma)
 
-    def commit(self, count_B: Tensor) -> None:
+    def commit(self, count_B: Tensor, gamma: int) -> None:
         """See Draft.commit: tokens that it has fed at the beginning of the round."""
         self.cache.take(self.cache, self.cache.committed_slots_B, count_B, self.lag)
 
@@ -93,13 +93,14 @@ class HierarchicalDraft(SelfDraft):
             return Selection(lambda: SelfDraft.prefill(self, state, lambda _: None), "prefill")
         return super().selection(state)
 
-    def propose(self, state: State) -> Proposal:
+    def propose(self, state: State, gamma: int) -> Proposal:
         """See Draft.propose: inner rounds behind the committed tokens, which stay as they are."""
-        written = self._behind(state)
-        q_BGV = self._no_distributions(state)
-        for number in range(self.rounds):
+        written = self._behind(state, gamma)
+        q_BGV = self._no_distributions(state, gamma)
+        for number in range(self.rounds(gamma)):
             start_B = written.num_tokens_B - state.num_tokens_B
-            guess = self.inner.propose(written) if number else self.inner.propose_first(written)
+            propose = self.inner.propose if number else self.inner.propose_first
+            guess = propose(written, self.inner_gamma)
             tokens_BT = torch.cat((written.recent_BT(1), guess.tokens_BG), dim=1)
             logits_BTV = self.model.logits(self.model(tokens_BT, self.cache))
             written.inspect(logits_BTV, DRAFT)
@@ -109,24 +110,23 @@ class HierarchicalDraft(SelfDraft):
             count_B = written.extend(verdict.tokens_BT, verdict.num_accepted_B + 1)
             for cache in (self.cache, self.inner.cache):
                 cache.commit(self.inner_gamma + 1, count_B)
-        index_BG, last_B1 = state.next_positions_BT(self.gamma), written.num_tokens_B.long()[:, None] - 1
+        index_BG, last_B1 = state.next_positions_BT(gamma), written.num_tokens_B.long()[:, None] - 1
         tokens_BG = state.tokens_BS.gather(1, index_BG.minimum(last_B1))
         if q_BGV is None:
             return Proposal(tokens_BG, None)
         guessed_BG = index_BG > last_B1
-        one_hot_BGV = torch.zeros_like(q_BGV[:, : self.gamma]).scatter_(-1, tokens_BG[..., None], 1.0)
-        return Proposal(tokens_BG, torch.where(guessed_BG[..., None], one_hot_BGV, q_BGV[:, : self.gamma]))
+        one_hot_BGV = torch.zeros_like(q_BGV[:, :gamma]).scatter_(-1, tokens_BG[..., None], 1.0)
+        return Proposal(tokens_BG, torch.where(guessed_BG[..., None], one_hot_BGV, q_BGV[:, :gamma]))
 
-    def commit(self, count_B: Tensor) -> None:
+    def commit(self, count_B: Tensor, gamma: int) -> None:
         """See Draft.commit: both levels. The inner one stays empty until a sequence is longer than its lag."""
-        super().commit(count_B)
+        super().commit(count_B, gamma)
         length_B = (self.cache.length_B + 1 - self.inner.lag).clamp(min=0)
-        self.inner.commit(length_B - self.inner.cache.length_B)
+        self.inner.commit(length_B - self.inner.cache.length_B, self.inner_gamma)
 
-    @property
-    def rounds(self) -> int:
-        """Inner rounds: enough for gamma tokens where half of the inner proposals hold."""
-        return min(self.gamma, -(-2 * self.gamma // (self.inner_gamma + 2)))
+    def rounds(self, gamma: int) -> int:
+        """Return the number of inner rounds: enough for `gamma` tokens if half of the inner proposals are accepted."""
+        return min(gamma, -(-2 * gamma // (self.inner_gamma + 2)))
 
     def copy_row(self, row: int, source: Draft) -> None:
         """See Draft.copy_row: both levels."""
@@ -144,11 +144,11 @@ class HierarchicalDraft(SelfDraft):
         """See Draft.cache_bytes."""
         return super().cache_bytes + self.inner.cache_bytes
 
-    def _behind(self, state: State) -> State:
-        """A state that writes up to gamma tokens behind those of `state`, into the same buffer."""
+    def _behind(self, state: State, gamma: int) -> State:
+        """Return a state that writes up to gamma tokens behind those of `state`, into the same buffer."""
         written = copy.copy(state)
         written.num_tokens_B = state.num_tokens_B.clone()
-        written.limit_B = state.num_tokens_B + self.gamma
+        written.limit_B = state.num_tokens_B + gamma
         written.finished_B, written.eos = torch.zeros_like(state.finished_B), self.eos
         return written
 
@@ -160,11 +160,11 @@ class HierarchicalDraft(SelfDraft):
         uses = (Use.INNER_ACCEPT, Use.INNER_DECIDE)
         return accept_sampled(guess.tokens_BG, guess.q_BGV, logits_BTV, positions_BT, self.sampling, *uses)
 
-    def _no_distributions(self, state: State) -> Tensor | None:
+    def _no_distributions(self, state: State, gamma: int) -> Tensor | None:
         """Room for the distributions of all rounds' tokens, those beyond gamma included; None where none are drawn."""
         if self.sampling.greedy:
             return None
-        shape = (len(state.tokens_BS), self.gamma + self.inner_gamma + 1, self.vocab_size)
+        shape = (len(state.tokens_BS), gamma + self.inner_gamma + 1, self.vocab_size)
         return torch.zeros(shape, device=state.tokens_BS.device)
 
 

@@ -37,20 +37,20 @@ class ModelDraft(Draft):
         self.model, self.cache, self.gamma, self.sampling = model, cache, spec.gamma, spec.sampling
         self.vocab_size = spec.target.config.vocab_size
 
-    def propose(self, state: State) -> Proposal:
+    def propose(self, state: State, gamma: int) -> Proposal:
         """See Draft.propose."""
-        return self.propose_after(self.feed(state.recent_BT(self.refed))[:, -1:], state)
+        return self.propose_after(self.feed(state.recent_BT(self.refed))[:, -1:], state, gamma)
 
     def feed(self, tokens_BT: Tensor) -> Tensor:
         """Append tokens to the cache and return their hidden states (B, T, E)."""
         return self.model(self._known(tokens_BT), self.cache)
 
-    def propose_after(self, hidden_B1E: Tensor, state: State) -> Proposal:
-        """Guess the next gamma tokens, given the hidden state of the last committed token, which has been fed."""
-        positions_BG = state.next_positions_BT(self.gamma)
+    def propose_after(self, hidden_B1E: Tensor, state: State, gamma: int) -> Proposal:
+        """Guess the next `gamma` tokens, given the hidden state of the last committed token, which has been fed."""
+        positions_BG = state.next_positions_BT(gamma)
         tokens: list[Tensor] = []
         distributions: list[Tensor | None] = []
-        for i in range(self.gamma):
+        for i in range(gamma):
             hidden_B1E = self.feed(tokens[-1]) if tokens else hidden_B1E
             logits_B1V = self.model.logits(hidden_B1E)[..., : self.vocab_size]
             state.inspect(logits_B1V, DRAFT)
@@ -135,9 +135,9 @@ class SelfDraft(ModelDraft):
             return Selection(lambda: self.prefill(state, lambda _: None), "prefill")
         return super().selection(state)
 
-    def commit(self, count_B: Tensor) -> None:
+    def commit(self, count_B: Tensor, gamma: int) -> None:
         """See Draft.commit: exact entries come from the target's cache, where slots are positions."""
-        self.cache.take(self.target_cache, self.cache.length_B, count_B, self.gamma + 1)
+        self.cache.take(self.target_cache, self.cache.length_B, count_B, gamma + 1)
 
 
 @DRAFTS.register("model")
@@ -179,6 +179,6 @@ class IndependentDraft(ModelDraft):
         """Return the lengths that a prefill leaves in the cache (int32)."""
         return (state.prompt_len_B + 1 - self.lag).clamp(min=0)
 
-    def commit(self, count_B: Tensor) -> None:
+    def commit(self, count_B: Tensor, gamma: int) -> None:
         """See Draft.commit: its own entries of accepted tokens stay as it computed them."""
-        self.cache.take(self.cache, self.cache.committed_slots_B, count_B, self.gamma + 1)
+        self.cache.take(self.cache, self.cache.committed_slots_B, count_B, gamma + 1)

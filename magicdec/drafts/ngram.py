@@ -34,11 +34,11 @@ class NgramDraft(Draft):
     def prefill(self, state: State, progress: Callable[[int], None]) -> None:
         """See Draft.prefill: the sequence itself is all it needs."""
 
-    def propose(self, state: State) -> Proposal:
+    def propose(self, state: State, gamma: int) -> Proposal:
         """See Draft.propose. A proposal is not sampled: its distribution is one-hot."""
         last_B1 = state.num_tokens_B.long()[:, None] - 1
         end_B1 = self._last_match(state.tokens_BS, last_B1)
-        step_G = torch.arange(self.gamma, device=end_B1.device)
+        step_G = torch.arange(gamma, device=end_B1.device)
         index_BG = end_B1 + 1 + step_G % (last_B1 - end_B1).clamp(min=1)
         return Proposal(state.tokens_BS.gather(1, torch.minimum(index_BG, last_B1)), None)
 
@@ -55,7 +55,7 @@ class NgramDraft(Draft):
         best_B1 = (length_BS * tokens_BS.shape[1] + position_S).argmax(1, keepdim=True)
         return torch.where(length_BS.gather(1, best_B1) > 0, best_B1, last_B1)
 
-    def commit(self, count_B: Tensor) -> None:
+    def commit(self, count_B: Tensor, gamma: int) -> None:
         """See Draft.commit: the state has the tokens."""
 
     def copy_row(self, row: int, source: Draft) -> None:

@@ -52,9 +52,11 @@ class Decoder:
         sampling: Sampling | RowSampling,
         graphs: bool = False,
         synthetic_acceptance: float | None = None,
+        gammas: tuple[int, ...] = (),
     ):
+        """`gammas` are those to choose among while decoding; if there are none, every round proposes draft.gamma."""
         self.target, self.cache, self.state, self.sampling = target, cache, state, sampling
-        self.synthetic_acceptance = synthetic_acceptance
+        self.synthetic_acceptance, self.gammas = synthetic_acceptance, gammas
         self.device = cache.seqlens_B.device
         self.captures = Captures(self.device) if graphs and self.device.type == "cuda" else None
         self._cycles: dict[tuple[Draft | None, int | None], Cycle | AdaptiveCycle] = {}
@@ -103,14 +105,14 @@ class Decoder:
         for cycle in self._cycles.values():
             cycle.restart()
 
-    def round(self, draft: Draft, phase: int = 0) -> None:
+    def round(self, draft: Draft, gamma: int, phase: int = 0) -> None:
         """Propose, verify, accept, commit: no host synchronisation, static shapes."""
-        proposal = draft.propose(self.state)
+        proposal = draft.propose(self.state, gamma)
         logits_BTV = self.verify(proposal, draft.watch(self.cache, phase))
         verdict = self.accept(proposal, logits_BTV)
         count_B = self.state.commit(verdict)
-        self.cache.commit(draft.gamma + 1, count_B)
-        draft.commit(count_B)
+        self.cache.commit(gamma + 1, count_B)
+        draft.commit(count_B, gamma)
 
     def verify(self, proposal: Proposal, cache: KVCache) -> Tensor:
         """One target pass over the last committed token and the proposals: T next-token logits a row."""
@@ -139,9 +141,9 @@ class Decoder:
         self.cache.commit(1, count_B)
 
     @torch.inference_mode()
-    def generate(self, draft: Draft | None = None, progress: Progress = silent) -> Generation:
-        """Continue the prefilled prompts to their ends; `progress` is told of every round."""
-        cycle = self.cycle_for(draft)
+    def generate(self, draft: Draft | None = None, progress: Progress = silent, gamma: int | None = None) -> Generation:
+        """Continue the prefilled prompts to their ends, with rounds as in `cycle_for`; call `progress` after each."""
+        cycle = self.cycle_for(draft, gamma)
         self.restart()
         setup_seconds = 0.0
         if draft is not None:
@@ -157,17 +159,19 @@ class Decoder:
             progress(1)
         seconds = clock.seconds()
         self.state.check_finite("in speculative decoding" if draft else "in autoregressive decoding")
-        fixed = [draft.gamma if draft else 0] * len(seconds)
+        fixed = [(gamma or draft.gamma) if draft else 0] * len(seconds)
         return self._collect(seconds, setup_seconds, cycle.gammas if isinstance(cycle, AdaptiveCycle) else fixed)
 
-    def cycle_for(self, draft: Draft | None) -> Cycle | AdaptiveCycle:
-        """The rounds of a draft, of its gamma or of the best of its gammas. What is captured or timed the first time
-        disturbs the state, so `restart` follows.
+    def cycle_for(self, draft: Draft | None, gamma: int | None = None) -> Cycle | AdaptiveCycle:
+        """Return the rounds of a draft that propose `gamma` tokens: by default those of the best of `gammas`, or of
+        the draft's own gamma. The first call disturbs the state by capturing or timing: call `restart` after it.
         """
-        if draft is None or not draft.gammas:
-            return self.cycle(draft, draft.gamma if draft else 0)
+        if draft is None:
+            return self.cycle(None, 0)
+        if gamma or not self.gammas:
+            return self.cycle(draft, gamma or draft.gamma)
         if (draft, None) not in self._cycles:
-            cycles = {gamma: self.cycle(draft, gamma) for gamma in draft.gammas}
+            cycles = {gamma: self.cycle(draft, gamma) for gamma in self.gammas}
             self._cycles[draft, None] = AdaptiveCycle({0: self.cycle(None, 0)} | cycles, self.state)
         return self._cycles[draft, None]
 
@@ -176,17 +180,13 @@ class Decoder:
         if (draft, gamma) not in self._cycles:
             bodies: list[Callable[[], None]] = [self.decode_token]
             if draft is not None:
-                bodies = [partial(self._round_of, draft, gamma, phase) for phase in range(draft.phases)]
+                bodies = [partial(self.round, draft, gamma, phase) for phase in range(draft.phases)]
             # Rows that finish in a rehearsal stay within their buffers; only the rounds are counted without an end.
             undo = self.state.forget_rounds
             self._cycles[draft, gamma] = Cycle([Step(body, self.captures, undo) for body in bodies])
         cycle = self._cycles[draft, gamma]
         assert isinstance(cycle, Cycle)
         return cycle
-
-    def _round_of(self, draft: Draft, gamma: int, phase: int) -> None:
-        draft.gamma = gamma
-        self.round(draft, phase)
 
     def forget_cycles(self) -> None:
         """Release captures, and what they hold."""

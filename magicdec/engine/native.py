@@ -74,7 +74,8 @@ class NativeEngine:
         """Allocate caches for the rows of a state."""
         weight, rows = self.target.embed.weight, len(state.tokens_BS)
         cache = KVCache(self.target.config, rows, state.max_len + self.slack, weight.dtype, weight.device)
-        decoder = Decoder(self.target, cache, state, sampling, self.graphs, self.draft.synthetic_acceptance)
+        synthetic = self.draft.synthetic_acceptance
+        decoder = Decoder(self.target, cache, state, sampling, self.graphs, synthetic, self.gammas)
         return Batch(decoder, self.draft_for(decoder) if self.draft.name != "none" else None)
 
     def draft_for(self, decoder: Decoder) -> Draft:
@@ -90,9 +91,7 @@ class NativeEngine:
             self.prefill_chunk,
             self.draft_model,
         )
-        draft = DRAFTS[self.draft.name].build(spec)
-        draft.gammas = self.gammas
-        return draft
+        return DRAFTS[self.draft.name].build(spec)
 
 
 @torch.inference_mode()

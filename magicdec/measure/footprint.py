@@ -86,7 +86,7 @@ def footprint(engine: NativeEngine, num_rows: int, context_len: int, audited: bo
                 draft.prefill(decoder.state, silent)
             with allocations.of_rounds():
                 for phase in range(draft.phases):
-                    decoder.round(draft, phase)
+                    decoder.round(draft, draft.gamma, phase)
         if audited:
             score_tokens(decoder, decoder.state.tokens_BS[:, : min(new_tokens, chunk_len(decoder) + 1)])
     target_kv, draft_kv = decoder.cache.num_bytes, draft.cache_bytes if draft else 0

@@ -19,13 +19,13 @@ PLAIN_REPEATS = 3
 
 
 @torch.inference_mode()
-def profile_round(batch: Batch, repeats: int) -> dict[str, float]:
-    """Median milliseconds at the end of the prompts (names as in result.json, without the prefix `time/`).
+def profile_round(batch: Batch, repeats: int, gamma: int = 0) -> dict[str, float]:
+    """Return median milliseconds at the end of the prompts (names as in result.json, without the prefix `time/`).
 
-    draft_ms is one draft step (a proposal over gamma), verify_ms the target's pass over gamma + 1 tokens with the
-    acceptance, overhead_ms what a whole round takes beyond gamma draft steps and a verification. select_ms is one
-    choice of entries by their attention, where the policy makes one: a part of the draft step, the round or the draft's
-    prefill that makes it (docs/strategies.md).
+    `gamma` is by default the draft's own. draft_ms is one draft step (a proposal over gamma), verify_ms the target's
+    pass over gamma + 1 tokens with the acceptance, overhead_ms what a whole round takes beyond gamma draft steps and a
+    verification. select_ms is one choice of entries by their attention, where the policy makes one: a part of the draft
+    step, the round or the draft's prefill that makes it (docs/strategies.md).
     """
     batch.restart()
     decoder, draft = batch.decoder, batch.draft
@@ -33,13 +33,17 @@ def profile_round(batch: Batch, repeats: int) -> dict[str, float]:
         "target_decode_ms": (decoder.decode_token, decoder.restart)
     }
     if draft is not None:
-        proposal = draft.propose(decoder.state)
+        gamma = gamma or draft.gamma
+        proposal = draft.propose(decoder.state, gamma)
         none_B = torch.zeros_like(decoder.state.num_tokens_B)
-        draft.commit(none_B)
-        parts["propose_ms"] = (lambda: _discard(draft.propose(decoder.state)), lambda: draft.commit(none_B))
+        draft.commit(none_B, gamma)
+        parts["propose_ms"] = (
+            lambda: _discard(draft.propose(decoder.state, gamma)),
+            lambda: draft.commit(none_B, gamma),
+        )
         parts["verify_ms"] = (
             lambda: _discard(decoder.accept(proposal, decoder.verify(proposal, draft.watch(decoder.cache, 0)))),
-            lambda: decoder.cache.commit(draft.gamma + 1, none_B),
+            lambda: decoder.cache.commit(gamma + 1, none_B),
         )
         selection = draft.selection(decoder.state)
         if selection is not None and selection.at != "prefill":
@@ -50,11 +54,11 @@ def profile_round(batch: Batch, repeats: int) -> dict[str, float]:
         return times
     if selection is not None and selection.at == "prefill":
         times["select_ms"] = _plain_ms(decoder, selection.run, repeats)
-    rounds = _rounds(batch, repeats)
+    rounds = _rounds(batch, repeats, gamma)
     propose = times.pop("propose_ms")
     overhead = rounds - propose - times["verify_ms"]
     decoder.state.check_finite("in the profile")
-    return times | {"draft_ms": propose / draft.gamma, "round_ms": rounds, "overhead_ms": overhead}
+    return times | {"draft_ms": propose / gamma, "round_ms": rounds, "overhead_ms": overhead}
 
 
 def _alternate(decoder: Decoder, parts: dict, repeats: int) -> dict[str, float]:
@@ -80,10 +84,10 @@ def _plain_ms(decoder: Decoder, run: Callable[[], None], repeats: int) -> float:
     return median(samples)
 
 
-def _rounds(batch: Batch, repeats: int) -> float:
+def _rounds(batch: Batch, repeats: int, gamma: int) -> float:
     """Median milliseconds of a whole round, run as generation runs it; a row that finishes keeps its cost."""
     assert batch.draft is not None
-    step, samples = batch.decoder.cycle(batch.draft, batch.draft.gamma), []
+    step, samples = batch.decoder.cycle(batch.draft, gamma), []
     batch.restart()
     for _ in range(min(WARMUP + repeats, batch.decoder.state.max_rounds)):
         with Stopwatch(batch.decoder.device) as watch:

@@ -86,10 +86,8 @@ def compare(plan: Plan, progress: Progress) -> Outcome:
         results |= lossless(plan, outputs.autoregressive, outputs.speculative, verdict)
     if config.draft.synthetic_acceptance is None:  # otherwise what is written means nothing
         results |= outputs.accuracy(tokenizer)
-    if batch.draft is not None:  # an adaptive one is profiled as it ran most
-        batch.draft.gamma = gamma
     with progress.task("profiling", total=None):
-        times = profile_round(batch, config.scenario.profile_repeats)
+        times = profile_round(batch, config.scenario.profile_repeats, gamma)  # an adaptive draft as it ran most
     results |= {f"time/{name}": value for name, value in times.items()}
     if batch.draft is not None:
         results["time/impossible"] = is_impossible(results)

@@ -117,7 +117,7 @@ class Slots:
         self.sampling.greedy = greedy
         if speculative:
             assert self.batch.draft is not None
-            self.batch.decoder.round(self.batch.draft, phase)
+            self.batch.decoder.round(self.batch.draft, self.gamma, phase)
         else:
             self.batch.decoder.decode_token()
 

@@ -40,8 +40,8 @@ def test_the_inner_level_is_verified_over_the_retrieval_cache():
     alone = opened(None, draft_name="self", inner_gamma=0, **options)
     for one in (batch, alone):
         one.restart()
-    proposal, expected = (one.draft.propose(one.decoder.state).tokens_BG for one in (batch, alone))
-    assert torch.equal(proposal[:, : batch.draft.rounds], expected[:, : batch.draft.rounds])
+    proposal, expected = (one.draft.propose(one.decoder.state, 6).tokens_BG for one in (batch, alone))
+    assert torch.equal(proposal[:, : batch.draft.rounds(6)], expected[:, : batch.draft.rounds(6)])
 
 
 @pytest.mark.parametrize("policy", ["full", "streaming"])
@@ -93,11 +93,11 @@ def p_value(tokens: torch.Tensor, p_V: torch.Tensor) -> float:
 def test_proposals_are_distributed_as_the_inner_level_says(sampled):
     """And accepted as often as two such distributions allow: the sum of their smaller values."""
     sampled.restart()
-    proposal = sampled.draft.propose(sampled.decoder.state)
+    proposal = sampled.draft.propose(sampled.decoder.state, 3)
     q_V, p_V = proposal.q_BGV[0, 0], following([*PROMPT, FIRST])
     assert p_value(proposal.tokens_BG[:, 0], q_V) > 1e-3
     sampled.restart()
-    sampled.decoder.round(sampled.draft)
+    sampled.decoder.round(sampled.draft, 3)
     accepted_B = sampled.decoder.state.accepted_RB[0]
     expected = float(torch.minimum(p_V, q_V).sum())
     error = (expected * (1 - expected) / ROWS) ** 0.5

@@ -26,7 +26,7 @@ def looked_up(tokens: list[int], gamma: int, max_ngram: int) -> list[int]:
 )
 def test_against_lists(rows, gamma, max_ngram):
     state = State(rows, 4, gamma + 1, (), "cpu")
-    proposal = NgramDraft(gamma, max_ngram).propose(state)
+    proposal = NgramDraft(gamma, max_ngram).propose(state, gamma)
     assert proposal.q_BGV is None
     assert proposal.tokens_BG.tolist() == [looked_up(row, gamma, max_ngram) for row in rows]
 
@@ -34,4 +34,4 @@ def test_against_lists(rows, gamma, max_ngram):
 def test_tokens_behind_the_end_are_not_looked_up():
     state = State([[1, 2, 3]], 8, 3, (), "cpu")
     state.tokens_BS[0, 3:] = torch.tensor([3, 7, 3, 7, 3, 7, 3, 7, 3, 7, 3])
-    assert NgramDraft(2, 3).propose(state).tokens_BG.tolist() == [[3, 3]]
+    assert NgramDraft(2, 3).propose(state, 2).tokens_BG.tolist() == [[3, 3]]

@@ -273,7 +273,7 @@ def test_a_pass_reads_only_what_it_has_written_itself(draft, policy):
         sampling=Sampling(temperature=0.7, seed=1),
     )
     propose, proposals = batch.draft.propose, []
-    batch.draft.propose = lambda state: (proposals.append(propose(state)), proposals[-1])[1]
+    batch.draft.propose = lambda *a: (proposals.append(propose(*a)), proposals[-1])[1]
     accepted_RB, expected = batch.decoder.generate(batch.draft).accepted_RB, proposals.copy()
     batch.decoder.generate()
     batch.restart()

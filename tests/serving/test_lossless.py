@@ -65,7 +65,7 @@ def test_a_slot_that_is_given_back_reads_next_to_nothing(draft, policy):
         assert cache.seqlens_B[0] == 0
         assert cache.seqlens_B[1] > 0
     with torch.inference_mode():
-        slots.batch.draft.propose(slots.state)
+        slots.batch.draft.propose(slots.state, 4)
     assert all(cache.seqlens_B[0] < 16 for cache in caches)
 
 
