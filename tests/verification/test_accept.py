@@ -5,7 +5,18 @@ import torch
 from scipy.stats import chisquare
 
 from magicdec.verification.accept import accept_greedy, accept_sampled, accept_synthetic
-from magicdec.verification.sampling import RowSampling, Sampling, Use, choose, draw, probabilities, uniform_BT
+from magicdec.verification.sampling import (
+    GOLDEN,
+    RowSampling,
+    Sampling,
+    Use,
+    _mix,
+    _signed,
+    choose,
+    draw,
+    probabilities,
+    uniform_BT,
+)
 
 V = 11
 
@@ -80,6 +91,19 @@ def test_synthetic_acceptance_is_alpha():
     accepted = verdict.num_accepted_B.double()
     assert abs(float((accepted >= 1).double().mean()) - 0.7) < 0.03
     assert abs(float((accepted >= 2).double().mean()) - 0.49) < 0.03
+
+
+def test_the_generator_is_splitmix64():
+    """Its first numbers for the seed 1234567, as published with many implementations."""
+    states = torch.tensor([_signed(1234567 + count * GOLDEN) for count in range(1, 6)])
+    expected = [
+        6457827717110365317,
+        3203168211198807973,
+        9817491932198370423,
+        4593380528125082431,
+        16408922859458223821,
+    ]
+    assert [number % 2**64 for number in _mix(states).tolist()] == expected
 
 
 def test_random_numbers_are_uniform_and_depend_on_everything():
