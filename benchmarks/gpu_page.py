@@ -5,6 +5,8 @@ from typing import Any
 
 from page import table
 
+from magicdec.tracking.cells import cell
+
 Record = dict[str, Any]
 NO_CARD = "`python benchmarks/gpu.py` writes a page that is named after its card. Then this one, of no card, can go."
 TITLES = {
@@ -45,5 +47,4 @@ def short(record: Record) -> str:
 
 
 def _cell(value: Any) -> str:
-    text = f"{value:.3g}" if isinstance(value, float) and abs(value) < 1000 else str(value)
-    return text.replace("\n", " ").replace("|", "\\|")
+    return cell(value).replace("\n", " ").replace("|", "\\|")

@@ -4,7 +4,6 @@ import sys
 from pathlib import Path
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 
 from magicdec.config.schema import Config
 from magicdec.costmodel.planner import FOUND_BY, Candidate, Plans, experiment_yaml, search
@@ -14,7 +13,7 @@ from magicdec.costmodel.targets import option
 from magicdec.errors import UserError
 from magicdec.planning.prediction import Foreseen, cache_named, curves, draft_named, foresee
 from magicdec.scenarios.outcome import Outcome
-from magicdec.scenarios.predict import STYLE
+from magicdec.tracking.cells import new_table
 from magicdec.tracking.progress import Progress
 from magicdec.tracking.store import shown
 
@@ -71,10 +70,10 @@ def _experiment(name: str) -> Path:
 
 def render(plans: Plans) -> Group:
     """For the terminal: the ranking, and what could not be ranked."""
-    table = Table(*CHOICES, "tokens/s", "ms per token", "speedup", title="plans", **STYLE)
+    table = new_table(*CHOICES, "tokens/s", "ms per token", "speedup", title="plans", num_words=len(CHOICES))
     for candidate in plans.ranked[:SHOWN]:
         table.add_row(*_cells(candidate))
-    unknown = Table(*CHOICES, "pays from", title="no acceptance is known for", **STYLE)
+    unknown = new_table(*CHOICES, "pays from", title="no acceptance is known for", num_words=len(CHOICES))
     for prediction in plans.unknown[:SHOWN_UNKNOWN]:
         unknown.add_row(*_unknown_cells(prediction))
     left_out = f"left out: {plans.too_large} that do not fit into memory, {plans.too_slow} beyond the latency bound"

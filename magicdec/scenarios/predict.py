@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from rich import box
 from rich.console import Group
 from rich.table import Table
 
@@ -13,13 +12,13 @@ from magicdec.costmodel.predict import predict as predict_setup
 from magicdec.costmodel.summary import verdict
 from magicdec.planning.prediction import Foreseen, curves, foresee, task_of
 from magicdec.scenarios.outcome import Outcome
+from magicdec.tracking.cells import new_table
 from magicdec.tracking.progress import Progress
 from magicdec.units import GIB
 
 if TYPE_CHECKING:
     from magicdec.measure.metrics import Metrics
 
-STYLE: Any = {"box": box.SIMPLE_HEAD, "pad_edge": False, "title_justify": "left", "title_style": "bold"}
 
 prepare = foresee  # instead of resolve
 
@@ -60,7 +59,7 @@ def render(prediction: Prediction, known: Mapping[str, Any] | None = None) -> Gr
 def _gammas(prediction: Prediction) -> Table:
     setup = prediction.setup
     title = f"predicted: {setup.target_name}, draft {setup.draft.name}, {setup.cache.policy} {setup.cache.budget:,}; ms"
-    table = Table("gamma", "T_T", "T_D", "T_select", "T_V", "round", "speedup", "pays from", title=title, **STYLE)
+    table = new_table("gamma", "T_T", "T_D", "T_select", "T_V", "round", "speedup", "pays from", title=title)
     for at in prediction.by_gamma:
         times = (at.times.target, at.times.draft, at.times.select, at.times.verify)
         table.add_row(
@@ -77,7 +76,7 @@ def _gammas(prediction: Prediction) -> Table:
 def _breakdown(prediction: Prediction) -> Table:
     """Milliseconds of the steps at the best gamma, by what bounds them."""
     times = prediction.best.times
-    table = Table("", *times.target._fields, title=f"what bounds the steps at gamma {times.gamma}; ms", **STYLE)
+    table = new_table("", *times.target._fields, title=f"what bounds the steps at gamma {times.gamma}; ms")
     for name, time in (("T_T", times.target), ("T_D", times.draft), ("T_V", times.verify)):
         table.add_row(name, *(f"{1e3 * part:.2f}" for part in time))
     return table

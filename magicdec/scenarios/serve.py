@@ -8,7 +8,6 @@ from statistics import median
 from typing import Any
 
 import torch.distributed as dist
-from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -28,6 +27,7 @@ from magicdec.serving.request import Params, Request
 from magicdec.serving.scheduler import Scheduler
 from magicdec.serving.shared import SharedSlots
 from magicdec.serving.slots import Slots
+from magicdec.tracking.cells import figure, new_table
 from magicdec.tracking.progress import Progress
 from magicdec.tracking.table import WAYS, described_context, described_draft, described_place, losslessness
 from magicdec.units import GIB
@@ -195,7 +195,8 @@ def _table(history: Sequence[Mapping[str, Any]]) -> Table:
     """A line per level and way; a latency is its median and its 99th percentile."""
     ways = [way for way in WAYS if f"{way}/tokens_per_second" in history[0]]
     present = {key: column for key, column in COLUMNS.items() if f"{ways[0]}/{key}" in history[0]}
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
+    table = new_table()
+    table.padding = (0, 1, 0, 0)
     table.add_column("median | 99%", no_wrap=True)
     for label, _ in present.values():
         table.add_column(label, justify="right", no_wrap=True)
@@ -212,8 +213,4 @@ def _table(history: Sequence[Mapping[str, Any]]) -> Table:
 
 def _cell(row: Mapping[str, Any], name: str, scale: float) -> str:
     values = [row[f"{name}_p50"], row[f"{name}_p99"]] if f"{name}_p50" in row else [row[name]]
-    return " | ".join(_figure(scale * value) for value in values)
-
-
-def _figure(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+    return " | ".join(figure(scale * value) for value in values)

@@ -8,11 +8,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from magicdec.tracking.cells import figure, new_table
 from magicdec.tracking.reader import gpu_trouble, is_impossible, noise
 from magicdec.tracking.store import counted, shown
 from magicdec.tracking.wandb import WandbOutcome
@@ -57,7 +57,7 @@ def render(
     parts: list[RenderableType] = [*_header(config, metrics), Text()]
     if config["scenario"]["name"] == "profile":
         parts += [_grid(history), Text()]
-    elif any(_figure(metrics, f"{way}/{key}") for way in WAYS for key in SPEEDS):
+    elif any(figure(metrics.get(f"{way}/{key}")) for way in WAYS for key in SPEEDS):
         parts += [_speeds(metrics), Text()]
     if meaning := [*_verdict(config, metrics), *_steps(metrics), *_memory(metrics)]:
         parts += [_pairs(meaning), Text()]
@@ -130,13 +130,10 @@ def described_draft(config: Mapping[str, Any]) -> str:
 
 def _speeds(metrics: Metrics) -> Table:
     """The two ways side by side."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    table.add_column("")
-    ways = [way for way in WAYS if any(_figure(metrics, f"{way}/{key}") for key in SPEEDS)]
-    for way in ways:
-        table.add_column(way, justify="right")
+    ways = [way for way in WAYS if any(figure(metrics.get(f"{way}/{key}")) for key in SPEEDS)]
+    table = new_table("", *ways)
     for key, label in SPEEDS.items():
-        figures = [_figure(metrics, f"{way}/{key}") for way in ways]
+        figures = [figure(metrics.get(f"{way}/{key}")) for way in ways]
         if any(figures):
             table.add_row(label, *figures)
     return table
@@ -157,7 +154,7 @@ def _verdict(config: Mapping[str, Any], metrics: Metrics) -> Iterator[tuple[str,
         positions = [f"{metrics[key]:.0%}" for key in metrics if key.startswith("acceptance_rate/position_")]
         by_position = [f"by position {' '.join(positions)}"] if len(positions) > 1 else []
         yield "acceptance rate", Text(", ".join([f"{rate:.1%} of proposals", *mark, *by_position]))
-    if length := _figure(metrics, "acceptance_length"):
+    if length := figure(metrics.get("acceptance_length")):
         most = sum(key.startswith("acceptance_rate/position_") for key in metrics) + 1
         yield "acceptance length", Text(f"{length} tokens per round, of at most {most}")
     if "lossless/identical" in metrics:
@@ -179,7 +176,7 @@ def losslessness(config: Mapping[str, Any], metrics: Metrics) -> Text:
         return Text.assemble(verdict, f", sampled from the target: z {z:+.1f} (autoregressive {control:+.1f}), {of}")
     if metrics["lossless/identical"] is None:
         return Text("n/a (sampling)" if is_sampled else "n/a (synthetic)")
-    gap, control = (_figure(metrics, f"lossless/{name}max_logit_gap") for name in ("", "baseline_"))
+    gap, control = (figure(metrics.get(f"lossless/{name}max_logit_gap")) for name in ("", "baseline_"))
     if metrics["lossless/identical"]:
         return Text.assemble(verdict, ", identical to autoregressive", f"; max logit gap {gap}" if gap else "")
     gaps = f"; max logit gap {gap} (autoregressive {control})" if gap else ""
@@ -191,12 +188,12 @@ def losslessness(config: Mapping[str, Any], metrics: Metrics) -> Text:
 def _steps(metrics: Metrics) -> Iterator[tuple[str, Text]]:
     """Times of the parts, and the speedups that follow from them."""
     names = {"target_decode": "target T_T", "draft": "draft T_D", "verify": "verify T_V", "round": "round"}
-    parts = [f"{label} {time}" for name, label in names.items() if (time := _figure(metrics, f"time/{name}_ms"))]
+    parts = [f"{label} {time}" for name, label in names.items() if (time := figure(metrics.get(f"time/{name}_ms")))]
     if parts:
         yield "step times, ms", Text(", ".join(parts))
     if is_impossible(metrics):
         why = "impossible, the parts of the round took longer than the whole: measure it again"
-        yield "overhead, ms", Text(f"{_figure(metrics, 'time/overhead_ms')}: {why}", style="yellow")
+        yield "overhead, ms", Text(f"{figure(metrics.get('time/overhead_ms'))}: {why}", style="yellow")
     for name, source in (("formula", "from step times and acceptance"), ("predicted", "by the cost model")):
         if speedup := _number(metrics.get(f"{name}/speedup")):
             error = _number(metrics.get(f"{name}/speedup_error"))
@@ -210,8 +207,8 @@ def _steps(metrics: Metrics) -> Iterator[tuple[str, Text]]:
 
 def _memory(metrics: Metrics) -> Iterator[tuple[str, Text]]:
     names = {"peak": "peak", "target_kv": "target's KV cache", "draft_kv": "draft's"}
-    sizes = {label: _figure(metrics, f"memory/{name}_gib", zero="") for name, label in names.items()}
-    parts = [f"{label} {size}" for label, size in sizes.items() if size]
+    sizes = {label: metrics.get(f"memory/{name}_gib") for name, label in names.items()}
+    parts = [f"{label} {figure(size)}" for label, size in sizes.items() if size]
     if parts:
         yield "memory, GiB", Text(", ".join(parts))
     for label, trouble in (("NOISY", noise(metrics)), ("GPU", gpu_trouble(metrics))):
@@ -224,11 +221,9 @@ def _grid(history: Sequence[Mapping[str, Any]]) -> Table:
     columns = {"batch_size": "batch", "context_len": "context", "gamma": "gamma"}
     columns |= {f"time/{name}_ms": f"{sign}, ms" for name, sign in STEPS.items()}
     present = [key for key in columns if any(key in point for point in history)]
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    for key in present:
-        table.add_column(columns[key], justify="right")
+    table = new_table(*(columns[key] for key in present), num_words=0)
     for point in history:
-        whole = (f"{point[key]:,}" if isinstance(point.get(key), int) else _figure(point, key) for key in present)
+        whole = (f"{point[key]:,}" if isinstance(point.get(key), int) else figure(point.get(key)) for key in present)
         table.add_row(*whole)
     return table
 
@@ -255,15 +250,3 @@ def _number(value: Any) -> float | None:
     """None for what is missing or not a number."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     return float(value) if is_number else None
-
-
-def _figure(metrics: Metrics, name: str, zero: str = "0") -> str:
-    """Three digits that count, at least; empty where the metric is missing."""
-    value = _number(metrics.get(name))
-    if value is None:
-        return ""
-    if value == 0:
-        return zero
-    if abs(value) >= 100:
-        return f"{value:,.0f}"
-    return f"{value:.3g}" if abs(value) < 1 else f"{value:#.3g}"

@@ -4,12 +4,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from magicdec.errors import UserError
+from magicdec.tracking.cells import cell, new_table
 from magicdec.tracking.reader import load_run
 from magicdec.tracking.report.rows import FACTS, Row, flatten, is_setting, keys_of
 from magicdec.tracking.report.terminal import FIGURES
@@ -50,14 +49,14 @@ def render(a: Row, b: Row, everything: bool = False) -> RenderableType:
         named = [key for key in settings if ".architecture." not in key]
         parts = [named, facts, [key for key in figures if key in MAIN]]
     left_out = len(settings) + len(facts) + len(figures) - sum(map(len, parts))
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    table = new_table()
     table.add_column("", no_wrap=True, min_width=max((len(key) for part in parts for key in part), default=0))
     for row in (a, b):
         table.add_column(str(row.get("id", "?")), justify="right", overflow="fold")
     table.add_column("change", justify="right")
     for part in parts:
         for key in part:
-            table.add_row(key, _text(a.get(key)), _text(b.get(key)), _change(a.get(key), b.get(key)))
+            table.add_row(key, cell(a.get(key)), cell(b.get(key)), _change(a.get(key), b.get(key)))
         table.add_section()
     notes = list(_notes(a, b, settings))
     if left_out:
@@ -72,10 +71,6 @@ def _notes(a: Row, b: Row, settings: list[str]) -> Iterator[str]:
     if a.get("data/fingerprint") == b.get("data/fingerprint") and "output/fingerprint" in a.keys() & b.keys():
         same = a["output/fingerprint"] == b["output/fingerprint"]
         yield f"the same prompts, {'the same' if same else 'other'} autoregressive tokens"
-
-
-def _text(value: Any) -> str:
-    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _change(a: Any, b: Any) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from magicdec.errors import UserError
-from magicdec.tracking.report.query import Row, is_number
+from magicdec.tracking.report.query import Row, is_number, rank
 from magicdec.tracking.report.rows import telling
 
 BATCH, CONTEXT = "batch.size", "batch.context_len"
@@ -60,10 +60,7 @@ def _ratio(label: str, step: str) -> Panel:
 def _figure(path: Path, rows: Sequence[Row], x: str, panels: Sequence[Panel]) -> Path | None:
     """Draw one figure of the runs that have a number for x; return None where none has a value for it."""
     rows = [row for row in rows if is_number(row.get(x))]
-    by = _told_apart_by(rows, x)
-    lines = {
-        line: [row for row in rows if _name(row, by) == line] for line in dict.fromkeys(_name(r, by) for r in rows)
-    }
+    lines = _lines(rows, _told_apart_by(rows, x))
     if not any(value(row) is not None for _, styles in panels for value in styles.values() for row in rows):
         return None
     try:
@@ -92,6 +89,14 @@ def _figure(path: Path, rows: Sequence[Row], x: str, panels: Sequence[Panel]) ->
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     return path
+
+
+def _lines(rows: Sequence[Row], by: Sequence[str]) -> dict[str, list[Row]]:
+    """Return the runs of each line, sorted by the settings that tell the lines apart."""
+    lines: dict[str, list[Row]] = {}
+    for row in sorted(rows, key=lambda row: [rank(row.get(key)) for key in by]):
+        lines.setdefault(_name(row, by), []).append(row)
+    return lines
 
 
 def _points(rows: Iterable[Row], x: str, value: Callable[[Row], float | None]) -> list[tuple[Any, float]]:

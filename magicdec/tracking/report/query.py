@@ -38,7 +38,7 @@ def sort(rows: Collection[Row], key: str | None, descending: bool = False) -> li
         return list(rows)
     name = find_key(keys_of(rows), key, "--sort")
     having = [row for row in rows if name in row]
-    having.sort(key=lambda row: _rank(row[name]), reverse=descending)
+    having.sort(key=lambda row: rank(row[name]), reverse=descending)
     return having + [row for row in rows if name not in row]
 
 
@@ -64,7 +64,7 @@ def group(rows: Collection[Row], keys: Sequence[str], mix: bool = False) -> list
             if numbers := [row[key] for row in members if is_number(row.get(key))]:
                 line[key] = median(numbers)
         result.append(line)
-    return sorted(result, key=lambda line: [_rank(line.get(name)) for name in names])
+    return sorted(result, key=lambda line: [rank(line.get(name)) for name in names])
 
 
 def find_key(known: Collection[str], key: str, option: str) -> str:
@@ -110,5 +110,6 @@ def _is_figure(rows: Collection[Row], key: str) -> bool:
     return key not in ("attempt", "pid") and any(is_number(row.get(key)) for row in rows)
 
 
-def _rank(value: Any) -> tuple[int, float, str]:
+def rank(value: Any) -> tuple[int, float, str]:
+    """Return what to sort values by: numbers, then words, then what is missing."""
     return (0, value, "") if is_number(value) else (1 if value is not None else 2, 0.0, str(value))

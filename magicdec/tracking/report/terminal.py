@@ -3,13 +3,11 @@
 import sys
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from typing import Any
 
-from rich import box
 from rich.console import Console, Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
+from magicdec.tracking.cells import cell, new_table
 from magicdec.tracking.reader import NOISY, TWICE, gpu_trouble, is_impossible, noise
 from magicdec.tracking.report.query import find_key
 from magicdec.tracking.report.rows import Row, keys_of, telling
@@ -50,11 +48,11 @@ def render(
     grouped, known = runs is not None, keys_of(rows)
     chosen = [find_key(known, key, "--columns") for key in columns] if columns else _columns(rows, known, grouped)
     shown = rows[: limit or None]
-    cells = {key: [_cell(row, key) for row in shown] for key in chosen}
+    cells = {key: [_marked(row, key) for row in shown] for key in chosen}
     names = {key: LABELS.get(key, key) if columns else _short(key, chosen) for key in chosen}
-    widths = [max(map(len, [names[key], *(cell.plain for cell in cells[key])])) + GAP for key in chosen]
+    widths = [max(map(len, [names[key], *(text.plain for text in cells[key])])) + GAP for key in chosen]
     fitting = chosen if columns else [key for key, end in zip(chosen, accumulate(widths), strict=True) if end <= width]
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    table = new_table()
     for key in fitting:
         numeric = any(isinstance(row.get(key), int | float) for row in shown)
         table.add_column(names[key], justify="right" if numeric else "left", no_wrap=not columns, overflow="fold")
@@ -85,7 +83,7 @@ def _columns(rows: Sequence[Row], known: Sequence[str], grouped: bool) -> list[s
     return ["id", "status", *engines, *first, *settings[:MAX_SETTINGS], *marks, *others]
 
 
-def _cell(row: Row, key: str) -> Text:
+def _marked(row: Row, key: str) -> Text:
     value = row.get(key)
     if (key in SPEEDUPS or key.endswith("speedup")) and isinstance(value, int | float):
         mark = "!" if key == "speedup" and noise(row) else ""
@@ -96,15 +94,7 @@ def _cell(row: Row, key: str) -> Text:
         return Text(str(row.get("kind") or value), style="yellow")
     if key in ("lossless/passed", "lossless/identical", "output/agrees"):
         return Text("" if value is None else "yes" if value else "no", style="" if value else "yellow")
-    return Text(_plain(value))
-
-
-def _plain(value: Any) -> str:
-    if value is None or isinstance(value, bool):
-        return "" if value is None else str(value).lower()
-    if isinstance(value, float):
-        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-    return str(value)
+    return Text(cell(value))
 
 
 def _omissions(rows: Sequence[Row], limit: int, left_out: Sequence[str]) -> Iterator[str]:

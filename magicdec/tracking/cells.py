@@ -1,0 +1,34 @@
+"""Cells and tables of everything that is printed about runs."""
+
+from math import isfinite
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+
+def figure(value: Any) -> str:
+    """Return a measured number with at least three significant digits, or nothing for what is no number."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
+        return ""
+    if value == 0 or abs(value) >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.3g}" if abs(value) < 1 else f"{value:#.3g}"
+
+
+def cell(value: Any) -> str:
+    """Return any setting or metric as text: a float with at least four significant digits, nothing for None."""
+    if value is None or isinstance(value, bool):
+        return "" if value is None else str(value).lower()
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    return str(value)
+
+
+def new_table(*columns: str, title: str | None = None, num_words: int = 1) -> Table:
+    """Return an empty table. Its first `num_words` columns are aligned to the left, those of numbers to the right."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=title is not None, title=title)
+    table.title_justify, table.title_style = "left", "bold"
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index < num_words else "right")
+    return table
