@@ -6,7 +6,7 @@ from math import isnan
 
 import numpy as np
 from costmodel_scores import Compared, Score, score
-from page import commit
+from page import commit, table
 
 from magicdec.costmodel.hardware import hardware_named
 from magicdec.measure.system import cpu_name
@@ -34,7 +34,7 @@ def page(
     critical_context: int | None,
     seconds: float,
 ) -> str:
-    """The whole page as Markdown."""
+    """Return the page as Markdown."""
     return "\n".join(
         [
             "# The cost model against the MagicDec paper's tables",
@@ -45,19 +45,16 @@ def page(
             f"predicted. Fitted are {CALIBRATED_ON['8xA100']} and {CALIBRATED_ON['8xH100']}, nothing else.",
             "",
             _aims(everything, unseen, critical_context, seconds),
-            "",
             "## By table",
             "",
             "Median absolute error of the speedup, mean signed errors of the times.",
             "",
             per_table(compared),
-            "",
             *_fitted(),
             *_left_out(left_out, alternatives),
             f"## Rows that are off by {OUTLIER:.0%} or more",
             "",
             _outliers(compared),
-            "",
             "## Where the paper disagrees with itself",
             "",
             *_conflicts(compared),
@@ -67,12 +64,11 @@ def page(
 
 
 def _fitted() -> list[str]:
-    """The numbers of the calibration, and what was known instead."""
+    """Return the section on the numbers of the calibration and the known ones."""
     return [
         "## What was fitted",
         "",
         _parameters(),
-        "",
         "Two numbers are shared by both machines, three belong to each: eight, from 68 times in 17 rows. The "
         "matmul rate halves at 16 rows (a tensor core's tile) and an all-reduce takes 5 us per hop (NVLink): "
         "these are known, not fitted. What the reference implementation does differently from this project is "
@@ -86,7 +82,7 @@ def _fitted() -> list[str]:
 
 
 def _left_out(left_out: dict[str, Score], alternatives: dict[str, tuple[Score, Score]]) -> list[str]:
-    """Rows that a calibration has not seen, and what becomes of all of them under other choices."""
+    """Return the section on rows that a calibration has not seen, and on other choices."""
     return [
         "## Left out, and chosen otherwise",
         "",
@@ -97,38 +93,35 @@ def _left_out(left_out: dict[str, Score], alternatives: dict[str, tuple[Score, S
             for name, s in left_out.items()
         ),
         "",
-        "What is not fitted was chosen from what is known of it; chosen otherwise, and fitted anew:",
+        "What is not fitted was chosen from what is known of it; chosen otherwise, and fitted again:",
         "",
-        "| | median, all | 90th, all | median, not fitted | 90th, not fitted |",
-        "| --- |" + " --- |" * 4,
-        *(
-            f"| {name} | {a.median_error:.1%} | {a.p90_error:.1%} | {u.median_error:.1%} | {u.p90_error:.1%} |"
-            for name, (a, u) in alternatives.items()
+        table(
+            ["", "median, all", "90th, all", "median, not fitted", "90th, not fitted"],
+            [
+                [name, *(f"{error:.1%}" for s in scores for error in (s.median_error, s.p90_error))]
+                for name, scores in alternatives.items()
+            ],
         ),
-        "",
     ]
 
 
 def per_table(compared: Sequence[Compared]) -> str:
-    """Errors grouped by table, draft and policy, as a Markdown table."""
+    """Return the errors by table, draft and policy as a Markdown table."""
 
     def group(c: Compared) -> tuple[str, ...]:
         return c.row.table, c.row.hardware, c.row.target, c.row.draft, c.row.policy
 
-    lines = [
-        "| table | hardware | target | draft | policy | rows | speedup | T_T | T_D | T_V |",
-        "| --- |" + " --- |" * 9,
-    ]
+    lines = []
     for names, members in groupby(sorted(compared, key=group), group):
         rows = list(members)
         times = [f"{_mean([c.time_errors[step] for c in rows]):+.1%}" for step in ("target", "draft", "verify")]
-        cells = (*names, str(len(rows)), f"{score(rows).median_error:.1%}", *times)
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append([*names, str(len(rows)), f"{score(rows).median_error:.1%}", *times])
+    header = ["table", "hardware", "target", "draft", "policy", "rows", "speedup", "T_T", "T_D", "T_V"]
+    return table(header, lines)
 
 
 def _aims(everything: Score, unseen: Score, critical_context: int | None, seconds: float) -> str:
-    lines = ["| | aim | all 65 rows | aim | the 48 not fitted |", "| --- | --- | --- | --- | --- |"]
+    lines = []
     for name, (key, aim, aim_unseen) in AIMS.items():
         form: Callable[[float], str] = {"wrong_side": "{:.0f}".format, "spearman": "{:.3f}".format}.get(
             key, "{:.1%}".format
@@ -136,36 +129,32 @@ def _aims(everything: Score, unseen: Score, critical_context: int | None, second
         sign = ">=" if key == "spearman" else "<="
         second = f"{sign} {form(aim_unseen)}" if aim_unseen is not None else ""
         measured = form(getattr(everything, key)), form(getattr(unseen, key))
-        lines.append(f"| {name} | {sign} {form(aim)} | {measured[0]} | {second} | {measured[1]} |")
+        lines.append([name, f"{sign} {form(aim)}", measured[0], second, measured[1]])
     critical = "none" if critical_context is None else f"{critical_context:,}"
-    lines.append(f"| S* of Llama-3.1-8B, 8xA100, gamma 3, budget 512 | 3,000 to 5,000 | {critical} | | |")
-    lines.append(f"| a thousand configurations, 16 gammas each, on one core | < 5 s | {seconds:.1f} s | | |")
-    return "\n".join(lines)
+    lines.append(["S* of Llama-3.1-8B, 8xA100, gamma 3, budget 512", "3,000 to 5,000", critical, "", ""])
+    lines.append(["a thousand configurations, 16 gammas each, on one core", "< 5 s", f"{seconds:.1f} s", "", ""])
+    return table(["", "aim", "all 65 rows", "aim", "the 48 not fitted"], lines)
 
 
 def _parameters() -> str:
     machines = {name: vars(hardware_named(name).efficiency) for name in CALIBRATED_ON}
-    lines = [f"| | {' | '.join(machines)} |", "| --- |" + " --- |" * len(machines)]
-    for key in next(iter(machines.values())):
-        lines.append(f"| {key} | {' | '.join(f'{values[key]:.4g}' for values in machines.values())} |")
-    return "\n".join(lines)
+    keys = next(iter(machines.values()))
+    return table(["", *machines], [[key, *(f"{values[key]:.4g}" for values in machines.values())] for key in keys])
 
 
 def _outliers(compared: Sequence[Compared]) -> str:
-    lines = [
-        "| table | draft | policy | context | batch | gamma | predicted | paper | T_T | T_D | T_V |",
-        "| --- |" + " --- |" * 10,
-    ]
+    lines = []
     for c in compared:
         if abs(c.error) >= OUTLIER:
             row, times = c.row, [f"{error:+.0%}" for error in c.time_errors.values()]
             cells = (row.table, row.draft, row.policy, f"{row.context_len:,}", row.batch_size, row.gamma)
-            lines.append(f"| {' | '.join(map(str, (*cells, f'{c.predicted:.2f}', c.measured, *times)))} |")
-    return "\n".join(lines)
+            lines.append([*map(str, (*cells, f"{c.predicted:.2f}", c.measured)), *times])
+    header = ["table", "draft", "policy", "context", "batch", "gamma", "predicted", "paper", "T_T", "T_D", "T_V"]
+    return table(header, lines)
 
 
 def _conflicts(compared: Sequence[Compared]) -> list[str]:
-    """What no cost model can satisfy at once, computed from the rows."""
+    """Return what no cost model can satisfy at once, computed from the rows."""
     rows = [c.row for c in compared]
     short = [r for r in rows if r.table == "3c" and r.context_len == 4000]
     drafts = {r.context_len: (r.draft_ms or 0) / r.gamma for r in rows if r.table == "3c" and r.batch_size == 32}
