@@ -1,4 +1,4 @@
-"""The prediction beside a run: a warning before it, predicted values with their errors after it, published ones."""
+"""The prediction for a run: a warning before it; predicted values, their errors and published values after it."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,10 +16,7 @@ MEASURED = {"speedup": "speedup"} | {f"{step}_ms": f"time/{step}_ms" for step in
 
 
 def warning(setup: Setup, gammas: Sequence[int], curves: Curves, alpha: float | None = None) -> str | None:
-    """What to tell before a run that is predicted below 1x, or never to pay; None where there is nothing to tell.
-
-    Of several gammas the best counts.
-    """
+    """Return a warning if a run is predicted below 1x at its best gamma, or never to pay; else None."""
     prediction = predict(setup, gammas, alpha, curves)
     best = prediction.best
     hopeless = best.speedup is None and best.break_even_alpha is None
@@ -27,10 +24,10 @@ def warning(setup: Setup, gammas: Sequence[int], curves: Curves, alpha: float | 
 
 
 def beside(setup: Setup, gamma: int, measured: Mapping[str, Any]) -> dict[str, float | int | str | None]:
-    """`predicted/*` at the gamma that ran and, where it is known, the alpha that was measured.
+    """Return `predicted/*` at the gamma that ran and, if it is known, the measured alpha.
 
-    Every value that `measured` (a result.json) has too gets a relative error, predicted over measured minus 1.
-    `predicted/step_error` is the largest of the steps' errors: those of a speedup may cancel out.
+    Add a relative error, predicted over measured minus 1, for every value that `measured` (a result.json) has too.
+    `predicted/step_error` is the largest error of a step: in a speedup they may cancel out.
     """
     predicted = predict(setup, (gamma,), alpha=measured.get("alpha")).metrics()
     for name, counterpart in MEASURED.items():

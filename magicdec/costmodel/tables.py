@@ -19,7 +19,7 @@ PUBLISHED = Path(__file__).parent / "published" / "magicdec_paper_tables.csv"
 
 @dataclass(frozen=True)
 class Row:
-    """One measured configuration; times in milliseconds, None where they were not given."""
+    """One measured configuration; times are in milliseconds, and None if they are not given."""
 
     target: str
     draft: str  # self, or a model's name

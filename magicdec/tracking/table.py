@@ -1,6 +1,6 @@
-"""The end of a run as a person reads it: what ran, both ways side by side, what it means, and where it lies.
+"""What is printed at the end of a run: what ran, both ways side by side, the verdict, and where the results are.
 
-Figures come from the flat metrics, by the names of result.json; what is missing is not shown.
+Figures come from the flat metrics, under their names in result.json. Missing ones are not shown.
 """
 
 import math
@@ -41,7 +41,7 @@ def show(
     history: Sequence[Mapping[str, Any]] = (),
     view: RenderableType | None = None,
 ) -> None:
-    """Print a run's end; long commands are left whole, to be copied. A scenario's own `view` replaces the table."""
+    """Print the end of a run. Keep long commands on one line. A scenario's own `view` replaces the table."""
     body = render(config, metrics, folder, outcome, history) if view is None else _around(view, folder, outcome)
     console.print(body, crop=False)
 
@@ -53,7 +53,7 @@ def render(
     outcome: WandbOutcome,
     history: Sequence[Mapping[str, Any]] = (),
 ) -> RenderableType:
-    """What `show` prints. `history` is wanted for scenario=profile, whose points it holds."""
+    """Return what `show` prints. `history` holds the points of scenario=profile."""
     parts: list[RenderableType] = [*_header(config, metrics), Text()]
     if config["scenario"]["name"] == "profile":
         parts += [_grid(history), Text()]
@@ -69,7 +69,7 @@ def _around(view: RenderableType, folder: Path, outcome: WandbOutcome) -> Render
 
 
 def _header(config: Mapping[str, Any], metrics: Metrics) -> Iterator[Text]:
-    """What ran, in words."""
+    """Describe what ran."""
     batch, scenario, hardware = config["batch"], config["scenario"], config["hardware"]
     yield Text(f"{scenario['name']}: {config['target']['name']}{described_draft(config)}", style="bold")
     where = described_place(config, metrics.get("device") or hardware["device"], metrics.get("engine/version"))
@@ -91,7 +91,7 @@ def _header(config: Mapping[str, Any], metrics: Metrics) -> Iterator[Text]:
 
 
 def described_place(config: Mapping[str, Any], device: Any, engine: str | None = None) -> str:
-    """What computes, in which type, and with which attention or by which `engine` other than ours."""
+    """Describe the device, the data type, and the attention or the `engine` if it is not the native one."""
     hardware = config["hardware"]
     ranks = f"{hardware['tensor_parallel']} ranks of " if hardware.get("tensor_parallel", 1) > 1 else ""
     means = f"by {engine}" if engine else f"attention by {config['attention']['name']}"
@@ -107,7 +107,7 @@ def described_context(config: Mapping[str, Any], metrics: Metrics) -> str:
 
 
 def described_draft(config: Mapping[str, Any]) -> str:
-    """The draft and its cache, as the end of a title."""
+    """Describe the draft and its cache, as the end of a title."""
     draft, cache, scenario = config["draft"], config["cache"], config["scenario"]
     if draft["name"] == "none":
         return ", autoregressive alone"
@@ -129,7 +129,7 @@ def described_draft(config: Mapping[str, Any]) -> str:
 
 
 def _speeds(metrics: Metrics) -> Table:
-    """The two ways side by side."""
+    """Return a table of the two ways side by side."""
     ways = [way for way in WAYS if any(figure(metrics.get(f"{way}/{key}")) for key in SPEEDS)]
     table = new_table("", *ways)
     for key, label in SPEEDS.items():
@@ -140,7 +140,7 @@ def _speeds(metrics: Metrics) -> Table:
 
 
 def _verdict(config: Mapping[str, Any], metrics: Metrics) -> Iterator[tuple[str, Text]]:
-    """Speedup, acceptance, losslessness."""
+    """Describe speedup, acceptance and losslessness."""
     mark = ["synthetic"] if metrics.get("acceptance/source") == "synthetic" else []
     if speedup := _number(metrics.get("speedup")):
         wall, spread = _number(metrics.get("speedup_wall")), _number(metrics.get("speedup_spread"))
@@ -186,7 +186,7 @@ def losslessness(config: Mapping[str, Any], metrics: Metrics) -> Text:
 
 
 def _steps(metrics: Metrics) -> Iterator[tuple[str, Text]]:
-    """Times of the parts, and the speedups that follow from them."""
+    """Describe the times of the parts, and the speedups that follow from them."""
     names = {"target_decode": "target T_T", "draft": "draft T_D", "verify": "verify T_V", "round": "round"}
     parts = [f"{label} {time}" for name, label in names.items() if (time := figure(metrics.get(f"time/{name}_ms")))]
     if parts:
@@ -217,7 +217,7 @@ def _memory(metrics: Metrics) -> Iterator[tuple[str, Text]]:
 
 
 def _grid(history: Sequence[Mapping[str, Any]]) -> Table:
-    """A line per point of a profile."""
+    """Return a table with a line per point of a profile."""
     columns = {"batch_size": "batch", "context_len": "context", "gamma": "gamma"}
     columns |= {f"time/{name}_ms": f"{sign}, ms" for name, sign in STEPS.items()}
     present = [key for key in columns if any(key in point for point in history)]
@@ -247,6 +247,6 @@ def _pairs(rows: Iterable[tuple[str, Text]]) -> Table:
 
 
 def _number(value: Any) -> float | None:
-    """None for what is missing or not a number."""
+    """Return the value as a float, or None if it is missing or not a number."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     return float(value) if is_number else None

@@ -65,7 +65,7 @@ def render(a: Row, b: Row, everything: bool = False) -> RenderableType:
 
 
 def _notes(a: Row, b: Row, settings: list[str]) -> Iterator[str]:
-    """What is the same."""
+    """Describe what is the same."""
     if not settings:
         yield "the same configuration"
     if a.get("data/fingerprint") == b.get("data/fingerprint") and "output/fingerprint" in a.keys() & b.keys():
@@ -74,6 +74,6 @@ def _notes(a: Row, b: Row, settings: list[str]) -> Iterator[str]:
 
 
 def _change(a: Any, b: Any) -> str:
-    """The second against the first."""
+    """Return the relative change from the first to the second."""
     numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in (a, b))
     return f"{b / a - 1:+.1%}" if numbers and a else ""

@@ -18,8 +18,10 @@ Panel = tuple[str, dict[str, Callable[[Row], float | None]]]
 
 
 def draw(rows: Sequence[Row], folder: Path) -> list[Path]:
-    """Write a PNG file per figure that the runs have values for; returns their paths. A line per context, or per batch,
-    and per value of every other setting in which the runs differ. Raises UserError without matplotlib, or any values.
+    """Write a PNG file per figure that the runs have values for, and return the paths.
+
+    A figure has a line per context, or per batch, and per value of every other setting in which the runs differ. Raise
+    UserError if matplotlib is missing, or if there are no values.
     """
     figures: dict[str, tuple[str, list[Panel]]] = {
         "speedup": (BATCH, [("speedup", {style: _value(key) for key, style in SPEEDUP.items()})]),
@@ -108,7 +110,7 @@ def _present(styles: dict[str, Callable], rows: Sequence[Row]) -> list[str]:
 
 
 def _told_apart_by(rows: Sequence[Row], x: str) -> list[str]:
-    """The settings that a line has one value of each."""
+    """Return the settings in which lines differ: every run of a line has the same value."""
     return [key for key in dict.fromkeys([CONTEXT if x == BATCH else BATCH, *telling(rows)]) if key != x]
 
 
