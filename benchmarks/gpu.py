@@ -41,7 +41,7 @@ from magicdec.measure.ceilings import copy_bandwidth, matmul_rate
 from magicdec.measure.profile import profile_round
 from magicdec.measure.system import cpu_name
 from magicdec.planning import build
-from magicdec.scenarios.compare import compare
+from magicdec.scenarios import compare
 from magicdec.tracking.progress import progress
 from magicdec.units import GIB
 from magicdec.verification.sampling import Sampling
@@ -69,7 +69,7 @@ def correctness(bench: Bench) -> None:
         sizes = [f"batch.size={bench.sizes.pair_batches[-1]}", f"batch.context_len={bench.sizes.pair_context // 2}"]
         plan = bench.plan(f"draft={draft}", "scenario.repeats=1", f"hardware.dtype={dtype}", *sizes)
         with progress() as bars:
-            found = compare(plan, bars).metrics
+            found = compare.run(plan, bars).metrics
         return {key: value for key, value in found.items() if key.startswith("lossless/")}
 
     for draft in ("self", "model"):
@@ -203,7 +203,7 @@ def real(bench: Bench) -> None:
     def measured(batch: int) -> Record:
         sizes = [f"batch.size={batch}", f"batch.context_len={bench.sizes.pair_context}"]
         with progress() as bars:
-            found = compare(bench.plan("scenario.repeats=2", *sizes), bars).metrics
+            found = compare.run(bench.plan("scenario.repeats=2", *sizes), bars).metrics
         return {name: found.get(name) for name in names}
 
     for batch in bench.sizes.pair_batches:
@@ -223,7 +223,7 @@ def peers(bench: Bench) -> None:
 
     def ours() -> Record:
         with progress() as bars:
-            found = compare(plan, bars).metrics
+            found = compare.run(plan, bars).metrics
         return {"ms": found["autoregressive/time_per_output_token_ms"]}
 
     def transformers(compiled: bool) -> Record:

@@ -55,7 +55,7 @@ def starts(tmp_path, monkeypatch):
 @pytest.fixture
 def quick(starts, monkeypatch):
     """Runs of this process and those forked from it take a moment."""
-    monkeypatch.setattr(magicdec.scenarios, "_scenario", lambda name: (quick_launch.plan, quick_launch.quick))
+    monkeypatch.setattr(magicdec.scenarios, "_scenario", lambda config: quick_launch)
     monkeypatch.setattr("magicdec.planning.prediction.doubts", lambda plan: [])
     return starts
 

@@ -13,7 +13,7 @@ from typing import ClassVar, Generic, TypeVar
 import torch
 from torch import Tensor
 
-Plan = TypeVar("Plan")
+AttentionPlan = TypeVar("AttentionPlan")
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Shape:
     dtype: torch.dtype
 
 
-class Attention(ABC, Generic[Plan]):
+class Attention(ABC, Generic[AttentionPlan]):
     """Attention of T new tokens over a cache whose last T valid entries are these tokens themselves."""
 
     name: str
@@ -48,7 +48,9 @@ class Attention(ABC, Generic[Plan]):
         return 1 << 26
 
     @abstractmethod
-    def plan(self, seqlens_B: Tensor, shape: Shape, window: int | None, positions_BKS: Tensor | None = None) -> Plan:
+    def plan(
+        self, seqlens_B: Tensor, shape: Shape, window: int | None, positions_BKS: Tensor | None = None
+    ) -> AttentionPlan:
         """Prepare a forward pass. `seqlens_B` (int32) counts each row's valid entries, the T new ones included; with
         `window`, a token sees only the last `window` tokens, itself included.
 
@@ -58,7 +60,7 @@ class Attention(ABC, Generic[Plan]):
 
     @abstractmethod
     def attend(
-        self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: Plan, indices_BKN: Tensor | None = None
+        self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: AttentionPlan, indices_BKN: Tensor | None = None
     ) -> Tensor:
         """Softmax attention with scale 1/sqrt(D), causal among the T new tokens. Returns (B, T, H, D).
 
@@ -68,7 +70,7 @@ class Attention(ABC, Generic[Plan]):
 
     @abstractmethod
     def attend_scored(
-        self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: Plan, counted_BT: Tensor | None = None
+        self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: AttentionPlan, counted_BT: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """The same over all slots, and the attention that each received: (B, K, S') in fp32, where S' <= S covers all
         valid slots, summed over the G query heads of a KV head and over the new tokens, or those that `counted_BT`

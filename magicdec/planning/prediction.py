@@ -32,10 +32,10 @@ class Foreseen:
         """The machine predicted for."""
         return self.setup.hardware.name
 
-    @property
-    def num_bytes(self) -> float:
-        """The memory that the run would take, on each GPU."""
-        return memory(self.setup, max(self.config.gammas), self.config.batch.generate_len).total
+
+def num_bytes(plan: Foreseen) -> float:
+    """Return the memory that the run would take of each GPU."""
+    return memory(plan.setup, max(plan.config.gammas), plan.config.batch.generate_len).total
 
 
 def foresee(config: Config) -> Foreseen:

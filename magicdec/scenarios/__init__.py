@@ -1,13 +1,13 @@
-"""What a run does: each scenario is a function from a plan to an outcome, and `run` gives every one the same frame."""
+"""The frame that every run shares: prepare the scenario, open the run's folder, run the scenario, store its results."""
 
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from rich.console import Console
 
@@ -20,7 +20,44 @@ from magicdec.scenarios.ranks import on_ranks
 from magicdec.units import GIB
 
 if TYPE_CHECKING:
+    from magicdec.tracking.progress import Progress
     from magicdec.tracking.store import Run
+
+
+class Prepared(Protocol):
+    """A run whose every `auto` is resolved and whose mistakes are found: the part that the frame reads."""
+
+    @property
+    def config(self) -> Config:
+        """The configuration, without any `auto`."""
+
+    @property
+    def device_name(self) -> str:
+        """The device, as it enters the run's id."""
+
+    @property
+    def fingerprints(self) -> dict[str, str]:
+        """Hashes of the checkpoints and the text that the run reads, by key."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that share the model."""
+
+
+P = TypeVar("P", bound=Prepared)
+
+
+class Scenario(Protocol[P]):
+    """A module of this package: how a kind of run is prepared, how much memory it takes, and the run itself."""
+
+    def prepare(self, config: Config) -> P:
+        """Resolve `auto` values. Raise UserError for mistakes that can be found before weights are loaded."""
+
+    def num_bytes(self, plan: P) -> float:
+        """Return the memory that the run will take of each device."""
+
+    def run(self, plan: P, progress: "Progress") -> Outcome:
+        """Do the work."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +86,8 @@ def run(config: Config, job: Job) -> dict[str, Any]:
 
     is_alone = job.sweep_dir is None and wandb.given_id() is None
     ineffective = refuse_unread(config, job.overrides) if is_alone else []  # in a grid, other jobs read it
-    prepare, _ = _scenario(config)
     wandb.check(to_dict(config)["wandb"])
-    plan = prepare(config)
+    plan = _scenario(config).prepare(config)
     settings = _settings(plan.config, job)
     name = run_id(settings, plan.fingerprints, plan.device_name)
     if config.sweep.dry_run:
@@ -127,7 +163,7 @@ def _skipped(config: Config, name: str, job: Job) -> dict[str, Any]:
     return found
 
 
-def _measure(plan: Any, name: str, settings: dict[str, Any], job: Job) -> dict[str, Any]:
+def _measure(plan: Prepared, name: str, settings: dict[str, Any], job: Job) -> dict[str, Any]:
     """Do the run: return its result, which is stored."""
     from magicdec.measure.system import sampled
     from magicdec.tracking import table, wandb
@@ -152,7 +188,7 @@ def _measure(plan: Any, name: str, settings: dict[str, Any], job: Job) -> dict[s
     return this.result
 
 
-def _list(plan: Any, name: str, job: Job) -> None:
+def _list(plan: Prepared, name: str, job: Job) -> None:
     """Print a line on a run that would be done: its id, how it stands, the memory it will take, its overrides."""
     from magicdec.tracking.reader import attempts, load_run
 
@@ -164,29 +200,23 @@ def _list(plan: Any, name: str, job: Job) -> None:
     elif state == "done":
         state = "other code"
     typed = " ".join(text for text in job.overrides if not text.startswith("sweep."))
-    print(f"{name}  {state:13}  {_num_bytes(plan) / GIB:8.2f} GiB  {typed}", flush=True)
+    print(f"{name}  {state:13}  {_scenario(plan.config).num_bytes(plan) / GIB:8.2f} GiB  {typed}", flush=True)
 
 
-def _num_bytes(plan: Any) -> float:
-    """Of each device's memory: a prediction knows it, a real run is gone through on tensors without storage."""
-    return plan.num_bytes if hasattr(plan, "num_bytes") else import_module("magicdec.planning.build").num_bytes(plan)
-
-
-def _outcome(plan: Any, run: "Run") -> Outcome:
+def _outcome(plan: Prepared, run: "Run") -> Outcome:
     """Do the work, here or on as many ranks as share the model."""
     if plan.num_ranks == 1:
         return _work(0, plan)
-    return on_ranks(plan.num_ranks, plan.device.type, _work, plan, run)
+    return on_ranks(plan.num_ranks, plan.config.hardware.device, _work, plan, run)
 
 
-def _work(rank: int, plan: Any, run: "Run | None" = None) -> Outcome:
+def _work(rank: int, plan: Prepared, run: "Run | None" = None) -> Outcome:
     """The scenario itself. Of several ranks, rank 0 alone shows what happens, and logs it into `run`."""
     from magicdec.tracking.progress import progress
 
-    _, scenario = _scenario(plan.config)
     console = Console(stderr=True) if rank == 0 else Console(quiet=True, force_terminal=False)
     with run.log_to_file() if run and rank == 0 else nullcontext(), progress(console) as bars:
-        return scenario(plan, bars)
+        return _scenario(plan.config).run(plan, bars)
 
 
 def imports(name: str) -> list[str]:
@@ -199,15 +229,10 @@ def imports(name: str) -> list[str]:
     return modules
 
 
-def _scenario(config: Config) -> tuple[Callable, Callable]:
-    """What checks and plans, and the scenario itself: a module and a function of that name.
-
-    Imported when it is chosen: predicting must not wait for PyTorch, and has a `prepare` of its own.
-    """
+def _scenario(config: Config) -> Scenario[Prepared]:
+    """Import the module of the scenario when it is chosen: predicting must not wait for PyTorch."""
     name = config.scenario.name if config.engine.name == "native" else "peer"
-    module = import_module(f"magicdec.scenarios.{name}")
-    prepare = getattr(module, "prepare", None) or import_module("magicdec.planning.resolve").resolve
-    return prepare, getattr(module, name)
+    return cast(Scenario[Prepared], import_module(f"magicdec.scenarios.{name}"))
 
 
 def _reason(error: BaseException, config: Config) -> tuple[str, str]:

@@ -21,7 +21,7 @@ from magicdec.measure.metrics import Metrics
 from magicdec.measure.profile import profile_round
 from magicdec.planning import build
 from magicdec.planning.prediction import setup_of_run, task_of
-from magicdec.planning.resolve import Plan
+from magicdec.planning.resolve import Plan, resolve
 from magicdec.scenarios.outcome import Outcome
 from magicdec.scenarios.outputs import Outputs, lossless, speeds
 from magicdec.tracking.progress import Progress
@@ -29,10 +29,11 @@ from magicdec.tracking.reader import is_impossible, noise
 from magicdec.units import GIB
 
 log = logging.getLogger(__name__)
+prepare, num_bytes = resolve, build.num_bytes
 
 
 @dataclass
-class Pass:
+class Repeat:
     """One repeat over all batches: the two generations of each."""
 
     autoregressive: list[Generation]
@@ -44,7 +45,7 @@ class Pass:
         return Outputs(prompts, plain, fast)
 
 
-def compare(plan: Plan, progress: Progress) -> Outcome:
+def run(plan: Plan, progress: Progress) -> Outcome:
     """Decode every batch `scenario.repeats` times both ways; medians over the repeats are the result."""
     config = plan.config
     estimate = build.check_memory(plan, int(config.batch.size), config.batch.context_len)
@@ -53,7 +54,7 @@ def compare(plan: Plan, progress: Progress) -> Outcome:
     peak, gpu = memory.Peak(plan.device), Watch(plan.device)
     engine = build.engine(plan, progress)
     rows = int(config.batch.size)
-    passes = [Pass([], []) for _ in range(config.scenario.repeats)]
+    passes = [Repeat([], []) for _ in range(config.scenario.repeats)]
     prefill_seconds: list[float] = []
     verdict: Audit | None = None
     for start in range(0, len(prompts.tokens), rows):
@@ -176,7 +177,7 @@ def _memory(batch: Batch, peak: memory.Peak, estimate: Footprint) -> Metrics:
     }
 
 
-def _history(one: Pass) -> list[dict]:
+def _history(one: Repeat) -> list[dict]:
     rounds: list[dict] = []
     for number, generation in enumerate(one.speculative):
         for row in metrics.round_history(generation):

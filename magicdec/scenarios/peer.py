@@ -7,7 +7,7 @@ from magicdec.measure.gpu import Watch
 from magicdec.measure.metrics import Metrics
 from magicdec.peers.base import Counts, Peer, PeerGeneration
 from magicdec.planning import build
-from magicdec.planning.resolve import Plan
+from magicdec.planning.resolve import Plan, resolve
 from magicdec.scenarios.outcome import Outcome
 from magicdec.scenarios.outputs import Outputs, lossless, speeds
 from magicdec.tracking.progress import Progress
@@ -15,10 +15,11 @@ from magicdec.units import GIB
 
 WARMUP_CONTEXT, WARMUP_TOKENS = 64, 8
 
-Pass = list[PeerGeneration]  # a repeat: a generation per batch
+prepare, num_bytes = resolve, build.num_bytes
+Repeat = list[PeerGeneration]  # a generation per batch
 
 
-def peer(plan: Plan, progress: Progress) -> Outcome:
+def run(plan: Plan, progress: Progress) -> Outcome:
     """Decode every batch `scenario.repeats` times both ways, one way after the other; medians are the result.
 
     A peer prefills in every pass: its time to first token is a median, too.
@@ -48,12 +49,12 @@ def peer(plan: Plan, progress: Progress) -> Outcome:
     return Outcome(results, outputs.rows(config.data.save_prompts), samples=outputs.samples(tokenizer))
 
 
-def _passes(engine: Peer, batches: list[list[list[int]]], way: str, plan: Plan, progress: Progress) -> list[Pass]:
+def _passes(engine: Peer, batches: list[list[list[int]]], way: str, plan: Plan, progress: Progress) -> list[Repeat]:
     """The repeats of one way, after a short warm-up."""
     generate_len, repeats, fast = plan.config.batch.generate_len, plan.config.scenario.repeats, way == "speculative"
     with progress.task(way, total=repeats * len(batches)) as task:
         engine.generate([row[:WARMUP_CONTEXT] for row in batches[0]], WARMUP_TOKENS, fast)
-        passes: list[Pass] = []
+        passes: list[Repeat] = []
         for _ in range(repeats):
             passes.append([])
             for number, batch in enumerate(batches):
@@ -62,9 +63,9 @@ def _passes(engine: Peer, batches: list[list[list[int]]], way: str, plan: Plan, 
     return passes
 
 
-def _tokens(batches: Pass) -> list[list[int]]:
+def _tokens(batches: Repeat) -> list[list[int]]:
     return [row for generation in batches for row in generation.tokens]
 
 
-def _speed(batches: Pass) -> dict[str, float]:
+def _speed(batches: Repeat) -> dict[str, float]:
     return metrics.speed_metrics([generation.times for generation in batches])

@@ -11,12 +11,13 @@ from magicdec.costmodel.predict import Prediction
 from magicdec.costmodel.round import Setup
 from magicdec.costmodel.targets import option
 from magicdec.errors import UserError
-from magicdec.planning.prediction import Foreseen, cache_named, curves, draft_named, foresee
+from magicdec.planning.prediction import Foreseen, cache_named, curves, draft_named, foresee, num_bytes
 from magicdec.scenarios.outcome import Outcome
 from magicdec.tracking.cells import new_table
 from magicdec.tracking.progress import Progress
 from magicdec.tracking.store import shown
 
+__all__ = ["num_bytes", "prepare", "run"]
 EXPERIMENTS = Path(__file__).resolve().parents[2] / "conf" / "experiment"
 CHOICES = ("batch", "draft", "cache", "budget", "gamma")
 SHOWN = 12  # plans in the table
@@ -24,7 +25,7 @@ SHOWN_UNKNOWN = 6  # configurations without a known acceptance
 
 
 def prepare(config: Config) -> Foreseen:
-    """In place of resolve.resolve: see `foresee`. A file that was not written by a plan is not written over."""
+    """See `foresee`. Raise UserError rather than overwrite an experiment that no plan has written."""
     name = config.scenario.experiment
     if name is not None:
         path = _experiment(name)
@@ -35,7 +36,7 @@ def prepare(config: Config) -> Foreseen:
     return foresee(config)
 
 
-def plan(plan: Foreseen, progress: Progress) -> Outcome:
+def run(plan: Foreseen, progress: Progress) -> Outcome:
     """Search for a target, a machine and a context; a line of the history for every plan, the best first."""
     config, scenario = plan.config, plan.config.scenario
     plans = search(

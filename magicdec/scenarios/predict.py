@@ -10,7 +10,7 @@ from magicdec.costmodel.comparison import published
 from magicdec.costmodel.predict import Prediction
 from magicdec.costmodel.predict import predict as predict_setup
 from magicdec.costmodel.summary import verdict
-from magicdec.planning.prediction import Foreseen, curves, foresee, task_of
+from magicdec.planning.prediction import Foreseen, curves, foresee, num_bytes, task_of
 from magicdec.scenarios.outcome import Outcome
 from magicdec.tracking.cells import new_table
 from magicdec.tracking.progress import Progress
@@ -20,10 +20,11 @@ if TYPE_CHECKING:
     from magicdec.measure.metrics import Metrics
 
 
-prepare = foresee  # instead of resolve
+__all__ = ["num_bytes", "prepare", "run"]
+prepare = foresee
 
 
-def predict(plan: Foreseen, progress: Progress) -> Outcome:
+def run(plan: Foreseen, progress: Progress) -> Outcome:
     """Predict one configuration; a line of the history for every gamma."""
     config, scenario = plan.config, plan.config.scenario
     prediction = predict_setup(

@@ -9,13 +9,15 @@ from magicdec.measure import memory
 from magicdec.measure.metrics import Metrics
 from magicdec.measure.profile import profile_round
 from magicdec.planning import build
-from magicdec.planning.resolve import Plan
+from magicdec.planning.resolve import Plan, resolve
 from magicdec.scenarios.outcome import Outcome, kept
 from magicdec.tracking.progress import Progress
 from magicdec.units import GIB
 
+prepare, num_bytes = resolve, build.num_bytes
 
-def profile(plan: Plan, progress: Progress) -> Outcome:
+
+def run(plan: Plan, progress: Progress) -> Outcome:
     """Time every point of scenario.batch_sizes x context_lens x gammas; a point is a line of the history."""
     scenario = plan.config.scenario
     build.check_memory(plan, max(scenario.batch_sizes), max(scenario.context_lens))

@@ -18,11 +18,11 @@ from magicdec.engine.native import NativeEngine
 from magicdec.measure import memory
 from magicdec.measure.metrics import Metrics, Rounds, acceptance
 from magicdec.planning import build
-from magicdec.planning.resolve import Plan
+from magicdec.planning.resolve import Plan, resolve
 from magicdec.scenarios.outcome import Outcome, kept
 from magicdec.scenarios.outputs import lossless
 from magicdec.serving.engine import AsyncEngine
-from magicdec.serving.load import Job, Level, load_metrics, run
+from magicdec.serving.load import Level, RequestSpec, load_metrics, under_load
 from magicdec.serving.request import Params, Request
 from magicdec.serving.scheduler import Scheduler
 from magicdec.serving.shared import SharedSlots
@@ -32,6 +32,7 @@ from magicdec.tracking.progress import Progress
 from magicdec.tracking.table import WAYS, described_context, described_draft, described_place, losslessness
 from magicdec.units import GIB
 
+prepare, num_bytes = resolve, build.num_bytes
 WARMUP_TOKENS = 8  # of a request before each measurement, which is not counted
 # On the terminal; a latency is shown as its median and its 99th percentile.
 COLUMNS = {
@@ -43,7 +44,7 @@ COLUMNS = {
 }
 
 
-def serve(plan: Plan, progress: Progress) -> Outcome:
+def run(plan: Plan, progress: Progress) -> Outcome:
     """Measure every level; a line of the history for each, and the last one's figures as the run's own."""
     config = plan.config
     scenario, batch = config.scenario, config.batch
@@ -104,27 +105,29 @@ def _prompts(plan: Plan) -> Prompts:
     return Prompts.of([tokens for tokens, _ in rows], [source for _, source in rows])
 
 
-def _jobs(plan: Plan, engine: NativeEngine, prompts: Prompts) -> list[Job]:
+def _jobs(plan: Plan, engine: NativeEngine, prompts: Prompts) -> list[RequestSpec]:
     """Return a request for each prompt, with random numbers of its own."""
     jobs = []
     for number, prompt in enumerate(prompts.tokens):
         sampling = replace(engine.sampling, sequence=number)
         params = Params(plan.config.batch.generate_len, sampling, ignore_eos=plan.config.sampling.ignore_eos)
-        jobs.append(Job(prompt, params))
+        jobs.append(RequestSpec(prompt, params))
     return jobs
 
 
 def _measure(
-    slots: Slots, way: str, level: Level, jobs: list[Job], plan: Plan, progress: Progress
+    slots: Slots, way: str, level: Level, jobs: list[RequestSpec], plan: Plan, progress: Progress
 ) -> tuple[list[Request], float]:
     """All jobs under one level of load; returns their requests and the seconds that it took."""
-    warm_up = Job(jobs[0].prompt, Params(min(WARMUP_TOKENS, jobs[0].params.max_tokens), jobs[0].params.sampling))
+    warm_up = RequestSpec(
+        jobs[0].prompt, Params(min(WARMUP_TOKENS, jobs[0].params.max_tokens), jobs[0].params.sampling)
+    )
 
     async def measured() -> tuple[list[Request], float]:
         async with AsyncEngine(Scheduler(slots, way == "speculative")) as engine:
-            await run(engine, [warm_up], Level("concurrency", 1), 0, lambda _: None)
+            await under_load(engine, [warm_up], Level("concurrency", 1), 0, lambda _: None)
             with progress.task(f"{way}, {level}", total=len(jobs)) as task:
-                return await run(engine, jobs, level, plan.config.data.seed, task.advance)
+                return await under_load(engine, jobs, level, plan.config.data.seed, task.advance)
 
     return asyncio.run(measured())
 

@@ -16,8 +16,8 @@ PERCENTILES = (50, 90, 99)
 
 
 @dataclass(frozen=True)
-class Job:
-    """What a user asks for."""
+class RequestSpec:
+    """A request that users will send, once at each level of load."""
 
     prompt: list[int]
     params: Params
@@ -34,8 +34,8 @@ class Level:
         return f"concurrency {self.value:g}" if self.kind == "concurrency" else f"{self.value:g} requests/s"
 
 
-async def run(
-    engine: AsyncEngine, jobs: Sequence[Job], level: Level, seed: int, progress: Callable[[int], None]
+async def under_load(
+    engine: AsyncEngine, jobs: Sequence[RequestSpec], level: Level, seed: int, progress: Callable[[int], None]
 ) -> tuple[list[Request], float]:
     """Have all jobs done; returns their requests in the order of the jobs, and the seconds that it took."""
     start = perf_counter()
@@ -47,7 +47,7 @@ async def run(
 
 
 async def _closed(
-    engine: AsyncEngine, jobs: Sequence[Job], users: int, progress: Callable[[int], None]
+    engine: AsyncEngine, jobs: Sequence[RequestSpec], users: int, progress: Callable[[int], None]
 ) -> list[Request]:
     """Each user sends the next job as soon as the last one is answered."""
     done: dict[int, Request] = {}
@@ -62,7 +62,7 @@ async def _closed(
 
 
 async def _open(
-    engine: AsyncEngine, jobs: Sequence[Job], rate: float, seed: int, progress: Callable[[int], None]
+    engine: AsyncEngine, jobs: Sequence[RequestSpec], rate: float, seed: int, progress: Callable[[int], None]
 ) -> list[Request]:
     """Jobs arrive as a Poisson process, however many are still being answered."""
     generator, loop = random.Random(seed), asyncio.get_running_loop()
@@ -74,7 +74,7 @@ async def _open(
     return list(await asyncio.gather(*tasks))
 
 
-async def _answered(engine: AsyncEngine, job: Job, progress: Callable[[int], None]) -> Request:
+async def _answered(engine: AsyncEngine, job: RequestSpec, progress: Callable[[int], None]) -> Request:
     """Send one request and wait for its end; raise the error that it failed with."""
     stream = engine.generate(job.prompt, job.params)
     try:

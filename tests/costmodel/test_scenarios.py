@@ -66,22 +66,22 @@ def test_predict_from_the_command_line_needs_no_torch_and_leaves_a_run(tmp_path)
 
 
 def test_the_papers_critical_context_through_the_scenario():
-    result = outcome(predict_scenario.predict, "scenario=predict", "hardware=8xa100", "scenario.gammas=[3]", *LLAMA)
+    result = outcome(predict_scenario.run, "scenario=predict", "hardware=8xa100", "scenario.gammas=[3]", *LLAMA)
     assert 3000 <= result.metrics["predicted/critical_context"] <= 5000
 
 
 def test_what_the_paper_measured_stands_beside_what_is_predicted():
-    found = outcome(predict_scenario.predict, "experiment=paper/table6_snapkv", "batch.size=128").metrics
+    found = outcome(predict_scenario.run, "experiment=paper/table6_snapkv", "batch.size=128").metrics
     assert [found[f"published/{key}"] for key in ("table", "gamma", "speedup")] == ["6", 6, 2.01]
     assert found["published/draft_ms"] == pytest.approx(33.33 / 6)
     assert found["published/predicted_speedup"] == pytest.approx(2.01, rel=0.1)
-    ruler = outcome(predict_scenario.predict, "experiment=paper/table2", "data=ruler", "data.task=cwe").metrics
+    ruler = outcome(predict_scenario.run, "experiment=paper/table2", "data=ruler", "data.task=cwe").metrics
     assert ruler["published/speedup"] == 2.51
     own = setup_of_run(
         composed("experiment=paper/table3c"), architecture("llama-3.1-8b"), None, "NVIDIA A100-SXM4-80GB", 2
     )
     assert published_values(own, "pg19")["published/speedup"] == 1.64, "of a run on that machine"
-    elsewhere = outcome(predict_scenario.predict, "experiment=paper/table2", "batch.size=42").metrics
+    elsewhere = outcome(predict_scenario.run, "experiment=paper/table2", "batch.size=42").metrics
     assert not [key for key in elsewhere if key.startswith("published/")]
 
 
@@ -99,15 +99,15 @@ def test_predict_takes_acceptance_from_the_run_store_first(tmp_path):
     (run / "config.yaml").write_text(yaml.safe_dump(config))
     for runs_dir, alpha in ((tmp_path, 0.95), (tmp_path / "empty", 0.81)):
         keys = ("scenario=predict", "hardware=8xa100", f"runs_dir={runs_dir}", *LLAMA)
-        assert outcome(predict_scenario.predict, *keys).metrics["predicted/alpha"] == alpha
+        assert outcome(predict_scenario.run, *keys).metrics["predicted/alpha"] == alpha
 
 
 def test_the_planned_experiment_composes_and_predicts_what_it_said(tmp_path, monkeypatch):
     monkeypatch.setattr(plan_scenario, "EXPERIMENTS", tmp_path)
     keys = ("scenario=plan", "hardware=8xh100", "scenario.drafts=[llama-3.2-1b]", "scenario.policies=[streaming]")
     keys += ("scenario.batch_sizes=[16,32]", "scenario.experiment=found")
-    outcome(plan_scenario.plan, *keys, *LLAMA)
-    result = outcome(plan_scenario.plan, *keys, *LLAMA)  # once more: it may replace what it wrote itself
+    outcome(plan_scenario.run, *keys, *LLAMA)
+    result = outcome(plan_scenario.run, *keys, *LLAMA)  # once more: it may replace what it wrote itself
     assert result.history[0]["draft"] == "llama-3.2-1b"
     # Hydra finds experiments on its search path: conf/, and this folder beside it.
     (tmp_path / "experiment").mkdir()
@@ -131,7 +131,7 @@ def test_a_plan_takes_each_policy_with_its_own_settings(tmp_path, monkeypatch):
     config = composed(*keys, *LLAMA)
     assert cache_named(config, "snapkv").kernel == 7
     assert (cache_named(config, "streaming").num_sink, cache_named(config, "streaming").kernel) == (4, 5)
-    result = outcome(plan_scenario.plan, *keys, *LLAMA)
+    result = outcome(plan_scenario.run, *keys, *LLAMA)
     found = yaml.safe_load((tmp_path / "planned.yaml").read_text())["cache"]
     expected = {"snapkv": {"observation_window": 32, "kernel": 7}, "streaming": {"num_sink": 4}}
     assert found == {"budget": result.history[0]["budget"]} | expected[result.history[0]["policy"]]
@@ -164,7 +164,7 @@ def test_a_plan_replaces_no_other_experiment(tmp_path, monkeypatch, name, said):
 )
 def test_mistakes_in_a_prediction_are_named(keys, names):
     with pytest.raises(UserError, match=names):
-        outcome(predict_scenario.predict, "scenario=predict", *LLAMA, *keys)
+        outcome(predict_scenario.run, "scenario=predict", *LLAMA, *keys)
 
 
 @pytest.mark.parametrize(
@@ -180,8 +180,8 @@ def test_mistakes_in_a_prediction_are_named(keys, names):
 def test_ranks_that_cannot_divide_a_model_are_refused_by_a_plan(keys, names):
     common = ("scenario=plan", "hardware=8xh100", "scenario.experiment=null", "scenario.policies=[streaming,quantized]")
     with pytest.raises(UserError, match=names):
-        outcome(plan_scenario.plan, *common, *LLAMA, *keys)
-    found = outcome(plan_scenario.plan, *common, *LLAMA, "scenario.drafts=[qwen2.5-7b]", "draft.tensor_parallel=4")
+        outcome(plan_scenario.run, *common, *LLAMA, *keys)
+    found = outcome(plan_scenario.run, *common, *LLAMA, "scenario.drafts=[qwen2.5-7b]", "draft.tensor_parallel=4")
     assert {"none"} == {line["draft"] for line in found.history}, "no acceptance is known of that draft"
 
 
