@@ -305,12 +305,9 @@ def _rope(config: dict[str, Any]) -> tuple[float, RopeScaling | None]:
     return theta, RopeScaling(kind=kind, factor=known.pop("factor", None), **known)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Efficiency:
-    """How much of a datasheet is achieved, and what a step costs beside it. Fractions lie in (0, 1].
-
-    Not frozen, so that it can be a node of a Hydra config.
-    """
+    """How much of a datasheet is achieved, and what a step costs besides. Fractions lie in (0, 1]."""
 
     bandwidth_fraction: float = 0.9  # of the memory's bandwidth, streaming weights and KV
     matmul_fraction: float = 0.7  # of the bf16 rate, by a matmul of many rows

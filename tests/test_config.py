@@ -1,6 +1,6 @@
 """Every file in conf/ and sweeps/, and what the configuration refuses."""
 
-from dataclasses import fields
+from dataclasses import FrozenInstanceError, fields, is_dataclass
 from pathlib import Path
 
 import pytest
@@ -11,7 +11,7 @@ from magicdec.architectures import ModelConfig, RopeScaling
 from magicdec.cache.draft_cache import CACHES
 from magicdec.config.checks import refuse_unread, unread, validate, warnings
 from magicdec.config.load import load, to_dict
-from magicdec.config.schema import Architecture, Config, Scaling
+from magicdec.config.schema import Config
 from magicdec.drafts.base import DRAFTS
 from magicdec.errors import UserError
 from magicdec.rules import known_keys
@@ -122,13 +122,19 @@ def test_every_sweep_of_wandb_gives_commands_that_compose(path, monkeypatch):
     assert (ROOT / sweep["program"]).exists()
 
 
-def test_the_architecture_mirrors_the_models_own():
-    for mirror, original in ((Architecture, ModelConfig), (Scaling, RopeScaling)):
-        assert [f.name for f in fields(mirror)] == [f.name for f in fields(original)]
-    sizes = dict(zip([f.name for f in fields(ModelConfig)][:8], [64, 32, 64, 2, 4, 2, 8, 128], strict=True))
-    assert Architecture(**sizes).to_model_config() == ModelConfig(**sizes)
-    scaled = Architecture(**sizes, rope_scaling=Scaling("linear", 8.0), eos_token_ids=[2]).to_model_config()
-    assert scaled == ModelConfig(**sizes, rope_scaling=RopeScaling("linear", 8.0), eos_token_ids=(2,))
+def test_an_architecture_is_read_as_the_models_own(default):
+    given = {"rope_scaling": {"kind": "linear", "factor": 8}, "eos_token_ids": [2]}
+    read = changed(default, target__architecture=given).target.architecture
+    as_yaml = default["target"]["architecture"]
+    assert read == ModelConfig(**as_yaml | {"rope_scaling": RopeScaling("linear", 8.0), "eos_token_ids": (2,)})
+
+
+def test_a_configuration_is_frozen(default):
+    config = changed(default, draft__name="model", draft__model=default["target"])
+    groups = [config, *(value for value in vars(config).values() if is_dataclass(value)), config.draft.model]
+    for group in [*groups, config.target.architecture]:
+        with pytest.raises(FrozenInstanceError):
+            setattr(group, fields(group)[0].name, None)
 
 
 def test_plain_dictionaries_are_read_back(default):

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from magicdec.architectures import ModelConfig
 from magicdec.config.load import compose
-from magicdec.config.schema import Architecture, ModelChoice
+from magicdec.config.schema import ModelChoice
 from magicdec.errors import UserError
 from magicdec.models.checkpoint import read_config
 from magicdec.planning.identity import identify
@@ -37,13 +38,13 @@ def test_a_folder_gives_name_and_architecture(tmp_path):
         target = chosen(*overrides, f"target.path={folder}")
         assert (target.name, target.path) == ("my-model", str(folder))
         assert target.architecture is not None
-        assert target.architecture.to_model_config() == config
+        assert target.architecture == config
 
 
 def test_the_named_option_keeps_its_name_and_records_what_its_checkpoint_says():
     target = chosen()
     assert target.name == "tiny"
-    assert target.architecture == Architecture.of(read_config(TINY / "target"))
+    assert target.architecture == read_config(TINY / "target")
     assert chosen(f"target.path={TINY / 'target'}").name == "tiny"
 
 
@@ -108,6 +109,7 @@ def test_predictions_are_of_the_folder_too(tmp_path):
 
 
 def test_predicting_a_named_option_reads_no_checkpoint():
-    choice = ModelChoice("llama-3.1-8b", "meta-llama/Llama-3.1-8B", "checkpoint", None)
-    choice.architecture = Architecture(1000, 64, 64, 2, 2, 1, 32, 512)
+    choice = ModelChoice(
+        "llama-3.1-8b", "meta-llama/Llama-3.1-8B", "checkpoint", ModelConfig(1000, 64, 64, 2, 2, 1, 32, 512)
+    )
     assert identify("target", choice, loads=False) == (choice, None)

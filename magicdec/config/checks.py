@@ -117,12 +117,6 @@ def _models(config: Config) -> dict[str, ModelChoice]:
 def _run(config: Config) -> Iterator[str]:
     """Values that are right by themselves and wrong together, wherever the draft has no part in it."""
     data, scenario = config.data, config.scenario
-    for key, model in _models(config).items():
-        try:
-            if model.architecture is not None:
-                model.architecture.to_model_config()
-        except UserError as error:
-            yield f"{key}.architecture: {error}"
     if data.name in ("text", "prompts") and not data.path:
         yield f"data.path=null: data={data.name} needs a file or folder, as in data.path=FOLDER"
     if (data.name == "ruler") != (data.task is not None):

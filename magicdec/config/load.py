@@ -1,15 +1,19 @@
 """Load and validate a configuration that Hydra has composed, or compose one."""
 
+import dataclasses
 import os
 from collections.abc import Sequence
-from dataclasses import asdict
-from typing import Any
+from dataclasses import asdict, field, fields, is_dataclass, make_dataclass
+from functools import cache, reduce
+from operator import or_
+from types import GenericAlias, UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 import hydra
 from hydra import initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from magicdec.config.checks import validate
@@ -17,18 +21,58 @@ from magicdec.config.schema import CONF, Config
 from magicdec.errors import UserError
 from magicdec.rules import has_unknown_keys
 
-ConfigStore.instance().store(name="schema", node=Config)
+
+@cache
+def _mutable(frozen: type) -> type:
+    """Return a dataclass with the fields and defaults of a frozen one: OmegaConf merges into no frozen node."""
+    entries: list[tuple[str, Any, Any]] = []
+    hints = get_type_hints(frozen)
+    for entry in fields(frozen):
+        hint, default, factory = _node(hints[entry.name]), entry.default, entry.default_factory
+        if default == () or factory is list:
+            value = field(default_factory=list)
+        elif is_dataclass(factory):
+            value = field(default_factory=hint)
+        else:
+            value = field(default=MISSING if default is dataclasses.MISSING else default)
+        entries.append((entry.name, hint, value))
+    return make_dataclass(frozen.__name__, entries, namespace={"frozen": frozen})
+
+
+def _node(hint: Any) -> Any:
+    """Return the type of a field as OmegaConf takes it: nested dataclasses mutable, tuples as lists."""
+    if isinstance(hint, type) and is_dataclass(hint):
+        return _mutable(hint)
+    if get_origin(hint) is tuple:
+        return GenericAlias(list, get_args(hint)[0])
+    return reduce(or_, map(_node, get_args(hint))) if isinstance(hint, UnionType) else hint
+
+
+def _frozen(node: Any, key: str = "") -> Any:
+    """Return the frozen dataclass of a mutable one, and of those in it; raise UserError for what it refuses."""
+    values = dict(vars(node))
+    for name, value in values.items():
+        if is_dataclass(value):
+            values[name] = _frozen(value, f"{key}.{name}")
+    try:
+        return node.frozen(**values)
+    except UserError as error:
+        raise UserError(f"{key[1:]}: {error}") from None
+
+
+SCHEMA = _mutable(Config)
+ConfigStore.instance().store(name="schema", node=SCHEMA)
 
 
 def load(cfg: DictConfig) -> Config:
-    """A composed configuration as typed and valid objects.
+    """Return a composed configuration as typed, valid and frozen objects.
 
-    Raises UserError for what `validate` finds, and OmegaConf's errors for unknown keys, wrong types and missing values.
+    Raise UserError for what `validate` finds, and OmegaConf's errors for unknown keys, wrong types and missing values.
     """
-    config = OmegaConf.to_object(cfg)
-    if not isinstance(config, Config) or has_unknown_keys(config):  # plain YAML; a + on the command line
-        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.to_container(cfg)))
-    assert isinstance(config, Config)
+    given = OmegaConf.to_object(cfg)
+    if not isinstance(given, SCHEMA) or has_unknown_keys(given):  # plain YAML; a + on the command line
+        given = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(SCHEMA), OmegaConf.to_container(cfg)))
+    config: Config = _frozen(given)
     validate(config)
     return config
 

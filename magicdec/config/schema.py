@@ -5,81 +5,28 @@ and explain.py, this is the only module that knows Hydra and OmegaConf.
 """
 
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from omegaconf import MISSING
 
-from magicdec.architectures import Efficiency, ModelConfig, RopeScaling
+from magicdec.architectures import Efficiency, ModelConfig
 from magicdec.rules import POSITIVE, SHARES, SIZES, above, at_least, one_of, ruled
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 
 
-@dataclass
-class Scaling:
-    """Mirror of magicdec.architectures.RopeScaling."""
-
-    kind: str = MISSING
-    factor: float = MISSING
-    original_max_position_embeddings: int | None = None
-    low_freq_factor: float | None = None
-    high_freq_factor: float | None = None
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float | None = None
-    truncate: bool = True
-
-
-@dataclass
-class Architecture:
-    """Mirror of magicdec.architectures.ModelConfig, which is frozen, as a schema cannot be."""
-
-    vocab_size: int = MISSING
-    hidden_size: int = MISSING
-    intermediate_size: int = MISSING
-    num_layers: int = MISSING
-    num_heads: int = MISSING
-    num_kv_heads: int = MISSING
-    head_dim: int = MISSING
-    max_position_embeddings: int = MISSING
-    rope_theta: float = 10000.0
-    rope_scaling: Scaling | None = None
-    rms_norm_eps: float = 1e-5
-    tie_word_embeddings: bool = False
-    qkv_bias: bool = False
-    output_bias: bool = False
-    qk_norm: bool = False
-    sliding_window: int | None = None
-    sliding_layers: list[int] = field(default_factory=list)
-    eos_token_ids: list[int] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, config: ModelConfig) -> "Architecture":
-        """Return the mirror of `config`."""
-        values = asdict(config)
-        scaling = values.pop("rope_scaling")
-        lists = {name: list(value) for name, value in values.items() if isinstance(value, tuple)}
-        return cls(rope_scaling=scaling and Scaling(**scaling), **(values | lists))
-
-    def to_model_config(self) -> ModelConfig:
-        """Return the original; raise UserError for sizes that do not fit together."""
-        values = asdict(self)
-        scaling = values.pop("rope_scaling")
-        return ModelConfig(rope_scaling=scaling and RopeScaling(**scaling), **values)
-
-
-@dataclass
+@dataclass(frozen=True)
 class ModelChoice:
     """A model: the target, or an independent draft."""
 
     name: str = MISSING
     path: str | None = None
     weights: str = one_of("checkpoint", "random", default="checkpoint")
-    architecture: Architecture | None = None
+    architecture: ModelConfig | None = None
 
 
-@dataclass
+@dataclass(frozen=True)
 class CacheConfig:
     """What the draft keeps. `policy` is a registered cache policy."""
 
@@ -100,7 +47,7 @@ ROWS_ON = {"cpu": 24, "cuda": 64}
 AUTO_GAMMAS = (1, 2, 3, 5, 8)  # what draft.gamma=auto chooses among: a captured round each
 
 
-@dataclass
+@dataclass(frozen=True)
 class DraftConfig:
     """Who proposes. `name` is none or a registered draft."""
 
@@ -118,7 +65,7 @@ class DraftConfig:
     cache: CacheConfig | None = None
 
 
-@dataclass
+@dataclass(frozen=True)
 class HardwareConfig:
     """Where it runs, and what that can do."""
 
@@ -136,7 +83,7 @@ class HardwareConfig:
     efficiency: Efficiency | None = None
 
 
-@dataclass
+@dataclass(frozen=True)
 class BatchConfig:
     """How much is decoded."""
 
@@ -151,7 +98,7 @@ class BatchConfig:
     )
 
 
-@dataclass
+@dataclass(frozen=True)
 class DataConfig:
     """Where prompts come from."""
 
@@ -162,7 +109,7 @@ class DataConfig:
     save_prompts: bool = False
 
 
-@dataclass
+@dataclass(frozen=True)
 class SamplingConfig:
     """How a token is chosen."""
 
@@ -177,14 +124,14 @@ class SamplingConfig:
     ignore_eos: bool = True
 
 
-@dataclass
+@dataclass(frozen=True)
 class AttentionConfig:
     """Who computes attention."""
 
     name: str = one_of("auto", "sdpa", "cpp", "triton", "flash", "flashinfer", default=MISSING)
 
 
-@dataclass
+@dataclass(frozen=True)
 class EngineConfig:
     """Who decodes."""
 
@@ -195,7 +142,7 @@ class EngineConfig:
     time_limit_s: float = above(0, default=1800)
 
 
-@dataclass
+@dataclass(frozen=True)
 class ScenarioConfig:
     """What a run does."""
 
@@ -218,7 +165,7 @@ class ScenarioConfig:
     first_token_ms: float | None = above(0, default=None)
 
 
-@dataclass
+@dataclass(frozen=True)
 class WandbConfig:
     """What Weights & Biases is told."""
 
@@ -229,7 +176,7 @@ class WandbConfig:
     tags: list[str] = field(default_factory=list)
 
 
-@dataclass
+@dataclass(frozen=True)
 class SweepConfig:
     """How a multirun goes about its jobs."""
 
@@ -240,7 +187,7 @@ class SweepConfig:
     objective: str = MISSING
 
 
-@dataclass
+@dataclass(frozen=True)
 class Config:
     """A whole run."""
 

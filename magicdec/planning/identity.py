@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from magicdec.architectures import ModelConfig
-from magicdec.config.schema import Architecture, ModelChoice
+from magicdec.config.schema import ModelChoice
 from magicdec.costmodel.targets import from_values, option, options
 from magicdec.errors import UserError
 
@@ -34,14 +34,14 @@ def identify(key: str, choice: ModelChoice, loads: bool) -> tuple[ModelChoice, P
         _check_overrides(f"{key}.architecture", choice.architecture, written and from_values(written), config, folder)
     is_named = choice.name != origin.get("name")  # by the user
     name = choice.name if is_own or is_named else _name_of(folder.resolve(), config)
-    return replace(choice, name=name, architecture=Architecture.of(config)), folder
+    return replace(choice, name=name, architecture=config), folder
 
 
 def _origin(choice: ModelChoice) -> dict[str, Any]:
     """Return the option that a choice was made from: that of its name, its path, or its architecture; else {}."""
     if found := option(choice.name):
         return found
-    given = choice.architecture and choice.architecture.to_model_config()
+    given = choice.architecture
     for one in options():
         if choice.path == one["path"] or (one["architecture"] and from_values(one["architecture"]) == given):
             return one
@@ -53,12 +53,11 @@ def _is_same(path: str, other: str | None) -> bool:
 
 
 def _check_overrides(
-    key: str, given: Architecture, written: ModelConfig | None, theirs: ModelConfig, folder: Path
+    key: str, given: ModelConfig, written: ModelConfig | None, theirs: ModelConfig, folder: Path
 ) -> None:
     """Raise UserError for a value that is neither the option's own (`written`) nor the checkpoint's."""
-    ours = given.to_model_config()
     for name in (entry.name for entry in fields(ModelConfig)):
-        value, read = getattr(ours, name), getattr(theirs, name)
+        value, read = getattr(given, name), getattr(theirs, name)
         if value != read and (written is None or value != getattr(written, name)):
             raise UserError(f"{key}.{name}={_text(value)}: the checkpoint {folder} has {_text(read)}; leave it out")
 
@@ -70,7 +69,7 @@ def _text(value: Any) -> str:
 def _name_of(folder: Path, config: ModelConfig) -> str:
     """Return a folder's name, or a hub repository's. That of an option is only for the same architecture."""
     in_cache = folder.parent.name == "snapshots"  # models--ORG--NAME/snapshots/COMMIT
-    name = folder.parents[2].name.rpartition("--")[2] if in_cache else folder.name
+    name = folder.parents[1].name.rpartition("--")[2] if in_cache else folder.name
     namesake = option(name.lower()).get("architecture")
     if not namesake:
         return name

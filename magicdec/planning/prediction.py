@@ -150,7 +150,7 @@ def _draft(config: Config) -> DraftChoice:
 def _identified(key: str, choice: ModelChoice) -> tuple[ModelChoice, ModelConfig]:
     choice, _ = identify(key, choice, loads=False)
     assert choice.architecture is not None, "identify has read it"
-    return choice, choice.architecture.to_model_config()
+    return choice, choice.architecture
 
 
 def _spec(config: Config, model: ModelConfig | None) -> DraftChoice:

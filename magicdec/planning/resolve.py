@@ -146,7 +146,7 @@ def _model(key: str, choice: ModelChoice) -> tuple[ModelChoice, Model]:
     """Return the choice with what its checkpoint says, and the model."""
     choice, folder = identify(key, choice, loads=choice.weights == "checkpoint")
     assert choice.architecture is not None, "identify has read it"
-    return choice, Model(key, folder if choice.weights == "checkpoint" else None, choice.architecture.to_model_config())
+    return choice, Model(key, folder if choice.weights == "checkpoint" else None, choice.architecture)
 
 
 def _divided(config: Config, target: Model, draft: Model | None) -> tuple[Model, Model | None]:
