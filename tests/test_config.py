@@ -1,5 +1,6 @@
 """Every file in conf/ and sweeps/, and what the configuration refuses."""
 
+import pickle
 from dataclasses import FrozenInstanceError, fields, is_dataclass
 from pathlib import Path
 
@@ -127,6 +128,12 @@ def test_an_architecture_is_read_as_the_models_own(default):
     read = changed(default, target__architecture=given).target.architecture
     as_yaml = default["target"]["architecture"]
     assert read == ModelConfig(**as_yaml | {"rope_scaling": RopeScaling("linear", 8.0), "eos_token_ids": (2,)})
+
+
+def test_a_composed_configuration_can_be_sent_to_another_process():
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        cfg = compose("config", ["draft=hierarchical"])
+    assert load(pickle.loads(pickle.dumps(cfg))) == load(cfg)
 
 
 def test_a_configuration_is_frozen(default):

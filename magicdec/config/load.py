@@ -36,7 +36,9 @@ def _mutable(frozen: type) -> type:
         else:
             value = field(default=MISSING if default is dataclasses.MISSING else default)
         entries.append((entry.name, hint, value))
-    return make_dataclass(frozen.__name__, entries, namespace={"frozen": frozen})
+    mutable = make_dataclass(f"{frozen.__name__}Node", entries, namespace={"frozen": frozen, "__module__": __name__})
+    globals()[mutable.__name__] = mutable  # where pickle looks for it: launchers send configurations to other processes
+    return mutable
 
 
 def _node(hint: Any) -> Any:
