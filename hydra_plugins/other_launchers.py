@@ -23,7 +23,7 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
 from hydra_plugins.basic_launcher import list_jobs
-from hydra_plugins.process_launcher import RETRY_S, Job, command, environment, outcome
+from hydra_plugins.process_launcher import RETRY_S, SweepJob, command, environment, outcome
 from magicdec.errors import JobFailed
 from magicdec.tracking.gpus import VISIBLE
 from magicdec.tracking.sweep import BUSY, FOLLOWS, refuse_if_stopped
@@ -40,7 +40,7 @@ class InOwnProcess:
     def __call__(self, config: DictConfig) -> Any:
         """Start the job, wait for it, and return the sweep's objective; raises JobFailed."""
         hydra = HydraConfig.get()
-        job = Job(hydra.job.num, list(hydra.overrides.task))
+        job = SweepJob(hydra.job.num, list(hydra.overrides.task))
         if config.sweep.fail_fast:
             refuse_if_stopped(Path(hydra.sweep.dir), job.number)
         env = {**os.environ, **environment(job, hydra), FOLLOWS: "stdin", "TERM": "dumb"}

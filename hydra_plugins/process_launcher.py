@@ -60,8 +60,8 @@ ConfigStore.instance().store(group="hydra/launcher", name="process", node=Proces
 
 
 @dataclass
-class Job:
-    """One of the sweep's."""
+class SweepJob:
+    """A job of the sweep, until its process has ended."""
 
     number: int
     overrides: list[str]
@@ -108,8 +108,8 @@ class ProcessLauncher(Launcher):
         """Run all jobs; their results in their order, without those that sweep.fail_fast has kept from starting."""
         if self.config.sweep.dry_run:
             return list_jobs(self.context, self.task, self.config, job_overrides, initial_job_idx)
-        waiting = deque(Job(initial_job_idx + i, list(overrides)) for i, overrides in enumerate(job_overrides))
-        running: dict[BaseProcess | Orphan, Job] = {}
+        waiting = deque(SweepJob(initial_job_idx + i, list(overrides)) for i, overrides in enumerate(job_overrides))
+        running: dict[BaseProcess | Orphan, SweepJob] = {}
         results: dict[int, JobReturn] = {}
         if START == "forkserver":  # for the first job: others import what they lack
             multiprocessing.set_forkserver_preload(["launch", *imports(self.config.scenario.name)])
@@ -136,14 +136,14 @@ class ProcessLauncher(Launcher):
             _stop(running)
         return [results[number] for number in sorted(results)]
 
-    def _start_next(self, waiting: deque[Job], running: dict[BaseProcess | Orphan, Job]) -> None:
+    def _start_next(self, waiting: deque[SweepJob], running: dict[BaseProcess | Orphan, SweepJob]) -> None:
         """Start the first job whose time has come, if there is room for it."""
         job = next((job for job in waiting if job.not_before <= time.monotonic()), None)
         if job is not None and len(running) < self.limit:
             waiting.remove(job)
             running[self._process(job)] = job
 
-    def _process(self, job: Job) -> BaseProcess:
+    def _process(self, job: SweepJob) -> BaseProcess:
         env = environment(job, self.config.hydra)
         if self.limit > 1:
             env["TERM"] = "dumb"  # the progress bars of several would overwrite each other
@@ -155,7 +155,7 @@ class ProcessLauncher(Launcher):
             time.sleep(REAP_S)
         return _started("spawn", work)
 
-    def _result(self, job: Job, code: int, pid: int) -> JobReturn:
+    def _result(self, job: SweepJob, code: int, pid: int) -> JobReturn:
         """Return what Hydra wants to know."""
         result = JobReturn(overrides=job.overrides, status=JobStatus.COMPLETED)
         try:
@@ -165,7 +165,7 @@ class ProcessLauncher(Launcher):
         return result
 
 
-def command(job: Job, hydra: DictConfig, script: str) -> list[str]:
+def command(job: SweepJob, hydra: DictConfig, script: str) -> list[str]:
     """The script as it was started for the sweep, with one job's overrides."""
     own = [text for text in hydra.overrides.hydra if not text.startswith(OF_THE_SWEEP)]
     paths = {"main": "--config-path", "command-line": "--config-dir"}
@@ -174,12 +174,12 @@ def command(job: Job, hydra: DictConfig, script: str) -> list[str]:
     return [str(Path(script).resolve()), *flags, *job.overrides, *own]
 
 
-def environment(job: Job, hydra: DictConfig) -> dict[str, str]:
+def environment(job: SweepJob, hydra: DictConfig) -> dict[str, str]:
     """What tells that command which job it is."""
     return {JOB: str(job.number), SWEEP_DIR: str(hydra.sweep.dir)}
 
 
-def outcome(job: Job, code: int, pid: int, config: DictConfig, hydra: DictConfig) -> Any:
+def outcome(job: SweepJob, code: int, pid: int, config: DictConfig, hydra: DictConfig) -> Any:
     """Return the sweep's objective, as found by a job whose process ended with this exit code. Raise JobFailed.
 
     Report what a job that was killed can no longer report.
@@ -199,7 +199,7 @@ def outcome(job: Job, code: int, pid: int, config: DictConfig, hydra: DictConfig
     return stored.get(config.sweep.objective)
 
 
-def lost_code(job: Job, pid: int, config: DictConfig, hydra: DictConfig) -> int:
+def lost_code(job: SweepJob, pid: int, config: DictConfig, hydra: DictConfig) -> int:
     """Return the exit code of a job that has ended without its fork server, judged by what it has left."""
     sweep_dir = Path(hydra.sweep.dir)
     if not any(line.get("job") == job.number for line in jobs(sweep_dir)):
@@ -211,13 +211,13 @@ def lost_code(job: Job, pid: int, config: DictConfig, hydra: DictConfig) -> int:
     return 0 if status == "done" else 1
 
 
-def _bury(job: Job, attempt_id: str | None, pid: int, reason: str, config: DictConfig) -> None:
+def _bury(job: SweepJob, attempt_id: str | None, pid: int, reason: str, config: DictConfig) -> None:
     print(f"error: {job}: {reason}", file=sys.stderr)
     if attempt_id is not None:
         Run.bury(config.runs_dir, attempt_id, pid, reason)
 
 
-def _orphan(process: BaseProcess | Orphan, job: Job) -> Orphan | None:
+def _orphan(process: BaseProcess | Orphan, job: SweepJob) -> Orphan | None:
     """Return a job's process that goes on without its fork server, and say so; None where both have ended."""
     if isinstance(process, Orphan):
         return None
@@ -254,7 +254,7 @@ def _run(argv: list[str], env: Mapping[str, str]) -> None:
     runpy.run_path(argv[0], run_name="__main__")
 
 
-def _stop(running: dict[BaseProcess | Orphan, Job]) -> None:
+def _stop(running: dict[BaseProcess | Orphan, SweepJob]) -> None:
     """Let the jobs that are left mark themselves as interrupted, and end those that do not."""
     for process in running:
         with suppress(ProcessLookupError):

@@ -23,8 +23,7 @@ from omegaconf import OmegaConf
 
 import launch
 import magicdec.scenarios
-from hydra_plugins.process_launcher import Job as LaunchedJob
-from hydra_plugins.process_launcher import ProcessLauncher, lost_code
+from hydra_plugins.process_launcher import ProcessLauncher, SweepJob, lost_code
 from magicdec.config.load import compose
 from magicdec.errors import StorageError, UserError
 from magicdec.scenarios import Job, run
@@ -388,7 +387,7 @@ def test_what_became_of_a_job_without_its_fork_server_is_in_the_store(tmp_path, 
     def code(status, name="abc"):
         if status:
             record(Path(hydra.sweep.dir), 3, name if status != "refused" else None, [])
-        return lost_code(LaunchedJob(3, ["a=1"]), os.getpid(), config, hydra)
+        return lost_code(SweepJob(3, ["a=1"]), os.getpid(), config, hydra)
 
     assert code(None) == BUSY, "it has come to no run: once more"
     assert code("refused") == 1
