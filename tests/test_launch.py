@@ -56,6 +56,11 @@ def in_subprocess(*arguments, **env):
         (["hydra/sweeper=nope"], r"hydra/sweeper=nope: no such option; one of: basic.*"),
         (["target@draft.model=tiny"], r"target@draft.model: this draft has no model of its own; use draft=model"),
         (["draft.model.path=x"], r"draft.model.path=x: draft.model is null; use draft=model"),
+        (["draft.model.architecture.num_heads=3"], r".*num_heads=3: draft.model is null; use draft=model"),
+        (
+            ["target.architecture.rope_scaling={kind:linear,factor:2}"],
+            r".*rope_scaling is null; set it as a whole in .*",
+        ),
         (["targe=tiny"], r"unknown key targe; did you mean target\?"),
         (["batch.sise=1"], r"unknown key batch.sise; did you mean batch.size\?"),
         (["gamma=2"], r"unknown key gamma; did you mean draft.gamma\?"),

@@ -26,6 +26,9 @@ MISFITS = {
     "ListConfig": "must be a list, as in [a,b]",
 }
 
+# OmegaConf's internal errors where an override sets a key within a null, or merges a dictionary into one.
+WITHIN_NULL = re.compile(r"Unexpected type: None|'NoneType' object has no attribute 'get'")
+
 # What Hydra's plugins of their own bring, by the extra that installs each.
 EXTRAS = {
     "hydra/sweeper=optuna": "optuna",
@@ -52,7 +55,7 @@ def explain(error: Exception, overrides: list[str]) -> str | None:
         if file and file[1].startswith("experiment/") and origin.full_key == "experiment":
             return f"{file[1]}.yaml: an experiment must begin with the line `# @package _global_`"
         return (f"{file[1]}.yaml: " if file else "") + _explain_key(origin)
-    if isinstance(error, HydraException | ValueError | AssertionError):
+    if isinstance(error, HydraException | ValueError | AssertionError | AttributeError):
         return _explain_text(error, overrides)
     return None
 
@@ -96,9 +99,11 @@ def _explain_text(error: Exception, overrides: Sequence[str]) -> str | None:
     text, override = str(error), _current_override(error)
     key, _, value = override.lstrip("+").partition("=")
     parent = key.rpartition(".")[0]
-    if "root: NoneType" in text:  # from OmegaConf, about a key within a null
-        instead = "use draft=model" if parent == "draft.model" else "nothing can be set in it"
-        return f"{override}: {parent} is null; {instead}"
+    if "root: NoneType" in text or (override and WITHIN_NULL.match(text)):  # from OmegaConf, about a key within a null
+        if key.startswith("draft.model."):
+            return f"{override}: draft.model is null; use draft=model"
+        what = f"{key} is null; set it as a whole in a YAML file" if value[:1] == "{" else f"{parent} is null"
+        return f"{override}: {what}; nothing can be set in it from the command line"
     if "Could not override 'target@draft.model'" in text:
         return "target@draft.model: this draft has no model of its own; use draft=model"
     if "must be a string or a list" in text and key:
@@ -113,7 +118,7 @@ def _explain_text(error: Exception, overrides: Sequence[str]) -> str | None:
         return f"{found[1] or found[2]} is there already: leave out the +"
     if found := re.search(r"use (\+\S+=\S+)", text):
         return f"{found[1][1:]}: write {'-m ' if found[1].startswith('+sweeps=') else ''}{found[1]}"
-    if isinstance(error, AssertionError):
+    if isinstance(error, AssertionError | AttributeError):
         return None
     return re.split(r"(?:Config s|S)earch path:|See http", text)[0]
 

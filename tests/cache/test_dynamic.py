@@ -152,6 +152,15 @@ def test_verify_guided_is_refreshed_every_so_many_rounds():
     assert changes == [False, False, True, False, False, True]
 
 
+def test_verify_guided_observes_the_layers_of_a_draft_that_skips_others():
+    """Two of five layers draft; the verification passes through all of them and gives the baseline's tokens."""
+    target = small_model(num_layers=5)
+    settings = {"policy": "verify_guided", "num_layers": 2, "gamma": 2, "budget": 16}
+    batch = open_batch(target, random_prompts([60, 45]), draft_name="layer_skip", **settings)
+    expected = batch.decoder.generate(None).tokens
+    assert batch.decoder.generate(batch.draft).tokens == expected
+
+
 def test_dynamic_policies_copy_nothing():
     for policy in ("topk", "quest", "verify_guided"):
         batch = open_batch(small_model(), random_prompts([40]), draft_name="self", policy=policy, gamma=2, budget=16)
