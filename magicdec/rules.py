@@ -9,6 +9,9 @@ from typing import Any, NamedTuple, get_args, get_type_hints
 
 from magicdec.errors import UserError
 
+SHORT = reprlib.Repr()  # how errors show a value: its first level, a line of it
+SHORT.maxlevel = 1
+
 
 class Rule(NamedTuple):
     """What a value must satisfy, and how an error puts it."""
@@ -104,9 +107,9 @@ def check_json(value: Any, schema: Rule | Values | Mapping[str, Any], where: str
     """
     if isinstance(schema, Rule):
         if not schema.holds(value):
-            raise UserError(f"{where}: {key}={reprlib.repr(value)}: {schema.valid}")
+            raise UserError(f"{where}: {key}={SHORT.repr(value)}: {schema.valid}")
     elif not isinstance(value, dict):
-        raise UserError(f"{where}: {f'{key}={reprlib.repr(value)}: ' if key else ''}must be a JSON object")
+        raise UserError(f"{where}: {f'{key}={SHORT.repr(value)}: ' if key else ''}must be a JSON object")
     else:
         parts = dict.fromkeys(value, schema.schema) if isinstance(schema, Values) else schema
         for name in filter(value.__contains__, parts):

@@ -225,6 +225,15 @@ def places(content: Any) -> list[tuple]:
     return [(key, *rest) for key, value in content.items() for rest in {(), *places(value)}]
 
 
+def test_a_value_of_many_parts_is_shown_in_part(original, tmp_path):
+    parts: dict = {}
+    for _ in range(6):
+        parts = {str(number) * 30: parts for number in range(4)}
+    content = json.loads((original / CONFIG).read_text()) | {"use_sliding_window": parts}
+    (tmp_path / CONFIG).write_text(json.dumps(content))
+    assert "use_sliding_window={'000" in (refused(lambda: read_config(tmp_path)) or "")
+
+
 ROPE = ["rope_type", "type", "factor", "rope_theta", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"]
 ROPE += ["attention_factor", "truncate", "original_max_position_embeddings", "mscale", "partial_rotary_factor"]
 EXTRA = ["sliding_window", "use_sliding_window", "layer_types", "max_window_layers", "attention_bias", "head_dim"]
