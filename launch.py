@@ -27,7 +27,7 @@ from magicdec import __version__
 from magicdec.config.explain import explain
 from magicdec.config.load import load
 from magicdec.config.schema import CONF
-from magicdec.errors import JobFailed, UserError
+from magicdec.errors import JobFailed, UserError, to_stderr
 from magicdec.tracking import sweep
 from magicdec.tracking.gpus import gpus_of_its_own
 from magicdec.tracking.lock import Busy
@@ -90,7 +90,7 @@ def _refuse_a_grid() -> None:
         raise UserError(f"+sweeps={grid}: a grid needs -m, as in python launch.py -m +sweeps={grid}")
     if axes := ", ".join(hydra_cfg.sweeper.get("params") or ()):
         experiment = hydra_cfg.runtime.choices.get("experiment")
-        print(f"warning: experiment={experiment} is a grid over {axes}: -m runs all of it", file=sys.stderr)
+        to_stderr(f"warning: experiment={experiment} is a grid over {axes}: -m runs all of it")
 
 
 def _log(runs_dir: str, place: Mapping[str, Any]) -> Path | None:
@@ -136,7 +136,7 @@ def _run() -> int:
         return failure.args[0]
     except KeyboardInterrupt:
         if not os.environ.get(sweep.JOB):  # whose launcher says it
-            print(f"interrupted{'; the same command goes on where it stood' if sweeps else ''}", file=sys.stderr)
+            to_stderr(f"interrupted{'; the same command goes on where it stood' if sweeps else ''}")
         return sweep.INTERRUPTED
     except Exception as error:
         return report(error, _refusal(error) or explain(error, overrides))
@@ -150,9 +150,9 @@ def report(error: Exception, explanation: str | None, where: str = "", log: Path
             traceback.print_exception(error)
         if where:
             line = f"{type(error).__name__}: {error}".splitlines()[0]
-            print(f"error: {where}{line}{f'; its traceback is in {log}' if log else ''}", file=sys.stderr)
+            to_stderr(f"error: {where}{line}{f'; its traceback is in {log}' if log else ''}")
         return FAILURE
-    print(f"error: {where}{' '.join(explanation.split())}", file=sys.stderr)
+    to_stderr(f"error: {where}{' '.join(explanation.split())}")
     return USER_ERROR
 
 

@@ -24,7 +24,7 @@ from omegaconf import DictConfig
 
 from hydra_plugins.basic_launcher import list_jobs
 from hydra_plugins.process_launcher import RETRY_S, SweepJob, command, environment, outcome
-from magicdec.errors import JobFailed
+from magicdec.errors import JobFailed, to_stderr
 from magicdec.tracking.gpus import VISIBLE
 from magicdec.tracking.sweep import BUSY, FOLLOWS, refuse_if_stopped
 
@@ -104,7 +104,7 @@ def _results(job: Any, results: Callable) -> list[JobReturn]:
     except (FailedJobError, UncompletedJobError):
         overrides, _, number, *_ = job.submission().args
         text = f"job {number} ({' '.join(overrides)}): ended without a result ({job.state}); see {job.paths.stderr}"
-        print(f"error: {text}", file=sys.stderr)
+        to_stderr(f"error: {text}")
         failed = JobReturn(overrides=overrides, status=JobStatus.FAILED)
         failed.return_value = JobFailed(1)
         return [failed]

@@ -32,7 +32,7 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
 from hydra_plugins.basic_launcher import Composer, list_jobs
-from magicdec.errors import JobFailed
+from magicdec.errors import JobFailed, to_stderr
 from magicdec.scenarios import imports
 from magicdec.scenarios.ranks import follow_parent
 from magicdec.tracking.gpus import visible_gpus
@@ -130,7 +130,7 @@ class ProcessLauncher(Launcher):
                         continue
                     results[job.number] = self._result(job, code, process.pid)
                     if code and self.config.sweep.fail_fast and waiting:
-                        print(f"sweep.fail_fast: {len(waiting)} jobs are not started", file=sys.stderr)
+                        to_stderr(f"sweep.fail_fast: {len(waiting)} jobs are not started")
                         waiting.clear()
         finally:
             _stop(running)
@@ -151,7 +151,7 @@ class ProcessLauncher(Launcher):
         for start in (START, START):
             with suppress(EOFError, ConnectionError):
                 return _started(start, work)
-            print("warning: the fork server died while it imported; started again", file=sys.stderr)
+            to_stderr("warning: the fork server died while it imported; started again")
             time.sleep(REAP_S)
         return _started("spawn", work)
 
@@ -212,7 +212,7 @@ def lost_code(job: SweepJob, pid: int, config: DictConfig, hydra: DictConfig) ->
 
 
 def _bury(job: SweepJob, attempt_id: str | None, pid: int, reason: str, config: DictConfig) -> None:
-    print(f"error: {job}: {reason}", file=sys.stderr)
+    to_stderr(f"error: {job}: {reason}")
     if attempt_id is not None:
         Run.bury(config.runs_dir, attempt_id, pid, reason)
 
@@ -224,7 +224,7 @@ def _orphan(process: BaseProcess | Orphan, job: SweepJob) -> Orphan | None:
     with suppress(ProcessLookupError):
         orphan = Orphan(process.pid)
         if orphan.exitcode is None:
-            print(f"warning: the fork server died; {job} goes on without it", file=sys.stderr)
+            to_stderr(f"warning: the fork server died; {job} goes on without it")
             return orphan
     return None
 

@@ -1,4 +1,6 @@
-"""Exceptions that the command line has its own answers to."""
+"""Exceptions that the command line has its own answers to, and the way to stderr."""
+
+import sys
 
 
 class UserError(ValueError):
@@ -24,3 +26,9 @@ class NonFinite(UserError):
 
 class JobFailed(Exception):
     """A job that has failed and whose error is on stderr already; its argument is the exit code."""
+
+
+def to_stderr(line: str) -> None:
+    """Print a line to stderr in one write, so that another process's line cannot come between it and its end."""
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()

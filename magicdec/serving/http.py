@@ -17,7 +17,7 @@ from typing import Any
 
 from magicdec.config.load import compose
 from magicdec.data.tokenizer import load_tokenizer
-from magicdec.errors import UserError
+from magicdec.errors import UserError, to_stderr
 from magicdec.planning import build
 from magicdec.planning.resolve import resolve
 from magicdec.serving.engine import AsyncEngine, Stream
@@ -261,7 +261,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with progress() as bars:
             slots = Slots(build.engine(plan, bars), int(batch.size), batch.context_len + batch.generate_len)
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        to_stderr(f"error: {error}")
         return USER_ERROR
     model = options.model or plan.config.target.name
     engine = AsyncEngine(Scheduler(slots))

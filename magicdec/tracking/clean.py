@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from magicdec.errors import UserError
+from magicdec.errors import UserError, to_stderr
 from magicdec.tracking.lock import NAME, locked
 from magicdec.tracking.reader import folder_of_lock, iter_runs
 from magicdec.tracking.store import explained, shown
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for run in runs:
             _delete(run)
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        to_stderr(f"error: {error}")
         return USER_ERROR
     print(f"{len(runs):,} run{'' if len(runs) == 1 else 's'} deleted from {shown(options.runs_dir)}")
     return 0

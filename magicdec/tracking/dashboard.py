@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from magicdec.errors import UserError
+from magicdec.errors import UserError, to_stderr
 from magicdec.tracking import wandb
 from magicdec.tracking.report.export import write
 from magicdec.tracking.store import shown
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         built = [_workspace(options), *([_report(options)] if options.sweep else [])]
         if options.file is None and _is_logged_in():
             if objection := wandb.make_chart(options.entity, CHART, STACKED_BARS):
-                print(f"the chart {CHART} was not made, which is fine if it is there: {objection}", file=sys.stderr)
+                to_stderr(f"the chart {CHART} was not made, which is fine if it is there: {objection}")
             for one in built:
                 one.save()
                 print(one.url)
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             write(file, json.dumps(contents, indent=2) + "\n")
             print(f"the specification is in {shown(file)}")
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        to_stderr(f"error: {error}")
         return USER_ERROR
     return 0
 
@@ -66,7 +66,7 @@ def _is_logged_in() -> bool:
     try:
         wandb.check({"mode": "online"})
     except UserError:
-        print("no login for Weights & Biases (`wandb login`)", file=sys.stderr)
+        to_stderr("no login for Weights & Biases (`wandb login`)")
         return False
     return True
 

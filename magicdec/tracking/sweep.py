@@ -5,13 +5,12 @@ Here too is how launchers (hydra_plugins/) and the jobs that they start (launch.
 
 import json
 import os
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from magicdec.errors import JobFailed
+from magicdec.errors import JobFailed, to_stderr
 from magicdec.tracking.reader import read_lines
 
 JOBS = "jobs.jsonl"
@@ -55,5 +54,5 @@ def stop(sweep_dir: Path, code: int) -> None:
 def refuse_if_stopped(sweep_dir: Path, number: int) -> None:
     """Raises JobFailed where the sweep has been stopped before this job."""
     if (sweep_dir / STOPPED).exists():
-        print(f"sweep.fail_fast: job {number} is not started", file=sys.stderr)
+        to_stderr(f"sweep.fail_fast: job {number} is not started")
         raise JobFailed(int((sweep_dir / STOPPED).read_text() or 1))

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from magicdec.errors import UserError
+from magicdec.errors import UserError, to_stderr
 from magicdec.tracking import wandb
 from magicdec.tracking.reader import iter_runs, read_lines, read_result
 from magicdec.tracking.report.rows import sweep_members
@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         runs = _runs(options)
         api = wandb.connect() if options.mode == "online" else None
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        to_stderr(f"error: {error}")
         return USER_ERROR
     failures = 0
     for run in runs:

@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from magicdec.errors import UserError
+from magicdec.errors import UserError, to_stderr
 from magicdec.tracking.report import difference, export, figures, page, query, terminal
 from magicdec.tracking.report.rows import read_runs, rows_of
 from magicdec.tracking.store import counted, shown
@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             _report(arguments)
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        to_stderr(f"error: {error}")
         return USER_ERROR
     return 0
 
