@@ -2,13 +2,14 @@
 
 import io
 import sys
+from typing import ClassVar
 
 from magicdec.errors import to_stderr
 
 
 def test_a_line_is_one_write(monkeypatch):
     class Stream(io.StringIO):
-        writes: list[str] = []
+        writes: ClassVar[list[str]] = []
 
         def write(self, text: str) -> int:
             self.writes.append(text)

@@ -9,7 +9,7 @@ verification data | attention | models | cache | decoding | drafts | engine | me
 planning | scenarios"""
 RANKS = {name: rank for rank, names in enumerate(LAYERS.split("|")) for name in names.split()}
 # Modules run with python -m may import from every layer; nothing imports them.
-ENTRY_POINTS = {"magicdec.serving.http", "magicdec.tracking.report.__main__"}
+ENTRY_POINTS = {"magicdec.doctor", "magicdec.serving.http", "magicdec.tracking.report.__main__"}
 FILES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
     for path in (ROOT / "magicdec").rglob("*.py")
