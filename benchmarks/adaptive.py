@@ -11,6 +11,9 @@ import argparse
 from statistics import median
 from typing import Any
 
+import magicdec  # noqa: F401 - before PyTorch, which reads once how its threads wait
+
+# isort: split
 import torch
 from page import setting, table
 

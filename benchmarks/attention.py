@@ -13,6 +13,9 @@ The limit is the longer of reading and arithmetic, each at its best: of arithmet
 import argparse
 import time
 
+import magicdec  # noqa: F401 - before PyTorch, which reads once how its threads wait
+
+# isort: split
 import torch
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import flex_attention

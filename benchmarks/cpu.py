@@ -12,6 +12,9 @@ from dataclasses import replace
 from multiprocessing import get_context
 from statistics import median
 
+import magicdec  # noqa: F401 - before PyTorch, which reads once how its threads wait
+
+# isort: split
 import torch
 from page import RESULTS, commit, table
 

@@ -20,6 +20,9 @@ from functools import cache
 from statistics import median
 from typing import Any
 
+import magicdec  # noqa: F401 - before PyTorch, which reads once how its threads wait
+
+# isort: split
 from page import RESULTS, ROOT, commit, provenance, table
 
 from magicdec.config.load import compose

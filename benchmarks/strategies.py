@@ -17,6 +17,9 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+import magicdec  # noqa: F401 - before PyTorch, which reads once how its threads wait
+
+# isort: split
 import torch
 from page import RESULTS, ROOT, setting
 from torch import Tensor

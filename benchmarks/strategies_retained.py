@@ -10,6 +10,9 @@ from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
+import magicdec  # noqa: F401 - before PyTorch, which reads once how its threads wait
+
+# isort: split
 import torch
 from page import RESULTS, setting
 from strategies import BUDGETS, SIZES, TEXTS, Prefilled, write

@@ -4,7 +4,7 @@ import ast
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LAYERS = """errors units | rules fingerprint | registry architectures | config | policies | costmodel |
+LAYERS = """threads | errors units | rules fingerprint | registry architectures | config | policies | costmodel |
 verification data | attention | models | cache | decoding | drafts | engine | measure | peers | serving | tracking |
 planning | scenarios"""
 RANKS = {name: rank for rank, names in enumerate(LAYERS.split("|")) for name in names.split()}

@@ -38,11 +38,6 @@ class Attention(ABC, Generic[AttentionPlan]):
         """Why it cannot be used there, as what follows its name in a sentence; None where it can."""
         return None
 
-    @classmethod
-    def delay(cls) -> str | None:
-        """What would have to be waited for before its first use, in the same way; None where it is ready."""
-        return None
-
     def scores_at_once(self, dtype: torch.dtype, head_dim: int) -> int:
         """How many scores of a query and a slot a scoring pass may hold, in fp32: the fewer, the more passes."""
         return 1 << 26

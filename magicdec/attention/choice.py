@@ -45,7 +45,7 @@ def choose(name: str, device: torch.device, dtype: torch.dtype, head_dims: Itera
         return name, f"attention={name}: as asked"
     passed_over = []
     for candidate in FASTEST_FIRST[device.type]:
-        reason = _obstacle(candidate, device, dtype, head_dims) or backend(candidate).delay()
+        reason = _obstacle(candidate, device, dtype, head_dims)
         if reason is None:
             break
         passed_over.append(f"{candidate} {reason}")

@@ -47,7 +47,7 @@ class Call(ctypes.Structure):
 
 
 class CppAttention(KernelAttention):
-    """The fastest on a CPU, once it is built."""
+    """The fastest on a CPU. The first run builds it."""
 
     name = "cpp"
     max_new_tokens: ClassVar[int] = 32  # arithmetic decides beyond, and PyTorch's matmuls are better at that
@@ -68,11 +68,6 @@ class CppAttention(KernelAttention):
         if not library().exists() and compiler() is None:
             return NO_COMPILER
         return None
-
-    @classmethod
-    def delay(cls) -> str | None:
-        """See Attention.delay."""
-        return None if library().exists() else "is not built yet; a run with attention=cpp builds it, in seconds"
 
     def decode(
         self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: KernelPlan, indices_BKN: Tensor | None

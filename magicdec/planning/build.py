@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import torch
 
-from magicdec.attention import choice
+from magicdec.attention import choice, cpp
 from magicdec.attention.base import Attention
 from magicdec.config.schema import Config
 from magicdec.data import Prompts, load_prompts
 from magicdec.data.tokenizer import load_tokenizer
 from magicdec.engine.native import NativeEngine
-from magicdec.errors import UserError
+from magicdec.errors import UserError, to_stderr
 from magicdec.measure import memory
 from magicdec.measure.footprint import Footprint, UniformAttention, footprint, largest_batch
 from magicdec.models import checkpoint, quantize
@@ -33,6 +33,8 @@ def engine(plan: Plan, progress: Progress) -> NativeEngine:
     torch.backends.cuda.matmul.allow_tf32 = False  # fp32 means fp32
     name = plan.config.attention.name
     log.info(plan.why_attention)
+    if cpp.NO_COMPILER in plan.why_attention:
+        to_stderr(f"warning: {plan.why_attention}; decoding on a CPU is slower without it")
     with progress.task(f"attention={name}", total=1) as task:  # cpp is compiled at its first use
         attention = choice.backend(name)()
         task.advance(1)

@@ -25,7 +25,7 @@ from typing import Any
 
 import yaml
 
-from magicdec import __version__
+from magicdec import __version__, threads
 from magicdec.errors import StorageError
 from magicdec.fingerprint import of_code, of_files
 from magicdec.registry import PACKAGE, PLUGINS
@@ -238,13 +238,13 @@ def _now() -> str:
 
 
 def _versions() -> dict[str, Any]:
-    """Return what runs: the code, the checkout's commit, and the versions of Python and PyTorch (not imported)."""
+    """Return what runs: the code, the checkout's commit, the versions of Python and PyTorch, and OpenMP's settings."""
     try:
         torch = metadata.version("torch")
     except metadata.PackageNotFoundError:
         torch = None
     facts = {"version": __version__, "source": source()} | _commit()
-    return facts | {"python": platform.python_version(), "torch": torch}
+    return facts | {"python": platform.python_version(), "torch": torch, "openmp": threads.settings()}
 
 
 def _commit() -> dict[str, Any]:

@@ -9,13 +9,12 @@ from magicdec.errors import UserError
 CPU = torch.device("cpu")
 
 
-def test_auto_does_not_wait_for_a_compiler(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("built", "compiler"), [(False, "g++"), (True, None)])
+def test_auto_takes_the_kernel_that_is_built_or_can_be(tmp_path, monkeypatch, built, compiler):
     monkeypatch.setattr(cpp, "library", lambda: tmp_path / "kernel.so")
-    monkeypatch.setattr(cpp, "compiler", lambda: "g++")
-    name, why = choice.choose("auto", CPU, torch.float32, [64])
-    assert name == "sdpa"
-    assert "a run with attention=cpp builds it" in why
-    (tmp_path / "kernel.so").touch()
+    monkeypatch.setattr(cpp, "compiler", lambda: compiler)
+    if built:
+        (tmp_path / "kernel.so").touch()
     name, why = choice.choose("auto", CPU, torch.float32, [64])
     assert (name, why) == ("cpp", "attention=auto: cpp is the fastest at hand")
 
@@ -42,3 +41,6 @@ def test_no_compiler_is_one_clear_line(tmp_path, monkeypatch):
     monkeypatch.setattr(cpp, "compiler", lambda: None)
     with pytest.raises(UserError, match=r"attention=cpp needs a C\+\+ compiler.*; use attention=auto"):
         choice.choose("cpp", CPU, torch.float32, [64])
+    name, why = choice.choose("auto", CPU, torch.float32, [64])
+    assert name == "sdpa"
+    assert cpp.NO_COMPILER in why

@@ -82,6 +82,7 @@ def test_running_then_done(tmp_path):
     assert (result["status"], result["id"], result["attempt"]) == ("done", "abc", 1)
     assert result["python"]
     assert result["torch"]
+    assert "OMP_NUM_THREADS=1" in result["openmp"]
     assert result["version"]
     assert result["started"] <= result["finished"]
     assert result["finished"].endswith("+00:00")

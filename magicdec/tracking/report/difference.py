@@ -15,7 +15,19 @@ from magicdec.tracking.report.terminal import FIGURES
 from magicdec.tracking.store import counted
 from magicdec.tracking.table import SPEEDS, STEPS, WAYS
 
-WHERE = ("status", "reason", "version", "source", "commit", "commit_dirty", "device", "host", "python", "torch")
+WHERE = (
+    "status",
+    "reason",
+    "version",
+    "source",
+    "commit",
+    "commit_dirty",
+    "device",
+    "host",
+    "python",
+    "torch",
+    "openmp",
+)
 
 MAIN = frozenset(
     [*FIGURES, "alpha", "speedup_wall", "memory/peak_gib"]

@@ -15,7 +15,7 @@ Row = dict[str, Any]
 # What names a run or where it ran: neither a setting that one compares by nor a figure that one compares.
 FACTS = frozenset(
     {"id", "status", "kind", "reason", "attempt", "started", "finished", "host", "pid", "folder", "overrides"}
-    | {"version", "source", "commit", "commit_dirty", "python", "torch"}
+    | {"version", "source", "commit", "commit_dirty", "python", "torch", "openmp"}
 )
 # Runs that are alike in these should have written the same tokens, whatever the engine and the draft.
 SAME_OUTPUT = ("data/fingerprint", "target.name", "target.path", "batch.generate_len", "hardware.dtype")

@@ -1,0 +1,81 @@
+"""How threads wait, and how many there are."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from magicdec import threads
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    """A process that has not imported PyTorch, whose user has set nothing."""
+    monkeypatch.delitem(sys.modules, "torch")
+    environment: dict[str, str] = {}
+    monkeypatch.setattr(threads.os, "environ", environment)
+    monkeypatch.setattr(threads, "cpu_limit", lambda: None)
+    monkeypatch.setattr(threads, "num_cores", lambda: 8)
+    yield environment
+    monkeypatch.undo()  # before pytest writes to it
+
+
+def test_threads_spin_briefly(environment):
+    threads.set_defaults()
+    assert threads.settings() == "GOMP_SPINCOUNT=20000"
+
+
+@pytest.mark.parametrize("name", threads.WAITING)
+def test_what_the_user_has_set_stays(environment, monkeypatch, name):
+    environment |= {name: "5", "OMP_NUM_THREADS": "7"}
+    monkeypatch.setattr(threads, "cpu_limit", lambda: 2.0)
+    threads.set_defaults()
+    assert threads.settings() == f"OMP_NUM_THREADS=7 {name}=5"
+
+
+@pytest.mark.parametrize(("limit", "expected"), [(None, None), (8.0, None), (2.5, "2"), (0.4, "1")])
+def test_a_quota_limits_the_threads(environment, monkeypatch, limit, expected):
+    monkeypatch.setattr(threads, "cpu_limit", lambda: limit)
+    threads.set_defaults()
+    assert environment.get("OMP_NUM_THREADS") == expected
+
+
+def test_nothing_is_set_once_pytorch_has_read_it(environment, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", object())
+    threads.set_defaults()
+    assert threads.settings() == ""
+
+
+def test_the_package_sets_them_before_pytorch_is_imported():
+    code = "import magicdec, sys, os; assert 'torch' not in sys.modules; print(os.environ['GOMP_SPINCOUNT'])"
+    clean = {name: value for name, value in os.environ.items() if name not in threads.WAITING}
+    done = subprocess.run([sys.executable, "-c", code], env=clean, capture_output=True, text=True, check=True)
+    assert done.stdout == "20000\n"
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, None),
+        ({"job/inner/cpu.max": "max 100000\n"}, None),
+        ({"job/inner/cpu.max": "max 100000\n", "job/cpu.max": "150000 100000\n", "cpu.max": "400000 100000\n"}, 1.5),
+        ({"job/inner/cpu.cfs_quota_us": "-1\n", "job/inner/cpu.cfs_period_us": "100000\n"}, None),
+        ({"job/cpu.cfs_quota_us": "50000\n", "job/cpu.cfs_period_us": "100000\n"}, 0.5),
+    ],
+)
+def test_the_tightest_quota_counts(tmp_path, monkeypatch, files, expected):
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(threads, "_cgroups", lambda: [tmp_path / "job/inner", tmp_path / "job", tmp_path])
+    assert threads.cpu_limit() == expected
+
+
+def test_hyperthreads_of_one_core_count_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(threads, "CPUS", tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 9}, raising=False)
+    for cpu, siblings in ((0, "0-1"), (1, "0-1"), (2, "2-3")):  # nothing is known of 9
+        (tmp_path / f"cpu{cpu}" / "topology").mkdir(parents=True)
+        (tmp_path / f"cpu{cpu}" / "topology" / "thread_siblings_list").write_text(siblings)
+    assert threads.num_cores() == 3
