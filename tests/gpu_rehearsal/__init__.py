@@ -1,0 +1,1 @@
+"""What a GPU would be given, checked without one: see docs/attention.md, "Without a GPU"."""

@@ -1,0 +1,140 @@
+"""Triton kernels compiled for GPUs that are not there, down to the registers and the shared memory of a program.
+
+launch = seen.launches[0]               # as recorded on a fake device
+made = compiled(launch, 90)             # or `build`, for a specialisation described by hand
+assert not made.spilled and made.programs >= 2
+"""
+
+import math
+import re
+import subprocess
+import tempfile
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from tests.gpu_rehearsal.fake import Launch
+
+DTYPES = {
+    torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64",
+    torch.uint8: "u8", torch.int8: "i8", torch.bool: "i1",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What the number of programs that run at once depends on."""
+
+    name: str
+    sms: int
+    shared: int  # bytes of a multiprocessor
+    program_shared: int  # bytes that one program may have
+    warps: int  # of a multiprocessor
+    l2: int  # bytes
+
+
+# By compute capability.
+GPUS = {
+    80: Gpu("A100", 108, 164 << 10, 163 << 10, 64, 40 << 20),
+    89: Gpu("L40S", 142, 100 << 10, 99 << 10, 48, 96 << 20),
+    90: Gpu("H100 and H200", 132, 228 << 10, 227 << 10, 64, 50 << 20),
+    100: Gpu("B200", 148, 228 << 10, 227 << 10, 64, 126 << 20),
+    120: Gpu("RTX PRO 6000", 188, 100 << 10, 99 << 10, 48, 128 << 20),
+}
+REGISTERS = 65536  # of a multiprocessor
+SYSTEM_SHARED = 1024  # bytes of a multiprocessor's shared memory that each program takes beyond its own
+MAX_PROGRAMS = 32  # of a multiprocessor, on all of them
+
+
+@dataclass(frozen=True)
+class Made:
+    """A compiled kernel: what a program of it takes, per thread and in all."""
+
+    capability: int
+    registers: int
+    spilled: int  # bytes of stack and local memory
+    shared: int
+    warps: int
+    ptx: str
+
+    @property
+    def programs(self) -> int:
+        """Programs that a multiprocessor runs at once: as registers, shared memory and warps allow."""
+        gpu = GPUS[self.capability]
+        per_warp = math.ceil(self.registers * 32 / 256) * 256
+        by_registers = REGISTERS // per_warp // self.warps
+        by_shared = gpu.shared // (self.shared + SYSTEM_SHARED)
+        return min(by_registers, by_shared, gpu.warps // self.warps, MAX_PROGRAMS)
+
+
+def compiled(launch: Launch, capability: int) -> Made:
+    """The specialisation that a recorded launch would compile."""
+    types: dict[str, str] = {}
+    constants: dict[str, Any] = {}
+    aligned = set()
+    for parameter in launch.kernel.params:
+        name, value = parameter.name, launch.arguments.get(parameter.name)
+        if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1):
+            constants[name] = value
+        elif isinstance(value, torch.Tensor):
+            types[name] = f"*{DTYPES[value.dtype]}"
+            aligned.add(name)
+        elif isinstance(value, int):
+            types[name] = "i32" if -(1 << 31) <= value < 1 << 31 else "i64"
+            aligned |= {name} if value % 16 == 0 else set()
+        else:
+            types[name] = "fp32"
+    return build(launch.kernel, capability, types, constants, launch.options, aligned)
+
+
+def build(
+    kernel: Any,
+    capability: int,
+    types: dict[str, str],
+    constants: dict[str, Any],
+    options: dict[str, Any],
+    aligned: Collection[str] | None = None,
+) -> Made:
+    """Compile a kernel: `types` of its arguments (i32 where none is given) but for the constants, which may be None;
+    `aligned`: the arguments that 16 divides, by default pointers and strides.
+    """
+    types = {name: types.get(name, "i32") for name in kernel.arg_names} | dict.fromkeys(constants, "constexpr")
+    if aligned is None:
+        aligned = [name for name, kind in types.items() if kind[0] == "*" or re.fullmatch("[qkv]_[a-z]+", name)]
+    index = {name: (i,) for i, name in enumerate(kernel.arg_names)}
+    source = ASTSource(
+        kernel,
+        types,
+        {index[name]: value for name, value in constants.items()},
+        {index[name]: [["tt.divisibility", 16]] for name in aligned if types[name] != "constexpr"},
+    )
+    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    registers, spilled = resources(made.asm["cubin"])
+    return Made(capability, registers, spilled, made.metadata.shared, made.metadata.num_warps, made.asm["ptx"])
+
+
+@cache
+def resources(cubin: bytes) -> tuple[int, int]:
+    """Registers of a thread, and bytes of stack and local memory, which is where spilled ones go."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(cubin)
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", path]
+        printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    registers, stack, local = re.search(r"REG:(\d+) STACK:(\d+) .*LOCAL:(\d+)", printed).groups()
+    return int(registers), int(stack) + int(local)
+
+
+def balance(launch: Launch, made: Made) -> float:
+    """The share of time that a GPU's multiprocessors are busy, if all programs take the same: full but for the last
+    wave.
+    """
+    programs, at_once = math.prod(launch.grid), GPUS[made.capability].sms * made.programs
+    return programs / at_once / math.ceil(programs / at_once)

@@ -1,0 +1,327 @@
+"""A CUDA device that is not there: rounds run on fake tensors, where every operator is recorded and nothing computed.
+
+with fake_cuda() as recording:
+    batch = prefilled(engine("self", "streaming"))
+    with recording.of() as seen:
+        batch.decoder.round(batch.draft, 4)
+assert not seen.faults
+"""
+
+import ctypes
+import functools
+import pathlib
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from magicdec.architectures import ModelConfig
+from magicdec.attention.choice import backend
+from magicdec.drafts.base import DRAFTS
+from magicdec.engine.native import Batch, NativeEngine
+from magicdec.models import rope
+from magicdec.models.parallel import ALONE, Share
+from magicdec.models.transformer import Transformer
+from tests.small import new_engine
+
+LLAMA_8B = ModelConfig(
+    vocab_size=128256,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    max_position_embeddings=131072,
+    rope_theta=500000.0,
+    eos_token_ids=(2,),
+)
+
+# Operators that launch nothing: views, and memory that is not written.
+FREE = frozenset(
+    (
+        "view", "_unsafe_view", "unsqueeze", "squeeze", "expand", "transpose", "permute", "select", "slice", "t",
+        "as_strided", "split", "split_with_sizes", "unbind", "alias", "detach", "_reshape_alias", "unfold", "empty",
+        "empty_like", "new_empty", "empty_strided", "new_empty_strided", "lift_fresh", "diagonal", "narrow", "chunk",
+        "movedim", "view_as_real",
+    )
+)  # fmt: skip
+# Operators whose result, or the shape of it, has to come to the host first.
+SYNCHRONISING = frozenset(
+    ("_local_scalar_dense", "item", "is_nonzero", "nonzero", "masked_select", "_unique2", "unique_dim", "equal")
+)
+# Operators that take a number on the CPU as an argument of their kernel, as in `x[:3] = 1.0`.
+SCALAR = frozenset(("lift_fresh", "prim::device", "fill_"))
+CUDA, META = 1, 14  # c10::DeviceType
+
+
+def lend_guard() -> None:
+    """Let CUDA tensors be indexed by a PyTorch for CPUs: it has no guard for their devices, and meta's does nothing."""
+    library = ctypes.CDLL(str(pathlib.Path(torch.__file__).parent / "lib" / "libc10.so"))
+    try:
+        guards = (ctypes.c_void_p * 22).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")
+    except ValueError:
+        pytest.skip("this PyTorch's libc10 has no table of device guards under the name that is known here")
+    assert guards[META]
+    if not guards[CUDA]:
+        guards[CUDA] = guards[META]
+
+
+@dataclass(frozen=True)
+class Op:
+    """An operator or a kernel of ours that was launched, and what it moves at least."""
+
+    where: str
+    name: str
+    read: int
+    written: int
+    inputs: tuple[tuple[int, ...], ...]
+    flops: int
+    at: str  # lines of the package, the innermost first
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A Triton kernel that was launched: its arguments by name, its options and its grid."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: dict[str, Any]
+    options: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        """The kernel's name."""
+        return self.kernel.__name__
+
+
+@dataclass
+class Seen:
+    """What was recorded. `faults`: what a captured round must not do, and where it is done."""
+
+    ops: list[Op] = field(default_factory=list)
+    launches: list[Launch] = field(default_factory=list)
+    faults: list[tuple[str, str]] = field(default_factory=list)
+
+    def count(self, where: str | None = None) -> Counter[str]:
+        """How often each operator was launched, in one part of a round or in all."""
+        return Counter(op.name for op in self.ops if where in (None, op.where))
+
+
+class Recording(TorchDispatchMode):
+    """Records operators into `seen`; `where` is what they are recorded under."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen, self.where = Seen(), ""
+
+    @contextmanager
+    def of(self) -> Iterator[Seen]:
+        """Record into a new `Seen`."""
+        self.seen = Seen()
+        with self:
+            yield self.seen
+
+    @contextmanager
+    def under(self, where: str) -> Iterator[None]:
+        """Record what follows under a name."""
+        before, self.where = self.where, where
+        try:
+            yield
+        finally:
+            self.where = before
+
+    def name_calls(self, owner: Any, **names: str) -> None:
+        """Record the calls of these methods under these names, as long as `owner` lives."""
+        for method, where in names.items():
+            setattr(owner, method, self._named(getattr(owner, method), where))
+
+    def _named(self, call: Any, where: str) -> Any:
+        @functools.wraps(call)
+        def named(*args: Any, **kwargs: Any) -> Any:
+            with self.under(where):
+                return call(*args, **kwargs)
+
+        return named
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._schema.name.removeprefix("aten::")
+        if name in SYNCHRONISING:
+            self.seen.faults.append((f"{name} synchronises", _stack()))
+        out = func(*args, **(kwargs or {}))
+        inputs, outputs = _tensors((args, kwargs)), _tensors(out)
+        on_host = [x for x in inputs + outputs if x.device.type == "cpu"]
+        if on_host and not (name in SCALAR and all(x.dim() == 0 for x in on_host)):
+            self.seen.faults.append((f"{name} of a tensor on the CPU", _stack()))
+        if any(not isinstance(size, int) for x in outputs for size in x.shape):
+            self.seen.faults.append((f"{name} has a dynamic shape", _stack()))
+        if name not in FREE and not name.startswith("prim::") and not (name == "copy_" and _same(*inputs[:2])):
+            self.seen.ops.append(self._op(name, inputs, outputs))
+        return out
+
+    def _op(self, name: str, inputs: list[Tensor], outputs: list[Tensor]) -> Op:
+        read, written = inputs, outputs
+        if name in ("index", "gather", "embedding"):  # as much of the source as comes out
+            read = outputs + [x for x in inputs if x.dtype == torch.int64]
+        elif name in ("index_put_", "scatter_", "scatter", "index_copy_"):
+            read = inputs[1:]
+            written = inputs[1:2] if name == "index_put_" else inputs[-1:]
+        flops = 2 * inputs[-2].shape[0] * inputs[-2].shape[1] * inputs[-1].shape[1] if name in ("mm", "addmm") else 0
+        shapes = tuple(tuple(x.shape) for x in inputs)
+        return Op(self.where, name, sum(map(_bytes, read)), sum(map(_bytes, written)), shapes, flops, _stack())
+
+
+class _Kernel:
+    """A Triton kernel whose launches are recorded."""
+
+    def __init__(self, kernel: Any, recording: Recording):
+        self.kernel, self.recording = kernel, recording
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def launch(*args: Any, **keywords: Any) -> None:
+            names, seen = self.kernel.arg_names, self.recording.seen
+            arguments, options = dict(zip(names, args, strict=False)), {}
+            for key, value in keywords.items():
+                (arguments if key in names else options)[key] = value
+            tensors = {key: x for key, x in arguments.items() if isinstance(x, Tensor)}
+            for key, x in tensors.items():
+                if x.device.type != "cuda":
+                    seen.faults.append((f"{self.kernel.__name__}: {key} on {x.device.type}", _stack()))
+            name = self.kernel.__name__
+            seen.launches.append(Launch(self.kernel, grid, arguments, options))
+            read, written = _traffic(name, arguments)
+            shapes = tuple(tuple(x.shape) for x in tensors.values())
+            seen.ops.append(Op(self.recording.where, f"triton:{name}", read, written, shapes, 0, _stack()))
+
+        return launch
+
+
+def _traffic(name: str, arguments: dict[str, Any]) -> tuple[int, int]:
+    """Bytes that one of our kernels reads and writes, if K and V are read once and nothing but valid slots is."""
+    if name == "merge_splits":
+        return _bytes(arguments["partial"]) + _bytes(arguments["lse"]), _bytes(arguments["out"])
+    if name == "sum_scores":
+        return _bytes(arguments["raw"]) + _bytes(arguments["lse"]), _bytes(arguments["out"])
+    if name != "attend_split":
+        tensors = [x for x in arguments.values() if isinstance(x, Tensor)]
+        return sum(map(_bytes, tensors)), 0
+    k = arguments["k"]
+    slots = arguments["num_indices"] if arguments["SELECTED"] else min(k.shape[2], arguments["reach"] + arguments["T"])
+    cache = 2 * k.shape[0] * k.shape[1] * slots * k.shape[3] * k.element_size()
+    written = [arguments[key] for key in (("partial", "lse") if arguments["SPLIT"] else ("out",))]
+    written += [arguments["raw"]] if arguments["SCORED"] else []
+    return cache + _bytes(arguments["q"]), sum(map(_bytes, written))
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [x for x in tree_leaves(tree) if isinstance(x, Tensor)]
+
+
+def _same(to: Tensor, source: Any = None) -> bool:
+    """Return whether a copy is one onto itself, as functional code leaves them."""
+    if source is None or to.untyped_storage()._cdata != source.untyped_storage()._cdata:
+        return False
+    return (to.storage_offset(), to.shape, to.stride()) == (source.storage_offset(), source.shape, source.stride())
+
+
+def _bytes(x: Tensor) -> int:
+    """Bytes of a tensor, an expanded dimension counted once."""
+    count = x.element_size()
+    for size, stride in zip(x.shape, x.stride(), strict=True):
+        count *= size if stride else 1
+    return count
+
+
+def _stack(depth: int = 4) -> str:
+    frame, lines = sys._getframe(2), []
+    while frame and len(lines) < depth:
+        path = frame.f_code.co_filename
+        if "/magicdec/" in path:
+            lines.append(f"{path.split('/magicdec/')[-1]}:{frame.f_lineno}")
+        frame = frame.f_back
+    return " < ".join(lines)
+
+
+@contextmanager
+def fake_cuda(sms: int = 132) -> Iterator[Recording]:
+    """Tensors on "cuda" that hold nothing, and kernels of ours that are only recorded."""
+    lend_guard()
+    import magicdec.attention.triton as ours
+
+    recording = Recording()
+    with ExitStack() as stack:
+        for name in ("attend_split", "merge_splits", "sum_scores"):
+            stack.enter_context(patch.object(ours, name, _Kernel(getattr(ours, name), recording)))
+        stack.enter_context(patch.object(ours, "multiprocessors", lambda: sms))
+        rope._frequencies_on.cache_clear()
+        stack.enter_context(FakeTensorMode())
+        stack.enter_context(torch.no_grad())
+        try:
+            yield recording
+        finally:
+            rope._frequencies_on.cache_clear()
+
+
+def fake_model(
+    config: ModelConfig = LLAMA_8B, attention: str = "triton", dtype: torch.dtype = torch.bfloat16, share: Share = ALONE
+) -> Transformer:
+    """A model with fake weights on CUDA, one rank's share of it; to be called within `fake_cuda`."""
+    with unset_fake_temporarily(), torch.device("meta"):
+        model = Transformer(share.config(config), backend(attention)(), share).to(dtype).eval().requires_grad_(False)
+        shapes = {key: weight.shape for key, weight in model.state_dict().items()}
+    for key, shape in shapes.items():
+        *path, last = key.split(".")
+        weight = torch.empty(shape, dtype=dtype, device="cuda")
+        model.get_submodule(".".join(path))._parameters[last] = torch.nn.Parameter(weight, requires_grad=False)
+    return model
+
+
+def engine(
+    draft: str = "self", policy: str = "streaming", num_layers: int = 2, attention: str = "triton", **options: Any
+) -> NativeEngine:
+    """An engine of Llama-3.1-8B cut to `num_layers`, on the fake device; `options` as in `tests.small.new_engine`."""
+    config = replace(LLAMA_8B, num_layers=num_layers)
+    target, drafter = fake_model(config, attention), None
+    if draft != "none" and DRAFTS[draft].needs_model:
+        drafter = fake_model(replace(config, num_layers=max(1, num_layers // 4)), attention)
+    defaults = {"gamma": 4, "budget": 512, "num_sink": 4, "refresh": 2, "generate_len": 96, "prefill_chunk": 128}
+    return new_engine(target, draft, policy=policy, draft_model=drafter, ignore_eos=False, **(defaults | options))
+
+
+def prefilled(engine: NativeEngine, rows: int = 4, context: int = 2048) -> Batch:
+    """A batch whose prefill is simulated, and each of whose rounds has run once, as before a capture."""
+    batch = engine.open([[0] * context] * rows)
+    decoder, draft = batch.decoder, batch.draft
+    decoder.simulate_prefill()
+    decoder.restart()
+    if draft is None:
+        decoder.decode_token()
+        return batch
+    draft.prefill(decoder.state, lambda _: None)
+    for phase in range(draft.phases):
+        decoder.round(draft, draft.gamma, phase)
+    return batch
+
+
+def rounds(batch: Batch, recording: Recording) -> Seen:
+    """A round of each phase, its operators recorded under the part of the round that they belong to."""
+    decoder, draft = batch.decoder, batch.draft
+    assert draft is not None
+    recording.name_calls(draft, propose="propose", commit="draft commit")
+    recording.name_calls(decoder, verify="verify", accept="accept")
+    recording.name_calls(decoder.state, commit="state commit")
+    recording.name_calls(decoder.cache, commit="cache commit")
+    with recording.of() as seen:
+        for phase in range(draft.phases):
+            decoder.round(draft, draft.gamma, phase)
+    return seen
