@@ -1,91 +1,51 @@
-"""What a launcher adds to a job: the CPU time of tiny runs beyond their work.
+"""What a job costs under each launcher of one machine: CPU seconds of whole sweeps, by the kernel's own account.
 
-    python benchmarks/launchers.py      # a line per launcher; about a minute
+    python benchmarks/launchers.py              # a line per launcher; about two minutes
+    python benchmarks/launchers.py basic        # of one
 
-CPU time, because a shared machine's clock tells of its other users, too. Hydra's composing of the jobs is in it, shared
-out among them. What is done once in a sweep is not: with `process`, a job counts from the first moment of its process,
-after the server's imports; with `basic`, the first job, which imports everything, is left out.
+A job is a tiny run. Sweeps of two lengths are timed from outside; their difference is divided by that of their jobs, so
+that what a sweep costs once (imports, a fork server, the report) cancels. CPU time is less disturbed by other programs
+than wall-clock time. Needs Linux.
 """
 
-import json
+import ctypes
 import os
+import resource
 import subprocess
 import sys
 import tempfile
-import time
+from contextlib import suppress
 from pathlib import Path
-from statistics import median
 
-import hydra.core.utils
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-import magicdec.scenarios
-from hydra_plugins.basic_launcher import Composer
-from magicdec.tracking.sweep import JOB
-
-NOTES = "MAGICDEC_NOTES"  # where jobs note their costs, in the environment of a sweep that is measured
+LAUNCH = Path(__file__).parents[1] / "launch.py"
 TINY = ["hardware=cpu", "attention=sdpa", "batch.size=1", "batch.context_len=128", "batch.generate_len=4"]
-TINY += ["cache.budget=64", "scenario.repeats=1", "scenario.profile_repeats=1", "draft.gamma=1,2,3,4", "data.seed=1,2"]
+TINY += ["cache.budget=64", "scenario.repeats=1", "scenario.profile_repeats=1", "wandb.mode=disabled"]
+FEW, MANY = 2, 6
+PR_SET_CHILD_SUBREAPER = 36  # of prctl: orphans, such as a fork server, become our children
 
 
-def costs(launcher: str) -> list[float]:
-    """CPU seconds beyond the work, of each job of a small sweep."""
+def cpu_seconds(launcher: str, num_jobs: int) -> float:
+    """Return the CPU seconds of a sweep, those of all its processes included."""
+    seeds = ",".join(map(str, range(1, num_jobs + 1)))
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     with tempfile.TemporaryDirectory() as folder:
-        notes = Path(folder, "notes")
-        command = [sys.executable, __file__, "-m", f"hydra/launcher={launcher}", f"runs_dir={folder}/runs", *TINY]
-        subprocess.run(command, env=os.environ | {NOTES: str(notes)}, check=True, capture_output=True)
-        noted = [json.loads(line) for line in notes.read_text().splitlines()]
-    jobs = [seconds for what, seconds in noted if what == "job"]
-    composing = sum(seconds for what, seconds in noted if what == "composing") / len(jobs)
-    return [composing + seconds for seconds in jobs]
+        command = [sys.executable, LAUNCH, "-m", f"hydra/launcher={launcher}", f"runs_dir={folder}", *TINY]
+        subprocess.run([*command, f"data.seed={seeds}"], check=True, capture_output=True)
+    with suppress(ChildProcessError):
+        while True:  # rusage counts a process once its end has been waited for
+            os.wait()
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 def main() -> int:
-    """A line per launcher."""
-    for launcher, first in (("process", 0), ("basic", 1)):
-        print(f"{launcher}: {median(costs(launcher)[first:]):.2f} CPU s a job")
+    """Print a line per launcher."""
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    for launcher in sys.argv[1:] or ["process", "basic"]:
+        per_job = (cpu_seconds(launcher, MANY) - cpu_seconds(launcher, FEW)) / (MANY - FEW)
+        print(f"{launcher}: {per_job:.2f} CPU s a job")
     return 0
 
 
-def noted() -> int:
-    """launch.py, which notes what its jobs cost, and their composing."""
-    work, worked = magicdec.scenarios._work, 0.0
-
-    def clock() -> float:
-        return time.process_time() - worked
-
-    def timed_work(*args, **kwargs):
-        nonlocal worked
-        begin = time.process_time()
-        outcome = work(*args, **kwargs)
-        worked += time.process_time() - begin
-        return outcome
-
-    def note(what: str, seconds: float) -> None:
-        with open(os.environ[NOTES], "a") as notes:
-            notes.write(json.dumps([what, seconds]) + "\n")
-
-    def noting(what: str, function):
-        def timed(*args, **kwargs):
-            begin = clock()
-            result = function(*args, **kwargs)
-            note(what, clock() - begin)
-            return result
-
-        return timed
-
-    magicdec.scenarios._work = timed_work
-    if JOB not in os.environ:
-        Composer.load_sweep_config = noting("composing", Composer.load_sweep_config)
-        hydra.core.utils.run_job = noting("job", hydra.core.utils.run_job)
-    import launch  # which copies run_job
-
-    code = launch.main()
-    if JOB in os.environ:
-        note("job", clock())
-    return code
-
-
 if __name__ == "__main__":
-    sys.exit(noted() if NOTES in os.environ else main())
+    sys.exit(main())

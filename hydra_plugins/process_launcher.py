@@ -1,18 +1,17 @@
-"""Hydra's launcher for sweeps: every job in its own process, so that neither memory, caches nor crashes leak.
+"""The default launcher of sweeps: each job is a process, so that neither memory, caches nor crashes leak.
 
-A job that dies, even by a signal, is one failed run, and the sweep goes on. There are as many at once as visible GPUs,
-each of which takes its own, or one after another where there are none. What another sweep is running is left to the end
-of the queue.
+A job that dies, even by a signal, is one failed run, and the sweep goes on. As many jobs run at once as there are
+visible GPUs, and each takes its own; without a GPU they run one after another. A job whose run is being done by another
+sweep goes to the end of the queue.
 
-Importing PyTorch and its company takes longer than a small job does. On Linux a server process imports them once, and
-every job is forked from it, before anything has touched a GPU or started a thread; elsewhere each job imports its own.
-A server that dies is replaced, and its running job goes on: what became of it is then read from the store.
+Importing PyTorch and other libraries takes longer than a small job. On Linux a server process imports them once, and
+jobs are forked from it before it has used a GPU or a thread; on other systems each job imports its own. A server that
+dies is replaced. Its running job goes on, and the result is read from the store.
 """
 
 import multiprocessing
 import multiprocessing.forkserver
 import os
-import runpy
 import signal
 import sys
 import time
@@ -31,7 +30,6 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
-from hydra_plugins.basic_launcher import Composer, list_jobs
 from magicdec.errors import JobFailed, to_stderr
 from magicdec.scenarios import imports
 from magicdec.scenarios.ranks import follow_parent
@@ -44,13 +42,13 @@ START = "forkserver" if sys.platform == "linux" else "spawn"
 POLL_S, RETRY_S, GRACE_S = 0.05, 2.0, 10.0
 REAP_S = 0.5  # after its pipes have closed, a process that was killed still exists for a moment
 LOST = 255  # what multiprocessing takes for the exit code of a job whose fork server has died
-# What Hydra was told about the sweep as a whole.
+# Overrides of Hydra's that concern the sweep as a whole, not its jobs.
 OF_THE_SWEEP = ("hydra.mode=", "hydra/launcher", "hydra.launcher", "hydra/sweeper", "hydra.sweeper", "hydra.sweep.")
 
 
 @dataclass
 class ProcessLauncherConf:
-    """hydra/launcher=process. `jobs` at once: null is as many as there are GPUs, and one where there is none."""
+    """hydra/launcher=process. `jobs` at once: null is as many as there are GPUs, or one without a GPU."""
 
     _target_: str = "hydra_plugins.process_launcher.ProcessLauncher"
     jobs: int | None = None
@@ -71,48 +69,56 @@ class SweepJob:
         return f"job {self.number} ({' '.join(self.overrides)})"
 
 
+class Result(JobReturn):
+    """A job's result. The failure of one has been printed: Hydra's class would print one more line about it."""
+
+    @property
+    def return_value(self) -> Any:
+        """Return the sweep's objective. Raise JobFailed for a job that has failed."""
+        if self.status == JobStatus.FAILED:
+            raise self._return_value
+        return self._return_value
+
+
 class Orphan:
-    """A job's process whose fork server has died: it goes on, but nobody will know its exit code."""
+    """A job's process whose fork server has died: it goes on, but nobody can read its exit code."""
 
     def __init__(self, pid: int):
-        """Raise ProcessLookupError where the process has ended, too."""
+        """Raise ProcessLookupError if the process has ended too."""
         self.pid, self.sentinel = pid, os.pidfd_open(pid)
 
     @property
     def exitcode(self) -> int | None:
-        """None while it is running."""
+        """LOST once the process has ended."""
         return LOST if wait([self.sentinel], timeout=0) else None
 
     def join(self, timeout: float) -> None:
-        """Wait for its end."""
+        """Wait for the process to end."""
         wait([self.sentinel], timeout)
 
     def kill(self) -> None:
-        """End it."""
+        """End the process."""
         with suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
 
 
 class ProcessLauncher(Launcher):
-    """Start processes, watch them, and report what became of them."""
+    """Start processes, wait for them, and report how they have ended."""
 
     def __init__(self, jobs: int | None = None):
         self.limit = jobs or len(visible_gpus()) or 1
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        """Hydra's way to hand over what a launcher needs."""
-        hydra_context.config_loader = Composer(hydra_context.config_loader)  # type: ignore[assignment]
-        self.context, self.task, self.config = hydra_context, task_function, config
+        """Take the sweep's configuration; jobs compose their own."""
+        self.config = config
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        """Run all jobs; their results in their order, without those that sweep.fail_fast has kept from starting."""
-        if self.config.sweep.dry_run:
-            return list_jobs(self.context, self.task, self.config, job_overrides, initial_job_idx)
+        """Run all jobs. Return their results in order, without jobs that sweep.fail_fast has kept from starting."""
         waiting = deque(SweepJob(initial_job_idx + i, list(overrides)) for i, overrides in enumerate(job_overrides))
         running: dict[BaseProcess | Orphan, SweepJob] = {}
         results: dict[int, JobReturn] = {}
-        if START == "forkserver":  # for the first job: others import what they lack
-            multiprocessing.set_forkserver_preload(["launch", *imports(self.config.scenario.name)])
+        if START == "forkserver":  # what the first job needs; a job of another kind imports the rest itself
+            multiprocessing.set_forkserver_preload(["magicdec.cli", *imports(self.config.scenario.name)])
         try:
             while waiting or running:
                 self._start_next(waiting, running)
@@ -123,7 +129,7 @@ class ProcessLauncher(Launcher):
                         if orphan := _orphan(process, job):
                             running[orphan] = job
                             continue
-                        code = lost_code(job, process.pid, self.config, self.config.hydra)
+                        code = lost_code(job, process.pid, self.config)
                     if code == BUSY:
                         job.not_before = time.monotonic() + RETRY_S
                         waiting.append(job)
@@ -137,17 +143,17 @@ class ProcessLauncher(Launcher):
         return [results[number] for number in sorted(results)]
 
     def _start_next(self, waiting: deque[SweepJob], running: dict[BaseProcess | Orphan, SweepJob]) -> None:
-        """Start the first job whose time has come, if there is room for it."""
+        """Start the first job that is due, if there is room for it."""
         job = next((job for job in waiting if job.not_before <= time.monotonic()), None)
         if job is not None and len(running) < self.limit:
             waiting.remove(job)
             running[self._process(job)] = job
 
     def _process(self, job: SweepJob) -> BaseProcess:
-        env = environment(job, self.config.hydra)
+        env = {JOB: str(job.number), SWEEP_DIR: str(self.config.hydra.sweep.dir)}
         if self.limit > 1:
             env["TERM"] = "dumb"  # the progress bars of several would overwrite each other
-        work = (command(job, self.config.hydra, sys.argv[0]), env)
+        work = (command(job, self.config.hydra), env)
         for start in (START, START):
             with suppress(EOFError, ConnectionError):
                 return _started(start, work)
@@ -156,58 +162,41 @@ class ProcessLauncher(Launcher):
         return _started("spawn", work)
 
     def _result(self, job: SweepJob, code: int, pid: int) -> JobReturn:
-        """Return what Hydra wants to know."""
-        result = JobReturn(overrides=job.overrides, status=JobStatus.COMPLETED)
-        try:
-            result.return_value = outcome(job, code, pid, self.config, self.config.hydra)
-        except JobFailed as failure:
-            result.return_value, result.status = failure, JobStatus.FAILED
-        return result
+        """Return what Hydra asks of a job that has ended with this exit code; report one that was killed."""
+        sweep_dir = Path(self.config.hydra.sweep.dir)
+        attempt_id = attempt_of(sweep_dir, job.number)
+        if code == INTERRUPTED:
+            raise KeyboardInterrupt
+        if code < 0:
+            _bury(job, attempt_id, pid, f"killed by {signal.Signals(-code).name}", self.config)
+            if self.config.sweep.fail_fast:
+                stop(sweep_dir, code=1)
+        if code:
+            failure = JobFailed(max(code, 1))
+            return Result(overrides=job.overrides, status=JobStatus.FAILED, _return_value=failure)
+        stored = read_result(Path(self.config.runs_dir, attempt_id)) if attempt_id else {}
+        objective = stored.get(self.config.sweep.objective)
+        return Result(overrides=job.overrides, status=JobStatus.COMPLETED, _return_value=objective)
 
 
-def command(job: SweepJob, hydra: DictConfig, script: str) -> list[str]:
-    """The script as it was started for the sweep, with one job's overrides."""
+def command(job: SweepJob, hydra: DictConfig) -> list[str]:
+    """Return the command of the sweep with one job's overrides in place of the grid."""
     own = [text for text in hydra.overrides.hydra if not text.startswith(OF_THE_SWEEP)]
     paths = {"main": "--config-path", "command-line": "--config-dir"}
     places = [(paths[s.provider], s.path) for s in hydra.runtime.config_sources if s.provider in paths]
     flags = [f"--config-name={hydra.job.config_name}", *(f"{flag}={path}" for flag, path in places)]
-    return [str(Path(script).resolve()), *flags, *job.overrides, *own]
+    return [sys.argv[0], *flags, *job.overrides, *own]
 
 
-def environment(job: SweepJob, hydra: DictConfig) -> dict[str, str]:
-    """What tells that command which job it is."""
-    return {JOB: str(job.number), SWEEP_DIR: str(hydra.sweep.dir)}
-
-
-def outcome(job: SweepJob, code: int, pid: int, config: DictConfig, hydra: DictConfig) -> Any:
-    """Return the sweep's objective, as found by a job whose process ended with this exit code. Raise JobFailed.
-
-    Report what a job that was killed can no longer report.
-    """
-    sweep_dir = Path(hydra.sweep.dir)
-    attempt_id = attempt_of(sweep_dir, job.number)
-    if code == INTERRUPTED:
-        raise KeyboardInterrupt
-    if code < 0:
-        reason = f"killed by {signal.Signals(-code).name}"
-        _bury(job, attempt_id, pid, reason, config)
-        if config.sweep.fail_fast:
-            stop(sweep_dir, code=1)
-    if code:
-        raise JobFailed(max(code, 1))
-    stored: dict[str, Any] = read_result(Path(config.runs_dir, attempt_id)) if attempt_id is not None else {}
-    return stored.get(config.sweep.objective)
-
-
-def lost_code(job: SweepJob, pid: int, config: DictConfig, hydra: DictConfig) -> int:
-    """Return the exit code of a job that has ended without its fork server, judged by what it has left."""
-    sweep_dir = Path(hydra.sweep.dir)
+def lost_code(job: SweepJob, pid: int, config: DictConfig) -> int:
+    """Return the exit code of a job that has ended without its fork server, judged by the files that it has left."""
+    sweep_dir = Path(config.hydra.sweep.dir)
     if not any(line.get("job") == job.number for line in jobs(sweep_dir)):
         return BUSY  # it has begun nothing, or waits for another process: start it once more
     attempt_id = attempt_of(sweep_dir, job.number)
     status = read_result(Path(config.runs_dir, attempt_id)).get("status") if attempt_id else "failed"
     if status == "running":
-        _bury(job, attempt_id, pid, "ended without a word, as its fork server did", config)
+        _bury(job, attempt_id, pid, "ended without an exit code, as its fork server did", config)
     return 0 if status == "done" else 1
 
 
@@ -218,7 +207,7 @@ def _bury(job: SweepJob, attempt_id: str | None, pid: int, reason: str, config: 
 
 
 def _orphan(process: BaseProcess | Orphan, job: SweepJob) -> Orphan | None:
-    """Return a job's process that goes on without its fork server, and say so; None where both have ended."""
+    """Return a job's process that goes on without its fork server, and say so; None if both have ended."""
     if isinstance(process, Orphan):
         return None
     with suppress(ProcessLookupError):
@@ -229,10 +218,10 @@ def _orphan(process: BaseProcess | Orphan, job: SweepJob) -> Orphan | None:
     return None
 
 
-def _started(start: str, work: tuple) -> BaseProcess:
-    """Return a new process. Raise EOFError or ConnectionError where the fork server dies meanwhile.
+def _started(start: str, work: tuple[list[str], Mapping[str, str]]) -> BaseProcess:
+    """Return a new process. Raise EOFError or ConnectionError if the fork server dies meanwhile.
 
-    A Ctrl-C while a server starts is for this process, which takes the server along.
+    A new server inherits that Ctrl-C is ignored: only this process handles it.
     """
     process = multiprocessing.get_context(start).Process(target=_run, args=work)
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -246,16 +235,18 @@ def _started(start: str, work: tuple) -> BaseProcess:
 
 
 def _run(argv: list[str], env: Mapping[str, str]) -> None:
-    """The life of a job: launch.py as if it were typed."""
+    """Run a job: the command line in this process."""
+    from magicdec.cli import main  # here, because Hydra imports this module for every command
+
     follow_parent()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # which the server ignores
     os.environ.update(env)
     sys.argv[:] = argv
-    runpy.run_path(argv[0], run_name="__main__")
+    sys.exit(main())
 
 
 def _stop(running: dict[BaseProcess | Orphan, SweepJob]) -> None:
-    """Let the jobs that are left mark themselves as interrupted, and end those that do not."""
+    """Interrupt the jobs that are left, which then mark their runs as interrupted; kill those that do not end."""
     for process in running:
         with suppress(ProcessLookupError):
             os.kill(process.pid, signal.SIGINT)

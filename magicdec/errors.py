@@ -6,7 +6,7 @@ import sys
 class UserError(ValueError):
     """A mistake in the configuration or the input: one line that names the key, the value and what would be valid.
 
-    `launch.py` prints it without a traceback and exits with code 2. `kind` is what a failed run records.
+    The command line prints it without a traceback and exits with code 2. `kind` is what a failed run records.
     """
 
     kind = "invalid"

@@ -13,9 +13,9 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-import launch
 import magicdec.planning.prediction
 import magicdec.scenarios
+from magicdec.cli import main
 from magicdec.tracking import wandb
 
 
@@ -51,9 +51,11 @@ def num_bytes(plan):
     return 3 << 30
 
 
-if __name__ == "__main__":
+if __name__ in ("__main__", "__mp_main__"):  # the command, and its jobs
     magicdec.planning.prediction.doubts = lambda plan: []
     magicdec.scenarios._scenario = lambda config: sys.modules[__name__]
     if patience := os.environ.get("QUICK_PATIENCE_S"):
         wandb.INIT_TIMEOUT_S = wandb.FINISH_TIMEOUT_S = float(patience)
-    sys.exit(launch.main())
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import importlib
 import json
 import multiprocessing
 import os
@@ -21,9 +20,9 @@ import pytest
 from hydra.core.utils import JobStatus
 from omegaconf import OmegaConf
 
-import launch
 import magicdec.scenarios
 from hydra_plugins.process_launcher import ProcessLauncher, SweepJob, lost_code
+from magicdec import cli
 from magicdec.config.load import compose
 from magicdec.errors import StorageError, UserError
 from magicdec.scenarios import Job, run
@@ -346,7 +345,7 @@ def test_an_interrupt_stops_a_sweep_and_its_jobs(tmp_path, starts, monkeypatch):
     sweep = finished(sweep)
     assert sweep.code == 130
     assert sweep.err.count("interrupted") == 1
-    assert "interrupted; the same command goes on where it stood" in sweep.err
+    assert "interrupted; to resume, run the same command again" in sweep.err
     assert [(run["status"], run["kind"]) for run in iter_runs(runs)] == [("failed", "interrupted")]
     assert not any(is_locked(path) for path in folders(runs))
 
@@ -381,13 +380,13 @@ def test_a_fork_server_that_is_killed_loses_no_job(tmp_path, starts, monkeypatch
 
 
 def test_what_became_of_a_job_without_its_fork_server_is_in_the_store(tmp_path, capsys):
-    hydra = OmegaConf.create({"sweep": {"dir": str(tmp_path / "sweeps" / "mine")}})
-    config = OmegaConf.create({"runs_dir": str(tmp_path)})
+    sweep_dir = tmp_path / "sweeps" / "mine"
+    config = OmegaConf.create({"runs_dir": str(tmp_path), "hydra": {"sweep": {"dir": str(sweep_dir)}}})
 
     def code(status, name="abc"):
         if status:
-            record(Path(hydra.sweep.dir), 3, name if status != "refused" else None, [])
-        return lost_code(SweepJob(3, ["a=1"]), os.getpid(), config, hydra)
+            record(sweep_dir, 3, name if status != "refused" else None, [])
+        return lost_code(SweepJob(3, ["a=1"]), os.getpid(), config)
 
     assert code(None) == BUSY, "it has come to no run: once more"
     assert code("refused") == 1
@@ -396,7 +395,7 @@ def test_what_became_of_a_job_without_its_fork_server_is_in_the_store(tmp_path, 
     assert capsys.readouterr().err == ""
     killed = Run.open(tmp_path, "abc", CONFIG)
     assert code("running", killed.id) == 1
-    assert capsys.readouterr().err == "error: job 3 (a=1): ended without a word, as its fork server did\n"
+    assert capsys.readouterr().err == "error: job 3 (a=1): ended without an exit code, as its fork server did\n"
     assert (result_of(killed)["kind"], result_of(killed)["reason"][:5]) == ("crashed", "ended")
 
 
@@ -407,7 +406,7 @@ asked = []
 for name in ("is_available", "device_count", "init", "_lazy_init", "get_device_properties", "get_device_capability"):
     setattr(torch.cuda, name, lambda *_, name=name: asked.append(name))
 from magicdec.scenarios import imports
-for name in ["launch", *imports("compare")]:
+for name in ["magicdec.cli", *imports("compare")]:
     importlib.import_module(name)
 assert not asked, asked
 if os.fork() == 0:
@@ -422,14 +421,6 @@ def test_jobs_are_forked_before_a_gpu_or_a_thread_is_in_use(starts):
     subprocess.run([sys.executable, "-c", SERVER], check=True, timeout=100, env=os.environ | {"OMP_NUM_THREADS": "2"})
 
 
-@pytest.mark.slow
-def test_launchers_cost_little(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    launchers = importlib.import_module("launchers")
-    assert min(launchers.costs("process")) < 4
-    assert min(launchers.costs("basic")[1:]) < 0.2
-
-
 def needs(launcher):
     """Skip where it is not installed, or there is no cluster to ask."""
     pytest.importorskip(f"hydra_plugins.hydra_{launcher.partition('_')[0]}_launcher")
@@ -437,68 +428,37 @@ def needs(launcher):
         pytest.skip("needs Slurm: .ci/slurm FOLDER starts one where slurm-wlm is installed")
 
 
+def elsewhere(runs, launcher, *arguments):
+    """A sweep of three predictions by another launcher, of which the first is refused."""
+    needs(launcher)
+    command = [sys.executable, str(ROOT / "launch.py"), "-m", f"hydra/launcher={launcher}", f"runs_dir={runs}"]
+    command += ["scenario=predict", "hardware=h100", "target=llama-3.1-8b", "scenario.alpha=0.8", "wandb.mode=disabled"]
+    command += ["draft.gamma=300,1,2", *arguments]
+    return subprocess.run(command, cwd=runs.parent, capture_output=True, text=True, timeout=200)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["joblib", "submitit_local", "submitit_slurm", "ray"])
-def test_other_launchers(tmp_path, starts, monkeypatch, launcher):
-    """Five jobs, of which one is refused, one crashes and one is killed; each has one of two GPUs to itself."""
-    needs(launcher)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
-    monkeypatch.setenv("QUICK_SECONDS", "1")
+def test_other_launchers(tmp_path, launcher):
+    """A job that is refused does not hide the others, and a dry run has queued nothing."""
     runs = tmp_path / "runs"
-    jobs_of_sweep = [f"hydra/launcher={launcher}", "scenario=compare", "hardware=auto", "draft.gamma=1,0,6,7,2"]
-    sweep = finished(start(runs, *jobs_of_sweep))
-    assert sweep.code == launch.USER_ERROR, sweep.err
-    found = {run["config"]["draft"]["gamma"]: run for run in iter_runs(runs)}
-    assert {gamma: (run["status"], run.get("reason")) for gamma, run in found.items()} == {
-        1: ("done", None),
-        6: ("failed", "RuntimeError: gamma 6 is unlucky"),
-        7: ("failed", "killed by SIGKILL"),
-        2: ("done", None),
-    }
+    listed = elsewhere(runs, launcher, "sweep.dry_run=true")
+    assert (listed.returncode, listed.stdout.count(" new ")) == (cli.USER_ERROR, 2)
+    assert not list(tmp_path.iterdir())
+    sweep = elsewhere(runs, launcher)
+    assert sweep.returncode == cli.USER_ERROR, sweep.stderr
+    assert {run["config"]["draft"]["gamma"]: run["status"] for run in iter_runs(runs)} == {1: "done", 2: "done"}
     (sweep_dir,) = (runs / "sweeps").iterdir()
-    assert sorted(job["id"] is None for job in jobs(sweep_dir)) == [False] * 4 + [True]
-    one, two = found[1], found[2]
-    assert {one["gpus"], two["gpus"]} <= {"3", "5"}
-    assert one["gpus"] != two["gpus"] or one["end"] <= two["begin"] or two["end"] <= one["begin"]
+    assert sorted(job["id"] is None for job in jobs(sweep_dir)) == [False] * 2 + [True]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["joblib", "submitit_slurm"])
-def test_other_launchers_that_fail_fast(tmp_path, starts, launcher):
-    needs(launcher)
+def test_other_launchers_that_fail_fast(tmp_path, launcher):
     one_at_a_time = {"joblib": "hydra.launcher.n_jobs=1", "submitit_slurm": "hydra.launcher.array_parallelism=1"}
-    arguments = [f"hydra/launcher={launcher}", one_at_a_time[launcher], "sweep.fail_fast=true", "draft.gamma=6,1,2"]
-    sweep = finished(start(tmp_path / "runs", *arguments))
-    assert sweep.code == 1, sweep.err
-    assert [run["config"]["draft"]["gamma"] for run in iter_runs(tmp_path / "runs")] == [6]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["submitit_local", "submitit_slurm"])
-def test_a_worker_elsewhere_that_is_killed_is_one_failed_run(tmp_path, launcher):
-    """The same command then does that one alone; before it, a dry run has queued nothing."""
-    needs(launcher)
-    command = [sys.executable, str(ROOT / "launch.py"), "-m", f"hydra/launcher={launcher}", "draft.gamma=1,2"]
-    command += ["runs_dir=runs", "attention=sdpa", "cache.budget=32", "scenario.repeats=1", *COMMON]
-    listed = subprocess.run([*command, "sweep.dry_run=true"], cwd=tmp_path, stdout=subprocess.PIPE)
-    assert (listed.returncode, listed.stdout.count(b" new ")) == (0, 2)
-    assert not list(tmp_path.iterdir())
-    sweep = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
-    while not (running := [run for run in iter_runs(tmp_path / "runs") if run["status"] == "running"]):
-        assert sweep.poll() is None
-        time.sleep(0.02)
-    worker = int(Path(f"/proc/{running[0]['pid']}/stat").read_text().rpartition(")")[2].split()[1])
-    os.kill(worker, signal.SIGKILL)
-    _, err = sweep.communicate(timeout=200)
-    assert sweep.returncode == 1, err
-    (line,) = re.findall("error: job . .*", err)
-    assert "ended without a result (" in line
-    assert " ".join(running[0]["overrides"]) in line
-    assert sorted(run["status"] for run in iter_runs(tmp_path / "runs")) == ["done", "failed"]
-    assert subprocess.run(command, cwd=tmp_path, stderr=subprocess.DEVNULL).returncode == 0
-    finished_ones = [run["id"] for run in iter_runs(tmp_path / "runs") if run["status"] == "done"]
-    assert len(finished_ones) == 2
-    assert f"{running[0]['id']}-2" in finished_ones
+    sweep = elsewhere(tmp_path / "runs", launcher, one_at_a_time[launcher], "sweep.fail_fast=true")
+    assert sweep.returncode == cli.USER_ERROR, sweep.stderr
+    assert not list(iter_runs(tmp_path / "runs"))
 
 
 @pytest.mark.slow
@@ -513,7 +473,7 @@ def test_optuna_goes_on_after_a_trial_that_fails(tmp_path, starts):
     assert OmegaConf.load(best).best_value == max(run["speedup"] for run in found if run["status"] == "done")
 
 
-# What needs no second process: `launch.main` with a scenario that takes a moment
+# What needs no second process: `cli.main` with a scenario that takes a moment
 
 
 @pytest.fixture
@@ -522,7 +482,7 @@ def here(quick, monkeypatch, capfd, tmp_path, hydra_logging):
 
     def with_arguments(*arguments):
         monkeypatch.setattr(sys, "argv", ["launch.py", *arguments, f"runs_dir={tmp_path / 'runs'}", *COMMON])
-        code = launch.main()
+        code = cli.main()
         return SimpleNamespace(code=code, **capfd.readouterr()._asdict())
 
     return with_arguments
@@ -554,7 +514,7 @@ def test_a_sweep_ends_with_its_table_its_page_and_its_figures(here, tmp_path, mo
 @pytest.mark.parametrize("launcher", ["basic", "process"])
 def test_a_sweep_tells_of_jobs_that_were_no_runs(here, launcher):
     sweep = here("-m", f"hydra/launcher={launcher}", "draft.gamma=1,1000")
-    assert sweep.code == launch.USER_ERROR
+    assert sweep.code == cli.USER_ERROR
     assert sweep.err.count("draft.gamma=1000: must be below") == 1
     assert "1 job ended before there was a run: see the errors above\n" in sweep.out
     assert "1 run: 1 done\n" in sweep.out
@@ -563,7 +523,7 @@ def test_a_sweep_tells_of_jobs_that_were_no_runs(here, launcher):
 def test_a_sweep_that_cannot_write_says_so(here, tmp_path):
     (tmp_path / "runs").write_text("a file, where a folder should be")
     sweep = here("-m", "hydra/launcher=basic", "draft.gamma=1,2")
-    assert sweep.code == launch.USER_ERROR
+    assert sweep.code == cli.USER_ERROR
     (line,) = [line for line in sweep.err.splitlines() if line.startswith("error: ")]
     assert f"runs_dir={tmp_path / 'runs'}: cannot write {tmp_path / 'runs'}" in line
     assert line.endswith("choose a folder with runs_dir=FOLDER")
@@ -581,7 +541,7 @@ def test_a_dry_run_lists_and_leaves_nothing(here, tmp_path, starts):
     assert sweep.code == 0
     lines = [line.split() for line in sweep.out.splitlines() if " GiB " in line]
     assert [line[1:4] for line in lines] == [[state, "3.00", "GiB"] for state in ("done", "new", "crashed")]
-    assert here("-m", "hydra/launcher=basic", "sweep.dry_run=true", "draft.gamma=1,1000").code == launch.USER_ERROR
+    assert here("-m", "hydra/launcher=basic", "sweep.dry_run=true", "draft.gamma=1,1000").code == cli.USER_ERROR
     assert sorted((tmp_path / "runs").rglob("*")) == before
     assert len(list(starts.iterdir())) == 2
 
@@ -591,7 +551,7 @@ def test_a_single_run_that_another_process_is_running_is_refused(here, tmp_path)
     (path,) = (tmp_path / "runs").glob("*/result.json")
     with locked(path.parent):
         refused = here()
-    assert refused.code == launch.USER_ERROR
+    assert refused.code == cli.USER_ERROR
     assert f"error: run {path.parent.name} is being run by process {os.getpid()}" in refused.err
 
 

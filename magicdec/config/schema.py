@@ -1,7 +1,7 @@
 """The configuration: the schema of every group in conf/, the rules of single values, and how it is read.
 
-A class is a group, a field a key; conf/ explains them and holds the values that a run starts from. Beside launch.py
-and explain.py, this is the only module that knows Hydra and OmegaConf.
+A class is a group, a field a key; conf/ explains them and holds the values that a run starts from. Hydra
+and OmegaConf are known to it, load.py, explain.py and the command line only.
 """
 
 import math

@@ -16,7 +16,6 @@ from magicdec.config.load import to_dict
 from magicdec.config.schema import Config
 from magicdec.errors import UserError
 from magicdec.scenarios.outcome import Outcome
-from magicdec.scenarios.ranks import on_ranks
 from magicdec.units import GIB
 
 if TYPE_CHECKING:
@@ -207,6 +206,8 @@ def _outcome(plan: Prepared, run: "Run") -> Outcome:
     """Do the work, here or on as many ranks as share the model."""
     if plan.num_ranks == 1:
         return _work(0, plan)
+    from magicdec.scenarios.ranks import on_ranks  # here, because --help must not wait for multiprocessing
+
     return on_ranks(plan.num_ranks, plan.config.hardware.device, _work, plan, run)
 
 

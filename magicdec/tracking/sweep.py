@@ -1,6 +1,6 @@
 """What a sweep leaves beside its runs: which they are, a line per job in <runs_dir>/sweeps/<name>/jobs.jsonl.
 
-Here too is how launchers (hydra_plugins/) and the jobs that they start (launch.py) talk to each other.
+Launchers (hydra_plugins/) and the jobs that they start communicate through it, too.
 """
 
 import json
@@ -17,7 +17,6 @@ JOBS = "jobs.jsonl"
 STOPPED = "stopped"  # a file that says: by a failure, under sweep.fail_fast
 # The environment of a job: its number and the sweep's folder.
 JOB, SWEEP_DIR = "MAGICDEC_JOB", "MAGICDEC_SWEEP_DIR"
-FOLLOWS = "MAGICDEC_FOLLOWS"  # stdin: it is to die when that ends, because with it ends who started it
 # Its exit codes, beside those of any run: another process is running this run (EX_TEMPFAIL); Ctrl-C.
 BUSY, INTERRUPTED = 75, 130
 

@@ -1,0 +1,205 @@
+"""The command line: Hydra composes a configuration, a scenario runs it, the exit code says how it went.
+
+0: done; 1: a failure, with its traceback; 2: a mistake of the user's, in one line on stderr; 130: interrupted.
+"""
+
+import errno
+import itertools
+import os
+import sys
+import traceback
+from contextlib import nullcontext, suppress
+from datetime import datetime
+from pathlib import Path
+from typing import NoReturn
+
+import hydra
+from hydra._internal.utils import get_args_parser
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from magicdec import __version__, scenarios
+from magicdec.config.explain import explain
+from magicdec.config.load import load
+from magicdec.config.schema import CONF
+from magicdec.errors import JobFailed, UserError, to_stderr
+from magicdec.scenarios import Job
+from magicdec.tracking import sweep
+from magicdec.tracking.gpus import gpus_of_its_own
+from magicdec.tracking.lock import Busy
+from magicdec.tracking.reader import LOG
+
+USER_ERROR, FAILURE = 2, 1
+# How an operating system refuses Hydra the folder of a multirun.
+REFUSALS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST}
+# Replaces the launcher of a dry run, which then starts no process and queues nothing.
+LISTING = ["hydra/launcher=basic", "hydra/hydra_logging=none"]
+
+# The folder of this process's multirun and whether it gets figures, known once Hydra has asked for it.
+sweeps: list[tuple[Path, bool]] = []
+# Folders that the multirun creates: Hydra makes them before it looks at the jobs.
+new_folders: list[Path] = []
+
+
+def main() -> int:
+    """Run the command line, and show a multirun's results at its end; return the exit code."""
+    sweeps.clear()
+    code = _launch()
+    if new_folders and not (new_folders[0] / sweep.JOBS).exists():  # a dry run, or a mistake before the first job
+        _remove_new_folders()
+    for folder, with_figures in sweeps:
+        if (folder / sweep.JOBS).exists():  # not after a dry run
+            from magicdec.tracking.report.summary import summarize
+
+            summarize(folder, with_figures)
+    return code
+
+
+def _launch() -> int:
+    """Let Hydra run the jobs; return the exit code."""
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises its errors, where it would print them in many lines
+    os.environ["MAGICDEC_ROOT"] = str(CONF.parent)
+    overrides: list[str] = []
+    try:
+        parser = get_args_parser()
+        parser.error = _refuse  # type: ignore[method-assign]
+        parser._option_string_actions["--version"].version = f"magicdec {__version__}"  # type: ignore[attr-defined]
+        arguments = parser.parse_args()
+        overrides = arguments.overrides
+        if arguments.multirun and "sweep.dry_run=true" in map(str.lower, overrides):
+            sys.argv[1:] = [text for text in sys.argv[1:] if not text.startswith(("hydra/launcher", "hydra.launcher"))]
+            sys.argv += LISTING
+        hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(job)()
+    except JobFailed as failure:
+        return failure.args[0]
+    except SystemExit as end:
+        return int(end.code or 0)
+    except KeyboardInterrupt:
+        if not os.environ.get(sweep.JOB):  # otherwise its launcher prints the line
+            to_stderr(f"interrupted{'; to resume, run the same command again' if sweeps else ''}")
+        return sweep.INTERRUPTED
+    except Exception as error:
+        return report(error, _refusal(error) or explain(error, overrides))
+    return 0
+
+
+def job(cfg: DictConfig) -> float | None:
+    """Run one configuration, alone or as a job of a multirun; return the metric that a sweeper such as Optuna reads.
+
+    A job that fails prints its error. In a multirun it then raises JobFailed, and Hydra goes on to the next job; a
+    single run exits.
+    """
+    if not cfg.sweep.dry_run:
+        new_folders.clear()
+    this = _job()
+    try:
+        return _run(cfg, this)
+    except JobFailed as failure:  # not started, because sweep.fail_fast has stopped the sweep
+        code = failure.args[0]
+    except Exception as error:
+        code = _fail(error, cfg, this)
+    if HydraConfig.get().mode == RunMode.MULTIRUN:
+        raise JobFailed(code)
+    sys.exit(code)
+
+
+def _job() -> Job:
+    """Return what was typed, and the job's place in a sweep of this process or of the process that started this one."""
+    hydra_cfg = HydraConfig.get()
+    overrides = tuple(hydra_cfg.overrides.task)
+    if number := os.environ.get(sweep.JOB):
+        return Job(overrides, Path(os.environ[sweep.SWEEP_DIR]), int(number))
+    if hydra_cfg.mode == RunMode.MULTIRUN:
+        return Job(overrides, Path(hydra_cfg.sweep.dir), hydra_cfg.job.num, waits=True)
+    return Job(overrides)
+
+
+def _run(cfg: DictConfig, this: Job) -> float | None:
+    if this.sweep_dir is None:
+        _refuse_a_grid()
+    elif cfg.sweep.fail_fast and not cfg.sweep.dry_run:
+        sweep.refuse_if_stopped(this.sweep_dir, this.number)
+    config = load(cfg)
+    with gpus_of_its_own(config) if os.environ.get(sweep.JOB) else nullcontext():
+        return scenarios.run(config, this).get(config.sweep.objective)
+
+
+def _refuse_a_grid() -> None:
+    """Raise UserError for a grid without -m, which would run its defaults once; warn of an experiment with one."""
+    hydra_cfg = HydraConfig.get()
+    if grid := hydra_cfg.runtime.choices.get("sweeps"):
+        raise UserError(f"+sweeps={grid}: a grid needs -m, as in python launch.py -m +sweeps={grid}")
+    if axes := ", ".join(hydra_cfg.sweeper.get("params") or ()):
+        experiment = hydra_cfg.runtime.choices.get("experiment")
+        to_stderr(f"warning: experiment={experiment} is a grid over {axes}: -m runs all of it")
+
+
+def _fail(error: Exception, cfg: DictConfig, this: Job) -> int:
+    """Report why a job has failed, and note in its sweep that it has; return its exit code."""
+    if os.environ.get(sweep.JOB) and isinstance(error, Busy):
+        return sweep.BUSY  # its launcher starts it again later
+    overrides, sweep_dir = list(this.overrides), this.sweep_dir
+    explanation = explain(error, overrides) if isinstance(error, UserError | OmegaConfBaseException) else None
+    if sweep_dir is None:
+        return report(error, explanation)
+    attempt_id = sweep.attempt_of(sweep_dir, this.number)
+    if attempt_id is None and not cfg.sweep.dry_run:
+        with suppress(OSError):
+            sweep.record(sweep_dir, this.number, None, overrides)
+    log = Path(cfg.runs_dir, attempt_id, LOG) if attempt_id else None
+    code = report(error, explanation, f"job {this.number} ({' '.join(overrides)}): ", log)
+    if cfg.sweep.fail_fast and not cfg.sweep.dry_run:
+        sweep.stop(sweep_dir, code)
+    return code
+
+
+def report(error: Exception, explanation: str | None, where: str = "", log: Path | None = None) -> int:
+    """Print an error: one line if there is an explanation or a log, otherwise its traceback. Return the exit code."""
+    if explanation is not None:
+        to_stderr(f"error: {where}{' '.join(explanation.split())}")
+        return USER_ERROR
+    if log is None:
+        traceback.print_exception(error)
+    if where:
+        line = f"{type(error).__name__}: {error}".splitlines()[0]
+        to_stderr(f"error: {where}{line}{f'; its traceback is in {log}' if log else ''}")
+    return FAILURE
+
+
+def _refusal(error: Exception) -> str | None:
+    """Explain why a multirun's folder cannot be made; None for any other error."""
+    if not (isinstance(error, OSError) and error.errno in REFUSALS and sweeps):
+        return None
+    folder = sweeps[-1][0]
+    what = f"cannot write {error.filename or folder}: {error.strerror}"
+    return f"runs_dir={folder.parents[1]}: {what}; choose a folder with runs_dir=FOLDER"
+
+
+def _refuse(message: str) -> NoReturn:
+    hint = "keys are set without dashes: key=value" if " -" in message else "flags such as -m come before all keys"
+    raise UserError(f"{message}; {hint}" if "unrecognized" in message else message)
+
+
+def _sweep_folder(runs_dir: str, name: str | None, grid: str | None, with_figures: bool) -> str:
+    """Return a new folder for a multirun. conf/config.yaml asks for it, once in a process."""
+    end = f"_{name or grid}" if name or grid else ""
+    times = (f"{datetime.now():%Y-%m-%d_%H-%M-%S}{f'-{count}' if count else ''}" for count in itertools.count())
+    folders = (Path(runs_dir, "sweeps", time + end) for time in times)
+    folder = next(path for path in folders if not path.exists())
+    new_folders[:] = [path for path in (folder, folder.parent, folder.parent.parent) if not path.exists()]
+    sweeps[:] = [(folder, with_figures)]
+    return str(folder)
+
+
+OmegaConf.register_new_resolver("sweep_folder", _sweep_folder, use_cache=True, replace=True)
+
+
+def _remove_new_folders() -> None:
+    """Remove new folders that hold nothing except what Hydra writes into them first."""
+    for folder in new_folders:
+        with suppress(OSError):
+            if [path.name for path in folder.iterdir()] == ["multirun.yaml"]:
+                (folder / "multirun.yaml").unlink()
+            folder.rmdir()
