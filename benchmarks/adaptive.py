@@ -15,7 +15,7 @@ import magicdec  # noqa: F401 - before PyTorch, which reads once how its threads
 
 # isort: split
 import torch
-from page import setting, table
+from page import setting
 
 from magicdec.config.load import compose
 from magicdec.decoding.timers import Stopwatch
@@ -24,6 +24,7 @@ from magicdec.engine.native import Batch, warm_up
 from magicdec.measure import metrics
 from magicdec.planning import build
 from magicdec.planning.resolve import resolve
+from magicdec.tracking.cells import markdown_table
 from magicdec.tracking.progress import progress
 
 SETTING = ["hardware=cpu", "draft.gamma=auto", "batch.context_len=4096"]
@@ -96,7 +97,7 @@ def main() -> None:
         cost = f"{extra_ms / round_ms:+.2%} ± {error_ms / round_ms:.2%} of {round_ms:.1f} ms"
         lines.append([str(size), *(f"{ms:.2f} ({spread:.0%})" for ms, spread in times.values()), cost])
         header = ["rows", *times, "choosing, at the best gamma"]
-    print(table(header, lines))
+    print(markdown_table(header, lines))
 
 
 if __name__ == "__main__":

@@ -6,10 +6,11 @@ from math import isnan
 
 import numpy as np
 from costmodel_scores import Compared, Score, score
-from page import commit, table
+from page import commit
 
 from magicdec.costmodel.hardware import hardware_named
 from magicdec.measure.system import cpu_name
+from magicdec.tracking.cells import markdown_table
 
 CALIBRATED_ON = {
     "8xA100": "table 3b (Llama-2-7B, self-speculation)",
@@ -95,7 +96,7 @@ def _left_out(left_out: dict[str, Score], alternatives: dict[str, tuple[Score, S
         "",
         "What is not fitted was chosen from what is known of it; chosen otherwise, and fitted again:",
         "",
-        table(
+        markdown_table(
             ["", "median, all", "90th, all", "median, not fitted", "90th, not fitted"],
             [
                 [name, *(f"{error:.1%}" for s in scores for error in (s.median_error, s.p90_error))]
@@ -117,7 +118,7 @@ def per_table(compared: Sequence[Compared]) -> str:
         times = [f"{_mean([c.time_errors[step] for c in rows]):+.1%}" for step in ("target", "draft", "verify")]
         lines.append([*names, str(len(rows)), f"{score(rows).median_error:.1%}", *times])
     header = ["table", "hardware", "target", "draft", "policy", "rows", "speedup", "T_T", "T_D", "T_V"]
-    return table(header, lines)
+    return markdown_table(header, lines)
 
 
 def _aims(everything: Score, unseen: Score, critical_context: int | None, seconds: float) -> str:
@@ -133,13 +134,15 @@ def _aims(everything: Score, unseen: Score, critical_context: int | None, second
     critical = "none" if critical_context is None else f"{critical_context:,}"
     lines.append(["S* of Llama-3.1-8B, 8xA100, gamma 3, budget 512", "3,000 to 5,000", critical, "", ""])
     lines.append(["a thousand configurations, 16 gammas each, on one core", "< 5 s", f"{seconds:.1f} s", "", ""])
-    return table(["", "aim", "all 65 rows", "aim", "the 48 not fitted"], lines)
+    return markdown_table(["", "aim", "all 65 rows", "aim", "the 48 not fitted"], lines)
 
 
 def _parameters() -> str:
     machines = {name: vars(hardware_named(name).efficiency) for name in CALIBRATED_ON}
     keys = next(iter(machines.values()))
-    return table(["", *machines], [[key, *(f"{values[key]:.4g}" for values in machines.values())] for key in keys])
+    return markdown_table(
+        ["", *machines], [[key, *(f"{values[key]:.4g}" for values in machines.values())] for key in keys]
+    )
 
 
 def _outliers(compared: Sequence[Compared]) -> str:
@@ -150,7 +153,7 @@ def _outliers(compared: Sequence[Compared]) -> str:
             cells = (row.table, row.draft, row.policy, f"{row.context_len:,}", row.batch_size, row.gamma)
             lines.append([*map(str, (*cells, f"{c.predicted:.2f}", c.measured)), *times])
     header = ["table", "draft", "policy", "context", "batch", "gamma", "predicted", "paper", "T_T", "T_D", "T_V"]
-    return table(header, lines)
+    return markdown_table(header, lines)
 
 
 def _conflicts(compared: Sequence[Compared]) -> list[str]:

@@ -16,7 +16,7 @@ import magicdec  # noqa: F401 - before PyTorch, which reads once how its threads
 
 # isort: split
 import torch
-from page import RESULTS, commit, table
+from page import RESULTS, commit
 
 from magicdec.config.load import compose
 from magicdec.engine.audit import audit
@@ -28,6 +28,7 @@ from magicdec.peers.base import PeerSpec
 from magicdec.peers.transformers import CACHES, TransformersPeer
 from magicdec.planning import build
 from magicdec.planning.resolve import Plan, resolve
+from magicdec.tracking.cells import markdown_table
 from magicdec.tracking.progress import progress
 from magicdec.units import GIB
 from magicdec.verification.sampling import Sampling
@@ -131,12 +132,14 @@ def main() -> None:
         budget=compose([]).cache.budget,
         new=NEW_TOKENS,
         repeats=REPEATS,
-        speeds=table(["context", "batch", "draft", "gamma", "AR", "rate", "length", "speedup", "lossless"], speeds),
-        parts=table(["context", "batch", "draft", "gamma", "T_T", "T_D", "T_V", "round", "T_T / T_V"], parts),
-        peers=table(
+        speeds=markdown_table(
+            ["context", "batch", "draft", "gamma", "AR", "rate", "length", "speedup", "lossless"], speeds
+        ),
+        parts=markdown_table(["context", "batch", "draft", "gamma", "T_T", "T_D", "T_V", "round", "T_T / T_V"], parts),
+        peers=markdown_table(
             ["context", "batch", "ours", *(f"{cache} cache" for cache in CACHES), "assisted", "prompt lookup"], peers
         ),
-        memories=table(["context", "batch", "peak, GiB", "weights + KV, GiB", "ratio"], memories),
+        memories=markdown_table(["context", "batch", "peak, GiB", "weights + KV, GiB", "ratio"], memories),
     )
     if quick:
         print(page)

@@ -3,9 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from page import table
-
-from magicdec.tracking.cells import cell
+from magicdec.tracking.cells import cell, markdown_table
 
 Record = dict[str, Any]
 NO_CARD = "`python benchmarks/gpu.py` writes a page that is named after its card. Then this one, of no card, can go."
@@ -21,7 +19,7 @@ TITLES = {
 
 
 def page(points: Callable[[str], dict[str, Record]]) -> str:
-    """The results as Markdown, of each part's points; what has not been measured says so."""
+    """Return the page as Markdown, with a section for each part, measured or not yet."""
     facts = points("machine")
     lines = [f"# On {facts['device']}" if facts else "# On a GPU", ""]
     lines += [f"`python benchmarks/gpu.py`, PyTorch {facts['torch']}." if facts else NO_CARD, ""]
@@ -36,15 +34,9 @@ def page(points: Callable[[str], dict[str, Record]]) -> str:
 def _table(points: dict[str, Record]) -> str:
     columns = list(dict.fromkeys(name for point in points.values() for name in point if name != "commit"))
     columns.append("commit")
-    return table(
-        ["", *columns], [[key, *(_cell(point.get(name, "")) for name in columns)] for key, point in points.items()]
-    )
+    return markdown_table(["", *columns], [[key, *map(point.get, columns)] for key, point in points.items()])
 
 
 def short(record: Record) -> str:
-    """A point in a line."""
-    return ", ".join(f"{name} {_cell(value)}" for name, value in record.items())
-
-
-def _cell(value: Any) -> str:
-    return cell(value).replace("\n", " ").replace("|", "\\|")
+    """Return a point in one line."""
+    return ", ".join(f"{name} {cell(value)}" for name, value in record.items())

@@ -23,7 +23,7 @@ from typing import Any
 import magicdec  # noqa: F401 - before PyTorch, which reads once how its threads wait
 
 # isort: split
-from page import RESULTS, ROOT, commit, provenance, table
+from page import RESULTS, ROOT, commit, provenance
 
 from magicdec.config.load import compose
 from magicdec.data.base import fingerprint
@@ -34,6 +34,7 @@ from magicdec.peers.vllm import PYTHON_VARIABLE
 from magicdec.planning import build
 from magicdec.planning.resolve import Plan, resolve
 from magicdec.scenarios.peer import WARMUP_CONTEXT, WARMUP_TOKENS
+from magicdec.tracking.cells import markdown_table
 from magicdec.tracking.progress import progress
 from magicdec.units import GIB
 
@@ -148,8 +149,8 @@ def page(found: dict[str, dict[str, Figures]], cells: list[tuple[int, int]], new
         gamma=GAMMA,
         budget=compose([]).cache.budget,
         left_out="" if any(v.startswith("vllm") for v in versions) else " vLLM was not there to be measured.",
-        races=table(best, races),
-        everything=table(header, lines),
+        races=markdown_table(best, races),
+        everything=markdown_table(header, lines),
     )
 
 

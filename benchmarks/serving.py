@@ -16,7 +16,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
-from page import RESULTS, ROOT, provenance, table
+from page import RESULTS, ROOT, provenance
+
+from magicdec.tracking.cells import markdown_table
 
 Level = Mapping[str, Any]
 
@@ -86,7 +88,7 @@ def page(levels: Sequence[Level], result: Mapping[str, Any], config: DictConfig)
         lossless="yes, every request" if all(level["lossless/identical"] for level in levels) else "NO",
         memory=result["memory/peak_gib"],
         verdict=verdict,
-        levels=table(HEADER, rows),
+        levels=markdown_table(HEADER, rows),
     )
 
 

@@ -9,11 +9,13 @@ from pathlib import Path
 from statistics import median
 
 import matplotlib
-from page import RESULTS, table
+from page import RESULTS
 from strategies import BUDGETS, DRAFTS_POLICIES, GAMMA, MIDDLE, SIZES, TASK_SIZES, TASKS, TEXTS, cells
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
+
+from magicdec.tracking.cells import markdown_table
 
 ORACLE, SINKS, NO_SINKS = "topk", "streaming", "window"
 DRAWN = ("self", "model")  # that go with all policies
@@ -159,7 +161,7 @@ def overview(rows: list[Row], value: str, error: str, last: str, form: str = ".2
         values = {row["budget"]: f"{row[value]:.2f}" for row in mine}
         largest = format(max(row[error] for row in mine), form)
         lines.append([draft, policy, *(values.get(budget, values.get(0, "")) for budget in BUDGETS), largest])
-    return table(["draft", "policy", *map(str, BUDGETS), last], lines)
+    return markdown_table(["draft", "policy", *map(str, BUDGETS), last], lines)
 
 
 def sinks(rows: list[Row]) -> str:
@@ -171,7 +173,7 @@ def sinks(rows: list[Row]) -> str:
         lines.append(
             [draft, *(f"{a:.2f} / {b:.2f} ({a - b:+.2f})" if a is not None and b is not None else "" for a, b in pairs)]
         )
-    return table([f"{SINKS} / {NO_SINKS}", *map(str, BUDGETS)], lines)
+    return markdown_table([f"{SINKS} / {NO_SINKS}", *map(str, BUDGETS)], lines)
 
 
 def above_oracle(rows: list[Row]) -> str:
@@ -217,14 +219,16 @@ def tasks(rows: list[Row]) -> str:
         shown = [f"{c['acceptance_rate']:.2f} ± {c['standard_error']:.2f}" if c else "" for c in cells]
         scores = [f"{c['accuracy']:.2f}" for c in cells if c and "accuracy" in c]
         lines.append([*name, *shown, *(scores or [""])])
-    return table(["draft", "policy", *TASKS, "ruler's answers"], lines)
+    return markdown_table(["draft", "policy", *TASKS, "ruler's answers"], lines)
 
 
 def retained(rows: list[Row]) -> str:
     """Choices downwards, budgets across."""
     shares = {(row["choice"], row["budget"]): f"{row['mean']:.2f}" for row in rows}
     names = dict.fromkeys(row["choice"] for row in rows)
-    return table(["choice", *map(str, BUDGETS)], [[name, *(shares[name, b] for b in BUDGETS)] for name in names])
+    return markdown_table(
+        ["choice", *map(str, BUDGETS)], [[name, *(shares[name, b] for b in BUDGETS)] for name in names]
+    )
 
 
 def times(rows: list[Row]) -> str:
@@ -238,7 +242,7 @@ def times(rows: list[Row]) -> str:
         figures += [f"{row['acceptance_length']:.2f}", f"{row['kv_mib']:.1f}"]
         lines.append([row["draft"], row["policy"], *figures])
     header = ["draft", "policy", "T_T", "T_V", "T_D", "T_select", "prefill", "length", "KV, MiB"]
-    return table(header, lines)
+    return markdown_table(header, lines)
 
 
 PAGE = """# Drafts and cache policies on the bundled pair

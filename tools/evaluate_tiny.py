@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from transformers import LlamaForCausalLM
 
 from magicdec.data import stdlib
+from magicdec.tracking.cells import markdown_table
 
 TINY = Path(__file__).resolve().parent.parent / "magicdec/models/tiny"
 NUM_WINDOWS = 8  # of the full context, spread evenly over each kind of held-out text
@@ -107,34 +108,41 @@ def write_card(record: dict, path: Path) -> None:
 
 
 def card_table(record: dict) -> str:
-    """Training and held-out loss of both models as Markdown."""
+    """Return training and held-out loss of both models as Markdown."""
     pair = [(name, record[name]) for name in ("target", "draft") if "held_out" in record.get(name, {})]
-    rule = "| --- | --- | --- | --- | --- |"
-    lines = ["| model | parameters | tokens seen | optimiser steps | training minutes |", rule]
-    for name, entry in pair:
-        facts = entry.get("training", {})
-        cells = [f"{facts.get(key, 0):,}" for key in ("parameters", "tokens", "steps", "minutes")]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    lines += ["", "Held-out loss in nats per token (bits per byte):", ""]
-    lines += ["| text | model | short context | full context | its last quarter |", rule]
-    for kind in ("stdlib", "books"):
-        for name, entry in pair:
-            if loss := entry["held_out"].get(kind):
-                where = ("short", "full", "last_quarter")
-                cells = [f"{loss[f'{w}_nats_per_token']:.3f} ({loss[f'{w}_bits_per_byte']:.3f})" for w in where]
-                lines.append(f"| {kind} | {name} | {' | '.join(cells)} |")
-    lines += [
-        "",
-        f"A window whose last {CUE} tokens repeat its first ones: share of the next {COPIED} continued alike.",
-        "",
+    measured = [(name, entry["held_out"]) for name, entry in pair]
+    kinds = [(kind, name, found[kind]) for kind in ("stdlib", "books") for name, found in measured if kind in found]
+
+    def losses(found: dict, where: str) -> str:
+        return f"{found[f'{where}_nats_per_token']:.3f} ({found[f'{where}_bits_per_byte']:.3f})"
+
+    def facts(entry: dict) -> list[str]:
+        known = entry.get("training", {})
+        return [f"{known.get(key, 0):,}" for key in ("parameters", "tokens", "steps", "minutes")]
+
+    parts = [
+        markdown_table(
+            ["model", "parameters", "tokens seen", "optimiser steps", "training minutes"],
+            [[name, *facts(entry)] for name, entry in pair],
+        ),
+        "Held-out loss in nats per token (bits per byte):\n",
+        markdown_table(
+            ["text", "model", "short context", "full context", "its last quarter"],
+            [
+                [kind, name, *(losses(found, at) for at in ("short", "full", "last_quarter"))]
+                for kind, name, found in kinds
+            ],
+        ),
+        f"A window whose last {CUE} tokens repeat its first ones: share of the next {COPIED} continued alike.\n",
+        markdown_table(
+            ["text", "model", "whole window in sight", "only the repetition"],
+            [
+                [kind, name, *(f"{found[f'copied_{at}']:.2f}" for at in ("in_sight", "out_of_sight"))]
+                for kind, name, found in kinds
+            ],
+        ),
     ]
-    lines += ["| text | model | whole window in sight | only the repetition |", "| --- | --- | --- | --- |"]
-    for kind in ("stdlib", "books"):
-        for name, entry in pair:
-            if copied := entry["held_out"].get(kind):
-                shares = [f"{copied[f'copied_{where}']:.2f}" for where in ("in_sight", "out_of_sight")]
-                lines.append(f"| {kind} | {name} | {' | '.join(shares)} |")
-    return "\n".join(lines)
+    return "\n".join(parts).rstrip("\n")
 
 
 def main() -> None:

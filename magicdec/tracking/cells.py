@@ -1,5 +1,6 @@
-"""Cells and tables of everything that is printed about runs."""
+"""Cells and tables of everything that is printed or written about runs."""
 
+from collections.abc import Iterable, Sequence
 from math import isfinite
 from typing import Any
 
@@ -7,8 +8,8 @@ from rich import box
 from rich.table import Table
 
 
-def figure(value: Any) -> str:
-    """Return a measured number with at least three significant digits, or nothing for what is no number."""
+def three_digits(value: Any) -> str:
+    """Return a measured number with at least three significant digits, or "" for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
         return ""
     if value == 0 or abs(value) >= 100:
@@ -17,7 +18,7 @@ def figure(value: Any) -> str:
 
 
 def cell(value: Any) -> str:
-    """Return any setting or metric as text: a float with at least four significant digits, nothing for None."""
+    """Return a setting or metric as text: a float with at least four significant digits, "" for None."""
     if value is None or isinstance(value, bool):
         return "" if value is None else str(value).lower()
     if isinstance(value, float):
@@ -26,9 +27,18 @@ def cell(value: Any) -> str:
 
 
 def new_table(*columns: str, title: str | None = None, num_words: int = 1) -> Table:
-    """Return an empty table. Its first `num_words` columns are aligned to the left, those of numbers to the right."""
+    """Return an empty table for the terminal. Align its first `num_words` columns to the left, the others to the
+    right.
+    """
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=title is not None, title=title)
     table.title_justify, table.title_style = "left", "bold"
     for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index < num_words else "right")
     return table
+
+
+def markdown_table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """Return a table in Markdown, for a page of results."""
+    lines = [list(header), ["---"] * len(header)]
+    lines += [[cell(value).replace("\n", " ").replace("|", "\\|") for value in row] for row in rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
