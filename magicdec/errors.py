@@ -1,6 +1,9 @@
 """Exceptions that the command line has its own answers to, and the way to stderr."""
 
 import sys
+from collections.abc import Callable
+
+USER_ERROR = 2  # the exit code
 
 
 class UserError(ValueError):
@@ -32,3 +35,12 @@ def to_stderr(line: str) -> None:
     """Print a line to stderr in one write, so that another process's line cannot come between it and its end."""
     sys.stderr.write(f"{line}\n")
     sys.stderr.flush()
+
+
+def exit_code(command: Callable[[], int | None]) -> int:
+    """Run a command line and return its exit code: 2, after one line on stderr, for a UserError."""
+    try:
+        return command() or 0
+    except UserError as error:
+        to_stderr(f"error: {error}")
+        return USER_ERROR

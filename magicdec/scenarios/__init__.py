@@ -74,18 +74,20 @@ OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "ALLOC_FAILED")
 
 
 def run(config: Config, job: Job) -> dict[str, Any]:
-    """Check, plan, open the run's folder, do the work, store its results, and only then log it to Weights & Biases.
+    """Check, plan, open the run's folder, do the work, store its results, and only then log it to the trackers.
 
     In a sweep, with `resume`, skip a run that the same code has done. Return what result.json holds, or nothing after a
     dry run. Raise UserError for mistakes; those found before the folder is opened leave nothing.
     """
     from magicdec.planning.prediction import doubts
-    from magicdec.tracking import wandb
     from magicdec.tracking.store import run_id
+    from magicdec.tracking.trackers import chosen
 
-    is_alone = job.sweep_dir is None and wandb.given_id() is None
+    trackers = list(chosen(to_dict(config)))
+    is_alone = job.sweep_dir is None and not any(tracker.in_sweep() for tracker in trackers)
     ineffective = refuse_unread(config, job.overrides) if is_alone else []  # in a grid, other jobs read it
-    wandb.check(to_dict(config)["wandb"])
+    for tracker in trackers:
+        tracker.check(to_dict(config))
     plan = _scenario(config).prepare(config)
     settings = _settings(plan.config, job)
     name = run_id(settings, plan.fingerprints, plan.device_name)
@@ -99,14 +101,13 @@ def run(config: Config, job: Job) -> dict[str, Any]:
 
 
 def _settings(config: Config, job: Job) -> dict[str, Any]:
-    """What config.yaml holds: W&B shows the runs of a sweep as a group, and one of its own sweeps has an id already."""
-    from magicdec.tracking import wandb
+    """Return what config.yaml holds: the configuration and what trackers add to it."""
+    from magicdec.tracking.trackers import chosen
 
+    sweep = None if job.sweep_dir is None else config.sweep.name or job.sweep_dir.name
     settings = to_dict(config)
-    if given := wandb.given_id():
-        settings["wandb"]["id"] = given
-    if job.sweep_dir is not None:
-        settings["wandb"]["group"] = settings["wandb"]["group"] or config.sweep.name or job.sweep_dir.name
+    for tracker in chosen(settings):
+        settings = tracker.settings(settings, sweep)
     return settings
 
 
@@ -165,8 +166,9 @@ def _skipped(config: Config, name: str, job: Job) -> dict[str, Any]:
 def _measure(plan: Prepared, name: str, settings: dict[str, Any], job: Job) -> dict[str, Any]:
     """Do the run: return its result, which is stored."""
     from magicdec.measure.system import sampled
-    from magicdec.tracking import table, wandb
+    from magicdec.tracking import table
     from magicdec.tracking.store import Run
+    from magicdec.tracking.trackers import log_run
 
     this = Run.open(plan.config.runs_dir, name, settings, job.overrides)
     try:
@@ -182,8 +184,8 @@ def _measure(plan: Prepared, name: str, settings: dict[str, Any], job: Job) -> d
         if kind == "out_of_memory":
             raise UserError(reason) from error
         raise
-    told = wandb.log_run(this, settings, outcome)
-    table.show(Console(file=sys.stdout), settings, outcome.metrics, this.folder, told, outcome.history, outcome.view)
+    logged = log_run(this.folder, settings, this.result)
+    table.show(Console(file=sys.stdout), settings, outcome.metrics, this.folder, logged, outcome.history, outcome.view)
     return this.result
 
 

@@ -52,7 +52,7 @@ def run(plan: Foreseen, progress: Progress) -> Outcome:
     best = plans.ranked[0]
     path = None if option(config.target.name) else config.target.path
     text = experiment_yaml(best, " ".join(["python", *sys.argv]), path)
-    view: list[RenderableType] = [render(plans)]
+    view: list[RenderableType] = [_view(plans)]
     if scenario.experiment is not None:
         file = _experiment(scenario.experiment)
         try:
@@ -69,8 +69,8 @@ def _experiment(name: str) -> Path:
     return EXPERIMENTS / f"{name}.yaml"
 
 
-def render(plans: Plans) -> Group:
-    """For the terminal: the ranking, and what could not be ranked."""
+def _view(plans: Plans) -> Group:
+    """Return what the terminal shows: the ranking, and what could not be ranked."""
     table = new_table(*CHOICES, "tokens/s", "ms per token", "speedup", title="plans", num_words=len(CHOICES))
     for candidate in plans.ranked[:SHOWN]:
         table.add_row(*_cells(candidate))

@@ -41,11 +41,11 @@ def run(plan: Foreseen, progress: Progress) -> Outcome:
     ]
     known = published(plan.setup, task_of(config))
     metrics: Metrics = {"device": plan.device_name}
-    return Outcome(metrics | prediction.metrics() | known, history=history, view=render(prediction, known))
+    return Outcome(metrics | prediction.metrics() | known, history=history, view=_view(prediction, known))
 
 
-def render(prediction: Prediction, known: Mapping[str, Any] | None = None) -> Group:
-    """For the terminal: a table of gammas, a table of what bounds each step, the verdict, and what was published."""
+def _view(prediction: Prediction, known: Mapping[str, Any] | None = None) -> Group:
+    """Return what the terminal shows: a table of gammas, what bounds each step, the verdict, and published values."""
     held, setup = prediction.memory, prediction.setup
     memory = f"memory per GPU: {held.total / GIB:.1f} of {setup.hardware.device.memory / GIB:.0f} GiB"
     note = f"{setup.hardware.name}: {setup.hardware.note}"

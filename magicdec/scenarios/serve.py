@@ -27,7 +27,7 @@ from magicdec.serving.request import Params, Request
 from magicdec.serving.scheduler import Scheduler
 from magicdec.serving.shared import SharedSlots
 from magicdec.serving.slots import Slots
-from magicdec.tracking.cells import figure, new_table
+from magicdec.tracking.cells import new_table, three_digits
 from magicdec.tracking.progress import Progress
 from magicdec.tracking.table import WAYS, described_context, described_draft, described_place, losslessness
 from magicdec.units import GIB
@@ -77,7 +77,7 @@ def run(plan: Plan, progress: Progress) -> Outcome:
     results |= held
     requests = {way: done for way, (done, _) in measured.items()}
     return Outcome(
-        results, _generations(requests, config.data.save_prompts), history, view=render(plan, results, history)
+        results, _generations(requests, config.data.save_prompts), history, view=_view(plan, results, history)
     )
 
 
@@ -176,8 +176,8 @@ def _generations(requests: Mapping[str, list[Request]], save_prompts: bool) -> l
     return rows
 
 
-def render(plan: Plan, results: Metrics, history: Sequence[Mapping[str, Any]]) -> RenderableType:
-    """For the terminal: what both ways give at each level of load."""
+def _view(plan: Plan, results: Metrics, history: Sequence[Mapping[str, Any]]) -> RenderableType:
+    """Return what the terminal shows: both ways at each level of load."""
     config, described = plan.config, to_dict(plan.config)
     lengths = f"{described_context(described, results)}, {config.batch.generate_len} new tokens each"
     lines = [
@@ -195,7 +195,7 @@ def render(plan: Plan, results: Metrics, history: Sequence[Mapping[str, Any]]) -
 
 
 def _table(history: Sequence[Mapping[str, Any]]) -> Table:
-    """A line per level and way; a latency is its median and its 99th percentile."""
+    """Return a table with a line per level and way. A latency is its median and its 99th percentile."""
     ways = [way for way in WAYS if f"{way}/tokens_per_second" in history[0]]
     present = {key: column for key, column in COLUMNS.items() if f"{ways[0]}/{key}" in history[0]}
     table = new_table()
@@ -208,12 +208,12 @@ def _table(history: Sequence[Mapping[str, Any]]) -> Table:
         load = f"{row['concurrency']:g} at once" if "concurrency" in row else f"{row['rate']:g} a second"
         table.add_row(Text(load, style="bold"))
         for way in ways:
-            cells = [_cell(row, f"{way}/{key}", scale) for key, (_, scale) in present.items()]
+            cells = [_percentiles(row, f"{way}/{key}", scale) for key, (_, scale) in present.items()]
             speedup = f"{row['speedup']:.2f}x" if way == "speculative" and "speedup" in row else ""
             table.add_row(f"  {way}", *cells, speedup)
     return table
 
 
-def _cell(row: Mapping[str, Any], name: str, scale: float) -> str:
+def _percentiles(row: Mapping[str, Any], name: str, scale: float) -> str:
     values = [row[f"{name}_p50"], row[f"{name}_p99"]] if f"{name}_p50" in row else [row[name]]
-    return " | ".join(figure(scale * value) for value in values)
+    return " | ".join(three_digits(scale * value) for value in values)

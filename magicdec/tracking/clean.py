@@ -8,37 +8,35 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from magicdec.errors import UserError, to_stderr
+from magicdec.errors import UserError, exit_code
 from magicdec.tracking.lock import NAME, locked
 from magicdec.tracking.reader import folder_of_lock, iter_runs
-from magicdec.tracking.store import explained, shown
+from magicdec.tracking.store import counted, explained, shown
 
 KINDS = ("invalid", "storage", "out_of_memory", "crashed", "interrupted")
-USER_ERROR = 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit code: 2 for a user's mistake, which is one line."""
+    """Run the command line and return the exit code."""
     parser = argparse.ArgumentParser("python -m magicdec.tracking.clean", description=__doc__)
     parser.add_argument("runs_dir", type=Path, help="a run store, as in runs_dir=FOLDER")
     what = "delete runs that failed in this way (invalid, that is mistyped); may be given several times"
     parser.add_argument("--kind", choices=KINDS, action="append", help=what)
     options = parser.parse_args(arguments)
-    try:
-        if not options.runs_dir.is_dir():
-            raise UserError(f"{options.runs_dir}: no such folder; name a run store, as in runs_dir=FOLDER")
-        runs = [run for run in iter_runs(options.runs_dir) if run.get("kind") in (options.kind or ["invalid"])]
-        for run in runs:
-            _delete(run)
-    except UserError as error:
-        to_stderr(f"error: {error}")
-        return USER_ERROR
-    print(f"{len(runs):,} run{'' if len(runs) == 1 else 's'} deleted from {shown(options.runs_dir)}")
-    return 0
+    return exit_code(lambda: _clean(options.runs_dir, options.kind or ["invalid"]))
+
+
+def _clean(runs_dir: Path, kinds: Sequence[str]) -> None:
+    if not runs_dir.is_dir():
+        raise UserError(f"{runs_dir}: no such folder; name a run store, as in runs_dir=FOLDER")
+    runs = [run for run in iter_runs(runs_dir) if run.get("kind") in kinds]
+    for run in runs:
+        _delete(run)
+    print(f"{counted(len(runs), 'run')} deleted from {shown(runs_dir)}")
 
 
 def _delete(run: Mapping[str, Any]) -> None:
-    """Delete a failed attempt. Raise UserError where it cannot be, or another process is at the next attempt."""
+    """Delete a failed attempt. Raise UserError if that is impossible, or if the next attempt is running."""
     folder = Path(run["folder"])
     lock = folder_of_lock(folder)
     with explained(folder.parent), locked(lock):

@@ -1,62 +1,57 @@
-"""`python -m magicdec.tracking.sync RUNS_DIR`: send stored runs to Weights & Biases, whatever became of its folders.
+"""`python -m magicdec.tracking.sync RUNS_DIR`: send stored runs to Weights & Biases, from the store alone.
 
-A run is sent under its own id (or the one that `wandb agent` gave it), and only if it is not there as a whole: sending
-it twice is sending it once.
+A run keeps its id (or the one that `wandb agent` gave it). A run that W&B has completely is not sent again.
 """
 
 import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-from magicdec.errors import UserError, to_stderr
+from magicdec.errors import UserError, exit_code
 from magicdec.tracking import wandb
-from magicdec.tracking.reader import iter_runs, read_lines, read_result
+from magicdec.tracking.reader import iter_runs, read_result
 from magicdec.tracking.report.rows import sweep_members
-from magicdec.tracking.store import Run, shown
-
-USER_ERROR, FAILURE = 2, 1
+from magicdec.tracking.store import shown
+from magicdec.tracking.trackers import FinishedRun, Logged
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code: 2 where W&B cannot be asked at all, 1 where a run was not taken."""
-    options = _parser().parse_args(arguments)
-    try:
-        runs = _runs(options)
-        api = wandb.connect() if options.mode == "online" else None
-    except UserError as error:
-        to_stderr(f"error: {error}")
-        return USER_ERROR
+    """Run the command line. Return the exit code: 2 for a mistake or no login, 1 if W&B did not take a run."""
+    return exit_code(lambda: _sync(_parser().parse_args(arguments)))
+
+
+def _sync(options: argparse.Namespace) -> int:
+    runs = _runs(options)
+    api = wandb.connect() if options.mode == "online" else None
     failures = 0
     for run in runs:
-        told = send(Path(run["folder"]), run["config"], options, api)
-        print(f"{run['id']}  {told.warning or told.url or told.sync_command}", flush=True)
-        failures += told.warning is not None
-    return FAILURE if failures else 0
+        logged = _send(run, options, api)
+        print(f"{run['id']}  {logged.warning or logged.url or logged.command}", flush=True)
+        failures += logged.warning is not None
+    return 1 if failures else 0
 
 
-def send(folder: Path, config: dict, options: argparse.Namespace, api: Any) -> wandb.WandbOutcome:
-    """Tell W&B of a run as it was told when it ended, from what the store holds; nothing if it knows all of it."""
-    result = read_result(folder)
-    run = Run(folder.parent, folder.name, result)
-    chosen = {key: value for key in ("mode", "project", "entity") if (value := getattr(options, key)) is not None}
-    results = SimpleNamespace(
-        **{name: read_lines(folder / f"{name}.jsonl") for name in ("history", "samples", "system")}
-    )
-    config = config | {"wandb": config["wandb"] | chosen}
-    if api is not None and (url := wandb.arrived(api, run, config)):
-        return wandb.WandbOutcome(url=url)
-    return wandb.send(run, config, results)
+def _send(stored: dict, options: argparse.Namespace, api: Any) -> Logged:
+    """Send one run in the chosen mode, unless W&B has all of it."""
+    own = {key: value for key in ("mode", "project", "entity") if (value := getattr(options, key)) is not None}
+    config = stored["config"] | {"wandb": stored["config"]["wandb"] | own}
+    folder = Path(stored["folder"])
+    run = FinishedRun(folder, config, read_result(folder))
+    if api is not None and (url := wandb.url_of(api, run)):
+        return Logged(wandb.NAME, url=url)
+    return wandb.send(run) or Logged(wandb.NAME)
 
 
 def _runs(options: argparse.Namespace) -> list[dict]:
     """Return the runs that are done and whose configuration can be read. Raise UserError if there are none."""
     if not options.runs_dir.is_dir():
         raise UserError(f"{options.runs_dir}: no such folder; name a run store, as in runs_dir=FOLDER")
-    ids = None if options.sweep is None else sweep_members(options.runs_dir, options.sweep)
-    ids = set(options.ids) & ids if ids is not None and options.ids else ids or options.ids or None
+    ids = set(options.ids) or None
+    if options.sweep is not None:
+        members = sweep_members(options.runs_dir, options.sweep)
+        ids = members & ids if ids else members
     runs = [run for run in iter_runs(options.runs_dir, ids) if run["status"] == "done" and _has_mode(run["config"])]
     if not runs:
         raise UserError(f"{shown(options.runs_dir)}: holds no such runs that are done")
@@ -73,9 +68,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("ids", nargs="*", help="runs to send (all that are done)")
     parser.add_argument("--sweep", metavar="NAME", help="only the runs of the sweeps of this name, or of this folder")
     modes = ("online", "offline")
-    parser.add_argument("--mode", choices=modes, default="online", help="offline: only rebuild what W&B keeps on disk")
-    parser.add_argument("--project", help="in place of the run's own")
-    parser.add_argument("--entity", help="likewise")
+    parser.add_argument("--mode", choices=modes, default="online", help="offline: only write W&B's files again")
+    parser.add_argument("--project", help="instead of the run's own")
+    parser.add_argument("--entity", help="instead of the run's own")
     return parser
 
 

@@ -1,6 +1,6 @@
-"""What is printed at the end of a run: what ran, both ways side by side, the verdict, and where the results are.
+"""The table that a run ends with: what ran, both ways side by side, the verdict, and where the results are.
 
-Figures come from the flat metrics, under their names in result.json. Missing ones are not shown.
+Its values are the flat metrics, under their names in result.json. Missing ones are not shown.
 """
 
 import math
@@ -12,10 +12,10 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from magicdec.tracking.cells import figure, new_table
+from magicdec.tracking.cells import new_table, three_digits
 from magicdec.tracking.reader import gpu_trouble, is_impossible, noise
 from magicdec.tracking.store import counted, shown
-from magicdec.tracking.wandb import WandbOutcome
+from magicdec.tracking.trackers import Logged
 
 WAYS = ("autoregressive", "speculative")
 SPEEDS = {
@@ -37,35 +37,29 @@ def show(
     config: Mapping[str, Any],
     metrics: Metrics,
     folder: Path,
-    outcome: WandbOutcome,
+    logged: Sequence[Logged] = (),
     history: Sequence[Mapping[str, Any]] = (),
     view: RenderableType | None = None,
 ) -> None:
-    """Print the end of a run. Keep long commands on one line. A scenario's own `view` replaces the table."""
-    body = render(config, metrics, folder, outcome, history) if view is None else _around(view, folder, outcome)
-    console.print(body, crop=False)
+    """Print the end of a run. `history` holds the points of scenario=profile. A scenario's own `view` replaces the
+    tables.
+    """
+    parts = [view, Text()] if view is not None else list(_results(config, metrics, history))
+    console.print(Group(Text(), *parts, *_whereabouts(folder, logged)), crop=False)  # crop would cut long commands
 
 
-def render(
-    config: Mapping[str, Any],
-    metrics: Metrics,
-    folder: Path,
-    outcome: WandbOutcome,
-    history: Sequence[Mapping[str, Any]] = (),
-) -> RenderableType:
-    """Return what `show` prints. `history` holds the points of scenario=profile."""
-    parts: list[RenderableType] = [*_header(config, metrics), Text()]
+def _results(
+    config: Mapping[str, Any], metrics: Metrics, history: Sequence[Mapping[str, Any]]
+) -> Iterator[RenderableType]:
+    """Describe what ran, then show both ways side by side, then what the figures mean."""
+    yield from _header(config, metrics)
+    yield Text()
     if config["scenario"]["name"] == "profile":
-        parts += [_grid(history), Text()]
-    elif any(figure(metrics.get(f"{way}/{key}")) for way in WAYS for key in SPEEDS):
-        parts += [_speeds(metrics), Text()]
+        yield Group(_grid(history), Text())
+    elif any(three_digits(metrics.get(f"{way}/{key}")) for way in WAYS for key in SPEEDS):
+        yield Group(_speeds(metrics), Text())
     if meaning := [*_verdict(config, metrics), *_steps(metrics), *_memory(metrics)]:
-        parts += [_pairs(meaning), Text()]
-    return Group(Text(), *parts, *_whereabouts(folder, outcome))
-
-
-def _around(view: RenderableType, folder: Path, outcome: WandbOutcome) -> RenderableType:
-    return Group(Text(), view, Text(), *_whereabouts(folder, outcome))
+        yield Group(_pairs(meaning), Text())
 
 
 def _header(config: Mapping[str, Any], metrics: Metrics) -> Iterator[Text]:
@@ -120,7 +114,7 @@ def described_draft(config: Mapping[str, Any]) -> str:
     parts = [names.get(draft["name"], f"draft {draft['name']}")]
     parts += [draft["quantization"]] if draft.get("quantization", "none") != "none" else []
     parts += [f"gamma {draft['gamma']}"] if scenario["name"] != "profile" else []
-    if draft["name"] == "ngram":  # which has none
+    if draft["name"] == "ngram":  # it has no cache
         return ", " + ", ".join(parts)
     parts += [f"{cache['policy']} cache"]
     if cache["policy"] != "full":
@@ -130,10 +124,10 @@ def described_draft(config: Mapping[str, Any]) -> str:
 
 def _speeds(metrics: Metrics) -> Table:
     """Return a table of the two ways side by side."""
-    ways = [way for way in WAYS if any(figure(metrics.get(f"{way}/{key}")) for key in SPEEDS)]
+    ways = [way for way in WAYS if any(three_digits(metrics.get(f"{way}/{key}")) for key in SPEEDS)]
     table = new_table("", *ways)
     for key, label in SPEEDS.items():
-        figures = [figure(metrics.get(f"{way}/{key}")) for way in ways]
+        figures = [three_digits(metrics.get(f"{way}/{key}")) for way in ways]
         if any(figures):
             table.add_row(label, *figures)
     return table
@@ -154,7 +148,7 @@ def _verdict(config: Mapping[str, Any], metrics: Metrics) -> Iterator[tuple[str,
         positions = [f"{metrics[key]:.0%}" for key in metrics if key.startswith("acceptance_rate/position_")]
         by_position = [f"by position {' '.join(positions)}"] if len(positions) > 1 else []
         yield "acceptance rate", Text(", ".join([f"{rate:.1%} of proposals", *mark, *by_position]))
-    if length := figure(metrics.get("acceptance_length")):
+    if length := three_digits(metrics.get("acceptance_length")):
         most = sum(key.startswith("acceptance_rate/position_") for key in metrics) + 1
         yield "acceptance length", Text(f"{length} tokens per round, of at most {most}")
     if "lossless/identical" in metrics:
@@ -176,7 +170,7 @@ def losslessness(config: Mapping[str, Any], metrics: Metrics) -> Text:
         return Text.assemble(verdict, f", sampled from the target: z {z:+.1f} (autoregressive {control:+.1f}), {of}")
     if metrics["lossless/identical"] is None:
         return Text("n/a (sampling)" if is_sampled else "n/a (synthetic)")
-    gap, control = (figure(metrics.get(f"lossless/{name}max_logit_gap")) for name in ("", "baseline_"))
+    gap, control = (three_digits(metrics.get(f"lossless/{name}max_logit_gap")) for name in ("", "baseline_"))
     if metrics["lossless/identical"]:
         return Text.assemble(verdict, ", identical to autoregressive", f"; max logit gap {gap}" if gap else "")
     gaps = f"; max logit gap {gap} (autoregressive {control})" if gap else ""
@@ -188,12 +182,14 @@ def losslessness(config: Mapping[str, Any], metrics: Metrics) -> Text:
 def _steps(metrics: Metrics) -> Iterator[tuple[str, Text]]:
     """Describe the times of the parts, and the speedups that follow from them."""
     names = {"target_decode": "target T_T", "draft": "draft T_D", "verify": "verify T_V", "round": "round"}
-    parts = [f"{label} {time}" for name, label in names.items() if (time := figure(metrics.get(f"time/{name}_ms")))]
+    parts = [
+        f"{label} {time}" for name, label in names.items() if (time := three_digits(metrics.get(f"time/{name}_ms")))
+    ]
     if parts:
         yield "step times, ms", Text(", ".join(parts))
     if is_impossible(metrics):
         why = "impossible, the parts of the round took longer than the whole: measure it again"
-        yield "overhead, ms", Text(f"{figure(metrics.get('time/overhead_ms'))}: {why}", style="yellow")
+        yield "overhead, ms", Text(f"{three_digits(metrics.get('time/overhead_ms'))}: {why}", style="yellow")
     for name, source in (("formula", "from step times and acceptance"), ("predicted", "by the cost model")):
         if speedup := _number(metrics.get(f"{name}/speedup")):
             error = _number(metrics.get(f"{name}/speedup_error"))
@@ -208,7 +204,7 @@ def _steps(metrics: Metrics) -> Iterator[tuple[str, Text]]:
 def _memory(metrics: Metrics) -> Iterator[tuple[str, Text]]:
     names = {"peak": "peak", "target_kv": "target's KV cache", "draft_kv": "draft's"}
     sizes = {label: metrics.get(f"memory/{name}_gib") for name, label in names.items()}
-    parts = [f"{label} {figure(size)}" for label, size in sizes.items() if size]
+    parts = [f"{label} {three_digits(size)}" for label, size in sizes.items() if size]
     if parts:
         yield "memory, GiB", Text(", ".join(parts))
     for label, trouble in (("NOISY", noise(metrics)), ("GPU", gpu_trouble(metrics))):
@@ -223,14 +219,19 @@ def _grid(history: Sequence[Mapping[str, Any]]) -> Table:
     present = [key for key in columns if any(key in point for point in history)]
     table = new_table(*(columns[key] for key in present), num_words=0)
     for point in history:
-        whole = (f"{point[key]:,}" if isinstance(point.get(key), int) else figure(point.get(key)) for key in present)
+        whole = (
+            f"{point[key]:,}" if isinstance(point.get(key), int) else three_digits(point.get(key)) for key in present
+        )
         table.add_row(*whole)
     return table
 
 
-def _whereabouts(folder: Path, outcome: WandbOutcome) -> Iterator[Text]:
-    lines = [("results", shown(folder), ""), ("W&B", outcome.warning, "yellow")]
-    lines += [("W&B", outcome.url, ""), ("send to W&B", outcome.sync_command, "")]
+def _whereabouts(folder: Path, logged: Sequence[Logged]) -> Iterator[Text]:
+    """Say where the results are: the run's folder, and what each tracker has of it."""
+    lines: list[tuple[str, str | None, str]] = [("results", shown(folder), "")]
+    for one in logged:
+        lines += [(one.tracker, one.warning, "yellow"), (one.tracker, one.url, "")]
+        lines += [(one.command_label or f"send to {one.tracker}", one.command, "")]
     for label, value, style in lines:
         if value:
             text = Text(f"{label:{LABEL_WIDTH}}", style="dim", no_wrap=True, overflow="ignore")

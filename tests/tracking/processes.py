@@ -16,13 +16,14 @@ import json, os, sys
 from dataclasses import asdict
 from magicdec.tracking import wandb
 from magicdec.tracking.store import Run
+from magicdec.tracking.trackers import FinishedRun
 from tests.tracking.sample import *
 wandb.INIT_TIMEOUT_S = wandb.FINISH_TIMEOUT_S = float(os.environ.get("PATIENCE_S", "60"))
 config = with_changes(wandb={"mode": sys.argv[2]})
 for _ in range(int(sys.argv[3])):
     run = Run.open(sys.argv[1], sys.argv[4], config)
     run.finish(METRICS, GENERATIONS, HISTORY, SAMPLES, SYSTEM)
-    print(json.dumps(asdict(wandb.log_run(run, config, RESULTS)), default=str))
+    print(json.dumps(asdict(wandb.log_run(FinishedRun(run.folder, config, run.result))), default=str))
 """
 
 # To be put before: W&B's service is killed where tables would be logged.

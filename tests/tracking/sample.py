@@ -1,7 +1,6 @@
 """A run's configuration, metrics and rows, as plain as the tracking gets them."""
 
 import json
-from types import SimpleNamespace
 
 from magicdec.tracking.store import Run
 
@@ -65,7 +64,6 @@ GENERATIONS = [{"row": 0, "context_len": 4, "autoregressive": [1, 2, 3], "specul
 HISTORY = [{"round": i, "accepted": i % 5 + 0.5, "rows": 8, "seconds": 0.01, "batch": 0} for i in range(6)]
 SAMPLES = [{"row": 0, "prompt_end": "def f(", "autoregressive": "x): pass", "speculative": None}]
 SYSTEM = [{"system/seconds": 5.0 * i, "system/cpu": 0.5, "system/memory_gib": 3.25} for i in (1, 2)]
-RESULTS = SimpleNamespace(history=HISTORY, samples=SAMPLES, system=SYSTEM)
 
 
 def with_changes(**groups):

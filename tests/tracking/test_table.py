@@ -7,19 +7,19 @@ import pytest
 from rich.console import Console
 
 from magicdec.tracking import table
-from magicdec.tracking.wandb import WandbOutcome
+from magicdec.tracking.trackers import Logged
 from tests.tracking.sample import CONFIG, METRICS, with_changes
 
 FOLDER = Path("runs/2f0c1a9b7e31")
 COMMAND = "wandb sync runs/2f0c1a9b7e31/wandb/offline-run-20261104_115500-2f0c1a9b7e31-1"
 NOT_AUDITED = {"lossless/identical": None, "lossless/passed": None}
-OFFLINE = WandbOutcome(FOLDER, sync_command=COMMAND)
+OFFLINE = Logged("W&B", FOLDER, command=COMMAND)
 
 
-def printed(config=CONFIG, metrics=METRICS, outcome=OFFLINE, history=(), width=80, encoding="utf-8"):
+def printed(config=CONFIG, metrics=METRICS, logged=(OFFLINE,), history=(), width=80, encoding="utf-8"):
     raw = io.BytesIO()
     file = io.TextIOWrapper(raw, encoding=encoding)
-    table.show(Console(file=file, width=width), config, metrics, FOLDER, outcome, history)
+    table.show(Console(file=file, width=width), config, metrics, FOLDER, logged, history)
     file.flush()
     return raw.getvalue().decode(encoding)
 
@@ -73,7 +73,7 @@ def test_without_unicode():
 def test_terminal_has_colours_and_the_same_words(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     file = io.StringIO()
-    table.show(Console(file=file, width=80, force_terminal=True), CONFIG, METRICS, FOLDER, OFFLINE)
+    table.show(Console(file=file, width=80, force_terminal=True), CONFIG, METRICS, FOLDER, [OFFLINE])
     assert "\x1b[" in file.getvalue()
     assert "1.88x" in file.getvalue()
 
@@ -146,7 +146,7 @@ def test_without_a_draft_there_is_one_column():
 
 
 def test_nothing_but_the_header_where_nothing_was_measured():
-    text = printed(metrics={"speedup": None, "acceptance_rate": float("nan")}, outcome=WandbOutcome())
+    text = printed(metrics={"speedup": None, "acceptance_rate": float("nan")}, logged=())
     assert "speedup" not in text
     assert "nan" not in text
     assert text.splitlines()[-1].startswith("results ")
@@ -189,19 +189,19 @@ def test_profile_shows_its_points():
 
 
 @pytest.mark.parametrize(
-    ("outcome", "expected"),
+    ("logged", "expected"),
     [
-        (WandbOutcome(url="https://wandb.ai/x/y/runs/abc-1"), ["W&B               https://wandb.ai/x/y/runs/abc-1"]),
-        (WandbOutcome(warning="W&B failed, it is down"), ["W&B               W&B failed, it is down"]),
+        (Logged("W&B", url="https://wandb.ai/x/y/runs/abc-1"), ["W&B               https://wandb.ai/x/y/runs/abc-1"]),
+        (Logged("W&B", warning="W&B failed, it is down"), ["W&B               W&B failed, it is down"]),
         (
-            WandbOutcome(warning="W&B failed, it is down", sync_command=COMMAND),
+            Logged("W&B", warning="W&B failed, it is down", command=COMMAND),
             ["W&B               W&B failed, it is down", f"send to W&B       {COMMAND}"],
         ),
-        (WandbOutcome(), []),
+        (Logged("W&B"), []),
     ],
 )
-def test_where_to_see_it_in_wandb(outcome, expected):
-    assert [line.rstrip() for line in printed(outcome=outcome).splitlines() if "W&B" in line] == expected
+def test_where_to_see_it_in_wandb(logged, expected):
+    assert [line.rstrip() for line in printed(logged=[logged]).splitlines() if "W&B" in line] == expected
 
 
 def test_another_engine_is_named_with_its_draft():

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,9 +15,9 @@ from magicdec.errors import UserError
 from magicdec.tracking import wandb as tracking
 from magicdec.tracking.reader import load_run
 from magicdec.tracking.store import Run
-from magicdec.tracking.wandb import WandbOutcome
+from magicdec.tracking.trackers import FinishedRun
 from tests.tracking.processes import KILL, TELL, python
-from tests.tracking.sample import CONFIG, GENERATIONS, HISTORY, METRICS, RESULTS, SAMPLES, SYSTEM, with_changes
+from tests.tracking.sample import CONFIG, GENERATIONS, HISTORY, METRICS, SAMPLES, SYSTEM, with_changes
 
 wandb = pytest.importorskip("wandb", reason="W&B is not installed")
 
@@ -30,7 +31,7 @@ for key in (None, "too short"):
     if key:
         os.environ["WANDB_API_KEY"] = key
     try:
-        wandb.check({"mode": "online"})
+        wandb.check({"wandb": {"mode": "online"}})
     except UserError as error:
         print(error)
 """
@@ -68,7 +69,7 @@ def test_each_attempt_is_a_run_in_its_own_folder(told):
     folders = [Path(outcome["folder"]) for outcome in outcomes]
     assert [folder.parent for folder in folders] == [home / "runs" / name / "wandb" for name in ATTEMPTS]
     assert [folder.name.partition("_")[2].partition("-")[2] for folder in folders] == ATTEMPTS
-    assert [outcome["sync_command"] for outcome in outcomes] == [f"wandb sync {folder}" for folder in folders]
+    assert [outcome["command"] for outcome in outcomes] == [f"wandb sync {folder}" for folder in folders]
     assert all(outcome["warning"] is None for outcome in outcomes)
 
 
@@ -181,7 +182,7 @@ def test_a_server_that_is_away_leaves_the_run_offline(tmp_path):
     process = python("-c", TELL, tmp_path / "runs", "online", 1, "0123456789ab", home=tmp_path, **address)
     outcome = json.loads(process.stdout)
     assert outcome["warning"].startswith("W&B failed, ")
-    assert outcome["sync_command"] == f"wandb sync {outcome['folder']}"
+    assert outcome["command"] == f"wandb sync {outcome['folder']}"
     assert Path(outcome["folder"], "run-0123456789ab.wandb").stat().st_size > 1000
     assert load_run(tmp_path / "runs" / "0123456789ab")["status"] == "done"
     assert "MARKER" not in process.stdout + process.stderr
@@ -215,30 +216,30 @@ def test_online_without_a_key_is_one_clear_line(tmp_path):
 @pytest.mark.parametrize("mode", ["offline", "disabled"])
 def test_other_modes_need_no_key(monkeypatch, mode):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    tracking.check({"mode": mode})
+    tracking.check({"wandb": {"mode": mode}})
 
 
 @pytest.fixture
 def run(tmp_path):
     run = Run.open(tmp_path, "0123456789ab", CONFIG)
     run.finish(METRICS, GENERATIONS, HISTORY)
-    return run
+    return FinishedRun(run.folder, CONFIG, run.result)
 
 
 def test_disabled_does_nothing(run, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     before = sorted(run.folder.iterdir())
-    assert tracking.log_run(run, with_changes(wandb={"mode": "disabled"}), RESULTS) == WandbOutcome()
+    assert tracking.log_run(replace(run, config=with_changes(wandb={"mode": "disabled"}))) is None
     assert sorted(run.folder.iterdir()) == before
 
 
 def test_a_missing_package_is_a_warning(run, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    outcome = tracking.log_run(run, CONFIG, RESULTS)
+    outcome = tracking.log_run(run)
     assert outcome.warning.startswith("W&B failed, ModuleNotFoundError")
     assert load_run(run.folder)["status"] == "done"
     with pytest.raises(UserError, match=r"^wandb.mode=online: the package wandb is missing: pip install wandb, or "):
-        tracking.check({"mode": "online"})
+        tracking.check({"wandb": {"mode": "online"}})
 
 
 @pytest.mark.parametrize("mode", ["offline", "online"])
@@ -248,10 +249,10 @@ def test_whatever_it_raises_is_a_line_of_warning(run, monkeypatch, mode):
 
     monkeypatch.setattr(wandb, "init", fail)
     before = dict(os.environ)
-    outcome = tracking.log_run(run, with_changes(wandb={"mode": mode}), RESULTS)
+    outcome = tracking.log_run(replace(run, config=with_changes(wandb={"mode": mode})))
     assert outcome.warning.startswith("W&B failed, RuntimeError: it is down")
     assert "\n" not in outcome.warning
-    assert outcome.sync_command is None
+    assert outcome.command is None
     assert dict(os.environ) == before
     assert load_run(run.folder)["speedup"] == METRICS["speedup"]
 

@@ -166,7 +166,7 @@ def test_runs_told_offline_in_parallel_arrive_once_each(offline, store, tmp_path
 
 def test_the_command_that_is_printed_sends_a_run(offline, tmp_path, server):
     name, outcome = next(iter(offline.items()))
-    program, *arguments = outcome["sync_command"].split()
+    program, *arguments = outcome["command"].split()
     assert program == "wandb"
     process = python(*WANDB, *arguments, home=tmp_path, **address(server))
     assert process.returncode == 0, process.stderr
@@ -259,7 +259,7 @@ def test_a_service_that_dies_while_it_sends_leaves_the_run_offline(tmp_path, ser
     process = python("-c", KILL + TELL, tmp_path, "online", 1, "0123456789ab", home=tmp_path, **address(server))
     outcome = json.loads(process.stdout)
     assert outcome["warning"].startswith("W&B failed, ")
-    sent = python(*WANDB, *outcome["sync_command"].split()[1:], home=tmp_path, **address(server))
+    sent = python(*WANDB, *outcome["command"].split()[1:], home=tmp_path, **address(server))
     assert sent.returncode == 0, sent.stderr
     assert content(server, "0123456789ab")[2:5] == ([*HISTORY, *SYSTEM, {}, {}], METRICS, SAMPLES)
 

@@ -1,0 +1,74 @@
+"""Trackers: where people look at runs, such as Weights & Biases. `tracker` chooses them by name.
+
+A run's folder is complete before a tracker reads it, so that a tracker which fails loses nothing.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+from magicdec.tracking.reader import read_lines
+
+Settings = Mapping[str, Any]  # a run's configuration, as config.yaml holds it
+TRACKERS = {"wandb": "magicdec.tracking.wandb"}
+
+
+@dataclass(frozen=True)
+class FinishedRun:
+    """A run that is done, as its folder holds it."""
+
+    folder: Path
+    config: Settings
+    result: Mapping[str, Any]
+
+    @property
+    def id(self) -> str:
+        """Return the id of this attempt: the name of its folder."""
+        return self.folder.name
+
+    def rows(self, name: str) -> list[dict[str, Any]]:
+        """Return the rows of history.jsonl, samples.jsonl or system.jsonl, by the name without its ending."""
+        return read_lines(self.folder / f"{name}.jsonl")
+
+
+@dataclass(frozen=True)
+class Logged:
+    """Where a tracker shows a run, or what went wrong."""
+
+    tracker: str  # its name for people
+    folder: Path | None = None  # the tracker's files of this run
+    url: str | None = None
+    command: str | None = None  # to type, in order to send or see the run
+    command_label: str = ""  # "send to" the tracker, where it is not given
+    warning: str | None = None  # one line
+
+
+class Tracker(Protocol):
+    """A module of this package that logs runs with one library."""
+
+    def check(self, config: Settings) -> None:
+        """Raise UserError, before the work starts, if this tracker cannot be used."""
+
+    def settings(self, config: Settings, sweep: str | None) -> dict[str, Any]:
+        """Return what config.yaml holds: `config` and what the tracker adds to it. `sweep` names the run's sweep."""
+
+    def in_sweep(self) -> bool:
+        """Return True if a sweep of the tracker has started this process."""
+
+    def log_run(self, run: FinishedRun) -> Logged | None:
+        """Log a run. Never raise: a failure is the warning of the result. Return None if logging is switched off."""
+
+
+def chosen(config: Settings) -> Iterator[Tracker]:
+    """Import the trackers that a configuration names."""
+    names = config.get("tracker", "wandb")
+    for name in [names] if isinstance(names, str) else names:
+        yield cast(Tracker, import_module(TRACKERS[name]))
+
+
+def log_run(folder: Path, config: Settings, result: Mapping[str, Any]) -> list[Logged]:
+    """Log a run that is done to every chosen tracker."""
+    run = FinishedRun(folder, config, result)
+    return [logged for tracker in chosen(config) if (logged := tracker.log_run(run)) is not None]
