@@ -1,7 +1,7 @@
-"""`python -m magicdec.tracking.dashboard`: a W&B workspace with the views that answer the usual questions.
+"""`python -m magicdec.tracking.dashboard`: make a W&B workspace with the usual charts.
 
-With --sweep, a report on that sweep too. Needs the extra `dashboard` (wandb-workspaces). Without a login, the same is
-written to a file as JSON.
+With --sweep, also make a report on that sweep. Without a login, write the specification to a file as JSON. Needs the
+extra `dashboard` (wandb-workspaces).
 """
 
 import argparse
@@ -11,16 +11,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from magicdec.errors import UserError, to_stderr
+from magicdec.errors import UserError, exit_code, to_stderr
 from magicdec.tracking import wandb
 from magicdec.tracking.report.export import write
 from magicdec.tracking.store import shown
+from magicdec.tracking.table import WAYS
 
-USER_ERROR = 2
 DEFAULT_FILE = Path("dashboard.json")  # without a login
-WAYS = ("autoregressive", "speculative")
 STEPS = {"T_T": "time/target_decode_ms", "T_D": "time/draft_ms", "T_V": "time/verify_ms"}
-# W&B's own bars do not stack; this it draws with Vega-Lite, from a row per run. Runs of one name become their mean.
+# W&B's bars do not stack: a chart in Vega-Lite, with a row per run. Runs of the same name become their mean.
 CHART = "magicdec-step-times"
 STACKED_BARS = {
     "$schema": "https://vega.github.io/schema/vega-lite/v5.json",
@@ -40,31 +39,29 @@ STACKED_BARS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code: 2 for a user's mistake."""
-    options = _parser().parse_args(arguments)
-    try:
-        built = [_workspace(options), *([_report(options)] if options.sweep else [])]
-        if options.file is None and _is_logged_in():
-            if objection := wandb.make_chart(options.entity, CHART, STACKED_BARS):
-                to_stderr(f"the chart {CHART} was not made, which is fine if it is there: {objection}")
-            for one in built:
-                one.save()
-                print(one.url)
-        else:
-            file = options.file or DEFAULT_FILE
-            specs = [json.loads(one._to_model().model_dump_json(by_alias=True)) for one in built]
-            contents = dict(zip(("workspace", "report"), specs, strict=False)) | {"charts": {CHART: STACKED_BARS}}
-            write(file, json.dumps(contents, indent=2) + "\n")
-            print(f"the specification is in {shown(file)}")
-    except UserError as error:
-        to_stderr(f"error: {error}")
-        return USER_ERROR
-    return 0
+    """Run the command line and return the exit code."""
+    return exit_code(lambda: _make(_parser().parse_args(arguments)))
+
+
+def _make(options: argparse.Namespace) -> None:
+    built = [_workspace(options), *([_report(options)] if options.sweep else [])]
+    if options.file is None and _is_logged_in():
+        if objection := wandb.make_chart(options.entity, CHART, STACKED_BARS):
+            to_stderr(f"the chart {CHART} was not made, which is fine if it exists already: {objection}")
+        for one in built:
+            one.save()
+            print(one.url)
+        return
+    file = options.file or DEFAULT_FILE
+    specs = [json.loads(one._to_model().model_dump_json(by_alias=True)) for one in built]
+    contents = dict(zip(("workspace", "report"), specs, strict=False)) | {"charts": {CHART: STACKED_BARS}}
+    write(file, json.dumps(contents, indent=2) + "\n")
+    print(f"the specification is in {shown(file)}")
 
 
 def _is_logged_in() -> bool:
     try:
-        wandb.check({"mode": "online"})
+        wandb.check({"wandb": {"mode": "online"}})
     except UserError:
         to_stderr("no login for Weights & Biases (`wandb login`)")
         return False
@@ -80,7 +77,7 @@ def _library() -> Any:
 
 
 def _views(entity: str) -> dict[str, list[Any]]:
-    """Panels by the question that they answer."""
+    """Return the panels by the question that they answer."""
     v2 = _library()
 
     def scatter(title: str, x: Any, y: str, z: Any = None, **options: Any) -> Any:
@@ -130,7 +127,7 @@ def _workspace(options: argparse.Namespace) -> Any:
 
 
 def _report(options: argparse.Namespace) -> Any:
-    """The same views of one sweep, which is a group of runs."""
+    """Return a report with the same panels, of the runs of one sweep: a group in W&B."""
     v2, blocks = _library(), []
     for name, panels in _views(options.entity).items():
         runs = v2.Runset(name=options.sweep, filters=f"Metric('Group') == '{options.sweep}'")  # of the report's project

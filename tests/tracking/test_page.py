@@ -33,7 +33,7 @@ FIXED = {"overhead_ms": 5.0, "round_ms": 35.0, "target_decode_ms": 10.0, "draft_
 def html(tmp_path_factory):
     folder = tmp_path_factory.mktemp("page")
     write_store(folder / "runs", NUMBER)
-    return page.render(read_rows(folder / "runs"), title="runs <b>")
+    return page.html_page(read_rows(folder / "runs"), title="runs <b>")
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def look(tmp_path):
     """What JavaScript expressions give, one after the other, in the page of some rows (or in a page)."""
 
     def in_browser(rows, *expressions, state=""):
-        path, html = tmp_path / "page.html", rows if isinstance(rows, str) else page.render(rows, "a page")
+        path, html = tmp_path / "page.html", rows if isinstance(rows, str) else page.html_page(rows, "a page")
         steps = "".join(f"found.push({expression}); await wait();" for expression in expressions)
         deed = f"{HELPERS}(async () => {{ const found = []; {steps} document.title = JSON.stringify(found); }})();"
         path.write_text(html.replace("</body>", f"<script>{deed}</script></body>"), encoding="utf-8")
@@ -76,7 +76,7 @@ def test_the_page_is_self_contained(html):
 @pytest.mark.parametrize("rates", [(float("nan"), 0.5), (float("inf"), float("inf"))])
 def test_values_that_are_no_numbers_do_not_break_the_page(rates):
     """JSON has no NaN: a browser would read nothing at all."""
-    html = page.render([done(i, acceptance_rate=rate) for i, rate in enumerate(rates)], "a page")
+    html = page.html_page([done(i, acceptance_rate=rate) for i, rate in enumerate(rates)], "a page")
 
     def refuse(word):
         raise AssertionError(word)

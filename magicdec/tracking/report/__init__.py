@@ -1,1 +1,1 @@
-"""The runs of a store compared: on the terminal, as a table for other programs, and as one page with plots."""
+"""Compare the runs of a store: on the terminal, as a table for other programs, and on a page with plots."""

@@ -1,4 +1,4 @@
-"""Two runs side by side: the configuration keys in which they differ, and every figure with its change."""
+"""Compare two runs: the configuration keys in which they differ, and the metrics with their changes."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +11,7 @@ from magicdec.errors import UserError
 from magicdec.tracking.cells import cell, new_table
 from magicdec.tracking.reader import load_run
 from magicdec.tracking.report.rows import FACTS, Row, flatten, is_setting, keys_of
-from magicdec.tracking.report.terminal import FIGURES
+from magicdec.tracking.report.terminal import MAIN_METRICS
 from magicdec.tracking.store import counted
 from magicdec.tracking.table import SPEEDS, STEPS, WAYS
 
@@ -30,7 +30,7 @@ WHERE = (
 )
 
 MAIN = frozenset(
-    [*FIGURES, "alpha", "speedup_wall", "memory/peak_gib"]
+    [*MAIN_METRICS, "alpha", "speedup_wall", "memory/peak_gib"]
     + [f"{way}/{key}" for way in WAYS for key in SPEEDS]
     + [f"time/{step}_ms" for step in STEPS]
 )
@@ -48,9 +48,9 @@ def find(name: str, runs_dir: Path) -> Row:
     return flatten(load_run(folders[0]))
 
 
-def render(a: Row, b: Row, everything: bool = False) -> RenderableType:
-    """Return what differs: settings, then where and with what they ran, then the main figures, or with `everything` all
-    of them.
+def difference_table(a: Row, b: Row, everything: bool = False) -> RenderableType:
+    """Return what differs: settings, then where and with what the runs ran, then the main metrics; with `everything`,
+    all metrics.
     """
     keys = [key for key in keys_of([a, b]) if a.get(key) != b.get(key)]
     settings = [key for key in keys if is_setting(key)]

@@ -1,4 +1,4 @@
-"""The MagicDec paper's figures of stored runs: speedup and step times against batch, intensity against context.
+"""Draw the MagicDec paper's figures for stored runs: speedup and step times by batch, intensity by context.
 
 Measured values are points on a line, predicted ones a dashed line, published ones crosses. Needs matplotlib.
 """
@@ -13,7 +13,7 @@ from magicdec.tracking.report.rows import telling
 
 BATCH, CONTEXT = "batch.size", "batch.context_len"
 SPEEDUP = {"speedup": "o-", "predicted/speedup": "--", "published/speedup": "x"}
-# What a figure shows: file, x axis, and for each panel its label and how a run has it, by style.
+# A panel of a figure: its label, and for each style of line the function that reads a run's value.
 Panel = tuple[str, dict[str, Callable[[Row], float | None]]]
 
 
@@ -110,7 +110,7 @@ def _present(styles: dict[str, Callable], rows: Sequence[Row]) -> list[str]:
 
 
 def _told_apart_by(rows: Sequence[Row], x: str) -> list[str]:
-    """Return the settings in which lines differ: every run of a line has the same value."""
+    """Return the settings in which lines differ."""
     return [key for key in dict.fromkeys([CONTEXT if x == BATCH else BATCH, *telling(rows)]) if key != x]
 
 

@@ -1,6 +1,6 @@
-"""One self-contained HTML page of a table of runs: data, scripts and the chart library are in it; it needs no network.
+"""Write a table of runs as one HTML page, which needs no network: data, scripts and the chart library are part of it.
 
-Columns travel as columns, constants once and words by number, so that 10,000 runs make a page of a few megabytes.
+Data is stored by column, a constant once and words by number, so that 10,000 runs make a page of a few megabytes.
 """
 
 import json
@@ -16,9 +16,9 @@ from typing import Any
 from magicdec.tracking.reader import IMPOSSIBLE, gpu_trouble, noise
 from magicdec.tracking.report.rows import FACTS, Row, is_setting, keys_of, telling, varying
 
-NOT_TOLD = FACTS - {"id", "status", "kind", "reason"}
-NOT_REPEATED = ("runs_dir=", "resume=", "sweep.", "wandb.", "hydra")  # what a copied command does without
-# What the page is made of: a place in page.html, and the files that fill it.
+LEFT_OUT = FACTS - {"id", "status", "kind", "reason"}
+NOT_REPEATED = ("runs_dir=", "resume=", "sweep.", "wandb.", "hydra")  # keys that a copied command leaves out
+# The parts of the page: a place in page.html, and the files that fill it.
 PARTS = {
     "STYLE": ("page.css",),
     "LICENCES": ("vendor/d3.LICENSE", "vendor/plot.LICENSE"),
@@ -29,16 +29,16 @@ PARTS = {
 DIGITS = 5  # significant ones: finer than any measurement
 
 
-def render(rows: Sequence[Row], title: str) -> str:
-    """Return the page as text."""
+def html_page(rows: Sequence[Row], title: str) -> str:
+    """Return the page of some runs."""
     settings, differing = telling(rows), varying(rows)
-    keys = [key for key in keys_of(rows) if key not in NOT_TOLD]
-    told = {key: _column([row.get(key) for row in rows]) for key in keys if key in differing or not is_setting(key)}
+    keys = [key for key in keys_of(rows) if key not in LEFT_OUT]
+    columns = {key: _column([row.get(key) for row in rows]) for key in keys if key in differing or not is_setting(key)}
     for name, trouble in (("noise", noise), ("gpu_trouble", gpu_trouble)):
-        told[name] = _column([", ".join(trouble(row)) or None for row in rows])
-    told["command"] = _column([command(row, differing) for row in rows])
+        columns[name] = _column([", ".join(trouble(row)) or None for row in rows])
+    columns["command"] = _column([command(row, differing) for row in rows])
     now = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
-    data = {"title": title, "made": now, "number": len(rows), "settings": settings, "columns": told}
+    data = {"title": title, "made": now, "number": len(rows), "settings": settings, "columns": columns}
     data |= {"impossible": IMPOSSIBLE}
     assets = files("magicdec.tracking.report") / "assets"
     texts = {name: (assets / name).read_text(encoding="utf-8") for names in PARTS.values() for name in names}
@@ -49,15 +49,15 @@ def render(rows: Sequence[Row], title: str) -> str:
 
 
 def command(row: Row, settings: Sequence[str]) -> str:
-    """Return the command line that makes this run again: its own overrides, or else what sets it apart."""
+    """Return the command line that repeats this run: its own overrides, or else the settings in which runs differ."""
     stored = row.get("overrides")
     if stored is not None:
         parts = [part for part in json.loads(stored) if not part.startswith(NOT_REPEATED)]
     else:
         groups = {"target": "target.name", "draft": "draft.name", "cache": "cache.policy", "data": "data.name"}
         parts = [f"{group}={row[key]}" for group, key in groups.items() if key in row]
-        told = {*groups.values(), *(key for key in settings if key.startswith("load."))}  # a run has all its levels
-        parts += [f"{key}={row[key]}" for key in settings if key in row and key not in told]
+        said = {*groups.values(), *(key for key in settings if key.startswith("load."))}  # a run has all its levels
+        parts += [f"{key}={row[key]}" for key in settings if key in row and key not in said]
     return shlex.join(["python", "launch.py", *parts])
 
 
@@ -74,5 +74,5 @@ def _column(values: list[Any]) -> dict[str, Any]:
 
 
 def _rounded(value: float) -> float | None:
-    """Return a number with DIGITS; None for what is none, which JSON cannot hold."""
+    """Return a number with DIGITS, or None for NaN and infinity, which JSON cannot hold."""
     return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None

@@ -1,4 +1,4 @@
-"""Questions to a table of runs: which of them, in what order, and the medians of groups of them."""
+"""Select, sort and group the rows of a table of runs."""
 
 import re
 from collections.abc import Callable, Collection, Sequence
@@ -11,13 +11,15 @@ from magicdec.rules import did_you_mean
 from magicdec.tracking.report.rows import Row, is_setting, keys_of
 
 SYNTAX = "KEY=VALUE, or with != > >= < <= or ~ (contains); several must all hold. A key's unique ending will do: budget"
-# A median over several models, or over measured and predicted or drawn values, says nothing.
+# A median over several models, or over measured, predicted and synthetic values, means nothing.
 APART = ("target.name", "scenario.name", "acceptance/source")
 ORDERS: dict[str, Callable[[Any, Any], bool]] = {">": gt, ">=": ge, "<": lt, "<=": le}
 
 
 def select(rows: Collection[Row], tests: Sequence[str]) -> list[Row]:
-    """Rows for which every test holds; one may be several, separated by blanks. UserError where there are none."""
+    """Return the rows for which every test holds. A test may be several, separated by blanks. Raise UserError if no row
+    is left.
+    """
     chosen, keys = list(rows), keys_of(rows)
     for test in " ".join(tests).split():
         parts = re.fullmatch(r"(.+?)(!=|>=|<=|=|>|<|~)(.*)", test)
@@ -33,7 +35,7 @@ def select(rows: Collection[Row], tests: Sequence[str]) -> list[Row]:
 
 
 def sort(rows: Collection[Row], key: str | None, descending: bool = False) -> list[Row]:
-    """By a key, numbers before words, and what lacks it last either way."""
+    """Return the rows sorted by a key: numbers before words, and rows without the key last in both directions."""
     if not key:
         return list(rows)
     name = find_key(keys_of(rows), key, "--sort")
@@ -43,7 +45,7 @@ def sort(rows: Collection[Row], key: str | None, descending: bool = False) -> li
 
 
 def group(rows: Collection[Row], keys: Sequence[str], mix: bool = False) -> list[Row]:
-    """Return a row per combination of values: the number of `runs` that are done, and the median of each figure.
+    """Return a row per combination of values: the number of `runs` that are done, and the median of each metric.
 
     Keys of APART in which the runs differ are added to `keys`, unless `mix`.
     """
@@ -55,12 +57,12 @@ def group(rows: Collection[Row], keys: Sequence[str], mix: bool = False) -> list
     groups: dict[tuple, list[Row]] = {}
     for row in done:
         groups.setdefault(tuple(row.get(name) for name in names), []).append(row)
-    figures = [key for key in known if not is_setting(key) and key not in names and _is_figure(done, key)]
+    metrics = [key for key in known if not is_setting(key) and key not in names and _is_metric(done, key)]
     result = []
     for values, members in groups.items():
         line: Row = {name: value for name, value in zip(names, values, strict=True) if value is not None}
         line["runs"] = len(members)
-        for key in figures:
+        for key in metrics:
             if numbers := [row[key] for row in members if is_number(row.get(key))]:
                 line[key] = median(numbers)
         result.append(line)
@@ -68,7 +70,7 @@ def group(rows: Collection[Row], keys: Sequence[str], mix: bool = False) -> list
 
 
 def find_key(known: Collection[str], key: str, option: str) -> str:
-    """The key that is meant: itself, or the only one that ends in it; raises UserError where there is none."""
+    """Return the known key that is `key`, or the only one that ends in it. Raise UserError if there is none."""
     if key in known:
         return key
     endings = [name for name in known if name.endswith((f".{key}", f"/{key}"))]
@@ -102,14 +104,14 @@ def _number(text: str) -> float | None:
 
 
 def is_number(value: Any) -> bool:
-    """Return whether this is a figure; true and false are none."""
+    """Return True for a number; true and false are none."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _is_figure(rows: Collection[Row], key: str) -> bool:
+def _is_metric(rows: Collection[Row], key: str) -> bool:
     return key not in ("attempt", "pid") and any(is_number(row.get(key)) for row in rows)
 
 
 def rank(value: Any) -> tuple[int, float, str]:
-    """Return what to sort values by: numbers, then words, then what is missing."""
+    """Return a sort key: numbers first, then words, then missing values."""
     return (0, value, "") if is_number(value) else (1 if value is not None else 2, 0.0, str(value))

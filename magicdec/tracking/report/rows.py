@@ -1,4 +1,4 @@
-"""A store as a table: a flat row per run, with configuration keys dotted (cache.budget) beside the metrics."""
+"""Read a store as a table: a flat row per run, with dotted configuration keys (cache.budget) and the metrics."""
 
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -12,20 +12,20 @@ from magicdec.tracking.sweep import jobs
 
 Row = dict[str, Any]
 
-# What names a run or where it ran: neither a setting that one compares by nor a figure that one compares.
+# Names of a run and of the place where it ran: neither settings nor metrics.
 FACTS = frozenset(
     {"id", "status", "kind", "reason", "attempt", "started", "finished", "host", "pid", "folder", "overrides"}
     | {"version", "source", "commit", "commit_dirty", "python", "torch", "openmp"}
 )
-# Runs that are alike in these should have written the same tokens, whatever the engine and the draft.
+# Runs with the same values of these should have the same tokens, on any engine and with any draft.
 SAME_OUTPUT = ("data/fingerprint", "target.name", "target.path", "batch.generate_len", "hardware.dtype")
 SAME_SAMPLING = ("sampling.temperature", "sampling.top_k", "sampling.top_p", "sampling.seed", "sampling.ignore_eos")
-# What one compares by, in the order in which one asks. Of other settings, those with fewer values come first.
+# Settings that runs are compared by, the most usual first. Of the others, those with fewer values come first.
 ASKED_FIRST = (
     *("engine.name", "target.name", "scenario.name", "draft.name", "draft.model.name", "cache.policy", "cache.budget"),
     *("draft.gamma", "batch.context_len", "batch.size", "hardware.name", "data.name"),
 )
-# Told of in config.yaml, but not what a run does.
+# Keys of config.yaml that do not change what a run does.
 ELSEWHERE = ("wandb.", "hydra.", "runs_dir", "resume", "sweep.")
 
 
@@ -68,7 +68,9 @@ def read_rows(runs_dir: str | Path, sweep: str | None = None) -> list[Row]:
 
 
 def _compare_outputs(rows: Iterable[Row]) -> None:
-    """Where several engines have continued the same prompts: whether each wrote what ours did, or else the first."""
+    """Add output/agrees where several engines have continued the same prompts: whether an engine has written the tokens
+    of the native one, or else of the first.
+    """
     groups: dict[tuple, list[Row]] = {}
     for row in rows:
         if "output/fingerprint" in row:
@@ -81,11 +83,11 @@ def _compare_outputs(rows: Iterable[Row]) -> None:
 
 
 def flatten(run: Mapping[str, Any]) -> Row:
-    """A stored run as one row; nothing in it is nested, and what is null is left out."""
+    """Return a stored run as one row: nothing is nested, and null values are left out."""
     result = {key: value for key, value in run.items() if key != "config"}
     row = dict(_leaves(run.get("config") or {})) | dict(_leaves(result))
     if row.get("data.name") == "prompts" and isinstance(mean := row.get("data/context_len_mean"), float):
-        row["batch.context_len"] = round(mean)  # which only bounds a user's own prompts
+        row["batch.context_len"] = round(mean)  # for a user's own prompts the setting is only a bound
     return row
 
 
@@ -101,7 +103,7 @@ def _levels(run: Mapping[str, Any]) -> list[Row]:
 
 
 def sweep_members(runs_dir: str | Path, name: str) -> set[str]:
-    """Ids of the runs of all sweeps of a name: a sweep's own (gamma_x_budget), or its folder's below sweeps/."""
+    """Return the ids of the runs of all sweeps of a name: the sweep's own (gamma_x_budget), or that of its folder."""
     folders = sorted(path for path in Path(runs_dir, "sweeps").glob("*") if path.is_dir())
     chosen = [path for path in folders if name == path.name or path.name.endswith(f"_{name}")]
     if not chosen:
@@ -111,17 +113,17 @@ def sweep_members(runs_dir: str | Path, name: str) -> set[str]:
 
 
 def keys_of(rows: Iterable[Row]) -> list[str]:
-    """Every key of any row, in the order in which they are met."""
+    """Return every key of any row, in order of appearance."""
     return list(dict.fromkeys(key for row in rows for key in row))
 
 
 def is_setting(key: str) -> bool:
-    """Whether a key is of the configuration: dotted, where metrics are written with slashes."""
+    """Return True for a configuration key, which has dots; metrics have slashes."""
     return "." in key and "/" not in key and not key.startswith(ELSEWHERE)
 
 
 def varying(rows: Collection[Row]) -> list[str]:
-    """Settings in which the rows differ, in the order of ASKED_FIRST."""
+    """Return the settings in which the rows differ, in the order of ASKED_FIRST."""
     settings = [key for key in keys_of(rows) if is_setting(key) and ".architecture." not in key]
     counts = {key: len({row.get(key) for row in rows}) for key in settings}
     asked = {key: place for place, key in enumerate(ASKED_FIRST)}
@@ -130,13 +132,13 @@ def varying(rows: Collection[Row]) -> list[str]:
 
 
 def telling(rows: Collection[Row]) -> list[str]:
-    """Those of `varying` that an option does not bring along: target.name tells them apart, target.path no further."""
+    """Return `varying` without settings that an option implies, such as target.path, which follows from target.name."""
     differing = varying(rows)
     return [key for key in differing if key in ASKED_FIRST or not _is_implied(key, differing, rows)]
 
 
 def _is_implied(key: str, differing: Collection[str], rows: Collection[Row]) -> bool:
-    """Whether the name of the option in its group gives a setting's value."""
+    """Return True if a setting's value follows from the name of the option in its group."""
     group = key.rpartition(".")[0]
     for option in {f"{group}.name", f"{group}.policy"} & set(differing) - {key}:
         if len({(row.get(option), row.get(key)) for row in rows}) == len({row.get(option) for row in rows}):

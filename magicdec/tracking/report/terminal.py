@@ -1,4 +1,4 @@
-"""The table on the terminal: what differs between the runs, and what came of it."""
+"""The table of runs on the terminal: the settings in which they differ, and their main metrics."""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -12,9 +12,9 @@ from magicdec.tracking.reader import NOISY, TWICE, gpu_trouble, is_impossible, n
 from magicdec.tracking.report.query import find_key
 from magicdec.tracking.report.rows import Row, keys_of, telling
 
-# Of a row, of a batch, of a level of load: side by side.
+# Of a row, of a batch, of a level of load.
 SPEEDUPS = ("speedup", "speedup_wall", "speedup_duration")
-FIGURES = {key: key for key in SPEEDUPS} | {
+MAIN_METRICS = {key: key for key in SPEEDUPS} | {
     "acceptance_rate": "accepted",
     "acceptance_length": "length",
     "speculative/tokens_per_second": "tokens/s",
@@ -30,21 +30,23 @@ FIGURES = {key: key for key in SPEEDUPS} | {
 }
 ENGINE = "engine.name"
 BETWEEN_ENGINES = {ENGINE: "engine", "draft.name": "draft", "autoregressive/tokens_per_second": "AR tokens/s"}
-LABELS = FIGURES | BETWEEN_ENGINES
+LABELS = MAIN_METRICS | BETWEEN_ENGINES
 MAX_SETTINGS = 6  # columns that say what differs
 GAP = 3  # blanks between columns
 WIDTH_OF_A_PIPE = 200
 
 
 def console() -> Console:
-    """Standard output; where it is no terminal, wide enough for most."""
+    """Return standard output, with a fixed width if it is not a terminal."""
     return Console() if sys.stdout.isatty() else Console(width=WIDTH_OF_A_PIPE)
 
 
-def render(
+def runs_table(
     rows: Sequence[Row], columns: Sequence[str] | None, limit: int, width: int, runs: Sequence[Row] | None = None
 ) -> RenderableType:
-    """Return a table with a line per row and as many columns as the width holds; `runs` are what groups are of."""
+    """Return a table with a line per row and as many columns as the width holds. If rows are groups, `runs` are their
+    members.
+    """
     grouped, known = runs is not None, keys_of(rows)
     chosen = [find_key(known, key, "--columns") for key in columns] if columns else _columns(rows, known, grouped)
     shown = rows[: limit or None]
@@ -64,20 +66,22 @@ def render(
 
 
 def _short(key: str, among: Sequence[str]) -> str:
-    """A key's last part, where that is no other's: budget for cache.budget; an option's name is its group's."""
+    """Return the last part of a key, such as budget for cache.budget, or the whole key if others share that part. An
+    option's name has the name of its group.
+    """
     last = key.removesuffix(".name").rpartition(".")[2]
     namesakes = sum(last == other.removesuffix(".name").rpartition(".")[2] for other in among)
     return LABELS.get(key) or (last if namesakes == 1 else key)
 
 
 def _columns(rows: Sequence[Row], known: Sequence[str], grouped: bool) -> list[str]:
-    """What differs between the rows, then what is measured."""
+    """Return the columns: settings in which the rows differ, then main metrics."""
     if grouped:
-        return [*known[: known.index("runs") + 1], *(key for key in FIGURES if key in known)] if rows else []
+        return [*known[: known.index("runs") + 1], *(key for key in MAIN_METRICS if key in known)] if rows else []
     marks = [key for key in ("acceptance/source",) if len({row.get(key) for row in rows} - {None}) > 1]
-    main, settings = [key for key in FIGURES if key in known], telling(rows)
+    main, settings = [key for key in MAIN_METRICS if key in known], telling(rows)
     engines = [key for key in BETWEEN_ENGINES if key in known] if ENGINE in settings else []
-    if engines:  # their own keys say less
+    if engines:  # the settings of engines are implied by their names
         settings = [key for key in settings if key not in engines and not key.startswith(("engine.", "attention."))]
     first, others = ([key for key in main if (key in SPEEDUPS) == is_first] for is_first in (True, False))
     return ["id", "status", *engines, *first, *settings[:MAX_SETTINGS], *marks, *others]
@@ -98,7 +102,7 @@ def _marked(row: Row, key: str) -> Text:
 
 
 def _omissions(rows: Sequence[Row], limit: int, left_out: Sequence[str]) -> Iterator[str]:
-    """Say which lines and columns are not shown."""
+    """Name the lines and columns that are not shown."""
     if limit and len(rows) > limit:
         yield f"{limit} of {len(rows):,} lines; --limit 0 shows all"
     if left_out:
@@ -106,7 +110,7 @@ def _omissions(rows: Sequence[Row], limit: int, left_out: Sequence[str]) -> Iter
 
 
 def _notes(rows: Sequence[Row]) -> Iterator[str]:
-    """Say what the lines do not: failed, noisy, disturbed, published, unfit and synthetic runs."""
+    """Count the failed, noisy, disturbed, published, too large and synthetic runs."""
     failed = [row for row in rows if row.get("status") == "failed"]
     if failed:
         yield f"{len(failed):,} failed; --columns id,kind,reason says why"
