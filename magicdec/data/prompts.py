@@ -1,43 +1,42 @@
 """A user's own prompts, one JSON object per line: `{"prompt": "..."}` or `{"messages": [{"role": ..., ...}]}`.
 
-A prompt is taken as it stands, messages go through the tokenizer's chat template where it has one. Rows are as long
-as their prompts: `context_len` is only the most that one may have.
+Messages go through the tokenizer's chat template, if it has one. Rows are as long as their prompts; `context_len` is
+the most that a prompt may have.
 """
 
 import json
 from pathlib import Path
 from typing import Any
 
-from magicdec.data.base import Prompts
+from magicdec.data.base import PromptRequest, Prompts
 from magicdec.data.text import read_text
 from magicdec.errors import UserError
 
 
-def load(tokenizer: Any, *, path: str | None, num_rows: int, context_len: int) -> Prompts:
-    """The file's first `num_rows` prompts, in its order; lengths differ, none exceeds `context_len` tokens.
+def load(request: PromptRequest) -> Prompts:
+    """Return the file's first `num_rows` prompts, in its order.
 
-    `tokenizer` is a transformers tokenizer. Raises UserError naming the line that is not a prompt or is too long, and
-    where the file has fewer prompts than rows.
+    Raise UserError, with the line, for a line that is not a prompt or is too long, and for a file with too few prompts.
     """
-    if path is None:
+    if request.path is None:
         raise UserError("data=prompts needs data.path=FILE.jsonl")
-    corpus = f"data=prompts data.path={path}"
-    file = Path(path).expanduser()
+    corpus = f"data=prompts data.path={request.path}"
+    file, rows = Path(request.path).expanduser(), request.num_rows
     if not file.is_file():
         raise UserError(f"{corpus}: no such file")
     lines = [(n, line) for n, line in enumerate(read_text(file, corpus).split("\n"), start=1) if line.strip()]
-    if len(lines) < num_rows:
-        raise UserError(f"{corpus}: {num_rows} rows need as many prompts, the file has {len(lines)}; lower batch.size")
+    if len(lines) < rows:
+        raise UserError(f"{corpus}: {rows} rows need as many prompts, the file has {len(lines)}; lower batch.size")
     tokens, sources = [], []
-    for number, line in lines[:num_rows]:
+    for number, line in lines[:rows]:
         where = f"{corpus}, line {number}"
-        tokens.append(_encode(tokenizer, _parse(line, where), where, context_len))
+        tokens.append(_encode(request.tokenizer, _parse(line, where), where, request.context_len))
         sources.append(f"{file.name}:{number}")
-    return Prompts.of(tokens, sources)
+    return Prompts(tokens, sources)
 
 
 def _parse(line: str, where: str) -> str | list[dict[str, Any]]:
-    """The prompt's text, or its messages."""
+    """Return the prompt's text, or its messages."""
     try:
         entry = json.loads(line)
     except json.JSONDecodeError as error:
@@ -63,7 +62,7 @@ def _encode(tokenizer: Any, prompt: str | list[dict[str, Any]], where: str, cont
         ids = tokenizer.encode(prompt, verbose=False)
     elif getattr(tokenizer, "chat_template", None):
         ids = tokenizer.encode(_templated(tokenizer, prompt, where), add_special_tokens=False, verbose=False)
-    else:  # a base model: the bare text is the closest to what it was trained on
+    else:  # a base model, which was trained on plain text
         ids = tokenizer.encode("\n\n".join(message["content"] for message in prompt), verbose=False)
     if not ids:
         raise UserError(f"{where}: the prompt is empty")
@@ -73,8 +72,8 @@ def _encode(tokenizer: Any, prompt: str | list[dict[str, Any]], where: str, cont
 
 
 def _templated(tokenizer: Any, messages: list[dict[str, Any]], where: str) -> str:
-    """The text of a conversation that ends where the model's answer begins."""
+    """Return a conversation as text, up to where the model's answer begins."""
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    except Exception as error:  # templates are programs of the checkpoint and raise what they like
+    except Exception as error:  # templates are programs of the checkpoint: any exception is possible
         raise UserError(f"{where}: the chat template refuses these messages ({error})") from None

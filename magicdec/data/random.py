@@ -1,13 +1,13 @@
-"""Random tokens: for timing only, since nothing that a model says about noise can be guessed."""
+"""Random tokens: for timing only, because a draft cannot predict what a model says about noise."""
 
 import numpy as np
 
-from magicdec.data.base import Prompts
+from magicdec.data.base import PromptRequest, Prompts
 
 
-def load(*, vocab_size: int, num_rows: int, context_len: int, seed: int) -> Prompts:
-    """`num_rows` rows of `context_len` token ids, drawn evenly from the vocabulary."""
-    generator = np.random.default_rng(seed)
+def load(request: PromptRequest) -> Prompts:
+    """Return rows of token ids, drawn evenly from the vocabulary."""
+    generator = np.random.default_rng(request.seed)
     # Row by row, so that more rows begin with the fewer rows.
-    rows = [generator.integers(vocab_size, size=context_len).tolist() for _ in range(num_rows)]
-    return Prompts.of(rows, [f"random@{row}" for row in range(num_rows)])
+    rows = [generator.integers(request.vocab_size, size=request.context_len).tolist() for _ in range(request.num_rows)]
+    return Prompts(rows, [f"random@{row}" for row in range(request.num_rows)])

@@ -1,7 +1,7 @@
-"""Retrieval and aggregation tasks as in RULER (Hsieh et al. 2024, arXiv 2404.06654), made here at any exact length.
+"""Retrieval and aggregation tasks as in RULER (Hsieh et al. 2024, arXiv 2404.06654), at any exact length.
 
-What matters is strewn over real text, the question comes last, and the answer is known. Names and values are invented,
-so that no model knows them beforehand.
+Statements are placed at random in real text, the question comes last, and the answer is known. Names and values are
+invented, so that no model has seen them in training.
 """
 
 import random
@@ -10,48 +10,51 @@ from dataclasses import dataclass
 from itertools import chain, pairwise
 
 from magicdec.data import text
-from magicdec.data.base import Encoder, Prompts
+from magicdec.data.base import Encoder, PromptRequest, Prompts
 from magicdec.errors import UserError
 
 MULTIKEY_NEEDLES = 8
-COMMON_WORDS = 10  # and as many others in each group of the list, which occur nowhere else
+COMMON_WORDS = 10  # each group of the list has as many others, which occur once
 HOPS = 4
 DOCUMENTS = 12
 CITIES = "Athens Berlin Cairo Dublin Geneva Havana Kyoto Lisbon Madrid Nairobi Oslo Prague Quito Rome Tunis Vienna"
 
 
 @dataclass(frozen=True)
-class Task:
-    """What one row is asked."""
+class Question:
+    """The question of one row, with the statements that it is about."""
 
-    statements: Iterable[str]  # strewn over the text in this order: as many as there is room for
-    needed: int  # of them, at least
-    question: str  # ends the prompt, right before the answer
+    statements: Iterable[str]  # placed in the text in this order, as many as there is room for
+    needed: int  # statements that the text must hold
+    question: str  # the end of the prompt
     answers: list[str]  # all of them belong into the output
 
 
-def load(encoder: Encoder, *, task: str, path: str | None, num_rows: int, context_len: int, seed: int) -> Prompts:
-    """Prompts of exactly `context_len` tokens with their answers, in windows of `path` or of the standard library.
+def load(request: PromptRequest) -> Prompts:
+    """Return prompts with their answers, in windows of `path` or of the standard library.
 
-    Sources name the window and the task. Raises UserError where the context is too short for the task's statements.
+    Sources name the window and the task. Raise UserError if the context is too short for the task's statements.
     """
-    windows = text.load_or_stdlib(encoder, path=path, num_rows=num_rows, context_len=context_len, seed=seed)
+    task = request.task
+    if task is None or task not in TASKS:
+        raise UserError(f"data.task={task} is unknown; valid: {', '.join(TASKS)}")
+    windows = text.load_or_stdlib(request)
     tokens, answers = [], []
     for window, source in zip(windows.tokens, windows.sources, strict=True):
-        generator = random.Random(f"{seed}/{task}/{source}")
+        generator = random.Random(f"{request.seed}/{task}/{source}")
         made = TASKS[task](generator)
-        tokens.append(_row(made, task, window, encoder, generator))
+        tokens.append(_row(made, task, window, request.encoder, generator))
         answers.append(made.answers)
-    return Prompts.of(tokens, [f"{source} {task}" for source in windows.sources], answers)
+    return Prompts(tokens, [f"{source} {task}" for source in windows.sources], answers)
 
 
 def accuracy(output: str, answers: list[str]) -> float:
-    """The share of a row's answers that its output contains, in whatever case."""
+    """Return the share of a row's answers that its output contains; case does not matter."""
     return sum(answer.lower() in output.lower() for answer in answers) / len(answers)
 
 
-def _row(made: Task, task: str, window: list[int], encoder: Encoder, generator: random.Random) -> list[int]:
-    """The window cut short, with the statements at random places and the question behind it."""
+def _row(made: Question, task: str, window: list[int], encoder: Encoder, generator: random.Random) -> list[int]:
+    """Return the beginning of the window with the statements at random places, followed by the question."""
     first = len(encoder.prefix)
     question = list(encoder.encode(f"\n\n{made.question}"))
     room = len(window) - first - len(question)
@@ -72,12 +75,12 @@ def _row(made: Task, task: str, window: list[int], encoder: Encoder, generator: 
     return [*window[:first], *between, *parts[-1], *question]
 
 
-def _needles(generator: random.Random, count: int) -> Task:
-    """Numbers under keys, one of which is asked for."""
+def _needles(generator: random.Random, count: int) -> Question:
+    """Return a question about one of `count` secret numbers."""
     keys = _words(generator, count)
     numbers = [str(number) for number in generator.sample(range(1_000_000, 10_000_000), count)]
     asked = generator.randrange(count)
-    return Task(
+    return Question(
         [f"The secret number of {key} is {number}." for key, number in zip(keys, numbers, strict=True)],
         count,
         f"Question: What is the secret number of {keys[asked]}?\nAnswer: The secret number of {keys[asked]} is",
@@ -85,25 +88,25 @@ def _needles(generator: random.Random, count: int) -> Task:
     )
 
 
-def niah_single(generator: random.Random) -> Task:
-    """A needle in a haystack."""
+def niah_single(generator: random.Random) -> Question:
+    """Ask for the only needle in a haystack."""
     return _needles(generator, 1)
 
 
-def niah_multikey(generator: random.Random) -> Task:
-    """A needle among others like it."""
+def niah_multikey(generator: random.Random) -> Question:
+    """Ask for one needle of several."""
     return _needles(generator, MULTIKEY_NEEDLES)
 
 
-def cwe(generator: random.Random) -> Task:
-    """Common word extraction: ten words occur in every group of the list, the others once."""
+def cwe(generator: random.Random) -> Question:
+    """Ask for the common words: ten words occur in every group of the list, the others once."""
     common = _words(generator, COMMON_WORDS)
     question = f"Question: Which {COMMON_WORDS} words occur most often in the lists above?\nAnswer:"
-    return Task(_word_groups(generator, common), 2, question, common)
+    return Question(_word_groups(generator, common), 2, question, common)
 
 
 def _word_groups(generator: random.Random, common: list[str]) -> Iterator[str]:
-    """Without end."""
+    """Yield groups of common and other words, without end."""
     used = set(common)
     while True:
         others = _words(generator, COMMON_WORDS, used)
@@ -113,17 +116,17 @@ def _word_groups(generator: random.Random, common: list[str]) -> Iterator[str]:
         yield "Words: " + " ".join(group)
 
 
-def vt(generator: random.Random) -> Task:
-    """Variable tracking: a value handed on from variable to variable."""
+def vt(generator: random.Random) -> Question:
+    """Ask which variables hold a value that is assigned from one to the next."""
     names = [word.upper() for word in _words(generator, HOPS + 1)]
     value = str(generator.randrange(10_000, 100_000))
     statements = [f"VAR {name} = {source}" for name, source in zip(names, [value, *names], strict=False)]
     question = f"Question: Which variables hold the value {value}?\nAnswer: The variables that hold {value} are"
-    return Task(statements, len(statements), question, names)
+    return Question(statements, len(statements), question, names)
 
 
-def qa(generator: random.Random) -> Task:
-    """A question about one of many short documents."""
+def qa(generator: random.Random) -> Question:
+    """Ask about one of many short documents."""
     words = [word.capitalize() for word in _words(generator, 2 * DOCUMENTS)]
     people = [f"{first} {last}" for first, last in zip(words[::2], words[1::2], strict=True)]
     homes = [generator.choice(CITIES.split()) for _ in people]
@@ -134,16 +137,16 @@ def qa(generator: random.Random) -> Task:
     ]
     asked = generator.randrange(DOCUMENTS)
     question = f"Question: In which city did {people[asked]} live?\nAnswer: {people[asked]} spent a long life in"
-    return Task(facts, DOCUMENTS, question, [homes[asked]])
+    return Question(facts, DOCUMENTS, question, [homes[asked]])
 
 
-TASKS: dict[str, Callable[[random.Random], Task]] = {
+TASKS: dict[str, Callable[[random.Random], Question]] = {
     made.__name__: made for made in (niah_single, niah_multikey, cwe, vt, qa)
 }
 
 
 def _words(generator: random.Random, count: int, used: Iterable[str] = ()) -> list[str]:
-    """Invented words of three syllables, all different and none of them `used`."""
+    """Return invented words of three syllables, all different and none of them `used`."""
     words: list[str] = []
     while len(words) < count:
         word = "".join(generator.choice("bdfgklmnprstvz") + generator.choice("aeiou") for _ in range(3))

@@ -1,7 +1,7 @@
-"""The Python standard library's own source: real, long text that every machine has.
+"""The source of the Python standard library: real, long text that every machine has.
 
-One document is a top-level module, or a package with all its files. The bundled models were trained on the other
-half of the split: `HELD_OUT` alone decides which modules prompts come from and which ones training may read.
+A document is a top-level module, or a package with all its files. Prompts come from the modules in `HELD_OUT`; the
+bundled models were trained on the others.
 """
 
 import os
@@ -10,48 +10,34 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-from magicdec.data.base import Document, Encoder, Prompts, cut_windows
+from magicdec.data.base import Document, PromptRequest, Prompts, cut_windows
 from magicdec.errors import UserError
 
-# In every Python from 3.11 to 3.14, on every system, also where a distribution splits the library into packages.
+# Part of every Python from 3.11 to 3.14, on every system, even if a distribution splits the library into packages.
 HELD_OUT = frozenset(
-    {
-        "argparse",
-        "asyncio",
-        "email",
-        "enum",
-        "inspect",
-        "ipaddress",
-        "logging",
-        "mailbox",
-        "subprocess",
-        "tarfile",
-        "typing",
-        "zipfile",
-    }
+    {"argparse", "asyncio", "email", "enum", "inspect", "ipaddress", "logging", "mailbox", "subprocess"}
+    | {"tarfile", "typing", "zipfile"}
 )
 
-# Tests are another kind of text, and installed packages are not the standard library.
+# Tests are another kind of text, and installed packages are not part of the standard library.
 SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "_bundled", "__pycache__"})
 # Tables rather than code: character maps, pydoc's topics, Windows Installer schemas, build-time settings.
 SKIPPED_MODULES = frozenset({"encodings", "pydoc_data", "msilib", "turtledemo", "__phello__", "stringprep"})
 SKIPPED_FILES = frozenset({"html/entities.py"})
 SKIPPED_PREFIXES = ("_sysconfigdata", "_sysconfig_vars", "config-")
-TWIN_PREFIXES = ("_py_", "_py")  # _py_abc beside abc, _pydatetime beside datetime
+TWIN_PREFIXES = ("_py_", "_py")  # _py_abc for abc, _pydatetime for datetime
 
 
-def load(encoder: Encoder, *, num_rows: int, context_len: int, seed: int) -> Prompts:
-    """Windows of the held-out modules; see `cut_windows`."""
+def load(request: PromptRequest) -> Prompts:
+    """Return windows of the held-out modules; see `cut_windows`."""
     texts = {document.name: document.text for document in documents(held_out=True)}
-    return cut_windows(
-        texts, texts.__getitem__, encoder, num_rows=num_rows, context_len=context_len, seed=seed, corpus="data=stdlib"
-    )
+    return cut_windows(texts, texts.__getitem__, request, "data=stdlib")
 
 
 def documents(*, held_out: bool, root: Path | None = None) -> list[Document]:
-    """The held-out modules, or all the others, sorted by name. `root` defaults to this Python's library.
+    """Return the held-out modules, or all the others, sorted by name. `root` defaults to this Python's library.
 
-    Raises UserError where the library's source is not on disk (a frozen or zipped Python).
+    Raise UserError if the library's source is not on disk (a frozen or zipped Python).
     """
     root = root or Path(sysconfig.get_path("stdlib"))
     modules = {name: files for name, files in _modules(root).items() if (name in HELD_OUT) == held_out}
@@ -61,9 +47,9 @@ def documents(*, held_out: bool, root: Path | None = None) -> list[Document]:
 
 
 def _modules(root: Path) -> dict[str, list[Path]]:
-    """The files of each module, twins counted once: of datetime and _pydatetime, say, the longer one stays.
+    """Return the files of each module: of twins such as datetime and _pydatetime, those of the longer.
 
-    Which of the two holds the code changes between Python versions; the module's public name names both.
+    Which of the two holds the code changes between Python versions; the module's public name is that of both.
     """
     found: dict[str, list[Path]] = {}
     for path in sorted(_sources(root)):
@@ -78,7 +64,7 @@ def _modules(root: Path) -> dict[str, list[Path]]:
 
 
 def _sources(root: Path) -> Iterator[Path]:
-    """Without a walk through installed packages, which are many."""
+    """Yield the source files below `root`, without a walk through installed packages."""
     for folder, subfolders, files in os.walk(root):
         subfolders[:] = [name for name in subfolders if name not in SKIPPED_FOLDERS]
         yield from (Path(folder, name) for name in files if name.endswith(".py"))
@@ -102,5 +88,5 @@ def _size(files: list[Path]) -> int:
 
 
 def _read(files: list[Path]) -> str:
-    # A few files of the library are not UTF-8; what matters here is that every machine reads the same characters.
+    # A few files of the library are not UTF-8: with `replace` every machine reads the same characters.
     return "\n".join(path.read_text(encoding="utf-8", errors="replace") for path in files)

@@ -3,48 +3,36 @@
 from pathlib import Path
 
 from magicdec.data import stdlib
-from magicdec.data.base import Encoder, Prompts, cut_windows
+from magicdec.data.base import PromptRequest, Prompts, cut_windows
 from magicdec.errors import UserError
 
-# What counts as text in a folder. A file named by itself may have any suffix.
+# The text files of a folder. A single file may have any suffix.
 SUFFIXES = frozenset({".txt", ".md", ".rst", ".tex", ".py", ".c", ".h", ".cpp", ".cu", ".java", ".js", ".go", ".rs"})
 
 
-def load(encoder: Encoder, *, path: str | None, num_rows: int, context_len: int, seed: int) -> Prompts:
-    """Windows of the file or the files at `path`, one document per file; see `cut_windows`.
+def load(request: PromptRequest) -> Prompts:
+    """Return windows of the files at `path`, one document per file; see `cut_windows`.
 
-    Raises UserError where the path is missing or not text, or holds too little of it.
+    Raise UserError if the path is missing or not text, or holds too little of it.
     """
-    if path is None:
+    if request.path is None:
         raise UserError("data=text needs data.path=FILE_OR_FOLDER")
-    corpus = f"data.path={path}"
-    return windows_of(files_at(Path(path), corpus), corpus, encoder, num_rows, context_len, seed)
+    corpus = f"data.path={request.path}"
+    return windows_of(files_at(Path(request.path), corpus), request, corpus)
 
 
-def load_or_stdlib(encoder: Encoder, *, path: str | None, num_rows: int, context_len: int, seed: int) -> Prompts:
-    """Windows of the files at `path`, or, where it is None, of the held-out standard library."""
-    if path is None:
-        return stdlib.load(encoder, num_rows=num_rows, context_len=context_len, seed=seed)
-    return load(encoder, path=path, num_rows=num_rows, context_len=context_len, seed=seed)
+def load_or_stdlib(request: PromptRequest) -> Prompts:
+    """Return windows of the files at `path`, or of the held-out standard library without a path."""
+    return stdlib.load(request) if request.path is None else load(request)
 
 
-def windows_of(
-    files: dict[str, Path], corpus: str, encoder: Encoder, num_rows: int, context_len: int, seed: int
-) -> Prompts:
-    """Return windows of the files by name; `corpus` is what errors call them."""
-    return cut_windows(
-        files,
-        lambda name: read_text(files[name], corpus),
-        encoder,
-        num_rows=num_rows,
-        context_len=context_len,
-        seed=seed,
-        corpus=corpus,
-    )
+def windows_of(files: dict[str, Path], request: PromptRequest, corpus: str) -> Prompts:
+    """Return windows of the files by name; `corpus` is their name in errors."""
+    return cut_windows(files, lambda name: read_text(files[name], corpus), request, corpus)
 
 
 def read_text(path: Path, corpus: str) -> str:
-    """The text of a file; UserError where it is not UTF-8 or cannot be read."""
+    """Return the text of a file. Raise UserError if it is not UTF-8 or cannot be read."""
     try:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
@@ -54,9 +42,9 @@ def read_text(path: Path, corpus: str) -> str:
 
 
 def files_at(path: Path, corpus: str, suffixes: frozenset[str] = SUFFIXES) -> dict[str, Path]:
-    """Return the text files at a path by name, relative to the folder so that it is the same on every machine.
+    """Return the text files at a path by name, relative to the folder so that names do not depend on the machine.
 
-    Raise UserError where there is none; `corpus` is what the message calls them.
+    Raise UserError if there is none; `corpus` is its name in the message.
     """
     path = path.expanduser()
     if path.is_file():

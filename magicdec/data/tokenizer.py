@@ -1,4 +1,4 @@
-"""Tokenizers of checkpoints, through transformers; no code of a checkpoint's own is ever run."""
+"""Load tokenizers of checkpoints through transformers, without running code of the checkpoint."""
 
 from pathlib import Path
 from typing import Any
@@ -9,13 +9,13 @@ FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 
 
 def load_tokenizer(folder_or_hub_id: str | Path) -> Any:
-    """The transformers tokenizer of a local folder or of a Hugging Face hub id.
+    """Return the transformers tokenizer of a local folder or of a Hugging Face hub id.
 
-    Raises UserError where the folder has none, or the hub does not give one.
+    Raise UserError if there is none.
     """
     path = Path(folder_or_hub_id).expanduser()
     if path.is_dir():
-        for file in path.iterdir():  # all of them are opened, and opening a pipe may never end
+        for file in path.iterdir():  # transformers opens all of them, and opening a pipe may never end
             if file.exists() and not (file.is_file() or file.is_dir()):
                 raise UserError(f"{file} is no regular file")
         if not any((path / name).exists() for name in FILES):
@@ -25,11 +25,11 @@ def load_tokenizer(folder_or_hub_id: str | Path) -> Any:
         raise UserError(f"{folder_or_hub_id}: no such folder")
     else:
         source = str(folder_or_hub_id)
-    # Here and not above: importing transformers takes seconds, which `data=random` and `--help` need not wait for.
+    # Imported here because it takes seconds, which `data=random` and `--help` do not need.
     from transformers import AutoTokenizer
 
     try:
         return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-    except Exception as error:  # a broken file raises what it likes, from transformers or from tokenizers
+    except Exception as error:  # a broken file may raise any exception
         reason = str(error).strip().split("\n")[0]
         raise UserError(f"{folder_or_hub_id}: cannot load its tokenizer ({reason})") from None

@@ -1,4 +1,4 @@
-"""What a device can do at most, measured where no datasheet says."""
+"""Measure what a device can do at most, for devices without a datasheet."""
 
 from collections.abc import Callable
 
@@ -15,7 +15,7 @@ SMALL_MATMUL = 1024
 
 
 def matmul_rate(device: torch.device, dtype: torch.dtype, size: int | None = None, repeats: int = REPEATS) -> float:
-    """FLOPs per second of a square matmul. Of random numbers: a GPU that multiplies equal ones saves power."""
+    """Return the FLOPs per second of a square matmul of random numbers: a GPU that multiplies equal ones saves power."""
     if size is None:
         size = MATMUL_ON[device.type]
         size = size if 3 * size**2 * dtype.itemsize <= _room(device) else SMALL_MATMUL
@@ -24,20 +24,20 @@ def matmul_rate(device: torch.device, dtype: torch.dtype, size: int | None = Non
 
 
 def copy_bandwidth(device: torch.device, num_bytes: int) -> float:
-    """Bytes per second, read and written, of a copy within the device's memory."""
+    """Return the bytes per second, read and written, of a copy within the device's memory."""
     source = torch.ones(num_bytes // 4, device=device)
     copy = torch.empty_like(source)
     return 2 * source.nbytes / _fastest_s(lambda: copy.copy_(source), device)
 
 
 def read_bandwidth(device: torch.device, num_bytes: int | None = None) -> float:
-    """Bytes per second at which the device reads memory, as a sum over a large tensor does."""
+    """Return the bytes per second at which the device reads memory, as a sum over a large tensor does."""
     data = torch.ones((num_bytes or min(READ_ON[device.type], _room(device))) // 4, device=device)
     return data.nbytes / _fastest_s(data.sum, device)
 
 
 def _room(device: torch.device) -> int:
-    """Bytes that may be taken for a moment beside whatever a run holds."""
+    """Return the bytes that a measurement may take for a moment, while a run holds memory."""
     return available_bytes(device) // 4
 
 

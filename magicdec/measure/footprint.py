@@ -1,8 +1,8 @@
-"""What a run will allocate, known before it allocates: the run itself, on tensors without storage.
+"""Predict what a run allocates, by running it on tensors without storage.
 
-One chunk of every loop and one round of every kind run on PyTorch's meta device, and every allocation is counted as it
-comes and goes: caches, whatever the policy, activations, masks, logits, scores. Shapes are static, so that a short
-prompt in a cache of full capacity allocates what the last chunk of a long one does.
+One chunk of every loop and one round of every kind run on PyTorch's meta device, and every allocation is counted:
+caches of any policy, activations, masks, logits, scores. Shapes are static, so that a short prompt in a cache of full
+capacity allocates what the last chunk of a long one does.
 """
 
 import weakref
@@ -30,9 +30,9 @@ LAYERS = 2  # that run: what a layer leaves, the next one frees
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes by their use. `transient` is the most that is held beside the others at any time.
+    """Bytes by their use. `transient` is the most that is held in addition to the others at any time.
 
-    What rounds hold of it, `pooled`, is not there for anything else once they are captured: a graph keeps its memory.
+    `pooled` is what rounds hold of it: once they are captured, a graph keeps that memory.
     """
 
     weights: int
@@ -43,20 +43,21 @@ class Footprint:
 
     @property
     def total(self) -> int:
-        """The peak."""
+        """Return the peak."""
         return self.weights + self.target_kv + self.draft_kv + self.transient
 
     @property
     def needed(self) -> int:
-        """What must be free for it."""
+        """Return the memory that must be free."""
         return self.total + self.pooled
 
 
 @torch.inference_mode()
 def footprint(engine: NativeEngine, num_rows: int, context_len: int, audited: bool, prefills: bool = True) -> Footprint:
-    """What a batch will take; `audited` where its output is audited; without `prefills` of rounds alone.
+    """Return the memory of a batch, with the audit if `audited`; without `prefills`, of its rounds alone.
 
-    The engine's weights are on the meta device, and it is used up: its models lose all but their first layers.
+    The engine's weights must be on the meta device. It cannot be used afterwards: its models keep only their first
+    layers.
     """
     models = [engine.target, engine.draft_model] if engine.draft_model else [engine.target]
     weights = {
@@ -96,7 +97,7 @@ def footprint(engine: NativeEngine, num_rows: int, context_len: int, audited: bo
 
 
 def _stored(parameter: Tensor) -> list[Tensor]:
-    """What a parameter is made of: itself, or codes and scales where it is quantised."""
+    """Return the tensors of a parameter: itself, or codes and scales if it is quantised."""
     if not hasattr(parameter, "__tensor_flatten__"):
         return [parameter]
     names, _ = parameter.__tensor_flatten__()
@@ -104,7 +105,9 @@ def _stored(parameter: Tensor) -> list[Tensor]:
 
 
 def largest_batch(total: Callable[[int], int], num_rows: int, available: int) -> int:
-    """The most rows, fewer than `num_rows`, whose `total` bytes are `available`: nearly linear in the rows."""
+    """Return the most rows, fewer than `num_rows`, whose `total` bytes are `available`. Bytes are nearly linear in
+    rows.
+    """
     one, many = total(1), total(num_rows)
     if one > available:
         return 0
@@ -118,7 +121,7 @@ def largest_batch(total: Callable[[int], int], num_rows: int, available: int) ->
 
 
 class Allocations(TorchDispatchMode):
-    """Counts the storage of all tensors made within on the meta device: `live` bytes now, `peak` at most so far."""
+    """A counter of the storage of all tensors made within on the meta device: `live` bytes now, `peak` at most so far."""
 
     def __init__(self, ignored: Iterable[Tensor] = ()):
         super().__init__()
@@ -126,7 +129,7 @@ class Allocations(TorchDispatchMode):
         self._known: dict[int, object] = {tensor.untyped_storage()._cdata: tensor for tensor in ignored}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operator, and count what it has made."""
+        """Run the operator, and count what it has allocated."""
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor) and tensor.is_meta:
@@ -135,7 +138,7 @@ class Allocations(TorchDispatchMode):
 
     @contextmanager
     def of_rounds(self) -> Iterator[None]:
-        """What is held within beyond what was held before, at most, is `most_of_rounds`."""
+        """Count what is held within, beyond what was held before, into `most_of_rounds`."""
         before, peak, self.peak = self.live, self.peak, self.live
         yield
         self.most_of_rounds = max(self.most_of_rounds, self.peak - before)
@@ -153,7 +156,7 @@ class Allocations(TorchDispatchMode):
 
 
 class _FusedAttention(TorchFunctionMode):
-    """Attention as devices compute it, without writing the probabilities out; the meta device would."""
+    """Attention that does not write the probabilities out, as on devices; the meta device would."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.scaled_dot_product_attention:
@@ -162,7 +165,7 @@ class _FusedAttention(TorchFunctionMode):
 
 
 class UniformAttention(SdpaAttention):
-    """Stands for any backend on a CPU, where lengths are read: rows of one length share the mask of a chunk."""
+    """A stand-in for any backend on a CPU, where lengths are read: rows of one length share the mask of a chunk."""
 
     def plan(
         self, seqlens_B: Tensor, shape: Shape, window: int | None, positions_BKS: Tensor | None = None

@@ -1,6 +1,6 @@
-"""Whether a GPU was itself during a run: slowed down by heat or by its power limit, or shared with other processes.
+"""Find out whether a GPU was slowed down by heat or its power limit during a run, or shared with other processes.
 
-Asked of the driver through NVML (the extra `monitor`); nothing is recorded where that is not installed, or on a CPU.
+Asks the driver through NVML (the extra `monitor`). Records nothing without it, or on a CPU.
 """
 
 import logging
@@ -17,7 +17,9 @@ SLOWED_BY = {"thermal": "NVML_PERF_POLICY_THERMAL", "power": "NVML_PERF_POLICY_P
 
 
 class Watch:
-    """From its making on. The driver counts the time in which a GPU was slowed down: there is nothing to poll."""
+    """Observation of a GPU, from its creation on. The driver counts the time in which a GPU is slowed down: nothing is
+    polled.
+    """
 
     def __init__(self, device: torch.device):
         self._nvml: Any = None
@@ -30,7 +32,9 @@ class Watch:
             self._before, self._shared = self._slowed_s(), self._others()
 
     def metrics(self) -> Metrics:
-        """`gpu/throttled/thermal` and `/power`: shares of the time; `gpu/shared`: other processes on the GPU."""
+        """Return `gpu/throttled/thermal` and `/power`, shares of the time, and `gpu/shared`, other processes on the
+        GPU.
+        """
         if self._nvml is None:
             return {}
         elapsed, after = time.perf_counter() - self._start, self._slowed_s()
@@ -38,7 +42,9 @@ class Watch:
         return shares | {"gpu/shared": max(self._shared, self._others())}
 
     def _slowed_s(self) -> dict[str, float]:
-        """Seconds since the driver was loaded; without what this GPU does not count."""
+        """Return the seconds of slow-down since the driver was loaded, by reason, without reasons that this GPU does
+        not count.
+        """
         found = {}
         for why, policy in SLOWED_BY.items():
             try:
@@ -49,7 +55,9 @@ class Watch:
         return found
 
     def _others(self) -> int:
-        """Computing processes but this one, which a container may see under another number, or not at all."""
+        """Return the number of other computing processes. A container may see this process under another number, or not
+        at all.
+        """
         try:
             return max(0, len(self._nvml.nvmlDeviceGetComputeRunningProcesses(self._handle)) - 1)
         except self._nvml.NVMLError as error:
@@ -58,7 +66,7 @@ class Watch:
 
 
 def _nvml(device: torch.device) -> tuple[Any, Any] | None:
-    """The library, ready to be asked, and its handle of a GPU; None where it does not know it (a MIG slice, say)."""
+    """Return NVML and its handle of a GPU, or None if it does not know the GPU (such as a MIG slice)."""
     try:
         import pynvml
     except ImportError:

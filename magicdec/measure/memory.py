@@ -1,4 +1,4 @@
-"""How much memory there is, and how much a run has taken."""
+"""Measure how much memory is available, and how much a run has taken."""
 
 import os
 import resource
@@ -12,12 +12,12 @@ from magicdec.architectures import ModelConfig
 
 
 def kv_bytes(config: ModelConfig, num_tokens: int, dtype: torch.dtype) -> int:
-    """Bytes of keys and values of `num_tokens` tokens of one sequence."""
+    """Return the bytes of keys and values of `num_tokens` tokens of one sequence."""
     return config.kv_elements_per_token * num_tokens * dtype.itemsize
 
 
 def available_bytes(device: torch.device) -> int:
-    """Free memory of the device now, with what PyTorch holds but has no use for."""
+    """Return the free memory of the device, with what PyTorch holds but does not use."""
     if device.type == "cuda":
         idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + idle
@@ -29,23 +29,23 @@ def available_bytes(device: torch.device) -> int:
 
 
 def reserved_bytes(device: torch.device) -> int:
-    """What is left free on a GPU for what PyTorch does not count: kernels that are loaded, graphs, NCCL's buffers."""
+    """Return what is left free on a GPU for memory that PyTorch does not count: loaded kernels, graphs, NCCL's buffers."""
     if device.type != "cuda":
         return 0
     return (1 << 29) + torch.cuda.mem_get_info(device)[1] // 50
 
 
 def workspace_bytes(device: torch.device) -> int:
-    """What PyTorch allocates for cuBLAS: a workspace for each stream, of which one runs and one captures graphs."""
+    """Return what PyTorch allocates for cuBLAS: a workspace for each stream, of which one runs and one captures graphs."""
     if device.type != "cuda":
         return 0
     return 2 * (32 << 20 if torch.cuda.get_device_capability(device)[0] == 9 else 8320 << 10)
 
 
 class Peak:
-    """The most memory taken since this object was made: on a GPU by tensors, on a CPU by the whole process.
+    """The most memory taken since this object was created: on a GPU by tensors, on a CPU by the process.
 
-    Pages of files do not count: they are the code of libraries, loaded when it is first used.
+    Pages of files do not count: they are the code of libraries, loaded at its first use.
     """
 
     def __init__(self, device: torch.device):
@@ -59,25 +59,25 @@ class Peak:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes so far."""
+        """Return the bytes so far."""
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
         return max(0, _peak_resident_bytes() - _status_bytes("RssFile") - self._before)
 
 
 def _forget_peak() -> None:
-    """Start the account of the peak anew: in a multirun, a larger run may have gone before in this process."""
+    """Reset the peak: in a multirun, this process may have done a larger run before."""
     with suppress(OSError):  # no Linux, or a container that forbids it
         Path("/proc/self/clear_refs").write_text("5")
 
 
 def _peak_resident_bytes() -> int:
-    """Of this process since it started, or since the peak was last forgotten."""
+    """Return the peak of this process since it started, or since the last reset."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def _status_bytes(field: str, otherwise: int = 0) -> int:
-    """A field of Linux's account of this process; `otherwise` where there is none."""
+    """Return a field of Linux's status of this process, or `otherwise` on other systems."""
     try:
         with open("/proc/self/status") as lines:
             return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field + ":"))

@@ -1,4 +1,4 @@
-"""From a generation's counters and times to the metrics of a run (names as in result.json and W&B).
+"""Compute the metrics of a run from a generation's counters and times (names as in result.json and W&B).
 
 B rows, R rounds, G = gamma.
 """
@@ -19,21 +19,21 @@ Metrics = dict[str, float | int | str | bool | None]
 
 
 class Rounds(Counter[tuple[int, int]]):
-    """How many rounds of a row (proposed, accepted) so many tokens."""
+    """The number of rounds of a row that have (proposed, accepted) so many tokens."""
 
     @property
     def proposed(self) -> int:
-        """Tokens proposed in all rounds."""
+        """Return the tokens proposed in all rounds."""
         return sum(proposed * number for (proposed, _), number in self.items())
 
     @property
     def accepted(self) -> int:
-        """Tokens accepted in all rounds."""
+        """Return the tokens accepted in all rounds."""
         return sum(accepted * number for (_, accepted), number in self.items())
 
 
 class RowTimes(NamedTuple):
-    """When a row of a batch got its tokens, in seconds."""
+    """The times at which a row of a batch got its tokens, in seconds."""
 
     first: float  # until its first token
     decode: float  # from then until its last one
@@ -50,17 +50,17 @@ def row_times(generation: Generation, prefill_seconds: float) -> list[RowTimes]:
 
 
 def time_per_output_token_ms(rows: Sequence[RowTimes]) -> float:
-    """Mean over the rows; one that stopped at its first token has no such time, and NaN is what is left of none."""
+    """Return the mean over the rows that have decoded a token, or NaN if there are none."""
     times = [row.decode / row.decoded for row in rows if row.decoded]
     return 1e3 * fmean(times) if times else math.nan
 
 
 def speed_metrics(batches: Sequence[Sequence[RowTimes]]) -> dict[str, float]:
-    """Throughput and latencies over the batches of one pass, without a prefix.
+    """Return throughput and latencies over the batches of one pass, without a prefix.
 
     tokens_per_second counts the tokens after each row's first over the decode time alone, which lasts until a batch's
-    last row is done; wall_s includes the prefill. Where every row stopped at its first token there is no decoding to
-    time, and the figures that need it are NaN.
+    last row is done; wall_s includes the prefill. If every row stopped at its first token, nothing was decoded, and the
+    metrics that need a decode time are NaN.
     """
     rows = [row for batch in batches for row in batch]
     decode = sum(max(row.decode for row in batch) for batch in batches)
@@ -82,7 +82,7 @@ def acceptance_metrics(generations: Iterable[Generation]) -> Metrics:
 
 
 def acceptance(rounds: Rounds) -> Metrics:
-    """Return the acceptance metrics of rounds that `is_whole` admits; acceptance_rounds alone where there are none.
+    """Return the acceptance metrics of rounds that `is_whole` admits; acceptance_rounds alone if there are none.
 
     acceptance_rate/position_<i> is unconditional: how often proposal i was accepted, whether or not those before were.
     """
@@ -125,13 +125,13 @@ def rounds_of(generation: Generation) -> Rounds:
 
 
 def usual_gamma(generations: list[Generation]) -> int:
-    """The gamma of most speculative rounds; 0 where there are none."""
+    """Return the gamma of most speculative rounds, or 0 if there are none."""
     rounds = Counter(gamma for g in generations for gamma in g.gammas if gamma)
     return max(rounds, key=rounds.__getitem__, default=0)
 
 
 def round_history(generation: Generation) -> list[dict[str, float | int]]:
-    """A row per round: rows still decoding, their mean accepted proposals, and the time the round took."""
+    """Return a row per round: rows still decoding, their mean accepted proposals, and the time the round took."""
     history, before = [], 0.0
     for index, end in enumerate(generation.round_seconds):
         accepted = generation.accepted_RB[index]
@@ -146,9 +146,9 @@ def round_history(generation: Generation) -> list[dict[str, float | int]]:
 def agreement(measured: Mapping[str, Any], speculative: Iterable[Generation], growth: float) -> Metrics:
     """Return `agreement/*`: by which factor a time lies outside of what the profile allows, 1.0 within.
 
-    Decoding passes and profile time the same steps, so that a run which was disturbed is found out without repeats. The
-    profile is of the end of the prompts; over a pass a step may get longer by up to `growth`, as its context does. Only
-    rounds of the profiled gamma are compared.
+    Decoding passes and profile time the same steps, so that a disturbed run is found without repeats. The profile is of
+    the end of the prompts; over a pass, a step may get longer by up to `growth`, as its context does. Only rounds of
+    the profiled gamma are compared.
     """
 
     def outside(time: float, least: float, most: float) -> float:
@@ -169,13 +169,13 @@ def agreement(measured: Mapping[str, Any], speculative: Iterable[Generation], gr
 
 
 def spread(values: list[float]) -> float:
-    """Largest less smallest, over the median: 0.1 means 10 percent."""
+    """Return the range of the values over their median: 0.1 means 10 percent."""
     middle = median(values)
     return (max(values) - min(values)) / middle if middle else 0.0
 
 
 def _last_round(generation: Generation) -> list[int]:
-    """Index of the round in which each row took its last token; -1 where the prefill's token was its last."""
+    """Return the index of the round in which each row took its last token, or -1 if that came from the prefill."""
     took = generation.committed_RB > 0
     order = torch.arange(took.shape[0])[:, None].expand_as(took)
     return torch.where(took, order, -1).amax(0).tolist() if took.numel() else [-1] * len(generation.tokens)

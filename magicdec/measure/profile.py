@@ -1,7 +1,7 @@
-"""The parts of a round, timed one by one: T_T, T_D, T_V, and what the round costs beyond their sum.
+"""Time the parts of a round one by one: T_T, T_D, T_V, and what the round costs beyond their sum.
 
-Headline numbers come from a loop without synchronisation of its own; these come from a short pass of their own, in
-which the parts alternate, so that a machine that slows down slows all of them.
+Headline numbers come from a loop of their own, without synchronisation. These come from a short separate pass, in which
+the parts alternate, so that a machine that slows down slows all of them.
 """
 
 from collections.abc import Callable
@@ -75,7 +75,7 @@ def _alternate(decoder: Decoder, parts: dict, repeats: int) -> dict[str, float]:
 
 
 def _plain_ms(decoder: Decoder, run: Callable[[], None], repeats: int) -> float:
-    """Of what is run once, kernel by kernel: it may be thousands of passes, which no graph should hold."""
+    """Time a selection that runs once per sequence, without a graph: it may be thousands of passes."""
     samples = []
     for _ in range(min(PLAIN_REPEATS, repeats)):
         with Stopwatch(decoder.device) as watch:
@@ -85,7 +85,7 @@ def _plain_ms(decoder: Decoder, run: Callable[[], None], repeats: int) -> float:
 
 
 def _rounds(batch: Batch, repeats: int, gamma: int) -> float:
-    """Median milliseconds of a whole round, run as generation runs it; a row that finishes keeps its cost."""
+    """Return the median milliseconds of a whole round, run as generation runs it; a finished row keeps its cost."""
     assert batch.draft is not None
     step, samples = batch.decoder.cycle(batch.draft, gamma), []
     batch.restart()
@@ -97,4 +97,4 @@ def _rounds(batch: Batch, repeats: int, gamma: int) -> float:
 
 
 def _discard(_: object) -> None:
-    """Steps return nothing."""
+    """Drop a step's result: steps return nothing."""

@@ -1,7 +1,7 @@
-"""What the machine is, and what it does during a run: a row every few seconds, at a cost to the run not worth mention.
+"""Describe the machine, and sample its load during a run, every few seconds at a negligible cost.
 
-The processors and the memory from Linux's /proc; the GPUs through NVML (the extra `monitor`). What is not known is left
-out, and a run that is over in a moment has no rows.
+Reads processors and memory from Linux's /proc, and GPUs through NVML (the extra `monitor`). Leaves out what is unknown.
+A run shorter than a period has no samples.
 """
 
 import platform
@@ -21,7 +21,7 @@ Row = dict[str, float]
 
 @contextmanager
 def sampled(period_s: float = PERIOD_S) -> Iterator[list[Row]]:
-    """The rows, which become more while the block runs; `system/seconds` counts from its beginning."""
+    """Yield the list of samples, which grows while the block runs; `system/seconds` counts from its beginning."""
     rows: list[Row] = []
     over, start = threading.Event(), time.perf_counter()
     sources = [_processors(), _memory, *_gpus()]
@@ -44,7 +44,7 @@ def sampled(period_s: float = PERIOD_S) -> Iterator[list[Row]]:
 
 
 def _processors() -> Callable[[], Row]:
-    """`system/cpu`: the share of all processors' time that was not idle, since it was last asked."""
+    """Return a source of `system/cpu`: the share of all processors' time that was not idle, since the last sample."""
     before = _processor_times()
 
     def busy() -> Row:
@@ -58,7 +58,7 @@ def _processors() -> Callable[[], Row]:
 
 
 def _processor_times() -> tuple[int, int]:
-    """What has passed, and how much of it was idle or waiting for a disk, in ticks; zeros where there is no /proc."""
+    """Return the time passed and the part that was idle or waiting for a disk, in ticks; zeros without /proc."""
     try:
         with open("/proc/stat") as lines:
             times = [int(part) for part in lines.readline().split()[1:9]]
@@ -68,14 +68,14 @@ def _processor_times() -> tuple[int, int]:
 
 
 def _memory() -> Row:
-    """`system/memory_gib`: what all processes have taken, without what can be had back."""
+    """Return `system/memory_gib`: the memory of all processes, without what can be reclaimed."""
     with open("/proc/meminfo") as lines:
         kib = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
     return {"system/memory_gib": (kib["MemTotal"] - kib["MemAvailable"]) * 1024 / GIB}
 
 
 def _gpus() -> list[Callable[[], Row]]:
-    """A source for each GPU of the machine."""
+    """Return a source for each GPU of the machine."""
     try:
         import pynvml
 
@@ -97,7 +97,7 @@ def _gpu(nvml: Any, index: int, handle: Any) -> Row:
 
 
 def cpu_name() -> str:
-    """The processor's name, as the operating system tells it."""
+    """Return the processor's name."""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
         for line in cpuinfo.read_text().splitlines():

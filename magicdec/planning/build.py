@@ -9,7 +9,7 @@ import torch
 from magicdec.attention import choice, cpp
 from magicdec.attention.base import Attention
 from magicdec.config.schema import Config
-from magicdec.data import Prompts, load_prompts
+from magicdec.data import PromptRequest, Prompts, load_prompts
 from magicdec.data.tokenizer import load_tokenizer
 from magicdec.engine.native import NativeEngine
 from magicdec.errors import UserError, to_stderr
@@ -99,16 +99,16 @@ def prompts(
 ) -> Prompts:
     """Prompts as token ids: for every batch of the run, unless told how many and how long."""
     c = plan.config
-    return load_prompts(
-        c.data.name,
-        tokenizer=tokenizer,
+    request = PromptRequest(
         num_rows=int(c.batch.size) * c.batch.num_batches if num_rows is None else num_rows,
         context_len=c.batch.context_len if context_len is None else context_len,
+        vocab_size=plan.target.config.vocab_size,
+        tokenizer=tokenizer,
         seed=c.data.seed,
         path=c.data.path,
         task=c.data.task,
-        vocab_size=plan.target.config.vocab_size,
     )
+    return load_prompts(c.data.name, request)
 
 
 def tokenizer(plan: Plan) -> object | None:

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from itertools import product
 
-from magicdec.data import load_prompts
+from magicdec.data import PromptRequest, load_prompts
 from magicdec.engine.native import warm_up
 from magicdec.measure import memory
 from magicdec.measure.metrics import Metrics
@@ -27,14 +27,9 @@ def run(plan: Plan, progress: Progress) -> Outcome:
     history: list[dict] = []
     with kept(history), progress.task("profiling", total=len(points)) as task:
         for batch_size, context_len, gamma in points:
-            prompts = load_prompts(
-                "random",
-                tokenizer=None,
-                num_rows=batch_size,
-                context_len=context_len,
-                seed=plan.config.data.seed,
-                vocab_size=plan.target.config.vocab_size,
-            )
+            vocab_size = plan.target.config.vocab_size
+            request = PromptRequest(batch_size, context_len, vocab_size, seed=plan.config.data.seed)
+            prompts = load_prompts("random", request)
             batch = replace(engine, gamma=gamma, gammas=()).open(prompts.tokens)
             batch.simulate_prefill()
             warm_up(batch)

@@ -102,7 +102,7 @@ def _prompts(plan: Plan) -> Prompts:
         loaded = build.prompts(plan, tokenizer, len(range(index, count, len(lengths))), length)
         rows += zip(loaded.tokens, loaded.sources, strict=True)
     random.Random(config.data.seed).shuffle(rows)
-    return Prompts.of([tokens for tokens, _ in rows], [source for _, source in rows])
+    return Prompts([tokens for tokens, _ in rows], [source for _, source in rows])
 
 
 def _jobs(plan: Plan, engine: NativeEngine, prompts: Prompts) -> list[RequestSpec]:

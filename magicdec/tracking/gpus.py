@@ -1,7 +1,7 @@
-"""The GPUs that a job of a sweep has to itself: a lock on a file for each, whoever starts the jobs.
+"""The GPUs that a job of a sweep has to itself: a file lock for each, whichever launcher starts the jobs.
 
-So the jobs of one sweep, or of several on one machine, neither share a GPU nor leave one idle. The kernel gives a lock
-back when its holder dies. Single runs hold none.
+Jobs of one sweep, or of several on one machine, neither share a GPU nor leave one idle. The kernel releases a lock when
+its holder dies. Single runs hold none.
 """
 
 import math
@@ -26,9 +26,9 @@ POLL_S, SILENT_S = 0.2, 2.0
 
 
 def visible_gpus() -> dict[str, str]:
-    """Their names as CUDA_VISIBLE_DEVICES has them, and what each is known by to all processes of this machine.
+    """Return the visible GPUs: the names of CUDA_VISIBLE_DEVICES, and names that are the same for all processes.
 
-    Asked of the driver's own tool, so that no CUDA starts in this process.
+    Ask the driver's own tool, so that CUDA does not start in this process.
     """
     listed = ""
     if shutil.which("nvidia-smi"):
@@ -43,9 +43,10 @@ def visible_gpus() -> dict[str, str]:
 
 @contextmanager
 def gpus_of_its_own(config: Config) -> Iterator[None]:
-    """Wait for as many of the visible GPUs as the run takes, and hold them; CUDA, if it has not started, sees no other.
+    """Wait for as many of the visible GPUs as the run takes, and hold them; hide the others from CUDA, if it has not
+    started.
 
-    A run on the CPU of a GPU machine has it to itself, too: others would disturb its times.
+    A run on the CPU of a GPU machine holds all of them: other jobs would disturb its times.
     """
     visible = visible_gpus()
     wanted = len(visible) if config.hardware.device == "cpu" else min(config.hardware.tensor_parallel, len(visible))
@@ -54,7 +55,7 @@ def gpus_of_its_own(config: Config) -> Iterator[None]:
         return
     with ExitStack() as held:
         names: list[str] = []
-        # Whoever's turn it is takes what becomes free until it has enough: nobody else can, so that it gets there.
+        # One process at a time takes what becomes free until it has enough, so that no two wait for each other.
         with locked(LOCKS, patience_s=math.inf):
             silent_until = time.monotonic() + SILENT_S
             while len(names) < wanted:

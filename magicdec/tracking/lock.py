@@ -1,6 +1,6 @@
-"""Who runs a run: a lock on a file in its folder, which the kernel gives back when its holder dies, however it dies.
+"""The lock of a run: a lock on a file in its folder, which the kernel releases when its holder dies.
 
-The file says host and pid, for people. It goes when the lock does; that of a killed process is taken over.
+The file names host and pid, for people. It is removed with the lock; the file of a killed process is taken over.
 """
 
 import errno
@@ -19,7 +19,7 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 NAME = ".lock"
-PATIENCE_S = 0.5  # a reader holds the lock for a moment, too
+PATIENCE_S = 0.5  # a reader holds the lock for a moment too
 POLL_S = 0.05
 NO_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK}  # some network file systems
 
@@ -30,7 +30,7 @@ class Busy(UserError):
 
 @contextmanager
 def locked(folder: Path, patience_s: float = PATIENCE_S) -> Iterator[None]:
-    """Hold the lock of a run's folder, which is made; raises OSError, and Busy where another process keeps it."""
+    """Hold the lock of a run's folder, which is created. Raise OSError, or Busy if another process keeps the lock."""
     folder.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + patience_s
     while (descriptor := _try(folder / NAME)) is None:
@@ -42,12 +42,12 @@ def locked(folder: Path, patience_s: float = PATIENCE_S) -> Iterator[None]:
         yield
     finally:
         with suppress(OSError):
-            (folder / NAME).unlink()  # while it is held: whoever waits for this file sees that it is gone
+            (folder / NAME).unlink()  # before the lock is released: a waiting process sees that the file is gone
         os.close(descriptor)
 
 
 def is_locked(folder: Path) -> bool:
-    """Whether a living process holds the lock; where that cannot be told, it is believed to."""
+    """Return True if a living process holds the lock, or if that cannot be found out."""
     if fcntl is None:
         return True
     try:
@@ -66,11 +66,11 @@ def is_locked(folder: Path) -> bool:
 
 
 def _try(path: Path) -> int | None:
-    """A descriptor that holds the lock; None where another process does."""
+    """Return a descriptor that holds the lock, or None if another process holds it."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         _flock(descriptor)
-        # Its holder may have removed the file between our two calls: then we hold what nobody else will ever open.
+        # The last holder may have removed the file between our two calls: then we hold a file that nobody else opens.
         if os.fstat(descriptor).st_ino == path.stat().st_ino:
             os.ftruncate(descriptor, 0)
             return descriptor
@@ -81,7 +81,7 @@ def _try(path: Path) -> int | None:
 
 
 def _flock(descriptor: int) -> None:
-    """Take it, where the file system knows locks; elsewhere, runs are not guarded against each other."""
+    """Take the lock. On a file system without locks do nothing: runs are not guarded against each other there."""
     try:
         if fcntl is not None:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

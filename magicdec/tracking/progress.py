@@ -1,6 +1,7 @@
-"""Progress on stderr: bars on a terminal, a line per finished stage elsewhere, nothing for what is over in a moment.
+"""Progress on stderr: bars on a terminal, a line per finished stage elsewhere, nothing for short stages.
 
-A task counts in a plain number, which the drawing thread reads a few times a second: a decode loop pays an addition.
+A task counts in a plain number, which the drawing thread reads a few times a second: a decode loop pays for one
+addition.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -25,11 +26,11 @@ class Task:
 
     @property
     def seconds(self) -> float:
-        """How long it has taken so far, or took."""
+        """Return the time that the stage has taken so far, or in all."""
         return perf_counter() - self._start if self.running else self._seconds
 
     def advance(self, amount: float = 1) -> None:
-        """So much of `total` has been done since the last call."""
+        """Count `amount` more of `total` as done."""
         self.done += amount
 
     def __enter__(self) -> "Task":
@@ -42,7 +43,7 @@ class Task:
 
 
 class Progress(Protocol):
-    """Where stages are shown."""
+    """A display of stages."""
 
     def task(self, name: str, total: float | None = None) -> Task:
         """Begin a stage of `total` units."""
@@ -50,7 +51,7 @@ class Progress(Protocol):
 
 
 class _Lines:
-    """Nothing can be redrawn: only the end of a stage is told."""
+    """Progress where nothing can be redrawn: a line at the end of each stage."""
 
     def __init__(self, console: Console):
         self._console = console
@@ -85,7 +86,7 @@ class _Bars(rich_progress.Progress):
         return task
 
     def get_renderables(self) -> Iterable[RenderableType]:
-        """Take over what the tasks have counted, at each drawing."""
+        """Read what the tasks have counted, at each drawing."""
         for number, task in list(self._running.items()):
             if task.running:
                 visible = task.seconds >= DELAY_S
@@ -97,7 +98,7 @@ class _Bars(rich_progress.Progress):
 
 
 def _times(task: Task) -> str:
-    """Time taken and, where it can be told, time left."""
+    """Return the time taken and, if it is known, the time left."""
     taken = f"{task.seconds:.0f} s"
     if not task.total or not task.done:
         return taken
@@ -107,7 +108,7 @@ def _times(task: Task) -> str:
 
 @contextmanager
 def progress(console: Console | None = None) -> Iterator[Progress]:
-    """Show the stages that are begun within."""
+    """Show the stages that begin within."""
     console = console or Console(stderr=True)
     if console.is_interactive:
         with _Bars(console) as display:

@@ -1,4 +1,4 @@
-"""Reading a run store: what others wrote, whole or not. Plain data out, and nothing here raises for a broken folder."""
+"""Read a run store, with complete and broken folders. Return plain data, and never raise for a broken folder."""
 
 import json
 import logging
@@ -19,12 +19,12 @@ RESULT = "result.json"
 # A folder's name: the id of the run, and from the second attempt on its number.
 ATTEMPT = re.compile(r"(.+?)(?:-(\d+))?", re.DOTALL)
 STATES = ("running", "done", "failed")
-DEPTH = 8  # of lists and objects in each other: no file of a run has more
-# What is pointed at: a spread over the repeats above this; times that disagree by a larger factor; a GPU that was
-# slowed down for a larger share of a run.
+DEPTH = 8  # of nested lists and objects: no file of a run has more
+# Thresholds of warnings: the spread over repeats, the factor between two measurements of a time, and the share of a run
+# in which the GPU was slowed down.
 NOISY, DISAGREES, THROTTLED = 0.1, 1.5, 0.05
-IMPOSSIBLE = 0.05  # likewise: a round whose parts take longer than the whole by a larger share of it
-# What a run measures twice (magicdec/measure/metrics.py).
+IMPOSSIBLE = 0.05  # share by which the parts of a round take longer than the round
+# Times that a run measures twice (magicdec/measure/metrics.py).
 TWICE = {
     "agreement/target_decode": "an autoregressive step took {:.2g} times as long as in the profile",
     "agreement/round": "a round took {:.2g} times as long as in the profile",
@@ -94,22 +94,22 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def noise(result: Mapping[str, Any]) -> list[str]:
-    """Return why a run's times cannot be trusted, in words; [] where nothing that it measured says so."""
-    told = {key: value for key, value in result.items() if isinstance(value, int | float)}
-    spread = told.get("speedup_spread", 0.0)
+    """Return why a run's times cannot be trusted, in words; [] if nothing that it has measured says so."""
+    known = {key: value for key, value in result.items() if isinstance(value, int | float)}
+    spread = known.get("speedup_spread", 0.0)
     found = [f"the speedup spreads over {spread:.0%} between repeats"] if spread > NOISY else []
     for key, words in TWICE.items():
-        if not 1 / DISAGREES <= told.get(key, 1.0) <= DISAGREES:
-            found.append(words.format(told[key]))
+        if not 1 / DISAGREES <= known.get(key, 1.0) <= DISAGREES:
+            found.append(words.format(known[key]))
     return found
 
 
 def gpu_trouble(result: Mapping[str, Any]) -> list[str]:
-    """What has kept the GPU from being itself during a run, in words (magicdec/measure/gpu.py)."""
-    told = {key: value for key, value in result.items() if isinstance(value, int | float)}
-    shares = {why: told.get(f"gpu/throttled/{why}", 0.0) for why in ("thermal", "power")}
+    """Return what has disturbed the GPU during a run, in words (magicdec/measure/gpu.py); [] if nothing is known."""
+    known = {key: value for key, value in result.items() if isinstance(value, int | float)}
+    shares = {why: known.get(f"gpu/throttled/{why}", 0.0) for why in ("thermal", "power")}
     found = [f"throttled ({why}) for {share:.0%} of the time" for why, share in shares.items() if share > THROTTLED]
-    others = told.get("gpu/shared", 0)
+    others = known.get("gpu/shared", 0)
     return found + ([f"shared with {others} other process{'es' if others > 1 else ''}"] if others else [])
 
 
@@ -120,7 +120,7 @@ def is_impossible(result: Mapping[str, Any]) -> bool:
 
 
 def find_done(runs_dir: str | Path, run_id: str, source: str | None) -> dict[str, Any]:
-    """Return the result of the latest attempt that is done by this code (None: by any code); {} where there is none."""
+    """Return the result of the latest attempt that is done by this code (None: by any code), or {} if there is none."""
     results = (read_result(folder) | {"id": folder.name} for folder in reversed(attempts(runs_dir, run_id)))
     found = (r for r in results if r.get("status") == "done" and source in (None, r.get("source")))
     return next(found, {})
@@ -161,7 +161,7 @@ def read_result(folder: Path) -> dict[str, Any]:
 
 
 def _is_result(content: Any) -> bool:
-    """Return whether this is an object with the facts that every reader counts on."""
+    """Return True for an object with the facts that every reader needs."""
     if not isinstance(content, dict) or content.get("status") not in STATES:
         return False
     overrides = content.get("overrides", [])
@@ -169,7 +169,7 @@ def _is_result(content: Any) -> bool:
 
 
 def _json(text: str) -> Any:
-    """Return the content of a JSON text; None for what is no JSON, or none of ours."""
+    """Return the content of a JSON text, or None if it is not JSON or holds what no run writes."""
     try:
         return _sound(json.loads(text))
     except (ValueError, RecursionError):
@@ -196,7 +196,7 @@ def _check(content: Any, levels: int) -> None:
 
 
 def _parse(text: str) -> Any:
-    """YAML, a group at a time: the runs of a sweep share most of their groups, and parsing is what takes long."""
+    """Parse YAML group by group, with a cache: the runs of a sweep share most groups, and parsing takes long."""
     try:
         blocks = [_parse_block(block) for block in re.split(r"\n(?=[^\s#-])", text)]
         if all(isinstance(block, dict) for block in blocks):

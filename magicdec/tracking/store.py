@@ -1,9 +1,10 @@
-"""The run store: a folder per run, complete before anyone else hears of it. Plain data in, JSON and YAML out.
+"""The run store: a folder per attempt at a run, complete before a tracker reads it. Takes plain data, writes JSON and
+YAML.
 
-Every attempt at a run has a folder of its own, whose name is the attempt's id: <runs_dir>/<id>/, <id>-2/, <id>-3/.
-It holds config.yaml, result.json (status and flat metrics), generations.jsonl (token ids), history.jsonl, samples.jsonl
-(text of a few rows), system.jsonl (what the machine did meanwhile), log.txt.
-Files are written under temporary names and then moved, so that no reader, kill or full disk meets half of one.
+The folder's name is the attempt's id: <runs_dir>/<id>/, <id>-2/, <id>-3/. It holds config.yaml, result.json (status and
+flat metrics), generations.jsonl (token ids), history.jsonl, samples.jsonl (text of a few rows), system.jsonl (load of
+the machine), log.txt. Files are written under temporary names and then moved, so that no reader, kill or full disk
+leaves half of one.
 """
 
 import hashlib
@@ -34,7 +35,7 @@ from magicdec.tracking.reader import LOG, attempts, folder_of_lock, lost, number
 
 log = logging.getLogger(__name__)
 
-# Keys that say where a run is told of, or in which company it runs, but not what it does.
+# Keys that do not change what a run does.
 NOT_IN_ID = frozenset({"wandb", "hydra", "runs_dir", "resume", "sweep"})
 ID_LENGTH = 12  # hex digits: among 10,000 runs, two share an id with a probability of 2e-7
 CHECKOUT = PACKAGE.parent
@@ -67,14 +68,14 @@ def counted(number: int, noun: str) -> str:
 
 
 def shown(path: Path) -> str:
-    """A path as one would type it: relative where it lies below the working directory."""
+    """Return a path as one would type it: relative if it lies below the working directory."""
     absolute, here = path.absolute(), Path.cwd()
     return str(absolute.relative_to(here) if absolute.is_relative_to(here) else absolute)
 
 
 @dataclass
 class Run:
-    """One attempt at a run, with an id and a folder of its own. `result` is what result.json says of it so far."""
+    """One attempt at a run, with an id and a folder of its own. `result` is the content of result.json so far."""
 
     runs_dir: str | Path
     id: str
@@ -87,7 +88,9 @@ class Run:
         The caller holds the run's lock (tracking/lock.py). `overrides` are those of the command line.
         """
         earlier = attempts(runs_dir, run_id)
-        if earlier and (last := read_result(earlier[-1])).get("status") == "running":  # its process is dead: we lock
+        if (
+            earlier and (last := read_result(earlier[-1])).get("status") == "running"
+        ):  # its process is dead: we hold the lock
             cls(runs_dir, earlier[-1].name, last).fail(lost(last), "interrupted")
         number = 1 + (number_of(earlier[-1].name) if earlier else 0)
         run = cls(runs_dir, run_id if number == 1 else f"{run_id}-{number}")
@@ -105,14 +108,14 @@ class Run:
     def bury(cls, runs_dir: str | Path, attempt_id: str, pid: int, reason: str) -> None:
         """Mark as crashed an attempt that a dead process has left running."""
         folder = Path(runs_dir, attempt_id)
-        with suppress(Busy, OSError), locked(folder_of_lock(folder)):  # busy: another process is at the next attempt
+        with suppress(Busy, OSError), locked(folder_of_lock(folder)):  # Busy: the next attempt is running
             result = read_result(folder)
             if result.get("status") == "running" and result.get("pid") == pid:
                 cls(runs_dir, attempt_id, result).fail(reason, "crashed")
 
     @property
     def folder(self) -> Path:
-        """Where all files of this attempt lie."""
+        """Return the folder with all files of this attempt."""
         return Path(self.runs_dir, self.id)
 
     def finish(
@@ -133,7 +136,7 @@ class Run:
                     self.folder / "history.jsonl": map(_json_line, history),
                     self.folder / "samples.jsonl": map(_json_line, samples),
                     self.folder / "system.jsonl": map(_json_line, system),
-                    self._result_path: [_json_text(result)],  # last: whoever finds it done finds the rest, too
+                    self._result_path: [_json_text(result)],  # last: a run that is done is complete
                 }
             )
         self.result = result
@@ -142,7 +145,7 @@ class Run:
         """Mark this attempt as failed: `kind` is invalid, out_of_memory, storage, crashed or interrupted. Keep the
         `history` that it has measured so far.
 
-        Never raise for a disk that refuses: the error that the user is to see is on its way already.
+        Never raise if the disk refuses: the user is about to see another error already.
         """
         self.result |= {"status": "failed", "kind": kind, "reason": reason, "finished": _now()}
         try:
@@ -166,7 +169,7 @@ class Run:
                 yield
         except BaseException:
             record = log.makeRecord(log.name, logging.ERROR, __file__, 0, "failed", (), sys.exc_info())
-            handler.handle(record)  # to the file alone: the terminal hears of it from the command line
+            handler.handle(record)  # into the file alone: the command line prints it on the terminal
             raise
         finally:
             logging.getLogger().removeHandler(handler)
@@ -184,7 +187,7 @@ class Run:
 
 @contextmanager
 def explained(runs_dir: str | Path) -> Iterator[None]:
-    """Raise StorageError for what the operating system refuses to write."""
+    """Turn an OSError into a StorageError."""
     try:
         yield
     except OSError as error:
@@ -193,7 +196,7 @@ def explained(runs_dir: str | Path) -> Iterator[None]:
 
 
 def _write_atomically(contents: Mapping[Path, Iterable[str]]) -> None:
-    """Write all files beside their final names before the first is moved there: failures come before any change."""
+    """Write all files under temporary names before the first is moved into place: a failure comes before any change."""
     staged: dict[Path, Path] = {}
     try:
         for path, pieces in contents.items():
@@ -219,7 +222,7 @@ def _json_line(row: Mapping) -> str:
 
 
 def _plain(value: Any, whole_numbers: bool = False) -> Any:
-    """What JSON and YAML can hold: NaN and infinities become null; with `whole_numbers`, 1.0 becomes 1."""
+    """Return a value that JSON and YAML can hold: NaN and infinity become null; with `whole_numbers`, 1.0 becomes 1."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item, whole_numbers) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -264,7 +267,7 @@ def _commit() -> dict[str, Any]:
 
 @contextmanager
 def _more_detail() -> Iterator[None]:
-    """Log what the package does (INFO) into log files, and no more than before elsewhere."""
+    """Log the package's INFO into log files, and no more than before elsewhere."""
     package, before = logging.getLogger("magicdec"), logging.getLogger("magicdec").getEffectiveLevel()
     others = [handler for handler in logging.getLogger().handlers if not isinstance(handler, _LogFile)]
     levels = [handler.level for handler in others]
@@ -282,7 +285,7 @@ def _more_detail() -> Iterator[None]:
 
 
 class _LogFile(logging.FileHandler):
-    """A log file whose own trouble, such as a full disk, does not show on the terminal."""
+    """A log file whose own errors, such as a full disk, do not show on the terminal."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         """Lose the record."""

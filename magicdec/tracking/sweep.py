@@ -1,6 +1,7 @@
-"""What a sweep leaves beside its runs: which they are, a line per job in <runs_dir>/sweeps/<name>/jobs.jsonl.
+"""The record of a sweep: a line per job in <runs_dir>/sweeps/<name>/jobs.jsonl.
 
-Launchers (hydra_plugins/) and the jobs that they start communicate through it, too.
+Also the environment variables and exit codes by which launchers (hydra_plugins/) and their jobs (launch.py)
+communicate.
 """
 
 import json
@@ -14,15 +15,15 @@ from magicdec.errors import JobFailed, to_stderr
 from magicdec.tracking.reader import read_lines
 
 JOBS = "jobs.jsonl"
-STOPPED = "stopped"  # a file that says: by a failure, under sweep.fail_fast
+STOPPED = "stopped"  # a file: a job has failed under sweep.fail_fast
 # The environment of a job: its number and the sweep's folder.
 JOB, SWEEP_DIR = "MAGICDEC_JOB", "MAGICDEC_SWEEP_DIR"
-# Its exit codes, beside those of any run: another process is running this run (EX_TEMPFAIL); Ctrl-C.
+# A job's own exit codes: another process is running this run (EX_TEMPFAIL); Ctrl-C.
 BUSY, INTERRUPTED = 75, 130
 
 
 def record(sweep_dir: Path, number: int, attempt_id: str | None, overrides: Sequence[str]) -> None:
-    """Append the attempt that a job has made or found done, None where it failed before. Lines of jobs do not mix."""
+    """Append the attempt that a job has made or found done, or None if it failed before. Lines of jobs do not mix."""
     line = json.dumps({"job": number, "id": attempt_id, "overrides": list(overrides)}) + "\n"
     sweep_dir.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(sweep_dir / JOBS, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
@@ -33,25 +34,25 @@ def record(sweep_dir: Path, number: int, attempt_id: str | None, overrides: Sequ
 
 
 def jobs(sweep_dir: Path) -> list[dict[str, Any]]:
-    """The lines that are whole: a full disk may have torn one."""
+    """Return the complete lines: a full disk may have torn one."""
     return read_lines(sweep_dir / JOBS)
 
 
 def attempt_of(sweep_dir: Path, number: int) -> str | None:
-    """Return the id of the attempt that a job has made, or found done; None where it came to neither."""
+    """Return the id of the attempt that a job has made or found done, or None."""
     ids = [line["id"] for line in jobs(sweep_dir) if line.get("job") == number and line.get("id")]
     return ids[-1] if ids else None  # the last: a cluster may have started the job again
 
 
 def stop(sweep_dir: Path, code: int) -> None:
     """Keep the sweep's other jobs from starting, wherever they are, because one has failed with this exit code."""
-    with suppress(OSError):  # a full disk stops no sweep in this way
+    with suppress(OSError):  # a full disk
         sweep_dir.mkdir(parents=True, exist_ok=True)
         (sweep_dir / STOPPED).write_text(str(code))
 
 
 def refuse_if_stopped(sweep_dir: Path, number: int) -> None:
-    """Raises JobFailed where the sweep has been stopped before this job."""
+    """Raise JobFailed if the sweep has been stopped before this job."""
     if (sweep_dir / STOPPED).exists():
         to_stderr(f"sweep.fail_fast: job {number} is not started")
         raise JobFailed(int((sweep_dir / STOPPED).read_text() or 1))

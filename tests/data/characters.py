@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from magicdec.data import Prompts, load_prompts
+from magicdec.data import PromptRequest, Prompts, load_prompts
 
 UNICODE = 0x110000  # tokens of a vocabulary of all characters
 
@@ -38,13 +38,6 @@ def load(
     task: str | None = None,
 ) -> Prompts:
     """Prompts of a corpus; a token a character, unless another tokenizer is given."""
-    return load_prompts(
-        name,
-        tokenizer=tokenizer or CharacterTokenizer(),
-        num_rows=rows,
-        context_len=context,
-        seed=seed,
-        path=None if path is None else str(path),
-        task=task,
-        vocab_size=vocab,
-    )
+    where = None if path is None else str(path)
+    request = PromptRequest(rows, context, vocab, tokenizer or CharacterTokenizer(), seed, where, task)
+    return load_prompts(name, request)

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from magicdec.config.load import compose
-from magicdec.data import CORPORA, fingerprint, load_prompts
+from magicdec.data import CORPORA, PromptRequest, fingerprint, load_prompts
 from magicdec.errors import UserError
 from magicdec.planning.resolve import resolve
 from magicdec.tracking.store import run_id
@@ -130,11 +130,12 @@ def test_pg19_through_the_library(monkeypatch):
 
 
 def test_random_needs_no_tokenizer_and_repeats_itself():
-    options = {"tokenizer": None, "context_len": 30, "vocab_size": 7}
-    one = load_prompts("random", num_rows=5, seed=3, **options)
-    assert one == load_prompts("random", num_rows=5, seed=3, **options)
-    assert one.tokens[:2] == load_prompts("random", num_rows=2, seed=3, **options).tokens
-    assert one.fingerprint != load_prompts("random", num_rows=5, seed=4, **options).fingerprint
+    one, again, fewer, others = (
+        load_prompts("random", PromptRequest(rows, 30, 7, seed=seed)) for rows, seed in ((5, 3), (5, 3), (2, 3), (5, 4))
+    )
+    assert one == again
+    assert one.tokens[:2] == fewer.tokens
+    assert one.fingerprint != others.fingerprint
     assert {token for row in one.tokens for token in row} <= set(range(7))
     assert [len(row) for row in one.tokens] == [30] * 5
 

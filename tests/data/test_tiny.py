@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import magicdec
-from magicdec.data import load_prompts, stdlib
+from magicdec.data import PromptRequest, load_prompts, stdlib
 from magicdec.data.tokenizer import load_tokenizer
 from magicdec.errors import UserError
 
@@ -40,7 +40,7 @@ def test_it_was_trained(model, tokenizer):
     """Held-out text costs it far less than the ln(1024) = 6.93 nats per token of a model that knows nothing."""
     import torch
 
-    row = load_prompts("stdlib", tokenizer=tokenizer, num_rows=1, context_len=512, seed=0, vocab_size=1024).tokens
+    row = load_prompts("stdlib", PromptRequest(1, 512, 1024, tokenizer)).tokens
     ids = torch.tensor(row)
     assert model.float()(input_ids=ids, labels=ids).loss.item() < 5.5
 
@@ -54,12 +54,7 @@ def test_the_tokenizer_writes_any_text(tokenizer):
     text = "def f(x):\n\treturn 'ünï ☃ 汉字' if x else None  # \x00\n\n\n"
     assert tokenizer.decode(tokenizer.encode(text)) == text
     assert END_OF_TEXT not in tokenizer.encode(text)
-    assert (
-        END_OF_TEXT
-        not in load_prompts(
-            "stdlib", tokenizer=tokenizer, num_rows=1, context_len=8192, seed=0, vocab_size=1024
-        ).tokens[0]
-    )
+    assert END_OF_TEXT not in load_prompts("stdlib", PromptRequest(1, 8192, 1024, tokenizer)).tokens[0]
 
 
 def test_the_draft_is_at_least_six_times_smaller():
@@ -79,7 +74,7 @@ def test_the_evaluation_is_of_this_split_and_the_draft_is_the_worse_model():
 
 
 def test_enough_prompts_for_a_large_batch(tokenizer):
-    prompts = load_prompts("stdlib", tokenizer=tokenizer, num_rows=128, context_len=4096, seed=0, vocab_size=1024)
+    prompts = load_prompts("stdlib", PromptRequest(128, 4096, 1024, tokenizer))
     assert len({tuple(row) for row in prompts.tokens}) == 128
     assert {len(row) for row in prompts.tokens} == {4096}
 

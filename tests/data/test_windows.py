@@ -2,11 +2,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from magicdec.data.base import Encoder, Prompts, _sections, cut_windows
+from magicdec.data.base import Encoder, PromptRequest, Prompts, _sections, cut_windows
 from magicdec.errors import UserError
-from tests.data.characters import CharacterTokenizer
+from tests.data.characters import UNICODE, CharacterTokenizer
 
-PLAIN = Encoder.of(CharacterTokenizer())
+PLAIN = CharacterTokenizer()
 # Every character is another one, so that any two windows that overlap or swap places are seen to.
 TEXTS = {
     "long": "".join(map(chr, range(1000, 6000))),
@@ -15,10 +15,9 @@ TEXTS = {
 }
 
 
-def cut(texts: dict[str, str], rows: int, context: int, seed: int = 0, encoder: Encoder = PLAIN) -> Prompts:
-    return cut_windows(
-        texts, texts.__getitem__, encoder, num_rows=rows, context_len=context, seed=seed, corpus="data=test"
-    )
+def cut(texts: dict[str, str], rows: int, context: int, seed: int = 0, tokenizer=PLAIN) -> Prompts:
+    request = PromptRequest(rows, context, UNICODE, tokenizer, seed)
+    return cut_windows(texts, texts.__getitem__, request, "data=test")
 
 
 @given(
@@ -81,15 +80,15 @@ def test_too_little_text_names_both_numbers():
 
 
 def test_windows_begin_with_what_the_tokenizer_puts_before_a_text():
-    encoder = Encoder.of(CharacterTokenizer(bos=True))
-    assert encoder.prefix == (1,)
-    prompts = cut(TEXTS, 8, 50, encoder=encoder)
+    tokenizer = CharacterTokenizer(bos=True)
+    assert Encoder.of(tokenizer).prefix == (1,)
+    prompts = cut(TEXTS, 8, 50, tokenizer=tokenizer)
     assert all(row[0] == 1 and 1 not in row[1:] and len(row) == 50 for row in prompts.tokens)
 
 
 def test_one_window_of_a_book_does_not_cost_the_whole_book():
     tokenizer = CharacterTokenizer()
-    cut({"book": "a line of text\n" * 100_000}, 1, 100, encoder=Encoder.of(tokenizer))
+    cut({"book": "a line of text\n" * 100_000}, 1, 100, tokenizer=tokenizer)
     assert tokenizer.characters_read < 10_000
 
 
@@ -106,4 +105,4 @@ def test_sections_of_one_endless_line_are_cut_anyway():
 
 
 def test_fingerprint_tells_rows_from_their_concatenation():
-    assert Prompts.of([[1, 2], [3]], ["", ""]).fingerprint != Prompts.of([[1], [2, 3]], ["", ""]).fingerprint
+    assert Prompts([[1, 2], [3]], ["", ""]).fingerprint != Prompts([[1], [2, 3]], ["", ""]).fingerprint
