@@ -15,7 +15,7 @@ SMALL_MATMUL = 1024
 
 
 def matmul_rate(device: torch.device, dtype: torch.dtype, size: int | None = None, repeats: int = REPEATS) -> float:
-    """Return the FLOPs per second of a square matmul of random numbers: a GPU that multiplies equal ones saves power."""
+    """Return the FLOPs per second of a square matmul of random numbers: equal ones would save a GPU power."""
     if size is None:
         size = MATMUL_ON[device.type]
         size = size if 3 * size**2 * dtype.itemsize <= _room(device) else SMALL_MATMUL

@@ -121,7 +121,7 @@ def largest_batch(total: Callable[[int], int], num_rows: int, available: int) ->
 
 
 class Allocations(TorchDispatchMode):
-    """A counter of the storage of all tensors made within on the meta device: `live` bytes now, `peak` at most so far."""
+    """A counter of the storage of tensors made within on the meta device: `live` bytes now, `peak` so far."""
 
     def __init__(self, ignored: Iterable[Tensor] = ()):
         super().__init__()

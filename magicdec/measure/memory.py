@@ -29,14 +29,14 @@ def available_bytes(device: torch.device) -> int:
 
 
 def reserved_bytes(device: torch.device) -> int:
-    """Return what is left free on a GPU for memory that PyTorch does not count: loaded kernels, graphs, NCCL's buffers."""
+    """Return what to leave free on a GPU for memory that PyTorch does not count: kernels, graphs, NCCL's buffers."""
     if device.type != "cuda":
         return 0
     return (1 << 29) + torch.cuda.mem_get_info(device)[1] // 50
 
 
 def workspace_bytes(device: torch.device) -> int:
-    """Return what PyTorch allocates for cuBLAS: a workspace for each stream, of which one runs and one captures graphs."""
+    """Return what PyTorch allocates for cuBLAS: a workspace for the stream that runs and one for graph capture."""
     if device.type != "cuda":
         return 0
     return 2 * (32 << 20 if torch.cuda.get_device_capability(device)[0] == 9 else 8320 << 10)

@@ -88,9 +88,7 @@ class Run:
         The caller holds the run's lock (tracking/lock.py). `overrides` are those of the command line.
         """
         earlier = attempts(runs_dir, run_id)
-        if (
-            earlier and (last := read_result(earlier[-1])).get("status") == "running"
-        ):  # its process is dead: we hold the lock
+        if earlier and (last := read_result(earlier[-1])).get("status") == "running":  # but we hold its lock
             cls(runs_dir, earlier[-1].name, last).fail(lost(last), "interrupted")
         number = 1 + (number_of(earlier[-1].name) if earlier else 0)
         run = cls(runs_dir, run_id if number == 1 else f"{run_id}-{number}")
