@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, field, fields, is_dataclass, make_dataclass
 from functools import cache, reduce
@@ -12,11 +13,11 @@ from typing import Any, get_args, get_origin, get_type_hints
 import hydra
 from hydra import initialize_config_dir
 from hydra.core.config_store import ConfigStore
-from hydra.errors import HydraException
-from omegaconf import MISSING, DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from hydra.core.override_parser.types import Quote, QuotedString
+from omegaconf import MISSING, DictConfig, OmegaConf, open_dict
 
 from magicdec.config.checks import validate
+from magicdec.config.explain import explain
 from magicdec.config.schema import CONF, Config
 from magicdec.errors import UserError
 from magicdec.rules import has_unknown_keys
@@ -80,13 +81,29 @@ def load(cfg: DictConfig) -> Config:
 
 
 def compose(overrides: Sequence[str]) -> Config:
-    """conf/ with these overrides, for programs that have a command line of their own. UserError for any mistake."""
+    """Return conf/ with these overrides, for programs without Hydra's command line. Raise UserError for mistakes."""
     os.environ["MAGICDEC_ROOT"] = str(CONF.parent)  # conf/config.yaml finds sweeps/ by it
     try:
         with initialize_config_dir(str(CONF), version_base="1.3"):
-            return load(hydra.compose("config", list(overrides)))
-    except (HydraException, OmegaConfBaseException) as error:
-        raise UserError(str(error).strip().partition("\n")[0]) from error
+            cfg = hydra.compose("config", list(overrides), return_hydra_config=True)
+        with open_dict(cfg):
+            grid = cfg.pop("hydra").runtime.choices.get("sweeps")
+        if grid:
+            raise UserError(f"+sweeps={grid}: a grid needs the command line, as in python launch.py -m +sweeps={grid}")
+        return load(cfg)
+    except Exception as error:
+        explanation = explain(error, list(overrides))
+        if explanation is None:
+            raise
+        raise UserError(" ".join(explanation.split())) from None
+
+
+def override(key: str, value: Any) -> str:
+    """Return KEY=VALUE as it is typed on the command line."""
+    if isinstance(value, str):
+        plain = re.fullmatch(r"[\w.:/-]+", value)
+        return f"{key}={value if plain else QuotedString(value, Quote.single).with_quotes()}"
+    return f"{key}={list(value) if isinstance(value, Sequence) else value}"
 
 
 def to_dict(config: Config) -> dict[str, Any]:

@@ -33,3 +33,23 @@ def load_tokenizer(folder_or_hub_id: str | Path) -> Any:
     except Exception as error:  # a broken file may raise any exception
         reason = str(error).strip().split("\n")[0]
         raise UserError(f"{folder_or_hub_id}: cannot load its tokenizer ({reason})") from None
+
+
+class Detokenizer:
+    """Text as it grows. What may be half of a character is held back until the other half is there."""
+
+    def __init__(self, tokenizer: Any):
+        self._tokenizer, self._tokens = tokenizer, list[int]()
+        self._start = self._told = 0  # a token's text may depend on the one before: decode from there
+
+    def add(self, tokens: list[int], last: bool = False) -> str:
+        """The text that these tokens add."""
+        self._tokens += tokens
+        before, now = (self._text(self._tokens[self._start : end]) for end in (self._told, len(self._tokens)))
+        if now.endswith("\ufffd") and not last:
+            return ""
+        self._start, self._told = self._told, len(self._tokens)
+        return now[len(before) :]
+
+    def _text(self, tokens: list[int]) -> str:
+        return self._tokenizer.decode(tokens, skip_special_tokens=True)

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -21,6 +22,7 @@ from magicdec.models.transformer import Transformer
 from magicdec.peers import vllm
 from magicdec.peers.base import Peer, PeerSpec
 from magicdec.planning.resolve import Model, Plan
+from magicdec.serving.slots import Slots
 from magicdec.tracking.progress import Progress
 from magicdec.units import GIB
 from magicdec.verification.sampling import Sampling
@@ -39,6 +41,21 @@ def engine(plan: Plan, progress: Progress) -> NativeEngine:
         attention = choice.backend(name)()
         task.advance(1)
     return _engine(plan, lambda model: _load(model, plan, attention, progress))
+
+
+def served(plan: Plan, progress: Progress) -> tuple[Slots, Any]:
+    """Return batch.size slots for requests with text, their weights loaded, and the tokenizer.
+
+    Raise UserError for what cannot be served from this process.
+    """
+    batch = plan.config.batch
+    if plan.target.folder is None:
+        raise UserError("target.weights=random: there is no tokenizer to serve text with")
+    if plan.num_ranks > 1:
+        raise UserError(f"hardware.tensor_parallel={plan.num_ranks}: one device serves text; set it to 1")
+    check_memory(plan, int(batch.size), batch.context_len)
+    tokenizer = load_tokenizer(plan.target.folder)
+    return Slots(engine(plan, progress), int(batch.size), batch.context_len + batch.generate_len), tokenizer
 
 
 def _engine(plan: Plan, load: Callable[[Model], Transformer]) -> NativeEngine:

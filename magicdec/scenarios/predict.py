@@ -24,10 +24,10 @@ __all__ = ["num_bytes", "prepare", "run"]
 prepare = foresee
 
 
-def run(plan: Foreseen, progress: Progress) -> Outcome:
-    """Predict one configuration; a line of the history for every gamma."""
+def predicted(plan: Foreseen) -> Prediction:
+    """Predict one configuration, at every gamma of scenario.gammas."""
     config, scenario = plan.config, plan.config.scenario
-    prediction = predict_setup(
+    return predict_setup(
         plan.setup,
         scenario.gammas,
         scenario.alpha,
@@ -35,11 +35,16 @@ def run(plan: Foreseen, progress: Progress) -> Outcome:
         generate_len=config.batch.generate_len,
         batches=(scenario.critical_batches[0], scenario.critical_batches[1]),
     )
+
+
+def run(plan: Foreseen, progress: Progress) -> Outcome:
+    """Predict one configuration; a line of the history for every gamma."""
+    prediction = predicted(plan)
     history = [
         {"gamma": at.gamma, "predicted/round_ms": 1e3 * at.times.round_s, "predicted/speedup": at.speedup}
         for at in prediction.by_gamma
     ]
-    known = published(plan.setup, task_of(config))
+    known = published(plan.setup, task_of(plan.config))
     metrics: Metrics = {"device": plan.device_name}
     return Outcome(metrics | prediction.metrics() | known, history=history, view=_view(prediction, known))
 

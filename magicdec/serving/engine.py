@@ -85,14 +85,23 @@ class AsyncEngine:
         self._door = threading.Lock()  # nobody comes in while the thread sees the last ones off
         self._thread = threading.Thread(target=self._run, name="magicdec-scheduler", daemon=True)
 
-    async def __aenter__(self) -> "AsyncEngine":
+    def start(self) -> None:
+        """Start the thread."""
         self._thread.start()
+
+    def stop(self) -> None:
+        """Close, and wait for the end of the thread."""
+        self.close()
+        if threading.current_thread() is not self._thread:  # whose garbage collection may call this
+            self._thread.join()
+
+    async def __aenter__(self) -> "AsyncEngine":
+        self.start()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Close, and wait for the end."""
-        self.close()
-        await asyncio.to_thread(self._thread.join)
+        """Stop, without blocking the event loop."""
+        await asyncio.to_thread(self.stop)
 
     def close(self) -> None:
         """Take no more requests, and cancel the others after the chunk or round that is running."""
@@ -105,12 +114,16 @@ class AsyncEngine:
         long; raise RuntimeError if the engine is closed or has failed.
         """
         stream = Stream(prompt, params or Params(), asyncio.get_running_loop())
-        self.scheduler.slots.check(stream.request.prompt, stream.request.params)
+        self.submit(stream.request)
+        return stream
+
+    def submit(self, request: Request) -> None:
+        """Queue a request, from any thread. Raise the same errors as `generate`."""
+        self.scheduler.slots.check(request.prompt, request.params)
         with self._door:
             if self.scheduler.closing:
                 raise RuntimeError("the engine is closed") from self.error
-            self._inbox.put(stream.request)
-        return stream
+            self._inbox.put(request)
 
     @property
     def is_open(self) -> bool:

@@ -16,13 +16,12 @@ from itertools import count
 from typing import Any
 
 from magicdec.config.load import compose
-from magicdec.data.tokenizer import load_tokenizer
+from magicdec.data.tokenizer import Detokenizer
 from magicdec.errors import UserError, to_stderr
 from magicdec.planning import build
 from magicdec.planning.resolve import resolve
 from magicdec.serving.engine import AsyncEngine, Stream
 from magicdec.serving.scheduler import Scheduler
-from magicdec.serving.slots import Slots
 from magicdec.tracking.progress import progress
 
 try:
@@ -42,26 +41,6 @@ BODY_BYTES, BYTES_PER_TOKEN = 16 << 10, 32  # largest body: text takes about 5 b
 BODY_S = 30.0  # within which a request has to arrive
 RETRY_AFTER = {"Retry-After": "1"}  # seconds
 SHUTDOWN_S = 5  # for clients to take the last of their answers
-
-
-class Detokenizer:
-    """Text as it grows. What may be half of a character is held back until the other half is there."""
-
-    def __init__(self, tokenizer: Any):
-        self._tokenizer, self._tokens = tokenizer, list[int]()
-        self._start = self._told = 0  # a token's text may depend on the one before: decode from there
-
-    def add(self, tokens: list[int], last: bool = False) -> str:
-        """The text that these tokens add."""
-        self._tokens += tokens
-        before, now = (self._text(self._tokens[self._start : end]) for end in (self._told, len(self._tokens)))
-        if now.endswith("\ufffd") and not last:
-            return ""
-        self._start, self._told = self._told, len(self._tokens)
-        return now[len(before) :]
-
-    def _text(self, tokens: list[int]) -> str:
-        return self._tokenizer.decode(tokens, skip_special_tokens=True)
 
 
 class Door:
@@ -251,15 +230,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise UserError(f"--max-waiting={options.max_waiting}: must be at least 0")
         config = compose(["scenario=serve", *options.overrides])
         plan = resolve(config)
-        if plan.target.folder is None:
-            raise UserError("target.weights=random: there is no tokenizer to serve text with")
-        if plan.num_ranks > 1:
-            raise UserError(f"hardware.tensor_parallel={plan.num_ranks}: over HTTP one device serves; set it to 1")
-        batch = plan.config.batch
-        build.check_memory(plan, int(batch.size), batch.context_len)
-        tokenizer = load_tokenizer(plan.target.folder)
         with progress() as bars:
-            slots = Slots(build.engine(plan, bars), int(batch.size), batch.context_len + batch.generate_len)
+            slots, tokenizer = build.served(plan, bars)
     except UserError as error:
         to_stderr(f"error: {error}")
         return USER_ERROR

@@ -1,0 +1,167 @@
+"""magicdec for Python programs and notebooks: generate text, run experiments, read their results, predict.
+
+The functions take the configuration of the command line: the usual keys as arguments, all others as `overrides`. All of
+them are attributes of the package, as in `magicdec.load`.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from magicdec.config.load import compose, override
+from magicdec.costmodel.predict import Prediction
+from magicdec.errors import UserError
+from magicdec.planning.prediction import foresee
+from magicdec.scenarios import Job
+from magicdec.scenarios import run as run_scenario
+from magicdec.scenarios.predict import predicted
+from magicdec.tracking.progress import progress as progress_bars
+from magicdec.tracking.reader import read_lines
+from magicdec.tracking.report.rows import read_rows, read_runs
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+    from magicdec.serving.model import Model
+
+# The arguments of `load` and `predict` that set a key of another name.
+KEYS = {
+    "budget": "cache.budget",
+    "gamma": "draft.gamma",
+    "gammas": "scenario.gammas",
+    "alpha": "scenario.alpha",
+    "device": "hardware.device",
+    "dtype": "hardware.dtype",
+    "batch_size": "batch.size",
+    "context_len": "batch.context_len",
+    "temperature": "sampling.temperature",
+    "seed": "sampling.seed",
+}
+
+
+def load(
+    target: str | Path = "tiny",
+    *,
+    draft: str = "self",
+    draft_model: str | Path | None = None,
+    cache: str | None = None,
+    budget: int | None = None,
+    gamma: int | None = None,
+    attention: str | None = None,
+    device: str | None = None,
+    dtype: str | None = None,
+    batch_size: int = 8,
+    context_len: int | None = None,
+    temperature: float | None = None,
+    seed: int | None = None,
+    overrides: Sequence[str] = (),
+    progress: bool = True,
+) -> "Model":
+    """Load a target and its draft, ready to generate.
+
+    `target` and `draft_model` are options of conf/target, or checkpoints: a path or a hub id with a slash in it.
+    `batch_size` prompts are decoded together, each of up to batch.context_len + batch.generate_len tokens with its
+    continuation. None means as in conf/. Raise UserError for mistakes, and where memory does not suffice.
+    """
+    from magicdec.planning import build  # here, because predicting and reading runs must not wait for PyTorch
+    from magicdec.planning.resolve import resolve
+    from magicdec.serving.model import Model
+
+    typed = _typed(draft=draft, cache=cache, budget=budget, gamma=gamma, attention=attention, device=device)
+    typed += _typed(dtype=dtype, batch_size=batch_size, context_len=context_len, temperature=temperature, seed=seed)
+    plan = resolve(compose(["scenario=serve", *_models(target, draft_model), *typed, *overrides]))
+
+    def display() -> Any:
+        return progress_bars(None if progress else Console(quiet=True))
+
+    with display() as bars:
+        return Model(*build.served(plan, bars), display)
+
+
+@dataclass(frozen=True)
+class Result:
+    """A stored run. `metrics` is what result.json holds, `history` and `generations` the lines of their files."""
+
+    folder: Path
+    metrics: dict[str, Any]
+    generations: list[dict[str, Any]]
+    history: list[dict[str, Any]]
+
+
+def run(overrides: Sequence[str] = ()) -> Result:
+    """Do what `python launch.py OVERRIDES` does, and return the run that it has stored."""
+    config = compose(overrides)
+    if config.sweep.dry_run:
+        raise UserError("sweep.dry_run=true: a dry run has no result")
+    metrics = run_scenario(config, Job(tuple(overrides)))
+    folder = Path(config.runs_dir, metrics["id"])
+    generations, history = (read_lines(folder / f"{name}.jsonl") for name in ("generations", "history"))
+    return Result(folder, metrics, generations, history)
+
+
+def runs(runs_dir: str | Path = "runs", sweep: str | None = None) -> "DataFrame":
+    """Return a row per stored run, as the report has it: settings (cache.budget) and metrics (speedup).
+
+    `sweep` is the name of a sweep, whose runs alone are read. Needs pandas. Raise UserError where there are no runs.
+    """
+    return _frame(read_rows(runs_dir, sweep))
+
+
+def histories(runs_dir: str | Path = "runs", sweep: str | None = None) -> "DataFrame":
+    """Return the lines of the runs' history.jsonl: a row per round, with the run's id. See `runs`."""
+    found, _ = read_runs(runs_dir, sweep)
+    return _frame(
+        [{"id": run["id"]} | line for run in found for line in read_lines(Path(run["folder"], "history.jsonl"))]
+    )
+
+
+def predict(
+    target: str | Path,
+    hardware: str,
+    *,
+    draft: str = "self",
+    draft_model: str | Path | None = None,
+    cache: str | None = None,
+    budget: int | None = None,
+    gammas: Sequence[int] | None = None,
+    batch_size: int | None = None,
+    context_len: int | None = None,
+    alpha: float | None = None,
+    overrides: Sequence[str] = (),
+) -> Prediction:
+    """Predict a configuration by the cost model, as scenario=predict does, without weights or a GPU.
+
+    Without `alpha`, acceptance is looked up in the runs of runs_dir and in published ones. None means as in conf/.
+    """
+    typed = _typed(hardware=hardware, draft=draft, cache=cache, budget=budget, gammas=gammas, alpha=alpha)
+    typed += _typed(batch_size=batch_size, context_len=context_len)
+    config = compose(["scenario=predict", *_models(target, draft_model), *typed, *overrides])
+    return predicted(foresee(config))
+
+
+def _models(target: str | Path, draft: str | Path | None) -> list[str]:
+    """Return the overrides that choose the models: by option, or by path."""
+    typed = []
+    for group, key, model in (("target", "target", target), ("target@draft.model", "draft.model", draft)):
+        if isinstance(model, Path) or (model is not None and re.search(r"[/\\]", model)):
+            typed += [override(group, "custom"), override(f"{key}.path", str(model))]
+        elif model is not None:
+            typed.append(override(group, model))
+    return typed
+
+
+def _typed(**given: Any) -> list[str]:
+    """Return arguments as overrides; None is left out."""
+    return [override(KEYS.get(name, name), value) for name, value in given.items() if value is not None]
+
+
+def _frame(rows: list[dict[str, Any]]) -> "DataFrame":
+    try:
+        from pandas import DataFrame
+    except ImportError:
+        raise UserError("data frames need pandas: pip install 'magicdec[pandas]'") from None
+    return DataFrame(rows)

@@ -1,0 +1,355 @@
+"""The Python API: the same tokens as elsewhere, one line for every mistake, and a model that outlives all of them."""
+
+import doctest
+import gc
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from hydra.core.global_hydra import GlobalHydra
+
+import magicdec
+from magicdec.data.tokenizer import load_tokenizer
+from magicdec.verification.sampling import Sampling
+from tests.checkpoints import load_reference
+
+ROOT = Path(__file__).parents[1]
+TARGET = ROOT / "magicdec/models/tiny/target"
+SETTINGS = {"device": "cpu", "attention": "sdpa", "batch_size": 2, "context_len": 256, "progress": False}
+SMALL = ["batch.size=2", "batch.context_len=64", "batch.generate_len=12", "cache.budget=16", "scenario.repeats=1"]
+SMALL += ["hardware=cpu", "attention=sdpa", "wandb.mode=disabled"]
+TEXTS = ["def __init__(self, name):\n    self.name = ", "import os\n", "class Slots:\n    def close(self):\n" * 4]
+LONG = "for number, line in enumerate(lines):\n    if line.startswith('#'):\n        continue\n" * 4
+
+
+@pytest.fixture(scope="module")
+def model():
+    with magicdec.load("tiny", budget=16, gamma=3, **SETTINGS) as loaded:
+        yield loaded
+
+
+@pytest.fixture(scope="module")
+def expected(model):
+    """What transformers writes after each text, alone."""
+    reference, tokenizer = load_reference(TARGET), load_tokenizer(TARGET)
+    written = []
+    for text in TEXTS:
+        ids = torch.tensor([tokenizer.encode(text)])
+        out = reference.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False)
+        written.append(out[0, ids.shape[1] :].tolist())
+    return written
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind():
+    """Neither Hydra's state, nor another working directory, nor another log."""
+    before = os.getcwd(), logging.getLogger().level, list(logging.getLogger().handlers)
+    yield
+    assert (os.getcwd(), logging.getLogger().level, list(logging.getLogger().handlers)) == before
+    assert not GlobalHydra.instance().is_initialized()
+
+
+def idle(model) -> bool:
+    """Wait until no slot is taken; False if that takes too long."""
+    deadline = time.monotonic() + 30
+    while not model._engine.scheduler.idle and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return model._engine.scheduler.idle
+
+
+def test_greedy_text_is_that_of_transformers(model, expected):
+    out = model.generate(TEXTS, max_tokens=24)  # more prompts than slots
+    assert [one.ids for one in out] == expected
+    assert [one.text for one in out] == [model.tokenizer.decode(ids, skip_special_tokens=True) for ids in expected]
+    assert {one.end for one in out} == {"length"}
+    for prompt, ids in ((TEXTS[0], expected[0]), (model.tokenizer.encode(TEXTS[1]), expected[1])):
+        assert [one.ids for one in model.generate(prompt, max_tokens=24)] == [ids]
+    tensors = [torch.tensor(model.tokenizer.encode(text)) for text in TEXTS[:2]]
+    assert [one.ids for one in model.generate(tensors, max_tokens=24)] == expected[:2]
+
+
+def test_an_end_of_sequence_ends_a_continuation(model, expected, monkeypatch):
+    monkeypatch.setattr(model._engine.scheduler.slots, "eos_token_ids", (expected[0][5],))
+    slots = model._engine.scheduler.slots
+    for state in (slots.state, slots.single.decoder.state):
+        monkeypatch.setattr(state, "_eos", torch.tensor([expected[0][5]]))
+    out = model.generate(TEXTS[0], max_tokens=24)
+    first = expected[0].index(expected[0][5])
+    assert (out[0].ids, out[0].end) == (expected[0][: first + 1], "stop")
+    assert model.generate(TEXTS[0], max_tokens=24, ignore_eos=True)[0].ids == expected[0]
+
+
+def test_acceptance_and_times_of_each_prompt_and_of_all(model):
+    out = model.generate([LONG, TEXTS[0]], max_tokens=40)
+    stats = [one.stats for one in out]
+    assert [s.tokens for s in stats] == [40, 40]
+    assert [s.prompt_tokens for s in stats] == [len(model.tokenizer.encode(text)) for text in (LONG, TEXTS[0])]
+    assert all(0 < s.time_to_first_token_s < s.request_latency_s for s in stats)
+    proposed, accepted = (sum(getattr(s, name) for s in stats) for name in ("proposed", "accepted"))
+    assert 0 < accepted < proposed
+    assert out.metrics["acceptance_rate"] == pytest.approx(accepted / proposed)
+    assert out.metrics["acceptance_length"] == pytest.approx(1 + 3 * accepted / proposed)
+    mean = sum(s.time_per_output_token_s for s in stats) / 2
+    assert out.metrics["time_per_output_token_ms"] == pytest.approx(1e3 * mean)
+    assert model.generate(LONG, 40, gamma=0)[0].stats.proposed == 0
+
+
+def test_samples_are_those_of_a_run_and_do_not_depend_on_neighbours(model):
+    ids = [model.tokenizer.encode(text) for text in TEXTS]
+    options = {"temperature": 0.9, "top_p": 0.95, "seed": 7, "ignore_eos": True}
+    out = model.generate(TEXTS, 12, **options)
+    engine = model._engine.scheduler.slots.engine
+    batch = engine.open(ids)  # the offline decoder: three rows, with the same draft
+    batch.decoder.sampling = batch.draft.sampling = Sampling(0.9, None, 0.95, seed=7)
+    batch.decoder.state.limit_B.copy_(torch.tensor([len(row) + 12 for row in ids]))
+    batch.decoder.prefill(engine.prefill_chunk)
+    assert [one.ids for one in out] == batch.decoder.generate(batch.draft).tokens
+    again = model.generate([TEXTS[2], TEXTS[1]], 12, **options)
+    assert again[1].ids == out[1].ids
+    assert model.generate(TEXTS[0], 12, **options)[0].ids == out[0].ids
+    assert model.generate(TEXTS[0], 12, **(options | {"seed": 8}))[0].ids != out[0].ids
+    assert "".join(piece.text for piece in model.stream(TEXTS[0], 12, **options)) == out[0].text
+
+
+def test_a_stream_is_what_generate_writes(model, expected):
+    pieces = list(model.stream(TEXTS[0], max_tokens=24))
+    assert [token for piece in pieces for token in piece.ids] == expected[0]
+    assert "".join(piece.text for piece in pieces) == model.generate(TEXTS[0], max_tokens=24)[0].text
+    assert len(pieces) < 24
+    # Half a character at the end comes with a last piece.
+    arrow = model.tokenizer.encode("→")
+    assert len(arrow) > 1
+    request = model.stream("x", 1)
+    text = "".join(piece.text for piece in request)
+    assert text == model.generate("x", 1)[0].text
+
+
+def test_streams_take_turns(model, expected):
+    first, second = (model.stream(text, max_tokens=24) for text in TEXTS[:2])
+    ids = [[], []]
+    for pieces in zip(first, second, strict=False):
+        for got, piece in zip(ids, pieces, strict=True):
+            got += piece.ids
+    rest = [[token for piece in stream for token in piece.ids] for stream in (first, second)]
+    assert all(e[: len(got)] == got for e, got in zip(expected, ids, strict=False))
+    assert any(rest) or ids == expected[:2]
+
+
+def test_leaving_a_stream_frees_its_slot(model, expected):
+    for _ in range(5):
+        for piece in model.stream(LONG, max_tokens=100):
+            assert piece.ids
+            break
+    never_begun = model.stream(LONG, max_tokens=100)
+    assert idle(model)
+    del never_begun
+    assert [one.ids for one in model.generate(TEXTS, 24)] == expected
+
+
+@pytest.mark.parametrize("way", ["generate", "stream"])
+def test_an_interrupt_leaves_the_model_usable(model, expected, monkeypatch, way):
+    slots, rounds = model._engine.scheduler.slots, []
+    step, main = slots.step, threading.main_thread().ident
+
+    def interrupted(speculative):
+        rounds.append(step(speculative))
+        if len(rounds) == 2:
+            signal.pthread_kill(main, signal.SIGINT)
+        return rounds[-1]
+
+    monkeypatch.setattr(slots, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        model.generate([LONG, *TEXTS], 150) if way == "generate" else list(model.stream(LONG, 150))
+    assert idle(model)
+    assert len(rounds) < 50
+    assert model._engine.scheduler.slots is slots
+    assert [one.ids for one in model.generate(TEXTS, 24)] == expected
+
+
+def test_a_failed_round_is_raised_and_the_next_call_works(model, expected, monkeypatch):
+    slots = model._engine.scheduler.slots
+    stream = model.stream(LONG, 150)
+    next(stream)
+
+    def fail(speculative):
+        raise MemoryError("no more")
+
+    monkeypatch.setattr(slots, "step", fail)
+    with pytest.raises(MemoryError, match="no more"):
+        model.generate(LONG, 150)
+    with pytest.raises(MemoryError, match="no more"):
+        list(stream)
+    assert [one.ids for one in model.generate(TEXTS, 24)] == expected
+    assert model._engine.scheduler.slots is not slots
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options", "said"),
+    [
+        ("", {}, "the prompt is empty"),
+        ([], {}, "the prompt is empty"),
+        (["x", ""], {}, "prompts[1]: the prompt is empty"),
+        ([1, 5000], {}, "the prompt holds a token outside of the vocabulary of 1,024"),
+        (["x", 5], {}, "prompt=5: must be a text or a list of token ids"),
+        (None, {}, "prompt=None: must be a text or a list of token ids"),
+        ([1] * 300, {"max_tokens": 21}, "the prompt has 300 tokens and max_tokens=21: together they may be 320"),
+        ("x", {"max_tokens": 0}, "max_tokens=0: must be at least 1"),
+        ("x", {"max_tokens": 2.5}, "max_tokens=2.5: must be a whole number"),
+        ("x", {"top_p": 2}, "top_p=2: must be from 1e-30 to 1"),
+        ("x", {"temperature": "hot"}, "temperature='hot': must be a number"),
+        ("x", {"ignore_eos": 1}, "ignore_eos=1: must be True or False"),
+        ("x", {"gamma": 4}, "gamma=4: must be at most 3, which the engine was made for"),
+        ("x", {"temprature": 1.0}, "did you mean temperature?"),
+    ],
+)
+def test_mistakes_in_a_request(model, prompts, options, said):
+    calls = [model.generate] if isinstance(prompts, list) and "x" in prompts else [model.generate, model.stream]
+    for call in calls:
+        with pytest.raises(magicdec.UserError, match=r"^[^\n]*$") as caught:
+            call(prompts, **options)
+        assert said in str(caught.value)
+    assert idle(model)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"target": "tny"}, "did you mean tiny?"),
+        ({"target": "/nowhere/at all"}, "target.path=/nowhere/at all"),
+        ({"draft": "slef"}, "draft=slef: no such option; one of: "),
+        ({"draft_model": "tiny-draft"}, "target@draft.model: this draft has no model of its own; use draft=model"),
+        ({"budget": "x"}, "cache.budget=x: must be a whole number"),
+        ({"budget": 3}, "cache.budget=3: must be above cache.num_sink=4"),
+        ({"overrides": ["cache.budgt=3"]}, "unknown key cache.budgt; did you mean cache.budget?"),
+        ({"overrides": ["cache.budget"]}, "cache.budget: not of the form key=value"),
+        ({"overrides": ["target.weights=random"]}, "target.weights=random"),
+        ({"overrides": ["draft.gamma=auto"]}, "draft.gamma=auto: scenario=serve needs a number"),
+    ],
+)
+def test_mistakes_in_a_configuration(arguments, said):
+    with pytest.raises(magicdec.UserError, match=r"^[^\n]*$") as caught:
+        magicdec.load(**({"device": "cpu", "progress": False} | arguments))
+    assert said in str(caught.value)
+
+
+def test_a_model_that_does_not_fit(monkeypatch):
+    monkeypatch.setattr("magicdec.measure.memory.available_bytes", lambda _: 1 << 20)
+    with pytest.raises(magicdec.UserError, match=r"batch.size=2 at batch.context_len=256 needs about .* not even one"):
+        magicdec.load("tiny", **SETTINGS)
+
+
+def test_a_folder_and_a_second_model_at_once(model, expected, tmp_path):
+    folder = tmp_path / "it's a copy, with=signs"
+    folder.symlink_to(TARGET)
+    draft = ROOT / "magicdec/models/tiny/draft"
+    second = magicdec.load(folder, draft="model", draft_model=draft, cache="full", gamma=2, **SETTINGS)
+    with ThreadPoolExecutor() as pool:
+        wrote = pool.map(lambda one: [c.ids for c in one.generate(TEXTS, 24)], (model, second, model))
+    assert list(wrote) == [expected] * 3
+    weights = weakref.ref(second._engine.scheduler.slots.engine.target)
+    del second, wrote
+    gc.collect()
+    assert weights() is None
+    assert "magicdec-scheduler" in {thread.name for thread in threading.enumerate()}  # the first one's
+
+
+def test_a_closed_model_says_so():
+    with magicdec.load(draft="none", **SETTINGS) as model:
+        stream = model.stream(LONG, 150)
+        next(stream)
+    with pytest.raises(RuntimeError, match="the model was closed"):
+        list(stream)
+    with pytest.raises(RuntimeError, match="the engine is closed"):
+        model.generate("x")
+
+
+def test_run_is_what_the_command_line_does(model, tmp_path, capsys):
+    typed = [*SMALL, f"runs_dir={tmp_path}", "data.save_prompts=true"]
+    result, again = magicdec.run(typed), magicdec.run([*typed, "draft.gamma=3"])
+    assert "lossless          yes" in capsys.readouterr().out
+    assert result.folder == tmp_path / result.metrics["id"]
+    assert result.metrics["lossless/identical"] is True
+    assert result.metrics["overrides"] == typed
+    assert [len(row["speculative"]) for row in result.generations] == [12, 12]
+    assert {row["gamma"] for row in result.history} == {2}
+    prompts = [row["prompt"] for row in again.generations]
+    out = model.generate(prompts, max_tokens=12, ignore_eos=True)
+    assert [one.ids for one in out] == [row["speculative"] for row in again.generations]
+    frame = magicdec.runs(tmp_path)
+    assert frame["id"].tolist() == [result.metrics["id"], again.metrics["id"]]
+    assert frame["draft.gamma"].tolist() == [2, 3]
+    rounds = magicdec.histories(tmp_path)
+    assert len(rounds) == len(result.history) + len(again.history)
+    assert rounds.groupby("id")["gamma"].max().to_dict() == {result.metrics["id"]: 2, again.metrics["id"]: 3}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["draft.gamm=3"], "unknown key draft.gamm; did you mean draft.gamma?"),
+        (["+sweeps=gamma_x_budget"], "a grid needs the command line"),
+        (["cache=full", "cache.budget=3"], "cache.budget=3 has no effect with cache=full"),
+        (["sweep.dry_run=true"], "a dry run has no result"),
+        (["target.path=/nowhere"], "target.path=/nowhere"),
+    ],
+)
+def test_mistakes_in_a_run_leave_nothing(overrides, said, tmp_path):
+    with pytest.raises(magicdec.UserError, match=r"^[^\n]*$") as caught:
+        magicdec.run([f"runs_dir={tmp_path}/runs", *overrides])
+    assert said in str(caught.value)
+    assert not any(tmp_path.iterdir())
+
+
+def test_runs_that_are_not_there(tmp_path):
+    with pytest.raises(magicdec.UserError, match="holds no runs"):
+        magicdec.runs(tmp_path)
+
+
+def test_without_pandas_it_is_named(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    monkeypatch.setattr("magicdec.api.read_rows", lambda *_: [{"id": "a"}])
+    with pytest.raises(magicdec.UserError, match="need pandas"):
+        magicdec.runs(tmp_path)
+
+
+def test_a_prediction_is_that_of_the_command_line(tmp_path):
+    arguments = {"budget": 512, "batch_size": 64, "context_len": 32000, "alpha": 0.8, "gammas": [2, 3]}
+    prediction = magicdec.predict("llama-3.1-8b", "8xa100", **arguments)
+    typed = ["scenario=predict", "target=llama-3.1-8b", "hardware=8xa100", "cache.budget=512", "batch.size=64"]
+    typed += ["batch.context_len=32000", "scenario.alpha=0.8", "scenario.gammas=[2,3]", "wandb.mode=disabled"]
+    stored = magicdec.run([*typed, f"runs_dir={tmp_path}"]).metrics
+    assert prediction.best.gamma == stored["predicted/gamma"] == 3
+    assert prediction.best.speedup == pytest.approx(stored["predicted/speedup"])
+    with pytest.raises(magicdec.UserError, match="did you mean a100"):
+        magicdec.predict("llama-3.1-8b", "a10")
+
+
+def test_importing_is_cheap_and_predicting_needs_no_pytorch():
+    code = """
+import sys, magicdec
+assert not {"torch", "hydra", "numpy"} & set(sys.modules)
+assert set(magicdec.__all__) <= set(dir(magicdec))
+magicdec.predict("llama-3.1-8b", "8xa100", alpha=0.8)
+assert "torch" not in sys.modules
+assert not hasattr(magicdec, "lode")
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_page_of_the_api(tmp_path, monkeypatch):
+    """Its examples run as they stand, and print what it says."""
+    monkeypatch.chdir(tmp_path)
+    flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    found = doctest.testfile(
+        str(ROOT / "docs/python.md"), module_relative=False, optionflags=flags, globs={"Path": Path}
+    )
+    assert (found.failed, found.attempted > 10) == (0, True)
