@@ -391,7 +391,8 @@ def test_it_listens_on_loopback_unless_told_otherwise(monkeypatch, capsys):
     for mistake, said in (
         ("--port=65536", "--port=65536: must be from 0 to 65,535"),
         ("--max-waiting=-1", "--max-waiting=-1: must be at least 0"),
-        ("target=nothing", "nothing"),
+        ("target=tny", "did you mean tiny?"),
+        ("draft.gamm=3", "unknown key draft.gamm; did you mean draft.gamma?"),
         ("batch.size=0", "batch.size=0: must be auto or at least 1"),
     ):
         assert http.main([mistake]) == 2
