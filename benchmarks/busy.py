@@ -15,7 +15,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from page import ROOT, provenance, table
+from page import ROOT, provenance
+
+from magicdec.tracking.cells import markdown_table
 
 COMMAND = (sys.executable, "launch.py", "experiment=quick", "wandb.mode=disabled")
 TIMES = ("autoregressive/time_per_output_token_ms", "speculative/time_per_output_token_ms")
@@ -56,7 +58,9 @@ def main() -> int:
     ratios = [slow / fast for fast, slow in zip(*fastest, strict=True)]
     columns = zip(TIMES, *fastest, ratios, strict=True)
     rows = [[name, f"{fast:.2f}", f"{slow:.2f}", f"{ratio:.1f}x"] for name, fast, slow, ratio in columns]
-    print(table(["", "idle, ms", "busy, ms", "costs"], rows), provenance("python benchmarks/busy.py"), sep="\n")
+    print(
+        markdown_table(["", "idle, ms", "busy, ms", "costs"], rows), provenance("python benchmarks/busy.py"), sep="\n"
+    )
     if max(ratios) > LIMIT:
         print(f"error: a busy neighbour costs more than {LIMIT} times", file=sys.stderr)
         return 1
