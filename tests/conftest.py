@@ -35,3 +35,12 @@ def hydra_logging():
     yield
     root.handlers[:] = handlers
     root.setLevel(level)
+
+
+@pytest.fixture
+def forked_ranks(monkeypatch):
+    """Ranks that begin with everything imported; test_run.py starts some as a user's are."""
+    from tests.programs import start_server
+
+    start_server()
+    monkeypatch.setattr("magicdec.scenarios.ranks.START", "forkserver")

@@ -20,6 +20,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
+START = "spawn"  # CUDA's, NCCL's and the threads' state would not survive a fork
 GRACE_S = 0.5  # for a failure's echoes: a rank that loses its peer fails, too
 EXIT_S = 5.0
 
@@ -39,7 +40,7 @@ def on_ranks(num_ranks: int, device: str, function: Callable, *arguments: Any) -
     pickle, between processes of this program alone. The error of the first rank that fails is raised here, with that
     rank's traceback as a note, and RuntimeError where a rank dies without a word; the other ranks are then ended.
     """
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context(START)
     processes: list[BaseProcess] = []
     ends: list[Connection] = []
     with tempfile.TemporaryDirectory() as folder:

@@ -10,6 +10,8 @@ import torch.distributed as dist
 from magicdec.errors import UserError
 from magicdec.scenarios.ranks import on_ranks
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
 
 def mistaken(rank: int) -> None:
     if rank == 1:
