@@ -4,14 +4,13 @@ import json
 import re
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from magicdec.tracking.report.__main__ import main
+from tests.programs import ROOT, python
 
-ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 COMMANDS = [
     line.strip().replace("\\\n", " ") for line in re.findall(r"^    ((?:.*\\\n)*.*)$", README, flags=re.MULTILINE)
@@ -37,7 +36,7 @@ SAYS = {
 
 def launch(arguments: list[str], runs: Path) -> subprocess.CompletedProcess:
     arguments = sorted([*arguments, f"runs_dir={runs}"], key=lambda a: not a.startswith("-"))  # flags come first
-    return subprocess.run([sys.executable, "launch.py", *arguments], cwd=ROOT, capture_output=True, text=True)
+    return python("launch.py", *arguments)
 
 
 def test_the_readme_shows_its_commands():

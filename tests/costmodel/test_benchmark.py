@@ -1,27 +1,22 @@
 """The aims of the cost model, as benchmarks/costmodel.py measures them, on the committed calibration."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import yaml
 
 from magicdec.costmodel.hardware import CALIBRATED, hardware_named
 from magicdec.costmodel.tables import PUBLISHED
+from tests.programs import python
 
-ROOT = Path(__file__).parents[2]
 KEYS = ["rows", "fitted_rows", "median_error", "p90_error", "wrong_side", "spearman", "target_decode_median_error"]
 
 
-def run(*arguments):
-    command = [sys.executable, str(ROOT / "benchmarks" / "costmodel.py"), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+BENCHMARK = "benchmarks/costmodel.py"
 
 
-def summary(*arguments):
-    done = run(*arguments)
+def summary(table):
+    done = python(BENCHMARK, table)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     assert list(result) == KEYS
@@ -64,7 +59,7 @@ def test_tables_of_other_machines_and_models(tmp_path):
 def test_a_bad_table_is_one_line_and_exit_code_2(tmp_path):
     path = tmp_path / "bad.csv"
     path.write_text("nothing\n1\n")
-    done = run(path)
+    done = python(BENCHMARK, path)
     assert done.returncode == 2
     assert done.stderr.splitlines() == [f"error: {path}: the column target is missing"]
 

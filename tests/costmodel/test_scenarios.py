@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import yaml
@@ -22,8 +21,8 @@ from magicdec.planning.prediction import cache_named, foresee, setup_of_run
 from magicdec.scenarios import plan as plan_scenario
 from magicdec.scenarios import predict as predict_scenario
 from magicdec.tracking.progress import progress
+from tests.programs import ROOT, python
 
-ROOT = Path(__file__).parents[2]
 LLAMA = ("target=llama-3.1-8b", "batch.context_len=32000", "cache.budget=512", "batch.size=64")
 
 
@@ -278,16 +277,11 @@ def profile_run(folder, setup, grid):
     (folder / "history.jsonl").write_text("\n".join(lines) + "\n")
 
 
-def calibrate(*arguments):
-    command = [sys.executable, str(ROOT / "tools" / "calibrate.py"), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True)
-
-
 def test_a_machine_is_calibrated_from_a_profile_run(setup, tmp_path):
     pytest.importorskip("scipy")
     truth = setup("h200").hardware.efficiency
     profile_run(tmp_path / "run", setup, [(b, s, 3) for b in (4, 32) for s in (4000, 32_000)])
-    done = calibrate(tmp_path / "run")
+    done = python("tools/calibrate.py", tmp_path / "run")
     assert done.returncode == 0, done.stderr
     content = yaml.safe_load(done.stdout)
     assert (content["hardware"], content["stack"]) == ("h200", "magicdec")
@@ -296,7 +290,7 @@ def test_a_machine_is_calibrated_from_a_profile_run(setup, tmp_path):
 
 
 def test_a_folder_that_is_no_profile_run_is_refused_in_one_line(tmp_path):
-    done = calibrate(tmp_path / "nowhere")
+    done = python("tools/calibrate.py", tmp_path / "nowhere")
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1
     assert "not a finished run of scenario=profile" in done.stderr

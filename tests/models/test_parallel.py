@@ -63,6 +63,7 @@ def decoded(rank: int, folders: dict[str, Path], ranks: int, cases: list = CASES
     return found
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_two_ranks_write_what_one_writes(folders):
     for case, one, two in zip(CASES, decoded(0, folders, 1), on_ranks(2, "cpu", decoded, folders, 2), strict=True):
         assert one == two, case

@@ -1,14 +1,13 @@
-"""Processes that tell W&B of runs, without the credentials and settings of whoever runs the tests.
+"""Programs that send runs to W&B, without the credentials and settings of the user who runs the tests.
 
-Processes of their own, because W&B keeps a service and credentials per process, and whatever it prints is to be seen.
+Each is a process of its own, because W&B keeps a service and credentials per process, and because its output is read.
 """
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from tests.programs import ROOT, Program
 
 # Arguments: the store, the mode, the number of attempts, the run's id.
 TELL = """
@@ -40,23 +39,15 @@ wandb._log_tables = kill
 
 
 def start(*arguments, home, cwd=ROOT, **environment):
-    """A Python process whose home is `home`, as subprocess.Popen."""
+    """Start a program whose home is `home`."""
     env = {key: value for key, value in os.environ.items() if not key.startswith("WANDB_")}
     env |= {"HOME": str(home), "NETRC": str(home / "netrc"), "PYTHONPATH": str(ROOT)}
     env["PATH"] = os.pathsep.join(
         [str(Path(sys.executable).parent), env["PATH"]]
     )  # for `wandb agent`, which starts python
-    command = [sys.executable, *map(str, arguments)]
-    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, cwd=cwd, env=env | environment, **pipes)
-
-
-def finished(process):
-    """What became of it, as subprocess.run has it."""
-    out, err = process.communicate(timeout=120)
-    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+    return Program(*arguments, cwd=cwd, env=env | environment)
 
 
 def python(*arguments, home, cwd=ROOT, **environment):
-    """Run it to its end."""
-    return finished(start(*arguments, home=home, cwd=cwd, **environment))
+    """Run such a program to its end."""
+    return start(*arguments, home=home, cwd=cwd, **environment).finish()

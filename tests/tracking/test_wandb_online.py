@@ -10,7 +10,8 @@ import pytest
 import yaml
 
 from magicdec.tracking.reader import iter_runs, read_lines
-from tests.tracking.processes import KILL, ROOT, TELL, finished, python, start
+from tests.programs import ROOT
+from tests.tracking.processes import KILL, TELL, python, start
 from tests.tracking.sample import CONFIG, HISTORY, METRICS, SAMPLES, SYSTEM
 from tests.tracking.stores import write_run
 from tests.tracking.wandb_server import API_KEY, ENTITY, Received, WandbServer
@@ -131,7 +132,7 @@ def offline(tmp_path_factory):
     """Two runs, told offline by two processes at once; to be copied by who changes their store."""
     home = tmp_path_factory.mktemp("home")
     processes = [start("-c", TELL, home / "runs", "offline", 1, name, home=home) for name in IDS]
-    outcomes = [json.loads(finished(process).stdout) for process in processes]
+    outcomes = [json.loads(process.finish().stdout) for process in processes]
     return dict(zip(IDS, outcomes, strict=True))
 
 
