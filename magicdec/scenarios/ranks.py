@@ -18,9 +18,9 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-START = "spawn"  # CUDA's, NCCL's and the threads' state would not survive a fork
+START: Literal["spawn", "forkserver"] = "spawn"  # CUDA's, NCCL's and the threads' state would not survive a fork
 GRACE_S = 0.5  # for a failure's echoes: a rank that loses its peer fails, too
 EXIT_S = 5.0
 
