@@ -40,7 +40,7 @@ def hydra_logging():
 @pytest.fixture
 def forked_ranks(monkeypatch):
     """Ranks that begin with everything imported; test_run.py starts some as a user's are."""
-    from tests.programs import start_server
+    from tests.programs import SERVER, start_server
 
     start_server()
-    monkeypatch.setattr("magicdec.scenarios.ranks.START", "forkserver")
+    monkeypatch.setattr("magicdec.scenarios.ranks.CONTEXT", SERVER)

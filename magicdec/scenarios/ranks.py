@@ -18,9 +18,9 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
-START: Literal["spawn", "forkserver"] = "spawn"  # CUDA's, NCCL's and the threads' state would not survive a fork
+CONTEXT = multiprocessing.get_context("spawn")  # the state of CUDA and of threads does not survive a fork
 GRACE_S = 0.5  # for a failure's echoes: a rank that loses its peer fails, too
 EXIT_S = 5.0
 
@@ -40,15 +40,14 @@ def on_ranks(num_ranks: int, device: str, function: Callable, *arguments: Any) -
     pickle, between processes of this program alone. The error of the first rank that fails is raised here, with that
     rank's traceback as a note, and RuntimeError where a rank dies without a word; the other ranks are then ended.
     """
-    context = multiprocessing.get_context(START)
     processes: list[BaseProcess] = []
     ends: list[Connection] = []
     with tempfile.TemporaryDirectory() as folder:
         try:
             for rank in range(num_ranks):
-                end, other_end = context.Pipe(duplex=False)
+                end, other_end = CONTEXT.Pipe(duplex=False)
                 work = (rank, num_ranks, device, str(Path(folder, "rendezvous")), other_end, function, arguments)
-                processes.append(context.Process(target=_rank, args=work, daemon=True))
+                processes.append(CONTEXT.Process(target=_rank, args=work, daemon=True))
                 processes[-1].start()
                 other_end.close()  # now a rank's death closes its pipe
                 ends.append(end)
