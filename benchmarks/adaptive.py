@@ -31,7 +31,7 @@ SETTING = ["hardware=cpu", "draft.gamma=auto", "batch.context_len=4096"]
 
 
 def opened(size: int) -> Batch:
-    """A batch behind its prefill."""
+    """Return a batch after its prefill."""
     plan = resolve(compose([*SETTING, f"batch.size={size}"]))
     tokenizer: Any = build.tokenizer(plan)
     with progress() as bars:
@@ -44,7 +44,7 @@ def opened(size: int) -> Batch:
 
 @torch.inference_mode()
 def overhead(batch: Batch, gammas: tuple[int, ...], gamma: int, pairs: int) -> tuple[float, float, float]:
-    """Milliseconds of a round, what choosing adds in the median over pairs, and the standard error of that."""
+    """Return the milliseconds of a round, the median extra cost of choosing, and its standard error."""
     decoder, draft = batch.decoder, batch.draft
     assert draft is not None
     fixed = decoder.cycle(draft, gamma)
@@ -66,7 +66,7 @@ def overhead(batch: Batch, gammas: tuple[int, ...], gamma: int, pairs: int) -> t
 
 
 def passes(batch: Batch, gammas: tuple[int, ...], repeats: int) -> dict[str, tuple[float, float]]:
-    """Milliseconds per token of each way, and how far its passes lie apart."""
+    """Return the milliseconds per token of each way, and their spread over passes."""
     decoder, draft = batch.decoder, batch.draft
     assert draft is not None
     ways: dict[str, int | None] = {**{str(gamma): gamma for gamma in gammas}, "auto": None, "autoregressive": None}

@@ -26,7 +26,7 @@ LIMIT = 3.5
 
 @contextmanager
 def neighbour() -> Iterator[None]:
-    """A process that computes all the time."""
+    """Run a process that computes all the time."""
     process = subprocess.Popen(["nice", "-n", "19", sys.executable, "-c", "while True: pass"])
     try:
         yield

@@ -67,7 +67,7 @@ def fit(rows: Sequence[tables.Row]) -> Mapping[str, hardware.Hardware]:
 
 
 def left_out() -> dict[str, Score]:
-    """Errors on fitted rows, each predicted by a calibration that has not seen it."""
+    """Return the errors on fitted rows, each predicted by a calibration that has not seen it."""
     rows = fitted_rows()
     a100 = [row for row in rows if row.hardware == "8xA100"]
     by_context = [[row for row in a100 if (row.context_len <= SHORT) == short] for short in (True, False)]
@@ -80,7 +80,7 @@ def left_out() -> dict[str, Score]:
 
 
 def alternatives() -> dict[str, tuple[Score, Score]]:
-    """Errors over all rows and over those not fitted, had what is not fitted been chosen otherwise."""
+    """Return the errors over all rows and over those not fitted, with other choices of what is not fitted."""
     matmul = SHARED["matmul_fraction"]
     choices: dict[str, tuple[dict[str, float], dict[str, Prior]]] = {
         "as chosen": ({}, {}),
@@ -101,7 +101,7 @@ def alternatives() -> dict[str, tuple[Score, Score]]:
 
 
 def seconds_per_thousand() -> float:
-    """Seconds of one core to predict a thousand configurations at 16 gammas each, memory and S* included."""
+    """Return the seconds of one core to predict a thousand configurations at 16 gammas each, with memory and S*."""
     model, machine = architecture("llama-3.1-8b"), hardware_named("8xA100")
     start = time.process_time()
     for i in range(1000):
@@ -141,7 +141,7 @@ def main() -> int:
 
 
 def _summary(compared: list[Compared], fitted: int) -> dict[str, float | int | None]:
-    """The last line's object; what cannot be computed is null."""
+    """Return the object of the last line; a score that cannot be computed is null."""
     values = asdict(score(compared))
     rounded = {k: v if isinstance(v, int) else round(v, 5) if v == v else None for k, v in values.items()}
     return {"rows": rounded.pop("rows"), "fitted_rows": fitted} | rounded

@@ -41,14 +41,14 @@ TIMES = ("target_decode_ms", "draft_ms", "verify_ms", "round_ms")
 
 
 def prepared(context: int, batch: int) -> Plan:
-    """A plan as `launch.py` would make it; the largest gamma gives the caches room for all."""
+    """Return a plan as `launch.py` would make it. The largest gamma gives the caches room for all."""
     largest = max(gamma for _, gamma in DRAFTS)
     sizes = [f"batch.context_len={context}", f"batch.size={batch}", f"batch.generate_len={NEW_TOKENS}"]
     return resolve(compose(["draft=model", f"draft.gamma={largest}", "hardware=cpu", *sizes]))
 
 
 def cell(context: int, batch: int) -> tuple[list[dict], list[list[int]], dict, str]:
-    """Every draft on one prefill: rows of figures, the prompts, what memory it took, and which attention it used."""
+    """Measure every draft on one prefill. Return rows of metrics, the prompts, the memory and the attention used."""
     plan = prepared(context, batch)
     prompts = build.prompts(plan, build.tokenizer(plan)).tokens
     peak = memory.Peak(plan.device)
@@ -64,7 +64,7 @@ def cell(context: int, batch: int) -> tuple[list[dict], list[list[int]], dict, s
 
 
 def measure(engine: NativeEngine, opened: Batch, name: str, gamma: int) -> dict:
-    """Pairs of an autoregressive and a speculative pass, the audit, and the parts of a round."""
+    """Measure pairs of an autoregressive and a speculative pass, the audit, and the parts of a round."""
     model = engine.draft_model if name == "model" else None
     draft = replace(engine, gamma=gamma, draft=replace(engine.draft, name=name), draft_model=model).draft_for(
         opened.decoder
@@ -81,7 +81,7 @@ def measure(engine: NativeEngine, opened: Batch, name: str, gamma: int) -> dict:
 
 
 def against_peers(plan: Plan, prompts: list[list[int]], ours: dict) -> list[str]:
-    """Transformers on the same prompts: its two caches, and at batch 1 (its limit) its own speculation."""
+    """Measure transformers on the same prompts: its two caches and, at batch 1 (its limit), its own speculation."""
     spec = PeerSpec(str(plan.target.folder), "float32", "cpu", len(prompts), 0, Sampling(), gamma=3, max_ngram=8)
     cells = [f"{ours['autoregressive']:.1f}"]
     for cache in CACHES:
@@ -96,7 +96,7 @@ def against_peers(plan: Plan, prompts: list[list[int]], ours: dict) -> list[str]
 
 
 def theirs(peer: TransformersPeer, prompts: list[list[int]], fast: bool) -> tuple[list[list[int]], float]:
-    """The tokens, and the milliseconds that one takes."""
+    """Return the tokens of a peer, and its milliseconds per token."""
     peer.generate([row[:64] for row in prompts], 4, fast)
     got = peer.generate(prompts, NEW_TOKENS, fast)
     return got.tokens, metrics.time_per_output_token_ms(got.times)

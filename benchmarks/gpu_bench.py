@@ -1,4 +1,4 @@
-"""What the parts of benchmarks/gpu.py share: how large everything is, the stored figures, and the large model."""
+"""The shared part of benchmarks/gpu.py: the sizes of everything, the stored points, and the large model."""
 
 import gc
 import json
@@ -28,7 +28,7 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class Sizes:
-    """How large everything is."""
+    """The sizes of everything."""
 
     device: str = "cuda"
     dtype: str = "bfloat16"
@@ -54,7 +54,7 @@ class Sizes:
     )
 
     def within(self, num_bytes: int) -> "Sizes":
-        """The same with as many rows as a card of so much memory holds: the cells are those of an H200."""
+        """Return the same sizes with as many rows as a card of this memory holds: the cells are those of an H200."""
         rows_share = min(1.0, (num_bytes / GIB - WEIGHTS_GIB) / (H200_GIB - WEIGHTS_GIB))
         return replace(self, cells=tuple((max(1, int(rows * rows_share)), context) for rows, context in self.cells))
 
@@ -93,11 +93,11 @@ REHEARSAL = Sizes(
 
 
 class OutOfTime(Exception):
-    """The rest is left to the next call."""
+    """The end of the time; the next call measures the rest."""
 
 
 class DeviceLost(Exception):
-    """The device does nothing any more for this process."""
+    """The failure of the device for this process."""
 
 
 @dataclass
@@ -111,26 +111,26 @@ class Bench:
 
     @property
     def seconds_left(self) -> float:
-        """Until no other point is begun."""
+        """Return the time until no other point is started."""
         return self.deadline - time.monotonic()
 
     @property
     def device(self) -> torch.device:
-        """Where it runs."""
+        """Return the device."""
         return torch.device(self.sizes.device)
 
     @property
     def dtype(self) -> torch.dtype:
-        """What models compute in."""
+        """Return the dtype that models compute in."""
         return DTYPES[self.sizes.dtype]
 
     def points(self, part: str) -> dict[str, Record]:
-        """What is known of a part."""
+        """Return the stored points of a part."""
         path = self.folder / f"{part}.json"
         return json.loads(path.read_text()) if path.exists() else {}
 
     def point(self, part: str, key: str, measure: Callable[[], Record]) -> Record:
-        """A stored figure, or a new one, stored at once. What does not fit or fails says so, and the rest goes on."""
+        """Return a stored point, or measure and store it. A failure is stored with its reason."""
         known = self.points(part)
         if key in known:
             return known[key]
@@ -156,7 +156,7 @@ class Bench:
         return found
 
     def retry(self) -> None:
-        """Forget what was skipped or has failed."""
+        """Delete the points that were skipped or have failed."""
         for path in self.folder.glob("?.json"):
             known = self.points(path.stem)
             self._store(path.stem, {k: v for k, v in known.items() if not {"skipped", "failed"} & v.keys()})
@@ -167,7 +167,7 @@ class Bench:
         temporary.replace(self.folder / f"{part}.json")
 
     def _clean(self) -> bool:
-        """Free what the last point has held; returns whether the device still answers."""
+        """Free what the last point has held. Return False if the device no longer answers."""
         gc.collect()  # captured graphs hold caches in a circle
         if self.device.type != "cuda":
             return True
@@ -179,31 +179,31 @@ class Bench:
         return True
 
     def plan(self, *overrides: str) -> Plan:
-        """A plan as `launch.py` would make it."""
+        """Return a plan as `launch.py` would make it."""
         settings = [f"hardware.device={self.sizes.device}", f"hardware.dtype={self.sizes.dtype}"]
         settings += [f"batch.generate_len={self.sizes.new_tokens}", f"scenario.profile_repeats={self.sizes.repeats}"]
         return resolve(compose([*settings, *overrides]))
 
     def large(self, batch: int, context: int, budget: int, gamma: int, alpha: float = 0.8) -> Plan:
-        """The large target with random weights, drafting for itself."""
+        """Return a plan of the large target with random weights, drafting for itself."""
         sizes = [f"batch.size={batch}", f"batch.context_len={context}", f"cache.budget={budget}"]
         draft = ["draft=self", f"draft.gamma={gamma}", f"draft.synthetic_acceptance={alpha}"]
         return self.plan(*self.sizes.target, "target.weights=random", "data=random", *sizes, *draft)
 
     @cached_property
     def engine(self) -> NativeEngine:
-        """Of the large target; loaded once."""
+        """Return the engine of the large target, loaded once."""
         batch, context = self.sizes.cells[0]
         with progress() as bars:
             return build.engine(self.large(batch, context, self.sizes.budgets[0], self.sizes.gammas[0]), bars)
 
     def open(self, batch: int, context: int, budget: int, gamma: int, alpha: float) -> Batch:
-        """A batch over caches of noise; raises UserError where it does not fit beside the weights."""
-        foreseen = build.estimate(self.large(batch, context, budget, gamma), batch, context)
-        needed = foreseen.total - foreseen.weights
+        """Return a batch over caches of noise. Raise UserError if it does not fit next to the weights."""
+        predicted = build.estimate(self.large(batch, context, budget, gamma), batch, context)
+        needed = predicted.total - predicted.weights
         engine, available = self.engine, memory.available_bytes(self.device)
         if needed > available:
-            raise UserError(f"needs {needed / GIB:.1f} GiB beside the weights, of {available / GIB:.1f}")
+            raise UserError(f"needs {needed / GIB:.1f} GiB next to the weights, of {available / GIB:.1f}")
         draft = replace(engine.draft, synthetic_acceptance=alpha)
         opened = replace(engine, gamma=gamma, draft=draft, cache=replace(engine.cache, budget=budget)).open(
             [[0] * context] * batch

@@ -124,9 +124,9 @@ def _steps(bench: Bench, batch: int, context: int, budget: int, gamma: int) -> R
     draft_kv = memory.kv_bytes(target.config, batch * min(budget, context), bench.dtype)
     moved = {"target_decode": weights + kv, "verify": weights + kv, "draft": weights + draft_kv}
     ratios = {f"{part}_of_copy": of_copy(bench, size, times[f"{part}_ms"] / 1e3) for part, size in moved.items()}
-    foreseen = build.estimate(bench.large(batch, context, budget, gamma), batch, context)
+    predicted = build.estimate(bench.large(batch, context, budget, gamma), batch, context)
     # The prefill is simulated here: the estimate has its activations, which the peak has not.
-    sizes = {"peak_gib": peak.num_bytes / GIB, "estimated_with_prefill_gib": foreseen.total / GIB}
+    sizes = {"peak_gib": peak.num_bytes / GIB, "estimated_with_prefill_gib": predicted.total / GIB}
     opened.close()
     return times | ratios | sizes
 

@@ -4,7 +4,7 @@
     python benchmarks/peers.py --quick                          # small cells, to try it out; writes nothing
 
 Without --python (or MAGICDEC_VLLM_PYTHON) vLLM is left out. A cell that this commit has measured is not measured again,
-so that the same command goes on where it was stopped (--anew: from the beginning). For the same race as runs of their
+so that the same command resumes where it was stopped (--restart: from the beginning). For the same race as runs of their
 own, with the files that every run leaves: sweeps/peers.yaml.
 
 Every way of decoding has a process that stays, loaded once for the largest cell, and all take turns at each cell.
@@ -64,7 +64,7 @@ Figures = dict[str, Any]
 
 @cache
 def loaded(way: str, context: int, rows: int, new_tokens: int) -> tuple[Plan, Any, memory.Peak, object]:
-    """The engine with room for so much, the memory from before it, the tokenizer. Once in every process."""
+    """Return the plan, the engine with room for so much, the memory from before it, the tokenizer; loaded once."""
     drafts = [f"draft.gamma={GAMMA}"] if "draft" in "".join(WAYS[way]) else []
     sizes = [f"batch.context_len={context}", f"batch.size={rows}", f"batch.generate_len={new_tokens}"]
     plan = resolve(compose([*WAYS[way], *drafts, *sizes, "hardware=cpu"]))
@@ -75,7 +75,7 @@ def loaded(way: str, context: int, rows: int, new_tokens: int) -> tuple[Plan, An
 
 
 def measure(way: str, context: int, rows: int, largest: tuple[int, int], new_tokens: int) -> dict[str, Figures]:
-    """One cell, in a process of the way's own: figures by the name under which the page has them."""
+    """Measure one cell, in a process of the way's own. Return the metrics by their names on the page."""
     plan, engine, peak, tokenizer = loaded(way, largest[0], 1 if way in ONE_ROW else largest[1], new_tokens)
     prompts = build.prompts(plan, tokenizer, rows, context).tokens
     repeats = REPEATS if rows * context < MANY else 1
@@ -91,7 +91,7 @@ def measure(way: str, context: int, rows: int, largest: tuple[int, int], new_tok
 
 
 def ours(engine: Any, prompts: list[list[int]], peak: memory.Peak) -> dict[str, Figures]:
-    """Both ways, on one prefill."""
+    """Measure both ways of our engine on one prefill."""
     batch = engine.open(prompts)
     prefill_seconds = batch.decoder.prefill(engine.prefill_chunk)
     warm_up(batch)
@@ -106,7 +106,7 @@ def ours(engine: Any, prompts: list[list[int]], peak: memory.Peak) -> dict[str, 
 
 
 def figures(passes: list[list[RowTimes]], tokens: list[list[int]], peak_bytes: int, accepted: Any) -> Figures:
-    """Medians over the passes, and a fingerprint of each row."""
+    """Return medians over the passes, and a fingerprint of each row."""
     speeds = [metrics.speed_metrics([times]) for times in passes]
     found: Figures = {key: median(speed[key] for speed in speeds) for key in speeds[0]}
     rows = [fingerprint([row]) for row in tokens]
@@ -114,7 +114,7 @@ def figures(passes: list[list[RowTimes]], tokens: list[list[int]], peak_bytes: i
 
 
 def page(found: dict[str, dict[str, Figures]], cells: list[tuple[int, int]], new_tokens: int) -> str:
-    """Everything as Markdown, of the cells that have been measured."""
+    """Return the page as Markdown, with the cells that have been measured."""
     lines, races = [], []
     for context, rows in sorted(cells):
         cell = found.get(name_of(context, rows), {})
@@ -159,7 +159,7 @@ def ratio(figures: Figures, other: Figures) -> str:
 
 
 def race(cell: dict[str, Figures], mine: str, ways: tuple[str, ...]) -> list[str]:
-    """The fastest of the others among these ways, and how much faster ours is."""
+    """Return the fastest of the others among these ways, and how much faster ours is."""
     peers = [way for way in ways if way in cell and not way.startswith(OURS)]
     if not peers:
         return ["", ""]
@@ -176,7 +176,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--python", default=os.environ.get(PYTHON_VARIABLE), help="that of an environment with vLLM")
     parser.add_argument("--quick", action="store_true", help="small cells; write nothing")
-    parser.add_argument("--anew", action="store_true", help="forget what has been measured")
+    parser.add_argument("--restart", action="store_true", help="forget what has been measured")
     arguments = parser.parse_args()
     ways = list(WAYS)
     if arguments.python:
@@ -185,7 +185,7 @@ def main() -> None:
         ways = [way for way in ways if not way.startswith("vllm")]
     cells, new_tokens = (QUICK_CELLS, QUICK_TOKENS) if arguments.quick else (CELLS, NEW_TOKENS)
     found: dict[str, dict[str, Figures]] = {}
-    if FIGURES.exists() and not (arguments.quick or arguments.anew):
+    if FIGURES.exists() and not (arguments.quick or arguments.restart):
         stored = json.loads(FIGURES.read_text())
         found = stored["cells"] if stored["commit"] == commit() else {}
     with ExitStack() as stack:

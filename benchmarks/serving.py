@@ -38,7 +38,7 @@ PANELS = (
 
 
 def measure(overrides: Sequence[str]) -> tuple[list[Level], Mapping[str, Any], DictConfig]:
-    """One run: its levels, its result, and its configuration with every `auto` resolved."""
+    """Do one run. Return its levels, its result, and its configuration with every `auto` resolved."""
     with TemporaryDirectory() as store:
         command = [sys.executable, "launch.py", "scenario=serve", "wandb.mode=disabled", f"runs_dir={store}"]
         subprocess.run([*command, *overrides], cwd=ROOT, check=True)
@@ -50,7 +50,7 @@ def measure(overrides: Sequence[str]) -> tuple[list[Level], Mapping[str, Any], D
 
 
 def draw(levels: Sequence[Level], path: Path) -> None:
-    """A panel per metric against the number of users, a line per way of decoding."""
+    """Draw a panel per metric by the number of users, with a line per way of decoding."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 7), layout="constrained")
@@ -68,7 +68,7 @@ def draw(levels: Sequence[Level], path: Path) -> None:
 
 
 def page(levels: Sequence[Level], result: Mapping[str, Any], config: DictConfig) -> str:
-    """The table of throughput and latencies, and where speculation wins and loses."""
+    """Return the page: throughput and latencies, and where speculation wins and loses."""
     rows = [_row(level, way) for level in levels for way in WAYS]
     gains, losses = (
         ", ".join(f"{n['concurrency']:g}" for n in levels if (n["speedup_duration"] >= 1) == wins)

@@ -70,7 +70,7 @@ Cell = tuple[str, str, int]  # draft, policy, budget; 0 where a policy has no us
 
 
 def cells(text: str) -> list[Cell]:
-    """What is compared on a text, the slowest last."""
+    """Return what is compared on a text, the slowest last."""
     pairs = [(draft, policy) for draft, policies in DRAFTS_POLICIES.items() for policy in policies] + SLOWEST
     budgets = (MIDDLE,) if text in TASKS else BUDGETS
     if text in TASKS:
@@ -79,12 +79,12 @@ def cells(text: str) -> list[Cell]:
 
 
 def configured(*overrides: str) -> Config:
-    """A configuration as `launch.py` would make it."""
+    """Return a configuration as `launch.py` would make it."""
     return compose([f"draft.gamma={GAMMA}", "hardware=cpu", *overrides])
 
 
 class Prefilled:
-    """One batch of a text behind the target's prefill, what the target writes, and drafts to continue it with."""
+    """One batch of a text after the target's prefill, the target's output, and drafts to continue the batch with."""
 
     def __init__(self, overrides: list[str], sizes: dict[str, int]):
         sized = [f"batch.{key}={value}" for key, value in sizes.items()]
@@ -103,7 +103,7 @@ class Prefilled:
         model_drafts.score, model_drafts.prefill = self.once.score, self.once.prefill  # type: ignore[assignment]
 
     def engine_for(self, draft: str, policy: str, budget: int) -> NativeEngine:
-        """The same target with another draft."""
+        """Return the same target with another draft."""
         chosen = configured(f"draft={draft}", f"cache={policy}", *([f"cache.budget={budget}"] if budget else []))
         return replace(
             self.engine,
@@ -114,7 +114,7 @@ class Prefilled:
 
 
 class Once:
-    """What of a draft's prefill is the same at every budget: run once for each model, its time counted each time."""
+    """The part of a draft's prefill that does not depend on the budget: run once per model, counted each time."""
 
     def __init__(self) -> None:
         self.known: dict[tuple, tuple[Any, float]] = {}
@@ -152,7 +152,7 @@ class Once:
 
 
 def measured(prefilled: Prefilled, cell: Cell, timed: bool) -> dict:
-    """One speculative pass, and times. The error of the rate is over rows, whose tokens are not independent."""
+    """Measure one speculative pass, and times. The rate's error is over rows: tokens of a row are not independent."""
     draft = prefilled.engine_for(*cell).draft_for(prefilled.decoder)
     fast, figures = times(prefilled, cell, draft) if timed else (prefilled.decoder.generate(draft), {})
     rate, error = rate_and_error(fast)
@@ -168,7 +168,7 @@ def measured(prefilled: Prefilled, cell: Cell, timed: bool) -> dict:
 
 
 def rate_and_error(generation: Generation) -> tuple[float, float]:
-    """Accepted over proposed tokens, and the standard error of this ratio over rows."""
+    """Return accepted over proposed tokens, and the standard error of this ratio over rows."""
     active_RB = generation.accepted_RB >= 0
     proposed_B = GAMMA * active_RB.sum(0).double()
     accepted_B = (generation.accepted_RB * active_RB).sum(0).double()
@@ -178,7 +178,7 @@ def rate_and_error(generation: Generation) -> tuple[float, float]:
 
 
 def times(prefilled: Prefilled, cell: Cell, draft: Any) -> tuple[Generation, dict]:
-    """A whole pass, the speedup of several that take turns with autoregressive ones, and step times from one more."""
+    """Measure a pass, the speedup of several passes in turns with autoregressive ones, and the steps' times."""
     decoder, once = prefilled.decoder, prefilled.once
     ratios, prefills = [], []
     for _ in range(PASSES):
@@ -201,13 +201,13 @@ def times(prefilled: Prefilled, cell: Cell, draft: Any) -> tuple[Generation, dic
 
 
 def texts(books: str | None) -> dict[str, list[str]]:
-    """What to measure on, with its overrides."""
+    """Return the texts to measure on, with their overrides."""
     known = TEXTS | {"text": [*TEXTS["text"], f"data.path={books}"]}
     return {text: overrides for text, overrides in known.items() if text != "text" or books}
 
 
 def rows_of(folder: Path, text: str, overrides: list[str]) -> Iterator[dict]:
-    """A row for every cell of a text, from its file where it has been measured before."""
+    """Yield a row for every cell of a text, read from its file if it has been measured before."""
     prefilled = None
     for cell in cells(text):
         file = folder / ("-".join(map(str, (text, *cell))) + ".json")
@@ -221,18 +221,18 @@ def rows_of(folder: Path, text: str, overrides: list[str]) -> Iterator[dict]:
 
 
 def named(text: str, cell: Cell) -> dict:
-    """The columns that say what a row is of."""
+    """Return the columns that name a row."""
     draft, policy, budget = cell
     return {"data": text, "draft": draft, "policy": "none" if draft == "ngram" else policy, "budget": budget}
 
 
 def rounded(figures: dict) -> dict:
-    """Four digits behind the point."""
+    """Return the values with four decimal places."""
     return {key: round(value, 4) if isinstance(value, float) else value for key, value in figures.items()}
 
 
 def write(path: Path, rows: list[dict]) -> None:
-    """The figures as CSV; those of texts that are not timed have no times."""
+    """Write the rows as CSV; rows of texts that are not timed have no times."""
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(dict.fromkeys(name for row in rows for name in row)), lineterminator="\n")
         writer.writeheader()

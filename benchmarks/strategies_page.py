@@ -26,7 +26,7 @@ Row = dict
 
 
 def read(path: Path) -> list[Row]:
-    """What a benchmark has written; nothing where it has not been run."""
+    """Return the rows of a benchmark, or [] if it has not been run."""
     if not path.exists():
         return []
     rows = []
@@ -41,17 +41,17 @@ def read(path: Path) -> list[Row]:
 
 
 def in_order(rows: list[Row]) -> list[Row]:
-    """Drafts and policies in the order of the page."""
+    """Return the rows in the page's order of drafts and policies."""
     return sorted(rows, key=lambda row: (list(DRAFTS_POLICIES).index(row["draft"]), rank(row["policy"])))
 
 
 def rank(policy: str) -> int:
-    """Where a policy stands in a table."""
+    """Return the position of a policy in a table."""
     return POLICIES.index(policy) if policy in POLICIES else len(POLICIES)
 
 
 def draw(rows: list[Row], path: Path, value: str, error: str, label: str) -> None:
-    """A figure of all rows against budget, a line per policy; what needs no budget is a dashed line across."""
+    """Draw all rows by budget, with a line per policy; a policy without a budget is a dashed line across."""
     drafts = [draft for draft in DRAWN if any(row["draft"] == draft for row in rows)]
     texts = list(dict.fromkeys(row["data"] for row in rows))
     size = (5.2 * len(texts) + 1.6, 3.6 * len(drafts) + 0.4)
@@ -83,7 +83,7 @@ def draw(rows: list[Row], path: Path, value: str, error: str, label: str) -> Non
 
 
 def draw_policy(axis: plt.Axes, policy: str, rows: list[Row], value: str, error: str) -> None:
-    """One line of a panel, with its errors."""
+    """Draw one line of a panel, with its errors."""
     style = {"color": f"C{rank(policy)}", "label": policy}
     if not rows[0]["budget"]:
         axis.axhline(rows[0][value], linestyle="--", linewidth=1, **style)
@@ -94,7 +94,7 @@ def draw_policy(axis: plt.Axes, policy: str, rows: list[Row], value: str, error:
 
 
 def page(rows: list[Row], kept: list[Row]) -> str:
-    """The whole page as Markdown."""
+    """Return the page as Markdown."""
     timed = in_time(rows)
     errors = [row["standard_error"] for row in rows if 0 < row["acceptance_rate"] < 1]
     proposals = [GAMMA * SIZES["size"] * (SIZES["generate_len"] - 1) / row["acceptance_length"] for row in rows]
@@ -128,18 +128,18 @@ def page(rows: list[Row], kept: list[Row]) -> str:
 
 
 def in_time(rows: list[Row]) -> list[Row]:
-    """Those of the text whose passes were timed."""
+    """Return the rows of the text whose passes were timed."""
     return [row for row in rows if "speedup" in row]
 
 
 def by_text(rows: list[Row]) -> list[tuple[str, list[Row]]]:
-    """The rows of each text that was measured at all budgets."""
+    """Return the rows of each text that was measured at all budgets."""
     texts = [text for text in dict.fromkeys(row["data"] for row in rows) if text not in TASKS]
     return [(text, [row for row in rows if row["data"] == text]) for text in texts]
 
 
 def missing(rows: list[Row]) -> list[str]:
-    """What strategies.py would compare, and has not yet."""
+    """Return what strategies.py compares but has not measured yet."""
     measured, absent = {(row["data"], row["draft"], row["policy"]) for row in rows}, []
     for text in TEXTS:
         wanted = dict.fromkeys((draft, policy) for draft, policy, _ in cells(text) if draft != "ngram")
@@ -149,12 +149,12 @@ def missing(rows: list[Row]) -> list[str]:
 
 
 def measured_by(rows: list[Row]) -> str:
-    """Where figures are from."""
+    """Return where the rows were measured."""
     return "; ".join(dict.fromkeys(row["measured_by"] for row in rows))
 
 
 def overview(rows: list[Row], value: str, error: str, last: str, form: str = ".2f") -> str:
-    """Drafts and policies downwards, budgets across; behind them, as `last`, the largest error of the line."""
+    """Return a table of drafts and policies by budget; its last column is the largest error of the line."""
     lines = []
     for (draft, policy), group in groupby(rows, lambda row: (row["draft"], row["policy"])):
         mine = list(group)
@@ -165,7 +165,7 @@ def overview(rows: list[Row], value: str, error: str, last: str, form: str = ".2
 
 
 def sinks(rows: list[Row]) -> str:
-    """The same budget with and without the first tokens."""
+    """Return a table of the same budget with and without the first tokens."""
     rates = {(row["draft"], row["policy"], row["budget"]): row["acceptance_rate"] for row in rows}
     lines = []
     for draft in DRAWN:
@@ -177,7 +177,7 @@ def sinks(rows: list[Row]) -> str:
 
 
 def above_oracle(rows: list[Row]) -> str:
-    """Selections of as many entries that were accepted more often than the oracle's."""
+    """Name the selections of as many entries that were accepted more often than the oracle's."""
     key = ("data", "draft", "budget")
     oracle = {tuple(row[k] for k in key): row for row in rows if row["policy"] == ORACLE}
     rivals = [row for row in rows if row["policy"] not in (ORACLE, "quantized", "full") and row["draft"] != "model"]
@@ -195,7 +195,7 @@ def above_oracle(rows: list[Row]) -> str:
 
 
 def small_draft(rows: list[Row]) -> str:
-    """Whether an independent draft gains from the whole context."""
+    """Say whether an independent draft gains from the whole context."""
     parts = []
     for text, mine in by_text(rows):
         own = [row for row in mine if row["draft"] == "model"]
@@ -210,7 +210,7 @@ def small_draft(rows: list[Row]) -> str:
 
 
 def tasks(rows: list[Row]) -> str:
-    """Policies downwards, tasks across, at one budget."""
+    """Return a table of policies by task, at one budget."""
     rates = {(row["data"], row["draft"], row["policy"]): row for row in rows if row["budget"] in (0, MIDDLE)}
     names = dict.fromkeys((row["draft"], row["policy"]) for row in rows if row["data"] in TASKS)
     lines = []
@@ -223,7 +223,7 @@ def tasks(rows: list[Row]) -> str:
 
 
 def retained(rows: list[Row]) -> str:
-    """Choices downwards, budgets across."""
+    """Return a table of choices by budget."""
     shares = {(row["choice"], row["budget"]): f"{row['mean']:.2f}" for row in rows}
     names = dict.fromkeys(row["choice"] for row in rows)
     return markdown_table(
@@ -232,7 +232,7 @@ def retained(rows: list[Row]) -> str:
 
 
 def times(rows: list[Row]) -> str:
-    """Step times, and the memory that a draft takes."""
+    """Return a table of step times, and of the memory that a draft takes."""
     columns = ("target_decode_ms", "verify_ms", "draft_ms", "select_ms", "prefill_ms")
     lines = []
     for row in rows:

@@ -37,7 +37,7 @@ class Queries(ReplayedCache):
 
 @torch.inference_mode()
 def retained(prefilled: Prefilled, budget: int) -> dict[str, list[float]]:
-    """For every policy the share of the attention in each layer."""
+    """Return the share of the attention in each layer, for every policy."""
     decoder = prefilled.decoder
     decoder.restart()
     seen = Queries(decoder.cache)
@@ -66,7 +66,7 @@ def retained(prefilled: Prefilled, budget: int) -> dict[str, list[float]]:
 
 
 def share(scores_BKS: Tensor, slots_BKN: Tensor) -> float:
-    """Of the attention, what these slots receive."""
+    """Return the share of the attention that these slots receive."""
     read = scores_BKS.gather(-1, slots_BKN.clamp(min=0)).masked_fill(slots_BKN < 0, 0.0)
     return float((read.sum(-1) / scores_BKS.sum(-1)).mean())
 

@@ -4,7 +4,7 @@
     python tools/calibrate.py runs/RUN_ID > my-hardware.yaml
 
 The file can be committed and shared: as magicdec/costmodel/calibrated/NAME.yaml it serves every prediction for that
-device, and its `efficiency` section can stand in a file of conf/hardware.
+device, and its `efficiency` section can be copied into a file of conf/hardware.
 """
 
 import argparse

@@ -2,7 +2,7 @@
 
     python tools/evaluate_tiny.py --text FOLDER_OF_BOOKS
 
-Writes `evaluation.json` beside the models, and the table between the markers in their README.md.
+Writes `evaluation.json` next to the models, and the table between the markers in their README.md.
 """
 
 import argparse
@@ -28,11 +28,11 @@ MARKERS = ("<!-- evaluation: written by tools/evaluate_tiny.py -->", "<!-- end o
 
 @torch.no_grad()
 def evaluate(folder: Path, corpus: Corpus, device: str) -> dict[str, dict[str, float]]:
-    """Held-out loss of a checkpoint in nats per token and bits per byte, by kind of text.
+    """Return a checkpoint's held-out loss in nats per token and bits per byte, by kind of text.
 
-    `short` and `full` read the same tokens at a short and at the full context; `last_quarter` is the loss of the full
-    context's last positions, which have most to look back on. `copied` is the share of tokens continued right where the
-    window ends by repeating its beginning, with that beginning in sight and without: their difference is copying.
+    `short` and `full` read the same tokens at a short and at the full context; `last_quarter` is the loss of the last
+    positions of the full context. `copied_in_sight` and `copied_out_of_sight` are the share of tokens continued right
+    where a window ends by repeating its beginning, with that beginning in sight or not: their difference is copying.
     """
     model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").to(device).eval()
     context = model.config.max_position_embeddings
@@ -57,13 +57,13 @@ def evaluate(folder: Path, corpus: Corpus, device: str) -> dict[str, dict[str, f
 
 
 def share_continued(model: LlamaForCausalLM, ids: torch.Tensor) -> float:
-    """How many of each row's last COPIED tokens are the most likely ones, given all before them."""
+    """Return the share of each row's last COPIED tokens that are the most likely ones, given all before them."""
     logits = torch.cat([model(input_ids=row[None], use_cache=False).logits[:, -COPIED - 1 : -1] for row in ids])
     return (logits.argmax(-1) == ids[:, -COPIED:]).float().mean().item()
 
 
 def token_losses(model: LlamaForCausalLM, ids: torch.Tensor) -> torch.Tensor:
-    """Loss of every token but the first: (rows, tokens) to (rows, tokens - 1)."""
+    """Return the loss of every token but the first: (rows, tokens) to (rows, tokens - 1)."""
     logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
     return F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none").view(len(ids), -1)
 
@@ -86,20 +86,20 @@ def write_evaluation(names: list[str], corpus: Corpus, out: Path, device: str) -
 
 
 def read_record(out: Path) -> dict:
-    """What evaluation.json holds so far."""
+    """Return the content of evaluation.json, or {} if there is none."""
     path = out / "evaluation.json"
     return json.loads(path.read_text()) if path.exists() else {}
 
 
 def record_training(name: str, facts: dict[str, float], out: Path) -> None:
-    """Note what a model was trained with; its old measurements no longer hold."""
+    """Store what a model was trained with; its old measurements no longer hold."""
     record = read_record(out)
     record[name] = {"training": facts}
     (out / "evaluation.json").write_text(json.dumps(record, indent=2) + "\n")
 
 
 def write_card(record: dict, path: Path) -> None:
-    """Replace what stands between the markers of the card, where there is a card."""
+    """Replace the text between the markers of the card, if there is a card."""
     if not path.exists():
         return
     before, _, rest = path.read_text().partition(MARKERS[0])

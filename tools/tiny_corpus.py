@@ -41,7 +41,7 @@ class Corpus:
 
 
 def books(folder: Path | None, *, held_out: bool) -> list[Document]:
-    """The books of a folder (*.txt) that are held out by name, or all the others."""
+    """Return the books of a folder (*.txt) that are held out by name, or all the others."""
     if folder is None:
         return []
     paths = [path for path in sorted(folder.rglob("*.txt")) if (path.stem in HELD_OUT_BOOKS) == held_out]
@@ -49,7 +49,7 @@ def books(folder: Path | None, *, held_out: bool) -> list[Document]:
 
 
 def train_tokenizer(documents: list[Document]) -> Tokenizer:
-    """A byte-level BPE tokenizer: it can write any text, and its first token ends a document."""
+    """Return a byte-level BPE tokenizer: it can write any text, and its first token ends a document."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -60,7 +60,7 @@ def train_tokenizer(documents: list[Document]) -> Tokenizer:
 
 
 def encode(tokenizer: Tokenizer, documents: list[Document]) -> np.ndarray:
-    """Token ids of all documents, each followed by an end-of-text token."""
+    """Return the token ids of all documents, each followed by an end-of-text token."""
     order = np.random.default_rng(0).permutation(len(documents))
     encoded = tokenizer.encode_batch([documents[i].text for i in order])
     end = tokenizer.token_to_id(END_OF_TEXT)

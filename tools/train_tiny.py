@@ -44,7 +44,7 @@ DEFAULT_MINUTES = {"target": 60.0, "draft": 40.0}
 
 
 def llama_config(name: str) -> LlamaConfig:
-    """Grouped-query attention, two query heads to a KV head; plain rotary embeddings; tied embeddings."""
+    """Return the model's shape: two query heads per KV head, plain rotary embeddings, tied embeddings."""
     shape = SHAPES[name]
     return LlamaConfig(
         **shape,
@@ -62,9 +62,9 @@ def llama_config(name: str) -> LlamaConfig:
 
 
 def training_batch(corpus: Corpus, step: int, rows: int, context: int, copy_share: float) -> torch.Tensor:
-    """Random windows, (rows, context + 1) token ids: inputs and, shifted by one, what follows them.
+    """Return random windows, (rows, context + 1) token ids: inputs and, shifted by one, their targets.
 
-    They depend on the step's number alone, so that a resumed run reads what it would have read.
+    They depend on the number of the step alone, so that a resumed run reads the same windows.
     """
     generator = np.random.default_rng([17, step])
     windows = []
@@ -77,9 +77,9 @@ def training_batch(corpus: Corpus, step: int, rows: int, context: int, copy_shar
 
 
 def with_copies(ids: np.ndarray, generator: np.random.Generator) -> np.ndarray:
-    """The window's beginning, then passages of it again and again.
+    """Return the window's beginning, followed by repeated passages of it.
 
-    In every second one the beginning is shuffled: nothing but looking back tells then what comes next.
+    In every second window the beginning is shuffled: then only looking back tells what comes next.
     """
     length = generator.integers(2 * SHORTEST_COPY, len(ids) // 2)
     beginning = generator.permutation(ids[:length]) if generator.random() < 0.5 else ids[:length]
@@ -109,7 +109,7 @@ class Muon:
 
 
 def orthogonalised(matrix: torch.Tensor) -> torch.Tensor:
-    """The matrix with its singular values brought near 1; the quintic's coefficients are Muon's."""
+    """Return the matrix with its singular values brought near 1; the coefficients of the quintic are Muon's."""
     transposed = matrix.shape[0] > matrix.shape[1]
     x = matrix.T if transposed else matrix
     x = x / (x.norm() + 1e-7)
@@ -120,14 +120,14 @@ def orthogonalised(matrix: torch.Tensor) -> torch.Tensor:
 
 
 def schedule(progress: float) -> float:
-    """Learning rate as a share of its peak: warm-up, constant, linear decay."""
+    """Return the learning rate as a share of its peak: warm-up, constant, linear decay."""
     if progress < WARMUP:
         return max(progress / WARMUP, 0.05)
     return max(FINAL_LR, min(1.0, (1 - progress) / (1 - DECAY_FROM)))
 
 
 class Trainer:
-    """One model's training, from its first step or from where its checkpoint stands."""
+    """One model's training, from its first step or from its checkpoint."""
 
     def __init__(self, name: str, corpus: Corpus, args: argparse.Namespace) -> None:
         torch.manual_seed(args.seed)
@@ -154,12 +154,12 @@ class Trainer:
 
     @property
     def progress(self) -> float:
-        """Share of the budget that is spent."""
+        """Return the share of the budget that is spent."""
         return max(self.seconds / 60 / self.minutes, self.tokens / self.max_tokens)
 
     @property
     def num_parameters(self) -> int:
-        """Weights, tied embeddings counted once."""
+        """Return the number of weights; tied embeddings count once."""
         return sum(p.numel() for p in self.model.parameters())
 
     def run(self) -> None:
@@ -185,7 +185,7 @@ class Trainer:
         self.export()
 
     def train_step(self) -> tuple[float, int, int]:
-        """One optimiser step; returns the mean loss in nats, the context and the tokens of the step."""
+        """Do one optimiser step. Return the mean loss in nats, the context and the tokens of the step."""
         context = next(context for start, context in reversed(self.stages) if self.progress >= start)
         rows = max(1, self.args.batch_tokens // context)
         ids = training_batch(self.corpus, self.steps, rows, context, self.args.copy_share).to(self.device)
@@ -206,7 +206,7 @@ class Trainer:
         return total, context, rows * context
 
     def loss(self, ids: torch.Tensor) -> torch.Tensor:
-        """Mean loss, against each token that follows, or against what the teacher makes of what follows."""
+        """Return the mean loss against each next token, or against the teacher's distribution of it."""
         inputs, wanted = ids[:, :-1], ids[:, 1:]
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
             logits = self.forward(input_ids=inputs, use_cache=False).logits
@@ -225,7 +225,7 @@ class Trainer:
         )
 
     def save(self) -> None:
-        """Write what `restore` needs, complete before it takes its name."""
+        """Write what `restore` needs, complete before it is moved into place."""
         state = {"model": self.model.state_dict(), "muon": self.muon.momenta, "adam": self.adam.state_dict()}
         state |= {"steps": self.steps, "tokens": self.tokens, "seconds": self.seconds, "before": self.before}
         temporary = self.checkpoint.with_suffix(".tmp")
@@ -233,7 +233,7 @@ class Trainer:
         os.replace(temporary, self.checkpoint)
 
     def restore(self) -> None:
-        """Go on from the work folder's checkpoint."""
+        """Resume from the checkpoint in the work folder."""
         state = torch.load(self.checkpoint, map_location=self.device)
         self.model.load_state_dict(state["model"])
         self.muon.momenta = state["muon"]
@@ -251,7 +251,7 @@ class Trainer:
 
 
 def teacher(folder: Path, device: torch.device) -> LlamaForCausalLM:
-    """The exported target, in bfloat16 as it is stored."""
+    """Return the exported target, in bfloat16 as it is stored."""
     if not (folder / "target").exists():
         raise SystemExit(f"The draft learns from the target, and there is none in {folder}: add --models target draft.")
     return LlamaForCausalLM.from_pretrained(folder / "target", attn_implementation="sdpa").to(device)
@@ -282,10 +282,10 @@ def edit_json(path: Path, **values: object) -> None:
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--text", type=Path, help="folder of books (*.txt, UTF-8) to train on beside the standard library")
+    add("--text", type=Path, help="folder of books (*.txt, UTF-8) to train on, next to the standard library")
     add("--models", nargs="+", choices=list(SHAPES), default=list(SHAPES), help="which ones, in this order")
     add("--minutes", type=float, help="time for each model; default: 60 for the target, 40 for the draft")
     add("--tokens", type=float, help="tokens for each model, instead of minutes")

@@ -7,7 +7,7 @@ import torch
 from magicdec.decoding.timers import Stopwatch
 from magicdec.measure.memory import available_bytes
 
-REPEATS = 5  # of which the fastest counts: whatever disturbs one makes it slower
+REPEATS = 5  # the fastest counts: a disturbance only makes one slower
 # Large enough that launching does not count, where there is room: the side of a matrix, bytes read.
 MATMUL_ON = {"cpu": 1024, "cuda": 8192}
 READ_ON = {"cpu": 1 << 28, "cuda": 1 << 31}

@@ -62,7 +62,7 @@ def _ratio(label: str, step: str) -> Panel:
 def _figure(path: Path, rows: Sequence[Row], x: str, panels: Sequence[Panel]) -> Path | None:
     """Draw one figure of the runs that have a number for x; return None where none has a value for it."""
     rows = [row for row in rows if is_number(row.get(x))]
-    lines = _lines(rows, _told_apart_by(rows, x))
+    lines = _lines(rows, _line_settings(rows, x))
     if not any(value(row) is not None for _, styles in panels for value in styles.values() for row in rows):
         return None
     try:
@@ -109,7 +109,7 @@ def _present(styles: dict[str, Callable], rows: Sequence[Row]) -> list[str]:
     return [style for style, value in styles.items() if any(value(row) is not None for row in rows)]
 
 
-def _told_apart_by(rows: Sequence[Row], x: str) -> list[str]:
+def _line_settings(rows: Sequence[Row], x: str) -> list[str]:
     """Return the settings in which lines differ."""
     return [key for key in dict.fromkeys([CONTEXT if x == BATCH else BATCH, *telling(rows)]) if key != x]
 
