@@ -3,9 +3,8 @@
     python benchmarks/peers.py --python vllm-venv/bin/python    # writes docs/results/peers-cpu.md; a quarter of an hour
     python benchmarks/peers.py --quick                          # small cells, to try it out; writes nothing
 
-Without --python (or MAGICDEC_VLLM_PYTHON) vLLM is left out. A cell that this commit has measured is not measured again,
-so that the same command resumes where it was stopped (--restart: from the beginning). For the same race as runs of their
-own, with the files that every run leaves: sweeps/peers.yaml.
+Without --python (or MAGICDEC_VLLM_PYTHON) vLLM is left out. Repeat the command to resume: a cell that this commit has
+measured is not measured again (--restart forgets them). As runs of their own: sweeps/peers.yaml.
 
 Every way of decoding has a process that stays, loaded once for the largest cell, and all take turns at each cell.
 """

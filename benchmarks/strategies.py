@@ -3,9 +3,9 @@
     python benchmarks/strategies.py --books FOLDER    # an hour or more, on an otherwise idle machine
     python benchmarks/strategies.py --quick           # one short text, to try it out; writes nothing
 
-Interrupted and started again, it goes on where it stood. It writes its figures beside the page that
-`python benchmarks/strategies_page.py` makes of them. All drafts and policies of a text share one prefill of the target,
-and whatever else of their own prefill is the same at every budget.
+Repeat the command to resume. It writes CSV files; `python benchmarks/strategies_page.py` makes a page of them. All
+drafts and policies of a text share one prefill of the target, and the part of their own prefill that is
+the same at every budget.
 """
 
 import argparse
