@@ -4,13 +4,20 @@ B rows, T tokens, V vocabulary. A random number is a pure function of (seed, seq
 counted through the whole run, so that its sample depends neither on its batch nor on the order of computation.
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cache
 
 import torch
 from torch import Tensor
 
 EVERYTHING = 1 << 31  # a top_k beyond any vocabulary
+BLOCK = 256  # tokens of a large vocabulary that are drawn from together
+SORTED = 4096  # tokens that are sorted and summed up at once
+FEW = 512  # tokens that most nuclei fit into
+LARGEST = 1 - 2.0**-53  # double below 1
 GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: SplitMix64's stride between seeds
 
 
@@ -83,25 +90,71 @@ class RowSampling:
 
 
 def probabilities(logits: Tensor, sampling: Sampling | RowSampling) -> Tensor:
-    """The distribution (..., V) in fp32 that sampling draws from: temperature, then top-k, then top-p."""
+    """Return the distribution (..., V) in fp32 that sampling draws from: temperature, then top-k, then top-p.
+
+    Top-k keeps every token that is as likely as the k-th. For top-p, tokens are ordered by probability, equal ones by
+    their number; a token stays while the mass before it is below top_p: the smallest set that reaches it.
+    """
+    top_k, top_p = sampling.top_k, sampling.top_p
+    if logits.is_cuda and not (top_k is None and top_p is None) and (kernel := _kernel()):
+        return kernel(logits, sampling.temperature, top_k, top_p)
     logits = logits.float() / sampling.temperature
-    if isinstance(sampling.top_k, Tensor):
-        ordered = logits.sort(dim=-1, descending=True).values
-        last = sampling.top_k.clamp(max=logits.shape[-1]) - 1
-        least = ordered.gather(-1, last.expand(*logits.shape[:-1], 1))
-        logits = logits.masked_fill(logits < least, float("-inf"))
-    elif sampling.top_k is not None and sampling.top_k < logits.shape[-1]:
-        least = logits.topk(sampling.top_k, dim=-1).values[..., -1:]
+    likeliest = None
+    if top_k is not None:
+        least, likeliest = _top_k(logits, top_k)
         logits = logits.masked_fill(logits < least, float("-inf"))
     p = logits.softmax(-1)
-    if isinstance(sampling.top_p, Tensor) or (sampling.top_p is not None and sampling.top_p < 1.0):
-        # Stable: of equal ones the first stays, as for argmax.
-        ordered, index = p.sort(dim=-1, descending=True, stable=True)
-        # A token stays while the mass before it is below top_p: the smallest set that reaches it.
-        ordered = ordered.masked_fill(ordered.cumsum(-1) - ordered >= sampling.top_p, 0.0)
-        p = torch.zeros_like(p).scatter_(-1, index, ordered)
+    if top_p is not None:
+        p = p.masked_fill(~_nucleus(p, top_p, likeliest), 0.0)
         p = p / p.sum(-1, keepdim=True)
     return p
+
+
+def _top_k(logits: Tensor, top_k: int | Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return the k-th largest logit of each row (..., 1), and which tokens (..., k) come first if k is the same for all
+    rows. A k beyond the vocabulary keeps everything.
+    """
+    V = logits.shape[-1]
+    if isinstance(top_k, int):
+        ordered, likeliest = logits.topk(min(top_k, V))
+        return ordered[..., -1:], likeliest
+    # A GPU must not wait for the host.
+    count = V if logits.is_cuda else int(top_k.masked_fill(top_k >= V, 1).max())
+    least = logits.topk(count).values.gather(-1, (top_k.clamp(max=count) - 1).expand(*logits.shape[:-1], 1))
+    return least.masked_fill(top_k >= V, float("-inf")), None
+
+
+def _nucleus(p: Tensor, top_p: float | Tensor, likeliest: Tensor | None) -> Tensor:
+    """Return which tokens (..., V) top-p keeps. No others are likelier than those that `likeliest` names."""
+    for ordered in _likeliest_first(p, likeliest):
+        cdf = ordered.cumsum(-1)
+        if ordered.shape == p.shape or ((cdf[..., -1:] >= top_p) | (top_p >= 1)).all():
+            break
+    stays = cdf - ordered < top_p
+    least = ordered.gather(-1, stays.sum(-1, keepdim=True) - 1)
+    ties = p == least
+    num_ties = (stays & (ordered == least)).sum(-1, keepdim=True)
+    return (p > least) | ties & (ties.cumsum(-1, dtype=torch.int32) <= num_ties) | (top_p >= 1)
+
+
+def _likeliest_first(p: Tensor, likeliest: Tensor | None) -> Iterator[Tensor]:
+    """Yield the largest probabilities of each row, sorted; more and more, where the host may see if they are enough."""
+    if not p.is_cuda:
+        if likeliest is not None:
+            yield p.gather(-1, likeliest)
+        elif p.shape[-1] > SORTED:
+            yield p.topk(FEW).values
+    yield p.sort(dim=-1, descending=True).values
+
+
+@cache
+def _kernel() -> Callable[..., Tensor] | None:
+    """Return the kernel that does the same for GPUs, which would sort the vocabulary otherwise; None without Triton."""
+    with suppress(ImportError):
+        from magicdec.verification.truncation import truncated  # here, because Triton may not be installed
+
+        return truncated
+    return None
 
 
 def uniform_BT(sampling: Sampling | RowSampling, positions_BT: Tensor, use: Use) -> Tensor:
@@ -111,10 +164,30 @@ def uniform_BT(sampling: Sampling | RowSampling, positions_BT: Tensor, use: Use)
 
 
 def draw(p: Tensor, u: Tensor) -> Tensor:
-    """The token (...) at which the cumulative distribution of p (..., V) first exceeds u (...) in [0, 1)."""
-    cdf = p.double().cumsum(-1)
-    threshold = (u * cdf[..., -1]).unsqueeze(-1)
-    return torch.searchsorted(cdf, threshold, right=True).squeeze(-1).clamp(max=p.shape[-1] - 1)
+    """Return the token (...) at which the cumulative distribution of p (..., V) first exceeds u (...) in [0, 1).
+
+    A large vocabulary is read once: first a block of tokens is drawn, then a token of the block.
+    """
+    V = p.shape[-1]
+    if V <= SORTED:
+        return _draw(p, u)[0]
+    whole = V // BLOCK * BLOCK
+    sums = torch.cat((p[..., :whole].unflatten(-1, (-1, BLOCK)).sum(-1), p[..., whole:].sum(-1, keepdim=True)), dim=-1)
+    block, u = _draw(sums, u)
+    tokens = block[..., None] * BLOCK + torch.arange(BLOCK, device=p.device)
+    p = p.gather(-1, tokens.clamp(max=V - 1)).masked_fill(tokens >= V, 0.0)
+    return (tokens[..., 0] + _draw(p, u)[0]).clamp(max=V - 1)  # also where p is NaN
+
+
+def _draw(weights: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    """Return where the cumulative sum of weights (..., N) first exceeds u of the total, and how far u is into that
+    weight, in [0, 1). Sums are in fp64.
+    """
+    cdf = weights.double().cumsum(-1)
+    threshold = u[..., None] * cdf[..., -1:]
+    index = torch.searchsorted(cdf, threshold, right=True).clamp(max=weights.shape[-1] - 1)
+    left = (cdf.gather(-1, index) - threshold) / weights.gather(-1, index)
+    return index.squeeze(-1), (1 - left).clamp(0.0, LARGEST).squeeze(-1)
 
 
 def choose(

@@ -1,0 +1,87 @@
+"""Cutting distributions: every way against the sorted definition, the kernel for GPUs interpreted and compiled."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from scipy.stats import chisquare
+
+from magicdec.verification import sampling as ours
+from magicdec.verification.sampling import Sampling, Use, choose, draw, probabilities
+from tests.verification.twin import SETTINGS, check
+
+HERE = Path(__file__).parent
+
+
+@pytest.mark.parametrize(("vocab", "sorted_at_once"), [(11, 4096), (300, 4096), (300, 16)])
+def test_against_the_sorted_definition(monkeypatch, vocab, sorted_at_once):
+    """Small vocabularies are sorted; of large ones, only the likeliest tokens if these are enough."""
+    monkeypatch.setattr(ours, "SORTED", sorted_at_once)
+    monkeypatch.setattr(ours, "FEW", 8)
+    check(probabilities, vocab)
+
+
+@pytest.mark.parametrize("vocab", [5000, 5120])
+def test_draws_from_a_large_vocabulary_have_its_distribution(vocab):
+    """In blocks, the last of which may be shorter. Chi-square over bins of tokens; none of no probability is drawn."""
+    generator = torch.Generator().manual_seed(vocab)
+    p = (torch.randn(vocab, generator=generator) * 3).softmax(-1)
+    p[512:768] = p[::7] = 0.0  # a whole block and others' tokens
+    p /= p.sum()
+    count = 20_000
+    u = ours.uniform_BT(Sampling(seed=2), torch.arange(count)[None], Use.DECIDE)[0]
+    tokens = draw(p.expand(count, vocab), u)
+    assert (p[tokens] > 0).all()
+    likely = p > 20 / count
+    counts = torch.bincount(tokens, minlength=vocab)
+    found = [*counts[likely].tolist(), int(counts[~likely].sum())]
+    expected = torch.tensor([*p[likely].tolist(), float(p[~likely].sum())], dtype=torch.float64)
+    assert chisquare(found, (expected * count / expected.sum()).numpy()).pvalue > 1e-3
+
+
+@pytest.mark.parametrize("vocab", [5000, 5120])
+def test_a_draw_is_where_the_cumulative_distribution_exceeds_u(vocab):
+    p = torch.randn(64, vocab, generator=torch.Generator().manual_seed(1)).softmax(-1)
+    u = torch.rand(64, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    u[:2] = torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64)
+    cdf = p.double().cumsum(-1)
+    token = draw(p, u)[:, None]
+    threshold = u[:, None] * cdf[:, -1:]
+    assert (cdf.gather(-1, token) > threshold - 1e-6).all()
+    assert ((cdf - p).gather(-1, token) <= threshold + 1e-6).all()
+
+
+@pytest.mark.parametrize("vocab", [300, 5000])
+def test_a_draw_from_nan_is_a_token(vocab):
+    """Whoever looks at the logits reports them; until then, the token is looked up in the embedding."""
+    assert 0 <= int(draw(torch.full((vocab,), float("nan")), torch.tensor(0.5, dtype=torch.float64))) < vocab
+
+
+def test_a_token_does_not_depend_on_other_rows():
+    logits = (
+        torch.randn(6, 2, 5000, generator=torch.Generator().manual_seed(3)) * torch.logspace(-1, 1, 6)[:, None, None]
+    )
+    positions = torch.arange(2).expand(6, -1)
+    for sampling in SETTINGS:
+        together, _ = choose(logits, positions, Use.DECIDE, sampling)
+        for row in range(6):
+            alone = Sampling(sampling.temperature, sampling.top_k, sampling.top_p, sequence=row)
+            assert torch.equal(choose(logits[row : row + 1], positions[:1], Use.DECIDE, alone)[0][0], together[row])
+
+
+def test_interpreted():
+    """In a process of its own: Triton interprets or compiles, not both."""
+    pytest.importorskip("triton", reason="needs Triton (Linux only)")
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n0", "-p", "no:cacheprovider"]
+    path = HERE / "interpreted_truncation.py"
+    done = subprocess.run([*command, path], env=environment, capture_output=True, text=True, cwd=HERE.parent.parent)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.gpu
+def test_on_a_gpu():
+    check(lambda logits, sampling: probabilities(logits.cuda(), sampling).cpu(), 40_000)
