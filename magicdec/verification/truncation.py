@@ -17,7 +17,7 @@ def truncated(
     logits: Tensor, temperature: float | Tensor, top_k: int | Tensor | None, top_p: float | Tensor | None
 ) -> Tensor:
     """See sampling.probabilities. Settings are numbers, or tensors (B, 1, 1) for logits (B, T, V)."""
-    rows_NV = logits.reshape(-1, logits.shape[-1])
+    rows_NV = logits.reshape(-1, logits.shape[-1]).contiguous()
     out_NV = torch.empty_like(rows_NV, dtype=torch.float32)
     N, V = rows_NV.shape
 

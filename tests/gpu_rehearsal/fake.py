@@ -257,11 +257,13 @@ def fake_cuda(sms: int = 132) -> Iterator[Recording]:
     """Tensors on "cuda" that hold nothing, and kernels of ours that are only recorded."""
     lend_guard()
     import magicdec.attention.triton as ours
+    from magicdec.verification import truncation
 
     recording = Recording()
     with ExitStack() as stack:
         for name in ("attend_split", "merge_splits", "sum_scores"):
             stack.enter_context(patch.object(ours, name, _Kernel(getattr(ours, name), recording)))
+        stack.enter_context(patch.object(truncation, "truncate", _Kernel(truncation.truncate, recording)))
         stack.enter_context(patch.object(ours, "multiprocessors", lambda: sms))
         rope._frequencies_on.cache_clear()
         stack.enter_context(FakeTensorMode())

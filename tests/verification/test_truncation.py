@@ -82,6 +82,29 @@ def test_interpreted():
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.parametrize(("top_k", "top_p"), [(50, 0.9), (None, 0.9), (50, None)])
+def test_compiled(top_k, top_p):
+    """On a fake GPU a distribution is one kernel, which sorts nothing, waits for nothing and spills nothing."""
+    pytest.importorskip("triton", reason="needs Triton (Linux only)")
+    from tests.gpu_rehearsal.compile import compiled
+    from tests.gpu_rehearsal.fake import fake_cuda
+
+    with fake_cuda() as recording:
+        logits = torch.empty(24, 5, 128256, dtype=torch.bfloat16, device="cuda")
+        positions = torch.empty(24, 5, dtype=torch.int64, device="cuda")
+        with recording.of() as seen:
+            choose(logits, positions, Use.DECIDE, Sampling(0.8, top_k, top_p))
+    assert not seen.faults
+    assert [launch.name for launch in seen.launches] == ["truncate"]
+    assert not {"sort", "topk"} & {op.name for op in seen.ops}
+    vocabulary = [op.name for op in seen.ops if (24, 5, 128256) in op.inputs]
+    assert len(vocabulary) <= 3, vocabulary  # the kernel, sums of blocks, a block
+    for capability in (80, 90):
+        made = compiled(seen.launches[0], capability)
+        assert made.spilled == 0
+        assert made.programs >= 1
+
+
 @pytest.mark.gpu
 def test_on_a_gpu():
     check(lambda logits, sampling: probabilities(logits.cuda(), sampling).cpu(), 40_000)
