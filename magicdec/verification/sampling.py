@@ -15,8 +15,8 @@ from torch import Tensor
 
 EVERYTHING = 1 << 31  # a top_k beyond any vocabulary
 BLOCK = 256  # tokens of a large vocabulary that are drawn from together
-SORTED = 4096  # tokens that are sorted and summed up at once
-FEW = 512  # tokens that most nuclei fit into
+ONCE = 4096  # tokens that are summed up at once
+FEW, SHARE = 256, 64  # most nuclei fit into so many tokens, and into this part of the vocabulary
 LARGEST = 1 - 2.0**-53  # double below 1
 GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: SplitMix64's stride between seeds
 
@@ -142,8 +142,8 @@ def _likeliest_first(p: Tensor, likeliest: Tensor | None) -> Iterator[Tensor]:
     if not p.is_cuda:
         if likeliest is not None:
             yield p.gather(-1, likeliest)
-        elif p.shape[-1] > SORTED:
-            yield p.topk(FEW).values
+        elif p.shape[-1] > 2 * (few := max(FEW, p.shape[-1] // SHARE)):
+            yield p.topk(few).values
     yield p.sort(dim=-1, descending=True).values
 
 
@@ -169,7 +169,7 @@ def draw(p: Tensor, u: Tensor) -> Tensor:
     A large vocabulary is read once: first a block of tokens is drawn, then a token of the block.
     """
     V = p.shape[-1]
-    if V <= SORTED:
+    if V <= ONCE:
         return _draw(p, u)[0]
     whole = V // BLOCK * BLOCK
     sums = torch.cat((p[..., :whole].unflatten(-1, (-1, BLOCK)).sum(-1), p[..., whole:].sum(-1, keepdim=True)), dim=-1)
