@@ -26,6 +26,7 @@ from magicdec.engine.decoder import silent
 from magicdec.engine.native import NativeEngine
 
 LAYERS = 2  # that run: what a layer leaves, the next one frees
+MOST_ROWS = 4096  # of a batch that runs: the memory of a larger one is extrapolated
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,11 @@ class Footprint:
         """Return the memory that must be free."""
         return self.total + self.pooled
 
+    def scaled(self, factor: float) -> "Footprint":
+        """Return the memory of so many times as many rows: all but the weights grows with them."""
+        parts = (self.target_kv, self.draft_kv, self.transient, self.pooled)
+        return Footprint(self.weights, *(round(factor * part) for part in parts))
+
 
 @torch.inference_mode()
 def footprint(engine: NativeEngine, num_rows: int, context_len: int, audited: bool, prefills: bool = True) -> Footprint:
@@ -59,6 +65,8 @@ def footprint(engine: NativeEngine, num_rows: int, context_len: int, audited: bo
     The engine's weights must be on the meta device. It cannot be used afterwards: its models keep only their first
     layers.
     """
+    if num_rows > MOST_ROWS:
+        return footprint(engine, MOST_ROWS, context_len, audited, prefills).scaled(num_rows / MOST_ROWS)
     models = [engine.target, engine.draft_model] if engine.draft_model else [engine.target]
     weights = {
         tensor.untyped_storage()._cdata: tensor

@@ -131,3 +131,17 @@ def test_the_largest_batch_is_the_largest(available):
 
     fits = [rows for rows in range(1, 100) if total(rows) <= available]
     assert largest_batch(total, 100, available) == max(fits, default=0)
+
+
+def test_a_batch_beyond_all_memory_is_extrapolated(monkeypatch):
+    """Nothing is allocated for each of a billion rows, and the estimate is that of a batch that is run."""
+
+    def total(rows):
+        engine = new_engine(without_storage(TARGET), "self", policy="streaming", gamma=3, budget=40, num_sink=4)
+        return footprint(engine, rows, CONTEXT, audited=True)
+
+    expected = total(64)
+    monkeypatch.setattr("magicdec.measure.footprint.MOST_ROWS", 16)
+    assert total(64).needed == pytest.approx(expected.needed, rel=0.01)
+    assert total(64).weights == expected.weights
+    assert total(10**9).target_kv == pytest.approx(expected.target_kv / 64 * 10**9)
