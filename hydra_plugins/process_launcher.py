@@ -31,8 +31,6 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
 from magicdec.errors import JobFailed, to_stderr
-from magicdec.scenarios import imports
-from magicdec.scenarios.ranks import follow_parent
 from magicdec.tracking.gpus import visible_gpus
 from magicdec.tracking.reader import read_result
 from magicdec.tracking.store import Run
@@ -114,6 +112,8 @@ class ProcessLauncher(Launcher):
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Run all jobs. Return their results in order, without jobs that sweep.fail_fast has kept from starting."""
+        from magicdec.scenarios import imports  # here, because Hydra imports this module for every command
+
         waiting = deque(SweepJob(initial_job_idx + i, list(overrides)) for i, overrides in enumerate(job_overrides))
         running: dict[BaseProcess | Orphan, SweepJob] = {}
         results: dict[int, JobReturn] = {}
@@ -236,7 +236,8 @@ def _started(start: str, work: tuple[list[str], Mapping[str, str]]) -> BaseProce
 
 def _run(argv: list[str], env: Mapping[str, str]) -> None:
     """Run a job: the command line in this process."""
-    from magicdec.cli import main  # here, because Hydra imports this module for every command
+    from magicdec.cli import main
+    from magicdec.scenarios.ranks import follow_parent
 
     follow_parent()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # which the server ignores

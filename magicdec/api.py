@@ -15,7 +15,7 @@ from rich.console import Console
 from magicdec.config.load import compose, override
 from magicdec.costmodel.predict import Prediction
 from magicdec.errors import UserError
-from magicdec.planning.prediction import foresee
+from magicdec.planning.prediction import plan_prediction
 from magicdec.scenarios import Job
 from magicdec.scenarios import run as run_scenario
 from magicdec.scenarios.predict import predicted
@@ -140,7 +140,7 @@ def predict(
     typed = _typed(hardware=hardware, draft=draft, cache=cache, budget=budget, gammas=gammas, alpha=alpha)
     typed += _typed(batch_size=batch_size, context_len=context_len)
     config = compose(["scenario=predict", *_models(target, draft_model), *typed, *overrides])
-    return predicted(foresee(config))
+    return predicted(plan_prediction(config))
 
 
 def _models(target: str | Path, draft: str | Path | None) -> list[str]:

@@ -20,16 +20,16 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from magicdec import __version__, scenarios
+from magicdec import __version__
 from magicdec.config.explain import explain
 from magicdec.config.load import load
 from magicdec.config.schema import CONF
 from magicdec.errors import JobFailed, UserError, to_stderr
-from magicdec.scenarios import Job
 from magicdec.tracking import sweep
 from magicdec.tracking.gpus import gpus_of_its_own
 from magicdec.tracking.lock import Busy
 from magicdec.tracking.reader import LOG
+from magicdec.tracking.sweep import Job
 
 USER_ERROR, FAILURE = 2, 1
 # How an operating system refuses Hydra the folder of a multirun.
@@ -122,6 +122,8 @@ def _run(cfg: DictConfig, this: Job) -> float | None:
     elif cfg.sweep.fail_fast and not cfg.sweep.dry_run:
         sweep.refuse_if_stopped(this.sweep_dir, this.number)
     config = load(cfg)
+    from magicdec import scenarios  # here, because --help and mistakes must not wait for what runs import
+
     with gpus_of_its_own(config) if os.environ.get(sweep.JOB) else nullcontext():
         return scenarios.run(config, this).get(config.sweep.objective)
 

@@ -13,7 +13,6 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-import magicdec.planning.prediction
 import magicdec.scenarios
 from magicdec.cli import main
 from magicdec.tracking import wandb
@@ -44,7 +43,7 @@ run = quick
 
 
 def prepare(config):
-    return SimpleNamespace(config=config, fingerprints={}, device_name="a device", num_ranks=1)
+    return SimpleNamespace(config=config, fingerprints={}, device_name="a device", num_ranks=1, doubts=list)
 
 
 def num_bytes(plan):
@@ -52,7 +51,6 @@ def num_bytes(plan):
 
 
 if __name__ in ("__main__", "__mp_main__"):  # the command, and its jobs
-    magicdec.planning.prediction.doubts = lambda plan: []
     magicdec.scenarios._scenario = lambda config: sys.modules[__name__]
     if patience := os.environ.get("QUICK_PATIENCE_S"):
         wandb.INIT_TIMEOUT_S = wandb.FINISH_TIMEOUT_S = float(patience)

@@ -12,7 +12,7 @@ from magicdec.config.schema import ModelChoice
 from magicdec.errors import UserError
 from magicdec.models.checkpoint import read_config
 from magicdec.planning.identity import identify
-from magicdec.planning.prediction import foresee
+from magicdec.planning.prediction import plan_prediction
 from magicdec.planning.resolve import resolve
 
 TINY = Path(__file__).parents[1] / "magicdec" / "models" / "tiny"
@@ -102,9 +102,9 @@ def test_custom_needs_a_path():
 
 def test_predictions_are_of_the_folder_too(tmp_path):
     folder = copied(tmp_path / "my-model")
-    setup = foresee(compose(["scenario=predict", "hardware=a100", f"target.path={folder}"])).setup
+    setup = plan_prediction(compose(["scenario=predict", "hardware=a100", f"target.path={folder}"])).setup
     assert (setup.target_name, setup.target) == ("my-model", read_config(folder))
-    setup = foresee(compose(["scenario=predict", "hardware=a100", "target=llama-3.1-8b"])).setup
+    setup = plan_prediction(compose(["scenario=predict", "hardware=a100", "target=llama-3.1-8b"])).setup
     assert setup.target_name == "llama-3.1-8b"
 
 

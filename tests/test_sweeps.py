@@ -54,7 +54,6 @@ def starts(tmp_path, monkeypatch):
 def quick(starts, monkeypatch):
     """Runs of this process and those forked from it take a moment."""
     monkeypatch.setattr(magicdec.scenarios, "_scenario", lambda config: quick_launch)
-    monkeypatch.setattr("magicdec.planning.prediction.doubts", lambda plan: [])
     return starts
 
 

@@ -70,7 +70,7 @@ class FlashAttention(LibraryAttention):
         )
 
     def _attend(self, q_BTHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, **options: Any) -> Any:
-        """The library's function; where memory is foreseen, what it allocates (its splits' parts are a few MiB)."""
+        """The library's function; where memory is estimated, what it allocates (its splits' parts are a few MiB)."""
         if not q_BTHD.is_meta:
             return self._library(q_BTHD, k_BSKD, v_BSKD, **options)
         B, T, H, _ = q_BTHD.shape

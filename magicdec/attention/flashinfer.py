@@ -56,7 +56,7 @@ class FlashInferAttention(LibraryAttention):
         """See LibraryAttention.read_all."""
         if self._workspace is None:
             self._workspace = torch.empty(WORKSPACE, dtype=torch.uint8, device=q_BTHD.device)
-        if q_BTHD.is_meta:  # memory is foreseen: the workspace and the output are what it takes
+        if q_BTHD.is_meta:  # memory is estimated: the workspace and the output are what it takes
             return torch.empty_like(q_BTHD)
         if plan is not self._planned:  # the first layer of a pass
             self._prepare(q_BTHD, k_BKSD, plan)

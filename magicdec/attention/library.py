@@ -52,6 +52,6 @@ class LibraryAttention(KernelAttention):
         return super().decode_scored(q_BTHD, k_BKSD, v_BKSD, plan, counted_BT)
 
     def _triton_for(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> KernelAttention | None:
-        where = torch.device("cuda") if device.type == "meta" else device  # memory is foreseen for a GPU
+        where = torch.device("cuda") if device.type == "meta" else device  # memory is estimated for a GPU
         fits = self._triton is not None and self._triton.obstacle(where, dtype, head_dim) is None
         return self._triton if fits else None

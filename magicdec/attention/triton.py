@@ -98,7 +98,7 @@ class TritonAttention(KernelAttention):
         if splits > 1:
             partial = torch.empty((B * K, splits, G * T, D), dtype=torch.float32, device=q_BTHD.device)
         lse = torch.empty((B * K, splits, G * T), dtype=torch.float32, device=q_BTHD.device)
-        if q_BTHD.is_meta:  # memory is foreseen, and this is all that is allocated
+        if q_BTHD.is_meta:  # memory is estimated, and this is all that is allocated
             return out_BTHD, lse
         shape = {"K": K, "G": G, "D": D, "PADDED_D": triton.next_power_of_2(D)}
         attend_split[(B * K, splits, tiles)](

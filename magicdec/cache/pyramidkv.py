@@ -18,7 +18,7 @@ from magicdec.models.kv_cache import KVCache, Place
 from magicdec.policies import POLICIES
 
 
-class Level(SnapKVCache):
+class LayerCache(SnapKVCache):
     """One layer: the ring is the pyramid's, whatever its own budget."""
 
     def fixed_slots(self, budget: int) -> int:
@@ -39,7 +39,7 @@ class PyramidKVCache(DraftCache):
         super().set_up()
         dtype, device = self.k_LBKSD.dtype, self.k_LBKSD.device
         self.levels = [
-            Level.build(spec, layer, self.num_rows, dtype, device, None)
+            LayerCache.build(spec, layer, self.num_rows, dtype, device, None)
             for spec, layer in self.level_specs(self.spec, self.config)
         ]
         self._views: tuple[KVCache, list[KVCache]] | None = None

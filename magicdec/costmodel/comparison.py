@@ -23,7 +23,7 @@ def warning(setup: Setup, gammas: Sequence[int], curves: Curves, alpha: float | 
     return verdict(prediction) if hopeless or (best.speedup is not None and best.speedup < 1.0) else None
 
 
-def beside(setup: Setup, gamma: int, measured: Mapping[str, Any]) -> dict[str, float | int | str | None]:
+def predicted_metrics(setup: Setup, gamma: int, measured: Mapping[str, Any]) -> dict[str, float | int | str | None]:
     """Return `predicted/*` at the gamma that ran and, if it is known, the measured alpha.
 
     Add a relative error, predicted over measured minus 1, for every value that `measured` (a result.json) has too.

@@ -25,15 +25,13 @@ class InnerDraft(IndependentDraft):
     """
 
     @classmethod
-    def build(cls, spec: DraftSpec) -> Self:
-        """See Draft.build, for the `spec` of the hierarchical draft."""
+    def inside(cls, spec: DraftSpec) -> Self:
+        """Allocate the inner draft of a hierarchical draft with this spec."""
         draft = spec.draft
         assert draft.cache is not None, "a hierarchical draft has one"
         slots = HierarchicalDraft.round_slots(spec.gamma, draft.inner_gamma)
         own = replace(spec, draft=replace(draft, inner_gamma=0), cache=draft.cache, gamma=slots - 1)
-        inner = super().build(own)
-        inner.lag = spec.gamma + 1
-        return inner
+        return cls.build(own, lag=spec.gamma + 1)
 
     def propose_first(self, state: State, gamma: int) -> Proposal:
         """Feed what the cache lacks, then propose. A shorter sequence lacks less, and repeats its last token instead,
@@ -75,7 +73,7 @@ class HierarchicalDraft(SelfDraft):
     @classmethod
     def build(cls, spec: DraftSpec) -> "HierarchicalDraft":
         """See Draft.build."""
-        return cls(InnerDraft.build(spec), spec)
+        return cls(InnerDraft.inside(spec), spec)
 
     def prefill(self, state: State, progress: Callable[[int], None]) -> None:
         """See Draft.prefill: both levels."""

@@ -146,21 +146,20 @@ class IndependentDraft(ModelDraft):
 
     needs_model = True
     refed = 2
-    lag = refed  # committed tokens that the cache lacks before a round
 
-    def __init__(self, model: Transformer, cache: DraftCache, chunk: int, spec: DraftSpec):
-        """`chunk` is how many tokens it prefills at a time."""
+    def __init__(self, model: Transformer, cache: DraftCache, chunk: int, spec: DraftSpec, lag: int):
+        """Prefill `chunk` tokens at a time; before a round the cache lacks the last `lag` committed tokens."""
         super().__init__(model, cache, spec)
-        self.chunk = chunk
+        self.chunk, self.lag = chunk, lag
 
     @classmethod
-    def build(cls, spec: DraftSpec) -> Self:
-        """See Draft.build."""
+    def build(cls, spec: DraftSpec, lag: int = refed) -> Self:
+        """See Draft.build; `lag` as in __init__."""
         assert spec.model is not None
         cache, chunk = spec.new_cache(spec.model, None), spec.prefill_chunk
         if cache.spec.in_cache_positions:
             chunk = min(chunk, spec.model.config.max_position_embeddings - cache.spec.cache.budget)
-        return cls(spec.model, cache, chunk, spec)
+        return cls(spec.model, cache, chunk, spec, lag)
 
     def prefill(self, state: State, progress: Callable[[int], None]) -> None:
         """See Draft.prefill: through the policy's own view, so that the context may exceed what it was trained for."""

@@ -25,7 +25,7 @@ SAMPLED_COPIES = 8  # of the logits, where the vocabulary is sorted
 
 
 @dataclass(frozen=True)
-class Score:
+class LogitGaps:
     """How well an output agrees with the target. The scores of several batches add up."""
 
     max_logit_gap: float = 0.0  # greedy: largest logit less the logit of the token that was written
@@ -38,8 +38,8 @@ class Score:
         """The excess in standard deviations."""
         return self.excess / self.variance**0.5 if self.variance > 0 else 0.0
 
-    def __add__(self, other: "Score") -> "Score":
-        return Score(
+    def __add__(self, other: "LogitGaps") -> "LogitGaps":
+        return LogitGaps(
             max(self.max_logit_gap, other.max_logit_gap),
             self.outside + other.outside,
             self.excess + other.excess,
@@ -54,8 +54,8 @@ class Audit:
     greedy: bool
     different: int = 0  # greedy: rows whose tokens are not those of the baseline
     excused: int = 0  # of these, rows whose first difference is a near-tie of the target
-    speculative: Score = Score()
-    baseline: Score = Score()
+    speculative: LogitGaps = LogitGaps()
+    baseline: LogitGaps = LogitGaps()
 
     def __add__(self, other: "Audit") -> "Audit":
         return Audit(
@@ -95,12 +95,12 @@ def audit(decoder: Decoder, autoregressive: list[list[int]], speculative: list[l
         different += 1
         at = next((i for i, (a, b) in enumerate(zip(expected, got, strict=False)) if a != b), None)
         excused += at is not None and float(forced[1, row, at]) < NEAR_TIE
-    return Audit(True, different, excused, Score(float(forced[0].max())), Score(float(control[0].max())))
+    return Audit(True, different, excused, LogitGaps(float(forced[0].max())), LogitGaps(float(control[0].max())))
 
 
-def _sampled_score(forced_KBN: Tensor) -> Score:
+def _sampled_score(forced_KBN: Tensor) -> LogitGaps:
     outside, excess, variance = forced_KBN.double().sum((1, 2)).tolist()
-    return Score(outside=int(outside), excess=excess, variance=variance)
+    return LogitGaps(outside=int(outside), excess=excess, variance=variance)
 
 
 @torch.inference_mode()

@@ -99,7 +99,7 @@ def share(size: int) -> Share:
 
 
 def _sum(x: Tensor, ranks: dist.ProcessGroup | None = None) -> Tensor:
-    """Over ranks, in place. Tensors without storage, on which memory is foreseen, have nothing to add."""
+    """Over ranks, in place. Tensors without storage, on which memory is estimated, have nothing to add."""
     if not x.is_meta:
         dist.all_reduce(x, group=ranks)
     return x

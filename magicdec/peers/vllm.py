@@ -56,7 +56,7 @@ class VllmPeer(Peer):
         # Two blocks to spare a row: the second pass must not evict what the first has left for it.
         tokens_per_row = (-(-spec.max_len // BLOCK) + 2) * BLOCK
         self._kv_bytes = (spec.num_rows * tokens_per_row + BLOCK) * kv_bytes_per_token
-        self._worker: Worker | None = None
+        self._worker: WorkerProcess | None = None
         self._speculative = False
         self._peak = 0
 
@@ -66,7 +66,10 @@ class VllmPeer(Peer):
         """See Peer.generate."""
         if self._worker is None or self._speculative != speculative:
             self.close()
-            self._worker, self._speculative = Worker(self._python, self.spec.device, self._time_limit_s), speculative
+            self._worker, self._speculative = (
+                WorkerProcess(self._python, self.spec.device, self._time_limit_s),
+                speculative,
+            )
             self._version = self._worker.ask(self._options(speculative))["version"]
         sampling = self.spec.sampling
         options: dict[str, Any] = {"temperature": sampling.temperature, "ignore_eos": not self.spec.eos_token_ids}
@@ -122,7 +125,7 @@ class VllmPeer(Peer):
         self._worker = None
 
 
-class Worker:
+class WorkerProcess:
     """The process: asked a line, answers a line, or an error is raised within the time limit."""
 
     def __init__(self, python: str, device: str, time_limit_s: float):

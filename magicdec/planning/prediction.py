@@ -1,7 +1,7 @@
 """From a typed configuration to what the cost model predicts: no weights, no device, no PyTorch."""
 
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import yaml
 
@@ -17,9 +17,12 @@ from magicdec.errors import UserError
 from magicdec.planning.identity import identify
 from magicdec.tracking.reader import iter_runs, latest
 
+if TYPE_CHECKING:  # it imports PyTorch, for which a prediction must not wait
+    from magicdec.planning.resolve import Plan
+
 
 @dataclass(frozen=True)
-class Foreseen:
+class PredictionPlan:
     """A run that predicts: like resolve.Plan, as far as the frame of a run needs it."""
 
     config: Config
@@ -32,13 +35,17 @@ class Foreseen:
         """The machine predicted for."""
         return self.setup.hardware.name
 
+    def doubts(self) -> list[str]:
+        """Return no warnings: the prediction itself is the result."""
+        return []
 
-def num_bytes(plan: Foreseen) -> float:
+
+def num_bytes(plan: PredictionPlan) -> float:
     """Return the memory that the run would take of each GPU."""
     return memory(plan.setup, max(plan.config.gammas), plan.config.batch.generate_len).total
 
 
-def foresee(config: Config) -> Foreseen:
+def plan_prediction(config: Config) -> PredictionPlan:
     """Resolve `auto` and find the mistakes that a prediction would meet."""
     if config.batch.size == "auto":
         config = replace(config, batch=replace(config.batch, size=ROWS_ON["cuda"]))
@@ -57,7 +64,7 @@ def foresee(config: Config) -> Foreseen:
         cache=config.cache,
         target_name=config.target.name,
     )
-    return Foreseen(config, setup)
+    return PredictionPlan(config, setup)
 
 
 def setup_of_run(
@@ -96,9 +103,9 @@ def setup_of_run(
     )
 
 
-def doubts(plan: Any) -> list[str]:
-    """What to tell before a run (`plan`: resolve.Plan) that is predicted not to pay, on a device with a datasheet."""
-    config: Config = plan.config
+def doubts(plan: "Plan") -> list[str]:
+    """Return a warning for a run that is predicted not to pay, on a device with a datasheet; [] for any other."""
+    config = plan.config
     if config.scenario.name != "compare" or config.engine.name != "native" or config.draft.name == "none":
         return []
     if config.data.name == "prompts":  # how long they are is not known yet

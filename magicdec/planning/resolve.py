@@ -18,6 +18,7 @@ from magicdec.measure.system import cpu_name
 from magicdec.models import checkpoint, quantize
 from magicdec.models.vocabulary import check_vocabularies
 from magicdec.peers import vllm
+from magicdec.planning import prediction
 from magicdec.planning.identity import identify
 
 # batch.prefill_chunk=auto: of every row of a batch, or of a request that is served, which is prefilled by itself.
@@ -75,6 +76,10 @@ class Plan:
     def is_audited(self) -> bool:
         """Whether the speculative output claims to be the target's: with synthetic acceptance it means nothing."""
         return self.config.draft.name != "none" and self.config.draft.synthetic_acceptance is None
+
+    def doubts(self) -> list[str]:
+        """Return a warning if speculation is predicted not to pay."""
+        return prediction.doubts(self)
 
 
 def resolve(config: Config) -> Plan:

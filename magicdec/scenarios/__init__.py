@@ -1,13 +1,12 @@
-"""The frame that every run shares: prepare the scenario, open the run's folder, run the scenario, store its results."""
+"""The frame of a run: prepare the scenario, open the run's folder, run the scenario, store its results, log them."""
 
 import math
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 from rich.console import Console
 
@@ -15,12 +14,17 @@ from magicdec.config.checks import refuse_unread, warnings
 from magicdec.config.load import to_dict
 from magicdec.config.schema import Config
 from magicdec.errors import UserError
-from magicdec.scenarios.outcome import Outcome
+from magicdec.measure.system import sampled
+from magicdec.scenarios.outcome import Outcome, Unfinished
+from magicdec.scenarios.ranks import on_ranks
+from magicdec.tracking import sweep, table
+from magicdec.tracking.lock import Busy, locked
+from magicdec.tracking.progress import Progress, progress
+from magicdec.tracking.reader import attempts, find_done, load_run
+from magicdec.tracking.store import Run, explained, run_id, source
+from magicdec.tracking.sweep import Job
+from magicdec.tracking.trackers import chosen, log_run
 from magicdec.units import GIB
-
-if TYPE_CHECKING:
-    from magicdec.tracking.progress import Progress
-    from magicdec.tracking.store import Run
 
 
 class Prepared(Protocol):
@@ -42,6 +46,9 @@ class Prepared(Protocol):
     def num_ranks(self) -> int:
         """Processes that share the model."""
 
+    def doubts(self) -> list[str]:
+        """Return warnings to print before the work."""
+
 
 P = TypeVar("P", bound=Prepared)
 
@@ -55,37 +62,23 @@ class Scenario(Protocol[P]):
     def num_bytes(self, plan: P) -> float:
         """Return the memory that the run will take of each device."""
 
-    def run(self, plan: P, progress: "Progress") -> Outcome:
+    def run(self, plan: P, progress: Progress) -> Outcome:
         """Do the work."""
 
 
-@dataclass(frozen=True)
-class Job:
-    """What was typed to get a run, and the sweep that it is a job of."""
-
-    overrides: tuple[str, ...] = ()
-    sweep_dir: Path | None = None  # None: a single run
-    number: int = 0
-    waits: bool = False  # for a run that another process is running; otherwise that is raised as Busy
-
-
-# How PyTorch, CUDA and its libraries say it; only some have an exception of their own.
+# Parts of the messages of PyTorch, CUDA and its libraries; only some have an exception type for it.
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "ALLOC_FAILED")
 
 
 def run(config: Config, job: Job) -> dict[str, Any]:
-    """Check, plan, open the run's folder, do the work, store its results, and only then log it to the trackers.
+    """Prepare a run, do it, store its results, and only then log it to the trackers.
 
-    In a sweep, with `resume`, skip a run that the same code has done. Return what result.json holds, or nothing after a
-    dry run. Raise UserError for mistakes; those found before the folder is opened leave nothing.
+    In a sweep, with `resume`, skip a run that the same code has done. Return the contents of result.json, or nothing
+    after a dry run. Raise UserError for mistakes; those found before the run's folder is opened leave no files.
     """
-    from magicdec.planning.prediction import doubts
-    from magicdec.tracking.store import run_id
-    from magicdec.tracking.trackers import chosen
-
     trackers = list(chosen(to_dict(config)))
     is_alone = job.sweep_dir is None and not any(tracker.in_sweep() for tracker in trackers)
-    ineffective = refuse_unread(config, job.overrides) if is_alone else []  # in a grid, other jobs read it
+    ineffective = refuse_unread(config, job.overrides) if is_alone else []  # other runs of a grid may read them
     for tracker in trackers:
         tracker.check(to_dict(config))
     plan = _scenario(config).prepare(config)
@@ -94,29 +87,24 @@ def run(config: Config, job: Job) -> dict[str, Any]:
     if config.sweep.dry_run:
         _list(plan, name, job)
         return {}
-    for warning in [*ineffective, *warnings(plan.config), *doubts(plan)]:
+    for warning in [*ineffective, *warnings(plan.config), *plan.doubts()]:
         Console(stderr=True).print(f"[yellow]warning:[/] {warning}", highlight=False)
     with _alone(config.runs_dir, name, job):
         return _skipped(config, name, job) or _measure(plan, name, settings, job)
 
 
 def _settings(config: Config, job: Job) -> dict[str, Any]:
-    """Return what config.yaml holds: the configuration and what trackers add to it."""
-    from magicdec.tracking.trackers import chosen
-
-    sweep = None if job.sweep_dir is None else config.sweep.name or job.sweep_dir.name
+    """Return the contents of config.yaml: the configuration and what trackers add to it."""
+    group = None if job.sweep_dir is None else config.sweep.name or job.sweep_dir.name
     settings = to_dict(config)
     for tracker in chosen(settings):
-        settings = tracker.settings(settings, sweep)
+        settings = tracker.settings(settings, group)
     return settings
 
 
 @contextmanager
 def _alone(runs_dir: str, name: str, job: Job) -> Iterator[None]:
-    """Hold the run's lock."""
-    from magicdec.tracking.lock import Busy, locked
-    from magicdec.tracking.store import explained
-
+    """Hold the run's lock. If another process has it, wait if the job waits, or raise Busy."""
     folder = Path(runs_dir, name)
     with ExitStack() as held:
         with explained(runs_dir):
@@ -132,28 +120,20 @@ def _alone(runs_dir: str, name: str, job: Job) -> Iterator[None]:
 
 def _record(config: Config, attempt_id: str, job: Job) -> None:
     """Write into the sweep's folder which attempt this job has made or found."""
-    from magicdec.tracking import sweep
-    from magicdec.tracking.store import explained
-
     if job.sweep_dir is not None:
         with explained(config.runs_dir):
             sweep.record(job.sweep_dir, job.number, attempt_id, job.overrides)
 
 
 def _found(config: Config, name: str) -> dict[str, Any]:
-    """Return the result for whose sake a sweep skips a run; {} where it does not."""
-    from magicdec.tracking.reader import find_done
-    from magicdec.tracking.store import source
-
+    """Return the stored result that makes a sweep skip this run; {} if there is none."""
     if not config.resume:
         return {}
     return find_done(config.runs_dir, name, None if config.resume == "any_version" else source())
 
 
 def _skipped(config: Config, name: str, job: Job) -> dict[str, Any]:
-    """Return the result of a run that is not done again, and say so; {} for one that is to be done."""
-    from magicdec.tracking.store import source
-
+    """Return the stored result of a run that is skipped, and say so; {} for a run that must be done."""
     found = _found(config, name) if job.sweep_dir is not None else {}
     if found:
         other = "" if found.get("source") == source() else " by other code"
@@ -164,12 +144,7 @@ def _skipped(config: Config, name: str, job: Job) -> dict[str, Any]:
 
 
 def _measure(plan: Prepared, name: str, settings: dict[str, Any], job: Job) -> dict[str, Any]:
-    """Do the run: return its result, which is stored."""
-    from magicdec.measure.system import sampled
-    from magicdec.tracking import table
-    from magicdec.tracking.store import Run
-    from magicdec.tracking.trackers import log_run
-
+    """Do the run, store and show its results; return the contents of result.json."""
     this = Run.open(plan.config.runs_dir, name, settings, job.overrides)
     try:
         _record(plan.config, this.id, job)
@@ -179,20 +154,19 @@ def _measure(plan: Prepared, name: str, settings: dict[str, Any], job: Job) -> d
             outcome.system = rows
             this.finish(outcome.metrics, outcome.generations, outcome.history, outcome.samples, outcome.system)
     except BaseException as error:
-        reason, kind = _reason(error, plan.config)
-        this.fail(reason, kind, getattr(error, "history", ()))
+        cause, history = (error.error, error.history) if isinstance(error, Unfinished) else (error, [])
+        reason, kind = _reason(cause, plan.config)
+        this.fail(reason, kind, history)
         if kind == "out_of_memory":
-            raise UserError(reason) from error
-        raise
+            raise UserError(reason) from cause
+        raise cause from cause.__cause__
     logged = log_run(this.folder, settings, this.result)
     table.show(Console(file=sys.stdout), settings, outcome.metrics, this.folder, logged, outcome.history, outcome.view)
     return this.result
 
 
 def _list(plan: Prepared, name: str, job: Job) -> None:
-    """Print a line on a run that would be done: its id, how it stands, the memory it will take, its overrides."""
-    from magicdec.tracking.reader import attempts, load_run
-
+    """Print a line about a run: its id, its state in the store, the memory that it will take, its overrides."""
     earlier = attempts(plan.config.runs_dir, name)
     stored = load_run(earlier[-1]) if earlier else {}
     state = stored.get("kind") or stored.get("status") or "new"
@@ -204,27 +178,23 @@ def _list(plan: Prepared, name: str, job: Job) -> None:
     print(f"{name}  {state:13}  {_scenario(plan.config).num_bytes(plan) / GIB:8.2f} GiB  {typed}", flush=True)
 
 
-def _outcome(plan: Prepared, run: "Run") -> Outcome:
+def _outcome(plan: Prepared, run: Run) -> Outcome:
     """Do the work, here or on as many ranks as share the model."""
     if plan.num_ranks == 1:
         return _work(0, plan)
-    from magicdec.scenarios.ranks import on_ranks  # here, because --help must not wait for multiprocessing
-
     return on_ranks(plan.num_ranks, plan.config.hardware.device, _work, plan, run)
 
 
-def _work(rank: int, plan: Prepared, run: "Run | None" = None) -> Outcome:
-    """The scenario itself. Of several ranks, rank 0 alone shows what happens, and logs it into `run`."""
-    from magicdec.tracking.progress import progress
-
+def _work(rank: int, plan: Prepared, run: Run | None = None) -> Outcome:
+    """Run the scenario on one rank. Only rank 0 shows its progress, and logs into `run`."""
     console = Console(stderr=True) if rank == 0 else Console(quiet=True, force_terminal=False)
     with run.log_to_file() if run and rank == 0 else nullcontext(), progress(console) as bars:
         return _scenario(plan.config).run(plan, bars)
 
 
 def imports(name: str) -> list[str]:
-    """What a run of this scenario imports sooner or later, by name: for who starts many of them."""
-    modules = [f"magicdec.scenarios.{name}", "magicdec.planning.prediction", "magicdec.tracking.table"]
+    """Return the modules that a run of this scenario imports, for a process that imports them for many runs."""
+    modules = [f"magicdec.scenarios.{name}", "magicdec.planning.prediction"]
     modules += ["wandb.sdk.launch"]  # by wandb.init, and takes longer than wandb itself
     if name not in ("predict", "plan"):
         modules += ["magicdec.engine.native", "torch._dynamo", "transformers.models.auto.tokenization_auto"]
@@ -233,13 +203,13 @@ def imports(name: str) -> list[str]:
 
 
 def _scenario(config: Config) -> Scenario[Prepared]:
-    """Import the module of the scenario when it is chosen: predicting must not wait for PyTorch."""
+    """Import the scenario that was chosen, and no other: predicting must not wait for PyTorch."""
     name = config.scenario.name if config.engine.name == "native" else "peer"
     return cast(Scenario[Prepared], import_module(f"magicdec.scenarios.{name}"))
 
 
 def _reason(error: BaseException, config: Config) -> tuple[str, str]:
-    """Why a run failed, in words and as a kind."""
+    """Return why a run failed, in words and as a kind (Run.fail)."""
     text = f"{type(error).__name__}: {error}".strip().splitlines()[0]
     if isinstance(error, UserError):
         return str(error), error.kind

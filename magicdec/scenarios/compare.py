@@ -4,7 +4,7 @@ import logging
 from dataclasses import dataclass
 from statistics import fmean
 
-from magicdec.costmodel.comparison import beside, published
+from magicdec.costmodel.comparison import predicted_metrics, published
 from magicdec.costmodel.hardware import device_in
 from magicdec.costmodel.speedup import batch_rounds, round_time
 from magicdec.costmodel.speedup import speedup as formula_speedup
@@ -162,7 +162,7 @@ def _predicted(plan: Plan, results: Metrics, gamma: int) -> Metrics:
             plan.config, plan.target.config, draft, plan.device_name, plan.dtype.itemsize, bandwidth, rate
         )
         setup = setup.at(context=round(results["data/context_len_mean"]))  # type: ignore[arg-type]
-        return beside(setup, gamma, results) | published(setup, task_of(plan.config))
+        return predicted_metrics(setup, gamma, results) | published(setup, task_of(plan.config))
     except UserError as error:  # no draft, or one that has no cost model
         log.info("not predicted: %s", error)
         return {}

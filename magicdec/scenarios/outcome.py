@@ -1,22 +1,32 @@
-"""What a scenario hands to the tracking: plain data, no tensors."""
+"""The results that a scenario hands to the tracking: plain data, no tensors."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # it imports PyTorch, which a prediction does not wait for
+if TYPE_CHECKING:  # it imports PyTorch, for which a prediction must not wait
     from magicdec.measure.metrics import Metrics
 
 
+class Unfinished(BaseException):
+    """The error that has ended a scenario, with the rows of its history so far: they may have taken hours."""
+
+    def __init__(self, error: BaseException, history: list[dict]):
+        super().__init__(error, history)
+        self.error, self.history = error, history
+
+    def __str__(self) -> str:
+        return f"{len(self.history)} rows were measured before"
+
+
 @contextmanager
-def kept(history: list[dict]) -> Iterator[None]:
-    """Let whatever ends the work within carry the rows so far, as `history`: hours may be in them."""
+def keeping(history: list[dict]) -> Iterator[None]:
+    """Raise Unfinished, with `history`, from any error."""
     try:
         yield
     except BaseException as error:
-        error.history = history  # type: ignore[attr-defined]
-        raise
+        raise Unfinished(error, history) from error
 
 
 @dataclass

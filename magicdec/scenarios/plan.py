@@ -11,7 +11,7 @@ from magicdec.costmodel.predict import Prediction
 from magicdec.costmodel.round import Setup
 from magicdec.costmodel.targets import option
 from magicdec.errors import UserError
-from magicdec.planning.prediction import Foreseen, cache_named, curves, draft_named, foresee, num_bytes
+from magicdec.planning.prediction import PredictionPlan, cache_named, curves, draft_named, num_bytes, plan_prediction
 from magicdec.scenarios.outcome import Outcome
 from magicdec.tracking.cells import new_table
 from magicdec.tracking.progress import Progress
@@ -24,8 +24,8 @@ SHOWN = 12  # plans in the table
 SHOWN_UNKNOWN = 6  # configurations without a known acceptance
 
 
-def prepare(config: Config) -> Foreseen:
-    """See `foresee`. Raise UserError rather than overwrite an experiment that no plan has written."""
+def prepare(config: Config) -> PredictionPlan:
+    """See `plan_prediction`. Raise UserError rather than overwrite an experiment that no plan has written."""
     name = config.scenario.experiment
     if name is not None:
         path = _experiment(name)
@@ -33,10 +33,10 @@ def prepare(config: Config) -> Foreseen:
             raise UserError(f"scenario.experiment={name}: there is no folder {shown(path.parent)}")
         if path.exists() and FOUND_BY not in path.read_text(encoding="utf-8"):
             raise UserError(f"scenario.experiment={name}: {shown(path)} is there already; choose another name, or null")
-    return foresee(config)
+    return plan_prediction(config)
 
 
-def run(plan: Foreseen, progress: Progress) -> Outcome:
+def run(plan: PredictionPlan, progress: Progress) -> Outcome:
     """Search for a target, a machine and a context; a line of the history for every plan, the best first."""
     config, scenario = plan.config, plan.config.scenario
     plans = search(

@@ -10,7 +10,7 @@ from magicdec.costmodel.comparison import published
 from magicdec.costmodel.predict import Prediction
 from magicdec.costmodel.predict import predict as predict_setup
 from magicdec.costmodel.summary import verdict
-from magicdec.planning.prediction import Foreseen, curves, foresee, num_bytes, task_of
+from magicdec.planning.prediction import PredictionPlan, curves, num_bytes, plan_prediction, task_of
 from magicdec.scenarios.outcome import Outcome
 from magicdec.tracking.cells import new_table
 from magicdec.tracking.progress import Progress
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 __all__ = ["num_bytes", "prepare", "run"]
-prepare = foresee
+prepare = plan_prediction
 
 
-def predicted(plan: Foreseen) -> Prediction:
+def predicted(plan: PredictionPlan) -> Prediction:
     """Predict one configuration, at every gamma of scenario.gammas."""
     config, scenario = plan.config, plan.config.scenario
     return predict_setup(
@@ -37,7 +37,7 @@ def predicted(plan: Foreseen) -> Prediction:
     )
 
 
-def run(plan: Foreseen, progress: Progress) -> Outcome:
+def run(plan: PredictionPlan, progress: Progress) -> Outcome:
     """Predict one configuration; a line of the history for every gamma."""
     prediction = predicted(plan)
     history = [

@@ -10,7 +10,7 @@ from magicdec.measure.metrics import Metrics
 from magicdec.measure.profile import profile_round
 from magicdec.planning import build
 from magicdec.planning.resolve import Plan, resolve
-from magicdec.scenarios.outcome import Outcome, kept
+from magicdec.scenarios.outcome import Outcome, keeping
 from magicdec.tracking.progress import Progress
 from magicdec.units import GIB
 
@@ -25,7 +25,7 @@ def run(plan: Plan, progress: Progress) -> Outcome:
     engine = build.engine(plan, progress)
     points = list(product(scenario.batch_sizes, scenario.context_lens, scenario.gammas))
     history: list[dict] = []
-    with kept(history), progress.task("profiling", total=len(points)) as task:
+    with keeping(history), progress.task("profiling", total=len(points)) as task:
         for batch_size, context_len, gamma in points:
             vocab_size = plan.target.config.vocab_size
             request = PromptRequest(batch_size, context_len, vocab_size, seed=plan.config.data.seed)

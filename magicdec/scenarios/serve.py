@@ -19,10 +19,10 @@ from magicdec.measure import memory
 from magicdec.measure.metrics import Metrics, Rounds, acceptance
 from magicdec.planning import build
 from magicdec.planning.resolve import Plan, resolve
-from magicdec.scenarios.outcome import Outcome, kept
+from magicdec.scenarios.outcome import Outcome, keeping
 from magicdec.scenarios.outputs import lossless
 from magicdec.serving.engine import AsyncEngine
-from magicdec.serving.load import Level, RequestSpec, load_metrics, under_load
+from magicdec.serving.load import Load, RequestSpec, load_metrics, under_load
 from magicdec.serving.request import Params, Request
 from magicdec.serving.scheduler import Scheduler
 from magicdec.serving.shared import SharedSlots
@@ -53,10 +53,10 @@ def run(plan: Plan, progress: Progress) -> Outcome:
     peak = memory.Peak(plan.device)
     engine = build.engine(plan, progress)
     jobs = _jobs(plan, engine, prompts)
-    levels = [Level("concurrency", users) for users in scenario.concurrencies]
-    levels += [Level("rate", rate) for rate in scenario.rates]
+    levels = [Load("concurrency", users) for users in scenario.concurrencies]
+    levels += [Load("rate", rate) for rate in scenario.rates]
     history: list[dict[str, Any]] = []
-    with kept(history):
+    with keeping(history):
         for level in levels:
             # A row without a request costs its share of the matmuls: no more slots than users.
             rows = min(int(level.value), int(batch.size)) if level.kind == "concurrency" else int(batch.size)
@@ -116,7 +116,7 @@ def _jobs(plan: Plan, engine: NativeEngine, prompts: Prompts) -> list[RequestSpe
 
 
 def _measure(
-    slots: Slots, way: str, level: Level, jobs: list[RequestSpec], plan: Plan, progress: Progress
+    slots: Slots, way: str, level: Load, jobs: list[RequestSpec], plan: Plan, progress: Progress
 ) -> tuple[list[Request], float]:
     """All jobs under one level of load; returns their requests and the seconds that it took."""
     warm_up = RequestSpec(
@@ -125,7 +125,7 @@ def _measure(
 
     async def measured() -> tuple[list[Request], float]:
         async with AsyncEngine(Scheduler(slots, way == "speculative")) as engine:
-            await under_load(engine, [warm_up], Level("concurrency", 1), 0, lambda _: None)
+            await under_load(engine, [warm_up], Load("concurrency", 1), 0, lambda _: None)
             with progress.task(f"{way}, {level}", total=len(jobs)) as task:
                 return await under_load(engine, jobs, level, plan.config.data.seed, task.advance)
 

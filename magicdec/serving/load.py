@@ -24,7 +24,7 @@ class RequestSpec:
 
 
 @dataclass(frozen=True)
-class Level:
+class Load:
     """How much load: `concurrency` users, or requests arriving at a `rate` per second."""
 
     kind: str
@@ -35,7 +35,7 @@ class Level:
 
 
 async def under_load(
-    engine: AsyncEngine, jobs: Sequence[RequestSpec], level: Level, seed: int, progress: Callable[[int], None]
+    engine: AsyncEngine, jobs: Sequence[RequestSpec], level: Load, seed: int, progress: Callable[[int], None]
 ) -> tuple[list[Request], float]:
     """Have all jobs done; returns their requests in the order of the jobs, and the seconds that it took."""
     start = perf_counter()

@@ -17,10 +17,10 @@ DELAY_S = 1.0  # stages shorter than this are not shown
 DRAWINGS_PER_SECOND = 4
 
 
-class Task:
+class Stage:
     """A stage of the work, as a context manager. `total` is None where its length is unknown."""
 
-    def __init__(self, name: str, total: float | None, at_end: Callable[["Task"], None] = lambda _: None):
+    def __init__(self, name: str, total: float | None, at_end: Callable[["Stage"], None] = lambda _: None):
         self.name, self.total, self.done, self.running = name, total, 0.0, True
         self._start, self._seconds, self._at_end = perf_counter(), 0.0, at_end
 
@@ -33,7 +33,7 @@ class Task:
         """Count `amount` more of `total` as done."""
         self.done += amount
 
-    def __enter__(self) -> "Task":
+    def __enter__(self) -> "Stage":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
@@ -45,7 +45,7 @@ class Task:
 class Progress(Protocol):
     """A display of stages."""
 
-    def task(self, name: str, total: float | None = None) -> Task:
+    def task(self, name: str, total: float | None = None) -> Stage:
         """Begin a stage of `total` units."""
         ...
 
@@ -56,10 +56,10 @@ class _Lines:
     def __init__(self, console: Console):
         self._console = console
 
-    def task(self, name: str, total: float | None = None) -> Task:
-        return Task(name, total, self._tell)
+    def task(self, name: str, total: float | None = None) -> Stage:
+        return Stage(name, total, self._tell)
 
-    def _tell(self, task: Task) -> None:
+    def _tell(self, task: Stage) -> None:
         if task.seconds >= DELAY_S:
             self._console.print(f"{task.name}: {task.seconds:.1f} s", highlight=False, markup=False)
 
@@ -68,7 +68,7 @@ class _Bars(rich_progress.Progress):
     """A bar per running stage, gone when it ends."""
 
     def __init__(self, console: Console):
-        self._running: dict[rich_progress.TaskID, Task] = {}
+        self._running: dict[rich_progress.TaskID, Stage] = {}
         super().__init__(
             rich_progress.TextColumn("{task.description}", markup=False),
             rich_progress.BarColumn(),
@@ -80,8 +80,8 @@ class _Bars(rich_progress.Progress):
             redirect_stdout=False,  # or stdout would end up on stderr
         )
 
-    def task(self, name: str, total: float | None = None) -> Task:
-        task = Task(name, total)
+    def task(self, name: str, total: float | None = None) -> Stage:
+        task = Stage(name, total)
         self._running[self.add_task(name, total=total, visible=False, times="")] = task
         return task
 
@@ -97,7 +97,7 @@ class _Bars(rich_progress.Progress):
         return super().get_renderables()
 
 
-def _times(task: Task) -> str:
+def _times(task: Stage) -> str:
     """Return the time taken and, if it is known, the time left."""
     taken = f"{task.seconds:.0f} s"
     if not task.total or not task.done:

@@ -8,6 +8,7 @@ import json
 import os
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,16 @@ STOPPED = "stopped"  # a file: a job has failed under sweep.fail_fast
 JOB, SWEEP_DIR = "MAGICDEC_JOB", "MAGICDEC_SWEEP_DIR"
 # A job's own exit codes: another process is running this run (EX_TEMPFAIL); Ctrl-C.
 BUSY, INTERRUPTED = 75, 130
+
+
+@dataclass(frozen=True)
+class Job:
+    """The overrides typed to get a run, and the sweep that it is a job of."""
+
+    overrides: tuple[str, ...] = ()
+    sweep_dir: Path | None = None  # None: a single run
+    number: int = 0
+    waits: bool = False  # for a run that another process is running; otherwise that is raised as Busy
 
 
 def record(sweep_dir: Path, number: int, attempt_id: str | None, overrides: Sequence[str]) -> None:

@@ -102,9 +102,9 @@ def test_what_is_foreseen_is_what_is_allocated(method, num_new, splits, monkeypa
     plan = attention.plan(seqlens, Shape(num_new, k.shape[2], 4, q.dtype), None)
     allocated = counted_peak(lambda: method(q, k, v, plan))
     q, k, v = (x.to("meta") for x in (q, k, v))
-    with Allocations([q, k, v]) as foreseen:
+    with Allocations([q, k, v]) as estimated:
         method(q, k, v, plan)
-    assert foreseen.peak == allocated
+    assert estimated.peak == allocated
 
 
 def test_what_lies_behind_the_valid_entries_is_never_read():

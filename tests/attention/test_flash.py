@@ -145,10 +145,10 @@ def test_where_memory_is_foreseen_the_library_is_not_called(calls, num_new, part
     """Each part is an output, and its log-sum-exp where two are merged; the merge computes in fp32."""
     q, k, v, _ = (x.to("meta") for x in case(num_new, 4, 16, 90))
     lengths = torch.zeros(len(q), dtype=torch.int32, device="meta")
-    with Allocations([q, k, v, lengths]) as foreseen:
+    with Allocations([q, k, v, lengths]) as estimated:
         assert attend(FlashAttention(), q, k, v, lengths).shape == q.shape
     assert calls == []
-    assert parts * q.nbytes <= foreseen.peak <= (parts**3 + 1) * q.nbytes
+    assert parts * q.nbytes <= estimated.peak <= (parts**3 + 1) * q.nbytes
 
 
 def test_what_the_library_cannot_do_is_left_to_triton_on_a_gpu(calls, monkeypatch):

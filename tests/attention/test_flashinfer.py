@@ -120,10 +120,10 @@ def test_a_window_over_slots_in_no_order(library):
 
 def test_where_memory_is_foreseen_the_library_is_not_called(library):
     q, k, v, lengths = (x.to("meta") for x in case(5, 4, 16, 90))
-    with Allocations([q, k, v, lengths]) as foreseen:
+    with Allocations([q, k, v, lengths]) as estimated:
         attend(FlashInferAttention(), q, k, v, lengths)
     assert library.plans == 0
-    assert foreseen.peak == WORKSPACE + q.nbytes
+    assert estimated.peak == WORKSPACE + q.nbytes
 
 
 def test_where_it_is_chosen(library, monkeypatch):

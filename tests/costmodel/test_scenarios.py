@@ -1,4 +1,4 @@
-"""The scenarios predict and plan, what stands beside a run, and calibration from a run."""
+"""The scenarios predict and plan, the predictions of a run, and calibration from a run."""
 
 import json
 import os
@@ -10,14 +10,14 @@ import yaml
 
 from magicdec.config.load import compose
 from magicdec.costmodel.acceptance import Curves, published
-from magicdec.costmodel.comparison import beside, warning
+from magicdec.costmodel.comparison import predicted_metrics, warning
 from magicdec.costmodel.comparison import published as published_values
 from magicdec.costmodel.hardware import hardware_named
 from magicdec.costmodel.predict import predict
 from magicdec.costmodel.round import Setup, round_times
 from magicdec.costmodel.targets import architecture
 from magicdec.errors import UserError
-from magicdec.planning.prediction import cache_named, foresee, setup_of_run
+from magicdec.planning.prediction import cache_named, plan_prediction, setup_of_run
 from magicdec.scenarios import plan as plan_scenario
 from magicdec.scenarios import predict as predict_scenario
 from magicdec.tracking.progress import progress
@@ -43,7 +43,7 @@ def composed(*overrides):
 def outcome(scenario, *overrides):
     config = composed(*overrides)
     with progress() as bars:
-        return scenario(foresee(config), bars)
+        return scenario(plan_prediction(config), bars)
 
 
 def test_predict_from_the_command_line_needs_no_torch_and_leaves_a_run(tmp_path):
@@ -114,7 +114,7 @@ def test_the_planned_experiment_composes_and_predicts_what_it_said(tmp_path, mon
     found = composed(f"hydra.searchpath=[file://{tmp_path}]", "experiment=found")
     assert (found.target.name, found.draft.model.name) == ("llama-3.1-8b", "llama-3.2-1b")
     assert (found.batch.size, found.cache.budget, found.hardware.name) == (32, 512, "8xh100")
-    times = round_times(foresee(found).setup, found.draft.gamma)
+    times = round_times(plan_prediction(found).setup, found.draft.gamma)
     assert result.metrics["predicted/round_ms"] == pytest.approx(1e3 * times.round_s)
 
 
@@ -194,7 +194,7 @@ def test_a_hardware_file_can_hold_its_calibration(tmp_path, fraction, error):
         with pytest.raises(UserError, match=error):
             composed(*keys)
     else:
-        machine = foresee(composed(*keys)).setup.hardware
+        machine = plan_prediction(composed(*keys)).setup.hardware
         assert (machine.efficiency.matmul_fraction, machine.stack.name) == (0.5, "magicdec")
 
 
@@ -227,14 +227,14 @@ def test_beside_a_run_stand_predictions_and_their_errors(setup):
         "time/draft_ms": 1e3 * times.draft.total,
         "time/verify_ms": None,
     }
-    result = beside(setup(), 3, measured)
+    result = predicted_metrics(setup(), 3, measured)
     assert result["predicted/gamma"] == 3
     assert result["predicted/target_decode_error"] == pytest.approx(-0.5)
     assert result["predicted/draft_error"] == pytest.approx(0.0)
     assert result["predicted/speedup_error"] == pytest.approx(result["predicted/speedup"] - 1)
     assert "predicted/verify_error" not in result
     assert result["predicted/step_error"] == pytest.approx(-0.5), "the largest of the steps' errors"
-    unknown = beside(setup(), 3, measured | {"alpha": None})  # nothing was proposed, or nothing measured
+    unknown = predicted_metrics(setup(), 3, measured | {"alpha": None})  # nothing was proposed, or nothing measured
     assert unknown["predicted/speedup"] is None
     assert "predicted/speedup_error" not in unknown
 
@@ -246,7 +246,7 @@ def test_a_draft_step_is_compared_with_the_selection_that_it_makes(setup, policy
     times = round_times(at, 3)
     is_within = policy != "verify_guided"
     step = times.draft.total + (times.select.total if is_within else 0.0)
-    result = beside(at, 3, {"alpha": 0.8, "time/draft_ms": 1e3 * step})
+    result = predicted_metrics(at, 3, {"alpha": 0.8, "time/draft_ms": 1e3 * step})
     assert times.select.total > 0
     assert result["predicted/draft_error"] == pytest.approx(0.0)
     assert sum(v for k, v in result.items() if k.startswith("predicted/draft/")) == pytest.approx(1e3 * step)

@@ -8,7 +8,7 @@ import torch
 
 from magicdec.engine import audit as module
 from magicdec.engine.adaptive import AdaptiveCycle
-from magicdec.engine.audit import Audit, Score, audit
+from magicdec.engine.audit import Audit, LogitGaps, audit
 from magicdec.engine.native import warm_up
 from magicdec.errors import NonFinite
 from magicdec.measure import metrics
@@ -102,7 +102,7 @@ def test_a_token_that_the_target_would_not_draw_fails(sampled):
 def test_rows_that_differ_are_counted_and_ties_alone_are_excused():
     assert Audit(True, 2, 2).passed
     assert not Audit(True, 2, 1).passed
-    total = Audit(True, 2, 2, Score(0.5), Score(0.1)) + Audit(True, 1, 0, Score(0.2), Score(0.3))
+    total = Audit(True, 2, 2, LogitGaps(0.5), LogitGaps(0.1)) + Audit(True, 1, 0, LogitGaps(0.2), LogitGaps(0.3))
     assert total.metrics() == {
         "lossless/different_rows": 3,
         "lossless/excused_rows": 2,

@@ -1,4 +1,4 @@
-"""What only a GPU can show: captured rounds write what plain ones write, and memory is what was foreseen."""
+"""What only a GPU can show: captured rounds write what plain ones write, and memory is what was estimated."""
 
 import pytest
 import torch
@@ -60,7 +60,7 @@ def test_compiled_layers_write_what_plain_ones_write(policy):
 @pytest.mark.parametrize("attention", ["sdpa", "triton"])
 def test_memory_is_what_was_foreseen(policy, attention):
     rows, context = 32, 4096
-    foreseen = footprint(engine_for("self", policy, True, "meta", attention, **SIZES), rows, context, False)
+    estimated = footprint(engine_for("self", policy, True, "meta", attention, **SIZES), rows, context, False)
     device = torch.device("cuda")
     torch._C._cuda_clearCublasWorkspaces()  # of tests before this one
     torch.cuda.empty_cache()
@@ -69,5 +69,5 @@ def test_memory_is_what_was_foreseen(policy, attention):
     batch.decoder.prefill(16)
     warm_up(batch)
     batch.decoder.generate(batch.draft)
-    expected = foreseen.total + workspace_bytes(device)
+    expected = estimated.total + workspace_bytes(device)
     assert peak.num_bytes - before == pytest.approx(expected, rel=0.05)

@@ -1,4 +1,4 @@
-"""Foreseen memory against counted memory: every allocation of PyTorch's allocator, as its profiler records them."""
+"""Estimated memory against counted memory: every allocation of PyTorch's allocator, as its profiler records them."""
 
 import gc
 
@@ -67,9 +67,9 @@ def test_what_is_foreseen_is_what_is_allocated(draft, policy, chunk, sampling):
 
     models = without_storage(TARGET), without_storage(TARGET) if drafter else None
     engine = new_engine(models[0], draft_model=models[1], **settings)
-    foreseen = footprint(engine, ROWS, CONTEXT, audited)
-    assert foreseen.weights == (2 if drafter else 1) * sum(p.nbytes for p in TARGET.parameters())
-    assert foreseen.total - foreseen.weights == pytest.approx(counted_peak(run), rel=0.05)
+    estimated = footprint(engine, ROWS, CONTEXT, audited)
+    assert estimated.weights == (2 if drafter else 1) * sum(p.nbytes for p in TARGET.parameters())
+    assert estimated.total - estimated.weights == pytest.approx(counted_peak(run), rel=0.05)
 
 
 @pytest.mark.parametrize(("draft", "policy"), [("self", "streaming"), ("self", "snapkv"), ("model", "snapkv")])
@@ -86,8 +86,8 @@ def test_slots_are_foreseen_with_the_row_that_is_prefilled(draft, policy):
             state, *_ = slots.prefill(prompt, Params(16), True, lambda _: slots.step(True))
             slots.seat(slot, state, Params(16), True)
 
-    foreseen = build.estimate(plan, 3, 384)
-    assert foreseen.total - foreseen.weights == pytest.approx(counted_peak(run), rel=0.05)
+    estimated = build.estimate(plan, 3, 384)
+    assert estimated.total - estimated.weights == pytest.approx(counted_peak(run), rel=0.05)
 
 
 @pytest.mark.parametrize("policy", list(CACHES))
@@ -117,11 +117,11 @@ def test_a_quantised_draft_counts_its_codes_and_scales_and_shares_the_rest(name,
 
     meta = without_storage(TARGET)
     engine = new_engine(meta, draft_model=quantized(meta, name, "cpu"), **settings)
-    foreseen = footprint(engine, ROWS, CONTEXT, False)
+    estimated = footprint(engine, ROWS, CONTEXT, False)
     whole = sum(p.nbytes for p in TARGET.parameters())
     matrices = sum(p.nbytes for p in TARGET.layers.parameters() if p.dim() == 2)
-    assert whole + matrices * least < foreseen.weights < whole + matrices * most
-    assert foreseen.total - foreseen.weights == pytest.approx(counted_peak(run), rel=0.05)
+    assert whole + matrices * least < estimated.weights < whole + matrices * most
+    assert estimated.total - estimated.weights == pytest.approx(counted_peak(run), rel=0.05)
 
 
 @pytest.mark.parametrize("available", [0, 99, 100, 333, 5000])

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from magicdec.serving.load import Level, RequestSpec, load_metrics, under_load
+from magicdec.serving.load import Load, RequestSpec, load_metrics, under_load
 from magicdec.serving.request import Params, Request
 
 
@@ -80,7 +80,7 @@ JOBS = [RequestSpec([number], Params()) for number in range(20)]
 
 def test_a_closed_loop_keeps_so_many_busy_and_no_more():
     engine, told = Waiting(0.005), []
-    requests, seconds = asyncio.run(under_load(engine, JOBS, Level("concurrency", 4), 0, told.append))
+    requests, seconds = asyncio.run(under_load(engine, JOBS, Load("concurrency", 4), 0, told.append))
     assert engine.most == 4
     assert [r.prompt for r in requests] == [job.prompt for job in JOBS]
     assert sum(told) == 20
@@ -89,7 +89,7 @@ def test_a_closed_loop_keeps_so_many_busy_and_no_more():
 
 def test_an_open_loop_does_not_wait_for_answers():
     engine = Waiting(0.2)
-    requests, _ = asyncio.run(under_load(engine, JOBS, Level("rate", 200.0), 3, lambda _: None))
+    requests, _ = asyncio.run(under_load(engine, JOBS, Load("rate", 200.0), 3, lambda _: None))
     assert engine.most > 4
     assert [r.prompt for r in requests] == [job.prompt for job in JOBS]
     gaps = [after - before for before, after in zip(engine.started, engine.started[1:], strict=False)]
