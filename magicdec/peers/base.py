@@ -1,4 +1,4 @@
-"""What a peer is: another engine that decodes the same prompts, so that it can be measured as ours is."""
+"""The interface of a peer: another engine that decodes the same prompts, so that it can be measured as ours is."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
@@ -11,13 +11,13 @@ from magicdec.verification.sampling import Sampling
 
 @dataclass(frozen=True)
 class PeerSpec:
-    """What any peer is built from."""
+    """The settings that any peer is built from."""
 
-    target: str  # a folder, as all models here
+    target: str  # a folder, as for all models here
     dtype: str  # float32 and so on
     device: str  # cpu or cuda
     num_rows: int  # of a batch
-    max_len: int  # of a row with its new tokens and what a round may write behind them
+    max_len: int  # tokens of a row: the prompt, its continuation, and what a round may write after them
     sampling: Sampling
     eos_token_ids: tuple[int, ...] = ()  # empty: no token ends a sequence
     draft_name: str = "none"
@@ -31,7 +31,7 @@ class PeerSpec:
 
 @dataclass(frozen=True)
 class Counts:
-    """What became of proposals, over rounds that had any."""
+    """Proposed and accepted tokens, over the rounds that proposed any."""
 
     rounds: int = 0
     proposed: int = 0
@@ -42,8 +42,10 @@ class Counts:
         return Counts(self.rounds + other.rounds, self.proposed + other.proposed, tuple(a + b for a, b in pairs))
 
     def metrics(self, gamma: int) -> Metrics:
-        """As `metrics.acceptance_metrics` names them. Where fewer than gamma were proposed, as prompt lookup does near
-        the end of what it has found, an alpha would mean nothing, and a position counts over all rounds.
+        """Return the metrics, named as in `metrics.acceptance_metrics`.
+
+        A position counts over all rounds. There is no alpha if some rounds proposed fewer than gamma tokens, as prompt
+        lookup does near the end of a match.
         """
         found: Metrics = {"acceptance_rounds": self.rounds}
         if not self.rounds:
@@ -57,7 +59,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class PeerGeneration:
-    """What one pass over a batch produced, and when."""
+    """The tokens and times of one pass over a batch."""
 
     tokens: list[list[int]]  # new tokens per row
     times: list[RowTimes]
@@ -65,7 +67,7 @@ class PeerGeneration:
 
 
 class Peer(ABC):
-    """Another engine, loaded; to be closed in the end, as a context manager is."""
+    """Another engine, loaded. A context manager, which closes it."""
 
     @abstractmethod
     def generate(
@@ -73,21 +75,21 @@ class Peer(ABC):
     ) -> PeerGeneration:
         """Prefill a batch of prompts (token ids) and decode `generate_len` tokens of each, speculating or not.
 
-        `first` counts the prompts of the run before these, which must not share their random numbers.
+        `first` is the number of prompts before these in the run: rows must not share random numbers.
         """
 
     @property
     @abstractmethod
     def version(self) -> str:
-        """Its name and version, for the results."""
+        """The engine's name and version, for the results."""
 
     @property
     @abstractmethod
     def peak_bytes(self) -> int:
-        """The most memory that it has taken, as memory.Peak counts."""
+        """The largest memory use so far, counted as by memory.Peak."""
 
     def close(self) -> None:  # noqa: B027 - most have nothing to do
-        """Let go of everything."""
+        """Free everything."""
 
     def __enter__(self) -> "Peer":
         return self

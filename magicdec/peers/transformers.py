@@ -28,7 +28,7 @@ CACHES = {"static": StaticCache, "dynamic": DynamicCache}
 
 
 class Bursts(StoppingCriteria):
-    """Notes when `generate` emits tokens, one or (speculating) several a row at a time; never stops it."""
+    """The times at which `generate` emits tokens: one a row or, speculating, several. It is never stopped."""
 
     def __init__(self, device: torch.device):
         self._clock, self._width = Clock(device), 0
@@ -36,23 +36,23 @@ class Bursts(StoppingCriteria):
         self.widths: list[int] = []  # of the target's pass that led to it, in tokens
 
     def start(self) -> None:
-        """From here on seconds count."""
+        """Start the clock."""
         self._clock.mark()
 
     def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
-        """Called by `generate` after each burst."""
+        """Record a burst; `generate` calls this after each one."""
         self._clock.mark()
         self.lengths.append(input_ids.shape[1])
         self.widths.append(self._width)
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
     def watch(self, _module: Any, _args: Any, inputs: dict[str, Any]) -> None:
-        """Called before each pass; an early exit drafts with the target, too, but verifies last."""
+        """Record the width of a pass. With early exit the target drafts too; its verification is the last pass."""
         self._width = inputs["input_ids"].shape[1]
 
     @property
     def seconds(self) -> list[float]:
-        """Of each burst, since the start."""
+        """Seconds from the start to each burst."""
         return self._clock.seconds()
 
 
@@ -71,7 +71,7 @@ class TransformersPeer(Peer):
         self.assistant = self._load(spec.draft) if spec.draft else None
 
     def _load(self, folder: str) -> Any:
-        """In place of the checkpoint's own defaults: gamma proposals every round, whatever the draft thinks of them."""
+        """Load a model that proposes gamma tokens in every round, in place of the checkpoint's own settings."""
         model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, self.spec.dtype))
         model.generation_config = GenerationConfig(
             num_assistant_tokens=self.spec.gamma or None,
@@ -131,12 +131,12 @@ class TransformersPeer(Peer):
         )
 
     def _ended(self, row: list[int]) -> list[int]:
-        """A row up to its end of sequence; padding follows it."""
+        """Return a row up to its end of sequence, without the padding."""
         ends = (i + 1 for i, token in enumerate(row) if token in self.spec.eos_token_ids)
         return row[: next(ends, len(row))]
 
     def _counts(self, bursts: Bursts, width: int, generate_len: int) -> Counts:
-        """Of the only row there is; rounds that the limit kept from proposing gamma tokens say nothing."""
+        """Count the proposals of the only row. Rounds near the limit, which propose fewer tokens, are left out."""
         counts, length = Counts(), width
         for after, passed in zip(bursts.lengths, bursts.widths, strict=True):
             proposed = passed - (width if length == width else 1)
@@ -158,7 +158,7 @@ class TransformersPeer(Peer):
 
 
 def _times(bursts: Bursts, width: int, rows: list[list[int]]) -> list[RowTimes]:
-    """A row is timed to the burst that holds its last token; those of the first burst came with the prefill."""
+    """Time each row to the burst with its last token. The tokens of the first burst belong to the prefill."""
     emitted, seconds = [length - width for length in bursts.lengths], bursts.seconds
     times = []
     for row in rows:

@@ -1,4 +1,4 @@
-"""vLLM as a peer: a worker (vllm_worker.py) in an environment of its own, so that its PyTorch and ours never meet."""
+"""vLLM as a peer: a worker process (vllm_worker.py) in an environment of its own, with a PyTorch of its own."""
 
 import json
 import os
@@ -24,12 +24,14 @@ INSTALL = (
     f"then set engine.python=vllm-venv/bin/python or {PYTHON_VARIABLE}"
 )
 BLOCK = 128  # tokens of a block of its KV cache, at most
-TAIL = 2000  # characters of the worker's last words in an error
+TAIL = 2000  # characters of the worker's stderr in an error
 PROBE_S = 60
 
 
 def python(configured: str | None) -> str:
-    """The Python of vLLM's environment: as configured, or as the environment variable says; UserError without any."""
+    """Return the Python of vLLM's environment, from the configuration or the environment variable. Raise UserError if
+    there is none.
+    """
     chosen = configured or os.environ.get(PYTHON_VARIABLE)
     if not chosen:
         raise UserError(f"engine.python=null: engine=vllm needs an environment of its own; {INSTALL}")
@@ -40,7 +42,7 @@ def python(configured: str | None) -> str:
 
 
 def check(python: str) -> None:
-    """Raise UserError where that Python does not know vLLM; whether it can be imported, only the worker finds out."""
+    """Raise UserError if vLLM is not installed there. An installation that cannot be imported fails in the worker."""
     code = "import sys, importlib.util; sys.exit(importlib.util.find_spec('vllm') is None)"
     with suppress(subprocess.SubprocessError, OSError):
         if subprocess.run([python, "-I", "-c", code], capture_output=True, timeout=PROBE_S).returncode == 0:
@@ -49,7 +51,7 @@ def check(python: str) -> None:
 
 
 class VllmPeer(Peer):
-    """One worker at a time: speculation is a property of a vLLM engine, so that each way has a worker of its own."""
+    """vLLM in one worker at a time: a vLLM engine either speculates or does not, so each way has its own worker."""
 
     def __init__(self, spec: PeerSpec, python: str, method: str, kv_bytes_per_token: int, time_limit_s: float):
         self.spec, self._python, self._method, self._time_limit_s = spec, python, method, time_limit_s
@@ -73,7 +75,7 @@ class VllmPeer(Peer):
             self._version = self._worker.ask(self._options(speculative))["version"]
         sampling = self.spec.sampling
         options: dict[str, Any] = {"temperature": sampling.temperature, "ignore_eos": not self.spec.eos_token_ids}
-        if self.spec.eos_token_ids:  # without a tokenizer it knows of none
+        if self.spec.eos_token_ids:  # without a tokenizer vLLM has none
             options["stop_token_ids"] = self.spec.eos_token_ids
         if not sampling.greedy:
             options |= {"top_k": sampling.top_k or 0, "top_p": sampling.top_p or 1.0}
@@ -89,7 +91,7 @@ class VllmPeer(Peer):
         )
 
     def _options(self, speculative: bool) -> dict[str, Any]:
-        """Of vLLM's LLM class."""
+        """Return the arguments of vLLM's LLM class."""
         spec = self.spec
         options = {
             "model": spec.target,
@@ -126,18 +128,18 @@ class VllmPeer(Peer):
 
 
 class WorkerProcess:
-    """The process: asked a line, answers a line, or an error is raised within the time limit."""
+    """The worker's process, which answers each line of JSON with another within the time limit."""
 
     def __init__(self, python: str, device: str, time_limit_s: float):
         self._python, self._time_limit_s = python, time_limit_s
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
         self._process = subprocess.Popen(
-            [python, "-I", str(WORKER)],  # -I: whatever is on our path stays off its
+            [python, "-I", str(WORKER)],  # -I: our path must not reach it
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,
             env=os.environ | environment(python, device),
-            start_new_session=True,  # an interrupt is ours, who end it
+            start_new_session=True,  # Ctrl-C is for this process, which ends the worker
             text=True,
         )
         self._lines: queue.Queue[str] = queue.Queue()
@@ -151,10 +153,10 @@ class WorkerProcess:
         self._lines.put("")
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The answer; RuntimeError with the worker's last words where there is none, UserError where vLLM is broken."""
+        """Return the answer. Raise RuntimeError if there is none, UserError if vLLM cannot be imported."""
         assert self._process.stdin is not None
         try:
-            with suppress(BrokenPipeError):  # then the answer tells why
+            with suppress(BrokenPipeError):  # then reading the answer fails and says why
                 self._process.stdin.write(json.dumps(request) + "\n")
                 self._process.stdin.flush()
             answer = self._answer()
@@ -168,27 +170,27 @@ class WorkerProcess:
             line = self._lines.get(timeout=self._time_limit_s)
         except queue.Empty:
             limit = f"engine.time_limit_s={self._time_limit_s:g}"
-            raise RuntimeError(f"vLLM's worker gave no answer within {limit} seconds{self._last_words()}") from None
+            raise RuntimeError(f"vLLM's worker gave no answer within {limit} seconds{self._stderr_end()}") from None
         if not line:
-            raise RuntimeError(f"vLLM's worker ended, exit code {self._process.wait(PROBE_S)}{self._last_words()}")
+            raise RuntimeError(f"vLLM's worker ended, exit code {self._process.wait(PROBE_S)}{self._stderr_end()}")
         try:
             answer = json.loads(line)
         except ValueError:
-            raise RuntimeError(f"vLLM's worker answered {line[:80]!r}, which is not JSON{self._last_words()}") from None
+            raise RuntimeError(f"vLLM's worker answered {line[:80]!r}, which is not JSON{self._stderr_end()}") from None
         if answer.get("kind") == "import":
             raise UserError(f"engine.python={self._python}: vLLM cannot be imported ({answer['error']}); {INSTALL}")
         if "error" in answer:
-            raise RuntimeError(f"vLLM: {answer['error']}{self._last_words()}")
+            raise RuntimeError(f"vLLM: {answer['error']}{self._stderr_end()}")
         return answer
 
-    def _last_words(self) -> str:
-        """The end of what it wrote to stderr."""
+    def _stderr_end(self) -> str:
+        """Return the end of the worker's stderr."""
         self._stderr.seek(0)
         text = self._stderr.read().decode(errors="replace")[-TAIL:].strip()
-        return f"; its last words:\n{text}" if text else ""
+        return f"; the end of its stderr:\n{text}" if text else ""
 
     def close(self) -> None:
-        """End it, and whatever it has started."""
+        """Kill the worker and its children."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -198,8 +200,8 @@ class WorkerProcess:
 
 
 def environment(python: str, device: str) -> dict[str, str]:
-    """What vLLM is told by environment variables: no second process of its own, our number of threads, and on a CPU the
-    libraries that its documentation has users preload, as far as they are installed there.
+    """Return environment variables for vLLM: no second process, our number of threads and, on a CPU, the libraries that
+    its documentation recommends to preload, if they are installed there.
     """
     found = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

@@ -1,8 +1,8 @@
-"""vLLM behind a pipe: a JSON object per line in, one out. Runs under the Python of an environment that has vLLM, which
-need not have magicdec: nothing of it is imported here.
+"""vLLM behind a pipe: reads a JSON object per line and writes one. Runs in an environment that has vLLM and need not
+have magicdec: nothing of it is imported here.
 
-The first line says what to load and is answered by {"version"}, every later one is a batch, answered by its tokens and
-times. Whatever goes wrong is answered by {"error"}, and is the end. So is the end of the input, at once.
+The first line says what to load; the answer is {"version"}. Every later line is a batch; the answer is its tokens and
+times. After an error the answer is {"error"}, and the process ends. It also ends with its input.
 """
 
 import json
@@ -13,7 +13,7 @@ import threading
 
 
 def peak_bytes(before: int) -> int:
-    """The most memory that tensors have taken on a GPU; on a CPU, the process, less `before` and the pages of files."""
+    """Return the largest memory use: of tensors on a GPU; on a CPU of the process, less `before` and mapped files."""
     import torch
 
     if torch.cuda.is_available():
@@ -22,7 +22,7 @@ def peak_bytes(before: int) -> int:
 
 
 def status_bytes(field: str) -> int:
-    """A field of Linux's account of this process."""
+    """Return a field of /proc/self/status."""
     with open("/proc/self/status") as lines:
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field + ":"))
 
@@ -40,13 +40,13 @@ class Worker:
             skip_tokenizer_init=True,
             enable_prefix_caching=True,
             generation_config="vllm",  # not the checkpoint's own temperature
-            disable_log_stats=False,  # the times of requests, and what became of proposals
+            disable_log_stats=False,  # times of requests, counters of speculation
         )
 
     def generate(self, prompts: list, generate_len: int, seed: int, sampling: dict) -> dict:
-        """The batch twice: cold, to its first tokens, and again from the cached prompts, to its last ones.
+        """Decode the batch twice: up to its first tokens, and then from the cached prompts up to its last ones.
 
-        In one go the first rows would decode while others are being prefilled: neither could be timed apart.
+        In one pass the first rows would decode while others are prefilled, and neither could be timed.
         """
         self._llm.reset_prefix_cache()
         first = [request.metrics.first_token_latency for request in self._run(prompts, 1, seed, sampling)]
@@ -74,7 +74,7 @@ class Worker:
         return self._llm.generate([{"prompt_token_ids": row} for row in prompts], each, use_tqdm=False)
 
     def _counts(self) -> dict:
-        """vLLM's counters of speculation so far; acceptance by position under the position."""
+        """Return vLLM's counters of speculation so far. Keys that are numbers are positions, with accepted tokens."""
         prefix = "vllm:spec_decode_"
         counts: dict = {}
         for metric in self._llm.get_metrics():
@@ -86,7 +86,7 @@ class Worker:
 
 
 def listen(requests: queue.Queue) -> None:
-    """Hand on the lines of the input; its end is that of whoever would read the answers."""
+    """Queue the lines of the input. Exit when it ends, because nobody reads the answers any more."""
     for line in sys.stdin:
         requests.put(json.loads(line))
     os._exit(0)

@@ -40,7 +40,7 @@ class Repeat:
     speculative: list[Generation]
 
     def outputs(self, prompts: Prompts) -> Outputs:
-        """Of all batches together."""
+        """Return the new tokens of all batches together."""
         plain, fast = ([row for g in way for row in g.tokens] for way in (self.autoregressive, self.speculative))
         return Outputs(prompts, plain, fast)
 
@@ -119,8 +119,8 @@ def _speed(batches: list[Generation], prefill_seconds: list[float]) -> dict[str,
 
 
 def _formula(plan: Plan, results: Metrics, gamma: int) -> Metrics:
-    """What the paper's formula gives for the times and the acceptance just measured: for a row, and in wall clock for
-    the batch, which waits for its unluckiest row. That is told where all rows are to become equally long.
+    """Return the speedup by the paper's formula, from the measured times and acceptance: for a row and, where all rows
+    become equally long, in wall-clock time for the batch, which waits for its slowest row.
     """
     if "alpha" not in results or "speedup" not in results:
         return {}
@@ -136,8 +136,8 @@ def _formula(plan: Plan, results: Metrics, gamma: int) -> Metrics:
 
 
 def _roofline(plan: Plan, batch: Batch, times: dict[str, float]) -> Metrics:
-    """Bytes that must be read, over the time taken and the bandwidth: as `hardware` gives it, or else measured (a
-    device's name does not tell its variants apart).
+    """Return the bytes that a step must read over its time, as a share of the bandwidth. That comes from `hardware`, or
+    is measured: variants of a device may share a name.
     """
     given = plan.config.hardware.bandwidth_gbs
     bandwidth = given * 1e9 if given else read_bandwidth(plan.device)
@@ -152,7 +152,7 @@ def _roofline(plan: Plan, batch: Batch, times: dict[str, float]) -> Metrics:
 
 
 def _predicted(plan: Plan, results: Metrics, gamma: int) -> Metrics:
-    """What the cost model says of these rounds, at the acceptance that was measured, and how far it is off."""
+    """Return the prediction for these rounds at the measured acceptance, and its errors."""
     known = device_in(plan.device_name)
     rate = None if known else matmul_rate(plan.device, plan.dtype) / 1e12
     draft = plan.draft.config if plan.draft else None

@@ -1,4 +1,4 @@
-"""What two ways of decoding the same prompts amount to, whichever engine it was: speeds, outputs, texts."""
+"""Results of decoding the same prompts in two ways, on any engine: speeds, outputs, texts."""
 
 from dataclasses import dataclass, field
 from statistics import fmean, median
@@ -21,8 +21,8 @@ SAMPLE_PROMPT_TOKENS = 64  # the end of their prompts
 def speeds(autoregressive: list[dict[str, float]], speculative: list[dict[str, float]]) -> Metrics:
     """Return medians over the repeats, each a `metrics.speed_metrics`; `speculative` is empty without a draft.
 
-    A speedup is the ratio within a repeat, so that a slow spell hits both of its sides. Where every row ended at its
-    first token there is no decoding to compare, and no speedup.
+    A speedup is the ratio within a repeat, so that a slow period affects both sides. There is no speedup if every row
+    ended at its first token.
     """
     result: Metrics = {}
     for name, repeats in (("autoregressive", autoregressive), ("speculative", speculative)):
@@ -44,9 +44,9 @@ def lossless(
 ) -> Metrics:
     """Return `lossless/*`, which mean the same in every scenario and for every engine.
 
-    `identical` is whether all rows have the same tokens both ways; None where they need not (sampled or synthetic).
-    `passed` is the verdict of the audit, which excuses near-ties and judges samples, or without one `identical` itself.
-    In reduced precision a difference decides nothing, and `passed` is None: compare the logit gaps.
+    `identical`: all rows have the same tokens both ways; None where they may differ (sampled or synthetic).
+    `passed`: the verdict of the audit, which excuses near-ties and judges samples; `identical` if there is no audit.
+    In reduced precision `passed` is None where rows differ: compare the logit gaps.
     """
     greedy = plan.config.sampling.temperature == 0
     same = autoregressive == speculative if plan.is_audited and greedy else None
@@ -66,11 +66,11 @@ class Outputs:
 
     @property
     def fingerprint(self) -> str:
-        """Of the autoregressive tokens: equal where two runs, on whatever engines, wrote the same."""
+        """A hash of the autoregressive tokens: equal if two runs, on any engines, have the same output."""
         return fingerprint(self.autoregressive)
 
     def rows(self, save_prompts: bool) -> list[dict]:
-        """A line of generations.jsonl each."""
+        """Return the lines of generations.jsonl, one per row."""
         rows = []
         for index, (prompt, tokens) in enumerate(zip(self.prompts.tokens, self.autoregressive, strict=True)):
             speculative = self.speculative[index] if self.speculative else None
@@ -80,7 +80,7 @@ class Outputs:
         return rows
 
     def samples(self, tokenizer: Any) -> list[dict]:
-        """The text of a few rows: the prompt's end and what both ways wrote."""
+        """Return the text of a few rows: the end of the prompt and both outputs."""
         if tokenizer is None:
             return []
         return [
@@ -94,7 +94,7 @@ class Outputs:
         ]
 
     def accuracy(self, tokenizer: Any) -> Metrics:
-        """The mean share of a task's answers in the output of either way; nothing where the prompts are no task."""
+        """Return the mean share of a task's answers in each output; {} if the prompts have no answers."""
         ways = {"autoregressive": self.autoregressive, "speculative": self.speculative}
         return {
             f"{name}/accuracy": fmean(map(accuracy, map(tokenizer.decode, rows), self.prompts.answers))

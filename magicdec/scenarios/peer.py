@@ -1,5 +1,5 @@
-"""scenario=compare on another engine: the same prompts, metrics and files as ours; what only we can look into is left
-out (the profile of a round, the logits of the audit, the cost model).
+"""scenario=compare on another engine: the same prompts, metrics and files as on ours, except for what needs a look
+inside (the profile of a round, the logits of the audit, the cost model).
 """
 
 from magicdec.measure import metrics
@@ -50,7 +50,7 @@ def run(plan: Plan, progress: Progress) -> Outcome:
 
 
 def _passes(engine: Peer, batches: list[list[list[int]]], way: str, plan: Plan, progress: Progress) -> list[Repeat]:
-    """The repeats of one way, after a short warm-up."""
+    """Return the repeats of one way, after a short warm-up."""
     generate_len, repeats, fast = plan.config.batch.generate_len, plan.config.scenario.repeats, way == "speculative"
     with progress.task(way, total=repeats * len(batches)) as task:
         engine.generate([row[:WARMUP_CONTEXT] for row in batches[0]], WARMUP_TOKENS, fast)

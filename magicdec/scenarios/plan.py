@@ -1,4 +1,4 @@
-"""Which draft, policy, budget, gamma and batch to run: predicted, ranked, and the best as a ready experiment."""
+"""A search for draft, policy, budget, gamma and batch: predicted, ranked, and the best written as an experiment."""
 
 import sys
 from pathlib import Path

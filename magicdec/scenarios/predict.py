@@ -1,4 +1,4 @@
-"""What to expect of a configuration, without loading anything: times, speedup by gamma, S*, memory and a verdict."""
+"""The prediction for a configuration, without loading anything: times, speedup by gamma, S*, memory and a verdict."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -80,7 +80,7 @@ def _gammas(prediction: Prediction) -> Table:
 
 
 def _breakdown(prediction: Prediction) -> Table:
-    """Milliseconds of the steps at the best gamma, by what bounds them."""
+    """Return the milliseconds of each step at the best gamma, by what bounds them."""
     times = prediction.best.times
     table = new_table("", *times.target._fields, title=f"what bounds the steps at gamma {times.gamma}; ms")
     for name, time in (("T_T", times.target), ("T_D", times.draft), ("T_V", times.verify)):

@@ -1,7 +1,7 @@
-"""Work on several ranks, a process each, started from inside and watched: the first that fails or dies ends all.
+"""Work on several ranks, a process each: if one fails or dies, all are ended.
 
-Every rank runs the same program on its own share of the models and comes to the same tokens, so that none has to tell
-another what to do. What rank 0 returns is the result; what the others return is the same, and is dropped.
+Every rank runs the same program on its own share of the models and computes the same tokens, so that ranks need no
+instructions from each other. Rank 0's result is returned; the others' are the same, and are dropped.
 """
 
 import gc
@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 CONTEXT = multiprocessing.get_context("spawn")  # the state of CUDA and of threads does not survive a fork
-GRACE_S = 0.5  # for a failure's echoes: a rank that loses its peer fails, too
+GRACE_S = 0.5  # for further failures: a rank that loses its peer fails too
 EXIT_S = 5.0
 
 
 class Message(NamedTuple):
-    """What a rank has to say at its end: a result, or an error and when it struck."""
+    """The message of a rank at its end: a result, or an error and its time."""
 
     result: Any = None
     error: BaseException | None = None
@@ -38,7 +38,7 @@ def on_ranks(num_ranks: int, device: str, function: Callable, *arguments: Any) -
 
     `device` is cuda (a GPU each, joined by NCCL) or cpu (gloo). The function, its arguments and its result travel by
     pickle, between processes of this program alone. The error of the first rank that fails is raised here, with that
-    rank's traceback as a note, and RuntimeError where a rank dies without a word; the other ranks are then ended.
+    rank's traceback as a note, and RuntimeError if a rank dies without a message; the other ranks are then ended.
     """
     processes: list[BaseProcess] = []
     ends: list[Connection] = []
@@ -77,7 +77,7 @@ def _result(processes: list[BaseProcess], ends: list[Connection]) -> Any:
 def _receive(
     processes: list[BaseProcess], ends: list[Connection], messages: dict[int, Message], timeout: float | None
 ) -> None:
-    """Take the messages of ranks that have any. One that died can leave none, and is taken for the first to fail."""
+    """Receive the messages of ranks that have any. A rank that died without one counts as the first to fail."""
     for end in wait([end for rank, end in enumerate(ends) if rank not in messages], timeout):
         rank = ends.index(end)  # type: ignore[arg-type]
         try:
@@ -88,17 +88,17 @@ def _receive(
 
 
 def _exit(code: int | None) -> str:
-    """An exit code in words."""
+    """Return an exit code in words."""
     if code == -signal.SIGKILL:
-        return "killed by SIGKILL, perhaps by the system for want of memory"
+        return "killed by SIGKILL, perhaps because the system was out of memory"
     return f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
 
 
 def _rank(
     rank: int, num_ranks: int, device: str, rendezvous: str, end: Connection, function: Callable, arguments: tuple
 ) -> None:
-    """The life of a rank."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the parent's, who ends us
+    """Run a rank: the target of its process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends its ranks
     follow_parent()
     if rank > 0:
         logging.disable()
@@ -111,7 +111,7 @@ def _rank(
 
 def _joined(rank: int, num_ranks: int, device: str, rendezvous: str, function: Callable, arguments: tuple) -> Any:
     """Call the function within the process group."""
-    import torch  # here, so that who only names these functions does not wait for it
+    import torch  # here, because importing this module must not wait for it
     import torch.distributed as dist
 
     if device == "cuda":
@@ -133,18 +133,18 @@ def _joined(rank: int, num_ranks: int, device: str, rendezvous: str, function: C
 
 
 def _portable(error: BaseException, rank: int) -> BaseException:
-    """The error as it can be sent, with its traceback as text."""
+    """Return an error that can be pickled, with its traceback as a note."""
     note = f"on rank {rank}:\n{''.join(traceback.format_exception(error))}"
     try:
         error = pickle.loads(pickle.dumps(error))
-    except Exception:  # it holds what cannot travel
+    except Exception:  # it cannot be pickled
         error = RuntimeError(f"{type(error).__name__}: {error}")
     error.add_note(note)
     return error
 
 
 def follow_parent() -> None:
-    """From here on, die with the process that started this one, even if that is killed."""
+    """Exit when the parent process ends, even if it is killed."""
 
     def follow() -> None:
         if (parent := multiprocessing.parent_process()) is not None:

@@ -91,7 +91,7 @@ def _ways(engine: NativeEngine) -> tuple[str, ...]:
 
 
 def _prompts(plan: Plan) -> Prompts:
-    """As many prompts as requests, of all lengths in turn, in an order of their own."""
+    """Return a prompt per request: all lengths in turn, shuffled."""
     config = plan.config
     tokenizer, count = build.tokenizer(plan), config.scenario.num_requests
     longest = config.batch.context_len
@@ -118,7 +118,7 @@ def _jobs(plan: Plan, engine: NativeEngine, prompts: Prompts) -> list[RequestSpe
 def _measure(
     slots: Slots, way: str, level: Load, jobs: list[RequestSpec], plan: Plan, progress: Progress
 ) -> tuple[list[Request], float]:
-    """All jobs under one level of load; returns their requests and the seconds that it took."""
+    """Send all jobs under one level of load; return their requests and the seconds that it took."""
     warm_up = RequestSpec(
         jobs[0].prompt, Params(min(WARMUP_TOKENS, jobs[0].params.max_tokens), jobs[0].params.sampling)
     )
@@ -133,7 +133,7 @@ def _measure(
 
 
 def _level_metrics(measured: Mapping[str, tuple[list[Request], float]], plan: Plan) -> Metrics:
-    """Both ways, and how they compare: by the names of scenario=compare."""
+    """Return the metrics of both ways and their comparison, named as in scenario=compare."""
     scenario = plan.config.scenario
     result: Metrics = {}
     for way, (requests, seconds) in measured.items():
@@ -167,7 +167,7 @@ def _memory(slots: Slots, peak: memory.Peak) -> Metrics:
 
 
 def _generations(requests: Mapping[str, list[Request]], save_prompts: bool) -> list[dict]:
-    """What was written at the last level."""
+    """Return the tokens of the last level."""
     rows = []
     for index, request in enumerate(requests["autoregressive"]):
         fast = requests["speculative"][index].tokens if "speculative" in requests else None

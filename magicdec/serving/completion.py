@@ -1,4 +1,4 @@
-"""A request of OpenAI's `/v1/completions`: its fields, and the parameters and the prompt that they amount to."""
+"""A request of OpenAI's `/v1/completions`: its fields, and from them the prompt and the engine's parameters."""
 
 import random
 import reprlib
@@ -11,7 +11,7 @@ from magicdec.errors import UserError
 from magicdec.serving.request import Params
 from magicdec.verification.sampling import Sampling
 
-# OpenAI's fields that are not supported: only a value that changes nothing is accepted, as if it were left out.
+# OpenAI's fields that are not supported: they are accepted with a value that has no effect, and then ignored.
 NEUTRAL: dict[str, tuple] = {
     "n": (1,),
     "best_of": (1,),

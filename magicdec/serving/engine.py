@@ -1,7 +1,7 @@
-"""The engine that users talk to: `async for token in engine.generate(prompt, params)`, as many at once as they like.
+"""The asynchronous engine: `async for token in engine.generate(prompt, params)`, any number of requests at once.
 
-The scheduler runs on a thread of its own, so that the event loop is free while the device computes. Requests go there
-through a queue; tokens come back as callbacks of the event loop that asked for them.
+The scheduler runs on a thread of its own, so that the event loop is free while the device computes. Requests reach it
+through a queue; tokens come back as callbacks of the event loop of each request.
 """
 
 import asyncio
@@ -20,19 +20,19 @@ log = logging.getLogger(__name__)
 
 
 class Stream:
-    """The tokens of one request, as they come. Letting go of it cancels the request, as `cancel` does.
+    """The tokens of one request, as they arrive. Deleting the stream cancels the request, as `cancel` does.
 
-    Iterating raises RuntimeError from the error that ended the request, if one did.
+    Iterating raises RuntimeError if the request has failed, from its error.
     """
 
     def __init__(self, prompt: Sequence[int], params: Params, loop: asyncio.AbstractEventLoop):
         self._chunks: asyncio.Queue[list[int]] = asyncio.Queue()
         self._tokens: deque[int] = deque()
-        # The request must not keep the stream, or nobody would notice that it was let go.
+        # Without a reference to the stream, or the stream would never be deleted.
         self.request = Request(prompt, params, partial(_tell, loop, self._chunks))
 
     def cancel(self) -> None:
-        """Give up: nothing follows, and the slot is free before the next round."""
+        """End the request: no token follows, and its slot is free before the next round."""
         self.request.cancelled = True
         self._chunks.put_nowait([])
 
@@ -42,7 +42,7 @@ class Stream:
         return self.request.stats
 
     async def chunks(self) -> AsyncIterator[list[int]]:
-        """The tokens of each round together."""
+        """Yield the tokens of each round together."""
         while chunk := await self._next_chunk():
             yield chunk
 
@@ -70,7 +70,7 @@ class Stream:
 
 
 def _tell(loop: asyncio.AbstractEventLoop, chunks: asyncio.Queue[list[int]], tokens: list[int]) -> None:
-    """From the scheduler's thread to the event loop; one that is closed hears nothing."""
+    """Pass tokens from the scheduler's thread to the event loop, unless that is closed."""
     with suppress(RuntimeError):
         loop.call_soon_threadsafe(chunks.put_nowait, tokens)
 
@@ -82,7 +82,7 @@ class AsyncEngine:
         self.scheduler = scheduler
         self.error: BaseException | None = None
         self._inbox: SimpleQueue[Request | None] = SimpleQueue()  # None wakes the thread up
-        self._door = threading.Lock()  # nobody comes in while the thread sees the last ones off
+        self._door = threading.Lock()  # no request enters while the thread ends the last ones
         self._thread = threading.Thread(target=self._run, name="magicdec-scheduler", daemon=True)
 
     def start(self) -> None:
@@ -104,7 +104,7 @@ class AsyncEngine:
         await asyncio.to_thread(self.stop)
 
     def close(self) -> None:
-        """Take no more requests, and cancel the others after the chunk or round that is running."""
+        """Refuse new requests, and cancel the others after the current chunk or round."""
         with self._door:
             self.scheduler.closing = True
         self._inbox.put(None)
@@ -127,22 +127,22 @@ class AsyncEngine:
 
     @property
     def is_open(self) -> bool:
-        """Whether it takes requests."""
+        """True while the engine takes requests."""
         return self._thread.is_alive() and not self.scheduler.closing
 
     @property
     def max_len(self) -> int:
-        """The most tokens of a request, prompt and continuation."""
+        """The largest number of tokens of a request, prompt and continuation."""
         return self.scheduler.slots.max_len
 
     @property
     def num_running(self) -> int:
-        """Requests that have a slot."""
+        """The number of requests that have a slot."""
         return len(self.scheduler.running)
 
     @property
     def num_waiting(self) -> int:
-        """Requests that have none so far."""
+        """The number of requests without a slot."""
         return len(self.scheduler.waiting) + self._inbox.qsize()
 
     def _run(self) -> None:
@@ -157,7 +157,7 @@ class AsyncEngine:
             self._finish("failed", error)
 
     def _receive(self) -> None:
-        """Take what has arrived; wait for it where there is nothing else to do."""
+        """Submit the requests that have arrived; wait for one if there is no other work."""
         try:
             while True:
                 request = self._inbox.get(block=self.scheduler.idle and not self.scheduler.closing)

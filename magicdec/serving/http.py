@@ -1,7 +1,7 @@
 """`python -m magicdec.serving.http`: the engine behind OpenAI's `/v1/completions`, for load generators and others.
 
-It takes the overrides that launch.py takes: batch.size is the number of slots, batch.context_len + batch.generate_len
-the most tokens of a request. `/metrics` is for Prometheus. Needs pip install 'magicdec[serve]'.
+Overrides are those of a run: batch.size is the number of slots, batch.context_len + batch.generate_len the largest
+number of tokens of a request. `/metrics` is for Prometheus. Needs pip install 'magicdec[serve]'.
 """
 
 import argparse
@@ -64,7 +64,7 @@ class Door:
 
 
 def create_app(engine: AsyncEngine, tokenizer: Any, model: str, max_waiting: int = 256) -> FastAPI:
-    """Return the routes; the engine runs as long as the app does."""
+    """Return the app with its routes; the engine runs as long as the app."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -75,7 +75,7 @@ def create_app(engine: AsyncEngine, tokenizer: Any, model: str, max_waiting: int
     app = FastAPI(title="magicdec", lifespan=lifespan)
     app.add_exception_handler(HTTPException, lambda _, error: _error(error.status_code, error.detail, error.headers))
     app.add_exception_handler(UserError, lambda _, error: _error(400, str(error)))
-    app.add_exception_handler(ClientDisconnect, lambda *_: Response(status_code=400))  # which nobody reads
+    app.add_exception_handler(ClientDisconnect, lambda *_: Response(status_code=400))  # sent to nobody
     app.add_exception_handler(Exception, lambda *_: _error(500, "the server has failed to answer this request"))
 
     @app.get("/health")
@@ -159,7 +159,7 @@ async def _events(
 async def _whole(
     stream: Stream, head: dict[str, Any], text: Detokenizer, request: Request, meters: Meters
 ) -> JSONResponse:
-    """Answer all at once, and cancel if the client leaves, which only waiting for its next message shows."""
+    """Answer all at once. Cancel if the client leaves, which is noticed by waiting for its next message."""
 
     async def left() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -202,7 +202,7 @@ def _described(status: int, message: str) -> dict[str, Any]:
 
 
 class Server(uvicorn.Server):
-    """A server that closes its engine first, which ends the answers that shutting down would wait for."""
+    """A server that closes its engine first: shutting down waits for answers, which that ends."""
 
     def __init__(self, config: uvicorn.Config, engine: AsyncEngine):
         super().__init__(config)

@@ -1,4 +1,4 @@
-"""Load on an engine, and what its users saw: closed loop (a number of users), open loop (a rate of arrivals)."""
+"""Load on an engine and its latencies: a closed loop (a number of users) or an open one (a rate of arrivals)."""
 
 import asyncio
 import random
@@ -25,7 +25,7 @@ class RequestSpec:
 
 @dataclass(frozen=True)
 class Load:
-    """How much load: `concurrency` users, or requests arriving at a `rate` per second."""
+    """A level of load: `concurrency` users, or requests that arrive at a `rate` per second."""
 
     kind: str
     value: float
@@ -37,7 +37,7 @@ class Load:
 async def under_load(
     engine: AsyncEngine, jobs: Sequence[RequestSpec], level: Load, seed: int, progress: Callable[[int], None]
 ) -> tuple[list[Request], float]:
-    """Have all jobs done; returns their requests in the order of the jobs, and the seconds that it took."""
+    """Send all jobs; return their requests, in the order of the jobs, and the seconds until the last answer."""
     start = perf_counter()
     if level.kind == "concurrency":
         requests = await _closed(engine, jobs, int(level.value), progress)
@@ -49,7 +49,7 @@ async def under_load(
 async def _closed(
     engine: AsyncEngine, jobs: Sequence[RequestSpec], users: int, progress: Callable[[int], None]
 ) -> list[Request]:
-    """Each user sends the next job as soon as the last one is answered."""
+    """Let each user send the next job as soon as the previous one is answered."""
     done: dict[int, Request] = {}
     left = iter(enumerate(jobs))
 
@@ -64,7 +64,7 @@ async def _closed(
 async def _open(
     engine: AsyncEngine, jobs: Sequence[RequestSpec], rate: float, seed: int, progress: Callable[[int], None]
 ) -> list[Request]:
-    """Jobs arrive as a Poisson process, however many are still being answered."""
+    """Send jobs as a Poisson process, however many are still being answered."""
     generator, loop = random.Random(seed), asyncio.get_running_loop()
     at, tasks = loop.time(), []
     for job in jobs:
@@ -89,7 +89,7 @@ async def _answered(engine: AsyncEngine, job: RequestSpec, progress: Callable[[i
 def load_metrics(
     requests: Sequence[Request], seconds: float, latency_ms: float | None = None, first_token_ms: float | None = None
 ) -> dict[str, float]:
-    """Throughput and latencies of one level, without a prefix.
+    """Return throughput and latencies of one level, without a prefix.
 
     A latency is its mean, and `<name>_p50`, `_p90`, `_p99`. `time_per_output_token_ms` is vLLM's TPOT and AIPerf's
     inter token latency; `inter_chunk_latency_ms`, over all chunks of all requests, is vLLM's ITL and AIPerf's inter

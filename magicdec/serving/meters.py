@@ -1,4 +1,4 @@
-"""What Prometheus reads from `/metrics`."""
+"""The counters that Prometheus reads from `/metrics`."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ class Meters:
         }
 
     def count(self, stream: Stream) -> None:
-        """Count a request that is over."""
+        """Count a request that has ended."""
         request, stats = stream.request, stream.stats
         self.requests.labels(request.end or "cancelled").inc()
         amounts = (stats.prompt_tokens, stats.tokens, stats.proposed, stats.accepted)
@@ -38,5 +38,5 @@ class Meters:
                 histogram.observe(seconds)
 
     def text(self) -> bytes:
-        """Return all of them in Prometheus' format."""
+        """Return all counters in Prometheus' format."""
         return generate_latest(self._registry)

@@ -1,4 +1,4 @@
-"""A request on its way through the engine: what it asks for, what it has got so far, and when."""
+"""A request: its prompt and parameters, its tokens so far and their times."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from magicdec.verification.sampling import Sampling
 
 @dataclass(frozen=True)
 class Params:
-    """How to continue a prompt. Raises UserError for a value out of range."""
+    """The parameters of a continuation. Raise UserError for a value out of range."""
 
     max_tokens: int = at_least(1, default=64)
     sampling: Sampling = field(default_factory=Sampling)
@@ -38,7 +38,7 @@ class Request:
         self.prompt, self.params, self.listener = list(prompt), params, listener
         self.arrived = perf_counter()
         self.tokens: list[int] = []
-        self.chunk_times: list[float] = []  # when each chunk of tokens was there: a round's, or the prefill's first one
+        self.chunk_times: list[float] = []  # of each chunk of tokens: a round's, or the prefill's first token
         self.rounds = Rounds()
         self.cancelled = False
         self.end: str | None = None  # stop (end of sequence), length, cancelled, failed
@@ -51,19 +51,19 @@ class Request:
             self.rounds[proposed, accepted] += 1
 
     def receive(self, tokens: list[int]) -> None:
-        """A chunk of new tokens, now."""
+        """Add a chunk of new tokens, at the current time."""
         self.tokens += tokens
         self.chunk_times.append(perf_counter())
         self.listener(tokens)
 
     def finish(self, end: str, error: BaseException | None = None) -> None:
-        """Nothing follows."""
+        """End the request."""
         self.end, self.error = end, error
         self.listener([])
 
     @property
     def stats(self) -> "Stats":
-        """What its user has seen of it so far."""
+        """Times, tokens and acceptance so far."""
         times, count, accepted = self.chunk_times, len(self.tokens), acceptance(self.rounds)
         return Stats(
             prompt_tokens=len(self.prompt),
@@ -81,7 +81,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Stats:
-    """Of one request, in seconds since it arrived; None where it has not come so far.
+    """The figures of one request, in seconds since it arrived; None for what has not happened yet.
 
     A round yields a chunk of one token or more. `time_per_output_token_s` is the mean over the tokens after the first
     (vLLM's TPOT, AIPerf's inter token latency); `inter_chunk_s` the time from each chunk to the next (vLLM's ITL,

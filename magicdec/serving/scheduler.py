@@ -1,8 +1,8 @@
-"""The scheduler: who waits, who has a slot, and what is done next. One thread, no clock, no network.
+"""The scheduler: which requests wait, which have a slot, and what is done next. One thread, no clock, no network.
 
-A slot that is free takes the longest waiting request. Its prompt is prefilled in chunks, of which the running requests
-let one pass for every free slot before they get a round: where most slots are empty filling them serves more, and the
-fuller they are, the less there is to wait for (chunked prefills: Sarathi-Serve, arXiv 2403.02310).
+A free slot takes the request that has waited longest. Its prompt is prefilled in chunks; the running requests get a
+round after one chunk for every free slot. So empty slots are filled quickly, and the fuller the slots are, the less the
+running requests wait (chunked prefills: Sarathi-Serve, arXiv 2403.02310).
 """
 
 import logging
@@ -30,21 +30,21 @@ class Scheduler:
         self.closing = False  # any thread may set it: a prefill ends at its next chunk
         self._prefilled = 0  # tokens since the last round, while others were running
         self._unread: deque[tuple[dict[int, Request], _Reading]] = deque()
-        # On a GPU the host reads a round's outcome while the next one runs, so that at most one surplus round is taken.
+        # On a GPU the host reads a round's outcome while the next round runs: at most one round too many.
         self._lag = 1 if slots.device.type == "cuda" else 0
 
     def submit(self, request: Request) -> None:
-        """Queue a request; raises UserError for one that could not be served."""
+        """Queue a request. Raise UserError if it cannot be served."""
         self.slots.check(request.prompt, request.params)
         self.waiting.append(request)
 
     @property
     def idle(self) -> bool:
-        """Whether there is nothing to do."""
+        """True if there is nothing to do."""
         return not (self.waiting or self.running)
 
     def step(self) -> None:
-        """Prefill the next request if a slot is free, else take a round."""
+        """Prefill the next request if a slot is free; otherwise run a round."""
         self._drop_cancelled()
         if self.waiting and self._num_free:
             self._admit(self.waiting[0])
@@ -52,7 +52,7 @@ class Scheduler:
             self._round()
 
     def end_all(self, end: str, error: BaseException | None = None) -> None:
-        """Finish every request as it stands; after an error without the device, which may be what has failed."""
+        """End every request with its tokens so far; after an error without the device, which may have failed."""
         for request in [*self.running.values(), *self.waiting]:
             request.finish(end, error)
         self.waiting.clear()
@@ -62,8 +62,8 @@ class Scheduler:
             self._free(slot)
 
     def _admit(self, request: Request) -> None:
-        """Prefill a request, which waits until then, and seat it. If that fails, only this request fails, unless its
-        slot cannot be cleared.
+        """Prefill the first waiting request and seat it. If that fails, only this request fails, unless its slot cannot
+        be cleared.
         """
         slot = next(slot for slot in range(self.slots.num_slots) if slot not in self.running)
         try:
@@ -91,7 +91,7 @@ class Scheduler:
                 request.finish(self._end(request))
 
     def _after_chunk(self, request: Request, count: int) -> None:
-        """Take a round if one is due. Raise Abandoned if that fails, or to end this prefill."""
+        """Run a round if one is due. Raise Abandoned if that fails, or to end this prefill."""
         try:
             self._drop_cancelled()
             if self.running and not request.cancelled:
@@ -115,7 +115,7 @@ class Scheduler:
             self._read(*self._unread.popleft())
 
     def _read(self, tenants: dict[int, Request], reading: "_Reading") -> None:
-        """Hand each request what it got in a round; a slot that has changed hands since is no concern of its tenant."""
+        """Give each request its tokens of a round. `tenants` had the slots then; some may have ended."""
         rows = reading.rows()
         for slot, request in tenants.items():
             if request.end is not None:
@@ -154,7 +154,7 @@ class Scheduler:
 
 
 class _Reading:
-    """A small tensor on its way to the host: asked for now, read when it is needed."""
+    """A small tensor whose copy to the host starts now and is read later."""
 
     def __init__(self, tensor: Tensor):
         self._tensor, self._event = tensor, None
@@ -165,7 +165,7 @@ class _Reading:
             self._event.record()
 
     def rows(self) -> list[list[int]]:
-        """The values; waits for them."""
+        """Wait for the values and return them."""
         if self._event is not None:
             self._event.synchronize()
         return self._tensor.tolist()

@@ -1,8 +1,7 @@
-"""Slots: a fixed number of rows on one target and one draft, each lent to one request at a time.
+"""Slots: a fixed number of rows on one target and one draft, each held by one request at a time.
 
-Nothing is allocated when a slot changes hands: the next request is prefilled in a batch of its own with a single row,
-between whose chunks the slots go on decoding, and that row is then copied into the slot. A round so stays what it is,
-one captured step over static buffers.
+A new request allocates nothing: it is prefilled in a batch of its own with a single row, between whose chunks the slots
+go on decoding, and that row is then copied into a free slot. So a round is one captured step over static buffers.
 
 B slots, T tokens of a round.
 """
@@ -27,11 +26,11 @@ from magicdec.verification.sampling import RowSampling, Sampling
 
 
 class Abandoned(Exception):
-    """A prefill ended by its `progress` callback: its request was cancelled, or what the callback did has failed."""
+    """The end of a prefill by its `progress` callback: the request was cancelled, or the callback has failed."""
 
 
 class SlotState(State):
-    """Rows that begin empty, and have a gamma and ends of sequence of their own."""
+    """Rows that begin empty, each with its own gamma and end-of-sequence tokens."""
 
     per_row: ClassVar[dict[str, int]] = {
         **dict.fromkeys(("tokens_BS", "prompt_len_B", "limit_B", "num_tokens_B", "finished_B"), 0),
@@ -57,14 +56,15 @@ class SlotState(State):
         self.eos = self._eos.repeat(num_slots, 1, 1)  # (B, 1, E)
 
     def seat(self, row: int, state: State, gamma: int, ignore_eos: bool) -> None:
-        """Take over the only row of another state."""
+        """Copy the only row of another state into this row."""
         copy_row(self, state, row)
         self.gamma_B[row] = gamma
         self.eos[row] = -1 if ignore_eos else self._eos
 
     def commit(self, verdict: Verdict) -> Tensor:
-        """See State.commit. No more proposals count than the row's gamma; the one behind them stands for the bonus
-        token, which it equals when greedy and is distributed as when sampling.
+        """See State.commit. At most the row's gamma proposals count.
+
+        The next proposal replaces the bonus token: it is the same when greedy, and has its distribution when sampling.
         """
         num_accepted_B = torch.minimum(verdict.num_accepted_B, self.gamma_B)
         count_B = super().commit(Verdict(num_accepted_B, verdict.tokens_BT))
@@ -73,12 +73,12 @@ class SlotState(State):
 
 
 class Slots:
-    """What the scheduler needs of the decoder: prefill apart, seat, step, release."""
+    """The decoder as the scheduler uses it: prefill, seat, step, release."""
 
-    is_shared: ClassVar[bool] = False  # with other processes, which a failure here would leave waiting
+    is_shared: ClassVar[bool] = False  # with other processes, which would wait forever after a failure here
 
     def __init__(self, engine: NativeEngine, num_slots: int, max_len: int):
-        """Sequences of at most `max_len` tokens, prompt and continuation. Raises UserError for a draft that cannot be
+        """Allocate slots for `max_len` tokens each, prompt and continuation. Raise UserError for a draft that cannot be
         served.
         """
         if engine.draft.name != "none" and not DRAFTS[engine.draft.name].serves:
@@ -100,8 +100,9 @@ class Slots:
 
     @torch.inference_mode()
     def _captured(self) -> dict[tuple[bool, bool], list[Step]]:
-        """A step for each kind of round: speculative or not, greedy or not, by phase. Captured while nobody is served:
-        rows without a request commit nothing, so that rehearsals leave no trace.
+        """Return a step for each kind of round: speculative or not, greedy or not, by phase.
+
+        Capturing rehearses rounds, which has no effect while there are no requests: empty rows commit nothing.
         """
         ways = (False, True) if self.batch.draft else (False,)
         return {
@@ -122,13 +123,13 @@ class Slots:
             self.batch.decoder.decode_token()
 
     def close(self) -> None:
-        """Free the caches at once, even while others still refer to these slots."""
+        """Free the caches at once, even if other objects still refer to these slots."""
         self.batch.close()
         self.single.close()
         self._steps.clear()  # they hold captured graphs
 
     def check(self, prompt: Sequence[int], params: Params) -> None:
-        """Raise UserError for a request that could not be served, before it harms the others."""
+        """Raise UserError for a request that cannot be served."""
         vocab_size = self.engine.target.config.vocab_size
         if not prompt:
             raise UserError("the prompt is empty")
@@ -140,16 +141,16 @@ class Slots:
                 f"together they may be {self.max_len:,}"
             )
         if params.gamma is not None and params.gamma > self.gamma:
-            raise UserError(f"gamma={params.gamma}: must be at most {self.gamma}, which the engine was made for")
+            raise UserError(f"gamma={params.gamma}: must be at most {self.gamma}, the engine's own")
 
     @torch.inference_mode()
     def prefill(
         self, prompt: list[int], params: Params, speculative: bool, progress: Callable[[int], None]
     ) -> tuple[State, int, bool]:
-        """Prefill a request apart from the slots; `progress` is called after each chunk; it may
-        take a `step`, and raise Abandoned.
+        """Prefill a request outside of the slots. `progress` is called after each chunk, and may run a `step` or raise
+        Abandoned.
 
-        Returns what `seat` needs, the first token, and whether it is the last one, too.
+        Return the state that `seat` needs, the first token, and whether that token is also the last.
         """
         decoder, padding = self.single.decoder, self.state.tokens_BS.shape[1] - len(prompt) - params.max_tokens
         eos = () if params.ignore_eos else self.eos_token_ids
@@ -166,7 +167,7 @@ class Slots:
 
     @torch.inference_mode()
     def seat(self, slot: int, state: State, params: Params, speculative: bool) -> None:
-        """Let the request that was prefilled last have a slot, from the next round on."""
+        """Copy the request that was prefilled last into a slot; it takes part from the next round on."""
         self.batch.decoder.cache.copy_row(slot, self.single.decoder.cache)
         if speculative:
             assert self.batch.draft is not None
@@ -179,7 +180,7 @@ class Slots:
 
     @torch.inference_mode()
     def release(self, slot: int) -> None:
-        """Take a slot back, whether or not its request has come to its end; an idle row attends to next to nothing."""
+        """Empty a slot, whether or not its request has ended. An empty row attends to almost nothing."""
         self.state.finished_B[slot] = True
         self.batch.decoder.cache.clear_row(slot)
         if self.batch.draft is not None:

@@ -41,7 +41,7 @@ for line in sys.stdin:
 """
 READY = 'import json, os, sys, time; input(); print(json.dumps({"version": "1"}), flush=True); input()\n'
 BAD = {
-    "crash": (READY + "sys.exit('no more memory')", r"ended, exit code 1; its last words:\nno more memory"),
+    "crash": (READY + "sys.exit('no more memory')", r"ended, exit code 1; the end of its stderr:\nno more memory"),
     "killed": (READY + "os.kill(os.getpid(), 9)", "ended, exit code -9"),
     "garbage": (
         READY + "print('Loading: 100%', flush=True); time.sleep(60)",
@@ -49,7 +49,7 @@ BAD = {
     ),
     "silence": (READY + "print('hm', file=sys.stderr, flush=True); time.sleep(60)", r"time_limit_s=2 seconds.*\nhm"),
     "error": (READY + "print(json.dumps({'error': 'ValueError: no'}), flush=True)", "vLLM: ValueError: no"),
-    "early": ("import sys; sys.exit('at once')", "ended, exit code 1; its last words:\nat once"),
+    "early": ("import sys; sys.exit('at once')", "ended, exit code 1; the end of its stderr:\nat once"),
 }
 # Waits for the worker that is named.
 WAITING = """
