@@ -141,7 +141,7 @@ class Slots:
                 f"together they may be {self.max_len:,}"
             )
         if params.gamma is not None and params.gamma > self.gamma:
-            raise UserError(f"gamma={params.gamma}: must be at most {self.gamma}, the engine's own")
+            raise UserError(f"gamma={params.gamma}: must be at most {self.gamma}, which the engine was made for")
 
     @torch.inference_mode()
     def prefill(
