@@ -3,11 +3,12 @@
 B rows, T new tokens, H query heads over K KV heads, G = H / K, R = G x T query rows that share a KV head, S slots, D
 head dim, N selected slots.
 
-A program takes one KV head of one row, one split of its slots, and all R query rows as one tile. In a prefill there
-are many tiles, their K and V mostly from the L2 cache; each ends where its last token does, and nothing is split. The
-lengths are read on the device, so that shapes are static and a pass can be captured. Where there are several splits, a
-second kernel merges them by their log-sum-exp (in powers of two). Where the scores of slots are asked for, they are
-written out, 4 R bytes a slot beside K's and V's 4 D in half precision, and a third kernel sums what they stand for.
+A program takes one KV head of one row, one split of its slots, and one tile of its R query rows. A verification is a
+single tile. A prefill has many, each of which ends where its last token does; the tiles of a head come first in the
+grid, so that they run at the same time and only one of them reads K and V from memory, the others from the L2 cache.
+Lengths are read on the device, so that shapes are static and a pass can be captured. Several splits are merged by a
+second kernel, by their log-sum-exp (in powers of two). Scores of slots, where a pass returns them, are written out, 4 R
+bytes a slot in addition to the 4 D of K and V in half precision, and summed by a third kernel.
 """
 
 import triton
@@ -16,14 +17,14 @@ import triton.language as tl
 
 @triton.jit
 def out_row(head, r, T, K: tl.constexpr, G: tl.constexpr):
-    """Where query row r of a KV head of a row lies among the rows of (B, T, H, D)."""
+    """Return where query row r of a KV head of a row lies among the rows of (B, T, H, D)."""
     token, query_head = (head // K).to(tl.int64) * T + r % T, (head % K) * G + r // T
     return token * K * G + query_head
 
 
 @triton.jit
 def fold(most, total, sums, scores, v_tile):
-    """A block's scores and values taken into a running softmax: each row's highest score, and sums relative to it."""
+    """Take a block's scores and values into a running softmax: each row's highest score, and sums relative to it."""
     highest = tl.maximum(most, tl.max(scores, 1))
     base = tl.where(highest == float("-inf"), 0.0, highest)
     p = tl.exp2(scores - base[:, None])
@@ -33,7 +34,7 @@ def fold(most, total, sums, scores, v_tile):
     return highest, total, sums
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits", "num_indices", "reach"])
 def attend_split(
     q,
     k,
@@ -71,10 +72,10 @@ def attend_split(
     SCORED: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """One split of one KV head of one row."""
-    head, split = tl.program_id(0), tl.program_id(1)
+    """Attend from one tile of query rows to one split of one KV head of one row."""
+    tile, split, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     b, kv = (head // K).to(tl.int64), (head % K).to(tl.int64)
-    r = tl.program_id(2) * TILE + tl.arange(0, TILE)
+    r = tile * TILE + tl.arange(0, TILE)
     d = tl.arange(0, PADDED_D)
     seqlen = tl.load(seqlens + b)
     own = seqlen - T + r % T
@@ -149,7 +150,7 @@ def merge_splits(
     PADDED_SPLITS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """ROWS query rows of one KV head of one row."""
+    """Merge the splits of ROWS query rows of one KV head of one row."""
     head = tl.program_id(0)
     r = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     split, d = tl.arange(0, PADDED_SPLITS), tl.arange(0, PADDED_D)
@@ -183,7 +184,7 @@ def sum_scores(
     PADDED_SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The attention that BLOCK slots of one KV head of one row received from its query rows."""
+    """Sum the attention that BLOCK slots of one KV head of one row received from its query rows."""
     head, split = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED_SPLITS)
     slot = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     seqlen, position = tl.load(seqlens + head // K), slot

@@ -3,7 +3,9 @@
 Shapes as there.
 """
 
+from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -14,17 +16,20 @@ from magicdec.attention.split_kv import attend_split, merge_splits, sum_scores
 
 HEAD_DIMS = (64, 80, 96, 128)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-MIN_TILE, MAX_TILE = 16, 64  # query rows of a program: tensor cores take 16, registers hold 64
-BLOCK = 64  # slots at a time
+MIN_TILE = 16  # query rows of a program: what tensor cores take
+MIN_SPLIT = 128  # slots
 MAX_SPLITS = 64
-PROGRAMS_PER_SM = 4
+MAX_WAVES = 4  # of programs that are made by splitting: partial results take memory
+START = 2  # blocks' worth of time that a program takes to fill its pipeline and to write its part
 SUMMED = 512  # slots of a program that sums scores
 MERGED_NUMBERS = 8192  # in the registers of a merging program
 INTERPRETED = triton.knobs.runtime.interpret
+REGISTERS = 1 << 16  # of a multiprocessor
+SYSTEM_SHARED = 1024  # bytes of shared memory that a program takes beyond its own
 
 
 class TritonAttention(KernelAttention):
-    """The default on GPUs where flash-attn is not installed."""
+    """The kernels of split_kv.py."""
 
     name = "triton"
 
@@ -85,86 +90,168 @@ class TritonAttention(KernelAttention):
         indices_BKN: Tensor | None,
         raw: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """The output, and the log-sum-exp of each split; with `raw`, that is written, too."""
+        """Return the output, and the log-sum-exp of each split; write scores to `raw` where it is given."""
         (B, T, H, D), (K, S) = q_BTHD.shape, k_BKSD.shape[1:3]
-        G, selected = H // K, indices_BKN is not None
-        num_indices = indices_BKN.shape[-1] if indices_BKN is not None else 0
-        tile = tile_size(G * T)
-        tiles = triton.cdiv(G * T, tile)
-        reads = num_indices if selected else min(S, plan.reach + T) if plan.positions_BKS is None else S
-        splits = split_count(B * K * tiles, reads)
+        G, positions = H // K, plan.positions_BKS
+        variant = Variant(
+            q_BTHD.dtype, K, G, D, G * T, T == 1, indices_BKN is not None, raw is not None, positions is not None
+        )
+        arguments: dict[str, Any] = {
+            "q": q_BTHD, "k": k_BKSD, "v": v_BKSD, "seqlens": plan.seqlens_B, "indices": indices_BKN,
+            "positions": positions, "raw": raw, "T": T, "S": S, "reach": plan.reach,
+            "num_indices": 0 if indices_BKN is None else indices_BKN.shape[-1], "scale": D**-0.5 * 1.4426950408889634,
+        }  # fmt: skip
+        for name, x in (("q", q_BTHD), ("k", k_BKSD), ("v", v_BKSD)):
+            second, third = ("token", "head") if name == "q" else ("head", "slot")
+            arguments |= zip((f"{name}_row", f"{name}_{second}", f"{name}_{third}"), x.stride(), strict=False)
+        reads = S if positions is not None else min(S, plan.reach + T)
+        if variant.selected:
+            reads = arguments["num_indices"]
+        tiles = triton.cdiv(G * T, variant.tile)
+        splits = split_count(B * K * tiles, reads, variant.block, programs_at_once(variant, arguments))
         out_BTHD = torch.empty((B, T, H, D), dtype=q_BTHD.dtype, device=q_BTHD.device)
         partial = None
         if splits > 1:
             partial = torch.empty((B * K, splits, G * T, D), dtype=torch.float32, device=q_BTHD.device)
         lse = torch.empty((B * K, splits, G * T), dtype=torch.float32, device=q_BTHD.device)
-        if q_BTHD.is_meta:  # memory is estimated, and this is all that is allocated
+        if q_BTHD.is_meta:  # a memory estimate counts these allocations alone
             return out_BTHD, lse
-        shape = {"K": K, "G": G, "D": D, "PADDED_D": triton.next_power_of_2(D)}
-        attend_split[(B * K, splits, tiles)](
-            q_BTHD,
-            k_BKSD,
-            v_BKSD,
-            plan.seqlens_B,
-            indices_BKN,
-            plan.positions_BKS,
-            out_BTHD,
-            partial,
-            lse,
-            raw,
-            T,
-            S,
-            splits,
-            num_indices,
-            plan.reach,
-            D**-0.5 * 1.4426950408889634,
-            *q_BTHD.stride()[:3],
-            *k_BKSD.stride()[:3],
-            *v_BKSD.stride()[:3],
-            **shape,
-            TILE=tile,
-            BLOCK=BLOCK,
-            SELECTED=selected,
-            SPLIT=splits > 1,
-            SCORED=raw is not None,
-            UPCAST=INTERPRETED,  # whose bf16 matmuls are wrong
-            **launch_options(q_BTHD.dtype, tile, D),
-        )
+        arguments |= {"out": out_BTHD, "partial": partial, "lse": lse, "num_splits": splits}
+        attend_split[tiles, splits, B * K](**arguments, **variant.constants(splits > 1), **variant.options)
         if splits > 1:
-            padded = triton.next_power_of_2(splits)
-            rows = merge_rows(G * T, padded * shape["PADDED_D"])
+            padded, padded_dim = triton.next_power_of_2(splits), triton.next_power_of_2(D)
+            rows = merge_rows(G * T, padded * padded_dim)
             merge_splits[(B * K, triton.cdiv(G * T, rows))](
-                partial, lse, out_BTHD, T, splits, **shape, PADDED_SPLITS=padded, ROWS=rows, enable_fp_fusion=True
-            )
+                partial, lse, out_BTHD, T, splits, K=K, G=G, D=D, PADDED_D=padded_dim, PADDED_SPLITS=padded, ROWS=rows,
+                enable_fp_fusion=True,
+            )  # fmt: skip
         return out_BTHD, lse
 
 
-def tile_size(query_rows: int) -> int:
-    """Query rows of a program."""
-    return min(MAX_TILE, max(MIN_TILE, triton.next_power_of_2(query_rows)))
+@dataclass(frozen=True)
+class Variant:
+    """What attend_split is compiled for, and how its programs divide the work."""
+
+    dtype: torch.dtype
+    num_kv_heads: int
+    group_size: int
+    head_dim: int
+    query_rows: int
+    is_single: bool  # new token
+    selected: bool
+    scored: bool
+    positioned: bool
+
+    @property
+    def tile(self) -> int:
+        """Query rows of a program: all of them, so that K and V are read once, as far as registers go."""
+        fits = self.dtype != torch.float32 and not (self.selected or self.scored)
+        # The registers of other GPUs hold 128 rows while they are split, but not while a prefill writes its output.
+        most = 128 if fits and (reads_shared() or self.query_rows <= 128) else 64
+        return min(most, max(MIN_TILE, triton.next_power_of_2(self.query_rows)))
+
+    @property
+    def block(self) -> int:
+        """Slots at a time. Scores that are written out take registers, too."""
+        return 32 if self.scored else 64
+
+    @property
+    def options(self) -> dict[str, int | bool]:
+        """How it is compiled. In flight are as many blocks as the smallest shared memory holds, that of an L40."""
+        numbers = self.tile * triton.next_power_of_2(self.head_dim)
+        few = numbers <= 4096 or (numbers <= 8192 and reads_shared() and self.dtype != torch.float32)
+        return {
+            "num_warps": 4 if few else 8,
+            "num_stages": 2 if self.dtype == torch.float32 else 3,
+            "enable_fp_fusion": True,
+        }
+
+    def constants(self, split: bool) -> dict[str, int | bool]:
+        """The kernel's constants."""
+        return {
+            "K": self.num_kv_heads,
+            "G": self.group_size,
+            "D": self.head_dim,
+            "PADDED_D": triton.next_power_of_2(self.head_dim),
+            "TILE": self.tile,
+            "BLOCK": self.block,
+            "SELECTED": self.selected,
+            "SPLIT": split,
+            "SCORED": self.scored,
+            "UPCAST": INTERPRETED,  # whose bf16 matmuls are wrong
+        }
 
 
-def merge_rows(query_rows: int, numbers_per_row: int) -> int:
-    """Query rows that a merging program takes: as many as its registers hold."""
-    return min(triton.next_power_of_2(query_rows), max(1, MERGED_NUMBERS // numbers_per_row))
+@dataclass(frozen=True)
+class Gpu:
+    """What decides how many programs run at once."""
+
+    capability: int
+    sms: int
+    shared: int  # bytes of a multiprocessor
+    warps: int  # of a multiprocessor
+
+    def programs(self, registers: int, shared: int, warps: int) -> int:
+        """Programs at once, from the registers of a thread, the bytes and the warps of a program."""
+        of_warp = -(-registers * 32 // 256) * 256
+        by_shared = self.shared // (shared + SYSTEM_SHARED)
+        return self.sms * max(1, min(REGISTERS // of_warp // warps, by_shared, self.warps // warps))
 
 
-def split_count(programs: int, num_slots: int) -> int:
-    """Enough splits to fill the current GPU, of at least a few blocks each."""
-    wanted = triton.cdiv(PROGRAMS_PER_SM * multiprocessors(), programs)
-    return max(1, min(wanted, num_slots // (2 * BLOCK), MAX_SPLITS))
+NO_GPU = Gpu(80, 2, 164 << 10, 64)
 
 
 @cache
-def multiprocessors() -> int:
-    """Of the current GPU; without one, for kernels that are interpreted, a few."""
-    return torch.cuda.get_device_properties(None).multi_processor_count if torch.cuda.is_available() else 2
+def gpu() -> Gpu:
+    """Return the current GPU; without one, for kernels that are interpreted, a small one that compiles nothing."""
+    if not torch.cuda.is_available():
+        return NO_GPU
+    found = torch.cuda.get_device_properties(None)
+    return Gpu(
+        10 * found.major + found.minor,
+        found.multi_processor_count,
+        found.shared_memory_per_multiprocessor,
+        found.max_threads_per_multi_processor // 32,
+    )
 
 
-def launch_options(dtype: torch.dtype, tile: int, dim: int) -> dict[str, int | bool]:
-    """A large tile's registers need more warps; in flight are as many blocks as the least shared memory holds (L40)."""
-    return {
-        "num_warps": 4 if tile * triton.next_power_of_2(dim) <= 4096 else 8,
-        "num_stages": 2 if dtype == torch.float32 else 3,
-        "enable_fp_fusion": True,
-    }
+def reads_shared() -> bool:
+    """Return whether matmuls read shared memory, so that operands take no registers: on Hopper and B200."""
+    return gpu().capability in (90, 100)
+
+
+_programs: dict[Variant, int] = {}
+
+
+def programs_at_once(variant: Variant, arguments: dict[str, Any]) -> int:
+    """Return how many programs of a variant the current GPU runs at once, as it compiles them for these arguments."""
+    variant = replace(variant, query_rows=variant.tile)  # the same program
+    if variant not in _programs:
+        _programs[variant] = 4 * NO_GPU.sms if gpu() is NO_GPU else _compiled_programs(variant, arguments)
+    return _programs[variant]
+
+
+def _compiled_programs(variant: Variant, arguments: dict[str, Any]) -> int:
+    parts = dict.fromkeys(("partial", "lse"), torch.float32) | {"out": variant.dtype, "num_splits": 2}
+    values = arguments | parts | variant.constants(split=True)
+    made = attend_split.warmup(*(values[name] for name in attend_split.arg_names), **variant.options, grid=(1, 1, 1))
+    made._init_handles()  # loads it, which says how many registers it takes
+    return gpu().programs(made.n_regs, made.metadata.shared, made.metadata.num_warps)
+
+
+def merge_rows(query_rows: int, numbers_per_row: int) -> int:
+    """Return the query rows that a merging program takes: as many as its registers hold."""
+    return min(triton.next_power_of_2(query_rows), max(1, MERGED_NUMBERS // numbers_per_row))
+
+
+def split_count(programs: int, num_slots: int, block: int, at_once: int) -> int:
+    """Return into how many splits each of `programs` is divided so that the GPU ends first: few waves of `at_once`
+    programs, the last one full. All take the same time, as many blocks.
+    """
+
+    def time(splits: int) -> int:
+        waves, blocks = -(-programs * splits // at_once), -(-num_slots // (block * splits))
+        return waves * (blocks + START)
+
+    most = min(num_slots // MIN_SPLIT, MAX_SPLITS, MAX_WAVES * at_once // programs)
+    return min(range(1, max(1, most) + 1), key=time)

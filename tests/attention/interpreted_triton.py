@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from magicdec.attention.base import Shape
-from magicdec.attention.triton import INTERPRETED, MAX_TILE, TritonAttention
+from magicdec.attention.triton import INTERPRETED, TritonAttention, Variant
 from magicdec.measure.footprint import Allocations
 from tests.attention.twins import (
     attend,
@@ -47,7 +47,7 @@ def test_against_sdpa(num_new, group, dtype, window):
 @pytest.mark.parametrize(("num_new", "group", "window"), [(40, 2, None), (70, 1, 40)])
 def test_more_query_rows_than_a_tile(num_new, group, window, splits, monkeypatch):
     """A prefill: tiles of one head's tokens, and tiles in which one head ends and the next begins."""
-    assert num_new * group > MAX_TILE
+    assert num_new * group > 64
     monkeypatch.setattr("magicdec.attention.triton.split_count", lambda *_: splits)
     q, k, v, seqlens = case(num_new, group, 64, num_new + 100)
     out = attend(TritonAttention(), q, k, v, seqlens, window)
@@ -66,7 +66,7 @@ def test_more_query_rows_than_a_tile(num_new, group, window, splits, monkeypatch
 def test_scores_against_sdpa(num_new, group, window, dtype, splits, some, monkeypatch):
     """Of all tokens and of some; more slots than one program sums, and more query rows than a tile."""
     monkeypatch.setattr("magicdec.attention.triton.split_count", lambda *_: splits)
-    monkeypatch.setattr("magicdec.attention.triton.MAX_TILE", 16)
+    monkeypatch.setattr(Variant, "tile", 16)
     monkeypatch.setattr("magicdec.attention.triton.SUMMED", 128)
     q, k, v, seqlens = case(num_new, group, 64, 150, dtype)
     counted = some_tokens(num_new) if some else None

@@ -1,7 +1,6 @@
 """The Triton kernels without a GPU: interpreted, and compiled for A100 and H100 down to their registers."""
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,17 +10,15 @@ import torch
 
 triton = pytest.importorskip("triton", reason="needs Triton (Linux only)")
 
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import ASTSource  # noqa: E402
-
 from magicdec.attention import triton as ours  # noqa: E402
 from tests.attention.twins import attend, attend_scored, case, expected, expected_scored  # noqa: E402
+from tests.gpu_rehearsal.compile import GPUS, build  # noqa: E402
+from tests.gpu_rehearsal.fake import fake_cuda  # noqa: E402
 
-# Bytes of a program: 80 stands for the L40, too, which has the least; H100s hold more.
-SHARED_MEMORY = {80: 99 * 1024, 90: 227 * 1024}
-REGISTERS = 65536  # of a multiprocessor
 RESIDENT_WARPS = 8  # that it must have room for
 HERE = Path(__file__).parent
+CAPABILITIES = pytest.mark.parametrize("capability", [90, pytest.param(80, marks=pytest.mark.slow)])
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def test_interpreted():
@@ -32,94 +29,69 @@ def test_interpreted():
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-
-
-def compiled(kernel, capability, types, constants, options):
-    """A kernel as a launch would compile it: `types` of its arguments but for the constants, which may be None."""
-    types = {name: types.get(name, "i32") for name in kernel.arg_names} | dict.fromkeys(constants, "constexpr")
-    strides = re.compile("[qkv]_[a-z]+")
-    aligned = [i for i, (name, kind) in enumerate(types.items()) if kind.startswith("*") or strides.fullmatch(name)]
-    source = ASTSource(
-        kernel,
-        types,
-        {(kernel.arg_names.index(name),): value for name, value in constants.items()},
-        {(i,): [["tt.divisibility", 16]] for i in aligned},
-    )
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-
-
 def attend_compiled(capability, dtype, dim, group, num_new, kind):
     """The attending kernel: of a decoding in splits, of a prefill whole."""
-    split, tile = num_new < 100, ours.tile_size(group * num_new)
+    split = num_new < 100
+    kinds = (kind == name for name in ("selected", "scored", "positions"))
+    with fake_cuda(capability):
+        variant = ours.Variant(DTYPES[dtype], 8, group, dim, group * num_new, num_new == 1, *kinds)
+        options = variant.options
     types = dict.fromkeys(("q", "k", "v", "out"), f"*{dtype}") | {"seqlens": "*i32", "scale": "fp32"}
     types |= {"partial": "*fp32", "lse": "*fp32", "raw": "*fp32", "indices": "*i64", "positions": "*i32"}
-    constants = {
-        "K": 8, "G": group, "D": dim, "PADDED_D": triton.next_power_of_2(dim), "BLOCK": ours.BLOCK, "TILE": tile,
-        "SELECTED": kind == "selected", "SPLIT": split, "SCORED": kind == "scored", "UPCAST": False,
-    }  # fmt: skip
+    constants = variant.constants(split) | {"UPCAST": False}
     constants |= {} if kind == "selected" else {"indices": None}
     constants |= {} if kind == "positions" else {"positions": None}
     constants |= {} if kind == "scored" else {"raw": None}
     constants |= {} if split else {"partial": None}
-    return compiled(ours.attend_split, capability, types, constants, ours.launch_options(DTYPES[dtype], tile, dim))
+    return build(ours.attend_split, capability, types, constants, options)
 
 
-def resources(cubin, path):
-    """Registers per thread and bytes of stack, which is where spilled ones go, as cuobjdump of Triton's wheel tells."""
-    path.write_bytes(cubin)
-    command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", path]
-    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    registers, stack, local = re.search(r"REG:(\d+) STACK:(\d+) .*LOCAL:(\d+)", told).groups()
-    return int(registers), int(stack) + int(local)
-
-
-@pytest.mark.parametrize("capability", [80, 90])
+@CAPABILITIES
 @pytest.mark.parametrize(
-    ("dtype", "dim", "group", "num_new", "kind"),
+    ("dtype", "dim", "group", "num_new", "kind", "programs"),
     [
-        ("bf16", 128, 4, 5, "all"),
-        ("bf16", 128, 8, 9, "all"),
-        ("bf16", 128, 4, 512, "all"),
-        ("fp16", 80, 1, 1, "selected"),
-        ("bf16", 128, 4, 5, "positions"),
-        ("bf16", 128, 4, 5, "scored"),
-        ("bf16", 128, 8, 64, "scored"),
+        ("bf16", 128, 4, 5, "all", (2, 2)),
+        ("bf16", 128, 8, 8, "all", (1, 2)),
+        ("bf16", 128, 8, 9, "all", (1, 1)),
+        ("bf16", 128, 4, 512, "all", (1, 1)),
+        ("fp16", 80, 1, 1, "selected", (2, 2)),
+        ("bf16", 128, 4, 5, "positions", (2, 2)),
+        ("bf16", 128, 4, 5, "scored", (3, 3)),
+        ("bf16", 128, 8, 64, "scored", (1, 2)),
     ],
 )
-def test_compiled(capability, dtype, dim, group, num_new, kind, tmp_path):
-    """Nothing spilled, tensor cores used, and room on a multiprocessor for enough warps to hide memory's latency."""
+def test_compiled(capability, dtype, dim, group, num_new, kind, programs):
+    """Nothing spilled, tensor cores used, and as many programs on a multiprocessor as registers and shared memory
+    allow: enough warps to hide memory's latency.
+    """
     made = attend_compiled(capability, dtype, dim, group, num_new, kind)
-    registers, spilled = resources(made.asm["cubin"], tmp_path / "kernel.cubin")
-    assert spilled == 0
-    programs = REGISTERS // (registers * 32 * made.metadata.num_warps)
-    assert programs * made.metadata.num_warps >= RESIDENT_WARPS
-    assert made.metadata.shared <= SHARED_MEMORY[capability]
-    assert "mma" in made.asm["ptx"]
+    assert made.spilled == 0
+    assert made.programs >= programs[capability == 90]
+    assert made.programs * made.warps >= RESIDENT_WARPS
+    assert made.shared <= GPUS[{80: 89}.get(capability, capability)].program_shared  # the L40 has the least
+    assert "mma" in made.ptx
 
 
-@pytest.mark.parametrize("capability", [80, 90])
+@CAPABILITIES
 @pytest.mark.parametrize(("dim", "splits"), [(128, ours.MAX_SPLITS), (80, 2)])
-def test_merging_compiled(capability, dim, splits, tmp_path):
+def test_merging_compiled(capability, dim, splits):
     """Nothing spilled."""
     types = {"partial": "*fp32", "lse": "*fp32", "out": "*bf16"}
     padded = triton.next_power_of_2(dim)
     constants = {"K": 8, "G": 4, "D": dim, "PADDED_D": padded, "PADDED_SPLITS": splits}
     constants["ROWS"] = ours.merge_rows(20, splits * padded)
-    made = compiled(ours.merge_splits, capability, types, constants, {"enable_fp_fusion": True})
-    assert resources(made.asm["cubin"], tmp_path / "kernel.cubin")[1] == 0
+    assert build(ours.merge_splits, capability, types, constants, {"enable_fp_fusion": True}).spilled == 0
 
 
-@pytest.mark.parametrize("capability", [80, 90])
+@CAPABILITIES
 @pytest.mark.parametrize("some", [True, False])
-def test_summing_compiled(capability, some, tmp_path):
+def test_summing_compiled(capability, some):
     """Nothing spilled."""
     types = {"raw": "*fp32", "lse": "*fp32", "seqlens": "*i32", "counted": "*u8", "out": "*fp32"}
     types |= {"positions": "*i32"}
     constants = {"K": 8, "G": 4, "PADDED_SPLITS": ours.MAX_SPLITS, "BLOCK": ours.SUMMED}
     constants |= {} if some else {"counted": None, "positions": None}
-    made = compiled(ours.sum_scores, capability, types, constants, {"enable_fp_fusion": True})
-    assert resources(made.asm["cubin"], tmp_path / "kernel.cubin")[1] == 0
+    assert build(ours.sum_scores, capability, types, constants, {"enable_fp_fusion": True}).spilled == 0
 
 
 @pytest.mark.gpu

@@ -20,8 +20,6 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from tests.gpu_rehearsal.fake import Launch
-
 DTYPES = {
     torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64",
     torch.uint8: "u8", torch.int8: "i8", torch.bool: "i1",
@@ -54,6 +52,21 @@ MAX_PROGRAMS = 32  # of a multiprocessor, on all of them
 
 
 @dataclass(frozen=True)
+class Launch:
+    """A Triton kernel that was launched: its arguments by name, its options and its grid."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: dict[str, Any]
+    options: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        """The kernel's name."""
+        return self.kernel.__name__
+
+
+@dataclass(frozen=True)
 class Made:
     """A compiled kernel: what a program of it takes, per thread and in all."""
 
@@ -81,14 +94,18 @@ def compiled(launch: Launch, capability: int) -> Made:
     aligned = set()
     for parameter in launch.kernel.params:
         name, value = parameter.name, launch.arguments.get(parameter.name)
-        if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1):
+        if (
+            parameter.is_constexpr
+            or value is None
+            or (isinstance(value, int) and value == 1 and not parameter.do_not_specialize)
+        ):
             constants[name] = value
-        elif isinstance(value, torch.Tensor):
-            types[name] = f"*{DTYPES[value.dtype]}"
+        elif isinstance(value, torch.Tensor | torch.dtype):
+            types[name] = f"*{DTYPES[getattr(value, 'dtype', value)]}"
             aligned.add(name)
         elif isinstance(value, int):
             types[name] = "i32" if -(1 << 31) <= value < 1 << 31 else "i64"
-            aligned |= {name} if value % 16 == 0 else set()
+            aligned |= {name} if value % 16 == 0 and not parameter.do_not_specialize else set()
         else:
             types[name] = "fp32"
     return build(launch.kernel, capability, types, constants, launch.options, aligned)

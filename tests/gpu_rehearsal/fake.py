@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -32,6 +33,7 @@ from magicdec.engine.native import Batch, NativeEngine
 from magicdec.models import rope
 from magicdec.models.parallel import ALONE, Share
 from magicdec.models.transformer import Transformer
+from tests.gpu_rehearsal.compile import GPUS, Launch, compiled
 from tests.small import new_engine
 
 LLAMA_8B = ModelConfig(
@@ -88,21 +90,6 @@ class Op:
     inputs: tuple[tuple[int, ...], ...]
     flops: int
     at: str  # lines of the package, the innermost first
-
-
-@dataclass(frozen=True)
-class Launch:
-    """A Triton kernel that was launched: its arguments by name, its options and its grid."""
-
-    kernel: Any
-    grid: tuple[int, ...]
-    arguments: dict[str, Any]
-    options: dict[str, Any]
-
-    @property
-    def name(self) -> str:
-        """The kernel's name."""
-        return self.kernel.__name__
 
 
 @dataclass
@@ -184,8 +171,22 @@ class Recording(TorchDispatchMode):
 class _Kernel:
     """A Triton kernel whose launches are recorded."""
 
-    def __init__(self, kernel: Any, recording: Recording):
-        self.kernel, self.recording = kernel, recording
+    def __init__(self, kernel: Any, recording: Recording, capability: int | None):
+        self.kernel, self.recording, self.capability = kernel, recording, capability
+
+    @property
+    def arg_names(self) -> list[str]:
+        """As Triton's."""
+        return self.kernel.arg_names
+
+    def warmup(self, *args: Any, grid: tuple[int, ...], **options: Any) -> Any:
+        """Compile for `capability`; return what there is to know about it before it runs."""
+        assert self.capability, "nothing is compiled here"
+        made = compiled(
+            Launch(self.kernel, grid, dict(zip(self.arg_names, args, strict=True)), options), self.capability
+        )
+        metadata = SimpleNamespace(shared=made.shared, num_warps=made.warps)
+        return SimpleNamespace(n_regs=made.registers, metadata=metadata, _init_handles=lambda: None)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         def launch(*args: Any, **keywords: Any) -> None:
@@ -253,18 +254,24 @@ def _stack(depth: int = 4) -> str:
 
 
 @contextmanager
-def fake_cuda(sms: int = 132) -> Iterator[Recording]:
-    """Tensors on "cuda" that hold nothing, and kernels of ours that are only recorded."""
+def fake_cuda(capability: int | None = None) -> Iterator[Recording]:
+    """Tensors on "cuda" that hold nothing, and kernels of ours that are only recorded. How many of their programs run
+    at once is known where they are compiled for a `capability`, and two to a multiprocessor of an H100 otherwise.
+    """
     lend_guard()
     import magicdec.attention.triton as ours
     from magicdec.verification import truncation
 
-    recording = Recording()
+    recording, card = Recording(), GPUS[capability or 90]
     with ExitStack() as stack:
         for name in ("attend_split", "merge_splits", "sum_scores"):
-            stack.enter_context(patch.object(ours, name, _Kernel(getattr(ours, name), recording)))
-        stack.enter_context(patch.object(truncation, "truncate", _Kernel(truncation.truncate, recording)))
-        stack.enter_context(patch.object(ours, "multiprocessors", lambda: sms))
+            stack.enter_context(patch.object(ours, name, _Kernel(getattr(ours, name), recording, capability)))
+        stack.enter_context(patch.object(truncation, "truncate", _Kernel(truncation.truncate, recording, capability)))
+        gpu = ours.Gpu(capability or 90, card.sms, card.shared, card.warps)
+        stack.enter_context(patch.object(ours, "gpu", lambda: gpu))
+        stack.enter_context(patch.object(ours, "_programs", {}))
+        if capability is None:
+            stack.enter_context(patch.object(ours, "programs_at_once", lambda *_: 2 * gpu.sms))
         rope._frequencies_on.cache_clear()
         stack.enter_context(FakeTensorMode())
         stack.enter_context(torch.no_grad())

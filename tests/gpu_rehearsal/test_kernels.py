@@ -1,0 +1,64 @@
+"""Triton kernels that rounds launch, compiled for GPUs: registers, shared memory, and how full the last wave is."""
+
+import pytest
+import torch
+
+from magicdec.attention import triton as ours
+from magicdec.attention.base import Shape
+from magicdec.attention.triton import split_count
+from tests.gpu_rehearsal.compile import GPUS, Launch, compiled
+from tests.gpu_rehearsal.fake import engine, fake_cuda, prefilled, rounds
+
+CELLS = [(24, 32768), (11, 32768), (192, 4096), (96, 8192), (48, 16384), (8, 100000)]  # rows, context
+
+
+def share(launch: Launch, slots: int, at_once: int) -> float:
+    """The share of the time that a GPU works, where programs take as long as their blocks and all wait for the last."""
+    tiles, splits, heads = launch.grid
+    block, programs = launch.arguments["BLOCK"], tiles * splits * heads
+    waves, blocks = -(-programs // at_once), -(-slots // (block * splits))
+    return tiles * heads * slots / (waves * at_once * blocks * block)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize(("rows", "context"), CELLS)
+def test_no_wave_is_left_half_empty(rows, context, capability):
+    """Of decoding and of a verification over the target's cache; splits come from what is compiled."""
+    with fake_cuda(capability) as recording:
+        batch = prefilled(engine(num_layers=1), rows, context)
+        with recording.of() as decoding:
+            batch.decoder.decode_token()
+        verification = rounds(batch, recording)
+    launches = [x for x in decoding.launches + verification.launches if x.arguments.get("S", 0) > context]
+    assert {x.arguments["T"] for x in launches} == {1, 5}
+    for launch in launches:
+        at_once = compiled(launch, capability).programs * GPUS[capability].sms
+        assert share(launch, launch.arguments["S"], at_once) >= 0.85
+
+
+def test_splits_fill_waves():
+    """192 programs of 514 blocks on an H100 that runs three to a multiprocessor: 2 splits, where 3 leave 73%."""
+    assert split_count(192, 32869, 64, 3 * 132) == 2
+    assert split_count(192, 32869, 64, 2 * 132) == 4
+    assert split_count(88, 32869, 64, 3 * 132) == 9
+    assert split_count(1, 32869, 64, 396) == 58  # as long as with 64: 9 blocks
+    assert split_count(768, 32869, 64, 132) == 1  # a prefill
+    assert split_count(192, 100, 64, 396) == 1  # too short to divide
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100, 120])
+def test_the_programs_that_run_at_once_are_those_of_the_compiled_kernel(capability):
+    """The package's own sum, with shared memory counted, against this folder's."""
+    with fake_cuda(capability) as recording:
+        q = torch.empty(24, 5, 32, 128, dtype=torch.bfloat16, device="cuda")
+        k = torch.empty(24, 8, 32869, 128, dtype=torch.bfloat16, device="cuda")
+        attention = ours.TritonAttention()
+        lengths = torch.empty(24, dtype=torch.int32, device="cuda")
+        plan = attention.plan(lengths, Shape(5, 32869, 4, q.dtype), None)
+        with recording.of() as seen:
+            attention.attend(q, k, k, plan)
+        (at_once,) = ours._programs.values()
+    made = compiled(seen.launches[0], capability)
+    assert at_once == made.programs * GPUS[capability].sms
+    assert made.programs == {80: 2, 90: 2, 100: 2, 120: 1}[capability]
