@@ -72,6 +72,13 @@ def test_a_run_leaves_everything_that_a_reader_needs(finished):
     assert [row["row"] for row in rows] == [0, 1]
     assert all(len(row["prompt"]) == 256 and len(row["speculative"]) == 12 for row in rows)
     assert all(row["speculative"] == row["autoregressive"] for row in rows)
+    rounds = [one for row in rows for one in row["rounds"]]
+    assert {proposed for proposed, _ in rounds} == {3}
+    assert sum(accepted for _, accepted in rounds) / (3 * len(rounds)) == pytest.approx(result["acceptance_rate"])
+    for sample in read_lines(folder / "samples.jsonl"):
+        texts = [text for one in sample["rounds"] for text in [*one["accepted"], one["bonus"]] if text is not None]
+        assert len(texts) == 12
+        assert "".join(texts) == sample["speculative"] == sample["autoregressive"]
     assert (folder / "config.yaml").exists()
     assert (folder / "history.jsonl").read_text()
 

@@ -124,6 +124,14 @@ def rounds_of(generation: Generation) -> Rounds:
     return Rounds(zip(proposed_RB[counted_RB].tolist(), accepted_RB[counted_RB].tolist(), strict=True))
 
 
+def rounds_by_row(generation: Generation) -> list[list[tuple[int, int]]]:
+    """Return the rounds of each row in their order, as proposed and accepted tokens."""
+    return [
+        [(gamma, n) for gamma, n in zip(generation.gammas, accepted, strict=True) if n != INACTIVE]
+        for accepted in generation.accepted_RB.T.tolist()
+    ]
+
+
 def usual_gamma(generations: list[Generation]) -> int:
     """Return the gamma of most speculative rounds, or 0 if there are none."""
     rounds = Counter(gamma for g in generations for gamma in g.gammas if gamma)

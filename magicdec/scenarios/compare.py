@@ -42,7 +42,7 @@ class Repeat:
     def outputs(self, prompts: Prompts) -> Outputs:
         """Return the new tokens of all batches together."""
         plain, fast = ([row for g in way for row in g.tokens] for way in (self.autoregressive, self.speculative))
-        return Outputs(prompts, plain, fast)
+        return Outputs(prompts, plain, fast, [row for g in self.speculative for row in metrics.rounds_by_row(g)])
 
 
 def run(plan: Plan, progress: Progress) -> Outcome:

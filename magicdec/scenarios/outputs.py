@@ -8,10 +8,12 @@ import torch
 
 from magicdec.data.base import Prompts, fingerprint
 from magicdec.data.ruler import accuracy
+from magicdec.data.tokenizer import Detokenizer
 from magicdec.engine.audit import Audit
 from magicdec.measure import metrics
 from magicdec.measure.metrics import Metrics
 from magicdec.planning.resolve import Plan
+from magicdec.tracking.generated import by_round
 from magicdec.tracking.reader import noise
 
 NUM_SAMPLES = 4  # rows whose text is logged
@@ -63,6 +65,7 @@ class Outputs:
     prompts: Prompts
     autoregressive: list[list[int]]
     speculative: list[list[int]] = field(default_factory=list)  # empty without a draft
+    rounds: list[list[tuple[int, int]]] = field(default_factory=list)  # proposed and accepted; empty if not known
 
     @property
     def fingerprint(self) -> str:
@@ -75,23 +78,29 @@ class Outputs:
         for index, (prompt, tokens) in enumerate(zip(self.prompts.tokens, self.autoregressive, strict=True)):
             speculative = self.speculative[index] if self.speculative else None
             row = {"row": index, "context_len": len(prompt), "autoregressive": tokens, "speculative": speculative}
+            row |= {"rounds": self.rounds[index]} if self.rounds else {}
             row |= {"answers": self.prompts.answers[index]} if self.prompts.answers else {}
             rows.append(row | {"prompt": prompt} if save_prompts else row)
         return rows
 
     def samples(self, tokenizer: Any) -> list[dict]:
-        """Return the text of a few rows: the end of the prompt and both outputs."""
-        if tokenizer is None:
-            return []
-        return [
-            {
-                "row": row["row"],
-                "prompt_end": tokenizer.decode(row["prompt"][-SAMPLE_PROMPT_TOKENS:]),
-                "autoregressive": tokenizer.decode(row["autoregressive"]),
-                "speculative": tokenizer.decode(row["speculative"]) if row["speculative"] else None,
-            }
-            for row in self.rows(save_prompts=True)[:NUM_SAMPLES]
-        ]
+        """Return the lines of samples.jsonl: the text of a few rows, both ways, and the speculative one by round."""
+        return [] if tokenizer is None else [self._sample(row, tokenizer) for row in self.rows(True)[:NUM_SAMPLES]]
+
+    def _sample(self, row: dict, tokenizer: Any) -> dict:
+        fast = row["speculative"]
+        sample = {
+            "row": row["row"],
+            "context_len": row["context_len"],
+            "prompt_end": tokenizer.decode(row["prompt"][-SAMPLE_PROMPT_TOKENS:]),
+            "autoregressive": tokenizer.decode(row["autoregressive"]),
+            "speculative": tokenizer.decode(fast) if fast else None,
+        }
+        if fast and "rounds" in row:
+            text = Detokenizer(tokenizer)  # a character of several tokens belongs to the last of them
+            pieces = [text.add([token], last=index == len(fast) - 1) for index, token in enumerate(fast)]
+            sample["rounds"] = by_round(pieces, row["rounds"])
+        return sample
 
     def accuracy(self, tokenizer: Any) -> Metrics:
         """Return the mean share of a task's answers in each output; {} if the prompts have no answers."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from magicdec.errors import UserError
 from magicdec.tracking.lock import is_locked
 
 log = logging.getLogger(__name__)
@@ -82,6 +83,20 @@ def load_run(folder: str | Path) -> dict[str, Any]:
         result |= {"status": "failed", "kind": "interrupted", "reason": lost(result)}
     config = config if isinstance(config, dict) else {}
     return result | {"id": folder.absolute().name, "folder": str(folder), "config": config}
+
+
+def find_run(name: str, runs_dir: Path) -> Path:
+    """Return the folder of a run by that folder, its id or the beginning of its id. Raise UserError unless that is one
+    run.
+    """
+    for exact in (Path(name), runs_dir / name):
+        if load_run(exact):
+            return exact
+    found = [path for path in sorted(runs_dir.glob("*")) if path.name.startswith(name) and load_run(path)]
+    if len(found) != 1:
+        names = ", ".join(folder.name for folder in found) or "no such run"
+        raise UserError(f"{name}: {names}; name a run's folder, or the beginning of an id in {runs_dir}")
+    return found[0]
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

@@ -204,7 +204,7 @@ def _log_tables(opened: Any, result: Mapping[str, Any], samples: list[dict]) -> 
     import wandb
 
     if samples:
-        columns = list(samples[0])
+        columns = [key for key, value in samples[0].items() if not isinstance(value, list)]
         rows = [[_plain(row.get(column)) for column in columns] for row in samples]
         opened.log({"generations": wandb.Table(columns=columns, data=rows)})
     prefix = "acceptance_rate/position_"

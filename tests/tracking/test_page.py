@@ -252,3 +252,32 @@ def test_a_run_under_load_is_one_run_with_a_line_over_its_levels(look, tmp_path)
     assert load[:2] == [2, 6]
     assert "load.concurrency" in load[2]
     assert (cells, has_null) == (0, False)
+
+
+@browser
+def test_what_a_run_has_generated_is_shown_by_round(look, tmp_path):
+    rounds = [
+        {"proposed": 0, "accepted": [], "bonus": "<b>"},
+        {"proposed": 2, "accepted": [" c", "at\u202e"], "bonus": "."},
+    ]
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        sample = {
+            "row": 0,
+            "prompt_end": f"prompt of {name} ",
+            "speculative": "",
+            "rounds": rounds[: 2 if name == "one" else 1],
+        }
+        (tmp_path / name / "samples.jsonl").write_text(json.dumps(sample))
+    rows = [done(i, folder=str(tmp_path / name), draft__gamma=i) for i, name in enumerate(("one", "two", "none"))]
+    first, other, accepted, chosen = look(
+        rows,
+        "document.querySelector('#generated .text').textContent",
+        "(pick('run', 'run0'), document.querySelector('#generated .text').textContent)",
+        "[...document.querySelectorAll('#generated .accepted')].map((s) => s.textContent).join('|')",
+        "$('run').options.length",
+    )
+    assert first == "prompt of two <b>", "the newest run first"
+    assert other == "prompt of one <b> cat\\u{202e}."
+    assert accepted == "| cat\\u{202e}"
+    assert chosen == 2, "runs with text alone"

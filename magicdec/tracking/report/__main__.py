@@ -9,8 +9,9 @@ from rich.console import Console
 from rich.text import Text
 
 from magicdec.errors import exit_code
+from magicdec.tracking.reader import find_run, load_run
 from magicdec.tracking.report import difference, export, figures, page, query, terminal
-from magicdec.tracking.report.rows import Row, read_runs, rows_of
+from magicdec.tracking.report.rows import Row, flatten, read_runs, rows_of
 from magicdec.tracking.store import counted, shown
 
 EXAMPLES = """examples:
@@ -66,7 +67,7 @@ def _compare(arguments: Sequence[str]) -> None:
     parser.add_argument("--runs-dir", type=Path, default=Path("runs"), help="the store to look ids up in (runs)")
     parser.add_argument("--all", action="store_true", help="every metric that differs, not only the main ones")
     options = parser.parse_args(arguments)
-    a, b = (difference.find(name, options.runs_dir) for name in (options.run_a, options.run_b))
+    a, b = (flatten(load_run(find_run(name, options.runs_dir))) for name in (options.run_a, options.run_b))
     Console().print(difference.difference_table(a, b, options.all))
 
 

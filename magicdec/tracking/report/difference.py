@@ -1,16 +1,13 @@
 """Compare two runs: the configuration keys in which they differ, and the metrics with their changes."""
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from magicdec.errors import UserError
 from magicdec.tracking.cells import cell, new_table
-from magicdec.tracking.reader import load_run
-from magicdec.tracking.report.rows import FACTS, Row, flatten, is_setting, keys_of
+from magicdec.tracking.report.rows import FACTS, Row, is_setting, keys_of
 from magicdec.tracking.report.terminal import MAIN_METRICS
 from magicdec.tracking.store import counted
 from magicdec.tracking.table import SPEEDS, STEPS, WAYS
@@ -34,18 +31,6 @@ MAIN = frozenset(
     + [f"{way}/{key}" for way in WAYS for key in SPEEDS]
     + [f"time/{step}_ms" for step in STEPS]
 )
-
-
-def find(name: str, runs_dir: Path) -> Row:
-    """Return a run by its folder, its id or the beginning of its id. Raise UserError unless that is one run."""
-    exact = [path for path in (Path(name), runs_dir / name) if load_run(path)]
-    folders = exact[:1] or [
-        path for path in sorted(runs_dir.glob("*")) if path.name.startswith(name) and load_run(path)
-    ]
-    if len(folders) != 1:
-        found = ", ".join(folder.name for folder in folders) or "no such run"
-        raise UserError(f"{name}: {found}; name a run's folder, or the beginning of an id in {runs_dir}")
-    return flatten(load_run(folders[0]))
 
 
 def difference_table(a: Row, b: Row, everything: bool = False) -> RenderableType:

@@ -7,13 +7,16 @@ import json
 import math
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from html import escape
 from importlib.resources import files
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
-from magicdec.tracking.reader import IMPOSSIBLE, gpu_trouble, noise
+from magicdec.tracking.generated import Sample
+from magicdec.tracking.reader import IMPOSSIBLE, gpu_trouble, noise, read_lines
 from magicdec.tracking.report.rows import FACTS, Row, is_setting, keys_of, telling, varying
 
 LEFT_OUT = FACTS - {"id", "status", "kind", "reason"}
@@ -26,6 +29,7 @@ PARTS = {
     "PLOT": ("vendor/plot.umd.min.js",),
     "SCRIPT": ("charts.js", "page.js"),
 }
+MAX_SAMPLES, MAX_ROUNDS = 200, 60  # runs whose generated text is part of the page; rounds of each
 DIGITS = 5  # significant ones: finer than any measurement
 
 
@@ -39,13 +43,22 @@ def html_page(rows: Sequence[Row], title: str) -> str:
     columns["command"] = _column([command(row, differing) for row in rows])
     now = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
     data = {"title": title, "made": now, "number": len(rows), "settings": settings, "columns": columns}
-    data |= {"impossible": IMPOSSIBLE}
+    data |= {"impossible": IMPOSSIBLE, "samples": dict(islice(_samples(rows), MAX_SAMPLES))}
     assets = files("magicdec.tracking.report") / "assets"
     texts = {name: (assets / name).read_text(encoding="utf-8") for names in PARTS.values() for name in names}
     parts = {"TITLE": escape(title)} | {part: "\n".join(texts[name] for name in names) for part, names in PARTS.items()}
     parts["DATA"] = json.dumps(data, separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c")
     page = (assets / "page.html").read_text(encoding="utf-8")
     return re.sub(r"/\*([A-Z0-9]+)\*/", lambda found: parts[found[1]], page)
+
+
+def _samples(rows: Sequence[Row]) -> Iterator[tuple[str, Sample]]:
+    """Yield the id of each run with the first of its samples, the newest run first."""
+    folders = {row["id"]: row["folder"] for row in reversed(rows) if "folder" in row}
+    for run, folder in folders.items():
+        for sample in read_lines(Path(folder, "samples.jsonl"))[:1]:
+            rounds = sample.get("rounds", [])
+            yield run, sample | {"rounds": rounds[:MAX_ROUNDS], "left_out": max(0, len(rounds) - MAX_ROUNDS)}
 
 
 def command(row: Row, settings: Sequence[str]) -> str:

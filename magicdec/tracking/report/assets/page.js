@@ -62,6 +62,7 @@ const defaults = {
   x: x0, y: first(["batch.context_len", "cache.budget", "draft.gamma"], x0), colour: first(["cache.policy", "draft.name"]),
   acceptance: "acceptance_rate", along: along0, curves: first(["cache.policy", "draft.name", "draft.gamma"], along0),
   compared: comparable[0] ?? "", bars: x0, unit: UNITS[differing.length > 1 ? 1 : 0], seen: SEEN[0] ?? "", load: LOADS[0] ?? "",
+  run: Object.keys(data.samples)[0] ?? "",
 };
 const state = {};
 const address = (changes) =>
@@ -159,6 +160,24 @@ function drawFastest(done) {
   $("fastest").querySelectorAll("button").forEach((b) => { b.onclick = () => copy(get("command", Number(b.dataset.run)), b); });
 }
 
+// Control and other invisible characters are escaped, so that a text cannot hide or reorder anything.
+const visible = (text) => text.replace(/[^\P{C}\n\t]/gu, (c) => `\\u{${c.codePointAt(0).toString(16)}}`);
+const sampled = Object.keys(data.samples);
+
+// The first row of a run: the end of its prompt, and its continuation with the accepted proposals marked.
+function drawGenerated() {
+  $("generated").hidden = !sampled.length;
+  if (!sampled.length) return;
+  const sample = data.samples[state.run] ?? data.samples[sampled[0]], [text, note] = ["text", "note"].map((name) => $("generated").querySelector("." + name));
+  const span = (kind, part) => `<span class="${kind}">${escapeText(visible(part ?? ""))}</span>`;
+  const parts = sample.rounds.map((r) => span("accepted", r.accepted.join("")) + span("bonus", r.bonus));
+  const written = sample.speculative ?? sample.autoregressive;
+  text.innerHTML = span("prompt", sample.prompt_end) + (parts.length ? parts.join("") : span("bonus", written));
+  note.textContent = !parts.length ? "Grey: the end of the prompt."
+    : `Grey: the end of the prompt of row ${sample.row}. Green: proposals of the draft that the target accepted. The rest: its own tokens, one at the end of each round.` +
+      (sample.left_out ? ` ${sample.left_out} more rounds: python -m magicdec.tracking.show.` : "");
+}
+
 function drawRuns(runs) {
   const key = state.sort.replace(/^-/, ""), sign = state.sort.startsWith("-") ? -1 : 1, box = $("runs").querySelector(".table");
   const speedups = FIGURES.filter((k) => k === "speedup" || k === "speedup_wall"), rest = [...FIGURES, "lossless/identical", "reason"];
@@ -220,6 +239,7 @@ function draw() {
   for (const id in PANELS) drawPanel(id, done, widths);
   for (const id in PANELS) drawPanel(id, done, widths); // those that have gained room
   drawFastest(done);
+  drawGenerated();
   drawRuns(runs);
   document.body.dataset.shown = runs.length; // the page is drawn
 }
@@ -233,7 +253,8 @@ function start() {
   for (const k of picked) menu(`pick:${k}`, [{ value: "", name: "all" }, ...values(k)]);
   const menus = { statistic: ["median", "best", "worst"], value: FIGURES, x: axes, y: ["", ...axes], colour: ["", ...axes],
     acceptance: ["acceptance_rate", "acceptance_length", "alpha"].filter(numeric), along: axes, curves: ["", ...axes],
-    compared: comparable, unit: UNITS, bars: ["", ...axes], seen: SEEN, load: LOADS };
+    compared: comparable, unit: UNITS, bars: ["", ...axes], seen: SEEN, load: LOADS,
+    run: sampled.map((id) => ({ value: id, name: [id, ...label(columns.id.indexOf(id)).split("\n")].join(" ").trim().slice(0, 110) })) };
   for (const id in menus) menu(id, menus[id]);
   $("where").oninput = () => soon(() => set({ where: $("where").value }));
   $("clear").onclick = () => set({ ...defaults });

@@ -1,0 +1,95 @@
+"""`python -m magicdec.tracking.show RUN`: print the end of each prompt and its continuation, round by round.
+
+Accepted proposals are green; the other tokens are the target's own, one at the end of each round. The table below the
+text shows the same without colours.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from rich.console import Console, RenderableType
+from rich.text import Text
+
+from magicdec.errors import exit_code
+from magicdec.tracking.cells import new_table
+from magicdec.tracking.generated import Sample, printable, samples_of
+from magicdec.tracking.reader import find_run, load_run
+from magicdec.tracking.report.terminal import console
+from magicdec.tracking.store import counted
+from magicdec.tracking.table import described_draft
+
+ACCEPTED = "bold green"
+LINES = "\n\t"  # kept as they are in the text, escaped in tables
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit code."""
+    options = _parser().parse_args(arguments)
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal without Unicode
+    return exit_code(lambda: show(console(), find_run(options.run, options.runs_dir), options.row, options.rounds))
+
+
+def show(out: Console, folder: Path, row: int | None = None, max_rounds: int = 0) -> None:
+    """Print the samples of a run, or one row. Stop after `max_rounds` rounds of a row, if that is not 0."""
+    run = load_run(folder)
+    title = Text(f"{run['id']}  {run['config']['scenario']['name']}: {run['config']['target']['name']}", style="bold")
+    out.print(title + Text(described_draft(run["config"])), soft_wrap=True)
+    for sample in samples_of(folder, row):
+        for part in _described(sample, max_rounds):
+            out.print(part, soft_wrap=isinstance(part, Text), highlight=False)
+
+
+def _described(sample: Sample, max_rounds: int) -> Iterator[RenderableType]:
+    """Yield a heading, the end of the prompt, the continuation, and the table of its rounds."""
+    length = f", the end of {sample['context_len']:,} tokens" if sample.get("context_len") else ""
+    yield Text(f"\nrow {sample['row']}{length}", style="bold")
+    if sample.get("prompt_end"):
+        yield Text(printable(sample["prompt_end"], LINES), style="dim")
+    rounds = sample.get("rounds")
+    way = "speculative" if sample.get("speculative") else "autoregressive"
+    yield Text(f"\ncontinuation, {way}", style="bold")
+    if not rounds:
+        yield Text(printable(sample.get(way) or "", LINES))
+        return
+    shown = rounds[: max_rounds + 1] if max_rounds else rounds  # the first entry is the prefill's token
+    text = Text()
+    for one in shown:
+        text.append(printable("".join(one["accepted"]), LINES), style=ACCEPTED)
+        text.append(printable(one["bonus"] or "", LINES))
+    yield text.append("…" if len(shown) < len(rounds) else "", style="dim")
+    yield _table(shown)
+    if len(shown) < len(rounds):
+        yield Text(f"{counted(len(rounds) - len(shown), 'more round')}; --rounds 0 shows all", style="dim")
+
+
+def _table(rounds: Sequence[dict]) -> RenderableType:
+    """Return a line per round: how many proposals were accepted, their text, and the bonus token."""
+    table = new_table("round", "accepted", num_words=0)
+    table.add_column("accepted proposals", style=ACCEPTED, overflow="fold")
+    table.add_column("bonus token", overflow="fold")
+    for number, one in enumerate(rounds):
+        accepted = f"{len(one['accepted'])} of {one['proposed']}" if number else ""
+        bonus = "" if one["bonus"] is None else _quoted(one["bonus"])
+        proposals = Text(" ").join(map(_quoted, one["accepted"]))
+        table.add_row(str(number) if number else "prefill", accepted, proposals, bonus)
+    return table
+
+
+def _quoted(token: str) -> Text:
+    return Text(f'"{printable(token)}"')
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("python -m magicdec.tracking.show", description=__doc__)
+    parser.add_argument("run", help="a run's folder, or the beginning of its id")
+    parser.add_argument("--runs-dir", type=Path, default=Path("runs"), help="the store to look ids up in (runs)")
+    parser.add_argument("--row", type=int, metavar="N", help="only this row; rows without stored text show token ids")
+    parser.add_argument("--rounds", type=int, metavar="N", default=20, help="rounds of a row to show (20; 0: all)")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
