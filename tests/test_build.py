@@ -14,6 +14,7 @@ from magicdec.planning.resolve import resolve
 
 pytest.importorskip("triton")
 LARGE = ["target=llama-3.1-8b", "target.weights=random", "data=random", "draft.synthetic_acceptance=0.8"]
+LARGE += ["target.architecture.num_layers=2"]  # which are as wide as all 32, and planned in a moment
 
 
 @pytest.fixture

@@ -72,9 +72,9 @@ def test_every_option_is_valid_and_every_target_can_be_a_draft(row):
     assert (config.draft.model.name, config.draft.model.path) == (draft, "elsewhere")
 
 
-@pytest.mark.parametrize("choice", ["draft=none", *(f"experiment={name}" for name in EXPERIMENTS)])
-def test_every_experiment_is_valid_and_so_is_no_draft(choice):
-    assert (composed(choice).draft.name == "none") == (choice == "draft=none")
+@pytest.mark.parametrize("name", [name for name in EXPERIMENTS if "paper/" not in name])
+def test_every_experiment_is_valid(name):
+    assert composed(f"experiment={name}").draft.name != "none"
 
 
 @pytest.mark.parametrize("name", OPTIONS["draft"])
@@ -103,6 +103,9 @@ def test_every_sweep_names_keys_that_exist(choice, monkeypatch):
     with initialize_config_dir(str(CONF), version_base="1.3"):
         cfg = compose("config", [choice], return_hydra_config=True)
     params = cfg.hydra.sweeper.params
+    OmegaConf.set_struct(cfg, False)
+    del cfg["hydra"]
+    assert load(cfg).draft.name != "none"
     assert params
     assert {key for key in params if key not in OPTIONS} <= set(known_keys(Config))
 

@@ -21,7 +21,10 @@ def test_against_generate(tmp_path, family):
     # With a mask of its own: generate would take tokens that equal the padding's for padding.
     written = [reference.generate(i, attention_mask=torch.ones_like(i), **settings)[0] for i in ids]
     expected = [row[len(prompt) :].tolist() for row, prompt in zip(written, prompts, strict=True)]
-    for draft, policy in [("self", policy) for policy in CACHES] + [("model", policy) for policy in CACHES]:
+    drafts = [("self", policy) for policy in CACHES]
+    drafts += [("model", policy) for policy in (CACHES if family == "llama" else ["streaming", "snapkv"])]
+    assert open_batch(target, prompts, generate_len=NEW_TOKENS).decoder.generate().tokens == expected
+    for draft, policy in drafts:
         model = noisy_copy(target, 0.1) if draft == "model" else None
         batch = open_batch(
             target,
@@ -34,5 +37,4 @@ def test_against_generate(tmp_path, family):
             budget=16,
             num_sink=2,
         )
-        assert batch.decoder.generate().tokens == expected
         assert batch.decoder.generate(batch.draft).tokens == expected

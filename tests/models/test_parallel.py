@@ -55,7 +55,7 @@ def decoded(rank: int, folders: dict[str, Path], ranks: int, cases: list = CASES
             target.compile_layers()
         drafter = model(folders["mqa"], share(min(draft_ranks, ranks))) if draft == "model" else None
         settings = {"gamma": 3, "budget": 16, "num_sink": 2, "page_size": 4, "sampling": sampling}
-        settings |= {"generate_len": 12, "prefill_chunk": 64}
+        settings |= {"generate_len": 8, "prefill_chunk": 64}
         prompts = random_prompts([40, 53, 61], vocab=VOCAB)
         batch = open_batch(target, prompts, draft_name=draft, draft_model=drafter, policy=policy, **settings)
         plain, fast = batch.decoder.generate(), batch.decoder.generate(batch.draft)

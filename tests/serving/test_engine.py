@@ -12,7 +12,7 @@ from magicdec.measure.memory import _status_bytes
 from magicdec.serving.engine import AsyncEngine
 from magicdec.serving.request import Params
 from magicdec.serving.scheduler import Scheduler
-from tests.serving.test_lossless import EXPECTED, GENERATE, LENGTHS, slots_with
+from tests.serving.test_lossless import GENERATE, LENGTHS, expected, slots_with
 from tests.small import random_prompts
 
 PROMPTS = random_prompts(LENGTHS)
@@ -47,7 +47,7 @@ def test_many_at_once_each_with_its_own_tokens_and_stats():
         return streams, await asyncio.gather(*map(collect, streams))
 
     streams, tokens = run(scenario)
-    assert tokens == EXPECTED
+    assert tokens == expected()
     for stream, prompt, count in zip(streams, PROMPTS, GENERATE, strict=True):
         stats = stream.stats
         assert (stats.prompt_tokens, stats.tokens) == (len(prompt), count)
@@ -80,7 +80,7 @@ def test_one_too_long_is_refused_and_the_others_are_unharmed():
             engine.generate([1] * 200)
         return await collect(first)
 
-    assert run(scenario) == EXPECTED[0]
+    assert run(scenario) == expected()[0]
 
 
 @pytest.mark.parametrize("way", ["cancel", "let go", "cancelled task"])
@@ -104,7 +104,7 @@ def test_whoever_leaves_frees_the_slot(way):
         await until(lambda: engine.num_running == engine.num_waiting == 0)
         return await collect(engine.generate(PROMPTS[1], Params(GENERATE[1], ignore_eos=True)))
 
-    assert run(scenario) == EXPECTED[1]
+    assert run(scenario) == expected()[1]
 
 
 def test_letting_go_of_a_stream_cancels_its_request():
@@ -122,13 +122,13 @@ def test_a_thousand_in_the_queue_do_no_harm():
     async def scenario(engine):
         streams = [engine.generate(PROMPTS[i % 7], Params(GENERATE[i % 7], ignore_eos=True)) for i in range(1000)]
         first = await asyncio.gather(*map(collect, streams[:14]))
-        assert first == EXPECTED * 2
+        assert first == expected() * 2
         for stream in streams[14:-1]:
             stream.cancel()
         assert [await collect(stream) for stream in streams[14:20]] == [[]] * 6
         return await collect(streams[-1])
 
-    assert run(scenario) == EXPECTED[999 % 7]
+    assert run(scenario) == expected()[999 % 7]
 
 
 def test_closing_ends_what_is_still_running():
@@ -179,7 +179,7 @@ def test_soak():
                 stream.cancel()
                 return "cancelled"
             tokens.append(token)
-        assert tokens == EXPECTED[which]
+        assert tokens == expected()[which]
         if number % 200 == 0:
             resident.append(_status_bytes("VmRSS"))
         return "done"

@@ -6,7 +6,7 @@ from magicdec.errors import UserError
 from magicdec.serving.request import Params, Request
 from magicdec.serving.scheduler import Scheduler
 from magicdec.verification.sampling import Sampling
-from tests.serving.test_lossless import EXPECTED, GENERATE, LENGTHS, TARGET, alone, serve, slots_with
+from tests.serving.test_lossless import GENERATE, LENGTHS, TARGET, alone, expected, serve, slots_with
 from tests.small import VOCAB, noisy_copy, random_prompts
 
 
@@ -144,7 +144,7 @@ def test_a_request_that_fails_fails_alone(part, monkeypatch):
     serve(scheduler, [request for request in requests if request is not guilty], 1)
     assert (guilty.end, guilty.tokens) == ("failed", [])
     assert isinstance(guilty.error, OverflowError)
-    assert [r.tokens for r in requests if r is not guilty] == [e for e in EXPECTED if e is not EXPECTED[3]]
+    assert [r.tokens for r in requests if r is not guilty] == [e for e in expected() if e is not expected()[3]]
 
 
 def test_a_failure_ends_slots_that_other_processes_share(monkeypatch):
