@@ -19,6 +19,7 @@ import torch
 from page import RESULTS, commit
 
 from magicdec.config.load import compose
+from magicdec.drafting import IndependentDraft, NgramDraft
 from magicdec.engine.audit import audit
 from magicdec.engine.native import Batch, NativeEngine, warm_up
 from magicdec.measure import memory, metrics
@@ -28,6 +29,7 @@ from magicdec.peers.base import PeerSpec
 from magicdec.peers.transformers import CACHES, TransformersPeer
 from magicdec.planning import build
 from magicdec.planning.resolve import Plan, resolve
+from magicdec.registry import TransformersEngine
 from magicdec.tracking.cells import markdown_table
 from magicdec.tracking.progress import progress
 from magicdec.units import GIB
@@ -82,15 +84,17 @@ def measure(engine: NativeEngine, opened: Batch, name: str, gamma: int) -> dict:
 
 def against_peers(plan: Plan, prompts: list[list[int]], ours: dict) -> list[str]:
     """Measure transformers on the same prompts: its two caches and, at batch 1 (its limit), its own speculation."""
-    spec = PeerSpec(str(plan.target.folder), "float32", "cpu", len(prompts), 0, Sampling(), gamma=3, max_ngram=8)
+    spec = PeerSpec(str(plan.target.folder), "float32", "cpu", len(prompts), 0, Sampling(), gamma=3)
+    engines = {cache: TransformersEngine(cache=cache) for cache in CACHES}
     cells = [f"{ours['autoregressive']:.1f}"]
     for cache in CACHES:
-        tokens, ms = theirs(TransformersPeer(spec, cache), prompts, False)
+        tokens, ms = theirs(TransformersPeer(replace(spec, engine=engines[cache])), prompts, False)
         same = "" if tokens == ours["tokens"] else ", other tokens"
         cells.append(f"{ms:.1f} ({ms / ours['autoregressive']:.1f}x{same})")
     if len(prompts) == 1 and plan.draft is not None:
-        assisted = replace(spec, draft_name="model", draft=str(plan.draft.folder))
-        for one in (assisted, replace(spec, draft_name="ngram")):
+        spec = replace(spec, engine=engines["static"])
+        assisted = replace(spec, draft=IndependentDraft(), draft_folder=str(plan.draft.folder))
+        for one in (assisted, replace(spec, draft=NgramDraft(max_ngram=8))):
             cells.append(f"{theirs(TransformersPeer(one), prompts, True)[1]:.1f}")
     return cells + [""] * (5 - len(cells))
 

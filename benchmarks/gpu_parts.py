@@ -192,6 +192,7 @@ def peers(bench: Bench) -> None:
     """Part g: decode the same prompts with the same checkpoint in transformers, autoregressively."""
     from magicdec.peers.base import PeerSpec
     from magicdec.peers.transformers import TransformersPeer  # here: transformers takes seconds to import
+    from magicdec.registry import TransformersEngine
 
     batch, context, new = bench.sizes.pair_batches[-2], bench.sizes.pair_context // 2, bench.sizes.new_tokens
     plan = bench.plan(f"batch.size={batch}", f"batch.context_len={context}", "draft=none")
@@ -206,7 +207,8 @@ def peers(bench: Bench) -> None:
 
     def transformers(compiled: bool) -> Record:
         dtype, device = plan.config.hardware.dtype, bench.device.type
-        spec = PeerSpec(str(plan.target.folder), dtype, device, batch, context + new, Sampling(), compile=compiled)
+        sizes, keys = (batch, context + new), {"engine": TransformersEngine(), "compile": compiled}
+        spec = PeerSpec(str(plan.target.folder), dtype, device, *sizes, Sampling(), **keys)
         peer = TransformersPeer(spec)
         peer.generate(prompts(), new, speculative=False)  # compiles and warms up
         times = peer.generate(prompts(), new, speculative=False).times

@@ -24,7 +24,7 @@ import torch
 from page import RESULTS, ROOT, setting
 from torch import Tensor
 
-from magicdec.cache.draft_cache import CACHES, DraftCache
+from magicdec.cache.draft_cache import DraftCache
 from magicdec.config.load import compose
 from magicdec.config.schema import Config
 from magicdec.data.ruler import accuracy
@@ -32,7 +32,6 @@ from magicdec.decoding.prefill import prefill
 from magicdec.decoding.scoring import score
 from magicdec.decoding.timers import Stopwatch
 from magicdec.drafts import model as model_drafts
-from magicdec.drafts.base import DRAFTS
 from magicdec.engine.decoder import Generation
 from magicdec.engine.native import Batch, NativeEngine
 from magicdec.measure import metrics
@@ -41,6 +40,7 @@ from magicdec.models.kv_cache import KVCache
 from magicdec.models.transformer import Transformer
 from magicdec.planning import build
 from magicdec.planning.resolve import resolve
+from magicdec.registry import DRAFTS, POLICIES
 from magicdec.tracking.progress import progress
 
 BUDGETS, MIDDLE, GAMMA = (64, 128, 256, 512), 256, 3
@@ -57,11 +57,11 @@ TIMED = "stdlib"
 TASKS = ("repeat", "ruler")  # measured at one budget
 WITHOUT_BUDGET = ("full", "quantized")  # quantized has one, but reads everything
 DRAFTS_POLICIES = {
-    "self": [policy for policy in CACHES if policy != "h2o"],
+    "self": [policy for policy in POLICIES if policy != "h2o"],
     "ngram": ["full"],
     "layer_skip": ["full", "streaming"],
     "hierarchical": ["streaming", "quest", "topk"],
-    "model": [policy for policy in CACHES if policy != "h2o" and not CACHES[policy].facts.needs_target],
+    "model": [policy for policy in POLICIES if policy != "h2o" and not POLICIES[policy].facts.needs_target],
 }
 SLOWEST = [("self", "h2o"), ("model", "h2o")]  # a second pass over the prompt
 REPEATS, PASSES = 5, 2  # of each step, and of whole passes
@@ -109,7 +109,7 @@ class Prefilled:
             self.engine,
             draft=chosen.draft,
             cache=chosen.cache,
-            draft_model=self.engine.draft_model if DRAFTS[draft].needs_model else None,
+            draft_model=self.engine.draft_model if DRAFTS[draft].facts.needs_model else None,
         )
 
 
@@ -188,7 +188,7 @@ def times(prefilled: Prefilled, cell: Cell, draft: Any) -> tuple[Generation, dic
         ratios.append(plain_ms / fast_ms)
         prefills.append(1e3 * (fast.setup_seconds + once.saved_s))
     steps = profile_round(Batch(decoder, draft), REPEATS)
-    scores_once = CACHES[cell[1]].facts.selects == "prefill"
+    scores_once = POLICIES[cell[1]].facts.selects == "prefill"
     select_ms = steps.get("select_ms", 0.0) + (1e3 * once.scoring_s if scores_once else 0.0)
     decoder.forget_cycles()
     return fast, {

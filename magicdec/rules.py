@@ -3,9 +3,9 @@
 import difflib
 import math
 import reprlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, field, fields, is_dataclass
-from typing import Any, NamedTuple, get_args, get_type_hints
+from typing import Any, NamedTuple
 
 from magicdec.errors import UserError
 
@@ -127,23 +127,7 @@ def check(node: Any, prefix: str = "") -> None:
             raise UserError(f"{key}={value}: {rule.valid}{did_you_mean(value, rule.options)}")
 
 
-def has_unknown_keys(node: Any) -> bool:
-    """Whether a dataclass, or one nested in it, was given attributes that are not its fields."""
-    given = vars(node)
-    nested = filter(is_dataclass, given.values())
-    return given.keys() != {entry.name for entry in fields(node)} or any(map(has_unknown_keys, nested))
-
-
-def known_keys(schema: type, prefix: str = "") -> Iterator[str]:
-    """Every key of a dataclass and of those nested in it, dotted."""
-    for name, hint in get_type_hints(schema).items():
-        yield prefix + name
-        for kind in (hint, *get_args(hint)):
-            if is_dataclass(kind) and isinstance(kind, type):
-                yield from known_keys(kind, f"{prefix}{name}.")
-
-
 def did_you_mean(word: object, options: Iterable[str]) -> str:
-    """The end of an error: the option that was probably meant, if any is close."""
+    """Return the end of an error: the option that was probably meant, if any is close."""
     close = difflib.get_close_matches(str(word), list(options), n=1, cutoff=0.7)
     return f"; did you mean {close[0]}?" if close else ""

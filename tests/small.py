@@ -6,9 +6,11 @@ import torch
 
 from magicdec.architectures import ModelConfig
 from magicdec.attention.sdpa import SdpaAttention
-from magicdec.config.schema import CacheConfig, DraftConfig
+from magicdec.drafting import DraftConfig
 from magicdec.engine.native import Batch, NativeEngine
 from magicdec.models.transformer import Transformer
+from magicdec.policies import CacheConfig, Full
+from magicdec.registry import DRAFTS, POLICIES, Registry
 from magicdec.verification.sampling import Sampling
 
 VOCAB = 61
@@ -51,20 +53,27 @@ def random_prompts(lengths: list[int], seed: int = 0, vocab: int = VOCAB) -> lis
     return [torch.randint(0, vocab, (length,), generator=generator).tolist() for length in lengths]
 
 
+def cache_config(policy: str, **keys) -> CacheConfig:
+    """The settings of a policy: those of `keys` that it has."""
+    facts = POLICIES[policy].facts
+    return facts(**{entry.name: keys[entry.name] for entry in fields(facts) if entry.name in keys})
+
+
 def new_engine(
     target: Transformer, draft_name: str = "none", inner: CacheConfig | None = None, **options
 ) -> NativeEngine:
     """An engine, greedy by default. Keys of `draft` and `cache` go to them; `inner` is `draft.cache`."""
-    inner_gamma = 2 if draft_name == "hierarchical" else 0
-    defaults = {"policy": "full", "num_layers": 1, "max_ngram": 4, "inner_gamma": inner_gamma}
+    defaults = {"policy": "full", "num_layers": 1, "max_ngram": 4, "inner_gamma": 2}
     options = defaults | {"sampling": Sampling(), "generate_len": 24, "prefill_chunk": 16} | options
 
-    def taken(group: type) -> dict:
-        keys = {f.name for f in fields(group)} - {f.name for f in fields(NativeEngine)}
+    def taken(registry: Registry) -> dict:
+        keys = registry.own_fields().keys() - {f.name for f in fields(NativeEngine)}
         return {key: options.pop(key) for key in list(options) if key in keys}
 
-    cache = CacheConfig(**taken(CacheConfig))
-    draft = DraftConfig(draft_name, cache=inner or CacheConfig("full"), **taken(DraftConfig))
+    cache = cache_config(options.pop("policy"), **taken(POLICIES))
+    keys = taken(DRAFTS) | {"cache": inner or Full()}
+    facts = DraftConfig if draft_name == "none" else DRAFTS[draft_name].facts
+    draft = facts(draft_name, **{f.name: keys[f.name] for f in fields(facts) if f.name in keys})
     return NativeEngine(target, draft=draft, cache=cache, **options)
 
 

@@ -9,13 +9,11 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from magicdec.architectures import ModelConfig, RopeScaling
-from magicdec.cache.draft_cache import CACHES
 from magicdec.config.checks import refuse_unread, unread, validate, warnings
 from magicdec.config.load import load, to_dict
-from magicdec.config.schema import Config
-from magicdec.drafts.base import DRAFTS
+from magicdec.config.schema import Config, known_keys
 from magicdec.errors import UserError
-from magicdec.rules import known_keys
+from magicdec.registry import DRAFTS, POLICIES
 
 ROOT = Path(__file__).parents[1]
 CONF = ROOT / "conf"
@@ -83,7 +81,7 @@ def test_every_draft_is_valid(name):
 
 
 def test_every_policy_and_draft_has_its_file():
-    assert set(CACHES) <= set(OPTIONS["cache"])
+    assert set(POLICIES) <= set(OPTIONS["cache"])
     assert {"none", *DRAFTS} == set(OPTIONS["draft"])
 
 
@@ -107,7 +105,7 @@ def test_every_sweep_names_keys_that_exist(choice, monkeypatch):
     del cfg["hydra"]
     assert load(cfg).draft.name != "none"
     assert params
-    assert {key for key in params if key not in OPTIONS} <= set(known_keys(Config))
+    assert {key for key in params if key not in OPTIONS} <= set(known_keys())
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "sweeps" / "wandb").glob("*.yaml")), ids=lambda path: path.stem)
@@ -173,7 +171,6 @@ def test_the_first_run_needs_no_warning(default):
         ({"draft__gamma": -1}, "draft.gamma=-1: must be auto or at least 1"),
         ({"draft__gamma": "best"}, "draft.gamma=best: must be auto or at least 1"),
         ({"draft__gamma": 256}, "draft.gamma=256: must be below cache.budget=256"),
-        ({"draft__inner_gamma": 2}, "draft.inner_gamma=2: is for draft=hierarchical alone"),
         ({"draft__quantization": "int2"}, "draft.quantization=int2: must be one of none, int8, int4"),
         (
             {"draft__name": "ngram", "draft__quantization": "int8"},
@@ -181,8 +178,8 @@ def test_the_first_run_needs_no_warning(default):
         ),
         ({"cache__budget": 4}, "cache.budget=4: must be above cache.num_sink=4"),
         ({"cache__budget": -1}, "cache.budget=-1: must be above cache.num_sink=4"),
-        ({"cache__bits": 3}, "cache.bits=3: must be 8 or 4"),
-        ({"cache__kernel": 4}, "cache.kernel=4: must be an odd number of at least 1"),
+        ({"cache__policy": "quantized", "cache__bits": 3}, "cache.bits=3: must be 8 or 4"),
+        ({"cache__policy": "snapkv", "cache__kernel": 4}, "cache.kernel=4: must be an odd number of at least 1"),
         ({"cache__num_sink": -1}, "cache.num_sink=-1: must be at least 0"),
         ({"draft__synthetic_acceptance": 1.5}, "draft.synthetic_acceptance=1.5: must be between 0 and 1"),
         ({"draft__name": "model"}, "draft.model=null: draft.name=model needs one"),
@@ -193,7 +190,7 @@ def test_the_first_run_needs_no_warning(default):
         ({"data__name": "text"}, "data.path=null: data=text needs a file or folder"),
         ({"data__name": "book"}, "data.name=book: must be one of stdlib, text, prompts, pg19, repeat, ruler, random"),
         ({"data__name": "ruler"}, "data.task=null: choose one, as in data.task=niah_single"),
-        ({"data__task": "vt"}, "data.task=vt: a task is for data=ruler alone"),
+        ({"data__task": "vt"}, "data.task=vt: data=stdlib has no tasks"),
         ({"data__name": "ruler", "data__task": "qwe"}, "data.task=qwe: must be one of niah_single, niah_multikey, cwe"),
         ({"data__seed": -1}, "data.seed=-1: must be at least 0"),
         ({"sampling__temperature": -0.5}, "sampling.temperature=-0.5: must be 0 (greedy) or from 0.0001 to 10,000"),

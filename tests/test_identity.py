@@ -8,7 +8,7 @@ import pytest
 
 from magicdec.architectures import ModelConfig
 from magicdec.config.load import compose
-from magicdec.config.schema import ModelChoice
+from magicdec.drafting import ModelChoice
 from magicdec.errors import UserError
 from magicdec.models.checkpoint import read_config
 from magicdec.planning.identity import identify

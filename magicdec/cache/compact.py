@@ -18,14 +18,18 @@ from magicdec.attention.base import Attention, Shape
 from magicdec.cache.draft_cache import DraftCache
 from magicdec.cache.full import FullCache
 from magicdec.models.kv_cache import KVCache
-from magicdec.policies import Policy
+from magicdec.policies import CacheSpec
 
 
 class CompactCache(DraftCache):
     """`budget` committed entries a row and layer; positions are absolute."""
 
-    facts = Policy("compact", compact=True)
     per_row: ClassVar[dict[str, int]] = {**DraftCache.per_row, "shift_B": 0, "positions_LBKS": 1}
+
+    @classmethod
+    def num_slots(cls, spec: CacheSpec, shares_target: bool) -> int:
+        """See DraftCache.num_slots."""
+        return spec.kept + spec.gamma + 1
 
     def set_up(self) -> None:
         """See DraftCache.set_up."""

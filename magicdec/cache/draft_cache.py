@@ -1,7 +1,7 @@
 """What every draft cache has in common: the interface of a cache policy.
 
-A policy decides which KV entries a draft keeps. To add one, subclass DraftCache in a file of this package and register
-it: `@CACHES.register("name")`.
+A policy decides which KV entries a draft keeps. To add one, subclass DraftCache in a file of this package, and make an
+entry in magicdec/registry.py.
 """
 
 from abc import abstractmethod
@@ -13,15 +13,13 @@ from torch import Tensor
 from magicdec.architectures import ModelConfig
 from magicdec.attention.base import Attention
 from magicdec.models.kv_cache import KVCache
-from magicdec.policies import CacheSpec, Policy
-from magicdec.registry import Registry
+from magicdec.policies import CacheConfig, CacheSpec
 
 
 class DraftCache(KVCache):
     """A cache with `length_B` committed tokens (int32) and, in its last valid slots, the proposals of this round."""
 
-    # What the policy reads, stores and selects; a policy registers with its own.
-    facts: ClassVar[Policy]
+    settings: CacheConfig  # the keys and the facts of the policy
     per_row: ClassVar[dict[str, int]] = {**KVCache.per_row, "length_B": 0}
 
     def __init__(
@@ -34,17 +32,17 @@ class DraftCache(KVCache):
         device: torch.device | str,
     ):
         super().__init__(config, num_rows, capacity, dtype, device)
-        self.spec = spec
+        self.spec, self.settings = spec, spec.cache
         self.length_B = torch.zeros(num_rows, dtype=torch.int32, device=device)
         self.set_up()
 
     def set_up(self) -> None:
-        """Allocate what a policy keeps beside keys and values."""
+        """Allocate what a policy keeps in addition to keys and values."""
 
     @classmethod
     def num_slots(cls, spec: CacheSpec, shares_target: bool) -> int:
         """Return the slots per row to allocate, beyond the target's own where a draft shares them."""
-        return cls.facts.slots(spec, 1, shares_target)[0]
+        return 0 if shares_target else spec.capacity
 
     @classmethod
     def build(
@@ -112,6 +110,3 @@ class DraftCache(KVCache):
     @abstractmethod
     def committed_slots_B(self) -> Tensor:
         """Slots that committed tokens occupy, proposals excluded (int32)."""
-
-
-CACHES: Registry[type[DraftCache]] = Registry("magicdec.cache", "cache.policy")

@@ -13,13 +13,10 @@ from torch import Tensor
 from magicdec.attention.base import Attention
 from magicdec.cache.draft_cache import DraftCache
 from magicdec.cache.full import FullCache
-from magicdec.policies import Policy
 
 
 class DynamicCache(FullCache):
     """At most `budget` committed entries are read by each KV head, and this round's proposals."""
-
-    facts = Policy("dynamic", selects="step")
 
     @property
     def budget(self) -> int:

@@ -6,16 +6,13 @@ import torch
 from torch import Tensor
 
 from magicdec.architectures import ModelConfig
-from magicdec.cache.draft_cache import CACHES, CacheSpec, DraftCache
+from magicdec.cache.draft_cache import DraftCache
 from magicdec.models.kv_cache import KVCache
-from magicdec.policies import POLICIES
+from magicdec.policies import CacheSpec
 
 
-@CACHES.register("full")
 class FullCache(DraftCache):
     """Every entry in the slot of its position, so that committing moves nothing."""
-
-    facts = POLICIES["full"]
 
     @classmethod
     def build(

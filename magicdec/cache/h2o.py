@@ -10,13 +10,10 @@ import torch
 from torch import Tensor
 
 from magicdec.attention.base import Attention
-from magicdec.cache.draft_cache import CACHES
 from magicdec.cache.snapkv import SnapKVCache
 from magicdec.models.kv_cache import KVCache
-from magicdec.policies import POLICIES
 
 
-@CACHES.register("h2o")
 class H2OCache(SnapKVCache):
     """Half of the budget for the entries with the largest accumulated attention, half for recent tokens.
 
@@ -25,7 +22,6 @@ class H2OCache(SnapKVCache):
     the window replaces the least heavy hitter if it is heavier. What is evicted is gone.
     """
 
-    facts = POLICIES["h2o"]
     per_row: ClassVar[dict[str, int]] = {**SnapKVCache.per_row, "scores_LBKC": 1, "step_scores_GLBKC": 2}
 
     def set_up(self) -> None:

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from magicdec.architectures import ModelConfig
 from magicdec.attention.base import Attention
-from magicdec.cache.draft_cache import CACHES, CacheSpec, DraftCache
+from magicdec.cache.draft_cache import DraftCache
 from magicdec.cache.full import FullCache
 from magicdec.cache.snapkv import SnapKVCache
 from magicdec.models.kv_cache import KVCache, Place
-from magicdec.policies import POLICIES
+from magicdec.policies import CacheSpec, PyramidKV
 
 
 class LayerCache(SnapKVCache):
@@ -23,16 +23,15 @@ class LayerCache(SnapKVCache):
 
     def fixed_slots(self, budget: int) -> int:
         """See CompactCache.fixed_slots."""
-        return max(0, budget - self.spec.cache.observation_window)
+        return max(0, budget - self.settings.observation_window)
 
 
-@CACHES.register("pyramidkv")
 class PyramidKVCache(DraftCache):
     """A cache per layer. All keep the same recent tokens; the chosen ones fall from about twice their mean in the first
     layer to 1 / `beta` of it in the last, because attention spreads widely in early layers and narrows in late ones.
     """
 
-    facts = POLICIES["pyramidkv"]
+    settings: PyramidKV
 
     def set_up(self) -> None:
         """See DraftCache.set_up."""
@@ -47,14 +46,12 @@ class PyramidKVCache(DraftCache):
     @staticmethod
     def level_specs(spec: CacheSpec, config: ModelConfig) -> list[tuple[CacheSpec, ModelConfig]]:
         """Return what each layer's cache is built from."""
-        window = min(spec.num_recent(spec.cache.observation_window), spec.cache.budget)
-        budgets = POLICIES["pyramidkv"].budgets(spec, config.num_layers)
+        settings = spec.cache
+        assert isinstance(settings, PyramidKV)
+        window = settings.window(spec)
         return [
-            (
-                replace(spec, cache=replace(spec.cache, budget=budget, observation_window=window)),
-                config.layers(i, i + 1),
-            )
-            for i, budget in enumerate(budgets)
+            (replace(spec, cache=replace(settings, budget=budget, observation_window=window)), config.layers(i, i + 1))
+            for i, budget in enumerate(settings.budgets(spec, config.num_layers))
         ]
 
     @classmethod
@@ -72,7 +69,7 @@ class PyramidKVCache(DraftCache):
     @property
     def observes(self) -> int:
         """See DraftCache.observes."""
-        return self.spec.cache.observation_window
+        return self.settings.observation_window
 
     @property
     def num_bytes(self) -> int:

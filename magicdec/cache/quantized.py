@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from magicdec.attention.base import Attention
-from magicdec.cache.draft_cache import CACHES
 from magicdec.cache.full import FullCache
 from magicdec.models.kv_cache import KVCache, copy_row
-from magicdec.policies import POLICIES
+from magicdec.policies import Quantized
 
 
 class Codes:
@@ -57,7 +56,6 @@ class Codes:
         return (codes.unflatten(-1, (-1, self.group_size)) * scale + least).flatten(-2).to(dtype)
 
 
-@CACHES.register("quantized")
 class QuantizedCache(FullCache):
     """Everything in `bits` bits, but for the `budget` latest entries and the proposals, which are the target's own.
 
@@ -65,7 +63,7 @@ class QuantizedCache(FullCache):
     once a backend reads codes itself.
     """
 
-    facts = POLICIES["quantized"]
+    settings: Quantized
 
     def set_up(self) -> None:
         """See DraftCache.set_up."""
@@ -73,7 +71,7 @@ class QuantizedCache(FullCache):
         c, spec = self.config, self.spec
         shape = (c.num_layers, self.num_rows, c.num_kv_heads, spec.capacity, c.head_dim)
         self.k_codes, self.v_codes = (
-            Codes(shape, spec.cache.bits, spec.cache.group_size, self.k_LBKSD.device) for _ in range(2)
+            Codes(shape, self.settings.bits, self.settings.group_size, self.k_LBKSD.device) for _ in range(2)
         )
 
     def copy_row(self, row: int, source: KVCache) -> None:

@@ -11,13 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from magicdec.attention.base import Attention
-from magicdec.cache.draft_cache import CACHES
 from magicdec.cache.dynamic import DynamicCache, best
 from magicdec.models.kv_cache import KVCache
-from magicdec.policies import POLICIES
+from magicdec.policies import Quest
 
 
-@CACHES.register("quest")
 class QuestCache(DynamicCache):
     """Pages of `page_size` entries whose keys lie within known bounds; each step reads budget / page_size pages.
 
@@ -28,15 +26,15 @@ class QuestCache(DynamicCache):
     here all of them select. A budget below page_size makes smaller pages.
     """
 
-    facts = POLICIES["quest"]
+    settings: Quest
     per_row: ClassVar[dict[str, int]] = {**DynamicCache.per_row, "least_LBKPD": 1, "largest_LBKPD": 1}
 
     def set_up(self) -> None:
         """See DraftCache.set_up."""
         super().set_up()
         config, spec = self.config, self.spec
-        self.page_size = min(spec.cache.page_size, self.budget)
-        total = spec.num_pages
+        self.page_size = min(self.settings.page_size, self.budget)
+        total = self.settings.num_pages(spec)
         self.num_pages = total if spec.cache.budget >= spec.max_len else self.budget // self.page_size
         shape = (config.num_layers, self.num_rows, config.num_kv_heads, total, config.head_dim)
         self.least_LBKPD, self.largest_LBKPD = self.k_LBKSD.new_zeros(shape), self.k_LBKSD.new_zeros(shape)

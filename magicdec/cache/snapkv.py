@@ -8,12 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from magicdec.cache.compact import CompactCache
-from magicdec.cache.draft_cache import CACHES
 from magicdec.models.kv_cache import KVCache
-from magicdec.policies import POLICIES
+from magicdec.policies import SnapKV
 
 
-@CACHES.register("snapkv")
 class SnapKVCache(CompactCache):
     """The entries that the prompt's last `observation_window` tokens attend to most, and as many recent tokens.
 
@@ -22,21 +20,21 @@ class SnapKVCache(CompactCache):
     The choice is made once: what is generated afterwards passes through the ring of recent tokens.
     """
 
-    facts = POLICIES["snapkv"]
+    settings: SnapKV
 
     @property
     def observes(self) -> int:
         """See DraftCache.observes."""
-        return self.spec.cache.observation_window
+        return self.settings.observation_window
 
     @property
     def pooling(self) -> int:
         """Neighbours that a score is averaged over."""
-        return self.spec.cache.kernel
+        return self.settings.kernel
 
     def fixed_slots(self, budget: int) -> int:
         """See CompactCache.fixed_slots."""
-        return max(0, budget - self.spec.num_recent(self.spec.cache.observation_window))
+        return max(0, budget - self.spec.num_recent(self.settings.observation_window))
 
     def choose(self, layer: int, source: KVCache, scores_LBKS: Tensor | None) -> Tensor:
         """See CompactCache.choose: the highest pooled scores before the recent tokens. What the layer no longer sees

@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 
 from magicdec.cache.compact import CompactCache
-from magicdec.cache.draft_cache import CACHES, DraftCache
+from magicdec.cache.draft_cache import DraftCache
 from magicdec.models.kv_cache import KVCache
 from magicdec.models.rope import rope_frequencies, rotate
-from magicdec.policies import POLICIES
+from magicdec.policies import Streaming
 
 
-@CACHES.register("streaming")
 class StreamingCache(CompactCache):
     """`budget` committed entries a row and layer: num_sink first tokens and the budget - num_sink latest.
 
@@ -24,7 +23,7 @@ class StreamingCache(CompactCache):
     sinks of a row.
     """
 
-    facts = POLICIES["streaming"]
+    settings: Streaming
     per_row: ClassVar[dict[str, int]] = {**CompactCache.per_row, "sink_k_LBKND": 1}
 
     def set_up(self) -> None:
@@ -41,7 +40,7 @@ class StreamingCache(CompactCache):
 
     def fixed_slots(self, budget: int) -> int:
         """See CompactCache.fixed_slots."""
-        return self.spec.cache.num_sink
+        return self.settings.num_sink
 
     def choose(self, layer: int, source: KVCache, scores_LBKS: Tensor | None) -> Tensor:
         """See CompactCache.choose: the first tokens, in every head."""

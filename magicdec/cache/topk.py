@@ -9,20 +9,15 @@ import torch
 from torch import Tensor
 
 from magicdec.attention.base import Attention
-from magicdec.cache.draft_cache import CACHES
 from magicdec.cache.dynamic import DynamicCache, best
-from magicdec.policies import POLICIES
 
 
-@CACHES.register("topk")
 class TopKCache(DynamicCache):
     """The entries with the most attention from this very query: no other choice of as many retains more of its mass.
 
     Impractical: finding them takes the attention over everything that the choice is meant to save. It shows what a
     budget could give.
     """
-
-    facts = POLICIES["topk"]
 
     def choose(self, layer: int, q_BTHD: Tensor, attention: Attention, plan: Any) -> Tensor:
         """See DynamicCache.choose."""

@@ -12,14 +12,12 @@ import torch
 from torch import Tensor
 
 from magicdec.attention.base import Attention
-from magicdec.cache.draft_cache import CACHES
 from magicdec.cache.dynamic import DynamicCache, best
 from magicdec.cache.observed import ObservedCache
 from magicdec.models.kv_cache import KVCache
-from magicdec.policies import POLICIES, guided_window
+from magicdec.policies import VerifyGuided
 
 
-@CACHES.register("verify_guided")
 class VerifyGuidedCache(DynamicCache):
     """The entries that the last verification attended to most, and recent tokens, a quarter of the budget.
 
@@ -27,13 +25,13 @@ class VerifyGuidedCache(DynamicCache):
     prompt's last `observation_window` tokens. Recent tokens move on in between.
     """
 
-    facts = POLICIES["verify_guided"]
+    settings: VerifyGuided
     per_row: ClassVar[dict[str, int]] = {**DynamicCache.per_row, "chosen_LBKN": 1}
 
     def set_up(self) -> None:
         """See DraftCache.set_up."""
         super().set_up()
-        self.window = guided_window(self.spec)
+        self.window = self.settings.window(self.spec)
         shape = (self.config.num_layers, self.num_rows, self.config.num_kv_heads, self.budget - self.window)
         self.chosen_LBKN = torch.full(shape, -1, dtype=torch.int64, device=self.k_LBKSD.device)
         self._observed: ObservedCache | None = None
@@ -42,12 +40,12 @@ class VerifyGuidedCache(DynamicCache):
     @property
     def observes(self) -> int:
         """See DraftCache.observes."""
-        return self.spec.cache.observation_window
+        return self.settings.observation_window
 
     @property
     def phases(self) -> int:
         """See DraftCache.phases."""
-        return self.spec.cache.refresh
+        return self.settings.refresh
 
     @property
     def num_bytes(self) -> int:

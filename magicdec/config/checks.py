@@ -8,9 +8,10 @@ from typing import Any
 
 import yaml
 
-from magicdec.config.schema import CONF, Config, ModelChoice
+from magicdec.config.schema import CONF, Config
 from magicdec.errors import UserError
-from magicdec.rules import check
+from magicdec.registry import CORPORA
+from magicdec.rules import check, did_you_mean
 
 # Lists that must not be empty, by scenario.
 NEEDED = {
@@ -27,29 +28,26 @@ INSTEAD = {
         "draft.gamma": "scenario.gammas",
     }
 }
-# What engines other than ours draft with.
-PEER_DRAFTS = {"transformers": ("none", "model", "ngram", "layer_skip"), "vllm": ("none", "model", "ngram")}
 
 
 def validate(config: Config) -> None:
     """Raise UserError for the first mistake."""
     check(config)
-    found = [_run]
-    if config.engine.name != "native":
-        found = [_peer, _peers_draft, _run] if config.draft.name != "none" else [_peer, _run]
-    if config.draft.name != "none":
-        found += [_draft, _hierarchical, _ranks, _budget, _noise]
+    is_peer = config.engine.name != "native"
+    found = [*([_peer] if is_peer else []), *([_peers_draft] if is_peer and config.speculates else []), _run]
+    if config.speculates:
+        found += [_draft, _budget, _noise]
     for mistakes in found:
         for mistake in mistakes(config):
             raise UserError(mistake)
 
 
 def warnings(config: Config) -> list[str]:
-    """What is legal but hardly meant, a line each."""
+    """Return a line for each setting that is legal but probably not meant."""
     found = []
     draft, cache, sampling = config.draft, config.cache, config.sampling
     context_len = config.batch.context_len
-    if draft.name == "self" and cache.policy == "full" and draft.quantization == "none":
+    if draft.is_target and not cache.has_budget and draft.quantization == "none":
         found.append("cache=full with draft=self: the target drafts for itself over its own cache, which saves nothing")
     for key, one in config.budgeted.items():
         if one.budget >= context_len:
@@ -106,22 +104,16 @@ def check_length(config: Config, longest: int) -> None:
         )
 
 
-def _models(config: Config) -> dict[str, ModelChoice]:
-    """The models of a run by the keys that choose them."""
-    models = {"target": config.target}
-    if config.draft.model is not None:
-        models["draft.model"] = config.draft.model
-    return models
-
-
 def _run(config: Config) -> Iterator[str]:
-    """Values that are right by themselves and wrong together, wherever the draft has no part in it."""
-    data, scenario = config.data, config.scenario
-    if data.name in ("text", "prompts") and not data.path:
+    """Yield values that are right by themselves and wrong together, apart from those of the draft."""
+    data, scenario, corpus = config.data, config.scenario, CORPORA[config.data.name].facts
+    if corpus.needs_path and not data.path:
         yield f"data.path=null: data={data.name} needs a file or folder, as in data.path=FOLDER"
-    if (data.name == "ruler") != (data.task is not None):
-        valid = "choose one, as in data.task=niah_single" if data.task is None else "a task is for data=ruler alone"
-        yield f"data.task={data.task or 'null'}: {valid}"
+    if corpus.tasks and data.task is None:
+        yield f"data.task=null: choose one, as in data.task={corpus.tasks[0]}"
+    if data.task is not None and data.task not in corpus.tasks:
+        valid = f"must be one of {', '.join(corpus.tasks)}" if corpus.tasks else f"data={data.name} has no tasks"
+        yield f"data.task={data.task}: {valid}{did_you_mean(data.task, corpus.tasks)}"
     for name in NEEDED.get(scenario.name, ()):
         if not getattr(scenario, name):
             yield f"scenario.{name}=[]: scenario={scenario.name} needs at least one"
@@ -133,7 +125,7 @@ def _run(config: Config) -> Iterator[str]:
 
 
 def _peer(config: Config) -> Iterator[str]:
-    """What engines other than ours cannot do, whatever the draft."""
+    """Yield what engines other than ours cannot do, with any draft or none."""
     engine, ranks = f"engine={config.engine.name}", config.hardware.tensor_parallel
     if config.scenario.name != "compare":
         yield f"scenario.name={config.scenario.name}: {engine} goes with scenario=compare only; choose engine=native"
@@ -141,20 +133,19 @@ def _peer(config: Config) -> Iterator[str]:
         yield f"attention.name={config.attention.name}: {engine} has attention of its own; leave attention=auto"
     if ranks > 1:
         yield f"hardware.tensor_parallel={ranks}: {engine} runs on one device here; set it to 1"
-    for key, model in _models(config).items():
+    for key, model in config.models.items():
         if model.weights == "random":
             yield f"{key}.weights=random: {engine} loads checkpoints only; choose engine=native"
 
 
 def _peers_draft(config: Config) -> Iterator[str]:
-    """Drafts that engines other than ours do not have."""
-    name, draft = config.engine.name, config.draft
-    engine, drafts = f"engine={name}", PEER_DRAFTS[name]
+    """Yield what engines other than ours cannot do with this draft."""
+    draft, engine, drafts = config.draft, f"engine={config.engine.name}", ("none", *config.engine.drafts)
     if draft.name not in drafts:
         yield f"draft.name={draft.name}: {engine} has no such draft; choose one of {', '.join(drafts)}"
-    if name == "transformers" and config.batch.size != 1:
+    if config.engine.one_row and config.batch.size != 1:
         yield f"batch.size={config.batch.size}: {engine} speculates on one row at a time; set it to 1, or draft=none"
-    if draft.name != "ngram" and config.cache.policy != "full":
+    if draft.is_model and config.cache.has_budget:
         yield f"cache.policy={config.cache.policy}: {engine} keeps all of a draft's KV cache; choose cache=full"
     if draft.gamma == "auto":
         yield f"draft.gamma=auto: {engine} proposes as many tokens in every round; give a number"
@@ -165,35 +156,15 @@ def _peers_draft(config: Config) -> Iterator[str]:
 
 
 def _draft(config: Config) -> Iterator[str]:
-    """Values that do not go together with this draft."""
-    draft = config.draft
-    if draft.gamma == 0:
-        yield f"draft.gamma=0: must be auto or at least 1 with draft={draft.name}"
+    """Yield values that do not go together with this draft."""
+    draft, ranks = config.draft, config.hardware.tensor_parallel
+    yield from draft.mistakes()
     if config.scenario.name == "serve" and draft.gamma == "auto":
         yield "draft.gamma=auto: scenario=serve needs a number, at least 1"
-    if draft.name in ("model", "hierarchical") and draft.model is None:
-        yield f"draft.model=null: draft.name={draft.name} needs one; choose draft={draft.name} target@draft.model=NAME"
-    if draft.name == "ngram" and draft.quantization != "none":
-        yield f"draft.quantization={draft.quantization}: draft=ngram has no weights; choose none"
-
-
-def _hierarchical(config: Config) -> Iterator[str]:
-    """What a draft with a draft of its own needs, and no other takes."""
-    draft = config.draft
-    if draft.name == "hierarchical" and draft.cache is None:
-        yield "draft.cache=null: draft.name=hierarchical needs one; choose draft=hierarchical cache@draft.cache=NAME"
-    if (draft.name == "hierarchical") != (draft.inner_gamma > 0):
-        valid = "must be at least 1" if draft.name == "hierarchical" else "is for draft=hierarchical alone"
-        yield f"draft.inner_gamma={draft.inner_gamma}: {valid}"
-
-
-def _ranks(config: Config) -> Iterator[str]:
-    """What one rank alone can do."""
-    ranks = f"hardware.tensor_parallel={config.hardware.tensor_parallel}"
-    if config.hardware.tensor_parallel > 1 and config.draft.gamma == "auto":  # each would choose by its own clock
-        yield f"draft.gamma=auto: goes with one rank only, not with {ranks}; give a number"
-    if config.hardware.tensor_parallel > 1 and config.draft.name == "hierarchical":
-        yield f"{ranks}: draft=hierarchical goes with one rank only; set it to 1"
+    if ranks > 1 and draft.gamma == "auto":  # each would choose by its own clock
+        yield f"draft.gamma=auto: goes with one rank only, not with hardware.tensor_parallel={ranks}; give a number"
+    if ranks > 1 and draft.one_rank:
+        yield f"hardware.tensor_parallel={ranks}: draft={draft.name} goes with one rank only; set it to 1"
 
 
 def _budget(config: Config) -> Iterator[str]:
@@ -202,18 +173,16 @@ def _budget(config: Config) -> Iterator[str]:
     if config.scenario.name == "profile":
         key, gamma = "scenario.gammas", max(config.scenario.gammas)
     for name, cache in config.budgeted.items():
-        if cache.budget <= cache.num_sink:
-            sinks = f"{name}.num_sink={cache.num_sink}"
-            yield f"{name}.budget={cache.budget}: must be above {sinks}, to hold the sinks and a window of at least 1"
+        yield from cache.mistakes(name)
         if gamma >= cache.budget:
             yield f"{key}={gamma}: must be below {name}.budget={cache.budget}"
 
 
 def _noise(config: Config) -> Iterator[str]:
-    """Acceptance that would mean nothing."""
+    """Yield what acceptance cannot be measured on."""
     if config.scenario.name not in ("compare", "serve") or config.draft.synthetic_acceptance is not None:
         return
-    sources = [f"{key}.weights=random" for key, model in _models(config).items() if model.weights == "random"]
-    for source in [*sources, "data=random"] if config.data.name == "random" else sources:
+    sources = [f"{key}.weights=random" for key, model in config.models.items() if model.weights == "random"]
+    for source in [*sources, f"data={config.data.name}"] if CORPORA[config.data.name].facts.is_noise else sources:
         valid = "set draft.synthetic_acceptance to a number from 0 to 1, or draft=none"
         yield f"{source}: acceptance cannot be measured on noise; {valid}"

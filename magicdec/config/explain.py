@@ -1,21 +1,18 @@
-"""From what Hydra and OmegaConf say of a mistake to one line that says what is wrong and what would be right."""
+"""Turn the errors of Hydra and OmegaConf into one line that says what is wrong and what would be right."""
 
 import difflib
 import re
-import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 from yaml import MarkedYAMLError
 
-from magicdec.config.schema import CONF, Config
+from magicdec.config.schema import CONF, known_keys
 from magicdec.errors import UserError
-from magicdec.rules import known_keys
 
-# OmegaConf's ways to say that a value does not fit its key, and what would.
+# OmegaConf's messages for a value that does not fit its key, and what would fit.
 MISFITS = {
     "converted to Integer": "must be a whole number",
     "converted to Float": "must be a number",
@@ -29,7 +26,7 @@ MISFITS = {
 # OmegaConf's internal errors where an override sets a key within a null, or merges a dictionary into one.
 WITHIN_NULL = re.compile(r"Unexpected type: None|'NoneType' object has no attribute 'get'")
 
-# What Hydra's plugins of their own bring, by the extra that installs each.
+# Options that a Hydra plugin brings, and the extra that installs it.
 EXTRAS = {
     "hydra/sweeper=optuna": "optuna",
     "hydra/launcher=joblib": "joblib",
@@ -40,7 +37,7 @@ EXTRAS = {
 
 
 def explain(error: Exception, overrides: list[str]) -> str | None:
-    """The helpful part of what we, Hydra or OmegaConf say of a configuration; None if it is not about a mistake."""
+    """Return one line about a mistake in the configuration; None for any other error."""
     if isinstance(error, UserError):
         return str(error)
     if isinstance(error, MarkedYAMLError) and error.problem_mark:
@@ -61,7 +58,7 @@ def explain(error: Exception, overrides: list[str]) -> str | None:
 
 
 def _explain_key(error: OmegaConfBaseException) -> str:
-    """OmegaConf's errors: they know their key, and usually its value."""
+    """Explain an error of OmegaConf, which has the key and usually the value."""
     key, text = error.full_key or "", str(error).partition("\n")[0]
     if isinstance(error, ConfigKeyError | ConfigAttributeError):
         return f"unknown key {key}; {_known_instead(key)}"
@@ -84,8 +81,8 @@ def _origin_of(key: str) -> str:
 
 
 def _known_instead(key: str) -> str:
-    """What an unknown key was probably meant to be: a sibling, its namesake in another group, a similar key."""
-    keys, (parent, _, name) = list(known_keys(Config)), key.rpartition(".")
+    """Suggest a key for an unknown one: a sibling, its namesake in another group, a similar key."""
+    keys, (parent, _, name) = list(known_keys()), key.rpartition(".")
     siblings = [known.rpartition(".")[2] for known in keys if known.rpartition(".")[0] == parent]
     namesakes = [known for known in keys if known.endswith(f".{name}")]
     close = difflib.get_close_matches(name, siblings, n=1)
@@ -95,19 +92,14 @@ def _known_instead(key: str) -> str:
 
 
 def _explain_text(error: Exception, overrides: Sequence[str]) -> str | None:
-    """Hydra's errors: they say it in words, and know their override only while they are raised."""
-    text, override = str(error), _current_override(error)
-    key, _, value = override.lstrip("+").partition("=")
-    parent = key.rpartition(".")[0]
-    if "root: NoneType" in text or (override and WITHIN_NULL.match(text)):  # from OmegaConf, about a key within a null
-        if key.startswith("draft.model."):
-            return f"{override}: draft.model is null; use draft=model"
-        what = f"{key} is null; set it as a whole in a YAML file" if value[:1] == "{" else f"{parent} is null"
-        return f"{override}: {what}; nothing can be set in it from the command line"
+    """Explain an error of Hydra, or an internal one of OmegaConf, by its text."""
+    text = str(error)
+    if "root: NoneType" in text or WITHIN_NULL.match(text):
+        return next(_within_null(overrides), None)
     if "Could not override 'target@draft.model'" in text:
         return "target@draft.model: this draft has no model of its own; use draft=model"
-    if "must be a string or a list" in text and key:
-        return f"{override}: {_no_such_option(value, sorted(path.stem for path in (CONF / key).glob('*.yaml')))}"
+    if "must be a string or a list" in text:
+        return next(_not_an_option(overrides), text)
     if found := re.match(r"Ambiguous value for argument '(.*)'|Sweep parameters '(.*)' requires", text):
         return f"{found[1] or found[2]}: several values need -m; a list is written [a,b], a text \"key='a,b'\""
     found = re.match(r"Multiple values for (\S+)\. To override a value use 'override (.*)'", text)
@@ -156,10 +148,24 @@ def _omegaconf_error(error: BaseException | None) -> OmegaConfBaseException | No
     return error
 
 
-def _current_override(error: Exception) -> str:
-    """The override that Hydra was applying when it gave up; its errors do not all name it."""
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        override = frame.f_locals.get("override")
-        if isinstance(override, Override):
-            return override.input_line or ""
-    return ""
+def _within_null(overrides: Sequence[str]) -> Iterator[str]:
+    """Explain the overrides that may have set a key within a null: those of groups that need not be there."""
+    groups = {key.rpartition(".")[0] for key in known_keys()}
+    nothing = "nothing can be set in it from the command line"
+    for override in overrides:
+        key, _, value = override.lstrip("+").partition("=")
+        parent = key.rpartition(".")[0]
+        if key.startswith("draft.model."):
+            yield f"{override}: draft.model is null; use draft=model"
+        elif value[:1] == "{" and key in groups:
+            yield f"{override}: {key} is null; set it as a whole in a YAML file; {nothing}"
+        elif "." in parent and parent in groups:
+            yield f"{override}: {parent} is null; {nothing}"
+
+
+def _not_an_option(overrides: Sequence[str]) -> Iterator[str]:
+    """Explain the overrides whose key is a group, but whose value is no name."""
+    for override in overrides:
+        key, _, value = override.lstrip("+").partition("=")
+        if (CONF / key).is_dir() and not re.match(r"[A-Za-z]", value.replace("null", "")):
+            yield f"{override}: {_no_such_option(value, sorted(path.stem for path in (CONF / key).glob('*.yaml')))}"

@@ -1,9 +1,9 @@
 """Load and validate a configuration that Hydra has composed, or compose one."""
 
-import dataclasses
 import os
 import re
 from collections.abc import Sequence
+from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import asdict, field, fields, is_dataclass, make_dataclass
 from functools import cache, reduce
 from operator import or_
@@ -18,37 +18,60 @@ from omegaconf import MISSING, DictConfig, OmegaConf, open_dict
 
 from magicdec.config.checks import validate
 from magicdec.config.explain import explain
-from magicdec.config.schema import CONF, Config
+from magicdec.config.schema import CONF, REGISTRIES, Config
+from magicdec.drafting import DraftConfig
 from magicdec.errors import UserError
-from magicdec.rules import has_unknown_keys
+from magicdec.policies import CacheConfig
+from magicdec.registry import EngineConfig
+
+BASES: dict[str, type] = {
+    "cache": CacheConfig,
+    "draft": DraftConfig,
+    "draft.cache": CacheConfig,
+    "engine": EngineConfig,
+}
+Choices = tuple[tuple[str, type], ...]  # the class of each of these groups, by key
 
 
 @cache
-def _mutable(frozen: type) -> type:
+def _mutable(frozen: type, choices: Choices, prefix: str = "") -> type:
     """Return a dataclass with the fields and defaults of a frozen one: OmegaConf merges into no frozen node."""
     entries: list[tuple[str, Any, Any]] = []
     hints = get_type_hints(frozen)
     for entry in fields(frozen):
-        hint, default, factory = _node(hints[entry.name]), entry.default, entry.default_factory
-        if default == () or factory is list:
+        hint, default = _node(hints[entry.name], choices, prefix + entry.name), entry.default
+        value: Any
+        if default == () or entry.default_factory is list:
             value = field(default_factory=list)
-        elif is_dataclass(factory):
+        elif isinstance(hint, type) and is_dataclass(hint):
             value = field(default_factory=hint)
         else:
-            value = field(default=MISSING if default is dataclasses.MISSING else default)
+            value = field(default=MISSING if default is NO_DEFAULT else default)
         entries.append((entry.name, hint, value))
-    mutable = make_dataclass(f"{frozen.__name__}Node", entries, namespace={"frozen": frozen, "__module__": __name__})
-    globals()[mutable.__name__] = mutable  # where pickle looks for it: launchers send configurations to other processes
+    name = "_".join([frozen.__name__, *prefix.split("."), *(chosen.__name__ for _, chosen in choices)])
+    mutable = make_dataclass(name, entries, namespace={"frozen": frozen, "__module__": __name__})
+    globals()[name] = mutable  # where pickle looks for it: launchers send configurations to other processes
     return mutable
 
 
-def _node(hint: Any) -> Any:
+def _node(hint: Any, choices: Choices, key: str) -> Any:
     """Return the type of a field as OmegaConf takes it: nested dataclasses mutable, tuples as lists."""
     if isinstance(hint, type) and is_dataclass(hint):
-        return _mutable(hint)
+        return _mutable(dict(choices).get(key, hint), choices, f"{key}.")
     if get_origin(hint) is tuple:
         return GenericAlias(list, get_args(hint)[0])
-    return reduce(or_, map(_node, get_args(hint))) if isinstance(hint, UnionType) else hint
+    if isinstance(hint, UnionType):
+        return reduce(or_, (_node(part, choices, key) for part in get_args(hint)))
+    return hint
+
+
+def _all_options() -> Choices:
+    """Return for each group a class with the keys of all its options, which Hydra may compose in any order."""
+    found = []
+    for key, base in BASES.items():
+        own = [(entry.name, entry.type, entry) for entry in REGISTRIES[key].own_fields().values()]
+        found.append((key, make_dataclass(base.__name__, own, bases=(base,), frozen=True)))
+    return tuple(found)
 
 
 def _frozen(node: Any, key: str = "") -> Any:
@@ -63,21 +86,35 @@ def _frozen(node: Any, key: str = "") -> Any:
         raise UserError(f"{key[1:]}: {error}") from None
 
 
-SCHEMA = _mutable(Config)
+SCHEMA = _mutable(Config, _all_options())
 ConfigStore.instance().store(name="schema", node=SCHEMA)
 
 
 def load(cfg: DictConfig) -> Config:
     """Return a composed configuration as typed, valid and frozen objects.
 
-    Raise UserError for what `validate` finds, and OmegaConf's errors for unknown keys, wrong types and missing values.
+    Keys of options that are not chosen are left out. Raise UserError for what `validate` finds, and OmegaConf's errors
+    for unknown keys, wrong types and missing values.
     """
-    given = OmegaConf.to_object(cfg)
-    if not isinstance(given, SCHEMA) or has_unknown_keys(given):  # plain YAML; a + on the command line
-        given = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(SCHEMA), OmegaConf.to_container(cfg)))
-    config: Config = _frozen(given)
+    given: Any = OmegaConf.to_container(cfg)
+    choices = []
+    for key, registry in REGISTRIES.items():
+        if (group := _at(cfg, key)) is None:
+            continue
+        name = group[registry.attribute]
+        facts = DraftConfig if key == "draft" and name == "none" else registry[name].facts
+        choices.append((key, facts))
+        plain, known = _at(given, key), {entry.name for entry in fields(facts)}
+        for unread in registry.own_fields().keys() - known:
+            plain.pop(unread, None)
+    schema = OmegaConf.structured(_mutable(Config, tuple(choices)))
+    config: Config = _frozen(OmegaConf.to_object(OmegaConf.merge(schema, given)))
     validate(config)
     return config
+
+
+def _at(values: Any, key: str) -> Any:
+    return reduce(lambda node, name: node and node.get(name), key.split("."), values)
 
 
 def compose(overrides: Sequence[str]) -> Config:
@@ -107,5 +144,10 @@ def override(key: str, value: Any) -> str:
 
 
 def to_dict(config: Config) -> dict[str, Any]:
-    """Plain nested dictionaries."""
-    return asdict(config)
+    """Return plain nested dictionaries, as stored with a run: with the defaults of what other built-in options have."""
+    plain = asdict(config)
+    for key, registry in REGISTRIES.items():
+        if (group := _at(plain, key)) is not None:
+            for name, entry in registry.own_fields(built_in=True).items():
+                group.setdefault(name, entry.default)
+    return plain

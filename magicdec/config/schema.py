@@ -1,68 +1,29 @@
-"""The configuration: the schema of every group in conf/, the rules of single values, and how it is read.
+"""The schema of every group in conf/, with the rules of single values.
 
-A class is a group, a field a key; conf/ explains them and holds the values that a run starts from. Hydra
-and OmegaConf are known to it, load.py, explain.py and the command line only.
+A class is a group, a field a key; conf/ explains them and holds the values that a run starts from. The groups draft,
+cache and engine have a class for each of their options: see magicdec/registry.py.
 """
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
+from typing import Any, get_args, get_type_hints
 
 from omegaconf import MISSING
 
-from magicdec.architectures import Efficiency, ModelConfig
+from magicdec.architectures import Efficiency
+from magicdec.drafting import DraftConfig, ModelChoice
+from magicdec.policies import CacheConfig
+from magicdec.registry import DRAFTS, ENGINES, POLICIES, EngineConfig, Registry
 from magicdec.rules import POSITIVE, SHARES, SIZES, above, at_least, one_of, ruled
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 
 
-@dataclass(frozen=True)
-class ModelChoice:
-    """A model: the target, or an independent draft."""
-
-    name: str = MISSING
-    path: str | None = None
-    weights: str = one_of("checkpoint", "random", default="checkpoint")
-    architecture: ModelConfig | None = None
-
-
-@dataclass(frozen=True)
-class CacheConfig:
-    """What the draft keeps. `policy` is a registered cache policy."""
-
-    policy: str = MISSING
-    budget: int = 0
-    num_sink: int = at_least(0, default=0)
-    observation_window: int = at_least(1, default=32)
-    kernel: int = ruled(5, lambda value: value >= 1 and value % 2 == 1, "must be an odd number of at least 1")
-    beta: int = at_least(1, default=20)
-    page_size: int = at_least(1, default=16)
-    refresh: int = at_least(1, default=1)
-    bits: int = ruled(4, lambda value: value in (4, 8), "must be 8 or 4")
-    group_size: int = at_least(1, default=32)
-
-
 # batch.size=auto. With fewer rows a small model is bound by its weights (CPU) or by latency (GPU), not by its KV cache.
 ROWS_ON = {"cpu": 24, "cuda": 64}
 AUTO_GAMMAS = (1, 2, 3, 5, 8)  # what draft.gamma=auto chooses among: a captured round each
-
-
-@dataclass(frozen=True)
-class DraftConfig:
-    """Who proposes. `name` is none or a registered draft."""
-
-    name: str = MISSING
-    gamma: int | str = ruled(
-        0, lambda value: value == "auto" or (isinstance(value, int) and value >= 0), "must be auto or at least 1"
-    )
-    synthetic_acceptance: float | None = ruled(None, lambda value: 0 <= value <= 1, "must be between 0 and 1")
-    model: ModelChoice | None = None
-    tensor_parallel: int | None = at_least(1, default=None)
-    quantization: str = one_of("none", "int8", "int4", default="none")
-    num_layers: int = at_least(0, default=0)
-    max_ngram: int = at_least(1, default=8)
-    inner_gamma: int = at_least(0, default=0)
-    cache: CacheConfig | None = None
 
 
 @dataclass(frozen=True)
@@ -102,9 +63,9 @@ class BatchConfig:
 class DataConfig:
     """Where prompts come from."""
 
-    name: str = one_of("stdlib", "text", "prompts", "pg19", "repeat", "ruler", "random", default=MISSING)
+    name: str = MISSING
     path: str | None = None
-    task: str | None = one_of("niah_single", "niah_multikey", "cwe", "vt", "qa", default=None)
+    task: str | None = None
     seed: int = at_least(0, default=0)
     save_prompts: bool = False
 
@@ -129,17 +90,6 @@ class AttentionConfig:
     """Who computes attention."""
 
     name: str = one_of("auto", "sdpa", "cpp", "triton", "flash", "flashinfer", default=MISSING)
-
-
-@dataclass(frozen=True)
-class EngineConfig:
-    """Who decodes."""
-
-    name: str = one_of("native", "transformers", "vllm", default=MISSING)
-    cache: str = one_of("static", "dynamic", default="static")
-    python: str | None = None
-    method: str = one_of("draft_model", "eagle", "eagle3", default="draft_model")
-    time_limit_s: float = above(0, default=1800)
 
 
 @dataclass(frozen=True)
@@ -191,27 +141,32 @@ class SweepConfig:
 class Config:
     """A whole run."""
 
-    target: ModelChoice = field(default_factory=ModelChoice)
-    draft: DraftConfig = field(default_factory=DraftConfig)
-    cache: CacheConfig = field(default_factory=CacheConfig)
-    hardware: HardwareConfig = field(default_factory=HardwareConfig)
-    batch: BatchConfig = field(default_factory=BatchConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    attention: AttentionConfig = field(default_factory=AttentionConfig)
-    engine: EngineConfig = field(default_factory=EngineConfig)
-    scenario: ScenarioConfig = field(default_factory=ScenarioConfig)
-    wandb: WandbConfig = field(default_factory=WandbConfig)
+    target: ModelChoice
+    draft: DraftConfig
+    cache: CacheConfig
+    hardware: HardwareConfig
+    batch: BatchConfig
+    data: DataConfig
+    sampling: SamplingConfig
+    attention: AttentionConfig
+    engine: EngineConfig
+    scenario: ScenarioConfig
+    wandb: WandbConfig
+    sweep: SweepConfig
     runs_dir: str = MISSING
     resume: bool | str = ruled(
         MISSING, lambda value: value in (True, False, "any_version"), "must be true, false or any_version"
     )
-    sweep: SweepConfig = field(default_factory=SweepConfig)
+
+    @property
+    def speculates(self) -> bool:
+        """Return whether the run has a draft."""
+        return self.draft.name != "none"
 
     @property
     def gammas(self) -> tuple[int, ...]:
         """Return the gammas that a run may use: for auto all that fit into the budgets; (0,) without a draft."""
-        if self.draft.name == "none":
+        if not self.speculates:
             return (0,)
         if self.draft.gamma != "auto":
             return (int(self.draft.gamma),)
@@ -220,10 +175,26 @@ class Config:
 
     @property
     def budgeted(self) -> dict[str, CacheConfig]:
-        """Return the caches whose `budget` bounds what the draft reads, by key: full ignores it, ngram has no cache."""
-        caches: dict[str, CacheConfig] = {}
-        if self.draft.name not in ("none", "ngram"):
-            caches["cache"] = self.cache
-        if self.draft.name == "hierarchical" and self.draft.cache is not None:
-            caches["draft.cache"] = self.draft.cache
-        return {key: cache for key, cache in caches.items() if cache.policy != "full"}
+        """Return the caches whose `budget` bounds what the draft reads, by key."""
+        caches = self.draft.caches(self.cache) if self.speculates else {}
+        return {key: cache for key, cache in caches.items() if cache.has_budget}
+
+    @property
+    def models(self) -> dict[str, ModelChoice]:
+        """Return the models of a run by the keys that choose them."""
+        return {"target": self.target} | ({"draft.model": self.draft.model} if self.draft.model else {})
+
+
+# Groups whose options have keys of their own, by their key in the configuration.
+REGISTRIES: dict[str, Registry[Any]] = {"cache": POLICIES, "draft": DRAFTS, "draft.cache": POLICIES, "engine": ENGINES}
+
+
+def known_keys(schema: type = Config, prefix: str = "") -> Iterator[str]:
+    """Yield every key of the configuration, dotted; those of all options."""
+    own = REGISTRIES[prefix[:-1]].own_fields() if prefix[:-1] in REGISTRIES else {}
+    hints = get_type_hints(schema) | {name: entry.type for name, entry in own.items()}
+    for name, hint in hints.items():
+        yield prefix + name
+        for kind in (hint, *get_args(hint)):
+            if is_dataclass(kind) and isinstance(kind, type):
+                yield from known_keys(kind, f"{prefix}{name}.")

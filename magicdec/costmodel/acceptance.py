@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 from magicdec.costmodel.round import Setup
 from magicdec.costmodel.speedup import alpha_from_acceptance_length
 from magicdec.costmodel.tables import PUBLISHED, read_table
-from magicdec.policies import POLICIES
+from magicdec.errors import UserError
+from magicdec.registry import DRAFTS, POLICIES
 
 PUBLISHED_ALPHAS = PUBLISHED.parent / "acceptance.csv"
 SAME = 1.05  # contexts and budgets within this ratio count as equal: 32,768 is measured where 32,000 is
@@ -36,13 +37,13 @@ class Point(NamedTuple):
     source: str
     measured: bool = False  # in a run of our own
     quantization: str = "none"  # of the draft's weights
-    settings: tuple[int, ...] | None = None  # of the policy, as `Policy.settings` names them; None: a publication's
+    settings: tuple[int, ...] | None = None  # of the policy, as `CacheConfig.settings` has them; None: a publication's
 
     def answers(self, setup: Setup) -> bool:
         """Return whether the point was measured on this target, draft and policy, in this form."""
-        wanted = (setup.target_name, setup.draft.name, setup.cache.policy, setup.draft.quantization)
+        wanted = (setup.target_name, setup.draft_label, setup.cache.policy, setup.draft.quantization)
         is_same_draft = (self.target, self.draft, self.policy, self.quantization) == wanted
-        return is_same_draft and self.settings in (None, _settings(vars(setup.cache)))
+        return is_same_draft and self.settings in (None, setup.cache.settings)
 
 
 class Estimate(NamedTuple):
@@ -140,7 +141,7 @@ def measured(runs: Iterable[Mapping[str, Any]]) -> list[Point]:
     for run in runs:
         try:
             points += _point(run)
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (UserError, ValueError, KeyError, TypeError, AttributeError):
             continue  # a run of another version, or none of ours
     return points
 
@@ -150,9 +151,10 @@ def _point(run: Mapping[str, Any]) -> list[Point]:
         return []
     config = run["config"]
     draft, data, cache = config["draft"], config["data"], config["cache"]
+    facts = DRAFTS[draft["name"]].facts
     point = Point(
         target=config["target"]["name"],
-        draft=draft_name(draft["name"], (draft.get("model") or {}).get("name"), draft.get("num_layers")),
+        draft=facts.described(facts.label, draft),
         policy=cache["policy"],
         budget=int(cache["budget"]),
         context_len=round(run.get("data/context_len_mean") or config["batch"]["context_len"]),  # of its own prompts
@@ -161,7 +163,7 @@ def _point(run: Mapping[str, Any]) -> list[Point]:
         source=f"run {Path(run['folder']).name}",
         measured=True,
         quantization=draft.get("quantization", "none"),
-        settings=_settings(cache),
+        settings=tuple(cache[key] for key in POLICIES[cache["policy"]].facts.own_keys()),
     )
     return [point]
 
@@ -172,28 +174,17 @@ def task_name(data: str, task: str | None, temperature: float) -> str:
     return f"{text} at temperature {temperature:g}" if temperature else text
 
 
-def draft_name(kind: str, model: str | None, num_layers: int | None) -> str:
-    """What acceptance is known under: an independent draft's own name, or the kind, with the layers that it keeps."""
-    if kind == "model" and model is not None:
-        return model
-    return f"layer_skip-{num_layers}" if kind == "layer_skip" else kind
-
-
 def is_same(a: int, b: int) -> bool:
     """Whether two contexts or budgets count as equal."""
     return max(a, b) <= SAME * min(a, b)
 
 
-def _settings(cache: Mapping[str, Any]) -> tuple[int, ...]:
-    return tuple(cache[key] for key in POLICIES[cache["policy"]].settings)
-
-
 def _is_exact(setup: Setup, generate_len: int) -> bool:
     """Return whether the target drafts for itself, unquantised, over all that it attends to in verification."""
-    draft, facts = setup.draft, setup.facts
-    if draft.kind != "self" or draft.quantization != "none" or facts.quantized:
+    draft, cache = setup.draft, setup.cache
+    if not draft.is_target or draft.quantization != "none" or cache.quantized:
         return False
-    return facts.reads_everything or setup.cache.budget >= setup.context + generate_len
+    return cache.reads_everything or cache.budget >= setup.context + generate_len
 
 
 def _describe(points: Sequence[Point]) -> str:

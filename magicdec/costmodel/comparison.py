@@ -45,7 +45,7 @@ def published(setup: Setup, task: str) -> dict[str, float | int | str | None]:
     milliseconds.
     """
     machine = f"{setup.ranks}x{setup.hardware.device.name}".lower()
-    wanted = (setup.target_name, setup.draft.name, setup.cache.policy, setup.cache.budget, setup.context, setup.batch)
+    wanted = (setup.target_name, setup.draft_label, setup.cache.policy, setup.cache.budget, setup.context, setup.batch)
     for row in read_table():
         found = (row.target, row.draft, row.policy, row.kv_budget, row.context_len, row.batch_size)
         if found == wanted and row.hardware.lower() == machine and row.task.startswith(task):

@@ -8,12 +8,12 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from magicdec.config.schema import CacheConfig
 from magicdec.costmodel.acceptance import Curves, is_same
 from magicdec.costmodel.predict import GAMMAS, Prediction, predict
-from magicdec.costmodel.round import DraftChoice, Setup
+from magicdec.costmodel.round import Setup
+from magicdec.drafting import DraftConfig, NgramDraft, SelfDraft
 from magicdec.errors import UserError
-from magicdec.policies import policy_named
+from magicdec.policies import CacheConfig
 
 BUDGETS = (256, 512, 1024, 2048)  # tried beside those with a known acceptance
 FOUND_BY = "# Found by:"  # in the experiments that it writes
@@ -57,7 +57,7 @@ def search(
     setup: Setup,
     curves: Curves,
     batches: Sequence[int] | None = None,
-    drafts: Iterable[DraftChoice] = (DraftChoice(),),
+    drafts: Iterable[DraftConfig] = (SelfDraft(),),
     caches: Sequence[CacheConfig] = (),
     gammas: Sequence[int] = GAMMAS,
     latency_ms: float | None = None,
@@ -76,7 +76,7 @@ def search(
     unknown: list[Prediction] = []
     too_large = 0
     for batch in batches or (setup.batch,):
-        alone = setup.at(batch=batch, draft=DraftChoice("ngram", "none"))  # needs no memory of its own
+        alone = setup.at(batch=batch, draft=NgramDraft())  # needs no memory of its own
         if predict(alone, (1,), generate_len=generate_len).fits:
             plans.append(Candidate(alone, None, alone.target_time.total))
         for candidate in _setups(setup.at(batch=batch), drafts, caches, curves):
@@ -96,16 +96,16 @@ def search(
 
 
 def _setups(
-    setup: Setup, drafts: Sequence[DraftChoice], caches: Sequence[CacheConfig], curves: Curves
+    setup: Setup, drafts: Sequence[DraftConfig], caches: Sequence[CacheConfig], curves: Curves
 ) -> Iterable[Setup]:
     for draft in drafts:
-        for cache in caches[: 1 if draft.kind == "ngram" else None]:
-            if policy_named(cache.policy).needs_target and draft.model is not None:
+        for cache in caches[: None if draft.is_model else 1]:
+            if cache.needs_target and not draft.shares_target:
                 continue
             found = setup.at(draft=draft, cache=cache)
             known = curves.budgets(found)
             others = [budget for budget in BUDGETS if not any(is_same(budget, other) for other in known)]
-            for budget in (setup.context,) if cache.policy == "full" else sorted(known + others):
+            for budget in (setup.context,) if not cache.has_budget else sorted(known + others):
                 if budget <= setup.context:
                     yield found.at(budget=budget)
 
@@ -124,7 +124,7 @@ def _nothing(setup: Setup, batches: Sequence[int] | None, plans: Sequence[Candid
 def experiment_yaml(plan: Candidate, command: str, path: str | None = None) -> str:
     """Return the plan as the text of a file in conf/experiment; `path` is that of a target that no option names."""
     setup, prediction = plan.setup, plan.prediction
-    kind = setup.draft.kind if prediction else "none"
+    draft = setup.draft.name if prediction else "none"
     lines = ["# @package _global_"]
     if prediction and prediction.estimate:
         lines.append(
@@ -137,10 +137,10 @@ def experiment_yaml(plan: Candidate, command: str, path: str | None = None) -> s
     lines += [
         "defaults:",
         f"  - override /target: {'custom' if path else setup.target_name}",
-        f"  - override /draft: {kind}",
+        f"  - override /draft: {draft}",
     ]
-    if kind == "model":
-        lines.append(f"  - override /target@draft.model: {setup.draft.name}")
+    if prediction and setup.draft.model:
+        lines.append(f"  - override /target@draft.model: {setup.draft.model.name}")
     lines += [f"  - override /cache: {setup.cache.policy}"] if prediction else []
     lines += [f"  - override /hardware: {setup.hardware.name.lower()}", ""]
     lines += ["target:", f"  path: {json.dumps(path)}"] if path else []
@@ -148,8 +148,8 @@ def experiment_yaml(plan: Candidate, command: str, path: str | None = None) -> s
         lines += ["draft:", f"  gamma: {plan.gamma}"]
         if setup.draft.tensor_parallel is not None:
             lines += [f"  tensor_parallel: {setup.draft.tensor_parallel}"]
-        keys = {"budget": setup.cache.budget} if setup.cache.policy != "full" else {}
-        keys |= {key: getattr(setup.cache, key) for key in setup.facts.settings}
+        keys = {"budget": setup.cache.budget} if setup.cache.has_budget else {}
+        keys |= dict(zip(setup.cache.own_keys(), setup.cache.settings, strict=True))
         lines += ["cache:", *(f"  {key}: {value}" for key, value in keys.items())] if keys else []
     lines += ["batch:", f"  size: {setup.batch}", f"  context_len: {setup.context}"]
     return "\n".join(lines) + "\n"

@@ -1,50 +1,17 @@
 """The times of a round's parts, for a target, a draft, a cache policy, a machine, a batch and a context."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from magicdec.architectures import ModelConfig, check_ranks
-from magicdec.config.schema import CacheConfig
 from magicdec.costmodel.hardware import Hardware
-from magicdec.costmodel.roofline import (
-    BF16,
-    Pass,
-    StepTime,
-    choice_time,
-    step_time,
-    weight_count,
-)
+from magicdec.costmodel.roofline import BF16, Pass, StepTime, choice_time, step_time, weight_count
+from magicdec.drafting import DraftConfig, SelfDraft
 from magicdec.errors import UserError
-from magicdec.policies import CacheSpec, Policy, code_bytes, policy_named
+from magicdec.policies import CacheConfig, CacheSpec, Streaming
 
-DRAFT_KINDS = ("self", "model", "ngram", "layer_skip")
 QUANTIZED_BYTES = {"int8": 1.0, "int4": 0.5}  # of a weight
-
-
-@dataclass(frozen=True)
-class DraftChoice:
-    """What proposes: the target itself, its first `num_layers` layers, a model of its own, or the text (`ngram`), which
-    takes no time to speak of.
-    """
-
-    kind: str = "self"
-    name: str = "self"
-    model: ModelConfig | None = None  # of an independent draft
-    tensor_parallel: int | None = None  # ranks of an independent draft; None: as its stack does
-    quantization: str = "none"
-    num_layers: int | None = None  # of layer_skip
-
-    def __post_init__(self) -> None:
-        if self.kind not in DRAFT_KINDS:
-            raise UserError(f"draft={self.kind} has no cost model; one of: {', '.join(DRAFT_KINDS)}")
-        if (self.kind == "model") != (self.model is not None):
-            raise UserError(f"draft={self.kind} with draft.model={self.name}: a model is for draft=model alone")
-        if (self.kind == "layer_skip") != (self.num_layers is not None):
-            raise UserError(f"draft={self.kind} with draft.num_layers={self.num_layers}: for draft=layer_skip alone")
-        if self.quantization not in ("none", *QUANTIZED_BYTES):
-            valid = ", ".join(("none", *QUANTIZED_BYTES))
-            raise UserError(f"draft.quantization={self.quantization} has no cost model; one of: {valid}")
 
 
 @dataclass(frozen=True)
@@ -55,8 +22,8 @@ class Setup:
     hardware: Hardware
     batch: int
     context: int
-    draft: DraftChoice = DraftChoice()
-    cache: CacheConfig = field(default_factory=lambda: CacheConfig("streaming", 512))
+    draft: DraftConfig = field(default_factory=SelfDraft)  # with the architecture of a model of its own
+    cache: CacheConfig = field(default_factory=lambda: Streaming(budget=512))
     target_name: str = "target"
     element_bytes: float = BF16  # of weights, keys, values and activations, where nothing is quantized
 
@@ -64,19 +31,19 @@ class Setup:
         for key, value in (("batch.size", self.batch), ("batch.context_len", self.context)):
             if value < 1:
                 raise UserError(f"{key}={value} must be at least 1")
-        if self.draft.num_layers is not None and not 1 <= self.draft.num_layers < self.target.num_layers:
-            valid = f"must be from 1 to {self.target.num_layers - 1}"
-            raise UserError(f"draft.num_layers={self.draft.num_layers}: {valid}, fewer than the target has")
-        if self.cache.budget < 1 and not self.facts.reads_everything:
-            raise UserError(f"cache.budget={self.cache.budget} must be at least 1")
-        check_ranks(self.target, self.ranks, self.draft.model, self.draft_ranks)
-        if self.draft.kind != "ngram":
-            self.facts.check(self.draft_model, self.draft_ranks, self.draft.model is None)
+        if not self.draft.is_predicted:
+            raise UserError(f"draft={self.draft.name} has no cost model")
+        self.draft.check(self.target)
+        check_ranks(self.target, self.ranks, self.draft.own_model, self.draft_ranks)
+        if self.draft.is_model:
+            for mistake in self.cache.mistakes("cache"):
+                raise UserError(mistake)
+            self.cache.check(self.draft_model, self.draft_ranks, self.draft.shares_target)
 
-    @cached_property
-    def facts(self) -> Policy:
-        """Return what the policy reads, stores and selects."""
-        return policy_named(self.cache.policy)
+    @property
+    def draft_label(self) -> str:
+        """The name under which the draft's acceptance is known."""
+        return self.draft.described(self.draft.label, asdict(self.draft))
 
     @property
     def ranks(self) -> int:
@@ -86,17 +53,15 @@ class Setup:
     @property
     def draft_model(self) -> ModelConfig:
         """The model that drafts."""
-        if self.draft.num_layers is not None:
-            return self.target.layers(0, self.draft.num_layers)
-        return self.draft.model or self.target
+        return self.draft.drafter(self.target)
 
     @property
     def draft_ranks(self) -> int:
         """GPUs that share the draft."""
-        if self.draft.model is None:
+        if self.draft.own_model is None:
             return self.ranks
         most = self.hardware.stack.draft_ranks
-        usual = self.ranks if most is None else min(self.ranks, most, self.draft.model.num_kv_heads)
+        usual = self.ranks if most is None else min(self.ranks, most, self.draft.own_model.num_kv_heads)
         return self.draft.tensor_parallel or usual
 
     @property
@@ -107,7 +72,7 @@ class Setup:
     @property
     def draft_kv_bytes(self) -> float:
         """Bytes of an element of the draft's KV cache."""
-        return code_bytes(self.cache, self.draft_model) if self.facts.quantized else self.element_bytes
+        return self.cache.element_bytes(self.draft_model, self.element_bytes)
 
     @property
     def target_pass(self) -> Pass:
@@ -123,7 +88,7 @@ class Setup:
     @cached_property
     def draft_step_times(self) -> tuple[StepTime, StepTime]:
         """The first draft step of a round, and each of the others."""
-        if self.draft.kind == "ngram":
+        if not self.draft.is_model:
             return StepTime(), StepTime()
         step = Pass(
             self.draft_model,
@@ -136,13 +101,13 @@ class Setup:
             activation_bytes=self.element_bytes,
         )
         later = step_time(step, self.hardware)
-        refed = self.hardware.stack.refed_tokens(self.draft.kind, self.cache.policy)
+        refed = self.hardware.stack.refed_tokens(self.draft.shares_target, self.cache.policy)
         return later if refed == 1 else step_time(step._replace(query_tokens=refed), self.hardware), later
 
     @property
     def tokens_read(self) -> int:
         """Entries per sequence and layer that a draft step reads."""
-        return self.facts.tokens_read(self.context, self.cache.budget)
+        return self.cache.tokens_read(self.context)
 
     def cache_spec(self, gamma: int, generate_len: int = 0) -> CacheSpec:
         """Return what the draft's cache is allocated for where `generate_len` tokens follow the context."""
@@ -150,11 +115,10 @@ class Setup:
         is_longer = length > self.draft_model.max_position_embeddings
         return CacheSpec(self.cache, gamma, length, is_longer)
 
-    def at(self, **changes: Any) -> "Setup":
-        """Return the same with some values changed; keys of the cache go by their own names."""
-        own = {name: changes.pop(name) for name in vars(self.cache).keys() & changes.keys()}
-        if own:
-            changes["cache"] = replace(self.cache, **own)
+    def at(self, *, budget: int | None = None, **changes: Any) -> "Setup":
+        """Return the same with some values changed; `budget` is that of the cache."""
+        if budget is not None:
+            changes["cache"] = replace(changes.get("cache", self.cache), budget=budget)
         other = replace(self, **changes)
         if changes.keys() == {"context"} and other.tokens_read == self.tokens_read:
             other.__dict__["draft_step_times"] = self.draft_step_times  # the search for S* asks for little else
@@ -209,11 +173,12 @@ def draft_time(setup: Setup, gamma: int) -> StepTime:
 
 def select_time(setup: Setup, gamma: int) -> StepTime:
     """Return T_select: what a draft step spends on choosing its entries, on average."""
-    if setup.draft.kind == "ngram" or setup.facts.selects not in ("step", "round"):
+    cache = setup.cache
+    if not setup.draft.is_model or cache.selects not in ("step", "round"):
         return StepTime()
     model = setup.draft_model.shared_by(setup.draft_ranks)
-    moved = setup.batch * setup.facts.choice(setup.cache_spec(gamma), model, setup.element_bytes)
-    steps = 1 if setup.facts.selects == "step" else gamma * setup.cache.refresh
+    moved = setup.batch * cache.choice_bytes(setup.cache_spec(gamma), model, setup.element_bytes)
+    steps = 1 if cache.selects == "step" else gamma * cache.rounds_per_choice
     return StepTime(kv=moved / setup.hardware.bandwidth / steps)
 
 
@@ -235,15 +200,15 @@ class Memory:
 
 def memory(setup: Setup, gamma: int, generate_len: int = 0) -> Memory:
     """Return the bytes of weights and caches while `generate_len` tokens are generated with proposals of `gamma`."""
-    draft, facts, size = setup.draft, setup.facts, setup.element_bytes
+    draft, size = setup.draft, setup.element_bytes
     spec, target = setup.cache_spec(gamma, generate_len), setup.target.shared_by(setup.ranks)
     target_weights = weight_count(setup.target, setup.ranks) * size
     target_kv = setup.batch * target.kv_elements_per_token * spec.capacity * size
     draft_weights = draft_kv = draft_prefill = 0.0
-    if draft.kind == "model" or draft.quantization != "none":
+    if draft.needs_model or draft.quantization != "none":
         draft_weights = weight_count(setup.draft_model, setup.draft_ranks) * setup.draft_weight_bytes
-    if draft.kind != "ngram":
-        model, shares_target = setup.draft_model.shared_by(setup.draft_ranks), draft.model is None
-        draft_kv = setup.batch * facts.stored_bytes(spec, model, size, shares_target)
-        draft_prefill = 0.0 if shares_target else setup.batch * facts.prefill_bytes(spec, model, size)
+    if draft.is_model:
+        model = setup.draft_model.shared_by(setup.draft_ranks)
+        draft_kv = setup.batch * spec.stored_bytes(model, size, draft.shares_target)
+        draft_prefill = 0.0 if draft.shares_target else setup.batch * spec.prefill_bytes(model, size)
     return Memory(target_weights, target_kv, draft_weights, draft_kv, draft_prefill)

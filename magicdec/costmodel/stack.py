@@ -22,10 +22,10 @@ class Stack:
     # Ranks that share an independent draft unless a configuration says how many; None: all of the target's.
     draft_ranks: int | None = None
 
-    def refed_tokens(self, draft: str, policy: str) -> int:
-        """Committed tokens that the first draft step of a round feeds."""
+    def refed_tokens(self, shares_target: bool, policy: str) -> int:
+        """Return the committed tokens that the first draft step of a round feeds."""
         exact = self.exact_kv_policies is None or policy in self.exact_kv_policies
-        return 1 if draft != "model" and exact else 2
+        return 1 if shares_target and exact else 2
 
 
 STACKS = {

@@ -6,11 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from magicdec.architectures import ModelConfig
-from magicdec.config.schema import CacheConfig
 from magicdec.costmodel.hardware import Hardware, hardware_named
 from magicdec.costmodel.roofline import BF16
-from magicdec.costmodel.round import DraftChoice, Setup
+from magicdec.costmodel.round import Setup
+from magicdec.drafting import DraftConfig, IndependentDraft, ModelChoice, SelfDraft
 from magicdec.errors import UserError
+from magicdec.policies import CacheConfig, Full
+from magicdec.registry import POLICIES
 
 # Tables 2, 3 and 6 of MagicDec (arXiv 2408.11049, the ICLR version): published measurements. Times in ms, the budget
 # per sequence, tensor parallel over all GPUs named; draft_ms is that of all gamma draft steps.
@@ -46,15 +48,20 @@ class Row:
 
     def setup(self, model: Callable[[str], ModelConfig], machine: Hardware | None = None) -> Setup:
         """Return the setup to predict; `model` maps names to architectures. `machine` replaces the hardware named."""
-        draft = DraftChoice() if self.draft == "self" else DraftChoice("model", self.draft, model(self.draft))
+        draft: DraftConfig = SelfDraft()
+        if self.draft != draft.name:
+            draft = IndependentDraft(model=ModelChoice(self.draft, architecture=model(self.draft)))
         unlimited = self.kv_budget is None or self.kv_budget < 0  # the reference's -1
+        cache: CacheConfig = Full(budget=self.context_len)
+        if not unlimited:
+            cache = POLICIES[self.policy].facts(budget=int(self.kv_budget or 0))
         return Setup(
             target=model(self.target),
             hardware=machine or hardware_named(self.hardware),
             batch=self.batch_size,
             context=self.context_len,
             draft=draft,
-            cache=CacheConfig(*("full", self.context_len) if unlimited else (self.policy, int(self.kv_budget or 0))),
+            cache=cache,
             target_name=self.target,
             element_bytes=self.element_bytes,
         )

@@ -3,18 +3,17 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
-from magicdec.architectures import ModelConfig
-from magicdec.cache.draft_cache import CACHES, DraftCache
-from magicdec.config.schema import CacheConfig, DraftConfig
+from magicdec.cache.draft_cache import DraftCache
 from magicdec.decoding.state import State
+from magicdec.drafting import DraftConfig
 from magicdec.models.kv_cache import KVCache
 from magicdec.models.transformer import Transformer
-from magicdec.policies import CacheSpec, Selects
-from magicdec.registry import Registry
+from magicdec.policies import CacheConfig, CacheSpec, Selects
+from magicdec.registry import POLICIES
 from magicdec.verification.sampling import RowSampling, Sampling
 
 
@@ -49,9 +48,10 @@ class DraftSpec:
     def new_cache(self, model: Transformer, target_cache: KVCache | None) -> DraftCache:
         """Allocate a cache for `model`; `target_cache` where it drafts from the target's own entries."""
         is_longer = self.state.max_len > model.config.max_position_embeddings
-        spec = CacheSpec(self.cache, self.gamma + self.draft.inner_gamma, self.state.max_len, is_longer)
+        spec = CacheSpec(self.cache, self.gamma + self.draft.extra_tokens, self.state.max_len, is_longer)
         weight, rows = model.embed.weight, len(self.state.tokens_BS)
-        return CACHES[self.cache.policy].build(spec, model.config, rows, weight.dtype, weight.device, target_cache)
+        policy: type[DraftCache] = POLICIES[self.cache.policy].load()
+        return policy.build(spec, model.config, rows, weight.dtype, weight.device, target_cache)
 
 
 class Draft(ABC):
@@ -60,28 +60,12 @@ class Draft(ABC):
     Shapes depend on the gamma of a round, which may differ from one round to the next.
     """
 
-    # Whether it keeps a KV cache, so that `cache` has a say.
-    has_cache: ClassVar[bool] = True
-    # Whether it is a model of its own rather than the target.
-    needs_model: ClassVar[bool] = False
-    # Whether rows can change hands between rounds (`copy_row`), as serving needs.
-    serves: ClassVar[bool] = False
-    # The most tokens that a round proposes.
-    gamma: int
+    gamma: int  # the most tokens that a round proposes
 
     @classmethod
     @abstractmethod
     def build(cls, spec: DraftSpec) -> "Draft":
         """Allocate a draft for one batch."""
-
-    @classmethod
-    def round_slots(cls, gamma: int, inner_gamma: int) -> int:
-        """Slots beyond its budget that the cache of a model that drafts needs in a round."""
-        return gamma + 1
-
-    @classmethod  # noqa: B027 - most drafts suit every target
-    def check(cls, target: ModelConfig, num_layers: int) -> None:
-        """Raise UserError where the options do not suit the target."""
 
     @abstractmethod
     def prefill(self, state: State, progress: Callable[[int], None]) -> None:
@@ -123,6 +107,3 @@ class Draft(ABC):
     @abstractmethod
     def cache_bytes(self) -> int:
         """Bytes of KV cache beyond the target's."""
-
-
-DRAFTS: Registry[type[Draft]] = Registry("magicdec.drafts", "draft.name")

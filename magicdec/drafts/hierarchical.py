@@ -12,8 +12,9 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from magicdec import drafting
 from magicdec.decoding.state import DRAFT, State
-from magicdec.drafts.base import DRAFTS, Draft, DraftSpec, Proposal, Selection
+from magicdec.drafts.base import Draft, DraftSpec, Proposal, Selection
 from magicdec.drafts.model import IndependentDraft, SelfDraft
 from magicdec.verification.accept import Verdict, accept_greedy, accept_sampled
 from magicdec.verification.sampling import Use, probabilities
@@ -28,8 +29,9 @@ class InnerDraft(IndependentDraft):
     def inside(cls, spec: DraftSpec) -> Self:
         """Allocate the inner draft of a hierarchical draft with this spec."""
         draft = spec.draft
-        assert draft.cache is not None, "a hierarchical draft has one"
-        slots = HierarchicalDraft.round_slots(spec.gamma, draft.inner_gamma)
+        assert isinstance(draft, drafting.HierarchicalDraft)
+        assert draft.cache is not None
+        slots = draft.round_slots(spec.gamma)
         own = replace(spec, draft=replace(draft, inner_gamma=0), cache=draft.cache, gamma=slots - 1)
         return cls.build(own, lag=spec.gamma + 1)
 
@@ -48,7 +50,6 @@ class InnerDraft(IndependentDraft):
         self.cache.take(self.cache, self.cache.committed_slots_B, count_B, self.lag)
 
 
-@DRAFTS.register("hierarchical")
 class HierarchicalDraft(SelfDraft):
     """Self-speculation whose proposals are themselves drafted, `inner_gamma` at a time, and verified over `cache`.
 
@@ -58,17 +59,10 @@ class HierarchicalDraft(SelfDraft):
     (h2o is an exception among the policies: it scores by the last token of each inner verification.)
     """
 
-    needs_model = True
-
     def __init__(self, inner: InnerDraft, spec: DraftSpec):
         """`inner` proposes to the target over `cache`."""
         super().__init__(spec.target, spec.new_cache(spec.target, spec.target_cache), spec.target_cache, spec)
-        self.inner, self.inner_gamma, self.eos = inner, spec.draft.inner_gamma, spec.state.eos[..., :0]
-
-    @classmethod
-    def round_slots(cls, gamma: int, inner_gamma: int) -> int:
-        """See Draft.round_slots: of the inner draft, the tokens it lacks and all that a round may write."""
-        return (gamma + 1) + gamma + inner_gamma + 1
+        self.inner, self.inner_gamma, self.eos = inner, spec.draft.extra_tokens, spec.state.eos[..., :0]
 
     @classmethod
     def build(cls, spec: DraftSpec) -> "HierarchicalDraft":
@@ -87,7 +81,7 @@ class HierarchicalDraft(SelfDraft):
 
     def selection(self, state: State) -> Selection | None:
         """See Draft.selection: of the retrieval cache alone."""
-        if self.cache.facts.selects == "prefill":
+        if self.cache.settings.selects == "prefill":
             return Selection(lambda: SelfDraft.prefill(self, state, lambda _: None), "prefill")
         return super().selection(state)
 

@@ -15,7 +15,7 @@ from magicdec.cache.draft_cache import DraftCache
 from magicdec.decoding.prefill import prefill
 from magicdec.decoding.scoring import score
 from magicdec.decoding.state import DRAFT, State
-from magicdec.drafts.base import DRAFTS, Draft, DraftSpec, Proposal, Selection
+from magicdec.drafts.base import Draft, DraftSpec, Proposal, Selection
 from magicdec.models.kv_cache import KVCache
 from magicdec.models.transformer import Transformer
 from magicdec.verification.sampling import Use, choose
@@ -29,7 +29,6 @@ class ModelDraft(Draft):
     accepted it has never seen its last proposal, and feeding it again otherwise keeps shapes static.
     """
 
-    serves = True
     refed: int
 
     def __init__(self, model: Transformer, cache: DraftCache, spec: DraftSpec):
@@ -89,8 +88,8 @@ class ModelDraft(Draft):
 
     def selection(self, state: State) -> Selection | None:
         """See Draft.selection."""
-        if self.cache.facts.selects in ("round", "step"):
-            return Selection(lambda: self.cache.select(self.model.attention), self.cache.facts.selects)
+        if self.cache.settings.selects in ("round", "step"):
+            return Selection(lambda: self.cache.select(self.model.attention), self.cache.settings.selects)
         return None
 
     def copy_row(self, row: int, source: Draft) -> None:
@@ -108,7 +107,6 @@ class ModelDraft(Draft):
         return self.cache.num_bytes
 
 
-@DRAFTS.register("self")
 class SelfDraft(ModelDraft):
     """The target drafts for itself over a sparse view of its own cache."""
 
@@ -131,7 +129,7 @@ class SelfDraft(ModelDraft):
 
     def selection(self, state: State) -> Selection | None:
         """See Draft.selection: at the prefill, the scoring pass and the gather."""
-        if self.cache.facts.selects == "prefill":
+        if self.cache.settings.selects == "prefill":
             return Selection(lambda: self.prefill(state, lambda _: None), "prefill")
         return super().selection(state)
 
@@ -140,11 +138,9 @@ class SelfDraft(ModelDraft):
         self.cache.take(self.target_cache, self.cache.length_B, count_B, gamma + 1)
 
 
-@DRAFTS.register("model")
 class IndependentDraft(ModelDraft):
     """A smaller model with a cache of its own."""
 
-    needs_model = True
     refed = 2
 
     def __init__(self, model: Transformer, cache: DraftCache, chunk: int, spec: DraftSpec, lag: int):

@@ -8,11 +8,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from magicdec import drafting
 from magicdec.decoding.state import State
-from magicdec.drafts.base import DRAFTS, Draft, DraftSpec, Proposal
+from magicdec.drafts.base import Draft, DraftSpec, Proposal
 
 
-@DRAFTS.register("ngram")
 class NgramDraft(Draft):
     """Proposes the continuation of the longest earlier match of a row's last tokens, up to `max_ngram` of them.
 
@@ -20,15 +20,13 @@ class NgramDraft(Draft):
     from where it began, and a row without any match repeats its last token: shapes are static either way.
     """
 
-    has_cache = False
-    serves = True
-
     def __init__(self, gamma: int, max_ngram: int):
         self.gamma, self.max_ngram = gamma, max_ngram
 
     @classmethod
     def build(cls, spec: DraftSpec) -> "NgramDraft":
         """See Draft.build."""
+        assert isinstance(spec.draft, drafting.NgramDraft)
         return cls(spec.gamma, spec.draft.max_ngram)
 
     def prefill(self, state: State, progress: Callable[[int], None]) -> None:

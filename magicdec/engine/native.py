@@ -4,12 +4,14 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from magicdec.config.schema import CacheConfig, DraftConfig
 from magicdec.decoding.state import State
-from magicdec.drafts.base import DRAFTS, Draft, DraftSpec
+from magicdec.drafting import DraftConfig
+from magicdec.drafts.base import Draft, DraftSpec
 from magicdec.engine.decoder import Decoder, silent
 from magicdec.models.kv_cache import KVCache
 from magicdec.models.transformer import Transformer
+from magicdec.policies import CacheConfig, Full
+from magicdec.registry import DRAFTS
 from magicdec.verification.sampling import RowSampling, Sampling
 
 
@@ -49,7 +51,7 @@ class NativeEngine:
     generate_len: int
     prefill_chunk: int
     draft: DraftConfig = field(default_factory=lambda: DraftConfig("none"))
-    cache: CacheConfig = field(default_factory=lambda: CacheConfig("full"))
+    cache: CacheConfig = field(default_factory=Full)
     draft_model: Transformer | None = None  # None: the target itself, where the draft is a model
     gamma: int = 0
     gammas: tuple[int, ...] = ()  # to choose among while decoding, `gamma` the largest; empty: always gamma
@@ -59,7 +61,7 @@ class NativeEngine:
     @property
     def slack(self) -> int:
         """Tokens that a round may write behind the longest sequence."""
-        return self.gamma + self.draft.inner_gamma + 1
+        return self.gamma + self.draft.extra_tokens + 1
 
     def open(self, prompts: list[list[int]], first: int = 0) -> Batch:
         """Allocate state and caches for these prompts (token ids; their lengths may differ).
@@ -91,7 +93,7 @@ class NativeEngine:
             self.prefill_chunk,
             self.draft_model,
         )
-        return DRAFTS[self.draft.name].build(spec)
+        return DRAFTS[self.draft.name].load().build(spec)
 
 
 @torch.inference_mode()

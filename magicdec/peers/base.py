@@ -4,14 +4,17 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
+from magicdec.config.schema import Config
 from magicdec.costmodel.speedup import alpha_from_acceptance_length
+from magicdec.drafting import DraftConfig
 from magicdec.measure.metrics import Metrics, RowTimes
+from magicdec.registry import EngineConfig
 from magicdec.verification.sampling import Sampling
 
 
 @dataclass(frozen=True)
 class PeerSpec:
-    """The settings that any peer is built from."""
+    """The settings of a peer: groups of the configuration, and what the run has resolved."""
 
     target: str  # a folder, as for all models here
     dtype: str  # float32 and so on
@@ -20,11 +23,11 @@ class PeerSpec:
     max_len: int  # tokens of a row: the prompt, its continuation, and what a round may write after them
     sampling: Sampling
     eos_token_ids: tuple[int, ...] = ()  # empty: no token ends a sequence
-    draft_name: str = "none"
-    draft: str | None = None  # of draft=model
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    draft: DraftConfig = field(default_factory=lambda: DraftConfig("none"))
+    draft_folder: str | None = None
     gamma: int = 0
-    max_ngram: int = 0
-    num_layers: int = 0  # of draft=layer_skip
+    kv_bytes_per_token: int = 0  # of all models, a row
     compile: bool = False
     graphs: bool = False
 
@@ -68,6 +71,14 @@ class PeerGeneration:
 
 class Peer(ABC):
     """Another engine, loaded. A context manager, which closes it."""
+
+    @abstractmethod
+    def __init__(self, spec: PeerSpec):
+        """Load the models."""
+
+    @classmethod  # noqa: B027 - most have nothing to check
+    def check(cls, config: Config) -> None:
+        """Raise UserError for what keeps the engine from running this; `auto` values are resolved."""
 
     @abstractmethod
     def generate(

@@ -18,11 +18,15 @@ from transformers import (
     StoppingCriteriaList,
 )
 
+from magicdec.config.schema import Config
 from magicdec.decoding.timers import Clock
+from magicdec.drafting import LayerSkipDraft, NgramDraft
+from magicdec.errors import UserError
 from magicdec.measure import memory
 from magicdec.measure.metrics import RowTimes
 from magicdec.models.quantize import quiet_torchao
 from magicdec.peers.base import Counts, Peer, PeerGeneration, PeerSpec
+from magicdec.registry import TransformersEngine
 
 CACHES = {"static": StaticCache, "dynamic": DynamicCache}
 
@@ -59,16 +63,23 @@ class Bursts(StoppingCriteria):
 class TransformersPeer(Peer):
     """A target and, where one is named, an assistant."""
 
-    def __init__(self, spec: PeerSpec, cache: str = "static"):
+    @classmethod
+    def check(cls, config: Config) -> None:
+        """See Peer.check."""
+        if config.hardware.compile and config.hardware.device == "cpu":
+            raise UserError("hardware.compile=true: engine=transformers compiles on GPUs only; set it to false")
+
+    def __init__(self, spec: PeerSpec):
+        assert isinstance(spec.engine, TransformersEngine)
         quiet_torchao()  # which transformers imports where it is installed
         transformers.utils.logging.disable_progress_bar()
         transformers.utils.logging.set_verbosity_error()  # assisted generation warns of what it does itself
         torch.backends.cuda.matmul.allow_tf32 = False  # fp32 means fp32
-        self.spec, self._cache = spec, cache
+        self.spec, self._cache = spec, spec.engine.cache
         self._device = torch.device(spec.device)
         self._peak = memory.Peak(self._device)
         self.target = self._load(spec.target)
-        self.assistant = self._load(spec.draft) if spec.draft else None
+        self.assistant = self._load(spec.draft_folder) if spec.draft_folder else None
 
     def _load(self, folder: str) -> Any:
         """Load a model that proposes gamma tokens in every round, in place of the checkpoint's own settings."""
@@ -116,10 +127,10 @@ class TransformersPeer(Peer):
         options: dict[str, Any] = {}
         if not sampling.greedy:
             options |= {"temperature": sampling.temperature, "top_k": sampling.top_k or 0, "top_p": sampling.top_p or 1}
-        if speculative and spec.draft_name == "ngram":
-            options |= {"prompt_lookup_num_tokens": spec.gamma, "max_matching_ngram_size": spec.max_ngram}
-        if speculative and spec.draft_name == "layer_skip":
-            options["assistant_early_exit"] = spec.num_layers
+        if speculative and isinstance(spec.draft, NgramDraft):
+            options |= {"prompt_lookup_num_tokens": spec.gamma, "max_matching_ngram_size": spec.draft.max_ngram}
+        if speculative and isinstance(spec.draft, LayerSkipDraft):
+            options["assistant_early_exit"] = spec.draft.num_layers
         return GenerationConfig(
             max_new_tokens=generate_len,
             do_sample=not sampling.greedy,

@@ -13,9 +13,12 @@ from typing import Any
 
 import torch
 
+from magicdec.config.schema import Config
+from magicdec.drafting import NgramDraft
 from magicdec.errors import UserError
 from magicdec.measure.metrics import RowTimes
 from magicdec.peers.base import Counts, Peer, PeerGeneration, PeerSpec
+from magicdec.registry import VllmEngine
 
 WORKER = Path(__file__).with_name("vllm_worker.py")
 PYTHON_VARIABLE = "MAGICDEC_VLLM_PYTHON"
@@ -53,11 +56,18 @@ def check(python: str) -> None:
 class VllmPeer(Peer):
     """vLLM in one worker at a time: a vLLM engine either speculates or does not, so each way has its own worker."""
 
-    def __init__(self, spec: PeerSpec, python: str, method: str, kv_bytes_per_token: int, time_limit_s: float):
-        self.spec, self._python, self._method, self._time_limit_s = spec, python, method, time_limit_s
+    @classmethod
+    def check(cls, config: Config) -> None:
+        """See Peer.check."""
+        assert isinstance(config.engine, VllmEngine)
+        check(python(config.engine.python))
+
+    def __init__(self, spec: PeerSpec):
+        assert isinstance(spec.engine, VllmEngine)
+        self.spec, self._engine, self._python = spec, spec.engine, python(spec.engine.python)
         # Two blocks to spare a row: the second pass must not evict what the first has left for it.
         tokens_per_row = (-(-spec.max_len // BLOCK) + 2) * BLOCK
-        self._kv_bytes = (spec.num_rows * tokens_per_row + BLOCK) * kv_bytes_per_token
+        self._kv_bytes = (spec.num_rows * tokens_per_row + BLOCK) * spec.kv_bytes_per_token
         self._worker: WorkerProcess | None = None
         self._speculative = False
         self._peak = 0
@@ -68,10 +78,8 @@ class VllmPeer(Peer):
         """See Peer.generate."""
         if self._worker is None or self._speculative != speculative:
             self.close()
-            self._worker, self._speculative = (
-                WorkerProcess(self._python, self.spec.device, self._time_limit_s),
-                speculative,
-            )
+            self._worker = WorkerProcess(self._python, self.spec.device, self._engine.time_limit_s)
+            self._speculative = speculative
             self._version = self._worker.ask(self._options(speculative))["version"]
         sampling = self.spec.sampling
         options: dict[str, Any] = {"temperature": sampling.temperature, "ignore_eos": not self.spec.eos_token_ids}
@@ -104,10 +112,10 @@ class VllmPeer(Peer):
         }
         if not speculative:
             return options
-        if spec.draft_name == "ngram":
-            drafts = {"method": "ngram", "prompt_lookup_max": spec.max_ngram, "prompt_lookup_min": 1}
+        if isinstance(spec.draft, NgramDraft):
+            drafts = {"method": "ngram", "prompt_lookup_max": spec.draft.max_ngram, "prompt_lookup_min": 1}
         else:
-            drafts = {"method": self._method, "model": spec.draft}
+            drafts = {"method": self._engine.method, "model": spec.draft_folder}
         return options | {"speculative_config": drafts | {"num_speculative_tokens": spec.gamma}}
 
     @property

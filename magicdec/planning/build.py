@@ -19,9 +19,9 @@ from magicdec.measure.footprint import Footprint, UniformAttention, footprint, l
 from magicdec.models import checkpoint, quantize
 from magicdec.models.parallel import Share, share
 from magicdec.models.transformer import Transformer
-from magicdec.peers import vllm
 from magicdec.peers.base import Peer, PeerSpec
 from magicdec.planning.resolve import Model, Plan
+from magicdec.registry import CORPORA, ENGINES
 from magicdec.serving.slots import Slots
 from magicdec.tracking.progress import Progress
 from magicdec.units import GIB
@@ -86,6 +86,7 @@ def peer(plan: Plan) -> Peer:
     c, s = plan.config, plan.config.sampling
     gamma = max(c.gammas)
     longest = plan.target.config.max_position_embeddings
+    models = [model.config for model in (plan.target, plan.draft) if model is not None]
     spec = PeerSpec(
         target=str(plan.target.folder),
         dtype=c.hardware.dtype,
@@ -94,21 +95,15 @@ def peer(plan: Plan) -> Peer:
         max_len=min(longest, c.batch.context_len + c.batch.generate_len + gamma + 1),
         sampling=_sampling(c),
         eos_token_ids=() if s.ignore_eos else tuple(plan.target.config.eos_token_ids),
-        draft_name=c.draft.name,
-        draft=str(plan.draft.folder) if plan.draft else None,
+        engine=c.engine,
+        draft=c.draft,
+        draft_folder=str(plan.draft.folder) if plan.draft else None,
         gamma=gamma,
-        max_ngram=c.draft.max_ngram,
-        num_layers=c.draft.num_layers,
+        kv_bytes_per_token=sum(memory.kv_bytes(model, 1, plan.dtype) for model in models),
         compile=bool(c.hardware.compile),  # auto is resolved
         graphs=c.hardware.cuda_graphs and plan.device.type == "cuda",
     )
-    if c.engine.name == "transformers":
-        from magicdec.peers.transformers import TransformersPeer  # here, because generate takes seconds to import
-
-        return TransformersPeer(spec, c.engine.cache)
-    models = [model.config for model in (plan.target, plan.draft) if model is not None]
-    kv_bytes = sum(memory.kv_bytes(model, 1, plan.dtype) for model in models)
-    return vllm.VllmPeer(spec, vllm.python(c.engine.python), c.engine.method, kv_bytes, c.engine.time_limit_s)
+    return ENGINES[c.engine.name].load()(spec)
 
 
 def prompts(
@@ -129,8 +124,8 @@ def prompts(
 
 
 def tokenizer(plan: Plan) -> object | None:
-    """The target's tokenizer; None where random data needs none."""
-    if plan.config.data.name == "random":
+    """Return the target's tokenizer; None where the data needs none."""
+    if CORPORA[plan.config.data.name].facts.is_noise:
         return None
     if plan.target.folder is None:
         raise UserError(
@@ -229,7 +224,7 @@ def _draft_model(plan: Plan, target: Transformer, load: Callable[[Model], Transf
     """The model that drafts; None where it is the target as it stands, or there is none."""
     draft = plan.config.draft
     model = load(plan.draft) if plan.draft else None
-    if draft.name == "none" or draft.quantization == "none":
+    if draft.quantization == "none":
         return model
     model = quantize.quantized(model or target, draft.quantization, plan.device)
     if plan.config.hardware.compile:

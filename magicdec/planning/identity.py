@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from magicdec.architectures import ModelConfig
-from magicdec.config.schema import ModelChoice
 from magicdec.costmodel.targets import from_values, option, options
+from magicdec.drafting import ModelChoice
 from magicdec.errors import UserError
 
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]

@@ -7,14 +7,17 @@ import yaml
 
 from magicdec.architectures import ModelConfig
 from magicdec.config.checks import check_length
-from magicdec.config.schema import CONF, ROWS_ON, CacheConfig, Config, ModelChoice
+from magicdec.config.schema import CONF, ROWS_ON, Config
 from magicdec.costmodel import acceptance, comparison
 from magicdec.costmodel.acceptance import Curves
 from magicdec.costmodel.hardware import OWN_STACK, Hardware, configured, device_in
-from magicdec.costmodel.round import DraftChoice, Setup, memory
+from magicdec.costmodel.round import Setup, memory
 from magicdec.costmodel.targets import architecture
+from magicdec.drafting import DraftConfig, IndependentDraft, ModelChoice, SelfDraft
 from magicdec.errors import UserError
 from magicdec.planning.identity import identify
+from magicdec.policies import CacheConfig
+from magicdec.registry import CORPORA, DRAFTS, POLICIES
 from magicdec.tracking.reader import iter_runs, latest
 
 if TYPE_CHECKING:  # it imports PyTorch, for which a prediction must not wait
@@ -96,7 +99,7 @@ def setup_of_run(
         machine,
         int(config.batch.size),
         config.batch.context_len,
-        _spec(config, draft),
+        _with_architecture(config.draft, draft),
         config.cache,
         config.target.name,
         element_bytes,
@@ -106,9 +109,9 @@ def setup_of_run(
 def doubts(plan: "Plan") -> list[str]:
     """Return a warning for a run that is predicted not to pay, on a device with a datasheet; [] for any other."""
     config = plan.config
-    if config.scenario.name != "compare" or config.engine.name != "native" or config.draft.name == "none":
+    if config.scenario.name != "compare" or config.engine.name != "native" or not config.speculates:
         return []
-    if config.data.name == "prompts":  # how long they are is not known yet
+    if CORPORA[config.data.name].facts.own_lengths:  # not known yet
         return []
     try:
         draft = plan.draft.config if plan.draft else None
@@ -125,14 +128,15 @@ def cache_named(config: Config, policy: str) -> CacheConfig:
     if config.cache.policy == policy:
         return config.cache
     given = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    return CacheConfig(**{f.name: given[f.name] for f in fields(CacheConfig) if f.name in given} | {"policy": policy})
+    facts = POLICIES[policy].facts
+    return facts(**{entry.name: given[entry.name] for entry in fields(facts) if entry.name in given})
 
 
-def draft_named(name: str, ranks: int | None) -> DraftChoice:
-    """Return a draft as scenario.drafts names it: `self`, `ngram`, or a target by name, shared by `ranks` GPUs."""
-    if name in ("self", "ngram"):
-        return DraftChoice(name, name)
-    return DraftChoice("model", name, architecture(name), ranks)
+def draft_named(name: str, ranks: int | None) -> DraftConfig:
+    """Return a draft by its name in scenario.drafts: one without a model of its own, or a target on `ranks` GPUs."""
+    if name in DRAFTS and not DRAFTS[name].facts.needs_model:
+        return DRAFTS[name].facts()
+    return IndependentDraft(model=ModelChoice(name, architecture=architecture(name)), tensor_parallel=ranks)
 
 
 def curves(config: Config) -> Curves:
@@ -145,13 +149,12 @@ def task_of(config: Config) -> str:
     return acceptance.task_name(config.data.name, config.data.task, config.sampling.temperature)
 
 
-def _draft(config: Config) -> DraftChoice:
-    draft = config.draft
+def _draft(config: Config) -> DraftConfig:
     if config.scenario.name == "plan":  # which has drafts of its own
-        return DraftChoice()
-    if draft.name == "none":
+        return SelfDraft()
+    if not config.speculates:
         raise UserError("draft=none: there is no speculation to predict; choose draft=self or draft=model")
-    return _spec(config, _identified("draft.model", draft.model)[1] if draft.model else None)
+    return config.draft
 
 
 def _identified(key: str, choice: ModelChoice) -> tuple[ModelChoice, ModelConfig]:
@@ -160,12 +163,8 @@ def _identified(key: str, choice: ModelChoice) -> tuple[ModelChoice, ModelConfig
     return choice, choice.architecture
 
 
-def _spec(config: Config, model: ModelConfig | None) -> DraftChoice:
-    draft = config.draft
-    name = acceptance.draft_name(draft.name, draft.model.name if draft.model else None, draft.num_layers)
-    num_layers = draft.num_layers if draft.name == "layer_skip" else None
-    model = model if draft.name == "model" else None
-    return DraftChoice(draft.name, name, model, draft.tensor_parallel, draft.quantization, num_layers)
+def _with_architecture(draft: DraftConfig, model: ModelConfig | None) -> DraftConfig:
+    return draft if draft.model is None else replace(draft, model=replace(draft.model, architecture=model))
 
 
 def _machine(config: Config) -> Hardware:

@@ -8,18 +8,17 @@ import torch
 from magicdec import data
 from magicdec.architectures import ModelConfig, check_ranks
 from magicdec.attention import choice
-from magicdec.cache.draft_cache import CACHES
 from magicdec.config.checks import check_length
-from magicdec.config.schema import ROWS_ON, CacheConfig, Config, ModelChoice
-from magicdec.drafts.base import DRAFTS
+from magicdec.config.schema import ROWS_ON, Config
+from magicdec.drafting import ModelChoice
 from magicdec.errors import UserError
 from magicdec.measure.metrics import Metrics
 from magicdec.measure.system import cpu_name
 from magicdec.models import checkpoint, quantize
 from magicdec.models.vocabulary import check_vocabularies
-from magicdec.peers import vllm
 from magicdec.planning import prediction
 from magicdec.planning.identity import identify
+from magicdec.registry import ENGINES
 
 # batch.prefill_chunk=auto: of every row of a batch, or of a request that is served, which is prefilled by itself.
 BATCH_CHUNK, REQUEST_CHUNK_ON = 128, {"cpu": 256, "cuda": 2048}
@@ -75,7 +74,7 @@ class Plan:
     @property
     def is_audited(self) -> bool:
         """Whether the speculative output claims to be the target's: with synthetic acceptance it means nothing."""
-        return self.config.draft.name != "none" and self.config.draft.synthetic_acceptance is None
+        return self.config.speculates and self.config.draft.synthetic_acceptance is None
 
     def doubts(self) -> list[str]:
         """Return a warning if speculation is predicted not to pay."""
@@ -97,15 +96,13 @@ def resolve(config: Config) -> Plan:
     choice, target = _model("target", config.target)
     config = replace(config, batch=batch, hardware=hardware, target=choice)
     draft = None
-    if config.draft.name != "none" and DRAFTS[config.draft.name].needs_model:
-        if config.draft.model is None:
-            raise UserError(f"draft.model=null: draft.name={config.draft.name} needs one, as conf/draft/model.yaml has")
+    if config.draft.needs_model:
+        assert config.draft.model is not None, "validate has checked"
         choice, draft = _model("draft.model", config.draft.model)
         config = replace(config, draft=replace(config.draft, model=choice))
         check_vocabularies(target.config, draft.config, target.folder, draft.folder)
-    if config.draft.name != "none":
-        quantize.check(config.draft.quantization)
-        DRAFTS[config.draft.name].check(target.config, config.draft.num_layers)
+    quantize.check(config.draft.quantization)
+    config.draft.check(target.config)
     _check_length(config, target, draft)
     target, draft = _divided(config, target, draft)
     if draft is not None:
@@ -114,10 +111,8 @@ def resolve(config: Config) -> Plan:
     if config.engine.name == "native":
         name, why = _attention(config, device, dtype, [target, draft] if draft else [target])
         config = replace(config, attention=replace(config.attention, name=name))
-    elif config.engine.name == "vllm":
-        vllm.check(vllm.python(config.engine.python))
-    elif hardware.compile and device.type == "cpu":
-        raise UserError("hardware.compile=true: engine=transformers compiles on GPUs only; set it to false")
+    else:
+        ENGINES[config.engine.name].load().check(config)
     return Plan(config, device, dtype, target, draft, _device_name(device), why)
 
 
@@ -162,10 +157,8 @@ def _divided(config: Config, target: Model, draft: Model | None) -> tuple[Model,
     target = drafter = replace(target, num_ranks=ranks)
     if draft is not None:
         draft = drafter = replace(draft, num_ranks=drafters)
-    if config.draft.name != "none" and DRAFTS[config.draft.name].has_cache:
-        for key, cache in config.budgeted.items():
-            shares_target = key == "cache" and config.draft.name != "model"
-            CACHES[cache.policy].facts.check(drafter.config, drafters, shares_target, key)
+    for key, cache in config.budgeted.items():
+        cache.check(drafter.config, drafters, config.draft.shares_target and key == "cache", key)
     return target, draft
 
 
@@ -180,26 +173,20 @@ def _attention(config: Config, device: torch.device, dtype: torch.dtype, models:
     return name, why
 
 
-def _cache_of_model(config: Config) -> tuple[str, CacheConfig]:
-    """Return the key and the settings of the cache that draft.model drafts over."""
-    if config.draft.name == "hierarchical" and config.draft.cache is not None:
-        return "draft.cache", config.draft.cache
-    return "cache", config.cache
-
-
 def _check_length(config: Config, target: Model, draft: Model | None) -> None:
     check_length(config, target.config.max_position_embeddings)
     length = config.batch.context_len + config.batch.generate_len
     if draft is None or length <= draft.config.max_position_embeddings:
         return
     trained = draft.config.max_position_embeddings
-    key, cache = _cache_of_model(config)
-    if not CACHES[cache.policy].facts.bounds_positions:
+    key = config.draft.own_cache_key
+    cache = config.draft.caches(config.cache)[key]
+    if not cache.bounds_positions:
         raise UserError(
             f"{key}.policy={cache.policy} shows the draft {length} tokens, but it was trained for {trained}; "
             f"use {key}.policy=streaming, which hides the distance"
         )
-    slots = DRAFTS[config.draft.name].round_slots(max(config.gammas), config.draft.inner_gamma)
+    slots = config.draft.round_slots(max(config.gammas))
     if cache.budget + slots >= trained:
         raise UserError(
             f"{key}.budget={cache.budget} and the {slots} tokens of a round (draft.gamma={max(config.gammas)}) do not "

@@ -85,7 +85,7 @@ def _facts(one: Candidate) -> dict[str, float | int | str]:
     setup, drafts = one.setup, one.prediction is not None
     return {
         "batch_size": setup.batch,
-        "draft": setup.draft.name if drafts else "none",
+        "draft": setup.draft_label if drafts else "none",
         "policy": setup.cache.policy if drafts else "",
         "budget": setup.cache.budget if drafts else 0,
         "gamma": one.gamma,
@@ -112,4 +112,4 @@ def _unknown_cells(prediction: Prediction) -> list[str]:
 
 
 def _names(setup: Setup) -> list[str]:
-    return [str(setup.batch), setup.draft.name, setup.cache.policy, str(setup.cache.budget)]
+    return [str(setup.batch), setup.draft_label, setup.cache.policy, str(setup.cache.budget)]

@@ -64,7 +64,9 @@ def _view(prediction: Prediction, known: Mapping[str, Any] | None = None) -> Gro
 
 def _gammas(prediction: Prediction) -> Table:
     setup = prediction.setup
-    title = f"predicted: {setup.target_name}, draft {setup.draft.name}, {setup.cache.policy} {setup.cache.budget:,}; ms"
+    title = (
+        f"predicted: {setup.target_name}, draft {setup.draft_label}, {setup.cache.policy} {setup.cache.budget:,}; ms"
+    )
     table = new_table("gamma", "T_T", "T_D", "T_select", "T_V", "round", "speedup", "pays from", title=title)
     for at in prediction.by_gamma:
         times = (at.times.target, at.times.draft, at.times.select, at.times.verify)

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from magicdec.decoding.state import NEVER, State
-from magicdec.drafts.base import DRAFTS
 from magicdec.engine.decoder import Decoder
 from magicdec.engine.graphs import Step
 from magicdec.engine.native import NativeEngine
 from magicdec.errors import UserError
 from magicdec.models.kv_cache import copy_row
+from magicdec.registry import DRAFTS
 from magicdec.serving.request import Params
 from magicdec.verification.accept import Verdict
 from magicdec.verification.sampling import RowSampling, Sampling
@@ -81,8 +81,8 @@ class Slots:
         """Allocate slots for `max_len` tokens each, prompt and continuation. Raise UserError for a draft that cannot be
         served.
         """
-        if engine.draft.name != "none" and not DRAFTS[engine.draft.name].serves:
-            served = ", ".join(name for name in DRAFTS if DRAFTS[name].serves)
+        if engine.draft.name != "none" and not engine.draft.serves:
+            served = ", ".join(name for name in DRAFTS if DRAFTS[name].facts.serves)
             raise UserError(f"draft.name={engine.draft.name} cannot be served; one of: none, {served}")
         self.engine, self.num_slots, self.max_len, self.gamma = engine, num_slots, max_len, engine.gamma
         self.eos_token_ids = engine.target.config.eos_token_ids

@@ -12,6 +12,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from magicdec.registry import DRAFTS, POLICIES
 from magicdec.tracking.cells import new_table, three_digits
 from magicdec.tracking.reader import gpu_trouble, is_impossible, noise
 from magicdec.tracking.store import counted, shown
@@ -105,19 +106,14 @@ def described_draft(config: Mapping[str, Any]) -> str:
     draft, cache, scenario = config["draft"], config["cache"], config["scenario"]
     if draft["name"] == "none":
         return ", autoregressive alone"
-    model = (draft.get("model") or {}).get("name")
-    names = {
-        "self": "self-speculation",
-        "model": f"draft {model}",
-        "hierarchical": f"draft {model} below the target's own",
-    }
-    parts = [names.get(draft["name"], f"draft {draft['name']}")]
+    facts = DRAFTS[draft["name"]].facts
+    parts = [facts.described(facts.title, draft)]
     parts += [draft["quantization"]] if draft.get("quantization", "none") != "none" else []
     parts += [f"gamma {draft['gamma']}"] if scenario["name"] != "profile" else []
-    if draft["name"] == "ngram":  # it has no cache
+    if not facts.is_model:  # and so has no cache
         return ", " + ", ".join(parts)
     parts += [f"{cache['policy']} cache"]
-    if cache["policy"] != "full":
+    if POLICIES[cache["policy"]].facts.has_budget:
         parts += [f"budget {cache['budget']}"] + ([f"{cache['num_sink']} sinks"] if cache["num_sink"] else [])
     return ", " + ", ".join(parts)
 

@@ -10,7 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from magicdec.drafting import DraftConfig
 from magicdec.errors import UserError
+from magicdec.registry import DRAFTS
 from magicdec.tracking.store import shown
 from magicdec.tracking.trackers import FinishedRun, Logged, Settings
 
@@ -223,7 +225,8 @@ def _plain(value: Any) -> Any:
 def _tags(config: Settings, result: Mapping[str, Any]) -> list[str]:
     """Return the user's tags, and the names of target, draft, policy and machine."""
     draft = config["draft"]
-    model = draft["model"]["name"] if draft["name"] == "model" else draft["name"]
+    kind = DRAFTS[draft["name"]].facts if draft["name"] != "none" else DraftConfig
+    model = draft["model"]["name"] if kind.needs_model and not kind.shares_target else draft["name"]
     hardware = config["hardware"]["name"]
     machine = result.get("device") if hardware == "auto" else hardware
     names = [config["target"]["name"], model, config["cache"]["policy"], machine]

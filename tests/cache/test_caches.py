@@ -8,12 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from magicdec.architectures import ModelConfig
-from magicdec.cache.draft_cache import CacheSpec
 from magicdec.cache.full import FullCache
 from magicdec.cache.streaming import StreamingCache
 from magicdec.cache.window import WindowCache
-from magicdec.config.schema import CacheConfig
 from magicdec.models.kv_cache import KVCache
+from magicdec.policies import CacheSpec, Full, Streaming
 
 CONFIG = ModelConfig(10, 8, 8, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=2, max_position_embeddings=4096)
 ROWS = 3
@@ -76,7 +75,7 @@ def streaming_view(tokens: list[int], budget: int, num_sink: int) -> set[int]:
 )
 def test_streaming_against_lists(budget, num_sink, gamma, prompts, chunk, rounds, exact):
     """Loaded from a target or prefilled in chunks, then committed round by round: sinks and window, nothing else."""
-    spec = CacheSpec(CacheConfig(budget=budget, num_sink=num_sink), gamma, 64)
+    spec = CacheSpec(Streaming(budget=budget, num_sink=num_sink), gamma, 64)
     cache = (StreamingCache if num_sink else WindowCache).build(spec, CONFIG, ROWS, torch.float32, "cpu", None)
     target = KVCache(CONFIG, ROWS, 64, torch.float32, "cpu")
     sequences = [[100 * (row + 1) + i for i in range(64)] for row in range(ROWS)]
@@ -111,7 +110,7 @@ def test_streaming_against_lists(budget, num_sink, gamma, prompts, chunk, rounds
 def test_full_cache_of_self_speculation_is_the_targets_own():
     target = KVCache(CONFIG, ROWS, 32, torch.float32, "cpu")
     write(target, [[1, 2, 3]] * ROWS)
-    cache = FullCache.build(CacheSpec(CacheConfig(), 2, 30), CONFIG, ROWS, torch.float32, "cpu", target)
+    cache = FullCache.build(CacheSpec(Full(), 2, 30), CONFIG, ROWS, torch.float32, "cpu", target)
     cache.load(target)
     write(cache, [[4, 5]] * ROWS)
     assert held(target, 0, 5) == [1, 2, 3, 4, 5]

@@ -3,17 +3,17 @@
 import re
 from pathlib import Path
 
-from magicdec.cache.draft_cache import CACHES
+from magicdec.registry import POLICIES
 from tests.small import open_batch, random_prompts, small_model
 
 PAGE = Path(__file__).parents[2] / "docs" / "adding-a-policy.md"
 
 
 def test_the_example_policy_is_lossless(monkeypatch):
-    monkeypatch.setattr(CACHES, "_entries", {name: CACHES[name] for name in CACHES})
+    monkeypatch.setattr(POLICIES, "_entries", {name: POLICIES[name] for name in POLICIES})
     exec(re.search(r"```python\n(.*?)```", PAGE.read_text(), re.S)[1], {"__name__": "strided"})
     batch = open_batch(
-        small_model(), random_prompts([60, 9, 35]), draft_name="self", policy="strided", gamma=3, budget=12
+        small_model(), random_prompts([60, 9, 35]), draft_name="self", policy="strided", gamma=3, budget=12, recent=6
     )
     assert batch.decoder.generate().tokens == batch.decoder.generate(batch.draft).tokens
     cache, target = batch.draft.cache, batch.decoder.cache

@@ -10,12 +10,11 @@ from hypothesis import strategies as st
 
 from magicdec.architectures import ModelConfig
 from magicdec.attention.sdpa import SdpaAttention
-from magicdec.cache.draft_cache import CacheSpec
 from magicdec.cache.quest import QuestCache
 from magicdec.cache.topk import TopKCache
 from magicdec.cache.verify_guided import VerifyGuidedCache
-from magicdec.config.schema import CacheConfig
 from magicdec.models.kv_cache import KVCache
+from magicdec.policies import CacheSpec, Quest, TopK, VerifyGuided
 from tests.small import open_batch, random_prompts, small_model
 
 L, B, K, H, D, S = 2, 2, 2, 4, 4, 60
@@ -57,9 +56,7 @@ def choose(cache, layer: int, q_BTHD: torch.Tensor) -> torch.Tensor:
 def test_topk_retains_more_attention_than_any_other_choice(budget, gamma, lengths, seed, window, num_new):
     generator = torch.Generator().manual_seed(seed)
     target = random_target(lengths, generator, window)
-    cache = TopKCache.build(
-        CacheSpec(CacheConfig(budget=budget), gamma, 56), target.config, B, torch.float32, "cpu", target
-    )
+    cache = TopKCache.build(CacheSpec(TopK(budget=budget), gamma, 56), target.config, B, torch.float32, "cpu", target)
     cache.load(target)
     q = torch.randn(B, num_new, H, D, generator=generator)
     attention = SdpaAttention()
@@ -99,7 +96,7 @@ def test_quest(budget, gamma, lengths, seed, window, page_size, counts):
     generator = torch.Generator().manual_seed(seed)
     target, spec = (
         random_target(lengths, generator, window),
-        CacheSpec(CacheConfig(budget=budget, page_size=page_size), gamma, 56),
+        CacheSpec(Quest(budget=budget, page_size=page_size), gamma, 56),
     )
     cache = QuestCache.build(spec, target.config, B, torch.float32, "cpu", target)
     cache.load(target)
@@ -120,7 +117,7 @@ def test_verify_guided(budget, gamma, lengths, seed, window, counts):
     generator = torch.Generator().manual_seed(seed)
     target, counts = random_target(lengths, generator, window), [min(c, gamma + 1) for c in counts]
     cache = VerifyGuidedCache.build(
-        CacheSpec(CacheConfig(budget=budget), gamma, 56), target.config, B, torch.float32, "cpu", target
+        CacheSpec(VerifyGuided(budget=budget), gamma, 56), target.config, B, torch.float32, "cpu", target
     )
     scores = torch.rand(L, B, K, S, generator=generator)
     cache.load(target, scores)

@@ -1,45 +1,47 @@
 """The facts of every policy against what its cache really allocates, counted as PyTorch hands it out."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from magicdec.architectures import ModelConfig
-from magicdec.cache.draft_cache import CACHES, CacheSpec
-from magicdec.config.schema import CacheConfig
+from magicdec.cache.draft_cache import DraftCache
 from magicdec.costmodel.hardware import hardware_named
-from magicdec.costmodel.round import DraftChoice, Setup, memory
+from magicdec.costmodel.round import Setup, memory
+from magicdec.drafting import IndependentDraft, LayerSkipDraft, ModelChoice, SelfDraft
+from magicdec.drafts.base import Draft
 from magicdec.measure.footprint import Allocations
 from magicdec.models.kv_cache import KVCache
-from magicdec.policies import POLICIES
+from magicdec.policies import CacheSpec
+from magicdec.registry import DRAFTS, POLICIES
+from tests.small import cache_config
 
 SIZES = {"num_layers": 4, "num_heads": 8, "num_kv_heads": 2, "head_dim": 16, "max_position_embeddings": 4096}
 TARGET = ModelConfig(100, 64, 160, **SIZES, sliding_window=50, sliding_layers=(0, 3))
 SMALLER = ModelConfig(100, 64, 160, num_layers=3, num_heads=4, num_kv_heads=4, head_dim=8, max_position_embeddings=512)
 ROWS, GAMMA, CONTEXT, NEW_TOKENS = 2, 3, 1000, 24
-SETTINGS = CacheConfig(num_sink=4, observation_window=16, page_size=8, bits=4, group_size=16)
+SETTINGS = {"num_sink": 4, "observation_window": 16, "page_size": 8, "bits": 4, "group_size": 16}
 LENGTHS = 64  # bytes of a row's lengths, which no fact counts, in each cache of a layer
-DRAFTS = {
-    "self": DraftChoice(),
-    "layer_skip": DraftChoice("layer_skip", "layer_skip-2", num_layers=2),
-    "model": DraftChoice("model", "smaller", SMALLER),
+CONFIGS = {
+    "self": SelfDraft(),
+    "layer_skip": LayerSkipDraft(num_layers=2),
+    "model": IndependentDraft(model=ModelChoice("smaller", architecture=SMALLER)),
 }
-CASES = [(d, p) for p in POLICIES for d in DRAFTS if d != "model" or not POLICIES[p].needs_target]
+CASES = [(d, p) for p in POLICIES for d in CONFIGS if d != "model" or not POLICIES[p].facts.needs_target]
 
 
 def case(draft: str, policy: str, budget: int) -> tuple[Setup, CacheSpec, KVCache | None]:
     """A setup, what its draft's cache is asked for, and the target's entries where the draft uses them."""
     machine = hardware_named("h100")
-    cache = replace(SETTINGS, policy=policy, budget=budget)
-    setup = Setup(TARGET, machine, ROWS, CONTEXT, DRAFTS[draft], cache, element_bytes=4)
+    cache = cache_config(policy, budget=budget, **SETTINGS)
+    setup = Setup(TARGET, machine, ROWS, CONTEXT, CONFIGS[draft], cache, element_bytes=4)
     spec = CacheSpec(cache, GAMMA, CONTEXT + NEW_TOKENS, setup.draft_model.max_position_embeddings < CONTEXT)
     whole = KVCache(TARGET, ROWS, CONTEXT + NEW_TOKENS + GAMMA + 1, torch.float32, "meta")
     return setup, spec, None if draft == "model" else whole
 
 
-def test_every_policy_has_its_facts():
-    assert {name: CACHES[name].facts for name in CACHES} == POLICIES
+def test_every_entry_of_the_registry_is_where_it_says():
+    for registry, base in ((POLICIES, DraftCache), (DRAFTS, Draft)):
+        assert all(issubclass(registry[name].load(), base) for name in registry)
 
 
 @pytest.mark.parametrize("budget", [64, 900, 5000])
@@ -50,7 +52,7 @@ def test_what_is_predicted_is_what_is_allocated(draft, policy, budget):
     shared = whole.view(0, config.num_layers) if whole is not None else None
     known = [] if whole is None else [whole.k_LBKSD, whole.v_LBKSD, whole.seqlens_B]
     with Allocations(known) as allocations:
-        cache = CACHES[policy].build(spec, config, ROWS, torch.float32, "meta", shared)
+        cache = POLICIES[policy].load().build(spec, config, ROWS, torch.float32, "meta", shared)
         if whole is not None:
             cache.watch(whole, 0)
         held = allocations.live
@@ -63,7 +65,7 @@ def test_what_is_predicted_is_what_is_allocated(draft, policy, budget):
 @pytest.mark.parametrize("policy", [policy for draft, policy in CASES if draft == "model"])
 def test_what_a_prefill_holds_is_predicted(policy):
     setup, spec, _ = case("model", policy, 64)
-    cache = CACHES[policy].build(spec, SMALLER, ROWS, torch.float32, "meta", None)
+    cache = POLICIES[policy].load().build(spec, SMALLER, ROWS, torch.float32, "meta", None)
     with Allocations() as allocations:
         prefilled = cache.for_prefill(GAMMA + 1)
         held = allocations.live

@@ -4,10 +4,9 @@ import pytest
 import torch
 
 from magicdec.attention.sdpa import SdpaAttention
-from magicdec.cache.draft_cache import CacheSpec
 from magicdec.cache.quantized import Codes, QuantizedCache
-from magicdec.config.schema import CacheConfig
 from magicdec.models.kv_cache import KVCache
+from magicdec.policies import CacheSpec, Quantized
 from tests.small import small_model
 
 CONFIG = small_model().config  # head_dim 8, 2 layers, 2 KV heads
@@ -40,7 +39,7 @@ def test_old_entries_are_read_from_codes_and_recent_ones_exactly(taken):
     target.k_LBKSD.normal_()
     target.v_LBKSD.normal_()
     target.rollback(lengths)
-    spec = CacheSpec(CacheConfig(budget=10, bits=8, group_size=8), 2, 37)
+    spec = CacheSpec(Quantized(budget=10, bits=8, group_size=8), 2, 37)
     cache = QuantizedCache.build(spec, CONFIG, 2, torch.float32, "cpu", target)
     cache.load(target)
     cache.take(target, cache.length_B, torch.tensor(taken, dtype=torch.int32), 3)

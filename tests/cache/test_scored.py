@@ -11,14 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from magicdec.architectures import ModelConfig
-from magicdec.cache.draft_cache import CacheSpec
 from magicdec.cache.h2o import H2OCache
 from magicdec.cache.pyramidkv import PyramidKVCache
 from magicdec.cache.snapkv import SnapKVCache
-from magicdec.config.schema import CacheConfig
 from magicdec.decoding.scoring import score
 from magicdec.models.kv_cache import KVCache
-from magicdec.policies import falling
+from magicdec.policies import H2O, CacheSpec, PyramidKV, SnapKV, falling
 from tests.small import random_prompts, small_model
 
 L, B, K, S = 3, 2, 2, 60
@@ -93,7 +91,7 @@ CASES = {
 @settings(max_examples=60, deadline=None)
 @given(**CASES)
 def test_snapkv(budget, gamma, prompts, rounds, observation_window, kernel, seed):
-    spec = CacheSpec(CacheConfig(budget=budget, observation_window=observation_window, kernel=kernel), gamma, 58)
+    spec = CacheSpec(SnapKV(budget=budget, observation_window=observation_window, kernel=kernel), gamma, 58)
     scores = torch.rand(L, B, K, S, generator=torch.Generator().manual_seed(seed))
     target, cache = filled(prompts), SnapKVCache.build(spec, CONFIG, B, torch.float32, "cpu", None)
     cache.load(target, scores)
@@ -113,9 +111,7 @@ def test_snapkv(budget, gamma, prompts, rounds, observation_window, kernel, seed
 @settings(max_examples=40, deadline=None)
 @given(**CASES)
 def test_pyramidkv_is_snapkv_with_a_budget_per_layer(budget, gamma, prompts, rounds, observation_window, kernel, seed):
-    spec = CacheSpec(
-        CacheConfig(budget=budget, observation_window=observation_window, kernel=kernel, beta=4), gamma, 58
-    )
+    spec = CacheSpec(PyramidKV(budget=budget, observation_window=observation_window, kernel=kernel, beta=4), gamma, 58)
     scores = torch.rand(L, B, K, S, generator=torch.Generator().manual_seed(seed))
     target, cache = filled(prompts), PyramidKVCache.build(spec, CONFIG, B, torch.float32, "cpu", None)
     cache.load(target, scores)
@@ -145,7 +141,7 @@ def test_h2o(budget, gamma, prompts, rounds, sliding, seed):
     behind is evicted first, in any order.
     """
     generator = torch.Generator().manual_seed(seed)
-    spec = CacheSpec(CacheConfig(budget=budget), gamma, 58)
+    spec = CacheSpec(H2O(budget=budget), gamma, 58)
     scores = torch.rand(L, B, K, S, generator=generator)
     target = filled(prompts)
     target.config = replace(CONFIG, sliding_window=sliding, sliding_layers=(1,))

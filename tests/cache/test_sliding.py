@@ -11,12 +11,14 @@ from hypothesis import strategies as st
 from magicdec.architectures import ModelConfig
 from magicdec.attention.sdpa import SdpaAttention
 from magicdec.cache.compact import CompactCache
-from magicdec.cache.draft_cache import CACHES, CacheSpec, DraftCache
+from magicdec.cache.draft_cache import DraftCache
 from magicdec.cache.dynamic import DynamicCache
 from magicdec.cache.full import FullCache
 from magicdec.cache.pyramidkv import PyramidKVCache
-from magicdec.config.schema import CacheConfig
 from magicdec.models.kv_cache import KVCache
+from magicdec.policies import CacheSpec
+from magicdec.registry import POLICIES
+from tests.small import cache_config
 
 L, B, K, H, S = 3, 2, 2, 4, 64  # positions fit into the head dim
 SLIDING, GAMMA, MAX_LEN = (0, 2), 3, 56
@@ -71,7 +73,7 @@ def check(cache: DraftCache, seen_BTKS: torch.Tensor, layer: int, own: list[int]
                 assert seen == expected
 
 
-@pytest.mark.parametrize(("policy", "exact"), [(p, e) for p in CACHES for e in (True, False)])
+@pytest.mark.parametrize(("policy", "exact"), [(p, e) for p in POLICIES for e in (True, False)])
 @settings(max_examples=25, deadline=None)
 @given(
     window=st.integers(1, 24),
@@ -83,12 +85,14 @@ def check(cache: DraftCache, seen_BTKS: torch.Tensor, layer: int, own: list[int]
 )
 def test_a_token_sees_what_is_held_within_its_window(policy, exact, window, budget, num_sink, lengths, rounds, seed):
     """Committed from the target's cache, or (`exact` false) from the draft's own."""
-    if not exact and issubclass(CACHES[policy], FullCache):
+    if not exact and issubclass(POLICIES[policy].load(), FullCache):
         return  # there is nothing to move
     generator = torch.Generator().manual_seed(seed)
-    spec = CacheSpec(CacheConfig(budget=budget, num_sink=num_sink, observation_window=6, page_size=4), GAMMA, MAX_LEN)
+    spec = CacheSpec(
+        cache_config(policy, budget=budget, num_sink=num_sink, observation_window=6, page_size=4), GAMMA, MAX_LEN
+    )
     target = filled(window, lengths, generator)
-    cache = CACHES[policy].build(spec, target.config, B, torch.float32, "cpu", target if exact else None)
+    cache = POLICIES[policy].load().build(spec, target.config, B, torch.float32, "cpu", target if exact else None)
     cache.load(target, torch.rand(L, B, K, S, generator=generator))
     for counts in rounds:
         own = list(lengths)
@@ -102,7 +106,7 @@ def test_a_token_sees_what_is_held_within_its_window(policy, exact, window, budg
         lengths = [n + c for n, c in zip(lengths, counts, strict=True)]
 
 
-@pytest.mark.parametrize("policy", [p for p in CACHES if p not in ("streaming", "window")])
+@pytest.mark.parametrize("policy", [p for p in POLICIES if p not in ("streaming", "window")])
 @settings(max_examples=25, deadline=None)
 @given(
     window=st.integers(1, 24),
@@ -113,9 +117,9 @@ def test_a_token_sees_what_is_held_within_its_window(policy, exact, window, budg
 def test_no_entry_is_chosen_that_is_out_of_sight(policy, window, budget, lengths, seed):
     """A draft sees all that its target sees where the budget suffices, or else as much as the budget allows."""
     generator = torch.Generator().manual_seed(seed)
-    spec = CacheSpec(CacheConfig(budget=budget, observation_window=6, page_size=1), GAMMA, MAX_LEN)
+    spec = CacheSpec(cache_config(policy, budget=budget, observation_window=6, page_size=1), GAMMA, MAX_LEN)
     target = filled(window, lengths, generator)
-    cache = CACHES[policy].build(spec, target.config, B, torch.float32, "cpu", target)
+    cache = POLICIES[policy].load().build(spec, target.config, B, torch.float32, "cpu", target)
     cache.load(target, torch.rand(L, B, K, S, generator=generator))
     for layer in SLIDING:
         seen_BTKS = append(cache, 1, layer, generator)

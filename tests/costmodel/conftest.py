@@ -1,9 +1,12 @@
+from dataclasses import fields
+
 import pytest
 
 from magicdec.architectures import Efficiency, ModelConfig
 from magicdec.costmodel.hardware import DEVICES, Hardware
 from magicdec.costmodel.stack import STACKS
 from magicdec.costmodel.targets import architecture
+from magicdec.registry import POLICIES
 
 SMALL = ModelConfig(
     vocab_size=1000,
@@ -15,6 +18,14 @@ SMALL = ModelConfig(
     head_dim=8,
     max_position_embeddings=4096,
 )
+
+
+def changed(setup, policy=None, **changes):
+    """A setup with another policy, and with keys of the policy among `changes`."""
+    facts = POLICIES[policy or setup.cache.policy].facts
+    keys = {"budget": setup.cache.budget}
+    keys |= {entry.name: changes.pop(entry.name) for entry in fields(facts) if entry.name in changes}
+    return setup.at(cache=facts(**keys), **changes)
 
 
 @pytest.fixture(scope="session")

@@ -11,15 +11,17 @@ from magicdec.costmodel.acceptance import Curves, published
 from magicdec.costmodel.hardware import hardware_named
 from magicdec.costmodel.planner import experiment_yaml, search
 from magicdec.costmodel.predict import critical_context, predict
-from magicdec.costmodel.round import DraftChoice, Setup
+from magicdec.costmodel.round import Setup
 from magicdec.costmodel.summary import verdict
+from magicdec.drafting import IndependentDraft, ModelChoice, SelfDraft
 from magicdec.errors import UserError
+from tests.costmodel.conftest import changed
 
 
 @pytest.fixture
 def setup(model):
     def make(target="llama-3.1-8b", hardware="8xA100", batch=64, context=32_000, **changes):
-        return Setup(model(target), hardware_named(hardware), batch, context, target_name=target).at(**changes)
+        return changed(Setup(model(target), hardware_named(hardware), batch, context, target_name=target), **changes)
 
     return make
 
@@ -145,7 +147,7 @@ def test_mistakes_are_named(setup):
 
 @pytest.fixture
 def drafts(model):
-    return DraftChoice(), DraftChoice("model", "llama-3.2-1b", model("llama-3.2-1b"))
+    return SelfDraft(), IndependentDraft(model=ModelChoice("llama-3.2-1b", architecture=model("llama-3.2-1b")))
 
 
 def test_plans_are_ranked_by_throughput_within_the_bounds(setup, drafts):

@@ -1,16 +1,25 @@
 import pytest
 
 from magicdec.costmodel.roofline import Pass, step_time
-from magicdec.costmodel.round import DraftChoice, Setup, memory, round_times
+from magicdec.costmodel.round import Setup, memory, round_times
+from magicdec.drafting import (
+    HierarchicalDraft,
+    IndependentDraft,
+    LayerSkipDraft,
+    ModelChoice,
+    NgramDraft,
+    SelfDraft,
+)
 from magicdec.errors import UserError
-from magicdec.policies import POLICIES
+from magicdec.registry import POLICIES
+from tests.costmodel.conftest import changed
 
 
 @pytest.fixture
 def setup(ideal, model):
     def make(stack="magicdec", count=8, **changes):
         machine = ideal(count, stack=stack, layer_overhead_us=50.0, round_overhead_us=700.0)
-        return Setup(model("llama-3.1-8b"), machine, 32, 32_000).at(**changes)
+        return changed(Setup(model("llama-3.1-8b"), machine, 32, 32_000), **changes)
 
     return make
 
@@ -49,7 +58,7 @@ def test_drafts_without_exact_kv_feed_two_tokens_first(setup):
 
 def test_independent_drafts_run_on_all_ranks_and_the_references_on_at_most_four(setup, model):
     def ranks(name, count, tensor_parallel=None, stack="reference-2024-11"):
-        draft = DraftChoice("model", name, model(name), tensor_parallel)
+        draft = IndependentDraft(model=ModelChoice(name, architecture=model(name)), tensor_parallel=tensor_parallel)
         return setup(count=count, draft=draft, stack=stack).draft_ranks
 
     assert ranks("llama-3.2-1b", 8, stack="magicdec") == 8
@@ -66,15 +75,15 @@ def test_late_choice_of_tokens_is_paid_by_the_round(setup):
 
 
 def test_ngram_drafts_take_no_time(setup):
-    times = round_times(setup(draft=DraftChoice("ngram", "ngram")), 3)
+    times = round_times(setup(draft=NgramDraft()), 3)
     assert times.draft.total == times.select.total == 0.0
 
 
 def test_quantized_drafts_read_fewer_bytes(setup):
-    plain, small = (round_times(setup(batch=1, draft=DraftChoice(quantization=q)), 3).draft for q in ("none", "int4"))
+    plain, small = (round_times(setup(batch=1, draft=SelfDraft(quantization=q)), 3).draft for q in ("none", "int4"))
     assert small.weights == pytest.approx(plain.weights / 4, rel=0.01)
     # ... and are a copy beside the target's weights.
-    assert memory(setup(draft=DraftChoice(quantization="int4")), 3).draft_weights > 0
+    assert memory(setup(draft=SelfDraft(quantization="int4")), 3).draft_weights > 0
     assert memory(setup(), 3).draft_weights == 0
 
 
@@ -109,15 +118,13 @@ def test_the_settings_of_a_policy_count(setup):
 
 
 def test_skipped_layers_cost_nothing(setup):
-    whole, half = setup(), setup(draft=DraftChoice("layer_skip", "layer_skip-16", num_layers=16))
+    whole, half = setup(), setup(draft=LayerSkipDraft(num_layers=16))
     times = [round_times(one, 3).draft for one in (whole, half)]
     assert times[1].kv == pytest.approx(times[0].kv / 2)
     assert memory(half, 3).draft_weights == 0
     assert memory(half, 3).draft_kv == pytest.approx(memory(whole, 3).draft_kv / 2)
     with pytest.raises(UserError, match=r"draft.num_layers=32: must be from 1 to 31"):
-        setup(draft=DraftChoice("layer_skip", "layer_skip-32", num_layers=32))
-    with pytest.raises(UserError, match="for draft=layer_skip alone"):
-        DraftChoice("self", num_layers=3)
+        setup(draft=LayerSkipDraft(num_layers=32))
 
 
 def test_memory_counts_weights_and_both_caches(setup, model):
@@ -129,16 +136,16 @@ def test_memory_counts_weights_and_both_caches(setup, model):
     assert memory(setup(policy="full"), 4).draft_kv == 0  # reads the target's own
     assert memory(setup(policy="topk"), 4).draft_kv == 0  # likewise, through indices
     draft = model("llama-3.2-1b")
-    independent = memory(setup(draft=DraftChoice("model", "llama-3.2-1b", draft)), 4)
+    independent = memory(setup(draft=IndependentDraft(model=ModelChoice("llama-3.2-1b", architecture=draft))), 4)
     assert independent.draft_weights == draft.num_parameters * 2 / 8
 
 
 @pytest.mark.parametrize("policy", ["full", "quest", "topk"])
 def test_an_independent_draft_that_keeps_everything_must_fit_as_well(setup, model, policy):
-    draft = DraftChoice("model", "llama-3.1-8b", model("llama-3.1-8b"))
+    draft = IndependentDraft(model=ModelChoice("llama-3.1-8b", architecture=model("llama-3.1-8b")))
     at = setup(target=model("llama-3.1-70b"), draft=draft, policy=policy, batch=40)
     held = memory(at, 3, generate_len=128)
-    entries = 40 * (32_000 + 128 + 4) * draft.model.kv_elements_per_token * 2 / 8
+    entries = 40 * (32_000 + 128 + 4) * draft.own_model.kv_elements_per_token * 2 / 8
     assert held.draft_kv >= entries
     assert held.total > at.hardware.device.memory >= held.total - entries
 
@@ -154,7 +161,7 @@ def test_target_time_is_one_pass(setup):
         ({"batch": 0}, "batch.size=0"),
         ({"context": -1}, "batch.context_len=-1"),
         ({"budget": 0}, "cache.budget=0"),
-        ({"policy": "nosuch"}, "cache=nosuch"),
+        ({"policy": "nosuch"}, "cache.policy=nosuch: must be one of full"),
     ],
 )
 def test_mistakes_are_named(setup, change, names):
@@ -166,8 +173,4 @@ def test_gamma_and_draft_mistakes_are_named(setup):
     with pytest.raises(UserError, match="gamma=0"):
         round_times(setup(), 0)
     with pytest.raises(UserError, match="draft=hierarchical"):
-        DraftChoice("hierarchical")
-    with pytest.raises(UserError, match="int3"):
-        DraftChoice(quantization="int3")
-    with pytest.raises(UserError, match="draft=model"):
-        DraftChoice("model", "llama-3.2-1b")
+        setup(draft=HierarchicalDraft())

@@ -8,11 +8,10 @@ from scipy.stats import chisquare
 
 from magicdec.architectures import ModelConfig
 from magicdec.attention.sdpa import SdpaAttention
-from magicdec.config.schema import CacheConfig
 from magicdec.drafts import hierarchical
 from magicdec.models.kv_cache import KVCache
 from magicdec.verification.sampling import Sampling, Use, probabilities
-from tests.small import new_engine, noisy_copy, open_batch, random_prompts, small_model
+from tests.small import cache_config, new_engine, noisy_copy, open_batch, random_prompts, small_model
 
 TARGET = small_model()
 
@@ -48,7 +47,7 @@ def test_the_inner_level_is_verified_over_the_retrieval_cache():
 def test_the_inner_cache_holds_the_committed_tokens(policy):
     """After every round, rejected proposals or not: its entries are those of a model that has only read the output."""
     model = noisy_copy(TARGET, 0.2)
-    options = {"inner": CacheConfig(policy, 400, num_sink=2), "generate_len": 30}
+    options = {"inner": cache_config(policy, budget=400, num_sink=2), "generate_len": 30}
     batch = opened(model, random_prompts([50, 61, 2, 5]), **options)
     batch.decoder.generate(batch.draft)
     cache, state = batch.draft.inner.cache, batch.decoder.state

@@ -7,11 +7,11 @@ import torch
 
 from magicdec.costmodel.speedup import omega, speedup
 from magicdec.decoding.state import State
-from magicdec.drafts.base import DRAFTS
 from magicdec.engine.adaptive import AdaptiveCycle
 from magicdec.engine.audit import audit
 from magicdec.engine.native import warm_up
 from magicdec.measure import metrics
+from magicdec.registry import DRAFTS
 from tests.engine.test_graphs import CASES, TARGET
 from tests.small import noisy_copy, open_batch, random_prompts
 
@@ -112,7 +112,7 @@ def test_every_change_of_gamma_is_lossless(draft, policy, monkeypatch):
         TARGET,
         random_prompts([50, 61, 70]),
         draft_name=draft,
-        draft_model=noisy_copy(TARGET, 0.15) if DRAFTS[draft].needs_model else None,
+        draft_model=noisy_copy(TARGET, 0.15) if DRAFTS[draft].facts.needs_model else None,
         gamma=5,
         gammas=(1, 2, 5),
         policy=policy,

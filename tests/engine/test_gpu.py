@@ -4,16 +4,15 @@ import pytest
 import torch
 
 from magicdec.attention.choice import backend
-from magicdec.cache.draft_cache import CACHES
-from magicdec.drafts.base import DRAFTS
 from magicdec.engine.native import NativeEngine, warm_up
 from magicdec.measure.footprint import footprint
 from magicdec.measure.memory import Peak, workspace_bytes
 from magicdec.measure.profile import profile_round
+from magicdec.registry import DRAFTS, POLICIES
 from tests.small import new_engine, noisy_copy, random_prompts, small_model
 
 pytestmark = pytest.mark.gpu
-CASES = [("self", policy) for policy in CACHES] + [(draft, "streaming") for draft in DRAFTS]
+CASES = [("self", policy) for policy in POLICIES] + [(draft, "streaming") for draft in DRAFTS]
 SIZES = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 512, "num_layers": 4, "max_position_embeddings": 8192}
 
 
@@ -22,7 +21,7 @@ def engine_for(
 ) -> NativeEngine:
     target = small_model(**sizes)
     target.attention = backend(attention)()
-    drafter = noisy_copy(target, 0.15).to(device) if DRAFTS[draft].needs_model else None
+    drafter = noisy_copy(target, 0.15).to(device) if DRAFTS[draft].facts.needs_model else None
     options = {"gamma": 3, "budget": 16, "num_sink": 2, "page_size": 4, "refresh": 2, "graphs": graphs}
     return new_engine(target.to(device), draft_name=draft, draft_model=drafter, policy=policy, **options)
 

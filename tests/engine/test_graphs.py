@@ -9,15 +9,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from magicdec.cache.draft_cache import CACHES
-from magicdec.drafts.base import DRAFTS
 from magicdec.engine import decoder, graphs
 from magicdec.engine.native import warm_up
 from magicdec.measure import profile
+from magicdec.registry import DRAFTS, POLICIES
 from tests.small import new_engine, noisy_copy, open_batch, random_prompts, small_model
 
 TARGET = small_model()
-CASES = [("self", policy) for policy in CACHES] + [(draft, "streaming") for draft in DRAFTS] + [("model", "full")]
+CASES = [("self", policy) for policy in POLICIES] + [(draft, "streaming") for draft in DRAFTS] + [("model", "full")]
 
 
 class Rehearsed(graphs.Step):
@@ -33,7 +32,7 @@ class Rehearsed(graphs.Step):
 def test_rehearsals_stay_within_the_buffers_and_leave_no_trace(draft, policy, generate_len, monkeypatch):
     def opened():
         prompts = random_prompts([50, 61, 70])
-        model = noisy_copy(TARGET, 0.15) if DRAFTS[draft].needs_model else None
+        model = noisy_copy(TARGET, 0.15) if DRAFTS[draft].facts.needs_model else None
         spec = {"gamma": 5, "budget": 16, "num_sink": 2, "page_size": 4, "refresh": 4, "generate_len": generate_len}
         return open_batch(TARGET, prompts, draft_name=draft, draft_model=model, policy=policy, **spec)
 

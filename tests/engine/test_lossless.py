@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from magicdec.attention import cpp
-from magicdec.cache.draft_cache import CACHES
-from magicdec.config.schema import CacheConfig
-from magicdec.drafts.base import DRAFTS
 from magicdec.engine.audit import audit
+from magicdec.policies import Streaming
+from magicdec.registry import DRAFTS, POLICIES
 from magicdec.verification.sampling import Sampling
 from tests.small import VOCAB, new_engine, noisy_copy, open_batch, random_prompts, small_model
 
@@ -22,8 +21,9 @@ GAMMAS, BATCHES, BUDGETS = (1, 2, 5, 8), (1, 3, 8), (12, 40, 400)
 PAIRS = [
     (draft, policy)
     for draft in DRAFTS
-    for policy in CACHES
-    if (DRAFTS[draft].has_cache or policy == "full") and not (CACHES[policy].facts.needs_target and draft == "model")
+    for policy in POLICIES
+    if (DRAFTS[draft].facts.is_model or policy == "full")
+    and not (POLICIES[policy].facts.needs_target and draft == "model")
 ]
 FULL = [(*pair, *sizes) for pair in PAIRS for sizes in itertools.product(GAMMAS, BATCHES, BUDGETS)]
 # For every run, each pair with sizes that change along, and with the smallest valid budget, one more than gamma. The
@@ -36,7 +36,7 @@ SMALLEST = [(*pair, gamma, rows, gamma + 1) for pair, (gamma, rows) in zip(PAIRS
 def check(draft: str, policy: str, gamma: int, rows: int, budget: int, **settings):
     """Decode one batch both ways and compare."""
     prompts = random_prompts([50 + 7 * row for row in range(rows)], seed=gamma)
-    model = noisy_copy(TARGET, 0.15) if DRAFTS[draft].needs_model else None
+    model = noisy_copy(TARGET, 0.15) if DRAFTS[draft].facts.needs_model else None
     batch = open_batch(
         TARGET,
         prompts,
@@ -81,7 +81,7 @@ def test_end_of_sequence_in_the_middle_of_a_round(draft):
     plain = open_batch(TARGET, prompts).decoder.generate().tokens
     eos = plain[0][7]  # a token that row 0 writes in the middle
     target = small_model(eos_token_ids=(eos,))
-    model = noisy_copy(target, 0.1) if DRAFTS[draft].needs_model else None
+    model = noisy_copy(target, 0.1) if DRAFTS[draft].facts.needs_model else None
     batch = open_batch(target, prompts, draft_name=draft, draft_model=model, gamma=5, policy="full", ignore_eos=False)
     stopped, fast = batch.decoder.generate(), batch.decoder.generate(batch.draft)
     expected = [row[: row.index(eos) + 1] if eos in row else row for row in plain]
@@ -89,7 +89,7 @@ def test_end_of_sequence_in_the_middle_of_a_round(draft):
     assert fast.tokens == expected
 
 
-@pytest.mark.parametrize("policy", list(CACHES))
+@pytest.mark.parametrize("policy", list(POLICIES))
 def test_a_budget_of_everything_accepts_everything(policy):
     _, _, fast = check("self", policy, 4, 3, budget=10_000)
     taken = fast.accepted_RB[fast.accepted_RB >= 0]
@@ -105,8 +105,8 @@ def test_a_draft_that_sees_what_a_target_with_a_sliding_window_sees_is_always_ri
     target = small_model(sliding_window=16, sliding_layers=layers)
     settings = {"policy": policy, "budget": budget, "num_sink": 2, "page_size": 4, "bits": 8}
     if draft == "hierarchical":
-        settings |= {"inner": CacheConfig("streaming", budget, num_sink=2)}
-    model = target if DRAFTS[draft].needs_model else None
+        settings |= {"inner": Streaming(budget=budget, num_sink=2)}
+    model = target if DRAFTS[draft].facts.needs_model else None
     prompts = random_prompts([120, 110, 70])
     batch = open_batch(target, prompts, draft_name=draft, draft_model=model, gamma=4, **settings)
     plain, fast = batch.decoder.generate(), batch.decoder.generate(batch.draft)
@@ -144,7 +144,7 @@ def test_a_row_does_not_depend_on_its_neighbours():
 @pytest.mark.parametrize("draft", list(DRAFTS))
 def test_the_shortest_prompts(draft, length):
     prompts = random_prompts([length, 5])
-    model = noisy_copy(TARGET, 0.2) if DRAFTS[draft].needs_model else None
+    model = noisy_copy(TARGET, 0.2) if DRAFTS[draft].facts.needs_model else None
     batch = open_batch(
         TARGET, prompts, draft_name=draft, draft_model=model, gamma=3, policy="streaming", budget=8, num_sink=2
     )
@@ -238,7 +238,7 @@ def test_the_state_counts_what_the_rounds_say():
 def caches_of(draft):
     """Every cache of a draft, those of its levels and of a draft within it included."""
     for one in (draft, getattr(draft, "inner", None)):
-        if one is not None and one.has_cache:
+        if hasattr(one, "cache"):
             yield from getattr(one.cache, "levels", [one.cache])
 
 
@@ -261,7 +261,7 @@ def test_a_pass_reads_only_what_it_has_written_itself(draft, policy):
         TARGET,
         random_prompts([40, 3, 25]),
         draft_name=draft,
-        draft_model=noisy_copy(TARGET, 0.3) if DRAFTS[draft].needs_model else None,
+        draft_model=noisy_copy(TARGET, 0.3) if DRAFTS[draft].facts.needs_model else None,
         gamma=8,
         policy=policy,
         budget=16,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from magicdec.cache.draft_cache import CACHES
+from magicdec.registry import POLICIES
 from tests.checkpoints import load_model, load_reference, make_checkpoint
 from tests.small import noisy_copy, open_batch, random_prompts
 
@@ -21,8 +21,8 @@ def test_against_generate(tmp_path, family):
     # With a mask of its own: generate would take tokens that equal the padding's for padding.
     written = [reference.generate(i, attention_mask=torch.ones_like(i), **settings)[0] for i in ids]
     expected = [row[len(prompt) :].tolist() for row, prompt in zip(written, prompts, strict=True)]
-    drafts = [("self", policy) for policy in CACHES]
-    drafts += [("model", policy) for policy in (CACHES if family == "llama" else ["streaming", "snapkv"])]
+    drafts = [("self", policy) for policy in POLICIES]
+    drafts += [("model", policy) for policy in (POLICIES if family == "llama" else ["streaming", "snapkv"])]
     assert open_batch(target, prompts, generate_len=NEW_TOKENS).decoder.generate().tokens == expected
     for draft, policy in drafts:
         model = noisy_copy(target, 0.1) if draft == "model" else None

@@ -28,11 +28,11 @@ from torch.utils._pytree import tree_leaves
 
 from magicdec.architectures import ModelConfig
 from magicdec.attention.choice import backend
-from magicdec.drafts.base import DRAFTS
 from magicdec.engine.native import Batch, NativeEngine
 from magicdec.models import rope
 from magicdec.models.parallel import ALONE, Share
 from magicdec.models.transformer import Transformer
+from magicdec.registry import DRAFTS
 from tests.gpu_rehearsal.compile import GPUS, Launch, compiled
 from tests.small import new_engine
 
@@ -301,7 +301,7 @@ def engine(
     """An engine of Llama-3.1-8B cut to `num_layers`, on the fake device; `options` as in `tests.small.new_engine`."""
     config = replace(LLAMA_8B, num_layers=num_layers)
     target, drafter = fake_model(config, attention), None
-    if draft != "none" and DRAFTS[draft].needs_model:
+    if draft != "none" and DRAFTS[draft].facts.needs_model:
         drafter = fake_model(replace(config, num_layers=max(1, num_layers // 4)), attention)
     defaults = {"gamma": 4, "budget": 512, "num_sink": 4, "refresh": 2, "generate_len": 96, "prefill_chunk": 128}
     return new_engine(target, draft, policy=policy, draft_model=drafter, ignore_eos=False, **(defaults | options))

@@ -6,15 +6,14 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import DynamicOutputShapeException
 
-from magicdec.cache.draft_cache import CACHES
-from magicdec.config.schema import CacheConfig
-from magicdec.drafts.base import DRAFTS
+from magicdec.policies import Streaming
+from magicdec.registry import DRAFTS, POLICIES
 from magicdec.verification.sampling import Sampling
 from tests.gpu_rehearsal.fake import engine, fake_cuda, prefilled, rounds
 
 GREEDY, SAMPLED = Sampling(), Sampling(0.8, 50, 0.9)
-PAIRS = [("self", policy) for policy in CACHES] + [(draft, "streaming") for draft in DRAFTS if draft != "self"]
-INNER = CacheConfig("streaming", budget=256, num_sink=4)
+PAIRS = [("self", policy) for policy in POLICIES] + [(draft, "streaming") for draft in DRAFTS if draft != "self"]
+INNER = Streaming(budget=256, num_sink=4)
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])

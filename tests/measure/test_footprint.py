@@ -7,15 +7,14 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from magicdec.attention.sdpa import SdpaAttention
-from magicdec.cache.draft_cache import CACHES
 from magicdec.config.load import compose
-from magicdec.drafts.base import DRAFTS
 from magicdec.engine.audit import audit
 from magicdec.measure.footprint import UniformAttention, footprint, largest_batch
 from magicdec.models.quantize import quantized
 from magicdec.models.transformer import Transformer
 from magicdec.planning import build
 from magicdec.planning.resolve import resolve
+from magicdec.registry import DRAFTS, POLICIES
 from magicdec.serving.request import Params
 from magicdec.serving.slots import Slots
 from magicdec.tracking.progress import progress
@@ -26,7 +25,7 @@ SIZES = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 160, "num_layer
 TARGET = small_model(**SIZES)
 ROWS, CONTEXT = 3, 400
 SAMPLED = Sampling(temperature=0.7, top_p=0.9)
-CASES = [("self", policy, 64, Sampling()) for policy in CACHES]
+CASES = [("self", policy, 64, Sampling()) for policy in POLICIES]
 CASES += [("model", policy, 100, Sampling()) for policy in ("full", "snapkv", "h2o")]
 CASES += [(draft, "streaming", 300, SAMPLED) for draft in DRAFTS] + [("none", "full", 400, SAMPLED)]
 
@@ -53,7 +52,7 @@ def without_storage(model: Transformer) -> Transformer:
 def test_what_is_foreseen_is_what_is_allocated(draft, policy, chunk, sampling):
     settings = {"gamma": 3, "budget": 40, "num_sink": 4, "page_size": 8, "generate_len": 6, "sampling": sampling}
     settings |= {"draft_name": draft, "policy": policy, "prefill_chunk": chunk}
-    drafter = noisy_copy(TARGET, 0.1) if draft != "none" and DRAFTS[draft].needs_model else None
+    drafter = noisy_copy(TARGET, 0.1) if draft != "none" and DRAFTS[draft].facts.needs_model else None
     prompts = random_prompts([CONTEXT] * ROWS)
     audited = draft != "none"
 
@@ -90,7 +89,7 @@ def test_slots_are_foreseen_with_the_row_that_is_prefilled(draft, policy):
     assert estimated.total - estimated.weights == pytest.approx(counted_peak(run), rel=0.05)
 
 
-@pytest.mark.parametrize("policy", list(CACHES))
+@pytest.mark.parametrize("policy", list(POLICIES))
 def test_a_gpu_is_foreseen_with_the_backend_that_it_uses(policy):
     """Whatever the policy, no kernel is called; and the masks of sdpa count only where a pass goes its way."""
     pytest.importorskip("triton")

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from magicdec.costmodel.speedup import alpha_from_acceptance_length, omega
-from magicdec.drafts.base import DRAFTS
 from magicdec.engine.decoder import Generation
 from magicdec.measure import metrics
+from magicdec.registry import DRAFTS
 from magicdec.scenarios.outputs import speeds
 from tests.small import noisy_copy, open_batch, random_prompts, small_model
 
@@ -87,7 +87,7 @@ def test_measured_acceptance_is_that_of_the_draft_however_little_is_generated(ge
 def test_synthetic_acceptance_works_with_every_draft(draft):
     model, prompts = small_model(), random_prompts([20] * 200)
     settings = {"gamma": 3, "policy": "streaming", "budget": 16, "num_sink": 2, "synthetic_acceptance": 0.6}
-    draft_model = noisy_copy(model, 0.1) if DRAFTS[draft].needs_model else None
+    draft_model = noisy_copy(model, 0.1) if DRAFTS[draft].facts.needs_model else None
     batch = open_batch(model, prompts, draft_name=draft, draft_model=draft_model, generate_len=12, **settings)
     assert metrics.acceptance_metrics([batch.decoder.generate(batch.draft)])["alpha"] == pytest.approx(0.6, abs=0.05)
 

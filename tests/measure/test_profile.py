@@ -2,8 +2,8 @@
 
 import pytest
 
-from magicdec.cache.draft_cache import CACHES
 from magicdec.measure.profile import profile_round
+from magicdec.registry import POLICIES
 from tests.small import noisy_copy, open_batch, random_prompts, small_model
 
 PARTS = {"target_decode_ms", "draft_ms", "verify_ms", "round_ms", "overhead_ms"}
@@ -16,10 +16,10 @@ def parts(draft: str, policy: str) -> dict[str, float]:
     return profile_round(batch, 2)
 
 
-@pytest.mark.parametrize("policy", list(CACHES))
+@pytest.mark.parametrize("policy", list(POLICIES))
 def test_a_selection_is_timed_where_entries_are_chosen_by_their_attention(policy):
     times = parts("self", policy)
-    assert set(times) == PARTS | ({"select_ms"} if CACHES[policy].facts.selects != "never" else set())
+    assert set(times) == PARTS | ({"select_ms"} if POLICIES[policy].facts.selects != "never" else set())
     assert all(times[name] > 0 for name in times if name != "overhead_ms")
 
 

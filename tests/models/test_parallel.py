@@ -10,18 +10,18 @@ import torch
 from magicdec.architectures import ModelConfig, check_ranks
 from magicdec.attention.cpp import compiler
 from magicdec.attention.sdpa import SdpaAttention
-from magicdec.cache.draft_cache import CACHES
 from magicdec.errors import UserError
 from magicdec.models.checkpoint import load, read_config
 from magicdec.models.parallel import Share, share
 from magicdec.models.transformer import Transformer
+from magicdec.registry import POLICIES
 from magicdec.scenarios.ranks import on_ranks
 from magicdec.verification.sampling import Sampling
 from tests.small import open_batch, random_prompts
 
 VOCAB = 97  # odd: the last rank has fewer
 # Checkpoint, draft, ranks of the draft, policy, sampling.
-CASES = [("bias", "self", 2, policy, Sampling()) for policy in CACHES]
+CASES = [("bias", "self", 2, policy, Sampling()) for policy in POLICIES]
 CASES += [("mqa", "self", 2, "streaming", Sampling()), ("mqa", "layer_skip", 2, "full", Sampling())]
 CASES += [("bias", "model", ranks, "streaming", Sampling()) for ranks in (1, 2)]
 CASES += [("bias", "model", 1, "snapkv", Sampling(temperature=0.8, seed=3))]

@@ -10,8 +10,10 @@ import torch
 
 from magicdec.config.load import compose
 from magicdec.decoding.timers import Stopwatch
+from magicdec.drafting import IndependentDraft, LayerSkipDraft, NgramDraft
 from magicdec.peers.base import Counts, PeerSpec
 from magicdec.peers.transformers import Bursts, TransformersPeer
+from magicdec.registry import TransformersEngine
 from magicdec.scenarios import Job, run
 from magicdec.verification.sampling import Sampling
 from tests.checkpoints import load_model, make_checkpoint
@@ -31,7 +33,8 @@ def folders(tmp_path_factory):
 
 
 def spec(folders, **changes) -> PeerSpec:
-    plain = PeerSpec(folders[0], "float32", "cpu", num_rows=2, max_len=128, sampling=Sampling())
+    engine = TransformersEngine()
+    plain = PeerSpec(folders[0], "float32", "cpu", num_rows=2, max_len=128, sampling=Sampling(), engine=engine)
     return replace(plain, **changes)
 
 
@@ -46,7 +49,7 @@ def ours(folder: str, prompts: list[list[int]], **options) -> list[list[int]]:
 @pytest.mark.parametrize("lengths", [[40, 40, 40], [40, 17, 1]], ids=["even", "ragged"])
 def test_it_writes_what_ours_writes(folders, cache, lengths):
     prompts = random_prompts(lengths, vocab=VOCAB)
-    with TransformersPeer(spec(folders), cache) as peer, Stopwatch(CPU) as watch:
+    with TransformersPeer(spec(folders, engine=TransformersEngine(cache=cache))) as peer, Stopwatch(CPU) as watch:
         got = peer.generate(prompts, NEW, speculative=False)
     assert got.tokens == ours(folders[0], prompts)
     assert [row.decoded for row in got.times] == [NEW - 1] * 3
@@ -69,23 +72,23 @@ def test_rows_end_at_their_end_of_sequence_and_are_timed_to_it(folders):
 @pytest.mark.parametrize(
     "draft",
     [
-        {"draft_name": "model"},
-        {"draft_name": "ngram", "max_ngram": 2},
-        {"draft_name": "layer_skip", "num_layers": 2},
+        IndependentDraft(),
+        NgramDraft(max_ngram=2),
+        LayerSkipDraft(num_layers=2),
     ],
-    ids=lambda draft: draft["draft_name"],
+    ids=lambda draft: draft.name,
 )
 def test_speculation_is_lossless_and_counted(folders, draft):
-    model = folders[1] if draft["draft_name"] == "model" else None
+    model = folders[1] if draft.needs_model else None
     prompt = [random_prompts([12], vocab=VOCAB)[0] * 4]  # something to look up
-    peer = TransformersPeer(spec(folders, draft=model, gamma=GAMMA, **draft))
+    peer = TransformersPeer(spec(folders, draft_folder=model, gamma=GAMMA, draft=draft))
     plain, fast = (peer.generate(prompt, NEW, speculative) for speculative in (False, True))
     assert fast.tokens == plain.tokens == ours(folders[0], prompt)
     assert plain.counts == Counts()
     assert fast.counts.rounds > 0
     assert list(fast.counts.accepted) == sorted(fast.counts.accepted, reverse=True)
     assert sum(fast.counts.accepted) <= fast.counts.proposed <= GAMMA * fast.counts.rounds
-    if draft["draft_name"] != "ngram":  # which may find nothing
+    if draft.is_model:  # which may find nothing
         assert fast.counts.proposed == GAMMA * fast.counts.rounds
     (row,) = fast.times
     assert 0 < row.decoded < NEW
@@ -93,7 +96,7 @@ def test_speculation_is_lossless_and_counted(folders, draft):
 
 def test_a_draft_that_is_the_target_is_always_accepted(folders):
     """The counts against what must come out: every round takes gamma + 1 tokens."""
-    peer = TransformersPeer(spec(folders, draft=folders[0], draft_name="model", gamma=GAMMA))
+    peer = TransformersPeer(spec(folders, draft_folder=folders[0], draft=IndependentDraft(), gamma=GAMMA))
     got = peer.generate(random_prompts([20], vocab=VOCAB), NEW, speculative=True)
     rounds = NEW // (GAMMA + 1)
     assert got.counts == Counts(rounds, GAMMA * rounds, (rounds,) * GAMMA)

@@ -14,12 +14,14 @@ from dataclasses import replace
 import pytest
 
 from magicdec.config.load import compose
+from magicdec.drafting import IndependentDraft, NgramDraft
 from magicdec.errors import UserError
 from magicdec.measure.metrics import RowTimes
 from magicdec.peers import vllm
 from magicdec.peers.base import Counts, PeerSpec
 from magicdec.peers.vllm import VllmPeer
 from magicdec.planning.resolve import resolve
+from magicdec.registry import VllmEngine
 from magicdec.scenarios import Job, run
 from magicdec.verification.sampling import Sampling
 from tests.test_run import ROOT, SMALL, TINY
@@ -55,9 +57,11 @@ BAD = {
 WAITING = """
 import pathlib, sys
 from magicdec.peers import base, vllm
+from magicdec.registry import VllmEngine
 from magicdec.verification.sampling import Sampling
 vllm.WORKER = pathlib.Path(sys.argv[1])
-with vllm.VllmPeer(base.PeerSpec("a", "float32", "cpu", 1, 64, Sampling()), sys.executable, "eagle", 8, 60) as one:
+engine = VllmEngine(python=sys.executable, time_limit_s=60)
+with vllm.VllmPeer(base.PeerSpec("a", "float32", "cpu", 1, 64, Sampling(), engine=engine)) as one:
     one.generate([[1]], 2, False)
 """
 
@@ -71,10 +75,9 @@ def peer(tmp_path, monkeypatch):
         worker = tmp_path / "worker.py"
         worker.write_text(program)
         monkeypatch.setattr(vllm, "WORKER", worker)
-        settings = {"num_rows": 2, "max_len": 200, "sampling": Sampling(), "gamma": 3} | changes
-        made.append(
-            VllmPeer(PeerSpec("a target", "float32", "cpu", **settings), sys.executable, "eagle", 8, time_limit_s)
-        )
+        engine = VllmEngine(python=sys.executable, method="eagle", time_limit_s=time_limit_s)
+        settings = {"num_rows": 2, "max_len": 200, "sampling": Sampling(), "gamma": 3, "kv_bytes_per_token": 8}
+        made.append(VllmPeer(PeerSpec("a target", "float32", "cpu", engine=engine, **settings | changes)))
         return made[-1]
 
     yield new
@@ -96,7 +99,7 @@ def is_alive(pid: int) -> bool:
 
 
 def test_a_worker_for_each_way(peer):
-    engine = peer(GOOD, draft_name="model", draft="a draft")
+    engine = peer(GOOD, draft=IndependentDraft(), draft_folder="a draft")
     prompts = [[1, 2, 3], [4, 5]]
     plain = engine.generate(prompts, 5, speculative=False)
     assert plain.tokens == [[0, 1, 2, 3, 4]] * 2
@@ -126,7 +129,7 @@ def test_a_worker_for_each_way(peer):
 
 def test_what_it_is_told_of_prompt_lookup_sampling_and_ends(peer):
     sampling = Sampling(temperature=0.7, top_p=0.9, seed=5)
-    engine = peer(GOOD, draft_name="ngram", max_ngram=4, sampling=sampling, eos_token_ids=(0, 2), compile=True)
+    engine = peer(GOOD, draft=NgramDraft(max_ngram=4), sampling=sampling, eos_token_ids=(0, 2), compile=True)
     engine.generate([[1]], 2, speculative=True)
     engine.generate([[1]], 2, speculative=True, first=4)
     line, later = asked(engine)
@@ -162,9 +165,10 @@ def test_a_vllm_that_cannot_be_imported_is_the_users_to_mend(peer):
 
 def test_our_own_worker_where_there_is_no_vllm():
     """The real program under a Python without vLLM: it says so, as the plan stage would have."""
-    spec = PeerSpec("a target", "float32", "cpu", num_rows=1, max_len=64, sampling=Sampling())
+    engine = VllmEngine(python=sys.executable, time_limit_s=60)
+    spec = PeerSpec("a target", "float32", "cpu", num_rows=1, max_len=64, sampling=Sampling(), engine=engine)
     with pytest.raises(UserError, match="No module named 'vllm'"):
-        VllmPeer(spec, sys.executable, "draft_model", 8, 60).generate([[1]], 2, speculative=False)
+        VllmPeer(spec).generate([[1]], 2, speculative=False)
 
 
 def test_the_worker_ends_with_its_input():
@@ -226,13 +230,14 @@ def test_the_real_one_writes_what_ours_writes(tmp_path, monkeypatch, draft):
 
 @real
 def test_the_real_one_ends_rows_at_their_end_of_sequence():
-    spec = PeerSpec(str(TINY / "target"), "float32", "cpu", num_rows=2, max_len=256, sampling=Sampling())
+    engine = VllmEngine(python=REAL, time_limit_s=300)
+    sizes = {"num_rows": 2, "max_len": 256, "kv_bytes_per_token": 8192}
+    spec = PeerSpec(str(TINY / "target"), "float32", "cpu", sampling=Sampling(), engine=engine, **sizes)
     prompts = [list(range(5, 105)), list(range(200, 260))]
-    settings = (vllm.python(REAL), "draft_model", 8192, 300)
-    with VllmPeer(spec, *settings) as peer:
+    with VllmPeer(spec) as peer:
         whole = peer.generate(prompts, 16, speculative=False).tokens
     end = whole[0][5]
-    with VllmPeer(replace(spec, eos_token_ids=(end,)), *settings) as peer:
+    with VllmPeer(replace(spec, eos_token_ids=(end,))) as peer:
         got = peer.generate(prompts, 16, speculative=False)
     assert got.tokens == [row[: row.index(end) + 1] if end in row else row for row in whole]
     assert got.times[0].decoded == len(got.tokens[0]) - 1 < 15

@@ -8,10 +8,9 @@ import weakref
 import pytest
 import torch
 
-from magicdec.cache.draft_cache import CACHES
-from magicdec.drafts.base import DRAFTS
 from magicdec.errors import UserError
 from magicdec.measure.metrics import Rounds, acceptance, acceptance_metrics
+from magicdec.registry import DRAFTS, POLICIES
 from magicdec.serving.request import Params, Request
 from magicdec.serving.scheduler import Scheduler
 from magicdec.serving.slots import Slots
@@ -19,7 +18,7 @@ from magicdec.verification.sampling import Sampling
 from tests.engine.test_lossless import PAIRS as OFFLINE_PAIRS
 from tests.small import new_engine, noisy_copy, open_batch, random_prompts, small_model
 
-PAIRS = [(draft, policy) for draft, policy in OFFLINE_PAIRS if DRAFTS[draft].serves]
+PAIRS = [(draft, policy) for draft, policy in OFFLINE_PAIRS if DRAFTS[draft].facts.serves]
 TARGET = small_model()
 LENGTHS = [50, 3, 71, 16, 1, 33, 40]
 GENERATE = [9, 14, 1, 7, 12, 16, 5]
@@ -27,7 +26,7 @@ MAX_LEN = 101
 
 
 def slots_with(draft: str, policy: str, num_slots: int = 3, target=TARGET, **settings) -> Slots:
-    model = noisy_copy(target, 0.05) if draft != "none" and DRAFTS[draft].needs_model else None
+    model = noisy_copy(target, 0.05) if draft != "none" and DRAFTS[draft].facts.needs_model else None
     keys = {"gamma": 4, "budget": 16, "num_sink": 2, "page_size": 4, "refresh": 2, "prefill_chunk": 16}
     keys |= {"draft_model": model} | settings
     engine = new_engine(target, draft_name=draft, policy=policy, **keys)
@@ -62,7 +61,7 @@ def test_a_slot_that_is_given_back_reads_next_to_nothing(draft, policy):
     slots.step(True)
     slots.release(0)
     drafts = [slots.batch.draft, getattr(slots.batch.draft, "inner", None)]
-    caches = [slots.batch.decoder.cache, *(one.cache for one in drafts if one is not None and one.has_cache)]
+    caches = [slots.batch.decoder.cache, *(one.cache for one in drafts if hasattr(one, "cache"))]
     caches = [part for whole in caches for part in getattr(whole, "levels", [whole])]
     for cache in caches:
         assert cache.seqlens_B[0] == 0
@@ -122,7 +121,7 @@ def test_acceptance_is_counted_as_offline():
 
 
 @pytest.mark.parametrize(
-    ("draft", "policy", "trained"), [*(("self", p, 512) for p in CACHES), ("model", "streaming", 64)]
+    ("draft", "policy", "trained"), [*(("self", p, 512) for p in POLICIES), ("model", "streaming", 64)]
 )
 def test_every_tensor_with_rows_changes_hands(draft, policy, trained):
     """By the names of tensors, which say where rows are: no policy can forget one of its own. A draft that was trained
