@@ -1,4 +1,4 @@
-"""The asynchronous engine: `async for token in engine.generate(prompt, params)`, any number of requests at once.
+"""The asynchronous engine: `async for tokens in engine.generate(prompt, params)`, any number of requests at once.
 
 The scheduler runs on a thread of its own, so that the event loop is free while the device computes. Requests reach it
 through a queue; tokens come back as callbacks of the event loop of each request.
@@ -7,8 +7,7 @@ through a queue; tokens come back as callbacks of the event loop of each request
 import asyncio
 import logging
 import threading
-from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -20,14 +19,13 @@ log = logging.getLogger(__name__)
 
 
 class Stream:
-    """The tokens of one request, as they arrive. Deleting the stream cancels the request, as `cancel` does.
+    """The tokens of one request, those of a round together. Deleting the stream cancels the request, as `cancel` does.
 
     Iterating raises RuntimeError if the request has failed, from its error.
     """
 
     def __init__(self, prompt: Sequence[int], params: Params, loop: asyncio.AbstractEventLoop):
         self._chunks: asyncio.Queue[list[int]] = asyncio.Queue()
-        self._tokens: deque[int] = deque()
         # Without a reference to the stream, or the stream would never be deleted.
         self.request = Request(prompt, params, partial(_tell, loop, self._chunks))
 
@@ -41,29 +39,17 @@ class Stream:
         """Times, tokens and acceptance so far."""
         return self.request.stats
 
-    async def chunks(self) -> AsyncIterator[list[int]]:
-        """Yield the tokens of each round together."""
-        while chunk := await self._next_chunk():
-            yield chunk
-
     def __aiter__(self) -> "Stream":
         return self
 
-    async def __anext__(self) -> int:
-        if not self._tokens:
-            self._tokens.extend(await self._next_chunk())
-        if not self._tokens:
-            raise StopAsyncIteration
-        return self._tokens.popleft()
-
-    async def _next_chunk(self) -> list[int]:
-        """Return the next chunk, and an empty one at and after the end."""
+    async def __anext__(self) -> list[int]:
         chunk = [] if self.request.cancelled else await self._chunks.get()
-        if not chunk:
-            self._chunks.put_nowait([])
-            if self.request.error is not None:
-                raise RuntimeError("the request has failed") from self.request.error
-        return chunk
+        if chunk:
+            return chunk
+        self._chunks.put_nowait([])  # for the next call
+        if self.request.error is not None:
+            raise RuntimeError("the request has failed") from self.request.error
+        raise StopAsyncIteration
 
     def __del__(self) -> None:
         self.request.cancelled = True

@@ -129,7 +129,7 @@ async def _body(request: Request, max_len: int) -> bytes:
 async def _chunks(stream: Stream) -> AsyncIterator[list[int]]:
     """Yield the tokens of each round. Raise HTTPException if the request fails or the engine closes before its end."""
     try:
-        async for tokens in stream.chunks():
+        async for tokens in stream:
             yield tokens
     except RuntimeError as error:
         raise HTTPException(500, str(error)) from error

@@ -78,7 +78,7 @@ async def _answered(engine: AsyncEngine, job: RequestSpec, progress: Callable[[i
     """Send one request and wait for its end; raise the error that it failed with."""
     stream = engine.generate(job.prompt, job.params)
     try:
-        async for _ in stream.chunks():
+        async for _ in stream:
             pass
     except RuntimeError as error:
         raise stream.request.error or error from None

@@ -67,11 +67,11 @@ class Scheduler:
         """
         slot = next(slot for slot in range(self.slots.num_slots) if slot not in self.running)
         try:
-            state, token, finished = self.slots.prefill(
+            token, finished = self.slots.prefill(
                 request.prompt, request.params, self.speculative, partial(self._after_chunk, request)
             )
             if not finished:
-                self.slots.seat(slot, state, request.params, self.speculative)
+                self.slots.seat(slot)
         except Abandoned as abandoned:
             if (error := abandoned.__cause__) is not None:
                 raise error from error.__cause__

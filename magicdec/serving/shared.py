@@ -9,12 +9,20 @@ from contextlib import suppress
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
 
-from magicdec.decoding.state import State
 from magicdec.engine.native import NativeEngine
 from magicdec.serving.request import Params
 from magicdec.serving.slots import Abandoned, Slots
+
+
+def _on_all_ranks(method: Callable[..., Any]) -> Any:
+    """Return a method of Slots that rank 0 sends to the other ranks before it runs."""
+
+    def call(slots: "SharedSlots", *arguments: Any) -> Any:
+        slots._send(method.__name__, *arguments)
+        return method(slots, *arguments)
+
+    return call
 
 
 class SharedSlots(Slots):
@@ -25,10 +33,8 @@ class SharedSlots(Slots):
     def __init__(self, engine: NativeEngine, num_slots: int, max_len: int):
         """Allocate; called on all ranks of the default process group at once."""
         super().__init__(engine, num_slots, max_len)
-        self._orders = dist.new_group(
-            backend="gloo"
-        )  # for small objects between hosts, whichever backend moves the tensors
-        self._state: State | None = None  # of the request that was prefilled last
+        # For small objects between hosts, whichever backend moves the tensors.
+        self._orders = dist.new_group(backend="gloo")
 
     def follow(self) -> None:
         """Repeat rank 0's calls until it closes its slots or, between the chunks of a prefill, goes on with it."""
@@ -51,7 +57,7 @@ class SharedSlots(Slots):
 
     def prefill(
         self, prompt: list[int], params: Params, speculative: bool, progress: Callable[[int], None]
-    ) -> tuple[State, int, bool]:
+    ) -> tuple[int, bool]:
         """See Slots.prefill."""
         self._send("prefill", prompt, params, speculative)
 
@@ -63,25 +69,9 @@ class SharedSlots(Slots):
                 raise
             self._send("go_on")
 
-        prefilled = super().prefill(prompt, params, speculative, between_chunks)
-        self._state = prefilled[0]
-        return prefilled
+        return super().prefill(prompt, params, speculative, between_chunks)
 
-    def seat(self, slot: int, state: State | None, params: Params, speculative: bool) -> None:
-        """See Slots.seat. Each rank uses its own state, from its last prefill."""
-        self._send("seat", slot, None, params, speculative)
-        assert self._state is not None
-        super().seat(slot, self._state, params, speculative)
-
-    def release(self, slot: int) -> None:
-        """See Slots.release."""
-        self._send("release", slot)
-        super().release(slot)
-
-    def step(self, speculative: bool) -> Tensor:
-        """See Slots.step."""
-        self._send("step", speculative)
-        return super().step(speculative)
+    seat, release, step = map(_on_all_ranks, (Slots.seat, Slots.release, Slots.step))
 
     def close(self) -> None:
         """See Slots.close."""

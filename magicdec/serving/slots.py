@@ -94,6 +94,7 @@ class Slots:
         self.sampling = RowSampling(num_slots, self.device)
         self.batch, self.single = engine.open_on(self.state, self.sampling), engine.open_on(single, Sampling())
         self._sampled: set[int] = set()  # slots whose request is not greedy
+        self._prefilled: tuple[State, Params, bool] | None = None  # until it has a slot
         self._phases = self.batch.draft.phases if self.batch.draft else 1
         self._phase = 0
         self._steps = self._captured()
@@ -146,11 +147,11 @@ class Slots:
     @torch.inference_mode()
     def prefill(
         self, prompt: list[int], params: Params, speculative: bool, progress: Callable[[int], None]
-    ) -> tuple[State, int, bool]:
+    ) -> tuple[int, bool]:
         """Prefill a request outside of the slots. `progress` is called after each chunk, and may run a `step` or raise
         Abandoned.
 
-        Return the state that `seat` needs, the first token, and whether that token is also the last.
+        Return the first token, and whether it is also the last. If it is not, `seat` comes next.
         """
         decoder, padding = self.single.decoder, self.state.tokens_BS.shape[1] - len(prompt) - params.max_tokens
         eos = () if params.ignore_eos else self.eos_token_ids
@@ -163,11 +164,14 @@ class Slots:
         if speculative and not finished:
             assert self.single.draft is not None
             self.single.draft.prefill(state, progress)
-        return state, int(request.first_tokens_B), finished
+        self._prefilled = state, params, speculative
+        return int(request.first_tokens_B), finished
 
     @torch.inference_mode()
-    def seat(self, slot: int, state: State, params: Params, speculative: bool) -> None:
+    def seat(self, slot: int) -> None:
         """Copy the request that was prefilled last into a slot; it takes part from the next round on."""
+        assert self._prefilled is not None
+        state, params, speculative = self._prefilled
         self.batch.decoder.cache.copy_row(slot, self.single.decoder.cache)
         if speculative:
             assert self.batch.draft is not None

@@ -82,8 +82,8 @@ def test_slots_are_foreseen_with_the_row_that_is_prefilled(draft, policy):
     def run():
         slots = Slots(engine, 3, 400)
         for slot in range(3):
-            state, *_ = slots.prefill(prompt, Params(16), True, lambda _: slots.step(True))
-            slots.seat(slot, state, Params(16), True)
+            slots.prefill(prompt, Params(16), True, lambda _: slots.step(True))
+            slots.seat(slot)
 
     estimated = build.estimate(plan, 3, 384)
     assert estimated.total - estimated.weights == pytest.approx(counted_peak(run), rel=0.05)

@@ -62,7 +62,7 @@ class Waiting:
         def __init__(self, engine, prompt, params):
             self.engine, self.request = engine, Request(prompt, params)
 
-        async def chunks(self):
+        async def __aiter__(self):
             engine = self.engine
             engine.started.append(time.perf_counter())
             engine.now += 1

@@ -57,7 +57,8 @@ def expected() -> list[list[int]]:
 def test_a_slot_that_is_given_back_reads_next_to_nothing(draft, policy):
     slots, (prompt,) = slots_with(draft, policy), random_prompts(LENGTHS[2:3])
     for slot in range(2):
-        slots.seat(slot, slots.prefill(prompt, Params(20), True, lambda _: None)[0], Params(20), True)
+        slots.prefill(prompt, Params(20), True, lambda _: None)
+        slots.seat(slot)
     slots.step(True)
     slots.release(0)
     drafts = [slots.batch.draft, getattr(slots.batch.draft, "inner", None)]
@@ -204,7 +205,8 @@ def test_rounds_are_greedy_again_once_the_sampled_requests_have_gone():
     slots, (prompt,) = slots_with("self", "streaming"), random_prompts([20])
     for slot, sampling in enumerate((Sampling(), Sampling(temperature=1.0), Sampling(temperature=1.0))):
         params = Params(20, sampling, ignore_eos=True)
-        slots.seat(slot, slots.prefill(prompt, params, True, lambda _: None)[0], params, True)
+        slots.prefill(prompt, params, True, lambda _: None)
+        slots.seat(slot)
     for slot, is_greedy in ((1, False), (2, True)):
         slots.release(slot)
         slots.step(True)
