@@ -1,4 +1,4 @@
-"""Attention's kernels in Triton: split-KV decoding and verification, which read K and V once (on CPUs: split_kv.cpp).
+"""Attention in Triton: the kernels of split-KV decoding and verification, which read K and V once.
 
 B rows, T new tokens, H query heads over K KV heads, G = H / K, R = G x T query rows that share a KV head, S slots, D
 head dim, N selected slots.

@@ -49,9 +49,9 @@ class DraftSpec:
         """Allocate a cache for `model`; `target_cache` where it drafts from the target's own entries."""
         is_longer = self.state.max_len > model.config.max_position_embeddings
         spec = CacheSpec(self.cache, self.gamma + self.draft.extra_tokens, self.state.max_len, is_longer)
-        weight, rows = model.embed.weight, len(self.state.tokens_BS)
+        rows, device = len(self.state.tokens_BS), self.state.tokens_BS.device
         policy: type[DraftCache] = POLICIES[self.cache.policy].load()
-        return policy.build(spec, model.config, rows, weight.dtype, weight.device, target_cache)
+        return policy.build(spec, model.config, rows, model.dtype, device, target_cache)
 
 
 class Draft(ABC):

@@ -74,8 +74,8 @@ class NativeEngine:
 
     def open_on(self, state: State, sampling: Sampling | RowSampling) -> Batch:
         """Allocate caches for the rows of a state."""
-        weight, rows = self.target.embed.weight, len(state.tokens_BS)
-        cache = KVCache(self.target.config, rows, state.max_len + self.slack, weight.dtype, weight.device)
+        rows, device = len(state.tokens_BS), state.tokens_BS.device
+        cache = KVCache(self.target.config, rows, state.max_len + self.slack, self.target.dtype, device)
         synthetic = self.draft.synthetic_acceptance
         decoder = Decoder(self.target, cache, state, sampling, self.graphs, synthetic, self.gammas)
         return Batch(decoder, self.draft_for(decoder) if self.draft.name != "none" else None)

@@ -7,7 +7,7 @@ a UserError that names the file. V vocabulary, E hidden size, F MLP size, H quer
 import math
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -131,13 +131,14 @@ def load(
     device: torch.device | str,
     progress: Callable[[int], None] | None = None,
     share: Share = ALONE,
+    compact: Collection[str] = (),
 ) -> dict[str, Tensor]:
-    """The weights as a state dict of `Transformer(share.config(config))`, in `dtype` on `device`.
+    """Return the weights as a state dict of `Transformer(share.config(config))`, in `dtype` on `device`.
 
-    All files are checked before anything is allocated. Peak memory is this rank's weights plus its part of one tensor.
-    `progress` is told the parameters of each part read, `num_parameters` of the share in all. Raises UserError for a
-    missing, truncated or corrupt file, a missing, unexpected or misshapen tensor, a pickle checkpoint, and quantised
-    weights.
+    Parameters named in `compact` are in bfloat16. All files are checked before anything is allocated. Peak memory is
+    this rank's weights plus its part of one tensor. `progress` is called with the number of parameters of each part
+    that is read, `num_parameters` of the share in all. Raise UserError for a missing, truncated or corrupt file, a
+    missing, unexpected or misshapen tensor, a pickle checkpoint, and quantised weights.
     """
     todo = list(pieces(config, share))
     files = _files_of(folder)
@@ -146,7 +147,8 @@ def load(
     for name in shapes.keys() & {"embed.weight", "head.weight"}:
         shapes[name] = (share.vocabulary_rows(config.vocab_size), config.hidden_size)
     # Zeros, where a rank's vocabulary ends early.
-    state = {name: torch.zeros(shape, dtype=dtype, device=device) for name, shape in shapes.items()}
+    dtypes = dict.fromkeys(shapes, dtype) | dict.fromkeys(compact, torch.bfloat16)
+    state = {name: torch.zeros(shape, dtype=dtypes[name], device=device) for name, shape in shapes.items()}
     for piece in todo:
         rows = state[piece.parameter][piece.first_row : piece.first_row + piece.part_shape[0]]
         try:
@@ -161,6 +163,18 @@ def load(
         for name in (name for name in state if name.endswith("output.bias")):
             state[name].zero_()
     return state
+
+
+def stored_in_bfloat16(folder: Path, config: ModelConfig) -> set[str]:
+    """Return the matrices that the files hold in bfloat16: kept so, they are the same numbers in half the bytes."""
+    files = _files_of(folder)
+    headers = {path: read_header(path) for path in set(files.values())}
+    found: dict[str, bool] = {}
+    for piece in pieces(config):
+        path = files.get(piece.source)
+        is_exact = path is not None and headers[path].get(piece.source, {}).get("dtype") == "BF16"
+        found[piece.parameter] = found.get(piece.parameter, len(piece.shape) == 2) and is_exact
+    return {name for name, is_exact in found.items() if is_exact}
 
 
 def fingerprint(folder: Path) -> str:

@@ -68,9 +68,8 @@ class Share:
         x_BTE = F.embedding(local_BT.masked_fill(elsewhere_BT, 0), weight_VE).masked_fill(elsewhere_BT[..., None], 0)
         return _sum(x_BTE)
 
-    def logits(self, hidden_BTE: Tensor, weight_VE: Tensor, vocab_size: int) -> Tensor:
-        """Logits (B, T, V) of the whole vocabulary, on every rank."""
-        local_BTV = F.linear(hidden_BTE, weight_VE)
+    def logits(self, local_BTV: Tensor, vocab_size: int) -> Tensor:
+        """Return the logits (B, T, V) of the whole vocabulary, on every rank, from each rank's own part."""
         if self.world_size == 1:
             return local_BTV
         all_NBTV = local_BTV.new_empty((self.world_size, *local_BTV.shape))

@@ -42,7 +42,8 @@ def quantized(model: Transformer, quantization: str, device: torch.device | str)
 
     with torch.device("meta"):
         copy = Transformer(model.config, model.attention, model.share)
-    copy.load_state_dict(model.state_dict(), assign=True)
+    widened = {k: v.to(model.dtype) if k.startswith("layers.") else v for k, v in model.state_dict().items()}
+    copy.load_state_dict(widened, assign=True)
     copy.eval().requires_grad_(False)
     if quantization == "int4" and torch.device(device).type == "cpu":
         for layer in copy.layers:

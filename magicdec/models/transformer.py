@@ -8,14 +8,14 @@ tensor parallelism H and K are one rank's, and only what `Share` joins is whole.
 from typing import cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from magicdec.architectures import ModelConfig
 from magicdec.attention.base import Attention
 from magicdec.models.kv_cache import KVCache, Place
+from magicdec.models.operators import PYTORCH, Operators, operators_for
 from magicdec.models.parallel import ALONE, Share
-from magicdec.models.rope import rope_table, rotate
+from magicdec.models.rope import rope_table
 
 MAX_COMPILED = 64  # shapes and models of a process; beyond, PyTorch would leave the rest as it is
 
@@ -38,27 +38,23 @@ class Layer(nn.Module):
         self.down = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def before_attention(
-        self, x_BTE: Tensor, mlp_BTE: Tensor, cos: Tensor, sin: Tensor, place: Place | None
+        self, ops: Operators, x_BTE: Tensor, mlp_BTE: Tensor, cos: Tensor, sin: Tensor, place: Place | None
     ) -> tuple[Tensor, Tensor]:
-        """The residual stream with the last MLP's output added, and queries (B, T, H, D). Queries and keys are rotated
-        to their positions; keys and values (B, T, K, D) are written to their place, where there is one.
+        """Return the residual stream with the last MLP's output added, and queries (B, T, H, D), rotated.
+
+        Keys, rotated, and values (B, T, K, D) are written to their place, if there is one.
         """
         c = self.config
-        x_BTE = x_BTE + mlp_BTE
-        qkv = self.qkv(self.attention_norm(x_BTE)).unflatten(-1, (-1, c.head_dim))
-        qk, v_BTKD = qkv.split((c.num_heads + c.num_kv_heads, c.num_kv_heads), dim=2)
-        if c.qk_norm:
-            qk = torch.cat((self.q_norm(qk[:, :, : c.num_heads]), self.k_norm(qk[:, :, c.num_heads :])), dim=2)
-        q_BTHD, k_BTKD = rotate(qk, cos, sin).split((c.num_heads, c.num_kv_heads), dim=2)
-        if place is not None:
-            place.write(k_BTKD, v_BTKD)
-        return x_BTE, q_BTHD
+        x_BTE, normed_BTE = ops.add_norm(self.attention_norm, x_BTE, mlp_BTE)
+        qkv = ops.linear(self.qkv, normed_BTE).unflatten(-1, (-1, c.head_dim))
+        norms = (self.q_norm, self.k_norm) if c.qk_norm else None
+        return x_BTE, ops.rotate(qkv, c.num_heads, norms, cos, sin, place)
 
-    def after_attention(self, x_BTE: Tensor, out_BTHD: Tensor) -> tuple[Tensor, Tensor]:
-        """The residual stream behind attention, and the MLP's output, which the next norm adds."""
-        x_BTE = x_BTE + self.share.sum(self.output(out_BTHD.flatten(2)))
-        gate, up = self.gate_up(self.mlp_norm(x_BTE)).chunk(2, dim=-1)
-        return x_BTE, self.share.sum(self.down(F.silu(gate).mul_(up)))
+    def after_attention(self, ops: Operators, x_BTE: Tensor, out_BTHD: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the residual stream behind attention, and the MLP's output, which the next norm adds."""
+        out_BTE = self.share.sum(ops.linear(self.output, out_BTHD.flatten(2)))
+        x_BTE, normed_BTE = ops.add_norm(self.mlp_norm, x_BTE, out_BTE)
+        return x_BTE, self.share.sum(ops.linear(self.down, ops.gated(ops.linear(self.gate_up, normed_BTE))))
 
 
 class Transformer(nn.Module):
@@ -67,7 +63,7 @@ class Transformer(nn.Module):
     def __init__(self, config: ModelConfig, attention: Attention, share: Share = ALONE):
         """`config` has the sizes of this rank's share."""
         super().__init__()
-        self.config, self.attention, self.share = config, attention, share
+        self.config, self.attention, self.share, self.is_compiled = config, attention, share, False
         vocabulary = share.vocabulary_rows(config.vocab_size)
         self.embed = nn.Embedding(vocabulary, config.hidden_size)
         self.layers = nn.ModuleList(Layer(config, share) for _ in range(config.num_layers))
@@ -75,37 +71,48 @@ class Transformer(nn.Module):
         self.head = None if config.tie_word_embeddings else nn.Linear(config.hidden_size, vocabulary, bias=False)
 
     def forward(self, tokens_BT: Tensor, cache: KVCache) -> Tensor:
-        """Append T tokens to every row of the cache; returns the normalised hidden states (B, T, E)."""
-        num_new = tokens_BT.shape[1]
+        """Append T tokens to every row of the cache. Return the normalised hidden states (B, T, E)."""
+        ops, num_new = self.operators, tokens_BT.shape[1]
         slots_BT = cache.slots_BT(num_new)
         cos, sin = (x[:, :, None] for x in rope_table(self.config, cache.positions_BT(num_new)))
-        x_BTE = self.share.embed(tokens_BT, self.embed.weight)
+        x_BTE = self.share.embed(tokens_BT, self.embed.weight).to(self.dtype)
         plans = cache.plan(self.attention, num_new, x_BTE.dtype)
         mlp_BTE = torch.zeros_like(x_BTE)
         for i, layer in enumerate(cast("list[Layer]", self.layers)):
-            x_BTE, q_BTHD = layer.before_attention(x_BTE, mlp_BTE, cos, sin, cache.place(i, slots_BT))
+            x_BTE, q_BTHD = layer.before_attention(ops, x_BTE, mlp_BTE, cos, sin, cache.place(i, slots_BT))
             out_BTHD = cache.attend(i, q_BTHD, self.attention, plans[i])
             del q_BTHD, mlp_BTE  # memory peaks in the MLP
-            x_BTE, mlp_BTE = layer.after_attention(x_BTE, out_BTHD)
+            x_BTE, mlp_BTE = layer.after_attention(ops, x_BTE, out_BTHD)
         cache.advance(num_new)
-        return self.norm(x_BTE + mlp_BTE)
+        return ops.add_norm(self.norm, x_BTE, mlp_BTE)[1]
 
     def logits(self, hidden_BTE: Tensor) -> Tensor:
-        """Next-token logits (B, T, V) of hidden states; kept apart so that prefill computes only the ones it needs."""
+        """Return next-token logits (B, T, V); kept apart so that prefill computes only the ones it needs."""
         weight_VE = self.embed.weight if self.head is None else self.head.weight
-        return self.share.logits(hidden_BTE, weight_VE, self.config.vocab_size)
+        return self.share.logits(self.operators.matmul(hidden_BTE, weight_VE), self.config.vocab_size)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of activations. Matrices may be stored in fewer bits."""
+        return self.norm.weight.dtype
+
+    @property
+    def operators(self) -> Operators:
+        """The operators around attention: those that go with its backend, unless they are compiled."""
+        return PYTORCH if self.is_compiled else operators_for(self.attention)
 
     @property
     def step_weight_bytes(self) -> int:
-        """Bytes of weights that a step reads: of an embedding that is not the head, too, it looks up a few rows."""
+        """The bytes of weights that a step reads. Of an embedding that is not the head it looks up a few rows."""
         unread = 0 if self.head is None else self.embed.weight.nbytes
         return sum(weight.nbytes for weight in self.parameters()) - unread
 
     def first_layers(self, num_layers: int) -> "Transformer":
-        """A model of the first layers, with the same embedding and head; the weights are shared."""
+        """Return a model of the first layers, with the same embedding and head; the weights are shared."""
         with torch.device("meta"):
             part = Transformer(self.config.layers(0, num_layers), self.attention, self.share)
         part.embed, part.layers, part.norm, part.head = self.embed, self.layers[:num_layers], self.norm, self.head
+        part.is_compiled = self.is_compiled
         return part.eval()
 
     def compile_layers(self) -> None:
@@ -114,6 +121,7 @@ class Transformer(nn.Module):
         All layers share what is compiled. One token is a case of its own; of other numbers, and of batches, the second
         one compiles for any.
         """
+        self.is_compiled = True
         torch._dynamo.config.recompile_limit = MAX_COMPILED
         for layer in self.layers:
             for part in ("before_attention", "after_attention"):

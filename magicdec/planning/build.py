@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 
-from magicdec.attention import choice, cpp
+from magicdec.attention import choice
 from magicdec.attention.base import Attention
 from magicdec.config.schema import Config
 from magicdec.data import PromptRequest, Prompts, load_prompts
 from magicdec.data.tokenizer import load_tokenizer
 from magicdec.engine.native import NativeEngine
 from magicdec.errors import UserError, to_stderr
+from magicdec.kernels import library
 from magicdec.measure import memory
 from magicdec.measure.footprint import Footprint, UniformAttention, footprint, largest_batch
 from magicdec.models import checkpoint, quantize
@@ -35,7 +36,7 @@ def engine(plan: Plan, progress: Progress) -> NativeEngine:
     torch.backends.cuda.matmul.allow_tf32 = False  # fp32 means fp32
     name = plan.config.attention.name
     log.info(plan.why_attention)
-    if cpp.NO_COMPILER in plan.why_attention:
+    if library.NO_COMPILER in plan.why_attention:
         to_stderr(f"warning: {plan.why_attention}; decoding on a CPU is slower without it")
     with progress.task(f"attention={name}", total=1) as task:  # cpp is compiled at its first use
         attention = choice.backend(name)()
@@ -198,7 +199,19 @@ def num_bytes(plan: Plan) -> int:
 def _without_weights(model: Model, plan: Plan, attention: Attention, part: Share) -> Transformer:
     """A share of a model, on the meta device: its weights have a shape and a type but no storage."""
     with torch.device("meta"):
-        return Transformer(part.config(model.config), attention, part).to(plan.dtype).eval().requires_grad_(False)
+        transformer = Transformer(part.config(model.config), attention, part).to(plan.dtype)
+    for name in _compact(model, plan):
+        weight = transformer.get_parameter(name)
+        weight.data = weight.data.bfloat16()
+    return transformer.eval().requires_grad_(False)
+
+
+def _compact(model: Model, plan: Plan) -> set[str]:
+    """Return the matrices that stay in bfloat16, as they are stored, in a run in float32: the kernels widen them."""
+    has_kernels = plan.config.attention.name == "cpp" and not plan.config.hardware.compile
+    if model.folder is None or plan.dtype != torch.float32 or not has_kernels:
+        return set()
+    return checkpoint.stored_in_bfloat16(model.folder, model.config)
 
 
 def _load(model: Model, plan: Plan, attention: Attention, progress: Progress) -> Transformer:
@@ -213,7 +226,8 @@ def _load(model: Model, plan: Plan, attention: Attention, progress: Progress) ->
     else:
         total = sum(weight.numel() for weight in transformer.parameters())
         with progress.task(f"loading {model.key}", total=total) as task:
-            state = checkpoint.load(model.folder, model.config, plan.dtype, plan.device, task.advance, part)
+            where = (model.folder, model.config, plan.dtype, plan.device)
+            state = checkpoint.load(*where, task.advance, part, _compact(model, plan))
         transformer.load_state_dict(state, assign=True)
     if plan.config.hardware.compile:
         transformer.compile_layers()

@@ -3,16 +3,17 @@
 import pytest
 import torch
 
-from magicdec.attention import choice, cpp
+from magicdec.attention import choice
 from magicdec.errors import UserError
+from magicdec.kernels import library
 
 CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(("built", "compiler"), [(False, "g++"), (True, None)])
 def test_auto_takes_the_kernel_that_is_built_or_can_be(tmp_path, monkeypatch, built, compiler):
-    monkeypatch.setattr(cpp, "library", lambda: tmp_path / "kernel.so")
-    monkeypatch.setattr(cpp, "compiler", lambda: compiler)
+    monkeypatch.setattr(library, "path", lambda: tmp_path / "kernel.so")
+    monkeypatch.setattr(library, "compiler", lambda: compiler)
     if built:
         (tmp_path / "kernel.so").touch()
     name, why = choice.choose("auto", CPU, torch.float32, [64])
@@ -37,10 +38,10 @@ def test_what_does_not_fit_is_refused_when_asked_for_and_passed_over_by_auto(dev
 
 
 def test_no_compiler_is_one_clear_line(tmp_path, monkeypatch):
-    monkeypatch.setattr(cpp, "library", lambda: tmp_path / "kernel.so")
-    monkeypatch.setattr(cpp, "compiler", lambda: None)
+    monkeypatch.setattr(library, "path", lambda: tmp_path / "kernel.so")
+    monkeypatch.setattr(library, "compiler", lambda: None)
     with pytest.raises(UserError, match=r"attention=cpp needs a C\+\+ compiler.*; use attention=auto"):
         choice.choose("cpp", CPU, torch.float32, [64])
     name, why = choice.choose("auto", CPU, torch.float32, [64])
     assert name == "sdpa"
-    assert cpp.NO_COMPILER in why
+    assert library.NO_COMPILER in why

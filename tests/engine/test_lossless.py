@@ -10,6 +10,7 @@ import torch
 
 from magicdec.attention import cpp
 from magicdec.engine.audit import audit
+from magicdec.kernels.library import compiler
 from magicdec.policies import Streaming
 from magicdec.registry import DRAFTS, POLICIES
 from magicdec.verification.sampling import Sampling
@@ -61,7 +62,7 @@ def test_sampled_matrix(draft, policy, gamma, rows, budget):
     assert all(len(row) == 24 for row in fast.tokens)
 
 
-@pytest.mark.skipif(cpp.compiler() is None, reason="needs a C++ compiler")
+@pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler")
 @pytest.mark.parametrize(("draft", "policy", "gamma", "rows", "budget"), SAMPLE[::4])
 def test_sampled_matrix_in_cpp(draft, policy, gamma, rows, budget, monkeypatch):
     monkeypatch.setattr(TARGET, "attention", cpp.CppAttention())

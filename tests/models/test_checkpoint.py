@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from magicdec.errors import UserError
-from magicdec.models.checkpoint import fingerprint, load, pieces, read_config
+from magicdec.models.checkpoint import fingerprint, load, pieces, read_config, stored_in_bfloat16
 from magicdec.registry import PACKAGE
 from tests.checkpoints import load_reference, make_checkpoint
 
@@ -70,6 +70,19 @@ def test_weights_come_in_the_dtype_asked_for(llama, stored):
     expected = load_file(llama / SINGLE)["model.norm.weight"].bfloat16()
     assert {tensor.dtype for tensor in state.values()} == {torch.bfloat16}
     assert torch.equal(state["norm.weight"], expected)
+
+
+def test_matrices_that_are_stored_in_bfloat16_can_stay_so(llama):
+    """They are the same numbers. A parameter of which one part is stored in another type is none of them."""
+    tensors = {name: tensor.bfloat16() for name, tensor in load_file(llama / SINGLE).items()}
+    tensors["model.layers.1.self_attn.k_proj.weight"] = tensors["model.layers.1.self_attn.k_proj.weight"].float()
+    save_file(tensors, llama / SINGLE)
+    config, whole = read_config(llama), read(llama)
+    names = stored_in_bfloat16(llama, config)
+    assert names == {name for name, tensor in whole.items() if tensor.dim() == 2} - {"layers.1.qkv.weight"}
+    state = load(llama, config, torch.float32, "cpu", compact=names)
+    assert {name for name, tensor in state.items() if tensor.dtype == torch.bfloat16} == names
+    assert all(torch.equal(state[name].float(), tensor) for name, tensor in whole.items())
 
 
 def test_progress_adds_up_to_the_number_of_parameters(llama):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._inductor.utils import run_and_get_code
 
-from magicdec.attention.cpp import compiler
+from magicdec.kernels.library import compiler
 from tests.small import open_batch, random_prompts, small_model
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler")

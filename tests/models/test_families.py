@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from magicdec.kernels.library import compiler
 from magicdec.models.checkpoint import pieces, read_config
 from magicdec.models.kv_cache import KVCache
+from magicdec.models.operators import CppOperators
 from magicdec.models.transformer import Transformer
 from tests.checkpoints import load_model, load_reference
 
@@ -16,9 +18,14 @@ LENGTHS = torch.tensor([40, 23, 5], dtype=torch.int32)  # past every sliding win
 CAPACITY = 64
 
 
-@pytest.fixture(scope="module")
-def model(checkpoint: Path) -> Transformer:
-    return load_model(checkpoint)
+@pytest.fixture(scope="module", params=["sdpa", "cpp"])
+def model(checkpoint: Path, request: pytest.FixtureRequest) -> Transformer:
+    if request.param == "cpp" and compiler() is None:
+        pytest.skip("needs a C++ compiler")
+    model = load_model(checkpoint)
+    if request.param == "cpp":  # with attention that takes any head dim
+        model.__class__ = type("CppTransformer", (Transformer,), {"operators": CppOperators()})
+    return model
 
 
 @pytest.fixture(scope="module")

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from magicdec.architectures import ModelConfig, check_ranks
-from magicdec.attention.cpp import compiler
 from magicdec.attention.sdpa import SdpaAttention
 from magicdec.errors import UserError
+from magicdec.kernels.library import compiler
 from magicdec.models.checkpoint import load, read_config
 from magicdec.models.parallel import Share, share
 from magicdec.models.transformer import Transformer

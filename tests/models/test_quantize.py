@@ -46,6 +46,19 @@ def test_a_bias_is_added_and_a_type_kept(target):
     assert packed(x).dtype == torch.float32
 
 
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_a_target_that_keeps_bfloat16_matrices(quantization):
+    """The copy computes as that of the same target in float32."""
+    pytest.importorskip("torchao")
+    compact, x = small_model(**SIZES), torch.randn(2, 3, 64)
+    for parameter in compact.parameters():
+        parameter.data = parameter.data.bfloat16() if parameter.dim() == 2 else parameter.data
+    wide = small_model(**SIZES)
+    wide.load_state_dict(compact.state_dict())
+    ours, theirs = (quantize.quantized(model, quantization, "cpu").layers[0].qkv(x) for model in (compact, wide))
+    assert torch.equal(ours, theirs)
+
+
 def test_four_bits_take_half_a_byte_and_scales(target):
     pytest.importorskip("torchao")
     model = quantize.quantized(target, "int4", "cpu")

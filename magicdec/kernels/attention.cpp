@@ -1,16 +1,14 @@
-// Attention of a few new tokens over a long KV cache on a CPU, at the speed of memory. Called from cpp.py, which has the
-// legend and the contract. PyTorch's headers are left out on purpose: they would take ten times as long to compile.
+// Attention of a few new tokens over a long KV cache on a CPU, at the speed of memory. Called from attention/cpp.py, which
+// has the legend and the contract. PyTorch's headers are left out on purpose: they would take ten times as long to compile.
 //
 // A task is one split of the slots of one KV head of one row. Its R = G x T query rows stay in the L1 cache while the
 // split's K and V stream past once, in blocks. Splits have a fixed length, so that a row's result depends neither on its
-// neighbours nor on the number of threads. Vectors are GCC's and Clang's own extension: the compiler maps them onto
-// whatever the machine has.
+// neighbours nor on the number of threads.
 
-#include <algorithm>
+#define LANES 8  // head dims are multiples of it
+#include "vectors.h"
+
 #include <atomic>
-#include <cmath>
-#include <cstdint>
-#include <cstring>
 #include <limits>
 #include <thread>
 #include <type_traits>
@@ -18,97 +16,10 @@
 
 namespace {
 
-constexpr int LANES = 8;     // numbers in a vector
 constexpr int BLOCK = 64;    // slots whose scores are held at a time
 constexpr int MAX_TILE = 3;  // query rows whose sums, with four vectors each, fill the registers
 constexpr int SPLIT = 512;   // slots of a task
 constexpr float HIDDEN = -std::numeric_limits<float>::infinity();
-
-typedef float Vec __attribute__((vector_size(4 * LANES)));
-typedef int32_t IntVec __attribute__((vector_size(4 * LANES)));
-typedef float Quad __attribute__((vector_size(16)));
-typedef uint16_t HalfVec __attribute__((vector_size(2 * LANES)));
-typedef uint32_t UintVec __attribute__((vector_size(4 * LANES)));
-
-struct bfloat16 {
-    uint16_t bits;
-};
-
-inline Vec load(const float* from) {
-    Vec x;
-    std::memcpy(&x, from, sizeof x);
-    return x;
-}
-
-inline Vec load(const bfloat16* from) {
-    HalfVec bits;
-    std::memcpy(&bits, from, sizeof bits);
-    const UintVec wide = __builtin_convertvector(bits, UintVec) << 16;
-    Vec x;
-    std::memcpy(&x, &wide, sizeof x);
-    return x;
-}
-
-// A load that stays in its register: compilers would rather read memory again for each use, and loads are scarce.
-inline Vec hold(const float* from) {
-    typedef float Unaligned __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
-    return *reinterpret_cast<const volatile Unaligned*>(from);
-}
-
-inline Vec hold(const bfloat16* from) { return load(from); }
-
-inline void store(float* to, Vec x) { std::memcpy(to, &x, sizeof x); }
-
-inline void store(bfloat16* to, Vec x) {  // rounds to nearest, ties to even
-    UintVec bits;
-    std::memcpy(&bits, &x, sizeof x);
-    const UintVec rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    const HalfVec narrow = __builtin_convertvector(rounded, HalfVec);
-    std::memcpy(to, &narrow, sizeof narrow);
-}
-
-inline Vec all(float x) { return x - Vec{}; }
-
-// e^x for x <= 0, within 2 units in the last place; 0 below -87.
-inline Vec exp_vec(Vec x) {
-    const Vec clamped = x > -87.0f ? x : all(-87.0f);
-    const Vec shifted = clamped * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: what is left of the fraction is rounded off
-    const Vec whole = shifted - 12582912.0f;
-    const Vec rest = (clamped - whole * 0.693359375f) + whole * 2.12194440e-4f;  // ln 2 in two parts
-    Vec p = all(1.9875691500e-4f);  // Cephes' polynomial for expf
-    p = p * rest + 1.3981999507e-3f;
-    p = p * rest + 8.3334519073e-3f;
-    p = p * rest + 4.1665795894e-2f;
-    p = p * rest + 1.6666665459e-1f;
-    p = p * rest + 5.0000001201e-1f;
-    p = p * rest * rest + rest + 1.0f;
-    const IntVec exponent = (__builtin_convertvector(whole, IntVec) + 127) << 23;
-    Vec scale;
-    std::memcpy(&scale, &exponent, sizeof scale);
-    return x > -87.0f ? p * scale : Vec{};
-}
-
-inline float sum_of(Vec x) {
-    float total = 0;
-    for (int i = 0; i < LANES; ++i) total += x[i];
-    return total;
-}
-
-inline float max_of(Vec x) {
-    float most = x[0];
-    for (int i = 1; i < LANES; ++i) most = std::max(most, x[i]);
-    return most;
-}
-
-// The sums of four vectors, in their order: neighbours are added twice, then the halves.
-inline Quad sums_of(Vec a, Vec b, Vec c, Vec d) {
-    const auto fold = [](Vec x, Vec y) {
-        return __builtin_shufflevector(x, y, 0, 2, 8, 10, 4, 6, 12, 14) +
-               __builtin_shufflevector(x, y, 1, 3, 9, 11, 5, 7, 13, 15);
-    };
-    const Vec sums = fold(fold(a, b), fold(c, d));
-    return __builtin_shufflevector(sums, sums, 0, 1, 2, 3) + __builtin_shufflevector(sums, sums, 4, 5, 6, 7);
-}
 
 }  // namespace
 

@@ -1,0 +1,142 @@
+// Vectors of fp32 numbers, in GCC's and Clang's own extension: the compiler maps them onto what the machine has.
+// A source that includes this may define LANES before, the numbers in a vector; it is as wide as the registers otherwise.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#ifndef LANES
+#ifdef __AVX512F__
+#define LANES 16
+#else
+#define LANES 8
+#endif
+#endif
+
+namespace {
+
+typedef float Vec __attribute__((vector_size(4 * LANES)));
+typedef int32_t IntVec __attribute__((vector_size(4 * LANES)));
+typedef uint32_t UintVec __attribute__((vector_size(4 * LANES)));
+typedef uint16_t HalfVec __attribute__((vector_size(2 * LANES)));
+typedef float Vec8 __attribute__((vector_size(32)));
+typedef float Quad __attribute__((vector_size(16)));
+
+struct bfloat16 {
+    uint16_t bits;
+};
+
+inline Vec load(const float* from) {
+    Vec x;
+    std::memcpy(&x, from, sizeof x);
+    return x;
+}
+
+inline Vec load(const bfloat16* from) {
+    HalfVec bits;
+    std::memcpy(&bits, from, sizeof bits);
+    const UintVec wide = __builtin_convertvector(bits, UintVec) << 16;
+    Vec x;
+    std::memcpy(&x, &wide, sizeof x);
+    return x;
+}
+
+// A load that stays in its register: compilers would rather read memory again for each use, and loads are scarce.
+inline Vec hold(const float* from) {
+    typedef float Unaligned __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+    return *reinterpret_cast<const volatile Unaligned*>(from);
+}
+
+inline Vec hold(const bfloat16* from) { return load(from); }
+
+inline void store(float* to, Vec x) { std::memcpy(to, &x, sizeof x); }
+
+inline void store(bfloat16* to, Vec x) {  // rounds to nearest, ties to even
+    UintVec bits;
+    std::memcpy(&bits, &x, sizeof x);
+    const UintVec rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    const HalfVec narrow = __builtin_convertvector(rounded, HalfVec);
+    std::memcpy(to, &narrow, sizeof narrow);
+}
+
+// The first `count` numbers, zeros behind them.
+template <typename T>
+inline Vec load_first(const T* from, int64_t count) {
+    T some[LANES] = {};
+    std::memcpy(some, from, count * sizeof(T));
+    return load(some);
+}
+
+template <typename T>
+inline void store_first(T* to, Vec x, int64_t count) {
+    T some[LANES];
+    store(some, x);
+    std::memcpy(to, some, count * sizeof(T));
+}
+
+// Calls function(i, load, store) for each vector of `size` numbers, the last one perhaps a part.
+template <typename Function>
+inline void for_vectors(int64_t size, Function function) {
+    int64_t i = 0;
+    for (; i + LANES <= size; i += LANES)
+        function(i, [](auto* from) { return load(from); }, [](auto* to, Vec x) { store(to, x); });
+    if (i < size)
+        function(i, [=](auto* from) { return load_first(from, size - i); },
+                 [=](auto* to, Vec x) { store_first(to, x, size - i); });
+}
+
+inline Vec all(float x) { return x - Vec{}; }
+
+// e^x for x <= 0, within 2 units in the last place; 0 below -87.
+inline Vec exp_vec(Vec x) {
+    const Vec clamped = x > -87.0f ? x : all(-87.0f);
+    const Vec shifted = clamped * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: what is left of the fraction is rounded off
+    const Vec whole = shifted - 12582912.0f;
+    const Vec rest = (clamped - whole * 0.693359375f) + whole * 2.12194440e-4f;  // ln 2 in two parts
+    Vec p = all(1.9875691500e-4f);  // Cephes' polynomial for expf
+    p = p * rest + 1.3981999507e-3f;
+    p = p * rest + 8.3334519073e-3f;
+    p = p * rest + 4.1665795894e-2f;
+    p = p * rest + 1.6666665459e-1f;
+    p = p * rest + 5.0000001201e-1f;
+    p = p * rest * rest + rest + 1.0f;
+    const IntVec exponent = (__builtin_convertvector(whole, IntVec) + 127) << 23;
+    Vec scale;
+    std::memcpy(&scale, &exponent, sizeof scale);
+    return x > -87.0f ? p * scale : Vec{};
+}
+
+inline float sum_of(Vec x) {
+    float total = 0;
+    for (int i = 0; i < LANES; ++i) total += x[i];
+    return total;
+}
+
+inline float max_of(Vec x) {
+    float most = x[0];
+    for (int i = 1; i < LANES; ++i) most = std::max(most, x[i]);
+    return most;
+}
+
+inline Vec8 halves_added(Vec x) {
+#if LANES == 16
+    return __builtin_shufflevector(x, x, 0, 1, 2, 3, 4, 5, 6, 7) +
+           __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15);
+#else
+    return x;
+#endif
+}
+
+// The sums of four vectors, in their order. Each adds its numbers in the same order, whichever place it has.
+inline Quad sums_of(Vec a, Vec b, Vec c, Vec d) {
+    const auto fold = [](Vec8 x, Vec8 y) {
+        return __builtin_shufflevector(x, y, 0, 2, 8, 10, 4, 6, 12, 14) +
+               __builtin_shufflevector(x, y, 1, 3, 9, 11, 5, 7, 13, 15);
+    };
+    const Vec8 sums = fold(fold(halves_added(a), halves_added(b)), fold(halves_added(c), halves_added(d)));
+    return __builtin_shufflevector(sums, sums, 0, 1, 2, 3) + __builtin_shufflevector(sums, sums, 4, 5, 6, 7);
+}
+
+}  // namespace

@@ -1,0 +1,157 @@
+"""The operators around attention: PyTorch's, the reference, and kernels for CPUs that do the same in fewer passes.
+
+B rows, T tokens, E hidden size, F MLP size, H query heads, K KV heads, D head dim, D2 = D / 2. Attention's backend
+decides: with cpp the kernels of kernels/linear.cpp and kernels/layer.cpp run, with any other PyTorch's operators.
+"""
+
+import ctypes
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from magicdec.attention.base import Attention
+from magicdec.attention.cpp import CppAttention
+from magicdec.kernels import library
+from magicdec.models.kv_cache import Place
+from magicdec.models.rope import rotate
+
+Norms = tuple[nn.RMSNorm, nn.RMSNorm] | None  # of queries and of keys
+
+
+class Operators:
+    """PyTorch's operators."""
+
+    def linear(self, layer: nn.Module, x: Tensor) -> Tensor:
+        """Return a linear layer's output. A layer whose weights are quantised has its own way."""
+        if isinstance(layer, nn.Linear) and type(layer.weight) is nn.Parameter:
+            return self.matmul(x, layer.weight, layer.bias)
+        out: Tensor = layer(x)
+        return out
+
+    def matmul(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return x times the transposed weight, which may be in bfloat16 where x is in float32."""
+        return F.linear(x, weight.to(x.dtype), bias)
+
+    def add_norm(self, norm: nn.RMSNorm, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Return x + y, and the same normalised."""
+        total = x + y
+        return total, norm(total)
+
+    def rotate(
+        self, qkv: Tensor, num_heads: int, norms: Norms, cos: Tensor, sin: Tensor, place: Place | None
+    ) -> Tensor:
+        """Rotate queries and keys of a joint projection (B, T, H + 2 K, D) to their positions, after their norms.
+
+        Return the queries (B, T, H, D). Keys and values are written to their place, if there is one. `cos` and `sin`
+        are (B, T, 1, D2). `qkv` may be changed.
+        """
+        num_kv_heads = (qkv.shape[2] - num_heads) // 2
+        qk, v_BTKD = qkv.split((num_heads + num_kv_heads, num_kv_heads), dim=2)
+        if norms is not None:
+            qk = torch.cat((norms[0](qk[:, :, :num_heads]), norms[1](qk[:, :, num_heads:])), dim=2)
+        q_BTHD, k_BTKD = rotate(qk, cos, sin).split((num_heads, num_kv_heads), dim=2)
+        if place is not None:
+            place.write(k_BTKD, v_BTKD)
+        return q_BTHD
+
+    def gated(self, gate_up: Tensor) -> Tensor:
+        """Return SiLU of the gate times the other half: (B, T, 2 F) to (B, T, F)."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
+
+
+class Rotation(ctypes.Structure):
+    """`struct Rotation` of layer.cpp."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("qkv", "cos", "sin", "q_norm", "k_norm", "k", "v", "slots")),
+        *((name, ctypes.c_int64) for name in ("rows", "new_tokens", "heads", "kv_heads", "dim")),
+        *((name, ctypes.c_int64) for name in ("k_row", "k_head", "k_slot", "v_row", "v_head", "v_slot", "threads")),
+        ("epsilon", ctypes.c_double),
+    ]
+
+
+class CppOperators(Operators):
+    """Kernels for CPUs, in float32 and bfloat16."""
+
+    max_rows = 96  # of a matmul; PyTorch's is faster with more, although it rearranges the weights in every call
+
+    def __init__(self) -> None:
+        kernels, p, n = library.load(), ctypes.c_void_p, ctypes.c_int64
+        self._linear, self._add_norm, self._gate, self._rotate = {}, {}, {}, {}
+        for x, w in (("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", "bfloat16")):
+            self._linear[getattr(torch, x), getattr(torch, w)] = function = kernels[f"linear_{x}_{w}"]
+            function.argtypes = [p, p, p, p, n, n, n, n]
+        for name in ("float32", "bfloat16"):
+            dtype = getattr(torch, name)
+            self._add_norm[dtype] = function = kernels[f"add_norm_{name}"]
+            function.argtypes = [p, p, p, p, p, n, n, ctypes.c_double, n]
+            self._gate[dtype] = function = kernels[f"gate_{name}"]
+            function.argtypes = [p, p, n, n, n]
+            self._rotate[dtype] = kernels[f"rotate_{name}"]
+
+    def matmul(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """See Operators.matmul. A row's result does not depend on how many there are, up to `max_rows`."""
+        rows = x.numel() // x.shape[-1]
+        if rows > self.max_rows:
+            return super().matmul(x, weight, bias)
+        x, out = x.contiguous(), x.new_empty(*x.shape[:-1], weight.shape[0])
+        call = self._linear[x.dtype, weight.dtype]
+        call(_at(x), _at(weight), _at(bias), _at(out), rows, *weight.shape, torch.get_num_threads())
+        return out
+
+    def add_norm(self, norm: nn.RMSNorm, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """See Operators.add_norm."""
+        x, y = x.contiguous(), y.contiguous()
+        total, normed = torch.empty_like(x), torch.empty_like(x)
+        size, epsilon = x.shape[-1], _epsilon(norm, x)
+        call = self._add_norm[x.dtype]
+        call(*map(_at, (x, y, norm.weight, total, normed)), x.numel() // size, size, epsilon, torch.get_num_threads())
+        return total, normed
+
+    def rotate(
+        self, qkv: Tensor, num_heads: int, norms: Norms, cos: Tensor, sin: Tensor, place: Place | None
+    ) -> Tensor:
+        """See Operators.rotate."""
+        qkv = qkv.contiguous()
+        B, T, all_heads, D = qkv.shape
+        q_norm, k_norm = (None, None) if norms is None else (norm.weight for norm in norms)
+        k, v = (None, None) if place is None else (place.k_BKSD, place.v_BKSD)
+        slots = None if place is None else place.slots_BT.contiguous()
+        pointers = map(_at, (qkv, cos.contiguous(), sin.contiguous(), q_norm, k_norm, k, v, slots))
+        strides = [stride for x in (k, v) for stride in ((0, 0, 0) if x is None else x.stride()[:3])]
+        sizes = (B, T, num_heads, (all_heads - num_heads) // 2, D, *strides, torch.get_num_threads())
+        epsilon = 0.0 if norms is None else _epsilon(norms[0], qkv)
+        self._rotate[qkv.dtype](ctypes.byref(Rotation(*pointers, *sizes, epsilon)))
+        return qkv[:, :, :num_heads]
+
+    def gated(self, gate_up: Tensor) -> Tensor:
+        """See Operators.gated."""
+        gate_up = gate_up.contiguous()
+        size = gate_up.shape[-1] // 2
+        out = gate_up.new_empty(*gate_up.shape[:-1], size)
+        self._gate[gate_up.dtype](_at(gate_up), _at(out), out.numel() // size, size, torch.get_num_threads())
+        return out
+
+
+PYTORCH = Operators()
+
+
+def operators_for(attention: Attention) -> Operators:
+    """Return the operators that go with a backend of attention."""
+    return _cpp() if isinstance(attention, CppAttention) else PYTORCH
+
+
+@cache
+def _cpp() -> CppOperators:
+    return CppOperators()
+
+
+def _at(x: Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()
+
+
+def _epsilon(norm: nn.RMSNorm, x: Tensor) -> float:
+    return torch.finfo(x.dtype).eps if norm.eps is None else norm.eps
