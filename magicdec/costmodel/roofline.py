@@ -68,9 +68,9 @@ class Pass(NamedTuple):
     query_tokens: int
     cached_tokens: float
     ranks: int = 1
-    weight_bytes: float = BF16  # of an element
+    weight_bytes: float = BF16  # of an element of a layer's matrices
     kv_bytes: float = BF16
-    activation_bytes: float = BF16
+    activation_bytes: float = BF16  # and of the head, which is never quantised
     chooses: bool = True  # whether the choice of tokens from the logits belongs to it
 
 
@@ -98,9 +98,9 @@ def operators(forward: Pass, hardware: Hardware) -> list[Operator]:
     ffn, head_ranks = ceil(model.intermediate_size / forward.ranks), forward.ranks if hardware.stack.sharded_head else 1
     vocabulary = ceil(model.vocab_size / head_ranks)
 
-    def linear(name: str, number: int, inputs: int, outputs: int) -> Operator:
+    def linear(name: str, number: int, inputs: int, outputs: int, size: float = forward.weight_bytes) -> Operator:
         weights = inputs * outputs
-        moved = weights * forward.weight_bytes + rows * (inputs + outputs) * activation
+        moved = weights * size + rows * (inputs + outputs) * activation
         return Operator(name, "weights", number, 2 * rows * weights, moved, rows)
 
     def elementwise(name: str, number: int, elements_per_row: float) -> Operator:
@@ -130,7 +130,7 @@ def operators(forward: Pass, hardware: Hardware) -> list[Operator]:
         elementwise("norms", layers, 8 * hidden),
         elementwise("rope_append", layers, 4 * (q + 2 * kv)),
         elementwise("gate", layers, 3 * ffn),
-        linear("head", 1, hidden, vocabulary),
+        linear("head", 1, hidden, vocabulary, activation),
         elementwise("choice", 1, hardware.stack.logit_passes * vocabulary if forward.chooses else 0.0),
     ]
 
@@ -167,6 +167,12 @@ def arithmetic_intensity(forward: Pass, hardware: Hardware) -> float:
 def weight_count(model: ModelConfig, ranks: int) -> float:
     """Elements of weights that one rank holds, on average."""
     return model.num_parameters / ranks
+
+
+def layer_weights(model: ModelConfig) -> float:
+    """Elements of the matrices of all layers, which are what a draft's quantisation makes smaller."""
+    q, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    return model.num_layers * model.hidden_size * (2 * q + 2 * kv + 3 * model.intermediate_size)
 
 
 def _cached_tokens(model: ModelConfig, cached: float) -> list[tuple[float, int]]:

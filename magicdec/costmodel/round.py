@@ -6,12 +6,13 @@ from typing import Any, NamedTuple
 
 from magicdec.architectures import ModelConfig, check_ranks
 from magicdec.costmodel.hardware import Hardware
-from magicdec.costmodel.roofline import BF16, Pass, StepTime, choice_time, step_time, weight_count
+from magicdec.costmodel.roofline import BF16, Pass, StepTime, choice_time, layer_weights, step_time, weight_count
 from magicdec.drafting import DraftConfig, SelfDraft
 from magicdec.errors import UserError
 from magicdec.policies import CacheConfig, CacheSpec, Streaming
 
-QUANTIZED_BYTES = {"int8": 1.0, "int4": 0.5}  # of a weight
+# Of a weight in a layer's matrices: its code, and a 32nd of its group's scale.
+QUANTIZED_BYTES = {"int8": 1 + BF16 / 32, "int4": 0.5 + BF16 / 32}
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class Setup:
 
     @property
     def draft_weight_bytes(self) -> float:
-        """Bytes of an element of the draft's weights."""
+        """Bytes of a weight in the draft's layers; embedding and head are never quantised."""
         return QUANTIZED_BYTES.get(self.draft.quantization, self.element_bytes)
 
     @property
@@ -206,7 +207,10 @@ def memory(setup: Setup, gamma: int, generate_len: int = 0) -> Memory:
     target_kv = setup.batch * target.kv_elements_per_token * spec.capacity * size
     draft_weights = draft_kv = draft_prefill = 0.0
     if draft.needs_model or draft.quantization != "none":
-        draft_weights = weight_count(setup.draft_model, setup.draft_ranks) * setup.draft_weight_bytes
+        in_layers = layer_weights(setup.draft_model) / setup.draft_ranks
+        draft_weights = in_layers * setup.draft_weight_bytes
+        if draft.needs_model:  # else the rest is the target's own
+            draft_weights += (weight_count(setup.draft_model, setup.draft_ranks) - in_layers) * size
     if draft.is_model:
         model = setup.draft_model.shared_by(setup.draft_ranks)
         draft_kv = setup.batch * spec.stored_bytes(model, size, draft.shares_target)

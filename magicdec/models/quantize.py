@@ -5,8 +5,10 @@ The target is never quantised: what it decides would no longer be its own.
 
 import logging
 from importlib.util import find_spec
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from magicdec.errors import UserError
@@ -30,28 +32,75 @@ def quiet_torchao() -> None:
 
 
 def quantized(model: Transformer, quantization: str, device: torch.device | str) -> Transformer:
-    """The same model with its layers' matrices in fewer bits; embedding, norms and head are shared with `model`.
+    """Return the same model with its layers' matrices in fewer bits; embedding, norms and head are shared with `model`.
 
-    4 bits on a CPU are packed; all else takes a byte a weight, decoded in front of each matmul, which only a compiler
-    fuses with it (hardware.compile=true): torchao's packed kernels for GPUs need a library of their own. `device` is
-    where the model will run: the memory estimate has weights that are nowhere.
+    On a GPU a kernel of ours reads the codes; 4 bits on a CPU are packed, and read by PyTorch's. 8 bits on a CPU are
+    decoded in front of each matmul. `device` is where the model will run: the memory estimate has weights that are
+    nowhere.
     """
     quiet_torchao()
-    from torchao.quantization import IntxWeightOnlyConfig, quantize_
-    from torchao.quantization.granularity import PerGroup
-
+    on_cpu = torch.device(device).type == "cpu"
     with torch.device("meta"):
         copy = Transformer(model.config, model.attention, model.share)
     widened = {k: v.to(model.dtype) if k.startswith("layers.") else v for k, v in model.state_dict().items()}
     copy.load_state_dict(widened, assign=True)
     copy.eval().requires_grad_(False)
-    if quantization == "int4" and torch.device(device).type == "cpu":
-        for layer in copy.layers:
-            for name in MATRICES:
-                setattr(layer, name, PackedLinear(getattr(layer, name)))
-    else:
-        quantize_(copy.layers, IntxWeightOnlyConfig(weight_dtype=BITS[quantization], granularity=PerGroup(GROUP_SIZE)))
+    for layer in copy.layers:
+        for name in MATRICES:
+            linear = getattr(layer, name)
+            if not on_cpu:
+                linear = coded(linear, quantization)
+            else:
+                linear = PackedLinear(linear) if quantization == "int4" else rounded(linear, quantization)
+            setattr(layer, name, linear)
     return copy
+
+
+def rounded(linear: nn.Linear, quantization: str) -> nn.Linear:
+    """Return the layer with a weight of torchao's, a byte for each element."""
+    quiet_torchao()
+    from torchao.quantization import IntxWeightOnlyConfig, quantize_
+    from torchao.quantization.granularity import PerGroup
+
+    quantize_(linear, IntxWeightOnlyConfig(weight_dtype=BITS[quantization], granularity=PerGroup(GROUP_SIZE)))
+    return linear
+
+
+def coded(linear: nn.Linear, quantization: str) -> "CodedLinear":
+    """Return the layer as a GPU has it."""
+    return CodedLinear(rounded(linear, quantization), int(quantization.removeprefix("int")))
+
+
+class CodedLinear(nn.Module):
+    """A linear layer with a byte for a weight, or for two, for GPUs. With few rows, what is read is the codes."""
+
+    def __init__(self, linear: nn.Linear, bits: int):
+        """Take the weights from `linear`, which torchao has quantised."""
+        super().__init__()
+        weight: Any = linear.weight
+        codes, scales = weight.qdata, weight.scale
+        if bits == 4:
+            low, high = codes.chunk(2, dim=1)
+            codes = low & 15 | high << 4
+        self.codes, self.scales = (nn.Parameter(x.contiguous(), requires_grad=False) for x in (codes, scales))
+        self.bias, self.bits = linear.bias, bits
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x (..., columns) times the weights."""
+        from magicdec.models.code_matmul import MAX_ROWS, code_matmul  # here: only PyTorch for GPUs brings Triton
+
+        if x.numel() // x.shape[-1] > MAX_ROWS:
+            return F.linear(x, self.weight, self.bias)
+        if x.is_meta:
+            return x.new_empty(*x.shape[:-1], self.codes.shape[0])
+        y = code_matmul(x, self.codes, self.scales, self.bits)
+        return y if self.bias is None else y + self.bias
+
+    @property
+    def weight(self) -> Tensor:
+        """The weights, decoded."""
+        codes = self.codes if self.bits == 8 else torch.cat((self.codes << 4 >> 4, self.codes >> 4), dim=1)
+        return (codes.to(self.scales.dtype).unflatten(1, (-1, GROUP_SIZE)) * self.scales[..., None]).flatten(1)
 
 
 class PackedLinear(nn.Module):

@@ -79,11 +79,15 @@ def test_ngram_drafts_take_no_time(setup):
     assert times.draft.total == times.select.total == 0.0
 
 
-def test_quantized_drafts_read_fewer_bytes(setup):
-    plain, small = (round_times(setup(batch=1, draft=SelfDraft(quantization=q)), 3).draft for q in ("none", "int4"))
-    assert small.weights == pytest.approx(plain.weights / 4, rel=0.01)
-    # ... and are a copy beside the target's weights.
-    assert memory(setup(draft=SelfDraft(quantization="int4")), 3).draft_weights > 0
+@pytest.mark.parametrize(("name", "size"), [("int8", 1.0625), ("int4", 0.5625)])
+def test_quantized_drafts_read_fewer_bytes(setup, name, size):
+    """Codes and a scale of two bytes for 32 weights, in the layers of Llama-3.1-8B; its head stays."""
+    plain, small = (round_times(setup(batch=1, draft=SelfDraft(quantization=q)), 3).draft for q in ("none", name))
+    layers, head = 32 * 4096 * (6144 + 4096 + 3 * 14336), 4096 * 128256
+    expected = (layers * size + head * 2) / (layers * 2 + head * 2)
+    assert small.weights == pytest.approx(plain.weights * expected, rel=0.01)
+    # A copy next to the target's weights, which share embedding and head.
+    assert memory(setup(draft=SelfDraft(quantization=name)), 3).draft_weights == pytest.approx(layers * size / 8)
     assert memory(setup(), 3).draft_weights == 0
 
 

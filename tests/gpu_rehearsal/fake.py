@@ -260,13 +260,15 @@ def fake_cuda(capability: int | None = None) -> Iterator[Recording]:
     """
     lend_guard()
     import magicdec.attention.triton as ours
+    from magicdec.models import code_matmul
     from magicdec.verification import truncation
 
     recording, card = Recording(), GPUS[capability or 90]
     with ExitStack() as stack:
         for name in ("attend_split", "merge_splits", "sum_scores"):
             stack.enter_context(patch.object(ours, name, _Kernel(getattr(ours, name), recording, capability)))
-        stack.enter_context(patch.object(truncation, "truncate", _Kernel(truncation.truncate, recording, capability)))
+        for module, name in ((truncation, "truncate"), (code_matmul, "multiply_codes")):
+            stack.enter_context(patch.object(module, name, _Kernel(getattr(module, name), recording, capability)))
         gpu = ours.Gpu(capability or 90, card.sms, card.shared, card.warps)
         stack.enter_context(patch.object(ours, "gpu", lambda: gpu))
         stack.enter_context(patch.object(ours, "_programs", {}))

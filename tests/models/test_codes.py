@@ -1,0 +1,48 @@
+"""Matmuls by codes, as a draft with quantised weights does them on a GPU: interpreted, counted and compiled."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("torchao")
+pytest.importorskip("triton", reason="needs Triton (Linux only)")
+
+from magicdec.models import quantize
+from tests.gpu_rehearsal.compile import compiled
+from tests.gpu_rehearsal.fake import fake_cuda
+
+HERE = Path(__file__).parent
+
+
+def test_interpreted():
+    """In a process of its own: Triton interprets or compiles, not both."""
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n0", "-p", "no:cacheprovider"]
+    path = HERE / "interpreted_codes.py"
+    done = subprocess.run([*command, path], env=environment, capture_output=True, text=True, cwd=HERE.parent.parent)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", ["int8", "int4"])
+@pytest.mark.parametrize(("rows", "outputs"), [(24, 6144), (64, 28672)])
+def test_compiled(name, rows, outputs):
+    """No weight is written out: what is read is codes and scales. Tensor cores multiply, nothing is spilled."""
+    with fake_cuda() as recording:
+        linear = torch.nn.Linear(4096, outputs, bias=False, dtype=torch.bfloat16, device="cuda")
+        layer = quantize.coded(linear, name)
+        x = torch.empty(rows, 1, 4096, dtype=torch.bfloat16, device="cuda")
+        with recording.of() as seen:
+            layer(x)
+    assert [launch.name for launch in seen.launches] == ["multiply_codes"]
+    assert [op.name for op in seen.ops] == ["triton:multiply_codes"]
+    held = sum(parameter.nbytes for parameter in layer.parameters())
+    assert held == 4096 * outputs * (int(name[3:]) / 8 + 2 / quantize.GROUP_SIZE)
+    for capability in (80, 90):
+        made = compiled(seen.launches[0], capability)
+        assert made.spilled == 0
+        assert made.shared <= 99 * 1024
+        assert "mma" in made.ptx
