@@ -1,7 +1,7 @@
 """A loaded model for Python programs: `generate` and `stream`, which block, from any thread.
 
-Rounds are taken on the engine's thread: whoever is interrupted while waiting for one leaves the others, and the model,
-as they are.
+Rounds run on the engine's thread: an interrupt while the caller waits for one disturbs neither the model nor other
+requests.
 """
 
 import threading
@@ -30,14 +30,14 @@ Chunks = SimpleQueue[list[int]]
 
 
 class Options(TypedDict, total=False):
-    """How tokens are chosen. An option that is left out is as the model was loaded."""
+    """Options of a request. The defaults are the settings that the model was loaded with."""
 
     temperature: float  # 0: always the likeliest token
     top_k: int
     top_p: float
     seed: int
     gamma: int  # proposals per round that count, at most those of the draft
-    ignore_eos: bool  # write max_tokens tokens in any case; left out: no
+    ignore_eos: bool  # continue after an end of sequence; False by default
 
 
 # The types of options, and how an error names them.
@@ -57,7 +57,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Continuation:
-    """What the model has written after one prompt."""
+    """The text and the tokens that follow one prompt."""
 
     text: str
     ids: list[int] = field(repr=False)
@@ -154,7 +154,7 @@ class Model:
 
     @contextmanager
     def _submitted(self, requests: Sequence[Request]) -> Iterator[None]:
-        """Queue requests, and cancel those that are not done at the end. After a failure of the engine, start anew."""
+        """Queue requests, and cancel those that are not done at the end. Replace an engine that has failed."""
         with self._lock:
             if self._engine.error is not None and not self._closed:
                 self._stop()
