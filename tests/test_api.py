@@ -273,23 +273,24 @@ def test_a_closed_model_says_so():
 
 
 def test_run_is_what_the_command_line_does(model, tmp_path, capsys):
-    typed = [*SMALL, f"runs_dir={tmp_path}", "data.save_prompts=true"]
-    result, again = magicdec.run(typed), magicdec.run([*typed, "draft.gamma=3"])
+    typed = [*SMALL, f"runs_dir={tmp_path}", "data.save_prompts=true", "draft.gamma=3"]
+    result = magicdec.run(typed)
     assert "lossless          yes" in capsys.readouterr().out
     assert result.folder == tmp_path / result.metrics["id"]
     assert result.metrics["lossless/identical"] is True
     assert result.metrics["overrides"] == typed
-    assert [len(row["speculative"]) for row in result.generations] == [12, 12]
-    assert {row["gamma"] for row in result.history} == {2}
-    prompts = [row["prompt"] for row in again.generations]
-    out = model.generate(prompts, max_tokens=12, ignore_eos=True)
-    assert [one.ids for one in out] == [row["speculative"] for row in again.generations]
-    frame = magicdec.runs(tmp_path)
-    assert frame["id"].tolist() == [result.metrics["id"], again.metrics["id"]]
-    assert frame["draft.gamma"].tolist() == [2, 3]
-    rounds = magicdec.histories(tmp_path)
-    assert len(rounds) == len(result.history) + len(again.history)
-    assert rounds.groupby("id")["gamma"].max().to_dict() == {result.metrics["id"]: 2, again.metrics["id"]: 3}
+    assert {row["gamma"] for row in result.history} == {3}
+    out = model.generate([row["prompt"] for row in result.generations], max_tokens=12, ignore_eos=True)
+    assert [one.ids for one in out] == [row["speculative"] for row in result.generations]
+    predicted = magicdec.run(["scenario=predict", "hardware=a100", f"runs_dir={tmp_path}", "wandb.mode=disabled"])
+    ids = [result.metrics["id"], predicted.metrics["id"]]
+    assert magicdec.runs(tmp_path)[["id", "scenario.name"]].values.tolist() == [
+        [ids[0], "compare"],
+        [ids[1], "predict"],
+    ]
+    rounds = magicdec.histories(tmp_path).groupby("id")["gamma"]
+    assert rounds.count().to_dict() == {ids[0]: len(result.history), ids[1]: len(predicted.history)}
+    assert rounds.max().to_dict() == {ids[0]: 3, ids[1]: 16}
 
 
 @pytest.mark.parametrize(
