@@ -9,13 +9,11 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests.programs import ROOT, Program
 
 
 def rehearse(out: Path, *options: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "benchmarks/gpu.py", "--rehearse", "--out", str(out), *options]
-    here = os.environ | {"PYTHONPATH": str(ROOT)}  # this checkout, whatever is installed
-    return subprocess.run(command, cwd=ROOT, env=here, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    return Program("benchmarks/gpu.py", "--rehearse", "--out", out, *options).finish(timeout=250)
 
 
 def test_a_rehearsal_goes_on_where_it_stood(tmp_path):

@@ -360,11 +360,24 @@ def server_of(sweep):
     raise AssertionError(sweep.communicate())
 
 
+HELD = """
+import os, sys, time
+while any("forkserver" in argument for argument in sys.orig_argv) and os.path.exists({hold!r}):
+    time.sleep(0.01)
+"""
+
+
 def test_a_fork_server_that_is_killed_loses_no_job(tmp_path, starts, monkeypatch):
-    """Once while it imports, and once while a job of it is running."""
+    """Once before it has imported everything, where it is held, and once while a job of it is running."""
+    hold = tmp_path / "hold"
+    hold.touch()
+    (tmp_path / "sitecustomize.py").write_text(HELD.format(hold=str(hold)))
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
     monkeypatch.setenv("QUICK_SECONDS", "1")
     sweep = start(tmp_path / "runs", "draft.gamma=1,2")
-    os.kill(server_of(sweep), signal.SIGKILL)
+    server = server_of(sweep)
+    hold.unlink()  # for the next one: this one sleeps
+    os.kill(server, signal.SIGKILL)
     while sweep.poll() is None and not list(starts.iterdir()):
         time.sleep(0.01)
     os.kill(server_of(sweep), signal.SIGKILL)

@@ -1,5 +1,6 @@
 """Jobs that share the GPUs of a machine, each in a process of its own."""
 
+import itertools
 import json
 import multiprocessing
 import os
@@ -20,70 +21,84 @@ def wants(tensor_parallel=1, device="auto", scenario="compare"):
     return SimpleNamespace(hardware=hardware, scenario=SimpleNamespace(name=scenario))
 
 
+FORK = multiprocessing.get_context("fork")
+
+
+class SweepJob:
+    """A job in a process of its own: `begun` is set once it has its GPUs, which it keeps until `end` is set."""
+
+    def __init__(self, path, config):
+        self.path, self.begun, self.end = path, FORK.Event(), FORK.Event()
+        self.process = FORK.Process(target=self._work, args=(config,))
+        self.process.start()
+
+    def _work(self, config):
+        with gpus.gpus_of_its_own(config):
+            facts = {"gpus": os.environ[gpus.VISIBLE].split(","), "begin": time.monotonic()}
+            self.begun.set()
+            self.end.wait(60)
+            self.path.write_text(json.dumps(facts | {"end": time.monotonic()}))
+
+    def finish(self):
+        """Let it end. Return its GPUs, and when it had them."""
+        self.end.set()
+        self.process.join(20)
+        return json.loads(self.path.read_text())
+
+
 @pytest.fixture
-def machine(tmp_path, monkeypatch):
-    """Start a job that keeps its GPUs for a while; it leaves a file that says which, from when and till when."""
+def start(tmp_path, monkeypatch):
+    """Start a job on a machine of three GPUs."""
     monkeypatch.setattr(gpus, "LOCKS", tmp_path / "locks")
     monkeypatch.setattr(gpus, "POLL_S", 0.01)
     monkeypatch.setenv(gpus.VISIBLE, MACHINE)
-
-    def work(number, config, seconds):
-        with gpus.gpus_of_its_own(config):
-            begin = time.monotonic()
-            (tmp_path / f"{number}.began").touch()
-            time.sleep(seconds)
-            facts = {"gpus": os.environ[gpus.VISIBLE].split(","), "begin": begin, "end": time.monotonic()}
-            (tmp_path / f"{number}.json").write_text(json.dumps(facts))
-
-    def start(number, config, seconds=0.2):
-        process = multiprocessing.get_context("fork").Process(target=work, args=(number, config, seconds))
-        process.start()
-        return process
-
-    return SimpleNamespace(
-        start=start,
-        began=lambda number: (tmp_path / f"{number}.began").exists(),
-        used=lambda number: json.loads((tmp_path / f"{number}.json").read_text()),
-    )
+    paths = (tmp_path / f"{number}.json" for number in itertools.count())
+    return lambda config: SweepJob(next(paths), config)
 
 
-def test_none_shares_a_gpu_and_each_has_what_it_wants(machine):
+def test_none_shares_a_gpu_and_each_has_what_it_wants(start):
     wanted = [1, 2, 1, 3, 1, 1, 8, 2]
-    processes = [machine.start(number, wants(count)) for number, count in enumerate(wanted)]
-    for process in processes:
-        process.join(20)
-    used = [machine.used(number) for number in range(len(wanted))]
+    jobs = [start(wants(count)) for count in wanted]
+    for job in jobs:
+        job.end.set()
+    used = [job.finish() for job in jobs]
     assert [len(job["gpus"]) for job in used] == [1, 2, 1, 3, 1, 1, 3, 2]
-    for i, one in enumerate(used):
-        for other in used[:i]:
-            apart = one["end"] <= other["begin"] or other["end"] <= one["begin"]
-            assert apart or not set(one["gpus"]) & set(other["gpus"])
+    for one, other in itertools.combinations(used, 2):
+        apart = one["end"] <= other["begin"] or other["end"] <= one["begin"]
+        assert apart or not set(one["gpus"]) & set(other["gpus"])
     assert {gpu for job in used for gpu in job["gpus"]} == set(MACHINE.split(","))
-    assert max(job["end"] for job in used) - min(job["begin"] for job in used) < 0.2 * 8, "some at once"
 
 
-def test_a_run_on_the_cpu_has_the_machine_to_itself_and_a_prediction_asks_for_nothing(machine):
-    holder = machine.start(0, wants(device="cpu"), seconds=0.6)
-    while not machine.began(0):
-        time.sleep(0.01)
-    prediction, run = machine.start(1, wants(8, scenario="predict"), seconds=0), machine.start(2, wants())
-    for process in (holder, prediction, run):
-        process.join(20)
-    assert machine.used(0)["gpus"] == machine.used(1)["gpus"] == MACHINE.split(",")
-    assert machine.used(1)["end"] < machine.used(0)["end"] <= machine.used(2)["begin"]
+def test_as_many_jobs_at_once_as_gpus(start):
+    jobs = [start(wants()) for _ in range(3)]
+    assert all(job.begun.wait(20) for job in jobs)
+    fourth = start(wants())
+    assert not fourth.begun.wait(0.1)
+    (freed,) = jobs[1].finish()["gpus"]
+    assert fourth.begun.wait(20)
+    assert fourth.finish()["gpus"] == [freed]
+    assert {*jobs[0].finish()["gpus"], freed, *jobs[2].finish()["gpus"]} == set(MACHINE.split(","))
 
 
-def test_the_gpus_of_a_killed_job_are_free_and_who_waits_says_so(machine, monkeypatch, capfd):
+def test_a_run_on_the_cpu_has_the_machine_to_itself_and_a_prediction_asks_for_nothing(start):
+    holder = start(wants(device="cpu"))
+    assert holder.begun.wait(20)
+    prediction, run = start(wants(8, scenario="predict")), start(wants())
+    assert prediction.finish()["gpus"] == MACHINE.split(","), "while the other holds them"
+    assert not run.begun.wait(0.1)
+    held = holder.finish()
+    assert held["gpus"] == MACHINE.split(",")
+    assert held["end"] <= run.finish()["begin"]
+
+
+def test_the_gpus_of_a_killed_job_are_free_and_who_waits_says_so(start, monkeypatch, capfd):
     monkeypatch.setattr(gpus, "SILENT_S", 0.05)
-    holder = machine.start(0, wants(3), seconds=60)
-    while not machine.began(0):
-        time.sleep(0.01)
-    waiting = machine.start(1, wants(2), seconds=0)
-    time.sleep(0.3)
-    assert not machine.began(1)
-    os.kill(holder.pid, signal.SIGKILL)
-    waiting.join(20)
-    assert len(machine.used(1)["gpus"]) == 2
+    holder = start(wants(3))
+    assert holder.begun.wait(20)
+    waiting = start(wants(2))
+    assert not waiting.begun.wait(0.3)
+    os.kill(holder.process.pid, signal.SIGKILL)
+    assert len(waiting.finish()["gpus"]) == 2
     assert capfd.readouterr().err.splitlines() == ["waiting for 2 of 3 GPUs"]
 
 
