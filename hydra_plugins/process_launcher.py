@@ -118,7 +118,7 @@ class ProcessLauncher(Launcher):
         running: dict[BaseProcess | Orphan, SweepJob] = {}
         results: dict[int, JobReturn] = {}
         if START == "forkserver":  # what the first job needs; a job of another kind imports the rest itself
-            multiprocessing.set_forkserver_preload(["magicdec.cli", *imports(self.config.scenario.name)])
+            multiprocessing.set_forkserver_preload(["magicdec.cli", *imports(self.config.scenario.name, self.config)])
         try:
             while waiting or running:
                 self._start_next(waiting, running)

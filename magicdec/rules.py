@@ -79,6 +79,10 @@ def either(*rules: Rule) -> Rule:
     return Rule(lambda value: any(rule.holds(value) for rule in rules), " or ".join(rule.valid for rule in rules))
 
 
+# Metadata of a field with a name, or a list of them.
+NAMES = {"rule": either(TEXT, list_of(TEXT))._replace(valid="must be a name or a list of names, as in [a,b]")}
+
+
 def or_null(rule: Rule) -> Rule:
     """Return the rule of a value that may be null."""
     return Rule(lambda value: value is None or rule.holds(value), rule.valid)

@@ -16,7 +16,7 @@ from magicdec.architectures import Efficiency
 from magicdec.drafting import DraftConfig, ModelChoice
 from magicdec.policies import CacheConfig
 from magicdec.registry import DRAFTS, ENGINES, POLICIES, EngineConfig, Registry
-from magicdec.rules import POSITIVE, SHARES, SIZES, above, at_least, one_of, ruled
+from magicdec.rules import NAMES, POSITIVE, SHARES, SIZES, above, at_least, one_of, ruled
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 
@@ -153,6 +153,7 @@ class Config:
     scenario: ScenarioConfig
     wandb: WandbConfig
     sweep: SweepConfig
+    tracker: Any = field(default=MISSING, metadata=NAMES)
     runs_dir: str = MISSING
     resume: bool | str = ruled(
         MISSING, lambda value: value in (True, False, "any_version"), "must be true, false or any_version"

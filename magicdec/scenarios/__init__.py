@@ -2,7 +2,7 @@
 
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from importlib import import_module
 from pathlib import Path
@@ -192,10 +192,14 @@ def _work(rank: int, plan: Prepared, run: Run | None = None) -> Outcome:
         return _scenario(plan.config).run(plan, bars)
 
 
-def imports(name: str) -> list[str]:
-    """Return the modules that a run of this scenario imports, for a process that imports them for many runs."""
+def imports(name: str, config: Mapping[str, Any] | None = None) -> list[str]:
+    """Return the modules that a run of this scenario imports, for a process that imports them for many runs. `config`
+    names the trackers.
+    """
+    from magicdec.tracking.trackers import chosen
+
     modules = [f"magicdec.scenarios.{name}", "magicdec.planning.prediction"]
-    modules += ["wandb.sdk.launch"]  # by wandb.init, and takes longer than wandb itself
+    modules += [module for tracker in chosen(config or {}) for module in tracker.IMPORTS]
     if name not in ("predict", "plan"):
         modules += ["magicdec.engine.native", "torch._dynamo", "transformers.models.auto.tokenization_auto"]
         modules += ["transformers.models.llama.configuration_llama"]  # which loads what every family's does

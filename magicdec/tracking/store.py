@@ -36,7 +36,7 @@ from magicdec.tracking.reader import LOG, attempts, folder_of_lock, lost, number
 log = logging.getLogger(__name__)
 
 # Keys that do not change what a run does.
-NOT_IN_ID = frozenset({"wandb", "hydra", "runs_dir", "resume", "sweep"})
+NOT_IN_ID = frozenset({"wandb", "tracker", "hydra", "runs_dir", "resume", "sweep"})
 ID_LENGTH = 12  # hex digits: among 10,000 runs, two share an id with a probability of 2e-7
 CHECKOUT = PACKAGE.parent
 CODE_FOLDERS = ("magicdec", "conf", "sweeps", "hydra_plugins", "launch.py")  # of the checkout

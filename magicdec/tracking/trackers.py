@@ -9,10 +9,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol, cast
 
+from magicdec.errors import UserError
+from magicdec.rules import did_you_mean
 from magicdec.tracking.reader import read_lines
 
 Settings = Mapping[str, Any]  # a run's configuration, as config.yaml holds it
-TRACKERS = {"wandb": "magicdec.tracking.wandb"}
+TRACKERS = {"wandb": "magicdec.tracking.wandb", "tensorboard": "magicdec.tracking.tensorboard"}
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,10 @@ class Logged:
 
 
 class Tracker(Protocol):
-    """A module of this package that logs runs with one library."""
+    """A module that logs runs with one library. An entry of TRACKERS makes it known."""
+
+    NAME: str  # for people
+    IMPORTS: tuple[str, ...]  # modules that `log_run` imports, for launchers that start many runs
 
     def check(self, config: Settings) -> None:
         """Raise UserError, before the work starts, if this tracker cannot be used."""
@@ -63,8 +68,10 @@ class Tracker(Protocol):
 
 def chosen(config: Settings) -> Iterator[Tracker]:
     """Import the trackers that a configuration names."""
-    names = config.get("tracker", "wandb")
-    for name in [names] if isinstance(names, str) else names:
+    names = config.get("tracker", "wandb")  # runs of earlier versions have no such key
+    for name in [names] if isinstance(names, str) else names or ():
+        if name not in TRACKERS:
+            raise UserError(f"tracker={name}: must be one of {', '.join(TRACKERS)}{did_you_mean(name, TRACKERS)}")
         yield cast(Tracker, import_module(TRACKERS[name]))
 
 

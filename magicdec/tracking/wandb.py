@@ -17,6 +17,7 @@ from magicdec.tracking.store import shown
 from magicdec.tracking.trackers import FinishedRun, Logged, Settings
 
 NAME = "W&B"
+IMPORTS = ("wandb.sdk.launch",)  # by wandb.init, and takes longer than wandb itself
 INIT_TIMEOUT_S = 30.0
 FINISH_TIMEOUT_S = 120.0  # to upload the rest, which stays on disk too
 MAX_TAG_LENGTH = 64

@@ -20,7 +20,14 @@ from magicdec.tracking.reader import IMPOSSIBLE, gpu_trouble, noise, read_lines
 from magicdec.tracking.report.rows import FACTS, Row, is_setting, keys_of, telling, varying
 
 LEFT_OUT = FACTS - {"id", "status", "kind", "reason"}
-NOT_REPEATED = ("runs_dir=", "resume=", "sweep.", "wandb.", "hydra")  # keys that a copied command leaves out
+NOT_REPEATED = (
+    "runs_dir=",
+    "resume=",
+    "sweep.",
+    "wandb.",
+    "tracker=",
+    "hydra",
+)  # no part of a copied command
 # The parts of the page: a place in page.html, and the files that fill it.
 PARTS = {
     "STYLE": ("page.css",),

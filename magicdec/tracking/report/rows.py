@@ -26,7 +26,7 @@ ASKED_FIRST = (
     *("draft.gamma", "batch.context_len", "batch.size", "hardware.name", "data.name"),
 )
 # Keys of config.yaml that do not change what a run does.
-ELSEWHERE = ("wandb.", "hydra.", "runs_dir", "resume", "sweep.")
+ELSEWHERE = ("wandb.", "tracker", "hydra.", "runs_dir", "resume", "sweep.")
 
 
 def read_runs(
@@ -150,7 +150,7 @@ def _leaves(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
     for key, item in value.items():
         if isinstance(item, Mapping):
             yield from _leaves(item, f"{prefix}{key}.")
-        elif isinstance(item, list):
+        elif isinstance(item, list | tuple):
             yield f"{prefix}{key}", json.dumps(item, separators=(",", ":"))
         elif item is not None:
             yield f"{prefix}{key}", item
