@@ -3,22 +3,13 @@
 import platform
 from pathlib import Path
 
-from magicdec.data import pg19, prompts, random, repeat, ruler, stdlib, text
+from magicdec.data import pg19, text
 from magicdec.data.base import PromptRequest, Prompts
 from magicdec.errors import UserError
 from magicdec.fingerprint import of_files
+from magicdec.registry import CORPORA
 
-__all__ = ["CORPORA", "PromptRequest", "Prompts", "fingerprint", "load_prompts"]
-
-CORPORA = {
-    "stdlib": stdlib.load,
-    "text": text.load,
-    "prompts": prompts.load,
-    "pg19": pg19.load,
-    "repeat": repeat.load,
-    "ruler": ruler.load,
-    "random": random.load,
-}
+__all__ = ["PromptRequest", "Prompts", "fingerprint", "load_prompts"]
 
 
 def load_prompts(name: str, request: PromptRequest) -> Prompts:
@@ -28,11 +19,10 @@ def load_prompts(name: str, request: PromptRequest) -> Prompts:
     the user wrote them, up to `context_len`. Raise UserError if the corpus is missing, malformed or too short, or if
     the tokenizer does not fit the model.
     """
-    if name not in CORPORA:
-        raise UserError(f"data={name} is unknown; valid: {', '.join(CORPORA)}")
-    if request.tokenizer is None and name != "random":
+    corpus = CORPORA[name]
+    if request.tokenizer is None and not corpus.facts.is_noise:
         raise UserError(f"data={name} needs a tokenizer; without one only data=random works")
-    loaded = CORPORA[name](request)
+    loaded = corpus.load()(request)
     largest = max(max(row) for row in loaded.tokens)
     if largest >= request.vocab_size:
         size = f"the model's vocabulary has {request.vocab_size} tokens"

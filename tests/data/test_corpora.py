@@ -5,9 +5,10 @@ import sys
 import pytest
 
 from magicdec.config.load import compose
-from magicdec.data import CORPORA, PromptRequest, fingerprint, load_prompts
+from magicdec.data import PromptRequest, fingerprint, load_prompts
 from magicdec.errors import UserError
 from magicdec.planning.resolve import resolve
+from magicdec.registry import CORPORA
 from magicdec.tracking.store import run_id
 from tests.data.characters import CharacterTokenizer, load
 
