@@ -16,8 +16,22 @@ PROGRAMS = 132  # to fill the larger GPUs
 INTERPRETED = triton.knobs.runtime.interpret
 
 
+@torch.library.custom_op("magicdec::code_matmul", mutates_args=())
 def code_matmul(x: Tensor, codes: Tensor, scales: Tensor, bits: int) -> Tensor:
-    """Return x (..., K) times the weights (N, K), whose codes are (N, K) or (N, K / 2) int8, and scales (N, K / 32)."""
+    """Return x (..., K) times the weights (N, K), whose codes are (N, K) or (N, K / 2) int8, and scales (N, K / 32).
+
+    An operator of PyTorch's, so that torch.compile leaves it whole and knows its output's shape.
+    """
+    return launch(x, codes, scales, bits)
+
+
+@code_matmul.register_fake
+def _(x: Tensor, codes: Tensor, scales: Tensor, bits: int) -> Tensor:
+    return x.new_empty((*x.shape[:-1], codes.shape[0]))
+
+
+def launch(x: Tensor, codes: Tensor, scales: Tensor, bits: int) -> Tensor:
+    """See code_matmul."""
     rows_MK = x.reshape(-1, x.shape[-1]).contiguous()
     (M, K), N = rows_MK.shape, codes.shape[0]
     out_MN = torch.empty((M, N), dtype=x.dtype, device=x.device)

@@ -77,6 +77,9 @@ class CodedLinear(nn.Module):
     def __init__(self, linear: nn.Linear, bits: int):
         """Take the weights from `linear`, which torchao has quantised."""
         super().__init__()
+        from magicdec.models.code_matmul import MAX_ROWS, code_matmul  # here: only PyTorch for GPUs brings Triton
+
+        self._max_rows, self._matmul = MAX_ROWS, code_matmul
         weight: Any = linear.weight
         codes, scales = weight.qdata, weight.scale
         if bits == 4:
@@ -87,13 +90,9 @@ class CodedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x (..., columns) times the weights."""
-        from magicdec.models.code_matmul import MAX_ROWS, code_matmul  # here: only PyTorch for GPUs brings Triton
-
-        if x.numel() // x.shape[-1] > MAX_ROWS:
+        if x.numel() // x.shape[-1] > self._max_rows:
             return F.linear(x, self.weight, self.bias)
-        if x.is_meta:
-            return x.new_empty(*x.shape[:-1], self.codes.shape[0])
-        y = code_matmul(x, self.codes, self.scales, self.bits)
+        y = self._matmul(x, self.codes, self.scales, self.bits)
         return y if self.bias is None else y + self.bias
 
     @property
