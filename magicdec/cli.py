@@ -1,15 +1,18 @@
-"""The command line: Hydra composes a configuration, a scenario runs it, the exit code says how it went.
+"""The command `magicdec`: a subcommand, or a run. For a run, Hydra composes a configuration and a scenario runs it.
 
-0: done; 1: a failure, with its traceback; 2: a mistake of the user's, in one line on stderr; 130: interrupted.
+Exit codes are 0: done; 1: a failure, with its traceback; 2: a mistake of the user's, in one line on stderr;
+130: interrupted.
 """
 
 import errno
 import itertools
 import os
+import re
 import sys
 import traceback
 from contextlib import nullcontext, suppress
 from datetime import datetime
+from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
 
@@ -32,6 +35,16 @@ from magicdec.tracking.reader import LOG
 from magicdec.tracking.sweep import Job
 
 USER_ERROR, FAILURE = 2, 1
+# Subcommands: the module whose main() gets their arguments, and arguments before those.
+COMMANDS = {
+    "report": ["magicdec.tracking.report.__main__"],
+    "compare": ["magicdec.tracking.report.__main__", "compare"],
+    "sync": ["magicdec.tracking.sync"],
+    "clean": ["magicdec.tracking.clean"],
+    "dashboard": ["magicdec.tracking.dashboard"],
+    "serve": ["magicdec.serving.http"],
+    "doctor": ["magicdec.doctor"],
+}
 # How an operating system refuses Hydra the folder of a multirun.
 REFUSALS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST}
 # Replaces the launcher of a dry run, which then starts no process and queues nothing.
@@ -44,7 +57,19 @@ new_folders: list[Path] = []
 
 
 def main() -> int:
-    """Run the command line, and show a multirun's results at its end; return the exit code."""
+    """Run the command line; return the exit code."""
+    command, *arguments = sys.argv[1:] or [""]
+    if command in COMMANDS:
+        module, *first = COMMANDS[command]
+        return import_module(module).main([*first, *arguments])
+    if re.fullmatch(r"[\w-]+", command) and not command.startswith("-"):
+        to_stderr(f"error: {command}: neither a command ({', '.join(COMMANDS)}) nor key=value; see --help")
+        return USER_ERROR
+    return run()
+
+
+def run() -> int:
+    """Run one configuration or, with -m, many, whose results are shown at the end; return the exit code."""
     sweeps.clear()
     code = _launch()
     if new_folders and not (new_folders[0] / sweep.JOBS).exists():  # a dry run, or a mistake before the first job
@@ -60,7 +85,6 @@ def main() -> int:
 def _launch() -> int:
     """Let Hydra run the jobs; return the exit code."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises its errors, where it would print them in many lines
-    os.environ["MAGICDEC_ROOT"] = str(CONF.parent)
     overrides: list[str] = []
     try:
         parser = get_args_parser()
@@ -132,7 +156,7 @@ def _refuse_a_grid() -> None:
     """Raise UserError for a grid without -m, which would run its defaults once; warn of an experiment with one."""
     hydra_cfg = HydraConfig.get()
     if grid := hydra_cfg.runtime.choices.get("sweeps"):
-        raise UserError(f"+sweeps={grid}: a grid needs -m, as in python launch.py -m +sweeps={grid}")
+        raise UserError(f"+sweeps={grid}: a grid needs -m, as in magicdec -m +sweeps={grid}")
     if axes := ", ".join(hydra_cfg.sweeper.get("params") or ()):
         experiment = hydra_cfg.runtime.choices.get("experiment")
         to_stderr(f"warning: experiment={experiment} is a grid over {axes}: -m runs all of it")

@@ -65,7 +65,7 @@ class Finding(NamedTuple):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run all checks, print the table, and return the exit code."""
-    parser = argparse.ArgumentParser("python -m magicdec.doctor", description=(__doc__ or "").split("\n\n")[1])
+    parser = argparse.ArgumentParser("magicdec doctor", description=(__doc__ or "").split("\n\n")[1])
     parser.add_argument("--markdown", action="store_true", help="print the table to paste into a bug report")
     options = parser.parse_args(arguments)
     progress = Console(stderr=True)

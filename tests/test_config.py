@@ -97,7 +97,6 @@ SWEEPS = [f"+sweeps={path.stem}" for path in (ROOT / "sweeps").glob("*.yaml")]
 def test_every_sweep_names_keys_that_exist(choice, monkeypatch):
     if "optuna" in choice:
         pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
-    monkeypatch.setenv("MAGICDEC_ROOT", str(ROOT))
     with initialize_config_dir(str(CONF), version_base="1.3"):
         cfg = compose("config", [choice], return_hydra_config=True)
     params = cfg.hydra.sweeper.params
@@ -112,7 +111,6 @@ def test_every_sweep_names_keys_that_exist(choice, monkeypatch):
 def test_every_sweep_of_wandb_gives_commands_that_compose(path, monkeypatch):
     """Its command as W&B's own agent writes it, for the first value of every parameter."""
     utils = pytest.importorskip("wandb.sdk.launch.sweeps.utils")
-    monkeypatch.setenv("MAGICDEC_ROOT", str(ROOT))
     sweep = utils.load_sweep_config(str(path))
     assert sweep is not None, "not valid by W&B's schema"
     first = {key: {"value": p["values"][0] if "values" in p else p["min"]} for key, p in sweep["parameters"].items()}

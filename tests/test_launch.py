@@ -79,7 +79,6 @@ def in_subprocess(*arguments, **env):
     ],
 )
 def test_what_hydra_and_omegaconf_find_is_explained(monkeypatch, overrides, error):
-    monkeypatch.setenv("MAGICDEC_ROOT", str(ROOT))
     with initialize_config_dir(str(cli.CONF), version_base="1.3"), pytest.raises(Exception) as raised:
         load(compose("config", overrides))
     assert re.fullmatch(error, explain(raised.value, overrides))
@@ -102,7 +101,7 @@ def test_what_only_an_extra_brings_names_the_extra():
         (["--target=tiny"], "error: unrecognized arguments: --target=tiny; keys are set without dashes: key=value"),
         (
             ["+sweeps=gamma_x_budget"],
-            "error: +sweeps=gamma_x_budget: a grid needs -m, as in python launch.py -m +sweeps",
+            "error: +sweeps=gamma_x_budget: a grid needs -m, as in magicdec -m +sweeps",
         ),
         (["-m", "target=tiny,tini"], "error: target=tini: no such option; one of: "),
     ],

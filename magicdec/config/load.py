@@ -1,6 +1,5 @@
 """Load and validate a configuration that Hydra has composed, or compose one."""
 
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import MISSING as NO_DEFAULT
@@ -88,6 +87,7 @@ def _frozen(node: Any, key: str = "") -> Any:
 
 SCHEMA = _mutable(Config, _all_options())
 ConfigStore.instance().store(name="schema", node=SCHEMA)
+OmegaConf.register_new_resolver("conf_parent", lambda: str(CONF.parent), replace=True)  # of conf/config.yaml
 
 
 def load(cfg: DictConfig) -> Config:
@@ -119,14 +119,13 @@ def _at(values: Any, key: str) -> Any:
 
 def compose(overrides: Sequence[str]) -> Config:
     """Return conf/ with these overrides, for programs without Hydra's command line. Raise UserError for mistakes."""
-    os.environ["MAGICDEC_ROOT"] = str(CONF.parent)  # conf/config.yaml finds sweeps/ by it
     try:
         with initialize_config_dir(str(CONF), version_base="1.3"):
             cfg = hydra.compose("config", list(overrides), return_hydra_config=True)
         with open_dict(cfg):
             grid = cfg.pop("hydra").runtime.choices.get("sweeps")
         if grid:
-            raise UserError(f"+sweeps={grid}: a grid needs the command line, as in python launch.py -m +sweeps={grid}")
+            raise UserError(f"+sweeps={grid}: a grid needs the command line, as in magicdec -m +sweeps={grid}")
         return load(cfg)
     except Exception as error:
         explanation = explain(error, list(overrides))

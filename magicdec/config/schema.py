@@ -18,7 +18,8 @@ from magicdec.policies import CacheConfig
 from magicdec.registry import DRAFTS, ENGINES, POLICIES, EngineConfig, Registry
 from magicdec.rules import NAMES, POSITIVE, SHARES, SIZES, above, at_least, one_of, ruled
 
-CONF = Path(__file__).resolve().parents[2] / "conf"
+# In an installation conf/ is in the package, in a checkout beside it.
+CONF = next(path for folder in Path(__file__).resolve().parents[1:3] if (path := folder / "conf").is_dir())
 
 
 # batch.size=auto. With fewer rows a small model is bound by its weights (CPU) or by latency (GPU), not by its KV cache.

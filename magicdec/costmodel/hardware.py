@@ -13,12 +13,13 @@ from pathlib import Path
 import yaml
 
 from magicdec.architectures import Efficiency
+from magicdec.config.schema import CONF
 from magicdec.costmodel.stack import STACKS, Stack
 from magicdec.errors import UserError
 from magicdec.units import GIB
 
 CALIBRATED = Path(__file__).parent / "calibrated"
-OPTIONS = Path(__file__).parents[2] / "conf" / "hardware"
+OPTIONS = CONF / "hardware"
 OWN_STACK = "magicdec"
 NAME = r"(?:(\d+)x)?([a-z]\w*)"  # a count and a device
 

@@ -2,15 +2,15 @@
 
 from collections.abc import Mapping
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import yaml
 
 from magicdec.architectures import ModelConfig, RopeScaling
+from magicdec.config.schema import CONF
 from magicdec.errors import UserError
 
-TARGETS = Path(__file__).parents[2] / "conf" / "target"
+TARGETS = CONF / "target"
 
 
 @cache

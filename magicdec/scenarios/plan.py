@@ -18,7 +18,7 @@ from magicdec.tracking.progress import Progress
 from magicdec.tracking.store import shown
 
 __all__ = ["num_bytes", "prepare", "run"]
-EXPERIMENTS = Path(__file__).resolve().parents[2] / "conf" / "experiment"
+EXPERIMENTS = Path("conf", "experiment")  # of the working directory: in a checkout its own, otherwise the user's
 CHOICES = ("batch", "draft", "cache", "budget", "gamma")
 SHOWN = 12  # plans in the table
 SHOWN_UNKNOWN = 6  # configurations without a known acceptance
@@ -29,8 +29,6 @@ def prepare(config: Config) -> PredictionPlan:
     name = config.scenario.experiment
     if name is not None:
         path = _experiment(name)
-        if not path.parent.is_dir():
-            raise UserError(f"scenario.experiment={name}: there is no folder {shown(path.parent)}")
         if path.exists() and FOUND_BY not in path.read_text(encoding="utf-8"):
             raise UserError(f"scenario.experiment={name}: {shown(path)} is there already; choose another name, or null")
     return plan_prediction(config)
@@ -51,11 +49,12 @@ def run(plan: PredictionPlan, progress: Progress) -> Outcome:
     )
     best = plans.ranked[0]
     path = None if option(config.target.name) else config.target.path
-    text = experiment_yaml(best, " ".join(["python", *sys.argv]), path)
+    text = experiment_yaml(best, " ".join(["magicdec", *sys.argv[1:]]), path)
     view: list[RenderableType] = [_view(plans)]
     if scenario.experiment is not None:
         file = _experiment(scenario.experiment)
         try:
+            file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text, encoding="utf-8")
         except OSError as error:
             raise UserError(f"scenario.experiment={scenario.experiment}: {error}; null writes none") from error

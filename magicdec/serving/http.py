@@ -216,8 +216,8 @@ class Server(uvicorn.Server):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line. Return the exit code: 2 for a user's mistake, which is printed in one line."""
-    parser = argparse.ArgumentParser("python -m magicdec.serving.http", description=__doc__.partition("\n")[0])
-    parser.add_argument("overrides", nargs="*", help="as for launch.py: target=tiny draft=self batch.size=8")
+    parser = argparse.ArgumentParser("magicdec serve", description=__doc__.partition("\n")[0])
+    parser.add_argument("overrides", nargs="*", help="as for a run: target=tiny draft=self batch.size=8")
     parser.add_argument("--host", default="127.0.0.1", help="loopback by default: there is no authentication")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--model", help="the name that clients ask for (target.name)")

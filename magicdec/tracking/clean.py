@@ -18,7 +18,7 @@ KINDS = ("invalid", "storage", "out_of_memory", "crashed", "interrupted")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
-    parser = argparse.ArgumentParser("python -m magicdec.tracking.clean", description=__doc__)
+    parser = argparse.ArgumentParser("magicdec clean", description=__doc__)
     parser.add_argument("runs_dir", type=Path, help="a run store, as in runs_dir=FOLDER")
     what = "delete runs that failed in this way (invalid, that is mistyped); may be given several times"
     parser.add_argument("--kind", choices=KINDS, action="append", help=what)

@@ -136,7 +136,7 @@ def _report(options: argparse.Namespace) -> Any:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("python -m magicdec.tracking.dashboard", description=__doc__)
+    parser = argparse.ArgumentParser("magicdec dashboard", description=__doc__)
     parser.add_argument("--entity", required=True, help="team or user, as in wandb.entity")
     parser.add_argument("--project", default="magicdec", help="as in wandb.project (magicdec)")
     parser.add_argument(

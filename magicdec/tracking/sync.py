@@ -63,7 +63,7 @@ def _has_mode(config: dict) -> bool:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("python -m magicdec.tracking.sync", description=__doc__)
+    parser = argparse.ArgumentParser("magicdec sync", description=__doc__)
     parser.add_argument("runs_dir", type=Path, help="a run store, as in runs_dir=FOLDER")
     parser.add_argument("ids", nargs="*", help="runs to send (all that are done)")
     parser.add_argument("--sweep", metavar="NAME", help="only the runs of the sweeps of this name, or of this folder")

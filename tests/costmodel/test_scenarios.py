@@ -137,14 +137,11 @@ def test_a_plan_takes_each_policy_with_its_own_settings(tmp_path, monkeypatch):
     assert found == {"budget": result.history[0]["budget"]} | expected[result.history[0]["policy"]]
 
 
-@pytest.mark.parametrize(
-    ("name", "said"), [("mine", "is there already; choose another name, or null"), ("a/b", "there is no folder")]
-)
-def test_a_plan_replaces_no_other_experiment(tmp_path, monkeypatch, name, said):
+def test_a_plan_replaces_no_other_experiment(tmp_path, monkeypatch):
     monkeypatch.setattr(plan_scenario, "EXPERIMENTS", tmp_path)
     (tmp_path / "mine.yaml").write_text("# @package _global_\n")
-    with pytest.raises(UserError, match=rf"scenario\.experiment={name}: .*{said}"):
-        plan_scenario.prepare(composed("scenario=plan", "hardware=8xh100", f"scenario.experiment={name}", *LLAMA))
+    with pytest.raises(UserError, match=r"experiment=mine: .* is there already; choose another name"):
+        plan_scenario.prepare(composed("scenario=plan", "hardware=8xh100", "scenario.experiment=mine", *LLAMA))
     assert (tmp_path / "mine.yaml").read_text() == "# @package _global_\n"
 
 

@@ -61,7 +61,7 @@ def _write_files(options: argparse.Namespace, rows: list[Row], table: list[Row])
 
 
 def _compare(arguments: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser("python -m magicdec.tracking.report compare", description=difference.__doc__)
+    parser = argparse.ArgumentParser("magicdec compare", description=difference.__doc__)
     parser.add_argument("run_a", help="a run's folder, or the beginning of its id")
     parser.add_argument("run_b")
     parser.add_argument("--runs-dir", type=Path, default=Path("runs"), help="the store to look ids up in (runs)")
@@ -73,7 +73,7 @@ def _compare(arguments: Sequence[str]) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        "python -m magicdec.tracking.report",
+        "magicdec report",
         description=__doc__,
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,

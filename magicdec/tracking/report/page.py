@@ -78,7 +78,7 @@ def command(row: Row, settings: Sequence[str]) -> str:
         parts = [f"{group}={row[key]}" for group, key in groups.items() if key in row]
         said = {*groups.values(), *(key for key in settings if key.startswith("load."))}  # a run has all its levels
         parts += [f"{key}={row[key]}" for key in settings if key in row and key not in said]
-    return shlex.join(["python", "launch.py", *parts])
+    return shlex.join(["magicdec", *parts])
 
 
 def _column(values: list[Any]) -> dict[str, Any]:
