@@ -103,7 +103,7 @@ class DraftCache(KVCache):
     def clear_row(self, row: int) -> None:
         """See KVCache.clear_row."""
         length_B = self.length_B.clone()
-        length_B[row] = 0
+        length_B[row : row + 1] = 0
         self.set_length(length_B)
 
     @property

@@ -66,7 +66,7 @@ class KVCache:
 
     def clear_row(self, row: int) -> None:
         """Forget a row, which so attends to next to nothing."""
-        self.seqlens_B[row] = 0
+        self.seqlens_B[row : row + 1] = 0
 
     @property
     def capacity(self) -> int:

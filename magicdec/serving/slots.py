@@ -58,7 +58,7 @@ class SlotState(State):
     def seat(self, row: int, state: State, gamma: int, ignore_eos: bool) -> None:
         """Copy the only row of another state into this row."""
         copy_row(self, state, row)
-        self.gamma_B[row] = gamma
+        self.gamma_B[row : row + 1] = gamma  # a slice is filled; a single element would wait for a copy from the host
         self.eos[row] = -1 if ignore_eos else self._eos
 
     def commit(self, verdict: Verdict) -> Tensor:
@@ -185,7 +185,7 @@ class Slots:
     @torch.inference_mode()
     def release(self, slot: int) -> None:
         """Empty a slot, whether or not its request has ended. An empty row attends to almost nothing."""
-        self.state.finished_B[slot] = True
+        self.state.finished_B[slot : slot + 1] = True
         self.batch.decoder.cache.clear_row(slot)
         if self.batch.draft is not None:
             self.batch.draft.clear_row(slot)
