@@ -1,4 +1,4 @@
-"""The Triton kernels under Triton's interpreter, against SDPA. test_triton.py runs this file in its own process."""
+"""The Triton kernels under Triton's interpreter, against SDPA; test_interpreted.py runs this file."""
 
 import itertools
 

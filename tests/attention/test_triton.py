@@ -1,9 +1,4 @@
-"""The Triton kernels without a GPU: interpreted, and compiled for A100 and H100 down to their registers."""
-
-import os
-import subprocess
-import sys
-from pathlib import Path
+"""The Triton kernels without a GPU, compiled for A100 and H100 down to their registers."""
 
 import pytest
 import torch
@@ -16,17 +11,8 @@ from tests.gpu_rehearsal.compile import GPUS, build  # noqa: E402
 from tests.gpu_rehearsal.fake import fake_cuda  # noqa: E402
 
 RESIDENT_WARPS = 8  # that it must have room for
-HERE = Path(__file__).parent
 CAPABILITIES = pytest.mark.parametrize("capability", [90, pytest.param(80, marks=pytest.mark.slow)])
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-def test_interpreted():
-    """In a process of its own: Triton interprets or compiles, not both."""
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", HERE / "interpreted_triton.py"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=HERE.parent.parent)
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def attend_compiled(capability, dtype, dim, group, num_new, kind):

@@ -1,4 +1,4 @@
-"""Which bytes the attention kernels load, as Triton's interpreter sees it: run by test_bytes.py in its own process."""
+"""Which bytes the attention kernels load, as the interpreter of Triton sees it; test_interpreted.py runs this file."""
 
 from collections import defaultdict
 

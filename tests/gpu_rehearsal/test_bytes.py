@@ -2,26 +2,12 @@
 
 import itertools
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from tests.gpu_rehearsal.compile import GPUS
 from tests.gpu_rehearsal.fake import engine, fake_cuda
 from tests.gpu_rehearsal.replay import loads_from_memory
-
-HERE = Path(__file__).parent
-
-
-def test_interpreted():
-    """In a process of its own: Triton interprets or compiles, not both."""
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider", "interpreted_bytes.py"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=HERE)
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.slow

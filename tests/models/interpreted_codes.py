@@ -1,4 +1,4 @@
-"""The matmul by codes in Triton's interpreter. test_codes.py runs this file in its own process."""
+"""The matmul by codes in Triton's interpreter; test_interpreted.py runs this file."""
 
 import pytest
 import torch

@@ -1,9 +1,4 @@
-"""Matmuls by codes, as a draft with quantised weights does them on a GPU: interpreted, counted and compiled."""
-
-import os
-import subprocess
-import sys
-from pathlib import Path
+"""Matmuls by codes, as a draft with quantised weights does them on a GPU: counted and compiled."""
 
 import pytest
 import torch
@@ -14,17 +9,6 @@ pytest.importorskip("triton", reason="needs Triton (Linux only)")
 from magicdec.models import code_matmul, quantize
 from tests.gpu_rehearsal.compile import compiled
 from tests.gpu_rehearsal.fake import fake_cuda
-
-HERE = Path(__file__).parent
-
-
-def test_interpreted():
-    """In a process of its own: Triton interprets or compiles, not both."""
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n0", "-p", "no:cacheprovider"]
-    path = HERE / "interpreted_codes.py"
-    done = subprocess.run([*command, path], env=environment, capture_output=True, text=True, cwd=HERE.parent.parent)
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("name", ["int8", "int4"])

@@ -1,4 +1,4 @@
-"""The Triton kernel of truncation in Triton's interpreter. test_truncation.py runs this file in its own process."""
+"""The Triton kernel of truncation in Triton's interpreter; test_interpreted.py runs this file."""
 
 import pytest
 import torch
