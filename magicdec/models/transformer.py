@@ -124,5 +124,7 @@ class Transformer(nn.Module):
         self.is_compiled = True
         torch._dynamo.config.recompile_limit = MAX_COMPILED
         for layer in self.layers:
-            for part in ("before_attention", "after_attention"):
-                setattr(layer, part, torch.compile(getattr(layer, part)))
+            # The first half writes to the cache: trying configurations of its kernel would copy a layer's whole cache.
+            untried = torch.compile(options={"triton.autotune_pointwise": False})
+            for part, compiled in (("before_attention", untried), ("after_attention", torch.compile)):
+                setattr(layer, part, compiled(getattr(layer, part)))

@@ -1,0 +1,154 @@
+"""What torch.compile would emit for a GPU that is not there: the Triton kernels around each matmul, and their launches.
+
+with pretended_gpu(), FakeTensorMode():
+    source = emitted(layer.before_attention, arguments)
+names, tuners = kernels(source), autotuners(source)
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from triton.backends.compiler import GPUTarget
+
+from tests.gpu_rehearsal.compile import GPUS
+
+
+class _Driver:
+    """What Triton asks the driver of a GPU before it compiles."""
+
+    def __init__(self, capability: int):
+        self.capability = capability
+        gpu = GPUS[capability]
+        found = {"max_shared_mem": gpu.program_shared, "multiprocessor_count": gpu.sms}
+        self.utils = SimpleNamespace(get_device_properties=lambda _: found)
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int = 0) -> int:
+        return 0
+
+    def get_device_interface(self) -> Any:
+        return torch.cuda
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cuda", 0)
+
+    def is_active(self) -> bool:
+        return True
+
+
+def _properties(capability: int) -> SimpleNamespace:
+    gpu = GPUS[capability]
+    return SimpleNamespace(
+        name=gpu.name, major=capability // 10, minor=capability % 10, multi_processor_count=gpu.sms,
+        regs_per_multiprocessor=65536, max_threads_per_multi_processor=32 * gpu.warps, max_threads_per_block=1024,
+        warp_size=32, total_memory=80 << 30, shared_memory_per_block=48 << 10, L2_cache_size=gpu.l2,
+        shared_memory_per_block_optin=gpu.program_shared, shared_memory_per_multiprocessor=gpu.shared,
+        gcnArchName=f"sm_{capability}", memory_clock_rate=2619000, memory_bus_width=5120, clock_rate=1980000,
+        is_integrated=0, is_multi_gpu_board=0, uuid="0", pci_bus_id=0, pci_device_id=0, pci_domain_id=0,
+    )  # fmt: skip
+
+
+@contextmanager
+def pretended_gpu(capability: int = 90) -> Iterator[None]:
+    """Make torch.compile generate code for a GPU. Leans on Inductor's insides: skips where they have other names."""
+    try:
+        import torch._inductor.fx_passes.fuse_attention as attention_patterns
+        import torch._inductor.fx_passes.misc_patterns as other_patterns
+        import torch._inductor.fx_passes.pad_mm as padding
+        import torch.utils._triton as probes
+        from torch._dynamo.device_interface import CudaInterface
+        from triton.runtime.driver import driver
+    except ImportError as error:
+        pytest.skip(f"this PyTorch's Inductor is built in another way: {error}")
+    found = _properties(capability)
+    answers = {
+        "is_available": True, "device_count": 1, "current_device": 0, "get_device_properties": found,
+        "get_device_capability": (found.major, found.minor), "get_device_name": found.name, "is_bf16_supported": True,
+        "_lazy_init": None, "is_initialized": False, "_exchange_device": 0, "_maybe_exchange_device": 0,
+        "synchronize": None, "get_rng_state": torch.zeros(16, dtype=torch.uint8), "set_rng_state": None,
+    }  # fmt: skip
+    caches = [getattr(probes, name) for name in ("has_triton", "triton_backend", "triton_hash_with_backend")]
+    with ExitStack() as stack:
+
+        def answer(owner: Any, name: str, value: Any, wrap: Callable = lambda call: call) -> None:
+            try:
+                stack.enter_context(patch.object(owner, name, wrap(lambda *_, **__: value)))
+            except AttributeError as error:
+                pytest.skip(f"this PyTorch is built in another way: {error}")
+
+        for name, value in answers.items():
+            answer(torch.cuda, name, value)
+        for name in ("current_device", "device_count", "get_device_properties"):
+            answer(CudaInterface, name, answers[name], staticmethod)
+        for name in ("current_device", "get_device_properties"):
+            answer(CudaInterface.Worker, name, answers[name], staticmethod)
+        answer(CudaInterface, "get_raw_stream", 0, staticmethod)
+        for owner, name in ((attention_patterns, "_sfdp_init"), (padding, "_pad_mm_init")):
+            answer(owner, name, None)  # they run kernels to learn patterns
+        answer(other_patterns, "_misc_patterns_init", None)
+        stack.enter_context(patch.object(driver, "_active", _Driver(capability)))
+        stack.enter_context(torch._inductor.config.patch(force_disable_caches=True, compile_threads=1))
+        for cache in caches:
+            cache.cache_clear()
+        try:
+            yield
+        finally:
+            for cache in caches:
+                cache.cache_clear()
+
+
+class _Emitted(Exception):
+    """Ends a compilation once its source is known: there is nothing that could run it."""
+
+
+def emitted(function: Callable, arguments: tuple) -> str:
+    """Return the source that torch.compile emits for `function`, which may be compiled already, on fake tensors."""
+    from torch._inductor.graph import GraphLowering
+
+    sources: list[str] = []
+
+    def keep(self: Any, code: Any) -> None:
+        sources.append(code.value)
+        raise _Emitted
+
+    with patch.object(GraphLowering, "_compile_to_module_lines", keep):
+        torch._dynamo.reset()
+        try:
+            function(*arguments)
+        except Exception:
+            if not sources:
+                raise
+    return sources[-1]
+
+
+def kernels(source: str) -> dict[str, str]:
+    """Return the Triton kernels of a compiled function: names, and sources of their modules."""
+    return dict(re.findall(r"(\w+) = async_compile\.triton\('\w+', '''\n(.*?)''', device_str='cuda'\)", source, re.S))
+
+
+def calls(source: str) -> list[str]:
+    """Return what a compiled function launches, in order: kernels as `NAME.run`, and the rest by their names."""
+    body = source[source.index("def call(") :]
+    return re.findall(r"(extern_kernels\.\w+|\w+\.run|torch\.ops\.[\w.]+|aten\.\w+)\(", body)
+
+
+def autotuners(source: str) -> dict[str, Any]:
+    """Return Inductor's autotuner of each kernel, within `pretended_gpu`: `configs` are what it would choose among,
+    `mutated_arg_names` what it writes in place.
+    """
+    from torch._inductor.codecache import PyCodeCache
+    from torch._inductor.runtime import triton_helpers
+
+    with patch.object(triton_helpers, "set_driver_to_gpu", lambda: None):
+        return {name: getattr(PyCodeCache.load(module), name) for name, module in kernels(source).items()}
