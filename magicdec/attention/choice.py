@@ -52,6 +52,12 @@ def choose(name: str, device: torch.device, dtype: torch.dtype, head_dims: Itera
     return candidate, "; ".join([f"attention=auto: {candidate} is the fastest at hand", *passed_over])
 
 
+def usable(device: torch.device, dtype: torch.dtype, head_dims: Iterable[int]) -> list[str]:
+    """Return the names of all backends that can be used here, to compare them."""
+    head_dims = tuple(head_dims)
+    return [name for name in BACKENDS if _obstacle(name, device, dtype, head_dims) is None]
+
+
 def _obstacle(name: str, device: torch.device, dtype: torch.dtype, head_dims: tuple[int, ...]) -> str | None:
     try:
         return next(filter(None, (backend(name).obstacle(device, dtype, dim) for dim in head_dims)), None)

@@ -1,17 +1,15 @@
 """Attention by the flash-attn package, for NVIDIA GPUs (FlashAttention-2, arXiv 2307.08691, and -3, arXiv 2407.08608).
 
-B rows, S slots, T new tokens, H query heads over K KV heads, G = H / K, D head dim. One function of the library, that
-for caches, serves prefill as well as decoding: it takes each row at its own length, and as all rows have T query tokens
-in a chunk, the one for ragged queries (varlen), the same kernel, would only want the cache copied together first.
+T new tokens, H query heads over K KV heads, G = H / K. One function of the library, that for caches, serves prefill as
+well as decoding: it takes each row at its own length.
 
-FlashAttention-2 reads K and V once for the G heads that share them only where there is a single query token. For more,
-all query rows attend to what was committed before as if they were T x G tokens of K heads, unmasked; then to the T new
-tokens causally; and the two parts are merged by their log-sum-exp. FlashAttention-3 packs by itself.
+FlashAttention-2 reads K and V once for the G heads that share them only where there is a single query token. A
+verification of few tokens therefore goes to Triton's kernel, which reads them once for all G x T. FlashAttention-3
+packs query heads by itself, and does everything.
 """
 
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +22,7 @@ FEW_TOKENS = 32  # a verification; more are a prefill
 
 
 def library() -> tuple[Callable, bool]:
-    """The library's function for caches, and whether it packs by itself; raises ImportError where it is missing."""
+    """Return the library's function for caches, and whether it packs query heads; raises ImportError without it."""
     if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9:  # FlashAttention-3 is for Hopper
         with suppress(ImportError):
             from flash_attn_interface import flash_attn_with_kvcache
@@ -36,7 +34,7 @@ def library() -> tuple[Callable, bool]:
 
 
 class FlashAttention(LibraryAttention):
-    """The fastest on a GPU, where it is installed."""
+    """The library's kernels; Triton's for a verification with FlashAttention-2."""
 
     name = "flash"
 
@@ -54,13 +52,16 @@ class FlashAttention(LibraryAttention):
         library()
         return None
 
+    def takes(self, q_BTHD: Tensor, k_BKSD: Tensor) -> bool:
+        """See LibraryAttention.takes. In a prefill arithmetic decides, not how often K and V are read."""
+        num_new, group = q_BTHD.shape[1], q_BTHD.shape[2] // k_BKSD.shape[1]
+        return self._packs or group == 1 or num_new == 1 or num_new > FEW_TOKENS
+
     def read_all(self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: KernelPlan) -> Tensor:
         """See LibraryAttention.read_all."""
-        T, G = q_BTHD.shape[1], q_BTHD.shape[2] // k_BKSD.shape[1]
-        # In a prefill arithmetic decides, not memory; and a window starts elsewhere for each token.
-        if 1 < T <= FEW_TOKENS and G > 1 and plan.window is None and not self._packs:
-            return self._attend_in_parts(q_BTHD, k_BKSD, v_BKSD, plan.seqlens_B)
-        return self._attend(
+        if q_BTHD.is_meta:  # what the library allocates for its splits is a few MiB
+            return torch.empty_like(q_BTHD)
+        return self._library(
             q_BTHD,
             k_BKSD.transpose(1, 2),
             v_BKSD.transpose(1, 2),
@@ -68,37 +69,3 @@ class FlashAttention(LibraryAttention):
             causal=True,
             window_size=(-1, -1) if plan.window is None else (plan.window - 1, 0),
         )
-
-    def _attend(self, q_BTHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, **options: Any) -> Any:
-        """The library's function; where memory is estimated, what it allocates (its splits' parts are a few MiB)."""
-        if not q_BTHD.is_meta:
-            return self._library(q_BTHD, k_BSKD, v_BSKD, **options)
-        B, T, H, _ = q_BTHD.shape
-        out_BTHD, lse_BHT = torch.empty_like(q_BTHD), q_BTHD.new_empty((B, H, T), dtype=torch.float32)
-        return (out_BTHD, lse_BHT) if "return_softmax_lse" in options else out_BTHD
-
-    def _attend_in_parts(self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, seqlens_B: Tensor) -> Tensor:
-        (_, T, _, D), K = q_BTHD.shape, k_BKSD.shape[1]
-        before_B = seqlens_B - T
-        q_BRKD = q_BTHD.unflatten(2, (K, -1)).transpose(2, 3).flatten(1, 2)  # R = T x G
-        kv = (k_BKSD.transpose(1, 2), v_BKSD.transpose(1, 2))
-        out_BRKD, lse_BKR = self._attend(q_BRKD, *kv, cache_seqlens=before_B, return_softmax_lse=True)
-        old_BTHD = out_BRKD.unflatten(1, (T, -1)).transpose(2, 3).flatten(2, 3)
-        old_lse_BTH = lse_BKR.unflatten(2, (T, -1)).permute(0, 2, 1, 3).flatten(2, 3)
-
-        slots_BT = before_B.long()[:, None] + torch.arange(T, device=seqlens_B.device)
-        slots_BKTD = slots_BT[:, None, :, None].expand(-1, K, -1, D)
-        new_kv = (x.gather(2, slots_BKTD).transpose(1, 2) for x in (k_BKSD, v_BKSD))
-        new_BTHD, new_lse_BHT = self._attend(q_BTHD, *new_kv, causal=True, return_softmax_lse=True)
-        return merge(old_BTHD, old_lse_BTH, new_BTHD, new_lse_BHT.transpose(1, 2), before_B > 0)
-
-
-def merge(old_BTHD: Tensor, old_lse_BTH: Tensor, new_BTHD: Tensor, new_lse_BTH: Tensor, any_old_B: Tensor) -> Tensor:
-    """Attention over two disjoint sets of entries from that over each, in fp32.
-
-    Where a row has no old entries (`any_old_B`), the library's log-sum-exp over them may be +inf: it is not looked at.
-    """
-    exists_B11 = any_old_B[:, None, None]
-    share_BTH1 = torch.where(exists_B11, torch.sigmoid(old_lse_BTH - new_lse_BTH), 0.0)[..., None]
-    old = torch.where(exists_B11[..., None], old_BTHD.float(), 0.0)
-    return (old * share_BTH1 + new_BTHD.float() * (1 - share_BTH1)).to(new_BTHD.dtype)

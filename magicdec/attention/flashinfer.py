@@ -5,10 +5,10 @@ for any T, and balances the work by lengths that it reads on the host before eac
 `auto` never takes it.
 
 It reads the cache in pages. Ours is the same memory seen differently: the entries of KV head k of row b start at slot
-(b K + k) S, so that a page at slot b K S + s of the first head is followed by that of the next head S slots further on.
+(b K + k) S. A page starts at any slot of the first head, b K S + s, and those of the other heads S slots further on
+each: pages overlap, and their size depends on no capacity.
 """
 
-import math
 from typing import Any, ClassVar
 
 import torch
@@ -18,12 +18,15 @@ from magicdec.attention.kernel import KernelPlan, gpu_obstacle
 from magicdec.attention.library import LibraryAttention
 
 HEAD_DIMS = (64, 128, 256)
-MAX_PAGE = 16  # slots; splits of the work consist of whole pages
+PAGE = 16  # slots; splits of the work consist of whole pages
+# Query tokens of a verification. FlashAttention-3, which the library would choose for itself on Hopper, neither packs
+# the query heads of a KV head nor divides a row's entries: of use in a prefill alone.
+FEW_TOKENS = 32
 WORKSPACE = 128 << 20  # bytes, as its documentation advises
 
 
 def library() -> Any:
-    """The library's class for caches in pages; raises ImportError where it is missing."""
+    """Return the library's class for caches in pages; raises ImportError where it is missing."""
     from flashinfer import BatchPrefillWithPagedKVCacheWrapper
 
     return BatchPrefillWithPagedKVCacheWrapper
@@ -39,7 +42,7 @@ class FlashInferAttention(LibraryAttention):
         super().__init__()
         self._library = library()
         self._workspace: Tensor | None = None
-        self._wrapper: Any = None
+        self._wrappers: dict[str, Any] = {}  # by the library's own backend
         self._planned: KernelPlan | None = None
 
     @classmethod
@@ -60,42 +63,41 @@ class FlashInferAttention(LibraryAttention):
             return torch.empty_like(q_BTHD)
         if plan is not self._planned:  # the first layer of a pass
             self._prepare(q_BTHD, k_BKSD, plan)
-        out = self._wrapper.run(q_BTHD.flatten(0, 1), (paged(k_BKSD), paged(v_BKSD)))
+        out = self._wrapper(plan).run(q_BTHD.flatten(0, 1), (paged(k_BKSD), paged(v_BKSD)))
         return out.view(q_BTHD.shape)
 
     def _prepare(self, q_BTHD: Tensor, k_BKSD: Tensor, plan: KernelPlan) -> None:
         """Tell the library every row's pages; reads the lengths on the host."""
         (B, T, H, D), (K, S) = q_BTHD.shape, k_BKSD.shape[1:3]
-        size, seqlens_B = page_size(S), plan.seqlens_B.cpu()
-        count_B = (seqlens_B + size - 1) // size
+        seqlens_B = plan.seqlens_B.cpu()
+        count_B = (seqlens_B + PAGE - 1) // PAGE
         ends_B = count_B.cumsum(0)
-        first_B = torch.arange(B) * (K * S // size)
-        pages = (first_B - ends_B + count_B).repeat_interleave(count_B) + torch.arange(int(ends_B[-1]))
-        self._wrapper = self._wrapper or self._library(self._workspace, "HND")
-        self._wrapper.plan(
+        of_row = torch.arange(int(ends_B[-1])) - (ends_B - count_B).repeat_interleave(count_B)
+        pages = (torch.arange(B) * K * S).repeat_interleave(count_B) + of_row * PAGE
+        self._wrapper(plan).plan(
             torch.arange(B + 1, dtype=torch.int32) * T,
             torch.cat((torch.zeros(1), ends_B)).int(),
             pages.int(),
-            (seqlens_B - (count_B - 1) * size).int(),
+            (seqlens_B - (count_B - 1) * PAGE).int(),
             H,
             K,
             D,
-            size,
+            PAGE,
             causal=True,
             window_left=-1 if plan.window is None else plan.window - 1,
             q_data_type=q_BTHD.dtype,
         )
         self._planned = plan
 
-
-def page_size(capacity: int) -> int:
-    """Slots of a page: rows consist of whole ones."""
-    return math.gcd(capacity, MAX_PAGE)
+    def _wrapper(self, plan: KernelPlan) -> Any:
+        backend = "fa2" if plan.shape.num_new <= FEW_TOKENS else "auto"
+        if backend not in self._wrappers:
+            self._wrappers[backend] = self._library(self._workspace, "HND", backend=backend)
+        return self._wrappers[backend]
 
 
 def paged(x_BKSD: Tensor) -> Tensor:
-    """The same entries as (page, K, slot of the page, D): as many pages as there is room for."""
+    """Return the same entries as (page, K, slot of the page, D): a page for each slot that one may start at."""
     assert x_BKSD.is_contiguous()
     B, K, S, D = x_BKSD.shape
-    size = page_size(S)
-    return x_BKSD.as_strided((((B - 1) * K + 1) * S // size, K, size, D), (size * D, S * D, D, 1))
+    return x_BKSD.as_strided((max(1, ((B - 1) * K + 1) * S - PAGE + 1), K, min(PAGE, S), D), (D, S * D, D, 1))

@@ -33,13 +33,19 @@ class LibraryAttention(KernelAttention):
     def read_all(self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: KernelPlan) -> Tensor:
         """What `attend` is over all slots, by the library."""
 
+    def takes(self, q_BTHD: Tensor, k_BKSD: Tensor) -> bool:
+        """Return whether the library reads K and V no more often than Triton's kernel would."""
+        return True
+
     def decode(
         self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: KernelPlan, indices_BKN: Tensor | None
     ) -> Tensor:
         """See KernelAttention.decode."""
-        if indices_BKN is None and plan.positions_BKS is None:
+        other = self._triton_for(q_BTHD.device, q_BTHD.dtype, q_BTHD.shape[-1])
+        reads_all = indices_BKN is None and plan.positions_BKS is None
+        if reads_all and (other is None or self.takes(q_BTHD, k_BKSD)):
             return self.read_all(q_BTHD, k_BKSD, v_BKSD, plan)
-        if other := self._triton_for(q_BTHD.device, q_BTHD.dtype, q_BTHD.shape[-1]):
+        if other:
             return other.decode(q_BTHD, k_BKSD, v_BKSD, plan, indices_BKN)
         return self._sdpa.attend(q_BTHD, k_BKSD, v_BKSD, plan.sdpa, indices_BKN)
 
