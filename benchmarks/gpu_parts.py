@@ -3,6 +3,7 @@
 import importlib.util
 import subprocess
 import sys
+from functools import partial
 from statistics import median
 
 import torch
@@ -78,16 +79,14 @@ def of_copy(bench: Bench, num_bytes: float, seconds: float) -> float | None:
 
 
 def kernels(bench: Bench) -> None:
-    """Part c: time one layer's attention, next to reading K and V once at the copy bandwidth."""
-    name, _ = choice.choose("auto", bench.device, bench.dtype, [128])
-    attention = choice.backend(name)()
-    for model, (H, K, D) in KERNELS.items():
+    """Part c: time one layer's attention by each usable backend, next to copying as many bytes."""
+    backends = [(name, choice.backend(name)()) for name in choice.usable(bench.device, bench.dtype, [128])]
+    for model, shape in KERNELS.items():
         for context in bench.sizes.kernel_contexts:
             for tokens in bench.sizes.kernel_tokens:
-                key = f"{model} {context} T={tokens} {name}"
-                bench.point(
-                    "c", key, lambda H=H, K=K, D=D, S=context, T=tokens: _attention(bench, attention, H, K, D, S, T)
-                )
+                for name, attention in backends:
+                    attend = partial(_attention, bench, attention, *shape, context, tokens)
+                    bench.point("c", f"{model} {context} T={tokens} {name}", attend)
 
 
 def _attention(bench: Bench, attention: Attention, H: int, K: int, D: int, S: int, T: int) -> Record:
@@ -97,7 +96,8 @@ def _attention(bench: Bench, attention: Attention, H: int, K: int, D: int, S: in
     q = torch.randn(rows, T, H, D, dtype=bench.dtype, device=bench.device)
     seqlens = torch.full((rows,), S, dtype=torch.int32, device=bench.device)
     plan = attention.plan(seqlens, Shape(T, S, H // K, bench.dtype), None)
-    step = Step(lambda: _discard(attention.attend(q, k, v, plan)), _captures(bench))
+    captures = _captures(bench) if attention.captured else None
+    step = Step(lambda: _discard(attention.attend(q, k, v, plan)), captures)
     seconds = _seconds(step, bench)
     num_bytes = 2 * k.numel() * element
     return {"rows": rows, "ms": 1e3 * seconds, "of_copy": of_copy(bench, num_bytes, seconds)}

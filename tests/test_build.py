@@ -53,8 +53,10 @@ def test_memory_is_foreseen_with_the_chosen_attention(plan):
     assert build.estimate(with_workspace, 32, 16384).transient - needs["triton"] == pytest.approx(128 << 20, rel=0.01)
 
 
-def test_a_request_that_comes_alone_is_prefilled_in_longer_chunks(plan):
+def test_few_rows_are_prefilled_in_longer_chunks(plan):
     assert plan().config.batch.prefill_chunk == 128
+    assert plan("batch.size=1").config.batch.prefill_chunk == 2048
+    assert plan("batch.size=8").config.batch.prefill_chunk == 256
     assert plan("scenario=serve").config.batch.prefill_chunk == 2048
     assert plan("scenario=serve", "batch.prefill_chunk=96").config.batch.prefill_chunk == 96
 

@@ -20,8 +20,8 @@ from magicdec.planning import prediction
 from magicdec.planning.identity import identify
 from magicdec.registry import ENGINES
 
-# batch.prefill_chunk=auto: of every row of a batch, or of a request that is served, which is prefilled by itself.
-BATCH_CHUNK, REQUEST_CHUNK_ON = 128, {"cpu": 256, "cuda": 2048}
+# batch.prefill_chunk=auto: so many tokens of each row, or more where a pass would have fewer than that in all rows.
+CHUNK, PASS_TOKENS_ON = 128, {"cpu": 256, "cuda": 2048}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -88,8 +88,8 @@ def resolve(config: Config) -> Plan:
     if batch.size == "auto":
         batch = replace(batch, size=ROWS_ON[device.type])
     if batch.prefill_chunk == "auto":
-        is_served = config.scenario.name == "serve"
-        batch = replace(batch, prefill_chunk=REQUEST_CHUNK_ON[device.type] if is_served else BATCH_CHUNK)
+        rows = 1 if config.scenario.name == "serve" else int(batch.size)  # requests are prefilled one by one
+        batch = replace(batch, prefill_chunk=max(CHUNK, PASS_TOKENS_ON[device.type] // rows))
     hardware = replace(config.hardware, device=device.type, dtype=str(dtype).removeprefix("torch."))
     if hardware.compile == "auto":
         hardware = replace(hardware, compile=device.type == "cuda")

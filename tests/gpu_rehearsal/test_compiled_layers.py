@@ -22,9 +22,9 @@ def halves(num_new: int):
     cos = torch.empty(rows, num_new, 1, 64, device="cuda")
     out = torch.empty(rows, num_new, 32, 128, dtype=torch.bfloat16, device="cuda")
     slots = torch.empty(rows, num_new, dtype=torch.int64, device="cuda")
-    layer = model.layers[0]
-    yield layer.before_attention, (x, torch.empty_like(x), cos, torch.empty_like(cos), cache.place(0, slots))
-    yield layer.after_attention, (x, out)
+    layer, ops = model.layers[0], model.operators
+    yield layer.before_attention, (ops, x, torch.empty_like(x), cos, torch.empty_like(cos), cache.place(0, slots))
+    yield layer.after_attention, (ops, x, out)
 
 
 @pytest.mark.slow
