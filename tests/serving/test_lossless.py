@@ -225,7 +225,7 @@ def test_an_end_of_sequence_frees_the_slot():
 
 
 def test_a_draft_that_cannot_be_served_is_refused(monkeypatch):
-    from magicdec.drafts.ngram import NgramDraft
+    from magicdec.drafting import NgramDraft
 
     monkeypatch.setattr(NgramDraft, "serves", False)
     with pytest.raises(UserError, match=r"draft.name=ngram cannot be served; one of: none, "):
