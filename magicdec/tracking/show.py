@@ -34,10 +34,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def show(out: Console, folder: Path, row: int | None = None, max_rounds: int = 0) -> None:
     """Print the samples of a run, or one row. Stop after `max_rounds` rounds of a row, if that is not 0."""
-    run = load_run(folder)
+    run, samples = load_run(folder), samples_of(folder, row)
     title = Text(f"{run['id']}  {run['config']['scenario']['name']}: {run['config']['target']['name']}", style="bold")
     out.print(title + Text(described_draft(run["config"])), soft_wrap=True)
-    for sample in samples_of(folder, row):
+    for sample in samples:
         for part in _described(sample, max_rounds):
             out.print(part, soft_wrap=isinstance(part, Text), highlight=False)
 

@@ -266,12 +266,11 @@ def test_the_papers_figures_of_a_sweep(tmp_path):
         for batch in (1, 8)
         for context in (1000, 4000)
     ]
-    assert figures._told_apart_by(rows, "batch.size") == ["batch.context_len", "hardware.name"]
+    assert figures._line_settings(rows, "batch.size") == ["batch.context_len", "hardware.name"]
     assert figures._name(rows[0], ["batch.context_len", "hardware.name"]) == "context_len 1000, a100"
-    lines = figures._lines(rows[::-1], ["batch.context_len", "hardware.name"])
+    lines = figures._groups(rows[::-1], ["batch.context_len", "hardware.name"])
     assert list(lines) == [f"context_len {context}, {name}" for context in (1000, 4000) for name in ("a100", "h100")]
-    ratio = figures._ratio("T_V / T_T", "verify")[1]
-    assert [value(rows[0]) for value in ratio.values()] == [1.5, None, None]
+    assert [figures._value(rows[0], keys) for keys in figures._ratios("verify").values()] == [1.5, None, None]
     drawn = figures.draw(rows, tmp_path / "figures")
     assert [path.name for path in drawn] == ["speedup.png", "ratios.png"], "nothing is known of intensity"
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in drawn)
