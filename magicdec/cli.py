@@ -39,6 +39,7 @@ USER_ERROR, FAILURE = 2, 1
 COMMANDS = {
     "report": ["magicdec.tracking.report.__main__"],
     "compare": ["magicdec.tracking.report.__main__", "compare"],
+    "show": ["magicdec.tracking.show"],
     "sync": ["magicdec.tracking.sync"],
     "clean": ["magicdec.tracking.clean"],
     "dashboard": ["magicdec.tracking.dashboard"],

@@ -198,9 +198,12 @@ def test_a_plugin_is_part_of_the_code(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     before = source()
     plugin = tmp_path / "a_plugin_of_mine.py"
-    code = (
-        "from magicdec.registry import Registry\n@Registry('magicdec.cache', 'x').register('mine')\nclass Mine: pass\n"
-    )
+    code = """
+from types import SimpleNamespace
+from magicdec.registry import Registry
+@Registry("x.name", {}).register(SimpleNamespace(name="mine"))
+class Mine: pass
+"""
     plugin.write_text(code)
     importlib.import_module(plugin.stem)
     hashes = [source()]
