@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from magicdec.config.checks import refuse_unread
 from magicdec.config.load import compose, override
 from magicdec.costmodel.predict import Prediction
 from magicdec.errors import UserError
@@ -68,18 +69,18 @@ def load(
     continuation. None means as in conf/. Raise UserError for mistakes, and where memory does not suffice.
     """
     from magicdec.planning import build  # here, because predicting and reading runs must not wait for PyTorch
-    from magicdec.planning.resolve import resolve
     from magicdec.serving.model import Model
 
     typed = _typed(draft=draft, cache=cache, budget=budget, gamma=gamma, attention=attention, device=device)
     typed += _typed(dtype=dtype, batch_size=batch_size, context_len=context_len, temperature=temperature, seed=seed)
-    plan = resolve(compose(["scenario=serve", *_models(target, draft_model), *typed, *overrides]))
+    typed = [*_models(target, draft_model), *typed, *overrides]
 
     def display() -> Any:
         return progress_bars(None if progress else Console(quiet=True))
 
     with display() as bars:
-        return Model(*build.served(plan, bars), display)
+        _, slots, tokenizer = build.served(typed, bars)
+    return Model(slots, tokenizer, display)
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,9 @@ def predict(
     """
     typed = _typed(hardware=hardware, draft=draft, cache=cache, budget=budget, gammas=gammas, alpha=alpha)
     typed += _typed(batch_size=batch_size, context_len=context_len)
-    config = compose(["scenario=predict", *_models(target, draft_model), *typed, *overrides])
+    typed = [*_models(target, draft_model), *typed, *overrides]
+    config = compose(["scenario=predict", *typed])
+    refuse_unread(config, typed)
     return predicted(plan_prediction(config))
 
 

@@ -229,6 +229,7 @@ def test_mistakes_in_a_request(model, prompts, options, said):
         ({"draft_model": "tiny-draft"}, "target@draft.model: this draft has no model of its own; use draft=model"),
         ({"budget": "x"}, "cache.budget=x: must be a whole number"),
         ({"budget": 3}, "cache.budget=3: must be above cache.num_sink=4"),
+        ({"cache": "full", "budget": 300}, "cache.budget=300 has no effect with cache=full"),
         ({"overrides": ["cache.budgt=3"]}, "unknown key cache.budgt; did you mean cache.budget?"),
         ({"overrides": ["cache.budget"]}, "cache.budget: not of the form key=value"),
         ({"overrides": ["target.weights=random"]}, "target.weights=random"),
@@ -330,6 +331,8 @@ def test_a_prediction_is_that_of_the_command_line(tmp_path):
     stored = magicdec.run([*typed, f"runs_dir={tmp_path}"]).metrics
     assert prediction.best.gamma == stored["predicted/gamma"] == 3
     assert prediction.best.speedup == pytest.approx(stored["predicted/speedup"])
+    with pytest.raises(magicdec.UserError, match=r"^cache\.budget=512 has no effect"):
+        magicdec.predict("llama-3.1-8b", "8xa100", cache="full", **arguments)
     with pytest.raises(magicdec.UserError, match="did you mean a100"):
         magicdec.predict("llama-3.1-8b", "a10")
 

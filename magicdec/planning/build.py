@@ -1,7 +1,7 @@
 """From the plan of a run to its objects, and to the memory that they will take: the only place that constructs."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +9,8 @@ import torch
 
 from magicdec.attention import choice
 from magicdec.attention.base import Attention
+from magicdec.config.checks import refuse_unread
+from magicdec.config.load import compose
 from magicdec.config.schema import Config
 from magicdec.data import PromptRequest, Prompts, load_prompts
 from magicdec.data.tokenizer import load_tokenizer
@@ -21,7 +23,7 @@ from magicdec.models import checkpoint, quantize
 from magicdec.models.parallel import Share, share
 from magicdec.models.transformer import Transformer
 from magicdec.peers.base import Peer, PeerSpec
-from magicdec.planning.resolve import Model, Plan
+from magicdec.planning.resolve import Model, Plan, resolve
 from magicdec.registry import CORPORA, ENGINES
 from magicdec.serving.slots import Slots
 from magicdec.tracking.progress import Progress
@@ -44,11 +46,14 @@ def engine(plan: Plan, progress: Progress) -> NativeEngine:
     return _engine(plan, lambda model: _load(model, plan, attention, progress))
 
 
-def served(plan: Plan, progress: Progress) -> tuple[Slots, Any]:
-    """Return batch.size slots for requests with text, their weights loaded, and the tokenizer.
+def served(overrides: Sequence[str], progress: Progress) -> tuple[Plan, Slots, Any]:
+    """Return the plan of scenario=serve with these overrides, batch.size slots on loaded weights, and the tokenizer.
 
-    Raise UserError for what cannot be served from this process.
+    Raise UserError for mistakes, overrides without effect, and what cannot serve text from this process.
     """
+    config = compose(["scenario=serve", *overrides])
+    refuse_unread(config, overrides)
+    plan = resolve(config)
     batch = plan.config.batch
     if plan.target.folder is None:
         raise UserError("target.weights=random: there is no tokenizer to serve text with")
@@ -56,7 +61,8 @@ def served(plan: Plan, progress: Progress) -> tuple[Slots, Any]:
         raise UserError(f"hardware.tensor_parallel={plan.num_ranks}: one device serves text; set it to 1")
     check_memory(plan, int(batch.size), batch.context_len)
     tokenizer = load_tokenizer(plan.target.folder)
-    return Slots(engine(plan, progress), int(batch.size), batch.context_len + batch.generate_len), tokenizer
+    slots = Slots(engine(plan, progress), int(batch.size), batch.context_len + batch.generate_len)
+    return plan, slots, tokenizer
 
 
 def _engine(plan: Plan, load: Callable[[Model], Transformer]) -> NativeEngine:

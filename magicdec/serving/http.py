@@ -15,11 +15,9 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from itertools import count
 from typing import Any
 
-from magicdec.config.load import compose
 from magicdec.data.tokenizer import Detokenizer
 from magicdec.errors import UserError, to_stderr
 from magicdec.planning import build
-from magicdec.planning.resolve import resolve
 from magicdec.serving.engine import AsyncEngine, Stream
 from magicdec.serving.scheduler import Scheduler
 from magicdec.tracking.progress import progress
@@ -228,10 +226,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise UserError(f"--port={options.port}: must be from 0 to 65,535")
         if options.max_waiting < 0:
             raise UserError(f"--max-waiting={options.max_waiting}: must be at least 0")
-        config = compose(["scenario=serve", *options.overrides])
-        plan = resolve(config)
         with progress() as bars:
-            slots, tokenizer = build.served(plan, bars)
+            plan, slots, tokenizer = build.served(options.overrides, bars)
     except UserError as error:
         to_stderr(f"error: {error}")
         return USER_ERROR

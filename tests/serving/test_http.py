@@ -392,6 +392,7 @@ def test_it_listens_on_loopback_unless_told_otherwise(monkeypatch, capsys):
         ("--port=65536", "--port=65536: must be from 0 to 65,535"),
         ("--max-waiting=-1", "--max-waiting=-1: must be at least 0"),
         ("target=tny", "did you mean tiny?"),
+        ("draft.num_layers=3", "draft.num_layers=3 has no effect with draft=self"),
         ("draft.gamm=3", "unknown key draft.gamm; did you mean draft.gamma?"),
         ("batch.size=0", "batch.size=0: must be auto or at least 1"),
     ):
