@@ -1,7 +1,7 @@
-"""Attention on CPUs in C++ (kernels/attention.cpp): split-KV decoding of a few new tokens over a long cache.
+"""Attention on CPUs in C++: of a few new tokens over a long cache (kernels/attention.cpp), and of many (prefill.cpp).
 
-The G x T query rows that share a KV head stay in registers and the L1 cache while K and V stream past once, in splits
-that the threads share; the splits are merged by their log-sum-exp.
+The G x T query rows of a few new tokens that share a KV head stay in registers and the L1 cache while K and V stream
+past once, in splits that the threads share; the splits are merged by their log-sum-exp.
 """
 
 import ctypes
@@ -10,11 +10,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from magicdec.attention.kernel import KernelAttention, KernelPlan
+from magicdec.attention.kernel import KernelAttention, KernelPlan, with_dense_entries
 from magicdec.kernels import library
 
 LANES = 8  # numbers in a vector of attention.cpp
-FUNCTIONS = {torch.float32: "attend_float32", torch.bfloat16: "attend_bfloat16"}
+TYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 POINTERS = ("q", "k", "v", "out", "seqlens", "indices", "counted", "positions", "scores")
 SIZES = ("rows", "new_tokens", "kv_heads", "group", "dim", "slots", "num_indices", "window", "threads")
@@ -23,7 +23,7 @@ STRIDES = tuple(f"{tensor}_{axis}" for tensor, axes in AXES.items() for axis in 
 
 
 class Call(ctypes.Structure):
-    """`struct Call` of attention.cpp."""
+    """`struct Call` of kernels/call.h."""
 
     _fields_ = [(n, ctypes.c_void_p) for n in POINTERS] + [(n, ctypes.c_int64) for n in SIZES + STRIDES]
 
@@ -32,7 +32,7 @@ class CppAttention(KernelAttention):
     """The fastest on a CPU. The first run builds it."""
 
     name = "cpp"
-    max_new_tokens: ClassVar[int] = 32  # arithmetic decides beyond, and PyTorch's matmuls are better at that
+    max_new_tokens: ClassVar[int] = 32  # arithmetic decides beyond, and another kernel is better at that
 
     def __init__(self) -> None:
         """Build the kernels if needed; raise UserError where that fails."""
@@ -43,7 +43,7 @@ class CppAttention(KernelAttention):
         """See Attention.obstacle."""
         if device.type != "cpu":
             return f"is for CPUs, not for {device.type}"
-        if dtype not in FUNCTIONS:
+        if dtype not in TYPES:
             return f"computes in float32 and bfloat16, not in {str(dtype).removeprefix('torch.')}"
         if head_dim % LANES:
             return f"needs a head dim that is a multiple of {LANES}, not {head_dim}"
@@ -53,7 +53,16 @@ class CppAttention(KernelAttention):
         self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: KernelPlan, indices_BKN: Tensor | None
     ) -> Tensor:
         """See KernelAttention.decode."""
-        return self._call(q_BTHD, k_BKSD, v_BKSD, plan, indices=indices_BKN)
+        return self._call("attend", q_BTHD, k_BKSD, v_BKSD, plan, indices=indices_BKN)
+
+    def prefill(
+        self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: KernelPlan, indices_BKN: Tensor | None
+    ) -> Tensor:
+        """See KernelAttention.prefill. Slots that are selected, or lie in no order, are left to sdpa."""
+        if indices_BKN is not None or plan.positions_BKS is not None:
+            return super().prefill(q_BTHD, k_BKSD, v_BKSD, plan, indices_BKN)
+        q, k, v = map(with_dense_entries, (q_BTHD, k_BKSD, v_BKSD))
+        return self._call("prefill", q, k, v, plan)
 
     def decode_scored(
         self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: KernelPlan, counted_BT: Tensor | None
@@ -62,10 +71,12 @@ class CppAttention(KernelAttention):
         summed once all of a KV head's splits are there.
         """
         scores_BKS = torch.empty(k_BKSD.shape[:3])
-        return self._call(q_BTHD, k_BKSD, v_BKSD, plan, counted=counted_BT, scores=scores_BKS), scores_BKS
+        out_BTHD = self._call("attend", q_BTHD, k_BKSD, v_BKSD, plan, counted=counted_BT, scores=scores_BKS)
+        return out_BTHD, scores_BKS
 
     def _call(
         self,
+        function: str,
         q_BTHD: Tensor,
         k_BKSD: Tensor,
         v_BKSD: Tensor,
@@ -81,5 +92,5 @@ class CppAttention(KernelAttention):
         num_indices = 0 if indices is None else indices.shape[-1]
         sizes = (B, T, K, H // K, D, S, num_indices, plan.reach, torch.get_num_threads())
         strides = [stride for x in (q_BTHD, k_BKSD, v_BKSD) for stride in x.stride()[:3]]
-        getattr(self._library, FUNCTIONS[q_BTHD.dtype])(ctypes.byref(Call(*pointers, *sizes, *strides)))
+        self._library[f"{function}_{TYPES[q_BTHD.dtype]}"](ctypes.byref(Call(*pointers, *sizes, *strides)))
         return out_BTHD

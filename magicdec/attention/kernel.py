@@ -56,6 +56,12 @@ class KernelAttention(Attention[KernelPlan]):
         """What `attend_scored` is, by a kernel that returns scores."""
         return self._sdpa.attend_scored(q_BTHD, k_BKSD, v_BKSD, plan.sdpa, counted_BT)
 
+    def prefill(
+        self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: KernelPlan, indices_BKN: Tensor | None
+    ) -> Tensor:
+        """Attend as `attend` does, for more new tokens than the kernel takes."""
+        return self._sdpa.attend(q_BTHD, k_BKSD, v_BKSD, plan.sdpa, indices_BKN)
+
     def plan(
         self, seqlens_B: Tensor, shape: Shape, window: int | None, positions_BKS: Tensor | None = None
     ) -> KernelPlan:
@@ -68,8 +74,8 @@ class KernelAttention(Attention[KernelPlan]):
     ) -> Tensor:
         """See Attention.attend."""
         if plan.shape.num_new > self.max_new_tokens:
-            return self._sdpa.attend(q_BTHD, k_BKSD, v_BKSD, plan.sdpa, indices_BKN)
-        q, k, v = map(_with_dense_entries, (q_BTHD, k_BKSD, v_BKSD))
+            return self.prefill(q_BTHD, k_BKSD, v_BKSD, plan, indices_BKN)
+        q, k, v = map(with_dense_entries, (q_BTHD, k_BKSD, v_BKSD))
         return self.decode(q, k, v, plan, indices_BKN if indices_BKN is None else indices_BKN.contiguous())
 
     def attend_scored(
@@ -78,7 +84,7 @@ class KernelAttention(Attention[KernelPlan]):
         """See Attention.attend_scored."""
         if plan.shape.num_new > self.max_new_tokens:
             return self._sdpa.attend_scored(q_BTHD, k_BKSD, v_BKSD, plan.sdpa, counted_BT)
-        q, k, v = map(_with_dense_entries, (q_BTHD, k_BKSD, v_BKSD))
+        q, k, v = map(with_dense_entries, (q_BTHD, k_BKSD, v_BKSD))
         return self.decode_scored(q, k, v, plan, counted_BT if counted_BT is None else counted_BT.contiguous())
 
 
@@ -92,6 +98,6 @@ def gpu_obstacle(device: torch.device, dtype: torch.dtype, dtypes: Sequence[torc
     return None
 
 
-def _with_dense_entries(x: Tensor) -> Tensor:
+def with_dense_entries(x: Tensor) -> Tensor:
     """The same tensor with its last dimension in one piece."""
     return x if x.stride(-1) == 1 else x.contiguous()

@@ -14,33 +14,14 @@
 #include <type_traits>
 #include <vector>
 
+#include "call.h"
+
 namespace {
 
 constexpr int BLOCK = 64;    // slots whose scores are held at a time
 constexpr int MAX_TILE = 3;  // query rows whose sums, with four vectors each, fill the registers
 constexpr int SPLIT = 512;   // slots of a task
 constexpr float HIDDEN = -std::numeric_limits<float>::infinity();
-
-}  // namespace
-
-extern "C" {
-
-// Sizes and strides (in elements) of a call; mirrored in cpp.py.
-struct Call {
-    const void *q, *k, *v;
-    void* out;  // (B, T, H, D), contiguous
-    const int32_t* seqlens;
-    const int64_t* indices;  // (B, K, N), contiguous; null: every slot
-    const bool* counted;     // (B, T), contiguous: whose attention the scores sum; null: every token's
-    const int32_t* positions;  // (B, K, S), contiguous: where the window finds each slot; null: in its place
-    float* scores;           // (B, K, S), contiguous; null: none are asked for
-    int64_t rows, new_tokens, kv_heads, group, dim, slots, num_indices, window, threads;
-    int64_t q_row, q_token, q_head, k_row, k_head, k_slot, v_row, v_head, v_slot;
-};
-
-}
-
-namespace {
 
 // Scores of R query rows and four slots. R x 4 sums stay in registers, which GCC manages if it is told to unroll.
 template <int R, typename T>

@@ -21,8 +21,8 @@ from magicdec.errors import UserError
 
 log = logging.getLogger(__name__)
 
-SOURCES = [Path(__file__).with_name(name) for name in ("attention.cpp", "linear.cpp", "layer.cpp")]
-HEADER = Path(__file__).with_name("vectors.h")
+SOURCES = [Path(__file__).with_name(name) for name in ("attention.cpp", "prefill.cpp", "linear.cpp", "layer.cpp")]
+HEADERS = [Path(__file__).with_name(name) for name in ("vectors.h", "call.h")]
 # The vectors are written out; letting the compiler find more of them makes the short loops around them slower.
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-tree-vectorize", "-fopenmp", "-shared", "-fPIC")
 NO_COMPILER = "needs a C++ compiler, and neither g++ nor clang++ is installed (CXX names another)"
@@ -47,7 +47,7 @@ def compiler() -> str | None:
 @cache
 def path() -> Path:
     """Return the library's file: one for each source, flags, PyTorch and processor."""
-    texts = [source.read_text() for source in (*SOURCES, HEADER)]
+    texts = [source.read_text() for source in (*SOURCES, *HEADERS)]
     identity = (texts, FLAGS, torch.__version__, platform.machine(), _processor())
     digest = hashlib.sha256(repr(identity).encode()).hexdigest()[:16]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "magicdec")

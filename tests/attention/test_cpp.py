@@ -97,6 +97,30 @@ def test_what_lies_behind_the_valid_entries_is_never_read(attention):
     assert all(x.isfinite().all() for x in attend_scored(attention, q, k, v, seqlens))
 
 
+def test_a_row_of_a_prefill_depends_neither_on_its_neighbours_nor_on_threads(attention):
+    q, k, v, seqlens = case(50, 2, 64, 1300)
+    together = attend(attention, q, k, v, seqlens, 700)
+    for b in range(len(q)):
+        one = slice(b, b + 1)
+        assert torch.equal(attend(attention, q[one], k[one], v[one], seqlens[one], 700), together[one])
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        assert torch.equal(attend(attention, q, k, v, seqlens, 700), together)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_long_chunks_against_sdpa(attention, window):
+    """Several tasks to each head, several blocks of slots, and what lies behind the valid entries is never read."""
+    q, k, v, seqlens = case(150, 3, 24, 400)
+    right = expected(q, k, v, seqlens, window)
+    for b, length in enumerate(seqlens.tolist()):
+        k[b, :, length:], v[b, :, length:] = float("nan"), float("nan")
+    torch.testing.assert_close(attend(attention, q, k, v, seqlens, window), right, atol=1e-5, rtol=1e-5)
+
+
 def test_a_row_depends_neither_on_its_neighbours_nor_on_threads(attention):
     q, k, v, seqlens = case(2, 2, 64, 1300)
     together = attend_scored(attention, q, k, v, seqlens)
