@@ -1,18 +1,15 @@
-"""The user's own ./conf, which adds options to every group, for every program that composes a configuration."""
-
-from pathlib import Path
+"""Adds a user's own options to Hydra's search path: ./conf of the working directory, and conf/ of installed plugins."""
 
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 
-from magicdec.config.schema import CONF
+from magicdec.config.schema import own_folders
 
 
-class OwnConf(SearchPathPlugin):
-    """The folder conf/ of the working directory. Hydra looks for plugins in this namespace."""
+class OwnOptions(SearchPathPlugin):
+    """The folders behind conf/, so that options of the package win over options of the same name."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        """Append the folder: where names are the same, magicdec's own option is used."""
-        own = Path("conf").resolve()
-        if own.is_dir() and own != CONF:
-            search_path.append("user", f"file://{own}")
+        """See SearchPathPlugin."""
+        for folder in own_folders():
+            search_path.append("magicdec", f"file://{folder}")

@@ -35,10 +35,10 @@ def of_files(files: Mapping[str, Path]) -> str:
     return digest.hexdigest()[:LENGTH]
 
 
-def of_code(folder: Path) -> str:
-    """Return a hash of a package's source, and of the data files that it computes with."""
-    paths = (path for path in folder.rglob("*") if path.suffix in CODE and path.is_file())
-    return of_files({path.relative_to(folder).as_posix(): path for path in paths})
+def of_code(place: Path) -> str:
+    """Return a hash of a module, or of a package's folder: its source, and the data files that it computes with."""
+    paths = [place] if place.is_file() else [path for path in place.rglob("*") if path.is_file()]
+    return of_files({path.relative_to(place).as_posix(): path for path in paths if path.suffix in CODE})
 
 
 @lru_cache(maxsize=1024)

@@ -62,8 +62,9 @@ class Registry(Generic[F]):
 
         def add(work: Any) -> Any:
             self._entries[self._name(facts)] = Entry(facts, work)
-            module = work.partition(":")[0] if isinstance(work, str) else work.__module__
-            _note_plugin(module)
+            own = facts if isinstance(facts, type) else type(facts)
+            for module in (own.__module__, work.partition(":")[0] if isinstance(work, str) else work.__module__):
+                _note_plugin(module)
             return work
 
         return add if where is None else add(where)

@@ -73,6 +73,7 @@ def _run(arguments: list[str], cwd: str, env: dict[str, str], output: str) -> No
     signal.signal(signal.SIGINT, signal.default_int_handler)
     first, *rest = arguments
     sys.argv[:] = rest if first == "-m" else [first, *rest[1:]] if first == "-c" else arguments
+    sys.path[:0] = filter(None, env.get("PYTHONPATH", "").split(os.pathsep))
     sys.path.insert(0, str(Path(first).parent) if first[0] != "-" else cwd)
     if first == "-m":
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)

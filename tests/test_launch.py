@@ -158,7 +158,7 @@ def test_a_failure_shows_its_traceback(run, kind):
         (
             "experiment/b",
             "batch:\n  size: 2\n",
-            "experiment/b.yaml: an experiment must begin with the line `# @package",
+            "experiment/b.yaml: must begin with the line `# @package",
         ),
         ("cache/mine", "budget: 64\n", "cache.policy is missing a value; cache/mine.yaml must set it"),
     ],

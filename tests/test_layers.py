@@ -4,9 +4,9 @@ import ast
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LAYERS = """threads | errors units | rules fingerprint | architectures | policies | drafting | registry | config |
-costmodel | verification data kernels | attention | models | cache | decoding | drafts | engine | measure | peers |
-serving | tracking | planning | scenarios"""
+LAYERS = """threads | errors units | rules fingerprint | architectures | policies | drafting | registry plugins |
+config | costmodel | verification data kernels | attention | models | cache | decoding | drafts | engine | measure |
+peers | serving | tracking | planning | scenarios"""
 RANKS = {name: rank for rank, names in enumerate(LAYERS.split("|")) for name in names.split()}
 # The command line, the Python API and modules run with python -m may import from every layer. Only they import each
 # other, and the package itself offers the API.

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from magicdec.config.schema import CONF, Config
+from magicdec.config.schema import Config, option_file
 from magicdec.errors import UserError
 from magicdec.registry import CORPORA
 from magicdec.rules import check, did_you_mean
@@ -79,10 +79,10 @@ def unread(config: Config, overrides: Sequence[str]) -> list[str]:
     found = []
     for override in overrides:
         group, _, key = override.lstrip("+").partition("=")[0].partition(".")
-        file = CONF / group / f"{chosen.get(group)}.yaml"
+        file = option_file(group, str(chosen.get(group)))
         if instead := INSTEAD.get(config.scenario.name, {}).get(f"{group}.{key}"):
             found.append(f"{override} has no effect with scenario={config.scenario.name}; set {instead}")
-        elif key and file.exists() and key.partition(".")[0] not in _keys(yaml.safe_load(file.read_text("utf-8"))):
+        elif key and file and key.partition(".")[0] not in _keys(yaml.safe_load(file.read_text("utf-8"))):
             found.append(f"{override} has no effect with {group}={file.stem}")
     return found
 

@@ -49,8 +49,8 @@ def explain(error: Exception, overrides: list[str]) -> str | None:
     origin = _omegaconf_error(error)
     if origin is not None:
         file = re.match(r"In '(.*?)'", str(error))
-        if file and file[1].startswith("experiment/") and origin.full_key == "experiment":
-            return f"{file[1]}.yaml: an experiment must begin with the line `# @package _global_`"
+        if file and file[1].partition("/")[0] == origin.full_key in ("experiment", "local"):
+            return f"{file[1]}.yaml: must begin with the line `# @package _global_`"
         return (f"{file[1]}.yaml: " if file else "") + _explain_key(origin)
     if isinstance(error, HydraException | ValueError | AssertionError | AttributeError):
         return _explain_text(error, overrides)

@@ -15,6 +15,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import MISSING, DictConfig, OmegaConf, open_dict
 
+from magicdec import plugins
 from magicdec.config.checks import validate
 from magicdec.config.explain import explain
 from magicdec.config.schema import CONF, REGISTRIES, Config
@@ -23,12 +24,7 @@ from magicdec.errors import UserError
 from magicdec.policies import CacheConfig
 from magicdec.registry import EngineConfig
 
-BASES: dict[str, type] = {
-    "cache": CacheConfig,
-    "draft": DraftConfig,
-    "draft.cache": CacheConfig,
-    "engine": EngineConfig,
-}
+BASES = {"cache": CacheConfig, "draft": DraftConfig, "engine": EngineConfig}
 Choices = tuple[tuple[str, type], ...]  # the class of each of these groups, by key
 
 
@@ -56,7 +52,8 @@ def _mutable(frozen: type, choices: Choices, prefix: str = "") -> type:
 def _node(hint: Any, choices: Choices, key: str) -> Any:
     """Return the type of a field as OmegaConf takes it: nested dataclasses mutable, tuples as lists."""
     if isinstance(hint, type) and is_dataclass(hint):
-        return _mutable(dict(choices).get(key, hint), choices, f"{key}.")
+        chosen = dict(choices).get(key, hint)
+        return dict[str, Any] if chosen is dict else _mutable(chosen, choices, f"{key}.")
     if get_origin(hint) is tuple:
         return GenericAlias(list, get_args(hint)[0])
     if isinstance(hint, UnionType):
@@ -65,8 +62,8 @@ def _node(hint: Any, choices: Choices, key: str) -> Any:
 
 
 def _all_options() -> Choices:
-    """Return for each group a class with the keys of all its options, which Hydra may compose in any order."""
-    found = []
+    """Return for each group a class with the keys of all its options: Hydra composes before the choice is known."""
+    found: list[tuple[str, type]] = [("draft.cache", dict)]
     for key, base in BASES.items():
         own = [(entry.name, entry.type, entry) for entry in REGISTRIES[key].own_fields().values()]
         found.append((key, make_dataclass(base.__name__, own, bases=(base,), frozen=True)))
@@ -85,7 +82,9 @@ def _frozen(node: Any, key: str = "") -> Any:
         raise UserError(f"{key[1:]}: {error}") from None
 
 
-SCHEMA = _mutable(Config, _all_options())
+SCHEMA = OmegaConf.structured(_mutable(Config, _all_options()))
+for group in ("cache", "draft", "engine"):
+    OmegaConf.set_struct(SCHEMA[group], False)  # plugins, whose options have other keys, are imported by `load`
 ConfigStore.instance().store(name="schema", node=SCHEMA)
 OmegaConf.register_new_resolver("conf_parent", lambda: str(CONF.parent), replace=True)  # of conf/config.yaml
 
@@ -93,9 +92,10 @@ OmegaConf.register_new_resolver("conf_parent", lambda: str(CONF.parent), replace
 def load(cfg: DictConfig) -> Config:
     """Return a composed configuration as typed, valid and frozen objects.
 
-    Keys of options that are not chosen are left out. Raise UserError for what `validate` finds, and OmegaConf's errors
-    for unknown keys, wrong types and missing values.
+    Import plugins first. Leave out keys of options that are not chosen. Raise UserError for what `validate` finds, and
+    OmegaConf's errors for unknown keys, wrong types and missing values.
     """
+    plugins.load(cfg.plugins)
     given: Any = OmegaConf.to_container(cfg)
     choices = []
     for key, registry in REGISTRIES.items():

@@ -12,6 +12,7 @@ from typing import Any, get_args, get_type_hints
 
 from omegaconf import MISSING
 
+from magicdec import plugins
 from magicdec.architectures import Efficiency
 from magicdec.drafting import DraftConfig, ModelChoice
 from magicdec.policies import CacheConfig
@@ -20,6 +21,18 @@ from magicdec.rules import NAMES, POSITIVE, SHARES, SIZES, above, at_least, one_
 
 # In an installation conf/ is in the package, in a checkout beside it.
 CONF = next(path for folder in Path(__file__).resolve().parents[1:3] if (path := folder / "conf").is_dir())
+
+
+def own_folders() -> list[Path]:
+    """Return the folders with a user's own options: ./conf of the working directory, and those of installed plugins."""
+    here = Path("conf").resolve()
+    return ([here] if here.is_dir() and here != CONF else []) + plugins.option_folders()
+
+
+def option_file(group: str, name: str) -> Path | None:
+    """Return the file of an option, as in conf/cache/streaming.yaml; None if there is none."""
+    files = (folder / group / f"{name}.yaml" for folder in (CONF, *own_folders()))
+    return next((file for file in files if file.is_file()), None)
 
 
 # batch.size=auto. With fewer rows a small model is bound by its weights (CPU) or by latency (GPU), not by its KV cache.
@@ -155,6 +168,7 @@ class Config:
     wandb: WandbConfig
     sweep: SweepConfig
     tracker: Any = field(default=MISSING, metadata=NAMES)
+    plugins: list[str] = field(default_factory=list)
     runs_dir: str = MISSING
     resume: bool | str = ruled(
         MISSING, lambda value: value in (True, False, "any_version"), "must be true, false or any_version"

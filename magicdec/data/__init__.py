@@ -22,7 +22,7 @@ def load_prompts(name: str, request: PromptRequest) -> Prompts:
     corpus = CORPORA[name]
     if request.tokenizer is None and not corpus.facts.is_noise:
         raise UserError(f"data={name} needs a tokenizer; without one only data=random works")
-    loaded = corpus.load()(request)
+    loaded: Prompts = corpus.load()(request)
     largest = max(max(row) for row in loaded.tokens)
     if largest >= request.vocab_size:
         size = f"the model's vocabulary has {request.vocab_size} tokens"
@@ -35,8 +35,8 @@ def fingerprint(name: str, path: str | None) -> str:
 
     Raise UserError if there are no such files.
     """
-    if name == "random":
-        return "random"
+    if CORPORA[name].facts.is_noise:
+        return name
     if path is None or name == "stdlib":
         return "hub" if name == "pg19" else f"Python {platform.python_version()}"
     files_at = pg19.books_at if name == "pg19" else text.files_at

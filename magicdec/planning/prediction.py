@@ -7,7 +7,7 @@ import yaml
 
 from magicdec.architectures import ModelConfig
 from magicdec.config.checks import check_length
-from magicdec.config.schema import CONF, ROWS_ON, Config
+from magicdec.config.schema import ROWS_ON, Config, option_file
 from magicdec.costmodel import acceptance, comparison
 from magicdec.costmodel.acceptance import Curves
 from magicdec.costmodel.hardware import OWN_STACK, Hardware, configured, device_in
@@ -124,10 +124,10 @@ def doubts(plan: "Plan") -> list[str]:
 
 def cache_named(config: Config, policy: str) -> CacheConfig:
     """Return the run's own cache where it has this policy, or else the one that conf/cache describes."""
-    file = CONF / "cache" / f"{policy}.yaml"
     if config.cache.policy == policy:
         return config.cache
-    given = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    file = option_file("cache", policy)
+    given = yaml.safe_load(file.read_text(encoding="utf-8")) if file else {}
     facts = POLICIES[policy].facts
     return facts(**{entry.name: given[entry.name] for entry in fields(facts) if entry.name in given})
 

@@ -28,7 +28,7 @@ import yaml
 
 from magicdec import __version__, threads
 from magicdec.errors import StorageError
-from magicdec.fingerprint import of_code, of_files
+from magicdec.fingerprint import of_code
 from magicdec.registry import PACKAGE, PLUGINS
 from magicdec.tracking.lock import Busy, locked
 from magicdec.tracking.reader import LOG, attempts, folder_of_lock, lost, number_of, read_result
@@ -36,7 +36,7 @@ from magicdec.tracking.reader import LOG, attempts, folder_of_lock, lost, number
 log = logging.getLogger(__name__)
 
 # Keys that do not change what a run does.
-NOT_IN_ID = frozenset({"wandb", "tracker", "hydra", "runs_dir", "resume", "sweep"})
+NOT_IN_ID = frozenset({"wandb", "tracker", "hydra", "runs_dir", "resume", "sweep", "plugins"})
 ID_LENGTH = 12  # hex digits: among 10,000 runs, two share an id with a probability of 2e-7
 CHECKOUT = PACKAGE.parent
 CODE_FOLDERS = ("magicdec", "conf", "sweeps", "hydra_plugins", "launch.py")  # of the checkout
@@ -59,7 +59,7 @@ def run_id(config: Mapping[str, Any], fingerprints: Mapping[str, str], device: s
 
 def source() -> str:
     """Return a hash of the code that runs: the package, and the plugins imported so far."""
-    return "+".join([PACKAGE_HASH, *([of_files(PLUGINS)] if PLUGINS else [])])
+    return "+".join([PACKAGE_HASH, *(of_code(path) for _, path in sorted(PLUGINS.items()))])
 
 
 def counted(number: int, noun: str) -> str:

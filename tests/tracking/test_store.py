@@ -192,24 +192,24 @@ def test_a_done_attempt_is_found_by_its_code(tmp_path, monkeypatch):
 
 
 def test_a_plugin_is_part_of_the_code(tmp_path, monkeypatch):
-    """A file outside the package that registers a class."""
+    """A module, or a package with all its modules, outside this one that makes an entry in a registry."""
     monkeypatch.setattr(registry, "PLUGINS", {})
     monkeypatch.setattr(store, "PLUGINS", registry.PLUGINS)
+    monkeypatch.setattr(registry.CORPORA, "_entries", dict(registry.CORPORA._entries))
     monkeypatch.syspath_prepend(tmp_path)
-    before = source()
-    plugin = tmp_path / "a_plugin_of_mine.py"
-    code = """
-from types import SimpleNamespace
-from magicdec.registry import Registry
-@Registry("x.name", {}).register(SimpleNamespace(name="mine"))
-class Mine: pass
-"""
-    plugin.write_text(code)
-    importlib.import_module(plugin.stem)
+    code = "from magicdec.registry import CORPORA, Corpus\nCORPORA.register(Corpus('mine'), 'mine:load')\n"
+    package = tmp_path / "a_package_of_mine"
+    package.mkdir()
     hashes = [source()]
-    plugin.write_text(code + "# edited\n")
+    for file in (tmp_path / "a_plugin_of_mine.py", package / "__init__.py"):
+        file.write_text(code.replace("mine:load", f"{file.stem if file.parent == tmp_path else package.name}:load"))
+        importlib.import_module(file.stem if file.parent == tmp_path else package.name)
+        hashes.append(source())
+        file.write_text(f"{file.read_text()}# edited\n")
+        hashes.append(source())
+    (package / "helper.py").write_text("")
     hashes.append(source())
-    assert len({before, *hashes}) == 3
+    assert len(set(hashes)) == 6
 
 
 def test_the_commit_is_that_of_the_package_and_dirty_with_a_new_file(tmp_path, monkeypatch):

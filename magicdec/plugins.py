@@ -1,0 +1,50 @@
+"""Code from outside the package: modules that register policies, drafts, engines and corpora of their own.
+
+Installed packages name such modules in the entry-point group `magicdec.plugins`; the key `plugins` names others.
+"""
+
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+
+from magicdec.errors import UserError
+
+GROUP = "magicdec.plugins"
+
+
+@cache
+def installed() -> tuple[EntryPoint, ...]:
+    """Return the entry points of installed packages."""
+    return tuple(entry_points(group=GROUP))
+
+
+def option_folders() -> list[Path]:
+    """Return the folders `conf` that installed packages bring, without importing the packages."""
+    specs = [importlib.util.find_spec(entry.module.partition(".")[0]) for entry in installed()]
+    folders = [Path(spec.origin).with_name("conf") for spec in specs if spec and spec.origin]
+    return [folder for folder in dict.fromkeys(folders) if folder.is_dir()]
+
+
+def load(modules: Sequence[str]) -> None:
+    """Import the installed modules and these, which register themselves. Raise UserError for one that cannot be.
+
+    Modules in the working directory are found too.
+    """
+    if modules and os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    origins = {entry.module: f"the entry point {entry.name} in {GROUP}" for entry in installed()}
+    origins |= {module: f"plugins=[{','.join(modules)}]" for module in modules}
+    for module, origin in origins.items():
+        try:
+            importlib.import_module(module)
+        except Exception as error:  # a plugin may fail in any way
+            why = f"{type(error).__name__}: {error}".splitlines()[0]
+            remedy = (
+                "correct it, or leave it out" if origin.startswith("plugins") else "correct or uninstall its package"
+            )
+            raise UserError(f"{origin}: {module} cannot be imported ({why}); {remedy}") from error

@@ -1,0 +1,192 @@
+"""Policies and drafts from outside the package: installed with an entry point, or named in the key `plugins`."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from magicdec import plugins, registry
+from magicdec.config.load import compose
+from magicdec.errors import UserError
+from tests.programs import ROOT, python
+
+# A package whose entry point imports no PyTorch: the class of a policy or draft is imported when it is chosen.
+PACKAGE = {
+    "others/__init__.py": """
+from dataclasses import dataclass
+from magicdec.drafting import DraftConfig
+from magicdec.policies import CacheConfig
+from magicdec.registry import DRAFTS, POLICIES
+from magicdec.rules import at_least
+
+@dataclass(frozen=True)
+class Strided(CacheConfig):
+    policy: str = "strided"
+    recent: int = at_least(1, default=8)
+    compact = True
+
+@dataclass(frozen=True)
+class Echo(DraftConfig):
+    name: str = "echo"
+    back: int = at_least(1, default=1)
+    is_model = False
+
+POLICIES.register(Strided, "others.work:StridedCache")
+DRAFTS.register(Echo, "others.work:EchoDraft")
+""",
+    "others/work.py": """
+import torch
+from magicdec.cache.compact import CompactCache
+from magicdec.drafts.base import Draft, Proposal
+
+class StridedCache(CompactCache):
+    def fixed_slots(self, budget):
+        return max(0, budget - self.settings.recent)
+
+    def choose(self, layer, source, scores_LBKS):
+        older_B1 = (source.seqlens_B.long()[:, None] - self.window).clamp(min=0)
+        return (torch.arange(self.num_fixed, device=older_B1.device) * older_B1 // self.num_fixed)[:, None]
+
+class EchoDraft(Draft):
+    cache_bytes = 0
+
+    def __init__(self, spec):
+        self.gamma, self.back = spec.gamma, spec.draft.back
+
+    @classmethod
+    def build(cls, spec):
+        return cls(spec)
+
+    def prefill(self, state, progress):
+        pass
+
+    def propose(self, state, gamma):
+        return Proposal(state.recent_BT(self.back)[:, :1].repeat(1, gamma), None)
+
+    def commit(self, count_B, gamma):
+        pass
+""",
+    "others/conf/cache/strided.yaml": "# Every n-th token.\npolicy: strided\nbudget: 64\nrecent: 8\n",
+    "others/conf/draft/echo.yaml": "# The last token again.\nname: echo\ngamma: 2\nback: 1\n",
+    "others-1.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: others\nVersion: 1.0\n",
+    "others-1.0.dist-info/entry_points.txt": "[magicdec.plugins]\nothers = others\n",
+}
+POLICY = """
+from dataclasses import dataclass
+from magicdec.cache.streaming import StreamingCache
+from magicdec.policies import Streaming
+from magicdec.registry import POLICIES
+
+@dataclass(frozen=True)
+class Mine(Streaming):
+    policy: str = "mine"
+    extra: int = 3
+
+POLICIES.register(Mine)(StreamingCache)
+"""
+SMALL = ["experiment=quick", "batch.context_len=128", "batch.generate_len=8", "hardware=cpu", "wandb.mode=disabled"]
+
+
+def written(folder: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory):
+    """A function that runs the command line, in a folder outside the checkout, where the package is installed."""
+    here = tmp_path_factory.mktemp("here")
+    paths = [written(tmp_path_factory.mktemp("site"), PACKAGE), os.environ.get("PYTHONPATH")]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, filter(None, paths)))}
+
+    def launch(*arguments):
+        done = python(*(arguments if arguments[0] == "-m" else (ROOT / "launch.py", *arguments)), cwd=here, env=env)
+        assert done.returncode == 0, done.stderr
+        return done.stdout, here
+
+    return launch
+
+
+def test_an_installed_package_is_in_the_help(launched):
+    lines = launched("--help")[0].splitlines()
+    assert any(line.startswith("draft: ") and "echo" in line for line in lines)
+    assert any(line.startswith("cache: ") and "strided" in line for line in lines)
+
+
+def test_an_installed_package_is_predicted(launched):
+    keys = ["target=llama-3.1-8b", "hardware=h100", "scenario.alpha=0.8", "runs_dir=predicted", "wandb.mode=disabled"]
+    shown, _ = launched("scenario=predict", "cache=strided", "cache.budget=512", "batch.context_len=32000", *keys)
+    assert "strided 512" in shown
+
+
+def test_an_installed_package_runs_in_a_sweep_and_is_reported(launched):
+    pairs = ["draft=self,echo", "cache=strided", "cache.recent=16"]
+    _, here = launched("--multirun", *pairs, *SMALL)
+    results = [json.loads(path.read_text()) for path in here.glob("runs/*/result.json")]
+    assert [(one["status"], one["lossless/identical"]) for one in results] == [("done", True)] * 2
+    assert all("+" in one["source"] for one in results), "the plugin's source counts"
+    configs = [path.read_text() for path in here.glob("runs/*/config.yaml")]
+    assert all("recent: 16" in text for text in configs)
+    shown, _ = launched("-m", "magicdec.tracking.report", "runs", "--columns", "draft.name,cache.policy,alpha")
+    assert "strided" in shown
+    assert "echo" in shown
+
+
+@pytest.fixture
+def clean(monkeypatch):
+    """The registries and the module path as they were before."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(registry, "PLUGINS", {})
+    for one in (registry.POLICIES, registry.DRAFTS):
+        monkeypatch.setattr(one, "_entries", dict(one._entries))
+    yield
+    sys.modules.pop("my_policy", None)
+
+
+def test_a_folder_of_your_own(tmp_path, monkeypatch, clean):
+    """A module and its option in the working directory, and settings of the machine."""
+    local = "# @package _global_\nplugins: [my_policy]\nruns_dir: elsewhere\n"
+    files = {"my_policy.py": POLICY, "conf/cache/mine.yaml": "policy: mine\nbudget: 64\nnum_sink: 2\nextra: 5\n"}
+    monkeypatch.chdir(written(tmp_path, files | {"conf/local/default.yaml": local}))
+    config = compose(["cache=mine", "cache.extra=7"])
+    assert (config.runs_dir, config.plugins) == ("elsewhere", ["my_policy"])
+    assert (config.cache.policy, config.cache.extra, config.cache.num_sink) == ("mine", 7, 2)
+    assert {"my_policy": tmp_path / "my_policy.py"} == registry.PLUGINS
+    inner = compose(["draft=hierarchical", "cache@draft.cache=mine"])
+    assert inner.draft.cache == config.cache.__class__(budget=64, num_sink=2, extra=5)
+    for override, error in {
+        "cache.extra=many": "cache.extra=many: must be a whole number",
+        "cache.extr=1": "unknown key cache.extr; did you mean cache.extra?",
+        "cache.num_sink=-1": "cache.num_sink=-1: must be at least 0",
+        "cache.budget=2": "cache.budget=2: must be above cache.num_sink=2",
+    }.items():
+        with pytest.raises(UserError) as raised:
+            compose(["cache=mine", override])
+        assert str(raised.value).startswith(error)
+
+
+@pytest.mark.parametrize(
+    ("module", "why"),
+    [("no_such_module", "ModuleNotFoundError: No module named 'no_such_module'"), ("broken", "ZeroDivisionError")],
+)
+def test_a_plugin_that_cannot_be_imported_is_one_line(tmp_path, monkeypatch, clean, module, why):
+    monkeypatch.chdir(written(tmp_path, {"broken.py": "1 / 0\n"}))
+    with pytest.raises(UserError) as raised:
+        compose([f"plugins=[{module}]"])
+    assert str(raised.value).startswith(f"plugins=[{module}]: {module} cannot be imported ({why}")
+    assert "\n" not in str(raised.value)
+
+
+def test_plugins_do_not_change_the_id_of_a_run(tmp_path, monkeypatch, clean):
+    from magicdec.config.load import to_dict
+    from magicdec.tracking.store import run_id
+
+    monkeypatch.chdir(written(tmp_path, {"my_policy.py": POLICY}))
+    plain, with_plugin = (to_dict(compose(overrides)) for overrides in ([], ["plugins=[my_policy]"]))
+    assert with_plugin["plugins"] == ["my_policy"]
+    assert run_id(plain, {}, "cpu") == run_id(with_plugin, {}, "cpu")
+    assert plugins.GROUP == "magicdec.plugins"
