@@ -49,7 +49,7 @@ def prepared(context: int, batch: int) -> Plan:
     return resolve(compose(["draft=model", f"draft.gamma={largest}", "hardware=cpu", *sizes]))
 
 
-def cell(context: int, batch: int) -> tuple[list[dict], list[list[int]], dict, str]:
+def measure_cell(context: int, batch: int) -> tuple[list[dict], list[list[int]], dict, str]:
     """Measure every draft on one prefill. Return rows of metrics, the prompts, the memory and the attention used."""
     plan = prepared(context, batch)
     prompts = build.prompts(plan, build.tokenizer(plan)).tokens
@@ -114,7 +114,7 @@ def main() -> None:
     speeds, parts, peers, memories = [], [], [], []
     for context, batch in ((512, 2),) if quick else CELLS:
         with ProcessPoolExecutor(1, get_context("spawn")) as own:  # which has no memory of the cell before
-            rows, prompts, used, attention = own.submit(cell, context, batch).result()
+            rows, prompts, used, attention = own.submit(measure_cell, context, batch).result()
         where = [f"{context:,}", str(batch)]
         for row in rows:
             name = [*where, row["draft"], str(row["gamma"])]

@@ -69,7 +69,7 @@ REPEATS, PASSES = 5, 2  # of each step, and of whole passes
 Cell = tuple[str, str, int]  # draft, policy, budget; 0 where a policy has no use for one
 
 
-def cells(text: str) -> list[Cell]:
+def cells_of(text: str) -> list[Cell]:
     """Return what is compared on a text, the slowest last."""
     pairs = [(draft, policy) for draft, policies in DRAFTS_POLICIES.items() for policy in policies] + SLOWEST
     budgets = (MIDDLE,) if text in TASKS else BUDGETS
@@ -209,7 +209,7 @@ def texts(books: str | None) -> dict[str, list[str]]:
 def rows_of(folder: Path, text: str, overrides: list[str]) -> Iterator[dict]:
     """Yield a row for every cell of a text, read from its file if it has been measured before."""
     prefilled = None
-    for cell in cells(text):
+    for cell in cells_of(text):
         file = folder / ("-".join(map(str, (text, *cell))) + ".json")
         if not file.exists():
             prefilled = prefilled or Prefilled(overrides, TASK_SIZES if text in TASKS else SIZES)
@@ -248,7 +248,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.quick:
         prefilled = Prefilled(TEXTS[TIMED], QUICK)
-        for cell in cells(TIMED):
+        for cell in cells_of(TIMED):
             print(*cell, *rounded(measured(prefilled, cell, timed=True)).values(), flush=True)
         return
     arguments.cells.mkdir(parents=True, exist_ok=True)

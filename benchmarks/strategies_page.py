@@ -10,7 +10,7 @@ from statistics import median
 
 import matplotlib
 from page import RESULTS
-from strategies import BUDGETS, DRAFTS_POLICIES, GAMMA, MIDDLE, SIZES, TASK_SIZES, TASKS, TEXTS, cells
+from strategies import BUDGETS, DRAFTS_POLICIES, GAMMA, MIDDLE, SIZES, TASK_SIZES, TASKS, TEXTS, cells_of
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
@@ -142,7 +142,7 @@ def missing(rows: list[Row]) -> list[str]:
     """Return what strategies.py compares but has not measured yet."""
     measured, absent = {(row["data"], row["draft"], row["policy"]) for row in rows}, []
     for text in TEXTS:
-        wanted = dict.fromkeys((draft, policy) for draft, policy, _ in cells(text) if draft != "ngram")
+        wanted = dict.fromkeys((draft, policy) for draft, policy, _ in cells_of(text) if draft != "ngram")
         left = [f"draft={d} cache={p} on data={text}" for d, p in wanted if (text, d, p) not in measured]
         absent += left if len(left) < len(wanted) else [f"data={text}"]
     return absent

@@ -26,7 +26,7 @@ NUM_SINK = 4
 
 
 class Queries(ReplayedCache):
-    """Remembers the queries of a forward pass and the attention (B, K, S) that they pay, layer by layer."""
+    """A cache that records the queries of a forward pass and the attention (B, K, S) that they pay, layer by layer."""
 
     def attend(self, layer: int, q_BTHD: Tensor, attention: Attention, plan: Any) -> Tensor:
         """See KVCache.attend."""

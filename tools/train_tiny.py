@@ -1,7 +1,7 @@
 """Train the bundled pair: `magicdec/models/tiny/target` and `.../draft`.
 
     python tools/train_tiny.py --text FOLDER_OF_BOOKS            # both models, 100 minutes
-    python tools/train_tiny.py --text FOLDER_OF_BOOKS --resume   # go on where the work folder stands
+    python tools/train_tiny.py --text FOLDER_OF_BOOKS --resume   # continue from the work folder
     python tools/train_tiny.py --text FOLDER_OF_BOOKS --start-from magicdec/models/tiny --lr-share 0.5   # train further
 
 The text is the standard library's source and, with --text, books; what is held out is held out by name. Context grows
@@ -22,6 +22,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from evaluate_tiny import TINY, read_record, record_training, write_evaluation
+from muon import Muon
 from tiny_corpus import END_OF_TEXT, VOCAB_SIZE, Corpus
 from tokenizers import Tokenizer
 from torch.nn import functional as F
@@ -30,7 +31,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 MAX_CONTEXT = 8448  # 8,192 tokens of prompt and 256 new ones
 STAGES = "0:256 0.4:1024 0.6:4096 0.75:8448"  # share of the budget at which a stage starts, its context
 WARMUP, DECAY_FROM, FINAL_LR = 0.01, 0.45, 0.02  # shares of the budget; the last one a share of the peak rate
-MUON_LR, ADAM_LR, MOMENTUM = 0.02, 4e-3, 0.95
+MUON_LR, ADAM_LR = 0.02, 4e-3
 MICRO_TOKENS = {"cpu": 4096, "cuda": 65536}  # tokens per forward pass: on a CPU what its caches like
 CODE_SHARE = 0.55  # of the training tokens; the rest is books
 COPY_SHARE = 0.4  # of the windows, which read passages of their beginning again
@@ -90,33 +91,6 @@ def with_copies(ids: np.ndarray, generator: np.random.Generator) -> np.ndarray:
         parts.append(beginning[start : start + copied])
         missing -= copied
     return np.concatenate(parts)
-
-
-class Muon:
-    """Momentum whose update of each matrix is made nearly orthogonal by five Newton-Schulz steps."""
-
-    def __init__(self, matrices: list[torch.nn.Parameter]) -> None:
-        self.matrices = matrices
-        self.momenta = [torch.zeros_like(matrix) for matrix in matrices]
-
-    @torch.no_grad()
-    def step(self, lr: float) -> None:
-        """Update all matrices from their gradients."""
-        for matrix, momentum in zip(self.matrices, self.momenta, strict=True):
-            momentum.lerp_(matrix.grad, 1 - MOMENTUM)
-            update = orthogonalised(matrix.grad.lerp(momentum, MOMENTUM))
-            matrix.add_(update, alpha=-lr * max(1.0, matrix.shape[0] / matrix.shape[1]) ** 0.5)
-
-
-def orthogonalised(matrix: torch.Tensor) -> torch.Tensor:
-    """Return the matrix with its singular values brought near 1; the coefficients of the quintic are Muon's."""
-    transposed = matrix.shape[0] > matrix.shape[1]
-    x = matrix.T if transposed else matrix
-    x = x / (x.norm() + 1e-7)
-    for _ in range(5):
-        gram = x @ x.T
-        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
-    return x.T if transposed else x
 
 
 def schedule(progress: float) -> float:

@@ -43,7 +43,7 @@ class Detokenizer:
         self._start = self._told = 0  # a token's text may depend on the one before: decode from there
 
     def add(self, tokens: list[int], last: bool = False) -> str:
-        """The text that these tokens add."""
+        """Return the text that these tokens add."""
         self._tokens += tokens
         before, now = (self._text(self._tokens[self._start : end]) for end in (self._told, len(self._tokens)))
         if now.endswith("\ufffd") and not last:

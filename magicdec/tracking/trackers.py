@@ -37,7 +37,7 @@ class FinishedRun:
 
 @dataclass(frozen=True)
 class Logged:
-    """Where a tracker shows a run, or what went wrong."""
+    """The place where a tracker shows a run, or what went wrong."""
 
     tracker: str  # its name for people
     folder: Path | None = None  # the tracker's files of this run
