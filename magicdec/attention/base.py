@@ -18,7 +18,7 @@ AttentionPlan = TypeVar("AttentionPlan")
 
 @dataclass(frozen=True)
 class Shape:
-    """What is static about a forward pass: T new tokens, S cache slots, G query heads per KV head, and the dtype."""
+    """The static facts of a forward pass: T new tokens, S cache slots, G query heads per KV head, and the dtype."""
 
     num_new: int
     capacity: int
@@ -35,11 +35,11 @@ class Attention(ABC, Generic[AttentionPlan]):
 
     @classmethod
     def obstacle(cls, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-        """Why it cannot be used there, as what follows its name in a sentence; None where it can."""
+        """Return why it cannot be used there, as the words that follow its name in a sentence; None if it can."""
         return None
 
     def scores_at_once(self, dtype: torch.dtype, head_dim: int) -> int:
-        """How many scores of a query and a slot a scoring pass may hold, in fp32: the fewer, the more passes."""
+        """Return how many scores of a query and a slot a scoring pass may hold, in fp32; fewer mean more passes."""
         return 1 << 26
 
     @abstractmethod
@@ -57,7 +57,7 @@ class Attention(ABC, Generic[AttentionPlan]):
     def attend(
         self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: AttentionPlan, indices_BKN: Tensor | None = None
     ) -> Tensor:
-        """Softmax attention with scale 1/sqrt(D), causal among the T new tokens. Returns (B, T, H, D).
+        """Return softmax attention (B, T, H, D) with scale 1/sqrt(D), causal among the T new tokens.
 
         With `indices_BKN` (int64) each KV head reads only these slots: distinct, in any order, the new tokens' own
         among them; slots that a token may not see, and negative ones, count for nothing.
@@ -67,7 +67,7 @@ class Attention(ABC, Generic[AttentionPlan]):
     def attend_scored(
         self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: AttentionPlan, counted_BT: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The same over all slots, and the attention that each received: (B, K, S') in fp32, where S' <= S covers all
+        """Return attention over all slots, and what each slot received: (B, K, S') in fp32, where S' <= S covers all
         valid slots, summed over the G query heads of a KV head and over the new tokens, or those that `counted_BT`
         (bool) names. What a token adds to the slots' scores is G in sum.
         """

@@ -1,6 +1,6 @@
-"""Which backend: the one that is asked for, or the fastest that is at hand.
+"""The choice of a backend: the one that is asked for, or the fastest that works here.
 
-A backend's module is imported when it is in question: what it needs may not be installed.
+A backend's module is imported when it is considered: the library that it needs may not be installed.
 """
 
 from collections.abc import Iterable
@@ -28,14 +28,14 @@ INSTALL = {
 
 
 def backend(name: str) -> type[Attention]:
-    """The class of that name; raises ImportError where the library that it needs is not installed."""
+    """Return the class of that name. Raise ImportError if the library that it needs is not installed."""
     return getattr(import_module(f"magicdec.attention.{name}"), BACKENDS[name])
 
 
 def choose(name: str, device: torch.device, dtype: torch.dtype, head_dims: Iterable[int]) -> tuple[str, str]:
-    """A backend's name, and why it was taken: in one sentence that also says what was passed over.
+    """Return a backend's name and why it was chosen, in one sentence that also says what was passed over.
 
-    Raises UserError where `name` is not auto and cannot be used here.
+    Raise UserError if `name` is not auto and cannot be used here.
     """
     head_dims = tuple(head_dims)
     if name != "auto":

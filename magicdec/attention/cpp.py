@@ -67,8 +67,8 @@ class CppAttention(KernelAttention):
     def decode_scored(
         self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: KernelPlan, counted_BT: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """See KernelAttention.decode_scored. The weights are written once more, R numbers a slot beside its 2 x D, and
-        summed once all of a KV head's splits are there.
+        """See KernelAttention.decode_scored. The weights are also written, R numbers a slot next to its 2 x D,
+        and summed once all of a KV head's splits are done.
         """
         scores_BKS = torch.empty(k_BKSD.shape[:3])
         out_BTHD = self._call("attend", q_BTHD, k_BKSD, v_BKSD, plan, counted=counted_BT, scores=scores_BKS)

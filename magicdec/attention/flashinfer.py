@@ -67,7 +67,7 @@ class FlashInferAttention(LibraryAttention):
         return out.view(q_BTHD.shape)
 
     def _prepare(self, q_BTHD: Tensor, k_BKSD: Tensor, plan: KernelPlan) -> None:
-        """Tell the library every row's pages; reads the lengths on the host."""
+        """Pass every row's pages to the library. Reads the lengths on the host."""
         (B, T, H, D), (K, S) = q_BTHD.shape, k_BKSD.shape[1:3]
         seqlens_B = plan.seqlens_B.cpu()
         count_B = (seqlens_B + PAGE - 1) // PAGE

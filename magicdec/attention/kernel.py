@@ -1,7 +1,7 @@
-"""What backends share that have a kernel of their own.
+"""The part that backends with a kernel of their own share.
 
-More new tokens than it takes go the way of sdpa, and so does attention whose scores are asked for unless it returns
-them. Shapes as in base.py.
+sdpa takes passes of more new tokens than the kernel does, and attention whose scores are asked for unless the kernel
+returns them. Shapes as in base.py.
 """
 
 import sys
@@ -20,7 +20,7 @@ from magicdec.attention.sdpa import SdpaAttention, SdpaPlan
 
 @dataclass(frozen=True)
 class KernelPlan:
-    """Lengths are all that a kernel needs; `sdpa` is made only where a pass goes that way."""
+    """The lengths, which are all that a kernel needs. `sdpa` is made only if a pass needs it."""
 
     seqlens_B: Tensor
     shape: Shape
@@ -29,17 +29,17 @@ class KernelPlan:
 
     @cached_property
     def sdpa(self) -> SdpaPlan:
-        """The same pass as sdpa plans it."""
+        """The same pass, planned by sdpa."""
         return SdpaAttention().plan(self.seqlens_B, self.shape, self.window, self.positions_BKS)
 
     @property
     def reach(self) -> int:
-        """How many tokens one sees, itself included."""
+        """The number of tokens that one sees, itself included."""
         return self.shape.capacity if self.window is None else self.window
 
 
 class KernelAttention(Attention[KernelPlan]):
-    """Up to `max_new_tokens` go to the kernel, `decode`."""
+    """A backend whose kernel, `decode`, takes up to `max_new_tokens`."""
 
     max_new_tokens: ClassVar[int] = sys.maxsize
     _sdpa = SdpaAttention()
@@ -48,12 +48,12 @@ class KernelAttention(Attention[KernelPlan]):
     def decode(
         self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: KernelPlan, indices_BKN: Tensor | None
     ) -> Tensor:
-        """What `attend` is, by the kernel."""
+        """Attend as `attend` does, by the kernel."""
 
     def decode_scored(
         self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: KernelPlan, counted_BT: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """What `attend_scored` is, by a kernel that returns scores."""
+        """Attend as `attend_scored` does, by a kernel that returns scores."""
         return self._sdpa.attend_scored(q_BTHD, k_BKSD, v_BKSD, plan.sdpa, counted_BT)
 
     def prefill(
@@ -89,7 +89,7 @@ class KernelAttention(Attention[KernelPlan]):
 
 
 def gpu_obstacle(device: torch.device, dtype: torch.dtype, dtypes: Sequence[torch.dtype]) -> str | None:
-    """Of a kernel for NVIDIA GPUs that computes in `dtypes`: see Attention.obstacle."""
+    """Return Attention.obstacle for a kernel for NVIDIA GPUs that computes in `dtypes`."""
     if device.type != "cuda":
         return f"is for NVIDIA GPUs, not for {device.type}"
     if dtype not in dtypes:
@@ -99,5 +99,5 @@ def gpu_obstacle(device: torch.device, dtype: torch.dtype, dtypes: Sequence[torc
 
 
 def with_dense_entries(x: Tensor) -> Tensor:
-    """The same tensor with its last dimension in one piece."""
+    """Return the same tensor with a contiguous last dimension."""
     return x if x.stride(-1) == 1 else x.contiguous()

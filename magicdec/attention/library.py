@@ -31,7 +31,7 @@ class LibraryAttention(KernelAttention):
 
     @abstractmethod
     def read_all(self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: KernelPlan) -> Tensor:
-        """What `attend` is over all slots, by the library."""
+        """Attend over all slots, by the library."""
 
     def takes(self, q_BTHD: Tensor, k_BKSD: Tensor) -> bool:
         """Return whether the library reads K and V no more often than Triton's kernel would."""

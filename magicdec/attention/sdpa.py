@@ -1,9 +1,9 @@
-"""Attention through PyTorch's scaled_dot_product_attention: runs everywhere, and the twin every other backend meets.
+"""Attention through PyTorch's scaled_dot_product_attention: runs everywhere; the reference of all other backends.
 
 For few query tokens the G query heads that share a KV head are folded into the query rows, so that one pass over K and
 V serves all of them: the multi-token verification for GQA of the MagicDec paper (arXiv 2408.11049, section 5).
 
-N selected slots, beside the legend of base.py.
+N selected slots; all other letters as in base.py.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ ALIGNMENT = 8  # of the mask's rows in elements: the fused kernels of CUDA would
 class SdpaPlan:
     """`length` entries are read; `mask` is additive and broadcasts against the scores, None where nothing is hidden.
 
-    `folded`: query rows are (G, T) of one KV head, else each query head stands for itself. `seqlens_B` and `window` are
+    `folded`: query rows are (G, T) of one KV head, else each query head is on its own. `seqlens_B` and `window` are
     kept for attention over selected slots, whose mask depends on the selection.
     """
 
@@ -96,7 +96,7 @@ class SdpaAttention(Attention[SdpaPlan]):
     def _attend_selected(
         self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: SdpaPlan, indices_BKN: Tensor
     ) -> Tensor:
-        """Gather, then attend: N entries are read twice and written once, which is little beside S."""
+        """Gather, then attend: N entries are read twice and written once, which is little compared with S."""
         _, T, H, D = q_BTHD.shape
         K = k_BKSD.shape[1]
         slot_BKN1 = indices_BKN.clamp(min=0)[..., None].expand(-1, -1, -1, D)
@@ -110,7 +110,7 @@ class SdpaAttention(Attention[SdpaPlan]):
 
 
 def attend_by_turns(q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, mask: Tensor | None) -> Tensor:
-    """Each KV head's query heads one after another, as if there were one to each.
+    """Attend with each KV head's query heads one after another, as if each had one query head.
 
     On CUDA most versions of PyTorch have no fused kernel but cuDNN's for a mask together with `enable_gqa` (see its
     sdp_utils.cpp), and what they fall back to writes all scores out.
@@ -124,7 +124,7 @@ def attend_by_turns(q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, mask: Tensor
 
 
 def _own_slots(seqlens_B: Tensor, num_new: int) -> Tensor:
-    """Slots of the T new tokens (B, T)."""
+    """Return the slots of the T new tokens (B, T)."""
     return seqlens_B.long()[:, None] - num_new + torch.arange(num_new, device=seqlens_B.device)
 
 
@@ -135,10 +135,10 @@ def _hidden(slot: Tensor, own: Tensor, window: int | None, position: Tensor) -> 
 
 
 def _fold(q_BTHD: Tensor, num_kv_heads: int) -> Tensor:
-    """Queries by the KV head that they share (B, K, G, T, D)."""
+    """Return queries by the KV head that they share (B, K, G, T, D)."""
     return q_BTHD.unflatten(2, (num_kv_heads, -1)).permute(0, 2, 3, 1, 4)
 
 
 def _unfold(out_BKGTD: Tensor) -> Tensor:
-    """Back to (B, T, H, D)."""
+    """Undo `_fold`: return (B, T, H, D)."""
     return out_BKGTD.permute(0, 3, 1, 2, 4).flatten(2, 3)

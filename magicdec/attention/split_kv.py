@@ -44,7 +44,7 @@ def attend_split(
     positions,  # (B, K, S), contiguous: where the window finds each slot; None: in its place
     out,  # (B, T, H, D), contiguous: of the only split
     partial,  # (B x K, splits, R, D), fp32: of several
-    lse,  # (B x K, splits, R), fp32: of several, or beside scores
+    lse,  # (B x K, splits, R), fp32: of several splits, or with scores
     raw,  # (B x K, R, S), fp32: scores in powers of two, of the slots that a query row sees
     T,
     S,

@@ -130,7 +130,7 @@ class TritonAttention(KernelAttention):
 
 @dataclass(frozen=True)
 class Variant:
-    """What attend_split is compiled for, and how its programs divide the work."""
+    """The facts that attend_split is compiled for, and how its programs divide the work."""
 
     dtype: torch.dtype
     num_kv_heads: int
@@ -144,7 +144,7 @@ class Variant:
 
     @property
     def tile(self) -> int:
-        """Query rows of a program: all of them, so that K and V are read once, as far as registers go."""
+        """The query rows of a program: all of them if registers suffice, so that K and V are read once."""
         fits = self.dtype != torch.float32 and not (self.selected or self.scored)
         # The registers of other GPUs hold 128 rows while they are split, but not while a prefill writes its output.
         most = 128 if fits and (reads_shared() or self.query_rows <= 128) else 64
@@ -152,12 +152,12 @@ class Variant:
 
     @property
     def block(self) -> int:
-        """Slots at a time. Scores that are written out take registers, too."""
+        """The slots that are read at a time. Scores that are written out take registers, too."""
         return 32 if self.scored else 64
 
     @property
     def options(self) -> dict[str, int | bool]:
-        """How it is compiled. In flight are as many blocks as the smallest shared memory holds, that of an L40."""
+        """The compiler's options. As many blocks are in flight as the smallest shared memory holds, that of an L40."""
         numbers = self.tile * triton.next_power_of_2(self.head_dim)
         few = numbers <= 4096 or (numbers <= 8192 and reads_shared() and self.dtype != torch.float32)
         return {
@@ -184,7 +184,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Gpu:
-    """What decides how many programs run at once."""
+    """The facts of a GPU that decide how many programs run at once."""
 
     capability: int
     sms: int
@@ -192,7 +192,7 @@ class Gpu:
     warps: int  # of a multiprocessor
 
     def programs(self, registers: int, shared: int, warps: int) -> int:
-        """Programs at once, from the registers of a thread, the bytes and the warps of a program."""
+        """Return the programs at once, from the registers of a thread, the bytes and the warps of a program."""
         of_warp = -(-registers * 32 // 256) * 256
         by_shared = self.shared // (shared + SYSTEM_SHARED)
         return self.sms * max(1, min(REGISTERS // of_warp // warps, by_shared, self.warps // warps))

@@ -25,7 +25,7 @@ def prefill(
 ) -> Tensor:
     """Fill an empty cache with the first `lengths_B` <= `longest` tokens of each row.
 
-    Returns the hidden state (B, E) of each row's last token. `progress` is told the tokens of each chunk.
+    Return the hidden state (B, E) of each row's last token. Call `progress` with the number of tokens of each chunk.
     """
     rows_B = torch.arange(tokens_BS.shape[0], device=tokens_BS.device)
     last_BE = None

@@ -18,10 +18,10 @@ MAX_CHUNK = 32  # what the C++ kernel takes: above, scores are several times as 
 def score(
     model: Transformer, cache: KVCache, tokens_BS: Tensor, longest: int, last: int, progress: Callable[[int], None]
 ) -> Tensor:
-    """The attention (L, B, K, S) that every entry receives from the last `last` tokens of each row.
+    """Return the attention (L, B, K, S) that every entry receives from the last `last` tokens of each row.
 
     The cache holds the rows' first `cache.seqlens_B` <= `longest` tokens, and is left as it is. A row shorter than
-    `last` is scored by all of its tokens. `progress` is told the tokens of each chunk.
+    `last` is scored by all of its tokens. Call `progress` with the number of tokens of each chunk.
     """
     view, lengths_B1 = ReplayedCache(cache), cache.seqlens_B.long()[:, None]
     width = min(last, longest)

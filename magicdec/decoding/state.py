@@ -26,7 +26,7 @@ class State:
         eos_token_ids: tuple[int, ...],
         device: torch.device | str,
     ):
-        """`slack` is how many tokens a round may write beyond the longest sequence (gamma + 1)."""
+        """Allocate. `slack` is the number of tokens that a round may write beyond the longest sequence (gamma + 1)."""
         lengths = [len(p) for p in prompts]
         self.max_prompt_len = max(lengths)
         self.max_len = self.max_prompt_len + generate_len
@@ -64,8 +64,9 @@ class State:
                 )
 
     def start(self, first_tokens_B: Tensor) -> None:
-        """Begin (again) right behind the prompts, with the tokens that the prefill decided. Clears what an earlier pass
-        has written: no draft may learn the output beforehand.
+        """Begin (again) right behind the prompts, with the tokens that the prefill decided.
+
+        Clear the tokens of an earlier pass: no draft may learn the output beforehand.
         """
         position_S = torch.arange(self.tokens_BS.shape[1], device=self.tokens_BS.device)
         self.tokens_BS.masked_fill_(position_S >= self.prompt_len_B[:, None], 0)
@@ -81,17 +82,17 @@ class State:
         self.committed_RB.zero_()
 
     def recent_BT(self, count: int) -> Tensor:
-        """The last `count` committed tokens of every row (B, count)."""
+        """Return the last `count` committed tokens of every row (B, count)."""
         index = self.num_tokens_B.long()[:, None] - count + torch.arange(count, device=self.tokens_BS.device)
         return self.tokens_BS.gather(1, index.clamp(min=0))
 
     def next_positions_BT(self, count: int) -> Tensor:
-        """Positions that the next `count` tokens of every row will take (int64)."""
+        """Return the positions that the next `count` tokens of every row will take (int64)."""
         return self.num_tokens_B.long()[:, None] + torch.arange(count, device=self.tokens_BS.device)
 
     def commit(self, verdict: Verdict) -> Tensor:
         """Append the accepted proposals and the bonus token to unfinished rows, cut at their end of sequence and at
-        their limit. Returns how many tokens each row took (int32).
+        their limit. Return how many tokens each row took (int32).
         """
         active_B = ~self.finished_B
         count_B = self.extend(verdict.tokens_BT, (verdict.num_accepted_B + 1) * active_B)

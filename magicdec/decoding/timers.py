@@ -22,7 +22,7 @@ class Clock:
             self._marks.append(time.perf_counter())
 
     def seconds(self) -> list[float]:
-        """Seconds from the first mark to each later one."""
+        """Return the seconds from the first mark to each later one."""
         if not self._cuda:
             return [mark - self._marks[0] for mark in self._marks[1:]]
         self._marks[-1].synchronize()
@@ -30,7 +30,7 @@ class Clock:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done what was asked of it."""
+    """Wait until the device has finished all work queued so far."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

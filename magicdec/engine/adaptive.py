@@ -1,4 +1,4 @@
-"""Adaptive gamma: how many tokens to propose, decided anew while a batch is decoded (draft.gamma=auto).
+"""Adaptive gamma: how many tokens to propose, decided while a batch is decoded (draft.gamma=auto).
 
 A round of each gamma is timed beforehand, on the batch itself; how often proposals are accepted is estimated from the
 rounds so far. Together they give the time per token of each gamma, to hold against an autoregressive step's.
@@ -16,7 +16,7 @@ from magicdec.decoding.state import INACTIVE, State
 from magicdec.decoding.timers import Stopwatch
 from magicdec.engine.graphs import Cycle
 
-TIMED_ROUNDS = 3  # of each gamma; the fastest counts, because whatever disturbs a round makes it slower
+TIMED_ROUNDS = 3  # of each gamma; the fastest counts, because disturbances make a round slower, never faster
 PRIOR_ALPHA, PRIOR_JUDGED = 0.7, 4.0  # what is believed before the first round, and how many proposals that is worth
 DECAY = 0.95  # of what has been seen, in every round: text changes
 MARGIN = 0.03  # by which another gamma must be better to be switched to
@@ -24,7 +24,7 @@ EVIDENCE = 16.0  # proposals that must have been judged before speculation is gi
 
 
 class AdaptiveCycle:
-    """Runs a round of the gamma that is best by now, or autoregressive steps where none pays.
+    """Rounds of the gamma that is best so far, or autoregressive steps if none pays.
 
     `cycles[gamma]` runs rounds of that gamma, `cycles[0]` autoregressive steps. The draft learns nothing of these: once
     speculation is given up it stays so until `restart`. The host never waits for a round to learn how it went.
@@ -64,7 +64,7 @@ class AdaptiveCycle:
 
     @property
     def alpha(self) -> float:
-        """The estimate: accepted among those proposals of which all earlier ones of their round were."""
+        """The estimated share of accepted proposals, among those whose predecessors in the round were accepted."""
         return self._accepted / self._judged
 
     def _choose(self) -> None:
@@ -92,7 +92,7 @@ class AdaptiveCycle:
         return fastest
 
     def _post(self) -> None:
-        """Ask for the counters of the round just queued."""
+        """Request the counters of the round just queued."""
         accepted_B, event = self._state.accepted_RB[len(self.gammas) - 1], None
         if accepted_B.is_cuda:
             copy_B = torch.empty(accepted_B.shape, dtype=accepted_B.dtype, pin_memory=True)
@@ -101,7 +101,7 @@ class AdaptiveCycle:
         self._pending.append((self._gamma, accepted_B, event))
 
     def _learn(self) -> None:
-        """Take in the rounds whose counters have arrived."""
+        """Update the estimate with the rounds whose counters have arrived."""
         while self._pending and ((event := self._pending[0][2]) is None or event.query()):
             gamma, accepted_B, _ = self._pending.pop(0)
             taken = [count for count in accepted_B.tolist() if count != INACTIVE]

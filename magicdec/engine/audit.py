@@ -26,7 +26,7 @@ SAMPLED_COPIES = 8  # of the logits, where the vocabulary is sorted
 
 @dataclass(frozen=True)
 class LogitGaps:
-    """How well an output agrees with the target. The scores of several batches add up."""
+    """The agreement of an output with the target. The scores of several batches add up."""
 
     max_logit_gap: float = 0.0  # greedy: largest logit less the logit of the token that was written
     outside: int = 0  # sampled: tokens that the target would never draw
@@ -68,7 +68,7 @@ class Audit:
 
     @property
     def passed(self) -> bool:
-        """Whether the output is the target's own, as fp32 can tell."""
+        """True if the output is the target's own, as fp32 can tell."""
         if self.greedy:
             return self.different == self.excused
         return self.speculative.outside == 0 and abs(self.speculative.z) <= MAX_Z

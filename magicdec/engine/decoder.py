@@ -30,7 +30,7 @@ def silent(_: int) -> None:
 
 @dataclass
 class Generation:
-    """What one pass over a batch produced, and when."""
+    """The tokens of one pass over a batch, its counters and its times."""
 
     tokens: list[list[int]]  # new tokens per row, the prefill's first one included
     accepted_RB: Tensor  # accepted proposals, INACTIVE where the row had finished
@@ -54,7 +54,7 @@ class Decoder:
         synthetic_acceptance: float | None = None,
         gammas: tuple[int, ...] = (),
     ):
-        """`gammas` are those to choose among while decoding; if there are none, every round proposes draft.gamma."""
+        """Set up. `gammas` are those to choose among while decoding; without any, every round proposes draft.gamma."""
         self.target, self.cache, self.state, self.sampling = target, cache, state, sampling
         self.synthetic_acceptance, self.gammas = synthetic_acceptance, gammas
         self.device = cache.seqlens_B.device
@@ -63,7 +63,7 @@ class Decoder:
 
     @torch.inference_mode()
     def prefill(self, chunk: int, progress: Progress = silent) -> float:
-        """Fill the target's cache and decide each row's first token; returns the seconds until it is known."""
+        """Fill the target's cache and decide each row's first token. Return the seconds that it took."""
         state = self.state
         with Stopwatch(self.device) as watch:
             self.cache.rollback(torch.zeros_like(state.prompt_len_B))
@@ -84,16 +84,14 @@ class Decoder:
 
     @torch.inference_mode()
     def rehearse_prefill(self, chunk: int) -> None:
-        """A pass of each width that `prefill` will make, so that it is not timed with what its first calls take:
-        kernels that are compiled, libraries that are loaded.
-        """
+        """Run a pass of each width that `prefill` will run: first calls compile kernels and load libraries, untimed."""
         longest = self.state.max_prompt_len
         for width in {min(chunk, longest), longest % chunk} - {0}:
             self.cache.rollback(torch.zeros_like(self.state.prompt_len_B))
             self.target(self.state.tokens_BS[:, :width], self.cache)
 
     def simulate_prefill(self) -> None:
-        """Stand where `prefill` would leave it, over random entries: for timing alone."""
+        """Put the batch where `prefill` would leave it, over random entries: for timing only."""
         self.cache.k_LBKSD.normal_()
         self.cache.v_LBKSD.normal_()
         self.first_tokens_B = torch.zeros_like(self.state.prompt_len_B, dtype=torch.int64)
@@ -115,7 +113,7 @@ class Decoder:
         draft.commit(count_B, gamma)
 
     def verify(self, proposal: Proposal, cache: KVCache) -> Tensor:
-        """One target pass over the last committed token and the proposals: T next-token logits a row."""
+        """Run the target over the last committed token and the proposals. Return T next-token logits a row."""
         tokens_BT = torch.cat((self.state.recent_BT(1), proposal.tokens_BG), dim=1)
         logits_BTV = self.target.logits(self.target(tokens_BT, cache))
         self.state.inspect(logits_BTV, TARGET)
@@ -133,7 +131,7 @@ class Decoder:
         return accept_sampled(proposal.tokens_BG, proposal.q_BGV, logits_BTV, positions_BT, self.sampling)
 
     def decode_token(self) -> None:
-        """One autoregressive step: a round without proposals."""
+        """Run one autoregressive step: a round without proposals."""
         logits_B1V = self.target.logits(self.target(self.state.recent_BT(1), self.cache))
         self.state.inspect(logits_B1V, TARGET)
         token_B1, _ = choose(logits_B1V, self.state.next_positions_BT(1), Use.DECIDE, self.sampling)
@@ -176,7 +174,7 @@ class Decoder:
         return self._cycles[draft, None]
 
     def cycle(self, draft: Draft | None, gamma: int) -> Cycle:
-        """The captured (or plain) rounds of a draft that proposes `gamma` tokens."""
+        """Return the captured (or plain) rounds of a draft that proposes `gamma` tokens."""
         if (draft, gamma) not in self._cycles:
             bodies: list[Callable[[], None]] = [self.decode_token]
             if draft is not None:
@@ -208,7 +206,7 @@ class Decoder:
 
 
 class _StopFlag:
-    """Whether all rows have finished, read without stalling the device.
+    """A flag that all rows have finished, read without stalling the device.
 
     On a GPU the host reads round i-1's flag while round i runs, so that at most one surplus round is decoded.
     """
@@ -220,7 +218,7 @@ class _StopFlag:
             self._events = [torch.cuda.Event() for _ in range(2)]
 
     def post(self) -> None:
-        """Ask for the flag as it stands after the work queued so far."""
+        """Request the flag as it is after the work queued so far."""
         if self._finished_B.is_cuda:
             slot = self._posted % 2
             self._flags[slot].copy_(self._finished_B.all(), non_blocking=True)
@@ -228,7 +226,7 @@ class _StopFlag:
             self._posted += 1
 
     def raised(self) -> bool:
-        """On a CPU the flag of now; on a GPU that of the round before the last one queued."""
+        """Return the flag: on a CPU the current one, on a GPU that of the round before the last one queued."""
         if not self._finished_B.is_cuda:
             return bool(self._finished_B.all())
         if self._posted - self._read < 2:

@@ -9,14 +9,14 @@ WARMUP_CALLS = 3  # before a capture, so that libraries allocate their workspace
 
 
 def rehearse(function: Callable[[], None], undo: Callable[[], None]) -> None:
-    """The calls before a capture: whatever they append or count is undone, or it would run out of the buffers."""
+    """Make the calls before a capture, and undo what they append and count, which would overflow the buffers."""
     for _ in range(WARMUP_CALLS):
         function()
         undo()
 
 
 class Captures:
-    """Where the graphs of one batch are captured.
+    """The stream and the memory pool of one batch's graphs.
 
     On one stream, because libraries keep a workspace for each, and in one pool of memory: a step leaves its results in
     static buffers, so that the next may write over everything else.
@@ -27,7 +27,7 @@ class Captures:
         self.stream = _stream(device)
 
     def capture(self, function: Callable[[], None], undo: Callable[[], None]) -> Callable[[], None]:
-        """What replays `function`, which is rehearsed before."""
+        """Rehearse and capture `function`. Return a function that replays it."""
         current = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(current)
         with torch.cuda.stream(self.stream):
@@ -54,7 +54,7 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class Step:
-    """Calls `function` (no arguments, no result, everything in place), or replays its capture.
+    """A call of `function` (no arguments, no result, everything in place), or a replay of its capture.
 
     The function must tolerate a few extra calls before the first real one, each followed by `undo`: capture it while
     the state is disposable.

@@ -24,7 +24,7 @@ class Batch:
     simulated: bool = False
 
     def simulate_prefill(self) -> None:
-        """Stand where the prefill would leave it, for timing alone."""
+        """Put the batch where the prefill would leave it, for timing only."""
         self.decoder.simulate_prefill()
         self.simulated = True
 
@@ -60,7 +60,7 @@ class NativeEngine:
 
     @property
     def slack(self) -> int:
-        """Tokens that a round may write behind the longest sequence."""
+        """The number of tokens that a round may write behind the longest sequence."""
         return self.gamma + self.draft.extra_tokens + 1
 
     def open(self, prompts: list[list[int]], first: int = 0) -> Batch:
@@ -81,7 +81,7 @@ class NativeEngine:
         return Batch(decoder, self.draft_for(decoder) if self.draft.name != "none" else None)
 
     def draft_for(self, decoder: Decoder) -> Draft:
-        """A draft of its own for an opened batch, whose prefill several drafts may share."""
+        """Return a new draft for an opened batch, whose prefill several drafts may share."""
         spec = DraftSpec(
             self.draft,
             self.cache,
@@ -98,7 +98,7 @@ class NativeEngine:
 
 @torch.inference_mode()
 def warm_up(batch: Batch) -> None:
-    """One step of each kind, before anything is timed: thread pools, kernels, graphs."""
+    """Run one step of each kind, before anything is timed: thread pools, kernels, graphs."""
     batch.restart()
     batch.decoder.cycle_for(None)()
     if batch.draft is not None:

@@ -23,7 +23,7 @@ constexpr int MAX_TILE = 3;  // query rows whose sums, with four vectors each, f
 constexpr int SPLIT = 512;   // slots of a task
 constexpr float HIDDEN = -std::numeric_limits<float>::infinity();
 
-// Scores of R query rows and four slots. R x 4 sums stay in registers, which GCC manages if it is told to unroll.
+// Scores of R query rows and four slots. R x 4 sums stay in registers, which GCC manages only if the loops are unrolled.
 template <int R, typename T>
 void score(const float* q, const T* const* k, int64_t dim, float* scores) {
     Vec sums[R][4];
@@ -65,7 +65,7 @@ void add_values(float* out, int64_t dim, const float* p, const T* const* v, int6
         for (int c = 0; c < C; ++c) store(out + r * dim + d + c * LANES, sums[r][c]);
 }
 
-// What a split leaves for the merge: (R, D) sums of p V, then (R) maxima and (R) sums of p. Where scores are asked for,
+// The results that a split leaves for the merge: (R, D) sums of p V, then (R) maxima and (R) sums of p. Where scores are asked for,
 // also what they are made of: of each of its blocks (R, BLOCK) weights p, and the (R) maxima that these are relative to.
 struct Partial {
     float *out, *most, *total, *blocks;
@@ -103,11 +103,11 @@ class Kernel {
                 const int64_t head = task / max_splits, split = task % max_splits;
                 const int64_t b = head / c.kv_heads, kv = head % c.kv_heads;
                 float* partials = all_partials + head % room * max_splits * size;
-                // Tasks are begun in order: whoever still needs the room is at work.
+                // Tasks begin in order: the thread that still needs this room is at work.
                 while (head >= room && done[head - room] <= max_splits) std::this_thread::yield();
                 attend(b, kv, split, Partial(partials + split * size, query_rows, c.dim), q.data(), scores.data(),
                        decay.data(), wide.data());
-                // Whoever ends a head's last split merges them: threads wait for each other only once.
+                // The thread that ends a head's last split merges them: threads wait for each other only once.
                 if (done[head].fetch_add(1) + 1 < max_splits) continue;
                 merge(b, kv, partials, size);
                 done[head] = max_splits + 1;
@@ -178,7 +178,7 @@ class Kernel {
         }
     }
 
-    // Calls `function` with the entries of some slots: in fp32, where many tiles would convert them anew.
+    // Calls `function` with the entries of some slots: in fp32 if many tiles would convert them again.
     template <typename Function>
     void with(const T* const* entries, int count, float* wide, Function function) const {
         if constexpr (!std::is_same_v<T, float>) {

@@ -38,7 +38,7 @@ DISPENSABLE = re.compile(r".*rotary_emb\.inv_freq|lm_head\.weight")
 
 
 def locate(path: str, key: str = "target.path", weights: bool = True) -> Path:
-    """The local folder of a checkpoint.
+    """Return the local folder of a checkpoint.
 
     `path` is a folder, relative to the working directory or to where the package lies (so that the bundled pair is
     found from anywhere), or a hub id `org/name`, optionally `org/name@revision`, which is downloaded into the hub's
@@ -53,10 +53,10 @@ def locate(path: str, key: str = "target.path", weights: bool = True) -> Path:
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """The architecture that the folder's `config.json` describes.
+    """Return the architecture that the folder's `config.json` describes.
 
     The end-of-sequence tokens are those of `generation_config.json` where it names any, as in transformers' generate.
-    Raises UserError for a missing or broken file, an architecture that is not covered, or a quantised checkpoint.
+    Raise UserError for a missing or broken file, an architecture that is not covered, or a quantised checkpoint.
     """
     config = read_json(folder / CONFIG)
     if config.get("quantization_config") or config.get("compression_config"):
@@ -69,7 +69,7 @@ def read_config(folder: Path) -> ModelConfig:
 
 
 class Piece(NamedTuple):
-    """One tensor of a checkpoint, what this rank needs of it, and the rows of one of our parameters that it fills."""
+    """One tensor of a checkpoint, the part that this rank needs, and the rows of a parameter of ours that it fills."""
 
     source: str
     parameter: str
@@ -80,17 +80,17 @@ class Piece(NamedTuple):
 
     @property
     def part(self) -> tuple[slice, ...]:
-        """The index of what is needed."""
+        """The index of the part that is needed."""
         return (self.rows, self.columns)[: len(self.shape)]
 
     @property
     def part_shape(self) -> tuple[int, ...]:
-        """The shape of what is needed."""
+        """The shape of the part that is needed."""
         return tuple(len(range(size)[part]) for size, part in zip(self.shape, self.part, strict=True))
 
 
 def pieces(config: ModelConfig, share: Share = ALONE) -> Iterator[Piece]:
-    """Every tensor that a checkpoint of this (whole) architecture holds, in the order of the forward pass.
+    """Yield every tensor that a checkpoint of this (whole) architecture holds, in the order of the forward pass.
 
     Queries, keys and values become the rows of one matrix, in this order, and so do gate and up: one matmul each. A
     rank has the rows that make its own heads and features, and of the matrices behind these the columns.
@@ -152,7 +152,7 @@ def load(
     for piece in todo:
         rows = state[piece.parameter][piece.first_row : piece.first_row + piece.part_shape[0]]
         try:
-            # Opened anew for each tensor: an open file keeps the pages of all it has read mapped, a second copy.
+            # Opened for each tensor: an open file keeps all pages that it has read mapped, which is a second copy.
             with safe_open(files[piece.source], framework="pt") as file:
                 rows.copy_(file.get_slice(piece.source)[piece.part])
         except (SafetensorError, OSError) as error:
@@ -190,7 +190,7 @@ def fingerprint(folder: Path) -> str:
 
 
 def _download(path: str, key: str, patterns: list[str]) -> Path:
-    """A snapshot of a hub repository in the hub's own cache, without subfolders and second copies of the weights."""
+    """Return a snapshot of a hub repository in the hub's own cache, without subfolders and copies of the weights."""
     from huggingface_hub import errors, snapshot_download  # imported here because a local folder does not need it
 
     name, _, revision = path.partition("@")
@@ -203,13 +203,13 @@ def _download(path: str, key: str, patterns: list[str]) -> Path:
         reason = "was found neither as a folder nor on the hub (a private one needs `hf auth login`)"
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled):
         reason = f"is no folder nor in the hub's cache, and the hub is out of reach: download it and pass {key}=FOLDER"
-    except Exception as error:  # whatever the network or the disk may do, it is one line for the user
+    except Exception as error:  # any failure of the network or the disk is one line for the user
         reason = f"could not be downloaded ({str(error).splitlines()[0] if str(error) else type(error).__name__})"
     raise UserError(f"{key}={path} {reason}") from None
 
 
 def _files_of(folder: Path) -> dict[str, Path]:
-    """The file that holds each tensor, from the single file or the index of shards."""
+    """Return the file that holds each tensor, from the single file or the index of shards."""
     if (folder / SINGLE).exists():
         return dict.fromkeys(read_header(folder / SINGLE), folder / SINGLE)
     if (folder / INDEX).exists():

@@ -23,7 +23,7 @@ def copy_row(target: Any, source: Any, row: int) -> None:
 
 
 class Place(NamedTuple):
-    """Slots of one layer, as plain tensors: what is compiled knows no caches."""
+    """The slots of one layer, as plain tensors: compiled code knows no caches."""
 
     k_BKSD: Tensor
     v_BKSD: Tensor
@@ -54,41 +54,41 @@ class KVCache:
         self._rows_B1 = torch.arange(num_rows, device=device)[:, None]
 
     def view(self, start: int, end: int) -> "KVCache":
-        """The entries and lengths of layers [start, end), shared."""
+        """Return a cache of layers [start, end) that shares their entries and the lengths."""
         part = KVCache(self.config.layers(start, end), self.num_rows, 0, self.k_LBKSD.dtype, self.k_LBKSD.device)
         part.k_LBKSD, part.v_LBKSD = self.k_LBKSD[start:end], self.v_LBKSD[start:end]
         part.seqlens_B = self.seqlens_B
         return part
 
     def copy_row(self, row: int, source: "KVCache") -> None:
-        """Make a row the copy of another such cache's only one: so a request that was prefilled apart gets its slot."""
+        """Copy the only row of another such cache into a row: so a request that was prefilled apart gets its slot."""
         copy_row(self, source, row)
 
     def clear_row(self, row: int) -> None:
-        """Forget a row, which so attends to next to nothing."""
+        """Empty a row, which then attends to next to nothing."""
         self.seqlens_B[row : row + 1] = 0
 
     @property
     def capacity(self) -> int:
-        """Slots per row."""
+        """The number of slots of a row."""
         return self.k_LBKSD.shape[3]
 
     @property
     def num_rows(self) -> int:
-        """Rows of the batch."""
+        """The number of rows of the batch."""
         return self.k_LBKSD.shape[1]
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of keys and values."""
+        """The bytes of keys and values."""
         return 2 * self.k_LBKSD.numel() * self.k_LBKSD.element_size()
 
     def slots_BT(self, num_new: int) -> Tensor:
-        """Slots that the next `num_new` tokens go to (int64)."""
+        """Return the slots that the next `num_new` tokens go to (int64)."""
         return self.seqlens_B.long()[:, None] + torch.arange(num_new, device=self.seqlens_B.device)
 
     def positions_BT(self, num_new: int) -> Tensor:
-        """Positions in the sequence of the next `num_new` tokens (int64)."""
+        """Return the positions in the sequence of the next `num_new` tokens (int64)."""
         return self.slots_BT(num_new)
 
     def first_seen_B(self, layer: int, position_B: Tensor) -> Tensor:
@@ -97,20 +97,21 @@ class KVCache:
         return torch.zeros_like(position_B) if window is None else position_B + 1 - window
 
     def place(self, layer: int, slots_BT: Tensor) -> Place | None:
-        """Where one layer's new keys and values are to be written; `advance` follows once all layers have. None: they
-        are there already.
+        """Return where to write one layer's new keys and values; None if they are there already.
+
+        `advance` follows once all layers have written.
         """
         return Place(self.k_LBKSD[layer], self.v_LBKSD[layer], self._rows_B1, slots_BT)
 
     def plan(self, attention: Attention, num_new: int, dtype: torch.dtype) -> list[Any]:
-        """Each layer's plan for a forward pass of `num_new` tokens."""
+        """Return each layer's plan for a forward pass of `num_new` tokens."""
         shape = Shape(num_new, self.capacity, self.config.group_size, dtype)
         windows = [self.config.window_of(i) for i in range(self.config.num_layers)]
         plans = {window: attention.plan(self.seqlens_B + num_new, shape, window) for window in set(windows)}
         return [plans[window] for window in windows]
 
     def attend(self, layer: int, q_BTHD: Tensor, attention: Attention, plan: Any) -> Tensor:
-        """Attention of the T appended tokens over one layer; a policy that selects or observes does so here."""
+        """Return attention of the T appended tokens over one layer; a policy that selects or observes does so here."""
         return attention.attend(q_BTHD, self.k_LBKSD[layer], self.v_LBKSD[layer], plan)
 
     def advance(self, num_new: int) -> None:
@@ -122,5 +123,5 @@ class KVCache:
         self.seqlens_B.copy_(lengths_B)
 
     def commit(self, num_appended: int, count_B: Tensor) -> None:
-        """Of the last `num_appended` tokens appended to every row keep the first `count_B`."""
+        """Keep the first `count_B` of the last `num_appended` tokens appended to every row."""
         self.seqlens_B += count_B - num_appended

@@ -1,4 +1,4 @@
-"""Tensor parallelism (Shoeybi et al. 2019, arXiv 1909.08053): what one rank has of a model, and how ranks are joined.
+"""Tensor parallelism (Shoeybi et al. 2019, arXiv 1909.08053): a rank's part of a model, and how ranks are joined.
 
 B rows, T tokens, E hidden size, V vocabulary, H query heads, K KV heads. Heads and MLP features are divided over the
 ranks that share a layer, so that attention and its cache need no word from other ranks; two sums a layer join them.
@@ -32,34 +32,34 @@ class Share:
     layer_ranks: dist.ProcessGroup | None = None  # None: all ranks
 
     def config(self, whole: ModelConfig) -> ModelConfig:
-        """The sizes of this rank's share of the layers; the vocabulary stays whole."""
+        """Return the sizes of this rank's share of the layers; the vocabulary stays whole."""
         return whole.shared_by(self.size)
 
     def part(self, count: int) -> slice:
-        """Which of `count` query heads or MLP features are this rank's."""
+        """Return which of `count` query heads or MLP features are this rank's."""
         each = count // self.size
         return slice(self.rank * each, (self.rank + 1) * each)
 
     def kv_heads(self, count: int) -> slice:
-        """Which of `count` KV heads this rank's query heads share."""
+        """Return which of `count` KV heads this rank's query heads share."""
         first = self.rank * count // self.size
         return slice(first, first + max(1, count // self.size))
 
     def vocabulary(self, count: int) -> slice:
-        """Which of `count` tokens are this rank's; the last ranks may have fewer than `vocabulary_rows`, or none."""
+        """Return which of `count` tokens are this rank's: fewer than `vocabulary_rows`, or none, on the last ranks."""
         each = self.vocabulary_rows(count)
         return slice(min(self.world_rank * each, count), min((self.world_rank + 1) * each, count))
 
     def vocabulary_rows(self, count: int) -> int:
-        """Rows of the embedding and the head, the same on every rank; what is behind the vocabulary means nothing."""
+        """Return the rows of embedding and head, the same on every rank. Rows beyond the vocabulary mean nothing."""
         return -(-count // self.world_size)
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum of the layer ranks' partial results, in place."""
+        """Sum the layer ranks' partial results, in place."""
         return _sum(x, self.layer_ranks) if self.size > 1 else x
 
     def embed(self, tokens_BT: Tensor, weight_VE: Tensor) -> Tensor:
-        """Embeddings (B, T, E): each from the rank that has it, exactly, for the others add zeros."""
+        """Return embeddings (B, T, E), each exactly as the rank has it that holds it: the others add zeros."""
         if self.world_size == 1:
             return F.embedding(tokens_BT, weight_VE)
         rows = weight_VE.shape[0]
@@ -83,7 +83,7 @@ ALONE = Share()
 
 
 def share(size: int) -> Share:
-    """This process's share of a model whose layers are divided over `size` ranks; to be called by every rank alike.
+    """Return this process's share of a model whose layers are divided over `size` ranks. Every rank must call it.
 
     With fewer than the run has, each `size` neighbours have a copy of the layers, and all copies do the same work.
     """
@@ -98,7 +98,7 @@ def share(size: int) -> Share:
 
 
 def _sum(x: Tensor, ranks: dist.ProcessGroup | None = None) -> Tensor:
-    """Over ranks, in place. Tensors without storage, on which memory is estimated, have nothing to add."""
+    """Sum over ranks, in place. Tensors without storage, on which memory is estimated, have nothing to add."""
     if not x.is_meta:
         dist.all_reduce(x, group=ranks)
     return x

@@ -105,7 +105,7 @@ class CodedLinear(nn.Module):
 class PackedLinear(nn.Module):
     """A linear layer with two weights to a byte, for CPUs.
 
-    PyTorch's kernel decodes as it multiplies; it is fast in bfloat16 alone, which so few bits do not notice.
+    PyTorch's kernel decodes as it multiplies; it is fast only in bfloat16, which is more precise than so few bits.
     """
 
     def __init__(self, linear: nn.Linear):
@@ -124,7 +124,7 @@ class PackedLinear(nn.Module):
         self.bias = linear.bias
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (..., columns) times the weights, in x's own type."""
+        """Return x (..., columns) times the weights, in x's own type."""
         flat = x.flatten(0, -2).bfloat16()
         y = torch.ops.aten._weight_int4pack_mm_for_cpu(flat, self.codes, GROUP_SIZE, self.scales)
         y = y.to(x.dtype).unflatten(0, x.shape[:-1])

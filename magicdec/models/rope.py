@@ -14,10 +14,10 @@ from magicdec.architectures import ModelConfig, RopeScaling
 
 
 def rope_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
-    """The angle per position of each pair of features, and the factor that cosines and sines are multiplied with.
+    """Return the angle per position of each pair of features, and the factor of cosines and sines.
 
-    Returns (frequencies (D2,) float32 on the CPU in radians per token, attention factor). The factor differs from 1
-    under YaRN only, where it sharpens attention. Both equal `ROPE_INIT_FUNCTIONS` of transformers bit for bit.
+    Frequencies are (D2,) in float32 on the CPU, in radians per token. The factor differs from 1 under YaRN only, where
+    it sharpens attention. Both equal `ROPE_INIT_FUNCTIONS` of transformers bit for bit.
     """
     exponents_D2 = torch.arange(0, config.head_dim, 2).float() / config.head_dim
     periods_D2 = config.rope_theta**exponents_D2
@@ -32,7 +32,7 @@ def rope_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
 
 
 def rope_table(config: ModelConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of every position, the attention factor folded in.
+    """Return cosines and sines of every position, the attention factor folded in.
 
     `positions` may have any shape and integer type, (B, T) or (B, K, S) say; the results add a last dimension D2,
     in float32 on the device of `positions`. Frequencies are made once per model and device: call it once before a
@@ -47,7 +47,7 @@ def rope_table(config: ModelConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x_BTHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn features by the angles of their token; computed in float32, returned in the type of `x_BTHD`.
+    """Rotate features by the angles of their token, in float32. Return them in the type of `x_BTHD`.
 
     `x_BTHD` may have any leading dimensions; `cos` and `sin` end in D2 and broadcast against them: a table (B, T, D2)
     goes in as (B, T, 1, D2). Query and key heads that lie side by side, as a fused projection leaves them, are best
@@ -61,13 +61,13 @@ def rotate(x_BTHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @lru_cache(maxsize=32)
 def _frequencies_on(config: ModelConfig, device: torch.device) -> tuple[Tensor, float]:
-    """`rope_frequencies` on a device, cached: copying them there is what a CUDA graph could not capture."""
+    """Return `rope_frequencies` on a device, cached: a CUDA graph could not capture copying them there."""
     frequencies_D2, attention_factor = rope_frequencies(config)
     return frequencies_D2.to(device), attention_factor
 
 
 def _llama3(frequencies_D2: Tensor, scaling: RopeScaling) -> Tensor:
-    """Llama 3.1: long wavelengths are stretched by `factor`, short ones kept, those between blended linearly."""
+    """Scale as Llama 3.1: stretch long wavelengths by `factor`, keep short ones, blend those between linearly."""
     low, high, context = scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_max_position_embeddings
     assert low is not None, "RopeScaling has checked"
     assert high is not None, "RopeScaling has checked"
@@ -80,12 +80,12 @@ def _llama3(frequencies_D2: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def _yarn(periods_D2: Tensor, config: ModelConfig, scaling: RopeScaling) -> tuple[Tensor, float]:
-    """YaRN (Peng et al. 2023, https://arxiv.org/abs/2309.00071): a ramp over features from kept to stretched."""
+    """Scale as YaRN (Peng et al. 2023, arXiv 2309.00071): a ramp over features from kept to stretched."""
     context, dim = scaling.original_max_position_embeddings, config.head_dim
     assert context is not None, "RopeScaling has checked"
 
     def feature_that_turns(rotations: float) -> float:
-        """The (fractional) feature index whose pair makes so many turns within the original context."""
+        """Return the (fractional) feature index whose pair makes so many turns within the original context."""
         return dim * math.log(context / (rotations * 2 * math.pi)) / (2 * math.log(config.rope_theta))
 
     low, high = feature_that_turns(scaling.beta_fast), feature_that_turns(scaling.beta_slow)

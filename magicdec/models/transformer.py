@@ -58,10 +58,10 @@ class Layer(nn.Module):
 
 
 class Transformer(nn.Module):
-    """The model. It holds weights and an attention backend; what a sequence has seen is in the cache it is given."""
+    """The model: weights and an attention backend. The tokens so far are in the cache that is passed to it."""
 
     def __init__(self, config: ModelConfig, attention: Attention, share: Share = ALONE):
-        """`config` has the sizes of this rank's share."""
+        """Allocate weights. `config` has the sizes of this rank's share."""
         super().__init__()
         self.config, self.attention, self.share, self.is_compiled = config, attention, share, False
         vocabulary = share.vocabulary_rows(config.vocab_size)
@@ -103,7 +103,7 @@ class Transformer(nn.Module):
 
     @property
     def step_weight_bytes(self) -> int:
-        """The bytes of weights that a step reads. Of an embedding that is not the head it looks up a few rows."""
+        """The bytes of weights that a step reads. It reads few rows of an embedding that is not the head."""
         unread = 0 if self.head is None else self.embed.weight.nbytes
         return sum(weight.nbytes for weight in self.parameters()) - unread
 

@@ -1,4 +1,4 @@
-"""Whether a draft and its target speak of the same tokens."""
+"""The check that a draft and its target share a vocabulary."""
 
 from pathlib import Path
 
@@ -46,7 +46,7 @@ def check_vocabularies(
 
 
 def _tokens(folder: Path | None) -> dict[int, str] | None:
-    """The ids of a tokenizer's own tokens, None without a tokenizer.json.
+    """Return the ids of a tokenizer's own tokens; None without a tokenizer.json.
 
     Added tokens (chat markers, reserved ones) are left out: releases of one family rename them, and a draft that
     disagrees on those costs acceptance at worst.
