@@ -140,7 +140,7 @@ class Run:
         self.result = result
 
     def fail(self, reason: str, kind: str, history: Sequence[Mapping] = ()) -> None:
-        """Mark this attempt as failed: `kind` is invalid, out_of_memory, storage, crashed or interrupted. Keep the
+        """Mark this attempt as failed: `kind` is one of KINDS in clean.py. Keep the
         `history` that it has measured so far.
 
         Never raise if the disk refuses: the user is about to see another error already.

@@ -366,6 +366,11 @@ def test_what_was_mistyped_is_deleted_by_a_command(report, attempts, capsys):
     assert clean.main([str(attempts / "nowhere")]) == 2
 
 
+def test_every_kind_of_failure_can_be_deleted():
+    kinds = {error.kind for error in (UserError, *UserError.__subclasses__())}
+    assert kinds <= set(clean.KINDS)
+
+
 def test_a_store_of_nothing_but_mistakes_says_so(report, tmp_path):
     write_run(tmp_path, "ccc", {"cache.budget": 64}, {}, failed=True)
     path = tmp_path / "ccc" / "result.json"
