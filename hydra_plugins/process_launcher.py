@@ -10,7 +10,6 @@ dies is replaced. Its running job goes on, and the result is read from the store
 """
 
 import multiprocessing
-import multiprocessing.forkserver
 import os
 import signal
 import sys
@@ -224,12 +223,14 @@ def _started(start: str, work: tuple[list[str], Mapping[str, str]]) -> BaseProce
     A new server inherits that Ctrl-C is ignored: only this process handles it.
     """
     process = multiprocessing.get_context(start).Process(target=_run, args=work)
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        if start == "forkserver":
-            multiprocessing.forkserver.ensure_running()
-    finally:
-        signal.signal(signal.SIGINT, handler)
+    if start == "forkserver":
+        from multiprocessing import forkserver  # here, because other systems may lack it
+
+        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            forkserver.ensure_running()
+        finally:
+            signal.signal(signal.SIGINT, handler)
     process.start()
     return process
 

@@ -38,6 +38,7 @@ USER_ERROR, FAILURE = 2, 1
 # Subcommands: the module whose main() gets their arguments, and arguments before those.
 COMMANDS = {
     "report": ["magicdec.tracking.report.__main__"],
+    "show": ["magicdec.tracking.show"],
     "compare": ["magicdec.tracking.report.__main__", "compare"],
     "show": ["magicdec.tracking.show"],
     "sync": ["magicdec.tracking.sync"],

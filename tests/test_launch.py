@@ -12,6 +12,7 @@ from hydra.errors import MissingConfigException
 
 from magicdec import __version__, cli
 from magicdec.config.explain import explain
+from magicdec.config.load import compose as compose_config
 from magicdec.config.load import load
 from magicdec.errors import UserError
 from magicdec.tracking.sweep import INTERRUPTED
@@ -249,3 +250,52 @@ def test_tab_completion(here):
     line = "launch.py target=ti"
     asked = in_subprocess("-sc", "query=bash", COMP_LINE=line, COMP_POINT=str(len(line)))
     assert asked.stdout.split() == ["target=tiny", "target=tiny-draft", "target=tinyllama-1.1b"]
+
+
+WITHOUT_POSIX = """
+import sys
+sys.modules |= dict.fromkeys(["fcntl", "grp", "pwd", "resource", "termios"])  # as on Windows: importing one fails
+import multiprocessing.context
+del multiprocessing.context.ForkServerContext
+from magicdec.cli import main
+sys.exit(main())
+"""
+
+
+def test_help_needs_no_module_of_posix():
+    command = [sys.executable, "-c", WITHOUT_POSIX, "--help"]
+    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert "\ntarget: " in shown.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["reprot", "runs"], "error: reprot: neither a command (report, compare, "),
+        (["compare", "no-run", "no-run"], "error: no-run"),
+        (["report", "no-folder"], "error: no-folder"),
+    ],
+)
+def test_subcommands(run, arguments, said):
+    code, err = run(*arguments)
+    assert (code, err.count("\n")) == (cli.USER_ERROR, 1)
+    assert err.startswith(said)
+
+
+def test_every_subcommand_shows_its_own_usage(monkeypatch, capsys):
+    pytest.importorskip("uvicorn")
+    for command in cli.COMMANDS:
+        monkeypatch.setattr(sys, "argv", ["magicdec", command, "--help"])
+        with pytest.raises(SystemExit):
+            cli.main()
+        assert capsys.readouterr().out.startswith(f"usage: magicdec {command} ")
+
+
+def test_options_of_the_users_own_folder(run, here):
+    (here / "conf" / "cache").mkdir(parents=True)
+    (here / "conf" / "cache" / "mine.yaml").write_text("defaults: [streaming]\nbudget: 77\n")
+    got = []
+    assert run("cache=mine", scenario=lambda config, job: got.append(config) or {}) == (0, "")
+    assert (got[0].cache.policy, got[0].cache.budget) == ("streaming", 77)
+    assert compose_config(["cache=mine"]).cache.budget == 77

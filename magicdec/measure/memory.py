@@ -1,7 +1,6 @@
 """Measure how much memory is available, and how much a run has taken."""
 
 import os
-import resource
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -9,6 +8,11 @@ from pathlib import Path
 import torch
 
 from magicdec.architectures import ModelConfig
+
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None  # type: ignore[assignment]
 
 
 def kv_bytes(config: ModelConfig, num_tokens: int, dtype: torch.dtype) -> int:
@@ -25,6 +29,8 @@ def available_bytes(device: torch.device) -> int:
         with open("/proc/meminfo") as lines:
             return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
     except (OSError, StopIteration):  # no Linux
+        if not hasattr(os, "sysconf"):  # Windows: refuse no run
+            return sys.maxsize
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
@@ -72,7 +78,9 @@ def _forget_peak() -> None:
 
 
 def _peak_resident_bytes() -> int:
-    """Return the peak of this process since it started, or since the last reset."""
+    """Return the peak of this process since it started, or since the last reset; 0 on Windows."""
+    if resource is None:
+        return 0
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 

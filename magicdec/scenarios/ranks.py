@@ -89,7 +89,7 @@ def _receive(
 
 def _exit(code: int | None) -> str:
     """Return an exit code in words."""
-    if code == -signal.SIGKILL:
+    if code == -9:
         return "killed by SIGKILL, perhaps because the system was out of memory"
     return f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
 

@@ -83,7 +83,7 @@ def _quoted(token: str) -> Text:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("python -m magicdec.tracking.show", description=__doc__)
+    parser = argparse.ArgumentParser("magicdec show", description=__doc__)
     parser.add_argument("run", help="a run's folder, or the beginning of its id")
     parser.add_argument("--runs-dir", type=Path, default=Path("runs"), help="the store to look ids up in (runs)")
     parser.add_argument("--row", type=int, metavar="N", help="only this row; rows without stored text show token ids")
