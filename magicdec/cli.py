@@ -40,7 +40,6 @@ COMMANDS = {
     "report": ["magicdec.tracking.report.__main__"],
     "show": ["magicdec.tracking.show"],
     "compare": ["magicdec.tracking.report.__main__", "compare"],
-    "show": ["magicdec.tracking.show"],
     "sync": ["magicdec.tracking.sync"],
     "clean": ["magicdec.tracking.clean"],
     "dashboard": ["magicdec.tracking.dashboard"],
