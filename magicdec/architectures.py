@@ -1,32 +1,31 @@
-"""The architecture of a decoder-only transformer: what a Hugging Face `config.json` says of it, as one dataclass.
+"""The architecture of a decoder-only transformer as one dataclass, read from a Hugging Face `config.json`.
 
 One set of fields covers the Llama, Mistral, Qwen2, Qwen3 and Yi families. A new family that fits them needs no code
 beyond its name in `FAMILIES`.
 """
 
-from dataclasses import dataclass, fields, replace
-from math import inf
+from dataclasses import dataclass, replace
 from typing import Any
 
 from magicdec.errors import UserError
 from magicdec.rules import FLAG, TEXT, check, check_json, either, has_rule, list_of, number, or_null, rules_of, whole
 
-# What a family's checkpoint leaves unsaid in its config.json because its own code implies it.
+# What a family's code implies and its config.json leaves out.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {},
     "qwen2": {"qkv_bias": True},
     "qwen3": {"qk_norm": True},
 }
-# Families whose code heeds `attention_bias`; in the others' files the key means nothing.
+# Families whose code reads `attention_bias`; the others ignore the key.
 FAMILIES_WITH_OPTIONAL_BIAS = ("llama", "qwen3")
-QWEN3_HEAD_DIM = 128  # where a Qwen3 config.json names none: not hidden_size / num_heads
-# Where a config.json leaves them out; the Llama family has no sliding windows, whatever its files say.
+QWEN3_HEAD_DIM = 128  # the default of a Qwen3 config.json: not hidden_size / num_heads
+# Defaults of a config.json; the Llama family has no sliding windows, even if its files name one.
 DEFAULT_SLIDING_WINDOW, DEFAULT_MAX_WINDOW_LAYERS = 4096, 28
 
 LONGEST = (1 << 31) - 1  # tokens: positions and lengths are int32
 TOKEN_ID = whole(0, LONGEST)
-# Kinds of rope scaling, and the fields that each cannot do without beside its factor.
+# Kinds of rope scaling, and the fields that each needs in addition to its factor.
 ROPE_KINDS: dict[str, tuple[str, ...]] = {
     "linear": (),
     "llama3": ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
@@ -36,7 +35,7 @@ ROPE_KINDS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How rotary frequencies are stretched beyond the pretraining context.
+    """The scaling of rotary frequencies beyond the pretraining context.
 
     `linear` divides positions by `factor` (Chen et al. 2023); `llama3` and `yarn` (Peng et al. 2023) blend scaled and
     unscaled frequencies by wavelength. Fields that a kind does not use stay None.
@@ -67,7 +66,7 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes and switches of one transformer. Defaults are Llama's.
+    """The sizes and switches of one transformer. Defaults are Llama's.
 
     The upper bounds are far beyond any model's: they refuse a broken file before it takes memory or time.
     """
@@ -144,12 +143,12 @@ class ModelConfig:
         return replace(self, num_layers=end - start, sliding_layers=sliding)
 
     def window_of(self, layer: int) -> int | None:
-        """The sliding window of a layer in tokens, None where it attends to everything."""
+        """Return the sliding window of a layer in tokens, None if it attends to everything."""
         return self.sliding_window if layer in self.sliding_layers else None
 
 
 def check_ranks(target: ModelConfig, ranks: int, draft: ModelConfig | None = None, draft_ranks: int = 1) -> None:
-    """Raise UserError, with what would be valid, where target or draft cannot be divided over their ranks."""
+    """Raise UserError, with the valid numbers, if target or draft cannot be divided over their ranks."""
     _check_divides(target, ranks, "hardware.tensor_parallel")
     if draft is None:
         return
@@ -176,7 +175,7 @@ ROPE: dict[str, Any] = {
     **dict.fromkeys(("rope_theta", "partial_rotary_factor", "mscale", "mscale_all_dim"), _NUMBER),
     **{name: or_null(rule) for name, rule in rules_of(RopeScaling).items()},
 }
-# What is read of a `config.json`.
+# The keys of a `config.json` that are read.
 SCHEMA: dict[str, Any] = {
     **dict.fromkeys(("model_type", "hidden_act"), TEXT),
     **{name: _SIZES[name] for name in ("vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings")},
@@ -204,7 +203,7 @@ def from_hugging_face(config: dict[str, Any], name: str = "config.json") -> Mode
     for key in ("rope_parameters", "rope_scaling"):
         if config.get(key) is not None:
             check_json(config[key], ROPE, name, key)
-    # What is null is as if it were missing, but for a sliding window: there null is none, and missing the default.
+    # Null means missing, except for a sliding window: there null means none, and a missing key the default.
     config = {key: value for key, value in config.items() if value is not None or key == "sliding_window"}
     try:
         return _from_hugging_face(config)
@@ -215,12 +214,12 @@ def from_hugging_face(config: dict[str, Any], name: str = "config.json") -> Mode
 
 
 def eos_ids(value: int | list[int] | None) -> tuple[int, ...]:
-    """Return a checkpoint's end-of-sequence tokens as a tuple, empty where it names none."""
+    """Return a checkpoint's end-of-sequence tokens as a tuple, empty if it names none."""
     return () if value is None else (value,) if isinstance(value, int) else tuple(value)
 
 
 def _from_hugging_face(config: dict[str, Any]) -> ModelConfig:
-    """Do what `from_hugging_face` does, with errors that do not name the file yet."""
+    """Implement `from_hugging_face`, with errors that do not name the file yet."""
     family = config.get("model_type")
     if family is None:
         raise UserError(f"no model_type is given; supported: {', '.join(FAMILIES)}")
@@ -257,7 +256,7 @@ def _from_hugging_face(config: dict[str, Any]) -> ModelConfig:
 
 
 def _sliding(config: dict[str, Any], family: str, num_layers: int) -> tuple[int | None, tuple[int, ...]]:
-    """The sliding window and its layers, honouring the switches that name a window without using it."""
+    """Return the sliding window and its layers, by the switches that may name a window without using it."""
     window = config.get("sliding_window", DEFAULT_SLIDING_WINDOW)
     layers: tuple[int, ...] = ()
     if family == "mistral":
@@ -272,11 +271,9 @@ def _sliding(config: dict[str, Any], family: str, num_layers: int) -> tuple[int 
 
 
 def _longest(config: dict[str, Any], scaling: RopeScaling | None) -> int:
-    """Return the longest sequence that the model is made for.
+    """Return the longest sequence that the model is made for: `max_position_embeddings`, or for YaRN what its factor gives.
 
-    A YaRN checkpoint may keep `max_position_embeddings` at the original length: its factor says how far it reaches.
-    For the other kinds that key is the only one to say: a linear scaling names no original length, and Llama 3.2's
-    factor would reach beyond the length that it was trained for.
+    YaRN checkpoints may keep that key at the original length. Llama 3.2's factor would exceed its trained length.
     """
     longest = config["max_position_embeddings"]
     if scaling is None or scaling.kind != "yarn":
@@ -286,7 +283,7 @@ def _longest(config: dict[str, Any], scaling: RopeScaling | None) -> int:
 
 
 def _rope(config: dict[str, Any]) -> tuple[float, RopeScaling | None]:
-    """Rotary base and scaling, from transformers 5's `rope_parameters` or the older two keys."""
+    """Return the rotary base and scaling, from transformers 5's `rope_parameters` or the older two keys."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     theta = float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
     if (config.get("partial_rotary_factor") or rope.get("partial_rotary_factor") or 1.0) != 1.0:
@@ -303,24 +300,3 @@ def _rope(config: dict[str, Any]) -> tuple[float, RopeScaling | None]:
     if kind == "yarn" and "factor" not in known:
         known["factor"] = config["max_position_embeddings"] / known["original_max_position_embeddings"]
     return theta, RopeScaling(kind=kind, factor=known.pop("factor", None), **known)
-
-
-@dataclass(frozen=True)
-class Efficiency:
-    """How much of a datasheet is achieved, and what a step costs besides. Fractions lie in (0, 1]."""
-
-    bandwidth_fraction: float = 0.9  # of the memory's bandwidth, streaming weights and KV
-    matmul_fraction: float = 0.7  # of the bf16 rate, by a matmul of many rows
-    matmul_half_rows: float = 16.0  # rows at which a matmul achieves half of that: a tensor core's tile has 16
-    layer_overhead_us: float = 60.0  # a layer's kernel launches and gaps
-    round_overhead_us: float = 700.0  # accept, commit and the host, per round
-    allreduce_hop_us: float = 5.0  # latency of each of log2(ranks) hops
-    allreduce_bandwidth_fraction: float = 0.3  # of the link's bandwidth, at the megabyte or so of a decode step
-
-    def __post_init__(self) -> None:
-        for entry in fields(self):
-            value = getattr(self, entry.name)
-            if entry.name.endswith("fraction") and not 0.0 < value <= 1.0:
-                raise UserError(f"efficiency.{entry.name}={value} must lie in (0, 1]")
-            if not 0.0 <= value < inf:
-                raise UserError(f"efficiency.{entry.name}={value} must not be negative")

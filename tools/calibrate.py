@@ -17,7 +17,8 @@ from typing import Any
 import yaml
 from calibration import calibrate, to_yaml
 
-from magicdec.architectures import Efficiency, ModelConfig
+from magicdec.architectures import ModelConfig
+from magicdec.config.schema import Efficiency
 from magicdec.costmodel.hardware import configured
 from magicdec.costmodel.roofline import BF16
 from magicdec.costmodel.tables import Row

@@ -14,7 +14,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from magicdec.architectures import Efficiency, ModelConfig
+from magicdec.architectures import ModelConfig
+from magicdec.config.schema import Efficiency
 from magicdec.costmodel.hardware import NVLINK4, Hardware, machine, parse_name
 from magicdec.costmodel.round import Setup, round_times
 from magicdec.costmodel.tables import Row

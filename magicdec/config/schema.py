@@ -13,7 +13,6 @@ from typing import Any, get_args, get_type_hints
 from omegaconf import MISSING
 
 from magicdec import plugins
-from magicdec.architectures import Efficiency
 from magicdec.drafting import DraftConfig, ModelChoice
 from magicdec.policies import CacheConfig
 from magicdec.registry import DRAFTS, ENGINES, POLICIES, EngineConfig, Registry
@@ -38,6 +37,23 @@ def option_file(group: str, name: str) -> Path | None:
 # batch.size=auto. With fewer rows a small model is bound by its weights (CPU) or by latency (GPU), not by its KV cache.
 ROWS_ON = {"cpu": 24, "cuda": 64}
 AUTO_GAMMAS = (1, 2, 3, 5, 8)  # what draft.gamma=auto chooses among: a captured round each
+
+
+def _fraction(default: float) -> Any:
+    return ruled(default, lambda value: 0 < value <= 1, "must be above 0 and at most 1")
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """The share of a datasheet that a machine achieves, and the other costs of a step."""
+
+    bandwidth_fraction: float = _fraction(0.9)  # of the memory's bandwidth, streaming weights and KV
+    matmul_fraction: float = _fraction(0.7)  # of the bf16 rate, by a matmul of many rows
+    matmul_half_rows: float = at_least(0, 16.0)  # rows at which a matmul achieves half of that: a tensor core's tile
+    layer_overhead_us: float = at_least(0, 60.0)  # a layer's kernel launches and gaps
+    round_overhead_us: float = at_least(0, 700.0)  # accept, commit and the host, per round
+    allreduce_hop_us: float = at_least(0, 5.0)  # latency of each of log2(ranks) hops
+    allreduce_bandwidth_fraction: float = _fraction(0.3)  # of the link's, at the megabyte or so of a decode step
 
 
 @dataclass(frozen=True)

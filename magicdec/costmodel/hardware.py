@@ -12,8 +12,7 @@ from pathlib import Path
 
 import yaml
 
-from magicdec.architectures import Efficiency
-from magicdec.config.schema import CONF
+from magicdec.config.schema import CONF, Efficiency
 from magicdec.costmodel.stack import STACKS, Stack
 from magicdec.errors import UserError
 from magicdec.units import GIB

@@ -2,7 +2,8 @@ from dataclasses import fields
 
 import pytest
 
-from magicdec.architectures import Efficiency, ModelConfig
+from magicdec.architectures import ModelConfig
+from magicdec.config.schema import Efficiency
 from magicdec.costmodel.hardware import DEVICES, Hardware
 from magicdec.costmodel.stack import STACKS
 from magicdec.costmodel.targets import architecture

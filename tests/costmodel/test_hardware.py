@@ -48,7 +48,7 @@ def test_the_stack_can_be_replaced():
 @pytest.mark.parametrize("value", [0.0, 1.01, -0.5, float("nan")])
 def test_fractions_are_fractions(field, value):
     with pytest.raises(UserError, match=f"efficiency.{field}"):
-        h.Efficiency(**{field: value})
+        check(h.Efficiency(**{field: value}), "efficiency.")
 
 
 def test_overheads_are_not_negative():
