@@ -59,9 +59,8 @@ class RopeScaling:
                 raise UserError(f"rope scaling {self.kind} needs {name}")
         check(self, "rope scaling: ")
         if self.kind == "llama3" and not self.low_freq_factor < self.high_freq_factor:  # type: ignore[operator]
-            raise UserError(
-                f"rope scaling llama3: low_freq_factor={self.low_freq_factor} must be below high_freq_factor"
-            )
+            low = f"low_freq_factor={self.low_freq_factor}"
+            raise UserError(f"rope scaling llama3: {low} must be below high_freq_factor")
 
 
 @dataclass(frozen=True)
@@ -104,12 +103,12 @@ class ModelConfig:
 
     @property
     def group_size(self) -> int:
-        """Query heads that share one KV head."""
+        """Return the query heads that share one KV head."""
         return self.num_heads // self.num_kv_heads
 
     @property
     def num_parameters(self) -> int:
-        """Weights of the whole model, tied embeddings counted once."""
+        """Return the weights of the whole model, tied embeddings counted once."""
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         attention = self.hidden_size * (2 * q + 2 * kv)
         biases = self.qkv_bias * (q + 2 * kv) + self.output_bias * self.hidden_size
@@ -120,7 +119,7 @@ class ModelConfig:
 
     @property
     def kv_elements_per_token(self) -> int:
-        """Keys and values that one token of one sequence adds over all layers."""
+        """Return the keys and values that one token of one sequence adds over all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim
 
     def shared_by(self, ranks: int) -> "ModelConfig":
@@ -196,8 +195,7 @@ SCHEMA: dict[str, Any] = {
 def from_hugging_face(config: dict[str, Any], name: str = "config.json") -> ModelConfig:
     """Return the architecture that a `config.json` describes; `name` is what errors call the file.
 
-    Raise UserError for an architecture or a rope scaling this transformer does not cover, for missing keys, and for
-    values of the wrong type or size.
+    Raise UserError for an unsupported family or rope scaling, for missing keys, and for wrong types or sizes.
     """
     check_json(config, SCHEMA, name)
     for key in ("rope_parameters", "rope_scaling"):
@@ -271,7 +269,7 @@ def _sliding(config: dict[str, Any], family: str, num_layers: int) -> tuple[int 
 
 
 def _longest(config: dict[str, Any], scaling: RopeScaling | None) -> int:
-    """Return the longest sequence that the model is made for: `max_position_embeddings`, or for YaRN what its factor gives.
+    """Return the longest sequence that the model is made for: `max_position_embeddings`, or what YaRN's factor gives.
 
     YaRN checkpoints may keep that key at the original length. Llama 3.2's factor would exceed its trained length.
     """

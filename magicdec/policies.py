@@ -53,7 +53,7 @@ class CacheConfig:
 
     @property
     def rounds_per_choice(self) -> int:
-        """Rounds until the next choice, where it selects in rounds."""
+        """Return the rounds until the next choice, where it selects in rounds."""
         return 1
 
     def mistakes(self, key: str) -> Iterator[str]:
@@ -110,16 +110,16 @@ class CacheSpec:
 
     @property
     def kept(self) -> int:
-        """Committed entries per row and layer within the budget."""
+        """Return the committed entries per row and layer within the budget."""
         return min(self.cache.budget, self.max_len)
 
     @property
     def capacity(self) -> int:
-        """Slots per row of a cache that keeps every entry."""
+        """Return the slots per row of a cache that keeps every entry."""
         return self.max_len + self.gamma + 1
 
     def num_recent(self, wanted: int) -> int:
-        """Slots for recent tokens: at most half the budget, but at least a round, which so evicts older tokens only."""
+        """Return the slots for recent tokens: at most half the budget, at least a round, which evicts older ones."""
         return max(min(wanted, (self.cache.budget + 1) // 2), self.gamma + 1)
 
     def slots(self, num_layers: int, shares_target: bool) -> list[int]:

@@ -49,7 +49,7 @@ class Registry(Generic[F]):
     """The entries of one group by name, in the order in which they were made."""
 
     def __init__(self, key: str, built_in: Mapping[str, F]):
-        """`key` chooses among them in the configuration; `built_in` maps module:name to facts."""
+        """Return `key` chooses among them in the configuration; `built_in` maps module:name to facts."""
         self.key, self.attribute = key, key.rpartition(".")[2]
         self._entries = {self._name(facts): Entry(facts, where) for where, facts in built_in.items()}
         self._built_in = tuple(self._entries.values())

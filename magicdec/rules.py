@@ -29,22 +29,22 @@ SHARES = {"rule": Rule(lambda values: all(0 < v <= 1 for v in values), "must hol
 
 
 def ruled(default: Any, holds: Callable[[Any], bool], valid: str, options: tuple[str, ...] = ()) -> Any:
-    """A field with a rule. None, where the field's type allows it, needs no rule's consent."""
+    """Return a field with a rule. None, where the field's type allows it, needs no rule's consent."""
     return field(default=default, metadata={"rule": Rule(holds, valid, options)})
 
 
 def one_of(*options: str, default: Any) -> Any:
-    """A field with a fixed set of values."""
+    """Return a field with a fixed set of values."""
     return ruled(default, lambda value: value in options, f"must be one of {', '.join(options)}", options)
 
 
 def at_least(low: float, default: Any, why: str = "") -> Any:
-    """A finite number with a lower bound, and perhaps the reason for it."""
+    """Return a finite number with a lower bound, and perhaps the reason for it."""
     return ruled(default, lambda value: low <= value < math.inf, f"must be at least {low}{why and f' ({why})'}")
 
 
 def above(low: float, default: Any) -> Any:
-    """A finite number with a lower bound that it must not touch."""
+    """Return a finite number with a lower bound that it must not touch."""
     return ruled(default, lambda value: low < value < math.inf, f"must be above {low}")
 
 

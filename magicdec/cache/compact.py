@@ -47,11 +47,11 @@ class CompactCache(DraftCache):
 
     @abstractmethod
     def fixed_slots(self, budget: int) -> int:
-        """How many of `budget` slots the policy chooses; the ring has the others."""
+        """Return how many of `budget` slots the policy chooses; the ring has the others."""
 
     @abstractmethod
     def choose(self, layer: int, source: KVCache, scores_LBKS: Tensor | None) -> Tensor:
-        """Slots of `source` that one layer keeps for good (B, K or 1, F), for rows that outgrow the budget."""
+        """Return the slots of `source` that one layer keeps (B, K or 1, F), for rows that outgrow the budget."""
 
     @property
     def num_bytes(self) -> int:
@@ -71,12 +71,12 @@ class CompactCache(DraftCache):
         return plans
 
     def positions_BT(self, num_new: int) -> Tensor:
-        """Absolute positions of the next tokens."""
+        """Return the absolute positions of the next tokens."""
         return self.slots_BT(num_new) + self.shift_B[:, None]
 
     @property
     def committed_slots_B(self) -> Tensor:
-        """At most the budget."""
+        """Return the committed slots: at most the budget."""
         return self.length_B.clamp(max=self.budget)
 
     def load(self, source: KVCache, scores_LBKS: Tensor | None = None) -> None:
@@ -112,7 +112,7 @@ class CompactCache(DraftCache):
         self.load(prefilled, scores_LBKS)
 
     def ring_slots(self, position: Tensor) -> Tensor:
-        """Slots of tokens by their positions, for tokens of the window."""
+        """Return the slots of tokens by their positions, for tokens of the window."""
         ring = self.num_fixed + (position - self.num_fixed) % self.window
         return torch.where(position < self.num_fixed, position, ring)
 
@@ -148,5 +148,5 @@ class CompactCache(DraftCache):
 
 
 def wide(x: Tensor) -> Tensor:
-    """The same memory as fewer numbers, of 16 bytes where they fit: indexing moves them one by one."""
+    """Return the same memory as fewer numbers, of 16 bytes where they fit: indexing moves them one by one."""
     return x.view(torch.complex128) if x.shape[-1] * x.itemsize % 16 == 0 else x

@@ -54,16 +54,16 @@ class DraftCache(KVCache):
         device: torch.device | str,
         target: KVCache | None,
     ) -> Self:
-        """Allocate; `target` is the target's own cache where the target drafts for itself."""
+        """Allocate a cache; `target` is the target's own cache if the target drafts for itself."""
         return cls(spec, config, num_rows, cls.num_slots(spec, target is not None), dtype, device)
 
     @property
     def phases(self) -> int:
-        """Kinds of rounds that take turns, each of a static shape of its own."""
+        """Return the kinds of rounds that take turns, each of a static shape of its own."""
         return 1
 
     def watch(self, verified: KVCache, phase: int) -> KVCache:
-        """The target's cache as a verification of this phase is to see it: itself, unless its attention is observed."""
+        """Return the target's cache for a verification of this phase: itself, unless its attention is observed."""
         return verified
 
     def select(self, attention: Attention) -> None:
@@ -71,7 +71,7 @@ class DraftCache(KVCache):
 
     @property
     def observes(self) -> int:
-        """How many of the context's last tokens are to score it before it is loaded; see `load`."""
+        """Return how many of the context's last tokens score it before it is loaded; see `load`."""
         return 0
 
     @abstractmethod
@@ -82,7 +82,7 @@ class DraftCache(KVCache):
 
     @abstractmethod
     def for_prefill(self, chunk: int) -> "DraftCache":
-        """An independent draft's cache while it prefills in chunks of `chunk` tokens: empty, and with room for one."""
+        """Return an independent draft's empty cache for a prefill in chunks of `chunk` tokens, with room for one."""
 
     @abstractmethod
     def adopt(self, prefilled: "DraftCache", scores_LBKS: Tensor | None = None) -> None:
@@ -109,4 +109,4 @@ class DraftCache(KVCache):
     @property
     @abstractmethod
     def committed_slots_B(self) -> Tensor:
-        """Slots that committed tokens occupy, proposals excluded (int32)."""
+        """Return the slots that committed tokens occupy, proposals excluded (int32)."""

@@ -20,12 +20,12 @@ class DynamicCache(FullCache):
 
     @property
     def budget(self) -> int:
-        """Committed entries that a KV head reads."""
+        """Return the committed entries that a KV head reads."""
         return self.spec.kept
 
     @abstractmethod
     def choose(self, layer: int, q_BTHD: Tensor, attention: Attention, plan: Any) -> Tensor:
-        """Committed slots for each KV head to read (B, K, N), negative where there are fewer."""
+        """Return the committed slots for each KV head to read (B, K, N), negative where there are fewer."""
 
     def attend(self, layer: int, q_BTHD: Tensor, attention: Attention, plan: Any) -> Tensor:
         """See KVCache.attend."""
@@ -53,7 +53,7 @@ class DynamicCache(FullCache):
 
 
 def best(scores: Tensor, valid: Tensor, count: int) -> Tensor:
-    """Indices of the `count` largest valid scores (>= 0) of the last dimension, in any order; -1 where there are fewer.
+    """Return the indices of the `count` largest valid scores (>= 0) along the last dimension, in any order, or -1.
 
     Without a sign the bits of fp32 numbers order as they do, and integers are compared in less time.
     """

@@ -35,7 +35,7 @@ class FullCache(DraftCache):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes beyond those of the target's cache."""
+        """Return the bytes beyond those of the target's cache."""
         return super().num_bytes if self.owns_storage else 0
 
     def load(self, source: KVCache, scores_LBKS: Tensor | None = None) -> None:
@@ -56,7 +56,7 @@ class FullCache(DraftCache):
 
     @property
     def committed_slots_B(self) -> Tensor:
-        """One slot a token."""
+        """Return the committed slots: one per token."""
         return self.length_B
 
     def set_length(self, length_B: Tensor) -> None:

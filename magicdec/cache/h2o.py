@@ -38,12 +38,12 @@ class H2OCache(SnapKVCache):
 
     @property
     def pooling(self) -> int:
-        """Scores stand for themselves."""
+        """Return 1: scores are not averaged."""
         return 1
 
     @property
     def num_bytes(self) -> int:
-        """Entries and scores."""
+        """Return the bytes of entries and scores."""
         return super().num_bytes + 4 * (self.scores_LBKC.numel() + self.step_scores_GLBKC.numel())
 
     def fixed_slots(self, budget: int) -> int:

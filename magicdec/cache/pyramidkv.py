@@ -19,7 +19,7 @@ from magicdec.policies import CacheSpec, PyramidKV
 
 
 class LayerCache(SnapKVCache):
-    """One layer: the ring is the pyramid's, whatever its own budget."""
+    """One layer: its ring has the size of the pyramid's, for any budget of its own."""
 
     def fixed_slots(self, budget: int) -> int:
         """See CompactCache.fixed_slots."""
@@ -73,11 +73,11 @@ class PyramidKVCache(DraftCache):
 
     @property
     def num_bytes(self) -> int:
-        """Of all levels."""
+        """Return the bytes of all levels."""
         return sum(level.num_bytes for level in self.levels)
 
     def positions_BT(self, num_new: int) -> Tensor:
-        """The same in all levels."""
+        """Return the positions, which are the same in all levels."""
         return self.levels[0].positions_BT(num_new)
 
     def plan(self, attention: Attention, num_new: int, dtype: torch.dtype) -> list[Any]:
@@ -138,11 +138,11 @@ class PyramidKVCache(DraftCache):
 
     @property
     def committed_slots_B(self) -> Tensor:
-        """Those of the largest level."""
+        """Return the committed slots of the largest level."""
         return self.levels[0].committed_slots_B
 
     def _layers_of(self, source: KVCache) -> list[KVCache]:
-        """Views of single layers, made once per source."""
+        """Return views of single layers, made once per source."""
         if self._views is None or self._views[0] is not source:
             self._views = source, [source.view(i, i + 1) for i in range(self.config.num_layers)]
         return self._views[1]

@@ -22,7 +22,7 @@ class Codes:
     per_row: ClassVar[dict[str, int]] = {"codes_LBKSC": 1, "scales_LBKSG2": 1}
 
     def __init__(self, shape: tuple[int, ...], bits: int, group_size: int, device: torch.device | str):
-        """`shape` is (L, B, K, S, D); groups divide D."""
+        """Allocate codes for entries of this shape (L, B, K, S, D); groups divide D."""
         self.bits, self.group_size = bits, math.gcd(group_size, shape[-1])
         self.codes_LBKSC = torch.zeros(*shape[:-1], shape[-1] * bits // 8, dtype=torch.uint8, device=device)
         # Scale and least value in half precision, side by side.
@@ -32,11 +32,11 @@ class Codes:
 
     @property
     def num_bytes(self) -> int:
-        """Codes and scales."""
+        """Return the bytes of codes and scales."""
         return self.codes_LBKSC.numel() + 2 * self.scales_LBKSG2.numel()
 
     def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Codes (..., C) and scales (..., G, 2) of entries (..., D)."""
+        """Return the codes (..., C) and scales (..., G, 2) of entries (..., D)."""
         groups = x.float().unflatten(-1, (-1, self.group_size))
         least, largest = groups.aminmax(dim=-1, keepdim=True)
         scales = torch.cat(((largest - least) / (2**self.bits - 1), least), dim=-1).half()
@@ -48,7 +48,7 @@ class Codes:
         return codes, scales
 
     def decode(self, layer: int, dtype: torch.dtype) -> Tensor:
-        """One layer's entries (B, K, S, D)."""
+        """Return one layer's entries (B, K, S, D)."""
         codes = self.codes_LBKSC[layer]
         if self.bits == 4:
             codes = torch.cat((codes >> 4, codes & 15), dim=-1)
@@ -83,7 +83,7 @@ class QuantizedCache(FullCache):
 
     @property
     def num_bytes(self) -> int:
-        """The codes: beyond the target's entries."""
+        """Return the bytes of the codes, beyond the target's entries."""
         return super().num_bytes + self.k_codes.num_bytes + self.v_codes.num_bytes
 
     def attend(self, layer: int, q_BTHD: Tensor, attention: Attention, plan: Any) -> Tensor:

@@ -41,7 +41,7 @@ class QuestCache(DynamicCache):
 
     @property
     def num_bytes(self) -> int:
-        """Entries of its own, and the bounds."""
+        """Return the bytes of its own entries and of the bounds."""
         return super().num_bytes + 2 * self.least_LBKPD.numel() * self.least_LBKPD.element_size()
 
     def choose(self, layer: int, q_BTHD: Tensor, attention: Attention, plan: Any) -> Tensor:

@@ -29,7 +29,7 @@ class SnapKVCache(CompactCache):
 
     @property
     def pooling(self) -> int:
-        """Neighbours that a score is averaged over."""
+        """Return the number of neighbours that a score is averaged over."""
         return self.settings.kernel
 
     def fixed_slots(self, budget: int) -> int:

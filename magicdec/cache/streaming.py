@@ -30,12 +30,12 @@ class StreamingCache(CompactCache):
         """See DraftCache.set_up."""
         super().set_up()
         self.inv_freq = rope_frequencies(self.config)[0].to(self.k_LBKSD.device)
-        # Sink keys at their true positions; the cache's own are rotated anew from these, so that no error adds up.
+        # Sink keys at their true positions; the cache's own are rotated from these, so that errors do not add up.
         self.sink_k_LBKND = self.k_LBKSD[:, :, :, : self.num_fixed].clone() if self.spec.in_cache_positions else None
 
     @property
     def num_bytes(self) -> int:
-        """Entries, and the sinks' keys."""
+        """Return the bytes of the entries and of the sinks' keys."""
         return super().num_bytes + (0 if self.sink_k_LBKND is None else self.sink_k_LBKND.nbytes)
 
     def fixed_slots(self, budget: int) -> int:
@@ -64,7 +64,7 @@ class StreamingCache(CompactCache):
         self.set_length(prefilled.length_B)
 
     def write(self, source: KVCache, first_slot_B: Tensor, count_B: Tensor, width: int) -> None:
-        """See CompactCache.write; remembers sink keys while they stand where they were computed."""
+        """See CompactCache.write; keeps sink keys as long as they are at the position where they were computed."""
         super().write(source, first_slot_B, count_B, width)
         if self.sink_k_LBKND is not None:
             still_BKND = (self.shift_B == 0)[:, None, None, None]

@@ -21,7 +21,7 @@ from magicdec.policies import VerifyGuided
 class VerifyGuidedCache(DynamicCache):
     """The entries that the last verification attended to most, and recent tokens, a quarter of the budget.
 
-    Chosen anew every `refresh` rounds, from the attention of all verified tokens; the first time from that of the
+    Chosen again every `refresh` rounds, by the attention of all verified tokens; the first time by that of the
     prompt's last `observation_window` tokens. Recent tokens move on in between.
     """
 
@@ -49,7 +49,7 @@ class VerifyGuidedCache(DynamicCache):
 
     @property
     def num_bytes(self) -> int:
-        """The indices and the scores."""
+        """Return the bytes of the indices and the scores."""
         scores = 0 if self._observed is None else 4 * self._observed.scores_LBKS.numel()
         return super().num_bytes + 8 * self.chosen_LBKN.numel() + scores
 

@@ -88,7 +88,7 @@ def unread(config: Config, overrides: Sequence[str]) -> list[str]:
 
 
 def _keys(option: dict[str, Any]) -> set[str]:
-    """Of a group's option, those included that its defaults bring, as in /target@model: tiny-draft."""
+    """Return the keys of an option, with those that its defaults add, as in /target@model: tiny-draft."""
     defaults = (line for line in option.get("defaults", []) if isinstance(line, dict))
     return option.keys() | {name.partition("@")[2] for line in defaults for name in line}
 

@@ -116,7 +116,7 @@ def _explain_text(error: Exception, overrides: Sequence[str]) -> str | None:
 
 
 def _explain_option(missing: str, options: Sequence[str], overrides: list[str]) -> str:
-    """An option that is not there, GROUP/OPTION: those of its group and of the folders in it, or what would install it.
+    """Explain a missing option GROUP/OPTION: name the options of its group and its folders, or what installs it.
 
     It is called as on the command line, which may say more than group and name: target@draft.model=NAME.
     """
@@ -135,14 +135,14 @@ def _explain_option(missing: str, options: Sequence[str], overrides: list[str]) 
 
 
 def _no_such_option(option: str, options: Sequence[str]) -> str:
-    """Of options in folders, the last part is compared, too."""
+    """Return the end of an error: all options and the closest one, compared by its last part too."""
     names = {name.rpartition("/")[2]: name for name in options} | {name: name for name in options}
     close = difflib.get_close_matches(option, names, n=1, cutoff=0.7)
     return f"no such option; one of: {', '.join(options)}{f'; did you mean {names[close[0]]}?' if close else ''}"
 
 
 def _omegaconf_error(error: BaseException | None) -> OmegaConfBaseException | None:
-    """The one that Hydra has wrapped, if any."""
+    """Return the error that Hydra has wrapped, if any."""
     while error is not None and not isinstance(error, OmegaConfBaseException):
         error = error.__cause__ or error.__context__
     return error

@@ -18,7 +18,7 @@ from magicdec.policies import CacheConfig
 from magicdec.registry import DRAFTS, ENGINES, POLICIES, EngineConfig, Registry
 from magicdec.rules import NAMES, POSITIVE, SHARES, SIZES, above, at_least, one_of, ruled
 
-# In an installation conf/ is in the package, in a checkout beside it.
+# In an installation conf/ is in the package, in a checkout next to it.
 CONF = next(path for folder in Path(__file__).resolve().parents[1:3] if (path := folder / "conf").is_dir())
 
 
@@ -58,7 +58,7 @@ class Efficiency:
 
 @dataclass(frozen=True)
 class HardwareConfig:
-    """Where it runs, and what that can do."""
+    """The machine, and its figures."""
 
     name: str = MISSING
     device: str = one_of("auto", "cpu", "cuda", default=MISSING)
@@ -76,7 +76,7 @@ class HardwareConfig:
 
 @dataclass(frozen=True)
 class BatchConfig:
-    """How much is decoded."""
+    """The amount of work: rows, prompt length, tokens to generate."""
 
     size: int | str = ruled(
         MISSING, lambda value: value == "auto" or (isinstance(value, int) and value >= 1), "must be auto or at least 1"
@@ -91,7 +91,7 @@ class BatchConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Where prompts come from."""
+    """The source of prompts."""
 
     name: str = MISSING
     path: str | None = None
@@ -102,7 +102,7 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    """How a token is chosen."""
+    """The choice of a token."""
 
     # Logits over a temperature near 0 would leave float32.
     temperature: float = ruled(
@@ -117,14 +117,14 @@ class SamplingConfig:
 
 @dataclass(frozen=True)
 class AttentionConfig:
-    """Who computes attention."""
+    """The backend of attention."""
 
     name: str = one_of("auto", "sdpa", "cpp", "triton", "flash", "flashinfer", default=MISSING)
 
 
 @dataclass(frozen=True)
 class ScenarioConfig:
-    """What a run does."""
+    """The kind of run, and its settings."""
 
     name: str = one_of("compare", "profile", "predict", "plan", "serve", default=MISSING)
     repeats: int = at_least(1, default=1)
@@ -147,7 +147,7 @@ class ScenarioConfig:
 
 @dataclass(frozen=True)
 class WandbConfig:
-    """What Weights & Biases is told."""
+    """Where and how Weights & Biases logs a run."""
 
     mode: str = one_of("offline", "online", "disabled", default=MISSING)
     project: str = MISSING
@@ -158,7 +158,7 @@ class WandbConfig:
 
 @dataclass(frozen=True)
 class SweepConfig:
-    """How a multirun goes about its jobs."""
+    """The settings of a multirun."""
 
     name: str | None = None
     fail_fast: bool = MISSING

@@ -105,7 +105,7 @@ class Curves:
 
 @cache
 def published() -> tuple[Point, ...]:
-    """The MagicDec paper's acceptances: those it states, and for the rest those that its tables' Omega imply."""
+    """Return the MagicDec paper's acceptances: those it states, and for the rest those that its tables' Omega imply."""
     with open(PUBLISHED_ALPHAS, newline="") as lines:
         stated = [
             Point(
@@ -136,7 +136,7 @@ def published() -> tuple[Point, ...]:
 
 
 def measured(runs: Iterable[Mapping[str, Any]]) -> list[Point]:
-    """The acceptances of all finished runs (tracking/reader.py) that measured one; synthetic ones did not."""
+    """Return the acceptances of all finished runs (tracking/reader.py) that measured one; synthetic ones did not."""
     points = []
     for run in runs:
         try:
@@ -169,13 +169,13 @@ def _point(run: Mapping[str, Any]) -> list[Point]:
 
 
 def task_name(data: str, task: str | None, temperature: float) -> str:
-    """What a model is asked to continue, as published tables name it; who samples is accepted differently."""
+    """Return the name of a text as in published tables; sampling changes acceptance, so it is part of the name."""
     text = f"{data}-{task}" if task else data
     return f"{text} at temperature {temperature:g}" if temperature else text
 
 
 def is_same(a: int, b: int) -> bool:
-    """Whether two contexts or budgets count as equal."""
+    """Return whether two contexts or budgets count as equal."""
     return max(a, b) <= SAME * min(a, b)
 
 
@@ -194,7 +194,7 @@ def _describe(points: Sequence[Point]) -> str:
 
 
 def _interpolate(points: Sequence[tuple[int, float]], at: int, rising: bool) -> float | None:
-    """A monotone curve through (size, alpha), at a size; None beyond its ends."""
+    """Return a monotone curve through (size, alpha), at a size; None beyond its ends."""
     if not points:
         return None
     sizes, values = _monotone(points, rising)
@@ -209,7 +209,7 @@ def _interpolate(points: Sequence[tuple[int, float]], at: int, rising: bool) -> 
 
 
 def _monotone(points: Sequence[tuple[int, float]], rising: bool) -> tuple[list[int], list[float]]:
-    """The nearest monotone sequence, by pooling adjacent violators; points of equal size are averaged first."""
+    """Return the nearest monotone sequence, by pooling adjacent violators; points of equal size are averaged first."""
     grouped: dict[int, list[float]] = defaultdict(list)
     for size, value in points:
         grouped[size].append(value)

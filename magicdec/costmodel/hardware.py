@@ -1,4 +1,4 @@
-"""What the cost model knows of a machine: the datasheet's figures, and how much of them is achieved.
+"""Machines as the cost model sees them: the datasheet's figures, and how much of them is achieved.
 
 A name is a count and a device: `8xA100`, `4xl40`, `h200`. Where no calibration exists for a device, the datasheet is
 combined with the achieved fractions of the most similar calibrated one, and the note says so.
@@ -55,7 +55,7 @@ class Device:
 
     @property
     def ridge(self) -> float:
-        """FLOPs per byte above which the device is bound by compute."""
+        """Return FLOPs per byte above which the device is bound by compute."""
         return self.flops / self.bandwidth
 
 
@@ -84,15 +84,15 @@ class Hardware:
 
     @property
     def bandwidth(self) -> float:
-        """Achieved bytes per second of one device."""
+        """Return the achieved bytes per second of one device."""
         return self.device.bandwidth * self.efficiency.bandwidth_fraction
 
     def matmul_rate(self, rows: float) -> float:
-        """Achieved FLOPs per second of one device, for matmuls of `rows` rows: it saturates."""
+        """Return the achieved FLOPs per second of one device, for matmuls of `rows` rows: it saturates."""
         return self.device.flops * self.efficiency.matmul_fraction * rows / (rows + self.efficiency.matmul_half_rows)
 
     def allreduce_time(self, num_bytes: float, ranks: int) -> float:
-        """Seconds in which `ranks` devices sum `num_bytes` each: log2(ranks) hops, 2 (n - 1) / n of the bytes."""
+        """Return the seconds in which `ranks` devices sum `num_bytes` each: log2(ranks) hops, 2 (n - 1) / n of them."""
         if ranks == 1:
             return 0.0
         rate = self.device.link.bandwidth * self.efficiency.allreduce_bandwidth_fraction
@@ -100,7 +100,7 @@ class Hardware:
 
 
 def parse_name(name: str) -> tuple[int, Device]:
-    """`8xA100` to (8, A100); one device where no count is given; case does not matter."""
+    """Return (8, A100) for `8xA100`; without a count one device. Case does not matter."""
     match = re.fullmatch(NAME, name.strip().lower())
     device = _device(match[2]) if match else None
     if not match or not device or match[1] == "0":
@@ -109,7 +109,7 @@ def parse_name(name: str) -> tuple[int, Device]:
 
 
 def hardware_named(name: str, stack: str | None = None) -> Hardware:
-    """The machine of that name; `stack` replaces the software that its calibration describes."""
+    """Return the machine of that name; `stack` replaces the software that its calibration describes."""
     count, device = parse_name(name)
     return machine(name, device, count, stack=stack)
 
@@ -117,7 +117,7 @@ def hardware_named(name: str, stack: str | None = None) -> Hardware:
 def machine(
     name: str, device: Device, count: int, efficiency: Efficiency | None = None, stack: str | None = None
 ) -> Hardware:
-    """`count` devices with a calibration of their own, or with what is known of the most similar device."""
+    """Return `count` devices with their own calibration, or with that of the most similar device."""
     if efficiency is not None:
         return Hardware(name, device, count, efficiency, _stack(stack or OWN_STACK), "calibrated by its configuration")
     source = _most_similar(device)
@@ -142,9 +142,9 @@ def configured(
     efficiency: Efficiency | None = None,
     stack: str | None = None,
 ) -> Hardware:
-    """The machine of a `hardware` group: figures that it gives stand in for the datasheet of the device it names.
+    """Return the machine of a `hardware` group, whose figures replace those of the named device's datasheet.
 
-    `count` is the number of devices that share the model, whatever count the name has.
+    `count` is the number of devices that share the model; the count in the name does not matter.
     """
     match = re.fullmatch(NAME, name.strip().lower())
     known = _device(match[2]) if match else None
@@ -173,13 +173,13 @@ def _stack(name: str) -> Stack:
 
 
 def device_in(text: str) -> Device | None:
-    """The known device that a driver's name for it contains, such as "NVIDIA H100 80GB HBM3"; None for others."""
+    """Return the known device named in a driver's text, such as "NVIDIA H100 80GB HBM3"; None for others."""
     words = re.findall(r"[a-z]+\d+[a-z]*", text.lower())
     return next((device for device in DEVICES.values() if device.name.lower() in words), None)
 
 
 def _most_similar(device: Device) -> str:
-    """The calibrated device nearest in bandwidth and FLOPs, by their ratios; itself where it is calibrated."""
+    """Return the calibrated device nearest in bandwidth and FLOPs, by their ratios; itself where it is calibrated."""
     if device.name in _calibrations():
         return device.name
 
@@ -192,7 +192,7 @@ def _most_similar(device: Device) -> str:
 
 @cache
 def _calibrations() -> dict[str, tuple[str, Efficiency, str]]:
-    """Per device: the calibrated machine's name, its efficiency, and the stack that was measured."""
+    """Return for each device the calibrated machine's name, its efficiency, and the stack that was measured."""
     found = {}
     for path in sorted(CALIBRATED.glob("*.yaml")):
         content = yaml.safe_load(path.read_text())

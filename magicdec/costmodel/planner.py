@@ -15,7 +15,7 @@ from magicdec.drafting import DraftConfig, NgramDraft, SelfDraft
 from magicdec.errors import UserError
 from magicdec.policies import CacheConfig
 
-BUDGETS = (256, 512, 1024, 2048)  # tried beside those with a known acceptance
+BUDGETS = (256, 512, 1024, 2048)  # tried in addition to those with a known acceptance
 FOUND_BY = "# Found by:"  # in the experiments that it writes
 
 
@@ -29,17 +29,17 @@ class Candidate:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of the whole batch."""
+        """Return the throughput of the whole batch."""
         return self.setup.batch / self.time_per_token_s
 
     @property
     def gamma(self) -> int:
-        """Tokens proposed per round; 0 where nothing is."""
+        """Return the tokens proposed per round; 0 where nothing is."""
         return self.prediction.best.gamma if self.prediction else 0
 
     @property
     def speedup(self) -> float:
-        """Over autoregressive decoding of the same batch."""
+        """Return the speedup over autoregressive decoding of the same batch."""
         return self.setup.target_time.total / self.time_per_token_s
 
 

@@ -29,24 +29,24 @@ class AtGamma:
 
     @property
     def gamma(self) -> int:
-        """Tokens proposed per round."""
+        """Return the tokens proposed per round."""
         return self.times.gamma
 
     @property
     def speedup(self) -> float | None:
-        """T_T over T_SD; None without an alpha."""
+        """Return T_T over T_SD; None without an alpha."""
         return None if self.alpha is None else self.times.speedup(omega(self.gamma, self.alpha))
 
     @property
     def time_per_token_s(self) -> float:
-        """T_SD: seconds per token of a row. Raises UserError without an alpha."""
+        """Return T_SD: seconds per token of a row. Raise UserError without an alpha."""
         if self.alpha is None:
             raise UserError("a speculative time per token needs an alpha")
         return self.times.round_s / omega(self.gamma, self.alpha)
 
     @property
     def break_even_alpha(self) -> float | None:
-        """The alpha from which speculation pays; None where it never does."""
+        """Return the alpha from which speculation pays; None where it never does."""
         times = self.times
         return break_even_alpha(
             self.gamma,
@@ -71,28 +71,28 @@ class Prediction:
 
     @cached_property
     def best(self) -> AtGamma:
-        """The gamma with the highest speedup; without an alpha the one that breaks even soonest."""
+        """Return the gamma with the highest speedup; without an alpha the one that breaks even soonest."""
         if self.estimate is not None:
             return max(self.by_gamma, key=lambda at: at.speedup or 0.0)
         return min(self.by_gamma, key=lambda at: 2.0 if at.break_even_alpha is None else at.break_even_alpha)
 
     @property
     def memory(self) -> Memory:
-        """Bytes that the fullest GPU holds, at the best gamma."""
+        """Return the bytes that the fullest GPU holds, at the best gamma."""
         return memory(self.setup, self.best.gamma, self.generate_len)
 
     @property
     def fits(self) -> bool:
-        """Whether that is within the device's memory."""
+        """Return whether `memory` is within the device's memory."""
         return self.memory.total <= self.setup.hardware.device.memory
 
     @cached_property
     def critical_context(self) -> int | None:
-        """S* at the best gamma."""
+        """Return S* at the best gamma."""
         return critical_context(self.setup, self.best.gamma, self.batches)
 
     def metrics(self) -> dict[str, float | int | str | None]:
-        """Flat values under `predicted/`, as result.json and W&B hold them; times in milliseconds."""
+        """Return flat values under `predicted/`, as result.json and W&B hold them; times in milliseconds."""
         best, times = self.best, self.best.times
         # As runs time them: a draft step with the choice that it makes; a choice of a round by itself.
         selects_in_steps = self.setup.cache.selects == "step"
@@ -148,7 +148,7 @@ def predict(
 
 
 def critical_context(setup: Setup, gamma: int, batches: tuple[int, int] = BATCHES) -> int | None:
-    """S*: the smallest context at which the larger of two batches speeds up at least as much as the smaller.
+    """Return S*: the smallest context at which the larger of two batches speeds up at least as much as the smaller.
 
     Beyond it the KV cache is what decoding loads, and speculation gains with the batch. Acceptance cancels out. None
     where there is none up to the target's longest context. (The two ends are compared, not every step between:

@@ -43,20 +43,20 @@ class StepTime(NamedTuple):
 
     @property
     def total(self) -> float:
-        """Seconds altogether."""
+        """Return the seconds altogether."""
         return sum(self)
 
     @property
     def largest(self) -> str:
-        """The part that takes longest."""
+        """Return the part that takes longest."""
         return max(self._fields, key=lambda name: getattr(self, name))
 
     def plus(self, other: "StepTime", times: float = 1.0) -> "StepTime":
-        """The sum with `times` the other, part by part."""
+        """Return the sum with `times` the other, part by part."""
         return StepTime(*(mine + times * its for mine, its in zip(self, other, strict=True)))
 
     def scaled(self, factor: float) -> "StepTime":
-        """Every part times a factor."""
+        """Return every part times a factor."""
         return StepTime(*(part * factor for part in self))
 
 
@@ -75,7 +75,7 @@ class Pass(NamedTuple):
 
 
 def step_time(forward: Pass, hardware: Hardware) -> StepTime:
-    """Seconds of a forward pass on a machine."""
+    """Return the seconds of a forward pass on a machine."""
     times = dict.fromkeys(StepTime._fields, 0.0)
     bandwidth = hardware.bandwidth
     for op in operators(forward, hardware):
@@ -90,7 +90,7 @@ def step_time(forward: Pass, hardware: Hardware) -> StepTime:
 
 
 def operators(forward: Pass, hardware: Hardware) -> list[Operator]:
-    """All operators of a pass on its fullest rank."""
+    """Return all operators of a pass on its fullest rank."""
     model, layers, batch, tokens = forward.model, forward.model.num_layers, forward.batch, forward.query_tokens
     rows, hidden, activation = batch * tokens, model.hidden_size, forward.activation_bytes
     kv_heads = ceil(model.num_kv_heads / forward.ranks)
@@ -136,14 +136,14 @@ def operators(forward: Pass, hardware: Hardware) -> list[Operator]:
 
 
 def choice_time(forward: Pass, hardware: Hardware) -> float:
-    """Seconds to choose tokens from the logits of a pass, where that is not part of it."""
+    """Return the seconds to choose tokens from the logits of a pass, where that is not part of it."""
     share = forward.model.vocab_size / (forward.ranks if hardware.stack.sharded_head else 1)
     moved = hardware.stack.logit_passes * forward.batch * forward.query_tokens * share * forward.activation_bytes
     return moved / hardware.bandwidth
 
 
 def tile_stretch(tiles: int, num_sms: int | None) -> float:
-    """How much longer attention takes because its unsplit tiles come in waves, the last of them unfilled.
+    """Return how much longer attention takes because unsplit tiles come in waves, the last of them unfilled.
 
     A full wave runs at the memory's speed. Of the last, each tile has an SM to itself, and draws at most the bandwidth
     of the two tiles that otherwise share it: it takes at least half a wave. (Both paper tables with 256 tiles on an
@@ -159,24 +159,24 @@ def tile_stretch(tiles: int, num_sms: int | None) -> float:
 
 
 def arithmetic_intensity(forward: Pass, hardware: Hardware) -> float:
-    """FLOPs per byte of a whole pass on one rank."""
+    """Return FLOPs per byte of a whole pass on one rank."""
     ops = operators(forward, hardware)
     return sum(op.number * op.flops for op in ops) / sum(op.number * op.bytes for op in ops)
 
 
 def weight_count(model: ModelConfig, ranks: int) -> float:
-    """Elements of weights that one rank holds, on average."""
+    """Return the elements of weights that one rank holds, on average."""
     return model.num_parameters / ranks
 
 
 def layer_weights(model: ModelConfig) -> float:
-    """Elements of the matrices of all layers, which are what a draft's quantisation makes smaller."""
+    """Return the elements of the matrices of all layers, which are what a draft's quantisation makes smaller."""
     q, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     return model.num_layers * model.hidden_size * (2 * q + 2 * kv + 3 * model.intermediate_size)
 
 
 def _cached_tokens(model: ModelConfig, cached: float) -> list[tuple[float, int]]:
-    """What the layers read of `cached` tokens: pairs of tokens and how many layers read as many."""
+    """Return pairs of the tokens read, of `cached` ones, and how many layers read as many."""
     return [(cached if window is None else min(cached, window), n) for window, n in _windows(model)]
 
 

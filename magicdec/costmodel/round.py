@@ -43,22 +43,22 @@ class Setup:
 
     @property
     def draft_label(self) -> str:
-        """The name under which the draft's acceptance is known."""
+        """Return the name under which the draft's acceptance is known."""
         return self.draft.described(self.draft.label, asdict(self.draft))
 
     @property
     def ranks(self) -> int:
-        """GPUs that share the target."""
+        """Return the number of GPUs that share the target."""
         return self.hardware.count
 
     @property
     def draft_model(self) -> ModelConfig:
-        """The model that drafts."""
+        """Return the model that drafts."""
         return self.draft.drafter(self.target)
 
     @property
     def draft_ranks(self) -> int:
-        """GPUs that share the draft."""
+        """Return the number of GPUs that share the draft."""
         if self.draft.own_model is None:
             return self.ranks
         most = self.hardware.stack.draft_ranks
@@ -67,28 +67,28 @@ class Setup:
 
     @property
     def draft_weight_bytes(self) -> float:
-        """Bytes of a weight in the draft's layers; embedding and head are never quantised."""
+        """Return the bytes of a weight in the draft's layers; embedding and head are never quantised."""
         return QUANTIZED_BYTES.get(self.draft.quantization, self.element_bytes)
 
     @property
     def draft_kv_bytes(self) -> float:
-        """Bytes of an element of the draft's KV cache."""
+        """Return the bytes of an element of the draft's KV cache."""
         return self.cache.element_bytes(self.draft_model, self.element_bytes)
 
     @property
     def target_pass(self) -> Pass:
-        """One autoregressive step of the target."""
+        """Return one autoregressive step of the target."""
         size = self.element_bytes
         return Pass(self.target, self.batch, 1, self.context, self.ranks, size, size, size)
 
     @cached_property
     def target_time(self) -> StepTime:
-        """T_T."""
+        """Return T_T."""
         return step_time(self.target_pass, self.hardware)
 
     @cached_property
     def draft_step_times(self) -> tuple[StepTime, StepTime]:
-        """The first draft step of a round, and each of the others."""
+        """Return the first draft step of a round, and each of the others."""
         if not self.draft.is_model:
             return StepTime(), StepTime()
         step = Pass(
@@ -107,7 +107,7 @@ class Setup:
 
     @property
     def tokens_read(self) -> int:
-        """Entries per sequence and layer that a draft step reads."""
+        """Return the entries per sequence and layer that a draft step reads."""
         return self.cache.tokens_read(self.context)
 
     def cache_spec(self, gamma: int, generate_len: int = 0) -> CacheSpec:
@@ -138,7 +138,7 @@ class RoundTimes(NamedTuple):
 
     @property
     def round_s(self) -> float:
-        """Seconds of the whole round."""
+        """Return the seconds of the whole round."""
         return self.gamma * (self.draft.total + self.select.total) + self.verify.total + self.overhead.total
 
     def speedup(self, acceptance_length: float) -> float:
@@ -167,7 +167,7 @@ def round_times(setup: Setup, gamma: int) -> RoundTimes:
 
 
 def draft_time(setup: Setup, gamma: int) -> StepTime:
-    """T_D: the mean of a round's draft steps, of which the first may feed two tokens."""
+    """Return T_D: the mean of a round's draft steps, of which the first may feed two tokens."""
     first, later = setup.draft_step_times
     return first.plus(later, gamma - 1).scaled(1 / gamma)
 
@@ -195,7 +195,7 @@ class Memory:
 
     @property
     def total(self) -> float:
-        """All of it, activations aside."""
+        """Return the sum; activations are not included."""
         return self.target_weights + self.target_kv + self.draft_weights + self.draft_kv + self.draft_prefill
 
 

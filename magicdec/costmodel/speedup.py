@@ -16,7 +16,7 @@ BISECTIONS = 60  # of [0, 1]: more than a float64 can tell apart
 
 
 def omega(gamma: int, alpha: float) -> float:
-    """Tokens a round yields on average: 1 + alpha + ... + alpha^gamma, which is gamma + 1 at alpha = 1.
+    """Return the tokens a round yields on average: 1 + alpha + ... + alpha^gamma, which is gamma + 1 at alpha = 1.
 
     `alpha` is the probability that a proposal is accepted, given that all before it in its round were.
     """
@@ -30,7 +30,7 @@ def omega(gamma: int, alpha: float) -> float:
 
 
 def alpha_from_acceptance_length(length: float, gamma: int) -> float:
-    """The alpha in [0, 1] whose Omega is `length` tokens per round: the inverse of `omega`, by bisection.
+    """Return the alpha in [0, 1] whose Omega is `length` tokens per round: the inverse of `omega`, by bisection.
 
     A measured length may lie a rounding error outside [1, gamma + 1]; it is taken as the nearer end. With gamma = 0
     nothing is proposed, so every alpha fits and 0 is returned.
@@ -39,7 +39,7 @@ def alpha_from_acceptance_length(length: float, gamma: int) -> float:
 
 
 def alpha_of_rounds(length: float, rounds: Mapping[int, int]) -> float:
-    """The same where gamma varied: `length` is the mean over all rounds, `rounds` how many there were of each gamma."""
+    """Return alpha where gamma varied: `length` is the mean over all rounds, `rounds` their number by gamma."""
     for gamma in rounds:
         _check_gamma(gamma)
     if not np.isfinite(length):
@@ -60,7 +60,7 @@ def alpha_of_rounds(length: float, rounds: Mapping[int, int]) -> float:
 
 
 def round_time(gamma: int, draft: float, verify: float, select: float = 0.0, overhead: float = 0.0) -> float:
-    """gamma (T_D + T_select) + T_V(gamma) + what a round costs besides."""
+    """Return gamma (T_D + T_select) + T_V(gamma) + the other costs of a round."""
     _check_gamma(gamma)
     return gamma * (draft + select) + verify + overhead
 
@@ -68,21 +68,21 @@ def round_time(gamma: int, draft: float, verify: float, select: float = 0.0, ove
 def speculative_time(
     gamma: int, alpha: float, draft: float, verify: float, select: float = 0.0, overhead: float = 0.0
 ) -> float:
-    """T_SD: a round's time over the tokens it yields."""
+    """Return T_SD: a round's time over the tokens it yields."""
     return round_time(gamma, draft, verify, select, overhead) / omega(gamma, alpha)
 
 
 def speedup(
     gamma: int, alpha: float, target: float, draft: float, verify: float, select: float = 0.0, overhead: float = 0.0
 ) -> float:
-    """T_T over T_SD: above 1 where speculation pays."""
+    """Return T_T over T_SD: above 1 where speculation pays."""
     return target / speculative_time(gamma, alpha, draft, verify, select, overhead)
 
 
 def break_even_alpha(
     gamma: int, target: float, draft: float, verify: float, select: float = 0.0, overhead: float = 0.0
 ) -> float | None:
-    """The alpha at which speculation and the baseline take equally long; None where no acceptance could pay.
+    """Return the alpha at which speculation and the baseline take equally long; None where no acceptance could pay.
 
     0 where it pays even if nothing is ever accepted (which no honest baseline allows).
     """
@@ -91,7 +91,7 @@ def break_even_alpha(
 
 
 def batch_rounds(gamma: int, alpha: float, num_rows: int, num_tokens: int) -> float:
-    """Rounds until each of `num_rows` rows that are equally likely to be accepted has `num_tokens`, on average.
+    """Return the mean number of rounds until each of `num_rows` equally accepted rows has `num_tokens`.
 
     A batch waits for its unluckiest row: the expected maximum over rows of the rounds that one needs, exact, from the
     distribution of accepted tokens, cut where a row is done.
@@ -103,7 +103,7 @@ def batch_rounds(gamma: int, alpha: float, num_rows: int, num_tokens: int) -> fl
 
 
 def _finished_by(gamma: int, alpha: float, num_tokens: int) -> NDArray[np.float64]:
-    """P(a row has its tokens after r rounds) for r = 1 .. num_tokens."""
+    """Return P(a row has its tokens after r rounds) for r = 1 .. num_tokens."""
     yields = np.array([alpha**k * (1 - alpha) for k in range(gamma)] + [alpha**gamma])  # of 1 .. gamma + 1 tokens
     left = np.zeros(num_tokens + 1)  # distribution of the tokens still missing
     left[num_tokens] = 1.0

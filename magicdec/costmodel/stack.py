@@ -14,7 +14,7 @@ class Stack:
     sharded_head: bool = True
     # How often a row's logits are moved to choose a token: written and read once by a fused argmax.
     logit_passes: float = 2.0
-    # T_V includes the choice of tokens; otherwise a round pays for it beside T_V.
+    # T_V includes the choice of tokens; otherwise a round pays for it in addition to T_V.
     verify_chooses: bool = True
     # Policies whose self-draft takes the target's exact KV after each verification, and so feeds one token in its
     # first step. All others feed two, as independent drafts do: the last proposal may never have been seen.

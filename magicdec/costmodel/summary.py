@@ -15,7 +15,7 @@ BOUND_BY = {
 
 
 def verdict(prediction: Prediction) -> str:
-    """What to expect, and why, in plain words."""
+    """Return what to expect, and why, in plain words."""
     setup, best = prediction.setup, prediction.best
     where = f"at batch {setup.batch}, context {setup.context:,}"
     limit = _critical_context(prediction)
@@ -52,7 +52,7 @@ def _critical_context(prediction: Prediction) -> str:
 
 
 def _reason(at: AtGamma) -> str:
-    """Where it pays, what the baseline spends its time on; where not, what speculation spends it on."""
+    """Return what the baseline spends its time on if speculation pays, else what speculation spends it on."""
     times, decoding = at.times, at.times.target
     if (at.speedup or 0.0) >= 1.0:
         return f"decoding is {BOUND_BY[decoding.largest]}"

@@ -43,7 +43,7 @@ class Row:
 
     @property
     def round_ms(self) -> float | None:
-        """Milliseconds per round: the time per token, times the tokens of a round."""
+        """Return the milliseconds per round: the time per token, times the tokens of a round."""
         return None if self.speculative_ms is None or self.omega is None else self.speculative_ms * self.omega
 
     def setup(self, model: Callable[[str], ModelConfig], machine: Hardware | None = None) -> Setup:

@@ -1,1 +1,1 @@
-"""Draft strategies: whatever proposes tokens."""
+"""Drafts, which propose tokens: the interface, and a file for each."""

@@ -1,4 +1,4 @@
-"""The interface of a draft: whatever proposes tokens. To add one, subclass Draft in a file here and register it."""
+"""The interface of a draft, which proposes tokens. To add one, subclass Draft and make an entry in registry.py."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -25,7 +25,7 @@ class Proposal(NamedTuple):
 
 
 class Selection(NamedTuple):
-    """What choosing entries by their attention takes, once more, to be timed, and when it is done."""
+    """A selection step that can be run again for timing, and when it is done."""
 
     run: Callable[[], None]
     at: Selects
@@ -33,7 +33,7 @@ class Selection(NamedTuple):
 
 @dataclass(frozen=True)
 class DraftSpec:
-    """What a draft is built from: its groups of the configuration, and the target on one batch."""
+    """The arguments of a draft: its groups of the configuration, and the target on one batch."""
 
     draft: DraftConfig
     cache: CacheConfig
@@ -69,10 +69,10 @@ class Draft(ABC):
 
     @abstractmethod
     def prefill(self, state: State, progress: Callable[[int], None]) -> None:
-        """Get ready to continue the prompts; `progress` is told the tokens of every chunk that the model has seen."""
+        """Get ready to continue the prompts; call `progress` with the tokens of every chunk that the model has read."""
 
     def simulate_prefill(self, state: State) -> None:
-        """Stand where `prefill` would leave it, with entries that mean nothing: for timing alone."""
+        """Enter the state that `prefill` would leave, with meaningless entries: for timing only."""
         self.prefill(state, lambda _: None)
 
     @abstractmethod
@@ -85,19 +85,19 @@ class Draft(ABC):
 
     @property
     def phases(self) -> int:
-        """Kinds of rounds that take turns, each captured by itself."""
+        """Return the kinds of rounds that take turns, each captured by itself."""
         return 1
 
     def watch(self, verified: KVCache, phase: int) -> KVCache:
-        """The target's cache as a verification of this phase is to see it; a draft that learns from it observes."""
+        """Return the target's cache for a verification of this phase; a draft that learns from it observes it."""
         return verified
 
     def selection(self, state: State) -> Selection | None:
-        """How entries are chosen by their attention; None where none are."""
+        """Return the choice of entries by their attention; None if there is none."""
         return None
 
     def copy_row(self, row: int, source: "Draft") -> None:
-        """Make a row the copy of another such draft's only one; a draft that `serves` copies whatever it keeps."""
+        """Make a row the copy of another such draft's only one; a draft that `serves` copies all that it keeps."""
         raise NotImplementedError
 
     def clear_row(self, row: int) -> None:  # noqa: B027 - a draft may keep nothing of it
@@ -106,4 +106,4 @@ class Draft(ABC):
     @property
     @abstractmethod
     def cache_bytes(self) -> int:
-        """Bytes of KV cache beyond the target's."""
+        """Return the bytes of KV cache beyond the target's."""

@@ -60,7 +60,7 @@ class HierarchicalDraft(SelfDraft):
     """
 
     def __init__(self, inner: InnerDraft, spec: DraftSpec):
-        """`inner` proposes to the target over `cache`."""
+        """Take the draft that proposes to the target over `cache`."""
         super().__init__(spec.target, spec.new_cache(spec.target, spec.target_cache), spec.target_cache, spec)
         self.inner, self.inner_gamma, self.eos = inner, spec.draft.extra_tokens, spec.state.eos[..., :0]
 
@@ -145,7 +145,7 @@ class HierarchicalDraft(SelfDraft):
         return written
 
     def _accept(self, guess: Proposal, logits_BTV: Tensor, written: State) -> Verdict:
-        """The inner verification, with random numbers of its own."""
+        """Verify the inner proposals, with random numbers of their own."""
         if self.sampling.greedy:
             return accept_greedy(guess.tokens_BG, logits_BTV)
         positions_BT = written.next_positions_BT(logits_BTV.shape[1])
@@ -153,7 +153,7 @@ class HierarchicalDraft(SelfDraft):
         return accept_sampled(guess.tokens_BG, guess.q_BGV, logits_BTV, positions_BT, self.sampling, *uses)
 
     def _no_distributions(self, state: State, gamma: int) -> Tensor | None:
-        """Room for the distributions of all rounds' tokens, those beyond gamma included; None where none are drawn."""
+        """Return room for the distributions of all rounds' tokens, also those beyond gamma; None if none are drawn."""
         if self.sampling.greedy:
             return None
         shape = (len(state.tokens_BS), gamma + self.inner_gamma + 1, self.vocab_size)

@@ -32,7 +32,7 @@ class ModelDraft(Draft):
     refed: int
 
     def __init__(self, model: Transformer, cache: DraftCache, spec: DraftSpec):
-        """The vocabulary is the target's; models of one tokenizer may pad theirs to different sizes."""
+        """Use the target's vocabulary; models of one tokenizer may pad theirs to different sizes."""
         self.model, self.cache, self.gamma, self.sampling = model, cache, spec.gamma, spec.sampling
         self.vocab_size = spec.target.config.vocab_size
 
@@ -59,18 +59,18 @@ class ModelDraft(Draft):
         return Proposal(torch.cat(tokens, dim=1), self._stack(distributions))
 
     def _scores(self, source: KVCache, state: State, progress: Callable[[int], None]) -> Tensor | None:
-        """What a policy that observes needs to choose among the entries of a prefilled context."""
+        """Return the scores by which a policy that observes chooses among the entries of a prefilled context."""
         if not self.cache.observes:
             return None
         tokens_BS = self._known(state.tokens_BS)
         return score(self.model, source, tokens_BS, state.max_prompt_len, self.cache.observes, progress)
 
     def _known(self, tokens: Tensor) -> Tensor:
-        """Tokens that only the target's padding has stand for this model's last one: a guess may be wrong."""
+        """Replace tokens that only the target's padding has by this model's last one: a guess may be wrong."""
         return tokens.clamp(max=self.model.config.vocab_size - 1)
 
     def _stack(self, distributions: list[Tensor | None]) -> Tensor | None:
-        """Distributions (B, 1, V') as one (B, G, V), padded with zeros to the target's vocabulary."""
+        """Return distributions (B, 1, V') as one (B, G, V), padded with zeros to the target's vocabulary."""
         sampled = [q for q in distributions if q is not None]
         if not sampled:
             return None
@@ -113,7 +113,7 @@ class SelfDraft(ModelDraft):
     refed = 1
 
     def __init__(self, model: Transformer, cache: DraftCache, target_cache: KVCache, spec: DraftSpec):
-        """`target_cache` has the exact entries of the model's layers."""
+        """Take `target_cache`, which has the exact entries of the model's layers."""
         super().__init__(model, cache, spec)
         self.target_cache = target_cache
 

@@ -1,4 +1,4 @@
-"""Prompt lookup: whatever followed the latest tokens the last time they occurred (Saxena 2023; no model, no cache).
+"""Prompt lookup: propose what followed the latest tokens when they last occurred (Saxena 2023; no model, no cache).
 
 B rows, S tokens of the sequence, G = gamma.
 """
@@ -41,7 +41,7 @@ class NgramDraft(Draft):
         return Proposal(state.tokens_BS.gather(1, torch.minimum(index_BG, last_B1)), None)
 
     def _last_match(self, tokens_BS: Tensor, last_B1: Tensor) -> Tensor:
-        """Where the longest, then latest, earlier occurrence of the last tokens ends (B, 1); `last` without any."""
+        """Return the end of the longest, then latest, earlier match of the last tokens (B, 1); `last` without any."""
         position_S = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
         equal_BS = position_S < last_B1
         length_BS = torch.zeros_like(tokens_BS)

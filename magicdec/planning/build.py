@@ -89,7 +89,7 @@ def _sampling(config: Config) -> Sampling:
 
 
 def peer(plan: Plan) -> Peer:
-    """Another engine, with its models loaded."""
+    """Load another engine with its models."""
     c, s = plan.config, plan.config.sampling
     gamma = max(c.gammas)
     longest = plan.target.config.max_position_embeddings
@@ -116,7 +116,7 @@ def peer(plan: Plan) -> Peer:
 def prompts(
     plan: Plan, tokenizer: object | None, num_rows: int | None = None, context_len: int | None = None
 ) -> Prompts:
-    """Prompts as token ids: for every batch of the run, unless told how many and how long."""
+    """Return prompts as token ids: by default as many and as long as all batches of the run need."""
     c = plan.config
     request = PromptRequest(
         num_rows=int(c.batch.size) * c.batch.num_batches if num_rows is None else num_rows,
@@ -143,7 +143,7 @@ def tokenizer(plan: Plan) -> object | None:
 
 
 def estimate(plan: Plan, num_rows: int, context_len: int) -> Footprint:
-    """Bytes that the run will take of each device: of rank 0's, where there are several.
+    """Return the bytes that the run will take of each device; of several ranks, those of rank 0.
 
     Where requests are served, `num_rows` slots take rounds, and one row more is prefilled.
     """
@@ -174,7 +174,7 @@ def _estimate(plan: Plan, num_rows: int, context_len: int, prefills: bool = True
 
 
 def check_memory(plan: Plan, num_rows: int, context_len: int) -> Footprint:
-    """The estimate; raises UserError, naming the largest batch that fits, where memory would not suffice."""
+    """Return the estimate. Raise UserError, with the largest batch that fits, if memory does not suffice."""
     available = memory.available_bytes(plan.device)
     if plan.device.type == "cpu":
         available //= plan.num_ranks
@@ -195,7 +195,7 @@ def check_memory(plan: Plan, num_rows: int, context_len: int) -> Footprint:
 
 
 def num_bytes(plan: Plan) -> int:
-    """The memory that the run will take of each device, at the largest point of a profile."""
+    """Return the memory that the run will take of each device, at the largest point of a profile."""
     batch, scenario = plan.config.batch, plan.config.scenario
     if scenario.name == "profile":
         return estimate(plan, max(scenario.batch_sizes), max(scenario.context_lens)).needed
@@ -203,7 +203,7 @@ def num_bytes(plan: Plan) -> int:
 
 
 def _without_weights(model: Model, plan: Plan, attention: Attention, part: Share) -> Transformer:
-    """A share of a model, on the meta device: its weights have a shape and a type but no storage."""
+    """Return a share of a model, on the meta device: its weights have a shape and a type but no storage."""
     with torch.device("meta"):
         transformer = Transformer(part.config(model.config), attention, part).to(plan.dtype)
     for name in _compact(model, plan):
@@ -221,7 +221,7 @@ def _compact(model: Model, plan: Plan) -> set[str]:
 
 
 def _load(model: Model, plan: Plan, attention: Attention, progress: Progress) -> Transformer:
-    """This rank's share of a model, on its device. Random weights are made there, in the run's own dtype."""
+    """Load this rank's share of a model onto its device. Random weights are made there, in the run's dtype."""
     part = share(model.num_ranks)
     transformer = _without_weights(model, plan, attention, part)
     if model.folder is None:
@@ -241,7 +241,7 @@ def _load(model: Model, plan: Plan, attention: Attention, progress: Progress) ->
 
 
 def _draft_model(plan: Plan, target: Transformer, load: Callable[[Model], Transformer]) -> Transformer | None:
-    """The model that drafts; None where it is the target as it stands, or there is none."""
+    """Return the model that drafts; None if it is the target itself, or there is none."""
     draft = plan.config.draft
     model = load(plan.draft) if plan.draft else None
     if draft.quantization == "none":

@@ -35,7 +35,7 @@ class PredictionPlan:
 
     @property
     def device_name(self) -> str:
-        """The machine predicted for."""
+        """Return the name of the machine to predict for."""
         return self.setup.hardware.name
 
     def doubts(self) -> list[str]:
@@ -79,7 +79,7 @@ def setup_of_run(
     bandwidth_gbs: float | None = None,
     tflops: float | None = None,
 ) -> Setup:
-    """A run that really runs, as something to predict: this software, on the device it runs on.
+    """Return the setup to predict for a run of this software on the device it runs on.
 
     `bandwidth_gbs` and `tflops` are measured figures for a device without a known datasheet. Raises UserError where
     there is nothing to predict with, or a draft that has no cost model.
@@ -140,12 +140,12 @@ def draft_named(name: str, ranks: int | None) -> DraftConfig:
 
 
 def curves(config: Config) -> Curves:
-    """What is known of acceptance, by the runs in the store and by publications."""
+    """Return the known acceptances, of the runs in the store and of publications."""
     return Curves([*acceptance.measured(latest(iter_runs(config.runs_dir))), *acceptance.published()], task_of(config))
 
 
 def task_of(config: Config) -> str:
-    """What the models are asked to continue."""
+    """Return the name of the text that the models continue."""
     return acceptance.task_name(config.data.name, config.data.task, config.sampling.temperature)
 
 

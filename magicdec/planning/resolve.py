@@ -36,7 +36,7 @@ class Model:
 
     @property
     def fingerprint(self) -> str:
-        """What names its weights in a run's id."""
+        """Return the hash of its weights for a run's id."""
         return checkpoint.fingerprint(self.folder) if self.folder else "random"
 
 
@@ -54,7 +54,7 @@ class Plan:
 
     @property
     def fingerprints(self) -> dict[str, str]:
-        """Of the checkpoints and the text that the run reads; a profile reads no text."""
+        """Return the hashes of the checkpoints and the text that the run reads; a profile reads no text."""
         found = {m.key: m.fingerprint for m in (self.target, self.draft) if m is not None}
         if self.config.scenario.name != "profile":
             found["data"] = data.fingerprint(self.config.data.name, self.config.data.path)
@@ -62,18 +62,18 @@ class Plan:
 
     @property
     def sources(self) -> Metrics:
-        """What says in results whether they are of models that know anything."""
+        """Return the metric that says whether results are of trained weights or of random ones."""
         models = (self.target, self.draft)
         return {"weights/source": "random" if any(m is not None and m.folder is None for m in models) else "checkpoint"}
 
     @property
     def num_ranks(self) -> int:
-        """Processes that the run takes."""
+        """Return the processes that the run takes."""
         return self.target.num_ranks
 
     @property
     def is_audited(self) -> bool:
-        """Whether the speculative output claims to be the target's: with synthetic acceptance it means nothing."""
+        """Return whether the output is audited: with synthetic acceptance it means nothing."""
         return self.config.speculates and self.config.draft.synthetic_acceptance is None
 
     def doubts(self) -> list[str]:
@@ -82,7 +82,7 @@ class Plan:
 
 
 def resolve(config: Config) -> Plan:
-    """The run that a configuration asks for; UserError for what can be known to be a mistake without weights."""
+    """Return the plan of a configuration. Raise UserError for mistakes that can be found without weights."""
     device, dtype = _device(config)
     batch = config.batch
     if batch.size == "auto":
@@ -135,7 +135,7 @@ def _device(config: Config) -> tuple[torch.device, torch.dtype]:
 
 
 def _device_name(device: torch.device) -> str:
-    """What a run is measured on: of a CPU, so many threads of it."""
+    """Return the name of the device; of a CPU, with the number of threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     threads = torch.get_num_threads()
@@ -150,7 +150,7 @@ def _model(key: str, choice: ModelChoice) -> tuple[ModelChoice, Model]:
 
 
 def _divided(config: Config, target: Model, draft: Model | None) -> tuple[Model, Model | None]:
-    """The models with the ranks that share them."""
+    """Return the models with the ranks that share them."""
     ranks = config.hardware.tensor_parallel
     drafters = (config.draft.tensor_parallel or ranks) if draft else ranks
     check_ranks(target.config, ranks, draft.config if draft else None, drafters)
@@ -163,7 +163,7 @@ def _divided(config: Config, target: Model, draft: Model | None) -> tuple[Model,
 
 
 def _attention(config: Config, device: torch.device, dtype: torch.dtype, models: list[Model]) -> tuple[str, str]:
-    """Which backend, and why."""
+    """Return the backend's name, and why it was chosen."""
     name, why = choice.choose(config.attention.name, device, dtype, [model.config.head_dim for model in models])
     if config.hardware.cuda_graphs and not choice.backend(name).captured:
         raise UserError(

@@ -35,9 +35,9 @@ def accept_sampled(
     accept: Use = Use.ACCEPT,
     decide: Use = Use.DECIDE,
 ) -> Verdict:
-    """Rejection sampling (Leviathan et al. 2023; Chen et al. 2023): the output is distributed as the target's.
+    """Accept by rejection sampling (Leviathan et al. 2023; Chen et al. 2023), which keeps the target's distribution.
 
-    `q_BGV` is what the proposals were really drawn from, after temperature and truncation; None stands for one-hot,
+    `q_BGV` is what the proposals were really drawn from, after temperature and truncation; None means one-hot,
     a draft that does not sample. `positions_BT` are the positions in the sequence that the T tokens would take;
     `accept` and `decide` name the random numbers.
     """
@@ -69,12 +69,12 @@ def accept_synthetic(
 
 
 def _leading(holds_BG: Tensor) -> Tensor:
-    """How many of a row's first entries hold in one piece (int32)."""
+    """Return how many entries at the start of each row are true (int32)."""
     return holds_BG.int().cumprod(1).sum(1, dtype=torch.int32)
 
 
 def _at(x: Tensor, index_B: Tensor) -> Tensor:
-    """x[b, index[b]] for every row."""
+    """Return x[b, index[b]] for every row."""
     return x[torch.arange(x.shape[0], device=x.device), index_B.long()]
 
 

@@ -46,7 +46,7 @@ class Sampling:
 
     @property
     def greedy(self) -> bool:
-        """Whether the largest logit decides."""
+        """Return whether the largest logit decides."""
         return self.temperature == 0.0
 
     @property
@@ -79,7 +79,7 @@ class RowSampling:
         return self._key_B1
 
     def set_row(self, row: int, sampling: Sampling) -> None:
-        """From now on a row is sampled so."""
+        """Set how a row is sampled from now on."""
         top_k, top_p = sampling.top_k or EVERYTHING, sampling.top_p or 1.0
         if sampling.greedy:
             top_k, top_p = 1, 1e-30  # of equally large logits, the first alone
@@ -193,7 +193,7 @@ def _draw(weights: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
 def choose(
     logits_BTV: Tensor, positions_BT: Tensor, use: Use, sampling: Sampling | RowSampling
 ) -> tuple[Tensor, Tensor | None]:
-    """Tokens (B, T) for the given positions, and the distribution (B, T, V) they were drawn from (greedy: None)."""
+    """Return tokens (B, T) for the given positions, and the distribution (B, T, V) they are drawn from, if any."""
     if sampling.greedy:
         return logits_BTV.argmax(-1), None
     p_BTV = probabilities(logits_BTV, sampling)
@@ -201,13 +201,13 @@ def choose(
 
 
 def _signed(value: int) -> int:
-    """A 64-bit pattern as Python's signed integer, which is what torch's int64 holds."""
+    """Return a 64-bit pattern as Python's signed integer, which is what torch's int64 holds."""
     value &= (1 << 64) - 1
     return value - (1 << 64) if value >> 63 else value
 
 
 def _mix(x: Tensor) -> Tensor:
-    """The finaliser of SplitMix64 (Steele et al. 2014) on int64, whose products wrap around."""
+    """Return the finaliser of SplitMix64 (Steele et al. 2014) on int64, whose products wrap around."""
     x = (x ^ (x >> 30 & (1 << 34) - 1)) * _signed(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> 27 & (1 << 37) - 1)) * _signed(0x94D049BB133111EB)
     return x ^ (x >> 31 & (1 << 33) - 1)

@@ -6,6 +6,7 @@ import yaml
 from magicdec.config.schema import CONF
 from magicdec.costmodel import hardware as h
 from magicdec.errors import UserError
+from magicdec.rules import check
 
 
 @pytest.mark.parametrize(
@@ -53,7 +54,7 @@ def test_fractions_are_fractions(field, value):
 
 def test_overheads_are_not_negative():
     with pytest.raises(UserError, match="layer_overhead_us=-1"):
-        h.Efficiency(layer_overhead_us=-1)
+        check(h.Efficiency(layer_overhead_us=-1), "efficiency.")
 
 
 def test_matmuls_saturate(ideal):
