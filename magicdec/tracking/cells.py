@@ -2,15 +2,20 @@
 
 from collections.abc import Iterable, Sequence
 from math import isfinite
-from typing import Any
+from typing import Any, TypeGuard
 
 from rich import box
 from rich.table import Table
 
 
+def is_number(value: Any) -> TypeGuard[int | float]:
+    """Return True for a finite number; true and false are none."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+
+
 def three_digits(value: Any) -> str:
     """Return a measured number with at least three significant digits, or "" for anything else."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
+    if not is_number(value):
         return ""
     if value == 0 or abs(value) >= 100:
         return f"{value:,.0f}"

@@ -3,7 +3,6 @@
 Its values are the flat metrics, under their names in result.json. Missing ones are not shown.
 """
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from magicdec.registry import DRAFTS, POLICIES
-from magicdec.tracking.cells import new_table, three_digits
+from magicdec.tracking.cells import is_number, new_table, three_digits
 from magicdec.tracking.reader import gpu_trouble, is_impossible, noise
 from magicdec.tracking.store import counted, shown
 from magicdec.tracking.trackers import Logged
@@ -245,5 +244,4 @@ def _pairs(rows: Iterable[tuple[str, Text]]) -> Table:
 
 def _number(value: Any) -> float | None:
     """Return the value as a float, or None if it is missing or not a number."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    return float(value) if is_number else None
+    return float(value) if is_number(value) else None

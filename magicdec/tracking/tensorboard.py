@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from magicdec.errors import UserError
-from magicdec.tracking.report.query import is_number
+from magicdec.tracking.cells import is_number
 from magicdec.tracking.report.rows import flatten, is_setting
 from magicdec.tracking.store import shown
 from magicdec.tracking.trackers import FinishedRun, Logged, Settings

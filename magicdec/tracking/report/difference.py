@@ -6,7 +6,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from magicdec.tracking.cells import cell, new_table
+from magicdec.tracking.cells import cell, is_number, new_table
 from magicdec.tracking.report.rows import FACTS, Row, is_setting, keys_of
 from magicdec.tracking.report.terminal import MAIN_METRICS
 from magicdec.tracking.store import counted
@@ -72,5 +72,4 @@ def _notes(a: Row, b: Row, settings: list[str]) -> Iterator[str]:
 
 def _change(a: Any, b: Any) -> str:
     """Return the relative change from the first to the second."""
-    numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in (a, b))
-    return f"{b / a - 1:+.1%}" if numbers and a else ""
+    return f"{b / a - 1:+.1%}" if is_number(a) and is_number(b) and a else ""

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from magicdec.errors import UserError
-from magicdec.tracking.report.query import Row, is_number, rank
+from magicdec.tracking.cells import is_number
+from magicdec.tracking.report.query import Row, rank
 from magicdec.tracking.report.rows import telling
 
 BATCH, CONTEXT = "batch.size", "batch.context_len"

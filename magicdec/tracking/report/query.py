@@ -8,6 +8,7 @@ from typing import Any
 
 from magicdec.errors import UserError
 from magicdec.rules import did_you_mean
+from magicdec.tracking.cells import is_number
 from magicdec.tracking.report.rows import Row, is_setting, keys_of
 
 SYNTAX = "KEY=VALUE, or with != > >= < <= or ~ (contains); several must all hold. A key's unique ending will do: budget"
@@ -101,11 +102,6 @@ def _number(text: str) -> float | None:
         return float(text)
     except ValueError:
         return None
-
-
-def is_number(value: Any) -> bool:
-    """Return True for a number; true and false are none."""
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _is_metric(rows: Collection[Row], key: str) -> bool:
