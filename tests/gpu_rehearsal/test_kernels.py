@@ -47,7 +47,7 @@ def test_splits_fill_waves():
     assert split_count(192, 100, 64, 396) == 1  # too short to divide
 
 
-@pytest.mark.parametrize("capability", [80, 90, 100, 120])
+@pytest.mark.parametrize("capability", [90, *(pytest.param(other, marks=pytest.mark.slow) for other in (80, 100, 120))])
 def test_the_programs_that_run_at_once_are_those_of_the_compiled_kernel(capability):
     """The package's own sum, with shared memory counted, against this folder's."""
     with fake_cuda(capability) as recording:
