@@ -21,7 +21,7 @@ from magicdec.tracking.progress import progress
 from magicdec.verification.sampling import Sampling
 from tests.small import new_engine, noisy_copy, open_batch, random_prompts, small_model
 
-SIZES = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 160, "num_layers": 4, "max_position_embeddings": 2048}
+SIZES = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 160, "num_layers": 3, "max_position_embeddings": 2048}
 TARGET = small_model(**SIZES)
 ROWS, CONTEXT = 3, 400
 SAMPLED = Sampling(temperature=0.7, top_p=0.9)
