@@ -1,4 +1,4 @@
-"""`python -m magicdec.doctor`: check a machine before its first run, and describe it for a bug report.
+"""`magicdec doctor`: check a machine before its first run, and describe it for a bug report.
 
 Exit code 0 if everything that is there works, 1 otherwise. A missing GPU, an optional library that is not installed or
 a server that cannot be reached is a note, not a failure. Nothing in the output names a user, a host or a folder.
@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.text import Text
 from torch import Tensor
 
-from magicdec import __version__, fingerprint
+from magicdec import __version__, fingerprint, threads
 from magicdec.attention import choice
 from magicdec.attention.base import Attention, Shape
 from magicdec.costmodel.hardware import device_in
@@ -41,7 +41,6 @@ PACKAGES = (
     *("torch", "triton", "flash-attn", "flash-attn-3", "flashinfer-python", "torchao", "transformers"),
     *("hydra-core", "omegaconf", "wandb", "numpy"),
 )
-SPINNING = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 HEAD_DIM, KV_HEADS, GROUP, CONTEXT = 128, 2, 4, 2048
@@ -81,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     num_failed = sum(finding.status == FAILED for finding in findings)
     if not options.markdown:
         print(f"Checks that failed: {num_failed}." if num_failed else "This machine is ready.")
-        print("For a bug report, paste the output of: python -m magicdec.doctor --markdown")
+        print("For a bug report, paste the output of: magicdec doctor --markdown")
     return 1 if num_failed else 0
 
 
@@ -121,9 +120,8 @@ def versions(device: torch.device) -> Iterator[Finding]:
 
 def processor(device: torch.device) -> Iterator[Finding]:
     """Report the processor, its threads and the memory."""
-    waiting = " ".join(f"{name}={os.environ[name]}" for name in SPINNING if name in os.environ)
     text = f"{cpu_name()}, {os.cpu_count()} logical processors, PyTorch threads: {torch.get_num_threads()}"
-    yield Finding(OK, "processor", f"{text}; {waiting or 'threads wait as OpenMP decides'}")
+    yield Finding(OK, "processor", f"{text}; {threads.settings()}")
     yield Finding(OK, "memory", f"{available_bytes(torch.device('cpu')) / GIB:.1f} GiB available")
 
 
@@ -294,9 +292,7 @@ def wandb_server(device: torch.device) -> Iterator[Finding]:
         pass
     except (OSError, ValueError) as error:
         why = f"the server cannot be reached ({type(error).__name__})"
-        yield Finding(
-            NOTE, "W&B", f"{why}; runs are stored here, and python -m magicdec.tracking.sync sends them later"
-        )
+        yield Finding(NOTE, "W&B", f"{why}; runs are stored here, and magicdec sync sends them later")
         return
     yield Finding(OK, "W&B", "the server answers; wandb.mode=online sends runs at once")
 
