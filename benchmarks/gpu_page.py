@@ -6,7 +6,6 @@ from typing import Any
 from magicdec.tracking.cells import cell, markdown_table
 
 Record = dict[str, Any]
-NO_CARD = "`python benchmarks/gpu.py` writes a page that is named after its card. Then this one, of no card, can go."
 TITLES = {
     "a": "Correctness",
     "b": "Ceilings of this card",
@@ -21,8 +20,7 @@ TITLES = {
 def page(points: Callable[[str], dict[str, Record]]) -> str:
     """Return the page as Markdown, with a section for each part, measured or not yet."""
     facts = points("machine")
-    lines = [f"# On {facts['device']}" if facts else "# On a GPU", ""]
-    lines += [f"`python benchmarks/gpu.py`, PyTorch {facts['torch']}." if facts else NO_CARD, ""]
+    lines = [f"# On {facts['device']}", "", f"`python benchmarks/gpu.py`, PyTorch {facts['torch']}.", ""]
     lines += ["A REHEARSAL: these figures mean nothing.", ""] if facts.get("rehearsal") else []
     for part, title in TITLES.items():
         lines += [f"## {title}", ""]

@@ -298,10 +298,15 @@ def fake_model(
 
 
 def engine(
-    draft: str = "self", policy: str = "streaming", num_layers: int = 2, attention: str = "triton", **options: Any
+    draft: str = "self",
+    policy: str = "streaming",
+    num_layers: int = 2,
+    attention: str = "triton",
+    model: ModelConfig = LLAMA_8B,
+    **options: Any,
 ) -> NativeEngine:
-    """An engine of Llama-3.1-8B cut to `num_layers`, on the fake device; `options` as in `tests.small.new_engine`."""
-    config = replace(LLAMA_8B, num_layers=num_layers)
+    """An engine of a model cut to `num_layers`, on the fake device; `options` as in `tests.small.new_engine`."""
+    config = replace(model, num_layers=num_layers)
     target, drafter = fake_model(config, attention), None
     if draft != "none" and DRAFTS[draft].facts.needs_model:
         drafter = fake_model(replace(config, num_layers=max(1, num_layers // 4)), attention)

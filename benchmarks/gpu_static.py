@@ -1,0 +1,179 @@
+"""Predict a round of Llama-3.1-8B on GPUs kernel by kernel, without one: docs/predictions/gpu.md.
+
+    python benchmarks/gpu_static.py            # a minute on a CPU; nothing is computed
+
+The round runs on a fake CUDA device, where every kernel outside of the compiled layers is recorded with the bytes that
+it moves at least. The compiled halves of a layer are what PyTorch's Inductor emits for them. A kernel takes the time of
+its bytes or of its FLOPs, at the rates that the cost model takes from its calibration.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from page import ROOT, provenance
+
+sys.path.append(str(ROOT))  # of the tests, which have the fake device
+
+from magicdec.architectures import ModelConfig
+from magicdec.costmodel.hardware import Hardware, hardware_named
+from magicdec.costmodel.round import Setup, round_times
+from magicdec.drafting import SelfDraft
+from magicdec.models.transformer import Layer
+from magicdec.policies import Streaming
+from magicdec.tracking.cells import markdown_table
+from tests.gpu_rehearsal.fake import LLAMA_8B, Op, engine, fake_cuda, prefilled, rounds
+
+PAGE = ROOT / "docs/predictions/gpu.md"
+CELLS = (("H200", 24), ("H100", 11), ("8xH100", 64))
+CONTEXT, GAMMA, BUDGET = 32768, 4, 512
+LAUNCH_S = 1.8e-6  # from the end of a kernel to the start of the next in a CUDA graph: assumed
+AIM = 1.35  # of a round over its bytes and FLOPs alone, on 8 GPUs
+BF16 = 2
+PARTS = {
+    "attention": ("triton:attend_split", "triton:merge_splits"),
+    "head": ("mm",),
+}
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What one launch takes."""
+
+    part: str  # of the round
+    kind: str
+    num_bytes: float
+    flops: float = 0.0
+    rows: int = 1
+
+    def seconds(self, hardware: Hardware) -> float:
+        """Return the time of its bytes or of its FLOPs, whichever is longer."""
+        return max(self.num_bytes / hardware.bandwidth, self.flops / hardware.matmul_rate(self.rows))
+
+
+def kernels(hardware: Hardware, batch: int) -> list[Kernel]:
+    """Return all kernels of a greedy round on one of the GPUs."""
+    ranks = hardware.count
+    share = replace(LLAMA_8B.shared_by(ranks), vocab_size=LLAMA_8B.vocab_size // ranks)
+    with fake_cuda() as recording:
+        prepared = engine("self", "streaming", share.num_layers, model=share, gamma=GAMMA, budget=BUDGET)
+        opened = prefilled(prepared, batch, CONTEXT)
+        halves = Layer.before_attention, Layer.after_attention
+        Layer.before_attention, Layer.after_attention = (recording._named(half, "layer") for half in halves)
+        try:
+            seen = rounds(opened, recording)
+        finally:
+            Layer.before_attention, Layer.after_attention = halves
+    found = [_kernel(op) for op in seen.ops if op.where != "layer"]
+    for part, tokens, passes in (("propose", 1, GAMMA), ("verify", GAMMA + 1, 1)):
+        layer = list(_layer(part, share, batch * tokens))
+        found += layer * share.num_layers * passes
+    return found
+
+
+def _kernel(op: Op) -> Kernel:
+    kind = next((kind for kind, names in PARTS.items() if op.name in names), "the rest")
+    return Kernel(op.where, kind, op.read + op.written, op.flops, op.inputs[0][0] if op.flops else 1)
+
+
+def _layer(part: str, config: ModelConfig, rows: int) -> Iterator[Kernel]:
+    """Yield the kernels of both halves of a layer, as Inductor fuses them."""
+    E, F, D = config.hidden_size, config.intermediate_size, config.head_dim
+    q, kv = config.num_heads * D, config.num_kv_heads * D
+
+    def matmul(inputs: int, outputs: int) -> Kernel:
+        moved = BF16 * (inputs * outputs + rows * (inputs + outputs))
+        return Kernel(part, "matmuls of layers", moved, 2 * rows * inputs * outputs, rows)
+
+    def fused(elements: int) -> Kernel:
+        return Kernel(part, "fused around them", BF16 * rows * elements)
+
+    yield fused(5 * E)  # sum and norm
+    yield matmul(E, q + 2 * kv)
+    yield fused(2 * (q + kv) + 2 * D)  # rotation
+    yield fused(4 * kv)  # keys and values to the cache
+    yield matmul(q, E)
+    yield fused(4 * E)  # sum and norm
+    yield matmul(E, 2 * F)
+    yield fused(3 * F)  # SwiGLU
+    yield matmul(F, E)
+
+
+def collectives(hardware: Hardware, batch: int) -> tuple[int, float]:
+    """Return how many sums over the ranks a round has, and the seconds that they take by the cost model."""
+    if hardware.count == 1:
+        return 0, 0.0
+    each = 2 * LLAMA_8B.num_layers + 1  # of a pass: two in each layer, and the embedding's
+    sizes = [batch * tokens * LLAMA_8B.hidden_size * BF16 for tokens in (*[1] * GAMMA, GAMMA + 1)]
+    return each * len(sizes), sum(each * hardware.allreduce_time(size, hardware.count) for size in sizes)
+
+
+def section(name: str, batch: int) -> list[str]:
+    """Return the lines of one cell."""
+    hardware = hardware_named(name, stack="magicdec")
+    found = kernels(hardware, batch)
+    groups: dict[tuple[str, str], list[Kernel]] = {}
+    for kernel in found:
+        groups.setdefault((kernel.part, kernel.kind), []).append(kernel)
+    rows = []
+    for (part, kind), members in sorted(groups.items()):
+        moved, seconds = sum(k.num_bytes for k in members), sum(k.seconds(hardware) for k in members)
+        times = [f"{1e3 * t:.3f}" for t in (seconds, LAUNCH_S * len(members))]
+        rows.append([part, kind, f"{len(members):,}", f"{moved / 1e9:.3f}", *times])
+    table = markdown_table(["part", "kernels of", "launches", "GB", "ms of bytes or FLOPs", "ms of launches"], rows)
+    return [f"## {name}, {batch} x {CONTEXT:,}", "", *summary(hardware, batch, found), "", table]
+
+
+def summary(hardware: Hardware, batch: int, found: list[Kernel]) -> Iterator[str]:
+    """Yield a paragraph on the round as a whole, and one that compares it with the cost model's own prediction."""
+    moving, launching = sum(kernel.seconds(hardware) for kernel in found), LAUNCH_S * len(found)
+    sums, summing = collectives(hardware, batch)
+    total = moving + launching + summing
+    text = f"{len(found):,} kernels move for {1e3 * moving:.1f} ms; launches add {launching / moving:.1%}"
+    text += f", {sums} sums over the ranks {1e3 * summing:.1f} ms ({summing / moving:.0%})" if sums else ""
+    yield f"{text}. In all {1e3 * total:.1f} ms, {total / moving:.2f} times the bytes and FLOPs alone."
+    if sums:
+        left, assumed = (1e6 * t / sums for t in (AIM * moving - moving - launching, summing))
+        yield f"For {AIM} times, a sum may take {left:.1f} us; {assumed:.0f} us are assumed, as calibrated."
+    yield ""
+    cache = Streaming(budget=BUDGET, num_sink=4)
+    model = round_times(Setup(LLAMA_8B, hardware, batch, CONTEXT, SelfDraft(), cache), GAMMA)
+    steps = [*[model.draft] * GAMMA, model.verify, model.overhead]
+    modelled, software = sum(step.total for step in steps), sum(step.overhead for step in steps)
+    alone = modelled - software - sum(step.communication for step in steps)
+    yield f"The cost model says {1e3 * modelled:.1f} ms ({modelled / total - 1:+.0%}). Its bytes and FLOPs take"
+    yield f"{1e3 * alone:.1f} ms ({alone / moving - 1:+.1%}). The rest of the difference is what software adds:"
+    yield f"{1e3 * software:.1f} ms as calibrated on the MagicDec paper's, {1e3 * launching:.1f} ms of launches here."
+
+
+INTRODUCTION = f"""
+Self-speculation, StreamingLLM's cache of {BUDGET} entries, gamma {GAMMA}, greedy, bfloat16, `attention=triton`,
+`hardware.compile`, one CUDA graph. Kernels outside of the layers are recorded on a fake CUDA device, with the bytes
+that they move at least; those of the layers are what Inductor emits. Bandwidth, matmul rate and all-reduces are the
+cost model's, from its calibration ([how](../cost-model.md)). Between two kernels {1e6 * LAUNCH_S:.1f} us are assumed.
+Not included: kernels that fall short of the bandwidth, waves that are not full, and the gathering of logits over ranks.
+"""
+
+
+def main() -> None:
+    """Write the page."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--out", type=Path, default=PAGE)
+    options = parser.parse_args()
+    lines = [
+        "# Predicted, not measured: a round of Llama-3.1-8B on GPUs, kernel by kernel",
+        "",
+        f"{provenance('python benchmarks/gpu_static.py')}. No GPU is involved.",
+        INTRODUCTION,
+    ]
+    for name, batch in CELLS:
+        lines += section(name, batch)
+        print(f"{name}: done", flush=True)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text("\n".join(lines).rstrip() + "\n")
+
+
+if __name__ == "__main__":
+    main()

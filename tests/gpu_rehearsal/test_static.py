@@ -1,0 +1,33 @@
+"""Predictions kernel by kernel: the bytes are those of the cost model, and little is added to them."""
+
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.slow
+def test_the_bytes_are_the_cost_models(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import gpu_static
+
+    from magicdec.costmodel.hardware import hardware_named
+    from magicdec.costmodel.round import Setup, round_times
+    from magicdec.drafting import SelfDraft
+    from magicdec.policies import Streaming
+    from tests.gpu_rehearsal.fake import LLAMA_8B
+
+    hardware = hardware_named("H200", stack="magicdec")
+    kernels = gpu_static.kernels(hardware, 24)
+    moving = sum(kernel.seconds(hardware) for kernel in kernels)
+    cache = Streaming(budget=gpu_static.BUDGET, num_sink=4)
+    model = round_times(Setup(LLAMA_8B, hardware, 24, gpu_static.CONTEXT, SelfDraft(), cache), gpu_static.GAMMA)
+    steps = [*[model.draft] * gpu_static.GAMMA, model.verify]
+    assert moving == pytest.approx(sum(step.total - step.overhead for step in steps), rel=0.02)
+    assert len(kernels) * gpu_static.LAUNCH_S <= 0.09 * moving
+
+
+def test_the_page_says_that_nothing_is_measured():
+    title = (ROOT / "docs/predictions/gpu.md").read_text().splitlines()[0]
+    assert "Predicted, not measured" in title
