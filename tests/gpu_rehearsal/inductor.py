@@ -19,7 +19,7 @@ from triton.backends.compiler import GPUTarget
 from tests.gpu_rehearsal.compile import GPUS
 
 
-class _Driver:
+class CompilingDriver:
     """What Triton asks the driver of a GPU before it compiles."""
 
     def __init__(self, capability: int):
@@ -97,7 +97,7 @@ def pretended_gpu(capability: int = 90) -> Iterator[None]:
         for owner, name in ((attention_patterns, "_sfdp_init"), (padding, "_pad_mm_init")):
             answer(owner, name, None)  # they run kernels to learn patterns
         answer(other_patterns, "_misc_patterns_init", None)
-        stack.enter_context(patch.object(driver, "_active", _Driver(capability)))
+        stack.enter_context(patch.object(driver, "_active", CompilingDriver(capability)))
         stack.enter_context(torch._inductor.config.patch(force_disable_caches=True, compile_threads=1))
         for cache in caches:
             cache.cache_clear()

@@ -2,12 +2,16 @@
 
 import pytest
 import torch
+from triton.compiler import CompiledKernel
+from triton.runtime.driver import driver
 
 from magicdec.attention import triton as ours
 from magicdec.attention.base import Shape
 from magicdec.attention.triton import split_count
-from tests.gpu_rehearsal.compile import GPUS, Launch, compiled
+from tests.attention.twins import case
+from tests.gpu_rehearsal.compile import GPUS, Launch, compiled, resources
 from tests.gpu_rehearsal.fake import engine, fake_cuda, prefilled, rounds
+from tests.gpu_rehearsal.inductor import CompilingDriver
 
 CELLS = [(24, 32768), (11, 32768), (192, 4096), (96, 8192), (48, 16384), (8, 100000)]  # rows, context
 
@@ -62,3 +66,32 @@ def test_the_programs_that_run_at_once_are_those_of_the_compiled_kernel(capabili
     made = compiled(seen.launches[0], capability)
     assert at_once == made.programs * GPUS[capability].sms
     assert made.programs == {80: 2, 90: 2, 100: 2, 120: 1}[capability]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["all", "selected", "positions", "scored"])
+def test_triton_itself_compiles_a_pass_before_its_first_launch(kind, monkeypatch):
+    """With the arguments of the pass, on a device that only compiles, which tells how many programs run at once."""
+    loaded = []
+    monkeypatch.setattr(driver, "_active", CompilingDriver(90))
+    monkeypatch.setattr(ours, "gpu", lambda: ours.Gpu(90, 132, GPUS[90].shared, 64))
+    monkeypatch.setattr(ours, "_programs", {})
+
+    def load(self):
+        self.n_regs, _ = resources(self.asm["cubin"])
+        loaded.append(self)
+
+    monkeypatch.setattr(CompiledKernel, "_init_handles", load)
+    q, k, v, lengths = (x.to("meta") for x in case(5, 4, 128, 32869, torch.bfloat16))
+    attention, shape = ours.TritonAttention(), Shape(5, k.shape[2], 4, q.dtype)
+    positions = torch.empty(k.shape[:3], dtype=torch.int32, device="meta") if kind == "positions" else None
+    plan = attention.plan(lengths, shape, 512 if kind == "positions" else None, positions)
+    indices = torch.empty(3, 2, 4096, dtype=torch.int64, device="meta") if kind == "selected" else None
+    if kind == "scored":
+        attention.attend_scored(q, k, v, plan)
+    else:
+        attention.attend(q, k, v, plan, indices)
+    (made,) = loaded
+    (at_once,) = ours._programs.values()
+    assert at_once == ours.gpu().programs(made.n_regs, made.metadata.shared, made.metadata.num_warps)
+    assert at_once in (2 * 132, 3 * 132)
