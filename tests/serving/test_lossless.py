@@ -82,6 +82,7 @@ def test_any_arrival_order_gives_the_tokens_of_each_alone(draft, policy):
     serve(Scheduler(slots), generator.sample(requests, len(requests)), generator.random())
     assert [request.tokens for request in requests] == expected()
     assert {request.end for request in requests} == {"length"}
+    assert all(accepted <= proposed for request in requests for proposed, accepted in request.rounds)
 
 
 @pytest.mark.parametrize(("draft", "policy"), PAIRS)
