@@ -11,7 +11,9 @@ from magicdec.architectures import ModelConfig, check_ranks
 from magicdec.attention.sdpa import SdpaAttention
 from magicdec.errors import UserError
 from magicdec.kernels.library import compiler
+from magicdec.models import parallel
 from magicdec.models.checkpoint import load, read_config
+from magicdec.models.kv_cache import KVCache
 from magicdec.models.parallel import Share, share
 from magicdec.models.transformer import Transformer
 from magicdec.registry import POLICIES
@@ -109,3 +111,17 @@ def test_what_cannot_be_divided_is_refused_with_what_can():
         check_ranks(config, 4, config, 3)
     with pytest.raises(UserError, match=r"draft.tensor_parallel=6: 12 query heads"):
         check_ranks(config, 12, config, 6)
+
+
+def test_a_pass_has_two_sums_a_layer_and_one_of_the_embedding(monkeypatch, folders):
+    """Each is a wait for all ranks, and predictions count them. Choosing tokens takes one gathering of logits."""
+    summed, gathered = [], []
+    monkeypatch.setattr(parallel.dist, "all_reduce", lambda x, group=None: summed.append(x.shape))
+    monkeypatch.setattr(parallel, "_all_gather", lambda out, x: gathered.append(x.shape))
+    target = model(folders["bias"], Share(0, 2, 0, 2))
+    cache = KVCache(target.config, 3, 8, torch.float32, "cpu")
+    with torch.inference_mode():
+        hidden = target(torch.zeros(3, 2, dtype=torch.int64), cache)
+        assert target.logits(hidden).shape == (3, 2, VOCAB)
+    assert summed == [hidden.shape] * (2 * target.config.num_layers + 1)
+    assert len(gathered) == 1
