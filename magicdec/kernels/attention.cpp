@@ -72,7 +72,8 @@ struct Partial {
     Partial(float* at, int64_t query_rows, int64_t dim)
         : out(at), most(at + query_rows * dim), total(most + query_rows), blocks(total + query_rows) {}
     static int64_t size(int64_t query_rows, int64_t dim, bool scored) {
-        return query_rows * (dim + 2 + (scored ? SPLIT / BLOCK * (BLOCK + 1) : 0));
+        const int64_t numbers = query_rows * (dim + 2 + (scored ? SPLIT / BLOCK * (BLOCK + 1) : 0));
+        return (numbers + 15) / 16 * 16;  // each begins with a cache line
     }
     float* block(int64_t i, int64_t query_rows) const { return blocks + i * query_rows * (BLOCK + 1); }
 };
@@ -87,26 +88,25 @@ class Kernel {
     }
 
     void run() {
-        static thread_local std::vector<float> scratch;  // kept: fresh pages would cost more than the work in them
+        static thread_local Room of_partials;
         const int64_t heads = c.rows * c.kv_heads, size = Partial::size(query_rows, c.dim, c.scores);
         // Weights stay in the cache if the next head overwrites them.
         const int64_t room = c.scores ? std::min(heads, c.threads) : heads;
-        if (int64_t(scratch.size()) < room * max_splits * size) scratch.resize(room * max_splits * size);
-        float* const all_partials = scratch.data();
+        float* const all_partials = of_partials.of(room * max_splits * size);
         std::vector<std::atomic<int64_t>> done(heads);
         std::atomic<int64_t> next{0};
 #pragma omp parallel num_threads(c.threads)
         {
-            std::vector<float> q(query_rows * c.dim), scores(query_rows * BLOCK), decay(query_rows);
-            std::vector<float> wide(std::is_same_v<T, float> ? 0 : BLOCK * c.dim);
+            static thread_local Room of_work;
+            float *const q = of_work.of(query_rows * (c.dim + BLOCK + 1) + BLOCK * c.dim), *const wide = q + query_rows * c.dim;
+            float *const scores = wide + BLOCK * c.dim, *const decay = scores + query_rows * BLOCK;
             for (int64_t task; (task = next.fetch_add(1)) < heads * max_splits;) {
                 const int64_t head = task / max_splits, split = task % max_splits;
                 const int64_t b = head / c.kv_heads, kv = head % c.kv_heads;
                 float* partials = all_partials + head % room * max_splits * size;
                 // Tasks begin in order: the thread that still needs this room is at work.
                 while (head >= room && done[head - room] <= max_splits) std::this_thread::yield();
-                attend(b, kv, split, Partial(partials + split * size, query_rows, c.dim), q.data(), scores.data(),
-                       decay.data(), wide.data());
+                attend(b, kv, split, Partial(partials + split * size, query_rows, c.dim), q, scores, decay, wide);
                 // The thread that ends a head's last split merges them: threads wait for each other only once.
                 if (done[head].fetch_add(1) + 1 < max_splits) continue;
                 merge(b, kv, partials, size);

@@ -9,7 +9,6 @@
 
 #include <atomic>
 #include <type_traits>
-#include <vector>
 
 namespace {
 
@@ -54,12 +53,15 @@ void tile(const float* x, const W* const* w, int64_t K, float* y, int64_t stride
     }
 }
 
-// All rows of x, in tiles that are as even as can be.
+// All rows of x, in tiles that are as even as can be. Each fetches a part of what is read next: memory must not wait for
+// arithmetic.
 template <typename W>
-void tiles(const float* x, int64_t rows, const W* const* w, int64_t K, float* y, int64_t stride) {
+void tiles(const float* x, int64_t rows, const W* const* w, int64_t K, float* y, int64_t stride, const char* next,
+           int64_t next_bytes) {
     const int64_t count = (rows + R - 1) / R;
-    for (int64_t i = 0, r = 0; i < count; ++i) {
+    for (int64_t i = 0, r = 0, fetched = 0; i < count; ++i) {
         const int64_t size = (rows - r) / (count - i);
+        for (; fetched < next_bytes * (i + 1) / count; fetched += 64) __builtin_prefetch(next + fetched);
         if (size == 1) tile<1>(x + r * K, w, K, y + r * stride, stride);
         if (size == 2) tile<2>(x + r * K, w, K, y + r * stride, stride);
         if (size == 3) tile<3>(x + r * K, w, K, y + r * stride, stride);
@@ -73,44 +75,41 @@ inline void put(bfloat16* to, float x) { store_first(to, all(x), 1); }
 
 template <typename T, typename W>
 void linear(const T* x, const W* w, const T* bias, T* y, int64_t M, int64_t N, int64_t K, int threads) {
-    static thread_local std::vector<float> wide_x;  // kept: fresh pages would cost more than the work in them
+    static thread_local Room room;
     const float* in = reinterpret_cast<const float*>(x);
     if constexpr (!std::is_same_v<T, float>) {
-        wide_x.resize(M * K);
-        in = wide_x.data();
-        for_vectors(M * K, [&](int64_t i, auto load, auto store) { store(wide_x.data() + i, load(x + i)); });
+        float* const wide_x = room.of(M * K);
+        for_vectors(M * K, [&](int64_t i, auto load, auto store) { store(wide_x + i, load(x + i)); });
+        in = wide_x;
     }
     const int64_t part = std::max<int64_t>(8 * R, CACHED / K / R * R), parts = (M + part - 1) / part;
     const int64_t tasks = (N + TASK - 1) / TASK;
     std::atomic<int64_t> next{0};
 #pragma omp parallel num_threads(threads) if (M * N * K > 1 << 16)
     {
-        static thread_local std::vector<float> wide_w, some;
-        wide_w.resize(std::is_same_v<W, float> ? 0 : C * K);
-        some.resize(C * part);
+        static thread_local Room of_weights, of_results;
+        float *const wide_w = of_weights.of(std::is_same_v<W, float> ? 0 : C * K), *const some = of_results.of(C * part);
         for (int64_t task; (task = next.fetch_add(1)) < tasks * parts;) {
             const int64_t m = task / tasks * part, rows = std::min(part, M - m);
             const int64_t first = task % tasks * TASK, end = std::min(N, first + TASK);
             for (int64_t n = first; n < end; n += C) {
                 const W* from[C];
                 for (int c = 0; c < C; ++c) from[c] = w + std::min(n + c, N - 1) * K;
-                if (rows <= 2 * R && n + 2 * C <= N) {  // memory must not wait for arithmetic
-                    const char* ahead = reinterpret_cast<const char*>(w + (n + C) * K);
-                    for (int64_t i = 0; i < int64_t(C * K * sizeof(W)); i += 64) __builtin_prefetch(ahead + i);
-                }
+                const char* next = reinterpret_cast<const char*>(w + (n + C) * K);
+                const int64_t bytes = std::min<int64_t>(C, std::max<int64_t>(0, N - n - C)) * K * sizeof(W);
                 const bool direct = std::is_same_v<T, float> && !bias && n + C <= N;
-                float* out = direct ? reinterpret_cast<float*>(y) + m * N + n : some.data();
+                float* out = direct ? reinterpret_cast<float*>(y) + m * N + n : some;
                 const int64_t stride = direct ? N : C;
                 if (std::is_same_v<W, float> || rows <= R) {
-                    tiles(in + m * K, rows, from, K, out, stride);
+                    tiles(in + m * K, rows, from, K, out, stride, next, bytes);
                 } else {
                     const float* widened[C];
                     for (int c = 0; c < C; ++c) {
-                        float* to = wide_w.data() + c * K;
+                        float* to = wide_w + c * K;
                         for_vectors(K, [&](int64_t k, auto load, auto store) { store(to + k, load(from[c] + k)); });
                         widened[c] = to;
                     }
-                    tiles(in + m * K, rows, widened, K, out, stride);
+                    tiles(in + m * K, rows, widened, K, out, stride, next, bytes);
                 }
                 for (int64_t r = 0; r < rows && !direct; ++r)
                     for (int64_t c = 0; c < C && n + c < N; ++c)

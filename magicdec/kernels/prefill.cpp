@@ -9,7 +9,6 @@
 #include <atomic>
 #include <limits>
 #include <type_traits>
-#include <vector>
 
 #include "call.h"
 
@@ -70,10 +69,12 @@ class Prefill {
         std::atomic<int64_t> next{0};
 #pragma omp parallel num_threads(c.threads)
         {
-            std::vector<float> q(c.dim * ROWS), out(c.dim * ROWS), p(SLOTS * ROWS), wide(2 * SLOTS * c.dim);
+            static thread_local Room room;
+            float *const q = room.of((2 * c.dim + SLOTS) * ROWS + 2 * SLOTS * c.dim), *const out = q + c.dim * ROWS;
+            float *const p = out + c.dim * ROWS, *const wide = p + SLOTS * ROWS;
             for (int64_t task; (task = next.fetch_add(1)) < tasks;) {
                 const int64_t head = task / parts, first = task % parts * ROWS;
-                attend(head / c.kv_heads, head % c.kv_heads, first, q.data(), out.data(), p.data(), wide.data());
+                attend(head / c.kv_heads, head % c.kv_heads, first, q, out, p, wide);
             }
         }
     }

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <vector>
 
 #ifndef LANES
 #ifdef __AVX512F__
@@ -23,6 +24,18 @@ typedef uint32_t UintVec __attribute__((vector_size(4 * LANES)));
 typedef uint16_t HalfVec __attribute__((vector_size(2 * LANES)));
 typedef float Vec8 __attribute__((vector_size(32)));
 typedef float Quad __attribute__((vector_size(16)));
+
+// Room for numbers whose vectors do not cross cache lines. It keeps its memory: fresh pages cost more than small work.
+class Room {
+  public:
+    float* of(int64_t size) {
+        if (int64_t(memory.size()) < size + 16) memory.resize(size + 16);
+        return reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(memory.data()) + 63) / 64 * 64);
+    }
+
+  private:
+    std::vector<float> memory;
+};
 
 struct bfloat16 {
     uint16_t bits;
