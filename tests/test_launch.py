@@ -272,7 +272,7 @@ def test_help_needs_no_module_of_posix():
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["reprot", "runs"], "error: reprot: neither a command (report, compare, "),
+        (["reprot", "runs"], "error: reprot: neither a command (report, "),
         (["compare", "no-run", "no-run"], "error: no-run"),
         (["report", "no-folder"], "error: no-folder"),
     ],
