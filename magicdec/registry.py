@@ -92,10 +92,10 @@ def _note_plugin(module: str) -> None:
     """Note where a module outside this package lies: with its package, where it has one."""
     name = module.partition(".")[0]
     with suppress(ValueError):  # __main__, which has no place of its own
-        if (spec := importlib.util.find_spec(name)) and spec.origin:
-            path = Path(spec.origin).resolve()
-            if not path.is_relative_to(PACKAGE):
-                PLUGINS[name] = path.parent if spec.submodule_search_locations else path
+        spec = importlib.util.find_spec(name)
+        for place in (spec and (spec.submodule_search_locations or [spec.origin or __file__])) or ():
+            if not Path(place).resolve().is_relative_to(PACKAGE):
+                PLUGINS[name] = Path(place).resolve()
 
 
 @dataclass(frozen=True)

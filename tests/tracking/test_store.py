@@ -200,7 +200,9 @@ def test_a_plugin_is_part_of_the_code(tmp_path, monkeypatch):
     code = "from magicdec.registry import CORPORA, Corpus\nCORPORA.register(Corpus('mine'), 'mine:load')\n"
     package = tmp_path / "a_package_of_mine"
     package.mkdir()
-    hashes = [source()]
+    hashes, bare = [source()], tmp_path / "without_init"  # a namespace package
+    bare.mkdir()
+    (bare / "one.py").write_text(code)
     for file in (tmp_path / "a_plugin_of_mine.py", package / "__init__.py"):
         file.write_text(code.replace("mine:load", f"{file.stem if file.parent == tmp_path else package.name}:load"))
         importlib.import_module(file.stem if file.parent == tmp_path else package.name)
@@ -209,7 +211,10 @@ def test_a_plugin_is_part_of_the_code(tmp_path, monkeypatch):
         hashes.append(source())
     (package / "helper.py").write_text("")
     hashes.append(source())
-    assert len(set(hashes)) == 6
+    importlib.import_module("without_init.one")
+    registry.CORPORA.register(registry.Corpus("mine"), "without_init.one:load")
+    hashes.append(source())
+    assert len(set(hashes)) == 7
 
 
 def test_the_commit_is_that_of_the_package_and_dirty_with_a_new_file(tmp_path, monkeypatch):
