@@ -66,7 +66,7 @@ class SweepJob:
         return f"job {self.number} ({' '.join(self.overrides)})"
 
 
-class Result(JobReturn):
+class JobResult(JobReturn):
     """A job's result. The failure of one has been printed: Hydra's class would print one more line about it."""
 
     @property
@@ -172,10 +172,10 @@ class ProcessLauncher(Launcher):
                 stop(sweep_dir, code=1)
         if code:
             failure = JobFailed(max(code, 1))
-            return Result(overrides=job.overrides, status=JobStatus.FAILED, _return_value=failure)
+            return JobResult(overrides=job.overrides, status=JobStatus.FAILED, _return_value=failure)
         stored = read_result(Path(self.config.runs_dir, attempt_id)) if attempt_id else {}
         objective = stored.get(self.config.sweep.objective)
-        return Result(overrides=job.overrides, status=JobStatus.COMPLETED, _return_value=objective)
+        return JobResult(overrides=job.overrides, status=JobStatus.COMPLETED, _return_value=objective)
 
 
 def command(job: SweepJob, hydra: DictConfig) -> list[str]:
