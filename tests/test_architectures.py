@@ -41,6 +41,8 @@ PUBLISHED = {
     "qwen3-14b": 14.77,
     "yi-1.5-6b": 6.06,
     "yi-1.5-34b": 34.39,
+    "smollm2-135m": 0.13,
+    "smollm2-135m-q4": 0.13,
 }
 BUNDLED = ("tiny", "tiny-draft")
 

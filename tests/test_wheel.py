@@ -1,5 +1,6 @@
 """The wheel holds everything that the command needs outside of a checkout."""
 
+import shutil
 import zipfile
 from pathlib import Path
 
@@ -10,11 +11,14 @@ CODE = {".py", ".cpp", ".h", ".csv", ".css", ".html", ".js", ".json", ".safetens
 builders = pytest.importorskip("hatchling.builders.wheel")
 
 
+def build(source, folder):
+    (path,) = builders.WheelBuilder(str(source)).build(directory=str(folder), versions=["standard"])
+    return zipfile.ZipFile(path)
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("wheel")
-    (path,) = builders.WheelBuilder(str(ROOT)).build(directory=str(folder), versions=["standard"])
-    with zipfile.ZipFile(path) as archive:
+    with build(ROOT, tmp_path_factory.mktemp("wheel")) as archive:
         yield archive
 
 
@@ -47,6 +51,18 @@ def test_nothing_else_is_installed(wheel):
         "hydra_plugins",
         "magicdec-0.1.0.dist-info",
     }
+
+
+def test_settings_of_this_machine_stay_here(tmp_path):
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path)
+    for name in ("conf/config.yaml", "conf/local/default.yaml", "magicdec/__init__.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("")
+    with build(tmp_path, tmp_path / "dist") as archive:
+        names = archive.namelist()
+    assert "magicdec/conf/config.yaml" in names
+    assert not [name for name in names if "local" in name]
 
 
 def test_the_command(wheel):
