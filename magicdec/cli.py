@@ -105,6 +105,9 @@ def _launch() -> int:
         if not os.environ.get(sweep.JOB):  # otherwise its launcher prints the line
             to_stderr(f"interrupted{'; to resume, run the same command again' if sweeps else ''}")
         return sweep.INTERRUPTED
+    except BrokenPipeError:  # the reader of a pipe, such as head, has what it wanted
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILURE
     except Exception as error:
         return report(error, _refusal(error) or explain(error, overrides))
     return 0

@@ -226,11 +226,20 @@ def test_a_failing_job_does_not_stop_a_sweep(run, here):
 def test_help_names_every_group_and_loads_no_torch(here):
     result = in_subprocess("--help", PYTHONPROFILEIMPORTTIME="1")
     assert result.returncode == 0
-    groups = [folder.name for folder in (ROOT / "conf").iterdir() if folder.is_dir() and folder.name != "hydra"]
+    groups = [
+        folder.name for folder in (ROOT / "conf").iterdir() if folder.is_dir() and folder.name not in ("hydra", "local")
+    ]
     for group in groups:
         assert f"\n  {group} " in result.stdout, "a sentence"
         assert f"\n{group}: " in result.stdout, "its options"
     assert "| torch" not in result.stderr
+
+
+def test_a_reader_that_stops_reading_is_no_error(here):
+    command = f"{sys.executable} {ROOT / 'launch.py'} --help | head -1"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, cwd=here)
+    assert done.stdout.startswith("Speculative decoding")
+    assert done.stderr == ""
 
 
 def test_exit_codes_reach_the_shell(here):
