@@ -160,8 +160,10 @@ def test_the_context_of_a_users_own_prompts_is_the_one_they_have(tmp_path, monke
         '{"prompt": "import os"}\n{"prompt": "def add(a, b):\\n    return a + b"}\n'
     )
     setups = []
-    original = compare.beside
-    monkeypatch.setattr(compare, "beside", lambda setup, *rest: setups.append(setup) or original(setup, *rest))
+    original = compare.predicted_metrics
+    monkeypatch.setattr(
+        compare, "predicted_metrics", lambda setup, *rest: setups.append(setup) or original(setup, *rest)
+    )
     keys = ["data=prompts", f"data.path={tmp_path}/prompts.jsonl", "cache.budget=8"]
     found, generations, _ = run_here(tmp_path / "runs", *keys)
     short, long = (row["context_len"] for row in generations)

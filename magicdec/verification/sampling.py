@@ -118,8 +118,7 @@ def _top_k(logits: Tensor, top_k: int | Tensor) -> tuple[Tensor, Tensor | None]:
     if isinstance(top_k, int):
         ordered, likeliest = logits.topk(min(top_k, V))
         return ordered[..., -1:], likeliest
-    # A GPU must not wait for the host.
-    count = V if logits.is_cuda else int(top_k.masked_fill(top_k >= V, 1).max())
+    count = int(top_k.masked_fill(top_k >= V, 1).max()) if _host_may_look(logits) else V
     least = logits.topk(count).values.gather(-1, (top_k.clamp(max=count) - 1).expand(*logits.shape[:-1], 1))
     return least.masked_fill(top_k >= V, float("-inf")), None
 
@@ -137,9 +136,14 @@ def _nucleus(p: Tensor, top_p: float | Tensor, likeliest: Tensor | None) -> Tens
     return (p > least) | ties & (ties.cumsum(-1, dtype=torch.int32) <= num_ties) | (top_p >= 1)
 
 
+def _host_may_look(values: Tensor) -> bool:
+    """Return whether values decide what is computed: a GPU must not wait for the host, a fake tensor has none."""
+    return values.device.type == "cpu"
+
+
 def _likeliest_first(p: Tensor, likeliest: Tensor | None) -> Iterator[Tensor]:
     """Yield the largest probabilities of each row, sorted; more and more, where the host may see if they are enough."""
-    if not p.is_cuda:
+    if _host_may_look(p):
         if likeliest is not None:
             yield p.gather(-1, likeliest)
         elif p.shape[-1] > 2 * (few := max(FEW, p.shape[-1] // SHARE)):
