@@ -186,7 +186,7 @@ class Streaming(Window):
 
 @dataclass(frozen=True)
 class SnapKV(CacheConfig):
-    """What the prompt's last `observation_window` tokens attend to, scores averaged over `kernel` neighbours."""
+    """Entries that the last `observation_window` prompt tokens attend to; scores averaged over `kernel` neighbours."""
 
     policy: str = "snapkv"
     observation_window: int = at_least(1, default=32)
@@ -258,7 +258,7 @@ class TopK(CacheConfig):
 
 @dataclass(frozen=True)
 class VerifyGuided(CacheConfig):
-    """What the last verification attended to, chosen every `refresh` rounds."""
+    """The entries that the last verification attended to, chosen every `refresh` rounds."""
 
     policy: str = "verify_guided"
     refresh: int = at_least(1, default=1)

@@ -14,7 +14,7 @@ SHORT.maxlevel = 1
 
 
 class Rule(NamedTuple):
-    """What a value must satisfy, and how an error puts it."""
+    """A condition on a value, and the words in which an error states it."""
 
     holds: Callable[[Any], bool]
     valid: str

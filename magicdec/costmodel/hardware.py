@@ -25,7 +25,7 @@ NAME = r"(?:(\d+)x)?([a-z]\w*)"  # a count and a device
 
 @dataclass(frozen=True)
 class Link:
-    """What connects the GPUs of a machine."""
+    """The link between the GPUs of a machine."""
 
     name: str
     bandwidth: float  # bytes per second that a GPU sends, and as many that it receives

@@ -22,7 +22,7 @@ SHORTEST = 64  # tokens: S* is not looked for below
 
 @dataclass(frozen=True)
 class AtGamma:
-    """What one gamma gives."""
+    """The prediction for one gamma."""
 
     times: RoundTimes
     alpha: float | None
@@ -60,7 +60,7 @@ class AtGamma:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What the cost model says of a configuration."""
+    """The prediction for a configuration."""
 
     setup: Setup
     estimate: Estimate | None

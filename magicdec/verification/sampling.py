@@ -22,7 +22,7 @@ GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: SplitMix64's stride b
 
 
 class Use(IntEnum):
-    """What a random number decides; each use of a position has a stream of its own."""
+    """The decision that a random number makes; each use of a position has a stream of its own."""
 
     PROPOSE = 1
     ACCEPT = 2
