@@ -363,6 +363,7 @@ def server_of(sweep):
 HELD = """
 import os, sys, time
 while any("forkserver" in argument for argument in sys.orig_argv) and os.path.exists({hold!r}):
+    open({hold!r} + ".held", "a").close()
     time.sleep(0.01)
 """
 
@@ -376,7 +377,11 @@ def test_a_fork_server_that_is_killed_loses_no_job(tmp_path, starts, monkeypatch
     monkeypatch.setenv("QUICK_SECONDS", "1")
     sweep = start(tmp_path / "runs", "draft.gamma=1,2")
     server = server_of(sweep)
-    hold.unlink()  # for the next one: this one sleeps
+    while sweep.poll() is None and not (tmp_path / "hold.held").exists():
+        time.sleep(0.01)
+    time.sleep(1)  # the sweep asks the server for a process; a server that dies before that is replaced silently
+    os.kill(server, signal.SIGSTOP)
+    hold.unlink()  # for the next one
     os.kill(server, signal.SIGKILL)
     while sweep.poll() is None and not list(starts.iterdir()):
         time.sleep(0.01)
