@@ -7,12 +7,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from magicdec import threads
+from magicdec.version import VERSION
 
 if TYPE_CHECKING:
     from magicdec.api import Result, UserError, histories, load, predict, run, runs
 
 __all__ = ["Result", "UserError", "__version__", "histories", "load", "predict", "run", "runs"]
-__version__ = "0.1.0"
+__version__ = VERSION
 
 threads.set_defaults()  # PyTorch, which reads them once, is imported later
 

@@ -23,7 +23,6 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from magicdec import __version__
 from magicdec.config.explain import explain
 from magicdec.config.load import load
 from magicdec.config.schema import CONF
@@ -33,6 +32,7 @@ from magicdec.tracking.gpus import gpus_of_its_own
 from magicdec.tracking.lock import Busy
 from magicdec.tracking.reader import LOG
 from magicdec.tracking.sweep import Job
+from magicdec.version import VERSION
 
 USER_ERROR, FAILURE = 2, 1
 # Subcommands: the module whose main() gets their arguments, and arguments before those.
@@ -90,7 +90,7 @@ def _launch() -> int:
     try:
         parser = get_args_parser()
         parser.error = _refuse  # type: ignore[method-assign]
-        parser._option_string_actions["--version"].version = f"magicdec {__version__}"  # type: ignore[attr-defined]
+        parser._option_string_actions["--version"].version = f"magicdec {VERSION}"  # type: ignore[attr-defined]
         arguments = parser.parse_args()
         overrides = arguments.overrides
         if arguments.multirun and "sweep.dry_run=true" in map(str.lower, overrides):

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.text import Text
 from torch import Tensor
 
-from magicdec import __version__, fingerprint, threads
+from magicdec import fingerprint, threads
 from magicdec.attention import choice
 from magicdec.attention.base import Attention, Shape
 from magicdec.costmodel.hardware import device_in
@@ -34,6 +34,7 @@ from magicdec.measure.system import cpu_name
 from magicdec.scenarios.ranks import on_ranks
 from magicdec.tracking.cells import new_table
 from magicdec.units import GIB
+from magicdec.version import VERSION
 
 OK, NOTE, FAILED = "ok", "note", "FAILED"
 STYLES = {OK: "green", NOTE: "yellow", FAILED: "bold red"}
@@ -107,7 +108,7 @@ def examine() -> Iterator[Finding]:
 def versions(device: torch.device) -> Iterator[Finding]:
     """Report the versions of magicdec, Python and the libraries that decide results."""
     source = fingerprint.of_code(Path(__file__).parent)
-    yield Finding(OK, "magicdec", f"{__version__}, source {source}")
+    yield Finding(OK, "magicdec", f"{VERSION}, source {source}")
     yield Finding(OK, "Python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
     found = []
     for package in PACKAGES:

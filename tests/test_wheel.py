@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from magicdec.version import VERSION
+
 ROOT = Path(__file__).parents[1]
 CODE = {".py", ".cpp", ".h", ".csv", ".css", ".html", ".js", ".json", ".safetensors", ".typed", ".yaml"}
 builders = pytest.importorskip("hatchling.builders.wheel")
@@ -49,13 +51,14 @@ def test_nothing_else_is_installed(wheel):
     assert {name.partition("/")[0] for name in wheel.namelist()} == {
         "magicdec",
         "hydra_plugins",
-        "magicdec-0.1.0.dist-info",
+        f"magicdec-{VERSION}.dist-info",
     }
 
 
 def test_settings_of_this_machine_stay_here(tmp_path):
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / "magicdec").mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE", "magicdec/version.py"):
+        shutil.copy(ROOT / name, tmp_path / name)
     for name in ("conf/config.yaml", "conf/local/default.yaml", "magicdec/__init__.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("")

@@ -26,12 +26,13 @@ from typing import Any
 
 import yaml
 
-from magicdec import __version__, threads
+from magicdec import threads
 from magicdec.errors import StorageError
 from magicdec.fingerprint import of_code
 from magicdec.registry import PACKAGE, PLUGINS
 from magicdec.tracking.lock import Busy, locked
 from magicdec.tracking.reader import LOG, attempts, folder_of_lock, lost, number_of, read_result
+from magicdec.version import VERSION
 
 log = logging.getLogger(__name__)
 
@@ -244,7 +245,7 @@ def _versions() -> dict[str, Any]:
         torch = metadata.version("torch")
     except metadata.PackageNotFoundError:
         torch = None
-    facts = {"version": __version__, "source": source()} | _commit()
+    facts = {"version": VERSION, "source": source()} | _commit()
     return facts | {"python": platform.python_version(), "torch": torch, "openmp": threads.settings()}
 
 

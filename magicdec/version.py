@@ -1,0 +1,3 @@
+"""The version of the package, read by pyproject.toml too."""
+
+VERSION = "0.1.0"
