@@ -1,175 +1,223 @@
-"""The bundled pair on a CPU: times, speedups, memory, and transformers on the same prompts.
+"""Decoding on a CPU: the times of a round's steps as shares of their limit, speedups, prefill and memory.
 
-    python benchmarks/cpu.py              # writes docs/results/cpu.md; minutes, on an otherwise idle machine
-    python benchmarks/cpu.py --quick      # one small cell, to try it out; writes nothing
+    python benchmarks/cpu.py              # writes docs/results/cpu.md; ten minutes, on an otherwise idle machine
+    python benchmarks/cpu.py --quick      # small cells, to try it out; writes nothing
 
-Comparisons are ratios within one run: a shared machine's absolute times drift.
+Measures the bundled pair and, where MAGICDEC_SMOLLM2 names a folder made by tools/get_smollm2.py, SmolLM2-135M. The
+page is written after every cell. Repeat the command to resume: a cell that this commit has measured is not measured
+again (--restart forgets them).
 """
 
 import argparse
+import os
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context
 from statistics import median
+from typing import Any
 
 import magicdec  # noqa: F401 - before PyTorch, which reads once how its threads wait
 
 # isort: split
-import torch
-from page import RESULTS, commit
+from page import RESULTS, Cells, provenance
 
 from magicdec.config.load import compose
-from magicdec.drafting import IndependentDraft, NgramDraft
+from magicdec.config.schema import Efficiency
+from magicdec.costmodel.roofline import operators
+from magicdec.costmodel.round import Setup, round_times
+from magicdec.drafting import DraftConfig
 from magicdec.engine.audit import audit
 from magicdec.engine.native import Batch, NativeEngine, warm_up
 from magicdec.measure import memory, metrics
+from magicdec.measure.ceilings import matmul_rate, read_bandwidth
 from magicdec.measure.profile import profile_round
-from magicdec.measure.system import cpu_name
-from magicdec.peers.base import PeerSpec
-from magicdec.peers.transformers import CACHES, TransformersPeer
 from magicdec.planning import build
+from magicdec.planning.prediction import setup_of_run
 from magicdec.planning.resolve import Plan, resolve
-from magicdec.registry import TransformersEngine
+from magicdec.registry import DRAFTS
+from magicdec.scenarios.outputs import speeds
 from magicdec.tracking.cells import markdown_table
 from magicdec.tracking.progress import progress
 from magicdec.units import GIB
-from magicdec.verification.sampling import Sampling
 
-CELLS = ((1024, 8), (4096, 1), (4096, 8), (4096, 24), (8192, 8))  # context, batch
-PEER_CELLS = ((4096, 1), (4096, 8))
-DRAFTS = (("self", 2), ("self", 3), ("ngram", 3), ("model", 3))  # name, gamma
-NEW_TOKENS, REPEATS, PROFILE_REPEATS = 48, 2, 6
-TIMES = ("target_decode_ms", "draft_ms", "verify_ms", "round_ms")
+SMOLLM2 = os.environ.get("MAGICDEC_SMOLLM2", "")
+MODELS = {"tiny": ["draft=model"], "SmolLM2-135M": ["target=smollm2-135m-q4", f"target.path={SMOLLM2}"]}
+CELLS = [("tiny", 24, 4096), ("tiny", 8, 8192), ("tiny", 8, 4096), ("tiny", 1, 8192), ("tiny", 8, 2048)]
+CELLS += [("SmolLM2-135M", 8, 4096)]  # model, rows, context
+QUICK_CELLS = [("tiny", 2, 512), ("SmolLM2-135M", 2, 256)]
+DRAFTS_GAMMAS = (("self", 2), ("self", 4), ("ngram", 3), ("model", 3))
+NEW_TOKENS, REPEATS, PROFILE_REPEATS = 48, 2, 20
+STEPS = ("target_decode_ms", "draft_ms", "verify_ms")
 
 
-def prepared(context: int, batch: int) -> Plan:
+def prepared(model: str, rows: int, context: int) -> Plan:
     """Return a plan as `launch.py` would make it. The largest gamma gives the caches room for all."""
-    largest = max(gamma for _, gamma in DRAFTS)
-    sizes = [f"batch.context_len={context}", f"batch.size={batch}", f"batch.generate_len={NEW_TOKENS}"]
-    return resolve(compose(["draft=model", f"draft.gamma={largest}", "hardware=cpu", *sizes]))
+    largest = max(gamma for _, gamma in DRAFTS_GAMMAS)
+    sizes = [f"batch.context_len={context}", f"batch.size={rows}", f"batch.generate_len={NEW_TOKENS}"]
+    return resolve(compose([*MODELS[model], f"draft.gamma={largest}", "hardware=cpu", *sizes]))
 
 
-def measure_cell(context: int, batch: int) -> tuple[list[dict], list[list[int]], dict, str]:
-    """Measure every draft on one prefill. Return rows of metrics, the prompts, the memory and the attention used."""
-    plan = prepared(context, batch)
+def measure_cell(model: str, rows: int, context: int) -> dict[str, Any]:
+    """Measure every draft on one prefill, and what the machine can do at most, in the same minutes."""
+    plan = prepared(model, rows, context)
     prompts = build.prompts(plan, build.tokenizer(plan)).tokens
     peak = memory.Peak(plan.device)
     with progress() as bars:
         engine = build.engine(plan, bars)
     opened = engine.open(prompts)
-    opened.decoder.prefill(engine.prefill_chunk)
-    rows = [measure(engine, opened, name, gamma) for name, gamma in DRAFTS]
-    weights = plan.target.config.num_parameters * plan.dtype.itemsize
-    held = weights + opened.decoder.cache.num_bytes
-    used = {"peak": peak.num_bytes / GIB, "held": held / GIB}
-    return rows, prompts, used, plan.config.attention.name
+    prefill = opened.decoder.prefill(engine.prefill_chunk)
+    kinds = [(name, gamma) for name, gamma in DRAFTS_GAMMAS if name != "model" or plan.draft is not None]
+    measured = [measure(plan, engine, opened, name, gamma) for name, gamma in kinds]
+    weights = sum(part.step_weight_bytes for part in (engine.target, engine.draft_model) if part is not None)
+    found: dict[str, Any] = {"attention": plan.config.attention.name, "prefill": prefill, "drafts": measured}
+    found |= {"peak": peak.num_bytes / GIB, "held": (weights + opened.decoder.cache.num_bytes) / GIB}
+    setup = at_the_limit(plan, DRAFTS["self"].facts(), *ceilings(plan))
+    return found | {"prefill_limit": prefill_limit(setup)}
 
 
-def measure(engine: NativeEngine, opened: Batch, name: str, gamma: int) -> dict:
+def measure(plan: Plan, engine: NativeEngine, opened: Batch, name: str, gamma: int) -> dict[str, Any]:
     """Measure pairs of an autoregressive and a speculative pass, the audit, and the parts of a round."""
+    config = plan.config.draft if name == "model" else DRAFTS[name].facts()
     model = engine.draft_model if name == "model" else None
-    draft = replace(engine, gamma=gamma, draft=replace(engine.draft, name=name), draft_model=model).draft_for(
-        opened.decoder
-    )
+    draft = replace(engine, gamma=gamma, draft=config, draft_model=model).draft_for(opened.decoder)
     batch = Batch(opened.decoder, draft)
     warm_up(batch)
     pairs = [(batch.decoder.generate(), batch.decoder.generate(draft)) for _ in range(REPEATS)]
-    times = [[metrics.time_per_output_token_ms(metrics.row_times(g, 0.0)) for g in pair] for pair in pairs]
-    identical = audit(batch.decoder, pairs[0][0].tokens, pairs[0][1].tokens).passed
-    figures = {"draft": name, "gamma": gamma, "identical": identical, "tokens": pairs[0][0].tokens}
-    figures |= {"autoregressive": median(a for a, _ in times), "speedup": median(a / s for a, s in times)}
-    accepted = metrics.acceptance_metrics([fast for _, fast in pairs])
-    return figures | accepted | profile_round(batch, PROFILE_REPEATS)
+    passes = [[metrics.speed_metrics([metrics.row_times(one, 0.0)]) for one in way] for way in zip(*pairs, strict=True)]
+    found = {"draft": name, "gamma": gamma, **speeds(*passes)}
+    found |= {"lossless": audit(batch.decoder, pairs[0][0].tokens, pairs[0][1].tokens).passed}
+    found |= metrics.acceptance_metrics([fast for _, fast in pairs])
+    before, times, after = ceilings(plan), profile_round(batch, PROFILE_REPEATS), ceilings(plan)
+    bandwidth, rate = (max(pair) for pair in zip(before, after, strict=True))
+    limits = round_times(at_the_limit(plan, config, bandwidth, rate), gamma)
+    found |= times | {"bandwidth": bandwidth / 1e9, "rate": rate / 1e9}
+    return found | {"limits": [1e3 * step.total for step in (limits.target, limits.draft, limits.verify)]}
 
 
-def against_peers(plan: Plan, prompts: list[list[int]], ours: dict) -> list[str]:
-    """Measure transformers on the same prompts: its two caches and, at batch 1 (its limit), its own speculation."""
-    spec = PeerSpec(str(plan.target.folder), "float32", "cpu", len(prompts), 0, Sampling(), gamma=3)
-    engines = {cache: TransformersEngine(cache=cache) for cache in CACHES}
-    cells = [f"{ours['autoregressive']:.1f}"]
-    for cache in CACHES:
-        tokens, ms = theirs(TransformersPeer(replace(spec, engine=engines[cache])), prompts, False)
-        same = "" if tokens == ours["tokens"] else ", other tokens"
-        cells.append(f"{ms:.1f} ({ms / ours['autoregressive']:.1f}x{same})")
-    if len(prompts) == 1 and plan.draft is not None:
-        spec = replace(spec, engine=engines["static"])
-        assisted = replace(spec, draft=IndependentDraft(), draft_folder=str(plan.draft.folder))
-        for one in (assisted, replace(spec, draft=NgramDraft(max_ngram=8))):
-            cells.append(f"{theirs(TransformersPeer(one), prompts, True)[1]:.1f}")
-    return cells + [""] * (5 - len(cells))
+def ceilings(plan: Plan) -> tuple[float, float]:
+    """Return the bytes per second that the machine reads, and the FLOPs per second of a large matmul, measured now."""
+    return read_bandwidth(plan.device), matmul_rate(plan.device, plan.dtype)
 
 
-def theirs(peer: TransformersPeer, prompts: list[list[int]], fast: bool) -> tuple[list[list[int]], float]:
-    """Return the tokens of a peer, and its milliseconds per token."""
-    peer.generate([row[:64] for row in prompts], 4, fast)
-    got = peer.generate(prompts, NEW_TOKENS, fast)
-    return got.tokens, metrics.time_per_output_token_ms(got.times)
+def at_the_limit(plan: Plan, draft: DraftConfig, bandwidth: float, rate: float) -> Setup:
+    """Return what to predict for a machine on which every operator takes max(bytes / bandwidth, FLOPs / rate)."""
+    everything = Efficiency(1.0, 1.0, matmul_half_rows=0.0, layer_overhead_us=0.0, round_overhead_us=0.0)
+    hardware = replace(plan.config.hardware, efficiency=everything)
+    config = replace(plan.config, draft=draft, hardware=hardware)
+    own = plan.draft.config if plan.draft is not None and draft.needs_model else None
+    measured = (bandwidth / 1e9, rate / 1e12, build.weight_bytes(plan))
+    return setup_of_run(config, plan.target.config, own, plan.device_name, plan.dtype.itemsize, *measured)
 
 
-def main() -> None:
-    """Measure the cells and write the page."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one small cell; write nothing")
-    quick = parser.parse_args().quick
-    speeds, parts, peers, memories = [], [], [], []
-    for context, batch in ((512, 2),) if quick else CELLS:
-        with ProcessPoolExecutor(1, get_context("spawn")) as own:  # which has no memory of the cell before
-            rows, prompts, used, attention = own.submit(measure_cell, context, batch).result()
-        where = [f"{context:,}", str(batch)]
-        for row in rows:
+def prefill_limit(setup: Setup) -> float:
+    """Return the limit of a prefill in seconds: a token sees half of the context on average, and few need logits."""
+    whole = setup.target_pass._replace(query_tokens=setup.context, cached_tokens=setup.context / 2)
+    steps = [op for op in operators(whole, setup.hardware) if op.name not in ("head", "choice")]
+    device = setup.hardware.device
+    return sum(op.number * max(op.bytes / device.bandwidth, op.flops / device.flops) for op in steps)
+
+
+def page(found: dict[str, Any], cells: list[tuple[str, int, int]]) -> str:
+    """Return the page as Markdown, with the cells that have been measured."""
+    steps, wins, whole, attention = [], [], [], set()
+    for model, rows, context in cells:
+        if (cell := found.get(name_of(model, rows, context))) is None:
+            continue
+        attention.add(cell["attention"])
+        where = [model, str(rows), f"{context:,}"]
+        for row in cell["drafts"]:
             name = [*where, row["draft"], str(row["gamma"])]
-            figures = [f"{row['acceptance_rate']:.2f}", f"{row['acceptance_length']:.2f}", f"{row['speedup']:.2f}"]
-            speeds.append([*name, f"{row['autoregressive']:.1f}", *figures, "yes" if row["identical"] else "NO"])
+            shares = zip(STEPS, row["limits"], strict=True)
+            times = [text for step, limit in shares for text in (f"{row[step]:.2f}", share(limit, row[step]))]
             ratio = row["target_decode_ms"] / row["verify_ms"]
-            parts.append([*name, *(f"{row[t]:.1f}" for t in TIMES), f"{ratio:.2f}"])
-            print(*speeds[-1], flush=True)
-        memories.append([*where, f"{used['peak']:.3f}", f"{used['held']:.3f}", f"{used['peak'] / used['held']:.2f}"])
-        if quick or (context, batch) in PEER_CELLS:
-            peers.append([*where, *against_peers(prepared(context, batch), prompts, rows[0])])
-            print(*peers[-1], flush=True)
-    page = PAGE.format(
-        commit=commit(),
-        machine=cpu_name(),
-        threads=torch.get_num_threads(),
-        torch=torch.__version__,
-        attention=attention,
+            steps.append([*name, *times, f"{row['round_ms']:.1f}", f"{ratio:.2f}"])
+            speed = [f"{row[key]:.2f}" for key in ("acceptance_rate", "acceptance_length", "speedup", "speedup_wall")]
+            step = f"{row['autoregressive/time_per_output_token_ms']:.1f}"
+            wins.append([*name, step, *speed, "yes" if row["lossless"] else "NO"])
+        speed = [f"{median(row[key] for row in cell['drafts']):.1f}" for key in ("bandwidth", "rate")]
+        filled = [f"{cell['prefill']:.1f}", share(cell["prefill_limit"], cell["prefill"])]
+        held = [f"{cell['peak']:.3f}", f"{cell['held']:.3f}", f"{cell['peak'] / cell['held']:.2f}"]
+        whole.append([*where, *speed, *filled, *held])
+    step_header = [text for step in ("T_T", "T_D", "T_V") for text in (f"{step}, ms", "of limit")]
+    name_header = ["target", "batch", "context", "draft", "gamma"]
+    whole_header = [
+        "read, GB/s",
+        "matmul, GFLOP/s",
+        "prefill, s",
+        "of limit",
+        "peak, GiB",
+        "weights + KV, GiB",
+        "ratio",
+    ]
+    win_header = ["AR, ms", "rate", "length", "speedup", "speedup_wall", "lossless"]
+    return PAGE.format(
+        provenance=provenance("python benchmarks/cpu.py"),
+        attention=", ".join(sorted(attention)),
         budget=compose([]).cache.budget,
         new=NEW_TOKENS,
         repeats=REPEATS,
-        speeds=markdown_table(
-            ["context", "batch", "draft", "gamma", "AR", "rate", "length", "speedup", "lossless"], speeds
-        ),
-        parts=markdown_table(["context", "batch", "draft", "gamma", "T_T", "T_D", "T_V", "round", "T_T / T_V"], parts),
-        peers=markdown_table(
-            ["context", "batch", "ours", *(f"{cache} cache" for cache in CACHES), "assisted", "prompt lookup"], peers
-        ),
-        memories=markdown_table(["context", "batch", "peak, GiB", "weights + KV, GiB", "ratio"], memories),
+        profile_repeats=PROFILE_REPEATS,
+        steps=markdown_table([*name_header, *step_header, "round, ms", "T_T / T_V"], steps),
+        wins=markdown_table([*name_header, *win_header], wins),
+        whole=markdown_table([*name_header[:3], *whole_header], whole),
     )
-    if quick:
-        print(page)
-        return
-    (RESULTS / "cpu.md").write_text(page)
 
 
-PAGE = """# The bundled pair on a CPU
+def share(limit: float, time: float) -> str:
+    """Return the share of its limit that a time reaches; nothing where there is no limit to speak of."""
+    return f"{limit / time:.2f}" if limit else ""
 
-`python benchmarks/cpu.py`, commit {commit}, {machine}, {threads} threads, PyTorch {torch}, attention by
-{attention}, fp32, greedy, {new} new tokens, medians of {repeats} pairs on one prefill. `self` and `model` draft over
-a streaming cache of {budget} entries, 4 of them sinks.
-The machine is a shared one: ratios hold, absolute times drift.
 
-## Speedup over our own autoregressive decoding (AR, ms per token)
+def name_of(model: str, rows: int, context: int) -> str:
+    return f"{model}, {rows} x {context}"
 
-{speeds}
-## The parts of a round, in ms
 
-{parts}
-## Transformers on the same prompts, ms per token (and times ours, autoregressive)
+def main() -> None:
+    """Measure what is missing, and write the page after every cell."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="small cells; write nothing")
+    parser.add_argument("--restart", action="store_true", help="forget what has been measured")
+    arguments = parser.parse_args()
+    cells = [cell for cell in (QUICK_CELLS if arguments.quick else CELLS) if SMOLLM2 or cell[0] == "tiny"]
+    found = Cells("cpu", restart=arguments.quick or arguments.restart)
+    for cell in cells:
+        if name_of(*cell) in found:
+            continue
+        with ProcessPoolExecutor(1, get_context("spawn")) as own:  # which has no memory of the cell before
+            found[name_of(*cell)] = own.submit(measure_cell, *cell).result()
+        print(f"measured {name_of(*cell)}", flush=True)
+        if not arguments.quick:
+            found.save()
+            (RESULTS / "cpu.md").write_text(page(found, cells))
+    print(page(found, cells))
 
-{peers}
-## Memory that a process of its own grew by, from before the weights were loaded
 
-{memories}"""
+PAGE = """# Decoding on a CPU
+
+{provenance}, attention by {attention}, fp32, greedy, {new} new tokens. `self` and `model` draft over a streaming cache
+of {budget} entries. `tiny` is the bundled target, and its independent draft the bundled one. SmolLM2-135M is the
+instruct model after 4-bit quantisation, dequantised. All weights are stored, and read, in bfloat16.
+
+## The steps of a round and their limit
+
+Medians of {profile_repeats} alternating steps at the end of the prompts. The limit of a step is the sum over its
+operators of max(bytes / read bandwidth, FLOPs / matmul rate); both are measured right before and right after, and the
+higher counts. `of limit` is the limit over the time, 1.00 at best.
+
+{steps}
+## Speedup over our own autoregressive decoding
+
+Medians of {repeats} pairs on one prefill. AR is autoregressive time per token. `speedup` is of times per token,
+`speedup_wall` of the time until the last row is done.
+
+{wins}
+## Prefill and memory
+
+Read bandwidth is that of a sum over a large tensor, the matmul rate that of a large square matmul in fp32. The limit of
+a prefill is that of its matmuls and its attention. Memory is what a process of the cell's own grew by, from before the
+weights were loaded.
+
+{whole}"""
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""The line of a page of results that says where its figures are from."""
+"""What pages of results share: the line that says where figures are from, and the cells measured so far."""
 
+import json
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -29,3 +31,18 @@ def commit() -> str:
         return subprocess.run(git, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):  # a copy of the files alone, or a machine without git
         return "unknown"
+
+
+class Cells(dict[str, Any]):
+    """What this commit has measured, by the names of its cells: kept in a file, so that a command can be resumed."""
+
+    def __init__(self, name: str, restart: bool = False):
+        """Read runs/NAME.json, unless it is another commit's or `restart` says to forget it."""
+        self.file = ROOT / "runs" / f"{name}.json"
+        stored = {} if restart or not self.file.exists() else json.loads(self.file.read_text())
+        super().__init__(stored["cells"] if stored.get("commit") == commit() else {})
+
+    def save(self) -> None:
+        """Write all cells."""
+        self.file.parent.mkdir(exist_ok=True)
+        self.file.write_text(json.dumps({"commit": commit(), "cells": self}))

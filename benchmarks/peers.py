@@ -10,7 +10,6 @@ Every way of decoding has a process that stays, loaded once for the largest cell
 """
 
 import argparse
-import json
 import multiprocessing
 import os
 from concurrent.futures import ProcessPoolExecutor
@@ -22,7 +21,7 @@ from typing import Any
 import magicdec  # noqa: F401 - before PyTorch, which reads once how its threads wait
 
 # isort: split
-from page import RESULTS, ROOT, commit, provenance
+from page import RESULTS, Cells, provenance
 
 from magicdec.config.load import compose
 from magicdec.data.base import fingerprint
@@ -37,7 +36,6 @@ from magicdec.tracking.cells import markdown_table
 from magicdec.tracking.progress import progress
 from magicdec.units import GIB
 
-FIGURES = ROOT / "runs" / "peers-cpu.json"
 GAMMA = 3
 # By engine and draft; a peer decodes one way, ours both, on one prefill.
 WAYS = {
@@ -183,10 +181,7 @@ def main() -> None:
     else:
         ways = [way for way in ways if not way.startswith("vllm")]
     cells, new_tokens = (QUICK_CELLS, QUICK_TOKENS) if arguments.quick else (CELLS, NEW_TOKENS)
-    found: dict[str, dict[str, Figures]] = {}
-    if FIGURES.exists() and not (arguments.quick or arguments.restart):
-        stored = json.loads(FIGURES.read_text())
-        found = stored["cells"] if stored["commit"] == commit() else {}
+    found = Cells("peers-cpu", restart=arguments.quick or arguments.restart)
     with ExitStack() as stack:
         spawn = multiprocessing.get_context("spawn")
         pools = {way: stack.enter_context(ProcessPoolExecutor(1, spawn)) for way in ways}
@@ -198,8 +193,7 @@ def main() -> None:
                 cell |= pools[way].submit(measure, way, context, rows, cells[-1], new_tokens).result()
                 print(f"{name_of(context, rows)}  {way}: {cell[way]['tokens_per_second']:,.0f} tokens/s", flush=True)
                 if not arguments.quick:
-                    FIGURES.parent.mkdir(exist_ok=True)
-                    FIGURES.write_text(json.dumps({"commit": commit(), "cells": found}))
+                    found.save()
     text = page(found, cells, new_tokens)
     print(text)
     if not arguments.quick:

@@ -70,7 +70,8 @@ class Pass(NamedTuple):
     ranks: int = 1
     weight_bytes: float = BF16  # of an element of a layer's matrices
     kv_bytes: float = BF16
-    activation_bytes: float = BF16  # and of the head, which is never quantised
+    activation_bytes: float = BF16
+    head_bytes: float | None = None  # of the head's weights, which are never quantised; None: as activations
     chooses: bool = True  # whether the choice of tokens from the logits belongs to it
 
 
@@ -130,7 +131,7 @@ def operators(forward: Pass, hardware: Hardware) -> list[Operator]:
         elementwise("norms", layers, 8 * hidden),
         elementwise("rope_append", layers, 4 * (q + 2 * kv)),
         elementwise("gate", layers, 3 * ffn),
-        linear("head", 1, hidden, vocabulary, activation),
+        linear("head", 1, hidden, vocabulary, forward.head_bytes or activation),
         elementwise("choice", 1, hardware.stack.logit_passes * vocabulary if forward.chooses else 0.0),
     ]
 

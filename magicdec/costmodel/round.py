@@ -27,6 +27,7 @@ class Setup:
     cache: CacheConfig = field(default_factory=lambda: Streaming(budget=512))
     target_name: str = "target"
     element_bytes: float = BF16  # of weights, keys, values and activations, where nothing is quantized
+    stored_weight_bytes: float | None = None  # of weights that are kept in fewer bytes; None: element_bytes
 
     def __post_init__(self) -> None:
         for key, value in (("batch.size", self.batch), ("batch.context_len", self.context)):
@@ -66,9 +67,14 @@ class Setup:
         return self.draft.tensor_parallel or usual
 
     @property
+    def weight_bytes(self) -> float:
+        """Return the bytes of a weight that is not quantised."""
+        return self.stored_weight_bytes or self.element_bytes
+
+    @property
     def draft_weight_bytes(self) -> float:
         """Return the bytes of a weight in the draft's layers; embedding and head are never quantised."""
-        return QUANTIZED_BYTES.get(self.draft.quantization, self.element_bytes)
+        return QUANTIZED_BYTES.get(self.draft.quantization, self.weight_bytes)
 
     @property
     def draft_kv_bytes(self) -> float:
@@ -79,7 +85,8 @@ class Setup:
     def target_pass(self) -> Pass:
         """Return one autoregressive step of the target."""
         size = self.element_bytes
-        return Pass(self.target, self.batch, 1, self.context, self.ranks, size, size, size)
+        weight = self.weight_bytes
+        return Pass(self.target, self.batch, 1, self.context, self.ranks, weight, size, size, weight)
 
     @cached_property
     def target_time(self) -> StepTime:
@@ -100,6 +107,7 @@ class Setup:
             weight_bytes=self.draft_weight_bytes,
             kv_bytes=self.draft_kv_bytes,
             activation_bytes=self.element_bytes,
+            head_bytes=self.weight_bytes,
         )
         later = step_time(step, self.hardware)
         refed = self.hardware.stack.refed_tokens(self.draft.shares_target, self.cache.policy)
@@ -203,14 +211,14 @@ def memory(setup: Setup, gamma: int, generate_len: int = 0) -> Memory:
     """Return the bytes of weights and caches while `generate_len` tokens are generated with proposals of `gamma`."""
     draft, size = setup.draft, setup.element_bytes
     spec, target = setup.cache_spec(gamma, generate_len), setup.target.shared_by(setup.ranks)
-    target_weights = weight_count(setup.target, setup.ranks) * size
+    target_weights = weight_count(setup.target, setup.ranks) * setup.weight_bytes
     target_kv = setup.batch * target.kv_elements_per_token * spec.capacity * size
     draft_weights = draft_kv = draft_prefill = 0.0
     if draft.needs_model or draft.quantization != "none":
         in_layers = layer_weights(setup.draft_model) / setup.draft_ranks
         draft_weights = in_layers * setup.draft_weight_bytes
         if draft.needs_model:  # else the rest is the target's own
-            draft_weights += (weight_count(setup.draft_model, setup.draft_ranks) - in_layers) * size
+            draft_weights += (weight_count(setup.draft_model, setup.draft_ranks) - in_layers) * setup.weight_bytes
     if draft.is_model:
         model = setup.draft_model.shared_by(setup.draft_ranks)
         draft_kv = setup.batch * spec.stored_bytes(model, size, draft.shares_target)

@@ -12,6 +12,7 @@ from magicdec.attention.base import Attention
 from magicdec.config.checks import refuse_unread
 from magicdec.config.load import compose
 from magicdec.config.schema import Config
+from magicdec.costmodel.roofline import BF16
 from magicdec.data import PromptRequest, Prompts, load_prompts
 from magicdec.data.tokenizer import load_tokenizer
 from magicdec.engine.native import NativeEngine
@@ -210,6 +211,11 @@ def _without_weights(model: Model, plan: Plan, attention: Attention, part: Share
         weight = transformer.get_parameter(name)
         weight.data = weight.data.bfloat16()
     return transformer.eval().requires_grad_(False)
+
+
+def weight_bytes(plan: Plan) -> float:
+    """Return the bytes of a weight of the target's matrices, as a step reads them."""
+    return BF16 if _compact(plan.target, plan) else plan.dtype.itemsize
 
 
 def _compact(model: Model, plan: Plan) -> set[str]:

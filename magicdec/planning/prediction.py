@@ -78,11 +78,13 @@ def setup_of_run(
     element_bytes: float,
     bandwidth_gbs: float | None = None,
     tflops: float | None = None,
+    weight_bytes: float | None = None,
 ) -> Setup:
     """Return the setup to predict for a run of this software on the device it runs on.
 
-    `bandwidth_gbs` and `tflops` are measured figures for a device without a known datasheet. Raises UserError where
-    there is nothing to predict with, or a draft that has no cost model.
+    `bandwidth_gbs` and `tflops` are measured figures for a device without a known datasheet, `weight_bytes` those of a
+    weight that is kept in fewer than `element_bytes`. Raise UserError where there is nothing to predict with, or a
+    draft that has no cost model.
     """
     hardware, known = config.hardware, device_in(device_name)
     machine = configured(
@@ -103,6 +105,7 @@ def setup_of_run(
         config.cache,
         config.target.name,
         element_bytes,
+        weight_bytes,
     )
 
 

@@ -159,7 +159,14 @@ def _predicted(plan: Plan, results: Metrics, gamma: int) -> Metrics:
     bandwidth = float(results["roofline/bandwidth_gbs"] or 0.0)
     try:
         setup = setup_of_run(
-            plan.config, plan.target.config, draft, plan.device_name, plan.dtype.itemsize, bandwidth, rate
+            plan.config,
+            plan.target.config,
+            draft,
+            plan.device_name,
+            plan.dtype.itemsize,
+            bandwidth,
+            rate,
+            build.weight_bytes(plan),
         )
         setup = setup.at(context=round(results["data/context_len_mean"]))  # type: ignore[arg-type]
         return predicted_metrics(setup, gamma, results) | published(setup, task_of(plan.config))

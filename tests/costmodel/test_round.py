@@ -41,6 +41,16 @@ def test_a_self_draft_over_everything_decodes_like_the_target(setup):
     assert times.draft.total == pytest.approx(times.target.total)
 
 
+def test_weights_that_are_kept_in_fewer_bytes_take_less_to_read(setup):
+    wide, narrow = (setup(batch=1, context=1, element_bytes=4.0, stored_weight_bytes=size) for size in (None, 2.0))
+    for step in ("target", "draft", "verify"):
+        ratio = getattr(round_times(narrow, 3), step).weights / getattr(round_times(wide, 3), step).weights
+        assert ratio == pytest.approx(0.5, rel=0.01)  # activations stay as they are
+    weights = [memory(one, 3).target_weights for one in (wide, narrow)]
+    assert weights[1] == weights[0] / 2
+    assert round_times(wide, 3).target.kv == round_times(narrow, 3).target.kv
+
+
 def test_the_draft_reads_its_budget_not_the_context(setup):
     assert round_times(setup(), 3).draft == round_times(setup(context=100_000), 3).draft
     assert round_times(setup(budget=2048), 3).draft.kv == pytest.approx(4 * round_times(setup(), 3).draft.kv)
