@@ -79,46 +79,45 @@ struct Partial {
 };
 
 template <typename T>
-class Kernel {
+class Kernel : public Attending {
   public:
-    explicit Kernel(const Call& call) : c(call), query_rows(c.group * c.new_tokens) {
+    explicit Kernel(const Call& call)
+        : c(call), query_rows(c.group * c.new_tokens), heads(c.rows * c.kv_heads), done(heads) {
+        static thread_local Room of_partials;
         for (int64_t b = 0; b < c.rows; ++b) {
             max_splits = std::max(max_splits, (last(b) - first(b) + SPLIT - 1) / SPLIT);
         }
+        size = Partial::size(query_rows, c.dim, c.scores);
+        // Weights stay in the cache if the next head overwrites them.
+        room = c.scores ? std::min(heads, c.threads) : heads;
+        all_partials = of_partials.of(room * max_splits * size);
     }
 
-    void run() {
-        static thread_local Room of_partials;
-        const int64_t heads = c.rows * c.kv_heads, size = Partial::size(query_rows, c.dim, c.scores);
-        // Weights stay in the cache if the next head overwrites them.
-        const int64_t room = c.scores ? std::min(heads, c.threads) : heads;
-        float* const all_partials = of_partials.of(room * max_splits * size);
-        std::vector<std::atomic<int64_t>> done(heads);
-        std::atomic<int64_t> next{0};
-#pragma omp parallel num_threads(c.threads)
-        {
-            static thread_local Room of_work;
-            float *const q = of_work.of(query_rows * (c.dim + BLOCK + 1) + BLOCK * c.dim), *const wide = q + query_rows * c.dim;
-            float *const scores = wide + BLOCK * c.dim, *const decay = scores + query_rows * BLOCK;
-            for (int64_t task; (task = next.fetch_add(1)) < heads * max_splits;) {
-                const int64_t head = task / max_splits, split = task % max_splits;
-                const int64_t b = head / c.kv_heads, kv = head % c.kv_heads;
-                float* partials = all_partials + head % room * max_splits * size;
-                // Tasks begin in order: the thread that still needs this room is at work.
-                while (head >= room && done[head - room] <= max_splits) std::this_thread::yield();
-                attend(b, kv, split, Partial(partials + split * size, query_rows, c.dim), q, scores, decay, wide);
-                // The thread that ends a head's last split merges them: threads wait for each other only once.
-                if (done[head].fetch_add(1) + 1 < max_splits) continue;
-                merge(b, kv, partials, size);
-                done[head] = max_splits + 1;
-            }
+    void share() override {
+        static thread_local Room of_work;
+        float *const q = of_work.of(query_rows * (c.dim + BLOCK + 1) + BLOCK * c.dim), *const wide = q + query_rows * c.dim;
+        float *const scores = wide + BLOCK * c.dim, *const decay = scores + query_rows * BLOCK;
+        for (int64_t task; (task = next.fetch_add(1)) < heads * max_splits;) {
+            const int64_t head = task / max_splits, split = task % max_splits;
+            const int64_t b = head / c.kv_heads, kv = head % c.kv_heads;
+            float* partials = all_partials + head % room * max_splits * size;
+            // Tasks begin in order: the thread that still needs this room is at work.
+            while (head >= room && done[head - room] <= max_splits) std::this_thread::yield();
+            attend(b, kv, split, Partial(partials + split * size, query_rows, c.dim), q, scores, decay, wide);
+            // The thread that ends a head's last split merges them: threads wait for each other only once.
+            if (done[head].fetch_add(1) + 1 < max_splits) continue;
+            merge(b, kv, partials, size);
+            done[head] = max_splits + 1;
         }
     }
 
   private:
     const Call& c;
-    const int64_t query_rows;
-    int64_t max_splits = 1;
+    const int64_t query_rows, heads;
+    int64_t max_splits = 1, size, room;
+    float* all_partials;
+    std::vector<std::atomic<int64_t>> done;
+    std::atomic<int64_t> next{0};
 
     // The slots that any of a row's new tokens may see, or their places among the indices.
     int64_t last(int64_t b) const { return c.indices ? c.num_indices : c.seqlens[b]; }
@@ -306,5 +305,16 @@ class Kernel {
 
 }  // namespace
 
-extern "C" void attend_float32(const Call* call) { Kernel<float>(*call).run(); }
-extern "C" void attend_bfloat16(const Call* call) { Kernel<bfloat16>(*call).run(); }
+std::unique_ptr<Attending> attending(const Call& call, const float*) { return std::make_unique<Kernel<float>>(call); }
+
+std::unique_ptr<Attending> attending(const Call& call, const bfloat16*) { return std::make_unique<Kernel<bfloat16>>(call); }
+
+template <typename T>
+void attend(const Call& call) {
+    const auto work = attending(call, static_cast<const T*>(nullptr));
+#pragma omp parallel num_threads(call.threads)
+    work->share();
+}
+
+extern "C" void attend_float32(const Call* call) { attend<float>(*call); }
+extern "C" void attend_bfloat16(const Call* call) { attend<bfloat16>(*call); }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 
 extern "C" {
 
@@ -19,3 +20,14 @@ struct Call {
 };
 
 }
+
+struct bfloat16;
+
+// A call of attention in a parallel region of the caller's: one thread prepares it, all threads do their share.
+struct Attending {
+    virtual ~Attending() = default;
+    virtual void share() = 0;
+};
+
+std::unique_ptr<Attending> attending(const Call& call, const float*);
+std::unique_ptr<Attending> attending(const Call& call, const bfloat16*);

@@ -22,7 +22,7 @@ from magicdec.errors import UserError
 log = logging.getLogger(__name__)
 
 SOURCES = [Path(__file__).with_name(name) for name in ("attention.cpp", "prefill.cpp", "linear.cpp", "layer.cpp")]
-HEADERS = [Path(__file__).with_name(name) for name in ("vectors.h", "call.h")]
+HEADERS = [Path(__file__).with_name(name) for name in ("vectors.h", "call.h", "matmul.h")]
 # The vectors are written out; letting the compiler find more of them makes the short loops around them slower.
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-tree-vectorize", "-fopenmp", "-shared", "-fPIC")
 NO_COMPILER = "needs a C++ compiler, and neither g++ nor clang++ is installed (CXX names another)"

@@ -16,6 +16,10 @@
 #endif
 #endif
 
+struct bfloat16 {
+    uint16_t bits;
+};
+
 namespace {
 
 typedef float Vec __attribute__((vector_size(4 * LANES)));
@@ -35,10 +39,6 @@ class Room {
 
   private:
     std::vector<float> memory;
-};
-
-struct bfloat16 {
-    uint16_t bits;
 };
 
 inline Vec load(const float* from) {

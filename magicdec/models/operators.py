@@ -6,6 +6,7 @@ decides: with cpp the kernels of kernels/linear.cpp and kernels/layer.cpp run, w
 
 import ctypes
 from functools import cache
+from typing import TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +26,7 @@ class Operators:
 
     def linear(self, layer: nn.Module, x: Tensor) -> Tensor:
         """Return a linear layer's output. A layer whose weights are quantised has its own way."""
-        if isinstance(layer, nn.Linear) and type(layer.weight) is nn.Parameter:
+        if is_plain(layer):
             return self.matmul(x, layer.weight, layer.bias)
         out: Tensor = layer(x)
         return out
@@ -99,16 +100,17 @@ class CppOperators(Operators):
             return super().matmul(x, weight, bias)
         x, out = x.contiguous(), x.new_empty(*x.shape[:-1], weight.shape[0])
         call = self._linear[x.dtype, weight.dtype]
-        call(_at(x), _at(weight), _at(bias), _at(out), rows, *weight.shape, torch.get_num_threads())
+        call(at(x), at(weight), at(bias), at(out), rows, *weight.shape, torch.get_num_threads())
         return out
 
     def add_norm(self, norm: nn.RMSNorm, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """See Operators.add_norm."""
         x, y = x.contiguous(), y.contiguous()
         total, normed = torch.empty_like(x), torch.empty_like(x)
-        size, epsilon = x.shape[-1], _epsilon(norm, x)
+        size = x.shape[-1]
         call = self._add_norm[x.dtype]
-        call(*map(_at, (x, y, norm.weight, total, normed)), x.numel() // size, size, epsilon, torch.get_num_threads())
+        sizes = (x.numel() // size, size, epsilon(norm, x), torch.get_num_threads())
+        call(*map(at, (x, y, norm.weight, total, normed)), *sizes)
         return total, normed
 
     def rotate(
@@ -120,11 +122,11 @@ class CppOperators(Operators):
         q_norm, k_norm = (None, None) if norms is None else (norm.weight for norm in norms)
         k, v = (None, None) if place is None else (place.k_BKSD, place.v_BKSD)
         slots = None if place is None else place.slots_BT.contiguous()
-        pointers = map(_at, (qkv, cos.contiguous(), sin.contiguous(), q_norm, k_norm, k, v, slots))
+        pointers = map(at, (qkv, cos.contiguous(), sin.contiguous(), q_norm, k_norm, k, v, slots))
         strides = [stride for x in (k, v) for stride in ((0, 0, 0) if x is None else x.stride()[:3])]
         sizes = (B, T, num_heads, (all_heads - num_heads) // 2, D, *strides, torch.get_num_threads())
-        epsilon = 0.0 if norms is None else _epsilon(norms[0], qkv)
-        self._rotate[qkv.dtype](ctypes.byref(Rotation(*pointers, *sizes, epsilon)))
+        to_square = 0.0 if norms is None else epsilon(norms[0], qkv)
+        self._rotate[qkv.dtype](ctypes.byref(Rotation(*pointers, *sizes, to_square)))
         return qkv[:, :, :num_heads]
 
     def gated(self, gate_up: Tensor) -> Tensor:
@@ -132,7 +134,7 @@ class CppOperators(Operators):
         gate_up = gate_up.contiguous()
         size = gate_up.shape[-1] // 2
         out = gate_up.new_empty(*gate_up.shape[:-1], size)
-        self._gate[gate_up.dtype](_at(gate_up), _at(out), out.numel() // size, size, torch.get_num_threads())
+        self._gate[gate_up.dtype](at(gate_up), at(out), out.numel() // size, size, torch.get_num_threads())
         return out
 
 
@@ -149,9 +151,16 @@ def _cpp() -> CppOperators:
     return CppOperators()
 
 
-def _at(x: Tensor | None) -> int | None:
+def is_plain(layer: nn.Module) -> TypeGuard[nn.Linear]:
+    """Return whether a layer is a matmul by a weight as it lies, not by one that is quantised."""
+    return isinstance(layer, nn.Linear) and type(layer.weight) is nn.Parameter
+
+
+def at(x: Tensor | None) -> int | None:
+    """Return where a tensor lies; None for none."""
     return None if x is None else x.data_ptr()
 
 
-def _epsilon(norm: nn.RMSNorm, x: Tensor) -> float:
+def epsilon(norm: nn.RMSNorm, x: Tensor) -> float:
+    """Return what a norm adds to the mean square."""
     return torch.finfo(x.dtype).eps if norm.eps is None else norm.eps

@@ -5,13 +5,14 @@ B rows, T tokens, E hidden size, H query heads, K KV heads, D head dim, V vocabu
 tensor parallelism H and K are one rank's, and only what `Share` joins is whole.
 """
 
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from magicdec.architectures import ModelConfig
 from magicdec.attention.base import Attention
+from magicdec.models import passes
 from magicdec.models.kv_cache import KVCache, Place
 from magicdec.models.operators import PYTORCH, Operators, operators_for
 from magicdec.models.parallel import ALONE, Share
@@ -72,18 +73,27 @@ class Transformer(nn.Module):
 
     def forward(self, tokens_BT: Tensor, cache: KVCache) -> Tensor:
         """Append T tokens to every row of the cache. Return the normalised hidden states (B, T, E)."""
-        ops, num_new = self.operators, tokens_BT.shape[1]
-        slots_BT = cache.slots_BT(num_new)
-        cos, sin = (x[:, :, None] for x in rope_table(self.config, cache.positions_BT(num_new)))
+        num_new = tokens_BT.shape[1]
+        angles = rope_table(self.config, cache.positions_BT(num_new))
         x_BTE = self.share.embed(tokens_BT, self.embed.weight).to(self.dtype)
         plans = cache.plan(self.attention, num_new, x_BTE.dtype)
+        hidden_BTE = None
+        if self.share.size == 1 and not self.is_compiled:
+            hidden_BTE = passes.run(self.layers, self.norm, self.attention, x_BTE, angles, cache, plans)
+        if hidden_BTE is None:
+            hidden_BTE = self._layer_by_layer(x_BTE, angles, cache, plans)
+        cache.advance(num_new)
+        return hidden_BTE
+
+    def _layer_by_layer(self, x_BTE: Tensor, angles: tuple[Tensor, Tensor], cache: KVCache, plans: list[Any]) -> Tensor:
+        """Return the normalised output of all layers."""
+        ops, slots_BT, (cos, sin) = self.operators, cache.slots_BT(x_BTE.shape[1]), (x[:, :, None] for x in angles)
         mlp_BTE = torch.zeros_like(x_BTE)
         for i, layer in enumerate(cast("list[Layer]", self.layers)):
             x_BTE, q_BTHD = layer.before_attention(ops, x_BTE, mlp_BTE, cos, sin, cache.place(i, slots_BT))
             out_BTHD = cache.attend(i, q_BTHD, self.attention, plans[i])
             del q_BTHD, mlp_BTE  # memory peaks in the MLP
             x_BTE, mlp_BTE = layer.after_attention(ops, x_BTE, out_BTHD)
-        cache.advance(num_new)
         return ops.add_norm(self.norm, x_BTE, mlp_BTE)[1]
 
     def logits(self, hidden_BTE: Tensor) -> Tensor:

@@ -1,0 +1,129 @@
+"""A forward pass of few rows on a CPU in one call: all layers, with attention over a plain cache (kernels/layer.cpp).
+
+B rows, T tokens, E hidden size, M = B x T. What a step computes takes little time; one operator after another, each
+with threads of its own to start, would take several times as long.
+"""
+
+import ctypes
+from functools import cache as once
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from magicdec.attention.base import Attention
+from magicdec.attention.cpp import CppAttention
+from magicdec.kernels import library
+from magicdec.models.kv_cache import KVCache
+from magicdec.models.operators import CppOperators, Rotation, at, epsilon, is_plain
+
+MATRICES = ("qkv", "output", "gate_up", "down")
+WEIGHTS = (
+    *("attention_norm.weight", "qkv.weight", "qkv.bias", "q_norm.weight", "k_norm.weight"),
+    *("output.weight", "output.bias", "mlp_norm.weight", "gate_up.weight", "down.weight"),
+)
+
+
+class Weights(ctypes.Structure):
+    """`struct Weights` of layer.cpp."""
+
+    _fields_ = [(name.replace(".", "_"), ctypes.c_void_p) for name in WEIGHTS]
+
+
+class Entries(ctypes.Structure):
+    """`struct Entries` of layer.cpp."""
+
+    _fields_ = [*((name, ctypes.c_void_p) for name in ("k", "v", "positions")), ("window", ctypes.c_int64)]
+
+
+class Pass(ctypes.Structure):
+    """`struct Pass` of layer.cpp."""
+
+    _fields_ = [
+        ("weights", ctypes.POINTER(Weights)),
+        ("entries", ctypes.POINTER(Entries)),
+        *((name, ctypes.c_void_p) for name in ("x", "out", "norm", "seqlens")),
+        ("rotation", Rotation),
+        *((name, ctypes.c_int64) for name in ("layers", "size", "features", "capacity")),
+    ]
+
+
+class Table:
+    """Pointers to the weights of a model's layers."""
+
+    def __init__(self, layers: nn.ModuleList):
+        matrices = [getattr(layer, name) for layer in layers for name in MATRICES]
+        kinds = {matrix.weight.dtype if is_plain(matrix) else None for matrix in matrices}
+        self.dtype = kinds.pop() if len(kinds) == 1 else None  # None: there is no kernel for them
+        self.weights = (Weights * len(layers))(*(Weights(*map(at, _parameters(layer))) for layer in layers))
+
+    def is_of(self, layers: nn.ModuleList) -> bool:
+        """Return whether these layers' weights are still there, as far as the first and the last layer show."""
+        return len(layers) == len(self.weights) and all(
+            getattr(layers[i], name).weight.data_ptr() == getattr(self.weights[i], f"{name}_weight")
+            for i in (0, -1)
+            for name in ("qkv", "down")
+        )
+
+
+_tables: WeakKeyDictionary[nn.Module, Table] = WeakKeyDictionary()
+
+
+def run(
+    layers: nn.ModuleList,
+    norm: nn.RMSNorm,
+    attention: Attention,
+    x_BTE: Tensor,
+    angles: tuple[Tensor, Tensor],
+    cache: KVCache,
+    plans: list[Any],
+) -> Tensor | None:
+    """Return the normalised output of all layers; None for passes and models that go operator by operator.
+
+    `angles` are cosines and sines (B, T, D / 2). `x_BTE` is overwritten.
+    """
+    (B, T, E), k, v = x_BTE.shape, cache.k_LBKSD, cache.v_LBKSD
+    few = CppOperators.max_rows >= B * T and CppAttention.max_new_tokens >= T
+    if not isinstance(attention, CppAttention) or not few or not _is_plain(cache) or k.dtype != x_BTE.dtype:
+        return None
+    table = _tables.get(layers)
+    if table is None or not table.is_of(layers):
+        _tables[layers] = table = Table(layers)
+    call = _calls().get((x_BTE.dtype, table.dtype))
+    if call is None:
+        return None
+    c, L, (S, D) = cache.config, len(layers), k.shape[3:]
+    k_at, v_at = (
+        range(x.data_ptr(), x.data_ptr() + L * x.stride(0) * x.itemsize, x.stride(0) * x.itemsize) for x in (k, v)
+    )
+    where = zip(k_at, v_at, plans, strict=True)
+    entries = (Entries * L)(*(Entries(key, value, at(plan.positions_BKS), plan.reach) for key, value, plan in where))
+    (cos, sin), slots_BT, out_BTE = angles, cache.slots_BT(T), torch.empty_like(x_BTE)
+    pointers = (None, at(cos), at(sin), None, None, None, None, at(slots_BT))
+    sizes = (B, T, c.num_heads, c.num_kv_heads, D, *k.stride()[1:4], *v.stride()[1:4], torch.get_num_threads())
+    rotation = Rotation(*pointers, *sizes, epsilon(norm, x_BTE))
+    tensors = map(at, (x_BTE, out_BTE, norm.weight, plans[0].seqlens_B))
+    call(ctypes.byref(Pass(table.weights, entries, *tensors, rotation, L, E, c.intermediate_size, S)))
+    return out_BTE
+
+
+def _is_plain(cache: KVCache) -> bool:
+    """Return whether a cache neither selects nor observes: all layers have the same slots, and all are attended to."""
+    return type(cache).attend is KVCache.attend and type(cache).place is KVCache.place
+
+
+@once
+def _calls() -> dict[tuple[torch.dtype, torch.dtype | None], Any]:
+    """Return the kernels, by the types of activations and of matrices."""
+    names = (("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", "bfloat16"))
+    kernels = library.load()
+    return {(getattr(torch, x), getattr(torch, w)): kernels[f"forward_{x}_{w}"] for x, w in names}
+
+
+def _parameters(layer: nn.Module) -> list[Tensor | None]:
+    return [_parameter(layer, *name.split(".")) for name in WEIGHTS]
+
+
+def _parameter(layer: nn.Module, module: str, name: str) -> Tensor | None:
+    return getattr(getattr(layer, module, None), name, None)

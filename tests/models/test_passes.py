@@ -1,0 +1,155 @@
+"""A forward pass in one call against the same pass operator by operator: the same numbers, bit for bit."""
+
+import pytest
+import torch
+
+from magicdec.attention.cpp import CppAttention
+from magicdec.attention.sdpa import SdpaAttention
+from magicdec.kernels.library import compiler
+from magicdec.models import passes
+from magicdec.models.kv_cache import KVCache
+from magicdec.models.transformer import Transformer
+from magicdec.policies import CacheSpec
+from magicdec.registry import POLICIES
+from tests.small import VOCAB, cache_config, small_model
+
+if compiler() is None:
+    pytest.skip("needs a C++ compiler", allow_module_level=True)
+
+LENGTHS = torch.tensor([40, 23, 5], dtype=torch.int32)
+SHAPES = {
+    "plain": {},
+    "odd sizes": {"hidden_size": 27, "intermediate_size": 37, "num_layers": 3},
+    "biased": {"qkv_bias": True, "output_bias": True},
+    "normed": {"qk_norm": True},
+    "sliding": {"sliding_window": 7, "sliding_layers": (1,)},
+}
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """How many passes were made in one call."""
+    made = []
+
+    def counted(*arguments):
+        out = run(*arguments)
+        made.append(out is not None)
+        return out
+
+    run = passes.run
+    monkeypatch.setattr(passes, "run", counted)
+    return made
+
+
+def model_of(**sizes) -> Transformer:
+    model = small_model(**sizes)
+    model.attention = CppAttention()
+    for parameter in model.parameters():
+        if parameter.dim() == 1:  # biases, and the weights of norms
+            parameter.data += torch.linspace(-0.5, 0.5, len(parameter))
+    return model
+
+
+def both_ways(model: Transformer, cache: KVCache, tokens_BT: torch.Tensor, monkeypatch) -> list[tuple]:
+    """What a pass returns and leaves in the cache: in one call, and operator by operator."""
+    found = []
+    lengths_B = cache.seqlens_B.clone()
+    for name in ("run", None):
+        if name is None:
+            monkeypatch.setattr(passes, "run", lambda *_: None)
+        hidden_BTE = model(tokens_BT, cache)
+        assert torch.equal(cache.seqlens_B, lengths_B + tokens_BT.shape[1])
+        found.append((hidden_BTE, cache.k_LBKSD.clone(), cache.v_LBKSD.clone()))
+        cache.rollback(lengths_B)
+    return found
+
+
+@pytest.mark.parametrize("num_new", [1, 4])
+@pytest.mark.parametrize("dtypes", ["float32", "bfloat16 weights", "bfloat16"])
+@pytest.mark.parametrize("shape", SHAPES)
+@torch.inference_mode()
+def test_a_pass_over_a_plain_cache(shape, dtypes, num_new, calls, monkeypatch):
+    model = model_of(**SHAPES[shape]).to(torch.bfloat16 if dtypes == "bfloat16" else torch.float32)
+    if dtypes == "bfloat16 weights":
+        for layer in model.layers:
+            for name in passes.MATRICES:
+                getattr(layer, name).weight.data = getattr(layer, name).weight.data.bfloat16()
+    cache = KVCache(model.config, 3, 64, model.dtype, "cpu")
+    model(torch.arange(3 * 40).view(3, 40) % VOCAB, cache)
+    cache.rollback(LENGTHS)
+    ours, right = both_ways(model, cache, torch.arange(3 * num_new).view(3, num_new), monkeypatch)
+    assert calls == [False, True]  # the prefill has many rows
+    assert right[0].float().std() > 0.1
+    for tensor, expected in zip(ours, right, strict=True):
+        assert torch.equal(tensor, expected)
+
+
+@pytest.mark.parametrize("sliding", [False, True])
+@torch.inference_mode()
+def test_a_pass_over_a_draft_s_compact_cache(sliding, calls, monkeypatch):
+    model = model_of(**SHAPES["sliding" if sliding else "plain"])
+    target = KVCache(model.config, 3, 64, model.dtype, "cpu")
+    model(torch.arange(3 * 40).view(3, 40) % VOCAB, target)
+    target.rollback(LENGTHS)
+    spec = CacheSpec(cache_config("streaming", budget=12, num_sink=2), 2, 64, False)
+    cache = POLICIES["streaming"].load().build(spec, model.config, 3, model.dtype, "cpu", target)
+    cache.load(target)
+    ours, right = both_ways(model, cache, torch.tensor([[3], [1], [4]]), monkeypatch)
+    assert calls == [False, True]
+    for tensor, expected in zip(ours, right, strict=True):
+        assert torch.equal(tensor, expected)
+
+
+@torch.inference_mode()
+def test_a_row_depends_neither_on_the_others_nor_on_threads():
+    model, tokens_BT = model_of(), torch.arange(9).view(3, 3)
+
+    def hidden(rows: slice) -> torch.Tensor:
+        cache = KVCache(model.config, len(tokens_BT[rows]), 64, model.dtype, "cpu")
+        cache.k_LBKSD[:], cache.v_LBKSD[:], cache.seqlens_B[:] = 0.1, 0.2, LENGTHS[rows]
+        return model(tokens_BT[rows], cache)
+
+    together, threads = hidden(slice(None)), torch.get_num_threads()
+    for row in range(3):
+        assert torch.equal(hidden(slice(row, row + 1)), together[row : row + 1])
+    try:
+        torch.set_num_threads(2)
+        assert torch.equal(hidden(slice(None)), together)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@torch.inference_mode()
+def test_weights_that_were_replaced_are_used(calls):
+    model, tokens_BT = model_of(), torch.tensor([[1, 2]])
+    fresh = model_of(seed=1)
+
+    def hidden(model: Transformer) -> torch.Tensor:
+        return model(tokens_BT, KVCache(model.config, 1, 8, model.dtype, "cpu"))
+
+    before = hidden(model)
+    model.load_state_dict(fresh.state_dict(), assign=True)
+    assert not torch.equal(hidden(model), before)
+    assert torch.equal(hidden(model), hidden(fresh))
+    assert hidden(model.bfloat16()).dtype == torch.bfloat16
+    assert all(calls)
+
+
+@torch.inference_mode()
+def test_other_passes_go_operator_by_operator(calls):
+    model = model_of()
+
+    def run(**changes) -> bool:
+        for name, value in changes.items():
+            setattr(model, name, value)
+        cache = KVCache(model.config, 1, 128, model.dtype, "cpu")
+        model(torch.zeros(1, 2, dtype=torch.int64), cache)
+        return calls[-1] if calls else False
+
+    assert run()
+    model.layers[1].down.weight.data = model.layers[1].down.weight.data.bfloat16()  # the others are in float32
+    passes._tables.clear()
+    assert not run()
+    model = model_of()
+    assert run()
+    assert not run(attention=SdpaAttention())
