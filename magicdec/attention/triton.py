@@ -20,11 +20,13 @@ MIN_TILE = 16  # query rows of a program: what tensor cores take
 MIN_SPLIT = 128  # slots
 MAX_SPLITS = 64
 MAX_WAVES = 4  # of programs that are made by splitting: partial results take memory
+MERGE = 8  # blocks that a program reads in the time that merging splits takes, another launch included
 START = 2  # blocks' worth of time that a program takes to fill its pipeline and to write its part
 SUMMED = 512  # slots of a program that sums scores
 MERGED_NUMBERS = 8192  # in the registers of a merging program
 INTERPRETED = triton.knobs.runtime.interpret
 REGISTERS = 1 << 16  # of a multiprocessor
+USUAL_PROGRAMS = 2  # at once on a multiprocessor, where Triton does not tell
 SYSTEM_SHARED = 1024  # bytes of shared memory that a program takes beyond its own
 
 
@@ -145,21 +147,26 @@ class Variant:
     @property
     def tile(self) -> int:
         """The query rows of a program: all of them if registers suffice, so that K and V are read once."""
-        fits = self.dtype != torch.float32 and not (self.selected or self.scored)
         # The registers of other GPUs hold 128 rows while they are split, but not while a prefill writes its output.
-        most = 128 if fits and (reads_shared() or self.query_rows <= 128) else 64
+        most = 128 if reads_shared() or self.query_rows <= 128 else 64
+        if self.selected or self.scored:
+            most = 64
+        if self.dtype == torch.float32:
+            most = 32  # 64 rows spill, and take more shared memory than an L40 has
         return min(most, max(MIN_TILE, triton.next_power_of_2(self.query_rows)))
 
     @property
     def block(self) -> int:
-        """The slots that are read at a time. Scores that are written out take registers, too."""
-        return 32 if self.scored else 64
+        """The slots that are read at a time. Scores that are written out take registers, too, as does an A100's fp32."""
+        return 32 if self.scored or (self.dtype == torch.float32 and gpu().capability < 90) else 64
 
     @property
     def options(self) -> dict[str, int | bool]:
         """The compiler's options. As many blocks are in flight as the smallest shared memory holds, that of an L40."""
         numbers = self.tile * triton.next_power_of_2(self.head_dim)
-        few = numbers <= 4096 or (numbers <= 8192 and reads_shared() and self.dtype != torch.float32)
+        few = numbers <= (8192 if reads_shared() else 4096)
+        if self.dtype == torch.float32:
+            few = self.tile == MIN_TILE
         return {
             "num_warps": 4 if few else 8,
             "num_stages": 2 if self.dtype == torch.float32 else 3,
@@ -235,8 +242,11 @@ def _compiled_programs(variant: Variant, arguments: dict[str, Any]) -> int:
     parts = dict.fromkeys(("partial", "lse"), torch.float32) | {"out": variant.dtype, "num_splits": 2}
     values = arguments | parts | variant.constants(split=True)
     made = attend_split.warmup(*(values[name] for name in attend_split.arg_names), **variant.options, grid=(1, 1, 1))
-    made._init_handles()  # loads it, which says how many registers it takes
-    return gpu().programs(made.n_regs, made.metadata.shared, made.metadata.num_warps)
+    try:
+        made._init_handles()  # private: loads it, which says how many registers it takes
+        return gpu().programs(made.n_regs, made.metadata.shared, made.metadata.num_warps)
+    except AttributeError:  # another version of Triton
+        return USUAL_PROGRAMS * gpu().sms
 
 
 def merge_rows(query_rows: int, numbers_per_row: int) -> int:
@@ -251,7 +261,7 @@ def split_count(programs: int, num_slots: int, block: int, at_once: int) -> int:
 
     def time(splits: int) -> int:
         waves, blocks = -(-programs * splits // at_once), -(-num_slots // (block * splits))
-        return waves * (blocks + START)
+        return waves * (blocks + START) + (MERGE if splits > 1 else 0)
 
     most = min(num_slots // MIN_SPLIT, MAX_SPLITS, MAX_WAVES * at_once // programs)
     return min(range(1, max(1, most) + 1), key=time)

@@ -14,7 +14,7 @@ RESIDENT_WARPS = 8  # that it must have room for
 CAPABILITIES = pytest.mark.parametrize(
     "capability", [90, *(pytest.param(other, marks=pytest.mark.slow) for other in (80, 100, 120))]
 )
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def attend_compiled(capability, dtype, dim, group, num_new, kind):
@@ -23,10 +23,9 @@ def attend_compiled(capability, dtype, dim, group, num_new, kind):
     kinds = (kind == name for name in ("selected", "scored", "positions"))
     with fake_cuda(capability):
         variant = ours.Variant(DTYPES[dtype], 8, group, dim, group * num_new, num_new == 1, *kinds)
-        options = variant.options
+        options, constants = variant.options, variant.constants(split) | {"UPCAST": False}
     types = dict.fromkeys(("q", "k", "v", "out"), f"*{dtype}") | {"seqlens": "*i32", "scale": "fp32"}
     types |= {"partial": "*fp32", "lse": "*fp32", "raw": "*fp32", "indices": "*i64", "positions": "*i32"}
-    constants = variant.constants(split) | {"UPCAST": False}
     constants |= {} if kind == "selected" else {"indices": None}
     constants |= {} if kind == "positions" else {"positions": None}
     constants |= {} if kind == "scored" else {"raw": None}
@@ -60,6 +59,24 @@ def test_compiled(capability, dtype, dim, group, num_new, kind, programs):
         assert made.programs * made.warps >= RESIDENT_WARPS
     assert made.shared <= GPUS[{80: 89}.get(capability, capability)].program_shared  # the L40 has the least
     assert "mma" in made.ptx
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("capability", "num_new", "kind", "spilled"),
+    [
+        (90, 5, "positions", 0),
+        (90, 512, "all", 0),
+        (80, 5, "selected", 16),  # ptxas keeps 80 registers for three programs, and 4 numbers in memory
+        (120, 512, "all", 0),
+    ],
+)
+def test_single_precision_compiled(capability, num_new, kind, spilled):
+    """Tiles of 32 rows: with 64, thousands of bytes are spilled, and the shared memory is more than an L40 has."""
+    made = attend_compiled(capability, "fp32", 128, 4, num_new, kind)
+    assert made.spilled <= spilled
+    assert made.shared <= GPUS[{80: 89}.get(capability, capability)].program_shared
+    assert made.programs >= (1 if capability == 120 else 2)
 
 
 @CAPABILITIES

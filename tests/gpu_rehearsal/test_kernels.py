@@ -1,5 +1,7 @@
 """Triton kernels that rounds launch, compiled for GPUs: registers, shared memory, and how full the last wave is."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from triton.compiler import CompiledKernel
@@ -49,6 +51,7 @@ def test_splits_fill_waves():
     assert split_count(1, 32869, 64, 396) == 58  # as long as with 64: 9 blocks
     assert split_count(768, 32869, 64, 132) == 1  # a prefill
     assert split_count(192, 100, 64, 396) == 1  # too short to divide
+    assert split_count(64, 517, 64, 396) == 1  # a draft's cache: a second kernel would take longer than it saves
 
 
 @pytest.mark.parametrize("capability", [90, *(pytest.param(other, marks=pytest.mark.slow) for other in (80, 100, 120))])
@@ -66,6 +69,14 @@ def test_the_programs_that_run_at_once_are_those_of_the_compiled_kernel(capabili
     made = compiled(seen.launches[0], capability)
     assert at_once == made.programs * GPUS[capability].sms
     assert made.programs == {80: 2, 90: 2, 100: 2, 120: 1}[capability]
+
+
+def test_another_triton_that_does_not_tell_registers(monkeypatch):
+    """What is asked of it is private; without an answer two programs are assumed to run at once."""
+    monkeypatch.setattr(ours, "gpu", lambda: ours.Gpu(90, 132, GPUS[90].shared, 64))
+    monkeypatch.setattr(ours, "attend_split", SimpleNamespace(arg_names=[], warmup=lambda *_, **__: SimpleNamespace()))
+    variant = ours.Variant(torch.bfloat16, 8, 4, 128, 20, False, False, False, False)
+    assert ours._compiled_programs(variant, {}) == 2 * 132
 
 
 @pytest.mark.slow
