@@ -157,7 +157,7 @@ class Variant:
 
     @property
     def block(self) -> int:
-        """The slots that are read at a time. Scores that are written out take registers, too, as does an A100's fp32."""
+        """The slots that are read at a time. Scores that are written out take registers; an A100 has few for fp32."""
         return 32 if self.scored or (self.dtype == torch.float32 and gpu().capability < 90) else 64
 
     @property

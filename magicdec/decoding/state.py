@@ -50,7 +50,7 @@ class State:
         """Note for every unfinished row whether all logits are finite; `check_finite` reads the notes later."""
         bad_B = ~logits_BTV.sum((1, 2), dtype=torch.float32).isfinite() & ~self.finished_B
         position_B = torch.where(bad_B, self.num_tokens_B, NEVER)
-        torch.minimum(self.bad_WB[whose], position_B, out=self.bad_WB[whose])
+        self.bad_WB[whose].copy_(torch.minimum(self.bad_WB[whose], position_B))
 
     def check_finite(self, during: str) -> None:
         """Raise NonFinite with the first place where logits were not finite. Waits for the device."""
@@ -83,12 +83,12 @@ class State:
 
     def recent_BT(self, count: int) -> Tensor:
         """Return the last `count` committed tokens of every row (B, count)."""
-        index = self.num_tokens_B.long()[:, None] - count + torch.arange(count, device=self.tokens_BS.device)
+        index = self.num_tokens_B[:, None] + torch.arange(-count, 0, device=self.tokens_BS.device)
         return self.tokens_BS.gather(1, index.clamp(min=0))
 
     def next_positions_BT(self, count: int) -> Tensor:
         """Return the positions that the next `count` tokens of every row will take (int64)."""
-        return self.num_tokens_B.long()[:, None] + torch.arange(count, device=self.tokens_BS.device)
+        return self.num_tokens_B[:, None] + torch.arange(count, device=self.tokens_BS.device)
 
     def commit(self, verdict: Verdict) -> Tensor:
         """Append the accepted proposals and the bonus token to unfinished rows, cut at their end of sequence and at

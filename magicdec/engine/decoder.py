@@ -17,7 +17,7 @@ from magicdec.drafts.base import Draft, Proposal
 from magicdec.engine.adaptive import AdaptiveCycle
 from magicdec.engine.graphs import Captures, Cycle, Step
 from magicdec.models.kv_cache import KVCache
-from magicdec.models.transformer import Transformer
+from magicdec.models.transformer import Transformer, compile_parts
 from magicdec.verification.accept import Verdict, accept_greedy, accept_sampled, accept_synthetic
 from magicdec.verification.sampling import RowSampling, Sampling, Use, choose
 
@@ -59,6 +59,8 @@ class Decoder:
         self.synthetic_acceptance, self.gammas = synthetic_acceptance, gammas
         self.device = cache.seqlens_B.device
         self.captures = Captures(self.device) if graphs and self.device.type == "cuda" else None
+        if target.is_compiled:  # tens of small operators each
+            compile_parts(state, "inspect", "commit")
         self._cycles: dict[tuple[Draft | None, int | None], Cycle | AdaptiveCycle] = {}
 
     @torch.inference_mode()

@@ -85,7 +85,7 @@ class KVCache:
 
     def slots_BT(self, num_new: int) -> Tensor:
         """Return the slots that the next `num_new` tokens go to (int64)."""
-        return self.seqlens_B.long()[:, None] + torch.arange(num_new, device=self.seqlens_B.device)
+        return self.seqlens_B[:, None] + torch.arange(num_new, device=self.seqlens_B.device)
 
     def positions_BT(self, num_new: int) -> Tensor:
         """Return the positions in the sequence of the next `num_new` tokens (int64)."""

@@ -38,7 +38,11 @@ def rope_table(config: ModelConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
     in float32 on the device of `positions`. Frequencies are made once per model and device: call it once before a
     CUDA graph is captured, as a warm-up does anyhow.
     """
-    frequencies_D2, attention_factor = _frequencies_on(config, positions.device)
+    return angles_table(*frequencies_on(config, positions.device), positions)
+
+
+def angles_table(frequencies_D2: Tensor, attention_factor: float, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what `rope_table` does, from the results of `frequencies_on`: tensors alone, to be compiled."""
     angles = positions.unsqueeze(-1) * frequencies_D2
     cos, sin = angles.cos(), angles.sin()
     if attention_factor != 1.0:
@@ -60,7 +64,7 @@ def rotate(x_BTHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=32)
-def _frequencies_on(config: ModelConfig, device: torch.device) -> tuple[Tensor, float]:
+def frequencies_on(config: ModelConfig, device: torch.device) -> tuple[Tensor, float]:
     """Return `rope_frequencies` on a device, cached: a CUDA graph could not capture copying them there."""
     frequencies_D2, attention_factor = rope_frequencies(config)
     return frequencies_D2.to(device), attention_factor

@@ -16,7 +16,7 @@ from magicdec.models import passes
 from magicdec.models.kv_cache import KVCache, Place
 from magicdec.models.operators import PYTORCH, Operators, operators_for
 from magicdec.models.parallel import ALONE, Share
-from magicdec.models.rope import rope_table
+from magicdec.models.rope import angles_table, frequencies_on
 
 MAX_COMPILED = 64  # shapes and models of a process; beyond, PyTorch would leave the rest as it is
 
@@ -74,7 +74,8 @@ class Transformer(nn.Module):
     def forward(self, tokens_BT: Tensor, cache: KVCache) -> Tensor:
         """Append T tokens to every row of the cache. Return the normalised hidden states (B, T, E)."""
         num_new = tokens_BT.shape[1]
-        angles = rope_table(self.config, cache.positions_BT(num_new))
+        frequencies_D2, factor = frequencies_on(self.config, tokens_BT.device)
+        angles = self.angles(frequencies_D2, factor, cache.positions_BT(num_new))
         x_BTE = self.share.embed(tokens_BT, self.embed.weight).to(self.dtype)
         plans = cache.plan(self.attention, num_new, x_BTE.dtype)
         hidden_BTE = None
@@ -94,6 +95,14 @@ class Transformer(nn.Module):
             out_BTHD = cache.attend(i, q_BTHD, self.attention, plans[i])
             del q_BTHD, mlp_BTE  # memory peaks in the MLP
             x_BTE, mlp_BTE = layer.after_attention(ops, x_BTE, out_BTHD)
+        return self.normed(ops, x_BTE, mlp_BTE)
+
+    def angles(self, frequencies_D2: Tensor, factor: float, positions_BT: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines (B, T, D2) of the rotations."""
+        return angles_table(frequencies_D2, factor, positions_BT)
+
+    def normed(self, ops: Operators, x_BTE: Tensor, mlp_BTE: Tensor) -> Tensor:
+        """Return the normalised residual stream behind the last layer."""
         return ops.add_norm(self.norm, x_BTE, mlp_BTE)[1]
 
     def logits(self, hidden_BTE: Tensor) -> Tensor:
@@ -126,7 +135,8 @@ class Transformer(nn.Module):
         return part.eval()
 
     def compile_layers(self) -> None:
-        """Fuse what surrounds attention in each layer: sums with norms, rotation with the write to the cache, SwiGLU.
+        """Fuse what surrounds attention in each layer: sums with norms, rotation with the write to the cache, SwiGLU;
+        and, before and behind the layers, the table of rotations and the last norm.
 
         All layers share what is compiled. One token is a case of its own; of other numbers, and of batches, the second
         one compiles for any.
@@ -135,6 +145,12 @@ class Transformer(nn.Module):
         torch._dynamo.config.recompile_limit = MAX_COMPILED
         for layer in self.layers:
             # The first half writes to the cache: trying configurations of its kernel would copy a layer's whole cache.
-            untried = torch.compile(options={"triton.autotune_pointwise": False})
-            for part, compiled in (("before_attention", untried), ("after_attention", torch.compile)):
-                setattr(layer, part, compiled(getattr(layer, part)))
+            compile_parts(layer, "before_attention", options={"triton.autotune_pointwise": False})
+            compile_parts(layer, "after_attention")
+        compile_parts(self, "angles", "normed")
+
+
+def compile_parts(owner: object, *methods: str, **settings: Any) -> None:
+    """Replace methods of an object by what torch.compile makes of them."""
+    for method in methods:
+        setattr(owner, method, torch.compile(getattr(owner, method), **settings))

@@ -4,11 +4,12 @@ B rows, T tokens, V vocabulary. A random number is a pure function of (seed, seq
 counted through the whole run, so that its sample depends neither on its batch nor on the order of computation.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,12 +52,8 @@ class Sampling:
 
     @property
     def key(self) -> int:
-        """Name the random numbers of row 0's sequence: a whole number of 64 bits."""
+        """Name the random numbers of row 0's sequence: a whole number of 64 bits. Other rows count up from it."""
         return _signed(self.seed * GOLDEN + self.sequence)
-
-    def keys_B1(self, positions_BT: Tensor) -> Tensor:
-        """Return the key of every row."""
-        return self.key + torch.arange(positions_BT.shape[0], device=positions_BT.device)[:, None]
 
 
 class RowSampling:
@@ -72,11 +69,7 @@ class RowSampling:
         self.temperature = torch.ones(shape, device=device)
         self.top_k = torch.ones(shape, dtype=torch.int64, device=device)
         self.top_p = torch.ones(shape, device=device)
-        self._key_B1 = torch.zeros(num_rows, 1, dtype=torch.int64, device=device)
-
-    def keys_B1(self, positions_BT: Tensor) -> Tensor:
-        """See Sampling.keys_B1."""
-        return self._key_B1
+        self.key = torch.zeros(num_rows, 1, dtype=torch.int64, device=device)
 
     def set_row(self, row: int, sampling: Sampling) -> None:
         """Set how a row is sampled from now on."""
@@ -86,7 +79,7 @@ class RowSampling:
         self.temperature[row] = sampling.temperature or 1.0
         self.top_k[row] = top_k
         self.top_p[row] = top_p if top_p < 1.0 else float("inf")
-        self._key_B1[row] = sampling.key
+        self.key[row] = sampling.key
 
 
 def probabilities(logits: Tensor, sampling: Sampling | RowSampling) -> Tensor:
@@ -96,8 +89,8 @@ def probabilities(logits: Tensor, sampling: Sampling | RowSampling) -> Tensor:
     their number; a token stays while the mass before it is below top_p: the smallest set that reaches it.
     """
     top_k, top_p = sampling.top_k, sampling.top_p
-    if logits.is_cuda and not (top_k is None and top_p is None) and (kernel := _kernel()):
-        return kernel(logits, sampling.temperature, top_k, top_p)
+    if logits.is_cuda and not (top_k is None and top_p is None) and (kernels := _kernels()):
+        return kernels.truncated(logits, sampling.temperature, top_k, top_p)
     logits = logits.float() / sampling.temperature
     likeliest = None
     if top_k is not None:
@@ -152,19 +145,25 @@ def _likeliest_first(p: Tensor, likeliest: Tensor | None) -> Iterator[Tensor]:
 
 
 @cache
-def _kernel() -> Callable[..., Tensor] | None:
-    """Return the kernel that does the same for GPUs, which would sort the vocabulary otherwise; None without Triton."""
+def _kernels() -> Any:
+    """Return the module of kernels that do the same on GPUs, in one launch each; None without Triton."""
     with suppress(ImportError):
-        from magicdec.verification.truncation import truncated  # here, because Triton may not be installed
+        from magicdec.verification import kernels  # here, because Triton may not be installed
 
-        return truncated
+        return kernels
     return None
 
 
 def uniform_BT(sampling: Sampling | RowSampling, positions_BT: Tensor, use: Use) -> Tensor:
     """Return uniform fp64 numbers in [0, 1), one for each row and position (int64)."""
-    key = _mix(_mix(sampling.keys_B1(positions_BT)) + positions_BT * 8 + int(use))
-    return (_mix(key) >> 11 & (1 << 53) - 1).double() * 2.0**-53
+    key = sampling.key
+    if positions_BT.is_cuda and (kernels := _kernels()):
+        return kernels.uniform(key, positions_BT, int(use))
+    key_B1 = (
+        key if isinstance(key, Tensor) else key + torch.arange(len(positions_BT), device=positions_BT.device)[:, None]
+    )
+    bits_BT = _mix(_mix(_mix(key_B1) + positions_BT * 8 + int(use)))
+    return (bits_BT >> 11 & (1 << 53) - 1).double() * 2.0**-53
 
 
 def draw(p: Tensor, u: Tensor) -> Tensor:

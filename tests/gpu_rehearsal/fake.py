@@ -261,26 +261,26 @@ def fake_cuda(capability: int | None = None) -> Iterator[Recording]:
     lend_guard()
     import magicdec.attention.triton as ours
     from magicdec.models import code_matmul
-    from magicdec.verification import truncation
+    from magicdec.verification import kernels as sampling
 
     recording, card = Recording(), GPUS[capability or 90]
     with ExitStack() as stack:
         for name in ("attend_split", "merge_splits", "sum_scores"):
             stack.enter_context(patch.object(ours, name, _Kernel(getattr(ours, name), recording, capability)))
-        for module, name in ((truncation, "truncate"), (code_matmul, "multiply_codes")):
+        for module, name in ((sampling, "truncate"), (sampling, "draw_numbers"), (code_matmul, "multiply_codes")):
             stack.enter_context(patch.object(module, name, _Kernel(getattr(module, name), recording, capability)))
         gpu = ours.Gpu(capability or 90, card.sms, card.shared, card.warps)
         stack.enter_context(patch.object(ours, "gpu", lambda: gpu))
         stack.enter_context(patch.object(ours, "_programs", {}))
         if capability is None:
             stack.enter_context(patch.object(ours, "programs_at_once", lambda *_: 2 * gpu.sms))
-        rope._frequencies_on.cache_clear()
+        rope.frequencies_on.cache_clear()
         stack.enter_context(FakeTensorMode())
         stack.enter_context(torch.no_grad())
         try:
             yield recording
         finally:
-            rope._frequencies_on.cache_clear()
+            rope.frequencies_on.cache_clear()
 
 
 def fake_model(

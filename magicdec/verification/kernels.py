@@ -1,7 +1,8 @@
-"""Temperature, top-k and top-p as one Triton kernel for GPUs: what `sampling.probabilities` is, without sorting.
+"""Sampling on GPUs, in Triton: `probabilities` of sampling.py without sorting, and the numbers of `uniform_BT`.
 
-V vocabulary. A program takes a row. It finds the least logit that top-k keeps, and the least probability that top-p
-keeps, two bits at a time: a pass over the row, which stays in the L2 cache, compares it with three thresholds.
+B rows, T tokens, V vocabulary. A program of `truncate` takes a row. It finds the least logit that top-k keeps, and the
+least probability that top-p keeps, two bits at a time: a pass over the row, which stays in the L2 cache, compares it
+with three thresholds. A program of `draw_numbers` takes a block of the B x T numbers.
 """
 
 import torch
@@ -10,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 MAX_BLOCK = 8192  # tokens at a time
+NUMBERS = 128  # random numbers of a program
 LEAST = tl.constexpr(-(1 << 31))
 
 
@@ -141,3 +143,32 @@ def truncate(logits, temperature, top_k, top_p, out, V, BLOCK: tl.constexpr):
         token = start + tl.arange(0, BLOCK)
         tl.store(out + token, p, token < V)
         before += tl.sum(ties, 0)
+
+
+def uniform(key: int | Tensor, positions_BT: Tensor, use: int) -> Tensor:
+    """See sampling.uniform_BT, whose numbers these are, bit for bit. `key` is that of the first row, or (B, 1)."""
+    B, T = positions_BT.shape
+    out_BT = torch.empty((B, T), dtype=torch.float64, device=positions_BT.device)
+    draw_numbers[(triton.cdiv(B * T, NUMBERS),)](
+        key, positions_BT, out_BT, B * T, T, *positions_BT.stride(), use, FOLLOWS=isinstance(key, int), BLOCK=NUMBERS
+    )
+    return out_BT
+
+
+@triton.jit
+def mix(x):
+    """Return the finaliser of SplitMix64: see `sampling._mix`."""
+    x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * -0x40A7B892E31B1A47
+    x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * -0x6B2FB644ECCEEE15
+    return x ^ ((x >> 31) & ((1 << 33) - 1))
+
+
+@triton.jit(do_not_specialize=["key", "use"])
+def draw_numbers(key, positions, out, N, T, row, column, use, FOLLOWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Write BLOCK numbers."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    b, t = i // T, i % T
+    sequence = b.to(tl.int64) + key if FOLLOWS else tl.load(key + b, i < N, 0)
+    position = tl.load(positions + b * row + t * column, i < N, 0)
+    bits = (mix(mix(mix(sequence) + position * 8 + use)) >> 11) & ((1 << 53) - 1)
+    tl.store(out + i, bits.to(tl.float64) * (2.0**-53), i < N)

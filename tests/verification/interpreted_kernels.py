@@ -1,0 +1,52 @@
+"""The Triton kernels of sampling in Triton's interpreter; test_interpreted.py runs this file."""
+
+import pytest
+import torch
+
+from magicdec.verification import kernels
+from magicdec.verification import sampling as ours
+from magicdec.verification.sampling import RowSampling, Sampling, Use, probabilities, uniform_BT
+from tests.verification.twin import SETTINGS, check
+
+
+@pytest.mark.parametrize(
+    ("vocab", "rows", "setting"),
+    [(11, slice(None), 0), (11, slice(2, 6), 6), (11, slice(3), 5), (600, slice(1, 4, 2), 8)],
+)
+def test_against_the_sorted_definition(monkeypatch, vocab, rows, setting):
+    """The larger vocabulary is no multiple of a block. The interpreter takes a second a row."""
+    monkeypatch.setattr(kernels, "MAX_BLOCK", 256)
+    check(
+        lambda logits, s: kernels.truncated(logits, s.temperature, s.top_k, s.top_p),
+        vocab,
+        [SETTINGS[setting]],
+        rows,
+    )
+
+
+def test_rows_have_settings_of_their_own():
+    each = [Sampling(), Sampling(1.0), Sampling(0.6, top_k=3), Sampling(1.4, top_p=0.7), Sampling(0.8, 4, 0.9)]
+    rows = RowSampling(len(each), "cpu")
+    for row, sampling in enumerate(each):
+        rows.set_row(row, sampling)
+    logits = torch.randn(len(each), 1, 33, generator=torch.Generator().manual_seed(1)).bfloat16()
+    logits[0, :, [9, 5]] = 7.0  # a greedy row takes the first of equal ones
+    p = kernels.truncated(logits, rows.temperature, rows.top_k, rows.top_p)
+    torch.testing.assert_close(p, probabilities(logits, rows), atol=1e-6, rtol=1e-5)
+    assert p[0].argmax(-1).tolist() == [5]
+    assert ours._kernels() is kernels
+
+
+@pytest.mark.parametrize("key", [7, -(1 << 62) + 5, "of each row"])
+def test_the_same_random_numbers(key):
+    """Bit for bit, over more than one block, also where positions are a view, as those of one step are."""
+    rows, sampling = 50, RowSampling(50, "cpu")
+    positions = torch.randint(1 << 40, (rows, 9), generator=torch.Generator().manual_seed(3))
+    for row in range(rows):
+        sampling.set_row(row, Sampling(0.7, seed=row // 2, sequence=3 * row) if key == "of each row" else Sampling(0.7))
+    if key != "of each row":
+        sampling.key = key + torch.arange(rows)[:, None]
+    for part in (positions, positions[:, 4:5], positions[:, 2:8]):
+        for use in (Use.PROPOSE, Use.INNER_DECIDE):
+            given = sampling.key if key == "of each row" else key
+            assert torch.equal(kernels.uniform(given, part, int(use)), uniform_BT(sampling, part, use))
