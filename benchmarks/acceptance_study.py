@@ -44,7 +44,6 @@ TARGET = "smollm2-135m-q4"
 ROWS, GENERATED, LONG = 8, 160, 1024
 MAX_GAMMA = 8
 OPEN = 3  # prefilled batches kept in memory: 1.5 GB each at 4,096 tokens
-CENTRE_BUDGETS = (256, 64, 1024, 512, 128, 2048)
 MAIN, OTHERS = ("streaming", "snapkv", "quest", "topk"), ("verify_guided", "pyramidkv", "window")
 TASKS = ("niah_single", "niah_multikey")
 
@@ -81,33 +80,37 @@ class Cell:
 
 def cells() -> Iterator[Cell]:
     """Yield all cells, the most telling ones first; some come twice."""
-    centre, code, sampled = Cell(), Cell(text="code"), Cell(temperature=0.7)
+    centre, sampled, pair = Cell(), Cell(temperature=0.7), MAIN[:2]
+    lookup = {"draft": "ngram", "policy": "full", "budget": 0}
+    everything = {"policy": "full", "budget": 0}
     yield from by_policy(centre, MAIN, (256, 64, 1024))
-    yield replace(centre, draft="ngram", policy="full", budget=0)
+    yield replace(centre, **lookup)
     yield from by_policy(sampled, MAIN, (256,))
-    yield from (replace(centre, policy=p, gamma=g) for g in (1, 2, 5, 8) for p in ("streaming", "snapkv"))
-    for context, share in ((1024, 64), (2048, 128)):
-        yield from by_policy(Cell(context=context), MAIN, (256, share, 512))
-    yield from by_policy(centre, MAIN, (512,))
-    yield from by_policy(Cell(context=8000), MAIN, (256, 512))
+    for context in (1024, 2048):
+        yield from by_policy(Cell(context=context), MAIN, (256,))
+        yield from by_policy(Cell(context=context), pair, (512,))
+    yield from by_policy(centre, pair, (512,))
+    yield from (replace(centre, policy=policy, gamma=gamma) for policy in pair[::-1] for gamma in (1, 2, 5, 8))
+    yield from (replace(centre, **everything, quantization=bits) for bits in ("int4", "int8"))
+    yield from (replace(centre, **everything, draft="layer_skip", num_layers=layers) for layers in (27, 24, 15))
+    yield from (Cell(text=task, policy=policy) for task in TASKS for policy in pair)
+    yield from by_policy(Cell(context=8000), MAIN, (256,))
+    yield from by_policy(Cell(context=8000), pair, (512,))
+    yield from by_policy(Cell(text="code"), MAIN, (256,))
+    yield replace(Cell(text="code"), **lookup)
     yield from by_policy(centre, OTHERS, (256,))
-    yield from (replace(centre, policy="full", budget=0, quantization=bits) for bits in ("int4", "int8"))
-    yield from by_policy(code, MAIN, (256,))
-    yield replace(code, draft="ngram", policy="full", budget=0)
-    yield from (Cell(text=task, policy=policy) for task in TASKS for policy in MAIN)
     yield from by_policy(sampled, MAIN, (64, 1024))
-    for layers in (27, 24, 20, 15):
-        yield replace(centre, draft="layer_skip", policy="full", budget=0, num_layers=layers)
-    yield from (replace(centre, quantization=bits) for bits in ("int4", "int8"))
-    yield from by_policy(centre, MAIN, (128, 2048))
-    yield from (Cell(text=task, context=8000, policy=policy) for task in TASKS for policy in MAIN[:2])
+    yield from (Cell(text=task, context=8000, policy=policy) for task in TASKS for policy in pair)
     yield from (Cell("long", 1024, policy=policy) for policy in MAIN)
+    yield from by_policy(centre, MAIN, (512, 128, 2048))
+    yield from (replace(centre, quantization=bits) for bits in ("int4", "int8"))
     yield from by_policy(centre, OTHERS, (64, 1024, 512))
-    yield from by_policy(Cell(context=8000), MAIN, (64, 1024, 2048))
+    for context in (1024, 2048, 8000):
+        yield from by_policy(Cell(context=context), MAIN, (64, 512, 1024))
     yield from by_policy(Cell(batch=1), MAIN, (256, 64, 1024, 512))
-    yield from (Cell(text=task, batch=1, policy=policy) for task in TASKS for policy in MAIN[:2])
-    yield from by_policy(Cell(batch=1, temperature=0.7), MAIN, (256, 64, 1024))
-    yield from (Cell(batch=1, policy=p, gamma=g) for g in (1, 2, 5, 8) for p in ("streaming", "snapkv"))
+    yield from (Cell(text=task, batch=1, policy=policy) for task in TASKS for policy in pair)
+    yield from by_policy(replace(sampled, batch=1), MAIN, (256, 64, 1024))
+    yield from (Cell(batch=1, policy=policy, gamma=gamma) for gamma in (1, 2, 5, 8) for policy in pair)
     for context in (1024, 2048, 8000):
         yield from by_policy(Cell(context=context, batch=1), MAIN, (256, 512))
 
@@ -196,7 +199,7 @@ class Study:
             "accuracy": batch.accuracy(fast.tokens),
             "accuracy_autoregressive": batch.accuracy(batch.expected),
             "seconds": round(time.monotonic() - started, 1),
-            "measured_by": f"{setting()}, attention={chosen.attention.name}",
+            "measured_by": setting(),
         }
         if cell.temperature:
             return line
@@ -231,6 +234,9 @@ def main() -> None:
     parser.add_argument("--model", metavar="FOLDER", default=os.environ.get("MAGICDEC_SMOLLM2"), help="the target's")
     parser.add_argument("--books", type=Path, metavar="FOLDER", help="text files: novels, as in PG-19")
     parser.add_argument("--lines", type=Path, default=LINES, metavar="FILE", help="the results, a line per cell")
+    parser.add_argument(
+        "--contexts", type=int, nargs="*", metavar="N", help="measure these alone, in a process of theirs"
+    )
     parser.add_argument("--page", action="store_true", help="measure nothing")
     arguments = parser.parse_args()
     if arguments.page:
@@ -242,13 +248,12 @@ def main() -> None:
         parser.error("--books FOLDER: the study needs a folder of text files")
     model = [f"target.path={Path(arguments.model).resolve()}"] if arguments.model else []
     study = Study([f"target={TARGET}", *model], arguments.books.resolve())
-    done = known(arguments.lines)
     for cell in cells():
-        if cell not in done:
-            done[cell] = study.measure(cell)
+        if cell not in known(arguments.lines) and (not arguments.contexts or cell.context in arguments.contexts):
+            line = study.measure(cell)
             with arguments.lines.open("a") as file:
-                file.write(json.dumps(done[cell]) + "\n")
-            print(*cell.overrides, done[cell]["rounds"], done[cell]["seconds"], flush=True)
+                file.write(json.dumps(line) + "\n")
+            print(*cell.overrides, line["rounds"], line["seconds"], flush=True)
 
 
 if __name__ == "__main__":
