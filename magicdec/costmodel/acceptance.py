@@ -20,7 +20,9 @@ from magicdec.costmodel.tables import PUBLISHED, read_table
 from magicdec.errors import UserError
 from magicdec.registry import DRAFTS, POLICIES
 
-PUBLISHED_ALPHAS = PUBLISHED.parent / "acceptance.csv"
+# The paper's, and those of our own studies: a file each. Only the latter have the columns quantization and settings.
+PUBLISHED_ALPHAS = sorted(PUBLISHED.parent.glob("acceptance*.csv"))
+AT = " at temperature "  # in the name of a text
 SAME = 1.05  # contexts and budgets within this ratio count as equal: 32,768 is measured where 32,000 is
 
 
@@ -47,16 +49,18 @@ class Point(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """An alpha and where it comes from."""
+    """An alpha and where it comes from: a measurement of somebody's, or else what was given or must be."""
 
     alpha: float
     source: str
+    is_measured: bool = False
 
 
 class Curves:
     """Known acceptances, to be asked for others between them.
 
-    Those on the text in question come first, then runs of our own, then publications, then the text with most points.
+    Those on the text in question come first, then runs of our own, then publications; of these, those sampled at the
+    same temperature, then the text with most points.
     """
 
     def __init__(self, points: Iterable[Point], task: str | None = None):
@@ -77,7 +81,7 @@ class Curves:
                     ladder.append((known, alpha))
             alpha = _interpolate(ladder, setup.cache.budget, rising=True)
             if alpha is not None:
-                return Estimate(alpha, _describe(points))
+                return Estimate(alpha, _describe(points), is_measured=True)
         return None
 
     def answers(self, setup: Setup, generate_len: int = 0) -> tuple[int, ...]:
@@ -91,10 +95,11 @@ class Curves:
     def _candidates(self, setup: Setup) -> list[list[Point]]:
         """Return groups of points of one origin and task, the best first."""
 
-        def merit(group: tuple[bool, str]) -> tuple[bool, bool, int]:
+        def merit(group: tuple[bool, str]) -> tuple[bool, bool, bool, int]:
             measured, task = group
             same = self._task is not None and f"{task}-".startswith(f"{self._task}-")  # of ruler-qa, the paper has two
-            return same, measured, len(groups[group])
+            as_random = task.partition(AT)[2] == (self._task or "").partition(AT)[2]
+            return same, measured, as_random, len(groups[group])
 
         groups: dict[tuple[bool, str], list[Point]] = defaultdict(list)
         for point in self._points:
@@ -105,21 +110,8 @@ class Curves:
 
 @cache
 def published() -> tuple[Point, ...]:
-    """Return the MagicDec paper's acceptances: those it states, and for the rest those that its tables' Omega imply."""
-    with open(PUBLISHED_ALPHAS, newline="") as lines:
-        stated = [
-            Point(
-                line["target"],
-                line["draft"],
-                line["policy"],
-                int(line["budget"]),
-                int(line["context_len"]),
-                line["task"],
-                float(line["alpha"]),
-                line["source"],
-            )
-            for line in csv.DictReader(lines)
-        ]
+    """Return the acceptances that are published: those stated, and for the rest those that the paper's Omega imply."""
+    stated = [_stated(line) for path in PUBLISHED_ALPHAS for line in csv.DictReader(path.read_text().splitlines())]
     known = {point[:6] for point in stated}
     implied = [
         Point(
@@ -133,6 +125,23 @@ def published() -> tuple[Point, ...]:
         if configuration not in known
     ]
     return (*stated, *implied)
+
+
+def _stated(line: Mapping[str, str]) -> Point:
+    """Return the point of a line of PUBLISHED_ALPHAS."""
+    settings = line.get("settings")
+    return Point(
+        line["target"],
+        line["draft"],
+        line["policy"],
+        int(line["budget"]),
+        int(line["context_len"]),
+        line["task"],
+        float(line["alpha"]),
+        line["source"],
+        quantization=line.get("quantization", "none"),
+        settings=None if settings is None else tuple(map(int, settings.split())),
+    )
 
 
 def measured(runs: Iterable[Mapping[str, Any]]) -> list[Point]:
@@ -171,7 +180,7 @@ def _point(run: Mapping[str, Any]) -> list[Point]:
 def task_name(data: str, task: str | None, temperature: float) -> str:
     """Return the name of a text as in published tables; sampling changes acceptance, so it is part of the name."""
     text = f"{data}-{task}" if task else data
-    return f"{text} at temperature {temperature:g}" if temperature else text
+    return f"{text}{AT}{temperature:g}" if temperature else text
 
 
 def is_same(a: int, b: int) -> bool:

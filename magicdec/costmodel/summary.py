@@ -29,10 +29,12 @@ def verdict(prediction: Prediction) -> str:
                 f"{breaks_even:.2f} at gamma {best.gamma} ({where}); {limit}. {_remedy(prediction)}"
             )
     else:
-        assert prediction.estimate is not None
+        known = prediction.estimate
+        assert known is not None
+        basis = "measured acceptance, predicted times; " if known.is_measured else ""
         text = (
             f"this configuration is predicted to run at {best.speedup:.2f}x with gamma {best.gamma}: {where}, "
-            f"{_reason(best)}; {limit} (alpha {prediction.estimate.alpha:.2f}: {prediction.estimate.source})"
+            f"{_reason(best)}; {limit} ({basis}alpha {known.alpha:.2f}: {known.source})"
         )
     return text if prediction.fits else f"{text}. {_does_not_fit(prediction)}"
 

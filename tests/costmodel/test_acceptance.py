@@ -136,6 +136,9 @@ def test_the_same_text_comes_first_then_own_runs():
     assert alpha(Curves(points, "pg19")) == 0.8
     assert alpha(Curves(points, "ruler-cwe")) == 0.7
     assert alpha(Curves([*points, point(alpha=0.5, measured=True)], "pg19")) == 0.5
+    sampled = [point(budget, alpha=0.5, task="text at temperature 0.7") for budget in (512, 1024)]
+    assert alpha(Curves([*sampled, point(alpha=0.9, task="text")], "stdlib")) == 0.9
+    assert alpha(Curves([*sampled, point(alpha=0.9, task="text")], "stdlib at temperature 0.7")) == 0.5
     known = [one for one in published() if one.task.startswith("ruler-qa-")]
     assert known, "the paper has two such tasks"
     found = Curves(published(), "ruler-qa").estimate(of_point(known[0]))
