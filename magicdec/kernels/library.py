@@ -6,37 +6,37 @@ library is called with plain pointers: through PyTorch's own headers the compila
 
 import ctypes
 import hashlib
-import logging
 import os
 import platform
 import shutil
 import subprocess
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
 import torch
 
-from magicdec.errors import UserError
-
-log = logging.getLogger(__name__)
+from magicdec.errors import UserError, to_stderr
 
 SOURCES = [Path(__file__).with_name(name) for name in ("attention.cpp", "prefill.cpp", "linear.cpp", "layer.cpp")]
 HEADERS = [Path(__file__).with_name(name) for name in ("vectors.h", "call.h", "matmul.h")]
 # The vectors are written out; letting the compiler find more of them makes the short loops around them slower.
-FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-tree-vectorize", "-fopenmp", "-shared", "-fPIC")
-NO_COMPILER = "needs a C++ compiler, and neither g++ nor clang++ is installed (CXX names another)"
+FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-tree-vectorize", "-fopenmp", "-fPIC")
+NEEDS_COMPILER = "needs a C++ compiler"  # how every obstacle begins
 
 
 def obstacle() -> str | None:
-    """Return why there can be no library here, or None where it is built or can be."""
-    return None if path().exists() or compiler() else NO_COMPILER
+    """Return why there is no library here, or None where there is one. Build it if needed."""
+    return None if path().exists() else _obstacle(path(), compiler())
 
 
 @cache
 def load() -> ctypes.CDLL:
     """Return the library. Build it if needed; raise UserError where that fails."""
-    return ctypes.CDLL(str(build()))
+    if (reason := obstacle()) is not None:
+        raise UserError(f"attention=cpp {reason}; use attention=sdpa")
+    return ctypes.CDLL(str(path()))
 
 
 def compiler() -> str | None:
@@ -54,25 +54,31 @@ def path() -> Path:
     return folder / f"kernels-{digest}.so"
 
 
-def build() -> Path:
-    """Compile the library unless it exists, and return its file. Several processes may do so at the same time."""
-    library, command = path(), compiler()
-    if library.exists():
-        return library
+@cache
+def _obstacle(library: Path, command: str | None) -> str | None:
+    """Compile the library. Return why that fails, if it does. Several processes may do so at the same time."""
     if command is None:
-        raise UserError(
-            "attention=cpp needs a C++ compiler (g++ or clang++), and none is installed; use attention=sdpa"
-        )
-    log.info("attention=cpp: compiling the kernels with %s, once", command)
-    library.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-        made = Path(folder, library.name)
-        done = subprocess.run([command, *FLAGS, *map(str, SOURCES), "-o", str(made)], capture_output=True, text=True)
-        if done.returncode:
-            errors = [line for line in done.stderr.splitlines() if "error" in line] or [f"exit code {done.returncode}"]
-            raise UserError(f"attention=cpp: {command} failed: {errors[0]}; use attention=sdpa")
-        made.replace(library)
-    return library
+        return f"{NEEDS_COMPILER}, and neither g++ nor clang++ is installed (CXX names another)"
+    to_stderr(f"attention=cpp: compiling its kernels with {command}, once")
+    try:
+        library.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=library.parent) as folder, ThreadPoolExecutor() as pool:
+            objects = [Path(folder, f"{source.stem}.o") for source in SOURCES]
+            tasks = [("-c", str(source), "-o", str(made)) for source, made in zip(SOURCES, objects, strict=True)]
+            list(pool.map(lambda task: _compile(command, *task), tasks))
+            made = Path(folder, library.name)
+            _compile(command, "-shared", *map(str, objects), "-o", str(made))
+            made.replace(library)
+    except subprocess.CalledProcessError as error:
+        lines = [line for line in error.stderr.splitlines() if "error" in line]
+        return f"{NEEDS_COMPILER}, and {command} failed: {(lines or [f'exit code {error.returncode}'])[0]}"
+    except OSError as error:
+        return f"{NEEDS_COMPILER} and a place for what it makes: {error}"
+    return None
+
+
+def _compile(command: str, *arguments: str) -> None:
+    subprocess.run([command, *FLAGS, *arguments], capture_output=True, text=True, check=True)
 
 
 def _processor() -> str:
