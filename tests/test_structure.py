@@ -1,30 +1,49 @@
-"""The repository as a whole: every module has its line in the map, no link leads nowhere, every script its imports."""
+"""The repository as a whole: the page on architecture is true, no link leads nowhere, every script has its imports."""
 
 import importlib
 import re
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
+from tests.test_layers import LAYERS
+
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "magicdec/models/tiny/README.md"]
+ARCHITECTURE = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
 
 
-def test_every_module_has_a_line():
-    told = (ROOT / "docs/structure.md").read_text()
-    named = set(re.findall(r"`([\w./]+\.py)`", told))
-    folders = ("magicdec", "hydra_plugins", "benchmarks", "tools")
-    modules = [path for folder in folders for path in (ROOT / folder).rglob("*.py") if path.name != "__init__.py"]
-    missing = {str(path.relative_to(ROOT)) for path in modules} - named
-    assert {path for path in missing if Path(path).name not in named} == set()
-    gone = {path for path in named if "/" in path and not (ROOT / path).exists()}
-    assert gone == set()
+def test_the_picture_shows_the_layers_in_their_order():
+    picture = re.search(r"```text\n(.*?)```", ARCHITECTURE, re.DOTALL)[1].splitlines()
+    ranks = {name: rank for rank, names in enumerate(LAYERS.split("|")) for name in names.split()}
+    lines = [[ranks[word] for word in line.split("   ")[0].split() if word in ranks] for line in picture]
+    lines = [line for line in lines if line]
+    assert sum(map(len, lines)) == len(ranks)
+    assert [line for line, below in pairwise(lines) if min(line) < max(below)] == []
+
+
+def test_files_that_the_page_names_exist():
+    named = set(re.findall(r"`((?:magicdec|tests|conf|docs)/[\w./-]+)`", ARCHITECTURE))
+    named = {path for path in named if "NAME" not in path}
+    assert len(named) > 20
+    assert {path for path in named if not (ROOT / path).exists()} == set()
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_lead_somewhere(document):
-    links = re.findall(r"\]\(([^)#\s]+)", document.read_text())
+    links = re.findall(r"\]\(([^)#\s]+)", document.read_text(encoding="utf-8"))
     assert [link for link in links if ":" not in link and not (document.parent / link).exists()] == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_anchors_exist(document):
+    """A link to a heading of a page names one that the page has."""
+    for page, anchor in re.findall(r"\]\(([^)#\s:]*)#([^)\s]+)\)", document.read_text(encoding="utf-8")):
+        text = ((document.parent / page) if page else document).read_text(encoding="utf-8")
+        headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+        slugs = {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+        assert anchor in slugs, (page, anchor, slugs)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,141 @@
+"""The documentation: its commands run or compose, generated pages are current, and every metric is defined."""
+
+import json
+import re
+from itertools import chain
+
+import pytest
+
+import magicdec
+from magicdec.config.schema import known_keys
+from magicdec.tracking.report.__main__ import main
+from tests.programs import ROOT, python
+from tools import check_docs
+
+COMMANDS = check_docs.commands()
+FIRST = [command for command in COMMANDS if command.page in ("README.md", "docs/quickstart.md")]
+# What the end of a run must print, by a word of its command; the first that fits counts.
+SAYS = {
+    "scenario=predict": (
+        r"is predicted to run at [01]\.\d\dx with gamma \d+: .* S\* is [\d,]+ \(alpha 0\.\d\d: ",
+        r" memory per GPU: [\d.]+ of 80 GiB ",
+    ),
+    "scenario=plan": (r"plans .* 64 +self +streaming +512 +\d+ +[\d,]+ +[\d.]+ +[1-9]\.\d\d 64 +none .* 1\.00 ",),
+    "": (
+        r" autoregressive +speculative ",
+        r" speedup +\d+\.\d\dx ",
+        r" acceptance rate +[\d.]+% of proposals",
+        r" lossless +yes,",
+    ),
+}
+
+
+def test_the_readme_begins_with_its_two_commands():
+    texts = [command.text for command in FIRST]
+    assert texts[:2] == ["pip install -e . && python launch.py", "pip install -e '.[test]' && python -m pytest"]
+    assert sum(command.kind == "run" for command in FIRST) >= 10
+    assert len(COMMANDS) >= 80
+
+
+@pytest.mark.parametrize("command", [c for c in FIRST if c.kind == "run"], ids=lambda command: command.text)
+def test_first_commands_run_and_print_what_they_are_for(command, tmp_path, capsys):
+    done = python("launch.py", *check_docs.small(command.arguments, tmp_path))
+    assert done.returncode == 0, done.stderr
+    results = [json.loads(path.read_text()) for path in tmp_path.glob("*/result.json")]
+    assert results
+    assert all(r["status"] == "done" and r.get("lossless/identical", True) for r in results)
+    said = " ".join(done.stdout.split())
+    for pattern in next(patterns for words, patterns in SAYS.items() if words in command.text):
+        assert re.search(pattern, said), (pattern, done.stdout)
+    assert " ? " not in said
+    assert main([str(tmp_path)]) == 0
+    assert results[0]["id"] in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", [c for c in FIRST if c.kind in ("compose", "parse")], ids=lambda c: c.text)
+def test_first_commands_are_valid(command):
+    assert check_docs.check(command) == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c not in FIRST and c.kind != "skip"], ids=lambda c: c.text)
+def test_all_other_commands(command):
+    assert check_docs.check(command) == ""
+
+
+def test_a_wrong_command_is_found():
+    wrong = (
+        ("compose", ("cache.budgt=1",)),
+        ("compose", ("target=nobody",)),
+        ("parse", ("report", "runs", "--colums", "a")),
+    )
+    for kind, arguments in wrong:
+        assert check_docs.check(check_docs.Command("", "", kind, arguments)) != ""
+
+
+@pytest.mark.parametrize("page", ["configuration.md", "cli.md", "api.md"])
+def test_generated_pages_are_current(page, monkeypatch):
+    """If this fails, run python tools/reference.py."""
+    from tools import reference
+
+    assert (ROOT / "docs/reference" / page).read_text(encoding="utf-8") == reference.WRITERS[page]()
+
+
+def test_every_setting_is_in_the_reference():
+    text = (ROOT / "docs/reference/configuration.md").read_text(encoding="utf-8")
+    shown = set(re.findall(r"^\| `([\w.]+)` \|", text, re.MULTILINE))
+    facts = {"drafts", "one_row"} | {
+        name
+        for base in (magicdec.policies.CacheConfig, magicdec.drafting.DraftConfig)
+        for name, hint in base.__annotations__.items()
+        if "ClassVar" in str(hint)
+    }
+    groups = {key.rpartition(".")[0] for key in known_keys()} | {"draft.model", "draft.cache"}
+    copies = ("draft.model.", "draft.cache.", "target.architecture.rope_scaling.")
+    keys = {key for key in known_keys() if not key.startswith(copies) and key.rpartition(".")[2] not in facts}
+    assert keys - groups - shown == set()
+
+
+DEFINED = re.findall(r"`([\w/<>.-]+)`", (ROOT / "docs/reference/metrics.md").read_text(encoding="utf-8"))
+PATTERNS = [
+    re.compile(re.sub(r"<\w+>", lambda found: r"\d+" if found[0] == "<i>" else r"[\w/.]+", name)) for name in DEFINED
+]
+SMALL = ["batch.size=2", "batch.context_len=64", "batch.generate_len=8", "cache.budget=16", "scenario.repeats=2"]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        SMALL,
+        [*SMALL, "sampling=sample", "cache=quest", "data=ruler", "batch.context_len=256"],
+        [
+            *SMALL[:4],
+            "scenario=serve",
+            "scenario.num_requests=2",
+            "scenario.latency_ms=9",
+            "scenario.concurrencies=[2]",
+        ],
+        ["scenario=predict", "hardware=8xa100", "target=llama-3.1-8b", "batch.size=48", "batch.context_len=32000"],
+    ],
+    ids=["compare", "sampled", "serve", "predict"],
+)
+def test_every_metric_is_defined(overrides, tmp_path):
+    run = magicdec.run([*overrides, f"runs_dir={tmp_path}", "wandb.mode=disabled", "attention=sdpa"])
+    levels = [line for line in run.history if "scenario=serve" in overrides]
+    undefined = {key for key in chain(run.metrics, *levels) if not any(pattern.fullmatch(key) for pattern in PATTERNS)}
+    assert undefined == set()
+
+
+@pytest.mark.slow
+def test_the_notebook_runs(tmp_path, monkeypatch):
+    """Every cell runs in turn, in an empty folder; the sweep is lossless, and its prediction pays in long contexts."""
+    pytest.importorskip("matplotlib").use("agg")
+    monkeypatch.chdir(tmp_path)
+    cells = json.loads((ROOT / "docs/tour.ipynb").read_text(encoding="utf-8"))["cells"]
+    names = {}
+    for cell in cells:
+        if cell["cell_type"] == "code":
+            exec("".join(cell["source"]), names)
+    assert names["runs"]["lossless/identical"].all()
+    assert list(names["runs"]["draft.gamma"]) == [1, 2, 3, 5]
+    assert names["speedups"][-1] > 1 > names["speedups"][0]

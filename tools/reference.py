@@ -1,0 +1,320 @@
+"""Write the generated pages of docs/reference/ from the schema, the comments of conf/, the parsers and the docstrings.
+
+python tools/reference.py           # writes configuration.md, cli.md and api.md
+"""
+
+import argparse
+import inspect
+import re
+from collections.abc import Iterator
+from dataclasses import MISSING, fields, is_dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple, get_type_hints
+from unittest.mock import patch
+
+import yaml
+from omegaconf import MISSING as UNSET
+
+import magicdec
+from magicdec import cli
+from magicdec.config import schema
+from magicdec.config.schema import CONF, REGISTRIES, Config
+from magicdec.costmodel import predict
+from magicdec.serving import model, request
+
+PAGES = Path(__file__).resolve().parents[1] / "docs/reference"
+NOTE = "<!-- written by tools/reference.py: edit the {source} instead -->\n"
+GROUPS = {
+    "target": "The model that decides every token.",
+    "draft": "Who proposes tokens.",
+    "cache": "Which KV entries the draft keeps or reads, and how many.",
+    "hardware": "Device, dtype, and what the machine can do.",
+    "batch": "Rows, prompt length, tokens to generate.",
+    "data": "Where prompts come from.",
+    "sampling": "How a token is chosen.",
+    "attention": "The kernel that computes attention.",
+    "engine": "Who decodes.",
+    "scenario": "What is done.",
+    "wandb": "What Weights & Biases gets.",
+}
+POINTER = re.compile(r"\w+\.yaml")  # a comment that sends the reader to another file
+
+
+class Key(NamedTuple):
+    """A key in a YAML file: its value, and the comment above it or behind it."""
+
+    value: Any
+    comment: str
+
+
+class Option(NamedTuple):
+    """A YAML file: the comment at its top, and its keys."""
+
+    name: str
+    about: str
+    keys: dict[str, Key]
+
+
+def read_option(file: Path, prefix: str = "") -> Option:
+    """Return a file's top comment and its keys, each with its comment. Keys of nested groups are dotted."""
+    values, about, keys, above = yaml.safe_load(file.read_text()) or {}, "", {}, []
+    path: list[str] = []
+    for line in file.read_text(encoding="utf-8").splitlines():
+        stripped = line.strip()
+        if stripped.startswith("#"):
+            if not stripped.startswith("# @"):
+                above.append(stripped.lstrip("# "))
+        elif found := re.match(r"( *)([\w.]+):", line):
+            depth, key = len(found[1]) // 2, found[2]
+            path = [*path[:depth], key]
+            if not keys and not about and depth == 0:
+                about, above = " ".join(above), []
+            behind = line.partition("  # ")[2]
+            keys[".".join(path)] = Key(_value_at(values, path), " ".join([*above, behind]).strip())
+            above = []
+        elif not stripped:
+            if not keys and not about:
+                about = " ".join(above)
+            above = []
+    return Option(file.stem, about, {prefix + key: value for key, value in keys.items()})
+
+
+def _value_at(values: Any, path: list[str]) -> Any:
+    for key in path:
+        values = values.get(key) if isinstance(values, dict) else None
+    return values
+
+
+def configuration() -> str:
+    """Return the page with every configuration key."""
+    parts = [
+        "# Configuration\n",
+        NOTE.format(source="comments in conf/ and the rules in magicdec/"),
+        "Every key, with its default and its valid values. Choose an option with `group=option`, set a key with "
+        "`group.key=value`; `--cfg job` prints the values of a run. An unknown key is an error that names the closest "
+        "one. [Which draft and policy to choose](../strategies.md), [your own options](../plugins.md).\n",
+    ]
+    classes = get_type_hints(Config)
+    chosen = yaml.safe_load((CONF / "config.yaml").read_text())["defaults"]
+    defaults = {group: name for entry in chosen if isinstance(entry, dict) for group, name in entry.items()}
+    for group, about in GROUPS.items():
+        options = [read_option(file) for file in sorted((CONF / group).glob("*.yaml"))]
+        options.sort(key=lambda option: option.name != defaults[group])
+        parts += [f"## {group}\n", f"{about}\n", _options_table(group, options)]
+        parts.append(_keys_table(f"{group}.", options, list(_classes(group, classes[group]))))
+    top = read_option(CONF / "config.yaml")
+    sweep = {key.removeprefix("sweep."): value for key, value in top.keys.items() if key.startswith("sweep.")}
+    own = {key: value for key, value in top.keys.items() if key in classes and key not in GROUPS and key != "sweep"}
+    parts.append(
+        "`draft.model` (of `draft=model` and `draft=hierarchical`) has the keys of `target`: choose it with "
+        "`target@draft.model=NAME`. `draft.cache` (of `draft=hierarchical`) has those of `cache`: choose it with "
+        "`cache@draft.cache=NAME`.\n"
+    )
+    parts += ["## sweep\n", "A multirun (`-m`).\n"]
+    parts.append(_keys_table("sweep.", [Option("", "", sweep)], [schema.SweepConfig]))
+    parts += ["## Keys of the run itself\n", _keys_table("", [Option("", "", own)], [Config])]
+    return "\n".join(parts)
+
+
+def _classes(group: str, general: type) -> Iterator[type]:
+    """Yield the dataclasses that hold a group's keys."""
+    yield general
+    if group in REGISTRIES:
+        yield from (REGISTRIES[group][name].facts for name in REGISTRIES[group])
+
+
+def _options_table(group: str, options: list[Option]) -> str:
+    rows = [f"| `{option.name}` | {option.about} |" for option in options]
+    rows[0] = rows[0].replace("` |", "` (default) |", 1)
+    return "\n".join([f"| `{group}=` | |", "| --- | --- |", *rows, ""])
+
+
+def _keys_table(prefix: str, options: list[Option], classes: list[type]) -> str:
+    """Return a table of keys with defaults, valid values and meaning; keys without a YAML entry are not settings."""
+    entries = {entry.name: (holder, entry) for holder in reversed(classes) for entry in fields(holder)}
+    rows = ["| key | default | valid | meaning |", "| --- | --- | --- | --- |"]
+    for name, (holder, entry) in sorted(entries.items(), key=lambda item: _place(item[0], options)):
+        hint = get_type_hints(holder)[name]
+        given = {option.name: option.keys[name] for option in options if name in option.keys}
+        if not given:
+            continue
+        if _dataclass_in(hint) and name != "efficiency":
+            given = {option: key._replace(value="…") for option, key in given.items()}
+        comments = [key.comment for key in given.values() if key.comment and not POINTER.search(key.comment)]
+        comment = comments[0] if comments else ""
+        rule = entry.metadata.get("rule")
+        valid = re.sub("^must (be|hold) ", "", rule.valid) if rule else _type(hint)
+        rows.append(f"| `{prefix}{name}` | {_default(given, entry)} | {_escape(valid)} | {_escape(comment)} |")
+        for inner in (
+            fields(_dataclass_in(hint)) if _dataclass_in(hint) and name in ("efficiency", "architecture") else ()
+        ):
+            rows.append(_inner_row(f"{prefix}{name}.", _dataclass_in(hint), inner))
+    return "\n".join([*rows, ""])
+
+
+def _inner_row(prefix: str, holder: type, entry: Any) -> str:
+    """Return the row of a key whose comment is in the source of its dataclass."""
+    line = re.search(rf"^ +{entry.name}: .*?(?:  # (.*))?$", inspect.getsource(holder), re.MULTILINE)
+    rule = entry.metadata.get("rule")
+    valid = re.sub("^must (be|hold) ", "", rule.valid) if rule else _type(get_type_hints(holder)[entry.name])
+    default = "" if entry.default is MISSING else f"`{_yaml(entry.default)}`"
+    return f"| `{prefix}{entry.name}` | {default} | {_escape(valid)} | {_escape((line and line[1]) or '')} |"
+
+
+def _place(name: str, options: list[Option]) -> tuple[int, int]:
+    """Return where a key is first set, so that a table has the order of the files."""
+    for number, option in enumerate(options):
+        if name in option.keys:
+            return number, list(option.keys).index(name)
+    return len(options), 0
+
+
+def _dataclass_in(hint: Any) -> Any:
+    return next((kind for kind in (hint, *getattr(hint, "__args__", ())) if is_dataclass(kind)), None)
+
+
+def _default(given: dict[str, Key], entry: Any) -> str:
+    """Return the value that options set: one, or each with the options that it belongs to."""
+    by_value: dict[str, list[str]] = {}
+    for name, key in given.items():
+        by_value.setdefault(_yaml(key.value), []).append(name)
+    if (entry.name in ("name", "policy", "path") and len(by_value) > 1) or list(by_value) == ["…"]:
+        return "by option"
+    if len(by_value) == 1:
+        return f"`{next(iter(by_value))}`"
+    if len(by_value) > 4:
+        return "by option"
+    return ", ".join(f"`{value}` ({', '.join(names)})" for value, names in by_value.items()) or _yaml(entry.default)
+
+
+def _yaml(value: Any) -> str:
+    if value is UNSET or value is MISSING:
+        return ""
+    value = list(value) if isinstance(value, tuple) else value
+    return (
+        value
+        if isinstance(value, str)
+        else yaml.safe_dump(value, default_flow_style=True).strip().removesuffix("\n...")
+    )
+
+
+def _type(hint: Any) -> str:
+    words = {str: "text", int: "whole number", float: "number", bool: "true or false", type(None): "null"}
+    kinds = getattr(hint, "__args__", ()) or (hint,)
+    text = " or ".join(words.get(kind, "the keys below" if is_dataclass(kind) else str(kind)) for kind in kinds)
+    return f"list of {text}" if getattr(hint, "__origin__", None) is list else text
+
+
+def _escape(text: str) -> str:
+    return re.sub(r"(?<!`)(<\w+>)", r"`\1`", text.replace("|", "\\|"))
+
+
+class _Asked(Exception):
+    """Carries a parser out of a main function."""
+
+
+def parser_of(command: str) -> argparse.ArgumentParser:
+    """Return the parser of a subcommand: the one that its main function asks for the arguments."""
+
+    def caught(parser: argparse.ArgumentParser, *_: Any, **__: Any) -> None:
+        raise _Asked(parser)
+
+    module, *first = cli.COMMANDS[command]
+    readers = dict.fromkeys(("parse_args", "parse_intermixed_args"), caught)
+    try:
+        with patch.multiple(argparse.ArgumentParser, **readers):
+            import_module(module).main(first)
+    except _Asked as asked:
+        return asked.args[0]
+    raise RuntimeError(f"{command} reads no arguments")
+
+
+def commands() -> str:
+    """Return the page with every command and its arguments."""
+    parts = [
+        "# Commands\n",
+        NOTE.format(source="parsers and conf/hydra/help/magicdec.yaml"),
+        "`magicdec` and `python launch.py` are the same command. Without a subcommand it runs a configuration:\n",
+        "    magicdec [-m] [group=option ...] [group.key=value ...]\n",
+        "`-m` makes a multirun of all combinations of comma-separated values, `--cfg job` prints the configuration, "
+        '`--help` lists groups and options, and `eval "$(magicdec -sc install=bash)"` completes them in bash. '
+        "[Configuration](configuration.md) lists all keys.\n",
+        "Exit codes: 0 done, 1 failed (with a traceback), 2 a mistake (one line with the key and the remedy), "
+        "130 interrupted.\n",
+    ]
+    for command in cli.COMMANDS:
+        parser = parser_of(command)
+        about = " ".join((parser.description or "").split())
+        rows = ["| argument | meaning |", "| --- | --- |"]
+        for action in parser._actions:
+            if action.dest == "help":
+                continue
+            name = ", ".join(action.option_strings) or action.metavar or action.dest
+            if action.option_strings and action.nargs != 0:
+                name += f" {action.metavar or ('|'.join(action.choices) if action.choices else action.dest.upper())}"
+            rows.append(f"| `{_escape(str(name))}` | {_escape(action.help or '')} |")
+        parts += [f"## magicdec {command}\n", f"{about}\n", "\n".join(rows) + "\n"]
+    return "\n".join(parts)
+
+
+API = {
+    "magicdec": [magicdec.load, magicdec.run, magicdec.runs, magicdec.histories, magicdec.predict, magicdec.Result],
+    "A loaded model": [model.Model, model.Continuation, model.Continuations, model.Piece, request.Stats],
+    "A prediction": [predict.Prediction, predict.AtGamma],
+    "Errors": [magicdec.UserError],
+}
+
+
+def api() -> str:
+    """Return the page with the Python API: signatures and docstrings."""
+    parts = [
+        "# Python API\n",
+        NOTE.format(source="docstrings"),
+        "Signatures and docstrings. [Work from Python](../python.md) shows them in use.\n",
+    ]
+    for title, objects in API.items():
+        parts.append(f"## {title}\n")
+        for thing in objects:
+            parts += list(_documented(thing, thing.__name__))
+    return "\n".join(parts)
+
+
+def _documented(thing: Any, name: str, level: int = 3) -> Iterator[str]:
+    """Yield the Markdown of a function, or of a class with its public members."""
+    yield f"{'#' * level} {name}\n"
+    shows = not isinstance(thing, type) or is_dataclass(thing) or hasattr(thing, "_fields")
+    if shows:
+        text = re.sub(r"\bmagicdec(\.\w+)+\.", "", str(inspect.signature(thing))).replace("'", "")
+        lines = text if len(text) < 80 else re.sub(r", (?![^\[\]]*\])", ",\n    ", text).replace("(", "(\n    ", 1)
+        yield f"```python\n{name}{lines}\n```\n"
+    yield f"{_reflowed(inspect.getdoc(thing) or '')}\n"
+    for member, value in vars(thing).items() if isinstance(thing, type) else ():
+        about = value.__func__ if isinstance(value, classmethod | staticmethod) else value
+        documented = inspect.isfunction(about) or isinstance(about, property) or hasattr(about, "attrname")
+        if member.startswith("_") or not documented or not inspect.getdoc(about):
+            continue
+        if inspect.isfunction(about):
+            yield from _documented(about, f"{name}.{member}", level + 1)
+        else:
+            yield f"- `{name}.{member}`: {_reflowed(inspect.getdoc(about) or '')}\n"
+
+
+def _reflowed(text: str) -> str:
+    """Return a docstring with its paragraphs on one line each."""
+    return "\n\n".join(" ".join(part.split()) for part in text.split("\n\n"))
+
+
+WRITERS = {"configuration.md": configuration, "cli.md": commands, "api.md": api}
+
+
+def main() -> None:
+    """Write the pages."""
+    PAGES.mkdir(exist_ok=True)
+    for name, write in WRITERS.items():
+        (PAGES / name).write_text(write(), encoding="utf-8")
+        print(f"wrote docs/reference/{name}")
+
+
+if __name__ == "__main__":
+    main()
