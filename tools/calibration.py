@@ -48,6 +48,13 @@ OWN = {
     "layer_overhead_us": Prior(0.0, 1e5, start=60.0),
     "round_overhead_us": Prior(0.0, 1e6, start=700.0),
 }
+# Of our engine on CPUs, whose kernels hide little of their arithmetic and take rows one by one.
+ON_CPUS = {
+    "bandwidth_fraction": Prior(0.3, 1.0, 0.8, 0.2),
+    "matmul_fraction": Prior(0.1, 1.0, 0.6, 0.3),
+    "overlap": Prior(0.01, 1.0, 0.5, 0.3),
+    "matmul_half_rows": Prior(0.0, 32.0, start=1.0),
+}
 
 
 @dataclass(frozen=True)
@@ -67,8 +74,8 @@ def calibrate(
 ) -> Calibration:
     """Fit the machines that `rows` name; `machines` gives their devices and the software that was measured.
 
-    Every time that a row gives is used. `priors` replace those of SHARED and OWN. Raise UserError if a machine has no
-    time to fit.
+    Every time that a row gives is used. `priors` replace those of SHARED and OWN, and name what else to fit for each
+    machine. Raise UserError if a machine has no time to fit.
     """
     machines = {name: machines[name] for name in sorted({row.hardware for row in rows})}
     times = [(row, row.setup(model, machines[row.hardware]), _measured(row)) for row in rows]
@@ -76,8 +83,9 @@ def calibrate(
         if not any(measured for row, _, measured in times if row.hardware == name):
             raise UserError(f"no row of hardware={name} has a time to calibrate with")
     keys: list[tuple[str | None, str]] = [(None, key) for key in SHARED]
-    keys += [(name, key) for name in machines for key in OWN]
-    known = [(SHARED | OWN | dict(priors or {}))[key] for _, key in keys]
+    given = SHARED | OWN | dict(priors or {})
+    keys += [(name, key) for name in machines for key in given if key not in SHARED]
+    known = [given[key] for _, key in keys]
     scales = np.array([prior.deviation if prior.mean is not None else prior.start or 1.0 for prior in known])
 
     def fitted(x: NDArray[np.float64]) -> dict[str, Hardware]:
@@ -144,12 +152,17 @@ def uncalibrated(name: str, stack: str) -> Hardware:
     return machine(name, device, count, Efficiency(allreduce_hop_us=device.link.hop_us), stack)
 
 
-def to_yaml(calibrated: Hardware, provenance: Sequence[str]) -> str:
-    """Return a calibrated machine as a file to commit and share; `provenance` becomes its opening comment."""
+def to_yaml(calibrated: Hardware, provenance: Sequence[str], fitted: Mapping[str, Prior] = OWN) -> str:
+    """Return a calibrated machine as a file to commit and share; `provenance` becomes its opening comment.
+
+    `fitted` names what was fitted for the machine.
+    """
     notes = {
         "matmul_half_rows": "not fitted: a tensor core's tile",
+        "overlap": "not fitted",
         "allreduce_hop_us": "not fitted: the link's, see magicdec/costmodel/hardware.py",
     }
+    notes = {key: note for key, note in notes.items() if key not in fitted}
     lines = [f"# {line}".rstrip() for line in provenance]
     lines += [f"hardware: {calibrated.name}", f"stack: {calibrated.stack.name}", "efficiency:"]
     for key, value in vars(calibrated.efficiency).items():

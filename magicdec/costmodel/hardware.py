@@ -20,6 +20,7 @@ from magicdec.units import GIB
 CALIBRATED = Path(__file__).parent / "calibrated"
 OPTIONS = CONF / "hardware"
 OWN_STACK = "magicdec"
+CPU = "cpu"  # the name of any: there are no datasheets, and its fractions are of figures that a run measures
 NAME = r"(?:(\d+)x)?([a-z]\w*)"  # a count and a device
 
 
@@ -120,10 +121,10 @@ def machine(
     """Return `count` devices with their own calibration, or with that of the most similar device."""
     if efficiency is not None:
         return Hardware(name, device, count, efficiency, _stack(stack or OWN_STACK), "calibrated by its configuration")
-    source = _most_similar(device)
+    source = CPU if name == CPU and CPU in _calibrations() else _most_similar(device)
     calibrated, known, calibrated_stack = _calibrations()[source]
     note = f"calibrated on {calibrated}"
-    if source != device.name:
+    if source not in (CPU, device.name):
         note = f"no calibration for {device.name}: its bandwidth and FLOPs, with the achieved fractions of {calibrated}"
         if device.num_sms is None:  # no tensor cores, whose tiles few rows leave half empty
             known = replace(known, matmul_half_rows=0.0)
@@ -180,14 +181,14 @@ def device_in(text: str) -> Device | None:
 
 def _most_similar(device: Device) -> str:
     """Return the calibrated device nearest in bandwidth and FLOPs, by their ratios; itself where it is calibrated."""
-    if device.name in _calibrations():
+    if device.name in DEVICES and device.name in _calibrations():
         return device.name
 
     def distance(name: str) -> float:
         other = DEVICES[name]
         return abs(log(other.bandwidth / device.bandwidth)) + abs(log(other.flops / device.flops))
 
-    return min(_calibrations(), key=distance)
+    return min((name for name in _calibrations() if name != CPU), key=distance)
 
 
 @cache
@@ -196,6 +197,6 @@ def _calibrations() -> dict[str, tuple[str, Efficiency, str]]:
     found = {}
     for path in sorted(CALIBRATED.glob("*.yaml")):
         content = yaml.safe_load(path.read_text())
-        _, device = parse_name(content["hardware"])
-        found[device.name] = (content["hardware"], Efficiency(**content["efficiency"]), content["stack"])
+        name = CPU if content["hardware"] == CPU else parse_name(content["hardware"])[1].name
+        found[name] = (content["hardware"], Efficiency(**content["efficiency"]), content["stack"])
     return found

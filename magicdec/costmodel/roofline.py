@@ -2,7 +2,8 @@
 
 B rows, T query tokens each, S cached tokens each, N = B T rows of a matmul; one rank's share under tensor
 parallelism, where KV heads are divided as evenly as they go and the fullest rank decides. An operator takes
-max(bytes / bandwidth, FLOPs / rate); layers add launch overhead, ranks add two all-reduces a layer (Megatron).
+max(bytes / bandwidth, FLOPs / rate), and of the shorter what the machine does not hide behind the longer; layers add
+launch overhead, ranks add two all-reduces a layer (Megatron).
 """
 
 from collections import Counter
@@ -78,11 +79,12 @@ class Pass(NamedTuple):
 def step_time(forward: Pass, hardware: Hardware) -> StepTime:
     """Return the seconds of a forward pass on a machine."""
     times = dict.fromkeys(StepTime._fields, 0.0)
-    bandwidth = hardware.bandwidth
+    bandwidth, exposed = hardware.bandwidth, 1 - hardware.efficiency.overlap
     for op in operators(forward, hardware):
         memory = op.bytes * op.stretch / bandwidth
         compute = op.flops / hardware.matmul_rate(op.rows) if op.flops else 0.0
-        times[op.reads if memory >= compute else "compute"] += op.number * max(memory, compute)
+        seconds = max(memory, compute) + exposed * min(memory, compute)
+        times[op.reads if memory >= compute else "compute"] += op.number * seconds
     model, layers = forward.model, forward.model.num_layers
     message = forward.batch * forward.query_tokens * model.hidden_size * forward.activation_bytes
     times["communication"] = 2 * layers * hardware.allreduce_time(message, forward.ranks)

@@ -40,6 +40,7 @@ class Row:
     speculative_ms: float | None = None  # per token
     speedup: float | None = None
     element_bytes: float = BF16  # of weights, keys, values and activations
+    weight_bytes: float | None = None  # of weights that are kept in fewer
 
     @property
     def round_ms(self) -> float | None:
@@ -64,6 +65,7 @@ class Row:
             cache=cache,
             target_name=self.target,
             element_bytes=self.element_bytes,
+            stored_weight_bytes=self.weight_bytes,
         )
 
 

@@ -47,13 +47,21 @@ void score(const float* q, const T* const* k, int64_t dim, float* scores) {
     }
 }
 
+// What a call fetches for the next block while it computes, for each of its slots: some cache lines of an entry.
+struct Ahead {
+    const char* from;
+    int64_t entry_bytes, lines;
+};
+
 // out = out * decay + p V for R query rows and C vectors of the head dim, which stay in registers.
 template <int R, int C, typename T>
-void add_values(float* out, int64_t dim, const float* p, const T* const* v, int64_t d, int count, const float* decay) {
+void add_values(float* out, int64_t dim, const float* p, const T* const* v, int64_t d, int count, const float* decay,
+                Ahead ahead) {
     Vec sums[R][C];
     for (int r = 0; r < R; ++r)
         for (int c = 0; c < C; ++c) sums[r][c] = load(out + r * dim + d + c * LANES) * decay[r];
     for (int s = 0; s < count; ++s) {
+        for (int64_t i = 0; i < ahead.lines; ++i) __builtin_prefetch(ahead.from + s * ahead.entry_bytes + i * 64);
         Vec weights[R];
         for (int r = 0; r < R; ++r) weights[r] = all(p[r * BLOCK + s]);
         for (int c = 0; c < C; ++c) {
@@ -136,9 +144,7 @@ class Kernel : public Attending {
         const T* k = static_cast<const T*>(c.k) + b * c.k_row + head * c.k_head;
         const T* v = static_cast<const T*>(c.v) + b * c.v_row + head * c.v_head;
         const int64_t* indices = c.indices ? c.indices + (b * c.kv_heads + head) * c.num_indices : nullptr;
-        // The next block's keys are fetched a few at a time: many at once would keep the arithmetic waiting.
-        const int64_t calls = std::max<int64_t>(1, num_tiles() * (c.dim / (4 * LANES)));
-        const int64_t few = (BLOCK + calls - 1) / calls;
+        const int64_t num_calls = num_tiles() * (c.dim / (4 * LANES));
         int64_t slots[BLOCK];
         const T *k_at[BLOCK], *v_at[BLOCK];
         for (int64_t at = start; at < end; at += BLOCK) {
@@ -161,17 +167,23 @@ class Kernel : public Attending {
             if (!all_seen) hide(b, head, slots, padded, scores);
             weigh(scores, padded, to, decay);
             if (c.scores) std::copy_n(to.most, query_rows, scores + query_rows * BLOCK);
-            int64_t next = at + BLOCK;
-            const int64_t until = indices ? 0 : std::min(at + 2 * BLOCK, end);
+            // Each call fetches a part of the next block's keys, slot by slot: many lines at once would keep the
+            // arithmetic waiting.
+            const bool more = !indices && at + BLOCK < end;
+            const int64_t lines = more ? (c.dim * int64_t(sizeof(T)) + 63) / 64 : 0;
+            Ahead ahead{reinterpret_cast<const char*>(k + (at + BLOCK) * c.k_slot), c.k_slot * int64_t(sizeof(T)), 0};
+            int64_t calls = 0, fetched = 0;
             with(v_at, padded, wide, [&](auto* v_in) {
                 tiles([&](auto R, int64_t r) {
                     float *out = to.out + r * c.dim, *p = scores + r * BLOCK;
                     int64_t d = 0;
                     for (; d + 4 * LANES <= c.dim; d += 4 * LANES) {
-                        for (int64_t i = 0; i < few && next < until; ++i) prefetch(k + next++ * c.k_slot);
-                        add_values<R, 4>(out, c.dim, p, v_in, d, padded, decay + r);
+                        ahead.lines = lines * ++calls / num_calls - fetched;
+                        add_values<R, 4>(out, c.dim, p, v_in, d, padded, decay + r, ahead);
+                        ahead.from += ahead.lines * 64;
+                        fetched += ahead.lines;
                     }
-                    for (; d < c.dim; d += LANES) add_values<R, 1>(out, c.dim, p, v_in, d, padded, decay + r);
+                    for (; d < c.dim; d += LANES) add_values<R, 1>(out, c.dim, p, v_in, d, padded, decay + r, Ahead{});
                 });
             });
         }

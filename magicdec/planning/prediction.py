@@ -10,7 +10,7 @@ from magicdec.config.checks import check_length
 from magicdec.config.schema import ROWS_ON, Config, option_file
 from magicdec.costmodel import acceptance, comparison
 from magicdec.costmodel.acceptance import Curves
-from magicdec.costmodel.hardware import OWN_STACK, Hardware, configured, device_in
+from magicdec.costmodel.hardware import CPU, OWN_STACK, Hardware, configured, device_in
 from magicdec.costmodel.round import Setup, memory
 from magicdec.costmodel.targets import architecture
 from magicdec.drafting import DraftConfig, IndependentDraft, ModelChoice, SelfDraft
@@ -88,7 +88,7 @@ def setup_of_run(
     """
     hardware, known = config.hardware, device_in(device_name)
     machine = configured(
-        known.name if known else device_name,
+        known.name if known else CPU if hardware.device == "cpu" else device_name,
         hardware.tensor_parallel,
         hardware.bandwidth_gbs or (None if known else bandwidth_gbs),
         hardware.tflops or (None if known else tflops),

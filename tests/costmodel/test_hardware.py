@@ -103,12 +103,26 @@ def test_the_groups_figures_are_the_datasheets(path):
 def test_a_device_without_a_datasheet_needs_its_figures():
     cpu = h.configured("cpu", bandwidth_gbs=60, tflops=0.5, memory_gib=16)
     assert cpu.device.memory == 16 * h.GIB
-    assert "no calibration for cpu" in cpu.note
     with pytest.raises(UserError, match=r"hardware\.tflops=null: predicting for hardware=cpu") as error:
         h.configured("cpu", bandwidth_gbs=60)
     offered = str(error.value).partition("one of ")[2].split(", ")
     assert {"a100", "8xh100", "l40"} <= set(offered) <= {path.stem for path in CONF.glob("hardware/*.yaml")}
     assert all(h.configured(name) for name in offered)
+
+
+def test_any_cpu_takes_the_calibration_for_cpus_and_no_gpu_does(tmp_path, monkeypatch):
+    for file in h.CALIBRATED.glob("*x*.yaml"):
+        (tmp_path / file.name).write_text(file.read_text())
+    (tmp_path / "cpu.yaml").write_text("hardware: cpu\nstack: magicdec\nefficiency: {overlap: 0.25}\n")
+    monkeypatch.setattr(h, "CALIBRATED", tmp_path)
+    h._calibrations.cache_clear()
+    try:
+        cpu, gpu = h.configured("cpu", bandwidth_gbs=60, tflops=0.5), h.configured("rtx9", 1, 1000, 100)
+    finally:
+        h._calibrations.cache_clear()
+    assert (cpu.efficiency.overlap, cpu.note) == (0.25, "calibrated on cpu")
+    assert gpu.efficiency.overlap == 1.0
+    assert "no calibration for rtx9" in gpu.note
 
 
 def test_a_calibration_in_the_configuration_is_taken_and_describes_this_software():

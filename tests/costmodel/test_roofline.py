@@ -102,3 +102,15 @@ def test_intensity_is_flops_over_bytes(ideal, model):
     # Without sharing of KV heads, decoding long contexts tends to one multiply-add per element: 1 FLOP per byte.
     assert r.arithmetic_intensity(Pass(config, 64, 1, 1_000_000), machine) == pytest.approx(1.0, rel=0.05)
     assert r.arithmetic_intensity(Pass(config, 64, 4, 1_000_000), machine) == pytest.approx(4.0, rel=0.05)
+
+
+def test_what_is_not_hidden_is_added(ideal, model):
+    forward = Pass(model("llama-3.1-8b"), 8, 4, 4000, chooses=False)
+    machine = ideal()
+    parts = [
+        (op.number * op.bytes * op.stretch / machine.bandwidth, op.number * op.flops / machine.matmul_rate(op.rows))
+        for op in r.operators(forward, machine)
+    ]
+    for overlap in (1.0, 0.25):
+        expected = sum(max(part) + (1 - overlap) * min(part) for part in parts)
+        assert r.step_time(forward, ideal(overlap=overlap)).total == pytest.approx(expected)

@@ -1,0 +1,200 @@
+"""Calibrate the cost model for our engine on CPUs, and compare its predictions with what was measured.
+
+    python benchmarks/costmodel_cpu.py            # ten minutes, on an otherwise idle machine; needs scipy
+    python benchmarks/costmodel_cpu.py --quick    # a few small points, to try it out; writes nothing
+
+Writes magicdec/costmodel/calibrated/cpu.yaml and docs/results/costmodel-cpu.md. Measures the bundled models and, where
+MAGICDEC_SMOLLM2 names a folder made by tools/get_smollm2.py, SmolLM2-135M. Repeat the command to resume: points that
+this commit has measured are not measured again (--restart forgets them).
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import product
+from statistics import median
+from typing import Any
+
+import magicdec  # noqa: F401 - before PyTorch, which reads once how its threads wait
+
+# isort: split
+from page import RESULTS, ROOT, Cells, provenance
+
+from magicdec.config.load import compose
+from magicdec.costmodel import hardware
+from magicdec.costmodel.hardware import Hardware, configured
+from magicdec.costmodel.round import round_times
+from magicdec.costmodel.tables import Row
+from magicdec.costmodel.targets import architecture
+from magicdec.data import PromptRequest, load_prompts
+from magicdec.engine.native import warm_up
+from magicdec.measure.ceilings import matmul_rate, read_bandwidth
+from magicdec.measure.profile import profile_round
+from magicdec.planning import build
+from magicdec.planning.resolve import resolve
+from magicdec.tracking.cells import markdown_table
+from magicdec.tracking.progress import progress
+
+sys.path.append(str(ROOT / "tools"))
+from calibration import ON_CPUS, Calibration, calibrate, to_yaml
+
+SMOLLM2 = os.environ.get("MAGICDEC_SMOLLM2", "")
+MODELS = {
+    "tiny": ["target=tiny"],
+    "tiny-draft": ["target=tiny-draft"],
+    "smollm2-135m-q4": ["target=smollm2-135m-q4", f"target.path={SMOLLM2}"],
+}
+BATCHES, CONTEXTS, GAMMAS = (1, 8, 24), (1024, 2048, 4096, 8000), (2, 4)
+QUICK = ((1, 2), (512, 1024), (2, 4))
+REPEATS, CALM = (
+    8,
+    1.25,
+)  # a repeat of the machine's figures that is slower than the best by this says that it is not idle
+STEPS = {"T_T": "target_decode_ms", "T_D": "draft_ms", "T_V": "verify_ms"}
+FILE = hardware.CALIBRATED / "cpu.yaml"
+
+
+def measure(model: str, points: Sequence[tuple[int, int, int]]) -> list[dict[str, Any]]:
+    """Time a round's steps over caches of noise at each point (rows, context, gamma), and what the machine can do."""
+    sizes = [f"batch.size={max(rows for rows, *_ in points)}", f"batch.context_len={max(c for _, c, _ in points)}"]
+    plan = resolve(compose([*MODELS[model], "hardware=cpu", f"draft.gamma={max(g for *_, g in points)}", *sizes]))
+    with progress() as bars:
+        engine = build.engine(plan, bars)
+    found = []
+    for rows, context, gamma in points:
+        prompts = load_prompts("random", PromptRequest(rows, context, plan.target.config.vocab_size))
+        batch = replace(engine, gamma=gamma).open(prompts.tokens)
+        batch.simulate_prefill()
+        warm_up(batch)
+        point = {"rows": rows, "context": context, "gamma": gamma, **profile_round(batch, REPEATS)}
+        batch.close()
+        point |= {"bandwidth": read_bandwidth(plan.device), "rate": matmul_rate(plan.device, plan.dtype)}
+        found.append(point | {"element_bytes": plan.dtype.itemsize, "weight_bytes": build.weight_bytes(plan)})
+    return found
+
+
+def row_of(model: str, point: dict[str, Any]) -> Row:
+    """Return a point as a row to fit."""
+    return Row(
+        target=model,
+        draft="self",
+        policy="streaming",
+        hardware=hardware.CPU,
+        context_len=point["context"],
+        batch_size=point["rows"],
+        gamma=point["gamma"],
+        kv_budget=compose([]).cache.budget,
+        draft_ms=point["gamma"] * point["draft_ms"],
+        verify_ms=point["verify_ms"],
+        omega=1.0,
+        autoregressive_ms=point["target_decode_ms"],
+        speculative_ms=point["round_ms"],
+        element_bytes=point["element_bytes"],
+        weight_bytes=point["weight_bytes"],
+    )
+
+
+def fit(found: dict[str, list[dict[str, Any]]], models: Sequence[str], start: Hardware) -> Calibration:
+    """Fit the machine to the points of some models."""
+    rows = [row_of(model, point) for model in models for point in found[model]]
+    return calibrate(rows, architecture, {hardware.CPU: start}, ON_CPUS)
+
+
+def errors(row: Row, machine: Hardware) -> list[float]:
+    """Return the relative errors of T_T, T_D and T_V."""
+    times = round_times(row.setup(architecture, machine), row.gamma)
+    predicted = (times.target.total, row.gamma * times.draft.total, times.verify.total)
+    measured = (row.autoregressive_ms, row.draft_ms, row.verify_ms)
+    return [1e3 * ours / ms - 1 for ours, ms in zip(predicted, measured, strict=True) if ms]
+
+
+def page(found: dict[str, list[dict[str, Any]]], start: Hardware, calibration: Calibration) -> str:
+    """Return the page as Markdown."""
+    machine = calibration.machines[hardware.CPU]
+    summary, lines = [], []
+    for model, points in found.items():
+        rows = [row_of(model, point) for point in points]
+        others = [other for other in found if other != model]
+        unseen = fit(found, others, start).machines[hardware.CPU] if others else machine
+        pairs = [[errors(row, one) for row in rows] for one in (machine, unseen)]
+        for which, name in enumerate(STEPS):
+            medians = [median(abs(row[which]) for row in one) for one in pairs]
+            worst = max((row[which] for row in pairs[0]), key=abs)
+            summary.append([model, name, f"{medians[0]:.1%}", f"{worst:+.0%}", f"{medians[1]:.1%}"])
+        for point, error in zip(points, pairs[0], strict=True):
+            where = [model, str(point["rows"]), f"{point['context']:,}", str(point["gamma"])]
+            cells = zip(STEPS.values(), error, strict=True)
+            lines.append(where + [text for key, e in cells for text in (f"{point[key]:.2f}", f"{e:+.0%}")])
+    everything = [abs(e) for model in found for point in found[model] for e in errors(row_of(model, point), machine)]
+    ceilings = [point[key] for points in found.values() for point in points for key in ("bandwidth",)]
+    columns = [text for step in STEPS for text in (f"{step}, ms", "error")]
+    return PAGE.format(
+        provenance=provenance("python benchmarks/costmodel_cpu.py"),
+        bandwidth=f"{machine.device.bandwidth / 1e9:.1f}",
+        rate=f"{machine.device.flops / 1e9:.0f}",
+        disturbed=sum(machine.device.bandwidth > CALM * value for value in ceilings),
+        points=len(ceilings),
+        slower=f"{CALM - 1:.0%}",
+        median=f"{median(everything):.1%}",
+        residual=f"{calibration.residual:.1%}",
+        efficiency=markdown_table(["number", "value"], [[k, f"{v:.4g}"] for k, v in vars(machine.efficiency).items()]),
+        summary=markdown_table(["model", "step", "median error", "worst", "median, model left out"], summary),
+        everything=markdown_table(["model", "batch", "context", "gamma", *columns], lines),
+    )
+
+
+def main() -> None:
+    """Measure what is missing, fit, and write the file and the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a few small points; write nothing")
+    parser.add_argument("--restart", action="store_true", help="forget what has been measured")
+    arguments = parser.parse_args()
+    stored = Cells("costmodel-cpu", restart=arguments.quick or arguments.restart)
+    points = list(product(*(QUICK if arguments.quick else (BATCHES, CONTEXTS, GAMMAS))))
+    for model in MODELS:
+        if model not in stored and (SMOLLM2 or model != "smollm2-135m-q4"):
+            stored[model] = measure(model, points)
+            print(f"measured {model}", flush=True)
+            if not arguments.quick:
+                stored.save()
+    best = [max(point[key] for points in stored.values() for point in points) for key in ("bandwidth", "rate")]
+    start = configured(hardware.CPU, 1, best[0] / 1e9, best[1] / 1e12, stack=hardware.OWN_STACK)
+    calibration = fit(stored, list(stored), start)
+    text = page(stored, start, calibration)
+    print(text)
+    if not arguments.quick:
+        (RESULTS / "costmodel-cpu.md").write_text(text)
+        origin = [
+            f"CPUs, by {calibration.num_rows} points on one: docs/results/costmodel-cpu.md.",
+            "Fractions are of the read bandwidth and the matmul rate that a run measures.",
+            "Written by `python benchmarks/costmodel_cpu.py`.",
+        ]
+        FILE.write_text(to_yaml(calibration.machines[hardware.CPU], origin, ON_CPUS))
+
+
+PAGE = """# The cost model on a CPU
+
+{provenance}, attention by cpp, fp32, weights in bfloat16, self-speculation over a streaming cache of 256 entries,
+caches filled with noise. The machine reads {bandwidth} GB/s and multiplies large matrices at {rate} GFLOP/s, the best
+of {points} measurements, of which {disturbed} read more than {slower} slower.
+
+The calibration was fitted to all points: the median error of a step's time is **{median}**. The last column of the next
+table is what a calibration by the other models alone predicts.
+
+{summary}
+## What was fitted
+
+Root mean square error of a time: {residual}. Overheads are in microseconds; see [the cost model](../cost-model.md).
+
+{efficiency}
+## Every point
+
+Errors are predicted over measured, minus 1.
+
+{everything}"""
+
+
+if __name__ == "__main__":
+    main()
