@@ -25,12 +25,15 @@ def setting() -> str:
 
 
 def commit() -> str:
-    """Return the commit, with `-dirty` if files differ from it."""
-    git = ["git", "describe", "--always", "--dirty"]
+    """Return the commit, with `-dirty` if files differ from it, pages of results aside: benchmarks write those."""
+    git = ["git", "-C", str(ROOT)]
     try:
-        return subprocess.run(git, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+        describe = [*git, "describe", "--always"]
+        name = subprocess.run(describe, capture_output=True, text=True, check=True).stdout.strip()
+        differs = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", ":!docs/results"]).returncode
     except (OSError, subprocess.CalledProcessError):  # a copy of the files alone, or a machine without git
         return "unknown"
+    return f"{name}-dirty" if differs else name
 
 
 class Cells(dict[str, Any]):
