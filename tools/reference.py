@@ -285,7 +285,10 @@ def _documented(thing: Any, name: str, level: int = 3) -> Iterator[str]:
     yield f"{'#' * level} {name}\n"
     shows = not isinstance(thing, type) or is_dataclass(thing) or hasattr(thing, "_fields")
     if shows:
-        text = re.sub(r"\bmagicdec(\.\w+)+\.", "", str(inspect.signature(thing))).replace("'", "")
+        text = re.sub(
+            r"\b(?:magicdec|collections|pathlib|typing)(\.\w+)*\.(?=[A-Z])", "", str(inspect.signature(thing))
+        )
+        text = re.sub(r"(->|:) '([\w.]+)'", r"\1 \2", text).replace("'", '"')
         lines = text if len(text) < 80 else re.sub(r", (?![^\[\]]*\])", ",\n    ", text).replace("(", "(\n    ", 1)
         yield f"```python\n{name}{lines}\n```\n"
     yield f"{_reflowed(inspect.getdoc(thing) or '')}\n"
