@@ -1,4 +1,11 @@
-"""How the library of C++ kernels is built."""
+"""How the library of C++ kernels is built, and for which processors."""
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -40,3 +47,21 @@ def test_a_compiler_that_fails_and_a_folder_that_cannot_be_made_are_obstacles(tm
     (tmp_path / "file").touch()
     monkeypatch.setattr(library, "path", lambda: tmp_path / "file" / "kernels.so")
     assert library.obstacle().startswith("needs a C++ compiler and a place for what it makes: ")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() != "x86_64" or library.compiler() is None, reason="for x86-64, with a compiler")
+def test_kernels_for_avx2_compute_the_same(tmp_path):
+    files = ("attention/test_cpp.py", "models/test_operators.py", "models/test_passes.py")
+    tests = [str(Path(__file__).parents[1] / file) for file in files]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.kernels.avx2", *tests]
+    done = subprocess.run(command, env=os.environ | {"XDG_CACHE_HOME": str(tmp_path)}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+    assert len(list(tmp_path.glob("magicdec/*.so"))) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("aarch64-linux-gnu-g++") is None, reason="needs a cross compiler for arm")
+def test_kernels_compile_for_arm(tmp_path, monkeypatch):
+    monkeypatch.setattr(library, "FLAGS", tuple(flag for flag in library.FLAGS if flag != "-march=native"))
+    assert library._obstacle(tmp_path / "kernels.so", "aarch64-linux-gnu-g++") is None
