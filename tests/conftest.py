@@ -1,5 +1,6 @@
 """Settings for all tests."""
 
+import gc
 import logging
 import os
 import signal
@@ -7,9 +8,14 @@ import signal
 import pytest
 import torch
 
+from magicdec.measure import ceilings
+from magicdec.threads import num_cores
+
 # The models here are so small that a second thread only waits; on a busy machine the threads wait for each other.
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"  # of the programs that tests start
+# Runs measure what the machine can do at most. Here, no test depends on how well.
+ceilings.MATMUL_ON, ceilings.READ_ON = {"cpu": 128, "cuda": 1024}, {"cpu": 1 << 22, "cuda": 1 << 22}
 # Whoever is started in the background of a script ignores Ctrl-C, and so would the programs that tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -19,12 +25,25 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "gpu: needs a CUDA device")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers():
+    """Return one more than there are cores: many tests wait for programs that they have started."""
+    return num_cores() + 1
+
+
 def pytest_collection_modifyitems(items):
-    """Skip the marked tests where there is no GPU."""
+    """Begin with the longest test, which would otherwise end long after all others. Skip tests that need a GPU."""
+    items.sort(key=lambda item: item.path.name != "test_interpreted.py")
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_collection_finish():
+    """Take what is imported out of the garbage collector's sight: it stays, and each visit takes a second."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

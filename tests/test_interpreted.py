@@ -15,6 +15,7 @@ def test_kernels_in_the_interpreter():
     files = sorted(ROOT.glob("tests/*/interpreted_*.py"))
     assert len(files) >= 4
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n0", "-p", "no:cacheprovider", *files]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n0", "-p", "no:cacheprovider"]
+    command += ["-p", "tests.interpreter", *files]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
