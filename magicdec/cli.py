@@ -96,6 +96,8 @@ def _launch() -> int:
         if arguments.multirun and "sweep.dry_run=true" in map(str.lower, overrides):
             sys.argv[1:] = [text for text in sys.argv[1:] if not text.startswith(("hydra/launcher", "hydra.launcher"))]
             sys.argv += LISTING
+        if arguments.config_path and "://" not in arguments.config_path:  # which Hydra takes from this file's folder
+            sys.argv.append(f"--config-path={Path(arguments.config_path).resolve()}")
         hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(job)()
     except JobFailed as failure:
         return failure.args[0]

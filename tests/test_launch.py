@@ -179,6 +179,14 @@ def test_the_version_is_our_own(monkeypatch, capsys):
     assert capsys.readouterr().out == f"magicdec {__version__}\n"
 
 
+def test_a_config_path_is_relative_to_the_working_directory(run, here):
+    (here / "mine").mkdir()
+    (here / "mine" / "config.yaml").write_text("defaults: [schema, _self_]\nbatch: {sizes: 3}\n")
+    code, err = run("--config-path", "mine")
+    assert code == cli.USER_ERROR
+    assert "unknown key batch.sizes; did you mean batch.size?" in err
+
+
 def test_an_experiment_that_is_a_grid_says_so(run):
     code, err = run("experiment=paper/table3c")
     assert code == 0

@@ -29,7 +29,7 @@ SHARD = Rule(
     lambda name: TEXT.holds(name) and re.fullmatch(r"[^/\\\x00]+\.safetensors", name) is not None,
     "must be the name of a .safetensors file in the same folder",
 )
-HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
+HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+(@[\w./-]+)?")
 STORED_DTYPES = ("F64", "F32", "F16", "BF16")
 BESIDE_WEIGHTS = frozenset({".json", ".jinja", ".model", ".txt"})  # configuration, tokenizer, chat template
 # Tensors that other programs leave in a checkpoint and that nothing here needs: rope's are computed, and a tied head
@@ -80,7 +80,7 @@ class Piece(NamedTuple):
 
     @property
     def part(self) -> tuple[slice, ...]:
-        """The index of the part that is needed."""
+        """Return the index of the part that is needed."""
         return (self.rows, self.columns)[: len(self.shape)]
 
     @property

@@ -15,7 +15,9 @@ def test_paths_may_be_relative_to_the_package(tmp_path, monkeypatch):
     assert (locate("magicdec/models") / "checkpoint.py").exists()
 
 
-@pytest.mark.parametrize("path", ["", "no/such/folder", "/no/such/folder", "name", "org/name/", "a b/c"])
+@pytest.mark.parametrize(
+    "path", ["", "./nope", "../nope", "no/such/folder", "/no/such/folder", "name", "org/name/", "a b/c"]
+)
 def test_a_path_that_is_nothing(path):
     with pytest.raises(UserError, match="is no folder; valid: a folder with a"):
         locate(path)
