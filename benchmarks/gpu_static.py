@@ -20,7 +20,7 @@ sys.path.append(str(ROOT))  # of the tests, which have the fake device
 from magicdec.architectures import ModelConfig
 from magicdec.costmodel.hardware import Hardware, hardware_named
 from magicdec.costmodel.round import Setup, round_times
-from magicdec.drafting import SelfDraft
+from magicdec.drafting import SelfSpeculation
 from magicdec.models.transformer import Layer
 from magicdec.policies import Streaming
 from magicdec.tracking.cells import markdown_table
@@ -139,7 +139,7 @@ def summary(hardware: Hardware, batch: int, found: list[Kernel]) -> Iterator[str
         yield f"For {AIM} times, a sum may take {left:.1f} us; {assumed:.0f} us are assumed, as calibrated."
     yield ""
     cache = Streaming(budget=BUDGET, num_sink=4)
-    model = round_times(Setup(LLAMA_8B, hardware, batch, CONTEXT, SelfDraft(), cache), GAMMA)
+    model = round_times(Setup(LLAMA_8B, hardware, batch, CONTEXT, SelfSpeculation(), cache), GAMMA)
     steps = [*[model.draft] * GAMMA, model.verify, model.overhead]
     modelled, software = sum(step.total for step in steps), sum(step.overhead for step in steps)
     alone = modelled - software - sum(step.communication for step in steps)

@@ -98,7 +98,7 @@ class DraftConfig:
 
 
 @dataclass(frozen=True)
-class SelfDraft(DraftConfig):
+class SelfSpeculation(DraftConfig):
     """Self-speculation: the target over `cache`."""
 
     name: str = "self"
@@ -107,7 +107,7 @@ class SelfDraft(DraftConfig):
 
 
 @dataclass(frozen=True)
-class IndependentDraft(DraftConfig):
+class IndependentModel(DraftConfig):
     """A smaller model, with a cache of its own."""
 
     name: str = "model"
@@ -116,7 +116,7 @@ class IndependentDraft(DraftConfig):
 
 
 @dataclass(frozen=True)
-class NgramDraft(DraftConfig):
+class PromptLookup(DraftConfig):
     """Prompt lookup, by suffixes of up to `max_ngram` tokens."""
 
     name: str = "ngram"
@@ -125,7 +125,7 @@ class NgramDraft(DraftConfig):
 
 
 @dataclass(frozen=True)
-class LayerSkipDraft(DraftConfig):
+class LayerSkip(DraftConfig):
     """The target's first `num_layers` layers."""
 
     name: str = "layer_skip"
@@ -145,7 +145,7 @@ class LayerSkipDraft(DraftConfig):
 
 
 @dataclass(frozen=True)
-class HierarchicalDraft(DraftConfig):
+class Hierarchical(DraftConfig):
     """A small model over a `cache` of its own, which proposes `inner_gamma` tokens at a time to the target."""
 
     name: str = "hierarchical"

@@ -9,8 +9,9 @@ Something new needs its file, its YAML in conf/, and an entry here. A module out
 `POLICIES.register(Strided, "module:StridedCache")` does the same without importing the class.
 """
 
-import importlib
 import importlib.util
+import pkgutil
+import platform
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import Field, dataclass, fields
@@ -40,8 +41,7 @@ class Entry(Generic[F]):
     def load(self) -> Any:
         """Return the class, imported now if it has not been."""
         if isinstance(self.where, str):
-            module, _, name = self.where.partition(":")
-            return getattr(importlib.import_module(module), name)
+            return pkgutil.resolve_name(self.where)
         return self.where
 
 
@@ -49,7 +49,7 @@ class Registry(Generic[F]):
     """The entries of one group by name, in the order in which they were made."""
 
     def __init__(self, key: str, built_in: Mapping[str, F]):
-        """Return `key` chooses among them in the configuration; `built_in` maps module:name to facts."""
+        """`key` is where the configuration chooses among them; `built_in` maps module:name to facts."""
         self.key, self.attribute = key, key.rpartition(".")[2]
         self._entries = {self._name(facts): Entry(facts, where) for where, facts in built_in.items()}
         self._built_in = tuple(self._entries.values())
@@ -108,7 +108,7 @@ class EngineConfig:
 
 
 @dataclass(frozen=True)
-class NativeEngine(EngineConfig):
+class Native(EngineConfig):
     """Our own decoder, which has all drafts."""
 
     name: str = "native"
@@ -144,6 +144,8 @@ class Corpus:
     tasks: tuple[str, ...] = ()
     is_noise: bool = False  # random tokens: nothing to measure acceptance on, and no tokenizer needed
     own_lengths: bool = False  # rows are as long as the user wrote them
+    origin: str = f"Python {platform.python_version()}"  # of a text without a path: the standard library's source
+    files_at: str | None = "magicdec.data.text:files_at"  # finds the files at data.path, if the corpus reads any
 
 
 POLICIES: Registry[type[CacheConfig]] = Registry(
@@ -164,17 +166,17 @@ POLICIES: Registry[type[CacheConfig]] = Registry(
 DRAFTS: Registry[type[DraftConfig]] = Registry(
     "draft.name",
     {
-        "magicdec.drafts.model:SelfDraft": drafting.SelfDraft,
-        "magicdec.drafts.model:IndependentDraft": drafting.IndependentDraft,
-        "magicdec.drafts.ngram:NgramDraft": drafting.NgramDraft,
-        "magicdec.drafts.layer_skip:LayerSkipDraft": drafting.LayerSkipDraft,
-        "magicdec.drafts.hierarchical:HierarchicalDraft": drafting.HierarchicalDraft,
+        "magicdec.drafts.model:SelfDraft": drafting.SelfSpeculation,
+        "magicdec.drafts.model:IndependentDraft": drafting.IndependentModel,
+        "magicdec.drafts.ngram:NgramDraft": drafting.PromptLookup,
+        "magicdec.drafts.layer_skip:LayerSkipDraft": drafting.LayerSkip,
+        "magicdec.drafts.hierarchical:HierarchicalDraft": drafting.Hierarchical,
     },
 )
 ENGINES: Registry[type[EngineConfig]] = Registry(
     "engine.name",
     {
-        "magicdec.engine.native:NativeEngine": NativeEngine,
+        "magicdec.engine.native:NativeEngine": Native,
         "magicdec.peers.transformers:TransformersPeer": TransformersEngine,
         "magicdec.peers.vllm:VllmPeer": VllmEngine,
     },
@@ -182,12 +184,12 @@ ENGINES: Registry[type[EngineConfig]] = Registry(
 CORPORA: Registry[Corpus] = Registry(
     "data.name",
     {
-        "magicdec.data.stdlib:load": Corpus("stdlib"),
+        "magicdec.data.stdlib:load": Corpus("stdlib", files_at=None),
         "magicdec.data.text:load": Corpus("text", needs_path=True),
         "magicdec.data.prompts:load": Corpus("prompts", needs_path=True, own_lengths=True),
-        "magicdec.data.pg19:load": Corpus("pg19"),
+        "magicdec.data.pg19:load": Corpus("pg19", origin="hub", files_at="magicdec.data.pg19:books_at"),
         "magicdec.data.repeat:load": Corpus("repeat"),
         "magicdec.data.ruler:load": Corpus("ruler", tasks=("niah_single", "niah_multikey", "cwe", "vt", "qa")),
-        "magicdec.data.random:load": Corpus("random", is_noise=True),
+        "magicdec.data.random:load": Corpus("random", is_noise=True, origin="random", files_at=None),
     },
 )

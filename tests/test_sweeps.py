@@ -521,7 +521,7 @@ def test_a_sweep_ends_with_its_table_its_page_and_its_figures(here, tmp_path, mo
     for name in ("report.html", "speedup.png"):
         assert f"written           {folder / name}\n" in sweep.out
         assert (folder / name).stat().st_size > 1000
-    command = re.search(r"python -m magicdec.tracking.report (.*)", sweep.out)[1].split()
+    command = re.search(r"magicdec report (.*)", sweep.out)[1].split()
     assert report.main(command) == 0
     monkeypatch.setattr(Path, "write_bytes", refuse)
     sweep = here("-m", "hydra/launcher=basic", "draft.gamma=1")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from magicdec.costmodel.acceptance import Curves, is_same
 from magicdec.costmodel.predict import GAMMAS, Prediction, predict
 from magicdec.costmodel.round import Setup
-from magicdec.drafting import DraftConfig, NgramDraft, SelfDraft
+from magicdec.drafting import DraftConfig, PromptLookup, SelfSpeculation
 from magicdec.errors import UserError
 from magicdec.policies import CacheConfig
 
@@ -57,7 +57,7 @@ def search(
     setup: Setup,
     curves: Curves,
     batches: Sequence[int] | None = None,
-    drafts: Iterable[DraftConfig] = (SelfDraft(),),
+    drafts: Iterable[DraftConfig] = (SelfSpeculation(),),
     caches: Sequence[CacheConfig] = (),
     gammas: Sequence[int] = GAMMAS,
     latency_ms: float | None = None,
@@ -69,14 +69,12 @@ def search(
     token. Raise UserError where nothing, not even autoregressive decoding of the smallest batch, is within memory and
     bound.
     """
-    if latency_ms is not None and latency_ms <= 0:
-        raise UserError(f"scenario.latency_ms={latency_ms} must be above 0")
     drafts, caches = tuple(drafts), tuple(caches) or (setup.cache,)
     plans: list[Candidate] = []
     unknown: list[Prediction] = []
     too_large = 0
     for batch in batches or (setup.batch,):
-        alone = setup.at(batch=batch, draft=NgramDraft())  # needs no memory of its own
+        alone = setup.at(batch=batch, draft=PromptLookup())  # needs no memory of its own
         if predict(alone, (1,), generate_len=generate_len).fits:
             plans.append(Candidate(alone, None, alone.target_time.total))
         for candidate in _setups(setup.at(batch=batch), drafts, caches, curves):

@@ -134,8 +134,6 @@ def predict(
     batches: tuple[int, int] = BATCHES,
 ) -> Prediction:
     """Predict a configuration at each of `gammas`. `alpha` is given, or looked up in `curves`, or unknown."""
-    if not gammas:
-        raise UserError("draft.gamma: at least one is needed to predict")
     estimate = Estimate(alpha, "given") if alpha is not None else None
     if estimate is None and curves is not None:
         estimate = curves.estimate(setup, generate_len)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from magicdec.architectures import ModelConfig, check_ranks
 from magicdec.costmodel.hardware import Hardware
 from magicdec.costmodel.roofline import BF16, Pass, StepTime, choice_time, layer_weights, step_time, weight_count
-from magicdec.drafting import DraftConfig, SelfDraft
+from magicdec.drafting import DraftConfig, SelfSpeculation
 from magicdec.errors import UserError
 from magicdec.policies import CacheConfig, CacheSpec, Streaming
 
@@ -23,16 +23,13 @@ class Setup:
     hardware: Hardware
     batch: int
     context: int
-    draft: DraftConfig = field(default_factory=SelfDraft)  # with the architecture of a model of its own
+    draft: DraftConfig = field(default_factory=SelfSpeculation)  # with the architecture of a model of its own
     cache: CacheConfig = field(default_factory=lambda: Streaming(budget=512))
     target_name: str = "target"
     element_bytes: float = BF16  # of weights, keys, values and activations, where nothing is quantized
     stored_weight_bytes: float | None = None  # of weights that are kept in fewer bytes; None: element_bytes
 
     def __post_init__(self) -> None:
-        for key, value in (("batch.size", self.batch), ("batch.context_len", self.context)):
-            if value < 1:
-                raise UserError(f"{key}={value} must be at least 1")
         if not self.draft.is_predicted:
             raise UserError(f"draft={self.draft.name} has no cost model")
         self.draft.check(self.target)
@@ -156,8 +153,6 @@ class RoundTimes(NamedTuple):
 
 def round_times(setup: Setup, gamma: int) -> RoundTimes:
     """Predict the parts of a round that proposes `gamma` tokens."""
-    if gamma < 1:
-        raise UserError(f"draft.gamma={gamma} must be at least 1")
     hardware = setup.hardware
     late = not hardware.stack.verify_chooses
     verify = setup.target_pass._replace(query_tokens=gamma + 1, chooses=not late)

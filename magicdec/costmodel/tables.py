@@ -9,7 +9,7 @@ from magicdec.architectures import ModelConfig
 from magicdec.costmodel.hardware import Hardware, hardware_named
 from magicdec.costmodel.roofline import BF16
 from magicdec.costmodel.round import Setup
-from magicdec.drafting import DraftConfig, IndependentDraft, ModelChoice, SelfDraft
+from magicdec.drafting import DraftConfig, IndependentModel, ModelChoice, SelfSpeculation
 from magicdec.errors import UserError
 from magicdec.policies import CacheConfig, Full
 from magicdec.registry import POLICIES
@@ -49,9 +49,9 @@ class Row:
 
     def setup(self, model: Callable[[str], ModelConfig], machine: Hardware | None = None) -> Setup:
         """Return the setup to predict; `model` maps names to architectures. `machine` replaces the hardware named."""
-        draft: DraftConfig = SelfDraft()
+        draft: DraftConfig = SelfSpeculation()
         if self.draft != draft.name:
-            draft = IndependentDraft(model=ModelChoice(self.draft, architecture=model(self.draft)))
+            draft = IndependentModel(model=ModelChoice(self.draft, architecture=model(self.draft)))
         unlimited = self.kv_budget is None or self.kv_budget < 0  # the reference's -1
         cache: CacheConfig = Full(budget=self.context_len)
         if not unlimited:

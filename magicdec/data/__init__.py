@@ -1,9 +1,8 @@
 """Prompts: windows of real documents, a user's own prompts, or random tokens; one file per corpus."""
 
-import platform
+import pkgutil
 from pathlib import Path
 
-from magicdec.data import pg19, text
 from magicdec.data.base import PromptRequest, Prompts
 from magicdec.errors import UserError
 from magicdec.fingerprint import of_files
@@ -35,9 +34,7 @@ def fingerprint(name: str, path: str | None) -> str:
 
     Raise UserError if there are no such files.
     """
-    if CORPORA[name].facts.is_noise:
-        return name
-    if path is None or name == "stdlib":
-        return "hub" if name == "pg19" else f"Python {platform.python_version()}"
-    files_at = pg19.books_at if name == "pg19" else text.files_at
-    return of_files(files_at(Path(path), f"data={name} data.path={path}"))
+    corpus = CORPORA[name].facts
+    if path is None or corpus.files_at is None:
+        return corpus.origin
+    return of_files(pkgutil.resolve_name(corpus.files_at)(Path(path), f"data={name} data.path={path}"))

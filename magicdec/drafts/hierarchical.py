@@ -29,7 +29,7 @@ class InnerDraft(IndependentDraft):
     def inside(cls, spec: DraftSpec) -> Self:
         """Allocate the inner draft of a hierarchical draft with this spec."""
         draft = spec.draft
-        assert isinstance(draft, drafting.HierarchicalDraft)
+        assert isinstance(draft, drafting.Hierarchical)
         assert draft.cache is not None
         slots = draft.round_slots(spec.gamma)
         own = replace(spec, draft=replace(draft, inner_gamma=0), cache=draft.cache, gamma=slots - 1)

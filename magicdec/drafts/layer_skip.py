@@ -15,7 +15,7 @@ class LayerSkipDraft(SelfDraft):
     @classmethod
     def build(cls, spec: DraftSpec) -> "LayerSkipDraft":
         """See Draft.build: shares weights and entries with the target."""
-        assert isinstance(spec.draft, drafting.LayerSkipDraft)
+        assert isinstance(spec.draft, drafting.LayerSkip)
         model = (spec.model or spec.target).first_layers(spec.draft.num_layers)
         entries = spec.target_cache.view(0, spec.draft.num_layers)
         return cls(model, spec.new_cache(model, entries), entries, spec)

@@ -26,7 +26,7 @@ class NgramDraft(Draft):
     @classmethod
     def build(cls, spec: DraftSpec) -> "NgramDraft":
         """See Draft.build."""
-        assert isinstance(spec.draft, drafting.NgramDraft)
+        assert isinstance(spec.draft, drafting.PromptLookup)
         return cls(spec.gamma, spec.draft.max_ngram)
 
     def prefill(self, state: State, progress: Callable[[int], None]) -> None:

@@ -20,7 +20,7 @@ from transformers import (
 
 from magicdec.config.schema import Config
 from magicdec.decoding.timers import Clock
-from magicdec.drafting import LayerSkipDraft, NgramDraft
+from magicdec.drafting import LayerSkip, PromptLookup
 from magicdec.errors import UserError
 from magicdec.measure import memory
 from magicdec.measure.metrics import RowTimes
@@ -127,9 +127,9 @@ class TransformersPeer(Peer):
         options: dict[str, Any] = {}
         if not sampling.greedy:
             options |= {"temperature": sampling.temperature, "top_k": sampling.top_k or 0, "top_p": sampling.top_p or 1}
-        if speculative and isinstance(spec.draft, NgramDraft):
+        if speculative and isinstance(spec.draft, PromptLookup):
             options |= {"prompt_lookup_num_tokens": spec.gamma, "max_matching_ngram_size": spec.draft.max_ngram}
-        if speculative and isinstance(spec.draft, LayerSkipDraft):
+        if speculative and isinstance(spec.draft, LayerSkip):
             options["assistant_early_exit"] = spec.draft.num_layers
         return GenerationConfig(
             max_new_tokens=generate_len,

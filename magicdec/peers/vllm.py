@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from magicdec.config.schema import Config
-from magicdec.drafting import NgramDraft
+from magicdec.drafting import PromptLookup
 from magicdec.errors import UserError
 from magicdec.measure.metrics import RowTimes
 from magicdec.peers.base import Counts, Peer, PeerGeneration, PeerSpec
@@ -112,7 +112,7 @@ class VllmPeer(Peer):
         }
         if not speculative:
             return options
-        if isinstance(spec.draft, NgramDraft):
+        if isinstance(spec.draft, PromptLookup):
             drafts = {"method": "ngram", "prompt_lookup_max": spec.draft.max_ngram, "prompt_lookup_min": 1}
         else:
             drafts = {"method": self._engine.method, "model": spec.draft_folder}

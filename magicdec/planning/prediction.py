@@ -1,27 +1,23 @@
 """From a typed configuration to what the cost model predicts: no weights, no device, no PyTorch."""
 
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING
 
 import yaml
 
 from magicdec.architectures import ModelConfig
 from magicdec.config.checks import check_length
 from magicdec.config.schema import ROWS_ON, Config, option_file
-from magicdec.costmodel import acceptance, comparison
+from magicdec.costmodel import acceptance
 from magicdec.costmodel.acceptance import Curves
 from magicdec.costmodel.hardware import CPU, OWN_STACK, Hardware, configured, device_in
 from magicdec.costmodel.round import Setup, memory
 from magicdec.costmodel.targets import architecture
-from magicdec.drafting import DraftConfig, IndependentDraft, ModelChoice, SelfDraft
+from magicdec.drafting import DraftConfig, IndependentModel, ModelChoice, SelfSpeculation
 from magicdec.errors import UserError
 from magicdec.planning.identity import identify
 from magicdec.policies import CacheConfig
-from magicdec.registry import CORPORA, DRAFTS, POLICIES
+from magicdec.registry import DRAFTS, POLICIES
 from magicdec.tracking.reader import iter_runs, latest
-
-if TYPE_CHECKING:  # it imports PyTorch, for which a prediction must not wait
-    from magicdec.planning.resolve import Plan
 
 
 @dataclass(frozen=True)
@@ -109,22 +105,6 @@ def setup_of_run(
     )
 
 
-def doubts(plan: "Plan") -> list[str]:
-    """Return a warning for a run that is predicted not to pay, on a device with a datasheet; [] for any other."""
-    config = plan.config
-    if config.scenario.name != "compare" or config.engine.name != "native" or not config.speculates:
-        return []
-    if CORPORA[config.data.name].facts.own_lengths:  # not known yet
-        return []
-    try:
-        draft = plan.draft.config if plan.draft else None
-        setup = setup_of_run(config, plan.target.config, draft, plan.device_name, plan.dtype.itemsize)
-        found = comparison.warning(setup, config.gammas, curves(config), config.draft.synthetic_acceptance)
-    except UserError:  # nothing to predict with: then there is nothing to tell
-        return []
-    return [found] if found else []
-
-
 def cache_named(config: Config, policy: str) -> CacheConfig:
     """Return the run's own cache where it has this policy, or else the one that conf/cache describes."""
     if config.cache.policy == policy:
@@ -139,7 +119,7 @@ def draft_named(name: str, ranks: int | None) -> DraftConfig:
     """Return a draft by its name in scenario.drafts: one without a model of its own, or a target on `ranks` GPUs."""
     if name in DRAFTS and not DRAFTS[name].facts.needs_model:
         return DRAFTS[name].facts()
-    return IndependentDraft(model=ModelChoice(name, architecture=architecture(name)), tensor_parallel=ranks)
+    return IndependentModel(model=ModelChoice(name, architecture=architecture(name)), tensor_parallel=ranks)
 
 
 def curves(config: Config) -> Curves:
@@ -154,7 +134,7 @@ def task_of(config: Config) -> str:
 
 def _draft(config: Config) -> DraftConfig:
     if config.scenario.name == "plan":  # which has drafts of its own
-        return SelfDraft()
+        return SelfSpeculation()
     if not config.speculates:
         raise UserError("draft=none: there is no speculation to predict; choose draft=self or draft=model")
     return config.draft

@@ -10,15 +10,16 @@ from magicdec.architectures import ModelConfig, check_ranks
 from magicdec.attention import choice
 from magicdec.config.checks import check_length
 from magicdec.config.schema import ROWS_ON, Config
+from magicdec.costmodel import comparison
 from magicdec.drafting import ModelChoice
 from magicdec.errors import UserError
 from magicdec.measure.metrics import Metrics
 from magicdec.measure.system import cpu_name
 from magicdec.models import checkpoint, quantize
 from magicdec.models.vocabulary import check_vocabularies
-from magicdec.planning import prediction
 from magicdec.planning.identity import identify
-from magicdec.registry import ENGINES
+from magicdec.planning.prediction import curves, setup_of_run
+from magicdec.registry import CORPORA, ENGINES
 
 # batch.prefill_chunk=auto: so many tokens of each row, or more where a pass would have fewer than that in all rows.
 CHUNK, PASS_TOKENS_ON = 128, {"cpu": 256, "cuda": 2048}
@@ -77,8 +78,19 @@ class Plan:
         return self.config.speculates and self.config.draft.synthetic_acceptance is None
 
     def doubts(self) -> list[str]:
-        """Return a warning if speculation is predicted not to pay."""
-        return prediction.doubts(self)
+        """Return a warning for a run that is predicted not to pay, on a device with a datasheet; [] for any other."""
+        config = self.config
+        if config.scenario.name != "compare" or config.engine.name != "native" or not config.speculates:
+            return []
+        if CORPORA[config.data.name].facts.own_lengths:  # not known yet
+            return []
+        try:
+            draft = self.draft.config if self.draft else None
+            setup = setup_of_run(config, self.target.config, draft, self.device_name, self.dtype.itemsize)
+            found = comparison.warning(setup, config.gammas, curves(config), config.draft.synthetic_acceptance)
+        except UserError:  # nothing to predict with: then there is nothing to tell
+            return []
+        return [found] if found else []
 
 
 def resolve(config: Config) -> Plan:

@@ -69,7 +69,7 @@ class Outputs:
 
     @property
     def fingerprint(self) -> str:
-        """A hash of the autoregressive tokens: equal if two runs, on any engines, have the same output."""
+        """Return a hash of the autoregressive tokens: equal if two runs, on any engines, have the same output."""
         return fingerprint(self.autoregressive)
 
     def rows(self, save_prompts: bool) -> list[dict]:

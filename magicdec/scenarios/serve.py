@@ -20,7 +20,7 @@ from magicdec.measure.metrics import Metrics, Rounds, acceptance
 from magicdec.planning import build
 from magicdec.planning.resolve import Plan, resolve
 from magicdec.scenarios.outcome import Outcome, keeping
-from magicdec.scenarios.outputs import lossless
+from magicdec.scenarios.outputs import Outputs, lossless
 from magicdec.serving.engine import AsyncEngine
 from magicdec.serving.load import Load, RequestSpec, load_metrics, under_load
 from magicdec.serving.request import Params, Request
@@ -75,10 +75,9 @@ def run(plan: Plan, progress: Progress) -> Outcome:
     if engine.draft.name != "none":
         results["acceptance/source"] = "measured" if config.draft.synthetic_acceptance is None else "synthetic"
     results |= held
-    requests = {way: done for way, (done, _) in measured.items()}
-    return Outcome(
-        results, _generations(requests, config.data.save_prompts), history, view=_view(plan, results, history)
-    )
+    written = {way: [request.tokens for request in requests] for way, (requests, _) in measured.items()}
+    outputs = Outputs(prompts, written["autoregressive"], written.get("speculative", []))  # of the last level
+    return Outcome(results, outputs.rows(config.data.save_prompts), history, view=_view(plan, results, history))
 
 
 def _slots(plan: Plan, engine: NativeEngine, rows: int) -> Slots:
@@ -164,16 +163,6 @@ def _memory(slots: Slots, peak: memory.Peak) -> Metrics:
         "memory/target_kv_gib": sum(batch.decoder.cache.num_bytes for batch in batches) / GIB,
         "memory/draft_kv_gib": sum(batch.draft.cache_bytes for batch in batches if batch.draft) / GIB,
     }
-
-
-def _generations(requests: Mapping[str, list[Request]], save_prompts: bool) -> list[dict]:
-    """Return the tokens of the last level."""
-    rows = []
-    for index, request in enumerate(requests["autoregressive"]):
-        fast = requests["speculative"][index].tokens if "speculative" in requests else None
-        row = {"row": index, "context_len": len(request.prompt), "autoregressive": request.tokens, "speculative": fast}
-        rows.append(row | {"prompt": request.prompt} if save_prompts else row)
-    return rows
 
 
 def _view(plan: Plan, results: Metrics, history: Sequence[Mapping[str, Any]]) -> RenderableType:

@@ -1,4 +1,4 @@
-"""`python -m magicdec.tracking.clean RUNS_DIR`: delete the runs that were mistyped, or that failed in other ways."""
+"""`magicdec clean RUNS_DIR`: delete the runs that were mistyped, or that failed in other ways."""
 
 import argparse
 import shutil

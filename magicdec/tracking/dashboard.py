@@ -1,4 +1,4 @@
-"""`python -m magicdec.tracking.dashboard`: make a W&B workspace with the usual charts.
+"""`magicdec dashboard`: make a W&B workspace with the usual charts.
 
 With --sweep, also make a report on that sweep. Without a login, write the specification to a file as JSON. Needs the
 extra `dashboard` (wandb-workspaces).

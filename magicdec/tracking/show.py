@@ -1,4 +1,4 @@
-"""`python -m magicdec.tracking.show RUN`: print the end of each prompt and its continuation, round by round.
+"""`magicdec show RUN`: print the end of each prompt and its continuation, round by round.
 
 Accepted proposals are green; the other tokens are the target's own, one at the end of each round. The table below the
 text shows the same without colours.

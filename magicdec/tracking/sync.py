@@ -1,4 +1,4 @@
-"""`python -m magicdec.tracking.sync RUNS_DIR`: send stored runs to Weights & Biases, from the store alone.
+"""`magicdec sync RUNS_DIR`: send stored runs to Weights & Biases, from the store alone.
 
 A run keeps its id (or the one that `wandb agent` gave it). A run that W&B has completely is not sent again.
 """

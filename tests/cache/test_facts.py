@@ -7,7 +7,7 @@ from magicdec.architectures import ModelConfig
 from magicdec.cache.draft_cache import DraftCache
 from magicdec.costmodel.hardware import hardware_named
 from magicdec.costmodel.round import Setup, memory
-from magicdec.drafting import IndependentDraft, LayerSkipDraft, ModelChoice, SelfDraft
+from magicdec.drafting import IndependentModel, LayerSkip, ModelChoice, SelfSpeculation
 from magicdec.drafts.base import Draft
 from magicdec.measure.footprint import Allocations
 from magicdec.models.kv_cache import KVCache
@@ -22,9 +22,9 @@ ROWS, GAMMA, CONTEXT, NEW_TOKENS = 2, 3, 1000, 24
 SETTINGS = {"num_sink": 4, "observation_window": 16, "page_size": 8, "bits": 4, "group_size": 16}
 LENGTHS = 64  # bytes of a row's lengths, which no fact counts, in each cache of a layer
 CONFIGS = {
-    "self": SelfDraft(),
-    "layer_skip": LayerSkipDraft(num_layers=2),
-    "model": IndependentDraft(model=ModelChoice("smaller", architecture=SMALLER)),
+    "self": SelfSpeculation(),
+    "layer_skip": LayerSkip(num_layers=2),
+    "model": IndependentModel(model=ModelChoice("smaller", architecture=SMALLER)),
 }
 CASES = [(d, p) for p in POLICIES for d in CONFIGS if d != "model" or not POLICIES[p].facts.needs_target]
 

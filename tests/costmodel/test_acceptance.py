@@ -9,7 +9,7 @@ from magicdec.costmodel.acceptance import Curves, Point, _interpolate, measured,
 from magicdec.costmodel.hardware import hardware_named
 from magicdec.costmodel.round import Setup
 from magicdec.costmodel.targets import architecture
-from magicdec.drafting import IndependentDraft, ModelChoice, SelfDraft
+from magicdec.drafting import IndependentModel, ModelChoice, SelfSpeculation
 from magicdec.registry import POLICIES
 from magicdec.tracking.reader import iter_runs
 
@@ -20,10 +20,10 @@ def point(budget=512, context=8000, alpha=0.8, **changes):
 
 
 def asked(target="t", policy="streaming", budget=512, context=8000, draft="self", quantization="none", **keys):
-    choice = SelfDraft(quantization=quantization)
+    choice = SelfSpeculation(quantization=quantization)
     if draft != "self":
         own = ModelChoice(draft, architecture=architecture("llama-3.2-1b"))
-        choice = IndependentDraft(model=own, quantization=quantization)
+        choice = IndependentModel(model=own, quantization=quantization)
     model, machine = architecture("llama-3.1-8b"), hardware_named("h100")
     return Setup(model, machine, 1, context, choice, POLICIES[policy].facts(budget=budget, **keys), target)
 

@@ -13,7 +13,7 @@ from magicdec.costmodel.planner import experiment_yaml, search
 from magicdec.costmodel.predict import critical_context, predict
 from magicdec.costmodel.round import Setup
 from magicdec.costmodel.summary import verdict
-from magicdec.drafting import IndependentDraft, ModelChoice, SelfDraft
+from magicdec.drafting import IndependentModel, ModelChoice, SelfSpeculation
 from magicdec.errors import UserError
 from tests.costmodel.conftest import changed
 
@@ -147,7 +147,7 @@ def test_mistakes_are_named(setup):
 
 @pytest.fixture
 def drafts(model):
-    return SelfDraft(), IndependentDraft(model=ModelChoice("llama-3.2-1b", architecture=model("llama-3.2-1b")))
+    return SelfSpeculation(), IndependentModel(model=ModelChoice("llama-3.2-1b", architecture=model("llama-3.2-1b")))
 
 
 def test_plans_are_ranked_by_throughput_within_the_bounds(setup, drafts):

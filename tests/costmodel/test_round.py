@@ -3,12 +3,12 @@ import pytest
 from magicdec.costmodel.roofline import Pass, step_time
 from magicdec.costmodel.round import Setup, memory, round_times
 from magicdec.drafting import (
-    HierarchicalDraft,
-    IndependentDraft,
-    LayerSkipDraft,
+    Hierarchical,
+    IndependentModel,
+    LayerSkip,
     ModelChoice,
-    NgramDraft,
-    SelfDraft,
+    PromptLookup,
+    SelfSpeculation,
 )
 from magicdec.errors import UserError
 from magicdec.registry import POLICIES
@@ -68,7 +68,7 @@ def test_drafts_without_exact_kv_feed_two_tokens_first(setup):
 
 def test_independent_drafts_run_on_all_ranks_and_the_references_on_at_most_four(setup, model):
     def ranks(name, count, tensor_parallel=None, stack="reference-2024-11"):
-        draft = IndependentDraft(model=ModelChoice(name, architecture=model(name)), tensor_parallel=tensor_parallel)
+        draft = IndependentModel(model=ModelChoice(name, architecture=model(name)), tensor_parallel=tensor_parallel)
         return setup(count=count, draft=draft, stack=stack).draft_ranks
 
     assert ranks("llama-3.2-1b", 8, stack="magicdec") == 8
@@ -85,19 +85,19 @@ def test_late_choice_of_tokens_is_paid_by_the_round(setup):
 
 
 def test_ngram_drafts_take_no_time(setup):
-    times = round_times(setup(draft=NgramDraft()), 3)
+    times = round_times(setup(draft=PromptLookup()), 3)
     assert times.draft.total == times.select.total == 0.0
 
 
 @pytest.mark.parametrize(("name", "size"), [("int8", 1.0625), ("int4", 0.5625)])
 def test_quantized_drafts_read_fewer_bytes(setup, name, size):
     """Codes and a scale of two bytes for 32 weights, in the layers of Llama-3.1-8B; its head stays."""
-    plain, small = (round_times(setup(batch=1, draft=SelfDraft(quantization=q)), 3).draft for q in ("none", name))
+    plain, small = (round_times(setup(batch=1, draft=SelfSpeculation(quantization=q)), 3).draft for q in ("none", name))
     layers, head = 32 * 4096 * (6144 + 4096 + 3 * 14336), 4096 * 128256
     expected = (layers * size + head * 2) / (layers * 2 + head * 2)
     assert small.weights == pytest.approx(plain.weights * expected, rel=0.01)
     # A copy next to the target's weights, which share embedding and head.
-    assert memory(setup(draft=SelfDraft(quantization=name)), 3).draft_weights == pytest.approx(layers * size / 8)
+    assert memory(setup(draft=SelfSpeculation(quantization=name)), 3).draft_weights == pytest.approx(layers * size / 8)
     assert memory(setup(), 3).draft_weights == 0
 
 
@@ -132,13 +132,13 @@ def test_the_settings_of_a_policy_count(setup):
 
 
 def test_skipped_layers_cost_nothing(setup):
-    whole, half = setup(), setup(draft=LayerSkipDraft(num_layers=16))
+    whole, half = setup(), setup(draft=LayerSkip(num_layers=16))
     times = [round_times(one, 3).draft for one in (whole, half)]
     assert times[1].kv == pytest.approx(times[0].kv / 2)
     assert memory(half, 3).draft_weights == 0
     assert memory(half, 3).draft_kv == pytest.approx(memory(whole, 3).draft_kv / 2)
     with pytest.raises(UserError, match=r"draft.num_layers=32: must be from 1 to 31"):
-        setup(draft=LayerSkipDraft(num_layers=32))
+        setup(draft=LayerSkip(num_layers=32))
 
 
 def test_memory_counts_weights_and_both_caches(setup, model):
@@ -150,13 +150,13 @@ def test_memory_counts_weights_and_both_caches(setup, model):
     assert memory(setup(policy="full"), 4).draft_kv == 0  # reads the target's own
     assert memory(setup(policy="topk"), 4).draft_kv == 0  # likewise, through indices
     draft = model("llama-3.2-1b")
-    independent = memory(setup(draft=IndependentDraft(model=ModelChoice("llama-3.2-1b", architecture=draft))), 4)
+    independent = memory(setup(draft=IndependentModel(model=ModelChoice("llama-3.2-1b", architecture=draft))), 4)
     assert independent.draft_weights == draft.num_parameters * 2 / 8
 
 
 @pytest.mark.parametrize("policy", ["full", "quest", "topk"])
 def test_an_independent_draft_that_keeps_everything_must_fit_as_well(setup, model, policy):
-    draft = IndependentDraft(model=ModelChoice("llama-3.1-8b", architecture=model("llama-3.1-8b")))
+    draft = IndependentModel(model=ModelChoice("llama-3.1-8b", architecture=model("llama-3.1-8b")))
     at = setup(target=model("llama-3.1-70b"), draft=draft, policy=policy, batch=40)
     held = memory(at, 3, generate_len=128)
     entries = 40 * (32_000 + 128 + 4) * draft.own_model.kv_elements_per_token * 2 / 8
@@ -187,4 +187,4 @@ def test_gamma_and_draft_mistakes_are_named(setup):
     with pytest.raises(UserError, match="gamma=0"):
         round_times(setup(), 0)
     with pytest.raises(UserError, match="draft=hierarchical"):
-        setup(draft=HierarchicalDraft())
+        setup(draft=Hierarchical())

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from magicdec.drafting import LayerSkipDraft
+from magicdec.drafting import LayerSkip
 from magicdec.errors import UserError
 from magicdec.models.kv_cache import KVCache
 from tests.small import open_batch, random_prompts, small_model
@@ -40,4 +40,4 @@ def test_layers_that_do_nothing_are_not_missed():
 @pytest.mark.parametrize("num_layers", [0, 2, 3])
 def test_as_many_layers_as_the_target_has_are_refused(num_layers):
     with pytest.raises(UserError, match=f"draft.num_layers={num_layers}: must be from 1 to 1"):
-        LayerSkipDraft(num_layers=num_layers).check(small_model().config)
+        LayerSkip(num_layers=num_layers).check(small_model().config)

@@ -14,7 +14,7 @@ def test_the_bytes_are_the_cost_models(monkeypatch):
 
     from magicdec.costmodel.hardware import hardware_named
     from magicdec.costmodel.round import Setup, round_times
-    from magicdec.drafting import SelfDraft
+    from magicdec.drafting import SelfSpeculation
     from magicdec.policies import Streaming
     from tests.gpu_rehearsal.fake import LLAMA_8B
 
@@ -22,7 +22,7 @@ def test_the_bytes_are_the_cost_models(monkeypatch):
     kernels = gpu_static.kernels(hardware, 24)
     moving = sum(kernel.seconds(hardware) for kernel in kernels)
     cache = Streaming(budget=gpu_static.BUDGET, num_sink=4)
-    model = round_times(Setup(LLAMA_8B, hardware, 24, gpu_static.CONTEXT, SelfDraft(), cache), gpu_static.GAMMA)
+    model = round_times(Setup(LLAMA_8B, hardware, 24, gpu_static.CONTEXT, SelfSpeculation(), cache), gpu_static.GAMMA)
     steps = [*[model.draft] * gpu_static.GAMMA, model.verify]
     assert moving == pytest.approx(sum(step.total - step.overhead for step in steps), rel=0.02)
     assert len(kernels) * gpu_static.LAUNCH_S <= 0.09 * moving

@@ -10,7 +10,7 @@ import torch
 
 from magicdec.config.load import compose
 from magicdec.decoding.timers import Stopwatch
-from magicdec.drafting import IndependentDraft, LayerSkipDraft, NgramDraft
+from magicdec.drafting import IndependentModel, LayerSkip, PromptLookup
 from magicdec.peers.base import Counts, PeerSpec
 from magicdec.peers.transformers import Bursts, TransformersPeer
 from magicdec.registry import TransformersEngine
@@ -72,9 +72,9 @@ def test_rows_end_at_their_end_of_sequence_and_are_timed_to_it(folders):
 @pytest.mark.parametrize(
     "draft",
     [
-        IndependentDraft(),
-        NgramDraft(max_ngram=2),
-        LayerSkipDraft(num_layers=2),
+        IndependentModel(),
+        PromptLookup(max_ngram=2),
+        LayerSkip(num_layers=2),
     ],
     ids=lambda draft: draft.name,
 )
@@ -96,7 +96,7 @@ def test_speculation_is_lossless_and_counted(folders, draft):
 
 def test_a_draft_that_is_the_target_is_always_accepted(folders):
     """The counts against what must come out: every round takes gamma + 1 tokens."""
-    peer = TransformersPeer(spec(folders, draft_folder=folders[0], draft=IndependentDraft(), gamma=GAMMA))
+    peer = TransformersPeer(spec(folders, draft_folder=folders[0], draft=IndependentModel(), gamma=GAMMA))
     got = peer.generate(random_prompts([20], vocab=VOCAB), NEW, speculative=True)
     rounds = NEW // (GAMMA + 1)
     assert got.counts == Counts(rounds, GAMMA * rounds, (rounds,) * GAMMA)

@@ -14,7 +14,7 @@ from dataclasses import replace
 import pytest
 
 from magicdec.config.load import compose
-from magicdec.drafting import IndependentDraft, NgramDraft
+from magicdec.drafting import IndependentModel, PromptLookup
 from magicdec.errors import UserError
 from magicdec.measure.metrics import RowTimes
 from magicdec.peers import vllm
@@ -99,7 +99,7 @@ def is_alive(pid: int) -> bool:
 
 
 def test_a_worker_for_each_way(peer):
-    engine = peer(GOOD, draft=IndependentDraft(), draft_folder="a draft")
+    engine = peer(GOOD, draft=IndependentModel(), draft_folder="a draft")
     prompts = [[1, 2, 3], [4, 5]]
     plain = engine.generate(prompts, 5, speculative=False)
     assert plain.tokens == [[0, 1, 2, 3, 4]] * 2
@@ -129,7 +129,7 @@ def test_a_worker_for_each_way(peer):
 
 def test_what_it_is_told_of_prompt_lookup_sampling_and_ends(peer):
     sampling = Sampling(temperature=0.7, top_p=0.9, seed=5)
-    engine = peer(GOOD, draft=NgramDraft(max_ngram=4), sampling=sampling, eos_token_ids=(0, 2), compile=True)
+    engine = peer(GOOD, draft=PromptLookup(max_ngram=4), sampling=sampling, eos_token_ids=(0, 2), compile=True)
     engine.generate([[1]], 2, speculative=True)
     engine.generate([[1]], 2, speculative=True, first=4)
     line, later = asked(engine)

@@ -226,8 +226,8 @@ def test_an_end_of_sequence_frees_the_slot():
 
 
 def test_a_draft_that_cannot_be_served_is_refused(monkeypatch):
-    from magicdec.drafting import NgramDraft
+    from magicdec.drafting import PromptLookup
 
-    monkeypatch.setattr(NgramDraft, "serves", False)
+    monkeypatch.setattr(PromptLookup, "serves", False)
     with pytest.raises(UserError, match=r"draft.name=ngram cannot be served; one of: none, "):
         slots_with("ngram", "full")

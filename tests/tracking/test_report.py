@@ -336,7 +336,7 @@ def test_the_latest_attempt_is_shown_and_nothing_that_was_mistyped(report, attem
     code, out, _ = report(runs=attempts)
     assert code == 0
     assert "1 failed; " in out
-    assert "left out: 3 mistyped, 2 superseded; --all shows them, python -m magicdec.tracking.clean " in out
+    assert "left out: 3 mistyped, 2 superseded; --all shows them, magicdec clean " in out
     code, out, _ = report("--all", runs=attempts)
     assert re.findall(r"^[a-c]{3}\S*", out, re.M) == ["aaa", "aaa-2", "aaa-3", "aaa-4", "bbb", "ccc", "ccc-2"]
     assert "left out" not in out

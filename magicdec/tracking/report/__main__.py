@@ -1,4 +1,4 @@
-"""`python -m magicdec.tracking.report RUNS_DIR`: sort, filter, group, export and plot runs; or compare two."""
+"""`magicdec report RUNS_DIR`: sort, filter, group, export and plot runs; or compare two."""
 
 import argparse
 import sys
@@ -15,11 +15,11 @@ from magicdec.tracking.report.rows import Row, flatten, read_runs, rows_of
 from magicdec.tracking.store import counted, shown
 
 EXAMPLES = """examples:
-  python -m magicdec.tracking.report runs                                   every run, newest last
-  python -m magicdec.tracking.report runs --where cache.budget=128 --where 'speedup>1' --sort speedup --descending
-  python -m magicdec.tracking.report runs --group-by cache.policy,cache.budget
-  python -m magicdec.tracking.report runs --sweep gamma_x_budget --html report.html --csv runs.csv
-  python -m magicdec.tracking.report compare runs/0a1b2c3d4e5f runs/6a7b8c9d0e1f
+  magicdec report runs                                    every run, newest last
+  magicdec report runs --where cache.budget=128 --where 'speedup>1' --sort speedup --descending
+  magicdec report runs --group-by cache.policy,cache.budget
+  magicdec report runs --sweep gamma_x_budget --html report.html --csv runs.csv
+  magicdec compare runs/0a1b2c3d4e5f runs/6a7b8c9d0e1f
 """
 
 

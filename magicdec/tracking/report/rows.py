@@ -47,7 +47,7 @@ def read_runs(
     others = {"mistyped": mistyped, "superseded": len(found) - len(chosen) - mistyped}
     line = f"left out: {', '.join(f'{number:,} {what}' for what, number in others.items() if number)}; --all shows them"
     if mistyped:
-        line += f", python -m magicdec.tracking.clean {shown(Path(runs_dir))} deletes what was mistyped"
+        line += f", magicdec clean {shown(Path(runs_dir))} deletes what was mistyped"
     if not chosen:
         raise UserError(f"{runs_dir}: {line}")
     return chosen, line if len(chosen) < len(found) else ""

@@ -32,7 +32,7 @@ def summarize(sweep_dir: Path, with_figures: bool) -> None:
             print("                  they have the same cell: no numbers of its figures are published")
     except UserError as error:
         print(f"not written       {error}")
-    print(f"this table        python -m magicdec.tracking.report {shown(runs_dir)} --sweep {sweep_dir.name}")
+    print(f"this table        magicdec report {shown(runs_dir)} --sweep {sweep_dir.name}")
 
 
 def _written(rows: Sequence[Row], sweep_dir: Path, with_figures: bool) -> Iterator[Path]:

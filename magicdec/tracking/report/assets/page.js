@@ -175,7 +175,7 @@ function drawGenerated() {
   text.innerHTML = span("prompt", sample.prompt_end) + (parts.length ? parts.join("") : span("bonus", written));
   note.textContent = !parts.length ? "Grey: the end of the prompt."
     : `Grey: the end of the prompt of row ${sample.row}. Green: proposals of the draft that the target accepted. The rest: its own tokens, one at the end of each round.` +
-      (sample.left_out ? ` ${sample.left_out} more rounds: python -m magicdec.tracking.show.` : "");
+      (sample.left_out ? ` ${sample.left_out} more rounds: magicdec show.` : "");
 }
 
 function drawRuns(runs) {
