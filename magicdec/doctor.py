@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from rich.console import Console
 from rich.text import Text
 from torch import Tensor
@@ -32,7 +31,7 @@ from magicdec.measure import ceilings
 from magicdec.measure.memory import available_bytes
 from magicdec.measure.system import cpu_name
 from magicdec.scenarios.ranks import on_ranks
-from magicdec.tracking.cells import new_table
+from magicdec.tracking.cells import markdown_table, new_table
 from magicdec.units import GIB
 from magicdec.version import VERSION
 
@@ -72,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with progress.status("checking, about half a minute"):
         findings = [Finding(status, check, without_places(text)) for status, check, text in examine()]
     if options.markdown:
-        print(markdown(findings))
+        print(markdown_table(("", "check", "finding"), findings), end="")
     else:
         table = new_table("", "check", "finding", num_words=3)
         for status, check, text in findings:
@@ -137,9 +136,8 @@ def gpus(device: torch.device) -> Iterator[Finding]:
             where = f"CUDA {torch.version.cuda}, driver {version or 'unknown'}"
             yield Finding(OK, f"GPU {index}", f"{known.name}, {memory}, {capability}, {where}")
     elif version:
-        why = (
-            "is built without CUDA" if torch.version.cuda is None else "sees no GPU (CUDA_VISIBLE_DEVICES, or too new)"
-        )
+        hidden = "sees no GPU (CUDA_VISIBLE_DEVICES, or too new)"
+        why = "is built without CUDA" if torch.version.cuda is None else hidden
         remedy = "install a build for this driver (pytorch.org/get-started/locally)"
         yield Finding(FAILED, "GPU", f"driver {version} is loaded, but PyTorch {torch.__version__} {why}; {remedy}")
     else:
@@ -244,7 +242,7 @@ def nccl(device: torch.device) -> Iterator[Finding]:
 
     def work() -> None:
         try:
-            answers.append(on_ranks(count, "cuda", all_reduce_rate, ALL_REDUCED))
+            answers.append(on_ranks(count, "cuda", ceilings.all_reduce_rate, ALL_REDUCED))
         except Exception as error:
             answers.append(error)
 
@@ -256,22 +254,6 @@ def nccl(device: torch.device) -> Iterator[Finding]:
         yield Finding(FAILED, "NCCL", described(answer))
     else:
         yield Finding(OK, "NCCL", f"{count} GPUs sum {ALL_REDUCED >> 20} MiB at {answer / 1e9:.3g} GB/s a GPU")
-
-
-def all_reduce_rate(rank: int, num_bytes: int) -> float:
-    """Return the bytes per second that an all-reduce sends from each rank. Raise RuntimeError if the sum is wrong."""
-    ranks = dist.get_world_size()
-    device = torch.device("cuda", rank) if dist.get_backend() == "nccl" else torch.device("cpu")
-    best = float("inf")
-    for _ in range(ceilings.REPEATS):
-        x = torch.full((num_bytes // 4,), float(rank + 1), device=device)
-        dist.barrier()
-        with Stopwatch(device) as watch:
-            dist.all_reduce(x)
-        best = min(best, watch.seconds)
-        if not bool((x == ranks * (ranks + 1) / 2).all()):
-            raise RuntimeError(f"the sum over {ranks} ranks is wrong")
-    return 2 * (ranks - 1) / ranks * num_bytes / best
 
 
 def disk(device: torch.device) -> Iterator[Finding]:
@@ -310,12 +292,6 @@ def without_places(text: str) -> str:
         if len(folder) > 1:
             text = text.replace(folder, name)
     return text
-
-
-def markdown(findings: Sequence[Finding]) -> str:
-    """Return the findings as a Markdown table."""
-    rows = [("", "check", "finding"), ("---",) * 3, *findings]
-    return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in rows)
 
 
 if __name__ == "__main__":

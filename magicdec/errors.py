@@ -1,4 +1,4 @@
-"""Exceptions that the command line has its own answers to, and the way to stderr."""
+"""Exceptions that the command line explains to the user, and lines on stderr."""
 
 import sys
 from collections.abc import Callable

@@ -31,9 +31,7 @@ class CacheConfig:
     policy: str = MISSING
     budget: int = 0
 
-    compact: ClassVar[bool] = (
-        False  # owns a copy of `budget` entries; otherwise keeps all, for a self-draft the target's
-    )
+    compact: ClassVar[bool] = False  # owns a copy of `budget` entries; others keep all, for a self-draft the target's
     reads_everything: ClassVar[bool] = False  # the budget does not limit what a draft step reads
     quantized: ClassVar[bool] = False  # a draft step reads codes
     selects: ClassVar[Selects] = "never"  # when it chooses entries by their attention
@@ -135,18 +133,6 @@ class CacheSpec:
             per_slot += model.num_kv_heads * INT32
         entries = sum(self.slots(model.num_layers, shares_target)) * per_slot
         return entries + self.cache.extra_bytes(self, model, element_bytes)
-
-    def prefill_bytes(self, model: ModelConfig, element_bytes: float) -> float:
-        """Return the bytes that an independent draft holds during prefill in addition to its cache.
-
-        A policy that bounds positions prefills through another cache of its own kind, the other compact ones through
-        one of every entry.
-        """
-        if not self.cache.compact:
-            return 0.0
-        if self.cache.bounds_positions:
-            return self.stored_bytes(model, element_bytes, shares_target=False)
-        return model.kv_elements_per_token * self.capacity * element_bytes
 
 
 @dataclass(frozen=True)

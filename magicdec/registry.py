@@ -1,4 +1,4 @@
-"""What can be chosen by name: drafts, cache policies, engines and corpora, without importing PyTorch.
+"""The registries of drafts, cache policies, engines and corpora: everything chosen by name, without importing PyTorch.
 
 An entry holds a name, facts, and where the class is that does the work; the class is imported when it is asked for.
 Something new needs its file, its YAML in conf/, and an entry here. A module outside the package makes its own entry:

@@ -1,4 +1,4 @@
-"""How OpenMP's threads wait, and how many there are: set before PyTorch is imported, which reads it once. Torch-free.
+"""Set how OpenMP's threads wait and how many there are, before PyTorch is imported, which reads it once. Torch-free.
 
 libgomp's threads spin for a long time while they wait for work. On an idle machine that is fast. With another busy
 process, a spinning thread takes the processor from the one that it waits for, and a decode step takes 10 to 30 times as

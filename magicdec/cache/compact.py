@@ -37,9 +37,9 @@ class CompactCache(DraftCache):
         self.budget = self.spec.kept
         self.num_fixed = min(self.fixed_slots(self.budget), self.budget - 1)
         self.window = self.budget - self.num_fixed
-        # How far a row has outgrown its budget: a token's position less its slot, for tokens appended now.
+        # The tokens by which a row has outgrown its budget: the position less the slot of a token that is appended now.
         self.shift_B = torch.zeros_like(self.length_B)
-        # Of every slot, where the model has a sliding window; those behind the committed ones are the proposals'.
+        # The positions of all slots, for a sliding window; those behind the committed ones are the proposals'.
         self.positions_LBKS: Tensor | None = None
         if self.config.sliding_window:
             slot_S = torch.arange(self.capacity, dtype=torch.int32, device=self.length_B.device)

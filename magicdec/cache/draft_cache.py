@@ -1,4 +1,4 @@
-"""What every draft cache has in common: the interface of a cache policy.
+"""The interface of a cache policy, and the common part of all draft caches.
 
 A policy decides which KV entries a draft keeps. To add one, subclass DraftCache in a file of this package, and make an
 entry in magicdec/registry.py.

@@ -1,4 +1,4 @@
-"""What dynamic policies share: they keep every entry, and each draft step reads a few of them through indices.
+"""The common part of dynamic policies: they keep every entry, and each draft step reads a few of them by index.
 
 B rows, K KV heads, T new tokens, N chosen slots, H query heads, D head dim. For self-speculation the entries are the
 target's own: nothing is copied, and the draft saves reading, not memory.

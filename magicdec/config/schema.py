@@ -148,7 +148,7 @@ class ScenarioConfig:
 
 @dataclass(frozen=True)
 class WandbConfig:
-    """Where and how Weights & Biases logs a run."""
+    """The mode, project and names under which Weights & Biases logs a run."""
 
     mode: str = one_of("offline", "online", "disabled", default=MISSING)
     project: str = MISSING

@@ -1,1 +1,1 @@
-"""What a configuration costs and gives, before it runs."""
+"""Predict the time, memory and speedup of a configuration without running it."""

@@ -33,8 +33,8 @@ class Link:
     # One of an all-reduce's log2(ranks) hops, in microseconds. NVLink: 8, 14 and 17 us on 2, 4 and 8 H100s (vLLM's
     # kernel at 256 KB and 1 MB, extrapolated to 0; sgl-project/sglang#2904). PCIe: 43 us on 8 GPUs (NVIDIA/nccl#1530).
     hop_us: float
-    # Of the bandwidth, what all-reduces are known to reach before any calibration. NVLink, at the megabyte or so of a
-    # decode step: see tools/calibration.py. PCIe: 28 of 64 GB/s on 8 GPUs (PCIe 5.0, NVIDIA/nccl#1639).
+    # The share of the bandwidth that all-reduces reach, without calibration. NVLink, at the megabyte or so of a decode
+    # step: see tools/calibration.py. PCIe: 28 of 64 GB/s on 8 GPUs (PCIe 5.0, NVIDIA/nccl#1639).
     fraction: float
 
 

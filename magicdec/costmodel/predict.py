@@ -94,7 +94,7 @@ class Prediction:
     def metrics(self) -> dict[str, float | int | str | None]:
         """Return flat values under `predicted/`, as result.json and W&B hold them; times in milliseconds."""
         best, times = self.best, self.best.times
-        # As runs time them: a draft step with the choice that it makes; a choice of a round by itself.
+        # The same parts that runs time: a draft step with the choice that it makes; a choice of a round by itself.
         selects_in_steps = self.setup.cache.selects == "step"
         draft = times.draft.plus(times.select, float(selects_in_steps))
         steps_per_choice = 1 if selects_in_steps else best.gamma * self.setup.cache.rounds_per_choice

@@ -11,7 +11,7 @@ from magicdec.drafting import DraftConfig, SelfSpeculation
 from magicdec.errors import UserError
 from magicdec.policies import CacheConfig, CacheSpec, Streaming
 
-# Of a weight in a layer's matrices: its code, and a 32nd of its group's scale.
+# The bytes of a weight in a layer's matrices: its code, and a 32nd of its group's scale.
 QUANTIZED_BYTES = {"int8": 1 + BF16 / 32, "int4": 0.5 + BF16 / 32}
 
 
@@ -217,5 +217,18 @@ def memory(setup: Setup, gamma: int, generate_len: int = 0) -> Memory:
     if draft.is_model:
         model = setup.draft_model.shared_by(setup.draft_ranks)
         draft_kv = setup.batch * spec.stored_bytes(model, size, draft.shares_target)
-        draft_prefill = 0.0 if draft.shares_target else setup.batch * spec.prefill_bytes(model, size)
+        draft_prefill = 0.0 if draft.shares_target else setup.batch * _prefill_bytes(spec, model, size)
     return Memory(target_weights, target_kv, draft_weights, draft_kv, draft_prefill)
+
+
+def _prefill_bytes(spec: CacheSpec, model: ModelConfig, element_bytes: float) -> float:
+    """Return the bytes that an independent draft holds during prefill in addition to its cache.
+
+    A policy that bounds positions prefills through another cache of its own kind, the other compact ones through one of
+    every entry.
+    """
+    if not spec.cache.compact:
+        return 0.0
+    if spec.cache.bounds_positions:
+        return spec.stored_bytes(model, element_bytes, shares_target=False)
+    return model.kv_elements_per_token * spec.capacity * element_bytes

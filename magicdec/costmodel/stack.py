@@ -7,12 +7,12 @@ REFERENCE_DRAFT_RANKS = 4  # of its 8 GPUs: TinyLlama has 4 KV heads
 
 @dataclass(frozen=True)
 class Stack:
-    """How some software decodes and speculates, as far as bytes and rows are concerned."""
+    """An implementation of decoding and speculation, as far as bytes and rows are concerned."""
 
     name: str
     # The output head's weights divided over the ranks, or read whole by each.
     sharded_head: bool = True
-    # How often a row's logits are moved to choose a token: written and read once by a fused argmax.
+    # The number of times that a row's logits are moved to choose a token: written and read once by a fused argmax.
     logit_passes: float = 2.0
     # T_V includes the choice of tokens; otherwise a round pays for it in addition to T_V.
     verify_chooses: bool = True

@@ -59,7 +59,7 @@ def _reason(at: AtGamma) -> str:
     if (at.speedup or 0.0) >= 1.0:
         return f"decoding is {BOUND_BY[decoding.largest]}"
     drafting = times.draft.plus(times.select).scaled(times.gamma)
-    # What verification takes beyond decoding; an operator that becomes bound by compute counts with all its time.
+    # The time beyond that of decoding; an operator that becomes bound by compute counts with all its time.
     extra = times.verify.plus(decoding, -1.0)
     return (
         f"drafting takes {drafting.total / decoding.total:.2f} decoding steps and is {BOUND_BY[drafting.largest]}, "

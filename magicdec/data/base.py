@@ -1,4 +1,4 @@
-"""What every corpus uses: the request for prompts, and prompts cut from documents as windows of an exact length."""
+"""The common part of all corpora: the request for prompts, and windows of an exact length cut from documents."""
 
 import hashlib
 import random

@@ -1,4 +1,4 @@
-"""What a batch has produced so far, on the device: tokens, lengths, who is finished, and the counters of every round.
+"""The state of a batch, on the device: tokens, lengths, finished rows, and the counters of every round.
 
 B rows, T candidate tokens of a round, R rounds. Everything is updated in place and without host synchronisation.
 """

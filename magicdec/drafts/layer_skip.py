@@ -1,7 +1,7 @@
 """Layer skipping: the target's own first layers draft for all of them (Draft & Verify, Zhang et al. 2023, 2309.08168).
 
-Whatever these layers compute from committed tokens is exactly what the target computes, so that their cache is a part
-of the target's, and every cache policy composes with it.
+From committed tokens, these layers compute exactly what they compute in the target. So their cache is a part of the
+target's, and every cache policy composes with it.
 """
 
 from magicdec import drafting

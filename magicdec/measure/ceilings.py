@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 
 from magicdec.decoding.timers import Stopwatch
 from magicdec.measure.memory import available_bytes
@@ -34,6 +35,22 @@ def read_bandwidth(device: torch.device, num_bytes: int | None = None) -> float:
     """Return the bytes per second at which the device reads memory, as a sum over a large tensor does."""
     data = torch.ones((num_bytes or min(READ_ON[device.type], _room(device))) // 4, device=device)
     return data.nbytes / _fastest_s(data.sum, device)
+
+
+def all_reduce_rate(rank: int, num_bytes: int) -> float:
+    """Return the bytes per second that an all-reduce sends from each rank. Raise RuntimeError if the sum is wrong."""
+    ranks = dist.get_world_size()
+    device = torch.device("cuda", rank) if dist.get_backend() == "nccl" else torch.device("cpu")
+    best = float("inf")
+    for _ in range(REPEATS):
+        x = torch.full((num_bytes // 4,), float(rank + 1), device=device)
+        dist.barrier()
+        with Stopwatch(device) as watch:
+            dist.all_reduce(x)
+        best = min(best, watch.seconds)
+        if not bool((x == ranks * (ranks + 1) / 2).all()):
+            raise RuntimeError(f"the sum over {ranks} ranks is wrong")
+    return 2 * (ranks - 1) / ranks * num_bytes / best
 
 
 def _room(device: torch.device) -> int:

@@ -1,4 +1,4 @@
-"""Which model a configuration means: its name and its architecture, from the checkpoint wherever that is read."""
+"""Find the model that a configuration means: its name, and its architecture, from the checkpoint if that is read."""
 
 from dataclasses import fields, replace
 from pathlib import Path

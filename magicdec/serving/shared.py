@@ -33,7 +33,7 @@ class SharedSlots(Slots):
     def __init__(self, engine: NativeEngine, num_slots: int, max_len: int):
         """Allocate; called on all ranks of the default process group at once."""
         super().__init__(engine, num_slots, max_len)
-        # For small objects between hosts, whichever backend moves the tensors.
+        # Sends small objects between hosts; the tensors may have another backend.
         self._orders = dist.new_group(backend="gloo")
 
     def follow(self) -> None:

@@ -1,4 +1,4 @@
-"""The GPUs that a job of a sweep has to itself: a file lock for each, whichever launcher starts the jobs.
+"""The GPUs that a job of a sweep has to itself: a file lock for each, with every launcher.
 
 Jobs of one sweep, or of several on one machine, neither share a GPU nor leave one idle. The kernel releases a lock when
 its holder dies. Single runs hold none.

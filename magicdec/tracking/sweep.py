@@ -56,7 +56,7 @@ def attempt_of(sweep_dir: Path, number: int) -> str | None:
 
 
 def stop(sweep_dir: Path, code: int) -> None:
-    """Keep the sweep's other jobs from starting, wherever they are, because one has failed with this exit code."""
+    """Keep the sweep's other jobs from starting, on any machine, because one has failed with this exit code."""
     with suppress(OSError):  # a full disk
         sweep_dir.mkdir(parents=True, exist_ok=True)
         (sweep_dir / STOPPED).write_text(str(code))

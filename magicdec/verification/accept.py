@@ -1,4 +1,4 @@
-"""Which proposals are accepted, and the target's own token that ends the round.
+"""Decide which proposals are accepted, and choose the target's own token that ends the round.
 
 B rows, G = gamma proposals, T = G + 1 target distributions (the last one follows the last proposal), V vocabulary.
 Pure functions on tensors: they know neither models nor caches.

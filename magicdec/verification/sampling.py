@@ -34,7 +34,7 @@ class Use(IntEnum):
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen. temperature 0 is greedy; top_k and top_p None keep everything.
+    """The way in which tokens are chosen. temperature 0 is greedy; top_k and top_p None keep everything.
 
     `sequence` is the index in the run of row 0's sequence; the other rows count up from it.
     """

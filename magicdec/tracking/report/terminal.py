@@ -12,7 +12,7 @@ from magicdec.tracking.reader import NOISY, TWICE, gpu_trouble, is_impossible, n
 from magicdec.tracking.report.query import find_key
 from magicdec.tracking.report.rows import Row, keys_of, telling
 
-# Of a row, of a batch, of a level of load.
+# The speedups of a row, of a batch, and of a level of load.
 SPEEDUPS = ("speedup", "speedup_wall", "speedup_duration")
 MAIN_METRICS = {key: key for key in SPEEDUPS} | {
     "acceptance_rate": "accepted",
