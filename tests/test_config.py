@@ -204,6 +204,7 @@ def test_the_first_run_needs_no_warning(default):
         ({"hardware__device": "gpu"}, "hardware.device=gpu: must be one of auto, cpu, cuda"),
         ({"hardware__dtype": "float8"}, "hardware.dtype=float8: must be one of auto, float32, bfloat16, float16"),
         ({"hardware__memory_gib": 0.0}, "hardware.memory_gib=0.0: must be above 0"),
+        ({"scenario__latency_ms": -1.0}, "scenario.latency_ms=-1.0: must be above 0"),
         ({"wandb__mode": "onlin"}, "must be one of offline, online, disabled; did you mean online?"),
         ({"scenario__name": "profile"}, "scenario.batch_sizes=[]: scenario=profile needs at least one"),
         ({"scenario__name": "serve"}, "scenario.length_shares=[]: scenario=serve needs at least one"),

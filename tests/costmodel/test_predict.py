@@ -141,8 +141,6 @@ def test_predicting_needs_no_torch():
 def test_mistakes_are_named(setup):
     with pytest.raises(UserError, match=r"alpha=1\.5"):
         predict(setup(), alpha=1.5)
-    with pytest.raises(UserError, match="gamma"):
-        predict(setup(), ())
 
 
 @pytest.fixture
@@ -190,5 +188,3 @@ def test_impossible_plans_say_why(setup):
         search(setup(), Curves(published()), latency_ms=0.1)
     with pytest.raises(UserError, match="does not fit into the memory"):
         search(setup(hardware="1xA100", batch=512), Curves(published()))
-    with pytest.raises(UserError, match="latency_ms=-1"):
-        search(setup(), Curves(published()), latency_ms=-1)

@@ -172,8 +172,6 @@ def test_target_time_is_one_pass(setup):
 @pytest.mark.parametrize(
     ("change", "names"),
     [
-        ({"batch": 0}, "batch.size=0"),
-        ({"context": -1}, "batch.context_len=-1"),
         ({"budget": 0}, "cache.budget=0"),
         ({"policy": "nosuch"}, "cache.policy=nosuch: must be one of full"),
     ],
@@ -183,8 +181,6 @@ def test_mistakes_are_named(setup, change, names):
         round_times(setup(**change), 3)
 
 
-def test_gamma_and_draft_mistakes_are_named(setup):
-    with pytest.raises(UserError, match="gamma=0"):
-        round_times(setup(), 0)
+def test_a_draft_without_a_cost_model_is_named(setup):
     with pytest.raises(UserError, match="draft=hierarchical"):
         setup(draft=Hierarchical())
