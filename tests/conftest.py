@@ -46,6 +46,11 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+def pytest_unconfigure():
+    """Let it see everything again, or libraries report at the end what was never freed."""
+    gc.unfreeze()
+
+
 @pytest.fixture
 def hydra_logging():
     """Undo what Hydra does to the root logger: its handlers write to what pytest has closed by the next test."""
