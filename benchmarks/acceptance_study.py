@@ -87,7 +87,9 @@ def cells() -> Iterator[Cell]:
     everything: dict[str, Any] = {"policy": "full", "budget": 0}
     yield from by_policy(greedy, MAIN, (256, 64, 1024))
     yield replace(greedy, draft="ngram", **everything)
-    yield from by_policy(sampled, MAIN, (256, 64, 1024))
+    yield from by_policy(sampled, MAIN, (256,))
+    yield from (replace(greedy, text=TASKS[0], policy=policy) for policy in pair)
+    yield from by_policy(sampled, MAIN[:3], (64, 1024))
     for context in (2048, 1024, 8000):
         yield from by_policy(replace(sampled, context=context), MAIN, (256,))
         yield from by_policy(replace(greedy, context=context), MAIN, (256,))
