@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
+from acceptance_page import fill
 from acceptance_results import POLICIES, TARGET
 from page import ROOT
 
@@ -24,7 +25,7 @@ from magicdec.tracking.cells import markdown_table
 
 PAGE = ROOT / "docs/predictions/smollm2.md"
 GPUS = ("A100", "H100", "H200", "L40")
-BATCHES, CONTEXTS, GAMMAS = (1, 8, 32, 128), (1024, 2048, 4096, 8000), range(1, 9)
+BATCHES, CONTEXTS, GAMMAS = (1, 8, 32, 128, 256), (1024, 2048, 4096, 8000), range(1, 9)
 CRITICAL = (8, 128)  # the batches that S* compares
 WAYS = ("text at temperature 0.7", "text")
 FP32, BF16 = 4, 2
@@ -135,20 +136,20 @@ def page(cpu: tuple[float, float]) -> str:
         for way, found in by_way.items():
             if found:
                 how = way.removeprefix("text at ") if AT in way else "greedy (easier to draft: its output loops)"
-                parts.append(f"## {name}, {how}\n\n{table(found)}")
+                parts.append(f"## {name[0].upper()}{name[1:]}, {how}\n\n{table(found)}")
     return TEXT.format(finding=finding(every), target=TARGET, sections="\n\n".join(part.strip() for part in parts))
 
 
 def finding(every: dict[str, dict[str, dict[tuple[int, int], dict[Choice, Prediction]]]]) -> str:
     """Return the two sentences that the page opens with."""
-    place = (BATCHES[-1], 4096)
+    place = (CRITICAL[1], 4096)
     way = next(way for way in WAYS if any(place in by_way[way] for by_way in every.values()))
     at = {name: best(by_way[way][place]) for name, by_way in every.items() if place in by_way[way]}
     reached = ", ".join(f"{prediction.best.speedup:.2f}x on {name}" for name, (_, prediction) in at.items())
     winners = " and ".join(dict.fromkeys(f"{choice.policy} {choice.budget}" for choice, _ in at.values()))
-    return (
+    return fill(
         f"At {place[1]:,} tokens and batch {place[0]}, on {way.replace('text', 'novels')}, the measured acceptance is "
-        f"worth {reached}, as predicted.\nThe best of the measured policies and budgets there: {winners}."
+        f"worth {reached}, as predicted. The best of the measured policies and budgets there: {winners}."
     )
 
 
