@@ -65,6 +65,7 @@ class HardwareConfig:
     device: str = one_of("auto", "cpu", "cuda", default=MISSING)
     dtype: str = one_of("auto", "float32", "bfloat16", "float16", default=MISSING)
     tensor_parallel: int = at_least(1, default=MISSING)
+    all_reduce: str = one_of("auto", "nccl", "symmetric", default=MISSING)
     cuda_graphs: bool = MISSING
     compile: bool | str = ruled(
         MISSING, lambda value: value == "auto" or isinstance(value, bool), "must be auto, true or false"

@@ -8,11 +8,14 @@ together piece by piece, and so are the same numbers on every rank, which decide
 
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from magicdec.architectures import ModelConfig
+from magicdec.models.operators import Operators
+from magicdec.models.symmetric import SymmetricSums, sums
 
 # PyTorch 2.13 has renamed it.
 _all_gather = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
@@ -30,6 +33,7 @@ class Share:
     world_rank: int = 0
     world_size: int = 1
     layer_ranks: dist.ProcessGroup | None = None  # None: all ranks
+    sums: SymmetricSums | None = None  # of the layer ranks; None: NCCL sums, or gloo
 
     def config(self, whole: ModelConfig) -> ModelConfig:
         """Return the sizes of this rank's share of the layers; the vocabulary stays whole."""
@@ -54,9 +58,18 @@ class Share:
         """Return the rows of embedding and head, the same on every rank. Rows beyond the vocabulary mean nothing."""
         return -(-count // self.world_size)
 
-    def sum(self, x: Tensor) -> Tensor:
-        """Sum the layer ranks' partial results, in place."""
-        return _sum(x, self.layer_ranks) if self.size > 1 else x
+    def summed(self, ops: Operators, layer: nn.Module, x: Tensor) -> Tensor:
+        """Return the sum over the layer ranks of a linear layer's output. The next sum may overwrite it."""
+        if self.size == 1:
+            return ops.linear(layer, x)
+        if self.sums and isinstance(layer, nn.Linear) and self.sums.takes(x, layer.weight.shape[0]):
+            return self.sums.linear(layer, x)
+        return self._sum(ops.linear(layer, x))
+
+    def _sum(self, x: Tensor) -> Tensor:
+        if self.sums and self.sums.takes(x, x.shape[-1]):
+            return self.sums.sum(x)
+        return _sum(x, self.layer_ranks)
 
     def embed(self, tokens_BT: Tensor, weight_VE: Tensor) -> Tensor:
         """Return embeddings (B, T, E), each exactly as the rank has it that holds it: the others add zeros."""
@@ -66,7 +79,7 @@ class Share:
         local_BT = tokens_BT - self.world_rank * rows
         elsewhere_BT = (local_BT < 0) | (local_BT >= rows)
         x_BTE = F.embedding(local_BT.masked_fill(elsewhere_BT, 0), weight_VE).masked_fill(elsewhere_BT[..., None], 0)
-        return _sum(x_BTE)
+        return _sum(x_BTE) if self.layer_ranks else self._sum(x_BTE)
 
     def logits(self, local_BTV: Tensor, vocab_size: int) -> Tensor:
         """Return the logits (B, T, V) of the whole vocabulary, on every rank, from each rank's own part."""
@@ -82,8 +95,10 @@ class Share:
 ALONE = Share()
 
 
-def share(size: int) -> Share:
+def share(size: int, all_reduce: str = "nccl", device: str | torch.device = "cpu") -> Share:
     """Return this process's share of a model whose layers are divided over `size` ranks. Every rank must call it.
+
+    `all_reduce` is hardware.all_reduce, and `device` where the model runs.
 
     With fewer than the run has, each `size` neighbours have a copy of the layers, and all copies do the same work.
     """
@@ -94,7 +109,8 @@ def share(size: int) -> Share:
     if size < world_size:
         copies = [list(range(first, first + size)) for first in range(0, world_size, size)]
         group, _ = dist.new_subgroups_by_enumeration(copies)
-    return Share(rank % size, size, rank, world_size, group)
+    own = sums(all_reduce, group or dist.group.WORLD, torch.device(device)) if size > 1 else None
+    return Share(rank % size, size, rank, world_size, group, own)
 
 
 def _sum(x: Tensor, ranks: dist.ProcessGroup | None = None) -> Tensor:

@@ -53,9 +53,14 @@ class Layer(nn.Module):
 
     def after_attention(self, ops: Operators, x_BTE: Tensor, out_BTHD: Tensor) -> tuple[Tensor, Tensor]:
         """Return the residual stream behind attention, and the MLP's output, which the next norm adds."""
-        out_BTE = self.share.sum(ops.linear(self.output, out_BTHD.flatten(2)))
+        out_BTE = self.share.summed(ops, self.output, out_BTHD.flatten(2))
+        x_BTE, gated_BTF = self.between_sums(ops, x_BTE, out_BTE)
+        return x_BTE, self.share.summed(ops, self.down, gated_BTF)
+
+    def between_sums(self, ops: Operators, x_BTE: Tensor, out_BTE: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the residual stream with attention's output added, and the MLP's hidden features (B, T, F)."""
         x_BTE, normed_BTE = ops.add_norm(self.mlp_norm, x_BTE, out_BTE)
-        return x_BTE, self.share.sum(ops.linear(self.down, ops.gated(ops.linear(self.gate_up, normed_BTE))))
+        return x_BTE, ops.gated(ops.linear(self.gate_up, normed_BTE))
 
 
 class Transformer(nn.Module):
@@ -146,7 +151,8 @@ class Transformer(nn.Module):
         for layer in self.layers:
             # The first half writes to the cache: trying configurations of its kernel would copy a layer's whole cache.
             compile_parts(layer, "before_attention", options={"triton.autotune_pointwise": False})
-            compile_parts(layer, "after_attention")
+            # Matmuls that write into symmetric memory stay as they are, and with them the sums.
+            compile_parts(layer, "between_sums" if self.share.sums else "after_attention")
         compile_parts(self, "angles", "normed")
 
 

@@ -228,7 +228,7 @@ def _compact(model: Model, plan: Plan) -> set[str]:
 
 def _load(model: Model, plan: Plan, attention: Attention, progress: Progress) -> Transformer:
     """Load this rank's share of a model onto its device. Random weights are made there, in the run's dtype."""
-    part = share(model.num_ranks)
+    part = share(model.num_ranks, plan.config.hardware.all_reduce, plan.device)
     transformer = _without_weights(model, plan, attention, part)
     if model.folder is None:
         transformer.to_empty(device=plan.device)

@@ -2,15 +2,19 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from magicdec.models import symmetric
 from magicdec.models.parallel import share
-from tests.gpu_rehearsal.fake import LLAMA_8B, fake_cuda, fake_model, prefilled, rounds
+from tests.gpu_rehearsal.fake import LLAMA_8B, Seen, fake_cuda, fake_model, prefilled, rounds
 from tests.small import new_engine
 
 RANKS, LAYERS, GAMMA, ROWS = 8, 2, 4, 64
+PASSES = GAMMA + 1
 
 
 @pytest.fixture
@@ -24,19 +28,75 @@ def ranks() -> Iterator[None]:
     dist.destroy_process_group()
 
 
+# PyTorch 2.13, torch/csrc/distributed/c10d/symm_mem/SymmetricMemory.cpp: the operators, and what is passed to them.
+OPERATORS = {
+    "multimem_all_reduce_": "(Tensor(a!) input, str reduce_op, str group_name) -> Tensor(a!)",
+    "two_shot_all_reduce_": "(Tensor(a!) input, str reduce_op, str group_name) -> Tensor(a!)",
+}
+
+
+@pytest.fixture
+def memory(monkeypatch) -> Iterator[SimpleNamespace]:
+    """Symmetric memory that is not there: what is asked of it."""
+    if symmetric._memory() is None:
+        pytest.skip("this PyTorch has no symmetric memory under the names that are known here")
+    asked = SimpleNamespace(multicast_ptr=1, rendezvoused=[])
+
+    def rendezvous(buffer, group):
+        asked.rendezvoused.append((buffer.nbytes, group.size()))
+        return asked
+
+    module = SimpleNamespace(empty=torch.empty, rendezvous=rendezvous)
+    monkeypatch.setattr(symmetric, "_memory", lambda: module)
+    monkeypatch.setattr(symmetric, "_obstacle", lambda *_: None)
+    monkeypatch.setattr(symmetric, "_all_agree", lambda mine, *_: mine)
+    symmetric.sums.cache_clear()
+    with torch.library._scoped_library("symm_mem", "IMPL") as library:
+        for name in OPERATORS:
+            library.impl(name, lambda x, *_: x, "Meta")
+        yield asked
+    symmetric.sums.cache_clear()
+
+
+def round_of_ranks(all_reduce: str) -> Seen:
+    """A round of one of eight ranks; the operators of layers are recorded as such, but for their sums and matmuls."""
+    config = replace(LLAMA_8B, num_layers=LAYERS)
+    with fake_cuda() as recording:
+        model = fake_model(config, share=share(RANKS, all_reduce, "cuda"))
+        engine = new_engine(model, "self", policy="streaming", gamma=GAMMA, budget=512, num_sink=4, ignore_eos=False)
+        return rounds(prefilled(engine, ROWS), recording)
+
+
+def counted(seen: Seen, *names: str) -> int:
+    return sum(count for name, count in seen.count().items() if any(part in name for part in names))
+
+
 @pytest.mark.slow
 def test_a_round_of_eight_ranks(ranks):
     """Two sums a layer and one of the embedding for each pass of the model, and each pass's logits gathered."""
-    config, part = replace(LLAMA_8B, num_layers=LAYERS), share(RANKS)
-    with fake_cuda() as recording:
-        model = fake_model(config, share=part)
-        engine = new_engine(model, "self", policy="streaming", gamma=GAMMA, budget=512, num_sink=4, ignore_eos=False)
-        seen = rounds(prefilled(engine, ROWS), recording)
+    seen = round_of_ranks("nccl")
     assert not seen.faults
-    counts = seen.count()
-    passes = GAMMA + 1
-    sums = sum(count for name, count in counts.items() if "allreduce" in name or "all_reduce" in name)
-    gathers = sum(count for name, count in counts.items() if "allgather" in name or "all_gather" in name)
-    assert sums == passes * (2 * LAYERS + 1)
-    assert gathers == passes
+    assert counted(seen, "allreduce", "all_reduce") == PASSES * (2 * LAYERS + 1)
+    assert counted(seen, "allgather", "all_gather") == PASSES
     assert {launch.arguments["k"].shape[1] for launch in seen.launches if launch.name == "attend_split"} == {1}
+
+
+@pytest.mark.parametrize("switch", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_sums_in_symmetric_memory(ranks, memory, switch):
+    """No more launches than with NCCL but a copy of the embedding: matmuls write where the others read."""
+    memory.multicast_ptr = int(switch)
+    seen, plain = round_of_ranks("auto"), round_of_ranks("nccl")
+    assert not seen.faults
+    name = "symm_mem::multimem_all_reduce_" if switch else "symm_mem::two_shot_all_reduce_"
+    assert seen.count()[name] == PASSES * (2 * LAYERS + 1)
+    assert counted(seen, "c10d::allreduce_") == 0
+    assert len(seen.ops) == len(plain.ops) + PASSES
+    assert memory.rendezvoused == [(symmetric.MAX_BYTES, RANKS)]
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_the_operators_take_what_they_are_given(name):
+    if symmetric._memory() is None:
+        pytest.skip("this PyTorch has no symmetric memory under the names that are known here")
+    schema = getattr(torch.ops.symm_mem, name).default._schema
+    assert str(schema).removeprefix(f"symm_mem::{name}") == OPERATORS[name]

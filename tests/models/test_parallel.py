@@ -3,6 +3,8 @@ is refused.
 """
 
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,10 +13,11 @@ from magicdec.architectures import ModelConfig, check_ranks
 from magicdec.attention.sdpa import SdpaAttention
 from magicdec.errors import UserError
 from magicdec.kernels.library import compiler
-from magicdec.models import parallel
+from magicdec.models import parallel, symmetric
 from magicdec.models.checkpoint import load, read_config
 from magicdec.models.kv_cache import KVCache
 from magicdec.models.parallel import Share, share
+from magicdec.models.symmetric import SymmetricSums
 from magicdec.models.transformer import Transformer
 from magicdec.registry import POLICIES
 from magicdec.scenarios.ranks import on_ranks
@@ -71,6 +74,24 @@ def test_two_ranks_write_what_one_writes(folders):
         assert one == two, case
 
 
+def decoded_in_a_buffer(rank: int, folders: dict[str, Path], ranks: int, cases: list) -> list:
+    """As `decoded`, with sums in one buffer, as in symmetric memory, that gloo adds up."""
+    memory = SimpleNamespace(empty=torch.empty, rendezvous=lambda *_: SimpleNamespace(multicast_ptr=0))
+    with (
+        patch.object(symmetric, "_memory", lambda: memory),
+        patch.object(parallel, "sums", lambda _, group, device: SymmetricSums(group, device)),
+        patch.object(SymmetricSums, "_summed", lambda _, x: parallel._sum(x)),
+    ):
+        return decoded(rank, folders, ranks, cases)
+
+
+@pytest.mark.usefixtures("forked_ranks")
+def test_one_buffer_does_for_all_sums(folders):
+    """What a sum leaves in it is read before the next one is written, and a layer's bias is added once."""
+    cases = [("bias", "self", 2, "streaming", Sampling()), ("mqa", "layer_skip", 2, "full", Sampling())]
+    assert on_ranks(2, "cpu", decoded_in_a_buffer, folders, 2, cases) == decoded(0, folders, 1, cases)
+
+
 @pytest.mark.slow  # two ranks compile
 @pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler")
 def test_compiled_ranks_write_what_one_writes(folders):
@@ -100,6 +121,21 @@ def test_ranks_hold_parts_that_make_up_the_whole(folders, name, ranks):
     assert torch.equal(torch.cat([state["embed.weight"] for state in states])[:VOCAB], whole["embed.weight"])
     if config.output_bias:
         assert torch.equal(sum(state["layers.0.output.bias"] for state in states), whole["layers.0.output.bias"])
+
+
+def test_without_symmetric_memory_the_other_sums_with_a_reason(monkeypatch, capsys):
+    """On a CPU, and where a rank reports an obstacle: one line and NCCL, or an error if it was asked for."""
+    group, cpu, cuda = object(), torch.device("cpu"), torch.device("cuda")
+    monkeypatch.setattr(symmetric, "_obstacle", lambda *_: "is missing from PyTorch 9")
+    monkeypatch.setattr(symmetric, "_all_agree", lambda mine, *_: mine)
+    monkeypatch.setattr(symmetric.dist, "get_rank", lambda: 0)
+    assert symmetric.sums("auto", group, cpu) is symmetric.sums("nccl", group, cuda) is None
+    assert capsys.readouterr().err == ""
+    assert symmetric.sums("auto", group, cuda) is None
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "NCCL sums over the ranks, because symmetric memory is missing from PyTorch 9" in line
+    with pytest.raises(UserError, match=r"hardware.all_reduce=symmetric: .* set it to nccl"):
+        symmetric.sums("symmetric", group, cuda)
 
 
 def test_what_cannot_be_divided_is_refused_with_what_can():
