@@ -15,7 +15,8 @@
 namespace {
 
 constexpr int Q = LANES / 4;            // vectors of query rows in a tile: 4 with AVX-512, 2 otherwise
-constexpr int I = 6;                    // numbers that a tile broadcasts: I x Q sums fill the registers
+// Numbers that a tile broadcasts. 6 x 2 sums fill 16 registers; 6 x 4 would fit the 32 of AVX-512, but is a little slower.
+constexpr int I = LANES == 16 ? 4 : 6, REST = 4;  // 64 = 10 x 6 + 4: what is left over is a tile of its own
 constexpr int64_t ROWS = 64, SLOTS = 64;  // of a task, and of a block
 constexpr float HIDDEN = -std::numeric_limits<float>::infinity();
 
@@ -55,7 +56,10 @@ void multiply(const float* a, int64_t a_k, int64_t a_i, const float* b, int64_t 
         if (i % I || i + I > size) continue;
         for (int64_t q = 0; q < ROWS; q += Q * LANES) multiply<I>(a + i * a_i, a_k, a_i, b + q, count, out + i * ROWS + q);
     }
-    for (int64_t i = size / I * I; i < size; ++i)
+    int64_t i = size / I * I;
+    for (; i + REST <= size; i += REST)
+        for (int64_t q = 0; q < ROWS; q += Q * LANES) multiply<REST>(a + i * a_i, a_k, a_i, b + q, count, out + i * ROWS + q);
+    for (; i < size; ++i)
         for (int64_t q = 0; q < ROWS; q += Q * LANES) multiply<1>(a + i * a_i, a_k, a_i, b + q, count, out + i * ROWS + q);
 }
 
