@@ -133,22 +133,23 @@ inline float max_of(Vec x) {
     return most;
 }
 
-inline Vec8 halves_added(Vec x) {
-#if LANES == 16
-    return __builtin_shufflevector(x, x, 0, 1, 2, 3, 4, 5, 6, 7) +
-           __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15);
-#else
-    return x;
-#endif
-}
-
 // The sums of four vectors, in their order. Each adds its numbers in the same order, whichever place it has.
 inline Quad sums_of(Vec a, Vec b, Vec c, Vec d) {
-    const auto fold = [](Vec8 x, Vec8 y) {
+#if LANES == 16
+    const auto fold = [](Vec x, Vec y) {
+        return __builtin_shufflevector(x, y, 0, 2, 16, 18, 4, 6, 20, 22, 8, 10, 24, 26, 12, 14, 28, 30) +
+               __builtin_shufflevector(x, y, 1, 3, 17, 19, 5, 7, 21, 23, 9, 11, 25, 27, 13, 15, 29, 31);
+    };
+    const Vec all_sums = fold(fold(a, b), fold(c, d));
+    const Vec8 sums = __builtin_shufflevector(all_sums, all_sums, 0, 1, 2, 3, 4, 5, 6, 7) +
+                      __builtin_shufflevector(all_sums, all_sums, 8, 9, 10, 11, 12, 13, 14, 15);
+#else
+    const auto fold = [](Vec x, Vec y) {
         return __builtin_shufflevector(x, y, 0, 2, 8, 10, 4, 6, 12, 14) +
                __builtin_shufflevector(x, y, 1, 3, 9, 11, 5, 7, 13, 15);
     };
-    const Vec8 sums = fold(fold(halves_added(a), halves_added(b)), fold(halves_added(c), halves_added(d)));
+    const Vec8 sums = fold(fold(a, b), fold(c, d));
+#endif
     return __builtin_shufflevector(sums, sums, 0, 1, 2, 3) + __builtin_shufflevector(sums, sums, 4, 5, 6, 7);
 }
 
