@@ -123,6 +123,8 @@ def main() -> None:
 
 PAGE = """# Concurrent users on a CPU
 
+In tokens/s over a whole level of load, speculation {verdict}. Tokens equal to the autoregressive ones: {lossless}.
+
 {provenance}, attention by {attention}, fp32, greedy. The bundled target, speculating over a streaming cache of {budget}
 entries with gamma {gamma}. Closed loop: each user sends the next request when the last one is answered. 48 requests,
 the same at each level and for both ways, with prompts of 1,024, 2,048 and 4,096 tokens of source code, prefilled in
@@ -134,10 +136,8 @@ shared one, and a level is measured one way after the other: what neighbours do 
 ![Throughput and latencies against the number of users](serving-cpu.png)
 
 {levels}
-At the last level {rate:.0%} of proposals were accepted, {length:.2f} tokens a round. Tokens equal to the autoregressive
-ones: {lossless}. Peak memory {memory:.2f} GiB.
+At the last level {rate:.0%} of proposals were accepted, {length:.2f} tokens a round. Peak memory {memory:.2f} GiB.
 
-Over a whole level, in tokens/s, speculation {verdict}.
 What chunks change, and how they are chosen: [../serving.md](../serving.md).
 """
 
