@@ -41,8 +41,8 @@ def page(
             "# The cost model against the MagicDec paper's tables",
             "",
             f"The median error of a predicted speedup is {everything.median_error:.1%} over the paper's "
-            f"{everything.rows} rows, and {unseen.median_error:.1%} over the {unseen.rows} to which nothing was fitted. "
-            f"Rows with a clear gain or loss on the wrong side of 1: {everything.wrong_side}.",
+            f"{everything.rows} rows, and {unseen.median_error:.1%} over the {unseen.rows} to which nothing was "
+            f"fitted. Rows with a clear gain or loss on the wrong side of 1: {everything.wrong_side}.",
             "",
             "Written by `python benchmarks/costmodel.py` on "
             f"{cpu_name()}, commit {commit()}. No GPU is involved: measured times are the paper's "

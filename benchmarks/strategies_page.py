@@ -129,7 +129,7 @@ def page(rows: list[Row], kept: list[Row]) -> str:
 
 
 def finding(rows: list[Row]) -> str:
-    """Return two sentences: which practical policies are accepted most on the first text, and what small drafts reach."""
+    """Return two sentences: the policies that are accepted most on the first text, and what other drafts reach."""
     text, mine = by_text(rows)[0]
     whole = {"full", "quantized", ORACLE}
     own = [row for row in mine if row["draft"] == "self" and row["budget"] == MIDDLE and row["policy"] not in whole]
@@ -137,8 +137,8 @@ def finding(rows: list[Row]) -> str:
     shown = ", ".join(f"`{row['policy']}` ({row['acceptance_rate']:.2f})" for row in best)
     least, most = ({row["acceptance_rate"] for row in mine if row["draft"] == name} for name in ("model", "ngram"))
     return (
-        f"Over {MIDDLE} of {SIZES['context_len']:,} tokens of data={text}, self-speculation is accepted most often with "
-        f"{shown}.\nThe independent draft reaches {max(least):.2f} at best, whatever its cache, and prompt lookup "
+        f"Over {MIDDLE} of {SIZES['context_len']:,} tokens of data={text}, self-speculation is accepted most often "
+        f"with {shown}.\nThe independent draft reaches {max(least):.2f} at best, whatever its cache, and prompt lookup "
         f"{max(most):.2f}."
     )
 
