@@ -125,14 +125,35 @@ class TransformersEngine(EngineConfig):
 
 
 @dataclass(frozen=True)
-class VllmEngine(EngineConfig):
-    """vLLM, in the environment of another Python."""
+class WorkerEngine(EngineConfig):
+    """An engine in an environment of its own, that of another Python."""
 
-    name: str = "vllm"
     python: str | None = None
-    method: str = one_of("draft_model", "eagle", "eagle3", default="draft_model")
     time_limit_s: float = above(0, default=1800)
     drafts = ("model", "ngram")
+
+
+@dataclass(frozen=True)
+class VllmEngine(WorkerEngine):
+    """vLLM."""
+
+    name: str = "vllm"
+    method: str = one_of("draft_model", "eagle", "eagle3", default="draft_model")
+
+
+@dataclass(frozen=True)
+class LlamacppEngine(WorkerEngine):
+    """llama.cpp."""
+
+    name: str = "llamacpp"
+
+
+@dataclass(frozen=True)
+class OpenvinoEngine(WorkerEngine):
+    """OpenVINO GenAI; `kv_type` is that of its KV cache."""
+
+    name: str = "openvino"
+    kv_type: str = one_of("f32", "u8", default="f32")
 
 
 @dataclass(frozen=True)
@@ -179,6 +200,8 @@ ENGINES: Registry[type[EngineConfig]] = Registry(
         "magicdec.engine.native:NativeEngine": Native,
         "magicdec.peers.transformers:TransformersPeer": TransformersEngine,
         "magicdec.peers.vllm:VllmPeer": VllmEngine,
+        "magicdec.peers.llamacpp:LlamacppPeer": LlamacppEngine,
+        "magicdec.peers.openvino:OpenvinoPeer": OpenvinoEngine,
     },
 )
 CORPORA: Registry[Corpus] = Registry(

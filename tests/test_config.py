@@ -279,7 +279,7 @@ def test_the_inner_cache_of_a_hierarchical_draft_obeys_the_same_rules(override, 
     assert composed("draft=hierarchical", "draft.cache.budget=6", "draft.gamma=auto").gammas == (1, 2, 3, 5)
 
 
-PEERS = ("transformers", "vllm")
+PEERS = ("transformers", "vllm", "llamacpp", "openvino")
 ONE_MODEL = {"draft__name": "model", "batch__size": 1, "cache__policy": "full"}
 
 
@@ -299,7 +299,12 @@ ONE_MODEL = {"draft__name": "model", "batch__size": 1, "cache__policy": "full"}
         (PEERS, ONE_MODEL | {"draft__gamma": "auto"}, "draft.gamma=auto: engine="),
         (PEERS, ONE_MODEL | {"draft__quantization": "int8"}, "draft.quantization=int8: engine="),
         (PEERS, ONE_MODEL | {"draft__synthetic_acceptance": 0.5}, "draft.synthetic_acceptance=0.5: engine="),
-        (["native"], {"engine__name": "tgi"}, "engine.name=tgi: must be one of native, transformers, vllm"),
+        (
+            ["native"],
+            {"engine__name": "tgi"},
+            "engine.name=tgi: must be one of native, transformers, vllm, llamacpp, openvino",
+        ),
+        (["openvino"], {"engine__kv_type": "i4"}, "engine.kv_type=i4: must be one of f32, u8"),
         (["transformers"], {"engine__cache": "paged"}, "engine.cache=paged: must be one of static, dynamic"),
         (["vllm"], {"engine__method": "medusa"}, "engine.method=medusa: must be one of draft_model, eagle, eagle3"),
         (["vllm"], {"engine__time_limit_s": 0.0}, "engine.time_limit_s=0.0: must be above 0"),

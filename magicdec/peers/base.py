@@ -34,15 +34,18 @@ class PeerSpec:
 
 @dataclass(frozen=True)
 class Counts:
-    """Proposed and accepted tokens, over the rounds that proposed any."""
+    """Proposed and accepted tokens, over the rounds that proposed any (over all if the engine does not say which)."""
 
     rounds: int = 0
-    proposed: int = 0
+    proposed: int = 0  # 0: the engine does not count them
     accepted: tuple[int, ...] = ()  # by position: rounds that accepted so many and more
+    unplaced: int = 0  # accepted tokens of an engine that does not count them by position
 
     def __add__(self, other: "Counts") -> "Counts":
         pairs = zip_longest(self.accepted, other.accepted, fillvalue=0)
-        return Counts(self.rounds + other.rounds, self.proposed + other.proposed, tuple(a + b for a, b in pairs))
+        accepted = tuple(a + b for a, b in pairs)
+        proposed, unplaced = self.proposed + other.proposed, self.unplaced + other.unplaced
+        return Counts(self.rounds + other.rounds, proposed, accepted, unplaced)
 
     def metrics(self, gamma: int) -> Metrics:
         """Return the metrics, named as in `metrics.acceptance_metrics`.
@@ -53,10 +56,12 @@ class Counts:
         found: Metrics = {"acceptance_rounds": self.rounds}
         if not self.rounds:
             return found
-        length = sum(self.accepted) / self.rounds + 1
-        found |= {"acceptance_rate": sum(self.accepted) / self.proposed, "acceptance_length": length}
+        accepted = sum(self.accepted) + self.unplaced
+        found["acceptance_length"] = accepted / self.rounds + 1
+        if self.proposed:
+            found["acceptance_rate"] = accepted / self.proposed
         if self.proposed == gamma * self.rounds:
-            found["alpha"] = alpha_from_acceptance_length(length, gamma)
+            found["alpha"] = alpha_from_acceptance_length(found["acceptance_length"], gamma)
         return found | {f"acceptance_rate/position_{i}": n / self.rounds for i, n in enumerate(self.accepted)}
 
 

@@ -17,7 +17,7 @@ from magicdec.config.load import compose
 from magicdec.drafting import IndependentModel, PromptLookup
 from magicdec.errors import UserError
 from magicdec.measure.metrics import RowTimes
-from magicdec.peers import vllm
+from magicdec.peers import process
 from magicdec.peers.base import Counts, PeerSpec
 from magicdec.peers.vllm import VllmPeer
 from magicdec.planning.resolve import resolve
@@ -26,7 +26,7 @@ from magicdec.scenarios import Job, run
 from magicdec.verification.sampling import Sampling
 from tests.test_run import ROOT, SMALL, TINY
 
-REAL = os.environ.get(vllm.PYTHON_VARIABLE)
+REAL = os.environ.get(VllmPeer.variable())
 # Says what it was asked on stderr, and its process in its version.
 GOOD = """
 import json, os, sys
@@ -56,10 +56,10 @@ BAD = {
 # Waits for the worker that is named.
 WAITING = """
 import pathlib, sys
-from magicdec.peers import base, vllm
+from magicdec.peers import base, process, vllm
 from magicdec.registry import VllmEngine
 from magicdec.verification.sampling import Sampling
-vllm.WORKER = pathlib.Path(sys.argv[1])
+process.MAIN = pathlib.Path(sys.argv[1])
 engine = VllmEngine(python=sys.executable, time_limit_s=60)
 with vllm.VllmPeer(base.PeerSpec("a", "float32", "cpu", 1, 64, Sampling(), engine=engine)) as one:
     one.generate([[1]], 2, False)
@@ -74,7 +74,7 @@ def peer(tmp_path, monkeypatch):
     def new(program: str, time_limit_s: float = 30, **changes) -> VllmPeer:
         worker = tmp_path / "worker.py"
         worker.write_text(program)
-        monkeypatch.setattr(vllm, "WORKER", worker)
+        monkeypatch.setattr(process, "MAIN", worker)
         engine = VllmEngine(python=sys.executable, method="eagle", time_limit_s=time_limit_s)
         settings = {"num_rows": 2, "max_len": 200, "sampling": Sampling(), "gamma": 3, "kv_bytes_per_token": 8}
         made.append(VllmPeer(PeerSpec("a target", "float32", "cpu", engine=engine, **settings | changes)))
@@ -173,7 +173,7 @@ def test_our_own_worker_where_there_is_no_vllm():
 
 def test_the_worker_ends_with_its_input():
     """Whoever asked may have been killed."""
-    program = "import queue, threading, time; from magicdec.peers.vllm_worker import listen\n"
+    program = "import queue, threading, time; from magicdec.peers.worker import listen\n"
     program += "threading.Thread(target=listen, args=(queue.Queue(),)).start(); time.sleep(60)"
     process = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdin=subprocess.PIPE)
     process.stdin.close()
@@ -206,14 +206,14 @@ def test_an_interrupted_run_leaves_no_worker(tmp_path):
     ],
 )
 def test_a_plan_without_an_environment(monkeypatch, python, said):
-    monkeypatch.delenv(vllm.PYTHON_VARIABLE, raising=False)
+    monkeypatch.delenv(VllmPeer.variable(), raising=False)
     with pytest.raises(UserError) as raised:
         resolve(compose(["engine=vllm", "hardware=cpu", *([f"engine.python={python}"] if python else [])]))
     assert said in str(raised.value)
     assert "pip install vllm" in str(raised.value)
 
 
-real = pytest.mark.skipif(not REAL, reason=f"{vllm.PYTHON_VARIABLE} names no Python of an environment with vLLM")
+real = pytest.mark.skipif(not REAL, reason=f"{VllmPeer.variable()} names no Python of an environment with vLLM")
 
 
 @real

@@ -1,0 +1,100 @@
+"""Write a checkpoint of Llama's architecture as a GGUF file, in the environment of llama.cpp's worker.
+
+    python gguf_file.py FOLDER FILE DTYPE
+
+Matrices get the dtype (float32, float16 or bfloat16), norms float32. The vocabulary names each token by its id, as
+"[17]", and none of them is special: prompts are token ids, and the run decides what ends a sequence.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import gguf
+import numpy as np
+from gguf.utility import SafetensorsLocal
+
+EDGES = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+}
+LAYER = {
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+
+
+def write(folder: Path, path: Path, dtype: str) -> None:
+    """Write the file."""
+    config = json.loads((folder / "config.json").read_text())
+    writer = gguf.GGUFWriter(path, "llama")
+    add_architecture(writer, config)
+    kind = gguf.GGMLQuantizationType[TYPES[dtype]]
+    for file in sorted(folder.glob("*.safetensors")):
+        for name, tensor in SafetensorsLocal(file).tensors.items():
+            weight = read(tensor)
+            if name.endswith(("q_proj.weight", "k_proj.weight")):
+                weight = interleaved(
+                    weight, config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"]
+                )
+            own = kind if weight.ndim > 1 else gguf.GGMLQuantizationType.F32
+            writer.add_tensor(gguf_name(name), gguf.quants.quantize(weight, own), raw_dtype=own)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def add_architecture(writer: gguf.GGUFWriter, config: dict) -> None:
+    """Add sizes and the vocabulary."""
+    heads, vocab = config["num_attention_heads"], config["vocab_size"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_rope_dimension_count(head_dim)
+    writer.add_rope_freq_base(config.get("rope_theta") or config["rope_parameters"]["rope_theta"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_vocab_size(vocab)
+    writer.add_tokenizer_model("bert")  # of llama.cpp's kinds of vocabulary, the one that has no end by default
+    writer.add_token_list([f"[{token}]" for token in range(vocab)])
+    writer.add_token_types([gguf.TokenType.NORMAL] * vocab)
+
+
+def read(tensor: gguf.utility.LocalTensor) -> np.ndarray:
+    """Return a tensor in float32."""
+    raw = tensor.mmap_bytes()
+    if tensor.dtype == "BF16":  # the upper half of a float32
+        return (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32).reshape(tensor.shape)
+    return raw.view({"F32": np.float32, "F16": np.float16}[tensor.dtype]).astype(np.float32).reshape(tensor.shape)
+
+
+def interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
+    """Return the rows of each head in the order of llama.cpp, whose rotary pairs are neighbours."""
+    return weight.reshape(heads, 2, -1, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
+
+
+def gguf_name(name: str) -> str:
+    """Return GGUF's name of a tensor."""
+    if name in EDGES:
+        return EDGES[name]
+    _, _, layer, rest = name.split(".", 3)
+    return f"blk.{layer}.{LAYER[rest.removesuffix('.weight')]}.weight"
+
+
+if __name__ == "__main__":
+    write(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])

@@ -1,0 +1,62 @@
+"""llama.cpp as a peer, by way of xllamacpp; it reads GGUF files that gguf_file.py writes."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from magicdec.config.schema import Config
+from magicdec.drafting import NgramDraft
+from magicdec.errors import UserError
+from magicdec.peers.process import HERE, WorkerPeer
+
+# Of an architecture, what gguf_file.py does not write; each is falsy in plain Llama.
+UNWRITTEN = ("rope_scaling", "qkv_bias", "output_bias", "qk_norm", "sliding_window")
+
+
+class LlamacppPeer(WorkerPeer):
+    """llama.cpp's server with a slot for each row: weights and KV cache in hardware.dtype."""
+
+    name, title, worker = "llamacpp", "llama.cpp", "llamacpp_worker.py"
+    modules, packages = ("xllamacpp", "gguf"), "xllamacpp gguf"
+    cpu_only = True
+
+    @classmethod
+    def check(cls, config: Config) -> None:
+        """See Peer.check."""
+        for key, model in config.models.items():
+            for name in UNWRITTEN:
+                if getattr(model.architecture, name):
+                    raise UserError(f"{key}.name={model.name}: engine=llamacpp takes plain Llama, not {name}")
+        super().check(config)
+
+    def options(self, speculative: bool) -> dict[str, Any]:
+        """See WorkerPeer.options."""
+        spec = self.spec
+        options: dict[str, Any] = {
+            "target": str(self.converted(spec.target, ".gguf")),
+            "dtype": spec.dtype,
+            "rows": spec.num_rows,
+            "max_len": spec.max_len,
+            "threads": torch.get_num_threads(),
+        }
+        if not speculative:
+            return options
+        if isinstance(spec.draft, NgramDraft):
+            return options | {"gamma": spec.gamma, "ngram": spec.draft.max_ngram}
+        return options | {"gamma": spec.gamma, "draft": str(self.converted(str(spec.draft_folder), ".gguf"))}
+
+    def conversion(self, folder: str, made: Path) -> list[str]:
+        """See WorkerPeer.conversion."""
+        return [str(HERE / "gguf_file.py"), folder, str(made), self.spec.dtype]
+
+    def sampling(self) -> dict[str, Any]:
+        """Return fields of a request to llama.cpp's server: our order of samplers, and no others."""
+        sampling = self.spec.sampling
+        # The vocabulary of the GGUF file names tokens by their ids, and none of them ends a sequence.
+        stops = {"stop": [f"[{token}]" for token in self.spec.eos_token_ids]}
+        if sampling.greedy:
+            return stops | {"samplers": ["top_k"], "top_k": 1}
+        top_k, top_p = sampling.top_k or 0, sampling.top_p or 1.0
+        samplers = ["temperature", "top_k", "top_p"]
+        return stops | {"samplers": samplers, "temperature": sampling.temperature, "top_k": top_k, "top_p": top_p}
