@@ -1,222 +1,264 @@
-"""The bundled pair on three engines, on a CPU: decode tokens/s, time to first token, memory, and what each has written.
+"""Our engine and others on a CPU, on the same prompts: decode tokens/s, time to first token, and what each has written.
 
-    python benchmarks/peers.py --python vllm-venv/bin/python    # writes docs/results/peers-cpu.md; a quarter of an hour
-    python benchmarks/peers.py --quick                          # small cells, to try it out; writes nothing
+    export MAGICDEC_SMOLLM2=models/smollm2-135m-q4 MAGICDEC_LLAMACPP_PYTHON=llamacpp-venv/bin/python
+    python benchmarks/peers.py --minutes 20 --rows 1 4 8 --contexts 1024 4096    # part of docs/results/peers-cpu.md
+    python benchmarks/peers.py                                                   # all of it; hours
+    python benchmarks/peers.py --quick                                           # small cells; writes nothing
 
-Without --python (or MAGICDEC_VLLM_PYTHON) vLLM is left out. Repeat the command to resume: a cell that this commit has
-measured is not measured again (--restart forgets them). As runs of their own: sweeps/peers.yaml.
-
-Every way of decoding has a process that stays, loaded once for the largest cell, and all take turns at each cell.
+Measures SmolLM2-135M where MAGICDEC_SMOLLM2 names a folder made by tools/get_smollm2.py, and the bundled pair. Engines
+with an environment of their own take part where MAGICDEC_VLLM_PYTHON, MAGICDEC_LLAMACPP_PYTHON and
+MAGICDEC_OPENVINO_PYTHON name one (docs/peers.md). All ways of decoding take turns at a cell, so that a ratio compares
+times of the same minutes. The page is written after every cell. Repeat the command to resume: what this commit has
+measured is not measured again (--restart forgets it).
 """
 
 import argparse
-import multiprocessing
 import os
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack
-from functools import cache
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
 import magicdec  # noqa: F401 - before PyTorch, which reads once how its threads wait
 
 # isort: split
+from cpu import MODELS, SMOLLM2, at_the_limit, ceilings
 from page import RESULTS, Cells, provenance
 
 from magicdec.config.load import compose
+from magicdec.costmodel.round import round_times
 from magicdec.data.base import fingerprint
-from magicdec.engine.native import warm_up
-from magicdec.measure import memory, metrics
+from magicdec.engine.native import Batch, NativeEngine, warm_up
+from magicdec.errors import UserError
+from magicdec.measure import metrics
 from magicdec.measure.metrics import RowTimes
-from magicdec.peers.vllm import PYTHON_VARIABLE
+from magicdec.peers.process import WorkerPeer
 from magicdec.planning import build
 from magicdec.planning.resolve import Plan, resolve
+from magicdec.registry import DRAFTS, ENGINES
 from magicdec.scenarios.peer import WARMUP_CONTEXT, WARMUP_TOKENS
 from magicdec.tracking.cells import markdown_table
 from magicdec.tracking.progress import progress
-from magicdec.units import GIB
 
 GAMMA = 3
-# By engine and draft; a peer decodes one way, ours both, on one prefill.
+OURS, OUR_DRAFTS = "native", ("self", "ngram")  # all on one prefill
+# How the others decode. llama.cpp looks up n-grams of one length, and finds few long ones.
 WAYS = {
-    "native": ("draft=self",),
+    "llamacpp": ("engine=llamacpp",),
+    "openvino": ("engine=openvino",),
     "transformers": ("engine=transformers",),
-    "transformers, assisted": ("engine=transformers", "draft=model"),
-    "transformers, prompt lookup": ("engine=transformers", "draft=ngram"),
     "vllm": ("engine=vllm",),
-    "vllm, draft model": ("engine=vllm", "draft=model"),
+    "llamacpp, ngram": ("engine=llamacpp", "draft=ngram", "draft.max_ngram=2"),
+    "openvino, prompt lookup": ("engine=openvino", "draft=ngram"),
+    "transformers, prompt lookup": ("engine=transformers", "draft=ngram"),
     "vllm, ngram": ("engine=vllm", "draft=ngram"),
+    "llamacpp, draft model": ("engine=llamacpp", "draft=model"),
+    "openvino, draft model": ("engine=openvino", "draft=model"),
+    "transformers, assisted": ("engine=transformers", "draft=model"),
+    "vllm, draft model": ("engine=vllm", "draft=model"),
+    "llamacpp, F16": ("engine=llamacpp", "hardware.dtype=float16"),
+    "openvino, 8-bit KV": ("engine=openvino", "engine.kv_type=u8"),
 }
 ONE_ROW = ("transformers, assisted", "transformers, prompt lookup")
-PLAIN = ("native", "transformers", "vllm")
-OURS, OURS_FAST = "native", "native, self"
-# Context and batch, the smallest first: the most memory so far is then this cell's.
-CELLS = [(1024, 1), (4096, 1), (8192, 1), (1024, 8), (1024, 16), (4096, 8), (4096, 16), (8192, 8), (8192, 16)]
-QUICK_CELLS = [(256, 1), (256, 2)]
-NEW_TOKENS, QUICK_TOKENS, REPEATS = 48, 16, 2
-MANY = 40_000  # tokens of a cell's prompts from which a peer, which prefills in every pass, has one only
+PLAIN = ("llamacpp", "openvino", "transformers", "vllm")
+REDUCED = ("llamacpp, F16", "openvino, 8-bit KV")
+CONTEXTS, ROWS = (4096, 1024, 2048, 8000), (4, 1, 8, 16)  # the ones that say most first
+NEW_TOKENS, REPEATS = 48, 2
+MANY = {"tiny": 40_000, "SmolLM2-135M": 5_000}  # prompt tokens from which a peer, which prefills in every pass, has one
 
 Figures = dict[str, Any]
 
 
-@cache
-def loaded(way: str, context: int, rows: int, new_tokens: int) -> tuple[Plan, Any, memory.Peak, object]:
-    """Return the plan, the engine with room for so much, the memory from before it, the tokenizer; loaded once."""
-    drafts = [f"draft.gamma={GAMMA}"] if "draft" in "".join(WAYS[way]) else []
-    sizes = [f"batch.context_len={context}", f"batch.size={rows}", f"batch.generate_len={new_tokens}"]
-    plan = resolve(compose([*WAYS[way], *drafts, *sizes, "hardware=cpu"]))
-    peak = memory.Peak(plan.device)
+def overrides_of(model: str) -> list[str]:
+    """Return what chooses the target, without its draft."""
+    return [override for override in MODELS[model] if not override.startswith("draft=")]
+
+
+def prepared(model: str, rows: int, context: int, *overrides: str) -> Plan:
+    """Return a plan as `launch.py` would make it."""
+    sizes = [f"batch.context_len={context}", f"batch.size={rows}", f"batch.generate_len={NEW_TOKENS}"]
+    drafts = [f"draft.gamma={GAMMA}"] if "draft" in "".join(overrides) else []
+    return resolve(compose([*overrides_of(model), *overrides, *drafts, *sizes, "hardware=cpu"]))
+
+
+def ours(model: str, rows: int, context: int) -> dict[str, Figures]:
+    """Measure our engine: autoregressive and with each draft, in turns on one prefill."""
+    plan = prepared(model, rows, context, "draft=self")
+    prompts = build.prompts(plan, build.tokenizer(plan)).tokens
     with progress() as bars:
-        engine = build.engine(plan, bars) if way == OURS else build.peer(plan)
-    return plan, engine, peak, build.tokenizer(plan)
+        engine = build.engine(plan, bars)
+    opened = engine.open(prompts)
+    prefill_seconds = opened.decoder.prefill(engine.prefill_chunk)
+    found, version = {}, f"attention by {plan.config.attention.name}"
+    for draft in OUR_DRAFTS:
+        passes = dict(zip((OURS, f"{OURS}, {draft}"), pairs(engine, opened, draft), strict=True))
+        for name, generations in passes.items():
+            times = [metrics.row_times(one, prefill_seconds) for one in generations]
+            accepted = metrics.acceptance_metrics(generations).get("acceptance_length")
+            found[name] = figures(times, generations[0].tokens, accepted) | {"version": version}
+    limit = round_times(at_the_limit(plan, plan.config.draft, *ceilings(plan)), GAMMA).target.total
+    opened.close()
+    return found | {OURS: found[OURS] | {"limit_ms": 1e3 * limit}}
 
 
-def measure(way: str, context: int, rows: int, largest: tuple[int, int], new_tokens: int) -> dict[str, Figures]:
-    """Measure one cell, in a process of the way's own. Return the metrics by their names on the page."""
-    plan, engine, peak, tokenizer = loaded(way, largest[0], 1 if way in ONE_ROW else largest[1], new_tokens)
-    prompts = build.prompts(plan, tokenizer, rows, context).tokens
-    repeats = REPEATS if rows * context < MANY else 1
-    if way == OURS:
-        found = ours(engine, prompts, peak)
-        return found | {OURS: found[OURS] | {"version": f"attention by {plan.config.attention.name}"}}
+def pairs(engine: NativeEngine, opened: Batch, draft: str) -> tuple[list[Any], list[Any]]:
+    """Return passes without and with a draft."""
+    drafting = replace(engine, draft=DRAFTS[draft].facts()).draft_for(opened.decoder)
+    warm_up(Batch(opened.decoder, drafting))
+    found = [(opened.decoder.generate(), opened.decoder.generate(drafting)) for _ in range(REPEATS)]
+    return [plain for plain, _ in found], [fast for _, fast in found]
+
+
+def theirs(way: str, model: str, rows: int, context: int) -> dict[str, Figures]:
+    """Measure another engine, loaded for this cell."""
+    plan = prepared(model, rows, context, *WAYS[way])
+    prompts = build.prompts(plan, build.tokenizer(plan)).tokens
     fast = plan.config.draft.name != "none"
-    engine.generate([row[:WARMUP_CONTEXT] for row in prompts], WARMUP_TOKENS, fast)
-    passes = [engine.generate(prompts, new_tokens, fast) for _ in range(repeats)]
+    with build.peer(plan) as peer:
+        peer.generate([row[:WARMUP_CONTEXT] for row in prompts], WARMUP_TOKENS, fast)
+        repeats = REPEATS if rows * context < MANY[model] else 1
+        passes = [peer.generate(prompts, NEW_TOKENS, fast) for _ in range(repeats)]
+        version = peer.version
     accepted = passes[0].counts.metrics(GAMMA).get("acceptance_length")
-    found = figures([one.times for one in passes], passes[0].tokens, engine.peak_bytes, accepted)
-    return {way: found | {"version": engine.version}}
+    return {way: figures([one.times for one in passes], passes[0].tokens, accepted) | {"version": version}}
 
 
-def ours(engine: Any, prompts: list[list[int]], peak: memory.Peak) -> dict[str, Figures]:
-    """Measure both ways of our engine on one prefill."""
-    batch = engine.open(prompts)
-    prefill_seconds = batch.decoder.prefill(engine.prefill_chunk)
-    warm_up(batch)
-    pairs = [(batch.decoder.generate(), batch.decoder.generate(batch.draft)) for _ in range(REPEATS)]
-    found = {}
-    for name, passes in zip((OURS, OURS_FAST), zip(*pairs, strict=True), strict=True):
-        accepted = metrics.acceptance_metrics(list(passes)).get("acceptance_length")
-        times = [metrics.row_times(one, prefill_seconds) for one in passes]
-        found[name] = figures(times, passes[0].tokens, peak.num_bytes, accepted)
-    batch.close()
-    return found
-
-
-def figures(passes: list[list[RowTimes]], tokens: list[list[int]], peak_bytes: int, accepted: Any) -> Figures:
+def figures(passes: list[list[RowTimes]], tokens: list[list[int]], accepted: Any) -> Figures:
     """Return medians over the passes, and a fingerprint of each row."""
     speeds = [metrics.speed_metrics([times]) for times in passes]
     found: Figures = {key: median(speed[key] for speed in speeds) for key in speeds[0]}
-    rows = [fingerprint([row]) for row in tokens]
-    return found | {"peak_gib": peak_bytes / GIB, "acceptance_length": accepted, "rows": rows}
+    return found | {"acceptance_length": accepted, "rows": [fingerprint([row]) for row in tokens]}
 
 
-def page(found: dict[str, dict[str, Figures]], cells: list[tuple[int, int]], new_tokens: int) -> str:
+def ways_of(model: str, rows: int) -> Iterator[str]:
+    """Yield the ways of decoding a cell: of the engines that are there, with a draft model where there is one."""
+    for way, overrides in WAYS.items():
+        peer = ENGINES[overrides[0].removeprefix("engine=")].load()
+        there = not issubclass(peer, WorkerPeer) or os.environ.get(peer.variable())
+        has_draft = "draft=model" not in overrides or "draft=model" in MODELS[model]
+        if there and has_draft and (way not in ONE_ROW or rows == 1):
+            yield way
+
+
+def page(found: dict[str, dict[str, Figures]], command: str) -> str:
     """Return the page as Markdown, with the cells that have been measured."""
     lines, races = [], []
-    for context, rows in sorted(cells):
-        cell = found.get(name_of(context, rows), {})
+    cells = [(model, context, rows) for model in MODELS for context in sorted(CONTEXTS) for rows in sorted(ROWS)]
+    for model, context, rows in cells:
+        cell = found.get(name_of(model, rows, context), {})
         if OURS not in cell:
             continue
-        where = [f"{context:,}", str(rows)]
-        for name, figures in cell.items():
-            same = sum(a == b for a, b in zip(figures["rows"], cell[OURS]["rows"], strict=True))
-            length = figures["acceptance_length"]
-            line = [*where, name, f"{figures['tokens_per_second']:,.0f}", ratio(figures, cell[OURS])]
-            line += [f"{figures['time_per_output_token_ms']:.1f}", f"{figures['time_to_first_token_ms'] / 1e3:.2f}"]
-            lines.append([*line, f"{figures['peak_gib']:.2f}", f"{length:.2f}" if length else "", f"{same}/{rows}"])
-        races.append([*where, *race(cell, OURS, PLAIN), *race(cell, OURS_FAST, tuple(cell))])
-    versions = {figures["version"] for cell in found.values() for figures in cell.values() if "version" in figures}
-    header = [
-        "context",
-        "batch",
-        "engine",
-        "tokens/s",
-        "of native",
-        "TPOT, ms",
-        "TTFT, s",
-        "GiB",
-        "length",
-        "same rows",
-    ]
-    best = ["context", "batch", "best peer, autoregressive", "native to it", "best peer, any way", "native, self to it"]
+        where = [model, f"{context:,}", str(rows)]
+        limit = cell[OURS]["limit_ms"]
+        for name, row in cell.items():
+            same = sum(a == b for a, b in zip(row["rows"], cell[OURS]["rows"], strict=True))
+            length, step = row["acceptance_length"], row["time_per_output_token_ms"]
+            line = [*where, name, f"{row['tokens_per_second']:,.0f}", ratio(row, cell[OURS]), f"{step:.1f}"]
+            line += ["" if length else f"{limit / step:.2f}", f"{row['time_to_first_token_ms'] / 1e3:.2f}"]
+            lines.append([*line, f"{length:.2f}" if length else "", f"{same}/{rows}"])
+        exact = [way for way in cell if not way.startswith(OURS) and way not in REDUCED]
+        own = fastest(cell, [way for way in cell if way.startswith(OURS)])
+        plain = race(cell, OURS, [way for way in exact if way in PLAIN])
+        races.append([*where, *plain, own, *race(cell, own, exact)])
+    versions = {row["version"] for cell in found.values() for row in cell.values()}
+    name = ["target", "context", "batch"]
+    header = ["engine", "tokens/s", "of native", "TPOT, ms", "of limit", "TTFT, s", "length", "same rows"]
+    best = ["best peer, autoregressive", "native to it", "our best way", "best peer, any way", "ours to it"]
     return PAGE.format(
-        provenance=provenance("python benchmarks/peers.py --python vllm-venv/bin/python"),
-        versions=", ".join(sorted(versions)),
-        new=new_tokens,
+        provenance=provenance(command),
+        versions="\n".join(f"- {version}" for version in sorted(versions)),
+        new=NEW_TOKENS,
         gamma=GAMMA,
         budget=compose([]).cache.budget,
-        left_out="" if any(v.startswith("vllm") for v in versions) else " vLLM was not there to be measured.",
-        races=markdown_table(best, races),
-        everything=markdown_table(header, lines),
+        races=markdown_table([*name, *best], races),
+        everything=markdown_table([*name, *header], lines),
     )
 
 
-def ratio(figures: Figures, other: Figures) -> str:
-    return f"{other['time_per_output_token_ms'] / figures['time_per_output_token_ms']:.2f}x"
+def ratio(row: Figures, other: Figures) -> str:
+    return f"{other['time_per_output_token_ms'] / row['time_per_output_token_ms']:.2f}x"
 
 
-def race(cell: dict[str, Figures], mine: str, ways: tuple[str, ...]) -> list[str]:
-    """Return the fastest of the others among these ways, and how much faster ours is."""
-    peers = [way for way in ways if way in cell and not way.startswith(OURS)]
-    if not peers:
+def fastest(cell: dict[str, Figures], ways: list[str]) -> str:
+    return min(ways, key=lambda way: cell[way]["time_per_output_token_ms"])
+
+
+def race(cell: dict[str, Figures], mine: str, ways: list[str]) -> list[str]:
+    """Return the fastest of these ways, and how many times faster ours is."""
+    if not ways:
         return ["", ""]
-    best = min(peers, key=lambda way: cell[way]["time_per_output_token_ms"])
+    best = fastest(cell, ways)
     return [best, ratio(cell[mine], cell[best])]
 
 
-def name_of(context: int, rows: int) -> str:
-    return f"{rows} x {context}"
+def name_of(model: str, rows: int, context: int) -> str:
+    return f"{model}, {rows} x {context}"
+
+
+def measure(cell: dict[str, Figures], way: str, *where: Any) -> None:
+    """Add a way of decoding to a cell. One that fails, perhaps for want of memory, is left out of it."""
+    try:
+        cell |= ours(*where) if way == OURS else theirs(way, *where)
+        print(f"{name_of(*where)}  {way}: {cell[way]['tokens_per_second']:,.0f} tokens/s", flush=True)
+    except (RuntimeError, UserError) as error:
+        print(f"{name_of(*where)}  {way}: failed: {error}", file=sys.stderr, flush=True)
 
 
 def main() -> None:
-    """Measure what is missing, and write the page."""
+    """Measure what is missing, and write the page after every cell."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--python", default=os.environ.get(PYTHON_VARIABLE), help="that of an environment with vLLM")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=["SmolLM2-135M", "tiny"])
+    parser.add_argument("--contexts", nargs="+", type=int, choices=CONTEXTS, default=CONTEXTS)
+    parser.add_argument("--rows", nargs="+", type=int, choices=ROWS, default=ROWS)
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="start nothing after so many")
     parser.add_argument("--quick", action="store_true", help="small cells; write nothing")
     parser.add_argument("--restart", action="store_true", help="forget what has been measured")
     arguments = parser.parse_args()
-    ways = list(WAYS)
-    if arguments.python:
-        os.environ[PYTHON_VARIABLE] = os.path.abspath(arguments.python)
-    else:
-        ways = [way for way in ways if not way.startswith("vllm")]
-    cells, new_tokens = (QUICK_CELLS, QUICK_TOKENS) if arguments.quick else (CELLS, NEW_TOKENS)
+    contexts, rows = ((256,), (2,)) if arguments.quick else (arguments.contexts, arguments.rows)
+    models = [model for model in arguments.models if SMOLLM2 or model == "tiny"]
+    cells = [(model, row, context) for context in contexts for row in rows for model in models]
     found = Cells("peers-cpu", restart=arguments.quick or arguments.restart)
-    with ExitStack() as stack:
-        spawn = multiprocessing.get_context("spawn")
-        pools = {way: stack.enter_context(ProcessPoolExecutor(1, spawn)) for way in ways}
-        for context, rows in cells:
-            cell = found.setdefault(name_of(context, rows), {})
-            for way in ways:
-                if way in cell or (way in ONE_ROW and rows > 1):
-                    continue
-                cell |= pools[way].submit(measure, way, context, rows, cells[-1], new_tokens).result()
-                print(f"{name_of(context, rows)}  {way}: {cell[way]['tokens_per_second']:,.0f} tokens/s", flush=True)
+    end = time.monotonic() + 60 * arguments.minutes
+    command = "python benchmarks/peers.py"
+    for where in cells:
+        cell = found.setdefault(name_of(*where), {})
+        for way in (OURS, *ways_of(*where[:2])):
+            if way not in cell and time.monotonic() < end:
+                measure(cell, way, *where)
                 if not arguments.quick:
                     found.save()
-    text = page(found, cells, new_tokens)
-    print(text)
-    if not arguments.quick:
-        (RESULTS / "peers-cpu.md").write_text(text)
+                    (RESULTS / "peers-cpu.md").write_text(page(found, command))
+    if arguments.quick:
+        print({name: {way: row["tokens_per_second"] for way, row in cell.items()} for name, cell in found.items()})
+    else:
+        print(page(found, command))
 
 
-PAGE = """# The bundled pair on three engines
+PAGE = """# Our engine and others on a CPU
 
-{provenance}, {versions}; fp32, greedy, {new} new tokens a row, gamma {gamma}; `self` drafts over a streaming cache of
-{budget} entries.{left_out} How the engines are set up and timed: [peers.md](../peers.md).
+{provenance}; fp32 and greedy unless a row says otherwise, {new} new tokens a row, gamma {gamma}; `self` drafts over a
+streaming cache of {budget} entries. SmolLM2-135M is the instruct model after 4-bit quantisation, dequantised; `tiny` is
+the bundled pair. How the engines are set up and timed: [peers.md](../peers.md). They were:
 
-Ratios are of times per output token (TPOT), within this run: more is faster. The machine is a shared one: ratios hold,
-absolute times drift.
+{versions}
+
+Ratios are of times per output token (TPOT) within a cell: above 1, ours is faster. All ways of a cell were measured
+one after the other.
 
 ## Ours against the best of the others
+
+Rows with weights or KV cache of fewer bits do not compete.
 
 {races}
 ## Everything
 
-Tokens per second count decoding alone, over all rows. TTFT of native and of transformers is that of the whole batch;
-vLLM prefills rows in turn, and the mean row counts. Memory is what the way's process has grown by so far, from before
-the weights were loaded, cells in order of their size; native holds both of its ways. Length is that of acceptance:
-tokens per round. The last column counts rows whose tokens are those of native, autoregressive.
+Tokens per second count decoding alone, over all rows. `of limit` is what a step would take if every operator took
+max(bytes / read bandwidth, FLOPs / matmul rate), with our weights in bfloat16, over the time that it takes. TTFT is
+that of the whole batch for native, transformers and openvino; llamacpp and vllm prefill rows in turn, and the mean row
+counts. Length is that of acceptance: tokens per round. The last column counts rows whose tokens are those of native,
+autoregressive.
 
 {everything}"""
 

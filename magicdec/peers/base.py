@@ -57,11 +57,12 @@ class Counts:
         if not self.rounds:
             return found
         accepted = sum(self.accepted) + self.unplaced
-        found["acceptance_length"] = accepted / self.rounds + 1
+        length = accepted / self.rounds + 1
+        found["acceptance_length"] = length
         if self.proposed:
             found["acceptance_rate"] = accepted / self.proposed
         if self.proposed == gamma * self.rounds:
-            found["alpha"] = alpha_from_acceptance_length(found["acceptance_length"], gamma)
+            found["alpha"] = alpha_from_acceptance_length(length, gamma)
         return found | {f"acceptance_rate/position_{i}": n / self.rounds for i, n in enumerate(self.accepted)}
 
 

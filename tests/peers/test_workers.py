@@ -137,12 +137,10 @@ def test_refusals(monkeypatch, overrides, said):
 
 
 def test_llamacpp_refuses_what_its_file_does_not_hold():
-    config = compose(["engine=llamacpp", "hardware=cpu", "target=qwen2.5-7b", "target.weights=random"])
-    target = replace(
-        config.target, architecture=resolve(compose(["target=qwen2.5-7b", "target.weights=random"])).target.config
-    )
-    with pytest.raises(UserError, match=r"target.name=qwen2.5-7b: engine=llamacpp takes plain Llama, not qkv_bias"):
-        LlamacppPeer.check(replace(config, target=target))
+    config = resolve(compose(["draft=none", "hardware=cpu"])).config
+    biased = replace(config.target, architecture=replace(config.target.architecture, qkv_bias=True))
+    with pytest.raises(UserError, match=r"target.name=tiny: engine=llamacpp takes plain Llama, not qkv_bias"):
+        LlamacppPeer.check(replace(config, target=biased))
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 0.0), ("float16", 1e-3)])
