@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from magicdec.config.schema import Config
-from magicdec.drafting import NgramDraft
+from magicdec.drafting import PromptLookup
 from magicdec.errors import UserError
 from magicdec.peers.process import HERE, WorkerPeer
 
@@ -42,7 +42,7 @@ class LlamacppPeer(WorkerPeer):
         }
         if not speculative:
             return options
-        if isinstance(spec.draft, NgramDraft):
+        if isinstance(spec.draft, PromptLookup):
             return options | {"gamma": spec.gamma, "ngram": spec.draft.max_ngram}
         return options | {"gamma": spec.gamma, "draft": str(self.converted(str(spec.draft_folder), ".gguf"))}
 

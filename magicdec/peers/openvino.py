@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from magicdec.drafting import NgramDraft
+from magicdec.drafting import PromptLookup
 from magicdec.peers.process import WorkerPeer
 from magicdec.registry import OpenvinoEngine
 
@@ -31,7 +31,7 @@ class OpenvinoPeer(WorkerPeer):
         }
         if not speculative:
             return options
-        if isinstance(spec.draft, NgramDraft):
+        if isinstance(spec.draft, PromptLookup):
             return options | {"gamma": spec.gamma, "ngram": spec.draft.max_ngram}
         return options | {"gamma": spec.gamma, "draft": str(self.converted(str(spec.draft_folder), "-ir"))}
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from magicdec.config.load import compose
-from magicdec.drafting import IndependentDraft, NgramDraft
+from magicdec.drafting import IndependentModel, PromptLookup
 from magicdec.errors import UserError
 from magicdec.measure.metrics import RowTimes
 from magicdec.models import checkpoint
@@ -58,14 +58,14 @@ def peer(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", PEERS)
 def test_the_models_of_each_way(peer, name):
     draft = str(TINY / "draft")
-    one = peer(name, draft=IndependentDraft(), draft_folder=draft)
+    one = peer(name, draft=IndependentModel(), draft_folder=draft)
     plain, fast = one.options(False), one.options(True)
     assert Path(plain["target"]).read_text() == str(TINY / "target")
     assert plain["target"].endswith(CONVERTED[name])
     assert (plain["rows"], plain["max_len"], plain["threads"]) == (2, 100, torch.get_num_threads())
     assert Path(fast["draft"]).read_text() == draft
     assert fast == plain | {"gamma": 3, "draft": fast["draft"]}
-    assert peer(name, draft=NgramDraft(max_ngram=4)).options(True) == plain | {"gamma": 3, "ngram": 4}
+    assert peer(name, draft=PromptLookup(max_ngram=4)).options(True) == plain | {"gamma": 3, "ngram": 4}
 
 
 def test_the_type_of_openvinos_cache(peer):
@@ -109,7 +109,7 @@ def test_sampling_and_ends(peer, sampling, llamacpp, openvino):
 def test_counts_without_positions(peer, monkeypatch, tmp_path):
     (tmp_path / "worker.py").write_text(WORKER)
     monkeypatch.setattr(process, "MAIN", tmp_path / "worker.py")
-    with peer("llamacpp", draft=NgramDraft()) as one:
+    with peer("llamacpp", draft=PromptLookup()) as one:
         got = one.generate([[1, 2]], 3, speculative=True)
         assert (got.times, got.counts) == ([RowTimes(0.5, 2.0, 2)], Counts(3, 6, unplaced=2))
         assert '"ngram": 8' in one.version
