@@ -37,10 +37,13 @@ TEXT = """# Predicted speedups of SmolLM2-135M drafting for itself
 
 **Measured:** acceptance, on novels, of SmolLM2-135M-Instruct after 4-bit quantisation, dequantised
 ([how, and with which intervals](../results/smollm2.md)). **Predicted:** all times, by the
-[cost model](../cost-model.md); none of these speedups has been measured. One device, bfloat16 on GPUs; a CPU
-of two cores fp32 with weights in bfloat16. A100 and H100 are calibrated on the MagicDec paper's tables of eight such
-GPUs and far larger models; H200, L40 and the CPU take over the achieved fractions of the nearest of them. On a GPU a
-step of so small a model is mostly launch overhead, which is the least certain part of the prediction.
+[cost model](../cost-model.md); none of these speedups has been measured. One device, bfloat16 on GPUs; on a CPU fp32
+with weights in bfloat16. How much of its datasheet each device achieves:
+
+{notes}
+
+These were calibrated on far larger models: on a GPU a step of so small a model is mostly launch
+overhead, which is the least certain part of the prediction.
 
 Each entry is the highest speedup over the measured policies and budgets and gamma 1 to 8: policy, budget, gamma.
 `topk` is left out, because choosing its entries reads every key. A dash: no acceptance is known there, or the memory
@@ -127,7 +130,9 @@ def critical(every: dict[str, dict[str, dict[tuple[int, int], dict[Choice, Predi
 
 def page(cpu: tuple[float, float]) -> str:
     """Return the page."""
-    every = {name: {way: predictions(setup, way) for way in WAYS} for name, setup in machines(cpu)}
+    setups = dict(machines(cpu))
+    every = {name: {way: predictions(setup, way) for way in WAYS} for name, setup in setups.items()}
+    notes = "\n".join(f"- {name}: {setup.hardware.note}" for name, setup in setups.items())
     parts = [
         f"## S*\n\nThe context beyond which a batch of {CRITICAL[1]} gains more than one of {CRITICAL[0]}. Budget 256, "
         f"{WAYS[0].removeprefix('text at ')}.\n\n{critical(every)}"
@@ -137,7 +142,8 @@ def page(cpu: tuple[float, float]) -> str:
             if found:
                 how = way.removeprefix("text at ") if AT in way else "greedy (easier to draft: its output loops)"
                 parts.append(f"## {name[0].upper()}{name[1:]}, {how}\n\n{table(found)}")
-    return TEXT.format(finding=finding(every), target=TARGET, sections="\n\n".join(part.strip() for part in parts))
+    sections = "\n\n".join(part.strip() for part in parts)
+    return TEXT.format(finding=finding(every), target=TARGET, notes=notes, sections=sections)
 
 
 def finding(every: dict[str, dict[str, dict[tuple[int, int], dict[Choice, Prediction]]]]) -> str:
