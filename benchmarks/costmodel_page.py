@@ -175,7 +175,7 @@ def _conflicts(compared: Sequence[Compared]) -> list[str]:
     return [
         f"- Its critical context for Llama-3.1-8B on 8xA100 is about 4,000, but its table 3c at 4,000 falls with the "
         f"batch ({', '.join(speedups)} at batch {', '.join(str(r.batch_size) for r in short)}), at gamma 2.",
-        f"- A draft step reads its budget, whatever the context, and yet takes longer as the context grows: table 3c, "
+        f"- A draft step reads its budget at any context, and yet takes longer as the context grows: table 3c, "
         f"batch 32: {min(drafts.values()):.1f} ms at {min(drafts):,}, {drafts[max(drafts)]:.1f} ms at {max(drafts):,}.",
         f"- The same draft step (Llama-3.1-8B, SnapKV, budget 2,049, batch 64, 8xH100) takes {step['6']:.2f} ms in "
         f"table 6 and {step['2']:.2f} ms in table 2. Fitted to table 6, the model predicts table 2's drafting too fast "

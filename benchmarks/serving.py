@@ -130,7 +130,7 @@ entries with gamma {gamma}. Closed loop: each user sends the next request when t
 the same at each level and for both ways, with prompts of 1,024, 2,048 and 4,096 tokens of source code, prefilled in
 chunks of {chunk:,}, and 128 new tokens each; as many slots as users. Latencies are p50 / p90 / p99; ITL is the time
 from one chunk of new tokens to the next, and a round of speculation yields several at once. `speedup` is the median
-over requests of the ratio of TPOTs, beside it that of the whole level's duration, prefill included. The machine is a
+over requests of the ratio of TPOTs, next to it that of the whole level's duration, prefill included. The machine is a
 shared one, and a level is measured one way after the other: what neighbours do is in the ratios, too.
 
 ![Throughput and latencies against the number of users](serving-cpu.png)

@@ -138,7 +138,7 @@ def finding(rows: list[Row]) -> str:
     least, most = ({row["acceptance_rate"] for row in mine if row["draft"] == name} for name in ("model", "ngram"))
     return (
         f"Over {MIDDLE} of {SIZES['context_len']:,} tokens of data={text}, self-speculation is accepted most often "
-        f"with {shown}.\nThe independent draft reaches {max(least):.2f} at best, whatever its cache, and prompt lookup "
+        f"with {shown}.\nThe independent draft reaches {max(least):.2f} at best, over any cache, and prompt lookup "
         f"{max(most):.2f}."
     )
 

@@ -106,7 +106,7 @@ def speedup_where_it_fits(batch: int, context: int) -> float:
 
 
 def rejection(figure: Figure) -> None:
-    """Show that rejection sampling keeps the target's distribution, whatever the draft proposes."""
+    """Show that rejection sampling keeps the target's distribution."""
     left, right = figure.subplots(1, 2, sharey=True)
     p = torch.tensor([0.42, 0.25, 0.15, 0.1, 0.05, 0.03])
     q = torch.tensor([0.15, 0.45, 0.2, 0.1, 0.08, 0.02])
