@@ -17,7 +17,7 @@ FIRST = [command for command in COMMANDS if command.page in ("README.md", "docs/
 # What the end of a run must print, by a word of its command; the first that fits counts.
 SAYS = {
     "scenario=predict": (
-        r"is predicted to run at [01]\.\d\dx with gamma \d+: .* S\* is [\d,]+ \(alpha 0\.\d\d: ",
+        r"is predicted to run at [01]\.\d+x with gamma \d+: .* S\* is [\d,]+ \(measured .*; alpha 0\.\d\d: ",
         r" memory per GPU: [\d.]+ of 80 GiB ",
     ),
     "scenario=plan": (r"plans .* 64 +self +streaming +512 +\d+ +[\d,]+ +[\d.]+ +[1-9]\.\d\d 64 +none .* 1\.00 ",),
