@@ -48,17 +48,19 @@ MODELS = {
 }
 BATCHES, CONTEXTS, GAMMAS = (1, 8, 24), (1024, 2048, 4096, 8000), (2, 4)
 QUICK = ((1, 2), (512, 1024), (2, 4))
-REPEATS, CALM = (
-    8,
-    1.25,
-)  # a repeat of the machine's figures that is slower than the best by this says that it is not idle
+BUDGET, REPEATS = 256, 8
+CALM = 1.25  # the best read bandwidth over one measured later, above which the machine was not idle
 STEPS = {"T_T": "target_decode_ms", "T_D": "draft_ms", "T_V": "verify_ms"}
 FILE = hardware.CALIBRATED / "cpu.yaml"
 
 
 def measure(model: str, points: Sequence[tuple[int, int, int]]) -> list[dict[str, Any]]:
     """Time a round's steps over caches of noise at each point (rows, context, gamma), and what the machine can do."""
-    sizes = [f"batch.size={max(rows for rows, *_ in points)}", f"batch.context_len={max(c for _, c, _ in points)}"]
+    sizes = [
+        f"cache.budget={BUDGET}",
+        f"batch.size={max(rows for rows, *_ in points)}",
+        f"batch.context_len={max(c for _, c, _ in points)}",
+    ]
     plan = resolve(compose([*MODELS[model], "hardware=cpu", f"draft.gamma={max(g for *_, g in points)}", *sizes]))
     with progress() as bars:
         engine = build.engine(plan, bars)
@@ -85,7 +87,7 @@ def row_of(model: str, point: dict[str, Any]) -> Row:
         context_len=point["context"],
         batch_size=point["rows"],
         gamma=point["gamma"],
-        kv_budget=compose([]).cache.budget,
+        kv_budget=BUDGET,
         draft_ms=point["gamma"] * point["draft_ms"],
         verify_ms=point["verify_ms"],
         omega=1.0,
@@ -128,7 +130,7 @@ def page(found: dict[str, list[dict[str, Any]]], start: Hardware, calibration: C
             cells = zip(STEPS.values(), error, strict=True)
             lines.append(where + [text for key, e in cells for text in (f"{point[key]:.2f}", f"{e:+.0%}")])
     everything = [abs(e) for model in found for point in found[model] for e in errors(row_of(model, point), machine)]
-    ceilings = [point[key] for points in found.values() for point in points for key in ("bandwidth",)]
+    ceilings = [point["bandwidth"] for points in found.values() for point in points]
     columns = [text for step in STEPS for text in (f"{step}, ms", "error")]
     return PAGE.format(
         provenance=provenance("python benchmarks/costmodel_cpu.py"),
@@ -137,6 +139,7 @@ def page(found: dict[str, list[dict[str, Any]]], start: Hardware, calibration: C
         disturbed=sum(machine.device.bandwidth > CALM * value for value in ceilings),
         points=len(ceilings),
         slower=f"{CALM - 1:.0%}",
+        budget=BUDGET,
         median=f"{median(everything):.1%}",
         residual=f"{calibration.residual:.1%}",
         efficiency=markdown_table(["number", "value"], [[k, f"{v:.4g}"] for k, v in vars(machine.efficiency).items()]),
@@ -176,7 +179,7 @@ def main() -> None:
 
 PAGE = """# The cost model on a CPU
 
-{provenance}, attention by cpp, fp32, weights in bfloat16, self-speculation over a streaming cache of 256 entries,
+{provenance}, attention by cpp, fp32, weights in bfloat16, self-speculation over a streaming cache of {budget} entries,
 caches filled with noise. The machine reads {bandwidth} GB/s and multiplies large matrices at {rate} GFLOP/s, the best
 of {points} measurements, of which {disturbed} read more than {slower} slower.
 

@@ -48,12 +48,11 @@ OWN = {
     "layer_overhead_us": Prior(0.0, 1e5, start=60.0),
     "round_overhead_us": Prior(0.0, 1e6, start=700.0),
 }
-# Of our engine on CPUs, whose kernels hide little of their arithmetic and take rows one by one.
+# Of our engine on CPUs, whose kernels hide little of their arithmetic.
 ON_CPUS = {
     "bandwidth_fraction": Prior(0.3, 1.0, 0.8, 0.2),
     "matmul_fraction": Prior(0.1, 1.0, 0.6, 0.3),
     "overlap": Prior(0.01, 1.0, 0.5, 0.3),
-    "matmul_half_rows": Prior(0.0, 32.0, start=1.0),
 }
 
 
@@ -158,7 +157,7 @@ def to_yaml(calibrated: Hardware, provenance: Sequence[str], fitted: Mapping[str
     `fitted` names what was fitted for the machine.
     """
     notes = {
-        "matmul_half_rows": "not fitted: a tensor core's tile",
+        "matmul_half_rows": "not fitted: a tensor core's tile, and nothing on a CPU",
         "overlap": "not fitted",
         "allreduce_hop_us": "not fitted: the link's, see magicdec/costmodel/hardware.py",
     }
