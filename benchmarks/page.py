@@ -25,15 +25,17 @@ def setting() -> str:
 
 
 def commit() -> str:
-    """Return the commit, with `-dirty` if files differ from it, pages of results aside: benchmarks write those."""
-    git = ["git", "-C", str(ROOT)]
+    """Return the commit, with `-dirty` if files differ from it, other than the pages of results, which are written."""
+    describe = ["git", "describe", "--always"]
+    status = ["git", "status", "--porcelain", "--untracked-files=no", "--", ".", ":!docs/results"]
     try:
-        describe = [*git, "describe", "--always"]
-        name = subprocess.run(describe, capture_output=True, text=True, check=True).stdout.strip()
-        differs = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", ":!docs/results"]).returncode
+        name, changed = (
+            subprocess.run(git, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+            for git in (describe, status)
+        )
     except (OSError, subprocess.CalledProcessError):  # a copy of the files alone, or a machine without git
         return "unknown"
-    return f"{name}-dirty" if differs else name
+    return f"{name}-dirty" if changed else name
 
 
 class Cells(dict[str, Any]):
