@@ -23,8 +23,9 @@ from magicdec.tracking.cells import markdown_table
 WAYS = {0.0: "greedy", 0.7: "temperature 0.7"}
 TEXTS = {"books": "novels", "code": "Python's standard library", "long": f"novels, {LONG:,} new tokens"}
 LOCAL = (
-    "Of a budget of 256, SnapKV gives 32 entries to recent tokens and StreamingLLM 252, and these short continuations "
-    "of novels by a small model seem to need their neighbourhood more than what the end of the prompt attended to."
+    "A possible reason: of a budget of 256, SnapKV gives 32 entries to recent tokens and StreamingLLM 252, and short "
+    "continuations of novels by a small model may need their neighbourhood more than what the end of the prompt "
+    "attended to."
 )
 fill = partial(textwrap.fill, width=120, break_long_words=False, break_on_hyphens=False)
 PAPER = sorted(
