@@ -50,8 +50,10 @@ def test_anchors_exist(document):
     "script", [*ROOT.glob("benchmarks/*.py"), *ROOT.glob("tools/*.py")], ids=lambda path: path.name
 )
 def test_scripts_find_what_they_import(script, monkeypatch):
-    for library in ("matplotlib", "cosmic_ray"):  # of extras
-        if re.search(rf"^(import|from) {library}\b", script.read_text(), re.MULTILINE):
-            pytest.importorskip(library)
     monkeypatch.syspath_prepend(script.parent)
-    importlib.import_module(script.stem)
+    try:
+        importlib.import_module(script.stem)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in ("matplotlib", "cosmic_ray"):  # of extras
+            raise
+        pytest.skip(str(error))

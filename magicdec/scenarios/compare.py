@@ -97,7 +97,8 @@ def run(plan: Plan, progress: Progress) -> Outcome:
     results["noisy"] = bool(noise(results))
     results |= _memory(batch, peak, estimate)  # first: measuring the bandwidth takes memory of its own
     results |= _formula(plan, results, gamma) | _roofline(plan, batch, times)
-    results |= _predicted(plan, results, gamma)
+    if gamma:
+        results |= _predicted(plan, results, gamma)
     history = _history(passes[0])
     return Outcome(results, outputs.rows(config.data.save_prompts), history, outputs.samples(tokenizer))
 
@@ -170,7 +171,7 @@ def _predicted(plan: Plan, results: Metrics, gamma: int) -> Metrics:
         )
         setup = setup.at(context=round(results["data/context_len_mean"]))  # type: ignore[arg-type]
         return predicted_metrics(setup, gamma, results) | published(setup, task_of(plan.config))
-    except UserError as error:  # no draft, or one that has no cost model
+    except UserError as error:  # a draft that has no cost model
         log.info("not predicted: %s", error)
         return {}
 

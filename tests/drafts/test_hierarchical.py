@@ -128,7 +128,7 @@ class Table:
     config = ModelConfig(3, 2, 2, 1, 1, 1, 2, 64)
     attention = SdpaAttention()
     embed = SimpleNamespace(weight=torch.zeros(3, 2))
-    dtype = torch.float32
+    dtype, is_compiled = torch.float32, False
 
     def __init__(self, likely):
         self.logits_SV = torch.tensor([50.0, 0.0, 0.0]).repeat(64, 1)

@@ -22,8 +22,8 @@ pytest.importorskip("wandb", reason="W&B is not installed")
 LAUNCH = """
 import functools, sys
 import launch
-from magicdec.measure import system
-system.sampled = functools.partial(system.sampled, 0.1)
+from magicdec import scenarios
+scenarios.sampled = functools.partial(scenarios.sampled, 0.1)
 sys.exit(launch.main())
 """
 TINY = ["batch.size=2", "batch.context_len=128", "batch.generate_len=12", "scenario.repeats=1", "draft.gamma=2"]
