@@ -93,6 +93,7 @@ def test_every_file_opens_with_what_it_is():
 SWEEPS = [f"+sweeps={path.stem}" for path in (ROOT / "sweeps").glob("*.yaml")]
 
 
+@pytest.mark.extra
 @pytest.mark.parametrize("choice", sorted(SWEEPS) + [f"experiment={name}" for name in EXPERIMENTS if "paper/" in name])
 def test_every_sweep_names_keys_that_exist(choice, monkeypatch):
     if "optuna" in choice:

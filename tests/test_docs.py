@@ -58,8 +58,11 @@ def test_first_commands_are_valid(command):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", [c for c in COMMANDS if c not in FIRST and c.kind != "skip"], ids=lambda c: c.text)
-def test_all_other_commands(command):
+@pytest.mark.parametrize(
+    "command", [c for c in COMMANDS if c not in FIRST and c.kind in ("compose", "parse")], ids=lambda c: c.text
+)
+def test_all_other_commands_are_valid(command):
+    """To run those that can run here, too: python tools/check_docs.py."""
     assert check_docs.check(command) == ""
 
 

@@ -46,6 +46,7 @@ def test_anchors_exist(document):
         assert anchor in slugs, (page, anchor, slugs)
 
 
+@pytest.mark.extra
 @pytest.mark.parametrize(
     "script", [*ROOT.glob("benchmarks/*.py"), *ROOT.glob("tools/*.py")], ids=lambda path: path.name
 )

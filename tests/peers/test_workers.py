@@ -143,6 +143,7 @@ def test_llamacpp_refuses_what_its_file_does_not_hold():
         LlamacppPeer.check(replace(config, target=biased))
 
 
+@pytest.mark.extra
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 0.0), ("float16", 1e-3)])
 def test_a_gguf_file_holds_the_checkpoint(tmp_path, dtype, tolerance):
     gguf = pytest.importorskip("gguf")

@@ -196,6 +196,7 @@ def test_csv_holds_every_column(report, tmp_path):
     assert {line["lossless/identical"] for line in lines} == {"true", ""}
 
 
+@pytest.mark.extra
 def test_parquet(report, tmp_path):
     parquet = pytest.importorskip("pyarrow.parquet")
     assert report("--parquet", tmp_path / "runs.parquet")[0] == 0
@@ -256,6 +257,7 @@ def test_ten_thousand_runs_in_seconds(report, tmp_path):
     assert (tmp_path / "page.html").stat().st_size < 5e6
 
 
+@pytest.mark.extra
 def test_the_papers_figures_of_a_sweep(tmp_path):
     pytest.importorskip("matplotlib")
     machines = {"a100": 2039.0, "h100": 3350.0}

@@ -151,6 +151,7 @@ def content(records):
     return run, config, history, tables, summary
 
 
+@pytest.mark.extra
 def test_a_dashboard_without_a_login_is_a_file(tmp_path):
     pytest.importorskip("wandb_workspaces")
     file = tmp_path / "spec.json"

@@ -300,6 +300,7 @@ def test_an_agent_s_runs_are_those_of_its_sweep(name, tmp_path, server):
     assert list(server.runs) == [given]
 
 
+@pytest.mark.extra
 def test_a_dashboard_is_saved_with_a_login(tmp_path, server):
     pytest.importorskip("wandb_workspaces")
     arguments = ["--entity", ENTITY, "--sweep", "ours"]
