@@ -71,7 +71,8 @@ def measure_cell(model: str, rows: int, context: int) -> dict[str, Any]:
     weights = sum(part.step_weight_bytes for part in (engine.target, engine.draft_model) if part is not None)
     found: dict[str, Any] = {"attention": plan.config.attention.name, "prefill": prefill, "drafts": measured}
     found |= {"peak": peak.num_bytes / GIB, "held": (weights + opened.decoder.cache.num_bytes) / GIB}
-    setup = at_the_limit(plan, DRAFTS["self"].facts(), *ceilings(plan))
+    bandwidth, rate = (max(row[key] for row in measured) for key in ("bandwidth", "rate"))  # the machine's best
+    setup = at_the_limit(plan, DRAFTS["self"].facts(), 1e9 * bandwidth, 1e9 * rate)
     return found | {"prefill_limit": prefill_limit(setup)}
 
 
@@ -214,8 +215,8 @@ Medians of {repeats} pairs on one prefill. AR is autoregressive time per token. 
 ## Prefill and memory
 
 Read bandwidth is that of a sum over a large tensor, the matmul rate that of a large square matmul in fp32. The limit of
-a prefill is that of its matmuls and its attention. Memory is what a process of the cell's own grew by, from before the
-weights were loaded.
+a prefill is that of its matmuls and its attention, at the highest of both in the cell. Memory is what a
+process of the cell's own grew by, from before the weights were loaded.
 
 {whole}"""
 
