@@ -135,7 +135,7 @@ class TransformersPeer(Peer):
             max_new_tokens=generate_len,
             do_sample=not sampling.greedy,
             eos_token_id=list(spec.eos_token_ids) or None,
-            # An assistant masks what looks like padding, whatever the mask says: none of a prompt's own tokens may.
+            # An assistant masks what looks like padding, even where the mask keeps it: no prompt may hold this token.
             pad_token_id=self.target.config.vocab_size if speculative else 0,
             disable_compile=not spec.compile,
             **options,
