@@ -61,7 +61,7 @@ class Table:
     def is_of(self, layers: nn.ModuleList) -> bool:
         """Return whether these layers' weights are still there, as far as the first and the last layer show."""
         return len(layers) == len(self.weights) and all(
-            getattr(layers[i], name).weight.data_ptr() == getattr(self.weights[i], f"{name}_weight")
+            at(_parameter(layers[i], name, "weight")) == getattr(self.weights[i], f"{name}_weight")
             for i in (0, -1)
             for name in ("qkv", "down")
         )

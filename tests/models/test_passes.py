@@ -8,6 +8,7 @@ from magicdec.attention.sdpa import SdpaAttention
 from magicdec.kernels.library import compiler
 from magicdec.models import passes
 from magicdec.models.kv_cache import KVCache
+from magicdec.models.quantize import quantized
 from magicdec.models.transformer import Transformer
 from magicdec.policies import CacheSpec
 from magicdec.registry import POLICIES
@@ -153,3 +154,14 @@ def test_other_passes_go_operator_by_operator(calls):
     model = model_of()
     assert run()
     assert not run(attention=SdpaAttention())
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("bits", ["int8", "int4"])
+def test_quantised_weights_go_operator_by_operator_in_every_pass(bits, calls):
+    model = quantized(model_of(hidden_size=64, intermediate_size=64), bits, "cpu")
+    model.attention = CppAttention()
+    cache = KVCache(model.config, 1, 8, model.dtype, "cpu")
+    for _ in range(2):
+        model(torch.tensor([[1, 2]]), cache)
+    assert calls == [False, False]
