@@ -18,7 +18,7 @@
 
 namespace {
 
-constexpr int BLOCK = 64;    // slots whose scores are held at a time
+constexpr int BLOCK = 32;    // slots whose scores are held at a time: two blocks of K and one of V fit into the L1 cache
 constexpr int MAX_TILE = 3;  // query rows whose sums, with four vectors each, fill the registers
 constexpr int SPLIT = 512;   // slots of a task
 constexpr float HIDDEN = -std::numeric_limits<float>::infinity();
@@ -257,16 +257,23 @@ class Kernel : public Attending {
                 const Vec x = load(row + s);
                 most = x > most ? x : most;
             }
-            const float highest = max_of(most), base = highest == HIDDEN ? 0.0f : highest;
+            decay[r] = to.most[r];
+            to.most[r] = max_of(most);
+        }
+        for_vectors(query_rows, [&](int64_t r, auto load, auto store) {
+            const Vec most = load(to.most + r);
+            store(decay + r, exp_vec(load(decay + r) - (most == HIDDEN ? Vec{} : most)));
+        });
+        for (int64_t r = 0; r < query_rows; ++r) {
+            float* row = scores + r * BLOCK;
+            const float base = to.most[r] == HIDDEN ? 0.0f : to.most[r];
             Vec total = {};
             for (int s = 0; s < count; s += LANES) {
                 const Vec p = exp_vec(load(row + s) - base);
                 store(row + s, p);
                 total += p;
             }
-            decay[r] = std::exp(to.most[r] - base);
             to.total[r] = to.total[r] * decay[r] + sum_of(total);
-            to.most[r] = highest;
         }
     }
 
