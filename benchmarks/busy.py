@@ -10,16 +10,17 @@ import argparse
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from page import ROOT, provenance
 
 from magicdec.tracking.cells import markdown_table
 
-COMMAND = (sys.executable, "launch.py", "experiment=quick", "wandb.mode=disabled")
 TIMES = ("autoregressive/time_per_output_token_ms", "speculative/time_per_output_token_ms")
 LIMIT = 3.5
 
@@ -35,12 +36,20 @@ def neighbour() -> Iterator[None]:
         process.wait()
 
 
+def launch(*overrides: str) -> dict[str, Any]:
+    """Run launch.py in a process of its own. Return its result, and `run_s`, the seconds that the command took."""
+    with TemporaryDirectory() as store:
+        command = (sys.executable, "launch.py", *overrides, "wandb.mode=disabled", f"runs_dir={store}")
+        start = time.perf_counter()
+        subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+        seconds = time.perf_counter() - start
+        (result,) = Path(store).glob("*/result.json")
+        return json.loads(result.read_text()) | {"run_s": seconds}
+
+
 def measure() -> list[float]:
     """Run the experiment and return its times per token, in ms."""
-    with TemporaryDirectory() as store:
-        subprocess.run([*COMMAND, f"runs_dir={store}"], cwd=ROOT, check=True, capture_output=True)
-        (result,) = Path(store).glob("*/result.json")
-        found = json.loads(result.read_text())
+    found = launch("experiment=quick")
     return [found[name] for name in TIMES]
 
 

@@ -1,23 +1,29 @@
-"""Which rows, context, policy, budget and gamma the default run should have: a table of what each gains and takes.
+"""The default run: how much its results spread, what a busy neighbour does to them, and what other choices would gain.
 
-    python benchmarks/default_run.py            # ten minutes, on an otherwise idle machine; prints a table
-    python benchmarks/default_run.py --quick    # one small cell, to try it out
+    python benchmarks/default_run.py            # half an hour, on an otherwise idle machine
+    python benchmarks/default_run.py --quick    # one small cell, to try it out; writes nothing
 
-Self-speculation of the bundled target. The choices that meet all aims come first, the fastest of them at the top.
-Repeat the command to resume: a cell that this commit has measured is not measured again (--restart forgets them).
+Writes docs/results/default-run.md after every run and cell: `python launch.py` in processes of its own, ten times on
+the idle machine and three times next to a process that computes all the time; then choices of rows, context, policy,
+budget and gamma, each in pairs on one prefill. Repeat the command to resume: what this commit has measured is not
+measured again (--restart forgets it).
 """
 
 import argparse
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import product
 from multiprocessing import get_context
+from statistics import median
 from typing import Any
 
 import magicdec  # noqa: F401 - before PyTorch, which reads once how its threads wait
 
 # isort: split
-from page import Cells, provenance
+from busy import launch, neighbour
+from page import RESULTS, Cells, provenance
 
 from magicdec.config.load import compose
 from magicdec.engine.native import Batch, warm_up
@@ -29,13 +35,20 @@ from magicdec.scenarios.outputs import speeds
 from magicdec.tracking.cells import markdown_table
 from magicdec.tracking.progress import progress
 
-CELLS = ((24, 4096), (16, 4096), (32, 4096), (16, 6144), (8, 8192), (12, 8192))  # rows, context
-QUICK = ((2, 512),)
+CELLS = ((24, 4096), (32, 4096), (16, 6144), (12, 8192))  # rows, context
+QUICK = (2, 512)
 CHOICES = tuple(product(("streaming", "snapkv"), (128, 256, 512), (2, 3, 4)))  # policy, budget, gamma
 REPEATS = 2
 # Of the run: seconds from the command to its table, of which so many are start-up, profile and predictions.
 SECONDS, REST = 60.0, 12.0
 AIMS = {"speedup": 1.4, "speedup_wall": 1.2}
+RUNS = {"idle": 10, "busy": 3}
+COLUMNS = {
+    "autoregressive, ms per token": "autoregressive/time_per_output_token_ms",
+    "speculative, ms per token": "speculative/time_per_output_token_ms",
+    **{key: key for key in AIMS},
+    "run, s": "run_s",
+}
 HEADER = ["batch", "context", "policy", "budget", "gamma", "length", *AIMS, "lossless", "prefill, s", "run, s", "aims"]
 
 
@@ -82,24 +95,91 @@ def table(choices: list[dict[str, Any]]) -> str:
     return markdown_table(HEADER, lines)
 
 
+def spread(values: list[float]) -> float:
+    """Return the distance of the extremes, as a share of the median."""
+    return (max(values) - min(values)) / median(values)
+
+
+def page(runs: dict[str, list[dict[str, Any]]], choices: list[dict[str, Any]]) -> str:
+    """Return the page as Markdown, with what has been measured."""
+    idle, busy = ({key: [run[key] for run in runs[kind]] for key in COLUMNS.values()} for kind in RUNS)
+    rows = [[str(i), *(f"{run[key]:.2f}" for key in COLUMNS.values())] for i, run in enumerate(runs["idle"], 1)]
+    rows.append(["median", *(f"{median(values):.2f}" for values in idle.values())])
+    rows.append(["spread", *(f"{100 * spread(values):.0f}%" for values in idle.values())])
+    if runs["busy"]:
+        rows.append(["median next to a neighbour", *(f"{median(values):.2f}" for values in busy.values())])
+    return PAGE.format(
+        speedup=median(idle["speedup"]),
+        wall=median(idle["speedup_wall"]),
+        seconds=median(idle["run_s"]),
+        spread=100 * spread(idle["speedup"]),
+        busy=f"Next to a busy neighbour, `speedup` is {median(busy['speedup']):.2f}. " if runs["busy"] else "",
+        provenance=provenance("python benchmarks/default_run.py"),
+        runs=markdown_table(["run", *COLUMNS], rows),
+        choices=table(choices) if choices else "",
+    )
+
+
+def missing_runs(found: Cells) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield each run that has not been measured, with its kind, once it is done."""
+    for kind, number in RUNS.items():
+        with neighbour() if kind == "busy" else nullcontext():
+            for _ in range(number - len(found["runs"][kind])):
+                run = launch()
+                yield kind, {key: run[key] for key in COLUMNS.values()}
+
+
 def main() -> None:
-    """Measure what is missing, and print the table after every cell."""
+    """Measure what is missing, and write the page after every run and cell."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one small cell")
+    parser.add_argument("--quick", action="store_true", help="one small cell; write nothing")
     parser.add_argument("--restart", action="store_true", help="forget what has been measured")
     arguments = parser.parse_args()
-    found = Cells("default-run", restart=arguments.quick or arguments.restart)
-    for rows, context in QUICK if arguments.quick else CELLS:
-        name = f"{rows} x {context}"
-        if name not in found:
+    if arguments.quick:
+        print(table(measure(*QUICK)))
+        return
+    found = Cells("default-run", restart=arguments.restart)
+    found.setdefault("runs", {kind: [] for kind in RUNS})
+    found.setdefault("choices", {})
+
+    def save() -> None:
+        found.save()
+        choices = [choice for cell in found["choices"].values() for choice in cell]
+        (RESULTS / "default-run.md").write_text(page(found["runs"], choices))
+
+    for kind, run in missing_runs(found):
+        found["runs"][kind].append(run)
+        print(kind, *(f"{key} {value:.2f}" for key, value in run.items()), flush=True)
+        save()
+    for rows, context in CELLS:
+        if (name := f"{rows} x {context}") not in found["choices"]:
             with ProcessPoolExecutor(1, get_context("spawn")) as own:
-                found[name] = own.submit(measure, rows, context).result()
-            if not arguments.quick:
-                found.save()
-        print(table([choice for cell in found.values() for choice in cell]), flush=True)
-    print(
-        f"\n{provenance('python benchmarks/default_run.py')}; an estimated run has {REST:.0f} s of start-up and profile"
-    )
+                found["choices"][name] = own.submit(measure, rows, context).result()
+            print(f"measured {name}", flush=True)
+            save()
+
+
+PAGE = """# The default run
+
+`python launch.py` decodes {speedup:.2f} times as fast with self-speculation as without (`speedup_wall` {wall:.2f}), in
+{seconds:.0f} s from the command to the table. {busy}
+
+{provenance}.
+
+## Ten runs
+
+Each is a process of its own on an idle machine: start-up, a prefill, pairs of passes, and the profile. The spread is
+the distance of the extremes over the median: {spread:.0f}% for `speedup`. The neighbour is a process of the lowest
+priority that computes all the time.
+
+{runs}
+## Other choices
+
+Rows, context, policy, budget and gamma, in pairs on one prefill. `length` is tokens per round. `aims` marks a `speedup`
+of at least 1.4 and a `speedup_wall` of at least 1.2 in a run of at most 60 s, which is estimated from the prefill and
+the passes.
+
+{choices}"""
 
 
 if __name__ == "__main__":
