@@ -34,6 +34,7 @@ class State:
         for row, prompt in enumerate(prompts):
             tokens[row, : len(prompt)] = torch.tensor(prompt)
         self.tokens_BS = tokens.to(device)
+        self._rows_B1 = torch.arange(len(prompts), device=device)[:, None]
         self.prompt_len_B = torch.tensor(lengths, dtype=torch.int32, device=device)
         self.limit_B = self.prompt_len_B + generate_len
         self.num_tokens_B = self.prompt_len_B.clone()
@@ -108,7 +109,7 @@ class State:
         ends_BT = (tokens_BT[..., None] == self.eos).any(-1) & (slot_T < count_B[:, None])
         until_end_B = torch.where(ends_BT, slot_T + 1, tokens_BT.shape[1]).amin(1)
         count_B = torch.minimum(torch.minimum(count_B, until_end_B), self.limit_B - self.num_tokens_B).int()
-        self.tokens_BS.scatter_(1, self.next_positions_BT(tokens_BT.shape[1]), tokens_BT)
+        self.tokens_BS[self._rows_B1, self.next_positions_BT(tokens_BT.shape[1])] = tokens_BT
         self.num_tokens_B += count_B
         self.finished_B |= (self.num_tokens_B >= self.limit_B) | (ends_BT & (slot_T < count_B[:, None])).any(1)
         return count_B
