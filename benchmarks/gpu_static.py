@@ -10,13 +10,15 @@ its bytes or of its FLOPs, at the rates that the cost model takes from its calib
 import argparse
 import sys
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from unittest.mock import patch
 
+import torch
 from page import ROOT, provenance
+from torch import Tensor
 
 sys.path.append(str(ROOT))  # of the tests, which have the fake device
 
@@ -29,7 +31,8 @@ from magicdec.drafting import SelfSpeculation
 from magicdec.models.transformer import Layer, Transformer
 from magicdec.policies import Streaming
 from magicdec.tracking.cells import markdown_table
-from tests.gpu_rehearsal.fake import LLAMA_8B, Op, engine, fake_cuda, prefilled, rounds
+from tests.gpu_rehearsal.fake import LLAMA_8B, Op, Recording, engine, fake_cuda, prefilled, rounds
+from tests.gpu_rehearsal.inductor import calls, emitted, pretended_gpu
 
 PAGE = ROOT / "docs/predictions/gpu.md"
 CELLS = (("H200", 24), ("H100", 11), ("8xH100", 64))
@@ -39,9 +42,8 @@ AIM = 1.35  # of a round over its bytes and FLOPs alone, on 8 GPUs
 # Seconds of a sum in symmetric memory by the switch, by its bytes: published for H100s, vllm-project/vllm#42324.
 MULTIMEM = ((512 << 10, 11e-6), (3 << 20, 23e-6))
 BF16 = 2
-# What is compiled beside layers, and the kernels of a call: as Inductor emits for `angles` and `normed`, assumed for
-# the others, which are one or two on a CPU.
-COMPILED = {(Transformer, "angles"): 1, (Transformer, "normed"): 1, (State, "inspect"): 2, (State, "extend"): 4}
+HALVES = ((Layer, "before_attention"), (Layer, "after_attention"))
+BESIDE = ((Transformer, "angles"), (Transformer, "normed"), (State, "inspect"), (State, "commit"))
 PARTS = {
     "attention": ("triton:attend_split", "triton:merge_splits"),
     "head": ("mm",),
@@ -78,21 +80,50 @@ def kernels(hardware: Hardware, batch: int) -> list[Kernel]:
     with fake_cuda() as recording:
         prepared = engine("self", "streaming", share.num_layers, model=share, gamma=GAMMA, budget=BUDGET)
         opened = prefilled(prepared, batch, CONTEXT)
-        with ExitStack() as stack:
-            for owner, method in (*COMPILED, (Layer, "before_attention"), (Layer, "after_attention")):
-                call = recording._named(getattr(owner, method), method)
-                stack.enter_context(patch.object(owner, method, call))
+        compiled = Compiled(recording)
+        with compiled.watched():
             seen = rounds(opened, recording)
-    compiled = {method for _, method in COMPILED}
-    found = [_kernel(op) for op in seen.ops if op.where not in compiled | {"before_attention", "after_attention"}]
-    for (_, method), number in COMPILED.items():
-        calls = 1 if method == "extend" else GAMMA + 1
-        moved = sum(op.read + op.written for op in seen.ops if op.where == method and op.name == "sum")  # of logits
-        found += [Kernel("the round", "compiled beside layers", moved / (number * calls))] * (number * calls)
+        found = [_kernel(op) for op in seen.ops if op.where not in compiled.calls]
+        number = sum(compiled.launches(method) for _, method in BESIDE)
+        logits = [op for op in seen.ops if op.where == "inspect" and op.name == "sum"]
+        moved = sum(op.read + op.written for op in logits)
+        found += [Kernel("the round", "compiled beside layers", moved / number)] * number
     for part, tokens, passes in (("propose", 1, GAMMA), ("verify", GAMMA + 1, 1)):
         layer = list(_layer(part, share, batch * tokens))
         found += layer * share.num_layers * passes
     return found
+
+
+class Compiled:
+    """The calls of what is compiled, and the kernels that Inductor emits for them."""
+
+    def __init__(self, recording: Recording):
+        self.recording = recording
+        self.calls: dict[str, list[tuple[Callable, tuple]]] = {method: [] for _, method in (*BESIDE, *HALVES)}
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Record operators under the method that they belong to, and keep the calls."""
+        with ExitStack() as stack:
+            for owner, method in (*BESIDE, *HALVES):
+                stack.enter_context(patch.object(owner, method, self._kept(getattr(owner, method), method)))
+            yield
+
+    def _kept(self, function: Callable, method: str) -> Callable:
+        def call(owner: object, *args: object) -> object:
+            self.calls[method].append((function.__get__(owner), args))
+            with self.recording.under(method):
+                return function(owner, *args)
+
+        return call
+
+    def launches(self, method: str) -> int:
+        """Return the kernels of all calls of a method. Calls of the same shapes are compiled once."""
+        shapes = [tuple(x.shape for x in args if isinstance(x, Tensor)) for _, args in self.calls[method]]
+        alike = dict(zip(shapes, self.calls[method], strict=True))
+        with pretended_gpu():
+            sources = {shape: emitted(torch.compile(function), args) for shape, (function, args) in alike.items()}
+        return sum(len(calls(sources[shape])) for shape in shapes)
 
 
 def _kernel(op: Op) -> Kernel:

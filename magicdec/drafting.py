@@ -14,6 +14,10 @@ from magicdec.errors import UserError
 from magicdec.policies import CacheConfig
 from magicdec.rules import at_least, one_of, ruled
 
+CODE_ROWS = (
+    64  # of a matmul by quantised weights on a GPU; with more, decoding once costs less than rereading its input
+)
+
 
 @dataclass(frozen=True)
 class ModelChoice:

@@ -5,9 +5,9 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from magicdec.architectures import ModelConfig, check_ranks
-from magicdec.costmodel.hardware import Hardware
+from magicdec.costmodel.hardware import CPU, Hardware
 from magicdec.costmodel.roofline import BF16, Pass, StepTime, choice_time, layer_weights, step_time, weight_count
-from magicdec.drafting import DraftConfig, SelfSpeculation
+from magicdec.drafting import CODE_ROWS, DraftConfig, SelfSpeculation
 from magicdec.errors import UserError
 from magicdec.policies import CacheConfig, CacheSpec, Streaming
 
@@ -73,6 +73,16 @@ class Setup:
         """Return the bytes of a weight in the draft's layers; embedding and head are never quantised."""
         return QUANTIZED_BYTES.get(self.draft.quantization, self.weight_bytes)
 
+    def moved_weight_bytes(self, rows: int) -> float:
+        """Return the bytes that a draft step of so many rows moves for a weight in its layers.
+
+        Where no kernel reads the codes as they are, the decoded weight is written and read as well.
+        """
+        on_cpu, quantization = self.hardware.name == CPU, self.draft.quantization
+        decodes = quantization == "int8" if on_cpu else rows > CODE_ROWS
+        decoded = 2 * self.element_bytes if quantization != "none" and decodes else 0
+        return self.draft_weight_bytes + decoded
+
     @property
     def draft_kv_bytes(self) -> float:
         """Return the bytes of an element of the draft's KV cache."""
@@ -101,14 +111,17 @@ class Setup:
             1,
             self.tokens_read,
             self.draft_ranks,
-            weight_bytes=self.draft_weight_bytes,
+            weight_bytes=self.moved_weight_bytes(self.batch),
             kv_bytes=self.draft_kv_bytes,
             activation_bytes=self.element_bytes,
             head_bytes=self.weight_bytes,
         )
         later = step_time(step, self.hardware)
         refed = self.hardware.stack.refed_tokens(self.draft.shares_target, self.cache.policy)
-        return later if refed == 1 else step_time(step._replace(query_tokens=refed), self.hardware), later
+        if refed == 1:
+            return later, later
+        weight = self.moved_weight_bytes(self.batch * refed)
+        return step_time(step._replace(query_tokens=refed, weight_bytes=weight), self.hardware), later
 
     @property
     def tokens_read(self) -> int:

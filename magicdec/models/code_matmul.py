@@ -10,7 +10,6 @@ import triton.language as tl
 from torch import Tensor
 
 GROUP_SIZE = 32
-MAX_ROWS = 64  # beyond, weights decoded once for all rows cost less than reading x again and again
 BLOCK = 128  # inputs at a time
 PROGRAMS = 132  # to fill the larger GPUs
 INTERPRETED = triton.knobs.runtime.interpret

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from magicdec.drafting import CODE_ROWS
 from magicdec.errors import UserError
 from magicdec.models.transformer import Transformer
 
@@ -77,9 +78,9 @@ class CodedLinear(nn.Module):
     def __init__(self, linear: nn.Linear, bits: int):
         """Take the weights from `linear`, which torchao has quantised."""
         super().__init__()
-        from magicdec.models.code_matmul import MAX_ROWS, code_matmul  # here: only PyTorch for GPUs brings Triton
+        from magicdec.models.code_matmul import code_matmul  # here: only PyTorch for GPUs brings Triton
 
-        self._max_rows, self._matmul = MAX_ROWS, code_matmul
+        self._matmul = code_matmul
         weight: Any = linear.weight
         codes, scales = weight.qdata, weight.scale
         if bits == 4:
@@ -90,7 +91,7 @@ class CodedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x (..., columns) times the weights."""
-        if x.numel() // x.shape[-1] > self._max_rows:
+        if x.numel() // x.shape[-1] > CODE_ROWS:
             return F.linear(x, self.weight, self.bias)
         y = self._matmul(x, self.codes, self.scales, self.bits)
         return y if self.bias is None else y + self.bias

@@ -1,8 +1,10 @@
 import pytest
 
+from magicdec.costmodel.hardware import configured, hardware_named
 from magicdec.costmodel.roofline import Pass, step_time
 from magicdec.costmodel.round import Setup, memory, round_times
 from magicdec.drafting import (
+    CODE_ROWS,
     Hierarchical,
     IndependentModel,
     LayerSkip,
@@ -99,6 +101,22 @@ def test_quantized_drafts_read_fewer_bytes(setup, name, size):
     # A copy next to the target's weights, which share embedding and head.
     assert memory(setup(draft=SelfSpeculation(quantization=name)), 3).draft_weights == pytest.approx(layers * size / 8)
     assert memory(setup(), 3).draft_weights == 0
+
+
+@pytest.mark.parametrize(
+    ("machine", "name", "batch", "size"),
+    [
+        ("8xH100", "int8", CODE_ROWS, 1.0625),
+        ("8xH100", "int8", CODE_ROWS + 1, 5.0625),
+        ("8xH100", "int4", CODE_ROWS + 1, 4.5625),
+        ("cpu", "int8", 1, 5.0625),
+        ("cpu", "int4", CODE_ROWS + 1, 0.5625),
+    ],
+)
+def test_weights_that_are_decoded_first_are_written_and_read_in_addition(setup, machine, name, batch, size):
+    hardware = hardware_named(machine) if machine != "cpu" else configured("cpu", bandwidth_gbs=35, tflops=0.13)
+    quantized = setup(batch=batch, hardware=hardware, draft=SelfSpeculation(quantization=name))
+    assert quantized.moved_weight_bytes(batch) == size
 
 
 @pytest.mark.parametrize("policy", list(POLICIES))
