@@ -152,6 +152,7 @@ def page(found: dict[str, Any], cells: list[tuple[str, int, int]]) -> str:
     ]
     win_header = ["AR, ms", "rate", "length", "speedup", "speedup_wall", "lossless"]
     return PAGE.format(
+        finding=finding([row for cell in found.values() for row in cell["drafts"]]),
         provenance=provenance("python benchmarks/cpu.py"),
         attention=", ".join(sorted(attention)),
         budget=compose([]).cache.budget,
@@ -162,6 +163,24 @@ def page(found: dict[str, Any], cells: list[tuple[str, int, int]]) -> str:
         wins=markdown_table([*name_header, *win_header], wins),
         whole=markdown_table([*name_header[:3], *whole_header], whole),
     )
+
+
+def finding(rows: list[dict[str, Any]]) -> str:
+    """Return what the rows of all cells come to, in two sentences."""
+    gains = {name: ranged([row["speedup"] for row in rows if row["draft"] == name]) for name in ("self", "ngram")}
+    shares = [
+        ranged([limit / row[step] for row in rows if (limit := row["limits"][i])]) for i, step in enumerate(STEPS)
+    ]
+    return (
+        f"Self-speculation decodes {gains['self']} times as fast as autoregressive decoding (`speedup`), and n-grams\n"
+        f"{gains['ngram']} times. Of what memory and arithmetic allow, a decode step of the target reaches\n"
+        f"{shares[0]}, a draft step {shares[1]}, and a verification {shares[2]}."
+    )
+
+
+def ranged(values: list[float]) -> str:
+    """Return the least and the greatest value."""
+    return f"{min(values):.2f} to {max(values):.2f}"
 
 
 def share(limit: float, time: float) -> str:
@@ -194,6 +213,8 @@ def main() -> None:
 
 
 PAGE = """# Decoding on a CPU
+
+{finding}
 
 {provenance}, attention by {attention}, fp32, greedy, {new} new tokens. `self` and `model` draft over a streaming cache
 of {budget} entries. `tiny` is the bundled target, and its independent draft the bundled one. SmolLM2-135M is the
