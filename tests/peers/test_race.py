@@ -1,0 +1,90 @@
+"""The race of engines (benchmarks/peers.py): what its page makes of measurements."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.programs import ROOT
+
+FIGURES = {"tokens_per_second": 100.0, "time_to_first_token_ms": 1e3, "acceptance_length": None, "version": "one 1.0"}
+TOKENS = [[1, 2, 3], [4, 5, 6]]
+SECOND = [[(9, 0.5), (9, 0.25), (9, 1e-6)], [(9, 0.5), (9, 0.25), (9, 0.125)]]
+SETTINGS = {"new": 3, "gamma": 3, "repeats": 2, "once": 5000, "tiny": 20000}
+
+
+@pytest.fixture
+def page(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import peers_page
+
+    monkeypatch.setattr(peers_page, "FILE", tmp_path / "page.md")
+    return peers_page
+
+
+def cell(**times):
+    """A measured cell: milliseconds per token by the first word of a way."""
+    found = {
+        way.replace("_", ", "): FIGURES | {"time_per_output_token_ms": ms, "tokens": TOKENS}
+        for way, ms in times.items()
+    }
+    found["native"] |= {"limit_ms": 5.0, "second_choices": SECOND}
+    return found
+
+
+def test_other_tokens_are_judged_by_the_targets_gap(page):
+    own = cell(native=10.0)["native"]
+    assert page.agreement(TOKENS, own) == ("2/2", "")
+    assert page.agreement([[1, 2, 9], [4, 5, 6]], own) == ("1/2", "1.0e-06")
+    assert page.agreement([[1, 2, 9], [4, 9, 8]], own) == ("0/2", "2.5e-01")  # from there on, rows are not compared
+    assert page.agreement([[1, 2, 8], [4, 5, 6]], own) == ("1/2", "> 1.0e-06")  # not the target's second choice
+
+
+def test_only_like_is_compared_with_like(page):
+    plain = cell(native=10.0, native_self=5.0, llamacpp=8.0, transformers=12.0)
+    assert page.fastest(plain, page.PLAIN) == "llamacpp"
+    assert page.others(plain) == []  # ours would speculate against others that do not
+    fast = plain | cell(native=10.0, vllm_ngram=4.0) | {"llamacpp, F16": FIGURES | {"time_per_output_token_ms": 1.0}}
+    assert page.fastest(fast, page.others(fast)) == "vllm, ngram"
+    assert page.mine(fast) == "native, self"
+    text = page.finding({("tiny", 1, 10): fast, ("tiny", 8, 10): plain})
+    assert "in 0 of 2 cells (0.80x to 0.80x" in text
+    assert "in 0 of 1 cell (0.80x)" in text
+
+
+def test_the_page_keeps_what_was_written_by_hand(page):
+    ways = ["native", "llamacpp", "vllm"]
+    wanted = {("tiny", rows, 1024): ways for rows in (1, 8, 16)}
+    found = {
+        "tiny, 8 x 1,024": cell(native=10.0, llamacpp=20.0, vllm=15.0),
+        "tiny, 1 x 1,024": cell(native=9.0, llamacpp=1.0),
+    }
+    page.write(found, wanted, SETTINGS)
+    text = page.FILE.read_text()
+    assert "ahead of the fastest other engine in 1 of 1 cell (1.50x)" in text  # the other one lacks an engine
+    assert "- tiny, 1 x 1,024: vllm\n- whole cells: tiny, 16 x 1,024\n" in text
+    page.FILE.write_text(text.replace(page.KEPT[0], page.KEPT[0] + "\n\nWhy we are behind.\n\nThe reason."))
+    found["tiny, 1 x 1,024"] |= cell(native=9.0, vllm=3.0)
+    page.write(found, wanted, SETTINGS)
+    page.write(found, wanted, SETTINGS)
+    assert page.FILE.read_text().count("\n\nWhy we are behind.\n\nThe reason.\n\n" + page.KEPT[1]) == 1
+    assert "in 1 of 2 cells (0.11x to 1.50x as fast, median 0.81x)" in page.FILE.read_text()
+
+
+def test_second_choices_are_the_targets(page):
+    import peers
+
+    plan = peers.prepared("tiny", 2, 64, "draft=self")
+    prompts = peers.build.prompts(plan, peers.build.tokenizer(plan)).tokens
+    with peers.progress() as bars:
+        opened = peers.build.engine(plan, bars).open(prompts)
+    opened.decoder.prefill(64)
+    outputs = opened.decoder.generate().tokens
+    found = torch.tensor(peers.second_choices(opened.decoder, outputs))
+    target = AutoModelForCausalLM.from_pretrained(plan.target.folder, dtype=torch.float32)
+    with torch.inference_mode():
+        logits = target(torch.tensor([prompt + row for prompt, row in zip(prompts, outputs, strict=True)])).logits
+    best = logits[:, 63:-1].topk(2, dim=-1)
+    assert best.indices[..., 0].tolist() == outputs
+    assert found[..., 0].tolist() == best.indices[..., 1].tolist()
+    gaps = (best.values[..., 0] - best.values[..., 1]) / best.values[..., 0].abs()
+    torch.testing.assert_close(found[..., 1], gaps, rtol=1e-2, atol=1e-5)
