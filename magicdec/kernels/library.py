@@ -10,6 +10,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -23,12 +24,19 @@ SOURCES = [Path(__file__).with_name(name) for name in ("attention.cpp", "prefill
 HEADERS = [Path(__file__).with_name(name) for name in ("vectors.h", "call.h", "matmul.h")]
 # The vectors are written out; letting the compiler find more of them makes the short loops around them slower.
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-tree-vectorize", "-fopenmp", "-fPIC")
-NEEDS_COMPILER = "needs a C++ compiler"  # how every obstacle begins
+NEEDS_COMPILER, CANNOT_LOAD = "needs a C++ compiler", "cannot load its kernels"
+OBSTACLES = (NEEDS_COMPILER, CANNOT_LOAD)  # how they begin
 
 
 def obstacle() -> str | None:
-    """Return why there is no library here, or None where there is one. Build it if needed."""
-    return None if path().exists() else _obstacle(path(), compiler())
+    """Return why the library cannot be used here, or None if it can. Build it if needed."""
+    if not path().exists() and (reason := _obstacle(path(), compiler())) is not None:
+        return reason
+    try:
+        _open(path())
+    except OSError as error:
+        return f"{CANNOT_LOAD}: {error}; delete that file, or name another folder with XDG_CACHE_HOME"
+    return None
 
 
 @cache
@@ -36,7 +44,16 @@ def load() -> ctypes.CDLL:
     """Return the library. Build it if needed; raise UserError where that fails."""
     if (reason := obstacle()) is not None:
         raise UserError(f"attention=cpp {reason}; use attention=sdpa")
-    return ctypes.CDLL(str(path()))
+    return _open(path())
+
+
+@cache
+def _open(library: Path) -> ctypes.CDLL:
+    content = library.read_bytes()
+    section_table = int.from_bytes(content[40:48], sys.byteorder)  # at the end of an ELF file of 64 bits
+    if content.startswith(b"\x7fELF") and len(content) <= section_table:
+        raise OSError(f"{library}: the file is incomplete")  # to load it would end the process with SIGBUS
+    return ctypes.CDLL(str(library))
 
 
 def compiler() -> str | None:

@@ -39,7 +39,7 @@ def engine(plan: Plan, progress: Progress) -> NativeEngine:
     torch.backends.cuda.matmul.allow_tf32 = False  # fp32 means fp32
     name = plan.config.attention.name
     log.info(plan.why_attention)
-    if library.NEEDS_COMPILER in plan.why_attention:
+    if any(obstacle in plan.why_attention for obstacle in library.OBSTACLES):
         to_stderr(f"warning: {plan.why_attention}; decoding on a CPU is slower without it")
     with progress.task(f"attention={name}", total=1) as task:  # cpp is compiled at its first use
         attention = choice.backend(name)()

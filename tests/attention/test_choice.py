@@ -10,10 +10,10 @@ from magicdec.kernels import library
 CPU = torch.device("cpu")
 
 
-def test_auto_takes_the_kernel_that_is_built(tmp_path, monkeypatch):
-    monkeypatch.setattr(library, "path", lambda: tmp_path / "kernel.so")
+@pytest.mark.skipif(library.compiler() is None, reason="needs a C++ compiler")
+def test_auto_takes_the_kernel_that_is_built(monkeypatch):
+    assert library.obstacle() is None
     monkeypatch.setattr(library, "compiler", lambda: None)
-    (tmp_path / "kernel.so").touch()
     name, why = choice.choose("auto", CPU, torch.float32, [64])
     assert (name, why) == ("cpp", "attention=auto: cpp is the fastest at hand")
 

@@ -2,13 +2,16 @@
 
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from magicdec.attention import choice
 from magicdec.errors import UserError
 from magicdec.kernels import library
 
@@ -47,6 +50,30 @@ def test_a_compiler_that_fails_and_a_folder_that_cannot_be_made_are_obstacles(tm
     (tmp_path / "file").touch()
     monkeypatch.setattr(library, "path", lambda: tmp_path / "file" / "kernels.so")
     assert library.obstacle().startswith("needs a C++ compiler and a place for what it makes: ")
+
+
+@pytest.mark.skipif(library.compiler() is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize("share", [0.0, 0.3, None])
+def test_a_library_that_cannot_be_loaded_is_an_obstacle(share, tmp_path, monkeypatch):
+    """Such as one that was cut off, or of another kind of machine."""
+    source, built = tmp_path / "some.cpp", tmp_path / "kernels.so"
+    source.write_text("int numbers[5000] = {1};")
+    monkeypatch.setattr(library, "SOURCES", [source])
+    assert library._obstacle(built, library.compiler()) is None
+    whole = built.read_bytes()
+    built.write_bytes(b"another" if share is None else whole[: int(share * len(whole))])
+    monkeypatch.setattr(library, "path", lambda: built)
+    reason = rf"cannot load its kernels: {built}: .*; delete that file, or name another folder with XDG_CACHE_HOME"
+    name, why = choice.choose("auto", torch.device("cpu"), torch.float32, [64])
+    assert name == "sdpa"
+    assert re.search(reason, why)
+    assert re.fullmatch(reason, library.obstacle())
+    with pytest.raises(UserError, match=rf"^attention=cpp {reason}; use attention=auto$"):
+        choice.choose("cpp", torch.device("cpu"), torch.float32, [64])
+    with pytest.raises(UserError, match=rf"^attention=cpp {reason}; use attention=sdpa$"):
+        library.load.__wrapped__()
+    built.write_bytes(whole)
+    assert library.obstacle() is None
 
 
 @pytest.mark.slow
