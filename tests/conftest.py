@@ -7,6 +7,7 @@ import signal
 
 import pytest
 import torch
+from hypothesis import settings
 
 from magicdec.measure import ceilings
 from magicdec.threads import num_cores
@@ -16,6 +17,9 @@ torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"  # of the programs that tests start
 # Runs measure what the machine can do at most. Here, no test depends on how well.
 ceilings.MATMUL_ON, ceilings.READ_ON = {"cpu": 128, "cuda": 1024}, {"cpu": 1 << 22, "cuda": 1 << 22}
+# On a busy machine an example may take any time; what hangs ends by the timeout of its test.
+settings.register_profile("suite", deadline=None)
+settings.load_profile("suite")
 # Whoever is started in the background of a script ignores Ctrl-C, and so would the programs that tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

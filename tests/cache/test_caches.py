@@ -37,7 +37,7 @@ def held(cache: KVCache, row: int, count: int | None = None) -> list[int]:
     return [int(x) for x in keys[0]]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(st.integers(1, 5), st.lists(st.integers(0, 5), min_size=ROWS, max_size=ROWS)), max_size=8))
 def test_kv_cache_against_lists(rounds):
     cache, lists, fresh = (
@@ -63,7 +63,7 @@ def streaming_view(tokens: list[int], budget: int, num_sink: int) -> set[int]:
     return set(tokens) if len(tokens) <= budget else set(tokens[:num_sink] + tokens[num_sink - budget :])
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     budget=st.integers(3, 9),
     num_sink=st.integers(0, 2),

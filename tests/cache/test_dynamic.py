@@ -51,7 +51,7 @@ def choose(cache, layer: int, q_BTHD: torch.Tensor) -> torch.Tensor:
     return cache.choose(layer, q_BTHD, attention, cache.plan(attention, num_new, torch.float32)[layer])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(**SIZES, num_new=st.integers(1, 2))
 def test_topk_retains_more_attention_than_any_other_choice(budget, gamma, lengths, seed, window, num_new):
     generator = torch.Generator().manual_seed(seed)
@@ -89,7 +89,7 @@ def quest_reads(keys: list, queries: list, length: int, page_size: int, num_page
     return {slot for page in chosen for slot in pages[page] if slot in seen}
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(**SIZES, page_size=st.integers(1, 8), counts=st.lists(st.integers(0, 4), min_size=B, max_size=B))
 def test_quest(budget, gamma, lengths, seed, window, page_size, counts):
     """After the prefill, and after a round that commits some of what was verified."""
@@ -111,7 +111,7 @@ def test_quest(budget, gamma, lengths, seed, window, page_size, counts):
             assert len(slots) <= budget
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(**SIZES, counts=st.lists(st.integers(0, 4), min_size=B, max_size=B))
 def test_verify_guided(budget, gamma, lengths, seed, window, counts):
     generator = torch.Generator().manual_seed(seed)

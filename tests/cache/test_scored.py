@@ -88,7 +88,7 @@ CASES = {
 }
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(**CASES)
 def test_snapkv(budget, gamma, prompts, rounds, observation_window, kernel, seed):
     spec = CacheSpec(SnapKV(budget=budget, observation_window=observation_window, kernel=kernel), gamma, 58)
@@ -108,7 +108,7 @@ def test_snapkv(budget, gamma, prompts, rounds, observation_window, kernel, seed
             assert equally_good(got, expected, own[: max(0, prompts[row] - window)] + [0.0] * S, kernel)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(**CASES)
 def test_pyramidkv_is_snapkv_with_a_budget_per_layer(budget, gamma, prompts, rounds, observation_window, kernel, seed):
     spec = CacheSpec(PyramidKV(budget=budget, observation_window=observation_window, kernel=kernel, beta=4), gamma, 58)
@@ -134,7 +134,7 @@ def test_pyramid_budgets_fall_and_add_up(mean, num_layers, beta):
     assert min(budgets) >= 0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(sliding=st.integers(2, 30), **{name: CASES[name] for name in ("budget", "gamma", "prompts", "rounds", "seed")})
 def test_h2o(budget, gamma, prompts, rounds, sliding, seed):
     """Accumulated scores by token, and evictions one at a time. In the layer with a sliding window, what it has left
@@ -184,7 +184,7 @@ def test_h2o(budget, gamma, prompts, rounds, sliding, seed):
         lengths = [n + c for n, c in zip(lengths, counts, strict=True)]
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(lengths=st.lists(st.integers(1, 90), min_size=1, max_size=3), last=st.integers(1, 100), seed=st.integers(0, 9))
 def test_the_scoring_pass_sees_what_a_whole_prefill_would(lengths, last, seed):
     """Replayed in chunks over the filled cache, against the attention of one pass over everything."""

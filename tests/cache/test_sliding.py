@@ -74,7 +74,7 @@ def check(cache: DraftCache, seen_BTKS: torch.Tensor, layer: int, own: list[int]
 
 
 @pytest.mark.parametrize(("policy", "exact"), [(p, e) for p in POLICIES for e in (True, False)])
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     window=st.integers(1, 24),
     budget=st.integers(GAMMA + 2, 24),
@@ -107,7 +107,7 @@ def test_a_token_sees_what_is_held_within_its_window(policy, exact, window, budg
 
 
 @pytest.mark.parametrize("policy", [p for p in POLICIES if p not in ("streaming", "window")])
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     window=st.integers(1, 24),
     budget=st.integers(GAMMA + 2, 24),

@@ -18,7 +18,7 @@ def looked_up(tokens: list[int], gamma: int, max_ngram: int) -> list[int]:
     return [tokens[-1]] * gamma
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     rows=st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=25), min_size=1, max_size=4),
     gamma=st.integers(1, 6),

@@ -239,7 +239,7 @@ ROPE += ["attention_factor", "truncate", "original_max_position_embeddings", "ms
 EXTRA = ["sliding_window", "use_sliding_window", "layer_types", "max_window_layers", "attention_bias", "head_dim"]
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=150, suppress_health_check=list(HealthCheck))
 @given(
     family=st.sampled_from(["llama", "mistral", "qwen2", "qwen3"]),
     changes=st.dictionaries(st.sampled_from([*EXTRA, "rope_parameters", "rope_scaling"]), values(), max_size=3),
@@ -256,7 +256,7 @@ def test_any_values_in_a_config(original, tmp_path_factory, family, changes, rop
     refused(lambda: read_config(folder))
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, suppress_health_check=list(HealthCheck))
 @given(file=st.sampled_from([INDEX, GENERATION, "header"]), value=values(), data=st.data())
 def test_any_values_in_the_other_files(original, tmp_path_factory, file, value, data):
     folder = copytree(original, tmp_path_factory.mktemp("others") / "model")

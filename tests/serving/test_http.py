@@ -206,7 +206,7 @@ def test_no_number_harms_the_server(client, field):
 
 
 def test_no_field_harms_the_server(client):
-    @settings(max_examples=100, deadline=None)
+    @settings(max_examples=100)
     @given(st.dictionaries(st.sampled_from(FIELDS), ANYTHING, min_size=1, max_size=2))
     def fuzz(changes):
         check_survival(client, changes)
