@@ -31,18 +31,12 @@ def rope_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
     return _yarn(periods_D2, config, scaling)
 
 
-def rope_table(config: ModelConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines of every position, the attention factor folded in.
-
-    `positions` may have any shape and integer type, (B, T) or (B, K, S) say; the results add a last dimension D2,
-    in float32 on the device of `positions`. Frequencies are made once per model and device: call it once before a
-    CUDA graph is captured, as a warm-up does anyhow.
-    """
-    return angles_table(*frequencies_on(config, positions.device), positions)
-
-
 def angles_table(frequencies_D2: Tensor, attention_factor: float, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what `rope_table` does, from the results of `frequencies_on`: tensors alone, to be compiled."""
+    """Return cosines and sines of every position, the attention factor folded in. Takes tensors alone, to be compiled.
+
+    The first two arguments are the results of `frequencies_on`. `positions` may have any shape and integer type, (B, T)
+    or (B, K, S) say; the results add a last dimension D2, in float32.
+    """
     angles = positions.unsqueeze(-1) * frequencies_D2
     cos, sin = angles.cos(), angles.sin()
     if attention_factor != 1.0:

@@ -3,10 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from magicdec.config.schema import Config
-from magicdec.drafting import PromptLookup
 from magicdec.errors import UserError
 from magicdec.peers.process import HERE, WorkerPeer
 
@@ -32,19 +29,7 @@ class LlamacppPeer(WorkerPeer):
 
     def options(self, speculative: bool) -> dict[str, Any]:
         """See WorkerPeer.options."""
-        spec = self.spec
-        options: dict[str, Any] = {
-            "target": str(self.converted(spec.target, ".gguf")),
-            "dtype": spec.dtype,
-            "rows": spec.num_rows,
-            "max_len": spec.max_len,
-            "threads": torch.get_num_threads(),
-        }
-        if not speculative:
-            return options
-        if isinstance(spec.draft, PromptLookup):
-            return options | {"gamma": spec.gamma, "ngram": spec.draft.max_ngram}
-        return options | {"gamma": spec.gamma, "draft": str(self.converted(str(spec.draft_folder), ".gguf"))}
+        return self.converted_options(speculative, ".gguf") | {"dtype": self.spec.dtype}
 
     def conversion(self, folder: str, made: Path) -> list[str]:
         """See WorkerPeer.conversion."""

@@ -3,9 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from magicdec.drafting import PromptLookup
 from magicdec.peers.process import WorkerPeer
 from magicdec.registry import OpenvinoEngine
 
@@ -20,20 +17,8 @@ class OpenvinoPeer(WorkerPeer):
 
     def options(self, speculative: bool) -> dict[str, Any]:
         """See WorkerPeer.options."""
-        spec = self.spec
-        assert isinstance(spec.engine, OpenvinoEngine)
-        options = {
-            "target": str(self.converted(spec.target, "-ir")),
-            "kv_type": spec.engine.kv_type,
-            "rows": spec.num_rows,
-            "max_len": spec.max_len,
-            "threads": torch.get_num_threads(),
-        }
-        if not speculative:
-            return options
-        if isinstance(spec.draft, PromptLookup):
-            return options | {"gamma": spec.gamma, "ngram": spec.draft.max_ngram}
-        return options | {"gamma": spec.gamma, "draft": str(self.converted(str(spec.draft_folder), "-ir"))}
+        assert isinstance(self.spec.engine, OpenvinoEngine)
+        return self.converted_options(speculative, "-ir") | {"kv_type": self.spec.engine.kv_type}
 
     def conversion(self, folder: str, made: Path) -> list[str]:
         """See WorkerPeer.conversion. A draft model needs the tokenizers, which are exported as well."""

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import torch
 
 from magicdec.config.schema import Config
+from magicdec.drafting import PromptLookup
 from magicdec.errors import UserError, to_stderr
 from magicdec.measure.metrics import RowTimes
 from magicdec.models import checkpoint
@@ -90,6 +91,18 @@ class WorkerPeer(Peer):
     @abstractmethod
     def options(self, speculative: bool) -> dict[str, Any]:
         """Return the arguments of the worker's class."""
+
+    def converted_options(self, speculative: bool, suffix: str) -> dict[str, Any]:
+        """Return the options that engines on CPUs share, with checkpoints in the engine's own format."""
+        spec = self.spec
+        options = {"target": str(self.converted(spec.target, suffix)), "rows": spec.num_rows, "max_len": spec.max_len}
+        options["threads"] = torch.get_num_threads()
+        if not speculative:
+            return options
+        options["gamma"] = spec.gamma
+        if isinstance(spec.draft, PromptLookup):
+            return options | {"ngram": spec.draft.max_ngram}
+        return options | {"draft": str(self.converted(str(spec.draft_folder), suffix))}
 
     @abstractmethod
     def sampling(self) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from magicdec.architectures import ModelConfig, RopeScaling, from_hugging_face
-from magicdec.models.rope import rope_frequencies, rope_table, rotate
+from magicdec.models.rope import angles_table, frequencies_on, rope_frequencies, rotate
 
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 YARN = {"factor": 4.0, "original_max_position_embeddings": 32768}
@@ -48,6 +48,10 @@ def test_frequencies_equal_those_of_transformers(scaling, theta, head_dim):
     assert frequencies.dtype == torch.float32
     assert torch.equal(frequencies, expected)
     assert attention_factor == factor
+
+
+def rope_table(config: ModelConfig, positions):
+    return angles_table(*frequencies_on(config, positions.device), positions)
 
 
 @pytest.mark.parametrize("scaling", ["none", "llama3.1", "yarn"])
