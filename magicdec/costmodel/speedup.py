@@ -65,18 +65,11 @@ def round_time(gamma: int, draft: float, verify: float, select: float = 0.0, ove
     return gamma * (draft + select) + verify + overhead
 
 
-def speculative_time(
-    gamma: int, alpha: float, draft: float, verify: float, select: float = 0.0, overhead: float = 0.0
-) -> float:
-    """Return T_SD: a round's time over the tokens it yields."""
-    return round_time(gamma, draft, verify, select, overhead) / omega(gamma, alpha)
-
-
 def speedup(
     gamma: int, alpha: float, target: float, draft: float, verify: float, select: float = 0.0, overhead: float = 0.0
 ) -> float:
-    """Return T_T over T_SD: above 1 where speculation pays."""
-    return target / speculative_time(gamma, alpha, draft, verify, select, overhead)
+    """Return T_T over T_SD, a round's time over the tokens it yields: above 1 where speculation pays."""
+    return target / (round_time(gamma, draft, verify, select, overhead) / omega(gamma, alpha))
 
 
 def break_even_alpha(

@@ -31,9 +31,9 @@ def copy_bandwidth(device: torch.device, num_bytes: int) -> float:
     return 2 * source.nbytes / _fastest_s(lambda: copy.copy_(source), device)
 
 
-def read_bandwidth(device: torch.device, num_bytes: int | None = None) -> float:
+def read_bandwidth(device: torch.device) -> float:
     """Return the bytes per second at which the device reads memory, as a sum over a large tensor does."""
-    data = torch.ones((num_bytes or min(READ_ON[device.type], _room(device))) // 4, device=device)
+    data = torch.ones(min(READ_ON[device.type], _room(device)) // 4, device=device)
     return data.nbytes / _fastest_s(data.sum, device)
 
 
