@@ -11,6 +11,7 @@ import torch.distributed as dist
 from magicdec.models import symmetric
 from magicdec.models.parallel import share
 from tests.gpu_rehearsal.fake import LLAMA_8B, Seen, fake_cuda, fake_model, prefilled, rounds
+from tests.gpu_rehearsal.inductor import calls, emitted, pretended_gpu
 from tests.small import new_engine
 
 RANKS, LAYERS, GAMMA, ROWS = 8, 2, 4, 64
@@ -50,6 +51,7 @@ def memory(monkeypatch) -> Iterator[SimpleNamespace]:
     monkeypatch.setattr(symmetric, "_memory", lambda: module)
     monkeypatch.setattr(symmetric, "_obstacle", lambda *_: None)
     monkeypatch.setattr(symmetric, "_all_agree", lambda mine, *_: mine)
+    monkeypatch.setattr(symmetric.SymmetricSums, "checked", lambda sums, _: sums)
     symmetric.sums.cache_clear()
     with torch.library._scoped_library("symm_mem", "IMPL") as library:
         for name in OPERATORS:
@@ -92,6 +94,23 @@ def test_sums_in_symmetric_memory(ranks, memory, switch):
     assert counted(seen, "c10d::allreduce_") == 0
     assert len(seen.ops) == len(plain.ops) + PASSES
     assert memory.rendezvoused == [(symmetric.MAX_BYTES, RANKS)]
+
+
+@pytest.mark.slow
+def test_what_is_compiled_of_a_rank_has_no_copies(ranks, memory):
+    """NCCL sums a matmul's output in place, within the compiled half; sums in symmetric memory are beside it."""
+    matmul, nccl = "extern_kernels.mm", ["_c10d_functional.all_reduce_", "_c10d_functional.wait_tensor"]
+    expected = {"nccl": [matmul, *nccl, "run", matmul, "run", matmul, *nccl], "auto": ["run", matmul, "run"]}
+    for all_reduce, launched in expected.items():
+        with fake_cuda():
+            model = fake_model(replace(LLAMA_8B, num_layers=1), share=share(RANKS, all_reduce, "cuda"))
+            model.compile_layers()
+            x = torch.empty(ROWS, 1, 4096, dtype=torch.bfloat16, device="cuda")
+            heads = torch.empty(ROWS, 1, 4, 128, dtype=torch.bfloat16, device="cuda")
+            with pretended_gpu():
+                source = emitted(model.layers[0].after_attention, (model.operators, x, heads))
+        assert len(calls(source)) == len(launched)
+        assert all(part in call for part, call in zip(launched, calls(source), strict=True))
 
 
 @pytest.mark.parametrize("name", OPERATORS)

@@ -138,6 +138,52 @@ def test_without_symmetric_memory_the_other_sums_with_a_reason(monkeypatch, caps
         symmetric.sums("symmetric", group, cuda)
 
 
+@pytest.mark.parametrize(
+    ("broken", "reason"),
+    [
+        ({"rendezvous": RuntimeError("no peers\nand more")}, "cannot be set up: no peers"),
+        ({"rendezvous": TypeError()}, "cannot be set up: TypeError"),
+        ({"sum": lambda x, *_: x}, "cannot be set up: its sums are wrong"),
+        ({"sum": lambda *_: 1 / 0}, "cannot be set up: division by zero"),
+        ({"other_rank": 0}, "does not work on another rank"),
+        ({"other_rank": 1}, "does not work on another rank"),
+        ({"other_rank": 2}, "does not work on another rank"),
+        ({}, None),
+    ],
+)
+def test_symmetric_memory_that_fails_leaves_the_sums_to_the_other(monkeypatch, capsys, broken, reason):
+    """On this rank or, at one of three agreements, on another: all ranks make the same calls, and none uses it."""
+    agreements = []
+
+    def rendezvous(*_):
+        if error := broken.get("rendezvous"):
+            raise error
+        return SimpleNamespace(multicast_ptr=0)
+
+    def all_agree(mine, *_):
+        agreements.append(mine)
+        return mine and broken.get("other_rank") != len(agreements) - 1
+
+    def empty(size, dtype, device):
+        return torch.empty(size, dtype=dtype)
+
+    module = SimpleNamespace(empty=empty, rendezvous=rendezvous)
+    operator = broken.get("sum", lambda x, *_: x.mul_(2))
+    monkeypatch.setattr(symmetric, "_memory", lambda: module)
+    monkeypatch.setattr(symmetric, "_obstacle", lambda *_: None)
+    monkeypatch.setattr(symmetric, "_all_agree", all_agree)
+    monkeypatch.setattr(symmetric.dist, "get_rank", lambda: 0)
+    operators = SimpleNamespace(two_shot_all_reduce_=operator)
+    monkeypatch.setattr(symmetric.torch.ops, "symm_mem", operators, raising=False)
+    group = SimpleNamespace(group_name="all", size=lambda: 2)
+    made = symmetric.sums.__wrapped__("auto", group, torch.device("cuda"))
+    assert len(agreements) == 3
+    assert (made is None) == (reason is not None)
+    assert (reason or "") in capsys.readouterr().err
+    if made:
+        assert torch.equal(made.sum(torch.ones(2, 8)), torch.full((2, 8), 2.0))
+
+
 def test_what_cannot_be_divided_is_refused_with_what_can():
     config = ModelConfig(64, 96, 96, 2, num_heads=12, num_kv_heads=4, head_dim=8, max_position_embeddings=64)
     check_ranks(config, 12, config, 4)
