@@ -124,13 +124,13 @@ def test_two_ranks_leave_what_one_leaves(tmp_path, capfd):
 def test_a_sweep_goes_on_where_it_stood(tmp_path):
     """The runs of other processes are found, with whichever launcher."""
     runs = tmp_path / "runs"
-    assert python("launch.py", "-m", *small(runs, "draft.gamma=1")).returncode == 0
+    assert python("launch.py", "-m", *small(runs, "draft.gamma=1,2")).returncode == 0
     before = {r["id"]: r["finished"] for r in iter_runs(runs)}
-    again = python("launch.py", "-m", "hydra/launcher=basic", *small(runs, "draft.gamma=1,2"))
+    again = python("launch.py", "-m", "hydra/launcher=basic", *small(runs, "draft.gamma=1,2,3"))
     assert again.returncode == 0
-    assert again.stderr.count("done already") == 1
+    assert again.stderr.count("done already") == 2
     after = {r["id"]: r["finished"] for r in iter_runs(runs)}
-    assert len(after) == 2
+    assert len(after) == 3
     assert before.items() <= after.items()
 
 
