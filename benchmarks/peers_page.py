@@ -125,7 +125,7 @@ def missing(found: dict[str, Cell], wanted: dict[Where, list[str]]) -> str:
         if len(lacking) == len(ways):
             cells.append(name_of(*where))
         elif lacking:
-            lines.append(f"- {name_of(*where)}: {', '.join(lacking)}")
+            lines.append(f"- {name_of(*where)}: {'; '.join(lacking)}")
     lines += [f"- whole cells: {'; '.join(cells)}"] if cells else []
     return "\n".join(lines) or "Nothing is missing."
 
