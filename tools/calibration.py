@@ -52,7 +52,9 @@ OWN = {
 ON_CPUS = {
     "bandwidth_fraction": Prior(0.3, 1.0, 0.8, 0.2),
     "matmul_fraction": Prior(0.1, 1.0, 0.6, 0.3),
+    "attention_fraction": Prior(0.05, 1.0, 0.5, 0.3),
     "overlap": Prior(0.01, 1.0, 0.5, 0.3),
+    "step_overhead_us": Prior(0.0, 1e5, start=500.0),
 }
 
 

@@ -50,8 +50,10 @@ class Efficiency:
     bandwidth_fraction: float = _fraction(0.9)  # of the memory's bandwidth, streaming weights and KV
     matmul_fraction: float = _fraction(0.7)  # of the bf16 rate, by a matmul of many rows
     matmul_half_rows: float = at_least(0, 16.0)  # rows at which a matmul achieves half of that: a tensor core's tile
+    attention_fraction: float = _fraction(1.0)  # of a matmul's rate, by the attention of a few query rows
     overlap: float = _fraction(1.0)  # of the shorter of memory and arithmetic, hidden behind the longer
     layer_overhead_us: float = at_least(0, 60.0)  # a layer's kernel launches and gaps
+    step_overhead_us: float = at_least(0, 0.0)  # what a forward pass takes around its layers: tables, logits, the host
     round_overhead_us: float = at_least(0, 700.0)  # accept, commit and the host, per round
     allreduce_hop_us: float = at_least(0, 5.0)  # latency of each of log2(ranks) hops
     allreduce_bandwidth_fraction: float = _fraction(0.3)  # of the link's, at the megabyte or so of a decode step

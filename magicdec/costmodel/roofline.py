@@ -82,13 +82,15 @@ def step_time(forward: Pass, hardware: Hardware) -> StepTime:
     bandwidth, exposed = hardware.bandwidth, 1 - hardware.efficiency.overlap
     for op in operators(forward, hardware):
         memory = op.bytes * op.stretch / bandwidth
-        compute = op.flops / hardware.matmul_rate(op.rows) if op.flops else 0.0
+        share = hardware.efficiency.attention_fraction if op.reads == "kv" else 1.0
+        compute = op.flops / (share * hardware.matmul_rate(op.rows)) if op.flops else 0.0
         seconds = max(memory, compute) + exposed * min(memory, compute)
         times[op.reads if memory >= compute else "compute"] += op.number * seconds
     model, layers = forward.model, forward.model.num_layers
     message = forward.batch * forward.query_tokens * model.hidden_size * forward.activation_bytes
     times["communication"] = 2 * layers * hardware.allreduce_time(message, forward.ranks)
-    times["overhead"] = layers * hardware.efficiency.layer_overhead_us * 1e-6
+    overhead_us = layers * hardware.efficiency.layer_overhead_us + hardware.efficiency.step_overhead_us
+    times["overhead"] = 1e-6 * overhead_us
     return StepTime(**times)
 
 

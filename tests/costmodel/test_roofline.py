@@ -83,6 +83,7 @@ def test_sliding_layers_read_their_window(ideal):
 def test_overheads_and_quantization(ideal):
     plain = r.step_time(Pass(SMALL, 1, 1, 1), ideal())
     assert r.step_time(Pass(SMALL, 1, 1, 1), ideal(layer_overhead_us=10.0)).total - plain.total == pytest.approx(30e-6)
+    assert r.step_time(Pass(SMALL, 1, 1, 1), ideal(step_overhead_us=10.0)).total - plain.total == pytest.approx(10e-6)
     quantized = r.step_time(Pass(SMALL, 1, 1, 1, weight_bytes=0.5), ideal())
     saved = 1.5 * r.layer_weights(SMALL) / ideal().bandwidth  # of the layers alone: the head stays
     assert plain.weights - quantized.weights == pytest.approx(saved)
@@ -102,6 +103,14 @@ def test_intensity_is_flops_over_bytes(ideal, model):
     # Without sharing of KV heads, decoding long contexts tends to one multiply-add per element: 1 FLOP per byte.
     assert r.arithmetic_intensity(Pass(config, 64, 1, 1_000_000), machine) == pytest.approx(1.0, rel=0.05)
     assert r.arithmetic_intensity(Pass(config, 64, 4, 1_000_000), machine) == pytest.approx(4.0, rel=0.05)
+
+
+def test_attention_has_a_share_of_the_rate_of_matmuls(ideal):
+    # Of 10,000 query tokens over as many cached ones, attention is bound by FLOPs, as are the matmuls.
+    forward = Pass(SMALL, 1, 10_000, 10_000)
+    flops = sum(op.number * op.flops for op in r.operators(forward, ideal()) if op.reads == "kv")
+    slower = r.step_time(forward, ideal(attention_fraction=0.25)).compute - r.step_time(forward, ideal()).compute
+    assert slower == pytest.approx(3 * flops / ideal().device.flops)
 
 
 def test_what_is_not_hidden_is_added(ideal, model):
