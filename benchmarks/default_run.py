@@ -177,7 +177,7 @@ priority that computes all the time.
 
 Rows, context, policy, budget and gamma, in pairs on one prefill. `length` is tokens per round. `aims` marks a `speedup`
 of at least 1.4 and a `speedup_wall` of at least 1.2 in a run of at most 60 s, which is estimated from the prefill and
-the passes.
+the passes. Each was measured once, in two pairs: the spread above holds for them too.
 
 {choices}"""
 
