@@ -179,12 +179,12 @@ def main() -> None:
 
 PAGE = """# The cost model on a CPU
 
+Fitted to {points} points of three models, the cost model's median error of a step's time is **{median}** here.
+The last column of the first table is what a calibration by the other models alone predicts.
+
 {provenance}, attention by cpp, fp32, weights in bfloat16, self-speculation over a streaming cache of {budget} entries,
 caches filled with noise. The machine reads {bandwidth} GB/s and multiplies large matrices at {rate} GFLOP/s, the best
 of {points} measurements, of which {disturbed} read more than {slower} slower.
-
-The calibration was fitted to all points: the median error of a step's time is **{median}**. The last column of the next
-table is what a calibration by the other models alone predicts.
 
 {summary}
 ## What was fitted
