@@ -70,7 +70,7 @@ def test_a_prediction_from_a_shipped_acceptance_says_so(tmp_path, capsys):
     ]
     found = magicdec.run(["scenario=predict", *overrides, f"runs_dir={tmp_path}"])
     assert found.metrics["predicted/alpha"] == pytest.approx(
-        next(p.alpha for p in published() if p[:6] == (TARGET, "self", "snapkv", 256, 4096, "text")), abs=0.02
+        next(p.alpha for p in published() if p[:6] == (TARGET, "self", "snapkv", 256, 4096, "stdlib")), abs=0.02
     )
     assert "docs/results/smollm2.md" in found.metrics["predicted/acceptance_source"]
     assert "measured acceptance, predicted times" in " ".join(capsys.readouterr().out.split())

@@ -10,8 +10,8 @@ from magicdec.attention.sdpa import SdpaAttention
 from magicdec.drafts import hierarchical
 from magicdec.models.kv_cache import KVCache
 from magicdec.verification.sampling import Sampling, Use, probabilities
+from tests.chi_square import chisquare
 from tests.small import cache_config, new_engine, noisy_copy, open_batch, random_prompts, small_model
-from tests.statistics import chisquare
 
 TARGET = small_model()
 

@@ -5,7 +5,7 @@ import torch
 from magicdec.serving.slots import SlotState
 from magicdec.verification.accept import accept_sampled
 from magicdec.verification.sampling import Sampling, Use, choose, probabilities
-from tests.statistics import chisquare
+from tests.chi_square import chisquare
 
 ROWS, GAMMA, V = 20_000, 3, 8
 

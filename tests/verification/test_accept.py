@@ -16,7 +16,7 @@ from magicdec.verification.sampling import (
     probabilities,
     uniform_BT,
 )
-from tests.statistics import chisquare
+from tests.chi_square import chisquare
 
 V = 11
 

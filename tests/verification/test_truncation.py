@@ -5,7 +5,7 @@ import torch
 
 from magicdec.verification import sampling as ours
 from magicdec.verification.sampling import Sampling, Use, choose, draw, probabilities
-from tests.statistics import chisquare
+from tests.chi_square import chisquare
 from tests.verification.twin import SETTINGS, check
 
 
