@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 
-from tools.compare_commits import compare, interval, report
+from tools.compare_commits import arguments, compare, interval, report
 
 LAUNCH = """
 import json, pathlib, sys
@@ -62,3 +62,9 @@ def test_intervals_cover_the_truth_about_as_often_as_they_say():
         covered += low <= 1.1 <= high
     assert 50 <= covered < 60
     assert interval([1.0, 1.0, 1.0]) == (1.0, 1.0, 1.0)
+
+
+@pytest.mark.parametrize("typed", ["a b --pairs 9 -- experiment=quick x=1", "a b experiment=quick x=1 --pairs 9"])
+def test_overrides_may_be_on_either_side_of_the_options(typed):
+    found = arguments(typed.split())
+    assert (found.a, found.b, found.pairs, found.overrides) == ("a", "b", 9, ["experiment=quick", "x=1"])

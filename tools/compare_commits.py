@@ -89,15 +89,20 @@ def report(found: Sequence[Sequence[dict]], metrics: Sequence[str]) -> Iterator[
     yield f"output: {'the same tokens' if outputs[0] == outputs[1] else 'OTHER TOKENS: acceptance may differ, too'}"
 
 
-def main() -> None:
-    """Compare two commits and print the table."""
+def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """Return what was typed, with the overrides in front of the options or behind them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("a", help="a commit, a branch or a tag")
     parser.add_argument("b")
     parser.add_argument("--pairs", type=int, default=5, help="runs of each commit (5)")
     parser.add_argument("--metrics", nargs="+", default=METRICS, metavar="KEY", help="of result.json")
     parser.add_argument("overrides", nargs="*", help="of launch.py, after --")
-    options = parser.parse_args()
+    return parser.parse_intermixed_args(words)
+
+
+def main() -> None:
+    """Compare two commits and print the table."""
+    options = arguments()
     found = compare(ROOT, (options.a, options.b), options.pairs, options.overrides)
     print("\n".join(report(found, options.metrics)))
 
