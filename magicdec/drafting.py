@@ -14,9 +14,8 @@ from magicdec.errors import UserError
 from magicdec.policies import CacheConfig
 from magicdec.rules import at_least, one_of, ruled
 
-CODE_ROWS = (
-    64  # of a matmul by quantised weights on a GPU; with more, decoding once costs less than rereading its input
-)
+# The most rows of a matmul for which a GPU reads codes. With more, decoding once costs less than rereading the input.
+CODE_ROWS = 64
 
 
 @dataclass(frozen=True)
