@@ -105,9 +105,8 @@ def at_the_limit(plan: Plan, draft: DraftConfig, bandwidth: float, rate: float) 
     everything = Efficiency(1.0, 1.0, matmul_half_rows=0.0, layer_overhead_us=0.0, round_overhead_us=0.0)
     hardware = replace(plan.config.hardware, efficiency=everything)
     config = replace(plan.config, draft=draft, hardware=hardware)
-    own = plan.draft.config if plan.draft is not None and draft.needs_model else None
     measured = (bandwidth / 1e9, rate / 1e12, build.weight_bytes(plan))
-    return setup_of_run(config, plan.target.config, own, plan.device_name, plan.dtype.itemsize, *measured)
+    return setup_of_run(config, plan.device_name, plan.dtype.itemsize, *measured)
 
 
 def prefill_limit(setup: Setup) -> float:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from magicdec.architectures import ModelConfig
 from magicdec.config.schema import Efficiency
-from magicdec.costmodel.hardware import NVLINK4, Hardware, machine, parse_name
+from magicdec.costmodel.hardware import NVLINK4, Hardware, configured, parse_name
 from magicdec.costmodel.round import Setup, round_times
 from magicdec.costmodel.tables import Row
 from magicdec.errors import UserError
@@ -150,7 +150,7 @@ def _least_squares() -> Callable:
 def uncalibrated(name: str, stack: str) -> Hardware:
     """Return the machine of that name to start a calibration from; `stack` is the software measured on it."""
     count, device = parse_name(name)
-    return machine(name, device, count, Efficiency(allreduce_hop_us=device.link.hop_us), stack)
+    return configured(name, count, efficiency=Efficiency(allreduce_hop_us=device.link.hop_us), stack=stack)
 
 
 def to_yaml(calibrated: Hardware, provenance: Sequence[str], fitted: Mapping[str, Prior] = OWN) -> str:

@@ -111,27 +111,8 @@ def parse_name(name: str) -> tuple[int, Device]:
 
 def hardware_named(name: str, stack: str | None = None) -> Hardware:
     """Return the machine of that name; `stack` replaces the software that its calibration describes."""
-    count, device = parse_name(name)
-    return machine(name, device, count, stack=stack)
-
-
-def machine(
-    name: str, device: Device, count: int, efficiency: Efficiency | None = None, stack: str | None = None
-) -> Hardware:
-    """Return `count` devices with their own calibration, or with that of the most similar device."""
-    if efficiency is not None:
-        return Hardware(name, device, count, efficiency, _stack(stack or OWN_STACK), "calibrated by its configuration")
-    source = CPU if name == CPU and CPU in _calibrations() else _most_similar(device)
-    calibrated, known, calibrated_stack = _calibrations()[source]
-    note = f"calibrated on {calibrated}"
-    if source not in (CPU, device.name):
-        note = f"no calibration for {device.name}: its bandwidth and FLOPs, with the achieved fractions of {calibrated}"
-        if device.num_sms is None:  # no tensor cores, whose tiles few rows leave half empty
-            known = replace(known, matmul_half_rows=0.0)
-        if device.link.hop_us != DEVICES[source].link.hop_us:  # a link of another kind
-            link = device.link
-            known = replace(known, allreduce_hop_us=link.hop_us, allreduce_bandwidth_fraction=link.fraction)
-    return Hardware(name, device, count, known, _stack(stack or calibrated_stack), note)
+    count, _ = parse_name(name)
+    return configured(name, count, stack=stack)
 
 
 def configured(
@@ -145,7 +126,8 @@ def configured(
 ) -> Hardware:
     """Return the machine of a `hardware` group, whose figures replace those of the named device's datasheet.
 
-    `count` is the number of devices that share the model; the count in the name does not matter.
+    `count` is the number of devices that share the model; the count in the name does not matter. Without an
+    `efficiency` it is the device's own calibration, or that of the most similar device.
     """
     match = re.fullmatch(NAME, name.strip().lower())
     known = _device(match[2]) if match else None
@@ -160,7 +142,19 @@ def configured(
         flops=base.flops if tflops is None else tflops * 1e12,
         memory=base.memory if memory_gib is None else memory_gib * GIB,
     )
-    return machine(name, device, count, efficiency, stack)
+    if efficiency is not None:
+        return Hardware(name, device, count, efficiency, _stack(stack or OWN_STACK), "calibrated by its configuration")
+    source = CPU if name == CPU and CPU in _calibrations() else _most_similar(device)
+    calibrated, achieved, calibrated_stack = _calibrations()[source]
+    note = f"calibrated on {calibrated}"
+    if source not in (CPU, device.name):
+        note = f"no calibration for {device.name}: its bandwidth and FLOPs, with the achieved fractions of {calibrated}"
+        if device.num_sms is None:  # no tensor cores, whose tiles few rows leave half empty
+            achieved = replace(achieved, matmul_half_rows=0.0)
+        if device.link.hop_us != DEVICES[source].link.hop_us:  # a link of another kind
+            link = device.link
+            achieved = replace(achieved, allreduce_hop_us=link.hop_us, allreduce_bandwidth_fraction=link.fraction)
+    return Hardware(name, device, count, achieved, _stack(stack or calibrated_stack), note)
 
 
 def _device(name: str) -> Device | None:

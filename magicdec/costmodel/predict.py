@@ -47,15 +47,7 @@ class AtGamma:
     @property
     def break_even_alpha(self) -> float | None:
         """Return the alpha from which speculation pays; None where it never does."""
-        times = self.times
-        return break_even_alpha(
-            self.gamma,
-            times.target.total,
-            times.draft.total,
-            times.verify.total,
-            times.select.total,
-            times.overhead.total,
-        )
+        return break_even_alpha(self.gamma, self.times.round_s / self.times.target.total)
 
 
 @dataclass(frozen=True)

@@ -169,11 +169,6 @@ def arithmetic_intensity(forward: Pass, hardware: Hardware) -> float:
     return sum(op.number * op.flops for op in ops) / sum(op.number * op.bytes for op in ops)
 
 
-def weight_count(model: ModelConfig, ranks: int) -> float:
-    """Return the elements of weights that one rank holds, on average."""
-    return model.num_parameters / ranks
-
-
 def layer_weights(model: ModelConfig) -> float:
     """Return the elements of the matrices of all layers, which are what a draft's quantisation makes smaller."""
     q, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from magicdec.architectures import ModelConfig, check_ranks
 from magicdec.costmodel.hardware import CPU, Hardware
-from magicdec.costmodel.roofline import BF16, Pass, StepTime, choice_time, layer_weights, step_time, weight_count
+from magicdec.costmodel.roofline import BF16, Pass, StepTime, choice_time, layer_weights, step_time
 from magicdec.drafting import CODE_ROWS, DraftConfig, SelfSpeculation
 from magicdec.errors import UserError
 from magicdec.policies import CacheConfig, CacheSpec, Streaming
@@ -219,14 +219,15 @@ def memory(setup: Setup, gamma: int, generate_len: int = 0) -> Memory:
     """Return the bytes of weights and caches while `generate_len` tokens are generated with proposals of `gamma`."""
     draft, size = setup.draft, setup.element_bytes
     spec, target = setup.cache_spec(gamma, generate_len), setup.target.shared_by(setup.ranks)
-    target_weights = weight_count(setup.target, setup.ranks) * setup.weight_bytes
+    target_weights = setup.target.num_parameters / setup.ranks * setup.weight_bytes
     target_kv = setup.batch * target.kv_elements_per_token * spec.capacity * size
     draft_weights = draft_kv = draft_prefill = 0.0
     if draft.needs_model or draft.quantization != "none":
-        in_layers = layer_weights(setup.draft_model) / setup.draft_ranks
-        draft_weights = in_layers * setup.draft_weight_bytes
+        in_layers = layer_weights(setup.draft_model)
+        draft_bytes = in_layers * setup.draft_weight_bytes
         if draft.needs_model:  # else the rest is the target's own
-            draft_weights += (weight_count(setup.draft_model, setup.draft_ranks) - in_layers) * setup.weight_bytes
+            draft_bytes += (setup.draft_model.num_parameters - in_layers) * setup.weight_bytes
+        draft_weights = draft_bytes / setup.draft_ranks
     if draft.is_model:
         model = setup.draft_model.shared_by(setup.draft_ranks)
         draft_kv = setup.batch * spec.stored_bytes(model, size, draft.shares_target)

@@ -59,28 +59,23 @@ def alpha_of_rounds(length: float, rounds: Mapping[int, int]) -> float:
     return (low + high) / 2
 
 
-def round_time(gamma: int, draft: float, verify: float, select: float = 0.0, overhead: float = 0.0) -> float:
-    """Return gamma (T_D + T_select) + T_V(gamma) + the other costs of a round."""
+def round_time(gamma: int, draft: float, verify: float) -> float:
+    """Return gamma T_D + T_V(gamma)."""
     _check_gamma(gamma)
-    return gamma * (draft + select) + verify + overhead
+    return gamma * draft + verify
 
 
-def speedup(
-    gamma: int, alpha: float, target: float, draft: float, verify: float, select: float = 0.0, overhead: float = 0.0
-) -> float:
+def speedup(gamma: int, alpha: float, target: float, draft: float, verify: float) -> float:
     """Return T_T over T_SD, a round's time over the tokens it yields: above 1 where speculation pays."""
-    return target / (round_time(gamma, draft, verify, select, overhead) / omega(gamma, alpha))
+    return target / (round_time(gamma, draft, verify) / omega(gamma, alpha))
 
 
-def break_even_alpha(
-    gamma: int, target: float, draft: float, verify: float, select: float = 0.0, overhead: float = 0.0
-) -> float | None:
-    """Return the alpha at which speculation and the baseline take equally long; None where no acceptance could pay.
+def break_even_alpha(gamma: int, steps: float) -> float | None:
+    """Return the alpha at which a round that takes `steps` steps of the baseline is as fast; None where none could pay.
 
     0 where it pays even if nothing is ever accepted (which no honest baseline allows).
     """
-    needed = round_time(gamma, draft, verify, select, overhead) / target
-    return None if needed > gamma + 1 else alpha_from_acceptance_length(needed, gamma)
+    return None if steps > gamma + 1 else alpha_from_acceptance_length(steps, gamma)
 
 
 def batch_rounds(gamma: int, alpha: float, num_rows: int, num_tokens: int) -> float:

@@ -4,9 +4,8 @@ from dataclasses import dataclass, field, fields, replace
 
 import yaml
 
-from magicdec.architectures import ModelConfig
 from magicdec.config.checks import check_length
-from magicdec.config.schema import ROWS_ON, Config, option_file
+from magicdec.config.schema import ROWS_ON, Config, HardwareConfig, option_file
 from magicdec.costmodel import acceptance
 from magicdec.costmodel.acceptance import Curves
 from magicdec.costmodel.hardware import CPU, OWN_STACK, Hardware, configured, device_in
@@ -48,28 +47,18 @@ def plan_prediction(config: Config) -> PredictionPlan:
     """Resolve `auto` and find the mistakes that a prediction would meet."""
     if config.batch.size == "auto":
         config = replace(config, batch=replace(config.batch, size=ROWS_ON["cuda"]))
-    target, architecture = _identified("target", config.target)
+    target, _ = identify("target", config.target, loads=False)
+    assert target.architecture is not None, "identify has read it"
     config = replace(config, target=target)
     if config.draft.model is not None:
-        model, _ = _identified("draft.model", config.draft.model)
+        model, _ = identify("draft.model", config.draft.model, loads=False)
         config = replace(config, draft=replace(config.draft, model=model))
-    check_length(config, architecture.max_position_embeddings)
-    setup = Setup(
-        target=architecture,
-        hardware=_machine(config),
-        batch=int(config.batch.size),
-        context=config.batch.context_len,
-        draft=_draft(config),
-        cache=config.cache,
-        target_name=config.target.name,
-    )
-    return PredictionPlan(config, setup)
+    check_length(config, target.architecture.max_position_embeddings)
+    return PredictionPlan(config, _setup(config, _machine(config.hardware), _draft(config)))
 
 
 def setup_of_run(
     config: Config,
-    target: ModelConfig,
-    draft: ModelConfig | None,
     device_name: str,
     element_bytes: float,
     bandwidth_gbs: float | None = None,
@@ -82,27 +71,15 @@ def setup_of_run(
     weight that is kept in fewer than `element_bytes`. Raise UserError where there is nothing to predict with, or a
     draft that has no cost model.
     """
-    hardware, known = config.hardware, device_in(device_name)
-    machine = configured(
-        known.name if known else CPU if hardware.device == "cpu" else device_name,
-        hardware.tensor_parallel,
-        hardware.bandwidth_gbs or (None if known else bandwidth_gbs),
-        hardware.tflops or (None if known else tflops),
-        hardware.memory_gib,
-        hardware.efficiency,
-        OWN_STACK,
+    own, known = config.hardware, device_in(device_name)
+    machine = replace(
+        own,
+        name=known.name if known else CPU if own.device == "cpu" else device_name,
+        bandwidth_gbs=own.bandwidth_gbs or (None if known else bandwidth_gbs),
+        tflops=own.tflops or (None if known else tflops),
     )
-    return Setup(
-        target,
-        machine,
-        int(config.batch.size),
-        config.batch.context_len,
-        _with_architecture(config.draft, draft),
-        config.cache,
-        config.target.name,
-        element_bytes,
-        weight_bytes,
-    )
+    setup = _setup(config, _machine(machine, OWN_STACK), config.draft)
+    return replace(setup, element_bytes=element_bytes, stored_weight_bytes=weight_bytes)
 
 
 def cache_named(config: Config, policy: str) -> CacheConfig:
@@ -140,16 +117,19 @@ def _draft(config: Config) -> DraftConfig:
     return config.draft
 
 
-def _identified(key: str, choice: ModelChoice) -> tuple[ModelChoice, ModelConfig]:
-    choice, _ = identify(key, choice, loads=False)
-    assert choice.architecture is not None, "identify has read it"
-    return choice, choice.architecture
+def _setup(config: Config, hardware: Hardware, draft: DraftConfig) -> Setup:
+    """Return the setup of a configuration whose models are identified."""
+    assert config.target.architecture is not None, "identify has read it"
+    return Setup(
+        target=config.target.architecture,
+        hardware=hardware,
+        batch=int(config.batch.size),
+        context=config.batch.context_len,
+        draft=draft,
+        cache=config.cache,
+        target_name=config.target.name,
+    )
 
 
-def _with_architecture(draft: DraftConfig, model: ModelConfig | None) -> DraftConfig:
-    return draft if draft.model is None else replace(draft, model=replace(draft.model, architecture=model))
-
-
-def _machine(config: Config) -> Hardware:
-    h = config.hardware
-    return configured(h.name, h.tensor_parallel, h.bandwidth_gbs, h.tflops, h.memory_gib, h.efficiency)
+def _machine(h: HardwareConfig, stack: str | None = None) -> Hardware:
+    return configured(h.name, h.tensor_parallel, h.bandwidth_gbs, h.tflops, h.memory_gib, h.efficiency, stack)

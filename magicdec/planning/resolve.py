@@ -85,8 +85,7 @@ class Plan:
         if CORPORA[config.data.name].facts.own_lengths:  # not known yet
             return []
         try:
-            draft = self.draft.config if self.draft else None
-            setup = setup_of_run(config, self.target.config, draft, self.device_name, self.dtype.itemsize)
+            setup = setup_of_run(config, self.device_name, self.dtype.itemsize)
             found = comparison.warning(setup, config.gammas, curves(config), config.draft.synthetic_acceptance)
         except UserError:  # nothing to predict with: then there is nothing to tell
             return []

@@ -156,19 +156,10 @@ def _predicted(plan: Plan, results: Metrics, gamma: int) -> Metrics:
     """Return the prediction for these rounds at the measured acceptance, and its errors."""
     known = device_in(plan.device_name)
     rate = None if known else matmul_rate(plan.device, plan.dtype) / 1e12
-    draft = plan.draft.config if plan.draft else None
     bandwidth = float(results["roofline/bandwidth_gbs"] or 0.0)
     try:
-        setup = setup_of_run(
-            plan.config,
-            plan.target.config,
-            draft,
-            plan.device_name,
-            plan.dtype.itemsize,
-            bandwidth,
-            rate,
-            build.weight_bytes(plan),
-        )
+        size, weight_size = plan.dtype.itemsize, build.weight_bytes(plan)
+        setup = setup_of_run(plan.config, plan.device_name, size, bandwidth, rate, weight_size)
         setup = setup.at(context=round(results["data/context_len_mean"]))  # type: ignore[arg-type]
         return predicted_metrics(setup, gamma, results) | published(setup, task_of(plan.config))
     except UserError as error:  # a draft that has no cost model

@@ -15,7 +15,6 @@ from magicdec.costmodel.comparison import published as published_values
 from magicdec.costmodel.hardware import hardware_named
 from magicdec.costmodel.predict import predict
 from magicdec.costmodel.round import Setup, round_times
-from magicdec.costmodel.targets import architecture
 from magicdec.errors import UserError
 from magicdec.planning.prediction import cache_named, plan_prediction, setup_of_run
 from magicdec.policies import Streaming
@@ -77,9 +76,7 @@ def test_what_the_paper_measured_stands_beside_what_is_predicted():
     assert found["published/predicted_speedup"] == pytest.approx(2.01, rel=0.1)
     ruler = outcome(predict_scenario.run, "experiment=paper/table2", "data=ruler", "data.task=cwe").metrics
     assert ruler["published/speedup"] == 2.51
-    own = setup_of_run(
-        composed("experiment=paper/table3c"), architecture("llama-3.1-8b"), None, "NVIDIA A100-SXM4-80GB", 2
-    )
+    own = setup_of_run(composed("experiment=paper/table3c"), "NVIDIA A100-SXM4-80GB", 2)
     assert published_values(own, "pg19")["published/speedup"] == 1.64, "of a run on that machine"
     elsewhere = outcome(predict_scenario.run, "experiment=paper/table2", "batch.size=42").metrics
     assert not [key for key in elsewhere if key.startswith("published/")]
@@ -198,15 +195,15 @@ def test_a_hardware_file_can_hold_its_calibration(tmp_path, fraction, error):
 
 def test_a_run_is_predicted_for_its_device_and_this_software(model):
     config = composed("hardware=h200", *LLAMA)
-    found = setup_of_run(config, model("llama-3.1-8b"), None, "NVIDIA H200", 2)
+    found = setup_of_run(config, "NVIDIA H200", 2)
     assert (found.hardware.device.name, found.hardware.stack.name) == ("H200", "magicdec")
     # A device without a datasheet takes measured figures, and other sizes of numbers.
     config = composed("hardware=cpu", *LLAMA)
-    found = setup_of_run(config, model("llama-3.1-8b"), None, "Some CPU", 4, bandwidth_gbs=60.0, tflops=0.5)
+    found = setup_of_run(config, "Some CPU", 4, bandwidth_gbs=60.0, tflops=0.5)
     assert found.hardware.device.bandwidth == 60e9
     assert found.target_time.total > 8e9 * 4 / 60e9
     with pytest.raises(UserError, match="bandwidth_gbs=null"):
-        setup_of_run(config, model("llama-3.1-8b"), None, "Some CPU", 4)
+        setup_of_run(config, "Some CPU", 4)
 
 
 def test_a_run_that_cannot_pay_is_warned_about(setup):

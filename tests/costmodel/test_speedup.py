@@ -41,9 +41,9 @@ def test_omega_is_what_a_simulated_round_yields():
 
 
 def test_speedup_of_a_round_worked_by_hand():
-    # gamma 2 at alpha 0.5 yields 1.75 tokens for 2 (1 + 0.1) + 4 + 0.3 = 6.5.
-    assert s.round_time(2, 1.0, 4.0, 0.1, 0.3) == pytest.approx(6.5)
-    assert s.speedup(2, 0.5, 3.25, 1.0, 4.0, 0.1, 0.3) == pytest.approx(1.75 / 2)
+    # gamma 2 at alpha 0.5 yields 1.75 tokens for 2 * 1.1 + 4.3 = 6.5.
+    assert s.round_time(2, 1.1, 4.3) == pytest.approx(6.5)
+    assert s.speedup(2, 0.5, 3.25, 1.1, 4.3) == pytest.approx(1.75 / 2)
 
 
 def test_a_free_draft_with_everything_accepted_gains_gamma_plus_one():
@@ -56,7 +56,7 @@ def test_nothing_accepted_can_only_cost():
 
 @given(GAMMAS, st.floats(0.1, 10), st.floats(0.01, 2), st.floats(0.1, 10))
 def test_break_even_is_where_speedup_crosses_one(gamma, target, draft, verify):
-    alpha = s.break_even_alpha(gamma, target, draft, verify)
+    alpha = s.break_even_alpha(gamma, s.round_time(gamma, draft, verify) / target)
     if alpha is None:
         assert s.speedup(gamma, 1.0, target, draft, verify) < 1 + 1e-9
     elif alpha == 0.0:
