@@ -26,7 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 from magicdec.config.explain import explain
 from magicdec.config.load import load
 from magicdec.config.schema import CONF
-from magicdec.errors import JobFailed, UserError, to_stderr
+from magicdec.errors import USER_ERROR, JobFailed, UserError, to_stderr
 from magicdec.tracking import sweep
 from magicdec.tracking.gpus import gpus_of_its_own
 from magicdec.tracking.lock import Busy
@@ -34,7 +34,7 @@ from magicdec.tracking.reader import LOG
 from magicdec.tracking.sweep import Job
 from magicdec.version import VERSION
 
-USER_ERROR, FAILURE = 2, 1
+FAILURE = 1
 # Subcommands: the module whose main() gets their arguments, and arguments before those.
 COMMANDS = {
     "report": ["magicdec.tracking.report.__main__"],

@@ -7,7 +7,6 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from magicdec.data import stdlib
-from magicdec.data.base import Document
 
 HELD_OUT_BOOKS = ("pride-and-prejudice", "sherlock-holmes")
 END_OF_TEXT = "<|endoftext|>"
@@ -30,38 +29,39 @@ class Corpus:
         held_out = {"stdlib": stdlib.documents(held_out=True), "books": books(books_folder, held_out=True)}
         path = work / "tokenizer.json"
         if not path.exists():
-            train_tokenizer([document for split in train.values() for document in split]).save(str(path))
+            train_tokenizer([text for split in train.values() for text in split.values()]).save(str(path))
         tokenizer = Tokenizer.from_file(str(path))
         return cls(
             tokenizer,
             {kind: encode(tokenizer, split) for kind, split in train.items() if split},
             {kind: encode(tokenizer, split) for kind, split in held_out.items() if split},
-            {kind: sum(len(document.text.encode()) for document in split) for kind, split in held_out.items()},
+            {kind: sum(len(text.encode()) for text in split.values()) for kind, split in held_out.items()},
         )
 
 
-def books(folder: Path | None, *, held_out: bool) -> list[Document]:
+def books(folder: Path | None, *, held_out: bool) -> dict[str, str]:
     """Return the books of a folder (*.txt) that are held out by name, or all the others."""
     if folder is None:
-        return []
+        return {}
     paths = [path for path in sorted(folder.rglob("*.txt")) if (path.stem in HELD_OUT_BOOKS) == held_out]
-    return [Document(path.stem, path.read_text(encoding="utf-8")) for path in paths]
+    return {path.stem: path.read_text(encoding="utf-8") for path in paths}
 
 
-def train_tokenizer(documents: list[Document]) -> Tokenizer:
+def train_tokenizer(texts: list[str]) -> Tokenizer:
     """Return a byte-level BPE tokenizer: it can write any text, and its first token ends a document."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=VOCAB_SIZE, special_tokens=[END_OF_TEXT], initial_alphabet=alphabet)
-    tokenizer.train_from_iterator((document.text for document in documents), trainer)
+    tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
 
 
-def encode(tokenizer: Tokenizer, documents: list[Document]) -> np.ndarray:
+def encode(tokenizer: Tokenizer, documents: dict[str, str]) -> np.ndarray:
     """Return the token ids of all documents, each followed by an end-of-text token."""
-    order = np.random.default_rng(0).permutation(len(documents))
-    encoded = tokenizer.encode_batch([documents[i].text for i in order])
+    texts = list(documents.values())
+    order = np.random.default_rng(0).permutation(len(texts))
+    encoded = tokenizer.encode_batch([texts[i] for i in order])
     end = tokenizer.token_to_id(END_OF_TEXT)
     return np.concatenate([np.array([*e.ids, end], dtype=np.int64) for e in encoded])

@@ -20,14 +20,6 @@ SECTION_CHARS_PER_TOKEN = 16
 
 
 @dataclass(frozen=True)
-class Document:
-    """One text of a corpus: a book, a module, a package."""
-
-    name: str
-    text: str
-
-
-@dataclass(frozen=True)
 class Prompts:
     """Token ids to decode from, one list per row.
 

@@ -10,7 +10,7 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-from magicdec.data.base import Document, PromptRequest, Prompts, cut_windows
+from magicdec.data.base import PromptRequest, Prompts, cut_windows
 from magicdec.errors import UserError
 
 # Part of every Python from 3.11 to 3.14, on every system, even if a distribution splits the library into packages.
@@ -30,12 +30,12 @@ TWIN_PREFIXES = ("_py_", "_py")  # _py_abc for abc, _pydatetime for datetime
 
 def load(request: PromptRequest) -> Prompts:
     """Return windows of the held-out modules; see `cut_windows`."""
-    texts = {document.name: document.text for document in documents(held_out=True)}
+    texts = documents(held_out=True)
     return cut_windows(texts, texts.__getitem__, request, "data=stdlib")
 
 
-def documents(*, held_out: bool, root: Path | None = None) -> list[Document]:
-    """Return the held-out modules, or all the others, sorted by name. `root` defaults to this Python's library.
+def documents(*, held_out: bool, root: Path | None = None) -> dict[str, str]:
+    """Return the held-out modules, or all the others: texts by name, sorted. `root` defaults to this Python's library.
 
     Raise UserError if the library's source is not on disk (a frozen or zipped Python).
     """
@@ -43,7 +43,11 @@ def documents(*, held_out: bool, root: Path | None = None) -> list[Document]:
     modules = {name: files for name, files in _modules(root).items() if (name in HELD_OUT) == held_out}
     if not modules:
         raise UserError(f"the standard library's source is not in {root}: use data=text data.path=FOLDER instead")
-    return [Document(name, _read(files)) for name, files in sorted(modules.items())]
+    # A few files of the library are not UTF-8: with `replace` every machine reads the same characters.
+    return {
+        name: "\n".join(path.read_text(encoding="utf-8", errors="replace") for path in files)
+        for name, files in sorted(modules.items())
+    }
 
 
 def _modules(root: Path) -> dict[str, list[Path]]:
@@ -85,8 +89,3 @@ def _public_name(module: str) -> str:
 
 def _size(files: list[Path]) -> int:
     return sum(path.stat().st_size for path in files)
-
-
-def _read(files: list[Path]) -> str:
-    # A few files of the library are not UTF-8: with `replace` every machine reads the same characters.
-    return "\n".join(path.read_text(encoding="utf-8", errors="replace") for path in files)

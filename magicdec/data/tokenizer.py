@@ -8,31 +8,21 @@ from magicdec.errors import UserError
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 
 
-def load_tokenizer(folder_or_hub_id: str | Path) -> Any:
-    """Return the transformers tokenizer of a local folder or of a Hugging Face hub id.
-
-    Raise UserError if there is none.
-    """
-    path = Path(folder_or_hub_id).expanduser()
-    if path.is_dir():
-        for file in path.iterdir():  # transformers opens all of them, and opening a pipe may never end
-            if file.exists() and not (file.is_file() or file.is_dir()):
-                raise UserError(f"{file} is no regular file")
-        if not any((path / name).exists() for name in FILES):
-            raise UserError(f"{folder_or_hub_id}: no tokenizer in this folder (looked for {', '.join(FILES)})")
-        source = str(path)
-    elif path.is_absolute() or str(folder_or_hub_id).startswith((".", "~")) or str(folder_or_hub_id).count("/") > 1:
-        raise UserError(f"{folder_or_hub_id}: no such folder")
-    else:
-        source = str(folder_or_hub_id)
+def load_tokenizer(folder: Path) -> Any:
+    """Return the transformers tokenizer of a checkpoint's folder. Raise UserError if there is none."""
+    for file in folder.iterdir():  # transformers opens all of them, and opening a pipe may never end
+        if file.exists() and not (file.is_file() or file.is_dir()):
+            raise UserError(f"{file} is no regular file")
+    if not any((folder / name).exists() for name in FILES):
+        raise UserError(f"{folder}: no tokenizer in this folder (looked for {', '.join(FILES)})")
     # Imported here because it takes seconds, which `data=random` and `--help` do not need.
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
     except Exception as error:  # a broken file may raise any exception
         reason = str(error).strip().split("\n")[0]
-        raise UserError(f"{folder_or_hub_id}: cannot load its tokenizer ({reason})") from None
+        raise UserError(f"{folder}: cannot load its tokenizer ({reason})") from None
 
 
 class Detokenizer:

@@ -28,8 +28,6 @@ from magicdec.models.quantize import quiet_torchao
 from magicdec.peers.base import Counts, Peer, PeerGeneration, PeerSpec
 from magicdec.registry import TransformersEngine
 
-CACHES = {"static": StaticCache, "dynamic": DynamicCache}
-
 
 class Bursts(StoppingCriteria):
     """The times at which `generate` emits tokens: one a row or, speculating, several. It is never stopped."""

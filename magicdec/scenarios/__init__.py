@@ -196,8 +196,6 @@ def imports(name: str, config: Mapping[str, Any] | None = None) -> list[str]:
     """Return the modules that a run of this scenario imports, for a process that imports them for many runs. `config`
     names the trackers.
     """
-    from magicdec.tracking.trackers import chosen
-
     modules = [f"magicdec.scenarios.{name}", "magicdec.planning.prediction"]
     modules += [module for tracker in chosen(config or {}) for module in tracker.IMPORTS]
     if name not in ("predict", "plan"):

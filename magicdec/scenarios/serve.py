@@ -55,16 +55,18 @@ def run(plan: Plan, progress: Progress) -> Outcome:
     jobs = _jobs(plan, engine, prompts)
     levels = [Load("concurrency", users) for users in scenario.concurrencies]
     levels += [Load("rate", rate) for rate in scenario.rates]
+    kind = SharedSlots if plan.num_ranks > 1 else Slots
+    ways = WAYS if engine.draft.name != "none" else WAYS[:1]
     history: list[dict[str, Any]] = []
     with keeping(history):
         for level in levels:
             # A row without a request costs its share of the matmuls: no more slots than users.
             rows = min(int(level.value), int(batch.size)) if level.kind == "concurrency" else int(batch.size)
-            slots = _slots(plan, engine, rows)
+            slots = kind(engine, rows, batch.context_len + batch.generate_len)
             if isinstance(slots, SharedSlots) and dist.get_rank() > 0:
                 slots.follow()
                 continue
-            measured = {way: _measure(slots, way, level, jobs, plan, progress) for way in _ways(engine)}
+            measured = {way: _measure(slots, way, level, jobs, plan, progress) for way in ways}
             history.append({level.kind: level.value} | _level_metrics(measured, plan))
             held = _memory(slots, peak)
             slots.close()  # or the caches of two levels would be held at once
@@ -78,15 +80,6 @@ def run(plan: Plan, progress: Progress) -> Outcome:
     written = {way: [request.tokens for request in requests] for way, (requests, _) in measured.items()}
     outputs = Outputs(prompts, written["autoregressive"], written.get("speculative", []))  # of the last level
     return Outcome(results, outputs.rows(config.data.save_prompts), history, view=_view(plan, results, history))
-
-
-def _slots(plan: Plan, engine: NativeEngine, rows: int) -> Slots:
-    kind = SharedSlots if plan.num_ranks > 1 else Slots
-    return kind(engine, rows, plan.config.batch.context_len + plan.config.batch.generate_len)
-
-
-def _ways(engine: NativeEngine) -> tuple[str, ...]:
-    return WAYS if engine.draft.name != "none" else WAYS[:1]
 
 
 def _prompts(plan: Plan) -> Prompts:

@@ -16,7 +16,7 @@ from itertools import count
 from typing import Any
 
 from magicdec.data.tokenizer import Detokenizer
-from magicdec.errors import UserError, to_stderr
+from magicdec.errors import UserError, exit_code
 from magicdec.planning import build
 from magicdec.serving.engine import AsyncEngine, Stream
 from magicdec.serving.scheduler import Scheduler
@@ -34,7 +34,6 @@ try:
 except ImportError as missing:
     raise SystemExit(f"error: serving over HTTP needs {missing.name}: pip install 'magicdec[serve]'") from None
 
-USER_ERROR = 2
 BODY_BYTES, BYTES_PER_TOKEN = 16 << 10, 32  # largest body: text takes about 5 bytes a token, escaped or as ids about 12
 BODY_S = 30.0  # within which a request has to arrive
 RETRY_AFTER = {"Retry-After": "1"}  # seconds
@@ -221,23 +220,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", help="the name that clients ask for (target.name)")
     parser.add_argument("--max-waiting", type=int, default=256, help="requests without a slot; more get 429 (256)")
     options = parser.parse_intermixed_args(arguments)
-    try:
-        if not 0 <= options.port < 1 << 16:
-            raise UserError(f"--port={options.port}: must be from 0 to 65,535")
-        if options.max_waiting < 0:
-            raise UserError(f"--max-waiting={options.max_waiting}: must be at least 0")
-        with progress() as bars:
-            plan, slots, tokenizer = build.served(options.overrides, bars)
-    except UserError as error:
-        to_stderr(f"error: {error}")
-        return USER_ERROR
+    return exit_code(lambda: _serve(options))
+
+
+def _serve(options: argparse.Namespace) -> None:
+    if not 0 <= options.port < 1 << 16:
+        raise UserError(f"--port={options.port}: must be from 0 to 65,535")
+    if options.max_waiting < 0:
+        raise UserError(f"--max-waiting={options.max_waiting}: must be at least 0")
+    with progress() as bars:
+        plan, slots, tokenizer = build.served(options.overrides, bars)
     model = options.model or plan.config.target.name
     engine = AsyncEngine(Scheduler(slots))
     app = create_app(engine, tokenizer, model, options.max_waiting)
     settings = uvicorn.Config(app, options.host, options.port, timeout_graceful_shutdown=SHUTDOWN_S)
     with suppress(KeyboardInterrupt):
         Server(settings, engine).run()
-    return 0
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
 """Load on an engine and its latencies: a closed loop (a number of users) or an open one (a rate of arrivals)."""
 
 import asyncio
+import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 
@@ -23,6 +25,9 @@ class RequestSpec:
     params: Params
 
 
+Answered = Callable[[RequestSpec], Coroutine[Any, Any, Request]]  # sends a request and waits for its end
+
+
 @dataclass(frozen=True)
 class Load:
     """A level of load: `concurrency` users, or requests that arrive at a `rate` per second."""
@@ -38,52 +43,48 @@ async def under_load(
     engine: AsyncEngine, jobs: Sequence[RequestSpec], level: Load, seed: int, progress: Callable[[int], None]
 ) -> tuple[list[Request], float]:
     """Send all jobs; return their requests, in the order of the jobs, and the seconds until the last answer."""
+
+    async def answered(job: RequestSpec) -> Request:
+        """Send one request and wait for its end; raise the error that it failed with."""
+        stream = engine.generate(job.prompt, job.params)
+        try:
+            async for _ in stream:
+                pass
+        except RuntimeError as error:
+            raise stream.request.error or error from None
+        progress(1)
+        return stream.request
+
     start = perf_counter()
     if level.kind == "concurrency":
-        requests = await _closed(engine, jobs, int(level.value), progress)
+        requests = await _closed(jobs, int(level.value), answered)
     else:
-        requests = await _open(engine, jobs, level.value, seed, progress)
+        requests = await _open(jobs, level.value, seed, answered)
     return requests, perf_counter() - start
 
 
-async def _closed(
-    engine: AsyncEngine, jobs: Sequence[RequestSpec], users: int, progress: Callable[[int], None]
-) -> list[Request]:
+async def _closed(jobs: Sequence[RequestSpec], users: int, answered: Answered) -> list[Request]:
     """Let each user send the next job as soon as the previous one is answered."""
     done: dict[int, Request] = {}
     left = iter(enumerate(jobs))
 
     async def user() -> None:
         for number, job in left:
-            done[number] = await _answered(engine, job, progress)
+            done[number] = await answered(job)
 
     await asyncio.gather(*(user() for _ in range(users)))
     return [done[number] for number in range(len(jobs))]
 
 
-async def _open(
-    engine: AsyncEngine, jobs: Sequence[RequestSpec], rate: float, seed: int, progress: Callable[[int], None]
-) -> list[Request]:
+async def _open(jobs: Sequence[RequestSpec], rate: float, seed: int, answered: Answered) -> list[Request]:
     """Send jobs as a Poisson process, however many are still being answered."""
     generator, loop = random.Random(seed), asyncio.get_running_loop()
     at, tasks = loop.time(), []
     for job in jobs:
         await asyncio.sleep(at - loop.time())
-        tasks.append(asyncio.create_task(_answered(engine, job, progress)))
+        tasks.append(asyncio.create_task(answered(job)))
         at += generator.expovariate(rate)
     return list(await asyncio.gather(*tasks))
-
-
-async def _answered(engine: AsyncEngine, job: RequestSpec, progress: Callable[[int], None]) -> Request:
-    """Send one request and wait for its end; raise the error that it failed with."""
-    stream = engine.generate(job.prompt, job.params)
-    try:
-        async for _ in stream:
-            pass
-    except RuntimeError as error:
-        raise stream.request.error or error from None
-    progress(1)
-    return stream.request
 
 
 def load_metrics(
@@ -106,19 +107,17 @@ def load_metrics(
     }
     metrics = {
         "tokens_per_second": sum(s.tokens for s in stats) / seconds,
-        "tokens_per_second_per_user": fmean(1 / time for time in times) if times else float("nan"),
+        "tokens_per_second_per_user": fmean(1 / time for time in times) if times else math.nan,
         "requests_per_second": len(stats) / seconds,
         "wall_s": seconds,
     }
     for name, values in latencies.items():
-        metrics[name] = 1e3 * fmean(values) if values else float("nan")
+        known = values or [math.nan]
+        metrics[name] = 1e3 * fmean(known)
         for percentile in PERCENTILES:
-            metrics[f"{name}_p{percentile}"] = (
-                1e3 * float(np.percentile(values, percentile)) if values else float("nan")
-            )
+            metrics[f"{name}_p{percentile}"] = 1e3 * float(np.percentile(known, percentile))
     if latency_ms is not None or first_token_ms is not None:
-        good = sum(_is_good(s, latency_ms, first_token_ms) for s in stats)
-        metrics["goodput_rps"] = good / seconds
+        metrics["goodput_rps"] = sum(_is_good(s, latency_ms, first_token_ms) for s in stats) / seconds
     return metrics
 
 

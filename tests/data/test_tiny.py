@@ -80,9 +80,8 @@ def test_enough_prompts_for_a_large_batch(tokenizer):
 
 
 def test_missing_tokenizers_are_one_line(tmp_path):
-    for path, reason in ((tmp_path, "no tokenizer in this folder"), (tmp_path / "absent", "no such folder")):
-        with pytest.raises(UserError, match=reason):
-            load_tokenizer(path)
+    with pytest.raises(UserError, match="no tokenizer in this folder"):
+        load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("not json")
     with pytest.raises(UserError, match="cannot load its tokenizer") as caught:
         load_tokenizer(tmp_path)
