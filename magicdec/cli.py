@@ -26,7 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 from magicdec.config.explain import explain
 from magicdec.config.load import load
 from magicdec.config.schema import CONF
-from magicdec.errors import USER_ERROR, JobFailed, UserError, to_stderr
+from magicdec.errors import USER_ERROR, JobFailed, UserError, in_one_line, to_stderr
 from magicdec.tracking import sweep
 from magicdec.tracking.gpus import gpus_of_its_own
 from magicdec.tracking.lock import Busy
@@ -195,8 +195,7 @@ def report(error: Exception, explanation: str | None, where: str = "", log: Path
     if log is None:
         traceback.print_exception(error)
     if where:
-        line = f"{type(error).__name__}: {error}".splitlines()[0]
-        to_stderr(f"error: {where}{line}{f'; its traceback is in {log}' if log else ''}")
+        to_stderr(f"error: {where}{in_one_line(error)}{f'; its traceback is in {log}' if log else ''}")
     return FAILURE
 
 

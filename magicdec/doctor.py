@@ -27,6 +27,7 @@ from magicdec.attention import choice
 from magicdec.attention.base import Attention, Shape
 from magicdec.costmodel.hardware import device_in
 from magicdec.decoding.timers import Stopwatch
+from magicdec.errors import in_one_line
 from magicdec.measure import ceilings
 from magicdec.measure.memory import available_bytes
 from magicdec.measure.system import cpu_name
@@ -101,7 +102,7 @@ def examine() -> Iterator[Finding]:
         try:
             yield from check(device)
         except Exception as error:
-            yield Finding(FAILED, name, described(error))
+            yield Finding(FAILED, name, in_one_line(error))
 
 
 def versions(device: torch.device) -> Iterator[Finding]:
@@ -160,7 +161,7 @@ def attention(device: torch.device) -> Iterator[Finding]:
             with Stopwatch(device) as watch:
                 worst = max_error(backend(), device, dtype)
         except Exception as failure:
-            yield Finding(FAILED, f"attention={name}", described(failure))
+            yield Finding(FAILED, f"attention={name}", in_one_line(failure))
             continue
         bound = TOLERANCES[dtype]
         status = OK if worst <= bound else FAILED  # a NaN fails, too
@@ -251,7 +252,7 @@ def nccl(device: torch.device) -> Iterator[Finding]:
     thread.join(NCCL_TIMEOUT_S)
     answer = answers[0] if answers else TimeoutError(f"no answer within {NCCL_TIMEOUT_S:.0f} s; try NCCL_P2P_DISABLE=1")
     if isinstance(answer, Exception):
-        yield Finding(FAILED, "NCCL", described(answer))
+        yield Finding(FAILED, "NCCL", in_one_line(answer))
     else:
         yield Finding(OK, "NCCL", f"{count} GPUs sum {ALL_REDUCED >> 20} MiB at {answer / 1e9:.3g} GB/s a GPU")
 
@@ -278,12 +279,6 @@ def wandb_server(device: torch.device) -> Iterator[Finding]:
         yield Finding(NOTE, "W&B", f"{why}; runs are stored here, and magicdec sync sends them later")
         return
     yield Finding(OK, "W&B", "the server answers; wandb.mode=online sends runs at once")
-
-
-def described(error: BaseException) -> str:
-    """Return an exception in one line."""
-    first = str(error).strip().partition("\n")[0]
-    return f"{type(error).__name__}: {first}"
 
 
 def without_places(text: str) -> str:

@@ -37,6 +37,12 @@ def to_stderr(line: str) -> None:
     sys.stderr.flush()
 
 
+def in_one_line(error: BaseException) -> str:
+    """Return an exception's type and the first line of its text."""
+    first = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__
+
+
 def exit_code(command: Callable[[], int | None]) -> int:
     """Run a command line and return its exit code: 2, after one line on stderr, for a UserError."""
     try:

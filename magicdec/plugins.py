@@ -12,7 +12,7 @@ from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
-from magicdec.errors import UserError
+from magicdec.errors import UserError, in_one_line
 
 GROUP = "magicdec.plugins"
 
@@ -43,8 +43,6 @@ def load(modules: Sequence[str]) -> None:
         try:
             importlib.import_module(module)
         except Exception as error:  # a plugin may fail in any way
-            why = f"{type(error).__name__}: {error}".splitlines()[0]
-            remedy = (
-                "correct it, or leave it out" if origin.startswith("plugins") else "correct or uninstall its package"
-            )
-            raise UserError(f"{origin}: {module} cannot be imported ({why}); {remedy}") from error
+            leave_out = "it, or leave it out" if origin.startswith("plugins") else "or uninstall its package"
+            reason = f"{module} cannot be imported ({in_one_line(error)})"
+            raise UserError(f"{origin}: {reason}; correct {leave_out}") from error

@@ -4,9 +4,11 @@ Only configurations with a known acceptance can be ranked; the others are listed
 pay, because a guess would decide the ranking.
 """
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import yaml
 
 from magicdec.costmodel.acceptance import Curves, is_same
 from magicdec.costmodel.predict import GAMMAS, Prediction, predict
@@ -121,33 +123,22 @@ def _nothing(setup: Setup, batches: Sequence[int] | None, plans: Sequence[Candid
 
 def experiment_yaml(plan: Candidate, command: str, path: str | None = None) -> str:
     """Return the plan as the text of a file in conf/experiment; `path` is that of a target that no option names."""
-    setup, prediction = plan.setup, plan.prediction
-    draft = setup.draft.name if prediction else "none"
-    lines = ["# @package _global_"]
-    if prediction and prediction.estimate:
-        lines.append(
-            f"# Predicted: {plan.speedup:.2f}x over autoregressive, {plan.tokens_per_second:,.0f} tokens/s; alpha "
-            f"{prediction.estimate.alpha:.2f} ({prediction.estimate.source})."
-        )
-    else:
-        lines.append(f"# Predicted: {plan.tokens_per_second:,.0f} tokens/s; no known draft is faster.")
-    lines.append(f"{FOUND_BY} {command}")
-    lines += [
-        "defaults:",
-        f"  - override /target: {'custom' if path else setup.target_name}",
-        f"  - override /draft: {draft}",
-    ]
-    if prediction and setup.draft.model:
-        lines.append(f"  - override /target@draft.model: {setup.draft.model.name}")
-    lines += [f"  - override /cache: {setup.cache.policy}"] if prediction else []
-    lines += [f"  - override /hardware: {setup.hardware.name.lower()}", ""]
-    lines += ["target:", f"  path: {json.dumps(path)}"] if path else []
-    if prediction:
-        lines += ["draft:", f"  gamma: {plan.gamma}"]
-        if setup.draft.tensor_parallel is not None:
-            lines += [f"  tensor_parallel: {setup.draft.tensor_parallel}"]
-        keys = {"budget": setup.cache.budget} if setup.cache.has_budget else {}
-        keys |= dict(zip(setup.cache.own_keys(), setup.cache.settings, strict=True))
-        lines += ["cache:", *(f"  {key}: {value}" for key, value in keys.items())] if keys else []
-    lines += ["batch:", f"  size: {setup.batch}", f"  context_len: {setup.context}"]
-    return "\n".join(lines) + "\n"
+    setup, draft, cache = plan.setup, plan.setup.draft, plan.setup.cache
+    options = {"target": "custom" if path else setup.target_name, "draft": draft.name if plan.prediction else "none"}
+    values: dict[str, dict[str, Any]] = {"target": {"path": path}} if path else {}
+    speed = f"{plan.tokens_per_second:,.0f} tokens/s"
+    found = f"{speed}; no known draft is faster."
+    if plan.prediction and plan.prediction.estimate:
+        alpha, source, _ = plan.prediction.estimate
+        found = f"{plan.speedup:.2f}x over autoregressive, {speed}; alpha {alpha:.2f} ({source})."
+        options |= {"target@draft.model": draft.model.name} if draft.model else {}
+        options["cache"] = cache.policy
+        values["draft"] = {"gamma": plan.gamma}
+        values["draft"] |= {} if draft.tensor_parallel is None else {"tensor_parallel": draft.tensor_parallel}
+        values["cache"] = {"budget": cache.budget} if cache.has_budget else {}
+        values["cache"] |= dict(zip(cache.own_keys(), cache.settings, strict=True))
+    options["hardware"] = setup.hardware.name.lower()
+    values["batch"] = {"size": setup.batch, "context_len": setup.context}
+    defaults = [{f"override /{group}": name} for group, name in options.items()]
+    content = yaml.safe_dump({"defaults": defaults} | values, sort_keys=False)
+    return f"# @package _global_\n# Predicted: {found}\n{FOUND_BY} {command}\n{content}"

@@ -39,6 +39,11 @@ def verdict(prediction: Prediction) -> str:
     return text if prediction.fits else f"{text}. {_does_not_fit(prediction)}"
 
 
+def pays_from(at: AtGamma) -> str:
+    """Return the alpha from which speculation pays, for a table."""
+    return "never" if at.break_even_alpha is None else f"alpha {at.break_even_alpha:.2f}"
+
+
 def _remedy(prediction: Prediction) -> str:
     """Return what would give a verdict."""
     budgets = ", ".join(map(str, prediction.known_budgets))

@@ -13,9 +13,9 @@ from rich.console import Console
 from magicdec.config.checks import refuse_unread, warnings
 from magicdec.config.load import to_dict
 from magicdec.config.schema import Config
-from magicdec.errors import UserError
+from magicdec.errors import UserError, in_one_line
 from magicdec.measure.system import sampled
-from magicdec.scenarios.outcome import Outcome, Unfinished
+from magicdec.scenarios.outcome import Outcome
 from magicdec.scenarios.ranks import on_ranks
 from magicdec.tracking import sweep, table
 from magicdec.tracking.lock import Busy, locked
@@ -154,12 +154,11 @@ def _measure(plan: Prepared, name: str, settings: dict[str, Any], job: Job) -> d
             outcome.system = rows
             this.finish(outcome.metrics, outcome.generations, outcome.history, outcome.samples, outcome.system)
     except BaseException as error:
-        cause, history = (error.error, error.history) if isinstance(error, Unfinished) else (error, [])
-        reason, kind = _reason(cause, plan.config)
-        this.fail(reason, kind, history)
+        reason, kind = _reason(error, plan.config)
+        this.fail(reason, kind, vars(error).get("history", ()))  # see outcome.keeping
         if kind == "out_of_memory":
-            raise UserError(reason) from cause
-        raise cause from cause.__cause__
+            raise UserError(reason) from error
+        raise
     logged = log_run(this.folder, settings, this.result)
     table.show(Console(file=sys.stdout), settings, outcome.metrics, this.folder, logged, outcome.history, outcome.view)
     return this.result
@@ -212,12 +211,12 @@ def _scenario(config: Config) -> Scenario[Prepared]:
 
 def _reason(error: BaseException, config: Config) -> tuple[str, str]:
     """Return why a run failed, in words and as a kind (Run.fail)."""
-    text = f"{type(error).__name__}: {error}".strip().splitlines()[0]
     if isinstance(error, UserError):
         return str(error), error.kind
     if isinstance(error, MemoryError) or any(words in str(error) for words in OUT_OF_MEMORY):
         size = f"batch.size={config.batch.size} at batch.context_len={config.batch.context_len}"
-        return f"{size}: out of memory ({text}); choose less of either, or of batch.prefill_chunk", "out_of_memory"
+        reason = f"{size}: out of memory ({in_one_line(error)})"
+        return f"{reason}; choose less of either, or of batch.prefill_chunk", "out_of_memory"
     if isinstance(error, KeyboardInterrupt):
         return "interrupted", "interrupted"
-    return text, "crashed"
+    return in_one_line(error), "crashed"

@@ -9,24 +9,14 @@ if TYPE_CHECKING:  # it imports PyTorch, for which a prediction must not wait
     from magicdec.measure.metrics import Metrics
 
 
-class Unfinished(BaseException):
-    """The error that has ended a scenario, with the rows of its history so far: they may have taken hours."""
-
-    def __init__(self, error: BaseException, history: list[dict]):
-        super().__init__(error, history)
-        self.error, self.history = error, history
-
-    def __str__(self) -> str:
-        return f"{len(self.history)} rows were measured before"
-
-
 @contextmanager
 def keeping(history: list[dict]) -> Iterator[None]:
-    """Raise Unfinished, with `history`, from any error."""
+    """Give any error the attribute `history`: the rows measured before it, which may have taken hours."""
     try:
         yield
     except BaseException as error:
-        raise Unfinished(error, history) from error
+        vars(error)["history"] = history
+        raise
 
 
 @dataclass

@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from magicdec.config.schema import Config
 from magicdec.costmodel.planner import FOUND_BY, Candidate, Plans, experiment_yaml, search
 from magicdec.costmodel.predict import Prediction
-from magicdec.costmodel.round import Setup
+from magicdec.costmodel.summary import pays_from
 from magicdec.costmodel.targets import option
 from magicdec.errors import UserError
 from magicdec.planning.prediction import PredictionPlan, cache_named, curves, draft_named, num_bytes, plan_prediction
@@ -71,11 +71,13 @@ def _experiment(name: str) -> Path:
 def _view(plans: Plans) -> Group:
     """Return what the terminal shows: the ranking, and what could not be ranked."""
     table = new_table(*CHOICES, "tokens/s", "ms per token", "speedup", title="plans", num_words=len(CHOICES))
-    for candidate in plans.ranked[:SHOWN]:
-        table.add_row(*_cells(candidate))
+    for one in plans.ranked[:SHOWN]:
+        chosen = _choices(one.prediction) if one.prediction else [str(one.setup.batch), "none", "", "", ""]
+        rates = f"{one.tokens_per_second:,.0f}", f"{1e3 * one.time_per_token_s:.1f}", f"{one.speedup:.2f}"
+        table.add_row(*chosen, *rates)
     unknown = new_table(*CHOICES, "pays from", title="no acceptance is known for", num_words=len(CHOICES))
     for prediction in plans.unknown[:SHOWN_UNKNOWN]:
-        unknown.add_row(*_unknown_cells(prediction))
+        unknown.add_row(*_choices(prediction), pays_from(prediction.best))
     left_out = f"left out: {plans.too_large} that do not fit into memory, {plans.too_slow} beyond the latency bound"
     return Group(table, *([unknown] if plans.unknown else []), left_out)
 
@@ -94,21 +96,8 @@ def _facts(one: Candidate) -> dict[str, float | int | str]:
     }
 
 
-def _cells(one: Candidate) -> list[str]:
-    rates = [f"{one.tokens_per_second:,.0f}", f"{1e3 * one.time_per_token_s:.1f}", f"{one.speedup:.2f}"]
-    if one.prediction is None:
-        return [str(one.setup.batch), "none", "", "", "", *rates]
-    return [*_names(one.setup), str(one.gamma), *rates]
-
-
-def _unknown_cells(prediction: Prediction) -> list[str]:
-    alpha = prediction.best.break_even_alpha
-    return [
-        *_names(prediction.setup),
-        str(prediction.best.gamma),
-        "never" if alpha is None else f"alpha {alpha:.2f}",
-    ]
-
-
-def _names(setup: Setup) -> list[str]:
-    return [str(setup.batch), setup.draft_label, setup.cache.policy, str(setup.cache.budget)]
+def _choices(prediction: Prediction) -> list[str]:
+    """Return the cells of CHOICES."""
+    setup = prediction.setup
+    values = (setup.batch, setup.draft_label, setup.cache.policy, setup.cache.budget, prediction.best.gamma)
+    return list(map(str, values))

@@ -9,7 +9,7 @@ from rich.table import Table
 from magicdec.costmodel.comparison import published
 from magicdec.costmodel.predict import Prediction
 from magicdec.costmodel.predict import predict as predict_setup
-from magicdec.costmodel.summary import verdict
+from magicdec.costmodel.summary import pays_from, verdict
 from magicdec.planning.prediction import PredictionPlan, curves, num_bytes, plan_prediction, task_of
 from magicdec.scenarios.outcome import Outcome
 from magicdec.tracking.cells import new_table
@@ -75,7 +75,7 @@ def _gammas(prediction: Prediction) -> Table:
             *(f"{1e3 * time.total:.2f}" for time in times),
             f"{1e3 * at.times.round_s:.2f}",
             "?" if at.speedup is None else f"{at.speedup:.2f}",
-            "never" if at.break_even_alpha is None else f"alpha {at.break_even_alpha:.2f}",
+            pays_from(at),
             style="bold" if at is prediction.best else "",
         )
     return table

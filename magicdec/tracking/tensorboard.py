@@ -11,15 +11,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from magicdec.errors import UserError
+from magicdec.errors import UserError, in_one_line
 from magicdec.tracking.cells import is_number
 from magicdec.tracking.report.rows import flatten, is_setting
 from magicdec.tracking.store import shown
-from magicdec.tracking.trackers import FinishedRun, Logged, Settings
+from magicdec.tracking.trackers import ALONG, FinishedRun, Logged, Settings
 
 NAME = "TensorBoard"
 IMPORTS = ("tensorboard.summary.writer.event_file_writer",)
-ALONG = ("round", "concurrency", "rate", "system/seconds")  # the x axis of a row, if it has one of these
 NOT_METRICS = ("attempt", "pid")
 
 
@@ -46,8 +45,7 @@ def log_run(run: FinishedRun) -> Logged:
     try:
         _write(folder, run)
     except Exception as error:
-        reason = f"{type(error).__name__}: {error}".strip().splitlines()[0]
-        return Logged(NAME, warning=f"{NAME} failed, {reason}")
+        return Logged(NAME, warning=f"{NAME} failed, {in_one_line(error)}")
     return Logged(NAME, folder, command=command, command_label=NAME)
 
 

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from magicdec.drafting import DraftConfig
-from magicdec.errors import UserError
+from magicdec.errors import UserError, in_one_line
 from magicdec.registry import DRAFTS
 from magicdec.tracking.store import shown
-from magicdec.tracking.trackers import FinishedRun, Logged, Settings
+from magicdec.tracking.trackers import ALONG, FinishedRun, Logged, Settings
 
 NAME = "W&B"
 IMPORTS = ("wandb.sdk.launch",)  # by wandb.init, and takes longer than wandb itself
@@ -69,7 +69,7 @@ def send(run: FinishedRun) -> Logged | None:
         with contextlib.redirect_stderr(said):
             logged = _send(run)
     except Exception as error:
-        return Logged(NAME, warning=_warning(_line(error)))
+        return Logged(NAME, warning=_warning(in_one_line(error)))
     complaint = COMPLAINT.search(said.getvalue())  # an upload that wandb gives up is a line on stderr, not an exception
     return replace(logged, warning=_warning(complaint[1])) if complaint else logged
 
@@ -84,7 +84,7 @@ def connect() -> Any:
         with contextlib.redirect_stderr(io.StringIO()):
             return wandb.Api()
     except Exception as error:
-        raise UserError(_warning(_line(error))) from error
+        raise UserError(_warning(in_one_line(error))) from error
 
 
 def url_of(api: Any, run: FinishedRun) -> str | None:
@@ -110,7 +110,7 @@ def make_chart(entity: str, name: str, spec: Mapping[str, Any]) -> str | None:
     try:
         wandb.Api().create_custom_chart(entity, name, name, "vega2", "private", dict(spec))
     except Exception as error:
-        return _line(error)
+        return in_one_line(error)
     return None
 
 
@@ -133,7 +133,7 @@ def _login_trouble() -> str | None:
     except ImportError:
         return "the package wandb is missing: pip install wandb"
     except Exception as error:
-        line = _line(error)
+        line = in_one_line(error)
         return None if UNANSWERED.match(line) and not REFUSED.match(line) else f"{line}; run `wandb login --relogin`"
 
 
@@ -192,7 +192,7 @@ def _stop_service() -> None:
 def _log_history(opened: Any, history: list[dict]) -> None:
     """Log a row per round, level of load or moment. Keep the last one out of the summary, which is about the run."""
     keys = {key: None for row in history for key in row}
-    along = next((key for key in ("round", "concurrency", "rate", "system/seconds") if key in keys), None)
+    along = next((key for key in ALONG if key in keys), None)
     if along:
         opened.define_metric(along, summary="none")
     for key in keys:
@@ -258,12 +258,6 @@ def _tables_stay_in(folder: Path) -> Iterator[None]:
             del os.environ[name]
         else:
             os.environ[name] = before
-
-
-def _line(error: Exception) -> str:
-    """Return an exception as one line."""
-    first = str(error).strip().partition("\n")[0]
-    return f"{type(error).__name__}: {first}" if first else type(error).__name__
 
 
 def _warning(said: str) -> str:
