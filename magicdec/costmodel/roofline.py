@@ -8,7 +8,7 @@ launch overhead, ranks add two all-reduces a layer (Megatron).
 
 from collections import Counter
 from functools import cache
-from math import ceil
+from math import ceil, inf
 from typing import NamedTuple
 
 from magicdec.architectures import ModelConfig
@@ -122,7 +122,8 @@ def operators(forward: Pass, hardware: Hardware) -> list[Operator]:
             tokens * model.group_size,
             stretch,
         )
-        for cached, number in _cached_tokens(model, forward.cached_tokens)
+        for window, number in _windows(model)
+        for cached in [min(forward.cached_tokens, window or inf)]
     ]
     return [
         elementwise("embedding", 1, 2 * hidden),
@@ -175,11 +176,7 @@ def layer_weights(model: ModelConfig) -> float:
     return model.num_layers * model.hidden_size * (2 * q + 2 * kv + 3 * model.intermediate_size)
 
 
-def _cached_tokens(model: ModelConfig, cached: float) -> list[tuple[float, int]]:
-    """Return pairs of the tokens read, of `cached` ones, and how many layers read as many."""
-    return [(cached if window is None else min(cached, window), n) for window, n in _windows(model)]
-
-
 @cache
 def _windows(model: ModelConfig) -> list[tuple[int | None, int]]:
+    """Return each sliding window, None for layers without one, and the number of layers that have it."""
     return list(Counter(model.window_of(layer) for layer in range(model.num_layers)).items())

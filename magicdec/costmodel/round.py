@@ -84,11 +84,6 @@ class Setup:
         return self.draft_weight_bytes + decoded
 
     @property
-    def draft_kv_bytes(self) -> float:
-        """Return the bytes of an element of the draft's KV cache."""
-        return self.cache.element_bytes(self.draft_model, self.element_bytes)
-
-    @property
     def target_pass(self) -> Pass:
         """Return one autoregressive step of the target."""
         size = self.element_bytes
@@ -112,7 +107,7 @@ class Setup:
             self.tokens_read,
             self.draft_ranks,
             weight_bytes=self.moved_weight_bytes(self.batch),
-            kv_bytes=self.draft_kv_bytes,
+            kv_bytes=self.cache.element_bytes(self.draft_model, self.element_bytes),
             activation_bytes=self.element_bytes,
             head_bytes=self.weight_bytes,
         )
@@ -168,11 +163,12 @@ def round_times(setup: Setup, gamma: int) -> RoundTimes:
     """Predict the parts of a round that proposes `gamma` tokens."""
     hardware = setup.hardware
     late = not hardware.stack.verify_chooses
+    first, later = setup.draft_step_times  # the first may feed two tokens
     verify = setup.target_pass._replace(query_tokens=gamma + 1, chooses=not late)
     return RoundTimes(
         gamma,
         target=setup.target_time,
-        draft=draft_time(setup, gamma),
+        draft=first.plus(later, gamma - 1).scaled(1 / gamma),
         select=select_time(setup, gamma),
         verify=step_time(verify, hardware),
         overhead=StepTime(
@@ -180,12 +176,6 @@ def round_times(setup: Setup, gamma: int) -> RoundTimes:
             overhead=hardware.efficiency.round_overhead_us * 1e-6,
         ),
     )
-
-
-def draft_time(setup: Setup, gamma: int) -> StepTime:
-    """Return T_D: the mean of a round's draft steps, of which the first may feed two tokens."""
-    first, later = setup.draft_step_times
-    return first.plus(later, gamma - 1).scaled(1 / gamma)
 
 
 def select_time(setup: Setup, gamma: int) -> StepTime:

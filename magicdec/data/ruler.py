@@ -7,13 +7,13 @@ invented, so that no model has seen them in training.
 import random
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, pairwise
 
 from magicdec.data import text
 from magicdec.data.base import Encoder, PromptRequest, Prompts
 from magicdec.errors import UserError
 
-MULTIKEY_NEEDLES = 8
 COMMON_WORDS = 10  # each group of the list has as many others, which occur once
 HOPS = 4
 DOCUMENTS = 12
@@ -75,8 +75,8 @@ def _row(made: Question, task: str, window: list[int], encoder: Encoder, generat
     return [*window[:first], *between, *parts[-1], *question]
 
 
-def _needles(generator: random.Random, count: int) -> Question:
-    """Return a question about one of `count` secret numbers."""
+def niah(generator: random.Random, count: int) -> Question:
+    """Ask for one needle in a haystack, of `count` secret numbers."""
     keys = _words(generator, count)
     numbers = [str(number) for number in generator.sample(range(1_000_000, 10_000_000), count)]
     asked = generator.randrange(count)
@@ -86,16 +86,6 @@ def _needles(generator: random.Random, count: int) -> Question:
         f"Question: What is the secret number of {keys[asked]}?\nAnswer: The secret number of {keys[asked]} is",
         [numbers[asked]],
     )
-
-
-def niah_single(generator: random.Random) -> Question:
-    """Ask for the only needle in a haystack."""
-    return _needles(generator, 1)
-
-
-def niah_multikey(generator: random.Random) -> Question:
-    """Ask for one needle of several."""
-    return _needles(generator, MULTIKEY_NEEDLES)
 
 
 def cwe(generator: random.Random) -> Question:
@@ -141,7 +131,11 @@ def qa(generator: random.Random) -> Question:
 
 
 TASKS: dict[str, Callable[[random.Random], Question]] = {
-    made.__name__: made for made in (niah_single, niah_multikey, cwe, vt, qa)
+    "niah_single": partial(niah, count=1),
+    "niah_multikey": partial(niah, count=8),
+    "cwe": cwe,
+    "vt": vt,
+    "qa": qa,
 }
 
 

@@ -21,20 +21,13 @@ def matmul_rate(device: torch.device, dtype: torch.dtype, size: int | None = Non
         size = MATMUL_ON[device.type]
         size = size if 3 * size**2 * dtype.itemsize <= _room(device) else SMALL_MATMUL
     a, b = (torch.randn(size, size, dtype=dtype, device=device) for _ in range(2))
-    return 2 * size**3 / _fastest_s(lambda: a @ b, device, repeats)
-
-
-def copy_bandwidth(device: torch.device, num_bytes: int) -> float:
-    """Return the bytes per second, read and written, of a copy within the device's memory."""
-    source = torch.ones(num_bytes // 4, device=device)
-    copy = torch.empty_like(source)
-    return 2 * source.nbytes / _fastest_s(lambda: copy.copy_(source), device)
+    return 2 * size**3 / fastest_s(lambda: a @ b, device, repeats)
 
 
 def read_bandwidth(device: torch.device) -> float:
     """Return the bytes per second at which the device reads memory, as a sum over a large tensor does."""
     data = torch.ones(min(READ_ON[device.type], _room(device)) // 4, device=device)
-    return data.nbytes / _fastest_s(data.sum, device)
+    return data.nbytes / fastest_s(data.sum, device)
 
 
 def all_reduce_rate(rank: int, num_bytes: int) -> float:
@@ -58,7 +51,8 @@ def _room(device: torch.device) -> int:
     return available_bytes(device) // 4
 
 
-def _fastest_s(work: Callable[[], object], device: torch.device, repeats: int = REPEATS) -> float:
+def fastest_s(work: Callable[[], object], device: torch.device, repeats: int = REPEATS) -> float:
+    """Return the seconds of the fastest of several repeats."""
     best = float("inf")
     for _ in range(repeats):
         with Stopwatch(device) as watch:

@@ -9,6 +9,7 @@ from magicdec.costmodel.hardware import device_in
 from magicdec.costmodel.speedup import batch_rounds, round_time
 from magicdec.costmodel.speedup import speedup as formula_speedup
 from magicdec.data import Prompts
+from magicdec.drafts.base import Draft
 from magicdec.engine.audit import Audit, audit
 from magicdec.engine.decoder import Decoder, Generation
 from magicdec.engine.native import Batch, NativeEngine, warm_up
@@ -65,9 +66,9 @@ def run(plan: Plan, progress: Progress) -> Outcome:
         prefill_seconds.append(_prefill(batch, engine, progress))
         warm_up(batch)
         for one in passes:
-            one.autoregressive.append(_generate(batch.decoder, None, "autoregressive", progress))
+            one.autoregressive.append(_generate(batch.decoder, None, progress))
             if batch.draft is not None:
-                one.speculative.append(_generate(batch.decoder, batch, "speculative", progress))
+                one.speculative.append(_generate(batch.decoder, batch.draft, progress))
         if plan.is_audited:
             first = passes[0]
             found = audit(batch.decoder, first.autoregressive[-1].tokens, first.speculative[-1].tokens)
@@ -110,9 +111,10 @@ def _prefill(batch: Batch, engine: NativeEngine, progress: Progress) -> float:
     return seconds
 
 
-def _generate(decoder: Decoder, batch: Batch | None, name: str, progress: Progress) -> Generation:
-    with progress.task(name, total=decoder.state.max_len - decoder.state.max_prompt_len) as task:
-        return decoder.generate(batch.draft if batch else None, task.advance)
+def _generate(decoder: Decoder, draft: Draft | None, progress: Progress) -> Generation:
+    way = "autoregressive" if draft is None else "speculative"
+    with progress.task(way, total=decoder.state.max_len - decoder.state.max_prompt_len) as task:
+        return decoder.generate(draft, task.advance)
 
 
 def _speed(batches: list[Generation], prefill_seconds: list[float]) -> dict[str, float]:

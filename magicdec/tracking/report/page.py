@@ -20,14 +20,7 @@ from magicdec.tracking.reader import IMPOSSIBLE, gpu_trouble, noise, read_lines
 from magicdec.tracking.report.rows import FACTS, Row, is_setting, keys_of, telling, varying
 
 LEFT_OUT = FACTS - {"id", "status", "kind", "reason"}
-NOT_REPEATED = (
-    "runs_dir=",
-    "resume=",
-    "sweep.",
-    "wandb.",
-    "tracker=",
-    "hydra",
-)  # no part of a copied command
+NOT_REPEATED = ("runs_dir=", "resume=", "sweep.", "wandb.", "tracker=", "hydra")  # no part of a copied command
 # The parts of the page: a place in page.html, and the files that fill it.
 PARTS = {
     "STYLE": ("page.css",),
@@ -47,7 +40,7 @@ def html_page(rows: Sequence[Row], title: str) -> str:
     columns = {key: _column([row.get(key) for row in rows]) for key in keys if key in differing or not is_setting(key)}
     for name, trouble in (("noise", noise), ("gpu_trouble", gpu_trouble)):
         columns[name] = _column([", ".join(trouble(row)) or None for row in rows])
-    columns["command"] = _column([command(row, differing) for row in rows])
+    columns["command"] = _column([command(row) for row in rows])
     now = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
     data = {"title": title, "made": now, "number": len(rows), "settings": settings, "columns": columns}
     data |= {"impossible": IMPOSSIBLE, "samples": dict(islice(_samples(rows), MAX_SAMPLES))}
@@ -68,17 +61,10 @@ def _samples(rows: Sequence[Row]) -> Iterator[tuple[str, Sample]]:
             yield run, sample | {"rounds": rounds[:MAX_ROUNDS], "left_out": max(0, len(rounds) - MAX_ROUNDS)}
 
 
-def command(row: Row, settings: Sequence[str]) -> str:
-    """Return the command line that repeats this run: its own overrides, or else the settings in which runs differ."""
-    stored = row.get("overrides")
-    if stored is not None:
-        parts = [part for part in json.loads(stored) if not part.startswith(NOT_REPEATED)]
-    else:
-        groups = {"target": "target.name", "draft": "draft.name", "cache": "cache.policy", "data": "data.name"}
-        parts = [f"{group}={row[key]}" for group, key in groups.items() if key in row]
-        said = {*groups.values(), *(key for key in settings if key.startswith("load."))}  # a run has all its levels
-        parts += [f"{key}={row[key]}" for key in settings if key in row and key not in said]
-    return shlex.join(["magicdec", *parts])
+def command(row: Row) -> str:
+    """Return the command line that repeats this run."""
+    overrides = json.loads(row.get("overrides", "[]"))
+    return shlex.join(["magicdec", *(text for text in overrides if not text.startswith(NOT_REPEATED))])
 
 
 def _column(values: list[Any]) -> dict[str, Any]:
