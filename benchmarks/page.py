@@ -11,6 +11,7 @@ from magicdec.measure.system import cpu_name
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs/results"
+MEASURED = ("magicdec", "conf", "benchmarks/*.py", ":!benchmarks/*_page.py", "pyproject.toml")  # what figures depend on
 
 
 def provenance(command: str) -> str:
@@ -25,13 +26,13 @@ def setting() -> str:
 
 
 def commit() -> str:
-    """Return the commit, with `-dirty` if files differ from it, other than the pages of results, which are written."""
-    describe = ["git", "describe", "--always"]
-    status = ["git", "status", "--porcelain", "--untracked-files=no", "--", ".", ":!docs/results"]
+    """Return the last commit that changed what figures depend on, with `-dirty` if those files have changes."""
+    log = ["git", "log", "-1", "--format=%h", "--", *MEASURED]
+    status = ["git", "status", "--porcelain", "--untracked-files=no", "--", *MEASURED]
     try:
         name, changed = (
             subprocess.run(git, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
-            for git in (describe, status)
+            for git in (log, status)
         )
     except (OSError, subprocess.CalledProcessError):  # a copy of the files alone, or a machine without git
         return "unknown"
@@ -39,10 +40,10 @@ def commit() -> str:
 
 
 class Cells(dict[str, Any]):
-    """What this commit has measured, by the names of its cells: kept in a file, so that a command can be resumed."""
+    """Figures by the names of their cells, kept in a file, so that a command can be resumed."""
 
     def __init__(self, name: str, restart: bool = False):
-        """Read runs/NAME.json, unless it is another commit's or `restart` says to forget it."""
+        """Read runs/NAME.json, unless `commit` has changed or `restart` says to forget it."""
         self.file = ROOT / "runs" / f"{name}.json"
         stored = {} if restart or not self.file.exists() else json.loads(self.file.read_text())
         super().__init__(stored["cells"] if stored.get("commit") == commit() else {})

@@ -8,8 +8,9 @@
 Measures SmolLM2-135M where MAGICDEC_SMOLLM2 names a folder made by tools/get_smollm2.py, and the bundled pair. Engines
 with an environment of their own take part where MAGICDEC_VLLM_PYTHON, MAGICDEC_LLAMACPP_PYTHON and
 MAGICDEC_OPENVINO_PYTHON name one (docs/peers.md). All ways of decoding take turns at a cell, so that a ratio compares
-times of the same minutes. The page is written after every way. Repeat the command to resume: what this commit has
-measured is not measured again (--restart forgets it). The page keeps what was written by hand between its two marks.
+times of the same minutes. The page is written after every way. Repeat the command to resume: what has been measured is
+kept until a commit changes the package, conf/ or benchmarks/ (--restart forgets it). The page keeps what was written by
+hand between its two marks.
 """
 
 import argparse

@@ -1,5 +1,7 @@
 """The race of engines (benchmarks/peers.py): what its page makes of measurements."""
 
+import subprocess
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -88,3 +90,37 @@ def test_second_choices_are_the_targets(page):
     assert found[..., 0].tolist() == best.indices[..., 1].tolist()
     gaps = (best.values[..., 0] - best.values[..., 1]) / best.values[..., 0].abs()
     torch.testing.assert_close(found[..., 1], gaps, rtol=1e-2, atol=1e-5)
+
+
+def test_figures_are_kept_until_a_commit_changes_what_is_measured(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import page
+
+    def git(*arguments: str) -> None:
+        author = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        subprocess.run(["git", *author, *arguments], cwd=tmp_path, check=True, capture_output=True)
+
+    def write(name: str, text: str) -> None:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+        git("add", name)
+
+    monkeypatch.setattr(page, "ROOT", tmp_path)
+    git("init")
+    write("magicdec/one.py", "1")
+    git("commit", "-m", "one")
+    first, cells = page.commit(), page.Cells("race")
+    cells["cell"] = {"tokens": [1]}
+    cells.save()
+    for name in ("docs/page.md", "benchmarks/peers_page.py"):
+        write(name, "text")
+        assert page.commit() == first
+        git("commit", "-m", name)
+        assert page.commit() == first
+    assert page.Cells("race") == cells
+    write("magicdec/one.py", "2")
+    assert page.commit() == f"{first}-dirty"
+    assert page.Cells("race") == {}
+    git("commit", "-m", "two")
+    assert page.commit() not in (first, f"{first}-dirty")
+    assert page.Cells("race") == {}
