@@ -77,10 +77,16 @@ TELLING: dict[Where, tuple[str, ...]] = {
     (SMOL, 4, 2048): FAST,
     (SMOL, 8, 4096): PLAIN,
     (SMOL, 16, 1024): PLAIN,
+    (TINY, 16, 4096): PLAIN,
     (TINY, 8, 4096): PLAIN,
-    (SMOL, 1, 4096): PLAIN,
     (TINY, 16, 1024): PLAIN,
+    (SMOL, 1, 8000): PLAIN,
+    (TINY, 8, 8000): PLAIN,
     (SMOL, 8, 2048): PLAIN,
+    (SMOL, 4, 4096): PLAIN,
+    (SMOL, 1, 4096): PLAIN,
+    (TINY, 4, 4096): PLAIN,
+    (SMOL, 16, 2048): PLAIN,
     (TINY, 1, 1024): FAST,
     (TINY, 8, 2048): PLAIN,
     (TINY, 4, 2048): PLAIN,
@@ -89,8 +95,10 @@ TELLING: dict[Where, tuple[str, ...]] = {
 CONTEXTS, ROWS = (1024, 2048, 4096, 8000), (1, 4, 8, 16)
 NEW_TOKENS, REPEATS = 48, 2
 ONCE = {SMOL: 5_000, TINY: 20_000}  # prompt tokens of a cell from which each way decodes it once
+LLAMACPP_TOKENS = 8_192  # prompt tokens of a cell of SmolLM2 up to which llama.cpp takes part: more take it minutes
 TIME_LIMIT_S = 600
 SETTINGS = {"new": NEW_TOKENS, "gamma": GAMMA, "repeats": REPEATS, "once": ONCE[SMOL], "tiny": ONCE[TINY]}
+SETTINGS["llamacpp"] = LLAMACPP_TOKENS
 
 
 def overrides_of(model: str) -> list[str]:
@@ -178,13 +186,16 @@ def engine_of(way: str) -> Any:
     return ENGINES[WAYS[way][0].removeprefix("engine=")].load()
 
 
-def ways_of(model: str, rows: int, ways: Iterable[str]) -> Iterator[str]:
-    """Yield those of the ways that there are: of installed engines, with a draft model where there is one."""
+def ways_of(where: Where, ways: Iterable[str]) -> Iterator[str]:
+    """Yield ours and those of the ways that this cell can be decoded in, with the engines that are installed."""
+    model, rows, context = where
+    long = model == SMOL and rows * context > LLAMACPP_TOKENS
     yield OURS
     for way in ways:
         there = not issubclass(engine_of(way), WorkerPeer) or os.environ.get(engine_of(way).variable())
         has_draft = "draft=model" not in WAYS[way] or "draft=model" in MODELS[model]
-        if there and has_draft and (way not in ONE_ROW or rows == 1):
+        in_time = not (long and way.startswith("llamacpp"))
+        if there and has_draft and in_time and (way not in ONE_ROW or rows == 1):
             yield way
 
 
@@ -220,7 +231,7 @@ def main() -> None:
     arguments = parser.parse_args()
     found = Cells("peers-cpu", restart=arguments.quick or arguments.restart)
     every = dict.fromkeys([(SMOL, 2, 256), (TINY, 2, 256)], EVERY) if arguments.quick else cells()
-    wanted = {where: list(ways_of(*where[:2], ways)) for where, ways in every.items() if SMOLLM2 or where[0] == TINY}
+    wanted = {where: list(ways_of(where, ways)) for where, ways in every.items() if SMOLLM2 or where[0] == TINY}
     end = time.monotonic() + 60 * arguments.minutes
     for where, ways in wanted.items():
         sizes = arguments.quick or (where[1] in arguments.rows and where[2] in arguments.contexts)

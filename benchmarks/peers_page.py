@@ -95,9 +95,11 @@ def everything(measured: dict[Where, Cell]) -> str:
             length, step = row["acceptance_length"], row["time_per_output_token_ms"]
             line = [*place(where), way, f"{row['tokens_per_second']:,.0f}", f"{ratio(cell, way, OURS):.2f}x"]
             line += [f"{step:.1f}", "" if length else f"{own['limit_ms'] / step:.2f}"]
-            line += [f"{row['time_to_first_token_ms'] / 1e3:.2f}", f"{length:.2f}" if length else ""]
+            line += [f"{row['time_to_first_token_ms'] / 1e3:.2f}", f"{row['wall_s'] - row['decode_s']:.2f}"]
+            line += [f"{length:.2f}" if length else ""]
             lines.append([*line, *agreement(row["tokens"], own)])
-    columns = ["tokens/s", "to native", "TPOT, ms", "of limit", "TTFT, s", "length", "same rows", "gap"]
+    columns = ["tokens/s", "to native", "TPOT, ms", "of limit", "TTFT, s", "last row's", "length"]
+    columns += ["same rows", "gap"]
     return markdown_table([*HEADER, "engine", *columns], lines)
 
 
@@ -185,7 +187,8 @@ the bundled pair. Prompts are source code (`data={data}`), which suits n-grams. 
 
 Ratios are of times per output token (TPOT) within a cell: above 1, ours is faster. All ways of a cell were measured
 one after the other: medians of {repeats} passes of each, or a single one from {once:,} prompt tokens on
-(SmolLM2-135M; {tiny:,} with `tiny`), for all engines alike.
+(SmolLM2-135M; {tiny:,} with `tiny`), for all engines alike. llama.cpp takes part up to {llamacpp:,} prompt tokens of
+SmolLM2-135M: more take it minutes to prefill in fp32.
 
 ## Ours against the best of the others
 
@@ -197,8 +200,9 @@ best way where no other engine was measured with speculation.
 
 Tokens per second count decoding alone, over all rows. `to native` above 1 is faster than native. `of limit` is what an
 autoregressive step would take if every operator took max(bytes / read bandwidth, FLOPs / matmul rate), with our weights
-in bfloat16, over the time that it takes. TTFT is that of the whole batch for native, transformers and openvino;
-llamacpp and vllm prefill rows in turn, and the mean row counts. Length is that of acceptance: tokens per round.
+in bfloat16, over the time that it takes. TTFT is the mean over rows, `last row's` the time after which all have their
+first token: native, transformers and openvino prefill all rows at once, llamacpp and vllm in turn. Length is that of
+acceptance: tokens per round.
 
 `same rows` counts rows whose tokens are those of native, autoregressive. Where rows differ, `gap` is how far the other
 engine's token lay behind the target's own choice where the row first differs: the difference of the two logits over the

@@ -41,7 +41,7 @@ class Worker:
         params.n_parallel, params.n_ctx = rows, rows * max_len
         params.kv_unified, params.fit_params, params.cache_ram_mib = False, False, 0
         params.cache_type_k = params.cache_type_v = getattr(xllamacpp.ggml_type, f"GGML_TYPE_{TYPES[dtype]}")
-        if dtype == "float32":  # flash attention would round K and V to float16, in every pass
+        if dtype == "float32":  # flash attention converts K and V to float16, in every pass
             params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
         params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
         params.ui, params.n_threads_http, params.verbosity = False, 2, 1

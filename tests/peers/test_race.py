@@ -9,9 +9,10 @@ from transformers import AutoModelForCausalLM
 from tests.programs import ROOT
 
 FIGURES = {"tokens_per_second": 100.0, "time_to_first_token_ms": 1e3, "acceptance_length": None, "version": "one 1.0"}
+FIGURES |= {"wall_s": 2.5, "decode_s": 0.5}
 TOKENS = [[1, 2, 3], [4, 5, 6]]
 SECOND = [[(9, 0.5), (9, 0.25), (9, 1e-6)], [(9, 0.5), (9, 0.25), (9, 0.125)]]
-SETTINGS = {"new": 3, "gamma": 3, "repeats": 2, "once": 5000, "tiny": 20000}
+SETTINGS = {"new": 3, "gamma": 3, "repeats": 2, "once": 5000, "tiny": 20000, "llamacpp": 8192}
 
 
 @pytest.fixture
@@ -63,6 +64,8 @@ def test_the_page_keeps_what_was_written_by_hand(page):
     page.write(found, wanted, SETTINGS)
     text = page.FILE.read_text()
     assert "ahead of the fastest other engine in 1 of 1 cell (1.50x)" in text  # the other one lacks an engine
+    assert "| TPOT, ms | of limit | TTFT, s | last row's |" in text
+    assert "| tiny | 8 | 1,024 | llamacpp | 100 | 0.50x | 20.0 | 0.25 | 1.00 | 2.00 |" in text
     assert "- tiny, 1 x 1,024: vllm\n- whole cells: tiny, 16 x 1,024\n" in text
     page.FILE.write_text(text.replace(page.KEPT[0], page.KEPT[0] + "\n\nWhy we are behind.\n\nThe reason."))
     found["tiny, 1 x 1,024"] |= cell(native=9.0, vllm=3.0)
@@ -70,6 +73,18 @@ def test_the_page_keeps_what_was_written_by_hand(page):
     page.write(found, wanted, SETTINGS)
     assert page.FILE.read_text().count("\n\nWhy we are behind.\n\nThe reason.\n\n" + page.KEPT[1]) == 1
     assert "in 1 of 2 cells (0.11x to 1.50x as fast, median 0.81x)" in page.FILE.read_text()
+
+
+def test_llamacpp_takes_part_up_to_a_size(page, monkeypatch):
+    import peers
+
+    for name in ("LLAMACPP", "OPENVINO"):
+        monkeypatch.setenv(f"MAGICDEC_{name}_PYTHON", "python")
+    monkeypatch.delenv("MAGICDEC_VLLM_PYTHON", raising=False)
+    engines = ["native", "openvino", "transformers"]
+    assert list(peers.ways_of((peers.SMOL, 8, 2048), page.PLAIN)) == engines
+    for where in ((peers.SMOL, 8, 1024), (peers.TINY, 8, 2048)):
+        assert sorted(peers.ways_of(where, page.PLAIN)) == ["llamacpp", *engines]
 
 
 def test_second_choices_are_the_targets(page):

@@ -193,7 +193,7 @@ def test_the_real_one_writes_what_ours_writes(tmp_path, name, draft):
 
 
 def test_attention_in_fp32_over_long_prompts(tmp_path):
-    """llama.cpp's flash attention rounds K and V to float16, which changes a token of these rows."""
+    """llama.cpp's flash attention, which is in float16 in part, changes a token of these rows."""
     real("llamacpp")
     long = [*SMALL, "draft=none", "cache=full", "batch.size=8", "batch.context_len=1024", f"runs_dir={tmp_path}"]
     native, other = (run(compose([f"engine={engine}", *long]), Job()) for engine in ("native", "llamacpp"))
