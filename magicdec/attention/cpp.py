@@ -13,7 +13,7 @@ from torch import Tensor
 from magicdec.attention.kernel import KernelAttention, KernelPlan, with_dense_entries
 from magicdec.kernels import library
 
-LANES = 8  # numbers in a vector of attention.cpp
+STEP = 8  # as in attention.cpp
 TYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 POINTERS = ("q", "k", "v", "out", "seqlens", "indices", "counted", "positions", "scores")
@@ -45,8 +45,8 @@ class CppAttention(KernelAttention):
             return f"is for CPUs, not for {device.type}"
         if dtype not in TYPES:
             return f"computes in float32 and bfloat16, not in {str(dtype).removeprefix('torch.')}"
-        if head_dim % LANES:
-            return f"needs a head dim that is a multiple of {LANES}, not {head_dim}"
+        if head_dim % STEP:
+            return f"needs a head dim that is a multiple of {STEP}, not {head_dim}"
         return library.obstacle()
 
     def decode(

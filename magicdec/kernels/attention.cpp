@@ -5,7 +5,6 @@
 // split's K and V stream past once, in blocks. Splits have a fixed length, so that a row's result depends neither on its
 // neighbours nor on the number of threads.
 
-#define LANES 8  // head dims are multiples of it
 #include "vectors.h"
 
 #include <atomic>
@@ -19,69 +18,105 @@
 namespace {
 
 constexpr int BLOCK = 32;    // slots whose scores are held at a time: two blocks of K and one of V fit into the L1 cache
-constexpr int MAX_TILE = 3;  // query rows whose sums, with four vectors each, fill the registers
+constexpr int MAX_TILE = LANES == 16 ? 6 : 3;  // query rows whose sums, with four vectors each, fill the registers
+constexpr int STEP = 8;      // head dims are multiples of it
 constexpr int SPLIT = 512;   // slots of a task
 constexpr float HIDDEN = -std::numeric_limits<float>::infinity();
 
-// Scores of R query rows and four slots. R x 4 sums stay in registers, which GCC manages only if the loops are unrolled.
-template <int R, typename T>
-void score(const float* q, const T* const* k, int64_t dim, float* scores) {
-    Vec sums[R][4];
-#pragma GCC unroll 3
-    for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 4
-        for (int s = 0; s < 4; ++s) sums[r][s] = Vec{};
+// What a piece of work fetches while it computes: so many cache lines in each of its steps.
+struct Ahead {
+    const char* from;
+    int64_t lines;
+    void step() {
+        for (int64_t i = 0; i < lines; ++i) __builtin_prefetch(from + i * 64);
+        from += lines * 64;
     }
-    for (int64_t d = 0; d < dim; d += LANES) {
-        Vec rows[R];
-        for (int r = 0; r < R; ++r) rows[r] = hold(q + r * dim + d);
+};
+
+// The cache lines that are read next, which the work of a block fetches bit by bit: memory must not wait for arithmetic,
+// and many lines at once would keep the arithmetic waiting.
+struct Stream {
+    const char* from;
+    int64_t lines;
+    Ahead take(int64_t some, int64_t steps) {
+        const Ahead taken{from, (std::min(some, lines) + steps - 1) / steps};
+        from += taken.lines * steps * 64;
+        lines = std::max<int64_t>(0, lines - taken.lines * steps);
+        return taken;
+    }
+};
+
+// Scores of R query rows and four slots. R x 4 sums stay in registers, which GCC manages only if the loops are unrolled.
+// Their vectors have eight numbers: the sum over a longer one takes as much time as its products save.
+template <int R, typename T>
+void score(const float* q, const T* const* k, int64_t dim, float* scores, Ahead ahead) {
+    Vec8 sums[R][4];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 8
+        for (int s = 0; s < 4; ++s) sums[r][s] = Vec8{};
+    }
+    for (int64_t d = 0; d < dim; d += STEP) {
+        ahead.step();
+        Vec8 rows[R];
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) rows[r] = hold<Vec8>(q + r * dim + d);
+#pragma GCC unroll 8
         for (int s = 0; s < 4; ++s) {
-            const Vec x = hold(k[s] + d);
+            const Vec8 x = hold<Vec8>(k[s] + d);
+#pragma GCC unroll 8
             for (int r = 0; r < R; ++r) sums[r][s] += rows[r] * x;
         }
     }
-#pragma GCC unroll 3
+#pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
         const Quad quad = sums_of(sums[r][0], sums[r][1], sums[r][2], sums[r][3]);
         std::memcpy(scores + r * BLOCK, &quad, sizeof quad);
     }
 }
 
-// What a call fetches for the next block while it computes, for each of its slots: some cache lines of an entry.
-struct Ahead {
-    const char* from;
-    int64_t entry_bytes, lines;
-};
-
 // out = out * decay + p V for R query rows and C vectors of the head dim, which stay in registers.
-template <int R, int C, typename T>
+template <typename V, int R, int C, typename T>
 void add_values(float* out, int64_t dim, const float* p, const T* const* v, int64_t d, int count, const float* decay,
                 Ahead ahead) {
-    Vec sums[R][C];
-    for (int r = 0; r < R; ++r)
-        for (int c = 0; c < C; ++c) sums[r][c] = load(out + r * dim + d + c * LANES) * decay[r];
+    constexpr int N = sizeof(V) / sizeof(float);
+    V sums[R][C];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 8
+        for (int c = 0; c < C; ++c) sums[r][c] = load<V>(out + r * dim + d + c * N) * decay[r];
+    }
     for (int s = 0; s < count; ++s) {
-        for (int64_t i = 0; i < ahead.lines; ++i) __builtin_prefetch(ahead.from + s * ahead.entry_bytes + i * 64);
-        Vec weights[R];
-        for (int r = 0; r < R; ++r) weights[r] = all(p[r * BLOCK + s]);
+        ahead.step();
+        V weights[R];
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) weights[r] = all<V>(p[r * BLOCK + s]);
+#pragma GCC unroll 8
         for (int c = 0; c < C; ++c) {
-            const Vec x = hold(v[s] + d + c * LANES);
+            const V x = hold<V>(v[s] + d + c * N);
+#pragma GCC unroll 8
             for (int r = 0; r < R; ++r) sums[r][c] += weights[r] * x;
         }
     }
-    for (int r = 0; r < R; ++r)
-        for (int c = 0; c < C; ++c) store(out + r * dim + d + c * LANES, sums[r][c]);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 8
+        for (int c = 0; c < C; ++c) store(out + r * dim + d + c * N, sums[r][c]);
+    }
 }
 
-// The results that a split leaves for the merge: (R, D) sums of p V, then (R) maxima and (R) sums of p. Where scores are asked for,
-// also what they are made of: of each of its blocks (R, BLOCK) weights p, and the (R) maxima that these are relative to.
+inline int64_t whole_vectors(int64_t size) { return (size + LANES - 1) / LANES * LANES; }
+
+// The results that a split leaves for the merge: (R) maxima, in whole vectors, (R, D) sums of p V and (R) sums of p. Where
+// scores are asked for, also what they are made of: of each of its blocks (R, BLOCK) weights p, and the (R) maxima that
+// these are relative to.
 struct Partial {
-    float *out, *most, *total, *blocks;
+    float *most, *out, *total, *blocks;
     Partial(float* at, int64_t query_rows, int64_t dim)
-        : out(at), most(at + query_rows * dim), total(most + query_rows), blocks(total + query_rows) {}
+        : most(at), out(at + whole_vectors(query_rows)), total(out + query_rows * dim), blocks(total + query_rows) {}
     static int64_t size(int64_t query_rows, int64_t dim, bool scored) {
-        const int64_t numbers = query_rows * (dim + 2 + (scored ? SPLIT / BLOCK * (BLOCK + 1) : 0));
-        return (numbers + 15) / 16 * 16;  // each begins with a cache line
+        const int64_t numbers = query_rows * (dim + 1 + (scored ? SPLIT / BLOCK * (BLOCK + 1) : 0));
+        return (whole_vectors(query_rows) + numbers + 15) / 16 * 16;  // each begins with a cache line
     }
     float* block(int64_t i, int64_t query_rows) const { return blocks + i * query_rows * (BLOCK + 1); }
 };
@@ -103,8 +138,9 @@ class Kernel : public Attending {
 
     void share() override {
         static thread_local Room of_work;
-        float *const q = of_work.of(query_rows * (c.dim + BLOCK + 1) + BLOCK * c.dim), *const wide = q + query_rows * c.dim;
-        float *const scores = wide + BLOCK * c.dim, *const decay = scores + query_rows * BLOCK;
+        float* const q = of_work.of((query_rows + BLOCK) * c.dim + query_rows * BLOCK + whole_vectors(query_rows));
+        float *const wide = q + query_rows * c.dim, *const scores = wide + BLOCK * c.dim;
+        float* const decay = scores + query_rows * BLOCK;
         for (int64_t task; (task = next.fetch_add(1)) < heads * max_splits;) {
             const int64_t head = task / max_splits, split = task % max_splits;
             const int64_t b = head / c.kv_heads, kv = head % c.kv_heads;
@@ -136,7 +172,7 @@ class Kernel : public Attending {
     void attend(int64_t b, int64_t head, int64_t split, Partial to, float* q, float* scores, float* decay,
                 float* wide) const {
         std::fill(to.out, to.out + query_rows * c.dim, 0.0f);
-        std::fill(to.most, to.most + query_rows, HIDDEN);
+        std::fill(to.most, to.most + whole_vectors(query_rows), HIDDEN);
         std::fill(to.total, to.total + query_rows, 0.0f);
         const int64_t start = first(b) + split * SPLIT, end = std::min<int64_t>(start + SPLIT, last(b));
         if (start >= end) return;
@@ -156,38 +192,41 @@ class Kernel : public Attending {
                 k_at[s] = k + from * c.k_slot;
                 v_at[s] = v + from * c.v_slot;
             }
+            // Of this block's V and the next block's K, scores fetch the first half, weights a fifth, and sums the rest.
+            const int64_t v_lines = indices ? 0 : lines(count * c.v_slot);
+            const int64_t k_lines = indices || at + BLOCK >= end ? 0 : lines(BLOCK * c.k_slot);
+            Stream values = stream(v_at[0], v_lines), keys = stream(k_at[0] + BLOCK * c.k_slot, k_lines);
+            const auto fetch = [&](int64_t some, int64_t steps) { return (values.lines ? values : keys).take(some, steps); };
+            const int64_t scored = (v_lines + k_lines) / 2 / (padded / 4 * num_tiles());
             for (int s = 0; s < padded; s += 4) {
-                for (int i = s; i < s + 4; ++i) prefetch(v_at[i]);  // memory must not wait for arithmetic
+                for (int i = s; indices && i < s + 4; ++i) prefetch(v_at[i]);
                 with(k_at + s, 4, wide, [&](auto* k_in) {
-                    tiles([&](auto R, int64_t r) { score<R>(q + r * c.dim, k_in, c.dim, scores + r * BLOCK + s); });
+                    tiles([&](auto R, int64_t r) {
+                        score<R>(q + r * c.dim, k_in, c.dim, scores + r * BLOCK + s, fetch(scored, c.dim / STEP));
+                    });
                 });
             }
             const bool all_seen = !indices && !c.positions && count == padded && at >= last(b) - c.window &&
                                   at + count <= last(b) - c.new_tokens + 1;
             if (!all_seen) hide(b, head, slots, padded, scores);
-            weigh(scores, padded, to, decay);
+            weigh(scores, padded, to, decay, fetch((v_lines + k_lines) / 5, query_rows));
             if (c.scores) std::copy_n(to.most, query_rows, scores + query_rows * BLOCK);
-            // Each call fetches a part of the next block's keys, slot by slot: many lines at once would keep the
-            // arithmetic waiting.
-            const bool more = !indices && at + BLOCK < end;
-            const int64_t lines = more ? (c.dim * int64_t(sizeof(T)) + 63) / 64 : 0;
-            Ahead ahead{reinterpret_cast<const char*>(k + (at + BLOCK) * c.k_slot), c.k_slot * int64_t(sizeof(T)), 0};
-            int64_t calls = 0, fetched = 0;
+            const int64_t summed = (values.lines + keys.lines) / (num_tiles() * std::max<int64_t>(1, c.dim / (4 * LANES)));
             with(v_at, padded, wide, [&](auto* v_in) {
                 tiles([&](auto R, int64_t r) {
                     float *out = to.out + r * c.dim, *p = scores + r * BLOCK;
                     int64_t d = 0;
-                    for (; d + 4 * LANES <= c.dim; d += 4 * LANES) {
-                        ahead.lines = lines * ++calls / num_calls - fetched;
-                        add_values<R, 4>(out, c.dim, p, v_in, d, padded, decay + r, ahead);
-                        ahead.from += ahead.lines * 64;
-                        fetched += ahead.lines;
-                    }
-                    for (; d < c.dim; d += LANES) add_values<R, 1>(out, c.dim, p, v_in, d, padded, decay + r, Ahead{});
+                    for (; d + 4 * LANES <= c.dim; d += 4 * LANES)
+                        add_values<Vec, R, 4>(out, c.dim, p, v_in, d, padded, decay + r, fetch(summed, padded));
+                    for (; d < c.dim; d += STEP)
+                        add_values<Vec8, R, 1>(out, c.dim, p, v_in, d, padded, decay + r, fetch(summed, padded));
                 });
             });
         }
     }
+
+    static int64_t lines(int64_t entries) { return (entries * int64_t(sizeof(T)) + 63) / 64; }
+    static Stream stream(const T* from, int64_t lines) { return {reinterpret_cast<const char*>(from), lines}; }
 
     // Calls `function` with the entries of some slots: in fp32 if many tiles would convert them again.
     template <typename Function>
@@ -197,7 +236,7 @@ class Kernel : public Attending {
                 const float* at[BLOCK];
                 for (int s = 0; s < count; ++s) {
                     at[s] = wide + s * c.dim;
-                    for (int64_t d = 0; d < c.dim; d += LANES) store(wide + s * c.dim + d, load(entries[s] + d));
+                    for (int64_t d = 0; d < c.dim; d += STEP) store(wide + s * c.dim + d, load<Vec8>(entries[s] + d));
                 }
                 return function(static_cast<const float* const*>(at));
             }
@@ -207,17 +246,21 @@ class Kernel : public Attending {
 
     int64_t num_tiles() const { return (query_rows + MAX_TILE - 1) / MAX_TILE; }
 
-    // Query rows in tiles of at most three, as even as can be: with four vectors each they fill the registers.
+    // Query rows in tiles, as even as can be.
     template <typename Function>
     void tiles(Function function) const {
         const int64_t count = num_tiles();
         for (int64_t i = 0, r = 0; i < count; ++i) {
             const int64_t size = (query_rows - r) / (count - i);
-            if (size == 1) function(std::integral_constant<int, 1>(), r);
-            if (size == 2) function(std::integral_constant<int, 2>(), r);
-            if (size == 3) function(std::integral_constant<int, 3>(), r);
+            tile<MAX_TILE>(size, r, function);
             r += size;
         }
+    }
+
+    template <int R, typename Function>
+    static void tile(int64_t size, int64_t r, Function function) {
+        if (size == R) return function(std::integral_constant<int, R>(), r);
+        if constexpr (R > 1) tile<R - 1>(size, r, function);
     }
 
     void prefetch(const T* from) const {
@@ -230,7 +273,7 @@ class Kernel : public Attending {
         for (int64_t r = 0; r < query_rows; ++r) {
             const T* from = static_cast<const T*>(c.q) + b * c.q_row + (r % c.new_tokens) * c.q_token +
                             (head * c.group + r / c.new_tokens) * c.q_head;
-            for (int64_t d = 0; d < c.dim; d += LANES) store(q + r * c.dim + d, load(from + d) * scale);
+            for (int64_t d = 0; d < c.dim; d += STEP) store(q + r * c.dim + d, load<Vec8>(from + d) * scale);
         }
     }
 
@@ -248,10 +291,10 @@ class Kernel : public Attending {
     }
 
     // Scores become weights relative to the greatest so far; `decay` is what earlier ones must be multiplied by.
-    void weigh(float* scores, int count, Partial& to, float* decay) const {
+    void weigh(float* scores, int count, Partial& to, float* decay, Ahead ahead) const {
         for (int64_t r = 0; r < query_rows; ++r) {
             float* row = scores + r * BLOCK;
-            std::fill(row + count, row + (count + LANES - 1) / LANES * LANES, HIDDEN);
+            std::fill(row + count, row + whole_vectors(count), HIDDEN);
             Vec most = all(to.most[r]);
             for (int s = 0; s < count; s += LANES) {
                 const Vec x = load(row + s);
@@ -260,12 +303,13 @@ class Kernel : public Attending {
             decay[r] = to.most[r];
             to.most[r] = max_of(most);
         }
-        for_vectors(query_rows, [&](int64_t r, auto load, auto store) {
+        for (int64_t r = 0; r < query_rows; r += LANES) {
             const Vec most = load(to.most + r);
             store(decay + r, exp_vec(load(decay + r) - (most == HIDDEN ? Vec{} : most)));
-        });
+        }
         for (int64_t r = 0; r < query_rows; ++r) {
             float* row = scores + r * BLOCK;
+            ahead.step();
             const float base = to.most[r] == HIDDEN ? 0.0f : to.most[r];
             Vec total = {};
             for (int s = 0; s < count; s += LANES) {
@@ -296,7 +340,7 @@ class Kernel : public Attending {
             const float scale = total > 0 ? 1 / total : 0.0f;
             const int64_t token = b * c.new_tokens + r % c.new_tokens, h = head * c.group + r / c.new_tokens;
             T* out = static_cast<T*>(c.out) + (token * c.kv_heads * c.group + h) * c.dim;
-            for (int64_t d = 0; d < c.dim; d += LANES) store(out + d, load(sums.data() + d) * scale);
+            for (int64_t d = 0; d < c.dim; d += STEP) store(out + d, load<Vec8>(sums.data() + d) * scale);
             const bool counts = total > 0 && (!c.counted || c.counted[b * c.new_tokens + r % c.new_tokens]);
             lse[r] = counts ? most + std::log(total) : -HIDDEN;
         }

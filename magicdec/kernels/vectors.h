@@ -24,10 +24,15 @@ namespace {
 
 typedef float Vec __attribute__((vector_size(4 * LANES)));
 typedef int32_t IntVec __attribute__((vector_size(4 * LANES)));
-typedef uint32_t UintVec __attribute__((vector_size(4 * LANES)));
-typedef uint16_t HalfVec __attribute__((vector_size(2 * LANES)));
 typedef float Vec8 __attribute__((vector_size(32)));
 typedef float Quad __attribute__((vector_size(16)));
+
+// The bits of as many numbers as V has, in fp32 and in bf16.
+template <typename V>
+struct Bits {
+    typedef uint32_t Wide __attribute__((vector_size(sizeof(V))));
+    typedef uint16_t Narrow __attribute__((vector_size(sizeof(V) / 2)));
+};
 
 // Room for numbers whose vectors do not cross cache lines. It keeps its memory: fresh pages cost more than small work.
 class Room {
@@ -42,28 +47,45 @@ class Room {
 };
 
 // A vector where it lies. GCC copies 64 bytes as two halves, and a load of both waits until they have been written.
-typedef float Unaligned __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+template <typename V>
+struct __attribute__((packed, may_alias)) Lying {
+    V vector;
+};
 
-inline Vec load(const float* from) { return *reinterpret_cast<const Unaligned*>(from); }
+template <typename V = Vec>
+inline V load(const float* from) {
+    return reinterpret_cast<const Lying<V>*>(from)->vector;
+}
 
-inline Vec load(const bfloat16* from) {
-    HalfVec bits;
+template <typename V = Vec>
+inline V load(const bfloat16* from) {
+    typename Bits<V>::Narrow bits;
     std::memcpy(&bits, from, sizeof bits);
-    const UintVec wide = __builtin_convertvector(bits, UintVec) << 16;
-    return reinterpret_cast<Vec>(wide);
+    const auto wide = __builtin_convertvector(bits, typename Bits<V>::Wide) << 16;
+    return reinterpret_cast<V>(wide);
 }
 
 // A load that stays in its register: compilers would rather read memory again for each use, and loads are scarce.
-inline Vec hold(const float* from) { return *reinterpret_cast<const volatile Unaligned*>(from); }
+template <typename V = Vec>
+inline V hold(const float* from) {
+    return reinterpret_cast<const volatile Lying<V>*>(from)->vector;
+}
 
-inline Vec hold(const bfloat16* from) { return load(from); }
+template <typename V = Vec>
+inline V hold(const bfloat16* from) {
+    return load<V>(from);
+}
 
-inline void store(float* to, Vec x) { *reinterpret_cast<Unaligned*>(to) = x; }
+template <typename V>
+inline void store(float* to, V x) {
+    reinterpret_cast<Lying<V>*>(to)->vector = x;
+}
 
-inline void store(bfloat16* to, Vec x) {  // rounds to nearest, ties to even
-    const UintVec bits = reinterpret_cast<UintVec>(x);
-    const UintVec rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    const HalfVec narrow = __builtin_convertvector(rounded, HalfVec);
+template <typename V>
+inline void store(bfloat16* to, V x) {  // rounds to nearest, ties to even
+    const auto bits = reinterpret_cast<typename Bits<V>::Wide>(x);
+    const auto rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    const auto narrow = __builtin_convertvector(rounded, typename Bits<V>::Narrow);
     std::memcpy(to, &narrow, sizeof narrow);
 }
 
@@ -93,7 +115,10 @@ inline void for_vectors(int64_t size, Function function) {
                  [=](auto* to, Vec x) { store_first(to, x, size - i); });
 }
 
-inline Vec all(float x) { return x - Vec{}; }
+template <typename V = Vec>
+inline V all(float x) {
+    return x - V{};
+}
 
 // e^x for x <= 0, within 2 units in the last place; 0 below -87.
 inline Vec exp_vec(Vec x) {
@@ -135,8 +160,17 @@ inline float max_of(Vec x) {
 }
 
 // The sums of four vectors, in their order. Each adds its numbers in the same order, whichever place it has.
-inline Quad sums_of(Vec a, Vec b, Vec c, Vec d) {
+inline Quad sums_of(Vec8 a, Vec8 b, Vec8 c, Vec8 d) {
+    const auto fold = [](Vec8 x, Vec8 y) {
+        return __builtin_shufflevector(x, y, 0, 2, 8, 10, 4, 6, 12, 14) +
+               __builtin_shufflevector(x, y, 1, 3, 9, 11, 5, 7, 13, 15);
+    };
+    const Vec8 sums = fold(fold(a, b), fold(c, d));
+    return __builtin_shufflevector(sums, sums, 0, 1, 2, 3) + __builtin_shufflevector(sums, sums, 4, 5, 6, 7);
+}
+
 #if LANES == 16
+inline Quad sums_of(Vec a, Vec b, Vec c, Vec d) {
     const auto fold = [](Vec x, Vec y) {
         return __builtin_shufflevector(x, y, 0, 2, 16, 18, 4, 6, 20, 22, 8, 10, 24, 26, 12, 14, 28, 30) +
                __builtin_shufflevector(x, y, 1, 3, 17, 19, 5, 7, 21, 23, 9, 11, 25, 27, 13, 15, 29, 31);
@@ -144,14 +178,8 @@ inline Quad sums_of(Vec a, Vec b, Vec c, Vec d) {
     const Vec all_sums = fold(fold(a, b), fold(c, d));
     const Vec8 sums = __builtin_shufflevector(all_sums, all_sums, 0, 1, 2, 3, 4, 5, 6, 7) +
                       __builtin_shufflevector(all_sums, all_sums, 8, 9, 10, 11, 12, 13, 14, 15);
-#else
-    const auto fold = [](Vec x, Vec y) {
-        return __builtin_shufflevector(x, y, 0, 2, 8, 10, 4, 6, 12, 14) +
-               __builtin_shufflevector(x, y, 1, 3, 9, 11, 5, 7, 13, 15);
-    };
-    const Vec8 sums = fold(fold(a, b), fold(c, d));
-#endif
     return __builtin_shufflevector(sums, sums, 0, 1, 2, 3) + __builtin_shufflevector(sums, sums, 4, 5, 6, 7);
 }
+#endif
 
 }  // namespace
