@@ -67,7 +67,7 @@ def hydra_logging():
 
 @pytest.fixture
 def forked_ranks(monkeypatch):
-    """Ranks that begin with everything imported; test_run.py starts some as a user's are."""
+    """Ranks that begin with everything imported; test_doctor.py starts some as a user's are."""
     from tests.programs import SERVER, start_server
 
     start_server()

@@ -96,6 +96,6 @@ def test_gpus_that_do_not_answer_each_other_fail(monkeypatch):
     assert (finding.status, "no answer" in finding.text) == (FAILED, True)
 
 
-@pytest.mark.slow
 def test_ranks_sum():
+    """They are started as a user's are, each in a new interpreter."""
     assert on_ranks(2, "cpu", ceilings.all_reduce_rate, 1 << 20) > 0

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from magicdec import cli
 from magicdec.config.explain import explain
 from magicdec.config.load import compose
 from magicdec.costmodel.acceptance import measured
@@ -110,6 +111,7 @@ def test_a_task_is_scored_both_ways(tmp_path, capsys):
     assert all(len(row["answers"]) == 5 for row in generations)
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_two_ranks_leave_what_one_leaves(tmp_path, capfd):
     """Rank 0 alone stores and shows; the draft may have ranks of its own."""
     stored = []
@@ -121,16 +123,15 @@ def test_two_ranks_leave_what_one_leaves(tmp_path, capfd):
     assert len(stored[0]) == 2
 
 
-def test_a_sweep_goes_on_where_it_stood(tmp_path):
-    """The runs of other processes are found, with whichever launcher."""
-    runs = tmp_path / "runs"
-    assert python("launch.py", "-m", *small(runs, "draft.gamma=1,2")).returncode == 0
+def test_a_sweep_skips_a_run_that_another_process_has_done(finished, tmp_path, monkeypatch, capfd, hydra_logging):
+    runs = shutil.copytree(finished[1], tmp_path / "runs")
     before = {r["id"]: r["finished"] for r in iter_runs(runs)}
-    again = python("launch.py", "-m", "hydra/launcher=basic", *small(runs, "draft.gamma=1,2,3"))
-    assert again.returncode == 0
-    assert again.stderr.count("done already") == 2
+    sweep = ["-m", "hydra/launcher=basic", *small(runs, "data.save_prompts=true", "draft.gamma=3,1")]
+    monkeypatch.setattr(sys, "argv", ["launch.py", *sweep])
+    assert cli.main() == 0
+    assert capfd.readouterr().err.count("done already") == 1
     after = {r["id"]: r["finished"] for r in iter_runs(runs)}
-    assert len(after) == 3
+    assert len(before) + 1 == len(after) == 2
     assert before.items() <= after.items()
 
 

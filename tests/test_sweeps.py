@@ -532,13 +532,16 @@ def test_a_sweep_ends_with_its_table_its_page_and_its_figures(here, tmp_path, mo
 @pytest.mark.parametrize("launcher", ["basic", "process"])
 def test_a_sweep_tells_of_jobs_that_were_no_runs(here, starts, tmp_path, launcher):
     if launcher == "basic":
-        sweep = here("-m", "hydra/launcher=basic", "draft.gamma=1,1000")
+        sweep = here("-m", "hydra/launcher=basic", "scenario=predict", "draft.gamma=1,1000")
     else:  # not in this process, whose fork server may have the stderr of an earlier test
         sweep = finished(start(tmp_path / "runs", "draft.gamma=1,1000"))
     assert sweep.code == cli.USER_ERROR
     assert sweep.err.count("draft.gamma=1000: must be below") == 1
     assert "1 job ended before there was a run: see the errors above\n" in sweep.out
     assert "1 run: 1 done\n" in sweep.out
+    sweep = here("-m", "hydra/launcher=basic", "scenario=predict", "draft.gamma=1,2")
+    assert (sweep.code, sweep.err.count("done already")) == (0, 1), "with whichever launcher"
+    assert sorted(run["attempt"] for run in iter_runs(tmp_path / "runs")) == [1, 1]
 
 
 def test_a_sweep_that_cannot_write_says_so(here, tmp_path):

@@ -31,7 +31,7 @@ class Rehearsed(graphs.Step):
 @pytest.mark.parametrize(("draft", "policy"), CASES)
 def test_rehearsals_stay_within_the_buffers_and_leave_no_trace(draft, policy, generate_len, monkeypatch):
     def opened():
-        prompts = random_prompts([50, 61, 70])
+        prompts = random_prompts([33, 41, 20])
         model = noisy_copy(TARGET, 0.15) if DRAFTS[draft].facts.needs_model else None
         spec = {"gamma": 5, "budget": 16, "num_sink": 2, "page_size": 4, "refresh": 4, "generate_len": generate_len}
         return open_batch(TARGET, prompts, draft_name=draft, draft_model=model, policy=policy, **spec)

@@ -23,11 +23,11 @@ from tests.small import new_engine, noisy_copy, open_batch, random_prompts, smal
 
 SIZES = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 160, "num_layers": 3, "max_position_embeddings": 2048}
 TARGET = small_model(**SIZES)
-ROWS, CONTEXT = 3, 400
+ROWS, CONTEXT = 3, 300
 SAMPLED = Sampling(temperature=0.7, top_p=0.9)
 CASES = [("self", policy, 64, Sampling()) for policy in POLICIES]
 CASES += [("model", policy, 100, Sampling()) for policy in ("full", "snapkv", "h2o")]
-CASES += [(draft, "streaming", 300, SAMPLED) for draft in DRAFTS] + [("none", "full", 400, SAMPLED)]
+CASES += [(draft, "streaming", 200, SAMPLED) for draft in DRAFTS] + [("none", "full", 300, SAMPLED)]
 
 
 def counted_peak(function) -> int:
@@ -50,7 +50,7 @@ def without_storage(model: Transformer) -> Transformer:
 
 @pytest.mark.parametrize(("draft", "policy", "chunk", "sampling"), CASES)
 def test_what_is_foreseen_is_what_is_allocated(draft, policy, chunk, sampling):
-    settings = {"gamma": 3, "budget": 40, "num_sink": 4, "page_size": 8, "generate_len": 6, "sampling": sampling}
+    settings = {"gamma": 3, "budget": 40, "num_sink": 4, "page_size": 8, "generate_len": 4, "sampling": sampling}
     settings |= {"draft_name": draft, "policy": policy, "prefill_chunk": chunk}
     drafter = noisy_copy(TARGET, 0.1) if draft != "none" and DRAFTS[draft].facts.needs_model else None
     prompts = random_prompts([CONTEXT] * ROWS)
@@ -73,19 +73,19 @@ def test_what_is_foreseen_is_what_is_allocated(draft, policy, chunk, sampling):
 
 @pytest.mark.parametrize(("draft", "policy"), [("self", "streaming"), ("self", "snapkv"), ("model", "snapkv")])
 def test_slots_are_foreseen_with_the_row_that_is_prefilled(draft, policy):
-    sizes = ["batch.size=3", "batch.context_len=384", "batch.generate_len=16", "batch.prefill_chunk=100"]
+    sizes = ["batch.size=2", "batch.context_len=200", "batch.generate_len=16", "batch.prefill_chunk=100"]
     plan = resolve(compose(["scenario=serve", f"draft={draft}", f"cache={policy}", "attention=sdpa", *sizes]))
     with progress() as bars:
         engine = build.engine(plan, bars)
-    prompt = random_prompts([384])[0]
+    prompt = random_prompts([200])[0]
 
     def run():
-        slots = Slots(engine, 3, 400)
-        for slot in range(3):
+        slots = Slots(engine, 2, 216)
+        for slot in range(2):
             slots.prefill(prompt, Params(16), True, lambda _: slots.step(True))
             slots.seat(slot)
 
-    estimated = build.estimate(plan, 3, 384)
+    estimated = build.estimate(plan, 2, 200)
     assert estimated.total - estimated.weights == pytest.approx(counted_peak(run), rel=0.05)
 
 
