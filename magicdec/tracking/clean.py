@@ -2,7 +2,6 @@
 
 import argparse
 import shutil
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -47,7 +46,3 @@ def _delete(run: Mapping[str, Any]) -> None:
         with suppress(OSError):
             empty.rmdir()
     print(f"{run['id']}  {run.get('reason')}")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -6,7 +6,6 @@ extra `dashboard` (wandb-workspaces).
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -144,7 +143,3 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--file", type=Path, help=f"write the specification here; {DEFAULT_FILE} without a login")
     return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())

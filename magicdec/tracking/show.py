@@ -89,7 +89,3 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--row", type=int, metavar="N", help="only this row; rows without stored text show token ids")
     parser.add_argument("--rounds", type=int, metavar="N", default=20, help="rounds of a row to show (20; 0: all)")
     return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())

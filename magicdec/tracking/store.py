@@ -241,12 +241,9 @@ def _now() -> str:
 
 def _versions() -> dict[str, Any]:
     """Return what runs: the code, the checkout's commit, the versions of Python and PyTorch, and OpenMP's settings."""
-    try:
-        torch = metadata.version("torch")
-    except metadata.PackageNotFoundError:
-        torch = None
     facts = {"version": VERSION, "source": source()} | _commit()
-    return facts | {"python": platform.python_version(), "torch": torch, "openmp": threads.settings()}
+    facts |= {"python": platform.python_version(), "torch": metadata.version("torch")}
+    return facts | {"openmp": threads.settings()}
 
 
 def _commit() -> dict[str, Any]:

@@ -4,7 +4,6 @@ A run keeps its id (or the one that `wandb agent` gave it). A run that W&B has c
 """
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -72,7 +71,3 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--project", help="instead of the run's own")
     parser.add_argument("--entity", help="instead of the run's own")
     return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -131,7 +131,7 @@ def test_what_an_offline_run_needs_later_lies_in_the_run_s_folder(told):
 def test_a_run_is_sent_again_from_the_store_alone(told, tmp_path):
     outcomes, _, home = told
     shutil.copytree(home / "runs", tmp_path / "runs", ignore=shutil.ignore_patterns("wandb"))
-    process = python("-m", "magicdec.tracking.sync", tmp_path / "runs", "--mode", "offline", home=tmp_path)
+    process = python("-m", "magicdec", "sync", tmp_path / "runs", "--mode", "offline", home=tmp_path)
     assert (process.returncode, process.stderr) == (0, "")
     folders = [next((tmp_path / "runs" / name / "wandb").glob("offline-run-*")) for name in ATTEMPTS]
     lines = [f"{name}  wandb sync {folder}" for name, folder in zip(ATTEMPTS, folders, strict=True)]
@@ -156,7 +156,7 @@ def test_a_dashboard_without_a_login_is_a_file(tmp_path):
     pytest.importorskip("wandb_workspaces")
     file = tmp_path / "spec.json"
     arguments = ["--entity", "me", "--sweep", "mine", "--file", file]
-    process = python("-m", "magicdec.tracking.dashboard", *arguments, home=tmp_path, WANDB_API_KEY=SECRET)
+    process = python("-m", "magicdec", "dashboard", *arguments, home=tmp_path, WANDB_API_KEY=SECRET)
     assert (process.returncode, process.stdout) == (0, f"the specification is in {file}\n")
     spec = json.loads(file.read_text())
     sections = spec["workspace"]["spec"]["section"]["panelBankConfig"]["sections"]
@@ -197,7 +197,7 @@ def test_a_service_that_dies_while_it_is_told_loses_nothing(tmp_path):
     assert outcome["warning"].startswith("W&B failed, ")
     assert load_run(tmp_path / "0123456789ab")["status"] == "done"
     shutil.rmtree(tmp_path / "0123456789ab" / "wandb")
-    process = python("-m", "magicdec.tracking.sync", tmp_path, "--mode", "offline", home=tmp_path)
+    process = python("-m", "magicdec", "sync", tmp_path, "--mode", "offline", home=tmp_path)
     assert process.returncode == 0, process.stderr
     assert list((tmp_path / "0123456789ab" / "wandb").glob("offline-run-*/*.wandb"))
 

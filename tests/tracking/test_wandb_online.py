@@ -28,7 +28,7 @@ sys.exit(launch.main())
 """
 TINY = ["batch.size=2", "batch.context_len=128", "batch.generate_len=12", "scenario.repeats=1", "draft.gamma=2"]
 IDS = ["0123456789ab", "ba9876543210"]
-SYNC = ("-m", "magicdec.tracking.sync")
+SYNC = ("-m", "magicdec", "sync")
 WANDB = ("-m", "wandb")
 
 
@@ -304,7 +304,7 @@ def test_an_agent_s_runs_are_those_of_its_sweep(name, tmp_path, server):
 def test_a_dashboard_is_saved_with_a_login(tmp_path, server):
     pytest.importorskip("wandb_workspaces")
     arguments = ["--entity", ENTITY, "--sweep", "ours"]
-    process = python("-m", "magicdec.tracking.dashboard", *arguments, home=tmp_path, cwd=tmp_path, **address(server))
+    process = python("-m", "magicdec", "dashboard", *arguments, home=tmp_path, cwd=tmp_path, **address(server))
     assert process.returncode == 0, process.stderr
     workspace, report = server.views
     assert [view["projectName"] for view in server.views] == ["magicdec", "magicdec"]
