@@ -13,6 +13,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "ahead.h"
 #include "call.h"
 
 namespace {
@@ -22,29 +23,6 @@ constexpr int MAX_TILE = LANES == 16 ? 6 : 3;  // query rows whose sums, with fo
 constexpr int STEP = 8;      // head dims are multiples of it
 constexpr int SPLIT = 512;   // slots of a task
 constexpr float HIDDEN = -std::numeric_limits<float>::infinity();
-
-// What a piece of work fetches while it computes: so many cache lines in each of its steps.
-struct Ahead {
-    const char* from;
-    int64_t lines;
-    void step() {
-        for (int64_t i = 0; i < lines; ++i) __builtin_prefetch(from + i * 64);
-        from += lines * 64;
-    }
-};
-
-// The cache lines that are read next, which the work of a block fetches bit by bit: memory must not wait for arithmetic,
-// and many lines at once would keep the arithmetic waiting.
-struct Stream {
-    const char* from;
-    int64_t lines;
-    Ahead take(int64_t some, int64_t steps) {
-        const Ahead taken{from, (std::min(some, lines) + steps - 1) / steps};
-        from += taken.lines * steps * 64;
-        lines = std::max<int64_t>(0, lines - taken.lines * steps);
-        return taken;
-    }
-};
 
 // Scores of R query rows and four slots. R x 4 sums stay in registers, which GCC manages only if the loops are unrolled.
 // Their vectors have eight numbers: the sum over a longer one takes as much time as its products save.

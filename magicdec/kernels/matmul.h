@@ -3,23 +3,26 @@
 // A tile is some rows of x times C rows of W: their products are added up in vectors along K, which stay in registers,
 // and each vector is summed at the end. So an output adds its products in an order that depends on K alone: a row's
 // result is the same bit for bit, however many rows and threads there are. bf16 weights are widened as they are read, or
-// once for all tiles where there are several. Of many rows, a part that fits into the L2 cache is done at a time.
+// once for all tiles where there are many. Of many rows, a part that fits into the L2 cache is done at a time.
 #pragma once
 
+#include "ahead.h"
 #include "vectors.h"
+
+#include <omp.h>
 
 #include <atomic>
 #include <type_traits>
 
 namespace {
 
-constexpr int R = 3;          // rows of x in a tile, at most
-constexpr int C = LANES / 2;  // rows of W in a tile: 3 x 4 sums fill 16 registers, 3 x 8 those of AVX-512
+constexpr int R = LANES == 16 ? 6 : 3;  // rows of x in a tile, at most
+constexpr int C = 4;  // rows of W in a tile: 3 x 4 sums fill 16 registers, 6 x 4 the 32 of AVX-512
 constexpr int TASK = 32;      // rows of W that a thread takes at a time
 constexpr int64_t CACHED = 1 << 16;  // numbers of x
 
 template <int rows, typename W>
-void tile(const float* x, const W* const* w, int64_t K, float* y, int64_t stride) {
+void tile(const float* x, const W* const* w, int64_t K, float* y, int64_t stride, Ahead ahead) {
     Vec sums[rows][C];
 #pragma GCC unroll 8
     for (int r = 0; r < rows; ++r) {
@@ -28,6 +31,7 @@ void tile(const float* x, const W* const* w, int64_t K, float* y, int64_t stride
     }
     int64_t k = 0;
     for (; k + LANES <= K; k += LANES) {
+        ahead.step();
         Vec a[rows];
 #pragma GCC unroll 8
         for (int r = 0; r < rows; ++r) a[r] = hold(x + r * K + k);
@@ -46,26 +50,25 @@ void tile(const float* x, const W* const* w, int64_t K, float* y, int64_t stride
     }
 #pragma GCC unroll 8
     for (int r = 0; r < rows; ++r) {
-#pragma GCC unroll 8
-        for (int c = 0; c < C; c += 4) {
-            const Quad quad = sums_of(sums[r][c], sums[r][c + 1], sums[r][c + 2], sums[r][c + 3]);
-            std::memcpy(y + r * stride + c, &quad, sizeof quad);
-        }
+        const Quad quad = sums_of(sums[r][0], sums[r][1], sums[r][2], sums[r][3]);
+        std::memcpy(y + r * stride, &quad, sizeof quad);
     }
 }
 
-// All rows of x, in tiles that are as even as can be. Each fetches a part of what is read next: memory must not wait for
-// arithmetic.
+// The tile of `size` rows, r or fewer.
+template <int r, typename W>
+void tile_of(int64_t size, const float* x, const W* const* w, int64_t K, float* y, int64_t stride, Ahead ahead) {
+    if (size == r) return tile<r>(x, w, K, y, stride, ahead);
+    if constexpr (r > 1) tile_of<r - 1>(size, x, w, K, y, stride, ahead);
+}
+
+// All rows of x, in tiles that are as even as can be. Each fetches a part of what is read next.
 template <typename W>
-void tiles(const float* x, int64_t rows, const W* const* w, int64_t K, float* y, int64_t stride, const char* next,
-           int64_t next_bytes) {
-    const int64_t count = (rows + R - 1) / R;
-    for (int64_t i = 0, r = 0, fetched = 0; i < count; ++i) {
+void tiles(const float* x, int64_t rows, const W* const* w, int64_t K, float* y, int64_t stride, Stream next) {
+    const int64_t count = (rows + R - 1) / R, lines = (next.lines + count - 1) / count;
+    for (int64_t i = 0, r = 0; i < count; ++i) {
         const int64_t size = (rows - r) / (count - i);
-        for (; fetched < next_bytes * (i + 1) / count; fetched += 64) __builtin_prefetch(next + fetched);
-        if (size == 1) tile<1>(x + r * K, w, K, y + r * stride, stride);
-        if (size == 2) tile<2>(x + r * K, w, K, y + r * stride, stride);
-        if (size == 3) tile<3>(x + r * K, w, K, y + r * stride, stride);
+        tile_of<R>(size, x + r * K, w, K, y + r * stride, stride, next.take(lines, std::max<int64_t>(1, K / LANES)));
         r += size;
     }
 }
@@ -85,15 +88,18 @@ struct Matmul {
     template <typename W, typename Weights, typename Done>
     void take(const float* x, Weights weights, Done done) {
         static thread_local Room of_weights, of_results;
+        const int64_t threads = omp_get_num_threads();
         float *const wide = of_weights.of(std::is_same_v<W, float> ? 0 : C * K), *const out = of_results.of(TASK * part);
         for (int64_t taken; (taken = next.fetch_add(1)) < tasks * parts;) {
             const int64_t task = taken % tasks, m = taken / tasks * part, rows = std::min(part, M - m);
             for (int i = 0; i < TASK; i += C) {
                 const W* from[C];
                 for (int c = 0; c < C; ++c) from[c] = weights(task, i + c);
-                const char* ahead = reinterpret_cast<const char*>(from[C - 1] + K);
-                if (std::is_same_v<W, float> || rows <= R) {
-                    tiles(x + m * K, rows, from, K, out + i, TASK, ahead, C * K * sizeof(W));
+                // Of the next task that this thread will probably take, or of this one.
+                const W* const next_rows = i + C < TASK ? weights(task, i + C) : weights(task + threads, 0);
+                const Stream next{reinterpret_cast<const char*>(next_rows), int64_t(C * K * sizeof(W) + 63) / 64};
+                if (std::is_same_v<W, float> || rows <= 2 * R) {
+                    tiles(x + m * K, rows, from, K, out + i, TASK, next);
                     continue;
                 }
                 const float* widened[C];
@@ -102,7 +108,7 @@ struct Matmul {
                     for_vectors(K, [&](int64_t k, auto load, auto store) { store(to + k, load(from[c] + k)); });
                     widened[c] = to;
                 }
-                tiles(x + m * K, rows, widened, K, out + i, TASK, ahead, C * K * sizeof(W));
+                tiles(x + m * K, rows, widened, K, out + i, TASK, next);
             }
             done(task, m, rows, out);
         }
