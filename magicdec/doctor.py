@@ -220,16 +220,16 @@ def speed(device: torch.device) -> Iterator[Finding]:
     name = f"matmul {str(dtype).removeprefix('torch.')}"
     unit, unit_name = (1e12, "TFLOP/s") if device.type == "cuda" else (1e9, "GFLOP/s")
     figures = [
-        ("bandwidth", bandwidth, 1e9, "GB/s", known.bandwidth if known else None),
-        (name, rate, unit, unit_name, known.flops if known else None),
+        ("bandwidth", bandwidth, 1e9, "GB/s", known.bandwidth if known else 0.0),
+        (name, rate, unit, unit_name, known.flops if known else 0.0),
     ]
     for check, value, unit, unit_name, sheet in figures:
-        text = f"{value / unit:.3g} {unit_name}"
-        if known and sheet:
+        text, slow = f"{value / unit:.3g} {unit_name}", value < SLOW * sheet
+        if known:
             text += f", {value / sheet:.0%} of the {sheet / unit:,.0f} in the datasheet of {known.name}"
-        slow = sheet is not None and value < SLOW * sheet
-        slow_text = "; is another process using the GPU, or is it throttled?" if slow else ""
-        yield Finding(NOTE if slow else OK, check, text + slow_text)
+        if slow:
+            text += "; is another process using the GPU, or is it throttled?"
+        yield Finding(NOTE if slow else OK, check, text)
 
 
 def nccl(device: torch.device) -> Iterator[Finding]:

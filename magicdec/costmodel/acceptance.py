@@ -9,6 +9,7 @@ import csv
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from math import log
 from pathlib import Path
@@ -148,20 +149,18 @@ def measured(runs: Iterable[Mapping[str, Any]]) -> list[Point]:
     """Return the acceptances of all finished runs (tracking/reader.py) that measured one; synthetic ones did not."""
     points = []
     for run in runs:
-        try:
-            points += _point(run)
-        except (UserError, ValueError, KeyError, TypeError, AttributeError):
-            continue  # a run of another version, or none of ours
+        # A run of another version, or none of ours, may lack anything.
+        with suppress(UserError, ValueError, KeyError, TypeError, AttributeError):
+            if run["status"] == "done" and run.get("acceptance/source") == "measured" and run.get("alpha") is not None:
+                points.append(_point(run))
     return points
 
 
-def _point(run: Mapping[str, Any]) -> list[Point]:
-    if run["status"] != "done" or run.get("acceptance/source") != "measured" or run.get("alpha") is None:
-        return []
+def _point(run: Mapping[str, Any]) -> Point:
     config = run["config"]
     draft, data, cache = config["draft"], config["data"], config["cache"]
     facts = DRAFTS[draft["name"]].facts
-    point = Point(
+    return Point(
         target=config["target"]["name"],
         draft=facts.described(facts.label, draft),
         policy=cache["policy"],
@@ -174,7 +173,6 @@ def _point(run: Mapping[str, Any]) -> list[Point]:
         quantization=draft.get("quantization", "none"),
         settings=tuple(cache[key] for key in POLICIES[cache["policy"]].facts.own_keys()),
     )
-    return [point]
 
 
 def task_name(data: str, task: str | None, temperature: float) -> str:

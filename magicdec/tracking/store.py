@@ -128,16 +128,11 @@ class Run:
         """Store the results. Raise StorageError where that is impossible."""
         facts = self.result | {"status": "done", "finished": _now()}
         result = _plain(facts | dict(metrics) | facts)
+        rows = {"generations": generations, "history": history, "samples": samples, "system": system}
+        files = {self.folder / f"{name}.jsonl": map(_json_line, lines) for name, lines in rows.items()}
         with explained(self.runs_dir):
-            _write_atomically(
-                {
-                    self.folder / "generations.jsonl": map(_json_line, generations),
-                    self.folder / "history.jsonl": map(_json_line, history),
-                    self.folder / "samples.jsonl": map(_json_line, samples),
-                    self.folder / "system.jsonl": map(_json_line, system),
-                    self._result_path: [_json_text(result)],  # last: a run that is done is complete
-                }
-            )
+            # The result comes last: a run that is done is complete.
+            _write_atomically(files | {self._result_path: [_json_text(result)]})
         self.result = result
 
     def fail(self, reason: str, kind: str, history: Sequence[Mapping] = ()) -> None:

@@ -214,10 +214,8 @@ def _grid(history: Sequence[Mapping[str, Any]]) -> Table:
     present = [key for key in columns if any(key in point for point in history)]
     table = new_table(*(columns[key] for key in present), num_words=0)
     for point in history:
-        whole = (
-            f"{point[key]:,}" if isinstance(point.get(key), int) else three_digits(point.get(key)) for key in present
-        )
-        table.add_row(*whole)
+        values = [point.get(key) for key in present]
+        table.add_row(*(f"{value:,}" if isinstance(value, int) else three_digits(value) for value in values))
     return table
 
 
