@@ -158,7 +158,7 @@ class Kernel : public Attending {
         const T* k = static_cast<const T*>(c.k) + b * c.k_row + head * c.k_head;
         const T* v = static_cast<const T*>(c.v) + b * c.v_row + head * c.v_head;
         const int64_t* indices = c.indices ? c.indices + (b * c.kv_heads + head) * c.num_indices : nullptr;
-        const int64_t num_calls = num_tiles() * (c.dim / (4 * LANES));
+        const bool in_order = !indices && c.k_slot == c.dim && c.v_slot == c.dim;
         int64_t slots[BLOCK];
         const T *k_at[BLOCK], *v_at[BLOCK];
         for (int64_t at = start; at < end; at += BLOCK) {
@@ -171,13 +171,13 @@ class Kernel : public Attending {
                 v_at[s] = v + from * c.v_slot;
             }
             // Of this block's V and the next block's K, scores fetch the first half, weights a fifth, and sums the rest.
-            const int64_t v_lines = indices ? 0 : lines(count * c.v_slot);
-            const int64_t k_lines = indices || at + BLOCK >= end ? 0 : lines(BLOCK * c.k_slot);
-            Stream values = stream(v_at[0], v_lines), keys = stream(k_at[0] + BLOCK * c.k_slot, k_lines);
+            const int64_t v_lines = in_order ? lines(count * c.dim) : 0;
+            const int64_t k_lines = in_order && at + BLOCK < end ? lines(BLOCK * c.dim) : 0;
+            Stream values = stream(v_at[0], v_lines), keys = stream(k_at[0] + BLOCK * c.dim, k_lines);
             const auto fetch = [&](int64_t some, int64_t steps) { return (values.lines ? values : keys).take(some, steps); };
             const int64_t scored = (v_lines + k_lines) / 2 / (padded / 4 * num_tiles());
             for (int s = 0; s < padded; s += 4) {
-                for (int i = s; indices && i < s + 4; ++i) prefetch(v_at[i]);
+                for (int i = s; !in_order && i < s + 4; ++i) prefetch(v_at[i]);
                 with(k_at + s, 4, wide, [&](auto* k_in) {
                     tiles([&](auto R, int64_t r) {
                         score<R>(q + r * c.dim, k_in, c.dim, scores + r * BLOCK + s, fetch(scored, c.dim / STEP));
@@ -196,6 +196,8 @@ class Kernel : public Attending {
                     int64_t d = 0;
                     for (; d + 4 * LANES <= c.dim; d += 4 * LANES)
                         add_values<Vec, R, 4>(out, c.dim, p, v_in, d, padded, decay + r, fetch(summed, padded));
+                    for (; d + 4 * STEP <= c.dim; d += 4 * STEP)
+                        add_values<Vec8, R, 4>(out, c.dim, p, v_in, d, padded, decay + r, fetch(summed, padded));
                     for (; d < c.dim; d += STEP)
                         add_values<Vec8, R, 1>(out, c.dim, p, v_in, d, padded, decay + r, fetch(summed, padded));
                 });
