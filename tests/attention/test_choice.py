@@ -1,5 +1,7 @@
 """Which backend is taken, and what is said about it."""
 
+from contextlib import suppress
+
 import pytest
 import torch
 
@@ -43,3 +45,13 @@ def test_no_compiler_is_one_clear_line(tmp_path, monkeypatch):
     name, why = choice.choose("auto", CPU, torch.float32, [64])
     assert name == "sdpa"
     assert library.NEEDS_COMPILER in why
+
+
+def test_what_is_usable_is_what_can_be_chosen():
+    chosen = []
+    for name in choice.BACKENDS:
+        with suppress(UserError):
+            chosen.append(choice.choose(name, CPU, torch.float32, [64])[0])
+    assert choice.usable(CPU, torch.float32, [64]) == chosen
+    assert "sdpa" in chosen
+    assert "triton" not in chosen

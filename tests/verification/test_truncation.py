@@ -1,5 +1,7 @@
 """Cutting distributions: every way against the sorted definition, and the kernel for GPUs compiled."""
 
+import sys
+
 import pytest
 import torch
 
@@ -94,3 +96,9 @@ def test_compiled(top_k, top_p):
 @pytest.mark.gpu
 def test_on_a_gpu():
     check(lambda logits, sampling: probabilities(logits.cuda(), sampling).cpu(), 40_000)
+
+
+def test_without_triton_there_are_no_kernels(monkeypatch):
+    monkeypatch.setitem(sys.modules, "magicdec.verification.kernels", None)
+    monkeypatch.delattr("magicdec.verification.kernels", raising=False)
+    assert ours._kernels.__wrapped__() is None
