@@ -16,6 +16,8 @@ pytest.importorskip("triton")
 LARGE = ["target=llama-3.1-8b", "target.weights=random", "data=random", "draft.synthetic_acceptance=0.8"]
 LARGE += ["target.architecture.num_layers=2"]  # which are as wide as all 32, and planned in a moment
 
+ONE_ROW = ("batch.size=1", "scenario=serve")
+
 
 @pytest.fixture
 def plan(monkeypatch):
@@ -59,6 +61,11 @@ def test_few_rows_are_prefilled_in_longer_chunks(plan):
     assert plan("batch.size=8").config.batch.prefill_chunk == 256
     assert plan("scenario=serve").config.batch.prefill_chunk == 2048
     assert plan("scenario=serve", "batch.prefill_chunk=96").config.batch.prefill_chunk == 96
+
+
+def test_one_row_is_prefilled_in_long_chunks_on_a_cpu_unless_others_wait():
+    chunks = [resolve(compose([*SMALL_CONTEXT, what])).config.batch.prefill_chunk for what in ONE_ROW]
+    assert chunks == [1024, 256]
 
 
 def test_memory_is_foreseen_for_the_chunk_of_one_request(plan):

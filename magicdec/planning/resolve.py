@@ -22,7 +22,8 @@ from magicdec.planning.prediction import curves, setup_of_run
 from magicdec.registry import CORPORA, ENGINES
 
 # batch.prefill_chunk=auto: so many tokens of each row, or more where a pass would have fewer than that in all rows.
-CHUNK, PASS_TOKENS_ON = 128, {"cpu": 256, "cuda": 2048}
+CHUNK, PASS_TOKENS_ON = 128, {"cpu": 1024, "cuda": 2048}
+SERVED_CHUNK_ON = {"cpu": 256, "cuda": 2048}  # requests are prefilled one by one, while those that run wait
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -99,8 +100,9 @@ def resolve(config: Config) -> Plan:
     if batch.size == "auto":
         batch = replace(batch, size=ROWS_ON[device.type])
     if batch.prefill_chunk == "auto":
-        rows = 1 if config.scenario.name == "serve" else int(batch.size)  # requests are prefilled one by one
-        batch = replace(batch, prefill_chunk=max(CHUNK, PASS_TOKENS_ON[device.type] // rows))
+        served = config.scenario.name == "serve"
+        chunk = SERVED_CHUNK_ON[device.type] if served else PASS_TOKENS_ON[device.type] // int(batch.size)
+        batch = replace(batch, prefill_chunk=max(CHUNK, chunk))
     hardware = replace(config.hardware, device=device.type, dtype=str(dtype).removeprefix("torch."))
     if hardware.compile == "auto":
         hardware = replace(hardware, compile=device.type == "cuda")
