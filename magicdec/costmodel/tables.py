@@ -74,13 +74,18 @@ _TYPES: dict[str, Callable[[str], object]] = {
     **dict.fromkeys(("context_len", "batch_size", "gamma", "kv_budget"), int),
     **dict.fromkeys(("draft_ms", "verify_ms", "omega", "autoregressive_ms", "speculative_ms", "speedup"), float),
 }
+_REQUIRED = ("target", "draft", "policy", "hardware", "context_len", "batch_size", "gamma")
 
 
 def read_table(path: Path | str = PUBLISHED) -> list[Row]:
-    """Return the rows of a CSV file. Raise UserError if it cannot be read or has none."""
+    """Return the rows of a CSV file. Raise UserError with file, line and column of what cannot be read."""
     try:
         with open(path, newline="") as lines:
-            rows = [_row(path, number, fields) for number, fields in enumerate(csv.DictReader(lines), start=2)]
+            reader = csv.DictReader(lines)
+            missing = [column for column in _REQUIRED if column not in (reader.fieldnames or ())]
+            if missing:
+                raise UserError(f"{path}: the column {missing[0]} is missing")
+            rows = [_row(path, reader.line_num, fields) for fields in reader]
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read ({error})") from None
     if not rows:
@@ -89,8 +94,14 @@ def read_table(path: Path | str = PUBLISHED) -> list[Row]:
 
 
 def _row(path: Path | str, line: int, fields: dict[str, str]) -> Row:
-    texts = {name: text.strip() for name, text in fields.items() if name in _TYPES and text and text.strip()}
-    try:
-        return Row(**{name: _TYPES[name](text) for name, text in texts.items()})  # type: ignore[arg-type]
-    except (TypeError, ValueError) as error:  # a column is missing, or holds no number
-        raise UserError(f"{path}, line {line}: {error}") from None
+    values = {}
+    for name, convert in _TYPES.items():
+        text = (fields.get(name) or "").strip()
+        if text:
+            try:
+                values[name] = convert(text)
+            except ValueError:
+                raise UserError(f"{path}, line {line}: {name}={text} is not a number") from None
+        elif name in _REQUIRED:
+            raise UserError(f"{path}, line {line}: {name} is empty")
+    return Row(**values)  # type: ignore[arg-type]
