@@ -13,7 +13,7 @@ from torch import Tensor
 from magicdec.attention.kernel import KernelAttention, KernelPlan, with_dense_entries
 from magicdec.kernels import library
 
-STEP = 8  # as in attention.cpp
+STEP = 8  # head dims are multiples of it, as in attention.cpp
 TYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 POINTERS = ("q", "k", "v", "out", "seqlens", "indices", "counted", "positions", "scores")
