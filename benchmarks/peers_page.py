@@ -1,6 +1,6 @@
 """The page of what benchmarks/peers.py has measured."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
 
@@ -19,6 +19,7 @@ KEPT = ("<!-- Written by hand: kept when the page is written again. -->", "<!-- 
 Figures = dict[str, Any]
 Cell = dict[str, Figures]
 Where = tuple[str, int, int]  # model, rows, context
+Time = Callable[[Figures], float]
 
 
 def name_of(model: str, rows: int, context: int) -> str:
@@ -58,11 +59,12 @@ def finding(measured: dict[Where, Cell]) -> str:
         cells = [cell for (name, _, _), cell in measured.items() if name == model]
         plain = [ratio(cell, OURS, best) for cell in cells if (best := fastest(cell, PLAIN))]
         every = [ratio(cell, mine(cell), best) for cell in cells if (best := fastest(cell, others(cell)))]
+        first = [ratio(cell, OURS, best, prefill_s) for cell in cells if (best := fastest(cell, PLAIN, prefill_s))]
         if plain:
-            sentences.append(
-                f"{model}: decoding autoregressively, magicdec is {ahead(plain)}"
-                + (f"; each engine decoding in its fastest way, it is {ahead(every)}." if every else ".")
-            )
+            parts = [f"{model}: decoding autoregressively, magicdec is {ahead(plain)}"]
+            parts += [f"each engine decoding in its fastest way, it is {ahead(every)}"] if every else []
+            parts += [f"prefilling all rows, it is {ahead(first)}"]
+            sentences.append("; ".join(parts) + ".")
     return "\n".join(sentences)
 
 
@@ -95,7 +97,7 @@ def everything(measured: dict[Where, Cell]) -> str:
             length, step = row["acceptance_length"], row["time_per_output_token_ms"]
             line = [*place(where), way, f"{row['tokens_per_second']:,.0f}", f"{ratio(cell, way, OURS):.2f}x"]
             line += [f"{step:.1f}", "" if length else f"{own['limit_ms'] / step:.2f}"]
-            line += [f"{row['time_to_first_token_ms'] / 1e3:.2f}", f"{row['wall_s'] - row['decode_s']:.2f}"]
+            line += [f"{row['time_to_first_token_ms'] / 1e3:.2f}", f"{prefill_s(row):.2f}"]
             line += [f"{length:.2f}" if length else ""]
             lines.append([*line, *agreement(row["tokens"], own)])
     columns = ["tokens/s", "to native", "TPOT, ms", "of limit", "TTFT, s", "last row's", "length"]
@@ -149,15 +151,24 @@ def others(cell: Cell) -> list[str]:
     return ways if set(ways) - set(PLAIN) else []
 
 
-def fastest(cell: Cell, ways: Sequence[str]) -> str | None:
+def tpot_ms(row: Figures) -> float:
+    """Return a way's time per output token, in milliseconds."""
+    return float(row["time_per_output_token_ms"])
+
+
+def prefill_s(row: Figures) -> float:
+    """Return the seconds after which all rows have their first token."""
+    return float(row["wall_s"] - row["decode_s"])
+
+
+def fastest(cell: Cell, ways: Sequence[str], time: Time = tpot_ms) -> str | None:
     """Return the fastest of these ways, or None where none of them was measured."""
-    there = [way for way in ways if way in cell]
-    return min(there, key=lambda way: cell[way]["time_per_output_token_ms"], default=None)
+    return min((way for way in ways if way in cell), key=lambda way: time(cell[way]), default=None)
 
 
-def ratio(cell: Cell, way: str, other: str) -> float:
+def ratio(cell: Cell, way: str, other: str, time: Time = tpot_ms) -> float:
     """Return how many times as fast a way is as another."""
-    return cell[other]["time_per_output_token_ms"] / cell[way]["time_per_output_token_ms"]
+    return time(cell[other]) / time(cell[way])
 
 
 def race(cell: Cell, way: str, best: str | None) -> list[str]:
@@ -200,9 +211,9 @@ best way where no other engine was measured with speculation.
 
 Tokens per second count decoding alone, over all rows. `to native` above 1 is faster than native. `of limit` is what an
 autoregressive step would take if every operator took max(bytes / read bandwidth, FLOPs / matmul rate), with our weights
-in bfloat16, over the time that it takes. TTFT is the mean over rows, `last row's` the time after which all have their
-first token: native, transformers and openvino prefill all rows at once, llamacpp and vllm in turn. Length is that of
-acceptance: tokens per round.
+in bfloat16, over the time that it takes; above 1, the machine was slower while both rates were measured than while
+decoding. TTFT is the mean over rows, `last row's` the time after which all have their first token: native, transformers
+and openvino prefill all rows at once, llamacpp and vllm in turn. Length is that of acceptance: tokens per round.
 
 `same rows` counts rows whose tokens are those of native, autoregressive. Where rows differ, `gap` is how far the other
 engine's token lay behind the target's own choice where the row first differs: the difference of the two logits over the

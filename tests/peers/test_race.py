@@ -52,6 +52,10 @@ def test_only_like_is_compared_with_like(page):
     text = page.finding({("tiny", 1, 10): fast, ("tiny", 8, 10): plain})
     assert "in 0 of 2 cells (0.80x to 0.80x" in text
     assert "in 0 of 1 cell (0.80x)" in text
+    plain["transformers"] |= {"wall_s": 1.5}  # its first tokens come after 1 s, those of the others after 2
+    assert "prefilling all rows, it is ahead of the fastest other engine in 0 of 1 cell (0.50x)" in page.finding(
+        {("tiny", 8, 10): plain}
+    )
 
 
 def test_the_page_keeps_what_was_written_by_hand(page):
