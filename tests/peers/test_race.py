@@ -79,6 +79,23 @@ def test_the_page_keeps_what_was_written_by_hand(page):
     assert "in 1 of 2 cells (0.11x to 1.50x as fast, median 0.81x)" in page.FILE.read_text()
 
 
+def test_others_at_their_best_count_where_all_their_ways_were_measured(page):
+    ways = ["native", "llamacpp", "openvino", "llamacpp, ngram", "openvino, prompt lookup", "openvino, 8-bit KV"]
+    where = ("tiny", 4, 8000)
+    measured = cell(native=10.0, native_ngram=5.0, llamacpp=20.0, openvino=12.0, llamacpp_ngram=24.0)
+    page.write({"tiny, 4 x 8,000": measured}, {where: ways}, SETTINGS)
+    text = page.FILE.read_text()
+    assert "each engine decoding in its fastest way" not in text  # OpenVINO's may be the way that is missing
+    assert "| tiny | 4 | 8,000 | openvino | 1.20x |  |  | native, ngram |  |  |" in text
+    assert "| tiny | 4 | 8,000 | llamacpp, ngram | " in text
+    measured |= {"openvino, prompt lookup": measured["openvino"] | {"time_per_output_token_ms": 6.0}}
+    page.write({"tiny, 4 x 8,000": measured}, {where: ways}, SETTINGS)
+    assert (
+        "each engine decoding in its fastest way, it is ahead of the fastest other engine in 1 of 1 cell (1.20x)"
+        in (page.FILE.read_text())
+    )
+
+
 def test_llamacpp_takes_part_up_to_a_size(page, monkeypatch):
     import peers
 
