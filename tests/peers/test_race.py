@@ -90,10 +90,8 @@ def test_others_at_their_best_count_where_all_their_ways_were_measured(page):
     assert "| tiny | 4 | 8,000 | llamacpp, ngram | " in text
     measured |= {"openvino, prompt lookup": measured["openvino"] | {"time_per_output_token_ms": 6.0}}
     page.write({"tiny, 4 x 8,000": measured}, {where: ways}, SETTINGS)
-    assert (
-        "each engine decoding in its fastest way, it is ahead of the fastest other engine in 1 of 1 cell (1.20x)"
-        in (page.FILE.read_text())
-    )
+    text = page.FILE.read_text()
+    assert "fastest way, it is ahead of the fastest other engine in 1 of 1 cell (1.20x)" in text
 
 
 def test_llamacpp_takes_part_up_to_a_size(page, monkeypatch):
