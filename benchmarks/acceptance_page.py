@@ -241,7 +241,7 @@ def tasks(results: Results) -> str:
     changed, excused = sum(one.different for one in cells), sum(one.excused for one in cells)
     text = "Not one answer changed: every output is the same, token for token."
     if changed:
-        text = f"{changed} outputs differ from the autoregressive ones, {excused} of them first at a near-tie."
+        text = f"{changed} outputs differ from the autoregressive ones, {excused} of them by near-ties."
     head = ["task", "context", "cache", "questions", "autoregressive", "speculative", "outputs that differ"]
     return f"{TASK.format(changed=text)}\n{markdown_table(head, rows)}" if rows else ""
 

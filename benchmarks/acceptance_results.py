@@ -140,4 +140,4 @@ class Results:
         rows = sum(one.documents for one in greedy)
         different, excused = (sum(getattr(one, name) for one in greedy) for name in ("different", "excused"))
         text = f"Of {rows:,} greedy rows, {rows - different:,} are token for token what the target writes alone"
-        return f"{text}." if not different else f"{text}; {excused} of the other {different} differ at a near-tie."
+        return f"{text}." if not different else f"{text}; {excused} of the other {different} differ by near-ties."

@@ -21,11 +21,12 @@ import magicdec  # noqa: F401 - before PyTorch, which reads once how its threads
 # isort: split
 from page import RESULTS, Cells, provenance
 
+from magicdec.config.choices import DraftConfig
 from magicdec.config.load import compose
+from magicdec.config.registry import DRAFTS
 from magicdec.config.schema import Efficiency
 from magicdec.costmodel.roofline import operators
 from magicdec.costmodel.round import Setup, round_times
-from magicdec.drafting import DraftConfig
 from magicdec.engine.audit import audit
 from magicdec.engine.native import Batch, NativeEngine, warm_up
 from magicdec.measure import memory, metrics
@@ -34,7 +35,6 @@ from magicdec.measure.profile import profile_round
 from magicdec.planning import build
 from magicdec.planning.prediction import setup_of_run
 from magicdec.planning.resolve import Plan, resolve
-from magicdec.registry import DRAFTS
 from magicdec.scenarios.outputs import speeds
 from magicdec.tracking.cells import markdown_table
 from magicdec.tracking.progress import progress
@@ -166,20 +166,24 @@ def page(found: dict[str, Any], cells: list[tuple[str, int, int]]) -> str:
 
 def finding(rows: list[dict[str, Any]]) -> str:
     """Return what the rows of all cells come to, in two sentences."""
-    gains = {name: ranged([row["speedup"] for row in rows if row["draft"] == name]) for name in ("self", "ngram")}
+    per_row, per_batch = (
+        {name: ranged([row[key] for row in rows if row["draft"] == name], "x") for name in ("self", "ngram")}
+        for key in ("speedup", "speedup_wall")
+    )
     shares = [
         ranged([limit / row[step] for row in rows if (limit := row["limits"][i])]) for i, step in enumerate(STEPS)
     ]
     return (
-        f"Self-speculation decodes {gains['self']} times as fast as autoregressive decoding (`speedup`), and n-grams\n"
-        f"{gains['ngram']} times. Of what memory and arithmetic allow, a decode step of the target reaches\n"
+        f"Self-speculation decodes {per_row['self']} as fast per row as autoregressive decoding, "
+        f"and {per_batch['self']} per batch;\nn-grams {per_row['ngram']} and {per_batch['ngram']}. "
+        f"Of what memory and arithmetic allow, a decode step of the target reaches\n"
         f"{shares[0]}, a draft step {shares[1]}, and a verification {shares[2]}."
     )
 
 
-def ranged(values: list[float]) -> str:
+def ranged(values: list[float], unit: str = "") -> str:
     """Return the least and the greatest value."""
-    return f"{min(values):.2f} to {max(values):.2f}"
+    return f"{min(values):.2f}{unit} to {max(values):.2f}{unit}"
 
 
 def share(limit: float, time: float) -> str:

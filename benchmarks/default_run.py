@@ -26,14 +26,15 @@ from busy import launch, neighbour
 from page import RESULTS, Cells, provenance
 
 from magicdec.config.load import compose
+from magicdec.config.registry import POLICIES
 from magicdec.engine.native import Batch, warm_up
 from magicdec.measure import metrics
 from magicdec.planning import build
 from magicdec.planning.resolve import resolve
-from magicdec.registry import POLICIES
 from magicdec.scenarios.outputs import speeds
 from magicdec.tracking.cells import markdown_table
 from magicdec.tracking.progress import progress
+from magicdec.units import both_speedups
 
 CELLS = ((24, 4096), (12, 8192))  # rows, context
 QUICK = (2, 512)
@@ -108,12 +109,14 @@ def page(runs: dict[str, list[dict[str, Any]]], choices: list[dict[str, Any]]) -
     rows.append(["spread", *(f"{100 * spread(values):.0f}%" for values in idle.values())])
     if runs["busy"]:
         rows.append(["median next to a neighbour", *(f"{median(values):.2f}" for values in busy.values())])
+    speedups = [
+        both_speedups(median(of["speedup"]), median(of["speedup_wall"])) for of in (idle, busy) if of["speedup"]
+    ]
     return PAGE.format(
-        speedup=median(idle["speedup"]),
-        wall=median(idle["speedup_wall"]),
+        speedups=speedups[0],
         seconds=median(idle["run_s"]),
         spread=100 * spread(idle["speedup"]),
-        busy=f"Next to a busy neighbour, `speedup` is {median(busy['speedup']):.2f}. " if runs["busy"] else "",
+        busy=f"Next to a busy neighbour, it is {speedups[1]}." if runs["busy"] else "",
         provenance=provenance("python benchmarks/default_run.py"),
         runs=markdown_table(["run", *COLUMNS], rows),
         choices=table(choices) if choices else "",
@@ -161,7 +164,7 @@ def main() -> None:
 
 PAGE = """# The default run
 
-`python launch.py` decodes {speedup:.2f} times as fast with self-speculation as without (`speedup_wall` {wall:.2f}), in
+The speedup of `python launch.py`, by self-speculation, is {speedups}, in
 {seconds:.0f} s from the command to the table. {busy}
 
 {provenance}.

@@ -1,108 +1,113 @@
-"""Measure what this project claims about a GPU, on one; every point is stored once it is measured.
+"""The first hour on a GPU in one command: does everything work, how fast is it, and what was predicted wrongly?
 
-    python benchmarks/gpu.py                  # all parts; repeat the command to resume
-    python benchmarks/gpu.py --parts bc       # some of them
-    python benchmarks/gpu.py --retry          # measure again what was skipped or has failed
-    python benchmarks/gpu.py --page FOLDER    # write the page of points stored elsewhere; needs no GPU
-    python benchmarks/gpu.py --rehearse       # tiny shapes on a CPU, to see that it works
+    python benchmarks/gpu.py                       # all parts; repeat the command to resume
+    python benchmarks/gpu.py --parts doctor,steps  # some of them
+    python benchmarks/gpu.py --retry               # measure again what was skipped or has failed
+    python benchmarks/gpu.py --page FOLDER         # write the page of points stored elsewhere; needs no GPU
+    python benchmarks/gpu.py --rehearse            # tiny shapes on a CPU, to see that it works
 
-a correctness (the gpu tests; the bundled pair audited), b ceilings of this card, c attention, d the steps T_T, T_D and
-T_V of Llama-3.1-8B, e rounds at a synthetic acceptance against the formula, f the bundled pair's real acceptance,
-g transformers on the same prompts. Parts c to e fill the KV cache with noise instead of prefilling it.
-Points go to benchmarks/gpu/<card>/<part>.json and the page to docs/results/<card>.md; with --out, all to that folder.
-A call takes at most --seconds and what its last point takes; the first one spends minutes on compiling.
+The parts, in this order: doctor; correct, a reduced matrix of the tests that need a GPU, and the bundled pair audited;
+ceilings of this card; profile, a round kernel by kernel next to docs/predictions/gpu.md; prefill of Llama-3.1-8B with
+random weights; steps, its T_T, T_D and T_V; rounds at a synthetic acceptance; sampling; ranks, where there are several
+GPUs; attention by every backend; pair, the bundled one with its real acceptance; peers, transformers on the same
+prompts; tests, all that need a GPU. Only prefill, pair and peers prefill; the others fill the KV cache with noise.
+
+A process of its own measures. This one watches it: a point that crashes, hangs or loses the device is stored as failed,
+and a new process goes on behind it. Points go to benchmarks/gpu/<card>/<part>.json and the page to docs/results/gpu.md;
+with --out, all to that folder. A call starts no point after --seconds. The first one spends minutes on compiling.
 """
 
 import argparse
 import json
-import os
 import re
+import signal
 import sys
 import tempfile
 import time
 from pathlib import Path
 
 import torch
-from gpu_bench import REHEARSAL, Bench, DeviceLost, OutOfTime, Sizes
+from gpu_bench import REHEARSAL, Bench, Sizes
 from gpu_page import page
-from gpu_parts import RUN
-from page import ROOT, commit
+from gpu_parts import PARTS
+from gpu_store import DONE, OUT_OF_TIME, Store, supervise, work
+from page import RESULTS, ROOT, commit
 
 from magicdec.measure.system import cpu_name
-
-PARTS = "bcdeafg"  # those that need a GPU most come first
-
-
-def card(device: str) -> str:
-    """Return a device's name as a file name."""
-    return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
-
-
-def machine(bench: Bench) -> None:
-    """Store what the points are measured on."""
-    name = torch.cuda.get_device_name(bench.device) if bench.device.type == "cuda" else cpu_name()
-    facts = {"device": name, "commit": bench.commit, "torch": torch.__version__, "rehearsal": bench.sizes is REHEARSAL}
-    (bench.folder / "machine.json").write_text(json.dumps(facts) + "\n")
-
-
-def measure(bench: Bench, parts: str) -> None:
-    """Measure the parts until the time is over."""
-    try:
-        with torch.inference_mode():
-            for part in parts:
-                RUN[part](bench)
-    except OutOfTime:
-        print("the time is over; repeat the command to resume")
-    except DeviceLost:
-        print("the device has failed; a new process continues after that point", flush=True)
-        again = [argument for argument in sys.argv if argument != "--retry"]
-        os.execv(sys.executable, [sys.executable, *again, f"--seconds={bench.seconds_left:.0f}"])
 
 
 def main() -> int:
     """Run the command line. Return the exit code: 1 if a point has failed, 2 for a mistake."""
+    options = _parser().parse_args()
+    options.parts = options.parts.split(",")
+    if unknown := [part for part in options.parts if part not in PARTS]:
+        return _refuse(f"--parts {','.join(unknown)}: the parts are {','.join(PARTS)}")
+    if options.page:
+        return _publish(Store(options.page))
+    if not options.rehearse and not torch.cuda.is_available():
+        return _refuse("PyTorch sees no CUDA device here; magicdec doctor says why, --rehearse runs on the CPU")
+    folder = options.out or (Path(tempfile.mkdtemp(prefix="magicdec-gpu-")) if options.rehearse else _folder())
+    folder.mkdir(parents=True, exist_ok=True)
+    store = Store(folder, commit())
+    if options.worker:
+        return measure(store, options)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what is under way is no failure
+    if options.retry:
+        store.retry(options.parts)
+    until, flags = time.time() + options.seconds, ["--rehearse"] if options.rehearse else []
+    worker = [__file__, "--worker", f"--until={until}", f"--out={folder}", f"--parts={','.join(options.parts)}", *flags]
+    code = supervise(worker, store)
+    if code == OUT_OF_TIME:
+        print("the time is over; repeat the command to resume")
+    written = _write(store, folder / "page.md") if options.out or options.rehearse else _publish(store)
+    if code not in (DONE, OUT_OF_TIME):
+        return _refuse(f"the process that measures ended between two points, with {code}; its output says why")
+    return written
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--parts", default=PARTS, help=f"some of {PARTS}, in their order")
-    parser.add_argument("--seconds", type=float, default=400, help="start no point after this time")
+    parser.add_argument("--parts", default=",".join(PARTS), help="some of the parts, in their order")
+    parser.add_argument("--seconds", type=float, default=3600, help="start no point after this time")
     parser.add_argument("--retry", action="store_true", help="measure again what was skipped or has failed")
     parser.add_argument("--page", type=Path, metavar="FOLDER", help="only write the page of the points stored there")
     parser.add_argument("--rehearse", action="store_true", help="tiny shapes on the CPU; no page in docs/")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="where points and the page go")
-    options = parser.parse_args()
-    if options.page:
-        return _publish(Bench(options.page, REHEARSAL))
-    if not options.rehearse and not torch.cuda.is_available():
-        return _refuse("PyTorch sees no CUDA device here; --rehearse runs it on the CPU")
-    if options.rehearse:
-        sizes, folder = REHEARSAL, options.out or Path(tempfile.mkdtemp(prefix="magicdec-gpu-"))
-    else:
-        sizes = Sizes().within(torch.cuda.mem_get_info()[1])
-        folder = options.out or ROOT / "benchmarks" / "gpu" / card(torch.cuda.get_device_name())
-    folder.mkdir(parents=True, exist_ok=True)
-    bench = Bench(folder, sizes, time.monotonic() + options.seconds, commit())
-    machine(bench)
-    if options.retry:
-        bench.retry()
-    measure(bench, options.parts)
-    if not options.out and not options.rehearse:
-        return _publish(bench)
-    return _write(bench, folder / "page.md")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)  # the process that measures
+    parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
+    return parser
 
 
-def _publish(bench: Bench) -> int:
-    facts = bench.points("machine")
+def measure(store: Store, options: argparse.Namespace) -> int:
+    """Measure the points of the parts, in this process. Return its exit code."""
+    bench = Bench(store, REHEARSAL if options.rehearse else Sizes())
+    name = torch.cuda.get_device_name() if bench.device.type == "cuda" else cpu_name()
+    facts = {"device": name, "torch": torch.__version__, "rehearsal": options.rehearse, "commit": store.commit}
+    (store.folder / "machine.json").write_text(json.dumps(facts) + "\n")
+    points = (point for part, yielding in PARTS.items() if part in options.parts for point in yielding(bench))
+    with torch.inference_mode():
+        return work(points, store, options.until, bench.answers)
+
+
+def _folder() -> Path:
+    """Return the folder of this card's points."""
+    return ROOT / "benchmarks/gpu" / re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower()).strip("-")
+
+
+def _publish(store: Store) -> int:
+    facts = store.points("machine")
     if not facts or facts.get("rehearsal"):
-        return _refuse(f"{bench.folder} has no figures of a GPU")
-    return _write(bench, ROOT / "docs" / "results" / f"{card(facts['device'])}.md")
+        return _refuse(f"{store.folder} has no figures of a GPU")
+    return _write(store, RESULTS / "gpu.md")
 
 
-def _write(bench: Bench, path: Path) -> int:
-    text = page(bench.points)
+def _write(store: Store, path: Path) -> int:
+    text = page(store.points)
     path.write_text(text)
     print(text)
-    return int(any("failed" in point for part in PARTS for point in bench.points(part).values()))
+    return int(any("failed" in point for part in PARTS for point in store.points(part).values()))
 
 
 def _refuse(reason: str) -> int:

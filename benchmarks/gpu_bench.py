@@ -1,41 +1,42 @@
-"""The shared part of benchmarks/gpu.py: the sizes of everything, the stored points, and the large model."""
+"""The shared part of the points of benchmarks/gpu.py: the sizes of everything, and the large model."""
 
 import gc
-import json
-import time
-import traceback
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
-from typing import Any
 
 import torch
-from gpu_page import short
+from gpu_store import Record, Store
 
 from magicdec.config.load import compose
+from magicdec.costmodel.comparison import predicted_metrics
+from magicdec.costmodel.round import Setup
 from magicdec.engine.native import Batch, NativeEngine, warm_up
 from magicdec.errors import UserError
 from magicdec.measure import memory
+from magicdec.measure.ceilings import matmul_rate, read_bandwidth
+from magicdec.measure.footprint import largest_batch
 from magicdec.planning import build
+from magicdec.planning.prediction import setup_of_run
 from magicdec.planning.resolve import DTYPES, Plan, resolve
-from magicdec.scenarios import OUT_OF_MEMORY
 from magicdec.tracking.progress import progress
 from magicdec.units import GIB
+from magicdec.verification.sampling import Sampling
 
-Record = dict[str, Any]
+SAMPLED = Sampling(0.8, 50, 0.9)
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of everything."""
+    """The sizes of everything. What comes first matters most."""
 
     device: str = "cuda"
     dtype: str = "bfloat16"
     target: tuple[str, ...] = ("target=llama-3.1-8b",)
     cells: tuple[tuple[int, int], ...] = ((24, 32768), (192, 4096), (96, 8192), (48, 16384), (8, 100_000))
-    budgets: tuple[int, ...] = (256, 512, 2049)
-    gammas: tuple[int, ...] = (2, 3, 4, 6)
+    budgets: tuple[int, ...] = (512, 256, 2049)
+    gammas: tuple[int, ...] = (4, 2, 3, 6)
+    prefill: tuple[int, int] = (4, 16384)
+    sampling: Sampling = SAMPLED
     kernel_contexts: tuple[int, ...] = (4096, 16384, 32768, 100_000)
     kernel_tokens: tuple[int, ...] = (1, 2, 4, 8)
     kernel_bytes: int = 4 << 30  # keys and values of the layer that is timed
@@ -45,33 +46,20 @@ class Sizes:
     pair_batches: tuple[int, ...] = (1, 8, 32, 128)
     new_tokens: int = 96
     repeats: int = 10
-    tests: tuple[str, ...] = (  # all that are marked gpu; the others' modules may need more than a GPU machine has
-        "tests/engine/test_gpu.py",
-        "tests/attention/test_triton.py",
-        "tests/attention/test_flash.py",
-        "tests/attention/test_flashinfer.py",
-        "tests/measure/test_gpu.py",
+    # All that are marked gpu, and the few of them that come first. Other modules may need more than a GPU machine has.
+    tests: tuple[tuple[str, str], ...] = (
+        ("tests/engine/test_gpu.py", "streaming or quest"),
+        ("tests/attention/test_triton.py", "bfloat or dtype1"),
+        ("tests/attention/test_flash.py", "128"),
+        ("tests/verification/test_truncation.py", ""),
+        ("tests/attention/test_flashinfer.py", ""),
+        ("tests/measure/test_gpu.py", ""),
+        ("tests/test_doctor.py", ""),
     )
 
-    def within(self, num_bytes: int) -> "Sizes":
-        """Return the same sizes with as many rows as a card of this memory holds: the cells are those of an H200."""
-        rows_share = min(1.0, (num_bytes / GIB - WEIGHTS_GIB) / (H200_GIB - WEIGHTS_GIB))
-        return replace(self, cells=tuple((max(1, int(rows * rows_share)), context) for rows, context in self.cells))
 
-
-H200_GIB = 139
-WEIGHTS_GIB = 20  # of the large model, with what is not its cache
-
-
-TINY = [
-    "vocab_size=128",
-    "hidden_size=32",
-    "intermediate_size=64",
-    "num_layers=2",
-    "num_heads=4",
-    "num_kv_heads=2",
-    "head_dim=8",
-]
+TINY = ("vocab_size=128", "hidden_size=32", "intermediate_size=64", "num_layers=2")
+TINY += ("num_heads=4", "num_kv_heads=2", "head_dim=8")
 REHEARSAL = Sizes(
     device="cpu",
     dtype="float32",
@@ -79,6 +67,7 @@ REHEARSAL = Sizes(
     cells=((2, 256),),
     budgets=(32, 64),
     gammas=(2, 3),
+    prefill=(2, 128),
     kernel_contexts=(256,),
     kernel_tokens=(1, 4),
     kernel_bytes=1 << 20,
@@ -88,31 +77,22 @@ REHEARSAL = Sizes(
     pair_batches=(1, 2),
     new_tokens=8,
     repeats=1,
-    tests=("tests/engine/test_gpu.py",),
+    tests=(("tests/engine/test_gpu.py", "streaming"),),
 )
 
 
-class OutOfTime(Exception):
-    """The end of the time; the next call measures the rest."""
-
-
-class DeviceLost(Exception):
-    """The failure of the device for this process."""
+def cell_name(batch: int, context: int, budget: int | None = None, gamma: int | None = None) -> str:
+    """Return the key of a cell, or its beginning."""
+    parts = [f"{batch} x {context}", *([f"budget {budget}"] if budget else []), *([f"gamma {gamma}"] if gamma else [])]
+    return ", ".join(parts)
 
 
 @dataclass
 class Bench:
-    """The folder of results, and what several parts need."""
+    """The sizes, the points that are known already, and what several parts need."""
 
-    folder: Path
+    store: Store
     sizes: Sizes
-    deadline: float = float("inf")
-    commit: str = ""
-
-    @property
-    def seconds_left(self) -> float:
-        """Return the time until no other point is started."""
-        return self.deadline - time.monotonic()
 
     @property
     def device(self) -> torch.device:
@@ -124,49 +104,7 @@ class Bench:
         """Return the dtype that models compute in."""
         return DTYPES[self.sizes.dtype]
 
-    def points(self, part: str) -> dict[str, Record]:
-        """Return the stored points of a part."""
-        path = self.folder / f"{part}.json"
-        return json.loads(path.read_text()) if path.exists() else {}
-
-    def point(self, part: str, key: str, measure: Callable[[], Record]) -> Record:
-        """Return a stored point, or measure and store it. A failure is stored with its reason."""
-        known = self.points(part)
-        if key in known:
-            return known[key]
-        if self.seconds_left < 0:
-            raise OutOfTime
-        try:
-            found = measure()
-        except (OutOfTime, DeviceLost):  # of a point that this one asks for
-            raise
-        except UserError as error:
-            found = {"skipped": str(error)}
-        except Exception as error:
-            message = (str(error).splitlines() or [""])[0]
-            if any(words in str(error) for words in OUT_OF_MEMORY):
-                found = {"skipped": f"out of memory ({message})"}
-            else:
-                traceback.print_exc()
-                found = {"failed": f"{type(error).__name__}: {message}"}
-        self._store(part, known | {key: found | {"commit": self.commit}})
-        print(f"{part} {key}: {short(found)}", flush=True)
-        if not self._clean():
-            raise DeviceLost
-        return found
-
-    def retry(self) -> None:
-        """Delete the points that were skipped or have failed."""
-        for path in self.folder.glob("?.json"):
-            known = self.points(path.stem)
-            self._store(path.stem, {k: v for k, v in known.items() if not {"skipped", "failed"} & v.keys()})
-
-    def _store(self, part: str, points: dict[str, Record]) -> None:
-        temporary = self.folder / f".{part}.json"
-        temporary.write_text(json.dumps(points, indent=1) + "\n")
-        temporary.replace(self.folder / f"{part}.json")
-
-    def _clean(self) -> bool:
+    def answers(self) -> bool:
         """Free what the last point has held. Return False if the device no longer answers."""
         gc.collect()  # captured graphs hold caches in a circle
         if self.device.type != "cuda":
@@ -190,24 +128,63 @@ class Bench:
         draft = ["draft=self", f"draft.gamma={gamma}", f"draft.synthetic_acceptance={alpha}"]
         return self.plan(*self.sizes.target, "target.weights=random", "data=random", *sizes, *draft)
 
+    @property
+    def cells(self) -> list[tuple[int, int]]:
+        """Return rows and context of the cells: those that were fitted to this device, once that is done."""
+        stored = self.store.points("cells").get("rows", {}).get("cells", self.sizes.cells)
+        return [(rows, context) for rows, context in stored]
+
+    def fitted(self) -> list[tuple[int, int]]:
+        """Return the cells with no more rows than this device holds at the largest budget and gamma."""
+        available = memory.available_bytes(self.device) - memory.reserved_bytes(self.device)
+        budget, gamma = max(self.sizes.budgets), max(self.sizes.gammas)
+
+        def rows_of(rows: int, context: int) -> int:
+            def needed(rows: int) -> int:
+                return build.estimate(self.large(rows, context, budget, gamma), rows, context).needed
+
+            return max(1, largest_batch(needed, rows + 1, available))
+
+        return [(rows_of(*cell), cell[1]) for cell in self.sizes.cells]
+
     @cached_property
     def engine(self) -> NativeEngine:
         """Return the engine of the large target, loaded once."""
-        batch, context = self.sizes.cells[0]
+        batch, context = self.cells[0]
         with progress() as bars:
             return build.engine(self.large(batch, context, self.sizes.budgets[0], self.sizes.gammas[0]), bars)
 
-    def open(self, batch: int, context: int, budget: int, gamma: int, alpha: float) -> Batch:
-        """Return a batch over caches of noise. Raise UserError if it does not fit next to the weights."""
+    def open(
+        self, batch: int, context: int, budget: int, gamma: int, alpha: float | None, sampling: Sampling | None = None
+    ) -> Batch:
+        """Return a batch over caches of noise, with its rounds captured. Raise UserError if it does not fit."""
         predicted = build.estimate(self.large(batch, context, budget, gamma), batch, context)
-        needed = predicted.total - predicted.weights
+        needed = predicted.needed - predicted.weights
         engine, available = self.engine, memory.available_bytes(self.device)
         if needed > available:
             raise UserError(f"needs {needed / GIB:.1f} GiB next to the weights, of {available / GIB:.1f}")
-        draft = replace(engine.draft, synthetic_acceptance=alpha)
-        opened = replace(engine, gamma=gamma, draft=draft, cache=replace(engine.cache, budget=budget)).open(
-            [[0] * context] * batch
-        )
+        draft, cache = replace(engine.draft, synthetic_acceptance=alpha), replace(engine.cache, budget=budget)
+        changed = replace(engine, gamma=gamma, draft=draft, cache=cache, sampling=sampling or engine.sampling)
+        opened = changed.open([[0] * context] * batch)
         opened.simulate_prefill()
         warm_up(opened)
         return opened
+
+    @cached_property
+    def ceilings(self) -> tuple[float | None, float | None]:
+        """Return the GB/s and the TFLOP/s to predict with: None where the datasheet of the device is known."""
+        if self.device.type == "cuda":
+            return None, None
+        return read_bandwidth(self.device) / 1e9, matmul_rate(self.device, self.dtype) / 1e12
+
+    def setup(self, plan: Plan) -> Setup | None:
+        """Return what the cost model predicts a plan from; None on a device without a datasheet."""
+        try:
+            return setup_of_run(plan.config, plan.device_name, self.dtype.itemsize, *self.ceilings)
+        except UserError:
+            return None
+
+    def predicted(self, plan: Plan, gamma: int, alpha: float | None = None) -> Record:
+        """Return what the cost model predicts for a plan on this device, by the names of a run's metrics."""
+        setup = self.setup(plan)
+        return predicted_metrics(setup, gamma, {} if alpha is None else {"alpha": alpha}) if setup else {}

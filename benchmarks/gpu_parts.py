@@ -1,18 +1,19 @@
-"""The parts of benchmarks/gpu.py, a to g: each measures its points and stores them."""
+"""The parts of benchmarks/gpu.py: each yields its points, in the order of what matters most."""
 
 import importlib.util
-import subprocess
-import sys
+from collections.abc import Callable, Iterator
 from functools import partial
 from statistics import median
 
 import torch
-from gpu_bench import Bench
-from gpu_page import Record
-from page import ROOT
+from gpu_bench import Bench, cell_name
+from gpu_checks import LARGE_S, correct, doctor, ranks, tests
+from gpu_profile import profiled, static_cell
+from gpu_store import Point, Record
 
 from magicdec.attention import choice
 from magicdec.attention.base import Attention, Shape
+from magicdec.costmodel.roofline import step_time
 from magicdec.costmodel.speedup import speedup
 from magicdec.decoding.timers import Stopwatch
 from magicdec.engine.graphs import Captures, Step
@@ -24,95 +25,44 @@ from magicdec.planning import build
 from magicdec.scenarios import compare
 from magicdec.tracking.progress import progress
 from magicdec.units import GIB
-from magicdec.verification.sampling import Sampling
+from magicdec.verification.sampling import Sampling, probabilities
 
 KERNELS = {"llama-3.1-8b": (32, 8, 128), "llama-2-7b": (32, 32, 128)}  # query heads, KV heads, head dim
 EXPECTED = ((0.80, 512), (0.89, 2049))  # alpha, budget: what the MagicDec paper reports for StreamingLLM and SnapKV
-TESTS_S, SAID = 300, 5  # seconds that a file of tests may take; lines of its output that are kept
-PASSED = (0, 5)  # exit codes of pytest; 5: nothing to run, because a module was skipped for a missing library
-PEERS = ("vllm", "sglang", "flash_attn", "flashinfer")
+PEERS = ("vllm", "sglang", "flash_attn", "flash_attn_interface", "flashinfer")
 
 
-def correctness(bench: Bench) -> None:
-    """Part a: run the gpu tests, and audit the bundled pair."""
-
-    def tests(file: str) -> Record:
-        command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-m", "gpu", file]
-        done = subprocess.run(
-            command, cwd=ROOT, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=TESTS_S
-        )
-        said = " / ".join((done.stdout + done.stderr).strip().splitlines()[-SAID:])
-        return {"said" if done.returncode in PASSED else "failed": said}
-
-    def audited(draft: str, dtype: str) -> Record:
-        sizes = [f"batch.size={bench.sizes.pair_batches[-1]}", f"batch.context_len={bench.sizes.pair_context // 2}"]
-        plan = bench.plan(f"draft={draft}", "scenario.repeats=1", f"hardware.dtype={dtype}", *sizes)
-        with progress() as bars:
-            found = compare.run(plan, bars).metrics
-        return {key: value for key, value in found.items() if key.startswith("lossless/")}
-
-    for draft in ("self", "model"):
-        for dtype in dict.fromkeys(("float32", bench.sizes.dtype)):  # in fp32 tokens must be equal
-            key = f"lossless, draft={draft}, {dtype}"
-            bench.point("a", key, lambda draft=draft, dtype=dtype: audited(draft, dtype))
-    for file in bench.sizes.tests:
-        bench.point("a", file, lambda file=file: tests(file))
-
-
-def ceilings(bench: Bench) -> Record:
-    """Part b: measure the copy bandwidth and the matmul rate."""
+def ceilings(bench: Bench) -> Iterator[Point]:
+    """Measure the copy bandwidth and the matmul rate."""
 
     def measured() -> Record:
         source = torch.ones(bench.sizes.ceiling_bytes // 4, device=bench.device)
         copy = torch.empty_like(source)
         seconds = fastest_s(lambda: copy.copy_(source), bench.device)
-        return {
-            "copy_gbs": 2 * source.nbytes / seconds / 1e9,
-            "matmul_tflops": matmul_rate(bench.device, bench.dtype, bench.sizes.matmul) / 1e12,
-        }
+        rate = matmul_rate(bench.device, bench.dtype, bench.sizes.matmul)
+        return {"copy_gbs": 2 * source.nbytes / seconds / 1e9, "matmul_tflops": rate / 1e12}
 
-    return bench.point("b", "ceilings", measured)
+    yield Point("ceilings", "ceilings", measured)
 
 
 def of_copy(bench: Bench, num_bytes: float, seconds: float) -> float | None:
-    """Return the time to move so many bytes at the copy bandwidth of part b, as a share of `seconds`."""
-    copied = ceilings(bench).get("copy_gbs")
+    """Return the time to move so many bytes at the measured copy bandwidth, as a share of `seconds`."""
+    copied = bench.store.points("ceilings").get("ceilings", {}).get("copy_gbs")
     return copied and num_bytes / seconds / (copied * 1e9)
 
 
-def kernels(bench: Bench) -> None:
-    """Part c: time one layer's attention by each usable backend, next to copying as many bytes."""
-    backends = [(name, choice.backend(name)()) for name in choice.usable(bench.device, bench.dtype, [128])]
-    for model, shape in KERNELS.items():
-        for context in bench.sizes.kernel_contexts:
-            for tokens in bench.sizes.kernel_tokens:
-                for name, attention in backends:
-                    attend = partial(_attention, bench, attention, *shape, context, tokens)
-                    bench.point("c", f"{model} {context} T={tokens} {name}", attend)
+def cells(bench: Bench) -> Iterator[Point]:
+    """Find how many rows this card holds."""
+    yield Point("cells", "rows", lambda: {"cells": bench.fitted()})
 
 
-def _attention(bench: Bench, attention: Attention, H: int, K: int, D: int, S: int, T: int) -> Record:
-    element = bench.dtype.itemsize
-    rows = max(1, bench.sizes.kernel_bytes // (2 * K * S * D * element))
-    k, v = (torch.randn(rows, K, S, D, dtype=bench.dtype, device=bench.device) for _ in range(2))
-    q = torch.randn(rows, T, H, D, dtype=bench.dtype, device=bench.device)
-    seqlens = torch.full((rows,), S, dtype=torch.int32, device=bench.device)
-    plan = attention.plan(seqlens, Shape(T, S, H // K, bench.dtype), None)
-    captures = _captures(bench) if attention.captured else None
-    step = Step(lambda: _discard(attention.attend(q, k, v, plan)), captures)
-    seconds = _seconds(step, bench)
-    num_bytes = 2 * k.numel() * element
-    return {"rows": rows, "ms": 1e3 * seconds, "of_copy": of_copy(bench, num_bytes, seconds)}
-
-
-def steps(bench: Bench) -> None:
-    """Part d: time the steps at every budget with one gamma, and at one budget with every gamma."""
-    middle = bench.sizes.budgets[len(bench.sizes.budgets) // 2]
-    for batch, context in bench.sizes.cells:
-        for budget in bench.sizes.budgets:
-            for gamma in bench.sizes.gammas if budget == middle else (4 if 4 in bench.sizes.gammas else 2,):
-                key = _key(batch, context, budget, gamma)
-                bench.point("d", key, lambda b=batch, c=context, w=budget, g=gamma: _steps(bench, b, c, w, g))
+def steps(bench: Bench) -> Iterator[Point]:
+    """Time the steps of the large model, next to their prediction: every cell, then every budget and gamma."""
+    (budget, *budgets), (gamma, *gammas) = bench.sizes.budgets, bench.sizes.gammas
+    settings = [(budget, gamma), *((other, gamma) for other in budgets), *((budget, other) for other in gammas)]
+    for one in settings:
+        for cell in bench.cells:
+            yield Point("steps", cell_name(*cell, *one), partial(_steps, bench, *cell, *one), LARGE_S)
 
 
 def _steps(bench: Bench, batch: int, context: int, budget: int, gamma: int) -> Record:
@@ -120,65 +70,142 @@ def _steps(bench: Bench, batch: int, context: int, budget: int, gamma: int) -> R
     peak = memory.Peak(bench.device)
     opened = bench.open(batch, context, budget, gamma, 0.8)
     times = profile_round(opened, bench.sizes.repeats)
-    target = engine.target
-    weights = target.step_weight_bytes
-    kv = memory.kv_bytes(target.config, batch * context, bench.dtype)
-    draft_kv = memory.kv_bytes(target.config, batch * min(budget, context), bench.dtype)
+    opened.close()
+    plan, weights = bench.large(batch, context, budget, gamma), engine.target.step_weight_bytes
+    kv = memory.kv_bytes(engine.target.config, batch * context, bench.dtype)
+    draft_kv = memory.kv_bytes(engine.target.config, batch * min(budget, context), bench.dtype)
     moved = {"target_decode": weights + kv, "verify": weights + kv, "draft": weights + draft_kv}
     ratios = {f"{part}_of_copy": of_copy(bench, size, times[f"{part}_ms"] / 1e3) for part, size in moved.items()}
-    predicted = build.estimate(bench.large(batch, context, budget, gamma), batch, context)
+    predicted = bench.predicted(plan, gamma)
+    names = [name for name in ("target_decode_ms", "draft_ms", "verify_ms", "round_ms") if predicted]
     # The prefill is simulated here: the estimate has its activations, which the peak has not.
-    sizes = {"peak_gib": peak.num_bytes / GIB, "estimated_with_prefill_gib": predicted.total / GIB}
-    opened.close()
-    return times | ratios | sizes
+    estimated = build.estimate(plan, batch, context).total / GIB
+    sizes = {"peak_gib": peak.num_bytes / GIB, "estimated_with_prefill_gib": estimated}
+    return times | {f"predicted_{name}": predicted[f"predicted/{name}"] for name in names} | ratios | sizes
 
 
-def rounds(bench: Bench) -> None:
-    """Part e: measure the speedup at a synthetic acceptance, next to the formula's over the times of part d."""
-    for batch, context in bench.sizes.cells:
-        for alpha, budget in EXPECTED:
-            budget = budget if budget in bench.sizes.budgets else bench.sizes.budgets[-1]
-            key = f"{batch} x {context}, alpha {alpha}, budget {budget}"
-            bench.point("e", key, lambda b=batch, c=context, a=alpha, w=budget: _rounds(bench, b, c, a, w))
+def profile(bench: Bench) -> Iterator[Point]:
+    """Profile a round of the predicted cell, kernel by kernel."""
+    cell, _ = static_cell(bench)
+    yield Point("profile", cell_name(*cell), partial(profiled, bench), LARGE_S)
 
 
-def _rounds(bench: Bench, batch: int, context: int, alpha: float, budget: int) -> Record:
-    formula = {g: found for g in bench.sizes.gammas if (found := _formula(bench, batch, context, alpha, budget, g))}
+def prefill(bench: Bench) -> Iterator[Point]:
+    """Prefill the large model, once."""
+    (batch, context), budget, gamma = bench.sizes.prefill, bench.sizes.budgets[0], bench.sizes.gammas[0]
+
+    def measured() -> Record:
+        engine, generator = bench.engine, torch.Generator().manual_seed(0)
+        prompts = torch.randint(0, engine.target.config.vocab_size, (batch, context), generator=generator).tolist()
+        opened = engine.open(prompts)
+        opened.decoder.rehearse_prefill(engine.prefill_chunk)
+        seconds = opened.decoder.prefill(engine.prefill_chunk)
+        opened.decoder.state.check_finite("in the prefill")
+        opened.close()
+        c = engine.target.config
+        layers = sum(weight.numel() for weight in engine.target.layers.parameters())
+        flops = 2 * layers * batch * context + 2 * c.num_layers * c.num_heads * c.head_dim * batch * context**2
+        rate = bench.store.points("ceilings").get("ceilings", {}).get("matmul_tflops")
+        achieved = flops / seconds / 1e12
+        setup, chunk = bench.setup(bench.large(batch, context, budget, gamma)), engine.prefill_chunk
+        step = setup and setup.target_pass._replace(query_tokens=chunk, cached_tokens=context / 2, chooses=False)
+        predicted = step and step_time(step, setup.hardware).total * context / chunk
+        ratios = {"tflops": achieved, "of_matmul": rate and achieved / rate}
+        return {"s": seconds, "predicted_s": predicted, "tokens_per_s": batch * context / seconds} | ratios
+
+    yield Point("prefill", f"{batch} x {context}", measured, LARGE_S)
+
+
+def rounds(bench: Bench) -> Iterator[Point]:
+    """Measure the speedup at a synthetic acceptance, next to the formula's over the measured steps."""
+    for alpha, budget in EXPECTED:
+        budget = budget if budget in bench.sizes.budgets else bench.sizes.budgets[-1]
+        for cell in bench.cells:
+            key = f"{cell_name(*cell, budget)}, alpha {alpha}"
+            yield Point("rounds", key, partial(_rounds, bench, *cell, budget, alpha), LARGE_S)
+
+
+def _rounds(bench: Bench, batch: int, context: int, budget: int, alpha: float) -> Record:
+    formula = {g: found for g in bench.sizes.gammas if (found := _formula(bench, batch, context, budget, alpha, g))}
     if not formula:
-        raise UserError("part d has no times of this cell")
+        raise UserError("there are no times of this cell's steps")
     gamma = max(formula, key=formula.__getitem__)
     opened = bench.open(batch, context, budget, gamma, alpha)
     pairs = [(opened.decoder.generate(), opened.decoder.generate(opened.draft)) for _ in range(2)]
+    opened.close()
     tpots = [[metrics.time_per_output_token_ms(metrics.row_times(g, 0.0)) for g in pair] for pair in pairs]
     measured = median(plain / fast for plain, fast in tpots)
     got = metrics.acceptance_metrics([fast for _, fast in pairs])["alpha"]
-    drawn = _formula(bench, batch, context, float(got or 0.0), budget, gamma)  # what was drawn is not quite alpha
-    opened.close()
+    drawn = _formula(bench, batch, context, budget, float(got or 0.0), gamma)  # what was drawn is not quite alpha
+    predicted = bench.predicted(bench.large(batch, context, budget, gamma), gamma, alpha)
     return {
         "gamma": gamma,
         "speedup": measured,
         "formula": formula[gamma],
+        "predicted_speedup": predicted.get("predicted/speedup"),
         "alpha": got,
         "of_formula": measured / drawn,
     }
 
 
-def _formula(bench: Bench, batch: int, context: int, alpha: float, budget: int, gamma: int) -> float:
-    """Return the formula's speedup from part d's times: T_D at this budget, T_T and T_V at any; 0 without times."""
-    known = {key: point for key, point in bench.points("d").items() if "verify_ms" in point}
-    cell = f"{batch} x {context}, "
-    drafts = [p["draft_ms"] for key, p in known.items() if key.startswith(f"{cell}budget {budget},")]
-    others = [p for key, p in known.items() if key.startswith(cell) and key.endswith(f"gamma {gamma}")]
+def _formula(bench: Bench, batch: int, context: int, budget: int, alpha: float, gamma: int) -> float:
+    """Return the formula's speedup from the measured steps: T_D at this budget, T_T and T_V at any; 0 without them."""
+    known = {key: point for key, point in bench.store.points("steps").items() if "verify_ms" in point}
+    drafts = [p["draft_ms"] for key, p in known.items() if key.startswith(f"{cell_name(batch, context, budget)},")]
+    cell = [(key, p) for key, p in known.items() if key.startswith(f"{cell_name(batch, context)},")]
+    others = [p for key, p in cell if key.endswith(f"gamma {gamma}")]
     if not drafts or not others:
         return 0.0
     decode, verify = (median(p[name] for p in others) for name in ("target_decode_ms", "verify_ms"))
     return speedup(gamma, alpha, decode, median(drafts), verify)
 
 
-def real(bench: Bench) -> None:
-    """Part f: run the bundled pair, prefilled and measured as by `launch.py`."""
-    names = ("speedup", "speedup_wall", "acceptance_length", "alpha", "lossless/identical", "lossless/max_logit_gap")
-    names += ("autoregressive/time_per_output_token_ms", "memory/peak_gib", "memory/estimated_gib")
+def sampling(bench: Bench) -> Iterator[Point]:
+    """Time rounds that sample next to greedy ones, and one truncation."""
+    (batch, context), budget, gamma = bench.cells[0], bench.sizes.budgets[0], bench.sizes.gammas[0]
+
+    def measured() -> Record:
+        times = {}
+        for name, chosen in (("greedy", None), ("sampled", bench.sizes.sampling)):
+            opened = bench.open(batch, context, budget, gamma, None, chosen)
+            times[f"{name}_round_ms"] = profile_round(opened, bench.sizes.repeats)["round_ms"]
+            opened.close()
+        logits = torch.randn(batch, 1, bench.engine.target.config.vocab_size, dtype=bench.dtype, device=bench.device)
+        truncation = Step(lambda: _discard(probabilities(logits, bench.sizes.sampling)), _captures(bench))
+        return times | {"truncation_ms": 1e3 * _seconds(truncation, bench)}
+
+    yield Point("sampling", cell_name(batch, context, budget, gamma), measured, LARGE_S)
+
+
+def kernels(bench: Bench) -> Iterator[Point]:
+    """Time one layer's attention by each usable backend, next to copying as many bytes."""
+    backends = choice.usable(bench.device, bench.dtype, [128])
+    for model, shape in KERNELS.items():
+        for context in bench.sizes.kernel_contexts:
+            for tokens in bench.sizes.kernel_tokens:
+                for name in backends:
+                    attend = partial(_attention, bench, name, *shape, context, tokens)
+                    yield Point("attention", f"{model} {context} T={tokens} {name}", attend)
+
+
+def _attention(bench: Bench, name: str, H: int, K: int, D: int, S: int, T: int) -> Record:
+    attention: Attention = choice.backend(name)()
+    element = bench.dtype.itemsize
+    rows = max(1, bench.sizes.kernel_bytes // (2 * K * S * D * element))
+    k, v = (torch.randn(rows, K, S, D, dtype=bench.dtype, device=bench.device) for _ in range(2))
+    q = torch.randn(rows, T, H, D, dtype=bench.dtype, device=bench.device)
+    seqlens = torch.full((rows,), S, dtype=torch.int32, device=bench.device)
+    plan = attention.plan(seqlens, Shape(T, S, H // K, bench.dtype), None)
+    captures = _captures(bench) if attention.captured else None
+    seconds = _seconds(Step(lambda: _discard(attention.attend(q, k, v, plan)), captures), bench)
+    return {"rows": rows, "ms": 1e3 * seconds, "of_copy": of_copy(bench, 2 * k.numel() * element, seconds)}
+
+
+def pair(bench: Bench) -> Iterator[Point]:
+    """Run the bundled pair, prefilled and measured as by `launch.py`, with its real acceptance."""
+    names = ("speedup", "predicted/speedup", "speedup_wall", "acceptance_length", "alpha", "lossless/identical")
+    names += ("lossless/max_logit_gap", "autoregressive/time_per_output_token_ms", "memory/peak_gib")
+    names += ("memory/estimated_gib",)
 
     def measured(batch: int) -> Record:
         sizes = [f"batch.size={batch}", f"batch.context_len={bench.sizes.pair_context}"]
@@ -187,40 +214,38 @@ def real(bench: Bench) -> None:
         return {name: found.get(name) for name in names}
 
     for batch in bench.sizes.pair_batches:
-        bench.point("f", f"{batch} x {bench.sizes.pair_context}", lambda batch=batch: measured(batch))
+        yield Point("pair", f"{batch} x {bench.sizes.pair_context}", partial(measured, batch))
 
 
-def peers(bench: Bench) -> None:
-    """Part g: decode the same prompts with the same checkpoint in transformers, autoregressively."""
-    from magicdec.peers.base import PeerSpec
-    from magicdec.peers.transformers import TransformersPeer  # here: transformers takes seconds to import
-    from magicdec.registry import TransformersEngine
-
+def peers(bench: Bench) -> Iterator[Point]:
+    """Decode the same prompts with the same checkpoint in transformers, autoregressively."""
     batch, context, new = bench.sizes.pair_batches[-2], bench.sizes.pair_context // 2, bench.sizes.new_tokens
-    plan = bench.plan(f"batch.size={batch}", f"batch.context_len={context}", "draft=none")
 
-    def prompts() -> list[list[int]]:
-        return build.prompts(plan, build.tokenizer(plan)).tokens
+    def plan() -> build.Plan:
+        return bench.plan(f"batch.size={batch}", f"batch.context_len={context}", "draft=none")
 
     def ours() -> Record:
         with progress() as bars:
-            found = compare.run(plan, bars).metrics
+            found = compare.run(plan(), bars).metrics
         return {"ms": found["autoregressive/time_per_output_token_ms"]}
 
     def transformers(compiled: bool) -> Record:
-        dtype, device = plan.config.hardware.dtype, bench.device.type
+        from magicdec.peers.base import PeerSpec  # here: transformers takes seconds to import
+        from magicdec.peers.transformers import TransformersEngine, TransformersPeer
+
+        dtype, device, folder = bench.sizes.dtype, bench.device.type, str(plan().target.folder)
+        prompts = build.prompts(plan(), build.tokenizer(plan())).tokens
         sizes, keys = (batch, context + new), {"engine": TransformersEngine(), "compile": compiled}
-        spec = PeerSpec(str(plan.target.folder), dtype, device, *sizes, Sampling(), **keys)
-        peer = TransformersPeer(spec)
-        peer.generate(prompts(), new, speculative=False)  # compiles and warms up
-        times = peer.generate(prompts(), new, speculative=False).times
+        peer = TransformersPeer(PeerSpec(folder, dtype, device, *sizes, Sampling(), **keys))
+        peer.generate(prompts, new, speculative=False)  # compiles and warms up
+        times = peer.generate(prompts, new, speculative=False).times
         return {"ms": metrics.time_per_output_token_ms(times)}
 
     where = f"{batch} x {context}"
-    bench.point("g", f"ours, {where}", ours)
-    bench.point("g", f"transformers, static cache, {where}", lambda: transformers(False))
-    bench.point("g", f"transformers, static cache, compiled, {where}", lambda: transformers(True))
-    bench.point("g", "importable", lambda: {name: importlib.util.find_spec(name) is not None for name in PEERS})
+    yield Point("peers", f"ours, {where}", ours)
+    yield Point("peers", f"transformers, static cache, {where}", partial(transformers, False))
+    yield Point("peers", f"transformers, static cache, compiled, {where}", partial(transformers, True))
+    yield Point("peers", "importable", lambda: {name: importlib.util.find_spec(name) is not None for name in PEERS})
 
 
 def _captures(bench: Bench) -> Captures | None:
@@ -241,8 +266,20 @@ def _discard(_: object) -> None:
     """Drop a step's result: steps return nothing."""
 
 
-def _key(batch: int, context: int, budget: int, gamma: int) -> str:
-    return f"{batch} x {context}, budget {budget}, gamma {gamma}"
-
-
-RUN = {"a": correctness, "b": ceilings, "c": kernels, "d": steps, "e": rounds, "f": real, "g": peers}
+# What matters most comes first.
+PARTS: dict[str, Callable[[Bench], Iterator[Point]]] = {
+    "doctor": doctor,
+    "correct": correct,
+    "ceilings": ceilings,
+    "cells": cells,
+    "profile": profile,
+    "prefill": prefill,
+    "steps": steps,
+    "rounds": rounds,
+    "sampling": sampling,
+    "ranks": ranks,
+    "attention": kernels,
+    "pair": pair,
+    "peers": peers,
+    "tests": tests,
+}

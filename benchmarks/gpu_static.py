@@ -8,6 +8,7 @@ its bytes or of its FLOPs, at the rates that the cost model takes from its calib
 """
 
 import argparse
+import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -23,20 +24,25 @@ from torch import Tensor
 sys.path.append(str(ROOT))  # of the tests, which have the fake device
 
 from magicdec.architectures import ModelConfig
+from magicdec.cache.streaming import Streaming
 from magicdec.costmodel.hardware import Hardware, hardware_named
 from magicdec.costmodel.roofline import operators
 from magicdec.costmodel.round import Setup, round_times
 from magicdec.decoding.state import State
-from magicdec.drafting import SelfSpeculation
+from magicdec.drafts.self import SelfSpeculation
 from magicdec.models.transformer import Layer, Transformer
-from magicdec.policies import Streaming
 from magicdec.tracking.cells import markdown_table
+from magicdec.verification.sampling import Sampling
+from tests.gpu_rehearsal.compile import GPUS, Launch, compiled
 from tests.gpu_rehearsal.fake import LLAMA_8B, Op, Recording, engine, fake_cuda, prefilled, rounds
 from tests.gpu_rehearsal.inductor import calls, emitted, pretended_gpu
+from tests.gpu_rehearsal.sass import truncation_seconds
 
 PAGE = ROOT / "docs/predictions/gpu.md"
 CELLS = (("H200", 24), ("H100", 11), ("8xH100", 64))
 CONTEXT, GAMMA, BUDGET = 32768, 4, 512
+TRUNCATION = "triton:truncate"
+GREEDY, SAMPLED = Sampling(), Sampling(0.8, 50, 0.9)
 LAUNCH_S = 1.8e-6  # from the end of a kernel to the start of the next in a CUDA graph: assumed
 AIM = 1.35  # of a round over its bytes and FLOPs alone, on 8 GPUs
 # Seconds of a sum in symmetric memory by the switch, by its bytes: published for H100s, vllm-project/vllm#42324.
@@ -68,27 +74,31 @@ class Kernel:
     num_bytes: float
     flops: float = 0.0
     rows: int = 1
+    issuing_s: float = 0.0  # of its instructions, where these are what it takes longest for
 
     def seconds(self, hardware: Hardware) -> float:
-        """Return the time of its bytes or of its FLOPs, whichever is longer."""
-        return max(self.num_bytes / hardware.bandwidth, self.flops / hardware.matmul_rate(self.rows))
+        """Return the time of its bytes, its FLOPs or its instructions, whichever is longest."""
+        return max(self.num_bytes / hardware.bandwidth, self.flops / hardware.matmul_rate(self.rows), self.issuing_s)
 
 
-def kernels(hardware: Hardware, batch: int) -> list[Kernel]:
-    """Return all kernels of a greedy round on one of the GPUs."""
+def kernels(hardware: Hardware, batch: int, sampling: Sampling = GREEDY) -> list[Kernel]:
+    """Return all kernels of a round on one of the GPUs."""
     ranks = hardware.count
     share = replace(LLAMA_8B.shared_by(ranks), vocab_size=LLAMA_8B.vocab_size // ranks)
     with fake_cuda() as recording:
-        prepared = engine("self", "streaming", share.num_layers, model=share, gamma=GAMMA, budget=BUDGET)
+        prepared = engine(
+            "self", "streaming", share.num_layers, model=share, gamma=GAMMA, budget=BUDGET, sampling=sampling
+        )
         opened = prefilled(prepared, batch, CONTEXT)
-        compiled = Compiled(recording)
-        with compiled.watched():
+        halves = Compiled(recording)
+        with halves.watched():
             seen = rounds(opened, recording)
-        found = [_kernel(op) for op in seen.ops if op.where not in compiled.calls]
-        number = sum(compiled.launches(method) for _, method in BESIDE)
+        found = [_kernel(op) for op in seen.ops if op.where not in halves.calls and op.name != TRUNCATION]
+        number = sum(halves.launches(method) for _, method in BESIDE)
         logits = [op for op in seen.ops if op.where == "inspect" and op.name == "sum"]
         moved = sum(op.read + op.written for op in logits)
         found += [Kernel("the round", "compiled beside layers", moved / number)] * number
+    found += _truncations(seen.launches)
     for part, tokens, passes in (("propose", 1, GAMMA), ("verify", GAMMA + 1, 1)):
         layer = list(_layer(part, share, batch * tokens))
         found += layer * share.num_layers * passes
@@ -125,6 +135,15 @@ class Compiled:
         with pretended_gpu():
             sources = {shape: emitted(torch.compile(function), args) for shape, (function, args) in alike.items()}
         return sum(len(calls(sources[shape])) for shape in shapes)
+
+
+def _truncations(launches: list[Launch]) -> Iterator[Kernel]:
+    """Yield the kernels that cut distributions, which issuing instructions takes longest for."""
+    found = [launch for launch in launches if launch.name == "truncate"]
+    for launch in found:
+        waves = math.ceil(launch.grid[0] / GPUS[90].sms)
+        seconds = truncation_seconds(launch, compiled(found[0], 90), LLAMA_8B.vocab_size)
+        yield Kernel("sampling", "truncation", 0.0, issuing_s=waves * seconds)
 
 
 def _kernel(op: Op) -> Kernel:
@@ -193,7 +212,7 @@ def section(name: str, batch: int) -> list[str]:
         rows.append([part, kind, f"{len(members):,}", f"{moved / 1e9:.3f}", *times])
     table = markdown_table(["part", "kernels of", "launches", "GB", "ms of bytes or FLOPs", "ms of launches"], rows)
     lines = [f"## {name}, {batch} x {CONTEXT:,}", "", *summary(hardware, batch, found), ""]
-    return [*lines, comparison(hardware, batch, found), table]
+    return [*lines, *sampled(hardware, batch, found), "", comparison(hardware, batch, found), table]
 
 
 def summary(hardware: Hardware, batch: int, found: list[Kernel]) -> Iterator[str]:
@@ -216,6 +235,17 @@ def summary(hardware: Hardware, batch: int, found: list[Kernel]) -> Iterator[str
     saved += norms * rows * NORM * LLAMA_8B.hidden_size * BF16 / hardware.bandwidth
     yield "With each sum and the norm behind it in one kernel, which this project does not have, it would be"
     yield f"{(total + symmetric - saved) / moving:.2f} times. Fewer sums would need another division of the layers."
+
+
+def sampled(hardware: Hardware, batch: int, greedy: list[Kernel]) -> Iterator[str]:
+    """Yield a paragraph on what sampling adds to the round."""
+    found = kernels(hardware, batch, SAMPLED)
+    times = [k.seconds(hardware) for k in found if k.kind == "truncation"]
+    before, after = (sum(k.seconds(hardware) + LAUNCH_S for k in each) for each in (greedy, found))
+    settings = f"temperature {SAMPLED.temperature}, top-k {SAMPLED.top_k} and top-p {SAMPLED.top_p}"
+    yield f"Sampled at {settings}, the round has {len(found):,} kernels and takes {1e3 * (after - before):.1f} ms more."
+    yield f"Its {len(times)} truncations take {1e3 * sum(times):.2f} ms of that, by the instructions that they issue:"
+    yield f"{1e3 * min(times):.2f} ms for each token of a proposal, {1e3 * max(times):.2f} ms for a verification."
 
 
 def comparison(hardware: Hardware, batch: int, found: list[Kernel]) -> str:
@@ -245,6 +275,7 @@ Assumed: {1e6 * LAUNCH_S:.1f} us between two kernels, and the published times of
 The cost model's `layer_overhead_us` and `round_overhead_us` are fitted to the MagicDec paper's times, so they hold all
 that its software and GPUs add to the bytes: launches, kernels that fall short, ranks that wait. They are most of the
 difference to the count of launches here, and stay until they can be calibrated on this software.
+Truncations read from the L2 cache; they take as long as an H100 issues their instructions at 1.755 GHz.
 Not included: kernels that fall short of the bandwidth, waves that are not full, and the gathering of logits over ranks.
 """
 

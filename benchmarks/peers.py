@@ -33,6 +33,7 @@ from page import Cells
 from peers_page import OURS, PLAIN, Cell, Figures, Where, name_of
 
 from magicdec.config.load import compose
+from magicdec.config.registry import DRAFTS, ENGINES
 from magicdec.costmodel.round import round_times
 from magicdec.engine.decoder import Decoder
 from magicdec.engine.native import Batch, warm_up
@@ -41,7 +42,6 @@ from magicdec.measure.metrics import RowTimes
 from magicdec.peers.process import WorkerPeer
 from magicdec.planning import build
 from magicdec.planning.resolve import Plan, resolve
-from magicdec.registry import DRAFTS, ENGINES
 from magicdec.scenarios.peer import WARMUP_CONTEXT, WARMUP_TOKENS
 from magicdec.tracking.progress import progress
 
@@ -183,7 +183,7 @@ def figures(passes: list[list[RowTimes]], tokens: list[list[int]], accepted: Any
 
 def engine_of(way: str) -> Any:
     """Return the class of a way's engine."""
-    return ENGINES[WAYS[way][0].removeprefix("engine=")].load()
+    return ENGINES[WAYS[way][0].removeprefix("engine=")].work
 
 
 def ways_of(where: Where, ways: Iterable[str]) -> Iterator[str]:

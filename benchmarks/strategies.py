@@ -26,6 +26,7 @@ from torch import Tensor
 
 from magicdec.cache.draft_cache import DraftCache
 from magicdec.config.load import compose
+from magicdec.config.registry import DRAFTS, POLICIES
 from magicdec.config.schema import Config
 from magicdec.data.ruler import accuracy
 from magicdec.decoding.prefill import prefill
@@ -40,7 +41,6 @@ from magicdec.models.kv_cache import KVCache
 from magicdec.models.transformer import Transformer
 from magicdec.planning import build
 from magicdec.planning.resolve import resolve
-from magicdec.registry import DRAFTS, POLICIES
 from magicdec.tracking.progress import progress
 
 BUDGETS, MIDDLE, GAMMA = (64, 128, 256, 512), 256, 3

@@ -9,6 +9,7 @@ jobs are forked from it before it has used a GPU or a thread; on other systems e
 dies is replaced. Its running job goes on, and the result is read from the store.
 """
 
+import math
 import multiprocessing
 import os
 import signal
@@ -60,7 +61,7 @@ class SweepJob:
 
     number: int
     overrides: list[str]
-    not_before: float = 0.0
+    not_before: float = -math.inf
 
     def __str__(self) -> str:
         return f"job {self.number} ({' '.join(self.overrides)})"

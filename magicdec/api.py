@@ -6,23 +6,23 @@ them are attributes of the package, as in `magicdec.load`.
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
 from magicdec.config.checks import refuse_unread
-from magicdec.config.load import compose, override
+from magicdec.config.load import compose, override, to_dict
 from magicdec.costmodel.predict import Prediction
 from magicdec.errors import UserError
 from magicdec.planning.prediction import plan_prediction
 from magicdec.scenarios import Job
 from magicdec.scenarios import run as run_scenario
 from magicdec.scenarios.predict import predicted
+from magicdec.tracking.console import Console
+from magicdec.tracking.files import ROW, read_lines
 from magicdec.tracking.progress import progress as progress_bars
-from magicdec.tracking.reader import read_lines
 from magicdec.tracking.report.rows import read_rows, read_runs
+from magicdec.tracking.table import described_models
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -73,14 +73,15 @@ def load(
 
     typed = _typed(draft=draft, cache=cache, budget=budget, gamma=gamma, attention=attention, device=device)
     typed += _typed(dtype=dtype, batch_size=batch_size, context_len=context_len, temperature=temperature, seed=seed)
-    typed = [*_models(target, draft_model), *typed, *overrides]
+    typed = [*_models(target, draft_model), *typed, *_listed(overrides)]
 
     def display() -> Any:
         return progress_bars(None if progress else Console(quiet=True))
 
     with display() as bars:
-        _, slots, tokenizer = build.served(typed, bars)
-    return Model(slots, tokenizer, display)
+        plan, slots, tokenizer = build.served(typed, bars)
+    title = described_models(to_dict(plan.config))
+    return Model(slots, tokenizer, display, f"{title}; {slots.num_slots} slots of {slots.max_len:,} tokens")
 
 
 @dataclass(frozen=True)
@@ -88,19 +89,19 @@ class Result:
     """A stored run. `metrics` is what result.json holds, `history` and `generations` the lines of their files."""
 
     folder: Path
-    metrics: dict[str, Any]
-    generations: list[dict[str, Any]]
-    history: list[dict[str, Any]]
+    metrics: dict[str, Any] = field(repr=False)
+    generations: list[dict[str, Any]] = field(repr=False)
+    history: list[dict[str, Any]] = field(repr=False)
 
 
 def run(overrides: Sequence[str] = ()) -> Result:
     """Do what `python launch.py OVERRIDES` does, and return the run that it has stored."""
-    config = compose(overrides)
+    config = compose(_listed(overrides))
     if config.sweep.dry_run:
         raise UserError("sweep.dry_run=true: a dry run has no result")
     metrics = run_scenario(config, Job(tuple(overrides)))
     folder = Path(config.runs_dir, metrics["id"])
-    generations, history = (read_lines(folder / f"{name}.jsonl") for name in ("generations", "history"))
+    generations, history = (read_lines(folder / f"{name}.jsonl", ROW) for name in ("generations", "history"))
     return Result(folder, metrics, generations, history)
 
 
@@ -116,7 +117,7 @@ def histories(runs_dir: str | Path = "runs", sweep: str | None = None) -> "DataF
     """Return the lines of the runs' history.jsonl: a row per round, with the run's id. See `runs`."""
     found, _ = read_runs(runs_dir, sweep)
     return _frame(
-        [{"id": run["id"]} | line for run in found for line in read_lines(Path(run["folder"], "history.jsonl"))]
+        [{"id": run["id"]} | line for run in found for line in read_lines(Path(run["folder"], "history.jsonl"), ROW)]
     )
 
 
@@ -140,7 +141,7 @@ def predict(
     """
     typed = _typed(hardware=hardware, draft=draft, cache=cache, budget=budget, gammas=gammas, alpha=alpha)
     typed += _typed(batch_size=batch_size, context_len=context_len)
-    typed = [*_models(target, draft_model), *typed, *overrides]
+    typed = [*_models(target, draft_model), *typed, *_listed(overrides)]
     config = compose(["scenario=predict", *typed])
     refuse_unread(config, typed)
     return predicted(plan_prediction(config))
@@ -160,6 +161,13 @@ def _models(target: str | Path, draft: str | Path | None) -> list[str]:
 def _typed(**given: Any) -> list[str]:
     """Return arguments as overrides; None is left out."""
     return [override(KEYS.get(name, name), value) for name, value in given.items() if value is not None]
+
+
+def _listed(overrides: Sequence[str]) -> Sequence[str]:
+    """Return the overrides. Raise UserError for one text, which is a sequence of its characters, too."""
+    if isinstance(overrides, str):
+        raise UserError(f"overrides={overrides!r}: must be a list, as in [{overrides!r}]")
+    return overrides
 
 
 def _frame(rows: list[dict[str, Any]]) -> "DataFrame":

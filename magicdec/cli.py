@@ -14,21 +14,23 @@ from contextlib import nullcontext, suppress
 from datetime import datetime
 from importlib import import_module
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, cast
 
 import hydra
-from hydra._internal.utils import get_args_parser
+from hydra._internal.utils import _run_hydra, get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from magicdec.config.checks import refuse_secrets
 from magicdec.config.explain import explain
 from magicdec.config.load import load
+from magicdec.config.rules import FileName, parse
 from magicdec.config.schema import CONF
-from magicdec.errors import USER_ERROR, JobFailed, UserError, in_one_line, to_stderr
+from magicdec.errors import USER_ERROR, JobFailed, UserError, in_one_line, is_out_of_memory, to_stderr
 from magicdec.tracking import sweep
-from magicdec.tracking.gpus import gpus_of_its_own
+from magicdec.tracking.gpus import gpus_of_its_own, refuse_a_share
 from magicdec.tracking.lock import Busy
 from magicdec.tracking.reader import LOG
 from magicdec.tracking.sweep import Job
@@ -45,6 +47,7 @@ COMMANDS = {
     "dashboard": ["magicdec.tracking.dashboard"],
     "serve": ["magicdec.serving.http"],
     "doctor": ["magicdec.doctor"],
+    "check-plugin": ["magicdec.conformance"],
 }
 # How an operating system refuses Hydra the folder of a multirun.
 REFUSALS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST}
@@ -60,6 +63,11 @@ new_folders: list[Path] = []
 def main() -> int:
     """Run the command line; return the exit code."""
     command, *arguments = sys.argv[1:] or [""]
+    try:
+        os.getcwd()
+    except OSError:
+        to_stderr("error: the working directory was removed; change to one that exists")
+        return USER_ERROR
     if command in COMMANDS:
         module, *first = COMMANDS[command]
         return import_module(module).main([*first, *arguments])
@@ -91,14 +99,18 @@ def _launch() -> int:
         parser = get_args_parser()
         parser.error = _refuse  # type: ignore[method-assign]
         parser._option_string_actions["--version"].version = f"magicdec {VERSION}"  # type: ignore[attr-defined]
-        arguments = parser.parse_args()
-        overrides = arguments.overrides
+        arguments = parser.parse_intermixed_args()  # flags may stand behind keys
+        overrides = list(arguments.overrides)
+        refuse_secrets(overrides)
+        if rerun := arguments.experimental_rerun:
+            raise UserError(f"--experimental-rerun={rerun}: would load a pickle; repeat the command instead")
         if arguments.multirun and "sweep.dry_run=true" in map(str.lower, overrides):
-            sys.argv[1:] = [text for text in sys.argv[1:] if not text.startswith(("hydra/launcher", "hydra.launcher"))]
-            sys.argv += LISTING
+            own = [text for text in overrides if not text.startswith(("hydra/launcher", "hydra.launcher"))]
+            arguments.overrides = own + LISTING
         if arguments.config_path and "://" not in arguments.config_path:  # which Hydra takes from this file's folder
-            sys.argv.append(f"--config-path={Path(arguments.config_path).resolve()}")
-        hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(job)()
+            arguments.config_path = str(Path(arguments.config_path).resolve())
+        hydra.version.setbase("1.3")
+        _run_hydra(arguments, parser, job, str(CONF), "config")
     except JobFailed as failure:
         return failure.args[0]
     except SystemExit as end:
@@ -121,7 +133,7 @@ def job(cfg: DictConfig) -> float | None:
     A job that fails prints its error. In a multirun it then raises JobFailed, and Hydra goes on to the next job; a
     single run exits.
     """
-    if not cfg.sweep.dry_run:
+    if not cfg.sweep.get("dry_run"):
         new_folders.clear()
     this = _job()
     try:
@@ -138,7 +150,8 @@ def job(cfg: DictConfig) -> float | None:
 def _job() -> Job:
     """Return what was typed, and the job's place in a sweep of this process or of the process that started this one."""
     hydra_cfg = HydraConfig.get()
-    overrides = tuple(hydra_cfg.overrides.task)
+    typed = cast(list[str], OmegaConf.to_container(hydra_cfg.overrides.task))  # with ${...} as it is
+    overrides = tuple(typed)
     if number := os.environ.get(sweep.JOB):
         return Job(overrides, Path(os.environ[sweep.SWEEP_DIR]), int(number))
     if hydra_cfg.mode == RunMode.MULTIRUN:
@@ -149,12 +162,16 @@ def _job() -> Job:
 def _run(cfg: DictConfig, this: Job) -> float | None:
     if this.sweep_dir is None:
         _refuse_a_grid()
-    elif cfg.sweep.fail_fast and not cfg.sweep.dry_run:
+    elif cfg.sweep.get("fail_fast") and not cfg.sweep.get("dry_run"):
         sweep.refuse_if_stopped(this.sweep_dir, this.number)
     config = load(cfg)
     from magicdec import scenarios  # here, because --help and mistakes must not wait for what runs import
 
-    with gpus_of_its_own(config) if os.environ.get(sweep.JOB) else nullcontext():
+    in_sweep = this.sweep_dir is not None and not config.sweep.dry_run
+    if in_sweep:
+        hydra_cfg = HydraConfig.get()
+        refuse_a_share(config, str(hydra_cfg.runtime.choices["hydra/launcher"]), hydra_cfg.launcher)
+    with gpus_of_its_own(config, bool(os.environ.get(sweep.JOB))) if in_sweep else nullcontext():
         return scenarios.run(config, this).get(config.sweep.objective)
 
 
@@ -173,16 +190,17 @@ def _fail(error: Exception, cfg: DictConfig, this: Job) -> int:
     if os.environ.get(sweep.JOB) and isinstance(error, Busy):
         return sweep.BUSY  # its launcher starts it again later
     overrides, sweep_dir = list(this.overrides), this.sweep_dir
-    explanation = explain(error, overrides) if isinstance(error, UserError | OmegaConfBaseException) else None
+    known = isinstance(error, UserError | OmegaConfBaseException) or is_out_of_memory(error)
+    explanation = explain(error, overrides) if known else None
     if sweep_dir is None:
         return report(error, explanation)
     attempt_id = sweep.attempt_of(sweep_dir, this.number)
-    if attempt_id is None and not cfg.sweep.dry_run:
+    if attempt_id is None and not cfg.sweep.get("dry_run"):
         with suppress(OSError):
             sweep.record(sweep_dir, this.number, None, overrides)
     log = Path(cfg.runs_dir, attempt_id, LOG) if attempt_id else None
     code = report(error, explanation, f"job {this.number} ({' '.join(overrides)}): ", log)
-    if cfg.sweep.fail_fast and not cfg.sweep.dry_run:
+    if cfg.sweep.get("fail_fast") and not cfg.sweep.get("dry_run"):
         sweep.stop(sweep_dir, code)
     return code
 
@@ -209,13 +227,15 @@ def _refusal(error: Exception) -> str | None:
 
 
 def _refuse(message: str) -> NoReturn:
-    hint = "keys are set without dashes: key=value" if " -" in message else "flags such as -m come before all keys"
-    raise UserError(f"{message}; {hint}" if "unrecognized" in message else message)
+    hint = "; keys are set without dashes: key=value" if "unrecognized" in message else ""
+    raise UserError(f"{message}{hint}")
 
 
 def _sweep_folder(runs_dir: str, name: str | None, grid: str | None, with_figures: bool) -> str:
     """Return a new folder for a multirun. conf/config.yaml asks for it, once in a process."""
-    end = f"_{name or grid}" if name or grid else ""
+    parse(FileName, name, "sweep.name")  # type: ignore[arg-type]
+    title = name or (grid or "").replace("/", "-")
+    end = f"_{title}" if title else ""
     times = (f"{datetime.now():%Y-%m-%d_%H-%M-%S}{f'-{count}' if count else ''}" for count in itertools.count())
     folders = (Path(runs_dir, "sweeps", time + end) for time in times)
     folder = next(path for path in folders if not path.exists())

@@ -9,30 +9,35 @@ import os
 import platform
 import shutil
 import sys
-import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
-from rich.console import Console
 from rich.text import Text
-from torch import Tensor
 
 from magicdec import fingerprint, threads
 from magicdec.attention import choice
-from magicdec.attention.base import Attention, Shape
+from magicdec.attention.definition import HEAD_DIM, TOLERANCES, max_error
+from magicdec.config.load import compose
 from magicdec.costmodel.hardware import device_in
 from magicdec.decoding.timers import Stopwatch
-from magicdec.errors import in_one_line
+from magicdec.engine.audit import audit
+from magicdec.engine.native import warm_up
+from magicdec.errors import UserError, in_one_line
 from magicdec.measure import ceilings
 from magicdec.measure.memory import available_bytes
-from magicdec.measure.system import cpu_name
+from magicdec.measure.system import cpu_name, driver_version
+from magicdec.planning import build
+from magicdec.planning.resolve import resolve
 from magicdec.scenarios.ranks import on_ranks
 from magicdec.tracking.cells import markdown_table, new_table
+from magicdec.tracking.console import Console
+from magicdec.tracking.progress import Stage
 from magicdec.units import GIB
 from magicdec.version import VERSION
 
@@ -43,14 +48,11 @@ PACKAGES = (
     *("hydra-core", "omegaconf", "wandb", "numpy"),
 )
 DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
-TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
-HEAD_DIM, KV_HEADS, GROUP, CONTEXT = 128, 2, 4, 2048
-NEW_TOKENS = (1, 5, 64)  # decode, verify, a chunk of a prefill
-WINDOW = 512
-DRIVER = Path("/proc/driver/nvidia/version")
+SMALL = ("batch.size=2", "batch.context_len=256", "batch.generate_len=16", "cache.budget=64")
 SLOW = 0.6  # of the datasheet; healthy GPUs reach 0.75 to 0.95
 ALL_REDUCED = 1 << 26  # bytes
-NCCL_TIMEOUT_S = 120.0
+STEP_VALUES = 64 * 4096  # summed by a decode step of 64 rows of an 8B model
+RANKS_S = 120.0
 WANDB_TIMEOUT_S = 3.0
 LITTLE_DISK = 5 * GIB
 
@@ -93,8 +95,9 @@ def examine() -> Iterator[Finding]:
         "processor": processor,
         "GPU": gpus,
         "attention": attention,
+        "round": rounds,
         "speed": speed,
-        "NCCL": nccl,
+        "NCCL": sums,
         "disk": disk,
         "W&B": wandb_server,
     }
@@ -128,8 +131,7 @@ def processor(device: torch.device) -> Iterator[Finding]:
 
 def gpus(device: torch.device) -> Iterator[Finding]:
     """Report the GPUs and the driver. A driver without a usable GPU is a failure."""
-    driver = DRIVER.read_text().split("\n")[0] if DRIVER.exists() else ""
-    version = next((word for word in driver.split() if word[0].isdigit()), "")
+    version = driver_version()
     if device.type == "cuda":
         for index in range(torch.cuda.device_count()):
             known = torch.cuda.get_device_properties(index)
@@ -149,14 +151,10 @@ def attention(device: torch.device) -> Iterator[Finding]:
     """Compare every backend that is for this kind of device with a plain softmax; say why others cannot be used."""
     dtype = DTYPES[device.type]
     for name in choice.BACKENDS:
-        try:
-            backend = choice.backend(name)
-            obstacle = backend.obstacle(device, dtype, HEAD_DIM)
-        except ImportError as error:
-            obstacle = f"cannot be imported ({error}); install it: {choice.INSTALL[name]}"
-        if obstacle:
+        if obstacle := choice.obstacle(name, device, dtype, [HEAD_DIM]):
             yield Finding(NOTE, f"attention={name}", obstacle)
             continue
+        backend = choice.backend(name)
         try:
             with Stopwatch(device) as watch:
                 worst = max_error(backend(), device, dtype)
@@ -166,50 +164,28 @@ def attention(device: torch.device) -> Iterator[Finding]:
         bound = TOLERANCES[dtype]
         status = OK if worst <= bound else FAILED  # a NaN fails, too
         text = f"largest error {worst:.1g} of at most {bound:g} in {str(dtype).removeprefix('torch.')}"
-        yield Finding(status, f"attention={name}", f"{text}; {watch.seconds:.1f} s with compilation")
+        said = [*filter(None, [backend.found()]), text, f"{watch.seconds:.1f} s with compilation"]
+        yield Finding(status, f"attention={name}", "; ".join(said))
     yield Finding(OK, "attention=auto", choice.choose("auto", device, dtype, [HEAD_DIM])[1])
 
 
-def max_error(backend: Attention, device: torch.device, dtype: torch.dtype) -> float:
-    """Return the largest difference from softmax attention: decode, verify and prefill, each over all slots, within a
-    window, over selected slots (all of them, out of order), and with scores.
-    """
-    errors = []
-    for num_new in NEW_TOKENS:
-        generator = torch.Generator().manual_seed(num_new)
-        q_BTHD = torch.randn(3, num_new, KV_HEADS * GROUP, HEAD_DIM, generator=generator)
-        k_BKSD, v_BKSD = torch.randn(2, 3, KV_HEADS, CONTEXT + 16, HEAD_DIM, generator=generator)
-        indices_BKN = torch.randperm(CONTEXT + 16, generator=generator).expand(3, KV_HEADS, -1).to(device)
-        q, k, v = (x.to(device, dtype) for x in (q_BTHD, k_BKSD, v_BKSD))
-        seqlens_B = torch.tensor([num_new, CONTEXT // 2, CONTEXT], dtype=torch.int32, device=device)
-        shape = Shape(num_new, k.shape[2], GROUP, dtype)
-        plan, windowed = (backend.plan(seqlens_B, shape, window) for window in (None, WINDOW))
-        right, scores_BKS = softmax_attention(q, k, v, seqlens_B)
-        scored, received_BKS = backend.attend_scored(q, k, v, plan)
-        pairs = [
-            (backend.attend(q, k, v, plan), right),
-            (backend.attend(q, k, v, plan, indices_BKN), right),
-            (scored, right),
-            (received_BKS, scores_BKS[..., : received_BKS.shape[-1]]),
-            (backend.attend(q, k, v, windowed), softmax_attention(q, k, v, seqlens_B, WINDOW)[0]),
-        ]
-        errors += [(ours.float() - theirs).abs().max() for ours, theirs in pairs]
-    return float(torch.stack(errors).max())  # NaN if there is one
-
-
-def softmax_attention(
-    q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, seqlens_B: Tensor, window: int | None = None
-) -> tuple[Tensor, Tensor]:
-    """Return attention in fp32 by its definition, and the weights that each slot receives (B, K, S)."""
-    T, S = q_BTHD.shape[1], k_BKSD.shape[2]
-    q_BKGTD = q_BTHD.float().transpose(1, 2).unflatten(1, (k_BKSD.shape[1], -1))
-    own_BT1 = (seqlens_B[:, None] - T + torch.arange(T, device=seqlens_B.device))[..., None]
-    slot_S = torch.arange(S, device=seqlens_B.device)
-    hidden_BTS = (slot_S > own_BT1) | (slot_S <= own_BT1 - (window or S))
-    scores_BKGTS = q_BKGTD @ k_BKSD.float()[:, :, None].mT * q_BTHD.shape[-1] ** -0.5
-    weights_BKGTS = scores_BKGTS.masked_fill(hidden_BTS[:, None, None], float("-inf")).softmax(-1)
-    out_BKGTD = weights_BKGTS @ v_BKSD.float()[:, :, None]
-    return out_BKGTD.flatten(1, 2).transpose(1, 2), weights_BKGTS.sum((2, 3))
+def rounds(device: torch.device) -> Iterator[Finding]:
+    """Decode with the bundled model as a run does: on a GPU with compiled layers and captured rounds."""
+    plan = resolve(compose([*SMALL, f"hardware.device={device.type}"]))
+    c = plan.config
+    with Stopwatch(device) as watch:
+        engine = build.engine(plan, SimpleNamespace(task=Stage))
+        batch = engine.open(build.prompts(plan, build.tokenizer(plan)).tokens)
+        batch.decoder.prefill(engine.prefill_chunk)
+        warm_up(batch)
+        plain, fast = batch.decoder.generate(), batch.decoder.generate(batch.draft)
+    found = audit(batch.decoder, plain.tokens, fast.tokens)
+    how = [f"attention={c.attention.name}", *(["layers compiled"] if c.hardware.compile else [])]
+    how += ["rounds captured"] if engine.graphs else []
+    tokens = "the tokens are those without a draft" if found.passed else "the tokens differ from those without a draft"
+    yield Finding(OK if found.passed else FAILED, "round", f"{', '.join(how)}; {tokens}; {watch.seconds:.1f} s")
+    if device.type == "cuda" and not c.hardware.compile:
+        yield Finding(NOTE, "torch.compile", plan.reasons)
 
 
 def speed(device: torch.device) -> Iterator[Finding]:
@@ -232,29 +208,38 @@ def speed(device: torch.device) -> Iterator[Finding]:
         yield Finding(NOTE if slow else OK, check, text)
 
 
-def nccl(device: torch.device) -> Iterator[Finding]:
-    """Sum a tensor over all GPUs, a process each."""
+def sums(device: torch.device) -> Iterator[Finding]:
+    """Sum over all GPUs, a process each: a large tensor, and a decode step's by NCCL and in symmetric memory."""
     count = torch.cuda.device_count() if device.type == "cuda" else 0
     if count < 2:
         text = "not needed with one GPU" if count else "not needed without GPUs"
         yield Finding(NOTE, "NCCL", f"{text} (hardware.tensor_parallel=1)")
         return
-    answers: list[float | Exception] = []
+    large, small = f"{ALL_REDUCED >> 20} MiB", f"{2 * STEP_VALUES >> 10} KiB"
 
-    def work() -> None:
-        try:
-            answers.append(on_ranks(count, "cuda", ceilings.all_reduce_rate, ALL_REDUCED))
-        except Exception as error:
-            answers.append(error)
+    def rate(found: float) -> str:
+        return f"{count} GPUs sum {large} at {found / 1e9:.3g} GB/s a GPU"
 
-    thread = threading.Thread(target=work, daemon=True)  # a broken link makes NCCL wait for ever
-    thread.start()
-    thread.join(NCCL_TIMEOUT_S)
-    answer = answers[0] if answers else TimeoutError(f"no answer within {NCCL_TIMEOUT_S:.0f} s; try NCCL_P2P_DISABLE=1")
-    if isinstance(answer, Exception):
-        yield Finding(FAILED, "NCCL", in_one_line(answer))
-    else:
-        yield Finding(OK, "NCCL", f"{count} GPUs sum {ALL_REDUCED >> 20} MiB at {answer / 1e9:.3g} GB/s a GPU")
+    def seconds(found: float) -> str:
+        return f"{count} GPUs sum {small} in {found * 1e6:.0f} us, in a captured graph"
+
+    yield _on_ranks(count, "NCCL", rate, ceilings.all_reduce_rate, ALL_REDUCED)
+    for way in ("nccl", "symmetric"):
+        yield _on_ranks(count, f"all_reduce={way}", seconds, ceilings.captured_sum_s, way, STEP_VALUES)
+
+
+def _on_ranks(
+    count: int, check: str, shown: Callable[[float], str], function: Callable[..., float], *arguments: object
+) -> Finding:
+    """Return what the ranks have measured, as `shown`, or why they have not: a broken link makes NCCL wait for ever."""
+    try:
+        return Finding(OK, check, shown(on_ranks(count, "cuda", function, *arguments, time_limit_s=RANKS_S)))
+    except UserError as error:
+        return Finding(NOTE, check, str(error))
+    except TimeoutError as error:
+        return Finding(FAILED, check, f"{error}; try NCCL_P2P_DISABLE=1")
+    except Exception as error:
+        return Finding(FAILED, check, in_one_line(error))
 
 
 def disk(device: torch.device) -> Iterator[Finding]:

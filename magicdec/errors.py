@@ -1,9 +1,14 @@
 """Exceptions that the command line explains to the user, and lines on stderr."""
 
+import signal
 import sys
 from collections.abc import Callable
 
+from typing_extensions import override
+
 USER_ERROR = 2  # the exit code
+# Parts of the messages of PyTorch, CUDA and its libraries, and of the system's loader.
+OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "ALLOC_FAILED", "failed to map segment")
 
 
 class UserError(ValueError):
@@ -13,6 +18,10 @@ class UserError(ValueError):
     """
 
     kind = "invalid"
+
+    @override
+    def __str__(self) -> str:
+        return printable(super().__str__(), keep="\n")  # a value may come from a file that anyone has written
 
 
 class StorageError(UserError):
@@ -31,9 +40,16 @@ class JobFailed(Exception):
     """A job that has failed and whose error is on stderr already; its argument is the exit code."""
 
 
+def printable(text: str, keep: str = "") -> str:
+    """Return text with control characters, line ends and invisible characters escaped, except for those in `keep`."""
+    if text.isprintable():
+        return text
+    return "".join(c if c in keep or c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 def to_stderr(line: str) -> None:
     """Print a line to stderr in one write, so that another process's line cannot come between it and its end."""
-    sys.stderr.write(f"{line}\n")
+    sys.stderr.write(f"{printable(line)}\n")
     sys.stderr.flush()
 
 
@@ -41,6 +57,24 @@ def in_one_line(error: BaseException) -> str:
     """Return an exception's type and the first line of its text."""
     first = str(error).strip().partition("\n")[0]
     return f"{type(error).__name__}: {first}" if first else type(error).__name__
+
+
+def in_brief(text: str, most: int = 300) -> str:
+    """Return the beginning of a text from elsewhere as one line."""
+    line = printable(" ".join(text.split()))
+    return line if len(line) <= most else f"{line[:most]}..."
+
+
+def exit_in_words(code: int | None) -> str:
+    """Return the exit code of another process in words."""
+    if code == -9:
+        return "killed by SIGKILL, perhaps because the system was out of memory"
+    return f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether memory, or address space, has run out; only some errors have a type for it."""
+    return isinstance(error, MemoryError) or any(words in str(error) for words in OUT_OF_MEMORY)
 
 
 def exit_code(command: Callable[[], int | None]) -> int:

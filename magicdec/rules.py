@@ -2,12 +2,13 @@
 
 import difflib
 import math
+import re
 import reprlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, field, fields, is_dataclass
 from typing import Any, NamedTuple
 
-from magicdec.errors import UserError
+from magicdec.errors import UserError, printable
 
 SHORT = reprlib.Repr()  # how errors show a value: its first level, a line of it
 SHORT.maxlevel = 1
@@ -51,6 +52,13 @@ def above(low: float, default: Any) -> Any:
 # Rules that check the type too, for values that no schema has typed before: those of JSON files.
 TEXT = Rule(lambda value: isinstance(value, str), "must be a text")
 FLAG = Rule(lambda value: isinstance(value, bool), "must be true or false")
+
+
+# Of a file or folder within another. No file system takes more than 255 bytes, and a date may be added.
+FILE_NAME = Rule(
+    lambda value: bool(re.fullmatch(r"\w[^/\\]*", value)) and value.isprintable() and len(value.encode()) <= 200,
+    "must be the name of a file: without separators, at most 200 bytes, and a letter or digit first",
+)
 
 
 def whole(low: int, high: int) -> Rule:
@@ -117,7 +125,7 @@ def check_json(value: Any, schema: Rule | Values | Mapping[str, Any], where: str
     else:
         parts = dict.fromkeys(value, schema.schema) if isinstance(schema, Values) else schema
         for name in filter(value.__contains__, parts):
-            shown = ascii(name)[1:-1][:100]
+            shown = printable(name[:100])
             check_json(value[name], parts[name], where, f"{key}.{shown}" if key else shown)
 
 

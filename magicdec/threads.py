@@ -24,9 +24,14 @@ def set_defaults() -> None:
         return
     if not any(name in os.environ for name in WAITING):
         os.environ["GOMP_SPINCOUNT"] = SPIN_COUNT
+    if NUM_THREADS not in os.environ and usual() < num_cores():
+        os.environ[NUM_THREADS] = str(usual())
+
+
+def usual() -> int:
+    """Return the threads of a process whose user has set nothing: one per core that its cgroup pays for."""
     limit = cpu_limit()
-    if NUM_THREADS not in os.environ and limit is not None and limit < num_cores():
-        os.environ[NUM_THREADS] = str(max(1, int(limit)))
+    return num_cores() if limit is None else min(num_cores(), max(1, int(limit)))
 
 
 def settings() -> str:

@@ -9,12 +9,14 @@ import pytest
 import torch
 from hypothesis import settings
 
+from magicdec import threads
 from magicdec.measure import ceilings
 from magicdec.threads import num_cores
 
 # The models here are so small that a second thread only waits; on a busy machine the threads wait for each other.
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"  # of the programs that tests start
+os.environ.setdefault("GOMP_SPINCOUNT", threads.SPIN_COUNT)  # which they would set themselves
 # Runs measure what the machine can do at most. Here, no test depends on how well.
 ceilings.MATMUL_ON, ceilings.READ_ON = {"cpu": 128, "cuda": 1024}, {"cpu": 1 << 22, "cuda": 1 << 22}
 # On a busy machine an example may take any time; what hangs ends by the timeout of its test.

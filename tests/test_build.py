@@ -55,6 +55,17 @@ def test_memory_is_foreseen_with_the_chosen_attention(plan):
     assert build.estimate(with_workspace, 32, 16384).transient - needs["triton"] == pytest.approx(128 << 20, rel=0.01)
 
 
+def test_a_gpu_that_pytorch_cannot_use_is_told(monkeypatch, tmp_path):
+    (tmp_path / "version").write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5\n")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert resolve(compose([])).doubts() == []
+    monkeypatch.setattr("magicdec.measure.system.DRIVER", tmp_path / "version")
+    (warning,) = resolve(compose([])).doubts()
+    assert warning.startswith("hardware=auto: driver 550.54.15 is loaded, but PyTorch sees no GPU")
+    assert "magicdec doctor" in warning
+    assert resolve(compose(["hardware=cpu"])).doubts() == []
+
+
 def test_few_rows_are_prefilled_in_longer_chunks(plan):
     assert plan().config.batch.prefill_chunk == 128
     assert plan("batch.size=1").config.batch.prefill_chunk == 2048

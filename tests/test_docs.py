@@ -7,7 +7,8 @@ from itertools import chain
 import pytest
 
 import magicdec
-from magicdec.config.schema import known_keys
+from magicdec.config.choices import CacheConfig, DraftConfig
+from magicdec.config.options import known_keys
 from magicdec.tracking.report.__main__ import main
 from tests.programs import ROOT, python
 from tools import check_docs
@@ -17,13 +18,16 @@ FIRST = [command for command in COMMANDS if command.page in ("README.md", "docs/
 # What the end of a run must print, by a word of its command; the first that fits counts.
 SAYS = {
     "scenario=predict": (
-        r"is predicted to run at [01]\.\d+x with gamma \d+: .* S\* is [\d,]+ \(measured .*; alpha 0\.\d\d: ",
+        r"is predicted to run at [01]\.\d+x per row and [01]\.\d+x per batch, with gamma \d+: "
+        r".* S\* is [\d,]+ \(measured .*; alpha 0\.\d\d: ",
         r" memory per GPU: [\d.]+ of 80 GiB ",
     ),
-    "scenario=plan": (r"plans .* 64 +self +streaming +512 +\d+ +[\d,]+ +[\d.]+ +[1-9]\.\d\d 64 +none .* 1\.00 ",),
+    "scenario=plan": (
+        r"plans.* 64 +self +streaming +512 +\d+ +[\d,]+ +[\d.]+ +[1-9]\.\d\dx \| \d\.\d\dx 64 +none .* 1\.00x ",
+    ),
     "": (
         r" autoregressive +speculative ",
-        r" speedup +\d+\.\d\dx ",
+        r" speedup +\d+\.\d\dx per row and \d+\.\d\dx per batch",
         r" acceptance rate +[\d.]+% of proposals",
         r" lossless +yes,",
     ),
@@ -92,7 +96,7 @@ def test_every_setting_is_in_the_reference():
     shown = set(re.findall(r"^\| `([\w.]+)` \|", text, re.MULTILINE))
     facts = {"drafts", "one_row"} | {
         name
-        for base in (magicdec.policies.CacheConfig, magicdec.drafting.DraftConfig)
+        for base in (CacheConfig, DraftConfig)
         for name, hint in base.__annotations__.items()
         if "ClassVar" in str(hint)
     }

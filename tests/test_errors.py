@@ -2,7 +2,7 @@
 
 import sys
 
-from magicdec.errors import to_stderr
+from magicdec.errors import UserError, exit_code, to_stderr
 
 
 def test_a_line_is_one_write(monkeypatch):
@@ -10,3 +10,17 @@ def test_a_line_is_one_write(monkeypatch):
     monkeypatch.setattr(sys.stderr, "write", writes.append)
     to_stderr("error: job 2: killed by SIGKILL")
     assert writes == ["error: job 2: killed by SIGKILL\n"]
+
+
+def test_no_text_of_a_file_steers_the_terminal(capsys):
+    error = UserError("model.safetensors: a tensor is stored as \x1b[31mF8\r\u202e")
+    escaped = r"model.safetensors: a tensor is stored as \x1b[31mF8\r\u202e"
+
+    def fail():
+        raise error
+
+    assert str(error) == escaped
+    assert exit_code(fail) == 2
+    assert capsys.readouterr().err == f"error: {escaped}\n"
+    to_stderr("warning: \x9b2J")
+    assert capsys.readouterr().err == "warning: \\x9b2J\n"

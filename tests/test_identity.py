@@ -1,19 +1,27 @@
 """Which model a run names, and whose architecture it records."""
 
+import io
 import json
 import shutil
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
+from rich.console import Console
 
 from magicdec.architectures import ModelConfig
+from magicdec.config.choices import ModelChoice
 from magicdec.config.load import compose
-from magicdec.drafting import ModelChoice
+from magicdec.costmodel.targets import architecture, model_label
 from magicdec.errors import UserError
 from magicdec.models.checkpoint import read_config
 from magicdec.planning.identity import identify
 from magicdec.planning.prediction import plan_prediction
 from magicdec.planning.resolve import resolve
+from magicdec.scenarios import plan, predict
+from magicdec.tracking.progress import progress
 
 TINY = Path(__file__).parents[1] / "magicdec" / "models" / "tiny"
 SMALL = ["hardware=cpu", "batch.size=2", "batch.context_len=256", "batch.generate_len=8", "attention=sdpa"]
@@ -25,6 +33,31 @@ def copied(folder: Path, original: str = "draft", **config: object) -> Path:
     file = folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | config))
     return folder
+
+
+def described(folder: Path, option: str, **changes: object) -> Path:
+    """A folder with the config.json of an option, and no weights."""
+    of, keys = architecture(option), ("vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings")
+    config = {key: getattr(of, key) for key in (*keys, "rope_theta", "rms_norm_eps", "tie_word_embeddings")}
+    config |= {"num_hidden_layers": of.num_layers, "num_attention_heads": of.num_heads}
+    scaling = of.rope_scaling and asdict(of.rope_scaling)
+    scaling = scaling and {"rope_type": of.rope_scaling.kind} | {k: v for k, v in scaling.items() if v is not None}
+    config |= {"model_type": "llama", "num_key_value_heads": of.num_kv_heads, "rope_scaling": scaling}
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    return folder
+
+
+def predicted(*overrides: str) -> tuple[dict[str, Any], str]:
+    """The metrics of a prediction for the paper's Llama, and what it prints."""
+    plan = plan_prediction(
+        compose(["scenario=predict", "hardware=8xa100", "batch.context_len=32000", "cache.budget=512", *overrides])
+    )
+    console = Console(file=io.StringIO(), width=500)
+    with progress() as bars:
+        outcome = predict.run(plan, bars)
+    console.print(outcome.view)
+    return outcome.metrics, console.file.getvalue()
 
 
 def chosen(*overrides: str) -> ModelChoice:
@@ -48,6 +81,36 @@ def test_the_named_option_keeps_its_name_and_records_what_its_checkpoint_says():
     assert chosen(f"target.path={TINY / 'target'}").name == "tiny"
 
 
+@pytest.mark.parametrize("option", ["tiny", "custom target.name=tiny"])
+def test_a_folder_with_the_options_architecture_keeps_its_name(tmp_path, option):
+    target = chosen(
+        f"target={option}".split()[0], *option.split()[1:], f"target.path={copied(tmp_path / 'a', 'target')}"
+    )
+    assert (target.name, model_label(target.name, target.path)) == ("tiny", "tiny (a)")
+    draft = ["draft=model", "target@draft.model=tiny-draft", f"draft.model.path={copied(tmp_path / 'b')}"]
+    model = resolve(compose([*SMALL, *draft])).config.draft.model
+    assert (model.name, model_label(model.name, model.path)) == ("tiny-draft", "tiny-draft (b)")
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "shown"),
+    [
+        ("llama-3.1-8b", None, "llama-3.1-8b"),
+        ("llama-3.1-8b", "meta-llama/Llama-3.1-8B", "llama-3.1-8b"),
+        ("llama-3.1-8b", "/data/llama-3.1-8b", "llama-3.1-8b"),  # a local copy
+        ("llama-3.1-8b", "/data/Llama-3.1-8B/", "llama-3.1-8b"),
+        ("smollm2-135m-q4", "{here}/models/smollm2-135m-q4", "smollm2-135m-q4"),
+        ("llama-3.1-8b", "someone/Llama-3.1-8B-Tuned@main", "llama-3.1-8b (Llama-3.1-8B-Tuned@main)"),
+        ("llama-3.1-8b", "/hub/models--org--Tuned/snapshots/0123abc", "llama-3.1-8b (Tuned)"),
+        ("my-model", "/data/my-model", "my-model"),
+        ("m" * 5000, "/data/my-model", "m" * 5000),
+        ("mine", "/data/my-model", "mine"),
+    ],
+)
+def test_labels(name, path, shown):
+    assert model_label(name, path and path.format(here=Path.cwd())) == shown
+
+
 def test_a_name_that_was_given_stays(tmp_path):
     assert chosen(f"target.path={copied(tmp_path / 'a')}", "target.name=mine").name == "mine"
 
@@ -66,10 +129,49 @@ def test_names_of_folders(tmp_path, folder, original, name):
 
 
 def test_a_draft_of_its_own(tmp_path):
-    folder = copied(tmp_path / "my-draft")
+    folder = copied(tmp_path / "my-draft", "target")
     draft = resolve(compose([*SMALL, "draft=model", f"draft.model.path={folder}"])).config.draft
     assert draft.model is not None
     assert (draft.model.name, draft.model.path) == ("my-draft", str(folder))
+
+
+def test_a_folder_named_after_an_option_of_the_same_architecture_is_that_option(tmp_path):
+    folder = described(tmp_path / "smollm2-135m-q4", "smollm2-135m")
+    setup = plan_prediction(
+        compose(["scenario=predict", "hardware=a100", "target=smollm2-135m", f"target.path={folder}"])
+    )
+    assert setup.config.target.name == "smollm2-135m-q4"
+
+
+def test_the_acceptance_of_an_option_is_assumed_for_a_folder_of_its_architecture(tmp_path):
+    runs = f"runs_dir={tmp_path / 'runs'}"
+    plain, said = predicted(runs, "target=llama-3.1-8b")
+    assert "assuming" not in said
+    folder = described(tmp_path / "snapshot", "llama-3.1-8b")
+    for overrides in (["target=llama-3.1-8b"], ["target=custom", "target.name=llama-3.1-8b"]):
+        metrics, said = predicted(runs, *overrides, f"target.path={folder}")
+        note = ", assuming that llama-3.1-8b (snapshot) accepts as llama-3.1-8b does"
+        assert metrics["predicted/acceptance_source"] == plain["predicted/acceptance_source"] + note
+        assert metrics["predicted/speedup"] == plain["predicted/speedup"]
+        assert said.startswith("predicted: llama-3.1-8b (snapshot), draft self")
+        assert note in said
+    other = described(tmp_path / "other", "llama-3.1-8b", num_hidden_layers=30)
+    metrics, said = predicted(runs, "target=llama-3.1-8b", f"target.path={other}")
+    assert metrics["predicted/alpha"] is None
+    assert said.startswith("predicted: other, draft self")
+
+
+def test_a_plan_for_a_folder_leads_back_to_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(plan, "EXPERIMENTS", tmp_path)
+    keys = ["scenario=plan", "hardware=8xa100", "batch.context_len=32000", "batch.size=64", f"runs_dir={tmp_path}"]
+    for folder, option in (("snapshot", "llama-3.1-8b"), ("other", "custom")):
+        path = described(tmp_path / folder, "llama-3.1-8b", vocab_size=128256 if option != "custom" else 1000)
+        config = compose([*keys, "target=llama-3.1-8b", f"target.path={path}"])
+        with progress() as bars:
+            plan.run(plan_prediction(config), bars)
+        found = yaml.safe_load((tmp_path / "planned.yaml").read_text())
+        assert {"override /target": option} in found["defaults"]
+        assert found["target"] == {"path": str(path)}
 
 
 @pytest.mark.parametrize("weights", ["checkpoint", "random"])

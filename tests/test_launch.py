@@ -13,7 +13,7 @@ from hydra.errors import MissingConfigException
 from magicdec import __version__, cli
 from magicdec.config.explain import explain
 from magicdec.config.load import compose as compose_config
-from magicdec.config.load import load
+from magicdec.config.load import load, override
 from magicdec.errors import UserError
 from magicdec.tracking.sweep import INTERRUPTED
 
@@ -55,12 +55,6 @@ def in_subprocess(*arguments, **env):
         (["experiment=paper/tabel2"], r"experiment=paper/tabel2: .*, quick, paper/.*; did you mean paper/table2\?"),
         (["hydra/sweeper=nope"], r"hydra/sweeper=nope: no such option; one of: basic.*"),
         (["target@draft.model=tiny"], r"target@draft.model: this draft has no model of its own; use draft=model"),
-        (["draft.model.path=x"], r"draft.model.path=x: draft.model is null; use draft=model"),
-        (["draft.model.architecture.num_heads=3"], r".*num_heads=3: draft.model is null; use draft=model"),
-        (
-            ["target.architecture.rope_scaling={kind:linear,factor:2}"],
-            r".*rope_scaling is null; set it as a whole in .*",
-        ),
         (["targe=tiny"], r"unknown key targe; did you mean target\?"),
         (["batch.sise=1"], r"unknown key batch.sise; did you mean batch.size\?"),
         (["gamma=2"], r"unknown key gamma; did you mean draft.gamma\?"),
@@ -69,12 +63,12 @@ def in_subprocess(*arguments, **env):
         (["+draft.gamma=1"], r"draft.gamma is there already: leave out the \+"),
         (["sweeps=gamma_x_budget"], r"sweeps=gamma_x_budget: write -m \+sweeps=gamma_x_budget"),
         (["batch.context_len=long"], r"batch.context_len=long: must be a whole number"),
-        (["batch.size=1.5"], r"batch.size=1.5: must be a whole number or auto"),
+        (["batch.size=1.5"], r"batch.size=1.5: must be auto or at least 1"),
         (["data.save_prompts=maybe"], r"data.save_prompts=maybe: must be true or false"),
         (["wandb.tags=a"], r"wandb.tags=a: must be a list, as in \[a,b\]"),
         (["runs_dir=null"], r"runs_dir=null: must have a value"),
         (["runs_dir=???"], r"runs_dir is missing a value"),
-        (["draft.model=tiny"], r"draft.model=tiny: cannot be set as a whole, only its keys can"),
+        (["draft=model", "draft.model=tiny"], r"draft.model=tiny: cannot be set as a whole, only its keys can"),
         (["target"], r"target: not of the form key=value; .*"),
         (["draft.gamma=1,2"], r"draft.gamma=1,2: several values need -m; .*"),
     ],
@@ -95,16 +89,27 @@ def test_what_only_an_extra_brings_names_the_extra():
     ("arguments", "error"),
     [
         (["draft.gamma=256"], "error: draft.gamma=256: must be below cache.budget=256"),
-        (
-            ["draft.gamma=1", "-m", "cache.budget=64"],
-            "error: unrecognized arguments: cache.budget=64; flags such as -m come before",
-        ),
+        (["--experimental-rerun", "x"], "error: --experimental-rerun=x: would load a pickle"),
         (["--target=tiny"], "error: unrecognized arguments: --target=tiny; keys are set without dashes: key=value"),
         (
             ["+sweeps=gamma_x_budget"],
             "error: +sweeps=gamma_x_budget: a grid needs -m, as in magicdec -m +sweeps",
         ),
         (["-m", "target=tiny,tini"], "error: target=tini: no such option; one of: "),
+        (
+            ["-m", "draft.gamma=range(1,1000000000)"],
+            "error: -m: a grid of draft.gamma: 10,001 values has more than",
+        ),
+        (
+            ["-m", "draft.gamma=shuffle(range(1,1000000000))"],
+            "error: -m: a grid of draft.gamma: 10,001 values has more than",
+        ),
+        (["-m", "draft.gamma=range(0.0,1.0,1e-300)"], "error: -m: a grid of draft.gamma: 10,001 values has more than"),
+        (
+            ["-m", "+sweeps=gamma_x_budget", "data.seed=range(0,5000)"],
+            "error: -m: a grid of draft.gamma: 4, cache.budget: 3, data.seed: 5,000 values has more than 10,000 jobs",
+        ),
+        (["target.architecture.rope_scaling=" + "{a:" * 400 + "1" + "}" * 400], "error: target.archi"),
     ],
 )
 def test_a_mistake_is_one_line_and_leaves_nothing(run, here, arguments, error):
@@ -120,6 +125,11 @@ def test_a_mistake_is_one_line_and_leaves_nothing(run, here, arguments, error):
     [
         ("context_len: long", "batch/mine.yaml: batch.context_len=long: must be a whole number"),
         ("size: [1\n", "mine.yaml, line 2: expected ',' or ']'"),
+        ("size: &a [*a]\n", "batch/mine.yaml: its aliases are endless"),
+        ("a: &a [*b]\nb: &b [*a]\n", "mine.yaml, line 1: found undefined alias"),
+        (f"a: &a {[0] * 60}\nb: &b {['*a'] * 60}\nc: {['*b'] * 60}\n".replace("'", ""), "more than 100,000 values"),
+        (f"size: {'[' * 600}{']' * 600}\n", "batch/mine.yaml: nested too deeply"),
+        ("".join(f"{' ' * depth}a:\n" for depth in range(600)), "batch/mine.yaml: nested too deeply"),
     ],
 )
 def test_a_mistake_in_a_file_names_the_file(run, here, text, error):
@@ -135,6 +145,16 @@ def test_a_run_gets_a_typed_configuration_and_hydra_leaves_no_files(run, here):
     assert run("draft.gamma=2", scenario=lambda config, job: got.append(config) or {}) == (0, "")
     assert got[0].draft.gamma == 2
     assert not list(here.iterdir())
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_flags_stand_anywhere(run, place):
+    typed = ["hydra/launcher=basic", "draft.gamma=1,2"]
+    typed[place:place] = ["--config-dir", "conf", "-m"]
+    Path("conf").mkdir()
+    got = []
+    assert run(*typed, scenario=lambda config, job: got.append(config.draft.gamma) or {}) == (0, "")
+    assert got == [1, 2]
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, ValueError])
@@ -198,6 +218,68 @@ def test_a_mistake_found_in_the_run_is_one_line(run):
         raise UserError("target.path=x holds\nno weights")
 
     assert run(scenario=refuse) == (cli.USER_ERROR, "error: target.path=x holds no weights\n")
+
+
+def test_a_working_directory_that_was_removed_is_one_line(run, here):
+    (here / "gone").mkdir()
+    os.chdir(here / "gone")
+    (here / "gone").rmdir()
+    assert run() == (cli.USER_ERROR, "error: the working directory was removed; change to one that exists\n")
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), ImportError("libtorch_cpu.so: failed to map segment from shared object")]
+)
+def test_too_little_memory_for_the_libraries_is_one_line(run, error):
+    def fail(config, job):
+        raise error
+
+    code, err = run(scenario=fail)
+    assert (code, err.count("\n")) == (cli.USER_ERROR, 1)
+    assert err.startswith(f"error: out of memory ({type(error).__name__}")
+
+
+SECRET = "hf_0123456789abcdef"
+
+
+@pytest.mark.parametrize(
+    ("typed", "key"),
+    [
+        (["data.path=${oc.env:HF_TOKEN}"], "data.path"),
+        (["wandb.tags=[a,'x-${oc.env:HF_TOKEN}']"], "wandb.tags"),
+        ([f"data.path={SECRET}"], "data.path"),
+        ([f"data.path={SECRET}", "data.path=null"], "data.path"),
+        (["-m", "draft.gamma=1,2", f"wandb.project={SECRET}"], "wandb.project"),
+        (["batch=mine"], "data.path"),
+    ],
+)
+def test_a_secret_of_the_environment_is_stored_nowhere(run, here, monkeypatch, typed, key):
+    monkeypatch.setenv("HF_TOKEN", SECRET)
+    (here / "conf" / "batch").mkdir(parents=True)
+    (here / "conf" / "batch" / "mine.yaml").write_text("# @package _global_\ndata: {path: '${oc.env:HF_TOKEN}'}\n")
+    before = sorted(here.rglob("*"))
+    code, err = run(*typed, scenario=lambda config, job: pytest.fail("it runs"))
+    assert (code, err) == (cli.USER_ERROR, f"error: {key} holds the value of HF_TOKEN, and is stored: leave it out\n")
+    assert sorted(here.rglob("*")) == before
+
+
+def test_what_is_typed_is_stored_as_it_was_typed(run, monkeypatch):
+    monkeypatch.setenv("MINE", "/data/books")
+    got = []
+    typed = "wandb.entity=${oc.env:MINE}"
+    assert run(typed, scenario=lambda config, job: got.append((config, job)) or {}) == (0, "")
+    assert (got[0][0].wandb.entity, got[0][1].overrides) == ("/data/books", (typed,))
+    assert run("data.path=${nope:1}") == (cli.USER_ERROR, "error: data.path: Unsupported interpolation type nope\n")
+
+
+@pytest.mark.parametrize("name", ["a/../../../x", "..", "a\\b", " a", "a\tb", "x" * 300])
+@pytest.mark.parametrize("key", ["sweep.name", "scenario.experiment"])
+def test_a_name_does_not_lead_out_of_its_folder(run, here, key, name):
+    scenario = ["scenario=plan", "hardware=a100"] if key == "scenario.experiment" else ["-m", "draft.gamma=1,2"]
+    code, err = run(*scenario, override(key, name), "runs_dir=a/b/runs")
+    assert (code, err.count("\n")) == (cli.USER_ERROR, 1)
+    assert re.match(rf"error: {key}=.*: must be the name of a file", err)
+    assert not any(here.iterdir())
 
 
 def test_an_interrupt_ends_it(run):
@@ -316,3 +398,15 @@ def test_options_of_the_users_own_folder(run, here):
     assert run("cache=mine", scenario=lambda config, job: got.append(config) or {}) == (0, "")
     assert (got[0].cache.policy, got[0].cache.budget) == ("streaming", 77)
     assert compose_config(["cache=mine"]).cache.budget == 77
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [(["--help"], 0, "cache: "), (["cache.bugdet=3"], 2, "unknown key cache.bugdet; did you mean cache.budget?")],
+)
+def test_help_and_unknown_keys_do_not_wait_for_pytorch(tmp_path, arguments, code, words):
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise ImportError('not needed here')")
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    done = in_subprocess(*arguments, PYTHONPATH=path)
+    assert (done.returncode, words in done.stdout + done.stderr) == (code, True), done.stderr

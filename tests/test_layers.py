@@ -4,13 +4,20 @@ import ast
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LAYERS = """threads version | errors units | rules fingerprint | architectures | policies | drafting |
-registry plugins | config | costmodel | verification data kernels | attention | models | cache | decoding |
-drafts | engine | measure | peers | serving | tracking | planning | scenarios"""
+LAYERS = """threads version | errors units | rules fingerprint | architectures | plugins |
+config | costmodel | kernels | verification data | attention | models | cache | decoding | drafts |
+engine | measure | peers | serving | tracking | planning | scenarios"""
 RANKS = {name: rank for rank, names in enumerate(LAYERS.split("|")) for name in names.split()}
 # The command line, the Python API and modules run with python -m may import from every layer. Only they import each
 # other, and the package itself offers the API: a module that imports a name from it imports whatever the API does.
-ENTRY_POINTS = {"magicdec.cli", "magicdec.__main__", "magicdec.api", "magicdec.doctor", "magicdec.serving.http"}
+ENTRY_POINTS = {
+    "magicdec.cli",
+    "magicdec.__main__",
+    "magicdec.api",
+    "magicdec.conformance",
+    "magicdec.doctor",
+    "magicdec.serving.http",
+}
 ENTRY_POINTS |= {"magicdec.tracking.report.__main__"}
 FILES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path

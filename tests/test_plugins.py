@@ -7,40 +7,30 @@ from pathlib import Path
 
 import pytest
 
-from magicdec import plugins, registry
+from magicdec import plugins
+from magicdec.config import registry
 from magicdec.config.load import compose
 from magicdec.errors import UserError
 from tests.programs import ROOT, python
 
-# A package whose entry point imports no PyTorch: the class of a policy or draft is imported when it is chosen.
+# A package with an entry point.
 PACKAGE = {
     "others/__init__.py": """
-from dataclasses import dataclass
-from magicdec.drafting import DraftConfig
-from magicdec.policies import CacheConfig
-from magicdec.registry import DRAFTS, POLICIES
-from magicdec.rules import at_least
-
-@dataclass(frozen=True)
-class Strided(CacheConfig):
-    policy: str = "strided"
-    recent: int = at_least(1, default=8)
-    compact = True
-
-@dataclass(frozen=True)
-class Echo(DraftConfig):
-    name: str = "echo"
-    back: int = at_least(1, default=1)
-    is_model = False
-
-POLICIES.register(Strided, "others.work:StridedCache")
-DRAFTS.register(Echo, "others.work:EchoDraft")
-""",
-    "others/work.py": """
 import torch
+from pydantic.dataclasses import dataclass
 from magicdec.cache.compact import CompactCache
+from magicdec.config.choices import CacheConfig, DraftConfig
+from magicdec.config.registry import DRAFTS, POLICIES
+from magicdec.config.rules import STRICT, Count
 from magicdec.drafts.base import Draft, Proposal
 
+@dataclass(frozen=True, config=STRICT)
+class Strided(CacheConfig):
+    policy: str = "strided"
+    recent: Count = 8
+    compact = True
+
+@POLICIES.register(Strided)
 class StridedCache(CompactCache):
     def fixed_slots(self, budget):
         return max(0, budget - self.settings.recent)
@@ -49,6 +39,13 @@ class StridedCache(CompactCache):
         older_B1 = (source.seqlens_B.long()[:, None] - self.window).clamp(min=0)
         return (torch.arange(self.num_fixed, device=older_B1.device) * older_B1 // self.num_fixed)[:, None]
 
+@dataclass(frozen=True, config=STRICT)
+class Echo(DraftConfig):
+    name: str = "echo"
+    back: Count = 1
+    is_model = False
+
+@DRAFTS.register(Echo)
 class EchoDraft(Draft):
     cache_bytes = 0
 
@@ -74,17 +71,17 @@ class EchoDraft(Draft):
     "others-1.0.dist-info/entry_points.txt": "[magicdec.plugins]\nothers = others\n",
 }
 POLICY = """
-from dataclasses import dataclass
-from magicdec.cache.streaming import StreamingCache
-from magicdec.policies import Streaming
-from magicdec.registry import POLICIES
+from pydantic.dataclasses import dataclass
+from magicdec.cache.streaming import Streaming, StreamingCache
+from magicdec.config.registry import POLICIES
+from magicdec.config.rules import STRICT
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class Mine(Streaming):
     policy: str = "mine"
     extra: int = 3
 
-POLICIES.register(Mine)(StreamingCache)
+POLICIES.register(Mine)(type("MineCache", (StreamingCache,), {"__module__": __name__}))
 """
 SMALL = ["experiment=quick", "batch.context_len=128", "batch.generate_len=8", "hardware=cpu", "wandb.mode=disabled"]
 
@@ -169,12 +166,22 @@ def test_a_folder_of_your_own(tmp_path, monkeypatch, clean):
         assert str(raised.value).startswith(error)
 
 
+def test_an_option_whose_plugin_was_not_named_says_so(tmp_path, monkeypatch, clean):
+    monkeypatch.chdir(written(tmp_path, {"conf/cache/mine.yaml": "policy: mine\nbudget: 64\n"}))
+    with pytest.raises(UserError, match=r"cache.policy=mine: must be one of full, .*; plugins=\[MODULE\] adds"):
+        compose(["cache=mine"])
+
+
 @pytest.mark.parametrize(
     ("module", "why"),
-    [("no_such_module", "ModuleNotFoundError: No module named 'no_such_module'"), ("broken", "ZeroDivisionError")],
+    [
+        ("no_such_module", "ModuleNotFoundError: No module named 'no_such_module'"),
+        ("broken", "ZeroDivisionError"),
+        ("old", "ModuleNotFoundError: No module named 'magicdec.policies'): what it had is in magicdec.config.choices"),
+    ],
 )
 def test_a_plugin_that_cannot_be_imported_is_one_line(tmp_path, monkeypatch, clean, module, why):
-    monkeypatch.chdir(written(tmp_path, {"broken.py": "1 / 0\n"}))
+    monkeypatch.chdir(written(tmp_path, {"broken.py": "1 / 0\n", "old.py": "import magicdec.policies\n"}))
     with pytest.raises(UserError) as raised:
         compose([f"plugins=[{module}]"])
     assert str(raised.value).startswith(f"plugins=[{module}]: {module} cannot be imported ({why}")

@@ -18,7 +18,8 @@ from magicdec.config.load import compose
 from magicdec.costmodel.acceptance import measured
 from magicdec.errors import UserError
 from magicdec.scenarios import Job, compare, run
-from magicdec.tracking.reader import iter_runs, read_lines
+from magicdec.tracking.files import ROW, read_lines
+from magicdec.tracking.reader import iter_runs
 from magicdec.tracking.report.rows import read_rows
 from tests.checkpoints import load_reference
 from tests.programs import ROOT, python
@@ -45,7 +46,7 @@ def run_here(runs: Path, *keys: str) -> tuple[dict[str, Any], list[dict], list[d
     """Run a configuration in this process: its result, its generations and its history, as they are stored."""
     folder = runs / run(compose(small(runs, *keys)), Job())["id"]
     result = json.loads((folder / "result.json").read_text())
-    return result, read_lines(folder / "generations.jsonl"), read_lines(folder / "history.jsonl")
+    return result, read_lines(folder / "generations.jsonl", ROW), read_lines(folder / "history.jsonl", ROW)
 
 
 @pytest.fixture(scope="module")
@@ -69,14 +70,14 @@ def test_a_run_leaves_everything_that_a_reader_needs(finished):
     assert all(isinstance(result[name], float) for name in named)
     assert result["time/impossible"] is (result["time/overhead_ms"] < -0.05 * result["time/round_ms"])
     folder = runs / result["id"]
-    rows = read_lines(folder / "generations.jsonl")
+    rows = read_lines(folder / "generations.jsonl", ROW)
     assert [row["row"] for row in rows] == [0, 1]
     assert all(len(row["prompt"]) == 256 and len(row["speculative"]) == 12 for row in rows)
     assert all(row["speculative"] == row["autoregressive"] for row in rows)
     rounds = [one for row in rows for one in row["rounds"]]
     assert {proposed for proposed, _ in rounds} == {3}
     assert sum(accepted for _, accepted in rounds) / (3 * len(rounds)) == pytest.approx(result["acceptance_rate"])
-    for sample in read_lines(folder / "samples.jsonl"):
+    for sample in read_lines(folder / "samples.jsonl", ROW):
         texts = [text for one in sample["rounds"] for text in [*one["accepted"], one["bonus"]] if text is not None]
         assert len(texts) == 12
         assert "".join(texts) == sample["speculative"] == sample["autoregressive"]
@@ -87,7 +88,7 @@ def test_a_run_leaves_everything_that_a_reader_needs(finished):
 def test_the_stored_output_is_what_transformers_writes(finished):
     """The independent oracle, on the bundled checkpoint and real text."""
     (path,) = finished[1].glob("*/generations.jsonl")
-    rows = read_lines(path)
+    rows = read_lines(path, ROW)
     prompts = torch.tensor([row["prompt"] for row in rows])
     settings = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
     model = load_reference(TINY / "target")

@@ -220,7 +220,7 @@ def test_a_lock_on_a_file_that_was_removed_is_none(tmp_path, monkeypatch, taken_
 def test_a_killed_process_leaves_no_lock_and_its_run_was_interrupted(tmp_path):
     def hold():
         with locked(tmp_path / "abc"):
-            Run.open(tmp_path, "abc", {})
+            Run.open(tmp_path, "abc", CONFIG)
             there.close()
             time.sleep(60)
 
@@ -585,8 +585,8 @@ def test_a_sweep_skips_what_the_same_code_has_done(here, starts, tmp_path, monke
     assert ": done already, skipped (resume=false" in here(*sweep).err
     assert " done " in here(*sweep, "sweep.dry_run=true").out
     monkeypatch.setattr("magicdec.tracking.store.PACKAGE_HASH", "edited")
-    assert ": done already by other code, skipped" in here(*sweep, "resume=any_version").err
-    assert " other code " in here(*sweep, "sweep.dry_run=true").out
+    assert ": done already with other source, skipped" in here(*sweep, "resume=any_version").err
+    assert " other version " in here(*sweep, "sweep.dry_run=true").out
     assert len(list(starts.iterdir())) == 1
     after = here(*sweep, "sweep.name=after")
     assert "done already" not in after.err

@@ -8,6 +8,7 @@ arguments must exist. skip: other programs, such as pip and wandb.
 """
 
 import argparse
+import itertools
 import re
 import shlex
 import subprocess
@@ -15,10 +16,15 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ["README.md", "docs/quickstart.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
+PAGES += sorted(
+    str(path.relative_to(ROOT)) for folder in ("conf", "sweeps") for path in (ROOT / folder).rglob("*.yaml")
+)
 # Small enough for a test; what a command is about is left alone.
 SMALL = ["batch.size=2", "batch.context_len=320", "batch.generate_len=8", "scenario.repeats=1", "wandb.mode=offline"]
 LOCAL_TARGETS = ("tiny", "tiny-draft")  # all others need a checkpoint
@@ -43,7 +49,10 @@ def commands(pages: list[str] = PAGES) -> list[Command]:
     """Return every command of the pages once, in their order."""
     found = {}
     for page in pages:
-        for text in _texts((ROOT / page).read_text(encoding="utf-8")):
+        content = (ROOT / page).read_text(encoding="utf-8")
+        if page.endswith(".yaml"):  # its comments are a page
+            content = "\n".join(" " + line[1:] for line in content.splitlines() if line.startswith("#"))
+        for text in _texts(content):
             found.setdefault(text, _classified(page, text))
     return list(found.values())
 
@@ -96,25 +105,39 @@ def small(arguments: tuple[str, ...], runs: Path) -> list[str]:
     return sorted([*arguments, *extra, f"runs_dir={runs}"], key=lambda argument: not argument.startswith("-"))
 
 
-def compose(arguments: tuple[str, ...]) -> None:
-    """Compose and check a run's configuration, or that of the first job of a multirun. Raise UserError for mistakes."""
+def jobs(arguments: tuple[str, ...]) -> list[list[str]]:
+    """Return the overrides of a run, or those of each job of a multirun. A grid is a file's or the command line's."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
+    parser, keys = OverridesParser.create(), [*_grids(arguments)]
+    for argument in arguments:
+        if not re.match(r"-|hydra[/.]|\+hydra|\+sweeps=|plugins=|cache\.every=", argument):
+            keys.append(re.sub(r"cache=(strided|my_sinks)", "cache=window", argument))
+    parsed = parser.parse_overrides(keys)
+    values = [
+        [f"{one.get_key_element()}={value}" for value in one.sweep_string_iterator()]
+        if one.is_sweep_override()
+        else [one.input_line or ""]
+        for one in parsed
+    ]
+    return [list(job) for job in itertools.product(*values)]
+
+
+def _grids(arguments: tuple[str, ...]) -> Iterator[str]:
+    """Yield the sweeps that files in sweeps/ and conf/experiment/ describe."""
+    folders = {"+sweeps": "sweeps", "experiment": "conf/experiment"}
+    for key, _, option in (argument.partition("=") for argument in arguments):
+        if "-m" in arguments and key in folders and "," not in option:
+            file: Any = yaml.safe_load((ROOT / folders[key] / f"{option}.yaml").read_text(encoding="utf-8"))
+            for name, values in file.get("hydra", {}).get("sweeper", {}).get("params", {}).items():
+                yield f"{name}={values}"
+
+
+def compose(arguments: tuple[str, ...]) -> None:
+    """Compose and check a run's configuration, or that of the first job of a multirun. Raise UserError for mistakes."""
     from magicdec.config.load import compose as composed
 
-    parser, overrides = OverridesParser.create(), []
-    for argument in arguments:
-        if argument.startswith("-") or re.match(r"(hydra[/.]|\+hydra|plugins=)", argument):
-            continue
-        if argument.startswith("+sweeps="):
-            assert (ROOT / "sweeps" / f"{argument.partition('=')[2]}.yaml").is_file(), argument
-            continue
-        parsed = parser.parse_override(argument)
-        value = next(iter(parsed.sweep_string_iterator())) if parsed.is_sweep_override() else None
-        overrides.append(argument if value is None else f"{argument.partition('=')[0]}={value}")
-    composed(
-        [re.sub(r"cache=(strided|my_sinks)", "cache=window", one) for one in overrides if "cache.every" not in one]
-    )
+    composed(jobs(arguments)[0])
 
 
 def parse(arguments: tuple[str, ...]) -> None:

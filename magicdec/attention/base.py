@@ -38,6 +38,11 @@ class Attention(ABC, Generic[AttentionPlan]):
         """Return why it cannot be used there, as the words that follow its name in a sentence; None if it can."""
         return None
 
+    @classmethod
+    def found(cls) -> str:
+        """Return which version of its library was found, and why not a better one; empty without a library."""
+        return ""
+
     def scores_at_once(self, dtype: torch.dtype, head_dim: int) -> int:
         """Return how many scores of a query and a slot a scoring pass may hold, in fp32; fewer mean more passes."""
         return 1 << 26

@@ -1,6 +1,6 @@
 """The choice of a backend: the one that is asked for, or the fastest that works here.
 
-A backend's module is imported when it is considered: the library that it needs may not be installed.
+A backend's module is imported when it is considered: Triton may not be installed.
 """
 
 from collections.abc import Iterable
@@ -10,6 +10,7 @@ import torch
 
 from magicdec.attention.base import Attention
 from magicdec.errors import UserError
+from magicdec.kernels.host import triton_obstacle
 
 BACKENDS = {
     "sdpa": "SdpaAttention",
@@ -20,15 +21,9 @@ BACKENDS = {
 }
 FASTEST_FIRST = {"cpu": ("cpp", "sdpa"), "cuda": ("flash", "triton", "sdpa")}
 
-INSTALL = {
-    "triton": "pip install -e '.[triton]'",
-    "flash": "pip install --no-build-isolation -e '.[flash]'",
-    "flashinfer": "pip install -e '.[flashinfer]'",
-}
-
 
 def backend(name: str) -> type[Attention]:
-    """Return the class of that name. Raise ImportError if the library that it needs is not installed."""
+    """Return the class of that name. Raise ImportError if its module needs what is not installed."""
     return getattr(import_module(f"magicdec.attention.{name}"), BACKENDS[name])
 
 
@@ -39,27 +34,29 @@ def choose(name: str, device: torch.device, dtype: torch.dtype, head_dims: Itera
     """
     head_dims = tuple(head_dims)
     if name != "auto":
-        obstacle = _obstacle(name, device, dtype, head_dims)
-        if obstacle:
-            raise UserError(f"attention={name} {obstacle}; use attention=auto")
+        reason = obstacle(name, device, dtype, head_dims)
+        if reason:
+            raise UserError(f"attention={name} {reason}; use attention=auto")
         return name, f"attention={name}: as asked"
     passed_over = []
     for candidate in FASTEST_FIRST[device.type]:
-        reason = _obstacle(candidate, device, dtype, head_dims)
+        reason = obstacle(candidate, device, dtype, head_dims)
         if reason is None:
             break
         passed_over.append(f"{candidate} {reason}")
-    return candidate, "; ".join([f"attention=auto: {candidate} is the fastest at hand", *passed_over])
+    chosen = [f"attention=auto: {candidate} is the fastest at hand", *filter(None, [backend(candidate).found()])]
+    return candidate, "; ".join([*chosen, *passed_over])
 
 
 def usable(device: torch.device, dtype: torch.dtype, head_dims: Iterable[int]) -> list[str]:
     """Return the names of all backends that can be used here, to compare them."""
     head_dims = tuple(head_dims)
-    return [name for name in BACKENDS if _obstacle(name, device, dtype, head_dims) is None]
+    return [name for name in BACKENDS if obstacle(name, device, dtype, head_dims) is None]
 
 
-def _obstacle(name: str, device: torch.device, dtype: torch.dtype, head_dims: tuple[int, ...]) -> str | None:
+def obstacle(name: str, device: torch.device, dtype: torch.dtype, head_dims: Iterable[int]) -> str | None:
+    """Return why a backend cannot be used here, as the words that follow its name in a sentence; None if it can."""
     try:
         return next(filter(None, (backend(name).obstacle(device, dtype, dim) for dim in head_dims)), None)
     except ImportError as error:
-        return f"cannot be imported ({error}); install it: {INSTALL[name]}"
+        return triton_obstacle() or f"cannot be imported ({error})"

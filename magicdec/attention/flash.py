@@ -8,8 +8,11 @@ verification of few tokens therefore goes to Triton's kernel, which reads them o
 packs query heads by itself, and does everything.
 """
 
+import platform
+import sys
 from collections.abc import Callable
-from contextlib import suppress
+from importlib import import_module
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,16 +24,57 @@ MAX_HEAD_DIM = 256
 FEW_TOKENS = 32  # a verification; more are a prefill
 
 
-def library() -> tuple[Callable, bool]:
-    """Return the library's function for caches, and whether it packs query heads; raises ImportError without it."""
-    if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9:  # FlashAttention-3 is for Hopper
-        with suppress(ImportError):
-            from flash_attn_interface import flash_attn_with_kvcache
+# The modules of each version, in the order in which they are looked for; newer wheels of version 3 have the first one.
+MODULES = {3: ("flash_attn_3.flash_attn_interface", "flash_attn_interface"), 2: ("flash_attn",)}
+# What can be installed without a compiler (docs/attention.md has the sources). Version 3: from PyTorch's index of the
+# CUDA that PyTorch is built for. Version 2, for CUDA 12: by PyTorch, the release and the versions of Python (3.x).
+INDICES_3 = {"12.6": "cu126", "12.8": "cu128", "12.9": "cu129", "13.0": "cu130"}
+WHEELS_2 = {"2.8": ("2.8.3.post1", range(9, 14)), "2.9": ("2.8.3", (12,))}
+RELEASES_2 = "https://github.com/Dao-AILab/flash-attention/releases/download"
 
-            return flash_attn_with_kvcache, True
-    from flash_attn import flash_attn_with_kvcache
 
-    return flash_attn_with_kvcache, False
+class Library(NamedTuple):
+    """The library's function for caches, whether it packs query heads, and which version it is."""
+
+    attend: Callable
+    packs: bool
+    found: str
+
+
+def library() -> Library:
+    """Return the best version that can be used here. Raise ImportError, with the reasons, if there is none."""
+    passed_over: list[str] = []
+    for version, modules in MODULES.items():
+        name = f"FlashAttention-{version}"
+        if version == 3 and not on_hopper():
+            continue
+        for module in modules:
+            try:
+                attend = import_module(module).flash_attn_with_kvcache
+            except ImportError as error:
+                reason = f"{name} cannot be imported ({error})"
+                continue
+            return Library(attend, version == 3, "; ".join([name, *passed_over]))
+        passed_over.append(reason)
+    raise ImportError("; ".join(passed_over))
+
+
+def on_hopper() -> bool:
+    """Return whether the GPU is one that FlashAttention-3 is for."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+
+
+def remedy() -> str:
+    """Return what to type to install the library for this GPU, PyTorch and Python."""
+    version, cuda = ".".join(torch.__version__.split(".")[:2]), torch.version.cuda or ""
+    release, pythons = WHEELS_2.get(version, ("", ()))
+    if on_hopper() and version != "2.8" and cuda in INDICES_3:
+        index = f"https://download.pytorch.org/whl/{INDICES_3[cuda]}"
+        return f"install it: pip install --no-deps flash-attn-3 --index-url {index}"
+    if cuda.startswith("12.") and sys.version_info.minor in pythons and platform.machine() == "x86_64":
+        tags = f"cu12torch{version}cxx11abiTRUE-cp3{sys.version_info.minor}-cp3{sys.version_info.minor}-linux_x86_64"
+        return f"install it: pip install {RELEASES_2}/v{release}/flash_attn-{release}+{tags}.whl"
+    return f"no wheel is known for this GPU, PyTorch {version} and CUDA {cuda or 'none'} (docs/attention.md)"
 
 
 class FlashAttention(LibraryAttention):
@@ -40,17 +84,25 @@ class FlashAttention(LibraryAttention):
 
     def __init__(self) -> None:
         super().__init__()
-        self._library, self._packs = library()
+        self._library, self._packs, _ = library()
 
     @classmethod
     def obstacle(cls, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-        """See Attention.obstacle; raises ImportError where the library is missing."""
+        """See Attention.obstacle."""
         if obstacle := gpu_obstacle(device, dtype, (torch.bfloat16, torch.float16)):
             return obstacle
         if head_dim % 8 or head_dim > MAX_HEAD_DIM:
             return f"needs a head dim that is a multiple of 8 and at most {MAX_HEAD_DIM}, not {head_dim}"
-        library()
+        try:
+            library()
+        except ImportError as error:
+            return f"is not installed: {error}; {remedy()}"
         return None
+
+    @classmethod
+    def found(cls) -> str:
+        """See Attention.found."""
+        return library().found
 
     def takes(self, q_BTHD: Tensor, k_BKSD: Tensor) -> bool:
         """See LibraryAttention.takes. In a prefill arithmetic decides, not how often K and V are read."""

@@ -47,12 +47,15 @@ class FlashInferAttention(LibraryAttention):
 
     @classmethod
     def obstacle(cls, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-        """See Attention.obstacle; raises ImportError where the library is missing."""
+        """See Attention.obstacle."""
         if obstacle := gpu_obstacle(device, dtype, (torch.bfloat16, torch.float16)):
             return obstacle
         if head_dim not in HEAD_DIMS:
             return f"knows the head dims {', '.join(map(str, HEAD_DIMS))}, not {head_dim}"
-        library()
+        try:
+            library()
+        except ImportError as error:
+            return f"is not installed: {error}; install it: pip install -e '.[flashinfer]'"
         return None
 
     def read_all(self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: KernelPlan) -> Tensor:

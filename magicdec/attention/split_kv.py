@@ -6,6 +6,8 @@ head dim, N selected slots.
 A program takes one KV head of one row, one split of its slots, and one tile of its R query rows. A verification is a
 single tile. A prefill has many, each of which ends where its last token does; the tiles of a head come first in the
 grid, so that they run at the same time and only one of them reads K and V from memory, the others from the L2 cache.
+Blocks that all of a tile's query rows see are attended without masks, in a loop of their own: with masks, issuing the
+instructions takes longer than the matmuls.
 Lengths are read on the device, so that shapes are static and a pass can be captured. Several splits are merged by a
 second kernel, by their log-sum-exp (in powers of two). Scores of slots, where a pass returns them, are written out, 4 R
 bytes a slot in addition to the 4 D of K and V in half precision, and summed by a third kernel.
@@ -23,11 +25,13 @@ def out_row(head, r, T, K: tl.constexpr, G: tl.constexpr):
 
 
 @triton.jit
-def fold(most, total, sums, scores, v_tile):
-    """Take a block's scores and values into a running softmax: each row's highest score, and sums relative to it."""
-    highest = tl.maximum(most, tl.max(scores, 1))
+def fold(most, total, sums, scores, scale, v_tile):
+    """Take a block's scores, which are yet to be scaled, and values into a running softmax: each row's highest score,
+    and sums relative to it.
+    """
+    highest = tl.maximum(most, tl.max(scores, 1) * scale)
     base = tl.where(highest == float("-inf"), 0.0, highest)
-    p = tl.exp2(scores - base[:, None])
+    p = tl.exp2(scores * scale - base[:, None])
     decay = tl.exp2(most - base)
     total = total * decay + tl.sum(p, 1)
     sums = sums * decay[:, None] + tl.dot(p.to(v_tile.dtype), v_tile, input_precision="ieee")
@@ -50,7 +54,7 @@ def attend_split(
     S,
     num_splits,
     num_indices,
-    reach,
+    reach,  # tokens that one sees, itself included; None: all before it
     scale,  # of the scores, for powers of two
     q_row,
     q_token,
@@ -70,6 +74,7 @@ def attend_split(
     SELECTED: tl.constexpr,
     SPLIT: tl.constexpr,
     SCORED: tl.constexpr,
+    UNMASKED: tl.constexpr,  # blocks that all query rows see are attended first, without masks
     UPCAST: tl.constexpr,
 ):
     """Attend from one tile of query rows to one split of one KV head of one row."""
@@ -88,9 +93,9 @@ def attend_split(
     v += b * v_row + kv * v_head
 
     # A tile divides what its tokens can see, in whole blocks.
-    first, last = tl.maximum(tl.min(own, 0) + 1 - reach, 0), tl.max(own, 0) + 1
-    if positions is not None:
-        first = first * 0
+    first, last = tl.zeros((), tl.int32), tl.max(own, 0) + 1
+    if reach is not None and positions is None:
+        first = tl.maximum(tl.min(own, 0) + 1 - reach, 0)
     if SELECTED:
         indices += head.to(tl.int64) * num_indices
         first, last = first * 0, num_indices
@@ -101,27 +106,45 @@ def attend_split(
     most = tl.full([TILE], float("-inf"), tl.float32)
     total = tl.zeros([TILE], tl.float32)
     sums = tl.zeros([TILE, PADDED_D], tl.float32)
-    for at in range(start, end, BLOCK):
-        slot = at + tl.arange(0, BLOCK)
-        valid = slot < end
-        if SELECTED:
-            slot = tl.load(indices + slot, mask=valid, other=-1).to(tl.int32)
-            valid = (slot >= 0) & (slot < seqlen)
-        inside = valid[:, None] & (d < D)[None, :]
-        wide = slot.to(tl.int64)[:, None]
-        k_tile = tl.load(k + wide * k_slot + d[None, :], mask=inside, other=0.0)
-        v_tile = tl.load(v + wide * v_slot + d[None, :], mask=inside, other=0.0)
-        if UPCAST:
-            k_tile, v_tile = k_tile.to(tl.float32), v_tile.to(tl.float32)
-        scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale
-        position = slot
-        if positions is not None:
-            position = tl.load(positions + head.to(tl.int64) * S + slot, mask=valid, other=0)
-        seen = valid[None, :] & (slot[None, :] <= own[:, None]) & (position[None, :] > own[:, None] - reach)
-        if SCORED:
-            at_raw = raw + head.to(tl.int64) * (G * T) * S + (r[:, None] * S + slot[None, :])
-            tl.store(at_raw, scores, mask=seen & (r < G * T)[:, None])
-        most, total, sums = fold(most, total, sums, tl.where(seen, scores, float("-inf")), v_tile)
+    left = scale if UNMASKED else 1.0  # by which a block's scores are yet to be multiplied
+    begin, until = start, start  # of the blocks that all query rows see
+    if UNMASKED:
+        if reach is not None:
+            begin += tl.cdiv(tl.maximum(tl.max(own, 0) + 1 - reach - start, 0), BLOCK) * BLOCK
+        until = begin + tl.maximum(tl.minimum(end, tl.min(own, 0) + 1) - begin, 0) // BLOCK * BLOCK
+    for masked in tl.static_range(0 if UNMASKED else 1, 2):
+        # The blocks on both sides of those are left for the second loop.
+        for at in range(start if masked else begin, end - until + begin if masked else until, BLOCK):
+            slot = at + tl.arange(0, BLOCK)
+            if UNMASKED and masked:
+                slot += tl.where(at < begin, 0, until - begin)
+            valid = slot < end
+            if SELECTED:
+                slot = tl.load(indices + slot, mask=valid, other=-1).to(tl.int32)
+                valid = (slot >= 0) & (slot < seqlen)
+            inside = (d < D)[None, :]
+            if masked:
+                inside &= valid[:, None]
+            wide = slot.to(tl.int64)[:, None]
+            k_tile = tl.load(k + wide * k_slot + d[None, :], mask=inside, other=0.0)
+            v_tile = tl.load(v + wide * v_slot + d[None, :], mask=inside, other=0.0)
+            if UPCAST:
+                k_tile, v_tile = k_tile.to(tl.float32), v_tile.to(tl.float32)
+            scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
+            if not UNMASKED:  # a verification: with both products in `fold`, it would need more registers
+                scores *= scale
+            if masked:
+                seen = valid[None, :] & (slot[None, :] <= own[:, None])
+                if reach is not None:
+                    position = slot
+                    if positions is not None:
+                        position = tl.load(positions + head.to(tl.int64) * S + slot, mask=valid, other=0)
+                    seen &= position[None, :] > own[:, None] - reach
+                if SCORED:
+                    at_raw = raw + head.to(tl.int64) * (G * T) * S + (r[:, None] * S + slot[None, :])
+                    tl.store(at_raw, scores * left, mask=seen & (r < G * T)[:, None])
+                scores = tl.where(seen, scores, float("-inf"))
+            most, total, sums = fold(most, total, sums, scores, left, v_tile)
 
     total = tl.where(total > 0, total, 1.0)
     mean = sums / total[:, None]
@@ -178,7 +201,7 @@ def sum_scores(
     T,
     S,
     num_splits,
-    reach,
+    reach,  # tokens that one sees, itself included; None: all before it
     K: tl.constexpr,
     G: tl.constexpr,
     PADDED_SPLITS: tl.constexpr,
@@ -193,7 +216,9 @@ def sum_scores(
     sums = tl.zeros([BLOCK], tl.float32)
     for r in range(G * T):
         own = seqlen - T + r % T
-        seen = (slot < S) & (slot <= own) & (position > own - reach)
+        seen = (slot < S) & (slot <= own)
+        if reach is not None:
+            seen &= position > own - reach
         lses = tl.load(lse + (head * num_splits + split) * (G * T) + r, mask=split < num_splits, other=float("-inf"))
         most = tl.max(lses, 0)
         scores = tl.load(raw + (head * (G * T) + r) * S + slot, mask=seen, other=float("-inf"))

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from magicdec.attention.kernel import KernelAttention, KernelPlan, gpu_obstacle
 from magicdec.attention.split_kv import attend_split, merge_splits, sum_scores
+from magicdec.kernels.host import triton_obstacle
 
 HEAD_DIMS = (64, 80, 96, 128)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-MIN_TILE = 16  # query rows of a program: what tensor cores take
+MIN_TILE, MAX_TILE = 16, 128  # query rows of a program: what tensor cores take, what registers hold
 MIN_SPLIT = 128  # slots
 MAX_SPLITS = 64
 MAX_WAVES = 4  # of programs that are made by splitting: partial results take memory
@@ -42,7 +43,7 @@ class TritonAttention(KernelAttention):
             return obstacle
         if head_dim not in HEAD_DIMS:
             return f"knows the head dims {', '.join(map(str, HEAD_DIMS))}, not {head_dim}"
-        return None
+        return triton_obstacle()
 
     def scores_at_once(self, dtype: torch.dtype, head_dim: int) -> int:
         """See Attention.scores_at_once. 2 GiB: with long contexts each pass reads a cache of many times that."""
@@ -74,7 +75,7 @@ class TritonAttention(KernelAttention):
                 T,
                 S,
                 splits,
-                plan.reach,
+                plan.window,
                 K=K,
                 G=H // K,
                 PADDED_SPLITS=triton.next_power_of_2(splits),
@@ -100,7 +101,7 @@ class TritonAttention(KernelAttention):
         )
         arguments: dict[str, Any] = {
             "q": q_BTHD, "k": k_BKSD, "v": v_BKSD, "seqlens": plan.seqlens_B, "indices": indices_BKN,
-            "positions": positions, "raw": raw, "T": T, "S": S, "reach": plan.reach,
+            "positions": positions, "raw": raw, "T": T, "S": S, "reach": plan.window,
             "num_indices": 0 if indices_BKN is None else indices_BKN.shape[-1], "scale": D**-0.5 * 1.4426950408889634,
         }  # fmt: skip
         for name, x in (("q", q_BTHD), ("k", k_BKSD), ("v", v_BKSD)):
@@ -148,7 +149,7 @@ class Variant:
     def tile(self) -> int:
         """The query rows of a program: all of them if registers suffice, so that K and V are read once."""
         # The registers of other GPUs hold 128 rows while they are split, but not while a prefill writes its output.
-        most = 128 if reads_shared() or self.query_rows <= 128 else 64
+        most = MAX_TILE if reads_shared() or self.query_rows <= MAX_TILE else MAX_TILE // 2
         if self.selected or self.scored:
             most = 64
         if self.dtype == torch.float32:
@@ -185,6 +186,7 @@ class Variant:
             "SELECTED": self.selected,
             "SPLIT": split,
             "SCORED": self.scored,
+            "UNMASKED": self.query_rows > MAX_TILE and not (self.selected or self.scored or self.positioned),
             "UPCAST": INTERPRETED,  # whose bf16 matmuls are wrong
         }
 
@@ -232,7 +234,7 @@ _programs: dict[Variant, int] = {}
 
 def programs_at_once(variant: Variant, arguments: dict[str, Any]) -> int:
     """Return how many programs of a variant the current GPU runs at once, as it compiles them for these arguments."""
-    variant = replace(variant, query_rows=variant.tile)  # the same program
+    variant = replace(variant, query_rows=min(2 * MAX_TILE, triton.next_power_of_2(variant.query_rows)))  # as compiled
     if variant not in _programs:
         _programs[variant] = 4 * NO_GPU.sms if gpu() is NO_GPU else _compiled_programs(variant, arguments)
     return _programs[variant]

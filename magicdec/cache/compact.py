@@ -17,8 +17,8 @@ from torch import Tensor
 from magicdec.attention.base import Attention, Shape
 from magicdec.cache.draft_cache import DraftCache
 from magicdec.cache.full import FullCache
+from magicdec.config.choices import CacheSpec
 from magicdec.models.kv_cache import KVCache
-from magicdec.policies import CacheSpec
 
 
 class CompactCache(DraftCache):

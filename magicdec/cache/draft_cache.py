@@ -1,7 +1,7 @@
 """The interface of a cache policy, and the common part of all draft caches.
 
-A policy decides which KV entries a draft keeps. To add one, subclass DraftCache in a file of this package, and make an
-entry in magicdec/registry.py.
+A policy decides which KV entries a draft keeps. To add one, subclass DraftCache in a module named like the
+policy (docs/adding-a-policy.md).
 """
 
 from abc import abstractmethod
@@ -12,8 +12,8 @@ from torch import Tensor
 
 from magicdec.architectures import ModelConfig
 from magicdec.attention.base import Attention
+from magicdec.config.choices import CacheConfig, CacheSpec
 from magicdec.models.kv_cache import KVCache
-from magicdec.policies import CacheConfig, CacheSpec
 
 
 class DraftCache(KVCache):

@@ -3,14 +3,26 @@
 from typing import Self
 
 import torch
+from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from magicdec.architectures import ModelConfig
 from magicdec.cache.draft_cache import DraftCache
+from magicdec.config.choices import CacheConfig, CacheSpec
+from magicdec.config.registry import POLICIES
+from magicdec.config.rules import STRICT
 from magicdec.models.kv_cache import KVCache
-from magicdec.policies import CacheSpec
 
 
+@dataclass(frozen=True, config=STRICT)
+class Full(CacheConfig):
+    """Every entry."""
+
+    policy: str = "full"
+    reads_everything, has_budget = True, False
+
+
+@POLICIES.register(Full)
 class FullCache(DraftCache):
     """Every entry in the slot of its position, so that committing moves nothing."""
 

@@ -7,19 +7,39 @@ committed at a time, G = gamma draft steps of a round.
 from typing import Any, ClassVar
 
 import torch
+from pydantic.dataclasses import dataclass
 from torch import Tensor
 
+from magicdec.architectures import ModelConfig
 from magicdec.attention.base import Attention
 from magicdec.cache.snapkv import SnapKVCache
+from magicdec.config.choices import FP32, CacheConfig, CacheSpec, all_kv_heads
+from magicdec.config.registry import POLICIES
+from magicdec.config.rules import STRICT
 from magicdec.models.kv_cache import KVCache
 
 
+@dataclass(frozen=True, config=STRICT)
+class H2O(CacheConfig):
+    """The entries with the most attention so far, and recent tokens."""
+
+    policy: str = "h2o"
+    compact = True
+    selects = "prefill"
+
+    def extra_bytes(self, spec: CacheSpec, model: ModelConfig, element_bytes: float) -> float:
+        """Count a score for every slot, and one for each draft step of a round."""
+        return all_kv_heads(model) * (spec.kept + spec.gamma + 1) * (1 + spec.gamma) * FP32
+
+
+@POLICIES.register(H2O)
 class H2OCache(SnapKVCache):
     """Half of the budget for the entries with the largest accumulated attention, half for recent tokens.
 
     Every token of the context scores it at the prefill, which costs a second pass over the prompt. Afterwards the
     draft's own steps add to the scores of what is left, those of rejected proposals excepted, and a token that leaves
-    the window replaces the least heavy hitter if it is heavier. What is evicted is gone.
+    the window replaces the least heavy hitter if it is heavier. What is evicted is gone. The authors evict after every
+    token, here a round does; the last proposal of a round adds no scores, because the draft has not fed it.
     """
 
     per_row: ClassVar[dict[str, int]] = {**SnapKVCache.per_row, "scores_LBKC": 1, "step_scores_GLBKC": 2}

@@ -7,15 +7,42 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from magicdec.architectures import ModelConfig
 from magicdec.attention.base import Attention
 from magicdec.cache.draft_cache import DraftCache
 from magicdec.cache.full import FullCache
-from magicdec.cache.snapkv import SnapKVCache
+from magicdec.cache.snapkv import SnapKV, SnapKVCache
+from magicdec.config.choices import CacheSpec
+from magicdec.config.registry import POLICIES
+from magicdec.config.rules import STRICT, Count
 from magicdec.models.kv_cache import KVCache, Place
-from magicdec.policies import CacheSpec, PyramidKV
+
+
+@dataclass(frozen=True, config=STRICT)
+class PyramidKV(SnapKV):
+    """SnapKV with budgets that fall over the layers, in the last one to 1 / `beta` of their mean.
+
+    As in the authors' code, a layer holds no more than the longest sequence, which leaves more to the later ones; and
+    sequences below twice the budget, without its recent tokens, get the same budget in all layers.
+    """
+
+    policy: str = "pyramidkv"
+    beta: Count = 20
+
+    def window(self, spec: CacheSpec) -> int:
+        """Return the recent tokens that every layer keeps."""
+        return min(spec.num_recent(self.observation_window), self.budget)
+
+    def budgets(self, spec: CacheSpec, num_layers: int) -> list[int]:
+        """See CacheConfig.budgets: the same recent tokens in all layers, and a falling number of chosen entries."""
+        window = self.window(spec)
+        mean = self.budget - window
+        is_uniform = spec.max_len <= self.budget or spec.max_len < 2 * mean
+        first = mean if is_uniform else min(2 * mean - mean / self.beta, spec.max_len - window)
+        return [window + chosen for chosen in falling(mean, num_layers, first)]
 
 
 class LayerCache(SnapKVCache):
@@ -26,9 +53,13 @@ class LayerCache(SnapKVCache):
         return max(0, budget - self.settings.observation_window)
 
 
+@POLICIES.register(PyramidKV)
 class PyramidKVCache(DraftCache):
     """A cache per layer. All keep the same recent tokens; the chosen ones fall from about twice their mean in the first
     layer to 1 / `beta` of it in the last, because attention spreads widely in early layers and narrows in late ones.
+
+    `PyramidKV.budgets` is the schedule of the authors' code, which sets it by each prompt. Here the longest sequence of
+    the batch sets it, because shapes are static, and the layers' budgets add up exactly.
     """
 
     settings: PyramidKV
@@ -146,3 +177,11 @@ class PyramidKVCache(DraftCache):
         if self._views is None or self._views[0] is not source:
             self._views = source, [source.view(i, i + 1) for i in range(self.config.num_layers)]
         return self._views[1]
+
+
+def falling(mean: int, num_layers: int, first: float) -> list[int]:
+    """Return whole numbers that fall evenly from `first` and add up to mean * num_layers."""
+    step = 2 * (first - mean) / max(1, num_layers - 1)
+    ends = [round((i + 1) * first - step * i * (i + 1) / 2) for i in range(num_layers)]
+    ends[-1] = mean * num_layers
+    return [end - start for start, end in zip([0, *ends], ends, strict=False)]

@@ -5,15 +5,21 @@ at a time, R recent tokens and proposals.
 """
 
 import math
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
+from pydantic.dataclasses import dataclass
 from torch import Tensor
 
+from magicdec.architectures import ModelConfig
 from magicdec.attention.base import Attention
 from magicdec.cache.full import FullCache
+from magicdec.config.choices import CacheConfig, CacheSpec
+from magicdec.config.registry import POLICIES
+from magicdec.config.rules import STRICT, Count, must
 from magicdec.models.kv_cache import KVCache, copy_row
-from magicdec.policies import Quantized
+
+SCALE = 4  # bytes of a group's scale and least value, each in half precision
 
 
 class Codes:
@@ -56,6 +62,25 @@ class Codes:
         return (codes.unflatten(-1, (-1, self.group_size)) * scale + least).flatten(-2).to(dtype)
 
 
+@dataclass(frozen=True, config=STRICT)
+class Quantized(CacheConfig):
+    """Every entry in `bits` bits, with a scale for each `group_size` features; the latest ones as they are."""
+
+    policy: str = "quantized"
+    bits: Annotated[Literal[4, 8], must("must be 8 or 4")] = 4
+    group_size: Count = 32
+    reads_everything = quantized = needs_target = True
+
+    def element_bytes(self, model: ModelConfig, exact: float) -> float:
+        """See CacheConfig.element_bytes: a code, and its share of the group's scale."""
+        return self.bits / 8 + SCALE / math.gcd(self.group_size, model.head_dim)
+
+    def extra_bytes(self, spec: CacheSpec, model: ModelConfig, element_bytes: float) -> float:
+        """Count the codes of every entry."""
+        return model.kv_elements_per_token * spec.capacity * self.element_bytes(model, element_bytes)
+
+
+@POLICIES.register(Quantized)
 class QuantizedCache(FullCache):
     """Everything in `bits` bits, but for the `budget` latest entries and the proposals, which are the target's own.
 

@@ -4,18 +4,43 @@ L layers, B rows, T new tokens, H query heads, D head dim, K KV heads, Q = T * H
 P pages, E entries of a page, N chosen slots, W tokens committed at a time.
 """
 
+from math import ceil
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
+from pydantic.dataclasses import dataclass
 from torch import Tensor
 
+from magicdec.architectures import ModelConfig
 from magicdec.attention.base import Attention
 from magicdec.cache.dynamic import DynamicCache, best
+from magicdec.config.choices import CacheConfig, CacheSpec
+from magicdec.config.registry import POLICIES
+from magicdec.config.rules import STRICT, Count
 from magicdec.models.kv_cache import KVCache
-from magicdec.policies import Quest
 
 
+@dataclass(frozen=True, config=STRICT)
+class Quest(CacheConfig):
+    """Pages of `page_size` entries, chosen in every step by a bound on their attention."""
+
+    policy: str = "quest"
+    page_size: Count = 16
+    selects = "step"
+
+    def num_pages(self, spec: CacheSpec) -> int:
+        """Return the pages of `page_size` entries, or smaller ones for a smaller budget, that cover the capacity."""
+        return ceil(spec.capacity / min(self.page_size, spec.kept))
+
+    def extra_bytes(self, spec: CacheSpec, model: ModelConfig, element_bytes: float) -> float:
+        """Count the least and the largest key of every page: as much as a key and a value."""
+        return model.kv_elements_per_token * self.num_pages(spec) * element_bytes
+
+    choice_bytes = extra_bytes
+
+
+@POLICIES.register(Quest)
 class QuestCache(DynamicCache):
     """Pages of `page_size` entries whose keys lie within known bounds; each step reads budget / page_size pages.
 

@@ -3,21 +3,39 @@
 L layers, B rows, K KV heads, S slots, F slots to choose.
 """
 
+from typing import Annotated
+
 import torch
 import torch.nn.functional as F
+from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from magicdec.cache.compact import CompactCache
+from magicdec.config.choices import CacheConfig
+from magicdec.config.registry import POLICIES
+from magicdec.config.rules import STRICT, Count, must
 from magicdec.models.kv_cache import KVCache
-from magicdec.policies import SnapKV
 
 
+@dataclass(frozen=True, config=STRICT)
+class SnapKV(CacheConfig):
+    """Entries that the last `observation_window` prompt tokens attend to; scores averaged over `kernel` neighbours."""
+
+    policy: str = "snapkv"
+    observation_window: Count = 32
+    kernel: Annotated[int, must("must be an odd number of at least 1", lambda k: k >= 1 and k % 2 == 1)] = 5
+    compact = True
+    selects = "prefill"
+
+
+@POLICIES.register(SnapKV)
 class SnapKVCache(CompactCache):
     """The entries that the prompt's last `observation_window` tokens attend to most, and as many recent tokens.
 
     Scores are summed over the query heads of a KV head, so that each KV head keeps entries of its own, and averaged
     over `kernel` neighbours, so that a chosen one brings its surroundings. Recent tokens take half the budget at most.
-    The choice is made once: what is generated afterwards passes through the ring of recent tokens.
+    The choice is made once: what is generated afterwards passes through the ring of recent tokens. In the authors'
+    code it adds to the budget, and each query head has entries of its own.
     """
 
     settings: SnapKV

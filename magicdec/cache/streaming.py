@@ -3,28 +3,54 @@
 L layers, B rows, K KV heads, S slots, N = num_sink, D head dim.
 """
 
-from typing import ClassVar
+from collections.abc import Iterator
+from typing import Annotated, ClassVar
 
 import torch
+from pydantic import Field
+from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from magicdec.cache.compact import CompactCache
+from magicdec.architectures import ModelConfig
 from magicdec.cache.draft_cache import DraftCache
+from magicdec.cache.window import Window, WindowCache
+from magicdec.config.choices import CacheSpec, all_kv_heads
+from magicdec.config.registry import POLICIES
+from magicdec.config.rules import STRICT
 from magicdec.models.kv_cache import KVCache
 from magicdec.models.rope import rope_frequencies, rotate
-from magicdec.policies import Streaming
 
 
-class StreamingCache(CompactCache):
+@dataclass(frozen=True, config=STRICT)
+class Streaming(Window):
+    """StreamingLLM: the first `num_sink` tokens, and the latest ones."""
+
+    policy: str = "streaming"
+    num_sink: Annotated[int, Field(ge=0)] = 0
+
+    def mistakes(self, key: str) -> Iterator[str]:
+        """See CacheConfig.mistakes."""
+        if self.budget <= self.num_sink:
+            sinks = f"{key}.num_sink={self.num_sink}"
+            yield f"{key}.budget={self.budget}: must be above {sinks}, to hold the sinks and a window of at least 1"
+
+    def extra_bytes(self, spec: CacheSpec, model: ModelConfig, element_bytes: float) -> float:
+        """Count the unrotated keys of the sinks, where positions are those in the cache."""
+        num_sink = min(self.num_sink, spec.kept - 1) if spec.in_cache_positions else 0
+        return all_kv_heads(model) * num_sink * model.head_dim * element_bytes
+
+
+@POLICIES.register(Streaming)
+class StreamingCache(WindowCache):
     """`budget` committed entries a row and layer: num_sink first tokens and the budget - num_sink latest.
 
-    With `in_cache_positions` the sinks' keys are rotated forward to sit right before the window, so that the model
-    never sees a distance beyond budget + gamma: rotary embeddings know differences alone, and one shift serves all
-    sinks of a row.
+    With `in_cache_positions`, which the authors always use, the sinks' keys are rotated forward to sit right before the
+    window, so that the model never sees a distance beyond budget + gamma: rotary embeddings know differences alone, and
+    one shift serves all sinks of a row. Otherwise positions are those of the text, like the target's.
     """
 
     settings: Streaming
-    per_row: ClassVar[dict[str, int]] = {**CompactCache.per_row, "sink_k_LBKND": 1}
+    per_row: ClassVar[dict[str, int]] = {**WindowCache.per_row, "sink_k_LBKND": 1}
 
     def set_up(self) -> None:
         """See DraftCache.set_up."""
@@ -42,26 +68,12 @@ class StreamingCache(CompactCache):
         """See CompactCache.fixed_slots."""
         return self.settings.num_sink
 
-    def choose(self, layer: int, source: KVCache, scores_LBKS: Tensor | None) -> Tensor:
-        """See CompactCache.choose: the first tokens, in every head."""
-        return torch.arange(self.num_fixed, device=self.length_B.device).expand(self.num_rows, 1, -1)
-
-    def for_prefill(self, chunk: int) -> "StreamingCache":
-        """See DraftCache.for_prefill: the same, wide enough for a chunk in place of proposals."""
-        capacity = self.budget + chunk
-        k = self.k_LBKSD
-        return type(self)(self.spec, self.config, self.num_rows, capacity, k.dtype, k.device)
-
     def adopt(self, prefilled: DraftCache, scores_LBKS: Tensor | None = None) -> None:
-        """See DraftCache.adopt: what its slots hold."""
+        """See DraftCache.adopt: the sinks' unrotated keys too, which the length that is set next rotates."""
         assert isinstance(prefilled, StreamingCache)
-        self.k_LBKSD[:, :, :, : self.budget] = prefilled.k_LBKSD[:, :, :, : self.budget]
-        self.v_LBKSD[:, :, :, : self.budget] = prefilled.v_LBKSD[:, :, :, : self.budget]
-        if self.positions_LBKS is not None and prefilled.positions_LBKS is not None:
-            self.positions_LBKS[..., : self.budget] = prefilled.positions_LBKS[..., : self.budget]
         if self.sink_k_LBKND is not None and prefilled.sink_k_LBKND is not None:
             self.sink_k_LBKND.copy_(prefilled.sink_k_LBKND)
-        self.set_length(prefilled.length_B)
+        super().adopt(prefilled, scores_LBKS)
 
     def write(self, source: KVCache, first_slot_B: Tensor, count_B: Tensor, width: int) -> None:
         """See CompactCache.write; keeps sink keys as long as they are at the position where they were computed."""

@@ -6,12 +6,30 @@ B rows, T new tokens, H query heads, D head dim, K KV heads, N chosen slots, S s
 from typing import Any
 
 import torch
+from pydantic.dataclasses import dataclass
 from torch import Tensor
 
+from magicdec.architectures import ModelConfig
 from magicdec.attention.base import Attention
 from magicdec.cache.dynamic import DynamicCache, best
+from magicdec.config.choices import CacheConfig, CacheSpec
+from magicdec.config.registry import POLICIES
+from magicdec.config.rules import STRICT
 
 
+@dataclass(frozen=True, config=STRICT)
+class TopK(CacheConfig):
+    """The entries with the most attention from each query."""
+
+    policy: str = "topk"
+    selects = "step"
+
+    def choice_bytes(self, spec: CacheSpec, model: ModelConfig, element_bytes: float) -> float:
+        """Count every key."""
+        return model.kv_elements_per_token / 2 * spec.max_len * element_bytes
+
+
+@POLICIES.register(TopK)
 class TopKCache(DynamicCache):
     """The entries with the most attention from this very query: no other choice of as many retains more of its mass.
 

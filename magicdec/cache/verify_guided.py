@@ -9,15 +9,48 @@ L layers, B rows, T tokens of a verification, H query heads, D head dim, K KV he
 from typing import Any, ClassVar
 
 import torch
+from pydantic.dataclasses import dataclass
 from torch import Tensor
 
+from magicdec.architectures import ModelConfig
 from magicdec.attention.base import Attention
 from magicdec.cache.dynamic import DynamicCache, best
 from magicdec.cache.observed import ObservedCache
+from magicdec.config.choices import FP32, INT64, CacheConfig, CacheSpec, all_kv_heads
+from magicdec.config.registry import POLICIES
+from magicdec.config.rules import STRICT, Count
 from magicdec.models.kv_cache import KVCache
-from magicdec.policies import VerifyGuided
 
 
+@dataclass(frozen=True, config=STRICT)
+class VerifyGuided(CacheConfig):
+    """The entries that the last verification attended to, chosen every `refresh` rounds."""
+
+    policy: str = "verify_guided"
+    refresh: Count = 1
+    observation_window: Count = 32
+    selects = "round"
+    needs_target = True
+
+    @property
+    def rounds_per_choice(self) -> int:
+        """See CacheConfig.rounds_per_choice."""
+        return self.refresh
+
+    def window(self, spec: CacheSpec) -> int:
+        """Return the recent tokens that are always read."""
+        return min(spec.num_recent(self.budget // 4), spec.kept)
+
+    def extra_bytes(self, spec: CacheSpec, model: ModelConfig, element_bytes: float) -> float:
+        """Count the indices of the chosen entries, and the attention that a verification gives to every entry."""
+        return all_kv_heads(model) * ((spec.kept - self.window(spec)) * INT64 + spec.capacity * FP32)
+
+    def choice_bytes(self, spec: CacheSpec, model: ModelConfig, element_bytes: float) -> float:
+        """Count the scores that verification has computed: written and ranked."""
+        return 2 * all_kv_heads(model) * spec.max_len * FP32
+
+
+@POLICIES.register(VerifyGuided)
 class VerifyGuidedCache(DynamicCache):
     """The entries that the last verification attended to most, and recent tokens, a quarter of the budget.
 

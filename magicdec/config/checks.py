@@ -3,23 +3,23 @@
 Rules for single values are declared with their fields in schema.py.
 """
 
-from collections.abc import Iterator, Sequence
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import yaml
-
-from magicdec.config.schema import Config, option_file
+from magicdec.config.options import has_key
+from magicdec.config.registry import CORPORA
+from magicdec.config.rules import did_you_mean
+from magicdec.config.schema import Config
 from magicdec.errors import UserError
-from magicdec.registry import CORPORA
-from magicdec.rules import check, did_you_mean
 
-# Lists that must not be empty, by scenario.
-NEEDED = {
-    "profile": ("batch_sizes", "context_lens", "gammas"),
-    "predict": ("gammas",),
-    "plan": ("gammas", "drafts", "policies"),
-    "serve": ("length_shares",),
-}
+# Names of environment variables with a value that nothing stores, such as HF_TOKEN; HF_TOKEN_PATH is none of them. A
+# shorter value may be anything.
+SECRET = re.compile(r"(?!.*_(PATH|FILE|DIR)$).*(KEY|TOKEN|SECRET|PASSWORD|PASSWD)S?(_|$)", re.IGNORECASE)
+SHORTEST_SECRET = 8
+MOST_HOURS = 24  # of the requests of one level of load
 # Keys that a scenario does not read, and what it reads instead.
 INSTEAD = {
     "profile": {
@@ -32,7 +32,6 @@ INSTEAD = {
 
 def validate(config: Config) -> None:
     """Raise UserError for the first mistake."""
-    check(config)
     is_peer = config.engine.name != "native"
     found = [*([_peer] if is_peer else []), *([_peers_draft] if is_peer and config.speculates else []), _run]
     if config.speculates:
@@ -79,18 +78,29 @@ def unread(config: Config, overrides: Sequence[str]) -> list[str]:
     found = []
     for override in overrides:
         group, _, key = override.lstrip("+").partition("=")[0].partition(".")
-        file = option_file(group, str(chosen.get(group)))
+        option = chosen.get(group)
         if instead := INSTEAD.get(config.scenario.name, {}).get(f"{group}.{key}"):
             found.append(f"{override} has no effect with scenario={config.scenario.name}; set {instead}")
-        elif key and file and key.partition(".")[0] not in _keys(yaml.safe_load(file.read_text("utf-8"))):
-            found.append(f"{override} has no effect with {group}={file.stem}")
+        elif key and option and not has_key(group, option, key.partition(".")[0]):
+            found.append(f"{override} has no effect with {group}={option}")
     return found
 
 
-def _keys(option: dict[str, Any]) -> set[str]:
-    """Return the keys of an option, with those that its defaults add, as in /target@model: tiny-draft."""
-    defaults = (line for line in option.get("defaults", []) if isinstance(line, dict))
-    return option.keys() | {name.partition("@")[2] for line in defaults for name in line}
+def refuse_secrets(given: Any, key: str = "") -> None:
+    """Raise UserError for a text that holds the value of an environment variable with the name of a secret.
+
+    `given` is what a run stores and logs: nested dictionaries and lists of texts, or overrides.
+    """
+    if isinstance(given, Mapping):
+        for name, value in given.items():
+            refuse_secrets(value, f"{key}.{name}" if key else str(name))
+    elif isinstance(given, list):
+        for value in given:
+            refuse_secrets(value, key or str(value).partition("=")[0])
+    elif isinstance(given, str):
+        for name, secret in os.environ.items():
+            if len(secret) >= SHORTEST_SECRET and secret in given and SECRET.match(name):
+                raise UserError(f"{key} holds the value of {name}, and is stored: leave it out")
 
 
 def check_length(config: Config, longest: int) -> None:
@@ -114,14 +124,13 @@ def _run(config: Config) -> Iterator[str]:
     if data.task is not None and data.task not in corpus.tasks:
         valid = f"must be one of {', '.join(corpus.tasks)}" if corpus.tasks else f"data={data.name} has no tasks"
         yield f"data.task={data.task}: {valid}{did_you_mean(data.task, corpus.tasks)}"
-    for name in NEEDED.get(scenario.name, ()):
-        if not getattr(scenario, name):
-            yield f"scenario.{name}=[]: scenario={scenario.name} needs at least one"
     if scenario.name == "serve" and not (scenario.concurrencies or scenario.rates):
         yield "scenario.concurrencies=[]: scenario=serve needs at least one of them, or of scenario.rates"
-    batches = scenario.critical_batches
-    if scenario.name == "predict" and (len(batches) != 2 or batches[0] >= batches[1]):
-        yield f"scenario.critical_batches={batches}: must be a smaller and a larger batch"
+    if scenario.name == "serve":
+        hours = scenario.num_requests / min(scenario.rates, default=math.inf) / 3600
+        if hours > MOST_HOURS:
+            requests = f"scenario.num_requests={scenario.num_requests} would arrive within {hours:,.1f} hours"
+            yield f"scenario.rates={scenario.rates}: {requests}; at most {MOST_HOURS}"
 
 
 def _peer(config: Config) -> Iterator[str]:

@@ -3,14 +3,20 @@
 import difflib
 import re
 from collections.abc import Iterator, Sequence
+from typing import TypeVar
 
+import yaml
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 from yaml import MarkedYAMLError
 
-from magicdec.config.schema import CONF, known_keys
-from magicdec.errors import UserError
+from magicdec.config.options import known_keys
+from magicdec.config.rules import SHORT, BadValue
+from magicdec.config.schema import CONF, option_file
+from magicdec.errors import UserError, in_one_line, is_out_of_memory
+
+E = TypeVar("E", bound=BaseException)
 
 # OmegaConf's messages for a value that does not fit its key, and what would fit.
 MISFITS = {
@@ -40,14 +46,20 @@ def explain(error: Exception, overrides: list[str]) -> str | None:
     """Return one line about a mistake in the configuration; None for any other error."""
     if isinstance(error, UserError):
         return str(error)
+    if is_out_of_memory(error):
+        return f"out of memory ({in_one_line(error)}): free some, or raise the limit (ulimit -v)"
+    if isinstance(error, RecursionError):
+        return f"{SHORT.repr(max(overrides, key=len, default=''))[1:-1]}: nested too deeply"
     if isinstance(error, MarkedYAMLError) and error.problem_mark:
         return f"{error.problem_mark.name}, line {error.problem_mark.line + 1}: {error.problem}"
     if isinstance(error, OverrideParseException):
         return f"{error.override}: not of the form key=value; a value with spaces, commas or brackets needs quotes"
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options is not None:
         return _explain_option(error.missing_cfg_file, error.options, overrides)
-    origin = _omegaconf_error(error)
+    origin = _within(error, OmegaConfBaseException)
     if origin is not None:
+        if mistake := _within(origin, UserError):  # of a resolver
+            return str(mistake)
         file = re.match(r"In '(.*?)'", str(error))
         if file and file[1].partition("/")[0] == origin.full_key in ("experiment", "local"):
             return f"{file[1]}.yaml: must begin with the line `# @package _global_`"
@@ -61,34 +73,47 @@ def _explain_key(error: OmegaConfBaseException) -> str:
     """Explain an error of OmegaConf, which has the key and usually the value."""
     key, text = error.full_key or "", str(error).partition("\n")[0]
     if isinstance(error, ConfigKeyError | ConfigAttributeError):
-        return f"unknown key {key}; {_known_instead(key)}"
+        return unknown_key(key)
     if isinstance(error, MissingMandatoryValue):
-        return f"{key} is missing a value{_origin_of(key)}"
+        return located(BadValue(f"{key} is missing a value", key, "missing"))
     for pattern, valid in MISFITS.items():
         if re.search(pattern, text):
             return f"{key}={'null' if error.value is None else error.value}: {valid}"
     return f"{key}: {text}" if key else text
 
 
-def _origin_of(key: str) -> str:
-    """Return the end of an error: the file that should have set a key, if a group's option was chosen for it."""
+def located(error: BadValue) -> str:
+    """Return the line about a value, with the file that it comes from, where that is the user's own."""
     choices = HydraConfig.get().runtime.choices if HydraConfig.initialized() else {}
+    if error.key in ("experiment", "local"):
+        return f"{error.key}/{choices.get(error.key)}.yaml: must begin with the line `# @package _global_`"
+    if error.type == "unknown":
+        return unknown_key(error.key)
+    parent, _, name = error.key.rpartition(".")
     for choice, option in choices.items():
         group, _, package = choice.partition("@")
-        if option and key.rpartition(".")[0] == (package or group):
-            return f"; {group}/{option}.yaml must set it"
-    return ""
+        if not option or parent != (package or group):
+            continue
+        if error.type == "missing":
+            return f"{error}; {group}/{option}.yaml must set it"
+        file = option_file(group, option)
+        if file and not file.is_relative_to(CONF) and name in (yaml.safe_load(file.read_text("utf-8")) or {}):
+            return f"{group}/{option}.yaml: {error}"
+    return str(error)
 
 
-def _known_instead(key: str) -> str:
-    """Suggest a key for an unknown one: a sibling, its namesake in another group, a similar key."""
+def unknown_key(key: str) -> str:
+    """Return the line about an unknown key, and suggest a sibling, or its namesake in another group."""
     keys, (parent, _, name) = list(known_keys()), key.rpartition(".")
     siblings = [known.rpartition(".")[2] for known in keys if known.rpartition(".")[0] == parent]
     namesakes = [known for known in keys if known.endswith(f".{name}")]
     close = difflib.get_close_matches(name, siblings, n=1)
     if close or namesakes:
-        return f"did you mean {f'{parent}.{close[0]}'.lstrip('.') if close else namesakes[0]}?"
-    return f"{parent or 'there'} {'has' if parent else 'are'}: {', '.join(siblings)}" if siblings else "see --help"
+        meant = f"{parent}.{close[0]}".lstrip(".") if close else namesakes[0]
+        return f"unknown key {key}; did you mean {meant}?"
+    if not siblings:
+        return f"unknown key {key}; see --help"
+    return f"unknown key {key}; {parent or 'there'} {'has' if parent else 'are'}: {', '.join(siblings)}"
 
 
 def _explain_text(error: Exception, overrides: Sequence[str]) -> str | None:
@@ -141,9 +166,9 @@ def _no_such_option(option: str, options: Sequence[str]) -> str:
     return f"no such option; one of: {', '.join(options)}{f'; did you mean {names[close[0]]}?' if close else ''}"
 
 
-def _omegaconf_error(error: BaseException | None) -> OmegaConfBaseException | None:
-    """Return the error that Hydra has wrapped, if any."""
-    while error is not None and not isinstance(error, OmegaConfBaseException):
+def _within(error: BaseException | None, kind: type[E]) -> E | None:
+    """Return the error of a kind that another one has wrapped, or is, if any."""
+    while error is not None and not isinstance(error, kind):
         error = error.__cause__ or error.__context__
     return error
 

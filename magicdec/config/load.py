@@ -1,90 +1,33 @@
-"""Load and validate a configuration that Hydra has composed, or compose one."""
+"""Compose a configuration, and turn it into typed, frozen objects.
+
+Hydra composes plain YAML and knows no types: the result is validated once, as a whole, by pydantic.
+"""
 
 import re
 from collections.abc import Sequence
-from dataclasses import MISSING as NO_DEFAULT
-from dataclasses import asdict, field, fields, is_dataclass, make_dataclass
-from functools import cache, reduce
-from operator import or_
-from types import GenericAlias, UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from dataclasses import asdict, is_dataclass
+from typing import Any, get_type_hints
 
 import hydra
 from hydra import initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.types import Quote, QuotedString
-from omegaconf import MISSING, DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from magicdec import plugins
-from magicdec.config.checks import validate
-from magicdec.config.explain import explain
-from magicdec.config.schema import CONF, REGISTRIES, Config
-from magicdec.drafting import DraftConfig
+from magicdec.config.checks import refuse_secrets, validate
+from magicdec.config.explain import explain, located, unknown_key
+from magicdec.config.options import OPEN, has_key, keys_of_group
+from magicdec.config.rules import BadValue, parse
+from magicdec.config.schema import CONF, Config
 from magicdec.errors import UserError
-from magicdec.policies import CacheConfig
-from magicdec.registry import EngineConfig
 
-BASES = {"cache": CacheConfig, "draft": DraftConfig, "engine": EngineConfig}
-Choices = tuple[tuple[str, type], ...]  # the class of each of these groups, by key
-
-
-@cache
-def _mutable(frozen: type, choices: Choices, prefix: str = "") -> type:
-    """Return a dataclass with the fields and defaults of a frozen one: OmegaConf merges into no frozen node."""
-    entries: list[tuple[str, Any, Any]] = []
-    hints = get_type_hints(frozen)
-    for entry in fields(frozen):
-        hint, default = _node(hints[entry.name], choices, prefix + entry.name), entry.default
-        value: Any
-        if default == () or entry.default_factory is list:
-            value = field(default_factory=list)
-        elif isinstance(hint, type) and is_dataclass(hint):
-            value = field(default_factory=hint)
-        else:
-            value = field(default=MISSING if default is NO_DEFAULT else default)
-        entries.append((entry.name, hint, value))
-    name = "_".join([frozen.__name__, *prefix.split("."), *(chosen.__name__ for _, chosen in choices)])
-    mutable = make_dataclass(name, entries, namespace={"frozen": frozen, "__module__": __name__})
-    globals()[name] = mutable  # where pickle looks for it: launchers send configurations to other processes
-    return mutable
-
-
-def _node(hint: Any, choices: Choices, key: str) -> Any:
-    """Return the type of a field as OmegaConf takes it: nested dataclasses mutable, tuples as lists."""
-    if isinstance(hint, type) and is_dataclass(hint):
-        chosen = dict(choices).get(key, hint)
-        return dict[str, Any] if chosen is dict else _mutable(chosen, choices, f"{key}.")
-    if get_origin(hint) is tuple:
-        return GenericAlias(list, get_args(hint)[0])
-    if isinstance(hint, UnionType):
-        return reduce(or_, (_node(part, choices, key) for part in get_args(hint)))
-    return hint
-
-
-def _all_options() -> Choices:
-    """Return for each group a class with the keys of all its options: Hydra composes before the choice is known."""
-    found: list[tuple[str, type]] = [("draft.cache", dict)]
-    for key, base in BASES.items():
-        own = [(entry.name, entry.type, entry) for entry in REGISTRIES[key].own_fields().values()]
-        found.append((key, make_dataclass(base.__name__, own, bases=(base,), frozen=True)))
-    return tuple(found)
-
-
-def _frozen(node: Any, key: str = "") -> Any:
-    """Return the frozen dataclass of a mutable one, and of those in it; raise UserError for what it refuses."""
-    values = dict(vars(node))
-    for name, value in values.items():
-        if is_dataclass(value):
-            values[name] = _frozen(value, f"{key}.{name}")
-    try:
-        return node.frozen(**values)
-    except UserError as error:
-        raise UserError(f"{key[1:]}: {error}") from None
-
-
-SCHEMA = OmegaConf.structured(_mutable(Config, _all_options()))
-for group in ("cache", "draft", "engine"):
-    OmegaConf.set_struct(SCHEMA[group], False)  # plugins, whose options have other keys, are imported by `load`
+# Hydra takes any key in the groups: jobs of a sweep over a group's options may set keys of all of them.
+SCHEMA = OmegaConf.create(
+    {key: {} for key, kind in get_type_hints(Config).items() if is_dataclass(kind) or key in OPEN}
+)
+for group in SCHEMA:
+    OmegaConf.set_struct(SCHEMA[group], False)
 ConfigStore.instance().store(name="schema", node=SCHEMA)
 OmegaConf.register_new_resolver("conf_parent", lambda: str(CONF.parent), replace=True)  # of conf/config.yaml
 
@@ -92,34 +35,40 @@ OmegaConf.register_new_resolver("conf_parent", lambda: str(CONF.parent), replace
 def load(cfg: DictConfig) -> Config:
     """Return a composed configuration as typed, valid and frozen objects.
 
-    Import plugins first. Leave out keys of options that are not chosen. Raise UserError for what `validate` finds, and
-    OmegaConf's errors for unknown keys, wrong types and missing values.
+    Import plugins first. Leave out keys of options that are not chosen. Raise UserError for unknown keys, wrong types,
+    and what `validate` finds, and OmegaConf's errors for missing values.
     """
-    plugins.load(cfg.plugins)
-    given: Any = OmegaConf.to_container(cfg)
-    choices = []
-    for key, registry in REGISTRIES.items():
-        if (group := _at(cfg, key)) is None:
-            continue
-        name = group[registry.attribute]
-        facts = DraftConfig if key == "draft" and name == "none" else registry[name].facts
-        choices.append((key, facts))
-        plain, known = _at(given, key), {entry.name for entry in fields(facts)}
-        for unread in registry.own_fields().keys() - known:
-            plain.pop(unread, None)
-    schema = OmegaConf.structured(_mutable(Config, tuple(choices)))
-    config: Config = _frozen(OmegaConf.to_object(OmegaConf.merge(schema, given)))
+    plain: Any = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+    plain.pop("hydra", None)
+    refuse_secrets(plain)
+    for name in OPEN:
+        _keep_own_keys(plain[name], name, name)
+    if plain["draft"].get("cache"):
+        _keep_own_keys(plain["draft"]["cache"], "cache", "draft.cache")
+    plugins.load(plain.get("plugins") or [])
+    try:
+        config = parse(Config, plain)
+    except BadValue as error:
+        raise UserError(located(error)) from None
     validate(config)
     return config
 
 
-def _at(values: Any, key: str) -> Any:
-    return reduce(lambda node, name: node and node.get(name), key.split("."), values)
+def _keep_own_keys(plain: dict[str, Any], group: str, key: str) -> None:
+    """Leave out the keys of other options; raise UserError for those of none."""
+    chooses = "policy" if group == "cache" else "name"
+    option = plain.get(chooses)
+    for name in list(plain):
+        if name not in keys_of_group(group):
+            raise UserError(unknown_key(f"{key}.{name}"))
+        if option is not None and not has_key(group, str(option), name):
+            del plain[name]
 
 
 def compose(overrides: Sequence[str]) -> Config:
     """Return conf/ with these overrides, for programs without Hydra's command line. Raise UserError for mistakes."""
     try:
+        refuse_secrets(list(overrides))
         with initialize_config_dir(str(CONF), version_base="1.3"):
             cfg = hydra.compose("config", list(overrides), return_hydra_config=True)
         with open_dict(cfg):
@@ -143,10 +92,5 @@ def override(key: str, value: Any) -> str:
 
 
 def to_dict(config: Config) -> dict[str, Any]:
-    """Return plain nested dictionaries, as stored with a run: with the defaults of what other built-in options have."""
-    plain = asdict(config)
-    for key, registry in REGISTRIES.items():
-        if (group := _at(plain, key)) is not None:
-            for name, entry in registry.own_fields(built_in=True).items():
-                group.setdefault(name, entry.default)
-    return plain
+    """Return plain nested dictionaries, as stored with a run."""
+    return asdict(config)

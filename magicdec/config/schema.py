@@ -1,22 +1,21 @@
-"""The schema of every group in conf/, with the rules of single values.
+"""The general groups of the configuration and the rules of their values, as frozen pydantic dataclasses.
 
-A class is a group, a field a key; conf/ explains them and holds the values that a run starts from. The groups draft,
-cache and engine have a class for each of their options: see magicdec/registry.py.
+A class is a group, a field a key; conf/ explains them and holds the values that a run starts from. The groups cache,
+draft and engine have a class for each option, in the option's own module (magicdec/config/registry.py); the group
+scenario has one for each scenario, below.
 """
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Annotated, Literal, TypeVar
 
-from omegaconf import MISSING
+from pydantic import Field
+from pydantic.dataclasses import dataclass
 
 from magicdec import plugins
-from magicdec.drafting import DraftConfig, ModelChoice
-from magicdec.policies import CacheConfig
-from magicdec.registry import DRAFTS, ENGINES, POLICIES, EngineConfig, Registry
-from magicdec.rules import NAMES, POSITIVE, SHARES, SIZES, above, at_least, one_of, ruled
+from magicdec.config.choices import CacheConfig, ModelChoice
+from magicdec.config.registry import Cache, Draft, Engine
+from magicdec.config.rules import STRICT, Count, Counts, FileName, Fraction, Share, is_file_name, must
 
 # In an installation conf/ is in the package, in a checkout next to it.
 CONF = next(path for folder in Path(__file__).resolve().parents[1:3] if (path := folder / "conf").is_dir())
@@ -31,168 +30,206 @@ def own_folders() -> list[Path]:
 def option_file(group: str, name: str) -> Path | None:
     """Return the file of an option, as in conf/cache/streaming.yaml; None if there is none."""
     files = (folder / group / f"{name}.yaml" for folder in (CONF, *own_folders()))
-    return next((file for file in files if file.is_file()), None)
+    return next((file for file in files if file.is_file()), None) if is_file_name(name) else None
 
 
 # batch.size=auto. With fewer rows a small model is bound by its weights (CPU) or by latency (GPU), not by its KV cache.
 ROWS_ON = {"cpu": 24, "cuda": 64}
 AUTO_GAMMAS = (1, 2, 3, 5, 8)  # what draft.gamma=auto chooses among: a captured round each
 
+Cost = Annotated[float, Field(ge=0)]
+Figure = Annotated[float, Field(gt=0)]
+SomeCounts = Annotated[Counts, Field(min_length=1)]
+AutoOrCount = Annotated[Literal["auto"] | Count, must("must be auto or at least 1")]
 
-def _fraction(default: float) -> Any:
-    return ruled(default, lambda value: 0 < value <= 1, "must be above 0 and at most 1")
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class Efficiency:
     """The share of a datasheet that a machine achieves, and the other costs of a step."""
 
-    bandwidth_fraction: float = _fraction(0.9)  # of the memory's bandwidth, streaming weights and KV
-    matmul_fraction: float = _fraction(0.7)  # of the bf16 rate, by a matmul of many rows
-    matmul_half_rows: float = at_least(0, 16.0)  # rows at which a matmul achieves half of that: a tensor core's tile
-    attention_fraction: float = _fraction(1.0)  # of a matmul's rate, by the attention of a few query rows
-    overlap: float = _fraction(1.0)  # of the shorter of memory and arithmetic, hidden behind the longer
-    layer_overhead_us: float = at_least(0, 60.0)  # a layer's kernel launches and gaps
-    step_overhead_us: float = at_least(0, 0.0)  # what a forward pass takes around its layers: tables, logits, the host
-    round_overhead_us: float = at_least(0, 700.0)  # accept, commit and the host, per round
-    allreduce_hop_us: float = at_least(0, 5.0)  # latency of each of log2(ranks) hops
-    allreduce_bandwidth_fraction: float = _fraction(0.3)  # of the link's, at the megabyte or so of a decode step
+    bandwidth_fraction: Fraction = 0.9  # of the memory's bandwidth, streaming weights and KV
+    matmul_fraction: Fraction = 0.7  # of the bf16 rate, by a matmul of many rows
+    matmul_half_rows: Cost = 16.0  # rows at which a matmul achieves half of that: a tensor core's tile
+    attention_fraction: Fraction = 1.0  # of a matmul's rate, by the attention of a few query rows
+    overlap: Fraction = 1.0  # of the shorter of memory and arithmetic, hidden behind the longer
+    layer_overhead_us: Cost = 60.0  # a layer's kernel launches and gaps
+    step_overhead_us: Cost = 0.0  # what a forward pass takes around its layers: tables, logits, the host
+    round_overhead_us: Cost = 700.0  # accept, commit and the host, per round
+    allreduce_hop_us: Cost = 5.0  # latency of each of log2(ranks) hops
+    allreduce_bandwidth_fraction: Fraction = 0.3  # of the link's, at the megabyte or so of a decode step
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class HardwareConfig:
     """The machine, and its figures."""
 
-    name: str = MISSING
-    device: str = one_of("auto", "cpu", "cuda", default=MISSING)
-    dtype: str = one_of("auto", "float32", "bfloat16", "float16", default=MISSING)
-    tensor_parallel: int = at_least(1, default=MISSING)
-    all_reduce: str = one_of("auto", "nccl", "symmetric", default=MISSING)
-    cuda_graphs: bool = MISSING
-    compile: bool | str = ruled(
-        MISSING, lambda value: value == "auto" or isinstance(value, bool), "must be auto, true or false"
-    )
-    memory_gib: float | None = above(0, default=None)
-    bandwidth_gbs: float | None = above(0, default=None)
-    tflops: float | None = above(0, default=None)
+    name: str
+    device: Literal["auto", "cpu", "cuda"]
+    dtype: Literal["auto", "float32", "bfloat16", "float16"]
+    tensor_parallel: Count
+    all_reduce: Literal["auto", "nccl", "symmetric"]
+    cuda_graphs: bool
+    compile: Annotated[bool | Literal["auto"], must("must be auto, true or false")]
+    memory_gib: Figure | None = None
+    bandwidth_gbs: Figure | None = None
+    tflops: Figure | None = None
     efficiency: Efficiency | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class BatchConfig:
     """The amount of work: rows, prompt length, tokens to generate."""
 
-    size: int | str = ruled(
-        MISSING, lambda value: value == "auto" or (isinstance(value, int) and value >= 1), "must be auto or at least 1"
-    )
-    context_len: int = at_least(1, default=MISSING)
-    generate_len: int = at_least(2, default=MISSING, why="the first new token comes from the prefill")
-    num_batches: int = at_least(1, default=MISSING)
-    prefill_chunk: int | str = ruled(
-        MISSING, lambda value: value == "auto" or (isinstance(value, int) and value >= 1), "must be auto or at least 1"
-    )
+    size: AutoOrCount
+    context_len: Count
+    # At least 2: the first new token comes from the prefill.
+    generate_len: Annotated[int, Field(ge=2), must("must be at least 2 (the first new token comes from the prefill)")]
+    num_batches: Count
+    prefill_chunk: AutoOrCount
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class DataConfig:
     """The source of prompts."""
 
-    name: str = MISSING
+    name: str
     path: str | None = None
     task: str | None = None
-    seed: int = at_least(0, default=0)
+    seed: Annotated[int, Field(ge=0)] = 0
     save_prompts: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class SamplingConfig:
     """The choice of a token."""
 
     # Logits over a temperature near 0 would leave float32.
-    temperature: float = ruled(
-        0.0, lambda value: value == 0 or 1e-4 <= value <= 1e4, "must be 0 (greedy) or from 0.0001 to 10,000"
-    )
-    top_k: int | None = ruled(None, lambda value: 1 <= value < 1 << 31, "must be at least 1 and below 2^31")
+    temperature: Annotated[
+        float, must("must be 0 (greedy) or from 0.0001 to 10,000", lambda value: value == 0 or 1e-4 <= value <= 1e4)
+    ] = 0.0
+    top_k: Annotated[int | None, Field(ge=1, lt=1 << 31), must("must be at least 1 and below 2^31")] = None
     # Less than that is 0 in float32, which keeps no token at all.
-    top_p: float | None = ruled(None, lambda value: 1e-30 <= value <= 1, "must be from 1e-30 to 1")
-    seed: int = ruled(0, lambda value: 0 <= value < 1 << 63, "must be at least 0 and below 2^63")
+    top_p: Annotated[float | None, Field(ge=1e-30, le=1), must("must be from 1e-30 to 1")] = None
+    seed: Annotated[int, Field(ge=0, lt=1 << 63), must("must be at least 0 and below 2^63")] = 0
     ignore_eos: bool = True
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class AttentionConfig:
     """The backend of attention."""
 
-    name: str = one_of("auto", "sdpa", "cpp", "triton", "flash", "flashinfer", default=MISSING)
+    name: Literal["auto", "sdpa", "cpp", "triton", "flash", "flashinfer"]
 
 
-@dataclass(frozen=True)
-class ScenarioConfig:
-    """The kind of run, and its settings."""
+@dataclass(frozen=True, config=STRICT)
+class Compare:
+    """Speculative next to autoregressive decoding of the same prompts."""
 
-    name: str = one_of("compare", "profile", "predict", "plan", "serve", default=MISSING)
-    repeats: int = at_least(1, default=1)
-    profile_repeats: int = at_least(1, default=1)
-    batch_sizes: list[int] = field(default_factory=list, metadata=SIZES)
-    context_lens: list[int] = field(default_factory=list, metadata=SIZES)
-    gammas: list[int] = field(default_factory=list, metadata=SIZES)
-    alpha: float | None = ruled(None, lambda value: 0 <= value <= 1, "must be between 0 and 1")
-    critical_batches: list[int] = field(default_factory=list, metadata=SIZES)
-    drafts: list[str] = field(default_factory=list)
-    policies: list[str] = field(default_factory=list)
-    latency_ms: float | None = above(0, default=None)
-    experiment: str | None = None
-    concurrencies: list[int] = field(default_factory=list, metadata=SIZES)
-    rates: list[float] = field(default_factory=list, metadata=POSITIVE)
-    num_requests: int = at_least(1, default=1)
-    length_shares: list[float] = field(default_factory=list, metadata=SHARES)
-    first_token_ms: float | None = above(0, default=None)
+    name: Literal["compare"]
+    repeats: Count
+    profile_repeats: Count
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
+class Profile:
+    """The times of a round's parts over a grid."""
+
+    name: Literal["profile"]
+    profile_repeats: Count
+    batch_sizes: SomeCounts
+    context_lens: SomeCounts
+    gammas: SomeCounts
+
+
+@dataclass(frozen=True, config=STRICT)
+class Predict:
+    """A prediction by the cost model."""
+
+    name: Literal["predict"]
+    gammas: SomeCounts
+    alpha: Share | None
+    critical_batches: Annotated[
+        Counts, must("must be a smaller and a larger batch", lambda b: len(b) == 2 and b[0] < b[1])
+    ]
+
+
+@dataclass(frozen=True, config=STRICT)
+class Search:
+    """A search for the best configuration by the cost model."""
+
+    name: Literal["plan"]
+    drafts: Annotated[list[str], Field(min_length=1)]
+    policies: Annotated[list[str], Field(min_length=1)]
+    gammas: SomeCounts
+    batch_sizes: Counts
+    latency_ms: Figure | None
+    experiment: FileName
+
+
+@dataclass(frozen=True, config=STRICT)
+class Serve:
+    """Requests that come and go."""
+
+    name: Literal["serve"]
+    concurrencies: Counts
+    rates: Annotated[list[Figure], must("must hold numbers above 0")]
+    num_requests: Count
+    length_shares: Annotated[list[Fraction], must("must hold numbers above 0 and at most 1"), Field(min_length=1)]
+    latency_ms: Figure | None
+    first_token_ms: Figure | None
+
+
+S = TypeVar("S", Compare, Profile, Predict, Search, Serve)
+Scenario = Annotated[Compare | Profile | Predict | Search | Serve, Field(discriminator="name")]
+
+
+@dataclass(frozen=True, config=STRICT)
 class WandbConfig:
     """The mode, project and names under which Weights & Biases logs a run."""
 
-    mode: str = one_of("offline", "online", "disabled", default=MISSING)
-    project: str = MISSING
+    mode: Literal["offline", "online", "disabled"]
+    project: str
     entity: str | None = None
     group: str | None = None
-    tags: list[str] = field(default_factory=list)
+    tags: list[str] = Field(default_factory=list)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class SweepConfig:
     """The settings of a multirun."""
 
-    name: str | None = None
-    fail_fast: bool = MISSING
-    figures: bool = MISSING
-    dry_run: bool = MISSING
-    objective: str = MISSING
+    name: FileName
+    fail_fast: bool
+    figures: bool
+    dry_run: bool
+    objective: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class Config:
     """A whole run."""
 
     target: ModelChoice
-    draft: DraftConfig
-    cache: CacheConfig
+    draft: Draft
+    cache: Cache
     hardware: HardwareConfig
     batch: BatchConfig
     data: DataConfig
     sampling: SamplingConfig
     attention: AttentionConfig
-    engine: EngineConfig
-    scenario: ScenarioConfig
+    engine: Engine
+    scenario: Scenario
     wandb: WandbConfig
     sweep: SweepConfig
-    tracker: Any = field(default=MISSING, metadata=NAMES)
-    plugins: list[str] = field(default_factory=list)
-    runs_dir: str = MISSING
-    resume: bool | str = ruled(
-        MISSING, lambda value: value in (True, False, "any_version"), "must be true, false or any_version"
-    )
+    tracker: Annotated[str | list[str], must("must be a name or a list of names, as in [a,b]")]
+    plugins: list[str]
+    runs_dir: str
+    resume: Annotated[bool | Literal["any_version"], must("must be true, false or any_version")]
+
+    def settings(self, kind: type[S]) -> S:
+        """Return the group `scenario`, which must be of this kind."""
+        assert isinstance(self.scenario, kind), f"scenario={self.scenario.name}"
+        return self.scenario
 
     @property
     def speculates(self) -> bool:
@@ -219,18 +256,3 @@ class Config:
     def models(self) -> dict[str, ModelChoice]:
         """Return the models of a run by the keys that choose them."""
         return {"target": self.target} | ({"draft.model": self.draft.model} if self.draft.model else {})
-
-
-# Groups whose options have keys of their own, by their key in the configuration.
-REGISTRIES: dict[str, Registry[Any]] = {"cache": POLICIES, "draft": DRAFTS, "draft.cache": POLICIES, "engine": ENGINES}
-
-
-def known_keys(schema: type = Config, prefix: str = "") -> Iterator[str]:
-    """Yield every key of the configuration, dotted; those of all options."""
-    own = REGISTRIES[prefix[:-1]].own_fields() if prefix[:-1] in REGISTRIES else {}
-    hints = get_type_hints(schema) | {name: entry.type for name, entry in own.items()}
-    for name, hint in hints.items():
-        yield prefix + name
-        for kind in (hint, *get_args(hint)):
-            if is_dataclass(kind) and isinstance(kind, type):
-                yield from known_keys(kind, f"{prefix}{name}.")

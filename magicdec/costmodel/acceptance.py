@@ -11,15 +11,17 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
+from itertools import starmap
 from math import log
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from magicdec.config.registry import DRAFTS, POLICIES
 from magicdec.costmodel.round import Setup
 from magicdec.costmodel.speedup import alpha_from_acceptance_length
 from magicdec.costmodel.tables import PUBLISHED, read_table
+from magicdec.costmodel.targets import model_label
 from magicdec.errors import UserError
-from magicdec.registry import DRAFTS, POLICIES
 
 # The paper's, and those of our own studies: a file each. Only the latter have the columns quantization and settings.
 PUBLISHED_ALPHAS = sorted(PUBLISHED.parent.glob("acceptance*.csv"))
@@ -41,6 +43,7 @@ class Point(NamedTuple):
     measured: bool = False  # in a run of our own
     quantization: str = "none"  # of the draft's weights
     settings: tuple[int, ...] | None = None  # of the policy, as `CacheConfig.settings` has them; None: a publication's
+    weights: str | None = None  # the labels of the models; None: their names
 
     def answers(self, setup: Setup) -> bool:
         """Return whether the point was measured on this target, draft and policy, in this form."""
@@ -82,7 +85,7 @@ class Curves:
                     ladder.append((known, alpha))
             alpha = _interpolate(ladder, setup.cache.budget, rising=True)
             if alpha is not None:
-                return Estimate(alpha, _describe(points), is_measured=True)
+                return Estimate(alpha, _describe(points, setup), is_measured=True)
         return None
 
     def answers(self, setup: Setup, generate_len: int = 0) -> tuple[int, ...]:
@@ -150,7 +153,7 @@ def measured(runs: Iterable[Mapping[str, Any]]) -> list[Point]:
     points = []
     for run in runs:
         # A run of another version, or none of ours, may lack anything.
-        with suppress(UserError, ValueError, KeyError, TypeError, AttributeError):
+        with suppress(UserError, OSError, ValueError, KeyError, TypeError, AttributeError):
             if run["status"] == "done" and run.get("acceptance/source") == "measured" and run.get("alpha") is not None:
                 points.append(_point(run))
     return points
@@ -160,6 +163,8 @@ def _point(run: Mapping[str, Any]) -> Point:
     config = run["config"]
     draft, data, cache = config["draft"], config["data"], config["cache"]
     facts = DRAFTS[draft["name"]].facts
+    cache = cache if facts.is_model else vars(POLICIES["full"].facts())  # as a Setup has it
+    models = [config["target"]] + ([draft["model"]] if facts.needs_model else [])
     return Point(
         target=config["target"]["name"],
         draft=facts.described(facts.label, draft),
@@ -172,6 +177,7 @@ def _point(run: Mapping[str, Any]) -> Point:
         measured=True,
         quantization=draft.get("quantization", "none"),
         settings=tuple(cache[key] for key in POLICIES[cache["policy"]].facts.own_keys()),
+        weights=_labels((model["name"], model.get("path")) for model in models),
     )
 
 
@@ -194,10 +200,18 @@ def _is_exact(setup: Setup, generate_len: int) -> bool:
     return cache.reads_everything or cache.budget >= setup.context + generate_len
 
 
-def _describe(points: Sequence[Point]) -> str:
+def _describe(points: Sequence[Point], setup: Setup) -> str:
+    """Return the sources of an acceptance, and what it assumes where it was measured on other weights."""
     sources = sorted({point.source for point in points})
     more = f" and {len(sources) - 1} more" if len(sources) > 1 else ""
-    return f"{sources[0]}{more}, on {points[0].task}"
+    asked, named = _labels(setup.models), " with ".join(name for name, _ in setup.models)
+    known = sorted({point.weights or named for point in points})
+    assumed = "" if known == [asked] else f", assuming that {asked} accepts as {known[0]} does"
+    return f"{sources[0]}{more}, on {points[0].task}{assumed}"
+
+
+def _labels(models: Iterable[tuple[str, str | None]]) -> str:
+    return " with ".join(starmap(model_label, models))
 
 
 def _interpolate(points: Sequence[tuple[int, float]], at: int, rising: bool) -> float | None:

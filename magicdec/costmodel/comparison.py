@@ -12,7 +12,9 @@ from magicdec.costmodel.targets import architecture
 
 STEPS = ("target_decode", "draft", "verify")
 # Predicted values that a run measures under another name.
-MEASURED = {"speedup": "speedup"} | {f"{step}_ms": f"time/{step}_ms" for step in (*STEPS, "round")}
+MEASURED = {name: name for name in ("speedup", "speedup_wall")} | {
+    f"{step}_ms": f"time/{step}_ms" for step in (*STEPS, "round")
+}
 
 
 def warning(setup: Setup, gammas: Sequence[int], curves: Curves, alpha: float | None = None) -> str | None:
@@ -23,13 +25,15 @@ def warning(setup: Setup, gammas: Sequence[int], curves: Curves, alpha: float | 
     return verdict(prediction) if hopeless or (best.speedup is not None and best.speedup < 1.0) else None
 
 
-def predicted_metrics(setup: Setup, gamma: int, measured: Mapping[str, Any]) -> dict[str, float | int | str | None]:
+def predicted_metrics(
+    setup: Setup, gamma: int, measured: Mapping[str, Any], generate_len: int = 0
+) -> dict[str, float | int | str | None]:
     """Return `predicted/*` at the gamma that ran and, if it is known, the measured alpha.
 
     Add a relative error, predicted over measured minus 1, for every value that `measured` (a result.json) has too.
     `predicted/step_error` is the largest error of a step: in a speedup they may cancel out.
     """
-    predicted = predict(setup, (gamma,), alpha=measured.get("alpha")).metrics()
+    predicted = predict(setup, (gamma,), alpha=measured.get("alpha"), generate_len=generate_len).metrics()
     for name, counterpart in MEASURED.items():
         ours, theirs = predicted.get(f"predicted/{name}"), measured.get(counterpart)
         if isinstance(ours, int | float) and isinstance(theirs, int | float) and theirs > 0:

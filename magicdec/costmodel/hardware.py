@@ -1,7 +1,7 @@
 """Machines as the cost model sees them: the datasheet's figures, and how much of them is achieved.
 
-A name is a count and a device: `8xA100`, `4xl40`, `h200`. Where no calibration exists for a device, the datasheet is
-combined with the achieved fractions of the most similar calibrated one, and the note says so.
+A name is a count and a device: `8xA100`, `4xl40`, `h200_nvl`. Where no calibration exists for a device, the datasheet
+is combined with the achieved fractions of the most similar calibrated one, and the note says so.
 """
 
 import re
@@ -41,11 +41,12 @@ class Link:
 NVLINK3 = Link("NVLink 3", 300e9, 5.0, 0.25)
 NVLINK4 = Link("NVLink 4", 450e9, 5.0, 0.25)
 PCIE4 = Link("PCIe 4.0 x16", 32e9, 14.0, 0.44)
+PCIE5 = Link("PCIe 5.0 x16", 64e9, 14.0, 0.44)
 
 
 @dataclass(frozen=True)
 class Device:
-    """One accelerator, by its datasheet (dense matmuls, without sparsity)."""
+    """One accelerator, by its datasheet (dense matmuls). The words of its name are in the driver's name of it."""
 
     name: str
     bandwidth: float  # bytes per second of its memory
@@ -64,8 +65,15 @@ DEVICES = {
     device.name: device
     for device in (
         Device("A100", 2039e9, 312e12, 80 * GIB, 108, NVLINK3),  # A100-SXM4-80GB
+        Device("A100 40GB", 1555e9, 312e12, 40 * GIB, 108, NVLINK3),  # A100-SXM4-40GB
+        Device("A100 PCIe", 1935e9, 312e12, 80 * GIB, 108, PCIE4),
+        Device("A100 PCIe 40GB", 1555e9, 312e12, 40 * GIB, 108, PCIE4),
         Device("H100", 3350e9, 989e12, 80 * GIB, 132, NVLINK4),  # H100-SXM5
+        # Bridges join cards of these in pairs or fours; several ranks are predicted over PCIe.
+        Device("H100 PCIe", 2000e9, 756e12, 80 * GIB, 114, PCIE5),
+        Device("H100 NVL", 3900e9, 835e12, 94 * GIB, 132, PCIE5),
         Device("H200", 4800e9, 989e12, 141 * GIB, 132, NVLINK4),  # H200-SXM
+        Device("H200 NVL", 4800e9, 835e12, 141 * GIB, 132, PCIE5),
         Device("L40", 864e9, 181e12, 48 * GIB, 142, PCIE4),
         Device("L40S", 864e9, 362e12, 48 * GIB, 142, PCIE4),
     )
@@ -102,10 +110,11 @@ class Hardware:
 
 def parse_name(name: str) -> tuple[int, Device]:
     """Return (8, A100) for `8xA100`; without a count one device. Case does not matter."""
-    match = re.fullmatch(NAME, name.strip().lower())
+    match = re.fullmatch(NAME, _key(name))
     device = _device(match[2]) if match else None
     if not match or not device or match[1] == "0":
-        raise UserError(f"hardware={name} is not known; name a count and one of {', '.join(DEVICES)}, such as 8xA100")
+        valid = ", ".join(map(_key, DEVICES))
+        raise UserError(f"hardware={name} is not known; name a count and one of {valid}, such as 8xa100")
     return int(match[1] or 1), device
 
 
@@ -129,7 +138,7 @@ def configured(
     `count` is the number of devices that share the model; the count in the name does not matter. Without an
     `efficiency` it is the device's own calibration, or that of the most similar device.
     """
-    match = re.fullmatch(NAME, name.strip().lower())
+    match = re.fullmatch(NAME, _key(name))
     known = _device(match[2]) if match else None
     for key, value in (("bandwidth_gbs", bandwidth_gbs), ("tflops", tflops)):
         if known is None and value is None:
@@ -157,8 +166,13 @@ def configured(
     return Hardware(name, device, count, achieved, _stack(stack or calibrated_stack), note)
 
 
-def _device(name: str) -> Device | None:
-    return next((device for device in DEVICES.values() if device.name.lower() == name), None)
+def _key(name: str) -> str:
+    """Return a device's name as it is typed: h100_pcie for "H100 PCIe"."""
+    return name.strip().lower().replace(" ", "_")
+
+
+def _device(key: str) -> Device | None:
+    return next((device for device in DEVICES.values() if _key(device.name) == key), None)
 
 
 def _stack(name: str) -> Stack:
@@ -168,9 +182,13 @@ def _stack(name: str) -> Stack:
 
 
 def device_in(text: str) -> Device | None:
-    """Return the known device named in a driver's text, such as "NVIDIA H100 80GB HBM3"; None for others."""
-    words = re.findall(r"[a-z]+\d+[a-z]*", text.lower())
-    return next((device for device in DEVICES.values() if device.name.lower() in words), None)
+    """Return the known device named in a driver's text, such as "NVIDIA H100 80GB HBM3"; None for others.
+
+    The one most of whose words are there counts: a card's bandwidth is not a module's. A slice of a GPU (MIG) is none.
+    """
+    words = set(re.findall(r"[a-z0-9]+", text.lower()))
+    found = [device for device in DEVICES.values() if words.issuperset(device.name.lower().split())]
+    return max(found, key=lambda device: len(device.name.split()), default=None) if "mig" not in words else None
 
 
 def _most_similar(device: Device) -> str:

@@ -10,12 +10,14 @@ from typing import Any
 
 import yaml
 
+from magicdec.config.choices import CacheConfig, DraftConfig
+from magicdec.config.registry import DRAFTS, POLICIES
 from magicdec.costmodel.acceptance import Curves, is_same
 from magicdec.costmodel.predict import GAMMAS, Prediction, predict
 from magicdec.costmodel.round import Setup
-from magicdec.drafting import DraftConfig, PromptLookup, SelfSpeculation
+from magicdec.costmodel.targets import is_own_path, option
 from magicdec.errors import UserError
-from magicdec.policies import CacheConfig
+from magicdec.units import both_speedups
 
 BUDGETS = (256, 512, 1024, 2048)  # tried in addition to those with a known acceptance
 FOUND_BY = "# Found by:"  # in the experiments that it writes
@@ -44,6 +46,11 @@ class Candidate:
         """Return the speedup over autoregressive decoding of the same batch."""
         return self.setup.target_time.total / self.time_per_token_s
 
+    @property
+    def speedup_wall(self) -> float | None:
+        """Return the speedup of a batch that waits for its slowest row; None where nothing is said of its tokens."""
+        return self.prediction.speedup_wall(self.prediction.best) if self.prediction else 1.0
+
 
 @dataclass(frozen=True)
 class Plans:
@@ -59,7 +66,7 @@ def search(
     setup: Setup,
     curves: Curves,
     batches: Sequence[int] | None = None,
-    drafts: Iterable[DraftConfig] = (SelfSpeculation(),),
+    drafts: Iterable[DraftConfig] = (),
     caches: Sequence[CacheConfig] = (),
     gammas: Sequence[int] = GAMMAS,
     latency_ms: float | None = None,
@@ -67,16 +74,16 @@ def search(
 ) -> Plans:
     """Rank configurations of `setup`'s target, machine and context.
 
-    `caches` are those to search, at any budget; empty: the one of `setup`. `latency_ms` bounds the time per output
-    token. Raise UserError where nothing, not even autoregressive decoding of the smallest batch, is within memory and
+    `drafts` and `caches`, at any budget, are those to search; empty: those of `setup`. `latency_ms` bounds the time per
+    output token. Raise UserError where not even autoregressive decoding of the smallest batch is within memory and
     bound.
     """
-    drafts, caches = tuple(drafts), tuple(caches) or (setup.cache,)
+    drafts, caches = tuple(drafts) or (setup.draft,), tuple(caches) or (setup.cache,)
     plans: list[Candidate] = []
     unknown: list[Prediction] = []
     too_large = 0
     for batch in batches or (setup.batch,):
-        alone = setup.at(batch=batch, draft=PromptLookup())  # needs no memory of its own
+        alone = setup.at(batch=batch, draft=DRAFTS["ngram"].facts())  # needs no memory of its own
         if predict(alone, (1,), generate_len=generate_len).fits:
             plans.append(Candidate(alone, None, alone.target_time.total))
         for candidate in _setups(setup.at(batch=batch), drafts, caches, curves):
@@ -99,7 +106,7 @@ def _setups(
     setup: Setup, drafts: Sequence[DraftConfig], caches: Sequence[CacheConfig], curves: Curves
 ) -> Iterable[Setup]:
     for draft in drafts:
-        for cache in caches[: None if draft.is_model else 1]:
+        for cache in caches if draft.is_model else (POLICIES["full"].facts(),):
             if cache.needs_target and not draft.shares_target:
                 continue
             found = setup.at(draft=draft, cache=cache)
@@ -121,22 +128,26 @@ def _nothing(setup: Setup, batches: Sequence[int] | None, plans: Sequence[Candid
     return f"scenario.latency_ms={latency_ms}: the fastest plan takes {fastest:.1f} ms per token"
 
 
-def experiment_yaml(plan: Candidate, command: str, path: str | None = None) -> str:
-    """Return the plan as the text of a file in conf/experiment; `path` is that of a target that no option names."""
+def experiment_yaml(plan: Candidate, command: str) -> str:
+    """Return the plan as the text of a file in conf/experiment."""
     setup, draft, cache = plan.setup, plan.setup.draft, plan.setup.cache
-    options = {"target": "custom" if path else setup.target_name, "draft": draft.name if plan.prediction else "none"}
-    values: dict[str, dict[str, Any]] = {"target": {"path": path}} if path else {}
+    options = {"target": setup.target_name if option(setup.target_name) else "custom"}
+    options["draft"] = draft.name if plan.prediction else "none"
+    is_own = is_own_path(setup.target_name, setup.target_path)
+    values: dict[str, dict[str, Any]] = {} if is_own else {"target": {"path": setup.target_path}}
     speed = f"{plan.tokens_per_second:,.0f} tokens/s"
     found = f"{speed}; no known draft is faster."
     if plan.prediction and plan.prediction.estimate:
         alpha, source, _ = plan.prediction.estimate
-        found = f"{plan.speedup:.2f}x over autoregressive, {speed}; alpha {alpha:.2f} ({source})."
+        faster = both_speedups(plan.speedup, plan.speedup_wall)
+        found = f"{faster} over autoregressive, {speed}; alpha {alpha:.2f} ({source})."
         options |= {"target@draft.model": draft.model.name} if draft.model else {}
-        options["cache"] = cache.policy
         values["draft"] = {"gamma": plan.gamma}
         values["draft"] |= {} if draft.tensor_parallel is None else {"tensor_parallel": draft.tensor_parallel}
-        values["cache"] = {"budget": cache.budget} if cache.has_budget else {}
-        values["cache"] |= dict(zip(cache.own_keys(), cache.settings, strict=True))
+        if draft.is_model:
+            options["cache"] = cache.policy
+            values["cache"] = {"budget": cache.budget} if cache.has_budget else {}
+            values["cache"] |= dict(zip(cache.own_keys(), cache.settings, strict=True))
     options["hardware"] = setup.hardware.name.lower()
     values["batch"] = {"size": setup.batch, "context_len": setup.context}
     defaults = [{f"override /{group}": name} for group, name in options.items()]

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from magicdec.costmodel.acceptance import Curves, Estimate
-from magicdec.costmodel.roofline import Pass, arithmetic_intensity
+from magicdec.costmodel.roofline import arithmetic_intensity
 from magicdec.costmodel.round import Memory, RoundTimes, Setup, memory, round_times
-from magicdec.costmodel.speedup import break_even_alpha, omega
+from magicdec.costmodel.speedup import batch_speedup, break_even_alpha, omega
 from magicdec.errors import UserError
-from magicdec.units import GIB
+from magicdec.units import GIB, both_speedups
 
 GAMMAS = range(1, 17)
 BATCHES = (32, 256)  # over which S* asks whether speedup falls
@@ -61,12 +61,29 @@ class Prediction:
     batches: tuple[int, int]
     known_budgets: tuple[int, ...] = ()  # where there is no estimate: the budgets that have one
 
+    def __repr__(self) -> str:
+        setup, best = self.setup, self.best
+        what = f"{setup.target_label} on {setup.hardware.name}, {setup.batch} x {setup.context:,}, {setup.draft_title}"
+        return f"<Prediction: {what}: {self.speedups or 'of unknown acceptance'}, with gamma {best.gamma}>"
+
     @cached_property
     def best(self) -> AtGamma:
         """Return the gamma with the highest speedup; without an alpha the one that breaks even soonest."""
         if self.estimate is not None:
             return max(self.by_gamma, key=lambda at: at.speedup or 0.0)
         return min(self.by_gamma, key=lambda at: 2.0 if at.break_even_alpha is None else at.break_even_alpha)
+
+    @property
+    def speedups(self) -> str:
+        """Return both speedups at the best gamma, in words; "" without an alpha."""
+        return "" if self.best.speedup is None else both_speedups(self.best.speedup, self.speedup_wall(self.best))
+
+    def speedup_wall(self, at: AtGamma) -> float | None:
+        """Return the speedup of the whole batch at one of `by_gamma`; None without an alpha or tokens to generate."""
+        if at.alpha is None or self.generate_len < 2:
+            return None
+        steps = self.generate_len - 1  # the prefill gives the first token
+        return batch_speedup(at.gamma, at.alpha, self.setup.batch, steps, at.times.target.total, at.times.round_s)
 
     @property
     def memory(self) -> Memory:
@@ -92,6 +109,7 @@ class Prediction:
         steps_per_choice = 1 if selects_in_steps else best.gamma * self.setup.cache.rounds_per_choice
         values: dict[str, float | int | str | None] = {
             "speedup": best.speedup,
+            "speedup_wall": self.speedup_wall(best),
             "gamma": best.gamma,
             "alpha": best.alpha,
             "acceptance_source": self.estimate.source if self.estimate else None,
@@ -105,9 +123,7 @@ class Prediction:
             "round_ms": 1e3 * times.round_s,
             "memory_gib": self.memory.total / GIB,
             "fits": self.fits,
-            "arithmetic_intensity": arithmetic_intensity(
-                Pass(self.setup.target, self.setup.batch, 1, self.setup.context), self.setup.hardware
-            ),
+            "arithmetic_intensity": arithmetic_intensity(self.setup.target_pass, self.setup.hardware),
             "ridge": self.setup.hardware.device.ridge,
             "calibration": self.setup.hardware.note,
         }

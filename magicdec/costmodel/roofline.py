@@ -1,9 +1,8 @@
 """The roofline of one forward pass: FLOPs and bytes of every operator, and the time they take.
 
 B rows, T query tokens each, S cached tokens each, N = B T rows of a matmul; one rank's share under tensor
-parallelism, where KV heads are divided as evenly as they go and the fullest rank decides. An operator takes
-max(bytes / bandwidth, FLOPs / rate), and of the shorter what the machine does not hide behind the longer; layers add
-launch overhead, ranks add two all-reduces a layer (Megatron).
+parallelism. An operator takes max(bytes / bandwidth, FLOPs / rate), and of the shorter what the machine does not hide
+behind the longer; layers add launch overhead, ranks add two all-reduces a layer (Megatron).
 """
 
 from collections import Counter
@@ -95,13 +94,12 @@ def step_time(forward: Pass, hardware: Hardware) -> StepTime:
 
 
 def operators(forward: Pass, hardware: Hardware) -> list[Operator]:
-    """Return all operators of a pass on its fullest rank."""
-    model, layers, batch, tokens = forward.model, forward.model.num_layers, forward.batch, forward.query_tokens
-    rows, hidden, activation = batch * tokens, model.hidden_size, forward.activation_bytes
-    kv_heads = ceil(model.num_kv_heads / forward.ranks)
-    q, kv = kv_heads * model.group_size * model.head_dim, kv_heads * model.head_dim
-    ffn, head_ranks = ceil(model.intermediate_size / forward.ranks), forward.ranks if hardware.stack.sharded_head else 1
-    vocabulary = ceil(model.vocab_size / head_ranks)
+    """Return all operators of a pass on one rank."""
+    model, batch, tokens = _share(forward.model, forward.ranks), forward.batch, forward.query_tokens
+    layers, hidden, ffn = model.num_layers, model.hidden_size, model.intermediate_size
+    q, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    vocabulary = ceil(model.vocab_size / (forward.ranks if hardware.stack.sharded_head else 1))
+    rows, activation = batch * tokens, forward.activation_bytes
 
     def linear(name: str, number: int, inputs: int, outputs: int, size: float = forward.weight_bytes) -> Operator:
         weights = inputs * outputs
@@ -111,7 +109,7 @@ def operators(forward: Pass, hardware: Hardware) -> list[Operator]:
     def elementwise(name: str, number: int, elements_per_row: float) -> Operator:
         return Operator(name, "activations", number, 0.0, rows * elements_per_row * activation, rows)
 
-    stretch = tile_stretch(batch * kv_heads, hardware.device.num_sms)
+    stretch = tile_stretch(batch * model.num_kv_heads, hardware.device.num_sms)
     attention = [
         Operator(
             "attention",
@@ -174,6 +172,11 @@ def layer_weights(model: ModelConfig) -> float:
     """Return the elements of the matrices of all layers, which are what a draft's quantisation makes smaller."""
     q, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     return model.num_layers * model.hidden_size * (2 * q + 2 * kv + 3 * model.intermediate_size)
+
+
+@cache
+def _share(model: ModelConfig, ranks: int) -> ModelConfig:
+    return model.shared_by(ranks)
 
 
 @cache

@@ -5,12 +5,15 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from magicdec.architectures import ModelConfig, check_ranks
+from magicdec.config.choices import CacheConfig, CacheSpec, DraftConfig
+from magicdec.config.registry import DRAFTS, POLICIES
 from magicdec.costmodel.hardware import CPU, Hardware
 from magicdec.costmodel.roofline import BF16, Pass, StepTime, choice_time, layer_weights, step_time
-from magicdec.drafting import CODE_ROWS, DraftConfig, SelfSpeculation
+from magicdec.costmodel.targets import model_label
 from magicdec.errors import UserError
-from magicdec.policies import CacheConfig, CacheSpec, Streaming
 
+# The most rows of a matmul for which a GPU reads codes. With more, decoding once costs less than rereading the input.
+CODE_ROWS = 64
 # The bytes of a weight in a layer's matrices: its code, and a 32nd of its group's scale.
 QUANTIZED_BYTES = {"int8": 1 + BF16 / 32, "int4": 0.5 + BF16 / 32}
 
@@ -23,15 +26,20 @@ class Setup:
     hardware: Hardware
     batch: int
     context: int
-    draft: DraftConfig = field(default_factory=SelfSpeculation)  # with the architecture of a model of its own
-    cache: CacheConfig = field(default_factory=lambda: Streaming(budget=512))
+    draft: DraftConfig = field(
+        default_factory=lambda: DRAFTS["self"].facts()
+    )  # with the architecture of a model of its own
+    cache: CacheConfig = field(default_factory=lambda: POLICIES["streaming"].facts(budget=512))
     target_name: str = "target"
+    target_path: str | None = None  # of its weights
     element_bytes: float = BF16  # of weights, keys, values and activations, where nothing is quantized
     stored_weight_bytes: float | None = None  # of weights that are kept in fewer bytes; None: element_bytes
 
     def __post_init__(self) -> None:
         if not self.draft.is_predicted:
             raise UserError(f"draft={self.draft.name} has no cost model")
+        if not self.draft.is_model:
+            object.__setattr__(self, "cache", POLICIES["full"].facts())  # of any policy the same: none is read
         self.draft.check(self.target)
         check_ranks(self.target, self.ranks, self.draft.own_model, self.draft_ranks)
         if self.draft.is_model:
@@ -43,6 +51,28 @@ class Setup:
     def draft_label(self) -> str:
         """Return the name under which the draft's acceptance is known."""
         return self.draft.described(self.draft.label, asdict(self.draft))
+
+    @property
+    def draft_title(self) -> str:
+        """Return the draft and its cache, for people."""
+        return ", ".join(filter(None, (f"draft {self.draft_label}", self.cache_label)))
+
+    @property
+    def target_label(self) -> str:
+        """Return how tables call the target."""
+        return model_label(self.target_name, self.target_path)
+
+    @property
+    def models(self) -> list[tuple[str, str | None]]:
+        """Return the names and paths of the target and, if the draft has one, of its own model."""
+        draft = self.draft.model if self.draft.needs_model else None
+        return [(self.target_name, self.target_path)] + ([(draft.name, draft.path)] if draft else [])
+
+    @property
+    def cache_label(self) -> str:
+        """Return what the draft sees: its cache and budget, or nothing for a draft without a cache."""
+        parts = [self.cache.policy] + [f"{self.cache.budget:,}"] * self.cache.has_budget
+        return " ".join(parts) if self.draft.is_model else ""
 
     @property
     def ranks(self) -> int:

@@ -90,6 +90,11 @@ def batch_rounds(gamma: int, alpha: float, num_rows: int, num_tokens: int) -> fl
     return 1.0 + float(np.sum(1.0 - finished_by_R))  # E[max] = sum over r >= 0 of P(max > r)
 
 
+def batch_speedup(gamma: int, alpha: float, num_rows: int, num_tokens: int, target: float, one_round: float) -> float:
+    """Return the speedup of a whole batch of equally long rows by T_T and a round's time: see `batch_rounds`."""
+    return num_tokens * target / (batch_rounds(gamma, alpha, num_rows, num_tokens) * one_round)
+
+
 def _finished_by(gamma: int, alpha: float, num_tokens: int) -> NDArray[np.float64]:
     """Return P(a row has its tokens after r rounds) for r = 1 .. num_tokens."""
     yields = np.array([alpha**k * (1 - alpha) for k in range(gamma)] + [alpha**gamma])  # of 1 .. gamma + 1 tokens

@@ -33,7 +33,7 @@ def verdict(prediction: Prediction) -> str:
         assert known is not None
         basis = "measured acceptance, predicted times; " if known.is_measured else ""
         text = (
-            f"this configuration is predicted to run at {best.speedup:.2f}x with gamma {best.gamma}: {where}, "
+            f"this configuration is predicted to run at {prediction.speedups}, with gamma {best.gamma}: {where}, "
             f"{_reason(best)}; {limit} ({basis}alpha {known.alpha:.2f}: {known.source})"
         )
     return text if prediction.fits else f"{text}. {_does_not_fit(prediction)}"
@@ -41,7 +41,7 @@ def verdict(prediction: Prediction) -> str:
 
 def pays_from(at: AtGamma) -> str:
     """Return the alpha from which speculation pays, for a table."""
-    return "never" if at.break_even_alpha is None else f"alpha {at.break_even_alpha:.2f}"
+    return "never" if at.break_even_alpha is None else f"{at.break_even_alpha:.2f}"
 
 
 def _remedy(prediction: Prediction) -> str:

@@ -6,13 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from magicdec.architectures import ModelConfig
+from magicdec.config.choices import CacheConfig, DraftConfig, ModelChoice
+from magicdec.config.registry import DRAFTS, POLICIES
 from magicdec.costmodel.hardware import Hardware, hardware_named
 from magicdec.costmodel.roofline import BF16
 from magicdec.costmodel.round import Setup
-from magicdec.drafting import DraftConfig, IndependentModel, ModelChoice, SelfSpeculation
 from magicdec.errors import UserError
-from magicdec.policies import CacheConfig, Full
-from magicdec.registry import POLICIES
 
 # Tables 2, 3 and 6 of MagicDec (arXiv 2408.11049, the ICLR version): published measurements. Times in ms, the budget
 # per sequence, tensor parallel over all GPUs named; draft_ms is that of all gamma draft steps.
@@ -49,11 +48,11 @@ class Row:
 
     def setup(self, model: Callable[[str], ModelConfig], machine: Hardware | None = None) -> Setup:
         """Return the setup to predict; `model` maps names to architectures. `machine` replaces the hardware named."""
-        draft: DraftConfig = SelfSpeculation()
+        draft: DraftConfig = DRAFTS["self"].facts()
         if self.draft != draft.name:
-            draft = IndependentModel(model=ModelChoice(self.draft, architecture=model(self.draft)))
+            draft = DRAFTS["model"].facts(model=ModelChoice(self.draft, architecture=model(self.draft)))
         unlimited = self.kv_budget is None or self.kv_budget < 0  # the reference's -1
-        cache: CacheConfig = Full(budget=self.context_len)
+        cache: CacheConfig = POLICIES["full"].facts(budget=self.context_len)
         if not unlimited:
             cache = POLICIES[self.policy].facts(budget=int(self.kv_budget or 0))
         return Setup(

@@ -1,4 +1,4 @@
-"""Architectures by name, straight from the options of the group `target`, without Hydra: for tables and plots."""
+"""Models by name, straight from the options of the group `target`, without Hydra: architectures, paths and labels."""
 
 from collections.abc import Mapping
 from functools import cache
@@ -10,6 +10,8 @@ import yaml
 from magicdec.architectures import ModelConfig, RopeScaling
 from magicdec.config.schema import CONF, option_file, own_folders
 from magicdec.errors import UserError
+
+PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 
 
 def option(name: str) -> dict[str, Any]:
@@ -39,6 +41,28 @@ def architecture(name: str) -> ModelConfig:
     if not values:
         raise UserError(f"target={name} has no architecture in conf/target; one of: {', '.join(_names())}")
     return from_values(values)
+
+
+def is_own_path(name: str, path: str | None) -> bool:
+    """Return whether a model's path is that of the option of its name, or null."""
+    own = option(name).get("path")
+    if path is None or own is None:
+        return path is None
+    return path == own or Path(path).resolve() in (Path(own).resolve(), (PACKAGE_ROOT / own).resolve())
+
+
+def model_label(name: str, path: str | None) -> str:
+    """Return how tables call a model: its name and, where that is an option's, the folder of weights from elsewhere."""
+    if is_own_path(name, path) or not option(name):
+        return name
+    folder = folder_name(Path(path or ""))
+    return name if folder.lower() == name else f"{name} ({folder})"
+
+
+def folder_name(folder: Path) -> str:
+    """Return a folder's name; in the hub's cache, models--ORG--NAME/snapshots/COMMIT, that of the repository."""
+    in_cache = folder.parent.name == "snapshots"
+    return folder.parents[1].name.rpartition("--")[2] if in_cache else folder.name
 
 
 def from_values(values: Mapping[str, Any]) -> ModelConfig:

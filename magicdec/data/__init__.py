@@ -1,12 +1,11 @@
 """Prompts: windows of real documents, a user's own prompts, or random tokens; one file per corpus."""
 
-import pkgutil
 from pathlib import Path
 
+from magicdec.config.registry import CORPORA
 from magicdec.data.base import PromptRequest, Prompts
 from magicdec.errors import UserError
 from magicdec.fingerprint import of_files
-from magicdec.registry import CORPORA
 
 __all__ = ["PromptRequest", "Prompts", "fingerprint", "load_prompts"]
 
@@ -21,7 +20,7 @@ def load_prompts(name: str, request: PromptRequest) -> Prompts:
     corpus = CORPORA[name]
     if request.tokenizer is None and not corpus.facts.is_noise:
         raise UserError(f"data={name} needs a tokenizer; without one only data=random works")
-    loaded: Prompts = corpus.load()(request)
+    loaded: Prompts = corpus.work(request)
     largest = max(max(row) for row in loaded.tokens)
     if largest >= request.vocab_size:
         size = f"the model's vocabulary has {request.vocab_size} tokens"
@@ -37,4 +36,4 @@ def fingerprint(name: str, path: str | None) -> str:
     corpus = CORPORA[name].facts
     if path is None or corpus.files_at is None:
         return corpus.origin
-    return of_files(pkgutil.resolve_name(corpus.files_at)(Path(path), f"data={name} data.path={path}"))
+    return of_files(corpus.files_at(Path(path), f"data={name} data.path={path}"))

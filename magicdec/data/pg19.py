@@ -8,24 +8,14 @@ the mirror in Parquet.
 from pathlib import Path
 from typing import Any
 
+from magicdec.config.choices import Corpus
+from magicdec.config.registry import CORPORA
 from magicdec.data.base import PromptRequest, Prompts, cut_windows
 from magicdec.data.text import files_at, windows_of
 from magicdec.errors import UserError
 
 HUB_DATASET, SPLIT = "emozilla/pg19", "test"
 SUFFIXES = frozenset({".txt"})
-
-
-def load(request: PromptRequest) -> Prompts:
-    """Return windows of the books at `path`, or of the hub's without a path; see `cut_windows`.
-
-    Raise UserError if the folder is missing, the library is not installed or the hub does not answer.
-    """
-    if request.path is not None:
-        corpus = f"data=pg19 data.path={request.path}"
-        return windows_of(books_at(Path(request.path), corpus), request, corpus)
-    books = _download()
-    return cut_windows(books, books.__getitem__, request, "data=pg19")
 
 
 def books_at(path: Path, corpus: str) -> dict[str, Path]:
@@ -48,3 +38,16 @@ def _download() -> dict[str, str]:
         reason = str(error).strip().split("\n")[0]
         raise UserError(f"data=pg19: cannot load {HUB_DATASET} ({reason}); use data.path=FOLDER") from None
     return {f"{row['short_book_title']} ({number})": row["text"] for number, row in enumerate(rows)}
+
+
+@CORPORA.register(Corpus("pg19", origin="hub", files_at=books_at))
+def load(request: PromptRequest) -> Prompts:
+    """Return windows of the books at `path`, or of the hub's without a path; see `cut_windows`.
+
+    Raise UserError if the folder is missing, the library is not installed or the hub does not answer.
+    """
+    if request.path is not None:
+        corpus = f"data=pg19 data.path={request.path}"
+        return windows_of(books_at(Path(request.path), corpus), request, corpus)
+    books = _download()
+    return cut_windows(books, books.__getitem__, request, "data=pg19")

@@ -8,11 +8,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+from magicdec.config.choices import Corpus
+from magicdec.config.registry import CORPORA
 from magicdec.data.base import PromptRequest, Prompts
-from magicdec.data.text import read_text
-from magicdec.errors import UserError
+from magicdec.data.text import files_at, read_text
+from magicdec.errors import UserError, in_one_line
 
 
+@CORPORA.register(Corpus("prompts", needs_path=True, own_lengths=True, files_at=files_at))
 def load(request: PromptRequest) -> Prompts:
     """Return the file's first `num_rows` prompts, in its order.
 
@@ -39,8 +42,11 @@ def _parse(line: str, where: str) -> str | list[dict[str, Any]]:
     """Return the prompt's text, or its messages."""
     try:
         entry = json.loads(line)
+        json.dumps(entry, ensure_ascii=False).encode()  # half of a surrogate pair is no text
     except json.JSONDecodeError as error:
         raise UserError(f"{where} is not JSON: {error.msg} at column {error.colno}") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{where} cannot be read ({in_one_line(error)})") from None
     if not isinstance(entry, dict) or ("prompt" in entry) == ("messages" in entry):
         raise UserError(f'{where} must be an object with either "prompt" or "messages"')
     if "prompt" in entry:

@@ -2,9 +2,12 @@
 
 import numpy as np
 
+from magicdec.config.choices import Corpus
+from magicdec.config.registry import CORPORA
 from magicdec.data.base import PromptRequest, Prompts
 
 
+@CORPORA.register(Corpus("random", is_noise=True, origin="random"))
 def load(request: PromptRequest) -> Prompts:
     """Return rows of token ids, drawn evenly from the vocabulary."""
     generator = np.random.default_rng(request.seed)

@@ -7,6 +7,8 @@ sliding window no longer holds the passage when its copy begins; a policy that r
 import random
 from dataclasses import replace
 
+from magicdec.config.choices import Corpus
+from magicdec.config.registry import CORPORA
 from magicdec.data import text
 from magicdec.data.base import PromptRequest, Prompts
 from magicdec.errors import UserError
@@ -15,6 +17,7 @@ from magicdec.errors import UserError
 CUE_SHARE, SHORTEST_CUE, LONGEST_CUE = 8, 8, 256
 
 
+@CORPORA.register(Corpus("repeat", files_at=text.files_at))
 def load(request: PromptRequest) -> Prompts:
     """Return windows of `path`, or of the held-out standard library, each followed by the beginning of a passage.
 

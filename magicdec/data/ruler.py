@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain, pairwise
 
+from magicdec.config.choices import Corpus
+from magicdec.config.registry import CORPORA
 from magicdec.data import text
 from magicdec.data.base import Encoder, PromptRequest, Prompts
 from magicdec.errors import UserError
@@ -28,24 +30,6 @@ class Question:
     needed: int  # statements that the text must hold
     question: str  # the end of the prompt
     answers: list[str]  # all of them belong into the output
-
-
-def load(request: PromptRequest) -> Prompts:
-    """Return prompts with their answers, in windows of `path` or of the standard library.
-
-    Sources name the window and the task. Raise UserError if the context is too short for the task's statements.
-    """
-    task = request.task
-    if task is None or task not in TASKS:
-        raise UserError(f"data.task={task} is unknown; valid: {', '.join(TASKS)}")
-    windows = text.load_or_stdlib(request)
-    tokens, answers = [], []
-    for window, source in zip(windows.tokens, windows.sources, strict=True):
-        generator = random.Random(f"{request.seed}/{task}/{source}")
-        made = TASKS[task](generator)
-        tokens.append(_row(made, task, window, request.encoder, generator))
-        answers.append(made.answers)
-    return Prompts(tokens, [f"{source} {task}" for source in windows.sources], answers)
 
 
 def accuracy(output: str, answers: list[str]) -> float:
@@ -147,3 +131,22 @@ def _words(generator: random.Random, count: int, used: Iterable[str] = ()) -> li
         if word not in words and word not in used:
             words.append(word)
     return words
+
+
+@CORPORA.register(Corpus("ruler", tasks=tuple(TASKS), files_at=text.files_at))
+def load(request: PromptRequest) -> Prompts:
+    """Return prompts with their answers, in windows of `path` or of the standard library.
+
+    Sources name the window and the task. Raise UserError if the context is too short for the task's statements.
+    """
+    task = request.task
+    if task is None or task not in TASKS:
+        raise UserError(f"data.task={task} is unknown; valid: {', '.join(TASKS)}")
+    windows = text.load_or_stdlib(request)
+    tokens, answers = [], []
+    for window, source in zip(windows.tokens, windows.sources, strict=True):
+        generator = random.Random(f"{request.seed}/{task}/{source}")
+        made = TASKS[task](generator)
+        tokens.append(_row(made, task, window, request.encoder, generator))
+        answers.append(made.answers)
+    return Prompts(tokens, [f"{source} {task}" for source in windows.sources], answers)

@@ -10,6 +10,8 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
+from magicdec.config.choices import Corpus
+from magicdec.config.registry import CORPORA
 from magicdec.data.base import PromptRequest, Prompts, cut_windows
 from magicdec.errors import UserError
 
@@ -28,6 +30,7 @@ SKIPPED_PREFIXES = ("_sysconfigdata", "_sysconfig_vars", "config-")
 TWIN_PREFIXES = ("_py_", "_py")  # _py_abc for abc, _pydatetime for datetime
 
 
+@CORPORA.register(Corpus("stdlib"))
 def load(request: PromptRequest) -> Prompts:
     """Return windows of the held-out modules; see `cut_windows`."""
     texts = documents(held_out=True)

@@ -2,28 +2,14 @@
 
 from pathlib import Path
 
+from magicdec.config.choices import Corpus
+from magicdec.config.registry import CORPORA
 from magicdec.data import stdlib
 from magicdec.data.base import PromptRequest, Prompts, cut_windows
 from magicdec.errors import UserError
 
 # The text files of a folder. A single file may have any suffix.
 SUFFIXES = frozenset({".txt", ".md", ".rst", ".tex", ".py", ".c", ".h", ".cpp", ".cu", ".java", ".js", ".go", ".rs"})
-
-
-def load(request: PromptRequest) -> Prompts:
-    """Return windows of the files at `path`, one document per file; see `cut_windows`.
-
-    Raise UserError if the path is missing or not text, or holds too little of it.
-    """
-    if request.path is None:
-        raise UserError("data=text needs data.path=FILE_OR_FOLDER")
-    corpus = f"data.path={request.path}"
-    return windows_of(files_at(Path(request.path), corpus), request, corpus)
-
-
-def load_or_stdlib(request: PromptRequest) -> Prompts:
-    """Return windows of the files at `path`, or of the held-out standard library without a path."""
-    return stdlib.load(request) if request.path is None else load(request)
 
 
 def windows_of(files: dict[str, Path], request: PromptRequest, corpus: str) -> Prompts:
@@ -56,3 +42,20 @@ def files_at(path: Path, corpus: str, suffixes: frozenset[str] = SUFFIXES) -> di
     if not files:
         raise UserError(f"{corpus}: no text files in it (looked for {' '.join(sorted(suffixes))})")
     return files
+
+
+@CORPORA.register(Corpus("text", needs_path=True, files_at=files_at))
+def load(request: PromptRequest) -> Prompts:
+    """Return windows of the files at `path`, one document per file; see `cut_windows`.
+
+    Raise UserError if the path is missing or not text, or holds too little of it.
+    """
+    if request.path is None:
+        raise UserError("data=text needs data.path=FILE_OR_FOLDER")
+    corpus = f"data.path={request.path}"
+    return windows_of(files_at(Path(request.path), corpus), request, corpus)
+
+
+def load_or_stdlib(request: PromptRequest) -> Prompts:
+    """Return windows of the files at `path`, or of the held-out standard library without a path."""
+    return stdlib.load(request) if request.path is None else load(request)

@@ -1,4 +1,4 @@
-"""The interface of a draft, which proposes tokens. To add one, subclass Draft and make an entry in registry.py."""
+"""The interface of a draft, which proposes tokens. To add one, subclass Draft (docs/adding-a-policy.md)."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -8,12 +8,11 @@ from typing import NamedTuple
 from torch import Tensor
 
 from magicdec.cache.draft_cache import DraftCache
+from magicdec.config.choices import CacheConfig, CacheSpec, DraftConfig, Selects
+from magicdec.config.registry import POLICIES
 from magicdec.decoding.state import State
-from magicdec.drafting import DraftConfig
 from magicdec.models.kv_cache import KVCache
 from magicdec.models.transformer import Transformer
-from magicdec.policies import CacheConfig, CacheSpec, Selects
-from magicdec.registry import POLICIES
 from magicdec.verification.sampling import RowSampling, Sampling
 
 
@@ -50,7 +49,7 @@ class DraftSpec:
         is_longer = self.state.max_len > model.config.max_position_embeddings
         spec = CacheSpec(self.cache, self.gamma + self.draft.extra_tokens, self.state.max_len, is_longer)
         rows, device = len(self.state.tokens_BS), self.state.tokens_BS.device
-        policy: type[DraftCache] = POLICIES[self.cache.policy].load()
+        policy: type[DraftCache] = POLICIES[self.cache.policy].work
         return policy.build(spec, model.config, rows, model.dtype, device, target_cache)
 
 

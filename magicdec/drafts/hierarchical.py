@@ -5,19 +5,58 @@ B rows, G = gamma, I = inner_gamma, T = I + 1 tokens of an inner verification, V
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Self
+from typing import Annotated, Self
 
 import torch
+from pydantic import Field
+from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from magicdec import drafting
+from magicdec.config.choices import CacheConfig, DraftConfig
+from magicdec.config.registry import DRAFTS, Cache
+from magicdec.config.rules import STRICT
 from magicdec.decoding.state import DRAFT, State
 from magicdec.drafts.base import Draft, DraftSpec, Proposal, Selection
-from magicdec.drafts.model import IndependentDraft, SelfDraft
+from magicdec.drafts.model import IndependentDraft
+from magicdec.drafts.self import SelfDraft
 from magicdec.verification.accept import Verdict, accept_greedy, accept_sampled
 from magicdec.verification.sampling import Use, probabilities
+
+
+@dataclass(frozen=True, config=STRICT)
+class Hierarchical(DraftConfig):
+    """A small model over a `cache` of its own, which proposes `inner_gamma` tokens at a time to the target."""
+
+    name: str = "hierarchical"
+    inner_gamma: Annotated[int, Field(ge=0)] = 0
+    cache: Cache | None = None
+    needs_model = shares_target = serves = one_rank = True
+    is_predicted = False
+    title = "draft {model} below the target's own"
+
+    @property
+    def extra_tokens(self) -> int:
+        """See DraftConfig.extra_tokens."""
+        return self.inner_gamma
+
+    def caches(self, cache: CacheConfig) -> dict[str, CacheConfig]:
+        """See DraftConfig.caches."""
+        return super().caches(cache) | ({"draft.cache": self.cache} if self.cache else {})
+
+    def round_slots(self, gamma: int) -> int:
+        """See DraftConfig.round_slots: the tokens that the model lacks, and all that a round may write."""
+        return (gamma + 1) + gamma + self.inner_gamma + 1
+
+    def mistakes(self) -> Iterator[str]:
+        """See DraftConfig.mistakes."""
+        yield from super().mistakes()
+        if self.cache is None:
+            valid = f"draft.name={self.name} needs one; choose draft={self.name} cache@draft.cache=NAME"
+            yield f"draft.cache=null: {valid}"
+        if self.inner_gamma < 1:
+            yield f"draft.inner_gamma={self.inner_gamma}: must be at least 1"
 
 
 class InnerDraft(IndependentDraft):
@@ -29,7 +68,7 @@ class InnerDraft(IndependentDraft):
     def inside(cls, spec: DraftSpec) -> Self:
         """Allocate the inner draft of a hierarchical draft with this spec."""
         draft = spec.draft
-        assert isinstance(draft, drafting.Hierarchical)
+        assert isinstance(draft, Hierarchical)
         assert draft.cache is not None
         slots = draft.round_slots(spec.gamma)
         own = replace(spec, draft=replace(draft, inner_gamma=0), cache=draft.cache, gamma=slots - 1)
@@ -50,6 +89,7 @@ class InnerDraft(IndependentDraft):
         self.cache.take(self.cache, self.cache.committed_slots_B, count_B, self.lag)
 
 
+@DRAFTS.register(Hierarchical)
 class HierarchicalDraft(SelfDraft):
     """Self-speculation whose proposals are themselves drafted, `inner_gamma` at a time, and verified over `cache`.
 
@@ -57,6 +97,9 @@ class HierarchicalDraft(SelfDraft):
     them, and the target's own verification is given that distribution. The number of inner rounds is fixed, for static
     shapes. A row that has fewer than gamma tokens after them repeats its last one, as a guess that was not sampled.
     (h2o is an exception among the policies: it scores by the last token of each inner verification.)
+
+    TriForce's code has one retrieval cache, chosen once per prompt by the mean keys of chunks, and inner rounds of one
+    proposal; after a rejection it draws from the whole distribution over the retrieval cache, not from the residual.
     """
 
     def __init__(self, inner: InnerDraft, spec: DraftSpec):

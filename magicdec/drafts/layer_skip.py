@@ -4,18 +4,48 @@ From committed tokens, these layers compute exactly what they compute in the tar
 target's, and every cache policy composes with it.
 """
 
-from magicdec import drafting
+from typing import Annotated
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from magicdec.architectures import ModelConfig
+from magicdec.config.choices import DraftConfig
+from magicdec.config.registry import DRAFTS
+from magicdec.config.rules import STRICT
 from magicdec.drafts.base import DraftSpec
-from magicdec.drafts.model import SelfDraft
+from magicdec.drafts.self import SelfDraft
+from magicdec.errors import UserError
 
 
+@dataclass(frozen=True, config=STRICT)
+class LayerSkip(DraftConfig):
+    """The target's first `num_layers` layers."""
+
+    name: str = "layer_skip"
+    num_layers: Annotated[int, Field(ge=0)] = 0
+    shares_target = serves = True
+    label = "{name}-{num_layers}"
+
+    def drafter(self, target: ModelConfig) -> ModelConfig:
+        """See DraftConfig.drafter."""
+        return target.layers(0, self.num_layers)
+
+    def check(self, target: ModelConfig) -> None:
+        """See DraftConfig.check."""
+        if not 1 <= self.num_layers < target.num_layers:
+            valid = f"must be from 1 to {target.num_layers - 1}, less than the target's {target.num_layers} layers"
+            raise UserError(f"draft.num_layers={self.num_layers}: {valid}")
+
+
+@DRAFTS.register(LayerSkip)
 class LayerSkipDraft(SelfDraft):
     """The first `num_layers` layers of the target, and its head."""
 
     @classmethod
     def build(cls, spec: DraftSpec) -> "LayerSkipDraft":
         """See Draft.build: shares weights and entries with the target."""
-        assert isinstance(spec.draft, drafting.LayerSkip)
+        assert isinstance(spec.draft, LayerSkip)
         model = (spec.model or spec.target).first_layers(spec.draft.num_layers)
         entries = spec.target_cache.view(0, spec.draft.num_layers)
         return cls(model, spec.new_cache(model, entries), entries, spec)

@@ -6,13 +6,26 @@ B rows, S tokens of the sequence, G = gamma.
 from collections.abc import Callable
 
 import torch
+from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from magicdec import drafting
+from magicdec.config.choices import DraftConfig
+from magicdec.config.registry import DRAFTS
+from magicdec.config.rules import STRICT, Count
 from magicdec.decoding.state import State
 from magicdec.drafts.base import Draft, DraftSpec, Proposal
 
 
+@dataclass(frozen=True, config=STRICT)
+class PromptLookup(DraftConfig):
+    """Prompt lookup, by suffixes of up to `max_ngram` tokens."""
+
+    name: str = "ngram"
+    max_ngram: Count = 8
+    is_model, serves = False, True
+
+
+@DRAFTS.register(PromptLookup)
 class NgramDraft(Draft):
     """Proposes the continuation of the longest earlier match of a row's last tokens, up to `max_ngram` of them.
 
@@ -26,7 +39,7 @@ class NgramDraft(Draft):
     @classmethod
     def build(cls, spec: DraftSpec) -> "NgramDraft":
         """See Draft.build."""
-        assert isinstance(spec.draft, drafting.PromptLookup)
+        assert isinstance(spec.draft, PromptLookup)
         return cls(spec.gamma, spec.draft.max_ngram)
 
     def prefill(self, state: State, progress: Callable[[int], None]) -> None:

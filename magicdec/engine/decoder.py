@@ -105,7 +105,7 @@ class Decoder:
         for cycle in self._cycles.values():
             cycle.restart()
 
-    def round(self, draft: Draft, gamma: int, phase: int = 0) -> None:
+    def round(self, draft: Draft, gamma: int, phase: int) -> None:
         """Propose, verify, accept, commit: no host synchronisation, static shapes."""
         proposal = draft.propose(self.state, gamma)
         logits_BTV = self.verify(proposal, draft.watch(self.cache, phase))

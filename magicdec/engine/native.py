@@ -3,15 +3,17 @@
 from dataclasses import dataclass, field, replace
 
 import torch
+from pydantic.dataclasses import dataclass as pydantic_dataclass
 
+from magicdec.cache.full import Full
+from magicdec.config.choices import CacheConfig, DraftConfig, EngineConfig
+from magicdec.config.registry import DRAFTS, ENGINES
+from magicdec.config.rules import STRICT
 from magicdec.decoding.state import State
-from magicdec.drafting import DraftConfig
 from magicdec.drafts.base import Draft, DraftSpec
 from magicdec.engine.decoder import Decoder, silent
 from magicdec.models.kv_cache import KVCache
 from magicdec.models.transformer import Transformer
-from magicdec.policies import CacheConfig, Full
-from magicdec.registry import DRAFTS
 from magicdec.verification.sampling import RowSampling, Sampling
 
 
@@ -42,6 +44,14 @@ class Batch:
         del self.decoder, self.draft
 
 
+@pydantic_dataclass(frozen=True, config=STRICT)
+class Native(EngineConfig):
+    """Our own decoder, which has all drafts."""
+
+    name: str = "native"
+
+
+@ENGINES.register(Native)
 @dataclass
 class NativeEngine:
     """Models and settings that do not change from batch to batch."""
@@ -93,7 +103,7 @@ class NativeEngine:
             self.prefill_chunk,
             self.draft_model,
         )
-        return DRAFTS[self.draft.name].load().build(spec)
+        return DRAFTS[self.draft.name].work.build(spec)
 
 
 @torch.inference_mode()

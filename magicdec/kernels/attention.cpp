@@ -317,12 +317,11 @@ class Kernel : public Attending {
                 total += weight * part.total[r];
                 for (int64_t d = 0; d < c.dim; ++d) sums[d] += weight * part.out[r * c.dim + d];
             }
-            const float scale = total > 0 ? 1 / total : 0.0f;
+            const float scale = 1 / total;  // every token sees itself: a total of 0 is an error, and gives NaN
             const int64_t token = b * c.new_tokens + r % c.new_tokens, h = head * c.group + r / c.new_tokens;
             T* out = static_cast<T*>(c.out) + (token * c.kv_heads * c.group + h) * c.dim;
             for (int64_t d = 0; d < c.dim; d += STEP) store(out + d, load<Vec8>(sums.data() + d) * scale);
-            const bool counts = total > 0 && (!c.counted || c.counted[b * c.new_tokens + r % c.new_tokens]);
-            lse[r] = counts ? most + std::log(total) : -HIDDEN;
+            lse[r] = !c.counted || c.counted[token] ? most + std::log(total) : -HIDDEN;
         }
         if (c.scores) add_scores(b, head, partials, size, lse.data());
     }

@@ -20,8 +20,8 @@ import torch
 
 from magicdec.errors import UserError, to_stderr
 
-SOURCES = [Path(__file__).with_name(name) for name in ("attention.cpp", "prefill.cpp", "linear.cpp", "layer.cpp")]
-HEADERS = [Path(__file__).with_name(name) for name in ("vectors.h", "call.h", "matmul.h")]
+FOLDER = Path(__file__).parent
+SOURCES = sorted(FOLDER.glob("*.cpp"))
 # The vectors are written out; letting the compiler find more of them makes the short loops around them slower.
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-tree-vectorize", "-fopenmp", "-fPIC")
 NEEDS_COMPILER, CANNOT_LOAD = "needs a C++ compiler", "cannot load its kernels"
@@ -63,9 +63,9 @@ def compiler() -> str | None:
 
 @cache
 def path() -> Path:
-    """Return the library's file: one for each source, flags, PyTorch and processor."""
-    texts = [source.read_text() for source in (*SOURCES, *HEADERS)]
-    identity = (texts, FLAGS, torch.__version__, platform.machine(), _processor())
+    """Return the library's file: one for each content of this folder, flags, PyTorch and processor."""
+    files = [(file.name, file.read_bytes()) for file in sorted(FOLDER.iterdir()) if file.is_file()]
+    identity = (files, FLAGS, torch.__version__, platform.machine(), _processor())
     digest = hashlib.sha256(repr(identity).encode()).hexdigest()[:16]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "magicdec")
     return folder / f"kernels-{digest}.so"

@@ -114,7 +114,7 @@ class Prefill {
             multiply(v, stride, 1, p, count, out, c.dim, [](int64_t) {});
         }
         for (int64_t r = 0; r < rows; ++r) {
-            const float sum = total[r / LANES][r % LANES], scale = sum > 0 ? 1 / sum : 0.0f;
+            const float scale = 1 / total[r / LANES][r % LANES];  // every token sees itself: 0 is an error
             const int64_t token = b * c.new_tokens + (first + r) / c.group, h = head * c.group + (first + r) % c.group;
             T* to = static_cast<T*>(c.out) + (token * c.kv_heads * c.group + h) * c.dim;
             float row[LANES];

@@ -120,9 +120,9 @@ inline V all(float x) {
     return x - V{};
 }
 
-// e^x for x <= 0, within 2 units in the last place; 0 below -87.
+// e^x for x <= 0, within 2 units in the last place; 0 from -87 down. NaN stays NaN: such a score must not look hidden.
 inline Vec exp_vec(Vec x) {
-    const Vec clamped = x > -87.0f ? x : all(-87.0f);
+    const Vec clamped = x <= -87.0f ? all(-88.0f) : x;  // 2^-127: its exponent's bits are 0
     const Vec shifted = clamped * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: what is left of the fraction is rounded off
     const Vec whole = shifted - 12582912.0f;
     const Vec rest = (clamped - whole * 0.693359375f) + whole * 2.12194440e-4f;  // ln 2 in two parts
@@ -134,7 +134,7 @@ inline Vec exp_vec(Vec x) {
     p = p * rest + 5.0000001201e-1f;
     p = p * rest * rest + rest + 1.0f;
     const IntVec exponent = (__builtin_convertvector(whole, IntVec) + 127) << 23;
-    return x > -87.0f ? p * reinterpret_cast<Vec>(exponent) : Vec{};
+    return p * reinterpret_cast<Vec>(exponent);
 }
 
 // A number made of all lanes: halves are combined, and halves of these, which takes fewer steps than lane after lane.

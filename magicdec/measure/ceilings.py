@@ -6,7 +6,9 @@ import torch
 import torch.distributed as dist
 
 from magicdec.decoding.timers import Stopwatch
+from magicdec.engine.graphs import Captures, Step
 from magicdec.measure.memory import available_bytes
+from magicdec.models.parallel import share
 
 REPEATS = 5  # the fastest counts: a disturbance only makes one slower
 # Large enough that launching does not count, where there is room: the side of a matrix, bytes read.
@@ -32,8 +34,7 @@ def read_bandwidth(device: torch.device) -> float:
 
 def all_reduce_rate(rank: int, num_bytes: int) -> float:
     """Return the bytes per second that an all-reduce sends from each rank. Raise RuntimeError if the sum is wrong."""
-    ranks = dist.get_world_size()
-    device = torch.device("cuda", rank) if dist.get_backend() == "nccl" else torch.device("cpu")
+    ranks, device = dist.get_world_size(), _device(rank)
     best = float("inf")
     for _ in range(REPEATS):
         x = torch.full((num_bytes // 4,), float(rank + 1), device=device)
@@ -41,9 +42,39 @@ def all_reduce_rate(rank: int, num_bytes: int) -> float:
         with Stopwatch(device) as watch:
             dist.all_reduce(x)
         best = min(best, watch.seconds)
-        if not bool((x == ranks * (ranks + 1) / 2).all()):
-            raise RuntimeError(f"the sum over {ranks} ranks is wrong")
+        _check_sum(x, 1.0)
     return 2 * (ranks - 1) / ranks * num_bytes / best
+
+
+def captured_sum_s(rank: int, all_reduce: str, num_values: int) -> float:
+    """Return the seconds of a sum over the ranks as a decode step makes it, replayed as a CUDA graph on GPUs.
+
+    `all_reduce` is hardware.all_reduce. Raise RuntimeError if a sum is wrong, UserError if there is none of this kind.
+    """
+    device = _device(rank)
+    part = share(dist.get_world_size(), all_reduce, device)
+    x, out = (torch.zeros(num_values, dtype=torch.bfloat16, device=device) for _ in range(2))
+
+    def work() -> None:
+        out.copy_(part.sum(x.clone()))
+
+    step = Step(work, Captures(device) if device.type == "cuda" else None)
+    for factor in (1.0, 2.0):
+        x.fill_(factor * (rank + 1))
+        step()
+        _check_sum(out, factor)
+    return fastest_s(step, device)
+
+
+def _device(rank: int) -> torch.device:
+    return torch.device("cuda", rank) if dist.get_backend() == "nccl" else torch.device("cpu")
+
+
+def _check_sum(x: torch.Tensor, factor: float) -> None:
+    """Raise RuntimeError unless `x` is the sum of factor x (rank + 1)."""
+    ranks = dist.get_world_size()
+    if not bool((x == factor * ranks * (ranks + 1) / 2).all()):
+        raise RuntimeError(f"the sum over {ranks} ranks is wrong")
 
 
 def _room(device: torch.device) -> int:

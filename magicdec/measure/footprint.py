@@ -97,7 +97,7 @@ def footprint(engine: NativeEngine, num_rows: int, context_len: int, audited: bo
                 for phase in range(draft.phases):
                     decoder.round(draft, draft.gamma, phase)
         if audited:
-            score_tokens(decoder, decoder.state.tokens_BS[:, : min(new_tokens, chunk_len(decoder) + 1)])
+            score_tokens(decoder, decoder.state.tokens_BS[:, : min(new_tokens, chunk_len(decoder))])
     target_kv, draft_kv = decoder.cache.num_bytes, draft.cache_bytes if draft else 0
     held = sum(weight.untyped_storage().nbytes() for weight in weights.values())
     pooled = allocations.most_of_rounds if engine.graphs else 0

@@ -5,7 +5,9 @@ the parts alternate, so that a machine that slows down slows all of them.
 """
 
 from collections.abc import Callable
-from statistics import median
+from functools import partial
+from math import ceil
+from statistics import fmean, median
 
 import torch
 
@@ -23,9 +25,10 @@ def profile_round(batch: Batch, repeats: int, gamma: int = 0) -> dict[str, float
     """Return median milliseconds at the end of the prompts (names as in result.json, without the prefix `time/`).
 
     `gamma` is by default the draft's own. draft_ms is one draft step (a proposal over gamma), verify_ms the target's
-    pass over gamma + 1 tokens with the acceptance, overhead_ms what a whole round takes beyond gamma draft steps and a
-    verification. select_ms is one choice of entries by their attention, where the policy makes one: a part of the draft
-    step, the round or the draft's prefill that makes it (docs/strategies.md).
+    pass over gamma + 1 tokens with the acceptance. select_ms is one choice of entries by their attention, where the
+    policy makes one: a part of the draft step, the round or the draft's prefill that makes it (docs/strategies.md).
+    overhead_ms is what a whole round takes beyond gamma draft steps, a verification and the choice that it makes. Where
+    rounds of several kinds take turns, a round is their mean.
     """
     batch.restart()
     decoder, draft = batch.decoder, batch.draft
@@ -41,10 +44,12 @@ def profile_round(batch: Batch, repeats: int, gamma: int = 0) -> dict[str, float
             lambda: _discard(draft.propose(decoder.state, gamma)),
             lambda: draft.commit(none_B, gamma),
         )
-        parts["verify_ms"] = (
-            lambda: _discard(decoder.accept(proposal, decoder.verify(proposal, draft.watch(decoder.cache, 0)))),
-            lambda: decoder.cache.commit(gamma + 1, none_B),
-        )
+
+        def verify(phase: int) -> None:
+            decoder.accept(proposal, decoder.verify(proposal, draft.watch(decoder.cache, phase)))
+
+        for phase in range(draft.phases):
+            parts[f"verify_{phase}"] = partial(verify, phase), lambda: decoder.cache.commit(gamma + 1, none_B)
         selection = draft.selection(decoder.state)
         if selection is not None and selection.at != "prefill":
             parts["select_ms"] = (selection.run, lambda: None)
@@ -54,11 +59,13 @@ def profile_round(batch: Batch, repeats: int, gamma: int = 0) -> dict[str, float
         return times
     if selection is not None and selection.at == "prefill":
         times["select_ms"] = _plain_ms(decoder, selection.run, repeats)
-    rounds = _rounds(batch, repeats, gamma)
+    times["verify_ms"] = fmean(times.pop(f"verify_{phase}") for phase in range(draft.phases))
+    times["round_ms"] = _rounds_ms(batch, repeats, gamma)
     propose = times.pop("propose_ms")
-    overhead = rounds - propose - times["verify_ms"]
+    choice = times["select_ms"] / draft.phases if selection is not None and selection.at == "round" else 0.0
+    overhead = times["round_ms"] - propose - times["verify_ms"] - choice
     decoder.state.check_finite("in the profile")
-    return times | {"draft_ms": propose / gamma, "round_ms": rounds, "overhead_ms": overhead}
+    return times | {"draft_ms": propose / gamma, "overhead_ms": overhead}
 
 
 def _alternate(decoder: Decoder, parts: dict, repeats: int) -> dict[str, float]:
@@ -84,16 +91,18 @@ def _plain_ms(decoder: Decoder, run: Callable[[], None], repeats: int) -> float:
     return median(samples)
 
 
-def _rounds(batch: Batch, repeats: int, gamma: int) -> float:
-    """Return the median milliseconds of a whole round, run as generation runs it; a finished row keeps its cost."""
+def _rounds_ms(batch: Batch, repeats: int, gamma: int) -> float:
+    """Time whole rounds, run as generation runs them; a finished row keeps its cost."""
     assert batch.draft is not None
-    step, samples = batch.decoder.cycle(batch.draft, gamma), []
+    step, phases = batch.decoder.cycle(batch.draft, gamma), batch.draft.phases
+    samples: list[float] = []
     batch.restart()
-    for _ in range(min(WARMUP + repeats, batch.decoder.state.max_rounds)):
+    for _ in range(min((WARMUP + ceil(repeats / phases)) * phases, batch.decoder.state.max_rounds)):
         with Stopwatch(batch.decoder.device) as watch:
             step()
         samples.append(1e3 * watch.seconds)
-    return median(samples[WARMUP:] or samples)
+    kinds = [samples[phase::phases] for phase in range(min(phases, len(samples)))]
+    return fmean(median(one[WARMUP:] or one) for one in kinds)
 
 
 def _discard(_: object) -> None:

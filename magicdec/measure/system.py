@@ -16,6 +16,7 @@ from typing import Any
 from magicdec.units import GIB
 
 PERIOD_S = 5.0
+DRIVER = Path("/proc/driver/nvidia/version")
 Row = dict[str, float]
 
 
@@ -29,6 +30,8 @@ def sampled(period_s: float = PERIOD_S) -> Iterator[list[Row]]:
     def sample() -> None:
         while not over.wait(period_s):
             row = {"system/seconds": time.perf_counter() - start}
+            if row["system/seconds"] < (len(rows) + 1) * period_s:
+                continue  # waits end at once where the clock is wrong
             for source in sources:
                 with suppress(Exception):  # of the system's, or of the driver's library
                     row |= source()
@@ -41,6 +44,12 @@ def sampled(period_s: float = PERIOD_S) -> Iterator[list[Row]]:
     finally:
         over.set()
         thread.join()
+
+
+def driver_version() -> str:
+    """Return the version of NVIDIA's driver; an empty text where none is loaded."""
+    first = DRIVER.read_text().split("\n")[0] if DRIVER.exists() else ""
+    return next((word for word in first.split() if word[0].isdigit()), "")
 
 
 def _processors() -> Callable[[], Row]:

@@ -243,5 +243,5 @@ def _check(todo: list[Piece], files: dict[str, Path], folder: Path) -> None:
     if unknown:
         raise UserError(
             f"{files[unknown[0]]}: {len(unknown)} tensors have no place in the architecture that {CONFIG} describes, "
-            f"such as {ascii(unknown[0])[1:-1]:.100}"
+            f"such as {unknown[0]:.100}"
         )

@@ -152,8 +152,8 @@ def _cpp() -> CppOperators:
 
 
 def is_plain(layer: nn.Module) -> TypeGuard[nn.Linear]:
-    """Return whether a layer is a matmul by a weight as it lies, not by one that is quantised."""
-    return isinstance(layer, nn.Linear) and type(layer.weight) is nn.Parameter
+    """Return whether a layer is a matmul by a weight that lies row by row, not by one that is quantised."""
+    return isinstance(layer, nn.Linear) and type(layer.weight) is nn.Parameter and layer.weight.is_contiguous()
 
 
 def at(x: Tensor | None) -> int | None:

@@ -64,9 +64,10 @@ class Share:
             return ops.linear(layer, x)
         if self.sums and isinstance(layer, nn.Linear) and self.sums.takes(x, layer.weight.shape[0]):
             return self.sums.linear(layer, x)
-        return self._sum(ops.linear(layer, x))
+        return self.sum(ops.linear(layer, x))
 
-    def _sum(self, x: Tensor) -> Tensor:
+    def sum(self, x: Tensor) -> Tensor:
+        """Return the sum over the layer ranks, perhaps in place. The next sum may overwrite it."""
         if self.sums and self.sums.takes(x, x.shape[-1]):
             return self.sums.sum(x)
         return _sum(x, self.layer_ranks)
@@ -79,7 +80,7 @@ class Share:
         local_BT = tokens_BT - self.world_rank * rows
         elsewhere_BT = (local_BT < 0) | (local_BT >= rows)
         x_BTE = F.embedding(local_BT.masked_fill(elsewhere_BT, 0), weight_VE).masked_fill(elsewhere_BT[..., None], 0)
-        return _sum(x_BTE) if self.layer_ranks else self._sum(x_BTE)
+        return _sum(x_BTE) if self.layer_ranks else self.sum(x_BTE)
 
     def logits(self, local_BTV: Tensor, vocab_size: int) -> Tensor:
         """Return the logits (B, T, V) of the whole vocabulary, on every rank, from each rank's own part."""

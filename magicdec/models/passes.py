@@ -50,21 +50,14 @@ class Pass(ctypes.Structure):
 
 
 class Table:
-    """Pointers to the weights of a model's layers."""
+    """Pointers to the weights of a model's layers, `found` there."""
 
-    def __init__(self, layers: nn.ModuleList):
+    def __init__(self, layers: nn.ModuleList, found: list[Any]):
+        self.found = found
         matrices = [getattr(layer, name) for layer in layers for name in MATRICES]
         kinds = {matrix.weight.dtype if is_plain(matrix) else None for matrix in matrices}
         self.dtype = kinds.pop() if len(kinds) == 1 else None  # None: there is no kernel for them
         self.weights = (Weights * len(layers))(*(Weights(*map(at, _parameters(layer))) for layer in layers))
-
-    def is_of(self, layers: nn.ModuleList) -> bool:
-        """Return whether these layers' weights are still there, as far as the first and the last layer show."""
-        return len(layers) == len(self.weights) and all(
-            at(_parameter(layers[i], name, "weight")) == getattr(self.weights[i], f"{name}_weight")
-            for i in (0, -1)
-            for name in ("qkv", "down")
-        )
 
 
 _tables: WeakKeyDictionary[nn.Module, Table] = WeakKeyDictionary()
@@ -87,9 +80,9 @@ def run(
     few = CppOperators.max_rows >= B * T and CppAttention.max_new_tokens >= T
     if not isinstance(attention, CppAttention) or not few or not _is_plain(cache) or k.dtype != x_BTE.dtype:
         return None
-    table = _tables.get(layers)
-    if table is None or not table.is_of(layers):
-        _tables[layers] = table = Table(layers)
+    table, found = _tables.get(layers), _found(layers)
+    if table is None or table.found != found:
+        _tables[layers] = table = Table(layers, found)
     call = _calls().get((x_BTE.dtype, table.dtype))
     if call is None:
         return None
@@ -122,8 +115,20 @@ def _calls() -> dict[tuple[torch.dtype, torch.dtype | None], Any]:
 
 
 def _parameters(layer: nn.Module) -> list[Tensor | None]:
-    return [_parameter(layer, *name.split(".")) for name in WEIGHTS]
+    names = (name.split(".") for name in WEIGHTS)
+    return [getattr(getattr(layer, module, None), name, None) for module, name in names]
 
 
-def _parameter(layer: nn.Module, module: str, name: str) -> Tensor | None:
-    return getattr(getattr(layer, module, None), name, None)
+def _found(layers: nn.ModuleList) -> list[Any]:
+    """Return where each weight lies, and its type: any may be replaced between passes, and its memory freed.
+
+    Modules' own dictionaries take a microsecond or two a layer, `layers.parameters()` ten.
+    """
+    return [
+        (weight.data_ptr(), weight.dtype)
+        for layer in layers
+        for module in layer._modules.values()
+        if module is not None
+        for weight in module._parameters.values()
+        if weight is not None
+    ]

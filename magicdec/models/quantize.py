@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from magicdec.drafting import CODE_ROWS
+from magicdec.costmodel.round import CODE_ROWS
 from magicdec.errors import UserError
+from magicdec.kernels.host import triton_obstacle
 from magicdec.models.transformer import Transformer
 
 BITS = {"int8": torch.int8, "int4": torch.int4}  # type: ignore[attr-defined]
@@ -20,10 +21,14 @@ GROUP_SIZE = 32  # weights that share a scale; divides the layers of every suppo
 MATRICES = ("qkv", "output", "gate_up", "down")  # of a layer
 
 
-def check(quantization: str) -> None:
-    """Raise UserError where torchao is needed and missing."""
-    if quantization != "none" and find_spec("torchao") is None:
+def check(quantization: str, device: torch.device) -> None:
+    """Raise UserError where torchao, or on a GPU Triton, is needed and cannot be used."""
+    if quantization == "none":
+        return
+    if find_spec("torchao") is None:
         raise UserError(f"draft.quantization={quantization} needs torchao: pip install 'magicdec[quantization]'")
+    if device.type == "cuda" and (reason := triton_obstacle()):
+        raise UserError(f"draft.quantization={quantization} on a GPU: Triton {reason}; or set draft.quantization=none")
 
 
 def quiet_torchao() -> None:

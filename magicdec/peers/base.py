@@ -4,11 +4,10 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
+from magicdec.config.choices import DraftConfig, EngineConfig
 from magicdec.config.schema import Config
 from magicdec.costmodel.speedup import alpha_from_acceptance_length
-from magicdec.drafting import DraftConfig
 from magicdec.measure.metrics import Metrics, RowTimes
-from magicdec.registry import EngineConfig
 from magicdec.verification.sampling import Sampling
 
 
@@ -85,6 +84,11 @@ class Peer(ABC):
     @classmethod  # noqa: B027 - most have nothing to check
     def check(cls, config: Config) -> None:
         """Raise UserError for what keeps the engine from running this; `auto` values are resolved."""
+
+    @classmethod
+    def installed(cls, engine: EngineConfig) -> str:
+        """Return the packages that a run would use and their versions, as a part of its id."""
+        return ""
 
     @abstractmethod
     def generate(

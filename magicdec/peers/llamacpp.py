@@ -3,14 +3,26 @@
 from pathlib import Path
 from typing import Any
 
+from pydantic.dataclasses import dataclass
+
+from magicdec.config.registry import ENGINES
+from magicdec.config.rules import STRICT
 from magicdec.config.schema import Config
 from magicdec.errors import UserError
-from magicdec.peers.process import HERE, WorkerPeer
+from magicdec.peers.process import HERE, WorkerEngine, WorkerPeer
 
 # Of an architecture, what gguf_file.py does not write; each is falsy in plain Llama.
 UNWRITTEN = ("rope_scaling", "qkv_bias", "output_bias", "qk_norm", "sliding_window")
 
 
+@dataclass(frozen=True, config=STRICT)
+class LlamacppEngine(WorkerEngine):
+    """llama.cpp."""
+
+    name: str = "llamacpp"
+
+
+@ENGINES.register(LlamacppEngine)
 class LlamacppPeer(WorkerPeer):
     """llama.cpp's server with a slot for each row: weights and KV cache in hardware.dtype."""
 

@@ -1,12 +1,24 @@
 """OpenVINO GenAI as a peer; it reads an IR that optimum-intel exports from the checkpoint."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from magicdec.peers.process import WorkerPeer
-from magicdec.registry import OpenvinoEngine
+from pydantic.dataclasses import dataclass
+
+from magicdec.config.registry import ENGINES
+from magicdec.config.rules import STRICT
+from magicdec.peers.process import WorkerEngine, WorkerPeer
 
 
+@dataclass(frozen=True, config=STRICT)
+class OpenvinoEngine(WorkerEngine):
+    """OpenVINO GenAI; `kv_type` is that of its KV cache."""
+
+    name: str = "openvino"
+    kv_type: Literal["f32", "u8"] = "f32"
+
+
+@ENGINES.register(OpenvinoEngine)
 class OpenvinoPeer(WorkerPeer):
     """OpenVINO's pipeline of continuous batching, in float32."""
 

@@ -1,31 +1,65 @@
 """Peers in a worker process (worker.py), each in an environment of its own that `engine.python` names."""
 
-import json
+import math
 import os
-import queue
-import signal
 import subprocess
 import tempfile
-import threading
 from abc import abstractmethod
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
+from pydantic import Field
+from pydantic.dataclasses import dataclass
 
+from magicdec.config.choices import EngineConfig
+from magicdec.config.rules import STRICT
 from magicdec.config.schema import Config
-from magicdec.drafting import PromptLookup
-from magicdec.errors import UserError, to_stderr
+from magicdec.drafts.ngram import PromptLookup
+from magicdec.errors import UserError, exit_in_words, in_brief, to_stderr
 from magicdec.measure.metrics import RowTimes
 from magicdec.models import checkpoint
 from magicdec.peers.base import Counts, Peer, PeerGeneration, PeerSpec
-from magicdec.registry import WorkerEngine
+from magicdec.peers.pipe import ImportFailed, WorkerFailed, WorkerProcess, last_words
+from magicdec.rules import TEXT, Rule, list_of, whole
 
 HERE = Path(__file__).parent
 MAIN = HERE / "worker.py"
-TAIL = 2000  # characters of the worker's stderr in an error
 PROBE_S = 60
+# Prints the packages of some modules with their versions; fails if a module is missing.
+PROBE = """
+import sys
+from importlib import metadata, util
+assert all(map(util.find_spec, sys.argv[1:]))
+owners = metadata.packages_distributions()
+packages = sorted({package for module in sys.argv[1:] for package in owners.get(module, [])})
+print(", ".join(f"{package} {metadata.version(package)}" for package in packages))
+"""
+LOADED = {"version": TEXT}  # a worker's first answer (see worker.py)
+
+
+def decoded(rows: int) -> dict[str, Rule]:
+    """Return what a worker's answer to a batch of so many rows must hold."""
+    count = whole(0, 1 << 53)
+    seconds = Rule(lambda value: type(value) in (int, float) and 0 <= value < math.inf, "must be seconds")
+
+    def each(rule: Rule) -> Rule:
+        items = list_of(rule)
+        return Rule(lambda value: items.holds(value) and len(value) == rows, f"{items.valid}, one for each of {rows}")
+
+    rows_of = {"tokens": each(list_of(count)), "first": each(seconds), "decode": each(seconds)}
+    counts = dict.fromkeys(("rounds", "proposed", "unplaced", "peak_bytes"), count)
+    return rows_of | counts | {"accepted": list_of(count)}
+
+
+@dataclass(frozen=True, config=STRICT)
+class WorkerEngine(EngineConfig):
+    """An engine in an environment of its own, that of another Python."""
+
+    python: str | None = None
+    time_limit_s: Annotated[float, Field(gt=0)] = 1800.0
+    drafts = ("model", "ngram")
 
 
 class WorkerPeer(Peer):
@@ -73,11 +107,16 @@ class WorkerPeer(Peer):
             raise UserError(f"hardware.device={hardware.device}: engine={cls.name} runs on CPUs here; use hardware=cpu")
         if hardware.dtype not in cls.dtypes:
             raise UserError(f"hardware.dtype={hardware.dtype}: engine={cls.name} takes {', '.join(cls.dtypes)} here")
+        cls.installed(engine)
+
+    @classmethod
+    def installed(cls, engine: EngineConfig) -> str:
+        """See Peer.installed. Raise UserError for an environment without the engine."""
+        assert isinstance(engine, WorkerEngine)
         python = cls.python(engine)
-        code = f"import sys, importlib.util; sys.exit(any(not importlib.util.find_spec(m) for m in {cls.modules}))"
         with suppress(subprocess.SubprocessError, OSError):
-            if subprocess.run([python, "-I", "-c", code], capture_output=True, timeout=PROBE_S).returncode == 0:
-                return
+            command = [python, "-I", "-c", PROBE, *cls.modules]
+            return subprocess.run(command, capture_output=True, text=True, timeout=PROBE_S, check=True).stdout.strip()
         missing = " or ".join((cls.title, *cls.modules[1:]))
         raise UserError(f"engine.python={python}: {missing} is not installed there; {cls.install()}")
 
@@ -119,19 +158,24 @@ class WorkerPeer(Peer):
         if self._worker is None or self._speculative != speculative:
             self.close()
             options = self.options(speculative)
-            self._worker = WorkerProcess(self, self._python, self.environment(), self._time_limit_s)
+            command = [self._python, "-I", str(MAIN), str(HERE / self.worker)]  # -I: our path must not reach it
+            self._worker = WorkerProcess(f"engine.name={self.name}", command, self.environment(), self._time_limit_s)
             self._speculative = speculative
-            self._version = self._worker.ask(options)["version"]
+            try:
+                self._version = self._worker.ask(options, LOADED)["version"]
+            except ImportFailed as error:
+                reason = f"{self.title} cannot be imported ({error})"
+                raise UserError(f"engine.python={self._python}: {reason}; {self.install()}") from None
         seed = self.spec.sampling.seed + first
         request = {"prompts": prompts, "generate_len": generate_len, "seed": seed, "sampling": self.sampling()}
-        answer = self._worker.ask(request)
+        answer = self._worker.ask(request, decoded(len(prompts)))
         self._peak = max(self._peak, answer["peak_bytes"])
         rows = zip(answer["first"], answer["decode"], answer["tokens"], strict=True)
         accepted = tuple(answer["accepted"])
         return PeerGeneration(
             answer["tokens"],
             [RowTimes(first, decode, len(tokens) - 1) for first, decode, tokens in rows],
-            Counts(answer["rounds"], answer["proposed"], accepted, answer.get("unplaced", 0)),
+            Counts(answer["rounds"], answer["proposed"], accepted, answer["unplaced"]),
         )
 
     def converted(self, folder: str, suffix: str) -> Path:
@@ -146,12 +190,16 @@ class WorkerPeer(Peer):
             made = Path(temporary, kept.name)
             environment = os.environ | {"HF_HUB_OFFLINE": "1"}
             command = [self._python, "-I", *self.conversion(folder, made)]
-            done = subprocess.run(command, capture_output=True, text=True, env=environment)
-            if done.returncode:
-                reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-                raise UserError(f"engine.name={self.name}: {folder} cannot be converted: {reason}")
-            made.replace(kept)
-        return kept
+            try:
+                subprocess.run(command, capture_output=True, env=environment, timeout=self._time_limit_s, check=True)
+            except subprocess.TimeoutExpired:
+                reason = f"it took more than engine.time_limit_s={self._time_limit_s:g} seconds"
+            except subprocess.CalledProcessError as error:
+                reason = last_words(error.stderr) or exit_in_words(error.returncode)
+            else:
+                made.replace(kept)
+                return kept
+        raise WorkerFailed(f"engine.name={self.name}: {folder} cannot be converted: {reason}")
 
     def conversion(self, folder: str, made: Path) -> list[str]:
         """Return the arguments of the environment's Python that convert a checkpoint."""
@@ -160,7 +208,7 @@ class WorkerPeer(Peer):
     @property
     def version(self) -> str:
         """See Peer.version."""
-        return f"{self.modules[0]} {self._version}"
+        return in_brief(f"{self.modules[0]} {self._version}")
 
     @property
     def peak_bytes(self) -> int:
@@ -172,79 +220,3 @@ class WorkerPeer(Peer):
         if self._worker is not None:
             self._worker.close()
         self._worker = None
-
-
-class WorkerProcess:
-    """The worker's process, which answers each line of JSON with another within the time limit."""
-
-    def __init__(self, peer: WorkerPeer, python: str, environment: dict[str, str], time_limit_s: float):
-        self._peer, self._python, self._time_limit_s = peer, python, time_limit_s
-        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
-        self._process = subprocess.Popen(
-            [python, "-I", str(MAIN), str(HERE / peer.worker)],  # -I: our path must not reach it
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._stderr,
-            env=os.environ | environment,
-            start_new_session=True,  # Ctrl-C is for this process, which ends the worker
-            text=True,
-        )
-        self._lines: queue.Queue[str] = queue.Queue()
-        threading.Thread(target=self._listen, daemon=True).start()
-
-    def _listen(self) -> None:
-        assert self._process.stdout is not None
-        with suppress(ValueError):  # closed
-            for line in self._process.stdout:
-                self._lines.put(line)
-        self._lines.put("")
-
-    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Return the answer. Raise RuntimeError if there is none, UserError if the engine cannot be imported."""
-        assert self._process.stdin is not None
-        try:
-            with suppress(BrokenPipeError):  # then reading the answer fails and says why
-                self._process.stdin.write(json.dumps(request) + "\n")
-                self._process.stdin.flush()
-            answer = self._answer()
-        except BaseException:  # an interrupt, too
-            self.close()
-            raise
-        return answer
-
-    def _answer(self) -> dict[str, Any]:
-        title = self._peer.title
-        try:
-            line = self._lines.get(timeout=self._time_limit_s)
-        except queue.Empty:
-            limit = f"engine.time_limit_s={self._time_limit_s:g}"
-            raise RuntimeError(f"{title}'s worker gave no answer within {limit} seconds{self._stderr_end()}") from None
-        if not line:
-            code = self._process.wait(PROBE_S)
-            raise RuntimeError(f"{title}'s worker ended, exit code {code}{self._stderr_end()}")
-        try:
-            answer = json.loads(line)
-        except ValueError:
-            said = f"{title}'s worker answered {line[:80]!r}, which is not JSON"
-            raise RuntimeError(f"{said}{self._stderr_end()}") from None
-        if answer.get("kind") == "import":
-            reason = f"{title} cannot be imported ({answer['error']})"
-            raise UserError(f"engine.python={self._python}: {reason}; {self._peer.install()}")
-        if "error" in answer:
-            raise RuntimeError(f"{title}: {answer['error']}{self._stderr_end()}")
-        return answer
-
-    def _stderr_end(self) -> str:
-        """Return the end of the worker's stderr."""
-        self._stderr.seek(0)
-        text = self._stderr.read().decode(errors="replace")[-TAIL:].strip()
-        return f"; the end of its stderr:\n{text}" if text else ""
-
-    def close(self) -> None:
-        """Kill the worker and its children."""
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        for stream in (self._process.stdin, self._process.stdout, self._stderr):
-            with suppress(BrokenPipeError):
-                stream.close()  # type: ignore[union-attr]

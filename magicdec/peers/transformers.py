@@ -4,10 +4,11 @@ Its speculation (assisted generation with a model, prompt lookup, early exit) ta
 cache. B rows, S tokens of the longest prompt.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import transformers
+from pydantic.dataclasses import dataclass
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -18,15 +19,18 @@ from transformers import (
     StoppingCriteriaList,
 )
 
+from magicdec.config.choices import EngineConfig
+from magicdec.config.registry import ENGINES
+from magicdec.config.rules import STRICT
 from magicdec.config.schema import Config
 from magicdec.decoding.timers import Clock
-from magicdec.drafting import LayerSkip, PromptLookup
+from magicdec.drafts.layer_skip import LayerSkip
+from magicdec.drafts.ngram import PromptLookup
 from magicdec.errors import UserError
 from magicdec.measure import memory
 from magicdec.measure.metrics import RowTimes
 from magicdec.models.quantize import quiet_torchao
 from magicdec.peers.base import Counts, Peer, PeerGeneration, PeerSpec
-from magicdec.registry import TransformersEngine
 
 
 class Bursts(StoppingCriteria):
@@ -58,6 +62,17 @@ class Bursts(StoppingCriteria):
         return self._clock.seconds()
 
 
+@dataclass(frozen=True, config=STRICT)
+class TransformersEngine(EngineConfig):
+    """Hugging Face transformers; `cache` is that of autoregressive decoding."""
+
+    name: str = "transformers"
+    cache: Literal["static", "dynamic"] = "static"
+    drafts = ("model", "ngram", "layer_skip")
+    one_row = True
+
+
+@ENGINES.register(TransformersEngine)
 class TransformersPeer(Peer):
     """A target and, where one is named, an assistant."""
 
@@ -66,6 +81,11 @@ class TransformersPeer(Peer):
         """See Peer.check."""
         if config.hardware.compile and config.hardware.device == "cpu":
             raise UserError("hardware.compile=true: engine=transformers compiles on GPUs only; set it to false")
+
+    @classmethod
+    def installed(cls, engine: EngineConfig) -> str:
+        """See Peer.installed."""
+        return f"transformers {transformers.__version__}"
 
     def __init__(self, spec: PeerSpec):
         assert isinstance(spec.engine, TransformersEngine)
@@ -158,7 +178,7 @@ class TransformersPeer(Peer):
     @property
     def version(self) -> str:
         """See Peer.version."""
-        return f"transformers {transformers.__version__}"
+        return self.installed(self.spec.engine)
 
     @property
     def peak_bytes(self) -> int:

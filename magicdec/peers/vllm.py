@@ -1,17 +1,29 @@
 """vLLM as a peer, with a PyTorch of its own."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from magicdec.drafting import PromptLookup
-from magicdec.peers.process import WorkerPeer
-from magicdec.registry import VllmEngine
+from pydantic.dataclasses import dataclass
+
+from magicdec.config.registry import ENGINES
+from magicdec.config.rules import STRICT
+from magicdec.drafts.ngram import PromptLookup
+from magicdec.peers.process import WorkerEngine, WorkerPeer
 
 BLOCK = 128  # tokens of a block of its KV cache, at most
 # Libraries that its documentation recommends to preload on a CPU, where they are installed.
 PRELOADED = ("lib/python*/site-packages/vllm/libs/libtcmalloc_minimal*.so*", "lib/libiomp5.so")
 
 
+@dataclass(frozen=True, config=STRICT)
+class VllmEngine(WorkerEngine):
+    """vLLM."""
+
+    name: str = "vllm"
+    method: Literal["draft_model", "eagle", "eagle3"] = "draft_model"
+
+
+@ENGINES.register(VllmEngine)
 class VllmPeer(WorkerPeer):
     """vLLM: its engine either speculates or does not, so that each way has its own worker."""
 

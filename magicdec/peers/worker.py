@@ -38,7 +38,7 @@ def serve(requests: queue.Queue, answer) -> None:
     while True:
         found = worker.generate(**requests.get())
         peak_bytes = status_bytes("VmHWM") - status_bytes("RssFile") - before  # mapped files do not count
-        answer({"peak_bytes": peak_bytes} | found)
+        answer({"peak_bytes": peak_bytes, "unplaced": 0} | found)
 
 
 def main() -> None:

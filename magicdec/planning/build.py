@@ -11,13 +11,14 @@ from magicdec.attention import choice
 from magicdec.attention.base import Attention
 from magicdec.config.checks import refuse_unread
 from magicdec.config.load import compose
+from magicdec.config.registry import CORPORA, ENGINES
 from magicdec.config.schema import Config
 from magicdec.costmodel.roofline import BF16
 from magicdec.data import PromptRequest, Prompts, load_prompts
 from magicdec.data.tokenizer import load_tokenizer
 from magicdec.engine.native import NativeEngine
 from magicdec.errors import UserError, to_stderr
-from magicdec.kernels import library
+from magicdec.kernels import host, library
 from magicdec.measure import memory
 from magicdec.measure.footprint import Footprint, UniformAttention, footprint, largest_batch
 from magicdec.models import checkpoint, quantize
@@ -25,7 +26,6 @@ from magicdec.models.parallel import Share, share
 from magicdec.models.transformer import Transformer
 from magicdec.peers.base import Peer, PeerSpec
 from magicdec.planning.resolve import Model, Plan, resolve
-from magicdec.registry import CORPORA, ENGINES
 from magicdec.serving.slots import Slots
 from magicdec.tracking.progress import Progress
 from magicdec.units import GIB
@@ -38,9 +38,9 @@ def engine(plan: Plan, progress: Progress) -> NativeEngine:
     """Load the weights and put the engine together."""
     torch.backends.cuda.matmul.allow_tf32 = False  # fp32 means fp32
     name = plan.config.attention.name
-    log.info(plan.why_attention)
-    if any(obstacle in plan.why_attention for obstacle in library.OBSTACLES):
-        to_stderr(f"warning: {plan.why_attention}; decoding on a CPU is slower without it")
+    log.info(plan.reasons)
+    if any(obstacle in plan.reasons for obstacle in (*library.OBSTACLES, host.NEEDS_C, "hardware.compile=false")):
+        to_stderr(f"warning: {plan.reasons}; decoding is slower without it")
     with progress.task(f"attention={name}", total=1) as task:  # cpp is compiled at its first use
         attention = choice.backend(name)()
         task.advance(1)
@@ -55,6 +55,8 @@ def served(overrides: Sequence[str], progress: Progress) -> tuple[Plan, Slots, A
     config = compose(["scenario=serve", *overrides])
     refuse_unread(config, overrides)
     plan = resolve(config)
+    for warning in plan.doubts():
+        to_stderr(f"warning: {warning}")
     batch = plan.config.batch
     if plan.target.folder is None:
         raise UserError("target.weights=random: there is no tokenizer to serve text with")
@@ -111,7 +113,7 @@ def peer(plan: Plan) -> Peer:
         compile=bool(c.hardware.compile),  # auto is resolved
         graphs=c.hardware.cuda_graphs and plan.device.type == "cuda",
     )
-    return ENGINES[c.engine.name].load()(spec)
+    return ENGINES[c.engine.name].work(spec)
 
 
 def prompts(

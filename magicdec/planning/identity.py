@@ -5,22 +5,21 @@ from pathlib import Path
 from typing import Any
 
 from magicdec.architectures import ModelConfig
-from magicdec.costmodel.targets import from_values, option, options
-from magicdec.drafting import ModelChoice
+from magicdec.config.choices import ModelChoice
+from magicdec.costmodel.targets import folder_name, from_values, is_own_path, option, options
 from magicdec.errors import UserError
-
-PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 
 
 def identify(key: str, choice: ModelChoice, loads: bool) -> tuple[ModelChoice, Path | None]:
     """Return a choice with the name and the architecture of the model that runs, and the checkpoint's folder.
 
     A checkpoint is read if its weights are loaded (`loads`), or if the path is not that of the named option: then
-    the folder names the model. Otherwise the choice is returned as it is, without a folder. `key` is the model's key
-    in the configuration. Raise UserError for a missing path, and for values that the checkpoint contradicts.
+    the model keeps the option's name if it has its architecture, and otherwise gets the folder's. Without a checkpoint
+    the choice is returned as it is, without a folder. `key` is the model's key in the configuration. Raise UserError
+    for a missing path, and for values that the checkpoint contradicts.
     """
     origin = _origin(choice)
-    is_own = choice.path is None or _is_same(choice.path, origin.get("path"))
+    is_own = is_own_path(origin.get("name", ""), choice.path)
     if not loads and is_own and choice.architecture is not None:
         return choice, None
     if choice.path is None:
@@ -33,7 +32,7 @@ def identify(key: str, choice: ModelChoice, loads: bool) -> tuple[ModelChoice, P
         written = origin.get("architecture")
         _check_overrides(f"{key}.architecture", choice.architecture, written and from_values(written), config, folder)
     is_named = choice.name != origin.get("name")  # by the user
-    name = choice.name if is_own or is_named else _name_of(folder.resolve(), config)
+    name = choice.name if is_own or is_named else _name_of(folder.resolve(), choice.name, config)
     return replace(choice, name=name, architecture=config), folder
 
 
@@ -46,10 +45,6 @@ def _origin(choice: ModelChoice) -> dict[str, Any]:
         if choice.path == one["path"] or (one["architecture"] and from_values(one["architecture"]) == given):
             return one
     return {}
-
-
-def _is_same(path: str, other: str | None) -> bool:
-    return other is not None and (path == other or Path(path).resolve() == (PACKAGE_ROOT / other).resolve())
 
 
 def _check_overrides(
@@ -66,12 +61,13 @@ def _text(value: Any) -> str:
     return "null" if value is None else str(value)
 
 
-def _name_of(folder: Path, config: ModelConfig) -> str:
-    """Return a folder's name, or a hub repository's. That of an option is only for the same architecture."""
-    in_cache = folder.parent.name == "snapshots"  # models--ORG--NAME/snapshots/COMMIT
-    name = folder.parents[1].name.rpartition("--")[2] if in_cache else folder.name
-    namesake = option(name.lower()).get("architecture")
-    if not namesake:
-        return name
-    is_same = from_values(namesake) == replace(config, eos_token_ids=())
-    return name.lower() if is_same else f"{folder.parent.name}/{name}"
+def _name_of(folder: Path, chosen: str, config: ModelConfig) -> str:
+    """Return the option of this architecture that the folder is named after, or that was chosen; else a name by the
+    folder that is no option's.
+    """
+    name = folder_name(folder)
+    for candidate in (name.lower(), chosen):
+        written = option(candidate).get("architecture")
+        if written and from_values(written) == replace(config, eos_token_ids=()):
+            return candidate
+    return f"{folder.parent.name}/{name}" if option(name.lower()).get("architecture") else name

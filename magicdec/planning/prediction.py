@@ -5,17 +5,16 @@ from dataclasses import dataclass, field, fields, replace
 import yaml
 
 from magicdec.config.checks import check_length
+from magicdec.config.choices import CacheConfig, DraftConfig, ModelChoice
+from magicdec.config.registry import DRAFTS, POLICIES
 from magicdec.config.schema import ROWS_ON, Config, HardwareConfig, option_file
 from magicdec.costmodel import acceptance
 from magicdec.costmodel.acceptance import Curves
 from magicdec.costmodel.hardware import CPU, OWN_STACK, Hardware, configured, device_in
 from magicdec.costmodel.round import Setup, memory
 from magicdec.costmodel.targets import architecture
-from magicdec.drafting import DraftConfig, IndependentModel, ModelChoice, SelfSpeculation
 from magicdec.errors import UserError
 from magicdec.planning.identity import identify
-from magicdec.policies import CacheConfig
-from magicdec.registry import DRAFTS, POLICIES
 from magicdec.tracking.reader import iter_runs, latest
 
 
@@ -96,7 +95,7 @@ def draft_named(name: str, ranks: int | None) -> DraftConfig:
     """Return a draft by its name in scenario.drafts: one without a model of its own, or a target on `ranks` GPUs."""
     if name in DRAFTS and not DRAFTS[name].facts.needs_model:
         return DRAFTS[name].facts()
-    return IndependentModel(model=ModelChoice(name, architecture=architecture(name)), tensor_parallel=ranks)
+    return DRAFTS["model"].facts(model=ModelChoice(name, architecture=architecture(name)), tensor_parallel=ranks)
 
 
 def curves(config: Config) -> Curves:
@@ -111,7 +110,7 @@ def task_of(config: Config) -> str:
 
 def _draft(config: Config) -> DraftConfig:
     if config.scenario.name == "plan":  # which has drafts of its own
-        return SelfSpeculation()
+        return DRAFTS["self"].facts()
     if not config.speculates:
         raise UserError("draft=none: there is no speculation to predict; choose draft=self or draft=model")
     return config.draft
@@ -128,6 +127,7 @@ def _setup(config: Config, hardware: Hardware, draft: DraftConfig) -> Setup:
         draft=draft,
         cache=config.cache,
         target_name=config.target.name,
+        target_path=config.target.path,
     )
 
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -9,17 +10,18 @@ from magicdec import data
 from magicdec.architectures import ModelConfig, check_ranks
 from magicdec.attention import choice
 from magicdec.config.checks import check_length
+from magicdec.config.choices import ModelChoice
+from magicdec.config.registry import CORPORA, ENGINES
 from magicdec.config.schema import ROWS_ON, Config
 from magicdec.costmodel import comparison
-from magicdec.drafting import ModelChoice
 from magicdec.errors import UserError
+from magicdec.kernels.host import triton_obstacle
 from magicdec.measure.metrics import Metrics
-from magicdec.measure.system import cpu_name
+from magicdec.measure.system import cpu_name, driver_version
 from magicdec.models import checkpoint, quantize
 from magicdec.models.vocabulary import check_vocabularies
 from magicdec.planning.identity import identify
 from magicdec.planning.prediction import curves, setup_of_run
-from magicdec.registry import CORPORA, ENGINES
 
 # batch.prefill_chunk=auto: so many tokens of each row, or more where a pass would have fewer than that in all rows.
 CHUNK, PASS_TOKENS_ON = 128, {"cpu": 1024, "cuda": 2048}
@@ -52,12 +54,16 @@ class Plan:
     target: Model
     draft: Model | None
     device_name: str
-    why_attention: str  # why config.attention.name was chosen, for the log; empty where the engine has its own
+    reasons: str  # for config.attention.name, and for what is slower than it could be; empty for other engines
 
     @property
     def fingerprints(self) -> dict[str, str]:
-        """Return the hashes of the checkpoints and the text that the run reads; a profile reads no text."""
+        """Return the hashes of the checkpoints and the text that the run reads, and what is installed of an engine that
+        is not ours. A profile reads no text.
+        """
         found = {m.key: m.fingerprint for m in (self.target, self.draft) if m is not None}
+        if self.config.engine.name != "native":
+            found["engine"] = ENGINES[self.config.engine.name].work.installed(self.config.engine)
         if self.config.scenario.name != "profile":
             found["data"] = data.fingerprint(self.config.data.name, self.config.data.path)
         return found
@@ -79,8 +85,14 @@ class Plan:
         return self.config.speculates and self.config.draft.synthetic_acceptance is None
 
     def doubts(self) -> list[str]:
-        """Return a warning for a run that is predicted not to pay, on a device with a datasheet; [] for any other."""
+        """Return warnings: about a GPU that PyTorch cannot use, and about a run that is predicted not to pay."""
         config = self.config
+        unused = driver_version() if config.hardware.name == "auto" and self.device.type == "cpu" else ""
+        if unused:
+            why = f"driver {unused} is loaded, but PyTorch sees no GPU"
+            return [
+                f"hardware=auto: {why}: this run uses the CPU; magicdec doctor says why, and hardware=cpu silences this"
+            ]
         if config.scenario.name != "compare" or config.engine.name != "native" or not config.speculates:
             return []
         if CORPORA[config.data.name].facts.own_lengths:  # not known yet
@@ -103,9 +115,13 @@ def resolve(config: Config) -> Plan:
         served = config.scenario.name == "serve"
         chunk = SERVED_CHUNK_ON[device.type] if served else PASS_TOKENS_ON[device.type] // int(batch.size)
         batch = replace(batch, prefill_chunk=max(CHUNK, chunk))
-    hardware = replace(config.hardware, device=device.type, dtype=str(dtype).removeprefix("torch."))
-    if hardware.compile == "auto":
-        hardware = replace(hardware, compile=device.type == "cuda")
+    in_the_way = triton_obstacle() if device.type == "cuda" and config.hardware.compile else None
+    decided: dict[str, Any] = {"device": device.type, "dtype": str(dtype).removeprefix("torch.")}
+    if config.hardware.compile == "auto":
+        decided["compile"] = device.type == "cuda" and in_the_way is None
+    elif in_the_way:
+        raise UserError(f"hardware.compile=true: Triton {in_the_way}; or set hardware.compile=false")
+    hardware = replace(config.hardware, **decided)
     choice, target = _model("target", config.target)
     config = replace(config, batch=batch, hardware=hardware, target=choice)
     draft = None
@@ -114,19 +130,21 @@ def resolve(config: Config) -> Plan:
         choice, draft = _model("draft.model", config.draft.model)
         config = replace(config, draft=replace(config.draft, model=choice))
         check_vocabularies(target.config, draft.config, target.folder, draft.folder)
-    quantize.check(config.draft.quantization)
+    quantize.check(config.draft.quantization, device)
     config.draft.check(target.config)
     _check_length(config, target, draft)
     target, draft = _divided(config, target, draft)
     if draft is not None:
         config = replace(config, draft=replace(config.draft, tensor_parallel=draft.num_ranks))
-    why = ""
+    reasons = []
     if config.engine.name == "native":
-        name, why = _attention(config, device, dtype, [target, draft] if draft else [target])
-        config = replace(config, attention=replace(config.attention, name=name))
+        backend: Any  # one of the options
+        backend, why = _attention(config, device, dtype, [target, draft] if draft else [target])
+        config = replace(config, attention=replace(config.attention, name=backend))
+        reasons = [why, *([f"hardware.compile=false: Triton {in_the_way}"] if in_the_way else [])]
     else:
-        ENGINES[config.engine.name].load().check(config)
-    return Plan(config, device, dtype, target, draft, _device_name(device), why)
+        ENGINES[config.engine.name].work.check(config)
+    return Plan(config, device, dtype, target, draft, _device_name(device), "; ".join(reasons))
 
 
 def _device(config: Config) -> tuple[torch.device, torch.dtype]:

@@ -8,22 +8,23 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast
 
-from rich.console import Console
+from rich.text import Text
 
 from magicdec.config.checks import refuse_unread, warnings
 from magicdec.config.load import to_dict
 from magicdec.config.schema import Config
-from magicdec.errors import UserError, in_one_line
+from magicdec.errors import UserError, in_one_line, is_out_of_memory, to_stderr
 from magicdec.measure.system import sampled
 from magicdec.scenarios.outcome import Outcome
 from magicdec.scenarios.ranks import on_ranks
 from magicdec.tracking import sweep, table
+from magicdec.tracking.console import Console
 from magicdec.tracking.lock import Busy, locked
 from magicdec.tracking.progress import Progress, progress
-from magicdec.tracking.reader import attempts, find_done, load_run
-from magicdec.tracking.store import Run, explained, run_id, source
+from magicdec.tracking.reader import BASELINE, attempts, find_done, iter_runs, noise, read_result, slowness
+from magicdec.tracking.store import Run, explained, run_id, software
 from magicdec.tracking.sweep import Job
-from magicdec.tracking.trackers import chosen, log_run
+from magicdec.tracking.trackers import chosen, is_logged, log_run
 from magicdec.units import GIB
 
 
@@ -40,7 +41,7 @@ class Prepared(Protocol):
 
     @property
     def fingerprints(self) -> dict[str, str]:
-        """Hashes of the checkpoints and the text that the run reads, by key."""
+        """Hashes of the checkpoints and the text that the run reads, and the version of an engine that is not ours."""
 
     @property
     def num_ranks(self) -> int:
@@ -66,15 +67,11 @@ class Scenario(Protocol[P]):
         """Do the work."""
 
 
-# Parts of the messages of PyTorch, CUDA and its libraries; only some have an exception type for it.
-OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "ALLOC_FAILED")
-
-
 def run(config: Config, job: Job) -> dict[str, Any]:
     """Prepare a run, do it, store its results, and only then log it to the trackers.
 
-    In a sweep, with `resume`, skip a run that the same code has done. Return the contents of result.json, or nothing
-    after a dry run. Raise UserError for mistakes; those found before the run's folder is opened leave no files.
+    In a sweep, with `resume`, skip a run that the same software has done. Return the contents of result.json, or
+    nothing after a dry run. Raise UserError for mistakes; those found before the run's folder is opened leave no files.
     """
     trackers = list(chosen(to_dict(config)))
     is_alone = job.sweep_dir is None and not any(tracker.in_sweep() for tracker in trackers)
@@ -88,7 +85,7 @@ def run(config: Config, job: Job) -> dict[str, Any]:
         _list(plan, name, job)
         return {}
     for warning in [*ineffective, *warnings(plan.config), *plan.doubts()]:
-        Console(stderr=True).print(f"[yellow]warning:[/] {warning}", highlight=False)
+        Console(stderr=True).print(Text.assemble(("warning:", "yellow"), " ", warning))
     with _alone(config.runs_dir, name, job):
         return _skipped(config, name, job) or _measure(plan, name, settings, job)
 
@@ -113,7 +110,7 @@ def _alone(runs_dir: str, name: str, job: Job) -> Iterator[None]:
             except Busy as busy:
                 if not job.waits:
                     raise
-                Console(stderr=True).print(str(busy), highlight=False)
+                Console(stderr=True).print(Text(str(busy)))
                 held.enter_context(locked(folder, patience_s=math.inf))
         yield
 
@@ -129,16 +126,18 @@ def _found(config: Config, name: str) -> dict[str, Any]:
     """Return the stored result that makes a sweep skip this run; {} if there is none."""
     if not config.resume:
         return {}
-    return find_done(config.runs_dir, name, None if config.resume == "any_version" else source())
+    return find_done(config.runs_dir, name, {} if config.resume == "any_version" else software())
 
 
 def _skipped(config: Config, name: str, job: Job) -> dict[str, Any]:
     """Return the stored result of a run that is skipped, and say so; {} for a run that must be done."""
     found = _found(config, name) if job.sweep_dir is not None else {}
     if found:
-        other = "" if found.get("source") == source() else " by other code"
-        text = f"{found['id']}: done already{other}, skipped (resume=false measures it again)"
-        Console(stderr=True).print(text, highlight=False)
+        others = " and ".join(key for key, value in software().items() if found.get(key) != value)
+        text = (
+            f"{found['id']}: done already{others and f' with other {others}'}, skipped (resume=false measures it again)"
+        )
+        Console(stderr=True).print(Text(text))
         _record(config, found["id"], job)
     return found
 
@@ -152,10 +151,17 @@ def _measure(plan: Prepared, name: str, settings: dict[str, Any], job: Job) -> d
             with sampled() as rows:
                 outcome = _outcome(plan, this)
             outcome.system = rows
+            earlier = [read_result(path) for path in attempts(this.runs_dir, name) if path != this.folder]
+            outcome.metrics |= slowness(outcome.metrics, earlier)
+            if BASELINE in outcome.metrics:
+                outcome.metrics["noisy"] = bool(noise(outcome.metrics))
             this.finish(outcome.metrics, outcome.generations, outcome.history, outcome.samples, outcome.system)
     except BaseException as error:
         reason, kind = _reason(error, plan.config)
         this.fail(reason, kind, vars(error).get("history", ()))  # see outcome.keeping
+        if is_logged(this.result):
+            for warning in filter(None, (one.warning for one in log_run(this.folder, settings, this.result))):
+                to_stderr(warning)
         if kind == "out_of_memory":
             raise UserError(reason) from error
         raise
@@ -167,12 +173,12 @@ def _measure(plan: Prepared, name: str, settings: dict[str, Any], job: Job) -> d
 def _list(plan: Prepared, name: str, job: Job) -> None:
     """Print a line about a run: its id, its state in the store, the memory that it will take, its overrides."""
     earlier = attempts(plan.config.runs_dir, name)
-    stored = load_run(earlier[-1]) if earlier else {}
+    stored = next(iter_runs(plan.config.runs_dir, [path.name for path in earlier[-1:]]), {})
     state = stored.get("kind") or stored.get("status") or "new"
     if _found(plan.config, name):
         state = "done"
     elif state == "done":
-        state = "other code"
+        state = "other version"
     typed = " ".join(text for text in job.overrides if not text.startswith("sweep."))
     print(f"{name}  {state:13}  {_scenario(plan.config).num_bytes(plan) / GIB:8.2f} GiB  {typed}", flush=True)
 
@@ -204,7 +210,7 @@ def imports(name: str, config: Mapping[str, Any] | None = None) -> list[str]:
 
 
 def _scenario(config: Config) -> Scenario[Prepared]:
-    """Import the scenario that was chosen, and no other: predicting must not wait for PyTorch."""
+    """Import the scenario that was chosen, and no other."""
     name = config.scenario.name if config.engine.name == "native" else "peer"
     return cast(Scenario[Prepared], import_module(f"magicdec.scenarios.{name}"))
 
@@ -213,7 +219,7 @@ def _reason(error: BaseException, config: Config) -> tuple[str, str]:
     """Return why a run failed, in words and as a kind (Run.fail)."""
     if isinstance(error, UserError):
         return str(error), error.kind
-    if isinstance(error, MemoryError) or any(words in str(error) for words in OUT_OF_MEMORY):
+    if is_out_of_memory(error):
         size = f"batch.size={config.batch.size} at batch.context_len={config.batch.context_len}"
         reason = f"{size}: out of memory ({in_one_line(error)})"
         return f"{reason}; choose less of either, or of batch.prefill_chunk", "out_of_memory"

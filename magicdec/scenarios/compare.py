@@ -4,9 +4,10 @@ import logging
 from dataclasses import dataclass
 from statistics import fmean
 
+from magicdec.config.schema import Compare
 from magicdec.costmodel.comparison import predicted_metrics, published
 from magicdec.costmodel.hardware import device_in
-from magicdec.costmodel.speedup import batch_rounds, round_time
+from magicdec.costmodel.speedup import batch_speedup, round_time
 from magicdec.costmodel.speedup import speedup as formula_speedup
 from magicdec.data import Prompts
 from magicdec.drafts.base import Draft
@@ -26,7 +27,7 @@ from magicdec.planning.resolve import Plan, resolve
 from magicdec.scenarios.outcome import Outcome
 from magicdec.scenarios.outputs import Outputs, lossless, speeds
 from magicdec.tracking.progress import Progress
-from magicdec.tracking.reader import is_impossible, noise
+from magicdec.tracking.reader import is_impossible
 from magicdec.units import GIB
 
 log = logging.getLogger(__name__)
@@ -55,7 +56,7 @@ def run(plan: Plan, progress: Progress) -> Outcome:
     peak, gpu = memory.Peak(plan.device), Watch(plan.device)
     engine = build.engine(plan, progress)
     rows = int(config.batch.size)
-    passes = [Repeat([], []) for _ in range(config.scenario.repeats)]
+    passes = [Repeat([], []) for _ in range(config.settings(Compare).repeats)]
     prefill_seconds: list[float] = []
     verdict: Audit | None = None
     for start in range(0, len(prompts.tokens), rows):
@@ -89,13 +90,14 @@ def run(plan: Plan, progress: Progress) -> Outcome:
     if config.draft.synthetic_acceptance is None:  # otherwise what is written means nothing
         results |= outputs.accuracy(tokenizer)
     with progress.task("profiling", total=None):
-        times = profile_round(batch, config.scenario.profile_repeats, gamma)  # an adaptive draft as it ran most
+        times = profile_round(
+            batch, config.settings(Compare).profile_repeats, gamma
+        )  # an adaptive draft as it ran most
     results |= {f"time/{name}": value for name, value in times.items()}
     if batch.draft is not None:
         results["time/impossible"] = is_impossible(results)
     growth = 1 + config.batch.generate_len / 2 / fmean(map(len, prompts.tokens))
     results |= metrics.agreement(results, speculative, growth)
-    results["noisy"] = bool(noise(results))
     results |= _memory(batch, peak, estimate)  # first: measuring the bandwidth takes memory of its own
     results |= _formula(plan, results, gamma) | _roofline(plan, batch, times)
     if gamma:
@@ -133,8 +135,8 @@ def _formula(plan: Plan, results: Metrics, gamma: int) -> Metrics:
     found: Metrics = {"formula/speedup": formula, "formula/speedup_error": formula / speedup - 1}
     if plan.config.sampling.ignore_eos:
         rows, steps = int(plan.config.batch.size), plan.config.batch.generate_len - 1  # the prefill gives the first
-        rounds = batch_rounds(gamma, alpha, rows, steps)
-        found["formula/speedup_wall"] = steps * decode / (rounds * round_time(gamma, draft, verify))
+        whole = round_time(gamma, draft, verify)
+        found["formula/speedup_wall"] = batch_speedup(gamma, alpha, rows, steps, decode, whole)
     return found
 
 
@@ -161,9 +163,10 @@ def _predicted(plan: Plan, results: Metrics, gamma: int) -> Metrics:
     bandwidth = float(results["roofline/bandwidth_gbs"] or 0.0)
     try:
         size, weight_size = plan.dtype.itemsize, build.weight_bytes(plan)
-        setup = setup_of_run(plan.config, plan.device_name, size, bandwidth, rate, weight_size)
+        config = plan.config
+        setup = setup_of_run(config, plan.device_name, size, bandwidth, rate, weight_size)
         setup = setup.at(context=round(results["data/context_len_mean"]))  # type: ignore[arg-type]
-        return predicted_metrics(setup, gamma, results) | published(setup, task_of(plan.config))
+        return predicted_metrics(setup, gamma, results, config.batch.generate_len) | published(setup, task_of(config))
     except UserError as error:  # a draft that has no cost model
         log.info("not predicted: %s", error)
         return {}

@@ -14,7 +14,6 @@ from magicdec.measure import metrics
 from magicdec.measure.metrics import Metrics
 from magicdec.planning.resolve import Plan
 from magicdec.tracking.generated import by_round
-from magicdec.tracking.reader import noise
 
 NUM_SAMPLES = 4  # rows whose text is logged
 SAMPLE_PROMPT_TOKENS = 64  # the end of their prompts
@@ -36,8 +35,8 @@ def speeds(autoregressive: list[dict[str, float]], speculative: list[dict[str, f
         if ratios:
             result[name] = median(ratios)
             if len(ratios) > 1:
+                result |= {f"{name}_min": min(ratios), f"{name}_max": max(ratios)}
                 result[f"{name}_spread"] = metrics.spread(ratios)
-                result["noisy"] = bool(noise(result))
     return result
 
 
@@ -48,7 +47,7 @@ def lossless(
 
     `identical`: all rows have the same tokens both ways; None where they may differ (sampled or synthetic).
     `passed`: the verdict of the audit, which excuses near-ties and judges samples; `identical` if there is no audit.
-    In reduced precision `passed` is None where rows differ: compare the logit gaps.
+    In reduced precision it is None instead of False: compare the evidence with the baseline's.
     """
     greedy = plan.config.sampling.temperature == 0
     same = autoregressive == speculative if plan.is_audited and greedy else None

@@ -2,6 +2,7 @@
 inside (the profile of a round, the logits of the audit, the cost model).
 """
 
+from magicdec.config.schema import Compare
 from magicdec.measure import metrics
 from magicdec.measure.gpu import Watch
 from magicdec.measure.metrics import Metrics
@@ -51,7 +52,11 @@ def run(plan: Plan, progress: Progress) -> Outcome:
 
 def _passes(engine: Peer, batches: list[list[list[int]]], way: str, plan: Plan, progress: Progress) -> list[Repeat]:
     """Return the repeats of one way, after a short warm-up."""
-    generate_len, repeats, fast = plan.config.batch.generate_len, plan.config.scenario.repeats, way == "speculative"
+    generate_len, repeats, fast = (
+        plan.config.batch.generate_len,
+        plan.config.settings(Compare).repeats,
+        way == "speculative",
+    )
     with progress.task(way, total=repeats * len(batches)) as task:
         engine.generate([row[:WARMUP_CONTEXT] for row in batches[0]], WARMUP_TOKENS, fast)
         passes: list[Repeat] = []

@@ -1,15 +1,17 @@
 """A search for draft, policy, budget, gamma and batch: predicted, ranked, and the best written as an experiment."""
 
 import sys
+from collections import defaultdict
+from itertools import islice
 from pathlib import Path
 
 from rich.console import Group, RenderableType
+from rich.table import Table
 
-from magicdec.config.schema import Config
+from magicdec.config.schema import Config, Search
 from magicdec.costmodel.planner import FOUND_BY, Candidate, Plans, experiment_yaml, search
-from magicdec.costmodel.predict import Prediction
+from magicdec.costmodel.round import Setup
 from magicdec.costmodel.summary import pays_from
-from magicdec.costmodel.targets import option
 from magicdec.errors import UserError
 from magicdec.planning.prediction import PredictionPlan, cache_named, curves, draft_named, num_bytes, plan_prediction
 from magicdec.scenarios.outcome import Outcome
@@ -19,14 +21,14 @@ from magicdec.tracking.store import shown
 
 __all__ = ["num_bytes", "prepare", "run"]
 EXPERIMENTS = Path("conf", "experiment")  # of the working directory: in a checkout its own, otherwise the user's
-CHOICES = ("batch", "draft", "cache", "budget", "gamma")
+CHOICES = ("draft", "cache")
 SHOWN = 12  # plans in the table
 SHOWN_UNKNOWN = 6  # configurations without a known acceptance
 
 
 def prepare(config: Config) -> PredictionPlan:
     """See `plan_prediction`. Raise UserError rather than overwrite an experiment that no plan has written."""
-    name = config.scenario.experiment
+    name = config.settings(Search).experiment
     if name is not None:
         path = _experiment(name)
         if path.exists() and FOUND_BY not in path.read_text(encoding="utf-8"):
@@ -36,7 +38,7 @@ def prepare(config: Config) -> PredictionPlan:
 
 def run(plan: PredictionPlan, progress: Progress) -> Outcome:
     """Search for a target, a machine and a context; a line of the history for every plan, the best first."""
-    config, scenario = plan.config, plan.config.scenario
+    config, scenario = plan.config, plan.config.settings(Search)
     plans = search(
         plan.setup,
         curves(config),
@@ -48,8 +50,7 @@ def run(plan: PredictionPlan, progress: Progress) -> Outcome:
         config.batch.generate_len,
     )
     best = plans.ranked[0]
-    path = None if option(config.target.name) else config.target.path
-    text = experiment_yaml(best, " ".join(["magicdec", *sys.argv[1:]]), path)
+    text = experiment_yaml(best, " ".join(["magicdec", *sys.argv[1:]]))
     view: list[RenderableType] = [_view(plans)]
     if scenario.experiment is not None:
         file = _experiment(scenario.experiment)
@@ -61,6 +62,7 @@ def run(plan: PredictionPlan, progress: Progress) -> Outcome:
         view.append(f"the best as an experiment: {shown(file)}; run it with experiment={scenario.experiment}")
     metrics = {"device": plan.device_name} | (best.prediction.metrics() if best.prediction else {})
     metrics |= {"predicted/tokens_per_second": best.tokens_per_second, "predicted/speedup": best.speedup}
+    metrics["predicted/speedup_wall"] = best.speedup_wall
     return Outcome(metrics, history=[_facts(one) for one in plans.ranked], view=Group(*view))
 
 
@@ -70,34 +72,47 @@ def _experiment(name: str) -> Path:
 
 def _view(plans: Plans) -> Group:
     """Return what the terminal shows: the ranking, and what could not be ranked."""
-    table = new_table(*CHOICES, "tokens/s", "ms per token", "speedup", title="plans", num_words=len(CHOICES))
+    columns = ("batch", *CHOICES, "gamma", "tokens/s", "TPOT ms", "speedup")
+    table = new_table(*columns, title="plans; speedups per row | per batch", num_words=2 + len(CHOICES))
+    table.padding = (0, 1, 0, 0)  # to fit into 80 columns
     for one in plans.ranked[:SHOWN]:
-        chosen = _choices(one.prediction) if one.prediction else [str(one.setup.batch), "none", "", "", ""]
-        rates = f"{one.tokens_per_second:,.0f}", f"{1e3 * one.time_per_token_s:.1f}", f"{one.speedup:.2f}"
-        table.add_row(*chosen, *rates)
-    unknown = new_table(*CHOICES, "pays from", title="no acceptance is known for", num_words=len(CHOICES))
-    for prediction in plans.unknown[:SHOWN_UNKNOWN]:
-        unknown.add_row(*_choices(prediction), pays_from(prediction.best))
+        chosen = (*_choices(one.setup), str(one.gamma)) if one.prediction else ("none", "", "")
+        rates = f"{one.tokens_per_second:,.0f}", f"{1e3 * one.time_per_token_s:.1f}"
+        speedups = " | ".join(f"{speedup:.2f}x" for speedup in (one.speedup, one.speedup_wall) if speedup)
+        table.add_row(str(one.setup.batch), *chosen, *rates, speedups)
     left_out = f"left out: {plans.too_large} that do not fit into memory, {plans.too_slow} beyond the latency bound"
-    return Group(table, *([unknown] if plans.unknown else []), left_out)
+    return Group(table, *([_unknown(plans)] if plans.unknown else []), left_out)
 
 
-def _facts(one: Candidate) -> dict[str, float | int | str]:
-    setup, drafts = one.setup, one.prediction is not None
+def _unknown(plans: Plans) -> Table:
+    """Return the alpha from which a configuration pays, for each batch that it fits into memory with."""
+    batches = sorted({prediction.setup.batch for prediction in plans.unknown})
+    found: dict[tuple[str, ...], dict[int, str]] = defaultdict(dict)
+    for prediction in plans.unknown:
+        found[_choices(prediction.setup)][prediction.setup.batch] = pays_from(prediction.best)
+    title = "no acceptance is known: pays from alpha, by batch"
+    table = new_table(*CHOICES, *map(str, batches), title=title, num_words=len(CHOICES))
+    for choices, alphas in islice(found.items(), SHOWN_UNKNOWN):
+        table.add_row(*choices, *(alphas.get(batch, "-") for batch in batches))
+    return table
+
+
+def _facts(one: Candidate) -> dict[str, float | int | str | None]:
+    setup = one.setup
+    over = setup.cache if one.prediction and setup.draft.is_model else None
     return {
         "batch_size": setup.batch,
-        "draft": setup.draft_label if drafts else "none",
-        "policy": setup.cache.policy if drafts else "",
-        "budget": setup.cache.budget if drafts else 0,
+        "draft": setup.draft_label if one.prediction else "none",
+        "policy": over.policy if over else "",
+        "budget": over.budget if over else 0,
         "gamma": one.gamma,
         "predicted/tokens_per_second": one.tokens_per_second,
         "predicted/time_per_output_token_ms": 1e3 * one.time_per_token_s,
         "predicted/speedup": one.speedup,
+        "predicted/speedup_wall": one.speedup_wall,
     }
 
 
-def _choices(prediction: Prediction) -> list[str]:
+def _choices(setup: Setup) -> tuple[str, str]:
     """Return the cells of CHOICES."""
-    setup = prediction.setup
-    values = (setup.batch, setup.draft_label, setup.cache.policy, setup.cache.budget, prediction.best.gamma)
-    return list(map(str, values))
+    return setup.draft_label, setup.cache_label

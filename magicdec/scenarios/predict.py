@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Group
 from rich.table import Table
 
+from magicdec.config.schema import Predict
 from magicdec.costmodel.comparison import published
 from magicdec.costmodel.predict import Prediction
 from magicdec.costmodel.predict import predict as predict_setup
@@ -26,11 +27,11 @@ prepare = plan_prediction
 
 def predicted(plan: PredictionPlan) -> Prediction:
     """Predict one configuration, at every gamma of scenario.gammas."""
-    config, scenario = plan.config, plan.config.scenario
+    config, scenario = plan.config, plan.config.settings(Predict)
     return predict_setup(
         plan.setup,
         scenario.gammas,
-        scenario.alpha,
+        config.draft.synthetic_acceptance if scenario.alpha is None else scenario.alpha,
         curves(config),
         generate_len=config.batch.generate_len,
         batches=(scenario.critical_batches[0], scenario.critical_batches[1]),
@@ -64,17 +65,17 @@ def _view(prediction: Prediction, known: Mapping[str, Any] | None = None) -> Gro
 
 def _gammas(prediction: Prediction) -> Table:
     setup = prediction.setup
-    title = (
-        f"predicted: {setup.target_name}, draft {setup.draft_label}, {setup.cache.policy} {setup.cache.budget:,}; ms"
-    )
-    table = new_table("gamma", "T_T", "T_D", "T_select", "T_V", "round", "speedup", "pays from", title=title)
+    title = f"predicted: {setup.target_label}, {setup.draft_title}; ms, and speedups"
+    columns = ("gamma", "T_T", "T_D", "T_select", "T_V", "round", "per row", "per batch", "pays from alpha")
+    table = new_table(*columns, title=title)
+    table.padding = (0, 1, 0, 0)  # to fit into 80 columns
     for at in prediction.by_gamma:
         times = (at.times.target, at.times.draft, at.times.select, at.times.verify)
         table.add_row(
             str(at.gamma),
             *(f"{1e3 * time.total:.2f}" for time in times),
             f"{1e3 * at.times.round_s:.2f}",
-            "?" if at.speedup is None else f"{at.speedup:.2f}",
+            *("?" if one is None else f"{one:.2f}x" for one in (at.speedup, prediction.speedup_wall(at))),
             pays_from(at),
             style="bold" if at is prediction.best else "",
         )

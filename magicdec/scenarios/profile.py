@@ -3,6 +3,7 @@
 from dataclasses import replace
 from itertools import product
 
+from magicdec.config.schema import Profile
 from magicdec.data import PromptRequest, load_prompts
 from magicdec.engine.native import warm_up
 from magicdec.measure import memory
@@ -19,7 +20,7 @@ prepare, num_bytes = resolve, build.num_bytes
 
 def run(plan: Plan, progress: Progress) -> Outcome:
     """Time every point of scenario.batch_sizes x context_lens x gammas; a point is a line of the history."""
-    scenario = plan.config.scenario
+    scenario = plan.config.settings(Profile)
     build.check_memory(plan, max(scenario.batch_sizes), max(scenario.context_lens))
     peak = memory.Peak(plan.device)
     engine = build.engine(plan, progress)

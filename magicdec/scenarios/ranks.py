@@ -6,6 +6,7 @@ instructions from each other. Rank 0's result is returned; the others' are the s
 
 import gc
 import logging
+import math
 import multiprocessing
 import os
 import pickle
@@ -15,14 +16,20 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from magicdec import threads
+from magicdec.errors import exit_in_words
+
 CONTEXT = multiprocessing.get_context("spawn")  # the state of CUDA and of threads does not survive a fork
 GRACE_S = 0.5  # for further failures: a rank that loses its peer fails too
-EXIT_S = 5.0
+EXIT_S = 5.0  # for the end of the process group and of the processes
+FINISH_S = 300.0  # for rank 0's result once another rank has finished: they do the same work
+COMPILE_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"  # processes in which torch.compile compiles
 
 
 class Message(NamedTuple):
@@ -33,12 +40,15 @@ class Message(NamedTuple):
     at: float = 0.0
 
 
-def on_ranks(num_ranks: int, device: str, function: Callable, *arguments: Any) -> Any:
+def on_ranks(
+    num_ranks: int, device: str, function: Callable, *arguments: Any, time_limit_s: float | None = None
+) -> Any:
     """Call `function(rank, *arguments)` in `num_ranks` new processes, a process group; returns rank 0's result.
 
     `device` is cuda (a GPU each, joined by NCCL) or cpu (gloo). The function, its arguments and its result travel by
     pickle, between processes of this program alone. The error of the first rank that fails is raised here, with that
-    rank's traceback as a note, and RuntimeError if a rank dies without a message; the other ranks are then ended.
+    rank's traceback as a note, RuntimeError if a rank dies without a message, and TimeoutError if there is no result in
+    time; the other ranks are then ended.
     """
     processes: list[BaseProcess] = []
     ends: list[Connection] = []
@@ -51,26 +61,40 @@ def on_ranks(num_ranks: int, device: str, function: Callable, *arguments: Any) -
                 processes[-1].start()
                 other_end.close()  # now a rank's death closes its pipe
                 ends.append(end)
-            result = _result(processes, ends)
-            for process in processes:
-                process.join(EXIT_S)
+            result = _result(processes, ends, time_limit_s)
+            _join(processes)
             return result
         finally:
             for process in processes:
                 process.kill()
-                process.join()
+            _join(processes)
 
 
-def _result(processes: list[BaseProcess], ends: list[Connection]) -> Any:
+def _join(processes: list[BaseProcess]) -> None:
+    """Wait for the ends of processes, but not for ever: even a killed one stays while a driver does not let it go."""
+    deadline = time.monotonic() + EXIT_S
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+
+
+def _result(processes: list[BaseProcess], ends: list[Connection], time_limit_s: float | None) -> Any:
     """Wait for rank 0's result, or for the first failure."""
     messages: dict[int, Message] = {}
+    late = f"the ranks gave no result within {time_limit_s or 0:g} s"
+    deadline = math.inf if time_limit_s is None else time.monotonic() + time_limit_s
     while 0 not in messages:
-        _receive(processes, ends, messages, None)
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError(late)
+        _receive(processes, ends, messages, None if left == math.inf else left)
         if any(message.error for message in messages.values()):
             deadline = time.monotonic() + GRACE_S
             while (left := deadline - time.monotonic()) > 0 and len(messages) < len(ends):
                 _receive(processes, ends, messages, left)
             raise min((m for m in messages.values() if m.error), key=lambda m: m.at).error  # type: ignore[misc]
+        if messages and time.monotonic() + FINISH_S < deadline:
+            deadline = time.monotonic() + FINISH_S
+            late = f"rank 0 gave no result within {FINISH_S:g} s after another rank"
     return messages[0].result
 
 
@@ -84,33 +108,34 @@ def _receive(
             messages[rank] = ends[rank].recv()
         except EOFError:
             processes[rank].join(EXIT_S)
-            messages[rank] = Message(error=RuntimeError(f"rank {rank} died ({_exit(processes[rank].exitcode)})"))
-
-
-def _exit(code: int | None) -> str:
-    """Return an exit code in words."""
-    if code == -9:
-        return "killed by SIGKILL, perhaps because the system was out of memory"
-    return f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
+            messages[rank] = Message(
+                error=RuntimeError(f"rank {rank} died ({exit_in_words(processes[rank].exitcode)})")
+            )
 
 
 def _rank(
     rank: int, num_ranks: int, device: str, rendezvous: str, end: Connection, function: Callable, arguments: tuple
 ) -> None:
-    """Run a rank: the target of its process."""
+    """Run a rank: the target of its process. The result is sent before the process group ends, which may take for ever;
+    the parent waits for that as long as EXIT_S.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends its ranks
     follow_parent()
+    os.environ.setdefault(COMPILE_THREADS, str(max(1, threads.num_cores() // num_ranks)))
     if rank > 0:
         logging.disable()
     try:
-        message = Message(_joined(rank, num_ranks, device, rendezvous, function, arguments))
+        _join_group(rank, num_ranks, device, rendezvous)
+        result = function(rank, *arguments)
+        end.send(Message(result if rank == 0 else None))
+        del result
+        _leave_group()
     except BaseException as error:
-        message = Message(error=_portable(error, rank), at=time.time())
-    end.send(message)
+        with suppress(OSError):  # the parent has the result already, or has ended
+            end.send(Message(error=_portable(error, rank), at=time.time()))
 
 
-def _joined(rank: int, num_ranks: int, device: str, rendezvous: str, function: Callable, arguments: tuple) -> Any:
-    """Call the function within the process group."""
+def _join_group(rank: int, num_ranks: int, device: str, rendezvous: str) -> None:
     import torch  # here, because importing this module must not wait for it
     import torch.distributed as dist
 
@@ -125,11 +150,14 @@ def _joined(rank: int, num_ranks: int, device: str, rendezvous: str, function: C
         world_size=num_ranks,
         device_id=torch.device("cuda", rank) if device == "cuda" else None,
     )
-    result = function(rank, *arguments)
+
+
+def _leave_group() -> None:
+    import torch.distributed as dist
+
     gc.collect()  # NCCL waits for every graph that has captured one of its collectives
     dist.barrier()  # or the last to finish would lose a peer
     dist.destroy_process_group()
-    return result
 
 
 def _portable(error: BaseException, rank: int) -> BaseException:

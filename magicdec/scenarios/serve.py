@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from magicdec.config.load import to_dict
+from magicdec.config.schema import Serve
 from magicdec.data import Prompts
 from magicdec.engine.native import NativeEngine
 from magicdec.measure import memory
@@ -29,14 +30,13 @@ from magicdec.serving.shared import SharedSlots
 from magicdec.serving.slots import Slots
 from magicdec.tracking.cells import new_table, three_digits
 from magicdec.tracking.progress import Progress
-from magicdec.tracking.table import WAYS, described_context, described_draft, described_place, losslessness
+from magicdec.tracking.table import WAYS, described_context, described_models, described_place, losslessness
 from magicdec.units import GIB
 
 prepare, num_bytes = resolve, build.num_bytes
 WARMUP_TOKENS = 8  # of a request before each measurement, which is not counted
 # On the terminal; a latency is shown as its median and its 99th percentile.
-COLUMNS = {
-    "tokens_per_second": ("tokens/s", 1.0),
+LATENCIES = {
     "time_to_first_token_ms": ("TTFT, ms", 1.0),
     "time_per_output_token_ms": ("TPOT, ms", 1.0),
     "request_latency_ms": ("request, s", 1e-3),
@@ -47,7 +47,7 @@ COLUMNS = {
 def run(plan: Plan, progress: Progress) -> Outcome:
     """Measure every level; a line of the history for each, and the last one's figures as the run's own."""
     config = plan.config
-    scenario, batch = config.scenario, config.batch
+    scenario, batch = config.settings(Serve), config.batch
     build.check_memory(plan, int(batch.size), batch.context_len)
     prompts = _prompts(plan)
     peak = memory.Peak(plan.device)
@@ -85,9 +85,9 @@ def run(plan: Plan, progress: Progress) -> Outcome:
 def _prompts(plan: Plan) -> Prompts:
     """Return a prompt per request: all lengths in turn, shuffled."""
     config = plan.config
-    tokenizer, count = build.tokenizer(plan), config.scenario.num_requests
+    tokenizer, count = build.tokenizer(plan), config.settings(Serve).num_requests
     longest = config.batch.context_len
-    shares = config.scenario.length_shares if config.data.name != "prompts" else [1.0]
+    shares = config.settings(Serve).length_shares if config.data.name != "prompts" else [1.0]
     lengths = [max(1, round(share * longest)) for share in shares][:count]
     rows: list[tuple[list[int], str]] = []
     for index, length in enumerate(lengths):
@@ -126,7 +126,7 @@ def _measure(
 
 def _level_metrics(measured: Mapping[str, tuple[list[Request], float]], plan: Plan) -> Metrics:
     """Return the metrics of both ways and their comparison, named as in scenario=compare."""
-    scenario = plan.config.scenario
+    scenario = plan.config.settings(Serve)
     result: Metrics = {}
     for way, (requests, seconds) in measured.items():
         figures = load_metrics(requests, seconds, scenario.latency_ms, scenario.first_token_ms)
@@ -163,37 +163,46 @@ def _view(plan: Plan, results: Metrics, history: Sequence[Mapping[str, Any]]) ->
     config, described = plan.config, to_dict(plan.config)
     lengths = f"{described_context(described, results)}, {config.batch.generate_len} new tokens each"
     lines = [
-        Text(f"serve: {config.target.name}{described_draft(described)}", style="bold"),
-        Text(f"{config.scenario.num_requests} requests a level, {lengths}"),
+        Text(f"serve: {described_models(described)}", style="bold"),
+        Text(f"{config.settings(Serve).num_requests} requests a level, {lengths}"),
         Text(f"data: {config.data.name}; {described_place(described, plan.device_name)}"),
     ]
     if config.draft.synthetic_acceptance is not None:
         lines.append(Text("SYNTHETIC acceptance: drawn, not measured; only the times are real", style="bold yellow"))
-    parts: list[RenderableType] = [*lines, Text(), _table(history)]
+    ways = [way for way in WAYS if f"{way}/tokens_per_second" in history[0]]
+    parts: list[RenderableType] = [*lines, Text(), _speeds(history, ways), Text(), _latencies(history, ways)]
     if "lossless/identical" in history[0]:
         worst = min(history, key=lambda row: row["lossless/identical"] is not False)
         parts.append(Text.assemble("\nlossless          ", losslessness(described, worst)))
     return Group(*parts)
 
 
-def _table(history: Sequence[Mapping[str, Any]]) -> Table:
-    """Return a table with a line per level and way. A latency is its median and its 99th percentile."""
-    ways = [way for way in WAYS if f"{way}/tokens_per_second" in history[0]]
-    present = {key: column for key, column in COLUMNS.items() if f"{ways[0]}/{key}" in history[0]}
-    table = new_table()
-    table.padding = (0, 1, 0, 0)
-    table.add_column("median | 99%", no_wrap=True)
-    for label, _ in present.values():
-        table.add_column(label, justify="right", no_wrap=True)
-    table.add_column("" if len(ways) == 1 else "speedup", justify="right")
+def _speeds(history: Sequence[Mapping[str, Any]], ways: Sequence[str]) -> Table:
+    """Return a table with a line per level: the throughput of each way, and both speedups."""
+    speedups = {"speedup": "speedup per request", "speedup_duration": "per level"} if len(ways) > 1 else {}
+    table = new_table("tokens/s", *ways, *speedups.values())
     for row in history:
-        load = f"{row['concurrency']:g} at once" if "concurrency" in row else f"{row['rate']:g} a second"
-        table.add_row(Text(load, style="bold"))
-        for way in ways:
-            cells = [_percentiles(row, f"{way}/{key}", scale) for key, (_, scale) in present.items()]
-            speedup = f"{row['speedup']:.2f}x" if way == "speculative" and "speedup" in row else ""
-            table.add_row(f"  {way}", *cells, speedup)
+        rates = (three_digits(row[f"{way}/tokens_per_second"]) for way in ways)
+        table.add_row(_load(row), *rates, *(f"{row[key]:.2f}x" if key in row else "" for key in speedups))
     return table
+
+
+def _latencies(history: Sequence[Mapping[str, Any]], ways: Sequence[str]) -> Table:
+    """Return a table with a line per level and way. A latency is its median and its 99th percentile."""
+    present = {key: column for key, column in LATENCIES.items() if f"{ways[0]}/{key}" in history[0]}
+    table = new_table("median | 99%", *(label for label, _ in present.values()))
+    table.padding = (0, 1, 0, 0)
+    for row in history:
+        table.add_row(Text(_load(row), style="bold"))
+        for way in ways:
+            table.add_row(
+                f"  {way}", *(_percentiles(row, f"{way}/{key}", scale) for key, (_, scale) in present.items())
+            )
+    return table
+
+
+def _load(row: Mapping[str, Any]) -> str:
+    return f"{row['concurrency']:g} at once" if "concurrency" in row else f"{row['rate']:g} a second"
 
 
 def _percentiles(row: Mapping[str, Any], name: str, scale: float) -> str:

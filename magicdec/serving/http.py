@@ -8,10 +8,12 @@ import argparse
 import asyncio
 import json
 import reprlib
+import shlex
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -20,10 +22,10 @@ from magicdec.errors import UserError, exit_code
 from magicdec.planning import build
 from magicdec.serving.engine import AsyncEngine, Stream
 from magicdec.serving.scheduler import Scheduler
+from magicdec.serving.slots import Slots
 from magicdec.tracking.progress import progress
 
 try:
-    import uvicorn
     from fastapi import FastAPI, Request
     from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
     from starlette.exceptions import HTTPException
@@ -31,13 +33,13 @@ try:
 
     from magicdec.serving.completion import Completion, StreamOptions
     from magicdec.serving.meters import Meters
+    from magicdec.serving.server import Server
 except ImportError as missing:
     raise SystemExit(f"error: serving over HTTP needs {missing.name}: pip install 'magicdec[serve]'") from None
 
 BODY_BYTES, BYTES_PER_TOKEN = 16 << 10, 32  # largest body: text takes about 5 bytes a token, escaped or as ids about 12
 BODY_S = 30.0  # within which a request has to arrive
 RETRY_AFTER = {"Retry-After": "1"}  # seconds
-SHUTDOWN_S = 5  # for clients to take the last of their answers
 
 
 class Door:
@@ -69,7 +71,7 @@ def create_app(engine: AsyncEngine, tokenizer: Any, model: str, max_waiting: int
             yield
 
     meters, door, numbers = Meters(engine), Door(engine, max_waiting), count()
-    app = FastAPI(title="magicdec", lifespan=lifespan)
+    app = FastAPI(title="magicdec", lifespan=lifespan, redirect_slashes=False)
     app.add_exception_handler(HTTPException, lambda _, error: _error(error.status_code, error.detail, error.headers))
     app.add_exception_handler(UserError, lambda _, error: _error(400, str(error)))
     app.add_exception_handler(ClientDisconnect, lambda *_: Response(status_code=400))  # sent to nobody
@@ -198,19 +200,6 @@ def _described(status: int, message: str) -> dict[str, Any]:
     return {"error": {"message": message, "type": kind, "param": None, "code": status}}
 
 
-class Server(uvicorn.Server):
-    """A server that closes its engine first: shutting down waits for answers, which that ends."""
-
-    def __init__(self, config: uvicorn.Config, engine: AsyncEngine):
-        super().__init__(config)
-        self._engine = engine
-
-    async def shutdown(self, sockets: Any = None) -> None:
-        """See uvicorn.Server.shutdown."""
-        self._engine.close()
-        await super().shutdown(sockets)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line. Return the exit code: 2 for a user's mistake, which is printed in one line."""
     parser = argparse.ArgumentParser("magicdec serve", description=__doc__.partition("\n")[0])
@@ -219,6 +208,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--model", help="the name that clients ask for (target.name)")
     parser.add_argument("--max-waiting", type=int, default=256, help="requests without a slot; more get 429 (256)")
+    grace = "seconds that running answers have after Ctrl-C or SIGTERM (20)"
+    parser.add_argument("--grace", type=int, default=20, help=grace)
     options = parser.parse_intermixed_args(arguments)
     return exit_code(lambda: _serve(options))
 
@@ -226,16 +217,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _serve(options: argparse.Namespace) -> None:
     if not 0 <= options.port < 1 << 16:
         raise UserError(f"--port={options.port}: must be from 0 to 65,535")
-    if options.max_waiting < 0:
-        raise UserError(f"--max-waiting={options.max_waiting}: must be at least 0")
+    for name, value in (("max-waiting", options.max_waiting), ("grace", options.grace)):
+        if value < 0:
+            raise UserError(f"--{name}={value}: must be at least 0")
     with progress() as bars:
         plan, slots, tokenizer = build.served(options.overrides, bars)
     model = options.model or plan.config.target.name
     engine = AsyncEngine(Scheduler(slots))
     app = create_app(engine, tokenizer, model, options.max_waiting)
-    settings = uvicorn.Config(app, options.host, options.port, timeout_graceful_shutdown=SHUTDOWN_S)
-    with suppress(KeyboardInterrupt):
-        Server(settings, engine).run()
+    greeting = partial(_greeting, model, slots, options.max_waiting)
+    Server(app, engine, options.host, options.port, options.grace, greeting).run()
+
+
+def _greeting(model: str, slots: Slots, max_waiting: int, url: str) -> list[str]:
+    """Return what is served, and a command that asks for some of it."""
+    room = f"{slots.num_slots:,} slots of {slots.max_len:,} tokens; {max_waiting:,} more requests may wait"
+    body = json.dumps({"model": model, "prompt": "def main(", "max_tokens": 32, "temperature": 0})
+    request = f"curl {url}/v1/completions -H 'content-type: application/json' -d {shlex.quote(body)}"
+    return [f"{model} at {url}: {room}", request]
 
 
 if __name__ == "__main__":

@@ -90,13 +90,16 @@ class Model:
     at the end of a `with` block, or when nothing refers to the model any more.
     """
 
-    def __init__(self, slots: Slots, tokenizer: Any, progress: Callable[[], AbstractContextManager[Any]]):
-        """`progress` opens the display of progress bars."""
-        self.tokenizer, self._progress = tokenizer, progress
+    def __init__(self, slots: Slots, tokenizer: Any, progress: Callable[[], AbstractContextManager[Any]], title: str):
+        """`progress` opens the display of progress bars; `title` says what was loaded."""
+        self.tokenizer, self._progress, self._title = tokenizer, progress, title
         self._params = Params(sampling=slots.engine.sampling)
         self._new_slots = partial(Slots, slots.engine, slots.num_slots, slots.max_len)
         self._lock, self._closed = threading.Lock(), False
         self._start(slots)
+
+    def __repr__(self) -> str:
+        return f"<Model: {self._title}>"
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], max_tokens: int = 64, **options: Unpack[Options]

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from time import perf_counter
 
+from magicdec.config.rules import parse
 from magicdec.config.schema import SamplingConfig
 from magicdec.measure.metrics import Rounds, acceptance, is_whole
 from magicdec.rules import at_least, check
@@ -24,7 +25,7 @@ class Params:
         """Check the values, those of `sampling` by the rules of the configuration's group."""
         check(self)
         s = self.sampling
-        check(SamplingConfig(s.temperature, s.top_k, s.top_p, s.seed))
+        parse(SamplingConfig, {"temperature": s.temperature, "top_k": s.top_k, "top_p": s.top_p, "seed": s.seed})
 
 
 class Request:

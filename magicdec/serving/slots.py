@@ -13,13 +13,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from magicdec.config.registry import DRAFTS
 from magicdec.decoding.state import NEVER, State
 from magicdec.engine.decoder import Decoder
 from magicdec.engine.graphs import Step
 from magicdec.engine.native import NativeEngine
 from magicdec.errors import UserError
 from magicdec.models.kv_cache import copy_row
-from magicdec.registry import DRAFTS
 from magicdec.serving.request import Params
 from magicdec.verification.accept import Verdict
 from magicdec.verification.sampling import RowSampling, Sampling

@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from magicdec.errors import UserError, exit_code
+from magicdec.errors import UserError, exit_code, printable
 from magicdec.tracking.lock import NAME, locked
 from magicdec.tracking.reader import folder_of_lock, iter_runs
 from magicdec.tracking.store import counted, explained, shown
@@ -45,4 +45,4 @@ def _delete(run: Mapping[str, Any]) -> None:
     for empty in {folder, lock}:
         with suppress(OSError):
             empty.rmdir()
-    print(f"{run['id']}  {run.get('reason')}")
+    print(printable(f"{run['id']}  {run.get('reason')}"))

@@ -2,23 +2,20 @@
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 from magicdec.errors import UserError
-from magicdec.tracking.reader import read_lines
+from magicdec.tracking.files import GENERATION, SAMPLE, Generation, Round, Sample, read_lines
 
 NUM_ROWS = 4  # shown, if nobody asks for one row
 
-Sample = dict[str, Any]  # a line of samples.jsonl
 
-
-def by_round(tokens: Sequence[str], rounds: Iterable[Sequence[int]]) -> list[dict[str, Any]]:
+def by_round(tokens: Sequence[str], rounds: Iterable[Sequence[int]]) -> list[Round]:
     """Return the tokens of a row by round; `rounds` are pairs of proposed and accepted tokens.
 
     `accepted` holds the accepted proposals of a round and `bonus` the target's own token that ends it, or None if the
     token limit or an end of sequence has cut the round. The first entry is the token of the prefill.
     """
-    found: list[dict[str, Any]] = [{"proposed": 0, "accepted": [], "bonus": tokens[0]}]
+    found: list[Round] = [{"proposed": 0, "accepted": [], "bonus": tokens[0]}]
     start = 1
     for proposed, accepted in rounds:
         part = tokens[start : start + accepted + 1]
@@ -33,12 +30,12 @@ def samples_of(folder: Path, row: int | None = None) -> list[Sample]:
 
     Raise UserError if the run has stored no such row.
     """
-    stored = {sample["row"]: sample for sample in read_lines(folder / "samples.jsonl") if "row" in sample}
+    stored = {sample["row"]: sample for sample in read_lines(folder / "samples.jsonl", SAMPLE)}
     if row is None and stored:
         return list(stored.values())
     if row in stored:
         return [stored[row]]
-    generations = {line["row"]: line for line in read_lines(folder / "generations.jsonl") if "row" in line}
+    generations = {line["row"]: line for line in read_lines(folder / "generations.jsonl", GENERATION)}
     if not generations:
         raise UserError(f"{folder}: this run has stored no output")
     if row is None:
@@ -48,16 +45,12 @@ def samples_of(folder: Path, row: int | None = None) -> list[Sample]:
     return [_as_ids(generations[row])]
 
 
-def _as_ids(line: dict[str, Any]) -> Sample:
+def _as_ids(line: Generation) -> Sample:
     """Return a line of generations.jsonl as a sample whose text is token ids."""
-    texts = {name: [f"{token} " for token in line.get(name) or ()] for name in ("autoregressive", "speculative")}
-    sample = {"row": line["row"], "context_len": line.get("context_len"), "prompt_end": None}
-    sample |= {name: "".join(tokens) or None for name, tokens in texts.items()}
-    if line.get("rounds") is not None and texts["speculative"]:
-        sample["rounds"] = by_round(texts["speculative"], line["rounds"])
+    ways = (line.get("autoregressive"), line.get("speculative"))
+    slow, fast = ([f"{token} " for token in tokens or ()] for tokens in ways)
+    sample = Sample(row=line["row"], context_len=line.get("context_len"), prompt_end=None)
+    sample |= {"autoregressive": "".join(slow) or None, "speculative": "".join(fast) or None}
+    if (rounds := line.get("rounds")) and fast:
+        sample["rounds"] = by_round(fast, rounds)
     return sample
-
-
-def printable(text: str, keep: str = "") -> str:
-    """Return text with control characters, line ends and invisible characters escaped, except for those in `keep`."""
-    return "".join(c if c in keep or c.isprintable() else c.encode("unicode_escape").decode() for c in text)

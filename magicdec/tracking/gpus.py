@@ -1,7 +1,7 @@
-"""The GPUs that a job of a sweep has to itself: a file lock for each, with every launcher.
+"""The GPUs that a job of a sweep has to itself, or the machine if it has none: a file lock for each.
 
-Jobs of one sweep, or of several on one machine, neither share a GPU nor leave one idle. The kernel releases a lock when
-its holder dies. Single runs hold none.
+Jobs of one sweep, or of several on one machine, neither share a GPU nor leave one idle; without GPUs, they take turns.
+The kernel releases a lock when its holder dies. Single runs hold none.
 """
 
 import math
@@ -11,13 +11,15 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
-from rich.console import Console
-
+from magicdec import threads
 from magicdec.config.schema import Config
+from magicdec.errors import UserError
+from magicdec.tracking.console import Console
 from magicdec.tracking.lock import Busy, locked
 
 LOCKS = Path(tempfile.gettempdir(), f"magicdec-gpus-{os.getuid() if hasattr(os, 'getuid') else ''}")
@@ -42,32 +44,56 @@ def visible_gpus() -> dict[str, str]:
 
 
 @contextmanager
-def gpus_of_its_own(config: Config) -> Iterator[None]:
+def gpus_of_its_own(config: Config, own_process: bool) -> Iterator[None]:
     """Wait for as many of the visible GPUs as the run takes, and hold them; hide the others from CUDA, if it has not
     started.
 
-    A run on the CPU of a GPU machine holds all of them: other jobs would disturb its times.
+    A run on the CPU holds all GPUs, or the machine if it has none: other jobs would disturb its times. In a process
+    that does other jobs too, as the workers of some launchers, CUDA may have started: there, GPUs are not held.
     """
     visible = visible_gpus()
-    wanted = len(visible) if config.hardware.device == "cpu" else min(config.hardware.tensor_parallel, len(visible))
-    if config.scenario.name in ("predict", "plan") or not wanted:
+    if not measures(config) or (visible and not own_process):
         yield
         return
+    machine = visible or {"": "cpu"}
+    on_cpu = config.hardware.device == "cpu" or not visible
+    wanted = len(machine) if on_cpu else min(config.hardware.tensor_parallel, len(machine))
     with ExitStack() as held:
         names: list[str] = []
         # One process at a time takes what becomes free until it has enough, so that no two wait for each other.
         with locked(LOCKS, patience_s=math.inf):
             silent_until = time.monotonic() + SILENT_S
             while len(names) < wanted:
-                for name in [name for name in visible if name not in names]:
+                for name in [name for name in machine if name not in names]:
                     with suppress(Busy):
-                        held.enter_context(locked(LOCKS / visible[name], patience_s=0))
+                        held.enter_context(locked(LOCKS / machine[name], patience_s=0))
                         names.append(name)
                         break
                 else:
                     if time.monotonic() > silent_until:
                         silent_until = math.inf
-                        Console(stderr=True).print(f"waiting for {wanted} of {len(visible)} GPUs", highlight=False)
+                        what = f"{wanted} of {len(visible)} GPUs" if visible else "the machine, which another job has"
+                        Console(stderr=True).print(f"waiting for {what}", highlight=False)
                     time.sleep(POLL_S)
-        os.environ[VISIBLE] = ",".join(sorted(names, key=list(visible).index))
+        if visible:
+            os.environ[VISIBLE] = ",".join(sorted(names, key=list(visible).index))
         yield
+
+
+def refuse_a_share(config: Config, launcher: str, settings: Mapping[str, Any]) -> None:
+    """Raise UserError for a run on the CPU to which a launcher with these settings gives some of the threads.
+
+    Its times would be those of fewer threads, and it would have another id.
+    """
+    usual, remedy = threads.usual(), ""
+    if launcher == "ray" and (settings["ray"]["remote"].get("num_cpus") or 1) < usual:
+        remedy = f"add +hydra.launcher.ray.remote.num_cpus={usual}"
+    if launcher == "joblib" and settings["n_jobs"] != 1:
+        remedy = "set hydra.launcher.n_jobs=1"
+    if remedy and measures(config) and (config.hardware.device == "cpu" or not visible_gpus()):
+        raise UserError(f"hydra/launcher={launcher}: gives each job some of the {usual} threads; {remedy}")
+
+
+def measures(config: Config) -> bool:
+    """Return whether a run takes times, which other runs would disturb."""
+    return config.scenario.name not in ("predict", "plan")

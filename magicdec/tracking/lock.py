@@ -92,6 +92,6 @@ def _flock(descriptor: int) -> None:
 
 def _holder(folder: Path) -> str:
     try:
-        return (folder / NAME).read_text().strip() or "another process"
+        return (folder / NAME).read_text(errors="replace").strip() or "another process"
     except OSError:
         return "another process"

@@ -11,7 +11,9 @@ from types import TracebackType
 from typing import Protocol
 
 from rich import progress as rich_progress
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
+
+from magicdec.tracking.console import Console
 
 DELAY_S = 1.0  # stages shorter than this are not shown
 DRAWINGS_PER_SECOND = 4

@@ -1,37 +1,31 @@
-"""Read a run store, with complete and broken folders. Return plain data, and never raise for a broken folder."""
+"""Read a run store. Return plain, well-typed data; leave out runs whose files are damaged, with a line in the log."""
 
-import json
-import logging
+import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from functools import lru_cache
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from magicdec.errors import UserError
+from magicdec.tracking import files
+from magicdec.tracking.cells import is_number
 from magicdec.tracking.lock import is_locked
-
-log = logging.getLogger(__name__)
 
 LOG = "log.txt"  # of a run, in its folder
 RESULT = "result.json"
 # A folder's name: the id of the run, and from the second attempt on its number.
 ATTEMPT = re.compile(r"(.+?)(?:-(\d+))?", re.DOTALL)
-STATES = ("running", "done", "failed")
-DEPTH = 8  # of nested lists and objects: no file of a run has more
-# Thresholds of warnings: the spread over repeats, the factor between two measurements of a time, and the share of a run
-# in which the GPU was slowed down.
-NOISY, DISAGREES, THROTTLED = 0.1, 1.5, 0.05
+NOISY, THROTTLED = 0.1, 0.05  # from which spread over repeats, and share of a run with a slowed GPU, there is a warning
 IMPOSSIBLE = 0.05  # share by which the parts of a round take longer than the round
-# Times that a run measures twice (magicdec/measure/metrics.py).
+# A run's times next to another measurement of them (magicdec/measure/metrics.py and `slowness`): the factor from which
+# there is a warning, and its words. Predictions may be wrong themselves.
 TWICE = {
-    "agreement/target_decode": "an autoregressive step took {:.2g} times as long as in the profile",
-    "agreement/round": "a round took {:.2g} times as long as in the profile",
+    "agreement/target_decode": (1.5, "an autoregressive step took {:.2g} times as long as in the profile"),
+    "agreement/round": (1.5, "a round took {:.2g} times as long as in the profile"),
+    "agreement/earlier": (1.5, "an autoregressive step took {:.2g} times as long as in the fastest earlier attempt"),
+    "agreement/prediction": (2.0, "an autoregressive step took {:.2g} times as long as predicted"),
 }
-# libyaml where PyYAML was built with it: ten times as fast.
-Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+BASELINE = "autoregressive/time_per_output_token_ms"
 
 
 def run_of(attempt_id: str) -> str:
@@ -66,46 +60,32 @@ def lost(result: Mapping[str, Any]) -> str:
 
 
 def load_run(folder: str | Path) -> dict[str, Any]:
-    """Return what result.json holds with its `id`, `folder` and `config`; {} where the folder is not a run's.
+    """Return what result.json holds with its `id`, `folder` and `config`; {} where the folder is not a run's. Raise
+    Damaged where a file cannot be read.
 
     A run whose process was killed still says that it is running: here it has failed, and was interrupted. The
     configurations of several runs may share parts: do not change them.
     """
     folder = Path(folder)
-    result = read_result(folder)
+    result = files.read_result(folder / RESULT)
     if not result:
         return {}
-    try:
-        config = _sound(_parse(Path(folder, "config.yaml").read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError, RecursionError, yaml.YAMLError):
-        config = None
+    config = files.read_config(folder / "config.yaml")
     if result["status"] == "running" and not is_locked(folder_of_lock(folder.absolute())):
         result |= {"status": "failed", "kind": "interrupted", "reason": lost(result)}
-    config = config if isinstance(config, dict) else {}
     return result | {"id": folder.absolute().name, "folder": str(folder), "config": config}
 
 
-def find_run(name: str, runs_dir: Path) -> Path:
-    """Return the folder of a run by that folder, its id or the beginning of its id. Raise UserError unless that is one
-    run.
-    """
+def find_run(name: str, runs_dir: Path) -> dict[str, Any]:
+    """Return a run by its folder, its id or the beginning of its id. Raise UserError unless that is one run."""
     for exact in (Path(name), runs_dir / name):
-        if load_run(exact):
-            return exact
-    found = [path for path in sorted(runs_dir.glob("*")) if path.name.startswith(name) and load_run(path)]
+        if run := load_run(exact):
+            return run
+    found = [path.parent for path in sorted(runs_dir.glob(f"*/{RESULT}")) if path.parent.name.startswith(name)]
     if len(found) != 1:
         names = ", ".join(folder.name for folder in found) or "no such run"
         raise UserError(f"{name}: {names}; name a run's folder, or the beginning of an id in {runs_dir}")
-    return found[0]
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the objects of a file with one per line; [] where there is none, and without lines that are torn."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError):
-        return []
-    return [content for line in lines if isinstance(content := _json(line), dict)]
+    return load_run(found[0])
 
 
 def noise(result: Mapping[str, Any]) -> list[str]:
@@ -113,9 +93,26 @@ def noise(result: Mapping[str, Any]) -> list[str]:
     known = {key: value for key, value in result.items() if isinstance(value, int | float)}
     spread = known.get("speedup_spread", 0.0)
     found = [f"the speedup spreads over {spread:.0%} between repeats"] if spread > NOISY else []
-    for key, words in TWICE.items():
-        if not 1 / DISAGREES <= known.get(key, 1.0) <= DISAGREES:
+    for key, (factor, words) in TWICE.items():
+        if not 1 / factor <= known.get(key, 1.0) <= factor:
             found.append(words.format(known[key]))
+    return found
+
+
+def slowness(result: Mapping[str, Any], earlier: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """Return `agreement/earlier` and `agreement/prediction`: how many times as long an autoregressive step took as in
+    the fastest earlier attempt and as predicted, at least 1. Nothing within a run shows that all of it was slow.
+    """
+    before = [one.get(BASELINE) for one in earlier if one.get("status") == "done"]
+    others = {
+        "earlier": (result.get(BASELINE), before),
+        "prediction": (result.get("time/target_decode_ms"), [result.get("predicted/target_decode_ms")]),
+    }
+    found = {}
+    for name, (time, expected) in others.items():
+        known = [float(one) for one in expected if is_number(one) and one > 0]
+        if is_number(time) and known:
+            found[f"agreement/{name}"] = max(1.0, time / min(known))
     return found
 
 
@@ -134,11 +131,10 @@ def is_impossible(result: Mapping[str, Any]) -> bool:
     return isinstance(overhead, int | float) and isinstance(whole, int | float) and overhead < -IMPOSSIBLE * whole
 
 
-def find_done(runs_dir: str | Path, run_id: str, source: str | None) -> dict[str, Any]:
-    """Return the result of the latest attempt that is done by this code (None: by any code), or {} if there is none."""
+def find_done(runs_dir: str | Path, run_id: str, software: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the result of the latest attempt that is done with this software ({}: any), or {} if there is none."""
     results = (read_result(folder) | {"id": folder.name} for folder in reversed(attempts(runs_dir, run_id)))
-    found = (r for r in results if r.get("status") == "done" and source in (None, r.get("source")))
-    return next(found, {})
+    return next((r for r in results if r.get("status") == "done" and software.items() <= r.items()), {})
 
 
 def latest(runs: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -151,76 +147,27 @@ def latest(runs: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def iter_runs(runs_dir: str | Path, ids: Collection[str] | None = None) -> Iterator[dict[str, Any]]:
-    """Yield every attempt in a store, or those of some ids, in the order of ids; skip all else that lies there."""
+    """Yield every attempt in a store, or those of some ids, in the order of ids. Log what cannot be read; skip all else
+    that lies there.
+    """
     try:
-        folders = sorted(path for path in Path(runs_dir).iterdir() if path.is_dir())
+        names = sorted(os.listdir(runs_dir) if ids is None else set(ids))
     except OSError:
         return
-    for folder in folders:
-        if (ids is None or folder.name in ids) and (run := load_run(folder)):
+    for name in names:
+        if run := _or_empty(load_run, Path(runs_dir, name)):
             yield run
 
 
 def read_result(folder: Path) -> dict[str, Any]:
     """Return what result.json holds; {} where there is none, or none that can be read, which is logged."""
+    return _or_empty(files.read_result, folder / RESULT)
+
+
+def _or_empty(read: Callable[[Path], dict[str, Any]], path: Path) -> dict[str, Any]:
+    """Return what `read` returns; {}, with a line in the log, for a run whose files are damaged."""
     try:
-        result = _json((folder / RESULT).read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError):
+        return read(path)
+    except files.Damaged as damage:
+        files.warn(f"{damage}; the run is left out")
         return {}
-    except (OSError, UnicodeDecodeError):
-        result = None
-    if not _is_result(result):
-        log.warning("%s cannot be read and is left out", folder / RESULT)
-        return {}
-    return result
-
-
-def _is_result(content: Any) -> bool:
-    """Return True for an object with the facts that every reader needs."""
-    if not isinstance(content, dict) or content.get("status") not in STATES:
-        return False
-    overrides = content.get("overrides", [])
-    return isinstance(overrides, list) and all(isinstance(text, str) for text in overrides)
-
-
-def _json(text: str) -> Any:
-    """Return the content of a JSON text, or None if it is not JSON or holds what no run writes."""
-    try:
-        return _sound(json.loads(text))
-    except (ValueError, RecursionError):
-        return None
-
-
-def _sound(content: Any) -> Any:
-    """Return the content. Raise ValueError or TypeError for what no run writes: deep nesting, integers beyond 64 bits,
-    and what cannot be written as JSON, such as NaN, a date or half a surrogate pair.
-    """
-    _check(content, DEPTH)
-    json.dumps(content, ensure_ascii=False, allow_nan=False).encode()
-    return content
-
-
-def _check(content: Any, levels: int) -> None:
-    if isinstance(content, dict | list):
-        if levels == 0:
-            raise ValueError("nested too deeply")
-        for item in content.values() if isinstance(content, dict) else content:
-            _check(item, levels - 1)
-    elif isinstance(content, int) and content.bit_length() > 64:
-        raise ValueError("an integer beyond 64 bits")
-
-
-def _parse(text: str) -> Any:
-    """Parse YAML group by group, with a cache: the runs of a sweep share most groups, and parsing takes long."""
-    try:
-        blocks = [_parse_block(block) for block in re.split(r"\n(?=[^\s#-])", text)]
-        if all(isinstance(block, dict) for block in blocks):
-            return {key: value for block in blocks for key, value in block.items()}
-    except yaml.YAMLError:  # what only the whole can tell, such as an alias of another group's
-        pass
-    return yaml.load(text, Loader)
-
-
-@lru_cache(maxsize=4096)
-def _parse_block(block: str) -> Any:
-    return yaml.load(block, Loader)

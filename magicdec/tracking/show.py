@@ -5,20 +5,22 @@ text shows the same without colours.
 """
 
 import argparse
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.text import Text
 
-from magicdec.errors import exit_code
+from magicdec.errors import exit_code, printable
 from magicdec.tracking.cells import new_table
-from magicdec.tracking.generated import Sample, printable, samples_of
-from magicdec.tracking.reader import find_run, load_run
+from magicdec.tracking.console import Console
+from magicdec.tracking.files import Round, Sample
+from magicdec.tracking.generated import samples_of
+from magicdec.tracking.reader import find_run
 from magicdec.tracking.report.terminal import console
 from magicdec.tracking.store import counted
-from magicdec.tracking.table import described_draft
+from magicdec.tracking.table import described_models
 
 ACCEPTED = "bold green"
 LINES = "\n\t"  # kept as they are in the text, escaped in tables
@@ -27,16 +29,14 @@ LINES = "\n\t"  # kept as they are in the text, escaped in tables
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     options = _parser().parse_args(arguments)
-    if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal without Unicode
     return exit_code(lambda: show(console(), find_run(options.run, options.runs_dir), options.row, options.rounds))
 
 
-def show(out: Console, folder: Path, row: int | None = None, max_rounds: int = 0) -> None:
+def show(out: Console, run: Mapping[str, Any], row: int | None = None, max_rounds: int = 0) -> None:
     """Print the samples of a run, or one row. Stop after `max_rounds` rounds of a row, if that is not 0."""
-    run, samples = load_run(folder), samples_of(folder, row)
-    title = Text(f"{run['id']}  {run['config']['scenario']['name']}: {run['config']['target']['name']}", style="bold")
-    out.print(title + Text(described_draft(run["config"])), soft_wrap=True)
+    samples = samples_of(Path(run["folder"]), row)
+    title = Text(f"{run['id']}  {run['config']['scenario']['name']}: ", style="bold")
+    out.print(title + Text(described_models(run["config"])), soft_wrap=True)
     for sample in samples:
         for part in _described(sample, max_rounds):
             out.print(part, soft_wrap=isinstance(part, Text), highlight=False)
@@ -46,26 +46,26 @@ def _described(sample: Sample, max_rounds: int) -> Iterator[RenderableType]:
     """Yield a heading, the end of the prompt, the continuation, and the table of its rounds."""
     length = f", the end of {sample['context_len']:,} tokens" if sample.get("context_len") else ""
     yield Text(f"\nrow {sample['row']}{length}", style="bold")
-    if sample.get("prompt_end"):
-        yield Text(printable(sample["prompt_end"], LINES), style="dim")
+    if prompt_end := sample.get("prompt_end"):
+        yield Text(printable(prompt_end, LINES), style="dim")
     rounds = sample.get("rounds")
-    way = "speculative" if sample.get("speculative") else "autoregressive"
-    yield Text(f"\ncontinuation, {way}", style="bold")
+    text = sample.get("speculative")
+    yield Text(f"\ncontinuation, {'speculative' if text else 'autoregressive'}", style="bold")
     if not rounds:
-        yield Text(printable(sample.get(way) or "", LINES))
+        yield Text(printable(text or sample.get("autoregressive") or "", LINES))
         return
     shown = rounds[: max_rounds + 1] if max_rounds else rounds  # the first entry is the prefill's token
-    text = Text()
+    colored = Text()
     for one in shown:
-        text.append(printable("".join(one["accepted"]), LINES), style=ACCEPTED)
-        text.append(printable(one["bonus"] or "", LINES))
-    yield text.append("…" if len(shown) < len(rounds) else "", style="dim")
+        colored.append(printable("".join(one["accepted"]), LINES), style=ACCEPTED)
+        colored.append(printable(one["bonus"] or "", LINES))
+    yield colored.append("…" if len(shown) < len(rounds) else "", style="dim")
     yield _table(shown)
     if len(shown) < len(rounds):
         yield Text(f"{counted(len(rounds) - len(shown), 'more round')}; --rounds 0 shows all", style="dim")
 
 
-def _table(rounds: Sequence[dict]) -> RenderableType:
+def _table(rounds: Sequence[Round]) -> RenderableType:
     """Return a line per round: how many proposals were accepted, their text, and the bonus token."""
     table = new_table("round", "accepted", num_words=0)
     table.add_column("accepted proposals", style=ACCEPTED, overflow="fold")

@@ -27,9 +27,9 @@ from typing import Any
 import yaml
 
 from magicdec import threads
+from magicdec.config.registry import PACKAGE, PLUGINS
 from magicdec.errors import StorageError
 from magicdec.fingerprint import of_code
-from magicdec.registry import PACKAGE, PLUGINS
 from magicdec.tracking.lock import Busy, locked
 from magicdec.tracking.reader import LOG, attempts, folder_of_lock, lost, number_of, read_result
 from magicdec.version import VERSION
@@ -38,6 +38,17 @@ log = logging.getLogger(__name__)
 
 # Keys that do not change what a run does.
 NOT_IN_ID = frozenset({"wandb", "tracker", "hydra", "runs_dir", "resume", "sweep", "plugins"})
+# Configurations used to hold the keys of all options, and a run's id still counts them: with these values where its own
+# options do not have them.
+FORMER_KEYS: dict[str, dict[str, Any]] = {
+    "cache": {"num_sink": 0, "observation_window": 32, "kernel": 5, "beta": 20, "page_size": 16, "refresh": 1}
+    | {"bits": 4, "group_size": 32},
+    "draft": {"max_ngram": 8, "num_layers": 0, "inner_gamma": 0, "cache": None},
+    "engine": {"cache": "static", "python": None, "time_limit_s": 1800, "method": "draft_model", "kv_type": "f32"},
+    "scenario": {"repeats": 1, "profile_repeats": 1, "num_requests": 1, "batch_sizes": [], "context_lens": []}
+    | {"gammas": [], "critical_batches": [], "drafts": [], "policies": [], "concurrencies": [], "rates": []}
+    | {"length_shares": [], "alpha": None, "latency_ms": None, "experiment": None, "first_token_ms": None},
+}
 ID_LENGTH = 12  # hex digits: among 10,000 runs, two share an id with a probability of 2e-7
 CHECKOUT = PACKAGE.parent
 CODE_FOLDERS = ("magicdec", "conf", "sweeps", "hydra_plugins", "launch.py")  # of the checkout
@@ -47,12 +58,16 @@ LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 def run_id(config: Mapping[str, Any], fingerprints: Mapping[str, str], device: str) -> str:
-    """Return a run's id: a hash of everything but the code that affects its result.
+    """Return a run's id: a hash of everything but `software` that affects its result.
 
-    `fingerprints` are those of the checkpoints and the data. The order of keys does not matter, nor how a number is
-    written: 1 and 1.0 are the same.
+    `fingerprints` are those of the checkpoints, the data and an engine that is not ours. The order of keys does not
+    matter, nor how a number is written: 1 and 1.0 are the same.
     """
     decisive = {key: value for key, value in config.items() if key not in NOT_IN_ID}
+    for group in FORMER_KEYS.keys() & decisive.keys():
+        decisive[group] = FORMER_KEYS[group] | decisive[group]
+    if inner := decisive.get("draft", {}).get("cache"):
+        decisive["draft"] |= {"cache": FORMER_KEYS["cache"] | inner}
     identity = {"config": decisive, "fingerprints": fingerprints, "device": device}
     text = json.dumps(_plain(identity, whole_numbers=True), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:ID_LENGTH]
@@ -95,7 +110,7 @@ class Run:
         run = cls(runs_dir, run_id if number == 1 else f"{run_id}-{number}")
         run.result = {"status": "running", "id": run.id, "attempt": number, "started": _now()}
         run.result |= {"host": socket.gethostname(), "pid": os.getpid(), "overrides": list(overrides)}
-        run.result |= _versions()
+        run.result |= {"version": VERSION} | _commit() | software()
         with explained(runs_dir):
             run.folder.mkdir(parents=True, exist_ok=True)
             run._remove_torn_files()
@@ -126,7 +141,7 @@ class Run:
         system: Iterable[Mapping] = (),
     ) -> None:
         """Store the results. Raise StorageError where that is impossible."""
-        facts = self.result | {"status": "done", "finished": _now()}
+        facts = self.result | {"status": "done"} | self._end()
         result = _plain(facts | dict(metrics) | facts)
         rows = {"generations": generations, "history": history, "samples": samples, "system": system}
         files = {self.folder / f"{name}.jsonl": map(_json_line, lines) for name, lines in rows.items()}
@@ -141,7 +156,7 @@ class Run:
 
         Never raise if the disk refuses: the user is about to see another error already.
         """
-        self.result |= {"status": "failed", "kind": kind, "reason": reason, "finished": _now()}
+        self.result |= {"status": "failed", "kind": kind, "reason": reason} | self._end()
         try:
             self._remove_torn_files()
             _write_atomically({self._result_path: [_json_text(self.result)]})
@@ -168,6 +183,14 @@ class Run:
         finally:
             logging.getLogger().removeHandler(handler)
             handler.close()
+
+    def _end(self) -> dict[str, Any]:
+        """Return when the attempt ended, and how long it took if it was this process's."""
+        finished = _now()
+        if self.result.get("pid") != os.getpid():  # nobody knows when it was killed
+            return {"finished": finished}
+        took = datetime.fromisoformat(finished) - datetime.fromisoformat(self.result["started"])
+        return {"finished": finished, "duration_s": took.total_seconds()}
 
     @property
     def _result_path(self) -> Path:
@@ -231,14 +254,13 @@ def _plain(value: Any, whole_numbers: bool = False) -> Any:
 
 
 def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
-def _versions() -> dict[str, Any]:
-    """Return what runs: the code, the checkout's commit, the versions of Python and PyTorch, and OpenMP's settings."""
-    facts = {"version": VERSION, "source": source()} | _commit()
-    facts |= {"python": platform.python_version(), "torch": metadata.version("torch")}
-    return facts | {"openmp": threads.settings()}
+def software() -> dict[str, str]:
+    """Return what may change a run's figures but is no part of its id: the code, Python, PyTorch, OpenMP's settings."""
+    versions = {"python": platform.python_version(), "torch": metadata.version("torch")}
+    return {"source": source()} | versions | {"openmp": threads.settings()}
 
 
 def _commit() -> dict[str, Any]:

@@ -6,16 +6,17 @@ communicate.
 
 import json
 import os
+import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from magicdec.errors import JobFailed, to_stderr
-from magicdec.tracking.reader import read_lines
+from magicdec.tracking.files import JOB_LINE, JobLine, read_lines
 
 JOBS = "jobs.jsonl"
+STAMP = re.compile(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d(?:-\d+)?_")  # before the name of a sweep, in that of its folder
 STOPPED = "stopped"  # a file: a job has failed under sweep.fail_fast
 # The environment of a job: its number and the sweep's folder.
 JOB, SWEEP_DIR = "MAGICDEC_JOB", "MAGICDEC_SWEEP_DIR"
@@ -44,14 +45,19 @@ def record(sweep_dir: Path, number: int, attempt_id: str | None, overrides: Sequ
         os.close(descriptor)
 
 
-def jobs(sweep_dir: Path) -> list[dict[str, Any]]:
-    """Return the complete lines: a full disk may have torn one."""
-    return read_lines(sweep_dir / JOBS)
+def jobs(sweep_dir: Path) -> list[JobLine]:
+    """Return the complete lines by job number: a full disk may have torn one."""
+    return sorted(read_lines(sweep_dir / JOBS, JOB_LINE), key=lambda line: line["job"])
+
+
+def is_named(sweep_dir: Path, name: str) -> bool:
+    """Return True for the name of a sweep's folder, or the sweep's own: gamma_x_budget."""
+    return name in (sweep_dir.name, STAMP.sub("", sweep_dir.name, count=1))
 
 
 def attempt_of(sweep_dir: Path, number: int) -> str | None:
     """Return the id of the attempt that a job has made or found done, or None."""
-    ids = [line["id"] for line in jobs(sweep_dir) if line.get("job") == number and line.get("id")]
+    ids = [line["id"] for line in jobs(sweep_dir) if line["job"] == number and line["id"]]
     return ids[-1] if ids else None  # the last: a cluster may have started the job again
 
 
@@ -66,4 +72,5 @@ def refuse_if_stopped(sweep_dir: Path, number: int) -> None:
     """Raise JobFailed if the sweep has been stopped before this job."""
     if (sweep_dir / STOPPED).exists():
         to_stderr(f"sweep.fail_fast: job {number} is not started")
-        raise JobFailed(int((sweep_dir / STOPPED).read_text() or 1))
+        code = (sweep_dir / STOPPED).read_bytes()[:3]
+        raise JobFailed(int(code) if code.isdigit() else 1)

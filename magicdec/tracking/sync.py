@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from magicdec.errors import UserError, exit_code
+from magicdec.errors import UserError, exit_code, printable
 from magicdec.tracking import wandb
 from magicdec.tracking.reader import iter_runs, read_result
 from magicdec.tracking.report.rows import sweep_members
 from magicdec.tracking.store import shown
-from magicdec.tracking.trackers import FinishedRun, Logged
+from magicdec.tracking.trackers import FinishedRun, Logged, is_logged
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -27,7 +27,7 @@ def _sync(options: argparse.Namespace) -> int:
     failures = 0
     for run in runs:
         logged = _send(run, options, api)
-        print(f"{run['id']}  {logged.warning or logged.url or logged.command}", flush=True)
+        print(printable(f"{run['id']}  {logged.warning or logged.url or logged.command}"), flush=True)
         failures += logged.warning is not None
     return 1 if failures else 0
 
@@ -44,27 +44,23 @@ def _send(stored: dict, options: argparse.Namespace, api: Any) -> Logged:
 
 
 def _runs(options: argparse.Namespace) -> list[dict]:
-    """Return the runs that are done and whose configuration can be read. Raise UserError if there are none."""
+    """Return the runs to send, whose configuration can be read. Raise UserError if there are none."""
     if not options.runs_dir.is_dir():
         raise UserError(f"{options.runs_dir}: no such folder; name a run store, as in runs_dir=FOLDER")
     ids = set(options.ids) or None
     if options.sweep is not None:
-        members = sweep_members(options.runs_dir, options.sweep)
+        members = set(sweep_members(options.runs_dir, options.sweep))
         ids = members & ids if ids else members
-    runs = [run for run in iter_runs(options.runs_dir, ids) if run["status"] == "done" and _has_mode(run["config"])]
+    runs = [run for run in iter_runs(options.runs_dir, ids) if is_logged(run) and "wandb" in run["config"]]
     if not runs:
-        raise UserError(f"{shown(options.runs_dir)}: holds no such runs that are done")
+        raise UserError(f"{shown(options.runs_dir)}: holds no such runs that are done, or failed by themselves")
     return runs
-
-
-def _has_mode(config: dict) -> bool:
-    return isinstance(settings := config.get("wandb"), dict) and "mode" in settings
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("magicdec sync", description=__doc__)
     parser.add_argument("runs_dir", type=Path, help="a run store, as in runs_dir=FOLDER")
-    parser.add_argument("ids", nargs="*", help="runs to send (all that are done)")
+    parser.add_argument("ids", nargs="*", help="runs to send (all that are done, or failed by themselves)")
     parser.add_argument("--sweep", metavar="NAME", help="only the runs of the sweeps of this name, or of this folder")
     modes = ("online", "offline")
     parser.add_argument("--mode", choices=modes, default="online", help="offline: only write W&B's files again")

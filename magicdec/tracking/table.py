@@ -7,15 +7,19 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from magicdec.registry import DRAFTS, POLICIES
+from magicdec.config.choices import DraftConfig
+from magicdec.config.registry import DRAFTS, POLICIES
+from magicdec.costmodel.targets import model_label
 from magicdec.tracking.cells import is_number, new_table, three_digits
+from magicdec.tracking.console import Console
 from magicdec.tracking.reader import gpu_trouble, is_impossible, noise
 from magicdec.tracking.store import counted, shown
 from magicdec.tracking.trackers import Logged
+from magicdec.units import both_speedups
 
 WAYS = ("autoregressive", "speculative")
 SPEEDS = {
@@ -28,6 +32,8 @@ SPEEDS = {
 }
 STEPS = {"target_decode": "T_T", "draft": "T_D", "verify": "T_V", "round": "round"}
 LABEL_WIDTH = 18
+# Of a speedup: both colours are given, because a notebook has its own for text.
+FASTER, SLOWER = "bold bright_white on dark_green", "bold bright_white on dark_red"
 
 Metrics = Mapping[str, Any]
 
@@ -65,7 +71,7 @@ def _results(
 def _header(config: Mapping[str, Any], metrics: Metrics) -> Iterator[Text]:
     """Describe what ran."""
     batch, scenario, hardware = config["batch"], config["scenario"], config["hardware"]
-    yield Text(f"{scenario['name']}: {config['target']['name']}{described_draft(config)}", style="bold")
+    yield Text(f"{scenario['name']}: {described_models(config)}", style="bold")
     where = described_place(config, metrics.get("device") or hardware["device"], metrics.get("engine/version"))
     if scenario["name"] == "profile":
         yield Text(f"times over caches filled with noise, {where}")
@@ -100,21 +106,22 @@ def described_context(config: Mapping[str, Any], metrics: Metrics) -> str:
     return f"{low:,} to {high:,} tokens of context ({mean:,.0f} on average)"
 
 
-def described_draft(config: Mapping[str, Any]) -> str:
-    """Describe the draft and its cache, as the end of a title."""
-    draft, cache, scenario = config["draft"], config["cache"], config["scenario"]
+def described_models(config: Mapping[str, Any]) -> str:
+    """Describe the target, the draft and its cache, in a title."""
+    target, draft, cache = config["target"], config["draft"], config["cache"]
+    parts = [model_label(target["name"], target.get("path"))]
     if draft["name"] == "none":
-        return ", autoregressive alone"
-    facts = DRAFTS[draft["name"]].facts
-    parts = [facts.described(facts.title, draft)]
+        return ", ".join([*parts, "autoregressive alone"])
+    facts = DRAFTS[draft["name"]].facts if draft["name"] in DRAFTS else DraftConfig  # of a plugin's draft
+    parts += [facts.described(facts.title, draft)]
     parts += [draft["quantization"]] if draft.get("quantization", "none") != "none" else []
-    parts += [f"gamma {draft['gamma']}"] if scenario["name"] != "profile" else []
+    parts += [f"gamma {draft['gamma']}"] if "gamma" in draft and config["scenario"]["name"] != "profile" else []
     if not facts.is_model:  # and so has no cache
-        return ", " + ", ".join(parts)
+        return ", ".join(parts)
     parts += [f"{cache['policy']} cache"]
-    if POLICIES[cache["policy"]].facts.has_budget:
-        parts += [f"budget {cache['budget']}"] + ([f"{cache['num_sink']} sinks"] if cache["num_sink"] else [])
-    return ", " + ", ".join(parts)
+    if cache["policy"] not in POLICIES or POLICIES[cache["policy"]].facts.has_budget:
+        parts += [f"budget {cache.get('budget')}"] + ([f"{sinks} sinks"] if (sinks := cache.get("num_sink")) else [])
+    return ", ".join(parts)
 
 
 def _speeds(metrics: Metrics) -> Table:
@@ -133,12 +140,13 @@ def _verdict(config: Mapping[str, Any], metrics: Metrics) -> Iterator[tuple[str,
     mark = ["synthetic"] if metrics.get("acceptance/source") == "synthetic" else []
     if speedup := _number(metrics.get("speedup")):
         wall, spread = _number(metrics.get("speedup_wall")), _number(metrics.get("speedup_spread"))
-        details = ["in TPOT", *([f"batch {wall:.2f}x"] if wall else []), *mark]
-        details += [] if speedup > 1 else ["slower than autoregressive"]
+        text = Text(both_speedups(speedup, wall))
+        for one in filter(None, (speedup, wall)):
+            text.highlight_regex(f"{one:.2f}x", FASTER if one > 1 else SLOWER)
+        details = [*mark, *([] if speedup > 1 else ["slower than autoregressive"])]
         details += [f"spread {spread:.0%} over repeats"] if spread is not None else []
         details += ["NOISY"] if noise(metrics) else []
-        big = (f"{speedup:.2f}x", f"bold reverse {'green' if speedup > 1 else 'red'}")
-        yield "speedup", Text.assemble(big, "  ", ", ".join(details))
+        yield "speedup", text.append("".join(f", {one}" for one in details))
     if (rate := _number(metrics.get("acceptance_rate"))) is not None:
         positions = [f"{metrics[key]:.0%}" for key in metrics if key.startswith("acceptance_rate/position_")]
         by_position = [f"by position {' '.join(positions)}"] if len(positions) > 1 else []
@@ -190,10 +198,10 @@ def _steps(metrics: Metrics) -> Iterator[tuple[str, Text]]:
             error = _number(metrics.get(f"{name}/speedup_error"))
             off = f", {error:+.0%} off" if error is not None else ""
             wall = _number(metrics.get(f"{name}/speedup_wall"))
-            batch = f", batch {wall:.2f}x" if wall else ""
             errors = {sign: _number(metrics.get(f"{name}/{step}_error")) for step, sign in STEPS.items()}
             steps = ", ".join(f"{sign} {error:+.0%}" for sign, error in errors.items() if error is not None)
-            yield f"{name} speedup", Text(f"{speedup:.2f}x {source}{off}{steps and f'; steps off: {steps}'}{batch}")
+            both = both_speedups(speedup, wall)
+            yield f"{name} speedup", Text(f"{both}, {source}{off}{steps and f'; steps off: {steps}'}")
 
 
 def _memory(metrics: Metrics) -> Iterator[tuple[str, Text]]:
@@ -228,7 +236,7 @@ def _whereabouts(folder: Path, logged: Sequence[Logged]) -> Iterator[Text]:
     for label, value, style in lines:
         if value:
             text = Text(f"{label:{LABEL_WIDTH}}", style="dim", no_wrap=True, overflow="ignore")
-            yield text.append(value, style=style or "not dim default")
+            yield text.append(value, style=style or "not dim")
 
 
 def _pairs(rows: Iterable[tuple[str, Text]]) -> Table:

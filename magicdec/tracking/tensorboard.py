@@ -40,7 +40,7 @@ def in_sweep() -> bool:
 
 def log_run(run: FinishedRun) -> Logged:
     """Write the event file of a run."""
-    folder = run.folder / "tensorboard"
+    folder = run.folder / "tensorboard" / run.name.replace("/", "-")  # TensorBoard calls a run by its folder
     command = f"tensorboard --logdir {shlex.quote(shown(run.folder.parent))}"
     try:
         _write(folder, run)
@@ -69,7 +69,7 @@ def _summaries(run: FinishedRun) -> Iterator[tuple[int, Any]]:
 
     row = flatten({"config": dict(run.config)})
     chosen = {key: row[key] for key in row if is_setting(key) and ".architecture." not in key}
-    yield 0, hparams_pb(chosen, trial_id=run.id)
+    yield 0, hparams_pb(chosen, trial_id=f"{run.name} {run.id}")
     yield 0, _scalars({key: value for key, value in run.result.items() if key not in NOT_METRICS})
     for name in ("history", "system"):
         for number, row in enumerate(run.rows(name)):

@@ -9,9 +9,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol, cast
 
+from magicdec.costmodel.targets import model_label
 from magicdec.errors import UserError
 from magicdec.rules import did_you_mean
-from magicdec.tracking.reader import read_lines
+from magicdec.tracking.files import ROW, read_lines
 
 Settings = Mapping[str, Any]  # a run's configuration, as config.yaml holds it
 ALONG = ("round", "concurrency", "rate", "system/seconds")  # the x axis of a row of numbers, if it has one of these
@@ -20,7 +21,7 @@ TRACKERS = {"wandb": "magicdec.tracking.wandb", "tensorboard": "magicdec.trackin
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """A run that is done, as its folder holds it."""
+    """A run that is done or has failed, as its folder holds it."""
 
     folder: Path
     config: Settings
@@ -31,9 +32,19 @@ class FinishedRun:
         """Return the id of this attempt: the name of its folder."""
         return self.folder.name
 
+    @property
+    def name(self) -> str:
+        """Return a name that says what ran, short enough for a legend."""
+        draft, cache, batch = (self.config[group] for group in ("draft", "cache", "batch"))
+        context_len = self.result.get("data/context_len_mean") or batch["context_len"]
+        parts = [model_label(self.config["target"]["name"], self.config["target"].get("path"))]
+        if draft["name"] != "none":
+            parts += [draft["name"], f"{cache['policy']}-{cache['budget']}", f"gamma{draft['gamma']}"]
+        return " ".join([*parts, f"{batch['size']}x{context_len:.0f}"])
+
     def rows(self, name: str) -> list[dict[str, Any]]:
         """Return the rows of history.jsonl, samples.jsonl or system.jsonl, by the name without its ending."""
-        return read_lines(self.folder / f"{name}.jsonl")
+        return read_lines(self.folder / f"{name}.jsonl", ROW)
 
 
 @dataclass(frozen=True)
@@ -76,7 +87,12 @@ def chosen(config: Settings) -> Iterator[Tracker]:
         yield cast(Tracker, import_module(TRACKERS[name]))
 
 
+def is_logged(result: Mapping[str, Any]) -> bool:
+    """Return True for a run that has ended, unless it was mistyped or stopped, which says nothing of it."""
+    return result["status"] != "running" and result.get("kind") not in ("invalid", "interrupted")
+
+
 def log_run(folder: Path, config: Settings, result: Mapping[str, Any]) -> list[Logged]:
-    """Log a run that is done to every chosen tracker."""
+    """Log a run that has ended to every chosen tracker."""
     run = FinishedRun(folder, config, result)
     return [logged for tracker in chosen(config) if (logged := tracker.log_run(run)) is not None]

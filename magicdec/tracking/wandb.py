@@ -10,9 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from magicdec.drafting import DraftConfig
+from magicdec.config.choices import DraftConfig
+from magicdec.config.registry import DRAFTS
 from magicdec.errors import UserError, in_one_line
-from magicdec.registry import DRAFTS
 from magicdec.tracking.store import shown
 from magicdec.tracking.trackers import ALONG, FinishedRun, Logged, Settings
 
@@ -93,7 +93,7 @@ def url_of(api: Any, run: FinishedRun) -> str | None:
     path = "/".join(filter(None, [own["entity"], own["project"], _id(run)]))
     with contextlib.suppress(Exception):  # also raised for an unknown run
         there = api.run(path)
-        if there.state == "finished" and there.summary.get("finished") == run.result["finished"]:
+        if there.state in ("finished", "failed") and there.summary.get("finished") == run.result["finished"]:
             return there.url
     return None
 
@@ -158,7 +158,7 @@ def _send(run: FinishedRun) -> Logged:
             mode=own["mode"],
             dir=str(run.folder),
             id=_id(run),
-            name=_display_name(config, run.result),
+            name=run.name,
             project=own["project"],
             entity=own["entity"],
             group=own["group"],
@@ -172,6 +172,7 @@ def _send(run: FinishedRun) -> Logged:
             _log_tables(opened, run.result, run.rows("samples"))
             opened.summary.update(dict(run.result))
             folder = Path(opened.settings.sync_dir)
+            opened.finish(exit_code=int(run.result["status"] != "done"))
             if own["mode"] == "online":
                 return Logged(NAME, folder, url=opened.url)
             return Logged(NAME, folder, command=sync_command(folder))
@@ -234,16 +235,6 @@ def _tags(config: Settings, result: Mapping[str, Any]) -> list[str]:
     weights = "random weights" if result.get("weights/source") == "random" else None
     tags = [*config["wandb"]["tags"], *names, result.get("acceptance/source"), weights]
     return [tag[:MAX_TAG_LENGTH] for tag in dict.fromkeys(tags) if tag]
-
-
-def _display_name(config: Settings, result: Mapping[str, Any]) -> str:
-    """Return a name that is short enough for a legend."""
-    draft, cache, batch = config["draft"], config["cache"], config["batch"]
-    context_len = result.get("data/context_len_mean") or batch["context_len"]
-    parts = [config["target"]["name"]]
-    if draft["name"] != "none":
-        parts += [draft["name"], f"{cache['policy']}-{cache['budget']}", f"gamma{draft['gamma']}"]
-    return " ".join([*parts, f"{batch['size']}x{context_len:.0f}"])
 
 
 @contextlib.contextmanager

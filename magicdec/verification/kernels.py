@@ -1,8 +1,9 @@
 """Sampling on GPUs, in Triton: `probabilities` of sampling.py without sorting, and the numbers of `uniform_BT`.
 
 B rows, T tokens, V vocabulary. A program of `truncate` takes a row. It finds the least logit that top-k keeps, and the
-least probability that top-p keeps, two bits at a time: a pass over the row, which stays in the L2 cache, compares it
-with three thresholds. A program of `draw_numbers` takes a block of the B x T numbers.
+least that top-p keeps, two bits at a time: a pass over the row, which stays in the L2 cache, compares it with three
+thresholds. With several programs for a row, each of some 20 passes would be a launch, which takes as long as they save.
+A program of `draw_numbers` takes a block of the B x T numbers.
 """
 
 import torch
@@ -10,8 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-MAX_BLOCK = 8192  # tokens at a time
+MAX_BLOCK = 8192  # tokens at a time: eight of a thread
 NUMBERS = 128  # random numbers of a program
+SIGNIFICANT = {torch.bfloat16: 16, torch.float16: 20}  # first bits of fp32 in which logits may differ; others: 32
 LEAST = tl.constexpr(-(1 << 31))
 
 
@@ -36,113 +38,126 @@ def truncated(
         per_row(top_p, torch.float32),
         out_NV,
         V,
+        BITS=SIGNIFICANT.get(logits.dtype, 32),
         BLOCK=block,
-        num_warps=max(1, min(16, block // 256)),
+        num_warps=max(1, min(32, block // 256)),
         enable_fp_fusion=False,  # the same number in every pass
     )
     return out_NV.view(logits.shape)
 
 
 @triton.jit
-def scaled(logits, start, V, temperature, BLOCK: tl.constexpr):
-    """Return a block of the row's logits over the temperature; -inf beyond the vocabulary."""
+def number(ordered):
+    """Return fp32 numbers by integers that are in their order, and need not be positive."""
+    return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def block_of(logits, start, V, BLOCK: tl.constexpr):
+    """Return a block of the row's logits; -inf beyond the vocabulary."""
     token = start + tl.arange(0, BLOCK)
-    x = tl.load(logits + token, token < V, float("-inf"))
-    return tl.div_rn(x.to(tl.float32), temperature)
+    return tl.load(logits + token, token < V, float("-inf")).to(tl.float32)
 
 
 @triton.jit
-def ordered(x):
-    """Return integers that are in the order of the numbers, which need not be positive."""
-    bits = x.to(tl.int32, bitcast=True)
-    return tl.where(x == 0.0, 0, bits ^ ((bits >> 31) & 0x7FFFFFFF))  # -0.0 is 0.0
+def weight(x, most, scale):
+    """Return the unnormalised probabilities of logits: 1 for the largest."""
+    return tl.exp2((x - most) * scale)
 
 
 @triton.jit
-def weight(x, most, least):
-    """Return the unnormalised probabilities of a block: 0 where top-k drops a token."""
-    return tl.where(ordered(x) >= least, tl.exp(x - most), 0.0)
+def last_threshold(logits, V, most, scale, wanted, WEIGHED: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the last threshold, as in `number`, that at least `wanted` of the row reaches: by weights, or tokens."""
+    threshold = tl.full((), LEAST, tl.int32)
+    for digit in range(BITS // 2):
+        step = tl.full((), 1, tl.int32) << (30 - 2 * digit)
+        first, second, third = number(threshold + step), number(threshold + 2 * step), number(threshold + 3 * step)
+        low = tl.zeros((BLOCK,), tl.float32)
+        middle = tl.zeros((BLOCK,), tl.float32)
+        high = tl.zeros((BLOCK,), tl.float32)
+        for start in range(0, V, BLOCK):
+            x = block_of(logits, start, V, BLOCK)
+            each = weight(x, most, scale) if WEIGHED else tl.full((BLOCK,), 1.0, tl.float32)
+            low = tl.fma((x >= first).to(tl.float32), each, low)
+            middle = tl.fma((x >= second).to(tl.float32), each, middle)
+            high = tl.fma((x >= third).to(tl.float32), each, high)
+        reached = (tl.sum(low, 0) >= wanted).to(tl.int32) + (tl.sum(middle, 0) >= wanted).to(tl.int32)
+        threshold += step * (reached + (tl.sum(high, 0) >= wanted).to(tl.int32))
+    return threshold
 
 
 @triton.jit
-def truncate(logits, temperature, top_k, top_p, out, V, BLOCK: tl.constexpr):
+def ties_of(x, lowest, beyond):
+    """Return 1 for the tokens that are as likely as the last one that stays."""
+    return ((x >= lowest) & (x < beyond)).to(tl.int32)
+
+
+@triton.jit
+def token_of_tie(logits, V, lowest, beyond, rank, BLOCK: tl.constexpr):
+    """Return the token of the row that is the tie of this rank, from 1."""
+    start = 0
+    ties = ties_of(block_of(logits, start, V, BLOCK), lowest, beyond)
+    while tl.sum(ties, 0) < rank:
+        rank -= tl.sum(ties, 0)
+        start += BLOCK
+        ties = ties_of(block_of(logits, start, V, BLOCK), lowest, beyond)
+    return start + tl.sum((tl.cumsum(ties, 0) < rank).to(tl.int32), 0)
+
+
+@triton.jit
+def truncate(logits, temperature, top_k, top_p, out, V, BITS: tl.constexpr, BLOCK: tl.constexpr):
     """Write a row of probabilities."""
+    UNIT: tl.constexpr = 1 << (32 - BITS)  # between thresholds
     row = tl.program_id(0).to(tl.int64)
     logits += row * V
     out += row * V
-    temperature = tl.load(temperature + row)
+    scale = tl.div_rn(1.4426950408889634, tl.load(temperature + row))  # of powers of two
 
     peaks = tl.full((BLOCK,), float("-inf"), tl.float32)
     for start in range(0, V, BLOCK):
-        peaks = tl.maximum(peaks, scaled(logits, start, V, temperature, BLOCK))
+        peaks = tl.maximum(peaks, block_of(logits, start, V, BLOCK))
     most = tl.max(peaks, 0)
 
-    # The largest number that at least k logits reach; none does with a k beyond the vocabulary.
     least = tl.full((), LEAST, tl.int32)
-    if top_k is not None:
-        k = tl.load(top_k + row)
-        for digit in range(16):
-            step = tl.full((), 1, tl.int32) << (30 - 2 * digit)
-            first = tl.zeros((BLOCK,), tl.int32)
-            second = tl.zeros((BLOCK,), tl.int32)
-            third = tl.zeros((BLOCK,), tl.int32)
-            for start in range(0, V, BLOCK):
-                x = ordered(scaled(logits, start, V, temperature, BLOCK))
-                first += (x >= least + step).to(tl.int32)
-                second += (x >= least + 2 * step).to(tl.int32)
-                third += (x >= least + 3 * step).to(tl.int32)
-            reached = (tl.sum(first, 0) >= k).to(tl.int32) + (tl.sum(second, 0) >= k).to(tl.int32)
-            least += step * (reached + (tl.sum(third, 0) >= k).to(tl.int32))
+    if top_k is not None:  # none is kept by a k beyond the vocabulary, which keeps everything
+        k = tl.load(top_k + row).to(tl.float32)
+        least = last_threshold(logits, V, most, scale, k, False, BITS, BLOCK)
+    lowest = tl.where(least == LEAST, float("-inf"), number(least))
 
     totals = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, V, BLOCK):
-        totals += weight(scaled(logits, start, V, temperature, BLOCK), most, least)
-    total = tl.sum(totals, 0)
+        x = block_of(logits, start, V, BLOCK)
+        totals += tl.where(x >= lowest, weight(x, most, scale), 0.0)
+    mass = tl.sum(totals, 0)
 
-    # The largest number such that what reaches it weighs at least top_p. Bits of positive numbers are in their order.
-    floor = tl.zeros((), tl.int32)
-    wanted = 0.0
+    beyond, last = lowest, V  # tokens that reach `beyond` stay, and of others that reach `lowest` the first ones
     if top_p is not None:
-        wanted = tl.load(top_p + row)
-        for digit in range(15):
-            step = tl.full((), 1, tl.int32) << (28 - 2 * digit)
-            above = tl.zeros((BLOCK,), tl.float32)
-            higher = tl.zeros((BLOCK,), tl.float32)
-            highest = tl.zeros((BLOCK,), tl.float32)
-            for start in range(0, V, BLOCK):
-                p = tl.div_rn(weight(scaled(logits, start, V, temperature, BLOCK), most, least), total)
-                bits = p.to(tl.int32, bitcast=True)
-                above += tl.where(bits >= floor + step, p, 0.0)
-                higher += tl.where(bits >= floor + 2 * step, p, 0.0)
-                highest += tl.where(bits >= floor + 3 * step, p, 0.0)
-            reached = (tl.sum(above, 0) >= wanted).to(tl.int32) + (tl.sum(higher, 0) >= wanted).to(tl.int32)
-            floor += step * (reached + (tl.sum(highest, 0) >= wanted).to(tl.int32))
+        part = tl.load(top_p + row)
+        wanted = tl.where(part < 1.0, part * mass, float("inf"))  # 1 keeps everything, however sums are rounded
+        floor = tl.maximum(least, last_threshold(logits, V, most, scale, wanted, True, BITS, BLOCK))
+        lowest = tl.where(floor == LEAST, float("-inf"), number(floor))
+        beyond = tl.where(floor == LEAST, float("-inf"), number(floor + UNIT))
+        masses = tl.zeros((BLOCK,), tl.float32)
+        counts = tl.zeros((BLOCK,), tl.int32)
+        for start in range(0, V, BLOCK):
+            x = block_of(logits, start, V, BLOCK)
+            masses += tl.where(x >= beyond, weight(x, most, scale), 0.0)
+            counts += ties_of(x, lowest, beyond)
+        mass = tl.sum(masses, 0)
+        num_ties = tl.sum(counts, 0)
+        tie = weight(number(floor + ((floor >> 31) & (UNIT - 1))), most, scale)  # of a logit, whose last bits are 0
+        if tie > 0:
+            needed = tl.maximum(1, tl.ceil(tl.div_rn(wanted - mass, tie)))
+            if needed < num_ties:
+                last = token_of_tie(logits, V, lowest, beyond, needed.to(tl.int32), BLOCK)
+            mass += tl.minimum(needed, num_ties) * tie
 
-    # Of the tokens that are as likely as the last one, the first stay, until they reach top_p.
-    masses = tl.zeros((BLOCK,), tl.float32)
-    counts = tl.zeros((BLOCK,), tl.int32)
+    share = tl.div_rn(1.0, mass)
     for start in range(0, V, BLOCK):
-        p = tl.div_rn(weight(scaled(logits, start, V, temperature, BLOCK), most, least), total)
-        bits = p.to(tl.int32, bitcast=True)
-        masses += tl.where(bits > floor, p, 0.0)
-        counts += (bits == floor).to(tl.int32)
-    mass = tl.sum(masses, 0)
-    tie = floor.to(tl.float32, bitcast=True)
-    num_ties = tl.sum(counts, 0)
-    if floor > 0:
-        num_ties = tl.minimum(num_ties, tl.maximum(1, tl.ceil(tl.div_rn(wanted - mass, tie)).to(tl.int32)))
-    mass += num_ties * tie
-
-    before = 0
-    for start in range(0, V, BLOCK):
-        p = tl.div_rn(weight(scaled(logits, start, V, temperature, BLOCK), most, least), total)
-        bits = p.to(tl.int32, bitcast=True)
-        ties = (bits == floor).to(tl.int32)
-        rank = before + tl.cumsum(ties, 0)
-        p = tl.where((bits > floor) | ((ties == 1) & (rank <= num_ties)), tl.div_rn(p, mass), 0.0)
+        x = block_of(logits, start, V, BLOCK)
         token = start + tl.arange(0, BLOCK)
-        tl.store(out + token, p, token < V)
-        before += tl.sum(ties, 0)
+        stays = (x >= beyond) | (x >= lowest) & (token <= last)
+        tl.store(out + token, tl.where(stays, weight(x, most, scale) * share, 0.0), token < V)
 
 
 def uniform(key: int | Tensor, positions_BT: Tensor, use: int) -> Tensor:

@@ -5,7 +5,6 @@ counted through the whole run, so that its sample depends neither on its batch n
 """
 
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache
@@ -13,6 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from magicdec.kernels.host import triton_obstacle
 
 EVERYTHING = 1 << 31  # a top_k beyond any vocabulary
 BLOCK = 256  # tokens of a large vocabulary that are drawn from together
@@ -146,12 +147,12 @@ def _likeliest_first(p: Tensor, likeliest: Tensor | None) -> Iterator[Tensor]:
 
 @cache
 def _kernels() -> Any:
-    """Return the module of kernels that do the same on GPUs, in one launch each; None without Triton."""
-    with suppress(ImportError):
-        from magicdec.verification import kernels  # here, because Triton may not be installed
+    """Return the module of kernels that do the same on GPUs, in one launch each; None where Triton cannot be used."""
+    if triton_obstacle():
+        return None
+    from magicdec.verification import kernels  # here, because Triton may not be installed
 
-        return kernels
-    return None
+    return kernels
 
 
 def uniform_BT(sampling: Sampling | RowSampling, positions_BT: Tensor, use: Use) -> Tensor:

@@ -44,9 +44,11 @@ def test_against_sdpa(num_new, group, dtype, window):
 
 
 @pytest.mark.parametrize("splits", [1, 3])
-@pytest.mark.parametrize(("num_new", "group", "window"), [(40, 2, None), (70, 1, 40)])
+@pytest.mark.parametrize(("num_new", "group", "window"), [(40, 2, None), (70, 2, None), (70, 1, 40), (140, 1, 95)])
 def test_more_query_rows_than_a_tile(num_new, group, window, splits, monkeypatch):
-    """A prefill: tiles of one head's tokens, and tiles in which one head ends and the next begins."""
+    """A prefill: tiles of one head's tokens, tiles in which one head ends and the next begins, and blocks that all
+    query rows see, between others that some see.
+    """
     assert num_new * group > 64
     monkeypatch.setattr("magicdec.attention.triton.split_count", lambda *_: splits)
     q, k, v, seqlens = case(num_new, group, 64, num_new + 100)

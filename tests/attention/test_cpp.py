@@ -1,6 +1,7 @@
 """The C++ backend against SDPA. Tolerances: 1e-5 in fp32; in bf16, against SDPA in fp32 on the same numbers, 1%."""
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from tests.attention.twins import (
     selection,
     some_tokens,
 )
+from tests.threads import threads
 
 if library.compiler() is None:
     pytest.skip("needs a C++ compiler", allow_module_level=True)
@@ -93,8 +95,26 @@ def test_views_of_larger_tensors(attention):
 def test_what_lies_behind_the_valid_entries_is_never_read(attention):
     q, k, v, seqlens = case(2, 2, 16, 600)
     for b, length in enumerate(seqlens.tolist()):
-        k[b, :, length:], v[b, :, length:] = float("nan"), float("nan")
+        k[b, :, length:], v[b, :, length:] = math.nan, math.nan
     assert all(x.isfinite().all() for x in attend_scored(attention, q, k, v, seqlens))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("num_new", [1, 5, cpp.CppAttention.max_new_tokens + 1])
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+def test_what_is_not_finite_stays_so(attention, dtype, num_new, value):
+    """Of one query, key or value, or of all those of a head: in the outputs that depend on it, and in no other row."""
+    for of, where in itertools.product(range(3), ((1, 0, 0), (1, 0))):
+        q, k, v, seqlens = case(num_new, 2, 16, 700, dtype)
+        (q.transpose(1, 2), k, v)[of][where] = value
+        heads = slice(0, 1 if of == 0 else 2)
+        outputs = [attend(attention, q, k, v, seqlens)]
+        if num_new <= attention.max_new_tokens:
+            outputs.append(attend_scored(attention, q, k, v, seqlens)[0])
+            outputs.append(attend(attention, q, k, v, seqlens, indices=torch.arange(707).expand(3, 2, -1)))
+        for out in outputs:
+            assert not out[1, 0 if where[2:] else slice(None), heads].isfinite().any()
+            assert out[0::2].isfinite().all()
 
 
 def test_a_row_of_a_prefill_depends_neither_on_its_neighbours_nor_on_threads(attention):
@@ -103,12 +123,8 @@ def test_a_row_of_a_prefill_depends_neither_on_its_neighbours_nor_on_threads(att
     for b in range(len(q)):
         one = slice(b, b + 1)
         assert torch.equal(attend(attention, q[one], k[one], v[one], seqlens[one], 700), together[one])
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(2)
+    with threads(2):
         assert torch.equal(attend(attention, q, k, v, seqlens, 700), together)
-    finally:
-        torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("window", [None, 100])
@@ -117,20 +133,15 @@ def test_long_chunks_against_sdpa(attention, window):
     q, k, v, seqlens = case(150, 3, 24, 400)
     right = expected(q, k, v, seqlens, window)
     for b, length in enumerate(seqlens.tolist()):
-        k[b, :, length:], v[b, :, length:] = float("nan"), float("nan")
+        k[b, :, length:], v[b, :, length:] = math.nan, math.nan
     torch.testing.assert_close(attend(attention, q, k, v, seqlens, window), right, atol=1e-5, rtol=1e-5)
 
 
 def test_a_row_depends_neither_on_its_neighbours_nor_on_threads(attention):
     q, k, v, seqlens = case(2, 2, 64, 1300)
     together = attend_scored(attention, q, k, v, seqlens)
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(2)
-        again = attend_scored(attention, q, k, v, seqlens)
-        assert all(map(torch.equal, again, together))
-    finally:
-        torch.set_num_threads(threads)
+    with threads(2):
+        assert all(map(torch.equal, attend_scored(attention, q, k, v, seqlens), together))
     for b in range(len(q)):
         one = slice(b, b + 1)
         alone = attend_scored(attention, q[one], k[one], v[one], seqlens[one])

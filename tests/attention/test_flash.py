@@ -8,11 +8,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from magicdec.attention import flash
 from magicdec.attention.choice import choose
 from magicdec.attention.flash import FlashAttention
+from magicdec.engine.graphs import Captures, Step
 from magicdec.errors import UserError
 from magicdec.measure.footprint import Allocations
 from tests.attention.twins import attend, attend_scored, case, check_positions, expected, selection
+from tests.programs import ROOT
 
 CUDA = torch.device("cuda")
 
@@ -142,13 +145,81 @@ def test_where_it_is_chosen(calls):
         assert choose("auto", CUDA, dtype, [dim])[0] != "flash"
 
 
-def test_where_it_is_not_installed(monkeypatch):
-    monkeypatch.setitem(sys.modules, "flash_attn", None)
-    with pytest.raises(UserError, match=r"attention=flash cannot be imported .*pip install .*'\.\[flash\]'"):
+@pytest.fixture
+def machine(monkeypatch):
+    """A GPU that is not there, and a PyTorch and a Python of other versions."""
+
+    def become(capability, version="2.13.0+cu130", cuda="13.0", python=11):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (capability, 0))
+        monkeypatch.setattr(torch, "__version__", version)
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        monkeypatch.setattr(flash.sys, "version_info", SimpleNamespace(minor=python))
+        monkeypatch.setattr(flash.platform, "machine", lambda: "x86_64")
+        for module in ("flash_attn_3", "flash_attn_3.flash_attn_interface", "flash_attn_interface", "flash_attn"):
+            monkeypatch.setitem(sys.modules, module, None)
+
+    return become
+
+
+@pytest.mark.parametrize(
+    ("capability", "installed", "packs", "found"),
+    [
+        (9, ["flash_attn_interface"], True, "FlashAttention-3"),
+        (9, ["flash_attn_3.flash_attn_interface", "flash_attn"], True, "FlashAttention-3"),
+        (9, ["flash_attn"], False, "FlashAttention-2; FlashAttention-3 cannot be imported (import of flash_attn_in"),
+        (8, ["flash_attn_interface", "flash_attn"], False, "FlashAttention-2"),
+    ],
+)
+def test_the_version_that_is_found(machine, monkeypatch, capability, installed, packs, found):
+    machine(capability)
+    for module in installed:
+        monkeypatch.setitem(sys.modules, module, SimpleNamespace(flash_attn_with_kvcache=flash_attn_with_kvcache))
+        monkeypatch.setitem(sys.modules, module.partition(".")[0], SimpleNamespace(**vars(sys.modules[module])))
+    assert FlashAttention()._packs == packs
+    assert FlashAttention.found().startswith(found)
+    assert choose("auto", CUDA, torch.bfloat16, [128])[1].startswith(
+        f"attention=auto: flash is the fastest at hand; {found}"
+    )
+
+
+RELEASES = "pip install https://github.com/Dao-AILab/flash-attention/releases/download"
+INDEX = "pip install --no-deps flash-attn-3 --index-url https://download.pytorch.org/whl"
+
+
+@pytest.mark.parametrize(
+    ("machine_is", "typed"),
+    [
+        ((9, "2.13.0+cu130", "13.0", 11), f"{INDEX}/cu130"),
+        ((9, "2.9.1", "12.8", 13), f"{INDEX}/cu128"),
+        (
+            (9, "2.8.0", "12.8", 11),
+            f"{RELEASES}/v2.8.3.post1/flash_attn-2.8.3.post1+cu12torch2.8cxx11abiTRUE-cp311-cp311-linux_x86_64.whl",
+        ),
+        (
+            (8, "2.9.1", "12.8", 12),
+            f"{RELEASES}/v2.8.3/flash_attn-2.8.3+cu12torch2.9cxx11abiTRUE-cp312-cp312-linux_x86_64.whl",
+        ),
+        ((8, "2.9.1", "12.8", 11), None),
+        ((8, "2.8.0", "12.8", 14), None),
+        ((8, "2.13.0", "13.0", 11), None),
+        ((10, "2.13.0", "13.0", 11), None),
+        ((9, "2.13.0", "13.2", 11), None),
+    ],
+)
+def test_where_it_is_not_installed(machine, machine_is, typed):
+    """One line says why, and what to type; the page of attention backends has the same commands."""
+    machine(*machine_is)
+    with pytest.raises(UserError) as error:
         choose("flash", CUDA, torch.bfloat16, [128])
+    said = str(error.value)
+    assert said.startswith("attention=flash is not installed: FlashAttention-")
+    assert f"; install it: {typed}; use" in said if typed else "; no wheel is known for this GPU, PyTorch" in said
     name, why = choose("auto", CUDA, torch.bfloat16, [128])
     assert name in ("triton", "sdpa")
-    assert "flash cannot be imported" in why
+    assert "flash is not installed" in why
+    if typed:
+        assert typed.replace("cu128", "cu130") in (ROOT / "docs/attention.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("num_new", [1, 5, 40])
@@ -175,9 +246,24 @@ def test_what_the_library_cannot_do_is_left_to_triton_on_a_gpu(calls, triton_cal
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("num_new", [1, 5])
-def test_on_a_gpu(num_new):
-    pytest.importorskip("flash_attn")
-    arguments = [x.cuda() for x in case(num_new, 4, 128, 3000, torch.bfloat16)]
-    out = attend(FlashAttention(), *arguments)
-    torch.testing.assert_close(out.float(), expected(*arguments), atol=1e-2, rtol=1e-2)
+@pytest.mark.parametrize("dim", [128, 256])
+@pytest.mark.parametrize("window", [None, 3, 700])
+@pytest.mark.parametrize("num_new", [*range(1, 10), 200])
+def test_on_a_gpu(num_new, window, dim):
+    """Whichever version is installed, called as it is and captured; a replay reads the lengths of its time."""
+    try:
+        attention = FlashAttention()
+    except ImportError as error:
+        pytest.skip(str(error))
+    q, k, v, lengths = (x.cuda() for x in case(num_new, 4, dim, 3000, torch.bfloat16))
+    out = attend(attention, q, k, v, lengths, window)
+    torch.testing.assert_close(out.float(), expected(q, k, v, lengths, window), atol=1e-2, rtol=1e-2)
+
+    def again() -> None:
+        out.copy_(attend(attention, q, k, v, lengths, window))
+
+    step = Step(again, Captures(lengths.device))
+    for fewer in (0, 1, 33):
+        lengths[1:] -= fewer
+        step()
+        torch.testing.assert_close(out.float(), expected(q, k, v, lengths, window), atol=1e-2, rtol=1e-2)

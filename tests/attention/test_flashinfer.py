@@ -141,7 +141,7 @@ def test_where_it_is_chosen(library, monkeypatch):
         with pytest.raises(UserError, match=said):
             choose("flashinfer", CUDA, dtype, [dim])
     monkeypatch.setitem(sys.modules, "flashinfer", None)
-    with pytest.raises(UserError, match=r"attention=flashinfer cannot be imported .*'\.\[flashinfer\]'"):
+    with pytest.raises(UserError, match=r"attention=flashinfer is not installed: .*'\.\[flashinfer\]'"):
         choose("flashinfer", CUDA, torch.bfloat16, [128])
 
 

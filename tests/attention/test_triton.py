@@ -27,7 +27,7 @@ def attend_compiled(capability, dtype, dim, group, num_new, kind):
     types = dict.fromkeys(("q", "k", "v", "out"), f"*{dtype}") | {"seqlens": "*i32", "scale": "fp32"}
     types |= {"partial": "*fp32", "lse": "*fp32", "raw": "*fp32", "indices": "*i64", "positions": "*i32"}
     constants |= {} if kind == "selected" else {"indices": None}
-    constants |= {} if kind == "positions" else {"positions": None}
+    constants |= {} if kind == "positions" else {"positions": None, "reach": None}
     constants |= {} if kind == "scored" else {"raw": None}
     constants |= {} if split else {"partial": None}
     return build(ours.attend_split, capability, types, constants, options)

@@ -3,18 +3,22 @@
 Every key carries its token's number, so that a test can read from a cache which tokens it holds.
 """
 
+import cmath
+from dataclasses import replace
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from magicdec.architectures import ModelConfig
-from magicdec.cache.full import FullCache
-from magicdec.cache.streaming import StreamingCache
+from magicdec.cache.full import Full, FullCache
+from magicdec.cache.streaming import Streaming, StreamingCache
 from magicdec.cache.window import WindowCache
+from magicdec.config.choices import CacheSpec
 from magicdec.models.kv_cache import KVCache
-from magicdec.policies import CacheSpec, Full, Streaming
 
 CONFIG = ModelConfig(10, 8, 8, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=2, max_position_embeddings=4096)
+CONFIG_IN_CACHE = replace(CONFIG, head_dim=4)
 ROWS = 3
 
 
@@ -105,6 +109,54 @@ def test_streaming_against_lists(budget, num_sink, gamma, prompts, chunk, rounds
         for row in range(ROWS):
             kept = streaming_view(sequences[row][: prompts[row]], budget, num_sink)
             assert sorted(held(cache, row)) == sorted(kept)
+
+
+def turned(key: list[float], position: int) -> list[float]:
+    """A key of CONFIG's four features at a position: feature i turns with feature i + 2."""
+    angles = [position, position * CONFIG_IN_CACHE.rope_theta**-0.5]
+    plane = [complex(key[i], key[i + 2]) * cmath.exp(1j * angle) for i, angle in enumerate(angles)]
+    return [number.real for number in plane] + [number.imag for number in plane]
+
+
+@settings(max_examples=30)
+@given(
+    num_sink=st.integers(1, 3),
+    prompts=st.lists(st.integers(1, 30), min_size=ROWS, max_size=ROWS),
+    chunk=st.integers(1, 12),
+    rounds=st.lists(st.lists(st.integers(0, 4), min_size=ROWS, max_size=ROWS), max_size=6),
+)
+def test_sinks_move_along_with_the_window(num_sink, prompts, chunk, rounds):
+    """Through a prefill in chunks and rounds: they lie as if they had been computed right before it."""
+    spec = CacheSpec(Streaming(budget=7, num_sink=num_sink), 3, 64, in_cache_positions=True)
+    cache = StreamingCache.build(spec, CONFIG_IN_CACHE, ROWS, torch.float32, "cpu", None)
+    own, lengths = torch.randn(64, 4, generator=torch.Generator().manual_seed(chunk)).tolist(), [0] * ROWS
+
+    def append(view, num_new: int, counts: list[int]) -> list[int]:
+        """Write new tokens at their positions, commit some of them, and look at the sinks."""
+        positions = view.positions_BT(num_new)
+        assert positions.tolist() == [list(range(n, n + num_new)) for n in lengths]
+        keys = torch.tensor([[turned(own[at % 64], at) for at in row] for row in positions.tolist()])
+        for layer in range(CONFIG.num_layers):
+            view.place(layer, view.slots_BT(num_new)).write(keys[:, :, None], keys[:, :, None])
+        view.advance(num_new)
+        view.take(view, view.committed_slots_B, torch.tensor(counts, dtype=torch.int32), num_new)
+        return [n + count for n, count in zip(lengths, counts, strict=True)]
+
+    def check(view) -> None:
+        for row, length in enumerate(lengths):
+            shift = max(0, length - 7)
+            sinks = [turned(own[at], at + shift) for at in range(min(num_sink, length))]
+            torch.testing.assert_close(view.k_LBKSD[1, row, 0, : len(sinks)].tolist(), sinks, atol=1e-4, rtol=1e-4)
+
+    view = cache.for_prefill(chunk)
+    for start in range(0, max(prompts), chunk):
+        lengths = append(view, chunk, [min(max(n - start, 0), chunk) for n in prompts])
+        check(view)
+    cache.adopt(view)
+    for counts in rounds:
+        check(cache)
+        lengths = append(cache, 4, counts)
+    check(cache)
 
 
 def test_full_cache_of_self_speculation_is_the_targets_own():

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from magicdec.registry import POLICIES
+from magicdec.config.registry import POLICIES
 from tests.small import open_batch, random_prompts, small_model
 
 PAGE = Path(__file__).parents[2] / "docs" / "adding-a-policy.md"

@@ -4,20 +4,22 @@ import itertools
 import math
 from dataclasses import replace
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from magicdec.architectures import ModelConfig
 from magicdec.attention.sdpa import SdpaAttention
-from magicdec.cache.quest import QuestCache
-from magicdec.cache.topk import TopKCache
-from magicdec.cache.verify_guided import VerifyGuidedCache
+from magicdec.cache.quest import Quest, QuestCache
+from magicdec.cache.topk import TopK, TopKCache
+from magicdec.cache.verify_guided import VerifyGuided, VerifyGuidedCache
+from magicdec.config.choices import CacheSpec
+from magicdec.config.registry import POLICIES
 from magicdec.models.kv_cache import KVCache
-from magicdec.policies import CacheSpec, Quest, TopK, VerifyGuided
 from tests.small import open_batch, random_prompts, small_model
 
-L, B, K, H, D, S = 2, 2, 2, 4, 4, 60
+L, B, K, H, D, S = 2, 2, 2, 4, 4, 70
 CONFIG = ModelConfig(10, 8, 8, num_layers=L, num_heads=H, num_kv_heads=K, head_dim=D, max_position_embeddings=4096)
 HEADS = [(row, head) for row in range(B) for head in range(K)]
 SIZES = {
@@ -90,25 +92,35 @@ def quest_reads(keys: list, queries: list, length: int, page_size: int, num_page
 
 
 @settings(max_examples=40)
-@given(**SIZES, page_size=st.integers(1, 8), counts=st.lists(st.integers(0, 4), min_size=B, max_size=B))
-def test_quest(budget, gamma, lengths, seed, window, page_size, counts):
-    """After the prefill, and after a round that commits some of what was verified."""
+@given(
+    **SIZES,
+    page_size=st.integers(1, 8),
+    rounds=st.lists(st.lists(st.integers(0, 4), min_size=B, max_size=B), max_size=4),
+)
+def test_quest(budget, gamma, lengths, seed, window, page_size, rounds):
+    """After the prefill, and after rounds that commit some of what was verified, and write others over the rest."""
     generator = torch.Generator().manual_seed(seed)
     target, spec = (
         random_target(lengths, generator, window),
-        CacheSpec(Quest(budget=budget, page_size=page_size), gamma, 56),
+        CacheSpec(Quest(budget=budget, page_size=page_size), gamma, 66),
     )
     cache = QuestCache.build(spec, target.config, B, torch.float32, "cpu", target)
     cache.load(target)
     q, size = torch.randn(B, 1, H, D, generator=generator), min(page_size, budget)
-    for taken in ([0] * B, [min(c, gamma + 1) for c in counts]):
+    for taken in ([0] * B, *rounds):
+        taken = [min(count, gamma + 1) for count in taken]
         cache.take(target, cache.length_B, torch.tensor(taken, dtype=torch.int32), gamma + 1)
         lengths = [n + c for n, c in zip(lengths, taken, strict=True)]
         for row, head in HEADS:
-            keys, queries = target.k_LBKSD[1, row, head].tolist(), q[row, 0].view(K, -1, D)[head].tolist()
+            keys, queries = target.k_LBKSD[1, row, head], q[row, 0].view(K, -1, D)[head].tolist()
+            pages = keys[: lengths[row]].split(size)
+            for bounds, name in ((cache.least_LBKPD, "amin"), (cache.largest_LBKPD, "amax")):
+                expected = torch.stack([getattr(page, name)(0) for page in pages])
+                assert torch.equal(bounds[1, row, head, : len(pages)], expected)
             slots = read(choose(cache, 1, q), row, head)
-            assert set(slots) == quest_reads(keys, queries, lengths[row], size, budget // size, window)
+            assert set(slots) == quest_reads(keys.tolist(), queries, lengths[row], size, budget // size, window)
             assert len(slots) <= budget
+            keys[lengths[row] :].normal_(generator=generator)
 
 
 @settings(max_examples=40)
@@ -158,7 +170,27 @@ def test_verify_guided_observes_the_layers_of_a_draft_that_skips_others():
     assert batch.decoder.generate(batch.draft).tokens == expected
 
 
-def test_dynamic_policies_copy_nothing():
-    for policy in ("topk", "quest", "verify_guided"):
-        batch = open_batch(small_model(), random_prompts([40]), draft_name="self", policy=policy, gamma=2, budget=16)
-        assert batch.draft.cache.k_LBKSD.data_ptr() == batch.decoder.cache.k_LBKSD.data_ptr()
+@pytest.mark.parametrize("policy", ["topk", "quest", "verify_guided"])
+def test_dynamic_policies_copy_nothing(policy):
+    batch = open_batch(small_model(), random_prompts([40]), draft_name="self", policy=policy, gamma=2, budget=16)
+    assert batch.draft.cache.k_LBKSD.data_ptr() == batch.decoder.cache.k_LBKSD.data_ptr()
+
+
+@pytest.mark.parametrize("draft", ["self", "hierarchical"])
+@pytest.mark.parametrize("policy", list(POLICIES))
+def test_a_selection_says_when_it_is_made(draft, policy):
+    model, settings = small_model(), {"policy": policy, "gamma": 2, "budget": 16}
+    inner = model if draft == "hierarchical" else None
+    batch = open_batch(model, random_prompts([40]), draft_name=draft, draft_model=inner, **settings)
+    found = batch.draft.selection(batch.decoder.state)
+    assert (found.at if found else "never") == POLICIES[policy].facts.selects
+
+
+@pytest.mark.parametrize("policy", ["topk", "quest"])
+def test_a_selection_is_that_of_one_draft_step(policy, monkeypatch):
+    batch = open_batch(small_model(), random_prompts([40, 9]), draft_name="self", policy=policy, gamma=2, budget=16)
+    batch.restart()
+    chosen, cache = [], batch.draft.cache
+    monkeypatch.setattr(cache, "choose", lambda layer, q_BTHD, *_: chosen.append((layer, q_BTHD.shape)))
+    batch.draft.selection(batch.decoder.state).run()
+    assert chosen == [(layer, (2, 1, cache.config.num_heads, cache.config.head_dim)) for layer in range(2)]

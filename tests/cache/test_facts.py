@@ -5,14 +5,16 @@ import torch
 
 from magicdec.architectures import ModelConfig
 from magicdec.cache.draft_cache import DraftCache
+from magicdec.config.choices import CacheSpec, ModelChoice
+from magicdec.config.registry import DRAFTS, POLICIES
 from magicdec.costmodel.hardware import hardware_named
 from magicdec.costmodel.round import Setup, memory
-from magicdec.drafting import IndependentModel, LayerSkip, ModelChoice, SelfSpeculation
 from magicdec.drafts.base import Draft
+from magicdec.drafts.layer_skip import LayerSkip
+from magicdec.drafts.model import IndependentModel
+from magicdec.drafts.self import SelfSpeculation
 from magicdec.measure.footprint import Allocations
 from magicdec.models.kv_cache import KVCache
-from magicdec.policies import CacheSpec
-from magicdec.registry import DRAFTS, POLICIES
 from tests.small import cache_config
 
 SIZES = {"num_layers": 4, "num_heads": 8, "num_kv_heads": 2, "head_dim": 16, "max_position_embeddings": 4096}
@@ -41,7 +43,7 @@ def case(draft: str, policy: str, budget: int) -> tuple[Setup, CacheSpec, KVCach
 
 def test_every_entry_of_the_registry_is_where_it_says():
     for registry, base in ((POLICIES, DraftCache), (DRAFTS, Draft)):
-        assert all(issubclass(registry[name].load(), base) for name in registry)
+        assert all(issubclass(registry[name].work, base) for name in registry)
 
 
 @pytest.mark.parametrize("budget", [64, 900, 5000])
@@ -52,7 +54,7 @@ def test_what_is_predicted_is_what_is_allocated(draft, policy, budget):
     shared = whole.view(0, config.num_layers) if whole is not None else None
     known = [] if whole is None else [whole.k_LBKSD, whole.v_LBKSD, whole.seqlens_B]
     with Allocations(known) as allocations:
-        cache = POLICIES[policy].load().build(spec, config, ROWS, torch.float32, "meta", shared)
+        cache = POLICIES[policy].work.build(spec, config, ROWS, torch.float32, "meta", shared)
         if whole is not None:
             cache.watch(whole, 0)
         held = allocations.live
@@ -65,7 +67,7 @@ def test_what_is_predicted_is_what_is_allocated(draft, policy, budget):
 @pytest.mark.parametrize("policy", [policy for draft, policy in CASES if draft == "model"])
 def test_what_a_prefill_holds_is_predicted(policy):
     setup, spec, _ = case("model", policy, 64)
-    cache = POLICIES[policy].load().build(spec, SMALLER, ROWS, torch.float32, "meta", None)
+    cache = POLICIES[policy].work.build(spec, SMALLER, ROWS, torch.float32, "meta", None)
     with Allocations() as allocations:
         prefilled = cache.for_prefill(GAMMA + 1)
         held = allocations.live

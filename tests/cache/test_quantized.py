@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from magicdec.attention.sdpa import SdpaAttention
-from magicdec.cache.quantized import Codes, QuantizedCache
+from magicdec.cache.quantized import Codes, Quantized, QuantizedCache
+from magicdec.config.choices import CacheSpec
 from magicdec.models.kv_cache import KVCache
-from magicdec.policies import CacheSpec, Quantized
 from tests.small import small_model
 
 CONFIG = small_model().config  # head_dim 8, 2 layers, 2 KV heads
@@ -22,6 +22,15 @@ def test_every_number_is_within_half_a_step(bits, group_size):
     for row, decoded in zip(x.reshape(-1, size).tolist(), codes.decode(0, x.dtype).reshape(-1, size), strict=True):
         step = (max(row) - min(row)) / (2**bits - 1)
         assert (decoded - torch.tensor(row)).abs().max() <= 0.5 * step + 0.01 * max(abs(v) for v in row)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_scale_that_half_precision_rounds_down_overflows_no_code(bits):
+    """The least and the largest of 16 numbers so small that their scale loses most of its digits."""
+    x = torch.linspace(0, 1.45, 16).roll(5).view(1, 1, 1, 2, 8) * 2**bits * 2**-24
+    codes = Codes(x.shape, bits, 8, "cpu")
+    codes.codes_LBKSC, codes.scales_LBKSG2 = codes.encode(x)
+    assert (codes.decode(0, x.dtype) - x[0]).abs().max() < 0.5 * x.max()
 
 
 def test_equal_numbers_stay_what_they_are():

@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from magicdec.architectures import ModelConfig
-from magicdec.cache.h2o import H2OCache
-from magicdec.cache.pyramidkv import PyramidKVCache
-from magicdec.cache.snapkv import SnapKVCache
+from magicdec.cache.h2o import H2O, H2OCache
+from magicdec.cache.pyramidkv import PyramidKV, PyramidKVCache
+from magicdec.cache.snapkv import SnapKV, SnapKVCache
+from magicdec.config.choices import CacheSpec
 from magicdec.decoding.scoring import score
 from magicdec.models.kv_cache import KVCache
-from magicdec.policies import H2O, CacheSpec, PyramidKV, SnapKV, falling
 from tests.small import random_prompts, small_model
 
 L, B, K, S = 3, 2, 2, 60
@@ -115,9 +115,10 @@ def test_pyramidkv_is_snapkv_with_a_budget_per_layer(budget, gamma, prompts, rou
     scores = torch.rand(L, B, K, S, generator=torch.Generator().manual_seed(seed))
     target, cache = filled(prompts), PyramidKVCache.build(spec, CONFIG, B, torch.float32, "cpu", None)
     cache.load(target, scores)
-    window = max(min(observation_window, (budget + 1) // 2), gamma + 1)
-    budgets = [window + fixed for fixed in falling(budget - window, L, 4)]
-    assert sum(budgets) == L * budget
+    window = cache.settings.window(spec)
+    assert window == min(max(min(observation_window, (budget + 1) // 2), gamma + 1), budget)
+    budgets = cache.settings.budgets(spec, L)
+    assert [level.budget for level in cache.levels] == budgets
     for layer, row, head in torch.cartesian_prod(torch.arange(L), torch.arange(B), torch.arange(K)).tolist():
         own = scores[layer, row, head].tolist()
         expected = snapkv_keeps(own, prompts[row], prompts[row], budgets[layer], window, kernel)
@@ -126,12 +127,32 @@ def test_pyramidkv_is_snapkv_with_a_budget_per_layer(budget, gamma, prompts, rou
     assert cache.positions_BT(1)[:, 0].tolist() == prompts
 
 
-@given(st.integers(0, 500), st.integers(1, 80), st.integers(1, 40))
-def test_pyramid_budgets_fall_and_add_up(mean, num_layers, beta):
-    budgets = falling(mean, num_layers, beta)
-    assert sum(budgets) == mean * num_layers
-    assert all(later <= earlier + 1 for earlier, later in itertools.pairwise(budgets))
-    assert min(budgets) >= 0
+def published(budget: int, window: int, beta: int, length: int, num_layers: int) -> list[int]:
+    """PyramidKV's chosen entries by layer, as its code has them: steps rounded down, so that they add up to more."""
+    mean, room = budget - window, length - window
+    if length < budget:
+        return [room] * num_layers
+    if length < 2 * mean:
+        return [mean] * num_layers
+    last, first = mean // beta, 2 * mean - mean // beta
+    if first >= room:
+        last, first = 2 * mean - room, room
+    return [first - i * ((first - last) // (num_layers - 1)) for i in range(num_layers)]
+
+
+@settings(max_examples=200)
+@given(st.integers(8, 500), st.integers(8, 1200), st.integers(2, 80), st.integers(1, 40))
+def test_pyramid_budgets_are_the_published_ones_and_add_up(budget, length, num_layers, beta):
+    """Within the rounding of their steps; theirs of everything is ours of no more than everything."""
+    cache = PyramidKV(budget=budget, observation_window=8, beta=beta)
+    spec = CacheSpec(cache, 3, length)
+    window = cache.window(spec)
+    ours = [min(chosen, length) - window for chosen in cache.budgets(spec, num_layers)]
+    theirs = published(budget, window, beta, length, num_layers)
+    assert sum(ours) == num_layers * (min(budget, length) - window)
+    assert all(-num_layers - 2 <= a - b <= 1 for a, b in zip(ours, theirs, strict=True))
+    assert all(later <= earlier + 1 for earlier, later in itertools.pairwise(ours))
+    assert 0 <= min(ours) <= max(ours) <= length - window
 
 
 @settings(max_examples=60)

@@ -15,9 +15,9 @@ from magicdec.cache.draft_cache import DraftCache
 from magicdec.cache.dynamic import DynamicCache
 from magicdec.cache.full import FullCache
 from magicdec.cache.pyramidkv import PyramidKVCache
+from magicdec.config.choices import CacheSpec
+from magicdec.config.registry import POLICIES
 from magicdec.models.kv_cache import KVCache
-from magicdec.policies import CacheSpec
-from magicdec.registry import POLICIES
 from tests.small import cache_config
 
 L, B, K, H, S = 3, 2, 2, 4, 64  # positions fit into the head dim
@@ -85,14 +85,14 @@ def check(cache: DraftCache, seen_BTKS: torch.Tensor, layer: int, own: list[int]
 )
 def test_a_token_sees_what_is_held_within_its_window(policy, exact, window, budget, num_sink, lengths, rounds, seed):
     """Committed from the target's cache, or (`exact` false) from the draft's own."""
-    if not exact and issubclass(POLICIES[policy].load(), FullCache):
+    if not exact and issubclass(POLICIES[policy].work, FullCache):
         return  # there is nothing to move
     generator = torch.Generator().manual_seed(seed)
     spec = CacheSpec(
         cache_config(policy, budget=budget, num_sink=num_sink, observation_window=6, page_size=4), GAMMA, MAX_LEN
     )
     target = filled(window, lengths, generator)
-    cache = POLICIES[policy].load().build(spec, target.config, B, torch.float32, "cpu", target if exact else None)
+    cache = POLICIES[policy].work.build(spec, target.config, B, torch.float32, "cpu", target if exact else None)
     cache.load(target, torch.rand(L, B, K, S, generator=generator))
     for counts in rounds:
         own = list(lengths)
@@ -119,7 +119,7 @@ def test_no_entry_is_chosen_that_is_out_of_sight(policy, window, budget, lengths
     generator = torch.Generator().manual_seed(seed)
     spec = CacheSpec(cache_config(policy, budget=budget, observation_window=6, page_size=1), GAMMA, MAX_LEN)
     target = filled(window, lengths, generator)
-    cache = POLICIES[policy].load().build(spec, target.config, B, torch.float32, "cpu", target)
+    cache = POLICIES[policy].work.build(spec, target.config, B, torch.float32, "cpu", target)
     cache.load(target, torch.rand(L, B, K, S, generator=generator))
     for layer in SLIDING:
         seen_BTKS = append(cache, 1, layer, generator)

@@ -3,11 +3,11 @@ from dataclasses import fields
 import pytest
 
 from magicdec.architectures import ModelConfig
+from magicdec.config.registry import POLICIES
 from magicdec.config.schema import Efficiency
 from magicdec.costmodel.hardware import DEVICES, Hardware
 from magicdec.costmodel.stack import STACKS
 from magicdec.costmodel.targets import architecture
-from magicdec.registry import POLICIES
 
 SMALL = ModelConfig(
     vocab_size=1000,

@@ -5,12 +5,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from magicdec.config.choices import ModelChoice
+from magicdec.config.registry import POLICIES
 from magicdec.costmodel.acceptance import Curves, Point, _interpolate, measured, published
 from magicdec.costmodel.hardware import hardware_named
 from magicdec.costmodel.round import Setup
 from magicdec.costmodel.targets import architecture
-from magicdec.drafting import IndependentModel, ModelChoice, SelfSpeculation
-from magicdec.registry import POLICIES
+from magicdec.drafts.model import IndependentModel
+from magicdec.drafts.ngram import PromptLookup
+from magicdec.drafts.self import SelfSpeculation
 from magicdec.tracking.reader import iter_runs
 
 
@@ -97,9 +100,9 @@ def test_a_quantised_draft_has_a_curve_of_its_own():
     assert alpha(Curves(points), quantization="int8") is None
 
 
-def run(alpha, quantization="none", policy="quantized", **cache):
+def run(alpha, quantization="none", policy="quantized", draft="self", **cache):
     cache = vars(POLICIES[policy].facts(budget=512)) | cache
-    config = {"target": {"name": "t"}, "draft": {"name": "self", "quantization": quantization}, "cache": cache}
+    config = {"target": {"name": "t"}, "draft": {"name": draft, "quantization": quantization}, "cache": cache}
     config |= {"batch": {"context_len": 8000}, "data": {"name": "stdlib"}}
     result = {"status": "done", "acceptance/source": "measured", "alpha": alpha, "folder": f"runs/{alpha}"}
     return result | {"config": config}
@@ -108,9 +111,9 @@ def run(alpha, quantization="none", policy="quantized", **cache):
 @pytest.mark.parametrize(
     ("policy", "key", "values"),
     [
-        ("quantized", "bits", (8, 4)),
+        ("quantized", "group_size", (8, 4)),
         ("quest", "page_size", (8, 16)),
-        ("snapkv", "kernel", (5, 7)),
+        ("snapkv", "observation_window", (32, 16)),
         ("pyramidkv", "beta", (20, 10)),
         ("verify_guided", "refresh", (1, 4)),
         ("streaming", "num_sink", (0, 4)),
@@ -128,6 +131,26 @@ def test_runs_of_quantised_drafts_are_known_by_their_weights():
     curves = Curves(measured([run(0.9), run(0.5, "int4")]), "stdlib")
     assert alpha(curves, policy="quantized") == 0.9
     assert alpha(curves, policy="quantized", quantization="int4") == 0.5
+
+
+def test_runs_of_a_draft_without_a_cache_are_known_whatever_cache_they_name():
+    known = Curves(measured([run(0.7, policy="h2o", draft="ngram")]))
+    assert known.estimate(asked(policy="streaming", budget=99).at(draft=PromptLookup())).alpha == 0.7
+    assert known.estimate(asked(policy="h2o")) is None, "of self-speculation"
+
+
+def test_runs_of_a_folder_are_evidence_for_others_of_its_name():
+    """The acceptance of weights elsewhere is an assumption, that of the same folder is none."""
+    one = run(0.7, policy="streaming")
+    one["config"]["target"] = {"name": "llama-3.1-8b", "path": "/data/one"}
+    curves, named = Curves(measured([one])), asked("llama-3.1-8b")
+    for path, note in [
+        ("/data/one", ""),
+        ("/data/two", ", assuming that llama-3.1-8b (two) accepts as llama-3.1-8b (one) does"),
+        (None, ", assuming that llama-3.1-8b accepts as llama-3.1-8b (one) does"),
+    ]:
+        found = curves.estimate(named.at(target_path=path))
+        assert (found.alpha, found.source) == (0.7, f"run 0.7, on stdlib{note}")
 
 
 def test_the_same_text_comes_first_then_own_runs():
@@ -184,6 +207,7 @@ def test_runs_are_read_from_the_store(tmp_path):
     config = (
         "target: {name: t}\ndraft: {name: self, model: null}\ncache: {policy: streaming, budget: 512, num_sink: 0}\n"
         "batch: {context_len: 8000}\ndata: {name: ruler, task: vt}\nsampling: {temperature: TEMPERATURE}\n"
+        "scenario: {name: compare}\n"
     )
     results = {
         "done": {"status": "done", "acceptance/source": "measured", "alpha": 0.7},
@@ -199,7 +223,7 @@ def test_runs_are_read_from_the_store(tmp_path):
         (folder / "result.json").write_text(json.dumps(result))
     (tmp_path / "odd").mkdir()
     (tmp_path / "odd" / "config.yaml").write_text(
-        "{draft: {name: x, model: [1]}, data: {}, cache: {policy: x, budget: 1}, target: {name: x}}"
+        "{draft: {name: x, model: null}, data: {}, cache: {policy: x}, target: {name: x}, scenario: {name: x}}"
     )
     (tmp_path / "odd" / "result.json").write_text(json.dumps(results["sampled"]))
     (tmp_path / "torn").mkdir()

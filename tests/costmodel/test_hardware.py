@@ -3,10 +3,10 @@ from dataclasses import replace
 import pytest
 import yaml
 
+from magicdec.config.rules import parse
 from magicdec.config.schema import CONF
 from magicdec.costmodel import hardware as h
 from magicdec.errors import UserError
-from magicdec.rules import check
 
 
 @pytest.mark.parametrize(
@@ -20,7 +20,7 @@ def test_names_are_counts_and_devices(name, count, device):
 
 @pytest.mark.parametrize("name", ["8xB300", "0xA100", "xA100", "", "eightA100"])
 def test_unknown_hardware_is_named_with_what_is_valid(name):
-    with pytest.raises(UserError, match=f"hardware={name} is not known.*A100, H100, H200, L40"):
+    with pytest.raises(UserError, match=f"hardware={name} is not known.*a100_pcie.*h100, h100_pcie.*h200_nvl, l40"):
         h.hardware_named(name)
 
 
@@ -49,12 +49,12 @@ def test_the_stack_can_be_replaced():
 @pytest.mark.parametrize("value", [0.0, 1.01, -0.5, float("nan")])
 def test_fractions_are_fractions(field, value):
     with pytest.raises(UserError, match=f"efficiency.{field}"):
-        check(h.Efficiency(**{field: value}), "efficiency.")
+        parse(h.Efficiency, {field: value}, "efficiency")
 
 
 def test_overheads_are_not_negative():
     with pytest.raises(UserError, match="layer_overhead_us=-1"):
-        check(h.Efficiency(layer_overhead_us=-1), "efficiency.")
+        parse(h.Efficiency, {"layer_overhead_us": -1}, "efficiency")
 
 
 def test_matmuls_saturate(ideal):
@@ -73,10 +73,34 @@ def test_all_reduce_moves_2n_minus_2_nths_in_log2_hops(ideal):
 
 
 @pytest.mark.parametrize(
-    ("text", "name"), [("NVIDIA H100 80GB HBM3", "H100"), ("NVIDIA A100-SXM4-80GB", "A100"), ("NVIDIA L40S", "L40S")]
+    ("text", "name"),
+    [
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H100 PCIe", "H100 PCIe"),
+        ("NVIDIA H100 NVL", "H100 NVL"),
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA H200 NVL", "H200 NVL"),
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("NVIDIA A100-SXM4-40GB", "A100 40GB"),
+        ("NVIDIA A100 80GB PCIe", "A100 PCIe"),
+        ("A100-PCIE-40GB", "A100 PCIe 40GB"),
+        ("NVIDIA L40", "L40"),
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("NVIDIA GH200 480GB", None),
+        ("NVIDIA A10", None),
+        ("AMD EPYC 9A100", None),
+    ],
 )
 def test_devices_are_found_in_what_drivers_call_them(text, name):
-    assert h.device_in(text).name == name
+    found = h.device_in(text)
+    assert (found and found.name) == name
+
+
+def test_a_card_is_predicted_with_its_own_link():
+    for name, link in (("2xh100_pcie", h.PCIE5), ("2xa100_pcie", h.PCIE4), ("2xh100", h.NVLINK4)):
+        machine = h.hardware_named(name)
+        assert (machine.device.link, machine.efficiency.allreduce_hop_us) == (link, link.hop_us)
 
 
 def test_other_devices_are_not_found():
@@ -97,7 +121,7 @@ def test_the_groups_figures_are_the_datasheets(path):
     if given.get("bandwidth_gbs") is None:  # a CPU, or several of one that has its own
         return
     own = h.configured(path.stem, 1, given["bandwidth_gbs"], given["tflops"], given["memory_gib"])
-    assert own.device == h.DEVICES[path.stem.upper()]
+    assert own.device == h.parse_name(path.stem)[1]
 
 
 def test_a_device_without_a_datasheet_needs_its_figures():

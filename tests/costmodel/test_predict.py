@@ -1,19 +1,25 @@
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import count
 from types import SimpleNamespace
 
 import pytest
 import yaml
 
-from magicdec.costmodel.acceptance import Curves, published
+from magicdec.cache.snapkv import SnapKV
+from magicdec.cache.streaming import Streaming
+from magicdec.config.choices import ModelChoice
+from magicdec.costmodel.acceptance import Curves, Point, published
 from magicdec.costmodel.hardware import hardware_named
 from magicdec.costmodel.planner import experiment_yaml, search
 from magicdec.costmodel.predict import critical_context, predict
 from magicdec.costmodel.round import Setup
 from magicdec.costmodel.summary import verdict
-from magicdec.drafting import IndependentModel, ModelChoice, SelfSpeculation
+from magicdec.drafts.model import IndependentModel
+from magicdec.drafts.ngram import PromptLookup
+from magicdec.drafts.self import SelfSpeculation
 from magicdec.errors import UserError
 from tests.costmodel.conftest import changed
 
@@ -111,6 +117,15 @@ def test_metrics_are_flat_and_named(setup):
     assert "predicted/speedup/gamma_3" in metrics
 
 
+@pytest.mark.parametrize(
+    ("hardware", "element_bytes", "expected"), [("8xA100", 2, 4), ("16xA100", 2, 2), ("A100", 4, 2)]
+)
+def test_the_intensity_is_that_of_the_step(setup, hardware, element_bytes, expected):
+    """Of an endless context a FLOP per byte and query head in bf16; 4 share a KV head, and 16 ranks divide them."""
+    step = replace(setup(hardware=hardware, context=10_000_000), element_bytes=element_bytes)
+    assert predict(step, (1,)).metrics()["predicted/arithmetic_intensity"] == pytest.approx(expected, rel=0.05)
+
+
 @pytest.mark.parametrize("hardware", ["8xA100", "4xA100", "1xH100", "8xL40", "2xh200"])
 @pytest.mark.parametrize(
     "target",
@@ -176,11 +191,15 @@ def test_where_nothing_pays_the_plan_is_autoregressive(setup):
     assert {"override /draft": "none"} in yaml.safe_load(experiment_yaml(best, ""))["defaults"]
 
 
-def test_a_plan_for_a_folder_leads_back_to_it(setup):
-    (best, *_) = search(setup(context=4000), Curves(published()), (32,)).ranked
-    found = yaml.safe_load(experiment_yaml(best, "", "models/a folder: mine"))
-    assert {"override /target": "custom"} in found["defaults"]
-    assert found["target"] == {"path": "models/a folder: mine"}
+def test_a_draft_without_a_cache_is_one_candidate_per_batch(setup):
+    caches = (Streaming(budget=512), SnapKV(budget=512))
+    plans = search(setup(), Curves(published()), (32, 64), (PromptLookup(), SelfSpeculation()), caches)
+    assert [p.setup.batch for p in plans.unknown if p.setup.draft.name == "ngram"] == [64, 32]
+    known = Point("llama-3.1-8b", "ngram", "full", 0, 32_000, "text", 0.9, "run", settings=())
+    (best, *_) = search(setup(), Curves([known]), (32,), (PromptLookup(),)).ranked
+    found = yaml.safe_load(experiment_yaml(best, ""))
+    assert {"override /draft": "ngram"} in found["defaults"]
+    assert "cache" not in found
 
 
 def test_impossible_plans_say_why(setup):

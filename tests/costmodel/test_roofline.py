@@ -1,9 +1,14 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
+from magicdec.attention.sdpa import SdpaAttention
 from magicdec.costmodel import roofline as r
 from magicdec.costmodel.roofline import Pass
+from magicdec.models.kv_cache import KVCache
+from magicdec.models.parallel import Share
+from magicdec.models.transformer import Transformer
 
 from .conftest import SMALL
 
@@ -59,12 +64,22 @@ def test_tensor_parallelism_divides_work_and_adds_communication(ideal, model):
     assert one.communication == 0 < eight.communication
 
 
-@pytest.mark.parametrize(("ranks", "heads"), [(1, 4), (2, 2), (3, 2), (4, 1), (8, 1)])
-def test_the_fullest_rank_decides(ideal, model, ranks, heads):
-    config = model("qwen2.5-7b")  # 4 KV heads, 28 query heads
-    attention = next(op for op in r.operators(Pass(config, 1, 1, 1000, ranks), ideal(ranks)) if op.reads == "kv")
-    assert attention.bytes == 2 * 1000 * heads * 128 * 2
-    assert attention.flops == 4 * 1000 * heads * 7 * 128
+@pytest.mark.parametrize(
+    ("name", "ranks"), [("qwen2.5-7b", 2), ("qwen2.5-7b", 4), ("tinyllama-1.1b", 8), ("llama-3.1-8b", 16)]
+)
+def test_a_rank_does_the_work_of_the_weights_that_it_holds(ideal, model, name, ranks):
+    part = Share(0, ranks, 0, ranks)
+    with torch.device("meta"):
+        held = Transformer(part.config(model(name)), SdpaAttention(), part)
+        cache = KVCache(held.config, 1, 1000, torch.bfloat16, "meta")
+    ops = {op.name: op for op in r.operators(Pass(model(name), 1, 1, 1000, ranks), ideal(ranks))}
+    for matmul in ("qkv", "output", "gate_up", "down"):
+        weights = getattr(held.layers[0], matmul).weight.numel()
+        assert ops[matmul].flops == 2 * weights
+    assert ops["attention"].bytes == cache.num_bytes / held.config.num_layers
+    queries = held.layers[0].output.in_features  # of all its heads
+    assert ops["attention"].flops == 4 * 1000 * queries
+    assert ops["attention"].rows == queries / held.config.head_dim / held.config.num_kv_heads
 
 
 def test_an_unsharded_head_is_read_whole(ideal, model):

@@ -1,19 +1,16 @@
 import pytest
 
+from magicdec.config.choices import ModelChoice
+from magicdec.config.registry import POLICIES
 from magicdec.costmodel.hardware import configured, hardware_named
 from magicdec.costmodel.roofline import Pass, step_time
-from magicdec.costmodel.round import Setup, memory, round_times
-from magicdec.drafting import (
-    CODE_ROWS,
-    Hierarchical,
-    IndependentModel,
-    LayerSkip,
-    ModelChoice,
-    PromptLookup,
-    SelfSpeculation,
-)
+from magicdec.costmodel.round import CODE_ROWS, Setup, memory, round_times
+from magicdec.drafts.hierarchical import Hierarchical
+from magicdec.drafts.layer_skip import LayerSkip
+from magicdec.drafts.model import IndependentModel
+from magicdec.drafts.ngram import PromptLookup
+from magicdec.drafts.self import SelfSpeculation
 from magicdec.errors import UserError
-from magicdec.registry import POLICIES
 from tests.costmodel.conftest import changed
 
 

@@ -1,13 +1,17 @@
 """The scenarios predict and plan, the predictions of a run, and calibration from a run."""
 
+import io
 import json
 import os
+import re
 import subprocess
 import sys
 
 import pytest
 import yaml
+from rich.console import Console
 
+from magicdec.cache.streaming import Streaming
 from magicdec.config.load import compose
 from magicdec.costmodel.acceptance import Curves, published
 from magicdec.costmodel.comparison import predicted_metrics, warning
@@ -17,7 +21,6 @@ from magicdec.costmodel.predict import predict
 from magicdec.costmodel.round import Setup, round_times
 from magicdec.errors import UserError
 from magicdec.planning.prediction import cache_named, plan_prediction, setup_of_run
-from magicdec.policies import Streaming
 from magicdec.scenarios import plan as plan_scenario
 from magicdec.scenarios import predict as predict_scenario
 from magicdec.tracking.progress import progress
@@ -46,14 +49,10 @@ def outcome(scenario, *overrides):
         return scenario(plan_prediction(config), bars)
 
 
-def test_predict_from_the_command_line_needs_no_torch_and_leaves_a_run(tmp_path):
-    # A torch that cannot be imported: whoever waits for it fails.
-    (tmp_path / "torch").mkdir()
-    (tmp_path / "torch" / "__init__.py").write_text("raise ImportError('not needed here')")
+def test_predict_from_the_command_line_leaves_a_run(tmp_path):
     keys = ["scenario=predict", "hardware=8xa100", f"runs_dir={tmp_path / 'runs'}", "wandb.mode=disabled"]
     command = [sys.executable, str(ROOT / "launch.py"), *keys, *LLAMA]
-    path = os.pathsep.join([str(tmp_path), str(ROOT)])
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path})
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
     assert done.returncode == 0, done.stderr
     for words in ("pays from", "what bounds the steps", "of 80 GiB", "calibrated on 8xA100", "S* is"):
         assert words in done.stdout
@@ -67,6 +66,19 @@ def test_predict_from_the_command_line_needs_no_torch_and_leaves_a_run(tmp_path)
 def test_the_papers_critical_context_through_the_scenario():
     result = outcome(predict_scenario.run, "scenario=predict", "hardware=8xa100", "scenario.gammas=[3]", *LLAMA)
     assert 3000 <= result.metrics["predicted/critical_context"] <= 5000
+
+
+def test_an_acceptance_that_a_run_would_draw_is_the_predicted_one():
+    drawn, given, both = (
+        outcome(predict_scenario.run, "scenario=predict", "hardware=8xa100", *LLAMA, *keys).metrics
+        for keys in (
+            ["draft.synthetic_acceptance=0.6"],
+            ["scenario.alpha=0.6"],
+            ["draft.synthetic_acceptance=0.3", "scenario.alpha=0.6"],
+        )
+    )
+    assert drawn == given == both
+    assert given["predicted/alpha"] == 0.6
 
 
 def test_what_the_paper_measured_stands_beside_what_is_predicted():
@@ -92,6 +104,7 @@ def test_predict_takes_acceptance_from_the_run_store_first(tmp_path):
         "cache": {"policy": "streaming", "budget": 512, "num_sink": 4},
         "batch": {"context_len": 32_000},
         "data": {"name": "pg19"},
+        "scenario": {"name": "compare"},
     }
     (run / "config.yaml").write_text(yaml.safe_dump(config))
     for runs_dir, alpha in ((tmp_path, 0.95), (tmp_path / "empty", 0.81)):
@@ -134,6 +147,20 @@ def test_a_plan_takes_each_policy_with_its_own_settings(tmp_path, monkeypatch):
     assert found == {"budget": result.history[0]["budget"]} | expected[result.history[0]["policy"]]
 
 
+def test_a_plan_shows_what_is_not_known_at_every_batch():
+    keys = ("scenario=plan", "hardware=8xh100", "scenario.batch_sizes=[16,32,128]", "scenario.experiment=null")
+    keys += ("scenario.drafts=[self,llama-3.2-1b,ngram]", "scenario.policies=[streaming,window,snapkv]")
+    console = Console(file=io.StringIO(), width=80)
+    console.print(outcome(plan_scenario.run, *keys, *LLAMA).view)
+    shown = console.file.getvalue()
+    assert re.search(r"32 +llama-3.2-1b +streaming 512 +3 +[\d,]+ +[\d.]+ +1\.46x \| 1\.\d\dx", shown)
+    heading, _, *rows = shown[shown.index("by batch") :].splitlines()[2:10]
+    assert heading.split() == ["draft", "cache", "16", "32", "128"]
+    for small, medium, large in [map(float, row.split()[-3:]) for row in rows]:
+        assert 0 < large < medium < small
+    assert sum("ngram" in row for row in rows) == 1
+
+
 def test_a_plan_replaces_no_other_experiment(tmp_path, monkeypatch):
     monkeypatch.setattr(plan_scenario, "EXPERIMENTS", tmp_path)
     (tmp_path / "mine.yaml").write_text("# @package _global_\n")
@@ -147,7 +174,7 @@ def test_a_plan_replaces_no_other_experiment(tmp_path, monkeypatch):
     [
         (["hardware=auto"], r"hardware\.bandwidth_gbs=null: predicting for hardware=auto"),
         (["hardware=8xa100", "draft=none"], "draft=none: there is no speculation to predict"),
-        (["hardware=8xa100", "scenario.gammas=[]"], r"scenario\.gammas=\[\]: scenario=predict needs at least one"),
+        (["hardware=8xa100", "scenario.gammas=[]"], r"scenario\.gammas=\[\]: must hold at least one"),
         (["hardware=8xa100", "scenario.critical_batches=[64]"], "must be a smaller and a larger batch"),
         (["hardware=8xa100", "target=qwen3-8b", "batch.context_len=50000"], r"batch\.context_len=40896 would fit"),
         (["hardware=8xa100", "scenario.alpha=1.5"], r"scenario\.alpha=1\.5: must be between 0 and 1"),
@@ -166,7 +193,7 @@ def test_mistakes_in_a_prediction_are_named(keys, names):
     [
         (["hardware.tensor_parallel=3"], r"hardware\.tensor_parallel=3: 32 query heads.*valid: 1, 2, 4"),
         (
-            ["scenario.drafts=[qwen2.5-7b]", "draft.tensor_parallel=8"],
+            ["draft=model", "scenario.drafts=[qwen2.5-7b]", "draft.tensor_parallel=8"],
             r"draft\.tensor_parallel=8: 28 query heads.*valid: 1, 2, 4",
         ),
     ],
@@ -175,7 +202,9 @@ def test_ranks_that_cannot_divide_a_model_are_refused_by_a_plan(keys, names):
     common = ("scenario=plan", "hardware=8xh100", "scenario.experiment=null", "scenario.policies=[streaming,quantized]")
     with pytest.raises(UserError, match=names):
         outcome(plan_scenario.run, *common, *LLAMA, *keys)
-    found = outcome(plan_scenario.run, *common, *LLAMA, "scenario.drafts=[qwen2.5-7b]", "draft.tensor_parallel=4")
+    found = outcome(
+        plan_scenario.run, *common, *LLAMA, "draft=model", "scenario.drafts=[qwen2.5-7b]", "draft.tensor_parallel=4"
+    )
     assert {"none"} == {line["draft"] for line in found.history}, "no acceptance is known of that draft"
 
 
@@ -222,7 +251,8 @@ def test_beside_a_run_stand_predictions_and_their_errors(setup):
         "time/draft_ms": 1e3 * times.draft.total,
         "time/verify_ms": None,
     }
-    result = predicted_metrics(setup(), 3, measured)
+    result = predicted_metrics(setup(), 3, measured | {"speedup_wall": 0.5}, 64)
+    assert result["predicted/speedup_wall_error"] == pytest.approx(2 * result["predicted/speedup_wall"] - 1)
     assert result["predicted/gamma"] == 3
     assert result["predicted/target_decode_error"] == pytest.approx(-0.5)
     assert result["predicted/draft_error"] == pytest.approx(0.0)

@@ -76,6 +76,14 @@ def test_the_rounds_of_a_batch_match_a_simulation(gamma, num_tokens, alpha):
     assert s.batch_rounds(gamma, alpha, num_rows, num_tokens) == pytest.approx(rounds.max(axis=1).mean(), rel=0.01)
 
 
+def test_the_speedup_of_a_batch_is_that_of_a_row_less_the_wait():
+    for rows, bound in ((1, 1.0), (32, 0.9)):
+        batch = s.batch_speedup(3, 0.8, rows, 4096, 10.0, 20.0)
+        assert batch == pytest.approx(4096 * 10.0 / (20.0 * s.batch_rounds(3, 0.8, rows, 4096)))
+        assert bound * 0.95 < batch / (10.0 * s.omega(3, 0.8) / 20.0) <= 1.0
+    assert s.batch_speedup(3, 1.0, 32, 64, 10.0, 20.0) == pytest.approx(10.0 * 4 / 20.0)
+
+
 def test_a_batch_waits_for_its_unluckiest_row_by_a_fifth():
     # 24 rows x 64 tokens: 20-25% is what equal rows lose to chance alone.
     assert 1.15 < s.batch_rounds(3, 0.8, 24, 64) / s.batch_rounds(3, 0.8, 1, 64) < 1.30

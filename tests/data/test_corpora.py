@@ -5,10 +5,10 @@ import sys
 import pytest
 
 from magicdec.config.load import compose
+from magicdec.config.registry import CORPORA
 from magicdec.data import PromptRequest, fingerprint, load_prompts
 from magicdec.errors import UserError
 from magicdec.planning.resolve import resolve
-from magicdec.registry import CORPORA
 from magicdec.tracking.store import run_id
 from tests.data.characters import CharacterTokenizer, load
 
@@ -84,6 +84,10 @@ def test_prompts_are_the_users_own_and_ragged(tmp_path):
         ('{"messages": []}', '"messages" must be'),
         ('{"messages": [{"role": "user"}]}', '"messages" must be'),
         ('{"messages": [{"role": "nobody", "content": ""}]}', "unknown role nobody"),
+        ('{"prompt": "a\\ud800"}', "cannot be read (UnicodeEncodeError: "),
+        ('{"messages": [{"role": "user", "content": "\\udfff"}]}', "cannot be read (UnicodeEncodeError: "),
+        ('{"prompt": ' + "[" * 100_000, "cannot be read (RecursionError: "),
+        ('{"prompt": ' + "1" * 6000 + "}", "cannot be read (ValueError: Exceeds the limit (4300 digits)"),
         (json.dumps({"prompt": "x" * 21}), "21 tokens, more than batch.context_len=20"),
     ],
 )

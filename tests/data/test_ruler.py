@@ -5,9 +5,9 @@ from collections import Counter
 
 import pytest
 
+from magicdec.config.registry import CORPORA
 from magicdec.data.ruler import TASKS, accuracy
 from magicdec.errors import UserError
-from magicdec.registry import CORPORA
 from tests.data.characters import CharacterTokenizer, load
 
 

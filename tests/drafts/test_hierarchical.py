@@ -96,7 +96,7 @@ def test_proposals_are_distributed_as_the_inner_level_says(sampled):
     q_V, p_V = proposal.q_BGV[0, 0], following([*PROMPT, FIRST])
     assert p_value(proposal.tokens_BG[:, 0], q_V) > 1e-3
     sampled.restart()
-    sampled.decoder.round(sampled.draft, 3)
+    sampled.decoder.round(sampled.draft, 3, 0)
     accepted_B = sampled.decoder.state.accepted_RB[0]
     expected = float(torch.minimum(p_V, q_V).sum())
     error = (expected * (1 - expected) / ROWS) ** 0.5

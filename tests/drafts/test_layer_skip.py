@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from magicdec.drafting import LayerSkip
+from magicdec.drafts.layer_skip import LayerSkip
 from magicdec.errors import UserError
 from magicdec.models.kv_cache import KVCache
 from tests.small import open_batch, random_prompts, small_model

@@ -5,13 +5,13 @@ import itertools
 import pytest
 import torch
 
+from magicdec.config.registry import DRAFTS
 from magicdec.costmodel.speedup import omega, speedup
 from magicdec.decoding.state import State
 from magicdec.engine.adaptive import AdaptiveCycle
 from magicdec.engine.audit import audit
 from magicdec.engine.native import warm_up
 from magicdec.measure import metrics
-from magicdec.registry import DRAFTS
 from tests.engine.test_graphs import CASES, TARGET
 from tests.small import noisy_copy, open_batch, random_prompts
 
@@ -95,6 +95,24 @@ def test_a_hopeless_draft_is_given_up_soon_and_for_good(monkeypatch):
     assert adaptive.gammas == []
     adaptive()
     assert adaptive.gammas[0] > 0
+
+
+@pytest.mark.parametrize(("gain", "chosen"), [(0.02, 3), (0.04, 5)])
+def test_another_gamma_must_be_better_by_a_margin(monkeypatch, gain, chosen):
+    adaptive = simulated(monkeypatch, 0.8, 0.1, verify=1.1)
+    adaptive._gamma = 3
+    adaptive._seconds = {0: 9.0, 3: omega(3, adaptive.alpha), 5: (1 - gain) * omega(5, adaptive.alpha)}
+    adaptive._choose()
+    assert adaptive._gamma == chosen
+
+
+@pytest.mark.parametrize(("judged", "chosen"), [(15.9, 3), (16.0, 0)])
+def test_speculation_is_given_up_on_evidence_alone(monkeypatch, judged, chosen):
+    adaptive = simulated(monkeypatch, 0.8, 0.1, verify=1.1)
+    adaptive._gamma, adaptive._judged, adaptive._accepted = 3, judged, 0.1 * judged
+    adaptive._seconds = {0: 1.0, 3: 2.0}
+    adaptive._choose()
+    assert adaptive._gamma == chosen
 
 
 class Scripted(AdaptiveCycle):

@@ -15,7 +15,7 @@ from magicdec.measure import metrics
 from magicdec.measure.profile import profile_round
 from magicdec.models.kv_cache import KVCache
 from magicdec.verification.sampling import Sampling
-from tests.small import noisy_copy, open_batch, random_prompts, small_model
+from tests.small import VOCAB, noisy_copy, open_batch, random_prompts, small_model
 
 TARGET = small_model(spread=0.15)
 SAMPLING = Sampling(temperature=0.9, top_k=20, top_p=0.95, seed=3)
@@ -50,7 +50,7 @@ def test_a_z_score_is_that_of_a_twin_in_plain_python(sampled, monkeypatch):
     fast = [row[:6] for row in fast]
     excess = variance = outside = 0.0
     for prompt, row in zip(PROMPTS, fast, strict=True):
-        for at in range(1, len(row)):
+        for at in range(len(row)):
             p = distribution(prompt + row[:at])
             entropy = -sum(x * math.log(x) for x in p if x)
             variance += sum(x * (math.log(x) + entropy) ** 2 for x in p if x)
@@ -99,13 +99,93 @@ def test_a_token_that_the_target_would_not_draw_fails(sampled):
     assert (found.speculative.outside, found.passed) == (1, False)
 
 
-def test_rows_that_differ_are_counted_and_ties_alone_are_excused():
+@pytest.fixture(scope="module")
+def tied():
+    """A target to which two tokens are nearly equal, a batch, what it wrote greedily, and where row 0 has one of
+    the two, and the other.
+    """
+    target = small_model(tie_word_embeddings=False)
+    prompts = random_prompts([40, 50])
+    row = open_batch(target, prompts[:1]).decoder.generate().tokens[0]
+    twins = row[5], next(token for token in range(VOCAB) if token not in prompts[0] + row)
+    target.embed.weight.data[twins[1]] = target.embed.weight.data[twins[0]]
+    target.head.weight.data[twins[1]] = target.head.weight.data[twins[0]] * (1 - 2e-6)
+    batch = open_batch(target, prompts)
+    plain = batch.decoder.generate().tokens
+    at = next(at for at, token in enumerate(plain[0]) if token in twins)
+    return batch.decoder, prompts, plain, at, sum(twins) - plain[0][at]
+
+
+def gaps(target, prompt: list[int], row: list[int]) -> tuple[list[float], int]:
+    """The gap of every token to the largest logit by one pass without a cache before it, and how many are no ties."""
+    cache = KVCache(target.config, 1, len(prompt + row), torch.float32, "cpu")
+    logits_NV = target.logits(target(torch.tensor([prompt + row]), cache))[0, len(prompt) - 1 : -1]
+    best = logits_NV.max(-1).values.tolist()
+    found = [most - float(logits[token]) for most, logits, token in zip(best, logits_NV, row, strict=True)]
+    return found, sum(gap > 1e-5 * abs(most) for gap, most in zip(found, best, strict=True))
+
+
+WRONG = 1  # the target's choice nowhere
+CHANGES = {  # of the row, at its tie: is this the target's output, too?
+    "nothing": (lambda row, at, twin: row, True),
+    "the twin": (lambda row, at, twin: [*row[:at], twin, *row[at + 1 :]], True),
+    "wrong behind the twin": (lambda row, at, twin: [*row[:at], twin, *[WRONG] * (len(row) - at - 1)], False),
+    "wrong at the tie": (lambda row, at, twin: [*row[:at], WRONG, *row[at + 1 :]], False),
+    "wrong at first": (lambda row, at, twin: [WRONG, *row[1:]], False),
+    "wrong at last": (lambda row, at, twin: [*row[:-1], WRONG], False),
+    "a missing end": (lambda row, at, twin: row[:-1], False),
+}
+
+
+@pytest.mark.parametrize("one_way", [True, False])
+@pytest.mark.parametrize("change", CHANGES)
+@torch.inference_mode()
+def test_every_token_must_be_the_targets_choice(tied, change, one_way):
+    """In the speculative output, and in both; against gaps without a cache."""
+    decoder, prompts, plain, at, twin = tied
+    changed, is_right = CHANGES[change]
+    fast = [changed(plain[0], at, twin), plain[1]]
+    found = audit(decoder, plain if one_way else fast, fast)
+    every, outside = zip(*(gaps(decoder.target, *pair) for pair in zip(prompts, fast, strict=True)), strict=True)
+    assert found.speculative.outside == sum(outside)
+    assert found.speculative.max_logit_gap == pytest.approx(max(map(max, every)), abs=1e-4)
+    assert found.different == (one_way and change != "nothing")
+    assert found.excused == (found.different and is_right)
+    assert found.passed == (is_right or (change == "a missing end" and not one_way))  # equal rows may end early
+
+
+@pytest.mark.parametrize("change", ["the twin", "wrong behind the twin"])
+@torch.inference_mode()
+def test_a_row_is_excused_only_if_the_baseline_is_right_as_well(tied, change):
+    decoder, _, plain, at, twin = tied
+    changed, is_right = CHANGES[change]
+    found = audit(decoder, [changed(plain[0], at, twin), plain[1]], plain)
+    assert (found.different, found.excused, found.passed) == (1, is_right, is_right)
+    assert (found.speculative.outside, found.baseline.outside) == (0, 0 if is_right else len(plain[0]) - at - 1)
+    assert found.speculative.max_logit_gap == 0 < found.baseline.max_logit_gap
+
+
+@pytest.mark.parametrize("best", [20.0, -20.0])
+@pytest.mark.parametrize(("dtype", "tie"), [(torch.float32, 1e-5), (torch.bfloat16, 2**-4), (torch.float16, 2**-7)])
+def test_a_near_tie_is_a_share_of_the_largest_logit(dtype, tie, best):
+    logits = torch.tensor([best, best - 0.9 * tie * 20, best - 1.1 * tie * 20, best - 50])
+    outside, gap = module.greedy_scores(logits.expand(1, 4, 4), torch.arange(4)[None, :, None], module.near_tie(dtype))
+    assert outside.tolist() == [[0, 0, 1, 1]]
+    assert torch.equal(gap[0], logits[0] - logits)
+
+
+def test_outcomes_of_batches_add_up():
     assert Audit(True, 2, 2).passed
     assert not Audit(True, 2, 1).passed
-    total = Audit(True, 2, 2, LogitGaps(0.5), LogitGaps(0.1)) + Audit(True, 1, 0, LogitGaps(0.2), LogitGaps(0.3))
+    assert not Audit(True, speculative=LogitGaps(outside=1)).passed
+    total = Audit(True, 2, 2, LogitGaps(0, 0.5), LogitGaps(1, 0.1)) + Audit(
+        True, 1, 0, LogitGaps(4, 0.2), LogitGaps(2, 0.3)
+    )
     assert total.metrics() == {
         "lossless/different_rows": 3,
         "lossless/excused_rows": 2,
+        "lossless/outside_tokens": 4,
+        "lossless/baseline_outside_tokens": 3,
         "lossless/max_logit_gap": 0.5,
         "lossless/baseline_max_logit_gap": 0.3,
     }
@@ -149,7 +229,7 @@ def test_a_profile_and_an_audit_demand_finite_logits():
     batch = open_batch(TARGET, PROMPTS[:2], draft_name="self", gamma=2, policy="full")
     plain = batch.decoder.generate().tokens
     batch.decoder.target = poisoned(TARGET)
-    with pytest.raises(NonFinite, match="new token 1 of row 0, in the audit"):
+    with pytest.raises(NonFinite, match="new token 0 of row 0, in the audit"):
         audit(batch.decoder, plain, plain)
     batch.simulate_prefill()
     warm_up(batch)

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from magicdec.attention.choice import backend
+from magicdec.config.registry import DRAFTS, POLICIES
 from magicdec.engine.native import NativeEngine, warm_up
 from magicdec.measure.footprint import footprint
 from magicdec.measure.memory import Peak, workspace_bytes
 from magicdec.measure.profile import profile_round
-from magicdec.registry import DRAFTS, POLICIES
 from tests.small import new_engine, noisy_copy, random_prompts, small_model
 
 pytestmark = pytest.mark.gpu

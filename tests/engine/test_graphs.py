@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from magicdec.config.registry import DRAFTS, POLICIES
 from magicdec.engine import decoder, graphs
 from magicdec.engine.native import warm_up
 from magicdec.measure import profile
-from magicdec.registry import DRAFTS, POLICIES
 from tests.small import new_engine, noisy_copy, open_batch, random_prompts, small_model
 
 TARGET = small_model()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from magicdec.registry import POLICIES
+from magicdec.config.registry import POLICIES
 from tests.checkpoints import load_model, load_reference, make_checkpoint
 from tests.small import noisy_copy, open_batch, random_prompts
 

@@ -76,6 +76,7 @@ class Made:
     shared: int
     warps: int
     ptx: str
+    cubin: bytes
 
     @property
     def programs(self) -> int:
@@ -134,7 +135,15 @@ def build(
     )
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     registers, spilled = resources(made.asm["cubin"])
-    return Made(capability, registers, spilled, made.metadata.shared, made.metadata.num_warps, made.asm["ptx"])
+    return Made(
+        capability,
+        registers,
+        spilled,
+        made.metadata.shared,
+        made.metadata.num_warps,
+        made.asm["ptx"],
+        made.asm["cubin"],
+    )
 
 
 @cache

@@ -3,7 +3,7 @@
 with fake_cuda() as recording:
     batch = prefilled(engine("self", "streaming"))
     with recording.of() as seen:
-        batch.decoder.round(batch.draft, 4)
+        batch.decoder.round(batch.draft, 4, 0)
 assert not seen.faults
 """
 
@@ -28,11 +28,11 @@ from torch.utils._pytree import tree_leaves
 
 from magicdec.architectures import ModelConfig
 from magicdec.attention.choice import backend
+from magicdec.config.registry import DRAFTS
 from magicdec.engine.native import Batch, NativeEngine
 from magicdec.models import rope
 from magicdec.models.parallel import ALONE, Share
 from magicdec.models.transformer import Transformer
-from magicdec.registry import DRAFTS
 from tests.gpu_rehearsal.compile import GPUS, Launch, compiled
 from tests.small import new_engine
 
@@ -68,14 +68,16 @@ CUDA, META = 1, 14  # c10::DeviceType
 
 
 def lend_guard() -> None:
-    """Let CUDA tensors be indexed by a PyTorch for CPUs: it has no guard for their devices, and meta's does nothing."""
+    """Let CUDA tensors be indexed without a GPU: PyTorch for CPUs has no guard for their devices, and that of PyTorch
+    for CUDA asks the driver. Meta's does nothing.
+    """
     library = ctypes.CDLL(str(pathlib.Path(torch.__file__).parent / "lib" / "libc10.so"))
     try:
         guards = (ctypes.c_void_p * 22).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")
     except ValueError:
         pytest.skip("this PyTorch's libc10 has no table of device guards under the name that is known here")
     assert guards[META]
-    if not guards[CUDA]:
+    if not torch.cuda.is_available():
         guards[CUDA] = guards[META]
 
 
@@ -217,7 +219,8 @@ def _traffic(name: str, arguments: dict[str, Any]) -> tuple[int, int]:
         tensors = [x for x in arguments.values() if isinstance(x, Tensor)]
         return sum(map(_bytes, tensors)), 0
     k = arguments["k"]
-    slots = arguments["num_indices"] if arguments["SELECTED"] else min(k.shape[2], arguments["reach"] + arguments["T"])
+    reach = k.shape[2] if arguments["reach"] is None else arguments["reach"]
+    slots = arguments["num_indices"] if arguments["SELECTED"] else min(k.shape[2], reach + arguments["T"])
     cache = 2 * k.shape[0] * k.shape[1] * slots * k.shape[3] * k.element_size()
     written = [arguments[key] for key in (("partial", "lse") if arguments["SPLIT"] else ("out",))]
     written += [arguments["raw"]] if arguments["SCORED"] else []

@@ -15,8 +15,11 @@ from unittest.mock import patch
 import pytest
 import torch
 from triton.backends.compiler import GPUTarget
+from triton.runtime import driver as triton_driver
 
 from tests.gpu_rehearsal.compile import GPUS
+
+ACTIVE = "_active" if "_active" in vars(triton_driver) else "active"  # where Triton, and Triton 3.4, keep the driver
 
 
 class CompilingDriver:
@@ -97,7 +100,7 @@ def pretended_gpu(capability: int = 90) -> Iterator[None]:
         for owner, name in ((attention_patterns, "_sfdp_init"), (padding, "_pad_mm_init")):
             answer(owner, name, None)  # they run kernels to learn patterns
         answer(other_patterns, "_misc_patterns_init", None)
-        stack.enter_context(patch.object(driver, "_active", CompilingDriver(capability)))
+        stack.enter_context(patch.object(driver, ACTIVE, CompilingDriver(capability)))
         stack.enter_context(
             torch._inductor.config.patch(
                 force_disable_caches=True, compile_threads=1, joint_graph_constant_folding=False

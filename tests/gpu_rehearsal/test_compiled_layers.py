@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from magicdec.costmodel.hardware import hardware_named
-from magicdec.costmodel.round import Setup
+from magicdec.costmodel.round import CODE_ROWS, Setup
 from magicdec.decoding.state import TARGET, State
-from magicdec.drafting import CODE_ROWS, SelfSpeculation
+from magicdec.drafts.self import SelfSpeculation
 from magicdec.models import quantize
 from magicdec.models.kv_cache import KVCache
 from magicdec.verification.accept import Verdict

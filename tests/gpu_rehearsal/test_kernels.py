@@ -13,7 +13,8 @@ from magicdec.attention.triton import split_count
 from tests.attention.twins import case
 from tests.gpu_rehearsal.compile import GPUS, Launch, compiled, resources
 from tests.gpu_rehearsal.fake import engine, fake_cuda, prefilled, rounds
-from tests.gpu_rehearsal.inductor import CompilingDriver
+from tests.gpu_rehearsal.inductor import ACTIVE, CompilingDriver
+from tests.gpu_rehearsal.sass import TENSOR_FLOPS, cycles, loops
 
 CELLS = [(24, 32768), (11, 32768), (192, 4096), (96, 8192), (48, 16384), (8, 100000)]  # rows, context
 
@@ -41,6 +42,22 @@ def test_no_wave_is_left_half_empty(rows, context, capability):
     for launch in launches:
         at_once = compiled(launch, capability).programs * GPUS[capability].sms
         assert share(launch, launch.arguments["S"], at_once) >= 0.85
+
+
+@pytest.mark.parametrize("window", [None, 4096])
+def test_a_prefill_is_bound_by_tensor_cores(window):
+    """In the blocks that all query rows of a tile see, which are most; by the instructions that an H100 issues."""
+    with fake_cuda(90) as recording:
+        q = torch.empty(1, 512, 32, 128, dtype=torch.bfloat16, device="cuda")
+        k = torch.empty(1, 8, 32768, 128, dtype=torch.bfloat16, device="cuda")
+        attention, lengths = ours.TritonAttention(), torch.empty(1, dtype=torch.int32, device="cuda")
+        plan = attention.plan(lengths, Shape(512, 32768, 4, q.dtype), window)
+        with recording.of() as seen:
+            attention.attend(q, k, k, plan)
+    (launch,) = seen.launches
+    made, sizes = compiled(launch, 90), launch.arguments
+    _, inner, *_ = loops(made)
+    assert cycles(made, [inner]) < 4 * sizes["TILE"] * sizes["BLOCK"] * sizes["D"] / TENSOR_FLOPS
 
 
 def test_splits_fill_waves():
@@ -84,7 +101,7 @@ def test_another_triton_that_does_not_tell_registers(monkeypatch):
 def test_triton_itself_compiles_a_pass_before_its_first_launch(kind, monkeypatch):
     """With the arguments of the pass, on a device that only compiles, which tells how many programs run at once."""
     loaded = []
-    monkeypatch.setattr(driver, "_active", CompilingDriver(90))
+    monkeypatch.setattr(driver, ACTIVE, CompilingDriver(90))
     monkeypatch.setattr(ours, "gpu", lambda: ours.Gpu(90, 132, GPUS[90].shared, 64))
     monkeypatch.setattr(ours, "_programs", {})
 

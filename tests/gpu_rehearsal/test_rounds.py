@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import DynamicOutputShapeException
 
-from magicdec.policies import Streaming
-from magicdec.registry import DRAFTS, POLICIES
+from magicdec.cache.streaming import Streaming
+from magicdec.config.registry import DRAFTS, POLICIES
 from magicdec.verification.sampling import Sampling
 from tests.gpu_rehearsal.fake import engine, fake_cuda, prefilled, rounds
 

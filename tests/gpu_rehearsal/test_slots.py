@@ -2,8 +2,8 @@
 
 import pytest
 
-from magicdec.policies import Streaming
-from magicdec.registry import DRAFTS, POLICIES
+from magicdec.cache.streaming import Streaming
+from magicdec.config.registry import DRAFTS, POLICIES
 from magicdec.serving.request import Params
 from magicdec.serving.slots import Slots, SlotState
 from magicdec.verification.sampling import Sampling

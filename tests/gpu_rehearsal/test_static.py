@@ -12,10 +12,10 @@ def test_the_bytes_are_the_cost_models(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     import gpu_static
 
+    from magicdec.cache.streaming import Streaming
     from magicdec.costmodel.hardware import hardware_named
     from magicdec.costmodel.round import Setup, round_times
-    from magicdec.drafting import SelfSpeculation
-    from magicdec.policies import Streaming
+    from magicdec.drafts.self import SelfSpeculation
     from tests.gpu_rehearsal.fake import LLAMA_8B
 
     hardware = hardware_named("H200", stack="magicdec")

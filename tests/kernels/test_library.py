@@ -40,6 +40,18 @@ def test_it_is_built_once_and_what_is_in_the_way_is_one_line(tmp_path, monkeypat
     assert library.obstacle() == "needs a C++ compiler, and neither g++ nor clang++ is installed (CXX names another)"
 
 
+def test_each_file_of_the_folder_decides_the_library_s_name(tmp_path, monkeypatch):
+    folder = tmp_path / "kernels"
+    shutil.copytree(library.FOLDER, folder, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(library, "FOLDER", folder)
+    names = [library.path.__wrapped__()]
+    for file in folder.iterdir():
+        file.write_text(file.read_text() + "\n")
+        names.append(library.path.__wrapped__())
+    assert {"ahead.h", "attention.cpp"} < {file.name for file in folder.iterdir()}
+    assert len(set(names)) == len(names)
+
+
 def test_a_compiler_that_fails_and_a_folder_that_cannot_be_made_are_obstacles(tmp_path, monkeypatch):
     compiler = tmp_path / "c++"
     compiler.write_text("#!/bin/sh\nexit 1\n")
@@ -76,15 +88,31 @@ def test_a_library_that_cannot_be_loaded_is_an_obstacle(share, tmp_path, monkeyp
     assert library.obstacle() is None
 
 
+def passes_with(flags: str, folder: Path, *files: str, **variables: str) -> None:
+    """Run these files' tests on kernels that are compiled with more flags."""
+    tests = [str(Path(__file__).parents[1] / file) for file in files]
+    command = [sys.executable, "-m", "pytest", "-qs", "-n0", "-p", "tests.kernels.flags", *tests]
+    environment = os.environ | {"XDG_CACHE_HOME": str(folder), "KERNEL_FLAGS": flags} | variables
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(list(folder.glob("magicdec/*.so"))) == 1
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64" or library.compiler() is None, reason="for x86-64, with a compiler")
 def test_kernels_for_avx2_compute_the_same(tmp_path):
-    files = ("attention/test_cpp.py", "models/test_operators.py", "models/test_passes.py")
-    tests = [str(Path(__file__).parents[1] / file) for file in files]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.kernels.avx2", *tests]
-    done = subprocess.run(command, env=os.environ | {"XDG_CACHE_HOME": str(tmp_path)}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout
-    assert len(list(tmp_path.glob("magicdec/*.so"))) == 1
+    files = ("attention/test_cpp.py", "models/test_operators.py", "models/test_passes.py", "kernels/test_fuzz.py")
+    passes_with("-march=haswell", tmp_path, *files)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs GCC, whose sanitizers Python can be started with")
+def test_kernels_neither_read_nor_write_beyond_their_tensors(tmp_path):
+    """Fuzz them under ASan and UBSan: in half a minute, of which compiling takes a third."""
+    runtime = subprocess.check_output(["g++", "-print-file-name=libasan.so"], text=True).strip()
+    flags = "-O0 -fsanitize=address,undefined -fno-sanitize-recover=undefined"
+    options = {"CXX": "g++", "LD_PRELOAD": runtime, "ASAN_OPTIONS": "detect_leaks=0"}  # Python frees little at its end
+    passes_with(flags, tmp_path, "kernels/test_fuzz.py", **options)
 
 
 @pytest.mark.slow

@@ -8,13 +8,13 @@ from torch.profiler import ProfilerActivity, profile
 
 from magicdec.attention.sdpa import SdpaAttention
 from magicdec.config.load import compose
+from magicdec.config.registry import DRAFTS, POLICIES
 from magicdec.engine.audit import audit
 from magicdec.measure.footprint import UniformAttention, footprint, largest_batch
 from magicdec.models.quantize import quantized
 from magicdec.models.transformer import Transformer
 from magicdec.planning import build
 from magicdec.planning.resolve import resolve
-from magicdec.registry import DRAFTS, POLICIES
 from magicdec.serving.request import Params
 from magicdec.serving.slots import Slots
 from magicdec.tracking.progress import progress

@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from magicdec.config.registry import DRAFTS
 from magicdec.costmodel.speedup import alpha_from_acceptance_length, omega
 from magicdec.engine.decoder import Generation
 from magicdec.measure import metrics
-from magicdec.registry import DRAFTS
 from magicdec.scenarios.outputs import speeds
 from tests.small import noisy_copy, open_batch, random_prompts, small_model
 
@@ -112,6 +112,14 @@ def test_without_decoding_there_is_no_speedup():
     result = speeds([one, one], [one, one])
     assert result["speculative/time_to_first_token_ms"] == 1000.0
     assert not [key for key in result if key.startswith("speedup") or key == "noisy"]
+
+
+def test_the_interval_of_a_speedup_is_that_of_its_repeats():
+    plain = [{"time_per_output_token_ms": 10.0, "decode_s": 1.0}] * 3
+    fast = [{"time_per_output_token_ms": 10.0 / ratio, "decode_s": 1.0} for ratio in (1.55, 1.1, 1.5)]
+    result = speeds(plain, fast)
+    found = [result[f"speedup{end}"] for end in ("", "_min", "_max", "_spread")]
+    assert found == pytest.approx([1.5, 1.1, 1.55, 0.3])
 
 
 @pytest.mark.parametrize("gamma", [1, 4, 8])

@@ -1,9 +1,13 @@
 """The parts of a round: which are timed for which policy."""
 
+import time
+
 import pytest
 
+from magicdec.cache import verify_guided
+from magicdec.config.registry import POLICIES
+from magicdec.decoding import timers
 from magicdec.measure.profile import profile_round
-from magicdec.registry import POLICIES
 from tests.small import noisy_copy, open_batch, random_prompts, small_model
 
 PARTS = {"target_decode_ms", "draft_ms", "verify_ms", "round_ms", "overhead_ms"}
@@ -26,6 +30,25 @@ def test_a_selection_is_timed_where_entries_are_chosen_by_their_attention(policy
 @pytest.mark.parametrize(("policy", "is_timed"), [("topk", True), ("snapkv", False), ("streaming", False)])
 def test_what_an_independent_draft_selects_at_its_prefill_is_a_part_of_it(policy, is_timed):
     assert ("select_ms" in parts("model", policy)) == is_timed
+
+
+@pytest.mark.parametrize("refresh", [1, 2, 3])
+def test_the_choice_of_a_round_is_its_own_part(monkeypatch, refresh):
+    """A choice that takes a second by a clock of its own, in one of `refresh` rounds: no part of the overhead."""
+    late, now, choose = [0.0], time.perf_counter, verify_guided.best
+
+    def slow(*arguments):
+        late[0] += 1.0
+        return choose(*arguments)
+
+    monkeypatch.setattr(timers.time, "perf_counter", lambda: now() + late[0])
+    monkeypatch.setattr(verify_guided, "best", slow)
+    keys = {"policy": "verify_guided", "budget": 16, "refresh": refresh, "generate_len": 60}
+    batch = open_batch(small_model(), random_prompts([40, 50]), draft_name="self", gamma=2, **keys)
+    times = profile_round(batch, 4)
+    assert times["select_ms"] == pytest.approx(1000, abs=100)
+    assert times["round_ms"] == pytest.approx(1000 / refresh, abs=100)
+    assert abs(times["overhead_ms"]) < 100
 
 
 def test_no_draft_has_one_part():

@@ -1,6 +1,7 @@
 """What a machine does during a run, while it does it."""
 
 import sys
+import threading
 import time
 from types import SimpleNamespace
 
@@ -27,6 +28,12 @@ def test_a_busy_machine_with_memory_taken():
     before = len(rows)
     time.sleep(0.1)
     assert len(rows) == before, "nothing is sampled any more"
+
+
+def test_a_clock_that_ends_waits_at_once_gives_no_more_rows(monkeypatch):
+    wait = threading.Event.wait
+    monkeypatch.setattr(threading.Event, "wait", lambda event, end=None: wait(event, end and 0))
+    assert 2 < len(rows_of(0.5)) < 11
 
 
 def test_a_short_run_has_none():

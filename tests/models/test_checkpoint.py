@@ -7,9 +7,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from magicdec.config.registry import PACKAGE
 from magicdec.errors import UserError
 from magicdec.models.checkpoint import fingerprint, load, pieces, read_config, stored_in_bfloat16
-from magicdec.registry import PACKAGE
 from tests.checkpoints import load_reference, make_checkpoint
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -9,6 +9,7 @@ from torch import nn
 from magicdec.kernels.library import compiler
 from magicdec.models.kv_cache import Place
 from magicdec.models.operators import PYTORCH, CppOperators
+from tests.threads import threads
 
 if compiler() is None:
     pytest.skip("needs a C++ compiler", allow_module_level=True)
@@ -52,12 +53,8 @@ def test_a_row_of_a_matmul_depends_neither_on_the_others_nor_on_threads(ops, wei
     for rows in (1, 2, 3, 4, 5, 50):
         assert torch.equal(ops.matmul(x[:rows], weight), together[:rows])
         assert torch.equal(ops.matmul(x[-rows:], weight), together[-rows:])
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(2)
+    with threads(2):
         assert torch.equal(ops.matmul(x, weight), together)
-    finally:
-        torch.set_num_threads(threads)
 
 
 @torch.inference_mode()

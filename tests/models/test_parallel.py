@@ -11,6 +11,7 @@ import torch
 
 from magicdec.architectures import ModelConfig, check_ranks
 from magicdec.attention.sdpa import SdpaAttention
+from magicdec.config.registry import POLICIES
 from magicdec.errors import UserError
 from magicdec.kernels.library import compiler
 from magicdec.models import parallel, symmetric
@@ -19,7 +20,6 @@ from magicdec.models.kv_cache import KVCache
 from magicdec.models.parallel import Share, share
 from magicdec.models.symmetric import SymmetricSums
 from magicdec.models.transformer import Transformer
-from magicdec.registry import POLICIES
 from magicdec.scenarios.ranks import on_ranks
 from magicdec.verification.sampling import Sampling
 from tests.small import open_batch, random_prompts
@@ -40,6 +40,7 @@ def folders(tmp_path_factory) -> dict[str, Path]:
     return {
         "bias": make_checkpoint(folder / "bias", "llama-bias", vocab_size=VOCAB),
         "mqa": make_checkpoint(folder / "mqa", "llama-mqa", vocab_size=VOCAB, tie_word_embeddings=True),
+        "wide": make_checkpoint(folder / "wide", "llama-bias", vocab_size=VOCAB, num_attention_heads=8, head_dim=8),
     }
 
 
@@ -74,6 +75,13 @@ def test_two_ranks_write_what_one_writes(folders):
         assert one == two, case
 
 
+@pytest.mark.usefixtures("forked_ranks")
+def test_eight_ranks_share_two_kv_heads(folders):
+    """Four ranks hold the same KV head, and each the cache of it; a draft of its own is divided by two."""
+    cases = [("wide", "self", 8, "streaming", Sampling()), ("wide", "model", 2, "full", Sampling())]
+    assert on_ranks(8, "cpu", decoded, folders, 8, cases) == decoded(0, folders, 1, cases)
+
+
 def decoded_in_a_buffer(rank: int, folders: dict[str, Path], ranks: int, cases: list) -> list:
     """As `decoded`, with sums in one buffer, as in symmetric memory, that gloo adds up."""
     memory = SimpleNamespace(empty=torch.empty, rendezvous=lambda *_: SimpleNamespace(multicast_ptr=0))
@@ -99,8 +107,7 @@ def test_compiled_ranks_write_what_one_writes(folders):
     assert on_ranks(2, "cpu", decoded, folders, 2, cases, True) == decoded(0, folders, 1, cases)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("name", ["bias", "mqa"])
+@pytest.mark.parametrize(("name", "ranks"), [("bias", 2), ("bias", 4), ("mqa", 2), ("mqa", 4), ("wide", 8)])
 def test_ranks_hold_parts_that_make_up_the_whole(folders, name, ranks):
     config, D = read_config(folders[name]), read_config(folders[name]).head_dim
     H, K = config.num_heads, config.num_kv_heads

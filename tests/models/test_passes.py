@@ -1,18 +1,22 @@
 """A forward pass in one call against the same pass operator by operator: the same numbers, bit for bit."""
 
+import copy
+
 import pytest
 import torch
+from torch import nn
 
 from magicdec.attention.cpp import CppAttention
 from magicdec.attention.sdpa import SdpaAttention
+from magicdec.config.choices import CacheSpec
+from magicdec.config.registry import POLICIES
 from magicdec.kernels.library import compiler
 from magicdec.models import passes
 from magicdec.models.kv_cache import KVCache
 from magicdec.models.quantize import quantized
 from magicdec.models.transformer import Transformer
-from magicdec.policies import CacheSpec
-from magicdec.registry import POLICIES
 from tests.small import VOCAB, cache_config, small_model
+from tests.threads import threads
 
 if compiler() is None:
     pytest.skip("needs a C++ compiler", allow_module_level=True)
@@ -93,7 +97,7 @@ def test_a_pass_over_a_draft_s_compact_cache(sliding, calls, monkeypatch):
     model(torch.arange(3 * 40).view(3, 40) % VOCAB, target)
     target.rollback(LENGTHS)
     spec = CacheSpec(cache_config("streaming", budget=12, num_sink=2), 2, 64, False)
-    cache = POLICIES["streaming"].load().build(spec, model.config, 3, model.dtype, "cpu", target)
+    cache = POLICIES["streaming"].work.build(spec, model.config, 3, model.dtype, "cpu", target)
     cache.load(target)
     ours, right = both_ways(model, cache, torch.tensor([[3], [1], [4]]), monkeypatch)
     assert calls == [False, True]
@@ -110,30 +114,69 @@ def test_a_row_depends_neither_on_the_others_nor_on_threads():
         cache.k_LBKSD[:], cache.v_LBKSD[:], cache.seqlens_B[:] = 0.1, 0.2, LENGTHS[rows]
         return model(tokens_BT[rows], cache)
 
-    together, threads = hidden(slice(None)), torch.get_num_threads()
+    together = hidden(slice(None))
     for row in range(3):
         assert torch.equal(hidden(slice(row, row + 1)), together[row : row + 1])
-    try:
-        torch.set_num_threads(2)
+    with threads(2):
         assert torch.equal(hidden(slice(None)), together)
-    finally:
-        torch.set_num_threads(threads)
+
+
+def hidden(model: Transformer) -> torch.Tensor:
+    return model(torch.tensor([[1, 2]]), KVCache(model.config, 1, 8, model.dtype, "cpu"))
 
 
 @torch.inference_mode()
 def test_weights_that_were_replaced_are_used(calls):
-    model, tokens_BT = model_of(), torch.tensor([[1, 2]])
-    fresh = model_of(seed=1)
-
-    def hidden(model: Transformer) -> torch.Tensor:
-        return model(tokens_BT, KVCache(model.config, 1, 8, model.dtype, "cpu"))
-
+    model, fresh = model_of(), model_of(seed=1)
     before = hidden(model)
     model.load_state_dict(fresh.state_dict(), assign=True)
     assert not torch.equal(hidden(model), before)
     assert torch.equal(hidden(model), hidden(fresh))
     assert hidden(model.bfloat16()).dtype == torch.bfloat16
     assert all(calls)
+
+
+def new_parameter(layers: nn.ModuleList) -> None:
+    layers[1].down.weight = nn.Parameter(-layers[1].down.weight.data, requires_grad=False)
+
+
+def new_data(layers: nn.ModuleList) -> None:
+    layers[1].mlp_norm.weight.data = -layers[1].mlp_norm.weight.data
+
+
+def no_bias(layers: nn.ModuleList) -> None:
+    layers[1].qkv.bias = None
+
+
+def new_module(layers: nn.ModuleList) -> None:
+    layers[1].output = copy.deepcopy(layers[0].output)
+
+
+def new_layer(layers: nn.ModuleList) -> None:
+    layers[1] = copy.deepcopy(layers[0])
+
+
+@pytest.mark.parametrize("replace", [new_parameter, new_data, no_bias, new_module, new_layer])
+@torch.inference_mode()
+def test_whatever_is_replaced_in_an_inner_layer_is_used(replace, calls, monkeypatch):
+    model = model_of(num_layers=3, qkv_bias=True)
+    before = hidden(model)
+    replace(model.layers)
+    after = hidden(model)
+    assert calls == [True, True]
+    assert not torch.equal(after, before)
+    monkeypatch.setattr(passes, "run", lambda *_: None)
+    assert torch.equal(after, hidden(model))
+
+
+@torch.inference_mode()
+def test_weights_that_do_not_lie_row_by_row_go_operator_by_operator(calls):
+    model = model_of()
+    before = hidden(model)
+    down = model.layers[1].down
+    down.weight = nn.Parameter(down.weight.data.T.contiguous().T, requires_grad=False)
+    torch.testing.assert_close(hidden(model), before)
+    assert calls == [True, False]
 
 
 @torch.inference_mode()
@@ -149,7 +192,6 @@ def test_other_passes_go_operator_by_operator(calls):
 
     assert run()
     model.layers[1].down.weight.data = model.layers[1].down.weight.data.bfloat16()  # the others are in float32
-    passes._tables.clear()
     assert not run()
     model = model_of()
     assert run()

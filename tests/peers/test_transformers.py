@@ -10,10 +10,11 @@ import torch
 
 from magicdec.config.load import compose
 from magicdec.decoding.timers import Stopwatch
-from magicdec.drafting import IndependentModel, LayerSkip, PromptLookup
+from magicdec.drafts.layer_skip import LayerSkip
+from magicdec.drafts.model import IndependentModel
+from magicdec.drafts.ngram import PromptLookup
 from magicdec.peers.base import Counts, PeerSpec
-from magicdec.peers.transformers import Bursts, TransformersPeer
-from magicdec.registry import TransformersEngine
+from magicdec.peers.transformers import Bursts, TransformersEngine, TransformersPeer
 from magicdec.scenarios import Job, run
 from magicdec.verification.sampling import Sampling
 from tests.checkpoints import load_model, make_checkpoint

@@ -7,22 +7,23 @@ that test_vllm.py tests.
 import os
 import sys
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 import torch
 
 from magicdec.config.load import compose
-from magicdec.drafting import IndependentModel, PromptLookup
+from magicdec.drafts.model import IndependentModel
+from magicdec.drafts.ngram import PromptLookup
 from magicdec.errors import UserError
 from magicdec.measure.metrics import RowTimes
 from magicdec.models import checkpoint
 from magicdec.peers import process
 from magicdec.peers.base import Counts, PeerSpec
-from magicdec.peers.llamacpp import LlamacppPeer
-from magicdec.peers.openvino import OpenvinoPeer
+from magicdec.peers.llamacpp import LlamacppEngine, LlamacppPeer
+from magicdec.peers.openvino import OpenvinoEngine, OpenvinoPeer
 from magicdec.planning.resolve import resolve
-from magicdec.registry import LlamacppEngine, OpenvinoEngine
 from magicdec.scenarios import Job, run
 from magicdec.verification.sampling import Sampling
 from tests.test_run import SMALL, TINY
@@ -66,6 +67,17 @@ def test_the_models_of_each_way(peer, name):
     assert Path(fast["draft"]).read_text() == draft
     assert fast == plain | {"gamma": 3, "draft": fast["draft"]}
     assert peer(name, draft=PromptLookup(max_ngram=4)).options(True) == plain | {"gamma": 3, "ngram": 4}
+
+
+def test_another_version_of_an_engine_is_another_run(monkeypatch):
+    """Whether it runs in this process or in an environment of its own."""
+    monkeypatch.setattr(OpenvinoPeer, "modules", ("yaml", "torch"))
+    packages = [f"PyYAML {metadata.version('PyYAML')}", f"torch {metadata.version('torch')}"]
+    assert OpenvinoPeer.installed(OpenvinoEngine(python=sys.executable)) == ", ".join(packages)
+    plan = resolve(compose([*SMALL, "engine=transformers", "draft=none"]))
+    before = plan.fingerprints
+    monkeypatch.setattr("transformers.__version__", "4.0.0")
+    assert plan.fingerprints == before | {"engine": "transformers 4.0.0"} != before
 
 
 def test_the_type_of_openvinos_cache(peer):

@@ -20,6 +20,21 @@ def test_a_disturbed_run_says_so_with_a_single_repeat(tmp_path, monkeypatch, cap
     assert "NOISY" in capsys.readouterr().out
 
 
+def test_a_machine_that_is_slow_throughout_is_noticed(tmp_path):
+    """By an earlier attempt at the same run, which was faster."""
+    config = compose([*SMALL, f"runs_dir={tmp_path}"])
+    first = run(config, Job())
+    assert "agreement/earlier" not in first
+    assert first["agreement/prediction"] == max(
+        1.0, first["time/target_decode_ms"] / first["predicted/target_decode_ms"]
+    )
+    quick = {"autoregressive/time_per_output_token_ms": first["autoregressive/time_per_output_token_ms"] / 100}
+    (tmp_path / first["id"] / "result.json").write_text(json.dumps(first | quick))
+    second = run(config, Job())
+    assert second["agreement/earlier"] > 5
+    assert second["noisy"] is True
+
+
 @pytest.mark.parametrize("engine", ["native", "transformers"])
 def test_rows_that_end_at_their_first_token_leave_no_speedup(tmp_path, engine):
     """Every token of the checkpoint ends a sequence."""

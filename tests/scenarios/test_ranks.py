@@ -3,11 +3,13 @@
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
 from magicdec.errors import UserError
+from magicdec.scenarios import ranks
 from magicdec.scenarios.ranks import on_ranks
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
@@ -36,3 +38,79 @@ def test_a_killed_rank_ends_the_others():
     with pytest.raises(RuntimeError, match=r"rank 1 died .*SIGKILL"):
         on_ranks(2, "cpu", killed)
     assert time.monotonic() - start < 30
+
+
+def stuck_at_the_end(rank: int) -> int:
+    """The group ends, after collectives that a graph has captured for example, when it likes."""
+    dist.destroy_process_group = lambda: time.sleep(60)
+    return 7
+
+
+def test_the_result_does_not_wait_for_the_end_of_the_group(monkeypatch):
+    monkeypatch.setattr(ranks, "EXIT_S", 1.0)
+    start = time.monotonic()
+    assert on_ranks(3, "cpu", stuck_at_the_end) == 7
+    assert time.monotonic() - start < 20
+
+
+class Graph:
+    """A captured graph in a cycle of references, as an engine's are."""
+
+    def __init__(self, told: Path):
+        self.itself, self._told = self, told
+
+    def __del__(self):
+        self._told.write_text("freed")
+
+
+def with_graphs(rank: int, folder: Path) -> None:
+    told, destroy = folder / f"graph{rank}", dist.destroy_process_group
+    dist.destroy_process_group = lambda: (folder / f"end{rank}").write_text(str(told.exists())) and destroy()
+    Graph(told)
+
+
+def test_graphs_are_freed_before_the_group_ends(tmp_path):
+    on_ranks(2, "cpu", with_graphs, tmp_path)
+    assert [(tmp_path / f"end{rank}").read_text() for rank in range(2)] == ["True", "True"]
+
+
+def large(rank: int) -> bytes:
+    return bytes(1 << 24)
+
+
+def test_only_the_first_rank_sends_its_result(monkeypatch):
+    """Those of others, which nobody reads, would fill their pipes."""
+    start = time.monotonic()
+    monkeypatch.setattr(ranks, "EXIT_S", 60.0)
+    assert len(on_ranks(3, "cpu", large)) == 1 << 24
+    assert time.monotonic() - start < 30
+
+
+def stuck(rank: int, others: bool) -> None:
+    if rank == 0 or others:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+@pytest.mark.parametrize(
+    ("others", "said"),
+    [(False, "rank 0 gave no result within 1 s after another rank"), (True, "the ranks gave no result within 2 s")],
+)
+def test_nobody_waits_for_ever_for_a_rank_that_hangs(monkeypatch, others, said):
+    monkeypatch.setattr(ranks, "FINISH_S", 1.0)
+    start = time.monotonic()
+    with pytest.raises(TimeoutError, match=said):
+        on_ranks(2, "cpu", stuck, others, time_limit_s=2 if others else None)
+    assert time.monotonic() - start < 20
+
+
+def compile_threads(rank: int) -> list[int]:
+    from torch._inductor.config import decide_compile_threads  # which PyTorch calls at the first compilation
+
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, decide_compile_threads())
+    return found
+
+
+def test_ranks_share_the_processors_that_compile():
+    each = max(1, ranks.threads.num_cores() // 2)
+    assert on_ranks(2, "cpu", compile_threads) == [each, each]

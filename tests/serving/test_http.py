@@ -8,56 +8,19 @@ import time
 
 import httpx
 import pytest
-import uvicorn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from starlette.requests import Request
 
-from magicdec.config.load import compose
-from magicdec.data.tokenizer import load_tokenizer
-from magicdec.planning import build
-from magicdec.planning.resolve import resolve
 from magicdec.serving import http
 from magicdec.serving.completion import NEUTRAL, Completion
 from magicdec.serving.engine import AsyncEngine, Stream
 from magicdec.serving.request import Params
 from magicdec.serving.scheduler import Scheduler
 from magicdec.serving.slots import Slots
-from magicdec.tracking.progress import progress
+from tests.serving.conftest import SETTINGS
 
-SETTINGS = [
-    "scenario=serve",
-    "hardware=cpu",
-    "attention=sdpa",
-    "draft.gamma=3",
-    "cache.budget=32",
-    "batch.prefill_chunk=32",
-]
 PROMPT = "def __init__(self, name):\n    self.name = "
-
-
-@pytest.fixture(scope="module")
-def parts():
-    """The engine's own parts, and the bundled model's tokenizer."""
-    plan = resolve(compose(SETTINGS))
-    with progress() as bars:
-        return build.engine(plan, bars), load_tokenizer(plan.target.folder)
-
-
-@pytest.fixture(scope="module")
-def client(parts):
-    engine, tokenizer = parts
-    app = http.create_app(AsyncEngine(Scheduler(Slots(engine, 2, 2048))), tokenizer, "tiny")
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    while not server.started:
-        time.sleep(0.01)
-    port = server.servers[0].sockets[0].getsockname()[1]
-    with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
-        yield client
-    server.should_exit = True
-    thread.join()
 
 
 def body(**changes) -> dict:
@@ -385,7 +348,7 @@ def test_half_a_character_is_held_back(parts):
 
 def test_it_listens_on_loopback_unless_told_otherwise(monkeypatch, capsys):
     heard = []
-    monkeypatch.setattr(uvicorn.Server, "run", lambda server: heard.append((server.config.host, server.config.port)))
+    monkeypatch.setattr(http.Server, "run", lambda server: heard.append((server.config.host, server.config.port)))
     assert http.main([*SETTINGS, "batch.size=1", "batch.context_len=256"]) == 0
     assert heard == [("127.0.0.1", 8000)]
     for mistake, said in (

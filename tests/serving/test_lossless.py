@@ -8,9 +8,9 @@ import weakref
 import pytest
 import torch
 
+from magicdec.config.registry import DRAFTS, POLICIES
 from magicdec.errors import UserError
 from magicdec.measure.metrics import Rounds, acceptance, acceptance_metrics
-from magicdec.registry import DRAFTS, POLICIES
 from magicdec.serving.request import Params, Request
 from magicdec.serving.scheduler import Scheduler
 from magicdec.serving.slots import Slots
@@ -226,7 +226,7 @@ def test_an_end_of_sequence_frees_the_slot():
 
 
 def test_a_draft_that_cannot_be_served_is_refused(monkeypatch):
-    from magicdec.drafting import PromptLookup
+    from magicdec.drafts.ngram import PromptLookup
 
     monkeypatch.setattr(PromptLookup, "serves", False)
     with pytest.raises(UserError, match=r"draft.name=ngram cannot be served; one of: none, "):

@@ -43,12 +43,14 @@ def outcome_of(values: dict, rng: random.Random) -> dict:
     length = omega(gamma, alpha)
     formula = decode * length / (gamma * draft + verify + OVERHEAD)
     speedup = formula * rng.gauss(0.96, 0.03)
+    spread = abs(rng.gauss(0.03, 0.03))
     source = "synthetic" if batch == 64 else "measured"
     return {
         "speedup": speedup,
         "speedup_wall": speedup * 0.9,
-        "speedup_wall_spread": abs(rng.gauss(0.03, 0.03)),
-        "speedup_spread": abs(rng.gauss(0.03, 0.03)),
+        "speedup_spread": spread,
+        "speedup_min": speedup * (1 - 0.7 * spread),
+        "speedup_max": speedup * (1 + 0.3 * spread),
         "acceptance_rate": (length - 1) / gamma,
         "acceptance_length": length,
         "alpha": alpha,
@@ -100,18 +102,21 @@ def write_run(runs_dir: Path, run_id: str, values: dict, metrics: dict, failed: 
     (folder / "config.yaml").write_text(yaml.dump(config_with(values), Dumper=yaml.CSafeDumper, sort_keys=False))
 
 
-def write_load(runs_dir: Path, levels: dict[int, tuple[float, float]]) -> None:
-    """A run of scenario=serve: tokens per second both ways, by the number of users."""
+def write_load(runs_dir: Path, levels: dict[int, tuple[float, float | None]]) -> None:
+    """A run of scenario=serve: tokens per second both ways (None: speculation failed), by the number of users."""
     values = dict(zip(AXES, (8, 1024, "streaming", 64, 2), strict=True)) | {"scenario.name": "serve"}
     rows = [
         {
             "concurrency": users,
             "autoregressive/tokens_per_second": a,
             "speculative/tokens_per_second": s,
-            "speedup": s / a,
+            "speedup": s and s / a,
+            "speedup_duration": s and (s + a) / (2 * a),
+            "lossless/passed": None if s is None else True,
         }
         | {f"{way}/time_per_output_token_ms": 10.0 * users for way in ("autoregressive", "speculative")}
         for users, (a, s) in levels.items()
     ]
-    write_run(runs_dir, "10ad", values, {key: value for key, value in rows[-1].items() if key != "concurrency"})
+    own = {key: value for key, value in rows[-1].items() if key != "concurrency"}
+    write_run(runs_dir, "10ad", values, own | {"memory/peak_gib": 1.0, "acceptance/source": "synthetic"})
     (runs_dir / "10ad" / "history.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -8,7 +8,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from magicdec.tracking.generated import by_round, printable
+from magicdec.errors import printable
+from magicdec.tracking.generated import by_round
 from magicdec.tracking.show import main
 from tests.tracking.sample import CONFIG
 

@@ -4,13 +4,17 @@ import itertools
 import json
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import time
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 
+from magicdec import threads
+from magicdec.errors import UserError
 from magicdec.tracking import gpus
 
 MACHINE = "3,GPU-5,7"
@@ -27,13 +31,13 @@ FORK = multiprocessing.get_context("fork")
 class SweepJob:
     """A job in a process of its own: `begun` is set once it has its GPUs, which it keeps until `end` is set."""
 
-    def __init__(self, path, config):
+    def __init__(self, path, config, own_process=True):
         self.path, self.begun, self.end = path, FORK.Event(), FORK.Event()
-        self.process = FORK.Process(target=self._work, args=(config,))
+        self.process = FORK.Process(target=self._work, args=(config, own_process))
         self.process.start()
 
-    def _work(self, config):
-        with gpus.gpus_of_its_own(config):
+    def _work(self, config, own_process):
+        with gpus.gpus_of_its_own(config, own_process):
             facts = {"gpus": os.environ[gpus.VISIBLE].split(","), "begin": time.monotonic()}
             self.begun.set()
             self.end.wait(60)
@@ -53,7 +57,7 @@ def start(tmp_path, monkeypatch):
     monkeypatch.setattr(gpus, "POLL_S", 0.01)
     monkeypatch.setenv(gpus.VISIBLE, MACHINE)
     paths = (tmp_path / f"{number}.json" for number in itertools.count())
-    return lambda config: SweepJob(next(paths), config)
+    return lambda config, own_process=True: SweepJob(next(paths), config, own_process)
 
 
 def test_none_shares_a_gpu_and_each_has_what_it_wants(start):
@@ -100,6 +104,52 @@ def test_the_gpus_of_a_killed_job_are_free_and_who_waits_says_so(start, monkeypa
     os.kill(holder.process.pid, signal.SIGKILL)
     assert len(waiting.finish()["gpus"]) == 2
     assert capfd.readouterr().err.splitlines() == ["waiting for 2 of 3 GPUs"]
+
+
+@pytest.mark.parametrize("own_process", [True, False])
+def test_a_machine_without_gpus_is_one_jobs(start, monkeypatch, capfd, own_process):
+    """With any launcher: jobs of a pool of workers share no machine either."""
+    monkeypatch.setattr(gpus, "SILENT_S", 0.05)
+    monkeypatch.setenv(gpus.VISIBLE, "")
+    holder = start(wants(), own_process)
+    assert holder.begun.wait(20)
+    prediction, run = start(wants(scenario="plan"), own_process), start(wants(2), own_process)
+    assert prediction.finish()["end"], "while the other holds it"
+    assert not run.begun.wait(0.2)
+    assert holder.finish()["end"] <= run.finish()["begin"]
+    assert capfd.readouterr().err.splitlines() == ["waiting for the machine, which another job has"]
+
+
+def test_workers_of_another_launcher_share_the_gpus_that_they_see(start):
+    jobs = [start(wants(), own_process=False) for _ in range(2)]
+    assert all(job.begun.wait(20) for job in jobs)
+    assert [job.finish()["gpus"] for job in jobs] == [MACHINE.split(",")] * 2
+
+
+RAY = {"ray": {"remote": {}}}
+
+
+@pytest.mark.parametrize(
+    ("launcher", "settings", "visible", "wanted", "remedy"),
+    [
+        ("ray", RAY, "", wants(), "add +hydra.launcher.ray.remote.num_cpus=4"),
+        ("ray", {"ray": {"remote": {"num_cpus": 3}}}, "0", wants(device="cpu"), "num_cpus=4"),
+        ("ray", {"ray": {"remote": {"num_cpus": 4}}}, "", wants(), None),
+        ("ray", RAY, "0", wants(), None),
+        ("ray", RAY, "", wants(scenario="predict"), None),
+        ("joblib", {"n_jobs": -1}, "", wants(), "set hydra.launcher.n_jobs=1"),
+        ("joblib", {"n_jobs": 1}, "", wants(), None),
+        ("process", {"jobs": None}, "", wants(), None),
+    ],
+)
+def test_a_launcher_that_gives_a_job_some_of_the_threads_is_refused(
+    monkeypatch, launcher, settings, visible, wanted, remedy
+):
+    monkeypatch.setattr(threads, "usual", lambda: 4)
+    monkeypatch.setenv(gpus.VISIBLE, visible)
+    said = rf"^hydra/launcher={launcher}: gives each job some of the 4 threads; .*{re.escape(remedy or '')}$"
+    with pytest.raises(UserError, match=said) if remedy else nullcontext():
+        gpus.refuse_a_share(wanted, launcher, settings)
 
 
 LISTED = """GPU 0: NVIDIA H200 (UUID: GPU-4ce)

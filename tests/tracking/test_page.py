@@ -165,14 +165,16 @@ def test_panels_without_anything_to_show_take_no_room(look):
 
 @browser
 def test_one_swept_axis_is_a_line(look):
-    rows = rows_of("draft__gamma", (1, 2, 4), speedup_spread=0.2, **{"predicted/speedup": 1.3})
-    cells, lines, rules, words = look(
+    rows = rows_of("draft__gamma", (1, 2, 4), speedup_min=0.75, speedup_max=1.05, **{"predicted/speedup": 1.3})
+    cells, lines, rules, words, interval = look(
         rows,
         "numMarks('overview', 'cell', 'rect')",
         "[...document.querySelectorAll('#overview g[aria-label=line] path')].map((p) => p.getAttribute('stroke'))",
         "numMarks('overview', 'rule', 'line')",
         "text('overview')",
+        "ends('speedup', 1)",
     )
+    assert interval == [0.75, 1.05], "the least and the greatest repeat, not the same on both sides of the median"
     assert cells == 0
     assert len(lines) == len(set(lines)) == 2, "measured and predicted, in colours of their own"
     assert rules == 1 + 3, "the break-even, and an interval over the repeats of each run"
@@ -217,6 +219,20 @@ def test_published_values_are_not_called_measured(look):
 
 
 @browser
+def test_what_is_assumed_is_not_recommended(look):
+    """The largest alpha of a sweep over it is no configuration that one could choose."""
+    rows = [
+        done(10 * alpha + gamma, scenario__alpha=alpha / 10, cache__budget=gamma, **{"predicted/speedup": speedup})
+        for alpha, gamma, speedup in ((6, 1, 1.1), (6, 2, 1.2), (9, 1, 1.9), (9, 2, 1.8))
+    ]
+    (lines,) = look(rows, "[...document.querySelectorAll('#fastest tr')].slice(1).map((row) => row.innerText)")
+    assert [line.split()[:4] for line in lines] == [
+        ["0.6", "speculative", "1.20x", "2"],
+        ["0.9", "speculative", "1.90x", "1"],
+    ]
+
+
+@browser
 def test_several_targets_and_predictions_are_apart(look):
     rows = rows_of("batch__size", (1, 2, 4), target__name="tiny", scenario__name="compare")
     rows += [done(10 + i, target__name="large", scenario__name="predict", **{"predicted/speedup": 3.0}) for i in (1, 2)]
@@ -229,11 +245,11 @@ def test_several_targets_and_predictions_are_apart(look):
 @browser
 def test_what_is_slower_than_autoregressive_is_not_recommended(look):
     speeds = {"speculative/tokens_per_second": 88.0, "autoregressive/tokens_per_second": 100.0}
-    rows = [done(i, draft__gamma=i, speedup=0.88, **speeds) for i in (1, 2)]
+    rows = [done(i, draft__gamma=i, speedup=0.88, speedup_wall=0.8, **speeds) for i in (1, 2)]
     fastest, tiles = look(rows, "text('fastest')", "text('tiles')")
     assert "autoregressive, 100 tokens/s" in fastest
     assert "0.88x" in fastest
-    assert "autoregressive is faster everywhere" in tiles
+    assert "0.88x per row and 0.80x per batchat best: autoregressive is faster everywhere" in tiles
 
 
 @browser
@@ -250,6 +266,7 @@ def test_a_run_under_load_is_one_run_with_a_line_over_its_levels(look, tmp_path)
     assert panels == ["overview", "pareto", "underload", "fastest", "runs"]
     assert "1 of 1" in tiles
     assert load[:2] == [2, 6]
+    assert "1.50x per row and 1.25x per level" in tiles
     assert "load.concurrency" in load[2]
     assert (cells, has_null) == (0, False)
 

@@ -1,6 +1,7 @@
 """The run store: names, attempts, the log, and readers that meet what they should not."""
 
 import importlib
+import json
 import logging
 import os
 import re
@@ -10,11 +11,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from magicdec import registry
+from magicdec.config import registry
+from magicdec.errors import UserError
 from magicdec.tracking import store
+from magicdec.tracking.files import ROW, read_lines
 from magicdec.tracking.lock import locked
-from magicdec.tracking.reader import attempts, find_done, iter_runs, latest, load_run
-from magicdec.tracking.store import Run, run_id, source
+from magicdec.tracking.reader import attempts, find_done, iter_runs, latest, load_run, noise, slowness
+from magicdec.tracking.store import Run, run_id, software, source
 from tests.tracking.sample import (
     CONFIG,
     GENERATIONS,
@@ -86,6 +89,7 @@ def test_running_then_done(tmp_path):
     assert result["version"]
     assert result["started"] <= result["finished"]
     assert result["finished"].endswith("+00:00")
+    assert 0 <= result["duration_s"] < 60
     assert lines(run.folder / "generations.jsonl") == GENERATIONS
     assert lines(run.folder / "history.jsonl") == HISTORY
     assert sorted(path.name for path in run.folder.iterdir()) == [
@@ -99,11 +103,11 @@ def test_running_then_done(tmp_path):
 
 
 def test_what_json_cannot_hold_becomes_null(tmp_path):
-    run = Run.open(tmp_path, "abc", {"path": tmp_path, "sizes": (1, 2)})
+    run = Run.open(tmp_path, "abc", CONFIG | {"path": tmp_path, "sizes": (1, 2)})
     run.finish({"nan": float("nan"), "inf": float("-inf")}, [], [{"round": 0, "accepted": float("nan")}])
     assert (result_of(run)["nan"], result_of(run)["inf"]) == (None, None)
     assert lines(run.folder / "history.jsonl") == [{"round": 0, "accepted": None}]
-    assert load_run(run.folder)["config"] == {"path": str(tmp_path), "sizes": [1, 2]}
+    assert load_run(run.folder)["config"] == CONFIG | {"path": str(tmp_path), "sizes": [1, 2]}
 
 
 def test_metrics_cannot_claim_a_status(tmp_path):
@@ -158,13 +162,15 @@ def test_attempts_are_counted_as_numbers_and_by_run(tmp_path):
 
 def test_an_attempt_whose_process_died_is_marked_by_the_next(tmp_path):
     dead = Run.open(tmp_path, "abc", CONFIG)
+    (dead.folder / "result.json").write_text(json.dumps(dead.result | {"pid": os.getpid() + 1}))
     (dead.folder / ".generations.jsonl.1.tmp").touch()
     with locked(tmp_path / "abc"):
         assert Run.open(tmp_path, "abc", CONFIG).id == "abc-2"
         assert load_run(tmp_path / "abc-2")["status"] == "running"
     result = result_of(dead)
     assert (result["status"], result["kind"]) == ("failed", "interrupted")
-    assert f"process {os.getpid()} on" in result["reason"]
+    assert "duration_s" not in result, "nobody knows when it was killed"
+    assert f"process {os.getpid() + 1} on" in result["reason"]
     assert not list(dead.folder.glob(".*"))
 
 
@@ -179,16 +185,17 @@ def test_the_latest_attempt_is_the_last_that_is_done():
     assert sorted(run["id"] for run in latest(a + b + c + d)) == ["a-2", "b-10", "d"]
 
 
-def test_a_done_attempt_is_found_by_its_code(tmp_path, monkeypatch):
-    finished_run(tmp_path)
+@pytest.mark.parametrize("key", ["source", "python", "torch", "openmp"])
+def test_a_done_attempt_is_found_by_its_software(tmp_path, key):
+    run = finished_run(tmp_path)
     Run.open(tmp_path, "abc", CONFIG).fail("a bug", "crashed")
-    assert find_done(tmp_path, "abc", source())["id"] == "abc"
-    monkeypatch.setattr(store, "PACKAGE_HASH", "edited")
-    assert find_done(tmp_path, "abc", source()) == {}
-    assert find_done(tmp_path, "abc", None)["id"] == "abc"
+    assert find_done(tmp_path, "abc", software())["id"] == "abc"
+    (run.folder / "result.json").write_text(json.dumps(run.result | {key: "other"}))
+    assert find_done(tmp_path, "abc", software()) == {}
+    assert find_done(tmp_path, "abc", {})["id"] == "abc"
     finished_run(tmp_path)
-    assert find_done(tmp_path, "abc", source())["id"] == "abc-3"
-    assert find_done(tmp_path, "other", None) == {}
+    assert find_done(tmp_path, "abc", software())["id"] == "abc-3"
+    assert find_done(tmp_path, "other", {}) == {}
 
 
 def test_a_plugin_is_part_of_the_code(tmp_path, monkeypatch):
@@ -197,14 +204,17 @@ def test_a_plugin_is_part_of_the_code(tmp_path, monkeypatch):
     monkeypatch.setattr(store, "PLUGINS", registry.PLUGINS)
     monkeypatch.setattr(registry.CORPORA, "_entries", dict(registry.CORPORA._entries))
     monkeypatch.syspath_prepend(tmp_path)
-    code = "from magicdec.registry import CORPORA, Corpus\nCORPORA.register(Corpus('mine'), 'mine:load')\n"
+    code = (
+        "from magicdec.config.choices import Corpus\nfrom magicdec.config.registry import CORPORA\n"
+        "@CORPORA.register(Corpus('mine'))\ndef load(request): ...\n"
+    )
     package = tmp_path / "a_package_of_mine"
     package.mkdir()
     hashes, bare = [source()], tmp_path / "without_init"  # a namespace package
     bare.mkdir()
     (bare / "one.py").write_text(code)
     for file in (tmp_path / "a_plugin_of_mine.py", package / "__init__.py"):
-        file.write_text(code.replace("mine:load", f"{file.stem if file.parent == tmp_path else package.name}:load"))
+        file.write_text(code)
         importlib.import_module(file.stem if file.parent == tmp_path else package.name)
         hashes.append(source())
         file.write_text(f"{file.read_text()}# edited\n")
@@ -212,7 +222,6 @@ def test_a_plugin_is_part_of_the_code(tmp_path, monkeypatch):
     (package / "helper.py").write_text("")
     hashes.append(source())
     importlib.import_module("without_init.one")
-    registry.CORPORA.register(registry.Corpus("mine"), "without_init.one:load")
     hashes.append(source())
     assert len(set(hashes)) == 7
 
@@ -233,6 +242,32 @@ def test_the_commit_is_that_of_the_package_and_dirty_with_a_new_file(tmp_path, m
         assert store._commit() == {"commit": head, "commit_dirty": True}
         subprocess.run([*git, "stash", "-q", "-u"], check=True)
     assert store._commit() == {"commit": head, "commit_dirty": False}
+
+
+@pytest.mark.parametrize(
+    ("time", "earlier", "step", "predicted", "factors", "words"),
+    [
+        (
+            14.5,
+            [5.6, 9.0],
+            14.0,
+            13.0,
+            (14.5 / 5.6, 14.0 / 13.0),
+            "2.6 times as long as in the fastest earlier attempt",
+        ),
+        (5.6, [14.5, None], 5.0, 9.0, (1.0, 1.0), ""),
+        (5.6, [], 5.0, 2.0, (None, 2.5), "2.5 times as long as predicted"),
+        (5.6, [5.0], None, 2.0, (5.6 / 5.0, None), ""),
+        (None, [5.0], None, None, (None, None), ""),
+    ],
+)
+def test_a_run_that_is_slow_throughout_is_noisy(time, earlier, step, predicted, factors, words):
+    baseline = "autoregressive/time_per_output_token_ms"
+    result = {baseline: time, "time/target_decode_ms": step, "predicted/target_decode_ms": predicted}
+    before = [{"status": "done", baseline: one} for one in earlier] + [{"status": "failed", baseline: 0.1}]
+    found = slowness(result, before)
+    assert tuple(found.get(f"agreement/{name}") for name in ("earlier", "prediction")) == factors
+    assert ", ".join(noise(result | found)).removeprefix("an autoregressive step took ") == words
 
 
 # Log
@@ -272,7 +307,7 @@ def test_log_file_takes_details_that_the_terminal_does_not(tmp_path):
 # Readers
 
 
-def test_readers_pass_over_what_is_torn_or_foreign(tmp_path):
+def test_readers_pass_over_what_is_torn_or_foreign(tmp_path, caplog):
     finished_run(tmp_path)
     contents = {
         "torn": '{"status": "do',
@@ -288,17 +323,48 @@ def test_readers_pass_over_what_is_torn_or_foreign(tmp_path):
     (tmp_path / "no result").mkdir()
     (tmp_path / "a file").touch()
     assert [run["id"] for run in iter_runs(tmp_path)] == ["abc"]
-    assert load_run(tmp_path / "torn") == {}
+    warned = [record.getMessage() for record in caplog.records]
+    assert sorted(Path(line.partition("/result.json: ")[0]).name for line in warned) == sorted([*contents, "binary"])
+    assert all(line.endswith("; the run is left out") for line in warned)
+    assert load_run(tmp_path / "no result") == {}
     assert list(iter_runs(tmp_path / "nowhere")) == []
     assert list(iter_runs(tmp_path / "a file")) == []
     assert Run.open(tmp_path, "foreign", CONFIG).id == "foreign-2", "what lies there is not written over"
 
 
-def test_a_run_without_its_configuration_is_still_a_run(tmp_path):
+NESTED = "[" * 200_000
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        ("", "target: Field required"),
+        ("a: [", "while parsing a flow node"),
+        (yaml.safe_dump(with_changes(draft={"gamma": "many"})), r"draft\.gamma.*: Input should be "),
+        (f"{yaml.safe_dump(CONFIG)}a: {NESTED}", "nested too deeply"),
+        (f"{yaml.safe_dump(CONFIG)}a: {{}}\nb: &b [*b, *b]", "an anchor or alias, b"),
+        (f"{yaml.safe_dump(CONFIG)}a: .nan", "a: holds what JSON has no type for"),
+    ],
+)
+def test_a_damaged_configuration_is_named(tmp_path, config, why):
     run = finished_run(tmp_path)
-    (run.folder / "config.yaml").write_text("a: [")
-    loaded = load_run(run.folder)
-    assert (loaded["speedup"], loaded["config"], loaded["folder"]) == (1.5, {}, str(run.folder))
+    (run.folder / "config.yaml").write_text(config)
+    with pytest.raises(UserError, match=f"^{run.folder}/config.yaml: {why}.*$"):
+        load_run(run.folder)
+
+
+def test_lines_end_where_json_lines_do(tmp_path, caplog):
+    """Not at the separators that text may hold, such as U+2028."""
+    run = finished_run(tmp_path)
+    rows = [{"text": "one\u2028two\x85\x0bthree"}, {"text": ""}]
+    run.finish({}, [], rows)
+    path = run.folder / "history.jsonl"
+    assert read_lines(path, ROW) == rows
+    path.write_text(f'{path.read_text()}{{"text": NaN}}\n{{"te')
+    assert read_lines(path, ROW) == rows
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{path}, line 3: text: holds what JSON has no type for, or is nested too deeply; 2 of 4 lines are left out"
+    ]
 
 
 def test_paths_are_shown_as_one_would_type_them(tmp_path, monkeypatch):

@@ -47,9 +47,10 @@ def test_a_disk_that_fills_up_while_writing(tmp_path):
         import resource, signal, sys
         from magicdec.errors import UserError
         from magicdec.tracking.store import Run
+        from tests.tracking.sample import CONFIG
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
-        run = Run.open(sys.argv[1], "abc", {})
+        run = Run.open(sys.argv[1], "abc", CONFIG)
         try:
             run.finish({}, ({"row": i, "speculative": list(range(100))} for i in range(1000)), [])
         except UserError as error:
@@ -89,10 +90,11 @@ def test_killed_while_writing_results(tmp_path):
     script = """
         import os, signal, sys
         from magicdec.tracking.store import Run
+        from tests.tracking.sample import CONFIG
         def rows():
             yield {"row": 0}
             os.kill(os.getpid(), signal.SIGKILL)
-        Run.open(sys.argv[1], "abc", {}).finish({"speedup": 9}, rows(), [])
+        Run.open(sys.argv[1], "abc", CONFIG).finish({"speedup": 9}, rows(), [])
     """
     assert python(script, tmp_path).returncode == -signal.SIGKILL
     assert result_of(before)["speedup"] == 1.5
@@ -106,9 +108,10 @@ def test_killed_at_any_moment(tmp_path):
     script = """
         import sys
         from magicdec.tracking import store
-        store._versions = dict  # asking git takes most of the time
+        from tests.tracking.sample import CONFIG
+        store._commit = dict  # asking git takes most of the time
         for number in range(10**6):
-            run = store.Run.open(sys.argv[1], "abc", {"number": number})
+            run = store.Run.open(sys.argv[1], "abc", CONFIG | {"number": number})
             run.finish({"number": number}, [{"row": i, "number": number} for i in range(500)], [{"round": 0}])
             print(number, flush=True)
     """
@@ -119,6 +122,7 @@ def test_killed_at_any_moment(tmp_path):
             time.sleep(random.uniform(0, 0.1))
             process.kill()
         runs = sorted(iter_runs(tmp_path), key=lambda run: run["attempt"])
+        assert runs
         assert [run["attempt"] for run in runs] == list(range(1, len(runs) + 1))
         assert all(run["status"] == "done" for run in runs[:-1] if run["pid"] == runs[-1]["pid"])
         for run in runs:

@@ -1,10 +1,12 @@
 """The final table: the right figures, nothing invented, readable at 80 columns and without a terminal."""
 
 import io
+import re
 from pathlib import Path
 
 import pytest
 from rich.console import Console
+from rich.style import Style
 
 from magicdec.tracking import table
 from magicdec.tracking.trackers import Logged
@@ -36,7 +38,9 @@ def test_figures_of_both_ways():
     assert row(text, "time to first token (TTFT), ms") == ["4,213", "4,220"]
     assert row(text, "decoding the batch, s") == ["1.17", "0.682"]
     assert row(text, "the same with its prefill, s") == ["5.38", "4.90"]
-    assert float(row(text, "speedup")[4][:-2]) == pytest.approx(1.17 / 0.682, abs=0.01)  # the ratio of what is shown
+    # The headline has the ratios of what is shown.
+    per_row, per_batch = (float(word[:-1]) for word in row(text, "speedup") if word.endswith("x"))
+    assert (per_row, per_batch) == pytest.approx((18.4 / 9.81, 1.17 / 0.682), abs=0.01)
 
 
 @pytest.mark.parametrize(
@@ -45,12 +49,13 @@ def test_figures_of_both_ways():
         "compare: tiny, self-speculation, gamma 4, streaming cache, budget 128, 4 sinks",
         "8 rows x 4,096 tokens of context, 64 new tokens each, greedy",
         "data: stdlib; float32 on Some CPU @ 2.90GHz, attention by sdpa",
-        "speedup           1.88x  in TPOT, batch 1.71x, spread 3% over repeats",
+        "speedup           1.88x per row and 1.71x per batch, spread 3% over repeats",
         "acceptance rate   72.3% of proposals, by position 85% 76% 68% 60%",
         "acceptance length 3.89 tokens per round, of at most 5",
         "lossless          yes, identical to autoregressive; max logit gap 1.2e-06",
         "step times, ms    target T_T 18.1, draft T_D 3.21, verify T_V 21.0, round 34.0",
-        "formula speedup   2.08x from step times and acceptance, +11% off, batch 1.75x",
+        "formula speedup   2.08x per row and 1.75x per batch, from step times and",
+        "                  acceptance, +11% off",
         "memory, GiB       peak 1.23, target's KV cache 0.2, draft's 0.0061",
         "results           runs/2f0c1a9b7e31",
         f"send to W&B       {COMMAND}",
@@ -83,7 +88,7 @@ def test_synthetic_is_said_loudly():
     metrics = METRICS | {"acceptance/source": "synthetic"} | NOT_AUDITED
     text = printed(config, metrics)
     assert "SYNTHETIC acceptance (0.8)" in text
-    assert "1.88x  in TPOT, batch 1.71x, synthetic, " in text
+    assert "1.88x per row and 1.71x per batch, synthetic, " in text
     assert "72.3% of proposals, synthetic, " in text
     assert row(text, "lossless") == ["n/a", "(synthetic)"]
 
@@ -119,14 +124,26 @@ def test_a_difference_is_an_alarm_in_full_precision_only():
     assert "yes, identical but for 2 rows in a tie" in printed(metrics=ties)
 
 
+@pytest.mark.parametrize("speedup", [0.83, 1.44])
+def test_the_headline_can_be_read_in_a_notebook(speedup):
+    """Which shows styles as HTML, where text without a colour is black or white, as the notebook likes it."""
+    (text,) = (text for label, text in table._verdict(CONFIG, METRICS | {"speedup": speedup}) if label == "speedup")
+    styles = [Style.parse(str(span.style)).get_html_style() for span in text.spans]
+    assert len(styles) == 2
+    for style in styles:
+        background, colour = (re.search(rf"(?:^|; ){name}: #(\w+)", style)[1] for name in ("background-color", "color"))
+        assert max(bytes.fromhex(background)) < 0x90
+        assert min(bytes.fromhex(colour)) > 0xE0
+
+
 def test_slower_and_noisy_are_named():
     text = printed(metrics=METRICS | {"speedup": 0.83, "speedup_spread": 0.23})
-    assert "0.83x in TPOT, batch 1.71x, slower than autoregressive" in " ".join(text.split())
+    assert "0.83x per row and 1.71x per batch, slower than autoregressive" in " ".join(text.split())
     assert "NOISY" in text
     alone = {key: value for key, value in METRICS.items() if key != "speedup_spread"}  # a single repeat
     assert "NOISY" not in printed(metrics=alone | {"agreement/target_decode": 1.3, "agreement/round": 0.8})
     lines = printed(metrics=alone | {"agreement/target_decode": 37.4}).splitlines()
-    assert "speedup           1.88x  in TPOT, batch 1.71x, NOISY" in [line.rstrip() for line in lines]
+    assert "speedup           1.88x per row and 1.71x per batch, NOISY" in [line.rstrip() for line in lines]
     words = " ".join(" ".join(lines).split())
     assert "NOISY an autoregressive step took 37 times as long as in the profile: measure it again" in words
     text = printed(metrics=METRICS | {"gpu/throttled/thermal": 0.3, "gpu/throttled/power": 0.01, "gpu/shared": 2})
@@ -164,8 +181,8 @@ def test_prediction_is_set_against_the_measurement():
     text = printed(
         metrics=METRICS | {"predicted/speedup": 1.7} | {f"predicted/{k}_error": v for k, v in errors.items()}
     )
-    assert "predicted speedup 1.70x by the cost model, -10% off; steps off: T_T -95%, T_D" in text
-    assert "T_D +2%, T_V -90%, round -88%" in " ".join(text.split())
+    words = "1.70x per row, by the cost model, -10% off; steps off: T_T -95%, T_D +2%, T_V -90%, round -88%"
+    assert words in " ".join(text.split())
 
 
 @pytest.mark.parametrize(("overhead", "is_marked"), [(-188.0, True), (-3.0, True), (-0.5, False), (2.0, False)])

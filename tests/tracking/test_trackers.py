@@ -79,7 +79,7 @@ def test_tensorboard_reads_what_was_written(run):
     logged = tensorboard.log_run(changed)
     assert logged.warning is None
     assert logged.command == f"tensorboard --logdir {run.folder.parent}"
-    assert logged.folder == run.folder / "tensorboard"
+    assert logged.folder == run.folder / "tensorboard" / "tiny self streaming-128 gamma4 8x4096", "its name there"
     events = reader.EventAccumulator(str(logged.folder), size_guidance={"scalars": 0, "tensors": 0})
     events.Reload()
     assert {key: events.Scalars(key)[0].value for key in ("speedup", "acceptance_rate")} == pytest.approx(

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from magicdec.tracking.reader import iter_runs, read_lines
+from magicdec.tracking.files import ROW, read_lines
+from magicdec.tracking.reader import iter_runs
 from tests.programs import ROOT
 from tests.tracking.processes import KILL, TELL, python, start
 from tests.tracking.sample import CONFIG, HISTORY, METRICS, SAMPLES, SYSTEM
@@ -74,6 +75,7 @@ def test_a_launched_run_arrives_with_what_it_is(launched):
     }
     assert run.facts["tags"] == ["mine", "tiny", "self", "streaming", stored["device"], "measured"]
     assert {key: value for key, value in run.config.items() if key != "_wandb"} == stored["config"]
+    assert run.config["cache"].keys() == {"policy", "budget", "num_sink"}, "no keys of options that were not chosen"
     assert run.exit_code == 0
     assert f"{server.url}/{ENTITY}/magicdec/runs/{name}" in process.stdout
     assert "send to W&B" not in process.stdout
@@ -92,7 +94,7 @@ def test_its_history_is_a_line_per_round_and_then_the_machine_s(launched):
     server, stored, _, _ = launched
     (run,) = server.runs.values()
     folder = Path(stored["folder"])
-    rounds, system = read_lines(folder / "history.jsonl"), read_lines(folder / "system.jsonl")
+    rounds, system = read_lines(folder / "history.jsonl", ROW), read_lines(folder / "system.jsonl", ROW)
     assert rounds
     assert system
     sent = [{key: value for key, value in row.items() if not key.startswith("_")} for row in run.history]
@@ -102,7 +104,7 @@ def test_its_history_is_a_line_per_round_and_then_the_machine_s(launched):
 def test_its_tables_hold_its_rows(launched):
     server, stored, _, _ = launched
     (name,) = server.runs
-    rows = read_lines(Path(stored["folder"], "samples.jsonl"))
+    rows = read_lines(Path(stored["folder"], "samples.jsonl"), ROW)
     samples = [{key: value for key, value in row.items() if key != "rounds"} for row in rows]
     assert server.table("generations", name) == samples
     rates = {row["position"]: row["acceptance_rate"] for row in server.table("acceptance_by_position_table", name)}
@@ -176,6 +178,35 @@ def test_the_command_that_is_printed_sends_a_run(offline, tmp_path, server):
     facts, config, history, summary, generations, _ = content(server, name)
     assert (facts["groupName"], config, history) == ("a group", CONFIG, [*HISTORY, *SYSTEM, {}, {}])
     assert (summary, generations) == (METRICS, SAMPLES)
+
+
+FAIL = """
+import sys
+import launch
+from magicdec.planning import build
+def fail(*_):
+    raise ZeroDivisionError("a bug")
+build.engine = fail
+sys.exit(launch.main())
+"""
+
+
+def test_a_run_that_fails_arrives_as_failed_once(tmp_path, server):
+    """Unless it was mistyped or stopped, which says nothing of it."""
+    arguments = [*TINY, f"runs_dir={tmp_path}/runs", "wandb.mode=online"]
+    process = python("-c", FAIL, *arguments, home=tmp_path, cwd=tmp_path, **address(server))
+    assert process.returncode == 1
+    ((name, run),) = server.runs.items()
+    assert (run.exit_code, run.summary["status"], run.summary["kind"]) == (1, "failed", "crashed")
+    assert run.summary["reason"] == "ZeroDivisionError: a bug"
+    assert 0 < run.summary["duration_s"] < 600
+    for kind in ("invalid", "interrupted"):
+        write_run(tmp_path / "runs", kind, {}, {}, failed=True)
+        path = tmp_path / "runs" / kind / "result.json"
+        path.write_text(path.read_text().replace("out_of_memory", kind))
+    sent = python(*SYNC, tmp_path / "runs", home=tmp_path, **address(server))
+    assert sent.stdout == f"{name}  {server.url}/{ENTITY}/magicdec/runs/{name}\n"
+    assert list(server.runs) == [name]
 
 
 @pytest.mark.slow

@@ -141,7 +141,7 @@ class WandbServer(ThreadingHTTPServer):
         if sweep is not None:
             return {"sweep": {"id": sweep, "name": sweep, "config": self.sweeps[sweep][0], "runs": {"edges": []}}}
         if run := self.runs.get(name):
-            state = "finished" if run.exit_code == 0 else "running"
+            state = {None: "running", 0: "finished"}.get(run.exit_code, "failed")
             return {"run": {"id": name, "name": name, "projectId": "1", "state": state} | _as_json(run)}
         return {"id": "p", "internalId": "p"} if "projectName" in variables else None
 

@@ -10,17 +10,25 @@ from tests.verification.twin import SETTINGS, check
 
 
 @pytest.mark.parametrize(
-    ("vocab", "rows", "setting"),
-    [(11, slice(None), 0), (11, slice(2, 6), 6), (11, slice(3), 5), (600, slice(1, 4, 2), 8)],
+    ("vocab", "rows", "setting", "dtype"),
+    [
+        (11, slice(None), 0, torch.bfloat16),
+        (11, slice(2, 6), 6, torch.float32),
+        (11, slice(3), 5, torch.float16),
+        (600, slice(1, 4, 2), 8, torch.bfloat16),
+        (600, slice(2, 4), 1, torch.float32),  # of many ties, some behind the first block
+        (11, slice(2), 9, torch.float32),
+    ],
 )
-def test_against_the_sorted_definition(monkeypatch, vocab, rows, setting):
-    """The larger vocabulary is no multiple of a block. The interpreter takes a second a row."""
+def test_against_the_sorted_definition(monkeypatch, vocab, rows, setting, dtype):
+    """The larger vocabulary is no multiple of a block. The interpreter takes half a second a row."""
     monkeypatch.setattr(kernels, "MAX_BLOCK", 256)
     check(
         lambda logits, s: kernels.truncated(logits, s.temperature, s.top_k, s.top_p),
         vocab,
         [SETTINGS[setting]],
         rows,
+        dtype=dtype,
     )
 
 

@@ -1,7 +1,5 @@
 """Cutting distributions: every way against the sorted definition, and the kernel for GPUs compiled."""
 
-import sys
-
 import pytest
 import torch
 
@@ -68,13 +66,15 @@ def test_a_token_does_not_depend_on_other_rows():
 
 @pytest.mark.parametrize(("top_k", "top_p"), [(50, 0.9), (None, 0.9), (50, None)])
 def test_compiled(top_k, top_p):
-    """On a fake GPU a distribution is one kernel, which sorts nothing, waits for nothing and spills nothing.
+    """On a fake GPU a distribution is one kernel, which sorts nothing, waits for nothing and spills nothing. On an H100
+    its programs take at most 0.15 ms, by the instructions that they issue.
 
     Its random numbers are another one.
     """
     pytest.importorskip("triton", reason="needs Triton (Linux only)")
     from tests.gpu_rehearsal.compile import compiled
     from tests.gpu_rehearsal.fake import fake_cuda
+    from tests.gpu_rehearsal.sass import truncation_seconds
 
     with fake_cuda() as recording:
         logits = torch.empty(24, 5, 128256, dtype=torch.bfloat16, device="cuda")
@@ -91,14 +91,10 @@ def test_compiled(top_k, top_p):
             made = compiled(launch, capability)
             assert made.spilled == 0
             assert made.programs >= 1
+            if (launch.name, capability) == ("truncate", 90):
+                assert truncation_seconds(launch, made, logits.shape[-1]) <= 0.15e-3
 
 
 @pytest.mark.gpu
 def test_on_a_gpu():
     check(lambda logits, sampling: probabilities(logits.cuda(), sampling).cpu(), 40_000)
-
-
-def test_without_triton_there_are_no_kernels(monkeypatch):
-    monkeypatch.setitem(sys.modules, "magicdec.verification.kernels", None)
-    monkeypatch.delattr("magicdec.verification.kernels", raising=False)
-    assert ours._kernels.__wrapped__() is None

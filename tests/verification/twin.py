@@ -43,9 +43,9 @@ SETTINGS = [
 ]
 
 
-def check(distribution, vocab, settings=SETTINGS, rows=slice(None), tolerance=1e-6):
+def check(distribution, vocab, settings=SETTINGS, rows=slice(None), tolerance=1e-6, dtype=torch.float32):
     """Compare `distribution(logits_NV, sampling)` with the slow one: the same tokens, the same probabilities."""
-    logits = hard_logits(vocab)[rows]
+    logits = hard_logits(vocab)[rows].to(dtype)
     for sampling in settings:
         found = distribution(logits, sampling)
         for row, ours in zip(logits, found, strict=True):

@@ -5,13 +5,12 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from rich.console import Console
 from rich.text import Text
 
 from magicdec.errors import exit_code
-from magicdec.tracking.reader import find_run, load_run
+from magicdec.tracking.reader import find_run
 from magicdec.tracking.report import difference, export, figures, page, query, terminal
-from magicdec.tracking.report.rows import Row, flatten, read_runs, rows_of
+from magicdec.tracking.report.rows import Row, flatten, num_runs, read_runs, rows_of
 from magicdec.tracking.store import counted, shown
 
 EXAMPLES = """examples:
@@ -55,7 +54,7 @@ def _write_files(options: argparse.Namespace, rows: list[Row], table: list[Row])
     if options.html:
         title = f"{options.runs_dir}{f', {options.sweep}' if options.sweep else ''}"
         export.write(options.html, page.html_page(rows, title))
-        yield f"{counted(len(rows), 'run')} in {shown(options.html)}: open it in any browser, no network needed"
+        yield f"{counted(num_runs(rows), 'run')} in {shown(options.html)}: open it in any browser, no network needed"
     if options.figures:
         yield f"figures: {', '.join(map(shown, figures.draw(rows, options.figures)))}"
 
@@ -67,8 +66,8 @@ def _compare(arguments: Sequence[str]) -> None:
     parser.add_argument("--runs-dir", type=Path, default=Path("runs"), help="the store to look ids up in (runs)")
     parser.add_argument("--all", action="store_true", help="every metric that differs, not only the main ones")
     options = parser.parse_args(arguments)
-    a, b = (flatten(load_run(find_run(name, options.runs_dir))) for name in (options.run_a, options.run_b))
-    Console().print(difference.difference_table(a, b, options.all))
+    a, b = (flatten(find_run(name, options.runs_dir)) for name in (options.run_a, options.run_b))
+    terminal.console().print(difference.difference_table(a, b, options.all))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -6,9 +6,11 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from magicdec.tracking.cells import cell, is_number, new_table
+from magicdec.tracking.cells import is_number, new_table
+from magicdec.tracking.reader import BASELINE, NOISY, noise
+from magicdec.tracking.report.query import MAIN_METRICS
 from magicdec.tracking.report.rows import FACTS, Row, is_setting, keys_of
-from magicdec.tracking.report.terminal import MAIN_METRICS
+from magicdec.tracking.report.terminal import PREDICTED, marked
 from magicdec.tracking.store import counted
 from magicdec.tracking.table import SPEEDS, STEPS, WAYS
 
@@ -26,8 +28,9 @@ WHERE = (
     "openmp",
 )
 
+NOT_OF_BASELINE = ("draft.", "cache.", "scenario.")  # settings that autoregressive decoding does not read
 MAIN = frozenset(
-    [*MAIN_METRICS, "alpha", "speedup_wall", "memory/peak_gib"]
+    [*(MAIN_METRICS.keys() - PREDICTED), "alpha", "speedup_wall", "memory/peak_gib"]
     + [f"{way}/{key}" for way in WAYS for key in SPEEDS]
     + [f"time/{step}_ms" for step in STEPS]
 )
@@ -50,15 +53,32 @@ def difference_table(a: Row, b: Row, everything: bool = False) -> RenderableType
     table.add_column("", no_wrap=True, min_width=max((len(key) for part in parts for key in part), default=0))
     for row in (a, b):
         table.add_column(str(row.get("id", "?")), justify="right", overflow="fold")
-    table.add_column("change", justify="right")
+    table.add_column("change", justify="right", no_wrap=True)
     for part in parts:
         for key in part:
-            table.add_row(key, cell(a.get(key)), cell(b.get(key)), _change(a.get(key), b.get(key)))
+            change = _change(key, a.get(key), b.get(key)) if part is parts[-1] else ""
+            table.add_row(key, marked(a, key), marked(b, key), change)
         table.add_section()
+    doubts = [*_doubts(a, b, settings, facts)]
     notes = list(_notes(a, b, settings))
     if left_out:
         notes.append(f"{counted(left_out, 'more key')} differ{'s' if left_out == 1 else ''}; --all for everything")
-    return Group(table, Text("\n".join(notes), style="dim"))
+    return Group(table, *(Text(line, style="yellow") for line in doubts), Text("\n".join(notes), style="dim"))
+
+
+def _doubts(a: Row, b: Row, settings: list[str], facts: list[str]) -> Iterator[str]:
+    """Say which of the two cannot be trusted, and whether baselines that do the same work differ."""
+    for row in (a, b):
+        if found := noise(row):
+            yield f"{row['id']}: {', '.join(found)}"
+    same_work = all(key.startswith(NOT_OF_BASELINE) for key in settings) and a.get("device") == b.get("device")
+    times = sorted(time for row in (a, b) if is_number(time := row.get(BASELINE)) and time > 0)
+    if same_work and len(times) == 2 and (more := times[1] / times[0] - 1) > NOISY:
+        other = f", unless {' or '.join(facts)} above explains it" if facts else ""
+        yield (
+            f"the autoregressive baselines do the same work and differ by {more:.0%}: one of the runs was "
+            f"disturbed{other}; measure both again"
+        )
 
 
 def _notes(a: Row, b: Row, settings: list[str]) -> Iterator[str]:
@@ -70,6 +90,12 @@ def _notes(a: Row, b: Row, settings: list[str]) -> Iterator[str]:
         yield f"the same prompts, {'the same' if same else 'other'} autoregressive tokens"
 
 
-def _change(a: Any, b: Any) -> str:
-    """Return the relative change from the first to the second."""
-    return f"{b / a - 1:+.1%}" if is_number(a) and is_number(b) and a else ""
+def _change(key: str, a: Any, b: Any) -> str:
+    """Return the relative change of a metric. An error, which is relative itself, changes by percentage points, and a
+    metric that may be negative by a difference.
+    """
+    if not (is_number(a) and is_number(b)):
+        return ""
+    if key.endswith("_error"):
+        return f"{100 * (b - a):+.0f} points"
+    return f"{b / a - 1:+.1%}" if a > 0 and b > 0 else f"{b - a:+.4g}"

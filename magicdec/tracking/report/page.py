@@ -15,8 +15,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from magicdec.tracking.generated import Sample
-from magicdec.tracking.reader import IMPOSSIBLE, gpu_trouble, noise, read_lines
+from magicdec.tracking.files import SAMPLE, read_lines
+from magicdec.tracking.reader import IMPOSSIBLE, gpu_trouble, noise
 from magicdec.tracking.report.rows import FACTS, Row, is_setting, keys_of, telling, varying
 
 LEFT_OUT = FACTS - {"id", "status", "kind", "reason"}
@@ -52,13 +52,13 @@ def html_page(rows: Sequence[Row], title: str) -> str:
     return re.sub(r"/\*([A-Z0-9]+)\*/", lambda found: parts[found[1]], page)
 
 
-def _samples(rows: Sequence[Row]) -> Iterator[tuple[str, Sample]]:
+def _samples(rows: Sequence[Row]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the id of each run with the first of its samples, the newest run first."""
     folders = {row["id"]: row["folder"] for row in reversed(rows) if "folder" in row}
     for run, folder in folders.items():
-        for sample in read_lines(Path(folder, "samples.jsonl"))[:1]:
+        for sample in read_lines(Path(folder, "samples.jsonl"), SAMPLE)[:1]:
             rounds = sample.get("rounds", [])
-            yield run, sample | {"rounds": rounds[:MAX_ROUNDS], "left_out": max(0, len(rounds) - MAX_ROUNDS)}
+            yield run, {**sample, "rounds": rounds[:MAX_ROUNDS], "left_out": max(0, len(rounds) - MAX_ROUNDS)}
 
 
 def command(row: Row) -> str:

@@ -9,11 +9,36 @@ from typing import Any
 from magicdec.errors import UserError
 from magicdec.rules import did_you_mean
 from magicdec.tracking.cells import is_number
-from magicdec.tracking.report.rows import Row, is_setting, keys_of
+from magicdec.tracking.report.rows import Row, is_setting, keys_of, num_runs
 
-SYNTAX = "KEY=VALUE, or with != > >= < <= or ~ (contains); several must all hold. A key's unique ending will do: budget"
+SYNTAX = (
+    "KEY=VALUE, or with != > >= < <= or ~ (contains); several must all hold. A key's unique ending, or its heading, "
+    "will do: budget"
+)
 # A median over several models, or over measured, predicted and synthetic values, means nothing.
 APART = ("target.name", "scenario.name", "acceptance/source")
+# Headings of columns on the terminal. The speedups of a row, of a batch, and of a level of load.
+SPEEDUPS = ("speedup", "speedup_wall", "speedup_duration")
+MAIN_METRICS = {key: key for key in SPEEDUPS} | {
+    "acceptance_rate": "accepted",
+    "acceptance_length": "length",
+    "speculative/tokens_per_second": "tokens/s",
+    "speculative/time_per_output_token_ms": "TPOT ms",
+    "lossless/passed": "lossless",
+    "output/agrees": "agrees",
+    "formula/speedup": "formula",
+    "predicted/speedup": "predicted",
+    "predicted/speedup_wall": "predicted wall",
+    "predicted/gamma": "best gamma",
+    "predicted/break_even_alpha": "pays from alpha",
+    "predicted/speedup_error": "off",
+    "predicted/step_error": "steps off",
+    "published/speedup": "published",
+    "published/predicted_speedup": "predicted for it",
+}
+ENGINE, SCENARIO = "engine.name", "scenario.name"
+BETWEEN_ENGINES = {ENGINE: "engine", "draft.name": "draft", "autoregressive/tokens_per_second": "AR tokens/s"}
+LABELS = MAIN_METRICS | BETWEEN_ENGINES
 ORDERS: dict[str, Callable[[Any, Any], bool]] = {">": gt, ">=": ge, "<": lt, "<=": le}
 
 
@@ -31,7 +56,7 @@ def select(rows: Collection[Row], tests: Sequence[str]) -> list[Row]:
             raise UserError(f"--where {test}: {value or 'nothing'} is not a number, and {sign} compares numbers")
         chosen = [row for row in chosen if _holds(row.get(key), sign, value)]
     if not chosen:
-        raise UserError(f"--where {' '.join(tests)}: holds for none of {len(rows):,} runs")
+        raise UserError(f"--where {' '.join(tests)}: holds for none of {num_runs(rows):,} runs")
     return chosen
 
 
@@ -62,7 +87,7 @@ def group(rows: Collection[Row], keys: Sequence[str], mix: bool = False) -> list
     result = []
     for values, members in groups.items():
         line: Row = {name: value for name, value in zip(names, values, strict=True) if value is not None}
-        line["runs"] = len(members)
+        line["runs"] = num_runs(members)
         for key in metrics:
             if numbers := [row[key] for row in members if is_number(row.get(key))]:
                 line[key] = median(numbers)
@@ -71,7 +96,10 @@ def group(rows: Collection[Row], keys: Sequence[str], mix: bool = False) -> list
 
 
 def find_key(known: Collection[str], key: str, option: str) -> str:
-    """Return the known key that is `key`, or the only one that ends in it. Raise UserError if there is none."""
+    """Return the known key that is `key`, the only one that ends in it, or the one with that heading.
+
+    Raise UserError if there is none.
+    """
     if key in known:
         return key
     endings = [name for name in known if name.endswith((f".{key}", f"/{key}"))]
@@ -79,6 +107,9 @@ def find_key(known: Collection[str], key: str, option: str) -> str:
         return endings[0]
     if endings:
         raise UserError(f"{option} {key}: which one? {', '.join(endings)}")
+    for name in known:
+        if key in (LABELS.get(name), name.removesuffix(".name")):
+            return name
     close = did_you_mean(key, known) or did_you_mean(key, [re.split(r"[./]", name)[-1] for name in known])
     raise UserError(f"{option} {key}: no run has such a key{close}")
 

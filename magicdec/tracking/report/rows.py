@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from magicdec.errors import UserError
-from magicdec.tracking.reader import iter_runs, latest, read_lines
+from magicdec.tracking.files import ROW, read_lines
+from magicdec.tracking.reader import iter_runs, latest
 from magicdec.tracking.store import shown
-from magicdec.tracking.sweep import jobs
+from magicdec.tracking.sweep import is_named, jobs
 
 Row = dict[str, Any]
 
@@ -23,7 +24,7 @@ SAME_SAMPLING = ("sampling.temperature", "sampling.top_k", "sampling.top_p", "sa
 # Settings that runs are compared by, the most usual first. Of the others, those with fewer values come first.
 ASKED_FIRST = (
     *("engine.name", "target.name", "scenario.name", "draft.name", "draft.model.name", "cache.policy", "cache.budget"),
-    *("draft.gamma", "batch.context_len", "batch.size", "hardware.name", "data.name"),
+    *("draft.gamma", "batch.context_len", "batch.size", "load.concurrency", "load.rate", "hardware.name", "data.name"),
 )
 # Keys of config.yaml that do not change what a run does.
 ELSEWHERE = ("wandb.", "tracker", "hydra.", "runs_dir", "resume", "sweep.")
@@ -34,7 +35,8 @@ def read_runs(
 ) -> tuple[list[dict[str, Any]], str]:
     """Return the runs of a store, or of a sweep in it, each by its latest attempt, and a line on those left out.
 
-    Leave out earlier attempts and mistyped runs unless `every_attempt` is true. Raise UserError if there are no runs.
+    Those of a store come oldest first, those of a sweep in the order of its jobs. Leave out earlier attempts and
+    mistyped runs unless `every_attempt` is true. Raise UserError if there are no runs.
     """
     if not Path(runs_dir).is_dir():
         raise UserError(f"{runs_dir}: no such folder; name a run store, as in runs_dir=FOLDER")
@@ -50,16 +52,18 @@ def read_runs(
         line += f", magicdec clean {shown(Path(runs_dir))} deletes what was mistyped"
     if not chosen:
         raise UserError(f"{runs_dir}: {line}")
+    places = {name: place for place, name in enumerate(members or ())}
+    chosen.sort(key=lambda run: (places.get(run["id"], 0), str(run.get("started", ""))))
     return chosen, line if len(chosen) < len(found) else ""
 
 
 def rows_of(runs: Iterable[Mapping[str, Any]]) -> list[Row]:
-    """Return a row per run, oldest first. A run under load (scenario=serve) is a row per level, which is then a setting
-    among others: load.concurrency or load.rate.
+    """Return a row per run. A run under load (scenario=serve) is a row per level, which is then a setting among others:
+    load.concurrency or load.rate.
     """
     rows = [row for run in runs for row in _levels(run)]
     _compare_outputs(rows)
-    return sorted(rows, key=lambda row: str(row.get("started", "")))
+    return rows
 
 
 def read_rows(runs_dir: str | Path, sweep: str | None = None) -> list[Row]:
@@ -95,21 +99,31 @@ def _levels(run: Mapping[str, Any]) -> list[Row]:
     row = flatten(run)
     if row.get("scenario.name") != "serve":
         return [row]
-    levels = [
-        {f"load.{key}" if key in ("concurrency", "rate") else key: value for key, value in _leaves(level)}
-        for level in read_lines(Path(run["folder"]) / "history.jsonl")
-    ]
-    return [row | level for level in levels] or [row]
+    levels = read_lines(Path(run["folder"]) / "history.jsonl", ROW)
+    # The run's own figures are those of its last level: another level that lacks one must not show it.
+    shared = {key: value for key, value in row.items() if not any(key in level for level in levels)}
+    return [shared | _of_level(level) for level in levels] or [row]
 
 
-def sweep_members(runs_dir: str | Path, name: str) -> set[str]:
-    """Return the ids of the runs of all sweeps of a name: the sweep's own (gamma_x_budget), or that of its folder."""
+def _of_level(level: Mapping[str, Any]) -> Row:
+    return {f"load.{key}" if key in ("concurrency", "rate") else key: value for key, value in _leaves(level)}
+
+
+def num_runs(rows: Iterable[Row]) -> int:
+    """Return how many runs the rows are of: a run under load has several."""
+    return len({row["id"] for row in rows})
+
+
+def sweep_members(runs_dir: str | Path, name: str) -> list[str]:
+    """Return the ids of the runs of all sweeps of a name, in the order of their jobs. The name is the sweep's own
+    (gamma_x_budget), or that of its folder.
+    """
     folders = sorted(path for path in Path(runs_dir, "sweeps").glob("*") if path.is_dir())
-    chosen = [path for path in folders if name == path.name or path.name.endswith(f"_{name}")]
+    chosen = [path for path in folders if is_named(path, name)]
     if not chosen:
         known = ", ".join(path.name for path in folders) or "none"
         raise UserError(f"--sweep {name}: no such sweep; {Path(runs_dir, 'sweeps')} holds: {known}")
-    return {line["id"] for folder in chosen for line in jobs(folder) if line.get("id")}
+    return [line["id"] for folder in chosen for line in jobs(folder) if line["id"]]
 
 
 def keys_of(rows: Iterable[Row]) -> list[str]:

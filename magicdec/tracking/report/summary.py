@@ -16,15 +16,15 @@ PAGE = "report.html"
 def summarize(sweep_dir: Path, with_figures: bool) -> None:
     """Print the summary of a sweep, <runs_dir>/sweeps/<name>. A file that cannot be written is no failure."""
     runs_dir, console = sweep_dir.parents[1], terminal.console()
-    if refused := sum(1 for job in jobs(sweep_dir) if not job.get("id")):
+    if refused := sum(1 for job in jobs(sweep_dir) if not job["id"]):
         print(f"{counted(refused, 'job')} ended before there was a run: see the errors above")
     try:
         runs, left_out = read_runs(runs_dir, sweep_dir.name)
         rows = rows_of(runs)
         console.print(terminal.runs_table(rows, None, limit=50, width=console.width))
-        states = Counter(str(row.get("status")) for row in rows)
+        states = Counter(str(run.get("status")) for run in runs)
         by_state = ", ".join(f"{number:,} {state}" for state, number in sorted(states.items()))
-        print(f"{counted(len(rows), 'run')}: {by_state}{f'; {left_out}' if left_out else ''}")
+        print(f"{counted(len(runs), 'run')}: {by_state}{f'; {left_out}' if left_out else ''}")
         for path in _written(rows, sweep_dir, with_figures):
             print(f"written           {shown(path)}")
         if with_figures:

@@ -1,36 +1,22 @@
 """The table of runs on the terminal: the settings in which they differ, and their main metrics."""
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import accumulate
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.text import Text
 
 from magicdec.tracking.cells import cell, new_table
+from magicdec.tracking.console import Console
 from magicdec.tracking.reader import NOISY, TWICE, gpu_trouble, is_impossible, noise
-from magicdec.tracking.report.query import find_key
-from magicdec.tracking.report.rows import Row, keys_of, telling
+from magicdec.tracking.report.query import BETWEEN_ENGINES, ENGINE, LABELS, MAIN_METRICS, SCENARIO, SPEEDUPS, find_key
+from magicdec.tracking.report.rows import Row, keys_of, num_runs, telling
 
-# The speedups of a row, of a batch, and of a level of load.
-SPEEDUPS = ("speedup", "speedup_wall", "speedup_duration")
-MAIN_METRICS = {key: key for key in SPEEDUPS} | {
-    "acceptance_rate": "accepted",
-    "acceptance_length": "length",
-    "speculative/tokens_per_second": "tokens/s",
-    "speculative/time_per_output_token_ms": "TPOT ms",
-    "lossless/passed": "lossless",
-    "output/agrees": "agrees",
-    "formula/speedup": "formula",
-    "predicted/speedup": "predicted",
-    "predicted/speedup_error": "off",
-    "predicted/step_error": "steps off",
-    "published/speedup": "published",
-    "published/predicted_speedup": "predicted for it",
-}
-ENGINE = "engine.name"
-BETWEEN_ENGINES = {ENGINE: "engine", "draft.name": "draft", "autoregressive/tokens_per_second": "AR tokens/s"}
-LABELS = MAIN_METRICS | BETWEEN_ENGINES
+# Of predictions alone: a run that is measured has one gamma, and an alpha.
+PREDICTED = ("predicted/gamma", "predicted/break_even_alpha")
+PREDICTED_SPEEDUPS = ("predicted/speedup", "predicted/speedup_wall")
+MEASURED = ("speedup", "autoregressive/tokens_per_second")
 MAX_SETTINGS = 6  # columns that say what differs
 GAP = 3  # blanks between columns
 WIDTH_OF_A_PIPE = 200
@@ -38,31 +24,49 @@ WIDTH_OF_A_PIPE = 200
 
 def console() -> Console:
     """Return standard output, with a fixed width if it is not a terminal."""
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal without Unicode
     return Console() if sys.stdout.isatty() else Console(width=WIDTH_OF_A_PIPE)
 
 
 def runs_table(
     rows: Sequence[Row], columns: Sequence[str] | None, limit: int, width: int, runs: Sequence[Row] | None = None
 ) -> RenderableType:
-    """Return a table with a line per row and as many columns as the width holds. If rows are groups, `runs` are their
-    members.
+    """Return a table with a line per row and as many columns as the width holds. Scenarios, which measure different
+    things, have a table each, unless `columns` are named. If rows are groups, `runs` are their members.
     """
-    grouped, known = runs is not None, keys_of(rows)
-    chosen = [find_key(known, key, "--columns") for key in columns] if columns else _columns(rows, known, grouped)
-    shown = rows[: limit or None]
-    cells = {key: [_marked(row, key) for row in shown] for key in chosen}
-    names = {key: LABELS.get(key, key) if columns else _short(key, chosen) for key in chosen}
-    widths = [max(map(len, [names[key], *(text.plain for text in cells[key])])) + GAP for key in chosen]
-    fitting = chosen if columns else [key for key, end in zip(chosen, accumulate(widths), strict=True) if end <= width]
-    table = new_table()
+    shown, grouped = rows[: limit or None], runs is not None
+    kinds = list(dict.fromkeys(None if columns else row.get(SCENARIO) for row in shown))
+    tables, left_out = [], []
+    for kind in kinds:
+        several = len(kinds) > 1
+        alike = [row for row in rows if row.get(SCENARIO) == kind] if several else rows
+        known = keys_of(alike)
+        chosen = [find_key(known, key, "--columns") for key in columns] if columns else _columns(alike, known, grouped)
+        lines = [row for row in shown if row.get(SCENARIO) == kind] if several else shown
+        named = [key for key in chosen if not (several and key == SCENARIO)]
+        table, missing = _table(lines, named, None if columns else width, str(kind) if several else None)
+        tables.append(table)
+        left_out += missing
+    notes = [*_omissions(rows, limit, dict.fromkeys(left_out)), *_notes(rows if runs is None else runs)]
+    return Group(*tables, Text("\n".join(["medians over the runs that are done"] * grouped + notes), style="dim"))
+
+
+def _table(
+    rows: Sequence[Row], keys: Sequence[str], width: int | None, title: str | None
+) -> tuple[RenderableType, list[str]]:
+    """Return the table of these rows and keys, and the names of the columns that do not fit (None: fold them)."""
+    cells = {key: [marked(row, key) for row in rows] for key in keys}
+    names = {key: LABELS.get(key, key) if width is None else _short(key, keys) for key in keys}
+    widths = [max(map(len, [names[key], *(text.plain for text in cells[key])])) + GAP for key in keys]
+    fitting = [key for key, end in zip(keys, accumulate(widths), strict=True) if width is None or end <= width]
+    table = new_table(title=title)
     for key in fitting:
-        numeric = any(isinstance(row.get(key), int | float) for row in shown)
-        table.add_column(names[key], justify="right" if numeric else "left", no_wrap=not columns, overflow="fold")
+        numeric = any(isinstance(row.get(key), int | float) for row in rows)
+        table.add_column(names[key], justify="right" if numeric else "left", no_wrap=width is not None, overflow="fold")
     for line in zip(*(cells[key] for key in fitting), strict=True):
         table.add_row(*line)
-    left_out = [names[key] for key in chosen if key not in fitting]
-    notes = [*_omissions(rows, limit, left_out), *_notes(rows if runs is None else runs)]
-    return Group(table, Text("\n".join(["medians over the runs that are done"] * grouped + notes), style="dim"))
+    return table, [names[key] for key in keys if key not in fitting]
 
 
 def _short(key: str, among: Sequence[str]) -> str:
@@ -76,18 +80,22 @@ def _short(key: str, among: Sequence[str]) -> str:
 
 def _columns(rows: Sequence[Row], known: Sequence[str], grouped: bool) -> list[str]:
     """Return the columns: settings in which the rows differ, then main metrics."""
+    is_measured = any(key in known for key in MEASURED)
+    main = [key for key in MAIN_METRICS if key in known and not (is_measured and key in PREDICTED)]
     if grouped:
-        return [*known[: known.index("runs") + 1], *(key for key in MAIN_METRICS if key in known)] if rows else []
+        return [*known[: known.index("runs") + 1], *main] if rows else []
     marks = [key for key in ("acceptance/source",) if len({row.get(key) for row in rows} - {None}) > 1]
-    main, settings = [key for key in MAIN_METRICS if key in known], telling(rows)
+    settings = telling(rows)
     engines = [key for key in BETWEEN_ENGINES if key in known] if ENGINE in settings else []
     if engines:  # the settings of engines are implied by their names
         settings = [key for key in settings if key not in engines and not key.startswith(("engine.", "attention."))]
-    first, others = ([key for key in main if (key in SPEEDUPS) == is_first] for is_first in (True, False))
+    speedups = SPEEDUPS if is_measured else PREDICTED_SPEEDUPS
+    first, others = ([key for key in main if (key in speedups) == is_first] for is_first in (True, False))
     return ["id", "status", *engines, *first, *settings[:MAX_SETTINGS], *marks, *others]
 
 
-def _marked(row: Row, key: str) -> Text:
+def marked(row: Row, key: str) -> Text:
+    """Return the value of a key as a cell: a speedup or an error in its own form, and what is not good in colour."""
     value = row.get(key)
     if (key in SPEEDUPS or key.endswith("speedup")) and isinstance(value, int | float):
         mark = "!" if key == "speedup" and noise(row) else ""
@@ -101,7 +109,7 @@ def _marked(row: Row, key: str) -> Text:
     return Text(cell(value))
 
 
-def _omissions(rows: Sequence[Row], limit: int, left_out: Sequence[str]) -> Iterator[str]:
+def _omissions(rows: Sequence[Row], limit: int, left_out: Collection[str]) -> Iterator[str]:
     """Name the lines and columns that are not shown."""
     if limit and len(rows) > limit:
         yield f"{limit} of {len(rows):,} lines; --limit 0 shows all"
@@ -111,27 +119,31 @@ def _omissions(rows: Sequence[Row], limit: int, left_out: Sequence[str]) -> Iter
 
 def _notes(rows: Sequence[Row]) -> Iterator[str]:
     """Count the failed, noisy, disturbed, published, too large and synthetic runs."""
-    failed = [row for row in rows if row.get("status") == "failed"]
-    if failed:
-        yield f"{len(failed):,} failed; --columns id,kind,reason says why"
+
+    def number(of: Iterable[Row]) -> str:
+        return f"{num_runs(of):,}"
+
+    if failed := [row for row in rows if row.get("status") == "failed"]:
+        yield f"{number(failed)} failed; --columns id,kind,reason says why"
     if noisy := [row for row in rows if noise(row)]:
         keys = [key for key in ("speedup_spread", *TWICE) if any(key in row for row in noisy)]
         yield (
-            f"{len(noisy):,} noisy, marked !: repeats spread over more than {NOISY:.0%}, or what was measured twice "
+            f"{number(noisy)} noisy, marked !: repeats spread over more than {NOISY:.0%}, or what was measured twice "
             f"disagrees; --columns id,{','.join(keys)} says how"
         )
-    if impossible := sum(1 for row in rows if is_impossible(row)):
-        yield f"{impossible:,} with an impossible overhead (time/overhead_ms below 0): measure them again"
-    if troubled := sum(1 for row in rows if gpu_trouble(row)):
-        yield f"{troubled:,} on a GPU that was throttled or shared; --columns gpu/throttled/power,gpu/shared says how"
+    if impossible := [row for row in rows if is_impossible(row)]:
+        yield f"{number(impossible)} with an impossible overhead (time/overhead_ms below 0): measure them again"
+    if troubled := [row for row in rows if gpu_trouble(row)]:
+        how = "--columns gpu/throttled/power,gpu/shared says how"
+        yield f"{number(troubled)} on a GPU that was throttled or shared; {how}"
     if published := [row for row in rows if "published/table" in row]:
         tables = ", ".join(sorted({str(row["published/table"]) for row in published}))
         yield (
-            f"published: the MagicDec paper's Table {tables}, which has {len(published):,} of these {len(rows):,}; "
+            f"published: the MagicDec paper's Table {tables}, which has {number(published)} of these {number(rows)}; "
             "predicted for it: by the cost model, at the paper's gamma and acceptance"
         )
-    if unfit := sum(1 for row in rows if row.get("predicted/fits") is False and "speedup" not in row):
-        yield f"{unfit:,} predicted to need more memory than there is; --columns id,predicted/memory_gib says how much"
-    synthetic = sum(1 for row in rows if row.get("acceptance/source") == "synthetic")
-    if synthetic:
-        yield f"{synthetic:,} SYNTHETIC: their acceptance was drawn, not measured; only the times are real"
+    if unfit := [row for row in rows if row.get("predicted/fits") is False and "speedup" not in row]:
+        how = "--columns id,predicted/memory_gib says how much"
+        yield f"{number(unfit)} predicted to need more memory than there is; {how}"
+    if synthetic := [row for row in rows if row.get("acceptance/source") == "synthetic"]:
+        yield f"{number(synthetic)} SYNTHETIC: their acceptance was drawn, not measured; only the times are real"

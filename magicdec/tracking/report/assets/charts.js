@@ -4,14 +4,14 @@
 
 const GREY = "#8b929e";
 const COLOURS = {
-  measured: "#4269d0", "measured, wall clock": "#6cc5b0", predicted: "#ff725c", published: "#3ca951",
+  measured: "#4269d0", "measured, per batch": "#6cc5b0", predicted: "#ff725c", published: "#3ca951",
   autoregressive: GREY, speculative: "#4269d0",
   drafting: "#efb118", verification: "#4269d0", "rest of the round": "#a463f2",
 };
 // What is drawn next to a figure where the runs differ in one axis.
 const AROUND = {
   speedup: {
-    measured: "speedup", "measured, wall clock": "speedup_wall", predicted: "predicted/speedup", published: "published/speedup",
+    measured: "speedup", "measured, per batch": "speedup_wall", predicted: "predicted/speedup", published: "published/speedup",
   },
 };
 // Predicted against measured: a kind has a name, a colour, and the keys of the prediction and of the measurement.
@@ -24,7 +24,10 @@ const COMPARED = {
     ["cost model", COLOURS.predicted, "predicted/speedup", "speedup"],
     [PAPER, COLOURS.published, "published/predicted_speedup", "published/speedup"],
   ],
-  "speedup in wall clock": [[OWN, COLOURS.measured, "formula/speedup_wall", "speedup_wall"]],
+  "speedup per batch": [
+    [OWN, COLOURS.measured, "formula/speedup_wall", "speedup_wall"],
+    ["cost model", COLOURS.predicted, "predicted/speedup_wall", "speedup_wall"],
+  ],
   ...Object.fromEntries(Object.entries(STEPS).map(([name, step]) =>
     [`${name}, ms`, [["cost model", COLOURS.predicted, `predicted/${step}_ms`, `time/${step}_ms`]]])),
 };
@@ -77,17 +80,14 @@ function colours(key, runs) {
   return { type: "ordinal", domain, range, unknown: GREY, legend: values.length > 1 };
 }
 
-// Low and high end of a figure of a run over its repeats.
-function ends(key, run) {
-  const value = get(key, run), half = (get(`${key}_spread`, run) ?? 0) / 2;
-  return [value * (1 - half), value * (1 + half)];
-}
+// Least and greatest value of a figure of a run over its repeats.
+const ends = (key, run) => ["min", "max"].map((end) => get(`${key}_${end}`, run) ?? get(key, run));
 
 // Lines over an axis: a series is { name, key, runs }. An interval is the range over runs and their repeats.
 function lines(width, series, x, { color, label, rule, statistic = d3.median }) {
   const points = series.flatMap(({ name, key, runs }) =>
     d3.groups(runs.filter(has(key)).filter(has(x)), (r) => get(x, r)).map(([at, of]) => ({
-      name, x: at, y: statistic(of.map((r) => get(key, r))), runs: of.length,
+      name, x: at, y: statistic(of.map((r) => get(key, r))), runs: count(of),
       low: d3.min(of, (r) => ends(key, r)[0]), high: d3.max(of, (r) => ends(key, r)[1]),
     })));
   if (!points.length) return null;
@@ -131,8 +131,9 @@ function overview(runs, width, { value: wanted, x, y, where, statistic }) {
 function heatmap(runs, width, value, [x, y], statistic, where) {
   const cells = d3.flatRollup(runs, (of) => of, (r) => get(x, r), (r) => get(y, r)).map(([cx, cy, of]) => {
     const values = of.map((r) => get(value, r)), [low, high] = d3.extent(values).map(figure);
-    const text = joined([`${x}: ${shown(cx)}`, `${y}: ${shown(cy)}`, `${value}: median ${figure(d3.median(values))}`,
-      low !== high && `from ${low} to ${high}`, of.length > 1 && `${of.length} runs; click to see them alone`]);
+    const median = (key) => d3.median(of, (r) => get(key, r)), one = value === "speedup" ? bothSpeedups(median) : figure(median(value));
+    const text = joined([`${x}: ${shown(cx)}`, `${y}: ${shown(cy)}`, `${value}: median ${one}`,
+      low !== high && `from ${low} to ${high}`, count(of) > 1 && `${count(of)} runs; click to see them alone`]);
     const href = address({ where: `${where} ${x}=${cx} ${y}=${cy}`.trim() });
     return { x: shown(cx), y: shown(cy), value: statistic(values), text, href };
   });
@@ -183,7 +184,7 @@ function pareto(runs, width, { colour }) {
     return Plot.line(least, { ...XY, strokeWidth: 1.5, ...options });
   };
   const [dots, grey] = [merged(fast), merged(plain.map((p) => ({ ...p, name: "autoregressive" })))];
-  const about = (p) => `${figure(p.x)} ms per token, ${figure(p.y)} tokens/s, ${figure(get("speedup", p.run))}x`;
+  const about = (p) => `${figure(p.x)} ms per token, ${figure(p.y)} tokens/s; ${bothSpeedups((k) => get(k, p.run))}`;
   const drawn = plot(width, {
     x: { ...scaleOf(both.map((p) => p.x)), label: "time per output token (TPOT), ms", inset: 8 },
     y: { ...scaleOf(both.map((p) => p.y)), label: "tokens/s", inset: 8 },
@@ -244,7 +245,7 @@ function prediction(runs, width, { compared }) {
     repeated.length && "Bars: spread over repeats.", crowded(dots));
 }
 
-// A round's parts in ms, measured (`time`) or `predicted`, or null. Drafting includes choosing entries at every step.
+// A round's parts in ms, measured (`time`) or `predicted`, or null. Drafting includes choosing entries.
 function round(run, source) {
   const of = (name) => get(`${source}/${name}_ms`, run);
   const [whole, verify, rest, decode] = ["round", "verify", "overhead", "target_decode"].map(of);

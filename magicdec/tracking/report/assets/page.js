@@ -28,12 +28,17 @@ const shown = (value) => (value == null ? "none" : figure(value));
 
 const TPS = "speculative/tokens_per_second", TPOT = "speculative/time_per_output_token_ms";
 const SOURCE = "acceptance/source", SCENARIO = "scenario.name", TARGET = "target.name";
-const FIGURES = ["speedup", "speedup_wall", "predicted/speedup", "published/speedup", "published/predicted_speedup",
+const PREDICTED = ["predicted/speedup_wall", "predicted/gamma", "predicted/break_even_alpha"];
+// The speedups of a row, of its batch, and of its level of load.
+const PER = { speedup: "row", speedup_wall: "batch", speedup_duration: "level" };
+const FIGURES = [...Object.keys(PER), "predicted/speedup", "published/speedup", "published/predicted_speedup",
   "formula/speedup", "acceptance_rate", "acceptance_length", "alpha", TPS, TPOT, "speculative/time_to_first_token_ms",
   "memory/peak_gib"].filter(numeric);
 const LOADS = ["load.concurrency", "load.rate"].filter(numeric);
 const SEEN = ["tokens_per_second", "time_to_first_token_ms", "time_per_output_token_ms", "request_latency_ms", "goodput_rps"]
   .filter((k) => numeric(`autoregressive/${k}`));
+// What is given or assumed, and so no choice that could be the fastest.
+const GIVEN = [TARGET, "hardware.name", "data.name", "data.task", "sampling.temperature", "scenario.alpha", "draft.synthetic_acceptance"];
 const MAX_PICKS = 9, MAX_VALUES = 40, MAX_LINES = 100;
 
 // Measured and drawn acceptance, several targets, and measured and predicted runs never mix unless one asks for it.
@@ -100,18 +105,25 @@ function chosen() {
   return all.filter((run) => wanted.every((test) => test(run)) && picks.every((k) => matches(run, k)));
 }
 
+// Both speedups in a phrase, such as "1.44x per row and 1.15x per batch"; `of` returns the value of a key.
+const bothSpeedups = (of, text = (v) => `${v.toFixed(2)}x`) =>
+  Object.entries(PER).filter(([key]) => of(key) != null).map(([key, per]) => `${text(of(key))} per ${per}`).join(" and ");
+
 function drawTiles(runs, done) {
-  const speedups = done.map((r) => get("speedup", r)).filter((v) => v != null), best = d3.max(speedups), runsOf = count(runs);
+  const timed = done.filter((r) => get("speedup", r) != null), best = d3.greatest(timed, (r) => get("speedup", r)), runsOf = count(runs);
   const tiles = [[`${thousands(runsOf)} of ${thousands(count(all))}`, runs.length > runsOf ? `runs, ${runs.length} levels of load` : "runs"]];
-  if (speedups.length)
-    tiles.push([best.toFixed(2) + "x", best > 1 ? "best speedup" : "at best: autoregressive is faster everywhere", best > 1 ? "" : "warn"],
-      [d3.median(speedups).toFixed(2) + "x", "median speedup"],
-      [Math.round(100 * d3.mean(speedups, (v) => v > 1)) + "%", "faster than autoregressive"]);
+  if (timed.length) {
+    const of = (key) => timed.map((r) => get(key, r)).filter((v) => v != null), pays = get("speedup", best) > 1;
+    tiles.push([bothSpeedups((k) => get(k, best)), pays ? "best speedup" : "at best: autoregressive is faster everywhere", pays ? "" : "warn"],
+      [bothSpeedups((k) => d3.median(of(k))), "median speedup"],
+      [bothSpeedups((k) => d3.mean(of(k), (v) => v > 1), d3.format(".0%")), "faster than autoregressive"]);
+  }
   const warnings = [["failed", runs, (r) => get("status", r) === "failed"], ["noisy", done, isNoisy],
     ["GPU throttled or shared", done, (r) => get("gpu_trouble", r)], ["predicted not to fit in memory", done, isTooLarge],
     ["not identical to autoregressive", done, (r) => get("lossless/identical", r) === false], ["synthetic acceptance", done, isSynthetic]];
   for (const [name, of, test] of warnings) if (of.some(test)) tiles.push([thousands(count(of.filter(test))), name, "warn"]);
-  $("tiles").innerHTML = tiles.map(([b, s, kind]) => `<div class="${kind ?? ""}"><b>${b}</b><span>${s}</span></div>`).join("");
+  const figures = (text) => text.replace(/ [a-z ]+/g, "<small>$&</small>");
+  $("tiles").innerHTML = tiles.map(([b, s, kind]) => `<div class="${kind ?? ""}"><b>${figures(b)}</b><span>${s}</span></div>`).join("");
 }
 
 const isSynthetic = (r) => get(SOURCE, r) === "synthetic";
@@ -121,7 +133,8 @@ const MARKS = { synthetic: isSynthetic, noisy: isNoisy, "GPU troubled": (r) => g
   "impossible times": (r) => round(r, "time")?.isImpossible };
 const marks = (r) => Object.keys(MARKS).filter((name) => MARKS[name](r)).map((name) => ` <span class="mark">${name}</span>`).join("");
 const judged = (text, isGood) => `<span class="${isGood ? "good" : "bad"}">${text}</span>`;
-const NAMES = { speedup_wall: "speedup, wall", [TPS]: "tokens/s", [TPOT]: "TPOT, ms" };
+const NAMES = { speedup_wall: "speedup per batch", speedup_duration: "speedup per level", "predicted/speedup_wall": "predicted wall", [TPS]: "tokens/s",
+  [TPOT]: "TPOT, ms", "predicted/gamma": "best gamma", "predicted/break_even_alpha": "pays from alpha" };
 
 // A column of a table: { key, name, isText, cell }.
 function column(key) {
@@ -144,7 +157,7 @@ function drawFastest(done) {
   const candidates = isMeasured ? measured : done.filter((r) => get(speedup, r) != null && !isTooLarge(r));
   $("fastest").hidden = !candidates.length;
   if (!candidates.length) return;
-  const places = [TARGET, "batch.context_len", "batch.size", ...LOADS].filter((k) => columns[k] && (k !== TARGET || differ(k, candidates)));
+  const places = [...GIVEN.filter((k) => differ(k, candidates)), "batch.context_len", "batch.size", ...LOADS].filter((k) => columns[k]);
   const better = (a, b) => isSynthetic(b) - isSynthetic(a) || get(rank, a) - get(rank, b); // what was drawn comes last
   const best = d3.rollups(candidates, (of) => d3.greatest(of, better), (r) => places.map((k) => get(k, r)).join()).map(([, r]) => r);
   best.sort((a, b) => places.map((k) => byValue(get(k, a), get(k, b))).find((order) => order) ?? 0);
@@ -155,7 +168,7 @@ function drawFastest(done) {
   $("fastest").querySelector(".table").innerHTML = table(best, [
     ...places.map(column), { name: "faster", isText: true, cell: (r) => judged(winner(r), isFaster(r)) },
     { ...column(speedup), name: isMeasured ? "best speedup" : "best predicted speedup" },
-    ...(isMeasured ? ["speedup_wall", TPS, TPOT].map(column) : []), ...settings.map(column), { name: "command", isText: true, cell: command },
+    ...(isMeasured ? [...Object.keys(PER).slice(1), TPS, TPOT] : PREDICTED).filter((k) => columns[k]).map(column), ...settings.map(column), { name: "command", isText: true, cell: command },
   ]);
   $("fastest").querySelectorAll("button").forEach((b) => { b.onclick = () => copy(get("command", Number(b.dataset.run)), b); });
 }
@@ -180,8 +193,9 @@ function drawGenerated() {
 
 function drawRuns(runs) {
   const key = state.sort.replace(/^-/, ""), sign = state.sort.startsWith("-") ? -1 : 1, box = $("runs").querySelector(".table");
-  const speedups = FIGURES.filter((k) => k === "speedup" || k === "speedup_wall"), rest = [...FIGURES, "lossless/identical", "reason"];
-  const keys = [...new Set(["id", "status", ...speedups, ...data.settings.slice(0, 8), ...rest])].filter((k) => columns[k]);
+  const speedups = Object.keys(PER), rest = [...FIGURES, "lossless/identical", "reason"];
+  const predicted = runs.some((r) => get(TPS, r) != null) ? [] : PREDICTED; // a measured run has one gamma
+  const keys = [...new Set(["id", "status", ...speedups, ...data.settings.slice(0, 8), ...predicted, ...rest])].filter((k) => columns[k]);
   const order = (a, b) => (get(key, a) == null) - (get(key, b) == null) || sign * byValue(get(key, a), get(key, b));
   const arrow = (k) => (k !== key ? "" : sign < 0 ? " ↓" : " ↑");
   const more = runs.length > MAX_LINES ? `<p class="note">${MAX_LINES} of ${thousands(runs.length)}; filter or sort to see others</p>` : "";

@@ -1,0 +1,82 @@
+"""A round under PyTorch's profiler, by kinds of kernels, next to docs/predictions/gpu.md."""
+
+import re
+from collections import Counter
+from pathlib import Path
+
+import torch
+from gpu_bench import Bench
+from gpu_store import Record
+from page import ROOT
+
+from magicdec.decoding.timers import synchronize
+
+PREDICTED = ROOT / "docs/predictions/gpu.md"
+ROUNDS = 3
+# Kinds of kernels, as on the page, by parts of their names; the first that fits counts.
+KINDS = {
+    "attention": "attend_split|merge_splits|flash|fmha",
+    "sums over ranks": "all_reduce|allreduce|nccl|multimem|two_shot",
+    "matmuls": "gemm|nvjet|cutlass|cublas|splitKreduce|mm$|linear",
+    "fused": "^triton_",
+}
+ON_THE_PAGE = {  # the rows of its table that each kind is the sum of
+    "attention": ("attention",),
+    "matmuls": ("matmuls of layers", "head"),
+    "fused": ("fused around them",),
+    "rest": ("the rest",),
+    "launches": ("launches / layer and round overhead",),
+}
+
+
+def static_cell(bench: Bench) -> tuple[tuple[int, int, int, int], Record]:
+    """Return the cell of the page for this GPU, as rows, context, budget and gamma, and its milliseconds by kind; for
+    another device the first cell, without any.
+    """
+    budget, gamma = bench.sizes.budgets[0], bench.sizes.gammas[0]
+    name = torch.cuda.get_device_name() if bench.device.type == "cuda" else ""
+    for title, section in sections(PREDICTED).items():
+        card, rows, context = re.fullmatch(r"(\w+), (\d+) x ([\d,]+)", title).groups()
+        if re.search(rf"\b{card}\b", name):
+            milliseconds = dict(re.findall(r"^\| ([a-z /]+) \| ([\d.]+) \|", section, re.MULTILINE))
+            by_kind = {kind: sum(float(milliseconds[row]) for row in rows) for kind, rows in ON_THE_PAGE.items()}
+            return (int(rows), int(context.replace(",", "")), budget, gamma), by_kind
+    return (*bench.cells[0], budget, gamma), {}
+
+
+def sections(page: Path) -> dict[str, str]:
+    """Return the sections of a page by their titles."""
+    parts = re.split(r"^## (.+)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
+    return dict(zip(parts[::2], parts[1::2], strict=True))
+
+
+def profiled(bench: Bench) -> Record:
+    """Return the milliseconds of a round by kinds of kernels, and the predicted ones."""
+    cell, predicted = static_cell(bench)
+    opened = bench.open(*cell, alpha=0.8)
+    step = opened.decoder.cycle(opened.draft, cell[-1])
+    opened.restart()
+    step()
+    synchronize(bench.device)
+    on_gpu = bench.device.type == "cuda"
+    activity = torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[activity]) as profiler:
+        for _ in range(ROUNDS):
+            step()
+        synchronize(bench.device)
+    opened.close()
+    times: Counter[str] = Counter(dict.fromkeys(ON_THE_PAGE, 0.0))
+    events = [event for event in profiler.events() if not on_gpu or "cuda" in str(event.device_type).lower()]
+    for event in events:
+        took = event.time_range.elapsed_us() if on_gpu else event.self_cpu_time_total
+        times[kind_of(event.name)] += took / 1e3 / ROUNDS
+    spans = [event.time_range for event in events]
+    whole = (max(span.end for span in spans) - min(span.start for span in spans)) / 1e3 / ROUNDS
+    times["launches"] = max(0.0, whole - sum(times.values()))
+    known = {f"predicted_{kind}_ms": value for kind, value in predicted.items()}
+    return {"round_ms": whole, "kernels": len(events) / ROUNDS} | {f"{k}_ms": v for k, v in times.items()} | known
+
+
+def kind_of(name: str) -> str:
+    """Return the kind of a kernel."""
+    return next((kind for kind, parts in KINDS.items() if re.search(parts, name)), "rest")

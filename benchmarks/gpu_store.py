@@ -1,0 +1,157 @@
+"""The stored points of benchmarks/gpu.py, and the two processes that fill them: one measures, the other watches it.
+
+A point is noted before it starts and stored once it is measured. Whatever ends the process that measures, a crash, a
+hang, the system or a lost device, costs that one point: it is stored as failed, and a new process goes on behind it.
+"""
+
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from magicdec.errors import UserError, is_out_of_memory
+
+Record = dict[str, Any]
+
+BETWEEN_S = 300  # that a process may take for its imports, and between two points
+TEARDOWN_S = 30  # that it may take to end, behind its last point
+POLL_S = 0.2
+DONE, DEVICE_LOST, OUT_OF_TIME = 0, 3, 4  # exit codes of the process that measures
+PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class Point:
+    """One measurement, and the seconds after which it counts as hung."""
+
+    part: str
+    key: str
+    measure: Callable[[], Record]
+    limit_s: float = 300
+
+
+@dataclass(frozen=True)
+class Store:
+    """A folder of points: a file for each part, and the note of the point that is being measured."""
+
+    folder: Path
+    commit: str = ""
+
+    def points(self, part: str) -> dict[str, Record]:
+        """Return the stored points of a part."""
+        return _read(self.folder / f"{part}.json")
+
+    def put(self, part: str, key: str, record: Record) -> None:
+        """Store a point."""
+        self._write(part, self.points(part) | {key: record | {"commit": self.commit}})
+
+    def retry(self, parts: Iterable[str]) -> None:
+        """Delete the points of these parts that were skipped or have failed."""
+        for part in parts:
+            self._write(part, {k: v for k, v in self.points(part).items() if not {"skipped", "failed"} & v.keys()})
+
+    def note(self, **content: Any) -> None:
+        """Note what the process that measures is about to do."""
+        self._write("under_way", content)
+
+    def noted(self) -> Record:
+        """Return the last note; {} if there is none."""
+        return _read(self.folder / "under_way.json")
+
+    def settle(self, reason: str) -> bool:
+        """Store the point that was under way, if any, as failed. Return whether there was one."""
+        note = self.noted()
+        (self.folder / "under_way.json").unlink(missing_ok=True)
+        if "key" not in note:
+            return False
+        if note["key"] not in self.points(note["part"]):
+            self.put(note["part"], note["key"], {"failed": reason})
+            print(f"{note['part']} {note['key']}: failed: {reason}", flush=True)
+        return True
+
+    def _write(self, name: str, content: Record) -> None:
+        temporary = self.folder / f".{name}.json"
+        temporary.write_text(json.dumps(content, indent=1) + "\n")
+        temporary.replace(self.folder / f"{name}.json")
+
+
+def _read(path: Path) -> Record:
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def work(points: Iterable[Point], store: Store, until: float, device_answers: Callable[[], bool]) -> int:
+    """Measure and store what is not stored yet. Return the exit code of the process."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # without its watchdog, a hang would last
+    code = DONE
+    for point in points:
+        if point.key in store.points(point.part):
+            continue
+        if time.time() > until:
+            code = OUT_OF_TIME
+            break
+        store.note(part=point.part, key=point.key, limit_s=point.limit_s, since=time.time())
+        found = outcome(point.measure)
+        store.put(point.part, point.key, found)
+        store.note(since=time.time())
+        said = (f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in found.items())
+        print(f"{point.part} {point.key}: {', '.join(said)}", flush=True)
+        if not device_answers():
+            code = DEVICE_LOST
+            break
+    store.note(code=code, since=time.time())
+    return code
+
+
+def outcome(measure: Callable[[], Record]) -> Record:
+    """Return what was measured, or why it was not."""
+    try:
+        return measure()
+    except UserError as error:  # what does not fit, or is not installed
+        return {"skipped": str(error)}
+    except Exception as error:
+        message = (str(error).splitlines() or [""])[0]
+        if is_out_of_memory(error):
+            return {"skipped": f"out of memory ({message})"}
+        traceback.print_exc()
+        return {"failed": f"{type(error).__name__}: {message}"}
+
+
+def supervise(command: list[str], store: Store) -> int:
+    """Run processes that measure, one after another, until one has no more to do. Return its exit code."""
+    store.settle("the machine or this program ended while it was measured")
+    while True:
+        worker = subprocess.Popen([sys.executable, *command], start_new_session=True)
+        try:
+            reason = watch(worker, store)
+        except KeyboardInterrupt:
+            (store.folder / "under_way.json").unlink(missing_ok=True)  # to be measured another time
+            raise
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(worker.pid, signal.SIGKILL)  # with the processes that it has started
+            worker.wait()
+        code = store.noted().get("code", worker.returncode)
+        if not store.settle(reason) and code != DEVICE_LOST:
+            return code
+
+
+def watch(worker: subprocess.Popen, store: Store) -> str:
+    """Wait until the process ends, or has taken too long for what it has noted. Return what happened to it."""
+    started = time.time()
+    while worker.poll() is None:
+        time.sleep(POLL_S)
+        note = store.noted()
+        limit = TEARDOWN_S if "code" in note else note.get("limit_s", BETWEEN_S)
+        if time.time() - note.get("since", started) > limit:
+            return f"no end within {limit:g} s"
+    code = worker.returncode
+    return f"the process ended by {signal.Signals(-code).name}" if code < 0 else f"the process ended with code {code}"

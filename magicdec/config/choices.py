@@ -1,0 +1,244 @@
+"""The bases of what is chosen by name: the keys that all choices of a group share, and the facts that others ask for.
+
+A choice is a frozen dataclass: its fields are its keys, with their rules; its class variables and methods are its
+facts. Caches allocate by these facts, and the cost model counts by them. Bytes are those of one row.
+"""
+
+import platform
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass as plain_dataclass
+from dataclasses import fields
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from magicdec.architectures import ModelConfig
+from magicdec.config.rules import STRICT, Count, Share, must
+from magicdec.errors import UserError
+
+Selects = Literal["never", "prefill", "round", "step"]  # round: once a round; step: in every draft step
+
+FP32, INT32, INT64 = 4, 4, 8  # bytes
+
+
+@dataclass(frozen=True, config=STRICT)
+class CacheConfig:
+    """The cache of a draft: `policy` names a registered policy, and `budget` is its size in committed entries.
+
+    A policy is a subclass. It sets the facts below that differ for it, and declares its own keys as fields.
+    """
+
+    policy: str = ""
+    budget: int = 0
+
+    compact: ClassVar[bool] = False  # owns a copy of `budget` entries; others keep all, for a self-draft the target's
+    reads_everything: ClassVar[bool] = False  # the budget does not limit what a draft step reads
+    quantized: ClassVar[bool] = False  # a draft step reads codes
+    selects: ClassVar[Selects] = "never"  # when it chooses entries by their attention
+    needs_target: ClassVar[bool] = False  # works on the target's own cache, so no independent draft can use it
+    bounds_positions: ClassVar[bool] = False  # positions stay within the draft's trained context, however long the text
+    has_budget: ClassVar[bool] = True  # `budget` has an effect
+
+    @classmethod
+    def own_keys(cls) -> tuple[str, ...]:
+        """Return the keys that this policy adds to those of all policies."""
+        return tuple(entry.name for entry in fields(cls) if entry.name not in CacheConfig.__dataclass_fields__)
+
+    @property
+    def settings(self) -> tuple[Any, ...]:
+        """Return the values of `own_keys`: with the budget, they decide what the draft sees."""
+        return tuple(getattr(self, key) for key in self.own_keys())
+
+    @property
+    def rounds_per_choice(self) -> int:
+        """Return the rounds until the next choice, where it selects in rounds."""
+        return 1
+
+    def mistakes(self, key: str) -> Iterator[str]:
+        """Yield what is wrong with the values together; `key` is the group's own in the configuration."""
+        if self.budget < 1 and self.has_budget:
+            yield f"{key}.budget={self.budget}: must be at least 1"
+
+    def check(self, model: ModelConfig, ranks: int, shares_target: bool, key: str = "cache") -> None:
+        """Raise UserError where a draft of this model, divided over so many ranks, cannot use the policy as `key`."""
+        if self.needs_target and not shares_target:
+            raise UserError(
+                f"{key}.policy={self.policy} reads the target's own cache, which an independent draft does not have; "
+                f"choose {key}.policy=streaming, or draft=self with cache.policy={self.policy}"
+            )
+        if self.selects != "never" and ranks > model.num_kv_heads:
+            raise UserError(
+                f"{key}.policy={self.policy} chooses by the attention of all queries of a KV head, which more ranks "
+                f"({ranks}) than KV heads ({model.num_kv_heads}) divide; choose {key}.policy=streaming"
+            )
+
+    def tokens_read(self, context: int) -> int:
+        """Return the entries per sequence and layer that a draft step reads."""
+        return context if self.reads_everything else min(self.budget, context)
+
+    def element_bytes(self, model: ModelConfig, exact: float) -> float:
+        """Return the bytes of an element of what a draft step reads; `exact` is that of the target's entries."""
+        return exact
+
+    def budgets(self, spec: "CacheSpec", num_layers: int) -> list[int]:
+        """Return the budget of each layer, for a compact policy."""
+        return [self.budget] * num_layers
+
+    def extra_bytes(self, spec: "CacheSpec", model: ModelConfig, element_bytes: float) -> float:
+        """Return the bytes stored in addition to keys and values. `model` is that of one rank."""
+        return 0.0
+
+    def choice_bytes(self, spec: "CacheSpec", model: ModelConfig, element_bytes: float) -> float:
+        """Return the bytes moved to choose entries once, where a step or a round does."""
+        return 0.0
+
+
+@plain_dataclass(frozen=True)
+class CacheSpec:
+    """A request for a draft's cache: the configuration group that describes it, and what the run adds.
+
+    `cache.budget` counts committed entries per sequence and layer; proposals live in slots beyond it. `max_len` is the
+    longest a sequence can become. `in_cache_positions` is set where a sequence may outgrow the draft's trained context.
+    """
+
+    cache: CacheConfig
+    gamma: int
+    max_len: int
+    in_cache_positions: bool = False
+
+    @property
+    def kept(self) -> int:
+        """Return the committed entries per row and layer within the budget."""
+        return min(self.cache.budget, self.max_len)
+
+    @property
+    def capacity(self) -> int:
+        """Return the slots per row of a cache that keeps every entry."""
+        return self.max_len + self.gamma + 1
+
+    def num_recent(self, wanted: int) -> int:
+        """Return the slots for recent tokens: at most half the budget, at least a round, which evicts older ones."""
+        return max(min(wanted, (self.cache.budget + 1) // 2), self.gamma + 1)
+
+    def slots(self, num_layers: int, shares_target: bool) -> list[int]:
+        """Return the slots of each layer to allocate; `shares_target` where the target drafts for itself."""
+        if not self.cache.compact:
+            return [0 if shares_target else self.capacity] * num_layers
+        return [min(budget, self.max_len) + self.gamma + 1 for budget in self.cache.budgets(self, num_layers)]
+
+    def stored_bytes(self, model: ModelConfig, element_bytes: float, shares_target: bool) -> float:
+        """Return the bytes that a draft's cache takes beyond the target's."""
+        per_slot = model.kv_elements_per_token / model.num_layers * element_bytes
+        if self.cache.compact and model.sliding_window:  # slots lie in no order: each has its position
+            per_slot += model.num_kv_heads * INT32
+        entries = sum(self.slots(model.num_layers, shares_target)) * per_slot
+        return entries + self.cache.extra_bytes(self, model, element_bytes)
+
+
+def all_kv_heads(model: ModelConfig) -> int:
+    """Return the KV heads of all layers."""
+    return model.num_layers * model.num_kv_heads
+
+
+@dataclass(frozen=True, config=STRICT)
+class ModelChoice:
+    """A model: the target, or an independent draft."""
+
+    name: str
+    path: str | None = None
+    weights: Literal["checkpoint", "random"] = "checkpoint"
+    architecture: ModelConfig | None = None
+
+
+@dataclass(frozen=True, config=STRICT)
+class DraftConfig:
+    """A draft: `name` is none or names a registered draft, which is a subclass.
+
+    A subclass sets the facts below that differ for it, and declares its own keys as fields.
+    """
+
+    name: str = "none"
+    gamma: Annotated[Literal["auto"] | Annotated[int, Field(ge=0)], must("must be auto or at least 1")] = 0
+    synthetic_acceptance: Share | None = None
+    model: ModelChoice | None = None
+    tensor_parallel: Count | None = None
+    quantization: Literal["none", "int8", "int4"] = "none"
+
+    is_model: ClassVar[bool] = True  # a model over a KV cache; otherwise it has neither, and `cache` has no effect
+    needs_model: ClassVar[bool] = False  # `model` names a model of its own
+    shares_target: ClassVar[bool] = False  # `cache` is chosen from the target's own entries
+    is_target: ClassVar[bool] = False  # the whole target proposes: with every entry, what it would decide
+    serves: ClassVar[bool] = False  # rows can change hands between rounds, as serving needs
+    one_rank: ClassVar[bool] = False  # works on one rank only
+    is_predicted: ClassVar[bool] = True  # the cost model covers it
+    label: ClassVar[str] = "{name}"  # the name under which acceptance is known; keys in braces are filled in
+    title: ClassVar[str] = "draft {name}"  # how tables call it
+
+    @classmethod
+    def described(cls, text: str, config: Mapping[str, Any]) -> str:
+        """Return `label` or `title` for a stored group `draft`."""
+        return text.format_map({**config, "model": (config.get("model") or {}).get("name")})
+
+    @property
+    def own_model(self) -> ModelConfig | None:
+        """Return the architecture of an independent model, as far as it is known."""
+        return self.model.architecture if self.needs_model and self.model else None
+
+    @property
+    def extra_tokens(self) -> int:
+        """Return the tokens beyond gamma that a round may write behind the committed ones."""
+        return 0
+
+    def caches(self, cache: CacheConfig) -> dict[str, CacheConfig]:
+        """Return the draft's caches by key; `cache` is the group of that name."""
+        return {"cache": cache} if self.is_model else {}
+
+    @property
+    def own_cache_key(self) -> str:
+        """Return the key of the cache that the independent model drafts over."""
+        return "draft.cache" if self.shares_target else "cache"
+
+    def round_slots(self, gamma: int) -> int:
+        """Return the slots beyond its budget that the independent model's cache needs in a round."""
+        return gamma + 1
+
+    def drafter(self, target: ModelConfig) -> ModelConfig:
+        """Return the architecture of the model that drafts."""
+        return self.own_model or target
+
+    def mistakes(self) -> Iterator[str]:
+        """Yield what is wrong with the values together."""
+        if self.gamma == 0:
+            yield f"draft.gamma=0: must be auto or at least 1 with draft={self.name}"
+        if self.needs_model and self.model is None:
+            valid = f"draft.name={self.name} needs one; choose draft={self.name} target@draft.model=NAME"
+            yield f"draft.model=null: {valid}"
+        if not self.is_model and self.quantization != "none":
+            yield f"draft.quantization={self.quantization}: draft={self.name} has no weights; choose none"
+
+    def check(self, target: ModelConfig) -> None:
+        """Raise UserError where the values do not suit the target."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class EngineConfig:
+    """An engine. A subclass is a peer of ours: it declares its own keys, and says which drafts it has."""
+
+    name: str = ""
+    drafts: ClassVar[tuple[str, ...]] = ()
+    one_row: ClassVar[bool] = False  # it speculates on one row at a time
+
+
+@plain_dataclass(frozen=True)
+class Corpus:
+    """A source of prompts. The work is a function `load`: see magicdec/data."""
+
+    name: str
+    needs_path: bool = False
+    tasks: tuple[str, ...] = ()
+    is_noise: bool = False  # random tokens: nothing to measure acceptance on, and no tokenizer needed
+    own_lengths: bool = False  # rows are as long as the user wrote them
+    origin: str = f"Python {platform.python_version()}"  # of a text without a path: the standard library's source
+    files_at: Callable[[Path, str], Mapping[str, Path]] | None = None  # finds the files at data.path, where it is read

@@ -1,0 +1,120 @@
+"""The registries of what is chosen by name: cache policies, drafts, engines, corpora.
+
+A choice is one module, named like its option: cache=streaming is magicdec/cache/streaming.py, which is imported when
+the policy is first asked for, and registers itself:
+
+    @POLICIES.register(Streaming)  # its keys and facts, a subclass of CacheConfig
+    class StreamingCache(CompactCache): ...
+
+A plugin does the same in a module of its own. There is no other list of the choices.
+"""
+
+import importlib.util
+import json
+import pkgutil
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated, Any, Generic, TypeVar
+
+from pydantic import PlainValidator, TypeAdapter
+from pydantic_core import PydanticCustomError
+
+from magicdec.config.choices import CacheConfig, Corpus, DraftConfig, EngineConfig
+from magicdec.config.rules import did_you_mean
+from magicdec.errors import UserError
+
+F = TypeVar("F")
+W = TypeVar("W")
+PACKAGE = Path(__file__).resolve().parents[1]
+PLUGINS: dict[str, Path] = {}  # modules and packages outside this one that have registered something
+
+
+@dataclass(frozen=True)
+class Entry(Generic[F]):
+    """One thing to choose: its keys and facts, and the class or function that does the work."""
+
+    facts: F
+    work: Any
+
+
+class Registry(Generic[F]):
+    """The choices of one group by name."""
+
+    def __init__(self, key: str, *packages: str):
+        """`key` is where the configuration chooses; modules of `packages` register the built-in choices."""
+        self.key, self.attribute, self.packages = key, key.rpartition(".")[2], packages
+        self._entries: dict[str, Entry[F]] = {}
+
+    def _name(self, facts: F) -> str:
+        return getattr(facts, self.attribute)
+
+    def register(self, facts: F) -> Callable[[W], W]:
+        """Register the class, or the function, that is decorated."""
+
+        def add(work: W) -> W:
+            self._entries[self._name(facts)] = Entry(facts, work)
+            _note_plugin(work.__module__)
+            return work
+
+        return add
+
+    def __getitem__(self, name: str) -> Entry[F]:
+        """Return a choice. Raise UserError if there is none of that name, ImportError for a library that it lacks."""
+        if name not in self:
+            hint = did_you_mean(name, self) or "; plugins=[MODULE] adds those of a module"
+            raise UserError(f"{self.key}={name}: must be one of {', '.join(self)}{hint}")
+        return self._entries[name]
+
+    def __contains__(self, name: str) -> bool:
+        if name not in self._entries and name.isidentifier():
+            for package in self.packages:
+                if importlib.util.find_spec(f"{package}.{name}"):
+                    import_module(f"{package}.{name}")
+        return name in self._entries
+
+    def __iter__(self) -> Iterator[str]:
+        """Yield the names of all choices in order, but those whose library is not installed; import all of them."""
+        for package in map(import_module, self.packages):
+            for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+                with suppress(ImportError):
+                    import_module(module.name)
+        return iter(sorted(self._entries))
+
+
+def _note_plugin(module: str) -> None:
+    """Note where a module outside this package lies: with its package, where it has one."""
+    name = module.partition(".")[0]
+    with suppress(ValueError):  # __main__, which has no place of its own
+        spec = importlib.util.find_spec(name)
+        for place in (spec and (spec.submodule_search_locations or [spec.origin or __file__])) or ():
+            if not Path(place).resolve().is_relative_to(PACKAGE):
+                PLUGINS[name] = Path(place).resolve()
+
+
+POLICIES: Registry[type[CacheConfig]] = Registry("cache.policy", "magicdec.cache")
+DRAFTS: Registry[type[DraftConfig]] = Registry("draft.name", "magicdec.drafts")
+ENGINES: Registry[type[EngineConfig]] = Registry("engine.name", "magicdec.engine", "magicdec.peers")
+CORPORA: Registry[Corpus] = Registry("data.name", "magicdec.data")
+
+
+def _chosen(registry: Registry[Any], base: type) -> PlainValidator:
+    """Return the validator of a group whose class depends on what the group chooses."""
+
+    def typed(given: Any) -> Any:
+        if isinstance(given, base):
+            return given
+        if (name := given.get(registry.attribute)) is None:
+            raise PydanticCustomError("missing_choice", "missing", {"attribute": registry.attribute})
+        kind = DraftConfig if registry is DRAFTS and name == "none" else registry[str(name)].facts
+        return TypeAdapter(kind).validate_json(json.dumps(given))
+
+    return PlainValidator(typed)
+
+
+# The groups of the configuration, each an object of the class that its name or policy chooses.
+Cache = Annotated[CacheConfig, _chosen(POLICIES, CacheConfig)]
+Draft = Annotated[DraftConfig, _chosen(DRAFTS, DraftConfig)]
+Engine = Annotated[EngineConfig, _chosen(ENGINES, EngineConfig)]

@@ -1,0 +1,219 @@
+"""`magicdec check-plugin MODULE`: put the policies and drafts of a plugin to the test that all built-in ones pass.
+
+Their output must be the target's own, for rows of different lengths, and the bytes that they declare those that they
+allocate. A small random model decodes, in seconds. Exit code 0 if everything holds, 1 otherwise.
+
+The package's own tests use the same models and the same comparisons.
+"""
+
+import argparse
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import yaml
+from torch import Tensor
+
+from magicdec import plugins
+from magicdec.architectures import ModelConfig
+from magicdec.attention.sdpa import SdpaAttention
+from magicdec.cache.full import Full
+from magicdec.config.choices import CacheConfig, DraftConfig, ModelChoice
+from magicdec.config.registry import DRAFTS, POLICIES, Registry
+from magicdec.config.schema import option_file
+from magicdec.costmodel.hardware import hardware_named
+from magicdec.costmodel.round import Setup, memory
+from magicdec.engine.audit import audit
+from magicdec.engine.decoder import Generation
+from magicdec.engine.native import Batch, NativeEngine
+from magicdec.errors import UserError, exit_code, in_one_line
+from magicdec.measure.footprint import Allocations
+from magicdec.models.transformer import Transformer
+from magicdec.verification.sampling import Sampling
+
+VOCAB = 61
+LENGTHS, GENERATE_LEN = (50, 57, 64), 24  # of the rows' prompts, and of what is generated
+SIZES = ((1, 40), (3, 12), (5, 6), (8, 400))  # gammas and budgets
+UNCOUNTED = 64  # bytes of a row's lengths in each layer of a cache, which no fact counts
+NOT_OWN = ("defaults", "policy", "name", "gamma", "budget", "model", "cache")  # keys of an option that a trial sets
+
+
+class Finding(NamedTuple):
+    """A check of one choice, and what is wrong; empty where it holds."""
+
+    choice: str
+    check: str
+    wrong: str
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Check a module, print a line for every finding, and return the exit code."""
+    parser = argparse.ArgumentParser("magicdec check-plugin", description=(__doc__ or "").split("\n\n")[1])
+    parser.add_argument("module", help="as in plugins=[MODULE]; the working directory is searched, too")
+    options = parser.parse_args(arguments)
+    return exit_code(lambda: _report(options.module))
+
+
+def _report(module: str) -> int:
+    failed = False
+    for choice, check, wrong in examine(module):
+        print(f"{'FAILED' if wrong else 'ok':8}{choice:20}{check}{wrong and f': {wrong}'}", flush=True)
+        failed |= bool(wrong)
+    return int(failed)
+
+
+def examine(module: str) -> Iterator[Finding]:
+    """Yield the findings of all policies and drafts that a module registers. Raise UserError if there are none."""
+    plugins.load([module])
+    policies, drafts = ([name for name in one if _is_of(one, name, module)] for one in (POLICIES, DRAFTS))
+    if not policies and not drafts:
+        raise UserError(f"{module}: registers neither a cache policy nor a draft")
+    for policy in policies:
+        users = ["self"] if POLICIES[policy].facts.needs_target else ["self", "model"]
+        yield from _findings("cache", policy, [(user, policy, f"draft={user}") for user in users])
+    for draft in drafts:
+        caches = ["full", "streaming"] if DRAFTS[draft].facts.is_model else ["full"]
+        yield from _findings("draft", draft, [(draft, cache, f"cache={cache}") for cache in caches])
+
+
+def _is_of(registry: Registry[Any], name: str, module: str) -> bool:
+    """Return whether a choice is of a module, or of the package around it."""
+    return registry[name].work.__module__.partition(".")[0] == module.partition(".")[0]
+
+
+def _findings(group: str, name: str, pairs: Sequence[tuple[str, str, str]]) -> Iterator[Finding]:
+    """Yield the findings of a choice, tried in these pairs of a draft and a policy."""
+    choice, file = f"{group}={name}", option_file(group, name)
+    yield Finding(choice, "has an option", "" if file else f"conf/{group}/{name}.yaml is missing")
+    keys: dict[str, Any] = (yaml.safe_load(file.read_text("utf-8")) if file else None) or {}
+    own = {key: value for key, value in keys.items() if key not in NOT_OWN}
+    for draft, policy, other in pairs:
+        yield Finding(choice, f"is lossless with {other}", _first(partial(wrong_tokens, draft, policy, own)))
+        yield Finding(
+            choice, f"takes the bytes it declares with {other}", _first(partial(wrong_bytes, draft, policy, own))
+        )
+
+
+def _first(mistakes: Callable[[], Iterator[str]]) -> str:
+    try:
+        return next(mistakes(), "")
+    except Exception as error:  # a plugin may fail in any way
+        return in_one_line(error)
+
+
+def wrong_tokens(draft: str, policy: str, keys: dict[str, Any]) -> Iterator[str]:
+    """Yield where rows of different lengths are not decoded as the target alone would."""
+    for gamma, budget in SIZES:
+        engine = _trial(draft, policy, gamma, budget, keys)
+        batch = engine.open(random_prompts(LENGTHS, seed=gamma))
+        batch.decoder.prefill(engine.prefill_chunk)
+        if not both_ways(batch)[0]:
+            yield f"its output is not the target's at gamma {gamma}, budget {budget}"
+
+
+def wrong_bytes(draft: str, policy: str, keys: dict[str, Any]) -> Iterator[str]:
+    """Yield where a draft's cache takes other bytes than its facts declare, as PyTorch hands them out."""
+    for gamma, budget in SIZES if DRAFTS[draft].facts.is_predicted else ():
+        engine = _trial(draft, policy, gamma, budget, keys, "meta")
+        decoder = engine.open(random_prompts(LENGTHS)).decoder
+        parts = [decoder.cache, decoder.state, engine.target, *([engine.draft_model] if engine.draft_model else [])]
+        with Allocations(tensor for part in parts for tensor in _tensors(part)) as allocations:
+            made = engine.draft_for(decoder)
+            made.watch(decoder.cache, 0)
+            held = allocations.live
+        model = ModelChoice("draft", architecture=engine.draft_model.config) if engine.draft_model else None
+        config, machine = engine.target.config, hardware_named("h100")
+        setup = Setup(config, machine, len(LENGTHS), max(LENGTHS), replace(engine.draft, model=model), engine.cache)
+        declared = memory(replace(setup, element_bytes=4), gamma, GENERATE_LEN).draft_kv
+        most = declared + len(LENGTHS) * config.num_layers * UNCOUNTED
+        if made.cache_bytes != declared or not declared <= held <= most:
+            sizes = f"declared {declared:,.0f}, reported {made.cache_bytes:,}, allocated {held:,} bytes"
+            yield f"{sizes} at gamma {gamma}, budget {budget}"
+
+
+def _trial(draft: str, policy: str, gamma: int, budget: int, keys: dict[str, Any], device: str = "cpu") -> NativeEngine:
+    """Return an engine with a small model, and one like it where the draft needs one."""
+    target = small_model()
+    model = noisy_copy(target, 0.15).to(device) if DRAFTS[draft].facts.needs_model else None
+    options = keys | {"policy": policy, "gamma": gamma, "budget": budget, "generate_len": GENERATE_LEN}
+    return new_engine(target.to(device), draft_name=draft, draft_model=model, **options)
+
+
+def _tensors(part: Any) -> list[Tensor]:
+    own = part.parameters() if isinstance(part, torch.nn.Module) else vars(part).values()
+    return [value for value in own if isinstance(value, Tensor)]
+
+
+def both_ways(batch: Batch) -> tuple[bool, Generation, Generation]:
+    """Return whether a prefilled batch is decoded with its draft as without it, and both outputs."""
+    plain, fast = batch.decoder.generate(), batch.decoder.generate(batch.draft)
+    return audit(batch.decoder, plain.tokens, fast.tokens).passed, plain, fast
+
+
+def small_model(seed: int = 0, spread: float = 0.25, **overrides: Any) -> Transformer:
+    """Return a two-layer model in fp32 whose random weights give varied, well separated logits."""
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_layers": 2,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 512,
+    }
+    generator = torch.Generator().manual_seed(seed)
+    model = Transformer(ModelConfig(**(sizes | overrides)), SdpaAttention()).eval()
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.data.normal_(0, spread, generator=generator)
+    return model.requires_grad_(False)
+
+
+def noisy_copy(model: Transformer, noise: float, seed: int = 1) -> Transformer:
+    """Return the same model with disturbed weights: a draft that agrees often, but not always."""
+    generator = torch.Generator().manual_seed(seed)
+    copy = Transformer(model.config, model.attention).eval()
+    copy.load_state_dict(model.state_dict())
+    for parameter in copy.parameters():
+        if parameter.dim() > 1:
+            parameter.data += torch.randn(parameter.shape, generator=generator) * noise * parameter.std()
+    return copy.requires_grad_(False)
+
+
+def random_prompts(lengths: Sequence[int], seed: int = 0, vocab: int = VOCAB) -> list[list[int]]:
+    """Return random token ids of the given lengths."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, vocab, (length,), generator=generator).tolist() for length in lengths]
+
+
+def cache_config(policy: str, **keys: Any) -> CacheConfig:
+    """Return the settings of a policy: those of `keys` that it has."""
+    facts = POLICIES[policy].facts
+    return facts(**{entry.name: keys[entry.name] for entry in fields(facts) if entry.name in keys})
+
+
+def new_engine(
+    target: Transformer, draft_name: str = "none", inner: CacheConfig | None = None, **options: Any
+) -> NativeEngine:
+    """Return an engine, greedy by default. Keys of `draft` and `cache` go to them; `inner` is `draft.cache`."""
+    defaults: dict[str, Any] = {"policy": "full", "num_layers": 1, "max_ngram": 4, "inner_gamma": 2}
+    options = defaults | {"sampling": Sampling(), "generate_len": 24, "prefill_chunk": 16} | options
+
+    own = {field.name for field in fields(NativeEngine)}
+    keys = {key: options.pop(key) for key in options.keys() - own}
+    cache = cache_config(keys.pop("policy"), **keys)
+    keys["cache"] = inner or Full()
+    facts = DraftConfig if draft_name == "none" else DRAFTS[draft_name].facts
+    draft = facts(draft_name, **{f.name: keys[f.name] for f in fields(facts) if f.name in keys})
+    return NativeEngine(target, draft=draft, cache=cache, **options)
+
+
+def open_batch(target: Transformer, prompts: list[list[int]], **options: Any) -> Batch:
+    """Open and prefill a batch on a new engine."""
+    engine = new_engine(target, **options)
+    batch = engine.open(prompts)
+    batch.decoder.prefill(engine.prefill_chunk)
+    return batch

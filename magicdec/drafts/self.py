@@ -1,0 +1,57 @@
+"""Self-speculation: the target drafts for itself over a sparse view of its own cache (MagicDec, arXiv 2408.11049)."""
+
+from collections.abc import Callable
+
+from pydantic.dataclasses import dataclass
+from torch import Tensor
+
+from magicdec.cache.draft_cache import DraftCache
+from magicdec.config.choices import DraftConfig
+from magicdec.config.registry import DRAFTS
+from magicdec.config.rules import STRICT
+from magicdec.decoding.state import State
+from magicdec.drafts.base import DraftSpec, Selection
+from magicdec.drafts.model_draft import ModelDraft
+from magicdec.models.kv_cache import KVCache
+from magicdec.models.transformer import Transformer
+
+
+@dataclass(frozen=True, config=STRICT)
+class SelfSpeculation(DraftConfig):
+    """Self-speculation: the target over `cache`."""
+
+    name: str = "self"
+    shares_target = is_target = serves = True
+    title = "self-speculation"
+
+
+@DRAFTS.register(SelfSpeculation)
+class SelfDraft(ModelDraft):
+    """The target drafts for itself over a sparse view of its own cache."""
+
+    refed = 1
+
+    def __init__(self, model: Transformer, cache: DraftCache, target_cache: KVCache, spec: DraftSpec):
+        """Take `target_cache`, which has the exact entries of the model's layers."""
+        super().__init__(model, cache, spec)
+        self.target_cache = target_cache
+
+    @classmethod
+    def build(cls, spec: DraftSpec) -> "SelfDraft":
+        """See Draft.build."""
+        model = spec.model or spec.target
+        return cls(model, spec.new_cache(model, spec.target_cache), spec.target_cache, spec)
+
+    def prefill(self, state: State, progress: Callable[[int], None]) -> None:
+        """See Draft.prefill: the policy picks from what the target has computed."""
+        self.cache.load(self.target_cache, self._scores(self.target_cache, state, progress))
+
+    def selection(self, state: State) -> Selection | None:
+        """See Draft.selection: at the prefill, the scoring pass and the gather."""
+        if self.cache.settings.selects == "prefill":
+            return Selection(lambda: self.prefill(state, lambda _: None), "prefill")
+        return super().selection(state)
+
+    def commit(self, count_B: Tensor, gamma: int) -> None:
+        """See Draft.commit: exact entries come from the target's cache, where slots are positions."""
+        self.cache.take(self.target_cache, self.cache.length_B, count_B, gamma + 1)

@@ -1,0 +1,132 @@
+"""A worker's process on a pipe: a line of JSON for another, and one line of words for whatever else it does."""
+
+import json
+import logging
+import os
+import queue
+import signal
+import subprocess
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from magicdec.errors import UserError, exit_in_words, in_brief
+from magicdec.rules import Rule, check_json
+
+log = logging.getLogger(__name__)
+
+TAIL = 4000  # bytes of its stderr that are kept
+ANSWER_BYTES = 1 << 28  # of the longest answer
+EXIT_S = 5.0
+
+
+class ImportFailed(Exception):
+    """An engine that the worker cannot import."""
+
+
+class WorkerFailed(UserError):
+    """A worker that ended, gave no answer in time, or answered something else: one line, with its last words."""
+
+    kind = "crashed"
+
+
+class WorkerProcess:
+    """The worker's process, which answers each line of JSON with another within the time limit."""
+
+    def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str], time_limit_s: float):
+        """Start it. Errors call it by `name`; the variables of `environment` are added to ours."""
+        self._name, self._time_limit_s = name, time_limit_s
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=os.environ | environment,
+            start_new_session=True,  # Ctrl-C is for this process, which ends the worker
+        )
+        self._requests: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()  # None ends the thread
+        self._answers: queue.SimpleQueue[bytes] = queue.SimpleQueue()  # b"": its output has ended
+        self._said = b""  # the end of its stderr
+        # On threads: neither a worker that reads nothing nor one that writes nothing, or too much, may block this one.
+        threading.Thread(target=self._talk, daemon=True).start()
+        self._listener = threading.Thread(target=self._listen, daemon=True)
+        self._listener.start()
+
+    def _talk(self) -> None:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with suppress(OSError), self._process.stdout as answers, self._process.stdin as requests:
+            while (request := self._requests.get()) is not None:
+                with suppress(OSError):  # it has ended; what it wrote before may say why
+                    requests.write(request)
+                    requests.flush()
+                self._answers.put(answers.readline(ANSWER_BYTES))
+
+    def _listen(self) -> None:
+        assert self._process.stderr is not None
+        with self._process.stderr as stderr:
+            while piece := os.read(stderr.fileno(), 1 << 16):
+                self._said = (self._said + piece)[-TAIL:]
+
+    def ask(self, request: Mapping[str, Any], schema: Mapping[str, Rule]) -> dict[str, Any]:
+        """Return the answer, which has the keys of `schema`. Raise WorkerFailed if there is none, and ImportFailed
+        if the engine cannot be imported.
+        """
+        try:
+            self._requests.put((json.dumps(request) + "\n").encode())
+            try:
+                line = self._answers.get(timeout=self._time_limit_s)
+            except queue.Empty:
+                limit = f"engine.time_limit_s={self._time_limit_s:g}"
+                raise self._failure(f"gave no answer within {limit} seconds") from None
+            return self._answer(line, schema)
+        except BaseException:  # an interrupt, too
+            self.close()
+            raise
+
+    def _answer(self, line: bytes, schema: Mapping[str, Rule]) -> dict[str, Any]:
+        if not line:
+            try:
+                how = exit_in_words(self._process.wait(EXIT_S))
+            except subprocess.TimeoutExpired:
+                how = "its output was closed"
+            raise self._failure(f"ended ({how})")
+        try:
+            answer = json.loads(line)
+        except (ValueError, RecursionError):
+            answer = None
+        if not isinstance(answer, dict):
+            raise self._failure(f"answered {line[:80].decode(errors='replace')!r}, which is no JSON object")
+        if "error" in answer:
+            reason = in_brief(str(answer["error"]))
+            raise ImportFailed(reason) if answer.get("kind") == "import" else self._failure(f"failed: {reason}")
+        try:
+            check_json(answer, schema, "its answer")
+        except UserError as error:
+            raise self._failure(f"broke the protocol: {error}") from None
+        if missing := schema.keys() - answer.keys():
+            raise self._failure(f"broke the protocol: its answer has no {', '.join(sorted(missing))}")
+        return answer
+
+    def _failure(self, what: str) -> WorkerFailed:
+        """Return the error, with the worker's last words. The end of its stderr is logged."""
+        self.close()
+        self._listener.join(EXIT_S)  # what it wrote last may not have been read yet
+        if words := last_words(self._said):
+            log.info("the end of the worker's stderr:\n%s", self._said.decode(errors="replace"))
+            what += f"; its last words: {words}"
+        return WorkerFailed(f"{self._name}: the worker {what}")
+
+    def close(self) -> None:
+        """Kill the worker and its children."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._requests.put(None)
+
+
+def last_words(stderr: bytes) -> str:
+    """Return the last line of a program's stderr."""
+    lines = stderr.decode(errors="replace").strip().splitlines()
+    return in_brief(lines[-1]) if lines else ""

@@ -1,0 +1,127 @@
+"""uvicorn's server with the limits that it lacks: descriptors, slow requests, and an end that waits for answers."""
+
+import asyncio
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, cast
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from magicdec.errors import UserError, to_stderr
+from magicdec.serving.engine import AsyncEngine
+
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None  # type: ignore[assignment]
+
+HEAD_S = 10.0  # within which the head of a request has to arrive
+CLOSE_S = 5  # for clients to take the last of their answers
+MOST_DESCRIPTORS = 1 << 16
+AT_ONCE = 4  # connections accepted in a turn of the event loop
+QUEUE = 2048  # connections that the system keeps until they are accepted: they have no descriptor yet
+
+
+class Connection(H11Protocol):
+    """A connection that is closed if it waits for a request too long, or longest when there are too many.
+
+    Clients that send slowly, or nothing, neither keep their descriptors nor keep others out.
+    """
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """See asyncio.Protocol. If there are too many, close the one that has waited longest, which may be this one."""
+        super().connection_made(transport)
+        self._deadline = self.loop.call_later(HEAD_S, self._give_up)
+        if self.limit_concurrency and len(self.connections) >= self.limit_concurrency:
+            waiting = [one for one in cast(set[Connection], self.connections) if one._waits]
+            min(waiting, key=lambda one: one._deadline.when())._give_up()
+
+    def on_response_complete(self) -> None:
+        """See H11Protocol. Wait for the next request."""
+        self._deadline.cancel()
+        self._deadline = self.loop.call_later(HEAD_S, self._give_up)
+        super().on_response_complete()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See asyncio.Protocol."""
+        self._deadline.cancel()
+        super().connection_lost(exc)
+
+    @property
+    def _waits(self) -> bool:
+        return self.cycle is None or self.cycle.response_complete
+
+    def _give_up(self) -> None:
+        if self._waits:
+            self.connections.discard(self)
+            self.transport.abort()
+
+
+class Server(uvicorn.Server):
+    """A server that an engine answers. Its end, by Ctrl-C or SIGTERM, waits for running answers up to `grace_s`."""
+
+    def __init__(
+        self, app: Any, engine: AsyncEngine, host: str, port: int, grace_s: int, greeting: Callable[[str], list[str]]
+    ):
+        """`greeting` returns the lines that are printed once the server listens at an address."""
+        settings = uvicorn.Config(
+            app,
+            host,
+            port,
+            http=Connection,
+            ws="none",
+            limit_concurrency=most_connections(),
+            backlog=AT_ONCE,
+            timeout_graceful_shutdown=grace_s + CLOSE_S,
+        )
+        super().__init__(settings)
+        self._engine, self._grace_s, self._greeting = engine, grace_s, greeting
+
+    def run(self, sockets: Any = None) -> None:
+        """Serve until Ctrl-C or SIGTERM, which uvicorn raises again at the end: neither is an error."""
+        before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+        try:
+            with suppress(KeyboardInterrupt):
+                super().run(sockets)
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+    async def startup(self, sockets: Any = None) -> None:
+        """See uvicorn.Server.startup."""
+        await super().startup(sockets)
+        for listener in self.servers[0].sockets:
+            with socket.socket(fileno=os.dup(listener.fileno())) as same:
+                same.listen(QUEUE)
+        host, port = self.config.host, self.servers[0].sockets[0].getsockname()[1]
+        for line in self._greeting(f"http://{f'[{host}]' if ':' in host else host}:{port}"):
+            to_stderr(line)
+
+    async def shutdown(self, sockets: Any = None) -> None:
+        """See uvicorn.Server.shutdown, which waits for the answers. After the grace, closing the engine ends them."""
+        closing = asyncio.create_task(self._close_engine())
+        await super().shutdown(sockets)
+        closing.cancel()
+
+    async def _close_engine(self) -> None:
+        end = time.monotonic() + self._grace_s
+        while time.monotonic() < end and not self.force_exit:  # by a second Ctrl-C
+            await asyncio.sleep(0.1)
+        self._engine.close()
+
+
+def most_connections() -> int:
+    """Return how many connections may be open: half of the descriptors that are free. Raise UserError for too few.
+
+    A connection that is too many is accepted before it is closed, two turns of the event loop later.
+    """
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] if resource else -1
+    used = len(os.listdir("/dev/fd")) if os.path.isdir("/dev/fd") else 0
+    free = (most if 0 <= most < MOST_DESCRIPTORS else MOST_DESCRIPTORS) - used
+    if free < 8 * AT_ONCE:
+        raise UserError(f"ulimit -n={most}: a server needs at least {used + 8 * AT_ONCE} open files")
+    return free // 2

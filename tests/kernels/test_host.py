@@ -1,0 +1,104 @@
+"""What Triton compiles on the host before its first launch: where it cannot, that is known before a run."""
+
+import sys
+
+import pytest
+import torch
+
+from magicdec.attention.choice import choose
+from magicdec.config.load import compose
+from magicdec.errors import UserError
+from magicdec.kernels import host
+from magicdec.planning import build
+from magicdec.planning.resolve import resolve
+from magicdec.tracking.progress import progress
+from magicdec.verification import sampling
+
+CUDA = torch.device("cuda")
+QUICK = ["batch.size=2", "batch.context_len=64", "batch.generate_len=4"]
+
+
+@pytest.fixture(autouse=True)
+def forgotten():
+    for cached in (host.triton_obstacle, sampling._kernels):
+        cached.cache_clear()
+    yield
+    for cached in (host.triton_obstacle, sampling._kernels):
+        cached.cache_clear()
+
+
+@pytest.fixture
+def no_compiler(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CC", raising=False)
+
+
+@pytest.fixture
+def no_headers(monkeypatch, tmp_path):
+    monkeypatch.setattr(host.sysconfig, "get_path", lambda *_, **__: str(tmp_path))
+
+
+@pytest.fixture
+def another(monkeypatch):
+    monkeypatch.setenv("CC", "/no/such/cc")
+
+
+@pytest.fixture
+def no_triton(monkeypatch):
+    monkeypatch.setattr(host, "find_spec", lambda _: None)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A GPU that is not there, for plans."""
+    for name, answer in {"is_available": True, "device_count": 1, "get_device_name": "H100"}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+
+
+def test_nothing_is_in_the_way_here():
+    pytest.importorskip("triton")
+    assert host.triton_obstacle() is None
+    assert sampling._kernels() is not None
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("no_compiler", "needs a C compiler and Python's headers, and neither gcc nor clang is installed"),
+        ("no_headers", r"needs a C compiler and Python's headers, and \S*gcc failed: .*Python.h"),
+        ("another", "needs a C compiler and Python's headers, and /no/such/cc failed: No such file"),
+        ("no_triton", "is not installed; install it: pip install -e"),
+    ],
+)
+def test_what_triton_needs_is_looked_for_before_it_is_chosen(fault, said, request):
+    """Attention, torch.compile, sampling and quantised drafts fall back or are refused, each with one line."""
+    if fault in ("no_headers", "another"):
+        pytest.importorskip("triton")
+    request.getfixturevalue(fault)
+    request.getfixturevalue("gpu")
+    with pytest.raises(UserError, match=f"attention=triton {said}"):
+        choose("triton", CUDA, torch.bfloat16, [128])
+    plan = resolve(compose(QUICK))
+    assert (plan.config.attention.name, plan.config.hardware.compile) == ("sdpa", False)
+    assert sampling._kernels() is None
+    for override in ("hardware.compile=true", "draft.quantization=int8"):
+        with pytest.raises(UserError, match=f"{override}.* Triton {said}"):
+            resolve(compose([*QUICK, override]))
+
+
+def test_one_line_says_what_is_slower(no_compiler, gpu, monkeypatch, capsys):
+    plan = resolve(compose(QUICK))
+    monkeypatch.setattr(build, "_engine", lambda *_: None)
+    with progress() as bars:
+        build.engine(plan, bars)
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning")]
+    assert "sdpa is the fastest at hand" in line
+    assert "hardware.compile=false" in line
+    assert "gcc" in line
+
+
+def test_a_machine_that_only_lacks_a_gpu_says_nothing(capsys):
+    plan = resolve(compose([*QUICK, "attention=sdpa", "hardware=cpu"]))
+    assert "Triton" not in plan.reasons
+    assert sys.platform
