@@ -67,8 +67,8 @@ CASES = {
     **{f"refused: {mistake}": f"{TINY} {mistake}" for mistake in MISTAKES},
 }
 FAST = ("streaming", "sampled model", "predict", "refused: cache=steaming")  # in the default suite
-# Results that depend on neither machine nor time; in a run that predicts, the predictions too. A logit gap and a z-score
-# are rounded differently by another processor.
+# Results that depend on neither machine nor time; in a run that predicts, the predictions too. Another processor rounds
+# logit gaps and z-scores differently.
 KEPT = (
     r"(status|id|attempt|device|gamma|alpha)$|(acceptance|data|output|weights)[/_]|.*/accuracy$|lossless/(?!.*(gap|z_score))|"
     r"memory/\w+_kv_gib"
