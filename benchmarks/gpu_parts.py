@@ -11,7 +11,7 @@ from gpu_checks import LARGE_S, correct, doctor, ranks, tests
 from gpu_profile import profiled, static_cell
 from gpu_store import Point, Record
 
-from magicdec.attention import choice
+from magicdec.attention import backends
 from magicdec.attention.base import Attention, Shape
 from magicdec.costmodel.roofline import step_time
 from magicdec.costmodel.speedup import speedup
@@ -179,17 +179,17 @@ def sampling(bench: Bench) -> Iterator[Point]:
 
 def kernels(bench: Bench) -> Iterator[Point]:
     """Time one layer's attention by each usable backend, next to copying as many bytes."""
-    backends = choice.usable(bench.device, bench.dtype, [128])
+    names = backends.usable(bench.device, bench.dtype, [128])
     for model, shape in KERNELS.items():
         for context in bench.sizes.kernel_contexts:
             for tokens in bench.sizes.kernel_tokens:
-                for name in backends:
+                for name in names:
                     attend = partial(_attention, bench, name, *shape, context, tokens)
                     yield Point("attention", f"{model} {context} T={tokens} {name}", attend)
 
 
 def _attention(bench: Bench, name: str, H: int, K: int, D: int, S: int, T: int) -> Record:
-    attention: Attention = choice.backend(name)()
+    attention: Attention = backends.backend(name)()
     element = bench.dtype.itemsize
     rows = max(1, bench.sizes.kernel_bytes // (2 * K * S * D * element))
     k, v = (torch.randn(rows, K, S, D, dtype=bench.dtype, device=bench.device) for _ in range(2))

@@ -32,7 +32,7 @@ from magicdec.data.ruler import accuracy
 from magicdec.decoding.prefill import prefill
 from magicdec.decoding.scoring import score
 from magicdec.decoding.timers import Stopwatch
-from magicdec.drafts import model as model_drafts
+from magicdec.drafts import base, model
 from magicdec.engine.decoder import Generation
 from magicdec.engine.native import Batch, NativeEngine
 from magicdec.measure import metrics
@@ -100,7 +100,7 @@ class Prefilled:
         outputs = map(tokenizer.decode, self.expected)
         self.accuracy = fmean(map(accuracy, outputs, prompts.answers)) if prompts.answers else None
         self.once = Once()
-        model_drafts.score, model_drafts.prefill = self.once.score, self.once.prefill  # type: ignore[assignment]
+        base.score, model.prefill = self.once.score, self.once.prefill  # type: ignore[assignment]
 
     def engine_for(self, draft: str, policy: str, budget: int) -> NativeEngine:
         """Return the same target with another draft."""

@@ -21,7 +21,7 @@ import torch
 from rich.text import Text
 
 from magicdec import fingerprint, threads
-from magicdec.attention import choice
+from magicdec.attention import backends
 from magicdec.attention.definition import HEAD_DIM, TOLERANCES, max_error
 from magicdec.config.load import compose
 from magicdec.costmodel.hardware import device_in
@@ -150,11 +150,11 @@ def gpus(device: torch.device) -> Iterator[Finding]:
 def attention(device: torch.device) -> Iterator[Finding]:
     """Compare every backend that is for this kind of device with a plain softmax; say why others cannot be used."""
     dtype = DTYPES[device.type]
-    for name in choice.BACKENDS:
-        if obstacle := choice.obstacle(name, device, dtype, [HEAD_DIM]):
+    for name in backends.BACKENDS:
+        if obstacle := backends.obstacle(name, device, dtype, [HEAD_DIM]):
             yield Finding(NOTE, f"attention={name}", obstacle)
             continue
-        backend = choice.backend(name)
+        backend = backends.backend(name)
         try:
             with Stopwatch(device) as watch:
                 worst = max_error(backend(), device, dtype)
@@ -166,7 +166,7 @@ def attention(device: torch.device) -> Iterator[Finding]:
         text = f"largest error {worst:.1g} of at most {bound:g} in {str(dtype).removeprefix('torch.')}"
         said = [*filter(None, [backend.found()]), text, f"{watch.seconds:.1f} s with compilation"]
         yield Finding(status, f"attention={name}", "; ".join(said))
-    yield Finding(OK, "attention=auto", choice.choose("auto", device, dtype, [HEAD_DIM])[1])
+    yield Finding(OK, "attention=auto", backends.choose("auto", device, dtype, [HEAD_DIM])[1])
 
 
 def rounds(device: torch.device) -> Iterator[Finding]:

@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from magicdec.attention.kernel import KernelAttention, KernelPlan, with_dense_entries
+from magicdec.attention.sdpa_fallback import KernelAttention, KernelPlan, with_dense_entries
 from magicdec.kernels import library
 
 STEP = 8  # head dims are multiples of it, as in attention.cpp

@@ -17,8 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from magicdec.attention.kernel import KernelPlan, gpu_obstacle
-from magicdec.attention.library import LibraryAttention
+from magicdec.attention.sdpa_fallback import KernelPlan, gpu_obstacle
+from magicdec.attention.triton_fallback import LibraryAttention
 
 MAX_HEAD_DIM = 256
 FEW_TOKENS = 32  # a verification; more are a prefill

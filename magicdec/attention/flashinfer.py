@@ -14,8 +14,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from magicdec.attention.kernel import KernelPlan, gpu_obstacle
-from magicdec.attention.library import LibraryAttention
+from magicdec.attention.sdpa_fallback import KernelPlan, gpu_obstacle
+from magicdec.attention.triton_fallback import LibraryAttention
 
 HEAD_DIMS = (64, 128, 256)
 PAGE = 16  # slots; splits of the work consist of whole pages

@@ -11,9 +11,9 @@ import torch
 import triton
 from torch import Tensor
 
-from magicdec.attention.kernel import KernelAttention, KernelPlan, gpu_obstacle
+from magicdec.attention.sdpa_fallback import KernelAttention, KernelPlan, gpu_obstacle
 from magicdec.attention.split_kv import attend_split, merge_splits, sum_scores
-from magicdec.kernels.host import triton_obstacle
+from magicdec.kernels.toolchain import triton_obstacle
 
 HEAD_DIMS = (64, 80, 96, 128)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -15,8 +15,7 @@ from magicdec.config.registry import DRAFTS
 from magicdec.config.rules import STRICT
 from magicdec.decoding.prefill import prefill
 from magicdec.decoding.state import State
-from magicdec.drafts.base import DraftSpec
-from magicdec.drafts.model_draft import ModelDraft
+from magicdec.drafts.base import DraftSpec, ModelDraft
 from magicdec.models.transformer import Transformer
 
 

@@ -10,8 +10,7 @@ from magicdec.config.choices import DraftConfig
 from magicdec.config.registry import DRAFTS
 from magicdec.config.rules import STRICT
 from magicdec.decoding.state import State
-from magicdec.drafts.base import DraftSpec, Selection
-from magicdec.drafts.model_draft import ModelDraft
+from magicdec.drafts.base import DraftSpec, ModelDraft, Selection
 from magicdec.models.kv_cache import KVCache
 from magicdec.models.transformer import Transformer
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from magicdec.costmodel.round import CODE_ROWS
 from magicdec.errors import UserError
-from magicdec.kernels.host import triton_obstacle
+from magicdec.kernels.toolchain import triton_obstacle
 from magicdec.models.transformer import Transformer
 
 BITS = {"int8": torch.int8, "int4": torch.int4}  # type: ignore[attr-defined]

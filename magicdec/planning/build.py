@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from magicdec.attention import choice
+from magicdec.attention import backends
 from magicdec.attention.base import Attention
 from magicdec.config.checks import refuse_unread
 from magicdec.config.load import compose
@@ -18,7 +18,7 @@ from magicdec.data import PromptRequest, Prompts, load_prompts
 from magicdec.data.tokenizer import load_tokenizer
 from magicdec.engine.native import NativeEngine
 from magicdec.errors import UserError, to_stderr
-from magicdec.kernels import host, library
+from magicdec.kernels import library, toolchain
 from magicdec.measure import memory
 from magicdec.measure.footprint import Footprint, UniformAttention, footprint, largest_batch
 from magicdec.models import checkpoint, quantize
@@ -39,10 +39,10 @@ def engine(plan: Plan, progress: Progress) -> NativeEngine:
     torch.backends.cuda.matmul.allow_tf32 = False  # fp32 means fp32
     name = plan.config.attention.name
     log.info(plan.reasons)
-    if any(obstacle in plan.reasons for obstacle in (*library.OBSTACLES, host.NEEDS_C, "hardware.compile=false")):
+    if any(obstacle in plan.reasons for obstacle in (*library.OBSTACLES, toolchain.NEEDS_C, "hardware.compile=false")):
         to_stderr(f"warning: {plan.reasons}; decoding is slower without it")
     with progress.task(f"attention={name}", total=1) as task:  # cpp is compiled at its first use
-        attention = choice.backend(name)()
+        attention = backends.backend(name)()
         task.advance(1)
     return _engine(plan, lambda model: _load(model, plan, attention, progress))
 
@@ -165,7 +165,7 @@ def estimate(plan: Plan, num_rows: int, context_len: int) -> Footprint:
 
 def _estimate(plan: Plan, num_rows: int, context_len: int, prefills: bool = True) -> Footprint:
     on_cpu = plan.device.type == "cpu"
-    attention = UniformAttention() if on_cpu else choice.backend(plan.config.attention.name)()
+    attention = UniformAttention() if on_cpu else backends.backend(plan.config.attention.name)()
 
     def load(model: Model) -> Transformer:
         part = Share(0, model.num_ranks, 0, plan.num_ranks)

@@ -8,14 +8,14 @@ import torch
 
 from magicdec import data
 from magicdec.architectures import ModelConfig, check_ranks
-from magicdec.attention import choice
+from magicdec.attention import backends
 from magicdec.config.checks import check_length
 from magicdec.config.choices import ModelChoice
 from magicdec.config.registry import CORPORA, ENGINES
 from magicdec.config.schema import ROWS_ON, Config
 from magicdec.costmodel import comparison
 from magicdec.errors import UserError
-from magicdec.kernels.host import triton_obstacle
+from magicdec.kernels.toolchain import triton_obstacle
 from magicdec.measure.metrics import Metrics
 from magicdec.measure.system import cpu_name, driver_version
 from magicdec.models import checkpoint, quantize
@@ -195,8 +195,8 @@ def _divided(config: Config, target: Model, draft: Model | None) -> tuple[Model,
 
 def _attention(config: Config, device: torch.device, dtype: torch.dtype, models: list[Model]) -> tuple[str, str]:
     """Return the backend's name, and why it was chosen."""
-    name, why = choice.choose(config.attention.name, device, dtype, [model.config.head_dim for model in models])
-    if config.hardware.cuda_graphs and not choice.backend(name).captured:
+    name, why = backends.choose(config.attention.name, device, dtype, [model.config.head_dim for model in models])
+    if config.hardware.cuda_graphs and not backends.backend(name).captured:
         raise UserError(
             f"hardware.cuda_graphs=true: attention={name} plans on the host, which no graph can capture; set "
             "hardware.cuda_graphs=false"

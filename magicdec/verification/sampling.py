@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from magicdec.kernels.host import triton_obstacle
+from magicdec.kernels.toolchain import triton_obstacle
 
 EVERYTHING = 1 << 31  # a top_k beyond any vocabulary
 BLOCK = 256  # tokens of a large vocabulary that are drawn from together
@@ -150,9 +150,9 @@ def _kernels() -> Any:
     """Return the module of kernels that do the same on GPUs, in one launch each; None where Triton cannot be used."""
     if triton_obstacle():
         return None
-    from magicdec.verification import kernels  # here, because Triton may not be installed
+    from magicdec.verification import triton_sampling  # here, because Triton may not be installed
 
-    return kernels
+    return triton_sampling
 
 
 def uniform_BT(sampling: Sampling | RowSampling, positions_BT: Tensor, use: Use) -> Tensor:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from magicdec.attention import flash
-from magicdec.attention.choice import choose
+from magicdec.attention.backends import choose
 from magicdec.attention.flash import FlashAttention
 from magicdec.engine.graphs import Captures, Step
 from magicdec.errors import UserError

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from magicdec.attention.choice import choose
+from magicdec.attention.backends import choose
 from magicdec.attention.flashinfer import PAGE, WORKSPACE, FlashInferAttention
 from magicdec.errors import UserError
 from magicdec.measure.footprint import Allocations

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from magicdec.attention.choice import backend
+from magicdec.attention.backends import backend
 from magicdec.config.registry import DRAFTS, POLICIES
 from magicdec.engine.native import NativeEngine, warm_up
 from magicdec.measure.footprint import footprint

@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from magicdec.architectures import ModelConfig
-from magicdec.attention.choice import backend
+from magicdec.attention.backends import backend
 from magicdec.config.registry import DRAFTS
 from magicdec.engine.native import Batch, NativeEngine
 from magicdec.models import rope
@@ -264,7 +264,7 @@ def fake_cuda(capability: int | None = None) -> Iterator[Recording]:
     lend_guard()
     import magicdec.attention.triton as ours
     from magicdec.models import code_matmul
-    from magicdec.verification import kernels as sampling
+    from magicdec.verification import triton_sampling as sampling
 
     recording, card = Recording(), GPUS[capability or 90]
     with ExitStack() as stack:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from magicdec.attention import choice
+from magicdec.attention import backends
 from magicdec.errors import UserError
 from magicdec.kernels import library
 
@@ -76,12 +76,12 @@ def test_a_library_that_cannot_be_loaded_is_an_obstacle(share, tmp_path, monkeyp
     built.write_bytes(b"another" if share is None else whole[: int(share * len(whole))])
     monkeypatch.setattr(library, "path", lambda: built)
     reason = rf"cannot load its kernels: {built}: .*; delete that file, or name another folder with XDG_CACHE_HOME"
-    name, why = choice.choose("auto", torch.device("cpu"), torch.float32, [64])
+    name, why = backends.choose("auto", torch.device("cpu"), torch.float32, [64])
     assert name == "sdpa"
     assert re.search(reason, why)
     assert re.fullmatch(reason, library.obstacle())
     with pytest.raises(UserError, match=rf"^attention=cpp {reason}; use attention=auto$"):
-        choice.choose("cpp", torch.device("cpu"), torch.float32, [64])
+        backends.choose("cpp", torch.device("cpu"), torch.float32, [64])
     with pytest.raises(UserError, match=rf"^attention=cpp {reason}; use attention=sdpa$"):
         library.load.__wrapped__()
     built.write_bytes(whole)

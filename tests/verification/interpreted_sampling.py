@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from magicdec.verification import kernels
 from magicdec.verification import sampling as ours
+from magicdec.verification import triton_sampling
 from magicdec.verification.sampling import RowSampling, Sampling, Use, probabilities, uniform_BT
 from tests.verification.twin import SETTINGS, check
 
@@ -22,9 +22,9 @@ from tests.verification.twin import SETTINGS, check
 )
 def test_against_the_sorted_definition(monkeypatch, vocab, rows, setting, dtype):
     """The larger vocabulary is no multiple of a block. The interpreter takes half a second a row."""
-    monkeypatch.setattr(kernels, "MAX_BLOCK", 256)
+    monkeypatch.setattr(triton_sampling, "MAX_BLOCK", 256)
     check(
-        lambda logits, s: kernels.truncated(logits, s.temperature, s.top_k, s.top_p),
+        lambda logits, s: triton_sampling.truncated(logits, s.temperature, s.top_k, s.top_p),
         vocab,
         [SETTINGS[setting]],
         rows,
@@ -39,10 +39,10 @@ def test_rows_have_settings_of_their_own():
         rows.set_row(row, sampling)
     logits = torch.randn(len(each), 1, 33, generator=torch.Generator().manual_seed(1)).bfloat16()
     logits[0, :, [9, 5]] = 7.0  # a greedy row takes the first of equal ones
-    p = kernels.truncated(logits, rows.temperature, rows.top_k, rows.top_p)
+    p = triton_sampling.truncated(logits, rows.temperature, rows.top_k, rows.top_p)
     torch.testing.assert_close(p, probabilities(logits, rows), atol=1e-6, rtol=1e-5)
     assert p[0].argmax(-1).tolist() == [5]
-    assert ours._kernels() is kernels
+    assert ours._kernels() is triton_sampling
 
 
 @pytest.mark.parametrize("key", [7, -(1 << 62) + 5, "of each row"])
@@ -57,4 +57,4 @@ def test_the_same_random_numbers(key):
     for part in (positions, positions[:, 4:5], positions[:, 2:8]):
         for use in (Use.PROPOSE, Use.INNER_DECIDE):
             given = sampling.key if key == "of each row" else key
-            assert torch.equal(kernels.uniform(given, part, int(use)), uniform_BT(sampling, part, use))
+            assert torch.equal(triton_sampling.uniform(given, part, int(use)), uniform_BT(sampling, part, use))

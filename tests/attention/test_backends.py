@@ -5,7 +5,7 @@ from contextlib import suppress
 import pytest
 import torch
 
-from magicdec.attention import choice
+from magicdec.attention import backends
 from magicdec.errors import UserError
 from magicdec.kernels import library
 
@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 def test_auto_takes_the_kernel_that_is_built(monkeypatch):
     assert library.obstacle() is None
     monkeypatch.setattr(library, "compiler", lambda: None)
-    name, why = choice.choose("auto", CPU, torch.float32, [64])
+    name, why = backends.choose("auto", CPU, torch.float32, [64])
     assert (name, why) == ("cpp", "attention=auto: cpp is the fastest at hand")
 
 
@@ -30,9 +30,9 @@ def test_auto_takes_the_kernel_that_is_built(monkeypatch):
 )
 def test_what_does_not_fit_is_refused_when_asked_for_and_passed_over_by_auto(device, dtype, dims, said):
     with pytest.raises(UserError, match=said):
-        choice.choose("cpp", torch.device(device), dtype, dims)
+        backends.choose("cpp", torch.device(device), dtype, dims)
     if device == "cpu":
-        name, why = choice.choose("auto", CPU, dtype, dims)
+        name, why = backends.choose("auto", CPU, dtype, dims)
         assert name == "sdpa"
         assert said in why
 
@@ -41,17 +41,17 @@ def test_no_compiler_is_one_clear_line(tmp_path, monkeypatch):
     monkeypatch.setattr(library, "path", lambda: tmp_path / "kernel.so")
     monkeypatch.setattr(library, "compiler", lambda: None)
     with pytest.raises(UserError, match=r"attention=cpp needs a C\+\+ compiler.*; use attention=auto"):
-        choice.choose("cpp", CPU, torch.float32, [64])
-    name, why = choice.choose("auto", CPU, torch.float32, [64])
+        backends.choose("cpp", CPU, torch.float32, [64])
+    name, why = backends.choose("auto", CPU, torch.float32, [64])
     assert name == "sdpa"
     assert library.NEEDS_COMPILER in why
 
 
 def test_what_is_usable_is_what_can_be_chosen():
     chosen = []
-    for name in choice.BACKENDS:
+    for name in backends.BACKENDS:
         with suppress(UserError):
-            chosen.append(choice.choose(name, CPU, torch.float32, [64])[0])
-    assert choice.usable(CPU, torch.float32, [64]) == chosen
+            chosen.append(backends.choose(name, CPU, torch.float32, [64])[0])
+    assert backends.usable(CPU, torch.float32, [64]) == chosen
     assert "sdpa" in chosen
     assert "triton" not in chosen

@@ -9,7 +9,7 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from magicdec.attention.kernel import KernelAttention, KernelPlan
+from magicdec.attention.sdpa_fallback import KernelAttention, KernelPlan
 
 
 class LibraryAttention(KernelAttention):

@@ -10,7 +10,7 @@ import torch
 
 from magicdec.attention.base import Attention
 from magicdec.errors import UserError
-from magicdec.kernels.host import triton_obstacle
+from magicdec.kernels.toolchain import triton_obstacle
 
 BACKENDS = {
     "sdpa": "SdpaAttention",

@@ -5,10 +5,10 @@ import sys
 import pytest
 import torch
 
-from magicdec.attention.choice import choose
+from magicdec.attention.backends import choose
 from magicdec.config.load import compose
 from magicdec.errors import UserError
-from magicdec.kernels import host
+from magicdec.kernels import toolchain
 from magicdec.planning import build
 from magicdec.planning.resolve import resolve
 from magicdec.tracking.progress import progress
@@ -20,10 +20,10 @@ QUICK = ["batch.size=2", "batch.context_len=64", "batch.generate_len=4"]
 
 @pytest.fixture(autouse=True)
 def forgotten():
-    for cached in (host.triton_obstacle, sampling._kernels):
+    for cached in (toolchain.triton_obstacle, sampling._kernels):
         cached.cache_clear()
     yield
-    for cached in (host.triton_obstacle, sampling._kernels):
+    for cached in (toolchain.triton_obstacle, sampling._kernels):
         cached.cache_clear()
 
 
@@ -35,7 +35,7 @@ def no_compiler(monkeypatch):
 
 @pytest.fixture
 def no_headers(monkeypatch, tmp_path):
-    monkeypatch.setattr(host.sysconfig, "get_path", lambda *_, **__: str(tmp_path))
+    monkeypatch.setattr(toolchain.sysconfig, "get_path", lambda *_, **__: str(tmp_path))
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def another(monkeypatch):
 
 @pytest.fixture
 def no_triton(monkeypatch):
-    monkeypatch.setattr(host, "find_spec", lambda _: None)
+    monkeypatch.setattr(toolchain, "find_spec", lambda _: None)
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def gpu(monkeypatch):
 
 def test_nothing_is_in_the_way_here():
     pytest.importorskip("triton")
-    assert host.triton_obstacle() is None
+    assert toolchain.triton_obstacle() is None
     assert sampling._kernels() is not None
 
 
