@@ -45,7 +45,7 @@ COMMANDS = {
     "sync": ["magicdec.tracking.sync"],
     "clean": ["magicdec.tracking.clean"],
     "dashboard": ["magicdec.tracking.dashboard"],
-    "serve": ["magicdec.serving.http"],
+    "serve": ["magicdec.http.serve"],
     "doctor": ["magicdec.doctor"],
     "check-plugin": ["magicdec.conformance"],
 }
@@ -101,6 +101,8 @@ def _launch() -> int:
         parser._option_string_actions["--version"].version = f"magicdec {VERSION}"  # type: ignore[attr-defined]
         arguments = parser.parse_intermixed_args()  # flags may stand behind keys
         overrides = list(arguments.overrides)
+        if line := os.environ.get("COMP_LINE"):  # the shell asks what could follow; `serve` takes the keys of a run
+            os.environ["COMP_LINE"] = line.replace(" serve ", " ", 1)
         refuse_secrets(overrides)
         if rerun := arguments.experimental_rerun:
             raise UserError(f"--experimental-rerun={rerun}: would load a pickle; repeat the command instead")

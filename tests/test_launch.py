@@ -346,9 +346,9 @@ def test_tab_completion(here):
     installed = in_subprocess("-sc", "install=bash")
     assert (installed.returncode, installed.stderr) == (0, "")
     assert "complete" in installed.stdout
-    line = "launch.py target=ti"
-    asked = in_subprocess("-sc", "query=bash", COMP_LINE=line, COMP_POINT=str(len(line)))
-    assert asked.stdout.split() == ["target=tiny", "target=tiny-draft", "target=tinyllama-1.1b"]
+    for line in ("launch.py target=ti", "launch.py serve target=ti"):
+        asked = in_subprocess("-sc", "query=bash", COMP_LINE=line, COMP_POINT=str(len(line)))
+        assert asked.stdout.split() == ["target=tiny", "target=tiny-draft", "target=tinyllama-1.1b"]
 
 
 WITHOUT_POSIX = """

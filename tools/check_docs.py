@@ -33,7 +33,7 @@ ELSEWHERE = re.compile(
     r"experiment=(paper|study|first|llama)|engine=(\S*,)?(vllm|llamacpp|openvino|openai)|hydra/launcher|"
     r"tensor_parallel|plugins=|tracker=|cache=\S*(strided|my_)|quantization=|--config-dir|data=pg19|data=ruler"
 )
-SUBCOMMANDS = {"magicdec.tracking.report": "report", "magicdec.serving.http": "serve", "magicdec.doctor": "doctor"}
+SUBCOMMANDS = {"magicdec.tracking.report": "report", "magicdec.http.serve": "serve", "magicdec.doctor": "doctor"}
 
 
 class Command(NamedTuple):

@@ -68,7 +68,7 @@ class AsyncEngine:
         self.scheduler = scheduler
         self.error: BaseException | None = None
         self._inbox: SimpleQueue[Request | None] = SimpleQueue()  # None wakes the thread up
-        self._door = threading.Lock()  # no request enters while the thread ends the last ones
+        self._entry = threading.Lock()  # no request enters while the thread ends the last ones
         self._thread = threading.Thread(target=self._run, name="magicdec-scheduler", daemon=True)
 
     def start(self) -> None:
@@ -91,7 +91,7 @@ class AsyncEngine:
 
     def close(self) -> None:
         """Refuse new requests, and cancel the others after the current chunk or round."""
-        with self._door:
+        with self._entry:
             self.scheduler.closing = True
         self._inbox.put(None)
 
@@ -106,7 +106,7 @@ class AsyncEngine:
     def submit(self, request: Request) -> None:
         """Queue a request, from any thread. Raise the same errors as `generate`."""
         self.scheduler.slots.check(request.prompt, request.params)
-        with self._door:
+        with self._entry:
             if self.scheduler.closing:
                 raise RuntimeError("the engine is closed") from self.error
             self._inbox.put(request)
@@ -153,7 +153,7 @@ class AsyncEngine:
             pass
 
     def _finish(self, end: str, error: BaseException | None = None) -> None:
-        with self._door:
+        with self._entry:
             self.scheduler.closing = True
         self._receive()
         self.scheduler.end_all(end, error)

@@ -10,12 +10,12 @@ import pytest
 
 from magicdec.config.load import compose
 from magicdec.data.tokenizer import load_tokenizer
+from magicdec.http import app as http
+from magicdec.http.server import Server
 from magicdec.planning import build
 from magicdec.planning.resolve import resolve
-from magicdec.serving import http
 from magicdec.serving.engine import AsyncEngine
 from magicdec.serving.scheduler import Scheduler
-from magicdec.serving.server import Server
 from magicdec.serving.slots import Slots
 from magicdec.tracking.progress import progress
 

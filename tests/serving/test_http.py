@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from starlette.requests import Request
 
-from magicdec.serving import http
-from magicdec.serving.completion import NEUTRAL, Completion
+from magicdec.http import app as http
+from magicdec.http import serve
+from magicdec.http.completion import NEUTRAL, Completion
 from magicdec.serving.engine import AsyncEngine, Stream
 from magicdec.serving.request import Params
 from magicdec.serving.scheduler import Scheduler
@@ -348,8 +349,8 @@ def test_half_a_character_is_held_back(parts):
 
 def test_it_listens_on_loopback_unless_told_otherwise(monkeypatch, capsys):
     heard = []
-    monkeypatch.setattr(http.Server, "run", lambda server: heard.append((server.config.host, server.config.port)))
-    assert http.main([*SETTINGS, "batch.size=1", "batch.context_len=256"]) == 0
+    monkeypatch.setattr(serve.Server, "run", lambda server: heard.append((server.config.host, server.config.port)))
+    assert serve.main([*SETTINGS, "batch.size=1", "batch.context_len=256"]) == 0
     assert heard == [("127.0.0.1", 8000)]
     for mistake, said in (
         ("--port=65536", "--port=65536: must be from 0 to 65,535"),
@@ -359,7 +360,7 @@ def test_it_listens_on_loopback_unless_told_otherwise(monkeypatch, capsys):
         ("draft.gamm=3", "unknown key draft.gamm; did you mean draft.gamma?"),
         ("batch.size=0", "batch.size=0: must be auto or at least 1"),
     ):
-        assert http.main([mistake]) == 2
+        assert serve.main([mistake]) == 2
         error = capsys.readouterr().err.strip().splitlines()[-1]
         assert error.startswith("error: ")
         assert said in error

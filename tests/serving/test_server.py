@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from magicdec.errors import UserError
-from magicdec.serving import server as module
+from magicdec.http import server as module
 from tests.programs import ROOT
 from tests.serving.conftest import SETTINGS, listening
 
@@ -142,7 +142,7 @@ def test_a_server_with_few_descriptors_under_load_and_its_end():
     def limited():
         resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
 
-    command = [sys.executable, "-m", "magicdec.serving.http", *SETTINGS, "batch.size=2", "--port=0"]
+    command = [sys.executable, "-m", "magicdec", "serve", *SETTINGS, "batch.size=2", "--port=0"]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, preexec_fn=limited)
     lines = []
     for line in process.stderr:

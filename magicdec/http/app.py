@@ -1,56 +1,39 @@
-"""`magicdec serve`: the engine behind OpenAI's `/v1/completions`, for load generators and others.
+"""The routes of the HTTP server: OpenAI's completions and models, `/health`, and `/metrics` for Prometheus."""
 
-Overrides are those of a run: batch.size is the number of slots, batch.context_len + batch.generate_len the largest
-number of tokens of a request. `/metrics` is for Prometheus. Needs pip install 'magicdec[serve]'.
-"""
-
-import argparse
 import asyncio
 import json
 import reprlib
-import shlex
-import sys
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
-from functools import partial
 from itertools import count
 from typing import Any
 
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+
 from magicdec.data.tokenizer import Detokenizer
-from magicdec.errors import UserError, exit_code
-from magicdec.planning import build
+from magicdec.errors import UserError
+from magicdec.http.completion import Completion, StreamOptions
+from magicdec.http.meters import Meters
 from magicdec.serving.engine import AsyncEngine, Stream
-from magicdec.serving.scheduler import Scheduler
-from magicdec.serving.slots import Slots
-from magicdec.tracking.progress import progress
-
-try:
-    from fastapi import FastAPI, Request
-    from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
-    from starlette.exceptions import HTTPException
-    from starlette.requests import ClientDisconnect
-
-    from magicdec.serving.completion import Completion, StreamOptions
-    from magicdec.serving.meters import Meters
-    from magicdec.serving.server import Server
-except ImportError as missing:
-    raise SystemExit(f"error: serving over HTTP needs {missing.name}: pip install 'magicdec[serve]'") from None
 
 BODY_BYTES, BYTES_PER_TOKEN = 16 << 10, 32  # largest body: text takes about 5 bytes a token, escaped or as ids about 12
 BODY_S = 30.0  # within which a request has to arrive
 RETRY_AFTER = {"Retry-After": "1"}  # seconds
 
 
-class Door:
-    """Admission of requests: at most one for each slot and `max_waiting` more, those still being read included."""
+class Admission:
+    """A bound on requests: one for each slot and `max_waiting` more, including those that are still being read."""
 
     def __init__(self, engine: AsyncEngine, max_waiting: int):
         self._engine, self._room, self._arriving = engine, engine.scheduler.slots.num_slots + max_waiting, 0
 
     @contextmanager
     def arriving(self) -> Iterator[None]:
-        """Hold a place for a request until the engine has it. Raise HTTPException if that is closed or has too many."""
+        """Hold a place for a request until the engine has it. Raise HTTPException if there is none."""
         if not self._engine.is_open:
             raise HTTPException(503, "the engine is closed")
         if self._arriving + self._engine.num_running + self._engine.num_waiting >= self._room:
@@ -70,7 +53,7 @@ def create_app(engine: AsyncEngine, tokenizer: Any, model: str, max_waiting: int
         async with engine:
             yield
 
-    meters, door, numbers = Meters(engine), Door(engine, max_waiting), count()
+    meters, admission, numbers = Meters(engine), Admission(engine, max_waiting), count()
     app = FastAPI(title="magicdec", lifespan=lifespan, redirect_slashes=False)
     app.add_exception_handler(HTTPException, lambda _, error: _error(error.status_code, error.detail, error.headers))
     app.add_exception_handler(UserError, lambda _, error: _error(400, str(error)))
@@ -92,7 +75,7 @@ def create_app(engine: AsyncEngine, tokenizer: Any, model: str, max_waiting: int
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        with door.arriving():
+        with admission.arriving():
             asked = Completion.parse(await _body(request, engine.max_len))
             if asked.model != model:
                 raise HTTPException(404, f"model={reprlib.repr(asked.model)} is not served here; {model} is")
@@ -198,44 +181,3 @@ def _described(status: int, message: str) -> dict[str, Any]:
     """Return an error in OpenAI's shape."""
     kind = "server_error" if status >= 500 else "rate_limit_error" if status == 429 else "invalid_request_error"
     return {"error": {"message": message, "type": kind, "param": None, "code": status}}
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line. Return the exit code: 2 for a user's mistake, which is printed in one line."""
-    parser = argparse.ArgumentParser("magicdec serve", description=__doc__.partition("\n")[0])
-    parser.add_argument("overrides", nargs="*", help="as for a run: target=tiny draft=self batch.size=8")
-    parser.add_argument("--host", default="127.0.0.1", help="loopback by default: there is no authentication")
-    parser.add_argument("--port", type=int, default=8000)
-    parser.add_argument("--model", help="the name that clients ask for (target.name)")
-    parser.add_argument("--max-waiting", type=int, default=256, help="requests without a slot; more get 429 (256)")
-    grace = "seconds that running answers have after Ctrl-C or SIGTERM (20)"
-    parser.add_argument("--grace", type=int, default=20, help=grace)
-    options = parser.parse_intermixed_args(arguments)
-    return exit_code(lambda: _serve(options))
-
-
-def _serve(options: argparse.Namespace) -> None:
-    if not 0 <= options.port < 1 << 16:
-        raise UserError(f"--port={options.port}: must be from 0 to 65,535")
-    for name, value in (("max-waiting", options.max_waiting), ("grace", options.grace)):
-        if value < 0:
-            raise UserError(f"--{name}={value}: must be at least 0")
-    with progress() as bars:
-        plan, slots, tokenizer = build.served(options.overrides, bars)
-    model = options.model or plan.config.target.name
-    engine = AsyncEngine(Scheduler(slots))
-    app = create_app(engine, tokenizer, model, options.max_waiting)
-    greeting = partial(_greeting, model, slots, options.max_waiting)
-    Server(app, engine, options.host, options.port, options.grace, greeting).run()
-
-
-def _greeting(model: str, slots: Slots, max_waiting: int, url: str) -> list[str]:
-    """Return what is served, and a command that asks for some of it."""
-    room = f"{slots.num_slots:,} slots of {slots.max_len:,} tokens; {max_waiting:,} more requests may wait"
-    body = json.dumps({"model": model, "prompt": "def main(", "max_tokens": 32, "temperature": 0})
-    request = f"curl {url}/v1/completions -H 'content-type: application/json' -d {shlex.quote(body)}"
-    return [f"{model} at {url}: {room}", request]
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,1 @@
+"""`magicdec serve`: an HTTP server with the API of OpenAI."""
