@@ -26,9 +26,9 @@ from omegaconf.errors import OmegaConfBaseException
 from magicdec.config.checks import refuse_secrets
 from magicdec.config.explain import explain
 from magicdec.config.load import load
-from magicdec.config.rules import FileName, parse
 from magicdec.config.schema import CONF
 from magicdec.errors import USER_ERROR, JobFailed, UserError, in_one_line, is_out_of_memory, to_stderr
+from magicdec.rules import FileName, parse
 from magicdec.tracking import sweep
 from magicdec.tracking.gpus import gpus_of_its_own, refuse_a_share
 from magicdec.tracking.lock import Busy

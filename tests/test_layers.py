@@ -45,4 +45,6 @@ def test_no_import_runs_up():
             up = theirs and ours != theirs and name not in ENTRY_POINTS and RANKS[theirs] >= RANKS[ours or "errors"]
             if up or not theirs or (imported in ENTRY_POINTS and name not in ENTRY_POINTS):
                 wrong.append(f"{name} imports {imported}")
+            elif imported not in FILES:
+                wrong.append(f"{name} imports {imported}, which does not exist")
     assert wrong == []

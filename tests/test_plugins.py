@@ -21,7 +21,7 @@ from pydantic.dataclasses import dataclass
 from magicdec.cache.compact import CompactCache
 from magicdec.config.choices import CacheConfig, DraftConfig
 from magicdec.config.registry import DRAFTS, POLICIES
-from magicdec.config.rules import STRICT, Count
+from magicdec.rules import STRICT, Count
 from magicdec.drafts.base import Draft, Proposal
 
 @dataclass(frozen=True, config=STRICT)
@@ -74,7 +74,7 @@ POLICY = """
 from pydantic.dataclasses import dataclass
 from magicdec.cache.streaming import Streaming, StreamingCache
 from magicdec.config.registry import POLICIES
-from magicdec.config.rules import STRICT
+from magicdec.rules import STRICT
 
 @dataclass(frozen=True, config=STRICT)
 class Mine(Streaming):

@@ -19,9 +19,9 @@ import magicdec
 from magicdec import cli
 from magicdec.config import schema
 from magicdec.config.registry import DRAFTS, ENGINES, POLICIES
-from magicdec.config.rules import must
 from magicdec.config.schema import CONF, Config
 from magicdec.costmodel import predict
+from magicdec.rules import must
 from magicdec.serving import model, request
 
 PAGES = Path(__file__).resolve().parents[1] / "docs/reference"

@@ -10,8 +10,8 @@ from magicdec.architectures import ModelConfig
 from magicdec.cache.draft_cache import DraftCache
 from magicdec.config.choices import CacheConfig, CacheSpec
 from magicdec.config.registry import POLICIES
-from magicdec.config.rules import STRICT
 from magicdec.models.kv_cache import KVCache
+from magicdec.rules import STRICT
 
 
 @dataclass(frozen=True, config=STRICT)

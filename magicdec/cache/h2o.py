@@ -15,8 +15,8 @@ from magicdec.attention.base import Attention
 from magicdec.cache.snapkv import SnapKVCache
 from magicdec.config.choices import FP32, CacheConfig, CacheSpec, all_kv_heads
 from magicdec.config.registry import POLICIES
-from magicdec.config.rules import STRICT
 from magicdec.models.kv_cache import KVCache
+from magicdec.rules import STRICT
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -17,8 +17,8 @@ from magicdec.cache.full import FullCache
 from magicdec.cache.snapkv import SnapKV, SnapKVCache
 from magicdec.config.choices import CacheSpec
 from magicdec.config.registry import POLICIES
-from magicdec.config.rules import STRICT, Count
 from magicdec.models.kv_cache import KVCache, Place
+from magicdec.rules import STRICT, Count
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -16,8 +16,8 @@ from magicdec.attention.base import Attention
 from magicdec.cache.full import FullCache
 from magicdec.config.choices import CacheConfig, CacheSpec
 from magicdec.config.registry import POLICIES
-from magicdec.config.rules import STRICT, Count, must
 from magicdec.models.kv_cache import KVCache, copy_row
+from magicdec.rules import STRICT, Count, must
 
 SCALE = 4  # bytes of a group's scale and least value, each in half precision
 

@@ -17,8 +17,8 @@ from magicdec.attention.base import Attention
 from magicdec.cache.dynamic import DynamicCache, best
 from magicdec.config.choices import CacheConfig, CacheSpec
 from magicdec.config.registry import POLICIES
-from magicdec.config.rules import STRICT, Count
 from magicdec.models.kv_cache import KVCache
+from magicdec.rules import STRICT, Count
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -13,8 +13,8 @@ from torch import Tensor
 from magicdec.cache.compact import CompactCache
 from magicdec.config.choices import CacheConfig
 from magicdec.config.registry import POLICIES
-from magicdec.config.rules import STRICT, Count, must
 from magicdec.models.kv_cache import KVCache
+from magicdec.rules import STRICT, Count, must
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -16,9 +16,9 @@ from magicdec.cache.draft_cache import DraftCache
 from magicdec.cache.window import Window, WindowCache
 from magicdec.config.choices import CacheSpec, all_kv_heads
 from magicdec.config.registry import POLICIES
-from magicdec.config.rules import STRICT
 from magicdec.models.kv_cache import KVCache
 from magicdec.models.rope import rope_frequencies, rotate
+from magicdec.rules import STRICT
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -14,7 +14,7 @@ from magicdec.attention.base import Attention
 from magicdec.cache.dynamic import DynamicCache, best
 from magicdec.config.choices import CacheConfig, CacheSpec
 from magicdec.config.registry import POLICIES
-from magicdec.config.rules import STRICT
+from magicdec.rules import STRICT
 
 
 @dataclass(frozen=True, config=STRICT)

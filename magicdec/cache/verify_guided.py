@@ -18,8 +18,8 @@ from magicdec.cache.dynamic import DynamicCache, best
 from magicdec.cache.observed import ObservedCache
 from magicdec.config.choices import FP32, INT64, CacheConfig, CacheSpec, all_kv_heads
 from magicdec.config.registry import POLICIES
-from magicdec.config.rules import STRICT, Count
 from magicdec.models.kv_cache import KVCache
+from magicdec.rules import STRICT, Count
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -11,9 +11,9 @@ from typing import Any
 
 from magicdec.config.options import has_key
 from magicdec.config.registry import CORPORA
-from magicdec.config.rules import did_you_mean
 from magicdec.config.schema import Config
 from magicdec.errors import UserError
+from magicdec.rules import did_you_mean
 
 # Names of environment variables with a value that nothing stores, such as HF_TOKEN; HF_TOKEN_PATH is none of them. A
 # shorter value may be anything.

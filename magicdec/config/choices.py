@@ -15,8 +15,8 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from magicdec.architectures import ModelConfig
-from magicdec.config.rules import STRICT, Count, Share, must
 from magicdec.errors import UserError
+from magicdec.rules import STRICT, Count, Share, must
 
 Selects = Literal["never", "prefill", "round", "step"]  # round: once a round; step: in every draft step
 

@@ -12,9 +12,9 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandat
 from yaml import MarkedYAMLError
 
 from magicdec.config.options import known_keys
-from magicdec.config.rules import SHORT, BadValue
 from magicdec.config.schema import CONF, option_file
 from magicdec.errors import UserError, in_one_line, is_out_of_memory
+from magicdec.rules import SHORT, BadValue
 
 E = TypeVar("E", bound=BaseException)
 

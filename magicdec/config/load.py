@@ -18,9 +18,9 @@ from magicdec import plugins
 from magicdec.config.checks import refuse_secrets, validate
 from magicdec.config.explain import explain, located, unknown_key
 from magicdec.config.options import OPEN, has_key, keys_of_group
-from magicdec.config.rules import BadValue, parse
 from magicdec.config.schema import CONF, Config
 from magicdec.errors import UserError
+from magicdec.rules import BadValue, parse
 
 # Hydra takes any key in the groups: jobs of a sweep over a group's options may set keys of all of them.
 SCHEMA = OmegaConf.create(

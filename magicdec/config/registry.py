@@ -23,8 +23,8 @@ from pydantic import PlainValidator, TypeAdapter
 from pydantic_core import PydanticCustomError
 
 from magicdec.config.choices import CacheConfig, Corpus, DraftConfig, EngineConfig
-from magicdec.config.rules import did_you_mean
 from magicdec.errors import UserError
+from magicdec.rules import did_you_mean
 
 F = TypeVar("F")
 W = TypeVar("W")

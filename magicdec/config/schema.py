@@ -15,7 +15,7 @@ from pydantic.dataclasses import dataclass
 from magicdec import plugins
 from magicdec.config.choices import CacheConfig, ModelChoice
 from magicdec.config.registry import Cache, Draft, Engine
-from magicdec.config.rules import STRICT, Count, Counts, FileName, Fraction, Share, is_file_name, must
+from magicdec.rules import STRICT, Count, Counts, FileName, Fraction, Share, is_file_name, must
 
 # In an installation conf/ is in the package, in a checkout next to it.
 CONF = next(path for folder in Path(__file__).resolve().parents[1:3] if (path := folder / "conf").is_dir())

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from magicdec.config.choices import CacheConfig, DraftConfig
 from magicdec.config.registry import DRAFTS, Cache
-from magicdec.config.rules import STRICT
 from magicdec.decoding.state import DRAFT, State
 from magicdec.drafts.base import Draft, DraftSpec, Proposal, Selection
 from magicdec.drafts.model import IndependentDraft
 from magicdec.drafts.self import SelfDraft
+from magicdec.rules import STRICT
 from magicdec.verification.accept import Verdict, accept_greedy, accept_sampled
 from magicdec.verification.sampling import Use, probabilities
 

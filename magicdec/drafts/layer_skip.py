@@ -12,10 +12,10 @@ from pydantic.dataclasses import dataclass
 from magicdec.architectures import ModelConfig
 from magicdec.config.choices import DraftConfig
 from magicdec.config.registry import DRAFTS
-from magicdec.config.rules import STRICT
 from magicdec.drafts.base import DraftSpec
 from magicdec.drafts.self import SelfDraft
 from magicdec.errors import UserError
+from magicdec.rules import STRICT
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from magicdec.config.choices import DraftConfig
 from magicdec.config.registry import DRAFTS
-from magicdec.config.rules import STRICT, Count
 from magicdec.decoding.state import State
 from magicdec.drafts.base import Draft, DraftSpec, Proposal
+from magicdec.rules import STRICT, Count
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -8,11 +8,11 @@ from torch import Tensor
 from magicdec.cache.draft_cache import DraftCache
 from magicdec.config.choices import DraftConfig
 from magicdec.config.registry import DRAFTS
-from magicdec.config.rules import STRICT
 from magicdec.decoding.state import State
 from magicdec.drafts.base import DraftSpec, ModelDraft, Selection
 from magicdec.models.kv_cache import KVCache
 from magicdec.models.transformer import Transformer
+from magicdec.rules import STRICT
 
 
 @dataclass(frozen=True, config=STRICT)

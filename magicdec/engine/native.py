@@ -8,12 +8,12 @@ from pydantic.dataclasses import dataclass as pydantic_dataclass
 from magicdec.cache.full import Full
 from magicdec.config.choices import CacheConfig, DraftConfig, EngineConfig
 from magicdec.config.registry import DRAFTS, ENGINES
-from magicdec.config.rules import STRICT
 from magicdec.decoding.state import State
 from magicdec.drafts.base import Draft, DraftSpec
 from magicdec.engine.decoder import Decoder, silent
 from magicdec.models.kv_cache import KVCache
 from magicdec.models.transformer import Transformer
+from magicdec.rules import STRICT
 from magicdec.verification.sampling import RowSampling, Sampling
 
 

@@ -6,10 +6,10 @@ from typing import Any
 from pydantic.dataclasses import dataclass
 
 from magicdec.config.registry import ENGINES
-from magicdec.config.rules import STRICT
 from magicdec.config.schema import Config
 from magicdec.errors import UserError
 from magicdec.peers.process import HERE, WorkerEngine, WorkerPeer
+from magicdec.rules import STRICT
 
 # Of an architecture, what gguf_file.py does not write; each is falsy in plain Llama.
 UNWRITTEN = ("rope_scaling", "qkv_bias", "output_bias", "qk_norm", "sliding_window")

@@ -6,8 +6,8 @@ from typing import Any, Literal
 from pydantic.dataclasses import dataclass
 
 from magicdec.config.registry import ENGINES
-from magicdec.config.rules import STRICT
 from magicdec.peers.process import WorkerEngine, WorkerPeer
+from magicdec.rules import STRICT
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -14,7 +14,6 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from magicdec.config.choices import EngineConfig
-from magicdec.config.rules import STRICT
 from magicdec.config.schema import Config
 from magicdec.drafts.ngram import PromptLookup
 from magicdec.errors import UserError, exit_in_words, in_brief, to_stderr
@@ -22,7 +21,7 @@ from magicdec.measure.metrics import RowTimes
 from magicdec.models import checkpoint
 from magicdec.peers.base import Counts, Peer, PeerGeneration, PeerSpec
 from magicdec.peers.pipe import ImportFailed, WorkerFailed, WorkerProcess, last_words
-from magicdec.rules import TEXT, Rule, list_of, whole
+from magicdec.rules import STRICT, TEXT, Rule, list_of, whole
 
 HERE = Path(__file__).parent
 MAIN = HERE / "worker.py"

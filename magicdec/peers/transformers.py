@@ -21,7 +21,6 @@ from transformers import (
 
 from magicdec.config.choices import EngineConfig
 from magicdec.config.registry import ENGINES
-from magicdec.config.rules import STRICT
 from magicdec.config.schema import Config
 from magicdec.decoding.timers import Clock
 from magicdec.drafts.layer_skip import LayerSkip
@@ -31,6 +30,7 @@ from magicdec.measure import memory
 from magicdec.measure.metrics import RowTimes
 from magicdec.models.quantize import quiet_torchao
 from magicdec.peers.base import Counts, Peer, PeerGeneration, PeerSpec
+from magicdec.rules import STRICT
 
 
 class Bursts(StoppingCriteria):

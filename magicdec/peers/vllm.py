@@ -6,9 +6,9 @@ from typing import Any, Literal
 from pydantic.dataclasses import dataclass
 
 from magicdec.config.registry import ENGINES
-from magicdec.config.rules import STRICT
 from magicdec.drafts.ngram import PromptLookup
 from magicdec.peers.process import WorkerEngine, WorkerPeer
+from magicdec.rules import STRICT
 
 BLOCK = 128  # tokens of a block of its KV cache, at most
 # Libraries that its documentation recommends to preload on a CPU, where they are installed.

@@ -5,10 +5,9 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from time import perf_counter
 
-from magicdec.config.rules import parse
 from magicdec.config.schema import SamplingConfig
 from magicdec.measure.metrics import Rounds, acceptance, is_whole
-from magicdec.rules import at_least, check
+from magicdec.rules import at_least, check, parse
 from magicdec.verification.sampling import Sampling
 
 

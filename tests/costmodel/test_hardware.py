@@ -3,10 +3,10 @@ from dataclasses import replace
 import pytest
 import yaml
 
-from magicdec.config.rules import parse
 from magicdec.config.schema import CONF
 from magicdec.costmodel import hardware as h
 from magicdec.errors import UserError
+from magicdec.rules import parse
 
 
 @pytest.mark.parametrize(
