@@ -69,7 +69,7 @@ def measure_cell(model: str, rows: int, context: int) -> dict[str, Any]:
     kinds = [(name, gamma) for name, gamma in DRAFTS_GAMMAS if name != "model" or plan.draft is not None]
     measured = [measure(plan, engine, opened, name, gamma) for name, gamma in kinds]
     weights = sum(part.step_weight_bytes for part in (engine.target, engine.draft_model) if part is not None)
-    found: dict[str, Any] = {"attention": plan.config.attention.name, "prefill": prefill, "drafts": measured}
+    found: dict[str, Any] = {"attention": plan.config.attention, "prefill": prefill, "drafts": measured}
     found |= {"peak": peak.num_bytes / GIB, "held": (weights + opened.decoder.cache.num_bytes) / GIB}
     bandwidth, rate = (max(row[key] for row in measured) for key in ("bandwidth", "rate"))  # the machine's best
     setup = at_the_limit(plan, DRAFTS["self"].facts(), 1e9 * bandwidth, 1e9 * rate)

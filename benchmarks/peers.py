@@ -131,7 +131,7 @@ def ours(*where: Any) -> Cell:
         ways[f"{OURS}, {name}"] = replace(engine, draft=DRAFTS[name].facts()).draft_for(opened.decoder)
         warm_up(Batch(opened.decoder, ways[f"{OURS}, {name}"]))
     turns = [[opened.decoder.generate(draft) for draft in ways.values()] for _ in range(repeats_of(*where))]
-    found, version = {}, f"{OURS}: attention by {plan.config.attention.name}"
+    found, version = {}, f"{OURS}: attention by {plan.config.attention}"
     for name, generations in zip(ways, zip(*turns, strict=True), strict=True):
         times = [metrics.row_times(one, prefill_seconds) for one in generations]
         accepted = metrics.acceptance_metrics(generations).get("acceptance_length")

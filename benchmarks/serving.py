@@ -79,7 +79,7 @@ def page(levels: Sequence[Level], result: Mapping[str, Any], config: DictConfig)
     )
     return PAGE.format(
         provenance=provenance("python benchmarks/serving.py"),
-        attention=config.attention.name,
+        attention=config.attention,
         budget=config.cache.budget,
         gamma=config.draft.gamma,
         chunk=config.batch.prefill_chunk,

@@ -93,7 +93,7 @@ class Prefilled:
         prompts = build.prompts(plan, tokenizer)
         with progress() as bars:
             self.engine = replace(build.engine(plan, bars), gamma=GAMMA)
-        self.attention = plan.config.attention.name
+        self.attention = plan.config.attention
         self.decoder = self.engine.open(prompts.tokens).decoder
         self.decoder.prefill(self.engine.prefill_chunk)
         self.expected = self.decoder.generate().tokens

@@ -180,7 +180,7 @@ def rounds(device: torch.device) -> Iterator[Finding]:
         warm_up(batch)
         plain, fast = batch.decoder.generate(), batch.decoder.generate(batch.draft)
     found = audit(batch.decoder, plain.tokens, fast.tokens)
-    how = [f"attention={c.attention.name}", *(["layers compiled"] if c.hardware.compile else [])]
+    how = [f"attention={c.attention}", *(["layers compiled"] if c.hardware.compile else [])]
     how += ["rounds captured"] if engine.graphs else []
     tokens = "the tokens are those without a draft" if found.passed else "the tokens differ from those without a draft"
     yield Finding(OK if found.passed else FAILED, "round", f"{', '.join(how)}; {tokens}; {watch.seconds:.1f} s")

@@ -41,7 +41,7 @@ def test_layers_are_compiled_on_a_gpu_unless_told_otherwise(plan):
 def test_what_no_graph_can_capture_is_refused(plan):
     with pytest.raises(UserError, match=r"hardware.cuda_graphs=true: attention=flashinfer .*cuda_graphs=false"):
         plan("attention=flashinfer")
-    assert plan("attention=flashinfer", "hardware.cuda_graphs=false").config.attention.name == "flashinfer"
+    assert plan("attention=flashinfer", "hardware.cuda_graphs=false").config.attention == "flashinfer"
 
 
 def test_memory_is_foreseen_with_the_chosen_attention(plan):

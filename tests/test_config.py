@@ -67,7 +67,7 @@ def test_every_option_is_valid_and_every_target_can_be_a_draft(row):
         "draft.model.path=elsewhere",
         "draft.synthetic_acceptance=0.8",
     )
-    for group in ("target", "hardware", "data", "attention", "scenario"):
+    for group in ("target", "hardware", "data", "scenario"):
         assert getattr(config, group).name == row[group]
     assert config.draft.model is not None
     assert (config.draft.model.name, config.draft.model.path) == (draft, "elsewhere")
@@ -291,7 +291,7 @@ ONE_MODEL = {"draft__name": "model", "batch__size": 1, "cache__policy": "full"}
     ("engines", "changes", "error"),
     [
         (PEERS, {"scenario__name": "predict", "scenario__gammas": [1]}, "scenario.name=predict: engine="),
-        (PEERS, {"attention__name": "sdpa"}, "attention.name=sdpa: engine="),
+        (PEERS, {"attention": "sdpa"}, "attention=sdpa: engine="),
         (PEERS, {"hardware__tensor_parallel": 2}, "hardware.tensor_parallel=2: engine="),
         (PEERS, {"target__weights": "random"}, "target.weights=random: engine="),
         (PEERS, {"draft__name": "self"}, "draft.name=self: engine="),

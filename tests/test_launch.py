@@ -59,6 +59,7 @@ def in_subprocess(*arguments, **env):
         (["batch.sise=1"], r"unknown key batch.sise; did you mean batch.size\?"),
         (["gamma=2"], r"unknown key gamma; did you mean draft.gamma\?"),
         (["batch.n=1"], r"unknown key batch.n; batch has: size, context_len, .*"),
+        (["attention.name=cpp"], r"unknown key attention.name; attention has no keys: write attention=VALUE"),
         (["+foo=1"], r"unknown key foo; there are: target, draft, .*"),
         (["+draft.gamma=1"], r"draft.gamma is there already: leave out the \+"),
         (["sweeps=gamma_x_budget"], r"sweeps=gamma_x_budget: write -m \+sweeps=gamma_x_budget"),
@@ -181,6 +182,12 @@ def test_a_failure_shows_its_traceback(run, kind):
             "batch:\n  size: 2\n",
             "experiment/b.yaml: must begin with the line `# @package",
         ),
+        (
+            "experiment/c",
+            "# @package _global_\ndefaults:\n  - override /attention: cpp\n",
+            "experiment/c.yaml: attention is a key and no group: write attention: VALUE below the defaults",
+        ),
+        ("experiment/d", "# @package _global_\nattention:\n  name: cpp\n", "attention={'name': 'cpp'}: must be one of"),
         ("cache/mine", "budget: 64\n", "cache.policy is missing a value; cache/mine.yaml must set it"),
     ],
 )

@@ -34,7 +34,6 @@ GROUPS = {
     "batch": "Rows, prompt length, tokens to generate.",
     "data": "Where prompts come from.",
     "sampling": "How a token is chosen.",
-    "attention": "The kernel that computes attention.",
     "engine": "Who decodes.",
     "scenario": "What is done.",
     "wandb": "What Weights & Biases gets.",

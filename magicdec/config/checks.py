@@ -138,8 +138,8 @@ def _peer(config: Config) -> Iterator[str]:
     engine, ranks = f"engine={config.engine.name}", config.hardware.tensor_parallel
     if config.scenario.name != "compare":
         yield f"scenario.name={config.scenario.name}: {engine} goes with scenario=compare only; choose engine=native"
-    if config.attention.name != "auto":
-        yield f"attention.name={config.attention.name}: {engine} has attention of its own; leave attention=auto"
+    if config.attention != "auto":
+        yield f"attention={config.attention}: {engine} has attention of its own; leave it auto"
     if ranks > 1:
         yield f"hardware.tensor_parallel={ranks}: {engine} runs on one device here; set it to 1"
     for key, model in config.models.items():

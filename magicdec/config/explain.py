@@ -106,6 +106,8 @@ def unknown_key(key: str) -> str:
     """Return the line about an unknown key, and suggest a sibling, or its namesake in another group."""
     keys, (parent, _, name) = list(known_keys()), key.rpartition(".")
     siblings = [known.rpartition(".")[2] for known in keys if known.rpartition(".")[0] == parent]
+    if parent in keys and not siblings:
+        return f"unknown key {key}; {parent} has no keys: write {parent}=VALUE"
     namesakes = [known for known in keys if known.endswith(f".{name}")]
     close = difflib.get_close_matches(name, siblings, n=1)
     if close or namesakes:
@@ -123,6 +125,8 @@ def _explain_text(error: Exception, overrides: Sequence[str]) -> str | None:
         return next(_within_null(overrides), None)
     if "Could not override 'target@draft.model'" in text:
         return "target@draft.model: this draft has no model of its own; use draft=model"
+    if (found := re.match(r"In '(.*)': Could not override '(\w+)'\. No match", text)) and found[2] in known_keys():
+        return f"{found[1]}.yaml: {found[2]} is a key and no group: write {found[2]}: VALUE below the defaults"
     if "must be a string or a list" in text:
         return next(_not_an_option(overrides), text)
     if found := re.match(r"Ambiguous value for argument '(.*)'|Sweep parameters '(.*)' requires", text):

@@ -115,13 +115,6 @@ class SamplingConfig:
 
 
 @dataclass(frozen=True, config=STRICT)
-class AttentionConfig:
-    """The backend of attention."""
-
-    name: Literal["auto", "sdpa", "cpp", "triton", "flash", "flashinfer"]
-
-
-@dataclass(frozen=True, config=STRICT)
 class Compare:
     """Speculative next to autoregressive decoding of the same prompts."""
 
@@ -216,7 +209,7 @@ class Config:
     batch: BatchConfig
     data: DataConfig
     sampling: SamplingConfig
-    attention: AttentionConfig
+    attention: Literal["auto", "sdpa", "cpp", "triton", "flash", "flashinfer"]
     engine: Engine
     scenario: Scenario
     wandb: WandbConfig

@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 def engine(plan: Plan, progress: Progress) -> NativeEngine:
     """Load the weights and put the engine together."""
     torch.backends.cuda.matmul.allow_tf32 = False  # fp32 means fp32
-    name = plan.config.attention.name
+    name = plan.config.attention
     log.info(plan.reasons)
     if any(obstacle in plan.reasons for obstacle in (*library.OBSTACLES, toolchain.NEEDS_C, "hardware.compile=false")):
         to_stderr(f"warning: {plan.reasons}; decoding is slower without it")
@@ -165,7 +165,7 @@ def estimate(plan: Plan, num_rows: int, context_len: int) -> Footprint:
 
 def _estimate(plan: Plan, num_rows: int, context_len: int, prefills: bool = True) -> Footprint:
     on_cpu = plan.device.type == "cpu"
-    attention = UniformAttention() if on_cpu else backends.backend(plan.config.attention.name)()
+    attention = UniformAttention() if on_cpu else backends.backend(plan.config.attention)()
 
     def load(model: Model) -> Transformer:
         part = Share(0, model.num_ranks, 0, plan.num_ranks)
@@ -222,7 +222,7 @@ def weight_bytes(plan: Plan) -> float:
 
 def _compact(model: Model, plan: Plan) -> set[str]:
     """Return the matrices that stay in bfloat16, as they are stored, in a run in float32: the kernels widen them."""
-    has_kernels = plan.config.attention.name == "cpp" and not plan.config.hardware.compile
+    has_kernels = plan.config.attention == "cpp" and not plan.config.hardware.compile
     if model.folder is None or plan.dtype != torch.float32 or not has_kernels:
         return set()
     return checkpoint.stored_in_bfloat16(model.folder, model.config)

@@ -54,7 +54,7 @@ class Plan:
     target: Model
     draft: Model | None
     device_name: str
-    reasons: str  # for config.attention.name, and for what is slower than it could be; empty for other engines
+    reasons: str  # for config.attention, and for what is slower than it could be; empty for other engines
 
     @property
     def fingerprints(self) -> dict[str, str]:
@@ -140,7 +140,7 @@ def resolve(config: Config) -> Plan:
     if config.engine.name == "native":
         backend: Any  # one of the options
         backend, why = _attention(config, device, dtype, [target, draft] if draft else [target])
-        config = replace(config, attention=replace(config.attention, name=backend))
+        config = replace(config, attention=backend)
         reasons = [why, *([f"hardware.compile=false: Triton {in_the_way}"] if in_the_way else [])]
     else:
         ENGINES[config.engine.name].work.check(config)
@@ -195,7 +195,7 @@ def _divided(config: Config, target: Model, draft: Model | None) -> tuple[Model,
 
 def _attention(config: Config, device: torch.device, dtype: torch.dtype, models: list[Model]) -> tuple[str, str]:
     """Return the backend's name, and why it was chosen."""
-    name, why = backends.choose(config.attention.name, device, dtype, [model.config.head_dim for model in models])
+    name, why = backends.choose(config.attention, device, dtype, [model.config.head_dim for model in models])
     if config.hardware.cuda_graphs and not backends.backend(name).captured:
         raise UserError(
             f"hardware.cuda_graphs=true: attention={name} plans on the host, which no graph can capture; set "

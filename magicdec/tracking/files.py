@@ -181,6 +181,8 @@ def read_config(path: Path) -> dict[str, Any]:
     with _damage(path):
         content = _parse(path.read_text(encoding="utf-8"))
         CONFIG.validate_python(content)
+        if isinstance(former := content.get("attention"), dict):
+            content["attention"] = former.get("name")
         return content
 
 

@@ -38,6 +38,8 @@ log = logging.getLogger(__name__)
 
 # Keys that do not change what a run does.
 NOT_IN_ID = frozenset({"wandb", "tracker", "hydra", "runs_dir", "resume", "sweep", "plugins"})
+# Keys that used to be a group with nothing but a name: a run's id still counts them so.
+FORMER_GROUPS = ("attention",)
 # Configurations used to hold the keys of all options, and a run's id still counts them: with these values where its own
 # options do not have them.
 FORMER_KEYS: dict[str, dict[str, Any]] = {
@@ -64,6 +66,7 @@ def run_id(config: Mapping[str, Any], fingerprints: Mapping[str, str], device: s
     matter, nor how a number is written: 1 and 1.0 are the same.
     """
     decisive = {key: value for key, value in config.items() if key not in NOT_IN_ID}
+    decisive |= {key: {"name": decisive[key]} for key in decisive.keys() & FORMER_GROUPS}
     for group in FORMER_KEYS.keys() & decisive.keys():
         decisive[group] = FORMER_KEYS[group] | decisive[group]
     if inner := decisive.get("draft", {}).get("cache"):

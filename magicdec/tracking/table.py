@@ -94,7 +94,7 @@ def described_place(config: Mapping[str, Any], device: Any, engine: str | None =
     """Describe the device, the data type, and the attention or the `engine` if it is not the native one."""
     hardware = config["hardware"]
     ranks = f"{hardware['tensor_parallel']} ranks of " if hardware.get("tensor_parallel", 1) > 1 else ""
-    means = f"by {engine}" if engine else f"attention by {config['attention']['name']}"
+    means = f"by {engine}" if engine else f"attention by {config['attention']}"
     return f"{hardware['dtype']} on {ranks}{device}, {means}"
 
 

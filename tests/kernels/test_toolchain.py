@@ -80,7 +80,7 @@ def test_what_triton_needs_is_looked_for_before_it_is_chosen(fault, said, reques
     with pytest.raises(UserError, match=f"attention=triton {said}"):
         choose("triton", CUDA, torch.bfloat16, [128])
     plan = resolve(compose(QUICK))
-    assert (plan.config.attention.name, plan.config.hardware.compile) == ("sdpa", False)
+    assert (plan.config.attention, plan.config.hardware.compile) == ("sdpa", False)
     assert sampling._kernels() is None
     for override in ("hardware.compile=true", "draft.quantization=int8"):
         with pytest.raises(UserError, match=f"{override}.* Triton {said}"):

@@ -8,7 +8,7 @@ CONFIG = {
     "target": {"name": "tiny", "path": "models/tiny"},
     "draft": {"name": "self", "gamma": 4, "synthetic_acceptance": None, "model": None},
     "cache": {"policy": "streaming", "budget": 128, "num_sink": 4},
-    "attention": {"name": "sdpa"},
+    "attention": "sdpa",
     "engine": {"name": "native"},
     "hardware": {"name": "auto", "device": "cpu", "dtype": "float32"},
     "batch": {"size": 8, "context_len": 4096, "generate_len": 64, "num_batches": 1},

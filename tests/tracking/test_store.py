@@ -1,5 +1,6 @@
 """The run store: names, attempts, the log, and readers that meet what they should not."""
 
+import hashlib
 import importlib
 import json
 import logging
@@ -17,6 +18,7 @@ from magicdec.tracking import store
 from magicdec.tracking.files import ROW, read_lines
 from magicdec.tracking.lock import locked
 from magicdec.tracking.reader import attempts, find_done, iter_runs, latest, load_run, noise, slowness
+from magicdec.tracking.report.rows import flatten
 from magicdec.tracking.store import Run, run_id, software, source
 from tests.tracking.sample import (
     CONFIG,
@@ -66,6 +68,16 @@ def test_id_differs_by_checkpoint_device_and_type():
     ids = [identity(), identity(fingerprints={"target": "f01"}), identity(device="a gpu")]
     ids += [identity({"a": value}) for value in (1, True, "1", None, 0.5)]
     assert len(set(ids)) == len(ids)
+
+
+def test_attention_used_to_be_a_group(tmp_path):
+    """Ids still count it so, and such runs read as those of today."""
+    decisive = {"config": {"attention": {"name": "sdpa"}}, "fingerprints": {}, "device": "a cpu"}
+    text = json.dumps(decisive, sort_keys=True, separators=(",", ":"))
+    assert run_id({"attention": "sdpa"}, {}, "a cpu") == hashlib.sha256(text.encode()).hexdigest()[:12]
+    run = Run.open(tmp_path, "abc", CONFIG | {"attention": {"name": "sdpa"}})
+    assert load_run(run.folder)["config"] == CONFIG
+    assert flatten(load_run(run.folder))["attention"] == "sdpa"
 
 
 # A run's life

@@ -26,7 +26,8 @@ ASKED_FIRST = (
     *("engine.name", "target.name", "scenario.name", "draft.name", "draft.model.name", "cache.policy", "cache.budget"),
     *("draft.gamma", "batch.context_len", "batch.size", "load.concurrency", "load.rate", "hardware.name", "data.name"),
 )
-# Keys of config.yaml that do not change what a run does.
+# Keys of config.yaml that are in no group, and those that do not change what a run does.
+UNGROUPED = ("attention",)
 ELSEWHERE = ("wandb.", "tracker", "hydra.", "runs_dir", "resume", "sweep.")
 
 
@@ -132,8 +133,8 @@ def keys_of(rows: Iterable[Row]) -> list[str]:
 
 
 def is_setting(key: str) -> bool:
-    """Return True for a configuration key, which has dots; metrics have slashes."""
-    return "." in key and "/" not in key and not key.startswith(ELSEWHERE)
+    """Return True for a configuration key, which has dots or is in UNGROUPED; metrics have slashes."""
+    return key in UNGROUPED or ("." in key and "/" not in key and not key.startswith(ELSEWHERE))
 
 
 def varying(rows: Collection[Row]) -> list[str]:

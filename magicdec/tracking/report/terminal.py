@@ -88,7 +88,7 @@ def _columns(rows: Sequence[Row], known: Sequence[str], grouped: bool) -> list[s
     settings = telling(rows)
     engines = [key for key in BETWEEN_ENGINES if key in known] if ENGINE in settings else []
     if engines:  # the settings of engines are implied by their names
-        settings = [key for key in settings if key not in engines and not key.startswith(("engine.", "attention."))]
+        settings = [key for key in settings if key not in engines and not key.startswith(("engine.", "attention"))]
     speedups = SPEEDUPS if is_measured else PREDICTED_SPEEDUPS
     first, others = ([key for key in main if (key in speedups) == is_first] for is_first in (True, False))
     return ["id", "status", *engines, *first, *settings[:MAX_SETTINGS], *marks, *others]
