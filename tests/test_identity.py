@@ -11,6 +11,7 @@ import pytest
 import yaml
 from rich.console import Console
 
+import magicdec
 from magicdec.architectures import ModelConfig
 from magicdec.config.choices import ModelChoice
 from magicdec.config.load import compose
@@ -159,6 +160,22 @@ def test_the_acceptance_of_an_option_is_assumed_for_a_folder_of_its_architecture
     metrics, said = predicted(runs, "target=llama-3.1-8b", f"target.path={other}")
     assert metrics["predicted/alpha"] is None
     assert said.startswith("predicted: other, draft self")
+
+
+def test_own_runs_of_a_copy_in_another_folder_are_evidence(tmp_path):
+    runs = f"runs_dir={tmp_path / 'runs'}"
+    copy = copied(tmp_path / "smollm2-copy", "target")
+    prompts = ["batch.size=1", "batch.context_len=64", "batch.generate_len=8", "data.path=LICENSE", "draft.gamma=2"]
+    keys = ["target=tiny", "cache.budget=24", "data=text", *prompts, "tracker=[]", runs]
+    one = magicdec.run([*keys, f"target.path={copy}", "hardware=cpu", "attention=sdpa", "scenario.repeats=1"])
+    folders = [TINY / "target", copied(tmp_path / "other", "target"), copy]
+    for folder in folders:
+        metrics, _ = predicted(*keys, f"target.path={folder}", "hardware=a100")
+        assert metrics["predicted/alpha"] == pytest.approx(one.metrics["alpha"])
+        source = f"run {one.folder.name}, on text"
+        assumed = {TINY / "target": "tiny", tmp_path / "other": "tiny (other)"}.get(folder)
+        note = f", assuming that {assumed} accepts as tiny (smollm2-copy) does" if assumed else ""
+        assert metrics["predicted/acceptance_source"] == source + note
 
 
 def test_a_plan_for_a_folder_leads_back_to_it(tmp_path, monkeypatch):

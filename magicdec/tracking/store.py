@@ -28,6 +28,7 @@ import yaml
 
 from magicdec import threads
 from magicdec.config.registry import PACKAGE, PLUGINS
+from magicdec.costmodel.targets import option
 from magicdec.errors import StorageError
 from magicdec.fingerprint import of_code
 from magicdec.tracking.lock import Busy, locked
@@ -63,10 +64,14 @@ def run_id(config: Mapping[str, Any], fingerprints: Mapping[str, str], device: s
     """Return a run's id: a hash of everything but `software` that affects its result.
 
     `fingerprints` are those of the checkpoints, the data and an engine that is not ours. The order of keys does not
-    matter, nor how a number is written: 1 and 1.0 are the same.
+    matter, nor how a number is written: 1 and 1.0 are the same. Nor does the folder in which a model lies.
     """
     decisive = {key: value for key, value in config.items() if key not in NOT_IN_ID}
     decisive |= {key: {"name": decisive[key]} for key in decisive.keys() & FORMER_GROUPS}
+    if target := decisive.get("target"):
+        decisive["target"] = _without_folder(target, fingerprints.get("target"))
+    if model := decisive.get("draft", {}).get("model"):
+        decisive["draft"] = decisive["draft"] | {"model": _without_folder(model, fingerprints.get("draft.model"))}
     for group in FORMER_KEYS.keys() & decisive.keys():
         decisive[group] = FORMER_KEYS[group] | decisive[group]
     if inner := decisive.get("draft", {}).get("cache"):
@@ -74,6 +79,15 @@ def run_id(config: Mapping[str, Any], fingerprints: Mapping[str, str], device: s
     identity = {"config": decisive, "fingerprints": fingerprints, "device": device}
     text = json.dumps(_plain(identity, whole_numbers=True), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:ID_LENGTH]
+
+
+def _without_folder(model: Mapping[str, Any], fingerprint: str | None) -> Mapping[str, Any]:
+    """Return a model with the path of its option instead of its own. A model that is no option's is named after its
+    folder: where its weights have a fingerprint, the name does not count either.
+    """
+    own = option(model["name"])
+    is_read = fingerprint not in (None, "random")
+    return {**model, "path": own.get("path"), "name": model["name"] if own or not is_read else None}
 
 
 def source() -> str:

@@ -58,10 +58,26 @@ def test_id_ignores_where_and_in_which_company():
 
 @pytest.mark.parametrize(
     "changes",
-    [{"draft": {"gamma": 5}}, {"data": {"seed": 1}}, {"sampling": {"temperature": 1e-9}}, {"target": {"path": None}}],
+    [{"draft": {"gamma": 5}}, {"data": {"seed": 1}}, {"sampling": {"temperature": 1e-9}}, {"target": {"name": "a"}}],
 )
 def test_id_differs_where_the_result_may(changes):
     assert identity(with_changes(**changes)) != identity()
+
+
+@pytest.mark.parametrize("key", ["target", "draft.model"])
+def test_id_ignores_in_which_folder_a_model_lies(key):
+    def of(name, path, fingerprint):
+        model = {"name": name, "path": path, "weights": "checkpoint"}
+        changes = {"target": model} if key == "target" else {"draft": {"model": model}}
+        return identity(with_changes(**changes), {key: fingerprint} if fingerprint else {"other": "f00"})
+
+    own = of("tiny", "magicdec/models/tiny/target", "f00")
+    assert of("tiny", "/elsewhere", "f00") == own != of("tiny", "/elsewhere", "f01")
+    assert of("a", "/data/a", "f00") == of("b", "/data/b", "f00") != of("a", "/data/a", "f01")
+    # Without weights the name decides: its architecture is in the configuration, its known acceptance follows from it.
+    for read in (None, "random"):
+        assert of("tiny", "/elsewhere", read) == of("tiny", "magicdec/models/tiny/target", read)
+        assert of("a", "/data/a", read) == of("a", "/data/b", read) != of("b", "/data/b", read)
 
 
 def test_id_differs_by_checkpoint_device_and_type():
