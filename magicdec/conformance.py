@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import yaml
 from torch import Tensor
 
 from magicdec import plugins
@@ -21,8 +20,8 @@ from magicdec.architectures import ModelConfig
 from magicdec.attention.sdpa import SdpaAttention
 from magicdec.cache.full import Full
 from magicdec.config.choices import CacheConfig, DraftConfig, ModelChoice
+from magicdec.config.options import values_of
 from magicdec.config.registry import DRAFTS, POLICIES, Registry
-from magicdec.config.schema import option_file
 from magicdec.costmodel.hardware import hardware_named
 from magicdec.costmodel.round import Setup, memory
 from magicdec.engine.audit import audit
@@ -37,7 +36,7 @@ VOCAB = 61
 LENGTHS, GENERATE_LEN = (50, 57, 64), 24  # of the rows' prompts, and of what is generated
 SIZES = ((1, 40), (3, 12), (5, 6), (8, 400))  # gammas and budgets
 UNCOUNTED = 64  # bytes of a row's lengths in each layer of a cache, which no fact counts
-NOT_OWN = ("defaults", "policy", "name", "gamma", "budget", "model", "cache")  # keys of an option that a trial sets
+NOT_OWN = ("policy", "name", "gamma", "budget", "model", "cache")  # keys of an option that a trial sets
 
 
 class Finding(NamedTuple):
@@ -85,9 +84,8 @@ def _is_of(registry: Registry[Any], name: str, module: str) -> bool:
 
 def _findings(group: str, name: str, pairs: Sequence[tuple[str, str, str]]) -> Iterator[Finding]:
     """Yield the findings of a choice, tried in these pairs of a draft and a policy."""
-    choice, file = f"{group}={name}", option_file(group, name)
-    yield Finding(choice, "has an option", "" if file else f"conf/{group}/{name}.yaml is missing")
-    keys: dict[str, Any] = (yaml.safe_load(file.read_text("utf-8")) if file else None) or {}
+    choice, keys = f"{group}={name}", values_of(group, name)
+    yield Finding(choice, "has an option", "" if keys else f"conf/{group}/{name}.yaml is missing")
     own = {key: value for key, value in keys.items() if key not in NOT_OWN}
     for draft, policy, other in pairs:
         yield Finding(choice, f"is lossless with {other}", _first(partial(wrong_tokens, draft, policy, own)))

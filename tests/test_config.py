@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from magicdec.architectures import ModelConfig, RopeScaling
 from magicdec.config.checks import refuse_unread, unread, validate, warnings
 from magicdec.config.load import load, to_dict
-from magicdec.config.options import known_keys
+from magicdec.config.options import known_keys, values_of
 from magicdec.config.registry import DRAFTS, POLICIES
 from magicdec.config.schema import Config
 from magicdec.errors import UserError
@@ -76,6 +76,13 @@ def test_every_option_is_valid_and_every_target_can_be_a_draft(row):
 @pytest.mark.parametrize("name", [name for name in EXPERIMENTS if "paper/" not in name])
 def test_every_experiment_is_valid(name):
     assert composed(f"experiment={name}").draft.name != "none"
+
+
+@pytest.mark.parametrize("group", ["cache", "draft", "data"])
+def test_an_option_read_without_hydra_is_what_hydra_composes(group):
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        for option in OPTIONS[group]:
+            assert OmegaConf.to_container(compose("config", [f"{group}={option}"])[group]) == values_of(group, option)
 
 
 @pytest.mark.parametrize("name", OPTIONS["draft"])

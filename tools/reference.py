@@ -38,7 +38,6 @@ GROUPS = {
     "scenario": "What is done.",
     "wandb": "What Weights & Biases gets.",
 }
-POINTER = re.compile(r"\w+\.yaml")  # a comment that sends the reader to another file
 
 
 class Key(NamedTuple):
@@ -141,7 +140,7 @@ def _keys_table(prefix: str, options: list[Option], classes: list[type]) -> str:
             continue
         if _dataclass_in(hint) and name != "efficiency":
             given = {option: key._replace(value="…") for option, key in given.items()}
-        comments = [key.comment for key in given.values() if key.comment and not POINTER.search(key.comment)]
+        comments = [key.comment for key in given.values() if key.comment]
         comment = comments[0] if comments else ""
         valid = _valid(get_type_hints(holder, include_extras=True)[name], entry)
         rows.append(f"| `{prefix}{name}` | {_default(given, entry)} | {_escape(valid)} | {_escape(comment)} |")

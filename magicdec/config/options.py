@@ -13,30 +13,36 @@ from magicdec.config.schema import CONF, Config, option_file, own_folders
 OPEN = ("cache", "draft", "engine", "scenario", "data")
 
 
+def values_of(group: str, option: str) -> dict[str, Any]:
+    """Return what an option sets, with what its defaults add; {} if it has no file."""
+    file = option_file(group, option)
+    return _values(file) if file else {}
+
+
 @cache
-def keys_of_option(file: Path) -> frozenset[str]:
-    """Return the keys of an option, with those that its defaults add: of its base, or as in /target@model: tiny."""
-    option: dict[str, Any] = yaml.safe_load(file.read_text("utf-8")) or {}
-    keys = set(option) - {"defaults"}
-    for default in option.get("defaults", []):
+def _values(file: Path) -> dict[str, Any]:
+    """Return what a file sets, after what its defaults do: its base, or as in /target@model: tiny."""
+    own: dict[str, Any] = yaml.safe_load(file.read_text("utf-8")) or {}
+    values: dict[str, Any] = {}
+    for default in own.pop("defaults", []):
         if isinstance(default, dict):
-            keys |= {name.partition("@")[2] for name in default if not name.startswith("override ")}
+            places = {name.lstrip("/").partition("@"): option for name, option in default.items()}
+            values |= {key: values_of(group, option) for (group, _, key), option in places.items() if " " not in group}
         elif default != "_self_":
-            base = option_file(file.parent.name, default)
-            keys |= keys_of_option(base) if base else set()
-    return frozenset(keys)
+            values |= values_of(file.parent.name, default)
+    return values | own
 
 
 def keys_of_group(group: str) -> set[str]:
     """Return the keys of all options of an open group."""
     files = (file for folder in (CONF, *own_folders()) for file in (folder / group).glob("*.yaml"))
-    return {key for file in files for key in keys_of_option(file)}
+    return {key for file in files for key in _values(file)}
 
 
 def has_key(group: str, option: str, key: str) -> bool:
     """Return whether an option has a key; one without a file, as in a plugin's test, is taken to have any."""
-    file = option_file(group, option)
-    return file is None or key in keys_of_option(file)
+    values = values_of(group, option)
+    return not values or key in values
 
 
 def known_keys() -> Iterator[str]:

@@ -5,10 +5,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from magicdec.architectures import ModelConfig, RopeScaling
-from magicdec.config.schema import CONF, option_file, own_folders
+from magicdec.config.options import values_of
+from magicdec.config.schema import CONF, own_folders
 from magicdec.errors import UserError
 
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]
@@ -16,13 +15,7 @@ PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 
 def option(name: str) -> dict[str, Any]:
     """Return what conf/target/NAME.yaml holds, of the package's options or the user's; {} if there is none."""
-    path = option_file("target", name)
-    return _read(path) if path else {}
-
-
-@cache
-def _read(path: Path) -> dict[str, Any]:
-    return yaml.safe_load(path.read_text(encoding="utf-8"))
+    return values_of("target", name)
 
 
 def options() -> list[dict[str, Any]]:

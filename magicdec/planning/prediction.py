@@ -2,12 +2,11 @@
 
 from dataclasses import dataclass, field, fields, replace
 
-import yaml
-
 from magicdec.config.checks import check_length
 from magicdec.config.choices import CacheConfig, DraftConfig, ModelChoice
+from magicdec.config.options import values_of
 from magicdec.config.registry import DRAFTS, POLICIES
-from magicdec.config.schema import ROWS_ON, Config, HardwareConfig, option_file
+from magicdec.config.schema import ROWS_ON, Config, HardwareConfig
 from magicdec.costmodel import acceptance
 from magicdec.costmodel.acceptance import Curves
 from magicdec.costmodel.hardware import CPU, OWN_STACK, Hardware, configured, device_in
@@ -85,9 +84,7 @@ def cache_named(config: Config, policy: str) -> CacheConfig:
     """Return the run's own cache where it has this policy, or else the one that conf/cache describes."""
     if config.cache.policy == policy:
         return config.cache
-    file = option_file("cache", policy)
-    given = yaml.safe_load(file.read_text(encoding="utf-8")) if file else {}
-    facts = POLICIES[policy].facts
+    given, facts = values_of("cache", policy), POLICIES[policy].facts
     return facts(**{entry.name: given[entry.name] for entry in fields(facts) if entry.name in given})
 
 
