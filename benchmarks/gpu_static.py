@@ -8,7 +8,6 @@ its bytes or of its FLOPs, at the rates that the cost model takes from its calib
 """
 
 import argparse
-import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -33,7 +32,7 @@ from magicdec.drafts.self import SelfSpeculation
 from magicdec.models.transformer import Layer, Transformer
 from magicdec.tracking.cells import markdown_table
 from magicdec.verification.sampling import Sampling
-from tests.gpu_rehearsal.compile import GPUS, Launch, compiled
+from tests.gpu_rehearsal.compile import Launch, Made, compiled
 from tests.gpu_rehearsal.fake import LLAMA_8B, Op, Recording, engine, fake_cuda, prefilled, rounds
 from tests.gpu_rehearsal.inductor import calls, emitted, pretended_gpu
 from tests.gpu_rehearsal.sass import truncation_seconds
@@ -41,13 +40,13 @@ from tests.gpu_rehearsal.sass import truncation_seconds
 PAGE = ROOT / "docs/predictions/gpu.md"
 CELLS = (("H200", 24), ("H100", 11), ("8xH100", 64))
 CONTEXT, GAMMA, BUDGET = 32768, 4, 512
-TRUNCATION = "triton:truncate"
+TRUNCATION = ("collect", "find_cut", "write")  # kernels, in their order
 GREEDY, SAMPLED = Sampling(), Sampling(0.8, 50, 0.9)
 LAUNCH_S = 1.8e-6  # from the end of a kernel to the start of the next in a CUDA graph: assumed
 AIM = 1.35  # of a round over its bytes and FLOPs alone, on 8 GPUs
 # Seconds of a sum in symmetric memory by the switch, by its bytes: published for H100s, vllm-project/vllm#42324.
 MULTIMEM = ((512 << 10, 11e-6), (3 << 20, 23e-6))
-BF16 = 2
+BF16, FP32 = 2, 4
 NORM = 4.5  # elements that a sum with its norm moves for each of a row, on average of a layer's two
 HALVES = ((Layer, "before_attention"), (Layer, "after_attention"))
 BESIDE = ((Transformer, "angles"), (Transformer, "normed"), (State, "inspect"), (State, "commit"))
@@ -93,7 +92,11 @@ def kernels(hardware: Hardware, batch: int, sampling: Sampling = GREEDY) -> list
         halves = Compiled(recording)
         with halves.watched():
             seen = rounds(opened, recording)
-        found = [_kernel(op) for op in seen.ops if op.where not in halves.calls and op.name != TRUNCATION]
+        found = [
+            _kernel(op)
+            for op in seen.ops
+            if op.where not in halves.calls and op.name.removeprefix("triton:") not in TRUNCATION
+        ]
         number = sum(halves.launches(method) for _, method in BESIDE)
         logits = [op for op in seen.ops if op.where == "inspect" and op.name == "sum"]
         moved = sum(op.read + op.written for op in logits)
@@ -138,12 +141,14 @@ class Compiled:
 
 
 def _truncations(launches: list[Launch]) -> Iterator[Kernel]:
-    """Yield the kernels that cut distributions, which issuing instructions takes longest for."""
-    found = [launch for launch in launches if launch.name == "truncate"]
-    for launch in found:
-        waves = math.ceil(launch.grid[0] / GPUS[90].sms)
-        seconds = truncation_seconds(launch, compiled(found[0], 90), LLAMA_8B.vocab_size)
-        yield Kernel("sampling", "truncation", 0.0, issuing_s=waves * seconds)
+    """Yield the kernels that cut distributions. Top-k keeps few logits, which are copied."""
+    made: dict[str, Made] = {}
+    for launch in launches:
+        if launch.name in TRUNCATION:
+            made[launch.name] = made.get(launch.name) or compiled(launch, 90)
+            rows, vocabulary = launch.arguments["out"].shape
+            moved = rows * vocabulary * {"collect": BF16, "find_cut": 0, "write": BF16 + FP32}[launch.name]
+            yield Kernel("sampling", "truncation", moved, issuing_s=truncation_seconds(launch, made[launch.name], rows))
 
 
 def _kernel(op: Op) -> Kernel:
@@ -240,11 +245,12 @@ def summary(hardware: Hardware, batch: int, found: list[Kernel]) -> Iterator[str
 def sampled(hardware: Hardware, batch: int, greedy: list[Kernel]) -> Iterator[str]:
     """Yield a paragraph on what sampling adds to the round."""
     found = kernels(hardware, batch, SAMPLED)
-    times = [k.seconds(hardware) for k in found if k.kind == "truncation"]
+    each = [k.seconds(hardware) for k in found if k.kind == "truncation"]
+    times = [sum(each[i : i + len(TRUNCATION)]) for i in range(0, len(each), len(TRUNCATION))]
     before, after = (sum(k.seconds(hardware) + LAUNCH_S for k in each) for each in (greedy, found))
     settings = f"temperature {SAMPLED.temperature}, top-k {SAMPLED.top_k} and top-p {SAMPLED.top_p}"
     yield f"Sampled at {settings}, the round has {len(found):,} kernels and takes {1e3 * (after - before):.1f} ms more."
-    yield f"Its {len(times)} truncations take {1e3 * sum(times):.2f} ms of that, by the instructions that they issue:"
+    yield f"Its {len(times)} truncations take {1e3 * sum(times):.2f} ms of that, by their bytes or instructions:"
     yield f"{1e3 * min(times):.2f} ms for each token of a proposal, {1e3 * max(times):.2f} ms for a verification."
 
 
@@ -275,7 +281,7 @@ Assumed: {1e6 * LAUNCH_S:.1f} us between two kernels, and the published times of
 The cost model's `layer_overhead_us` and `round_overhead_us` are fitted to the MagicDec paper's times, so they hold all
 that its software and GPUs add to the bytes: launches, kernels that fall short, ranks that wait. They are most of the
 difference to the count of launches here, and stay until they can be calibrated on this software.
-Truncations read from the L2 cache; they take as long as an H100 issues their instructions at 1.755 GHz.
+A truncation is three kernels. Each takes the time of its bytes, or of its instructions on an H100 at 1.755 GHz.
 Not included: kernels that fall short of the bandwidth, waves that are not full, and the gathering of logits over ranks.
 """
 

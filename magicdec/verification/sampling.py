@@ -147,7 +147,7 @@ def _likeliest_first(p: Tensor, likeliest: Tensor | None) -> Iterator[Tensor]:
 
 @cache
 def _kernels() -> Any:
-    """Return the module of kernels that do the same on GPUs, in one launch each; None where Triton cannot be used."""
+    """Return the module of kernels that do the same on GPUs; None where Triton cannot be used."""
     if triton_obstacle():
         return None
     from magicdec.verification import triton_sampling  # here, because Triton may not be installed

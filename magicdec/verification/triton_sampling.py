@@ -1,8 +1,14 @@
 """Sampling on GPUs, in Triton: `probabilities` of sampling.py without sorting, and the numbers of `uniform_BT`.
 
-B rows, T tokens, V vocabulary. A program of `truncate` takes a row. It finds the least logit that top-k keeps, and the
-least that top-p keeps, two bits at a time: a pass over the row, which stays in the L2 cache, compares it with three
-thresholds. With several programs for a row, each of some 20 passes would be a launch, which takes as long as they save.
+B rows, T tokens, V vocabulary, N = B x T rows of logits, P parts of a row. A distribution takes three launches:
+
+1. `collect` reads a part of a row. It copies the logits that may stay to the beginning of the part, without a gap.
+2. `find_cut` searches a row's copied logits for the least one that top-k keeps, then for the least one that top-p
+   keeps. It finds two bits at a time, by comparing the logits with three thresholds. Few logits are copied as a rule,
+   and all of them at worst.
+3. `write` computes the probabilities of a part.
+
+The number of parts depends on the vocabulary alone, so that a row's sums do not depend on the batch.
 A program of `draw_numbers` takes a block of the B x T numbers.
 """
 
@@ -11,10 +17,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-MAX_BLOCK = 8192  # tokens at a time: eight of a thread
+PARTS = 8  # of a row, a program each
+BLOCK = 1024  # tokens of a part at a time
+TILE = 2048  # copied logits of a row at a time
 NUMBERS = 128  # random numbers of a program
 SIGNIFICANT = {torch.bfloat16: 16, torch.float16: 20}  # first bits of fp32 in which logits may differ; others: 32
 LEAST = tl.constexpr(-(1 << 31))
+SLACK = tl.constexpr(2.0**-16)  # of a row's mass: more than sums are rounded by
 
 
 def truncated(
@@ -24,25 +33,29 @@ def truncated(
     rows_NV = logits.reshape(-1, logits.shape[-1]).contiguous()
     out_NV = torch.empty_like(rows_NV, dtype=torch.float32)
     N, V = rows_NV.shape
+    parts = min(PARTS, triton.next_power_of_2(triton.cdiv(V, BLOCK)))
+    length = 16 * triton.cdiv(V, 16 * parts)
 
     def per_row(setting: float | Tensor | None, dtype: torch.dtype) -> Tensor | None:
         if isinstance(setting, Tensor):
             return setting.expand(*logits.shape[:-1], 1).reshape(N)
         return None if setting is None else torch.full((N,), setting, dtype=dtype, device=logits.device)
 
-    block = min(MAX_BLOCK, triton.next_power_of_2(V))
-    truncate[(N,)](
-        rows_NV,
-        per_row(temperature, torch.float32),
-        per_row(top_k, torch.int64),
-        per_row(top_p, torch.float32),
-        out_NV,
-        V,
-        BITS=SIGNIFICANT.get(logits.dtype, 32),
-        BLOCK=block,
-        num_warps=max(1, min(32, block // 256)),
-        enable_fp_fusion=False,  # the same number in every pass
-    )
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=logits.device)
+
+    temperature_N = per_row(temperature, torch.float32)
+    settings = temperature_N, per_row(top_k, torch.int64), per_row(top_p, torch.float32)
+    found = empty(N, parts), empty(N, parts), empty(N, parts, dtype=torch.int32)
+    cut = empty(N, 4), empty(N, dtype=torch.int32)
+    in_parts = {"num_warps": max(1, BLOCK // 256), "enable_fp_fusion": False}  # the same weight in every kernel
+    collect[(N, parts)](rows_NV, *settings, out_NV, *found, V, length, BLOCK=BLOCK, **in_parts)
+    find_cut[(N,)](
+        rows_NV, *settings, out_NV, *found, *cut, V, length,
+        PARTS=parts, WIDTH=TILE // parts, BITS=SIGNIFICANT.get(logits.dtype, 32),
+        num_warps=max(1, TILE // 256), enable_fp_fusion=False,
+    )  # fmt: skip
+    write[(N, parts)](rows_NV, temperature_N, *cut, out_NV, V, length, BLOCK=BLOCK, **in_parts)
     return out_NV.view(logits.shape)
 
 
@@ -53,10 +66,16 @@ def number(ordered):
 
 
 @triton.jit
-def block_of(logits, start, V, BLOCK: tl.constexpr):
-    """Return a block of the row's logits; -inf beyond the vocabulary."""
+def least_of(ordered):
+    """Return the number, or -inf for the least integer."""
+    return tl.where(ordered == LEAST, float("-inf"), number(ordered))
+
+
+@triton.jit
+def block_of(logits, start, end, BLOCK: tl.constexpr):
+    """Return a block of the row's logits; -inf beyond the end."""
     token = start + tl.arange(0, BLOCK)
-    return tl.load(logits + token, token < V, float("-inf")).to(tl.float32)
+    return tl.load(logits + token, token < end, float("-inf")).to(tl.float32)
 
 
 @triton.jit
@@ -66,23 +85,109 @@ def weight(x, most, scale):
 
 
 @triton.jit
-def last_threshold(logits, V, most, scale, wanted, WEIGHED: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr):
+def scale_of(temperature, row):
+    """Return the factor that turns differences of logits into powers of two."""
+    return tl.div_rn(1.4426950408889634, tl.load(temperature + row))
+
+
+@triton.jit
+def kept_by_count(top_k, row, V):
+    """Return how many tokens top-k keeps; V keeps everything."""
+    k = V
+    if top_k is not None:
+        k = tl.minimum(tl.load(top_k + row), V).to(tl.int32)
+    return k
+
+
+@triton.jit
+def kth_largest(x, k):
+    """Return a number that at least k of x reach: the k-th largest, cut to 16 bits; -inf if x are fewer than k."""
+    threshold = tl.full((), LEAST, tl.int32)
+    for bit in tl.static_range(16):
+        higher = threshold + (tl.full((), 1, tl.int32) << (31 - bit))
+        threshold = tl.where(tl.sum((x >= number(higher)).to(tl.int32), 0) >= k, higher, threshold)
+    return least_of(threshold)
+
+
+@triton.jit
+def collect(
+    logits, temperature, top_k, top_p, out, peaks, masses, counts, V, length,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Copy the logits of a part that may stay. Write how many these are, and the part's largest logit. Write the part's
+    mass where top-k keeps everything.
+
+    - Top-k: each of BLOCK groups of tokens has a largest logit. At least k tokens reach the k-th largest of these.
+    - Top-p: V tokens of less than (1 - top_p) / V of the part's mass do not weigh enough to be needed.
+    """
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    logits += row * V
+    out += row * V
+    place = row * tl.num_programs(1) + part
+    scale = scale_of(temperature, row)
+    begin = part * length
+    end = tl.minimum(begin + length, V)
+
+    largest = tl.full((BLOCK,), float("-inf"), tl.float32)
+    for start in range(begin, end, BLOCK):
+        largest = tl.maximum(largest, block_of(logits, start, end, BLOCK))
+    most = tl.max(largest, 0)
+    tl.store(peaks + place, most)
+
+    floor = tl.full((), float("-inf"), tl.float32)
+    k = kept_by_count(top_k, row, V)
+    if k < V:
+        floor = kth_largest(largest, k)
+    elif most > float("-inf"):
+        totals = tl.zeros((BLOCK,), tl.float32)
+        for start in range(begin, end, BLOCK):
+            totals += weight(block_of(logits, start, end, BLOCK), most, scale)
+        mass = tl.sum(totals, 0)
+        tl.store(masses + place, mass)
+        if top_p is not None:
+            spare = (1.0 - tl.load(top_p + row) - SLACK) * mass
+            if spare > 0:
+                floor = most + tl.div_rn(tl.log2(spare / V) - 1.0, scale)  # half of it, as this is rounded
+    else:
+        tl.store(masses + place, 0.0)
+
+    count = 0
+    for start in range(begin, end, BLOCK):
+        x = block_of(logits, start, end, BLOCK)
+        stays = ((x >= floor) & (start + tl.arange(0, BLOCK) < end)).to(tl.int32)
+        tl.store(out + begin + count + tl.cumsum(stays, 0) - 1, x, stays > 0)
+        count += tl.sum(stays, 0)
+    tl.store(counts + place, count)
+
+
+@triton.jit
+def copied(out, counts_P, start, length, PARTS: tl.constexpr, WIDTH: tl.constexpr):
+    """Return some of the copied logits of each part, (PARTS, WIDTH); -inf where there are no more."""
+    slot = start + tl.arange(0, WIDTH)[None, :]
+    return tl.load(out + tl.arange(0, PARTS)[:, None] * length + slot, slot < counts_P[:, None], float("-inf"))
+
+
+@triton.jit
+def last_threshold(
+    out, counts_P, length, most, scale, wanted,
+    WEIGHED: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr,
+):  # fmt: skip
     """Return the last threshold, as in `number`, that at least `wanted` of the row reaches: by weights, or tokens."""
     threshold = tl.full((), LEAST, tl.int32)
     for digit in range(BITS // 2):
         step = tl.full((), 1, tl.int32) << (30 - 2 * digit)
         first, second, third = number(threshold + step), number(threshold + 2 * step), number(threshold + 3 * step)
-        low = tl.zeros((BLOCK,), tl.float32)
-        middle = tl.zeros((BLOCK,), tl.float32)
-        high = tl.zeros((BLOCK,), tl.float32)
-        for start in range(0, V, BLOCK):
-            x = block_of(logits, start, V, BLOCK)
-            each = weight(x, most, scale) if WEIGHED else tl.full((BLOCK,), 1.0, tl.float32)
+        low = tl.zeros((PARTS, WIDTH), tl.float32)
+        middle = tl.zeros((PARTS, WIDTH), tl.float32)
+        high = tl.zeros((PARTS, WIDTH), tl.float32)
+        for start in range(0, tl.max(counts_P, 0), WIDTH):
+            x = copied(out, counts_P, start, length, PARTS, WIDTH)
+            each = weight(x, most, scale) if WEIGHED else tl.full((PARTS, WIDTH), 1.0, tl.float32)
             low = tl.fma((x >= first).to(tl.float32), each, low)
             middle = tl.fma((x >= second).to(tl.float32), each, middle)
             high = tl.fma((x >= third).to(tl.float32), each, high)
-        reached = (tl.sum(low, 0) >= wanted).to(tl.int32) + (tl.sum(middle, 0) >= wanted).to(tl.int32)
-        threshold += step * (reached + (tl.sum(high, 0) >= wanted).to(tl.int32))
+        reached = (tl.sum(low) >= wanted).to(tl.int32) + (tl.sum(middle) >= wanted).to(tl.int32)
+        threshold += step * (reached + (tl.sum(high) >= wanted).to(tl.int32))
     return threshold
 
 
@@ -105,59 +210,83 @@ def token_of_tie(logits, V, lowest, beyond, rank, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def truncate(logits, temperature, top_k, top_p, out, V, BITS: tl.constexpr, BLOCK: tl.constexpr):
-    """Write a row of probabilities."""
+def find_cut(
+    logits, temperature, top_k, top_p, out, peaks, masses, counts, cut, last_token, V, length,
+    PARTS: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr,
+):  # fmt: skip
+    """Find which tokens of a row stay, and their mass.
+
+    Tokens that reach `beyond` stay, and of others that reach `lowest` those up to the last token.
+    """
     UNIT: tl.constexpr = 1 << (32 - BITS)  # between thresholds
     row = tl.program_id(0).to(tl.int64)
     logits += row * V
     out += row * V
-    scale = tl.div_rn(1.4426950408889634, tl.load(temperature + row))  # of powers of two
-
-    peaks = tl.full((BLOCK,), float("-inf"), tl.float32)
-    for start in range(0, V, BLOCK):
-        peaks = tl.maximum(peaks, block_of(logits, start, V, BLOCK))
-    most = tl.max(peaks, 0)
+    places = row * PARTS + tl.arange(0, PARTS)
+    scale = scale_of(temperature, row)
+    counts_P, peaks_P = tl.load(counts + places), tl.load(peaks + places)
+    most = tl.max(peaks_P, 0)
 
     least = tl.full((), LEAST, tl.int32)
-    if top_k is not None:  # none is kept by a k beyond the vocabulary, which keeps everything
-        k = tl.load(top_k + row).to(tl.float32)
-        least = last_threshold(logits, V, most, scale, k, False, BITS, BLOCK)
-    lowest = tl.where(least == LEAST, float("-inf"), number(least))
+    k = kept_by_count(top_k, row, V)
+    if k < V:
+        least = last_threshold(out, counts_P, length, most, scale, k, False, PARTS, WIDTH, BITS)
+        lowest = least_of(least)
+        totals = tl.zeros((PARTS, WIDTH), tl.float32)
+        for start in range(0, tl.max(counts_P, 0), WIDTH):
+            x = copied(out, counts_P, start, length, PARTS, WIDTH)
+            totals += tl.where(x >= lowest, weight(x, most, scale), 0.0)
+        mass = tl.sum(totals)
+    else:
+        lowest = least_of(least)
+        mass = tl.sum(tl.load(masses + places) * weight(peaks_P, most, scale), 0)
 
-    totals = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, V, BLOCK):
-        x = block_of(logits, start, V, BLOCK)
-        totals += tl.where(x >= lowest, weight(x, most, scale), 0.0)
-    mass = tl.sum(totals, 0)
-
-    beyond, last = lowest, V  # tokens that reach `beyond` stay, and of others that reach `lowest` the first ones
+    beyond, last = lowest, V
     if top_p is not None:
         part = tl.load(top_p + row)
         wanted = tl.where(part < 1.0, part * mass, float("inf"))  # 1 keeps everything, however sums are rounded
-        floor = tl.maximum(least, last_threshold(logits, V, most, scale, wanted, True, BITS, BLOCK))
-        lowest = tl.where(floor == LEAST, float("-inf"), number(floor))
-        beyond = tl.where(floor == LEAST, float("-inf"), number(floor + UNIT))
-        masses = tl.zeros((BLOCK,), tl.float32)
-        counts = tl.zeros((BLOCK,), tl.int32)
-        for start in range(0, V, BLOCK):
-            x = block_of(logits, start, V, BLOCK)
-            masses += tl.where(x >= beyond, weight(x, most, scale), 0.0)
-            counts += ties_of(x, lowest, beyond)
-        mass = tl.sum(masses, 0)
-        num_ties = tl.sum(counts, 0)
+        floor = last_threshold(out, counts_P, length, most, scale, wanted, True, PARTS, WIDTH, BITS)
+        floor = tl.maximum(least, floor)
+        lowest, beyond = least_of(floor), tl.where(floor == LEAST, float("-inf"), number(floor + UNIT))
+        totals = tl.zeros((PARTS, WIDTH), tl.float32)
+        ties = tl.zeros((PARTS, WIDTH), tl.int32)
+        for start in range(0, tl.max(counts_P, 0), WIDTH):
+            x = copied(out, counts_P, start, length, PARTS, WIDTH)
+            totals += tl.where(x >= beyond, weight(x, most, scale), 0.0)
+            ties += ties_of(x, lowest, beyond)
+        num_ties = tl.sum(ties)
         tie = weight(number(floor + ((floor >> 31) & (UNIT - 1))), most, scale)  # of a logit, whose last bits are 0
-        if tie > 0:
+        if wanted < float("inf"):
+            mass = tl.sum(totals)
+        if (wanted < float("inf")) & (tie > 0):
             needed = tl.maximum(1, tl.ceil(tl.div_rn(wanted - mass, tie)))
             if needed < num_ties:
-                last = token_of_tie(logits, V, lowest, beyond, needed.to(tl.int32), BLOCK)
+                last = token_of_tie(logits, V, lowest, beyond, needed.to(tl.int32), PARTS * WIDTH)
             mass += tl.minimum(needed, num_ties) * tie
 
-    share = tl.div_rn(1.0, mass)
-    for start in range(0, V, BLOCK):
-        x = block_of(logits, start, V, BLOCK)
+    cut += row * 4
+    tl.store(cut, most)
+    tl.store(cut + 1, lowest)
+    tl.store(cut + 2, beyond)
+    tl.store(cut + 3, tl.div_rn(1.0, mass))
+    tl.store(last_token + row, last)
+
+
+@triton.jit
+def write(logits, temperature, cut, last_token, out, V, length, BLOCK: tl.constexpr):
+    """Write the probabilities of a part of a row."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    logits += row * V
+    out += row * V
+    cut += row * 4
+    scale, last = scale_of(temperature, row), tl.load(last_token + row)
+    most, lowest, beyond, share = tl.load(cut), tl.load(cut + 1), tl.load(cut + 2), tl.load(cut + 3)
+    end = tl.minimum((part + 1) * length, V)
+    for start in range(part * length, end, BLOCK):
+        x = block_of(logits, start, end, BLOCK)
         token = start + tl.arange(0, BLOCK)
         stays = (x >= beyond) | (x >= lowest) & (token <= last)
-        tl.store(out + token, tl.where(stays, weight(x, most, scale) * share, 0.0), token < V)
+        tl.store(out + token, tl.where(stays, weight(x, most, scale) * share, 0.0), token < end)
 
 
 def uniform(key: int | Tensor, positions_BT: Tensor, use: int) -> Tensor:

@@ -267,11 +267,15 @@ def fake_cuda(capability: int | None = None) -> Iterator[Recording]:
     from magicdec.verification import triton_sampling as sampling
 
     recording, card = Recording(), GPUS[capability or 90]
+    launched = (
+        (ours, ("attend_split", "merge_splits", "sum_scores")),
+        (sampling, ("collect", "find_cut", "write", "draw_numbers")),
+        (code_matmul, ("multiply_codes",)),
+    )
     with ExitStack() as stack:
-        for name in ("attend_split", "merge_splits", "sum_scores"):
-            stack.enter_context(patch.object(ours, name, _Kernel(getattr(ours, name), recording, capability)))
-        for module, name in ((sampling, "truncate"), (sampling, "draw_numbers"), (code_matmul, "multiply_codes")):
-            stack.enter_context(patch.object(module, name, _Kernel(getattr(module, name), recording, capability)))
+        for module, names in launched:
+            for name in names:
+                stack.enter_context(patch.object(module, name, _Kernel(getattr(module, name), recording, capability)))
         gpu = ours.Gpu(capability or 90, card.sms, card.shared, card.warps)
         stack.enter_context(patch.object(ours, "gpu", lambda: gpu))
         stack.enter_context(patch.object(ours, "_programs", {}))

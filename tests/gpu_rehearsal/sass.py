@@ -4,6 +4,7 @@ A multiprocessor issues four instructions of warps a cycle, one from each schedu
 least, however well it hides latencies.
 """
 
+import math
 import re
 import subprocess
 import tempfile
@@ -13,9 +14,10 @@ from pathlib import Path
 
 import triton
 
-from tests.gpu_rehearsal.compile import Launch, Made
+from tests.gpu_rehearsal.compile import GPUS, Launch, Made
 
 SCHEDULERS = 4  # of a multiprocessor
+POWER_CYCLES = 8  # of a scheduler, until a warp can compute its next powers of two
 TENSOR_FLOPS = 4096  # of a multiprocessor of an H100 in a cycle, in half precision
 CLOCK_HZ = 1.755e9  # of an H100 under load
 
@@ -38,8 +40,12 @@ def loops(made: Made) -> list[Counter[str]]:
 
 
 def cycles(made: Made, parts: Sequence[Counter[str]], turns: Sequence[float] = (1,)) -> float:
-    """The cycles in which a multiprocessor issues parts of a program that are run so often."""
-    issued = sum(part.total() * number for part, number in zip(parts, turns, strict=True))
+    """The cycles that a multiprocessor needs at least for parts of a program that are run so often: to issue their
+    instructions, or to compute their powers of two.
+    """
+    issued = sum(
+        max(part.total(), POWER_CYCLES * part["MUFU"]) * number for part, number in zip(parts, turns, strict=True)
+    )
     return issued * made.warps / SCHEDULERS
 
 
@@ -52,12 +58,21 @@ def disassembled(cubin: bytes) -> list[str]:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
 
 
-def truncation_seconds(launch: Launch, made: Made, vocabulary: int) -> float:
-    """The seconds in which a multiprocessor of an H100 issues a program of `truncate`: a row of so many tokens."""
-    blocks, digits = -(-vocabulary // launch.arguments["BLOCK"]), launch.arguments["BITS"] // 2
-    search = [digits, digits * blocks]
-    by_k, by_p = (search if launch.arguments[name] is not None else [] for name in ("top_k", "top_p"))
-    passes = [blocks, *by_k, blocks, *by_p, *([blocks, blocks] if by_p else []), blocks]
-    parts = loops(made)
-    turns = [number / max(1, part["LDG"]) for number, part in zip([1, *passes], parts, strict=True)]  # unrolled
-    return cycles(made, parts, [1, *turns[1:]]) / CLOCK_HZ
+def truncation_seconds(launch: Launch, made: Made, rows: int, tiles: int = 1) -> float:
+    """The seconds that an H100 needs at least for the instructions of a kernel that cuts the distributions of `rows`,
+    of which so many tiles of logits were copied. All loops are counted, also those of which one excludes another.
+    """
+    arguments, parts = launch.arguments, loops(made)
+    if launch.name == "find_cut":
+        tile = arguments["PARTS"] * arguments["WIDTH"]
+        loads, digits, blocks = tile // made.warps // 32, arguments["BITS"] // 2, -(-arguments["V"] // tile)
+        search = [(digits, 0), (digits * tiles, loads), (tiles, loads)]
+        turns = search if arguments["top_k"] is not None else []
+        turns = [*turns, *search, (blocks, 1)] if arguments["top_p"] is not None else turns
+    else:
+        turns = [(-(-arguments["length"] // arguments["BLOCK"]), 1)] * len(parts[1:])
+    unrolled = [part["LDG"] // loads if loads else 1 for part, (_, loads) in zip(parts[1:], turns, strict=True)]
+    assert all(unrolled)
+    turns = [number / times for (number, _), times in zip(turns, unrolled, strict=True)]
+    programs = rows * math.prod(launch.grid[1:])
+    return -(-programs // GPUS[90].sms) * cycles(made, parts, [1, *turns]) / CLOCK_HZ

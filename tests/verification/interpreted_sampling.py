@@ -17,12 +17,13 @@ from tests.verification.twin import SETTINGS, check
         (11, slice(3), 5, torch.float16),
         (600, slice(1, 4, 2), 8, torch.bfloat16),
         (600, slice(2, 4), 1, torch.float32),  # of many ties, some behind the first block
+        (600, slice(1, 2), 0, torch.bfloat16),
         (11, slice(2), 9, torch.float32),
     ],
 )
 def test_against_the_sorted_definition(monkeypatch, vocab, rows, setting, dtype):
     """The larger vocabulary is no multiple of a block. The interpreter takes half a second a row."""
-    monkeypatch.setattr(triton_sampling, "MAX_BLOCK", 256)
+    monkeypatch.setattr(triton_sampling, "BLOCK", 128)
     check(
         lambda logits, s: triton_sampling.truncated(logits, s.temperature, s.top_k, s.top_p),
         vocab,
@@ -30,6 +31,28 @@ def test_against_the_sorted_definition(monkeypatch, vocab, rows, setting, dtype)
         rows,
         dtype=dtype,
     )
+
+
+@pytest.mark.parametrize("setting", [Sampling(1.0, top_k=4), Sampling(1.0, top_p=0.9)])
+def test_few_logits_are_copied(monkeypatch, setting):
+    """Of a peaked row, in parts: a few of each part for top-k, and those that are not too unlikely for top-p."""
+    launch, copied = triton_sampling.find_cut, []
+
+    class Watched:
+        def __getitem__(self, grid):
+            def watched(*arguments, **options):
+                copied.append(arguments[launch.arg_names.index("counts")])
+                launch[grid](*arguments, **options)
+
+            return watched
+
+    monkeypatch.setattr(triton_sampling, "BLOCK", 128)
+    monkeypatch.setattr(triton_sampling, "find_cut", Watched())
+    logits = torch.randn(1, 1000, generator=torch.Generator().manual_seed(5)) * 8
+    triton_sampling.truncated(logits, setting.temperature, setting.top_k, setting.top_p)
+    (counts,) = copied
+    assert counts.shape == (1, 8)
+    assert 4 <= counts.sum() <= 150
 
 
 def test_rows_have_settings_of_their_own():
