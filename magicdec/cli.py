@@ -42,6 +42,7 @@ COMMANDS = {
     "report": ["magicdec.tracking.report.__main__"],
     "show": ["magicdec.tracking.show"],
     "compare": ["magicdec.tracking.report.__main__", "compare"],
+    "figure": ["magicdec.tracking.report.__main__", "figure"],
     "sync": ["magicdec.tracking.sync"],
     "clean": ["magicdec.tracking.clean"],
     "dashboard": ["magicdec.tracking.dashboard"],

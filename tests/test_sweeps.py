@@ -512,9 +512,7 @@ def test_fail_fast(here, starts):
     assert len(list(starts.iterdir())) == 1
 
 
-@pytest.mark.extra
 def test_a_sweep_ends_with_its_table_its_page_and_its_figures(here, tmp_path, monkeypatch):
-    pytest.importorskip("matplotlib")
     sweep = here("-m", "hydra/launcher=basic", "sweep.name=mine", "sweep.figures=true", "draft.gamma=1,6")
     (folder,) = (tmp_path / "runs" / "sweeps").glob("*_mine")
     assert sweep.code == 1

@@ -3,8 +3,8 @@
 import csv
 import json
 import re
-import sys
 import time
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -343,34 +343,60 @@ def test_ten_thousand_runs_in_seconds(report, tmp_path):
     assert (tmp_path / "page.html").stat().st_size < 5e6
 
 
-@pytest.mark.extra
-def test_the_papers_figures_of_a_sweep(tmp_path):
-    pytest.importorskip("matplotlib")
+def test_a_sweep_is_drawn_over_what_it_varies(tmp_path):
     machines = {"a100": 2039.0, "h100": 3350.0}
     rows = [
-        {"batch.size": batch, "batch.context_len": context, "hardware.name": name, "hardware.bandwidth_gbs": bandwidth}
+        {"batch.size": batch, "batch.context_len": 512, "hardware.name": name, "hardware.bandwidth_gbs": bandwidth}
         | {"speedup": 1.0 + batch / 10, "time/draft_ms": 1.0, "time/verify_ms": 3.0, "time/target_decode_ms": 2.0}
         for name, bandwidth in machines.items()
         for batch in (1, 8)
-        for context in (1000, 4000)
     ]
-    assert figures._line_settings(rows, "batch.size") == ["batch.context_len", "hardware.name"]
-    assert figures._name(rows[0], ["batch.context_len", "hardware.name"]) == "context_len 1000, a100"
-    lines = figures._groups(rows[::-1], ["batch.context_len", "hardware.name"])
-    assert list(lines) == [f"context_len {context}, {name}" for context in (1000, 4000) for name in ("a100", "h100")]
-    assert [figures._value(rows[0], keys) for keys in figures._ratios("verify").values()] == [1.5, None, None]
-    drawn = figures.draw(rows, tmp_path / "figures")
+    drawn = figures.draw_sweep(rows, tmp_path / "figures", "magicdec report runs")
     assert [path.name for path in drawn] == ["speedup.png", "ratios.png"], "nothing is known of intensity"
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in drawn)
+    points = figures.points(rows, "batch.size", "hardware.name", figures.SPEEDUPS)
+    assert [(point["x"], point["series"], point["kind"], point["y"]) for point in points] == [
+        *((1, "a100", "measured", 1.1), (8, "a100", "measured", 1.8)),
+        *((1, "h100", "measured", 1.1), (8, "h100", "measured", 1.8)),
+    ]
     with pytest.raises(UserError, match="no speedups"):
-        figures.draw([{"batch.size": 1}], tmp_path)
+        figures.draw_sweep([{"batch.size": 1}], tmp_path, "")
 
 
-def test_figures_without_matplotlib_say_what_to_install(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(UserError, match="pip install"):
-        figures.draw([{"batch.size": 1, "predicted/speedup": 1.5}], tmp_path)
+@pytest.mark.parametrize("kind", figures.FORMATS)
+def test_a_figure_holds_its_caption_and_its_command(tmp_path, capsys, kind):
+    for number, (budget, policy) in enumerate(product((64, 512), ("snapkv", "streaming"))):
+        found = {"speedup": 1 + number / 10, "speedup_min": 1.0, "speedup_max": 2.0}
+        found["speedup_spread"] = 0.3 * (number == 3)
+        write_run(tmp_path, f"run{number}", {"cache.budget": budget, "cache.policy": policy}, found)
+    out = tmp_path / f"figure.{kind}"
+    arguments = ["figure", str(tmp_path), "--x", "budget", "--series", "policy", "--format", kind, "--out", str(out)]
+    assert main(arguments) == 0
+    assert capsys.readouterr().out == f"written {out}\n"
+    content = out.read_bytes()
+    command = f"magicdec {' '.join(arguments)}"
+    assert (command.encode("utf-16-be").hex() if kind == "pdf" else command).encode() in content
+    if kind == "svg":
+        text = content.decode()
+        for words in ("cache.budget", "cache.policy", "streaming", "Held constant: target.name tiny", ">!</text>"):
+            assert words in text
+        assert "Bars: range over runs and repeats. !: a noisy measurement." in text
+
+
+def test_a_figure_of_nothing_and_of_what_does_not_mix(tmp_path, capsys):
+    for number, source in enumerate(("measured", "synthetic")):
+        write_run(tmp_path, f"run{number}", {"draft.gamma": number + 1}, {"speedup": 1.5, "acceptance/source": source})
+    for arguments, words in (
+        (
+            ("--x", "gamma"),
+            "the runs differ in acceptance/source (measured, synthetic), and their median means nothing",
+        ),
+        (("--x", "gamma", "--where", "source=measured", "--y", "device"), "no run that is done has numbers for device"),
+        (("--x", "gama"), "--x gama: no run has such a key; did you mean"),
+        (("--x", "gamma", "--where", "source=measured", "--out", "a.jpg"), "must end in one of .pdf, .png, .svg"),
+    ):
+        assert main(["figure", str(tmp_path), *arguments]) == 2
+        assert words in capsys.readouterr().err
 
 
 def test_a_run_under_load_is_a_row_per_level(tmp_path, capsys):

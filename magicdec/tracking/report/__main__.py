@@ -1,16 +1,17 @@
-"""`magicdec report RUNS_DIR`: sort, filter, group, export and plot runs; or compare two."""
+"""`magicdec report RUNS_DIR`: sort, filter, group, export and plot runs; or compare two, or draw a figure."""
 
 import argparse
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rich.text import Text
 
-from magicdec.errors import exit_code
+from magicdec.errors import UserError, exit_code
 from magicdec.tracking.reader import find_run
 from magicdec.tracking.report import difference, export, figures, page, query, terminal
-from magicdec.tracking.report.rows import Row, flatten, num_runs, read_runs, rows_of
+from magicdec.tracking.report.rows import Row, flatten, keys_of, num_runs, read_runs, rows_of
 from magicdec.tracking.store import counted, shown
 
 EXAMPLES = """examples:
@@ -27,7 +28,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if arguments[:1] == ["compare"]:
         return exit_code(lambda: _compare(arguments[1:]))
-    return exit_code(lambda: _report(_parser().parse_args(arguments)))
+    if arguments[:1] == ["figure"]:
+        return exit_code(lambda: _figure(arguments[1:]))
+    command = shlex.join(["magicdec", "report", *arguments])
+    return exit_code(lambda: _report(_parser().parse_args(arguments, argparse.Namespace(command=command))))
 
 
 def _report(options: argparse.Namespace) -> None:
@@ -56,7 +60,7 @@ def _write_files(options: argparse.Namespace, rows: list[Row], table: list[Row])
         export.write(options.html, page.html_page(rows, title))
         yield f"{counted(num_runs(rows), 'run')} in {shown(options.html)}: open it in any browser, no network needed"
     if options.figures:
-        yield f"figures: {', '.join(map(shown, figures.draw(rows, options.figures)))}"
+        yield f"figures: {', '.join(map(shown, figures.draw_sweep(rows, options.figures, options.command)))}"
 
 
 def _compare(arguments: Sequence[str]) -> None:
@@ -68,6 +72,41 @@ def _compare(arguments: Sequence[str]) -> None:
     options = parser.parse_args(arguments)
     a, b = (flatten(find_run(name, options.runs_dir)) for name in (options.run_a, options.run_b))
     terminal.console().print(difference.difference_table(a, b, options.all))
+
+
+def _figure(arguments: Sequence[str]) -> None:
+    """Draw metrics of stored runs over a setting, for a paper, with what was held constant in the caption."""
+    parser = argparse.ArgumentParser("magicdec figure", description=_figure.__doc__)
+    parser.add_argument("runs_dir", type=Path, help="a run store, as in runs_dir=FOLDER")
+    parser.add_argument("--x", metavar="KEY", required=True, help="the setting on the x axis: cache.budget")
+    parser.add_argument("--y", metavar="KEYS", default="speedup", help="metrics, separated by commas (speedup)")
+    parser.add_argument("--series", metavar="KEY", help="a setting with a colour for each value: cache.policy")
+    parser.add_argument("--sweep", metavar="NAME", help="only the runs of the sweeps of this name, or of this folder")
+    parser.add_argument("--where", metavar="TEST", action="append", default=[], help=query.SYNTAX)
+    parser.add_argument("--format", choices=figures.FORMATS, default="pdf", help="(pdf)")
+    parser.add_argument("--out", metavar="FILE", type=Path, help="the file; by default named after the axes")
+    options = parser.parse_args(arguments)
+    rows = query.select(rows_of(read_runs(options.runs_dir, options.sweep)[0]), options.where)
+    known = keys_of(rows)
+    x, series = (
+        key and query.find_key(known, key, f"--{name}") for name, key in (("x", options.x), ("series", options.series))
+    )
+    keys = [query.find_key(known, key, "--y") for key in options.y.split(",")]
+    rows = [row for row in rows if row.get("status") == "done"]
+    for key in query.APART:
+        values = sorted({str(row[key]) for row in rows if key in row})
+        if len(values) > 1 and key not in (x, series):
+            choice = f"choose one with --where '{key}={values[0]}', or draw them with --series {key}"
+            raise UserError(f"the runs differ in {key} ({', '.join(values)}), and their median means nothing; {choice}")
+    title = keys[0] if len(keys) == 1 else ", ".join(keys)
+    spec = figures.figure(rows, x, series, {key: key for key in keys}, title)
+    if spec is None:
+        raise UserError(f"no run that is done has numbers for {options.y} over {x}")
+    path = options.out or Path(f"{'-'.join(keys)}-by-{x}.{options.format}".replace("/", "_"))
+    if path.suffix.removeprefix(".") not in figures.FORMATS:
+        raise UserError(f"--out {path}: must end in one of {', '.join(f'.{one}' for one in figures.FORMATS)}")
+    figures.draw(spec, path, shlex.join(["magicdec", "figure", *arguments]))
+    print(f"written {shown(path)}")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -90,7 +129,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--csv", metavar="FILE", type=Path, help="write the same lines with all their columns")
     parser.add_argument("--parquet", metavar="FILE", type=Path, help="the same as Parquet; needs 'magicdec[report]'")
     parser.add_argument(
-        "--figures", metavar="FOLDER", type=Path, help="draw the paper's figures; needs 'magicdec[plots]'"
+        "--figures", metavar="FOLDER", type=Path, help="draw speedups and step times over what the runs differ in"
     )
     parser.add_argument("--html", metavar="FILE", type=Path, help="write a page with interactive plots of the runs")
     return parser

@@ -1,112 +1,178 @@
-"""Draw the MagicDec paper's figures for stored runs: speedup and step times by batch, intensity by context.
+"""Figures of stored runs as files: metrics over a setting, for a paper (`magicdec figure`) and of a sweep."""
 
-Measured values are points on a line, predicted ones a dashed line, published ones crosses. Needs matplotlib.
-"""
-
-from collections.abc import Iterable, Sequence
+import re
+import textwrap
+import zlib
+from collections.abc import Collection, Mapping, Sequence
+from html import escape
 from pathlib import Path
 from typing import Any
 
+import vl_convert
+
 from magicdec.errors import UserError
-from magicdec.tracking.cells import is_number
-from magicdec.tracking.report.query import Row, rank
-from magicdec.tracking.report.rows import telling
+from magicdec.tracking.cells import cell, is_number
+from magicdec.tracking.reader import noise
+from magicdec.tracking.report.charts import filled, template
+from magicdec.tracking.report.export import write
+from magicdec.tracking.report.query import rank
+from magicdec.tracking.report.rows import Row, constants, telling
 
 BATCH, CONTEXT = "batch.size", "batch.context_len"
-STYLES = {"o-": "time", "--": "predicted", "x": "published"}  # of lines: measured, predicted, published
-Lines = dict[str, tuple[str, ...]]  # by style: the metric that is drawn, or two whose ratio is
-
-
-def _ratios(step: str) -> Lines:
-    return {style: (f"{source}/{step}_ms", f"{source}/target_decode_ms") for style, source in STYLES.items()}
-
-
-# By file: the x axis, and the lines of each panel by its label.
-FIGURES: dict[str, tuple[str, dict[str, Lines]]] = {
-    "speedup": (BATCH, {"speedup": {"o-": ("speedup",), "--": ("predicted/speedup",), "x": ("published/speedup",)}}),
-    "ratios": (BATCH, {"T_D / T_T": _ratios("draft"), "T_V / T_T": _ratios("verify")}),
-    "intensity": (
-        CONTEXT,
-        {
-            "arithmetic intensity, FLOPs per byte": {
-                "o-": ("predicted/arithmetic_intensity",),
-                ":": ("predicted/ridge",),
-            }
+FORMATS = ("pdf", "png", "svg")
+LOG_FROM = 8  # values over this ratio get a logarithmic axis
+CAPTION_WIDTH = 100  # characters
+# A metric, or the ratio of two.
+Measure = str | tuple[str, str]
+SPEEDUPS = {"measured": "speedup", "predicted": "predicted/speedup", "published": "published/speedup"}
+STEPS = {"T_D / T_T": "draft", "T_V / T_T": "verify"}
+# The figures of a sweep: the label of y, the only x that makes sense (None: what is swept), and what is drawn.
+FIGURES: dict[str, tuple[str, str | None, Mapping[str, Measure]]] = {
+    "speedup": ("speedup", None, SPEEDUPS),
+    "ratios": (
+        "time of a step, in target steps",
+        None,
+        {name: (f"time/{step}_ms", "time/target_decode_ms") for name, step in STEPS.items()}
+        | {
+            f"{name}, predicted": (f"predicted/{step}_ms", "predicted/target_decode_ms") for name, step in STEPS.items()
         },
+    ),
+    "intensity": (
+        "FLOPs per byte",
+        CONTEXT,
+        {"arithmetic intensity": "predicted/arithmetic_intensity", "of the machine": "predicted/ridge"},
     ),
 }
 
 
-def draw(rows: Sequence[Row], folder: Path) -> list[Path]:
-    """Write a PNG file per figure that the runs have values for, and return the paths.
+def points(rows: Sequence[Row], x: str, series: str | None, measures: Mapping[str, Measure]) -> list[dict[str, Any]]:
+    """Return a point per run and measure: its value with the interval over the run's repeats, and whether it is noisy.
 
-    A figure has a line per context, or per batch, and per value of every other setting in which the runs differ. Raise
-    UserError if matplotlib is missing, or if there are no values.
+    Without `series` the measures are the series.
     """
-    written = [_figure(folder / f"{name}.png", rows, x, panels) for name, (x, panels) in FIGURES.items()]
-    if not any(written):
+    found = []
+    for row in rows:
+        for kind, key in measures.items():
+            value = _value(row, key)
+            if value is None or row.get(x) is None:
+                continue
+            name = kind if series is None else _name(row.get(series))
+            low, high = (_value(row, f"{key}_{end}") if isinstance(key, str) else None for end in ("min", "max"))
+            point = {"x": row[x], "series": name, "kind": kind, "y": value, "low": low or value, "high": high or value}
+            ratio = {"rule": 1} if "speedup" in key else {}
+            found.append(point | ratio | {"noisy": key == "speedup" and bool(noise(row))})
+    return found
+
+
+def figure(
+    rows: Sequence[Row], x: str, series: str | None, measures: Mapping[str, Measure], title: str
+) -> dict[str, Any] | None:
+    """Return the chart of some runs with what was held constant below it; None if they have no values for it."""
+    rows = [
+        row for row in rows if row.get(x) is not None and any(_value(row, key) is not None for key in measures.values())
+    ]
+    drawn = sorted(points(rows, x, series, measures), key=lambda point: [rank(point["x"]), rank(point["series"])])
+    if not drawn:
+        return None
+    places = list(dict.fromkeys(point["x"] for point in drawn))
+    by = "number" if all(is_number(point["series"]) for point in drawn) else "word"
+    kinds = list(dict.fromkeys(point["kind"] for point in drawn))
+    titles = {
+        "x": x,
+        "y": title,
+        "series": series or "",
+        "values": places,
+        "caption": _caption(rows, drawn, (x, series)),
+    }
+    titles["kinds"] = kinds if series and len(kinds) > 1 else []
+    return filled(template(f"line {_kind(places)} {by}"), titles, drawn)
+
+
+def draw(spec: Mapping[str, Any], path: Path, command: str) -> None:
+    """Write a figure in the format of the path's suffix, with the command that draws it in its metadata."""
+    kind = path.suffix.removeprefix(".")
+    if kind == "png":
+        write(path, _png_with(vl_convert.vega_to_png(dict(spec), scale=2), command))
+    elif kind == "pdf":
+        write(path, _pdf_with(vl_convert.vega_to_pdf(dict(spec)), command))
+    else:
+        described = f"<metadata>{escape(command)}</metadata>"
+        write(path, re.sub(r"<svg[^>]*>", lambda tag: tag[0] + described, vl_convert.vega_to_svg(dict(spec)), count=1))
+
+
+def draw_sweep(rows: Sequence[Row], folder: Path, command: str) -> list[Path]:
+    """Draw a sweep over the one or two settings that it varies, and return the paths of the files.
+
+    Raise UserError if there are no values.
+    """
+    written = []
+    swept = [key for key in telling(rows) if len({row.get(key) for row in rows} - {None}) > 1]
+    for name, (title, only, measures) in FIGURES.items():
+        x = only or _axis(rows, swept)
+        series = next((key for key in swept if key != x), None)
+        if only not in (None, *swept):
+            continue
+        if spec := figure(rows, x, series, measures, title):
+            written.append(folder / f"{name}.png")
+            draw(spec, written[-1], command)
+    if not written:
         raise UserError("--figures: these runs hold no speedups and no step times")
-    return [path for path in written if path is not None]
+    return written
 
 
-def _value(row: Row, keys: tuple[str, ...]) -> float | None:
-    """Return a run's metric, or the ratio of two; None if it has no such numbers."""
-    values = [row[key] for key in keys if is_number(row.get(key))]
-    if len(values) < len(keys) or 0 in values[1:]:
-        return None
-    return values[0] / values[1] if len(keys) == 2 else values[0]
+def _axis(rows: Sequence[Row], swept: Collection[str]) -> str:
+    """Return the setting for the x axis: the batch where it is swept, else that with most numbers, else any."""
+    numbers = {key: len({row[key] for row in rows if is_number(row.get(key))}) for key in swept}
+    return BATCH if BATCH in swept or not swept else max(swept, key=lambda key: numbers[key])
 
 
-def _figure(path: Path, rows: Sequence[Row], x: str, panels: dict[str, Lines]) -> Path | None:
-    """Draw one figure of the runs that have a number for x; return None if none has a value for it."""
-    rows = [row for row in rows if is_number(row.get(x))]
-    groups = _groups(rows, _line_settings(rows, x))
-    if not any(_points(rows, x, keys) for lines in panels.values() for keys in lines.values()):
-        return None
-    try:
-        from matplotlib import colormaps
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise UserError("--figures needs matplotlib: pip install 'magicdec[plots]'") from None
-    figure = Figure(figsize=(5.5 * len(panels), 4.2), layout="constrained")
-    for number, (label, lines) in enumerate(panels.items(), 1):
-        axes = figure.add_subplot(1, len(panels), number)
-        for index, (name, members) in enumerate(groups.items()):
-            color = colormaps["viridis"](0.95 * index / max(1, len(groups) - 1))
-            drawn = {style: points for style, keys in lines.items() if (points := _points(members, x, keys))}
-            for style, points in drawn.items():
-                legend = name if style == next(iter(drawn)) else None
-                axes.plot(*zip(*points, strict=True), style, ms=4, color=color, label=legend)
-        axes.set(xscale="log", xlabel=x, ylabel=label, yscale="log" if "intensity" in label else "linear")
-        ticks = sorted({row[x] for row in rows})
-        axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
-        axes.minorticks_off()
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=7)
-    if any("x" in lines for lines in panels.values()):
-        figure.suptitle("points: measured; dashes: predicted; crosses: published", fontsize=8)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    return path
+def _value(row: Row, key: Measure) -> float | None:
+    """Return a metric, or the ratio of two; None if the run has no such numbers."""
+    if isinstance(key, str):
+        return row[key] if is_number(row.get(key)) else None
+    over, under = (row.get(one) for one in key)
+    return over / under if is_number(over) and is_number(under) and under else None
 
 
-def _groups(rows: Sequence[Row], by: Sequence[str]) -> dict[str, list[Row]]:
-    """Return the runs of each line, sorted by the settings in which lines differ."""
-    groups: dict[str, list[Row]] = {}
-    for row in sorted(rows, key=lambda row: [rank(row.get(key)) for key in by]):
-        groups.setdefault(_name(row, by), []).append(row)
-    return groups
+def _name(value: Any) -> Any:
+    """Return the value of a setting as the name of a series: a number stays one."""
+    return value if is_number(value) else cell(value) or "none"
 
 
-def _points(rows: Iterable[Row], x: str, keys: tuple[str, ...]) -> list[tuple[Any, float]]:
-    return sorted((row[x], y) for row in rows if (y := _value(row, keys)) is not None)
+def _kind(values: Collection[Any]) -> str:
+    if not all(is_number(value) for value in values):
+        return "word"
+    return "log" if min(values) > 0 and max(values) >= LOG_FROM * min(values) else "number"
 
 
-def _line_settings(rows: Sequence[Row], x: str) -> list[str]:
-    """Return the settings in which lines differ."""
-    return [key for key in dict.fromkeys([CONTEXT if x == BATCH else BATCH, *telling(rows)]) if key != x]
+def _caption(rows: Sequence[Row], drawn: Sequence[Mapping[str, Any]], axes: Collection[str | None]) -> list[str]:
+    """Return what was held constant, what else differs, and what bars and marks mean."""
+    held = ", ".join(f"{key} {cell(value)}" for key, value in constants(rows).items() if key not in axes)
+    others = [key for key in telling(rows) if key not in axes]
+    lines = [f"Held constant: {held}."] if held else []
+    lines += [f"Medians over runs that also differ in {', '.join(others)}."] if others else []
+    notes = ["Bars: range over runs and repeats."] if any(point["high"] > point["low"] for point in drawn) else []
+    notes += ["!: a noisy measurement."] if any(point["noisy"] for point in drawn) else []
+    return [part for line in [*lines, " ".join(notes)] if line for part in textwrap.wrap(line, CAPTION_WIDTH)]
 
 
-def _name(row: Row, by: Sequence[str]) -> str:
-    label = {key: "" if key.endswith(".name") else f"{key.rpartition('.')[2]} " for key in by}
-    return ", ".join(f"{label[key]}{row.get(key)}" for key in by)
+def _png_with(content: bytes, text: str) -> bytes:
+    """Return a PNG file with a text chunk after its header."""
+    chunk = b"iTXtDescription\0\0\0\0\0" + text.encode()
+    whole = (len(chunk) - 4).to_bytes(4) + chunk + zlib.crc32(chunk).to_bytes(4)
+    end = 8 + 25  # of the signature and the header
+    return content[:end] + whole + content[end:]
+
+
+def _pdf_with(content: bytes, text: str) -> bytes:
+    """Return a PDF file with a description, appended as an incremental update. Keep a file of an unknown form."""
+    trailer = re.search(rb"/Size (\d+)\s+/Root (\d+ \d+ R).*startxref\s+(\d+)\s+%%EOF\s*$", content, re.DOTALL)
+    if not trailer:
+        return content
+    number, root, before = int(trailer[1]), trailer[2].decode(), int(trailer[3])
+    words = f"\ufeff{text}".encode("utf-16-be").hex()
+    start = len(content) + 1
+    entry = f"{number} 0 obj\n<< /Subject <{words}> >>\nendobj\n"
+    table = f"xref\n{number} 1\n{start:010d} 00000 n\r\n"
+    end = f"trailer\n<< /Size {number + 1} /Root {root} /Info {number} 0 R /Prev {before} >>\n"
+    return content + f"\n{entry}{table}{end}startxref\n{start + len(entry)}\n%%EOF\n".encode()

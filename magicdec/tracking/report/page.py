@@ -18,9 +18,10 @@ from typing import Any
 from magicdec.tracking.files import SAMPLE, read_lines
 from magicdec.tracking.reader import IMPOSSIBLE, gpu_trouble, noise
 from magicdec.tracking.report.rows import FACTS, Row, is_setting, keys_of, telling, varying
+from magicdec.tracking.store import NOT_IN_ID
 
 LEFT_OUT = FACTS - {"id", "status", "kind", "reason"}
-NOT_REPEATED = ("runs_dir=", "resume=", "sweep.", "wandb.", "tracker=", "hydra")  # no part of a copied command
+NOT_REPEATED = NOT_IN_ID - {"plugins"}  # no part of a copied command
 # The parts of the page: a place in page.html, and the files that fill it.
 PARTS = {
     "STYLE": ("page.css",),
@@ -64,7 +65,7 @@ def _samples(rows: Sequence[Row]) -> Iterator[tuple[str, dict[str, Any]]]:
 def command(row: Row) -> str:
     """Return the command line that repeats this run."""
     overrides = json.loads(row.get("overrides", "[]"))
-    return shlex.join(["magicdec", *(text for text in overrides if not text.startswith(NOT_REPEATED))])
+    return shlex.join(["magicdec", *(text for text in overrides if re.split("[.=/]", text)[0] not in NOT_REPEATED)])
 
 
 def _column(values: list[Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 from magicdec.errors import UserError
 from magicdec.tracking.files import ROW, read_lines
 from magicdec.tracking.reader import iter_runs, latest
-from magicdec.tracking.store import shown
+from magicdec.tracking.store import NOT_IN_ID, shown
 from magicdec.tracking.sweep import is_named, jobs
 
 Row = dict[str, Any]
@@ -26,9 +26,12 @@ ASKED_FIRST = (
     *("engine.name", "target.name", "scenario.name", "draft.name", "draft.model.name", "cache.policy", "cache.budget"),
     *("draft.gamma", "batch.context_len", "batch.size", "load.concurrency", "load.rate", "hardware.name", "data.name"),
 )
-# Keys of config.yaml that are in no group, and those that do not change what a run does.
-UNGROUPED = ("attention",)
-ELSEWHERE = ("wandb.", "tracker", "hydra.", "runs_dir", "resume", "sweep.")
+UNGROUPED = ("attention",)  # keys of config.yaml that are in no group
+# What a comparison holds constant: model, machine, batch, context, text, and how the draft is made.
+HELD = (
+    *("target.name", "device", "hardware.dtype", "batch.size", "batch.context_len", "batch.generate_len", "data.name"),
+    *("data.task", "sampling.temperature", "draft.name", "draft.gamma", "cache.policy", "cache.budget", "engine.name"),
+)
 
 
 def read_runs(
@@ -134,7 +137,13 @@ def keys_of(rows: Iterable[Row]) -> list[str]:
 
 def is_setting(key: str) -> bool:
     """Return True for a configuration key, which has dots or is in UNGROUPED; metrics have slashes."""
-    return key in UNGROUPED or ("." in key and "/" not in key and not key.startswith(ELSEWHERE))
+    return key in UNGROUPED or ("." in key and "/" not in key and key.partition(".")[0] not in NOT_IN_ID)
+
+
+def constants(rows: Collection[Row]) -> Row:
+    """Return the settings of HELD that are the same in all rows, with their value."""
+    values = {key: {row.get(key) for row in rows} for key in HELD}
+    return {key: next(iter(found)) for key, found in values.items() if len(found) == 1 and found != {None}}
 
 
 def varying(rows: Collection[Row]) -> list[str]:

@@ -27,9 +27,6 @@ def summarize(sweep_dir: Path, with_figures: bool) -> None:
         print(f"{counted(len(runs), 'run')}: {by_state}{f'; {left_out}' if left_out else ''}")
         for path in _written(rows, sweep_dir, with_figures):
             print(f"written           {shown(path)}")
-        if with_figures:
-            print("in the figures    points: measured; dashes: predicted; crosses: the MagicDec paper's tables, where")
-            print("                  they have the same cell: no numbers of its figures are published")
     except UserError as error:
         print(f"not written       {error}")
     print(f"this table        magicdec report {shown(runs_dir)} --sweep {sweep_dir.name}")
@@ -39,4 +36,6 @@ def _written(rows: Sequence[Row], sweep_dir: Path, with_figures: bool) -> Iterat
     export.write(sweep_dir / PAGE, page.html_page(rows, sweep_dir.name))
     yield sweep_dir / PAGE
     if with_figures:
-        yield from figures.draw(rows, sweep_dir)
+        yield from figures.draw_sweep(
+            rows, sweep_dir, f"magicdec report {sweep_dir.parents[1]} --sweep {sweep_dir.name}"
+        )
