@@ -13,6 +13,7 @@ from gpu_store import Point, Record
 
 from magicdec.attention import backends
 from magicdec.attention.base import Attention, Shape
+from magicdec.config.registry import BACKENDS
 from magicdec.costmodel.roofline import step_time
 from magicdec.costmodel.speedup import speedup
 from magicdec.decoding.timers import Stopwatch
@@ -189,14 +190,14 @@ def kernels(bench: Bench) -> Iterator[Point]:
 
 
 def _attention(bench: Bench, name: str, H: int, K: int, D: int, S: int, T: int) -> Record:
-    attention: Attention = backends.backend(name)()
+    attention: Attention = BACKENDS[name].work()
     element = bench.dtype.itemsize
     rows = max(1, bench.sizes.kernel_bytes // (2 * K * S * D * element))
     k, v = (torch.randn(rows, K, S, D, dtype=bench.dtype, device=bench.device) for _ in range(2))
     q = torch.randn(rows, T, H, D, dtype=bench.dtype, device=bench.device)
     seqlens = torch.full((rows,), S, dtype=torch.int32, device=bench.device)
     plan = attention.plan(seqlens, Shape(T, S, H // K, bench.dtype), None)
-    captures = _captures(bench) if attention.captured else None
+    captures = _captures(bench) if BACKENDS[name].facts.captured else None
     seconds = _seconds(Step(lambda: _discard(attention.attend(q, k, v, plan)), captures), bench)
     return {"rows": rows, "ms": 1e3 * seconds, "of_copy": of_copy(bench, 2 * k.numel() * element, seconds)}
 

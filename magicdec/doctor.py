@@ -24,6 +24,7 @@ from magicdec import fingerprint, threads
 from magicdec.attention import backends
 from magicdec.attention.definition import HEAD_DIM, TOLERANCES, max_error
 from magicdec.config.load import compose
+from magicdec.config.registry import BACKENDS
 from magicdec.costmodel.hardware import device_in
 from magicdec.decoding.timers import Stopwatch
 from magicdec.engine.audit import audit
@@ -150,11 +151,11 @@ def gpus(device: torch.device) -> Iterator[Finding]:
 def attention(device: torch.device) -> Iterator[Finding]:
     """Compare every backend that is for this kind of device with a plain softmax; say why others cannot be used."""
     dtype = DTYPES[device.type]
-    for name in backends.BACKENDS:
+    for name in BACKENDS:
         if obstacle := backends.obstacle(name, device, dtype, [HEAD_DIM]):
             yield Finding(NOTE, f"attention={name}", obstacle)
             continue
-        backend = backends.backend(name)
+        backend = BACKENDS[name].work
         try:
             with Stopwatch(device) as watch:
                 worst = max_error(backend(), device, dtype)

@@ -1,4 +1,4 @@
-"""Code from outside the package: modules that register policies, drafts, engines and corpora of their own.
+"""Code from outside the package: modules that register policies, drafts, engines, backends and corpora of their own.
 
 Installed packages name such modules in the entry-point group `magicdec.plugins`; the key `plugins` names others.
 """

@@ -122,7 +122,8 @@ def bad_value(error: ErrorDetails, parent: str = "") -> BadValue:
     if error["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
         return BadValue(f"unknown key {key}", key, "unknown")
     if error["type"] == "value_error":  # a UserError that a class has raised about its values together
-        return BadValue(": ".join(filter(None, [key, str(error["ctx"]["error"])])), key, error["type"])
+        said = str(error["ctx"]["error"])
+        return BadValue(said if said.startswith(key) else f"{key}: {said}", key, error["type"])
     context, value = error.get("ctx", {}), error["input"]
     if error["type"] in ("literal_error", "enum"):
         options = [option.strip("' ") for option in context["expected"].replace(" or ", ", ").split(", ")]

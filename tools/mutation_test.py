@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[1]
 ENGINE = "tests/engine/test_distribution.py tests/engine/test_lossless.py"
 TESTS = {
     "verification": "tests/verification tests/engine/test_distribution.py",
-    "verification/triton_sampling.py": "tests/test_interpreted.py tests/verification/test_truncation.py",
+    "kernels/triton_sampling.py": "tests/test_interpreted.py tests/verification/test_truncation.py",
     "decoding": f"tests/decoding tests/cache/test_scored.py {ENGINE}",
     "drafts": f"tests/drafts {ENGINE} tests/serving/test_lossless.py",
     "cache": "tests/cache tests/engine/test_lossless.py tests/serving/test_lossless.py",

@@ -1,34 +1,17 @@
-"""The choice of a backend: the one that is asked for, or the fastest that works here.
-
-A backend's module is imported when it is considered: Triton may not be installed.
-"""
+"""The choice of a backend: the one that is asked for, or the best that works here."""
 
 from collections.abc import Iterable
-from importlib import import_module
 
 import torch
 
-from magicdec.attention.base import Attention
+from magicdec.config.registry import BACKENDS
 from magicdec.errors import UserError
-from magicdec.kernels.toolchain import triton_obstacle
 
-BACKENDS = {
-    "sdpa": "SdpaAttention",
-    "cpp": "CppAttention",
-    "triton": "TritonAttention",
-    "flash": "FlashAttention",
-    "flashinfer": "FlashInferAttention",
-}
-FASTEST_FIRST = {"cpu": ("cpp", "sdpa"), "cuda": ("flash", "triton", "sdpa")}
-
-
-def backend(name: str) -> type[Attention]:
-    """Return the class of that name. Raise ImportError if its module needs what is not installed."""
-    return getattr(import_module(f"magicdec.attention.{name}"), BACKENDS[name])
+DEVICES = {"cpu": "CPUs", "cuda": "NVIDIA GPUs"}
 
 
 def choose(name: str, device: torch.device, dtype: torch.dtype, head_dims: Iterable[int]) -> tuple[str, str]:
-    """Return a backend's name and why it was chosen, in one sentence that also says what was passed over.
+    """Return a backend's name and the reason for it, which also says why better ones cannot be used.
 
     Raise UserError if `name` is not auto and cannot be used here.
     """
@@ -39,13 +22,21 @@ def choose(name: str, device: torch.device, dtype: torch.dtype, head_dims: Itera
             raise UserError(f"attention={name} {reason}; use attention=auto")
         return name, f"attention={name}: as asked"
     passed_over = []
-    for candidate in FASTEST_FIRST[device.type]:
+    for candidate in _best_first(device):
         reason = obstacle(candidate, device, dtype, head_dims)
         if reason is None:
             break
         passed_over.append(f"{candidate} {reason}")
-    chosen = [f"attention=auto: {candidate} is the fastest at hand", *filter(None, [backend(candidate).found()])]
+    version = BACKENDS[candidate].work.found()
+    chosen = [f"attention=auto: {candidate} is the fastest at hand", *filter(None, [version])]
     return candidate, "; ".join([*chosen, *passed_over])
+
+
+def _best_first(device: torch.device) -> list[str]:
+    """Return the backends that attention=auto may take on a device, the best first. The last one works everywhere."""
+    facts = [BACKENDS[name].facts for name in BACKENDS]
+    own = [one for one in facts if one.priority is not None and one.device in (None, device.type)]
+    return [one.name for one in sorted(own, key=lambda one: one.priority or 0, reverse=True)]
 
 
 def usable(device: torch.device, dtype: torch.dtype, head_dims: Iterable[int]) -> list[str]:
@@ -56,7 +47,7 @@ def usable(device: torch.device, dtype: torch.dtype, head_dims: Iterable[int]) -
 
 def obstacle(name: str, device: torch.device, dtype: torch.dtype, head_dims: Iterable[int]) -> str | None:
     """Return why a backend cannot be used here, as the words that follow its name in a sentence; None if it can."""
-    try:
-        return next(filter(None, (backend(name).obstacle(device, dtype, dim) for dim in head_dims)), None)
-    except ImportError as error:
-        return triton_obstacle() or f"cannot be imported ({error})"
+    chosen = BACKENDS[name]
+    if chosen.facts.device not in (None, device.type):
+        return f"is for {DEVICES[str(chosen.facts.device)]}, not for {device.type}"
+    return next(filter(None, (chosen.work.obstacle(dtype, dim) for dim in head_dims)), None)

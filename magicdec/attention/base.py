@@ -1,4 +1,4 @@
-"""The one interface of attention over a KV cache.
+"""The one interface of attention over a KV cache. To add a backend, subclass Attention (docs/attention.md).
 
 B rows, T query tokens, S cached tokens, H query heads, K KV heads, G = H / K heads that share a KV head, D head dim.
 
@@ -8,7 +8,7 @@ forward pass, `attend` once per layer.
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,13 +29,9 @@ class Shape:
 class Attention(ABC, Generic[AttentionPlan]):
     """Attention of T new tokens over a cache whose last T valid entries are these tokens themselves."""
 
-    name: str
-    # Whether a CUDA graph can capture it: one that reads lengths on the host cannot be.
-    captured: ClassVar[bool] = True
-
     @classmethod
-    def obstacle(cls, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-        """Return why it cannot be used there, as the words that follow its name in a sentence; None if it can."""
+    def obstacle(cls, dtype: torch.dtype, head_dim: int) -> str | None:
+        """Return why it cannot be used, as the words that follow its name in a sentence; None if it can."""
         return None
 
     @classmethod

@@ -10,7 +10,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from magicdec.attention.sdpa_fallback import KernelAttention, KernelPlan, with_dense_entries
+from magicdec.attention.sdpa_fallback import KernelAttention, KernelPlan, dtype_obstacle, with_dense_entries
+from magicdec.config.choices import Backend
+from magicdec.config.registry import BACKENDS
 from magicdec.kernels import library
 
 STEP = 8  # head dims are multiples of it, as in attention.cpp
@@ -28,10 +30,10 @@ class Call(ctypes.Structure):
     _fields_ = [(n, ctypes.c_void_p) for n in POINTERS] + [(n, ctypes.c_int64) for n in SIZES + STRIDES]
 
 
+@BACKENDS.register(Backend("cpp", "cpu", priority=1))
 class CppAttention(KernelAttention):
     """The fastest on a CPU. The first run builds it."""
 
-    name = "cpp"
     max_new_tokens: ClassVar[int] = 32  # arithmetic decides beyond, and another kernel is better at that
 
     def __init__(self) -> None:
@@ -39,12 +41,10 @@ class CppAttention(KernelAttention):
         self._library = library.load()
 
     @classmethod
-    def obstacle(cls, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    def obstacle(cls, dtype: torch.dtype, head_dim: int) -> str | None:
         """See Attention.obstacle."""
-        if device.type != "cpu":
-            return f"is for CPUs, not for {device.type}"
-        if dtype not in TYPES:
-            return f"computes in float32 and bfloat16, not in {str(dtype).removeprefix('torch.')}"
+        if obstacle := dtype_obstacle(dtype, TYPES):
+            return obstacle
         if head_dim % STEP:
             return f"needs a head dim that is a multiple of {STEP}, not {head_dim}"
         return library.obstacle()

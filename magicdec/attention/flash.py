@@ -17,8 +17,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from magicdec.attention.sdpa_fallback import KernelPlan, gpu_obstacle
+from magicdec.attention.sdpa_fallback import KernelPlan, dtype_obstacle
 from magicdec.attention.triton_fallback import LibraryAttention
+from magicdec.config.choices import Backend
+from magicdec.config.registry import BACKENDS
 
 MAX_HEAD_DIM = 256
 FEW_TOKENS = 32  # a verification; more are a prefill
@@ -77,19 +79,18 @@ def remedy() -> str:
     return f"no wheel is known for this GPU, PyTorch {version} and CUDA {cuda or 'none'} (docs/attention.md)"
 
 
+@BACKENDS.register(Backend("flash", "cuda", priority=2))
 class FlashAttention(LibraryAttention):
     """The library's kernels; Triton's for a verification with FlashAttention-2."""
-
-    name = "flash"
 
     def __init__(self) -> None:
         super().__init__()
         self._library, self._packs, _ = library()
 
     @classmethod
-    def obstacle(cls, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    def obstacle(cls, dtype: torch.dtype, head_dim: int) -> str | None:
         """See Attention.obstacle."""
-        if obstacle := gpu_obstacle(device, dtype, (torch.bfloat16, torch.float16)):
+        if obstacle := dtype_obstacle(dtype, (torch.bfloat16, torch.float16)):
             return obstacle
         if head_dim % 8 or head_dim > MAX_HEAD_DIM:
             return f"needs a head dim that is a multiple of 8 and at most {MAX_HEAD_DIM}, not {head_dim}"

@@ -9,13 +9,15 @@ It reads the cache in pages. Ours is the same memory seen differently: the entri
 each: pages overlap, and their size depends on no capacity.
 """
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from magicdec.attention.sdpa_fallback import KernelPlan, gpu_obstacle
+from magicdec.attention.sdpa_fallback import KernelPlan, dtype_obstacle
 from magicdec.attention.triton_fallback import LibraryAttention
+from magicdec.config.choices import Backend
+from magicdec.config.registry import BACKENDS
 
 HEAD_DIMS = (64, 128, 256)
 PAGE = 16  # slots; splits of the work consist of whole pages
@@ -32,11 +34,9 @@ def library() -> Any:
     return BatchPrefillWithPagedKVCacheWrapper
 
 
+@BACKENDS.register(Backend("flashinfer", "cuda", captured=False))
 class FlashInferAttention(LibraryAttention):
     """FlashInfer over our cache."""
-
-    name = "flashinfer"
-    captured: ClassVar[bool] = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,9 +46,9 @@ class FlashInferAttention(LibraryAttention):
         self._planned: KernelPlan | None = None
 
     @classmethod
-    def obstacle(cls, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    def obstacle(cls, dtype: torch.dtype, head_dim: int) -> str | None:
         """See Attention.obstacle."""
-        if obstacle := gpu_obstacle(device, dtype, (torch.bfloat16, torch.float16)):
+        if obstacle := dtype_obstacle(dtype, (torch.bfloat16, torch.float16)):
             return obstacle
         if head_dim not in HEAD_DIMS:
             return f"knows the head dims {', '.join(map(str, HEAD_DIMS))}, not {head_dim}"

@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from magicdec.attention.base import Attention, Shape
+from magicdec.config.choices import Backend
+from magicdec.config.registry import BACKENDS
 
 # Above this many query tokens (prefill) a mask folded over G would be larger than the keys it guards.
 MAX_FOLDED_TOKENS = 64
@@ -34,10 +36,9 @@ class SdpaPlan:
     window: int | None
 
 
+@BACKENDS.register(Backend("sdpa", priority=0))
 class SdpaAttention(Attention[SdpaPlan]):
     """The reference backend."""
-
-    name = "sdpa"
 
     def plan(
         self, seqlens_B: Tensor, shape: Shape, window: int | None, positions_BKS: Tensor | None = None

@@ -6,7 +6,7 @@ returns them. Shapes as in base.py.
 
 import sys
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
@@ -88,10 +88,8 @@ class KernelAttention(Attention[KernelPlan]):
         return self.decode_scored(q, k, v, plan, counted_BT if counted_BT is None else counted_BT.contiguous())
 
 
-def gpu_obstacle(device: torch.device, dtype: torch.dtype, dtypes: Sequence[torch.dtype]) -> str | None:
-    """Return Attention.obstacle for a kernel for NVIDIA GPUs that computes in `dtypes`."""
-    if device.type != "cuda":
-        return f"is for NVIDIA GPUs, not for {device.type}"
+def dtype_obstacle(dtype: torch.dtype, dtypes: Iterable[torch.dtype]) -> str | None:
+    """Return Attention.obstacle for a kernel that computes in `dtypes`."""
     if dtype not in dtypes:
         *names, name = (str(known).removeprefix("torch.") for known in (*dtypes, dtype))
         return f"computes in {', '.join(names)}, not in {name}"

@@ -1,4 +1,4 @@
-"""Attention in Triton, for NVIDIA GPUs: how the kernels of split_kv.py are launched.
+"""Attention in Triton, for NVIDIA GPUs: how the kernels of kernels/split_kv.py are launched.
 
 Shapes as there.
 """
@@ -8,11 +8,11 @@ from functools import cache
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
-from magicdec.attention.sdpa_fallback import KernelAttention, KernelPlan, gpu_obstacle
-from magicdec.attention.split_kv import attend_split, merge_splits, sum_scores
+from magicdec.attention.sdpa_fallback import KernelAttention, KernelPlan, dtype_obstacle
+from magicdec.config.choices import Backend
+from magicdec.config.registry import BACKENDS
 from magicdec.kernels.toolchain import triton_obstacle
 
 HEAD_DIMS = (64, 80, 96, 128)
@@ -25,25 +25,46 @@ MERGE = 8  # blocks that a program reads in the time that merging splits takes, 
 START = 2  # blocks' worth of time that a program takes to fill its pipeline and to write its part
 SUMMED = 512  # slots of a program that sums scores
 MERGED_NUMBERS = 8192  # in the registers of a merging program
-INTERPRETED = triton.knobs.runtime.interpret
 REGISTERS = 1 << 16  # of a multiprocessor
 USUAL_PROGRAMS = 2  # at once on a multiprocessor, where Triton does not tell
 SYSTEM_SHARED = 1024  # bytes of shared memory that a program takes beyond its own
 
 
-class TritonAttention(KernelAttention):
-    """The kernels of split_kv.py."""
+def kernels() -> Any:
+    """Return the module of the kernels. Importing Triton takes long, and it may not be installed."""
+    from magicdec.kernels import split_kv
 
-    name = "triton"
+    return split_kv
+
+
+def ceil_div(a: int, b: int) -> int:
+    """Return a / b, rounded up."""
+    return -(-a // b)
+
+
+def power_of_2(n: int) -> int:
+    """Return the smallest power of 2 that is at least n."""
+    return 1 << (n - 1).bit_length()
+
+
+@BACKENDS.register(Backend("triton", "cuda", priority=1))
+class TritonAttention(KernelAttention):
+    """The kernels of kernels/split_kv.py."""
 
     @classmethod
-    def obstacle(cls, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    def obstacle(cls, dtype: torch.dtype, head_dim: int) -> str | None:
         """See Attention.obstacle."""
-        if obstacle := gpu_obstacle(device, dtype, DTYPES):
+        if obstacle := dtype_obstacle(dtype, DTYPES):
             return obstacle
         if head_dim not in HEAD_DIMS:
             return f"knows the head dims {', '.join(map(str, HEAD_DIMS))}, not {head_dim}"
-        return triton_obstacle()
+        if obstacle := triton_obstacle():
+            return obstacle
+        try:
+            kernels()
+        except ImportError as error:
+            return f"cannot be imported ({error})"
+        return None
 
     def scores_at_once(self, dtype: torch.dtype, head_dim: int) -> int:
         """See Attention.scores_at_once. 2 GiB: with long contexts each pass reads a cache of many times that."""
@@ -65,7 +86,7 @@ class TritonAttention(KernelAttention):
         out_BTHD, lse = self._attend(q_BTHD, k_BKSD, v_BKSD, plan, None, raw)
         if not q_BTHD.is_meta:
             splits = lse.shape[1]
-            sum_scores[(B * K, triton.cdiv(S, SUMMED))](
+            kernels().sum_scores[(B * K, ceil_div(S, SUMMED))](
                 raw,
                 lse,
                 plan.seqlens_B,
@@ -78,7 +99,7 @@ class TritonAttention(KernelAttention):
                 plan.window,
                 K=K,
                 G=H // K,
-                PADDED_SPLITS=triton.next_power_of_2(splits),
+                PADDED_SPLITS=power_of_2(splits),
                 BLOCK=SUMMED,
                 enable_fp_fusion=True,
             )
@@ -110,7 +131,7 @@ class TritonAttention(KernelAttention):
         reads = S if positions is not None else min(S, plan.reach + T)
         if variant.selected:
             reads = arguments["num_indices"]
-        tiles = triton.cdiv(G * T, variant.tile)
+        tiles = ceil_div(G * T, variant.tile)
         splits = split_count(B * K * tiles, reads, variant.block, programs_at_once(variant, arguments))
         out_BTHD = torch.empty((B, T, H, D), dtype=q_BTHD.dtype, device=q_BTHD.device)
         partial = None
@@ -120,11 +141,11 @@ class TritonAttention(KernelAttention):
         if q_BTHD.is_meta:  # a memory estimate counts these allocations alone
             return out_BTHD, lse
         arguments |= {"out": out_BTHD, "partial": partial, "lse": lse, "num_splits": splits}
-        attend_split[tiles, splits, B * K](**arguments, **variant.constants(splits > 1), **variant.options)
+        kernels().attend_split[tiles, splits, B * K](**arguments, **variant.constants(splits > 1), **variant.options)
         if splits > 1:
-            padded, padded_dim = triton.next_power_of_2(splits), triton.next_power_of_2(D)
+            padded, padded_dim = power_of_2(splits), power_of_2(D)
             rows = merge_rows(G * T, padded * padded_dim)
-            merge_splits[(B * K, triton.cdiv(G * T, rows))](
+            kernels().merge_splits[(B * K, ceil_div(G * T, rows))](
                 partial, lse, out_BTHD, T, splits, K=K, G=G, D=D, PADDED_D=padded_dim, PADDED_SPLITS=padded, ROWS=rows,
                 enable_fp_fusion=True,
             )  # fmt: skip
@@ -154,7 +175,7 @@ class Variant:
             most = 64
         if self.dtype == torch.float32:
             most = 32  # 64 rows spill, and take more shared memory than an L40 has
-        return min(most, max(MIN_TILE, triton.next_power_of_2(self.query_rows)))
+        return min(most, max(MIN_TILE, power_of_2(self.query_rows)))
 
     @property
     def block(self) -> int:
@@ -164,7 +185,7 @@ class Variant:
     @property
     def options(self) -> dict[str, int | bool]:
         """The compiler's options. As many blocks are in flight as the smallest shared memory holds, that of an L40."""
-        numbers = self.tile * triton.next_power_of_2(self.head_dim)
+        numbers = self.tile * power_of_2(self.head_dim)
         few = numbers <= (8192 if reads_shared() else 4096)
         if self.dtype == torch.float32:
             few = self.tile == MIN_TILE
@@ -180,14 +201,14 @@ class Variant:
             "K": self.num_kv_heads,
             "G": self.group_size,
             "D": self.head_dim,
-            "PADDED_D": triton.next_power_of_2(self.head_dim),
+            "PADDED_D": power_of_2(self.head_dim),
             "TILE": self.tile,
             "BLOCK": self.block,
             "SELECTED": self.selected,
             "SPLIT": split,
             "SCORED": self.scored,
             "UNMASKED": self.query_rows > MAX_TILE and not (self.selected or self.scored or self.positioned),
-            "UPCAST": INTERPRETED,  # whose bf16 matmuls are wrong
+            "UPCAST": kernels().INTERPRETED,  # whose bf16 matmuls are wrong
         }
 
 
@@ -234,7 +255,7 @@ _programs: dict[Variant, int] = {}
 
 def programs_at_once(variant: Variant, arguments: dict[str, Any]) -> int:
     """Return how many programs of a variant the current GPU runs at once, as it compiles them for these arguments."""
-    variant = replace(variant, query_rows=min(2 * MAX_TILE, triton.next_power_of_2(variant.query_rows)))  # as compiled
+    variant = replace(variant, query_rows=min(2 * MAX_TILE, power_of_2(variant.query_rows)))  # as compiled
     if variant not in _programs:
         _programs[variant] = 4 * NO_GPU.sms if gpu() is NO_GPU else _compiled_programs(variant, arguments)
     return _programs[variant]
@@ -243,7 +264,8 @@ def programs_at_once(variant: Variant, arguments: dict[str, Any]) -> int:
 def _compiled_programs(variant: Variant, arguments: dict[str, Any]) -> int:
     parts = dict.fromkeys(("partial", "lse"), torch.float32) | {"out": variant.dtype, "num_splits": 2}
     values = arguments | parts | variant.constants(split=True)
-    made = attend_split.warmup(*(values[name] for name in attend_split.arg_names), **variant.options, grid=(1, 1, 1))
+    kernel = kernels().attend_split
+    made = kernel.warmup(*(values[name] for name in kernel.arg_names), **variant.options, grid=(1, 1, 1))
     try:
         made._init_handles()  # private: loads it, which says how many registers it takes
         return gpu().programs(made.n_regs, made.metadata.shared, made.metadata.num_warps)
@@ -253,7 +275,7 @@ def _compiled_programs(variant: Variant, arguments: dict[str, Any]) -> int:
 
 def merge_rows(query_rows: int, numbers_per_row: int) -> int:
     """Return the query rows that a merging program takes: as many as its registers hold."""
-    return min(triton.next_power_of_2(query_rows), max(1, MERGED_NUMBERS // numbers_per_row))
+    return min(power_of_2(query_rows), max(1, MERGED_NUMBERS // numbers_per_row))
 
 
 def split_count(programs: int, num_slots: int, block: int, at_once: int) -> int:

@@ -4,12 +4,12 @@ Shapes as in base.py.
 """
 
 from abc import abstractmethod
-from contextlib import suppress
 
 import torch
 from torch import Tensor
 
 from magicdec.attention.sdpa_fallback import KernelAttention, KernelPlan
+from magicdec.attention.triton import TritonAttention
 
 
 class LibraryAttention(KernelAttention):
@@ -17,12 +17,7 @@ class LibraryAttention(KernelAttention):
     Triton's kernel does all that, or sdpa where Triton is missing.
     """
 
-    def __init__(self) -> None:
-        self._triton: KernelAttention | None = None
-        with suppress(ImportError):
-            from magicdec.attention.triton import TritonAttention  # here, because it may not be installed
-
-            self._triton = TritonAttention()
+    _triton = TritonAttention()
 
     def scores_at_once(self, dtype: torch.dtype, head_dim: int) -> int:
         """See Attention.scores_at_once."""
@@ -58,6 +53,5 @@ class LibraryAttention(KernelAttention):
         return super().decode_scored(q_BTHD, k_BKSD, v_BKSD, plan, counted_BT)
 
     def _triton_for(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> KernelAttention | None:
-        where = torch.device("cuda") if device.type == "meta" else device  # memory is estimated for a GPU
-        fits = self._triton is not None and self._triton.obstacle(where, dtype, head_dim) is None
-        return self._triton if fits else None
+        """Return Triton's kernel if it can be used. On the meta device, the memory of a GPU is estimated."""
+        return None if device.type == "cpu" or self._triton.obstacle(dtype, head_dim) else self._triton

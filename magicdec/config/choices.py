@@ -232,6 +232,16 @@ class EngineConfig:
 
 
 @plain_dataclass(frozen=True)
+class Backend:
+    """A backend of attention. The work is a subclass of Attention: see magicdec/attention/base.py."""
+
+    name: str
+    device: Literal["cpu", "cuda"] | None = None  # the only kind of device that it runs on; None: any
+    priority: int | None = None  # attention=auto takes the usable backend with the highest; None: never
+    captured: bool = True  # a CUDA graph can capture it: one that reads lengths on the host cannot be
+
+
+@plain_dataclass(frozen=True)
 class Corpus:
     """A source of prompts. The work is a function `load`: see magicdec/data."""
 

@@ -1,4 +1,4 @@
-"""The registries of what is chosen by name: cache policies, drafts, engines, corpora.
+"""The registries of what is chosen by name: cache policies, drafts, engines, attention backends, corpora.
 
 A choice is one module, named like its option: cache=streaming is magicdec/cache/streaming.py, which is imported when
 the policy is first asked for, and registers itself:
@@ -22,7 +22,7 @@ from typing import Annotated, Any, Generic, TypeVar
 from pydantic import PlainValidator, TypeAdapter
 from pydantic_core import PydanticCustomError
 
-from magicdec.config.choices import CacheConfig, Corpus, DraftConfig, EngineConfig
+from magicdec.config.choices import Backend, CacheConfig, Corpus, DraftConfig, EngineConfig
 from magicdec.errors import UserError
 from magicdec.rules import did_you_mean
 
@@ -43,9 +43,12 @@ class Entry(Generic[F]):
 class Registry(Generic[F]):
     """The choices of one group by name."""
 
-    def __init__(self, key: str, *packages: str):
-        """`key` is where the configuration chooses; modules of `packages` register the built-in choices."""
-        self.key, self.attribute, self.packages = key, key.rpartition(".")[2], packages
+    def __init__(self, key: str, *packages: str, attribute: str = "name", keyword: str = ""):
+        """`key` is where the configuration chooses, by the facts' `attribute`; `packages` hold the built-in choices.
+
+        `keyword` is a value of the key that names no choice, such as auto.
+        """
+        self.key, self.attribute, self.packages, self.keyword = key, attribute, packages, keyword
         self._entries: dict[str, Entry[F]] = {}
 
     def _name(self, facts: F) -> str:
@@ -65,7 +68,8 @@ class Registry(Generic[F]):
         """Return a choice. Raise UserError if there is none of that name, ImportError for a library that it lacks."""
         if name not in self:
             hint = did_you_mean(name, self) or "; plugins=[MODULE] adds those of a module"
-            raise UserError(f"{self.key}={name}: must be one of {', '.join(self)}{hint}")
+            names = [*filter(None, [self.keyword]), *self]
+            raise UserError(f"{self.key}={name}: must be one of {', '.join(names)}{hint}")
         return self._entries[name]
 
     def __contains__(self, name: str) -> bool:
@@ -94,9 +98,10 @@ def _note_plugin(module: str) -> None:
                 PLUGINS[name] = Path(place).resolve()
 
 
-POLICIES: Registry[type[CacheConfig]] = Registry("cache.policy", "magicdec.cache")
-DRAFTS: Registry[type[DraftConfig]] = Registry("draft.name", "magicdec.drafts")
+POLICIES: Registry[type[CacheConfig]] = Registry("cache.policy", "magicdec.cache", attribute="policy")
+DRAFTS: Registry[type[DraftConfig]] = Registry("draft.name", "magicdec.drafts", keyword="none")
 ENGINES: Registry[type[EngineConfig]] = Registry("engine.name", "magicdec.engine", "magicdec.peers")
+BACKENDS: Registry[Backend] = Registry("attention", "magicdec.attention", keyword="auto")
 CORPORA: Registry[Corpus] = Registry("data.name", "magicdec.data")
 
 
@@ -108,7 +113,7 @@ def _chosen(registry: Registry[Any], base: type) -> PlainValidator:
             return given
         if (name := given.get(registry.attribute)) is None:
             raise PydanticCustomError("missing_choice", "missing", {"attribute": registry.attribute})
-        kind = DraftConfig if registry is DRAFTS and name == "none" else registry[str(name)].facts
+        kind = DraftConfig if registry is DRAFTS and name == DRAFTS.keyword else registry[str(name)].facts
         return TypeAdapter(kind).validate_json(json.dumps(given))
 
     return PlainValidator(typed)
@@ -118,3 +123,10 @@ def _chosen(registry: Registry[Any], base: type) -> PlainValidator:
 Cache = Annotated[CacheConfig, _chosen(POLICIES, CacheConfig)]
 Draft = Annotated[DraftConfig, _chosen(DRAFTS, DraftConfig)]
 Engine = Annotated[EngineConfig, _chosen(ENGINES, EngineConfig)]
+
+
+def _backend(name: Any) -> str:
+    return name if name == BACKENDS.keyword else BACKENDS[str(name)].facts.name
+
+
+AttentionName = Annotated[str, PlainValidator(_backend)]

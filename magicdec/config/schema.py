@@ -14,7 +14,7 @@ from pydantic.dataclasses import dataclass
 
 from magicdec import plugins
 from magicdec.config.choices import CacheConfig, ModelChoice
-from magicdec.config.registry import Cache, Draft, Engine
+from magicdec.config.registry import AttentionName, Cache, Draft, Engine
 from magicdec.rules import STRICT, Count, Counts, FileName, Fraction, Share, is_file_name, must
 
 # In an installation conf/ is in the package, in a checkout next to it.
@@ -209,7 +209,7 @@ class Config:
     batch: BatchConfig
     data: DataConfig
     sampling: SamplingConfig
-    attention: Literal["auto", "sdpa", "cpp", "triton", "flash", "flashinfer"]
+    attention: AttentionName
     engine: Engine
     scenario: Scenario
     wandb: WandbConfig

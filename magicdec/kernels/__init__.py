@@ -1,1 +1,1 @@
-"""Kernels for CPUs in C++, compiled at their first use, and PyTorch's operators that they stand in for."""
+"""Kernels: for CPUs in C++, compiled at their first use, and for NVIDIA GPUs in Triton."""

@@ -63,8 +63,8 @@ def compiler() -> str | None:
 
 @cache
 def path() -> Path:
-    """Return the library's file: one for each content of this folder, flags, PyTorch and processor."""
-    files = [(file.name, file.read_bytes()) for file in sorted(FOLDER.iterdir()) if file.is_file()]
+    """Return the library's file: one for each state of the sources, flags, PyTorch and processor."""
+    files = [(file.name, file.read_bytes()) for file in sorted(FOLDER.iterdir()) if file.suffix in (".cpp", ".h")]
     identity = (files, FLAGS, torch.__version__, platform.machine(), _processor())
     digest = hashlib.sha256(repr(identity).encode()).hexdigest()[:16]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "magicdec")

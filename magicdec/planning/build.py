@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 
-from magicdec.attention import backends
 from magicdec.attention.base import Attention
 from magicdec.config.checks import refuse_unread
 from magicdec.config.load import compose
-from magicdec.config.registry import CORPORA, ENGINES
+from magicdec.config.registry import BACKENDS, CORPORA, ENGINES
 from magicdec.config.schema import Config
 from magicdec.costmodel.roofline import BF16
 from magicdec.data import PromptRequest, Prompts, load_prompts
@@ -42,7 +41,7 @@ def engine(plan: Plan, progress: Progress) -> NativeEngine:
     if any(obstacle in plan.reasons for obstacle in (*library.OBSTACLES, toolchain.NEEDS_C, "hardware.compile=false")):
         to_stderr(f"warning: {plan.reasons}; decoding is slower without it")
     with progress.task(f"attention={name}", total=1) as task:  # cpp is compiled at its first use
-        attention = backends.backend(name)()
+        attention = BACKENDS[name].work()
         task.advance(1)
     return _engine(plan, lambda model: _load(model, plan, attention, progress))
 
@@ -165,7 +164,7 @@ def estimate(plan: Plan, num_rows: int, context_len: int) -> Footprint:
 
 def _estimate(plan: Plan, num_rows: int, context_len: int, prefills: bool = True) -> Footprint:
     on_cpu = plan.device.type == "cpu"
-    attention = UniformAttention() if on_cpu else backends.backend(plan.config.attention)()
+    attention = UniformAttention() if on_cpu else BACKENDS[plan.config.attention].work()
 
     def load(model: Model) -> Transformer:
         part = Share(0, model.num_ranks, 0, plan.num_ranks)

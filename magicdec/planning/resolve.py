@@ -11,7 +11,7 @@ from magicdec.architectures import ModelConfig, check_ranks
 from magicdec.attention import backends
 from magicdec.config.checks import check_length
 from magicdec.config.choices import ModelChoice
-from magicdec.config.registry import CORPORA, ENGINES
+from magicdec.config.registry import BACKENDS, CORPORA, ENGINES
 from magicdec.config.schema import ROWS_ON, Config
 from magicdec.costmodel import comparison
 from magicdec.errors import UserError
@@ -196,7 +196,7 @@ def _divided(config: Config, target: Model, draft: Model | None) -> tuple[Model,
 def _attention(config: Config, device: torch.device, dtype: torch.dtype, models: list[Model]) -> tuple[str, str]:
     """Return the backend's name, and why it was chosen."""
     name, why = backends.choose(config.attention, device, dtype, [model.config.head_dim for model in models])
-    if config.hardware.cuda_graphs and not backends.backend(name).captured:
+    if config.hardware.cuda_graphs and not BACKENDS[name].facts.captured:
         raise UserError(
             f"hardware.cuda_graphs=true: attention={name} plans on the host, which no graph can capture; set "
             "hardware.cuda_graphs=false"

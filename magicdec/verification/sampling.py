@@ -150,7 +150,7 @@ def _kernels() -> Any:
     """Return the module of kernels that do the same on GPUs; None where Triton cannot be used."""
     if triton_obstacle():
         return None
-    from magicdec.verification import triton_sampling  # here, because Triton may not be installed
+    from magicdec.kernels import triton_sampling  # here, because Triton may not be installed
 
     return triton_sampling
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from magicdec.attention.base import Shape
-from magicdec.attention.triton import INTERPRETED, TritonAttention, Variant
+from magicdec.attention.triton import TritonAttention, Variant
+from magicdec.kernels.split_kv import INTERPRETED
 from magicdec.measure.footprint import Allocations
 from tests.attention.twins import (
     attend,

@@ -11,6 +11,8 @@ import torch
 from magicdec.attention import flash
 from magicdec.attention.backends import choose
 from magicdec.attention.flash import FlashAttention
+from magicdec.attention.triton import TritonAttention
+from magicdec.attention.triton_fallback import LibraryAttention
 from magicdec.engine.graphs import Captures, Step
 from magicdec.errors import UserError
 from magicdec.measure.footprint import Allocations
@@ -93,13 +95,10 @@ def test_against_sdpa(calls, num_new, group, window):
 @pytest.fixture
 def triton_calls(monkeypatch):
     """The kinds of Triton's calls, which return no numbers."""
-    pytest.importorskip("triton")
-    from magicdec.attention.triton import TritonAttention
-
     made = []
     monkeypatch.setattr(TritonAttention, "decode", lambda self, q, *_: made.append("decode") or q)
     monkeypatch.setattr(TritonAttention, "decode_scored", lambda self, q, *_: made.append("scored") or (q, q))
-    monkeypatch.setattr(TritonAttention, "obstacle", lambda *_: None)
+    monkeypatch.setattr(LibraryAttention, "_triton_for", lambda self, *_: self._triton)
     return made
 
 

@@ -6,6 +6,7 @@ import torch
 triton = pytest.importorskip("triton", reason="needs Triton (Linux only)")
 
 from magicdec.attention import triton as ours  # noqa: E402
+from magicdec.kernels import split_kv  # noqa: E402
 from tests.attention.twins import attend, attend_scored, case, expected, expected_scored  # noqa: E402
 from tests.gpu_rehearsal.compile import GPUS, build  # noqa: E402
 from tests.gpu_rehearsal.fake import fake_cuda  # noqa: E402
@@ -30,7 +31,7 @@ def attend_compiled(capability, dtype, dim, group, num_new, kind):
     constants |= {} if kind == "positions" else {"positions": None, "reach": None}
     constants |= {} if kind == "scored" else {"raw": None}
     constants |= {} if split else {"partial": None}
-    return build(ours.attend_split, capability, types, constants, options)
+    return build(split_kv.attend_split, capability, types, constants, options)
 
 
 @CAPABILITIES
@@ -87,7 +88,7 @@ def test_merging_compiled(capability, dim, splits):
     padded = triton.next_power_of_2(dim)
     constants = {"K": 8, "G": 4, "D": dim, "PADDED_D": padded, "PADDED_SPLITS": splits}
     constants["ROWS"] = ours.merge_rows(20, splits * padded)
-    assert build(ours.merge_splits, capability, types, constants, {"enable_fp_fusion": True}).spilled == 0
+    assert build(split_kv.merge_splits, capability, types, constants, {"enable_fp_fusion": True}).spilled == 0
 
 
 @CAPABILITIES
@@ -98,7 +99,7 @@ def test_summing_compiled(capability, some):
     types |= {"positions": "*i32"}
     constants = {"K": 8, "G": 4, "PADDED_SPLITS": ours.MAX_SPLITS, "BLOCK": ours.SUMMED}
     constants |= {} if some else {"counted": None, "positions": None}
-    assert build(ours.sum_scores, capability, types, constants, {"enable_fp_fusion": True}).spilled == 0
+    assert build(split_kv.sum_scores, capability, types, constants, {"enable_fp_fusion": True}).spilled == 0
 
 
 @pytest.mark.gpu

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from magicdec.attention.backends import backend
-from magicdec.config.registry import DRAFTS, POLICIES
+from magicdec.config.registry import BACKENDS, DRAFTS, POLICIES
 from magicdec.engine.native import NativeEngine, warm_up
 from magicdec.measure.footprint import footprint
 from magicdec.measure.memory import Peak, workspace_bytes
@@ -20,7 +19,7 @@ def engine_for(
     draft: str, policy: str, graphs: bool, device: str = "cuda", attention: str = "sdpa", **sizes
 ) -> NativeEngine:
     target = small_model(**sizes)
-    target.attention = backend(attention)()
+    target.attention = BACKENDS[attention].work()
     drafter = noisy_copy(target, 0.15).to(device) if DRAFTS[draft].facts.needs_model else None
     options = {"gamma": 3, "budget": 16, "num_sink": 2, "page_size": 4, "refresh": 2, "graphs": graphs}
     return new_engine(target.to(device), draft_name=draft, draft_model=drafter, policy=policy, **options)

@@ -27,8 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from magicdec.architectures import ModelConfig
-from magicdec.attention.backends import backend
-from magicdec.config.registry import DRAFTS
+from magicdec.config.registry import BACKENDS, DRAFTS
 from magicdec.engine.native import Batch, NativeEngine
 from magicdec.models import rope
 from magicdec.models.parallel import ALONE, Share
@@ -263,12 +262,13 @@ def fake_cuda(capability: int | None = None) -> Iterator[Recording]:
     """
     lend_guard()
     import magicdec.attention.triton as ours
+    from magicdec.kernels import split_kv
+    from magicdec.kernels import triton_sampling as sampling
     from magicdec.models import code_matmul
-    from magicdec.verification import triton_sampling as sampling
 
     recording, card = Recording(), GPUS[capability or 90]
     launched = (
-        (ours, ("attend_split", "merge_splits", "sum_scores")),
+        (split_kv, ("attend_split", "merge_splits", "sum_scores")),
         (sampling, ("collect", "find_cut", "write", "draw_numbers")),
         (code_matmul, ("multiply_codes",)),
     )
@@ -295,7 +295,8 @@ def fake_model(
 ) -> Transformer:
     """A model with fake weights on CUDA, one rank's share of it; to be called within `fake_cuda`."""
     with unset_fake_temporarily(), torch.device("meta"):
-        model = Transformer(share.config(config), backend(attention)(), share).to(dtype).eval().requires_grad_(False)
+        model = Transformer(share.config(config), BACKENDS[attention].work(), share).to(dtype)
+        model.eval().requires_grad_(False)
         shapes = {key: weight.shape for key, weight in model.state_dict().items()}
     for key, shape in shapes.items():
         *path, last = key.split(".")

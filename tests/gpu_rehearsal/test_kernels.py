@@ -10,6 +10,7 @@ from triton.runtime.driver import driver
 from magicdec.attention import triton as ours
 from magicdec.attention.base import Shape
 from magicdec.attention.triton import split_count
+from magicdec.kernels import split_kv
 from tests.attention.twins import case
 from tests.gpu_rehearsal.compile import GPUS, Launch, compiled, resources
 from tests.gpu_rehearsal.fake import engine, fake_cuda, prefilled, rounds
@@ -91,7 +92,9 @@ def test_the_programs_that_run_at_once_are_those_of_the_compiled_kernel(capabili
 def test_another_triton_that_does_not_tell_registers(monkeypatch):
     """What is asked of it is private; without an answer two programs are assumed to run at once."""
     monkeypatch.setattr(ours, "gpu", lambda: ours.Gpu(90, 132, GPUS[90].shared, 64))
-    monkeypatch.setattr(ours, "attend_split", SimpleNamespace(arg_names=[], warmup=lambda *_, **__: SimpleNamespace()))
+    monkeypatch.setattr(
+        split_kv, "attend_split", SimpleNamespace(arg_names=[], warmup=lambda *_, **__: SimpleNamespace())
+    )
     variant = ours.Variant(torch.bfloat16, 8, 4, 128, 20, False, False, False, False)
     assert ours._compiled_programs(variant, {}) == 2 * 132
 

@@ -40,9 +40,9 @@ def test_it_is_built_once_and_what_is_in_the_way_is_one_line(tmp_path, monkeypat
     assert library.obstacle() == "needs a C++ compiler, and neither g++ nor clang++ is installed (CXX names another)"
 
 
-def test_each_file_of_the_folder_decides_the_library_s_name(tmp_path, monkeypatch):
+def test_each_source_decides_the_library_s_name(tmp_path, monkeypatch):
     folder = tmp_path / "kernels"
-    shutil.copytree(library.FOLDER, folder, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(library.FOLDER, folder, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
     monkeypatch.setattr(library, "FOLDER", folder)
     names = [library.path.__wrapped__()]
     for file in folder.iterdir():

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from magicdec.kernels import triton_sampling
 from magicdec.verification import sampling as ours
-from magicdec.verification import triton_sampling
 from magicdec.verification.sampling import RowSampling, Sampling, Use, probabilities, uniform_BT
 from tests.verification.twin import SETTINGS, check
 

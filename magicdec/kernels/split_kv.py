@@ -16,6 +16,8 @@ bytes a slot in addition to the 4 D of K and V in half precision, and summed by 
 import triton
 import triton.language as tl
 
+INTERPRETED = triton.knobs.runtime.interpret
+
 
 @triton.jit
 def out_row(head, r, T, K: tl.constexpr, G: tl.constexpr):
