@@ -4,11 +4,15 @@ One set of fields covers the Llama, Mistral, Qwen2, Qwen3 and Yi families. A new
 beyond its name in `FAMILIES`.
 """
 
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Iterable, Mapping
+from dataclasses import fields, replace
+from typing import Annotated, Any
+
+from pydantic import ValidationError
+from pydantic.dataclasses import dataclass
 
 from magicdec.errors import UserError
-from magicdec.rules import FLAG, TEXT, check, check_json, either, has_rule, list_of, number, or_null, rules_of, whole
+from magicdec.rules import JSON, STRICT, must, number, parse, refusal, whole
 
 # What a family's code implies and its config.json leaves out.
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -23,8 +27,19 @@ QWEN3_HEAD_DIM = 128  # the default of a Qwen3 config.json: not hidden_size / nu
 # Defaults of a config.json; the Llama family has no sliding windows, even if its files name one.
 DEFAULT_SLIDING_WINDOW, DEFAULT_MAX_WINDOW_LAYERS = 4096, 28
 
-LONGEST = (1 << 31) - 1  # tokens: positions and lengths are int32
-TOKEN_ID = whole(0, LONGEST)
+LONGEST = (1 << 31) - 1  # positions and lengths are int32
+# The upper bounds are far beyond any model's: they refuse a broken file before it takes memory or time.
+Tokens = Annotated[int, whole(1, LONGEST)]
+TokenId = Annotated[int, whole(0, LONGEST)]
+Vocabulary = Annotated[int, whole(1, 1 << 24)]
+Width = Annotated[int, whole(1, 1 << 20)]
+Features = Annotated[int, whole(1, 1 << 22)]
+Heads = Annotated[int, whole(1, 1 << 14)]
+Layers = Annotated[int, whole(1, 2000)]
+Layer = Annotated[int, whole(0, 2000)]
+Factor = Annotated[float, number(0, 1e6)]
+Theta = Annotated[float, number(1, 1e15)]
+Epsilon = Annotated[float, number(0, 1)]
 # Kinds of rope scaling, and the fields that each needs in addition to its factor.
 ROPE_KINDS: dict[str, tuple[str, ...]] = {
     "linear": (),
@@ -33,7 +48,7 @@ ROPE_KINDS: dict[str, tuple[str, ...]] = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class RopeScaling:
     """The scaling of rotary frequencies beyond the pretraining context.
 
@@ -42,64 +57,57 @@ class RopeScaling:
     """
 
     kind: str  # a key of ROPE_KINDS
-    factor: float = has_rule(number(0, 1e6))
-    original_max_position_embeddings: int | None = has_rule(whole(1, LONGEST), default=None)
-    low_freq_factor: float | None = has_rule(number(0, 1e6), default=None)  # llama3
-    high_freq_factor: float | None = has_rule(number(0, 1e6), default=None)  # llama3
-    beta_fast: float = has_rule(number(0, 1e6), default=32.0)  # yarn
-    beta_slow: float = has_rule(number(0, 1e6), default=1.0)  # yarn
-    attention_factor: float | None = has_rule(number(0, 1e6), default=None)  # yarn; None: 0.1 ln(factor) + 1
-    truncate: bool = has_rule(FLAG, default=True)  # yarn
+    factor: Factor
+    original_max_position_embeddings: Tokens | None = None
+    low_freq_factor: Factor | None = None  # llama3
+    high_freq_factor: Factor | None = None  # llama3
+    beta_fast: Factor = 32.0  # yarn
+    beta_slow: Factor = 1.0  # yarn
+    attention_factor: Factor | None = None  # yarn; None: 0.1 ln(factor) + 1
+    truncate: bool = True  # yarn
 
     def __post_init__(self) -> None:
         if self.kind not in ROPE_KINDS:
             raise UserError(f"rope scaling {self.kind!r} is not supported; supported: {', '.join(ROPE_KINDS)}")
-        for name in ("factor", *ROPE_KINDS[self.kind]):
+        for name in ROPE_KINDS[self.kind]:
             if getattr(self, name) is None:
                 raise UserError(f"rope scaling {self.kind} needs {name}")
-        check(self, "rope scaling: ")
         if self.kind == "llama3" and not self.low_freq_factor < self.high_freq_factor:  # type: ignore[operator]
             low = f"low_freq_factor={self.low_freq_factor}"
             raise UserError(f"rope scaling llama3: {low} must be below high_freq_factor")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class ModelConfig:
-    """The sizes and switches of one transformer. Defaults are Llama's.
+    """The sizes and switches of one transformer. Defaults are Llama's."""
 
-    The upper bounds are far beyond any model's: they refuse a broken file before it takes memory or time.
-    """
-
-    vocab_size: int = has_rule(whole(1, 1 << 24))
-    hidden_size: int = has_rule(whole(1, 1 << 20))
-    intermediate_size: int = has_rule(whole(1, 1 << 22))
-    num_layers: int = has_rule(whole(1, 2000))
-    num_heads: int = has_rule(whole(1, 1 << 14))
-    num_kv_heads: int = has_rule(whole(1, 1 << 14))
-    head_dim: int = has_rule(whole(1, 1 << 14))
-    max_position_embeddings: int = has_rule(whole(1, LONGEST))
-    rope_theta: float = has_rule(number(1, 1e15), default=10000.0)
+    vocab_size: Vocabulary
+    hidden_size: Width
+    intermediate_size: Features
+    num_layers: Layers
+    num_heads: Heads
+    num_kv_heads: Heads
+    head_dim: Heads
+    max_position_embeddings: Tokens
+    rope_theta: Theta = 10000.0
     rope_scaling: RopeScaling | None = None
-    rms_norm_eps: float = has_rule(number(0, 1), default=1e-5)
+    rms_norm_eps: Epsilon = 1e-5
     tie_word_embeddings: bool = False
     qkv_bias: bool = False
     output_bias: bool = False
     qk_norm: bool = False
     # Layers with a sliding window see only the last `sliding_window` tokens, their own included.
-    sliding_window: int | None = has_rule(whole(1, LONGEST), default=None)
-    sliding_layers: tuple[int, ...] = has_rule(list_of(whole(0, 2000)), default=())
-    eos_token_ids: tuple[int, ...] = has_rule(list_of(TOKEN_ID), default=())
+    sliding_window: Tokens | None = None
+    sliding_layers: tuple[Layer, ...] = ()
+    eos_token_ids: tuple[TokenId, ...] = ()
 
     def __post_init__(self) -> None:
-        check(self)
         if self.num_heads % self.num_kv_heads:
             raise UserError(f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}")
         if self.head_dim % 2:
             raise UserError(f"head_dim={self.head_dim} must be even: rotary embeddings turn pairs of features")
         if max(self.sliding_layers, default=0) >= self.num_layers:
             raise UserError(f"sliding layer {max(self.sliding_layers)}: there are {self.num_layers} layers, from 0")
-        for name in ("sliding_layers", "eos_token_ids"):  # lists from YAML become tuples, so that configs are hashable
-            object.__setattr__(self, name, tuple(getattr(self, name)))
 
     @property
     def group_size(self) -> int:
@@ -167,134 +175,166 @@ def _check_divides(config: ModelConfig, ranks: int, key: str) -> None:
         )
 
 
-_SIZES, _FLAG, _NUMBER = rules_of(ModelConfig), or_null(FLAG), or_null(number(0, 1e15))
-EOS = {"eos_token_id": or_null(either(TOKEN_ID, list_of(TOKEN_ID)))}
-ROPE: dict[str, Any] = {
-    **dict.fromkeys(("rope_type", "type"), or_null(TEXT)),
-    **dict.fromkeys(("rope_theta", "partial_rotary_factor", "mscale", "mscale_all_dim"), _NUMBER),
-    **{name: or_null(rule) for name, rule in rules_of(RopeScaling).items()},
-}
-# The keys of a `config.json` that are read.
-SCHEMA: dict[str, Any] = {
-    **dict.fromkeys(("model_type", "hidden_act"), TEXT),
-    **{name: _SIZES[name] for name in ("vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings")},
-    "num_hidden_layers": _SIZES["num_layers"],
-    "num_attention_heads": _SIZES["num_heads"],
-    "num_key_value_heads": or_null(_SIZES["num_kv_heads"]),
-    "head_dim": or_null(_SIZES["head_dim"]),
-    "rms_norm_eps": _SIZES["rms_norm_eps"],
-    **dict.fromkeys(("rope_theta", "partial_rotary_factor"), _NUMBER),
-    "original_max_position_embeddings": or_null(_SIZES["max_position_embeddings"]),
-    **dict.fromkeys(("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window"), _FLAG),
-    "sliding_window": or_null(_SIZES["sliding_window"]),
-    "max_window_layers": or_null(whole(0, 2000)),
-    "layer_types": or_null(list_of(TEXT)),
-} | EOS
+EosIds = Annotated[TokenId | list[TokenId] | None, must(f"must be a whole number, 0 to {LONGEST:,}, or a list of them")]
 
 
-def from_hugging_face(config: dict[str, Any], name: str = "config.json") -> ModelConfig:
+@dataclass(frozen=True, config=JSON)
+class GenerationConfig:
+    """The keys of a `generation_config.json` that are read."""
+
+    eos_token_id: EosIds = None
+
+
+@dataclass(frozen=True, config=JSON)
+class Rope:
+    """The keys of transformers 5's `rope_parameters`, or of the older `rope_scaling`, that are read."""
+
+    rope_type: str | None = None
+    type: str | None = None
+    rope_theta: Theta | None = None
+    partial_rotary_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    factor: Factor | None = None
+    original_max_position_embeddings: Tokens | None = None
+    low_freq_factor: Factor | None = None
+    high_freq_factor: Factor | None = None
+    beta_fast: Factor | None = None
+    beta_slow: Factor | None = None
+    attention_factor: Factor | None = None
+    truncate: bool | None = None
+
+
+@dataclass(frozen=True, kw_only=True, config=JSON)
+class HuggingFace(GenerationConfig):
+    """The keys of a `config.json` that are read. Null means missing; as a sliding window it means none."""
+
+    vocab_size: Vocabulary
+    hidden_size: Width
+    intermediate_size: Features
+    num_hidden_layers: Layers
+    num_attention_heads: Heads
+    max_position_embeddings: Tokens
+    num_key_value_heads: Heads | None = None
+    head_dim: Heads | None = None
+    model_type: str | None = None
+    hidden_act: str = "silu"
+    rms_norm_eps: Epsilon = 1e-6
+    rope_theta: Theta | None = None
+    rope_parameters: Rope | None = None
+    rope_scaling: Rope | None = None
+    partial_rotary_factor: float | None = None
+    original_max_position_embeddings: Tokens | None = None
+    tie_word_embeddings: bool | None = None
+    attention_bias: bool | None = None
+    mlp_bias: bool | None = None
+    use_sliding_window: bool | None = None
+    sliding_window: Tokens | None = DEFAULT_SLIDING_WINDOW
+    max_window_layers: Layer | None = None
+    layer_types: tuple[str, ...] | None = None
+
+
+def from_hugging_face(plain: Mapping[str, Any], name: str = "config.json") -> ModelConfig:
     """Return the architecture that a `config.json` describes; `name` is what errors call the file.
 
     Raise UserError for an unsupported family or rope scaling, for missing keys, and for wrong types or sizes.
     """
-    check_json(config, SCHEMA, name)
-    for key in ("rope_parameters", "rope_scaling"):
-        if config.get(key) is not None:
-            check_json(config[key], ROPE, name, key)
-    # Null means missing, except for a sliding window: there null means none, and a missing key the default.
-    config = {key: value for key, value in config.items() if value is not None or key == "sliding_window"}
+    config = parse(HuggingFace, plain, where=name)
     try:
-        return _from_hugging_face(config)
-    except KeyError as missing:
-        raise UserError(f"{name}: the key {missing} is missing") from None
+        return _model_config(config)
+    except ValidationError as error:
+        raise refusal(error, where=name) from None
     except UserError as error:
         raise UserError(f"{name}: {error}") from None
 
 
-def eos_ids(value: int | list[int] | None) -> tuple[int, ...]:
+def eos_ids(config: GenerationConfig) -> tuple[int, ...]:
     """Return a checkpoint's end-of-sequence tokens as a tuple, empty if it names none."""
+    value = config.eos_token_id
     return () if value is None else (value,) if isinstance(value, int) else tuple(value)
 
 
-def _from_hugging_face(config: dict[str, Any]) -> ModelConfig:
+def _model_config(config: HuggingFace) -> ModelConfig:
     """Implement `from_hugging_face`, with errors that do not name the file yet."""
-    family = config.get("model_type")
+    family = config.model_type
     if family is None:
         raise UserError(f"no model_type is given; supported: {', '.join(FAMILIES)}")
     if family not in FAMILIES:
         raise UserError(f"model_type={family!r} is not supported; supported: {', '.join(FAMILIES)}")
-    if config.get("hidden_act", "silu") != "silu":
-        raise UserError(f"hidden_act={config['hidden_act']!r} is not supported; supported: silu")
-    if config.get("mlp_bias"):
+    if config.hidden_act != "silu":
+        raise UserError(f"hidden_act={config.hidden_act!r} is not supported; supported: silu")
+    if config.mlp_bias:
         raise UserError("mlp_bias=true is not supported")
-    num_layers, num_heads = config["num_hidden_layers"], config["num_attention_heads"]
-    head_dim = config.get("head_dim") or (QWEN3_HEAD_DIM if family == "qwen3" else config["hidden_size"] // num_heads)
-    bias = family in FAMILIES_WITH_OPTIONAL_BIAS and bool(config.get("attention_bias"))
+    num_layers, num_heads = config.num_hidden_layers, config.num_attention_heads
+    bias = family in FAMILIES_WITH_OPTIONAL_BIAS and bool(config.attention_bias)
     theta, scaling = _rope(config)
-    window, sliding_layers = _sliding(config, family, num_layers)
+    window, sliding_layers = _sliding(config, family)
     return ModelConfig(
-        vocab_size=config["vocab_size"],
-        hidden_size=config["hidden_size"],
-        intermediate_size=config["intermediate_size"],
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
         num_layers=num_layers,
         num_heads=num_heads,
-        num_kv_heads=config.get("num_key_value_heads") or num_heads,
-        head_dim=head_dim,
+        num_kv_heads=config.num_key_value_heads or num_heads,
+        head_dim=config.head_dim or (QWEN3_HEAD_DIM if family == "qwen3" else config.hidden_size // num_heads),
         max_position_embeddings=_longest(config, scaling),
         rope_theta=theta,
         rope_scaling=scaling,
-        rms_norm_eps=config.get("rms_norm_eps", 1e-6),
-        tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+        rms_norm_eps=config.rms_norm_eps,
+        tie_word_embeddings=bool(config.tie_word_embeddings),
         output_bias=bias,
         sliding_window=window,
         sliding_layers=sliding_layers,
-        eos_token_ids=eos_ids(config.get("eos_token_id")),
+        eos_token_ids=eos_ids(config),
         **({"qkv_bias": bias} | FAMILIES[family]),
     )
 
 
-def _sliding(config: dict[str, Any], family: str, num_layers: int) -> tuple[int | None, tuple[int, ...]]:
+def _sliding(config: HuggingFace, family: str) -> tuple[int | None, tuple[int, ...]]:
     """Return the sliding window and its layers, by the switches that may name a window without using it."""
-    window = config.get("sliding_window", DEFAULT_SLIDING_WINDOW)
-    layers: tuple[int, ...] = ()
+    layers: Iterable[int] = ()
     if family == "mistral":
-        layers = tuple(range(num_layers))
-    elif family != "llama" and config.get("use_sliding_window"):
-        kinds = config.get("layer_types")
-        if kinds:
-            layers = tuple(i for i, kind in enumerate(kinds) if kind == "sliding_attention")
+        layers = range(config.num_hidden_layers)
+    elif family != "llama" and config.use_sliding_window:
+        if config.layer_types:
+            layers = (i for i, kind in enumerate(config.layer_types) if kind == "sliding_attention")
         else:  # the first max_window_layers attend to everything
-            layers = tuple(range(config.get("max_window_layers", DEFAULT_MAX_WINDOW_LAYERS), num_layers))
-    return (window, layers) if layers and window is not None else (None, ())
+            first = DEFAULT_MAX_WINDOW_LAYERS if config.max_window_layers is None else config.max_window_layers
+            layers = range(first, config.num_hidden_layers)
+    window, found = config.sliding_window, tuple(layers)
+    return (window, found) if found and window is not None else (None, ())
 
 
-def _longest(config: dict[str, Any], scaling: RopeScaling | None) -> int:
+def _longest(config: HuggingFace, scaling: RopeScaling | None) -> int:
     """Return the longest sequence that the model is made for: `max_position_embeddings`, or what YaRN's factor gives.
 
     YaRN checkpoints may keep that key at the original length. Llama 3.2's factor would exceed its trained length.
     """
-    longest = config["max_position_embeddings"]
+    longest = config.max_position_embeddings
     if scaling is None or scaling.kind != "yarn":
         return longest
     assert scaling.original_max_position_embeddings is not None, "RopeScaling has checked"
     return max(longest, int(scaling.factor * scaling.original_max_position_embeddings))
 
 
-def _rope(config: dict[str, Any]) -> tuple[float, RopeScaling | None]:
+def _rope(config: HuggingFace) -> tuple[float, RopeScaling | None]:
     """Return the rotary base and scaling, from transformers 5's `rope_parameters` or the older two keys."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    theta = float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
-    if (config.get("partial_rotary_factor") or rope.get("partial_rotary_factor") or 1.0) != 1.0:
+    rope = config.rope_parameters or config.rope_scaling or Rope()
+    theta = rope.rope_theta or config.rope_theta or 10000.0
+    if (config.partial_rotary_factor or rope.partial_rotary_factor or 1.0) != 1.0:
         raise UserError("partial_rotary_factor is not supported")
-    kind = rope.get("rope_type") or rope.get("type") or "default"
+    kind = rope.rope_type or rope.type or "default"
     if kind == "default":
         return theta, None
-    if rope.get("mscale") and rope.get("mscale_all_dim"):
+    if rope.mscale and rope.mscale_all_dim:
         raise UserError("YaRN with mscale is not supported")
-    known = {name: rope[name] for name in rules_of(RopeScaling) if rope.get(name) is not None}
+    given = {name: getattr(rope, name, None) for name in (entry.name for entry in fields(RopeScaling))}
+    known: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     if kind in ("llama3", "yarn"):
-        original = config.get("original_max_position_embeddings") or known.get("original_max_position_embeddings")
-        known["original_max_position_embeddings"] = original or config["max_position_embeddings"]
+        original = config.original_max_position_embeddings or rope.original_max_position_embeddings
+        known["original_max_position_embeddings"] = original or config.max_position_embeddings
     if kind == "yarn" and "factor" not in known:
-        known["factor"] = config["max_position_embeddings"] / known["original_max_position_embeddings"]
-    return theta, RopeScaling(kind=kind, factor=known.pop("factor", None), **known)
+        known["factor"] = config.max_position_embeddings / known["original_max_position_embeddings"]
+    if "factor" not in known and kind in ROPE_KINDS:
+        raise UserError(f"rope scaling {kind} needs factor")
+    return theta, RopeScaling(kind=kind, **({"factor": 1.0} | known))

@@ -6,13 +6,12 @@ an unknown key is an error. Rules that pydantic words well are its own, as in `F
 
 import difflib
 import json
-import math
 import re
 import reprlib
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
-from typing import Annotated, Any, NamedTuple, TypeVar
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeVar
 
 from pydantic import ConfigDict, Field, GetCoreSchemaHandler, TypeAdapter, ValidationError, ValidatorFunctionWrapHandler
 from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError
@@ -21,6 +20,7 @@ from pydantic_core.core_schema import no_info_wrap_validator_function
 from magicdec.errors import UserError, printable
 
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+JSON = ConfigDict(strict=True, allow_inf_nan=False)  # of others' JSON, whose other keys are ignored
 
 
 class BadValue(UserError):
@@ -82,6 +82,16 @@ Share = Annotated[float, Field(ge=0, le=1), must("must be between 0 and 1")]
 Counts = Annotated[list[Count], must("must hold numbers of at least 1")]
 
 
+def whole(low: int, high: int) -> must:
+    """Return the annotation of a whole number within bounds."""
+    return must(f"must be a whole number, {low} to {high:,}", lambda value: low <= value <= high)
+
+
+def number(above: float, high: float) -> must:
+    """Return the annotation of a number above one bound, and at most another."""
+    return must(f"must be a number above {above:g}, at most {high:g}", lambda value: above < value <= high)
+
+
 def is_file_name(value: str) -> bool:
     """Return whether a text is safe as the name of a file: no file system takes more than 255 bytes."""
     return bool(re.fullmatch(r"\w[^/\\]*", value)) and value.isprintable() and len(value.encode()) <= 200
@@ -96,20 +106,45 @@ FileName = Annotated[
 ]
 
 
-def parse(kind: type[T], plain: Any, key: str = "") -> T:
-    """Return plain data, as JSON has it, as a typed object. Raise UserError for the first value that breaks a rule.
+def parse(kind: type[T], plain: Any, key: str = "", where: str = "") -> T:
+    """Return plain data, as JSON has it, as a typed object. See `parse_json`."""
+    return parse_json(kind, json.dumps(plain), key, where)
 
-    `key` is the data's own key in the configuration, or empty.
+
+def parse_json(kind: type[T], text: str | bytes, key: str = "", where: str = "") -> T:
+    """Return JSON as a typed object. Raise UserError for the first value that breaks a rule.
+
+    `key` is the data's own key, or empty; `where` is the file that it comes from, if it is not the configuration.
     """
     try:
-        return TypeAdapter(kind).validate_json(json.dumps(plain))
+        return TypeAdapter(kind).validate_json(text)
     except ValidationError as error:
-        wrong = sorted(error.errors(), key=lambda one: one["type"].startswith("missing"))
-        raise bad_value(wrong[0], key) from None
+        raise refusal(error, key, where) from None
 
 
-def bad_value(error: ErrorDetails, parent: str = "") -> BadValue:
-    """Return the error of a value: the line has its key below `parent`, the value, and what would be valid."""
+def parse_values(kind: type[T], plain: Any, where: str, key: str = "") -> dict[str, T]:
+    """Return an object of any keys with values of one kind. Raise UserError for the first value that breaks a rule.
+
+    Stops there, because anyone may have written the file, and it may hold millions of them.
+    """
+    if not isinstance(plain, dict):
+        raise UserError(f"{where}: {key}{'=' * bool(key)}{SHORT.repr(plain)}: must be a JSON object")
+    adapter, found = TypeAdapter(kind), {}
+    for name, value in plain.items():
+        try:
+            found[name] = adapter.validate_python(value, strict=True)
+        except ValidationError as error:
+            raise refusal(error, f"{key}.{printable(name[:100])}".strip("."), where) from None
+    return found
+
+
+def refusal(error: ValidationError, key: str = "", where: str = "") -> BadValue:
+    """Return the error of the first value that breaks a rule; missing ones come last."""
+    return bad_value(min(error.errors(), key=lambda one: one["type"].startswith("missing")), key, where)
+
+
+def bad_value(error: ErrorDetails, parent: str = "", where: str = "") -> BadValue:
+    """Return the error of a value: the line has its file and its key below `parent`, the value, and what is valid."""
     *path, name = [str(part) for part in error["loc"]] or [""]
     if path[:1] == ["scenario"]:
         del path[1:]  # which of the union's classes was meant
@@ -117,22 +152,28 @@ def bad_value(error: ErrorDetails, parent: str = "") -> BadValue:
     key = f"{group}.{name}".strip(".")
     if error["type"] == "missing_choice":
         key = f"{key}.{error['ctx']['attribute']}"
+    begin = f"{where}: " if where else ""
     if error["type"].startswith("missing"):
-        return BadValue(f"{key} is missing a value", key, "missing")
+        return BadValue(f"{begin}{key} is missing a value", key, "missing")
     if error["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
-        return BadValue(f"unknown key {key}", key, "unknown")
+        return BadValue(f"{begin}unknown key {key}", key, "unknown")
     if error["type"] == "value_error":  # a UserError that a class has raised about its values together
         said = str(error["ctx"]["error"])
-        return BadValue(said if said.startswith(key) else f"{key}: {said}", key, error["type"])
+        return BadValue(begin + (said if said.startswith(key) else f"{key}: {said}"), key, error["type"])
+    if error["type"] == "json_invalid":
+        return BadValue(f"{begin}{error['msg']}", key, error["type"])
     context, value = error.get("ctx", {}), error["input"]
     if error["type"] in ("literal_error", "enum"):
         options = [option.strip("' ") for option in context["expected"].replace(" or ", ", ").split(", ")]
         valid = f"must be one of {', '.join(options)}{did_you_mean(value, options)}"
+    elif where and error["type"] in ("dataclass_type", "dict_type"):
+        valid = "must be a JSON object"
     elif value is None:
         valid = "must have a value"
     else:
         valid = VALID.get(error["type"], error["msg"]).format_map(context)
-    return BadValue(f"{key}={in_yaml(value)}: {valid}", key, error["type"])
+    shown = SHORT.repr(value) if where else in_yaml(value)
+    return BadValue(f"{begin}{key}={shown}: {valid}" if key else f"{begin}{valid}", key, error["type"])
 
 
 def in_yaml(value: Any) -> str:
@@ -148,95 +189,3 @@ def did_you_mean(word: object, options: Iterable[str]) -> str:
     """Return the end of an error: the option that was probably meant, if any is close."""
     close = difflib.get_close_matches(str(word), list(options), n=1, cutoff=0.7)
     return f"; did you mean {close[0]}?" if close else ""
-
-
-class Rule(NamedTuple):
-    """A condition on a value, and the words in which an error states it."""
-
-    holds: Callable[[Any], bool]
-    valid: str
-    options: tuple[str, ...] = ()
-
-
-def at_least(low: float, default: Any) -> Any:
-    """Return a field of a dataclass: a finite number with a lower bound."""
-    return has_rule(Rule(lambda value: low <= value < math.inf, f"must be at least {low}"), default)
-
-
-# Rules that check the type too, for values that no schema has typed before: those of JSON files.
-TEXT = Rule(lambda value: isinstance(value, str), "must be a text")
-FLAG = Rule(lambda value: isinstance(value, bool), "must be true or false")
-
-
-def whole(low: int, high: int) -> Rule:
-    """Return the rule of a whole number within bounds."""
-    return Rule(lambda value: type(value) is int and low <= value <= high, f"must be a whole number, {low} to {high:,}")
-
-
-def number(above: float, high: float) -> Rule:
-    """Return the rule of a finite number above one bound, and at most another."""
-    return Rule(
-        lambda value: type(value) in (int, float) and above < value <= high,
-        f"must be a number above {above:g}, at most {high:g}",
-    )
-
-
-def list_of(rule: Rule) -> Rule:
-    """Return the rule of a list (or tuple) whose items satisfy `rule`."""
-    return Rule(
-        lambda value: isinstance(value, list | tuple) and all(map(rule.holds, value)),
-        f"must be a list, and each item {rule.valid}",
-    )
-
-
-def either(*rules: Rule) -> Rule:
-    """Return the rule of a value that satisfies one of `rules`."""
-    return Rule(lambda value: any(rule.holds(value) for rule in rules), " or ".join(rule.valid for rule in rules))
-
-
-def or_null(rule: Rule) -> Rule:
-    """Return the rule of a value that may be null."""
-    return Rule(lambda value: value is None or rule.holds(value), rule.valid)
-
-
-def has_rule(rule: Rule, default: Any = MISSING) -> Any:
-    """Return a field of a dataclass with a rule; without a default the field is required."""
-    return field(default=default, metadata={"rule": rule})
-
-
-def rules_of(schema: type) -> dict[str, Rule]:
-    """Return the rules of a dataclass by field."""
-    return {entry.name: entry.metadata["rule"] for entry in fields(schema) if "rule" in entry.metadata}
-
-
-class Values(NamedTuple):
-    """A schema of JSON objects with any keys, and values that satisfy one schema."""
-
-    schema: "Rule | Mapping[str, Any]"
-
-
-def check_json(value: Any, schema: Rule | Values | Mapping[str, Any], where: str, key: str = "") -> None:
-    """Raise UserError for the first value that breaks its rule. `where` is the file.
-
-    A mapping names keys with their own schemas: keys that are missing or not named are not checked.
-    """
-    if isinstance(schema, Rule):
-        if not schema.holds(value):
-            raise UserError(f"{where}: {key}={SHORT.repr(value)}: {schema.valid}")
-    elif not isinstance(value, dict):
-        raise UserError(f"{where}: {f'{key}={SHORT.repr(value)}: ' if key else ''}must be a JSON object")
-    else:
-        parts = dict.fromkeys(value, schema.schema) if isinstance(schema, Values) else schema
-        for name in filter(value.__contains__, parts):
-            shown = printable(name[:100])
-            check_json(value[name], parts[name], where, f"{key}.{shown}" if key else shown)
-
-
-def check(node: Any, prefix: str = "") -> None:
-    """Raise UserError for the first value that breaks its field's rule."""
-    for entry in fields(node):
-        key, value, rule = prefix + entry.name, getattr(node, entry.name), entry.metadata.get("rule")
-        if is_dataclass(value):
-            check(value, key + ".")
-        elif rule and value is not None and not rule.holds(value):
-            raise UserError(f"{key}={value}: {rule.valid}{did_you_mean(value, rule.options)}")

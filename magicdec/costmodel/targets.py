@@ -5,10 +5,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from magicdec.architectures import ModelConfig, RopeScaling
+from magicdec.architectures import ModelConfig
 from magicdec.config.options import values_of
 from magicdec.config.schema import CONF, own_folders
 from magicdec.errors import UserError
+from magicdec.rules import parse
 
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 
@@ -60,5 +61,4 @@ def folder_name(folder: Path) -> str:
 
 def from_values(values: Mapping[str, Any]) -> ModelConfig:
     """Return the architecture that a configuration describes."""
-    scaling = values.get("rope_scaling")
-    return ModelConfig(**{**values, "rope_scaling": scaling and RopeScaling(**scaling)})
+    return parse(ModelConfig, values, "target.architecture")

@@ -9,26 +9,30 @@ import os
 import re
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from magicdec.architectures import EOS, ModelConfig, eos_ids, from_hugging_face
+from magicdec.architectures import GenerationConfig, ModelConfig, eos_ids, from_hugging_face
 from magicdec.errors import UserError
 from magicdec.fingerprint import of_files
 from magicdec.models.metadata import read_header, read_json
 from magicdec.models.parallel import ALONE, Share
-from magicdec.rules import TEXT, Rule, Values
+from magicdec.rules import must, parse_values
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.bin.index.json")
-SHARD = Rule(
-    lambda name: TEXT.holds(name) and re.fullmatch(r"[^/\\\x00]+\.safetensors", name) is not None,
-    "must be the name of a .safetensors file in the same folder",
-)
+OBJECT = dict[str, Any]
+SHARD: Any = Annotated[
+    str,
+    must(
+        "must be the name of a .safetensors file in the same folder",
+        lambda name: re.fullmatch(r"[^/\\\x00]+\.safetensors", name) is not None,
+    ),
+]
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+(@[\w./-]+)?")
 STORED_DTYPES = ("F64", "F32", "F16", "BF16")
 BESIDE_WEIGHTS = frozenset({".json", ".jinja", ".model", ".txt"})  # configuration, tokenizer, chat template
@@ -58,13 +62,12 @@ def read_config(folder: Path) -> ModelConfig:
     The end-of-sequence tokens are those of `generation_config.json` where it names any, as in transformers' generate.
     Raise UserError for a missing or broken file, an architecture that is not covered, or a quantised checkpoint.
     """
-    config = read_json(folder / CONFIG)
+    config = read_json(folder / CONFIG, OBJECT)
     if config.get("quantization_config") or config.get("compression_config"):
         raise UserError(f"{folder / CONFIG}: quantised checkpoints are not supported; take the unquantised one")
-    if (folder / GENERATION_CONFIG).exists():
-        generation_eos = read_json(folder / GENERATION_CONFIG, EOS).get("eos_token_id")
-        if eos_ids(generation_eos):
-            config["eos_token_id"] = generation_eos
+    if (path := folder / GENERATION_CONFIG).exists():
+        found = eos_ids(read_json(path, GenerationConfig))
+        config["eos_token_id"] = found or config.get("eos_token_id")
     return from_hugging_face(config, str(folder / CONFIG))
 
 
@@ -172,7 +175,8 @@ def stored_in_bfloat16(folder: Path, config: ModelConfig) -> set[str]:
     found: dict[str, bool] = {}
     for piece in pieces(config):
         path = files.get(piece.source)
-        is_exact = path is not None and headers[path].get(piece.source, {}).get("dtype") == "BF16"
+        entry = headers[path].get(piece.source) if path else None
+        is_exact = entry is not None and entry["dtype"] == "BF16"
         found[piece.parameter] = found.get(piece.parameter, len(piece.shape) == 2) and is_exact
     return {name for name, is_exact in found.items() if is_exact}
 
@@ -213,10 +217,11 @@ def _files_of(folder: Path) -> dict[str, Path]:
     if (folder / SINGLE).exists():
         return dict.fromkeys(read_header(folder / SINGLE), folder / SINGLE)
     if (folder / INDEX).exists():
-        weight_map = read_json(folder / INDEX, {"weight_map": Values(SHARD)}).get("weight_map")
+        weight_map = read_json(folder / INDEX, OBJECT).get("weight_map")
         if not weight_map:
             raise UserError(f"{folder / INDEX} has no weight_map")
-        return {name: folder / file for name, file in weight_map.items()}
+        shards = parse_values(SHARD, weight_map, str(folder / INDEX), "weight_map")
+        return {name: folder / file for name, file in shards.items()}
     pickles = sorted(path.name for pattern in PICKLES for path in folder.glob(pattern))
     if pickles:
         raise UserError(

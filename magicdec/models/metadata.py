@@ -1,27 +1,29 @@
 """The JSON in a checkpoint, which anyone may have written: read from regular files only, within bounds. Torch-free."""
 
-import json
-from collections.abc import Mapping
 from os import SEEK_END
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Annotated, Any, BinaryIO, TypeVar
+
+from pydantic import Field
+from typing_extensions import TypedDict
 
 from magicdec.errors import UserError
-from magicdec.rules import TEXT, Rule, Values, check_json, list_of, whole
+from magicdec.rules import must, parse_json, parse_values
 
 MAX_BYTES = 100_000_000  # of a JSON file; of a safetensors file's header it is the format's own limit
-LENGTHS = list_of(whole(0, 1 << 62))
-# One tensor in the header of a safetensors file.
-TENSOR = Rule(
-    lambda entry: (
-        isinstance(entry, dict)
-        and TEXT.holds(entry.get("dtype"))
-        and LENGTHS.holds(entry.get("shape"))
-        and LENGTHS.holds(entry.get("data_offsets"))
-        and len(entry["data_offsets"]) == 2
-    ),
-    "must be an object with a dtype, a shape and data_offsets",
-)
+Bytes = Annotated[int, Field(ge=0, le=1 << 62)]
+
+
+class Tensor(TypedDict):
+    """One tensor in the header of a safetensors file."""
+
+    dtype: str
+    shape: list[Bytes]
+    data_offsets: Annotated[list[Bytes], Field(min_length=2, max_length=2)]
+
+
+T = TypeVar("T")
+TENSOR: Any = Annotated[Tensor, must("must be an object with a dtype, a shape and data_offsets")]
 
 
 def open_file(path: Path) -> BinaryIO:
@@ -37,21 +39,16 @@ def open_file(path: Path) -> BinaryIO:
         raise UserError(f"{path} cannot be read ({error.strerror}); is {path.parent} a complete checkpoint?") from None
 
 
-def read_json(path: Path, schema: Mapping[str, Any] = {}) -> dict[str, Any]:
-    """Return the JSON object in a file; raise UserError where it holds something else, or breaks the schema."""
+def read_json(path: Path, kind: type[T]) -> T:
+    """Return the JSON object in a file as a typed one. Raise UserError for the first value that breaks a rule."""
     with open_file(path) as file:
         text = file.read(MAX_BYTES + 1)
     if len(text) > MAX_BYTES:
         raise UserError(f"{path} is larger than any such file, {MAX_BYTES:,} bytes")
-    try:
-        content = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not valid JSON ({error})") from None
-    check_json(content, schema, str(path))
-    return content
+    return parse_json(kind, text, where=str(path))
 
 
-def read_header(path: Path) -> dict[str, dict[str, Any]]:
+def read_header(path: Path) -> dict[str, Tensor]:
     """Return each tensor's dtype, shape and data_offsets in a safetensors file, whose size must be what they imply.
 
     Format: 8 bytes with the header's length, the header as JSON, then the data without gaps.
@@ -63,12 +60,11 @@ def read_header(path: Path) -> dict[str, dict[str, Any]]:
     try:
         if len(text) < length:
             raise ValueError
-        header = json.loads(text)
-    except (ValueError, RecursionError):
+        plain = parse_json(dict[str, Any], text)
+    except ValueError:
         raise UserError(f"{path} is truncated, corrupt or a Git LFS pointer; download it again") from None
-    if isinstance(header, dict):
-        header.pop("__metadata__", None)
-    check_json(header, Values(TENSOR), str(path))
+    plain.pop("__metadata__", None)
+    header = parse_values(TENSOR, plain, str(path))
     expected = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
     if size != expected:
         raise UserError(f"{path} is truncated or corrupt: {size} bytes, not {expected}; download it again")

@@ -1,21 +1,35 @@
 """The check that a draft and its target share a vocabulary."""
 
+from dataclasses import field
 from pathlib import Path
+from typing import Annotated, Any
 
-from magicdec.architectures import TOKEN_ID, ModelConfig
+from pydantic import Strict
+from pydantic.dataclasses import dataclass
+
+from magicdec.architectures import ModelConfig, TokenId
 from magicdec.errors import UserError
 from magicdec.models.metadata import read_json
-from magicdec.rules import TEXT, Rule
+from magicdec.rules import JSON, must
 
 TOKENIZER = "tokenizer.json"
-VOCABULARY = Rule(
-    lambda tokens: (
-        all(map(TOKEN_ID.holds, tokens.values()))
-        if isinstance(tokens, dict)
-        else isinstance(tokens, list) and all(isinstance(t, list) and len(t) == 2 and TEXT.holds(t[0]) for t in tokens)
-    ),
-    "must map tokens to ids, or be a list of tokens with their scores",
-)
+
+
+@dataclass(frozen=True, config=JSON)
+class TokenizerModel:
+    """The tokens in a tokenizer.json: with their ids or, in a Unigram model, a list of them with their scores."""
+
+    vocab: Annotated[
+        dict[str, TokenId] | list[Annotated[tuple[str, Any], Strict(False)]],
+        must("must map tokens to ids, or be a list of tokens with their scores"),
+    ] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, config=JSON)
+class Tokenizer:
+    """The keys of a tokenizer.json that are read."""
+
+    model: TokenizerModel = TokenizerModel()
 
 
 def check_vocabularies(
@@ -53,8 +67,7 @@ def _tokens(folder: Path | None) -> dict[int, str] | None:
     """
     if folder is None or not (folder / TOKENIZER).exists():
         return None
-    tokenizer = read_json(folder / TOKENIZER, {"model": {"vocab": VOCABULARY}})
-    vocabulary = tokenizer.get("model", {}).get("vocab", {})
+    vocabulary = read_json(folder / TOKENIZER, Tokenizer).model.vocab
     if isinstance(vocabulary, dict):
         return {i: token for token, i in vocabulary.items()} or None
-    return {i: token for i, (token, _score) in enumerate(vocabulary)} or None  # Unigram models keep a list
+    return {i: token for i, (token, _score) in enumerate(vocabulary)} or None

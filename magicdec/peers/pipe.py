@@ -9,16 +9,17 @@ import subprocess
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 from magicdec.errors import UserError, exit_in_words, in_brief
-from magicdec.rules import Rule, check_json
+from magicdec.rules import parse
 
 log = logging.getLogger(__name__)
 
 TAIL = 4000  # bytes of its stderr that are kept
 ANSWER_BYTES = 1 << 28  # of the longest answer
 EXIT_S = 5.0
+T = TypeVar("T")
 
 
 class ImportFailed(Exception):
@@ -69,9 +70,9 @@ class WorkerProcess:
             while piece := os.read(stderr.fileno(), 1 << 16):
                 self._said = (self._said + piece)[-TAIL:]
 
-    def ask(self, request: Mapping[str, Any], schema: Mapping[str, Rule]) -> dict[str, Any]:
-        """Return the answer, which has the keys of `schema`. Raise WorkerFailed if there is none, and ImportFailed
-        if the engine cannot be imported.
+    def ask(self, request: Mapping[str, Any], kind: type[T]) -> T:
+        """Return the answer as a typed object. Raise WorkerFailed if there is none, and ImportFailed if the engine
+        cannot be imported.
         """
         try:
             self._requests.put((json.dumps(request) + "\n").encode())
@@ -79,37 +80,34 @@ class WorkerProcess:
                 line = self._answers.get(timeout=self._time_limit_s)
             except queue.Empty:
                 limit = f"engine.time_limit_s={self._time_limit_s:g}"
-                raise self._failure(f"gave no answer within {limit} seconds") from None
-            return self._answer(line, schema)
+                raise self.failure(f"gave no answer within {limit} seconds") from None
+            return self._answer(line, kind)
         except BaseException:  # an interrupt, too
             self.close()
             raise
 
-    def _answer(self, line: bytes, schema: Mapping[str, Rule]) -> dict[str, Any]:
+    def _answer(self, line: bytes, kind: type[T]) -> T:
         if not line:
             try:
                 how = exit_in_words(self._process.wait(EXIT_S))
             except subprocess.TimeoutExpired:
                 how = "its output was closed"
-            raise self._failure(f"ended ({how})")
+            raise self.failure(f"ended ({how})")
         try:
             answer = json.loads(line)
         except (ValueError, RecursionError):
             answer = None
         if not isinstance(answer, dict):
-            raise self._failure(f"answered {line[:80].decode(errors='replace')!r}, which is no JSON object")
+            raise self.failure(f"answered {line[:80].decode(errors='replace')!r}, which is no JSON object")
         if "error" in answer:
             reason = in_brief(str(answer["error"]))
-            raise ImportFailed(reason) if answer.get("kind") == "import" else self._failure(f"failed: {reason}")
+            raise ImportFailed(reason) if answer.get("kind") == "import" else self.failure(f"failed: {reason}")
         try:
-            check_json(answer, schema, "its answer")
+            return parse(kind, answer, where="its answer")
         except UserError as error:
-            raise self._failure(f"broke the protocol: {error}") from None
-        if missing := schema.keys() - answer.keys():
-            raise self._failure(f"broke the protocol: its answer has no {', '.join(sorted(missing))}")
-        return answer
+            raise self.failure(f"broke the protocol: {error}") from None
 
-    def _failure(self, what: str) -> WorkerFailed:
+    def failure(self, what: str) -> WorkerFailed:
         """Return the error, with the worker's last words. The end of its stderr is logged."""
         self.close()
         self._listener.join(EXIT_S)  # what it wrote last may not have been read yet

@@ -1,6 +1,5 @@
 """Peers in a worker process (worker.py), each in an environment of its own that `engine.python` names."""
 
-import math
 import os
 import subprocess
 import tempfile
@@ -21,7 +20,7 @@ from magicdec.measure.metrics import RowTimes
 from magicdec.models import checkpoint
 from magicdec.peers.base import Counts, Peer, PeerGeneration, PeerSpec
 from magicdec.peers.pipe import ImportFailed, WorkerFailed, WorkerProcess, last_words
-from magicdec.rules import STRICT, TEXT, Rule, list_of, whole
+from magicdec.rules import JSON, STRICT, must
 
 HERE = Path(__file__).parent
 MAIN = HERE / "worker.py"
@@ -35,21 +34,34 @@ owners = metadata.packages_distributions()
 packages = sorted({package for module in sys.argv[1:] for package in owners.get(module, [])})
 print(", ".join(f"{package} {metadata.version(package)}" for package in packages))
 """
-LOADED = {"version": TEXT}  # a worker's first answer (see worker.py)
+Count = Annotated[int, Field(ge=0, lt=1 << 53)]
+Seconds = Annotated[list[Annotated[float, Field(ge=0)]], must("must be a list of seconds")]
 
 
-def decoded(rows: int) -> dict[str, Rule]:
-    """Return what a worker's answer to a batch of so many rows must hold."""
-    count = whole(0, 1 << 53)
-    seconds = Rule(lambda value: type(value) in (int, float) and 0 <= value < math.inf, "must be seconds")
+@dataclass(frozen=True, config=JSON)
+class Loaded:
+    """A worker's first answer (see worker.py)."""
 
-    def each(rule: Rule) -> Rule:
-        items = list_of(rule)
-        return Rule(lambda value: items.holds(value) and len(value) == rows, f"{items.valid}, one for each of {rows}")
+    version: str
 
-    rows_of = {"tokens": each(list_of(count)), "first": each(seconds), "decode": each(seconds)}
-    counts = dict.fromkeys(("rounds", "proposed", "unplaced", "peak_bytes"), count)
-    return rows_of | counts | {"accepted": list_of(count)}
+
+@dataclass(frozen=True, config=JSON)
+class Decoded:
+    """A worker's answer to a batch: lists of one value for each row, and counts as in `Counts`."""
+
+    tokens: Annotated[list[list[Count]], must("must be a list of lists of tokens")]
+    first: Seconds
+    decode: Seconds
+    rounds: Count
+    proposed: Count
+    unplaced: Count
+    peak_bytes: Count
+    accepted: Annotated[list[Count], must("must be a list of counts")]
+
+    def __post_init__(self) -> None:
+        for name in ("first", "decode"):
+            if (found := len(getattr(self, name))) != len(self.tokens):
+                raise UserError(f"{name} has {found} values for {len(self.tokens)} rows")
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -161,20 +173,21 @@ class WorkerPeer(Peer):
             self._worker = WorkerProcess(f"engine.name={self.name}", command, self.environment(), self._time_limit_s)
             self._speculative = speculative
             try:
-                self._version = self._worker.ask(options, LOADED)["version"]
+                self._version = self._worker.ask(options, Loaded).version
             except ImportFailed as error:
                 reason = f"{self.title} cannot be imported ({error})"
                 raise UserError(f"engine.python={self._python}: {reason}; {self.install()}") from None
         seed = self.spec.sampling.seed + first
         request = {"prompts": prompts, "generate_len": generate_len, "seed": seed, "sampling": self.sampling()}
-        answer = self._worker.ask(request, decoded(len(prompts)))
-        self._peak = max(self._peak, answer["peak_bytes"])
-        rows = zip(answer["first"], answer["decode"], answer["tokens"], strict=True)
-        accepted = tuple(answer["accepted"])
+        answer = self._worker.ask(request, Decoded)
+        if len(answer.tokens) != len(prompts):
+            raise self._worker.failure(f"broke the protocol: it decoded {len(answer.tokens)} rows, not {len(prompts)}")
+        self._peak = max(self._peak, answer.peak_bytes)
+        rows = zip(answer.first, answer.decode, answer.tokens, strict=True)
         return PeerGeneration(
-            answer["tokens"],
+            answer.tokens,
             [RowTimes(first, decode, len(tokens) - 1) for first, decode, tokens in rows],
-            Counts(answer["rounds"], answer["proposed"], accepted, answer["unplaced"]),
+            Counts(answer.rounds, answer.proposed, tuple(answer.accepted), answer.unplaced),
         )
 
     def converted(self, folder: str, suffix: str) -> Path:

@@ -4,27 +4,40 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from time import perf_counter
+from typing import Annotated
+
+from pydantic import Field, ValidationError
+from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from magicdec.config.schema import SamplingConfig
 from magicdec.measure.metrics import Rounds, acceptance, is_whole
-from magicdec.rules import at_least, check, parse
+from magicdec.rules import STRICT, Count, refusal
 from magicdec.verification.sampling import Sampling
+
+
+@pydantic_dataclass(frozen=True, config=STRICT)
+class Settings(SamplingConfig):
+    """The rules of a continuation's parameters."""
+
+    max_tokens: Count = 64
+    gamma: Annotated[int, Field(ge=0)] | None = None
 
 
 @dataclass(frozen=True)
 class Params:
-    """The parameters of a continuation. Raise UserError for a value out of range."""
+    """The parameters of a continuation. Raise UserError for a value of a wrong type or out of range."""
 
-    max_tokens: int = at_least(1, default=64)
+    max_tokens: int = 64
     sampling: Sampling = field(default_factory=Sampling)
-    gamma: int | None = at_least(0, default=None)  # proposals per round that count; the engine's: default and maximum
+    gamma: int | None = None  # proposals per round that count; the engine's: default and maximum
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        """Check the values, those of `sampling` by the rules of the configuration's group."""
-        check(self)
-        s = self.sampling
-        parse(SamplingConfig, {"temperature": s.temperature, "top_k": s.top_k, "top_p": s.top_p, "seed": s.seed})
+        given = {name: getattr(self.sampling, name) for name in ("temperature", "top_k", "top_p", "seed")}
+        try:
+            Settings(**given, ignore_eos=self.ignore_eos, max_tokens=self.max_tokens, gamma=self.gamma)
+        except ValidationError as error:
+            raise refusal(error) from None
 
 
 class Request:

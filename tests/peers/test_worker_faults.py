@@ -47,9 +47,10 @@ FAULTS = {
     "null": (answering("null"), "answered 'null.*, which is no JSON object"),
     "deep": (answering("[" * 100_000), r"answered '\[{80}', which is no JSON object"),
     "digits": (answering("9" * 5000), "answered '9{80}', which is no JSON object"),
-    "empty": (answering("{}"), "broke the protocol: its answer has no accepted, decode, "),
+    "empty": (answering("{}"), "broke the protocol: its answer: tokens is missing a value"),
     "NaN": (answering(json.dumps(GOOD | {"first": [float("nan")]})), r"its answer: first=\[nan\]: must be a list"),
-    "rows": (answering(json.dumps(GOOD | {"decode": []})), r"its answer: decode=\[\]: .*, one for each of 1"),
+    "rows": (answering(json.dumps(GOOD | {"decode": []})), "its answer: decode has 0 values for 1 rows"),
+    "more": (answering(json.dumps(GOOD | {"tokens": [], "first": [], "decode": []})), "it decoded 0 rows, not 1"),
     "type": (answering(json.dumps(GOOD | {"tokens": [["\x1b"]]})), r"its answer: tokens=\[\[...\]\]: must be a list"),
 }
 
@@ -100,15 +101,15 @@ VALUES = st.recursive(
 def test_no_answer_ends_otherwise_than_in_a_line(answer):
     """Answers are bytes, or the right one but for a few fields; no process is needed."""
     worker = pipe.WorkerProcess.__new__(pipe.WorkerProcess)
-    worker._failure = pipe.WorkerFailed
+    worker.failure = pipe.WorkerFailed
     line = answer if isinstance(answer, bytes) else json.dumps(GOOD | answer).encode()
-    said, found = "", GOOD
+    said, tokens = "", [[]]
     try:
-        found = worker._answer(line or b"\n", process.decoded(1))
+        tokens = worker._answer(line or b"\n", process.Decoded).tokens
     except (UserError, pipe.ImportFailed) as error:
         said = str(error)
     assert said.isprintable()
-    assert all(type(token) is int for token in found["tokens"][0])
+    assert all(type(token) is int for row in tokens for token in row)
 
 
 def test_a_failed_conversion_is_a_line(peer, monkeypatch, tmp_path):
