@@ -20,7 +20,7 @@ from magicdec.costmodel.acceptance import AT, Curves, Point, published
 from magicdec.costmodel.hardware import configured, hardware_named
 from magicdec.costmodel.predict import Prediction, predict
 from magicdec.costmodel.round import Setup
-from magicdec.planning.prediction import plan_prediction
+from magicdec.planning.resolve import resolve
 from magicdec.tracking.cells import markdown_table
 
 PAGE = ROOT / "docs/predictions/smollm2.md"
@@ -64,7 +64,7 @@ class Choice(NamedTuple):
 
 def machines(cpu: tuple[float, float]) -> Iterator[tuple[str, Setup]]:
     """Yield every device with a setup on it, whose cache, batch and context are replaced."""
-    base = plan_prediction(compose(["scenario=predict", f"target={TARGET}", "hardware=h100"])).setup
+    base = resolve(compose(["scenario=predict", f"target={TARGET}", "hardware=h100"])).setup()
     for name in GPUS:
         yield name, replace(base, hardware=hardware_named(name.lower()))
     hardware = configured("cpu", 1, cpu[0], cpu[1] / 1000)

@@ -33,7 +33,6 @@ from magicdec.measure import memory, metrics
 from magicdec.measure.ceilings import matmul_rate, read_bandwidth
 from magicdec.measure.profile import profile_round
 from magicdec.planning import build
-from magicdec.planning.prediction import setup_of_run
 from magicdec.planning.resolve import Plan, resolve
 from magicdec.scenarios.outputs import speeds
 from magicdec.tracking.cells import markdown_table
@@ -104,9 +103,8 @@ def at_the_limit(plan: Plan, draft: DraftConfig, bandwidth: float, rate: float) 
     """Return what to predict for a machine on which every operator takes max(bytes / bandwidth, FLOPs / rate)."""
     everything = Efficiency(1.0, 1.0, matmul_half_rows=0.0, layer_overhead_us=0.0, round_overhead_us=0.0)
     hardware = replace(plan.config.hardware, efficiency=everything)
-    config = replace(plan.config, draft=draft, hardware=hardware)
-    measured = (bandwidth / 1e9, rate / 1e12, build.weight_bytes(plan))
-    return setup_of_run(config, plan.device_name, plan.dtype.itemsize, *measured)
+    found = replace(plan, config=replace(plan.config, draft=draft, hardware=hardware))
+    return found.setup(bandwidth / 1e9, rate / 1e12)
 
 
 def prefill_limit(setup: Setup) -> float:

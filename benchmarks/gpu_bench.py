@@ -16,7 +16,6 @@ from magicdec.measure import memory
 from magicdec.measure.ceilings import matmul_rate, read_bandwidth
 from magicdec.measure.footprint import largest_batch
 from magicdec.planning import build
-from magicdec.planning.prediction import setup_of_run
 from magicdec.planning.resolve import DTYPES, Plan, resolve
 from magicdec.tracking.progress import progress
 from magicdec.units import GIB
@@ -180,7 +179,7 @@ class Bench:
     def setup(self, plan: Plan) -> Setup | None:
         """Return what the cost model predicts a plan from; None on a device without a datasheet."""
         try:
-            return setup_of_run(plan.config, plan.device_name, self.dtype.itemsize, *self.ceilings)
+            return plan.setup(*self.ceilings)
         except UserError:
             return None
 

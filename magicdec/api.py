@@ -14,7 +14,7 @@ from magicdec.config.checks import refuse_unread
 from magicdec.config.load import compose, override, to_dict
 from magicdec.costmodel.predict import Prediction
 from magicdec.errors import UserError
-from magicdec.planning.prediction import plan_prediction
+from magicdec.planning.resolve import resolve
 from magicdec.scenarios import Job
 from magicdec.scenarios import run as run_scenario
 from magicdec.scenarios.predict import predicted
@@ -144,7 +144,7 @@ def predict(
     typed = [*_models(target, draft_model), *typed, *_listed(overrides)]
     config = compose(["scenario=predict", *typed])
     refuse_unread(config, typed)
-    return predicted(plan_prediction(config))
+    return predicted(resolve(config))
 
 
 def _models(target: str | Path, draft: str | Path | None) -> list[str]:

@@ -58,12 +58,12 @@ def test_memory_is_foreseen_with_the_chosen_attention(plan):
 def test_a_gpu_that_pytorch_cannot_use_is_told(monkeypatch, tmp_path):
     (tmp_path / "version").write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5\n")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert resolve(compose([])).doubts() == []
+    assert resolve(compose([])).warnings() == []
     monkeypatch.setattr("magicdec.measure.system.DRIVER", tmp_path / "version")
-    (warning,) = resolve(compose([])).doubts()
+    (warning,) = resolve(compose([])).warnings()
     assert warning.startswith("hardware=auto: driver 550.54.15 is loaded, but PyTorch sees no GPU")
     assert "magicdec doctor" in warning
-    assert resolve(compose(["hardware=cpu"])).doubts() == []
+    assert resolve(compose(["hardware=cpu"])).warnings() == []
 
 
 def test_few_rows_are_prefilled_in_longer_chunks(plan):

@@ -19,7 +19,6 @@ from magicdec.costmodel.targets import architecture, model_label
 from magicdec.errors import UserError
 from magicdec.models.checkpoint import read_config
 from magicdec.planning.identity import identify
-from magicdec.planning.prediction import plan_prediction
 from magicdec.planning.resolve import resolve
 from magicdec.scenarios import plan, predict
 from magicdec.tracking.progress import progress
@@ -51,7 +50,7 @@ def described(folder: Path, option: str, **changes: object) -> Path:
 
 def predicted(*overrides: str) -> tuple[dict[str, Any], str]:
     """The metrics of a prediction for the paper's Llama, and what it prints."""
-    plan = plan_prediction(
+    plan = resolve(
         compose(["scenario=predict", "hardware=8xa100", "batch.context_len=32000", "cache.budget=512", *overrides])
     )
     console = Console(file=io.StringIO(), width=500)
@@ -138,9 +137,7 @@ def test_a_draft_of_its_own(tmp_path):
 
 def test_a_folder_named_after_an_option_of_the_same_architecture_is_that_option(tmp_path):
     folder = described(tmp_path / "smollm2-135m-q4", "smollm2-135m")
-    setup = plan_prediction(
-        compose(["scenario=predict", "hardware=a100", "target=smollm2-135m", f"target.path={folder}"])
-    )
+    setup = resolve(compose(["scenario=predict", "hardware=a100", "target=smollm2-135m", f"target.path={folder}"]))
     assert setup.config.target.name == "smollm2-135m-q4"
 
 
@@ -185,7 +182,7 @@ def test_a_plan_for_a_folder_leads_back_to_it(tmp_path, monkeypatch):
         path = described(tmp_path / folder, "llama-3.1-8b", vocab_size=128256 if option != "custom" else 1000)
         config = compose([*keys, "target=llama-3.1-8b", f"target.path={path}"])
         with progress() as bars:
-            plan.run(plan_prediction(config), bars)
+            plan.run(resolve(config), bars)
         found = yaml.safe_load((tmp_path / "planned.yaml").read_text())
         assert {"override /target": option} in found["defaults"]
         assert found["target"] == {"path": str(path)}
@@ -221,9 +218,9 @@ def test_custom_needs_a_path():
 
 def test_predictions_are_of_the_folder_too(tmp_path):
     folder = copied(tmp_path / "my-model")
-    setup = plan_prediction(compose(["scenario=predict", "hardware=a100", f"target.path={folder}"])).setup
+    setup = resolve(compose(["scenario=predict", "hardware=a100", f"target.path={folder}"])).setup()
     assert (setup.target_name, setup.target) == ("my-model", read_config(folder))
-    setup = plan_prediction(compose(["scenario=predict", "hardware=a100", "target=llama-3.1-8b"])).setup
+    setup = resolve(compose(["scenario=predict", "hardware=a100", "target=llama-3.1-8b"])).setup()
     assert setup.target_name == "llama-3.1-8b"
 
 

@@ -12,7 +12,7 @@ from magicdec.config.checks import refuse_unread
 from magicdec.config.load import compose
 from magicdec.config.registry import BACKENDS, CORPORA, ENGINES
 from magicdec.config.schema import Config
-from magicdec.costmodel.roofline import BF16
+from magicdec.costmodel.round import memory as predicted_memory
 from magicdec.data import PromptRequest, Prompts, load_prompts
 from magicdec.data.tokenizer import load_tokenizer
 from magicdec.engine.native import NativeEngine
@@ -54,7 +54,7 @@ def served(overrides: Sequence[str], progress: Progress) -> tuple[Plan, Slots, A
     config = compose(["scenario=serve", *overrides])
     refuse_unread(config, overrides)
     plan = resolve(config)
-    for warning in plan.doubts():
+    for warning in plan.warnings():
         to_stderr(f"warning: {warning}")
     batch = plan.config.batch
     if plan.target.folder is None:
@@ -196,9 +196,11 @@ def check_memory(plan: Plan, num_rows: int, context_len: int) -> Footprint:
     )
 
 
-def num_bytes(plan: Plan) -> int:
-    """Return the memory that the run will take of each device, at the largest point of a profile."""
+def num_bytes(plan: Plan) -> float:
+    """Return the memory that a run takes of each device, or is predicted to take, at the largest point of a profile."""
     batch, scenario = plan.config.batch, plan.config.scenario
+    if plan.predicts:
+        return predicted_memory(plan.setup(), max(plan.config.gammas), batch.generate_len).total
     if scenario.name == "profile":
         return estimate(plan, max(scenario.batch_sizes), max(scenario.context_lens)).needed
     return estimate(plan, int(batch.size), batch.context_len).needed
@@ -208,23 +210,10 @@ def _without_weights(model: Model, plan: Plan, attention: Attention, part: Share
     """Return a share of a model, on the meta device: its weights have a shape and a type but no storage."""
     with torch.device("meta"):
         transformer = Transformer(part.config(model.config), attention, part).to(plan.dtype)
-    for name in _compact(model, plan):
+    for name in plan.in_bfloat16(model):
         weight = transformer.get_parameter(name)
         weight.data = weight.data.bfloat16()
     return transformer.eval().requires_grad_(False)
-
-
-def weight_bytes(plan: Plan) -> float:
-    """Return the bytes of a weight of the target's matrices, as a step reads them."""
-    return BF16 if _compact(plan.target, plan) else plan.dtype.itemsize
-
-
-def _compact(model: Model, plan: Plan) -> set[str]:
-    """Return the matrices that stay in bfloat16, as they are stored, in a run in float32: the kernels widen them."""
-    has_kernels = plan.config.attention == "cpp" and not plan.config.hardware.compile
-    if model.folder is None or plan.dtype != torch.float32 or not has_kernels:
-        return set()
-    return checkpoint.stored_in_bfloat16(model.folder, model.config)
 
 
 def _load(model: Model, plan: Plan, attention: Attention, progress: Progress) -> Transformer:
@@ -240,7 +229,7 @@ def _load(model: Model, plan: Plan, attention: Attention, progress: Progress) ->
         total = sum(weight.numel() for weight in transformer.parameters())
         with progress.task(f"loading {model.key}", total=total) as task:
             where = (model.folder, model.config, plan.dtype, plan.device)
-            state = checkpoint.load(*where, task.advance, part, _compact(model, plan))
+            state = checkpoint.load(*where, task.advance, part, plan.in_bfloat16(model))
         transformer.load_state_dict(state, assign=True)
     if plan.config.hardware.compile:
         transformer.compile_layers()

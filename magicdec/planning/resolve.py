@@ -1,4 +1,4 @@
-"""From a typed configuration to the plan of a run: every `auto` resolved, every mistake found that needs no weights."""
+"""From a typed configuration to a plan: every `auto` resolved, every mistake found that needs no weights."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,10 +10,12 @@ from magicdec import data
 from magicdec.architectures import ModelConfig, check_ranks
 from magicdec.attention import backends
 from magicdec.config.checks import check_length
-from magicdec.config.choices import ModelChoice
-from magicdec.config.registry import BACKENDS, CORPORA, ENGINES
-from magicdec.config.schema import ROWS_ON, Config
+from magicdec.config.registry import BACKENDS, CORPORA, DRAFTS, ENGINES
+from magicdec.config.schema import ROWS_ON, BatchConfig, Config
 from magicdec.costmodel import comparison
+from magicdec.costmodel.hardware import CPU, OWN_STACK, configured, device_in
+from magicdec.costmodel.roofline import BF16
+from magicdec.costmodel.round import Setup
 from magicdec.errors import UserError
 from magicdec.kernels.toolchain import triton_obstacle
 from magicdec.measure.metrics import Metrics
@@ -21,7 +23,7 @@ from magicdec.measure.system import cpu_name, driver_version
 from magicdec.models import checkpoint, quantize
 from magicdec.models.vocabulary import check_vocabularies
 from magicdec.planning.identity import identify
-from magicdec.planning.prediction import curves, setup_of_run
+from magicdec.planning.prediction import curves
 
 # batch.prefill_chunk=auto: so many tokens of each row, or more where a pass would have fewer than that in all rows.
 CHUNK, PASS_TOKENS_ON = 128, {"cpu": 1024, "cuda": 2048}
@@ -46,7 +48,10 @@ class Model:
 
 @dataclass(frozen=True)
 class Plan:
-    """A run whose every `auto` is resolved and whose mistakes are found; nothing large is allocated yet."""
+    """A run or a prediction whose every `auto` is resolved and whose mistakes are found; nothing large is allocated.
+
+    A prediction has no device: `device` is PyTorch's meta device, and `device_name` the machine to predict for.
+    """
 
     config: Config
     device: torch.device
@@ -54,13 +59,21 @@ class Plan:
     target: Model
     draft: Model | None
     device_name: str
-    reasons: str  # for config.attention, and for what is slower than it could be; empty for other engines
+    reasons: str = ""  # for config.attention, and for what is slower than it could be; empty for other engines
+
+    @property
+    def predicts(self) -> bool:
+        """Return whether the work is a prediction."""
+        return self.device.type == "meta"
 
     @property
     def fingerprints(self) -> dict[str, str]:
-        """Return the hashes of the checkpoints and the text that the run reads, and what is installed of an engine that
-        is not ours. A profile reads no text.
+        """Return the hashes of the checkpoints and the text that the run reads, and the version of another engine.
+
+        A profile reads no text, a prediction nothing.
         """
+        if self.predicts:
+            return {}
         found = {m.key: m.fingerprint for m in (self.target, self.draft) if m is not None}
         if self.config.engine.name != "native":
             found["engine"] = ENGINES[self.config.engine.name].work.installed(self.config.engine)
@@ -76,7 +89,7 @@ class Plan:
 
     @property
     def num_ranks(self) -> int:
-        """Return the processes that the run takes."""
+        """Return the processes that the work takes."""
         return self.target.num_ranks
 
     @property
@@ -84,7 +97,46 @@ class Plan:
         """Return whether the output is audited: with synthetic acceptance it means nothing."""
         return self.config.speculates and self.config.draft.synthetic_acceptance is None
 
-    def doubts(self) -> list[str]:
+    def in_bfloat16(self, model: Model) -> set[str]:
+        """Return the matrices that a run in float32 leaves in bfloat16, as they are stored: the kernels widen them."""
+        has_kernels = self.config.attention == "cpp" and not self.config.hardware.compile
+        if model.folder is None or self.dtype != torch.float32 or not has_kernels:
+            return set()
+        return checkpoint.stored_in_bfloat16(model.folder, model.config)
+
+    def setup(self, bandwidth_gbs: float | None = None, tflops: float | None = None) -> Setup:
+        """Return the setup to predict for: of a run, this software on the run's own device.
+
+        `bandwidth_gbs` and `tflops` are measured figures for a device without a known datasheet. Raise UserError where
+        there is nothing to predict with, or a draft that has no cost model.
+        """
+        config, h, stack = self.config, self.config.hardware, None
+        if not self.predicts:
+            known, stack = device_in(self.device_name), OWN_STACK
+            h = replace(
+                h,
+                name=known.name if known else CPU if h.device == "cpu" else self.device_name,
+                bandwidth_gbs=h.bandwidth_gbs or (None if known else bandwidth_gbs),
+                tflops=h.tflops or (None if known else tflops),
+            )
+        hardware = configured(h.name, h.tensor_parallel, h.bandwidth_gbs, h.tflops, h.memory_gib, h.efficiency, stack)
+        searches = config.scenario.name == "plan"  # which has drafts of its own
+        if not config.speculates and not searches:
+            raise UserError("draft=none: there is no speculation to predict; choose draft=self or draft=model")
+        return Setup(
+            target=self.target.config,
+            hardware=hardware,
+            batch=int(config.batch.size),
+            context=config.batch.context_len,
+            draft=DRAFTS["self"].facts() if searches else config.draft,
+            cache=config.cache,
+            target_name=config.target.name,
+            target_path=config.target.path,
+            element_bytes=self.dtype.itemsize,
+            stored_weight_bytes=BF16 if self.in_bfloat16(self.target) else None,
+        )
+
+    def warnings(self) -> list[str]:
         """Return warnings: about a GPU that PyTorch cannot use, and about a run that is predicted not to pay."""
         config = self.config
         unused = driver_version() if config.hardware.name == "auto" and self.device.type == "cpu" else ""
@@ -98,37 +150,32 @@ class Plan:
         if CORPORA[config.data.name].facts.own_lengths:  # not known yet
             return []
         try:
-            setup = setup_of_run(config, self.device_name, self.dtype.itemsize)
-            found = comparison.warning(setup, config.gammas, curves(config), config.draft.synthetic_acceptance)
-        except UserError:  # nothing to predict with: then there is nothing to tell
+            found = comparison.warning(self.setup(), config.gammas, curves(config), config.draft.synthetic_acceptance)
+        except UserError:  # nothing to predict with
             return []
         return [found] if found else []
 
 
 def resolve(config: Config) -> Plan:
-    """Return the plan of a configuration. Raise UserError for mistakes that can be found without weights."""
-    device, dtype = _device(config)
-    batch = config.batch
-    if batch.size == "auto":
-        batch = replace(batch, size=ROWS_ON[device.type])
-    if batch.prefill_chunk == "auto":
-        served = config.scenario.name == "serve"
-        chunk = SERVED_CHUNK_ON[device.type] if served else PASS_TOKENS_ON[device.type] // int(batch.size)
-        batch = replace(batch, prefill_chunk=max(CHUNK, chunk))
-    in_the_way = triton_obstacle() if device.type == "cuda" and config.hardware.compile else None
+    """Return the plan of a run or a prediction. Raise UserError for mistakes that can be found without weights."""
+    predicts = config.scenario.name in ("predict", "plan")
+    device, dtype = (torch.device("meta"), torch.bfloat16) if predicts else _device(config)
+    config = replace(config, batch=_batch(config, device))
+    if predicts:
+        config, target, draft = _models(config, loads=False)
+        check_length(config, target.config.max_position_embeddings)
+        plan = Plan(config, device, dtype, target, draft, config.hardware.name)
+        plan.setup()
+        return plan
+    compile_obstacle = triton_obstacle() if device.type == "cuda" and config.hardware.compile else None
     decided: dict[str, Any] = {"device": device.type, "dtype": str(dtype).removeprefix("torch.")}
     if config.hardware.compile == "auto":
-        decided["compile"] = device.type == "cuda" and in_the_way is None
-    elif in_the_way:
-        raise UserError(f"hardware.compile=true: Triton {in_the_way}; or set hardware.compile=false")
-    hardware = replace(config.hardware, **decided)
-    choice, target = _model("target", config.target)
-    config = replace(config, batch=batch, hardware=hardware, target=choice)
-    draft = None
-    if config.draft.needs_model:
-        assert config.draft.model is not None, "validate has checked"
-        choice, draft = _model("draft.model", config.draft.model)
-        config = replace(config, draft=replace(config.draft, model=choice))
+        decided["compile"] = device.type == "cuda" and compile_obstacle is None
+    elif compile_obstacle:
+        raise UserError(f"hardware.compile=true: Triton {compile_obstacle}; or set hardware.compile=false")
+    config = replace(config, hardware=replace(config.hardware, **decided))
+    config, target, draft = _models(config, loads=True)
+    if draft is not None:
         check_vocabularies(target.config, draft.config, target.folder, draft.folder)
     quantize.check(config.draft.quantization, device)
     config.draft.check(target.config)
@@ -141,10 +188,42 @@ def resolve(config: Config) -> Plan:
         backend: Any  # one of the options
         backend, why = _attention(config, device, dtype, [target, draft] if draft else [target])
         config = replace(config, attention=backend)
-        reasons = [why, *([f"hardware.compile=false: Triton {in_the_way}"] if in_the_way else [])]
+        reasons = [why, *([f"hardware.compile=false: Triton {compile_obstacle}"] if compile_obstacle else [])]
     else:
         ENGINES[config.engine.name].work.check(config)
     return Plan(config, device, dtype, target, draft, _device_name(device), "; ".join(reasons))
+
+
+def _batch(config: Config, device: torch.device) -> BatchConfig:
+    """Return the group `batch` without `auto`, except for what a prediction does not read."""
+    batch, on = config.batch, "cpu" if device.type == "cpu" else "cuda"
+    if batch.size == "auto":
+        batch = replace(batch, size=ROWS_ON[on])
+    if batch.prefill_chunk == "auto" and device.type != "meta":
+        served = config.scenario.name == "serve"
+        chunk = SERVED_CHUNK_ON[on] if served else PASS_TOKENS_ON[on] // int(batch.size)
+        batch = replace(batch, prefill_chunk=max(CHUNK, chunk))
+    return batch
+
+
+def _models(config: Config, loads: bool) -> tuple[Config, Model, Model | None]:
+    """Return the configuration with what the checkpoints say, the target and the independent draft.
+
+    `loads` where the weights of a checkpoint are read.
+    """
+    found: dict[str, Model] = {}
+    for key, choice in config.models.items():
+        if key != "target" and not config.draft.needs_model:
+            continue
+        choice, folder = identify(key, choice, loads and choice.weights == "checkpoint")
+        assert choice.architecture is not None, "identify has read it"
+        folder = folder if loads and choice.weights == "checkpoint" else None
+        found[key] = Model(key, folder, choice.architecture)
+        if key == "target":
+            config = replace(config, target=choice)
+        else:
+            config = replace(config, draft=replace(config.draft, model=choice))
+    return config, found["target"], found.get("draft.model")
 
 
 def _device(config: Config) -> tuple[torch.device, torch.dtype]:
@@ -171,13 +250,6 @@ def _device_name(device: torch.device) -> str:
         return torch.cuda.get_device_name(device)
     threads = torch.get_num_threads()
     return f"{cpu_name()}, {threads} thread{'s' if threads > 1 else ''}"
-
-
-def _model(key: str, choice: ModelChoice) -> tuple[ModelChoice, Model]:
-    """Return the choice with what its checkpoint says, and the model."""
-    choice, folder = identify(key, choice, loads=choice.weights == "checkpoint")
-    assert choice.architecture is not None, "identify has read it"
-    return choice, Model(key, folder if choice.weights == "checkpoint" else None, choice.architecture)
 
 
 def _divided(config: Config, target: Model, draft: Model | None) -> tuple[Model, Model | None]:

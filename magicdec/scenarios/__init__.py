@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from rich.text import Text
 
@@ -27,43 +27,17 @@ from magicdec.tracking.sweep import Job
 from magicdec.tracking.trackers import chosen, is_logged, log_run
 from magicdec.units import GIB
 
-
-class Prepared(Protocol):
-    """A run whose every `auto` is resolved and whose mistakes are found: the part that the frame reads."""
-
-    @property
-    def config(self) -> Config:
-        """The configuration, without any `auto`."""
-
-    @property
-    def device_name(self) -> str:
-        """The device, as it enters the run's id."""
-
-    @property
-    def fingerprints(self) -> dict[str, str]:
-        """Hashes of the checkpoints and the text that the run reads, and the version of an engine that is not ours."""
-
-    @property
-    def num_ranks(self) -> int:
-        """Processes that share the model."""
-
-    def doubts(self) -> list[str]:
-        """Return warnings to print before the work."""
+if TYPE_CHECKING:  # it imports PyTorch, which a mistake that is found earlier must not wait for
+    from magicdec.planning.resolve import Plan
 
 
-P = TypeVar("P", bound=Prepared)
+class Scenario(Protocol):
+    """A module of this package: how a kind of run is planned, and the run itself."""
 
-
-class Scenario(Protocol[P]):
-    """A module of this package: how a kind of run is prepared, how much memory it takes, and the run itself."""
-
-    def prepare(self, config: Config) -> P:
+    def prepare(self, config: Config) -> "Plan":
         """Resolve `auto` values. Raise UserError for mistakes that can be found before weights are loaded."""
 
-    def num_bytes(self, plan: P) -> float:
-        """Return the memory that the run will take of each device."""
-
-    def run(self, plan: P, progress: Progress) -> Outcome:
+    def run(self, plan: "Plan", progress: Progress) -> Outcome:
         """Do the work."""
 
 
@@ -84,7 +58,7 @@ def run(config: Config, job: Job) -> dict[str, Any]:
     if config.sweep.dry_run:
         _list(plan, name, job)
         return {}
-    for warning in [*ineffective, *warnings(plan.config), *plan.doubts()]:
+    for warning in [*ineffective, *warnings(plan.config), *plan.warnings()]:
         Console(stderr=True).print(Text.assemble(("warning:", "yellow"), " ", warning))
     with _alone(config.runs_dir, name, job):
         return _skipped(config, name, job) or _measure(plan, name, settings, job)
@@ -142,7 +116,7 @@ def _skipped(config: Config, name: str, job: Job) -> dict[str, Any]:
     return found
 
 
-def _measure(plan: Prepared, name: str, settings: dict[str, Any], job: Job) -> dict[str, Any]:
+def _measure(plan: "Plan", name: str, settings: dict[str, Any], job: Job) -> dict[str, Any]:
     """Do the run, store and show its results; return the contents of result.json."""
     this = Run.open(plan.config.runs_dir, name, settings, job.overrides)
     try:
@@ -170,8 +144,10 @@ def _measure(plan: Prepared, name: str, settings: dict[str, Any], job: Job) -> d
     return this.result
 
 
-def _list(plan: Prepared, name: str, job: Job) -> None:
+def _list(plan: "Plan", name: str, job: Job) -> None:
     """Print a line about a run: its id, its state in the store, the memory that it will take, its overrides."""
+    from magicdec.planning import build  # here, because a prediction does not need it
+
     earlier = attempts(plan.config.runs_dir, name)
     stored = next(iter_runs(plan.config.runs_dir, [path.name for path in earlier[-1:]]), {})
     state = stored.get("kind") or stored.get("status") or "new"
@@ -180,17 +156,17 @@ def _list(plan: Prepared, name: str, job: Job) -> None:
     elif state == "done":
         state = "other version"
     typed = " ".join(text for text in job.overrides if not text.startswith("sweep."))
-    print(f"{name}  {state:13}  {_scenario(plan.config).num_bytes(plan) / GIB:8.2f} GiB  {typed}", flush=True)
+    print(f"{name}  {state:13}  {build.num_bytes(plan) / GIB:8.2f} GiB  {typed}", flush=True)
 
 
-def _outcome(plan: Prepared, run: Run) -> Outcome:
+def _outcome(plan: "Plan", run: Run) -> Outcome:
     """Do the work, here or on as many ranks as share the model."""
     if plan.num_ranks == 1:
         return _work(0, plan)
     return on_ranks(plan.num_ranks, plan.config.hardware.device, _work, plan, run)
 
 
-def _work(rank: int, plan: Prepared, run: Run | None = None) -> Outcome:
+def _work(rank: int, plan: "Plan", run: Run | None = None) -> Outcome:
     """Run the scenario on one rank. Only rank 0 shows its progress, and logs into `run`."""
     console = Console(stderr=True) if rank == 0 else Console(quiet=True, force_terminal=False)
     with run.log_to_file() if run and rank == 0 else nullcontext(), progress(console) as bars:
@@ -201,7 +177,7 @@ def imports(name: str, config: Mapping[str, Any] | None = None) -> list[str]:
     """Return the modules that a run of this scenario imports, for a process that imports them for many runs. `config`
     names the trackers.
     """
-    modules = [f"magicdec.scenarios.{name}", "magicdec.planning.prediction"]
+    modules = [f"magicdec.scenarios.{name}", "magicdec.planning.resolve"]
     modules += [module for tracker in chosen(config or {}) for module in tracker.IMPORTS]
     if name not in ("predict", "plan"):
         modules += ["magicdec.engine.native", "torch._dynamo", "transformers.models.auto.tokenization_auto"]
@@ -209,10 +185,10 @@ def imports(name: str, config: Mapping[str, Any] | None = None) -> list[str]:
     return modules
 
 
-def _scenario(config: Config) -> Scenario[Prepared]:
+def _scenario(config: Config) -> Scenario:
     """Import the scenario that was chosen, and no other."""
     name = config.scenario.name if config.engine.name == "native" else "peer"
-    return cast(Scenario[Prepared], import_module(f"magicdec.scenarios.{name}"))
+    return cast(Scenario, import_module(f"magicdec.scenarios.{name}"))
 
 
 def _reason(error: BaseException, config: Config) -> tuple[str, str]:

@@ -22,7 +22,7 @@ from magicdec.measure.gpu import Watch
 from magicdec.measure.metrics import Metrics
 from magicdec.measure.profile import profile_round
 from magicdec.planning import build
-from magicdec.planning.prediction import setup_of_run, task_of
+from magicdec.planning.prediction import task_of
 from magicdec.planning.resolve import Plan, resolve
 from magicdec.scenarios.outcome import Outcome
 from magicdec.scenarios.outputs import Outputs, lossless, speeds
@@ -31,7 +31,7 @@ from magicdec.tracking.reader import is_impossible
 from magicdec.units import GIB
 
 log = logging.getLogger(__name__)
-prepare, num_bytes = resolve, build.num_bytes
+prepare = resolve
 
 
 @dataclass
@@ -162,11 +162,9 @@ def _predicted(plan: Plan, results: Metrics, gamma: int) -> Metrics:
     rate = None if known else matmul_rate(plan.device, plan.dtype) / 1e12
     bandwidth = float(results["roofline/bandwidth_gbs"] or 0.0)
     try:
-        size, weight_size = plan.dtype.itemsize, build.weight_bytes(plan)
-        config = plan.config
-        setup = setup_of_run(config, plan.device_name, size, bandwidth, rate, weight_size)
-        setup = setup.at(context=round(results["data/context_len_mean"]))  # type: ignore[arg-type]
-        return predicted_metrics(setup, gamma, results, config.batch.generate_len) | published(setup, task_of(config))
+        setup = plan.setup(bandwidth, rate).at(context=round(results["data/context_len_mean"]))  # type: ignore[arg-type]
+        predicted = predicted_metrics(setup, gamma, results, plan.config.batch.generate_len)
+        return predicted | published(setup, task_of(plan.config))
     except UserError as error:  # a draft that has no cost model
         log.info("not predicted: %s", error)
         return {}

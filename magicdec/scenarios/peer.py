@@ -16,7 +16,7 @@ from magicdec.units import GIB
 
 WARMUP_CONTEXT, WARMUP_TOKENS = 64, 8
 
-prepare, num_bytes = resolve, build.num_bytes
+prepare = resolve
 Repeat = list[PeerGeneration]  # a generation per batch
 
 

@@ -13,34 +13,34 @@ from magicdec.costmodel.planner import FOUND_BY, Candidate, Plans, experiment_ya
 from magicdec.costmodel.round import Setup
 from magicdec.costmodel.summary import pays_from
 from magicdec.errors import UserError
-from magicdec.planning.prediction import PredictionPlan, cache_named, curves, draft_named, num_bytes, plan_prediction
+from magicdec.planning.prediction import cache_named, curves, draft_named
+from magicdec.planning.resolve import Plan, resolve
 from magicdec.scenarios.outcome import Outcome
 from magicdec.tracking.cells import new_table
 from magicdec.tracking.progress import Progress
 from magicdec.tracking.store import shown
 
-__all__ = ["num_bytes", "prepare", "run"]
 EXPERIMENTS = Path("conf", "experiment")  # of the working directory: in a checkout its own, otherwise the user's
 CHOICES = ("draft", "cache")
 SHOWN = 12  # plans in the table
 SHOWN_UNKNOWN = 6  # configurations without a known acceptance
 
 
-def prepare(config: Config) -> PredictionPlan:
-    """See `plan_prediction`. Raise UserError rather than overwrite an experiment that no plan has written."""
+def prepare(config: Config) -> Plan:
+    """Resolve a search. Raise UserError rather than overwrite an experiment that no search has written."""
     name = config.settings(Search).experiment
     if name is not None:
         path = _experiment(name)
         if path.exists() and FOUND_BY not in path.read_text(encoding="utf-8"):
             raise UserError(f"scenario.experiment={name}: {shown(path)} is there already; choose another name, or null")
-    return plan_prediction(config)
+    return resolve(config)
 
 
-def run(plan: PredictionPlan, progress: Progress) -> Outcome:
+def run(plan: Plan, progress: Progress) -> Outcome:
     """Search for a target, a machine and a context; a line of the history for every plan, the best first."""
     config, scenario = plan.config, plan.config.settings(Search)
     plans = search(
-        plan.setup,
+        plan.setup(),
         curves(config),
         scenario.batch_sizes,
         [draft_named(name, config.draft.tensor_parallel) for name in scenario.drafts],

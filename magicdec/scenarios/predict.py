@@ -11,7 +11,8 @@ from magicdec.costmodel.comparison import published
 from magicdec.costmodel.predict import Prediction
 from magicdec.costmodel.predict import predict as predict_setup
 from magicdec.costmodel.summary import pays_from, verdict
-from magicdec.planning.prediction import PredictionPlan, curves, num_bytes, plan_prediction, task_of
+from magicdec.planning.prediction import curves, task_of
+from magicdec.planning.resolve import Plan, resolve
 from magicdec.scenarios.outcome import Outcome
 from magicdec.tracking.cells import new_table
 from magicdec.tracking.progress import Progress
@@ -20,16 +21,14 @@ from magicdec.units import GIB
 if TYPE_CHECKING:
     from magicdec.measure.metrics import Metrics
 
-
-__all__ = ["num_bytes", "prepare", "run"]
-prepare = plan_prediction
+prepare = resolve
 
 
-def predicted(plan: PredictionPlan) -> Prediction:
+def predicted(plan: Plan) -> Prediction:
     """Predict one configuration, at every gamma of scenario.gammas."""
     config, scenario = plan.config, plan.config.settings(Predict)
     return predict_setup(
-        plan.setup,
+        plan.setup(),
         scenario.gammas,
         config.draft.synthetic_acceptance if scenario.alpha is None else scenario.alpha,
         curves(config),
@@ -38,14 +37,14 @@ def predicted(plan: PredictionPlan) -> Prediction:
     )
 
 
-def run(plan: PredictionPlan, progress: Progress) -> Outcome:
+def run(plan: Plan, progress: Progress) -> Outcome:
     """Predict one configuration; a line of the history for every gamma."""
     prediction = predicted(plan)
     history = [
         {"gamma": at.gamma, "predicted/round_ms": 1e3 * at.times.round_s, "predicted/speedup": at.speedup}
         for at in prediction.by_gamma
     ]
-    known = published(plan.setup, task_of(plan.config))
+    known = published(prediction.setup, task_of(plan.config))
     metrics: Metrics = {"device": plan.device_name}
     return Outcome(metrics | prediction.metrics() | known, history=history, view=_view(prediction, known))
 

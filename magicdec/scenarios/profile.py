@@ -15,7 +15,7 @@ from magicdec.scenarios.outcome import Outcome, keeping
 from magicdec.tracking.progress import Progress
 from magicdec.units import GIB
 
-prepare, num_bytes = resolve, build.num_bytes
+prepare = resolve
 
 
 def run(plan: Plan, progress: Progress) -> Outcome:

@@ -33,7 +33,7 @@ from magicdec.tracking.progress import Progress
 from magicdec.tracking.table import WAYS, described_context, described_models, described_place, losslessness
 from magicdec.units import GIB
 
-prepare, num_bytes = resolve, build.num_bytes
+prepare = resolve
 WARMUP_TOKENS = 8  # of a request before each measurement, which is not counted
 # On the terminal; a latency is shown as its median and its 99th percentile.
 LATENCIES = {

@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 import yaml
 from rich.console import Console
 
@@ -20,7 +21,8 @@ from magicdec.costmodel.hardware import hardware_named
 from magicdec.costmodel.predict import predict
 from magicdec.costmodel.round import Setup, round_times
 from magicdec.errors import UserError
-from magicdec.planning.prediction import cache_named, plan_prediction, setup_of_run
+from magicdec.planning.prediction import cache_named
+from magicdec.planning.resolve import Model, Plan, resolve
 from magicdec.scenarios import plan as plan_scenario
 from magicdec.scenarios import predict as predict_scenario
 from magicdec.tracking.progress import progress
@@ -46,7 +48,14 @@ def composed(*overrides):
 def outcome(scenario, *overrides):
     config = composed(*overrides)
     with progress() as bars:
-        return scenario(plan_prediction(config), bars)
+        return scenario(resolve(config), bars)
+
+
+def as_run(device_name, device, *overrides):
+    """The plan of a run on a device that is not here."""
+    config, dtype = composed(*overrides), torch.float32 if device == "cpu" else torch.bfloat16
+    target = Model("target", None, config.target.architecture)
+    return Plan(config, torch.device(device), dtype, target, None, device_name)
 
 
 def test_predict_from_the_command_line_leaves_a_run(tmp_path):
@@ -88,7 +97,7 @@ def test_what_the_paper_measured_stands_beside_what_is_predicted():
     assert found["published/predicted_speedup"] == pytest.approx(2.01, rel=0.1)
     ruler = outcome(predict_scenario.run, "experiment=paper/table2", "data=ruler", "data.task=cwe").metrics
     assert ruler["published/speedup"] == 2.51
-    own = setup_of_run(composed("experiment=paper/table3c"), "NVIDIA A100-SXM4-80GB", 2)
+    own = as_run("NVIDIA A100-SXM4-80GB", "cuda", "experiment=paper/table3c").setup()
     assert published_values(own, "pg19")["published/speedup"] == 1.64, "of a run on that machine"
     elsewhere = outcome(predict_scenario.run, "experiment=paper/table2", "batch.size=42").metrics
     assert not [key for key in elsewhere if key.startswith("published/")]
@@ -122,10 +131,10 @@ def test_the_planned_experiment_composes_and_predicts_what_it_said(tmp_path, mon
     # Hydra finds experiments on its search path: conf/, and this folder beside it.
     (tmp_path / "experiment").mkdir()
     (tmp_path / "found.yaml").rename(tmp_path / "experiment" / "found.yaml")
-    found = composed(f"hydra.searchpath=[file://{tmp_path}]", "experiment=found")
+    found = composed(f"hydra.searchpath=[file://{tmp_path}]", "experiment=found", "scenario=predict")
     assert (found.target.name, found.draft.model.name) == ("llama-3.1-8b", "llama-3.2-1b")
     assert (found.batch.size, found.cache.budget, found.hardware.name) == (32, 512, "8xh100")
-    times = round_times(plan_prediction(found).setup, found.draft.gamma)
+    times = round_times(resolve(found).setup(), found.draft.gamma)
     assert result.metrics["predicted/round_ms"] == pytest.approx(1e3 * times.round_s)
 
 
@@ -218,21 +227,20 @@ def test_a_hardware_file_can_hold_its_calibration(tmp_path, fraction, error):
         with pytest.raises(UserError, match=error):
             composed(*keys)
     else:
-        machine = plan_prediction(composed(*keys)).setup.hardware
+        machine = resolve(composed(*keys)).setup().hardware
         assert (machine.efficiency.matmul_fraction, machine.stack.name) == (0.5, "magicdec")
 
 
 def test_a_run_is_predicted_for_its_device_and_this_software(model):
-    config = composed("hardware=h200", *LLAMA)
-    found = setup_of_run(config, "NVIDIA H200", 2)
+    found = as_run("NVIDIA H200", "cuda", "hardware=h200", *LLAMA).setup()
     assert (found.hardware.device.name, found.hardware.stack.name) == ("H200", "magicdec")
     # A device without a datasheet takes measured figures, and other sizes of numbers.
-    config = composed("hardware=cpu", *LLAMA)
-    found = setup_of_run(config, "Some CPU", 4, bandwidth_gbs=60.0, tflops=0.5)
+    run = as_run("Some CPU", "cpu", "hardware=cpu", *LLAMA)
+    found = run.setup(bandwidth_gbs=60.0, tflops=0.5)
     assert found.hardware.device.bandwidth == 60e9
     assert found.target_time.total > 8e9 * 4 / 60e9
     with pytest.raises(UserError, match="bandwidth_gbs=null"):
-        setup_of_run(config, "Some CPU", 4)
+        run.setup()
 
 
 def test_a_run_that_cannot_pay_is_warned_about(setup):
