@@ -192,7 +192,8 @@ class Study:
         sampling = Sampling(cell.temperature, seed=chosen.sampling.seed, sequence=cell.batch * self.rows)
         decoder = batch.sampled(sampling) if cell.temperature else batch.decoder
         model = None if cell.quantization == "none" else self.narrowed(batch.engine.target, cell.quantization)
-        engine = replace(batch.engine, draft=chosen.draft, cache=chosen.cache, gamma=cell.gamma, draft_model=model)
+        draft = replace(chosen.draft, gamma=cell.gamma)
+        engine = replace(batch.engine, draft=draft, cache=chosen.cache, draft_model=model)
         fast = decoder.generate(engine.draft_for(decoder))
         decoder.forget_cycles()
         line = asdict(cell) | {

@@ -67,7 +67,7 @@ def measure(model: str, points: Sequence[tuple[int, int, int]]) -> list[dict[str
     found = []
     for rows, context, gamma in points:
         prompts = load_prompts("random", PromptRequest(rows, context, plan.target.config.vocab_size))
-        batch = replace(engine, gamma=gamma).open(prompts.tokens)
+        batch = replace(engine, draft=replace(engine.draft, gamma=gamma)).open(prompts.tokens)
         batch.simulate_prefill()
         warm_up(batch)
         point = {"rows": rows, "context": context, "gamma": gamma, **profile_round(batch, REPEATS)}

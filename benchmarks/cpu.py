@@ -79,7 +79,7 @@ def measure(plan: Plan, engine: NativeEngine, opened: Batch, name: str, gamma: i
     """Measure pairs of an autoregressive and a speculative pass, the audit, and the parts of a round."""
     config = plan.config.draft if name == "model" else DRAFTS[name].facts()
     model = engine.draft_model if name == "model" else None
-    draft = replace(engine, gamma=gamma, draft=config, draft_model=model).draft_for(opened.decoder)
+    draft = replace(engine, draft=replace(config, gamma=gamma), draft_model=model).draft_for(opened.decoder)
     batch = Batch(opened.decoder, draft)
     warm_up(batch)
     pairs = [(batch.decoder.generate(), batch.decoder.generate(draft)) for _ in range(REPEATS)]

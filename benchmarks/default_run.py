@@ -65,7 +65,7 @@ def measure(rows: int, context: int) -> list[dict[str, Any]]:
     prefill = decoder.prefill(engine.prefill_chunk)
     for policy, budget, gamma in CHOICES:
         facts = POLICIES[policy].facts(budget=budget)
-        draft = replace(engine, gamma=gamma, cache=facts).draft_for(decoder)
+        draft = replace(engine, draft=replace(engine.draft, gamma=gamma), cache=facts).draft_for(decoder)
         warm_up(Batch(decoder, draft))
         pairs = [(decoder.generate(), decoder.generate(draft)) for _ in range(REPEATS)]
         ways = [

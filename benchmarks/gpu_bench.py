@@ -162,8 +162,9 @@ class Bench:
         engine, available = self.engine, memory.available_bytes(self.device)
         if needed > available:
             raise UserError(f"needs {needed / GIB:.1f} GiB next to the weights, of {available / GIB:.1f}")
-        draft, cache = replace(engine.draft, synthetic_acceptance=alpha), replace(engine.cache, budget=budget)
-        changed = replace(engine, gamma=gamma, draft=draft, cache=cache, sampling=sampling or engine.sampling)
+        draft = replace(engine.draft, gamma=gamma, synthetic_acceptance=alpha)
+        cache = replace(engine.cache, budget=budget)
+        changed = replace(engine, draft=draft, cache=cache, sampling=sampling or engine.sampling)
         opened = changed.open([[0] * context] * batch)
         opened.simulate_prefill()
         warm_up(opened)

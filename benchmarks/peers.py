@@ -128,7 +128,9 @@ def ours(*where: Any) -> Cell:
     prefill_seconds = opened.decoder.prefill(engine.prefill_chunk)
     ways: dict[str, Any] = {OURS: None}
     for name in OUR_DRAFTS:
-        ways[f"{OURS}, {name}"] = replace(engine, draft=DRAFTS[name].facts()).draft_for(opened.decoder)
+        ways[f"{OURS}, {name}"] = replace(engine, draft=DRAFTS[name].facts(gamma=engine.gamma)).draft_for(
+            opened.decoder
+        )
         warm_up(Batch(opened.decoder, ways[f"{OURS}, {name}"]))
     turns = [[opened.decoder.generate(draft) for draft in ways.values()] for _ in range(repeats_of(*where))]
     found, version = {}, f"{OURS}: attention by {plan.config.attention}"

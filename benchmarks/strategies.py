@@ -92,7 +92,7 @@ class Prefilled:
         tokenizer: Any = build.tokenizer(plan)
         prompts = build.prompts(plan, tokenizer)
         with progress() as bars:
-            self.engine = replace(build.engine(plan, bars), gamma=GAMMA)
+            self.engine = build.engine(plan, bars)
         self.attention = plan.config.attention
         self.decoder = self.engine.open(prompts.tokens).decoder
         self.decoder.prefill(self.engine.prefill_chunk)

@@ -22,6 +22,7 @@ from magicdec.cache.full import Full
 from magicdec.config.choices import CacheConfig, DraftConfig, ModelChoice
 from magicdec.config.options import values_of
 from magicdec.config.registry import DRAFTS, POLICIES, Registry
+from magicdec.config.schema import BatchConfig, HardwareConfig, SamplingConfig
 from magicdec.costmodel.hardware import hardware_named
 from magicdec.costmodel.round import Setup, memory
 from magicdec.engine.audit import audit
@@ -30,7 +31,6 @@ from magicdec.engine.native import Batch, NativeEngine
 from magicdec.errors import UserError, exit_code, in_one_line
 from magicdec.measure.footprint import Allocations
 from magicdec.models.transformer import Transformer
-from magicdec.verification.sampling import Sampling
 
 VOCAB = 61
 LENGTHS, GENERATE_LEN = (50, 57, 64), 24  # of the rows' prompts, and of what is generated
@@ -194,19 +194,28 @@ def cache_config(policy: str, **keys: Any) -> CacheConfig:
 
 
 def new_engine(
-    target: Transformer, draft_name: str = "none", inner: CacheConfig | None = None, **options: Any
+    target: Transformer,
+    draft_name: str = "none",
+    inner: CacheConfig | None = None,
+    draft_model: Transformer | None = None,
+    sampling: SamplingConfig | None = None,
+    graphs: bool = False,
+    **keys: Any,
 ) -> NativeEngine:
-    """Return an engine, greedy by default. Keys of `draft` and `cache` go to them; `inner` is `draft.cache`."""
+    """Return an engine, greedy by default. `keys` are those of `batch`, `sampling`, `draft` and `cache`; `inner` is
+    `draft.cache`.
+    """
     defaults: dict[str, Any] = {"policy": "full", "num_layers": 1, "max_ngram": 4, "inner_gamma": 2}
-    options = defaults | {"sampling": Sampling(), "generate_len": 24, "prefill_chunk": 16} | options
-
-    own = {field.name for field in fields(NativeEngine)}
-    keys = {key: options.pop(key) for key in options.keys() - own}
+    keys = defaults | {"generate_len": 24, "prefill_chunk": 16} | keys
     cache = cache_config(keys.pop("policy"), **keys)
-    keys["cache"] = inner or Full()
     facts = DraftConfig if draft_name == "none" else DRAFTS[draft_name].facts
-    draft = facts(draft_name, **{f.name: keys[f.name] for f in fields(facts) if f.name in keys})
-    return NativeEngine(target, draft=draft, cache=cache, **options)
+    given = keys | {"cache": inner or Full()}
+    draft = facts(draft_name, **{f.name: given[f.name] for f in fields(facts) if f.name in given})
+    batch = BatchConfig(1, 1, keys["generate_len"], 1, keys["prefill_chunk"])
+    sampling = sampling or SamplingConfig()
+    sampling = replace(sampling, ignore_eos=keys.get("ignore_eos", True))
+    hardware = HardwareConfig("own", "cuda" if graphs else "cpu", "auto", 1, "auto", graphs, False)
+    return NativeEngine(batch, sampling, draft, cache, hardware, target, draft_model)
 
 
 def open_batch(target: Transformer, prompts: list[list[int]], **options: Any) -> Batch:

@@ -4,6 +4,7 @@ A choice is a frozen dataclass: its fields are its keys, with their rules; its c
 facts. Caches allocate by these facts, and the cost model counts by them. Bytes are those of one row.
 """
 
+import math
 import platform
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass as plain_dataclass
@@ -21,6 +22,7 @@ from magicdec.rules import STRICT, Count, Share, must
 Selects = Literal["never", "prefill", "round", "step"]  # round: once a round; step: in every draft step
 
 FP32, INT32, INT64 = 4, 4, 8  # bytes
+AUTO_GAMMAS = (1, 2, 3, 5, 8)  # what draft.gamma=auto chooses among: a captured round each
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -194,6 +196,20 @@ class DraftConfig:
     def caches(self, cache: CacheConfig) -> dict[str, CacheConfig]:
         """Return the draft's caches by key; `cache` is the group of that name."""
         return {"cache": cache} if self.is_model else {}
+
+    def budgeted(self, cache: CacheConfig) -> dict[str, CacheConfig]:
+        """Return the caches whose `budget` bounds what the draft reads, by key."""
+        caches = {} if self.name == "none" else self.caches(cache)
+        return {key: one for key, one in caches.items() if one.has_budget}
+
+    def gammas(self, cache: CacheConfig) -> tuple[int, ...]:
+        """Return the gammas to use: for auto all that fit into the budgets; (0,) without a draft."""
+        if self.name == "none":
+            return (0,)
+        if self.gamma != "auto":
+            return (int(self.gamma),)
+        least = min((one.budget for one in self.budgeted(cache).values()), default=math.inf)
+        return tuple(gamma for gamma in AUTO_GAMMAS if gamma < least) or AUTO_GAMMAS[:1]
 
     @property
     def own_cache_key(self) -> str:

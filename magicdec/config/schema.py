@@ -5,7 +5,6 @@ draft and engine have a class for each option, in the option's own module (magic
 scenario has one for each scenario, below.
 """
 
-import math
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
@@ -35,7 +34,6 @@ def option_file(group: str, name: str) -> Path | None:
 
 # batch.size=auto. With fewer rows a small model is bound by its weights (CPU) or by latency (GPU), not by its KV cache.
 ROWS_ON = {"cpu": 24, "cuda": 64}
-AUTO_GAMMAS = (1, 2, 3, 5, 8)  # what draft.gamma=auto chooses among: a captured round each
 
 Cost = Annotated[float, Field(ge=0)]
 Figure = Annotated[float, Field(gt=0)]
@@ -101,7 +99,7 @@ class DataConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class SamplingConfig:
-    """The choice of a token."""
+    """The choice of a token. temperature 0 is greedy; top_k and top_p None keep everything."""
 
     # Logits over a temperature near 0 would leave float32.
     temperature: Annotated[
@@ -112,6 +110,11 @@ class SamplingConfig:
     top_p: Annotated[float | None, Field(ge=1e-30, le=1), must("must be from 1e-30 to 1")] = None
     seed: Annotated[int, Field(ge=0, lt=1 << 63), must("must be at least 0 and below 2^63")] = 0
     ignore_eos: bool = True
+
+    @property
+    def greedy(self) -> bool:
+        """Return whether the largest logit decides."""
+        return self.temperature == 0.0
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -231,19 +234,13 @@ class Config:
 
     @property
     def gammas(self) -> tuple[int, ...]:
-        """Return the gammas that a run may use: for auto all that fit into the budgets; (0,) without a draft."""
-        if not self.speculates:
-            return (0,)
-        if self.draft.gamma != "auto":
-            return (int(self.draft.gamma),)
-        least = min((cache.budget for cache in self.budgeted.values()), default=math.inf)
-        return tuple(gamma for gamma in AUTO_GAMMAS if gamma < least) or AUTO_GAMMAS[:1]
+        """Return the gammas that a run may use."""
+        return self.draft.gammas(self.cache)
 
     @property
     def budgeted(self) -> dict[str, CacheConfig]:
         """Return the caches whose `budget` bounds what the draft reads, by key."""
-        caches = self.draft.caches(self.cache) if self.speculates else {}
-        return {key: cache for key, cache in caches.items() if cache.has_budget}
+        return self.draft.budgeted(self.cache)
 
     @property
     def models(self) -> dict[str, ModelChoice]:

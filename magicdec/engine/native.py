@@ -1,13 +1,13 @@
 """Our own engine: a target and, with speculation, a draft, opened on one batch of prompts after another."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 
 import torch
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
-from magicdec.cache.full import Full
 from magicdec.config.choices import CacheConfig, DraftConfig, EngineConfig
 from magicdec.config.registry import DRAFTS, ENGINES
+from magicdec.config.schema import BatchConfig, HardwareConfig, SamplingConfig
 from magicdec.decoding.state import State
 from magicdec.drafts.base import Draft, DraftSpec
 from magicdec.engine.decoder import Decoder, silent
@@ -54,40 +54,52 @@ class Native(EngineConfig):
 @ENGINES.register(Native)
 @dataclass
 class NativeEngine:
-    """Models and settings that do not change from batch to batch."""
+    """Loaded models, and the groups of the configuration that decoding reads. `auto` values are resolved."""
 
+    batch: BatchConfig
+    sampling: SamplingConfig
+    draft: DraftConfig
+    cache: CacheConfig
+    hardware: HardwareConfig
     target: Transformer
-    sampling: Sampling
-    generate_len: int
-    prefill_chunk: int
-    draft: DraftConfig = field(default_factory=lambda: DraftConfig("none"))
-    cache: CacheConfig = field(default_factory=Full)
     draft_model: Transformer | None = None  # None: the target itself, where the draft is a model
-    gamma: int = 0
-    gammas: tuple[int, ...] = ()  # to choose among while decoding, `gamma` the largest; empty: always gamma
-    ignore_eos: bool = True
-    graphs: bool = False
+
+    @property
+    def gamma(self) -> int:
+        """Return the most tokens that a round proposes."""
+        return max(self.draft.gammas(self.cache))
 
     @property
     def slack(self) -> int:
-        """The number of tokens that a round may write behind the longest sequence."""
+        """Return the number of tokens that a round may write behind the longest sequence."""
         return self.gamma + self.draft.extra_tokens + 1
+
+    @property
+    def prefill_chunk(self) -> int:
+        """Return how many tokens of each row a pass of the prefill takes."""
+        return int(self.batch.prefill_chunk)
+
+    @property
+    def graphs(self) -> bool:
+        """Return whether rounds are captured as CUDA graphs."""
+        return self.hardware.cuda_graphs and self.hardware.device == "cuda"
 
     def open(self, prompts: list[list[int]], first: int = 0) -> Batch:
         """Allocate state and caches for these prompts (token ids; their lengths may differ).
 
         `first` counts the prompts of the run before these: no two sequences of a run share random numbers.
         """
-        eos = () if self.ignore_eos else self.target.config.eos_token_ids
-        state = State(prompts, self.generate_len, self.slack, eos, self.target.embed.weight.device)
-        return self.open_on(state, replace(self.sampling, sequence=first))
+        eos = () if self.sampling.ignore_eos else self.target.config.eos_token_ids
+        state = State(prompts, self.batch.generate_len, self.slack, eos, self.target.embed.weight.device)
+        return self.open_on(state, Sampling.of(self.sampling, first))
 
     def open_on(self, state: State, sampling: Sampling | RowSampling) -> Batch:
         """Allocate caches for the rows of a state."""
         rows, device = len(state.tokens_BS), state.tokens_BS.device
         cache = KVCache(self.target.config, rows, state.max_len + self.slack, self.target.dtype, device)
         synthetic = self.draft.synthetic_acceptance
-        decoder = Decoder(self.target, cache, state, sampling, self.graphs, synthetic, self.gammas)
+        gammas = self.draft.gammas(self.cache) if self.draft.gamma == "auto" else ()
+        decoder = Decoder(self.target, cache, state, sampling, self.graphs, synthetic, gammas)
         return Batch(decoder, self.draft_for(decoder) if self.draft.name != "none" else None)
 
     def draft_for(self, decoder: Decoder) -> Draft:

@@ -77,8 +77,9 @@ def footprint(engine: NativeEngine, num_rows: int, context_len: int, audited: bo
     for model in models:
         model.layers = model.layers[:LAYERS]
     prompt = [0] * min(context_len, max(engine.prefill_chunk, MAX_CHUNK))
-    new_tokens = engine.generate_len
-    engine = replace(engine, generate_len=new_tokens + context_len - len(prompt))
+    new_tokens = engine.batch.generate_len
+    batch_group = replace(engine.batch, generate_len=new_tokens + context_len - len(prompt))
+    engine = replace(engine, batch=batch_group)
     with _FusedAttention(), Allocations(weights.values()) as allocations:
         batch = engine.open([prompt] * num_rows)
         decoder, draft = batch.decoder, batch.draft

@@ -5,10 +5,9 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 
 from magicdec.config.choices import DraftConfig, EngineConfig
-from magicdec.config.schema import Config
+from magicdec.config.schema import Config, SamplingConfig
 from magicdec.costmodel.speedup import alpha_from_acceptance_length
 from magicdec.measure.metrics import Metrics, RowTimes
-from magicdec.verification.sampling import Sampling
 
 
 @dataclass(frozen=True)
@@ -20,7 +19,7 @@ class PeerSpec:
     device: str  # cpu or cuda
     num_rows: int  # of a batch
     max_len: int  # tokens of a row: the prompt, its continuation, and what a round may write after them
-    sampling: Sampling
+    sampling: SamplingConfig
     eos_token_ids: tuple[int, ...] = ()  # empty: no token ends a sequence
     engine: EngineConfig = field(default_factory=EngineConfig)
     draft: DraftConfig = field(default_factory=lambda: DraftConfig("none"))

@@ -11,7 +11,6 @@ from magicdec.attention.base import Attention
 from magicdec.config.checks import refuse_unread
 from magicdec.config.load import compose
 from magicdec.config.registry import BACKENDS, CORPORA, ENGINES
-from magicdec.config.schema import Config
 from magicdec.costmodel.round import memory as predicted_memory
 from magicdec.data import PromptRequest, Prompts, load_prompts
 from magicdec.data.tokenizer import load_tokenizer
@@ -28,7 +27,6 @@ from magicdec.planning.resolve import Model, Plan, resolve
 from magicdec.serving.slots import Slots
 from magicdec.tracking.progress import Progress
 from magicdec.units import GIB
-from magicdec.verification.sampling import Sampling
 
 log = logging.getLogger(__name__)
 
@@ -70,29 +68,13 @@ def served(overrides: Sequence[str], progress: Progress) -> tuple[Plan, Slots, A
 def _engine(plan: Plan, load: Callable[[Model], Transformer]) -> NativeEngine:
     c = plan.config
     target = load(plan.target)
-    return NativeEngine(
-        target=target,
-        draft_model=_draft_model(plan, target, load),
-        sampling=_sampling(c),
-        generate_len=c.batch.generate_len,
-        prefill_chunk=int(c.batch.prefill_chunk),
-        draft=c.draft,
-        cache=c.cache,
-        gamma=max(c.gammas),
-        gammas=c.gammas if c.draft.gamma == "auto" else (),
-        ignore_eos=c.sampling.ignore_eos,
-        graphs=c.hardware.cuda_graphs and plan.device.type == "cuda",
-    )
-
-
-def _sampling(config: Config) -> Sampling:
-    s = config.sampling
-    return Sampling(s.temperature, s.top_k, s.top_p, s.seed)
+    draft_model = _draft_model(plan, target, load)
+    return NativeEngine(c.batch, c.sampling, c.draft, c.cache, c.hardware, target, draft_model)
 
 
 def peer(plan: Plan) -> Peer:
     """Load another engine with its models."""
-    c, s = plan.config, plan.config.sampling
+    c = plan.config
     gamma = max(c.gammas)
     longest = plan.target.config.max_position_embeddings
     models = [model.config for model in (plan.target, plan.draft) if model is not None]
@@ -102,8 +84,8 @@ def peer(plan: Plan) -> Peer:
         device=plan.device.type,
         num_rows=int(c.batch.size),
         max_len=min(longest, c.batch.context_len + c.batch.generate_len + gamma + 1),
-        sampling=_sampling(c),
-        eos_token_ids=() if s.ignore_eos else tuple(plan.target.config.eos_token_ids),
+        sampling=c.sampling,
+        eos_token_ids=() if c.sampling.ignore_eos else tuple(plan.target.config.eos_token_ids),
         engine=c.engine,
         draft=c.draft,
         draft_folder=str(plan.draft.folder) if plan.draft else None,

@@ -49,7 +49,7 @@ def lossless(
     `passed`: the verdict of the audit, which excuses near-ties and judges samples; `identical` if there is no audit.
     In reduced precision it is None instead of False: compare the evidence with the baseline's.
     """
-    greedy = plan.config.sampling.temperature == 0
+    greedy = plan.config.sampling.greedy
     same = autoregressive == speculative if plan.is_audited and greedy else None
     passed = same if audit is None else audit.passed
     if not passed and plan.dtype != torch.float32:

@@ -31,7 +31,7 @@ def run(plan: Plan, progress: Progress) -> Outcome:
             vocab_size = plan.target.config.vocab_size
             request = PromptRequest(batch_size, context_len, vocab_size, seed=plan.config.data.seed)
             prompts = load_prompts("random", request)
-            batch = replace(engine, gamma=gamma, gammas=()).open(prompts.tokens)
+            batch = replace(engine, draft=replace(engine.draft, gamma=gamma)).open(prompts.tokens)
             batch.simulate_prefill()
             warm_up(batch)
             times = profile_round(batch, scenario.profile_repeats)

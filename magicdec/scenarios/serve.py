@@ -3,7 +3,6 @@
 import asyncio
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -32,6 +31,7 @@ from magicdec.tracking.cells import new_table, three_digits
 from magicdec.tracking.progress import Progress
 from magicdec.tracking.table import WAYS, described_context, described_models, described_place, losslessness
 from magicdec.units import GIB
+from magicdec.verification.sampling import Sampling
 
 prepare = resolve
 WARMUP_TOKENS = 8  # of a request before each measurement, which is not counted
@@ -101,7 +101,7 @@ def _jobs(plan: Plan, engine: NativeEngine, prompts: Prompts) -> list[RequestSpe
     """Return a request for each prompt, with random numbers of its own."""
     jobs = []
     for number, prompt in enumerate(prompts.tokens):
-        sampling = replace(engine.sampling, sequence=number)
+        sampling = Sampling.of(engine.sampling, number)
         params = Params(plan.config.batch.generate_len, sampling, ignore_eos=plan.config.sampling.ignore_eos)
         jobs.append(RequestSpec(prompt, params))
     return jobs

@@ -24,6 +24,7 @@ from magicdec.serving.load import load_metrics
 from magicdec.serving.request import Params, Request, Stats
 from magicdec.serving.scheduler import Scheduler
 from magicdec.serving.slots import Slots
+from magicdec.verification.sampling import Sampling
 
 Prompt = str | Sequence[int]  # a text, or token ids
 Chunks = SimpleQueue[list[int]]
@@ -88,7 +89,7 @@ class Model:
     def __init__(self, slots: Slots, tokenizer: Any, progress: Callable[[], AbstractContextManager[Any]], title: str):
         """`progress` opens the display of progress bars; `title` says what was loaded."""
         self.tokenizer, self._progress, self._title = tokenizer, progress, title
-        self._params = Params(sampling=slots.engine.sampling)
+        self._params = Params(sampling=Sampling.of(slots.engine.sampling, 0))
         self._new_slots = partial(Slots, slots.engine, slots.num_slots, slots.max_len)
         self._lock, self._closed = threading.Lock(), False
         self._start(slots)

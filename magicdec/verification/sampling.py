@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from magicdec.config.schema import SamplingConfig
 from magicdec.kernels.toolchain import triton_obstacle
 
 EVERYTHING = 1 << 31  # a top_k beyond any vocabulary
@@ -34,22 +35,15 @@ class Use(IntEnum):
 
 
 @dataclass(frozen=True)
-class Sampling:
-    """The way in which tokens are chosen. temperature 0 is greedy; top_k and top_p None keep everything.
+class Sampling(SamplingConfig):
+    """The group `sampling`, for one batch: `sequence` is the index in the run of row 0's sequence. Rows count up."""
 
-    `sequence` is the index in the run of row 0's sequence; the other rows count up from it.
-    """
-
-    temperature: float = 0.0
-    top_k: int | None = None
-    top_p: float | None = None
-    seed: int = 0
     sequence: int = 0
 
-    @property
-    def greedy(self) -> bool:
-        """Return whether the largest logit decides."""
-        return self.temperature == 0.0
+    @classmethod
+    def of(cls, group: SamplingConfig, sequence: int) -> "Sampling":
+        """Return the group for a batch that begins with this sequence of the run."""
+        return cls(**{**vars(group), "sequence": sequence})
 
     @property
     def key(self) -> int:

@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 
+from magicdec.config import choices
 from magicdec.config.registry import DRAFTS
 from magicdec.costmodel.speedup import omega, speedup
 from magicdec.decoding.state import State
@@ -126,13 +127,13 @@ class Scripted(AdaptiveCycle):
 @pytest.mark.parametrize(("draft", "policy"), CASES)
 def test_every_change_of_gamma_is_lossless(draft, policy, monkeypatch):
     monkeypatch.setattr("magicdec.engine.decoder.AdaptiveCycle", Scripted)
+    monkeypatch.setattr(choices, "AUTO_GAMMAS", (1, 2, 5))
     batch = open_batch(
         TARGET,
         random_prompts([50, 61, 70]),
         draft_name=draft,
         draft_model=noisy_copy(TARGET, 0.15) if DRAFTS[draft].facts.needs_model else None,
-        gamma=5,
-        gammas=(1, 2, 5),
+        gamma="auto",
         policy=policy,
         budget=16,
         num_sink=2,
@@ -148,11 +149,11 @@ def test_every_change_of_gamma_is_lossless(draft, policy, monkeypatch):
     assert len(fast.gammas) == len(fast.accepted_RB)
 
 
-def test_acceptance_counts_what_was_proposed():
+def test_acceptance_counts_what_was_proposed(monkeypatch):
     """A draft that is the target accepts all, at any gamma; alpha is 1 and the length a mean over the rounds."""
-    batch = open_batch(
-        TARGET, random_prompts([40, 50]), draft_name="self", gamma=5, gammas=(1, 2, 5), policy="full", generate_len=40
-    )
+    monkeypatch.setattr(choices, "AUTO_GAMMAS", (1, 2, 5))
+    options = {"draft_name": "self", "gamma": "auto", "policy": "full", "generate_len": 40}
+    batch = open_batch(TARGET, random_prompts([40, 50]), **options)
     generation = batch.decoder.generate(batch.draft)
     result = metrics.acceptance_metrics([generation])
     speculative = [gamma for gamma in generation.gammas if gamma]

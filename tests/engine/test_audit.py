@@ -6,6 +6,7 @@ import time
 import pytest
 import torch
 
+from magicdec.config import choices
 from magicdec.engine import audit as module
 from magicdec.engine.adaptive import AdaptiveCycle
 from magicdec.engine.audit import Audit, LogitGaps, audit
@@ -239,7 +240,8 @@ def test_a_profile_and_an_audit_demand_finite_logits():
 
 def test_what_a_draft_sets_up_is_a_part_of_the_first_token(monkeypatch):
     """Its prefill, and with several gammas the rounds that are timed beforehand; in every pass."""
-    batch = open_batch(TARGET, PROMPTS[:2], gammas=(1, 3), **OPTIONS)
+    monkeypatch.setattr(choices, "AUTO_GAMMAS", (1, 3))
+    batch = open_batch(TARGET, PROMPTS[:2], **(OPTIONS | {"gamma": "auto"}))
     prefill = batch.draft.prefill
     monkeypatch.setattr(batch.draft, "prefill", lambda *a: [time.sleep(0.1), prefill(*a)])
     timed = {0: 1.0, 1: 1.0, 3: 1.0}

@@ -15,7 +15,7 @@ from tests.gpu_rehearsal.replay import loads_from_memory
 def test_a_prefill_of_llama_reads_keys_and_values_from_memory_once(rows, chunk):
     """Replayed over an H100's L2 cache at 16,384 slots: each block of 64 slots is loaded by every tile of its head."""
     with fake_cuda(90) as recording:
-        made = engine(num_layers=1, generate_len=1, gamma=0, prefill_chunk=chunk)
+        made = engine(num_layers=1, generate_len=2, gamma=0, prefill_chunk=chunk)
         batch = made.open([[0] * 16384] * rows)
         with recording.of() as seen:
             batch.decoder.target(batch.decoder.state.tokens_BS[:, :chunk], batch.decoder.cache)

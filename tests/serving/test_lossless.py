@@ -45,7 +45,8 @@ def serve(scheduler: Scheduler, requests: list[Request], seed: float) -> None:
 
 def alone(prompt: list[int], count: int, target=TARGET) -> list[int]:
     """The independent oracle: the offline decoder without a draft, on this prompt only."""
-    return open_batch(target, [prompt], generate_len=count, ignore_eos=False).decoder.generate().tokens[0]
+    batch = open_batch(target, [prompt], generate_len=max(2, count), ignore_eos=False)
+    return batch.decoder.generate().tokens[0][:count]
 
 
 @functools.cache
