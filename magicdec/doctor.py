@@ -165,8 +165,8 @@ def attention(device: torch.device) -> Iterator[Finding]:
         bound = TOLERANCES[dtype]
         status = OK if worst <= bound else FAILED  # a NaN fails, too
         text = f"largest error {worst:.1g} of at most {bound:g} in {str(dtype).removeprefix('torch.')}"
-        said = [*filter(None, [backend.found()]), text, f"{watch.seconds:.1f} s with compilation"]
-        yield Finding(status, f"attention={name}", "; ".join(said))
+        parts = [*filter(None, [backend.found()]), text, f"{watch.seconds:.1f} s with compilation"]
+        yield Finding(status, f"attention={name}", "; ".join(parts))
     yield Finding(OK, "attention=auto", backends.choose("auto", device, dtype, [HEAD_DIM])[1])
 
 

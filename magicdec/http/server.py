@@ -1,4 +1,4 @@
-"""uvicorn's server with the limits that it lacks: descriptors, slow requests, and an end that waits for answers."""
+"""uvicorn's server with limits on connections and slow requests, and a shutdown that waits for running answers."""
 
 import asyncio
 import os
@@ -10,6 +10,7 @@ from contextlib import suppress
 from typing import Any, cast
 
 import uvicorn
+from typing_extensions import override
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from magicdec.errors import UserError, to_stderr
@@ -33,22 +34,24 @@ class Connection(H11Protocol):
     Clients that send slowly, or nothing, neither keep their descriptors nor keep others out.
     """
 
+    @override
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """See asyncio.Protocol. If there are too many, close the one that has waited longest, which may be this one."""
+        """Open the connection. If there are too many, close the one that has waited longest, perhaps this one."""
         super().connection_made(transport)
         self._deadline = self.loop.call_later(HEAD_S, self._give_up)
         if self.limit_concurrency and len(self.connections) >= self.limit_concurrency:
             waiting = [one for one in cast(set[Connection], self.connections) if one._waits]
             min(waiting, key=lambda one: one._deadline.when())._give_up()
 
+    @override
     def on_response_complete(self) -> None:
-        """See H11Protocol. Wait for the next request."""
+        """Start the time limit of the next request."""
         self._deadline.cancel()
         self._deadline = self.loop.call_later(HEAD_S, self._give_up)
         super().on_response_complete()
 
+    @override
     def connection_lost(self, exc: Exception | None) -> None:
-        """See asyncio.Protocol."""
         self._deadline.cancel()
         super().connection_lost(exc)
 
@@ -63,7 +66,7 @@ class Connection(H11Protocol):
 
 
 class Server(uvicorn.Server):
-    """A server that an engine answers. Its end, by Ctrl-C or SIGTERM, waits for running answers up to `grace_s`."""
+    """An engine's server. Its shutdown, by Ctrl-C or SIGTERM, waits up to `grace_s` for running answers."""
 
     def __init__(
         self, app: Any, engine: AsyncEngine, host: str, port: int, grace_s: int, greeting: Callable[[str], list[str]]
@@ -91,8 +94,8 @@ class Server(uvicorn.Server):
         finally:
             signal.signal(signal.SIGTERM, before)
 
+    @override
     async def startup(self, sockets: Any = None) -> None:
-        """See uvicorn.Server.startup."""
         await super().startup(sockets)
         for listener in self.servers[0].sockets:
             with socket.socket(fileno=os.dup(listener.fileno())) as same:
@@ -101,8 +104,9 @@ class Server(uvicorn.Server):
         for line in self._greeting(f"http://{f'[{host}]' if ':' in host else host}:{port}"):
             to_stderr(line)
 
+    @override
     async def shutdown(self, sockets: Any = None) -> None:
-        """See uvicorn.Server.shutdown, which waits for the answers. After the grace, closing the engine ends them."""
+        """Wait for running answers. Close the engine after the grace, which ends them."""
         closing = asyncio.create_task(self._close_engine())
         await super().shutdown(sockets)
         closing.cancel()
@@ -117,7 +121,7 @@ class Server(uvicorn.Server):
 def most_connections() -> int:
     """Return how many connections may be open: half of the descriptors that are free. Raise UserError for too few.
 
-    A connection that is too many is accepted before it is closed, two turns of the event loop later.
+    A connection beyond the limit is accepted first, and closed two turns of the event loop later.
     """
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] if resource else -1
     used = len(os.listdir("/dev/fd")) if os.path.isdir("/dev/fd") else 0

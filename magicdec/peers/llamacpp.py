@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from pydantic.dataclasses import dataclass
+from typing_extensions import override
 
 from magicdec.config.registry import ENGINES
 from magicdec.config.schema import Config
@@ -31,20 +32,20 @@ class LlamacppPeer(WorkerPeer):
     cpu_only = True
 
     @classmethod
+    @override
     def check(cls, config: Config) -> None:
-        """See Peer.check."""
         for key, model in config.models.items():
             for name in UNWRITTEN:
                 if getattr(model.architecture, name):
                     raise UserError(f"{key}.name={model.name}: engine=llamacpp takes plain Llama, not {name}")
         super().check(config)
 
+    @override
     def options(self, speculative: bool) -> dict[str, Any]:
-        """See WorkerPeer.options."""
         return self.converted_options(speculative, ".gguf") | {"dtype": self.spec.dtype}
 
+    @override
     def conversion(self, folder: str, made: Path) -> list[str]:
-        """See WorkerPeer.conversion."""
         return [str(HERE / "gguf_file.py"), folder, str(made), self.spec.dtype]
 
     def sampling(self) -> dict[str, Any]:

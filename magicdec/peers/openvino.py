@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pydantic.dataclasses import dataclass
+from typing_extensions import override
 
 from magicdec.config.registry import ENGINES
 from magicdec.peers.process import WorkerEngine, WorkerPeer
@@ -27,13 +28,14 @@ class OpenvinoPeer(WorkerPeer):
     packages = "openvino-genai optimum-intel"
     cpu_only, dtypes = True, ("float32",)
 
+    @override
     def options(self, speculative: bool) -> dict[str, Any]:
-        """See WorkerPeer.options."""
         assert isinstance(self.spec.engine, OpenvinoEngine)
         return self.converted_options(speculative, "-ir") | {"kv_type": self.spec.engine.kv_type}
 
+    @override
     def conversion(self, folder: str, made: Path) -> list[str]:
-        """See WorkerPeer.conversion. A draft model needs the tokenizers, which are exported as well."""
+        """Export the tokenizer too, because a draft model needs it."""
         export = ["-m", "optimum.commands.optimum_cli", "export", "openvino", "--model", folder]
         return [*export, "--task", "text-generation-with-past", "--weight-format", "fp32", str(made)]
 

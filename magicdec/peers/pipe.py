@@ -1,4 +1,4 @@
-"""A worker's process on a pipe: a line of JSON for another, and one line of words for whatever else it does."""
+"""A worker's process behind a pipe: one line of JSON answers another, and every failure becomes a one-line error."""
 
 import json
 import logging
@@ -27,13 +27,13 @@ class ImportFailed(Exception):
 
 
 class WorkerFailed(UserError):
-    """A worker that ended, gave no answer in time, or answered something else: one line, with its last words."""
+    """A worker that ended, did not answer in time or broke the protocol. The message ends with its last words."""
 
     kind = "crashed"
 
 
 class WorkerProcess:
-    """The worker's process, which answers each line of JSON with another within the time limit."""
+    """A worker's process, which answers each line of JSON with another within the time limit."""
 
     def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str], time_limit_s: float):
         """Start it. Errors call it by `name`; the variables of `environment` are added to ours."""
@@ -48,7 +48,7 @@ class WorkerProcess:
         )
         self._requests: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()  # None ends the thread
         self._answers: queue.SimpleQueue[bytes] = queue.SimpleQueue()  # b"": its output has ended
-        self._said = b""  # the end of its stderr
+        self._stderr_end = b""  # the end of its stderr
         # On threads: neither a worker that reads nothing nor one that writes nothing, or too much, may block this one.
         threading.Thread(target=self._talk, daemon=True).start()
         self._listener = threading.Thread(target=self._listen, daemon=True)
@@ -68,7 +68,7 @@ class WorkerProcess:
         assert self._process.stderr is not None
         with self._process.stderr as stderr:
             while piece := os.read(stderr.fileno(), 1 << 16):
-                self._said = (self._said + piece)[-TAIL:]
+                self._stderr_end = (self._stderr_end + piece)[-TAIL:]
 
     def ask(self, request: Mapping[str, Any], kind: type[T]) -> T:
         """Return the answer as a typed object. Raise WorkerFailed if there is none, and ImportFailed if the engine
@@ -108,11 +108,11 @@ class WorkerProcess:
             raise self.failure(f"broke the protocol: {error}") from None
 
     def failure(self, what: str) -> WorkerFailed:
-        """Return the error, with the worker's last words. The end of its stderr is logged."""
+        """Return the error, with the last line of the worker's stderr. The end of its stderr is logged."""
         self.close()
         self._listener.join(EXIT_S)  # what it wrote last may not have been read yet
-        if words := last_words(self._said):
-            log.info("the end of the worker's stderr:\n%s", self._said.decode(errors="replace"))
+        if words := last_words(self._stderr_end):
+            log.info("the end of the worker's stderr:\n%s", self._stderr_end.decode(errors="replace"))
             what += f"; its last words: {words}"
         return WorkerFailed(f"{self._name}: the worker {what}")
 

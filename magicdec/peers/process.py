@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar
 import torch
 from pydantic import Field
 from pydantic.dataclasses import dataclass
+from typing_extensions import override
 
 from magicdec.config.choices import EngineConfig
 from magicdec.config.schema import Config
@@ -110,8 +111,9 @@ class WorkerPeer(Peer):
         return path
 
     @classmethod
+    @override
     def check(cls, config: Config) -> None:
-        """See Peer.check. An installation that cannot be imported fails in the worker."""
+        # An installation that cannot be imported fails in the worker.
         assert isinstance(config.engine, WorkerEngine)
         engine, hardware = config.engine, config.hardware
         if cls.cpu_only and hardware.device != "cpu":
@@ -121,8 +123,9 @@ class WorkerPeer(Peer):
         cls.installed(engine)
 
     @classmethod
+    @override
     def installed(cls, engine: EngineConfig) -> str:
-        """See Peer.installed. Raise UserError for an environment without the engine."""
+        """Return the packages. Raise UserError for an environment without the engine."""
         assert isinstance(engine, WorkerEngine)
         python = cls.python(engine)
         with suppress(subprocess.SubprocessError, OSError):
@@ -162,10 +165,10 @@ class WorkerPeer(Peer):
         """Return environment variables for the worker: our number of threads. How they wait is inherited."""
         return {"OMP_NUM_THREADS": str(torch.get_num_threads())}
 
+    @override
     def generate(
         self, prompts: list[list[int]], generate_len: int, speculative: bool, first: int = 0
     ) -> PeerGeneration:
-        """See Peer.generate."""
         if self._worker is None or self._speculative != speculative:
             self.close()
             options = self.options(speculative)
@@ -218,17 +221,17 @@ class WorkerPeer(Peer):
         raise NotImplementedError(f"{self.title} reads checkpoints as they are")
 
     @property
+    @override
     def version(self) -> str:
-        """See Peer.version."""
         return in_brief(f"{self.modules[0]} {self._version}")
 
     @property
+    @override
     def peak_bytes(self) -> int:
-        """See Peer.peak_bytes."""
         return self._peak
 
+    @override
     def close(self) -> None:
-        """See Peer.close."""
         if self._worker is not None:
             self._worker.close()
         self._worker = None

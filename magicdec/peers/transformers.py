@@ -18,6 +18,7 @@ from transformers import (
     StoppingCriteria,
     StoppingCriteriaList,
 )
+from typing_extensions import override
 
 from magicdec.config.choices import EngineConfig
 from magicdec.config.registry import ENGINES
@@ -77,14 +78,14 @@ class TransformersPeer(Peer):
     """A target and, where one is named, an assistant."""
 
     @classmethod
+    @override
     def check(cls, config: Config) -> None:
-        """See Peer.check."""
         if config.hardware.compile and config.hardware.device == "cpu":
             raise UserError("hardware.compile=true: engine=transformers compiles on GPUs only; set it to false")
 
     @classmethod
+    @override
     def installed(cls, engine: EngineConfig) -> str:
-        """See Peer.installed."""
         return f"transformers {transformers.__version__}"
 
     def __init__(self, spec: PeerSpec):
@@ -110,10 +111,11 @@ class TransformersPeer(Peer):
         return model.to(self._device).eval()
 
     @torch.inference_mode()
+    @override
     def generate(
         self, prompts: list[list[int]], generate_len: int, speculative: bool, first: int = 0
     ) -> PeerGeneration:
-        """See Peer.generate. Shorter prompts are padded on the left."""
+        # Shorter prompts are padded on the left.
         width = max(map(len, prompts))
         tokens_BS = torch.tensor([[0] * (width - len(row)) + row for row in prompts], device=self._device)
         mask_BS = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in prompts], device=self._device)
@@ -176,13 +178,13 @@ class TransformersPeer(Peer):
         return counts
 
     @property
+    @override
     def version(self) -> str:
-        """See Peer.version."""
         return self.installed(self.spec.engine)
 
     @property
+    @override
     def peak_bytes(self) -> int:
-        """See Peer.peak_bytes."""
         return self._peak.num_bytes
 
 

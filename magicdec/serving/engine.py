@@ -27,7 +27,7 @@ class Stream:
     def __init__(self, prompt: Sequence[int], params: Params, loop: asyncio.AbstractEventLoop):
         self._chunks: asyncio.Queue[list[int]] = asyncio.Queue()
         # Without a reference to the stream, or the stream would never be deleted.
-        self.request = Request(prompt, params, partial(_tell, loop, self._chunks))
+        self.request = Request(prompt, params, partial(_deliver, loop, self._chunks))
 
     def cancel(self) -> None:
         """End the request: no token follows, and its slot is free before the next round."""
@@ -55,7 +55,7 @@ class Stream:
         self.request.cancelled = True
 
 
-def _tell(loop: asyncio.AbstractEventLoop, chunks: asyncio.Queue[list[int]], tokens: list[int]) -> None:
+def _deliver(loop: asyncio.AbstractEventLoop, chunks: asyncio.Queue[list[int]], tokens: list[int]) -> None:
     """Pass tokens from the scheduler's thread to the event loop, unless that is closed."""
     with suppress(RuntimeError):
         loop.call_soon_threadsafe(chunks.put_nowait, tokens)

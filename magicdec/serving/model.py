@@ -179,7 +179,7 @@ class Model:
         given: dict[str, Any] = {"max_tokens": max_tokens, "ignore_eos": False, **options}
         for name, value in given.items():
             if name not in OPTIONS:
-                raise UserError(f"{name} is no option; one of: {', '.join(OPTIONS)}{did_you_mean(name, OPTIONS)}")
+                raise UserError(f"{name}: unknown option; one of: {', '.join(OPTIONS)}{did_you_mean(name, OPTIONS)}")
             if hasattr(value, "item"):  # a scalar of numpy or torch
                 given[name] = value.item()
         sampling = {name: given.pop(name) for name in ("temperature", "top_k", "top_p", "seed") if name in given}

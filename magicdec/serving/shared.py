@@ -9,6 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 import torch.distributed as dist
+from typing_extensions import override
 
 from magicdec.engine.native import NativeEngine
 from magicdec.serving.request import Params
@@ -55,10 +56,10 @@ class SharedSlots(Slots):
             if name == "close":
                 return
 
+    @override
     def prefill(
         self, prompt: list[int], params: Params, speculative: bool, progress: Callable[[int], None]
     ) -> tuple[int, bool]:
-        """See Slots.prefill."""
         self._send("prefill", prompt, params, speculative)
 
         def between_chunks(count: int) -> None:
@@ -73,8 +74,8 @@ class SharedSlots(Slots):
 
     seat, release, step = map(_on_all_ranks, (Slots.seat, Slots.release, Slots.step))
 
+    @override
     def close(self) -> None:
-        """See Slots.close."""
         self._send("close")
         dist.destroy_process_group(self._orders)
         super().close()

@@ -12,6 +12,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from magicdec.config.registry import DRAFTS
 from magicdec.decoding.state import NEVER, State
@@ -26,7 +27,7 @@ from magicdec.verification.sampling import RowSampling, Sampling
 
 
 class Abandoned(Exception):
-    """The end of a prefill by its `progress` callback: the request was cancelled, or the callback has failed."""
+    """A prefill was stopped by its `progress` callback: the request was cancelled, or the callback has failed."""
 
 
 class SlotState(State):
@@ -46,7 +47,7 @@ class SlotState(State):
         eos_token_ids: tuple[int, ...],
         device: torch.device | str,
     ):
-        """See State for `slack`."""
+        """Allocate empty rows; `slack` is that of State."""
         super().__init__([[0]] * num_slots, max_len - 1, slack, (), device)
         self.finished_B.fill_(True)
         self.max_rounds = 1  # only the last one's counters are kept
@@ -61,8 +62,9 @@ class SlotState(State):
         self.gamma_B[row : row + 1] = gamma  # a slice is filled; a single element would wait for a copy from the host
         self.eos[row] = -1 if ignore_eos else self._eos
 
+    @override
     def commit(self, verdict: Verdict) -> Tensor:
-        """See State.commit. At most the row's gamma proposals count.
+        """Commit a round; at most the row's gamma proposals count.
 
         The next proposal replaces the bonus token: it is the same when greedy, and has its distribution when sampling.
         """
