@@ -13,6 +13,7 @@ from hydra.core.config_search_path import ConfigSearchPath
 from hydra.plugins.config_source import ConfigResult
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 
+from magicdec.config.options import architecture_of
 from magicdec.config.schema import own_folders
 from magicdec.errors import UserError
 
@@ -32,14 +33,20 @@ class FileConfigSource(file_config_source.FileConfigSource):
     """Hydra's own source of files, without those that would take it for ever."""
 
     def load_config(self, config_path: str) -> ConfigResult:
-        """See ConfigSource. Raise UserError for a file that is nested too deeply, or too large with its aliases."""
+        """Load a file, and the architecture that an option of the group `target` names.
+
+        Raise UserError for a file that is nested too deeply, or too large with its aliases.
+        """
         file = Path(self.path, self._normalize_file_name(config_path))
         try:
             if file.is_file() and _num_nodes(file) > MOST_NODES:
                 raise UserError(f"{file}: its aliases are endless, or stand for more than {MOST_NODES:,} values")
-            return super().load_config(config_path)
+            found = super().load_config(config_path)
         except RecursionError:
             raise UserError(f"{file}: nested too deeply") from None
+        if file.parent.name == "target" and isinstance(name := found.config.get("architecture"), str):
+            found.config["architecture"] = architecture_of(name, file)
+        return found
 
 
 def _num_nodes(file: Path) -> float:

@@ -1,14 +1,16 @@
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from omegaconf import OmegaConf
 from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
-from magicdec.architectures import ModelConfig, RopeScaling, from_hugging_face
+from magicdec.architectures import RopeScaling, from_hugging_face
+from magicdec.config.load import compose
+from magicdec.config.options import values_of
+from magicdec.costmodel.targets import architecture
 from magicdec.errors import UserError
-from magicdec.models.checkpoint import locate, read_config
-from magicdec.rules import parse
 
 TARGETS = Path(__file__).parents[1] / "conf" / "target"
 
@@ -33,6 +35,7 @@ PUBLISHED = {
     "llama-3.1-70b": 70.55,
     "llama-3.2-1b": 1.24,
     "tinyllama-1.1b": 1.10,
+    "mistral-7b-v0.1": 7.24,
     "mistral-7b-v0.3": 7.25,
     "qwen2.5-7b": 7.62,
     "qwen2.5-14b": 14.77,
@@ -48,33 +51,38 @@ PUBLISHED = {
 BUNDLED = ("tiny", "tiny-draft")
 
 
-def architecture_of(target: str) -> ModelConfig:
-    return parse(ModelConfig, OmegaConf.to_container(OmegaConf.load(TARGETS / f"{target}.yaml").architecture))
-
-
 @pytest.mark.parametrize("target", PUBLISHED)
 def test_targets_have_the_published_number_of_parameters(target):
-    assert round(architecture_of(target).num_parameters / 1e9, 2) == PUBLISHED[target]
+    assert round(architecture(target).num_parameters / 1e9, 2) == PUBLISHED[target]
 
 
 @pytest.mark.parametrize("target", [*PUBLISHED, *BUNDLED, "custom"])
 def test_targets_say_who_they_are_and_open_with_a_comment(target):
-    text = (TARGETS / f"{target}.yaml").read_text()
-    content = OmegaConf.create(text)
-    assert text.startswith("# ")
+    content = values_of("target", target)
+    assert (TARGETS / f"{target}.yaml").read_text().startswith("# ")
     assert list(content) == ["name", "path", "weights", "architecture"]
-    assert (content.name, content.weights) == (target, "checkpoint")
+    assert (content["name"], content["weights"]) == (target, "checkpoint")
 
 
 def test_every_target_is_checked_here():
     assert {path.stem for path in TARGETS.glob("*.yaml")} == {*PUBLISHED, *BUNDLED, "custom"}
 
 
-@pytest.mark.parametrize("target", BUNDLED)
-def test_bundled_targets_describe_their_checkpoints(target):
-    ours = architecture_of(target)
-    theirs = read_config(locate(OmegaConf.load(TARGETS / f"{target}.yaml").path))
-    assert ours == ModelConfig(**(vars(theirs) | {"eos_token_ids": ours.eos_token_ids}))
+def test_an_option_of_ones_own_names_its_config_json(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "conf" / "target"
+    folder.mkdir(parents=True)
+    (folder / "mine.yaml").write_text("# Mine.\nname: mine\npath: null\nweights: random\narchitecture: theirs.json\n")
+    with pytest.raises(UserError, match=r"mine.yaml: architecture=theirs.json: no such file next to it"):
+        compose(["target=mine"])
+    (folder / "theirs.json").write_text("{")
+    with pytest.raises(UserError, match=r"theirs.json is not valid JSON"):
+        compose(["target=mine"])
+    (folder / "theirs.json").write_text(json.dumps(LLAMA))
+    keys = ["target=mine", "draft.synthetic_acceptance=0.5"]
+    found = compose([*keys, "target.architecture.num_layers=2"]).target.architecture
+    assert found == replace(from_hugging_face(LLAMA), num_layers=2, eos_token_ids=())
+    assert compose(keys).target.architecture == architecture("mine")
 
 
 def test_a_minimal_llama_gets_the_defaults_of_its_family():

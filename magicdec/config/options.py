@@ -1,13 +1,20 @@
-"""The keys of conf/, as its YAML has them: a wrong key is refused before anything of PyTorch is imported."""
+"""The options of conf/ without Hydra: what they set, and their keys, so that a wrong one is refused before PyTorch is
+imported.
+"""
 
+import json
 from collections.abc import Iterator
+from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import yaml
 
+from magicdec.architectures import from_hugging_face
+from magicdec.config.registry import PACKAGE
 from magicdec.config.schema import CONF, Config, option_file, own_folders
+from magicdec.errors import UserError
 
 # Groups whose options differ in their keys.
 OPEN = ("cache", "draft", "engine", "scenario", "data")
@@ -30,7 +37,25 @@ def _values(file: Path) -> dict[str, Any]:
             values |= {key: values_of(group, option) for (group, _, key), option in places.items() if " " not in group}
         elif default != "_self_":
             values |= values_of(file.parent.name, default)
+    if isinstance(name := own.get("architecture"), str):
+        own["architecture"] = architecture_of(name, file)
     return values | own
+
+
+@cache
+def architecture_of(name: str, file: Path) -> dict[str, Any]:
+    """Return the architecture of an option: that of the config.json, next to `file` or in the package, which it names.
+
+    Raise UserError for a file that is missing or broken. Which tokens end a sequence is for the checkpoint to say.
+    """
+    for path in (file.parent / name, PACKAGE.parent / name):
+        if path.is_file():
+            try:
+                content = json.loads(path.read_bytes())
+            except ValueError as error:
+                raise UserError(f"{path} is not valid JSON ({error})") from None
+            return asdict(replace(from_hugging_face(content, str(path)), eos_token_ids=()))
+    raise UserError(f"{file}: architecture={name}: no such file next to it; name a config.json, or null")
 
 
 def keys_of_group(group: str) -> set[str]:

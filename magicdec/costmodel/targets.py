@@ -30,7 +30,7 @@ def _names() -> list[str]:
 
 @cache
 def architecture(name: str) -> ModelConfig:
-    """Return the architecture that conf/target/NAME.yaml describes; raise UserError if there is none."""
+    """Return the architecture of an option of the group target; raise UserError if there is none."""
     values = option(name).get("architecture")
     if not values:
         raise UserError(f"target={name} has no architecture in conf/target; one of: {', '.join(_names())}")

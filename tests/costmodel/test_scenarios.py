@@ -14,6 +14,7 @@ from rich.console import Console
 
 from magicdec.cache.streaming import Streaming
 from magicdec.config.load import compose
+from magicdec.config.options import values_of
 from magicdec.costmodel.acceptance import Curves, published
 from magicdec.costmodel.comparison import predicted_metrics, warning
 from magicdec.costmodel.comparison import published as published_values
@@ -289,7 +290,7 @@ def test_a_draft_step_is_compared_with_the_selection_that_it_makes(setup, policy
 
 def profile_run(folder, setup, grid):
     """A folder as scenario=profile leaves it, with the times that the cost model itself predicts."""
-    architecture = yaml.safe_load((ROOT / "conf" / "target" / "llama-3.1-8b.yaml").read_text())["architecture"]
+    architecture = values_of("target", "llama-3.1-8b")["architecture"]
     figures = {"bandwidth_gbs": 4800, "tflops": 989, "memory_gib": 141, "tensor_parallel": 1}
     config = {
         "scenario": {"name": "profile"},

@@ -1,5 +1,7 @@
 """Logits against transformers, in fp32, for every family and every use of the one forward pass."""
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,8 @@ from magicdec.models.checkpoint import pieces, read_config
 from magicdec.models.kv_cache import KVCache
 from magicdec.models.operators import CppOperators
 from magicdec.models.transformer import Transformer
-from tests.checkpoints import load_model, load_reference
+from tests.checkpoints import SIZES, load_model, load_reference, make_checkpoint
+from tests.programs import ROOT
 
 TOLERANCE = 1e-4
 LENGTHS = torch.tensor([40, 23, 5], dtype=torch.int32)  # past every sliding window and every original context, and not
@@ -101,3 +104,23 @@ def test_a_step_after_a_rollback(model, cache, tokens_BS, expected_BSV):
     cache.rollback(kept_B)
     logits = model.logits(model(at(tokens_BS, kept_B, 5), cache))
     assert_close(logits, at(expected_BSV, kept_B, 5))
+
+
+def test_a_known_target_beyond_its_sliding_window(tmp_path):
+    """mistral-7b-v0.1 in small, over more than its 4,096 tokens: prefilled in chunks, and one step."""
+    published = json.loads((ROOT / "conf/target/mistral-7b-v0.1.json").read_text())
+    kept = {key: published[key] for key in ("sliding_window", "max_position_embeddings", "rope_theta")}
+    folder = make_checkpoint(tmp_path, "mistral-sliding", **kept)
+    model, config = load_model(folder), read_config(folder)
+    tokens_BS = torch.randint(0, SIZES["vocab_size"], (1, 4200), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = load_reference(folder)(tokens_BS).logits[:, -1]
+    found = []
+    for model.config in (config, replace(config, sliding_window=None, sliding_layers=())):
+        cache = KVCache(model.config, 1, 4200, torch.float32, "cpu")
+        for start in range(0, 4199, 600):
+            model(tokens_BS[:, start : min(start + 600, 4199)], cache)
+        found.append(model.logits(model(tokens_BS[:, -1:], cache))[:, -1])
+    assert config.sliding_window == 4096
+    assert_close(found[0], expected)
+    assert (found[1] - expected).abs().max() > 10 * TOLERANCE, "the window makes no difference here"
