@@ -21,8 +21,8 @@ MIN_TILE, MAX_TILE = 16, 128  # query rows of a program: what tensor cores take,
 MIN_SPLIT = 128  # slots
 MAX_SPLITS = 64
 MAX_WAVES = 4  # of programs that are made by splitting: partial results take memory
-MERGE = 8  # blocks that a program reads in the time that merging splits takes, another launch included
-START = 2  # blocks' worth of time that a program takes to fill its pipeline and to write its part
+MERGE = 512  # slots that a program reads in the time that merging splits takes, another launch included
+START = 128  # slots' worth of time that a program takes to fill its pipeline and to write its part
 SUMMED = 512  # slots of a program that sums scores
 MERGED_NUMBERS = 8192  # in the registers of a merging program
 REGISTERS = 1 << 16  # of a multiprocessor
@@ -180,7 +180,13 @@ class Variant:
     @property
     def block(self) -> int:
         """The slots that are read at a time. Scores that are written out take registers; an A100 has few for fp32."""
-        return 32 if self.scored or (self.dtype == torch.float32 and gpu().capability < 90) else 64
+        few_registers = self.scored or (self.dtype == torch.float32 and gpu().capability < 90)
+        return 32 if few_registers or self.shallow else 64
+
+    @property
+    def shallow(self) -> bool:
+        """Return whether blocks are short, so that three programs fit into the shared memory of an H100."""
+        return self.tile == 32 and self.dtype != torch.float32 and not self.scored
 
     @property
     def options(self) -> dict[str, int | bool]:
@@ -191,7 +197,7 @@ class Variant:
             few = self.tile == MIN_TILE
         return {
             "num_warps": 4 if few else 8,
-            "num_stages": 2 if self.dtype == torch.float32 else 3,
+            "num_stages": 2 if self.dtype == torch.float32 else 5 if self.shallow else 3,
             "enable_fp_fusion": True,
         }
 
@@ -285,7 +291,7 @@ def split_count(programs: int, num_slots: int, block: int, at_once: int) -> int:
 
     def time(splits: int) -> int:
         waves, blocks = -(-programs * splits // at_once), -(-num_slots // (block * splits))
-        return waves * (blocks + START) + (MERGE if splits > 1 else 0)
+        return waves * (blocks * block + START) + (MERGE if splits > 1 else 0)
 
     most = min(num_slots // MIN_SPLIT, MAX_SPLITS, MAX_WAVES * at_once // programs)
     return min(range(1, max(1, most) + 1), key=time)

@@ -20,6 +20,8 @@ SCHEDULERS = 4  # of a multiprocessor
 POWER_CYCLES = 8  # of a scheduler, until a warp can compute its next powers of two
 TENSOR_FLOPS = 4096  # of a multiprocessor of an H100 in a cycle, in half precision
 CLOCK_HZ = 1.755e9  # of an H100 under load
+# What a multiprocessor gets of the memory's bandwidth in a cycle, by compute capability: A100 with 80 GB, H100, B200.
+BYTES_A_CYCLE = {80: 2.04e12 / 108 / 1.41e9, 90: 3.35e12 / 132 / CLOCK_HZ, 100: 8e12 / 148 / 1.85e9}
 
 
 def loops(made: Made) -> list[Counter[str]]:
