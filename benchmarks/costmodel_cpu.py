@@ -20,7 +20,9 @@ from typing import Any
 import magicdec  # noqa: F401 - before PyTorch, which reads once how its threads wait
 
 # isort: split
-from page import RESULTS, ROOT, Cells, provenance
+import render
+from page import RESULTS, ROOT, Cells, setting
+from render import rounded, write_csv
 
 from magicdec.config.load import compose
 from magicdec.costmodel import hardware
@@ -34,7 +36,6 @@ from magicdec.measure.ceilings import matmul_rate, read_bandwidth
 from magicdec.measure.profile import profile_round
 from magicdec.planning import build
 from magicdec.planning.resolve import resolve
-from magicdec.tracking.cells import markdown_table
 from magicdec.tracking.progress import progress
 
 sys.path.append(str(ROOT / "tools"))
@@ -49,7 +50,6 @@ MODELS = {
 BATCHES, CONTEXTS, GAMMAS = (1, 8, 24), (1024, 2048, 4096, 8000), (2, 4)
 QUICK = ((1, 2), (512, 1024), (2, 4))
 BUDGET, REPEATS = 256, 8
-CALM = 1.25  # the best read bandwidth over one measured later, above which the machine was not idle
 STEPS = {"T_T": "target_decode_ms", "T_D": "draft_ms", "T_V": "verify_ms"}
 FILE = hardware.CALIBRATED / "cpu.yaml"
 
@@ -112,40 +112,29 @@ def errors(row: Row, machine: Hardware) -> list[float]:
     return [1e3 * ours / ms - 1 for ours, ms in zip(predicted, measured, strict=True) if ms]
 
 
-def page(found: dict[str, list[dict[str, Any]]], start: Hardware, calibration: Calibration) -> str:
-    """Return the page as Markdown."""
-    machine = calibration.machines[hardware.CPU]
-    summary, lines = [], []
+def write(found: dict[str, list[dict[str, Any]]], start: Hardware, calibration: Calibration) -> None:
+    """Write the CSV files and the page."""
+    machine, summary, steps = calibration.machines[hardware.CPU], [], []
     for model, points in found.items():
         rows = [row_of(model, point) for point in points]
         others = [other for other in found if other != model]
         unseen = fit(found, others, start).machines[hardware.CPU] if others else machine
-        pairs = [[errors(row, one) for row in rows] for one in (machine, unseen)]
-        for which, name in enumerate(STEPS):
-            medians = [median(abs(row[which]) for row in one) for one in pairs]
-            worst = max((row[which] for row in pairs[0]), key=abs)
-            summary.append([model, name, f"{medians[0]:.1%}", f"{worst:+.0%}", f"{medians[1]:.1%}"])
-        for point, error in zip(points, pairs[0], strict=True):
-            where = [model, str(point["rows"]), f"{point['context']:,}", str(point["gamma"])]
-            cells = zip(STEPS.values(), error, strict=True)
-            lines.append(where + [text for key, e in cells for text in (f"{point[key]:.2f}", f"{e:+.0%}")])
-    everything = [abs(e) for model in found for point in found[model] for e in errors(row_of(model, point), machine)]
-    ceilings = [point["bandwidth"] for points in found.values() for point in points]
-    columns = [text for step in STEPS for text in (f"{step}, ms", "error")]
-    return PAGE.format(
-        provenance=provenance("python benchmarks/costmodel_cpu.py"),
-        bandwidth=f"{machine.device.bandwidth / 1e9:.1f}",
-        rate=f"{machine.device.flops / 1e9:.0f}",
-        disturbed=sum(machine.device.bandwidth > CALM * value for value in ceilings),
-        points=len(ceilings),
-        slower=f"{CALM - 1:.0%}",
-        budget=BUDGET,
-        median=f"{median(everything):.1%}",
-        residual=f"{calibration.residual:.1%}",
-        efficiency=markdown_table(["number", "value"], [[k, f"{v:.4g}"] for k, v in vars(machine.efficiency).items()]),
-        summary=markdown_table(["model", "step", "median error", "worst", "median, model left out"], summary),
-        everything=markdown_table(["model", "batch", "context", "gamma", *columns], lines),
-    )
+        known, left_out = ([errors(row, one) for row in rows] for one in (machine, unseen))
+        for which, (step, key) in enumerate(STEPS.items()):
+            medians = [median(abs(row[which]) for row in one) for one in (known, left_out)]
+            worst = max((row[which] for row in known), key=abs)
+            line = {"model": model, "step": step, "median_error": medians[0], "worst_error": worst}
+            summary.append(rounded(line | {"median_error_left_out": medians[1]}))
+            for point, error in zip(points, known, strict=True):
+                where = {"model": model, "batch": point["rows"], "context": point["context"], "gamma": point["gamma"]}
+                line = where | {"step": step, "ms": point[key], "error": error[which]}
+                steps.append(rounded(line | {"measured_by": f"{setting()}, attention=cpp"}))
+    write_csv(RESULTS / "costmodel-cpu.csv", steps)
+    write_csv(RESULTS / "costmodel-cpu-models.csv", summary)
+    rates = {"read bandwidth, GB/s": machine.device.bandwidth / 1e9, "matmul rate, GFLOP/s": machine.device.flops / 1e9}
+    numbers = rates | vars(machine.efficiency) | {"root mean square error of a time": calibration.residual}
+    write_csv(RESULTS / "costmodel-cpu-fit.csv", [rounded({"number": k, "value": v}) for k, v in numbers.items()])
+    render.write("costmodel-cpu")
 
 
 def main() -> None:
@@ -165,38 +154,15 @@ def main() -> None:
     best = [max(point[key] for points in stored.values() for point in points) for key in ("bandwidth", "rate")]
     start = configured(hardware.CPU, 1, best[0] / 1e9, best[1] / 1e12, stack=hardware.OWN_STACK)
     calibration = fit(stored, list(stored), start)
-    text = page(stored, start, calibration)
-    print(text)
+    print(calibration)
     if not arguments.quick:
-        (RESULTS / "costmodel-cpu.md").write_text(text)
+        write(stored, start, calibration)
         origin = [
             f"CPUs, by {calibration.num_rows} points on one: docs/results/costmodel-cpu.md.",
             "Fractions are of the read bandwidth and the matmul rate that a run measures.",
             "Written by `python benchmarks/costmodel_cpu.py`.",
         ]
         FILE.write_text(to_yaml(calibration.machines[hardware.CPU], origin, ON_CPUS))
-
-
-PAGE = """# The cost model on a CPU
-
-Fitted to {points} points of three models, the cost model's median error of a step's time is **{median}** here.
-The last column of the first table is what a calibration by the other models alone predicts.
-
-{provenance}, attention by cpp, fp32, weights in bfloat16, self-speculation over a streaming cache of {budget} entries,
-caches filled with noise. The machine reads {bandwidth} GB/s and multiplies large matrices at {rate} GFLOP/s, the best
-of {points} measurements, of which {disturbed} read more than {slower} slower.
-
-{summary}
-## What was fitted
-
-Root mean square error of a time: {residual}. Overheads are in microseconds; see [the cost model](../cost-model.md).
-
-{efficiency}
-## Every point
-
-Errors are predicted over measured, minus 1.
-
-{everything}"""
 
 
 if __name__ == "__main__":

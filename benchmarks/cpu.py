@@ -19,7 +19,9 @@ from typing import Any
 import magicdec  # noqa: F401 - before PyTorch, which reads once how its threads wait
 
 # isort: split
-from page import RESULTS, Cells, provenance
+import render
+from page import RESULTS, Cells, setting
+from render import rounded, write_csv
 
 from magicdec.config.choices import DraftConfig
 from magicdec.config.load import compose
@@ -35,7 +37,6 @@ from magicdec.measure.profile import profile_round
 from magicdec.planning import build
 from magicdec.planning.resolve import Plan, resolve
 from magicdec.scenarios.outputs import speeds
-from magicdec.tracking.cells import markdown_table
 from magicdec.tracking.progress import progress
 from magicdec.units import GIB
 
@@ -47,6 +48,8 @@ QUICK_CELLS = [("tiny", 2, 512), ("SmolLM2-135M", 2, 256)]
 DRAFTS_GAMMAS = (("self", 2), ("self", 4), ("ngram", 3), ("model", 3))
 NEW_TOKENS, REPEATS, PROFILE_REPEATS = 48, 2, 20
 STEPS = ("target_decode_ms", "draft_ms", "verify_ms")
+RESULT = ("round_ms", "acceptance_rate", "acceptance_length", "speedup", "speedup_wall", "lossless")
+RATES = {"read_gb_s": "bandwidth", "matmul_gflop_s": "rate"}
 
 
 def prepared(model: str, rows: int, context: int) -> Plan:
@@ -115,78 +118,28 @@ def prefill_limit(setup: Setup) -> float:
     return sum(op.number * max(op.bytes / device.bandwidth, op.flops / device.flops) for op in steps)
 
 
-def page(found: dict[str, Any], cells: list[tuple[str, int, int]]) -> str:
-    """Return the page as Markdown, with the cells that have been measured."""
-    steps, wins, whole, attention = [], [], [], set()
+def write(found: dict[str, Any], cells: list[tuple[str, int, int]]) -> None:
+    """Write the CSV files and the page of the cells that have been measured."""
+    steps, wholes = [], []
     for model, rows, context in cells:
         if (cell := found.get(name_of(model, rows, context))) is None:
             continue
-        attention.add(cell["attention"])
-        where = [model, str(rows), f"{context:,}"]
+        where = {"target": model, "batch": rows, "context": context}
+        by = {"measured_by": f"{setting()}, attention={cell['attention']}"}
         for row in cell["drafts"]:
-            name = [*where, row["draft"], str(row["gamma"])]
-            shares = zip(STEPS, row["limits"], strict=True)
-            times = [text for step, limit in shares for text in (f"{row[step]:.2f}", share(limit, row[step]))]
-            ratio = row["target_decode_ms"] / row["verify_ms"]
-            steps.append([*name, *times, f"{row['round_ms']:.1f}", f"{ratio:.2f}"])
-            speed = [f"{row[key]:.2f}" for key in ("acceptance_rate", "acceptance_length", "speedup", "speedup_wall")]
-            step = f"{row['autoregressive/time_per_output_token_ms']:.1f}"
-            wins.append([*name, step, *speed, "yes" if row["lossless"] else "NO"])
-        speed = [f"{median(row[key] for row in cell['drafts']):.1f}" for key in ("bandwidth", "rate")]
-        filled = [f"{cell['prefill']:.1f}", share(cell["prefill_limit"], cell["prefill"])]
-        held = [f"{cell['peak']:.3f}", f"{cell['held']:.3f}", f"{cell['peak'] / cell['held']:.2f}"]
-        whole.append([*where, *speed, *filled, *held])
-    step_header = [text for step in ("T_T", "T_D", "T_V") for text in (f"{step}, ms", "of limit")]
-    name_header = ["target", "batch", "context", "draft", "gamma"]
-    whole_header = [
-        "read, GB/s",
-        "matmul, GFLOP/s",
-        "prefill, s",
-        "of limit",
-        "peak, GiB",
-        "weights + KV, GiB",
-        "ratio",
-    ]
-    win_header = ["AR, ms", "rate", "length", "speedup", "speedup_wall", "lossless"]
-    return PAGE.format(
-        finding=finding([row for cell in found.values() for row in cell["drafts"]]),
-        provenance=provenance("python benchmarks/cpu.py"),
-        attention=", ".join(sorted(attention)),
-        budget=compose([]).cache.budget,
-        new=NEW_TOKENS,
-        repeats=REPEATS,
-        profile_repeats=PROFILE_REPEATS,
-        steps=markdown_table([*name_header, *step_header, "round, ms", "T_T / T_V"], steps),
-        wins=markdown_table([*name_header, *win_header], wins),
-        whole=markdown_table([*name_header[:3], *whole_header], whole),
-    )
-
-
-def finding(rows: list[dict[str, Any]]) -> str:
-    """Return what the rows of all cells come to, in two sentences."""
-    per_row, per_batch = (
-        {name: ranged([row[key] for row in rows if row["draft"] == name], "x") for name in ("self", "ngram")}
-        for key in ("speedup", "speedup_wall")
-    )
-    shares = [
-        ranged([limit / row[step] for row in rows if (limit := row["limits"][i])]) for i, step in enumerate(STEPS)
-    ]
-    return (
-        f"Self-speculation decodes {per_row['self']} as fast per row as autoregressive decoding, "
-        f"and {per_batch['self']} per batch;\nn-grams {per_row['ngram']} and {per_batch['ngram']}. "
-        f"Of what memory and arithmetic allow, a decode step of the target reaches\n"
-        f"{shares[0]}, a draft step {shares[1]}, and a verification {shares[2]}."
-    )
-
-
-def ranged(values: list[float], unit: str = "") -> str:
-    """Return the least and the greatest value."""
-    return f"{min(values):.2f}{unit} to {max(values):.2f}{unit}"
-
-
-def share(limit: float, time: float) -> str:
-    """Return the share of its limit that a time reaches; nothing where there is no limit to speak of."""
-    return f"{limit / time:.2f}" if limit else ""
+            line = where | {"draft": row["draft"], "gamma": row["gamma"]}
+            for step, limit in zip(STEPS, row["limits"], strict=True):
+                line |= {step: row[step], f"{step.removesuffix('_ms')}_of_limit": limit / row[step] if limit else None}
+            line |= {"autoregressive_ms": row["autoregressive/time_per_output_token_ms"]}
+            line |= {key: row[key] for key in RESULT}
+            settings = {"generate_len": NEW_TOKENS, "repeats": REPEATS, "profile_repeats": PROFILE_REPEATS}
+            steps.append(rounded(line | settings | by))
+        rates = {key: median(row[name] for row in cell["drafts"]) for key, name in RATES.items()}
+        prefill = {"prefill_s": cell["prefill"], "prefill_of_limit": cell["prefill_limit"] / cell["prefill"]}
+        wholes.append(rounded(where | rates | prefill | {"peak_gib": cell["peak"], "held_gib": cell["held"]} | by))
+    write_csv(RESULTS / "cpu.csv", steps)
+    write_csv(RESULTS / "cpu-cells.csv", wholes)
+    render.write("cpu")
 
 
 def name_of(model: str, rows: int, context: int) -> str:
@@ -209,38 +162,7 @@ def main() -> None:
         print(f"measured {name_of(*cell)}", flush=True)
         if not arguments.quick:
             found.save()
-            (RESULTS / "cpu.md").write_text(page(found, cells))
-    print(page(found, cells))
-
-
-PAGE = """# Decoding on a CPU
-
-{finding}
-
-{provenance}, attention by {attention}, fp32, greedy, {new} new tokens. `self` and `model` draft over a streaming cache
-of {budget} entries. `tiny` is the bundled target, and its independent draft the bundled one. SmolLM2-135M is the
-instruct model after 4-bit quantisation, dequantised. All weights are stored, and read, in bfloat16.
-
-## The steps of a round and their limit
-
-Medians of {profile_repeats} alternating steps at the end of the prompts. The limit of a step is the sum over its
-operators of max(bytes / read bandwidth, FLOPs / matmul rate); both are measured right before and right after, and the
-higher counts. `of limit` is the limit over the time, 1.00 at best.
-
-{steps}
-## Speedup over our own autoregressive decoding
-
-Medians of {repeats} pairs on one prefill. AR is autoregressive time per token. `speedup` is of times per token,
-`speedup_wall` of the time until the last row is done.
-
-{wins}
-## Prefill and memory
-
-Read bandwidth is that of a sum over a large tensor, the matmul rate that of a large square matmul in fp32. The limit of
-a prefill is that of its matmuls and its attention, at the highest of both in the cell. Memory is what a
-process of the cell's own grew by, from before the weights were loaded.
-
-{whole}"""
+            write(found, cells)
 
 
 if __name__ == "__main__":

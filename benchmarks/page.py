@@ -1,4 +1,4 @@
-"""What pages of results share: the line that says where figures are from, and the cells measured so far."""
+"""What programs that measure share: where figures are from, and the cells measured so far."""
 
 import json
 import subprocess
@@ -11,7 +11,8 @@ from magicdec.measure.system import cpu_name
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs/results"
-MEASURED = ("magicdec", "conf", "benchmarks/*.py", ":!benchmarks/*_page.py", "pyproject.toml")  # what figures depend on
+# What figures depend on.
+MEASURED = ("magicdec", "conf", "benchmarks/*.py", ":!benchmarks/render.py", ":!benchmarks/charts.py", "pyproject.toml")
 
 
 def provenance(command: str) -> str:

@@ -9,8 +9,8 @@ Measures SmolLM2-135M where MAGICDEC_SMOLLM2 names a folder made by tools/get_sm
 with an environment of their own take part where MAGICDEC_VLLM_PYTHON, MAGICDEC_LLAMACPP_PYTHON and
 MAGICDEC_OPENVINO_PYTHON name one (docs/peers.md). All ways of decoding take turns at a cell, so that a ratio compares
 times of the same minutes. The page is written after every way. Repeat the command to resume: what has been measured is
-kept until a commit changes the package, conf/ or benchmarks/ (--restart forgets it). The page keeps what was written by
-hand between its two marks.
+kept until a commit changes the package, conf/ or benchmarks/ (--restart forgets it). Comments on the results belong
+into benchmarks/pages/peers-cpu.md.
 """
 
 import argparse
@@ -26,11 +26,11 @@ from typing import Any
 import magicdec  # noqa: F401 - before PyTorch, which reads once how its threads wait
 
 # isort: split
-import peers_page
+import peers_rows
 import torch
 from cpu import MODELS, SMOLLM2, at_the_limit, ceilings
 from page import Cells
-from peers_page import OURS, PLAIN, Cell, Figures, Where, name_of
+from peers_rows import OURS, PLAIN, Cell, Figures, Where, name_of
 
 from magicdec.config.load import compose
 from magicdec.config.registry import DRAFTS, ENGINES
@@ -97,8 +97,6 @@ NEW_TOKENS, REPEATS = 48, 2
 ONCE = {SMOL: 5_000, TINY: 20_000}  # prompt tokens of a cell from which each way decodes it once
 LLAMACPP_TOKENS = 8_192  # prompt tokens of a cell of SmolLM2 up to which llama.cpp takes part: more take it minutes
 TIME_LIMIT_S = 600
-SETTINGS = {"new": NEW_TOKENS, "gamma": GAMMA, "repeats": REPEATS, "once": ONCE[SMOL], "tiny": ONCE[TINY]}
-SETTINGS["llamacpp"] = LLAMACPP_TOKENS
 
 
 def overrides_of(model: str) -> list[str]:
@@ -244,7 +242,7 @@ def main() -> None:
                 measure(cell, way, *where)
                 if not arguments.quick:
                     found.save()
-                    peers_page.write(found, wanted, SETTINGS)
+                    peers_rows.write(found, wanted)
 
 
 if __name__ == "__main__":

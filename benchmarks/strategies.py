@@ -3,13 +3,11 @@
     python benchmarks/strategies.py --books FOLDER    # an hour or more, on an otherwise idle machine
     python benchmarks/strategies.py --quick           # one short text, to try it out; writes nothing
 
-Repeat the command to resume. It writes CSV files; `python benchmarks/strategies_page.py` makes a page of them. All
-drafts and policies of a text share one prefill of the target, and the part of their own prefill that is
-the same at every budget.
+Repeat the command to resume. It writes docs/results/strategies.csv and renders its page. All drafts and policies of a
+text share one prefill of the target, and the part of their own prefill that is the same at every budget.
 """
 
 import argparse
-import csv
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -20,8 +18,10 @@ from typing import Any
 import magicdec  # noqa: F401 - before PyTorch, which reads once how its threads wait
 
 # isort: split
+import render
 import torch
 from page import RESULTS, ROOT, setting
+from render import rounded, write_csv
 from torch import Tensor
 
 from magicdec.cache.draft_cache import DraftCache
@@ -226,19 +226,6 @@ def named(text: str, cell: Cell) -> dict:
     return {"data": text, "draft": draft, "policy": "none" if draft == "ngram" else policy, "budget": budget}
 
 
-def rounded(figures: dict) -> dict:
-    """Return the values with four decimal places."""
-    return {key: round(value, 4) if isinstance(value, float) else value for key, value in figures.items()}
-
-
-def write(path: Path, rows: list[dict]) -> None:
-    """Write the rows as CSV; rows of texts that are not timed have no times."""
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(dict.fromkeys(name for row in rows for name in row)), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-
-
 def main() -> None:
     """Measure, and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -253,10 +240,9 @@ def main() -> None:
         return
     arguments.cells.mkdir(parents=True, exist_ok=True)
     measured_on = texts(arguments.books).items()
-    write(
-        RESULTS / "strategies.csv",
-        [row for text, overrides in measured_on for row in rows_of(arguments.cells, text, overrides)],
-    )
+    rows = [row for text, overrides in measured_on for row in rows_of(arguments.cells, text, overrides)]
+    write_csv(RESULTS / "strategies.csv", rows)
+    render.write("strategies")
 
 
 if __name__ == "__main__":

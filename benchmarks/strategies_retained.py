@@ -13,9 +13,11 @@ from typing import Any
 import magicdec  # noqa: F401 - before PyTorch, which reads once how its threads wait
 
 # isort: split
+import render
 import torch
 from page import RESULTS, setting
-from strategies import BUDGETS, SIZES, TEXTS, Prefilled, write
+from render import write_csv
+from strategies import BUDGETS, SIZES, TEXTS, Prefilled
 from torch import Tensor
 
 from magicdec.attention.base import Attention
@@ -80,7 +82,8 @@ def main() -> None:
             row = {"data": "stdlib", "choice": name, "budget": budget, "mean": round(fmean(layers), 4)} | shares
             rows.append(row | {"measured_by": f"{setting()}, attention={prefilled.attention}"})
             print(*rows[-1].values(), flush=True)
-    write(RESULTS / "strategies_retained.csv", rows)
+    write_csv(RESULTS / "strategies_retained.csv", rows)
+    render.write("strategies")
 
 
 if __name__ == "__main__":

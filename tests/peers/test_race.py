@@ -1,4 +1,4 @@
-"""The race of engines (benchmarks/peers.py): what its page makes of measurements."""
+"""The race of engines (benchmarks/peers.py): what is made of its measurements."""
 
 import subprocess
 
@@ -12,16 +12,22 @@ FIGURES = {"tokens_per_second": 100.0, "time_to_first_token_ms": 1e3, "acceptanc
 FIGURES |= {"wall_s": 2.5, "decode_s": 0.5}
 TOKENS = [[1, 2, 3], [4, 5, 6]]
 SECOND = [[(9, 0.5), (9, 0.25), (9, 1e-6)], [(9, 0.5), (9, 0.25), (9, 0.125)]]
-SETTINGS = {"new": 3, "gamma": 3, "repeats": 2, "once": 5000, "tiny": 20000, "llamacpp": 8192}
 
 
 @pytest.fixture
-def page(monkeypatch, tmp_path):
+def race(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    import peers_page
+    import peers_rows
 
-    monkeypatch.setattr(peers_page, "FILE", tmp_path / "page.md")
-    return peers_page
+    monkeypatch.setattr(peers_rows, "FOLDER", tmp_path)
+    monkeypatch.setattr(peers_rows.render, "write", lambda name: None)
+    return peers_rows
+
+
+def written(race, found, wanted):
+    """The rows of both CSV files: each way of decoding, and ours against the best of the others."""
+    race.write(found, wanted)
+    return [race.render.read_csv(race.FOLDER / f"peers-cpu{name}.csv") for name in ("", "-races")]
 
 
 def cell(**times):
@@ -34,79 +40,62 @@ def cell(**times):
     return found
 
 
-def test_other_tokens_are_judged_by_the_targets_gap(page):
+def test_other_tokens_are_judged_by_the_targets_gap(race):
     own = cell(native=10.0)["native"]
-    assert page.agreement(TOKENS, own) == ("2/2", "")
-    assert page.agreement([[1, 2, 9], [4, 5, 6]], own) == ("1/2", "1.0e-06")
-    assert page.agreement([[1, 2, 9], [4, 9, 8]], own) == ("0/2", "2.5e-01")  # from there on, rows are not compared
-    assert page.agreement([[1, 2, 8], [4, 5, 6]], own) == ("1/2", "> 1.0e-06")  # not the target's second choice
+    assert race.agreement(TOKENS, own) == ("2/2", "")
+    assert race.agreement([[1, 2, 9], [4, 5, 6]], own) == ("1/2", "1.0e-06")
+    assert race.agreement([[1, 2, 9], [4, 9, 8]], own) == ("0/2", "2.5e-01")  # from there on, rows are not compared
+    assert race.agreement([[1, 2, 8], [4, 5, 6]], own) == ("1/2", "> 1.0e-06")  # not the target's second choice
 
 
-def test_only_like_is_compared_with_like(page):
+def test_only_like_is_compared_with_like(race):
     plain = cell(native=10.0, native_self=5.0, llamacpp=8.0, transformers=12.0)
-    assert page.fastest(plain, page.PLAIN) == "llamacpp"
-    assert page.others(plain) == []  # ours would speculate against others that do not
+    assert race.fastest(plain, race.PLAIN) == "llamacpp"
+    assert race.others(plain) == []  # ours would speculate against others that do not
     fast = plain | cell(native=10.0, vllm_ngram=4.0) | {"llamacpp, F16": FIGURES | {"time_per_output_token_ms": 1.0}}
-    assert page.fastest(fast, page.others(fast)) == "vllm, ngram"
-    assert page.mine(fast) == "native, self"
-    text = page.finding({("tiny", 1, 10): fast, ("tiny", 8, 10): plain})
-    assert "in 0 of 2 cells (0.80x to 0.80x" in text
-    assert "in 0 of 1 cell (0.80x)" in text
+    assert race.fastest(fast, race.others(fast)) == "vllm, ngram"
+    assert race.mine(fast) == "native, self"
     plain["transformers"] |= {"wall_s": 1.5}  # its first tokens come after 1 s, those of the others after 2
-    assert "prefilling all rows, it is ahead of the fastest other engine in 0 of 1 cell (0.50x)" in page.finding(
-        {("tiny", 8, 10): plain}
-    )
+    assert race.race(("tiny", 8, 10), plain)["prefill_to_best"] == 0.5
 
 
-def test_the_page_keeps_what_was_written_by_hand(page):
-    ways = ["native", "llamacpp", "vllm"]
-    wanted = {("tiny", rows, 1024): ways for rows in (1, 8, 16)}
+def test_cells_without_an_engine_are_not_in_the_race(race):
+    wanted = {("tiny", rows, 1024): ["native", "llamacpp", "vllm"] for rows in (1, 8, 16)}
     found = {
         "tiny, 8 x 1,024": cell(native=10.0, llamacpp=20.0, vllm=15.0),
         "tiny, 1 x 1,024": cell(native=9.0, llamacpp=1.0),
     }
-    page.write(found, wanted, SETTINGS)
-    text = page.FILE.read_text()
-    assert "ahead of the fastest other engine in 1 of 1 cell (1.50x)" in text  # the other one lacks an engine
-    assert "| TPOT, ms | of limit | TTFT, s | last row's |" in text
-    assert "| tiny | 8 | 1,024 | llamacpp | 100 | 0.50x | 20.0 | 0.25 | 1.00 | 2.00 |" in text
-    assert "- tiny, 1 x 1,024: vllm\n- whole cells: tiny, 16 x 1,024\n" in text
-    page.FILE.write_text(text.replace(page.KEPT[0], page.KEPT[0] + "\n\nWhy we are behind.\n\nThe reason."))
-    found["tiny, 1 x 1,024"] |= cell(native=9.0, vllm=3.0)
-    page.write(found, wanted, SETTINGS)
-    page.write(found, wanted, SETTINGS)
-    assert page.FILE.read_text().count("\n\nWhy we are behind.\n\nThe reason.\n\n" + page.KEPT[1]) == 1
-    assert "in 1 of 2 cells (0.11x to 1.50x as fast, median 0.81x)" in page.FILE.read_text()
+    every, races = written(race, found, wanted)
+    assert [(row["batch"], row["best_peer"], row["native_to_it"]) for row in races] == [(8, "vllm", 1.5)]
+    (line,) = (row for row in every if (row["batch"], row["engine"]) == (8, "llamacpp"))
+    assert (line["to_native"], line["of_limit"], line["time_to_first_token_s"], line["last_row_s"]) == (0.5, 0.25, 1, 2)
 
 
-def test_others_at_their_best_count_where_all_their_ways_were_measured(page):
+def test_others_at_their_best_count_where_all_their_ways_were_measured(race):
     ways = ["native", "llamacpp", "openvino", "llamacpp, ngram", "openvino, prompt lookup", "openvino, 8-bit KV"]
-    where = ("tiny", 4, 8000)
+    wanted = {("tiny", 4, 8000): ways}
     measured = cell(native=10.0, native_ngram=5.0, llamacpp=20.0, openvino=12.0, llamacpp_ngram=24.0)
-    page.write({"tiny, 4 x 8,000": measured}, {where: ways}, SETTINGS)
-    text = page.FILE.read_text()
-    assert "each engine decoding in its fastest way" not in text  # OpenVINO's may be the way that is missing
-    assert "| tiny | 4 | 8,000 | openvino | 1.20x |  |  | native, ngram |  |  |" in text
-    assert "| tiny | 4 | 8,000 | llamacpp, ngram | " in text
+    every, (line,) = written(race, {"tiny, 4 x 8,000": measured}, wanted)
+    assert (line["native_to_it"], line["ours_to_it"]) == (1.2, None)  # OpenVINO's may be the way that is missing
+    assert "llamacpp, ngram" in [row["engine"] for row in every]
     measured |= {"openvino, prompt lookup": measured["openvino"] | {"time_per_output_token_ms": 6.0}}
-    page.write({"tiny, 4 x 8,000": measured}, {where: ways}, SETTINGS)
-    text = page.FILE.read_text()
-    assert "fastest way, it is ahead of the fastest other engine in 1 of 1 cell (1.20x)" in text
+    _, (line,) = written(race, {"tiny, 4 x 8,000": measured}, wanted)
+    assert (line["our_best_way"], line["ours_to_it"]) == ("native, ngram", 1.2)
 
 
-def test_llamacpp_takes_part_up_to_a_size(page, monkeypatch):
+def test_llamacpp_takes_part_up_to_a_size(race, monkeypatch):
     import peers
 
     for name in ("LLAMACPP", "OPENVINO"):
         monkeypatch.setenv(f"MAGICDEC_{name}_PYTHON", "python")
     monkeypatch.delenv("MAGICDEC_VLLM_PYTHON", raising=False)
     engines = ["native", "openvino", "transformers"]
-    assert list(peers.ways_of((peers.SMOL, 8, 2048), page.PLAIN)) == engines
+    assert list(peers.ways_of((peers.SMOL, 8, 2048), race.PLAIN)) == engines
     for where in ((peers.SMOL, 8, 1024), (peers.TINY, 8, 2048)):
-        assert sorted(peers.ways_of(where, page.PLAIN)) == ["llamacpp", *engines]
+        assert sorted(peers.ways_of(where, race.PLAIN)) == ["llamacpp", *engines]
 
 
-def test_second_choices_are_the_targets(page):
+def test_second_choices_are_the_targets(race):
     import peers
 
     plan = peers.prepared("tiny", 2, 64, "draft=self")
@@ -146,7 +135,7 @@ def test_figures_are_kept_until_a_commit_changes_what_is_measured(monkeypatch, t
     first, cells = page.commit(), page.Cells("race")
     cells["cell"] = {"tokens": [1]}
     cells.save()
-    for name in ("docs/page.md", "benchmarks/peers_page.py"):
+    for name in ("docs/page.md", "benchmarks/render.py"):
         write(name, "text")
         assert page.commit() == first
         git("commit", "-m", name)

@@ -1,0 +1,63 @@
+"""The chart of a results page: lines, points or bars of some rows, in panels, with error bars."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import altair as alt
+
+Row = dict[str, Any]
+COLOURS = ["#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#8b929e", "#7a5195", "#332288", "#999933"]
+
+
+def draw_chart(
+    file: Path,
+    rows: Sequence[Row],
+    x: str,
+    y: str,
+    series: str,
+    panels: str = "",
+    error: str = "",
+    kind: str = "line",
+    labels: tuple[str, str] = ("", ""),
+    log: bool = False,
+    level: float | None = None,
+) -> None:
+    """Draw `y` by `x` with a colour per `series`, in a panel per value of `panels`, and save it as PNG.
+
+    A line whose `x` is 0 does not depend on it: it is dashed and crosses the panel. `level` draws a horizontal line.
+    """
+    keys = [key for key in (x, y, series, panels, error) if key]
+    values = [{key: row[key] for key in keys} for row in rows if row[y] is not None]
+    if error:
+        values = [row | {"low": row[y] - (row[error] or 0), "high": row[y] + (row[error] or 0)} for row in values]
+    size = {"width": 300 if panels else 460, "height": 220 if panels else 280}
+    colour = alt.Color(f"{series}:N", title=series, sort=None, scale=alt.Scale(range=COLOURS))
+    up = alt.Y(f"{y}:Q", title=labels[1] or y, scale=alt.Scale(zero=kind == "bar"))
+    title = labels[0] or x
+    across: Any = alt.X(f"{x}:N", title=title, sort=None, axis=alt.Axis(labelAngle=-20))
+    if kind != "bar":
+        ticks = (
+            alt.Axis(values=sorted({row[x] for row in values if row[x]})) if kind == "line" else alt.Axis(tickCount=4)
+        )
+        scale = alt.Scale(type="log" if log else "linear", zero=False, nice=False, padding=12)
+        across = alt.X(f"{x}:Q", title=title, scale=scale, axis=ticks)
+    base = alt.Chart().encode(y=up, color=colour)
+    if kind == "bar":
+        parts = [base.mark_bar().encode(x=across, xOffset=alt.XOffset(f"{series}:N", sort=None))]
+    elif kind == "points":
+        parts = [base.mark_point(filled=True, size=30, opacity=1).encode(x=across)]
+    else:
+        placed = base.transform_filter(f"datum['{x}'] != 0")
+        parts = [
+            base.transform_filter(f"datum['{x}'] == 0").mark_rule(strokeDash=[4, 3]),
+            placed.mark_line(strokeWidth=1.5).encode(x=across),
+            placed.mark_point(filled=True, size=30, opacity=1).encode(x=across),
+        ]
+        parts += [placed.mark_rule(strokeWidth=0.7).encode(x=across, y=alt.Y("low:Q"), y2="high:Q")] if error else []
+    if level is not None:
+        parts.append(alt.Chart().mark_rule(color="grey", strokeWidth=0.8).encode(y=alt.datum(level)))
+    chart: Any = alt.layer(*parts, data=alt.Data(values=values)).properties(**size)
+    if panels:
+        chart = chart.facet(facet=alt.Facet(f"{panels}:N", title=None, sort=None), columns=2 if kind == "line" else 3)
+    chart.save(file, scale_factor=1.2)

@@ -1,0 +1,192 @@
+"""Render the pages of docs/results and docs/predictions, and their charts, from the CSV files beside them.
+
+    python benchmarks/render.py              # all pages; needs altair
+    python benchmarks/render.py cpu smollm2  # these
+
+A page is a Jinja template in benchmarks/pages/: prose, with tables and charts of the rows of CSV files. Programs that
+measure write the CSV files and render their page. Comments on a result are written into the template.
+"""
+
+import argparse
+import csv
+import re
+import textwrap
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = Path(__file__).parent / "pages"
+Row = dict[str, Any]
+
+
+def write_csv(path: Path, rows: Sequence[Row]) -> None:
+    """Write rows as CSV, with the columns of all of them."""
+    columns = dict.fromkeys(name for row in rows for name in row)
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(columns), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def rounded(row: Row) -> Row:
+    """Return a row whose floats have six significant digits."""
+    return {key: float(f"{value:.6g}") if isinstance(value, float) else value for key, value in row.items()}
+
+
+def read_csv(path: Path) -> list[Row]:
+    """Return the rows of a CSV file; [] if there is none. Empty cells are None."""
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return [{key: _value(text) for key, text in row.items()} for row in csv.DictReader(file)]
+
+
+def _value(text: str) -> Any:
+    if text in ("", "True", "False"):
+        return {"": None, "True": True, "False": False}[text]
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def table(rows: Iterable[Row], *columns: str) -> str:
+    """Return a table in Markdown. A column is `label=key:format`; the label alone where it is also the key."""
+    specs = [_column(column) for column in columns]
+    lines = [[label for label, _, _ in specs], ["---"] * len(specs)]
+    lines += [[_text(row.get(key), form) for _, key, form in specs] for row in rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def pivot(rows: Iterable[Row], index: Sequence[str], column: str, value: str) -> str:
+    """Return a table with a line for each combination of `index` and a column for each value of `column`.
+
+    `value` is a format of the row's keys: `{speedup:.2f}x, {policy}`.
+    """
+    lines: dict[tuple, Row] = {}
+    seen: dict[Any, str] = {}
+    for row in rows:
+        line = lines.setdefault(tuple(row[key] for key in index), {key: row[key] for key in index})
+        line[seen.setdefault(row[column], _text(row[column], ","))] = value.format(**row)
+    return table(lines.values(), *index, *seen.values())
+
+
+def _column(spec: str) -> tuple[str, str, str]:
+    label, _, rest = spec.rpartition("=")
+    key, _, form = rest.partition(":")
+    return label or key, key, form
+
+
+def _text(value: Any, form: str) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "", True: "yes", False: "NO"}[value]
+    if isinstance(value, str):
+        return value
+    if value != value or not form:
+        return str(value)
+    return format(value, form)
+
+
+def span(values: Iterable[float | None], form: str = ".2f", unit: str = "x") -> str:
+    """Return the least and the greatest value, as text."""
+    known = [value for value in values if value is not None]
+    low, high = (f"{value:{form}}{unit}" for value in (min(known), max(known)))
+    return low if low == high else f"{low} to {high}"
+
+
+def ahead(ratios: Iterable[float | None], form: str = ".2f") -> str:
+    """Return how many ratios are at least 1, their range and their median."""
+    known = [ratio for ratio in ratios if ratio is not None]
+    return f"{sum(r >= 1 for r in known)} of {len(known)} cells ({span(known, form)}, median {median(known):{form}}x)"
+
+
+def measured_by(*tables: Iterable[Row]) -> str:
+    """Return where rows were measured."""
+    return "; ".join(dict.fromkeys(row["measured_by"] for rows in tables for row in rows))
+
+
+def chart(file: Path, draw: bool, rows: Sequence[Row], x: str, y: str, alt: str, **options: Any) -> str:
+    """Draw a chart beside the page and return the line of Markdown that shows it."""
+    if draw:
+        from charts import draw_chart
+
+        draw_chart(file, rows, x, y, **options)
+    return f"![{alt}]({file.name})"
+
+
+def render(name: str, draw: bool = True) -> str:
+    """Return a page's text, and draw its charts."""
+    folder = page_of(name).parent
+    environment = Environment(loader=FileSystemLoader(PAGES), undefined=StrictUndefined, trim_blocks=True)
+    environment.filters |= {"median": median, "groups": groups, "combine": dict, "label": labelled}
+    helpers: tuple[Callable, ...] = (table, pivot, span, ahead, measured_by)
+
+    def read(stem: str) -> list[Row]:
+        return read_csv(folder / f"{stem}.csv")
+
+    def drawn(picture: str, *args: Any, **options: Any) -> str:
+        return chart(folder / f"{picture}.png", draw, *args, **options)
+
+    text = environment.get_template(f"{name}.md").render({one.__name__: one for one in helpers}, read=read, chart=drawn)
+    return "\n\n".join(filled(block) for block in re.split(r"\n\s*\n", text.strip())) + "\n"
+
+
+def filled(block: str) -> str:
+    """Return a paragraph or a list with lines of at most 120 characters; anything else as it is."""
+    if block[0] in "|#!":
+        return block
+    items = re.split(r"\n(?=- )", block) if block.startswith("- ") else [block]
+    items = [" ".join(item.split()) for item in items]
+    fill = partial(textwrap.fill, width=120, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(fill(item, subsequent_indent="  " * item.startswith("- ")) for item in items)
+
+
+def groups(rows: Iterable[Row], *keys: str) -> list[tuple[Any, list[Row]]]:
+    """Return the rows that share these keys, in their order."""
+
+    def key(row: Row) -> tuple:
+        return tuple(row[name] for name in keys)
+
+    return [(found[0] if len(keys) == 1 else found, list(members)) for found, members in groupby(rows, key)]
+
+
+def labelled(rows: Iterable[Row], key: str, form: str) -> list[Row]:
+    """Return the rows with one more key, formatted from the others."""
+    return [row | {key: form.format(**row)} for row in rows]
+
+
+def names() -> list[str]:
+    """Return the names of all pages: `predictions/NAME` for predictions."""
+    return sorted(str(path.relative_to(PAGES).with_suffix("")) for path in PAGES.rglob("*.md"))
+
+
+def page_of(name: str) -> Path:
+    """Return where a page lies."""
+    return DOCS / (f"{name}.md" if "/" in name else f"results/{name}.md")
+
+
+def write(name: str) -> None:
+    """Write a page and its charts."""
+    page_of(name).write_text(render(name))
+
+
+def main() -> None:
+    """Write pages."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(names())}")
+    for name in parser.parse_args().names or names():
+        write(name)
+        print(f"wrote {page_of(name).relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""The pages of results: each is what its template makes of the CSV files beside it, and opens with a chart."""
+
+import re
+
+import pytest
+
+from tests.programs import ROOT
+
+PAGES = sorted(path.relative_to(ROOT / "benchmarks/pages") for path in (ROOT / "benchmarks/pages").rglob("*.md"))
+
+
+@pytest.fixture
+def render(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import render
+
+    return render
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_pages_are_those_of_their_csv_files(page, render):
+    """If this fails, run python benchmarks/render.py."""
+    name = str(page.with_suffix(""))
+    text = render.page_of(name).read_text(encoding="utf-8")
+    assert text == render.render(name, draw=False)
+    shown = re.search(r"!\[[^\]]+\]\(([^)]+)\)", text)
+    assert shown is not None
+    assert text.index(shown[0]) < f"{text}\n## ".index("\n## ")
+    assert (render.page_of(name).parent / shown[1]).exists()
+
+
+def test_tables_format_cells_and_leave_out_what_is_unknown(render):
+    rows = [{"a": 1024, "b": 0.5, "c": True}, {"a": 2048, "b": None, "c": False}]
+    assert render.table(rows, "a:,", "half=b:.0%", "c").splitlines()[2:] == [
+        "| 1,024 | 50% | yes |",
+        "| 2,048 |  | NO |",
+    ]
+    table = render.pivot([{"x": 1, "y": 1000, "z": 2.0}, {"x": 1, "y": 2000, "z": 3.0}], ["x"], "y", "{z:.1f}")
+    assert table.splitlines() == ["| x | 1,000 | 2,000 |", "| --- | --- | --- |", "| 1 | 2.0 | 3.0 |"]
+
+
+def test_ratios_are_counted_with_their_range_and_median(render):
+    assert render.ahead([0.5, None, 1.0, 4.0]) == "2 of 3 cells (0.50x to 4.00x, median 1.00x)"
+    assert render.span([2.0, 2.0]) == "2.00x"
+
+
+def test_rows_survive_the_csv_file(render, tmp_path):
+    rows = [{"name": "a, b", "number": 1, "share": 0.25, "good": True}, {"name": "c", "number": 2, "good": False}]
+    render.write_csv(tmp_path / "rows.csv", rows)
+    assert render.read_csv(tmp_path / "rows.csv") == [rows[0], {**rows[1], "share": None}]
