@@ -13,11 +13,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from unittest.mock import patch
 
+import render
 import torch
-from page import ROOT, provenance
+from page import ROOT, setting
+from render import Row, rounded, write_csv
 from torch import Tensor
 
 sys.path.append(str(ROOT))  # of the tests, which have the fake device
@@ -30,14 +31,13 @@ from magicdec.costmodel.round import Setup, round_times
 from magicdec.decoding.state import State
 from magicdec.drafts.self import SelfSpeculation
 from magicdec.models.transformer import Layer, Transformer
-from magicdec.tracking.cells import markdown_table
 from magicdec.verification.sampling import Sampling
 from tests.gpu_rehearsal.compile import Launch, Made, compiled
 from tests.gpu_rehearsal.fake import LLAMA_8B, Op, Recording, engine, fake_cuda, prefilled, rounds
 from tests.gpu_rehearsal.inductor import calls, emitted, pretended_gpu
 from tests.gpu_rehearsal.sass import truncation_seconds
 
-PAGE = ROOT / "docs/predictions/gpu.md"
+FOLDER = ROOT / "docs/predictions"
 CELLS = (("H200", 24), ("H100", 11), ("8xH100", 64))
 CONTEXT, GAMMA, BUDGET = 32768, 4, 512
 TRUNCATION = ("collect", "find_cut", "write")  # kernels, in their order
@@ -203,59 +203,50 @@ def modelled(setup: Setup) -> dict[str, float]:
     return times
 
 
-def section(name: str, batch: int) -> list[str]:
-    """Return the lines of one cell."""
-    hardware = hardware_named(name, stack="magicdec")
-    found = kernels(hardware, batch)
+def parts(cell: str, hardware: Hardware, found: list[Kernel]) -> Iterator[Row]:
+    """Yield the launches, bytes and times of each part of a round."""
     groups: dict[tuple[str, str], list[Kernel]] = {}
     for kernel in found:
         groups.setdefault((kernel.part, kernel.kind), []).append(kernel)
-    rows = []
     for (part, kind), members in sorted(groups.items()):
-        moved, seconds = sum(k.num_bytes for k in members), sum(k.seconds(hardware) for k in members)
-        times = [f"{1e3 * t:.3f}" for t in (seconds, LAUNCH_S * len(members))]
-        rows.append([part, kind, f"{len(members):,}", f"{moved / 1e9:.3f}", *times])
-    table = markdown_table(["part", "kernels of", "launches", "GB", "ms of bytes or FLOPs", "ms of launches"], rows)
-    lines = [f"## {name}, {batch} x {CONTEXT:,}", "", *summary(hardware, batch, found), ""]
-    return [*lines, *sampled(hardware, batch, found), "", comparison(hardware, batch, found), table]
+        row = {"cell": cell, "part": part, "kernels_of": kind, "launches": len(members)}
+        row |= {"gb": sum(k.num_bytes for k in members) / 1e9}
+        yield row | {"ms": 1e3 * total(hardware, members), "launch_ms": 1e3 * LAUNCH_S * len(members)}
 
 
-def summary(hardware: Hardware, batch: int, found: list[Kernel]) -> Iterator[str]:
-    """Yield a paragraph on the round as a whole."""
-    moving, launching = sum(kernel.seconds(hardware) for kernel in found), LAUNCH_S * len(found)
-    yield f"{len(found):,} kernels move for {1e3 * moving:.1f} ms; launches add {launching / moving:.1%}."
+def total(hardware: Hardware, found: list[Kernel]) -> float:
+    """Return the seconds of these kernels without their launches."""
+    return sum(kernel.seconds(hardware) for kernel in found)
+
+
+def summary(cell: str, hardware: Hardware, batch: int, found: list[Kernel]) -> Row:
+    """Return the round as a whole: its launches, its sums over the ranks, and what sampling adds."""
+    moving, launching = total(hardware, found), LAUNCH_S * len(found)
     number, nccl, symmetric = collectives(hardware, batch)
-    total = moving + launching
-    if not number:
-        yield f"In all {1e3 * total:.1f} ms, {total / moving:.2f} times the bytes and FLOPs alone."
-        return
-    faster = "symmetric memory, as published for H100s, presumably eight"
-    for how, summing in (("NCCL, as calibrated", nccl), (faster, symmetric)):
-        whole = total + summing
-        yield f"{number} sums over the ranks by {how}: {1e3 * summing:.1f} ms, {1e6 * summing / number:.0f} us each;"
-        yield f"in all {1e3 * whole:.1f} ms, {whole / moving:.2f} times the bytes and FLOPs alone."
-    yield f"The aim is {AIM} times: a sum may then take {1e6 * (AIM * moving - total) / number:.1f} us."
-    rows, norms = batch * (2 * GAMMA + 1), 2 * LLAMA_8B.num_layers
+    whole, rows, norms = moving + launching, batch * (2 * GAMMA + 1), 2 * LLAMA_8B.num_layers
     saved = norms * (GAMMA + 1) * LAUNCH_S
     saved += norms * rows * NORM * LLAMA_8B.hidden_size * BF16 / hardware.bandwidth
-    yield "With each sum and the norm behind it in one kernel, which this project does not have, it would be"
-    yield f"{(total + symmetric - saved) / moving:.2f} times. Fewer sums would need another division of the layers."
+    row: Row = {"cell": cell, "kernels": len(found), "moving_ms": 1e3 * moving, "launching_ms": 1e3 * launching}
+    row |= {"sums": number, "total_ms": 1e3 * (whole + nccl)}
+    if number:
+        row |= {"nccl_us": 1e6 * nccl / number, "symmetric_us": 1e6 * symmetric / number}
+        row |= {"symmetric_total_ms": 1e3 * (whole + symmetric), "fused_total_ms": 1e3 * (whole + symmetric - saved)}
+        row |= {"aim": AIM, "aim_us": 1e6 * (AIM * moving - whole) / number}
+    return row | sampled(hardware, batch, found)
 
 
-def sampled(hardware: Hardware, batch: int, greedy: list[Kernel]) -> Iterator[str]:
-    """Yield a paragraph on what sampling adds to the round."""
+def sampled(hardware: Hardware, batch: int, greedy: list[Kernel]) -> Row:
+    """Return what sampling adds to the round, by its truncations: each is several kernels."""
     found = kernels(hardware, batch, SAMPLED)
     each = [k.seconds(hardware) for k in found if k.kind == "truncation"]
-    times = [sum(each[i : i + len(TRUNCATION)]) for i in range(0, len(each), len(TRUNCATION))]
-    before, after = (sum(k.seconds(hardware) + LAUNCH_S for k in each) for each in (greedy, found))
-    settings = f"temperature {SAMPLED.temperature}, top-k {SAMPLED.top_k} and top-p {SAMPLED.top_p}"
-    yield f"Sampled at {settings}, the round has {len(found):,} kernels and takes {1e3 * (after - before):.1f} ms more."
-    yield f"Its {len(times)} truncations take {1e3 * sum(times):.2f} ms of that, by their bytes or instructions:"
-    yield f"{1e3 * min(times):.2f} ms for each token of a proposal, {1e3 * max(times):.2f} ms for a verification."
+    times = [1e3 * sum(each[i : i + len(TRUNCATION)]) for i in range(0, len(each), len(TRUNCATION))]
+    before, after = (total(hardware, each) + LAUNCH_S * len(each) for each in (greedy, found))
+    row = {"sampled_kernels": len(found), "sampled_ms": 1e3 * (after - before), "truncation_ms": sum(times)}
+    return row | {"proposal_truncation_ms": min(times), "verify_truncation_ms": max(times)}
 
 
-def comparison(hardware: Hardware, batch: int, found: list[Kernel]) -> str:
-    """Return a table of this count and the cost model, operator by operator."""
+def comparison(cell: str, hardware: Hardware, batch: int, found: list[Kernel]) -> list[Row]:
+    """Return this count and the cost model, operator by operator."""
     setup = Setup(LLAMA_8B, hardware, batch, CONTEXT, SelfSpeculation(), Streaming(budget=BUDGET, num_sink=4))
     theirs, times, ours = modelled(setup), round_times(setup, GAMMA), Counter[str]()
     for kernel in found:
@@ -267,41 +258,24 @@ def comparison(hardware: Hardware, batch: int, found: list[Kernel]) -> str:
     pairs.append(("launches / layer and round overhead", LAUNCH_S * len(found), sum(step.overhead for step in steps)))
     sums = pairs[len(OPERATORS) :]
     pairs.append(("altogether", sum(mine for _, mine, _ in sums), sum(its for _, _, its in sums)))
-    rows = [[name, *(f"{1e3 * t:.3f}" for t in pair), f"{1e3 * (pair[1] - pair[0]):+.3f}"] for name, *pair in pairs]
-    return markdown_table(["ms of", "kernel by kernel", "cost model", "difference"], rows)
-
-
-INTRODUCTION = f"""
-Self-speculation, StreamingLLM's cache of {BUDGET} entries, gamma {GAMMA}, greedy, bfloat16, `attention=triton`,
-`hardware.compile`, one CUDA graph. Kernels that are not compiled are recorded on a fake CUDA device, with the bytes
-that they move at least; the others are those that Inductor emits for an H100 (`tests/gpu_rehearsal/` counts a layer's).
-Bandwidth, matmul rate and all-reduces are the cost model's, from its calibration ([how](../cost-model.md)).
-
-Assumed: {1e6 * LAUNCH_S:.1f} us between two kernels, and the published times of sums in symmetric memory.
-The cost model's `layer_overhead_us` and `round_overhead_us` are fitted to the MagicDec paper's times, so they hold all
-that its software and GPUs add to the bytes: launches, kernels that fall short, ranks that wait. They are most of the
-difference to the count of launches here, and stay until they can be calibrated on this software.
-A truncation is three kernels. Each takes the time of its bytes, or of its instructions on an H100 at 1.755 GHz.
-Not included: kernels that fall short of the bandwidth, waves that are not full, and the gathering of logits over ranks.
-"""
+    keys = ("kernel_by_kernel_ms", "cost_model_ms")
+    return [{"cell": cell, "of": name, **dict(zip(keys, (1e3 * a, 1e3 * b), strict=True))} for name, a, b in pairs]
 
 
 def main() -> None:
-    """Write the page."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--out", type=Path, default=PAGE)
-    options = parser.parse_args()
-    lines = [
-        "# Predicted, not measured: a round of Llama-3.1-8B on GPUs, kernel by kernel",
-        "",
-        f"{provenance('python benchmarks/gpu_static.py')}. No GPU is involved.",
-        INTRODUCTION,
-    ]
+    """Count, and write the CSV files and the page."""
+    argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0]).parse_args()
+    files: dict[str, list[Row]] = {"gpu": [], "gpu-parts": [], "gpu-rounds": []}
     for name, batch in CELLS:
-        lines += section(name, batch)
+        hardware, cell = hardware_named(name, stack="magicdec"), f"{name}, {batch} x {CONTEXT:,}"
+        found = kernels(hardware, batch)
+        files["gpu"] += comparison(cell, hardware, batch, found)
+        files["gpu-parts"] += parts(cell, hardware, found)
+        files["gpu-rounds"].append(summary(cell, hardware, batch, found) | {"measured_by": setting()})
         print(f"{name}: done", flush=True)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text("\n".join(lines).rstrip() + "\n")
+    for stem, rows in files.items():
+        write_csv(FOLDER / f"{stem}.csv", [rounded(row) for row in rows])
+    render.write("predictions/gpu")
 
 
 if __name__ == "__main__":
