@@ -14,10 +14,10 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response, Streami
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from magicdec.data.tokenizer import Detokenizer
 from magicdec.errors import UserError
-from magicdec.http.completion import Completion, StreamOptions
+from magicdec.http.completion import Chat, Completion, Generation
 from magicdec.http.meters import Meters
+from magicdec.http.text import StoppableText
 from magicdec.serving.engine import AsyncEngine, Stream
 
 BODY_BYTES, BYTES_PER_TOKEN = 16 << 10, 32  # largest body: text takes about 5 bytes a token, escaped or as ids about 12
@@ -73,20 +73,27 @@ def create_app(engine: AsyncEngine, tokenizer: Any, model: str, max_waiting: int
         described = {"id": model, "object": "model", "owned_by": "magicdec", "max_model_len": engine.max_len}
         return {"object": "list", "data": [described]}
 
-    @app.post("/v1/completions")
-    async def completions(request: Request) -> Response:
+    async def answer(kind: type[Generation], request: Request) -> Response:
         with admission.arriving():
-            asked = Completion.parse(await _body(request, engine.max_len))
+            asked = kind.parse(await _body(request, engine.max_len))
             if asked.model != model:
                 raise HTTPException(404, f"model={reprlib.repr(asked.model)} is not served here; {model} is")
-            params = asked.params()
             prompt = await asyncio.to_thread(asked.token_ids, tokenizer)
-        stream = engine.generate(prompt, params)
-        head = {"id": f"cmpl-{next(numbers)}", "object": "text_completion", "created": int(time.time()), "model": model}
+        stream = engine.generate(prompt, asked.params(engine.max_len - len(prompt)))
+        head = {"id": f"{kind.id_prefix}-{next(numbers)}", "object": kind.kind, "created": int(time.time())}
+        head["model"] = model
+        answering = Answer(asked, stream, head, StoppableText(tokenizer, asked.stop), meters)
         if asked.stream:
-            events = _events(stream, head, Detokenizer(tokenizer), asked.stream_options, meters)
-            return StreamingResponse(events, media_type="text/event-stream")
-        return await _whole(stream, head, Detokenizer(tokenizer), request, meters)
+            return StreamingResponse(answering.events(), media_type="text/event-stream")
+        return await answering.whole(request)
+
+    @app.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        return await answer(Completion, request)
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(request: Request) -> Response:
+        return await answer(Chat, request)
 
     return app
 
@@ -108,65 +115,82 @@ async def _body(request: Request, max_len: int) -> bytes:
     return bytes(body)
 
 
-async def _chunks(stream: Stream) -> AsyncIterator[list[int]]:
-    """Yield the tokens of each round. Raise HTTPException if the request fails or the engine closes before its end."""
-    try:
-        async for tokens in stream:
-            yield tokens
-    except RuntimeError as error:
-        raise HTTPException(500, str(error)) from error
-    if stream.request.end == "cancelled":
-        raise HTTPException(503, "the engine is closed")
+class Answer:
+    """The answer to one request, in events or as a whole."""
+
+    def __init__(self, asked: Generation, stream: Stream, head: dict[str, Any], text: StoppableText, meters: Meters):
+        self._asked, self._stream, self._head, self._text, self._meters = asked, stream, head, text, meters
+
+    async def events(self) -> AsyncIterator[str]:
+        """Yield the text of each chunk, the reason of the end and, if asked for, the usage, until the client leaves."""
+        options, first = self._asked.stream_options, True
+        head = self._head | ({"object": f"{self._head['object']}.chunk"} if isinstance(self._asked, Chat) else {})
+        try:
+            async for text in self._pieces():
+                usage = {"usage": _usage(self._stream)} if options.continuous_usage_stats else {}
+                yield _event(head | {"choices": [self._asked.delta(text, None, first)]} | usage)
+                first = False
+            rest = self._text.add([], last=True)
+            yield _event(head | {"choices": [self._asked.delta(rest, self._end, first)]})
+            if options.include_usage:
+                yield _event(head | {"choices": [], "usage": _usage(self._stream)})
+            yield "data: [DONE]\n\n"
+        except HTTPException as error:  # the status is sent already
+            yield _event(_described(error.status_code, error.detail))
+        finally:
+            self._close()
+
+    async def whole(self, request: Request) -> JSONResponse:
+        """Answer all at once. Cancel if the client leaves, which is noticed by waiting for its next message."""
+
+        async def left() -> None:
+            while (await request.receive())["type"] != "http.disconnect":
+                pass
+            self._stream.cancel()
+
+        watch = asyncio.create_task(left())
+        try:
+            text = "".join([piece async for piece in self._pieces()]) + self._text.add([], last=True)
+            choice = self._asked.choice(text, self._end)
+            return JSONResponse(self._head | {"choices": [choice], "usage": _usage(self._stream)})
+        finally:
+            watch.cancel()
+            self._close()
+
+    async def _pieces(self) -> AsyncIterator[str]:
+        """Yield the text of each round, up to a stop string. Raise HTTPException if the request fails or the engine
+        closes before its end.
+        """
+        try:
+            async for tokens in self._stream:
+                yield self._text.add(tokens)
+                if self._text.stopped:
+                    return
+        except RuntimeError as error:
+            raise HTTPException(500, str(error)) from error
+        if self._stream.request.end == "cancelled":
+            raise HTTPException(503, "the engine is closed")
+
+    @property
+    def _end(self) -> str | None:
+        return "stop" if self._text.stopped else self._stream.request.end
+
+    def _close(self) -> None:
+        self._meters.count(self._stream, self._end)
+        self._stream.cancel()
 
 
-async def _events(
-    stream: Stream, head: dict[str, Any], text: Detokenizer, options: StreamOptions, meters: Meters
-) -> AsyncIterator[str]:
-    """Yield the text of each chunk, the reason of the end and, if asked for, the usage, until the client leaves."""
-    try:
-        async for tokens in _chunks(stream):
-            usage = {"usage": _usage(stream)} if options.continuous_usage_stats else {}
-            yield _event(head | {"choices": [_choice(text.add(tokens))]} | usage)
-        yield _event(head | {"choices": [_choice(text.add([], last=True), stream.request.end)]})
-        if options.include_usage:
-            yield _event(head | {"choices": [], "usage": _usage(stream)})
-        yield "data: [DONE]\n\n"
-    except HTTPException as error:  # the status is sent already
-        yield _event(_described(error.status_code, error.detail))
-    finally:
-        stream.cancel()
-        meters.count(stream)
-
-
-async def _whole(
-    stream: Stream, head: dict[str, Any], text: Detokenizer, request: Request, meters: Meters
-) -> JSONResponse:
-    """Answer all at once. Cancel if the client leaves, which is noticed by waiting for its next message."""
-
-    async def left() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-        stream.cancel()
-
-    watch = asyncio.create_task(left())
-    try:
-        tokens = [token async for chunk in _chunks(stream) for token in chunk]
-        choice = _choice(text.add(tokens, last=True), stream.request.end)
-        return JSONResponse(head | {"choices": [choice], "usage": _usage(stream)})
-    finally:
-        watch.cancel()
-        stream.cancel()
-        meters.count(stream)
-
-
-def _choice(text: str, end: str | None = None) -> dict[str, Any]:
-    return {"index": 0, "text": text, "logprobs": None, "finish_reason": end}
-
-
-def _usage(stream: Stream) -> dict[str, int]:
+def _usage(stream: Stream) -> dict[str, Any]:
+    """Return the tokens of a request. Proposals have the names of OpenAI's predicted outputs."""
     stats = stream.stats
     total = stats.prompt_tokens + stats.tokens
-    return {"prompt_tokens": stats.prompt_tokens, "completion_tokens": stats.tokens, "total_tokens": total}
+    usage = {"prompt_tokens": stats.prompt_tokens, "completion_tokens": stats.tokens, "total_tokens": total}
+    details = {
+        "accepted_prediction_tokens": stats.accepted,
+        "rejected_prediction_tokens": stats.proposed - stats.accepted,
+        "rounds": stream.request.rounds.total(),
+    }
+    return usage | {"completion_tokens_details": details}
 
 
 def _event(content: dict[str, Any]) -> str:

@@ -1,13 +1,16 @@
-"""A request of OpenAI's `/v1/completions`: its fields, and from them the prompt and the engine's parameters."""
+"""Requests of OpenAI's API for completions and chats: their fields, prompt and parameters, and the answer's shape."""
 
 import random
 import reprlib
+from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError, field_validator, model_validator
+from jinja2 import TemplateError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from typing_extensions import override
 
-from magicdec.errors import UserError
+from magicdec.errors import UserError, in_brief
 from magicdec.serving.request import Params
 from magicdec.verification.sampling import Sampling
 
@@ -17,27 +20,37 @@ NEUTRAL: dict[str, tuple] = {
     "best_of": (1,),
     "echo": (False,),
     "stop": ("", []),
+    "top_logprobs": (0,),
+    "store": (False,),
     "suffix": ("",),
     "logit_bias": ({},),
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
     "repetition_penalty": (1,),
 }
+MOST_STOPS = 4  # as OpenAI's
 # In place of pydantic's own messages.
-MESSAGES = {"extra_forbidden": "not supported; leave it out", "missing": "is required"}
+MESSAGES = {
+    "extra_forbidden": "not supported; leave it out",
+    "missing": "is required",
+    "too_short": "must not be empty",
+}
 
 
 class Strict(BaseModel):
     """An object whose fields must be known and of the right type; null is the same as leaving a field out."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+    neutral: ClassVar[Mapping[str, tuple]] = NEUTRAL
 
     @model_validator(mode="before")
     @classmethod
     def _drop_neutral(cls, given: Any) -> Any:
         if not isinstance(given, dict):
             return given
-        return {key: value for key, value in given.items() if value is not None and value not in NEUTRAL.get(key, ())}
+        return {
+            key: value for key, value in given.items() if value is not None and value not in cls.neutral.get(key, ())
+        }
 
 
 class StreamOptions(Strict):
@@ -47,29 +60,80 @@ class StreamOptions(Strict):
     continuous_usage_stats: bool = False
 
 
-class Completion(Strict):
-    """A request as OpenAI defines it, with vLLM's `top_k` and `ignore_eos`, and `gamma`."""
+class Generation(Strict):
+    """The fields that both requests share: OpenAI's, vLLM's `top_k` and `ignore_eos`, and `gamma`."""
+
+    kind: ClassVar[str]  # of the object that answers
+    id_prefix: ClassVar[str]
 
     model: str
-    prompt: str | list[int]
-    max_tokens: int = 16
+    max_tokens: int | None = None
     temperature: float = 1.0
     top_p: float | None = None
     top_k: int | None = None
     seed: int | None = None
     gamma: int | None = None
     ignore_eos: bool = False
+    stop: list[str] = []
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     user: str | None = None
 
     @classmethod
-    def parse(cls, body: bytes) -> "Completion":
+    def parse(cls, body: bytes) -> Self:
         """Read a request. Raise UserError, one line about the first mistake, for one that is not valid."""
         try:
             return cls.model_validate_json(body)
         except ValidationError as error:
             raise UserError(_described(error.errors()[0])) from None
+
+    @field_validator("stop", mode="plain")
+    @classmethod
+    def _stops(cls, stop: Any) -> list[str]:
+        """Accept a text or a list of texts."""
+        stops = [stop] if isinstance(stop, str) else stop
+        if not isinstance(stops, list) or not all(isinstance(one, str) and one for one in stops):
+            raise ValueError("must be a text or a list of texts that are not empty")
+        if len(stops) > MOST_STOPS:
+            raise ValueError(f"at most {MOST_STOPS} stop strings")
+        return stops
+
+    def params(self, room: int) -> Params:
+        """Return the engine's parameters, for a prompt after which `room` tokens fit. Raise UserError for a value out
+        of range.
+        """
+        sampling = Sampling(
+            temperature=self.temperature,
+            top_k=None if self.top_k in (-1, 0) else self.top_k,  # either keeps every token in vLLM
+            top_p=self.top_p,
+            seed=random.getrandbits(63) if self.seed is None else self.seed,
+        )
+        return Params(self.limit(room), sampling, self.gamma, self.ignore_eos)
+
+    @abstractmethod
+    def limit(self, room: int) -> int:
+        """Return the largest number of new tokens."""
+
+    @abstractmethod
+    def token_ids(self, tokenizer: Any) -> list[int]:
+        """Return the prompt as tokens. Raise UserError for one that the tokenizer cannot encode."""
+
+    @abstractmethod
+    def choice(self, text: str, end: str | None) -> dict[str, Any]:
+        """Return the answer's choice."""
+
+    @abstractmethod
+    def delta(self, text: str, end: str | None, first: bool) -> dict[str, Any]:
+        """Return the choice of one event of a stream."""
+
+
+class Completion(Generation):
+    """A request that continues a prompt."""
+
+    kind = "text_completion"
+    id_prefix = "cmpl"
+
+    prompt: str | list[int]
 
     @field_validator("prompt", mode="plain")
     @classmethod
@@ -83,19 +147,85 @@ class Completion(Strict):
             raise ValueError("must be a text or a list of token ids")
         return prompt
 
-    def params(self) -> Params:
-        """Return the engine's parameters. Raise UserError for a value out of range."""
-        sampling = Sampling(
-            temperature=self.temperature,
-            top_k=None if self.top_k in (-1, 0) else self.top_k,  # either keeps every token in vLLM
-            top_p=self.top_p,
-            seed=random.getrandbits(63) if self.seed is None else self.seed,
-        )
-        return Params(self.max_tokens, sampling, self.gamma, self.ignore_eos)
+    @override
+    def limit(self, room: int) -> int:
+        return 16 if self.max_tokens is None else self.max_tokens  # OpenAI's default
 
+    @override
     def token_ids(self, tokenizer: Any) -> list[int]:
-        """Return the prompt as tokens."""
         return tokenizer.encode(self.prompt, verbose=False) if isinstance(self.prompt, str) else self.prompt
+
+    @override
+    def choice(self, text: str, end: str | None) -> dict[str, Any]:
+        return {"index": 0, "text": text, "logprobs": None, "finish_reason": end}
+
+    @override
+    def delta(self, text: str, end: str | None, first: bool) -> dict[str, Any]:
+        return self.choice(text, end)
+
+
+class Part(Strict):
+    """A part of a message's content."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(Strict):
+    """A message of a chat."""
+
+    role: str
+    content: str | list[Part]
+    name: str | None = None
+
+
+class Chat(Generation):
+    """A request that answers messages, in the form of the model's own template."""
+
+    kind = "chat.completion"
+    id_prefix = "chatcmpl"
+    neutral = NEUTRAL | {"logprobs": (False,)}
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: int | None = None  # OpenAI's new name of max_tokens
+
+    @override
+    def limit(self, room: int) -> int:
+        given = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        return max(1, room) if given is None else given
+
+    @override
+    def token_ids(self, tokenizer: Any) -> list[int]:
+        if not getattr(tokenizer, "chat_template", None):
+            raise UserError(f"model={self.model} has no chat template; send a prompt to /v1/completions")
+        messages = [
+            {"role": one.role, "content": one.content if isinstance(one.content, str) else _joined(one.content)}
+            | ({"name": one.name} if one.name else {})
+            for one in self.messages
+        ]
+        try:
+            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except TemplateError as error:  # many templates check the order of roles
+            raise UserError(f"messages: the model's template refuses them: {in_brief(str(error))}") from None
+        return tokenizer.encode(text, add_special_tokens=False, verbose=False)  # the template has them
+
+    @override
+    def choice(self, text: str, end: str | None) -> dict[str, Any]:
+        return {
+            "index": 0,
+            "message": {"role": "assistant", "content": text},
+            "logprobs": None,
+            "finish_reason": end,
+        }
+
+    @override
+    def delta(self, text: str, end: str | None, first: bool) -> dict[str, Any]:
+        role = {"role": "assistant"} if first else {}
+        return {"index": 0, "delta": role | {"content": text}, "logprobs": None, "finish_reason": end}
+
+
+def _joined(parts: list[Part]) -> str:
+    return "".join(part.text for part in parts)
 
 
 def _described(mistake: Mapping[str, Any]) -> str:

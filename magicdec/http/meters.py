@@ -20,19 +20,26 @@ class Meters:
             name: Counter(f"{name}_tokens", f"Tokens: {name}", **named)
             for name in ("prompt", "generation", "proposed", "accepted")
         }
+        self.rounds = Counter("rounds", "Rounds of speculation, as acceptance counts them", **named)
+        position = "Rounds that accepted the proposal at this position"
+        self.accepted = Counter("accepted_tokens_per_position", position, ["position"], **named)
         self.seconds = {
             "time_to_first_token_s": Histogram("time_to_first_token_seconds", "TTFT", **named),
             "time_per_output_token_s": Histogram("time_per_output_token_seconds", "TPOT", **named),
             "request_latency_s": Histogram("request_latency_seconds", "From arrival to the last token", **named),
         }
 
-    def count(self, stream: Stream) -> None:
-        """Count a request that has ended."""
+    def count(self, stream: Stream, end: str | None) -> None:
+        """Count a request and how it ended; None if its client left."""
         request, stats = stream.request, stream.stats
-        self.requests.labels(request.end or "cancelled").inc()
+        self.requests.labels(end or "cancelled").inc()
         amounts = (stats.prompt_tokens, stats.tokens, stats.proposed, stats.accepted)
         for counter, amount in zip(self.tokens.values(), amounts, strict=True):
             counter.inc(amount)
+        for (_, accepted), number in request.rounds.items():
+            self.rounds.inc(number)
+            for position in range(accepted):
+                self.accepted.labels(position).inc(number)
         for name, histogram in self.seconds.items():
             if (seconds := getattr(stats, name)) is not None:
                 histogram.observe(seconds)

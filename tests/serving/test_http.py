@@ -5,6 +5,7 @@ import json
 import re
 import threading
 import time
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from starlette.requests import Request
 
+from magicdec.data.tokenizer import Detokenizer
 from magicdec.http import app as http
 from magicdec.http import serve
 from magicdec.http.completion import NEUTRAL, Completion
@@ -57,7 +59,12 @@ def test_a_completion_is_what_the_offline_decoder_writes(client, parts):
     for prompt in (PROMPT, [PROMPT], ids, [ids]):
         answer = client.post("/v1/completions", json=body(prompt=prompt)).json()
         assert answer["choices"] == [{"index": 0, "text": expected, "logprobs": None, "finish_reason": "length"}]
-        assert answer["usage"] == {"prompt_tokens": len(ids), "completion_tokens": 24, "total_tokens": len(ids) + 24}
+        usage = answer["usage"]
+        proposals = usage.pop("completion_tokens_details")
+        assert usage == {"prompt_tokens": len(ids), "completion_tokens": 24, "total_tokens": len(ids) + 24}
+        accepted, rejected = (proposals[f"{name}_prediction_tokens"] for name in ("accepted", "rejected"))
+        assert accepted + rejected == 3 * proposals["rounds"] > 0
+        assert 0 < accepted < 24
     streamed = events(client, stream_options={"include_usage": True})
     assert "".join(event["choices"][0]["text"] for event in streamed[:-1]) == expected
     assert [event["choices"][0]["finish_reason"] for event in streamed[:-1]] == [None] * (len(streamed) - 2) + [
@@ -106,6 +113,10 @@ def message(response, status: int) -> str:
         ({"gamma": 9}, 400, "gamma=9: must be at most 3"),
         ({"n": 2}, 400, "n=2: not supported; leave it out"),
         ({"logprobs": 5}, 400, "logprobs=5: not supported; leave it out"),
+        ({"logprobs": 0}, 400, "logprobs=0: not supported; leave it out"),
+        ({"stop": [""]}, 400, "stop=['']: must be a text or a list of texts that are not empty"),
+        ({"stop": [5]}, 400, "stop=[5]: must be a text or a list of texts that are not empty"),
+        ({"stop": list("abcde")}, 400, "at most 4 stop strings"),
         ({"max_token": 5}, 400, "max_token=5: not supported; leave it out"),
         ({"stream_options": {"usage": True}}, 400, "stream_options.usage=True: not supported; leave it out"),
     ],
@@ -316,7 +327,8 @@ def test_waiting_for_an_answer_does_not_poll():
     async def waiting():
         stream = Stream([1], Params(), asyncio.get_running_loop())
         request = Request({"type": "http", "method": "POST", "headers": []}, receive)
-        answer = asyncio.create_task(http._whole(stream, {}, http.Detokenizer(None), request, None))
+        asked = Completion(model="tiny", prompt="a")
+        answer = asyncio.create_task(http.Answer(asked, stream, {}, http.StoppableText(None), Mock()).whole(request))
         await asyncio.sleep(0.3)
         answer.cancel()
 
@@ -333,13 +345,17 @@ def test_what_else_it_tells(client):
     assert metric(client, "magicdec_generation_tokens_total") == tokens + 7
     accepted, proposed = (metric(client, f"magicdec_{name}_tokens_total") for name in ("accepted", "proposed"))
     assert 0 < accepted < proposed
+    by_position = [metric(client, f'magicdec_accepted_tokens_per_position_total{{position="{i}"}}') for i in range(3)]
+    assert sum(by_position) == accepted
+    assert metric(client, "magicdec_rounds_total") * 3 >= proposed
+    assert by_position == sorted(by_position, reverse=True)
     assert metric(client, "magicdec_time_to_first_token_seconds_count") > 0
 
 
 def test_half_a_character_is_held_back(parts):
     _, tokenizer = parts
     text = "x = 'ä → 😀'\n"
-    detokenizer = http.Detokenizer(tokenizer)
+    detokenizer = Detokenizer(tokenizer)
     ids = tokenizer.encode(text, add_special_tokens=False)
     pieces = [detokenizer.add([token]) for token in ids]
     assert "".join(pieces) == tokenizer.decode(ids)

@@ -1,0 +1,45 @@
+"""Stop strings across the borders of tokens, wherever those lie."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from magicdec.http.text import StoppableText
+
+
+class Letters:
+    """A tokenizer whose tokens are characters."""
+
+    def decode(self, tokens, skip_special_tokens):
+        return "".join(map(chr, tokens))
+
+
+def pieces(text: str, ends: list[int], stops: list[str]) -> tuple[list[str], bool]:
+    """The text that is sent when a text arrives in parts."""
+    growing, found = StoppableText(Letters(), stops), []
+    for start, end in zip([0, *ends], [*ends, len(text)], strict=True):
+        found.append(growing.add([*map(ord, text[start:end])]))
+        if growing.stopped:
+            break
+    return [*found, growing.add([], last=True)], growing.stopped
+
+
+FEW = st.text("ab", min_size=1, max_size=4)
+
+
+@given(st.text("ab", max_size=12), st.sets(st.integers(0, 12)), st.lists(FEW, max_size=3))
+def test_the_text_ends_before_the_first_stop_string(text, cuts, stops):
+    found, stopped = pieces(text, sorted(cut for cut in cuts if cut < len(text)), stops)
+    ends = [end for stop in stops for end in [text.find(stop) + len(stop)] if stop in text]
+    assert stopped == bool(ends)
+    sent = "".join(found)
+    assert not any(stop in sent for stop in stops)
+    if not ends:
+        assert sent == text
+    else:
+        assert any(text.startswith(sent + stop) for stop in stops)
+
+
+def test_what_may_become_a_stop_string_is_held_back():
+    assert pieces("one\n\ntwo", [1, 4, 5], ["\n\n"]) == (["o", "ne", "", ""], True)
+    assert pieces("one\ntwo", [4], ["\n\n"]) == (["one", "\ntwo", ""], False)
+    assert pieces("one\n", [4], ["\n\n"])[0] == ["one", "", "\n"]
