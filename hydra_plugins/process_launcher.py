@@ -1,27 +1,31 @@
-"""The default launcher of sweeps: each job is a process, so that neither memory, caches nor crashes leak.
+"""The default launcher of sweeps: processes that run one job after another.
 
-A job that dies, even by a signal, is one failed run, and the sweep goes on. As many jobs run at once as there are
-visible GPUs, and each takes its own; without a GPU they run one after another. A job whose run is being done by another
-sweep goes to the end of the queue.
+Jobs that agree in everything but their draft, its cache and the sampling form a group. A group has a process of its
+own, in which loaded weights and prefilled prompts are kept from job to job (planning/shared.py). A job that dies, even
+by a signal, is one failed run: its process is replaced, and the sweep goes on. As many processes run at once as there
+are visible GPUs, each with its own; without a GPU there is one. A job whose run is being done by another sweep goes to
+the end of the queue.
 
 Importing PyTorch and other libraries takes longer than a small job. On Linux a server process imports them once, and
-jobs are forked from it before it has used a GPU or a thread; on other systems each job imports its own. A server that
-dies is replaced. Its running job goes on, and the result is read from the store.
+the others are forked from it before it has used a GPU or a thread; on other systems each imports its own. A server that
+dies is replaced, and the processes that it has started go on.
 """
 
 import math
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
@@ -39,7 +43,9 @@ from magicdec.tracking.sweep import BUSY, INTERRUPTED, JOB, SWEEP_DIR, attempt_o
 START = "forkserver" if sys.platform == "linux" else "spawn"
 POLL_S, RETRY_S, GRACE_S = 0.05, 2.0, 10.0
 REAP_S = 0.5  # after its pipes have closed, a process that was killed still exists for a moment
-LOST = 255  # what multiprocessing takes for the exit code of a job whose fork server has died
+LOST = 255  # what multiprocessing takes for the exit code of a process whose fork server has died
+# Overrides of what each job builds for itself from what its group keeps.
+BUILT_ANEW = r"(\+|~)*(draft|target@draft\.model|cache|sampling|scenario\.(repeats|profile_repeats)|wandb|sweep)\b"
 # Overrides of Hydra's that concern the sweep as a whole, not its jobs.
 OF_THE_SWEEP = ("hydra.mode=", "hydra/launcher", "hydra.launcher", "hydra/sweeper", "hydra.sweeper", "hydra.sweep.")
 
@@ -78,26 +84,63 @@ class JobResult(JobReturn):
         return self._return_value
 
 
-class Orphan:
-    """A job's process whose fork server has died: it goes on, but nobody can read its exit code."""
+class Worker:
+    """A process that runs the jobs of one group, one after another."""
 
-    def __init__(self, pid: int):
-        """Raise ProcessLookupError if the process has ended too."""
-        self.pid, self.sentinel = pid, os.pidfd_open(pid)
+    def __init__(self, group: Hashable):
+        """Start the process. A fork server that dies while it imports is replaced once."""
+        self.group: Hashable = group
+        self.job: SweepJob | None = None
+        self.pipe, end = multiprocessing.Pipe()
+        for start in (START, START, "spawn"):
+            with suppress(EOFError, ConnectionError):
+                self.process = _started(start, end)
+                break
+            to_stderr("warning: the fork server died while it imported; started again")
+            time.sleep(REAP_S)
+        end.close()  # now the process alone has it: its death closes the pipe
 
-    @property
-    def exitcode(self) -> int | None:
-        """LOST once the process has ended."""
-        return LOST if wait([self.sentinel], timeout=0) else None
+    def begin(self, job: SweepJob, argv: list[str], env: Mapping[str, str]) -> None:
+        """Run a job."""
+        self.job, self.began = job, time.monotonic()
+        with suppress(BrokenPipeError):  # the process has died: `ended` finds out
+            self.pipe.send((argv, env))
 
-    def join(self, timeout: float) -> None:
-        """Wait for the process to end."""
-        wait([self.sentinel], timeout)
+    def has_ended(self) -> bool:
+        """Return whether the job, or the whole process, has ended."""
+        return self.job is not None and (self.pipe.poll() or self.process.exitcode not in (None, LOST))
 
-    def kill(self) -> None:
-        """End the process."""
-        with suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGKILL)
+    def code(self) -> int:
+        """Return the exit code of the job that has ended; of a process that died, -N for signal N, or LOST."""
+        self.job = None
+        try:
+            return self.pipe.recv()
+        except (EOFError, ConnectionError):
+            self.process.join(GRACE_S)
+            return LOST if self.process.exitcode is None else self.process.exitcode
+
+    def close(self) -> None:
+        """Let the process end, which runs no job."""
+        self.pipe.close()
+        self.process.join(GRACE_S)
+        self.process.kill()
+
+
+class Titles:
+    """The line that announces each job: its number in the order of the sweep, what differs, and the minutes left."""
+
+    def __init__(self, overrides: Sequence[Sequence[str]]):
+        self.total, self.begun = len(overrides), 0
+        self.common = set(overrides[0]).intersection(*overrides) if overrides else set()
+        self.seconds: list[float] = []  # of the jobs that have ended
+
+    def __call__(self, job: SweepJob, at_once: int) -> str:
+        """Return the line of the next job."""
+        left = self.total - self.begun
+        self.begun += 1
+        own = " ".join(text for text in job.overrides if text not in self.common)
+        minutes = left / at_once * fmean(self.seconds) / 60 if self.seconds else 0
+        return f"[{self.begun}/{self.total}] {own}{f', about {minutes:.0f} min left' if minutes >= 1 else ''}"
 
 
 class ProcessLauncher(Launcher):
@@ -115,51 +158,76 @@ class ProcessLauncher(Launcher):
         from magicdec.scenarios import imports  # here, because Hydra imports this module for every command
 
         waiting = deque(SweepJob(initial_job_idx + i, list(overrides)) for i, overrides in enumerate(job_overrides))
-        running: dict[BaseProcess | Orphan, SweepJob] = {}
+        self.groups = {job.number: self._group(job) for job in waiting}
+        self.titles = Titles([job.overrides for job in waiting])
+        workers: list[Worker] = []
         results: dict[int, JobReturn] = {}
         if START == "forkserver":  # what the first job needs; a job of another kind imports the rest itself
             multiprocessing.set_forkserver_preload(["magicdec.cli", *imports(self.config.scenario.name, self.config)])
         try:
-            while waiting or running:
-                self._start_next(waiting, running)
-                wait([process.sentinel for process in running], POLL_S)
-                for process in [process for process in running if process.exitcode is not None]:
-                    job, code = running.pop(process), process.exitcode
+            while waiting or workers:
+                self._start_jobs(waiting, workers)
+                wait([worker.pipe for worker in workers], POLL_S)
+                for worker in [worker for worker in workers if worker.has_ended()]:
+                    job, code = worker.job, worker.code()
                     if code == LOST:
-                        if orphan := _orphan(process, job):
-                            running[orphan] = job
-                            continue
-                        code = lost_code(job, process.pid, self.config)
+                        code = lost_code(job, worker.process.pid, self.config)
+                    if code:  # what the job has left in its process may be the reason why the next one fails
+                        workers.remove(worker)
+                        worker.close()
                     if code == BUSY:
                         job.not_before = time.monotonic() + RETRY_S
+                        self.titles.begun -= 1
                         waiting.append(job)
                         continue
-                    results[job.number] = self._result(job, code, process.pid)
+                    results[job.number] = self._result(job, code, worker.process.pid)
+                    self.titles.seconds.append(time.monotonic() - worker.began)
                     if code and self.config.sweep.fail_fast and waiting:
                         to_stderr(f"sweep.fail_fast: {len(waiting)} jobs are not started")
                         waiting.clear()
         finally:
-            _stop(running)
+            _stop(workers)
         return [results[number] for number in sorted(results)]
 
-    def _start_next(self, waiting: deque[SweepJob], running: dict[BaseProcess | Orphan, SweepJob]) -> None:
-        """Start the first job that is due, if there is room for it."""
-        job = next((job for job in waiting if job.not_before <= time.monotonic()), None)
-        if job is not None and len(running) < self.limit:
-            waiting.remove(job)
-            running[self._process(job)] = job
+    def _group(self, job: SweepJob) -> Hashable:
+        """Return what the jobs that share a process have in common; the job's own number if it shares nothing."""
+        if self.config.sweep.share == "none" or self.config.engine.name != "native":
+            return job.number
+        return frozenset(text for text in job.overrides if not re.match(BUILT_ANEW, text))
 
-    def _process(self, job: SweepJob) -> BaseProcess:
+    def _start_jobs(self, waiting: deque[SweepJob], workers: list[Worker]) -> None:
+        """Give every process its next job, and start processes while there is room for them.
+
+        A new process begins a group that no other works on; the last groups are divided.
+        """
+        for worker in [worker for worker in workers if worker.job is None]:
+            if job := self._due(waiting, lambda group: group == worker.group):  # noqa: B023 - called at once
+                self._begin(worker, job)
+            elif not any(self.groups[job.number] == worker.group for job in waiting):
+                workers.remove(worker)
+                worker.close()
+        while len(workers) < self.limit:
+            taken = {worker.group for worker in workers}
+            job = self._due(waiting, lambda group: group not in taken) or self._due(waiting, lambda _: True)  # noqa: B023
+            if job is None:
+                return
+            workers.append(Worker(self.groups[job.number]))
+            self._begin(workers[-1], job)
+
+    def _due(self, waiting: deque[SweepJob], suits: Callable[[Hashable], bool]) -> SweepJob | None:
+        """Take the first job of a suitable group that need not wait any longer."""
+        now = time.monotonic()
+        job = next((job for job in waiting if job.not_before <= now and suits(self.groups[job.number])), None)
+        if job is not None:
+            waiting.remove(job)
+        return job
+
+    def _begin(self, worker: Worker, job: SweepJob) -> None:
         env = {JOB: str(job.number), SWEEP_DIR: str(self.config.hydra.sweep.dir)}
+        to_stderr(self.titles(job, self.limit))
         if self.limit > 1:
             env["TERM"] = "dumb"  # the progress bars of several would overwrite each other
-        work = (command(job, self.config.hydra), env)
-        for start in (START, START):
-            with suppress(EOFError, ConnectionError):
-                return _started(start, work)
-            to_stderr("warning: the fork server died while it imported; started again")
-            time.sleep(REAP_S)
-        return _started("spawn", work)
+        worker.begin(job, command(job, self.config.hydra), env)
 
     def _result(self, job: SweepJob, code: int, pid: int) -> JobReturn:
         """Return what Hydra asks of a job that has ended with this exit code; report one that was killed."""
@@ -206,24 +274,12 @@ def _bury(job: SweepJob, attempt_id: str | None, pid: int, reason: str, config: 
         Run.bury(config.runs_dir, attempt_id, pid, reason)
 
 
-def _orphan(process: BaseProcess | Orphan, job: SweepJob) -> Orphan | None:
-    """Return a job's process that goes on without its fork server, and say so; None if both have ended."""
-    if isinstance(process, Orphan):
-        return None
-    with suppress(ProcessLookupError):
-        orphan = Orphan(process.pid)
-        if orphan.exitcode is None:
-            to_stderr(f"warning: the fork server died; {job} goes on without it")
-            return orphan
-    return None
-
-
-def _started(start: str, work: tuple[list[str], Mapping[str, str]]) -> BaseProcess:
+def _started(start: str, pipe: Connection) -> BaseProcess:
     """Return a new process. Raise EOFError or ConnectionError if the fork server dies meanwhile.
 
     A new server inherits that Ctrl-C is ignored: only this process handles it.
     """
-    process = multiprocessing.get_context(start).Process(target=_run, args=work)
+    process = multiprocessing.get_context(start).Process(target=_work, args=(pipe,))
     if start == "forkserver":
         from multiprocessing import forkserver  # here, because other systems may lack it
 
@@ -236,23 +292,26 @@ def _started(start: str, work: tuple[list[str], Mapping[str, str]]) -> BaseProce
     return process
 
 
-def _run(argv: list[str], env: Mapping[str, str]) -> None:
-    """Run a job: the command line in this process."""
+def _work(pipe: Connection) -> None:
+    """Run jobs, each a command line, until there are no more or one fails; answer each with its exit code."""
     from magicdec.cli import main
     from magicdec.scenarios.ranks import follow_parent
 
     follow_parent()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # which the server ignores
-    os.environ.update(env)
-    sys.argv[:] = argv
-    sys.exit(main())
+    code = 0
+    with suppress(EOFError, ConnectionError, KeyboardInterrupt):  # at the pipe's end, or while there is no job
+        while not code:
+            sys.argv[:], env = pipe.recv()
+            os.environ.update(env)
+            code = main()
+            pipe.send(code)
 
 
-def _stop(running: dict[BaseProcess | Orphan, SweepJob]) -> None:
+def _stop(workers: list[Worker]) -> None:
     """Interrupt the jobs that are left, which then mark their runs as interrupted; kill those that do not end."""
-    for process in running:
+    for worker in workers:
         with suppress(ProcessLookupError):
-            os.kill(process.pid, signal.SIGINT)
-    for process in running:
-        process.join(GRACE_S)
-        process.kill()
+            os.kill(worker.process.pid, signal.SIGINT)
+    for worker in workers:
+        worker.close()

@@ -199,6 +199,7 @@ class SweepConfig:
     figures: bool
     dry_run: bool
     objective: str
+    share: Literal["prefill", "weights", "none"]
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -69,7 +69,7 @@ class Decoder:
         state = self.state
         with Stopwatch(self.device) as watch:
             self.cache.rollback(torch.zeros_like(state.prompt_len_B))
-            last_BE = prefill(
+            self.last_BE = prefill(
                 self.target,
                 self.cache,
                 state.tokens_BS,
@@ -78,11 +78,21 @@ class Decoder:
                 chunk,
                 progress,
             )
-            positions_B1 = state.prompt_len_B.long()[:, None]
-            logits_B1V = self.target.logits(last_BE[:, None])
-            state.inspect(logits_B1V, TARGET)
-            self.first_tokens_B = choose(logits_B1V, positions_B1, Use.DECIDE, self.sampling)[0][:, 0]
+            self._decide_first_tokens()
         return watch.seconds
+
+    @torch.inference_mode()
+    def resume(self, last_BE: Tensor) -> None:
+        """Continue behind prompts that the cache holds already; `last_BE` are their last hidden states."""
+        self.cache.rollback(self.state.prompt_len_B)
+        self.last_BE = last_BE
+        self._decide_first_tokens()
+
+    def _decide_first_tokens(self) -> None:
+        logits_B1V = self.target.logits(self.last_BE[:, None])
+        self.state.inspect(logits_B1V, TARGET)
+        positions_B1 = self.state.prompt_len_B.long()[:, None]
+        self.first_tokens_B = choose(logits_B1V, positions_B1, Use.DECIDE, self.sampling)[0][:, 0]
 
     @torch.inference_mode()
     def rehearse_prefill(self, chunk: int) -> None:

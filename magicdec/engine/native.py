@@ -84,19 +84,25 @@ class NativeEngine:
         """Return whether rounds are captured as CUDA graphs."""
         return self.hardware.cuda_graphs and self.hardware.device == "cuda"
 
-    def open(self, prompts: list[list[int]], first: int = 0) -> Batch:
+    def capacity(self, context_len: int) -> int:
+        """Return the slots of a row of the target's cache for prompts of up to `context_len` tokens."""
+        return context_len + self.batch.generate_len + self.slack
+
+    def open(self, prompts: list[list[int]], first: int = 0, cache: KVCache | None = None) -> Batch:
         """Allocate state and caches for these prompts (token ids; their lengths may differ).
 
-        `first` counts the prompts of the run before these: no two sequences of a run share random numbers.
+        `first` counts the prompts of the run before these: no two sequences of a run share random numbers. `cache` is
+        the target's, where these prompts were prefilled before.
         """
         eos = () if self.sampling.ignore_eos else self.target.config.eos_token_ids
         state = State(prompts, self.batch.generate_len, self.slack, eos, self.target.embed.weight.device)
-        return self.open_on(state, Sampling.of(self.sampling, first))
+        return self.open_on(state, Sampling.of(self.sampling, first), cache)
 
-    def open_on(self, state: State, sampling: Sampling | RowSampling) -> Batch:
-        """Allocate caches for the rows of a state."""
+    def open_on(self, state: State, sampling: Sampling | RowSampling, cache: KVCache | None = None) -> Batch:
+        """Allocate caches for the rows of a state; the target's only if there is none."""
         rows, device = len(state.tokens_BS), state.tokens_BS.device
-        cache = KVCache(self.target.config, rows, state.max_len + self.slack, self.target.dtype, device)
+        if cache is None:
+            cache = KVCache(self.target.config, rows, state.max_len + self.slack, self.target.dtype, device)
         synthetic = self.draft.synthetic_acceptance
         gammas = self.draft.gammas(self.cache) if self.draft.gamma == "auto" else ()
         decoder = Decoder(self.target, cache, state, sampling, self.graphs, synthetic, gammas)

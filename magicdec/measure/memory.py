@@ -54,14 +54,15 @@ class Peak:
     Pages of files do not count: they are the code of libraries, loaded at its first use.
     """
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, held: int = 0):
+        """Begin to measure. `held` bytes were allocated before, and count."""
         self._device = device
         self._before = 0
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         else:
             _forget_peak()
-            self._before = _status_bytes("VmRSS", _peak_resident_bytes()) - _status_bytes("RssFile")
+            self._before = _status_bytes("VmRSS", _peak_resident_bytes()) - _status_bytes("RssFile") - held
 
     @property
     def num_bytes(self) -> int:

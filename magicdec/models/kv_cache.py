@@ -60,6 +60,15 @@ class KVCache:
         part.seqlens_B = self.seqlens_B
         return part
 
+    def resized(self, capacity: int) -> "KVCache":
+        """Return a copy with `capacity` slots a row, which may be fewer: valid ones must not be left out."""
+        other = KVCache(self.config, self.num_rows, capacity, self.k_LBKSD.dtype, self.k_LBKSD.device)
+        kept = min(capacity, self.capacity)
+        other.k_LBKSD[..., :kept, :] = self.k_LBKSD[..., :kept, :]
+        other.v_LBKSD[..., :kept, :] = self.v_LBKSD[..., :kept, :]
+        other.seqlens_B.copy_(self.seqlens_B)
+        return other
+
     def copy_row(self, row: int, source: "KVCache") -> None:
         """Copy the only row of another such cache into a row: so a request that was prefilled apart gets its slot."""
         copy_row(self, source, row)

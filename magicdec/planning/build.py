@@ -23,6 +23,7 @@ from magicdec.models import checkpoint, quantize
 from magicdec.models.parallel import Share, share
 from magicdec.models.transformer import Transformer
 from magicdec.peers.base import Peer, PeerSpec
+from magicdec.planning import shared
 from magicdec.planning.resolve import Model, Plan, resolve
 from magicdec.serving.slots import Slots
 from magicdec.tracking.progress import Progress
@@ -159,7 +160,8 @@ def _estimate(plan: Plan, num_rows: int, context_len: int, prefills: bool = True
 
 def check_memory(plan: Plan, num_rows: int, context_len: int) -> Footprint:
     """Return the estimate. Raise UserError, with the largest batch that fits, if memory does not suffice."""
-    available = memory.available_bytes(plan.device)
+    shared.SHARED.keep_only(shared.keys(plan))
+    available = memory.available_bytes(plan.device) + shared.SHARED.num_bytes
     if plan.device.type == "cpu":
         available //= plan.num_ranks
     available -= memory.reserved_bytes(plan.device)
@@ -200,6 +202,10 @@ def _without_weights(model: Model, plan: Plan, attention: Attention, part: Share
 
 def _load(model: Model, plan: Plan, attention: Attention, progress: Progress) -> Transformer:
     """Load this rank's share of a model onto its device. Random weights are made there, in the run's dtype."""
+    return shared.SHARED.model(shared.model_key(plan, model), lambda: _loaded(model, plan, attention, progress))
+
+
+def _loaded(model: Model, plan: Plan, attention: Attention, progress: Progress) -> Transformer:
     part = share(model.num_ranks, plan.config.hardware.all_reduce, plan.device)
     transformer = _without_weights(model, plan, attention, part)
     if model.folder is None:

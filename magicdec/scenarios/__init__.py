@@ -15,6 +15,7 @@ from magicdec.config.load import to_dict
 from magicdec.config.schema import Config
 from magicdec.errors import UserError, in_one_line, is_out_of_memory, to_stderr
 from magicdec.measure.system import sampled
+from magicdec.planning.shared import SHARED
 from magicdec.scenarios.outcome import Outcome
 from magicdec.scenarios.ranks import on_ranks
 from magicdec.tracking import sweep, table
@@ -118,6 +119,7 @@ def _skipped(config: Config, name: str, job: Job) -> dict[str, Any]:
 
 def _measure(plan: "Plan", name: str, settings: dict[str, Any], job: Job) -> dict[str, Any]:
     """Do the run, store and show its results; return the contents of result.json."""
+    SHARED.begin(plan.config.sweep.share if job.sweep_dir else "none")
     this = Run.open(plan.config.runs_dir, name, settings, job.overrides)
     try:
         _record(plan.config, this.id, job)
@@ -131,6 +133,7 @@ def _measure(plan: "Plan", name: str, settings: dict[str, Any], job: Job) -> dic
                 outcome.metrics["noisy"] = bool(noise(outcome.metrics))
             this.finish(outcome.metrics, outcome.generations, outcome.history, outcome.samples, outcome.system)
     except BaseException as error:
+        SHARED.clear()
         reason, kind = _reason(error, plan.config)
         this.fail(reason, kind, vars(error).get("history", ()))  # see outcome.keeping
         if is_logged(this.result):

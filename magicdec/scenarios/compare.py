@@ -24,6 +24,7 @@ from magicdec.measure.profile import profile_round
 from magicdec.planning import build
 from magicdec.planning.prediction import task_of
 from magicdec.planning.resolve import Plan, resolve
+from magicdec.planning.shared import SHARED, Prefilled, prefill_key
 from magicdec.scenarios.outcome import Outcome
 from magicdec.scenarios.outputs import Outputs, lossless, speeds
 from magicdec.tracking.progress import Progress
@@ -53,18 +54,24 @@ def run(plan: Plan, progress: Progress) -> Outcome:
     estimate = build.check_memory(plan, int(config.batch.size), config.batch.context_len)
     tokenizer = build.tokenizer(plan)
     prompts = build.prompts(plan, tokenizer)
-    peak, gpu = memory.Peak(plan.device), Watch(plan.device)
+    peak, gpu = memory.Peak(plan.device, SHARED.num_bytes), Watch(plan.device)
     engine = build.engine(plan, progress)
     rows = int(config.batch.size)
     passes = [Repeat([], []) for _ in range(config.settings(Compare).repeats)]
     prefill_seconds: list[float] = []
     verdict: Audit | None = None
+    num_shared = 0
     for start in range(0, len(prompts.tokens), rows):
-        batch = engine.open(prompts.tokens[start : start + rows], start)
-        if not prefill_seconds:
-            with progress.task("warm-up", total=None):
-                batch.decoder.rehearse_prefill(engine.prefill_chunk)
-        prefill_seconds.append(_prefill(batch, engine, progress))
+        tokens, key = prompts.tokens[start : start + rows], prefill_key(plan, start)
+        kept = SHARED.prefilled(key, engine.capacity(max(map(len, tokens))))
+        batch = engine.open(tokens, start, kept.cache if kept else None)
+        if kept is None:
+            kept = _prefill(batch, engine, progress, rehearses=not prefill_seconds)
+        else:
+            num_shared += 1
+            batch.decoder.resume(kept.last_BE)
+        SHARED.keep(key, kept, config.batch.num_batches)
+        prefill_seconds.append(kept.seconds)
         warm_up(batch)
         for one in passes:
             one.autoregressive.append(_generate(batch.decoder, None, progress))
@@ -78,7 +85,7 @@ def run(plan: Plan, progress: Progress) -> Outcome:
             batch.close()  # or the caches of two batches would be held at once
     outputs = passes[0].outputs(prompts)
     results: Metrics = {**prompts.facts, "output/fingerprint": outputs.fingerprint}
-    results |= {"device": plan.device_name, **plan.sources} | gpu.metrics()
+    results |= {"device": plan.device_name, "prefill/shared": num_shared > 0, **plan.sources} | gpu.metrics()
     plain = [_speed(one.autoregressive, prefill_seconds) for one in passes]
     results |= speeds(plain, [_speed(one.speculative, prefill_seconds) for one in passes if one.speculative])
     speculative = [generation for one in passes for generation in one.speculative]
@@ -103,14 +110,19 @@ def run(plan: Plan, progress: Progress) -> Outcome:
     if gamma:
         results |= _predicted(plan, results, gamma)
     history = _history(passes[0])
+    batch.close()
     return Outcome(results, outputs.rows(config.data.save_prompts), history, outputs.samples(tokenizer))
 
 
-def _prefill(batch: Batch, engine: NativeEngine, progress: Progress) -> float:
-    with progress.task("prefill", total=batch.decoder.state.max_prompt_len) as task:
-        seconds = batch.decoder.prefill(engine.prefill_chunk, task.advance)
-    batch.decoder.state.check_finite("in the prefill")
-    return seconds
+def _prefill(batch: Batch, engine: NativeEngine, progress: Progress, rehearses: bool) -> Prefilled:
+    decoder = batch.decoder
+    if rehearses:
+        with progress.task("warm-up", total=None):
+            decoder.rehearse_prefill(engine.prefill_chunk)
+    with progress.task("prefill", total=decoder.state.max_prompt_len) as task:
+        seconds = decoder.prefill(engine.prefill_chunk, task.advance)
+    decoder.state.check_finite("in the prefill")
+    return Prefilled(decoder.cache, decoder.last_BE, seconds)
 
 
 def _generate(decoder: Decoder, draft: Draft | None, progress: Progress) -> Generation:

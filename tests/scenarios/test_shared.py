@@ -1,0 +1,112 @@
+"""Jobs that share weights and prefilled prompts: every token and every count is that of a process of its own."""
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+
+from magicdec.config.load import compose
+from magicdec.planning.shared import SHARED
+from magicdec.scenarios import Job, run
+from tests.golden.record import KEPT
+
+BASE = ["hardware=cpu", "hardware.dtype=float32", "batch.size=2", "batch.context_len=80", "batch.generate_len=12"]
+BASE += ["data=text", "data.path=LICENSE", "scenario.repeats=1", "scenario.profile_repeats=1", "tracker=[]"]
+CELLS = {
+    **{
+        name: f"draft.gamma=3 cache.budget=24 cache={name}" for name in ("streaming", "window", "snapkv", "h2o", "topk")
+    },
+    "quantized": "draft.gamma=2 cache.budget=24 cache=quantized",
+    "pyramidkv": "draft.gamma=2 cache.budget=24 cache=pyramidkv cache.observation_window=8",
+    "quest": "draft.gamma=5 cache.budget=24 cache=quest cache.page_size=4",
+    "verify_guided": "draft.gamma=3 cache.budget=24 cache=verify_guided cache.refresh=2",
+    "model": "draft=model cache.budget=24",
+    "model over h2o": "draft=model cache.budget=24 cache=h2o draft.gamma=2",
+    "ngram": "draft=ngram",
+    "layer_skip": "draft=layer_skip draft.num_layers=3 cache=full",
+    "hierarchical": "draft=hierarchical draft.cache.budget=32 cache.budget=24",
+    "sampled": "draft.gamma=3 cache.budget=24 sampling=sample",
+    "quantized weights": "draft.gamma=3 cache.budget=24 draft.quantization=int8",
+    "none": "draft=none",
+}
+
+
+@pytest.fixture(autouse=True)
+def nothing_kept():
+    SHARED.begin("none")
+    yield
+    SHARED.begin("none")
+
+
+def done(tmp_path, name, *overrides, share="prefill", number=0):
+    """Run a cell as a job of a sweep. Return its tokens and every result that depends on no time."""
+    config = compose([*BASE, *CELLS.get(name, "").split(), *overrides, f"sweep.share={share}", "resume=false"])
+    config = replace(config, runs_dir=str(tmp_path))
+    result = run(config, Job((), tmp_path / "sweeps" / "one", number))
+    tokens = (tmp_path / result["id"] / "generations.jsonl").read_text()
+    kept = {key: value for key, value in result.items() if re.match(KEPT, key) and key not in ("id", "attempt")}
+    return result["prefill/shared"], tokens, kept
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("attention", "order"), [("sdpa", list(CELLS)), ("cpp", list(reversed(CELLS)))])
+def test_results_equal_those_of_processes_of_their_own_in_any_order(tmp_path, attention, order):
+    alone = {name: done(tmp_path, name, f"attention={attention}", share="none")[1:] for name in order}
+    SHARED.begin("none")
+    for number, name in enumerate(order):
+        shared, *results = done(tmp_path, name, f"attention={attention}")
+        assert shared == (number > 0)
+        assert tuple(results) == alone[name], name
+
+
+def test_a_cell_takes_over_what_the_last_one_has_left(tmp_path):
+    alone = done(tmp_path, "streaming", share="none")
+    assert done(tmp_path, "quest") == (False, *done(tmp_path, "quest", share="none")[1:])
+    assert done(tmp_path, "quest")[0] is False, "a run of its own in between has kept nothing"
+    assert done(tmp_path, "streaming") == (True, *alone[1:])
+
+
+def test_the_time_of_the_prefill_is_the_measured_one(tmp_path):
+    key = "autoregressive/time_to_first_token_ms"
+    for number, name in enumerate(("streaming", "window")):
+        done(tmp_path, name, number=number)
+    first, second = (
+        json.loads(path.read_text()) for path in sorted(tmp_path.glob("*/result.json"), key=lambda p: p.stat().st_mtime)
+    )
+    assert (first["prefill/shared"], second["prefill/shared"]) == (False, True)
+    assert first[key] == second[key]
+
+
+@pytest.mark.parametrize(
+    "change",
+    ["batch.context_len=96", "batch.size=3", "batch.prefill_chunk=16", "data.seed=1", "hardware.dtype=bfloat16"],
+)
+def test_another_prefill_is_not_taken_over(tmp_path, change):
+    done(tmp_path, "streaming")
+    before = set(SHARED._kept)
+    assert done(tmp_path, "streaming", change)[0] is False
+    assert not {key for key in SHARED._kept if key in before and len(key) > 9}, "and not held any longer"
+    assert done(tmp_path, "streaming", change) == (True, *done(tmp_path, "streaming", change, share="none")[1:])
+
+
+def test_weights_alone(tmp_path):
+    done(tmp_path, "streaming", share="weights")
+    weights = list(SHARED._kept.values())
+    assert done(tmp_path, "snapkv", share="weights")[0] is False
+    assert [id(value) for value in SHARED._kept.values()] == [id(value) for value in weights]
+
+
+def test_several_batches(tmp_path):
+    changes = ("batch.num_batches=3", "sampling.ignore_eos=false")
+    alone = done(tmp_path, "streaming", *changes, share="none")
+    done(tmp_path, "window", *changes)
+    assert done(tmp_path, "streaming", *changes) == (True, *alone[1:])
+
+
+def test_a_run_that_fails_leaves_nothing(tmp_path, monkeypatch):
+    done(tmp_path, "streaming")
+    monkeypatch.setattr("magicdec.scenarios.compare.profile_round", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        done(tmp_path, "window")
+    assert SHARED.num_bytes == 0
