@@ -95,6 +95,11 @@ def test_every_policy_and_draft_has_its_file():
     assert {"none", *DRAFTS} == set(OPTIONS["draft"])
 
 
+def test_no_key_of_a_scenario_has_the_name_of_a_group():
+    keys = {key for name in OPTIONS["scenario"] for key in values_of("scenario", name)}
+    assert keys & {*OPTIONS, "attention", "sweeps"} == set()
+
+
 def test_every_file_opens_with_what_it_is():
     for path in [*CONF.rglob("*.yaml"), *(ROOT / "sweeps").glob("*.yaml")]:
         assert path.read_text().startswith("# "), path

@@ -280,9 +280,9 @@ def test_what_is_typed_is_stored_as_it_was_typed(run, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["a/../../../x", "..", "a\\b", " a", "a\tb", "x" * 300])
-@pytest.mark.parametrize("key", ["sweep.name", "scenario.experiment"])
+@pytest.mark.parametrize("key", ["sweep.name", "scenario.save_as"])
 def test_a_name_does_not_lead_out_of_its_folder(run, here, key, name):
-    scenario = ["scenario=plan", "hardware=a100"] if key == "scenario.experiment" else ["-m", "draft.gamma=1,2"]
+    scenario = ["scenario=plan", "hardware=a100"] if key == "scenario.save_as" else ["-m", "draft.gamma=1,2"]
     code, err = run(*scenario, override(key, name), "runs_dir=a/b/runs")
     assert (code, err.count("\n")) == (cli.USER_ERROR, 1)
     assert re.match(rf"error: {key}=.*: must be the name of a file", err)

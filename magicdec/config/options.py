@@ -4,14 +4,15 @@ imported.
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import yaml
+from pydantic import TypeAdapter
 
-from magicdec.architectures import from_hugging_face
+from magicdec.architectures import ModelConfig, from_hugging_face
 from magicdec.config.registry import PACKAGE
 from magicdec.config.schema import CONF, Config, option_file, own_folders
 from magicdec.errors import UserError
@@ -54,7 +55,8 @@ def architecture_of(name: str, file: Path) -> dict[str, Any]:
                 content = json.loads(path.read_bytes())
             except ValueError as error:
                 raise UserError(f"{path} is not valid JSON ({error})") from None
-            return asdict(replace(from_hugging_face(content, str(path)), eos_token_ids=()))
+            found = replace(from_hugging_face(content, str(path)), eos_token_ids=())
+            return TypeAdapter(ModelConfig).dump_python(found, mode="json")
     raise UserError(f"{file}: architecture={name}: no such file next to it; name a config.json, or null")
 
 

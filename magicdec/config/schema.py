@@ -159,7 +159,7 @@ class Search:
     gammas: SomeCounts
     batch_sizes: Counts
     latency_ms: Figure | None
-    experiment: FileName
+    save_as: FileName
 
 
 @dataclass(frozen=True, config=STRICT)

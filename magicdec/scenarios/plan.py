@@ -28,11 +28,11 @@ SHOWN_UNKNOWN = 6  # configurations without a known acceptance
 
 def prepare(config: Config) -> Plan:
     """Resolve a search. Raise UserError rather than overwrite an experiment that no search has written."""
-    name = config.settings(Search).experiment
+    name = config.settings(Search).save_as
     if name is not None:
         path = _experiment(name)
         if path.exists() and FOUND_BY not in path.read_text(encoding="utf-8"):
-            raise UserError(f"scenario.experiment={name}: {shown(path)} is there already; choose another name, or null")
+            raise UserError(f"scenario.save_as={name}: {shown(path)} is there already; choose another name, or null")
     return resolve(config)
 
 
@@ -52,14 +52,14 @@ def run(plan: Plan, progress: Progress) -> Outcome:
     best = plans.ranked[0]
     text = experiment_yaml(best, " ".join(["magicdec", *sys.argv[1:]]))
     view: list[RenderableType] = [_view(plans)]
-    if scenario.experiment is not None:
-        file = _experiment(scenario.experiment)
+    if scenario.save_as is not None:
+        file = _experiment(scenario.save_as)
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text, encoding="utf-8")
         except OSError as error:
-            raise UserError(f"scenario.experiment={scenario.experiment}: {error}; null writes none") from error
-        view.append(f"the best as an experiment: {shown(file)}; run it with experiment={scenario.experiment}")
+            raise UserError(f"scenario.save_as={scenario.save_as}: {error}; null writes none") from error
+        view.append(f"the best as an experiment: {shown(file)}; run it with experiment={scenario.save_as}")
     metrics = {"device": plan.device_name} | (best.prediction.metrics() if best.prediction else {})
     metrics |= {"predicted/tokens_per_second": best.tokens_per_second, "predicted/speedup": best.speedup}
     metrics["predicted/speedup_wall"] = best.speedup_wall

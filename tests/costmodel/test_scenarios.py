@@ -125,7 +125,7 @@ def test_predict_takes_acceptance_from_the_run_store_first(tmp_path):
 def test_the_planned_experiment_composes_and_predicts_what_it_said(tmp_path, monkeypatch):
     monkeypatch.setattr(plan_scenario, "EXPERIMENTS", tmp_path)
     keys = ("scenario=plan", "hardware=8xh100", "scenario.drafts=[llama-3.2-1b]", "scenario.policies=[streaming]")
-    keys += ("scenario.batch_sizes=[16,32]", "scenario.experiment=found")
+    keys += ("scenario.batch_sizes=[16,32]", "scenario.save_as=found")
     outcome(plan_scenario.run, *keys, *LLAMA)
     result = outcome(plan_scenario.run, *keys, *LLAMA)  # once more: it may replace what it wrote itself
     assert result.history[0]["draft"] == "llama-3.2-1b"
@@ -158,7 +158,7 @@ def test_a_plan_takes_each_policy_with_its_own_settings(tmp_path, monkeypatch):
 
 
 def test_a_plan_shows_what_is_not_known_at_every_batch():
-    keys = ("scenario=plan", "hardware=8xh100", "scenario.batch_sizes=[16,32,128]", "scenario.experiment=null")
+    keys = ("scenario=plan", "hardware=8xh100", "scenario.batch_sizes=[16,32,128]", "scenario.save_as=null")
     keys += ("scenario.drafts=[self,llama-3.2-1b,ngram]", "scenario.policies=[streaming,window,snapkv]")
     console = Console(file=io.StringIO(), width=80)
     console.print(outcome(plan_scenario.run, *keys, *LLAMA).view)
@@ -174,8 +174,8 @@ def test_a_plan_shows_what_is_not_known_at_every_batch():
 def test_a_plan_replaces_no_other_experiment(tmp_path, monkeypatch):
     monkeypatch.setattr(plan_scenario, "EXPERIMENTS", tmp_path)
     (tmp_path / "mine.yaml").write_text("# @package _global_\n")
-    with pytest.raises(UserError, match=r"experiment=mine: .* is there already; choose another name"):
-        plan_scenario.prepare(composed("scenario=plan", "hardware=8xh100", "scenario.experiment=mine", *LLAMA))
+    with pytest.raises(UserError, match=r"save_as=mine: .* is there already; choose another name"):
+        plan_scenario.prepare(composed("scenario=plan", "hardware=8xh100", "scenario.save_as=mine", *LLAMA))
     assert (tmp_path / "mine.yaml").read_text() == "# @package _global_\n"
 
 
@@ -209,7 +209,7 @@ def test_mistakes_in_a_prediction_are_named(keys, names):
     ],
 )
 def test_ranks_that_cannot_divide_a_model_are_refused_by_a_plan(keys, names):
-    common = ("scenario=plan", "hardware=8xh100", "scenario.experiment=null", "scenario.policies=[streaming,quantized]")
+    common = ("scenario=plan", "hardware=8xh100", "scenario.save_as=null", "scenario.policies=[streaming,quantized]")
     with pytest.raises(UserError, match=names):
         outcome(plan_scenario.run, *common, *LLAMA, *keys)
     found = outcome(

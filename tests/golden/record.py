@@ -63,7 +63,7 @@ CASES = {
     "predict unknown": f"scenario=predict {LLAMA} cache=quest cache.budget=700",
     "predict alpha": f"scenario=predict {LLAMA} draft=model target@draft.model=llama-3.2-1b scenario.alpha=0.8",
     "predict paper": "scenario=predict experiment=paper/table6_snapkv batch.size=128",
-    "plan": f"scenario=plan {LLAMA} scenario.experiment=null scenario.drafts=[self,ngram] scenario.batch_sizes=[32,64]",
+    "plan": f"scenario=plan {LLAMA} scenario.save_as=null scenario.drafts=[self,ngram] scenario.batch_sizes=[32,64]",
     **{f"refused: {mistake}": f"{TINY} {mistake}" for mistake in MISTAKES},
 }
 FAST = ("streaming", "sampled model", "predict", "refused: cache=steaming")  # in the default suite
