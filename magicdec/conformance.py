@@ -24,7 +24,8 @@ from magicdec.config.options import values_of
 from magicdec.config.registry import DRAFTS, POLICIES, Registry
 from magicdec.config.schema import BatchConfig, HardwareConfig, SamplingConfig
 from magicdec.costmodel.hardware import hardware_named
-from magicdec.costmodel.round import Setup, memory
+from magicdec.costmodel.memory import memory
+from magicdec.costmodel.round import Setup
 from magicdec.engine.audit import audit
 from magicdec.engine.decoder import Generation
 from magicdec.engine.native import Batch, NativeEngine
@@ -113,7 +114,7 @@ def wrong_tokens(draft: str, policy: str, keys: dict[str, Any]) -> Iterator[str]
 
 def wrong_bytes(draft: str, policy: str, keys: dict[str, Any]) -> Iterator[str]:
     """Yield where a draft's cache takes other bytes than its facts declare, as PyTorch hands them out."""
-    for gamma, budget in SIZES if DRAFTS[draft].facts.is_predicted else ():
+    for gamma, budget in SIZES:
         engine = _trial(draft, policy, gamma, budget, keys, "meta")
         decoder = engine.open(random_prompts(LENGTHS)).decoder
         parts = [decoder.cache, decoder.state, engine.target, *([engine.draft_model] if engine.draft_model else [])]

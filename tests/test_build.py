@@ -94,7 +94,7 @@ def test_what_graphs_keep_must_be_free_beside_the_rest(plan):
     )
     assert captured.total == plain.total == plain.needed
     logits = 32 * 3 * 128_256 * 2  # of a verification
-    assert logits < captured.pooled < 4 * logits
+    assert logits < captured.captured < 4 * logits
 
 
 SMALL_CONTEXT = [  # a draft that was trained for 2,048 tokens

@@ -166,6 +166,11 @@ def configured(
     return Hardware(name, device, count, achieved, _stack(stack or calibrated_stack), note)
 
 
+def unknown(name: str, count: int) -> Hardware:
+    """Return a machine of which nothing but the number of devices is known: enough to ask for memory."""
+    return Hardware(name, Device(name, 0.0, 0.0, inf), count, Efficiency(), STACKS[OWN_STACK])
+
+
 def _key(name: str) -> str:
     """Return a device's name as it is typed: h100_pcie for "H100 PCIe"."""
     return name.strip().lower().replace(" ", "_")

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from magicdec.costmodel.acceptance import Curves, Estimate
+from magicdec.costmodel.memory import Memory, memory
 from magicdec.costmodel.roofline import arithmetic_intensity
-from magicdec.costmodel.round import Memory, RoundTimes, Setup, memory, round_times
+from magicdec.costmodel.round import RoundTimes, Setup, round_times
 from magicdec.costmodel.speedup import batch_speedup, break_even_alpha, omega
 from magicdec.errors import UserError
 from magicdec.units import GIB, both_speedups

@@ -8,7 +8,7 @@ from magicdec.architectures import ModelConfig, check_ranks
 from magicdec.config.choices import CacheConfig, CacheSpec, DraftConfig
 from magicdec.config.registry import DRAFTS, POLICIES
 from magicdec.costmodel.hardware import CPU, Hardware
-from magicdec.costmodel.roofline import BF16, Pass, StepTime, choice_time, layer_weights, step_time
+from magicdec.costmodel.roofline import BF16, Pass, StepTime, choice_time, step_time
 from magicdec.costmodel.targets import model_label
 from magicdec.errors import UserError
 
@@ -36,8 +36,6 @@ class Setup:
     stored_weight_bytes: float | None = None  # of weights that are kept in fewer bytes; None: element_bytes
 
     def __post_init__(self) -> None:
-        if not self.draft.is_predicted:
-            raise UserError(f"draft={self.draft.name} has no cost model")
         if not self.draft.is_model:
             object.__setattr__(self, "cache", POLICIES["full"].facts())  # of any policy the same: none is read
         self.draft.check(self.target)
@@ -153,12 +151,6 @@ class Setup:
         """Return the entries per sequence and layer that a draft step reads."""
         return self.cache.tokens_read(self.context)
 
-    def cache_spec(self, gamma: int, generate_len: int = 0) -> CacheSpec:
-        """Return what the draft's cache is allocated for where `generate_len` tokens follow the context."""
-        length = self.context + generate_len
-        is_longer = length > self.draft_model.max_position_embeddings
-        return CacheSpec(self.cache, gamma, length, is_longer)
-
     def at(self, *, budget: int | None = None, **changes: Any) -> "Setup":
         """Return the same with some values changed; `budget` is that of the cache."""
         if budget is not None:
@@ -190,7 +182,9 @@ class RoundTimes(NamedTuple):
 
 
 def round_times(setup: Setup, gamma: int) -> RoundTimes:
-    """Predict the parts of a round that proposes `gamma` tokens."""
+    """Predict the parts of a round that proposes `gamma` tokens. Raise UserError for a draft without a cost model."""
+    if not setup.draft.is_predicted:
+        raise UserError(f"draft={setup.draft.name} has no cost model")
     hardware = setup.hardware
     late = not hardware.stack.verify_chooses
     first, later = setup.draft_step_times  # the first may feed two tokens
@@ -214,55 +208,7 @@ def select_time(setup: Setup, gamma: int) -> StepTime:
     if not setup.draft.is_model or cache.selects not in ("step", "round"):
         return StepTime()
     model = setup.draft_model.shared_by(setup.draft_ranks)
-    moved = setup.batch * cache.choice_bytes(setup.cache_spec(gamma), model, setup.element_bytes)
+    spec = CacheSpec(cache, gamma, setup.context, setup.context > model.max_position_embeddings)
+    moved = setup.batch * cache.choice_bytes(spec, model, setup.element_bytes)
     steps = 1 if cache.selects == "step" else gamma * cache.rounds_per_choice
     return StepTime(kv=moved / setup.hardware.bandwidth / steps)
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Bytes that the fullest GPU holds."""
-
-    target_weights: float
-    target_kv: float
-    draft_weights: float
-    draft_kv: float
-    draft_prefill: float  # held only while an independent draft prefills
-
-    @property
-    def total(self) -> float:
-        """Return the sum; activations are not included."""
-        return self.target_weights + self.target_kv + self.draft_weights + self.draft_kv + self.draft_prefill
-
-
-def memory(setup: Setup, gamma: int, generate_len: int = 0) -> Memory:
-    """Return the bytes of weights and caches while `generate_len` tokens are generated with proposals of `gamma`."""
-    draft, size = setup.draft, setup.element_bytes
-    spec, target = setup.cache_spec(gamma, generate_len), setup.target.shared_by(setup.ranks)
-    target_weights = setup.target.num_parameters / setup.ranks * setup.weight_bytes
-    target_kv = setup.batch * target.kv_elements_per_token * spec.capacity * size
-    draft_weights = draft_kv = draft_prefill = 0.0
-    if draft.needs_model or draft.quantization != "none":
-        in_layers = layer_weights(setup.draft_model)
-        draft_bytes = in_layers * setup.draft_weight_bytes
-        if draft.needs_model:  # else the rest is the target's own
-            draft_bytes += (setup.draft_model.num_parameters - in_layers) * setup.weight_bytes
-        draft_weights = draft_bytes / setup.draft_ranks
-    if draft.is_model:
-        model = setup.draft_model.shared_by(setup.draft_ranks)
-        draft_kv = setup.batch * spec.stored_bytes(model, size, draft.shares_target)
-        draft_prefill = 0.0 if draft.shares_target else setup.batch * _prefill_bytes(spec, model, size)
-    return Memory(target_weights, target_kv, draft_weights, draft_kv, draft_prefill)
-
-
-def _prefill_bytes(spec: CacheSpec, model: ModelConfig, element_bytes: float) -> float:
-    """Return the bytes that an independent draft holds during prefill in addition to its cache.
-
-    A policy that bounds positions prefills through another cache of its own kind, the other compact ones through one of
-    every entry.
-    """
-    if not spec.cache.compact:
-        return 0.0
-    if spec.cache.bounds_positions:
-        return spec.stored_bytes(model, element_bytes, shares_target=False)
-    return model.kv_elements_per_token * spec.capacity * element_bytes

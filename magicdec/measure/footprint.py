@@ -1,4 +1,4 @@
-"""Predict what a run allocates, by running it on tensors without storage.
+"""Predict what a run allocates beyond its weights, by running it on tensors without storage.
 
 One chunk of every loop and one round of every kind run on PyTorch's meta device, and every allocation is counted:
 caches of any policy, activations, masks, logits, scores. Shapes are static, so that a short prompt in a cache of full
@@ -8,8 +8,8 @@ capacity allocates what the last chunk of a long one does.
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -29,33 +29,15 @@ LAYERS = 2  # that run: what a layer leaves, the next one frees
 MOST_ROWS = 4096  # of a batch that runs: the memory of a larger one is extrapolated
 
 
-@dataclass(frozen=True)
-class Footprint:
-    """Bytes by their use. `transient` is the most that is held in addition to the others at any time.
+class Footprint(NamedTuple):
+    """Bytes of a batch, without the weights: the most that is held at any time, and the most that a round adds."""
 
-    `pooled` is what rounds hold of it: once they are captured, a graph keeps that memory.
-    """
-
-    weights: int
-    target_kv: int
-    draft_kv: int
-    transient: int
-    pooled: int = 0
-
-    @property
-    def total(self) -> int:
-        """Return the peak."""
-        return self.weights + self.target_kv + self.draft_kv + self.transient
-
-    @property
-    def needed(self) -> int:
-        """Return the memory that must be free."""
-        return self.total + self.pooled
+    peak: int
+    of_rounds: int
 
     def scaled(self, factor: float) -> "Footprint":
-        """Return the memory of so many times as many rows: all but the weights grows with them."""
-        parts = (self.target_kv, self.draft_kv, self.transient, self.pooled)
-        return Footprint(self.weights, *(round(factor * part) for part in parts))
+        """Return the same for a multiple of the rows."""
+        return Footprint(*(round(factor * part) for part in self))
 
 
 @torch.inference_mode()
@@ -68,20 +50,14 @@ def footprint(engine: NativeEngine, num_rows: int, context_len: int, audited: bo
     if num_rows > MOST_ROWS:
         return footprint(engine, MOST_ROWS, context_len, audited, prefills).scaled(num_rows / MOST_ROWS)
     models = [engine.target, engine.draft_model] if engine.draft_model else [engine.target]
-    weights = {
-        tensor.untyped_storage()._cdata: tensor
-        for model in models
-        for parameter in model.parameters()
-        for tensor in _stored(parameter)
-    }
+    weights = [tensor for model in models for parameter in model.parameters() for tensor in stored(parameter)]
     for model in models:
         model.layers = model.layers[:LAYERS]
     prompt = [0] * min(context_len, max(engine.prefill_chunk, MAX_CHUNK))
     new_tokens = engine.batch.generate_len
-    batch_group = replace(engine.batch, generate_len=new_tokens + context_len - len(prompt))
-    engine = replace(engine, batch=batch_group)
-    with _FusedAttention(), Allocations(weights.values()) as allocations:
-        batch = engine.open([prompt] * num_rows)
+    group = replace(engine.batch, generate_len=new_tokens + context_len - len(prompt))
+    with _FusedAttention(), Allocations(weights) as allocations:
+        batch = replace(engine, batch=group).open([prompt] * num_rows)
         decoder, draft = batch.decoder, batch.draft
         if prefills:
             decoder.prefill(engine.prefill_chunk)
@@ -99,21 +75,18 @@ def footprint(engine: NativeEngine, num_rows: int, context_len: int, audited: bo
                     decoder.round(draft, draft.gamma, phase)
         if audited:
             score_tokens(decoder, decoder.state.tokens_BS[:, : min(new_tokens, chunk_len(decoder))])
-    target_kv, draft_kv = decoder.cache.num_bytes, draft.cache_bytes if draft else 0
-    held = sum(weight.untyped_storage().nbytes() for weight in weights.values())
-    pooled = allocations.most_of_rounds if engine.graphs else 0
-    return Footprint(held, target_kv, draft_kv, allocations.peak - target_kv - draft_kv, pooled)
+    return Footprint(allocations.peak, allocations.most_of_rounds)
 
 
-def _stored(parameter: Tensor) -> list[Tensor]:
+def stored(parameter: Tensor) -> list[Tensor]:
     """Return the tensors of a parameter: itself, or codes and scales if it is quantised."""
     if not hasattr(parameter, "__tensor_flatten__"):
         return [parameter]
     names, _ = parameter.__tensor_flatten__()
-    return [inner for name in names for inner in _stored(getattr(parameter, name))]
+    return [inner for name in names for inner in stored(getattr(parameter, name))]
 
 
-def largest_batch(total: Callable[[int], int], num_rows: int, available: int) -> int:
+def largest_batch(total: Callable[[int], float], num_rows: int, available: int) -> int:
     """Return the most rows, fewer than `num_rows`, whose `total` bytes are `available`. Bytes are nearly linear in
     rows.
     """

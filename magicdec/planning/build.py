@@ -11,7 +11,7 @@ from magicdec.attention.base import Attention
 from magicdec.config.checks import refuse_unread
 from magicdec.config.load import compose
 from magicdec.config.registry import BACKENDS, CORPORA, ENGINES
-from magicdec.costmodel.round import memory as predicted_memory
+from magicdec.costmodel.memory import Memory
 from magicdec.data import PromptRequest, Prompts, load_prompts
 from magicdec.data.tokenizer import load_tokenizer
 from magicdec.engine.native import NativeEngine
@@ -127,25 +127,33 @@ def tokenizer(plan: Plan) -> object | None:
     return load_tokenizer(plan.target.folder)
 
 
-def estimate(plan: Plan, num_rows: int, context_len: int) -> Footprint:
-    """Return the bytes that the run will take of each device; of several ranks, those of rank 0.
+def estimate(plan: Plan, num_rows: int, context_len: int) -> Memory:
+    """Return the memory that the work takes of each device, or is predicted to take; of several ranks, of rank 0.
 
     Where requests are served, `num_rows` slots take rounds, and one row more is prefilled.
     """
+    held = plan.held(num_rows, context_len)
+    if plan.predicts:
+        return held
+    workspace, caches = memory.workspace_bytes(plan.device), held.target_kv + held.draft_kv
     if plan.config.scenario.name != "serve":
-        return _estimate(plan, num_rows, context_len)
-    slots, single = _estimate(plan, num_rows, context_len, prefills=False), _estimate(plan, 1, context_len)
-    return Footprint(
-        slots.weights,
-        slots.target_kv + single.target_kv,
-        slots.draft_kv + single.draft_kv,
-        # A round may come between two chunks. What is captured has its memory apart.
-        single.transient if slots.pooled else slots.transient + single.transient,
-        slots.pooled,
-    )
+        found = _footprint(plan, num_rows, context_len)
+        captured = found.of_rounds if _captures(plan) else 0
+        return replace(held, transient=found.peak - caches + workspace, captured=captured)
+    slots, single = _footprint(plan, num_rows, context_len, prefills=False), _footprint(plan, 1, context_len)
+    one = plan.held(1, context_len)
+    held = replace(held, target_kv=held.target_kv + one.target_kv, draft_kv=held.draft_kv + one.draft_kv)
+    beside = single.peak - one.target_kv - one.draft_kv + workspace
+    if _captures(plan):  # what is captured has its memory apart
+        return replace(held, transient=beside, captured=slots.of_rounds)
+    return replace(held, transient=beside + slots.peak - caches + workspace)  # a round may come between two chunks
 
 
-def _estimate(plan: Plan, num_rows: int, context_len: int, prefills: bool = True) -> Footprint:
+def _captures(plan: Plan) -> bool:
+    return plan.config.hardware.cuda_graphs and plan.device.type == "cuda"
+
+
+def _footprint(plan: Plan, num_rows: int, context_len: int, prefills: bool = True) -> Footprint:
     on_cpu = plan.device.type == "cpu"
     attention = UniformAttention() if on_cpu else BACKENDS[plan.config.attention].work()
 
@@ -154,11 +162,10 @@ def _estimate(plan: Plan, num_rows: int, context_len: int, prefills: bool = True
         return _without_weights(model, plan, attention, part)
 
     audited = plan.is_audited and plan.config.scenario.name != "serve"  # which compares tokens alone
-    found = footprint(_engine(plan, load), num_rows, context_len, audited, prefills)
-    return replace(found, transient=found.transient + memory.workspace_bytes(plan.device))
+    return footprint(_engine(plan, load), num_rows, context_len, audited, prefills)
 
 
-def check_memory(plan: Plan, num_rows: int, context_len: int) -> Footprint:
+def check_memory(plan: Plan, num_rows: int, context_len: int) -> Memory:
     """Return the estimate. Raise UserError, with the largest batch that fits, if memory does not suffice."""
     shared.SHARED.keep_only(shared.keys(plan))
     available = memory.available_bytes(plan.device) + shared.SHARED.num_bytes
@@ -172,7 +179,7 @@ def check_memory(plan: Plan, num_rows: int, context_len: int) -> Footprint:
     smaller = "the target, batch.context_len, batch.prefill_chunk or hardware.dtype"
     advice = f"batch.size={fits} would fit" if fits else f"not even one row fits: choose a smaller one of {smaller}"
     parts = {"weights": found.weights, "KV cache": found.target_kv, "draft's cache": found.draft_kv}
-    parts["activations"] = found.transient + found.pooled
+    parts["activations"] = found.transient + found.captured
     raise UserError(
         f"batch.size={num_rows} at batch.context_len={context_len} needs about {found.needed / GIB:.2f} GiB "
         f"({', '.join(f'{name} {size / GIB:.2f}' for name, size in parts.items())}), but {available / GIB:.2f} GiB are "
@@ -181,10 +188,8 @@ def check_memory(plan: Plan, num_rows: int, context_len: int) -> Footprint:
 
 
 def num_bytes(plan: Plan) -> float:
-    """Return the memory that a run takes of each device, or is predicted to take, at the largest point of a profile."""
+    """Return the memory that the work needs of each device, at the largest point of a profile."""
     batch, scenario = plan.config.batch, plan.config.scenario
-    if plan.predicts:
-        return predicted_memory(plan.setup(), max(plan.config.gammas), batch.generate_len).total
     if scenario.name == "profile":
         return estimate(plan, max(scenario.batch_sizes), max(scenario.context_lens)).needed
     return estimate(plan, int(batch.size), batch.context_len).needed

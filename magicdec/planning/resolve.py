@@ -10,12 +10,14 @@ from magicdec import data
 from magicdec.architectures import ModelConfig, check_ranks
 from magicdec.attention import backends
 from magicdec.config.checks import check_length
+from magicdec.config.choices import DraftConfig
 from magicdec.config.registry import BACKENDS, CORPORA, DRAFTS, ENGINES
 from magicdec.config.schema import ROWS_ON, BatchConfig, Config
 from magicdec.costmodel import comparison
-from magicdec.costmodel.hardware import CPU, OWN_STACK, configured, device_in
+from magicdec.costmodel.hardware import CPU, OWN_STACK, Hardware, configured, device_in, unknown
+from magicdec.costmodel.memory import Memory, memory
 from magicdec.costmodel.roofline import BF16
-from magicdec.costmodel.round import Setup
+from magicdec.costmodel.round import Setup, round_times
 from magicdec.errors import UserError
 from magicdec.kernels.toolchain import triton_obstacle
 from magicdec.measure.metrics import Metrics
@@ -108,7 +110,7 @@ class Plan:
         """Return the setup to predict for: of a run, this software on the run's own device.
 
         `bandwidth_gbs` and `tflops` are measured figures for a device without a known datasheet. Raise UserError where
-        there is nothing to predict with, or a draft that has no cost model.
+        there is nothing to predict with.
         """
         config, h, stack = self.config, self.config.hardware, None
         if not self.predicts:
@@ -120,15 +122,28 @@ class Plan:
                 tflops=h.tflops or (None if known else tflops),
             )
         hardware = configured(h.name, h.tensor_parallel, h.bandwidth_gbs, h.tflops, h.memory_gib, h.efficiency, stack)
-        searches = config.scenario.name == "plan"  # which has drafts of its own
-        if not config.speculates and not searches:
+        if config.scenario.name == "plan":  # which has drafts of its own
+            return self._setup(hardware, DRAFTS["self"].facts())
+        if not config.speculates:
             raise UserError("draft=none: there is no speculation to predict; choose draft=self or draft=model")
+        return self._setup(hardware, config.draft)
+
+    def held(self, num_rows: int, context_len: int) -> Memory:
+        """Return the weights and caches that a device holds for so many rows."""
+        config = self.config
+        draft = config.draft if config.speculates else DRAFTS["ngram"].facts()  # which needs no memory of its own
+        machine = self.setup().hardware if self.predicts else unknown(self.device_name, self.num_ranks)
+        setup = self._setup(machine, draft).at(batch=num_rows, context=context_len)
+        return memory(setup, max(config.gammas), config.batch.generate_len)
+
+    def _setup(self, hardware: Hardware, draft: DraftConfig) -> Setup:
+        config = self.config
         return Setup(
             target=self.target.config,
             hardware=hardware,
             batch=int(config.batch.size),
             context=config.batch.context_len,
-            draft=DRAFTS["self"].facts() if searches else config.draft,
+            draft=draft,
             cache=config.cache,
             target_name=config.target.name,
             target_path=config.target.path,
@@ -165,7 +180,7 @@ def resolve(config: Config) -> Plan:
         config, target, draft = _models(config, loads=False)
         check_length(config, target.config.max_position_embeddings)
         plan = Plan(config, device, dtype, target, draft, config.hardware.name)
-        plan.setup()
+        round_times(plan.setup(), 1)  # which finds what cannot be predicted
         return plan
     compile_obstacle = triton_obstacle() if device.type == "cuda" and config.hardware.compile else None
     decided: dict[str, Any] = {"device": device.type, "dtype": str(dtype).removeprefix("torch.")}

@@ -7,6 +7,7 @@ from statistics import fmean
 from magicdec.config.schema import Compare
 from magicdec.costmodel.comparison import predicted_metrics, published
 from magicdec.costmodel.hardware import device_in
+from magicdec.costmodel.memory import Memory
 from magicdec.costmodel.speedup import batch_speedup, round_time
 from magicdec.costmodel.speedup import speedup as formula_speedup
 from magicdec.data import Prompts
@@ -17,7 +18,6 @@ from magicdec.engine.native import Batch, NativeEngine, warm_up
 from magicdec.errors import UserError
 from magicdec.measure import memory, metrics
 from magicdec.measure.ceilings import matmul_rate, read_bandwidth
-from magicdec.measure.footprint import Footprint
 from magicdec.measure.gpu import Watch
 from magicdec.measure.metrics import Metrics
 from magicdec.measure.profile import profile_round
@@ -182,7 +182,7 @@ def _predicted(plan: Plan, results: Metrics, gamma: int) -> Metrics:
         return {}
 
 
-def _memory(batch: Batch, peak: memory.Peak, estimate: Footprint) -> Metrics:
+def _memory(batch: Batch, peak: memory.Peak, estimate: Memory) -> Metrics:
     return {
         "memory/peak_gib": peak.num_bytes / GIB,
         "memory/estimated_gib": estimate.total / GIB,

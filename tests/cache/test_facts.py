@@ -8,7 +8,8 @@ from magicdec.cache.draft_cache import DraftCache
 from magicdec.config.choices import CacheSpec, ModelChoice
 from magicdec.config.registry import DRAFTS, POLICIES
 from magicdec.costmodel.hardware import hardware_named
-from magicdec.costmodel.round import Setup, memory
+from magicdec.costmodel.memory import memory
+from magicdec.costmodel.round import Setup
 from magicdec.drafts.base import Draft
 from magicdec.drafts.layer_skip import LayerSkip
 from magicdec.drafts.model import IndependentModel
@@ -72,7 +73,7 @@ def test_what_a_prefill_holds_is_predicted(policy):
         prefilled = cache.for_prefill(GAMMA + 1)
         held = allocations.live
     assert prefilled is not None
-    predicted = memory(setup, GAMMA, NEW_TOKENS).draft_prefill
+    predicted = memory(setup, GAMMA, NEW_TOKENS).transient
     assert 0 <= held - predicted <= ROWS * SMALLER.num_layers * LENGTHS
 
 

@@ -3,8 +3,9 @@ import pytest
 from magicdec.config.choices import ModelChoice
 from magicdec.config.registry import POLICIES
 from magicdec.costmodel.hardware import configured, hardware_named
+from magicdec.costmodel.memory import memory
 from magicdec.costmodel.roofline import Pass, step_time
-from magicdec.costmodel.round import CODE_ROWS, Setup, memory, round_times
+from magicdec.costmodel.round import CODE_ROWS, Setup, round_times
 from magicdec.drafts.hierarchical import Hierarchical
 from magicdec.drafts.layer_skip import LayerSkip
 from magicdec.drafts.model import IndependentModel
@@ -198,4 +199,4 @@ def test_mistakes_are_named(setup, change, names):
 
 def test_a_draft_without_a_cost_model_is_named(setup):
     with pytest.raises(UserError, match="draft=hierarchical"):
-        setup(draft=Hierarchical())
+        round_times(setup(draft=Hierarchical()), 3)
