@@ -10,9 +10,9 @@ from magicdec import threads
 from magicdec.version import VERSION
 
 if TYPE_CHECKING:
-    from magicdec.api import Result, UserError, histories, load, predict, run, runs
+    from magicdec.api import Result, UserError, histories, load, predict, run, runs, study
 
-__all__ = ["Result", "UserError", "__version__", "histories", "load", "predict", "run", "runs"]
+__all__ = ["Result", "UserError", "__version__", "histories", "load", "predict", "run", "runs", "study"]
 __version__ = VERSION
 
 threads.set_defaults()  # PyTorch, which reads them once, is imported later

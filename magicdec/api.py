@@ -7,14 +7,17 @@ them are attributes of the package, as in `magicdec.load`.
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from magicdec.config.checks import refuse_unread
 from magicdec.config.load import compose, override, to_dict
+from magicdec.config.schema import Config
 from magicdec.costmodel.predict import Prediction
 from magicdec.errors import UserError
 from magicdec.planning.resolve import resolve
+from magicdec.planning.shared import SHARED
 from magicdec.scenarios import Job
 from magicdec.scenarios import run as run_scenario
 from magicdec.scenarios.predict import predicted
@@ -96,10 +99,31 @@ class Result:
 
 def run(overrides: Sequence[str] = ()) -> Result:
     """Do what `python launch.py OVERRIDES` does, and return the run that it has stored."""
-    config = compose(_listed(overrides))
+    return _result(compose(_listed(overrides)), Job(tuple(overrides)))
+
+
+def study(cells: Sequence[Sequence[str]]) -> list[Result]:
+    """Do what a sweep over these lists of overrides does, in this process and in this order.
+
+    Neighbours that agree in target, device, data and batch share loaded weights and prefilled prompts (`sweep.share`).
+    A cell that this software has done before is not repeated. The first that fails ends the study with its exception;
+    the results of those before it are stored.
+    """
+    configs = [compose(_listed(overrides)) for overrides in cells]  # mistakes before work
+    started = f"{datetime.now():%Y-%m-%d_%H-%M-%S-%f}"
+    try:
+        return [
+            _result(config, Job(tuple(overrides), Path(config.runs_dir, "sweeps", f"{started}_study"), number, True))
+            for number, (config, overrides) in enumerate(zip(configs, cells, strict=True))
+        ]
+    finally:
+        SHARED.begin("none")
+
+
+def _result(config: Config, job: Job) -> Result:
     if config.sweep.dry_run:
         raise UserError("sweep.dry_run=true: a dry run has no result")
-    metrics = run_scenario(config, Job(tuple(overrides)))
+    metrics = run_scenario(config, job)
     folder = Path(config.runs_dir, metrics["id"])
     generations, history = (read_lines(folder / f"{name}.jsonl", ROW) for name in ("generations", "history"))
     return Result(folder, metrics, generations, history)

@@ -279,6 +279,18 @@ def test_a_closed_model_says_so():
         model.generate("x")
 
 
+def test_a_study_shares_what_its_cells_have_in_common(tmp_path):
+    cells = [[*SMALL, f"runs_dir={tmp_path}", "draft.gamma=2", f"cache.budget={budget}"] for budget in (16, 32, 16)]
+    results = magicdec.study(cells)
+    assert [one.metrics["prefill/shared"] for one in results] == [False, True, False], "the last was done already"
+    assert results[2].folder == results[0].folder
+    assert [one.metrics["overrides"] for one in results] == [cells[0], cells[1], cells[0]]
+    (sweep,) = (tmp_path / "sweeps").iterdir()
+    assert len(magicdec.runs(tmp_path, sweep.name)) == 2
+    with pytest.raises(magicdec.UserError, match=r"cache\.budget=0"):
+        magicdec.study([cells[0], [*SMALL, "cache.budget=0"]])
+
+
 def test_run_is_what_the_command_line_does(model, tmp_path, capsys):
     typed = [*SMALL, f"runs_dir={tmp_path}", "data.save_prompts=true", "draft.gamma=3"]
     result = magicdec.run(typed)

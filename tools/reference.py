@@ -273,7 +273,15 @@ def commands() -> str:
 
 
 API = {
-    "magicdec": [magicdec.load, magicdec.run, magicdec.runs, magicdec.histories, magicdec.predict, magicdec.Result],
+    "magicdec": [
+        magicdec.load,
+        magicdec.run,
+        magicdec.study,
+        magicdec.runs,
+        magicdec.histories,
+        magicdec.predict,
+        magicdec.Result,
+    ],
     "A loaded model": [model.Model, model.Continuation, model.Continuations, model.Piece, request.Stats],
     "A prediction": [predict.Prediction, predict.AtGamma],
     "Errors": [magicdec.UserError],
