@@ -1,7 +1,7 @@
-"""Charts of runs: one description each, in Vega, for files (`magicdec figure`), the page and W&B.
+"""Charts of runs: one description each, in Vega-Lite, for files (`magicdec figure`), the page and W&B.
 
-Altair makes the descriptions and vl-convert compiles and draws them, without a browser. A description names its data
-and its titles by placeholders, which `filled` replaces here and a few lines of JavaScript replace in the page.
+Altair makes the descriptions, vl-convert draws them without a browser. A description names its titles by placeholders
+($x), which `filled` replaces here, and a few lines of JavaScript in the page.
 """
 
 import json
@@ -10,7 +10,6 @@ from functools import cache, partial
 from typing import Any
 
 import altair as alt
-import vl_convert
 
 GREY, NOISY = "#8b929e", "#d55e00"
 # Distinguishable without red and green, and in grey print by the shapes that come with them.
@@ -44,7 +43,11 @@ def line(x: str = "number", series: str = "word") -> Chart:
         "kind:N", title=None, sort=None, scale=alt.Scale(range=SHAPES), legend=alt.Legend(values=["$kinds"])
     )
     dash = alt.StrokeDash("kind:N", title=None, sort=None, legend=None)
-    axis = alt.Axis(values=["$values"], labelOverlap=True) if x != "word" else alt.Axis(labelOverlap=True, labelAngle=0)
+    axis = (
+        alt.Axis(values=["$values"], labelOverlap=True, format=",~r")
+        if x != "word"
+        else alt.Axis(labelOverlap=True, labelAngle=0)
+    )
     across = alt.X("x", type="ordinal", title="$x", axis=axis)
     if x != "word":
         scale = (
@@ -99,10 +102,11 @@ def trade() -> Chart:
     kept = front.transform_filter("datum.y >= datum.best")
     tips = [alt.Tooltip(name) for name in ("id:N", "series:N", "x:Q", "y:Q")]
     return alt.layer(
-        kept.mark_line(strokeWidth=1.4, color=GREY).encode(x=x, y=y, strokeDash=alt.StrokeDash("kind:N", title=None)),
+        kept.mark_line(strokeWidth=1.4, color=GREY).encode(
+            x=x, y=y, strokeDash=alt.StrokeDash("kind:N", sort=None, legend=None)),
         base.mark_point(size=45, fillOpacity=0.3).encode(
             x=x, y=y, color=colour, fill=alt.Fill("series:N", title="$series", scale=alt.Scale(range=COLOURS)),
-            shape=alt.Shape("kind:N", title=None, scale=alt.Scale(range=SHAPES)), tooltip=tips),
+            shape=alt.Shape("kind:N", title=None, sort=None, scale=alt.Scale(range=SHAPES)), tooltip=tips),
     )  # fmt: skip
 
 
@@ -159,7 +163,7 @@ DESCRIPTIONS: dict[str, Callable[[], Chart]] = {
 
 @cache
 def template(name: str, on_page: bool = False) -> str:
-    """Return a description, compiled to Vega. On the page a chart is as wide as its box, in the page's colours."""
+    """Return a description as JSON. On the page a chart is as wide as its box, in the page's colours."""
     chart = DESCRIPTIONS[name]()
     ink = "currentColor" if on_page else "#1c2330"
     faint = alt.AxisConfig(
@@ -186,17 +190,12 @@ def template(name: str, on_page: bool = False) -> str:
         axis=faint, legend=legend, font="Helvetica, Arial, sans-serif", background="transparent" if on_page else "white"
     )
     chart = chart.configure_view(stroke=None)
-    return json.dumps(vl_convert.vegalite_to_vega(chart.to_dict()), separators=(",", ":"))
+    return json.dumps(chart.to_dict(), separators=(",", ":"))
 
 
 def filled(template: str, titles: Mapping[str, Any], points: list[Spec]) -> Spec:
-    """Return a description with its titles and its points in place. A legend whose title is an empty list goes."""
+    """Return a description with its titles and its points in place. A legend whose values are an empty list goes."""
     for key, value in titles.items():
         text = json.dumps(value)
         template = template.replace(f'["${key}"]' if isinstance(value, list) else f'"${key}"', text)
-    spec = json.loads(template)
-    spec["legends"] = [legend for legend in spec.get("legends", ()) if legend.get("values") != []]
-    for data in spec["data"]:
-        if data["name"] == "points":
-            data["values"] = points
-    return spec
+    return json.loads(template.replace('{"values":[]}', "null")) | {"datasets": {"points": points}}

@@ -92,12 +92,14 @@ def draw(spec: Mapping[str, Any], path: Path, command: str) -> None:
     """Write a figure in the format of the path's suffix, with the command that draws it in its metadata."""
     kind = path.suffix.removeprefix(".")
     if kind == "png":
-        write(path, _png_with(vl_convert.vega_to_png(dict(spec), scale=2), command))
+        write(path, _png_with(vl_convert.vegalite_to_png(dict(spec), scale=2), command))
     elif kind == "pdf":
-        write(path, _pdf_with(vl_convert.vega_to_pdf(dict(spec)), command))
+        write(path, _pdf_with(vl_convert.vegalite_to_pdf(dict(spec)), command))
     else:
         described = f"<metadata>{escape(command)}</metadata>"
-        write(path, re.sub(r"<svg[^>]*>", lambda tag: tag[0] + described, vl_convert.vega_to_svg(dict(spec)), count=1))
+        write(
+            path, re.sub(r"<svg[^>]*>", lambda tag: tag[0] + described, vl_convert.vegalite_to_svg(dict(spec)), count=1)
+        )
 
 
 def draw_sweep(rows: Sequence[Row], folder: Path, command: str) -> list[Path]:

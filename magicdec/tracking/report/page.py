@@ -1,65 +1,288 @@
-"""Write a table of runs as one HTML page, which needs no network: data, scripts and the chart library are part of it.
+"""Write a table of runs as one HTML page, which needs no network: its data, its script and Vega are part of it.
 
-Data is stored by column, a constant once and words by number, so that 10,000 runs make a page of a few megabytes.
+The answer, the ranking and the texts are HTML when the page is written. Charts are the descriptions of charts.py, which
+the page fills with the runs that its filter lets through. Data is stored by column, a constant once and words by
+number, so that 10,000 runs make a page of a few megabytes.
 """
 
+import base64
+import gzip
 import json
 import math
 import re
 import shlex
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
+from functools import cache
 from html import escape
 from importlib.resources import files
 from itertools import islice
 from pathlib import Path
 from typing import Any
+from unicodedata import category
 
+import vl_convert
+
+from magicdec.tracking.cells import cell, is_number
 from magicdec.tracking.files import SAMPLE, read_lines
-from magicdec.tracking.reader import IMPOSSIBLE, gpu_trouble, noise
-from magicdec.tracking.report.rows import FACTS, Row, is_setting, keys_of, telling, varying
-from magicdec.tracking.store import NOT_IN_ID
+from magicdec.tracking.reader import gpu_trouble, is_impossible, noise
+from magicdec.tracking.report.answer import PER, PREDICTED, Answer, answer, is_synthetic, is_too_large
+from magicdec.tracking.report.charts import DESCRIPTIONS, template
+from magicdec.tracking.report.query import APART, rank
+from magicdec.tracking.report.rows import FACTS, Row, is_setting, keys_of, num_runs, telling, varying
+from magicdec.tracking.store import NOT_IN_ID, counted
+from magicdec.tracking.table import WAYS
 
 LEFT_OUT = FACTS - {"id", "status", "kind", "reason"}
 NOT_REPEATED = NOT_IN_ID - {"plugins"}  # no part of a copied command
-# The parts of the page: a place in page.html, and the files that fill it.
-PARTS = {
-    "STYLE": ("page.css",),
-    "LICENCES": ("vendor/d3.LICENSE", "vendor/plot.LICENSE"),
-    "D3": ("vendor/d3.min.js",),
-    "PLOT": ("vendor/plot.umd.min.js",),
-    "SCRIPT": ("charts.js", "page.js"),
-}
 MAX_SAMPLES, MAX_ROUNDS = 200, 60  # runs whose generated text is part of the page; rounds of each
+MAX_PICKS, MAX_VALUES = 9, 40  # settings with a menu of their values; values of such a setting
 DIGITS = 5  # significant ones: finer than any measurement
+# What a chart shows, by its name in the menu: kinds that are drawn together, and their metrics.
+MEASURES: dict[str, dict[str, str]] = {
+    "speedup": {"measured": "speedup", "measured, per batch": "speedup_wall", "measured, per level": "speedup_duration"}
+    | {"predicted": PREDICTED, "published": "published/speedup"},
+    **{
+        name: {way: f"{way}/{name}" for way in reversed(WAYS)}
+        for name in ("tokens_per_second", "time_per_output_token_ms", "time_to_first_token_ms", "request_latency_ms")
+    },
+    **{name: {"measured": name} for name in ("acceptance_rate", "acceptance_length", "alpha", "memory/peak_gib")},
+}
+ACCEPTANCE = ("acceptance_rate", "acceptance_length", "alpha")  # of which a drawn one says nothing
+# Predictions and what they are compared with.
+OWN, MODEL = "the run's own step times and acceptance", "cost model"
+STEPS = {"T_T": "target_decode", "T_D": "draft", "T_V": "verify", "round time": "round"}
+COMPARED = {
+    "speedup": {
+        OWN: ("formula/speedup", "speedup"),
+        MODEL: (PREDICTED, "speedup"),
+        f"{MODEL} at the paper's gamma and acceptance": ("published/predicted_speedup", "published/speedup"),
+    },
+    "speedup per batch": {
+        OWN: ("formula/speedup_wall", "speedup_wall"),
+        MODEL: ("predicted/speedup_wall", "speedup_wall"),
+    },
+    **{f"{name}, ms": {MODEL: (f"predicted/{step}_ms", f"time/{step}_ms")} for name, step in STEPS.items()},
+}
+PARTS = ("drafting", "verification", "rest of the round")
+COLUMNS = (
+    *("speedup", "speedup_wall", "speedup_duration", PREDICTED, "predicted/gamma", "published/speedup"),
+    *("formula/speedup", "acceptance_rate", "acceptance_length", "alpha", "speculative/tokens_per_second"),
+    *("speculative/time_per_output_token_ms", "memory/peak_gib", "lossless/identical", "reason"),
+)
+EXTRA = {
+    **{key: f"speedup per {per}" for key, per in PER.items() if key != "speedup"},
+    "speculative/tokens_per_second": "tokens/s",
+    "speculative/time_per_output_token_ms": "TPOT, ms",
+    "predicted/speedup_wall": "predicted wall",
+    "predicted/gamma": "best gamma",
+    "predicted/break_even_alpha": "pays from alpha",
+}
 
 
 def html_page(rows: Sequence[Row], title: str) -> str:
     """Return the page of some runs."""
-    settings, differing = telling(rows), varying(rows)
-    keys = [key for key in keys_of(rows) if key not in LEFT_OUT]
-    columns = {key: _column([row.get(key) for row in rows]) for key in keys if key in differing or not is_setting(key)}
-    for name, trouble in (("noise", noise), ("gpu_trouble", gpu_trouble)):
-        columns[name] = _column([", ".join(trouble(row)) or None for row in rows])
-    columns["command"] = _column([command(row) for row in rows])
-    now = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
-    data = {"title": title, "made": now, "number": len(rows), "settings": settings, "columns": columns}
-    data |= {"impossible": IMPOSSIBLE, "samples": dict(islice(_samples(rows), MAX_SAMPLES))}
-    assets = files("magicdec.tracking.report") / "assets"
-    texts = {name: (assets / name).read_text(encoding="utf-8") for names in PARTS.values() for name in names}
-    parts = {"TITLE": escape(title)} | {part: "\n".join(texts[name] for name in names) for part, names in PARTS.items()}
+    found = answer(rows)
+    parts = {
+        "TITLE": escape(title),
+        "MADE": f"{counted(num_runs(rows), 'run')}, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+    }
+    parts |= {"ANSWER": _answer(found, rows), "RANKING": _ranking(found) if found else "", "VEGA": _vega()}
+    data = _data(rows)
+    parts["PICKS"] = "".join(f"<label>{escape(key)}{_select(f'pick:{key}', data)}</label>" for key in data["picks"])
     parts["DATA"] = json.dumps(data, separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c")
-    page = (assets / "page.html").read_text(encoding="utf-8")
-    return re.sub(r"/\*([A-Z0-9]+)\*/", lambda found: parts[found[1]], page)
+    assets = files("magicdec.tracking.report") / "assets"
+    texts = {name: (assets / name).read_text(encoding="utf-8") for name in ("page.html", "page.css", "page.js")}
+    parts |= {"STYLE": texts["page.css"], "SCRIPT": texts["page.js"]}
+    html = re.sub(r'<select id="(\w+)"></select>', lambda place: _select(place[1], data), texts["page.html"])
+    return re.sub(r"/\*([A-Z]+)\*/", lambda place: parts[place[1]], html)
 
 
-def _samples(rows: Sequence[Row]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the id of each run with the first of its samples, the newest run first."""
+def _select(name: str, data: dict[str, Any]) -> str:
+    """Return a menu of the page."""
+    nothing = "all" if ":" in name else "nothing"
+    options = (
+        f'<option value="{escape(one)}">{escape(one or nothing)}</option>' for one in data["menus"].get(name, ())
+    )
+    return f'<select id="{escape(name)}">{"".join(options)}</select>'
+
+
+@cache
+def _vega() -> str:
+    """Return Vega as vl-convert carries it, compressed."""
+    code = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
+    return base64.b64encode(gzip.compress(code.encode(), mtime=0)).decode()
+
+
+def _data(rows: Sequence[Row]) -> dict[str, Any]:
+    """Return what the script reads: the columns, the menus with their first choices, and the descriptions of charts."""
+    rows = [row | _judged(row) for row in rows]
+    settings, differing, keys = telling(rows), varying(rows), keys_of(rows)
+    shown = [key for key in keys if key not in LEFT_OUT and (key in differing or not is_setting(key))]
+    columns = {key: _column([row.get(key) for row in rows]) for key in shown}
+    columns["command"] = _column([command(row) for row in rows])
+    numeric = {key for key in keys if any(is_number(row.get(key)) for row in rows)}
+    measures = {name: {kind: key for kind, key in kinds.items() if key in numeric} for name, kinds in MEASURES.items()}
+    measures = {name: kinds for name, kinds in measures.items() if kinds}
+    compared = {
+        name: [*kinds.items()] for name, kinds in COMPARED.items() if any({*pair} <= numeric for pair in kinds.values())
+    }
+    samples = dict(islice(_samples(rows), MAX_SAMPLES))
+    picks = _picks(rows, settings)
+    menus = _menus([key for key in settings if len({row.get(key) for row in rows}) <= MAX_VALUES], measures)
+    menus |= {"compared": list(compared), "run": list(samples)}
+    first = _first(rows, menus, picks)
+    for key in picks:
+        menus[f"pick:{key}"] = ["", *map(str, sorted({row[key] for row in rows if key in row}, key=rank))]
+    table = [key for key in dict.fromkeys(["id", "status", "speedup", *settings[:8], *COLUMNS]) if key in columns]
+    data = {"number": len(rows), "settings": settings, "columns": columns, "measures": measures, "compared": compared}
+    data |= {"menus": menus, "first": first, "picks": list(picks), "samples": samples, "table": table}
+    data |= {"acceptance": ACCEPTANCE, "parts": PARTS}
+    return data | {"templates": {name: template(name, on_page=True) for name in DESCRIPTIONS}}
+
+
+def _judged(row: Row) -> Row:
+    """Return what is drawn or marked of a run and no metric of its own: the parts of its round, and its marks."""
+    marks = {
+        "synthetic": is_synthetic(row),
+        "noisy": bool(noise(row)),
+        "GPU troubled": bool(gpu_trouble(row)),
+        "does not fit": is_too_large(row),
+        "impossible times": is_impossible(row),
+    }
+    found: Row = {"noisy": True} if marks["noisy"] else {}
+    if any(marks.values()):
+        found["marks"] = ", ".join(name for name, holds in marks.items() if holds)
+    for kind, source in (("measured", "time"), ("predicted", "predicted")):
+        names = [f"{source}/{name}_ms" for name in ("round", "verify", "overhead", "target_decode")]
+        names += ["acceptance_length" if kind == "measured" else PREDICTED]
+        known = [row[name] for name in names if is_number(row.get(name))]
+        if len(known) == len(names):
+            whole, verify, rest, decode, gain = known
+            parts = (whole - verify - rest, verify, max(0.0, rest), gain * (decode if kind == "measured" else whole))
+            found |= {f"round/{kind}/{part}": value for part, value in zip((*PARTS, "tokens"), parts, strict=True)}
+    return found
+
+
+def _picks(rows: Sequence[Row], settings: Sequence[str]) -> dict[str, str]:
+    """Return the settings that have a menu of values, with the first choice: what must not mix is apart."""
+    found = {}
+    for key in dict.fromkeys([*APART[::-1], *settings, "device"]):
+        values = Counter(str(row[key]) for row in rows if key in row)
+        if 1 < len(values) <= MAX_VALUES:
+            usual = next((value for value in ("measured", "compare") if value in values), values.most_common(1)[0][0])
+            found[key] = usual if key in APART else ""
+    return dict(islice(found.items(), MAX_PICKS))
+
+
+def _menus(axes: Sequence[str], measures: Sequence[str] | dict[str, Any]) -> dict[str, list[str]]:
+    """Return the menus of the charts: what each shows, over which setting, with a colour for each value of which."""
+    loads = [key for key in ("load.concurrency", "load.rate") if key in axes]
+    values = {"1": [*measures], "2": [name for name in ACCEPTANCE if name in measures]}
+    values["3"] = [name for name in measures if name in MEASURES and WAYS[0] in MEASURES[name]] if loads else []
+    found: dict[str, list[str]] = {"as": ["lines", "heat map"], "unit": ["ms per round", "vs autoregressive"]}
+    for number, names in values.items():
+        found |= {
+            f"value{number}": names,
+            f"x{number}": loads if number == "3" else [*axes],
+            f"series{number}": ["", *axes],
+        }
+    return found | {"colour": ["", *axes], "bars": ["", *axes]}
+
+
+def _first(rows: Sequence[Row], menus: dict[str, list[str]], picks: dict[str, str]) -> dict[str, str]:
+    """Return the first choice of each menu: settings in which the runs that are shown first differ."""
+    shown = [row for row in rows if all(not value or str(row.get(key, value)) == value for key, value in picks.items())]
+    differ = [key for key in menus["x1"] if len({row.get(key) for row in shown}) > 1]
+    numbers = [key for key in differ if all(is_number(row.get(key)) for row in shown)]
+
+    def among(*names: str, but: str = "") -> str:
+        return next((key for key in (*names, *differ) if key in differ and key != but), "")
+
+    x1, x2 = (
+        among("batch.size", "draft.gamma", "cache.budget", *numbers),
+        among("cache.budget", "draft.gamma", *numbers),
+    )
+    first = {key: names[0] if names else "" for key, names in menus.items()} | {"where": "", "sort": "-speedup"}
+    first |= {"x1": x1, "series1": among("batch.context_len", "cache.policy", "cache.budget", but=x1), "bars": x1}
+    first |= {"x2": x2, "series2": among("cache.policy", "draft.name", "draft.gamma", but=x2)}
+    return (
+        first | {"colour": among("cache.policy", "draft.name")} | {f"pick:{key}": value for key, value in picks.items()}
+    )
+
+
+def _answer(found: Answer | None, rows: Sequence[Row]) -> str:
+    """Return the first thing to read: what is best, how sure that is, by which measure, and what was held constant."""
+    counts = {
+        "failed": [row for row in rows if row.get("status") == "failed"],
+        "noisy": [row for row in rows if noise(row)],
+        "with synthetic acceptance": [row for row in rows if is_synthetic(row)],
+        "on a GPU that was throttled or shared": [row for row in rows if gpu_trouble(row)],
+        "not identical to autoregressive": [row for row in rows if row.get("lossless/identical") is False],
+        "predicted not to fit in memory": [row for row in rows if is_too_large(row)],
+    }
+    warned = ", ".join(f"{num_runs(of):,} {what}" for what, of in counts.items() if of)
+    warning = f'<p class="warn">Of {counted(num_runs(rows), "run")}: {warned}.</p>' if warned else ""
+    if found is None:
+        return f"<p>No run has a speedup.</p>{warning}"
+    said = f"<p><b>{found.headline()}</b> {escape(' '.join(found.sentences()))}</p>"
+    return f'{said}<p class="note">{escape(found.basis())}</p>{warning}'
+
+
+def _ranking(found: Answer) -> str:
+    """Return the table with the best run of each place and the command that repeats it."""
+    extra = [key for key in EXTRA if any(key in place.best for place in found.places)]
+    if found.key != PREDICTED:
+        extra = [key for key in extra if not key.startswith("predicted/")]
+    names = [*found.given, "faster", "best predicted speedup" if found.key == PREDICTED else "best speedup", "repeats"]
+    lines = [[*names, "as good", *(EXTRA[key] for key in extra), *found.chosen, "command"]]
+    for place in found.places:
+        row, (low, high) = place.best, place.interval
+        marks = f' <span class="mark">{escape(_judged(row)["marks"])}</span>' if "marks" in _judged(row) else ""
+        good = "good" if row[found.key] > 1 else "bad"
+        line = [*(escape(cell(row.get(key))) for key in found.given), escape(place.faster)]
+        line += [
+            f'<span class="{good}">{row[found.key]:.2f}x</span>{marks}',
+            f"{low:.2f}x to {high:.2f}x" if low < high else "",
+        ]
+        line += [str(place.rivals or ""), *(escape(cell(row.get(key))) for key in [*extra, *found.chosen])]
+        lines.append([*line, f"<button>copy</button> <code>{escape(command(row))}</code>"])
+    head, *body = (
+        "".join(f"<{tag}>{text}</{tag}>" for text in line)
+        for tag, line in zip(["th", *["td"] * len(found.places)], lines, strict=True)
+    )
+    title = "<h2>The fastest configuration at each place</h2>"
+    rows = f"<tr>{head}</tr>{''.join(f'<tr>{line}</tr>' for line in body)}"
+    return f'<article id="fastest" class="full">{title}<div class="table"><table>{rows}</table></div></article>'
+
+
+def _samples(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
+    """Yield the id of each run with the first of its samples as HTML, the newest run first."""
     folders = {row["id"]: row["folder"] for row in reversed(rows) if "folder" in row}
     for run, folder in folders.items():
         for sample in read_lines(Path(folder, "samples.jsonl"), SAMPLE)[:1]:
-            rounds = sample.get("rounds", [])
-            yield run, {**sample, "rounds": rounds[:MAX_ROUNDS], "left_out": max(0, len(rounds) - MAX_ROUNDS)}
+            yield run, _text(sample)
+
+
+def _text(sample: Any) -> str:
+    """Return a row's text: the end of its prompt, and its continuation with the accepted proposals marked."""
+
+    def span(kind: str, text: str | None) -> str:
+        return f'<span class="{kind}">{escape(_visible(text or ""))}</span>'
+
+    rounds = sample.get("rounds", [])
+    parts = [span("accepted", "".join(one["accepted"])) + span("bonus", one["bonus"]) for one in rounds[:MAX_ROUNDS]]
+    written = "".join(parts) or span("bonus", sample.get("speculative") or sample.get("autoregressive"))
+    more = f"\n... and {counted(len(rounds) - MAX_ROUNDS, 'round')}: magicdec show" if len(rounds) > MAX_ROUNDS else ""
+    return span("prompt", sample.get("prompt_end")) + written + more
+
+
+def _visible(text: str) -> str:
+    """Return a text whose control and other invisible characters are escaped: they could hide or reorder something."""
+    return "".join(
+        f"\\u{{{ord(one):x}}}" if category(one).startswith("C") and one not in "\n\t" else one for one in text
+    )
 
 
 def command(row: Row) -> str:
