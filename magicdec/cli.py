@@ -48,6 +48,7 @@ COMMANDS = {
     "dashboard": ["magicdec.tracking.dashboard"],
     "serve": ["magicdec.http.serve"],
     "doctor": ["magicdec.doctor"],
+    "schema": ["magicdec.config.json_schema"],
     "check-plugin": ["magicdec.conformance"],
 }
 # How an operating system refuses Hydra the folder of a multirun.

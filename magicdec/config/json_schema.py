@@ -1,0 +1,109 @@
+"""`magicdec schema FOLDER`: write a JSON schema for each group of conf/, by which an editor completes and checks YAML.
+
+The schemas come from the classes that check a run, those of installed plugins and of the modules named included. They
+admit what Hydra fills in: `defaults`, ${...} and ???, and keys that are left to another option.
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+from pydantic import TypeAdapter
+
+from magicdec import plugins
+from magicdec.config.choices import DraftConfig
+from magicdec.config.registry import BACKENDS, CORPORA, DRAFTS, ENGINES, POLICIES, Registry
+from magicdec.config.schema import Config, Scenario
+from magicdec.errors import exit_code
+
+Schema = dict[str, Any]
+OPEN: dict[str, Registry[Any]] = {"cache": POLICIES, "draft": DRAFTS, "engine": ENGINES}
+# What Hydra fills in, or asks for.
+LATER = {"type": "string", "pattern": r"\$\{.+\}|^\?\?\?$"}
+DEFAULTS = {"type": "array", "items": {"type": ["string", "object"]}}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write the schemas, print VS Code's setting for them, and return the exit code."""
+    parser = argparse.ArgumentParser("magicdec schema", description=(__doc__ or "").partition(": ")[2])
+    parser.add_argument("folder", type=Path, help="where to write GROUP.json")
+    parser.add_argument("modules", nargs="*", metavar="MODULE", help="plugins, as in plugins=[MODULE]")
+    options = parser.parse_args(arguments)
+    return exit_code(lambda: _write(options.folder, options.modules))
+
+
+def _write(folder: Path, modules: Sequence[str]) -> int:
+    plugins.load(modules)
+    folder.mkdir(parents=True, exist_ok=True)
+    places = {}
+    for group, schema in schemas().items():
+        file = folder / f"{group}.json"
+        file.write_text(json.dumps(schema, indent=1) + "\n", encoding="utf-8")
+        places[file.as_posix()] = f"conf/{group}.yaml" if group == "config" else f"conf/{group}/**/*.yaml"
+    print(json.dumps({"yaml.schemas": places}, indent=2))
+    return 0
+
+
+def schemas() -> dict[str, Schema]:
+    """Return the schema of each group; those of `config`, `experiment` and `local` are of a whole run."""
+    kinds = get_type_hints(Config, include_extras=True)
+    groups = {name: group_schema(name, kind) for name, kind in kinds.items()}
+    definitions = {name: one for schema in groups.values() for name, one in schema.pop("$defs", {}).items()}
+    keys = {name: one if "properties" in one else {"anyOf": [one, LATER]} for name, one in groups.items()}
+    whole = {"type": "object", "properties": keys | {"hydra": {}, "defaults": DEFAULTS}, "additionalProperties": False}
+    found = {name: schema for name, schema in groups.items() if "properties" in schema}
+    found |= dict.fromkeys(("config", "experiment", "local"), whole)
+    return {name: schema | {"$defs": definitions} for name, schema in found.items()}
+
+
+def group_schema(name: str, kind: Any) -> Schema:
+    """Return the schema of a group or key; its definitions are those of pydantic."""
+    if name in OPEN:
+        registry = OPEN[name]
+        kinds = {choice: registry[choice].facts for choice in registry}
+        kinds |= {registry.keyword: DraftConfig} if registry is DRAFTS else {}
+        return _chosen(registry.attribute, {choice: _of(kind) for choice, kind in kinds.items()})
+    if kind == Scenario:
+        kinds = {get_args(get_type_hints(one)["name"])[0]: one for one in get_args(get_args(kind)[0])}
+        return _chosen("name", {name: _of(one) for name, one in kinds.items()})
+    if name == "attention":
+        return {"enum": [BACKENDS.keyword, *BACKENDS]}
+    schema = _of(kind)
+    if name == "data":
+        schema["properties"]["name"] = {"enum": [*CORPORA]}
+    return schema
+
+
+def _chosen(attribute: str, choices: dict[str, Schema]) -> Schema:
+    """Return the schema of a group whose keys depend on what `attribute` chooses."""
+    properties: Schema = {key: {} for schema in choices.values() for key in schema["properties"]}
+    rules: list[Schema] = []
+    definitions: Schema = {}
+    for choice, schema in choices.items():
+        definitions |= schema.pop("$defs", {})
+        of_choice = {"properties": {attribute: {"const": choice}}, "required": [attribute]}
+        schema["properties"][attribute] = {"const": choice}
+        rules.append({"if": of_choice, "then": schema})
+    properties[attribute] = {"enum": [*choices]}
+    whole = {"type": "object", "properties": properties, "additionalProperties": False, "allOf": rules}
+    return whole | {"$defs": definitions}
+
+
+def _of(kind: Any) -> Schema:
+    """Return pydantic's schema, with what Hydra admits."""
+    return _open(TypeAdapter(kind).json_schema())
+
+
+def _open(schema: Schema) -> Schema:
+    """Return a schema whose keys may all be missing, or come later."""
+    found = {key: value for key, value in schema.items() if key not in ("required", "default", "title")}
+    if "properties" in found:
+        found["properties"] = {key: {"anyOf": [_open(one), LATER]} for key, one in found["properties"].items()}
+        found["properties"]["defaults"] = DEFAULTS
+    if "architecture" in found.get("properties", {}):  # the name of a config.json, too
+        found["properties"]["architecture"]["anyOf"].append({"type": "string"})
+    if "$defs" in found:
+        found["$defs"] = {name: _open(one) for name, one in found["$defs"].items()}
+    return found

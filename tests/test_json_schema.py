@@ -1,0 +1,78 @@
+"""The JSON schemas by which editors check conf/."""
+
+import json
+from pathlib import Path
+
+import jsonschema
+import pytest
+import yaml
+
+from magicdec import cli
+from magicdec.config import json_schema
+from magicdec.config.json_schema import schemas
+from tests.programs import ROOT
+
+FILES = [path for path in sorted((ROOT / "conf").rglob("*.yaml")) if "hydra" not in path.parts]
+
+
+@pytest.fixture(scope="module")
+def validators():
+    return {group: jsonschema.Draft202012Validator(schema) for group, schema in schemas().items()}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT / "conf")))
+def test_every_file_is_valid(validators, path):
+    group = path.relative_to(ROOT / "conf").with_suffix("").parts[0]
+    assert [error.message for error in validators[group].iter_errors(yaml.safe_load(path.read_text()))] == []
+
+
+@pytest.mark.parametrize(
+    ("group", "text"),
+    [
+        ("cache", "policy: streaming\nbudgt: 3"),
+        ("cache", "policy: streming"),
+        ("cache", "policy: streaming\npage_size: 16"),  # of another policy
+        ("cache", "budgt: 3"),
+        ("draft", "name: self\ngamma: two"),
+        ("draft", "name: none\ngama: 2"),
+        ("draft", "name: model\nmodel: {nam: tiny}"),
+        ("hardware", "dtype: float8"),
+        ("batch", "size: true"),
+        ("data", "name: stdlb"),
+        ("scenario", "name: predict\nrepeats: 3"),
+        ("target", "architecture: {num_layer: 3}"),
+        ("experiment", "cache: {budgt: 3}"),
+        ("experiment", "attention: {name: cpp}"),
+        ("experiment", "batch: 3"),
+        ("local", "run_dir: runs"),
+    ],
+)
+def test_a_mistake_is_found(validators, group, text):
+    assert not validators[group].is_valid(yaml.safe_load(text))
+
+
+@pytest.mark.parametrize(
+    ("group", "text"),
+    [
+        ("cache", "defaults: [streaming, _self_]\nbudget: ${batch.context_len}"),
+        ("cache", "policy: streaming\nbudget: ???"),
+        ("draft", "name: hierarchical\nmodel: {path: '???'}\ncache: {budget: 64}"),
+        ("target", "name: mine\narchitecture: mine.json"),
+        ("experiment", "defaults:\n  - override /cache: quest\nhydra: {sweeper: {params: {draft.gamma: '1,2'}}}"),
+        ("local", "tracker: [wandb, tensorboard]\nresume: any_version\nsweep: {name: '${oc.env:NAME}'}"),
+    ],
+)
+def test_what_hydra_fills_in_is_admitted(validators, group, text):
+    validators[group].validate(yaml.safe_load(text))
+
+
+def test_the_command_writes_them_and_the_setting_of_an_editor(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(json_schema, "schemas", lambda: {"cache": {"type": "object"}, "config": {}})
+    assert cli.COMMANDS["schema"] == [json_schema.__name__]
+    assert json_schema.main([str(tmp_path / "new")]) == 0
+    setting = json.loads(capsys.readouterr().out)["yaml.schemas"]
+    assert {Path(file).name: glob for file, glob in setting.items()} == {
+        "cache.json": "conf/cache/**/*.yaml",
+        "config.json": "conf/config.yaml",
+    }
+    assert json.loads((tmp_path / "new" / "cache.json").read_text()) == {"type": "object"}
