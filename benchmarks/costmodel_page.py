@@ -77,7 +77,7 @@ def _fitted() -> list[str]:
         "Two numbers are shared by both machines, three belong to each: eight, from 68 times in 17 rows. The "
         "matmul rate halves at 16 rows (a tensor core's tile) and an all-reduce takes 5 us per hop (NVLink): "
         "these are known, not fitted. What the reference implementation does differently from this project is "
-        "taken from its code (`magicdec/costmodel/stack.py`): its drafts feed two tokens in the first step of a "
+        "taken from its code (`magicdec/costmodel/hardware.py`): its drafts feed two tokens in the first step of a "
         "round, its A100 version reads the whole output head on every GPU and samples outside T_V. Attention's "
         "tiles come in waves (`tile_stretch` in `roofline.py`): 256 tiles on an A100 read KV 1.25 times slower "
         "per byte, which is why batch 64 of Llama-2-7B and batch 256 of Llama-3.1-8B stand out. The numbers come "

@@ -231,13 +231,15 @@ def peers(bench: Bench) -> Iterator[Point]:
         return {"ms": found["autoregressive/time_per_output_token_ms"]}
 
     def transformers(compiled: bool) -> Record:
+        from magicdec.conformance import machine
         from magicdec.peers.base import PeerSpec  # here: transformers takes seconds to import
         from magicdec.peers.transformers import TransformersEngine, TransformersPeer
 
         dtype, device, folder = bench.sizes.dtype, bench.device.type, str(plan().target.folder)
         prompts = build.prompts(plan(), build.tokenizer(plan())).tokens
-        sizes, keys = (batch, context + new), {"engine": TransformersEngine(), "compile": compiled}
-        peer = TransformersPeer(PeerSpec(folder, dtype, device, *sizes, Sampling(), **keys))
+        hardware = machine(device, dtype, compile=compiled)
+        spec = PeerSpec(folder, hardware, batch, context + new, Sampling(), engine=TransformersEngine())
+        peer = TransformersPeer(spec)
         peer.generate(prompts, new, speculative=False)  # compiles and warms up
         times = peer.generate(prompts, new, speculative=False).times
         return {"ms": metrics.time_per_output_token_ms(times)}

@@ -42,7 +42,7 @@ from magicdec.measure.metrics import RowTimes
 from magicdec.peers.process import WorkerPeer
 from magicdec.planning import build
 from magicdec.planning.resolve import Plan, resolve
-from magicdec.scenarios.peer import WARMUP_CONTEXT, WARMUP_TOKENS
+from magicdec.scenarios.peer import WARMUP_CONTEXT, WARMUP_TOKENS, load
 from magicdec.tracking.progress import progress
 
 GAMMA = 3
@@ -166,7 +166,7 @@ def theirs(way: str, *where: Any) -> Cell:
     plan = prepared(*where, *WAYS[way], *limit)
     prompts = build.prompts(plan, build.tokenizer(plan)).tokens
     fast = plan.config.draft.name != "none"
-    with build.peer(plan) as peer:
+    with load(plan) as peer:
         peer.generate([row[:WARMUP_CONTEXT] for row in prompts], WARMUP_TOKENS, fast)
         passes = [peer.generate(prompts, NEW_TOKENS, fast) for _ in range(repeats_of(*where))]
         version = peer.version

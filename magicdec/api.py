@@ -71,7 +71,7 @@ def load(
     `batch_size` prompts are decoded together, each of up to batch.context_len + batch.generate_len tokens with its
     continuation. None means as in conf/. Raise UserError for mistakes, and where memory does not suffice.
     """
-    from magicdec.planning import build  # here, because predicting and reading runs must not wait for PyTorch
+    from magicdec.scenarios.serve import served  # here, because predicting and reading runs must not wait for PyTorch
     from magicdec.serving.model import Model
 
     typed = _typed(draft=draft, cache=cache, budget=budget, gamma=gamma, attention=attention, device=device)
@@ -82,7 +82,7 @@ def load(
         return progress_bars(None if progress else Console(quiet=True))
 
     with display() as bars:
-        plan, slots, tokenizer = build.served(typed, bars)
+        plan, slots, tokenizer = served(typed, bars)
     title = described_models(to_dict(plan.config))
     return Model(slots, tokenizer, display, f"{title}; {slots.num_slots} slots of {slots.max_len:,} tokens")
 

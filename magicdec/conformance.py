@@ -215,8 +215,13 @@ def new_engine(
     batch = BatchConfig(1, 1, keys["generate_len"], 1, keys["prefill_chunk"])
     sampling = sampling or SamplingConfig()
     sampling = replace(sampling, ignore_eos=keys.get("ignore_eos", True))
-    hardware = HardwareConfig("own", "cuda" if graphs else "cpu", "auto", 1, "auto", graphs, False)
-    return NativeEngine(batch, sampling, draft, cache, hardware, target, draft_model)
+    return NativeEngine(batch, sampling, draft, cache, machine("cuda" if graphs else "cpu"), target, draft_model)
+
+
+def machine(device: str = "cpu", dtype: str = "float32", **changes: Any) -> HardwareConfig:
+    """Return the group `hardware` of one device without any `auto`, whose rounds are captured on a GPU."""
+    plain = HardwareConfig("own", device, dtype, 1, "auto", True, False)  # type: ignore[arg-type]
+    return replace(plain, **changes)
 
 
 def open_batch(target: Transformer, prompts: list[list[int]], **options: Any) -> Batch:

@@ -182,7 +182,7 @@ def rounds(device: torch.device) -> Iterator[Finding]:
         plain, fast = batch.decoder.generate(), batch.decoder.generate(batch.draft)
     found = audit(batch.decoder, plain.tokens, fast.tokens)
     how = [f"attention={c.attention}", *(["layers compiled"] if c.hardware.compile else [])]
-    how += ["rounds captured"] if engine.graphs else []
+    how += ["rounds captured"] if engine.hardware.captures else []
     tokens = "the tokens are those without a draft" if found.passed else "the tokens differ from those without a draft"
     yield Finding(OK if found.passed else FAILED, "round", f"{', '.join(how)}; {tokens}; {watch.seconds:.1f} s")
     if device.type == "cuda" and not c.hardware.compile:

@@ -73,6 +73,11 @@ class HardwareConfig:
     tflops: Figure | None = None
     efficiency: Efficiency | None = None
 
+    @property
+    def captures(self) -> bool:
+        """Return whether rounds are captured as CUDA graphs; `device` must be resolved."""
+        return self.cuda_graphs and self.device == "cuda"
+
 
 @dataclass(frozen=True, config=STRICT)
 class BatchConfig:

@@ -79,11 +79,6 @@ class NativeEngine:
         """Return how many tokens of each row a pass of the prefill takes."""
         return int(self.batch.prefill_chunk)
 
-    @property
-    def graphs(self) -> bool:
-        """Return whether rounds are captured as CUDA graphs."""
-        return self.hardware.cuda_graphs and self.hardware.device == "cuda"
-
     def capacity(self, context_len: int) -> int:
         """Return the slots of a row of the target's cache for prompts of up to `context_len` tokens."""
         return context_len + self.batch.generate_len + self.slack
@@ -105,7 +100,7 @@ class NativeEngine:
             cache = KVCache(self.target.config, rows, state.max_len + self.slack, self.target.dtype, device)
         synthetic = self.draft.synthetic_acceptance
         gammas = self.draft.gammas(self.cache) if self.draft.gamma == "auto" else ()
-        decoder = Decoder(self.target, cache, state, sampling, self.graphs, synthetic, gammas)
+        decoder = Decoder(self.target, cache, state, sampling, self.hardware.captures, synthetic, gammas)
         return Batch(decoder, self.draft_for(decoder) if self.draft.name != "none" else None)
 
     def draft_for(self, decoder: Decoder) -> Draft:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from magicdec.errors import UserError, exit_code
-from magicdec.planning import build
+from magicdec.scenarios.serve import served
 from magicdec.serving.engine import AsyncEngine
 from magicdec.serving.scheduler import Scheduler
 from magicdec.serving.slots import Slots
@@ -45,7 +45,7 @@ def _serve(options: argparse.Namespace) -> None:
         if value < 0:
             raise UserError(f"--{name}={value}: must be at least 0")
     with progress() as bars:
-        plan, slots, tokenizer = build.served(options.overrides, bars)
+        plan, slots, tokenizer = served(options.overrides, bars)
     model = options.model or plan.config.target.name
     engine = AsyncEngine(Scheduler(slots))
     app = create_app(engine, tokenizer, model, options.max_waiting)

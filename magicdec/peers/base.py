@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 
 from magicdec.config.choices import DraftConfig, EngineConfig
-from magicdec.config.schema import Config, SamplingConfig
+from magicdec.config.schema import Config, HardwareConfig, SamplingConfig
 from magicdec.costmodel.speedup import alpha_from_acceptance_length
 from magicdec.measure.metrics import Metrics, RowTimes
 
@@ -15,8 +15,7 @@ class PeerSpec:
     """The settings of a peer: groups of the configuration, and what the run has resolved."""
 
     target: str  # a folder, as for all models here
-    dtype: str  # float32 and so on
-    device: str  # cpu or cuda
+    hardware: HardwareConfig  # without any `auto`
     num_rows: int  # of a batch
     max_len: int  # tokens of a row: the prompt, its continuation, and what a round may write after them
     sampling: SamplingConfig
@@ -26,8 +25,6 @@ class PeerSpec:
     draft_folder: str | None = None
     gamma: int = 0
     kv_bytes_per_token: int = 0  # of all models, a row
-    compile: bool = False
-    graphs: bool = False
 
 
 @dataclass(frozen=True)

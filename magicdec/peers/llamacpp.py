@@ -42,11 +42,11 @@ class LlamacppPeer(WorkerPeer):
 
     @override
     def options(self, speculative: bool) -> dict[str, Any]:
-        return self.converted_options(speculative, ".gguf") | {"dtype": self.spec.dtype}
+        return self.converted_options(speculative, ".gguf") | {"dtype": self.spec.hardware.dtype}
 
     @override
     def conversion(self, folder: str, made: Path) -> list[str]:
-        return [str(HERE / "gguf_file.py"), folder, str(made), self.spec.dtype]
+        return [str(HERE / "gguf_file.py"), folder, str(made), self.spec.hardware.dtype]
 
     def sampling(self) -> dict[str, Any]:
         """Return fields of a request to llama.cpp's server: our order of samplers, and no others."""

@@ -196,10 +196,10 @@ class WorkerPeer(Peer):
     def converted(self, folder: str, suffix: str) -> Path:
         """Return a checkpoint in the engine's own format, which is kept for the next run."""
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "magicdec", "converted")
-        kept = cache / f"{checkpoint.fingerprint(Path(folder))}-{self.spec.dtype}{suffix}"
+        kept = cache / f"{checkpoint.fingerprint(Path(folder))}-{self.spec.hardware.dtype}{suffix}"
         if kept.exists():
             return kept
-        to_stderr(f"converting {folder} for {self.title} ({self.spec.dtype}), once, into {kept}")
+        to_stderr(f"converting {folder} for {self.title} ({self.spec.hardware.dtype}), once, into {kept}")
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache) as temporary:
             made = Path(temporary, kept.name)

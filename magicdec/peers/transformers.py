@@ -95,14 +95,14 @@ class TransformersPeer(Peer):
         transformers.utils.logging.set_verbosity_error()  # assisted generation warns of what it does itself
         torch.backends.cuda.matmul.allow_tf32 = False  # fp32 means fp32
         self.spec, self._cache = spec, spec.engine.cache
-        self._device = torch.device(spec.device)
+        self._device = torch.device(spec.hardware.device)
         self._peak = memory.Peak(self._device)
         self.target = self._load(spec.target)
         self.assistant = self._load(spec.draft_folder) if spec.draft_folder else None
 
     def _load(self, folder: str) -> Any:
         """Load a model that proposes gamma tokens in every round, in place of the checkpoint's own settings."""
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, self.spec.dtype))
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, self.spec.hardware.dtype))
         model.generation_config = GenerationConfig(
             num_assistant_tokens=self.spec.gamma or None,
             num_assistant_tokens_schedule="constant",
@@ -157,7 +157,7 @@ class TransformersPeer(Peer):
             eos_token_id=list(spec.eos_token_ids) or None,
             # An assistant masks what looks like padding, even where the mask keeps it: no prompt may hold this token.
             pad_token_id=self.target.config.vocab_size if speculative else 0,
-            disable_compile=not spec.compile,
+            disable_compile=not spec.hardware.compile,
             **options,
         )
 

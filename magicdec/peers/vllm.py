@@ -37,12 +37,12 @@ class VllmPeer(WorkerPeer):
         tokens_per_row = (-(-spec.max_len // BLOCK) + 2) * BLOCK
         options = {
             "model": spec.target,
-            "dtype": spec.dtype,
+            "dtype": spec.hardware.dtype,
             "max_model_len": spec.max_len,
             "max_num_seqs": spec.num_rows,
             "kv_cache_memory_bytes": (spec.num_rows * tokens_per_row + BLOCK) * spec.kv_bytes_per_token,
             "seed": spec.sampling.seed,
-            "enforce_eager": not (spec.compile or spec.graphs),
+            "enforce_eager": not (spec.hardware.compile or spec.hardware.captures),
         }
         if not speculative:
             return options
@@ -71,4 +71,4 @@ class VllmPeer(WorkerPeer):
         }
         root = Path(self._python).parents[1]
         libraries = [str(path) for pattern in PRELOADED for path in sorted(root.glob(pattern))[:1]]
-        return found | ({"LD_PRELOAD": ":".join(libraries)} if libraries and self.spec.device == "cpu" else {})
+        return found | ({"LD_PRELOAD": ":".join(libraries)} if libraries and self.spec.hardware.device == "cpu" else {})

@@ -1,16 +1,13 @@
 """From the plan of a run to its objects, and to the memory that they will take: the only place that constructs."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
 
 from magicdec.attention.base import Attention
-from magicdec.config.checks import refuse_unread
-from magicdec.config.load import compose
-from magicdec.config.registry import BACKENDS, CORPORA, ENGINES
+from magicdec.config.registry import BACKENDS, CORPORA
 from magicdec.costmodel.memory import Memory
 from magicdec.data import PromptRequest, Prompts, load_prompts
 from magicdec.data.tokenizer import load_tokenizer
@@ -22,10 +19,8 @@ from magicdec.measure.footprint import Footprint, UniformAttention, footprint, l
 from magicdec.models import checkpoint, quantize
 from magicdec.models.parallel import Share, share
 from magicdec.models.transformer import Transformer
-from magicdec.peers.base import Peer, PeerSpec
 from magicdec.planning import shared
-from magicdec.planning.resolve import Model, Plan, resolve
-from magicdec.serving.slots import Slots
+from magicdec.planning.resolve import Model, Plan
 from magicdec.tracking.progress import Progress
 from magicdec.units import GIB
 
@@ -45,57 +40,11 @@ def engine(plan: Plan, progress: Progress) -> NativeEngine:
     return _engine(plan, lambda model: _load(model, plan, attention, progress))
 
 
-def served(overrides: Sequence[str], progress: Progress) -> tuple[Plan, Slots, Any]:
-    """Return the plan of scenario=serve with these overrides, batch.size slots on loaded weights, and the tokenizer.
-
-    Raise UserError for mistakes, overrides without effect, and what cannot serve text from this process.
-    """
-    config = compose(["scenario=serve", *overrides])
-    refuse_unread(config, overrides)
-    plan = resolve(config)
-    for warning in plan.warnings():
-        to_stderr(f"warning: {warning}")
-    batch = plan.config.batch
-    if plan.target.folder is None:
-        raise UserError("target.weights=random: there is no tokenizer to serve text with")
-    if plan.num_ranks > 1:
-        raise UserError(f"hardware.tensor_parallel={plan.num_ranks}: one device serves text; set it to 1")
-    check_memory(plan, int(batch.size), batch.context_len)
-    tokenizer = load_tokenizer(plan.target.folder)
-    slots = Slots(engine(plan, progress), int(batch.size), batch.context_len + batch.generate_len)
-    return plan, slots, tokenizer
-
-
 def _engine(plan: Plan, load: Callable[[Model], Transformer]) -> NativeEngine:
     c = plan.config
     target = load(plan.target)
     draft_model = _draft_model(plan, target, load)
     return NativeEngine(c.batch, c.sampling, c.draft, c.cache, c.hardware, target, draft_model)
-
-
-def peer(plan: Plan) -> Peer:
-    """Load another engine with its models."""
-    c = plan.config
-    gamma = max(c.gammas)
-    longest = plan.target.config.max_position_embeddings
-    models = [model.config for model in (plan.target, plan.draft) if model is not None]
-    spec = PeerSpec(
-        target=str(plan.target.folder),
-        dtype=c.hardware.dtype,
-        device=plan.device.type,
-        num_rows=int(c.batch.size),
-        max_len=min(longest, c.batch.context_len + c.batch.generate_len + gamma + 1),
-        sampling=c.sampling,
-        eos_token_ids=() if c.sampling.ignore_eos else tuple(plan.target.config.eos_token_ids),
-        engine=c.engine,
-        draft=c.draft,
-        draft_folder=str(plan.draft.folder) if plan.draft else None,
-        gamma=gamma,
-        kv_bytes_per_token=sum(memory.kv_bytes(model, 1, plan.dtype) for model in models),
-        compile=bool(c.hardware.compile),  # auto is resolved
-        graphs=c.hardware.cuda_graphs and plan.device.type == "cuda",
-    )
-    return ENGINES[c.engine.name].work(spec)
 
 
 def prompts(
@@ -138,19 +87,15 @@ def estimate(plan: Plan, num_rows: int, context_len: int) -> Memory:
     workspace, caches = memory.workspace_bytes(plan.device), held.target_kv + held.draft_kv
     if plan.config.scenario.name != "serve":
         found = _footprint(plan, num_rows, context_len)
-        captured = found.of_rounds if _captures(plan) else 0
+        captured = found.of_rounds if plan.config.hardware.captures else 0
         return replace(held, transient=found.peak - caches + workspace, captured=captured)
     slots, single = _footprint(plan, num_rows, context_len, prefills=False), _footprint(plan, 1, context_len)
     one = plan.held(1, context_len)
     held = replace(held, target_kv=held.target_kv + one.target_kv, draft_kv=held.draft_kv + one.draft_kv)
     beside = single.peak - one.target_kv - one.draft_kv + workspace
-    if _captures(plan):  # what is captured has its memory apart
+    if plan.config.hardware.captures:  # what is captured has its memory apart
         return replace(held, transient=beside, captured=slots.of_rounds)
     return replace(held, transient=beside + slots.peak - caches + workspace)  # a round may come between two chunks
-
-
-def _captures(plan: Plan) -> bool:
-    return plan.config.hardware.cuda_graphs and plan.device.type == "cuda"
 
 
 def _footprint(plan: Plan, num_rows: int, context_len: int, prefills: bool = True) -> Footprint:

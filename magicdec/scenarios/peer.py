@@ -2,11 +2,12 @@
 inside (the profile of a round, the logits of the audit, the cost model).
 """
 
+from magicdec.config.registry import ENGINES
 from magicdec.config.schema import Compare
-from magicdec.measure import metrics
+from magicdec.measure import memory, metrics
 from magicdec.measure.gpu import Watch
 from magicdec.measure.metrics import Metrics
-from magicdec.peers.base import Counts, Peer, PeerGeneration
+from magicdec.peers.base import Counts, Peer, PeerGeneration, PeerSpec
 from magicdec.planning import build
 from magicdec.planning.resolve import Plan, resolve
 from magicdec.scenarios.outcome import Outcome
@@ -32,7 +33,7 @@ def run(plan: Plan, progress: Progress) -> Outcome:
     batches = [rows[start : start + int(batch.size)] for start in range(0, len(rows), int(batch.size))]
     gpu = Watch(plan.device)
     with progress.task(f"loading {config.engine.name}", total=None):
-        engine = build.peer(plan)
+        engine = load(plan)
     with engine:
         plain = _passes(engine, batches, "autoregressive", plan, progress)
         fast = _passes(engine, batches, "speculative", plan, progress) if config.draft.name != "none" else []
@@ -48,6 +49,27 @@ def run(plan: Plan, progress: Progress) -> Outcome:
         results |= lossless(plan, outputs.autoregressive, outputs.speculative)
     results |= outputs.accuracy(tokenizer) | {"memory/peak_gib": peak / GIB}
     return Outcome(results, outputs.rows(config.data.save_prompts), samples=outputs.samples(tokenizer))
+
+
+def load(plan: Plan) -> Peer:
+    """Load another engine with its models."""
+    c, gamma = plan.config, max(plan.config.gammas)
+    longest = plan.target.config.max_position_embeddings
+    models = [model.config for model in (plan.target, plan.draft) if model is not None]
+    spec = PeerSpec(
+        target=str(plan.target.folder),
+        hardware=c.hardware,
+        num_rows=int(c.batch.size),
+        max_len=min(longest, c.batch.context_len + c.batch.generate_len + gamma + 1),
+        sampling=c.sampling,
+        eos_token_ids=() if c.sampling.ignore_eos else tuple(plan.target.config.eos_token_ids),
+        engine=c.engine,
+        draft=c.draft,
+        draft_folder=str(plan.draft.folder) if plan.draft else None,
+        gamma=gamma,
+        kv_bytes_per_token=sum(memory.kv_bytes(model, 1, plan.dtype) for model in models),
+    )
+    return ENGINES[c.engine.name].work(spec)
 
 
 def _passes(engine: Peer, batches: list[list[list[int]]], way: str, plan: Plan, progress: Progress) -> list[Repeat]:

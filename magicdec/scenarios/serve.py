@@ -11,10 +11,13 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from magicdec.config.load import to_dict
+from magicdec.config.checks import refuse_unread
+from magicdec.config.load import compose, to_dict
 from magicdec.config.schema import Serve
 from magicdec.data import Prompts
+from magicdec.data.tokenizer import load_tokenizer
 from magicdec.engine.native import NativeEngine
+from magicdec.errors import UserError, to_stderr
 from magicdec.measure import memory
 from magicdec.measure.metrics import Metrics, Rounds, acceptance
 from magicdec.planning import build
@@ -80,6 +83,27 @@ def run(plan: Plan, progress: Progress) -> Outcome:
     written = {way: [request.tokens for request in requests] for way, (requests, _) in measured.items()}
     outputs = Outputs(prompts, written["autoregressive"], written.get("speculative", []))  # of the last level
     return Outcome(results, outputs.rows(config.data.save_prompts), history, view=_view(plan, results, history))
+
+
+def served(overrides: Sequence[str], progress: Progress) -> tuple[Plan, Slots, Any]:
+    """Return the plan of scenario=serve with these overrides, batch.size slots on loaded weights, and the tokenizer.
+
+    Raise UserError for mistakes, overrides without effect, and what cannot serve text from this process.
+    """
+    config = compose(["scenario=serve", *overrides])
+    refuse_unread(config, overrides)
+    plan = resolve(config)
+    for warning in plan.warnings():
+        to_stderr(f"warning: {warning}")
+    batch = plan.config.batch
+    if plan.target.folder is None:
+        raise UserError("target.weights=random: there is no tokenizer to serve text with")
+    if plan.num_ranks > 1:
+        raise UserError(f"hardware.tensor_parallel={plan.num_ranks}: one device serves text; set it to 1")
+    build.check_memory(plan, int(batch.size), batch.context_len)
+    tokenizer = load_tokenizer(plan.target.folder)
+    slots = Slots(build.engine(plan, progress), int(batch.size), batch.context_len + batch.generate_len)
+    return plan, slots, tokenizer
 
 
 def _prompts(plan: Plan) -> Prompts:

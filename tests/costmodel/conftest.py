@@ -5,8 +5,7 @@ import pytest
 from magicdec.architectures import ModelConfig
 from magicdec.config.registry import POLICIES
 from magicdec.config.schema import Efficiency
-from magicdec.costmodel.hardware import DEVICES, Hardware
-from magicdec.costmodel.stack import STACKS
+from magicdec.costmodel.hardware import DEVICES, STACKS, Hardware
 from magicdec.costmodel.targets import architecture
 
 SMALL = ModelConfig(

@@ -8,6 +8,7 @@ from magicdec.peers import process
 from magicdec.peers.base import PeerSpec
 from magicdec.peers.vllm import VllmEngine, VllmPeer
 from magicdec.verification.sampling import Sampling
+from tests.small import machine
 
 
 @pytest.fixture
@@ -20,7 +21,8 @@ def peer(tmp_path, monkeypatch):
         monkeypatch.setattr(process, "MAIN", worker)
         engine = VllmEngine(python=sys.executable, method="eagle", time_limit_s=time_limit_s)
         settings = {"num_rows": 2, "max_len": 200, "sampling": Sampling(), "gamma": 3, "kv_bytes_per_token": 8}
-        made.append(VllmPeer(PeerSpec("a target", "float32", "cpu", engine=engine, **settings | changes)))
+        settings |= {"hardware": machine(), "engine": engine}
+        made.append(VllmPeer(PeerSpec("a target", **settings | changes)))
         return made[-1]
 
     yield new

@@ -18,7 +18,7 @@ from magicdec.peers.transformers import Bursts, TransformersEngine, Transformers
 from magicdec.scenarios import Job, run
 from magicdec.verification.sampling import Sampling
 from tests.checkpoints import load_model, make_checkpoint
-from tests.small import new_engine, random_prompts
+from tests.small import machine, new_engine, random_prompts
 from tests.test_run import SMALL
 
 NEW, GAMMA, VOCAB = 24, 3, 96
@@ -35,7 +35,7 @@ def folders(tmp_path_factory):
 
 def spec(folders, **changes) -> PeerSpec:
     engine = TransformersEngine()
-    plain = PeerSpec(folders[0], "float32", "cpu", num_rows=2, max_len=128, sampling=Sampling(), engine=engine)
+    plain = PeerSpec(folders[0], machine(), num_rows=2, max_len=128, sampling=Sampling(), engine=engine)
     return replace(plain, **changes)
 
 
@@ -169,6 +169,7 @@ def test_a_run_leaves_what_a_run_of_ours_leaves(tmp_path, monkeypatch):
         "memory/",
         "lossless/",
         "weights/",
+        "prefill/",
     )
     missing = {key for key in native.keys() - other.keys() if not key.startswith(only_ours)}
     assert not missing

@@ -24,6 +24,7 @@ from magicdec.peers.vllm import VllmEngine, VllmPeer
 from magicdec.planning.resolve import resolve
 from magicdec.scenarios import Job, run
 from magicdec.verification.sampling import Sampling
+from tests.small import machine
 from tests.test_run import ROOT, SMALL, TINY
 
 REAL = os.environ.get(VllmPeer.variable())
@@ -49,9 +50,10 @@ import pathlib, sys
 from magicdec.peers import base, process, vllm
 from magicdec.peers.vllm import VllmEngine
 from magicdec.verification.sampling import Sampling
+from magicdec.conformance import machine
 process.MAIN = pathlib.Path(sys.argv[1])
 engine = VllmEngine(python=sys.executable, time_limit_s=60)
-with vllm.VllmPeer(base.PeerSpec("a", "float32", "cpu", 1, 64, Sampling(), engine=engine)) as one:
+with vllm.VllmPeer(base.PeerSpec("a", machine(), 1, 64, Sampling(), engine=engine)) as one:
     one.generate([[1]], 2, False)
 """
 
@@ -99,7 +101,8 @@ def test_a_worker_for_each_way(peer):
 
 def test_what_it_is_told_of_prompt_lookup_sampling_and_ends(peer):
     sampling = Sampling(temperature=0.7, top_p=0.9, seed=5)
-    engine = peer(GOOD, draft=PromptLookup(max_ngram=4), sampling=sampling, eos_token_ids=(0, 2), compile=True)
+    options = {"sampling": sampling, "eos_token_ids": (0, 2), "hardware": machine(compile=True)}
+    engine = peer(GOOD, draft=PromptLookup(max_ngram=4), **options)
     engine.generate([[1]], 2, speculative=True)
     engine.generate([[1]], 2, speculative=True, first=4)
     line, later = asked()
@@ -125,7 +128,7 @@ def test_a_vllm_that_cannot_be_imported_is_the_users_to_mend(peer):
 def test_our_own_worker_where_there_is_no_vllm():
     """The real program under a Python without vLLM: it says so, as the plan stage would have."""
     engine = VllmEngine(python=sys.executable, time_limit_s=60)
-    spec = PeerSpec("a target", "float32", "cpu", num_rows=1, max_len=64, sampling=Sampling(), engine=engine)
+    spec = PeerSpec("a target", machine(), num_rows=1, max_len=64, sampling=Sampling(), engine=engine)
     with pytest.raises(UserError, match="No module named 'vllm'"):
         VllmPeer(spec).generate([[1]], 2, speculative=False)
 
@@ -191,7 +194,7 @@ def test_the_real_one_writes_what_ours_writes(tmp_path, monkeypatch, draft):
 def test_the_real_one_ends_rows_at_their_end_of_sequence():
     engine = VllmEngine(python=REAL, time_limit_s=300)
     sizes = {"num_rows": 2, "max_len": 256, "kv_bytes_per_token": 8192}
-    spec = PeerSpec(str(TINY / "target"), "float32", "cpu", sampling=Sampling(), engine=engine, **sizes)
+    spec = PeerSpec(str(TINY / "target"), machine(), sampling=Sampling(), engine=engine, **sizes)
     prompts = [list(range(5, 105)), list(range(200, 260))]
     with VllmPeer(spec) as peer:
         whole = peer.generate(prompts, 16, speculative=False).tokens

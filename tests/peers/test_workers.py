@@ -26,6 +26,7 @@ from magicdec.peers.openvino import OpenvinoEngine, OpenvinoPeer
 from magicdec.planning.resolve import resolve
 from magicdec.scenarios import Job, run
 from magicdec.verification.sampling import Sampling
+from tests.small import machine
 from tests.test_run import SMALL, TINY
 
 PEERS = {"llamacpp": (LlamacppPeer, LlamacppEngine), "openvino": (OpenvinoPeer, OpenvinoEngine)}
@@ -51,7 +52,7 @@ def peer(tmp_path, monkeypatch):
         monkeypatch.setattr(kind, "conversion", lambda self, folder, made: ["-c", copy, folder, str(made)])
         engine = engine(python=sys.executable, time_limit_s=30, **changes.pop("engine", {}))
         settings = {"num_rows": 2, "max_len": 100, "sampling": Sampling(), "gamma": 3, "engine": engine}
-        return kind(PeerSpec(str(TINY / "target"), "float32", "cpu", **settings | changes))
+        return kind(PeerSpec(str(TINY / "target"), machine(), **settings | changes))
 
     return new
 
@@ -94,7 +95,7 @@ def test_a_conversion_is_kept_and_a_failed_one_is_not(peer, monkeypatch, capsys)
     assert capsys.readouterr().err.startswith(f"converting {one.spec.target} for llama.cpp (float32), once, into ")
     monkeypatch.setattr(LlamacppPeer, "conversion", lambda *_: ["-c", "raise SystemExit('no room')"])
     assert one.converted(one.spec.target, ".gguf") == kept
-    half = replace(one.spec, dtype="float16")
+    half = replace(one.spec, hardware=machine(dtype="float16"))
     with pytest.raises(UserError, match=r"^engine.name=llamacpp: .*target cannot be converted: no room$"):
         LlamacppPeer(half).converted(half.target, ".gguf")
     assert [path.name for path in kept.parent.iterdir()] == [kept.name]
