@@ -8,8 +8,6 @@ verification of few tokens therefore goes to Triton's kernel, which reads them o
 packs query heads by itself, and does everything.
 """
 
-import platform
-import sys
 from collections.abc import Callable
 from importlib import import_module
 from typing import NamedTuple
@@ -28,11 +26,9 @@ FEW_TOKENS = 32  # a verification; more are a prefill
 
 # The modules of each version, in the order in which they are looked for; newer wheels of version 3 have the first one.
 MODULES = {3: ("flash_attn_3.flash_attn_interface", "flash_attn_interface"), 2: ("flash_attn",)}
-# What can be installed without a compiler (docs/attention.md has the sources). Version 3: from PyTorch's index of the
-# CUDA that PyTorch is built for. Version 2, for CUDA 12: by PyTorch, the release and the versions of Python (3.x).
+# Indices of version 3's wheels, by the CUDA that PyTorch is built for (docs/attention.md has the sources). Version 2
+# has no wheels for the PyTorch that the package requires.
 INDICES_3 = {"12.6": "cu126", "12.8": "cu128", "12.9": "cu129", "13.0": "cu130"}
-WHEELS_2 = {"2.8": ("2.8.3.post1", range(9, 14)), "2.9": ("2.8.3", (12,))}
-RELEASES_2 = "https://github.com/Dao-AILab/flash-attention/releases/download"
 
 
 class Library(NamedTuple):
@@ -67,15 +63,12 @@ def on_hopper() -> bool:
 
 
 def remedy() -> str:
-    """Return what to type to install the library for this GPU, PyTorch and Python."""
-    version, cuda = ".".join(torch.__version__.split(".")[:2]), torch.version.cuda or ""
-    release, pythons = WHEELS_2.get(version, ("", ()))
-    if on_hopper() and version != "2.8" and cuda in INDICES_3:
+    """Return what to type to install the library for this GPU and PyTorch."""
+    cuda = torch.version.cuda or ""
+    if on_hopper() and cuda in INDICES_3:
         index = f"https://download.pytorch.org/whl/{INDICES_3[cuda]}"
         return f"install it: pip install --no-deps flash-attn-3 --index-url {index}"
-    if cuda.startswith("12.") and sys.version_info.minor in pythons and platform.machine() == "x86_64":
-        tags = f"cu12torch{version}cxx11abiTRUE-cp3{sys.version_info.minor}-cp3{sys.version_info.minor}-linux_x86_64"
-        return f"install it: pip install {RELEASES_2}/v{release}/flash_attn-{release}+{tags}.whl"
+    version = ".".join(torch.__version__.split(".")[:2])
     return f"no wheel is known for this GPU, PyTorch {version} and CUDA {cuda or 'none'} (docs/attention.md)"
 
 

@@ -17,9 +17,6 @@ from magicdec.architectures import ModelConfig
 from magicdec.models.operators import Operators
 from magicdec.models.symmetric import SymmetricSums, sums
 
-# PyTorch 2.13 has renamed it.
-_all_gather = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
-
 
 @dataclass(frozen=True)
 class Share:
@@ -88,8 +85,7 @@ class Share:
             return local_BTV
         all_NBTV = local_BTV.new_empty((self.world_size, *local_BTV.shape))
         if not local_BTV.is_meta:
-            assert _all_gather is not None, "there are no ranks without torch.distributed"
-            _all_gather(all_NBTV.flatten(0, 1), local_BTV)
+            dist.all_gather_single(all_NBTV.flatten(0, 1), local_BTV)
         return all_NBTV.movedim(0, 2).flatten(2)[..., :vocab_size]
 
 

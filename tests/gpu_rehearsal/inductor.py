@@ -15,11 +15,10 @@ from unittest.mock import patch
 import pytest
 import torch
 from triton.backends.compiler import GPUTarget
-from triton.runtime import driver as triton_driver
 
 from tests.gpu_rehearsal.compile import GPUS
 
-ACTIVE = "_active" if "_active" in vars(triton_driver) else "active"  # where Triton, and Triton 3.4, keep the driver
+ACTIVE = "_active"  # where Triton keeps the driver
 
 
 class CompilingDriver:

@@ -18,7 +18,7 @@ KERNELS = [(4, 1, 64), (4, 5, 32), (8, 8, 64)]  # query heads of a KV head, new 
 @pytest.mark.parametrize(("group", "num_new", "block"), KERNELS, ids=["decode", "verify", "wide"])
 def test_instructions_do_not_limit_the_bandwidth(capability, group, num_new, block):
     """K and V arrive by asynchronous copies of 128 bits; tensor cores multiply; and a block's instructions are issued
-    in two thirds of the time in which a GPU reads the block from memory. An A100 takes longer for 64 query rows.
+    in three quarters of the time in which a GPU reads the block from memory. An A100 takes longer for 64 query rows.
     """
     made = attend_compiled(capability, "bf16", HEAD_DIM, group, num_new, "all")
     copies = [line for line in disassembled(made.cubin) if "LDGSTS" in line]
@@ -27,7 +27,7 @@ def test_instructions_do_not_limit_the_bandwidth(capability, group, num_new, blo
     assert inner["LDGSTS"] * made.warps * 32 * 16 == 2 * block * HEAD_DIM * BYTES
     assert inner["HMMA"] + inner["HGMMA"] + inner["UTCHMMA"] > 0
     assert inner["LDL"] + inner["STL"] == 0
-    share = 1.2 if (capability, group * num_new) == (80, 64) else 2 / 3
+    share = 1.2 if (capability, group * num_new) == (80, 64) else 3 / 4
     assert cycles(made, [inner]) <= share * 2 * block * HEAD_DIM * BYTES / BYTES_A_CYCLE[capability]
 
 
