@@ -231,7 +231,7 @@ class HuggingFace(GenerationConfig):
     use_sliding_window: bool | None = None
     sliding_window: Tokens | None = DEFAULT_SLIDING_WINDOW
     max_window_layers: Layer | None = None
-    layer_types: tuple[str, ...] | None = None
+    layer_types: Annotated[list[str], must("must be a list of texts")] | None = None
 
 
 def from_hugging_face(plain: Mapping[str, Any], name: str = "config.json") -> ModelConfig:

@@ -4,10 +4,10 @@ import random
 import reprlib
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Self
 
 from jinja2 import TemplateError
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, field_validator, model_validator
 from typing_extensions import override
 
 from magicdec.errors import UserError, in_brief
@@ -48,9 +48,10 @@ class Strict(BaseModel):
     def _drop_neutral(cls, given: Any) -> Any:
         if not isinstance(given, dict):
             return given
-        return {
-            key: value for key, value in given.items() if value is not None and value not in cls.neutral.get(key, ())
-        }
+        known, neutral = cls.model_fields, cls.neutral
+        kept = {key: value for key, value in given.items() if value is not None and value not in neutral.get(key, ())}
+        unknown = next((key for key in kept if key not in known), None)  # one mistake is enough: there may be a million
+        return {key: value for key, value in kept.items() if key in known or key == unknown}
 
 
 class StreamOptions(Strict):
@@ -164,19 +165,24 @@ class Completion(Generation):
         return self.choice(text, end)
 
 
-class Part(Strict):
-    """A part of a message's content."""
-
-    type: Literal["text"]
-    text: str
-
-
 class Message(Strict):
     """A message of a chat."""
 
     role: str
-    content: str | list[Part]
+    content: str
     name: str | None = None
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _joined(cls, content: Any) -> str:
+        """Accept a text, or a list of parts that are texts."""
+        if isinstance(content, str):
+            return content
+        parts: list[Any] = content if isinstance(content, list) else [None]
+        texts = [part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str)]
+        if len(texts) < len(parts) or any(part.get("type") != "text" for part in parts):
+            raise ValueError("must be a text or a list of parts of type text")
+        return "".join(texts)
 
 
 class Chat(Generation):
@@ -186,7 +192,7 @@ class Chat(Generation):
     id_prefix = "chatcmpl"
     neutral = NEUTRAL | {"logprobs": (False,)}
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1), FailFast()]
     max_completion_tokens: int | None = None  # OpenAI's new name of max_tokens
 
     @override
@@ -198,11 +204,7 @@ class Chat(Generation):
     def token_ids(self, tokenizer: Any) -> list[int]:
         if not getattr(tokenizer, "chat_template", None):
             raise UserError(f"model={self.model} has no chat template; send a prompt to /v1/completions")
-        messages = [
-            {"role": one.role, "content": one.content if isinstance(one.content, str) else _joined(one.content)}
-            | ({"name": one.name} if one.name else {})
-            for one in self.messages
-        ]
+        messages = [one.model_dump(exclude_none=True) for one in self.messages]
         try:
             text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         except TemplateError as error:  # many templates check the order of roles
@@ -222,10 +224,6 @@ class Chat(Generation):
     def delta(self, text: str, end: str | None, first: bool) -> dict[str, Any]:
         role = {"role": "assistant"} if first else {}
         return {"index": 0, "delta": role | {"content": text}, "logprobs": None, "finish_reason": end}
-
-
-def _joined(parts: list[Part]) -> str:
-    return "".join(part.text for part in parts)
 
 
 def _described(mistake: Mapping[str, Any]) -> str:

@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("magicdec serve", description=__doc__.partition("\n")[0])
     parser.add_argument("overrides", nargs="*", help="as for a run: target=tiny draft=self batch.size=8")
     parser.add_argument("--host", default="127.0.0.1", help="loopback by default: there is no authentication")
-    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--port", type=int, default=8000, help="8000; 0: any that is free")
     parser.add_argument("--model", help="the name that clients ask for (target.name)")
     parser.add_argument("--max-waiting", type=int, default=256, help="requests without a slot; more get 429 (256)")
     grace = "seconds that running answers have after Ctrl-C or SIGTERM (20)"

@@ -2,6 +2,7 @@
 
 import json
 import os
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from shutil import copytree
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from magicdec.data.tokenizer import load_tokenizer
 from magicdec.errors import UserError
+from magicdec.models import metadata
 from magicdec.models.checkpoint import fingerprint, load, locate, read_config
 from magicdec.models.vocabulary import check_vocabularies
 from tests.checkpoints import make_checkpoint
@@ -117,6 +119,32 @@ def test_a_value_of_the_wrong_kind(folder, file, keys, value, said):
     line = refusal(folder)
     assert str(folder / file) in line
     assert said in line
+
+
+@pytest.mark.parametrize(
+    ("file", "keys", "value"),
+    [
+        (CONFIG, ["layer_types"], [0]),
+        (CONFIG, ["eos_token_id"], [-1]),
+        (GENERATION, ["eos_token_id"], [-1]),
+        (INDEX, ["weight_map"], {"": 0}),
+        (TOKENIZER, ["model", "vocab"], {"": -1}),
+        (TOKENIZER, ["model", "vocab"], [0]),
+    ],
+)
+def test_a_file_full_of_mistakes_costs_little(folder, file, keys, value, monkeypatch):
+    """One mistake is described, and no more are collected: a description takes a kilobyte."""
+    many = value * 100_000 if isinstance(value, list) else {f"k{i}": value[""] for i in range(100_000)}
+    change(folder / file, *keys, value=many)
+    if file == CONFIG:
+        (folder / GENERATION).unlink()
+    monkeypatch.setattr(metadata, "MAX_BYTES", 10_000_000)  # which are allocated before a file is read
+    tracemalloc.start()
+    try:
+        assert str(folder / file) in refusal(folder)
+        assert tracemalloc.get_traced_memory()[1] < 60 << 20
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("file", [CONFIG, GENERATION, INDEX, TOKENIZER])

@@ -5,6 +5,7 @@ import json
 import re
 import threading
 import time
+import tracemalloc
 from unittest.mock import Mock
 
 import httpx
@@ -14,9 +15,10 @@ from hypothesis import strategies as st
 from starlette.requests import Request
 
 from magicdec.data.tokenizer import Detokenizer
+from magicdec.errors import UserError
 from magicdec.http import app as http
 from magicdec.http import serve
-from magicdec.http.completion import NEUTRAL, Completion
+from magicdec.http.completion import NEUTRAL, Chat, Completion
 from magicdec.serving.engine import AsyncEngine, Stream
 from magicdec.serving.request import Params
 from magicdec.serving.scheduler import Scheduler
@@ -188,6 +190,29 @@ def test_no_field_harms_the_server(client):
 
     fuzz()
     assert client.post("/v1/completions", json=body()).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "said"),
+    [
+        (Completion, {"prompt": "a"} | {f"k{i}": 0 for i in range(100_000)}, "k0=0: not supported; leave it out"),
+        (Chat, {"messages": [{}] * 100_000}, "messages.0.role: is required"),
+        (Chat, {"messages": [{"role": "user", "content": [0] * 100_000}]}, "messages.0.content=[0, 0, "),
+    ],
+)
+def test_a_body_full_of_mistakes_costs_little(kind, fields, said):
+    """One mistake is described, and no more are collected: all of these would take a second and a gigabyte."""
+    content = json.dumps(
+        {"model": "tiny", "prompt": "a"} | fields if kind is Completion else {"model": "tiny"} | fields
+    )
+    tracemalloc.start()
+    try:
+        with pytest.raises(UserError) as refused:
+            kind.parse(content)
+        assert tracemalloc.get_traced_memory()[1] < 50 << 20
+    finally:
+        tracemalloc.stop()
+    assert str(refused.value).startswith(said)
 
 
 def test_fields_that_change_nothing_are_taken(client):

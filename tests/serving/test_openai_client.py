@@ -102,6 +102,8 @@ def test_a_stop_string_frees_the_slot_and_is_counted_as_a_stop(chat):
         ({"n": 2}, "n=2: not supported; leave it out"),
         ({"messages": []}, "messages=[]: must not be empty"),
         ({"messages": [{"role": "user"}]}, "messages.0.content: is required"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content=5: must be a text or a list of parts"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "must be a text or a list of parts of"),
         ({"messages": [{"role": "robot", "content": "a"}]}, "messages: the model's template refuses them: no robots"),
         ({"tools": [{"type": "function"}]}, "not supported; leave it out"),
         ({"max_completion_tokens": 500}, "together they may be 512"),
