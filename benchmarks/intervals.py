@@ -1,0 +1,305 @@
+"""How often 95% intervals cover the truth, by simulation, for this and for other methods.
+
+    python benchmarks/intervals.py            # minutes, one thread; writes docs/results/intervals.md
+    python benchmarks/intervals.py --quick    # a tenth of the studies; prints the page
+
+A study is a run whose truth is known: rows drawn from a population of documents, which differ in how much of a draft
+they accept, decoded in repeats whose times are disturbed. All rows of a repeat share its disturbances, which are
+skewed: a slow minute of the machine falls on both passes of a repeat, and each pass has noise of its own.
+"""
+
+import argparse
+from functools import cache
+from itertools import product
+from math import exp
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from page import RESULTS
+
+from magicdec.measure import intervals
+from magicdec.tracking.cells import markdown_table
+
+Floats = NDArray[np.float64]
+ROWS, REPEATS = (4, 8, 16, 24), (1, 3, 5)
+STUDIES = 2000
+NEW_TOKENS, STEP, ROUND = 96, 1.0, 1.6  # of a row; the times of a step and of a round
+RESAMPLES = 499
+MANY = 20_000  # rows and batches whose mean is the truth
+
+
+class Population(NamedTuple):
+    """Documents: their alphas are drawn from Beta distributions, with a share each."""
+
+    gamma: int
+    alphas: tuple[tuple[float, float, float], ...]  # share, mean, standard deviation
+    noise: float  # standard deviation of the log of a pass's time
+
+    def draw(self, random: np.random.Generator, *shape: int) -> Floats:
+        """Return the alphas of so many documents."""
+        which = random.choice(len(self.alphas), p=[share for share, _, _ in self.alphas], size=shape)
+        _, mean, deviation = (np.array(values)[which] for values in zip(*self.alphas, strict=True))
+        size = mean * (1 - mean) / deviation**2 - 1
+        return random.beta(mean * size, (1 - mean) * size)
+
+
+POPULATIONS = {
+    "alike, quiet machine": Population(3, ((1.0, 0.75, 0.05),), 0.01),
+    "some repeat themselves": Population(3, ((0.8, 0.65, 0.08), (0.2, 0.93, 0.03)), 0.03),
+    "little accepted, busy machine": Population(2, ((1.0, 0.35, 0.12),), 0.06),
+}
+
+
+class Studies(NamedTuple):
+    """S studies of N rows and K repeats: counts of rounds, and times per token."""
+
+    rounds_SN: Floats
+    accepted_SN: Floats
+    plain_SKN: Floats
+    fast_SKN: Floats
+
+
+def simulate(population: Population, random: np.random.Generator, studies: int, rows: int, repeats: int) -> Studies:
+    """Return studies of documents of their own."""
+    alpha_SN1 = population.draw(random, studies, rows)[..., None]
+    steps = NEW_TOKENS - 1  # the prefill gives the first token
+    luck_SNR = random.random((studies, rows, steps))
+    accepted_SNR = np.minimum(np.log(luck_SNR) // np.log(alpha_SN1), population.gamma)
+    rounds_SN = 1 + np.sum(np.cumsum(accepted_SNR + 1, axis=2) < steps, axis=2)
+    accepted_SN = np.where(np.arange(steps) < rounds_SN[..., None], accepted_SNR, 0).sum(2)
+    slow_SK = 1 + random.exponential(0.3, (studies, repeats)) * (random.random((studies, repeats)) < 0.3)
+    plain_SK, fast_SK = (
+        slow_SK * np.exp(population.noise * random.gamma(3, 3**-0.5, (studies, repeats))) for _ in range(2)
+    )
+    plain_SKN = np.repeat(STEP * plain_SK[..., None], rows, axis=2)
+    return Studies(rounds_SN, accepted_SN, plain_SKN, ROUND / steps * fast_SK[..., None] * rounds_SN[:, None])
+
+
+Ends = tuple[float, float]
+
+
+def jackknife(rounds_N: Floats, accepted_N: Floats, gamma: int) -> Ends:
+    """Return the package's interval of the acceptance length."""
+    found = intervals.share(accepted_N, rounds_N * gamma)
+    assert found is not None
+    low, high = (1 + gamma * intervals.from_logit(end) for end in found.ends)
+    return low, high
+
+
+def bootstrap_t(rounds_N: Floats, accepted_N: Floats, gamma: int) -> Ends:
+    """Return the interval by bootstrap-t: errors of resamples over their own standard errors."""
+
+    def fitted(rounds: Floats, accepted: Floats) -> tuple[Floats, Floats]:
+        ratio = accepted.sum(-1) / rounds.sum(-1)
+        return ratio, np.sqrt(((accepted - ratio[..., None] * rounds) ** 2).sum(-1)) / rounds.sum(-1)
+
+    drawn = resampled(len(rounds_N))
+    whole, error = fitted(rounds_N, accepted_N)
+    ratios, errors = fitted(rounds_N[drawn], accepted_N[drawn])
+    low, high = percentiles((ratios - whole) / np.maximum(errors, 1e-9))
+    return float(1 + whole - high * error), float(1 + whole - low * error)
+
+
+def percentile(rounds_N: Floats, accepted_N: Floats, gamma: int) -> Ends:
+    """Return the interval by the percentile bootstrap."""
+    drawn = resampled(len(rounds_N))
+    return percentiles(1 + accepted_N[drawn].sum(1) / rounds_N[drawn].sum(1))
+
+
+def rows_and_repeats(plain_KN: Floats, fast_KN: Floats) -> Ends:
+    """Return the package's interval of the speedup per row."""
+    return back(intervals.speedup(plain_KN, fast_KN))
+
+
+def repeats_alone(plain_KN: Floats, fast_KN: Floats) -> Ends:
+    """Return the t-interval of the logs of the repeats' speedups."""
+    found = intervals.speedup(plain_KN, fast_KN)
+    return back(found and found._replace(rows_N=intervals.NONE))
+
+
+def percentile_of_both(plain_KN: Floats, fast_KN: Floats) -> Ends:
+    """Return the interval by the percentile bootstrap, with rows and repeats drawn independently."""
+    repeats, rows = plain_KN.shape
+    drawn = resampled(repeats)[:, :, None], resampled(rows)[:, None, :]
+    return percentiles(np.median(plain_KN[drawn].sum(2) / fast_KN[drawn].sum(2), axis=1))
+
+
+def wall(plain_KN: Floats, fast_KN: Floats) -> Ends:
+    """Return the package's interval of the speedup per batch."""
+    return back(intervals.speedup_wall(plain_KN.max(1), fast_KN.max(1)))
+
+
+def percentile_wall(plain_KN: Floats, fast_KN: Floats) -> Ends:
+    """Return the interval of the speedup per batch by the percentile bootstrap."""
+    return percentiles(np.median((plain_KN.max(1) / fast_KN.max(1))[resampled(len(plain_KN))], axis=1))
+
+
+def back(found: intervals.Estimate | None) -> Ends:
+    """Return the ends of the interval of a figure whose log was estimated."""
+    assert found is not None
+    low, high = map(exp, found.ends)
+    return low, high
+
+
+@cache
+def resampled(count: int) -> NDArray[np.int64]:
+    """Return which of `count` things each resample draws."""
+    return np.random.default_rng(count).integers(count, size=(RESAMPLES, count))
+
+
+def percentiles(values: Floats) -> Ends:
+    """Return the interval that holds LEVEL of the values."""
+    low, high = np.percentile(values, [50 * (1 - intervals.LEVEL), 50 * (1 + intervals.LEVEL)])
+    return float(low), float(high)
+
+
+ACCEPTANCE = {"jackknife t": jackknife, "bootstrap t": bootstrap_t, "percentile bootstrap": percentile}
+SPEEDUP = {
+    "rows and repeats t": rows_and_repeats,
+    "repeats t": repeats_alone,
+    "percentile bootstrap": percentile_of_both,
+}
+WALL = {"repeats t": wall, "percentile bootstrap": percentile_wall}
+
+
+def coverage(population: Population, studies: int, rows: int, repeats: int) -> dict[str, dict[str, float]]:
+    """Return the share of studies whose interval covers the truth, by figure and method."""
+    random = np.random.default_rng([rows, repeats])
+    length, rounds = truth(population)
+    found = simulate(population, random, studies, rows, repeats)
+    counts = list(zip(found.rounds_SN, found.accepted_SN, strict=True))
+    shares = {
+        "acceptance": {
+            name: covered(length, [of(*one, population.gamma) for one in counts]) for name, of in ACCEPTANCE.items()
+        }
+    }
+    if repeats < intervals.MIN_REPEATS:
+        return shares
+    times = list(zip(found.plain_SKN, found.fast_SKN, strict=True))
+    per_round = STEP * (NEW_TOKENS - 1) / ROUND
+    walls = per_round / found.rounds_SN.max(1)  # of the rows that were drawn
+    shares["speedup"] = {name: covered(per_round / rounds, [of(*one) for one in times]) for name, of in SPEEDUP.items()}
+    shares["speedup_wall"] = {name: covered(walls, [of(*one) for one in times]) for name, of in WALL.items()}
+    return shares
+
+
+@cache
+def truth(population: Population) -> tuple[float, float]:
+    """Return the acceptance length and the rounds of a row, over many rows."""
+    found = simulate(population, np.random.default_rng(0), MANY, 8, 1)
+    return 1 + float(found.accepted_SN.sum() / found.rounds_SN.sum()), float(found.rounds_SN.mean())
+
+
+def covered(true: float | Floats, found: list[Ends]) -> float:
+    """Return the share of intervals that hold the true value."""
+    low, high = np.array(found).T
+    return float(np.mean((low <= true) & (true <= high)))
+
+
+def alarms(population: Population, studies: int, rows: int, repeats: int) -> dict[str, float]:
+    """Return the share of comparisons of two equal settings that call their speedups different."""
+    random = np.random.default_rng([rows, repeats, 1])
+    a, b = (simulate(population, random, studies, rows, repeats) for _ in range(2))
+    again = b._replace(fast_SKN=b.fast_SKN / b.rounds_SN[:, None] * a.rounds_SN[:, None])
+    shares = {}
+    for name, other in (("the same prompts", again), ("other prompts", b)):
+        wrong = 0
+        for times in zip(a.plain_SKN, a.fast_SKN, other.plain_SKN, other.fast_SKN, strict=True):
+            first, second = intervals.speedup(*times[:2]), intervals.speedup(*times[2:])
+            assert first
+            assert second
+            change, parts = intervals.difference(first, second, is_paired=other is again)
+            wrong += abs(change) > intervals.half_width(parts)
+        shares[name] = wrong / studies
+    return shares
+
+
+def page(studies: int) -> str:
+    """Simulate everything, and return the page."""
+    acceptance, speedup, alarm = [], [], []
+    for (name, population), rows in product(POPULATIONS.items(), ROWS):
+        for repeats in REPEATS:
+            found = coverage(population, studies, rows, repeats)
+            if repeats == 1:
+                acceptance.append([name, rows, *map(percent, found["acceptance"].values())])
+                continue
+            both = [*found["speedup"].values(), *found["speedup_wall"].values()]
+            speedup.append([name, rows, repeats, *map(percent, both)])
+            alarm.append([name, rows, repeats, *map(percent, alarms(population, studies, rows, repeats).values())])
+    columns = ["documents", "rows"]
+    chosen = [float(row[at][:-1]) for table, at in ((acceptance, 2), (speedup, 3), (speedup, 6)) for row in table]
+    return PAGE.format(
+        studies=studies,
+        least=min(chosen),
+        most=max(chosen),
+        alarms=max(float(share[:-1]) for row in alarm for share in row[3:]),
+        min_rows=intervals.MIN_ROWS,
+        min_repeats=intervals.MIN_REPEATS,
+        acceptance=markdown_table([*columns, *ACCEPTANCE], acceptance),
+        speedup=markdown_table(
+            [*columns, "repeats", *(f"speedup: {of}" for of in SPEEDUP), *(f"wall: {of}" for of in WALL)], speedup
+        ),
+        alarm=markdown_table([*columns, "repeats", "the same prompts", "other prompts"], alarm),
+    )
+
+
+def percent(value: float) -> str:
+    """Return a share as it is printed."""
+    return f"{value:.1%}"
+
+
+PAGE = """# How sure a figure is
+
+In {studies:,} simulated studies of each kind, the 95% intervals of a run cover the truth in {least:.1f}% to
+{most:.1f}%. Comparisons of two equal settings call them different in at most {alarms:.1f}%.
+
+`python benchmarks/intervals.py` makes this page. It needs no model: a study is drawn from a population of documents
+whose truth is known. The first column names the population. Documents differ in alpha. All rows of a repeat share the
+noise of its times, which is skewed: the log of a pass's time follows a gamma distribution of shape 3.
+In `magicdec/measure/intervals.py`:
+
+- **Acceptance**: rows are documents, and tokens of one document are not independent. The jackknife over rows gives the
+  standard error of the logit of the rate, and Student's t the interval. At least {min_rows} rows.
+- **`speedup`**: the log of the ratio of mean times per token. Its error is that of the rows, by the jackknife, and that
+  of the repeats; Welch's and Satterthwaite's rule gives the degrees of freedom. At least {min_rows} rows and
+  {min_repeats} repeats: one repeat does not tell a slow minute from a slow draft.
+- **`speedup_wall`**: the interval is over repeats, and is about the batches that were measured. A batch waits for its
+  slowest row; how slow that is among other documents cannot be told from one batch. At least {min_repeats} repeats.
+
+## Acceptance
+
+The first method is the one that runs use. The acceptance rate, the acceptance length and alpha have the same coverage,
+because each is a function of the others where gamma is fixed. Repeats decode the same tokens and add nothing.
+
+{acceptance}
+A percentile bootstrap of few rows covers too little.
+
+## Speedups
+
+The first method of each speedup is the one that runs use.
+
+{speedup}
+Repeats alone do not tell how much other documents would change `speedup`.
+
+## False alarms
+
+Shares of comparisons of two runs of equal settings that call their `speedup` different.
+
+{alarm}
+The simulation has no noise that lasts for a whole run.
+"""
+
+
+def main() -> None:
+    """Write the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a tenth of the studies; print the page")
+    if parser.parse_args().quick:
+        print(page(STUDIES // 10))
+    else:
+        (RESULTS / "intervals.md").write_text(page(STUDIES))
+
+
+if __name__ == "__main__":
+    main()

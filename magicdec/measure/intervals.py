@@ -1,0 +1,156 @@
+"""95% intervals of a run's figures that hold with few rows and few repeats.
+
+N rows, K repeats. The error of a figure has up to two parts: the choice of rows, which is estimated by a jackknife, and
+the noise of repeats, which all rows of a repeat share. The interval is Student's t with the degrees of freedom of both
+parts (Welch and Satterthwaite), on a scale on which errors are about symmetric: the logit of a share, the log of a
+speedup. docs/results/intervals.md shows how often the intervals of this and of other methods cover the truth.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import cache
+from math import exp, log, pi, sqrt, tan
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from magicdec.costmodel.speedup import alpha_of_rounds
+
+LEVEL = 0.95
+MIN_ROWS, MIN_REPEATS = 4, 3  # with fewer there is no interval
+Floats = NDArray[np.float64]
+Rounds = Mapping[tuple[int, int], int]  # number of a row's rounds by proposed and accepted tokens
+NONE = np.empty(0)
+
+
+class Part(NamedTuple):
+    """One source of a figure's error."""
+
+    variance: float
+    freedom: int  # degrees of freedom
+
+
+class Estimate(NamedTuple):
+    """A figure on its scale, and what its error is estimated from."""
+
+    value: float
+    rows_N: Floats = NONE  # by how much the figure changes without each row; none if the rows are given
+    repeats_K: Floats = NONE  # the figure of each repeat; none if it does not depend on time
+
+    @property
+    def parts(self) -> list[Part]:
+        """Return the sources of the error."""
+        rows, repeats = len(self.rows_N), len(self.repeats_K)
+        of_rows = [Part((rows - 1) * float(np.var(self.rows_N)), rows - 1)] if rows else []
+        return of_rows + ([Part(float(np.var(self.repeats_K)) / (repeats - 1), repeats - 1)] if repeats else [])
+
+    @property
+    def ends(self) -> tuple[float, float]:
+        """Return the low and the high end of the interval, on the figure's scale."""
+        half = half_width(self.parts)
+        return self.value - half, self.value + half
+
+
+def half_width(parts: Sequence[Part]) -> float:
+    """Return half the width of the interval of a figure whose error has these parts."""
+    total = sum(part.variance for part in parts)
+    if total == 0:
+        return 0.0
+    freedom = total**2 / sum(part.variance**2 / part.freedom for part in parts)
+    return t_quantile(round(freedom, 2)) * sqrt(total)
+
+
+@cache
+def t_quantile(freedom: float) -> float:
+    """Return the value that the size of Student's t exceeds with probability 1 - LEVEL. With t = sqrt(freedom) tan(a),
+    the density of a is proportional to cos(a)^(freedom - 1).
+    """
+    angles = np.linspace(0, pi / 2, 20_001)
+    density = np.cos(angles) ** (freedom - 1)
+    mass = np.cumsum(density[1:] + density[:-1])
+    return sqrt(freedom) * tan(float(np.interp(LEVEL * mass[-1], mass, angles[1:])))
+
+
+def acceptance_intervals(rows: Sequence[Rounds]) -> dict[str, list[float]]:
+    """Return the intervals of the acceptance rate, the acceptance length and alpha; {} where there are none."""
+    counts = [[sum(n * x for (_, x), n in row.items()), sum(n * x for (x, _), n in row.items())] for row in rows]
+    rounds = np.array([sum(row.values()) for row in rows], dtype=np.float64)
+    accepted, proposed = np.array(counts, dtype=np.float64).reshape(-1, 2).T
+    rate = share(accepted, proposed)
+    if rate is None:
+        return {}
+    gamma = proposed.sum() / rounds.sum()  # the mean, if it varies
+    filled = share(accepted, gamma * rounds)
+    by_gamma: Counter[int] = Counter()
+    for row in rows:
+        for (size, _), number in row.items():
+            by_gamma[size] += number
+    lengths = [1 + gamma * from_logit(end) for end in filled.ends] if filled else []
+    return {
+        "acceptance_rate_ci95": [from_logit(end) for end in rate.ends],
+        "acceptance_length_ci95": lengths,
+        "alpha_ci95": [alpha_of_rounds(length, by_gamma) for length in lengths],
+    }
+
+
+def share(accepted_N: ArrayLike, possible_N: ArrayLike) -> Estimate | None:
+    """Return the logit of accepted / possible tokens over all rows. Return None for too few rows that have possible
+    tokens, and where all or none are accepted.
+    """
+    accepted, possible = (np.asarray(values, dtype=np.float64) for values in (accepted_N, possible_N))
+    accepted, possible = accepted[possible > 0], possible[possible > 0]
+    total = possible.sum()
+    if len(possible) < MIN_ROWS or not 0 < accepted.sum() < total:
+        return None
+    rate = accepted.sum() / total
+    changes_N = (rate * possible - accepted) / (total - possible)
+    return Estimate(log(rate / (1 - rate)), changes_N / (rate * (1 - rate)))
+
+
+def from_logit(value: float) -> float:
+    """Return the share whose logit is `value`."""
+    return 1 / (1 + exp(-value))
+
+
+def speedup_intervals(
+    plain_KN: ArrayLike, fast_KN: ArrayLike, plain_K: ArrayLike, fast_K: ArrayLike
+) -> dict[str, list[float]]:
+    """Return the intervals of both speedups, from each row's time per token and from the times to decode the batches;
+    {} where there are none.
+    """
+    found = {"speedup_ci95": speedup(plain_KN, fast_KN), "speedup_wall_ci95": speedup_wall(plain_K, fast_K)}
+    return {name: [exp(end) for end in one.ends] for name, one in found.items() if one}
+
+
+def speedup(plain_KN: ArrayLike, fast_KN: ArrayLike) -> Estimate | None:
+    """Return the log of the ratio of the rows' mean times per token; None for too few rows or repeats."""
+    plain, fast = (np.asarray(times, dtype=np.float64) for times in (plain_KN, fast_KN))
+    if plain.ndim != 2 or plain.shape[0] < MIN_REPEATS or plain.shape[1] < MIN_ROWS:
+        return None
+    repeats_K = np.log(plain.sum(1) / fast.sum(1))
+    without_KN = np.log((plain.sum(1, keepdims=True) - plain) / (fast.sum(1, keepdims=True) - fast))
+    return Estimate(float(repeats_K.mean()), (without_KN - repeats_K[:, None]).mean(0), repeats_K)
+
+
+def speedup_wall(plain_K: ArrayLike, fast_K: ArrayLike) -> Estimate | None:
+    """Return the log of the ratio of the times that the same batches take; None for too few repeats or no times.
+
+    A batch waits for its slowest row, and one batch does not tell how slow the slowest row of another is. The rows are
+    taken as given: the interval is about these batches.
+    """
+    plain, fast = (np.asarray(times, dtype=np.float64) for times in (plain_K, fast_K))
+    if len(plain) < MIN_REPEATS or not (plain.all() and fast.all()):  # every row ended at its first token
+        return None
+    repeats_K = np.log(plain / fast)
+    return Estimate(float(repeats_K.mean()), repeats_K=repeats_K)
+
+
+def difference(a: Estimate, b: Estimate, is_paired: bool) -> tuple[float, list[Part]]:
+    """Return b - a and the parts of its error. Rows are pairs where both runs have decoded the same prompts."""
+    repeats = [part for one in (a, b) for part in one._replace(rows_N=NONE).parts]
+    if is_paired and len(a.rows_N) == len(b.rows_N):
+        rows = Estimate(0.0, b.rows_N - a.rows_N).parts
+    else:
+        rows = [part for one in (a, b) for part in one._replace(repeats_K=NONE).parts]
+    return b.value - a.value, rows + repeats
