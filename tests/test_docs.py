@@ -110,7 +110,7 @@ DEFINED = re.findall(r"`([\w/<>.-]+)`", (ROOT / "docs/reference/metrics.md").rea
 PATTERNS = [
     re.compile(re.sub(r"<\w+>", lambda found: r"\d+" if found[0] == "<i>" else r"[\w/.]+", name)) for name in DEFINED
 ]
-SMALL = ["batch.size=2", "batch.context_len=64", "batch.generate_len=8", "cache.budget=16", "scenario.repeats=2"]
+SMALL = ["batch.size=4", "batch.context_len=64", "batch.generate_len=8", "cache.budget=16", "scenario.repeats=3"]
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ SMALL = ["batch.size=2", "batch.context_len=64", "batch.generate_len=8", "cache.
         [
             *SMALL[:4],
             "scenario=serve",
-            "scenario.num_requests=2",
+            "scenario.num_requests=4",
             "scenario.latency_ms=9",
             "scenario.concurrencies=[2]",
         ],

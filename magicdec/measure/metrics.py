@@ -10,12 +10,15 @@ from statistics import fmean, median
 from typing import Any, NamedTuple
 
 import torch
+from numpy import transpose
 
 from magicdec.costmodel.speedup import alpha_of_rounds
 from magicdec.decoding.state import INACTIVE
 from magicdec.engine.decoder import Generation
+from magicdec.measure.intervals import acceptance_intervals, speedup_intervals
 
-Metrics = dict[str, float | int | str | bool | None]
+Metrics = dict[str, Any]  # numbers, words, true and false, None; [low, high] of an interval
+Passes = Sequence[Sequence[Generation]]  # of one way: a generation of every batch, in every repeat
 
 
 class Rounds(Counter[tuple[int, int]]):
@@ -105,6 +108,25 @@ def acceptance(rounds: Rounds) -> Metrics:
     return metrics
 
 
+def interval_metrics(autoregressive: Passes, speculative: Passes) -> Metrics:
+    """Return the 95% intervals of acceptance and of both speedups, under the names of the figures and `_ci95`."""
+    rounds = zip(*([row for g in one for row in rounds_of_rows(g)] for one in speculative), strict=True)
+    found: Metrics = {**acceptance_intervals([sum(row, Counter()) for row in rounds])}
+    rows = zip(times_by_row(autoregressive), times_by_row(speculative), strict=True)
+    decoded = [row for row in rows if all(time.decoded for way in row for time in way)]
+    per_token = [[[time.decode / time.decoded for time in way] for way in ways] for ways in zip(*decoded, strict=True)]
+    walls = [
+        [speed_metrics([row_times(g, 0.0) for g in one])["decode_s"] for one in way]
+        for way in (autoregressive, speculative)
+    ]
+    return found | speedup_intervals(*map(transpose, per_token or ([], [])), *walls)
+
+
+def times_by_row(passes: Passes) -> list[tuple[RowTimes, ...]]:
+    """Return the times of each row in every repeat, without the prefill."""
+    return list(zip(*([row for g in one for row in row_times(g, 0.0)] for one in passes), strict=True))
+
+
 def is_whole(proposed: Any, accepted: Any, committed: Any, at_limit: Any) -> Any:
     """Return whether a row's round counts for acceptance; the arguments are numbers or tensors of one shape.
 
@@ -116,12 +138,18 @@ def is_whole(proposed: Any, accepted: Any, committed: Any, at_limit: Any) -> Any
 
 
 def rounds_of(generation: Generation) -> Rounds:
-    """Return the rounds (R, B) of a generation that count for acceptance."""
+    """Return the rounds of a generation that count for acceptance."""
+    return Rounds(sum(rounds_of_rows(generation), Counter()))
+
+
+def rounds_of_rows(generation: Generation) -> list[Rounds]:
+    """Return the rounds (R, B) of each row that count for acceptance."""
     accepted_RB, committed_RB = generation.accepted_RB, generation.committed_RB
     proposed_RB = torch.tensor(generation.gammas, dtype=torch.int64)[:, None].expand_as(accepted_RB)
     at_limit_B = 1 + committed_RB.sum(0) == generation.generate_len
     counted_RB = (accepted_RB != INACTIVE) & is_whole(proposed_RB, accepted_RB, committed_RB, at_limit_B)
-    return Rounds(zip(proposed_RB[counted_RB].tolist(), accepted_RB[counted_RB].tolist(), strict=True))
+    rows = zip(proposed_RB.T, accepted_RB.T, counted_RB.T, strict=True)
+    return [Rounds(zip(proposed[c].tolist(), accepted[c].tolist(), strict=True)) for proposed, accepted, c in rows]
 
 
 def rounds_by_row(generation: Generation) -> list[list[tuple[int, int]]]:

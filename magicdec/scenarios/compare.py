@@ -1,7 +1,8 @@
 """The default scenario: the same prompts autoregressively and speculatively, paired, audited and profiled."""
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from statistics import fmean
 
 from magicdec.config.schema import Compare
@@ -83,15 +84,18 @@ def run(plan: Plan, progress: Progress) -> Outcome:
             verdict = verdict + found if verdict else found
         if start + rows < len(prompts.tokens):  # the last one is profiled below
             batch.close()  # or the caches of two batches would be held at once
-    outputs = passes[0].outputs(prompts)
+    speculative = [generation for one in passes for generation in one.speculative]
+    ways = {"autoregressive": [one.autoregressive for one in passes]}
+    ways |= {"speculative": [one.speculative for one in passes]} if speculative else {}
+    outputs = replace(passes[0].outputs(prompts), decode_s=_decode_seconds(ways))
     results: Metrics = {**prompts.facts, "output/fingerprint": outputs.fingerprint}
     results |= {"device": plan.device_name, "prefill/shared": num_shared > 0, **plan.sources} | gpu.metrics()
     plain = [_speed(one.autoregressive, prefill_seconds) for one in passes]
     results |= speeds(plain, [_speed(one.speculative, prefill_seconds) for one in passes if one.speculative])
-    speculative = [generation for one in passes for generation in one.speculative]
     gamma = metrics.usual_gamma(speculative) or plan.config.gammas[-1]  # where every row ended at its first token
     if speculative:
         results |= metrics.acceptance_metrics(speculative) | {"gamma": gamma}
+        results |= metrics.interval_metrics(**ways)
         results["acceptance/source"] = "measured" if config.draft.synthetic_acceptance is None else "synthetic"
         results |= lossless(plan, outputs.autoregressive, outputs.speculative, verdict)
     if config.draft.synthetic_acceptance is None:  # otherwise what is written means nothing
@@ -133,6 +137,12 @@ def _generate(decoder: Decoder, draft: Draft | None, progress: Progress) -> Gene
 
 def _speed(batches: list[Generation], prefill_seconds: list[float]) -> dict[str, float]:
     return metrics.speed_metrics([metrics.row_times(g, s) for g, s in zip(batches, prefill_seconds, strict=True)])
+
+
+def _decode_seconds(ways: Mapping[str, metrics.Passes]) -> list[dict[str, list[float]]]:
+    """Return the seconds that each row took in every repeat, by way."""
+    rows = zip(*(metrics.times_by_row(way) for way in ways.values()), strict=True)
+    return [{way: [time.decode for time in times] for way, times in zip(ways, row, strict=True)} for row in rows]
 
 
 def _formula(plan: Plan, results: Metrics, gamma: int) -> Metrics:

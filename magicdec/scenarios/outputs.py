@@ -65,6 +65,7 @@ class Outputs:
     autoregressive: list[list[int]]
     speculative: list[list[int]] = field(default_factory=list)  # empty without a draft
     rounds: list[list[tuple[int, int]]] = field(default_factory=list)  # proposed and accepted; empty if not known
+    decode_s: list[dict[str, list[float]]] = field(default_factory=list)  # by way, of every repeat; empty if not known
 
     @property
     def fingerprint(self) -> str:
@@ -78,6 +79,7 @@ class Outputs:
             speculative = self.speculative[index] if self.speculative else None
             row = {"row": index, "context_len": len(prompt), "autoregressive": tokens, "speculative": speculative}
             row |= {"rounds": self.rounds[index]} if self.rounds else {}
+            row |= {"decode_s": self.decode_s[index]} if self.decode_s else {}
             row |= {"answers": self.prompts.answers[index]} if self.prompts.answers else {}
             rows.append(row | {"prompt": prompt} if save_prompts else row)
         return rows

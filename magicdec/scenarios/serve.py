@@ -19,6 +19,7 @@ from magicdec.data.tokenizer import load_tokenizer
 from magicdec.engine.native import NativeEngine
 from magicdec.errors import UserError, to_stderr
 from magicdec.measure import memory
+from magicdec.measure.intervals import acceptance_intervals
 from magicdec.measure.metrics import Metrics, Rounds, acceptance
 from magicdec.planning import build
 from magicdec.planning.resolve import Plan, resolve
@@ -170,7 +171,8 @@ def _level_metrics(measured: Mapping[str, tuple[list[Request], float]], plan: Pl
     for request in fast[0]:
         rounds.update(request.rounds)
     before, after = ([request.tokens for request in requests] for requests, _ in (plain, fast))
-    return result | acceptance(rounds) | lossless(plan, before, after)
+    result |= acceptance(rounds) | acceptance_intervals([request.rounds for request in fast[0]])
+    return result | lossless(plan, before, after)
 
 
 def _memory(slots: Slots, peak: memory.Peak) -> Metrics:

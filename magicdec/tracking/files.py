@@ -133,6 +133,7 @@ class Generation(TypedDict):
     autoregressive: NotRequired[list[int] | None]
     speculative: NotRequired[list[int] | None]
     rounds: NotRequired[list[tuple[Count, Count]] | None]  # proposed and accepted tokens
+    decode_s: NotRequired[dict[str, list[float]]]  # by way: seconds from the first to the last token, of every repeat
 
 
 @typed

@@ -140,7 +140,8 @@ def _verdict(config: Mapping[str, Any], metrics: Metrics) -> Iterator[tuple[str,
     mark = ["synthetic"] if metrics.get("acceptance/source") == "synthetic" else []
     if speedup := _number(metrics.get("speedup")):
         wall, spread = _number(metrics.get("speedup_wall")), _number(metrics.get("speedup_spread"))
-        text = Text(both_speedups(speedup, wall))
+        both = (_interval(metrics, key, "{:.2f}") for key in ("speedup", "speedup_wall"))
+        text = Text(both_speedups(speedup, wall, *both))
         for one in filter(None, (speedup, wall)):
             text.highlight_regex(f"{one:.2f}x", FASTER if one > 1 else SLOWER)
         details = [*mark, *([] if speedup > 1 else ["slower than autoregressive"])]
@@ -150,12 +151,22 @@ def _verdict(config: Mapping[str, Any], metrics: Metrics) -> Iterator[tuple[str,
     if (rate := _number(metrics.get("acceptance_rate"))) is not None:
         positions = [f"{metrics[key]:.0%}" for key in metrics if key.startswith("acceptance_rate/position_")]
         by_position = [f"by position {' '.join(positions)}"] if len(positions) > 1 else []
-        yield "acceptance rate", Text(", ".join([f"{rate:.1%} of proposals", *mark, *by_position]))
+        share = f"{rate:.1%}{_interval(metrics, 'acceptance_rate', '{:.1%}')} of proposals"
+        yield "acceptance rate", Text(", ".join([share, *mark, *by_position]))
     if length := three_digits(metrics.get("acceptance_length")):
         most = sum(key.startswith("acceptance_rate/position_") for key in metrics) + 1
-        yield "acceptance length", Text(f"{length} tokens per round, of at most {most}")
+        ends = _interval(metrics, "acceptance_length", "{:.2f}")
+        yield "acceptance length", Text(f"{length}{ends} tokens per round, of at most {most}")
+    if any(key.endswith("_ci95") for key in metrics):
+        yield "in brackets", Text("95% intervals over rows and repeats, of the speedup per batch over repeats")
     if "lossless/identical" in metrics:
         yield "lossless", losslessness(config, metrics)
+
+
+def _interval(metrics: Metrics, key: str, form: str) -> str:
+    """Return the interval of a figure as it is printed, after a blank; "" if there is none."""
+    ends = metrics.get(f"{key}_ci95")
+    return f" [{', '.join(map(form.format, ends))}]" if ends else ""
 
 
 def losslessness(config: Mapping[str, Any], metrics: Metrics) -> Text:

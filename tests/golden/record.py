@@ -59,6 +59,7 @@ CASES = {
     "serve": f"{SELF} scenario=serve scenario.concurrencies=[1,2] scenario.num_requests=4",
     "serve sampled": f"{SELF} draft=model sampling=sample scenario=serve scenario.concurrencies=[2]",
     "sweep": f"{SELF} -m cache.budget=16,24",
+    "intervals": f"{SELF} batch.size=4 scenario.repeats=3",
     "predict": f"scenario=predict {LLAMA} cache.budget=512",
     "predict unknown": f"scenario=predict {LLAMA} cache=quest cache.budget=700",
     "predict alpha": f"scenario=predict {LLAMA} draft=model target@draft.model=llama-3.2-1b scenario.alpha=0.8",
@@ -70,7 +71,7 @@ FAST = ("streaming", "sampled model", "predict", "refused: cache=steaming")  # i
 # Results that depend on neither machine nor time; in a run that predicts, the predictions too. Another processor rounds
 # logit gaps and z-scores differently.
 KEPT = (
-    r"(status|id|attempt|device|gamma|alpha)$|(acceptance|data|output|weights)[/_]|.*/accuracy$|lossless/(?!.*(gap|z_score))|"
+    r"(status|id|attempt|device|gamma|alpha|alpha_ci95)$|(acceptance|data|output|weights)[/_]|.*/accuracy$|lossless/(?!.*(gap|z_score))|"
     r"memory/\w+_kv_gib"
 )
 PREDICTED = rf"{KEPT}|(predicted|published)/"
@@ -104,7 +105,8 @@ def _run(folder: Path) -> Iterator[tuple[str, Any]]:
         rows = [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
         keys = list(dict.fromkeys(key for row in rows for key in row))
         yield name, f"{len(rows)} x {' '.join(keys)}"
-        for key in keys if predicts or name != "history" else ():
+        hashed = [key for key in keys if key != "decode_s"]  # which are times
+        for key in hashed if predicts or name != "history" else ():
             column = json.dumps([_rounded(row.get(key)) for row in rows])
             yield f"{name}, {key}", column if predicts else hashlib.sha256(column.encode()).hexdigest()[:12]
 
@@ -118,6 +120,8 @@ def _flat(key: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _rounded(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_rounded(one) for one in value]
     return float(f"{value:.6g}") if isinstance(value, float) else value
 
 

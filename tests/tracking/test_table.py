@@ -43,6 +43,17 @@ def test_figures_of_both_ways():
     assert (per_row, per_batch) == pytest.approx((18.4 / 9.81, 1.17 / 0.682), abs=0.01)
 
 
+def test_intervals_are_next_to_their_figures():
+    ends = {"speedup": [1.8, 1.961], "speedup_wall": [1.65, 1.8], "acceptance_rate": [0.7, 0.75]}
+    ends |= {"acceptance_length": [3.6, 4.1], "alpha": [0.8, 0.9]}
+    text = printed(metrics=METRICS | {f"{name}_ci95": pair for name, pair in ends.items()}, width=100)
+    assert "1.88x [1.80, 1.96] per row and 1.71x [1.65, 1.80] per batch, spread" in text
+    assert "72.3% [70.0%, 75.0%] of proposals" in text
+    assert "3.89 [3.60, 4.10] tokens per round" in text
+    assert "in brackets       95% intervals" in text
+    assert "in brackets" not in printed()
+
+
 @pytest.mark.parametrize(
     "line",
     [
