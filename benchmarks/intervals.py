@@ -209,8 +209,8 @@ def alarms(population: Population, studies: int, rows: int, repeats: int) -> dic
             first, second = intervals.speedup(*times[:2]), intervals.speedup(*times[2:])
             assert first
             assert second
-            change, parts = intervals.difference(first, second, is_paired=other is again)
-            wrong += abs(change) > intervals.half_width(parts)
+            change = intervals.difference(first, second, is_paired=other is again)
+            wrong += abs(change.value) > change.half_width()
         shares[name] = wrong / studies
     return shares
 

@@ -146,11 +146,34 @@ def speedup_wall(plain_K: ArrayLike, fast_K: ArrayLike) -> Estimate | None:
     return Estimate(float(repeats_K.mean()), repeats_K=repeats_K)
 
 
-def difference(a: Estimate, b: Estimate, is_paired: bool) -> tuple[float, list[Part]]:
-    """Return b - a and the parts of its error. Rows are pairs where both runs have decoded the same prompts."""
+def log_ratio(above_N: ArrayLike, below_N: ArrayLike) -> Estimate | None:
+    """Return the log of the ratio of two sums over rows; None for too few rows with anything below."""
+    above, below = (np.asarray(values, dtype=np.float64) for values in (above_N, below_N))
+    above, below = above[below > 0], below[below > 0]
+    if len(below) < MIN_ROWS:
+        return None
+    value = log(above.sum() / below.sum())
+    return Estimate(value, np.log((above.sum() - above) / (below.sum() - below)) - value)
+
+
+class Difference(NamedTuple):
+    """The difference of two estimates, and the parts of its error."""
+
+    value: float
+    rows: list[Part]
+    repeats: list[Part]
+
+    def half_width(self, more: int = 0) -> float:
+        """Return half the width of its interval, as expected after so many more repeats of both."""
+        longer = [Part(variance * (free + 1) / (free + 1 + more), free + more) for variance, free in self.repeats]
+        return half_width(self.rows + longer)
+
+
+def difference(a: Estimate, b: Estimate, is_paired: bool) -> Difference:
+    """Return b - a. Rows are pairs where both runs have decoded the same prompts."""
     repeats = [part for one in (a, b) for part in one._replace(rows_N=NONE).parts]
     if is_paired and len(a.rows_N) == len(b.rows_N):
         rows = Estimate(0.0, b.rows_N - a.rows_N).parts
     else:
         rows = [part for one in (a, b) for part in one._replace(repeats_K=NONE).parts]
-    return b.value - a.value, rows + repeats
+    return Difference(b.value - a.value, rows, repeats)

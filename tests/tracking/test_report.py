@@ -560,3 +560,43 @@ def test_no_broken_run_hides_the_others(report, tmp_path):
         assert code == 0
         assert {"64", "128"} <= set(out.split())
     json.loads(re.search(r"<script[^>]*json[^>]*>(.*?)</script>", (tmp_path / "page.html").read_text(), re.S)[1])
+
+
+def write_generations(folder, slowness, accepted=(1, 2, 0, 2), repeats=3):
+    """Four rows of three rounds of gamma 2, whose repeats take `slowness` times as long as the first."""
+    lines = []
+    for row, number in enumerate(accepted):
+        times = {"autoregressive": [4.0] * repeats, "speculative": [(3 - number / 2) * s for s in slowness[:repeats]]}
+        line = {"row": row, "autoregressive": [5] * 8, "speculative": [5] * 8, "decode_s": times}
+        lines.append(json.dumps(line | {"rounds": [[2, number]] * 3}))
+    (folder / "generations.jsonl").write_text("\n".join(lines))
+
+
+@pytest.mark.parametrize(
+    ("slowness", "told"),
+    [
+        (
+            (1.0, 1.01, 1.02),
+            "speedup: changes by -2.2% to +2.3%, within noise; 100 more repeats of both would not tell",
+        ),
+        ((1.5, 1.51, 1.52), "speedup: changes by -34.5% to -31.7%, more than noise"),
+        ((1.01, 1.06, 1.07), "within noise; about 3 more repeats of both would tell"),
+    ],
+)
+def test_a_change_within_noise_is_called_that(report, tmp_path, slowness, told):
+    for name, times in (("aaa1", (1.0, 1.01, 1.02)), ("bbb2", slowness)):
+        metrics = {"speedup": 1.5, "speedup_wall": 1.2, "acceptance_length": 2.2, "data/fingerprint": "f"}
+        write_run(tmp_path, name, {"batch.size": 4}, metrics)
+        write_generations(tmp_path / name, times)
+    _, out, _ = report("compare", "aaa", "bbb", "--runs-dir", tmp_path, runs=None)
+    assert told in out
+    assert "acceptance_length: the same" in out
+
+
+def test_two_repeats_do_not_tell_noise(report, tmp_path):
+    for name, rows in (("aaa1", (1, 2, 0, 2)), ("bbb2", (2, 1, 2, 0))):
+        write_run(tmp_path, name, {"batch.size": 4}, {"speedup": 1.5, "acceptance_length": 2.2})
+        write_generations(tmp_path / name, (1.0, 1.1), rows, repeats=2)
+    _, out, _ = report("compare", "aaa", "bbb", "--runs-dir", tmp_path, runs=None)
+    assert "speedup: whether the change is noise takes at least 4 rows and 3 repeats" in out
+    assert "within noise; more repeats would not tell, more rows might" in out

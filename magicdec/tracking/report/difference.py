@@ -11,6 +11,7 @@ from magicdec.tracking.reader import BASELINE, NOISY, noise
 from magicdec.tracking.report.query import MAIN_METRICS
 from magicdec.tracking.report.rows import FACTS, Row, is_setting, keys_of
 from magicdec.tracking.report.terminal import PREDICTED, marked
+from magicdec.tracking.report.verdict import verdicts
 from magicdec.tracking.store import counted
 from magicdec.tracking.table import SPEEDS, STEPS, WAYS
 
@@ -59,11 +60,14 @@ def difference_table(a: Row, b: Row, everything: bool = False) -> RenderableType
             change = _change(key, a.get(key), b.get(key)) if part is parts[-1] else ""
             table.add_row(key, marked(a, key), marked(b, key), change)
         table.add_section()
+    noise_or_not = Text("\n".join(verdicts(a, b)))
     doubts = [*_doubts(a, b, settings, facts)]
     notes = list(_notes(a, b, settings))
     if left_out:
         notes.append(f"{counted(left_out, 'more key')} differ{'s' if left_out == 1 else ''}; --all for everything")
-    return Group(table, *(Text(line, style="yellow") for line in doubts), Text("\n".join(notes), style="dim"))
+    return Group(
+        table, noise_or_not, *(Text(line, style="yellow") for line in doubts), Text("\n".join(notes), style="dim")
+    )
 
 
 def _doubts(a: Row, b: Row, settings: list[str], facts: list[str]) -> Iterator[str]:
