@@ -21,8 +21,8 @@ def warning(setup: Setup, gammas: Sequence[int], curves: Curves, alpha: float | 
     """Return a warning if a run is predicted below 1x at its best gamma, or never to pay; else None."""
     prediction = predict(setup, gammas, alpha, curves)
     best = prediction.best
-    hopeless = best.speedup is None and best.break_even_alpha is None
-    return verdict(prediction) if hopeless or (best.speedup is not None and best.speedup < 1.0) else None
+    pays = best.break_even_alpha is not None if best.speedup is None else best.speedup >= 1.0
+    return None if pays else verdict(prediction)
 
 
 def predicted_metrics(

@@ -53,7 +53,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Plans:
+class Ranking:
     """The outcome of a search."""
 
     ranked: tuple[Candidate, ...]  # within memory and latency, the highest throughput first
@@ -71,7 +71,7 @@ def search(
     gammas: Sequence[int] = GAMMAS,
     latency_ms: float | None = None,
     generate_len: int = 0,
-) -> Plans:
+) -> Ranking:
     """Rank configurations of `setup`'s target, machine and context.
 
     `drafts` and `caches`, at any budget, are those to search; empty: those of `setup`. `latency_ms` bounds the time per
@@ -79,27 +79,27 @@ def search(
     bound.
     """
     drafts, caches = tuple(drafts) or (setup.draft,), tuple(caches) or (setup.cache,)
-    plans: list[Candidate] = []
+    found: list[Candidate] = []
     unknown: list[Prediction] = []
     too_large = 0
     for batch in batches or (setup.batch,):
         alone = setup.at(batch=batch, draft=DRAFTS["ngram"].facts())  # needs no memory of its own
         if predict(alone, (1,), generate_len=generate_len).fits:
-            plans.append(Candidate(alone, None, alone.target_time.total))
-        for candidate in _setups(setup.at(batch=batch), drafts, caches, curves):
-            prediction = predict(candidate, gammas, curves=curves, generate_len=generate_len)
+            found.append(Candidate(alone, None, alone.target_time.total))
+        for tried in _setups(setup.at(batch=batch), drafts, caches, curves):
+            prediction = predict(tried, gammas, curves=curves, generate_len=generate_len)
             if not prediction.fits:
                 too_large += 1
             elif prediction.estimate is None:
                 unknown.append(prediction)
             else:
-                plans.append(Candidate(candidate, prediction, prediction.best.time_per_token_s))
-    fast = [plan for plan in plans if latency_ms is None or 1e3 * plan.time_per_token_s <= latency_ms]
+                found.append(Candidate(tried, prediction, prediction.best.time_per_token_s))
+    fast = [one for one in found if latency_ms is None or 1e3 * one.time_per_token_s <= latency_ms]
     if not fast:
-        raise UserError(_nothing(setup, batches, plans, latency_ms))
-    ranked = sorted(fast, key=lambda plan: plan.tokens_per_second, reverse=True)
+        raise UserError(_nothing(setup, batches, found, latency_ms))
+    ranked = sorted(fast, key=lambda one: one.tokens_per_second, reverse=True)
     unknown.sort(key=lambda p: 2.0 if p.best.break_even_alpha is None else p.best.break_even_alpha)
-    return Plans(tuple(ranked), tuple(unknown), len(plans) - len(fast), too_large)
+    return Ranking(tuple(ranked), tuple(unknown), len(found) - len(fast), too_large)
 
 
 def _setups(
@@ -117,32 +117,32 @@ def _setups(
                     yield found.at(budget=budget)
 
 
-def _nothing(setup: Setup, batches: Sequence[int] | None, plans: Sequence[Candidate], latency_ms: float | None) -> str:
+def _nothing(setup: Setup, batches: Sequence[int] | None, found: Sequence[Candidate], latency_ms: float | None) -> str:
     smallest = min(batches or (setup.batch,))
-    if not plans:
+    if not found:
         return (
             f"batch.size={smallest} at batch.context_len={setup.context} does not fit into the memory of "
             f"hardware={setup.hardware.name}; take a smaller batch, a shorter context or more GPUs"
         )
-    fastest = min(1e3 * plan.time_per_token_s for plan in plans)
+    fastest = min(1e3 * one.time_per_token_s for one in found)
     return f"scenario.latency_ms={latency_ms}: the fastest plan takes {fastest:.1f} ms per token"
 
 
-def experiment_yaml(plan: Candidate, command: str) -> str:
-    """Return the plan as the text of a file in conf/experiment."""
-    setup, draft, cache = plan.setup, plan.setup.draft, plan.setup.cache
+def experiment_yaml(best: Candidate, command: str) -> str:
+    """Return a candidate as the text of a file in conf/experiment."""
+    setup, draft, cache = best.setup, best.setup.draft, best.setup.cache
     options = {"target": setup.target_name if option(setup.target_name) else "custom"}
-    options["draft"] = draft.name if plan.prediction else "none"
+    options["draft"] = draft.name if best.prediction else "none"
     is_own = is_own_path(setup.target_name, setup.target_path)
     values: dict[str, dict[str, Any]] = {} if is_own else {"target": {"path": setup.target_path}}
-    speed = f"{plan.tokens_per_second:,.0f} tokens/s"
+    speed = f"{best.tokens_per_second:,.0f} tokens/s"
     found = f"{speed}; no known draft is faster."
-    if plan.prediction and plan.prediction.estimate:
-        alpha, source, _ = plan.prediction.estimate
-        faster = both_speedups(plan.speedup, plan.speedup_wall)
+    if best.prediction and best.prediction.estimate:
+        alpha, source, _ = best.prediction.estimate
+        faster = both_speedups(best.speedup, best.speedup_wall)
         found = f"{faster} over autoregressive, {speed}; alpha {alpha:.2f} ({source})."
         options |= {"target@draft.model": draft.model.name} if draft.model else {}
-        values["draft"] = {"gamma": plan.gamma}
+        values["draft"] = {"gamma": best.gamma}
         values["draft"] |= {} if draft.tensor_parallel is None else {"tensor_parallel": draft.tensor_parallel}
         if draft.is_model:
             options["cache"] = cache.policy

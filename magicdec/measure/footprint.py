@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from typing_extensions import override
 
 from magicdec.attention.base import Shape
 from magicdec.attention.sdpa import SdpaAttention, SdpaPlan
@@ -149,8 +150,8 @@ class _FusedAttention(TorchFunctionMode):
 class UniformAttention(SdpaAttention):
     """A stand-in for any backend on a CPU, where lengths are read: rows of one length share the mask of a chunk."""
 
+    @override
     def plan(
         self, seqlens_B: Tensor, shape: Shape, window: int | None, positions_BKS: Tensor | None = None
     ) -> SdpaPlan:
-        """See Attention.plan."""
         return super().plan(seqlens_B if positions_BKS is not None else seqlens_B[:1], shape, window, positions_BKS)

@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from magicdec.config.schema import Config, Search
-from magicdec.costmodel.planner import FOUND_BY, Candidate, Plans, experiment_yaml, search
+from magicdec.costmodel.planner import FOUND_BY, Candidate, Ranking, experiment_yaml, search
 from magicdec.costmodel.round import Setup
 from magicdec.costmodel.summary import pays_from
 from magicdec.errors import UserError
@@ -22,7 +22,7 @@ from magicdec.tracking.store import shown
 
 EXPERIMENTS = Path("conf", "experiment")  # of the working directory: in a checkout its own, otherwise the user's
 CHOICES = ("draft", "cache")
-SHOWN = 12  # plans in the table
+SHOWN = 12  # candidates in the table
 SHOWN_UNKNOWN = 6  # configurations without a known acceptance
 
 
@@ -37,9 +37,9 @@ def prepare(config: Config) -> Plan:
 
 
 def run(plan: Plan, progress: Progress) -> Outcome:
-    """Search for a target, a machine and a context; a line of the history for every plan, the best first."""
+    """Search for a target, a machine and a context; a line of the history for every candidate, the best first."""
     config, scenario = plan.config, plan.config.settings(Search)
-    plans = search(
+    ranking = search(
         plan.setup(),
         curves(config),
         scenario.batch_sizes,
@@ -49,9 +49,9 @@ def run(plan: Plan, progress: Progress) -> Outcome:
         scenario.latency_ms,
         config.batch.generate_len,
     )
-    best = plans.ranked[0]
+    best = ranking.ranked[0]
     text = experiment_yaml(best, " ".join(["magicdec", *sys.argv[1:]]))
-    view: list[RenderableType] = [_view(plans)]
+    view: list[RenderableType] = [_view(ranking)]
     if scenario.save_as is not None:
         file = _experiment(scenario.save_as)
         try:
@@ -63,32 +63,32 @@ def run(plan: Plan, progress: Progress) -> Outcome:
     metrics = {"device": plan.device_name} | (best.prediction.metrics() if best.prediction else {})
     metrics |= {"predicted/tokens_per_second": best.tokens_per_second, "predicted/speedup": best.speedup}
     metrics["predicted/speedup_wall"] = best.speedup_wall
-    return Outcome(metrics, history=[_facts(one) for one in plans.ranked], view=Group(*view))
+    return Outcome(metrics, history=[_facts(one) for one in ranking.ranked], view=Group(*view))
 
 
 def _experiment(name: str) -> Path:
     return EXPERIMENTS / f"{name}.yaml"
 
 
-def _view(plans: Plans) -> Group:
+def _view(ranking: Ranking) -> Group:
     """Return what the terminal shows: the ranking, and what could not be ranked."""
     columns = ("batch", *CHOICES, "gamma", "tokens/s", "TPOT ms", "speedup")
     table = new_table(*columns, title="plans; speedups per row | per batch", num_words=2 + len(CHOICES))
     table.padding = (0, 1, 0, 0)  # to fit into 80 columns
-    for one in plans.ranked[:SHOWN]:
+    for one in ranking.ranked[:SHOWN]:
         chosen = (*_choices(one.setup), str(one.gamma)) if one.prediction else ("none", "", "")
         rates = f"{one.tokens_per_second:,.0f}", f"{1e3 * one.time_per_token_s:.1f}"
         speedups = " | ".join(f"{speedup:.2f}x" for speedup in (one.speedup, one.speedup_wall) if speedup)
         table.add_row(str(one.setup.batch), *chosen, *rates, speedups)
-    left_out = f"left out: {plans.too_large} that do not fit into memory, {plans.too_slow} beyond the latency bound"
-    return Group(table, *([_unknown(plans)] if plans.unknown else []), left_out)
+    left_out = f"left out: {ranking.too_large} that do not fit into memory, {ranking.too_slow} beyond the latency bound"
+    return Group(table, *([_unknown(ranking)] if ranking.unknown else []), left_out)
 
 
-def _unknown(plans: Plans) -> Table:
+def _unknown(ranking: Ranking) -> Table:
     """Return the alpha from which a configuration pays, for each batch that it fits into memory with."""
-    batches = sorted({prediction.setup.batch for prediction in plans.unknown})
+    batches = sorted({prediction.setup.batch for prediction in ranking.unknown})
     found: dict[tuple[str, ...], dict[int, str]] = defaultdict(dict)
-    for prediction in plans.unknown:
+    for prediction in ranking.unknown:
         found[_choices(prediction.setup)][prediction.setup.batch] = pays_from(prediction.best)
     title = "no acceptance is known: pays from alpha, by batch"
     table = new_table(*CHOICES, *map(str, batches), title=title, num_words=len(CHOICES))
