@@ -287,7 +287,8 @@ Repeats alone do not tell how much other documents would change `speedup`.
 Shares of comparisons of two runs of equal settings that call their `speedup` different.
 
 {alarm}
-The simulation has no noise that lasts for a whole run.
+The simulation has no noise that lasts for a whole run. `python benchmarks/false_alarms.py` counts false alarms between
+pairs of real runs.
 """
 
 
