@@ -206,6 +206,7 @@ def test_a_failed_round_is_raised_and_the_next_call_works(model, expected, monke
         (["x", ""], {}, "prompts[1]: the prompt is empty"),
         ([1, 5000], {}, "the prompt holds a token outside of the vocabulary of 1,024"),
         (["x", 5], {}, "prompt=5: must be a text or a list of token ids"),
+        ("a\ud800", {}, r"prompt='a\ud800': holds half of a surrogate pair"),
         (None, {}, "prompt=None: must be a text or a list of token ids"),
         ([1] * 300, {"max_tokens": 21}, "the prompt has 300 tokens and max_tokens=21: together they may be 320"),
         ("x", {"max_tokens": 0}, "max_tokens=0: must be at least 1"),

@@ -1,7 +1,7 @@
-"""`magicdec schema FOLDER`: write a JSON schema for each group of conf/, by which an editor completes and checks YAML.
+"""`magicdec schema FOLDER`: JSON schemas by which an editor completes and checks conf/.
 
-The schemas come from the classes that check a run, those of installed plugins and of the modules named included. They
-admit what Hydra fills in: `defaults`, ${...} and ???, and keys that are left to another option.
+Write a schema for each group. They come from the classes that check a run, with those of installed plugins and of the
+named modules. They admit what Hydra fills in: `defaults`, ${...} and ???, and keys that are left to another option.
 """
 
 import argparse
@@ -27,7 +27,7 @@ DEFAULTS = {"type": "array", "items": {"type": ["string", "object"]}}
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the schemas, print VS Code's setting for them, and return the exit code."""
-    parser = argparse.ArgumentParser("magicdec schema", description=(__doc__ or "").partition(": ")[2])
+    parser = argparse.ArgumentParser("magicdec schema", description=(__doc__ or "").split("\n\n")[1])
     parser.add_argument("folder", type=Path, help="where to write GROUP.json")
     parser.add_argument("modules", nargs="*", metavar="MODULE", help="plugins, as in plugins=[MODULE]")
     options = parser.parse_args(arguments)

@@ -187,6 +187,10 @@ class Model:
 
     def _ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
+            try:
+                prompt.encode()
+            except UnicodeEncodeError:
+                raise UserError(f"prompt={SHORT.repr(prompt)}: holds half of a surrogate pair") from None
             return self.tokenizer.encode(prompt, verbose=False)
         ids = _listed(prompt)
         if not isinstance(ids, Sequence) or not all(isinstance(token, Integral) for token in ids):
