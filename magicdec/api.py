@@ -132,7 +132,8 @@ def _result(config: Config, job: Job) -> Result:
 def runs(runs_dir: str | Path = "runs", sweep: str | None = None) -> "DataFrame":
     """Return a row per stored run, as the report has it: settings (cache.budget) and metrics (speedup).
 
-    `sweep` is the name of a sweep, whose runs alone are read. Needs pandas. Raise UserError where there are no runs.
+    `sweep` is the name of a sweep, whose runs alone are read. Columns have nullable types. Raise UserError where there
+    are no runs.
     """
     return _frame(read_rows(runs_dir, sweep))
 
@@ -195,8 +196,6 @@ def _listed(overrides: Sequence[str]) -> Sequence[str]:
 
 
 def _frame(rows: list[dict[str, Any]]) -> "DataFrame":
-    try:
-        from pandas import DataFrame
-    except ImportError:
-        raise UserError("data frames need pandas: pip install 'magicdec[pandas]'") from None
-    return DataFrame(rows)
+    from magicdec.tracking.report.query import table  # here, because only these functions need pandas
+
+    return table(rows)

@@ -342,13 +342,6 @@ def test_runs_that_are_not_there(tmp_path):
         magicdec.runs(tmp_path)
 
 
-def test_without_pandas_it_is_named(monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, "pandas", None)
-    monkeypatch.setattr("magicdec.api.read_rows", lambda *_: [{"id": "a"}])
-    with pytest.raises(magicdec.UserError, match="need pandas"):
-        magicdec.runs(tmp_path)
-
-
 def test_a_prediction_is_that_of_the_command_line(tmp_path):
     arguments = {"budget": 512, "batch_size": 64, "context_len": 32000, "alpha": 0.8, "gammas": [2, 3]}
     prediction = magicdec.predict("llama-3.1-8b", "8xa100", **arguments)

@@ -14,7 +14,8 @@ from magicdec.tracking import clean, sync
 from magicdec.tracking.lock import locked
 from magicdec.tracking.report import difference, figures, page, query
 from magicdec.tracking.report.__main__ import main
-from magicdec.tracking.report.rows import flatten, read_rows, telling, varying
+from magicdec.tracking.report.query import telling, varying
+from magicdec.tracking.report.rows import flatten, read_rows
 from tests.tracking.stores import AXES, write_load, write_run, write_store
 
 MANY, SECONDS = 10_000, 40  # it takes about 6 s on a free core; the bound is for crowded ones
@@ -92,6 +93,14 @@ def test_a_column_is_found_by_its_heading_too(typed, key):
 def test_sorting_puts_what_lacks_the_key_last():
     assert [row["id"] for row in query.sort(ROWS, "speedup")] == ["b", "a", "c"]
     assert [row["id"] for row in query.sort(ROWS, "speedup", descending=True)] == ["a", "b", "c"]
+
+
+def test_types_are_nullable():
+    rows = [{"draft.gamma": 1, "alpha": 0.5, "fits": True, "draft.name": "self"}, {}, {"mixed": 1}, {"mixed": "a"}]
+    found = query.table(rows)
+    assert [str(kind) for kind in found.dtypes] == ["Int64", "Float64", "boolean", "string", "object"]
+    assert [found["draft.gamma"][0], found["draft.gamma"].isna().sum()] == [1, 3]
+    assert query.table([{"a": 10**30}])["a"][0] == 10**30
 
 
 def test_groups_are_medians_over_the_runs_that_are_done():

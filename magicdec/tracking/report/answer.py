@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from magicdec.tracking.cells import cell, is_number
 from magicdec.tracking.reader import noise
-from magicdec.tracking.report.rows import Row, constants, telling
+from magicdec.tracking.report.query import constants, telling
+from magicdec.tracking.report.rows import Row
 
 GIVEN = (
     *("target.name", "device", "hardware.name", "data.name", "data.task", "sampling.temperature", "scenario.alpha"),

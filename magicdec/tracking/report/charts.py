@@ -177,6 +177,8 @@ def template(name: str, on_page: bool = False) -> str:
         columns=3,
         titleFontWeight="normal",
         symbolLimit=24,
+        symbolBaseFillColor=ink,
+        symbolBaseStrokeColor=ink,
         labelLimit=220,
     )
     chart = chart.properties(width="container" if on_page else SIZE[0], height=SIZE[1], padding=5)

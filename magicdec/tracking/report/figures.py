@@ -15,8 +15,8 @@ from magicdec.tracking.cells import cell, is_number
 from magicdec.tracking.reader import noise
 from magicdec.tracking.report.charts import filled, template
 from magicdec.tracking.report.export import write
-from magicdec.tracking.report.query import rank
-from magicdec.tracking.report.rows import Row, constants, telling
+from magicdec.tracking.report.query import constants, rank, telling
+from magicdec.tracking.report.rows import Row
 
 BATCH, CONTEXT = "batch.size", "batch.context_len"
 FORMATS = ("pdf", "png", "svg")

@@ -29,8 +29,8 @@ from magicdec.tracking.files import SAMPLE, read_lines
 from magicdec.tracking.reader import gpu_trouble, is_impossible, noise
 from magicdec.tracking.report.answer import PER, PREDICTED, Answer, answer, is_synthetic, is_too_large
 from magicdec.tracking.report.charts import DESCRIPTIONS, template
-from magicdec.tracking.report.query import APART, rank
-from magicdec.tracking.report.rows import FACTS, Row, is_setting, keys_of, num_runs, telling, varying
+from magicdec.tracking.report.query import APART, rank, telling, varying
+from magicdec.tracking.report.rows import FACTS, Row, is_setting, keys_of, num_runs
 from magicdec.tracking.store import NOT_IN_ID, counted
 from magicdec.tracking.table import WAYS
 

@@ -1,10 +1,11 @@
-"""Select, sort and group the rows of a table of runs."""
+"""Select, sort, group and compare the rows of a table of runs."""
 
 import re
 from collections.abc import Callable, Collection, Sequence
 from operator import ge, gt, le, lt
-from statistics import median
 from typing import Any
+
+import pandas
 
 from magicdec.errors import UserError
 from magicdec.rules import did_you_mean
@@ -39,25 +40,52 @@ MAIN_METRICS = {key: key for key in SPEEDUPS} | {
 ENGINE, SCENARIO = "engine.name", "scenario.name"
 BETWEEN_ENGINES = {ENGINE: "engine", "draft.name": "draft", "autoregressive/tokens_per_second": "AR tokens/s"}
 LABELS = MAIN_METRICS | BETWEEN_ENGINES
+# Settings that runs are compared by, the most usual first. Of the others, those with fewer values come first.
+ASKED_FIRST = (
+    *("engine.name", "target.name", "scenario.name", "draft.name", "draft.model.name", "cache.policy", "cache.budget"),
+    *("draft.gamma", "batch.context_len", "batch.size", "load.concurrency", "load.rate", "hardware.name", "data.name"),
+)
+# What a comparison holds constant: model, machine, batch, context, text, and how the draft is made.
+HELD = (
+    *("target.name", "device", "hardware.dtype", "batch.size", "batch.context_len", "batch.generate_len", "data.name"),
+    *("data.task", "sampling.temperature", "draft.name", "draft.gamma", "cache.policy", "cache.budget", "engine.name"),
+)
+# The nullable type of a column by that of its values: a gamma of 1 stays 1 where other runs have none.
+TYPES = {int: "Int64", float: "Float64", bool: "boolean", str: "string"}
 ORDERS: dict[str, Callable[[Any, Any], bool]] = {">": gt, ">=": ge, "<": lt, "<=": le}
+
+
+def table(rows: Collection[Row]) -> pandas.DataFrame:
+    """Return a column per key, with nullable types; what is mixed keeps the values as they are."""
+    columns = {}
+    for key in keys_of(rows):
+        values = [row.get(key) for row in rows]
+        kinds = {type(value) for value in values} - {type(None)}
+        kind = TYPES.get(kinds.pop(), "object") if len(kinds) == 1 else "object"
+        try:
+            columns[key] = pandas.Series(values, dtype=kind)  # type: ignore[call-overload]
+        except OverflowError:  # an integer of more than 64 bits
+            columns[key] = pandas.Series(values, dtype="object")
+    return pandas.DataFrame(columns, index=range(len(rows)))
 
 
 def select(rows: Collection[Row], tests: Sequence[str]) -> list[Row]:
     """Return the rows for which every test holds. A test may be several, separated by blanks. Raise UserError if no row
     is left.
     """
-    chosen, keys = list(rows), keys_of(rows)
+    frame = table(rows)
+    holds = pandas.Series(True, index=frame.index)
     for test in " ".join(tests).split():
         parts = re.fullmatch(r"(.+?)(!=|>=|<=|=|>|<|~)(.*)", test)
         if not parts:
             raise UserError(f"--where {test}: not of the form {SYNTAX}")
-        key, (_, sign, value) = find_key(keys, parts[1], "--where"), parts.groups()
+        key, (_, sign, value) = find_key(list(frame), parts[1], "--where"), parts.groups()
         if sign in ORDERS and _number(value) is None:
             raise UserError(f"--where {test}: {value or 'nothing'} is not a number, and {sign} compares numbers")
-        chosen = [row for row in chosen if _holds(row.get(key), sign, value)]
-    if not chosen:
+        holds &= _holds(frame[key], sign, value)
+    if not holds.any():
         raise UserError(f"--where {' '.join(tests)}: holds for none of {num_runs(rows):,} runs")
-    return chosen
+    return [row for row, is_chosen in zip(rows, holds, strict=True) if is_chosen]
 
 
 def sort(rows: Collection[Row], key: str | None, descending: bool = False) -> list[Row]:
@@ -80,19 +108,49 @@ def group(rows: Collection[Row], keys: Sequence[str], mix: bool = False) -> list
     done = [row for row in rows if row.get("status") == "done"]
     if not mix:
         names += [key for key in APART if key not in names and len({row.get(key) for row in done} - {None}) > 1]
-    groups: dict[tuple, list[Row]] = {}
-    for row in done:
-        groups.setdefault(tuple(row.get(name) for name in names), []).append(row)
-    metrics = [key for key in known if not is_setting(key) and key not in names and _is_metric(done, key)]
+    frame = table(done)
+    metrics = [key for key in frame if not is_setting(key) and key not in names and _is_metric(frame[key])]
+    numbers = pandas.DataFrame({key: _numbers(frame[key]) for key in metrics})
+    by = [frame.get(name, pandas.Series(None, frame.index, dtype="object")).astype("object") for name in names]
+    groups = numbers.groupby(by, dropna=False, sort=False)
+    runs = frame["id"].groupby(by, dropna=False, sort=False).nunique()
     result = []
-    for values, members in groups.items():
-        line: Row = {name: value for name, value in zip(names, values, strict=True) if value is not None}
-        line["runs"] = num_runs(members)
-        for key in metrics:
-            if numbers := [row[key] for row in members if is_number(row.get(key))]:
-                line[key] = median(numbers)
-        result.append(line)
+    for (values, medians), number in zip(groups.median().iterrows(), runs, strict=True):
+        settings = zip(names, values if len(names) > 1 else [values], strict=True)
+        line: Row = {name: value for name, value in settings if not pandas.isna(value)} | {"runs": int(number)}
+        result.append(line | medians.dropna().to_dict())
     return sorted(result, key=lambda line: [rank(line.get(name)) for name in names])
+
+
+def constants(rows: Collection[Row]) -> Row:
+    """Return the settings of HELD that are the same in all rows, with their value."""
+    values = {key: {row.get(key) for row in rows} for key in HELD}
+    return {key: next(iter(found)) for key, found in values.items() if len(found) == 1 and found != {None}}
+
+
+def varying(rows: Collection[Row]) -> list[str]:
+    """Return the settings in which the rows differ, in the order of ASKED_FIRST."""
+    frame = table(rows)
+    settings = [key for key in frame if is_setting(key) and ".architecture." not in key]
+    counts = frame[settings].nunique(dropna=False)
+    asked = {key: place for place, key in enumerate(ASKED_FIRST)}
+    differing = [key for key in settings if counts[key] > 1]
+    return sorted(differing, key=lambda key: (asked.get(key, len(asked)), counts[key]))
+
+
+def telling(rows: Collection[Row]) -> list[str]:
+    """Return `varying` without settings that an option implies, such as target.path, which follows from target.name."""
+    differing = varying(rows)
+    return [key for key in differing if key in ASKED_FIRST or not _is_implied(key, differing, rows)]
+
+
+def _is_implied(key: str, differing: Collection[str], rows: Collection[Row]) -> bool:
+    """Return True if a setting's value follows from the name of the option in its group."""
+    group = key.rpartition(".")[0]
+    for option in {f"{group}.name", f"{group}.policy"} & set(differing) - {key}:
+        if len({(row.get(option), row.get(key)) for row in rows}) == len({row.get(option) for row in rows}):
+            return True
+    return False
 
 
 def find_key(known: Collection[str], key: str, option: str) -> str:
@@ -114,18 +172,27 @@ def find_key(known: Collection[str], key: str, option: str) -> str:
     raise UserError(f"{option} {key}: no run has such a key{close}")
 
 
-def _holds(value: Any, sign: str, wanted: str) -> bool:
-    if sign == "~":
-        return wanted in _text(value)
-    number = _number(wanted)
+def _holds(column: pandas.Series, sign: str, wanted: str) -> pandas.Series:
+    """Return for each value whether a test holds. A missing value is null, and smaller or larger than nothing."""
+    words, number = column.map(_text).astype("object"), _number(wanted)
     if sign in ORDERS:
-        return number is not None and is_number(value) and ORDERS[sign](value, number)
-    same = value == number if number is not None and is_number(value) else _text(value) == wanted.lower()
-    return same == (sign == "=")
+        compared: Any = ORDERS[sign](_numbers(column), number)
+        return compared.fillna(False).astype(bool)
+    if sign == "~":
+        return words.str.contains(wanted, regex=False).astype(bool)
+    same = words == wanted.lower()
+    if number is not None:
+        same |= (_numbers(column) == number).fillna(False).astype(bool)
+    return same if sign == "=" else ~same
+
+
+def _numbers(column: pandas.Series) -> pandas.Series:
+    """Return the numbers of a column; true, false and words are none."""
+    return column.astype("object").where(column.map(is_number)).astype("Float64")
 
 
 def _text(value: Any) -> str:
-    return "null" if value is None else str(value).lower()
+    return "null" if value is None or value is pandas.NA or value != value else str(value).lower()
 
 
 def _number(text: str) -> float | None:
@@ -135,8 +202,8 @@ def _number(text: str) -> float | None:
         return None
 
 
-def _is_metric(rows: Collection[Row], key: str) -> bool:
-    return key not in ("attempt", "pid") and any(is_number(row.get(key)) for row in rows)
+def _is_metric(column: pandas.Series) -> bool:
+    return column.name not in ("attempt", "pid") and bool(column.map(is_number).any())
 
 
 def rank(value: Any) -> tuple[int, float, str]:

@@ -1,7 +1,7 @@
 """Read a store as a table: a flat row per run, with dotted configuration keys (cache.budget) and the metrics."""
 
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +21,7 @@ FACTS = frozenset(
 # Runs with the same values of these should have the same tokens, on any engine and with any draft.
 SAME_OUTPUT = ("data/fingerprint", "target.name", "target.path", "batch.generate_len", "hardware.dtype")
 SAME_SAMPLING = ("sampling.temperature", "sampling.top_k", "sampling.top_p", "sampling.seed", "sampling.ignore_eos")
-# Settings that runs are compared by, the most usual first. Of the others, those with fewer values come first.
-ASKED_FIRST = (
-    *("engine.name", "target.name", "scenario.name", "draft.name", "draft.model.name", "cache.policy", "cache.budget"),
-    *("draft.gamma", "batch.context_len", "batch.size", "load.concurrency", "load.rate", "hardware.name", "data.name"),
-)
 UNGROUPED = ("attention",)  # keys of config.yaml that are in no group
-# What a comparison holds constant: model, machine, batch, context, text, and how the draft is made.
-HELD = (
-    *("target.name", "device", "hardware.dtype", "batch.size", "batch.context_len", "batch.generate_len", "data.name"),
-    *("data.task", "sampling.temperature", "draft.name", "draft.gamma", "cache.policy", "cache.budget", "engine.name"),
-)
 
 
 def read_runs(
@@ -138,36 +128,6 @@ def keys_of(rows: Iterable[Row]) -> list[str]:
 def is_setting(key: str) -> bool:
     """Return True for a configuration key, which has dots or is in UNGROUPED; metrics have slashes."""
     return key in UNGROUPED or ("." in key and "/" not in key and key.partition(".")[0] not in NOT_IN_ID)
-
-
-def constants(rows: Collection[Row]) -> Row:
-    """Return the settings of HELD that are the same in all rows, with their value."""
-    values = {key: {row.get(key) for row in rows} for key in HELD}
-    return {key: next(iter(found)) for key, found in values.items() if len(found) == 1 and found != {None}}
-
-
-def varying(rows: Collection[Row]) -> list[str]:
-    """Return the settings in which the rows differ, in the order of ASKED_FIRST."""
-    settings = [key for key in keys_of(rows) if is_setting(key) and ".architecture." not in key]
-    counts = {key: len({row.get(key) for row in rows}) for key in settings}
-    asked = {key: place for place, key in enumerate(ASKED_FIRST)}
-    differing = [key for key in settings if counts[key] > 1]
-    return sorted(differing, key=lambda key: (asked.get(key, len(asked)), counts[key]))
-
-
-def telling(rows: Collection[Row]) -> list[str]:
-    """Return `varying` without settings that an option implies, such as target.path, which follows from target.name."""
-    differing = varying(rows)
-    return [key for key in differing if key in ASKED_FIRST or not _is_implied(key, differing, rows)]
-
-
-def _is_implied(key: str, differing: Collection[str], rows: Collection[Row]) -> bool:
-    """Return True if a setting's value follows from the name of the option in its group."""
-    group = key.rpartition(".")[0]
-    for option in {f"{group}.name", f"{group}.policy"} & set(differing) - {key}:
-        if len({(row.get(option), row.get(key)) for row in rows}) == len({row.get(option) for row in rows}):
-            return True
-    return False
 
 
 def _leaves(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -10,8 +10,17 @@ from rich.text import Text
 from magicdec.tracking.cells import cell, new_table
 from magicdec.tracking.console import Console
 from magicdec.tracking.reader import NOISY, TWICE, gpu_trouble, is_impossible, noise
-from magicdec.tracking.report.query import BETWEEN_ENGINES, ENGINE, LABELS, MAIN_METRICS, SCENARIO, SPEEDUPS, find_key
-from magicdec.tracking.report.rows import Row, keys_of, num_runs, telling
+from magicdec.tracking.report.query import (
+    BETWEEN_ENGINES,
+    ENGINE,
+    LABELS,
+    MAIN_METRICS,
+    SCENARIO,
+    SPEEDUPS,
+    find_key,
+    telling,
+)
+from magicdec.tracking.report.rows import Row, keys_of, num_runs
 
 # Of predictions alone: a run that is measured has one gamma, and an alpha.
 PREDICTED = ("predicted/gamma", "predicted/break_even_alpha")
