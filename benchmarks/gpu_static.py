@@ -35,7 +35,7 @@ from magicdec.verification.sampling import Sampling
 from tests.gpu_rehearsal.compile import Launch, Made, compiled
 from tests.gpu_rehearsal.fake import LLAMA_8B, Op, Recording, engine, fake_cuda, prefilled, rounds
 from tests.gpu_rehearsal.inductor import calls, emitted, pretended_gpu
-from tests.gpu_rehearsal.sass import truncation_seconds
+from tests.gpu_rehearsal.sass import CLOCK_HZ, truncation_seconds
 
 FOLDER = ROOT / "docs/predictions"
 CELLS = (("H200", 24), ("H100", 11), ("8xH100", 64))
@@ -43,6 +43,7 @@ CONTEXT, GAMMA, BUDGET = 32768, 4, 512
 TRUNCATION = ("collect", "find_cut", "write")  # kernels, in their order
 GREEDY, SAMPLED = Sampling(), Sampling(0.8, 50, 0.9)
 LAUNCH_S = 1.8e-6  # from the end of a kernel to the start of the next in a CUDA graph: assumed
+PROGRAM_BANDWIDTH = 64 * CLOCK_HZ  # of a multiprocessor that runs one program: 64 bytes a cycle from the L2 cache
 AIM = 1.35  # of a round over its bytes and FLOPs alone, on 8 GPUs
 # Seconds of a sum in symmetric memory by the switch, by its bytes: published for H100s, vllm-project/vllm#42324.
 MULTIMEM = ((512 << 10, 11e-6), (3 << 20, 23e-6))
@@ -74,10 +75,12 @@ class Kernel:
     flops: float = 0.0
     rows: int = 1
     issuing_s: float = 0.0  # of its instructions, where these are what it takes longest for
+    programs: int = 1 << 30  # where they may be fewer than a GPU's multiprocessors
 
     def seconds(self, hardware: Hardware) -> float:
         """Return the time of its bytes, its FLOPs or its instructions, whichever is longest."""
-        return max(self.num_bytes / hardware.bandwidth, self.flops / hardware.matmul_rate(self.rows), self.issuing_s)
+        bandwidth = min(hardware.bandwidth, self.programs * PROGRAM_BANDWIDTH)
+        return max(self.num_bytes / bandwidth, self.flops / hardware.matmul_rate(self.rows), self.issuing_s)
 
 
 def kernels(hardware: Hardware, batch: int, sampling: Sampling = GREEDY) -> list[Kernel]:
@@ -165,15 +168,15 @@ def _layer(part: str, config: ModelConfig, rows: int) -> Iterator[Kernel]:
         moved = BF16 * (inputs * outputs + rows * (inputs + outputs))
         return Kernel(part, "matmuls of layers", moved, 2 * rows * inputs * outputs, rows)
 
-    def fused(elements: int) -> Kernel:
-        return Kernel(part, "fused around them", BF16 * rows * elements)
+    def fused(elements: int, programs: int = 1 << 30) -> Kernel:
+        return Kernel(part, "fused around them", BF16 * rows * elements, programs=programs)
 
-    yield fused(5 * E)  # sum and norm
+    yield fused(5 * E, rows)  # sum and norm: a program for each row
     yield matmul(E, q + 2 * kv)
     yield fused(2 * (q + kv) + 2 * D)  # rotation
     yield fused(4 * kv)  # keys and values to the cache
     yield matmul(q, E)
-    yield fused(4 * E)  # sum and norm
+    yield fused(4 * E, rows)  # sum and norm
     yield matmul(E, 2 * F)
     yield fused(3 * F)  # SwiGLU
     yield matmul(F, E)

@@ -28,6 +28,19 @@ def test_the_bytes_are_the_cost_models(monkeypatch):
     assert len(kernels) * gpu_static.LAUNCH_S <= 0.08 * moving
 
 
+def test_a_norm_of_few_rows_is_limited_by_its_programs(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import gpu_static
+
+    from magicdec.costmodel.hardware import hardware_named
+    from tests.gpu_rehearsal.fake import LLAMA_8B
+
+    hardware = hardware_named("H100", stack="magicdec")
+    one, many = (next(gpu_static._layer("propose", LLAMA_8B, rows)) for rows in (1, 132))
+    assert one.seconds(hardware) == pytest.approx(one.num_bytes / gpu_static.PROGRAM_BANDWIDTH)
+    assert many.seconds(hardware) == pytest.approx(many.num_bytes / hardware.bandwidth)
+
+
 def test_the_page_says_that_nothing_is_measured():
     title = (ROOT / "docs/predictions/gpu.md").read_text().splitlines()[0]
     assert "Predicted, not measured" in title
