@@ -271,7 +271,7 @@ def lost_code(job: SweepJob, pid: int, config: DictConfig) -> int:
 def _bury(job: SweepJob, attempt_id: str | None, pid: int, reason: str, config: DictConfig) -> None:
     to_stderr(f"error: {job}: {reason}")
     if attempt_id is not None:
-        Run.bury(config.runs_dir, attempt_id, pid, reason)
+        Run.mark_crashed(config.runs_dir, attempt_id, pid, reason)
 
 
 def _started(start: str, pipe: Connection) -> BaseProcess:

@@ -244,12 +244,12 @@ def test_what_a_dead_process_left_running_is_buried_by_another(tmp_path):
     before = finished_run(tmp_path)
     again = Run.open(tmp_path, "abc", CONFIG)
     pid = again.result["pid"]
-    Run.bury(tmp_path, again.id, pid + 1, "not this one")
+    Run.mark_crashed(tmp_path, again.id, pid + 1, "not this one")
     assert result_of(again)["status"] == "running"
     with locked(tmp_path / "abc"):
-        Run.bury(tmp_path, again.id, pid, "somebody else is at the next attempt")
+        Run.mark_crashed(tmp_path, again.id, pid, "somebody else is at the next attempt")
     assert result_of(again)["status"] == "running"
-    Run.bury(tmp_path, again.id, pid, "killed by SIGKILL")
+    Run.mark_crashed(tmp_path, again.id, pid, "killed by SIGKILL")
     assert (result_of(before)["status"], result_of(again)["kind"]) == ("done", "crashed")
 
 

@@ -19,7 +19,7 @@ NOISY, THROTTLED = 0.1, 0.05  # from which spread over repeats, and share of a r
 IMPOSSIBLE = 0.05  # share by which the parts of a round take longer than the round
 # A run's times next to another measurement of them (magicdec/measure/metrics.py and `slowness`): the factor from which
 # there is a warning, and its words. Predictions may be wrong themselves.
-TWICE = {
+CROSS_CHECKS = {
     "agreement/target_decode": (1.5, "an autoregressive step took {:.2g} times as long as in the profile"),
     "agreement/round": (1.5, "a round took {:.2g} times as long as in the profile"),
     "agreement/earlier": (1.5, "an autoregressive step took {:.2g} times as long as in the fastest earlier attempt"),
@@ -93,7 +93,7 @@ def noise(result: Mapping[str, Any]) -> list[str]:
     known = {key: value for key, value in result.items() if isinstance(value, int | float)}
     spread = known.get("speedup_spread", 0.0)
     found = [f"the speedup spreads over {spread:.0%} between repeats"] if spread > NOISY else []
-    for key, (factor, words) in TWICE.items():
+    for key, (factor, words) in CROSS_CHECKS.items():
         if not 1 / factor <= known.get(key, 1.0) <= factor:
             found.append(words.format(known[key]))
     return found

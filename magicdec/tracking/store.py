@@ -139,7 +139,7 @@ class Run:
         return run
 
     @classmethod
-    def bury(cls, runs_dir: str | Path, attempt_id: str, pid: int, reason: str) -> None:
+    def mark_crashed(cls, runs_dir: str | Path, attempt_id: str, pid: int, reason: str) -> None:
         """Mark as crashed an attempt that a dead process has left running."""
         folder = Path(runs_dir, attempt_id)
         with suppress(Busy, OSError), locked(folder_of_lock(folder)):  # Busy: the next attempt is running

@@ -15,7 +15,7 @@ from magicdec.errors import UserError, in_one_line
 from magicdec.tracking.cells import is_number
 from magicdec.tracking.report.rows import flatten, is_setting
 from magicdec.tracking.store import shown
-from magicdec.tracking.trackers import ALONG, FinishedRun, Logged, Settings
+from magicdec.tracking.trackers import STEP_KEYS, FinishedRun, Logged, Settings
 
 NAME = "TensorBoard"
 IMPORTS = ("tensorboard.summary.writer.event_file_writer",)
@@ -73,7 +73,7 @@ def _summaries(run: FinishedRun) -> Iterator[tuple[int, Any]]:
     yield 0, _scalars({key: value for key, value in run.result.items() if key not in NOT_METRICS})
     for name in ("history", "system"):
         for number, row in enumerate(run.rows(name)):
-            along = next((key for key in ALONG if key in row), None)
+            along = next((key for key in STEP_KEYS if key in row), None)
             yield round(row[along]) if along else number, _scalars(row)
     for sample in run.rows("samples"):
         for way in ("autoregressive", "speculative"):

@@ -15,7 +15,7 @@ from magicdec.rules import did_you_mean
 from magicdec.tracking.files import ROW, read_lines
 
 Settings = Mapping[str, Any]  # a run's configuration, as config.yaml holds it
-ALONG = ("round", "concurrency", "rate", "system/seconds")  # the x axis of a row of numbers, if it has one of these
+STEP_KEYS = ("round", "concurrency", "rate", "system/seconds")  # the x axis of a row of numbers, if it has one of these
 TRACKERS = {"wandb": "magicdec.tracking.wandb", "tensorboard": "magicdec.tracking.tensorboard"}
 
 

@@ -14,7 +14,7 @@ from magicdec.config.choices import DraftConfig
 from magicdec.config.registry import DRAFTS
 from magicdec.errors import UserError, in_one_line
 from magicdec.tracking.store import shown
-from magicdec.tracking.trackers import ALONG, FinishedRun, Logged, Settings
+from magicdec.tracking.trackers import STEP_KEYS, FinishedRun, Logged, Settings
 
 NAME = "W&B"
 IMPORTS = ("wandb.sdk.launch",)  # by wandb.init, and takes longer than wandb itself
@@ -193,7 +193,7 @@ def _stop_service() -> None:
 def _log_history(opened: Any, history: list[dict]) -> None:
     """Log a row per round, level of load or moment. Keep the last one out of the summary, which is about the run."""
     keys = {key: None for row in history for key in row}
-    along = next((key for key in ALONG if key in keys), None)
+    along = next((key for key in STEP_KEYS if key in keys), None)
     if along:
         opened.define_metric(along, summary="none")
     for key in keys:

@@ -14,7 +14,7 @@ from magicdec.tracking import clean, sync
 from magicdec.tracking.lock import locked
 from magicdec.tracking.report import difference, figures, page, query
 from magicdec.tracking.report.__main__ import main
-from magicdec.tracking.report.query import telling, varying
+from magicdec.tracking.report.query import informative, varying
 from magicdec.tracking.report.rows import flatten, read_rows
 from tests.tracking.stores import AXES, write_load, write_run, write_store
 
@@ -176,9 +176,9 @@ def test_what_an_option_brings_along_tells_nothing_more():
         for b in (64, 128)
     ]
     assert varying(rows) == ["target.name", "cache.budget", "target.path"]
-    assert telling(rows) == ["target.name", "cache.budget"]
+    assert informative(rows) == ["target.name", "cache.budget"]
     rows[0] |= {"target.path": "path/other", "cache.num_sink": 0}
-    assert telling(rows) == ["target.name", "cache.budget", "cache.num_sink", "target.path"]
+    assert informative(rows) == ["target.name", "cache.budget", "cache.num_sink", "target.path"]
 
 
 def test_the_table_shows_what_differs(report):

@@ -93,7 +93,7 @@ def _figure(arguments: Sequence[str]) -> None:
     )
     keys = [query.find_key(known, key, "--y") for key in options.y.split(",")]
     rows = [row for row in rows if row.get("status") == "done"]
-    for key in query.APART:
+    for key in query.NEVER_MIXED:
         values = sorted({str(row[key]) for row in rows if key in row})
         if len(values) > 1 and key not in (x, series):
             choice = f"choose one with --where '{key}={values[0]}', or draw them with --series {key}"

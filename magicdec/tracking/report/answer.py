@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from magicdec.tracking.cells import cell, is_number
 from magicdec.tracking.reader import noise
-from magicdec.tracking.report.query import constants, telling
+from magicdec.tracking.report.query import constants, informative
 from magicdec.tracking.report.rows import Row
 
 GIVEN = (
@@ -114,7 +114,7 @@ def answer(rows: Sequence[Row]) -> Answer | None:
     places: dict[tuple, list[Row]] = {}
     for row in sorted(candidates, key=lambda row: (is_synthetic(row), -row[key])):
         places.setdefault(tuple(row.get(name) for name in given), []).append(row)
-    chosen = [name for name in telling(candidates) if name not in given and not name.startswith("data.")]
+    chosen = [name for name in informative(candidates) if name not in given and not name.startswith("data.")]
     ordered = sorted(places.items(), key=lambda place: [(isinstance(v, str), v is None, v or 0) for v in place[0]])
     ranking = [Place(best, others, key) for _, (best, *others) in ordered]
     return Answer(key, ranking, given, chosen[:MAX_SETTINGS], constants(candidates))

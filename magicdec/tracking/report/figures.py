@@ -15,7 +15,7 @@ from magicdec.tracking.cells import cell, is_number
 from magicdec.tracking.reader import noise
 from magicdec.tracking.report.charts import filled, template
 from magicdec.tracking.report.export import write
-from magicdec.tracking.report.query import constants, rank, telling
+from magicdec.tracking.report.query import constants, informative, rank
 from magicdec.tracking.report.rows import Row
 
 BATCH, CONTEXT = "batch.size", "batch.context_len"
@@ -108,7 +108,7 @@ def draw_sweep(rows: Sequence[Row], folder: Path, command: str) -> list[Path]:
     Raise UserError if there are no values.
     """
     written = []
-    swept = [key for key in telling(rows) if len({row.get(key) for row in rows} - {None}) > 1]
+    swept = [key for key in informative(rows) if len({row.get(key) for row in rows} - {None}) > 1]
     for name, (title, only, measures) in FIGURES.items():
         x = only or _axis(rows, swept)
         series = next((key for key in swept if key != x), None)
@@ -150,7 +150,7 @@ def _kind(values: Collection[Any]) -> str:
 def _caption(rows: Sequence[Row], drawn: Sequence[Mapping[str, Any]], axes: Collection[str | None]) -> list[str]:
     """Return what was held constant, what else differs, and what bars and marks mean."""
     held = ", ".join(f"{key} {cell(value)}" for key, value in constants(rows).items() if key not in axes)
-    others = [key for key in telling(rows) if key not in axes]
+    others = [key for key in informative(rows) if key not in axes]
     lines = [f"Held constant: {held}."] if held else []
     lines += [f"Medians over runs that also differ in {', '.join(others)}."] if others else []
     notes = ["Bars: range over runs and repeats."] if any(point["high"] > point["low"] for point in drawn) else []

@@ -29,7 +29,7 @@ from magicdec.tracking.files import SAMPLE, read_lines
 from magicdec.tracking.reader import gpu_trouble, is_impossible, noise
 from magicdec.tracking.report.answer import PER, PREDICTED, Answer, answer, is_synthetic, is_too_large
 from magicdec.tracking.report.charts import DESCRIPTIONS, template
-from magicdec.tracking.report.query import APART, rank, telling, varying
+from magicdec.tracking.report.query import NEVER_MIXED, informative, rank, varying
 from magicdec.tracking.report.rows import FACTS, Row, is_setting, keys_of, num_runs
 from magicdec.tracking.store import NOT_IN_ID, counted
 from magicdec.tracking.table import WAYS
@@ -118,7 +118,7 @@ def _vega() -> str:
 def _data(rows: Sequence[Row]) -> dict[str, Any]:
     """Return what the script reads: the columns, the menus with their first choices, and the descriptions of charts."""
     rows = [row | _judged(row) for row in rows]
-    settings, differing, keys = telling(rows), varying(rows), keys_of(rows)
+    settings, differing, keys = informative(rows), varying(rows), keys_of(rows)
     shown = [key for key in keys if key not in LEFT_OUT and (key in differing or not is_setting(key))]
     columns = {key: _column([row.get(key) for row in rows]) for key in shown}
     columns["command"] = _column([command(row) for row in rows])
@@ -168,11 +168,11 @@ def _judged(row: Row) -> Row:
 def _picks(rows: Sequence[Row], settings: Sequence[str]) -> dict[str, str]:
     """Return the settings that have a menu of values, with the first choice: what must not mix is apart."""
     found = {}
-    for key in dict.fromkeys([*APART[::-1], *settings, "device"]):
+    for key in dict.fromkeys([*NEVER_MIXED[::-1], *settings, "device"]):
         values = Counter(str(row[key]) for row in rows if key in row)
         if 1 < len(values) <= MAX_VALUES:
             usual = next((value for value in ("measured", "compare") if value in values), values.most_common(1)[0][0])
-            found[key] = usual if key in APART else ""
+            found[key] = usual if key in NEVER_MIXED else ""
     return dict(islice(found.items(), MAX_PICKS))
 
 

@@ -17,7 +17,7 @@ SYNTAX = (
     "will do: budget"
 )
 # A median over several models, or over measured, predicted and synthetic values, means nothing.
-APART = ("target.name", "scenario.name", "acceptance/source")
+NEVER_MIXED = ("target.name", "scenario.name", "acceptance/source")
 # Headings of columns on the terminal. The speedups of a row, of a batch, and of a level of load.
 SPEEDUPS = ("speedup", "speedup_wall", "speedup_duration")
 MAIN_METRICS = {key: key for key in SPEEDUPS} | {
@@ -101,13 +101,13 @@ def sort(rows: Collection[Row], key: str | None, descending: bool = False) -> li
 def group(rows: Collection[Row], keys: Sequence[str], mix: bool = False) -> list[Row]:
     """Return a row per combination of values: the number of `runs` that are done, and the median of each metric.
 
-    Keys of APART in which the runs differ are added to `keys`, unless `mix`.
+    Keys of NEVER_MIXED in which the runs differ are added to `keys`, unless `mix`.
     """
     known = keys_of(rows)
     names = [find_key(known, key, "--group-by") for key in keys]
     done = [row for row in rows if row.get("status") == "done"]
     if not mix:
-        names += [key for key in APART if key not in names and len({row.get(key) for row in done} - {None}) > 1]
+        names += [key for key in NEVER_MIXED if key not in names and len({row.get(key) for row in done} - {None}) > 1]
     frame = table(done)
     metrics = [key for key in frame if not is_setting(key) and key not in names and _is_metric(frame[key])]
     numbers = pandas.DataFrame({key: _numbers(frame[key]) for key in metrics})
@@ -138,7 +138,7 @@ def varying(rows: Collection[Row]) -> list[str]:
     return sorted(differing, key=lambda key: (asked.get(key, len(asked)), counts[key]))
 
 
-def telling(rows: Collection[Row]) -> list[str]:
+def informative(rows: Collection[Row]) -> list[str]:
     """Return `varying` without settings that an option implies, such as target.path, which follows from target.name."""
     differing = varying(rows)
     return [key for key in differing if key in ASKED_FIRST or not _is_implied(key, differing, rows)]

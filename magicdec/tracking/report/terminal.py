@@ -9,7 +9,7 @@ from rich.text import Text
 
 from magicdec.tracking.cells import cell, new_table
 from magicdec.tracking.console import Console
-from magicdec.tracking.reader import NOISY, TWICE, gpu_trouble, is_impossible, noise
+from magicdec.tracking.reader import CROSS_CHECKS, NOISY, gpu_trouble, is_impossible, noise
 from magicdec.tracking.report.query import (
     BETWEEN_ENGINES,
     ENGINE,
@@ -18,7 +18,7 @@ from magicdec.tracking.report.query import (
     SCENARIO,
     SPEEDUPS,
     find_key,
-    telling,
+    informative,
 )
 from magicdec.tracking.report.rows import Row, keys_of, num_runs
 
@@ -94,7 +94,7 @@ def _columns(rows: Sequence[Row], known: Sequence[str], grouped: bool) -> list[s
     if grouped:
         return [*known[: known.index("runs") + 1], *main] if rows else []
     marks = [key for key in ("acceptance/source",) if len({row.get(key) for row in rows} - {None}) > 1]
-    settings = telling(rows)
+    settings = informative(rows)
     engines = [key for key in BETWEEN_ENGINES if key in known] if ENGINE in settings else []
     if engines:  # the settings of engines are implied by their names
         settings = [key for key in settings if key not in engines and not key.startswith(("engine.", "attention"))]
@@ -135,7 +135,7 @@ def _notes(rows: Sequence[Row]) -> Iterator[str]:
     if failed := [row for row in rows if row.get("status") == "failed"]:
         yield f"{number(failed)} failed; --columns id,kind,reason says why"
     if noisy := [row for row in rows if noise(row)]:
-        keys = [key for key in ("speedup_spread", *TWICE) if any(key in row for row in noisy)]
+        keys = [key for key in ("speedup_spread", *CROSS_CHECKS) if any(key in row for row in noisy)]
         yield (
             f"{number(noisy)} noisy, marked !: repeats spread over more than {NOISY:.0%}, or what was measured twice "
             f"disagrees; --columns id,{','.join(keys)} says how"
