@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from magicdec.attention.sdpa_fallback import KernelAttention, KernelPlan, dtype_obstacle, with_dense_entries
 from magicdec.config.choices import Backend
@@ -41,35 +42,35 @@ class CppAttention(KernelAttention):
         self._library = library.load()
 
     @classmethod
+    @override
     def obstacle(cls, dtype: torch.dtype, head_dim: int) -> str | None:
-        """See Attention.obstacle."""
         if obstacle := dtype_obstacle(dtype, TYPES):
             return obstacle
         if head_dim % STEP:
             return f"needs a head dim that is a multiple of {STEP}, not {head_dim}"
         return library.obstacle()
 
+    @override
     def decode(
         self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: KernelPlan, indices_BKN: Tensor | None
     ) -> Tensor:
-        """See KernelAttention.decode."""
         return self._call("attend", q_BTHD, k_BKSD, v_BKSD, plan, indices=indices_BKN)
 
+    @override
     def prefill(
         self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: KernelPlan, indices_BKN: Tensor | None
     ) -> Tensor:
-        """See KernelAttention.prefill. Slots that are selected, or lie in no order, are left to sdpa."""
+        """Leave selected slots, and slots in no order, to sdpa."""
         if indices_BKN is not None or plan.positions_BKS is not None:
             return super().prefill(q_BTHD, k_BKSD, v_BKSD, plan, indices_BKN)
         q, k, v = map(with_dense_entries, (q_BTHD, k_BKSD, v_BKSD))
         return self._call("prefill", q, k, v, plan)
 
+    @override
     def decode_scored(
         self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: KernelPlan, counted_BT: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """See KernelAttention.decode_scored. The weights are also written, R numbers a slot next to its 2 x D,
-        and summed once all of a KV head's splits are done.
-        """
+        """Write the weights, too: R numbers a slot, next to its 2 x D. Sum them once all splits of a head are done."""
         scores_BKS = torch.empty(k_BKSD.shape[:3])
         out_BTHD = self._call("attend", q_BTHD, k_BKSD, v_BKSD, plan, counted=counted_BT, scores=scores_BKS)
         return out_BTHD, scores_BKS

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from magicdec.attention.sdpa_fallback import KernelPlan, dtype_obstacle
 from magicdec.attention.triton_fallback import LibraryAttention
@@ -81,8 +82,8 @@ class FlashAttention(LibraryAttention):
         self._library, self._packs, _ = library()
 
     @classmethod
+    @override
     def obstacle(cls, dtype: torch.dtype, head_dim: int) -> str | None:
-        """See Attention.obstacle."""
         if obstacle := dtype_obstacle(dtype, (torch.bfloat16, torch.float16)):
             return obstacle
         if head_dim % 8 or head_dim > MAX_HEAD_DIM:
@@ -94,17 +95,18 @@ class FlashAttention(LibraryAttention):
         return None
 
     @classmethod
+    @override
     def found(cls) -> str:
-        """See Attention.found."""
         return library().found
 
+    @override
     def takes(self, q_BTHD: Tensor, k_BKSD: Tensor) -> bool:
-        """See LibraryAttention.takes. In a prefill arithmetic decides, not how often K and V are read."""
+        """Take every prefill: there, arithmetic decides, not how often K and V are read."""
         num_new, group = q_BTHD.shape[1], q_BTHD.shape[2] // k_BKSD.shape[1]
         return self._packs or group == 1 or num_new == 1 or num_new > FEW_TOKENS
 
+    @override
     def read_all(self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: KernelPlan) -> Tensor:
-        """See LibraryAttention.read_all."""
         if q_BTHD.is_meta:  # what the library allocates for its splits is a few MiB
             return torch.empty_like(q_BTHD)
         return self._library(

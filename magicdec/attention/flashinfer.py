@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from magicdec.attention.sdpa_fallback import KernelPlan, dtype_obstacle
 from magicdec.attention.triton_fallback import LibraryAttention
@@ -46,8 +47,8 @@ class FlashInferAttention(LibraryAttention):
         self._planned: KernelPlan | None = None
 
     @classmethod
+    @override
     def obstacle(cls, dtype: torch.dtype, head_dim: int) -> str | None:
-        """See Attention.obstacle."""
         if obstacle := dtype_obstacle(dtype, (torch.bfloat16, torch.float16)):
             return obstacle
         if head_dim not in HEAD_DIMS:
@@ -58,8 +59,8 @@ class FlashInferAttention(LibraryAttention):
             return f"is not installed: {error}; install it: pip install -e '.[flashinfer]'"
         return None
 
+    @override
     def read_all(self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: KernelPlan) -> Tensor:
-        """See LibraryAttention.read_all."""
         if self._workspace is None:
             self._workspace = torch.empty(WORKSPACE, dtype=torch.uint8, device=q_BTHD.device)
         if q_BTHD.is_meta:  # memory is estimated: the workspace and the output are what it takes

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from typing_extensions import override
 
 from magicdec.attention.base import Attention, Shape
 from magicdec.config.choices import Backend
@@ -40,10 +41,11 @@ class SdpaPlan:
 class SdpaAttention(Attention[SdpaPlan]):
     """The reference backend."""
 
+    @override
     def plan(
         self, seqlens_B: Tensor, shape: Shape, window: int | None, positions_BKS: Tensor | None = None
     ) -> SdpaPlan:
-        """See Attention.plan. Reads lengths on the host only on a CPU, where that costs nothing."""
+        """Read lengths on the host only on a CPU, where that costs nothing."""
         length, uniform = shape.capacity, False
         if seqlens_B.device.type == "cpu":
             length = int(seqlens_B.max())
@@ -63,10 +65,10 @@ class SdpaAttention(Attention[SdpaPlan]):
             mask_BKTS = mask_BKTS.repeat(1, 1, shape.group_size, 1)
         return SdpaPlan(length, mask_BKTS[..., :length], folded, seqlens_B, window)
 
+    @override
     def attend(
         self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: SdpaPlan, indices_BKN: Tensor | None = None
     ) -> Tensor:
-        """See Attention.attend."""
         if indices_BKN is not None:
             return self._attend_selected(q_BTHD, k_BKSD, v_BKSD, plan, indices_BKN)
         H, K = q_BTHD.shape[2], k_BKSD.shape[1]
@@ -79,10 +81,11 @@ class SdpaAttention(Attention[SdpaPlan]):
         out = F.scaled_dot_product_attention(_fold(q_BTHD, K).flatten(2, 3), k, v, attn_mask=plan.mask)
         return _unfold(out.unflatten(2, (H // K, -1)))
 
+    @override
     def attend_scored(
         self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: SdpaPlan, counted_BT: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """See Attention.attend_scored. Writes the probabilities out: for a few query tokens at a time."""
+        """Write out the probabilities, which only suits a few query tokens at a time."""
         k, v = k_BKSD[:, :, : plan.length], v_BKSD[:, :, : plan.length]
         q_BKGTD = _fold(q_BTHD, k.shape[1])
         logits_BKGTS = torch.einsum("bkgtd,bksd->bkgts", q_BKGTD, k).float() * q_BTHD.shape[-1] ** -0.5

@@ -13,6 +13,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from magicdec.attention.base import Attention, Shape
 from magicdec.attention.sdpa import SdpaAttention, SdpaPlan
@@ -62,26 +63,26 @@ class KernelAttention(Attention[KernelPlan]):
         """Attend as `attend` does, for more new tokens than the kernel takes."""
         return self._sdpa.attend(q_BTHD, k_BKSD, v_BKSD, plan.sdpa, indices_BKN)
 
+    @override
     def plan(
         self, seqlens_B: Tensor, shape: Shape, window: int | None, positions_BKS: Tensor | None = None
     ) -> KernelPlan:
-        """See Attention.plan."""
         positions_BKS = positions_BKS if positions_BKS is None else positions_BKS.contiguous()
         return KernelPlan(seqlens_B.contiguous(), shape, window, positions_BKS)
 
+    @override
     def attend(
         self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: KernelPlan, indices_BKN: Tensor | None = None
     ) -> Tensor:
-        """See Attention.attend."""
         if plan.shape.num_new > self.max_new_tokens:
             return self.prefill(q_BTHD, k_BKSD, v_BKSD, plan, indices_BKN)
         q, k, v = map(with_dense_entries, (q_BTHD, k_BKSD, v_BKSD))
         return self.decode(q, k, v, plan, indices_BKN if indices_BKN is None else indices_BKN.contiguous())
 
+    @override
     def attend_scored(
         self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: KernelPlan, counted_BT: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """See Attention.attend_scored."""
         if plan.shape.num_new > self.max_new_tokens:
             return self._sdpa.attend_scored(q_BTHD, k_BKSD, v_BKSD, plan.sdpa, counted_BT)
         q, k, v = map(with_dense_entries, (q_BTHD, k_BKSD, v_BKSD))

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from magicdec.attention.sdpa_fallback import KernelAttention, KernelPlan, dtype_obstacle
 from magicdec.config.choices import Backend
@@ -52,8 +53,8 @@ class TritonAttention(KernelAttention):
     """The kernels of kernels/split_kv.py."""
 
     @classmethod
+    @override
     def obstacle(cls, dtype: torch.dtype, head_dim: int) -> str | None:
-        """See Attention.obstacle."""
         if obstacle := dtype_obstacle(dtype, DTYPES):
             return obstacle
         if head_dim not in HEAD_DIMS:
@@ -66,20 +67,21 @@ class TritonAttention(KernelAttention):
             return f"cannot be imported ({error})"
         return None
 
+    @override
     def scores_at_once(self, dtype: torch.dtype, head_dim: int) -> int:
-        """See Attention.scores_at_once. 2 GiB: with long contexts each pass reads a cache of many times that."""
+        """Allow 2 GiB: with long contexts each pass reads a cache of many times that."""
         return 1 << 29
 
+    @override
     def decode(
         self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: KernelPlan, indices_BKN: Tensor | None
     ) -> Tensor:
-        """See KernelAttention.decode."""
         return self._attend(q_BTHD, k_BKSD, v_BKSD, plan, indices_BKN, None)[0]
 
+    @override
     def decode_scored(
         self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: KernelPlan, counted_BT: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """See KernelAttention.decode_scored."""
         (B, T, H, _), (K, S) = q_BTHD.shape, k_BKSD.shape[1:3]
         raw = torch.empty((B * K, H // K * T, S), dtype=torch.float32, device=q_BTHD.device)
         scores_BKS = torch.empty((B, K, S), dtype=torch.float32, device=q_BTHD.device)

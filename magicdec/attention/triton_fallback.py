@@ -7,6 +7,7 @@ from abc import abstractmethod
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from magicdec.attention.sdpa_fallback import KernelAttention, KernelPlan
 from magicdec.attention.triton import TritonAttention
@@ -19,8 +20,8 @@ class LibraryAttention(KernelAttention):
 
     _triton = TritonAttention()
 
+    @override
     def scores_at_once(self, dtype: torch.dtype, head_dim: int) -> int:
-        """See Attention.scores_at_once."""
         other = self._triton_for(torch.device("cuda"), dtype, head_dim) or self._sdpa
         return other.scores_at_once(dtype, head_dim)
 
@@ -32,10 +33,10 @@ class LibraryAttention(KernelAttention):
         """Return whether the library reads K and V no more often than Triton's kernel would."""
         return True
 
+    @override
     def decode(
         self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: KernelPlan, indices_BKN: Tensor | None
     ) -> Tensor:
-        """See KernelAttention.decode."""
         other = self._triton_for(q_BTHD.device, q_BTHD.dtype, q_BTHD.shape[-1])
         reads_all = indices_BKN is None and plan.positions_BKS is None
         if reads_all and (other is None or self.takes(q_BTHD, k_BKSD)):
@@ -44,10 +45,10 @@ class LibraryAttention(KernelAttention):
             return other.decode(q_BTHD, k_BKSD, v_BKSD, plan, indices_BKN)
         return self._sdpa.attend(q_BTHD, k_BKSD, v_BKSD, plan.sdpa, indices_BKN)
 
+    @override
     def decode_scored(
         self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: KernelPlan, counted_BT: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """See KernelAttention.decode_scored."""
         if other := self._triton_for(q_BTHD.device, q_BTHD.dtype, q_BTHD.shape[-1]):
             return other.decode_scored(q_BTHD, k_BKSD, v_BKSD, plan, counted_BT)
         return super().decode_scored(q_BTHD, k_BKSD, v_BKSD, plan, counted_BT)

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from magicdec.attention.base import Attention, Shape
 from magicdec.cache.draft_cache import DraftCache
@@ -27,12 +28,12 @@ class CompactCache(DraftCache):
     per_row: ClassVar[dict[str, int]] = {**DraftCache.per_row, "shift_B": 0, "positions_LBKS": 1}
 
     @classmethod
+    @override
     def num_slots(cls, spec: CacheSpec, shares_target: bool) -> int:
-        """See DraftCache.num_slots."""
         return spec.kept + spec.gamma + 1
 
+    @override
     def set_up(self) -> None:
-        """See DraftCache.set_up."""
         super().set_up()
         self.budget = self.spec.kept
         self.num_fixed = min(self.fixed_slots(self.budget), self.budget - 1)
@@ -54,12 +55,14 @@ class CompactCache(DraftCache):
         """Return the slots of `source` that one layer keeps (B, K or 1, F), for rows that outgrow the budget."""
 
     @property
+    @override
     def num_bytes(self) -> int:
         """Return the bytes of the entries, and of their positions."""
         return super().num_bytes + (0 if self.positions_LBKS is None else self.positions_LBKS.nbytes)
 
+    @override
     def plan(self, attention: Attention, num_new: int, dtype: torch.dtype) -> list[Any]:
-        """See KVCache.plan: a sliding window goes by positions, because slots lie in no order."""
+        """Plan a sliding window by positions, because slots are in no order."""
         if self.positions_LBKS is None:
             return super().plan(attention, num_new, dtype)
         shape, seqlens_B = Shape(num_new, self.capacity, self.config.group_size, dtype), self.seqlens_B + num_new
@@ -70,17 +73,20 @@ class CompactCache(DraftCache):
             plans.append(attention.plan(seqlens_B, shape, window, positions_BKS) if window else everything)
         return plans
 
+    @override
     def positions_BT(self, num_new: int) -> Tensor:
         """Return the absolute positions of the next tokens."""
         return self.slots_BT(num_new) + self.shift_B[:, None]
 
     @property
+    @override
     def committed_slots_B(self) -> Tensor:
         """Return the committed slots: at most the budget."""
         return self.length_B.clamp(max=self.budget)
 
+    @override
     def load(self, source: KVCache, scores_LBKS: Tensor | None = None) -> None:
-        """See DraftCache.load: a gather of what is chosen, and of the window, each into the slot of its position."""
+        """Gather the selected entries and the window, each into the slot of its position."""
         length_B1 = source.seqlens_B.long()[:, None]
         slot_S = torch.arange(self.budget, device=length_B1.device)
         start_B1 = length_B1 - self.window
@@ -102,13 +108,14 @@ class CompactCache(DraftCache):
         if self.positions_LBKS is not None:
             self.positions_LBKS[layer][..., : self.budget] = from_BKS
 
+    @override
     def for_prefill(self, chunk: int) -> DraftCache:
-        """See DraftCache.for_prefill: a cache of everything, from which `adopt` chooses."""
+        """Return a cache of everything, from which `adopt` selects."""
         k = self.k_LBKSD
         return FullCache.build(self.spec, self.config, self.num_rows, k.dtype, k.device, None)
 
+    @override
     def adopt(self, prefilled: DraftCache, scores_LBKS: Tensor | None = None) -> None:
-        """See DraftCache.adopt."""
         self.load(prefilled, scores_LBKS)
 
     def ring_slots(self, position: Tensor) -> Tensor:
@@ -116,8 +123,8 @@ class CompactCache(DraftCache):
         ring = self.num_fixed + (position - self.num_fixed) % self.window
         return torch.where(position < self.num_fixed, position, ring)
 
+    @override
     def take(self, source: KVCache, first_slot_B: Tensor, count_B: Tensor, width: int) -> None:
-        """See DraftCache.take."""
         self.write(source, first_slot_B, count_B, width)
         self.set_length(self.length_B + count_B)
 
@@ -136,8 +143,8 @@ class CompactCache(DraftCache):
         if self.positions_LBKS is not None:
             self.positions_LBKS[:, self._rows_B1, :, slot_BW] = position_BW[..., None, None].int()
 
+    @override
     def set_length(self, length_B: Tensor) -> None:
-        """See DraftCache.set_length."""
         self.length_B.copy_(length_B)
         self.seqlens_B.copy_(self.committed_slots_B)
         self.shift_B.copy_(self.length_B - self.seqlens_B)

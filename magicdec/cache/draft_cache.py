@@ -9,6 +9,7 @@ from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from magicdec.architectures import ModelConfig
 from magicdec.attention.base import Attention
@@ -100,8 +101,8 @@ class DraftCache(KVCache):
     def set_length(self, length_B: Tensor) -> None:
         """Declare `length_B` tokens committed and none proposed; their entries are in place, or do not matter."""
 
+    @override
     def clear_row(self, row: int) -> None:
-        """See KVCache.clear_row."""
         length_B = self.length_B.clone()
         length_B[row : row + 1] = 0
         self.set_length(length_B)

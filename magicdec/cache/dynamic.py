@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from magicdec.attention.base import Attention
 from magicdec.cache.draft_cache import DraftCache
@@ -27,25 +28,27 @@ class DynamicCache(FullCache):
     def choose(self, layer: int, q_BTHD: Tensor, attention: Attention, plan: Any) -> Tensor:
         """Return the committed slots for each KV head to read (B, K, N), negative where there are fewer."""
 
+    @override
     def attend(self, layer: int, q_BTHD: Tensor, attention: Attention, plan: Any) -> Tensor:
-        """See KVCache.attend."""
         chosen_BKN = self.choose(layer, q_BTHD, attention, plan)
         proposed_BP = self.length_B.long()[:, None] + torch.arange(self.spec.gamma + 1, device=q_BTHD.device)
         proposed_BKP = proposed_BP[:, None].expand(-1, chosen_BKN.shape[1], -1)
         indices_BKN = torch.cat((chosen_BKN, proposed_BKP), dim=-1)
         return attention.attend(q_BTHD, self.k_LBKSD[layer], self.v_LBKSD[layer], plan, indices_BKN)
 
+    @override
     def for_prefill(self, chunk: int) -> DraftCache:
-        """See DraftCache.for_prefill: the same entries, all of them read."""
+        """Return a cache that reads all of the same entries."""
         k = self.k_LBKSD
         return FullCache.build(self.spec, self.config, self.num_rows, k.dtype, k.device, self)
 
+    @override
     def adopt(self, prefilled: DraftCache, scores_LBKS: Tensor | None = None) -> None:
-        """See DraftCache.adopt."""
         self.load(prefilled, scores_LBKS)
 
+    @override
     def select(self, attention: Attention) -> None:
-        """See DraftCache.select: the choice of one draft step, in all layers."""
+        """Select as one draft step does, in all layers."""
         config, dtype, device = self.config, self.k_LBKSD.dtype, self.k_LBKSD.device
         q_BTHD = torch.zeros(self.num_rows, 1, config.num_heads, config.head_dim, dtype=dtype, device=device)
         for layer, plan in enumerate(self.plan(attention, 1, dtype)):

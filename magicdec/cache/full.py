@@ -5,6 +5,7 @@ from typing import Self
 import torch
 from pydantic.dataclasses import dataclass
 from torch import Tensor
+from typing_extensions import override
 
 from magicdec.architectures import ModelConfig
 from magicdec.cache.draft_cache import DraftCache
@@ -27,6 +28,7 @@ class FullCache(DraftCache):
     """Every entry in the slot of its position, so that committing moves nothing."""
 
     @classmethod
+    @override
     def build(
         cls,
         spec: CacheSpec,
@@ -36,7 +38,7 @@ class FullCache(DraftCache):
         device: torch.device | str,
         target: KVCache | None,
     ) -> Self:
-        """See DraftCache.build. Proposals are written where verification will write the same tokens' exact entries."""
+        """Write proposals where verification will write the same tokens' exact entries."""
         cache = super().build(spec, config, num_rows, dtype, device, target)
         if target is not None:
             cache.k_LBKSD, cache.v_LBKSD = target.k_LBKSD, target.v_LBKSD
@@ -46,32 +48,38 @@ class FullCache(DraftCache):
     owns_storage = True
 
     @property
+    @override
     def num_bytes(self) -> int:
         """Return the bytes beyond those of the target's cache."""
         return super().num_bytes if self.owns_storage else 0
 
+    @override
     def load(self, source: KVCache, scores_LBKS: Tensor | None = None) -> None:
-        """See DraftCache.load: everything is there already."""
+        """Copy nothing: all entries are in place."""
         self.set_length(source.seqlens_B)
 
+    @override
     def for_prefill(self, chunk: int) -> DraftCache:
-        """See DraftCache.for_prefill: this very cache."""
+        """Return this cache, emptied."""
         self.set_length(torch.zeros_like(self.length_B))
         return self
 
+    @override
     def adopt(self, prefilled: DraftCache, scores_LBKS: Tensor | None = None) -> None:
-        """See DraftCache.adopt: nothing to move."""
+        """Do nothing: `for_prefill` returned this cache."""
 
+    @override
     def take(self, source: KVCache, first_slot_B: Tensor, count_B: Tensor, width: int) -> None:
-        """See DraftCache.take: the entries are in place."""
+        """Move nothing: the entries are in place."""
         self.set_length(self.length_B + count_B)
 
     @property
+    @override
     def committed_slots_B(self) -> Tensor:
         """Return the committed slots: one per token."""
         return self.length_B
 
+    @override
     def set_length(self, length_B: Tensor) -> None:
-        """See DraftCache.set_length."""
         self.length_B.copy_(length_B)
         self.seqlens_B.copy_(length_B)

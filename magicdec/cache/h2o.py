@@ -9,10 +9,11 @@ from typing import Any, ClassVar
 import torch
 from pydantic.dataclasses import dataclass
 from torch import Tensor
+from typing_extensions import override
 
 from magicdec.architectures import ModelConfig
 from magicdec.attention.base import Attention
-from magicdec.cache.snapkv import SnapKVCache
+from magicdec.cache.scored import ScoredCache
 from magicdec.config.choices import FP32, CacheConfig, CacheSpec, all_kv_heads
 from magicdec.config.registry import POLICIES
 from magicdec.models.kv_cache import KVCache
@@ -27,13 +28,14 @@ class H2O(CacheConfig):
     compact = True
     selects = "prefill"
 
+    @override
     def extra_bytes(self, spec: CacheSpec, model: ModelConfig, element_bytes: float) -> float:
         """Count a score for every slot, and one for each draft step of a round."""
         return all_kv_heads(model) * (spec.kept + spec.gamma + 1) * (1 + spec.gamma) * FP32
 
 
 @POLICIES.register(H2O)
-class H2OCache(SnapKVCache):
+class H2OCache(ScoredCache):
     """Half of the budget for the entries with the largest accumulated attention, half for recent tokens.
 
     Every token of the context scores it at the prefill, which costs a second pass over the prompt. Afterwards the
@@ -42,42 +44,41 @@ class H2OCache(SnapKVCache):
     token, here a round does; the last proposal of a round adds no scores, because the draft has not fed it.
     """
 
-    per_row: ClassVar[dict[str, int]] = {**SnapKVCache.per_row, "scores_LBKC": 1, "step_scores_GLBKC": 2}
+    per_row: ClassVar[dict[str, int]] = {**ScoredCache.per_row, "scores_LBKC": 1, "step_scores_GLBKC": 2}
 
+    @override
     def set_up(self) -> None:
-        """See DraftCache.set_up."""
         super().set_up()
         self.scores_LBKC = torch.zeros(self.k_LBKSD.shape[:4], device=self.k_LBKSD.device)
         self.step_scores_GLBKC = self.scores_LBKC.new_zeros(self.spec.gamma, *self.scores_LBKC.shape)
         self._step = 0
 
     @property
+    @override
     def observes(self) -> int:
-        """See DraftCache.observes: all of the context."""
+        """Return the whole context."""
         return self.spec.max_len
 
     @property
-    def pooling(self) -> int:
-        """Return 1: scores are not averaged."""
-        return 1
-
-    @property
+    @override
     def num_bytes(self) -> int:
         """Return the bytes of entries and scores."""
         return super().num_bytes + 4 * (self.scores_LBKC.numel() + self.step_scores_GLBKC.numel())
 
+    @override
     def fixed_slots(self, budget: int) -> int:
-        """See CompactCache.fixed_slots."""
         return max(0, budget - self.spec.num_recent(self.spec.cache.budget))
 
+    @override
     def keep(self, layer: int, source: KVCache, from_BKS: Tensor, scores_LBKS: Tensor | None) -> None:
-        """See CompactCache.keep: the entries bring their scores."""
+        """Copy the entries' scores, too."""
         super().keep(layer, source, from_BKS, scores_LBKS)
         assert scores_LBKS is not None
         self.scores_LBKC[layer][..., : self.budget] = scores_LBKS[layer].gather(2, from_BKS)
 
+    @override
     def attend(self, layer: int, q_BTHD: Tensor, attention: Attention, plan: Any) -> Tensor:
-        """See KVCache.attend. Only the last token counts: one that is fed again has been scored before."""
+        """Count the last token alone: one that is fed again has been scored before."""
         k_BKSD, v_BKSD = self.k_LBKSD[layer], self.v_LBKSD[layer]
         counted_BT = torch.zeros(q_BTHD.shape[:2], dtype=torch.bool, device=q_BTHD.device)
         counted_BT[:, -1] = True
@@ -85,21 +86,22 @@ class H2OCache(SnapKVCache):
         self.step_scores_GLBKC[self._step, layer, :, :, : scores_BKC.shape[-1]] = scores_BKC
         return out_BTHD
 
+    @override
     def advance(self, num_new: int) -> None:
-        """See KVCache.advance."""
         super().advance(num_new)
         self._step += 1
 
+    @override
     def take(self, source: KVCache, first_slot_B: Tensor, count_B: Tensor, width: int) -> None:
-        """See DraftCache.take: step i has fed a token that is committed if more than i are."""
+        """Add the scores of committed tokens: step i has fed one if more than i are committed."""
         step_G1 = torch.arange(self.spec.gamma, device=count_B.device)[:, None]
         counted_GB = (step_G1 < count_B).float()
         self.scores_LBKC += torch.einsum("glbkc,gb->lbkc", self.step_scores_GLBKC, counted_GB)
         self._evict(count_B, width)
         super().take(source, first_slot_B, count_B, width)
 
+    @override
     def set_length(self, length_B: Tensor) -> None:
-        """See DraftCache.set_length."""
         super().set_length(length_B)
         slot_C = torch.arange(self.capacity, device=length_B.device)
         behind_BC = slot_C >= self.committed_slots_B[:, None]

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from magicdec.attention.base import Attention
 from magicdec.models.kv_cache import KVCache, Place
@@ -24,8 +25,8 @@ class ObservedCache(KVCache):
         self.scores_LBKS = torch.zeros(source.k_LBKSD[:num_layers].shape[:4], device=source.k_LBKSD.device)
         self.counted_BT: Tensor | None = None  # which of the new tokens count; None: all
 
+    @override
     def attend(self, layer: int, q_BTHD: Tensor, attention: Attention, plan: Any) -> Tensor:
-        """See KVCache.attend."""
         if layer >= len(self.scores_LBKS):
             return super().attend(layer, q_BTHD, attention, plan)
         k_BKSD, v_BKSD = self.k_LBKSD[layer], self.v_LBKSD[layer]
@@ -41,6 +42,7 @@ class ReplayedCache(ObservedCache):
         super().__init__(source)
         self.seqlens_B = source.seqlens_B.clone()
 
+    @override
     def place(self, layer: int, slots_BT: Tensor) -> Place | None:
-        """See KVCache.place: the entries are there."""
+        """Write nothing: the entries are in place."""
         return None

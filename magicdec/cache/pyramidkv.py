@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from pydantic.dataclasses import dataclass
 from torch import Tensor
+from typing_extensions import override
 
 from magicdec.architectures import ModelConfig
 from magicdec.attention.base import Attention
@@ -36,8 +37,9 @@ class PyramidKV(SnapKV):
         """Return the recent tokens that every layer keeps."""
         return min(spec.num_recent(self.observation_window), self.budget)
 
+    @override
     def budgets(self, spec: CacheSpec, num_layers: int) -> list[int]:
-        """See CacheConfig.budgets: the same recent tokens in all layers, and a falling number of chosen entries."""
+        """Return the same recent tokens for all layers, and a falling number of selected entries."""
         window = self.window(spec)
         mean = self.budget - window
         is_uniform = spec.max_len <= self.budget or spec.max_len < 2 * mean
@@ -48,8 +50,8 @@ class PyramidKV(SnapKV):
 class LayerCache(SnapKVCache):
     """One layer: its ring has the size of the pyramid's, for any budget of its own."""
 
+    @override
     def fixed_slots(self, budget: int) -> int:
-        """See CompactCache.fixed_slots."""
         return max(0, budget - self.settings.observation_window)
 
 
@@ -64,8 +66,8 @@ class PyramidKVCache(DraftCache):
 
     settings: PyramidKV
 
+    @override
     def set_up(self) -> None:
-        """See DraftCache.set_up."""
         super().set_up()
         dtype, device = self.k_LBKSD.dtype, self.k_LBKSD.device
         self.levels = [
@@ -86,73 +88,80 @@ class PyramidKVCache(DraftCache):
         ]
 
     @classmethod
+    @override
     def num_slots(cls, spec: CacheSpec, shares_target: bool) -> int:
-        """See DraftCache.num_slots: none but the levels' own."""
+        """Return 0: the levels have slots of their own."""
         return 0
 
+    @override
     def copy_row(self, row: int, source: KVCache) -> None:
-        """See KVCache.copy_row: in all levels."""
+        """Copy the row in all levels."""
         assert isinstance(source, PyramidKVCache)
         super().copy_row(row, source)
         for mine, theirs in zip(self.levels, source.levels, strict=True):
             mine.copy_row(row, theirs)
 
     @property
+    @override
     def observes(self) -> int:
-        """See DraftCache.observes."""
         return self.settings.observation_window
 
     @property
+    @override
     def num_bytes(self) -> int:
         """Return the bytes of all levels."""
         return sum(level.num_bytes for level in self.levels)
 
+    @override
     def positions_BT(self, num_new: int) -> Tensor:
         """Return the positions, which are the same in all levels."""
         return self.levels[0].positions_BT(num_new)
 
+    @override
     def plan(self, attention: Attention, num_new: int, dtype: torch.dtype) -> list[Any]:
-        """See KVCache.plan: lengths differ from level to level."""
+        """Plan every level by itself, because lengths differ."""
         return [level.plan(attention, num_new, dtype)[0] for level in self.levels]
 
+    @override
     def place(self, layer: int, slots_BT: Tensor) -> Place | None:
-        """See KVCache.place: slots of the level's own."""
+        """Return the level's own slots."""
         level = self.levels[layer]
         return level.place(0, level.slots_BT(slots_BT.shape[1]))
 
+    @override
     def attend(self, layer: int, q_BTHD: Tensor, attention: Attention, plan: Any) -> Tensor:
-        """See KVCache.attend."""
         return self.levels[layer].attend(0, q_BTHD, attention, plan)
 
+    @override
     def advance(self, num_new: int) -> None:
-        """See KVCache.advance."""
         for level in self.levels:
             level.advance(num_new)
 
+    @override
     def commit(self, num_appended: int, count_B: Tensor) -> None:
-        """See KVCache.commit."""
         for level in self.levels:
             level.commit(num_appended, count_B)
 
+    @override
     def load(self, source: KVCache, scores_LBKS: Tensor | None = None) -> None:
-        """See DraftCache.load."""
         assert scores_LBKS is not None
         for i, (level, view) in enumerate(zip(self.levels, self._layers_of(source), strict=True)):
             level.load(view, scores_LBKS[i : i + 1])
         self.length_B.copy_(source.seqlens_B)
 
+    @override
     def for_prefill(self, chunk: int) -> DraftCache:
-        """See DraftCache.for_prefill: a cache of everything."""
+        """Return a cache of everything."""
         k = self.k_LBKSD
         return FullCache.build(self.spec, self.config, self.num_rows, k.dtype, k.device, None)
 
+    @override
     def adopt(self, prefilled: DraftCache, scores_LBKS: Tensor | None = None) -> None:
-        """See DraftCache.adopt."""
         self.load(prefilled, scores_LBKS)
         self._views = None  # or they would keep all of a prefill's cache
 
+    @override
     def take(self, source: KVCache, first_slot_B: Tensor, count_B: Tensor, width: int) -> None:
-        """See DraftCache.take."""
         first_B = first_slot_B.clone()  # it may be our own length
         for level, view in zip(self.levels, self._layers_of(source), strict=True):
             if source is self:
@@ -161,13 +170,14 @@ class PyramidKVCache(DraftCache):
                 level.take(view, first_B, count_B, width)
         self.length_B += count_B
 
+    @override
     def set_length(self, length_B: Tensor) -> None:
-        """See DraftCache.set_length."""
         for level in self.levels:
             level.set_length(length_B)
         self.length_B.copy_(length_B)
 
     @property
+    @override
     def committed_slots_B(self) -> Tensor:
         """Return the committed slots of the largest level."""
         return self.levels[0].committed_slots_B

@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import torch
 from pydantic.dataclasses import dataclass
 from torch import Tensor
+from typing_extensions import override
 
 from magicdec.architectures import ModelConfig
 from magicdec.attention.base import Attention
@@ -71,10 +72,12 @@ class Quantized(CacheConfig):
     group_size: Count = 32
     reads_everything = quantized = needs_target = True
 
+    @override
     def element_bytes(self, model: ModelConfig, exact: float) -> float:
-        """See CacheConfig.element_bytes: a code, and its share of the group's scale."""
+        """Count a code, and its share of the group's scale."""
         return self.bits / 8 + SCALE / math.gcd(self.group_size, model.head_dim)
 
+    @override
     def extra_bytes(self, spec: CacheSpec, model: ModelConfig, element_bytes: float) -> float:
         """Count the codes of every entry."""
         return model.kv_elements_per_token * spec.capacity * self.element_bytes(model, element_bytes)
@@ -90,8 +93,8 @@ class QuantizedCache(FullCache):
 
     settings: Quantized
 
+    @override
     def set_up(self) -> None:
-        """See DraftCache.set_up."""
         super().set_up()
         c, spec = self.config, self.spec
         shape = (c.num_layers, self.num_rows, c.num_kv_heads, spec.capacity, c.head_dim)
@@ -99,20 +102,22 @@ class QuantizedCache(FullCache):
             Codes(shape, self.settings.bits, self.settings.group_size, self.k_LBKSD.device) for _ in range(2)
         )
 
+    @override
     def copy_row(self, row: int, source: KVCache) -> None:
-        """See KVCache.copy_row: the codes as well."""
+        """Copy the codes, too."""
         assert isinstance(source, QuantizedCache)
         super().copy_row(row, source)
         copy_row(self.k_codes, source.k_codes, row)
         copy_row(self.v_codes, source.v_codes, row)
 
     @property
+    @override
     def num_bytes(self) -> int:
         """Return the bytes of the codes, beyond the target's entries."""
         return super().num_bytes + self.k_codes.num_bytes + self.v_codes.num_bytes
 
+    @override
     def attend(self, layer: int, q_BTHD: Tensor, attention: Attention, plan: Any) -> Tensor:
-        """See KVCache.attend."""
         recent = self.spec.kept
         first_B1 = (self.length_B.long()[:, None] - recent).clamp(min=0)
         slot_BR = first_B1 + torch.arange(recent + self.spec.gamma + 1, device=q_BTHD.device)
@@ -125,16 +130,18 @@ class QuantizedCache(FullCache):
             mixed.append(decoded_BKSD)
         return attention.attend(q_BTHD, mixed[0], mixed[1], plan)
 
+    @override
     def load(self, source: KVCache, scores_LBKS: Tensor | None = None) -> None:
-        """See DraftCache.load: encode the context, a layer at a time."""
+        """Encode the context, a layer at a time."""
         super().load(source, scores_LBKS)
         for codes, entries_LBKSD in ((self.k_codes, self.k_LBKSD), (self.v_codes, self.v_LBKSD)):
             size = codes.codes_LBKSC.shape[3]
             for layer in range(self.config.num_layers):
                 codes.codes_LBKSC[layer], codes.scales_LBKSG2[layer] = codes.encode(entries_LBKSD[layer][:, :, :size])
 
+    @override
     def take(self, source: KVCache, first_slot_B: Tensor, count_B: Tensor, width: int) -> None:
-        """See DraftCache.take: encode the new entries. What is encoded behind the committed ones is never read."""
+        """Encode the new entries. Those behind the committed ones are never read."""
         slot_BW = self.length_B.long()[:, None] + torch.arange(width, device=count_B.device)
         for codes, entries_LBKSD in ((self.k_codes, self.k_LBKSD), (self.v_codes, self.v_LBKSD)):
             new, scales = codes.encode(entries_LBKSD[:, self._rows_B1, :, slot_BW])

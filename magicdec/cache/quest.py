@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from pydantic.dataclasses import dataclass
 from torch import Tensor
+from typing_extensions import override
 
 from magicdec.architectures import ModelConfig
 from magicdec.attention.base import Attention
@@ -33,6 +34,7 @@ class Quest(CacheConfig):
         """Return the pages of `page_size` entries, or smaller ones for a smaller budget, that cover the capacity."""
         return ceil(spec.capacity / min(self.page_size, spec.kept))
 
+    @override
     def extra_bytes(self, spec: CacheSpec, model: ModelConfig, element_bytes: float) -> float:
         """Count the least and the largest key of every page: as much as a key and a value."""
         return model.kv_elements_per_token * self.num_pages(spec) * element_bytes
@@ -54,8 +56,8 @@ class QuestCache(DynamicCache):
     settings: Quest
     per_row: ClassVar[dict[str, int]] = {**DynamicCache.per_row, "least_LBKPD": 1, "largest_LBKPD": 1}
 
+    @override
     def set_up(self) -> None:
-        """See DraftCache.set_up."""
         super().set_up()
         config, spec = self.config, self.spec
         self.page_size = min(self.settings.page_size, self.budget)
@@ -65,12 +67,13 @@ class QuestCache(DynamicCache):
         self.least_LBKPD, self.largest_LBKPD = self.k_LBKSD.new_zeros(shape), self.k_LBKSD.new_zeros(shape)
 
     @property
+    @override
     def num_bytes(self) -> int:
         """Return the bytes of its own entries and of the bounds."""
         return super().num_bytes + 2 * self.least_LBKPD.numel() * self.least_LBKPD.element_size()
 
+    @override
     def choose(self, layer: int, q_BTHD: Tensor, attention: Attention, plan: Any) -> Tensor:
-        """See DynamicCache.choose."""
         q_BKQD = q_BTHD.unflatten(2, (self.config.num_kv_heads, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
         bound_BKQP = (
             q_BKQD.clamp(min=0) @ self.largest_LBKPD[layer].mT + q_BKQD.clamp(max=0) @ self.least_LBKPD[layer].mT
@@ -88,8 +91,9 @@ class QuestCache(DynamicCache):
         read_BKN = (slot_BKN < self.length_B[:, None, None]) & (slot_BKN >= first_seen_B1[..., None])
         return slot_BKN.masked_fill(~read_BKN, -1)
 
+    @override
     def load(self, source: KVCache, scores_LBKS: Tensor | None = None) -> None:
-        """See DraftCache.load: the bounds of all pages."""
+        """Compute the bounds of all pages."""
         super().load(source, scores_LBKS)
         total, size = self.least_LBKPD.shape[3], self.page_size
         behind_BS = torch.arange(total * size, device=self.length_B.device) >= self.length_B[:, None]
@@ -101,8 +105,9 @@ class QuestCache(DynamicCache):
                 pages = masked.unflatten(2, (total, size))
                 bound_LBKPD[layer] = pages.amin(3) if sign < 0 else pages.amax(3)
 
+    @override
     def take(self, source: KVCache, first_slot_B: Tensor, count_B: Tensor, width: int) -> None:
-        """See DraftCache.take: the new entries widen the bounds of their pages."""
+        """Widen the bounds of the pages by the new entries."""
         index_W = torch.arange(width, device=count_B.device)
         slot_BW = self.length_B.long()[:, None] + index_W
         new_LBKWD = self.k_LBKSD[:, self._rows_B1, :, slot_BW].permute(2, 0, 3, 1, 4)

@@ -10,6 +10,7 @@ import torch
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
+from typing_extensions import override
 
 from magicdec.architectures import ModelConfig
 from magicdec.cache.draft_cache import DraftCache
@@ -28,12 +29,13 @@ class Streaming(Window):
     policy: str = "streaming"
     num_sink: Annotated[int, Field(ge=0)] = 0
 
+    @override
     def mistakes(self, key: str) -> Iterator[str]:
-        """See CacheConfig.mistakes."""
         if self.budget <= self.num_sink:
             sinks = f"{key}.num_sink={self.num_sink}"
             yield f"{key}.budget={self.budget}: must be above {sinks}, to hold the sinks and a window of at least 1"
 
+    @override
     def extra_bytes(self, spec: CacheSpec, model: ModelConfig, element_bytes: float) -> float:
         """Count the unrotated keys of the sinks, where positions are those in the cache."""
         num_sink = min(self.num_sink, spec.kept - 1) if spec.in_cache_positions else 0
@@ -52,39 +54,42 @@ class StreamingCache(WindowCache):
     settings: Streaming
     per_row: ClassVar[dict[str, int]] = {**WindowCache.per_row, "sink_k_LBKND": 1}
 
+    @override
     def set_up(self) -> None:
-        """See DraftCache.set_up."""
         super().set_up()
         self.inv_freq = rope_frequencies(self.config)[0].to(self.k_LBKSD.device)
         # Sink keys at their true positions; the cache's own are rotated from these, so that errors do not add up.
         self.sink_k_LBKND = self.k_LBKSD[:, :, :, : self.num_fixed].clone() if self.spec.in_cache_positions else None
 
     @property
+    @override
     def num_bytes(self) -> int:
         """Return the bytes of the entries and of the sinks' keys."""
         return super().num_bytes + (0 if self.sink_k_LBKND is None else self.sink_k_LBKND.nbytes)
 
+    @override
     def fixed_slots(self, budget: int) -> int:
-        """See CompactCache.fixed_slots."""
         return self.settings.num_sink
 
+    @override
     def adopt(self, prefilled: DraftCache, scores_LBKS: Tensor | None = None) -> None:
-        """See DraftCache.adopt: the sinks' unrotated keys too, which the length that is set next rotates."""
+        """Copy the sinks' unrotated keys, too; setting the length rotates them."""
         assert isinstance(prefilled, StreamingCache)
         if self.sink_k_LBKND is not None and prefilled.sink_k_LBKND is not None:
             self.sink_k_LBKND.copy_(prefilled.sink_k_LBKND)
         super().adopt(prefilled, scores_LBKS)
 
+    @override
     def write(self, source: KVCache, first_slot_B: Tensor, count_B: Tensor, width: int) -> None:
-        """See CompactCache.write; keeps sink keys as long as they are at the position where they were computed."""
+        """Save the sink keys, as long as they are at the position where they were computed."""
         super().write(source, first_slot_B, count_B, width)
         if self.sink_k_LBKND is not None:
             still_BKND = (self.shift_B == 0)[:, None, None, None]
             in_cache = self.k_LBKSD[:, :, :, : self.num_fixed]
             self.sink_k_LBKND.copy_(torch.where(still_BKND, in_cache, self.sink_k_LBKND))
 
+    @override
     def set_length(self, length_B: Tensor) -> None:
-        """See DraftCache.set_length."""
         super().set_length(length_B)
         if self.sink_k_LBKND is not None:
             angle_BD2 = self.shift_B[:, None].float() * self.inv_freq

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from pydantic.dataclasses import dataclass
 from torch import Tensor
+from typing_extensions import override
 
 from magicdec.architectures import ModelConfig
 from magicdec.attention.base import Attention
@@ -24,6 +25,7 @@ class TopK(CacheConfig):
     policy: str = "topk"
     selects = "step"
 
+    @override
     def choice_bytes(self, spec: CacheSpec, model: ModelConfig, element_bytes: float) -> float:
         """Count every key."""
         return model.kv_elements_per_token / 2 * spec.max_len * element_bytes
@@ -37,8 +39,8 @@ class TopKCache(DynamicCache):
     budget could give.
     """
 
+    @override
     def choose(self, layer: int, q_BTHD: Tensor, attention: Attention, plan: Any) -> Tensor:
-        """See DynamicCache.choose."""
         _, scores_BKS = attention.attend_scored(q_BTHD, self.k_LBKSD[layer], self.v_LBKSD[layer], plan)
         committed_BS = torch.arange(scores_BKS.shape[-1], device=q_BTHD.device) < self.length_B[:, None]
         return best(scores_BKS, committed_BS[:, None], self.budget)

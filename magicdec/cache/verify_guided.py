@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 from pydantic.dataclasses import dataclass
 from torch import Tensor
+from typing_extensions import override
 
 from magicdec.architectures import ModelConfig
 from magicdec.attention.base import Attention
@@ -33,18 +34,20 @@ class VerifyGuided(CacheConfig):
     needs_target = True
 
     @property
+    @override
     def rounds_per_choice(self) -> int:
-        """See CacheConfig.rounds_per_choice."""
         return self.refresh
 
     def window(self, spec: CacheSpec) -> int:
         """Return the recent tokens that are always read."""
         return min(spec.num_recent(self.budget // 4), spec.kept)
 
+    @override
     def extra_bytes(self, spec: CacheSpec, model: ModelConfig, element_bytes: float) -> float:
         """Count the indices of the chosen entries, and the attention that a verification gives to every entry."""
         return all_kv_heads(model) * ((spec.kept - self.window(spec)) * INT64 + spec.capacity * FP32)
 
+    @override
     def choice_bytes(self, spec: CacheSpec, model: ModelConfig, element_bytes: float) -> float:
         """Count the scores that verification has computed: written and ranked."""
         return 2 * all_kv_heads(model) * spec.max_len * FP32
@@ -61,8 +64,8 @@ class VerifyGuidedCache(DynamicCache):
     settings: VerifyGuided
     per_row: ClassVar[dict[str, int]] = {**DynamicCache.per_row, "chosen_LBKN": 1}
 
+    @override
     def set_up(self) -> None:
-        """See DraftCache.set_up."""
         super().set_up()
         self.window = self.settings.window(self.spec)
         shape = (self.config.num_layers, self.num_rows, self.config.num_kv_heads, self.budget - self.window)
@@ -71,23 +74,25 @@ class VerifyGuidedCache(DynamicCache):
         self._is_fresh = False
 
     @property
+    @override
     def observes(self) -> int:
-        """See DraftCache.observes."""
         return self.settings.observation_window
 
     @property
+    @override
     def phases(self) -> int:
-        """See DraftCache.phases."""
         return self.settings.refresh
 
     @property
+    @override
     def num_bytes(self) -> int:
         """Return the bytes of the indices and the scores."""
         scores = 0 if self._observed is None else 4 * self._observed.scores_LBKS.numel()
         return super().num_bytes + 8 * self.chosen_LBKN.numel() + scores
 
+    @override
     def watch(self, verified: KVCache, phase: int) -> KVCache:
-        """See DraftCache.watch: the first round of a cycle is observed."""
+        """Observe the first round of a cycle."""
         self._is_fresh = phase == 0
         if not self._is_fresh:
             return verified
@@ -96,27 +101,29 @@ class VerifyGuidedCache(DynamicCache):
         self._observed.scores_LBKS.zero_()
         return self._observed
 
+    @override
     def load(self, source: KVCache, scores_LBKS: Tensor | None = None) -> None:
-        """See DraftCache.load."""
         super().load(source, scores_LBKS)
         assert scores_LBKS is not None
         self._is_fresh = False
         self._refresh(scores_LBKS)
 
+    @override
     def take(self, source: KVCache, first_slot_B: Tensor, count_B: Tensor, width: int) -> None:
-        """See DraftCache.take."""
         super().take(source, first_slot_B, count_B, width)
         if self._is_fresh and self._observed is not None:
             self._refresh(self._observed.scores_LBKS)
 
+    @override
     def choose(self, layer: int, q_BTHD: Tensor, attention: Attention, plan: Any) -> Tensor:
-        """See DynamicCache.choose: what has been chosen, and the latest tokens."""
+        """Return the last selection, and the latest tokens."""
         recent_BN = self.length_B.long()[:, None] - self.window + torch.arange(self.window, device=q_BTHD.device)
         chosen_BKN = self.chosen_LBKN[layer]
         return torch.cat((chosen_BKN, recent_BN[:, None].expand(-1, chosen_BKN.shape[1], -1)), dim=-1)
 
+    @override
     def select(self, attention: Attention) -> None:
-        """See DraftCache.select: the choice of one round; its scores come with the verification."""
+        """Select as one round does, by scores that the verification has computed."""
         if self._observed is not None:
             self._refresh(self._observed.scores_LBKS)
 

@@ -3,6 +3,7 @@
 import torch
 from pydantic.dataclasses import dataclass
 from torch import Tensor
+from typing_extensions import override
 
 from magicdec.cache.compact import CompactCache
 from magicdec.cache.draft_cache import DraftCache
@@ -24,22 +25,25 @@ class Window(CacheConfig):
 class WindowCache(CompactCache):
     """The `budget` latest tokens of every row."""
 
+    @override
     def fixed_slots(self, budget: int) -> int:
-        """See CompactCache.fixed_slots."""
         return 0
 
+    @override
     def choose(self, layer: int, source: KVCache, scores_LBKS: Tensor | None) -> Tensor:
-        """See CompactCache.choose: the first tokens, in every head."""
+        """Select the first tokens in every head."""
         return torch.arange(self.num_fixed, device=self.length_B.device).expand(self.num_rows, 1, -1)
 
+    @override
     def for_prefill(self, chunk: int) -> "WindowCache":
-        """See DraftCache.for_prefill: the same, wide enough for a chunk in place of proposals."""
+        """Return a cache of this kind with room for a chunk instead of proposals."""
         capacity = self.budget + chunk
         k = self.k_LBKSD
         return type(self)(self.spec, self.config, self.num_rows, capacity, k.dtype, k.device)
 
+    @override
     def adopt(self, prefilled: DraftCache, scores_LBKS: Tensor | None = None) -> None:
-        """See DraftCache.adopt: what its slots hold."""
+        """Copy the slots."""
         assert isinstance(prefilled, WindowCache)
         self.k_LBKSD[:, :, :, : self.budget] = prefilled.k_LBKSD[:, :, :, : self.budget]
         self.v_LBKSD[:, :, :, : self.budget] = prefilled.v_LBKSD[:, :, :, : self.budget]

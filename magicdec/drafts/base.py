@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from typing_extensions import override
 
 from magicdec.cache.draft_cache import DraftCache
 from magicdec.config.choices import CacheConfig, CacheSpec, DraftConfig, Selects
@@ -131,8 +132,8 @@ class ModelDraft(Draft):
         self.model, self.cache, self.gamma, self.sampling = model, cache, spec.gamma, spec.sampling
         self.vocab_size = spec.target.config.vocab_size
 
+    @override
     def propose(self, state: State, gamma: int) -> Proposal:
-        """See Draft.propose."""
         return self.propose_after(self.feed(state.recent_BT(self.refed))[:, -1:], state, gamma)
 
     def feed(self, tokens_BT: Tensor) -> Tensor:
@@ -173,30 +174,30 @@ class ModelDraft(Draft):
         return F.pad(q_BGV, (0, self.vocab_size - q_BGV.shape[-1]))
 
     @property
+    @override
     def phases(self) -> int:
-        """See Draft.phases."""
         return self.cache.phases
 
+    @override
     def watch(self, verified: KVCache, phase: int) -> KVCache:
-        """See Draft.watch."""
         return self.cache.watch(verified, phase)
 
+    @override
     def selection(self, state: State) -> Selection | None:
-        """See Draft.selection."""
         if self.cache.settings.selects in ("round", "step"):
             return Selection(lambda: self.cache.select(self.model.attention), self.cache.settings.selects)
         return None
 
+    @override
     def copy_row(self, row: int, source: Draft) -> None:
-        """See Draft.copy_row."""
         assert isinstance(source, ModelDraft)
         self.cache.copy_row(row, source.cache)
 
+    @override
     def clear_row(self, row: int) -> None:
-        """See Draft.clear_row."""
         self.cache.clear_row(row)
 
     @property
+    @override
     def cache_bytes(self) -> int:
-        """See Draft.cache_bytes."""
         return self.cache.num_bytes

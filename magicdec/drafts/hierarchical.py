@@ -13,6 +13,7 @@ import torch
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
+from typing_extensions import override
 
 from magicdec.config.choices import CacheConfig, DraftConfig
 from magicdec.config.registry import DRAFTS, Cache
@@ -37,20 +38,21 @@ class Hierarchical(DraftConfig):
     title = "draft {model} below the target's own"
 
     @property
+    @override
     def extra_tokens(self) -> int:
-        """See DraftConfig.extra_tokens."""
         return self.inner_gamma
 
+    @override
     def caches(self, cache: CacheConfig) -> dict[str, CacheConfig]:
-        """See DraftConfig.caches."""
         return super().caches(cache) | ({"draft.cache": self.cache} if self.cache else {})
 
+    @override
     def round_slots(self, gamma: int) -> int:
-        """See DraftConfig.round_slots: the tokens that the model lacks, and all that a round may write."""
+        """Count the tokens that the model lacks, and all that a round may write."""
         return (gamma + 1) + gamma + self.inner_gamma + 1
 
+    @override
     def mistakes(self) -> Iterator[str]:
-        """See DraftConfig.mistakes."""
         yield from super().mistakes()
         if self.cache is None:
             valid = f"draft.name={self.name} needs one; choose draft={self.name} cache@draft.cache=NAME"
@@ -84,8 +86,9 @@ class InnerDraft(IndependentDraft):
         self.cache.commit(self.lag, last_B1[:, 0] + 1)
         return self.propose_after(hidden_BTE.take_along_dim(last_B1[..., None], dim=1), state, gamma)
 
+    @override
     def commit(self, count_B: Tensor, gamma: int) -> None:
-        """See Draft.commit: tokens that it has fed at the beginning of the round."""
+        """Commit tokens that the model was fed at the beginning of the round."""
         self.cache.take(self.cache, self.cache.committed_slots_B, count_B, self.lag)
 
 
@@ -108,28 +111,32 @@ class HierarchicalDraft(SelfDraft):
         self.inner, self.inner_gamma, self.eos = inner, spec.draft.extra_tokens, spec.state.eos[..., :0]
 
     @classmethod
+    @override
     def build(cls, spec: DraftSpec) -> "HierarchicalDraft":
-        """See Draft.build."""
         return cls(InnerDraft.inside(spec), spec)
 
+    @override
     def prefill(self, state: State, progress: Callable[[int], None]) -> None:
-        """See Draft.prefill: both levels."""
+        """Prefill both levels."""
         super().prefill(state, progress)
         self.inner.prefill(state, progress)
 
+    @override
     def simulate_prefill(self, state: State) -> None:
-        """See Draft.simulate_prefill: both levels."""
+        """Simulate the prefill of both levels."""
         SelfDraft.prefill(self, state, lambda _: None)
         self.inner.simulate_prefill(state)
 
+    @override
     def selection(self, state: State) -> Selection | None:
-        """See Draft.selection: of the retrieval cache alone."""
+        """Return the selection of the retrieval cache alone."""
         if self.cache.settings.selects == "prefill":
             return Selection(lambda: SelfDraft.prefill(self, state, lambda _: None), "prefill")
         return super().selection(state)
 
+    @override
     def propose(self, state: State, gamma: int) -> Proposal:
-        """See Draft.propose: inner rounds behind the committed tokens, which stay as they are."""
+        """Run inner rounds behind the committed tokens, which stay as they are."""
         written = self._behind(state, gamma)
         q_BGV = self._no_distributions(state, gamma)
         for number in range(self.rounds(gamma)):
@@ -153,8 +160,9 @@ class HierarchicalDraft(SelfDraft):
         one_hot_BGV = torch.zeros_like(q_BGV[:, :gamma]).scatter_(-1, tokens_BG[..., None], 1.0)
         return Proposal(tokens_BG, torch.where(guessed_BG[..., None], one_hot_BGV, q_BGV[:, :gamma]))
 
+    @override
     def commit(self, count_B: Tensor, gamma: int) -> None:
-        """See Draft.commit: both levels. The inner one stays empty until a sequence is longer than its lag."""
+        """Commit to both levels. The inner one stays empty until a sequence is longer than its lag."""
         super().commit(count_B, gamma)
         length_B = (self.cache.length_B + 1 - self.inner.lag).clamp(min=0)
         self.inner.commit(length_B - self.inner.cache.length_B, self.inner_gamma)
@@ -163,20 +171,22 @@ class HierarchicalDraft(SelfDraft):
         """Return the number of inner rounds: enough for `gamma` tokens if half of the inner proposals are accepted."""
         return min(gamma, -(-2 * gamma // (self.inner_gamma + 2)))
 
+    @override
     def copy_row(self, row: int, source: Draft) -> None:
-        """See Draft.copy_row: both levels."""
+        """Copy the row in both levels."""
         assert isinstance(source, HierarchicalDraft)
         super().copy_row(row, source)
         self.inner.copy_row(row, source.inner)
 
+    @override
     def clear_row(self, row: int) -> None:
-        """See Draft.clear_row: both levels."""
+        """Clear the row in both levels."""
         super().clear_row(row)
         self.inner.clear_row(row)
 
     @property
+    @override
     def cache_bytes(self) -> int:
-        """See Draft.cache_bytes."""
         return super().cache_bytes + self.inner.cache_bytes
 
     def _behind(self, state: State, gamma: int) -> State:

@@ -8,6 +8,7 @@ from typing import Annotated
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
+from typing_extensions import override
 
 from magicdec.architectures import ModelConfig
 from magicdec.config.choices import DraftConfig
@@ -27,12 +28,12 @@ class LayerSkip(DraftConfig):
     shares_target = serves = True
     label = "{name}-{num_layers}"
 
+    @override
     def drafter(self, target: ModelConfig) -> ModelConfig:
-        """See DraftConfig.drafter."""
         return target.layers(0, self.num_layers)
 
+    @override
     def check(self, target: ModelConfig) -> None:
-        """See DraftConfig.check."""
         if not 1 <= self.num_layers < target.num_layers:
             valid = f"must be from 1 to {target.num_layers - 1}, less than the target's {target.num_layers} layers"
             raise UserError(f"draft.num_layers={self.num_layers}: {valid}")
@@ -43,8 +44,9 @@ class LayerSkipDraft(SelfDraft):
     """The first `num_layers` layers of the target, and its head."""
 
     @classmethod
+    @override
     def build(cls, spec: DraftSpec) -> "LayerSkipDraft":
-        """See Draft.build: shares weights and entries with the target."""
+        """Share weights and entries with the target."""
         assert isinstance(spec.draft, LayerSkip)
         model = (spec.model or spec.target).first_layers(spec.draft.num_layers)
         entries = spec.target_cache.view(0, spec.draft.num_layers)

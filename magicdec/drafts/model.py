@@ -8,6 +8,7 @@ from typing import Self
 
 from pydantic.dataclasses import dataclass
 from torch import Tensor
+from typing_extensions import override
 
 from magicdec.cache.draft_cache import DraftCache
 from magicdec.config.choices import DraftConfig
@@ -40,16 +41,18 @@ class IndependentDraft(ModelDraft):
         self.chunk, self.lag = chunk, lag
 
     @classmethod
+    @override
     def build(cls, spec: DraftSpec, lag: int = refed) -> Self:
-        """See Draft.build; `lag` as in __init__."""
+        """Allocate a draft; `lag` as in __init__."""
         assert spec.model is not None
         cache, chunk = spec.new_cache(spec.model, None), spec.prefill_chunk
         if cache.spec.in_cache_positions:
             chunk = min(chunk, spec.model.config.max_position_embeddings - cache.spec.cache.budget)
         return cls(spec.model, cache, chunk, spec, lag)
 
+    @override
     def prefill(self, state: State, progress: Callable[[int], None]) -> None:
-        """See Draft.prefill: through the policy's own view, so that the context may exceed what it was trained for."""
+        """Prefill through the policy's view, so that the context may exceed what the model was trained for."""
         cache = self.cache.for_prefill(self.chunk)
         # The first round feeds the last prompt tokens and the first new one.
         tokens_BS, longest = self._known(state.tokens_BS), state.max_prompt_len + 1 - self.lag
@@ -57,14 +60,15 @@ class IndependentDraft(ModelDraft):
             prefill(self.model, cache, tokens_BS, self._lengths_B(state), longest, self.chunk, progress)
         self.cache.adopt(cache, self._scores(cache, state, progress))
 
+    @override
     def simulate_prefill(self, state: State) -> None:
-        """See Draft.simulate_prefill."""
         self.cache.set_length(self._lengths_B(state))
 
     def _lengths_B(self, state: State) -> Tensor:
         """Return the lengths that a prefill leaves in the cache (int32)."""
         return (state.prompt_len_B + 1 - self.lag).clamp(min=0)
 
+    @override
     def commit(self, count_B: Tensor, gamma: int) -> None:
-        """See Draft.commit: its own entries of accepted tokens stay as it computed them."""
+        """Keep the model's own entries of accepted tokens."""
         self.cache.take(self.cache, self.cache.committed_slots_B, count_B, gamma + 1)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from pydantic.dataclasses import dataclass
 from torch import Tensor
+from typing_extensions import override
 
 from magicdec.config.choices import DraftConfig
 from magicdec.config.registry import DRAFTS
@@ -37,16 +38,18 @@ class NgramDraft(Draft):
         self.gamma, self.max_ngram = gamma, max_ngram
 
     @classmethod
+    @override
     def build(cls, spec: DraftSpec) -> "NgramDraft":
-        """See Draft.build."""
         assert isinstance(spec.draft, PromptLookup)
         return cls(spec.gamma, spec.draft.max_ngram)
 
+    @override
     def prefill(self, state: State, progress: Callable[[int], None]) -> None:
-        """See Draft.prefill: the sequence itself is all it needs."""
+        """Do nothing: the sequence itself is all that lookups need."""
 
+    @override
     def propose(self, state: State, gamma: int) -> Proposal:
-        """See Draft.propose. A proposal is not sampled: its distribution is one-hot."""
+        """Copy tokens. They are not sampled: their distribution is one-hot."""
         last_B1 = state.num_tokens_B.long()[:, None] - 1
         end_B1 = self._last_match(state.tokens_BS, last_B1)
         step_G = torch.arange(gamma, device=end_B1.device)
@@ -66,13 +69,15 @@ class NgramDraft(Draft):
         best_B1 = (length_BS * tokens_BS.shape[1] + position_S).argmax(1, keepdim=True)
         return torch.where(length_BS.gather(1, best_B1) > 0, best_B1, last_B1)
 
+    @override
     def commit(self, count_B: Tensor, gamma: int) -> None:
-        """See Draft.commit: the state has the tokens."""
+        """Do nothing: the state has the tokens."""
 
+    @override
     def copy_row(self, row: int, source: Draft) -> None:
-        """See Draft.copy_row: the state has the tokens."""
+        """Do nothing: the state has the tokens."""
 
     @property
+    @override
     def cache_bytes(self) -> int:
-        """See Draft.cache_bytes."""
         return 0

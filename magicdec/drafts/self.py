@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from pydantic.dataclasses import dataclass
 from torch import Tensor
+from typing_extensions import override
 
 from magicdec.cache.draft_cache import DraftCache
 from magicdec.config.choices import DraftConfig
@@ -36,21 +37,24 @@ class SelfDraft(ModelDraft):
         self.target_cache = target_cache
 
     @classmethod
+    @override
     def build(cls, spec: DraftSpec) -> "SelfDraft":
-        """See Draft.build."""
         model = spec.model or spec.target
         return cls(model, spec.new_cache(model, spec.target_cache), spec.target_cache, spec)
 
+    @override
     def prefill(self, state: State, progress: Callable[[int], None]) -> None:
-        """See Draft.prefill: the policy picks from what the target has computed."""
+        """Select from what the target has computed."""
         self.cache.load(self.target_cache, self._scores(self.target_cache, state, progress))
 
+    @override
     def selection(self, state: State) -> Selection | None:
-        """See Draft.selection: at the prefill, the scoring pass and the gather."""
+        """Return, at the prefill, the scoring pass and the gather."""
         if self.cache.settings.selects == "prefill":
             return Selection(lambda: self.prefill(state, lambda _: None), "prefill")
         return super().selection(state)
 
+    @override
     def commit(self, count_B: Tensor, gamma: int) -> None:
-        """See Draft.commit: exact entries come from the target's cache, where slots are positions."""
+        """Copy exact entries from the target's cache, where slots are positions."""
         self.cache.take(self.target_cache, self.cache.length_B, count_B, gamma + 1)

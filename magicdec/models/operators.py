@@ -11,6 +11,7 @@ from typing import TypeGuard
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from typing_extensions import override
 
 from magicdec.attention.base import Attention
 from magicdec.attention.cpp import CppAttention
@@ -93,8 +94,9 @@ class CppOperators(Operators):
             function.argtypes = [p, p, n, n, n]
             self._rotate[dtype] = kernels[f"rotate_{name}"]
 
+    @override
     def matmul(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """See Operators.matmul. A row's result does not depend on how many there are, up to `max_rows`."""
+        """Multiply. A row's result does not depend on how many there are, up to `max_rows`."""
         rows = x.numel() // x.shape[-1]
         if rows > self.max_rows:
             return super().matmul(x, weight, bias)
@@ -103,8 +105,8 @@ class CppOperators(Operators):
         call(at(x), at(weight), at(bias), at(out), rows, *weight.shape, torch.get_num_threads())
         return out
 
+    @override
     def add_norm(self, norm: nn.RMSNorm, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """See Operators.add_norm."""
         x, y = x.contiguous(), y.contiguous()
         total, normed = torch.empty_like(x), torch.empty_like(x)
         size = x.shape[-1]
@@ -113,10 +115,10 @@ class CppOperators(Operators):
         call(*map(at, (x, y, norm.weight, total, normed)), *sizes)
         return total, normed
 
+    @override
     def rotate(
         self, qkv: Tensor, num_heads: int, norms: Norms, cos: Tensor, sin: Tensor, place: Place | None
     ) -> Tensor:
-        """See Operators.rotate."""
         qkv = qkv.contiguous()
         B, T, all_heads, D = qkv.shape
         q_norm, k_norm = (None, None) if norms is None else (norm.weight for norm in norms)
@@ -129,8 +131,8 @@ class CppOperators(Operators):
         self._rotate[qkv.dtype](ctypes.byref(Rotation(*pointers, *sizes, to_square)))
         return qkv[:, :, :num_heads]
 
+    @override
     def gated(self, gate_up: Tensor) -> Tensor:
-        """See Operators.gated."""
         gate_up = gate_up.contiguous()
         size = gate_up.shape[-1] // 2
         out = gate_up.new_empty(*gate_up.shape[:-1], size)

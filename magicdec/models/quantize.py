@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from typing_extensions import override
 
 from magicdec.costmodel.round import CODE_ROWS
 from magicdec.errors import UserError
@@ -94,6 +95,7 @@ class CodedLinear(nn.Module):
         self.codes, self.scales = (nn.Parameter(x.contiguous(), requires_grad=False) for x in (codes, scales))
         self.bias, self.bits = linear.bias, bits
 
+    @override
     def forward(self, x: Tensor) -> Tensor:
         """Return x (..., columns) times the weights."""
         if x.numel() // x.shape[-1] > CODE_ROWS:
@@ -129,6 +131,7 @@ class PackedLinear(nn.Module):
         self.codes, self.scales = (nn.Parameter(tensor, requires_grad=False) for tensor in (codes, scales))
         self.bias = linear.bias
 
+    @override
     def forward(self, x: Tensor) -> Tensor:
         """Return x (..., columns) times the weights, in x's own type."""
         flat = x.flatten(0, -2).bfloat16()

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from magicdec.architectures import ModelConfig
 from magicdec.attention.base import Attention
@@ -76,6 +77,7 @@ class Transformer(nn.Module):
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.head = None if config.tie_word_embeddings else nn.Linear(config.hidden_size, vocabulary, bias=False)
 
+    @override
     def forward(self, tokens_BT: Tensor, cache: KVCache) -> Tensor:
         """Append T tokens to every row of the cache. Return the normalised hidden states (B, T, E)."""
         num_new = tokens_BT.shape[1]
