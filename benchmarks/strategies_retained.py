@@ -57,7 +57,7 @@ def retained(prefilled: Prefilled, budget: int) -> dict[str, list[float]]:
         plans = draft.cache.plan(decoder.target.attention, 1, torch.float32)
         name = f"{policy}, pages of {size}" if size else policy
         slots[name] = [
-            draft.cache.choose(layer, q_BTHD, decoder.target.attention, plan)
+            draft.cache.select(layer, q_BTHD, decoder.target.attention, plan)
             for layer, (q_BTHD, plan) in enumerate(zip(seen.queries, plans, strict=True))
         ]
         if size:

@@ -35,7 +35,7 @@ class StridedCache(CompactCache):
     def fixed_slots(self, budget):
         return max(0, budget - self.settings.recent)
 
-    def choose(self, layer, source, scores_LBKS):
+    def select(self, layer, source, scores_LBKS):
         older_B1 = (source.seqlens_B.long()[:, None] - self.window).clamp(min=0)
         return (torch.arange(self.num_fixed, device=older_B1.device) * older_B1 // self.num_fixed)[:, None]
 

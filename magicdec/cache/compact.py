@@ -2,7 +2,7 @@
 
 L layers, B rows, K KV heads, S slots, D head dim, F fixed slots, R ring slots, W tokens committed at a time.
 
-Of `budget` slots the first F hold what the policy has chosen, the others are a ring over the latest tokens, and slots
+Of `budget` slots the first F hold what the policy has selected, the others are a ring over the latest tokens, and slots
 beyond the budget hold this round's proposals, which evict nothing until committed. Until a row outgrows its budget
 every token lies in the slot of its position. Attention does not care about the order of slots, because keys carry
 their position; only a sliding window needs to know the position of each slot.
@@ -48,10 +48,10 @@ class CompactCache(DraftCache):
 
     @abstractmethod
     def fixed_slots(self, budget: int) -> int:
-        """Return how many of `budget` slots the policy chooses; the ring has the others."""
+        """Return how many of `budget` slots the policy selects; the ring has the others."""
 
     @abstractmethod
-    def choose(self, layer: int, source: KVCache, scores_LBKS: Tensor | None) -> Tensor:
+    def select(self, layer: int, source: KVCache, scores_LBKS: Tensor | None) -> Tensor:
         """Return the slots of `source` that one layer keeps (B, K or 1, F), for rows that outgrow the budget."""
 
     @property
@@ -93,9 +93,9 @@ class CompactCache(DraftCache):
         ring_BR = start_B1 + (slot_S[self.num_fixed :] - start_B1) % self.window
         fits_B11 = (length_B1 <= self.budget)[..., None]
         for layer in range(self.config.num_layers):  # one at a time: no second copy of the whole cache
-            chosen_BKF = self.choose(layer, source, scores_LBKS)
-            ring_BKR = ring_BR[:, None].expand(-1, chosen_BKF.shape[1], -1)
-            from_BKS = torch.where(fits_B11, slot_S, torch.cat((chosen_BKF, ring_BKR), dim=-1))
+            selected_BKF = self.select(layer, source, scores_LBKS)
+            ring_BKR = ring_BR[:, None].expand(-1, selected_BKF.shape[1], -1)
+            from_BKS = torch.where(fits_B11, slot_S, torch.cat((selected_BKF, ring_BKR), dim=-1))
             from_BKS = from_BKS.clamp(0, source.capacity - 1).expand(-1, self.config.num_kv_heads, -1)
             self.keep(layer, source, from_BKS, scores_LBKS)
         self.set_length(source.seqlens_B)

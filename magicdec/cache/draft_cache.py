@@ -67,8 +67,8 @@ class DraftCache(KVCache):
         """Return the target's cache for a verification of this phase: itself, unless its attention is observed."""
         return verified
 
-    def select(self, attention: Attention) -> None:
-        """Choose once more, as a step or a round does: to be timed. A policy that never selects has nothing to do."""
+    def reselect(self, attention: Attention) -> None:
+        """Select again as a step or a round does, for timing. Do nothing where the policy never selects."""
 
     @property
     def observes(self) -> int:
@@ -77,7 +77,7 @@ class DraftCache(KVCache):
 
     @abstractmethod
     def load(self, source: KVCache, scores_LBKS: Tensor | None = None) -> None:
-        """Keep what the policy chooses of the entries of a whole prefilled context: the target's, where it drafts for
+        """Keep what the policy selects of the entries of a whole prefilled context: the target's, where it drafts for
         itself. `scores_LBKS`, for a policy that observes, is the attention that each entry received.
         """
 

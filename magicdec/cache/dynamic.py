@@ -1,6 +1,6 @@
 """The common part of dynamic policies: they keep every entry, and each draft step reads a few of them by index.
 
-B rows, K KV heads, T new tokens, N chosen slots, H query heads, D head dim. For self-speculation the entries are the
+B rows, K KV heads, T new tokens, N selected slots, H query heads, D head dim. For self-speculation the entries are the
 target's own: nothing is copied, and the draft saves reading, not memory.
 """
 
@@ -25,15 +25,15 @@ class DynamicCache(FullCache):
         return self.spec.kept
 
     @abstractmethod
-    def choose(self, layer: int, q_BTHD: Tensor, attention: Attention, plan: Any) -> Tensor:
+    def select(self, layer: int, q_BTHD: Tensor, attention: Attention, plan: Any) -> Tensor:
         """Return the committed slots for each KV head to read (B, K, N), negative where there are fewer."""
 
     @override
     def attend(self, layer: int, q_BTHD: Tensor, attention: Attention, plan: Any) -> Tensor:
-        chosen_BKN = self.choose(layer, q_BTHD, attention, plan)
+        selected_BKN = self.select(layer, q_BTHD, attention, plan)
         proposed_BP = self.length_B.long()[:, None] + torch.arange(self.spec.gamma + 1, device=q_BTHD.device)
-        proposed_BKP = proposed_BP[:, None].expand(-1, chosen_BKN.shape[1], -1)
-        indices_BKN = torch.cat((chosen_BKN, proposed_BKP), dim=-1)
+        proposed_BKP = proposed_BP[:, None].expand(-1, selected_BKN.shape[1], -1)
+        indices_BKN = torch.cat((selected_BKN, proposed_BKP), dim=-1)
         return attention.attend(q_BTHD, self.k_LBKSD[layer], self.v_LBKSD[layer], plan, indices_BKN)
 
     @override
@@ -47,12 +47,12 @@ class DynamicCache(FullCache):
         self.load(prefilled, scores_LBKS)
 
     @override
-    def select(self, attention: Attention) -> None:
+    def reselect(self, attention: Attention) -> None:
         """Select as one draft step does, in all layers."""
         config, dtype, device = self.config, self.k_LBKSD.dtype, self.k_LBKSD.device
         q_BTHD = torch.zeros(self.num_rows, 1, config.num_heads, config.head_dim, dtype=dtype, device=device)
         for layer, plan in enumerate(self.plan(attention, 1, dtype)):
-            self.choose(layer, q_BTHD, attention, plan)
+            self.select(layer, q_BTHD, attention, plan)
 
 
 def best(scores: Tensor, valid: Tensor, count: int) -> Tensor:

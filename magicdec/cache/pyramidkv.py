@@ -1,4 +1,4 @@
-"""PyramidKV: SnapKV's choice, with budgets that fall from layer to layer (Cai et al. 2024, arXiv 2406.02069).
+"""PyramidKV: SnapKV's selection, with budgets that fall from layer to layer (Cai et al. 2024, arXiv 2406.02069).
 
 L layers, B rows, T tokens, K KV heads, S slots, D head dim.
 """
@@ -44,7 +44,7 @@ class PyramidKV(SnapKV):
         mean = self.budget - window
         is_uniform = spec.max_len <= self.budget or spec.max_len < 2 * mean
         first = mean if is_uniform else min(2 * mean - mean / self.beta, spec.max_len - window)
-        return [window + chosen for chosen in falling(mean, num_layers, first)]
+        return [window + selected for selected in falling(mean, num_layers, first)]
 
 
 class LayerCache(SnapKVCache):
@@ -57,8 +57,8 @@ class LayerCache(SnapKVCache):
 
 @POLICIES.register(PyramidKV)
 class PyramidKVCache(DraftCache):
-    """A cache per layer. All keep the same recent tokens; the chosen ones fall from about twice their mean in the first
-    layer to 1 / `beta` of it in the last, because attention spreads widely in early layers and narrows in late ones.
+    """A cache per layer. All keep the same recent tokens. The number of selected ones falls from about twice their mean
+    in the first layer to 1 / `beta` of it in the last: attention is wide in early layers and narrow in late ones.
 
     `PyramidKV.budgets` is the schedule of the authors' code, which sets it by each prompt. Here the longest sequence of
     the batch sets it, because shapes are static, and the layers' budgets add up exactly.

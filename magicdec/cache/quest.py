@@ -1,7 +1,7 @@
-"""Quest: pages chosen by a bound on what they could receive (Tang et al. 2024, arXiv 2406.10774).
+"""Quest: pages selected by a bound on what they could receive (Tang et al. 2024, arXiv 2406.10774).
 
 L layers, B rows, T new tokens, H query heads, D head dim, K KV heads, Q = T * H / K queries of a KV head, S slots,
-P pages, E entries of a page, N chosen slots, W tokens committed at a time.
+P pages, E entries of a page, N selected slots, W tokens committed at a time.
 """
 
 from math import ceil
@@ -24,7 +24,7 @@ from magicdec.rules import STRICT, Count
 
 @dataclass(frozen=True, config=STRICT)
 class Quest(CacheConfig):
-    """Pages of `page_size` entries, chosen in every step by a bound on their attention."""
+    """Pages of `page_size` entries, selected in every step by a bound on their attention."""
 
     policy: str = "quest"
     page_size: Count = 16
@@ -39,7 +39,7 @@ class Quest(CacheConfig):
         """Count the least and the largest key of every page: as much as a key and a value."""
         return model.kv_elements_per_token * self.num_pages(spec) * element_bytes
 
-    choice_bytes = extra_bytes
+    selection_bytes = extra_bytes
 
 
 @POLICIES.register(Quest)
@@ -47,9 +47,9 @@ class QuestCache(DynamicCache):
     """Pages of `page_size` entries whose keys lie within known bounds; each step reads budget / page_size pages.
 
     A page's largest possible product with a query follows from the least and the largest value of each feature, so that
-    2 / page_size of the keys are read to choose. The last page is always read, as in the authors' kernels: the latest
+    2 / page_size of the keys are read to select. The last page is always read, as in the authors' kernels: the latest
     tokens receive much attention, and few of them have a low bound. Queries that share a KV head, which the paper's
-    models have not, choose by the sum of their softmax over the bounds. The paper leaves the first two layers dense;
+    models have not, select by the sum of their softmax over the bounds. The paper leaves the first two layers dense;
     here all of them select. A budget below page_size makes smaller pages.
     """
 
@@ -73,7 +73,7 @@ class QuestCache(DynamicCache):
         return super().num_bytes + 2 * self.least_LBKPD.numel() * self.least_LBKPD.element_size()
 
     @override
-    def choose(self, layer: int, q_BTHD: Tensor, attention: Attention, plan: Any) -> Tensor:
+    def select(self, layer: int, q_BTHD: Tensor, attention: Attention, plan: Any) -> Tensor:
         q_BKQD = q_BTHD.unflatten(2, (self.config.num_kv_heads, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
         bound_BKQP = (
             q_BKQD.clamp(min=0) @ self.largest_LBKPD[layer].mT + q_BKQD.clamp(max=0) @ self.least_LBKPD[layer].mT

@@ -21,7 +21,7 @@ class ScoredCache(CompactCache):
         return 1
 
     @override
-    def choose(self, layer: int, source: KVCache, scores_LBKS: Tensor | None) -> Tensor:
+    def select(self, layer: int, source: KVCache, scores_LBKS: Tensor | None) -> Tensor:
         """Select the highest pooled scores before the recent tokens; what the layer no longer sees comes last."""
         assert scores_LBKS is not None
         slot_S = torch.arange(scores_LBKS.shape[-1], device=scores_LBKS.device)

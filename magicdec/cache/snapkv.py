@@ -27,9 +27,9 @@ class SnapKVCache(ScoredCache):
     """The entries that the prompt's last `observation_window` tokens attend to most, and as many recent tokens.
 
     Scores are summed over the query heads of a KV head, so that each KV head keeps entries of its own, and averaged
-    over `kernel` neighbours, so that a chosen one brings its surroundings. Recent tokens take half the budget at most.
-    The choice is made once: what is generated afterwards passes through the ring of recent tokens. In the authors'
-    code it adds to the budget, and each query head has entries of its own.
+    over `kernel` neighbours, so that a selected entry keeps its surroundings. Recent tokens take at most half the
+    budget. The policy selects once: tokens that are generated pass through the ring of recent tokens. In the authors'
+    code they add to the budget, and each query head has entries of its own.
     """
 
     settings: SnapKV

@@ -1,6 +1,6 @@
 """Exact top-k attention: the oracle of dynamic policies.
 
-B rows, T new tokens, H query heads, D head dim, K KV heads, N chosen slots, S slots.
+B rows, T new tokens, H query heads, D head dim, K KV heads, N selected slots, S slots.
 """
 
 from typing import Any
@@ -26,21 +26,21 @@ class TopK(CacheConfig):
     selects = "step"
 
     @override
-    def choice_bytes(self, spec: CacheSpec, model: ModelConfig, element_bytes: float) -> float:
+    def selection_bytes(self, spec: CacheSpec, model: ModelConfig, element_bytes: float) -> float:
         """Count every key."""
         return model.kv_elements_per_token / 2 * spec.max_len * element_bytes
 
 
 @POLICIES.register(TopK)
 class TopKCache(DynamicCache):
-    """The entries with the most attention from this very query: no other choice of as many retains more of its mass.
+    """The entries with the most attention from this very query: no other set of this size retains more of it.
 
-    Impractical: finding them takes the attention over everything that the choice is meant to save. It shows what a
+    Impractical: finding them takes the attention over everything that the selection is meant to save. It shows what a
     budget could give.
     """
 
     @override
-    def choose(self, layer: int, q_BTHD: Tensor, attention: Attention, plan: Any) -> Tensor:
+    def select(self, layer: int, q_BTHD: Tensor, attention: Attention, plan: Any) -> Tensor:
         _, scores_BKS = attention.attend_scored(q_BTHD, self.k_LBKSD[layer], self.v_LBKSD[layer], plan)
         committed_BS = torch.arange(scores_BKS.shape[-1], device=q_BTHD.device) < self.length_B[:, None]
         return best(scores_BKS, committed_BS[:, None], self.budget)

@@ -1,9 +1,9 @@
 """Verification as the guide: what the target has just attended to is what the draft reads next.
 
 The idea of SparseSpec's PillarAttn and of Vegas (https://github.com/platformxlab/vegas): a verification computes the
-attention over everything anyway, so that a choice by it needs no pass of its own.
+attention over everything anyway, so that a selection by it needs no pass of its own.
 
-L layers, B rows, T tokens of a verification, H query heads, D head dim, K KV heads, S slots, N chosen slots.
+L layers, B rows, T tokens of a verification, H query heads, D head dim, K KV heads, S slots, N selected slots.
 """
 
 from typing import Any, ClassVar
@@ -25,7 +25,7 @@ from magicdec.rules import STRICT, Count
 
 @dataclass(frozen=True, config=STRICT)
 class VerifyGuided(CacheConfig):
-    """The entries that the last verification attended to, chosen every `refresh` rounds."""
+    """The entries that the last verification attended to, selected every `refresh` rounds."""
 
     policy: str = "verify_guided"
     refresh: Count = 1
@@ -35,7 +35,7 @@ class VerifyGuided(CacheConfig):
 
     @property
     @override
-    def rounds_per_choice(self) -> int:
+    def rounds_per_selection(self) -> int:
         return self.refresh
 
     def window(self, spec: CacheSpec) -> int:
@@ -44,11 +44,11 @@ class VerifyGuided(CacheConfig):
 
     @override
     def extra_bytes(self, spec: CacheSpec, model: ModelConfig, element_bytes: float) -> float:
-        """Count the indices of the chosen entries, and the attention that a verification gives to every entry."""
+        """Count the indices of the selected entries, and the attention that a verification gives to every entry."""
         return all_kv_heads(model) * ((spec.kept - self.window(spec)) * INT64 + spec.capacity * FP32)
 
     @override
-    def choice_bytes(self, spec: CacheSpec, model: ModelConfig, element_bytes: float) -> float:
+    def selection_bytes(self, spec: CacheSpec, model: ModelConfig, element_bytes: float) -> float:
         """Count the scores that verification has computed: written and ranked."""
         return 2 * all_kv_heads(model) * spec.max_len * FP32
 
@@ -57,19 +57,19 @@ class VerifyGuided(CacheConfig):
 class VerifyGuidedCache(DynamicCache):
     """The entries that the last verification attended to most, and recent tokens, a quarter of the budget.
 
-    Chosen again every `refresh` rounds, by the attention of all verified tokens; the first time by that of the
+    Selected again every `refresh` rounds, by the attention of all verified tokens; the first time by that of the
     prompt's last `observation_window` tokens. Recent tokens move on in between.
     """
 
     settings: VerifyGuided
-    per_row: ClassVar[dict[str, int]] = {**DynamicCache.per_row, "chosen_LBKN": 1}
+    per_row: ClassVar[dict[str, int]] = {**DynamicCache.per_row, "selected_LBKN": 1}
 
     @override
     def set_up(self) -> None:
         super().set_up()
         self.window = self.settings.window(self.spec)
         shape = (self.config.num_layers, self.num_rows, self.config.num_kv_heads, self.budget - self.window)
-        self.chosen_LBKN = torch.full(shape, -1, dtype=torch.int64, device=self.k_LBKSD.device)
+        self.selected_LBKN = torch.full(shape, -1, dtype=torch.int64, device=self.k_LBKSD.device)
         self._observed: ObservedCache | None = None
         self._is_fresh = False
 
@@ -88,7 +88,7 @@ class VerifyGuidedCache(DynamicCache):
     def num_bytes(self) -> int:
         """Return the bytes of the indices and the scores."""
         scores = 0 if self._observed is None else 4 * self._observed.scores_LBKS.numel()
-        return super().num_bytes + 8 * self.chosen_LBKN.numel() + scores
+        return super().num_bytes + 8 * self.selected_LBKN.numel() + scores
 
     @override
     def watch(self, verified: KVCache, phase: int) -> KVCache:
@@ -115,22 +115,22 @@ class VerifyGuidedCache(DynamicCache):
             self._refresh(self._observed.scores_LBKS)
 
     @override
-    def choose(self, layer: int, q_BTHD: Tensor, attention: Attention, plan: Any) -> Tensor:
+    def select(self, layer: int, q_BTHD: Tensor, attention: Attention, plan: Any) -> Tensor:
         """Return the last selection, and the latest tokens."""
         recent_BN = self.length_B.long()[:, None] - self.window + torch.arange(self.window, device=q_BTHD.device)
-        chosen_BKN = self.chosen_LBKN[layer]
-        return torch.cat((chosen_BKN, recent_BN[:, None].expand(-1, chosen_BKN.shape[1], -1)), dim=-1)
+        selected_BKN = self.selected_LBKN[layer]
+        return torch.cat((selected_BKN, recent_BN[:, None].expand(-1, selected_BKN.shape[1], -1)), dim=-1)
 
     @override
-    def select(self, attention: Attention) -> None:
+    def reselect(self, attention: Attention) -> None:
         """Select as one round does, by scores that the verification has computed."""
         if self._observed is not None:
             self._refresh(self._observed.scores_LBKS)
 
     def _refresh(self, scores_LBKS: Tensor) -> None:
         """Choose among the entries before the recent ones, of what each layer still sees."""
-        layers, count = len(self.chosen_LBKN), self.chosen_LBKN.shape[-1]
+        layers, count = len(self.selected_LBKN), self.selected_LBKN.shape[-1]
         slot_S = torch.arange(scores_LBKS.shape[-1], device=scores_LBKS.device)
         first_LB = torch.stack([self.first_seen_B(layer, self.length_B) for layer in range(layers)])
         older_LBS = (slot_S < self.length_B[:, None] - self.window) & (slot_S >= first_LB[..., None])
-        self.chosen_LBKN.copy_(best(scores_LBKS, older_LBS[:, :, None], count))
+        self.selected_LBKN.copy_(best(scores_LBKS, older_LBS[:, :, None], count))

@@ -30,7 +30,7 @@ class WindowCache(CompactCache):
         return 0
 
     @override
-    def choose(self, layer: int, source: KVCache, scores_LBKS: Tensor | None) -> Tensor:
+    def select(self, layer: int, source: KVCache, scores_LBKS: Tensor | None) -> Tensor:
         """Select the first tokens in every head."""
         return torch.arange(self.num_fixed, device=self.length_B.device).expand(self.num_rows, 1, -1)
 

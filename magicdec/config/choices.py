@@ -38,7 +38,7 @@ class CacheConfig:
     compact: ClassVar[bool] = False  # owns a copy of `budget` entries; others keep all, for a self-draft the target's
     reads_everything: ClassVar[bool] = False  # the budget does not limit what a draft step reads
     quantized: ClassVar[bool] = False  # a draft step reads codes
-    selects: ClassVar[Selects] = "never"  # when it chooses entries by their attention
+    selects: ClassVar[Selects] = "never"  # when it selects entries by their attention
     needs_target: ClassVar[bool] = False  # works on the target's own cache, so no independent draft can use it
     bounds_positions: ClassVar[bool] = False  # positions stay within the draft's trained context, however long the text
     has_budget: ClassVar[bool] = True  # `budget` has an effect
@@ -54,8 +54,8 @@ class CacheConfig:
         return tuple(getattr(self, key) for key in self.own_keys())
 
     @property
-    def rounds_per_choice(self) -> int:
-        """Return the rounds until the next choice, where it selects in rounds."""
+    def rounds_per_selection(self) -> int:
+        """Return the rounds until the next selection, where a round selects."""
         return 1
 
     def mistakes(self, key: str) -> Iterator[str]:
@@ -72,7 +72,7 @@ class CacheConfig:
             )
         if self.selects != "never" and ranks > model.num_kv_heads:
             raise UserError(
-                f"{key}.policy={self.policy} chooses by the attention of all queries of a KV head, which more ranks "
+                f"{key}.policy={self.policy} selects by the attention of all queries of a KV head, which more ranks "
                 f"({ranks}) than KV heads ({model.num_kv_heads}) divide; choose {key}.policy=streaming"
             )
 
@@ -92,8 +92,8 @@ class CacheConfig:
         """Return the bytes stored in addition to keys and values. `model` is that of one rank."""
         return 0.0
 
-    def choice_bytes(self, spec: "CacheSpec", model: ModelConfig, element_bytes: float) -> float:
-        """Return the bytes moved to choose entries once, where a step or a round does."""
+    def selection_bytes(self, spec: "CacheSpec", model: ModelConfig, element_bytes: float) -> float:
+        """Return the bytes moved to select entries once, where a step or a round does."""
         return 0.0
 
 
@@ -170,7 +170,7 @@ class DraftConfig:
 
     is_model: ClassVar[bool] = True  # a model over a KV cache; otherwise it has neither, and `cache` has no effect
     needs_model: ClassVar[bool] = False  # `model` names a model of its own
-    shares_target: ClassVar[bool] = False  # `cache` is chosen from the target's own entries
+    shares_target: ClassVar[bool] = False  # `cache` is selected from the target's own entries
     is_target: ClassVar[bool] = False  # the whole target proposes: with every entry, what it would decide
     serves: ClassVar[bool] = False  # rows can change hands between rounds, as serving needs
     one_rank: ClassVar[bool] = False  # works on one rank only

@@ -107,7 +107,7 @@ class Prediction:
         # The same parts that runs time: a draft step with the choice that it makes; a choice of a round by itself.
         selects_in_steps = self.setup.cache.selects == "step"
         draft = times.draft.plus(times.select, float(selects_in_steps))
-        steps_per_choice = 1 if selects_in_steps else best.gamma * self.setup.cache.rounds_per_choice
+        steps_per_selection = 1 if selects_in_steps else best.gamma * self.setup.cache.rounds_per_selection
         values: dict[str, float | int | str | None] = {
             "speedup": best.speedup,
             "speedup_wall": self.speedup_wall(best),
@@ -118,7 +118,7 @@ class Prediction:
             "critical_context": self.critical_context,
             "target_decode_ms": 1e3 * times.target.total,
             "draft_ms": 1e3 * draft.total,
-            "select_ms": 1e3 * times.select.total * steps_per_choice,
+            "select_ms": 1e3 * times.select.total * steps_per_selection,
             "verify_ms": 1e3 * times.verify.total,
             "overhead_ms": 1e3 * times.overhead.total,
             "round_ms": 1e3 * times.round_s,

@@ -209,6 +209,6 @@ def select_time(setup: Setup, gamma: int) -> StepTime:
         return StepTime()
     model = setup.draft_model.shared_by(setup.draft_ranks)
     spec = CacheSpec(cache, gamma, setup.context, setup.context > model.max_position_embeddings)
-    moved = setup.batch * cache.choice_bytes(spec, model, setup.element_bytes)
-    steps = 1 if cache.selects == "step" else gamma * cache.rounds_per_choice
+    moved = setup.batch * cache.selection_bytes(spec, model, setup.element_bytes)
+    steps = 1 if cache.selects == "step" else gamma * cache.rounds_per_selection
     return StepTime(kv=moved / setup.hardware.bandwidth / steps)

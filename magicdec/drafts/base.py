@@ -101,7 +101,7 @@ class Draft(ABC):
         return verified
 
     def selection(self, state: State) -> Selection | None:
-        """Return the choice of entries by their attention; None if there is none."""
+        """Return the selection of entries by their attention; None if there is none."""
         return None
 
     def copy_row(self, row: int, source: "Draft") -> None:
@@ -155,7 +155,7 @@ class ModelDraft(Draft):
         return Proposal(torch.cat(tokens, dim=1), self._stack(distributions))
 
     def _scores(self, source: KVCache, state: State, progress: Callable[[int], None]) -> Tensor | None:
-        """Return the scores by which a policy that observes chooses among the entries of a prefilled context."""
+        """Return the scores by which a policy that observes selects from the entries of a prefilled context."""
         if not self.cache.observes:
             return None
         tokens_BS = self._known(state.tokens_BS)
@@ -185,7 +185,7 @@ class ModelDraft(Draft):
     @override
     def selection(self, state: State) -> Selection | None:
         if self.cache.settings.selects in ("round", "step"):
-            return Selection(lambda: self.cache.select(self.model.attention), self.cache.settings.selects)
+            return Selection(lambda: self.cache.reselect(self.model.attention), self.cache.settings.selects)
         return None
 
     @override

@@ -101,8 +101,8 @@ class HierarchicalDraft(SelfDraft):
     shapes. A row that has fewer than gamma tokens after them repeats its last one, as a guess that was not sampled.
     (h2o is an exception among the policies: it scores by the last token of each inner verification.)
 
-    TriForce's code has one retrieval cache, chosen once per prompt by the mean keys of chunks, and inner rounds of one
-    proposal; after a rejection it draws from the whole distribution over the retrieval cache, not from the residual.
+    TriForce's code selects the retrieval cache once per prompt, by the mean keys of chunks. Its inner rounds have one
+    proposal. After a rejection it draws from the whole distribution over the retrieval cache, not from the residual.
     """
 
     def __init__(self, inner: InnerDraft, spec: DraftSpec):

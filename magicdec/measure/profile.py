@@ -25,9 +25,9 @@ def profile_round(batch: Batch, repeats: int, gamma: int = 0) -> dict[str, float
     """Return median milliseconds at the end of the prompts (names as in result.json, without the prefix `time/`).
 
     `gamma` is by default the draft's own. draft_ms is one draft step (a proposal over gamma), verify_ms the target's
-    pass over gamma + 1 tokens with the acceptance. select_ms is one choice of entries by their attention, where the
+    pass over gamma + 1 tokens with the acceptance. select_ms is one selection of entries by their attention, where the
     policy makes one: a part of the draft step, the round or the draft's prefill that makes it (docs/strategies.md).
-    overhead_ms is what a whole round takes beyond gamma draft steps, a verification and the choice that it makes. Where
+    overhead_ms is what a whole round takes beyond gamma draft steps, a verification and its own selection. Where
     rounds of several kinds take turns, a round is their mean.
     """
     batch.restart()
@@ -62,8 +62,8 @@ def profile_round(batch: Batch, repeats: int, gamma: int = 0) -> dict[str, float
     times["verify_ms"] = fmean(times.pop(f"verify_{phase}") for phase in range(draft.phases))
     times["round_ms"] = _rounds_ms(batch, repeats, gamma)
     propose = times.pop("propose_ms")
-    choice = times["select_ms"] / draft.phases if selection is not None and selection.at == "round" else 0.0
-    overhead = times["round_ms"] - propose - times["verify_ms"] - choice
+    selecting = times["select_ms"] / draft.phases if selection is not None and selection.at == "round" else 0.0
+    overhead = times["round_ms"] - propose - times["verify_ms"] - selecting
     decoder.state.check_finite("in the profile")
     return times | {"draft_ms": propose / gamma, "overhead_ms": overhead}
 

@@ -41,16 +41,16 @@ def random_target(lengths: list[int], generator: torch.Generator, window: int | 
     return target
 
 
-def read(chosen_BKN: torch.Tensor, row: int, head: int) -> list[int]:
+def read(selected_BKN: torch.Tensor, row: int, head: int) -> list[int]:
     """The slots that a KV head reads: each once."""
-    slots = [int(s) for s in chosen_BKN[row, head] if s >= 0]
+    slots = [int(s) for s in selected_BKN[row, head] if s >= 0]
     assert len(slots) == len(set(slots))
     return slots
 
 
 def choose(cache, layer: int, q_BTHD: torch.Tensor) -> torch.Tensor:
     attention, num_new = SdpaAttention(), q_BTHD.shape[1]
-    return cache.choose(layer, q_BTHD, attention, cache.plan(attention, num_new, torch.float32)[layer])
+    return cache.select(layer, q_BTHD, attention, cache.plan(attention, num_new, torch.float32)[layer])
 
 
 @settings(max_examples=40)
@@ -156,7 +156,7 @@ def test_verify_guided_is_refreshed_every_so_many_rounds():
     step, cache, chosen = batch.decoder.cycle_for(batch.draft), batch.draft.cache, []
     for _ in range(7):
         step()
-        chosen.append(cache.chosen_LBKN.clone())
+        chosen.append(cache.selected_LBKN.clone())
     changes = [not torch.equal(*pair) for pair in itertools.pairwise(chosen)]
     assert changes == [False, False, True, False, False, True]
 
@@ -191,6 +191,6 @@ def test_a_selection_is_that_of_one_draft_step(policy, monkeypatch):
     batch = open_batch(small_model(), random_prompts([40, 9]), draft_name="self", policy=policy, gamma=2, budget=16)
     batch.restart()
     chosen, cache = [], batch.draft.cache
-    monkeypatch.setattr(cache, "choose", lambda layer, q_BTHD, *_: chosen.append((layer, q_BTHD.shape)))
+    monkeypatch.setattr(cache, "select", lambda layer, q_BTHD, *_: chosen.append((layer, q_BTHD.shape)))
     batch.draft.selection(batch.decoder.state).run()
     assert chosen == [(layer, (2, 1, cache.config.num_heads, cache.config.head_dim)) for layer in range(2)]

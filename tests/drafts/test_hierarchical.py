@@ -8,6 +8,7 @@ import torch
 from magicdec.architectures import ModelConfig
 from magicdec.attention.sdpa import SdpaAttention
 from magicdec.drafts import hierarchical
+from magicdec.drafts.hierarchical import Hierarchical
 from magicdec.models.kv_cache import KVCache
 from magicdec.verification.sampling import Sampling, Use, probabilities
 from tests.chi_square import chisquare
@@ -30,6 +31,23 @@ def test_with_the_target_at_every_level_all_is_accepted_everywhere(temperature):
     batch = opened(prompts=prompts, sampling=Sampling(temperature=temperature), generate_len=40)
     accepted = batch.decoder.generate(batch.draft).accepted_RB
     assert (accepted[accepted >= 0] == 6).all()
+
+
+def test_inner_rounds_end_at_gamma_tokens():
+    """With every proposal accepted they would write more than there is room for behind the end of a sequence."""
+    batch = opened(gamma=12)
+    batch.restart()
+    state = batch.decoder.state
+    state.num_tokens_B.copy_(state.limit_B - 1)
+    proposal = batch.draft.propose(state, 12)
+    assert proposal.tokens_BG.shape == (2, 12)
+    assert (batch.draft.cache.seqlens_B <= batch.draft.cache.length_B + 12).all()
+
+
+def test_the_inner_cache_has_the_slots_that_are_declared():
+    batch = opened(inner=cache_config("streaming", budget=16, num_sink=2))
+    facts = Hierarchical(gamma=6, inner_gamma=2)
+    assert batch.draft.inner.cache.capacity == 16 + facts.round_slots(6)
 
 
 def test_the_inner_level_is_verified_over_the_retrieval_cache():

@@ -135,7 +135,7 @@ def test_every_tensor_with_rows_changes_hands(draft, policy, trained):
     slots = slots_with(draft, policy, target=small_model(**window), draft_model=model)
     cache, single = slots.batch.draft.cache, slots.single.draft.cache
     assert cache.spec.in_cache_positions == (trained < MAX_LEN)
-    cache.select(TARGET.attention)
+    cache.reselect(TARGET.attention)
     mine, theirs = dict(tensors(cache)), dict(tensors(single))
     assert set(mine) == set(theirs)
     for tensor in theirs.values():
