@@ -50,8 +50,8 @@ class Attention(ABC, Generic[AttentionPlan]):
         """Prepare a forward pass. `seqlens_B` (int32) counts each row's valid entries, the T new ones included; with
         `window`, a token sees only the last `window` tokens, itself included.
 
-        Slots lie in the order of their tokens unless `positions_BKS` (int32) says where a window finds each: a new
-        token's position is its slot. It needs a window, and does not go together with selected slots.
+        Slots are in the order of their tokens, unless `positions_BKS` (int32) has the position of each for a window. A
+        new token's position is its slot. It needs a window, and cannot be combined with selected slots.
         """
 
     @abstractmethod
@@ -61,7 +61,7 @@ class Attention(ABC, Generic[AttentionPlan]):
         """Return softmax attention (B, T, H, D) with scale 1/sqrt(D), causal among the T new tokens.
 
         With `indices_BKN` (int64) each KV head reads only these slots: distinct, in any order, the new tokens' own
-        among them; slots that a token may not see, and negative ones, count for nothing.
+        among them. Slots that a token may not see, and negative ones, are ignored.
         """
 
     @abstractmethod
@@ -70,5 +70,5 @@ class Attention(ABC, Generic[AttentionPlan]):
     ) -> tuple[Tensor, Tensor]:
         """Return attention over all slots, and what each slot received: (B, K, S') in fp32, where S' <= S covers all
         valid slots, summed over the G query heads of a KV head and over the new tokens, or those that `counted_BT`
-        (bool) names. What a token adds to the slots' scores is G in sum.
+        (bool) names. The scores that a token adds to all slots sum up to G.
         """

@@ -52,7 +52,7 @@ class FlashInferAttention(LibraryAttention):
         if obstacle := dtype_obstacle(dtype, (torch.bfloat16, torch.float16)):
             return obstacle
         if head_dim not in HEAD_DIMS:
-            return f"knows the head dims {', '.join(map(str, HEAD_DIMS))}, not {head_dim}"
+            return f"supports the head dims {', '.join(map(str, HEAD_DIMS))}, not {head_dim}"
         try:
             library()
         except ImportError as error:
@@ -63,7 +63,7 @@ class FlashInferAttention(LibraryAttention):
     def read_all(self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: KernelPlan) -> Tensor:
         if self._workspace is None:
             self._workspace = torch.empty(WORKSPACE, dtype=torch.uint8, device=q_BTHD.device)
-        if q_BTHD.is_meta:  # memory is estimated: the workspace and the output are what it takes
+        if q_BTHD.is_meta:  # a memory estimate: only the workspace and the output take memory
             return torch.empty_like(q_BTHD)
         if plan is not self._planned:  # the first layer of a pass
             self._prepare(q_BTHD, k_BKSD, plan)

@@ -133,7 +133,7 @@ def _own_slots(seqlens_B: Tensor, num_new: int) -> Tensor:
 
 
 def _hidden(slot: Tensor, own: Tensor, window: int | None, position: Tensor) -> Tensor:
-    """Return whether the token in slot `own` may not see `slot`, which lies at `position` (all broadcast)."""
+    """Return whether the token in slot `own` may not see `slot`, whose token is at `position` (all broadcast)."""
     hidden = slot > own
     return hidden if window is None else hidden | (position <= own - window)
 

@@ -1,7 +1,7 @@
-"""The part that backends with a kernel of their own share.
+"""The common part of backends with a kernel of their own.
 
-sdpa takes passes of more new tokens than the kernel does, and attention whose scores are asked for unless the kernel
-returns them. Shapes as in base.py.
+sdpa takes passes with more new tokens than the kernel takes, and passes that need scores where the kernel returns none.
+Shapes as in base.py.
 """
 
 import sys
@@ -21,7 +21,7 @@ from magicdec.attention.sdpa import SdpaAttention, SdpaPlan
 
 @dataclass(frozen=True)
 class KernelPlan:
-    """The lengths, which are all that a kernel needs. `sdpa` is made only if a pass needs it."""
+    """The lengths, which are all that a kernel needs. `sdpa` is planned only if a pass needs it."""
 
     seqlens_B: Tensor
     shape: Shape

@@ -58,7 +58,7 @@ class TritonAttention(KernelAttention):
         if obstacle := dtype_obstacle(dtype, DTYPES):
             return obstacle
         if head_dim not in HEAD_DIMS:
-            return f"knows the head dims {', '.join(map(str, HEAD_DIMS))}, not {head_dim}"
+            return f"supports the head dims {', '.join(map(str, HEAD_DIMS))}, not {head_dim}"
         if obstacle := triton_obstacle():
             return obstacle
         try:

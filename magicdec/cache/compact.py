@@ -4,8 +4,8 @@ L layers, B rows, K KV heads, S slots, D head dim, F fixed slots, R ring slots, 
 
 Of `budget` slots the first F hold what the policy has selected, the others are a ring over the latest tokens, and slots
 beyond the budget hold this round's proposals, which evict nothing until committed. Until a row outgrows its budget
-every token lies in the slot of its position. Attention does not care about the order of slots, because keys carry
-their position; only a sliding window needs to know the position of each slot.
+every token is in the slot of its position. Attention does not depend on the order of slots, because keys carry their
+position. Only a sliding window needs the position of each slot.
 """
 
 from abc import abstractmethod
@@ -114,10 +114,6 @@ class CompactCache(DraftCache):
         k = self.k_LBKSD
         return FullCache.build(self.spec, self.config, self.num_rows, k.dtype, k.device, None)
 
-    @override
-    def adopt(self, prefilled: DraftCache, scores_LBKS: Tensor | None = None) -> None:
-        self.load(prefilled, scores_LBKS)
-
     def ring_slots(self, position: Tensor) -> Tensor:
         """Return the slots of tokens by their positions, for tokens of the window."""
         ring = self.num_fixed + (position - self.num_fixed) % self.window
@@ -130,13 +126,13 @@ class CompactCache(DraftCache):
 
     def write(self, source: KVCache, first_slot_B: Tensor, count_B: Tensor, width: int) -> None:
         """Copy new tokens into their slots. A long chunk writes only its last `window` tokens: the earlier ones are
-        evicted by it, or lie in their slots already.
+        evicted by it, or are in their slots already.
         """
         latest = min(width, self.window)
         index_BW = count_B.long()[:, None] - latest + torch.arange(latest, device=count_B.device)
         position_BW = self.length_B.long()[:, None] + index_BW
         slot_BW = self.ring_slots(position_BW)
-        slot_BW = torch.where(index_BW >= 0, slot_BW, self.capacity - 1)  # nobody reads behind the valid slots
+        slot_BW = torch.where(index_BW >= 0, slot_BW, self.capacity - 1)  # slots behind the valid ones are never read
         from_BW = (first_slot_B.long()[:, None] + index_BW).clamp(min=0)
         for ours, theirs in ((self.k_LBKSD, source.k_LBKSD), (self.v_LBKSD, source.v_LBKSD)):
             wide(ours)[:, self._rows_B1, :, slot_BW] = wide(theirs)[:, self._rows_B1, :, from_BW]

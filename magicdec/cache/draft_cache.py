@@ -56,11 +56,17 @@ class DraftCache(KVCache):
         target: KVCache | None,
     ) -> Self:
         """Allocate a cache; `target` is the target's own cache if the target drafts for itself."""
-        return cls(spec, config, num_rows, cls.num_slots(spec, target is not None), dtype, device)
+        cache = cls(spec, config, num_rows, cls.num_slots(spec, target is not None), dtype, device)
+        if target is not None:
+            cache.share(target)
+        return cache
+
+    def share(self, target: KVCache) -> None:
+        """Use the target's own entries where the policy keeps all of them."""
 
     @property
     def phases(self) -> int:
-        """Return the kinds of rounds that take turns, each of a static shape of its own."""
+        """Return the number of kinds of rounds that take turns. Each has its own static shape."""
         return 1
 
     def watch(self, verified: KVCache, phase: int) -> KVCache:
@@ -72,34 +78,34 @@ class DraftCache(KVCache):
 
     @property
     def observes(self) -> int:
-        """Return how many of the context's last tokens score it before it is loaded; see `load`."""
+        """Return how many of the last tokens score the context before it is loaded; see `load`."""
         return 0
 
     @abstractmethod
     def load(self, source: KVCache, scores_LBKS: Tensor | None = None) -> None:
-        """Keep what the policy selects of the entries of a whole prefilled context: the target's, where it drafts for
-        itself. `scores_LBKS`, for a policy that observes, is the attention that each entry received.
+        """Keep the entries of a prefilled context that the policy selects. `source` is the target's own cache where it
+        drafts for itself. `scores_LBKS`, for a policy that observes, is the attention that each entry received.
         """
 
     @abstractmethod
     def for_prefill(self, chunk: int) -> "DraftCache":
-        """Return an independent draft's empty cache for a prefill in chunks of `chunk` tokens, with room for one."""
+        """Return an empty cache for an independent draft's prefill in chunks of `chunk` tokens."""
 
-    @abstractmethod
     def adopt(self, prefilled: "DraftCache", scores_LBKS: Tensor | None = None) -> None:
-        """Take over what `for_prefill`'s cache holds after the prefill; see `load` for the scores."""
+        """Take over the entries of `for_prefill`'s cache after the prefill; see `load` for the scores."""
+        self.load(prefilled, scores_LBKS)
 
     @abstractmethod
     def take(self, source: KVCache, first_slot_B: Tensor, count_B: Tensor, width: int) -> None:
         """Drop this round's proposals and commit `count_B` <= `width` tokens to each row.
 
-        Their entries lie in `source`, in slots from `first_slot_B` on: the target's cache, which holds their exact
+        Their entries are in `source`, in slots from `first_slot_B` on: the target's cache, which holds their exact
         keys and values, or, for an independent draft, this cache itself.
         """
 
     @abstractmethod
     def set_length(self, length_B: Tensor) -> None:
-        """Declare `length_B` tokens committed and none proposed; their entries are in place, or do not matter."""
+        """Mark `length_B` tokens as committed and none as proposed. Their entries are in place, or do not matter."""
 
     @override
     def clear_row(self, row: int) -> None:

@@ -1,15 +1,12 @@
-"""The full cache: a draft that keeps everything. For self-speculation it is the target's own cache, seen again."""
-
-from typing import Self
+"""The full cache: a draft that keeps everything. For self-speculation it is a view of the target's cache."""
 
 import torch
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 from typing_extensions import override
 
-from magicdec.architectures import ModelConfig
 from magicdec.cache.draft_cache import DraftCache
-from magicdec.config.choices import CacheConfig, CacheSpec
+from magicdec.config.choices import CacheConfig
 from magicdec.config.registry import POLICIES
 from magicdec.models.kv_cache import KVCache
 from magicdec.rules import STRICT
@@ -27,25 +24,12 @@ class Full(CacheConfig):
 class FullCache(DraftCache):
     """Every entry in the slot of its position, so that committing moves nothing."""
 
-    @classmethod
-    @override
-    def build(
-        cls,
-        spec: CacheSpec,
-        config: ModelConfig,
-        num_rows: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        target: KVCache | None,
-    ) -> Self:
-        """Write proposals where verification will write the same tokens' exact entries."""
-        cache = super().build(spec, config, num_rows, dtype, device, target)
-        if target is not None:
-            cache.k_LBKSD, cache.v_LBKSD = target.k_LBKSD, target.v_LBKSD
-        cache.owns_storage = target is None
-        return cache
-
     owns_storage = True
+
+    @override
+    def share(self, target: KVCache) -> None:
+        """Write proposals where verification will write the same tokens' exact entries."""
+        self.k_LBKSD, self.v_LBKSD, self.owns_storage = target.k_LBKSD, target.v_LBKSD, False
 
     @property
     @override

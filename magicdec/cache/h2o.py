@@ -38,10 +38,10 @@ class H2O(CacheConfig):
 class H2OCache(ScoredCache):
     """Half of the budget for the entries with the largest accumulated attention, half for recent tokens.
 
-    Every token of the context scores it at the prefill, which costs a second pass over the prompt. Afterwards the
-    draft's own steps add to the scores of what is left, those of rejected proposals excepted, and a token that leaves
-    the window replaces the least heavy hitter if it is heavier. What is evicted is gone. The authors evict after every
-    token, here a round does; the last proposal of a round adds no scores, because the draft has not fed it.
+    At the prefill, every token of the context scores it, which takes a second pass over the prompt. Then the draft's
+    own steps add to the scores, except those of rejected proposals. A token that leaves the window replaces the
+    lightest heavy hitter if its score is higher. Evicted entries are lost. The authors evict after every token; here,
+    after every round. The last proposal of a round adds no scores, because the draft has not fed it.
     """
 
     per_row: ClassVar[dict[str, int]] = {**ScoredCache.per_row, "scores_LBKC": 1, "step_scores_GLBKC": 2}

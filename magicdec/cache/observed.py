@@ -1,4 +1,4 @@
-"""A cache seen by a forward pass whose attention is recorded: how policies learn which entries matter.
+"""A view of a cache that records the attention of a forward pass, by which policies select entries.
 
 L layers, B rows, K KV heads, S slots, T new tokens.
 """
@@ -36,7 +36,7 @@ class ObservedCache(KVCache):
 
 
 class ReplayedCache(ObservedCache):
-    """For tokens whose entries are in the cache already: it has lengths of its own, and nothing is written."""
+    """A view for tokens whose entries are in the cache already: it has its own lengths, and nothing is written."""
 
     def __init__(self, source: KVCache):
         super().__init__(source)

@@ -48,7 +48,7 @@ class PyramidKV(SnapKV):
 
 
 class LayerCache(SnapKVCache):
-    """One layer: its ring has the size of the pyramid's, for any budget of its own."""
+    """The cache of one layer. All layers have rings of the same size, whatever their budgets."""
 
     @override
     def fixed_slots(self, budget: int) -> int:
@@ -157,7 +157,7 @@ class PyramidKVCache(DraftCache):
 
     @override
     def adopt(self, prefilled: DraftCache, scores_LBKS: Tensor | None = None) -> None:
-        self.load(prefilled, scores_LBKS)
+        super().adopt(prefilled, scores_LBKS)
         self._views = None  # or they would keep all of a prefill's cache
 
     @override

@@ -1,4 +1,4 @@
-"""Quest: pages selected by a bound on what they could receive (Tang et al. 2024, arXiv 2406.10774).
+"""Quest: pages selected by a bound on the attention to them (Tang et al. 2024, arXiv 2406.10774).
 
 L layers, B rows, T new tokens, H query heads, D head dim, K KV heads, Q = T * H / K queries of a KV head, S slots,
 P pages, E entries of a page, N selected slots, W tokens committed at a time.
@@ -48,8 +48,8 @@ class QuestCache(DynamicCache):
 
     A page's largest possible product with a query follows from the least and the largest value of each feature, so that
     2 / page_size of the keys are read to select. The last page is always read, as in the authors' kernels: the latest
-    tokens receive much attention, and few of them have a low bound. Queries that share a KV head, which the paper's
-    models have not, select by the sum of their softmax over the bounds. The paper leaves the first two layers dense;
+    tokens receive much attention, and few of them have a low bound. Queries that share a KV head (the paper's models
+    have none) select by the sum of their softmax over the bounds. The paper leaves the first two layers dense;
     here all of them select. A budget below page_size makes smaller pages.
     """
 

@@ -47,8 +47,8 @@ class StreamingCache(WindowCache):
     """`budget` committed entries a row and layer: num_sink first tokens and the budget - num_sink latest.
 
     With `in_cache_positions`, which the authors always use, the sinks' keys are rotated forward to sit right before the
-    window, so that the model never sees a distance beyond budget + gamma: rotary embeddings know differences alone, and
-    one shift serves all sinks of a row. Otherwise positions are those of the text, like the target's.
+    window, so that the model never sees a distance beyond budget + gamma. Rotary embeddings depend on differences only,
+    so that one shift serves all sinks of a row. Otherwise positions are those of the text, like the target's.
     """
 
     settings: Streaming

@@ -35,8 +35,8 @@ class TopK(CacheConfig):
 class TopKCache(DynamicCache):
     """The entries with the most attention from this very query: no other set of this size retains more of it.
 
-    Impractical: finding them takes the attention over everything that the selection is meant to save. It shows what a
-    budget could give.
+    It is impractical, because selecting them takes the full attention that a selection should save. It shows the best
+    that a budget can do.
     """
 
     @override

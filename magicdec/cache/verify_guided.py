@@ -1,7 +1,7 @@
-"""Verification as the guide: what the target has just attended to is what the draft reads next.
+"""Guided by verification: the draft reads the entries that the target has just attended to.
 
 The idea of SparseSpec's PillarAttn and of Vegas (https://github.com/platformxlab/vegas): a verification computes the
-attention over everything anyway, so that a selection by it needs no pass of its own.
+attention over everything anyway, so that selecting by it needs no additional pass.
 
 L layers, B rows, T tokens of a verification, H query heads, D head dim, K KV heads, S slots, N selected slots.
 """

@@ -1,4 +1,4 @@
-"""A sliding window without sinks: the plainest policy, and the one that shows what sinks are for."""
+"""A sliding window without sinks: the simplest policy, which shows what the sinks of `streaming` are for."""
 
 import torch
 from pydantic.dataclasses import dataclass

@@ -1,6 +1,6 @@
 """A copying task: the prompt ends with the beginning of a passage from its first quarter.
 
-The first half of the text is shuffled, token by token, so that nothing but the passage itself tells how it continues. A
+The first half of the text is shuffled, token by token, so that only the passage itself shows how it continues. A
 sliding window no longer holds the passage when its copy begins; a policy that retrieves finds it.
 """
 

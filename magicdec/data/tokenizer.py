@@ -26,7 +26,7 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 class Detokenizer:
-    """Text as it grows. What may be half of a character is held back until the other half is there."""
+    """The text of tokens that arrive one by one. The first half of a character waits for the second half."""
 
     def __init__(self, tokenizer: Any):
         self._tokenizer, self._tokens = tokenizer, list[int]()

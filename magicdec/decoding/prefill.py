@@ -1,7 +1,7 @@
 """Prefill in chunks, so that memory stays bounded: the target's, and an independent draft's.
 
-B rows, T tokens of a chunk, E hidden size. Rows may differ in length: a row that has ended writes behind its valid
-slots, where the next token will overwrite it.
+B rows, T tokens of a chunk, E hidden size. Rows may differ in length. A row that has ended writes behind its
+valid slots, where the next token will overwrite it.
 """
 
 from collections.abc import Callable

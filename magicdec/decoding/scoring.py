@@ -12,7 +12,7 @@ from magicdec.cache.observed import ReplayedCache
 from magicdec.models.kv_cache import KVCache
 from magicdec.models.transformer import Transformer
 
-MAX_CHUNK = 32  # what the C++ kernel takes: above, scores are several times as slow on a CPU
+MAX_CHUNK = 32  # the most that the C++ kernel takes; with more, scores take several times as long on a CPU
 
 
 def score(

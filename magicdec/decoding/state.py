@@ -65,9 +65,9 @@ class State:
                 )
 
     def start(self, first_tokens_B: Tensor) -> None:
-        """Begin (again) right behind the prompts, with the tokens that the prefill decided.
+        """Start, or start again, right behind the prompts, with the first tokens from the prefill.
 
-        Clear the tokens of an earlier pass: no draft may learn the output beforehand.
+        Clear the tokens of an earlier pass, so that no draft can read the output in advance.
         """
         position_S = torch.arange(self.tokens_BS.shape[1], device=self.tokens_BS.device)
         self.tokens_BS.masked_fill_(position_S >= self.prompt_len_B[:, None], 0)

@@ -1,4 +1,4 @@
-"""Clocks that do not disturb what they time: CUDA events on a GPU, the performance counter on a CPU."""
+"""Clocks that do not slow down what they time: CUDA events on a GPU, the performance counter on a CPU."""
 
 import time
 

@@ -77,10 +77,10 @@ class Draft(ABC):
 
     @abstractmethod
     def prefill(self, state: State, progress: Callable[[int], None]) -> None:
-        """Get ready to continue the prompts; call `progress` with the tokens of every chunk that the model has read."""
+        """Prepare to continue the prompts. Call `progress` with the number of tokens of each chunk."""
 
     def simulate_prefill(self, state: State) -> None:
-        """Enter the state that `prefill` would leave, with meaningless entries: for timing only."""
+        """Set the state as after `prefill`, with meaningless entries, for timing only."""
         self.prefill(state, lambda _: None)
 
     @abstractmethod
@@ -93,11 +93,11 @@ class Draft(ABC):
 
     @property
     def phases(self) -> int:
-        """Return the kinds of rounds that take turns, each captured by itself."""
+        """Return the number of kinds of rounds that take turns. Each is captured by itself."""
         return 1
 
     def watch(self, verified: KVCache, phase: int) -> KVCache:
-        """Return the target's cache for a verification of this phase; a draft that learns from it observes it."""
+        """Return the target's cache for a verification of this phase, or a view of it that records attention."""
         return verified
 
     def selection(self, state: State) -> Selection | None:
@@ -105,11 +105,11 @@ class Draft(ABC):
         return None
 
     def copy_row(self, row: int, source: "Draft") -> None:
-        """Make a row the copy of another such draft's only one; a draft that `serves` copies all that it keeps."""
+        """Copy the only row of another such draft to a row. A draft that `serves` copies all its state."""
         raise NotImplementedError
 
     def clear_row(self, row: int) -> None:  # noqa: B027 - a draft may keep nothing of it
-        """Forget a row that nobody has: its proposals are for nothing, and should cost little."""
+        """Clear a row that no request uses. Its proposals are ignored, and should cost little."""
 
     @property
     @abstractmethod
@@ -128,7 +128,7 @@ class ModelDraft(Draft):
     refed: int
 
     def __init__(self, model: Transformer, cache: DraftCache, spec: DraftSpec):
-        """Use the target's vocabulary; models of one tokenizer may pad theirs to different sizes."""
+        """Use the size of the target's vocabulary: models with one tokenizer may pad theirs to different sizes."""
         self.model, self.cache, self.gamma, self.sampling = model, cache, spec.gamma, spec.sampling
         self.vocab_size = spec.target.config.vocab_size
 
@@ -162,7 +162,7 @@ class ModelDraft(Draft):
         return score(self.model, source, tokens_BS, state.max_prompt_len, self.cache.observes, progress)
 
     def _known(self, tokens: Tensor) -> Tensor:
-        """Replace tokens that only the target's padding has by this model's last one: a guess may be wrong."""
+        """Replace tokens beyond this model's vocabulary, which only the target's padding has, by its last one."""
         return tokens.clamp(max=self.model.config.vocab_size - 1)
 
     def _stack(self, distributions: list[Tensor | None]) -> Tensor | None:

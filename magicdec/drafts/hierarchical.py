@@ -62,8 +62,8 @@ class Hierarchical(DraftConfig):
 
 
 class InnerDraft(IndependentDraft):
-    """The small model. Its cache lags behind: before a round it lacks the last `lag` committed tokens, as many as a
-    round may add, and the round feeds them in one pass. What it computes of proposals is dropped, accepted or not.
+    """The small model. Before a round its cache lacks the last `lag` committed tokens, which is the most that a round
+    adds. The round feeds them in one pass. Entries of proposals are dropped, accepted or not.
     """
 
     @classmethod
@@ -98,7 +98,7 @@ class HierarchicalDraft(SelfDraft):
 
     Both levels are lossless: the tokens of the inner rounds are distributed as the target over `cache` would write
     them, and the target's own verification is given that distribution. The number of inner rounds is fixed, for static
-    shapes. A row that has fewer than gamma tokens after them repeats its last one, as a guess that was not sampled.
+    shapes. A row that has fewer than gamma tokens after them repeats its last one, which is not sampled.
     (h2o is an exception among the policies: it scores by the last token of each inner verification.)
 
     TriForce's code selects the retrieval cache once per prompt, by the mean keys of chunks. Its inner rounds have one

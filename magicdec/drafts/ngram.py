@@ -63,7 +63,7 @@ class NgramDraft(Draft):
         length_BS = torch.zeros_like(tokens_BS)
         for back in range(self.max_ngram):
             token_B1 = tokens_BS.gather(1, (last_B1 - back).clamp(min=0))
-            # Rolled, not sliced: what wraps around lies before the row's start, where nothing may match.
+            # Rolled, not sliced: tokens that wrap around are before the start of the row, where nothing may match.
             equal_BS = equal_BS & (tokens_BS.roll(back, 1) == token_B1) & (position_S >= back)
             length_BS += equal_BS
         best_B1 = (length_BS * tokens_BS.shape[1] + position_S).argmax(1, keepdim=True)

@@ -1,7 +1,7 @@
-"""The shared library of C++ kernels: compiled when it is first needed, in seconds, and kept.
+"""The shared library of C++ kernels, which is compiled in seconds when it is first needed.
 
-A file of the user's cache holds what was compiled from these very sources for this PyTorch and this processor. The
-library is called with plain pointers: through PyTorch's own headers the compilation would take half a minute.
+It is cached in a file of the user's cache, for these sources, this PyTorch and this processor. The library is called
+with plain pointers, because compiling with PyTorch's headers would take half a minute.
 """
 
 import ctypes
@@ -90,7 +90,7 @@ def _obstacle(library: Path, command: str | None) -> str | None:
         lines = [line for line in error.stderr.splitlines() if "error" in line]
         return f"{NEEDS_COMPILER}, and {command} failed: {(lines or [f'exit code {error.returncode}'])[0]}"
     except OSError as error:
-        return f"{NEEDS_COMPILER} and a place for what it makes: {error}"
+        return f"{NEEDS_COMPILER} and a folder for the library: {error}"
     return None
 
 
@@ -99,7 +99,7 @@ def _compile(command: str, *arguments: str) -> None:
 
 
 def _processor() -> str:
-    """Return what -march=native depends on, where the operating system tells."""
+    """Return the processor's model and features, on which -march=native depends, as far as they are known."""
     cpuinfo = Path("/proc/cpuinfo")
     if not cpuinfo.exists():
         return platform.processor()

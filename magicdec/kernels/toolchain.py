@@ -1,6 +1,6 @@
-"""What Triton needs beside a GPU: it compiles a C program, against Python's headers, before it first launches a kernel.
+"""The check for a C compiler and Python's headers: Triton compiles a C program before it first launches a kernel.
 
-Slim images have neither. Whoever chooses Triton, or torch.compile on a GPU, looks here first.
+Slim images have neither. Code that chooses Triton, or torch.compile on a GPU, checks this first.
 """
 
 import os

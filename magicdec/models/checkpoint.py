@@ -44,7 +44,7 @@ DISPENSABLE = re.compile(r".*rotary_emb\.inv_freq|lm_head\.weight")
 def locate(path: str, key: str = "target.path", weights: bool = True) -> Path:
     """Return the local folder of a checkpoint.
 
-    `path` is a folder, relative to the working directory or to where the package lies (so that the bundled pair is
+    `path` is a folder, relative to the working directory or to where the package is (so that the bundled pair is
     found from anywhere), or a hub id `org/name`, optionally `org/name@revision`, which is downloaded into the hub's
     cache; with `weights=False` only its json files are. `key` is the configuration key that errors name.
     """
@@ -232,7 +232,7 @@ def _files_of(folder: Path) -> dict[str, Path]:
 
 
 def _check(todo: list[Piece], files: dict[str, Path], folder: Path) -> None:
-    """Make sure that the files hold what the architecture needs, in a form that can be read, and nothing else."""
+    """Raise UserError unless the files hold exactly what the architecture needs, in a form that can be read."""
     headers = {path: read_header(path) for path in sorted(set(files.values()))}
     for source, _, _, shape, *_ in todo:
         path = files.get(source)

@@ -19,7 +19,7 @@ INTERPRETED = triton.knobs.runtime.interpret
 def code_matmul(x: Tensor, codes: Tensor, scales: Tensor, bits: int) -> Tensor:
     """Return x (..., K) times the weights (N, K), whose codes are (N, K) or (N, K / 2) int8, and scales (N, K / 32).
 
-    An operator of PyTorch's, so that torch.compile leaves it whole and knows its output's shape.
+    Registered as an operator of PyTorch, so that torch.compile does not split it and knows its output's shape.
     """
     return launch(x, codes, scales, bits)
 

@@ -23,7 +23,7 @@ def copy_row(target: Any, source: Any, row: int) -> None:
 
 
 class Place(NamedTuple):
-    """The slots of one layer, as plain tensors: compiled code knows no caches."""
+    """The slots of one layer, as plain tensors, because compiled code takes no caches."""
 
     k_BKSD: Tensor
     v_BKSD: Tensor
@@ -70,11 +70,11 @@ class KVCache:
         return other
 
     def copy_row(self, row: int, source: "KVCache") -> None:
-        """Copy the only row of another such cache into a row: so a request that was prefilled apart gets its slot."""
+        """Copy the only row of another such cache to a row, as for a request that was prefilled by itself."""
         copy_row(self, source, row)
 
     def clear_row(self, row: int) -> None:
-        """Empty a row, which then attends to next to nothing."""
+        """Empty a row, so that it reads next to nothing."""
         self.seqlens_B[row : row + 1] = 0
 
     @property
@@ -101,7 +101,7 @@ class KVCache:
         return self.slots_BT(num_new)
 
     def first_seen_B(self, layer: int, position_B: Tensor) -> Tensor:
-        """Return the first position that a token at `position_B` sees in a layer; 0 or less: everything is seen."""
+        """Return the first position that a token at `position_B` sees in a layer; 0 or less: it sees all."""
         window = self.config.window_of(layer)
         return torch.zeros_like(position_B) if window is None else position_B + 1 - window
 
@@ -128,7 +128,7 @@ class KVCache:
         self.seqlens_B += num_new
 
     def rollback(self, lengths_B: Tensor) -> None:
-        """Forget everything behind the first `lengths_B` tokens of each row."""
+        """Drop everything behind the first `lengths_B` tokens of each row."""
         self.seqlens_B.copy_(lengths_B)
 
     def commit(self, num_appended: int, count_B: Tensor) -> None:

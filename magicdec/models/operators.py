@@ -26,7 +26,7 @@ class Operators:
     """PyTorch's operators."""
 
     def linear(self, layer: nn.Module, x: Tensor) -> Tensor:
-        """Return a linear layer's output. A layer whose weights are quantised has its own way."""
+        """Return a linear layer's output. A layer with quantised weights computes it itself."""
         if is_plain(layer):
             return self.matmul(x, layer.weight, layer.bias)
         out: Tensor = layer(x)
@@ -78,7 +78,7 @@ class Rotation(ctypes.Structure):
 class CppOperators(Operators):
     """Kernels for CPUs, in float32 and bfloat16."""
 
-    max_rows = 128  # of a matmul; with many more PyTorch's is faster, although it rearranges the weights in every call
+    max_rows = 128  # of a matmul; with many more, PyTorch's is faster, although it repacks the weights in every call
 
     def __init__(self) -> None:
         kernels, p, n = library.load(), ctypes.c_void_p, ctypes.c_int64
@@ -154,15 +154,15 @@ def _cpp() -> CppOperators:
 
 
 def is_plain(layer: nn.Module) -> TypeGuard[nn.Linear]:
-    """Return whether a layer is a matmul by a weight that lies row by row, not by one that is quantised."""
+    """Return whether a layer multiplies by a contiguous weight that is not quantised."""
     return isinstance(layer, nn.Linear) and type(layer.weight) is nn.Parameter and layer.weight.is_contiguous()
 
 
 def at(x: Tensor | None) -> int | None:
-    """Return where a tensor lies; None for none."""
+    """Return the address of a tensor's data; None without a tensor."""
     return None if x is None else x.data_ptr()
 
 
 def epsilon(norm: nn.RMSNorm, x: Tensor) -> float:
-    """Return what a norm adds to the mean square."""
+    """Return the epsilon of a norm."""
     return torch.finfo(x.dtype).eps if norm.eps is None else norm.eps

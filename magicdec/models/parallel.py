@@ -1,7 +1,7 @@
 """Tensor parallelism (Shoeybi et al. 2019, arXiv 1909.08053): a rank's part of a model, and how ranks are joined.
 
 B rows, T tokens, E hidden size, V vocabulary, H query heads, K KV heads. Heads and MLP features are divided over the
-ranks that share a layer, so that attention and its cache need no word from other ranks; two sums a layer join them.
+ranks that share a layer, so that attention and its cache need no communication; two sums per layer join the ranks.
 The vocabulary is divided over all ranks of the run, also where a draft divides its layers over fewer: its logits come
 together piece by piece, and so are the same numbers on every rank, which decides by them alone.
 """
@@ -52,7 +52,7 @@ class Share:
         return slice(min(self.world_rank * each, count), min((self.world_rank + 1) * each, count))
 
     def vocabulary_rows(self, count: int) -> int:
-        """Return the rows of embedding and head, the same on every rank. Rows beyond the vocabulary mean nothing."""
+        """Return the rows of embedding and head, the same on every rank. Rows beyond the vocabulary are unused."""
         return -(-count // self.world_size)
 
     def summed(self, ops: Operators, layer: nn.Module, x: Tensor) -> Tensor:
@@ -111,7 +111,7 @@ def share(size: int, all_reduce: str = "nccl", device: str | torch.device = "cpu
 
 
 def _sum(x: Tensor, ranks: dist.ProcessGroup | None = None) -> Tensor:
-    """Sum over ranks, in place. Tensors without storage, on which memory is estimated, have nothing to add."""
+    """Sum over ranks, in place. Tensors without storage, on which memory is estimated, are left as they are."""
     if not x.is_meta:
         dist.all_reduce(x, group=ranks)
     return x

@@ -1,7 +1,7 @@
 """A forward pass of few rows on a CPU in one call: all layers, with attention over a plain cache (kernels/layer.cpp).
 
-B rows, T tokens, E hidden size, M = B x T. What a step computes takes little time; one operator after another, each
-with threads of its own to start, would take several times as long.
+B rows, T tokens, E hidden size, M = B x T. The arithmetic of a step takes little time. Calling one operator after
+another, each of which starts threads, would take several times as long.
 """
 
 import ctypes
@@ -102,7 +102,7 @@ def run(
 
 
 def _is_plain(cache: KVCache) -> bool:
-    """Return whether a cache neither selects nor observes: all layers have the same slots, and all are attended to."""
+    """Return whether a cache neither selects nor observes: all layers have the same slots, and attend to all."""
     return type(cache).attend is KVCache.attend and type(cache).place is KVCache.place
 
 
@@ -120,7 +120,7 @@ def _parameters(layer: nn.Module) -> list[Tensor | None]:
 
 
 def _found(layers: nn.ModuleList) -> list[Any]:
-    """Return where each weight lies, and its type: any may be replaced between passes, and its memory freed.
+    """Return the address and type of each weight. Look them up in every pass: a weight may have been replaced.
 
     Modules' own dictionaries take a microsecond or two a layer, `layers.parameters()` ten.
     """

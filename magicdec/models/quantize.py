@@ -1,6 +1,6 @@
 """Weight-only quantisation of a draft's layers, through torchao: group-wise, 8 or 4 bits, activations as they are.
 
-The target is never quantised: what it decides would no longer be its own.
+The target is never quantised, because that would change its output.
 """
 
 import logging
@@ -33,7 +33,7 @@ def check(quantization: str, device: torch.device) -> None:
 
 
 def quiet_torchao() -> None:
-    """Silence what the import of torchao logs: each GPU kernel that this machine cannot load, and PyTorch's advice."""
+    """Silence the log of importing torchao: GPU kernels that this machine cannot load, and PyTorch's advice."""
     for name in ("torchao", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)
 
@@ -42,8 +42,8 @@ def quantized(model: Transformer, quantization: str, device: torch.device | str)
     """Return the same model with its layers' matrices in fewer bits; embedding, norms and head are shared with `model`.
 
     On a GPU a kernel of ours reads the codes; 4 bits on a CPU are packed, and read by PyTorch's. 8 bits on a CPU are
-    decoded in front of each matmul. `device` is where the model will run: the memory estimate has weights that are
-    nowhere.
+    decoded in front of each matmul. `device` is where the model will run: a memory estimate has weights on the meta
+    device.
     """
     quiet_torchao()
     on_cpu = torch.device(device).type == "cpu"
@@ -79,7 +79,7 @@ def coded(linear: nn.Linear, quantization: str) -> "CodedLinear":
 
 
 class CodedLinear(nn.Module):
-    """A linear layer with a byte for a weight, or for two, for GPUs. With few rows, what is read is the codes."""
+    """A linear layer for GPUs with one or two weights per byte. With few rows, only the codes are read."""
 
     def __init__(self, linear: nn.Linear, bits: int):
         """Take the weights from `linear`, which torchao has quantised."""

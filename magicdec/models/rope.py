@@ -32,10 +32,11 @@ def rope_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
 
 
 def angles_table(frequencies_D2: Tensor, attention_factor: float, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines of every position, the attention factor folded in. Takes tensors alone, to be compiled.
+    """Return cosines and sines of every position, the attention factor folded in.
 
-    The first two arguments are the results of `frequencies_on`. `positions` may have any shape and integer type, (B, T)
-    or (B, K, S) say; the results add a last dimension D2, in float32.
+    It takes only tensors, so that it can be compiled. The first two arguments are the results of `frequencies_on`.
+    `positions` may have any shape and integer type, such as (B, T) or (B, K, S); the results add a last dimension D2, in
+    float32.
     """
     angles = positions.unsqueeze(-1) * frequencies_D2
     cos, sin = angles.cos(), angles.sin()
@@ -48,7 +49,7 @@ def rotate(x_BTHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate features by the angles of their token, in float32. Return them in the type of `x_BTHD`.
 
     `x_BTHD` may have any leading dimensions; `cos` and `sin` end in D2 and broadcast against them: a table (B, T, D2)
-    goes in as (B, T, 1, D2). Query and key heads that lie side by side, as a fused projection leaves them, are best
+    goes in as (B, T, 1, D2). Query and key heads that are side by side, as a fused projection leaves them, are best
     turned in one call.
     """
     first, second = x_BTHD.float().chunk(2, dim=-1)
@@ -83,7 +84,7 @@ def _yarn(periods_D2: Tensor, config: ModelConfig, scaling: RopeScaling) -> tupl
     assert context is not None, "RopeScaling has checked"
 
     def feature_that_turns(rotations: float) -> float:
-        """Return the (fractional) feature index whose pair makes so many turns within the original context."""
+        """Return the (fractional) index of the features that turn `rotations` times within the original context."""
         return dim * math.log(context / (rotations * 2 * math.pi)) / (2 * math.log(config.rope_theta))
 
     low, high = feature_that_turns(scaling.beta_fast), feature_that_turns(scaling.beta_slow)

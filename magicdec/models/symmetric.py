@@ -1,6 +1,6 @@
 """Sums over the GPUs of a machine through memory that all of them can reach: PyTorch's symmetric memory.
 
-NCCL sums what it is given; here a matmul writes its part where the others read it, and one kernel sums in place: in the
+NCCL sums given buffers. Here a matmul writes its part where the others read it, and one kernel sums in place: in the
 switch where it can (multimem), else each rank a part of the whole (two-shot). Both can be captured in a graph, and both
 end when all ranks have read, so that one buffer does for all sums.
 """
@@ -40,7 +40,7 @@ class SymmetricSums:
         return self
 
     def takes(self, x: Tensor, columns: int) -> bool:
-        """Return whether a sum with the rows of `x` and so many columns goes through the buffer."""
+        """Return whether the buffer takes a sum with the rows of `x` and this number of columns."""
         size = prod(x.shape[:-1]) * columns * x.element_size()
         return x.dtype in DTYPES and not x.is_meta and size <= MAX_BYTES and size % 16 == 0
 
@@ -95,7 +95,7 @@ def sums(choice: str, ranks: dist.ProcessGroup, device: torch.device) -> Symmetr
 
 
 def _obstacle(ranks: dist.ProcessGroup, device: torch.device) -> str | None:
-    """Return why a group cannot sum in symmetric memory; None if nothing is known."""
+    """Return why a group cannot sum in symmetric memory; None if no reason is known."""
     if device.type != "cuda":
         return f"is for NVIDIA GPUs, not for {device.type}"
     if _memory() is None:
@@ -108,7 +108,7 @@ def _obstacle(ranks: dist.ProcessGroup, device: torch.device) -> str | None:
 
 
 def _all_agree(mine: bool, ranks: dist.ProcessGroup, device: torch.device) -> bool:
-    """Return whether it is true on every rank."""
+    """Return whether `mine` is true on every rank."""
     flag = torch.tensor(float(mine), device=device)
     dist.all_reduce(flag, dist.ReduceOp.MIN, group=ranks)
     return bool(flag)

@@ -19,7 +19,7 @@ from magicdec.models.operators import PYTORCH, Operators, operators_for
 from magicdec.models.parallel import ALONE, Share
 from magicdec.models.rope import angles_table, frequencies_on
 
-MAX_COMPILED = 64  # shapes and models of a process; beyond, PyTorch would leave the rest as it is
+MAX_COMPILED = 64  # shapes and models of a process; beyond that, PyTorch compiles no more
 
 
 class Layer(nn.Module):

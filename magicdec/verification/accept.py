@@ -1,7 +1,7 @@
 """Decide which proposals are accepted, and choose the target's own token that ends the round.
 
 B rows, G = gamma proposals, T = G + 1 target distributions (the last one follows the last proposal), V vocabulary.
-Pure functions on tensors: they know neither models nor caches.
+Pure functions on tensors, without models and caches.
 """
 
 from typing import NamedTuple
@@ -37,7 +37,7 @@ def accept_sampled(
 ) -> Verdict:
     """Accept by rejection sampling (Leviathan et al. 2023; Chen et al. 2023), which keeps the target's distribution.
 
-    `q_BGV` is what the proposals were really drawn from, after temperature and truncation; None means one-hot,
+    `q_BGV` is what the proposals were drawn from, after temperature and truncation; None means one-hot,
     a draft that does not sample. `positions_BT` are the positions in the sequence that the T tokens would take;
     `accept` and `decide` name the random numbers.
     """

@@ -70,7 +70,7 @@ class RowSampling:
         """Set how a row is sampled from now on."""
         top_k, top_p = sampling.top_k or EVERYTHING, sampling.top_p or 1.0
         if sampling.greedy:
-            top_k, top_p = 1, 1e-30  # of equally large logits, the first alone
+            top_k, top_p = 1, 1e-30  # the first of equally large logits
         self.temperature[row] = sampling.temperature or 1.0
         self.top_k[row] = top_k
         self.top_p[row] = top_p if top_p < 1.0 else float("inf")
@@ -125,12 +125,12 @@ def _nucleus(p: Tensor, top_p: float | Tensor, likeliest: Tensor | None) -> Tens
 
 
 def _host_may_look(values: Tensor) -> bool:
-    """Return whether values decide what is computed: a GPU must not wait for the host, a fake tensor has none."""
+    """Return whether the host may read values: a GPU must not wait for it, and a fake tensor has none."""
     return values.device.type == "cpu"
 
 
 def _likeliest_first(p: Tensor, likeliest: Tensor | None) -> Iterator[Tensor]:
-    """Yield the largest probabilities of each row, sorted; more and more, where the host may see if they are enough."""
+    """Yield the largest probabilities of each row, sorted. Yield more and more where the host may check them."""
     if _host_may_look(p):
         if likeliest is not None:
             yield p.gather(-1, likeliest)

@@ -61,7 +61,7 @@ def test_a_compiler_that_fails_and_a_folder_that_cannot_be_made_are_obstacles(tm
     assert library.obstacle() == f"needs a C++ compiler, and {compiler} failed: exit code 1"
     (tmp_path / "file").touch()
     monkeypatch.setattr(library, "path", lambda: tmp_path / "file" / "kernels.so")
-    assert library.obstacle().startswith("needs a C++ compiler and a place for what it makes: ")
+    assert library.obstacle().startswith("needs a C++ compiler and a folder for the library: ")
 
 
 @pytest.mark.skipif(library.compiler() is None, reason="needs a C++ compiler")
