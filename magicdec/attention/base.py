@@ -1,6 +1,6 @@
 """The one interface of attention over a KV cache. To add a backend, subclass Attention (docs/attention.md).
 
-B rows, T query tokens, S cached tokens, H query heads, K KV heads, G = H / K heads that share a KV head, D head dim.
+B rows, T query tokens, S cached tokens, H query heads, K KV heads, J = H / K heads that share a KV head, D head dim.
 
 A backend is used in two steps because what depends on lengths alone is the same for every layer: `plan` once per
 forward pass, `attend` once per layer.
@@ -18,7 +18,7 @@ AttentionPlan = TypeVar("AttentionPlan")
 
 @dataclass(frozen=True)
 class Shape:
-    """The static facts of a forward pass: T new tokens, S cache slots, G query heads per KV head, and the dtype."""
+    """The static facts of a forward pass: T new tokens, S cache slots, J query heads per KV head, and the dtype."""
 
     num_new: int
     capacity: int
@@ -69,6 +69,6 @@ class Attention(ABC, Generic[AttentionPlan]):
         self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: AttentionPlan, counted_BT: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return attention over all slots, and what each slot received: (B, K, S') in fp32, where S' <= S covers all
-        valid slots, summed over the G query heads of a KV head and over the new tokens, or those that `counted_BT`
-        (bool) names. The scores that a token adds to all slots sum up to G.
+        valid slots, summed over the J query heads of a KV head and over the new tokens, or those that `counted_BT`
+        (bool) names. The scores that a token adds to all slots sum up to J.
         """

@@ -1,6 +1,6 @@
 """Attention on CPUs in C++: of a few new tokens over a long cache (kernels/attention.cpp), and of many (prefill.cpp).
 
-The G x T query rows of a few new tokens that share a KV head stay in registers and the L1 cache while K and V stream
+The J x T query rows of a few new tokens that share a KV head stay in registers and the L1 cache while K and V stream
 past once, in splits that the threads share; the splits are merged by their log-sum-exp.
 """
 

@@ -46,11 +46,11 @@ def softmax_attention(
 ) -> tuple[Tensor, Tensor]:
     """Return attention in fp32 by its definition, and the weights that each slot receives (B, K, S)."""
     T, S = q_BTHD.shape[1], k_BKSD.shape[2]
-    q_BKGTD = q_BTHD.float().transpose(1, 2).unflatten(1, (k_BKSD.shape[1], -1))
+    q_BKJTD = q_BTHD.float().transpose(1, 2).unflatten(1, (k_BKSD.shape[1], -1))
     own_BT1 = (seqlens_B[:, None] - T + torch.arange(T, device=seqlens_B.device))[..., None]
     slot_S = torch.arange(S, device=seqlens_B.device)
     hidden_BTS = (slot_S > own_BT1) | (slot_S <= own_BT1 - (window or S))
-    scores_BKGTS = q_BKGTD @ k_BKSD.float()[:, :, None].mT * q_BTHD.shape[-1] ** -0.5
-    weights_BKGTS = scores_BKGTS.masked_fill(hidden_BTS[:, None, None], float("-inf")).softmax(-1)
-    out_BKGTD = weights_BKGTS @ v_BKSD.float()[:, :, None]
-    return out_BKGTD.flatten(1, 2).transpose(1, 2), weights_BKGTS.sum((2, 3))
+    scores_BKJTS = q_BKJTD @ k_BKSD.float()[:, :, None].mT * q_BTHD.shape[-1] ** -0.5
+    weights_BKJTS = scores_BKJTS.masked_fill(hidden_BTS[:, None, None], float("-inf")).softmax(-1)
+    out_BKJTD = weights_BKJTS @ v_BKSD.float()[:, :, None]
+    return out_BKJTD.flatten(1, 2).transpose(1, 2), weights_BKJTS.sum((2, 3))

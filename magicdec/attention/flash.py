@@ -1,10 +1,10 @@
 """Attention by the flash-attn package, for NVIDIA GPUs (FlashAttention-2, arXiv 2307.08691, and -3, arXiv 2407.08608).
 
-T new tokens, H query heads over K KV heads, G = H / K. One function of the library, that for caches, serves prefill as
+T new tokens, H query heads over K KV heads, J = H / K. One function of the library, that for caches, serves prefill as
 well as decoding: it takes each row at its own length.
 
-FlashAttention-2 reads K and V once for the G heads that share them only where there is a single query token. A
-verification of few tokens therefore goes to Triton's kernel, which reads them once for all G x T. FlashAttention-3
+FlashAttention-2 reads K and V once for the J heads that share them only where there is a single query token. A
+verification of few tokens therefore goes to Triton's kernel, which reads them once for all J x T. FlashAttention-3
 packs query heads by itself, and does everything.
 """
 

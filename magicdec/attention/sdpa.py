@@ -1,6 +1,6 @@
 """Attention through PyTorch's scaled_dot_product_attention: runs everywhere; the reference of all other backends.
 
-For few query tokens the G query heads that share a KV head are folded into the query rows, so that one pass over K and
+For few query tokens the J query heads that share a KV head are folded into the query rows, so that one pass over K and
 V serves all of them: the multi-token verification for GQA of the MagicDec paper (arXiv 2408.11049, section 5).
 
 N selected slots; all other letters as in base.py.
@@ -17,7 +17,7 @@ from magicdec.attention.base import Attention, Shape
 from magicdec.config.choices import Backend
 from magicdec.config.registry import BACKENDS
 
-# Above this many query tokens (prefill) a mask folded over G would be larger than the keys it guards.
+# Above this many query tokens (prefill) a mask folded over J would be larger than the keys it guards.
 MAX_FOLDED_TOKENS = 64
 ALIGNMENT = 8  # of the mask's rows in elements: the fused kernels of CUDA would copy it in front of every layer
 
@@ -26,7 +26,7 @@ ALIGNMENT = 8  # of the mask's rows in elements: the fused kernels of CUDA would
 class SdpaPlan:
     """`length` entries are read; `mask` is additive and broadcasts against the scores, None where nothing is hidden.
 
-    `folded`: query rows are (G, T) of one KV head, else each query head is on its own. `seqlens_B` and `window` are
+    `folded`: query rows are (J, T) of one KV head, else each query head is on its own. `seqlens_B` and `window` are
     kept for attention over selected slots, whose mask depends on the selection.
     """
 
@@ -87,15 +87,15 @@ class SdpaAttention(Attention[SdpaPlan]):
     ) -> tuple[Tensor, Tensor]:
         """Write out the probabilities, which only suits a few query tokens at a time."""
         k, v = k_BKSD[:, :, : plan.length], v_BKSD[:, :, : plan.length]
-        q_BKGTD = _fold(q_BTHD, k.shape[1])
-        logits_BKGTS = torch.einsum("bkgtd,bksd->bkgts", q_BKGTD, k).float() * q_BTHD.shape[-1] ** -0.5
+        q_BKJTD = _fold(q_BTHD, k.shape[1])
+        logits_BKJTS = torch.einsum("bkjtd,bksd->bkjts", q_BKJTD, k).float() * q_BTHD.shape[-1] ** -0.5
         if plan.mask is not None:
-            logits_BKGTS += plan.mask.unflatten(2, (-1, q_BTHD.shape[1]))
-        p_BKGTS = logits_BKGTS.softmax(-1)
-        out = torch.einsum("bkgts,bksd->bkgtd", p_BKGTS.to(v.dtype), v)
+            logits_BKJTS += plan.mask.unflatten(2, (-1, q_BTHD.shape[1]))
+        p_BKJTS = logits_BKJTS.softmax(-1)
+        out = torch.einsum("bkjts,bksd->bkjtd", p_BKJTS.to(v.dtype), v)
         if counted_BT is not None:
-            p_BKGTS *= counted_BT[:, None, None, :, None]
-        return _unfold(out), p_BKGTS.sum((2, 3))
+            p_BKJTS *= counted_BT[:, None, None, :, None]
+        return _unfold(out), p_BKJTS.sum((2, 3))
 
     def _attend_selected(
         self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: SdpaPlan, indices_BKN: Tensor
@@ -107,7 +107,7 @@ class SdpaAttention(Attention[SdpaPlan]):
         own_B1T1 = _own_slots(plan.seqlens_B, T)[:, None, :, None]
         slot_BK1N = indices_BKN[:, :, None]
         seen_BKTN = ~(_hidden(slot_BK1N, own_B1T1, plan.window, slot_BK1N) | (slot_BK1N < 0))
-        seen = seen_BKTN.repeat(1, 1, H // K, 1) if T > 1 else seen_BKTN  # query rows are (G, T)
+        seen = seen_BKTN.repeat(1, 1, H // K, 1) if T > 1 else seen_BKTN  # query rows are (J, T)
         q = _fold(q_BTHD, K).flatten(2, 3)
         out = F.scaled_dot_product_attention(q, k_BKSD.gather(2, slot_BKN1), v_BKSD.gather(2, slot_BKN1), seen)
         return _unfold(out.unflatten(2, (H // K, -1)))
@@ -120,10 +120,10 @@ def attend_by_turns(q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, mask: Tensor
     sdp_utils.cpp), and what they fall back to writes all scores out.
     """
     out_BTHD = torch.empty_like(q_BTHD)
-    of_BTKGD, q_BTKGD = (x.unflatten(2, (k_BKSD.shape[1], -1)) for x in (out_BTHD, q_BTHD))
-    for g in range(q_BTKGD.shape[3]):
-        q_BKTD = q_BTKGD[:, :, :, g].transpose(1, 2)
-        of_BTKGD[:, :, :, g] = F.scaled_dot_product_attention(q_BKTD, k_BKSD, v_BKSD, attn_mask=mask).transpose(1, 2)
+    of_BTKJD, q_BTKJD = (x.unflatten(2, (k_BKSD.shape[1], -1)) for x in (out_BTHD, q_BTHD))
+    for j in range(q_BTKJD.shape[3]):
+        q_BKTD = q_BTKJD[:, :, :, j].transpose(1, 2)
+        of_BTKJD[:, :, :, j] = F.scaled_dot_product_attention(q_BKTD, k_BKSD, v_BKSD, attn_mask=mask).transpose(1, 2)
     return out_BTHD
 
 
@@ -139,10 +139,10 @@ def _hidden(slot: Tensor, own: Tensor, window: int | None, position: Tensor) -> 
 
 
 def _fold(q_BTHD: Tensor, num_kv_heads: int) -> Tensor:
-    """Return queries by the KV head that they share (B, K, G, T, D)."""
+    """Return queries by the KV head that they share (B, K, J, T, D)."""
     return q_BTHD.unflatten(2, (num_kv_heads, -1)).permute(0, 2, 3, 1, 4)
 
 
-def _unfold(out_BKGTD: Tensor) -> Tensor:
+def _unfold(out_BKJTD: Tensor) -> Tensor:
     """Undo `_fold`: return (B, T, H, D)."""
-    return out_BKGTD.permute(0, 3, 1, 2, 4).flatten(2, 3)
+    return out_BKJTD.permute(0, 3, 1, 2, 4).flatten(2, 3)

@@ -100,7 +100,7 @@ class TritonAttention(KernelAttention):
                 splits,
                 plan.window,
                 K=K,
-                G=H // K,
+                J=H // K,
                 PADDED_SPLITS=power_of_2(splits),
                 BLOCK=SUMMED,
                 enable_fp_fusion=True,
@@ -118,9 +118,9 @@ class TritonAttention(KernelAttention):
     ) -> tuple[Tensor, Tensor]:
         """Return the output, and the log-sum-exp of each split; write scores to `raw` where it is given."""
         (B, T, H, D), (K, S) = q_BTHD.shape, k_BKSD.shape[1:3]
-        G, positions = H // K, plan.positions_BKS
+        J, positions = H // K, plan.positions_BKS
         variant = Variant(
-            q_BTHD.dtype, K, G, D, G * T, T == 1, indices_BKN is not None, raw is not None, positions is not None
+            q_BTHD.dtype, K, J, D, J * T, T == 1, indices_BKN is not None, raw is not None, positions is not None
         )
         arguments: dict[str, Any] = {
             "q": q_BTHD, "k": k_BKSD, "v": v_BKSD, "seqlens": plan.seqlens_B, "indices": indices_BKN,
@@ -133,22 +133,22 @@ class TritonAttention(KernelAttention):
         reads = S if positions is not None else min(S, plan.reach + T)
         if variant.selected:
             reads = arguments["num_indices"]
-        tiles = ceil_div(G * T, variant.tile)
+        tiles = ceil_div(J * T, variant.tile)
         splits = split_count(B * K * tiles, reads, variant.block, programs_at_once(variant, arguments))
         out_BTHD = torch.empty((B, T, H, D), dtype=q_BTHD.dtype, device=q_BTHD.device)
         partial = None
         if splits > 1:
-            partial = torch.empty((B * K, splits, G * T, D), dtype=torch.float32, device=q_BTHD.device)
-        lse = torch.empty((B * K, splits, G * T), dtype=torch.float32, device=q_BTHD.device)
+            partial = torch.empty((B * K, splits, J * T, D), dtype=torch.float32, device=q_BTHD.device)
+        lse = torch.empty((B * K, splits, J * T), dtype=torch.float32, device=q_BTHD.device)
         if q_BTHD.is_meta:  # a memory estimate counts these allocations alone
             return out_BTHD, lse
         arguments |= {"out": out_BTHD, "partial": partial, "lse": lse, "num_splits": splits}
         kernels().attend_split[tiles, splits, B * K](**arguments, **variant.constants(splits > 1), **variant.options)
         if splits > 1:
             padded, padded_dim = power_of_2(splits), power_of_2(D)
-            rows = merge_rows(G * T, padded * padded_dim)
-            kernels().merge_splits[(B * K, ceil_div(G * T, rows))](
-                partial, lse, out_BTHD, T, splits, K=K, G=G, D=D, PADDED_D=padded_dim, PADDED_SPLITS=padded, ROWS=rows,
+            rows = merge_rows(J * T, padded * padded_dim)
+            kernels().merge_splits[(B * K, ceil_div(J * T, rows))](
+                partial, lse, out_BTHD, T, splits, K=K, J=J, D=D, PADDED_D=padded_dim, PADDED_SPLITS=padded, ROWS=rows,
                 enable_fp_fusion=True,
             )  # fmt: skip
         return out_BTHD, lse
@@ -207,7 +207,7 @@ class Variant:
         """The kernel's constants."""
         return {
             "K": self.num_kv_heads,
-            "G": self.group_size,
+            "J": self.group_size,
             "D": self.head_dim,
             "PADDED_D": power_of_2(self.head_dim),
             "TILE": self.tile,

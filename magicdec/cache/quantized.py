@@ -1,6 +1,6 @@
 """The full context in few bits, recent tokens in full precision: the idea of QuantSpec (arXiv 2502.10424).
 
-L layers, B rows, K KV heads, S slots, D head dim, C bytes of codes per entry, G groups of features, W tokens committed
+L layers, B rows, K KV heads, S slots, D head dim, C bytes of codes per entry, N groups of features, W tokens committed
 at a time, R recent tokens and proposals.
 """
 
@@ -26,24 +26,24 @@ SCALE = 4  # bytes of a group's scale and least value, each in half precision
 class Codes:
     """One tensor of entries in 8 or 4 bits: whole numbers between the least and the largest value of each group."""
 
-    per_row: ClassVar[dict[str, int]] = {"codes_LBKSC": 1, "scales_LBKSG2": 1}
+    per_row: ClassVar[dict[str, int]] = {"codes_LBKSC": 1, "scales_LBKSN2": 1}
 
     def __init__(self, shape: tuple[int, ...], bits: int, group_size: int, device: torch.device | str):
         """Allocate codes for entries of this shape (L, B, K, S, D); groups divide D."""
         self.bits, self.group_size = bits, math.gcd(group_size, shape[-1])
         self.codes_LBKSC = torch.zeros(*shape[:-1], shape[-1] * bits // 8, dtype=torch.uint8, device=device)
         # Scale and least value in half precision, side by side.
-        self.scales_LBKSG2 = torch.zeros(
+        self.scales_LBKSN2 = torch.zeros(
             *shape[:-1], shape[-1] // self.group_size, 2, dtype=torch.float16, device=device
         )
 
     @property
     def num_bytes(self) -> int:
         """Return the bytes of codes and scales."""
-        return self.codes_LBKSC.numel() + 2 * self.scales_LBKSG2.numel()
+        return self.codes_LBKSC.numel() + 2 * self.scales_LBKSN2.numel()
 
     def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the codes (..., C) and scales (..., G, 2) of entries (..., D)."""
+        """Return the codes (..., C) and scales (..., N, 2) of entries (..., D)."""
         groups = x.float().unflatten(-1, (-1, self.group_size))
         least, largest = groups.aminmax(dim=-1, keepdim=True)
         scales = torch.cat(((largest - least) / (2**self.bits - 1), least), dim=-1).half()
@@ -59,7 +59,7 @@ class Codes:
         codes = self.codes_LBKSC[layer]
         if self.bits == 4:
             codes = torch.cat((codes >> 4, codes & 15), dim=-1)
-        scale, least = self.scales_LBKSG2[layer].float().split(1, dim=-1)
+        scale, least = self.scales_LBKSN2[layer].float().split(1, dim=-1)
         return (codes.unflatten(-1, (-1, self.group_size)) * scale + least).flatten(-2).to(dtype)
 
 
@@ -137,7 +137,7 @@ class QuantizedCache(FullCache):
         for codes, entries_LBKSD in ((self.k_codes, self.k_LBKSD), (self.v_codes, self.v_LBKSD)):
             size = codes.codes_LBKSC.shape[3]
             for layer in range(self.config.num_layers):
-                codes.codes_LBKSC[layer], codes.scales_LBKSG2[layer] = codes.encode(entries_LBKSD[layer][:, :, :size])
+                codes.codes_LBKSC[layer], codes.scales_LBKSN2[layer] = codes.encode(entries_LBKSD[layer][:, :, :size])
 
     @override
     def take(self, source: KVCache, first_slot_B: Tensor, count_B: Tensor, width: int) -> None:
@@ -146,5 +146,5 @@ class QuantizedCache(FullCache):
         for codes, entries_LBKSD in ((self.k_codes, self.k_LBKSD), (self.v_codes, self.v_LBKSD)):
             new, scales = codes.encode(entries_LBKSD[:, self._rows_B1, :, slot_BW])
             codes.codes_LBKSC[:, self._rows_B1, :, slot_BW] = new
-            codes.scales_LBKSG2[:, self._rows_B1, :, slot_BW] = scales
+            codes.scales_LBKSN2[:, self._rows_B1, :, slot_BW] = scales
         super().take(source, first_slot_B, count_B, width)

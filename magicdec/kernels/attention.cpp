@@ -1,7 +1,7 @@
 // Attention of a few new tokens over a long KV cache on a CPU, at the speed of memory. Called from attention/cpp.py, which
 // has the legend and the contract. PyTorch's headers are left out on purpose: they would take ten times as long to compile.
 //
-// A task is one split of the slots of one KV head of one row. Its R = G x T query rows stay in the L1 cache while the
+// A task is one split of the slots of one KV head of one row. Its R = J x T query rows stay in the L1 cache while the
 // split's K and V stream past once, in blocks. Splits have a fixed length, so that a row's result depends neither on its
 // neighbours nor on the number of threads.
 
@@ -247,7 +247,7 @@ class Kernel : public Attending {
         for (int64_t d = 0; d < c.dim; d += int64_t(64 / sizeof(T))) __builtin_prefetch(from + d);
     }
 
-    // Query rows (G, T) of a KV head, scaled.
+    // Query rows (J, T) of a KV head, scaled.
     void load_queries(int64_t b, int64_t head, float* q) const {
         const float scale = 1.0f / std::sqrt(float(c.dim));
         for (int64_t r = 0; r < query_rows; ++r) {

@@ -85,7 +85,7 @@ class Prefill {
 
   private:
     const Call& c;
-    const int64_t query_rows;  // of a KV head: (T, G)
+    const int64_t query_rows;  // of a KV head: (T, J)
 
     void attend(int64_t b, int64_t head, int64_t first, float* q, float* out, float* p, float* wide) const {
         const T* keys = static_cast<const T*>(c.k) + b * c.k_row + head * c.k_head;

@@ -1,6 +1,6 @@
 """Attention in Triton: the kernels of split-KV decoding and verification, which read K and V once.
 
-B rows, T new tokens, H query heads over K KV heads, G = H / K, R = G x T query rows that share a KV head, S slots, D
+B rows, T new tokens, H query heads over K KV heads, J = H / K, R = J x T query rows that share a KV head, S slots, D
 head dim, N selected slots.
 
 A program takes one KV head of one row, one split of its slots, and one tile of its R query rows. A verification is a
@@ -20,10 +20,10 @@ INTERPRETED = triton.knobs.runtime.interpret
 
 
 @triton.jit
-def out_row(head, r, T, K: tl.constexpr, G: tl.constexpr):
+def out_row(head, r, T, K: tl.constexpr, J: tl.constexpr):
     """Return where query row r of a KV head of a row lies among the rows of (B, T, H, D)."""
-    token, query_head = (head // K).to(tl.int64) * T + r % T, (head % K) * G + r // T
-    return token * K * G + query_head
+    token, query_head = (head // K).to(tl.int64) * T + r % T, (head % K) * J + r // T
+    return token * K * J + query_head
 
 
 @triton.jit
@@ -68,7 +68,7 @@ def attend_split(
     v_head,
     v_slot,
     K: tl.constexpr,
-    G: tl.constexpr,
+    J: tl.constexpr,
     D: tl.constexpr,
     PADDED_D: tl.constexpr,
     TILE: tl.constexpr,
@@ -87,8 +87,8 @@ def attend_split(
     seqlen = tl.load(seqlens + b)
     own = seqlen - T + r % T
 
-    at_q = q + b * q_row + (r % T)[:, None] * q_token + (kv * G + r // T)[:, None] * q_head + d[None, :]
-    q_tile = tl.load(at_q, mask=(r < G * T)[:, None] & (d < D)[None, :], other=0.0)
+    at_q = q + b * q_row + (r % T)[:, None] * q_token + (kv * J + r // T)[:, None] * q_head + d[None, :]
+    q_tile = tl.load(at_q, mask=(r < J * T)[:, None] & (d < D)[None, :], other=0.0)
     if UPCAST:
         q_tile = q_tile.to(tl.float32)
     k += b * k_row + kv * k_head
@@ -143,21 +143,21 @@ def attend_split(
                         position = tl.load(positions + head.to(tl.int64) * S + slot, mask=valid, other=0)
                     seen &= position[None, :] > own[:, None] - reach
                 if SCORED:
-                    at_raw = raw + head.to(tl.int64) * (G * T) * S + (r[:, None] * S + slot[None, :])
-                    tl.store(at_raw, scores * left, mask=seen & (r < G * T)[:, None])
+                    at_raw = raw + head.to(tl.int64) * (J * T) * S + (r[:, None] * S + slot[None, :])
+                    tl.store(at_raw, scores * left, mask=seen & (r < J * T)[:, None])
                 scores = tl.where(seen, scores, float("-inf"))
             most, total, sums = fold(most, total, sums, scores, left, v_tile)
 
     total = tl.where(total > 0, total, 1.0)
     mean = sums / total[:, None]
-    inside = (r < G * T)[:, None] & (d < D)[None, :]
-    at = (head * num_splits + split).to(tl.int64) * (G * T) + r
+    inside = (r < J * T)[:, None] & (d < D)[None, :]
+    at = (head * num_splits + split).to(tl.int64) * (J * T) + r
     if SPLIT or SCORED:
-        tl.store(lse + at, most + tl.log2(total), mask=r < G * T)
+        tl.store(lse + at, most + tl.log2(total), mask=r < J * T)
     if SPLIT:
         tl.store(partial + at[:, None] * D + d[None, :], mean, mask=inside)
     else:
-        at = out_row(head, r, T, K, G)
+        at = out_row(head, r, T, K, J)
         tl.store(out + at[:, None] * D + d[None, :], mean.to(out.dtype.element_ty), mask=inside)
 
 
@@ -169,7 +169,7 @@ def merge_splits(
     T,
     num_splits,
     K: tl.constexpr,
-    G: tl.constexpr,
+    J: tl.constexpr,
     D: tl.constexpr,
     PADDED_D: tl.constexpr,
     PADDED_SPLITS: tl.constexpr,
@@ -179,8 +179,8 @@ def merge_splits(
     head = tl.program_id(0)
     r = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     split, d = tl.arange(0, PADDED_SPLITS), tl.arange(0, PADDED_D)
-    at = (head * num_splits + split[None, :]).to(tl.int64) * (G * T) + r[:, None]
-    there = (split < num_splits)[None, :] & (r < G * T)[:, None]
+    at = (head * num_splits + split[None, :]).to(tl.int64) * (J * T) + r[:, None]
+    there = (split < num_splits)[None, :] & (r < J * T)[:, None]
     lses = tl.load(lse + at, mask=there, other=float("-inf"))
     most = tl.max(lses, 1)
     weights = tl.exp2(lses - tl.where(most == float("-inf"), 0.0, most)[:, None])
@@ -188,8 +188,8 @@ def merge_splits(
     parts = tl.load(partial + at[:, :, None] * D + d[None, None, :], mask=inside, other=0.0)
     total = tl.sum(weights, 1)
     merged = tl.sum(parts * weights[:, :, None], 1) / tl.where(total > 0, total, 1.0)[:, None]
-    at_out = out + out_row(head, r, T, K, G)[:, None] * D + d[None, :]
-    tl.store(at_out, merged.to(out.dtype.element_ty), mask=(r < G * T)[:, None] & (d < D)[None, :])
+    at_out = out + out_row(head, r, T, K, J)[:, None] * D + d[None, :]
+    tl.store(at_out, merged.to(out.dtype.element_ty), mask=(r < J * T)[:, None] & (d < D)[None, :])
 
 
 @triton.jit
@@ -205,7 +205,7 @@ def sum_scores(
     num_splits,
     reach,  # tokens that one sees, itself included; None: all before it
     K: tl.constexpr,
-    G: tl.constexpr,
+    J: tl.constexpr,
     PADDED_SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -216,14 +216,14 @@ def sum_scores(
     if positions is not None:
         position = tl.load(positions + head * S + slot, mask=slot < S, other=0)
     sums = tl.zeros([BLOCK], tl.float32)
-    for r in range(G * T):
+    for r in range(J * T):
         own = seqlen - T + r % T
         seen = (slot < S) & (slot <= own)
         if reach is not None:
             seen &= position > own - reach
-        lses = tl.load(lse + (head * num_splits + split) * (G * T) + r, mask=split < num_splits, other=float("-inf"))
+        lses = tl.load(lse + (head * num_splits + split) * (J * T) + r, mask=split < num_splits, other=float("-inf"))
         most = tl.max(lses, 0)
-        scores = tl.load(raw + (head * (G * T) + r) * S + slot, mask=seen, other=float("-inf"))
+        scores = tl.load(raw + (head * (J * T) + r) * S + slot, mask=seen, other=float("-inf"))
         weights = tl.exp2(scores - most) / tl.sum(tl.exp2(lses - most), 0)
         weights = tl.where(seen, weights, 0.0)  # a row that sees nothing has no maximum to take away
         if counted is not None:

@@ -86,7 +86,7 @@ def test_merging_compiled(capability, dim, splits):
     """Nothing spilled."""
     types = {"partial": "*fp32", "lse": "*fp32", "out": "*bf16"}
     padded = triton.next_power_of_2(dim)
-    constants = {"K": 8, "G": 4, "D": dim, "PADDED_D": padded, "PADDED_SPLITS": splits}
+    constants = {"K": 8, "J": 4, "D": dim, "PADDED_D": padded, "PADDED_SPLITS": splits}
     constants["ROWS"] = ours.merge_rows(20, splits * padded)
     assert build(split_kv.merge_splits, capability, types, constants, {"enable_fp_fusion": True}).spilled == 0
 
@@ -97,7 +97,7 @@ def test_summing_compiled(capability, some):
     """Nothing spilled."""
     types = {"raw": "*fp32", "lse": "*fp32", "seqlens": "*i32", "counted": "*u8", "out": "*fp32"}
     types |= {"positions": "*i32"}
-    constants = {"K": 8, "G": 4, "PADDED_SPLITS": ours.MAX_SPLITS, "BLOCK": ours.SUMMED}
+    constants = {"K": 8, "J": 4, "PADDED_SPLITS": ours.MAX_SPLITS, "BLOCK": ours.SUMMED}
     constants |= {} if some else {"counted": None, "positions": None}
     assert build(split_kv.sum_scores, capability, types, constants, {"enable_fp_fusion": True}).spilled == 0
 

@@ -17,7 +17,7 @@ CONFIG = small_model().config  # head_dim 8, 2 layers, 2 KV heads
 def test_every_number_is_within_half_a_step(bits, group_size):
     x = torch.randn(1, 2, 2, 9, 8) * 3
     codes = Codes(x.shape, bits, group_size, "cpu")
-    codes.codes_LBKSC, codes.scales_LBKSG2 = codes.encode(x)
+    codes.codes_LBKSC, codes.scales_LBKSN2 = codes.encode(x)
     size = min(group_size, 8)
     for row, decoded in zip(x.reshape(-1, size).tolist(), codes.decode(0, x.dtype).reshape(-1, size), strict=True):
         step = (max(row) - min(row)) / (2**bits - 1)
@@ -29,14 +29,14 @@ def test_a_scale_that_half_precision_rounds_down_overflows_no_code(bits):
     """The least and the largest of 16 numbers so small that their scale loses most of its digits."""
     x = torch.linspace(0, 1.45, 16).roll(5).view(1, 1, 1, 2, 8) * 2**bits * 2**-24
     codes = Codes(x.shape, bits, 8, "cpu")
-    codes.codes_LBKSC, codes.scales_LBKSG2 = codes.encode(x)
+    codes.codes_LBKSC, codes.scales_LBKSN2 = codes.encode(x)
     assert (codes.decode(0, x.dtype) - x[0]).abs().max() < 0.5 * x.max()
 
 
 def test_equal_numbers_stay_what_they_are():
     x = torch.full((1, 1, 1, 1, 8), 2.5)
     codes = Codes(x.shape, 4, 8, "cpu")
-    codes.codes_LBKSC, codes.scales_LBKSG2 = codes.encode(x)
+    codes.codes_LBKSC, codes.scales_LBKSN2 = codes.encode(x)
     assert torch.equal(codes.decode(0, x.dtype), x[0])
 
 

@@ -27,20 +27,20 @@ DRAWN = given(st.randoms(note_method_calls=True))  # an instance of random.Rando
 def definition(q, k, v, seqlens, window, indices, positions, counted):
     """Attention and the slots' scores, in fp64, of the slots that each token sees."""
     (T, H, D), (K, S) = q.shape[1:], k.shape[1:3]
-    q_BKGTD = q.double().unflatten(2, (K, -1)).permute(0, 2, 3, 1, 4)
+    q_BKJTD = q.double().unflatten(2, (K, -1)).permute(0, 2, 3, 1, 4)
     own_B1T1, slot_S = (seqlens[:, None] - T + torch.arange(T))[:, None, :, None], torch.arange(S)
     seen_BKTS = (slot_S <= own_B1T1).repeat(1, K, 1, 1)
     if window is not None:
         seen_BKTS &= (slot_S if positions is None else positions[:, :, None]) > own_B1T1 - window
     if indices is not None:
         seen_BKTS &= (indices[..., None] == slot_S).any(2)[:, :, None]
-    logits_BKGTS = torch.einsum("bkgtd,bksd->bkgts", q_BKGTD, k.double()) / math.sqrt(D)
-    p_BKGTS = logits_BKGTS.masked_fill(~seen_BKTS[:, :, None], -math.inf).softmax(-1)
+    logits_BKJTS = torch.einsum("bkjtd,bksd->bkjts", q_BKJTD, k.double()) / math.sqrt(D)
+    p_BKJTS = logits_BKJTS.masked_fill(~seen_BKTS[:, :, None], -math.inf).softmax(-1)
     bad_BKSD = ~v.isfinite()  # of which 0 times is NaN, also where nobody sees it
-    out_BKGTD = torch.einsum("bkgts,bksd->bkgtd", p_BKGTS, v.double().masked_fill(bad_BKSD, 0.0))
-    out_BKGTD += torch.where((seen_BKTS.float() @ bad_BKSD.float()) > 0, math.nan, 0.0)[:, :, None]
-    out = out_BKGTD.permute(0, 3, 1, 2, 4).reshape(-1, T, H, D)
-    return out, (p_BKGTS if counted is None else p_BKGTS * counted[:, None, None, :, None]).sum((2, 3))
+    out_BKJTD = torch.einsum("bkjts,bksd->bkjtd", p_BKJTS, v.double().masked_fill(bad_BKSD, 0.0))
+    out_BKJTD += torch.where((seen_BKTS.float() @ bad_BKSD.float()) > 0, math.nan, 0.0)[:, :, None]
+    out = out_BKJTD.permute(0, 3, 1, 2, 4).reshape(-1, T, H, D)
+    return out, (p_BKJTS if counted is None else p_BKJTS * counted[:, None, None, :, None]).sum((2, 3))
 
 
 @DRAWN
@@ -48,11 +48,11 @@ def definition(q, k, v, seqlens, window, indices, positions, counted):
 @torch.inference_mode()
 def test_attention(r):
     T, L, D = r.choice([1, 2, 3, 5, 9, 31, 33, 70]), r.choice([0, 1, 5, 30, 63, 100, 513, 1100]), 8 * r.randint(1, 17)
-    B, K, G = r.choice([1, 2, 5]), r.choice([1, 2, 3]), r.choice([1, 2, 3, 5, 7, 8]) if T * L < 5000 else 1
+    B, K, J = r.choice([1, 2, 5]), r.choice([1, 2, 3]), r.choice([1, 2, 3, 5, 7, 8]) if T * L < 5000 else 1
     S, dtype = T + L + r.choice([0, 1, 8]), r.choice(list(TOLERANCE))
     generator = torch.Generator().manual_seed(r.randint(0, 1000))
     gap = r.choice([0, 0, 8])  # of tensors that are a part of larger ones
-    q = torch.randn(B, T, K * G + gap, D, generator=generator)[:, :, : K * G].to(dtype)
+    q = torch.randn(B, T, K * J + gap, D, generator=generator)[:, :, : K * J].to(dtype)
     k, v = torch.randn(2, B, K, S, D + gap, generator=generator)[..., :D].to(dtype)
     seqlens = torch.randint(T, T + L + 1, (B,), generator=generator, dtype=torch.int32)
     own_BKT = (seqlens[:, None] - T + torch.arange(T))[:, None].repeat(1, K, 1)
@@ -78,7 +78,7 @@ def test_attention(r):
         else:
             ours = (attend(CppAttention(), q, k, v, seqlens, window, indices, positions),)
     right = definition(q, k, v, seqlens, window, indices, positions, counted)
-    for mine, expected, terms in zip(ours[: 1 if poisoned else 2], right, (1, G * T), strict=False):
+    for mine, expected, terms in zip(ours[: 1 if poisoned else 2], right, (1, J * T), strict=False):
         # What is not finite must not seem to be; but one such number may spoil more than it should.
         finite, tolerance = mine.isfinite(), terms * TOLERANCE[dtype]
         assert poisoned or finite.all()
