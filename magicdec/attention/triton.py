@@ -27,7 +27,7 @@ START = 128  # slots' worth of time that a program takes to fill its pipeline an
 SUMMED = 512  # slots of a program that sums scores
 MERGED_NUMBERS = 8192  # in the registers of a merging program
 REGISTERS = 1 << 16  # of a multiprocessor
-USUAL_PROGRAMS = 2  # at once on a multiprocessor, where Triton does not tell
+USUAL_PROGRAMS = 2  # at once on a multiprocessor, where Triton does not report it
 SYSTEM_SHARED = 1024  # bytes of shared memory that a program takes beyond its own
 
 

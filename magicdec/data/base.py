@@ -107,7 +107,8 @@ def cut_windows(names: Iterable[str], read: Callable[[str], str], request: Promp
 
     `names` are the documents and `read` returns the text of one. The documents take turns, one window each, so that a
     few rows are not all of one book; their order and the windows' places depend on the seed alone. Every window is
-    within one document, after the encoder's prefix. With the same seed, more rows begin with the fewer rows.
+    within one document, after the encoder's prefix. With the same seed, a larger request begins with the rows of a
+    smaller one.
 
     Raise UserError if all documents together hold too few windows; `corpus` is their name in the message.
     """

@@ -1,7 +1,7 @@
 """A copying task: the prompt ends with the beginning of a passage from its first quarter.
 
 The first half of the text is shuffled, token by token, so that only the passage itself shows how it continues. A
-sliding window no longer holds the passage when its copy begins; a policy that retrieves finds it.
+sliding window no longer holds the passage when its copy begins. A policy that selects by attention can find it.
 """
 
 import random

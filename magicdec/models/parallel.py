@@ -2,8 +2,8 @@
 
 B rows, T tokens, E hidden size, V vocabulary, H query heads, K KV heads. Heads and MLP features are divided over the
 ranks that share a layer, so that attention and its cache need no communication; two sums per layer join the ranks.
-The vocabulary is divided over all ranks of the run, also where a draft divides its layers over fewer: its logits come
-together piece by piece, and so are the same numbers on every rank, which decides by them alone.
+The vocabulary is divided over all ranks of the run, also where a draft divides its layers over fewer. Every rank
+gathers the same logits and decides by them.
 """
 
 from dataclasses import dataclass
@@ -97,7 +97,8 @@ def share(size: int, all_reduce: str = "nccl", device: str | torch.device = "cpu
 
     `all_reduce` is hardware.all_reduce, and `device` where the model runs.
 
-    With fewer than the run has, each `size` neighbours have a copy of the layers, and all copies do the same work.
+    If `size` is less than the ranks of the run, each group of `size` neighbours has a copy of the layers, and all
+    copies do the same work.
     """
     if not dist.is_available() or not dist.is_initialized():
         return ALONE

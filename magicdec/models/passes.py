@@ -72,7 +72,7 @@ def run(
     cache: KVCache,
     plans: list[Any],
 ) -> Tensor | None:
-    """Return the normalised output of all layers; None for passes and models that go operator by operator.
+    """Return the normalised output of all layers; None for passes and models that need one operator after another.
 
     `angles` are cosines and sines (B, T, D / 2). `x_BTE` is overwritten.
     """
@@ -122,7 +122,7 @@ def _parameters(layer: nn.Module) -> list[Tensor | None]:
 def _found(layers: nn.ModuleList) -> list[Any]:
     """Return the address and type of each weight. Look them up in every pass: a weight may have been replaced.
 
-    Modules' own dictionaries take a microsecond or two a layer, `layers.parameters()` ten.
+    Reading modules' dictionaries takes one or two microseconds per layer, `layers.parameters()` takes ten.
     """
     return [
         (weight.data_ptr(), weight.dtype)

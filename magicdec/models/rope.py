@@ -35,8 +35,8 @@ def angles_table(frequencies_D2: Tensor, attention_factor: float, positions: Ten
     """Return cosines and sines of every position, the attention factor folded in.
 
     It takes only tensors, so that it can be compiled. The first two arguments are the results of `frequencies_on`.
-    `positions` may have any shape and integer type, such as (B, T) or (B, K, S); the results add a last dimension D2, in
-    float32.
+    `positions` may have any shape and integer type, such as (B, T) or (B, K, S). The results add a last dimension D2,
+    in float32.
     """
     angles = positions.unsqueeze(-1) * frequencies_D2
     cos, sin = angles.cos(), angles.sin()

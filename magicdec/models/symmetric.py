@@ -1,8 +1,8 @@
 """Sums over the GPUs of a machine through memory that all of them can reach: PyTorch's symmetric memory.
 
-NCCL sums given buffers. Here a matmul writes its part where the others read it, and one kernel sums in place: in the
-switch where it can (multimem), else each rank a part of the whole (two-shot). Both can be captured in a graph, and both
-end when all ranks have read, so that one buffer does for all sums.
+NCCL copies a rank's part to the others. Here a matmul writes its part where the others can read it, and one kernel sums
+in place: in the switch where it can (multimem), else each rank sums a part of the whole (two-shot). Both kernels can be
+captured in a graph. Both end when all ranks have read, so that one buffer serves all sums.
 """
 
 from functools import cache

@@ -2,7 +2,7 @@
 
 B rows, T tokens, E hidden size, H query heads, K KV heads, D head dim, V vocabulary. One forward pass serves prefill
 (T = a chunk), decode (T = 1) and verify (T = gamma + 1): it appends T tokens to the cache and attends over it. Under
-tensor parallelism H and K are one rank's, and only what `Share` joins is whole.
+tensor parallelism, H and K are those of one rank, and only what `Share` joins is complete.
 """
 
 from typing import Any, cast
@@ -44,7 +44,7 @@ class Layer(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Return the residual stream with the last MLP's output added, and queries (B, T, H, D), rotated.
 
-        Keys, rotated, and values (B, T, K, D) are written to their place, if there is one.
+        Rotated keys, and values (B, T, K, D), are written to their place, if there is one.
         """
         c = self.config
         x_BTE, normed_BTE = ops.add_norm(self.attention_norm, x_BTE, mlp_BTE)
@@ -145,8 +145,8 @@ class Transformer(nn.Module):
         """Fuse what surrounds attention in each layer: sums with norms, rotation with the write to the cache, SwiGLU;
         and, before and behind the layers, the table of rotations and the last norm.
 
-        All layers share what is compiled. One token is a case of its own; of other numbers, and of batches, the second
-        one compiles for any.
+        All layers share the compiled code. A single token has its own version. For other numbers of tokens, and for
+        batches, the second one compiles for any.
         """
         self.is_compiled = True
         torch._dynamo.config.recompile_limit = MAX_COMPILED

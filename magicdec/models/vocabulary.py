@@ -42,7 +42,7 @@ def check_vocabularies(
     nothing that the target does not have (drafts/model.py). Without tokenizers the sizes must be equal.
     """
     ours, theirs = _tokens(target_folder), _tokens(draft_folder)
-    fits = f"a draft must share the target's vocabulary of {target.vocab_size}: take a smaller model of its family"
+    fits = f"a draft must share the target's vocabulary of {target.vocab_size}: take a smaller model of its own family"
     sizes = f"draft.model: its vocabulary has {draft.vocab_size} entries against the target's {target.vocab_size}"
     if ours is None or theirs is None:
         if target.vocab_size != draft.vocab_size:
