@@ -1,7 +1,8 @@
 """`magicdec check-plugin MODULE`: put the policies and drafts of a plugin to the test that all built-in ones pass.
 
 Their output must be the target's own, for rows of different lengths, and the bytes that they declare those that they
-allocate. A small random model decodes, in seconds. Exit code 0 if everything holds, 1 otherwise.
+allocate. A row that serving copies must accept what it would alone. A small random model decodes, in seconds. Exit code
+0 if everything holds, 1 otherwise.
 
 The package's own tests use the same models and the same comparisons.
 """
@@ -31,7 +32,11 @@ from magicdec.engine.decoder import Generation
 from magicdec.engine.native import Batch, NativeEngine
 from magicdec.errors import UserError, exit_code, in_one_line
 from magicdec.measure.footprint import Allocations
+from magicdec.measure.metrics import rounds_of
 from magicdec.models.transformer import Transformer
+from magicdec.serving.request import Params, Request
+from magicdec.serving.scheduler import Scheduler
+from magicdec.serving.slots import Slots
 
 VOCAB = 61
 LENGTHS, GENERATE_LEN = (50, 57, 64), 24  # of the rows' prompts, and of what is generated
@@ -93,6 +98,8 @@ def _findings(group: str, name: str, pairs: Sequence[tuple[str, str, str]]) -> I
         yield Finding(
             choice, f"takes the bytes it declares with {other}", _first(partial(wrong_bytes, draft, policy, own))
         )
+        if DRAFTS[draft].facts.serves:
+            yield Finding(choice, f"serves with {other}", _first(partial(wrong_rows, draft, policy, own)))
 
 
 def _first(mistakes: Callable[[], Iterator[str]]) -> str:
@@ -130,6 +137,23 @@ def wrong_bytes(draft: str, policy: str, keys: dict[str, Any]) -> Iterator[str]:
         if made.cache_bytes != declared or not declared <= held <= most:
             sizes = f"declared {declared:,.0f}, reported {made.cache_bytes:,}, allocated {held:,} bytes"
             yield f"{sizes} at gamma {gamma}, budget {budget}"
+
+
+def wrong_rows(draft: str, policy: str, keys: dict[str, Any]) -> Iterator[str]:
+    """Yield where a request that is copied into a slot has other proposals accepted than one that is decoded alone."""
+    gamma, budget = SIZES[1]
+    engine = _trial(draft, policy, gamma, budget, keys)
+    requests = [Request(prompt, Params(GENERATE_LEN)) for prompt in random_prompts(LENGTHS)]
+    scheduler = Scheduler(Slots(engine, 2, max(LENGTHS) + GENERATE_LEN))
+    for request in requests:
+        scheduler.submit(request)
+    while not scheduler.idle:
+        scheduler.step()
+    for request in requests:
+        alone = engine.open([request.prompt])
+        alone.decoder.prefill(engine.prefill_chunk)
+        if request.rounds != rounds_of(alone.decoder.generate(alone.draft)):
+            yield f"copy_row leaves out what proposals depend on, at gamma {gamma}, budget {budget}"
 
 
 def _trial(draft: str, policy: str, gamma: int, budget: int, keys: dict[str, Any], device: str = "cpu") -> NativeEngine:

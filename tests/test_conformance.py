@@ -12,6 +12,7 @@ from tests.test_plugins import written
 PAGE = Path(__file__).parents[1] / "docs" / "adding-a-policy.md"
 POLICY, DRAFT = re.findall(r"```python\n(.*?)```", PAGE.read_text("utf-8"), re.S)
 ONE_MORE = "compact = True\n\n    def extra_bytes(self, *_):\n        return 4.0"
+NO_ROWS = "    settings: Strided\n\n    def copy_row(self, row, source):\n        pass\n"
 OPTIONS = {
     "conf/cache/strided.yaml": "policy: strided\nbudget: 128\nrecent: 8\n",
     "conf/draft/echo.yaml": "name: echo\ngamma: 2\nback: 1\n",
@@ -35,7 +36,7 @@ def check(tmp_path, monkeypatch, capsys, request):
     return run
 
 
-@pytest.mark.parametrize(("source", "lines"), [(POLICY, 5), (DRAFT, 3), (POLICY + DRAFT, 8)])
+@pytest.mark.parametrize(("source", "lines"), [(POLICY, 7), (DRAFT, 4), (POLICY + DRAFT, 11)])
 def test_the_examples_of_the_documentation_pass(check, source, lines):
     code, said = check(source)
     assert (code, said.err, said.out.count("\n")) == (0, "", lines)
@@ -52,6 +53,7 @@ def test_the_examples_of_the_documentation_pass(check, source, lines):
             "takes the bytes",
         ),
         (POLICY, "return max(0, budget", "1 / 0\n        return max(0, budget", "ZeroDivisionError: division by zero"),
+        (POLICY, "    settings: Strided\n", NO_ROWS, "copy_row leaves out what proposals depend on"),
         (DRAFT, "return 0\n", "return 64\n", "declared 0, reported 64, allocated 0 bytes"),
     ],
 )
