@@ -1,0 +1,37 @@
+"""What is compiled before a run suffices for it: torch.compile, in the middle of a measurement, would take seconds."""
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from magicdec.config.registry import DRAFTS, POLICIES
+from magicdec.engine import decoder
+from magicdec.engine.native import warm_up
+from tests.engine.test_graphs import Rehearsed
+from tests.small import noisy_copy, open_batch, random_prompts, small_model
+
+PAIRS = [("self", policy) for policy in POLICIES] + [(draft, "streaming") for draft in DRAFTS if draft != "self"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("draft", "policy"), PAIRS)
+def test_nothing_is_compiled_after_rehearsals(draft, policy, monkeypatch):
+    """Dynamo looks at shapes and guards as on a GPU; what it finds runs as it is."""
+    compile_, counted = torch.compile, counters["stats"]
+    monkeypatch.setattr(torch, "compile", lambda function, **_: compile_(function, backend="eager"))
+    monkeypatch.setattr(decoder, "Step", Rehearsed)
+    torch._dynamo.reset()
+    target = small_model()
+    target.compile_layers()
+    model = noisy_copy(small_model(), 0.15) if DRAFTS[draft].facts.needs_model else None
+    if model is not None:
+        model.compile_layers()
+    spec = {"gamma": 5, "budget": 16, "num_sink": 2, "page_size": 4, "refresh": 4, "generate_len": 24}
+    batch = open_batch(target, random_prompts([33, 41, 20]), draft_name=draft, draft_model=model, policy=policy, **spec)
+    warm_up(batch)
+    before = counted["unique_graphs"]
+    assert before > 0
+    batch.decoder.generate()
+    if batch.draft is not None:
+        batch.decoder.generate(batch.draft)
+    assert counted["unique_graphs"] == before
