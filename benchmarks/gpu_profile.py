@@ -1,8 +1,8 @@
 """A round under PyTorch's profiler, by kinds of kernels, next to docs/predictions/gpu.md."""
 
+import csv
 import re
 from collections import Counter
-from pathlib import Path
 
 import torch
 from gpu_bench import Bench
@@ -11,7 +11,7 @@ from page import ROOT
 
 from magicdec.decoding.timers import synchronize
 
-PREDICTED = ROOT / "docs/predictions/gpu.md"
+PREDICTED = ROOT / "docs/predictions/gpu.csv"
 ROUNDS = 3
 # Kinds of kernels, as on the page, by parts of their names; the first that fits counts.
 KINDS = {
@@ -30,24 +30,20 @@ ON_THE_PAGE = {  # the rows of its table that each kind is the sum of
 
 
 def static_cell(bench: Bench) -> tuple[tuple[int, int, int, int], Record]:
-    """Return the cell of the page for this GPU, as rows, context, budget and gamma, and its milliseconds by kind; for
+    """Return the predicted cell of this GPU, as rows, context, budget and gamma, and its milliseconds by kind; for
     another device the first cell, without any.
     """
     budget, gamma = bench.sizes.budgets[0], bench.sizes.gammas[0]
     name = torch.cuda.get_device_name() if bench.device.type == "cuda" else ""
-    for title, section in sections(PREDICTED).items():
-        card, rows, context = re.fullmatch(r"(\w+), (\d+) x ([\d,]+)", title).groups()
+    with PREDICTED.open(encoding="utf-8") as file:
+        predicted = list(csv.DictReader(file))
+    for cell in dict.fromkeys(row["cell"] for row in predicted):
+        card, rows, context = re.fullmatch(r"(\w+), (\d+) x ([\d,]+)", cell).groups()
         if re.search(rf"\b{card}\b", name):
-            milliseconds = dict(re.findall(r"^\| ([a-z /]+) \| ([\d.]+) \|", section, re.MULTILINE))
-            by_kind = {kind: sum(float(milliseconds[row]) for row in rows) for kind, rows in ON_THE_PAGE.items()}
+            milliseconds = {row["of"]: float(row["kernel_by_kernel_ms"]) for row in predicted if row["cell"] == cell}
+            by_kind = {kind: sum(milliseconds[part] for part in parts) for kind, parts in ON_THE_PAGE.items()}
             return (int(rows), int(context.replace(",", "")), budget, gamma), by_kind
     return (*bench.cells[0], budget, gamma), {}
-
-
-def sections(page: Path) -> dict[str, str]:
-    """Return the sections of a page by their titles."""
-    parts = re.split(r"^## (.+)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
-    return dict(zip(parts[::2], parts[1::2], strict=True))
 
 
 def profiled(bench: Bench) -> Record:

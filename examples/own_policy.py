@@ -23,11 +23,11 @@ class SpreadCache(CompactCache):
     """Half of the budget is spread over the context; the other half holds recent tokens."""
 
     def fixed_slots(self, budget: int) -> int:
-        """See CompactCache.fixed_slots."""
+        """Return the slots that the entries spread over the context take."""
         return budget // 2
 
-    def choose(self, layer: int, source: object, scores_LBKS: object) -> torch.Tensor:
-        """See CompactCache.choose: (B, 1, F)."""
+    def select(self, layer: int, source: object, scores_LBKS: object) -> torch.Tensor:
+        """Return the positions of these entries, the same for all KV heads: (B, 1, F)."""
         older_B1 = (source.seqlens_B.long()[:, None] - self.window).clamp(min=0)
         return (torch.arange(self.num_fixed, device=older_B1.device) * older_B1 // self.num_fixed)[:, None]
 

@@ -20,6 +20,7 @@ import pytest
 from hydra.core.utils import JobStatus
 from omegaconf import OmegaConf
 
+import magicdec.planning.build
 import magicdec.scenarios
 from hydra_plugins.process_launcher import ProcessLauncher, SweepJob, lost_code
 from magicdec import cli
@@ -54,6 +55,7 @@ def starts(tmp_path, monkeypatch):
 def quick(starts, monkeypatch):
     """Runs of this process and those forked from it take a moment."""
     monkeypatch.setattr(magicdec.scenarios, "_scenario", lambda config: quick_launch)
+    monkeypatch.setattr(magicdec.planning.build, "num_bytes", quick_launch.num_bytes)
     return starts
 
 

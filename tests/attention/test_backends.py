@@ -86,6 +86,7 @@ def test_triton_is_not_imported_to_list_the_backends():
 
 def test_a_backend_from_outside_is_chosen_by_its_priority(monkeypatch):
     monkeypatch.setattr(BACKENDS, "_entries", dict(BACKENDS._entries))
+    monkeypatch.setattr("magicdec.config.registry.PLUGINS", {})
 
     @BACKENDS.register(Backend("mine", "cpu", priority=9))
     class Mine(SdpaAttention):

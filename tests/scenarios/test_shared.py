@@ -44,7 +44,8 @@ def done(tmp_path, name, *overrides, share="prefill", number=0):
     config = compose([*BASE, *CELLS.get(name, "").split(), *overrides, f"sweep.share={share}", "resume=false"])
     config = replace(config, runs_dir=str(tmp_path))
     result = run(config, Job((), tmp_path / "sweeps" / "one", number))
-    tokens = (tmp_path / result["id"] / "generations.jsonl").read_text()
+    rows = [json.loads(line) for line in (tmp_path / result["id"] / "generations.jsonl").read_text().splitlines()]
+    tokens = [{key: value for key, value in row.items() if key != "decode_s"} for row in rows]
     kept = {key: value for key, value in result.items() if re.match(KEPT, key) and key not in ("id", "attempt")}
     return result["prefill/shared"], tokens, kept
 
