@@ -8,6 +8,7 @@ from typing import Any
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper, BasicSweeperConf
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.types import Override, RangeSweep
+from typing_extensions import override
 
 from magicdec.errors import UserError
 
@@ -18,8 +19,9 @@ class GridSweeper(BasicSweeper):
     """hydra/sweeper=basic: a job for every combination of values."""
 
     @staticmethod
+    @override
     def split_arguments(overrides: list[Override], max_batch_size: int | None) -> list[list[list[str]]]:
-        """See BasicSweeper. Raise UserError for a grid of more than MOST_JOBS."""
+        """Return the jobs. Raise UserError for a grid of more than MOST_JOBS."""
         sizes = {override.get_key_element(): _size(override) for override in overrides if override.is_discrete_sweep()}
         if math.prod(sizes.values()) > MOST_JOBS:
             axes = ", ".join(f"{key}: {size:,}" for key, size in sizes.items())

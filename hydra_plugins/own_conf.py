@@ -12,6 +12,7 @@ from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.plugins.config_source import ConfigResult
 from hydra.plugins.search_path_plugin import SearchPathPlugin
+from typing_extensions import override
 
 from magicdec.config.options import architecture_of
 from magicdec.config.schema import own_folders
@@ -23,8 +24,8 @@ MOST_NODES = 100_000  # of a file with its aliases written out
 class OwnOptions(SearchPathPlugin):
     """The folders behind conf/, so that options of the package win over options of the same name."""
 
+    @override
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        """See SearchPathPlugin."""
         for folder in own_folders():
             search_path.append("magicdec", f"file://{folder}")
 

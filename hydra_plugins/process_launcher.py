@@ -236,7 +236,7 @@ class ProcessLauncher(Launcher):
         if code == INTERRUPTED:
             raise KeyboardInterrupt
         if code < 0:
-            _bury(job, attempt_id, pid, f"killed by {signal.Signals(-code).name}", self.config)
+            _mark_crashed(job, attempt_id, pid, f"killed by {signal.Signals(-code).name}", self.config)
             if self.config.sweep.fail_fast:
                 stop(sweep_dir, code=1)
         if code:
@@ -264,11 +264,11 @@ def lost_code(job: SweepJob, pid: int, config: DictConfig) -> int:
     attempt_id = attempt_of(sweep_dir, job.number)
     status = read_result(Path(config.runs_dir, attempt_id)).get("status") if attempt_id else "failed"
     if status == "running":
-        _bury(job, attempt_id, pid, "ended without an exit code, as its fork server did", config)
+        _mark_crashed(job, attempt_id, pid, "ended without an exit code, as its fork server did", config)
     return 0 if status == "done" else 1
 
 
-def _bury(job: SweepJob, attempt_id: str | None, pid: int, reason: str, config: DictConfig) -> None:
+def _mark_crashed(job: SweepJob, attempt_id: str | None, pid: int, reason: str, config: DictConfig) -> None:
     to_stderr(f"error: {job}: {reason}")
     if attempt_id is not None:
         Run.mark_crashed(config.runs_dir, attempt_id, pid, reason)

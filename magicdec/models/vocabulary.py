@@ -39,7 +39,7 @@ def check_vocabularies(
 
     Where both folders hold a tokenizer.json, their tokens are compared, and the sizes may differ: embeddings are
     padded, by another amount in each size of Qwen2.5 (151936 and 152064 for the same tokens). A draft then proposes
-    nothing that the target does not have (drafts/model.py). Without tokenizers the sizes must be equal.
+    nothing that the target does not have (drafts/base.py). Without tokenizers the sizes must be equal.
     """
     ours, theirs = _tokens(target_folder), _tokens(draft_folder)
     fits = f"a draft must share the target's vocabulary of {target.vocab_size}: take a smaller model of its own family"

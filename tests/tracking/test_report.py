@@ -581,6 +581,19 @@ def write_generations(folder, slowness, accepted=(1, 2, 0, 2), repeats=3):
     (folder / "generations.jsonl").write_text("\n".join(lines))
 
 
+def test_times_of_a_damaged_file_are_left_out(report, tmp_path):
+    metrics = {"speedup": 1.5, "speedup_wall": 1.2, "acceptance_length": 2.2, "data/fingerprint": "f"}
+    for name in ("aaa1", "bbb2"):
+        write_run(tmp_path, name, {"batch.size": 4}, metrics)
+        write_generations(tmp_path / name, (1.0, 1.01, 1.02))
+    file = tmp_path / "bbb2" / "generations.jsonl"
+    file.write_text(file.read_text().replace('"autoregressive": [4.0, 4.0, 4.0]', '"autoregressive": [4.0]', 1))
+    code, out, _ = report("compare", "aaa", "bbb", "--runs-dir", tmp_path, runs=None)
+    assert code == 0
+    assert "acceptance_length: the same" in out
+    assert "speedup, speedup_wall: whether the change is noise takes at least" in out
+
+
 @pytest.mark.parametrize(
     ("slowness", "told"),
     [

@@ -1,4 +1,4 @@
-"""Charts of runs: one description each, in Vega-Lite, for files (`magicdec figure`), the page and W&B.
+"""Charts of runs: one description each, in Vega-Lite, for files (`magicdec figure`) and the page.
 
 Altair makes the descriptions, vl-convert draws them without a browser. A description names its titles by placeholders
 ($x), which `filled` replaces here, and a few lines of JavaScript in the page.

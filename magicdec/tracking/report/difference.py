@@ -61,16 +61,16 @@ def difference_table(a: Row, b: Row, everything: bool = False) -> RenderableType
             table.add_row(key, marked(a, key), marked(b, key), change)
         table.add_section()
     noise_or_not = Text("\n".join(verdicts(a, b)))
-    doubts = [*_doubts(a, b, settings, facts)]
+    caveats = [*_caveats(a, b, settings, facts)]
     notes = list(_notes(a, b, settings))
     if left_out:
         notes.append(f"{counted(left_out, 'more key')} differ{'s' if left_out == 1 else ''}; --all for everything")
     return Group(
-        table, noise_or_not, *(Text(line, style="yellow") for line in doubts), Text("\n".join(notes), style="dim")
+        table, noise_or_not, *(Text(line, style="yellow") for line in caveats), Text("\n".join(notes), style="dim")
     )
 
 
-def _doubts(a: Row, b: Row, settings: list[str], facts: list[str]) -> Iterator[str]:
+def _caveats(a: Row, b: Row, settings: list[str], facts: list[str]) -> Iterator[str]:
     """Say which of the two cannot be trusted, and whether baselines that do the same work differ."""
     for row in (a, b):
         if found := noise(row):

@@ -39,7 +39,8 @@ def estimates(row: Row) -> dict[str, Estimate]:
     tokens = [sum(accepted + 1 for _, accepted in one) for one in rounds]
     found = {"acceptance_length": log_ratio(tokens, [*map(len, rounds)])}
     timed = [times for line in lines if (times := line.get("decode_s") or {}).keys() >= set(WAYS)]
-    if timed and len(timed) == len(lines):
+    repeats = {len(seconds) for times in timed for seconds in times.values()}  # of a damaged file, several
+    if timed and len(timed) == len(lines) and len(repeats) == 1:
         seconds = [np.transpose([times[way] for times in timed]) for way in WAYS]
         written = [
             [len(of or ()) - 1 for of in (line.get("autoregressive"), line.get("speculative"))] for line in lines
