@@ -11,6 +11,7 @@ the others are forked from it before it has used a GPU or a thread; on other sys
 dies is replaced, and the processes that it has started go on.
 """
 
+import gc
 import math
 import multiprocessing
 import os
@@ -298,6 +299,7 @@ def _work(pipe: Connection) -> None:
     from magicdec.scenarios.ranks import follow_parent
 
     follow_parent()
+    gc.freeze()  # what was imported stays: collecting between jobs need not look at it
     signal.signal(signal.SIGINT, signal.default_int_handler)  # which the server ignores
     code = 0
     with suppress(EOFError, ConnectionError, KeyboardInterrupt):  # at the pipe's end, or while there is no job

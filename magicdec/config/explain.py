@@ -18,12 +18,10 @@ from magicdec.rules import SHORT, BadValue
 
 E = TypeVar("E", bound=BaseException)
 
-# OmegaConf's messages for a value that does not fit its key, and what would fit.
+# OmegaConf's messages for a value that does not fit a key of Hydra's own (ours are plain), and what would fit.
 MISFITS = {
     "converted to Integer": "must be a whole number",
-    "converted to Float": "must be a number",
     "not a valid bool|converted to Boolean": "must be true or false",
-    r"type hint 'Union\[int, str\]'": "must be a whole number or auto",
     "not Optional": "must have a value",
     "not a subclass": "cannot be set as a whole, only its keys can",
     "ListConfig": "must be a list, as in [a,b]",

@@ -125,4 +125,4 @@ def test_triton_itself_compiles_a_pass_before_its_first_launch(kind, monkeypatch
     (made,) = loaded
     (at_once,) = ours._programs.values()
     assert at_once == ours.gpu().programs(made.n_regs, made.metadata.shared, made.metadata.num_warps)
-    assert at_once in (2 * 132, 3 * 132)
+    assert at_once in (2 * 132, 3 * 132, 4 * 132)
