@@ -1,6 +1,7 @@
 """From a typed configuration to a plan: every `auto` resolved, every mistake found that needs no weights."""
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ class Model:
     config: ModelConfig
     num_ranks: int = 1  # that divide its layers
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """Return the hash of its weights for a run's id."""
         return checkpoint.fingerprint(self.folder) if self.folder else "random"
@@ -68,7 +69,7 @@ class Plan:
         """Return whether the work is a prediction."""
         return self.device.type == "meta"
 
-    @property
+    @cached_property
     def fingerprints(self) -> dict[str, str]:
         """Return the hashes of the checkpoints and the text that the run reads, and the version of another engine.
 
