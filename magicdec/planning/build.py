@@ -92,10 +92,10 @@ def estimate(plan: Plan, num_rows: int, context_len: int) -> Memory:
     slots, single = _footprint(plan, num_rows, context_len, prefills=False), _footprint(plan, 1, context_len)
     one = plan.held(1, context_len)
     held = replace(held, target_kv=held.target_kv + one.target_kv, draft_kv=held.draft_kv + one.draft_kv)
-    beside = single.peak - one.target_kv - one.draft_kv + workspace
+    transient = single.peak - one.target_kv - one.draft_kv + workspace
     if plan.config.hardware.captures:  # what is captured has its memory apart
-        return replace(held, transient=beside, captured=slots.of_rounds)
-    return replace(held, transient=beside + slots.peak - caches + workspace)  # a round may come between two chunks
+        return replace(held, transient=transient, captured=slots.of_rounds)
+    return replace(held, transient=transient + slots.peak - caches + workspace)  # a round may come between two chunks
 
 
 def _footprint(plan: Plan, num_rows: int, context_len: int, prefills: bool = True) -> Footprint:

@@ -31,7 +31,7 @@ class Prefilled:
 
 
 class Shared:
-    """What the jobs of this process keep, as far as `sweep.share` allows."""
+    """Models and prefilled batches that the jobs of this process keep, as far as `sweep.share` allows."""
 
     def __init__(self) -> None:
         self._level, self._kept = "none", dict[Hashable, Any]()

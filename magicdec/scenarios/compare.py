@@ -63,16 +63,9 @@ def run(plan: Plan, progress: Progress) -> Outcome:
     verdict: Audit | None = None
     num_shared = 0
     for start in range(0, len(prompts.tokens), rows):
-        tokens, key = prompts.tokens[start : start + rows], prefill_key(plan, start)
-        kept = SHARED.prefilled(key, engine.capacity(max(map(len, tokens))))
-        batch = engine.open(tokens, start, kept.cache if kept else None)
-        if kept is None:
-            kept = _prefill(batch, engine, progress, rehearses=not prefill_seconds)
-        else:
-            num_shared += 1
-            batch.decoder.resume(kept.last_BE)
-        SHARED.keep(key, kept, config.batch.num_batches)
-        prefill_seconds.append(kept.seconds)
+        batch, seconds, was_shared = _opened(plan, engine, prompts.tokens[start : start + rows], start, progress)
+        prefill_seconds.append(seconds)
+        num_shared += was_shared
         warm_up(batch)
         for one in passes:
             one.autoregressive.append(_generate(batch.decoder, None, progress))
@@ -101,9 +94,8 @@ def run(plan: Plan, progress: Progress) -> Outcome:
     if config.draft.synthetic_acceptance is None:  # otherwise what is written means nothing
         results |= outputs.accuracy(tokenizer)
     with progress.task("profiling", total=None):
-        times = profile_round(
-            batch, config.settings(Compare).profile_repeats, gamma
-        )  # an adaptive draft as it ran most
+        # An adaptive draft as it ran most.
+        times = profile_round(batch, config.settings(Compare).profile_repeats, gamma)
     results |= {f"time/{name}": value for name, value in times.items()}
     if batch.draft is not None:
         results["time/impossible"] = is_impossible(results)
@@ -116,6 +108,20 @@ def run(plan: Plan, progress: Progress) -> Outcome:
     history = _history(passes[0])
     batch.close()
     return Outcome(results, outputs.rows(config.data.save_prompts), history, outputs.samples(tokenizer))
+
+
+def _opened(
+    plan: Plan, engine: NativeEngine, tokens: list[list[int]], start: int, progress: Progress
+) -> tuple[Batch, float, bool]:
+    """Return a prefilled batch, the seconds that the prefill took, and whether an earlier job has done it."""
+    key = prefill_key(plan, start)
+    shared = SHARED.prefilled(key, engine.capacity(max(map(len, tokens))))
+    batch = engine.open(tokens, start, shared.cache if shared else None)
+    if shared:
+        batch.decoder.resume(shared.last_BE)
+    prefilled = shared or _prefill(batch, engine, progress, rehearses=start == 0)
+    SHARED.keep(key, prefilled, plan.config.batch.num_batches)
+    return batch, prefilled.seconds, shared is not None
 
 
 def _prefill(batch: Batch, engine: NativeEngine, progress: Progress, rehearses: bool) -> Prefilled:

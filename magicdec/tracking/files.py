@@ -47,7 +47,7 @@ typed = with_config(ConfigDict(strict=True, extra="ignore"))
 
 @typed
 class Result(TypedDict):
-    """What is known of a run, from result.json. All other keys are metrics."""
+    """The keys of result.json that describe a run. All other keys are metrics."""
 
     status: Literal["running", "done", "failed"]
     kind: NotRequired[str | None]

@@ -1,4 +1,4 @@
-"""Whether two runs differ by more than noise, from what each of their rows took in every repeat."""
+"""Compare two runs: say whether they differ by more than noise, from the times of each row in every repeat."""
 
 from collections.abc import Iterator
 from math import exp
