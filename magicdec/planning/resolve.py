@@ -69,7 +69,7 @@ class Plan:
         """Return whether the work is a prediction."""
         return self.device.type == "meta"
 
-    @cached_property
+    @property
     def fingerprints(self) -> dict[str, str]:
         """Return the hashes of the checkpoints and the text that the run reads, and the version of another engine.
 
