@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from typing_extensions import override
+
 from magicdec.costmodel.acceptance import Curves, Estimate
 from magicdec.costmodel.memory import Memory, memory
 from magicdec.costmodel.roofline import arithmetic_intensity
@@ -62,6 +64,7 @@ class Prediction:
     batches: tuple[int, int]
     known_budgets: tuple[int, ...] = ()  # where there is no estimate: the budgets that have one
 
+    @override
     def __repr__(self) -> str:
         setup, best = self.setup, self.best
         what = f"{setup.target_label} on {setup.hardware.name}, {setup.batch} x {setup.context:,}, {setup.draft_title}"

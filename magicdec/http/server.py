@@ -85,6 +85,7 @@ class Server(uvicorn.Server):
         super().__init__(settings)
         self._engine, self._grace_s, self._greeting = engine, grace_s, greeting
 
+    @override
     def run(self, sockets: Any = None) -> None:
         """Serve until Ctrl-C or SIGTERM, which uvicorn raises again at the end: neither is an error."""
         before = signal.signal(signal.SIGTERM, signal.default_int_handler)

@@ -111,6 +111,7 @@ class Allocations(TorchDispatchMode):
         self.live = self.peak = self.most_of_rounds = 0
         self._known: dict[int, object] = {tensor.untyped_storage()._cdata: tensor for tensor in ignored}
 
+    @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operator, and count what it has allocated."""
         out = func(*args, **(kwargs or {}))
@@ -141,6 +142,7 @@ class Allocations(TorchDispatchMode):
 class _FusedAttention(TorchFunctionMode):
     """Attention that does not write the probabilities out, as on devices; the meta device would."""
 
+    @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.scaled_dot_product_attention:
             return torch.empty_like(args[0])

@@ -48,6 +48,7 @@ class LlamacppPeer(WorkerPeer):
     def conversion(self, folder: str, made: Path) -> list[str]:
         return [str(HERE / "gguf_file.py"), folder, str(made), self.spec.hardware.dtype]
 
+    @override
     def sampling(self) -> dict[str, Any]:
         """Return fields of a request to llama.cpp's server: our order of samplers, and no others."""
         sampling = self.spec.sampling

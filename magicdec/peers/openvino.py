@@ -39,6 +39,7 @@ class OpenvinoPeer(WorkerPeer):
         export = ["-m", "optimum.commands.optimum_cli", "export", "openvino", "--model", folder]
         return [*export, "--task", "text-generation-with-past", "--weight-format", "fp32", str(made)]
 
+    @override
     def sampling(self) -> dict[str, Any]:
         """Return fields of OpenVINO's GenerationConfig."""
         sampling, ends = self.spec.sampling, self.spec.eos_token_ids

@@ -46,6 +46,7 @@ class Bursts(StoppingCriteria):
         """Start the clock."""
         self._clock.mark()
 
+    @override
     def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
         """Record a burst; `generate` calls this after each one."""
         self._clock.mark()

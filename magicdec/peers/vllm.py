@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pydantic.dataclasses import dataclass
+from typing_extensions import override
 
 from magicdec.config.registry import ENGINES
 from magicdec.drafts.ngram import PromptLookup
@@ -29,6 +30,7 @@ class VllmPeer(WorkerPeer):
 
     name, title, worker, modules, packages = "vllm", "vLLM", "vllm_worker.py", ("vllm",), "vllm"
 
+    @override
     def options(self, speculative: bool) -> dict[str, Any]:
         """Return the arguments of vLLM's LLM class."""
         spec = self.spec
@@ -52,6 +54,7 @@ class VllmPeer(WorkerPeer):
             drafts = {"method": spec.engine.method, "model": spec.draft_folder}
         return options | {"speculative_config": drafts | {"num_speculative_tokens": spec.gamma}}
 
+    @override
     def sampling(self) -> dict[str, Any]:
         """Return arguments of vLLM's SamplingParams."""
         sampling, ends = self.spec.sampling, self.spec.eos_token_ids
@@ -62,6 +65,7 @@ class VllmPeer(WorkerPeer):
             options |= {"top_k": sampling.top_k or 0, "top_p": sampling.top_p or 1.0}
         return options
 
+    @override
     def environment(self) -> dict[str, str]:
         """Return environment variables: no second process and, on a CPU, the libraries to preload."""
         found = super().environment() | {

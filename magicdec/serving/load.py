@@ -10,6 +10,7 @@ from time import perf_counter
 from typing import Any
 
 import numpy as np
+from typing_extensions import override
 
 from magicdec.serving.engine import AsyncEngine
 from magicdec.serving.request import Params, Request, Stats
@@ -35,6 +36,7 @@ class Load:
     kind: str
     value: float
 
+    @override
     def __str__(self) -> str:
         return f"concurrency {self.value:g}" if self.kind == "concurrency" else f"{self.value:g} requests/s"
 

@@ -15,6 +15,8 @@ from queue import Empty, SimpleQueue
 from time import perf_counter
 from typing import Any, NamedTuple, TypedDict, Unpack
 
+from typing_extensions import override
+
 from magicdec.data.tokenizer import Detokenizer
 from magicdec.errors import UserError
 from magicdec.measure.metrics import Metrics, Rounds, acceptance
@@ -94,6 +96,7 @@ class Model:
         self._lock, self._closed = threading.Lock(), False
         self._start(slots)
 
+    @override
     def __repr__(self) -> str:
         return f"<Model: {self._title}>"
 

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from rich import progress as rich_progress
 from rich.console import RenderableType
+from typing_extensions import override
 
 from magicdec.tracking.console import Console
 
@@ -87,6 +88,7 @@ class _Bars(rich_progress.Progress):
         self._running[self.add_task(name, total=total, visible=False, times="")] = task
         return task
 
+    @override
     def get_renderables(self) -> Iterable[RenderableType]:
         """Read what the tasks have counted, at each drawing."""
         for number, task in list(self._running.items()):

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from typing_extensions import override
 
 from magicdec import threads
 from magicdec.config.registry import PACKAGE, PLUGINS
@@ -320,9 +321,11 @@ def _more_detail() -> Iterator[None]:
 class _LogFile(logging.FileHandler):
     """A log file whose own errors, such as a full disk, do not show on the terminal."""
 
+    @override
     def handleError(self, record: logging.LogRecord) -> None:
         """Lose the record."""
 
+    @override
     def close(self) -> None:
         """Lose what was not written yet."""
         with suppress(OSError):
