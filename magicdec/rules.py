@@ -13,7 +13,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
-from pydantic import ConfigDict, Field, GetCoreSchemaHandler, TypeAdapter, ValidationError, ValidatorFunctionWrapHandler
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    TypeAdapter,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+)
 from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError
 from pydantic_core.core_schema import no_info_wrap_validator_function
 
@@ -79,7 +87,17 @@ class must:
 Count = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(gt=0, le=1), must("must be above 0 and at most 1")]
 Share = Annotated[float, Field(ge=0, le=1), must("must be between 0 and 1")]
+Percentage = Annotated[
+    float, Field(gt=0, lt=1), BeforeValidator(lambda value: _share(value)), must("must be a percentage, as in 2%")
+]
 Counts = Annotated[list[Count], must("must hold numbers of at least 1")]
+
+
+def _share(value: Any) -> Any:
+    """Return a percentage such as 2% as a share of 1."""
+    if isinstance(value, str) and re.fullmatch(r"\d+(\.\d+)?%", value):
+        return float(value[:-1]) / 100
+    return value
 
 
 def whole(low: int, high: int) -> must:

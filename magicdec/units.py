@@ -1,5 +1,6 @@
-"""Units, and how the main figure is written."""
+"""Units, the two ways of decoding, and how the main figure is written."""
 
+WAYS = ("autoregressive", "speculative")  # as metrics begin
 GIB = 1 << 30  # bytes
 
 

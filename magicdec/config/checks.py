@@ -28,6 +28,7 @@ INSTEAD = {
         "draft.gamma": "scenario.gammas",
     }
 }
+ONLY_AUTO = ("scenario.precision", "scenario.max_minutes")  # read with scenario.repeats=auto
 
 
 def validate(config: Config) -> None:
@@ -81,6 +82,8 @@ def unread(config: Config, overrides: Sequence[str]) -> list[str]:
         option = chosen.get(group)
         if instead := INSTEAD.get(config.scenario.name, {}).get(f"{group}.{key}"):
             found.append(f"{override} has no effect with scenario={config.scenario.name}; set {instead}")
+        elif f"{group}.{key}" in ONLY_AUTO and getattr(config.scenario, "repeats", "auto") != "auto":
+            found.append(f"{override} has no effect without scenario.repeats=auto")
         elif key and option and not has_key(group, option, key.partition(".")[0]):
             found.append(f"{override} has no effect with {group}={option}")
     return found
@@ -117,6 +120,9 @@ def check_length(config: Config, longest: int) -> None:
 def _run(config: Config) -> Iterator[str]:
     """Yield values that are right by themselves and wrong together, apart from those of the draft."""
     data, scenario, corpus = config.data, config.scenario, CORPORA[config.data.name].facts
+    if scenario.name == "compare" and scenario.repeats == "auto" and config.hardware.tensor_parallel > 1:
+        ranks = f"hardware.tensor_parallel={config.hardware.tensor_parallel}"  # each would stop by its own clock
+        yield f"scenario.repeats=auto: goes with one rank only, not with {ranks}; give a number"
     if corpus.needs_path and not data.path:
         yield f"data.path=null: data={data.name} needs a file or folder, as in data.path=FOLDER"
     if corpus.tasks and data.task is None:
@@ -138,6 +144,8 @@ def _peer(config: Config) -> Iterator[str]:
     engine, ranks = f"engine={config.engine.name}", config.hardware.tensor_parallel
     if config.scenario.name != "compare":
         yield f"scenario.name={config.scenario.name}: {engine} goes with scenario=compare only; choose engine=native"
+    elif config.scenario.repeats == "auto":
+        yield f"scenario.repeats=auto: {engine} decodes all repeats of one way after the other; give a number"
     if config.attention != "auto":
         yield f"attention={config.attention}: {engine} has attention of its own; leave it auto"
     if ranks > 1:

@@ -14,7 +14,7 @@ from pydantic.dataclasses import dataclass
 from magicdec import plugins
 from magicdec.config.choices import CacheConfig, ModelChoice
 from magicdec.config.registry import AttentionName, Cache, Draft, Engine
-from magicdec.rules import STRICT, Count, Counts, FileName, Fraction, Share, is_file_name, must
+from magicdec.rules import STRICT, Count, Counts, FileName, Fraction, Percentage, Share, is_file_name, must
 
 # In an installation conf/ is in the package, in a checkout next to it.
 CONF = next(path for folder in Path(__file__).resolve().parents[1:3] if (path := folder / "conf").is_dir())
@@ -127,8 +127,10 @@ class Compare:
     """Speculative next to autoregressive decoding of the same prompts."""
 
     name: Literal["compare"]
-    repeats: Count
+    repeats: AutoOrCount
     profile_repeats: Count
+    precision: Percentage = 0.02
+    max_minutes: Figure = 10.0
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -16,6 +16,7 @@ from magicdec.costmodel.speedup import alpha_of_rounds
 from magicdec.decoding.state import INACTIVE
 from magicdec.engine.decoder import Generation
 from magicdec.measure.intervals import acceptance_intervals, speedup_intervals
+from magicdec.units import WAYS
 
 Metrics = dict[str, Any]  # numbers, words, true and false, None; [low, high] of an interval
 Passes = Sequence[Sequence[Generation]]  # of one way: a generation of every batch, in every repeat
@@ -41,6 +42,9 @@ class RowTimes(NamedTuple):
     first: float  # until its first token
     decode: float  # from then until its last one
     decoded: int  # tokens that came in that time
+
+
+Times = Mapping[str, Sequence[Sequence[RowTimes]]]  # of one repeat: by way, the rows of each batch
 
 
 def row_times(generation: Generation, prefill_seconds: float) -> list[RowTimes]:
@@ -108,23 +112,20 @@ def acceptance(rounds: Rounds) -> Metrics:
     return metrics
 
 
-def interval_metrics(autoregressive: Passes, speculative: Passes) -> Metrics:
+def interval_metrics(speculative: Passes, times: Sequence[Times]) -> Metrics:
     """Return the 95% intervals of acceptance and of both speedups, under the names of the figures and `_ci95`."""
     rounds = zip(*([row for g in one for row in rounds_of_rows(g)] for one in speculative), strict=True)
     found: Metrics = {**acceptance_intervals([sum(row, Counter()) for row in rounds])}
-    rows = zip(times_by_row(autoregressive), times_by_row(speculative), strict=True)
-    decoded = [row for row in rows if all(time.decoded for way in row for time in way)]
+    rows = [[[row for batch in one[way] for row in batch] for one in times] for way in WAYS]
+    decoded = [row for row in zip(*(zip(*way, strict=True) for way in rows), strict=True) if _all_decoded(row)]
     per_token = [[[time.decode / time.decoded for time in way] for way in ways] for ways in zip(*decoded, strict=True)]
-    walls = [
-        [speed_metrics([row_times(g, 0.0) for g in one])["decode_s"] for one in way]
-        for way in (autoregressive, speculative)
-    ]
+    walls = [[speed_metrics(one[way])["decode_s"] for one in times] for way in WAYS]
     return found | speedup_intervals(*map(transpose, per_token or ([], [])), *walls)
 
 
-def times_by_row(passes: Passes) -> list[tuple[RowTimes, ...]]:
-    """Return the times of each row in every repeat, without the prefill."""
-    return list(zip(*([row for g in one for row in row_times(g, 0.0)] for one in passes), strict=True))
+def _all_decoded(ways: Iterable[Sequence[RowTimes]]) -> bool:
+    """Return whether a row has decoded tokens both ways in every repeat."""
+    return all(time.decoded for way in ways for time in way)
 
 
 def is_whole(proposed: Any, accepted: Any, committed: Any, at_limit: Any) -> Any:

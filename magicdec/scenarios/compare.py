@@ -1,8 +1,8 @@
 """The default scenario: the same prompts autoregressively and speculatively, paired, audited and profiled."""
 
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 
 from magicdec.config.schema import Compare
@@ -20,7 +20,7 @@ from magicdec.errors import UserError
 from magicdec.measure import memory, metrics
 from magicdec.measure.ceilings import matmul_rate, read_bandwidth
 from magicdec.measure.gpu import Watch
-from magicdec.measure.metrics import Metrics
+from magicdec.measure.metrics import Metrics, Times
 from magicdec.measure.profile import profile_round
 from magicdec.planning import build
 from magicdec.planning.prediction import task_of
@@ -28,25 +28,34 @@ from magicdec.planning.resolve import Plan, resolve
 from magicdec.planning.shared import SHARED, Prefilled, prefill_key
 from magicdec.scenarios.outcome import Outcome
 from magicdec.scenarios.outputs import Outputs, lossless, speeds
+from magicdec.scenarios.repeats import Repeat, repeats
 from magicdec.tracking.progress import Progress
 from magicdec.tracking.reader import is_impossible
-from magicdec.units import GIB
+from magicdec.units import GIB, WAYS
 
 log = logging.getLogger(__name__)
 prepare = resolve
 
 
 @dataclass
-class Repeat:
-    """One repeat over all batches: the two generations of each."""
+class Measured:
+    """What decoding all batches has given; the last of them is still open."""
 
-    autoregressive: list[Generation]
-    speculative: list[Generation]
+    batch: Batch
+    repeats: list[Repeat] = field(default_factory=list)
+    prefill_seconds: list[float] = field(default_factory=list)
+    num_shared: int = 0  # batches whose prefill an earlier job has done
+    verdict: Audit | None = None
 
-    def outputs(self, prompts: Prompts) -> Outputs:
-        """Return the new tokens of all batches together."""
-        plain, fast = ([row for g in way for row in g.tokens] for way in (self.autoregressive, self.speculative))
-        return Outputs(prompts, plain, fast, [row for g in self.speculative for row in metrics.rounds_by_row(g)])
+    @property
+    def speculative(self) -> list[Generation]:
+        """Return the speculative generations of all repeats and batches."""
+        return [generation for one in self.repeats for generation in one.speculative]
+
+    @property
+    def times(self) -> list[Times]:
+        """Return the times of every repeat."""
+        return [one.times(self.prefill_seconds) for one in self.repeats]
 
 
 def run(plan: Plan, progress: Progress) -> Outcome:
@@ -57,57 +66,73 @@ def run(plan: Plan, progress: Progress) -> Outcome:
     prompts = build.prompts(plan, tokenizer)
     peak, gpu = memory.Peak(plan.device, SHARED.num_bytes), Watch(plan.device)
     engine = build.engine(plan, progress)
-    rows = int(config.batch.size)
-    passes = [Repeat([], []) for _ in range(config.settings(Compare).repeats)]
-    prefill_seconds: list[float] = []
-    verdict: Audit | None = None
-    num_shared = 0
+    measured = _decoded(plan, engine, prompts, progress)
+    batch, first = measured.batch, measured.repeats[0]
+    outputs = replace(first.outputs(prompts), decode_s=_decode_seconds(measured.times))
+    results: Metrics = {**prompts.facts, "output/fingerprint": outputs.fingerprint}
+    results |= {"device": plan.device_name, "prefill/shared": measured.num_shared > 0, **plan.sources} | gpu.metrics()
+    results |= _figures(plan, measured, outputs)
+    if config.draft.synthetic_acceptance is None:  # otherwise what is written means nothing
+        results |= outputs.accuracy(tokenizer)
+    gamma = results.get("gamma", config.gammas[-1])
+    results |= _profiled(plan, batch, gamma, progress)
+    growth = 1 + config.batch.generate_len / 2 / fmean(map(len, prompts.tokens))
+    results |= metrics.agreement(results, measured.speculative, growth)
+    results |= _memory(batch, peak, estimate)  # first: measuring the bandwidth takes memory of its own
+    results |= _formula(plan, results, gamma) | _roofline(plan, batch, results)
+    if gamma:
+        results |= _predicted(plan, results, gamma)
+    history = _history(first)
+    batch.close()
+    return Outcome(results, outputs.rows(config.data.save_prompts), history, outputs.samples(tokenizer))
+
+
+def _decoded(plan: Plan, engine: NativeEngine, prompts: Prompts, progress: Progress) -> Measured:
+    """Prefill, decode and audit one batch after another."""
+    rows, scenario = int(plan.config.batch.size), plan.config.settings(Compare)
+    measured: Measured | None = None
     for start in range(0, len(prompts.tokens), rows):
+        if measured is not None:
+            measured.batch.close()  # or the caches of two batches would be held at once
         batch, seconds, was_shared = _opened(plan, engine, prompts.tokens[start : start + rows], start, progress)
-        prefill_seconds.append(seconds)
-        num_shared += was_shared
+        measured = replace(measured, batch=batch) if measured else Measured(batch)
+        measured.prefill_seconds.append(seconds)
+        measured.num_shared += was_shared
         warm_up(batch)
-        for one in passes:
+        for one in repeats(scenario, plan.config.batch.num_batches, measured.repeats):
             one.autoregressive.append(_generate(batch.decoder, None, progress))
             if batch.draft is not None:
                 one.speculative.append(_generate(batch.decoder, batch.draft, progress))
         if plan.is_audited:
-            first = passes[0]
+            first = measured.repeats[0]
             found = audit(batch.decoder, first.autoregressive[-1].tokens, first.speculative[-1].tokens)
-            verdict = verdict + found if verdict else found
-        if start + rows < len(prompts.tokens):  # the last one is profiled below
-            batch.close()  # or the caches of two batches would be held at once
-    speculative = [generation for one in passes for generation in one.speculative]
-    ways = {"autoregressive": [one.autoregressive for one in passes]}
-    ways |= {"speculative": [one.speculative for one in passes]} if speculative else {}
-    outputs = replace(passes[0].outputs(prompts), decode_s=_decode_seconds(ways))
-    results: Metrics = {**prompts.facts, "output/fingerprint": outputs.fingerprint}
-    results |= {"device": plan.device_name, "prefill/shared": num_shared > 0, **plan.sources} | gpu.metrics()
-    plain = [_speed(one.autoregressive, prefill_seconds) for one in passes]
-    results |= speeds(plain, [_speed(one.speculative, prefill_seconds) for one in passes if one.speculative])
-    gamma = metrics.usual_gamma(speculative) or plan.config.gammas[-1]  # where every row ended at its first token
-    if speculative:
+            measured.verdict = measured.verdict + found if measured.verdict else found
+    assert measured is not None, "there is a batch"
+    return measured
+
+
+def _figures(plan: Plan, measured: Measured, outputs: Outputs) -> Metrics:
+    """Return the speeds of both ways and, with a draft, acceptance, intervals and losslessness."""
+    ways = [[metrics.speed_metrics(one[way]) for one in measured.times if way in one] for way in WAYS]
+    results = speeds(*ways) | {"repeats": len(measured.repeats)}
+    if speculative := measured.speculative:
+        gamma = metrics.usual_gamma(speculative) or plan.config.gammas[-1]  # every row ended at its first token
         results |= metrics.acceptance_metrics(speculative) | {"gamma": gamma}
-        results |= metrics.interval_metrics(**ways)
-        results["acceptance/source"] = "measured" if config.draft.synthetic_acceptance is None else "synthetic"
-        results |= lossless(plan, outputs.autoregressive, outputs.speculative, verdict)
-    if config.draft.synthetic_acceptance is None:  # otherwise what is written means nothing
-        results |= outputs.accuracy(tokenizer)
+        results |= metrics.interval_metrics([one.speculative for one in measured.repeats], measured.times)
+        synthetic = plan.config.draft.synthetic_acceptance is not None
+        results["acceptance/source"] = "synthetic" if synthetic else "measured"
+        results |= lossless(plan, outputs.autoregressive, outputs.speculative, measured.verdict)
+    return results
+
+
+def _profiled(plan: Plan, batch: Batch, gamma: int, progress: Progress) -> Metrics:
+    """Return the times of the parts of a round; of an adaptive draft, as it ran most."""
     with progress.task("profiling", total=None):
-        # An adaptive draft as it ran most.
-        times = profile_round(batch, config.settings(Compare).profile_repeats, gamma)
-    results |= {f"time/{name}": value for name, value in times.items()}
+        times = profile_round(batch, plan.config.settings(Compare).profile_repeats, gamma)
+    results: Metrics = {f"time/{name}": value for name, value in times.items()}
     if batch.draft is not None:
         results["time/impossible"] = is_impossible(results)
-    growth = 1 + config.batch.generate_len / 2 / fmean(map(len, prompts.tokens))
-    results |= metrics.agreement(results, speculative, growth)
-    results |= _memory(batch, peak, estimate)  # first: measuring the bandwidth takes memory of its own
-    results |= _formula(plan, results, gamma) | _roofline(plan, batch, times)
-    if gamma:
-        results |= _predicted(plan, results, gamma)
-    history = _history(passes[0])
-    batch.close()
-    return Outcome(results, outputs.rows(config.data.save_prompts), history, outputs.samples(tokenizer))
+    return results
 
 
 def _opened(
@@ -141,14 +166,15 @@ def _generate(decoder: Decoder, draft: Draft | None, progress: Progress) -> Gene
         return decoder.generate(draft, task.advance)
 
 
-def _speed(batches: list[Generation], prefill_seconds: list[float]) -> dict[str, float]:
-    return metrics.speed_metrics([metrics.row_times(g, s) for g, s in zip(batches, prefill_seconds, strict=True)])
-
-
-def _decode_seconds(ways: Mapping[str, metrics.Passes]) -> list[dict[str, list[float]]]:
+def _decode_seconds(times: Sequence[Times]) -> list[dict[str, list[float]]]:
     """Return the seconds that each row took in every repeat, by way."""
-    rows = zip(*(metrics.times_by_row(way) for way in ways.values()), strict=True)
-    return [{way: [time.decode for time in times] for way, times in zip(ways, row, strict=True)} for row in rows]
+    found: list[dict[str, list[float]]] = []
+    for way in times[0]:
+        repeats = [[row.decode for batch in one[way] for row in batch] for one in times]
+        found = found or [{} for _ in repeats[0]]
+        for row, seconds in zip(found, zip(*repeats, strict=True), strict=True):
+            row[way] = [*seconds]
+    return found
 
 
 def _formula(plan: Plan, results: Metrics, gamma: int) -> Metrics:
@@ -168,7 +194,7 @@ def _formula(plan: Plan, results: Metrics, gamma: int) -> Metrics:
     return found
 
 
-def _roofline(plan: Plan, batch: Batch, times: dict[str, float]) -> Metrics:
+def _roofline(plan: Plan, batch: Batch, measured: Metrics) -> Metrics:
     """Return the bytes that a step must read over its time, as a share of the bandwidth. That comes from `hardware`, or
     is measured: variants of a device may share a name.
     """
@@ -179,8 +205,8 @@ def _roofline(plan: Plan, batch: Batch, times: dict[str, float]) -> Metrics:
     kv = memory.kv_bytes(target.config, int(batch.decoder.state.prompt_len_B.sum()), plan.dtype)
     result: Metrics = {"roofline/bandwidth_gbs": bandwidth / 1e9}
     for name in ("target_decode", "verify"):
-        if f"{name}_ms" in times:
-            result[f"roofline/{name}"] = (weights + kv) / (times[f"{name}_ms"] / 1e3) / bandwidth
+        if f"time/{name}_ms" in measured:
+            result[f"roofline/{name}"] = (weights + kv) / (measured[f"time/{name}_ms"] / 1e3) / bandwidth
     return result
 
 

@@ -74,11 +74,8 @@ def load(plan: Plan) -> Peer:
 
 def _passes(engine: Peer, batches: list[list[list[int]]], way: str, plan: Plan, progress: Progress) -> list[Repeat]:
     """Return the repeats of one way, after a short warm-up."""
-    generate_len, repeats, fast = (
-        plan.config.batch.generate_len,
-        plan.config.settings(Compare).repeats,
-        way == "speculative",
-    )
+    generate_len, fast = plan.config.batch.generate_len, way == "speculative"
+    repeats = int(plan.config.settings(Compare).repeats)
     with progress.task(way, total=repeats * len(batches)) as task:
         engine.generate([row[:WARMUP_CONTEXT] for row in batches[0]], WARMUP_TOKENS, fast)
         passes: list[Repeat] = []

@@ -33,8 +33,8 @@ from magicdec.serving.shared import SharedSlots
 from magicdec.serving.slots import Slots
 from magicdec.tracking.cells import new_table, three_digits
 from magicdec.tracking.progress import Progress
-from magicdec.tracking.table import WAYS, described_context, described_models, described_place, losslessness
-from magicdec.units import GIB
+from magicdec.tracking.table import described_context, described_models, described_place, losslessness
+from magicdec.units import GIB, WAYS
 from magicdec.verification.sampling import Sampling
 
 prepare = resolve

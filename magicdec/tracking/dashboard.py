@@ -14,7 +14,7 @@ from magicdec.errors import UserError, exit_code, to_stderr
 from magicdec.tracking import wandb
 from magicdec.tracking.report.export import write
 from magicdec.tracking.store import shown
-from magicdec.tracking.table import WAYS
+from magicdec.units import WAYS
 
 DEFAULT_FILE = Path("dashboard.json")  # without a login
 STEPS = {"T_T": "time/target_decode_ms", "T_D": "time/draft_ms", "T_V": "time/verify_ms"}

@@ -54,6 +54,7 @@ FORMER_KEYS: dict[str, dict[str, Any]] = {
     | {"length_shares": [], "alpha": None, "latency_ms": None, "experiment": None, "first_token_ms": None},
 }
 RENAMED = {"save_as": "experiment"}  # keys of the group scenario, by the name that ids know
+ONLY_AUTO = ("precision", "max_minutes")  # keys of the group scenario that count only with repeats=auto
 ID_LENGTH = 12  # hex digits: among 10,000 runs, two share an id with a probability of 2e-7
 CHECKOUT = PACKAGE.parent
 CODE_FOLDERS = ("magicdec", "conf", "sweeps", "hydra_plugins", "launch.py")  # of the checkout
@@ -75,7 +76,8 @@ def run_id(config: Mapping[str, Any], fingerprints: Mapping[str, str], device: s
     if model := decisive.get("draft", {}).get("model"):
         decisive["draft"] = decisive["draft"] | {"model": _without_folder(model, fingerprints.get("draft.model"))}
     if scenario := decisive.get("scenario"):
-        decisive["scenario"] = {RENAMED.get(key, key): value for key, value in scenario.items()}
+        unread = () if scenario.get("repeats") == "auto" else ONLY_AUTO
+        decisive["scenario"] = {RENAMED.get(key, key): value for key, value in scenario.items() if key not in unread}
     for group in FORMER_KEYS.keys() & decisive.keys():
         decisive[group] = FORMER_KEYS[group] | decisive[group]
     if inner := decisive.get("draft", {}).get("cache"):

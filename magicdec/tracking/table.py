@@ -19,9 +19,8 @@ from magicdec.tracking.console import Console
 from magicdec.tracking.reader import gpu_trouble, is_impossible, noise
 from magicdec.tracking.store import counted, shown
 from magicdec.tracking.trackers import Logged
-from magicdec.units import both_speedups
+from magicdec.units import WAYS, both_speedups
 
-WAYS = ("autoregressive", "speculative")
 SPEEDS = {
     "tokens_per_second": "tokens/s",
     "time_per_output_token_ms": "time per output token (TPOT), ms",

@@ -12,6 +12,7 @@ from magicdec.engine.decoder import Generation
 from magicdec.measure import metrics
 from magicdec.measure.intervals import acceptance_intervals
 from magicdec.scenarios.outputs import speeds
+from magicdec.scenarios.repeats import Repeat
 from tests.small import noisy_copy, open_batch, random_prompts, small_model
 
 # Two rows, gamma 2. Row 0 takes 3 + 1 tokens and ends in round 1; row 1 takes 1 + 2 + 1, cut at the limit in round 2.
@@ -75,9 +76,14 @@ def test_a_round_cut_at_an_end_of_sequence_does_not_count():
     assert result["acceptance_length"] == pytest.approx(1.75)
 
 
+def intervals_of(plain, fast):
+    repeats = [Repeat(*ways) for ways in zip(plain, fast, strict=True)]
+    return metrics.interval_metrics(fast, [one.times([0.0, 0.0]) for one in repeats])
+
+
 def test_intervals_take_a_row_of_every_repeat_and_batch_once():
     slow = replace(GENERATION, round_seconds=[2.0, 4.0, 8.0])
-    found = metrics.interval_metrics([[slow, slow]] * 3, [[GENERATION, GENERATION]] * 3)
+    found = intervals_of([[slow, slow]] * 3, [[GENERATION, GENERATION]] * 3)
     counts = [{(2, 2): 1, (2, 0): 1}, {(2, 0): 1, (2, 1): 1, (2, 2): 1}] * 2
     assert found == {
         **acceptance_intervals([{key: 3 * number for key, number in row.items()} for row in counts]),
@@ -88,9 +94,9 @@ def test_intervals_take_a_row_of_every_repeat_and_batch_once():
 
 def test_a_row_that_ends_at_its_first_token_has_no_part_in_the_interval_of_the_speedup():
     none = replace(GENERATION, tokens=[[1], [1]], committed_RB=torch.zeros(3, 2, dtype=torch.int32), generate_len=9)
-    found = metrics.interval_metrics([[none, GENERATION]] * 3, [[none, GENERATION]] * 3)
+    found = intervals_of([[none, GENERATION]] * 3, [[none, GENERATION]] * 3)
     assert [key for key in found if "speedup" in key] == ["speedup_wall_ci95"]
-    assert metrics.interval_metrics([[none, none]] * 3, [[none, none]] * 3) == {}
+    assert intervals_of([[none, none]] * 3, [[none, none]] * 3) == {}
 
 
 @pytest.mark.parametrize("generate_len", [4, 9, 40])

@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from magicdec.scenarios import serve
-from magicdec.tracking.table import WAYS
+from magicdec.units import WAYS
 
 
 def level(load, **others):

@@ -13,7 +13,8 @@ from magicdec.tracking.report.rows import FACTS, Row, is_setting, keys_of
 from magicdec.tracking.report.terminal import PREDICTED, marked
 from magicdec.tracking.report.verdict import verdicts
 from magicdec.tracking.store import counted
-from magicdec.tracking.table import SPEEDS, STEPS, WAYS
+from magicdec.tracking.table import SPEEDS, STEPS
+from magicdec.units import WAYS
 
 WHERE = (
     "status",

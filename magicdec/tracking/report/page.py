@@ -32,7 +32,7 @@ from magicdec.tracking.report.charts import DESCRIPTIONS, template
 from magicdec.tracking.report.query import NEVER_MIXED, informative, rank, varying
 from magicdec.tracking.report.rows import FACTS, Row, is_setting, keys_of, num_runs
 from magicdec.tracking.store import NOT_IN_ID, counted
-from magicdec.tracking.table import WAYS
+from magicdec.units import WAYS
 
 LEFT_OUT = FACTS - {"id", "status", "kind", "reason"}
 NOT_REPEATED = NOT_IN_ID - {"plugins"}  # no part of a copied command

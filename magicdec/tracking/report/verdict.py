@@ -11,7 +11,7 @@ from magicdec.measure.intervals import Difference, Estimate, difference, half_wi
 from magicdec.tracking.files import GENERATION, Generation, read_lines
 from magicdec.tracking.report.rows import Row
 from magicdec.tracking.store import counted
-from magicdec.tracking.table import WAYS
+from magicdec.units import WAYS
 
 MOST = 100  # repeats that anyone would wait for
 FIGURES = ("speedup", "speedup_wall", "acceptance_length")

@@ -1,0 +1,78 @@
+"""The repeats of a run: how many are measured, and how long the rows of each took.
+
+K repeats, N rows.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from magicdec.config.schema import Compare
+from magicdec.data import Prompts
+from magicdec.engine.decoder import Generation
+from magicdec.measure import metrics
+from magicdec.measure.intervals import half_width, speedup_wall
+from magicdec.measure.metrics import Times
+from magicdec.scenarios.outputs import Outputs
+from magicdec.units import WAYS
+
+FIRST = 5  # repeats, before an interval decides whether there are more
+IN_A_ROW = 2  # repeats after which the interval is narrow: a run that stops at the first is too often lucky
+
+
+@dataclass
+class Repeat:
+    """One repeat over all batches: the two generations of each."""
+
+    autoregressive: list[Generation] = field(default_factory=list)
+    speculative: list[Generation] = field(default_factory=list)
+
+    def outputs(self, prompts: Prompts) -> Outputs:
+        """Return the new tokens of all batches together."""
+        plain, fast = ([row for g in way for row in g.tokens] for way in (self.autoregressive, self.speculative))
+        return Outputs(prompts, plain, fast, [row for g in self.speculative for row in metrics.rounds_by_row(g)])
+
+    def times(self, prefill_seconds: Sequence[float]) -> Times:
+        """Return the times of every row, with those of the prefills; without a draft, of one way."""
+        ways = {"autoregressive": self.autoregressive, "speculative": self.speculative}
+        return {
+            way: [metrics.row_times(g, s) for g, s in zip(batches, prefill_seconds, strict=False)]
+            for way, batches in ways.items()
+            if batches
+        }
+
+
+def repeats(scenario: Compare, num_batches: int, measured: list[Repeat]) -> Iterator[Repeat]:
+    """Yield the repeats that the next batch takes part in, each before it is measured.
+
+    The first batch adds them to `measured`: `scenario.repeats` or, if that is auto, as many as make the interval of
+    the speedup as narrow as `scenario.precision`, within its share of `scenario.max_minutes`.
+    """
+    if measured:
+        yield from measured
+        return
+    deadline, narrow = time.monotonic() + 60 * scenario.max_minutes / num_batches, 0
+    while _more(scenario, len(measured), narrow, deadline):
+        measured.append(Repeat())
+        yield measured[-1]
+        narrow = narrow + 1 if is_narrow([one.times([0.0]) for one in measured], scenario.precision) else 0
+
+
+def _more(scenario: Compare, count: int, narrow: int, deadline: float) -> bool:
+    if scenario.repeats != "auto":
+        return count < scenario.repeats
+    return count == 0 or (time.monotonic() < deadline and (count < FIRST or narrow < IN_A_ROW))
+
+
+def is_narrow(times_K: Sequence[Times], precision: float) -> bool:
+    """Return whether half the interval of the speedup over these repeats is at most a share `precision` of it."""
+    found = speedup_wall(*(_seconds(times_K, way) for way in WAYS))
+    return found is not None and half_width(found.parts) <= precision
+
+
+def _seconds(times_K: Sequence[Times], way: str) -> list[float]:
+    """Return the sum of all rows' times per token in each repeat; 1 for a way that is not measured."""
+    return [
+        sum(row.decode / row.decoded for batch in times[way] for row in batch if row.decoded) if way in times else 1.0
+        for times in times_K
+    ]
