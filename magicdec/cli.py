@@ -34,6 +34,7 @@ from magicdec.tracking.gpus import gpus_of_its_own, refuse_a_share
 from magicdec.tracking.lock import Busy
 from magicdec.tracking.reader import LOG
 from magicdec.tracking.sweep import Job
+from magicdec.units import in_minutes
 from magicdec.version import VERSION
 
 FAILURE = 1
@@ -82,7 +83,10 @@ def main() -> int:
 def run() -> int:
     """Run one configuration or, with -m, many, whose results are shown at the end; return the exit code."""
     sweeps.clear()
+    sweep.planned.clear()
     code = _launch()
+    if any(sweep.planned):
+        print(f"about {in_minutes(sum(filter(None, sweep.planned)))} in all, without loading and start-up")
     if new_folders and not (new_folders[0] / sweep.JOBS).exists():  # a dry run, or a mistake before the first job
         _remove_new_folders()
     for folder, with_figures in sweeps:

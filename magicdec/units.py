@@ -9,3 +9,10 @@ def both_speedups(row: float, batch: float | None, of_row: str = "", of_batch: s
     by its interval.
     """
     return f"{row:.2f}x{of_row} per row" + (f" and {batch:.2f}x{of_batch} per batch" if batch else "")
+
+
+def in_minutes(seconds: float | None) -> str:
+    """Return a duration as people say it: 40 s, 12 min; nothing for one that is not known."""
+    if seconds is None:
+        return ""
+    return f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"

@@ -50,9 +50,14 @@ def num_bytes(plan):
     return 3 << 30
 
 
+def seconds(plan, attempts):
+    return 90.0
+
+
 if __name__ in ("__main__", "__mp_main__"):  # the command, and its jobs
     magicdec.scenarios._scenario = lambda config: sys.modules[__name__]
-    sys.modules["magicdec.planning.build"] = sys.modules[__name__]  # which a dry run asks for num_bytes
+    # Which a dry run asks for num_bytes and seconds.
+    sys.modules["magicdec.planning.build"] = sys.modules["magicdec.planning.duration"] = sys.modules[__name__]
     if patience := os.environ.get("QUICK_PATIENCE_S"):
         wandb.INIT_TIMEOUT_S = wandb.FINISH_TIMEOUT_S = float(patience)
 

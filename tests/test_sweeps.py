@@ -21,6 +21,7 @@ from hydra.core.utils import JobStatus
 from omegaconf import OmegaConf
 
 import magicdec.planning.build
+import magicdec.planning.duration
 import magicdec.scenarios
 from hydra_plugins.process_launcher import ProcessLauncher, SweepJob, lost_code
 from magicdec import cli
@@ -56,6 +57,7 @@ def quick(starts, monkeypatch):
     """Runs of this process and those forked from it take a moment."""
     monkeypatch.setattr(magicdec.scenarios, "_scenario", lambda config: quick_launch)
     monkeypatch.setattr(magicdec.planning.build, "num_bytes", quick_launch.num_bytes)
+    monkeypatch.setattr(magicdec.planning.duration, "seconds", quick_launch.seconds)
     return starts
 
 
@@ -565,6 +567,8 @@ def test_a_dry_run_lists_and_leaves_nothing(here, tmp_path, starts):
     assert sweep.code == 0
     lines = [line.split() for line in sweep.out.splitlines() if " GiB " in line]
     assert [line[1:4] for line in lines] == [[state, "3.00", "GiB"] for state in ("done", "new", "crashed")]
+    assert [" ".join(line[4:6]) for line in lines] == ["0 s", "2 min", "2 min"]
+    assert "about 3 min in all" in sweep.out
     assert here("-m", "hydra/launcher=basic", "sweep.dry_run=true", "draft.gamma=1,1000").code == cli.USER_ERROR
     assert sorted((tmp_path / "runs").rglob("*")) == before
     assert len(list(starts.iterdir())) == 2

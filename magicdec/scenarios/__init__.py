@@ -26,7 +26,7 @@ from magicdec.tracking.reader import BASELINE, attempts, find_done, iter_runs, n
 from magicdec.tracking.store import Run, explained, run_id, software
 from magicdec.tracking.sweep import Job
 from magicdec.tracking.trackers import chosen, is_logged, log_run
-from magicdec.units import GIB
+from magicdec.units import GIB, in_minutes
 
 if TYPE_CHECKING:  # it imports PyTorch, which a mistake that is found earlier must not wait for
     from magicdec.planning.resolve import Plan
@@ -148,18 +148,20 @@ def _measure(plan: "Plan", name: str, settings: dict[str, Any], job: Job) -> dic
 
 
 def _list(plan: "Plan", name: str, job: Job) -> None:
-    """Print a line about a run: its id, its state in the store, the memory that it will take, its overrides."""
-    from magicdec.planning import build  # here, because a prediction does not need it
+    """Print a line about a run: its id, its state in the store, the memory and time that it takes, its overrides."""
+    from magicdec.planning import build, duration  # here, because a prediction does not need them
 
     earlier = attempts(plan.config.runs_dir, name)
     stored = next(iter_runs(plan.config.runs_dir, [path.name for path in earlier[-1:]]), {})
     state = stored.get("kind") or stored.get("status") or "new"
-    if _found(plan.config, name):
+    if is_done := bool(_found(plan.config, name)):
         state = "done"
     elif state == "done":
         state = "other version"
+    seconds = 0.0 if is_done else duration.seconds(plan, map(read_result, earlier))
+    sweep.planned.append(seconds)
     typed = " ".join(text for text in job.overrides if not text.startswith("sweep."))
-    print(f"{name}  {state:13}  {build.num_bytes(plan) / GIB:8.2f} GiB  {typed}", flush=True)
+    print(f"{name}  {state:13}  {build.num_bytes(plan) / GIB:8.2f} GiB  {in_minutes(seconds):>7}  {typed}", flush=True)
 
 
 def _outcome(plan: "Plan", run: Run) -> Outcome:

@@ -22,6 +22,8 @@ STOPPED = "stopped"  # a file: a job has failed under sweep.fail_fast
 JOB, SWEEP_DIR = "MAGICDEC_JOB", "MAGICDEC_SWEEP_DIR"
 # A job's own exit codes: another process is running this run (EX_TEMPFAIL); Ctrl-C.
 BUSY, INTERRUPTED = 75, 130
+# The seconds that each job of a dry run of this process will take, None where that is not known.
+planned: list[float | None] = []
 
 
 @dataclass(frozen=True)

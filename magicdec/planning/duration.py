@@ -1,0 +1,83 @@
+"""How long a run will take: as long as an earlier attempt did, or as the cost model predicts."""
+
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import replace
+from functools import cache
+from statistics import median
+from typing import Any
+
+import torch
+
+from magicdec.config.registry import DRAFTS
+from magicdec.config.schema import Compare
+from magicdec.costmodel.hardware import device_in
+from magicdec.costmodel.predict import predict
+from magicdec.costmodel.roofline import step_time
+from magicdec.costmodel.round import Setup
+from magicdec.errors import UserError
+from magicdec.measure.ceilings import matmul_rate, read_bandwidth
+from magicdec.planning.prediction import curves
+from magicdec.planning.resolve import Plan
+from magicdec.planning.shared import prefill_key
+
+_prefilled: set[Hashable] = set()  # by the runs that this process has listed
+
+
+def seconds(plan: Plan, attempts: Iterable[Mapping[str, Any]]) -> float | None:
+    """Return how long a run will take: the median of its finished attempts, or a prediction; None if nothing tells.
+
+    A prefill that a run before it shares takes no time.
+    """
+    config = plan.config
+    if config.scenario.name != "compare" or config.engine.name != "native":
+        return _earlier(attempts)
+    key = prefill_key(plan, 0)
+    is_shared = config.sweep.share == "prefill" and plan.num_ranks == 1 and key in _prefilled
+    _prefilled.add(key)
+    if known := _earlier(attempts):
+        return known
+    try:
+        prefill, decoding = predicted_seconds(plan)
+    except UserError:  # a draft or a machine that has no cost model
+        return None
+    return decoding if is_shared else prefill + decoding
+
+
+def _earlier(attempts: Iterable[Mapping[str, Any]]) -> float | None:
+    known = [one["duration_s"] for one in attempts if one.get("status") == "done" and "duration_s" in one]
+    return median(known) if known else None
+
+
+def predicted_seconds(plan: Plan) -> tuple[float, float]:
+    """Predict the seconds of all prefills, and those of all repeats both ways. Raise UserError where there is no model.
+
+    What surrounds them is left out: loading, the audit, the profile.
+    """
+    config = plan.config
+    if not config.speculates:  # ngram reads no more than the target
+        plan = replace(plan, config=replace(config, draft=DRAFTS["ngram"].facts()))
+    bandwidth, rate = (None, None) if device_in(plan.device_name) else _measured(plan.device, plan.dtype)
+    batch, scenario = config.batch, config.settings(Compare)
+    setup = plan.setup(bandwidth, rate)
+    setup = setup.at(context=batch.context_len + batch.generate_len // 2)
+    plain = batch.generate_len * setup.target_time.total
+    found = predict(setup, plan.config.gammas, None, curves(plan.config)) if config.speculates else None
+    fast = plain / (found.best.speedup or 1.0) if found else 0.0
+    repeats = 5 if scenario.repeats == "auto" else scenario.repeats
+    return batch.num_batches * _prefill(setup, plan), batch.num_batches * repeats * (plain + fast)
+
+
+def _prefill(setup: Setup, plan: Plan) -> float:
+    """Predict the seconds of the passes of a prefill."""
+    length, chunk = plan.config.batch.context_len, int(plan.config.batch.prefill_chunk)
+    passes = (
+        setup.target_pass._replace(query_tokens=min(chunk, length - start), cached_tokens=start, chooses=False)
+        for start in range(0, length, chunk)
+    )
+    return sum(step_time(one, setup.hardware).total for one in passes)
+
+
+@cache
+def _measured(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
+    """Return what the machine achieves: GB/s and TFLOP/s."""
+    return read_bandwidth(device) / 1e9, matmul_rate(device, dtype) / 1e12
