@@ -228,7 +228,7 @@ class Config:
     tracker: Annotated[str | list[str], must("must be a name or a list of names, as in [a,b]")]
     plugins: list[str]
     runs_dir: str
-    resume: Annotated[bool | Literal["any_version"], must("must be true, false or any_version")]
+    resume: Annotated[bool | Literal["any_version", "noisy"], must("must be true, false, any_version or noisy")]
 
     def settings(self, kind: type[S]) -> S:
         """Return the group `scenario`, which must be of this kind."""

@@ -62,6 +62,7 @@ class Plan:
     target: Model
     draft: Model | None
     device_name: str
+    earlier: Path | None = None  # an attempt at the same run, whose repeats count too
     reasons: str = ""  # for config.attention, and for what is slower than it could be; empty for other engines
 
     @property
@@ -207,7 +208,7 @@ def resolve(config: Config) -> Plan:
         reasons = [why, *([f"hardware.compile=false: Triton {compile_obstacle}"] if compile_obstacle else [])]
     else:
         ENGINES[config.engine.name].work.check(config)
-    return Plan(config, device, dtype, target, draft, _device_name(device), "; ".join(reasons))
+    return Plan(config, device, dtype, target, draft, _device_name(device), reasons="; ".join(reasons))
 
 
 def _batch(config: Config, device: torch.device) -> BatchConfig:

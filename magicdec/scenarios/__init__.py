@@ -4,6 +4,7 @@ import math
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -12,7 +13,7 @@ from rich.text import Text
 
 from magicdec.config.checks import refuse_unread, warnings
 from magicdec.config.load import to_dict
-from magicdec.config.schema import Config
+from magicdec.config.schema import Compare, Config
 from magicdec.errors import UserError, in_one_line, is_out_of_memory, to_stderr
 from magicdec.measure.system import sampled
 from magicdec.planning.shared import SHARED
@@ -98,27 +99,40 @@ def _record(config: Config, attempt_id: str, job: Job) -> None:
 
 
 def _found(config: Config, name: str) -> dict[str, Any]:
-    """Return the stored result that makes a sweep skip this run; {} if there is none."""
+    """Return the stored result of this run by this software, or by any if `resume` says so; {} if there is none."""
     if not config.resume:
         return {}
     return find_done(config.runs_dir, name, {} if config.resume == "any_version" else software())
 
 
+def _is_settled(config: Config, found: Mapping[str, Any]) -> bool:
+    """Return whether a sweep skips a run with this result: with resume=noisy, one that was not disturbed or whose
+    speedup is known as precisely as asked for.
+    """
+    if config.resume != "noisy" or not found:
+        return bool(found)
+    reached, scenario = found.get("speedup_precision"), config.scenario
+    if isinstance(scenario, Compare) and reached is not None and reached <= scenario.precision:
+        return True
+    return not found.get("noisy") and getattr(scenario, "repeats", 1) != "auto"
+
+
 def _skipped(config: Config, name: str, job: Job) -> dict[str, Any]:
     """Return the stored result of a run that is skipped, and say so; {} for a run that must be done."""
     found = _found(config, name) if job.sweep_dir is not None else {}
-    if found:
-        others = " and ".join(key for key, value in software().items() if found.get(key) != value)
-        text = (
-            f"{found['id']}: done already{others and f' with other {others}'}, skipped (resume=false measures it again)"
-        )
-        Console(stderr=True).print(Text(text))
-        _record(config, found["id"], job)
+    if not _is_settled(config, found):
+        return {}
+    others = " and ".join(key for key, value in software().items() if found.get(key) != value)
+    why = f"done already{others and f' with other {others}'}, skipped (resume=false measures it again)"
+    Console(stderr=True).print(Text(f"{found['id']}: {why}"))
+    _record(config, found["id"], job)
     return found
 
 
 def _measure(plan: "Plan", name: str, settings: dict[str, Any], job: Job) -> dict[str, Any]:
     """Do the run, store and show its results; return the contents of result.json."""
+    if plan.config.resume == "noisy" and (found := _found(plan.config, name)):
+        plan = replace(plan, earlier=Path(plan.config.runs_dir, found["id"]))
     SHARED.begin(plan.config.sweep.share if job.sweep_dir else "none")
     this = Run.open(plan.config.runs_dir, name, settings, job.overrides)
     try:
@@ -154,7 +168,7 @@ def _list(plan: "Plan", name: str, job: Job) -> None:
     earlier = attempts(plan.config.runs_dir, name)
     stored = next(iter_runs(plan.config.runs_dir, [path.name for path in earlier[-1:]]), {})
     state = stored.get("kind") or stored.get("status") or "new"
-    if is_done := bool(_found(plan.config, name)):
+    if is_done := _is_settled(plan.config, _found(plan.config, name)):
         state = "done"
     elif state == "done":
         state = "other version"

@@ -28,7 +28,8 @@ from magicdec.planning.resolve import Plan, resolve
 from magicdec.planning.shared import SHARED, Prefilled, prefill_key
 from magicdec.scenarios.outcome import Outcome
 from magicdec.scenarios.outputs import Outputs, lossless, speeds
-from magicdec.scenarios.repeats import Repeat, repeats
+from magicdec.scenarios.pooled import Earlier
+from magicdec.scenarios.repeats import Repeat, precision, repeats
 from magicdec.tracking.progress import Progress
 from magicdec.tracking.reader import is_impossible
 from magicdec.units import GIB, WAYS
@@ -46,6 +47,7 @@ class Measured:
     prefill_seconds: list[float] = field(default_factory=list)
     num_shared: int = 0  # batches whose prefill an earlier job has done
     verdict: Audit | None = None
+    earlier: Sequence[Times] = ()  # the repeats of earlier attempts
 
     @property
     def speculative(self) -> list[Generation]:
@@ -54,8 +56,8 @@ class Measured:
 
     @property
     def times(self) -> list[Times]:
-        """Return the times of every repeat."""
-        return [one.times(self.prefill_seconds) for one in self.repeats]
+        """Return the times of every repeat, those of earlier attempts first."""
+        return [*self.earlier, *(one.times(self.prefill_seconds) for one in self.repeats)]
 
 
 def run(plan: Plan, progress: Progress) -> Outcome:
@@ -66,9 +68,12 @@ def run(plan: Plan, progress: Progress) -> Outcome:
     prompts = build.prompts(plan, tokenizer)
     peak, gpu = memory.Peak(plan.device, SHARED.num_bytes), Watch(plan.device)
     engine = build.engine(plan, progress)
-    measured = _decoded(plan, engine, prompts, progress)
+    earlier = Earlier.read(plan.earlier, int(config.batch.size)) if plan.earlier else Earlier()
+    measured = _decoded(plan, engine, prompts, earlier.times, progress)
     batch, first = measured.batch, measured.repeats[0]
-    outputs = replace(first.outputs(prompts), decode_s=_decode_seconds(measured.times))
+    outputs = first.outputs(prompts)
+    measured.earlier = earlier.of_the_same(outputs)
+    outputs = replace(outputs, decode_s=_decode_seconds(measured.times))
     results: Metrics = {**prompts.facts, "output/fingerprint": outputs.fingerprint}
     results |= {"device": plan.device_name, "prefill/shared": measured.num_shared > 0, **plan.sources} | gpu.metrics()
     results |= _figures(plan, measured, outputs)
@@ -87,8 +92,10 @@ def run(plan: Plan, progress: Progress) -> Outcome:
     return Outcome(results, outputs.rows(config.data.save_prompts), history, outputs.samples(tokenizer))
 
 
-def _decoded(plan: Plan, engine: NativeEngine, prompts: Prompts, progress: Progress) -> Measured:
-    """Prefill, decode and audit one batch after another."""
+def _decoded(
+    plan: Plan, engine: NativeEngine, prompts: Prompts, earlier: Sequence[Times], progress: Progress
+) -> Measured:
+    """Prefill, decode and audit one batch after another; `earlier` repeats count towards an interval."""
     rows, scenario = int(plan.config.batch.size), plan.config.settings(Compare)
     measured: Measured | None = None
     for start in range(0, len(prompts.tokens), rows):
@@ -99,7 +106,7 @@ def _decoded(plan: Plan, engine: NativeEngine, prompts: Prompts, progress: Progr
         measured.prefill_seconds.append(seconds)
         measured.num_shared += was_shared
         warm_up(batch)
-        for one in repeats(scenario, plan.config.batch.num_batches, measured.repeats):
+        for one in repeats(scenario, plan.config.batch.num_batches, measured.repeats, earlier):
             one.autoregressive.append(_generate(batch.decoder, None, progress))
             if batch.draft is not None:
                 one.speculative.append(_generate(batch.decoder, batch.draft, progress))
@@ -114,7 +121,9 @@ def _decoded(plan: Plan, engine: NativeEngine, prompts: Prompts, progress: Progr
 def _figures(plan: Plan, measured: Measured, outputs: Outputs) -> Metrics:
     """Return the speeds of both ways and, with a draft, acceptance, intervals and losslessness."""
     ways = [[metrics.speed_metrics(one[way]) for one in measured.times if way in one] for way in WAYS]
-    results = speeds(*ways) | {"repeats": len(measured.repeats)}
+    results = speeds(*ways) | {"repeats": len(measured.times)}
+    if (reached := precision(measured.times)) is not None:
+        results["speedup_precision"] = reached
     if speculative := measured.speculative:
         gamma = metrics.usual_gamma(speculative) or plan.config.gammas[-1]  # every row ended at its first token
         results |= metrics.acceptance_metrics(speculative) | {"gamma": gamma}

@@ -42,32 +42,38 @@ class Repeat:
         }
 
 
-def repeats(scenario: Compare, num_batches: int, measured: list[Repeat]) -> Iterator[Repeat]:
+def repeats(
+    scenario: Compare, num_batches: int, measured: list[Repeat], earlier: Sequence[Times] = ()
+) -> Iterator[Repeat]:
     """Yield the repeats that the next batch takes part in, each before it is measured.
 
     The first batch adds them to `measured`: `scenario.repeats` or, if that is auto, as many as make the interval of
-    the speedup as narrow as `scenario.precision`, within its share of `scenario.max_minutes`.
+    the speedup as narrow as `scenario.precision`, within its share of `scenario.max_minutes`. The interval counts
+    `earlier` repeats too.
     """
     if measured:
         yield from measured
         return
     deadline, narrow = time.monotonic() + 60 * scenario.max_minutes / num_batches, 0
-    while _more(scenario, len(measured), narrow, deadline):
+    before = [{way: batches[:1] for way, batches in one.items()} for one in earlier]
+    while _more(scenario, len(measured), len(earlier), narrow, deadline):
         measured.append(Repeat())
         yield measured[-1]
-        narrow = narrow + 1 if is_narrow([one.times([0.0]) for one in measured], scenario.precision) else 0
+        reached = precision([*before, *(one.times([0.0]) for one in measured)])
+        narrow = narrow + 1 if reached is not None and reached <= scenario.precision else 0
 
 
-def _more(scenario: Compare, count: int, narrow: int, deadline: float) -> bool:
+def _more(scenario: Compare, count: int, earlier: int, narrow: int, deadline: float) -> bool:
     if scenario.repeats != "auto":
         return count < scenario.repeats
-    return count == 0 or (time.monotonic() < deadline and (count < FIRST or narrow < IN_A_ROW))
+    is_enough = count + earlier >= FIRST and narrow >= IN_A_ROW
+    return count == 0 or (time.monotonic() < deadline and not is_enough)
 
 
-def is_narrow(times_K: Sequence[Times], precision: float) -> bool:
-    """Return whether half the interval of the speedup over these repeats is at most a share `precision` of it."""
+def precision(times_K: Sequence[Times]) -> float | None:
+    """Return half the interval of the speedup over these repeats, as a share of it; None for too few repeats."""
     found = speedup_wall(*(_seconds(times_K, way) for way in WAYS))
-    return found is not None and half_width(found.parts) <= precision
+    return None if found is None else half_width(found.parts)
 
 
 def _seconds(times_K: Sequence[Times], way: str) -> list[float]:
