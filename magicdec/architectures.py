@@ -115,6 +115,16 @@ class ModelConfig:
         return self.num_heads // self.num_kv_heads
 
     @property
+    def qkv_inputs(self) -> int:
+        """Return the features that queries, keys and values are made of."""
+        return self.hidden_size
+
+    @property
+    def num_logits(self) -> int:
+        """Return the number of tokens that can be proposed or decided."""
+        return self.vocab_size
+
+    @property
     def num_parameters(self) -> int:
         """Return the weights of the whole model, tied embeddings counted once."""
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim

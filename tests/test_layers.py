@@ -4,7 +4,7 @@ import ast
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LAYERS = """threads version | errors units | rules fingerprint | architectures | plugins |
+LAYERS = """threads version | errors units | rules fingerprint | architectures | heads plugins |
 config | costmodel | kernels | verification data | attention | models | cache | decoding | drafts |
 engine | measure | peers | serving | tracking | planning | scenarios | http"""
 RANKS = {name: rank for rank, names in enumerate(LAYERS.split("|")) for name in names.split()}

@@ -40,6 +40,7 @@ struct Pass {
     const Weights* weights;
     const Entries* entries;
     void *x, *out;         // (M, E): embeddings, which are overwritten, and the last layer's output, normalised
+    void* total;           // (M, E), or null: the residual stream behind the last layer, before the norm
     const void* norm;      // (E)
     const int32_t* seqlens;
     Rotation rotation;     // but for qkv, the norms, and k and v
@@ -176,7 +177,8 @@ class Forward {
                 after(p.weights[i], steps[i]);
             }
             const int64_t me = omp_get_thread_num(), threads = omp_get_num_threads();
-            const float* normed = sums_normed(x, added, static_cast<const T*>(p.norm), sums, M, p.size, turn.epsilon);
+            T* const total = p.total ? static_cast<T*>(p.total) : sums;
+            const float* normed = sums_normed(x, added, static_cast<const T*>(p.norm), total, M, p.size, turn.epsilon);
             for (int64_t r = me; r < M; r += threads) {
                 T* const to = static_cast<T*>(p.out) + r * p.size;
                 for_vectors(p.size, [&](int64_t i, auto load, auto store) { store(to + i, load(normed + r * p.size + i)); });

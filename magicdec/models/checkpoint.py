@@ -18,6 +18,7 @@ from torch import Tensor
 from magicdec.architectures import GenerationConfig, ModelConfig, eos_ids, from_hugging_face
 from magicdec.errors import UserError
 from magicdec.fingerprint import of_files
+from magicdec.heads import HeadConfig, head_from, is_head
 from magicdec.models.metadata import read_header, read_json
 from magicdec.models.parallel import ALONE, Share
 from magicdec.rules import must, parse_values
@@ -39,6 +40,7 @@ BESIDE_WEIGHTS = frozenset({".json", ".jinja", ".model", ".txt"})  # configurati
 # Tensors that other programs leave in a checkpoint and that nothing here needs: rope's are computed, and a tied head
 # is the embedding.
 DISPENSABLE = re.compile(r".*rotary_emb\.inv_freq|lm_head\.weight")
+IN_HEADS = re.compile(rf"{DISPENSABLE.pattern}|d2t|t2d|verifier_.*")  # a head's vocabulary, and copies of the target's
 
 
 def locate(path: str, key: str = "target.path", weights: bool = True) -> Path:
@@ -63,12 +65,24 @@ def read_config(folder: Path) -> ModelConfig:
     Raise UserError for a missing or broken file, an architecture that is not covered, or a quantised checkpoint.
     """
     config = read_json(folder / CONFIG, OBJECT)
+    if is_head(config):
+        return head_from(config, _files_of_head(folder), str(folder / CONFIG))
     if config.get("quantization_config") or config.get("compression_config"):
         raise UserError(f"{folder / CONFIG}: quantised checkpoints are not supported; take the unquantised one")
     if (path := folder / GENERATION_CONFIG).exists():
         found = eos_ids(read_json(path, GenerationConfig))
         config["eos_token_id"] = found or config.get("eos_token_id")
     return from_hugging_face(config, str(folder / CONFIG))
+
+
+def _files_of_head(folder: Path) -> dict[str, Path] | None:
+    """Return the file of each tensor; None where only the config.json is here. Raise UserError for a pickle."""
+    if any(folder.glob("*.safetensors")):
+        return _files_of(folder)
+    for pattern in PICKLES:
+        for path in folder.glob(pattern):
+            raise UserError(f"{path} is a pickle; only safetensors are read: convert it with tools/convert_head.py")
+    return None
 
 
 class Piece(NamedTuple):
@@ -98,33 +112,63 @@ def pieces(config: ModelConfig, share: Share = ALONE) -> Iterator[Piece]:
     Queries, keys and values become the rows of one matrix, in this order, and so do gate and up: one matmul each. A
     rank has the rows that make its own heads and features, and of the matrices behind these the columns.
     """
-    E, F, D = config.hidden_size, config.intermediate_size, config.head_dim
-    q, kv, mlp = share.part(config.num_heads), share.kv_heads(config.num_kv_heads), share.part(F)
-    q, kv = (slice(heads.start * D, heads.stop * D) for heads in (q, kv))
-    q_rows, kv_rows, mlp_rows = (part.stop - part.start for part in (q, kv, mlp))
-    whole_q, whole_kv, vocabulary = config.num_heads * D, config.num_kv_heads * D, share.vocabulary(config.vocab_size)
-    qkv = (("q", 0, whole_q, q), ("k", q_rows, whole_kv, kv), ("v", q_rows + kv_rows, whole_kv, kv))
+    if isinstance(config, HeadConfig):
+        yield from _head_pieces(config, share)
+        return
+    E, vocabulary = config.hidden_size, share.vocabulary(config.vocab_size)
     yield Piece("model.embed_tokens.weight", "embed.weight", 0, (config.vocab_size, E), vocabulary)
     for layer in range(config.num_layers):
         theirs, ours = f"model.layers.{layer}.", f"layers.{layer}."
         yield Piece(f"{theirs}input_layernorm.weight", f"{ours}attention_norm.weight", 0, (E,))
-        for name, first_row, rows, part in qkv:
-            yield Piece(f"{theirs}self_attn.{name}_proj.weight", f"{ours}qkv.weight", first_row, (rows, E), part)
-            if config.qkv_bias:
-                yield Piece(f"{theirs}self_attn.{name}_proj.bias", f"{ours}qkv.bias", first_row, (rows,), part)
-        if config.qk_norm:
-            yield Piece(f"{theirs}self_attn.q_norm.weight", f"{ours}q_norm.weight", 0, (D,))
-            yield Piece(f"{theirs}self_attn.k_norm.weight", f"{ours}k_norm.weight", 0, (D,))
-        yield Piece(f"{theirs}self_attn.o_proj.weight", f"{ours}output.weight", 0, (E, whole_q), columns=q)
-        if config.output_bias:
-            yield Piece(f"{theirs}self_attn.o_proj.bias", f"{ours}output.bias", 0, (E,))
-        yield Piece(f"{theirs}post_attention_layernorm.weight", f"{ours}mlp_norm.weight", 0, (E,))
-        yield Piece(f"{theirs}mlp.gate_proj.weight", f"{ours}gate_up.weight", 0, (F, E), mlp)
-        yield Piece(f"{theirs}mlp.up_proj.weight", f"{ours}gate_up.weight", mlp_rows, (F, E), mlp)
-        yield Piece(f"{theirs}mlp.down_proj.weight", f"{ours}down.weight", 0, (E, F), columns=mlp)
+        yield from _layer_pieces(config, share, theirs, ours)
     yield Piece("model.norm.weight", "norm.weight", 0, (E,))
     if not config.tie_word_embeddings:
         yield Piece("lm_head.weight", "head.weight", 0, (config.vocab_size, E), vocabulary)
+
+
+def _layer_pieces(config: ModelConfig, share: Share, theirs: str, ours: str) -> Iterator[Piece]:
+    """Yield the tensors of one layer, but for the norm in front of attention."""
+    E, F, D = config.hidden_size, config.intermediate_size, config.head_dim
+    q, kv, mlp = share.part(config.num_heads), share.kv_heads(config.num_kv_heads), share.part(F)
+    q, kv = (slice(heads.start * D, heads.stop * D) for heads in (q, kv))
+    q_rows, kv_rows, mlp_rows = (part.stop - part.start for part in (q, kv, mlp))
+    whole_q, whole_kv, inputs = config.num_heads * D, config.num_kv_heads * D, config.qkv_inputs
+    qkv = (("q", 0, whole_q, q), ("k", q_rows, whole_kv, kv), ("v", q_rows + kv_rows, whole_kv, kv))
+    for name, first_row, rows, part in qkv:
+        yield Piece(f"{theirs}self_attn.{name}_proj.weight", f"{ours}qkv.weight", first_row, (rows, inputs), part)
+        if config.qkv_bias:
+            yield Piece(f"{theirs}self_attn.{name}_proj.bias", f"{ours}qkv.bias", first_row, (rows,), part)
+    if config.qk_norm:
+        yield Piece(f"{theirs}self_attn.q_norm.weight", f"{ours}q_norm.weight", 0, (D,))
+        yield Piece(f"{theirs}self_attn.k_norm.weight", f"{ours}k_norm.weight", 0, (D,))
+    yield Piece(f"{theirs}self_attn.o_proj.weight", f"{ours}output.weight", 0, (E, whole_q), columns=q)
+    if config.output_bias:
+        yield Piece(f"{theirs}self_attn.o_proj.bias", f"{ours}output.bias", 0, (E,))
+    yield Piece(f"{theirs}post_attention_layernorm.weight", f"{ours}mlp_norm.weight", 0, (E,))
+    yield Piece(f"{theirs}mlp.gate_proj.weight", f"{ours}gate_up.weight", 0, (F, E), mlp)
+    yield Piece(f"{theirs}mlp.up_proj.weight", f"{ours}gate_up.weight", mlp_rows, (F, E), mlp)
+    yield Piece(f"{theirs}mlp.down_proj.weight", f"{ours}down.weight", 0, (E, F), columns=mlp)
+
+
+def _head_pieces(config: HeadConfig, share: Share) -> Iterator[Piece]:
+    """Yield the tensors of a head that it does not take from its target."""
+    E, read, theirs = config.hidden_size, config.target_hidden_size, config.layer_prefix
+    yield Piece("fc.weight", "fc.weight", 0, (E, config.num_taps * read))
+    if config.input_norms == "joint":
+        yield Piece("input_norm.weight", "input_norms.0.weight", 0, (config.num_taps * read,))
+    if config.input_norms == "each":
+        for number in range(config.num_taps):
+            yield Piece(f"fc_norm.{number}.weight", f"input_norms.{number}.weight", 0, (read,))
+    yield Piece(f"{theirs}input_layernorm.weight", "layers.0.embedding_norm.weight", 0, (E,))
+    yield Piece(f"{theirs}hidden_norm.weight", "layers.0.attention_norm.weight", 0, (E,))
+    yield from _layer_pieces(config, share, theirs, "layers.0.")
+    yield Piece("norm.weight", "norm.weight", 0, (E,))
+    if config.own_embedding:
+        vocabulary = share.vocabulary(config.vocab_size)
+        yield Piece("embed_tokens.weight", "embed.weight", 0, (config.vocab_size, E), vocabulary)
+    if config.own_head:
+        vocabulary = share.vocabulary(config.num_logits)
+        yield Piece("lm_head.weight", "head.weight", 0, (config.num_logits, E), vocabulary)
 
 
 def load(
@@ -145,10 +189,11 @@ def load(
     """
     todo = list(pieces(config, share))
     files = _files_of(folder)
-    _check(todo, files, folder)
+    _check(todo, files, folder, IN_HEADS if isinstance(config, HeadConfig) else DISPENSABLE)
     shapes = {piece.parameter: (piece.first_row + piece.part_shape[0], *piece.part_shape[1:]) for piece in todo}
-    for name in shapes.keys() & {"embed.weight", "head.weight"}:
-        shapes[name] = (share.vocabulary_rows(config.vocab_size), config.hidden_size)
+    for name, tokens in (("embed.weight", config.vocab_size), ("head.weight", config.num_logits)):
+        if name in shapes:
+            shapes[name] = (share.vocabulary_rows(tokens), config.hidden_size)
     # Zeros, where a rank's vocabulary ends early.
     dtypes = dict.fromkeys(shapes, dtype) | dict.fromkeys(compact, torch.bfloat16)
     state = {name: torch.zeros(shape, dtype=dtypes[name], device=device) for name, shape in shapes.items()}
@@ -165,7 +210,19 @@ def load(
     if share.rank > 0:  # ranks add up what they compute here, and the bias counts once
         for name in (name for name in state if name.endswith("output.bias")):
             state[name].zero_()
+    if isinstance(config, HeadConfig) and config.maps_vocabulary:
+        state["target_ids_V"] = _target_ids(files["d2t"], config).to(device)
     return state
+
+
+def _target_ids(path: Path, config: HeadConfig) -> Tensor:
+    """Return the target's ids of a head's tokens, which the file holds as distances from their own."""
+    with safe_open(path, framework="pt") as file:
+        distances: Tensor = file.get_tensor("d2t")
+    ids = distances.long().flatten() + torch.arange(distances.numel())
+    if len(ids) != config.num_logits or not bool(((ids >= 0) & (ids < config.vocab_size)).all()):
+        raise UserError(f"{path}: d2t does not map {config.num_logits} tokens into a vocabulary of {config.vocab_size}")
+    return ids
 
 
 def stored_in_bfloat16(folder: Path, config: ModelConfig) -> set[str]:
@@ -228,10 +285,13 @@ def _files_of(folder: Path) -> dict[str, Path]:
             f"{folder / pickles[0]} is a pickle, which can run code when it is loaded; only safetensors are read: "
             "convert it where you trust it, with transformers' from_pretrained and save_pretrained"
         )
-    raise UserError(f"{folder} holds no weights: neither {SINGLE} nor {INDEX}")
+    raise UserError(
+        f"{folder} holds no weights: neither {SINGLE} nor {INDEX} (for heads that are published as .bin, see "
+        "tools/convert_head.py)"
+    )
 
 
-def _check(todo: list[Piece], files: dict[str, Path], folder: Path) -> None:
+def _check(todo: list[Piece], files: dict[str, Path], folder: Path, dispensable: re.Pattern[str]) -> None:
     """Raise UserError unless the files hold exactly what the architecture needs, in a form that can be read."""
     headers = {path: read_header(path) for path in sorted(set(files.values()))}
     for source, _, _, shape, *_ in todo:
@@ -244,7 +304,7 @@ def _check(todo: list[Piece], files: dict[str, Path], folder: Path) -> None:
         if entry["dtype"] not in STORED_DTYPES:
             raise UserError(f"{path}: {source} is stored as {entry['dtype']:.20}; quantised weights are not supported")
     unknown = sorted(files.keys() - {piece.source for piece in todo})
-    unknown = [name for name in unknown if not DISPENSABLE.fullmatch(name)]
+    unknown = [name for name in unknown if not dispensable.fullmatch(name)]
     if unknown:
         raise UserError(
             f"{files[unknown[0]]}: {len(unknown)} tensors have no place in the architecture that {CONFIG} describes, "

@@ -6,6 +6,7 @@ another, each of which starts threads, would take several times as long.
 
 import ctypes
 from functools import cache as once
+from itertools import pairwise
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -17,6 +18,7 @@ from magicdec.attention.cpp import CppAttention
 from magicdec.kernels import library
 from magicdec.models.kv_cache import KVCache
 from magicdec.models.operators import CppOperators, Rotation, at, epsilon, is_plain
+from magicdec.models.taps import Taps
 
 MATRICES = ("qkv", "output", "gate_up", "down")
 WEIGHTS = (
@@ -43,7 +45,7 @@ class Pass(ctypes.Structure):
     _fields_ = [
         ("weights", ctypes.POINTER(Weights)),
         ("entries", ctypes.POINTER(Entries)),
-        *((name, ctypes.c_void_p) for name in ("x", "out", "norm", "seqlens")),
+        *((name, ctypes.c_void_p) for name in ("x", "out", "total", "norm", "seqlens")),
         ("rotation", Rotation),
         *((name, ctypes.c_int64) for name in ("layers", "size", "features", "capacity")),
     ]
@@ -71,10 +73,12 @@ def run(
     angles: tuple[Tensor, Tensor],
     cache: KVCache,
     plans: list[Any],
+    taps: Taps | None = None,
 ) -> Tensor | None:
     """Return the normalised output of all layers; None for passes and models that need one operator after another.
 
-    `angles` are cosines and sines (B, T, D / 2). `x_BTE` is overwritten.
+    `angles` are cosines and sines (B, T, D / 2). `x_BTE` is overwritten. With taps, a call ends in front of each of
+    their layers.
     """
     (B, T, E), k, v = x_BTE.shape, cache.k_LBKSD, cache.v_LBKSD
     few = CppOperators.max_rows >= B * T and CppAttention.max_new_tokens >= T
@@ -96,8 +100,17 @@ def run(
     pointers = (None, at(cos), at(sin), None, None, None, None, at(slots_BT))
     sizes = (B, T, c.num_heads, c.num_kv_heads, D, *k.stride()[1:4], *v.stride()[1:4], torch.get_num_threads())
     rotation = Rotation(*pointers, *sizes, epsilon(norm, x_BTE))
-    tensors = map(at, (x_BTE, out_BTE, norm.weight, plans[0].seqlens_B))
-    call(ctypes.byref(Pass(table.weights, entries, *tensors, rotation, L, E, c.intermediate_size, S)))
+    for start, end in pairwise(sorted({0, *(taps.layers if taps else ()), L})):
+        total_BTE = None
+        if taps:  # a call overwrites x
+            taps.take(start, x_BTE)
+            x_BTE, total_BTE = x_BTE.clone(), torch.empty_like(x_BTE)
+        tensors = map(at, (x_BTE, out_BTE, total_BTE, norm.weight, plans[0].seqlens_B))
+        layers_from = (ctypes.pointer(table.weights[start]), ctypes.pointer(entries[start]))
+        call(ctypes.byref(Pass(*layers_from, *tensors, rotation, end - start, E, c.intermediate_size, S)))
+        x_BTE = x_BTE if total_BTE is None else total_BTE
+    if taps:
+        taps.take(L, x_BTE)
     return out_BTE
 
 

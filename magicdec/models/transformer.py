@@ -18,6 +18,7 @@ from magicdec.models.kv_cache import KVCache, Place
 from magicdec.models.operators import PYTORCH, Operators, operators_for
 from magicdec.models.parallel import ALONE, Share
 from magicdec.models.rope import angles_table, frequencies_on
+from magicdec.models.taps import Taps
 
 MAX_COMPILED = 64  # shapes and models of a process; beyond that, PyTorch compiles no more
 
@@ -78,8 +79,11 @@ class Transformer(nn.Module):
         self.head = None if config.tie_word_embeddings else nn.Linear(config.hidden_size, vocabulary, bias=False)
 
     @override
-    def forward(self, tokens_BT: Tensor, cache: KVCache) -> Tensor:
-        """Append T tokens to every row of the cache. Return the normalised hidden states (B, T, E)."""
+    def forward(self, tokens_BT: Tensor, cache: KVCache, taps: Taps | None = None) -> Tensor:
+        """Append T tokens to every row of the cache. Return the normalised hidden states (B, T, E).
+
+        `taps` take the hidden states in front of their layers.
+        """
         num_new = tokens_BT.shape[1]
         frequencies_D2, factor = frequencies_on(self.config, tokens_BT.device)
         angles = self.angles(frequencies_D2, factor, cache.positions_BT(num_new))
@@ -87,30 +91,37 @@ class Transformer(nn.Module):
         plans = cache.plan(self.attention, num_new, x_BTE.dtype)
         hidden_BTE = None
         if self.share.size == 1 and not self.is_compiled:
-            hidden_BTE = passes.run(self.layers, self.norm, self.attention, x_BTE, angles, cache, plans)
+            hidden_BTE = passes.run(self.layers, self.norm, self.attention, x_BTE, angles, cache, plans, taps)
         if hidden_BTE is None:
-            hidden_BTE = self._layer_by_layer(x_BTE, angles, cache, plans)
+            hidden_BTE = self._layer_by_layer(x_BTE, angles, cache, plans, taps)
         cache.advance(num_new)
         return hidden_BTE
 
-    def _layer_by_layer(self, x_BTE: Tensor, angles: tuple[Tensor, Tensor], cache: KVCache, plans: list[Any]) -> Tensor:
+    def _layer_by_layer(
+        self, x_BTE: Tensor, angles: tuple[Tensor, Tensor], cache: KVCache, plans: list[Any], taps: Taps | None
+    ) -> Tensor:
         """Return the normalised output of all layers."""
         ops, slots_BT, (cos, sin) = self.operators, cache.slots_BT(x_BTE.shape[1]), (x[:, :, None] for x in angles)
         mlp_BTE = torch.zeros_like(x_BTE)
         for i, layer in enumerate(cast("list[Layer]", self.layers)):
             x_BTE, q_BTHD = layer.before_attention(ops, x_BTE, mlp_BTE, cos, sin, cache.place(i, slots_BT))
+            if taps:
+                taps.take(i, x_BTE)
             out_BTHD = cache.attend(i, q_BTHD, self.attention, plans[i])
             del q_BTHD, mlp_BTE  # memory peaks in the MLP
             x_BTE, mlp_BTE = layer.after_attention(ops, x_BTE, out_BTHD)
-        return self.normed(ops, x_BTE, mlp_BTE)
+        x_BTE, normed_BTE = self.normed(ops, x_BTE, mlp_BTE)
+        if taps:
+            taps.take(self.config.num_layers, x_BTE)
+        return normed_BTE
 
     def angles(self, frequencies_D2: Tensor, factor: float, positions_BT: Tensor) -> tuple[Tensor, Tensor]:
         """Return cosines and sines (B, T, D2) of the rotations."""
         return angles_table(frequencies_D2, factor, positions_BT)
 
-    def normed(self, ops: Operators, x_BTE: Tensor, mlp_BTE: Tensor) -> Tensor:
-        """Return the normalised residual stream behind the last layer."""
-        return ops.add_norm(self.norm, x_BTE, mlp_BTE)[1]
+    def normed(self, ops: Operators, x_BTE: Tensor, mlp_BTE: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the residual stream behind the last layer, and the same normalised."""
+        return ops.add_norm(self.norm, x_BTE, mlp_BTE)
 
     def logits(self, hidden_BTE: Tensor) -> Tensor:
         """Return next-token logits (B, T, V); kept apart so that prefill computes only the ones it needs."""

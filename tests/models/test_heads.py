@@ -1,0 +1,143 @@
+"""Heads against the speculators library, whose results are recorded (record_heads.py), and their checkpoints."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from magicdec.attention.sdpa import SdpaAttention
+from magicdec.errors import UserError
+from magicdec.heads import HeadConfig
+from magicdec.models.checkpoint import load, read_config
+from magicdec.models.head import Head
+from magicdec.models.kv_cache import KVCache
+from magicdec.models.taps import Taps
+from tests.checkpoints import load_model
+
+HEADS = Path(__file__).parent / "heads"
+CASES = ["llama-eagle", "qwen3-eagle", "llama-speculators", "qwen3-speculators"]
+CLOSE = {"rtol": 0, "atol": 1e-4}
+
+
+def load_head(folder: Path, target) -> Head:
+    config = read_config(folder)
+    assert isinstance(config, HeadConfig)
+    head = Head(config, SdpaAttention())
+    head.load_state_dict(load(folder, config, torch.float32, "cpu"))
+    return head.on(target)
+
+
+@pytest.fixture(params=CASES)
+def case(request) -> tuple[Head, dict[str, Tensor], torch.nn.Module]:
+    target = load_model(HEADS / f"target-{request.param.partition('-')[0]}")
+    expected = load_file(HEADS / request.param / "expected.safetensors")
+    return load_head(HEADS / request.param, target), expected, target
+
+
+@torch.inference_mode()
+def test_it_reads_the_same_hidden_states(case):
+    head, expected, target = case
+    taps = Taps(head.config.taps_of(target.config))
+    tokens_BS = expected["tokens"][None]
+    target(tokens_BS, KVCache(target.config, 1, tokens_BS.shape[1], torch.float32, "cpu"), taps)
+    torch.testing.assert_close(taps.hidden_BTN[0], expected["hidden"], **CLOSE)
+
+
+@torch.inference_mode()
+def test_outputs_logits_and_proposals(case):
+    """All tokens of a text at once; then, behind each of them, steps over the head's own output."""
+    head, expected, _ = case
+    tokens_S, hidden_SN = expected["tokens"], expected["hidden"]
+    T = len(tokens_S) - 1
+    cache = KVCache(head.config, 1, T + 3, torch.float32, "cpu")
+    outputs = head(tokens_S[None, 1:], cache, head.fused(hidden_SN[None, :-1]))
+    assert_same(head, expected, 0, slice(0, T), outputs)
+    for last in reversed(range(T - 2)):  # a step overwrites the entries behind its own
+        cache.rollback(torch.tensor([last + 1], dtype=torch.int32))
+        output = outputs[:, last : last + 1]
+        for step in (1, 2):
+            output = head(tokens_S[None, last + 1 + step, None], cache, output)
+            assert_same(head, expected, step, slice(last, last + 1), output)
+
+
+def assert_same(head: Head, expected: dict[str, Tensor], step: int, where: slice, output_BTE: Tensor) -> None:
+    logits_BTV, found = head.logits(output_BTE), expected["outputs"][step, where]
+    # With norm_output the next step reads the normalised output, and the library's layer is hooked before the norm.
+    torch.testing.assert_close(output_BTE[0], head.norm(found) if head.config.norm_output else found, **CLOSE)
+    torch.testing.assert_close(logits_BTV[0], expected["logits"][step, where], **CLOSE)
+    assert torch.equal(logits_BTV.argmax(-1)[0], expected["draft_ids"][step, where])
+
+
+def test_draft_tokens_have_the_targets_ids(case):
+    head, *_ = case
+    tensors = load_file(next(HEADS / name / "model.safetensors" for name in CASES))
+    assert len(tensors["d2t"]) == head.config.num_logits == 23
+    assert head.target_ids_V.diff().min() > 0
+    assert head.target_ids_V.max() < head.config.vocab_size
+
+
+def test_the_embedding_is_the_targets_where_the_head_has_none(case):
+    head, _, target = case
+    assert head.config.own_embedding == (head.embed is not target.embed)
+
+
+def test_parameters_are_counted(case):
+    head, *_ = case
+    own = [p for name, p in head.named_parameters() if head.config.own_embedding or name != "embed.weight"]
+    assert sum(p.numel() for p in own) == head.config.num_parameters
+
+
+def test_a_pickle_names_the_tool_that_converts_it(tmp_path):
+    shutil.copy(HEADS / "llama-eagle/config.json", tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(UserError, match=r"pytorch_model.bin is a pickle.*tools/convert_head.py"):
+        read_config(tmp_path)
+
+
+def changed(folder: Path, tmp_path: Path, **values) -> Path:
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"num_hidden_layers": 2}, "a head of 2 layers of llama is not supported"),
+        ({"model_type": "mistral"}, "a head of 1 layers of mistral is not supported"),
+        ({"draft_vocab_size": "many"}, "draft_vocab_size"),
+        ({"speculators_model_type": "hass"}, "speculators_model_type='hass' is not supported; supported: eagle3"),
+    ],
+)
+def test_heads_of_another_kind_are_refused(tmp_path, values, message):
+    with pytest.raises(UserError, match=message):
+        read_config(changed(HEADS / "llama-eagle", tmp_path, **values))
+
+
+def test_a_vocabulary_that_is_not_the_targets_is_refused(tmp_path):
+    folder = changed(HEADS / "llama-eagle", tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors | {"d2t": tensors["d2t"] + 20}, folder / "model.safetensors")
+    config = read_config(folder)
+    with pytest.raises(UserError, match="d2t does not map 23 tokens into a vocabulary of 37"):
+        load(folder, config, torch.float32, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"hidden_size": 32}, "a hidden size of 16 against the target's 32"),
+        ({"vocab_size": 38}, "a vocabulary of 37 against the target's 38"),
+        ({"num_hidden_layers": 4}, "layer 5 of 4"),
+    ],
+)
+def test_a_head_of_another_target_is_refused(tmp_path, sizes, message):
+    head = read_config(HEADS / "llama-speculators")
+    target = read_config(changed(HEADS / "target-llama", tmp_path, **sizes))
+    with pytest.raises(UserError, match=f"made for another target: {message}"):
+        head.check(target)

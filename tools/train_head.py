@@ -1,0 +1,419 @@
+"""Train a draft head for a target (EAGLE-3, Li et al. 2025, arXiv 2503.01840), on local text.
+
+    python tools/train_head.py --target magicdec/models/tiny/target --text FOLDER_OF_BOOKS --out FOLDER
+    python tools/train_head.py ... --resume      # continue from the work folder
+
+The target reads long windows of text, and the head learns from the hidden states and the distributions that it finds
+there. As in the paper, the head is trained on its own output: in the second step it reads what it made of the first
+one, and so on ("training-time test"), with the entries of the text behind it. Gradients go back through `--truncate`
+of these steps. A head proposes the tokens that are most frequent in the text. What is held out is held out by name
+(tools/tiny_corpus.py); every few minutes the acceptance there is measured, and noted in training.json. The result is
+a folder in the layout of the speculators library, with weights in bfloat16.
+
+B pieces, T tokens, S steps, E hidden size, N hidden states of the target side by side, V draft vocabulary.
+"""
+
+import argparse
+import json
+import math
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from tiny_corpus import Corpus
+from torch import Tensor
+
+from magicdec.attention import backends
+from magicdec.config.registry import BACKENDS
+from magicdec.heads import HeadConfig
+from magicdec.models import checkpoint
+from magicdec.models.head import Head
+from magicdec.models.kv_cache import KVCache
+from magicdec.models.operators import PYTORCH
+from magicdec.models.rope import frequencies_on
+from magicdec.models.taps import Taps
+from magicdec.models.transformer import Transformer
+
+CODE_SHARE = 0.55  # of the windows; the rest is books
+MUON_LR, ADAM_LR = 0.02, 2e-3
+WARMUP, DECAY_FROM, FINAL_LR = 0.02, 0.4, 0.03  # shares of the budget; the last one a share of the peak rate
+STEP_WEIGHT = 0.8  # of a step's loss, against that of the step before it
+HELD_OUT_WINDOWS = 4  # of each kind of text
+CHUNK = 512  # tokens of the target's passes
+
+
+def load_target(folder: Path) -> Transformer:
+    """Return a target in float32, ready for this machine's CPU."""
+    config = checkpoint.read_config(folder)
+    name, _ = backends.choose("auto", torch.device("cpu"), torch.float32, [config.head_dim])
+    with torch.device("meta"):
+        target = Transformer(config, BACKENDS[name].work())
+    target.load_state_dict(checkpoint.load(folder, config, torch.float32, "cpu"), assign=True)
+    return target.eval().requires_grad_(False)
+
+
+class Reader:
+    """A target that reads text, and hands out its hidden states and distributions."""
+
+    def __init__(self, target: Transformer, taps: tuple[int, ...]):
+        self.target, self.taps = target, Taps(taps)
+
+    @torch.no_grad()
+    def read(self, tokens_BT: Tensor) -> tuple[Tensor, Tensor]:
+        """Return hidden states side by side (B, T, N x E), and the last ones normalised (B, T, E)."""
+        cache = KVCache(self.target.config, len(tokens_BT), tokens_BT.shape[1], torch.float32, "cpu")
+        hidden, last = [], []
+        for part_BT in tokens_BT.split(CHUNK, dim=1):
+            last.append(self.target(part_BT, cache, self.taps))
+            hidden.append(self.taps.hidden_BTN)
+        return torch.cat(hidden, dim=1), torch.cat(last, dim=1)
+
+
+class Recorder:
+    """A stand-in for a place in a cache: it keeps what is written."""
+
+    def __init__(self, kept: list[tuple[Tensor, Tensor]]):
+        self.kept = kept
+
+    def write(self, k_BTKD: Tensor, v_BTKD: Tensor) -> None:
+        """Keep keys and values."""
+        self.kept.append((k_BTKD, v_BTKD))
+
+
+def attend(q_BTHD: Tensor, text: tuple[Tensor, Tensor], own: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """Return attention over the entries of the text up to each token, and over the head's own entries of later steps,
+    of which each token sees those that were made for it.
+    """
+    group, scale = q_BTHD.shape[2] // text[0].shape[2], q_BTHD.shape[-1] ** -0.5
+    text_k, text_v = (x.repeat_interleave(group, dim=2) for x in text)
+    scores_BHTS = torch.einsum("bthd,bshd->bhts", q_BTHD * scale, text_k)
+    T = q_BTHD.shape[1]
+    scores_BHTS = scores_BHTS.masked_fill(torch.ones(T, T, dtype=torch.bool).triu(1), -math.inf)
+    own_k, own_v = ([one[i].repeat_interleave(group, dim=2) for one in own] for i in (0, 1))
+    own_scores = [(q_BTHD * scale * k).sum(-1).movedim(1, 2)[..., None] for k in own_k]
+    weights = torch.cat((scores_BHTS, *own_scores), dim=-1).softmax(-1)
+    out_BTHD = torch.einsum("bhts,bshd->bthd", weights[..., :T], text_v)
+    for number, v in enumerate(own_v):
+        out_BTHD = out_BTHD + weights[..., T + number].movedim(1, 2)[..., None] * v
+    return out_BTHD
+
+
+def steps(head: Head, hidden_BTN: Tensor, tokens_BT: Tensor, count: int, truncate: int) -> list[Tensor]:
+    """Return the logits (B, T, V) of each step, for as many tokens as there are hidden states.
+
+    `tokens_BT` has the token behind each hidden state, and count - 1 more. A step reads the text's own tokens.
+    """
+    x_BTE, T, keys = head.fused(hidden_BTN), hidden_BTN.shape[1], []
+    logits = []
+    for step in range(count):
+        positions_T = torch.arange(step, step + T)
+        cos, sin = (x[None, :, None] for x in head.angles(*frequencies_on(head.config, x_BTE.device), positions_T))
+        embedded_BTE = F.embedding(tokens_BT[:, step : step + T], head.embed.weight).to(x_BTE.dtype)
+        kept: list[tuple[Tensor, Tensor]] = []
+        x_BTE, q_BTHD = head.layer.before_attention(PYTORCH, x_BTE, embedded_BTE, cos, sin, Recorder(kept))
+        keys += kept
+        x_BTE, mlp_BTE = head.layer.after_attention(PYTORCH, x_BTE, attend(q_BTHD, keys[0], keys[1:]))
+        x_BTE = x_BTE + mlp_BTE
+        logits.append(F.linear(head.norm(x_BTE), head.head.weight))
+        if (step + 1) % truncate == 0:
+            x_BTE = x_BTE.detach()
+    return logits
+
+
+class Trainer:
+    """A head's training, from its first step or from its checkpoint."""
+
+    def __init__(self, args: argparse.Namespace):
+        torch.manual_seed(args.seed)
+        self.args, target = args, load_target(args.target)
+        self.corpus = Corpus.load(args.text, args.target)
+        self.ids_V = frequent_tokens(self.corpus, min(args.vocabulary, target.config.vocab_size))
+        self.config = head_config(target, args, len(self.ids_V))
+        self.reader = Reader(target, self.config.taps)
+        self.teacher = target.embed.weight if target.head is None else target.head.weight
+        self.head = new_head(self.config, target, self.ids_V)
+        matrices = [
+            p for name, p in self.head.named_parameters() if p.ndim == 2 and name not in ("embed.weight", "head.weight")
+        ]
+        others = [p for name, p in self.head.named_parameters() if p.ndim == 1 or name == "head.weight"]
+        self.head.embed.requires_grad_(False)
+        self.muon = torch.optim.Muon(matrices, lr=MUON_LR, weight_decay=0.0)
+        self.adam = torch.optim.AdamW(others, lr=ADAM_LR, betas=(0.9, 0.95), weight_decay=0.0)
+        self.number, self.tokens, self.seconds, self.curve = 0, 0, 0.0, list[dict[str, Any]]()
+        self.checkpoint = args.work / "head.pt"
+        if args.resume and self.checkpoint.exists():
+            self.restore()
+
+    @property
+    def progress(self) -> float:
+        """Return the share of the time that is spent."""
+        return self.seconds / 60 / self.args.minutes
+
+    def run(self) -> None:
+        """Train to the end of the time, measuring and saving on the way."""
+        measured = logged = -math.inf
+        while self.progress < 1:
+            started = time.monotonic()
+            loss = self.train_step()
+            self.seconds += time.monotonic() - started
+            if self.seconds - logged > self.args.log_every:
+                logged = self.seconds
+                rate = self.tokens / self.seconds
+                print(f"{self.progress:6.1%} step {self.number} loss {loss:.3f} {rate:,.0f} tokens/s", flush=True)
+            if self.seconds - measured > 60 * self.args.save_every:
+                measured = self.seconds
+                self.measure()
+                self.save()
+        self.measure()
+        self.save()
+
+    def train_step(self) -> float:
+        """Do one optimiser step, on one window. Return the mean loss of the first step ahead, in nats."""
+        for group in (*self.muon.param_groups, *self.adam.param_groups):
+            group["lr"] = group.setdefault("peak", group["lr"]) * schedule(self.progress)
+        window = training_window(self.corpus, self.number, self.args.context)
+        losses = self.losses(torch.from_numpy(window)[None])
+        weights = [STEP_WEIGHT**step for step in range(len(losses))]
+        (sum(w * loss for w, loss in zip(weights, losses, strict=True)) / sum(weights)).backward()
+        torch.nn.utils.clip_grad_norm_(self.head.parameters(), 1.0)
+        self.muon.step()
+        self.adam.step()
+        self.head.zero_grad()
+        self.number, self.tokens = self.number + 1, self.tokens + self.args.context
+        return losses[0].item()
+
+    def losses(self, tokens_BT: Tensor) -> list[Tensor]:
+        """Return the mean cross entropy of each step, against the target's distribution over the draft's tokens."""
+        hidden_BTN, last_BTE = self.reader.read(tokens_BT)
+        teacher_BTV = F.linear(last_BTE, self.teacher[self.ids_V].float())
+        count, size = self.args.steps, self.args.piece
+        found = self.in_pieces(hidden_BTN, tokens_BT)
+        losses = []
+        for step, logits_BTV in enumerate(found):
+            wanted_BTV = pieces(teacher_BTV[0], step + 1, size, count).softmax(-1)
+            losses.append(F.cross_entropy(logits_BTV.flatten(0, 1), wanted_BTV.flatten(0, 1)))
+        return losses
+
+    def in_pieces(self, hidden_BTN: Tensor, tokens_BT: Tensor) -> list[Tensor]:
+        """Return the logits of all steps for the pieces of one window."""
+        count, size = self.args.steps, self.args.piece
+        behind_BT = pieces(tokens_BT[0], 1, size, count, extra=count - 1)
+        return steps(self.head, pieces(hidden_BTN[0], 0, size, count), behind_BT, count, self.args.truncate)
+
+    @torch.no_grad()
+    def measure(self) -> None:
+        """Add the acceptance on held-out text to the curve: accepted proposals over `--steps`, greedy."""
+        found = {}
+        for kind, ids in self.corpus.held_out.items():
+            starts = np.linspace(0, len(ids) - self.args.context - 1, HELD_OUT_WINDOWS).astype(int)
+            rates = [
+                self.acceptance(torch.from_numpy(ids[start : start + self.args.context])[None]) for start in starts
+            ]
+            found[kind] = round(float(np.mean(rates)), 4)
+        self.curve.append({"minutes": round(self.seconds / 60, 1), "tokens": self.tokens, "acceptance": found})
+        print(f"held out, accepted of {self.args.steps} proposals: {found}", flush=True)
+
+    def acceptance(self, tokens_BT: Tensor) -> float:
+        """Return the share of accepted proposals on one window."""
+        hidden_BTN, last_BTE = self.reader.read(tokens_BT)
+        chosen_T = torch.cat([self.reader.target.logits(part).argmax(-1) for part in last_BTE.split(CHUNK, dim=1)], 1)[
+            0
+        ]
+        accepted = torch.ones(1, dtype=torch.bool)
+        total = 0.0
+        for step, logits_BTV in enumerate(self.in_pieces(hidden_BTN, tokens_BT)):
+            proposed_BT = self.ids_V[logits_BTV.argmax(-1)]
+            accepted = accepted & (proposed_BT == pieces(chosen_T, step + 1, self.args.piece, self.args.steps))
+            total += accepted.float().mean().item()
+        return total / self.args.steps
+
+    def save(self) -> None:
+        """Write what `restore` needs, and the head as it is used."""
+        state = {"head": self.head.state_dict(), "muon": self.muon.state_dict(), "adam": self.adam.state_dict()}
+        state |= {"number": self.number, "tokens": self.tokens, "seconds": self.seconds, "curve": self.curve}
+        temporary = self.checkpoint.with_suffix(".tmp")
+        torch.save(state, temporary)
+        os.replace(temporary, self.checkpoint)
+        export(self.head, self.ids_V, self.args)
+        facts = {"minutes": round(self.seconds / 60, 1), "tokens": self.tokens, "optimiser_steps": self.number}
+        facts |= {"threads": torch.get_num_threads(), "complete": self.progress >= 1, "held_out": self.curve}
+        (self.args.out / "training.json").write_text(json.dumps(facts, indent=1) + "\n")
+
+    def restore(self) -> None:
+        """Resume from the checkpoint in the work folder."""
+        state = torch.load(self.checkpoint, weights_only=True)
+        self.head.load_state_dict(state["head"])
+        self.muon.load_state_dict(state["muon"])
+        self.adam.load_state_dict(state["adam"])
+        self.number, self.tokens = state["number"], state["tokens"]
+        self.seconds, self.curve = state["seconds"], state["curve"]
+
+
+def pieces(x_T: Tensor, start: int, size: int, count: int, extra: int = 0) -> Tensor:
+    """Cut one window, from `start` on, into pieces of `size`, with `extra` tokens each that the next one has, too.
+
+    There are as many as leave room for `count` steps.
+    """
+    number = (len(x_T) - count) // size
+    return torch.stack([x_T[start + i * size : start + (i + 1) * size + extra] for i in range(number)])
+
+
+def schedule(progress: float) -> float:
+    """Return the learning rate as a share of its peak: warm-up, constant, linear decay."""
+    if progress < WARMUP:
+        return max(progress / WARMUP, 0.05)
+    return max(FINAL_LR, min(1.0, (1 - progress) / (1 - DECAY_FROM)))
+
+
+def training_window(corpus: Corpus, number: int, context: int) -> np.ndarray:
+    """Return a random window of the training text, which depends on the number of the step alone."""
+    generator = np.random.default_rng([23, number])
+    is_code = generator.random() < CODE_SHARE or "books" not in corpus.train
+    ids = corpus.train["stdlib" if is_code else "books"]
+    start = generator.integers(len(ids) - context)
+    return ids[start : start + context]
+
+
+def frequent_tokens(corpus: Corpus, count: int) -> Tensor:
+    """Return the tokens that are most frequent in the training text, in ascending order."""
+    shares = {"stdlib": CODE_SHARE, "books": 1 - CODE_SHARE}
+    size = max(count, 1 + max(int(ids.max()) for ids in corpus.train.values()))
+    weight = sum(shares[kind] * np.bincount(ids, minlength=size) / len(ids) for kind, ids in corpus.train.items())
+    return torch.from_numpy(np.sort(np.argsort(-weight, kind="stable")[:count]))
+
+
+def head_config(target: Transformer, args: argparse.Namespace, vocabulary: int) -> HeadConfig:
+    """Return a head of the target's width."""
+    config = HeadConfig.like(target.config)
+    values = {name: getattr(config, name) for name in config.__dataclass_fields__}
+    values |= {"taps": tuple(args.taps) or config.taps_of(target.config), "draft_vocab_size": vocabulary}
+    values |= {"norm_before_residual": True}  # a target's hidden states are many times as large as what a layer adds
+    values |= {"intermediate_size": args.mlp or config.intermediate_size, "max_position_embeddings": args.piece}
+    return HeadConfig(**values)
+
+
+def new_head(config: HeadConfig, target: Transformer, ids_V: Tensor) -> Head:
+    """Return a head that begins with what the target has: the late hidden state, its norm and its output matrix."""
+    torch.manual_seed(0)
+    head = Head(config, target.attention)
+    E = config.hidden_size
+    with torch.no_grad():
+        for parameter in head.parameters():
+            if parameter.ndim == 2:
+                parameter.normal_(0, 0.02)
+        head.layer.output.weight.zero_()
+        head.layer.down.weight.zero_()
+        head.fc.weight[:, -E:] += torch.eye(E)
+        head.norm.weight.copy_(target.norm.weight)
+        head.head.weight.copy_((target.embed if target.head is None else target.head).weight[ids_V])
+        head.target_ids_V.copy_(ids_V)
+    return head.on(target)
+
+
+def export(head: Head, ids_V: Tensor, args: argparse.Namespace) -> None:
+    """Write the head in the layout of speculators, in bfloat16, each file complete before it takes its name."""
+    c, layer, args_out = head.config, head.layer, args.out
+    q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    named = dict(zip(("q", "k", "v"), layer.qkv.weight.split((q, kv, kv)), strict=True))
+    tensors = {f"layers.0.self_attn.{name}_proj.weight": weight for name, weight in named.items()}
+    gate, up = layer.gate_up.weight.chunk(2)
+    tensors |= {"fc.weight": head.fc.weight, "norm.weight": head.norm.weight, "lm_head.weight": head.head.weight}
+    tensors |= {
+        f"layers.0.{name}.weight": weight
+        for name, weight in (
+            ("input_layernorm", layer.embedding_norm.weight),
+            ("hidden_norm", layer.attention_norm.weight),
+            ("self_attn.o_proj", layer.output.weight),
+            ("post_attention_layernorm", layer.mlp_norm.weight),
+            ("mlp.gate_proj", gate),
+            ("mlp.up_proj", up),
+            ("mlp.down_proj", layer.down.weight),
+        )
+    }
+    tensors = {name: weight.detach().bfloat16().contiguous() for name, weight in tensors.items()}
+    tensors["d2t"] = ids_V - torch.arange(len(ids_V))
+    tensors["t2d"] = torch.zeros(c.vocab_size, dtype=torch.bool).index_fill_(0, ids_V, True)
+    args_out.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, args_out / "model.safetensors.tmp")
+    (args_out / "model.safetensors.tmp").chmod(0o644)
+    os.replace(args_out / "model.safetensors.tmp", args_out / "model.safetensors")
+    (args_out / "config.json").write_text(json.dumps(config_json(c, args), indent=2) + "\n")
+
+
+def config_json(c: HeadConfig, args: argparse.Namespace) -> dict[str, Any]:
+    """Return the config.json of a head in the layout of speculators."""
+    theirs = json.loads((args.target / "config.json").read_text())
+    layer = {
+        "model_type": "llama",
+        "vocab_size": c.vocab_size,
+        "hidden_size": c.hidden_size,
+        "intermediate_size": c.intermediate_size,
+        "num_hidden_layers": 1,
+        "num_attention_heads": c.num_heads,
+        "num_key_value_heads": c.num_kv_heads,
+        "head_dim": c.head_dim,
+        "max_position_embeddings": c.max_position_embeddings,
+        "rms_norm_eps": c.rms_norm_eps,
+        "rope_theta": c.rope_theta,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "hidden_act": "silu",
+    }
+    verifier = {"name_or_path": args.verifier or str(args.target), "architectures": theirs["architectures"]}
+    proposal = {"proposal_type": "greedy", "speculative_tokens": args.steps}
+    return {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "draft_vocab_size": c.draft_vocab_size,
+        "eagle_aux_hidden_state_layer_ids": list(c.taps),
+        "norm_before_residual": c.norm_before_residual,
+        "transformer_layer_config": layer,
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [proposal],
+            "verifier": verifier,
+        },
+    }
+
+
+def arguments() -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--target", type=Path, required=True, help="folder of the target, with its tokenizer.json")
+    add("--out", type=Path, required=True, help="folder for the head")
+    add("--text", type=Path, help="folder of books (*.txt, UTF-8) to train on, next to the standard library's source")
+    add("--verifier", help="how config.json calls the target; default: its folder")
+    add("--minutes", type=float, default=60.0, help="time to train, without measuring (%(default)g)")
+    add("--steps", type=int, default=3, help="steps ahead to train (%(default)d)")
+    add("--truncate", type=int, default=3, help="steps through which gradients go back (%(default)d)")
+    add("--vocabulary", type=int, default=32_000, help="tokens that the head proposes (%(default)d)")
+    add("--mlp", type=int, help="features of its MLP; default: the target's")
+    add("--taps", type=int, nargs="*", default=[], help="layers of the target to read in front of; default: EAGLE-3's")
+    add("--context", type=int, default=2048, help="tokens that the target reads at a time (%(default)d)")
+    add("--piece", type=int, default=512, help="tokens that the head reads at a time, its trained length (%(default)d)")
+    add("--work", type=Path, default=Path("build/train_head"), help="folder for what --resume needs")
+    add("--resume", action="store_true", help="continue from the work folder")
+    add("--log-every", type=float, default=30.0, metavar="SECONDS")
+    add("--save-every", type=float, default=5.0, metavar="MINUTES")
+    add("--seed", type=int, default=0)
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Train."""
+    args = arguments()
+    args.work.mkdir(parents=True, exist_ok=True)
+    args.out.mkdir(parents=True, exist_ok=True)
+    Trainer(args).run()
+
+
+if __name__ == "__main__":
+    main()
