@@ -323,7 +323,7 @@ ONE_MODEL = {"draft__name": "model", "batch__size": 1, "cache__policy": "full"}
         (
             ["native"],
             {"engine__name": "tgi"},
-            "engine.name=tgi: must be one of llamacpp, native, openvino, transformers, vllm",
+            "engine.name=tgi: must be one of llamacpp, native, openai, openvino, transformers, vllm",
         ),
         (["openvino"], {"engine__kv_type": "i4"}, "engine.kv_type=i4: must be one of f32, u8"),
         (["transformers"], {"engine__cache": "paged"}, "engine.cache=paged: must be one of static, dynamic"),

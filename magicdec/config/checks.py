@@ -142,9 +142,10 @@ def _run(config: Config) -> Iterator[str]:
 def _peer(config: Config) -> Iterator[str]:
     """Yield what engines other than ours cannot do, with any draft or none."""
     engine, ranks = f"engine={config.engine.name}", config.hardware.tensor_parallel
-    if config.scenario.name != "compare":
-        yield f"scenario.name={config.scenario.name}: {engine} goes with scenario=compare only; choose engine=native"
-    elif config.scenario.repeats == "auto":
+    if config.scenario.name not in config.engine.scenarios:
+        valid = " and ".join(f"scenario={name}" for name in config.engine.scenarios)
+        yield f"scenario.name={config.scenario.name}: {engine} goes with {valid} only; choose engine=native"
+    elif config.scenario.name == "compare" and config.scenario.repeats == "auto":
         yield f"scenario.repeats=auto: {engine} decodes all repeats of one way after the other; give a number"
     if config.attention != "auto":
         yield f"attention={config.attention}: {engine} has attention of its own; leave it auto"

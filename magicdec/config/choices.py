@@ -245,6 +245,8 @@ class EngineConfig:
     name: str = ""
     drafts: ClassVar[tuple[str, ...]] = ()
     one_row: ClassVar[bool] = False  # it speculates on one row at a time
+    scenarios: ClassVar[tuple[str, ...]] = ("compare",)
+    is_remote: ClassVar[bool] = False  # it runs elsewhere: of the models here, the target's tokenizer alone is read
 
 
 @plain_dataclass(frozen=True)

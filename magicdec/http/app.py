@@ -126,12 +126,13 @@ class Answer:
         options, first = self._asked.stream_options, True
         head = self._head | ({"object": f"{self._head['object']}.chunk"} if isinstance(self._asked, Chat) else {})
         try:
-            async for text in self._pieces():
+            async for text, tokens in self._pieces():
                 usage = {"usage": _usage(self._stream)} if options.continuous_usage_stats else {}
-                yield _event(head | {"choices": [self._asked.delta(text, None, first)]} | usage)
+                choice = self._asked.delta(text, None, first) | self._ids(tokens)
+                yield _event(head | {"choices": [choice]} | usage)
                 first = False
-            rest = self._text.add([], last=True)
-            yield _event(head | {"choices": [self._asked.delta(rest, self._end, first)]})
+            choice = self._asked.delta(self._text.add([], last=True), self._end, first) | self._ids([])
+            yield _event(head | {"choices": [choice]})
             if options.include_usage:
                 yield _event(head | {"choices": [], "usage": _usage(self._stream)})
             yield "data: [DONE]\n\n"
@@ -150,20 +151,23 @@ class Answer:
 
         watch = asyncio.create_task(left())
         try:
-            text = "".join([piece async for piece in self._pieces()]) + self._text.add([], last=True)
-            choice = self._asked.choice(text, self._end)
+            text = "".join([piece async for piece, _ in self._pieces()]) + self._text.add([], last=True)
+            choice = self._asked.choice(text, self._end) | self._ids(self._stream.request.tokens)
             return JSONResponse(self._head | {"choices": [choice], "usage": _usage(self._stream)})
         finally:
             watch.cancel()
             self._close()
 
-    async def _pieces(self) -> AsyncIterator[str]:
-        """Yield the text of each round, up to a stop string. Raise HTTPException if the request fails or the engine
-        closes before its end.
+    def _ids(self, tokens: list[int]) -> dict[str, Any]:
+        return {"token_ids": tokens} if self._asked.return_token_ids else {}
+
+    async def _pieces(self) -> AsyncIterator[tuple[str, list[int]]]:
+        """Yield the text of each round, up to a stop string, and its tokens. Raise HTTPException if the request fails
+        or the engine closes before its end.
         """
         try:
             async for tokens in self._stream:
-                yield self._text.add(tokens)
+                yield self._text.add(tokens), tokens
                 if self._text.stopped:
                     return
         except RuntimeError as error:

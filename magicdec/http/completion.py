@@ -62,7 +62,7 @@ class StreamOptions(Strict):
 
 
 class Generation(Strict):
-    """The fields that both requests share: OpenAI's, vLLM's `top_k` and `ignore_eos`, and `gamma`."""
+    """The fields that both requests share: OpenAI's, some of vLLM's, and `gamma`."""
 
     kind: ClassVar[str]  # of the object that answers
     id_prefix: ClassVar[str]
@@ -75,6 +75,7 @@ class Generation(Strict):
     seed: int | None = None
     gamma: int | None = None
     ignore_eos: bool = False
+    return_token_ids: bool = False
     stop: list[str] = []
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()

@@ -1,8 +1,10 @@
 """The interface of a peer: another engine that decodes the same prompts, so that it can be measured as ours is."""
 
 from abc import ABC, abstractmethod
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from itertools import zip_longest
+from typing import ClassVar
 
 from magicdec.config.choices import DraftConfig, EngineConfig
 from magicdec.config.schema import Config, HardwareConfig, SamplingConfig
@@ -36,6 +38,10 @@ class Counts:
     accepted: tuple[int, ...] = ()  # by position: rounds that accepted so many and more
     unplaced: int = 0  # accepted tokens of an engine that does not count them by position
 
+    def __sub__(self, other: "Counts") -> "Counts":
+        accepted = tuple(-number for number in other.accepted)
+        return self + Counts(-other.rounds, -other.proposed, accepted, -other.unplaced)
+
     def __add__(self, other: "Counts") -> "Counts":
         pairs = zip_longest(self.accepted, other.accepted, fillvalue=0)
         accepted = tuple(a + b for a, b in pairs)
@@ -56,7 +62,7 @@ class Counts:
         found["acceptance_length"] = length
         if self.proposed:
             found["acceptance_rate"] = accepted / self.proposed
-        if self.proposed == gamma * self.rounds:
+        if self.proposed and self.proposed == gamma * self.rounds:
             found["alpha"] = alpha_from_acceptance_length(length, gamma)
         return found | {f"acceptance_rate/position_{i}": n / self.rounds for i, n in enumerate(self.accepted)}
 
@@ -70,12 +76,11 @@ class PeerGeneration:
     counts: Counts = field(default_factory=Counts)
 
 
-class Peer(ABC):
-    """Another engine, loaded. A context manager, which closes it."""
+class OtherEngine(ABC):  # noqa: B024 - its two kinds, below, have abstract methods
+    """An engine that is not ours."""
 
-    @abstractmethod
     def __init__(self, spec: PeerSpec):
-        """Load the models."""
+        self.spec = spec
 
     @classmethod  # noqa: B027 - most have nothing to check
     def check(cls, config: Config) -> None:
@@ -85,6 +90,38 @@ class Peer(ABC):
     def installed(cls, engine: EngineConfig) -> str:
         """Return the packages that a run would use and their versions, as a part of its id."""
         return ""
+
+
+@dataclass(frozen=True)
+class Address:
+    """The place of a server with OpenAI's API, and how it is asked."""
+
+    key: str  # of the configuration, for messages
+    url: str  # as in http://127.0.0.1:8000/v1
+    model: str | None = None  # None: the only one that it serves
+    api_key: str = field(default="none", repr=False)
+    time_limit_s: float = 600.0  # of a request, from its arrival to its last token
+    retries: int = 2
+    proxied: bool = False  # the proxies of the environment's variables are used
+
+
+class Servable(OtherEngine):
+    """Another engine under load (scenario=serve): its server, for each way of decoding."""
+
+    in_turns: ClassVar[bool] = False  # the servers of both ways run at the same time
+
+    @property
+    @abstractmethod
+    def ways(self) -> tuple[str, ...]:
+        """Return the ways of decoding; ("",) for a server of which it is not known whether it speculates."""
+
+    @abstractmethod
+    def serving(self, way: str) -> AbstractAsyncContextManager[Address]:
+        """Return a context manager with the server that decodes in this way."""
+
+
+class Peer(OtherEngine):
+    """Another engine, loaded. A context manager, which closes it."""
 
     @abstractmethod
     def generate(
@@ -105,7 +142,7 @@ class Peer(ABC):
     def peak_bytes(self) -> int:
         """The largest memory use so far, counted as by memory.Peak."""
 
-    def close(self) -> None:  # noqa: B027 - most have nothing to do
+    def close(self) -> None:
         """Free everything."""
 
     def __enter__(self) -> "Peer":

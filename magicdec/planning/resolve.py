@@ -78,7 +78,8 @@ class Plan:
         """
         if self.predicts:
             return {}
-        found = {m.key: m.fingerprint for m in (self.target, self.draft) if m is not None}
+        remote = self.config.engine.is_remote
+        found = {m.key: m.fingerprint for m in (self.target, self.draft) if m is not None and not remote}
         if self.config.engine.name != "native":
             found["engine"] = ENGINES[self.config.engine.name].work.installed(self.config.engine)
         if self.config.scenario.name != "profile":
@@ -175,6 +176,8 @@ class Plan:
 
 def resolve(config: Config) -> Plan:
     """Return the plan of a run or a prediction. Raise UserError for mistakes that can be found without weights."""
+    if config.engine.is_remote:
+        return _remote(config)
     predicts = config.scenario.name in ("predict", "plan")
     device, dtype = (torch.device("meta"), torch.bfloat16) if predicts else _device(config)
     config = replace(config, batch=_batch(config, device))
@@ -209,6 +212,18 @@ def resolve(config: Config) -> Plan:
     else:
         ENGINES[config.engine.name].work.check(config)
     return Plan(config, device, dtype, target, draft, _device_name(device), reasons="; ".join(reasons))
+
+
+def _remote(config: Config) -> Plan:
+    """Return the plan of a run whose models are elsewhere."""
+    ENGINES[config.engine.name].work.check(config)
+    config = replace(config, batch=_batch(config, torch.device("cpu")))
+    config, target, _ = _models(config, loads=False)
+    check_length(config, target.config.max_position_embeddings)
+    if not CORPORA[config.data.name].facts.is_noise:
+        folder = checkpoint.locate(config.target.path or "", "target.path", weights=False)
+        target = replace(target, folder=folder)
+    return Plan(config, torch.device("cpu"), torch.float32, target, None, "another server")
 
 
 def _batch(config: Config, device: torch.device) -> BatchConfig:

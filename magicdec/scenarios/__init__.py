@@ -206,7 +206,9 @@ def imports(name: str, config: Mapping[str, Any] | None = None) -> list[str]:
 
 def _scenario(config: Config) -> Scenario:
     """Import the scenario that was chosen, and no other."""
-    name = config.scenario.name if config.engine.name == "native" else "peer"
+    name: str = config.scenario.name
+    if config.engine.name != "native":
+        name = "endpoint" if name == "serve" else "peer"
     return cast(Scenario, import_module(f"magicdec.scenarios.{name}"))
 
 

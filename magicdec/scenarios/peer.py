@@ -2,6 +2,8 @@
 inside (the profile of a round, the logits of the audit, the cost model).
 """
 
+from typing import Any
+
 from magicdec.config.registry import ENGINES
 from magicdec.config.schema import Compare
 from magicdec.measure import memory, metrics
@@ -51,8 +53,8 @@ def run(plan: Plan, progress: Progress) -> Outcome:
     return Outcome(results, outputs.rows(config.data.save_prompts), samples=outputs.samples(tokenizer))
 
 
-def load(plan: Plan) -> Peer:
-    """Load another engine with its models."""
+def load(plan: Plan) -> Any:
+    """Return another engine: a Peer, which loads its models, or a Servable."""
     c, gamma = plan.config, max(plan.config.gammas)
     longest = plan.target.config.max_position_embeddings
     models = [model.config for model in (plan.target, plan.draft) if model is not None]

@@ -7,12 +7,11 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from time import perf_counter
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from typing_extensions import override
 
-from magicdec.serving.engine import AsyncEngine
 from magicdec.serving.request import Params, Request, Stats
 
 PERCENTILES = (50, 90, 99)
@@ -41,8 +40,15 @@ class Load:
         return f"concurrency {self.value:g}" if self.kind == "concurrency" else f"{self.value:g} requests/s"
 
 
+class Answering(Protocol):
+    """Whatever can be under load: our engine, or a server."""
+
+    def generate(self, prompt: list[int], params: Params) -> Any:
+        """Return an asynchronous iterator, which ends with the request and has it as `request`."""
+
+
 async def under_load(
-    engine: AsyncEngine, jobs: Sequence[RequestSpec], level: Load, seed: int, progress: Callable[[int], None]
+    engine: Answering, jobs: Sequence[RequestSpec], level: Load, seed: int, progress: Callable[[int], None]
 ) -> tuple[list[Request], float]:
     """Send all jobs; return their requests, in the order of the jobs, and the seconds until the last answer."""
 

@@ -75,9 +75,14 @@ class Request:
         self.listener([])
 
     @property
+    def num_tokens(self) -> int:
+        """The number of new tokens so far."""
+        return len(self.tokens)
+
+    @property
     def stats(self) -> "Stats":
         """Times, tokens and acceptance so far."""
-        times, count, accepted = self.chunk_times, len(self.tokens), acceptance(self.rounds)
+        times, count, accepted = self.chunk_times, self.num_tokens, acceptance(self.rounds)
         return Stats(
             prompt_tokens=len(self.prompt),
             tokens=count,

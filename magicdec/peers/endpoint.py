@@ -1,0 +1,291 @@
+"""A server with OpenAI's API, driven by the official client: it streams completions and times their chunks."""
+
+import asyncio
+import re
+from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass as plain_dataclass
+from time import perf_counter
+from typing import Annotated, Any
+from uuid import uuid4
+
+import openai
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+from typing_extensions import override
+
+from magicdec.errors import UserError, in_brief, to_stderr
+from magicdec.peers.base import Address, Counts
+from magicdec.rules import JSON, parse
+from magicdec.serving.request import Params, Request
+
+CONNECT_S = 10.0
+PROBE_TOKENS = 8  # of the prompt that shows what a server takes
+REFUSED = (openai.BadRequestError, openai.UnprocessableEntityError)  # of a request with a field that it does not take
+# Counters of /metrics: rounds, proposed tokens, and accepted ones for each position. SGLang counts rounds alone.
+COUNTERS = {
+    "vllm:spec_decode_num_drafts_total": "rounds",
+    "vllm:spec_decode_num_draft_tokens_total": "proposed",
+    "vllm:spec_decode_num_accepted_tokens_per_pos_total": "accepted",
+    "magicdec_rounds_total": "rounds",
+    "magicdec_proposed_tokens_total": "proposed",
+    "magicdec_accepted_tokens_per_position_total": "accepted",
+    "sglang:spec_verify_calls_total": "rounds",
+}
+SAMPLE = re.compile(r"^([\w:]+)(?:\{(.*)\})? ([-+.\deE]+)", re.MULTILINE)
+Number = Annotated[int, Field(ge=0, lt=1 << 53)]
+
+
+class EndpointFailed(UserError):
+    """A server that cannot be reached, or that does not answer as it should."""
+
+    kind = "crashed"
+
+
+@dataclass(frozen=True, config=JSON)
+class Details:
+    """The part of a usage that counts proposals, under OpenAI's names for predicted outputs; `rounds` is ours."""
+
+    accepted_prediction_tokens: Number | None = None
+    rejected_prediction_tokens: Number | None = None
+    rounds: Number | None = None
+
+
+@dataclass(frozen=True, config=JSON)
+class Usage:
+    """The tokens of a request so far."""
+
+    completion_tokens: Number
+    prompt_tokens: Number = 0
+    completion_tokens_details: Details | None = None
+
+
+@dataclass(frozen=True, config=JSON)
+class Choice:
+    """The new text of an event, and its tokens where the server tells them."""
+
+    text: str | None = None
+    token_ids: list[Number] | None = None
+
+
+@dataclass(frozen=True, config=JSON)
+class Event:
+    """An event of a stream."""
+
+    choices: list[Choice]
+    usage: Usage | None = None
+
+
+class EndpointRequest(Request):
+    """A request to a server, and its answer so far."""
+
+    def __init__(self, prompt: Sequence[int], params: Params):
+        super().__init__(prompt, params)
+        self.text = ""
+        self.counts: Counts | None = None  # None: the response does not say
+        self._usage: Usage | None = None
+
+    @property
+    @override
+    def num_tokens(self) -> int:
+        return self._usage.completion_tokens if self._usage else len(self.tokens)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Return the tokens of the prompt, as the server counts them."""
+        return self._usage.prompt_tokens if self._usage else 0
+
+    def take(self, event: Event) -> None:
+        """Add an event. It is a chunk if it has new tokens, or new text where the server does not tell tokens."""
+        before, self._usage = self.num_tokens, event.usage or self._usage
+        if not event.choices:
+            return
+        choice = event.choices[0]
+        self.text += choice.text or ""
+        if choice.token_ids is not None:
+            is_new = bool(choice.token_ids)
+            self.tokens += choice.token_ids
+        else:
+            is_new = self.num_tokens > before if event.usage else bool(choice.text)
+        if is_new:
+            self.chunk_times.append(perf_counter())
+
+    def conclude(self, tokenizer: Any) -> None:
+        """End an answer that is complete. Raise EndpointFailed for one whose tokens cannot be counted."""
+        if self._usage is None:
+            raise EndpointFailed("its answer has no usage, which counts its tokens")
+        if not self.num_tokens:
+            raise EndpointFailed("its answer has no tokens")
+        if not self.chunk_times:
+            self.chunk_times.append(perf_counter())
+        if not self.tokens and tokenizer is not None:
+            self.tokens = tokenizer.encode(self.text, add_special_tokens=False, verbose=False)
+        self.counts = _counts(self._usage.completion_tokens_details)
+        self.finish("stop" if self.num_tokens < self.params.max_tokens else "length")
+
+
+def _counts(details: Details | None) -> Counts | None:
+    if details is None or details.accepted_prediction_tokens is None or details.rounds is None:
+        return None
+    accepted = details.accepted_prediction_tokens
+    return Counts(details.rounds, accepted + (details.rejected_prediction_tokens or 0), unplaced=accepted)
+
+
+@plain_dataclass(frozen=True)
+class Dialect:
+    """What a server takes: prompts as token ids or as text, and fields that OpenAI's API does not have."""
+
+    ids: bool
+    ignores_eos: bool
+    returns_ids: bool
+    bypasses_cache: bool  # of prefixes, by the fields of vLLM and SGLang, and of llama.cpp
+
+    def body(self, request: EndpointRequest, tokenizer: Any) -> dict[str, Any]:
+        """Return the arguments of the client's `completions.create`."""
+        params, sampling = request.params, request.params.sampling
+        extra: dict[str, Any] = {"ignore_eos": True} if self.ignores_eos and params.ignore_eos else {}
+        if self.returns_ids:
+            extra["return_token_ids"] = True
+        if self.bypasses_cache:
+            extra |= {"cache_salt": uuid4().hex, "cache_prompt": False}
+        body: dict[str, Any] = {"prompt": request.prompt if self.ids else tokenizer.decode(request.prompt)}
+        body |= {"max_tokens": params.max_tokens, "temperature": sampling.temperature, "stream": True}
+        body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
+        if not sampling.greedy:
+            body["seed"] = sampling.seed + sampling.sequence
+            body |= {} if sampling.top_p is None else {"top_p": sampling.top_p}
+            extra |= {} if sampling.top_k is None else {"top_k": sampling.top_k}
+        return body | {"extra_body": extra}
+
+
+EXTRAS = ((True, True, True), (True, True, False), (True, False, False), (False, False, False))
+DIALECTS = [Dialect(ids, *extras) for ids in (True, False) for extras in EXTRAS]
+
+
+class Answer:
+    """The answer to one request. Iterating waits for it; a request that fails says so, and raises nothing."""
+
+    def __init__(self, endpoint: "Endpoint", request: EndpointRequest):
+        self._endpoint, self.request = endpoint, request
+
+    async def __aiter__(self) -> AsyncIterator[list[int]]:
+        await self._endpoint.receive(self.request)
+        yield self.request.tokens
+
+
+class Endpoint:
+    """A server, connected: an asynchronous context manager, which finds out what the server takes."""
+
+    def __init__(self, address: Address, tokenizer: Any):
+        self.address, self._tokenizer, self._dialect = address, tokenizer, DIALECTS[0]
+        timeout = openai.Timeout(address.time_limit_s, connect=min(CONNECT_S, address.time_limit_s))
+        # A redirect may lead to another host, and a proxy too.
+        self._http = openai.DefaultAsyncHttpxClient(follow_redirects=False, trust_env=address.proxied, timeout=timeout)
+        self._client = openai.AsyncOpenAI(
+            base_url=address.url, api_key=address.api_key, max_retries=address.retries, http_client=self._http
+        )
+        self.model = address.model or ""
+
+    @property
+    def takes(self) -> str:
+        """Return the form in which the server takes prompts."""
+        return "token ids" if self._dialect.ids else "text"
+
+    async def __aenter__(self) -> "Endpoint":
+        try:
+            self.model = self.address.model or await self._only_model()
+        except BaseException:
+            await self._client.close()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._client.close()
+
+    async def _only_model(self) -> str:
+        try:
+            names = [str(model.id) async for model in self._client.models.list()]
+        except Exception as error:  # another server's answer may raise anything
+            raise self.failure(error) from error
+        if len(names) != 1:
+            raise UserError(f"engine.model=null: {self.address.url} serves {', '.join(names) or 'none'}; choose one")
+        return names[0]
+
+    async def learn(self, prompt: Sequence[int], params: Params) -> bool:
+        """Find out what the server takes, with the beginning of a prompt; return whether it has speculated on that.
+
+        Raise EndpointFailed if it takes nothing.
+        """
+        before = await self.counters()
+        for dialect in DIALECTS:
+            if not dialect.ids and self._tokenizer is None:
+                break  # random tokens, which have no text
+            self._dialect = dialect
+            request = EndpointRequest(prompt[:PROBE_TOKENS], params)
+            await self.receive(request)
+            if not isinstance(request.error, REFUSED):
+                break
+        if request.error is not None:
+            raise self.failure(request.error)
+        if params.ignore_eos and not self._dialect.ignores_eos:
+            to_stderr(f"warning: {self.address.url} does not take ignore_eos: its answers may end early")
+        if request.prompt_tokens != len(request.prompt):
+            counted = f"{self.address.url} counts {request.prompt_tokens} tokens in a prompt of {len(request.prompt)}"
+            to_stderr(f"warning: {counted}: its tokenizer may be another than the target's")
+        counts = request.counts or await self.counters() - before
+        return counts.rounds > 0
+
+    def generate(self, prompt: Sequence[int], params: Params) -> Answer:
+        """Return the answer to a prompt, which is sent once the answer is waited for."""
+        return Answer(self, EndpointRequest(prompt, params))
+
+    async def receive(self, request: EndpointRequest) -> None:
+        """Send a request and wait for its end."""
+        try:
+            async with asyncio.timeout(self.address.time_limit_s):
+                body = self._dialect.body(request, self._tokenizer)
+                stream = await self._client.completions.create(model=self.model, **body)
+                async with stream:
+                    async for chunk in stream:
+                        request.take(parse(Event, chunk.to_dict(warnings=False), where="an event of its answer"))
+                request.conclude(self._tokenizer)
+        except Exception as error:  # another server's answer may raise anything
+            request.finish("failed", error)
+
+    async def counters(self) -> Counts:
+        """Return the server's own counters of speculation so far; none where it has no /metrics."""
+        with suppress(Exception):  # whatever the server does, it gives none
+            response = await self._http.get(self.address.url.removesuffix("/v1") + "/metrics")
+            return read_counters(response.text)
+        return Counts()
+
+    def failure(self, error: BaseException) -> EndpointFailed:
+        """Return the error of a server that has failed, in one line."""
+        return EndpointFailed(f"{self.address.key}={self.address.url}: {described(error, self.address.time_limit_s)}")
+
+
+def read_counters(text: str) -> Counts:
+    """Return the counters of speculation in the text of /metrics, summed over the engines of a server."""
+    sums: dict[str, float] = {"rounds": 0, "proposed": 0}
+    accepted: dict[int, float] = {}
+    for name, labels, value in SAMPLE.findall(text):
+        kind = COUNTERS.get(name)
+        if kind == "accepted":
+            if position := re.search(r'position="(\d+)"', labels):
+                place = int(position[1])
+                accepted[place] = accepted.get(place, 0) + float(value)
+        elif kind:
+            sums[kind] += float(value)
+    by_position = tuple(int(accepted[place]) for place in sorted(accepted))
+    return Counts(int(sums["rounds"]), int(sums["proposed"]), by_position)
+
+
+def described(error: BaseException, time_limit_s: float) -> str:
+    """Return in one line why a request has failed."""
+    if isinstance(error, TimeoutError | openai.APITimeoutError):
+        return f"no answer within engine.time_limit_s={time_limit_s:g} seconds"
+    if isinstance(error, openai.AuthenticationError | openai.PermissionDeniedError):
+        return "it refuses the key; name the variable that holds it with engine.key_variable"
+    if isinstance(error, openai.APIConnectionError):
+        return f"no connection ({in_brief(str(error.__cause__ or error))})"
+    return in_brief(str(error)) or type(error).__name__

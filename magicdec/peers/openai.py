@@ -1,0 +1,118 @@
+"""Any server with OpenAI's API, under load: vLLM, SGLang, TGI, TensorRT-LLM, llama.cpp's, OpenVINO's, or ours."""
+
+import importlib.util
+import ipaddress
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from importlib import metadata
+from typing import Annotated, ClassVar
+from urllib.parse import urlsplit
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+from typing_extensions import override
+
+from magicdec.config.choices import EngineConfig
+from magicdec.config.registry import ENGINES
+from magicdec.config.schema import Config
+from magicdec.errors import UserError
+from magicdec.peers.base import Address, Servable
+from magicdec.rules import STRICT
+
+INSTALL = "pip install 'magicdec[openai]'"
+
+
+@dataclass(frozen=True, config=STRICT)
+class OpenaiEngine(EngineConfig):
+    """A server that is running already."""
+
+    name: str = "openai"
+    url: str | None = None
+    model: str | None = None
+    baseline_url: str | None = None
+    key_variable: str | None = None
+    allow_remote: bool = False
+    time_limit_s: Annotated[float, Field(gt=0)] = 600.0
+    retries: Annotated[int, Field(ge=0)] = 2
+    scenarios: ClassVar[tuple[str, ...]] = ("serve",)
+    is_remote: ClassVar[bool] = True
+
+    @property
+    def urls(self) -> dict[str, str]:
+        """Return the servers' addresses by key."""
+        named = {"engine.url": self.url, "engine.baseline_url": self.baseline_url}
+        return {key: url.rstrip("/") for key, url in named.items() if url is not None}
+
+
+@ENGINES.register(OpenaiEngine)
+class OpenaiServer(Servable):
+    """A server that others have started, and its baseline if there is one."""
+
+    in_turns = True
+
+    @classmethod
+    @override
+    def check(cls, config: Config) -> None:
+        engine = config.engine
+        assert isinstance(engine, OpenaiEngine)
+        if importlib.util.find_spec("openai") is None:
+            raise UserError(f"engine=openai needs OpenAI's client: {INSTALL}")
+        if engine.url is None:
+            raise UserError("engine.url=null: give a server's address, as in engine.url=http://127.0.0.1:8000/v1")
+        for key, url in engine.urls.items():
+            _check_url(key, url, engine.allow_remote)
+        if engine.key_variable and not os.environ.get(engine.key_variable):
+            raise UserError(f"engine.key_variable={engine.key_variable}: the environment has no such variable")
+
+    @classmethod
+    @override
+    def installed(cls, engine: EngineConfig) -> str:
+        return f"openai {metadata.version('openai')}"
+
+    @property
+    @override
+    def ways(self) -> tuple[str, ...]:
+        return tuple(self._keys)
+
+    @property
+    def _keys(self) -> dict[str, str]:
+        engine = self.spec.engine
+        assert isinstance(engine, OpenaiEngine)
+        if engine.baseline_url is None:
+            return {"": "engine.url"}
+        return {"autoregressive": "engine.baseline_url", "speculative": "engine.url"}
+
+    @asynccontextmanager
+    @override
+    async def serving(self, way: str) -> AsyncIterator[Address]:
+        engine, key = self.spec.engine, self._keys[way]
+        assert isinstance(engine, OpenaiEngine)
+        yield Address(
+            key,
+            engine.urls[key],
+            engine.model,
+            os.environ.get(engine.key_variable or "", "none"),
+            engine.time_limit_s,
+            engine.retries,
+            proxied=not _is_loopback(engine.urls[key]),
+        )
+
+
+def _check_url(key: str, url: str, allow_remote: bool) -> None:
+    """Raise UserError for an address that is none, holds a password, or is on another machine without permission."""
+    parts = urlsplit(url)
+    if parts.username or parts.password:
+        raise UserError(f"{key}: a name or password in the address would be stored; use engine.key_variable")
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+        raise UserError(f"{key}={url}: must be an address such as http://127.0.0.1:8000/v1")
+    if not (allow_remote or _is_loopback(url)):
+        raise UserError(f"{key}={url} is another machine, which gets all prompts; set engine.allow_remote=true")
+
+
+def _is_loopback(url: str) -> bool:
+    host = urlsplit(url).hostname or ""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

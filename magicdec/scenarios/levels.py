@@ -1,0 +1,141 @@
+"""Levels of load, whichever engine is under it: what is sent, the figures of each level, and how they are shown."""
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from magicdec.config.load import to_dict
+from magicdec.config.schema import Serve
+from magicdec.data import Prompts
+from magicdec.measure.metrics import Metrics
+from magicdec.planning import build
+from magicdec.planning.resolve import Plan
+from magicdec.serving.load import Load, RequestSpec, load_metrics
+from magicdec.serving.request import Params, Request
+from magicdec.tracking.cells import new_table, three_digits
+from magicdec.tracking.table import described_context, described_models, described_place, losslessness
+from magicdec.units import WAYS
+from magicdec.verification.sampling import Sampling
+
+WARMUP_TOKENS = 8  # of a request before each measurement, which is not counted
+# On the terminal; a latency is shown as its median and its 99th percentile.
+LATENCIES = {
+    "time_to_first_token_ms": ("TTFT, ms", 1.0),
+    "time_per_output_token_ms": ("TPOT, ms", 1.0),
+    "request_latency_ms": ("request, s", 1e-3),
+    "goodput_rps": ("good/s", 1.0),
+}
+Measured = tuple[Sequence[Request], float]  # the requests of a level, and the seconds that it took
+
+
+def levels_of(scenario: Serve) -> list[Load]:
+    """Return the levels of load in their order."""
+    users = [Load("concurrency", users) for users in scenario.concurrencies]
+    return users + [Load("rate", rate) for rate in scenario.rates]
+
+
+def prompts_of(plan: Plan, tokenizer: object | None) -> Prompts:
+    """Return a prompt per request: all lengths in turn, shuffled."""
+    config, count = plan.config, plan.config.settings(Serve).num_requests
+    longest = config.batch.context_len
+    shares = config.settings(Serve).length_shares if config.data.name != "prompts" else [1.0]
+    lengths = [max(1, round(share * longest)) for share in shares][:count]
+    rows: list[tuple[list[int], str]] = []
+    for index, length in enumerate(lengths):
+        loaded = build.prompts(plan, tokenizer, len(range(index, count, len(lengths))), length)
+        rows += zip(loaded.tokens, loaded.sources, strict=True)
+    random.Random(config.data.seed).shuffle(rows)
+    return Prompts([tokens for tokens, _ in rows], [source for _, source in rows])
+
+
+def jobs_of(plan: Plan, prompts: Prompts) -> list[RequestSpec]:
+    """Return a request for each prompt, with random numbers of its own."""
+    config, jobs = plan.config, []
+    for number, prompt in enumerate(prompts.tokens):
+        sampling = Sampling.of(config.sampling, number)
+        jobs.append(RequestSpec(prompt, Params(config.batch.generate_len, sampling, None, config.sampling.ignore_eos)))
+    return jobs
+
+
+def warm_up_of(jobs: Sequence[RequestSpec]) -> RequestSpec:
+    """Return the short request before a measurement."""
+    params = jobs[0].params
+    return RequestSpec(jobs[0].prompt, replace(params, max_tokens=min(WARMUP_TOKENS, params.max_tokens)))
+
+
+def speed_metrics(measured: Mapping[str, Measured], scenario: Serve) -> Metrics:
+    """Return the speed of each way and the speedups, named as in scenario=compare."""
+    result: Metrics = {}
+    for way, (requests, seconds) in measured.items():
+        figures = load_metrics(requests, seconds, scenario.latency_ms, scenario.first_token_ms)
+        result |= {f"{way}/{name}": value for name, value in figures.items()}
+    if len(measured) < len(WAYS):
+        return result
+    plain, fast = (measured[way] for way in WAYS)
+    times = [
+        a.stats.time_per_output_token_s / s.stats.time_per_output_token_s
+        for a, s in zip(plain[0], fast[0], strict=True)
+        if a.stats.time_per_output_token_s and s.stats.time_per_output_token_s
+    ]
+    if times:
+        result["speedup"] = median(times)
+    result["speedup_duration"] = plain[1] / fast[1]
+    return result
+
+
+def view(plan: Plan, results: Metrics, history: Sequence[Mapping[str, Any]], server: str = "") -> RenderableType:
+    """Return what the terminal shows: both ways at each level of load. `server` describes one that is not ours."""
+    config, described = plan.config, to_dict(plan.config)
+    lengths = f"{described_context(described, results)}, {config.batch.generate_len} new tokens each"
+    place = [] if server else [described_place(described, plan.device_name)]
+    lines = [
+        Text(f"serve: {server or described_models(described)}", style="bold"),
+        Text(f"{config.settings(Serve).num_requests} requests a level, {lengths}"),
+        Text("; ".join([f"data: {config.data.name}", *place])),
+    ]
+    if config.draft.synthetic_acceptance is not None:
+        lines.append(Text("SYNTHETIC acceptance: drawn, not measured; only the times are real", style="bold yellow"))
+    ways = [way for way in WAYS if f"{way}/tokens_per_second" in history[0]]
+    parts: list[RenderableType] = [*lines, Text(), speeds(history, ways), Text(), latencies(history, ways)]
+    if "lossless/identical" in history[0]:
+        worst = min(history, key=lambda row: row.get("lossless/identical") is not False)
+        parts.append(Text.assemble("\nlossless          ", losslessness(described, worst)))
+    return Group(*parts)
+
+
+def speeds(history: Sequence[Mapping[str, Any]], ways: Sequence[str]) -> Table:
+    """Return a table with a line per level: the throughput of each way, and both speedups."""
+    speedups = {"speedup": "speedup per request", "speedup_duration": "per level"} if len(ways) > 1 else {}
+    table = new_table("tokens/s", *ways, *speedups.values())
+    for row in history:
+        rates = (three_digits(row.get(f"{way}/tokens_per_second")) for way in ways)
+        table.add_row(_load(row), *rates, *(f"{row[key]:.2f}x" if key in row else "" for key in speedups))
+    return table
+
+
+def latencies(history: Sequence[Mapping[str, Any]], ways: Sequence[str]) -> Table:
+    """Return a table with a line per level and way. A latency is its median and its 99th percentile."""
+    present = {key: column for key, column in LATENCIES.items() if f"{ways[0]}/{key}" in history[0]}
+    table = new_table("median | 99%", *(label for label, _ in present.values()))
+    table.padding = (0, 1, 0, 0)
+    for row in history:
+        table.add_row(Text(_load(row), style="bold"))
+        for way in ways:
+            figures = (_percentiles(row, f"{way}/{key}", scale) for key, (_, scale) in present.items())
+            table.add_row(f"  {way}", *figures)
+    return table
+
+
+def _load(row: Mapping[str, Any]) -> str:
+    return f"{row['concurrency']:g} at once" if "concurrency" in row else f"{row['rate']:g} a second"
+
+
+def _percentiles(row: Mapping[str, Any], name: str, scale: float) -> str:
+    values = [row[f"{name}_p50"], row[f"{name}_p99"]] if f"{name}_p50" in row else [row.get(name)]
+    return " | ".join(three_digits(value if value is None else scale * value) for value in values)

@@ -1,0 +1,251 @@
+"""engine=openai: our own server against our engine, and stand-ins for servers that take and break other things."""
+
+import json
+import math
+
+import openai
+import pytest
+
+from magicdec.config.load import compose
+from magicdec.errors import UserError
+from magicdec.http import app as http
+from magicdec.peers.base import Counts
+from magicdec.peers.endpoint import read_counters
+from magicdec.scenarios import Job, run
+from magicdec.serving.engine import AsyncEngine
+from magicdec.serving.scheduler import Scheduler
+from magicdec.serving.slots import Slots
+from tests.peers.stand_in import counters, standing_in
+from tests.serving.conftest import SETTINGS, client, listening, parts
+
+__all__ = ["client", "parts"]  # fixtures
+LOAD = [
+    "scenario=serve",
+    "batch.context_len=64",
+    "batch.generate_len=9",
+    "scenario.concurrencies=[2]",
+    "scenario.num_requests=6",
+    "tracker=[]",
+]
+
+
+def served(tmp_path, url: str, *overrides: str) -> dict:
+    """The result of a run under load, after its history and generations."""
+    config = compose(["engine=openai", f"engine.url={url}", f"runs_dir={tmp_path}", *LOAD, *overrides])
+    result = run(config, Job())
+    return result | {name: lines(tmp_path / result["id"] / f"{name}.jsonl") for name in ("history", "generations")}
+
+
+def lines(path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def test_our_server_writes_what_our_engine_writes(tmp_path, parts, capsys):
+    """Both ways, under both kinds of load, and the server of the baseline has no draft."""
+    engine, tokenizer = parts
+    levels = ["scenario.concurrencies=[1,3]", "scenario.rates=[50]"]
+    native = run(compose([*SETTINGS, *LOAD, *levels, f"runs_dir={tmp_path}"]), Job())
+    serving, plain = AsyncEngine(Scheduler(Slots(engine, 3, 128))), AsyncEngine(Scheduler(Slots(engine, 3, 128), False))
+    with (
+        listening(http.create_app(serving, tokenizer, "tiny"), serving, grace_s=0) as (_, port),
+        listening(http.create_app(plain, tokenizer, "tiny"), plain, grace_s=0) as (_, other),
+    ):
+        baseline = f"engine.baseline_url=http://127.0.0.1:{other}/v1"
+        result = served(tmp_path, f"http://127.0.0.1:{port}/v1", baseline, *levels)
+    for ours, theirs in zip(lines(tmp_path / native["id"] / "generations.jsonl"), result["generations"], strict=True):
+        assert [theirs[way] for way in ("autoregressive", "speculative")] == [ours["autoregressive"]] * 2
+    same = ("acceptance_rounds", "acceptance_rate", "acceptance_length", "alpha", "lossless/identical")
+    assert {key: result[key] for key in same} == {key: native[key] for key in same}
+    assert [next(iter(row)) for row in result["history"]] == ["concurrency", "concurrency", "rate"]
+    assert result["acceptance/source"] == "usage"
+    assert {key for key in native if "_ms" in key} <= set(result)
+    assert "tiny at http://127.0.0.1" in capsys.readouterr().out
+
+
+def test_one_server_is_speculative_if_it_speculates(tmp_path, parts):
+    engine, tokenizer = parts
+    for speculative, way in ((True, "speculative"), (False, "autoregressive")):
+        serving = AsyncEngine(Scheduler(Slots(engine, 3, 128), speculative))
+        with listening(http.create_app(serving, tokenizer, "tiny"), serving, grace_s=0) as (_, port):
+            result = served(tmp_path, f"http://127.0.0.1:{port}/v1")
+        assert {key.partition("/")[0] for key in result if "time_to_first" in key} == {way}
+
+
+@pytest.mark.parametrize(
+    ("takes", "form"),
+    [
+        ({}, list),
+        ({"takes": ()}, list),
+        ({"takes": ("ignore_eos", "return_token_ids")}, list),
+        ({"takes_ids": False}, str),
+        ({"takes_ids": False, "takes": ("ignore_eos",)}, str),
+    ],
+)
+def test_a_server_is_asked_in_the_way_that_it_takes(tmp_path, takes, form, capsys):
+    with standing_in(**takes) as (server, url):
+        result = served(tmp_path, url)
+    assert {type(body["prompt"]) for body in server.asked} == {form}
+    assert set(server.asked[-1]) & set(server.behaviour.takes) == set(server.behaviour.takes) - {"top_k"}
+    assert ("does not take ignore_eos" in capsys.readouterr().err) == ("ignore_eos" not in server.behaviour.takes)
+    if "return_token_ids" in server.behaviour.takes:
+        assert [row["autoregressive"] for row in result["generations"]] == [list(range(1, 10))] * 6
+    assert result["autoregressive/requests_per_second"] * result["autoregressive/wall_s"] == pytest.approx(6)
+    per_second = result["autoregressive/tokens_per_second"] / result["autoregressive/requests_per_second"]
+    assert per_second == pytest.approx(9), "as many tokens as its usage counts"
+
+
+def test_times_are_those_of_the_chunks(tmp_path):
+    """A chunk every 20 ms: the first token, then four times two tokens."""
+    with standing_in(chunk_s=0.02) as (_, url):
+        result = served(tmp_path, url)
+    assert 20 <= result["autoregressive/time_to_first_token_ms_p50"] < 80
+    assert 20 <= result["autoregressive/inter_chunk_latency_ms_p50"] < 60
+    total = result["autoregressive/request_latency_ms_p50"] - result["autoregressive/time_to_first_token_ms_p50"]
+    assert result["autoregressive/time_per_output_token_ms_p50"] == pytest.approx(total / 8, rel=0.3)
+
+
+@pytest.mark.parametrize(("metrics", "source"), [("vllm", "/metrics"), ("sglang", "/metrics")])
+def test_acceptance_by_the_servers_own_counters(tmp_path, metrics, source):
+    """9 tokens: the first, then four rounds that accept their only proposal."""
+    with standing_in(metrics=metrics) as (_, url):
+        result = served(tmp_path, url)
+    assert result["acceptance/source"] == source
+    assert (result["acceptance_rounds"], result["acceptance_length"]) == (6 * 4, 2)
+    assert result.get("acceptance_rate") == (1 if metrics == "vllm" else None)
+    assert result.get("alpha") == (1 if metrics == "vllm" else None)
+
+
+def test_acceptance_that_nobody_reports_is_unknown(tmp_path):
+    with standing_in() as (_, url), standing_in() as (_, other):
+        result = served(tmp_path, url, f"engine.baseline_url={other}")
+    assert (result["acceptance/source"], result["acceptance_rounds"]) == ("unknown", 0)
+    assert result["lossless/identical"] is True
+    assert math.isfinite(result["speedup"])
+
+
+def test_counters_of_several_engines_are_summed():
+    found = read_counters(counters("vllm", 5, 3) + "\n" + counters("vllm", 2, 3).replace('engine="0"', 'engine="1"'))
+    assert found == Counts(7, 14, (7, 7))
+    assert read_counters("\x00 nonsense {") == Counts()
+
+
+NO_STREAM = "<html>Welcome</html>"
+STREAM = 'data: {"choices": 3}\n\n'
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "said"),
+    [
+        ({"status": 500, "body": '{"error": {"message": "out of order"}}'}, "out of order"),
+        ({"status": 401, "body": "{}"}, "it refuses the key; name the variable that holds it with engine.key_variable"),
+        ({"status": 307, "body": "{}"}, "307"),
+        ({"body": NO_STREAM}, "its answer has no usage"),
+        ({"body": STREAM}, "choices=3: must be a list"),
+        ({"body": "data: {nonsense\n\n"}, ""),
+        ({"body": 'data: [1, 2]\n\ndata: null\n\ndata: "a"\n\n'}, ""),
+        ({"body": 'data: {"error": {"message": "no room"}}\n\n'}, "no room"),
+        ({"usage": False}, "its answer has no usage"),
+        ({"chunk_s": 5}, "no answer within engine.time_limit_s=0.5 seconds"),
+        ({"breaks_at": 1}, "its answer has no usage"),
+        ({"models": ("a", "b")}, "engine.model=null: {url} serves a, b; choose one"),
+    ],
+)
+def test_a_server_that_cannot_be_measured_is_one_line(tmp_path, behaviour, said):
+    with standing_in(**behaviour) as (_, url), pytest.raises(UserError) as raised:
+        served(tmp_path, url, "engine.retries=0", "engine.time_limit_s=0.5")
+    message = str(raised.value)
+    assert message.startswith("engine.")
+    assert url in message
+    assert said.format(url=url) in message
+    assert "\n" not in message
+    assert len(message) < 500
+    assert next(tmp_path.glob("*/result.json")).read_text().count('"failed"') == 1
+
+
+def test_no_server(tmp_path):
+    with pytest.raises(UserError, match=r"^engine\.url=http://127\.0\.0\.1:9/v1: no connection \(.+\)$"):
+        served(tmp_path, "http://127.0.0.1:9/v1", "engine.retries=0")
+
+
+def test_what_was_measured_before_a_server_died_is_kept(tmp_path, capsys):
+    """It dies within the second level, of which the answered requests count."""
+    with standing_in(dies_at=13) as (_, url), pytest.raises(UserError, match="no connection"):
+        served(tmp_path, url, "scenario.concurrencies=[1,2,3]", "engine.retries=0")
+    (folder,) = (path.parent for path in tmp_path.glob("*/result.json"))
+    first, second = lines(folder / "history.jsonl")
+    assert (first["concurrency"], first["autoregressive/failed_requests"]) == (1, 0)
+    assert (second["concurrency"], second["autoregressive/failed_requests"]) == (2, 3)
+    assert "warning: autoregressive, concurrency 2: 3 of 6 requests failed: no connection" in capsys.readouterr().err
+
+
+def test_answers_that_break_off_are_counted_and_left_out(tmp_path, monkeypatch):
+    with standing_in(breaks_at=8) as (_, url), standing_in() as (_, other):
+        result = served(tmp_path, url, f"engine.baseline_url={other}")
+    assert (result["speculative/failed_requests"], result["autoregressive/failed_requests"]) == (1, 0)
+
+
+def test_a_busy_server_is_asked_again(tmp_path, monkeypatch):
+    answers = iter([503, 429])
+    from tests.peers import stand_in
+
+    stream = stand_in.Handler.stream
+    monkeypatch.setattr(
+        stand_in.Handler,
+        "stream",
+        lambda self, body, **_: self.answer(status, "") if (status := next(answers, 0)) else stream(self, body),
+    )
+    with standing_in() as (_, url):
+        assert served(tmp_path, url)["autoregressive/failed_requests"] == 0
+
+
+def test_a_key_comes_from_the_environment_and_is_not_stored(tmp_path, monkeypatch):
+    monkeypatch.setenv("THEIR_KEY", "very-secret-key")
+    with standing_in() as (server, url):
+        served(tmp_path, url, "engine.key_variable=THEIR_KEY")
+    assert {body["key"] for body in server.asked} == {"Bearer very-secret-key"}
+    stored = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+    assert b"THEIR_KEY" in stored
+    assert b"very-secret-key" not in stored
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ([], "engine.url=null: give a server's address, as in engine.url=http://127.0.0.1:8000/v1"),
+        (["engine.url=127.0.0.1:8000"], "must be an address such as http://127.0.0.1:8000/v1"),
+        (["engine.url=file:///etc/passwd"], "must be an address such as"),
+        (["engine.url=http://me:secret@127.0.0.1/v1"], "would be stored; use engine.key_variable"),
+        (["engine.url=http://example.org/v1"], "is another machine, which gets all prompts; set engine.allow_remote"),
+        (["engine.url=http://127.0.0.1.example.org/v1"], "is another machine"),
+        (
+            ["engine.url=http://127.0.0.1/v1", "engine.baseline_url=http://10.0.0.1/v1"],
+            "engine.baseline_url=http://10.",
+        ),
+        (["engine.url=http://127.0.0.1/v1", "engine.key_variable=NO_SUCH"], "the environment has no such variable"),
+        (["engine.url=http://127.0.0.1/v1", "scenario=compare"], "engine=openai goes with scenario=serve only"),
+        (["engine.url=http://127.0.0.1/v1", "draft=self"], "draft.name=self: engine=openai has no such draft"),
+    ],
+)
+def test_refusals(overrides, said):
+    with pytest.raises(UserError) as raised:
+        run(compose(["engine=openai", *LOAD, *overrides]), Job())
+    assert said in str(raised.value)
+    assert "secret" not in str(raised.value)
+
+
+def test_a_remote_host_is_allowed_by_a_key(monkeypatch, tmp_path):
+    from magicdec.planning.resolve import resolve
+
+    plan = resolve(compose(["engine=openai", "engine.url=https://example.org/v1", "engine.allow_remote=true", *LOAD]))
+    assert plan.target.folder is not None
+    assert "target" not in plan.fingerprints
+
+
+def test_our_server_tells_token_ids(client):
+    asked = {"model": "tiny", "prompt": "def main(", "max_tokens": 12, "temperature": 0, "return_token_ids": True}
+    whole = client.post("/v1/completions", json=asked).json()["choices"][0]["token_ids"]
+    with openai.OpenAI(base_url=f"{client.base_url}/v1", api_key="none") as official:
+        extra = {"return_token_ids": asked.pop("return_token_ids")}
+        events = list(official.completions.create(**asked, stream=True, extra_body=extra))
+    assert [token for event in events for token in event.choices[0].token_ids] == whole
+    assert len(whole) == 12
