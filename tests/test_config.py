@@ -326,7 +326,7 @@ ONE_MODEL = {"draft__name": "model", "batch__size": 1, "cache__policy": "full"}
             "engine.name=tgi: must be one of llamacpp, native, openai, openvino, transformers, vllm",
         ),
         (["openvino"], {"engine__kv_type": "i4"}, "engine.kv_type=i4: must be one of f32, u8"),
-        (["transformers"], {"engine__cache": "paged"}, "engine.cache=paged: must be one of static, dynamic"),
+        (["transformers"], {"engine__kv_cache": "paged"}, "engine.kv_cache=paged: must be one of static, dynamic"),
         (["vllm"], {"engine__method": "medusa"}, "engine.method=medusa: must be one of draft_model, eagle, eagle3"),
         (["vllm"], {"engine__time_limit_s": 0.0}, "engine.time_limit_s=0.0: must be above 0"),
     ],

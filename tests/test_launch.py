@@ -59,6 +59,7 @@ def in_subprocess(*arguments, **env):
         (["batch.sise=1"], r"unknown key batch.sise; did you mean batch.size\?"),
         (["gamma=2"], r"unknown key gamma; did you mean draft.gamma\?"),
         (["batch.n=1"], r"unknown key batch.n; batch has: size, context_len, .*"),
+        (["engine=transformers", "engine.cache=static"], r"unknown key engine.cache; did you mean engine.kv_cache\?"),
         (["attention.name=cpp"], r"unknown key attention.name; attention has no keys: write attention=VALUE"),
         (["+foo=1"], r"unknown key foo; there are: target, draft, .*"),
         (["+draft.gamma=1"], r"draft.gamma is there already: leave out the \+"),

@@ -114,7 +114,7 @@ class SamplingConfig:
     # Less than that is 0 in float32, which keeps no token at all.
     top_p: Annotated[float | None, Field(ge=1e-30, le=1), must("must be from 1e-30 to 1")] = None
     seed: Annotated[int, Field(ge=0, lt=1 << 63), must("must be at least 0 and below 2^63")] = 0
-    ignore_eos: bool = True
+    ignore_eos: bool = False
 
     @property
     def greedy(self) -> bool:

@@ -109,8 +109,9 @@ class Generation(Strict):
             top_k=None if self.top_k in (-1, 0) else self.top_k,  # either keeps every token in vLLM
             top_p=self.top_p,
             seed=random.getrandbits(63) if self.seed is None else self.seed,
+            ignore_eos=self.ignore_eos,
         )
-        return Params(self.limit(room), sampling, self.gamma, self.ignore_eos)
+        return Params(self.limit(room), sampling, self.gamma)
 
     @abstractmethod
     def limit(self, room: int) -> int:

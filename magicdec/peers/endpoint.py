@@ -143,7 +143,7 @@ class Dialect:
     def body(self, request: EndpointRequest, tokenizer: Any) -> dict[str, Any]:
         """Return the arguments of the client's `completions.create`."""
         params, sampling = request.params, request.params.sampling
-        extra: dict[str, Any] = {"ignore_eos": True} if self.ignores_eos and params.ignore_eos else {}
+        extra: dict[str, Any] = {"ignore_eos": True} if self.ignores_eos and params.sampling.ignore_eos else {}
         if self.returns_ids:
             extra["return_token_ids"] = True
         if self.bypasses_cache:
@@ -227,7 +227,7 @@ class Endpoint:
                 break
         if request.error is not None:
             raise self.failure(request.error)
-        if params.ignore_eos and not self._dialect.ignores_eos:
+        if params.sampling.ignore_eos and not self._dialect.ignores_eos:
             to_stderr(f"warning: {self.address.url} does not take ignore_eos: its answers may end early")
         if request.prompt_tokens != len(request.prompt):
             counted = f"{self.address.url} counts {request.prompt_tokens} tokens in a prompt of {len(request.prompt)}"

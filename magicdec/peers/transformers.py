@@ -66,10 +66,10 @@ class Bursts(StoppingCriteria):
 
 @dataclass(frozen=True, config=STRICT)
 class TransformersEngine(EngineConfig):
-    """Hugging Face transformers; `cache` is that of autoregressive decoding."""
+    """Hugging Face transformers; `kv_cache` is that of autoregressive decoding."""
 
     name: str = "transformers"
-    cache: Literal["static", "dynamic"] = "static"
+    kv_cache: Literal["static", "dynamic"] = "static"
     drafts = ("model", "ngram", "layer_skip")
     one_row = True
 
@@ -95,7 +95,7 @@ class TransformersPeer(Peer):
         transformers.utils.logging.disable_progress_bar()
         transformers.utils.logging.set_verbosity_error()  # assisted generation warns of what it does itself
         torch.backends.cuda.matmul.allow_tf32 = False  # fp32 means fp32
-        self.spec, self._cache = spec, spec.engine.cache
+        self.spec, self._kv_cache = spec, spec.engine.kv_cache
         self._device = torch.device(spec.hardware.device)
         self._peak = memory.Peak(self._device)
         self.target = self._load(spec.target)
@@ -139,7 +139,7 @@ class TransformersPeer(Peer):
         return PeerGeneration(rows, _times(bursts, width, rows), counts)
 
     def _new_cache(self, length: int, speculative: bool) -> StaticCache | DynamicCache:
-        if self._cache == "static" and not speculative:  # assisted generation takes none
+        if self._kv_cache == "static" and not speculative:  # assisted generation takes none
             return StaticCache(config=self.target.config, max_cache_len=length)
         return DynamicCache(config=self.target.config)
 

@@ -56,11 +56,11 @@ def prompts_of(plan: Plan, tokenizer: object | None) -> Prompts:
 
 def jobs_of(plan: Plan, prompts: Prompts) -> list[RequestSpec]:
     """Return a request for each prompt, with random numbers of its own."""
-    config, jobs = plan.config, []
-    for number, prompt in enumerate(prompts.tokens):
-        sampling = Sampling.of(config.sampling, number)
-        jobs.append(RequestSpec(prompt, Params(config.batch.generate_len, sampling, None, config.sampling.ignore_eos)))
-    return jobs
+    config = plan.config
+    return [
+        RequestSpec(prompt, Params(config.batch.generate_len, Sampling.of(config.sampling, number)))
+        for number, prompt in enumerate(prompts.tokens)
+    ]
 
 
 def warm_up_of(jobs: Sequence[RequestSpec]) -> RequestSpec:

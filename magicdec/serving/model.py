@@ -185,8 +185,9 @@ class Model:
                 raise UserError(f"{name}: unknown option; one of: {', '.join(OPTIONS)}{did_you_mean(name, OPTIONS)}")
             if hasattr(value, "item"):  # a scalar of numpy or torch
                 given[name] = value.item()
-        sampling = {name: given.pop(name) for name in ("temperature", "top_k", "top_p", "seed") if name in given}
-        return replace(self._params, sampling=replace(self._params.sampling, **sampling), **given)
+        before = self._params.sampling
+        sampling = {name: given.pop(name) for name in given.keys() & vars(before).keys()}
+        return replace(self._params, sampling=replace(before, **sampling), **given)
 
     def _ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):

@@ -1,7 +1,7 @@
 """A request: its prompt and parameters, its tokens so far and their times."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from time import perf_counter
 from typing import Annotated
@@ -30,12 +30,11 @@ class Params:
     max_tokens: int = 64
     sampling: Sampling = field(default_factory=Sampling)
     gamma: int | None = None  # proposals per round that count; the engine's: default and maximum
-    ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        given = {name: getattr(self.sampling, name) for name in ("temperature", "top_k", "top_p", "seed")}
+        sampling = {one.name: getattr(self.sampling, one.name) for one in fields(SamplingConfig)}
         try:
-            Settings(**given, ignore_eos=self.ignore_eos, max_tokens=self.max_tokens, gamma=self.gamma)
+            Settings(**sampling, max_tokens=self.max_tokens, gamma=self.gamma)
         except ValidationError as error:
             raise refusal(error) from None
 

@@ -149,7 +149,7 @@ class Scheduler:
         del self.running[slot]
 
     def _end(self, request: Request) -> str:
-        stopped = not request.params.ignore_eos and request.tokens[-1] in self.slots.eos_token_ids
+        stopped = not request.params.sampling.ignore_eos and request.tokens[-1] in self.slots.eos_token_ids
         return "stop" if stopped else "length"
 
 

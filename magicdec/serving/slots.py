@@ -156,7 +156,7 @@ class Slots:
         Return the first token, and whether it is also the last. If it is not, `seat` comes next.
         """
         decoder, padding = self.single.decoder, self.state.tokens_BS.shape[1] - len(prompt) - params.max_tokens
-        eos = () if params.ignore_eos else self.eos_token_ids
+        eos = () if params.sampling.ignore_eos else self.eos_token_ids
         state = State([prompt], params.max_tokens, padding, eos, self.device)
         request = Decoder(decoder.target, decoder.cache, state, params.sampling)
         request.prefill(self.engine.prefill_chunk, progress)
@@ -180,7 +180,7 @@ class Slots:
             assert self.single.draft is not None
             self.batch.draft.copy_row(slot, self.single.draft)
         self.sampling.set_row(slot, params.sampling)
-        self.state.seat(slot, state, self.gamma if params.gamma is None else params.gamma, params.ignore_eos)
+        self.state.seat(slot, state, self.gamma if params.gamma is None else params.gamma, params.sampling.ignore_eos)
         if not params.sampling.greedy:
             self._sampled.add(slot)
 

@@ -53,7 +53,8 @@ FORMER_KEYS: dict[str, dict[str, Any]] = {
     | {"gammas": [], "critical_batches": [], "drafts": [], "policies": [], "concurrencies": [], "rates": []}
     | {"length_shares": [], "alpha": None, "latency_ms": None, "experiment": None, "first_token_ms": None},
 }
-RENAMED = {"save_as": "experiment"}  # keys of the group scenario, by the name that ids know
+# Keys of a group, by the name that ids know.
+RENAMED = {"scenario": {"save_as": "experiment"}, "engine": {"kv_cache": "cache"}}
 ONLY_AUTO = ("precision", "max_minutes")  # keys of the group scenario that count only with repeats=auto
 ID_LENGTH = 12  # hex digits: among 10,000 runs, two share an id with a probability of 2e-7
 CHECKOUT = PACKAGE.parent
@@ -77,7 +78,9 @@ def run_id(config: Mapping[str, Any], fingerprints: Mapping[str, str], device: s
         decisive["draft"] = decisive["draft"] | {"model": _without_folder(model, fingerprints.get("draft.model"))}
     if scenario := decisive.get("scenario"):
         unread = () if scenario.get("repeats") == "auto" else ONLY_AUTO
-        decisive["scenario"] = {RENAMED.get(key, key): value for key, value in scenario.items() if key not in unread}
+        decisive["scenario"] = {key: value for key, value in scenario.items() if key not in unread}
+    for group in RENAMED.keys() & decisive.keys():
+        decisive[group] = {RENAMED[group].get(key, key): value for key, value in decisive[group].items()}
     for group in FORMER_KEYS.keys() & decisive.keys():
         decisive[group] = FORMER_KEYS[group] | decisive[group]
     if inner := decisive.get("draft", {}).get("cache"):

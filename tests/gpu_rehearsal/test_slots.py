@@ -23,7 +23,7 @@ def test_the_host_never_waits(draft, policy):
         request = SlotState(1, 2048, slots.engine.slack, 4, (2,), "cuda")
         slots.step(True)  # the first one moves tables to the device
         for sampling in (Sampling(), Sampling(0.8, 50, 0.9)):
-            slots._prefilled = request, Params(max_tokens=8, sampling=sampling, ignore_eos=False), True
+            slots._prefilled = request, Params(max_tokens=8, sampling=sampling), True
             with recording.of() as seen:
                 slots.seat(2)
                 slots.step(True)

@@ -50,7 +50,7 @@ def ours(folder: str, prompts: list[list[int]], **options) -> list[list[int]]:
 @pytest.mark.parametrize("lengths", [[40, 40, 40], [40, 17, 1]], ids=["even", "ragged"])
 def test_it_writes_what_ours_writes(folders, cache, lengths):
     prompts = random_prompts(lengths, vocab=VOCAB)
-    with TransformersPeer(spec(folders, engine=TransformersEngine(cache=cache))) as peer, Stopwatch(CPU) as watch:
+    with TransformersPeer(spec(folders, engine=TransformersEngine(kv_cache=cache))) as peer, Stopwatch(CPU) as watch:
         got = peer.generate(prompts, NEW, speculative=False)
     assert got.tokens == ours(folders[0], prompts)
     assert [row.decoded for row in got.times] == [NEW - 1] * 3

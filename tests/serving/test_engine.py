@@ -12,7 +12,7 @@ from magicdec.measure.memory import _status_bytes
 from magicdec.serving.engine import AsyncEngine
 from magicdec.serving.request import Params
 from magicdec.serving.scheduler import Scheduler
-from tests.serving.test_lossless import GENERATE, LENGTHS, expected, slots_with
+from tests.serving.test_lossless import ENDLESS, GENERATE, LENGTHS, expected, slots_with
 from tests.small import random_prompts
 
 PROMPTS = random_prompts(LENGTHS)
@@ -43,7 +43,7 @@ async def collect(stream) -> list[int]:
 
 def test_many_at_once_each_with_its_own_tokens_and_stats():
     async def scenario(engine):
-        streams = [engine.generate(p, Params(n, ignore_eos=True)) for p, n in zip(PROMPTS, GENERATE, strict=True)]
+        streams = [engine.generate(p, Params(n, ENDLESS)) for p, n in zip(PROMPTS, GENERATE, strict=True)]
         return streams, await asyncio.gather(*map(collect, streams))
 
     streams, tokens = run(scenario)
@@ -65,7 +65,7 @@ def test_many_at_once_each_with_its_own_tokens_and_stats():
 
 def test_chunks_are_what_rounds_commit():
     async def scenario(engine):
-        stream = engine.generate(PROMPTS[0], Params(20, ignore_eos=True))
+        stream = engine.generate(PROMPTS[0], Params(20, ENDLESS))
         return stream, [chunk async for chunk in stream]
 
     stream, chunks = run(scenario, slots_with("self", "full"))  # every proposal is accepted
@@ -75,7 +75,7 @@ def test_chunks_are_what_rounds_commit():
 
 def test_one_too_long_is_refused_and_the_others_are_unharmed():
     async def scenario(engine):
-        first = engine.generate(PROMPTS[0], Params(GENERATE[0], ignore_eos=True))
+        first = engine.generate(PROMPTS[0], Params(GENERATE[0], ENDLESS))
         with pytest.raises(UserError, match="the prompt has 200 tokens and max_tokens=64: together they may be 101"):
             engine.generate([1] * 200)
         return await collect(first)
@@ -87,7 +87,7 @@ def test_one_too_long_is_refused_and_the_others_are_unharmed():
 def test_whoever_leaves_frees_the_slot(way):
     async def scenario(engine):
         async def leave_early():
-            stream = engine.generate(PROMPTS[0], Params(50, ignore_eos=True))
+            stream = engine.generate(PROMPTS[0], Params(50, ENDLESS))
             async for _ in stream:
                 if way == "cancel":
                     stream.cancel()
@@ -102,14 +102,14 @@ def test_whoever_leaves_frees_the_slot(way):
         del tasks
         gc.collect()
         await until(lambda: engine.num_running == engine.num_waiting == 0)
-        return await collect(engine.generate(PROMPTS[1], Params(GENERATE[1], ignore_eos=True)))
+        return await collect(engine.generate(PROMPTS[1], Params(GENERATE[1], ENDLESS)))
 
     assert run(scenario) == expected()[1]
 
 
 def test_letting_go_of_a_stream_cancels_its_request():
     async def scenario(engine):
-        stream = engine.generate(PROMPTS[0], Params(50, ignore_eos=True))
+        stream = engine.generate(PROMPTS[0], Params(50, ENDLESS))
         request = stream.request
         del stream
         gc.collect()
@@ -120,7 +120,7 @@ def test_letting_go_of_a_stream_cancels_its_request():
 
 def test_a_thousand_in_the_queue_do_no_harm():
     async def scenario(engine):
-        streams = [engine.generate(PROMPTS[i % 7], Params(GENERATE[i % 7], ignore_eos=True)) for i in range(1000)]
+        streams = [engine.generate(PROMPTS[i % 7], Params(GENERATE[i % 7], ENDLESS)) for i in range(1000)]
         first = await asyncio.gather(*map(collect, streams[:14]))
         assert first == expected() * 2
         for stream in streams[14:-1]:
@@ -133,8 +133,8 @@ def test_a_thousand_in_the_queue_do_no_harm():
 
 def test_closing_ends_what_is_still_running():
     async def scenario(engine):
-        stream = engine.generate(PROMPTS[0], Params(50, ignore_eos=True))
-        waiting = [engine.generate(PROMPTS[0], Params(50, ignore_eos=True)) for _ in range(5)]
+        stream = engine.generate(PROMPTS[0], Params(50, ENDLESS))
+        waiting = [engine.generate(PROMPTS[0], Params(50, ENDLESS)) for _ in range(5)]
         await anext(stream)
         return engine, [stream, *waiting]
 
@@ -171,7 +171,7 @@ def test_soak():
 
     async def user(engine, number):
         which = generator.randrange(7)
-        stream = engine.generate(PROMPTS[which], Params(GENERATE[which], ignore_eos=True))
+        stream = engine.generate(PROMPTS[which], Params(GENERATE[which], ENDLESS))
         give_up_at = generator.randrange(GENERATE[which]) if generator.random() < 0.2 else None
         tokens = []
         async for chunk in stream:

@@ -4,6 +4,7 @@ import functools
 import gc
 import random
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from tests.small import new_engine, noisy_copy, open_batch, random_prompts, smal
 PAIRS = [(draft, policy) for draft, policy in OFFLINE_PAIRS if DRAFTS[draft].facts.serves]
 TARGET = small_model()
 LENGTHS = [34, 3, 49, 16, 1, 33, 40]
+ENDLESS = Sampling(ignore_eos=True)  # of requests that go on after an end of sequence
 GENERATE = [7, 11, 1, 5, 9, 12, 3]
 MAX_LEN = 101
 
@@ -78,7 +80,7 @@ def test_any_arrival_order_gives_the_tokens_of_each_alone(draft, policy):
     generator = random.Random(f"{draft} {policy}")
     slots = slots_with(draft, policy) if draft != "none" else slots_with("none", "full", gamma=0)
     gammas = [None, 0, 1, 4] if draft != "none" else [None]
-    params = [Params(count, gamma=generator.choice(gammas), ignore_eos=True) for count in GENERATE]
+    params = [Params(count, ENDLESS, gamma=generator.choice(gammas)) for count in GENERATE]
     requests = [Request(prompt, p) for prompt, p in zip(random_prompts(LENGTHS), params, strict=True)]
     serve(Scheduler(slots), generator.sample(requests, len(requests)), generator.random())
     assert [request.tokens for request in requests] == expected()
@@ -91,7 +93,7 @@ def test_a_slot_drafts_what_the_request_alone_would(draft, policy):
     """The draft's state moves with the request: as many proposals are accepted as on a slot of its own."""
     settings = {"refresh": 1, "budget": 24}  # cycles of rounds, where they are longer, are of all rows together
     prompts = random_prompts([30, 45, 27], seed=2)
-    apart, together = ([Request(prompt, Params(8, ignore_eos=True)) for prompt in prompts] for _ in range(2))
+    apart, together = ([Request(prompt, Params(8, ENDLESS)) for prompt in prompts] for _ in range(2))
     for request in apart:
         serve(Scheduler(slots_with(draft, policy, 1, **settings)), [request], 0)
     serve(Scheduler(slots_with(draft, policy, 2, **settings)), together, 1)
@@ -191,7 +193,7 @@ def test_sampling_depends_on_the_seed_of_a_request_alone():
     slots = slots_with("model", "streaming", num_slots=2)
     drafted = []
     for seed, speculative in ((0, False), (1, True), (2, True)):
-        requests = [Request(p, Params(15, s, ignore_eos=True)) for p, s in zip(prompts, settings, strict=True)]
+        requests = [Request(p, Params(15, replace(s, ignore_eos=True))) for p, s in zip(prompts, settings, strict=True)]
         serve(Scheduler(slots, speculative), random.Random(seed).sample(requests, 5), seed)
         tokens = [request.tokens for request in requests]
         if speculative:
@@ -206,7 +208,7 @@ def test_rounds_are_greedy_again_once_the_sampled_requests_have_gone():
     """Sorting the vocabulary for nobody would cost every round to come."""
     slots, (prompt,) = slots_with("self", "streaming"), random_prompts([20])
     for slot, sampling in enumerate((Sampling(), Sampling(temperature=1.0), Sampling(temperature=1.0))):
-        params = Params(20, sampling, ignore_eos=True)
+        params = Params(20, replace(sampling, ignore_eos=True))
         slots.prefill(prompt, params, True, lambda _: None)
         slots.seat(slot)
     for slot, is_greedy in ((1, False), (2, True)):
@@ -219,7 +221,7 @@ def test_an_end_of_sequence_frees_the_slot():
     prompts = random_prompts([30, 41, 52])
     eos = alone(prompts[0], 24)[7]
     target = small_model(eos_token_ids=(eos,))
-    requests = [Request(p, Params(24)) for p in prompts] + [Request(prompts[0], Params(24, ignore_eos=True))]
+    requests = [Request(p, Params(24)) for p in prompts] + [Request(prompts[0], Params(24, ENDLESS))]
     serve(Scheduler(slots_with("self", "full", 1, target=target)), list(requests), 0)
     assert [r.tokens for r in requests] == [*(alone(p, 24, target) for p in prompts), alone(prompts[0], 24)]
     assert requests[0].end == "stop"

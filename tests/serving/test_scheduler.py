@@ -6,14 +6,14 @@ from magicdec.errors import UserError
 from magicdec.serving.request import Params, Request
 from magicdec.serving.scheduler import Scheduler
 from magicdec.verification.sampling import Sampling
-from tests.serving.test_lossless import GENERATE, LENGTHS, TARGET, alone, expected, serve, slots_with
+from tests.serving.test_lossless import ENDLESS, GENERATE, LENGTHS, TARGET, alone, expected, serve, slots_with
 from tests.small import VOCAB, noisy_copy, random_prompts
 
 
 def test_the_drafts_prefill_counts_like_the_targets():
     slots = slots_with("model", "h2o", num_slots=2, prefill_chunk=8)
     scheduler = Scheduler(slots)
-    first = Request([1, 2, 3], Params(40, gamma=0, ignore_eos=True))
+    first = Request([1, 2, 3], Params(40, ENDLESS, gamma=0))
     scheduler.submit(first)
     scheduler.step()
     scheduler.submit(Request(random_prompts([64])[0], Params(2)))
@@ -36,7 +36,7 @@ def test_a_round_follows_a_chunk_for_every_free_slot(speculative, monkeypatch):
     monkeypatch.setattr(slots, "step", lambda way: (events.append("round"), step(way))[1])
     scheduler = Scheduler(slots, speculative)
     for prompt in random_prompts([40, 64, 5, 20]):
-        scheduler.submit(Request(prompt, Params(30, gamma=0, ignore_eos=True)))
+        scheduler.submit(Request(prompt, Params(30, ENDLESS, gamma=0)))
     for _ in range(5):
         scheduler.step()
     first, second = [8] * 5, [8, 8, 8, "round"] * 2 + [8, 8]  # nobody runs; three slots are free
@@ -47,7 +47,7 @@ def test_a_round_follows_a_chunk_for_every_free_slot(speculative, monkeypatch):
 def test_a_cancelled_request_frees_its_slot_before_the_next_round(monkeypatch):
     slots = slots_with("self", "streaming", num_slots=1)
     scheduler = Scheduler(slots)
-    first, second, third = (Request(p, Params(20, ignore_eos=True)) for p in random_prompts([30, 70, 33]))
+    first, second, third = (Request(p, Params(20, ENDLESS)) for p in random_prompts([30, 70, 33]))
     for request in (first, second, third):
         scheduler.submit(request)
     scheduler.step()
@@ -79,7 +79,7 @@ def test_a_cancelled_request_frees_its_slot_before_the_next_round(monkeypatch):
 def test_a_cancelled_request_leaves_the_queue_at_once():
     slots = slots_with("self", "streaming", num_slots=1)
     scheduler = Scheduler(slots)
-    requests = [Request(p, Params(20, ignore_eos=True)) for p in random_prompts([30, 70, 33])]
+    requests = [Request(p, Params(20, ENDLESS)) for p in random_prompts([30, 70, 33])]
     for request in requests:
         scheduler.submit(request)
     scheduler.step()
@@ -93,7 +93,7 @@ def test_proposals_are_counted_by_the_gamma_of_their_request():
     slots = slots_with("self", "full")  # every proposal is accepted, and no round is cut
     gammas = [None, 0, 1, 2]
     prompts = random_prompts([30] * 4)
-    requests = [Request(p, Params(31, gamma=gamma, ignore_eos=True)) for p, gamma in zip(prompts, gammas, strict=True)]
+    requests = [Request(p, Params(31, ENDLESS, gamma=gamma)) for p, gamma in zip(prompts, gammas, strict=True)]
     serve(Scheduler(slots), list(requests), 0)
     counts = [(request.stats.proposed, request.stats.accepted, request.stats.acceptance_length) for request in requests]
     assert counts == [(24, 24, 5), (0, 0, None), (15, 15, 2), (20, 20, 3)]
@@ -126,7 +126,7 @@ def test_closing_ends_a_prefill_at_its_next_chunk(monkeypatch):
 @pytest.mark.parametrize("part", ["prefill", "seat"])
 def test_a_request_that_fails_fails_alone(part, monkeypatch):
     slots = slots_with("self", "streaming", num_slots=2)
-    requests = [Request(p, Params(n, ignore_eos=True)) for p, n in zip(random_prompts(LENGTHS), GENERATE, strict=True)]
+    requests = [Request(p, Params(n, ENDLESS)) for p, n in zip(random_prompts(LENGTHS), GENERATE, strict=True)]
     guilty = requests[3]
     works = getattr(slots, part)
 
@@ -163,7 +163,7 @@ def test_a_failure_between_chunks_is_not_blamed_on_the_prompt(monkeypatch):
     slots = slots_with("self", "streaming", num_slots=2)
     scheduler = Scheduler(slots)
     for prompt in random_prompts([20, 60]):
-        scheduler.submit(Request(prompt, Params(20, ignore_eos=True)))
+        scheduler.submit(Request(prompt, Params(20, ENDLESS)))
     scheduler.step()
     (other,) = scheduler.waiting
 
@@ -186,7 +186,7 @@ def test_a_request_whose_logits_are_not_finite_fails_alone():
     target.embed.weight.data[strange] = float("nan")
     slots = slots_with("self", "streaming", 1, target)
     bad = Request([*prompts[0], strange], Params(12))
-    requests = [Request(prompt, Params(12, ignore_eos=True)) for prompt in prompts]
+    requests = [Request(prompt, Params(12, ENDLESS)) for prompt in prompts]
     scheduler = Scheduler(slots)
     for request in (requests[0], bad, requests[1]):
         serve(scheduler, [request], 0)

@@ -51,6 +51,13 @@ def test_id_ignores_order_and_number_format():
     assert identity({"gammas": (1, 2)}) == identity({"gammas": [1, 2]})
 
 
+@pytest.mark.parametrize(
+    ("group", "former", "now"), [("engine", "cache", "kv_cache"), ("scenario", "experiment", "save_as")]
+)
+def test_id_outlives_the_name_of_a_key(group, former, now):
+    assert identity({group: {"name": "x", former: "value"}}) == identity({group: {"name": "x", now: "value"}})
+
+
 def test_id_ignores_where_and_in_which_company():
     elsewhere = with_changes(wandb={"mode": "disabled"}) | {"runs_dir": "x", "resume": False}
     assert identity(elsewhere | {"hydra": {"a": 1}, "sweep": {"b": 2}}) == identity()
