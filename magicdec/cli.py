@@ -1,7 +1,7 @@
 """The command `magicdec`: a subcommand, or a run. For a run, Hydra composes a configuration and a scenario runs it.
 
 Exit codes are 0: done; 1: a failure, with its traceback; 2: a mistake of the user's, in one line on stderr;
-130: interrupted.
+130: interrupted; 143: stopped by SIGTERM.
 """
 
 import errno
@@ -27,7 +27,7 @@ from magicdec.config.checks import refuse_secrets
 from magicdec.config.explain import explain
 from magicdec.config.load import load
 from magicdec.config.schema import CONF
-from magicdec.errors import USER_ERROR, JobFailed, UserError, in_one_line, is_out_of_memory, to_stderr
+from magicdec.errors import USER_ERROR, JobFailed, Stopped, UserError, in_one_line, is_out_of_memory, to_stderr
 from magicdec.rules import FileName, parse
 from magicdec.tracking import sweep
 from magicdec.tracking.gpus import gpus_of_its_own, refuse_a_share
@@ -38,6 +38,7 @@ from magicdec.units import in_minutes
 from magicdec.version import VERSION
 
 FAILURE = 1
+TERMINATED = 143  # 128 + SIGTERM, as a shell has it
 # Subcommands: the module whose main() gets their arguments, and arguments before those.
 COMMANDS = {
     "report": ["magicdec.tracking.report.__main__"],
@@ -123,6 +124,9 @@ def _launch() -> int:
         return failure.args[0]
     except SystemExit as end:
         return int(end.code or 0)
+    except Stopped as stopped:
+        to_stderr(f"{stopped}; what was measured is kept")
+        return TERMINATED
     except KeyboardInterrupt:
         if not os.environ.get(sweep.JOB):  # otherwise its launcher prints the line
             to_stderr(f"interrupted{'; to resume, run the same command again' if sweeps else ''}")

@@ -36,6 +36,10 @@ class NonFinite(UserError):
     kind = "non_finite"
 
 
+class Stopped(KeyboardInterrupt):
+    """SIGTERM: someone, or a sweep's early stopping, has ended the run. What was measured is kept."""
+
+
 class JobFailed(Exception):
     """A job that has failed and whose error is on stderr already; its argument is the exit code."""
 

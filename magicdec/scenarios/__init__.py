@@ -1,7 +1,9 @@
 """The frame of a run: prepare the scenario, open the run's folder, run the scenario, store its results, log them."""
 
 import math
+import signal
 import sys
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -14,15 +16,16 @@ from rich.text import Text
 from magicdec.config.checks import refuse_unread, warnings
 from magicdec.config.load import to_dict
 from magicdec.config.schema import Compare, Config
-from magicdec.errors import UserError, in_one_line, is_out_of_memory, to_stderr
+from magicdec.errors import Stopped, UserError, in_one_line, is_out_of_memory, to_stderr
 from magicdec.measure.system import sampled
 from magicdec.planning.shared import SHARED
 from magicdec.scenarios.outcome import Outcome
 from magicdec.scenarios.ranks import on_ranks
 from magicdec.tracking import sweep, table
 from magicdec.tracking.console import Console
+from magicdec.tracking.live import Live
 from magicdec.tracking.lock import Busy, locked
-from magicdec.tracking.progress import Progress, progress
+from magicdec.tracking.progress import Follow, Progress, nobody, progress
 from magicdec.tracking.reader import BASELINE, attempts, find_done, iter_runs, noise, read_result, slowness
 from magicdec.tracking.store import Run, explained, run_id, software
 from magicdec.tracking.sweep import Job
@@ -135,11 +138,12 @@ def _measure(plan: "Plan", name: str, settings: dict[str, Any], job: Job) -> dic
         plan = replace(plan, earlier=Path(plan.config.runs_dir, found["id"]))
     SHARED.begin(plan.config.sweep.share if job.sweep_dir else "none")
     this = Run.open(plan.config.runs_dir, name, settings, job.overrides)
+    live = Live(this.folder, settings, this.result)
     try:
         _record(plan.config, this.id, job)
-        with this.log_to_file():
+        with this.log_to_file(), _stoppable():
             with sampled() as rows:
-                outcome = _outcome(plan, this)
+                outcome = _outcome(plan, this, live)
             outcome.system = rows
             earlier = [read_result(path) for path in attempts(this.runs_dir, name) if path != this.folder]
             outcome.metrics |= slowness(outcome.metrics, earlier)
@@ -149,8 +153,9 @@ def _measure(plan: "Plan", name: str, settings: dict[str, Any], job: Job) -> dic
     except BaseException as error:
         SHARED.clear()
         reason, kind = _reason(error, plan.config)
-        this.fail(reason, kind, vars(error).get("history", ()))  # see outcome.keeping
-        if is_logged(this.result):
+        kept: Outcome = vars(error).get("outcome") or Outcome({})  # see outcome.keeping
+        this.fail(reason, kind, kept.history, kept.metrics, kept.generations)
+        if is_logged(this.result) or live.is_shown:
             for warning in filter(None, (one.warning for one in log_run(this.folder, settings, this.result))):
                 to_stderr(warning)
         if kind == "out_of_memory":
@@ -178,17 +183,34 @@ def _list(plan: "Plan", name: str, job: Job) -> None:
     print(f"{name}  {state:13}  {build.num_bytes(plan) / GIB:8.2f} GiB  {in_minutes(seconds):>7}  {typed}", flush=True)
 
 
-def _outcome(plan: "Plan", run: Run) -> Outcome:
-    """Do the work, here or on as many ranks as share the model."""
+@contextmanager
+def _stoppable() -> Iterator[None]:
+    """Raise Stopped within at SIGTERM, which would end the process at once."""
+    if threading.current_thread() is not threading.main_thread():  # which alone gets signals
+        yield
+        return
+
+    def stop(*_: Any) -> None:
+        raise Stopped("stopped by SIGTERM")
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _outcome(plan: "Plan", run: Run, live: Live) -> Outcome:
+    """Do the work, here or on as many ranks as share the model, which report nothing before its end."""
     if plan.num_ranks == 1:
-        return _work(0, plan)
+        return _work(0, plan, follow=live)
     return on_ranks(plan.num_ranks, plan.config.hardware.device, _work, plan, run)
 
 
-def _work(rank: int, plan: "Plan", run: Run | None = None) -> Outcome:
+def _work(rank: int, plan: "Plan", run: Run | None = None, follow: Follow = nobody) -> Outcome:
     """Run the scenario on one rank. Only rank 0 shows its progress, and logs into `run`."""
     console = Console(stderr=True) if rank == 0 else Console(quiet=True, force_terminal=False)
-    with run.log_to_file() if run and rank == 0 else nullcontext(), progress(console) as bars:
+    with run.log_to_file() if run and rank == 0 else nullcontext(), progress(console, follow) as bars:
         return _scenario(plan.config).run(plan, bars)
 
 
@@ -220,6 +242,8 @@ def _reason(error: BaseException, config: Config) -> tuple[str, str]:
         size = f"batch.size={config.batch.size} at batch.context_len={config.batch.context_len}"
         reason = f"{size}: out of memory ({in_one_line(error)})"
         return f"{reason}; choose less of either, or of batch.prefill_chunk", "out_of_memory"
+    if isinstance(error, Stopped):
+        return str(error), "stopped"
     if isinstance(error, KeyboardInterrupt):
         return "interrupted", "interrupted"
     return in_one_line(error), "crashed"

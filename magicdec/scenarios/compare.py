@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from statistics import fmean
 
 from magicdec.config.schema import Compare
@@ -26,8 +27,9 @@ from magicdec.planning import build
 from magicdec.planning.prediction import task_of
 from magicdec.planning.resolve import Plan, resolve
 from magicdec.planning.shared import SHARED, Prefilled, prefill_key
-from magicdec.scenarios.outcome import Outcome
+from magicdec.scenarios.outcome import Outcome, keeping
 from magicdec.scenarios.outputs import Outputs, lossless, speeds
+from magicdec.scenarios.points import Points
 from magicdec.scenarios.pooled import Earlier
 from magicdec.scenarios.repeats import Repeat, precision, repeats
 from magicdec.tracking.progress import Progress
@@ -105,11 +107,16 @@ def _decoded(
         measured = replace(measured, batch=batch) if measured else Measured(batch)
         measured.prefill_seconds.append(seconds)
         measured.num_shared += was_shared
+        progress.report({"live/prefill_s": seconds})
         warm_up(batch)
-        for one in repeats(scenario, plan.config.batch.num_batches, measured.repeats, earlier):
-            one.autoregressive.append(_generate(batch.decoder, None, progress))
-            if batch.draft is not None:
-                one.speculative.append(_generate(batch.decoder, batch.draft, progress))
+        is_last = start + rows >= len(prompts.tokens)
+        with keeping(partial(_partial, plan, measured, prompts, is_last)):
+            for one in repeats(scenario, plan.config.batch.num_batches, measured.repeats, earlier):
+                one.autoregressive.append(_generate(batch.decoder, None, progress))
+                if batch.draft is not None:
+                    one.speculative.append(_generate(batch.decoder, batch.draft, progress))
+                if is_last:
+                    progress.report(_reported(measured, one))
         if plan.is_audited:
             first = measured.repeats[0]
             found = audit(batch.decoder, first.autoregressive[-1].tokens, first.speculative[-1].tokens)
@@ -172,7 +179,31 @@ def _prefill(batch: Batch, engine: NativeEngine, progress: Progress, rehearses: 
 def _generate(decoder: Decoder, draft: Draft | None, progress: Progress) -> Generation:
     way = "autoregressive" if draft is None else "speculative"
     with progress.task(way, total=decoder.state.max_len - decoder.state.max_prompt_len) as task:
-        return decoder.generate(draft, task.advance)
+        return decoder.generate(draft, Points(decoder.state, way, task, progress))
+
+
+def _partial(plan: Plan, measured: Measured, prompts: Prompts, is_last: bool) -> Outcome:
+    """Return what the repeats that are complete have measured, for a run that ends before its time."""
+    ways = 2 if plan.config.speculates else 1
+    batches = len(measured.prefill_seconds)
+    complete = [one for one in measured.repeats if len(one.autoregressive + one.speculative) == ways * batches]
+    if not (complete and is_last):
+        return Outcome({})
+    done = replace(measured, repeats=complete)
+    outputs = replace(complete[0].outputs(prompts), decode_s=_decode_seconds(done.times))
+    figures = {**prompts.facts, "device": plan.device_name, **plan.sources} | _figures(plan, done, outputs)
+    return Outcome(figures, outputs.rows(plan.config.data.save_prompts), _history(complete[0]))
+
+
+def _reported(measured: Measured, one: Repeat) -> dict[str, float]:
+    """Return the line of a repeat that has ended."""
+    times = one.times(measured.prefill_seconds)
+    ways = {way: metrics.speed_metrics(batches) for way, batches in times.items()}
+    number = 1 + next(index for index, other in enumerate(measured.repeats) if other is one)
+    line = {"repeat": number, "repeat/seconds": sum(way["decode_s"] for way in ways.values())}
+    line |= {f"repeat/{way}/tokens_per_second": speed["tokens_per_second"] for way, speed in ways.items()}
+    found = speeds(*([ways[way]] if way in ways else [] for way in WAYS))
+    return line | {f"repeat/{key}": found[key] for key in ("speedup", "speedup_wall") if key in found}
 
 
 def _decode_seconds(times: Sequence[Times]) -> list[dict[str, list[float]]]:

@@ -1,22 +1,12 @@
 """The results that a scenario hands to the tracking: plain data, no tensors."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # it imports PyTorch, for which a prediction must not wait
     from magicdec.measure.metrics import Metrics
-
-
-@contextmanager
-def keeping(history: list[dict]) -> Iterator[None]:
-    """Give any error the attribute `history`: the rows measured before it, which may have taken hours."""
-    try:
-        yield
-    except BaseException as error:
-        vars(error)["history"] = history
-        raise
 
 
 @dataclass
@@ -29,3 +19,13 @@ class Outcome:
     samples: list[dict] = field(default_factory=list)  # text of a few rows, for people
     system: list[dict] = field(default_factory=list)  # what the machine did meanwhile, a dict every few seconds
     view: Any = None  # what the terminal shows in place of the usual table: anything that rich prints
+
+
+@contextmanager
+def keeping(measured: Callable[[], Outcome]) -> Iterator[None]:
+    """Give any error the attribute `outcome`: what was measured before it, which may have taken hours."""
+    try:
+        yield
+    except BaseException as error:
+        vars(error)["outcome"] = measured()
+        raise

@@ -26,7 +26,7 @@ def run(plan: Plan, progress: Progress) -> Outcome:
     engine = build.engine(plan, progress)
     points = list(product(scenario.batch_sizes, scenario.context_lens, scenario.gammas))
     history: list[dict] = []
-    with keeping(history), progress.task("profiling", total=len(points)) as task:
+    with keeping(lambda: Outcome({}, history=history)), progress.task("profiling", total=len(points)) as task:
         for batch_size, context_len, gamma in points:
             vocab_size = plan.target.config.vocab_size
             request = PromptRequest(batch_size, context_len, vocab_size, seed=plan.config.data.seed)

@@ -43,7 +43,7 @@ def run(plan: Plan, progress: Progress) -> Outcome:
     kind = SharedSlots if plan.num_ranks > 1 else Slots
     ways = WAYS if engine.draft.name != "none" else WAYS[:1]
     history: list[dict[str, Any]] = []
-    with keeping(history):
+    with keeping(lambda: Outcome({}, history=history)):
         for level in levels_of(scenario):
             # A row without a request costs its share of the matmuls: no more slots than users.
             rows = min(int(level.value), int(batch.size)) if level.kind == "concurrency" else int(batch.size)

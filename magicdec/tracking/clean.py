@@ -12,7 +12,7 @@ from magicdec.tracking.lock import NAME, locked
 from magicdec.tracking.reader import folder_of_lock, iter_runs
 from magicdec.tracking.store import counted, explained, shown
 
-KINDS = ("invalid", "storage", "non_finite", "out_of_memory", "crashed", "interrupted")
+KINDS = ("invalid", "storage", "non_finite", "out_of_memory", "crashed", "interrupted", "stopped")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

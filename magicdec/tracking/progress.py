@@ -4,18 +4,21 @@ A task counts in a plain number, which the drawing thread reads a few times a se
 addition.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from time import perf_counter
 from types import TracebackType
-from typing import Protocol
+from typing import Any, Protocol
 
 from rich import progress as rich_progress
+from rich.console import Console as RichConsole
 from rich.console import RenderableType
 from typing_extensions import override
 
 from magicdec.tracking.console import Console
 
+Line = Mapping[str, Any]
+Follow = Callable[[Line], None]
 DELAY_S = 1.0  # stages shorter than this are not shown
 DRAWINGS_PER_SECOND = 4
 
@@ -46,21 +49,29 @@ class Stage:
 
 
 class Progress(Protocol):
-    """A display of stages."""
+    """A display of stages, and the way to whoever follows the run."""
 
     def task(self, name: str, total: float | None = None) -> Stage:
         """Begin a stage of `total` units."""
+        ...
+
+    def report(self, line: Line) -> None:
+        """Pass figures on: how a pass is doing, or what a repeat has measured."""
         ...
 
 
 class _Lines:
     """Progress where nothing can be redrawn: a line at the end of each stage."""
 
-    def __init__(self, console: Console):
-        self._console = console
+    def __init__(self, console: Console, follow: Follow):
+        self._console, self._follow = console, follow
 
     def task(self, name: str, total: float | None = None) -> Stage:
         return Stage(name, total, self._tell)
+
+    def report(self, line: Line) -> None:
+        self._follow(line)
+        _print_repeat(self._console, line)
 
     def _tell(self, task: Stage) -> None:
         if task.seconds >= DELAY_S:
@@ -70,8 +81,9 @@ class _Lines:
 class _Bars(rich_progress.Progress):
     """A bar per running stage, gone when it ends."""
 
-    def __init__(self, console: Console):
+    def __init__(self, console: Console, follow: Follow):
         self._running: dict[rich_progress.TaskID, Stage] = {}
+        self._follow, self._point = follow, ""
         super().__init__(
             rich_progress.TextColumn("{task.description}", markup=False),
             rich_progress.BarColumn(),
@@ -86,7 +98,13 @@ class _Bars(rich_progress.Progress):
     def task(self, name: str, total: float | None = None) -> Stage:
         task = Stage(name, total)
         self._running[self.add_task(name, total=total, visible=False, times="")] = task
+        self._point = ""
         return task
+
+    def report(self, line: Line) -> None:
+        self._follow(line)
+        self._point = _in_words(line)
+        _print_repeat(self.console, line)
 
     @override
     def get_renderables(self) -> Iterable[RenderableType]:
@@ -94,7 +112,7 @@ class _Bars(rich_progress.Progress):
         for number, task in list(self._running.items()):
             if task.running:
                 visible = task.seconds >= DELAY_S
-                self.update(number, completed=task.done, visible=visible, times=_times(task))
+                self.update(number, completed=task.done, visible=visible, times=_times(task) + self._point)
             else:
                 self.remove_task(number)
                 del self._running[number]
@@ -110,12 +128,32 @@ def _times(task: Stage) -> str:
     return f"{taken}, about {left:.0f} s left"
 
 
+def _in_words(point: Line) -> str:
+    """Return a point of a pass as the end of its bar."""
+    speed = next((value for key, value in point.items() if key.endswith("/tokens_per_second")), None)
+    parts = [f", {speed:,.0f} tokens/s"] if speed is not None else []
+    parts += [f", {point['live/accepted']:.2f} accepted"] if "live/accepted" in point else []
+    return "".join(parts)
+
+
+def _print_repeat(console: RichConsole, line: Line) -> None:
+    """Print the line of a repeat that took long enough to be waited for."""
+    if line.get("repeat/seconds", 0.0) < DELAY_S:
+        return
+    speedup = f", {line['repeat/speedup']:.2f}x per row" if "repeat/speedup" in line else ""
+    console.print(f"repeat {line['repeat']}: {line['repeat/seconds']:.1f} s{speedup}", highlight=False, markup=False)
+
+
+def nobody(_: Line) -> None:
+    """Follow nothing."""
+
+
 @contextmanager
-def progress(console: Console | None = None) -> Iterator[Progress]:
-    """Show the stages that begin within."""
+def progress(console: Console | None = None, follow: Follow = nobody) -> Iterator[Progress]:
+    """Show the stages that begin within; `follow` gets what is reported."""
     console = console or Console(stderr=True)
     if console.is_interactive:
-        with _Bars(console) as display:
+        with _Bars(console, follow) as display:
             yield display
     else:
-        yield _Lines(console)
+        yield _Lines(console, follow)

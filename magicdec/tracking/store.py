@@ -176,18 +176,26 @@ class Run:
             _write_atomically(files | {self._result_path: [_json_text(result)]})
         self.result = result
 
-    def fail(self, reason: str, kind: str, history: Sequence[Mapping] = ()) -> None:
-        """Mark this attempt as failed: `kind` is one of KINDS in clean.py. Keep the
-        `history` that it has measured so far.
+    def fail(
+        self,
+        reason: str,
+        kind: str,
+        history: Sequence[Mapping] = (),
+        metrics: Mapping[str, Any] | None = None,
+        generations: Sequence[Mapping] = (),
+    ) -> None:
+        """Mark this attempt as failed: `kind` is one of KINDS in clean.py. Keep what it has measured so far.
 
         Never raise if the disk refuses: the user is about to see another error already.
         """
-        self.result |= {"status": "failed", "kind": kind, "reason": reason} | self._end()
+        facts = self.result | {"status": "failed", "kind": kind, "reason": reason} | self._end()
+        self.result = _plain(facts | dict(metrics or {}) | facts)
         try:
             self._remove_torn_files()
             _write_atomically({self._result_path: [_json_text(self.result)]})
-            if history:
-                _write_atomically({self.folder / "history.jsonl": map(_json_line, history)})
+            for name, rows in (("history", history), ("generations", generations)):
+                if rows:
+                    _write_atomically({self.folder / f"{name}.jsonl": map(_json_line, rows)})
         except OSError as error:
             log.warning("%s could not be marked as failed: %s", self.folder, error)
 

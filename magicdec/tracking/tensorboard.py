@@ -6,9 +6,10 @@ metrics of all runs are one table under HParams.
 
 import importlib.util
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
+from time import time
 from typing import Any
 
 from magicdec.errors import UserError, in_one_line
@@ -38,15 +39,34 @@ def in_sweep() -> bool:
     return False
 
 
+def follow(run: FinishedRun) -> Callable[[Mapping[str, Any]], None]:
+    """Return a function that writes a line into an event file, which TensorBoard reads with the one of the end."""
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+    writer = EventFileWriter(str(_folder(run)), filename_suffix=".live")
+
+    def show(line: Mapping[str, Any]) -> None:
+        writer.add_event(Event(wall_time=time(), step=round(line["live/seconds"]), summary=_scalars(line)))
+        writer.flush()
+
+    return show
+
+
 def log_run(run: FinishedRun) -> Logged:
     """Write the event file of a run."""
-    folder = run.folder / "tensorboard" / run.name.replace("/", "-")  # TensorBoard calls a run by its folder
+    folder = _folder(run)
     command = f"tensorboard --logdir {shlex.quote(shown(run.folder.parent))}"
     try:
         _write(folder, run)
     except Exception as error:
         return Logged(NAME, warning=f"{NAME} failed, {in_one_line(error)}")
     return Logged(NAME, folder, command=command, command_label=NAME)
+
+
+def _folder(run: FinishedRun) -> Path:
+    """Return the folder of a run's event files: TensorBoard calls the run by its name."""
+    return run.folder / "tensorboard" / run.name.replace("/", "-")
 
 
 def _write(folder: Path, run: FinishedRun) -> None:

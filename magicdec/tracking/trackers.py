@@ -3,7 +3,7 @@
 A run's folder is complete before a tracker reads it, so that a tracker which fails loses nothing.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -15,7 +15,13 @@ from magicdec.rules import did_you_mean
 from magicdec.tracking.files import ROW, read_lines
 
 Settings = Mapping[str, Any]  # a run's configuration, as config.yaml holds it
-STEP_KEYS = ("round", "concurrency", "rate", "system/seconds")  # the x axis of a row of numbers, if it has one of these
+STEP_KEYS = (
+    "round",
+    "live/seconds",
+    "concurrency",
+    "rate",
+    "system/seconds",
+)  # the x axis of a row of numbers, if it has one of these
 TRACKERS = {"wandb": "magicdec.tracking.wandb", "tensorboard": "magicdec.tracking.tensorboard"}
 
 
@@ -73,6 +79,9 @@ class Tracker(Protocol):
 
     def in_sweep(self) -> bool:
         """Return True if a sweep of the tracker has started this process."""
+
+    def follow(self, run: FinishedRun) -> Callable[[Mapping[str, Any]], None] | None:
+        """Return a function that shows a line of a run that has begun; None if only finished runs are logged."""
 
     def log_run(self, run: FinishedRun) -> Logged | None:
         """Log a run. Never raise: a failure is the warning of the result. Return None if logging is switched off."""

@@ -5,7 +5,7 @@ import io
 import os
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,9 @@ IMPORTS = ("wandb.sdk.launch",)  # by wandb.init, and takes longer than wandb it
 INIT_TIMEOUT_S = 30.0
 FINISH_TIMEOUT_S = 120.0  # to upload the rest, which stays on disk too
 MAX_TAG_LENGTH = 64
+FILES = ("config.yaml", "generations.jsonl")  # of a run, as an artifact
+LIVE_KEYS = ("live/seconds", "live/*", "repeat", "repeat/*")
+_opened: dict[Path, Any] = {}  # the runs that are shown while they run, by folder
 COMPLAINT = re.compile(r"^wandb: (?:WARNING|ERROR) (.*)", re.MULTILINE)
 # The server's answers to an unknown key, and to a team that does not exist or is not the user's.
 REFUSED = re.compile(r"^(?:Comm|Authentication)Error: .*(?:logged in|api.?key|permission|not found)", re.IGNORECASE)
@@ -47,6 +50,17 @@ def settings(config: Settings, sweep: str | None) -> dict[str, Any]:
 def in_sweep() -> bool:
     """Return True under `wandb agent`."""
     return _given_id() is not None
+
+
+def follow(run: FinishedRun) -> Callable[[Mapping[str, Any]], None] | None:
+    """Return a function that sends a line at once; None unless wandb.mode=online."""
+    if run.config["wandb"]["mode"] != "online":
+        return None
+    with contextlib.redirect_stderr(io.StringIO()):
+        opened = _open(run)
+    _define(opened, LIVE_KEYS)
+    _opened[run.folder] = opened
+    return lambda line: opened.log(dict(line))
 
 
 def log_run(run: FinishedRun) -> Logged | None:
@@ -137,45 +151,55 @@ def _login_trouble() -> str | None:
         return None if UNANSWERED.match(line) and not REFUSED.match(line) else f"{line}; run `wandb login --relogin`"
 
 
-def _send(run: FinishedRun) -> Logged:
-    config, own = run.config, run.config["wandb"]
-    with _tables_stay_in(run.folder):
-        import wandb
+def _open(run: FinishedRun) -> Any:
+    """Open a run at W&B. One of the same id that is there already is replaced, points and all."""
+    import wandb
 
-        options = wandb.Settings(
-            silent=True,
-            console="off",
-            init_timeout=INIT_TIMEOUT_S,
-            finish_timeout=FINISH_TIMEOUT_S,
-            finish_timeout_raises=True,
-            disable_git=True,  # a remote's address and code may hold secrets
-            disable_code=True,
-            # The run is over: what W&B would sample or list now is not what the run used.
-            x_disable_stats=True,
-            x_save_requirements=False,
-        )
-        with wandb.init(
-            mode=own["mode"],
-            dir=str(run.folder),
-            id=_id(run),
-            name=run.name,
-            project=own["project"],
-            entity=own["entity"],
-            group=own["group"],
-            job_type=config["scenario"]["name"],
-            tags=_tags(config, run.result),
-            config=dict(config),
-            settings=options,
-        ) as opened:
-            _log_history(opened, run.rows("history"))
-            _log_history(opened, run.rows("system"))
-            _log_tables(opened, run.result, run.rows("samples"))
-            opened.summary.update(dict(run.result))
-            folder = Path(opened.settings.sync_dir)
-            opened.finish(exit_code=int(run.result["status"] != "done"))
-            if own["mode"] == "online":
-                return Logged(NAME, folder, url=opened.url)
-            return Logged(NAME, folder, command=sync_command(folder))
+    own = run.config["wandb"]
+    options = wandb.Settings(
+        silent=True,
+        console="off",
+        init_timeout=INIT_TIMEOUT_S,
+        finish_timeout=FINISH_TIMEOUT_S,
+        finish_timeout_raises=True,
+        disable_git=True,  # a remote's address and code may hold secrets
+        disable_code=True,
+        # The run samples its machine itself; what W&B would list is not what the run used.
+        x_disable_stats=True,
+        x_save_requirements=False,
+    )
+    return wandb.init(
+        mode=own["mode"],
+        dir=str(run.folder),
+        id=_id(run),
+        name=run.name,
+        project=own["project"],
+        entity=own["entity"],
+        group=own["group"],
+        job_type=run.config["scenario"]["name"],
+        tags=_tags(run.config, run.result),
+        config=dict(run.config),
+        settings=options,
+    )
+
+
+def _send(run: FinishedRun) -> Logged:
+    own, shown_live = run.config["wandb"], _opened.pop(run.folder, None)
+    with _tables_stay_in(run.folder), shown_live or _open(run) as opened:
+        if shown_live is None:
+            _log_history(opened, run.rows("live"))
+        else:  # what is known only at the end
+            opened.name, opened.tags = run.name, tuple(_tags(run.config, run.result))
+        _log_history(opened, run.rows("history"))
+        _log_history(opened, run.rows("system"))
+        _log_tables(opened, run.result, run.rows("samples"))
+        _log_files(opened, f"run-{run.id}-files", "run", [run.folder / name for name in FILES])
+        opened.summary.update(dict(run.result))
+        folder = Path(opened.settings.sync_dir)
+        opened.finish(exit_code=int(run.result["status"] != "done"))
+        if own["mode"] == "online":
+            return Logged(NAME, folder, url=opened.url)
+        return Logged(NAME, folder, command=sync_command(folder))
 
 
 def _id(run: FinishedRun) -> str:
@@ -192,15 +216,20 @@ def _stop_service() -> None:
 
 def _log_history(opened: Any, history: list[dict]) -> None:
     """Log a row per round, level of load or moment. Keep the last one out of the summary, which is about the run."""
-    keys = {key: None for row in history for key in row}
+    _define(opened, {key: None for row in history for key in row})
+    for row in history:
+        opened.log(row)
+
+
+def _define(opened: Any, keys: Iterable[str]) -> None:
+    """Keep the last value of these out of the summary, and draw them along the step key among them."""
+    keys = list(keys)
     along = next((key for key in STEP_KEYS if key in keys), None)
     if along:
         opened.define_metric(along, summary="none")
     for key in keys:
         if key != along:
             opened.define_metric(key, step_metric=along, summary="none")
-    for row in history:
-        opened.log(row)
 
 
 def _log_tables(opened: Any, result: Mapping[str, Any], samples: list[dict]) -> None:
@@ -218,6 +247,17 @@ def _log_tables(opened: Any, result: Mapping[str, Any], samples: list[dict]) -> 
         table = wandb.Table(columns=["position", "acceptance_rate"], data=data)
         title = "Acceptance by position"
         opened.log({"acceptance_by_position": wandb.plot.bar(table, "position", "acceptance_rate", title=title)})
+
+
+def _log_files(opened: Any, name: str, kind: str, paths: Iterable[Path]) -> None:
+    """Log the files that exist as an artifact."""
+    import wandb
+
+    artifact = wandb.Artifact(name, type=kind)
+    for path in paths:
+        if path.is_file():
+            artifact.add_file(str(path), policy="immutable")  # it is complete: no copy is made
+    opened.log_artifact(artifact)
 
 
 def _plain(value: Any) -> Any:

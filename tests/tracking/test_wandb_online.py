@@ -90,15 +90,23 @@ def test_its_summary_is_its_result(launched):
     assert named <= run.summary.keys()
 
 
-def test_its_history_is_a_line_per_round_and_then_the_machine_s(launched):
+def test_its_history_is_what_it_told_live_a_line_per_round_and_then_the_machine_s(launched):
     server, stored, _, _ = launched
     (run,) = server.runs.values()
     folder = Path(stored["folder"])
-    rounds, system = read_lines(folder / "history.jsonl", ROW), read_lines(folder / "system.jsonl", ROW)
+    live, rounds, system = (read_lines(folder / f"{name}.jsonl", ROW) for name in ("live", "history", "system"))
+    assert [line["repeat"] for line in live if "repeat" in line] == [1]
     assert rounds
     assert system
     sent = [{key: value for key, value in row.items() if not key.startswith("_")} for row in run.history]
-    assert sent[: len(rounds) + len(system)] == rounds + system
+    assert sent[: len(live) + len(rounds) + len(system)] == live + rounds + system
+
+
+def test_its_files_are_an_artifact(launched):
+    server, stored, _, _ = launched
+    (files,) = (one["files"] for one in server.artifacts.values() if one["artifactTypeName"] == "run")
+    for name in ("config.yaml", "generations.jsonl"):
+        assert files[name] == Path(stored["folder"], name).read_bytes()
 
 
 def test_its_tables_hold_its_rows(launched):
