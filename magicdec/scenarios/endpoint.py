@@ -124,7 +124,7 @@ def run(plan: Plan, progress: Progress) -> Outcome:
     tokenizer = build.tokenizer(plan)
     prompts = prompts_of(plan, tokenizer)
     work = Measurement(plan, prompts, jobs_of(plan, prompts), progress)
-    with keeping(work.history):
+    with keeping(lambda: Outcome({}, history=work.history)):
         asyncio.run(_measure_all(work, load(plan), tokenizer))
     results: Metrics = {**prompts.facts, "device": plan.device_name, **plan.sources, **work.facts}
     results |= {key: value for key, value in work.history[-1].items() if key not in ("concurrency", "rate")}
