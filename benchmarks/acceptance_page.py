@@ -38,7 +38,7 @@ OPENING = """# What SmolLM2-135M accepts of its own drafts
 
 {finding}
 
-The model is SmolLM2-135M-Instruct after 4-bit quantisation, dequantised (`target=smollm2-135m-q4`): its weights are not
+The model is SmolLM2-135M-Instruct after 4-bit quantization, dequantized (`target=smollm2-135m-q4`): its weights are not
 those of the hub's model. Slices go through one centre: 4,096 tokens of a novel, budget 256, gamma 3, fp32;
 {rows} documents at a time, {generated} new tokens each. {lossless}
 Acceptance does not depend on the hardware, and no times are reported here:

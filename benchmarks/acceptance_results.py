@@ -16,7 +16,7 @@ from magicdec.costmodel.speedup import alpha_from_acceptance_length
 from magicdec.costmodel.tables import PUBLISHED
 
 SHIPPED = PUBLISHED.parent / f"acceptance_{TARGET}.csv"
-SOURCE = "magicdec's study of SmolLM2-135M-Instruct after 4-bit quantisation (docs/results/smollm2.md)"
+SOURCE = "magicdec's study of SmolLM2-135M-Instruct after 4-bit quantization (docs/results/smollm2.md)"
 POLICIES = ("topk", "verify_guided", "quest", "snapkv", "pyramidkv", "streaming", "window")
 RESAMPLES, LEVEL = 2000, 95
 FEWEST = 1000  # proposals: cells of fewer are marked

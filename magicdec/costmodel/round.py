@@ -93,12 +93,12 @@ class Setup:
 
     @property
     def weight_bytes(self) -> float:
-        """Return the bytes of a weight that is not quantised."""
+        """Return the bytes of a weight that is not quantized."""
         return self.stored_weight_bytes or self.element_bytes
 
     @property
     def draft_weight_bytes(self) -> float:
-        """Return the bytes of a weight in the draft's layers; embedding and head are never quantised."""
+        """Return the bytes of a weight in the draft's layers; embedding and head are never quantized."""
         return QUANTIZED_BYTES.get(self.draft.quantization, self.weight_bytes)
 
     def moved_weight_bytes(self, rows: int) -> float:

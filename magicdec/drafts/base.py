@@ -51,7 +51,7 @@ class DraftSpec:
     sampling: Sampling | RowSampling
     gamma: int  # the largest, where `draft.gamma` is auto
     prefill_chunk: int
-    model: Transformer | None = None  # of an independent draft, or the target's own weights quantised
+    model: Transformer | None = None  # of an independent draft, or the target's own weights quantized
 
     def new_cache(self, model: Transformer, target_cache: KVCache | None) -> DraftCache:
         """Allocate a cache for `model`; `target_cache` where it drafts from the target's own entries."""

@@ -80,7 +80,7 @@ def footprint(engine: NativeEngine, num_rows: int, context_len: int, audited: bo
 
 
 def stored(parameter: Tensor) -> list[Tensor]:
-    """Return the tensors of a parameter: itself, or codes and scales if it is quantised."""
+    """Return the tensors of a parameter: itself, or codes and scales if it is quantized."""
     if not hasattr(parameter, "__tensor_flatten__"):
         return [parameter]
     names, _ = parameter.__tensor_flatten__()

@@ -62,13 +62,13 @@ def read_config(folder: Path) -> ModelConfig:
     """Return the architecture that the folder's `config.json` describes.
 
     The end-of-sequence tokens are those of `generation_config.json` where it names any, as in transformers' generate.
-    Raise UserError for a missing or broken file, an architecture that is not covered, or a quantised checkpoint.
+    Raise UserError for a missing or broken file, an architecture that is not covered, or a quantized checkpoint.
     """
     config = read_json(folder / CONFIG, OBJECT)
     if is_head(config):
         return head_from(config, _files_of_head(folder), str(folder / CONFIG))
     if config.get("quantization_config") or config.get("compression_config"):
-        raise UserError(f"{folder / CONFIG}: quantised checkpoints are not supported; take the unquantised one")
+        raise UserError(f"{folder / CONFIG}: quantized checkpoints are not supported; take the unquantized one")
     if (path := folder / GENERATION_CONFIG).exists():
         found = eos_ids(read_json(path, GenerationConfig))
         config["eos_token_id"] = found or config.get("eos_token_id")
@@ -185,7 +185,7 @@ def load(
     Parameters named in `compact` are in bfloat16. All files are checked before anything is allocated. Peak memory is
     this rank's weights plus its part of one tensor. `progress` is called with the number of parameters of each part
     that is read, `num_parameters` of the share in all. Raise UserError for a missing, truncated or corrupt file, a
-    missing, unexpected or misshapen tensor, a pickle checkpoint, and quantised weights.
+    missing, unexpected or misshapen tensor, a pickle checkpoint, and quantized weights.
     """
     todo = list(pieces(config, share))
     files = _files_of(folder)
@@ -302,7 +302,7 @@ def _check(todo: list[Piece], files: dict[str, Path], folder: Path, dispensable:
         if tuple(entry["shape"]) != shape:
             raise UserError(f"{path}: {source} has shape {tuple(entry['shape'])}, {CONFIG} says {shape}")
         if entry["dtype"] not in STORED_DTYPES:
-            raise UserError(f"{path}: {source} is stored as {entry['dtype']:.20}; quantised weights are not supported")
+            raise UserError(f"{path}: {source} is stored as {entry['dtype']:.20}; quantized weights are not supported")
     unknown = sorted(files.keys() - {piece.source for piece in todo})
     unknown = [name for name in unknown if not dispensable.fullmatch(name)]
     if unknown:

@@ -26,7 +26,7 @@ class Operators:
     """PyTorch's operators."""
 
     def linear(self, layer: nn.Module, x: Tensor) -> Tensor:
-        """Return a linear layer's output. A layer with quantised weights computes it itself."""
+        """Return a linear layer's output. A layer with quantized weights computes it itself."""
         if is_plain(layer):
             return self.matmul(x, layer.weight, layer.bias)
         out: Tensor = layer(x)
@@ -154,7 +154,7 @@ def _cpp() -> CppOperators:
 
 
 def is_plain(layer: nn.Module) -> TypeGuard[nn.Linear]:
-    """Return whether a layer multiplies by a contiguous weight that is not quantised."""
+    """Return whether a layer multiplies by a contiguous weight that is not quantized."""
     return isinstance(layer, nn.Linear) and type(layer.weight) is nn.Parameter and layer.weight.is_contiguous()
 
 

@@ -1,6 +1,6 @@
-"""Weight-only quantisation of a draft's layers, through torchao: group-wise, 8 or 4 bits, activations as they are.
+"""Weight-only quantization of a draft's layers, through torchao: group-wise, 8 or 4 bits, activations as they are.
 
-The target is never quantised, because that would change its output.
+The target is never quantized, because that would change its output.
 """
 
 import logging
@@ -82,7 +82,7 @@ class CodedLinear(nn.Module):
     """A linear layer for GPUs with one or two weights per byte. With few rows, only the codes are read."""
 
     def __init__(self, linear: nn.Linear, bits: int):
-        """Take the weights from `linear`, which torchao has quantised."""
+        """Take the weights from `linear`, which torchao has quantized."""
         super().__init__()
         from magicdec.models.code_matmul import code_matmul  # here: only PyTorch for GPUs brings Triton
 
@@ -117,7 +117,7 @@ class PackedLinear(nn.Module):
     """
 
     def __init__(self, linear: nn.Linear):
-        """Quantise `linear`; on the meta device its shapes alone."""
+        """Quantize `linear`; on the meta device its shapes alone."""
         from torchao.prototype.quantization.int4 import Int4OpaqueTensor
 
         super().__init__()

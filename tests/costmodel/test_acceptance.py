@@ -81,7 +81,7 @@ def test_a_view_of_everything_accepts_everything():
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_quantised_weights_are_never_exact(quantization):
+def test_quantized_weights_are_never_exact(quantization):
     for policy in ("full", "streaming"):
         assert alpha(Curves([]), policy=policy, budget=8000, quantization=quantization) is None
 
@@ -93,7 +93,7 @@ def test_a_sliding_window_holds_in_every_cache():
         assert Curves([]).estimate(asked(policy=policy, budget=8000).at(target=model)).alpha == 1.0
 
 
-def test_a_quantised_draft_has_a_curve_of_its_own():
+def test_a_quantized_draft_has_a_curve_of_its_own():
     points = [point(alpha=0.8), point(alpha=0.6, quantization="int4")]
     assert alpha(Curves(points)) == 0.8
     assert alpha(Curves(points), quantization="int4") == 0.6
@@ -127,7 +127,7 @@ def test_runs_with_other_settings_of_the_policy_have_another_curve(policy, key, 
     assert alpha(curves, policy=policy, **{key: 2}) is None
 
 
-def test_runs_of_quantised_drafts_are_known_by_their_weights():
+def test_runs_of_quantized_drafts_are_known_by_their_weights():
     curves = Curves(measured([run(0.9), run(0.5, "int4")]), "stdlib")
     assert alpha(curves, policy="quantized") == 0.9
     assert alpha(curves, policy="quantized", quantization="int4") == 0.5

@@ -64,7 +64,7 @@ def test_few_kernels_and_no_copy_of_a_cache(num_new, architecture, before):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_quantised_layers_move_what_the_cost_model_counts(quantization):
+def test_quantized_layers_move_what_the_cost_model_counts(quantization):
     """Up to CODE_ROWS rows codes alone; beyond, one kernel writes each decoded weight, and its matmul reads it."""
     pytest.importorskip("torchao")
     for rows, decoding in ((CODE_ROWS, 0), (CODE_ROWS + 1, 4)):

@@ -72,7 +72,7 @@ def test_nothing_is_in_the_way_here():
     ],
 )
 def test_what_triton_needs_is_looked_for_before_it_is_chosen(fault, said, request):
-    """Attention, torch.compile, sampling and quantised drafts fall back or are refused, each with one line."""
+    """Attention, torch.compile, sampling and quantized drafts fall back or are refused, each with one line."""
     if fault in ("no_headers", "another"):
         pytest.importorskip("triton")
     request.getfixturevalue(fault)

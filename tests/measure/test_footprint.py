@@ -103,7 +103,7 @@ def test_a_gpu_is_foreseen_with_the_backend_that_it_uses(policy):
 
 
 @pytest.mark.parametrize(("name", "least", "most"), [("int8", 1 / 4, 1 / 3), ("int4", 1 / 8, 1 / 6)])
-def test_a_quantised_draft_counts_its_codes_and_scales_and_shares_the_rest(name, least, most):
+def test_a_quantized_draft_counts_its_codes_and_scales_and_shares_the_rest(name, least, most):
     pytest.importorskip("torchao")
     drafter, prompts = quantized(TARGET, name, "cpu"), random_prompts([CONTEXT] * ROWS)
     settings = {"gamma": 3, "draft_name": "self", "policy": "streaming", "budget": 40, "generate_len": 6}

@@ -228,17 +228,17 @@ def test_no_weights_at_all(llama):
     assert f"{llama} holds no weights" in refusal(llama)
 
 
-def test_quantised_checkpoints(llama):
+def test_quantized_checkpoints(llama):
     change_config(llama, quantization_config={"quant_method": "awq"})
-    assert "quantised checkpoints are not supported" in refusal(llama)
+    assert "quantized checkpoints are not supported" in refusal(llama)
 
 
-def test_quantised_weights(llama):
+def test_quantized_weights(llama):
     tensors = load_file(llama / SINGLE)
     name = "model.layers.0.mlp.down_proj.weight"
     tensors[name] = tensors[name].to(torch.float8_e4m3fn)
     save_file(tensors, llama / SINGLE)
-    assert f"{name} is stored as F8_E4M3; quantised weights are not supported" in refusal(llama)
+    assert f"{name} is stored as F8_E4M3; quantized weights are not supported" in refusal(llama)
 
 
 # config.json and generation_config.json

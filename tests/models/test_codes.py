@@ -1,4 +1,4 @@
-"""Matmuls by codes, as a draft with quantised weights does them on a GPU: counted and compiled."""
+"""Matmuls by codes, as a draft with quantized weights does them on a GPU: counted and compiled."""
 
 import pytest
 import torch

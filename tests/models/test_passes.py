@@ -200,7 +200,7 @@ def test_other_passes_go_operator_by_operator(calls):
 
 @torch.inference_mode()
 @pytest.mark.parametrize("bits", ["int8", "int4"])
-def test_quantised_weights_go_operator_by_operator_in_every_pass(bits, calls):
+def test_quantized_weights_go_operator_by_operator_in_every_pass(bits, calls):
     model = quantized(model_of(hidden_size=64, intermediate_size=64), bits, "cpu")
     model.attention = CppAttention()
     cache = KVCache(model.config, 1, 8, model.dtype, "cpu")

@@ -1,4 +1,4 @@
-"""Quantised drafts: how far weights may move, what is shared, and that the output does not change."""
+"""Quantized drafts: how far weights may move, what is shared, and that the output does not change."""
 
 import pytest
 import torch
@@ -77,7 +77,7 @@ def test_the_rest_is_shared_and_the_target_stays(target, pair):
 
 @pytest.mark.parametrize("draft", ["self", "layer_skip", "model"])
 @pytest.mark.parametrize("policy", ["streaming", "topk"])
-def test_every_quantised_draft_is_lossless(target, pair, draft, policy):
+def test_every_quantized_draft_is_lossless(target, pair, draft, policy):
     _, model = pair
     options = {"gamma": 3, "policy": policy, "budget": 24, "num_sink": 2}
     batch = open_batch(target, random_prompts([40, 53]), draft_name=draft, draft_model=model, **options)

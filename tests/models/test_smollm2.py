@@ -1,4 +1,4 @@
-"""A real pretrained model: SmolLM2-135M (4-bit, dequantised), in the folder that MAGICDEC_SMOLLM2 names.
+"""A real pretrained model: SmolLM2-135M (4-bit, dequantized), in the folder that MAGICDEC_SMOLLM2 names.
 
 `python tools/get_smollm2.py --out FOLDER` makes it.
 """
