@@ -11,7 +11,7 @@ from typing import Any
 
 from magicdec.config.options import has_key
 from magicdec.config.registry import CORPORA
-from magicdec.config.schema import Config
+from magicdec.config.schema import Assumed, Config
 from magicdec.errors import UserError
 from magicdec.rules import did_you_mean
 
@@ -123,6 +123,8 @@ def _run(config: Config) -> Iterator[str]:
     if scenario.name == "compare" and scenario.repeats == "auto" and config.hardware.tensor_parallel > 1:
         ranks = f"hardware.tensor_parallel={config.hardware.tensor_parallel}"  # each would stop by its own clock
         yield f"scenario.repeats=auto: goes with one rank only, not with {ranks}; give a number"
+    if isinstance(scenario, Assumed):
+        yield from scenario.mistakes()
     if corpus.needs_path and not data.path:
         yield f"data.path=null: data={data.name} needs a file or folder, as in data.path=FOLDER"
     if corpus.tasks and data.task is None:

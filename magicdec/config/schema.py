@@ -5,6 +5,7 @@ draft and engine have a class for each option, in the option's own module (magic
 scenario has one for each scenario, below.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
@@ -145,19 +146,52 @@ class Profile:
 
 
 @dataclass(frozen=True, config=STRICT)
-class Predict:
+class Assumed:
+    """An assumed acceptance: alpha itself, or what an engine reported at a gamma of its own."""
+
+    alpha: Share | None
+    acceptance_rate: Share | None
+    acceptance_length: Annotated[float | None, Field(ge=1), must("must be at least 1, or null")]
+    acceptance_gamma: Count | None
+
+    def mistakes(self) -> Iterator[str]:
+        """Yield what contradicts itself."""
+        given = [key for key in ("alpha", "acceptance_rate", "acceptance_length") if getattr(self, key) is not None]
+        if len(given) > 1:
+            yield f"scenario.{given[0]} and scenario.{given[1]} say the same thing twice; give one"
+        reported = [key for key in given if key != "alpha"]
+        if reported and self.acceptance_gamma is None:
+            yield (
+                f"scenario.{reported[0]} needs scenario.acceptance_gamma: how many tokens were proposed per round when "
+                "it was measured (vLLM's num_speculative_tokens)"
+            )
+        if self.acceptance_gamma is not None and not reported:
+            yield "scenario.acceptance_gamma has no effect without scenario.acceptance_rate or acceptance_length"
+        if self.length is not None and self.acceptance_gamma and self.length > self.acceptance_gamma + 1:
+            most = self.acceptance_gamma + 1
+            yield f"scenario.acceptance_length={self.length} is above scenario.acceptance_gamma + 1 = {most}"
+
+    @property
+    def length(self) -> float | None:
+        """Return the reported tokens per round, bonus token included; None where nothing was reported."""
+        if self.acceptance_rate is not None and self.acceptance_gamma is not None:
+            return 1 + self.acceptance_gamma * self.acceptance_rate
+        return self.acceptance_length
+
+
+@dataclass(frozen=True, config=STRICT)
+class Predict(Assumed):
     """A prediction by the cost model."""
 
     name: Literal["predict"]
     gammas: SomeCounts
-    alpha: Share | None
     critical_batches: Annotated[
         Counts, must("must be a smaller and a larger batch", lambda b: len(b) == 2 and b[0] < b[1])
     ]
 
 
 @dataclass(frozen=True, config=STRICT)
-class Search:
+class Search(Assumed):
     """A search for the best configuration by the cost model."""
 
     name: Literal["plan"]
@@ -165,7 +199,14 @@ class Search:
     policies: Annotated[list[str], Field(min_length=1)]
     gammas: SomeCounts
     batch_sizes: Counts
+    context_lens: Counts
+    workload: Annotated[
+        list[list[Count]],
+        must("must hold pairs of prompt and output tokens, as in [[4000,500]]", lambda v: all(len(p) == 2 for p in v)),
+    ]
     latency_ms: Figure | None
+    schedule: Literal["vllm", "vllm_by_context", "sglang", "tensorrt_llm", "llamacpp"] | None
+    tolerance: Annotated[float, Field(ge=0, lt=1), must("must be at least 0 and below 1")]
     save_as: FileName
 
 

@@ -71,12 +71,13 @@ def search(
     gammas: Sequence[int] = GAMMAS,
     latency_ms: float | None = None,
     generate_len: int = 0,
+    alpha: float | None = None,
 ) -> Ranking:
     """Rank configurations of `setup`'s target, machine and context.
 
-    `drafts` and `caches`, at any budget, are those to search; empty: those of `setup`. `latency_ms` bounds the time per
-    output token. Raise UserError where not even autoregressive decoding of the smallest batch is within memory and
-    bound.
+    `drafts` and `caches`, at any budget, are those to search; empty: those of `setup`. A given `alpha` is that of the
+    setup's own draft, cache and budget, and no others are searched. `latency_ms` bounds the time per output token.
+    Raise UserError where not even autoregressive decoding of the smallest batch is within memory and bound.
     """
     drafts, caches = tuple(drafts) or (setup.draft,), tuple(caches) or (setup.cache,)
     found: list[Candidate] = []
@@ -86,8 +87,9 @@ def search(
         alone = setup.at(batch=batch, draft=DRAFTS["ngram"].facts())  # needs no memory of its own
         if predict(alone, (1,), generate_len=generate_len).fits:
             found.append(Candidate(alone, None, alone.target_time.total))
-        for tried in _setups(setup.at(batch=batch), drafts, caches, curves):
-            prediction = predict(tried, gammas, curves=curves, generate_len=generate_len)
+        here = setup.at(batch=batch)
+        for tried in [here] if alpha is not None else _setups(here, drafts, caches, curves):
+            prediction = predict(tried, gammas, alpha, curves, generate_len)
             if not prediction.fits:
                 too_large += 1
             elif prediction.estimate is None:

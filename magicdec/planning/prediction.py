@@ -5,9 +5,10 @@ from dataclasses import fields
 from magicdec.config.choices import CacheConfig, DraftConfig, ModelChoice
 from magicdec.config.options import values_of
 from magicdec.config.registry import DRAFTS, POLICIES
-from magicdec.config.schema import Config
+from magicdec.config.schema import Assumed, Config
 from magicdec.costmodel import acceptance
 from magicdec.costmodel.acceptance import Curves
+from magicdec.costmodel.speedup import alpha_from_acceptance_length
 from magicdec.costmodel.targets import architecture
 from magicdec.tracking.reader import iter_runs, latest
 
@@ -30,6 +31,15 @@ def draft_named(name: str, ranks: int | None) -> DraftConfig:
 def curves(config: Config) -> Curves:
     """Return the known acceptances, of the runs in the store and of publications."""
     return Curves([*acceptance.measured(latest(iter_runs(config.runs_dir))), *acceptance.published()], task_of(config))
+
+
+def assumed_alpha(config: Config, scenario: Assumed) -> float | None:
+    """Return the alpha that a prediction assumes: given, reported by an engine, or drawn; None to look it up."""
+    if scenario.alpha is not None:
+        return scenario.alpha
+    if scenario.length is not None and scenario.acceptance_gamma is not None:
+        return alpha_from_acceptance_length(scenario.length, scenario.acceptance_gamma)
+    return config.draft.synthetic_acceptance
 
 
 def task_of(config: Config) -> str:

@@ -2,6 +2,7 @@
 
 import sys
 from collections import defaultdict
+from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path
 
@@ -10,12 +11,15 @@ from rich.table import Table
 
 from magicdec.config.schema import Config, Search
 from magicdec.costmodel.planner import FOUND_BY, Candidate, Ranking, experiment_yaml, search
+from magicdec.costmodel.predict import predict
 from magicdec.costmodel.round import Setup
 from magicdec.costmodel.summary import pays_from
+from magicdec.costmodel.workload import Workload
 from magicdec.errors import UserError
-from magicdec.planning.prediction import cache_named, curves, draft_named
+from magicdec.planning.prediction import assumed_alpha, cache_named, curves, draft_named
 from magicdec.planning.resolve import Plan, resolve
 from magicdec.scenarios.outcome import Outcome
+from magicdec.scenarios.schedules import outcome, predicted_schedule
 from magicdec.tracking.cells import new_table
 from magicdec.tracking.progress import Progress
 from magicdec.tracking.store import shown
@@ -23,6 +27,7 @@ from magicdec.tracking.store import shown
 EXPERIMENTS = Path("conf", "experiment")  # of the working directory: in a checkout its own, otherwise the user's
 CHOICES = ("draft", "cache")
 SHOWN = 12  # candidates in the table
+ALPHAS = (0.5, 0.6, 0.7, 0.8, 0.9)  # that an assumed acceptance is compared with
 SHOWN_UNKNOWN = 6  # configurations without a known acceptance
 
 
@@ -39,19 +44,34 @@ def prepare(config: Config) -> Plan:
 def run(plan: Plan, progress: Progress) -> Outcome:
     """Search for a target, a machine and a context; a line of the history for every candidate, the best first."""
     config, scenario = plan.config, plan.config.settings(Search)
+    setup, known, command = plan.setup(), curves(config), " ".join(["magicdec", *sys.argv[1:]])
+    workload = Workload(scenario.workload or [(setup.context, max(2, config.batch.generate_len))])
+    if scenario.workload:
+        setup = setup.at(context=workload.context_len)
+    alpha = assumed_alpha(config, scenario)
+    if alpha is not None or scenario.schedule is not None:  # of the run's own draft
+        setup = setup.at(draft=config.draft, cache=config.cache)
+    if scenario.schedule is not None:
+        found = predicted_schedule(setup, scenario, alpha, known, workload.generate_len)
+        return outcome(found, setup, scenario, command)
     ranking = search(
-        plan.setup(),
-        curves(config),
+        setup,
+        known,
         scenario.batch_sizes,
         [draft_named(name, config.draft.tensor_parallel) for name in scenario.drafts],
         [cache_named(config, policy) for policy in scenario.policies],
         scenario.gammas,
         scenario.latency_ms,
-        config.batch.generate_len,
+        workload.generate_len,
+        alpha,
     )
     best = ranking.ranked[0]
-    text = experiment_yaml(best, " ".join(["magicdec", *sys.argv[1:]]))
+    text = experiment_yaml(best, command)
     view: list[RenderableType] = [_view(ranking)]
+    if alpha is not None:
+        view.append(_by_alpha(setup, scenario, alpha))
+    served = _served(best, workload)
+    view.append(_verdict(served))
     if scenario.save_as is not None:
         file = _experiment(scenario.save_as)
         try:
@@ -63,6 +83,7 @@ def run(plan: Plan, progress: Progress) -> Outcome:
     metrics = {"device": plan.device_name} | (best.prediction.metrics() if best.prediction else {})
     metrics |= {"predicted/tokens_per_second": best.tokens_per_second, "predicted/speedup": best.speedup}
     metrics["predicted/speedup_wall"] = best.speedup_wall
+    metrics |= {f"predicted/{name}": value for name, value in served.items()}
     return Outcome(metrics, history=[_facts(one) for one in ranking.ranked], view=Group(*view))
 
 
@@ -82,6 +103,36 @@ def _view(ranking: Ranking) -> Group:
         table.add_row(str(one.setup.batch), *chosen, *rates, speedups)
     left_out = f"left out: {ranking.too_large} that do not fit into memory, {ranking.too_slow} beyond the latency bound"
     return Group(table, *([_unknown(ranking)] if ranking.unknown else []), left_out)
+
+
+def _by_alpha(setup: Setup, scenario: Search, alpha: float) -> Table:
+    """Return the best gamma and its speedup per row, by batch and alpha."""
+    alphas = sorted({*ALPHAS, round(alpha, 2)})
+    columns = ("batch", *(f"alpha {one:g}" for one in alphas))
+    table = new_table(*columns, title=f"best gamma and speedup per row, if alpha were different: {setup.draft_title}")
+    for batch in scenario.batch_sizes or [setup.batch]:
+        found = [predict(setup.at(batch=batch), scenario.gammas, one).best for one in alphas]
+        table.add_row(str(batch), *(f"{at.gamma}: {at.speedup:.2f}x" for at in found))
+    return table
+
+
+def _served(best: Candidate, workload: Workload) -> dict[str, float]:
+    """Return requests per second of the best plan and of autoregressive decoding, both with their prefills."""
+    setup, drafts = best.setup, best.prediction is not None
+    rates = {
+        "requests_per_second": workload.requests_per_second(setup, best.time_per_token_s, drafts),
+        "autoregressive_requests_per_second": workload.requests_per_second(setup, setup.target_time.total, False),
+    }
+    return rates | {"speedup_with_prefill": rates["requests_per_second"] / rates["autoregressive_requests_per_second"]}
+
+
+def _verdict(served: Mapping[str, float]) -> str:
+    """Return what the best plan is worth to users, who wait for prefills, too."""
+    with_it, without = served["requests_per_second"], served["autoregressive_requests_per_second"]
+    return (
+        f"with prefill, the best plan serves {with_it:.3g} requests/s, {served['speedup_with_prefill']:.2f}x of "
+        f"{without:.3g} without speculation, assuming that the batch is always full and that prompts share nothing"
+    )
 
 
 def _unknown(ranking: Ranking) -> Table:

@@ -11,7 +11,7 @@ from magicdec.costmodel.comparison import published
 from magicdec.costmodel.predict import Prediction
 from magicdec.costmodel.predict import predict as predict_setup
 from magicdec.costmodel.summary import pays_from, verdict
-from magicdec.planning.prediction import curves, task_of
+from magicdec.planning.prediction import assumed_alpha, curves, task_of
 from magicdec.planning.resolve import Plan, resolve
 from magicdec.scenarios.outcome import Outcome
 from magicdec.tracking.cells import new_table
@@ -30,7 +30,7 @@ def predicted(plan: Plan) -> Prediction:
     return predict_setup(
         plan.setup(),
         scenario.gammas,
-        config.draft.synthetic_acceptance if scenario.alpha is None else scenario.alpha,
+        assumed_alpha(config, scenario),
         curves(config),
         generate_len=config.batch.generate_len,
         batches=(scenario.critical_batches[0], scenario.critical_batches[1]),

@@ -56,6 +56,9 @@ FORMER_KEYS: dict[str, dict[str, Any]] = {
 # Keys of a group, by the name that ids know.
 RENAMED = {"scenario": {"save_as": "experiment"}, "engine": {"kv_cache": "cache"}}
 ONLY_AUTO = ("precision", "max_minutes")  # keys of the group scenario that count only with repeats=auto
+# Keys of the group scenario that are newer than the oldest ids, which do not count them at these values.
+LATER_KEYS: dict[str, Any] = {"acceptance_rate": None, "acceptance_length": None, "acceptance_gamma": None}
+LATER_KEYS |= {"workload": [], "schedule": None, "tolerance": 0.03}
 ID_LENGTH = 12  # hex digits: among 10,000 runs, two share an id with a probability of 2e-7
 CHECKOUT = PACKAGE.parent
 CODE_FOLDERS = ("magicdec", "conf", "sweeps", "hydra_plugins", "launch.py")  # of the checkout
@@ -78,7 +81,8 @@ def run_id(config: Mapping[str, Any], fingerprints: Mapping[str, str], device: s
         decisive["draft"] = decisive["draft"] | {"model": _without_folder(model, fingerprints.get("draft.model"))}
     if scenario := decisive.get("scenario"):
         unread = () if scenario.get("repeats") == "auto" else ONLY_AUTO
-        decisive["scenario"] = {key: value for key, value in scenario.items() if key not in unread}
+        counted = {key: value for key, value in scenario.items() if LATER_KEYS.get(key, ...) != value}
+        decisive["scenario"] = {key: value for key, value in counted.items() if key not in unread}
     for group in RENAMED.keys() & decisive.keys():
         decisive[group] = {RENAMED[group].get(key, key): value for key, value in decisive[group].items()}
     for group in FORMER_KEYS.keys() & decisive.keys():

@@ -1,0 +1,141 @@
+"""Schedules as engines take them: a file, and the command that reads it.
+
+Names and forms are those of the engines' own sources in September 2026:
+
+- vLLM: `num_speculative_tokens_per_batch_size` (vllm-project/vllm#32374), entries of batch range and gamma. With a
+  context range between them in vllm-project/vllm#48944, which is proposed, not released.
+- SGLang: `--speculative-adaptive-config` (sgl-project/sglang#24055), by the lower bound of the batch; EAGLE heads only.
+- TensorRT-LLM: `draft_len_schedule` (NVIDIA/TensorRT-LLM#10860), by the upper bound of the batch. The first entry must
+  hold the largest gamma, and beyond the last entry there is no speculation.
+- llama.cpp: one number for all batches.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from magicdec.costmodel.round import Setup
+from magicdec.costmodel.schedules import Schedule
+from magicdec.errors import UserError
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings of an engine: the content of a file (None where flags say everything), and the command."""
+
+    content: str | None
+    command: str  # with {file} where the file's path belongs
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class EngineForm:
+    """An engine that can be given a schedule: what it calls our drafts, and what its gamma can depend on."""
+
+    label: str
+    methods: Mapping[str, str]
+    write: Callable[[Schedule, Setup, str], Settings]
+    suffix: str = ""  # of its file
+    by_batch: bool = True
+    by_context: bool = False
+
+    def settings(self, schedule: Schedule, setup: Setup) -> Settings:
+        """Return a schedule as settings of this engine. Raise UserError for a draft that it cannot run."""
+        return self.write(schedule, setup, self.method(setup))
+
+    def method(self, setup: Setup) -> str:
+        """Return the engine's name of the draft. Raise UserError for a draft that it does not have."""
+        if setup.draft.name not in self.methods:
+            known = " or ".join(f"draft={name}" for name in self.methods)
+            raise UserError(f"draft={setup.draft.name}: {self.label} cannot be set to it; choose {known}")
+        return self.methods[setup.draft.name]
+
+
+def _vllm(schedule: Schedule, setup: Setup, method: str) -> Settings:
+    command = f"vllm serve {_target(setup)}{_ranks('--tensor-parallel-size', setup)}"
+    if schedule.max_gamma == 0:
+        return Settings(None, command, NEVER)
+    entries = [[*one.batch, *(one.context if schedule.by_context else ()), one.gamma] for one in schedule.entries]
+    config: dict[str, Any] = {"method": method} | _model("model", setup)
+    config["num_speculative_tokens"] = schedule.max_gamma
+    if setup.draft.name == "ngram":
+        config["prompt_lookup_max"] = getattr(setup.draft, "max_ngram", 4)
+    config["num_speculative_tokens_per_batch_size"] = entries
+    flags = f'--max-num-seqs {schedule.max_batch} --speculative-config "$(cat {{file}})"'
+    return Settings(_json(config), f"{command} {flags}")
+
+
+def _sglang(schedule: Schedule, setup: Setup, method: str) -> Settings:
+    command = f"python -m sglang.launch_server --model-path {_target(setup)}{_ranks('--tp', setup)}"
+    if schedule.max_gamma == 0:
+        return Settings(None, command, NEVER)
+    slots = {str(entry.batch[0]): {"candidate_steps": [entry.gamma]} for entry in schedule.entries}
+    most = schedule.max_gamma
+    draft = _model("--speculative-draft-model-path", setup)
+    parts = [command, f"--max-running-requests {schedule.max_batch}", f"--speculative-algorithm {method}"]
+    parts += [f"{flag} {path}" for flag, path in draft.items()]
+    parts += [f"--speculative-num-steps {most} --speculative-eagle-topk 1 --speculative-num-draft-tokens {most + 1}"]
+    parts += ["--speculative-adaptive --speculative-adaptive-config {file}"]
+    return Settings(_json(slots), " ".join(parts))
+
+
+def _tensorrt_llm(schedule: Schedule, setup: Setup, method: str) -> Settings:
+    command = f"trtllm-serve {_target(setup)}{_ranks('--tp_size', setup)} --max_batch_size {schedule.max_batch}"
+    first = schedule.entries[0].gamma
+    if first == 0:
+        return Settings(None, command, FROM_LARGER if schedule.max_gamma else NEVER)
+    lengths = {entry.batch[1]: min(entry.gamma, first) for entry in schedule.entries}
+    while len(lengths) > 1 and lengths[max(lengths)] == 0:  # beyond the last entry it does not speculate anyway
+        del lengths[max(lengths)]
+    config: dict[str, Any] = {"decoding_type": method, "max_draft_len": first} | _model("speculative_model", setup)
+    config["draft_len_schedule"] = lengths
+    note = ""
+    if schedule.max_gamma > first:
+        note = f"gamma is at most {first}, that of the smallest batch: a limit of draft_len_schedule"
+    content = yaml.safe_dump({"speculative_config": config}, sort_keys=False)
+    return Settings(content, f"{command} --extra_llm_api_options {{file}}", note)
+
+
+def _llamacpp(schedule: Schedule, setup: Setup, method: str) -> Settings:
+    command = f"llama-server -m TARGET.gguf --parallel {schedule.max_batch}"
+    if schedule.max_gamma == 0:
+        return Settings(None, command, NEVER)
+    return Settings(None, f"{command} {method} --spec-draft-n-max {schedule.max_gamma}", "one gamma for all batches")
+
+
+FROM_LARGER = "it pays with larger batches only, which draft_len_schedule cannot say: its first entry is the largest"
+NEVER = "speculation is not predicted to pay: serve without it"
+FORMS = {
+    "vllm": EngineForm(
+        "vLLM", {"model": "draft_model", "ngram": "ngram", "eagle3": "eagle3", "suffix": "suffix"}, _vllm, ".json"
+    ),
+    "vllm_by_context": EngineForm(
+        "vLLM", {"model": "draft_model", "ngram": "ngram", "eagle3": "eagle3"}, _vllm, ".json", by_context=True
+    ),
+    "sglang": EngineForm("SGLang's adaptive speculation", {"eagle3": "EAGLE3"}, _sglang, ".json"),
+    "tensorrt_llm": EngineForm(
+        "TensorRT-LLM", {"model": "Draft_Target", "ngram": "NGram", "eagle3": "Eagle3"}, _tensorrt_llm, ".yaml"
+    ),
+    "llamacpp": EngineForm("llama.cpp", {"model": "-md DRAFT.gguf"}, _llamacpp, by_batch=False),
+}
+
+
+def _target(setup: Setup) -> str:
+    return setup.target_path or setup.target_name
+
+
+def _ranks(flag: str, setup: Setup) -> str:
+    return f" {flag} {setup.ranks}" if setup.ranks > 1 else ""
+
+
+def _model(key: str, setup: Setup) -> dict[str, str]:
+    """Return the draft's own model under an engine's key; {} for a draft without one."""
+    model = setup.draft.model if setup.draft.needs_model else None
+    return {key: model.path or model.name} if model else {}
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value) + "\n"

@@ -1,0 +1,206 @@
+"""Schedules: the gamma that an engine should use, by batch and context.
+
+Engines take such a schedule as a table of ranges and look it up in every step. A batch that oscillates around a border
+then switches gamma all the time, so borders must be few and harmless: a range is as wide as it can be while its gamma
+stays within a tolerance of the best gamma of each of its cells.
+"""
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import NamedTuple, TypeVar
+
+from magicdec.costmodel.acceptance import Curves
+from magicdec.costmodel.predict import predict
+from magicdec.costmodel.round import Setup
+from magicdec.errors import UserError
+
+ALL_UP_TO = 16  # batches: each is a cell of its own
+STEP = 1.1  # between the batches of larger cells
+T = TypeVar("T")
+
+
+class Cell(NamedTuple):
+    """A batch and a context, and the predicted speedup of each gamma; 0 stands for no speculation."""
+
+    batch: int
+    context: int
+    speedups: Mapping[int, float]
+
+    @property
+    def best(self) -> int:
+        """Return the fastest gamma."""
+        return max(self.speedups, key=lambda gamma: self.speedups[gamma])
+
+    def share(self, gamma: int) -> float:
+        """Return the throughput with this gamma, as a share of that with the best."""
+        return self.speedups[gamma] / self.speedups[self.best]
+
+
+class Entry(NamedTuple):
+    """A range of batches and of contexts, both inclusive, and its gamma."""
+
+    batch: tuple[int, int]
+    context: tuple[int, int]
+    gamma: int
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A table of gammas by batch and context: every range of contexts has the same ranges of batches."""
+
+    cells: tuple[Cell, ...]
+    entries: tuple[Entry, ...]  # by context, then by batch
+
+    @property
+    def max_gamma(self) -> int:
+        """Return the largest gamma."""
+        return max(entry.gamma for entry in self.entries)
+
+    @property
+    def max_batch(self) -> int:
+        """Return the largest batch."""
+        return max(entry.batch[1] for entry in self.entries)
+
+    @property
+    def by_context(self) -> bool:
+        """Return whether gamma depends on the context."""
+        return len({entry.context for entry in self.entries}) > 1
+
+    @property
+    def worst(self) -> Cell:
+        """Return the cell that loses most against its best gamma."""
+        return min(self.cells, key=self.share)
+
+    def gamma(self, batch: int, context: int) -> int:
+        """Return the gamma of a batch and a context; those beyond the table count as its last."""
+        contexts = sorted({entry.context for entry in self.entries})
+        column = contexts[_index([low for low, _ in contexts], context)]
+        row = [entry for entry in self.entries if entry.context == column]
+        return row[_index([entry.batch[0] for entry in row], batch)].gamma
+
+    def share(self, cell: Cell) -> float:
+        """Return the throughput of a cell with the schedule's gamma, as a share of that with its best."""
+        return cell.share(self.gamma(cell.batch, cell.context))
+
+
+def predicted_cells(
+    setup: Setup,
+    max_batch: int,
+    contexts: Iterable[int],
+    gammas: Sequence[int],
+    alpha: float | None,
+    curves: Curves,
+    generate_len: int,
+) -> Iterator[Cell]:
+    """Predict every batch up to `max_batch` at every context, as far as it fits into memory.
+
+    `alpha` is given, or known at that context (Curves). Raise UserError where it is neither, or where nothing fits.
+    """
+    for context in sorted(contexts):
+        for batch in batches_up_to(max_batch):
+            at = setup.at(batch=batch, context=context)
+            prediction = predict(at, gammas, alpha, curves, generate_len)
+            if prediction.estimate is None:
+                where = f"batch.context_len={context}"
+                raise UserError(
+                    f"scenario.alpha=null: no acceptance is known for {setup.draft_title} at {where}; give one"
+                )
+            if prediction.fits:
+                speedups = {one.gamma: one.speedup or 0.0 for one in prediction.by_gamma}
+                yield Cell(batch, context, {0: 1.0} | speedups)
+            elif batch == 1:
+                raise UserError(f"batch.context_len={context}: not even one row fits into the memory of a GPU")
+
+
+def batches_up_to(largest: int) -> list[int]:
+    """Return the batches to predict: each of the small ones, then in steps of a tenth. The largest is one of them."""
+    found = list(range(1, min(largest, ALL_UP_TO) + 1))
+    while found[-1] < largest:
+        found.append(min(int(found[-1] * STEP), largest))
+    return found
+
+
+def schedule(cells: Iterable[Cell], tolerance: float, by_batch: bool = True, by_context: bool = True) -> Schedule:
+    """Return the schedule with the fewest ranges whose gamma is within `tolerance` of the best in each cell.
+
+    Without `by_context` one gamma serves all contexts of a batch, without `by_batch` all batches. Where no gamma is
+    within the tolerance in all of them, it is the one whose worst cell is best.
+    """
+    cells = tuple(cells)
+    contexts = sorted({cell.context for cell in cells})
+    allowed = 1.0 - tolerance
+
+    def rows(among: Sequence[int]) -> list[list[Cell]]:
+        """Return the cells of each batch at these contexts, by batch."""
+        some = [cell for cell in cells if cell.context in among]
+        return [[cell for cell in some if cell.batch == batch] for batch in sorted({cell.batch for cell in some})]
+
+    def share_batches(among: Sequence[int]) -> bool:
+        """Return whether one gamma per batch is good enough at all of these contexts."""
+        return all(_within(allowed, [row]) for row in rows(among))
+
+    groups = _ranges(contexts, share_batches) if by_context else [contexts]
+    starts: set[int] = set()
+    for group in groups:
+        by_number = rows(group)
+        reachable = min(allowed, *(_compromise(row)[1] for row in by_number)) if by_batch else 0.0
+        is_one = partial(_within, reachable)
+        starts |= {wide[0][0].batch for wide in _ranges(by_number, is_one)}
+    bounds = [*sorted(starts), max(cell.batch for cell in cells) + 1]
+    ends = [*(after[0] - 1 for after in groups[1:]), contexts[-1]]
+    entries: list[Entry] = []
+    for group, first, last in zip(groups, [1, *(after[0] for after in groups[1:])], ends, strict=True):
+        for low, after in pairwise(bounds):
+            within = [cell for cell in cells if cell.context in group and low <= cell.batch < after]
+            # Batches that do not fit into memory at a long context continue what precedes them.
+            gamma = _compromise(within)[0] if within else entries[-1].gamma
+            entries.append(Entry((low, after - 1), (first, last), gamma))
+    return Schedule(cells, tuple(_joined(entries)))
+
+
+def _compromise(cells: Sequence[Cell]) -> tuple[int, float]:
+    """Return the gamma whose worst share over some cells is best, the smallest of several, and that share."""
+    worst = {gamma: min(cell.share(gamma) for cell in cells) for gamma in sorted(cells[0].speedups)}
+    gamma = max(worst, key=lambda gamma: worst[gamma])
+    return gamma, worst[gamma]
+
+
+def _ranges(items: Sequence[T], is_one: Callable[[Sequence[T]], bool]) -> list[list[T]]:
+    """Split items into the fewest runs that are one range each; a single item always is."""
+    found: list[list[T]] = []
+    for item in items:
+        if found and is_one([*found[-1], item]):
+            found[-1].append(item)
+        else:
+            found.append([item])
+    return found
+
+
+def _within(share: float, rows: Sequence[Sequence[Cell]]) -> bool:
+    """Return whether one gamma reaches this share of the best in every cell."""
+    return _compromise([cell for row in rows for cell in row])[1] >= share
+
+
+def _joined(entries: Iterable[Entry]) -> Iterator[Entry]:
+    """Join neighbouring ranges of batches where their gammas are the same at every context."""
+    by_batch: dict[tuple[int, int], list[Entry]] = {}
+    for entry in entries:
+        by_batch.setdefault(entry.batch, []).append(entry)
+    bands: list[list[Entry]] = []
+    for band in by_batch.values():
+        same = bands and [(e.context, e.gamma) for e in bands[-1]] == [(e.context, e.gamma) for e in band]
+        if same:
+            bands[-1] = [
+                old._replace(batch=(old.batch[0], new.batch[1])) for old, new in zip(bands[-1], band, strict=True)
+            ]
+        else:
+            bands.append(band)
+    yield from sorted((entry for band in bands for entry in band), key=lambda entry: (entry.context, entry.batch))
+
+
+def _index(starts: Sequence[int], value: int) -> int:
+    """Return which range holds a value, given where the ranges start."""
+    return max(0, bisect_right(starts, value) - 1)
