@@ -47,7 +47,8 @@ def warnings(config: Config) -> list[str]:
     found = []
     draft, cache, sampling = config.draft, config.cache, config.sampling
     context_len = config.batch.context_len
-    if draft.is_target and not cache.has_budget and draft.quantization == "none":
+    is_ours = config.engine.name == "native"
+    if is_ours and draft.is_target and not cache.has_budget and draft.quantization == "none":
         found.append("cache=full with draft=self: the target drafts for itself over its own cache, which saves nothing")
     for key, one in config.budgeted.items():
         if one.budget >= context_len:
@@ -132,7 +133,11 @@ def _run(config: Config) -> Iterator[str]:
     if data.task is not None and data.task not in corpus.tasks:
         valid = f"must be one of {', '.join(corpus.tasks)}" if corpus.tasks else f"data={data.name} has no tasks"
         yield f"data.task={data.task}: {valid}{did_you_mean(data.task, corpus.tasks)}"
-    if scenario.name == "serve" and not (scenario.concurrencies or scenario.rates):
+    if scenario.name == "serve" and scenario.slo and not any(scenario.bounds.values()):
+        yield f"scenario.slo={scenario.slo}: needs a bound, scenario.latency_ms or scenario.first_token_ms"
+    if scenario.name == "serve" and scenario.slo and config.hardware.tensor_parallel > 1 and not config.engine.parallel:
+        yield f"scenario.slo={scenario.slo}: goes with one device; set hardware.tensor_parallel=1"
+    if scenario.name == "serve" and not (scenario.concurrencies or scenario.rates or scenario.slo):
         yield "scenario.concurrencies=[]: scenario=serve needs at least one of them, or of scenario.rates"
     if scenario.name == "serve":
         hours = scenario.num_requests / min(scenario.rates, default=math.inf) / 3600
@@ -151,7 +156,7 @@ def _peer(config: Config) -> Iterator[str]:
         yield f"scenario.repeats=auto: {engine} decodes all repeats of one way after the other; give a number"
     if config.attention != "auto":
         yield f"attention={config.attention}: {engine} has attention of its own; leave it auto"
-    if ranks > 1:
+    if ranks > 1 and not (config.engine.parallel and config.scenario.name == "serve"):
         yield f"hardware.tensor_parallel={ranks}: {engine} runs on one device here; set it to 1"
     for key, model in config.models.items():
         if model.weights == "random":

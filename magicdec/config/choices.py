@@ -246,6 +246,7 @@ class EngineConfig:
     drafts: ClassVar[tuple[str, ...]] = ()
     one_row: ClassVar[bool] = False  # it speculates on one row at a time
     scenarios: ClassVar[tuple[str, ...]] = ("compare",)
+    parallel: ClassVar[bool] = False  # its server divides the model by hardware.tensor_parallel
     is_remote: ClassVar[bool] = False  # it runs elsewhere: of the models here, the target's tokenizer alone is read
 
 

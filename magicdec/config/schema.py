@@ -221,6 +221,14 @@ class Serve:
     length_shares: Annotated[list[Fraction], must("must hold numbers above 0 and at most 1"), Field(min_length=1)]
     latency_ms: Figure | None
     first_token_ms: Figure | None
+    slo: Literal["concurrency", "rate"] | None
+    slo_percentile: Literal[50, 90, 99]
+    slo_most: Figure
+
+    @property
+    def bounds(self) -> dict[str, float | None]:
+        """Return the bounds of latencies, by metric."""
+        return {"time_per_output_token_ms": self.latency_ms, "time_to_first_token_ms": self.first_token_ms}
 
 
 S = TypeVar("S", Compare, Profile, Predict, Search, Serve)

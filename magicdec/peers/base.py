@@ -96,19 +96,21 @@ class OtherEngine(ABC):  # noqa: B024 - its two kinds, below, have abstract meth
 class Address:
     """The place of a server with OpenAI's API, and how it is asked."""
 
-    key: str  # of the configuration, for messages
+    name: str  # for messages, as in engine.url=http://127.0.0.1:8000/v1
     url: str  # as in http://127.0.0.1:8000/v1
     model: str | None = None  # None: the only one that it serves
     api_key: str = field(default="none", repr=False)
     time_limit_s: float = 600.0  # of a request, from its arrival to its last token
     retries: int = 2
     proxied: bool = False  # the proxies of the environment's variables are used
+    names_ids: bool = False  # its text is the ids of tokens, as in [17][4]
 
 
 class Servable(OtherEngine):
     """Another engine under load (scenario=serve): its server, for each way of decoding."""
 
     in_turns: ClassVar[bool] = False  # the servers of both ways run at the same time
+    names_ids: ClassVar[bool] = False  # see Address
 
     @property
     @abstractmethod

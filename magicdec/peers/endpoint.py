@@ -4,20 +4,17 @@ import asyncio
 import re
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass as plain_dataclass
-from time import perf_counter
-from typing import Annotated, Any
+from dataclasses import dataclass
+from typing import Any
 from uuid import uuid4
 
 import openai
-from pydantic import Field
-from pydantic.dataclasses import dataclass
-from typing_extensions import override
 
 from magicdec.errors import UserError, in_brief, to_stderr
+from magicdec.peers.answer import EndpointFailed, EndpointRequest, Event
 from magicdec.peers.base import Address, Counts
-from magicdec.rules import JSON, parse
-from magicdec.serving.request import Params, Request
+from magicdec.rules import parse
+from magicdec.serving.request import Params
 
 CONNECT_S = 10.0
 PROBE_TOKENS = 8  # of the prompt that shows what a server takes
@@ -33,105 +30,9 @@ COUNTERS = {
     "sglang:spec_verify_calls_total": "rounds",
 }
 SAMPLE = re.compile(r"^([\w:]+)(?:\{(.*)\})? ([-+.\deE]+)", re.MULTILINE)
-Number = Annotated[int, Field(ge=0, lt=1 << 53)]
 
 
-class EndpointFailed(UserError):
-    """A server that cannot be reached, or that does not answer as it should."""
-
-    kind = "crashed"
-
-
-@dataclass(frozen=True, config=JSON)
-class Details:
-    """The part of a usage that counts proposals, under OpenAI's names for predicted outputs; `rounds` is ours."""
-
-    accepted_prediction_tokens: Number | None = None
-    rejected_prediction_tokens: Number | None = None
-    rounds: Number | None = None
-
-
-@dataclass(frozen=True, config=JSON)
-class Usage:
-    """The tokens of a request so far."""
-
-    completion_tokens: Number
-    prompt_tokens: Number = 0
-    completion_tokens_details: Details | None = None
-
-
-@dataclass(frozen=True, config=JSON)
-class Choice:
-    """The new text of an event, and its tokens where the server tells them."""
-
-    text: str | None = None
-    token_ids: list[Number] | None = None
-
-
-@dataclass(frozen=True, config=JSON)
-class Event:
-    """An event of a stream."""
-
-    choices: list[Choice]
-    usage: Usage | None = None
-
-
-class EndpointRequest(Request):
-    """A request to a server, and its answer so far."""
-
-    def __init__(self, prompt: Sequence[int], params: Params):
-        super().__init__(prompt, params)
-        self.text = ""
-        self.counts: Counts | None = None  # None: the response does not say
-        self._usage: Usage | None = None
-
-    @property
-    @override
-    def num_tokens(self) -> int:
-        return self._usage.completion_tokens if self._usage else len(self.tokens)
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Return the tokens of the prompt, as the server counts them."""
-        return self._usage.prompt_tokens if self._usage else 0
-
-    def take(self, event: Event) -> None:
-        """Add an event. It is a chunk if it has new tokens, or new text where the server does not tell tokens."""
-        before, self._usage = self.num_tokens, event.usage or self._usage
-        if not event.choices:
-            return
-        choice = event.choices[0]
-        self.text += choice.text or ""
-        if choice.token_ids is not None:
-            is_new = bool(choice.token_ids)
-            self.tokens += choice.token_ids
-        else:
-            is_new = self.num_tokens > before if event.usage else bool(choice.text)
-        if is_new:
-            self.chunk_times.append(perf_counter())
-
-    def conclude(self, tokenizer: Any) -> None:
-        """End an answer that is complete. Raise EndpointFailed for one whose tokens cannot be counted."""
-        if self._usage is None:
-            raise EndpointFailed("its answer has no usage, which counts its tokens")
-        if not self.num_tokens:
-            raise EndpointFailed("its answer has no tokens")
-        if not self.chunk_times:
-            self.chunk_times.append(perf_counter())
-        if not self.tokens and tokenizer is not None:
-            self.tokens = tokenizer.encode(self.text, add_special_tokens=False, verbose=False)
-        self.counts = _counts(self._usage.completion_tokens_details)
-        self.finish("stop" if self.num_tokens < self.params.max_tokens else "length")
-
-
-def _counts(details: Details | None) -> Counts | None:
-    if details is None or details.accepted_prediction_tokens is None or details.rounds is None:
-        return None
-    accepted = details.accepted_prediction_tokens
-    return Counts(details.rounds, accepted + (details.rejected_prediction_tokens or 0), unplaced=accepted)
-
-
-@plain_dataclass(frozen=True)
+@dataclass(frozen=True)
 class Dialect:
     """What a server takes: prompts as token ids or as text, and fields that OpenAI's API does not have."""
 
@@ -248,9 +149,14 @@ class Endpoint:
                 async with stream:
                     async for chunk in stream:
                         request.take(parse(Event, chunk.to_dict(warnings=False), where="an event of its answer"))
-                request.conclude(self._tokenizer)
+                request.conclude(self._encode)
         except Exception as error:  # another server's answer may raise anything
             request.finish("failed", error)
+
+    def _encode(self, text: str) -> list[int]:
+        if self.address.names_ids:
+            return [int(token) for token in re.findall(r"\[(\d+)\]", text)]
+        return self._tokenizer.encode(text, add_special_tokens=False, verbose=False) if self._tokenizer else []
 
     async def counters(self) -> Counts:
         """Return the server's own counters of speculation so far; none where it has no /metrics."""
@@ -261,7 +167,7 @@ class Endpoint:
 
     def failure(self, error: BaseException) -> EndpointFailed:
         """Return the error of a server that has failed, in one line."""
-        return EndpointFailed(f"{self.address.key}={self.address.url}: {described(error, self.address.time_limit_s)}")
+        return EndpointFailed(f"{self.address.name}: {described(error, self.address.time_limit_s)}")
 
 
 def read_counters(text: str) -> Counts:

@@ -1,5 +1,6 @@
 """llama.cpp as a peer, by way of xllamacpp; it reads GGUF files that gguf_file.py writes."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from magicdec.config.registry import ENGINES
 from magicdec.config.schema import Config
 from magicdec.errors import UserError
 from magicdec.peers.process import HERE, WorkerEngine, WorkerPeer
+from magicdec.peers.server import StartedServer
 from magicdec.rules import STRICT
 
 # Of an architecture, what gguf_file.py does not write; each is falsy in plain Llama.
@@ -21,15 +23,17 @@ class LlamacppEngine(WorkerEngine):
     """llama.cpp."""
 
     name: str = "llamacpp"
+    scenarios = ("compare", "serve")
 
 
 @ENGINES.register(LlamacppEngine)
-class LlamacppPeer(WorkerPeer):
+class LlamacppPeer(WorkerPeer, StartedServer):
     """llama.cpp's server with a slot for each row: weights and KV cache in hardware.dtype."""
 
     name, title, worker = "llamacpp", "llama.cpp", "llamacpp_worker.py"
     modules, packages = ("xllamacpp", "gguf"), "xllamacpp gguf"
     cpu_only = True
+    names_ids = True
 
     @classmethod
     @override
@@ -43,6 +47,11 @@ class LlamacppPeer(WorkerPeer):
     @override
     def options(self, speculative: bool) -> dict[str, Any]:
         return self.converted_options(speculative, ".gguf") | {"dtype": self.spec.hardware.dtype}
+
+    @override
+    def server(self, speculative: bool, port: int) -> list[str]:
+        options = self.options(speculative) | {"port": port}
+        return [self._python, "-I", str(HERE / self.worker), json.dumps(options)]
 
     @override
     def conversion(self, folder: str, made: Path) -> list[str]:

@@ -1,7 +1,9 @@
-"""llama.cpp's server in a worker's process (see worker.py)."""
+"""llama.cpp's server in a worker's process (see worker.py), or for requests under load (see server.py)."""
 
 import http.client
 import json
+import sys
+import threading
 import time
 
 import xllamacpp
@@ -35,7 +37,7 @@ class Worker:
 
     version = f"{xllamacpp.__version__} ({features()})"
 
-    def __init__(self, target: str, dtype: str, rows: int, max_len: int, threads: int, **speculation):
+    def __init__(self, target: str, dtype: str, rows: int, max_len: int, threads: int, port: int = 0, **speculation):
         params = xllamacpp.CommonParams()
         params.model.path = target
         params.n_parallel, params.n_ctx = rows, rows * max_len
@@ -45,6 +47,7 @@ class Worker:
             params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
         params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
         params.ui, params.n_threads_http, params.verbosity = False, 2, 1
+        params.port = port
         if speculation:
             self._speculate(params, **speculation)
         self._server = xllamacpp.Server(params)
@@ -102,3 +105,8 @@ class Worker:
         if response.status != 200:
             raise RuntimeError(f"{response.status}: {response.read().decode()[:500]}")
         return response
+
+
+if __name__ == "__main__":
+    _worker = Worker(**json.loads(sys.argv[1]))
+    threading.Event().wait()

@@ -89,7 +89,7 @@ class OpenaiServer(Servable):
         engine, key = self.spec.engine, self._keys[way]
         assert isinstance(engine, OpenaiEngine)
         yield Address(
-            key,
+            f"{key}={engine.urls[key]}",
             engine.urls[key],
             engine.model,
             os.environ.get(engine.key_variable or "", "none"),

@@ -71,7 +71,7 @@ class WorkerEngine(EngineConfig):
 
     python: str | None = None
     time_limit_s: Annotated[float, Field(gt=0)] = 1800.0
-    drafts = ("model", "ngram")
+    drafts: ClassVar[tuple[str, ...]] = ("model", "ngram")
 
 
 class WorkerPeer(Peer):

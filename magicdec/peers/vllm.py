@@ -7,8 +7,11 @@ from pydantic.dataclasses import dataclass
 from typing_extensions import override
 
 from magicdec.config.registry import ENGINES
+from magicdec.config.schema import Config
 from magicdec.drafts.ngram import PromptLookup
+from magicdec.errors import UserError
 from magicdec.peers.process import WorkerEngine, WorkerPeer
+from magicdec.peers.server import StartedServer, as_arguments
 from magicdec.rules import STRICT
 
 BLOCK = 128  # tokens of a block of its KV cache, at most
@@ -16,19 +19,53 @@ BLOCK = 128  # tokens of a block of its KV cache, at most
 PRELOADED = ("lib/python*/site-packages/vllm/libs/libtcmalloc_minimal*.so*", "lib/libiomp5.so")
 
 
+# Its methods of speculation, by the draft that stands for each: what proposes tokens, and where it comes from.
+METHODS = {
+    "model": ("draft_model", "eagle", "eagle3", "dflash", "dspark"),  # a checkpoint: a model, or trained for the target
+    "ngram": ("ngram", "suffix"),  # the text so far; suffix also learns from earlier answers (arctic-inference)
+    "self": ("mtp",),  # layers of the target that were trained to propose
+}
+
+
 @dataclass(frozen=True, config=STRICT)
 class VllmEngine(WorkerEngine):
     """vLLM."""
 
     name: str = "vllm"
-    method: Literal["draft_model", "eagle", "eagle3"] = "draft_model"
+    method: Literal["auto", "draft_model", "eagle", "eagle3", "dflash", "dspark", "ngram", "suffix", "mtp"] = "auto"
+    drafts = tuple(METHODS)
+    scenarios = ("compare", "serve")
+    parallel = True
+
+    def chosen(self, draft: str) -> str:
+        """Return the method with this draft. Raise UserError for one that needs another draft."""
+        if self.method == "auto":
+            return METHODS[draft][0]
+        needed = next(name for name, methods in METHODS.items() if self.method in methods)
+        if needed != draft:
+            raise UserError(f"engine.method={self.method} goes with draft={needed}, not with draft={draft}")
+        return self.method
 
 
 @ENGINES.register(VllmEngine)
-class VllmPeer(WorkerPeer):
-    """vLLM: its engine either speculates or does not, so that each way has its own worker."""
+class VllmPeer(WorkerPeer, StartedServer):
+    """vLLM: its engine either speculates or does not, so that each way has its own worker or server."""
 
     name, title, worker, modules, packages = "vllm", "vLLM", "vllm_worker.py", ("vllm",), "vllm"
+
+    @classmethod
+    @override
+    def check(cls, config: Config) -> None:
+        assert isinstance(config.engine, VllmEngine)
+        if config.speculates:
+            config.engine.chosen(config.draft.name)
+        super().check(config)
+
+    @override
+    def server(self, speculative: bool, port: int) -> list[str]:
+        options = self.options(speculative) | {"port": port, "host": "127.0.0.1", "generation_config": "vllm"}
+        options |= {"tensor_parallel_size": self.spec.hardware.tensor_parallel, "no_enable_prefix_caching": True}
+        return [self._python, "-m", "vllm.entrypoints.openai.api_server", *as_arguments(options)]
 
     @override
     def options(self, speculative: bool) -> dict[str, Any]:
@@ -36,23 +73,26 @@ class VllmPeer(WorkerPeer):
         spec = self.spec
         assert isinstance(spec.engine, VllmEngine)
         # Two blocks to spare a row: the second pass must not evict what the first has left for it.
+        ranks = spec.hardware.tensor_parallel
         tokens_per_row = (-(-spec.max_len // BLOCK) + 2) * BLOCK
         options = {
             "model": spec.target,
             "dtype": spec.hardware.dtype,
             "max_model_len": spec.max_len,
             "max_num_seqs": spec.num_rows,
-            "kv_cache_memory_bytes": (spec.num_rows * tokens_per_row + BLOCK) * spec.kv_bytes_per_token,
+            "kv_cache_memory_bytes": (spec.num_rows * tokens_per_row + BLOCK) * spec.kv_bytes_per_token // ranks,
             "seed": spec.sampling.seed,
             "enforce_eager": not (spec.hardware.compile or spec.hardware.captures),
         }
         if not speculative:
             return options
-        if isinstance(spec.draft, PromptLookup):
-            drafts = {"method": "ngram", "prompt_lookup_max": spec.draft.max_ngram, "prompt_lookup_min": 1}
-        else:
-            drafts = {"method": spec.engine.method, "model": spec.draft_folder}
-        return options | {"speculative_config": drafts | {"num_speculative_tokens": spec.gamma}}
+        method = spec.engine.chosen(spec.draft.name)
+        drafts: dict[str, Any] = {"method": method, "num_speculative_tokens": spec.gamma}
+        if method == "ngram" and isinstance(spec.draft, PromptLookup):
+            drafts |= {"prompt_lookup_max": spec.draft.max_ngram, "prompt_lookup_min": 1}
+        if spec.draft_folder is not None:
+            drafts["model"] = spec.draft_folder
+        return options | {"speculative_config": drafts}
 
     @override
     def sampling(self) -> dict[str, Any]:

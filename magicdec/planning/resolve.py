@@ -289,6 +289,8 @@ def _divided(config: Config, target: Model, draft: Model | None) -> tuple[Model,
     ranks = config.hardware.tensor_parallel
     drafters = (config.draft.tensor_parallel or ranks) if draft else ranks
     check_ranks(target.config, ranks, draft.config if draft else None, drafters)
+    if config.engine.name != "native":  # whose server makes its own ranks
+        return target, draft
     target = drafter = replace(target, num_ranks=ranks)
     if draft is not None:
         draft = drafter = replace(draft, num_ranks=drafters)

@@ -12,8 +12,9 @@ from magicdec.config.schema import Serve
 from magicdec.data import Prompts
 from magicdec.errors import to_stderr
 from magicdec.measure.metrics import Metrics
+from magicdec.peers.answer import EndpointFailed, EndpointRequest
 from magicdec.peers.base import Counts, Servable
-from magicdec.peers.endpoint import Endpoint, EndpointFailed, EndpointRequest, described
+from magicdec.peers.endpoint import Endpoint, described
 from magicdec.planning import build
 from magicdec.planning.resolve import Plan, resolve
 from magicdec.scenarios.levels import jobs_of, levels_of, prompts_of, speed_metrics, view, warm_up_of
@@ -21,6 +22,7 @@ from magicdec.scenarios.outcome import Outcome, keeping
 from magicdec.scenarios.outputs import Outputs
 from magicdec.scenarios.peer import load
 from magicdec.serving.load import Load, RequestSpec, under_load
+from magicdec.serving.search import Search
 from magicdec.tracking.progress import Progress
 from magicdec.units import WAYS
 
@@ -68,8 +70,10 @@ class Measurement:
     facts: Metrics = field(default_factory=dict)
     history: list[dict[str, Any]] = field(default_factory=list)
 
-    async def measure(self, endpoint: Endpoint, way: str, level: Load) -> None:
-        """Measure a level of load after a short request. Raise EndpointFailed if nothing was answered."""
+    async def measure(self, endpoint: Endpoint, way: str, level: Load) -> Metrics:
+        """Measure a level of load after a short request; return its metrics. Raise EndpointFailed if nothing was
+        answered.
+        """
         warm_up = warm_up_of(self.jobs)
         request = endpoint.generate(warm_up.prompt, warm_up.params).request
         await endpoint.receive(request)
@@ -86,10 +90,11 @@ class Measurement:
         for reason, number in reasons.most_common(1):
             failed = f"{way}, {level}: {reasons.total()} of {len(requests)} requests failed"
             if not found.answered:
-                raise EndpointFailed(f"{endpoint.address.key}={endpoint.address.url}: {failed}: {reason}")
+                raise EndpointFailed(f"{endpoint.address.name}: {failed}: {reason}")
             to_stderr(f"warning: {failed}: {reason} ({number} times)")
         self.levels.setdefault(level, {})[way] = found
         self.history[:] = [{one.kind: one.value} | self.metrics(ways) for one, ways in self.levels.items()]
+        return self.metrics({way: found})
 
     def metrics(self, ways: dict[str, Level]) -> Metrics:
         """Return the metrics of a level. Requests that failed in either way are left out of both."""
@@ -127,8 +132,9 @@ def run(plan: Plan, progress: Progress) -> Outcome:
     with keeping(lambda: Outcome({}, history=work.history)):
         asyncio.run(_measure_all(work, load(plan), tokenizer))
     results: Metrics = {**prompts.facts, "device": plan.device_name, **plan.sources, **work.facts}
-    results |= {key: value for key, value in work.history[-1].items() if key not in ("concurrency", "rate")}
-    last = list(work.levels.values())[-1]
+    chosen = [*work.levels, *levels_of(plan.config.settings(Serve))][-1]
+    last = work.levels[chosen]
+    results |= work.metrics(last)
     written = {way: [request.tokens for request in level.requests] for way, level in last.items()}
     unknown: list[list[int]] = [[] for _ in prompts.tokens]
     outputs = Outputs(prompts, written.get("autoregressive", unknown), written.get("speculative", []))
@@ -139,6 +145,7 @@ def run(plan: Plan, progress: Progress) -> Outcome:
 
 async def _measure_all(work: Measurement, servers: Servable, tokenizer: object | None) -> None:
     """Measure all levels in all ways: in turns at each level, where the servers of both ways run at once."""
+    scenario = work.plan.config.settings(Serve)
     for ways in [servers.ways] if servers.in_turns else [(way,) for way in servers.ways]:
         async with AsyncExitStack() as stack:
             endpoints: dict[str, Endpoint] = {}
@@ -149,6 +156,11 @@ async def _measure_all(work: Measurement, servers: Servable, tokenizer: object |
                 speculates = await endpoint.learn(warm_up.prompt, warm_up.params)
                 endpoints[way or WAYS[speculates]] = endpoint
             work.facts["engine/served"] = f"{endpoint.model} at {address.url}, prompts as {endpoint.takes}"
-            for level in levels_of(work.plan.config.settings(Serve)):
+            for level in levels_of(scenario):
                 for way, endpoint in endpoints.items():
                     await work.measure(endpoint, way, level)
+            for way, endpoint in endpoints.items() if scenario.slo else ():
+                search = Search(way, scenario)
+                while search.level is not None:
+                    search.tell(await work.measure(endpoint, way, search.level))
+                work.facts |= search.metrics

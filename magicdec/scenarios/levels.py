@@ -91,21 +91,23 @@ def speed_metrics(measured: Mapping[str, Measured], scenario: Serve) -> Metrics:
 
 def view(plan: Plan, results: Metrics, history: Sequence[Mapping[str, Any]], server: str = "") -> RenderableType:
     """Return what the terminal shows: both ways at each level of load. `server` describes one that is not ours."""
-    config, described = plan.config, to_dict(plan.config)
+    config, described, scenario = plan.config, to_dict(plan.config), plan.config.settings(Serve)
     lengths = f"{described_context(described, results)}, {config.batch.generate_len} new tokens each"
     place = [] if server else [described_place(described, plan.device_name)]
     lines = [
         Text(f"serve: {server or described_models(described)}", style="bold"),
-        Text(f"{config.settings(Serve).num_requests} requests a level, {lengths}"),
+        Text(f"{scenario.num_requests} requests a level, {lengths}"),
         Text("; ".join([f"data: {config.data.name}", *place])),
     ]
     if config.draft.synthetic_acceptance is not None:
         lines.append(Text("SYNTHETIC acceptance: drawn, not measured; only the times are real", style="bold yellow"))
-    ways = [way for way in WAYS if f"{way}/tokens_per_second" in history[0]]
+    ways = [way for way in WAYS if any(f"{way}/tokens_per_second" in row for row in history)]
     parts: list[RenderableType] = [*lines, Text(), speeds(history, ways), Text(), latencies(history, ways)]
-    if "lossless/identical" in history[0]:
-        worst = min(history, key=lambda row: row.get("lossless/identical") is not False)
+    if compared := [row for row in history if "lossless/identical" in row]:
+        worst = min(compared, key=lambda row: row["lossless/identical"] is not False)
         parts.append(Text.assemble("\nlossless          ", losslessness(described, worst)))
+    if limits := [f"{way} {results[key]:g}" for way in WAYS if (key := f"{way}/slo_{scenario.slo}") in results]:
+        parts.append(Text(f"\nhighest {scenario.slo} within the bounds: {', '.join(limits)}"))
     return Group(*parts)
 
 
@@ -121,14 +123,15 @@ def speeds(history: Sequence[Mapping[str, Any]], ways: Sequence[str]) -> Table:
 
 def latencies(history: Sequence[Mapping[str, Any]], ways: Sequence[str]) -> Table:
     """Return a table with a line per level and way. A latency is its median and its 99th percentile."""
-    present = {key: column for key, column in LATENCIES.items() if f"{ways[0]}/{key}" in history[0]}
+    present = {key: column for key, column in LATENCIES.items() if any(f"{way}/{key}" in history[0] for way in ways)}
     table = new_table("median | 99%", *(label for label, _ in present.values()))
     table.padding = (0, 1, 0, 0)
     for row in history:
         table.add_row(Text(_load(row), style="bold"))
         for way in ways:
             figures = (_percentiles(row, f"{way}/{key}", scale) for key, (_, scale) in present.items())
-            table.add_row(f"  {way}", *figures)
+            if f"{way}/tokens_per_second" in row:
+                table.add_row(f"  {way}", *figures)
     return table
 
 

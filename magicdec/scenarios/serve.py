@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
@@ -10,6 +11,7 @@ from magicdec.config.checks import refuse_unread
 from magicdec.config.load import compose
 from magicdec.config.schema import Serve
 from magicdec.data.tokenizer import load_tokenizer
+from magicdec.engine.native import NativeEngine
 from magicdec.errors import UserError, to_stderr
 from magicdec.measure import memory
 from magicdec.measure.intervals import acceptance_intervals
@@ -23,6 +25,7 @@ from magicdec.serving.engine import AsyncEngine
 from magicdec.serving.load import Load, RequestSpec, under_load
 from magicdec.serving.request import Request
 from magicdec.serving.scheduler import Scheduler
+from magicdec.serving.search import Search
 from magicdec.serving.shared import SharedSlots
 from magicdec.serving.slots import Slots
 from magicdec.tracking.progress import Progress
@@ -39,32 +42,59 @@ def run(plan: Plan, progress: Progress) -> Outcome:
     prompts = prompts_of(plan, build.tokenizer(plan))
     peak = memory.Peak(plan.device)
     engine = build.engine(plan, progress)
-    jobs = jobs_of(plan, prompts)
-    kind = SharedSlots if plan.num_ranks > 1 else Slots
+    levels = Levels(plan, engine, jobs_of(plan, prompts), progress, peak)
     ways = WAYS if engine.draft.name != "none" else WAYS[:1]
-    history: list[dict[str, Any]] = []
-    with keeping(lambda: Outcome({}, history=history)):
+    limits: Metrics = {}
+    with keeping(lambda: Outcome({}, history=levels.history)):
         for level in levels_of(scenario):
-            # A row without a request costs its share of the matmuls: no more slots than users.
-            rows = min(int(level.value), int(batch.size)) if level.kind == "concurrency" else int(batch.size)
-            slots = kind(engine, rows, batch.context_len + batch.generate_len)
-            if isinstance(slots, SharedSlots) and dist.get_rank() > 0:
-                slots.follow()
-                continue
-            measured = {way: _measure(slots, way, level, jobs, plan, progress) for way in ways}
-            history.append({level.kind: level.value} | _level_metrics(measured, plan))
-            held = _memory(slots, peak)
-            slots.close()  # or the caches of two levels would be held at once
-    if not history:  # a rank that has followed
+            levels.measure(level, ways)
+        last, written = levels.history[-1:], levels.written
+        for way in ways if scenario.slo else ():
+            search = Search(way, scenario)
+            while search.level is not None:
+                search.tell(levels.measure(search.level, (way,)))
+            limits |= search.metrics
+    if not levels.history:  # a rank that has followed
         return Outcome({})
-    results: Metrics = {**prompts.facts, "device": plan.device_name, **plan.sources}
-    results |= {key: value for key, value in history[-1].items() if key not in ("concurrency", "rate")}
+    results: Metrics = {**prompts.facts, "device": plan.device_name, **plan.sources, **limits}
+    for row in last:
+        results |= {key: value for key, value in row.items() if key not in ("concurrency", "rate")}
     if engine.draft.name != "none":
         results["acceptance/source"] = "measured" if config.draft.synthetic_acceptance is None else "synthetic"
-    results |= held
-    written = {way: [request.tokens for request in requests] for way, (requests, _) in measured.items()}
-    outputs = Outputs(prompts, written["autoregressive"], written.get("speculative", []))  # of the last level
-    return Outcome(results, outputs.rows(config.data.save_prompts), history, view=view(plan, results, history))
+    results |= levels.held
+    outputs = Outputs(prompts, written.get("autoregressive", []), written.get("speculative", []))  # of the last level
+    rows = outputs.rows(config.data.save_prompts) if last else []
+    return Outcome(results, rows, levels.history, view=view(plan, results, levels.history))
+
+
+@dataclass
+class Levels:
+    """The levels of load on our engine, and what was measured of them."""
+
+    plan: Plan
+    engine: NativeEngine
+    jobs: list[RequestSpec]
+    progress: Progress
+    peak: memory.Peak
+    history: list[dict[str, Any]] = field(default_factory=list)
+    written: dict[str, list[list[int]]] = field(default_factory=dict)  # the tokens of the last level, by way
+    held: Metrics = field(default_factory=dict)
+
+    def measure(self, level: Load, ways: Sequence[str]) -> Metrics:
+        """Measure a level and return its line of the history; {} on a rank that has followed."""
+        batch, kind = self.plan.config.batch, SharedSlots if self.plan.num_ranks > 1 else Slots
+        # A row without a request costs its share of the matmuls: no more slots than users.
+        rows = min(int(level.value), int(batch.size)) if level.kind == "concurrency" else int(batch.size)
+        slots = kind(self.engine, rows, batch.context_len + batch.generate_len)
+        if isinstance(slots, SharedSlots) and dist.get_rank() > 0:
+            slots.follow()
+            return {}
+        measured = {way: _measure(slots, way, level, self.jobs, self.plan, self.progress) for way in ways}
+        self.history.append({level.kind: level.value} | _level_metrics(measured, self.plan))
+        self.written = {way: [request.tokens for request in requests] for way, (requests, _) in measured.items()}
+        self.held = _memory(slots, self.peak)
+        slots.close()  # or the caches of two levels would be held at once
+        return self.history[-1]
 
 
 def served(overrides: Sequence[str], progress: Progress) -> tuple[Plan, Slots, Any]:
@@ -111,8 +141,10 @@ def _level_metrics(measured: Mapping[str, tuple[list[Request], float]], plan: Pl
     rounds = Rounds()
     for request in fast:
         rounds.update(request.rounds)
-    before, after = ([request.tokens for request in requests] for requests, _ in measured.values())
     result |= acceptance(rounds) | acceptance_intervals([request.rounds for request in fast])
+    if len(measured) < len(WAYS):
+        return result
+    before, after = ([request.tokens for request in requests] for requests, _ in measured.values())
     return result | lossless(plan, before, after)
 
 

@@ -32,7 +32,7 @@ LLAMA = "target=llama-3.1-8b hardware=8xa100 batch.size=64 batch.context_len=320
 MISTAKES = (
     *("cache.budgt=3", "cache=steaming", "draft.gamma=0", "cache.budget=2", "batch.context_len=99999"),
     *("data=random", "target.path=/nowhere", "data.task=x", "draft.synthetic_acceptance=2", "batch.size=two"),
-    *("draft=model cache=quantized", "scenario=predict", "engine=vllm scenario=serve", "scenario.repeats=true"),
+    *("draft=model cache=quantized", "scenario=predict", "engine=transformers scenario=serve", "scenario.repeats=true"),
 )
 CASES = {
     "streaming": SELF,

@@ -4,6 +4,7 @@ import sys
 
 import pytest
 
+from magicdec.drafts.ngram import PromptLookup
 from magicdec.peers import process
 from magicdec.peers.base import PeerSpec
 from magicdec.peers.vllm import VllmEngine, VllmPeer
@@ -19,7 +20,8 @@ def peer(tmp_path, monkeypatch):
         worker = tmp_path / "worker.py"
         worker.write_text(program)
         monkeypatch.setattr(process, "MAIN", worker)
-        engine = VllmEngine(python=sys.executable, method="eagle", time_limit_s=time_limit_s)
+        method = "auto" if isinstance(changes.get("draft"), PromptLookup) else "eagle"
+        engine = VllmEngine(python=sys.executable, method=method, time_limit_s=time_limit_s)
         settings = {"num_rows": 2, "max_len": 200, "sampling": Sampling(), "gamma": 3, "kv_bytes_per_token": 8}
         settings |= {"hardware": machine(), "engine": engine}
         made.append(VllmPeer(PeerSpec("a target", **settings | changes)))

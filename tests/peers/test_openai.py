@@ -123,6 +123,21 @@ def test_acceptance_that_nobody_reports_is_unknown(tmp_path):
     assert math.isfinite(result["speedup"])
 
 
+@pytest.mark.parametrize(("kind", "fixed"), [("concurrency", "[1]"), ("rate", "[]")])
+def test_the_highest_load_within_a_bound(tmp_path, capsys, kind, fixed):
+    """Every load keeps the one bound, and none the other."""
+    levels = [f"scenario.slo={kind}", "scenario.slo_most=3", f"scenario.concurrencies={fixed}"]
+    with standing_in() as (_, url), standing_in() as (_, other):
+        baseline = f"engine.baseline_url={other}"
+        kept = served(tmp_path, url, baseline, *levels, "scenario.first_token_ms=1e9")
+        broken = served(tmp_path, url, baseline, *levels, "scenario.first_token_ms=1e-9", "scenario.num_requests=1")
+    found = [[result[f"{way}/slo_{kind}"] for way in ("autoregressive", "speculative")] for result in (kept, broken)]
+    assert found[1] == [0, 0]
+    assert found[0] == [3, 3] if kind == "concurrency" else min(found[0]) > 3 / 1.1
+    assert f"highest {kind} within the bounds: autoregressive {found[0][0]:g}" in capsys.readouterr().out
+    assert ("speedup" in kept) == (fixed != "[]" or kind == "rate")
+
+
 def test_counters_of_several_engines_are_summed():
     found = read_counters(counters("vllm", 5, 3) + "\n" + counters("vllm", 2, 3).replace('engine="0"', 'engine="1"'))
     assert found == Counts(7, 14, (7, 7))

@@ -1,12 +1,16 @@
 """What scenario=serve shows of its levels of load."""
 
 import io
+import json
 
 import pytest
 from rich.console import Console
 
-from magicdec.scenarios import levels
+from magicdec.config.load import compose
+from magicdec.errors import UserError
+from magicdec.scenarios import Job, levels, run
 from magicdec.units import WAYS
+from tests.serving.conftest import SETTINGS
 
 
 def level(load, **others):
@@ -18,6 +22,21 @@ def level(load, **others):
     }
     rates = {f"{way}/{key}": 1234.5 for way in WAYS for key in ("tokens_per_second", "goodput_rps")}
     return load | latencies | rates | others
+
+
+def test_the_highest_load_within_a_bound(tmp_path):
+    """On our engine, in both ways; a single-way level has no speedup."""
+    bounds = ["scenario.slo=concurrency", "scenario.slo_most=2", "scenario.first_token_ms=1e9"]
+    small = ["batch.size=2", "batch.context_len=40", "batch.generate_len=4", "scenario.num_requests=2"]
+    overrides = [*SETTINGS, *small, *bounds, "scenario.concurrencies=[1]", "tracker=[]", f"runs_dir={tmp_path}"]
+    result = run(compose(overrides), Job())
+    assert [result[f"{way}/slo_concurrency"] for way in WAYS] == [2, 2]
+    assert "speedup" in result, "of the level that was asked for"
+    history = [json.loads(line) for line in (tmp_path / result["id"] / "history.jsonl").read_text().splitlines()]
+    assert [row["concurrency"] for row in history] == [1, 1, 2, 1, 2]
+    assert sum("speedup" in row for row in history) == 1
+    with pytest.raises(UserError, match=r"scenario.slo=rate: needs a bound, scenario.latency_ms or"):
+        compose(["scenario=serve", "scenario.slo=rate"])
 
 
 @pytest.mark.parametrize("width", [80, 200])

@@ -1,0 +1,138 @@
+"""Servers that a run starts, waits for and ends, whatever happens to either of them."""
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import urllib.request
+from abc import abstractmethod
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import IO, Any, ClassVar
+
+from typing_extensions import override
+
+from magicdec.errors import UserError, exit_in_words
+from magicdec.peers.base import Address, Servable
+from magicdec.peers.pipe import TAIL, WorkerFailed, last_words
+from magicdec.peers.process import WorkerEngine
+from magicdec.units import WAYS
+
+log = logging.getLogger(__name__)
+
+SUPERVISOR = Path(__file__).with_name("supervisor.py")
+POLL_S, END_S = 0.2, 10.0
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # not by the proxies of the environment
+
+
+class StartedServer(Servable):
+    """An engine whose server is started for one way of decoding after the other."""
+
+    name: ClassVar[str]
+
+    @property
+    @override
+    def ways(self) -> tuple[str, ...]:
+        return WAYS if self.spec.draft.name != "none" else WAYS[:1]
+
+    @abstractmethod
+    def server(self, speculative: bool, port: int) -> list[str]:
+        """Return the command that starts the server on a port of this machine."""
+
+    @abstractmethod
+    def environment(self) -> dict[str, str]:
+        """Return environment variables for the server."""
+
+    @asynccontextmanager
+    @override
+    async def serving(self, way: str) -> AsyncIterator[Address]:
+        assert isinstance(self.spec.engine, WorkerEngine)
+        port, name, time_limit_s = free_port(), f"engine.name={self.name}", self.spec.engine.time_limit_s
+        command = await asyncio.to_thread(self.server, way == "speculative", port)
+        async with running(name, command, self.environment(), port, time_limit_s):
+            url = f"http://127.0.0.1:{port}/v1"
+            yield Address(name, url, time_limit_s=time_limit_s, names_ids=self.names_ids)
+
+
+def free_port() -> int:
+    """Return a port of this machine that nobody listens on."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+def as_arguments(options: Mapping[str, Any]) -> list[str]:
+    """Return options as command line arguments, as in --max-model-len 128; a flag that is false is left out."""
+    found = []
+    for name, value in options.items():
+        if value is not False:
+            text = [] if value is True else [json.dumps(value) if isinstance(value, dict) else str(value)]
+            found += [f"--{name.replace('_', '-')}", *text]
+    return found
+
+
+@asynccontextmanager
+async def running(
+    name: str, command: Sequence[str], environment: Mapping[str, str], port: int, time_limit_s: float
+) -> AsyncIterator[None]:
+    """Run a server, from when it answers /health until the block ends. Errors call it by `name`."""
+    with tempfile.TemporaryFile() as output:
+        process = subprocess.Popen(
+            [sys.executable, "-I", str(SUPERVISOR), *command],
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=os.environ | environment,
+            start_new_session=True,  # Ctrl-C is for this process, which ends the server
+        )
+        try:
+            async with asyncio.timeout(time_limit_s):
+                while process.poll() is None and not await asyncio.to_thread(_is_healthy, port):
+                    await asyncio.sleep(POLL_S)
+            if process.poll() is None:
+                yield
+        except TimeoutError:
+            limit = f"engine.time_limit_s={time_limit_s:g}"
+            raise _failure(name, f"did not answer /health within {limit} seconds", output) from None
+        except UserError as error:
+            if process.poll() is None:
+                raise
+            raise _failure(name, f"ended ({exit_in_words(process.returncode)})", output) from error
+        finally:
+            ended = process.poll()
+            _end(process)
+        if ended is not None:
+            raise _failure(name, f"ended ({exit_in_words(ended)})", output)
+
+
+def _is_healthy(port: int) -> bool:
+    with suppress(OSError), DIRECT.open(f"http://127.0.0.1:{port}/health", timeout=5) as response:
+        return response.status == 200
+    return False
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End the supervisor, which ends the server; kill both if it does not."""
+    assert process.stdin is not None
+    process.stdin.close()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(END_S)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _failure(name: str, what: str, output: IO[bytes]) -> WorkerFailed:
+    """Return the error, with the last line of the server's output. The end of its output is logged."""
+    output.seek(max(0, output.seek(0, os.SEEK_END) - TAIL))
+    tail = output.read()
+    if words := last_words(tail):
+        log.info("the end of the server's output:\n%s", tail.decode(errors="replace"))
+        what += f"; its last words: {words}"
+    return WorkerFailed(f"{name}: the server {what}")

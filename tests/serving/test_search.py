@@ -1,0 +1,66 @@
+"""The highest load within a bound, against thresholds that are known."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from magicdec.serving.search import LOWEST_RATE, NEAR, highest, keeps
+
+
+def found(kind: str, most: float, threshold: float) -> tuple[float, list[float]]:
+    """What a search finds where all levels up to the threshold keep the bounds, and what it has tried."""
+    search, tried = highest(kind, most), []
+    level = next(search)
+    while True:
+        tried.append(level.value)
+        try:
+            level = search.send(level.value <= threshold)
+        except StopIteration as end:
+            return end.value, tried
+
+
+@given(st.integers(0, 300), st.integers(1, 200))
+def test_users_are_found_exactly(threshold, most):
+    value, tried = found("concurrency", most, threshold)
+    assert value == min(threshold, most)
+    assert all(1 <= one <= most and one == int(one) for one in tried)
+    assert len(tried) == len(set(tried)) <= 2 * math.log2(most) + 3
+
+
+@given(st.floats(LOWEST_RATE, 500), st.floats(1, 200))
+def test_rates_are_found_to_a_tenth(threshold, most):
+    value, tried = found("rate", most, threshold)
+    reachable = min(threshold, most)
+    assert value <= threshold
+    assert max(tried) <= most
+    assert value >= reachable / NEAR or reachable < 2 * LOWEST_RATE
+    assert len(tried) < 30
+
+
+def test_no_load_keeps_the_bounds():
+    assert found("concurrency", 8, 0) == (0, [1])
+    value, tried = found("rate", 8, 0)
+    assert (value, min(tried)) == (0, LOWEST_RATE)
+
+
+@pytest.mark.parametrize(
+    ("changes", "kept"),
+    [
+        ({}, True),
+        ({"a/ttft_p99": 50.1}, False),
+        ({"a/ttft_p99": math.nan}, False),
+        ({"a/ttft_p50": 1e9}, True),
+        ({"a/failed_requests": 1}, False),
+        ({"b/failed_requests": 1}, True),
+        ({"a/tpot_p99": 1e9}, True),
+    ],
+)
+def test_bounds(changes, kept):
+    metrics = {"a/ttft_p99": 50.0, "a/ttft_p50": 1.0, "a/tpot_p99": 7.0} | changes
+    assert keeps(metrics, "a", 99, {"ttft": 50.0, "tpot": None}) is kept
+
+
+def test_a_latency_without_figures_does_not_keep_its_bound():
+    assert keeps({}, "a", 99, {"ttft": 50.0}) is False
