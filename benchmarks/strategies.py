@@ -121,12 +121,10 @@ class Once:
         self.saved_s = 0.0  # by recalling
         self.scoring_s = 0.0  # of the scores last asked for
 
-    def score(
-        self, model: Transformer, cache: KVCache, tokens_BS: Tensor, longest: int, last: int, tell: Any
-    ) -> Tensor:
+    def score(self, model: Transformer, cache: KVCache, feed: Any, longest: int, last: int, tell: Any) -> Tensor:
         """See magicdec.decoding.scoring.score."""
         key = (id(model), last)
-        scores_LBKS = self._recalled(key, lambda: score(model, cache, tokens_BS, longest, last, tell))
+        scores_LBKS = self._recalled(key, lambda: score(model, cache, feed, longest, last, tell))
         self.scoring_s = self.known[key][1]
         return scores_LBKS
 

@@ -31,8 +31,10 @@ from magicdec.engine.audit import audit
 from magicdec.engine.decoder import Generation
 from magicdec.engine.native import Batch, NativeEngine
 from magicdec.errors import UserError, exit_code, in_one_line
+from magicdec.heads import HeadConfig
 from magicdec.measure.footprint import Allocations
 from magicdec.measure.metrics import rounds_of
+from magicdec.models.head import Head
 from magicdec.models.transformer import Transformer
 from magicdec.serving.request import Params, Request
 from magicdec.serving.scheduler import Scheduler
@@ -159,7 +161,8 @@ def wrong_rows(draft: str, policy: str, keys: dict[str, Any]) -> Iterator[str]:
 def _trial(draft: str, policy: str, gamma: int, budget: int, keys: dict[str, Any], device: str = "cpu") -> NativeEngine:
     """Return an engine with a small model, and one like it where the draft needs one."""
     target = small_model()
-    model = noisy_copy(target, 0.15).to(device) if DRAFTS[draft].facts.needs_model else None
+    model = small_drafter(draft, target, 0.15)
+    model = model and model.to(device)
     options = keys | {"policy": policy, "gamma": gamma, "budget": budget, "generate_len": GENERATE_LEN}
     return new_engine(target.to(device), draft_name=draft, draft_model=model, **options)
 
@@ -204,6 +207,39 @@ def noisy_copy(model: Transformer, noise: float, seed: int = 1) -> Transformer:
         if parameter.dim() > 1:
             parameter.data += torch.randn(parameter.shape, generator=generator) * noise * parameter.std()
     return copy.requires_grad_(False)
+
+
+def small_head(target: Transformer) -> Head:
+    """Return a head that proposes what a target without layers would say of a token, in most of its vocabulary.
+
+    Each token attends to itself, and its embedding is passed on; hidden states are left out.
+    """
+    whole = target.config
+    plain = {name: getattr(whole, name) for name in ModelConfig.__dataclass_fields__}
+    plain |= {"num_layers": 1, "num_kv_heads": whole.num_heads, "sliding_window": None, "sliding_layers": ()}
+    plain |= {"qkv_bias": False, "output_bias": False, "qk_norm": True, "norm_before_residual": True}
+    vocabulary = 4 * whole.vocab_size // 5
+    config = HeadConfig(**plain, draft_vocab_size=vocabulary, target_hidden_size=whole.hidden_size, taps=(0, 1, 1))
+    head, E = Head(config, target.attention).eval(), whole.hidden_size
+    for parameter in head.parameters():
+        parameter.data.fill_(float(parameter.dim() == 1))
+    head.layer.attention_norm.weight.data.zero_()
+    head.layer.q_norm.weight.data.fill_(100.0)
+    inner = whole.num_heads * whole.head_dim
+    q_or_k = torch.randn(inner, E, generator=torch.Generator().manual_seed(0))
+    head.layer.qkv.weight.data[:, :E] = torch.cat((q_or_k, q_or_k, torch.eye(inner, E)))
+    head.layer.output.weight.data.copy_(torch.eye(E, inner))
+    head.target_ids_V = torch.arange(whole.vocab_size)[-vocabulary:]
+    output = target.embed if target.head is None else target.head
+    head.head.weight.data.copy_(output.weight[head.target_ids_V].float())
+    return head.requires_grad_(False)
+
+
+def small_drafter(draft: str, target: Transformer, noise: float) -> Transformer | None:
+    """Return the model that a draft needs next to a target, as good as `noise` allows; None if it needs none."""
+    if draft == DRAFTS.keyword or not DRAFTS[draft].facts.needs_model:
+        return None
+    return small_head(target) if DRAFTS[draft].facts.listens else noisy_copy(target, noise)
 
 
 def random_prompts(lengths: Sequence[int], seed: int = 0, vocab: int = VOCAB) -> list[list[int]]:

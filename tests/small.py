@@ -8,8 +8,10 @@ from magicdec.conformance import (
     noisy_copy,
     open_batch,
     random_prompts,
+    small_drafter,
+    small_head,
     small_model,
 )
 
 __all__ = ["VOCAB", "cache_config", "machine", "new_engine", "noisy_copy", "open_batch", "random_prompts"]
-__all__ += ["small_model"]
+__all__ += ["small_drafter", "small_head", "small_model"]

@@ -43,7 +43,7 @@ CODE_SHARE = 0.55  # of the windows; the rest is books
 MUON_LR, ADAM_LR = 0.02, 2e-3
 WARMUP, DECAY_FROM, FINAL_LR = 0.02, 0.4, 0.03  # shares of the budget; the last one a share of the peak rate
 STEP_WEIGHT = 0.8  # of a step's loss, against that of the step before it
-HELD_OUT_WINDOWS = 4  # of each kind of text
+HELD_OUT_WINDOWS = 8  # of each kind of text
 CHUNK = 512  # tokens of the target's passes
 
 
@@ -175,8 +175,8 @@ class Trainer:
     def train_step(self) -> float:
         """Do one optimiser step, on one window. Return the mean loss of the first step ahead, in nats."""
         for group in (*self.muon.param_groups, *self.adam.param_groups):
-            group["lr"] = group.setdefault("peak", group["lr"]) * schedule(self.progress)
-        window = training_window(self.corpus, self.number, self.args.context)
+            group["lr"] = group.setdefault("peak", group["lr"]) * schedule(self.progress) * self.args.lr_share
+        window = training_window(self.corpus, self.number, self.args.context + self.args.steps)
         losses = self.losses(torch.from_numpy(window)[None])
         weights = [STEP_WEIGHT**step for step in range(len(losses))]
         (sum(w * loss for w, loss in zip(weights, losses, strict=True)) / sum(weights)).backward()
@@ -192,28 +192,27 @@ class Trainer:
         hidden_BTN, last_BTE = self.reader.read(tokens_BT)
         teacher_BTV = F.linear(last_BTE, self.teacher[self.ids_V].float())
         count, size = self.args.steps, self.args.piece
-        found = self.in_pieces(hidden_BTN, tokens_BT)
+        found = self.in_pieces(hidden_BTN, tokens_BT, 1 if self.progress < self.args.alone else count)
         losses = []
         for step, logits_BTV in enumerate(found):
             wanted_BTV = pieces(teacher_BTV[0], step + 1, size, count).softmax(-1)
             losses.append(F.cross_entropy(logits_BTV.flatten(0, 1), wanted_BTV.flatten(0, 1)))
         return losses
 
-    def in_pieces(self, hidden_BTN: Tensor, tokens_BT: Tensor) -> list[Tensor]:
-        """Return the logits of all steps for the pieces of one window."""
+    def in_pieces(self, hidden_BTN: Tensor, tokens_BT: Tensor, number: int) -> list[Tensor]:
+        """Return the logits of the first steps for the pieces of one window."""
         count, size = self.args.steps, self.args.piece
         behind_BT = pieces(tokens_BT[0], 1, size, count, extra=count - 1)
-        return steps(self.head, pieces(hidden_BTN[0], 0, size, count), behind_BT, count, self.args.truncate)
+        return steps(self.head, pieces(hidden_BTN[0], 0, size, count), behind_BT, number, self.args.truncate)
 
     @torch.no_grad()
     def measure(self) -> None:
         """Add the acceptance on held-out text to the curve: accepted proposals over `--steps`, greedy."""
         found = {}
         for kind, ids in self.corpus.held_out.items():
-            starts = np.linspace(0, len(ids) - self.args.context - 1, HELD_OUT_WINDOWS).astype(int)
-            rates = [
-                self.acceptance(torch.from_numpy(ids[start : start + self.args.context])[None]) for start in starts
-            ]
+            size = self.args.context + self.args.steps
+            starts = np.linspace(0, len(ids) - size, HELD_OUT_WINDOWS).astype(int)
+            rates = [self.acceptance(torch.from_numpy(ids[start : start + size])[None]) for start in starts]
             found[kind] = round(float(np.mean(rates)), 4)
         self.curve.append({"minutes": round(self.seconds / 60, 1), "tokens": self.tokens, "acceptance": found})
         print(f"held out, accepted of {self.args.steps} proposals: {found}", flush=True)
@@ -226,7 +225,7 @@ class Trainer:
         ]
         accepted = torch.ones(1, dtype=torch.bool)
         total = 0.0
-        for step, logits_BTV in enumerate(self.in_pieces(hidden_BTN, tokens_BT)):
+        for step, logits_BTV in enumerate(self.in_pieces(hidden_BTN, tokens_BT, self.args.steps)):
             proposed_BT = self.ids_V[logits_BTV.argmax(-1)]
             accepted = accepted & (proposed_BT == pieces(chosen_T, step + 1, self.args.piece, self.args.steps))
             total += accepted.float().mean().item()
@@ -298,17 +297,22 @@ def head_config(target: Transformer, args: argparse.Namespace, vocabulary: int) 
 
 
 def new_head(config: HeadConfig, target: Transformer, ids_V: Tensor) -> Head:
-    """Return a head that begins with what the target has: the late hidden state, its norm and its output matrix."""
+    """Return a head that begins with what the target has: its late hidden state, its last norm and its output matrix.
+
+    Queries begin as the keys of their group, so that a token attends to itself: its embedding comes in on no other way.
+    """
     torch.manual_seed(0)
     head = Head(config, target.attention)
-    E = config.hidden_size
+    E, D, kv = config.hidden_size, config.head_dim, config.num_kv_heads * config.head_dim
     with torch.no_grad():
         for parameter in head.parameters():
             if parameter.ndim == 2:
-                parameter.normal_(0, 0.02)
-        head.layer.output.weight.zero_()
+                parameter.normal_(0, parameter.shape[1] ** -0.5)
+        q, k, _ = head.layer.qkv.weight.split((config.num_heads * D, kv, kv))
+        q.copy_(k.unflatten(0, (-1, D)).repeat_interleave(config.group_size, dim=0).flatten(0, 1))
         head.layer.down.weight.zero_()
-        head.fc.weight[:, -E:] += torch.eye(E)
+        head.fc.weight[:, :-E] *= 0.1
+        head.fc.weight[:, -E:] = torch.eye(E)
         head.norm.weight.copy_(target.norm.weight)
         head.head.weight.copy_((target.embed if target.head is None else target.head).weight[ids_V])
         head.target_ids_V.copy_(ids_V)
@@ -393,16 +397,23 @@ def arguments() -> argparse.Namespace:
     add("--verifier", help="how config.json calls the target; default: its folder")
     add("--minutes", type=float, default=60.0, help="time to train, without measuring (%(default)g)")
     add("--steps", type=int, default=3, help="steps ahead to train (%(default)d)")
+    add(
+        "--alone",
+        type=float,
+        default=0.3,
+        help="share of the time in which only the first step is trained (%(default)g)",
+    )
     add("--truncate", type=int, default=3, help="steps through which gradients go back (%(default)d)")
     add("--vocabulary", type=int, default=32_000, help="tokens that the head proposes (%(default)d)")
     add("--mlp", type=int, help="features of its MLP; default: the target's")
     add("--taps", type=int, nargs="*", default=[], help="layers of the target to read in front of; default: EAGLE-3's")
-    add("--context", type=int, default=2048, help="tokens that the target reads at a time (%(default)d)")
+    add("--context", type=int, default=1024, help="tokens that the target reads at a time (%(default)d)")
     add("--piece", type=int, default=512, help="tokens that the head reads at a time, its trained length (%(default)d)")
     add("--work", type=Path, default=Path("build/train_head"), help="folder for what --resume needs")
     add("--resume", action="store_true", help="continue from the work folder")
     add("--log-every", type=float, default=30.0, metavar="SECONDS")
     add("--save-every", type=float, default=5.0, metavar="MINUTES")
+    add("--lr-share", type=float, default=1.0, help="of the usual peak learning rates (%(default)g)")
     add("--seed", type=int, default=0)
     return parser.parse_args()
 

@@ -72,6 +72,13 @@ class StreamingCache(WindowCache):
         return self.settings.num_sink
 
     @override
+    def load(self, source: KVCache, scores_LBKS: Tensor | None = None) -> None:
+        """Copy the sinks' unrotated keys from the source, where they are at the position where they were computed."""
+        if self.sink_k_LBKND is not None:
+            self.sink_k_LBKND.copy_(source.k_LBKSD[:, :, :, : self.num_fixed])
+        super().load(source, scores_LBKS)
+
+    @override
     def adopt(self, prefilled: DraftCache, scores_LBKS: Tensor | None = None) -> None:
         """Copy the sinks' unrotated keys, too; setting the length rotates them."""
         assert isinstance(prefilled, StreamingCache)

@@ -175,6 +175,8 @@ class DraftConfig:
     serves: ClassVar[bool] = False  # rows can change hands between rounds, as serving needs
     one_rank: ClassVar[bool] = False  # works on one rank only
     is_predicted: ClassVar[bool] = True  # the cost model covers it
+    listens: ClassVar[bool] = False  # it reads the target's hidden states, from the prefill on
+    keeps_entries: ClassVar[bool] = False  # its model has an entry of every token, from which `cache` is selected
     label: ClassVar[str] = "{name}"  # the name under which acceptance is known; keys in braces are filled in
     title: ClassVar[str] = "draft {name}"  # how tables call it
 
@@ -219,6 +221,10 @@ class DraftConfig:
     def round_slots(self, gamma: int) -> int:
         """Return the slots beyond its budget that the independent model's cache needs in a round."""
         return gamma + 1
+
+    def assumed_model(self, target: ModelConfig) -> ModelConfig | None:
+        """Return the model to predict with where `model` names none; None: it must name one."""
+        return None
 
     def drafter(self, target: ModelConfig) -> ModelConfig:
         """Return the architecture of the model that drafts."""

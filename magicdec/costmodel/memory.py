@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from magicdec.architectures import ModelConfig
 from magicdec.config.choices import CacheSpec
+from magicdec.config.registry import POLICIES
 from magicdec.costmodel.roofline import layer_weights
 from magicdec.costmodel.round import Setup
 
@@ -73,7 +74,10 @@ def _draft_caches(setup: Setup, gamma: int, max_len: int) -> Iterator[tuple[Cach
         is_own = draft.needs_model and key == draft.own_cache_key
         model = setup.target if draft.needs_model and not is_own else setup.draft_model
         slots = draft.round_slots(gamma) if is_own else gamma + draft.extra_tokens + 1
-        yield CacheSpec(cache, slots - 1, max_len, max_len > model.max_position_embeddings), model, not is_own
+        if draft.keeps_entries:
+            yield CacheSpec(POLICIES["full"].facts(), slots - 1, max_len), model, False
+        is_longer, shares = max_len > model.max_position_embeddings, draft.keeps_entries or not is_own
+        yield CacheSpec(cache, slots - 1, max_len, is_longer), model, shares
 
 
 def _prefill_bytes(spec: CacheSpec, model: ModelConfig, element_bytes: float) -> float:

@@ -98,7 +98,7 @@ def operators(forward: Pass, hardware: Hardware) -> list[Operator]:
     model, batch, tokens = _share(forward.model, forward.ranks), forward.batch, forward.query_tokens
     layers, hidden, ffn = model.num_layers, model.hidden_size, model.intermediate_size
     q, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    vocabulary = ceil(model.vocab_size / (forward.ranks if hardware.stack.sharded_head else 1))
+    vocabulary = ceil(model.num_logits / (forward.ranks if hardware.stack.sharded_head else 1))
     rows, activation = batch * tokens, forward.activation_bytes
 
     def linear(name: str, number: int, inputs: int, outputs: int, size: float = forward.weight_bytes) -> Operator:
@@ -125,7 +125,7 @@ def operators(forward: Pass, hardware: Hardware) -> list[Operator]:
     ]
     return [
         elementwise("embedding", 1, 2 * hidden),
-        linear("qkv", layers, hidden, q + 2 * kv),
+        linear("qkv", layers, model.qkv_inputs, q + 2 * kv),
         *attention,
         linear("output", layers, q, hidden),
         linear("gate_up", layers, hidden, 2 * ffn),
@@ -141,7 +141,7 @@ def operators(forward: Pass, hardware: Hardware) -> list[Operator]:
 
 def choice_time(forward: Pass, hardware: Hardware) -> float:
     """Return the seconds to choose tokens from the logits of a pass, where that is not part of it."""
-    share = forward.model.vocab_size / (forward.ranks if hardware.stack.sharded_head else 1)
+    share = forward.model.num_logits / (forward.ranks if hardware.stack.sharded_head else 1)
     moved = hardware.stack.logit_passes * forward.batch * forward.query_tokens * share * forward.activation_bytes
     return moved / hardware.bandwidth
 
@@ -171,7 +171,8 @@ def arithmetic_intensity(forward: Pass, hardware: Hardware) -> float:
 def layer_weights(model: ModelConfig) -> float:
     """Return the elements of the matrices of all layers, which are what a draft's quantization makes smaller."""
     q, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    return model.num_layers * model.hidden_size * (2 * q + 2 * kv + 3 * model.intermediate_size)
+    in_features = model.hidden_size * (q + 3 * model.intermediate_size) + model.qkv_inputs * (q + 2 * kv)
+    return model.num_layers * in_features
 
 
 @cache

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from magicdec.cache.draft_cache import DraftCache
 from magicdec.models.kv_cache import KVCache
+from magicdec.models.taps import Taps
 from magicdec.models.transformer import Transformer
 
 
@@ -22,17 +23,23 @@ def prefill(
     longest: int,
     chunk: int,
     progress: Callable[[int], None],
+    taps: Taps | None = None,
+    hear: Callable[[int], None] | None = None,
 ) -> Tensor:
     """Fill an empty cache with the first `lengths_B` <= `longest` tokens of each row.
 
     Return the hidden state (B, E) of each row's last token. Call `progress` with the number of tokens of each chunk.
+
+    `taps` take hidden states; call `hear` with the first token of each chunk, as soon as they have those of the chunk.
     """
     rows_B = torch.arange(tokens_BS.shape[0], device=tokens_BS.device)
     last_BE = None
     for start in range(0, longest, chunk):
         tokens_BT = tokens_BS[:, start : min(start + chunk, longest)]
         num_new = tokens_BT.shape[1]
-        hidden_BTE = model(tokens_BT, cache)
+        hidden_BTE = model(tokens_BT, cache, taps)
+        if hear is not None:
+            hear(start)
         count_B = (lengths_B - start).clamp(0, num_new)
         if isinstance(cache, DraftCache):
             cache.take(cache, cache.committed_slots_B, count_B, num_new)

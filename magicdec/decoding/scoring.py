@@ -16,12 +16,18 @@ MAX_CHUNK = 32  # the most that the C++ kernel takes; with more, scores take sev
 
 
 def score(
-    model: Transformer, cache: KVCache, tokens_BS: Tensor, longest: int, last: int, progress: Callable[[int], None]
+    model: Transformer,
+    cache: KVCache,
+    feed: Callable[[Tensor, KVCache], object],
+    longest: int,
+    last: int,
+    progress: Callable[[int], None],
 ) -> Tensor:
     """Return the attention (L, B, K, S) that every entry receives from the last `last` tokens of each row.
 
-    The cache holds the rows' first `cache.seqlens_B` <= `longest` tokens, and is left as it is. A row shorter than
-    `last` is scored by all of its tokens. Call `progress` with the number of tokens of each chunk.
+    The cache holds the rows' first `cache.seqlens_B` <= `longest` tokens, and is left as it is. `feed` runs the model
+    over tokens, by their indices (B, T), and a view of the cache. A row shorter than `last` is scored by all of its
+    tokens. Call `progress` with the number of tokens of each chunk.
     """
     view, lengths_B1 = ReplayedCache(cache), cache.seqlens_B.long()[:, None]
     width = min(last, longest)
@@ -33,6 +39,6 @@ def score(
         index_BT = start_B1 + torch.arange(done, min(done + chunk, width), device=start_B1.device)
         view.counted_BT = index_BT < lengths_B1
         view.rollback(index_BT[:, 0])
-        model(tokens_BS.gather(1, index_BT), view)
+        feed(index_BT, view)
         progress(index_BT.shape[1])
     return view.scores_LBKS

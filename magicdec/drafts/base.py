@@ -21,6 +21,7 @@ from magicdec.config.registry import POLICIES
 from magicdec.decoding.scoring import score
 from magicdec.decoding.state import DRAFT, State
 from magicdec.models.kv_cache import KVCache
+from magicdec.models.taps import Taps
 from magicdec.models.transformer import Transformer
 from magicdec.verification.sampling import RowSampling, Sampling, Use, choose
 
@@ -69,11 +70,17 @@ class Draft(ABC):
     """
 
     gamma: int  # the most tokens that a round proposes
+    taps: Taps | None = None  # of the target's hidden states, which every verification leaves there
+    heard_seconds: float = 0.0  # that `hear` has taken of the last prefill
 
     @classmethod
     @abstractmethod
     def build(cls, spec: DraftSpec) -> "Draft":
         """Allocate a draft for one batch."""
+
+    def hear(self, start: int, state: State) -> None:
+        """Take the hidden states of a chunk of the prompts, which begins at token `start`, from `taps`."""
+        raise NotImplementedError
 
     @abstractmethod
     def prefill(self, state: State, progress: Callable[[int], None]) -> None:
@@ -149,17 +156,29 @@ class ModelDraft(Draft):
             hidden_B1E = self.feed(tokens[-1]) if tokens else hidden_B1E
             logits_B1V = self.model.logits(hidden_B1E)[..., : self.vocab_size]
             state.inspect(logits_B1V, DRAFT)
-            token_B1, q_B1V = choose(logits_B1V, positions_BG[:, i : i + 1], Use.PROPOSE, self.sampling)
+            chosen = choose(logits_B1V, positions_BG[:, i : i + 1], Use.PROPOSE, self.sampling)
+            token_B1, q_B1V = self.in_target(*chosen)
             tokens.append(token_B1)
             distributions.append(q_B1V)
         return Proposal(torch.cat(tokens, dim=1), self._stack(distributions))
+
+    def in_target(self, token_B1: Tensor, q_B1V: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Return a token, and the distribution it was drawn from, in the target's vocabulary."""
+        return token_B1, q_B1V
 
     def _scores(self, source: KVCache, state: State, progress: Callable[[int], None]) -> Tensor | None:
         """Return the scores by which a policy that observes selects from the entries of a prefilled context."""
         if not self.cache.observes:
             return None
-        tokens_BS = self._known(state.tokens_BS)
-        return score(self.model, source, tokens_BS, state.max_prompt_len, self.cache.observes, progress)
+
+        def feed(index_BT: Tensor, view: KVCache) -> None:
+            self.replay(index_BT, view, state)
+
+        return score(self.model, source, feed, state.max_prompt_len, self.cache.observes, progress)
+
+    def replay(self, index_BT: Tensor, view: KVCache, state: State) -> None:
+        """Run the model again over the tokens whose entries have these indices."""
+        self.model(self._known(state.tokens_BS.gather(1, index_BT)), view)
 
     def _known(self, tokens: Tensor) -> Tensor:
         """Replace tokens beyond this model's vocabulary, which only the target's padding has, by its last one."""

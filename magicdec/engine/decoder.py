@@ -17,6 +17,7 @@ from magicdec.drafts.base import Draft, Proposal
 from magicdec.engine.adaptive import AdaptiveCycle
 from magicdec.engine.graphs import Captures, Cycle, Step
 from magicdec.models.kv_cache import KVCache
+from magicdec.models.taps import Taps
 from magicdec.models.transformer import Transformer, compile_parts
 from magicdec.verification.accept import Verdict, accept_greedy, accept_sampled, accept_synthetic
 from magicdec.verification.sampling import RowSampling, Sampling, Use, choose
@@ -57,6 +58,7 @@ class Decoder:
         """Set up. `gammas` are those to choose among while decoding; without any, every round proposes draft.gamma."""
         self.target, self.cache, self.state, self.sampling = target, cache, state, sampling
         self.synthetic_acceptance, self.gammas = synthetic_acceptance, gammas
+        self.listener: Draft | None = None  # a draft that is given the target's hidden states in the prefill
         self.device = cache.seqlens_B.device
         self.captures = Captures(self.device) if graphs and self.device.type == "cuda" else None
         if target.is_compiled:  # tens of small operators each
@@ -65,8 +67,10 @@ class Decoder:
 
     @torch.inference_mode()
     def prefill(self, chunk: int, progress: Progress = silent) -> float:
-        """Fill the target's cache and decide each row's first token. Return the seconds that it took."""
-        state = self.state
+        """Fill the target's cache and decide each row's first token. Return the seconds that it took, without those of
+        a draft that listens.
+        """
+        state, listener = self.state, self.listener
         with Stopwatch(self.device) as watch:
             self.cache.rollback(torch.zeros_like(state.prompt_len_B))
             self.last_BE = prefill(
@@ -77,9 +81,15 @@ class Decoder:
                 state.max_prompt_len,
                 chunk,
                 progress,
+                listener.taps if listener else None,
+                self._hear,
             )
             self._decide_first_tokens()
-        return watch.seconds
+        return watch.seconds - (listener.heard_seconds if listener else 0.0)
+
+    def _hear(self, start: int) -> None:
+        if self.listener is not None:
+            self.listener.hear(start, self.state)
 
     @torch.inference_mode()
     def resume(self, last_BE: Tensor) -> None:
@@ -118,16 +128,16 @@ class Decoder:
     def round(self, draft: Draft, gamma: int, phase: int) -> None:
         """Propose, verify, accept, commit: no host synchronisation, static shapes."""
         proposal = draft.propose(self.state, gamma)
-        logits_BTV = self.verify(proposal, draft.watch(self.cache, phase))
+        logits_BTV = self.verify(proposal, draft.watch(self.cache, phase), draft.taps)
         verdict = self.accept(proposal, logits_BTV)
         count_B = self.state.commit(verdict)
         self.cache.commit(gamma + 1, count_B)
         draft.commit(count_B, gamma)
 
-    def verify(self, proposal: Proposal, cache: KVCache) -> Tensor:
+    def verify(self, proposal: Proposal, cache: KVCache, taps: Taps | None = None) -> Tensor:
         """Run the target over the last committed token and the proposals. Return T next-token logits a row."""
         tokens_BT = torch.cat((self.state.recent_BT(1), proposal.tokens_BG), dim=1)
-        logits_BTV = self.target.logits(self.target(tokens_BT, cache))
+        logits_BTV = self.target.logits(self.target(tokens_BT, cache, taps))
         self.state.inspect(logits_BTV, TARGET)
         return logits_BTV
 
@@ -159,7 +169,11 @@ class Decoder:
         if draft is not None:
             with Stopwatch(self.device) as watch:
                 draft.prefill(self.state, silent)
-            setup_seconds = watch.seconds + (cycle.timing_seconds if isinstance(cycle, AdaptiveCycle) else 0.0)
+            setup_seconds = (
+                draft.heard_seconds
+                + watch.seconds
+                + (cycle.timing_seconds if isinstance(cycle, AdaptiveCycle) else 0.0)
+            )
         clock, stop = Clock(self.device), _StopFlag(self.state.finished_B)
         clock.mark()
         while not stop.raised():

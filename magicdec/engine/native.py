@@ -101,7 +101,9 @@ class NativeEngine:
         synthetic = self.draft.synthetic_acceptance
         gammas = self.draft.gammas(self.cache) if self.draft.gamma == "auto" else ()
         decoder = Decoder(self.target, cache, state, sampling, self.hardware.captures, synthetic, gammas)
-        return Batch(decoder, self.draft_for(decoder) if self.draft.name != "none" else None)
+        draft = self.draft_for(decoder) if self.draft.name != "none" else None
+        decoder.listener = draft if self.draft.listens else None
+        return Batch(decoder, draft)
 
     def draft_for(self, decoder: Decoder) -> Draft:
         """Return a new draft for an opened batch, whose prefill several drafts may share."""

@@ -25,6 +25,7 @@ from magicdec.decoding.scoring import MAX_CHUNK
 from magicdec.engine.audit import chunk_len, score_tokens
 from magicdec.engine.decoder import silent
 from magicdec.engine.native import NativeEngine
+from magicdec.models.taps import Taps
 
 LAYERS = 2  # that run: what a layer leaves, the next one frees
 MOST_ROWS = 4096  # of a batch that runs: the memory of a larger one is extrapolated
@@ -60,6 +61,8 @@ def footprint(engine: NativeEngine, num_rows: int, context_len: int, audited: bo
     with _FusedAttention(), Allocations(weights) as allocations:
         batch = replace(engine, batch=group).open([prompt] * num_rows)
         decoder, draft = batch.decoder, batch.draft
+        if draft is not None and draft.taps is not None:
+            draft.taps = Taps(tuple(min(layer, LAYERS) for layer in draft.taps.layers))
         if prefills:
             decoder.prefill(engine.prefill_chunk)
         else:

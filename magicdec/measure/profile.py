@@ -39,6 +39,8 @@ def profile_round(batch: Batch, repeats: int, gamma: int = 0) -> dict[str, float
         gamma = gamma or draft.gamma
         proposal = draft.propose(decoder.state, gamma)
         none_B = torch.zeros_like(decoder.state.num_tokens_B)
+        decoder.verify(proposal, decoder.cache, draft.taps)
+        decoder.cache.commit(gamma + 1, none_B)
         draft.commit(none_B, gamma)
         parts["propose_ms"] = (
             lambda: _discard(draft.propose(decoder.state, gamma)),
@@ -46,7 +48,7 @@ def profile_round(batch: Batch, repeats: int, gamma: int = 0) -> dict[str, float
         )
 
         def verify(phase: int) -> None:
-            decoder.accept(proposal, decoder.verify(proposal, draft.watch(decoder.cache, phase)))
+            decoder.accept(proposal, decoder.verify(proposal, draft.watch(decoder.cache, phase), draft.taps))
 
         for phase in range(draft.phases):
             parts[f"verify_{phase}"] = partial(verify, phase), lambda: decoder.cache.commit(gamma + 1, none_B)

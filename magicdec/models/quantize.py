@@ -48,7 +48,7 @@ def quantized(model: Transformer, quantization: str, device: torch.device | str)
     quiet_torchao()
     on_cpu = torch.device(device).type == "cpu"
     with torch.device("meta"):
-        copy = Transformer(model.config, model.attention, model.share)
+        copy = type(model)(model.config, model.attention, model.share)
     widened = {k: v.to(model.dtype) if k.startswith("layers.") else v for k, v in model.state_dict().items()}
     copy.load_state_dict(widened, assign=True)
     copy.eval().requires_grad_(False)

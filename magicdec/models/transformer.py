@@ -112,7 +112,7 @@ class Transformer(nn.Module):
             x_BTE, mlp_BTE = layer.after_attention(ops, x_BTE, out_BTHD)
         x_BTE, normed_BTE = self.normed(ops, x_BTE, mlp_BTE)
         if taps:
-            taps.take(self.config.num_layers, x_BTE)
+            taps.take(len(self.layers), x_BTE)
         return normed_BTE
 
     def angles(self, frequencies_D2: Tensor, factor: float, positions_BT: Tensor) -> tuple[Tensor, Tensor]:

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -13,10 +14,12 @@ from magicdec.data import PromptRequest, Prompts, load_prompts
 from magicdec.data.tokenizer import load_tokenizer
 from magicdec.engine.native import NativeEngine
 from magicdec.errors import UserError, to_stderr
+from magicdec.heads import HeadConfig
 from magicdec.kernels import library, toolchain
 from magicdec.measure import memory
 from magicdec.measure.footprint import Footprint, UniformAttention, footprint, largest_batch
 from magicdec.models import checkpoint, quantize
+from magicdec.models.head import Head
 from magicdec.models.parallel import Share, share
 from magicdec.models.transformer import Transformer
 from magicdec.planning import shared
@@ -143,7 +146,9 @@ def num_bytes(plan: Plan) -> float:
 def _without_weights(model: Model, plan: Plan, attention: Attention, part: Share) -> Transformer:
     """Return a share of a model, on the meta device: its weights have a shape and a type but no storage."""
     with torch.device("meta"):
-        transformer = Transformer(part.config(model.config), attention, part).to(plan.dtype)
+        config = part.config(model.config)
+        kind: Any = Head if isinstance(config, HeadConfig) else Transformer
+        transformer = kind(config, attention, part).to(plan.dtype)
     for name in plan.in_bfloat16(model):
         weight = transformer.get_parameter(name)
         weight.data = weight.data.bfloat16()

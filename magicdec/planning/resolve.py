@@ -195,7 +195,7 @@ def resolve(config: Config) -> Plan:
         raise UserError(f"hardware.compile=true: Triton {compile_obstacle}; or set hardware.compile=false")
     config = replace(config, hardware=replace(config.hardware, **decided))
     config, target, draft = _models(config, loads=True)
-    if draft is not None:
+    if draft is not None and not config.draft.listens:
         check_vocabularies(target.config, draft.config, target.folder, draft.folder)
     quantize.check(config.draft.quantization, device)
     config.draft.check(target.config)
@@ -247,6 +247,8 @@ def _models(config: Config, loads: bool) -> tuple[Config, Model, Model | None]:
     for key, choice in config.models.items():
         if key != "target" and not config.draft.needs_model:
             continue
+        if key != "target" and choice.path is None and choice.architecture is None:
+            choice = replace(choice, architecture=config.draft.assumed_model(found["target"].config))
         choice, folder = identify(key, choice, loads and choice.weights == "checkpoint")
         assert choice.architecture is not None, "identify has read it"
         folder = folder if loads and choice.weights == "checkpoint" else None
@@ -313,7 +315,7 @@ def _attention(config: Config, device: torch.device, dtype: torch.dtype, models:
 def _check_length(config: Config, target: Model, draft: Model | None) -> None:
     check_length(config, target.config.max_position_embeddings)
     length = config.batch.context_len + config.batch.generate_len
-    if draft is None or length <= draft.config.max_position_embeddings:
+    if draft is None or config.draft.listens or length <= draft.config.max_position_embeddings:
         return
     trained = draft.config.max_position_embeddings
     key = config.draft.own_cache_key

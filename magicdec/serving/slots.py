@@ -159,6 +159,7 @@ class Slots:
         eos = () if params.sampling.ignore_eos else self.eos_token_ids
         state = State([prompt], params.max_tokens, padding, eos, self.device)
         request = Decoder(decoder.target, decoder.cache, state, params.sampling)
+        request.listener = decoder.listener if speculative else None
         request.prefill(self.engine.prefill_chunk, progress)
         state.check_finite("in the prefill")
         request.restart()

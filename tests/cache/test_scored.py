@@ -225,7 +225,9 @@ def test_the_scoring_pass_sees_what_a_whole_prefill_would(lengths, last, seed):
     model(tokens, cache)
     cache.rollback(torch.tensor(lengths, dtype=torch.int32))
     before = cache.k_LBKSD.clone()
-    scores = score(model, cache, tokens, longest, last, lambda _: None)
+    scores = score(
+        model, cache, lambda index_BT, view: model(tokens.gather(1, index_BT), view), longest, last, lambda _: None
+    )
     assert torch.equal(cache.k_LBKSD, before)
     assert cache.seqlens_B.tolist() == lengths
     torch.testing.assert_close(scores, torch.stack(seen), atol=1e-4, rtol=1e-4)

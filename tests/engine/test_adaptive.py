@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from magicdec.config import choices
-from magicdec.config.registry import DRAFTS
 from magicdec.costmodel.speedup import omega, speedup
 from magicdec.decoding.state import State
 from magicdec.engine.adaptive import AdaptiveCycle
@@ -14,7 +13,7 @@ from magicdec.engine.audit import audit
 from magicdec.engine.native import warm_up
 from magicdec.measure import metrics
 from tests.engine.test_graphs import CASES, TARGET
-from tests.small import noisy_copy, open_batch, random_prompts
+from tests.small import open_batch, random_prompts, small_drafter
 
 GAMMAS = (1, 2, 3, 5, 8)
 ROWS, ROUNDS = 8, 150
@@ -132,7 +131,7 @@ def test_every_change_of_gamma_is_lossless(draft, policy, monkeypatch):
         TARGET,
         random_prompts([50, 61, 70]),
         draft_name=draft,
-        draft_model=noisy_copy(TARGET, 0.15) if DRAFTS[draft].facts.needs_model else None,
+        draft_model=small_drafter(draft, TARGET, 0.15),
         gamma="auto",
         policy=policy,
         budget=16,

@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from magicdec.config.registry import DRAFTS
+from magicdec.models.head import Head
 from magicdec.models.kv_cache import KVCache
 from magicdec.models.transformer import Transformer
 from magicdec.verification.sampling import Sampling, Use, uniform_BT
 from tests.chi_square import chisquare
-from tests.small import VOCAB, open_batch, random_prompts, small_model
+from tests.small import VOCAB, open_batch, random_prompts, small_drafter, small_model
 
 V, ROWS, LENGTH = 5, 3000, 3  # sequences of so many tokens are counted
 TARGET = small_model(vocab_size=V, spread=0.4)
@@ -67,8 +68,9 @@ def expected(sampling: Sampling) -> dict[tuple[int, ...], float]:
 )
 def test_what_is_written_has_the_targets_distribution(draft, vocab, sampling):
     """Of 3,000 rows with one prompt, also where the draft's vocabulary is padded to another size than the target's."""
-    needs_model = draft != "none" and DRAFTS[draft].facts.needs_model
-    model = small_model(1, vocab_size=vocab, spread=0.4) if needs_model else None
+    model = small_drafter(draft, TARGET, 0.0)
+    if isinstance(model, Transformer) and not isinstance(model, Head):
+        model = small_model(1, vocab_size=vocab, spread=0.4)
     settings = {"policy": "streaming", "budget": 8, "num_sink": 2, "gamma": 2, "generate_len": LENGTH}
     batch = open_batch(TARGET, [PROMPT] * ROWS, draft_name=draft, draft_model=model, sampling=sampling, **settings)
     rows = batch.decoder.generate(batch.draft).tokens

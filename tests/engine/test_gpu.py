@@ -8,7 +8,7 @@ from magicdec.engine.native import NativeEngine, warm_up
 from magicdec.measure.footprint import footprint
 from magicdec.measure.memory import Peak, workspace_bytes
 from magicdec.measure.profile import profile_round
-from tests.small import new_engine, noisy_copy, random_prompts, small_model
+from tests.small import new_engine, random_prompts, small_drafter, small_model
 
 pytestmark = pytest.mark.gpu
 CASES = [("self", policy) for policy in POLICIES] + [(draft, "streaming") for draft in DRAFTS]
@@ -20,7 +20,8 @@ def engine_for(
 ) -> NativeEngine:
     target = small_model(**sizes)
     target.attention = BACKENDS[attention].work()
-    drafter = noisy_copy(target, 0.15).to(device) if DRAFTS[draft].facts.needs_model else None
+    drafter = small_drafter(draft, target, 0.15)
+    drafter = drafter and drafter.to(device)
     options = {"gamma": 3, "budget": 16, "num_sink": 2, "page_size": 4, "refresh": 2, "graphs": graphs}
     return new_engine(target.to(device), draft_name=draft, draft_model=drafter, policy=policy, **options)
 

@@ -13,7 +13,7 @@ from magicdec.config.registry import DRAFTS, POLICIES
 from magicdec.engine import decoder, graphs
 from magicdec.engine.native import warm_up
 from magicdec.measure import profile
-from tests.small import new_engine, noisy_copy, open_batch, random_prompts, small_model
+from tests.small import new_engine, open_batch, random_prompts, small_drafter, small_model
 
 TARGET = small_model()
 CASES = [("self", policy) for policy in POLICIES] + [(draft, "streaming") for draft in DRAFTS] + [("model", "full")]
@@ -32,7 +32,7 @@ class Rehearsed(graphs.Step):
 def test_rehearsals_stay_within_the_buffers_and_leave_no_trace(draft, policy, generate_len, monkeypatch):
     def opened():
         prompts = random_prompts([33, 41, 20])
-        model = noisy_copy(TARGET, 0.15) if DRAFTS[draft].facts.needs_model else None
+        model = small_drafter(draft, TARGET, 0.15)
         spec = {"gamma": 5, "budget": 16, "num_sink": 2, "page_size": 4, "refresh": 4, "generate_len": generate_len}
         return open_batch(TARGET, prompts, draft_name=draft, draft_model=model, policy=policy, **spec)
 

@@ -14,7 +14,7 @@ from magicdec.config.registry import DRAFTS, POLICIES
 from magicdec.conformance import both_ways
 from magicdec.kernels.library import compiler
 from magicdec.verification.sampling import Sampling
-from tests.small import VOCAB, new_engine, noisy_copy, open_batch, random_prompts, small_model
+from tests.small import VOCAB, new_engine, noisy_copy, open_batch, random_prompts, small_drafter, small_model
 
 TARGET = small_model()
 GAMMAS, BATCHES, BUDGETS = (1, 2, 5, 8), (1, 3, 8), (12, 40, 400)
@@ -24,7 +24,7 @@ PAIRS = [
     for draft in DRAFTS
     for policy in POLICIES
     if (DRAFTS[draft].facts.is_model or policy == "full")
-    and not (POLICIES[policy].facts.needs_target and draft == "model")
+    and not (POLICIES[policy].facts.needs_target and not DRAFTS[draft].facts.shares_target)
 ]
 FULL = [(*pair, *sizes) for pair in PAIRS for sizes in itertools.product(GAMMAS, BATCHES, BUDGETS)]
 # For every run, each pair with sizes that change along, and with the smallest valid budget, one more than gamma. The
@@ -37,7 +37,7 @@ SMALLEST = [(*pair, gamma, rows, gamma + 1) for pair, (gamma, rows) in zip(PAIRS
 def check(draft: str, policy: str, gamma: int, rows: int, budget: int, **settings):
     """Decode one batch both ways and compare."""
     prompts = random_prompts([50 + 7 * row for row in range(rows)], seed=gamma)
-    model = noisy_copy(TARGET, 0.15) if DRAFTS[draft].facts.needs_model else None
+    model = small_drafter(draft, TARGET, 0.15)
     batch = open_batch(
         TARGET,
         prompts,
@@ -80,7 +80,7 @@ def test_end_of_sequence_in_the_middle_of_a_round(draft):
     plain = open_batch(TARGET, prompts).decoder.generate().tokens
     eos = plain[0][7]  # a token that row 0 writes in the middle
     target = small_model(eos_token_ids=(eos,))
-    model = noisy_copy(target, 0.1) if DRAFTS[draft].facts.needs_model else None
+    model = small_drafter(draft, target, 0.1)
     batch = open_batch(target, prompts, draft_name=draft, draft_model=model, gamma=5, policy="full", ignore_eos=False)
     stopped, fast = batch.decoder.generate(), batch.decoder.generate(batch.draft)
     expected = [row[: row.index(eos) + 1] if eos in row else row for row in plain]
@@ -145,7 +145,7 @@ def test_a_row_does_not_depend_on_its_neighbours():
 @pytest.mark.parametrize("draft", list(DRAFTS))
 def test_the_shortest_prompts(draft, length):
     prompts = random_prompts([length, 5])
-    model = noisy_copy(TARGET, 0.2) if DRAFTS[draft].facts.needs_model else None
+    model = small_drafter(draft, TARGET, 0.2)
     batch = open_batch(
         TARGET, prompts, draft_name=draft, draft_model=model, gamma=3, policy="streaming", budget=8, num_sink=2
     )
@@ -264,7 +264,7 @@ def test_a_pass_reads_only_what_it_has_written_itself(draft, policy):
         TARGET,
         random_prompts([40, 3, 25]),
         draft_name=draft,
-        draft_model=noisy_copy(TARGET, 0.3) if DRAFTS[draft].facts.needs_model else None,
+        draft_model=small_drafter(draft, TARGET, 0.3),
         gamma=8,
         policy=policy,
         budget=16,

@@ -8,7 +8,7 @@ from magicdec.config.registry import DRAFTS, POLICIES
 from magicdec.engine import decoder
 from magicdec.engine.native import warm_up
 from tests.engine.test_graphs import Rehearsed
-from tests.small import noisy_copy, open_batch, random_prompts, small_model
+from tests.small import open_batch, random_prompts, small_drafter, small_model
 
 PAIRS = [("self", policy) for policy in POLICIES] + [(draft, "streaming") for draft in DRAFTS if draft != "self"]
 
@@ -23,7 +23,7 @@ def test_nothing_is_compiled_after_rehearsals(draft, policy, monkeypatch):
     torch._dynamo.reset()
     target = small_model()
     target.compile_layers()
-    model = noisy_copy(small_model(), 0.15) if DRAFTS[draft].facts.needs_model else None
+    model = small_drafter(draft, small_model(), 0.15)
     if model is not None:
         model.compile_layers()
     spec = {"gamma": 5, "budget": 16, "num_sink": 2, "page_size": 4, "refresh": 4, "generate_len": 24}

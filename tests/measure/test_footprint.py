@@ -19,7 +19,7 @@ from magicdec.serving.request import Params
 from magicdec.serving.slots import Slots
 from magicdec.tracking.progress import progress
 from magicdec.verification.sampling import Sampling
-from tests.small import new_engine, noisy_copy, open_batch, random_prompts, small_model
+from tests.small import new_engine, open_batch, random_prompts, small_drafter, small_model
 
 SIZES = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 160, "num_layers": 3, "max_position_embeddings": 2048}
 TARGET = small_model(**SIZES)
@@ -45,14 +45,14 @@ def counted_peak(function) -> int:
 
 def without_storage(model: Transformer) -> Transformer:
     with torch.device("meta"):
-        return Transformer(model.config, UniformAttention())
+        return type(model)(model.config, UniformAttention())
 
 
 @pytest.mark.parametrize(("draft", "policy", "chunk", "sampling"), CASES)
 def test_what_is_foreseen_is_what_is_allocated(draft, policy, chunk, sampling):
     settings = {"gamma": 3, "budget": 40, "num_sink": 4, "page_size": 8, "generate_len": 4, "sampling": sampling}
     settings |= {"draft_name": draft, "policy": policy, "prefill_chunk": chunk}
-    drafter = noisy_copy(TARGET, 0.1) if draft != "none" and DRAFTS[draft].facts.needs_model else None
+    drafter = small_drafter(draft, TARGET, 0.1)
     prompts = random_prompts([CONTEXT] * ROWS)
     audited = draft != "none"
 
@@ -64,7 +64,7 @@ def test_what_is_foreseen_is_what_is_allocated(draft, policy, chunk, sampling):
             if audited:
                 audit(batch.decoder, plain, fast)
 
-    models = without_storage(TARGET), without_storage(TARGET) if drafter else None
+    models = without_storage(TARGET), without_storage(drafter) if drafter else None
     engine = new_engine(models[0], draft_model=models[1], **settings)
     assert footprint(engine, ROWS, CONTEXT, audited).peak == pytest.approx(counted_peak(run), rel=0.05)
 

@@ -13,7 +13,7 @@ from magicdec.measure import metrics
 from magicdec.measure.intervals import acceptance_intervals
 from magicdec.scenarios.outputs import speeds
 from magicdec.scenarios.repeats import Repeat
-from tests.small import noisy_copy, open_batch, random_prompts, small_model
+from tests.small import open_batch, random_prompts, small_drafter, small_model
 
 # Two rows, gamma 2. Row 0 takes 3 + 1 tokens and ends in round 1; row 1 takes 1 + 2 + 1, cut at the limit in round 2.
 GENERATION = Generation(
@@ -112,7 +112,7 @@ def test_measured_acceptance_is_that_of_the_draft_however_little_is_generated(ge
 def test_synthetic_acceptance_works_with_every_draft(draft):
     model, prompts = small_model(), random_prompts([20] * 200)
     settings = {"gamma": 3, "policy": "streaming", "budget": 16, "num_sink": 2, "synthetic_acceptance": 0.6}
-    draft_model = noisy_copy(model, 0.1) if DRAFTS[draft].facts.needs_model else None
+    draft_model = small_drafter(draft, model, 0.1)
     batch = open_batch(model, prompts, draft_name=draft, draft_model=draft_model, generate_len=12, **settings)
     assert metrics.acceptance_metrics([batch.decoder.generate(batch.draft)])["alpha"] == pytest.approx(0.6, abs=0.05)
 
