@@ -125,6 +125,11 @@ class ModelConfig:
         return self.vocab_size
 
     @property
+    def fused_parameters(self) -> int:
+        """Return the weights that join hidden states of another model: none."""
+        return 0
+
+    @property
     def num_parameters(self) -> int:
         """Return the weights of the whole model, tied embeddings counted once."""
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim

@@ -61,6 +61,7 @@ class HeadConfig(ModelConfig):
         return self.draft_vocab_size
 
     @property
+    @override
     def fused_parameters(self) -> int:
         """Return the weights that make one hidden state of those of the target."""
         return self.num_taps * self.target_hidden_size * self.hidden_size

@@ -139,6 +139,24 @@ def operators(forward: Pass, hardware: Hardware) -> list[Operator]:
     ]
 
 
+def entries_time(forward: Pass, hardware: Hardware) -> StepTime:
+    """Return the seconds in which a head makes entries of the target's hidden states: without attention and MLP."""
+    model = _share(forward.model, forward.ranks)
+    outputs = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+    weights = model.fused_parameters + model.qkv_inputs * outputs
+    rows, size = forward.batch * forward.query_tokens, forward.activation_bytes
+    moved = rows * (model.fused_parameters // model.hidden_size + model.hidden_size + model.qkv_inputs + outputs) * size
+    reading = weights * forward.weight_bytes / hardware.bandwidth
+    compute = 2 * rows * weights / hardware.matmul_rate(rows)
+    overhead = 1e-6 * hardware.efficiency.layer_overhead_us
+    return StepTime(
+        weights=reading if reading >= compute else 0.0,
+        activations=moved / hardware.bandwidth,
+        compute=compute if compute > reading else 0.0,
+        overhead=overhead,
+    )
+
+
 def choice_time(forward: Pass, hardware: Hardware) -> float:
     """Return the seconds to choose tokens from the logits of a pass, where that is not part of it."""
     share = forward.model.num_logits / (forward.ranks if hardware.stack.sharded_head else 1)

@@ -8,7 +8,7 @@ from magicdec.architectures import ModelConfig, check_ranks
 from magicdec.config.choices import CacheConfig, CacheSpec, DraftConfig
 from magicdec.config.registry import DRAFTS, POLICIES
 from magicdec.costmodel.hardware import CPU, Hardware
-from magicdec.costmodel.roofline import BF16, Pass, StepTime, choice_time, step_time
+from magicdec.costmodel.roofline import BF16, Pass, StepTime, choice_time, entries_time, step_time
 from magicdec.costmodel.targets import model_label
 from magicdec.errors import UserError
 
@@ -140,7 +140,8 @@ class Setup:
             head_bytes=self.weight_bytes,
         )
         later = step_time(step, self.hardware)
-        refed = self.hardware.stack.refed_tokens(self.draft.shares_target, self.cache.policy)
+        is_exact = self.draft.shares_target or self.draft.keeps_entries
+        refed = self.hardware.stack.refed_tokens(is_exact, self.cache.policy)
         if refed == 1:
             return later, later
         weight = self.moved_weight_bytes(self.batch * refed)
@@ -189,6 +190,7 @@ def round_times(setup: Setup, gamma: int) -> RoundTimes:
     late = not hardware.stack.verify_chooses
     first, later = setup.draft_step_times  # the first may feed two tokens
     verify = setup.target_pass._replace(query_tokens=gamma + 1, chooses=not late)
+    refresh = entries_time(verify._replace(model=setup.draft_model, ranks=setup.draft_ranks), hardware)
     return RoundTimes(
         gamma,
         target=setup.target_time,
@@ -198,7 +200,7 @@ def round_times(setup: Setup, gamma: int) -> RoundTimes:
         overhead=StepTime(
             activations=choice_time(verify, hardware) if late else 0.0,
             overhead=hardware.efficiency.round_overhead_us * 1e-6,
-        ),
+        ).plus(refresh, float(setup.draft.keeps_entries)),
     )
 
 

@@ -248,7 +248,8 @@ def _models(config: Config, loads: bool) -> tuple[Config, Model, Model | None]:
         if key != "target" and not config.draft.needs_model:
             continue
         if key != "target" and choice.path is None and choice.architecture is None:
-            choice = replace(choice, architecture=config.draft.assumed_model(found["target"].config))
+            assumed = config.draft.assumed_model(found["target"].config)
+            choice = replace(choice, architecture=assumed, name=config.draft.name if assumed else choice.name)
         choice, folder = identify(key, choice, loads and choice.weights == "checkpoint")
         assert choice.architecture is not None, "identify has read it"
         folder = folder if loads and choice.weights == "checkpoint" else None
