@@ -216,7 +216,10 @@ def test_the_first_run_needs_no_warning(default):
             {"attention": "cppp"},
             "attention=cppp: must be one of auto, cpp, flash, flashinfer, sdpa, triton; did you mean cpp",
         ),
-        ({"draft__name": "sel"}, "draft.name=sel: must be one of none, eagle3, hierarchical, layer_skip, model, ngram, self;"),
+        (
+            {"draft__name": "sel"},
+            "draft.name=sel: must be one of none, eagle3, hierarchical, layer_skip, model, ngram, self;",
+        ),
         ({"hardware__device": "gpu"}, "hardware.device=gpu: must be one of auto, cpu, cuda"),
         ({"hardware__dtype": "float8"}, "hardware.dtype=float8: must be one of auto, float32, bfloat16, float16"),
         ({"hardware__memory_gib": 0.0}, "hardware.memory_gib=0.0: must be above 0"),
