@@ -1,6 +1,10 @@
 """The lock of a run: a lock on a file in its folder, which the kernel releases when its holder dies.
 
 The file names host and pid, for people. It is removed with the lock; the file of a killed process is taken over.
+
+The package filelock does not replace this: it leaves its file in each folder, has no way to ask for a lock without
+writing (a reader of a read-only store must know who runs), fails on file systems that answer ENOTSUP or ENOLCK, and
+where they answer ENOSYS it takes a lock that outlives a killed process.
 """
 
 import errno

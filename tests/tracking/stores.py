@@ -1,7 +1,10 @@
 """Synthetic stores: runs that look like a sweep's, of any number, written straight to disk."""
 
+import base64
+import gzip
 import json
 import random
+import re
 from copy import deepcopy
 from itertools import cycle, islice, product
 from pathlib import Path
@@ -49,8 +52,7 @@ def outcome_of(values: dict, rng: random.Random) -> dict:
         "speedup": speedup,
         "speedup_wall": speedup * 0.9,
         "speedup_spread": spread,
-        "speedup_min": speedup * (1 - 0.7 * spread),
-        "speedup_max": speedup * (1 + 0.3 * spread),
+        "speedup_ci95": [speedup * (1 - 0.7 * spread), speedup * (1 + 0.3 * spread)],
         "acceptance_rate": (length - 1) / gamma,
         "acceptance_length": length,
         "alpha": alpha,
@@ -120,3 +122,13 @@ def write_load(runs_dir: Path, levels: dict[int, tuple[float, float | None]]) ->
     own = {key: value for key, value in rows[-1].items() if key != "concurrency"}
     write_run(runs_dir, "10ad", values, own | {"memory/peak_gib": 1.0, "acceptance/source": "synthetic"})
     (runs_dir / "10ad" / "history.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def data_of(html):
+    """What the script reads, or AssertionError for what JSON does not have."""
+
+    def refuse(word):
+        raise AssertionError(word)
+
+    packed = re.search(r'<script type="text/plain" id="data">(.*?)</script>', html, re.S)[1]
+    return json.loads(gzip.decompress(base64.b64decode(packed)), parse_constant=refuse)

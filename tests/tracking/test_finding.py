@@ -3,7 +3,8 @@
 from math import exp, log, sqrt
 from statistics import fmean, stdev
 
-from magicdec.tracking.report.finding import finding
+from magicdec.measure.intervals import speedup_intervals
+from magicdec.tracking.report.answer import answer
 from magicdec.tracking.report.rows import read_rows
 from magicdec.tracking.store import Run
 from tests.tracking.sample import METRICS, with_changes
@@ -22,11 +23,14 @@ def store(runs_dir, speedups, **groups):
         | {"decode_s": {"autoregressive": list(speedups), "speculative": [1.0] * len(speedups)}}
         for row in range(ROWS)
     ]
-    run.finish(METRICS | {"speedup": sorted(speedups)[len(speedups) // 2], "data/fingerprint": "same"}, rows, [])
+    plain = [[one] * ROWS for one in speedups]
+    ends = speedup_intervals(plain, [[1.0] * ROWS] * len(speedups), speedups, [1.0] * len(speedups))
+    own = {"speedup": sorted(speedups)[len(speedups) // 2], "data/fingerprint": "same"} | ends
+    run.finish(METRICS | own, rows, [])
 
 
 def said(runs_dir):
-    return list(finding(read_rows(runs_dir)))
+    return list(answer(read_rows(runs_dir)).sentences())
 
 
 def test_the_winner_with_its_interval_and_what_was_held_constant(tmp_path):
@@ -37,6 +41,7 @@ def test_the_winner_with_its_interval_and_what_was_held_constant(tmp_path):
     half = T_95[2] * stdev(logs) / sqrt(3)
     low, high = (exp(fmean(logs) + sign * half) for sign in (-1, 1))
     winner = f"cache.budget=128 is the fastest, 1.52x per row (95% interval {low:.2f}x to {high:.2f}x)"
+    winner += f" and 1.71x per batch ({low:.2f}x to {high:.2f}x)"
     held = "held constant: model tiny, machine Some CPU @ 2.90GHz, batch 8, context 4096, text stdlib"
     assert said(tmp_path) == [winner, held]
 
@@ -45,7 +50,7 @@ def test_what_cannot_be_distinguished(tmp_path):
     for budget, first in ((128, 1.52), (256, 1.51), (64, 1.505), (96, 1.5), (32, 1.495), (16, 1.2)):
         store(tmp_path, [first - 0.02, first, first + 0.02], cache={"budget": budget})
     line = said(tmp_path)[0]
-    assert line.startswith("not distinguishable: cache.budget=128, 1.52x per row (95% interval 1.47x to 1.57x), and ")
+    assert line.startswith("not distinguishable: cache.budget=128, 1.52x per row (95% interval 1.47x to 1.57x) and ")
     assert line.endswith("cache.budget=256, cache.budget=64, cache.budget=96, 1 other")
 
 
@@ -59,8 +64,8 @@ def test_too_few_repeats_have_no_interval(tmp_path):
     store(tmp_path, [1.5, 1.5], cache={"budget": 128})
     store(tmp_path, [1.2, 1.2], cache={"budget": 64})
     assert said(tmp_path)[0] == (
-        "cache.budget=128 was the fastest, 1.50x per row; how sure that is takes at least 4 rows and 3 repeats "
-        "(scenario.repeats) to tell"
+        "cache.budget=128 was the fastest, 1.50x per row and 1.71x per batch; how sure that is takes at least 4 rows "
+        "and 3 repeats (scenario.repeats) to tell"
     )
 
 

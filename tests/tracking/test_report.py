@@ -16,7 +16,7 @@ from magicdec.tracking.report import difference, figures, page, query
 from magicdec.tracking.report.__main__ import main
 from magicdec.tracking.report.query import informative, varying
 from magicdec.tracking.report.rows import flatten, read_rows
-from tests.tracking.stores import AXES, write_load, write_run, write_store
+from tests.tracking.stores import AXES, data_of, write_load, write_run, write_store
 
 MANY, SECONDS = 10_000, 40  # it takes about 6 s on a free core; the bound is for crowded ones
 
@@ -375,7 +375,7 @@ def test_a_sweep_is_drawn_over_what_it_varies(tmp_path):
 @pytest.mark.parametrize("kind", figures.FORMATS)
 def test_a_figure_holds_its_caption_and_its_command(tmp_path, capsys, kind):
     for number, (budget, policy) in enumerate(product((64, 512), ("snapkv", "streaming"))):
-        found = {"speedup": 1 + number / 10, "speedup_min": 1.0, "speedup_max": 2.0}
+        found = {"speedup": 1 + number / 10, "speedup_ci95": [1.0, 2.0]}
         found["speedup_spread"] = 0.3 * (number == 3)
         write_run(tmp_path, f"run{number}", {"cache.budget": budget, "cache.policy": policy}, found)
     out = tmp_path / f"figure.{kind}"
@@ -389,7 +389,7 @@ def test_a_figure_holds_its_caption_and_its_command(tmp_path, capsys, kind):
         text = content.decode()
         for words in ("cache.budget", "cache.policy", "streaming", "Held constant: target.name tiny", ">!</text>"):
             assert words in text
-        assert "Bars: range over runs and repeats. !: a noisy measurement." in text
+        assert "Bars: 95% intervals. !: a noisy measurement." in text
 
 
 def test_a_figure_of_nothing_and_of_what_does_not_mix(tmp_path, capsys):
@@ -568,7 +568,7 @@ def test_no_broken_run_hides_the_others(report, tmp_path):
         code, out, _ = report(*arguments, "--columns", "budget", runs=tmp_path)
         assert code == 0
         assert {"64", "128"} <= set(out.split())
-    json.loads(re.search(r"<script[^>]*json[^>]*>(.*?)</script>", (tmp_path / "page.html").read_text(), re.S)[1])
+    assert data_of((tmp_path / "page.html").read_text())["number"] == 3 + 1
 
 
 def write_generations(folder, slowness, accepted=(1, 2, 0, 2), repeats=3):

@@ -11,7 +11,7 @@ from rich.text import Text
 from magicdec.errors import UserError, exit_code
 from magicdec.tracking.reader import find_run
 from magicdec.tracking.report import difference, export, figures, page, query, terminal
-from magicdec.tracking.report.rows import Row, flatten, keys_of, num_runs, read_runs, rows_of
+from magicdec.tracking.report.rows import Row, flatten, is_setting, keys_of, num_runs, read_runs, rows_of
 from magicdec.tracking.store import counted, shown
 
 EXAMPLES = """examples:
@@ -89,7 +89,7 @@ def _figure(arguments: Sequence[str]) -> None:
     rows = query.select(rows_of(read_runs(options.runs_dir, options.sweep)[0]), options.where)
     known = keys_of(rows)
     x, series = (
-        key and query.find_key(known, key, f"--{name}") for name, key in (("x", options.x), ("series", options.series))
+        key and _setting(known, key, f"--{name}") for name, key in (("x", options.x), ("series", options.series))
     )
     keys = [query.find_key(known, key, "--y") for key in options.y.split(",")]
     rows = [row for row in rows if row.get("status") == "done"]
@@ -107,6 +107,12 @@ def _figure(arguments: Sequence[str]) -> None:
         raise UserError(f"--out {path}: must end in one of {', '.join(f'.{one}' for one in figures.FORMATS)}")
     figures.draw(spec, path, shlex.join(["magicdec", "figure", *arguments]))
     print(f"written {shown(path)}")
+
+
+def _setting(known: Sequence[str], key: str, option: str) -> str:
+    """Return the setting that ends in `key`, or else any known key: gamma is draft.gamma, not the metric."""
+    found = [name for name in known if is_setting(name) and name.endswith(f".{key}")]
+    return found[0] if len(found) == 1 else query.find_key(known, key, option)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -5,22 +5,35 @@ A place is what is given or assumed, such as model, machine, text, context and b
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
 
+from magicdec.measure.intervals import MIN_REPEATS, MIN_ROWS, Estimate, difference
 from magicdec.tracking.cells import cell, is_number
 from magicdec.tracking.reader import noise
 from magicdec.tracking.report.query import constants, informative
-from magicdec.tracking.report.rows import Row
+from magicdec.tracking.report.rows import Row, interval
+from magicdec.tracking.report.verdict import estimates
+from magicdec.tracking.store import counted
 
 GIVEN = (
     *("target.name", "device", "hardware.name", "data.name", "data.task", "sampling.temperature", "scenario.alpha"),
     *("draft.synthetic_acceptance", "batch.context_len", "batch.size", "load.concurrency", "load.rate"),
 )
 PER = {"speedup": "row", "speedup_wall": "batch", "speedup_duration": "level"}  # what each speedup compares
-MAX_SETTINGS = 6
+HELD = {
+    "target.name": "model",
+    "device": "machine",
+    "batch.size": "batch",
+    "batch.context_len": "context",
+    "data.name": "text",
+}
+MAX_SETTINGS, MAX_NAMED, MAX_PLACES = 6, 3, 10
+MAX_RIVALS = 20  # the next best, which are compared with the best
 MEASURED, PREDICTED = "speedup", "predicted/speedup"
 BY = {
-    MEASURED: "By time per output token (TPOT) against each run's own autoregressive baseline",
-    PREDICTED: "By the cost model",
+    MEASURED: "Measure: time per output token (TPOT), against each run's own autoregressive baseline",
+    PREDICTED: "Measure: the cost model's speedup",
 }
 
 
@@ -32,27 +45,35 @@ class Place:
     others: Sequence[Row]
     key: str
 
-    @property
-    def interval(self) -> tuple[float, float]:
-        """Return the least and the greatest speedup of the best run's repeats."""
-        return _interval(self.best, self.key)
-
-    @property
-    def rivals(self) -> int:
-        """Return how many others are within the noise of the best: their repeats reach into its own."""
-        own, least = is_synthetic(self.best), self.interval[0]
-        return sum(is_synthetic(row) == own and _interval(row, self.key)[1] >= least for row in self.others)
+    @cached_property
+    def rivals(self) -> list[Row]:
+        """Return the others that are not slower than the best by more than noise. Without estimates nothing is known,
+        and there are none.
+        """
+        own, drawn = _estimate(self.best), is_synthetic(self.best)
+        if own is None or self.key == PREDICTED:
+            return []
+        near = islice((row for row in self.others if is_synthetic(row) == drawn), MAX_RIVALS)
+        return [row for row in near if not _is_slower(row, self.best, own)]
 
     @property
     def faster(self) -> str:
         """Return which way of decoding is faster here."""
-        low, high = self.interval
+        low, high = interval(self.best, self.key) or (self.best[self.key],) * 2
         if low <= 1 <= high and low < high:
             return "within noise"
         if self.best[self.key] > 1:
             return "speculative"
         plain = self.best.get("autoregressive/tokens_per_second")
         return f"autoregressive, {cell(float(plain))} tokens/s" if is_number(plain) else "autoregressive"
+
+    def figure(self) -> str:
+        """Return the speedups of the best run, each with its interval."""
+        if self.key == PREDICTED:
+            return f"predicted {self.best[PREDICTED]:.2f}x per row"
+        known = [key for key in PER if is_number(self.best.get(key))]
+        text = " and ".join(f"{self.best[key]:.2f}x per {PER[key]}{_bracket(self.best, key)}" for key in known)
+        return text.replace("(", "(95% interval ", 1)
 
 
 @dataclass(frozen=True)
@@ -65,39 +86,45 @@ class Answer:
     chosen: Sequence[str]
     held: Row
 
-    def headline(self) -> str:
-        """Return the best speedup of all places."""
-        best = self._top.best
-        if self.key == PREDICTED:
-            return f"predicted {best[PREDICTED]:.2f}x"
-        return " and ".join(f"{best[key]:.2f}x per {per}" for key, per in PER.items() if is_number(best.get(key)))
+    @property
+    def top(self) -> Place:
+        """Return the place with the greatest speedup. One with drawn acceptance comes last."""
+        return max(self.places, key=lambda place: (not is_synthetic(place.best), place.best[self.key]))
+
+    def winner(self, place: Place) -> str:
+        """Say which configuration is the fastest at a place, or from which others it cannot be distinguished."""
+        best, figure = self._name(place.best), place.figure()
+        pays = {"speculative": "", "within noise": "; not faster than autoregressive decoding by more than noise"}
+        rest = pays.get(place.faster, "; autoregressive decoding is faster")
+        rest += f"; noisy: {', '.join(found)}" if (found := noise(place.best)) else ""
+        if not place.others:
+            return f"{best}: {figure}{rest}"
+        if self.key == MEASURED and interval(place.best, self.key) is None:
+            least = f"at least {MIN_ROWS} rows and {MIN_REPEATS} repeats (scenario.repeats)"
+            return f"{best} was the fastest, {figure}; how sure that is takes {least} to tell{rest}"
+        if not place.rivals:
+            return f"{best} is the fastest, {figure}{rest}"
+        more = len(place.rivals) - MAX_NAMED
+        alike = [self._name(row) for row in place.rivals[:MAX_NAMED]] + ([counted(more, "other")] if more > 0 else [])
+        return f"not distinguishable: {best}, {figure}, and {', '.join(alike)}{rest}"
+
+    def where(self, place: Place) -> str:
+        """Name a place among several; "" if there is one."""
+        return ", ".join(f"{key}={cell(place.best[key])}" for key in self.given if key in place.best)
 
     def sentences(self) -> Iterator[str]:
-        """Say which configuration that is, how sure it is, and where speculation pays."""
-        top, wins = self._top, sum(place.faster == "speculative" for place in self.places)
-        how = ", ".join(f"{key} {cell(top.best[key])}" for key in [*self.chosen, *self.given] if key in top.best)
-        what = "is the best speedup" if wins else "at best: autoregressive decoding is faster everywhere"
-        if not wins and any(place.faster == "within noise" for place in self.places):
-            what = "at best: speculation is faster nowhere by more than the noise"
-        yield f"{what}{f', with {how}' if how else ''}."
-        low, high = top.interval
-        if low < high:
-            yield f"Its repeats: {low:.2f}x to {high:.2f}x."
-        if found := noise(top.best):
-            yield f"Noisy: {', '.join(found)}."
-        if top.rivals:
-            yield f"{top.rivals} other{'s are' if top.rivals > 1 else ' is'} within its noise."
-        if len(self.places) > 1:
-            yield f"Speculation is faster in {wins} of {len(self.places)} places ({', '.join(self.given)})."
+        """Yield a sentence for each place, and what was held constant; nothing without measured speedups to compare."""
+        if self.key != MEASURED or not any(place.others for place in self.places):
+            return
+        for place in self.places[:MAX_PLACES]:
+            yield ": ".join(filter(None, (self.where(place), self.winner(place))))
+        if len(self.places) > MAX_PLACES:
+            yield f"and {counted(len(self.places) - MAX_PLACES, 'more place')}: see the report"
+        held = [f"{word} {cell(self.held[key])}" for key, word in HELD.items() if key in self.held]
+        yield f"held constant: {', '.join(held) or 'nothing'}"
 
-    def basis(self) -> str:
-        """Say by which measure, and what was held constant."""
-        held = ", ".join(f"{key} {cell(value)}" for key, value in self.held.items())
-        return f"{BY[self.key]}. Held constant: {held or 'nothing'}."
-
-    @property
-    def _top(self) -> Place:
-        return max(self.places, key=lambda place: (not is_synthetic(place.best), place.best[self.key]))
+    def _name(self, row: Row) -> str:
+        return " ".join(f"{key}={cell(row[key])}" for key in self.chosen if key in row) or str(row["id"])
 
 
 def answer(rows: Sequence[Row]) -> Answer | None:
@@ -130,6 +157,20 @@ def is_too_large(row: Row) -> bool:
     return row.get("predicted/fits") is False and MEASURED not in row
 
 
-def _interval(row: Row, key: str) -> tuple[float, float]:
-    low, high = (row.get(f"{key}_{end}") for end in ("min", "max"))
-    return (low, high) if is_number(low) and is_number(high) else (row[key], row[key])
+def _is_slower(row: Row, best: Row, own: Estimate) -> bool:
+    """Return whether a run is slower than the best by more than noise."""
+    other = _estimate(row)
+    if other is None:
+        return False
+    change = difference(own, other, row.get("data/fingerprint") == best.get("data/fingerprint"))
+    return abs(change.value) > change.half_width()
+
+
+def _estimate(row: Row) -> Estimate | None:
+    is_compared = row.get("scenario.name") == "compare" and "folder" in row
+    return estimates(row).get(MEASURED) if is_compared else None
+
+
+def _bracket(row: Row, key: str) -> str:
+    ends = interval(row, key)
+    return f" ({ends[0]:.2f}x to {ends[1]:.2f}x)" if ends else ""

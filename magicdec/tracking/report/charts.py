@@ -17,16 +17,31 @@ COLOURS = ["#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", GRE
 BREAK_EVEN = {"strokeDash": [4, 3], "color": GREY}
 SHAPES = ["circle", "square", "triangle-up", "diamond", "cross", "triangle-down"]
 KINDS = ("number", "log", "word")  # of values: on a linear axis, on a logarithmic one, side by side
+PARTS = ("drafting", "verification", "rest of the round")
+UNITS = ("ms per round", "vs autoregressive")
+APART = 0.05  # of the x axis, for all series of a place
 SIZE = (440, 280)  # of a figure, in points
 Spec = dict[str, Any]
 Chart = Any  # Altair's
 
 
+def _beside(base: Chart, is_log: bool) -> Chart:
+    """Move the points of several series with the same x apart, so that their intervals do not hide each other."""
+    order: Any = [alt.SortField("series"), alt.SortField("kind")]
+    ranked = base.transform_window(rank="dense_rank()", sort=order).transform_joinaggregate(
+        ranks="max(rank)", least="min(x)", most="max(x)"
+    )
+    share = f"{APART} * (datum.rank / (datum.ranks + 1) - 0.5)"
+    if is_log:
+        return ranked.transform_calculate(at=f"datum.x * pow(datum.most / datum.least, {share})")
+    return ranked.transform_calculate(at=f"datum.x + (datum.most - datum.least) * {share}")
+
+
 def line(x: str = "number", series: str = "word") -> Chart:
     """Describe y over x, a colour per series and a shape per kind.
 
-    A point is the median of the rows with the same x, series and kind. Its interval goes from the smallest `low` to the
-    largest `high`; `!` marks noise.
+    A point is the median, or another statistic, of the rows with the same x, series and kind. A single row has an
+    interval, from `low` to `high`; `!` marks noise.
     """
     keys: Any = ["x", "series", "kind"]
     base: Chart = alt.Chart(alt.NamedData(name="points")).transform_aggregate(
@@ -43,37 +58,35 @@ def line(x: str = "number", series: str = "word") -> Chart:
         "kind:N", title=None, sort=None, scale=alt.Scale(range=SHAPES), legend=alt.Legend(values=["$kinds"])
     )
     dash = alt.StrokeDash("kind:N", title=None, sort=None, legend=None)
-    axis = (
-        alt.Axis(values=["$values"], labelOverlap=True, format=",~r")
-        if x != "word"
-        else alt.Axis(labelOverlap=True, labelAngle=0)
-    )
-    across = alt.X("x", type="ordinal", title="$x", axis=axis)
-    if x != "word":
-        scale = (
-            alt.Scale(type="log", base=2, nice=False, padding=14) if x == "log" else alt.Scale(zero=False, padding=14)
-        )
-        across = alt.X("x", type="quantitative", title="$x", axis=axis, scale=scale)
+    if x == "word":
+        axis = alt.Axis(labelOverlap=True, labelAngle=0)
+        at: dict[str, Any] = {"x": alt.X("x", type="ordinal", title="$x", axis=axis)}
+        at["xOffset"] = alt.XOffset("series:N", sort=None)
+    else:
+        base, is_log = _beside(base, x == "log"), x == "log"
+        scale = alt.Scale(type="log", base=2, nice=False, padding=14) if is_log else alt.Scale(zero=False, padding=14)
+        axis = alt.Axis(values=["$values"], labelOverlap=True, labelExpr="format(datum.value, ',')")
+        at = {"x": alt.X("at", type="quantitative", title="$x", axis=axis, scale=scale)}
     up = alt.Y("y:Q", title="$y", scale=alt.Scale(zero=False))
     tips = [alt.Tooltip(name) for name in ("series:N", "kind:N", "x:N", "y:Q", "low:Q", "high:Q", "runs:Q")]
     rule = base.transform_filter("isValid(datum.rule)").transform_aggregate(rule="max(rule)")
     parts = [
         rule.mark_rule(**BREAK_EVEN).encode(y="rule:Q"),
-        base.transform_filter("datum.high > datum.low")
+        base.transform_filter("datum.runs == 1 && datum.high > datum.low")
         .mark_errorbar(ticks=alt.MarkConfig(width=7), thickness=1.2)
-        .encode(x=across, y=alt.Y("low:Q", title="$y"), y2="high:Q", color=colour),
+        .encode(**at, y=alt.Y("low:Q", title="$y"), y2="high:Q", color=colour),
         base.mark_point(filled=True, size=55, opacity=1).encode(
-            x=across, y=up, color=colour, shape=shape, tooltip=tips),
+            **at, y=up, color=colour, shape=shape, tooltip=tips),
         base.transform_filter("datum.noisy")
-        .mark_text(text="!", dx=9, dy=-7, fontWeight="bold", color=NOISY, size=13).encode(x=across, y=up),
+        .mark_text(text="!", dx=9, dy=-7, fontWeight="bold", color=NOISY, size=13).encode(**at, y=up),
     ]  # fmt: skip
     if x != "word":
-        parts.insert(1, base.mark_line(strokeWidth=1.6).encode(x=across, y=up, color=colour, strokeDash=dash))
+        parts.insert(1, base.mark_line(strokeWidth=1.6).encode(**at, y=up, color=colour, strokeDash=dash))
     return alt.layer(*parts)
 
 
 def heat(ratio: bool) -> Chart:
-    """Describe the median of y for each x and series, as a table of colours. A ratio is good above 1, bad below."""
+    """Describe a statistic of y for each x and series, as a table of colours. A ratio is good above 1, bad below."""
     base: Chart = alt.Chart(alt.NamedData(name="points")).transform_aggregate(
         y="median(y)", noisy="max(noisy)", runs="count()", groupby=["x", "series"]
     )
@@ -92,7 +105,7 @@ def heat(ratio: bool) -> Chart:
 
 def trade() -> Chart:
     """Describe throughput over latency, with the Pareto front of each kind: speculative and autoregressive."""
-    base: Chart = alt.Chart(alt.NamedData(name="points"))
+    base: Chart = alt.Chart(alt.NamedData(name="points")).transform_filter("datum.x > 0 && datum.y > 0")
     log = alt.Scale(type="log", nice=False, padding=12)
     ticks = alt.Axis(tickCount=5, format="~s")
     x, y = alt.X("x:Q", title="$x", scale=log, axis=ticks), alt.Y("y:Q", title="$y", scale=log, axis=ticks)
@@ -112,7 +125,7 @@ def trade() -> Chart:
 
 def agreement() -> Chart:
     """Describe predictions over measurements: exact on the dashed line, 10% off at the edges of the band."""
-    base: Chart = alt.Chart(alt.NamedData(name="points"))
+    base: Chart = alt.Chart(alt.NamedData(name="points")).transform_filter("datum.x > 0 && datum.y > 0")
     scale = alt.Scale(type="log", nice=False, padding=10)
     axis = alt.Axis(tickCount=5, format="~r")
     x, y = alt.X("x:Q", title="$x", scale=scale, axis=axis), alt.Y("y:Q", title="$y", scale=scale, axis=axis)
@@ -135,18 +148,20 @@ def agreement() -> Chart:
     )  # fmt: skip
 
 
-def parts() -> Chart:
+def parts(unit: str) -> Chart:
     """Describe the mean parts of a round, measured and predicted; a mark is the autoregressive time of its tokens."""
-    base: Chart = alt.Chart(alt.NamedData(name="points"))
+    whole = "1" if unit == UNITS[0] else "datum.tokens"
+    base: Chart = alt.Chart(alt.NamedData(name="points")).transform_fold([*PARTS], as_=["series", "time"])
+    base = base.transform_calculate(y=f"datum.time / {whole}", tokens=f"datum.tokens / {whole}")
     x, inner = alt.X("x:O", title="$x", axis=alt.Axis(labelAngle=0, labelOverlap=True)), alt.XOffset("kind:N")
     bars = base.transform_aggregate(y="mean(y)", groupby=["x", "kind", "series"])
     faint = alt.Opacity("kind:N", title=None, scale=alt.Scale(domain=["measured", "predicted"], range=[1, 0.5]))
-    colour = alt.Color("series:N", title=None, scale=alt.Scale(range=COLOURS))
+    colour = alt.Color("series:N", title=None, scale=alt.Scale(range=COLOURS), sort=[*PARTS])
     tips = [alt.Tooltip(name) for name in ("x:N", "kind:N", "series:N", "y:Q")]
     tokens = base.transform_aggregate(tokens="mean(tokens)", groupby=["x", "kind"])
     return alt.layer(
         bars.mark_bar().encode(
-            x=x, xOffset=inner, y=alt.Y("y:Q", title="$y"), color=colour, opacity=faint, tooltip=tips),
+            x=x, xOffset=inner, y=alt.Y("y:Q", title=unit), color=colour, opacity=faint, tooltip=tips),
         tokens.mark_tick(thickness=3, color=NOISY).encode(x=x, xOffset=inner, y="tokens:Q"),
     )  # fmt: skip
 
@@ -157,7 +172,7 @@ DESCRIPTIONS: dict[str, Callable[[], Chart]] = {
     "heat": partial(heat, False),
     "trade": trade,
     "agreement": agreement,
-    "parts": parts,
+    **{f"parts {unit}": partial(parts, unit) for unit in UNITS},
 }
 
 
@@ -192,7 +207,8 @@ def template(name: str, on_page: bool = False) -> str:
         axis=faint, legend=legend, font="Helvetica, Arial, sans-serif", background="transparent" if on_page else "white"
     )
     chart = chart.configure_view(stroke=None)
-    return json.dumps(chart.to_dict(), separators=(",", ":"))
+    text = json.dumps(chart.to_dict(), separators=(",", ":"))
+    return text.replace('"op":"median","field":"y"', '"op":"$statistic","field":"y"')
 
 
 def filled(template: str, titles: Mapping[str, Any], points: list[Spec]) -> Spec:

@@ -3,6 +3,7 @@
 import re
 import textwrap
 import zlib
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -16,12 +17,13 @@ from magicdec.tracking.reader import noise
 from magicdec.tracking.report.charts import filled, template
 from magicdec.tracking.report.export import write
 from magicdec.tracking.report.query import constants, informative, rank
-from magicdec.tracking.report.rows import Row
+from magicdec.tracking.report.rows import Row, interval
 
 BATCH, CONTEXT = "batch.size", "batch.context_len"
 FORMATS = ("pdf", "png", "svg")
 LOG_FROM = 8  # values over this ratio get a logarithmic axis
 CAPTION_WIDTH = 100  # characters
+NOT_TIMED = ("predicted/", "published/", "acceptance", "alpha", "memory/", "data/", "lossless/")
 # A metric, or the ratio of two.
 Measure = str | tuple[str, str]
 SPEEDUPS = {"measured": "speedup", "predicted": "predicted/speedup", "published": "published/speedup"}
@@ -46,7 +48,7 @@ FIGURES: dict[str, tuple[str, str | None, Mapping[str, Measure]]] = {
 
 
 def points(rows: Sequence[Row], x: str, series: str | None, measures: Mapping[str, Measure]) -> list[dict[str, Any]]:
-    """Return a point per run and measure: its value with the interval over the run's repeats, and whether it is noisy.
+    """Return a point per run and measure: its value with the 95% interval, if there is one, and whether it is noisy.
 
     Without `series` the measures are the series.
     """
@@ -57,11 +59,16 @@ def points(rows: Sequence[Row], x: str, series: str | None, measures: Mapping[st
             if value is None or row.get(x) is None:
                 continue
             name = kind if series is None else _name(row.get(series))
-            low, high = (_value(row, f"{key}_{end}") if isinstance(key, str) else None for end in ("min", "max"))
-            point = {"x": row[x], "series": name, "kind": kind, "y": value, "low": low or value, "high": high or value}
+            low, high = (interval(row, key) if isinstance(key, str) else None) or (value, value)
+            point = {"x": row[x], "series": name, "kind": kind, "y": value, "low": low, "high": high}
             ratio = {"rule": 1} if "speedup" in key else {}
-            found.append(point | ratio | {"noisy": key == "speedup" and bool(noise(row))})
+            found.append(point | ratio | {"noisy": is_timed(key) and bool(noise(row))})
     return found
+
+
+def is_timed(key: Measure) -> bool:
+    """Return whether a metric was timed, so that a disturbed run has a wrong value."""
+    return not (isinstance(key, str) and key.startswith(NOT_TIMED))
 
 
 def figure(
@@ -82,6 +89,7 @@ def figure(
         "y": title,
         "series": series or "",
         "values": places,
+        "statistic": "median",
         "caption": _caption(rows, drawn, (x, series)),
     }
     titles["kinds"] = kinds if series and len(kinds) > 1 else []
@@ -153,7 +161,9 @@ def _caption(rows: Sequence[Row], drawn: Sequence[Mapping[str, Any]], axes: Coll
     others = [key for key in informative(rows) if key not in axes]
     lines = [f"Held constant: {held}."] if held else []
     lines += [f"Medians over runs that also differ in {', '.join(others)}."] if others else []
-    notes = ["Bars: range over runs and repeats."] if any(point["high"] > point["low"] for point in drawn) else []
+    runs = Counter((point["x"], point["series"], point["kind"]) for point in drawn)
+    alone = [point for point in drawn if runs[point["x"], point["series"], point["kind"]] == 1]
+    notes = ["Bars: 95% intervals."] if any(point["high"] > point["low"] for point in alone) else []
     notes += ["!: a noisy measurement."] if any(point["noisy"] for point in drawn) else []
     return [part for line in [*lines, " ".join(notes)] if line for part in textwrap.wrap(line, CAPTION_WIDTH)]
 

@@ -1,8 +1,8 @@
 """Write a table of runs as one HTML page, which needs no network: its data, its script and Vega are part of it.
 
 The answer, the ranking and the texts are HTML when the page is written. Charts are the descriptions of charts.py, which
-the page fills with the runs that its filter lets through. Data is stored by column, a constant once and words by
-number, so that 10,000 runs make a page of a few megabytes.
+the page fills with the runs that its filter lets through. Data is stored by column and compressed, so that 10,000 runs
+make a page of a few megabytes.
 """
 
 import base64
@@ -12,9 +12,8 @@ import math
 import re
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from datetime import UTC, datetime
-from functools import cache
 from html import escape
 from importlib.resources import files
 from itertools import islice
@@ -27,10 +26,11 @@ import vl_convert
 from magicdec.tracking.cells import cell, is_number
 from magicdec.tracking.files import SAMPLE, read_lines
 from magicdec.tracking.reader import gpu_trouble, is_impossible, noise
-from magicdec.tracking.report.answer import PER, PREDICTED, Answer, answer, is_synthetic, is_too_large
-from magicdec.tracking.report.charts import DESCRIPTIONS, template
+from magicdec.tracking.report.answer import BY, PER, PREDICTED, Answer, answer, is_synthetic, is_too_large
+from magicdec.tracking.report.charts import DESCRIPTIONS, PARTS, UNITS, template
+from magicdec.tracking.report.figures import LOG_FROM, is_timed
 from magicdec.tracking.report.query import NEVER_MIXED, informative, rank, varying
-from magicdec.tracking.report.rows import FACTS, Row, is_setting, keys_of, num_runs
+from magicdec.tracking.report.rows import FACTS, Row, interval, is_setting, keys_of, num_runs
 from magicdec.tracking.store import NOT_IN_ID, counted
 from magicdec.units import WAYS
 
@@ -43,34 +43,39 @@ DIGITS = 5  # significant ones: finer than any measurement
 MEASURES: dict[str, dict[str, str]] = {
     "speedup": {"measured": "speedup", "measured, per batch": "speedup_wall", "measured, per level": "speedup_duration"}
     | {"predicted": PREDICTED, "published": "published/speedup"},
+    "formula speedup": {"from step times and acceptance": "formula/speedup", "measured": "speedup"},
     **{
         name: {way: f"{way}/{name}" for way in reversed(WAYS)}
-        for name in ("tokens_per_second", "time_per_output_token_ms", "time_to_first_token_ms", "request_latency_ms")
+        for name in (
+            *("tokens_per_second", "time_per_output_token_ms", "time_to_first_token_ms", "request_latency_ms"),
+            "goodput_rps",
+        )
     },
     **{name: {"measured": name} for name in ("acceptance_rate", "acceptance_length", "alpha", "memory/peak_gib")},
 }
 ACCEPTANCE = ("acceptance_rate", "acceptance_length", "alpha")  # of which a drawn one says nothing
-# Predictions and what they are compared with.
+TRADE = [[way, f"{way}/time_per_output_token_ms", f"{way}/tokens_per_second"] for way in reversed(WAYS)]
+# Predictions, as the name of a series, the measurement and the prediction.
 OWN, MODEL = "the run's own step times and acceptance", "cost model"
 STEPS = {"T_T": "target_decode", "T_D": "draft", "T_V": "verify", "round time": "round"}
 COMPARED = {
-    "speedup": {
-        OWN: ("formula/speedup", "speedup"),
-        MODEL: (PREDICTED, "speedup"),
-        f"{MODEL} at the paper's gamma and acceptance": ("published/predicted_speedup", "published/speedup"),
-    },
-    "speedup per batch": {
-        OWN: ("formula/speedup_wall", "speedup_wall"),
-        MODEL: ("predicted/speedup_wall", "speedup_wall"),
-    },
-    **{f"{name}, ms": {MODEL: (f"predicted/{step}_ms", f"time/{step}_ms")} for name, step in STEPS.items()},
+    "speedup": [
+        [OWN, "speedup", "formula/speedup"],
+        [MODEL, "speedup", PREDICTED],
+        [f"{MODEL} at the paper's gamma and acceptance", "published/speedup", "published/predicted_speedup"],
+    ],
+    "speedup per batch": [
+        [OWN, "speedup_wall", "formula/speedup_wall"],
+        [MODEL, "speedup_wall", "predicted/speedup_wall"],
+    ],
+    **{f"{name}, ms": [[MODEL, f"time/{step}_ms", f"predicted/{step}_ms"]] for name, step in STEPS.items()},
 }
-PARTS = ("drafting", "verification", "rest of the round")
 COLUMNS = (
     *("speedup", "speedup_wall", "speedup_duration", PREDICTED, "predicted/gamma", "published/speedup"),
     *("formula/speedup", "acceptance_rate", "acceptance_length", "alpha", "speculative/tokens_per_second"),
     *("speculative/time_per_output_token_ms", "memory/peak_gib", "lossless/identical", "reason"),
 )
+COPY = '<button onclick="navigator.clipboard.writeText(this.nextElementSibling.textContent)">copy</button>'
 EXTRA = {
     **{key: f"speedup per {per}" for key, per in PER.items() if key != "speedup"},
     "speculative/tokens_per_second": "tokens/s",
@@ -88,13 +93,13 @@ def html_page(rows: Sequence[Row], title: str) -> str:
         "TITLE": escape(title),
         "MADE": f"{counted(num_runs(rows), 'run')}, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
     }
-    parts |= {"ANSWER": _answer(found, rows), "RANKING": _ranking(found) if found else "", "VEGA": _vega()}
+    parts |= {"ANSWER": _answer(found, rows), "RANKING": _ranking(found) if found else ""}
     data = _data(rows)
     parts["PICKS"] = "".join(f"<label>{escape(key)}{_select(f'pick:{key}', data)}</label>" for key in data["picks"])
-    parts["DATA"] = json.dumps(data, separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c")
+    parts["DATA"] = base64.b64encode(gzip.compress(json.dumps(data, separators=(",", ":")).encode(), mtime=0)).decode()
     assets = files("magicdec.tracking.report") / "assets"
-    texts = {name: (assets / name).read_text(encoding="utf-8") for name in ("page.html", "page.css", "page.js")}
-    parts |= {"STYLE": texts["page.css"], "SCRIPT": texts["page.js"]}
+    texts = {path.name: path.read_text(encoding="utf-8") for path in assets.iterdir()}
+    parts |= {"STYLE": texts["page.css"], "SCRIPT": texts["page.js"], "LICENCES": escape(texts["licences.txt"])}
     html = re.sub(r'<select id="(\w+)"></select>', lambda place: _select(place[1], data), texts["page.html"])
     return re.sub(r"/\*([A-Z]+)\*/", lambda place: parts[place[1]], html)
 
@@ -108,26 +113,19 @@ def _select(name: str, data: dict[str, Any]) -> str:
     return f'<select id="{escape(name)}">{"".join(options)}</select>'
 
 
-@cache
-def _vega() -> str:
-    """Return Vega as vl-convert carries it, compressed."""
-    code = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
-    return base64.b64encode(gzip.compress(code.encode(), mtime=0)).decode()
-
-
 def _data(rows: Sequence[Row]) -> dict[str, Any]:
-    """Return what the script reads: the columns, the menus with their first choices, and the descriptions of charts."""
+    """Return what the script reads: the columns, the menus with their first choices, the descriptions of charts, and
+    Vega as vl-convert carries it.
+    """
     rows = [row | _judged(row) for row in rows]
     settings, differing, keys = informative(rows), varying(rows), keys_of(rows)
     shown = [key for key in keys if key not in LEFT_OUT and (key in differing or not is_setting(key))]
-    columns = {key: _column([row.get(key) for row in rows]) for key in shown}
-    columns["command"] = _column([command(row) for row in rows])
+    columns = {key: [_rounded(row.get(key)) for row in rows] for key in shown}
+    columns |= {"": ["all"] * len(rows), "command": [command(row) for row in rows]}
     numeric = {key for key in keys if any(is_number(row.get(key)) for row in rows)}
     measures = {name: {kind: key for kind, key in kinds.items() if key in numeric} for name, kinds in MEASURES.items()}
     measures = {name: kinds for name, kinds in measures.items() if kinds}
-    compared = {
-        name: [*kinds.items()] for name, kinds in COMPARED.items() if any({*pair} <= numeric for pair in kinds.values())
-    }
+    compared = {name: _compared(name, numeric) for name in COMPARED if _compared(name, numeric)[1]}
     samples = dict(islice(_samples(rows), MAX_SAMPLES))
     picks = _picks(rows, settings)
     menus = _menus([key for key in settings if len({row.get(key) for row in rows}) <= MAX_VALUES], measures)
@@ -137,9 +135,17 @@ def _data(rows: Sequence[Row]) -> dict[str, Any]:
         menus[f"pick:{key}"] = ["", *map(str, sorted({row[key] for row in rows if key in row}, key=rank))]
     table = [key for key in dict.fromkeys(["id", "status", "speedup", *settings[:8], *COLUMNS]) if key in columns]
     data = {"number": len(rows), "settings": settings, "columns": columns, "measures": measures, "compared": compared}
-    data |= {"menus": menus, "first": first, "picks": list(picks), "samples": samples, "table": table}
-    data |= {"acceptance": ACCEPTANCE, "parts": PARTS}
-    return data | {"templates": {name: template(name, on_page=True) for name in DESCRIPTIONS}}
+    data |= {"menus": menus, "first": first, "picks": list(picks), "samples": samples, "table": table, "trade": TRADE}
+    data |= {"acceptance": ACCEPTANCE, "timed": [key for key in numeric if is_timed(key)], "log": LOG_FROM}
+    data |= {"templates": {name: template(name, on_page=True) for name in DESCRIPTIONS}}
+    return data | {"vega": vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")}
+
+
+def _compared(name: str, numeric: Collection[str]) -> tuple[str, list[list[str]]]:
+    """Return the title of what predictions are compared with, and the series that there are values for."""
+    known = [source for source in COMPARED[name] if {*source[1:]} <= set(numeric)]
+    kinds = {"published" if measured.startswith("published/") else "measured" for _, measured, _ in known}
+    return f"{' or '.join(sorted(kinds))} {name}", known
 
 
 def _judged(row: Row) -> Row:
@@ -161,7 +167,7 @@ def _judged(row: Row) -> Row:
         if len(known) == len(names):
             whole, verify, rest, decode, gain = known
             parts = (whole - verify - rest, verify, max(0.0, rest), gain * (decode if kind == "measured" else whole))
-            found |= {f"round/{kind}/{part}": value for part, value in zip((*PARTS, "tokens"), parts, strict=True)}
+            found[f"round/{kind}"] = dict(zip((*PARTS, "tokens"), parts, strict=True))
     return found
 
 
@@ -181,7 +187,8 @@ def _menus(axes: Sequence[str], measures: Sequence[str] | dict[str, Any]) -> dic
     loads = [key for key in ("load.concurrency", "load.rate") if key in axes]
     values = {"1": [*measures], "2": [name for name in ACCEPTANCE if name in measures]}
     values["3"] = [name for name in measures if name in MEASURES and WAYS[0] in MEASURES[name]] if loads else []
-    found: dict[str, list[str]] = {"as": ["lines", "heat map"], "unit": ["ms per round", "vs autoregressive"]}
+    found: dict[str, list[str]] = {"as": ["lines", "heat map"], "unit": list(UNITS)}
+    found["statistic"] = ["median", "max", "min"]
     for number, names in values.items():
         found |= {
             f"value{number}": names,
@@ -226,8 +233,15 @@ def _answer(found: Answer | None, rows: Sequence[Row]) -> str:
     warning = f'<p class="warn">Of {counted(num_runs(rows), "run")}: {warned}.</p>' if warned else ""
     if found is None:
         return f"<p>No run has a speedup.</p>{warning}"
-    said = f"<p><b>{found.headline()}</b> {escape(' '.join(found.sentences()))}</p>"
-    return f'{said}<p class="note">{escape(found.basis())}</p>{warning}'
+    top, places = found.top, found.places
+    where, figure = found.where(top), escape(top.figure())
+    sentence = escape(f"{where}: " if where else "") + escape(found.winner(top)).replace(figure, f"<b>{figure}</b>")
+    said = f"<p>{sentence}.</p>"
+    if len(places) > 1:
+        wins = sum(place.faster == "speculative" for place in places)
+        said += f"<p>Speculation is faster in {wins} of {len(places)} places ({escape(', '.join(found.given))}).</p>"
+    held = ", ".join(f"{key} {cell(value)}" for key, value in found.held.items())
+    return f'{said}<p class="note">Held constant: {escape(held or "nothing")}. {BY[found.key]}.</p>{warning}'
 
 
 def _ranking(found: Answer) -> str:
@@ -235,19 +249,20 @@ def _ranking(found: Answer) -> str:
     extra = [key for key in EXTRA if any(key in place.best for place in found.places)]
     if found.key != PREDICTED:
         extra = [key for key in extra if not key.startswith("predicted/")]
-    names = [*found.given, "faster", "best predicted speedup" if found.key == PREDICTED else "best speedup", "repeats"]
-    lines = [[*names, "as good", *(EXTRA[key] for key in extra), *found.chosen, "command"]]
+    names = [*found.given, "faster", "best predicted speedup" if found.key == PREDICTED else "best speedup"]
+    lines = [[*names, "95% interval", "as good", *(EXTRA[key] for key in extra), *found.chosen, "command"]]
     for place in found.places:
-        row, (low, high) = place.best, place.interval
+        row, ends, good = (
+            place.best,
+            interval(place.best, found.key),
+            "good" if place.faster == "speculative" else "bad",
+        )
         marks = f' <span class="mark">{escape(_judged(row)["marks"])}</span>' if "marks" in _judged(row) else ""
-        good = "good" if row[found.key] > 1 else "bad"
         line = [*(escape(cell(row.get(key))) for key in found.given), escape(place.faster)]
-        line += [
-            f'<span class="{good}">{row[found.key]:.2f}x</span>{marks}',
-            f"{low:.2f}x to {high:.2f}x" if low < high else "",
-        ]
-        line += [str(place.rivals or ""), *(escape(cell(row.get(key))) for key in [*extra, *found.chosen])]
-        lines.append([*line, f"<button>copy</button> <code>{escape(command(row))}</code>"])
+        line += [f'<span class="{good}">{row[found.key]:.2f}x</span>{marks}']
+        line += [f"{ends[0]:.2f}x to {ends[1]:.2f}x" if ends else "", str(len(place.rivals) or "")]
+        line += [escape(cell(row.get(key))) for key in [*extra, *found.chosen]]
+        lines.append([*line, f"{COPY} <code>{escape(command(row))}</code>"])
     head, *body = (
         "".join(f"<{tag}>{text}</{tag}>" for text in line)
         for tag, line in zip(["th", *["td"] * len(found.places)], lines, strict=True)
@@ -291,18 +306,8 @@ def command(row: Row) -> str:
     return shlex.join(["magicdec", *(text for text in overrides if re.split("[.=/]", text)[0] not in NOT_REPEATED)])
 
 
-def _column(values: list[Any]) -> dict[str, Any]:
-    """Return a column as a constant, as words by their number, or as its values."""
-    values = [_rounded(value) if isinstance(value, float) else value for value in values]
-    distinct = dict.fromkeys((type(value), value) for value in values)
-    if len(distinct) == 1:
-        return {"constant": values[0]}
-    if all(value is None or isinstance(value, str) for value in values) and len(distinct) < len(values) / 2:
-        words = {word: number for number, (_, word) in enumerate(distinct)}
-        return {"words": list(words), "indices": [words[value] for value in values]}
-    return {"values": values}
-
-
-def _rounded(value: float) -> float | None:
-    """Return a number with DIGITS, or None for NaN and infinity, which JSON cannot hold."""
+def _rounded(value: Any) -> Any:
+    """Return a number with DIGITS, or None for NaN and infinity, which JSON cannot hold; all else as it is."""
+    if not isinstance(value, float):
+        return value
     return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None

@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from magicdec.errors import UserError
+from magicdec.tracking.cells import is_number
 from magicdec.tracking.files import ROW, read_lines
 from magicdec.tracking.reader import iter_runs, latest
 from magicdec.tracking.store import NOT_IN_ID, shown
 from magicdec.tracking.sweep import is_named, jobs
 
 Row = dict[str, Any]
+INTERVAL, ENDS = "_ci95", ("/low", "/high")  # a figure's 95% interval: two columns of a table
 
 # Names of a run and of the place where it ran: neither settings nor metrics.
 FACTS = frozenset(
@@ -89,6 +91,12 @@ def flatten(run: Mapping[str, Any]) -> Row:
     return row
 
 
+def interval(row: Row, key: str) -> tuple[float, float] | None:
+    """Return the 95% interval of a figure, if it has one."""
+    low, high = (row.get(f"{key}{INTERVAL}{end}") for end in ENDS)
+    return (low, high) if is_number(low) and is_number(high) else None
+
+
 def _levels(run: Mapping[str, Any]) -> list[Row]:
     row = flatten(run)
     if row.get("scenario.name") != "serve":
@@ -134,6 +142,8 @@ def _leaves(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
     for key, item in value.items():
         if isinstance(item, Mapping):
             yield from _leaves(item, f"{prefix}{key}.")
+        elif key.endswith(INTERVAL) and isinstance(item, list) and [*map(is_number, item)] == [True, True]:
+            yield from zip((f"{prefix}{key}{end}" for end in ENDS), item, strict=True)
         elif isinstance(item, list | tuple):
             yield f"{prefix}{key}", json.dumps(item, separators=(",", ":"))
         elif item is not None:

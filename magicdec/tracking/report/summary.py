@@ -6,7 +6,7 @@ from pathlib import Path
 
 from magicdec.errors import UserError
 from magicdec.tracking.report import export, figures, page, terminal
-from magicdec.tracking.report.finding import finding
+from magicdec.tracking.report.answer import answer
 from magicdec.tracking.report.rows import Row, read_runs, rows_of
 from magicdec.tracking.store import counted, shown
 from magicdec.tracking.sweep import jobs
@@ -25,7 +25,7 @@ def summarize(sweep_dir: Path, with_figures: bool) -> None:
         console.print(terminal.runs_table(rows, None, limit=50, width=console.width))
         states = Counter(str(run.get("status")) for run in runs)
         by_state = ", ".join(f"{number:,} {state}" for state, number in sorted(states.items()))
-        for line in finding(rows):
+        for line in found.sentences() if (found := answer(rows)) else ():
             print(f"{'finding':18}{line}")
         print(f"{counted(len(runs), 'run')}: {by_state}{f'; {left_out}' if left_out else ''}")
         for path in _written(rows, sweep_dir, with_figures):
