@@ -76,7 +76,8 @@ def tokenizer(plan: Plan) -> object | None:
             f"data={plan.config.data.name} needs the target's tokenizer, and target.weights=random loads none; "
             "use data=random"
         )
-    return load_tokenizer(plan.target.folder)
+    folder = plan.target.folder
+    return shared.SHARED.fact(("tokenizer", folder, plan.target.fingerprint), lambda: load_tokenizer(folder))
 
 
 def estimate(plan: Plan, num_rows: int, context_len: int) -> Memory:

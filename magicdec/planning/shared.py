@@ -9,7 +9,7 @@ B rows, E hidden size.
 import gc
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
 
@@ -19,6 +19,8 @@ if TYPE_CHECKING:  # a prediction does not wait for the modules of an engine
     from magicdec.models.kv_cache import KVCache
     from magicdec.models.transformer import Transformer
     from magicdec.planning.resolve import Model, Plan
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -35,17 +37,19 @@ class Shared:
 
     def __init__(self) -> None:
         self._level, self._kept = "none", dict[Hashable, Any]()
+        self._facts = dict[Hashable, Any]()
 
     def begin(self, level: str) -> None:
         """Begin a job with its `sweep.share`; `none` also for a run outside of sweeps."""
         self._level = level
         if level == "none":
-            self._kept.clear()
+            self.clear()
         gc.collect()  # what the last job has left: its rounds and its decoder refer to each other
 
     def clear(self) -> None:
-        """Keep nothing: a job has failed."""
+        """Keep nothing, as after a job that has failed."""
         self._kept.clear()
+        self._facts.clear()
 
     def keep_only(self, keys: Iterable[Hashable]) -> None:
         """Free everything else."""
@@ -58,6 +62,15 @@ class Shared:
         if self._level != "none":
             self._kept[key] = found
         return found
+
+    def fact(self, key: Hashable, find: Callable[[], T]) -> T:
+        """Return what does not differ between jobs and takes next to no memory, such as what the machine achieves."""
+        if key not in self._facts:
+            found = find()
+            if self._level == "none":
+                return found
+            self._facts[key] = found
+        return self._facts[key]
 
     def prefilled(self, key: Hashable, capacity: int) -> Prefilled | None:
         """Return the prompts of this key in a cache of so many slots; None if they must be prefilled."""

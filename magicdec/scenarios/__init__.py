@@ -65,6 +65,9 @@ def run(config: Config, job: Job) -> dict[str, Any]:
         return {}
     for warning in [*ineffective, *warnings(plan.config), *plan.warnings()]:
         Console(stderr=True).print(Text.assemble(("warning:", "yellow"), " ", warning))
+    if job.sweep_dir is not None and job.number == 0 and plan.num_ranks > 1 and config.sweep.share != "none":
+        ranks = f"hardware.tensor_parallel={plan.num_ranks}"
+        to_stderr(f"{ranks}: jobs share nothing, because the ranks are processes of each job")
     with _alone(config.runs_dir, name, job):
         return _skipped(config, name, job) or _measure(plan, name, settings, job)
 

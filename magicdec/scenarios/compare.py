@@ -240,7 +240,8 @@ def _roofline(plan: Plan, batch: Batch, measured: Metrics) -> Metrics:
     is measured: variants of a device may share a name.
     """
     given = plan.config.hardware.bandwidth_gbs
-    bandwidth = given * 1e9 if given else read_bandwidth(plan.device)
+    measured_at = ("bandwidth", plan.device)
+    bandwidth = given * 1e9 if given else SHARED.fact(measured_at, lambda: read_bandwidth(plan.device))
     target = batch.decoder.target  # one rank's share, as the bandwidth is one device's
     weights = target.step_weight_bytes
     kv = memory.kv_bytes(target.config, int(batch.decoder.state.prompt_len_B.sum()), plan.dtype)
@@ -254,7 +255,8 @@ def _roofline(plan: Plan, batch: Batch, measured: Metrics) -> Metrics:
 def _predicted(plan: Plan, results: Metrics, gamma: int) -> Metrics:
     """Return the prediction for these rounds at the measured acceptance, and its errors."""
     known = device_in(plan.device_name)
-    rate = None if known else matmul_rate(plan.device, plan.dtype) / 1e12
+    measured_at = ("matmul rate", plan.device, plan.dtype)
+    rate = None if known else SHARED.fact(measured_at, lambda: matmul_rate(plan.device, plan.dtype)) / 1e12
     bandwidth = float(results["roofline/bandwidth_gbs"] or 0.0)
     try:
         setup = plan.setup(bandwidth, rate).at(context=round(results["data/context_len_mean"]))  # type: ignore[arg-type]

@@ -111,3 +111,19 @@ def test_a_run_that_fails_leaves_nothing(tmp_path, monkeypatch):
     with pytest.raises(ZeroDivisionError):
         done(tmp_path, "window")
     assert SHARED.num_bytes == 0
+
+
+def test_small_facts_are_found_once_and_not_after_a_failure(tmp_path, monkeypatch):
+    from magicdec.planning import build
+    from magicdec.scenarios import compare
+
+    found = []
+    for module, name in ((build, "load_tokenizer"), (compare, "read_bandwidth"), (compare, "matmul_rate")):
+        own = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *a, own=own, name=name: found.append(name) or own(*a))
+    for number, name in enumerate(("streaming", "window")):
+        done(tmp_path, name, number=number)
+    assert sorted(found) == ["load_tokenizer", "matmul_rate", "read_bandwidth"]
+    SHARED.clear()
+    done(tmp_path, "streaming", number=2)
+    assert len(found) == 6
