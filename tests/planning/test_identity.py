@@ -23,7 +23,7 @@ from magicdec.planning.resolve import resolve
 from magicdec.scenarios import plan, predict
 from magicdec.tracking.progress import progress
 
-TINY = Path(__file__).parents[1] / "magicdec" / "models" / "tiny"
+TINY = Path(__file__).parents[2] / "magicdec" / "models" / "tiny"
 SMALL = ["hardware=cpu", "batch.size=2", "batch.context_len=256", "batch.generate_len=8", "attention=sdpa"]
 
 

@@ -12,7 +12,7 @@ import torch
 
 from tests.programs import ROOT, Program
 
-POINTS = str(ROOT / "tests/faulty_points.py")
+POINTS = str(ROOT / "tests/benchmarks/faulty_points.py")
 
 
 def rehearse(out, *options: str) -> subprocess.CompletedProcess:

@@ -16,7 +16,7 @@ from magicdec.config.registry import DRAFTS, POLICIES
 from magicdec.config.schema import Config
 from magicdec.errors import UserError
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 CONF = ROOT / "conf"
 OPTIONS = {
     folder.name: sorted(path.stem for path in folder.glob("*.yaml"))
