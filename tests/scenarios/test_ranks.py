@@ -1,5 +1,6 @@
 """Ranks as processes: errors and deaths are told, and nothing hangs."""
 
+import gc
 import os
 import signal
 import time
@@ -8,8 +9,13 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from magicdec.config.load import compose
+from magicdec.drafts.base import Draft
+from magicdec.engine.decoder import Decoder
 from magicdec.errors import UserError
-from magicdec.scenarios import ranks
+from magicdec.models.kv_cache import KVCache
+from magicdec.planning.resolve import Plan
+from magicdec.scenarios import _work, compare, ranks
 from magicdec.scenarios.ranks import on_ranks
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
@@ -114,3 +120,20 @@ def compile_threads(rank: int) -> list[int]:
 def test_ranks_share_the_processors_that_compile():
     each = max(1, ranks.threads.num_cores() // 2)
     assert on_ranks(2, "cpu", compile_threads) == [each, each]
+
+
+def left_alive(rank: int, plan: Plan) -> list[int]:
+    """Run a comparison; count what each rank holds afterwards of decoders, caches and drafts."""
+    assert _work(rank, plan).metrics
+    gc.collect()
+    held = [None] * dist.get_world_size()
+    dist.all_gather_object(held, sum(isinstance(thing, (Decoder, KVCache, Draft)) for thing in gc.get_objects()))
+    return held
+
+
+@pytest.mark.parametrize("draft", ["self", "model"])
+def test_a_run_leaves_no_decoder_on_any_rank(draft, tmp_path):
+    """Its graphs would keep NCCL waiting at the end of the group, and its memory would not be free."""
+    small = ["batch.size=2", "batch.context_len=128", "batch.generate_len=6", "cache.budget=32", "scenario.repeats=1"]
+    keys = [*small, f"runs_dir={tmp_path}", f"draft={draft}", "hardware=cpu", "hardware.tensor_parallel=2"]
+    assert on_ranks(2, "cpu", left_alive, compare.prepare(compose(keys))) == [0, 0]
