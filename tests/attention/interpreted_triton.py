@@ -10,15 +10,14 @@ from magicdec.attention.triton import TritonAttention, Variant
 from magicdec.kernels.split_kv import INTERPRETED
 from magicdec.measure.footprint import Allocations
 from tests.attention.twins import (
-    attend,
     attend_scored,
     case,
+    check,
     check_positions,
     check_scores_at_positions,
-    expected,
     expected_scored,
-    selection,
     some_tokens,
+    with_nan_behind,
 )
 from tests.measure.test_footprint import counted_peak
 
@@ -37,11 +36,7 @@ CASES = [
 @pytest.mark.parametrize(("num_new", "group", "dtype", "window"), CASES)
 def test_against_sdpa(num_new, group, dtype, window):
     dim = {1: 64, 2: 80, 5: 96, 9: 128}[num_new]
-    q, k, v, seqlens = case(num_new, group, dim, 300, dtype)
-    out = attend(TritonAttention(), q, k, v, seqlens, window)
-    assert out.dtype == dtype
-    right = expected(q, k, v, seqlens, window)
-    torch.testing.assert_close(out.float(), right, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    check(TritonAttention(), num_new, group, dim, 300, window, dtype, tolerance=TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("splits", [1, 3])
@@ -52,9 +47,7 @@ def test_more_query_rows_than_a_tile(num_new, group, window, splits, monkeypatch
     """
     assert num_new * group > 64
     monkeypatch.setattr("magicdec.attention.triton.split_count", lambda *_: splits)
-    q, k, v, seqlens = case(num_new, group, 64, num_new + 100)
-    out = attend(TritonAttention(), q, k, v, seqlens, window)
-    torch.testing.assert_close(out, expected(q, k, v, seqlens, window), atol=1e-5, rtol=1e-5)
+    check(TritonAttention(), num_new, group, 64, num_new + 100, window)
 
 
 @pytest.mark.parametrize(
@@ -81,10 +74,7 @@ def test_scores_against_sdpa(num_new, group, window, dtype, splits, some, monkey
 
 @pytest.mark.parametrize(("num_new", "window"), [(1, None), (4, 100)])
 def test_selected_slots_against_sdpa(num_new, window):
-    q, k, v, seqlens = case(num_new, 4, 64, 300)
-    indices = selection(seqlens, num_new, 307, 260)
-    out = attend(TritonAttention(), q, k, v, seqlens, window, indices)
-    torch.testing.assert_close(out, expected(q, k, v, seqlens, window, indices), atol=1e-5, rtol=1e-5)
+    check(TritonAttention(), num_new, 4, 64, 300, window, chosen=260)
 
 
 @pytest.mark.parametrize(("num_new", "window", "splits"), [(1, 6, 2), (4, 100, 1), (4, 100, 3)])
@@ -112,6 +102,5 @@ def test_what_is_foreseen_is_what_is_allocated(method, num_new, splits, monkeypa
 
 def test_what_lies_behind_the_valid_entries_is_never_read():
     q, k, v, seqlens = case(2, 2, 64, 150)
-    for b, length in enumerate(seqlens.tolist()):
-        k[b, :, length:], v[b, :, length:] = float("nan"), float("nan")
+    k, v = with_nan_behind(k, seqlens), with_nan_behind(v, seqlens)
     assert all(x.isfinite().all() for x in attend_scored(TritonAttention(), q, k, v, seqlens))

@@ -12,12 +12,13 @@ from tests.attention.twins import (
     attend,
     attend_scored,
     case,
+    check,
     check_positions,
     check_scores_at_positions,
     expected,
     expected_scored,
-    selection,
     some_tokens,
+    with_nan_behind,
 )
 from tests.threads import threads
 
@@ -38,11 +39,7 @@ def attention():
 def test_against_sdpa(attention, num_new, group, dtype):
     """Lengths within a block, over several, and over several splits; head dims of one vector and of many."""
     for dim, longest, window in itertools.product((8, 80), (num_new + 30, 1300), (None, 3, 600)):
-        q, k, v, seqlens = case(num_new, group, dim, longest, dtype)
-        out = attend(attention, q, k, v, seqlens, window)
-        assert out.dtype == dtype
-        right = expected(q, k, v, seqlens, window)
-        torch.testing.assert_close(out.float(), right, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+        check(attention, num_new, group, dim, longest, window, dtype, tolerance=TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("num_new", [1, 2, 5, 9])
@@ -69,10 +66,7 @@ def test_scores_of_more_tokens_than_the_kernel_takes_are_those_of_sdpa(attention
 @pytest.mark.parametrize("num_new", [1, 4])
 @pytest.mark.parametrize("window", [None, 6])
 def test_selected_slots_against_sdpa(attention, num_new, window):
-    q, k, v, seqlens = case(num_new, 4, 64, 700)
-    indices = selection(seqlens, num_new, 707, 601)
-    out = attend(attention, q, k, v, seqlens, window, indices)
-    torch.testing.assert_close(out, expected(q, k, v, seqlens, window, indices), atol=1e-5, rtol=1e-5)
+    check(attention, num_new, 4, 64, 700, window, chosen=601)
 
 
 @pytest.mark.parametrize("num_new", [1, 4, cpp.CppAttention.max_new_tokens + 1])
@@ -94,8 +88,7 @@ def test_views_of_larger_tensors(attention):
 
 def test_what_lies_behind_the_valid_entries_is_never_read(attention):
     q, k, v, seqlens = case(2, 2, 16, 600)
-    for b, length in enumerate(seqlens.tolist()):
-        k[b, :, length:], v[b, :, length:] = math.nan, math.nan
+    k, v = with_nan_behind(k, seqlens), with_nan_behind(v, seqlens)
     assert all(x.isfinite().all() for x in attend_scored(attention, q, k, v, seqlens))
 
 
@@ -132,8 +125,7 @@ def test_long_chunks_against_sdpa(attention, window):
     """Several tasks to each head, several blocks of slots, and what lies behind the valid entries is never read."""
     q, k, v, seqlens = case(150, 3, 24, 400)
     right = expected(q, k, v, seqlens, window)
-    for b, length in enumerate(seqlens.tolist()):
-        k[b, :, length:], v[b, :, length:] = math.nan, math.nan
+    k, v = with_nan_behind(k, seqlens), with_nan_behind(v, seqlens)
     torch.testing.assert_close(attend(attention, q, k, v, seqlens, window), right, atol=1e-5, rtol=1e-5)
 
 

@@ -15,7 +15,7 @@ from magicdec.attention.triton_fallback import LibraryAttention
 from magicdec.engine.graphs import Captures, Step
 from magicdec.errors import UserError
 from magicdec.measure.footprint import Allocations
-from tests.attention.twins import attend, attend_scored, case, check_positions, expected, selection
+from tests.attention.twins import attend, attend_scored, case, check, check_positions, expected, selection
 from tests.programs import ROOT
 
 CUDA = torch.device("cuda")
@@ -86,9 +86,7 @@ def calls(monkeypatch):
 @pytest.mark.parametrize("window", [None, 3, 60])
 def test_against_sdpa(calls, num_new, group, window):
     """The first row has no entries before its new ones; tolerances are those of fp32."""
-    q, k, v, seqlens = case(num_new, group, 16, num_new + 90)
-    out = attend(FlashAttention(), q, k, v, seqlens, window)
-    torch.testing.assert_close(out, expected(q, k, v, seqlens, window), atol=1e-5, rtol=1e-5)
+    check(FlashAttention(), num_new, group, 16, num_new + 90, window)
 
 
 @pytest.fixture
@@ -116,18 +114,11 @@ def test_who_reads_keys_and_values_once(calls, triton_calls, num_new, group, pac
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_reduced_precision(calls, dtype):
-    q, k, v, seqlens = case(5, 4, 64, 300, dtype)
-    out = attend(FlashAttention(), q, k, v, seqlens)
-    assert out.dtype == dtype
-    tolerance = {torch.bfloat16: 1e-2, torch.float16: 1e-3}[dtype]
-    torch.testing.assert_close(out.float(), expected(q, k, v, seqlens), atol=tolerance, rtol=tolerance)
+    check(FlashAttention(), 5, 4, 64, 300, None, dtype, tolerance={torch.bfloat16: 1e-2, torch.float16: 1e-3}[dtype])
 
 
 def test_selected_slots(calls):
-    q, k, v, seqlens = case(4, 4, 16, 90)
-    indices = selection(seqlens, 4, 97, 50)
-    out = attend(FlashAttention(), q, k, v, seqlens, None, indices)
-    torch.testing.assert_close(out, expected(q, k, v, seqlens, None, indices), atol=1e-5, rtol=1e-5)
+    check(FlashAttention(), 4, 4, 16, 90, chosen=50)
 
 
 def test_a_window_over_slots_in_no_order(calls):

@@ -12,7 +12,7 @@ from magicdec.attention.backends import choose
 from magicdec.attention.flashinfer import PAGE, WORKSPACE, FlashInferAttention
 from magicdec.errors import UserError
 from magicdec.measure.footprint import Allocations
-from tests.attention.twins import attend, case, check_positions, expected, selection
+from tests.attention.twins import attend, case, check, check_positions, expected
 
 CUDA = torch.device("cuda")
 
@@ -97,9 +97,7 @@ def library(monkeypatch):
 @pytest.mark.parametrize("longest", [73, 80, 81])
 def test_against_sdpa(library, num_new, group, window, longest):
     """Capacities that a page of 16 slots divides, and others: 80, 87 and 88. Few tokens are FlashAttention-2's."""
-    q, k, v, seqlens = case(num_new, group, 16, longest)
-    out = attend(FlashInferAttention(), q, k, v, seqlens, window)
-    torch.testing.assert_close(out, expected(q, k, v, seqlens, window), atol=1e-5, rtol=1e-5)
+    check(FlashInferAttention(), num_new, group, 16, longest, window)
     assert library.backends == ["auto" if num_new == 40 else "fa2"]
 
 
@@ -116,10 +114,7 @@ def test_layers_share_a_plan(library):
 
 
 def test_selected_slots(library):
-    q, k, v, seqlens = case(4, 4, 16, 90)
-    indices = selection(seqlens, 4, 97, 50)
-    out = attend(FlashInferAttention(), q, k, v, seqlens, None, indices)
-    torch.testing.assert_close(out, expected(q, k, v, seqlens, None, indices), atol=1e-5, rtol=1e-5)
+    check(FlashInferAttention(), 4, 4, 16, 90, chosen=50)
 
 
 def test_a_window_over_slots_in_no_order(library):

@@ -69,6 +69,16 @@ def expected(q, k, v, seqlens, window=None, indices=None):
     return attend(SdpaAttention(), q.float(), k.float(), v.float(), seqlens, window, indices)
 
 
+def check(backend: Attention, num_new, group, dim, longest, window=None, dtype=torch.float32, chosen=0, tolerance=1e-5):
+    """Compare a backend with SDPA, over all slots or over a selection of so many."""
+    q, k, v, seqlens = case(num_new, group, dim, longest, dtype)
+    indices = selection(seqlens, num_new, k.shape[2], chosen) if chosen else None
+    out = attend(backend, q, k, v, seqlens, window, indices)
+    assert out.dtype == dtype
+    right = expected(q, k, v, seqlens, window, indices)
+    torch.testing.assert_close(out.float(), right, atol=tolerance, rtol=tolerance)
+
+
 def check_positions(backend: Attention, num_new, group, dim, longest, count, window, tolerance=1e-5):
     """Compare a window over slots in no order with the same entries selected from a cache in order."""
     q, k, v, seqlens = case(num_new, group, dim, longest)
@@ -86,6 +96,12 @@ def check_scores_at_positions(backend: Attention, num_new, group, dim, longest, 
     out, scores = expected_scored(q, k, v, seqlens, window)
     right = scores.gather(2, slots.clamp(min=0)).masked_fill(slots < 0, 0.0)
     torch.testing.assert_close(ours, (out, right), atol=1e-5, rtol=1e-4)
+
+
+def with_nan_behind(x, seqlens):
+    """Keys or values, of which those behind each row's valid ones are not numbers."""
+    behind = torch.arange(x.shape[2]) >= seqlens[:, None]
+    return x.masked_fill(behind[:, None, :, None], float("nan"))
 
 
 def expected_scored(q, k, v, seqlens, window=None, counted=None):
