@@ -1,22 +1,16 @@
 """`magicdec check-plugin`: what is right passes, and what is wrong is found, of policies and drafts."""
 
 import re
-from pathlib import Path
 
 import pytest
 
 from magicdec import conformance
 from magicdec.config import registry
-from tests.test_plugins import written
+from tests.test_plugins import EXAMPLES, OPTIONS, written
 
-PAGE = Path(__file__).parents[1] / "docs" / "adding-a-policy.md"
-POLICY, DRAFT = re.findall(r"```python\n(.*?)```", PAGE.read_text("utf-8"), re.S)
+POLICY, DRAFT = EXAMPLES
 ONE_MORE = "compact = True\n\n    def extra_bytes(self, *_):\n        return 4.0"
 NO_ROWS = "    settings: Strided\n\n    def copy_row(self, row, source):\n        pass\n"
-OPTIONS = {
-    "conf/cache/strided.yaml": "policy: strided\nbudget: 128\nrecent: 8\n",
-    "conf/draft/echo.yaml": "name: echo\ngamma: 2\nback: 1\n",
-}
 
 
 @pytest.fixture
@@ -46,12 +40,7 @@ def test_the_examples_of_the_documentation_pass(check, source, lines):
 @pytest.mark.parametrize(
     ("source", "wrong", "by", "line"),
     [
-        (
-            POLICY,
-            "compact = True",
-            "compact = True\n\n    def extra_bytes(self, *_):\n        return 4.0",
-            "takes the bytes",
-        ),
+        (POLICY, "compact = True", ONE_MORE, "takes the bytes"),
         (POLICY, "return max(0, budget", "1 / 0\n        return max(0, budget", "ZeroDivisionError: division by zero"),
         (POLICY, "    settings: Strided\n", NO_ROWS, "copy_row leaves out what proposals depend on"),
         (DRAFT, "return 0\n", "return 64\n", "declared 0, reported 64, allocated 0 bytes"),

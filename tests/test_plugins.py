@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -13,60 +14,16 @@ from magicdec.config.load import compose
 from magicdec.errors import UserError
 from tests.programs import ROOT, python
 
+# The policy and the draft that docs/adding-a-policy.md takes as its examples, and their options.
+EXAMPLES = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "adding-a-policy.md").read_text("utf-8"), re.S)
+OPTIONS = {
+    "conf/cache/strided.yaml": "# Every n-th token.\npolicy: strided\nbudget: 64\nrecent: 8\n",
+    "conf/draft/echo.yaml": "# The last token again.\nname: echo\ngamma: 2\nback: 1\n",
+}
 # A package with an entry point.
 PACKAGE = {
-    "others/__init__.py": """
-import torch
-from pydantic.dataclasses import dataclass
-from magicdec.cache.compact import CompactCache
-from magicdec.config.choices import CacheConfig, DraftConfig
-from magicdec.config.registry import DRAFTS, POLICIES
-from magicdec.rules import STRICT, Count
-from magicdec.drafts.base import Draft, Proposal
-
-@dataclass(frozen=True, config=STRICT)
-class Strided(CacheConfig):
-    policy: str = "strided"
-    recent: Count = 8
-    compact = True
-
-@POLICIES.register(Strided)
-class StridedCache(CompactCache):
-    def fixed_slots(self, budget):
-        return max(0, budget - self.settings.recent)
-
-    def select(self, layer, source, scores_LBKS):
-        older_B1 = (source.seqlens_B.long()[:, None] - self.window).clamp(min=0)
-        return (torch.arange(self.num_fixed, device=older_B1.device) * older_B1 // self.num_fixed)[:, None]
-
-@dataclass(frozen=True, config=STRICT)
-class Echo(DraftConfig):
-    name: str = "echo"
-    back: Count = 1
-    is_model = False
-
-@DRAFTS.register(Echo)
-class EchoDraft(Draft):
-    cache_bytes = 0
-
-    def __init__(self, spec):
-        self.gamma, self.back = spec.gamma, spec.draft.back
-
-    @classmethod
-    def build(cls, spec):
-        return cls(spec)
-
-    def prefill(self, state, progress):
-        pass
-
-    def propose(self, state, gamma):
-        return Proposal(state.recent_BT(self.back)[:, :1].repeat(1, gamma), None)
-
-    def commit(self, count_B, gamma):
-        pass
-""",
-    "others/conf/cache/strided.yaml": "# Every n-th token.\npolicy: strided\nbudget: 64\nrecent: 8\n",
-    "others/conf/draft/echo.yaml": "# The last token again.\nname: echo\ngamma: 2\nback: 1\n",
+    "others/__init__.py": "\n".join(EXAMPLES),
+    **{f"others/{path}": text for path, text in OPTIONS.items()},
     "others-1.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: others\nVersion: 1.0\n",
     "others-1.0.dist-info/entry_points.txt": "[magicdec.plugins]\nothers = others\n",
 }

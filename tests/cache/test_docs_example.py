@@ -1,17 +1,13 @@
 """The policy that docs/adding-a-policy.md takes as its example works as it stands there."""
 
-import re
-from pathlib import Path
-
 from magicdec.config.registry import POLICIES
 from tests.small import open_batch, random_prompts, small_model
-
-PAGE = Path(__file__).parents[2] / "docs" / "adding-a-policy.md"
+from tests.test_plugins import EXAMPLES
 
 
 def test_the_example_policy_is_lossless(monkeypatch):
     monkeypatch.setattr(POLICIES, "_entries", {name: POLICIES[name] for name in POLICIES})
-    exec(re.search(r"```python\n(.*?)```", PAGE.read_text(), re.S)[1], {"__name__": "strided"})
+    exec(EXAMPLES[0], {"__name__": "strided"})
     batch = open_batch(
         small_model(), random_prompts([60, 9, 35]), draft_name="self", policy="strided", gamma=3, budget=12, recent=6
     )
