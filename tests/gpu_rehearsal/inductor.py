@@ -7,13 +7,14 @@ names, tuners = kernels(source), autotuners(source)
 
 import re
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+from torch import Tensor
 from triton.backends.compiler import GPUTarget
 
 from tests.gpu_rehearsal.compile import GPUS
@@ -115,29 +116,37 @@ def pretended_gpu(capability: int = 90) -> Iterator[None]:
 
 
 class _Emitted(Exception):
-    """Ends a compilation once its source is known: there is nothing that could run it."""
+    """Ends a call once its source is known: there is nothing that could run it."""
 
 
 def emitted(function: Callable, arguments: tuple) -> str:
     """Return the source that torch.compile emits for `function`, which may be compiled already, on fake tensors."""
+    return emitted_with_inputs(function, arguments)[0]
+
+
+def emitted_with_inputs(function: Callable, arguments: tuple) -> tuple[str, list[Tensor]]:
+    """Return the source that torch.compile emits, and the fake tensors that its `call` would get."""
     from torch._inductor.graph import GraphLowering
 
     if not hasattr(GraphLowering, "_compile_to_module_lines"):
         pytest.skip("this PyTorch's Inductor turns its source into a module in another way")
     sources: list[str] = []
+    inputs: list[Tensor] = []
 
-    def keep(self: Any, code: Any) -> None:
-        sources.append(code.value)
+    def call(args: list[Tensor]) -> None:
+        inputs.extend(args)
         raise _Emitted
+
+    def keep(self: Any, code: Any) -> SimpleNamespace:
+        sources.append(code.value)
+        self.cache_key, self.cache_path, self.cache_linemap = "", "", []
+        return SimpleNamespace(call=call, __file__="")
 
     with patch.object(GraphLowering, "_compile_to_module_lines", keep):
         torch._dynamo.reset()
-        try:
+        with suppress(_Emitted):
             function(*arguments)
-        except Exception:
-            if not sources:
-                raise
-    return sources[-1]
+    return sources[-1], inputs
 
 
 def kernels(source: str) -> dict[str, str]:
