@@ -1,7 +1,8 @@
-"""What one busy neighbour costs: the quick experiment on an idle machine, and next to a process that never rests.
+"""What one busy neighbour costs a run: on an idle machine, and next to a process that never rests.
 
-    python benchmarks/busy.py             # prints both side by side; exits with 1 above the limit
+    python benchmarks/busy.py             # the quick experiment, side by side; exits with 1 above the limit
     python benchmarks/busy.py --pairs 5   # more runs of each, in turns; the fastest of each kind counts
+    python benchmarks/busy.py --page      # ten default runs and three busy ones: docs/results/default-run.csv
 
 The neighbour has the lowest priority (nice 19) and one processor. A fair share costs at most twice the time.
 """
@@ -12,17 +13,26 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from page import ROOT, provenance
+from page import RESULTS, ROOT, provenance, setting
+from render import rounded, write, write_csv
 
 from magicdec.tracking.cells import markdown_table
 
-TIMES = ("autoregressive/time_per_output_token_ms", "speculative/time_per_output_token_ms")
+COLUMNS = {
+    "autoregressive_ms": "autoregressive/time_per_output_token_ms",
+    "speculative_ms": "speculative/time_per_output_token_ms",
+    "speedup": "speedup",
+    "speedup_wall": "speedup_wall",
+    "run_s": "run_s",
+}
+TIMES = ("autoregressive_ms", "speculative_ms")
 LIMIT = 3.5
+IDLE, BUSY = 10, 3  # default runs of each kind
 
 
 @contextmanager
@@ -37,39 +47,47 @@ def neighbour() -> Iterator[None]:
 
 
 def launch(*overrides: str) -> dict[str, Any]:
-    """Run launch.py in a process of its own. Return its result, and `run_s`, the seconds that the command took."""
+    """Run launch.py in a process of its own. Return its figures, and `run_s`, the seconds that the command took."""
     with TemporaryDirectory() as store:
         command = (sys.executable, "launch.py", *overrides, "wandb.mode=disabled", f"runs_dir={store}")
         start = time.perf_counter()
         subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
         seconds = time.perf_counter() - start
         (result,) = Path(store).glob("*/result.json")
-        return json.loads(result.read_text()) | {"run_s": seconds}
+        found = json.loads(result.read_text()) | {"run_s": seconds}
+    return {column: found[key] for column, key in COLUMNS.items()}
 
 
-def measure() -> list[float]:
-    """Run the experiment and return its times per token, in ms."""
-    found = launch("experiment=quick")
-    return [found[name] for name in TIMES]
+def default_runs() -> None:
+    """Write docs/results/default-run.csv and its page, after every run."""
+    rows: list[dict[str, Any]] = []
+    for kind in ["idle"] * IDLE + ["busy"] * BUSY:
+        with neighbour() if kind == "busy" else nullcontext():
+            rows.append(rounded({"kind": kind, "run": len(rows) + 1, **launch(), "measured_by": setting()}))
+        write_csv(RESULTS / "default-run.csv", rows)
+    write("default-run")
 
 
 def main() -> int:
     """Measure in turns, print the table, and compare with the limit."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=2, help="runs of each kind")
-    pairs = parser.parse_args().pairs
+    parser.add_argument("--page", action="store_true", help="measure the default run, and write its page")
+    arguments = parser.parse_args()
+    if arguments.page:
+        default_runs()
+        return 0
     idle, busy = [], []
-    for _ in range(pairs):
-        idle.append(measure())
+    for _ in range(arguments.pairs):
+        idle.append(launch("experiment=quick"))
         with neighbour():
-            busy.append(measure())
-    fastest = [[min(times) for times in zip(*runs, strict=True)] for runs in (idle, busy)]
+            busy.append(launch("experiment=quick"))
+    fastest = [[min(run[name] for run in runs) for name in TIMES] for runs in (idle, busy)]
     ratios = [slow / fast for fast, slow in zip(*fastest, strict=True)]
     columns = zip(TIMES, *fastest, ratios, strict=True)
     rows = [[name, f"{fast:.2f}", f"{slow:.2f}", f"{ratio:.1f}x"] for name, fast, slow, ratio in columns]
-    print(
-        markdown_table(["", "idle, ms", "busy, ms", "costs"], rows), provenance("python benchmarks/busy.py"), sep="\n"
-    )
+    print(markdown_table(["", "idle, ms", "busy, ms", "costs"], rows))
+    print(provenance("python benchmarks/busy.py"))
     if max(ratios) > LIMIT:
         print(f"error: a busy neighbour costs more than {LIMIT} times", file=sys.stderr)
         return 1

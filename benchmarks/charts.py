@@ -18,6 +18,7 @@ def draw_chart(
     series: str,
     panels: str = "",
     error: str = "",
+    interval: tuple[str, str] = ("", ""),
     kind: str = "line",
     labels: tuple[str, str] = ("", ""),
     log: bool = False,
@@ -27,9 +28,10 @@ def draw_chart(
 
     A line whose `x` is 0 does not depend on it: it is dashed and crosses the panel. `level` draws a horizontal line.
     """
-    keys = [key for key in (x, y, series, panels, error) if key]
+    keys = [key for key in (x, y, series, panels, error, *interval) if key]
     values = [{key: row[key] for key in keys} for row in rows if row[y] is not None]
     if error:
+        interval = ("low", "high")
         values = [row | {"low": row[y] - (row[error] or 0), "high": row[y] + (row[error] or 0)} for row in values]
     size = {"width": 300 if panels else 460, "height": 220 if panels else 280}
     colour = alt.Color(f"{series}:N", title=series, sort=None, scale=alt.Scale(range=COLOURS))
@@ -54,7 +56,11 @@ def draw_chart(
             placed.mark_line(strokeWidth=1.5).encode(x=across),
             placed.mark_point(filled=True, size=30, opacity=1).encode(x=across),
         ]
-        parts += [placed.mark_rule(strokeWidth=0.7).encode(x=across, y=alt.Y("low:Q"), y2="high:Q")] if error else []
+        parts += (
+            [placed.mark_rule(strokeWidth=0.7).encode(x=across, y=alt.Y(f"{interval[0]}:Q"), y2=f"{interval[1]}:Q")]
+            if interval[0]
+            else []
+        )
     if level is not None:
         parts.append(alt.Chart().mark_rule(color="grey", strokeWidth=0.8).encode(y=alt.datum(level)))
     chart: Any = alt.layer(*parts, data=alt.Data(values=values)).properties(**size)

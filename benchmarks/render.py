@@ -1,10 +1,12 @@
 """Render the pages of docs/results and docs/predictions, and their charts, from the CSV files beside them.
 
-    python benchmarks/render.py              # all pages; needs altair
-    python benchmarks/render.py cpu smollm2  # these
+    python benchmarks/render.py                   # all pages; needs altair
+    python benchmarks/render.py cpu smollm2       # these
+    python benchmarks/render.py cpu --runs runs   # measured again: first writes cpu.csv from the runs of its sweep
 
-A page is a Jinja template in benchmarks/pages/: prose, with tables and charts of the rows of CSV files. Programs that
-measure write the CSV files and render their page. Comments on a result are written into the template.
+A page is a Jinja template in benchmarks/pages/: prose, with tables and charts of the rows of CSV files. tables.yaml
+says which runs a CSV file is made from; a few programs that measure write theirs. Comments on a result are written into
+the template.
 """
 
 import argparse
@@ -15,10 +17,11 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from tables import tables
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -60,8 +63,12 @@ def _value(text: str) -> Any:
 
 
 def table(rows: Iterable[Row], *columns: str) -> str:
-    """Return a table in Markdown. A column is `label=key:format`; the label alone where it is also the key."""
-    specs = [_column(column) for column in columns]
+    """Return a table in Markdown. A column is `label=key:format`; the label alone where it is also the key.
+
+    A column that no row has is left out.
+    """
+    rows = list(rows)
+    specs = [spec for column in columns if any((spec := _column(column))[1] in row for row in rows)]
     lines = [[label for label, _, _ in specs], ["---"] * len(specs)]
     lines += [[_text(row.get(key), form) for _, key, form in specs] for row in rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
@@ -77,7 +84,8 @@ def pivot(rows: Iterable[Row], index: Sequence[str], column: str, value: str) ->
     for row in rows:
         line = lines.setdefault(tuple(row[key] for key in index), {key: row[key] for key in index})
         line[seen.setdefault(row[column], _text(row[column], ","))] = value.format(**row)
-    return table(lines.values(), *index, *seen.values())
+    columns = sorted(seen) if all(isinstance(one, int | float) for one in seen) else seen
+    return table(lines.values(), *index, *(seen[one] for one in columns))
 
 
 def _column(spec: str) -> tuple[str, str, str]:
@@ -110,8 +118,22 @@ def ahead(ratios: Iterable[float | None], form: str = ".2f") -> str:
 
 
 def measured_by(*tables: Iterable[Row]) -> str:
-    """Return where rows were measured."""
-    return "; ".join(dict.fromkeys(row["measured_by"] for rows in tables for row in rows))
+    """Return where rows were measured: the commits of each machine."""
+    commits: dict[str, dict[str, None]] = {}
+    for row in (row for rows in tables for row in rows):
+        commit, _, machine = row["measured_by"].removeprefix("commit ").partition(", ")
+        commits.setdefault(machine, {})[commit] = None
+    return "; ".join(
+        f"commit{'s' if len(known) > 1 else ''} {' '.join(known)}, {machine}" for machine, known in commits.items()
+    )
+
+
+def measured(rows: Sequence[Row], sweep: str, program: str) -> str:
+    """Return a sentence on what has measured rows: a sweep, or a program that a sweep has replaced."""
+    command = f"`python launch.py -m +sweeps={sweep}`"
+    if "run" in rows[0]:
+        return f"Measured by {command}, {measured_by(rows)}."
+    return f"Measured by `benchmarks/{program}` of {measured_by(rows)}; {command} measures the same."
 
 
 def chart(file: Path, draw: bool, rows: Sequence[Row], x: str, y: str, alt: str, **options: Any) -> str:
@@ -127,8 +149,8 @@ def render(name: str, draw: bool = True) -> str:
     """Return a page's text, and draw its charts."""
     folder = page_of(name).parent
     environment = Environment(loader=FileSystemLoader(PAGES), undefined=StrictUndefined, trim_blocks=True)
-    environment.filters |= {"median": median, "groups": groups, "combine": dict, "label": labelled}
-    helpers: tuple[Callable, ...] = (table, pivot, span, ahead, measured_by)
+    environment.filters |= {"mean": fmean, "median": median, "groups": groups, "combine": dict, "label": labelled}
+    helpers: tuple[Callable, ...] = (table, pivot, span, ahead, measured_by, measured)
 
     def read(stem: str) -> list[Row]:
         return read_csv(folder / f"{stem}.csv")
@@ -183,7 +205,11 @@ def main() -> None:
     """Write pages."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(names())}")
-    for name in parser.parse_args().names or names():
+    parser.add_argument("--runs", type=Path, metavar="FOLDER", help="a run store: make the CSV files from it first")
+    arguments = parser.parse_args()
+    for name in arguments.names or names():
+        for table_name, rows in tables(name, arguments.runs) if arguments.runs else ():
+            write_csv(page_of(name).parent / f"{table_name}.csv", list(map(rounded, rows)))
         write(name)
         print(f"wrote {page_of(name).relative_to(ROOT)}")
 

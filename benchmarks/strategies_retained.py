@@ -17,12 +17,19 @@ import render
 import torch
 from page import RESULTS, setting
 from render import write_csv
-from strategies import BUDGETS, SIZES, TEXTS, Prefilled
 from torch import Tensor
 
 from magicdec.attention.base import Attention
 from magicdec.cache.observed import ReplayedCache
+from magicdec.config.load import compose
+from magicdec.engine.decoder import Decoder
+from magicdec.engine.native import NativeEngine
+from magicdec.planning import build
+from magicdec.planning.resolve import resolve
+from magicdec.tracking.progress import progress
 
+SIZES = ["batch.size=8", "batch.context_len=8192", "hardware=cpu"]
+BUDGETS = (64, 128, 256, 512)
 POLICIES = (("topk", 0), ("quest", 4), ("quest", 8), ("quest", 16), ("verify_guided", 0))  # with their page sizes
 NUM_SINK = 4
 
@@ -38,9 +45,8 @@ class Queries(ReplayedCache):
 
 
 @torch.inference_mode()
-def retained(prefilled: Prefilled, budget: int) -> dict[str, list[float]]:
+def retained(engine: NativeEngine, decoder: Decoder, budget: int) -> dict[str, list[float]]:
     """Return the share of the attention in each layer, for every policy."""
-    decoder = prefilled.decoder
     decoder.restart()
     seen = Queries(decoder.cache)
     decoder.target(decoder.state.recent_BT(1), seen)
@@ -50,9 +56,9 @@ def retained(prefilled: Prefilled, budget: int) -> dict[str, list[float]]:
     window = torch.cat((torch.arange(NUM_SINK), torch.arange(context - budget + NUM_SINK, context)))
     slots = {"streaming": [window.expand(*heads, -1)] * len(scores_LBKS)}
     for policy, size in POLICIES:
-        engine = prefilled.engine_for("self", policy, budget)
-        engine = replace(engine, cache=replace(engine.cache, page_size=size)) if size else engine
-        draft = engine.draft_for(decoder)
+        pages = [f"cache.page_size={size}"] if size else []
+        cache = compose([f"cache={policy}", f"cache.budget={budget}", *pages]).cache
+        draft = replace(engine, cache=cache).draft_for(decoder)
         draft.prefill(decoder.state, lambda _: None)
         plans = draft.cache.plan(decoder.target.attention, 1, torch.float32)
         name = f"{policy}, pages of {size}" if size else policy
@@ -75,12 +81,16 @@ def share(scores_BKS: Tensor, slots_BKN: Tensor) -> float:
 
 def main() -> None:
     """Measure and write."""
-    prefilled, rows = Prefilled(TEXTS["stdlib"], SIZES), []
+    plan, rows = resolve(compose(["cache=quest", f"cache.budget={max(BUDGETS)}", *SIZES])), []
+    with progress() as bars:
+        engine = build.engine(plan, bars)
+    decoder = engine.open(build.prompts(plan, build.tokenizer(plan)).tokens).decoder
+    decoder.prefill(engine.prefill_chunk)
     for budget in BUDGETS:
-        for name, layers in retained(prefilled, budget).items():
+        for name, layers in retained(engine, decoder, budget).items():
             shares = {f"layer_{i}": round(value, 4) for i, value in enumerate(layers)}
             row = {"data": "stdlib", "choice": name, "budget": budget, "mean": round(fmean(layers), 4)} | shares
-            rows.append(row | {"measured_by": f"{setting()}, attention={prefilled.attention}"})
+            rows.append(row | {"measured_by": f"{setting()}, attention={plan.config.attention}"})
             print(*rows[-1].values(), flush=True)
     write_csv(RESULTS / "strategies_retained.csv", rows)
     render.write("strategies")

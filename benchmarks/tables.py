@@ -1,0 +1,57 @@
+"""Make the CSV files beside the pages from the runs of their sweeps, as tables.yaml says."""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from races import races
+
+from magicdec.tracking.report.rows import read_rows
+
+Row = dict[str, Any]
+WAYS = ("autoregressive", "speculative")
+TABLES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+FILTERS = {
+    "s": lambda ms: ms / 1e3,
+    "low": lambda interval: json.loads(interval)[0],
+    "high": lambda interval: json.loads(interval)[1],
+    "half": lambda interval: (json.loads(interval)[1] - json.loads(interval)[0]) / 2,
+}
+
+
+def tables(page: str, runs_dir: Path) -> Iterator[tuple[str, list[Row]]]:
+    """Yield the name and the rows of each CSV file of a page, from the runs of its sweep in this store."""
+    for name, wanted in TABLES.items():
+        if wanted["page"] == page:
+            runs = [run for run in read_rows(runs_dir, wanted["sweep"]) if run["status"] == "done"]
+            rows = list(rows_of(runs, wanted["columns"]))
+            yield name, rows
+            if "races" in wanted:
+                yield wanted["races"], list(races(rows))
+
+
+def rows_of(runs: Iterable[Row], columns: Mapping[str, str]) -> Iterator[Row]:
+    """Yield a row for each run, or for each way of decoding that a run has measured."""
+    by_way = any("{way}" in key for key in columns.values())
+    for run in runs:
+        for way in WAYS if by_way else ("",):
+            if not by_way or f"{way}/tokens_per_second" in run:
+                row = {column: _value(run | {way: way}, key.format(way=way)) for column, key in columns.items()}
+                yield row | {"run": run["id"], "measured_by": measured_by(run)}
+
+
+def _value(run: Row, key: str) -> Any:
+    name, _, change = key.partition(" | ")
+    first, _, second = name.partition(" - ")
+    value = run.get(first)
+    if second and value is not None:
+        value -= run[second]
+    return FILTERS[change](value) if change and value is not None else value
+
+
+def measured_by(run: Row) -> str:
+    """Return the commit, the machine and the software of a run."""
+    commit = f"{run.get('commit') or 'unknown':.7}{'-dirty' if run.get('commit_dirty') else ''}"
+    return f"commit {commit}, {run.get('device')}, PyTorch {run['torch']}, attention={run.get('attention')}"
