@@ -29,7 +29,9 @@ from torch.utils._pytree import tree_leaves
 from magicdec.architectures import ModelConfig
 from magicdec.config.registry import BACKENDS, DRAFTS
 from magicdec.engine.native import Batch, NativeEngine
+from magicdec.heads import HeadConfig
 from magicdec.models import rope
+from magicdec.models.head import Head
 from magicdec.models.parallel import ALONE, Share
 from magicdec.models.transformer import Transformer
 from tests.gpu_rehearsal.compile import GPUS, Launch, compiled
@@ -295,9 +297,12 @@ def fake_model(
 ) -> Transformer:
     """A model with fake weights on CUDA, one rank's share of it; to be called within `fake_cuda`."""
     with unset_fake_temporarily(), torch.device("meta"):
-        model = Transformer(share.config(config), BACKENDS[attention].work(), share).to(dtype)
+        kind = Head if isinstance(config, HeadConfig) else Transformer
+        model = kind(share.config(config), BACKENDS[attention].work(), share).to(dtype)
         model.eval().requires_grad_(False)
-        shapes = {key: weight.shape for key, weight in model.state_dict().items()}
+        shapes = {key: weight.shape for key, weight in model.named_parameters()}
+    if isinstance(model, Head):
+        model.target_ids_V = torch.zeros(config.num_logits, dtype=torch.int64, device="cuda")
     for key, shape in shapes.items():
         *path, last = key.split(".")
         weight = torch.empty(shape, dtype=dtype, device="cuda")
@@ -316,7 +321,9 @@ def engine(
     """An engine of a model cut to `num_layers`, on the fake device; `options` as in `tests.small.new_engine`."""
     config = replace(model, num_layers=num_layers)
     target, drafter = fake_model(config, attention), None
-    if draft != "none" and DRAFTS[draft].facts.needs_model:
+    if draft != "none" and DRAFTS[draft].facts.listens:
+        drafter = fake_model(HeadConfig.like(config), attention)
+    elif draft != "none" and DRAFTS[draft].facts.needs_model:
         drafter = fake_model(replace(config, num_layers=max(1, num_layers // 4)), attention)
     defaults = {"gamma": 4, "budget": 512, "num_sink": 4, "refresh": 2, "generate_len": 96, "prefill_chunk": 128}
     return new_engine(target, draft, policy=policy, draft_model=drafter, ignore_eos=False, **(defaults | options))
