@@ -212,8 +212,15 @@ def test_what_is_assumed_is_not_recommended():
 
 def test_the_page_answers_with_the_interval_and_what_was_held_constant():
     same = {"target__name": "tiny", "batch__size": 8, "speedup_wall": 1.1}
-    ends = {"speedup_ci95/low": 1.4, "speedup_ci95/high": 1.6}
-    rows = [done(gamma, draft__gamma=gamma, speedup=s, **same, **ends) for gamma, s in ((1, 1.2), (2, 1.5))]
+    rows = [
+        done(gamma, draft__gamma=gamma, speedup=s, **same)
+        | {"speedup_ci95/low": s - half, "speedup_ci95/high": s + half}
+        for gamma, s, half in ((1, 1.2, 0.1), (2, 1.5, 0.1), (3, 1.45, 0.2))
+    ]
+    found = answer(rows)
+    assert found.winner(found.top).startswith("not distinguishable: draft.gamma=2, 1.50x")
+    assert found.winner(found.top).endswith("and draft.gamma=3")
+    rows.pop()
     html = page.html_page(rows, "a page")
     assert (
         "draft.gamma=2 is the fastest, <b>1.50x per row (95% interval 1.40x to 1.60x) and 1.10x per batch</b>" in html

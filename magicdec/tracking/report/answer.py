@@ -47,12 +47,12 @@ class Place:
 
     @cached_property
     def rivals(self) -> list[Row]:
-        """Return the others that are not slower than the best by more than noise. Without estimates nothing is known,
-        and there are none.
+        """Return the others that are not slower than the best by more than noise. Without an interval of the best
+        nothing is known, and there are none.
         """
-        own, drawn = _estimate(self.best), is_synthetic(self.best)
-        if own is None or self.key == PREDICTED:
+        if self.key == PREDICTED or interval(self.best, self.key) is None:
             return []
+        own, drawn = _estimate(self.best), is_synthetic(self.best)
         near = islice((row for row in self.others if is_synthetic(row) == drawn), MAX_RIVALS)
         return [row for row in near if not _is_slower(row, self.best, own)]
 
@@ -157,13 +157,15 @@ def is_too_large(row: Row) -> bool:
     return row.get("predicted/fits") is False and MEASURED not in row
 
 
-def _is_slower(row: Row, best: Row, own: Estimate) -> bool:
-    """Return whether a run is slower than the best by more than noise."""
-    other = _estimate(row)
-    if other is None:
-        return False
-    change = difference(own, other, row.get("data/fingerprint") == best.get("data/fingerprint"))
-    return abs(change.value) > change.half_width()
+def _is_slower(row: Row, best: Row, own: Estimate | None) -> bool:
+    """Return whether a run is slower than the best by more than noise. Where the times of each row are not stored,
+    their intervals must be apart.
+    """
+    if own and (other := _estimate(row)):
+        change = difference(own, other, row.get("data/fingerprint") == best.get("data/fingerprint"))
+        return abs(change.value) > change.half_width()
+    of_best, of_row = (interval(one, MEASURED) for one in (best, row))
+    return of_best is not None and of_row is not None and of_row[1] < of_best[0]
 
 
 def _estimate(row: Row) -> Estimate | None:
