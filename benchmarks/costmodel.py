@@ -28,7 +28,7 @@ from magicdec.errors import UserError
 
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "tools"))
-from calibration import SHARED, Prior, calibrate, to_yaml, uncalibrated  # noqa: E402
+from magicdec.costmodel.calibration import SHARED, Prior, calibrate, to_yaml, uncalibrated  # noqa: E402
 
 MACHINES = {
     "8xA100": uncalibrated("8xA100", "reference-2024-08"),

@@ -10,9 +10,7 @@ this commit has measured are not measured again (--restart forgets them).
 
 import argparse
 import os
-import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import product
 from statistics import median
 from typing import Any
@@ -21,25 +19,20 @@ import magicdec  # noqa: F401 - before PyTorch, which reads once how its threads
 
 # isort: split
 import render
-from page import RESULTS, ROOT, Cells, setting
+from page import RESULTS, Cells, setting
 from render import rounded, write_csv
 
+from magicdec.calibrate import row_of, time_points
 from magicdec.config.load import compose
 from magicdec.costmodel import hardware
+from magicdec.costmodel.calibration import ON_CPUS, Calibration, calibrate, to_yaml
 from magicdec.costmodel.hardware import Hardware, configured
 from magicdec.costmodel.round import round_times
 from magicdec.costmodel.tables import Row
 from magicdec.costmodel.targets import architecture
-from magicdec.data import PromptRequest, load_prompts
-from magicdec.engine.native import warm_up
 from magicdec.measure.ceilings import matmul_rate, read_bandwidth
-from magicdec.measure.profile import profile_round
-from magicdec.planning import build
 from magicdec.planning.resolve import resolve
 from magicdec.tracking.progress import progress
-
-sys.path.append(str(ROOT / "tools"))
-from calibration import ON_CPUS, Calibration, calibrate, to_yaml
 
 SMOLLM2 = os.environ.get("MAGICDEC_SMOLLM2", "")
 MODELS = {
@@ -49,7 +42,7 @@ MODELS = {
 }
 BATCHES, CONTEXTS, GAMMAS = (1, 8, 24), (1024, 2048, 4096, 8000), (2, 4)
 QUICK = ((1, 2), (512, 1024), (2, 4))
-BUDGET, REPEATS = 256, 8
+BUDGET = 256
 STEPS = {"T_T": "target_decode_ms", "T_D": "draft_ms", "T_V": "verify_ms"}
 FILE = hardware.CALIBRATED / "cpu.yaml"
 
@@ -63,44 +56,14 @@ def measure(model: str, points: Sequence[tuple[int, int, int]]) -> list[dict[str
     ]
     plan = resolve(compose([*MODELS[model], "hardware=cpu", f"draft.gamma={max(g for *_, g in points)}", *sizes]))
     with progress() as bars:
-        engine = build.engine(plan, bars)
-    found = []
-    for rows, context, gamma in points:
-        prompts = load_prompts("random", PromptRequest(rows, context, plan.target.config.vocab_size))
-        batch = replace(engine, draft=replace(engine.draft, gamma=gamma)).open(prompts.tokens)
-        batch.simulate_prefill()
-        warm_up(batch)
-        point = {"rows": rows, "context": context, "gamma": gamma, **profile_round(batch, REPEATS)}
-        batch.close()
-        point |= {"bandwidth": read_bandwidth(plan.device), "rate": matmul_rate(plan.device, plan.dtype)}
-        found.append(point | {"element_bytes": plan.dtype.itemsize, "weight_bytes": build.weight_bytes(plan)})
-    return found
-
-
-def row_of(model: str, point: dict[str, Any]) -> Row:
-    """Return a point as a row to fit."""
-    return Row(
-        target=model,
-        draft="self",
-        policy="streaming",
-        hardware=hardware.CPU,
-        context_len=point["context"],
-        batch_size=point["rows"],
-        gamma=point["gamma"],
-        kv_budget=BUDGET,
-        draft_ms=point["gamma"] * point["draft_ms"],
-        verify_ms=point["verify_ms"],
-        omega=1.0,
-        autoregressive_ms=point["target_decode_ms"],
-        speculative_ms=point["round_ms"],
-        element_bytes=point["element_bytes"],
-        weight_bytes=point["weight_bytes"],
-    )
+        found = list(time_points(plan, bars, points))
+    rates = {"bandwidth": read_bandwidth(plan.device), "rate": matmul_rate(plan.device, plan.dtype)}
+    return [point | rates for point in found]
 
 
 def fit(found: dict[str, list[dict[str, Any]]], models: Sequence[str], start: Hardware) -> Calibration:
     """Fit the machine to the points of some models."""
-    rows = [row_of(model, point) for model in models for point in found[model]]
+    rows = [row_of(model, point, BUDGET) for model in models for point in found[model]]
     return calibrate(rows, architecture, {hardware.CPU: start}, ON_CPUS)
 
 
@@ -116,7 +79,7 @@ def write(found: dict[str, list[dict[str, Any]]], start: Hardware, calibration: 
     """Write the CSV files and the page."""
     machine, summary, steps = calibration.machines[hardware.CPU], [], []
     for model, points in found.items():
-        rows = [row_of(model, point) for point in points]
+        rows = [row_of(model, point, BUDGET) for point in points]
         others = [other for other in found if other != model]
         unseen = fit(found, others, start).machines[hardware.CPU] if others else machine
         known, left_out = ([errors(row, one) for row in rows] for one in (machine, unseen))

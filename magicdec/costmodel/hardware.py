@@ -34,7 +34,7 @@ class Link:
     # kernel at 256 KB and 1 MB, extrapolated to 0; sgl-project/sglang#2904). PCIe: 43 us on 8 GPUs (NVIDIA/nccl#1530).
     hop_us: float
     # The share of the bandwidth that all-reduces reach, without calibration. NVLink, at the megabyte or so of a decode
-    # step: see tools/calibration.py. PCIe: 28 of 64 GB/s on 8 GPUs (PCIe 5.0, NVIDIA/nccl#1639).
+    # step: see magicdec/costmodel/calibration.py. PCIe: 28 of 64 GB/s on 8 GPUs (PCIe 5.0, NVIDIA/nccl#1639).
     fraction: float
 
 

@@ -5,15 +5,15 @@ from pathlib import Path
 import pytest
 import yaml
 
+from magicdec.calibrate import profile_rows
 from magicdec.costmodel import hardware as h
+from magicdec.costmodel.calibration import calibrate, to_yaml, uncalibrated
 from magicdec.costmodel.round import round_times
 from magicdec.costmodel.tables import Row
 from magicdec.errors import UserError
 
 ROOT = Path(__file__).parents[2]
 sys.path += [str(ROOT / "tools"), str(ROOT / "benchmarks")]
-from calibrate import profile_rows  # noqa: E402
-from calibration import calibrate, to_yaml, uncalibrated  # noqa: E402
 from costmodel_scores import compare, cross_validate, score, spearman  # noqa: E402
 
 pytest.importorskip("scipy")

@@ -12,6 +12,7 @@ import torch
 import yaml
 from rich.console import Console
 
+from magicdec import calibrate
 from magicdec.cache.streaming import Streaming
 from magicdec.config.load import compose
 from magicdec.config.options import values_of
@@ -28,7 +29,7 @@ from magicdec.scenarios import plan as plan_scenario
 from magicdec.scenarios import predict as predict_scenario
 from magicdec.tracking.progress import progress
 from tests.costmodel.conftest import changed
-from tests.programs import ROOT, python
+from tests.programs import ROOT
 
 LLAMA = ("target=llama-3.1-8b", "batch.context_len=32000", "cache.budget=512", "batch.size=64")
 
@@ -311,23 +312,52 @@ def profile_run(folder, setup, grid):
     (folder / "history.jsonl").write_text("\n".join(lines) + "\n")
 
 
-def test_a_machine_is_calibrated_from_a_profile_run(setup, tmp_path):
+def test_a_machine_is_calibrated_from_a_profile_run(setup, tmp_path, monkeypatch, capsys):
     pytest.importorskip("scipy")
+    monkeypatch.chdir(tmp_path)
     truth = setup("h200").hardware.efficiency
     profile_run(tmp_path / "run", setup, [(b, s, 3) for b in (4, 32) for s in (4000, 32_000)])
-    done = python("tools/calibrate.py", tmp_path / "run")
-    assert done.returncode == 0, done.stderr
-    content = yaml.safe_load(done.stdout)
-    assert (content["hardware"], content["stack"]) == ("h200", "magicdec")
-    assert content["efficiency"]["bandwidth_fraction"] == pytest.approx(truth.bandwidth_fraction, rel=0.05)
-    assert content["efficiency"]["layer_overhead_us"] == pytest.approx(truth.layer_overhead_us, rel=0.25)
+    assert calibrate.main(["--run", "run", "--name", "mine"]) == 0
+    assert "held back" in capsys.readouterr().out
+    written = yaml.safe_load((tmp_path / "conf" / "hardware" / "mine.yaml").read_text())["efficiency"]
+    assert written["bandwidth_fraction"] == pytest.approx(truth.bandwidth_fraction, rel=0.05)
+    assert written["layer_overhead_us"] == pytest.approx(truth.layer_overhead_us, rel=0.25)
+    found = outcome(predict_scenario.run, "scenario=predict", "hardware=mine", "scenario.alpha=0.7", *LLAMA).metrics
+    original = outcome(predict_scenario.run, "scenario=predict", "hardware=h200", "scenario.alpha=0.7", *LLAMA).metrics
+    assert found["predicted/calibration"] == "calibrated by its configuration"
+    assert found["predicted/target_decode_ms"] == pytest.approx(original["predicted/target_decode_ms"], rel=0.05)
 
 
-def test_a_folder_that_is_no_profile_run_is_refused_in_one_line(tmp_path):
-    done = python("tools/calibrate.py", tmp_path / "nowhere")
-    assert done.returncode == 2
-    assert len(done.stderr.splitlines()) == 1
-    assert "not a finished run of scenario=profile" in done.stderr
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--run", "nowhere"], "not a finished run of scenario=profile"),
+        (["--run", "nowhere", "target=tiny"], "--run has measured already"),
+        (["--name", "../mine"], "must be the name of a file"),
+        (["--name", "taken"], "is there already; choose another name"),
+        (["target=tinny"], "target"),
+    ],
+)
+def test_mistakes_of_a_calibration_are_one_line(tmp_path, monkeypatch, capsys, arguments, words):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "conf" / "hardware").mkdir(parents=True)
+    (tmp_path / "conf" / "hardware" / "taken.yaml").write_text("name: cpu\n")
+    assert calibrate.main(arguments) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert words in line
+
+
+def test_this_machine_is_calibrated_in_a_few_steps(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("scipy")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(calibrate.GRIDS, "cpu", ((1, 2), (256, 512), (2,)))
+    monkeypatch.setattr(calibrate, "BUDGET", 64)
+    for _ in range(2):  # it may replace what it wrote itself
+        assert calibrate.main(["target=tiny", "hardware=cpu"]) == 0
+    assert "conf/hardware/calibrated.yaml: predictions take it" in capsys.readouterr().out
+    keys = ("scenario=predict", "hardware=calibrated", "scenario.alpha=0.7", "batch.size=2", "batch.context_len=512")
+    found = outcome(predict_scenario.run, *keys, "cache.budget=64").metrics
+    assert found["predicted/target_decode_ms"] > 0
 
 
 def test_an_ideal_card_gives_what_bytes_alone_allow(ideal, setup):

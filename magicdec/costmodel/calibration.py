@@ -8,10 +8,11 @@ cannot tell apart stays at what is known of it; robust, because published rows h
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import log
-from typing import NamedTuple
+from math import exp, log
+from typing import Any, NamedTuple
 
 import numpy as np
+import yaml
 from numpy.typing import NDArray
 
 from magicdec.architectures import ModelConfig
@@ -94,7 +95,11 @@ def calibrate(
 
     def errors(x: NDArray[np.float64]) -> list[float]:
         now = fitted(x)
-        return [error for row, setup, measured in times for error in _errors(now[row.hardware], row, setup, measured)]
+        return [
+            error
+            for row, setup, measured in times
+            for error in _errors(now[row.hardware], row, setup, measured).values()
+        ]
 
     def residuals(x: NDArray[np.float64]) -> NDArray[np.float64]:
         expected = [(value * s - p.mean) / p.deviation for value, s, p in zip(x, scales, known, strict=True) if p.mean]
@@ -127,7 +132,14 @@ def _measured(row: Row) -> dict[str, float]:
     return {name: value for name, value in times.items() if value is not None}
 
 
-def _errors(fitted: Hardware, row: Row, setup: Setup, measured: Mapping[str, float]) -> list[float]:
+def errors_of(machine: Hardware, row: Row, model: Callable[[str], ModelConfig]) -> dict[str, float]:
+    """Return the relative error of each time that a row gives: predicted over measured, minus 1."""
+    return {
+        step: exp(error) - 1 for step, error in _errors(machine, row, row.setup(model, machine), _measured(row)).items()
+    }
+
+
+def _errors(fitted: Hardware, row: Row, setup: Setup, measured: Mapping[str, float]) -> dict[str, float]:
     """Return the log of predicted over measured, for every measured time."""
     times = round_times(setup.at(hardware=fitted), row.gamma)
     predicted = {
@@ -136,7 +148,7 @@ def _errors(fitted: Hardware, row: Row, setup: Setup, measured: Mapping[str, flo
         "verify": times.verify.total,
         "round": times.round_s,
     }
-    return [log(1e3 * predicted[name] / value) for name, value in measured.items()]
+    return {name: log(1e3 * predicted[name] / value) for name, value in measured.items()}
 
 
 def _least_squares() -> Callable:
@@ -170,3 +182,10 @@ def to_yaml(calibrated: Hardware, provenance: Sequence[str], fitted: Mapping[str
         note = f"  # {notes[key]}" if key in notes else ""
         lines.append(f"  {key}: {value:.4g}{note}")
     return "\n".join(lines) + "\n"
+
+
+def option_yaml(calibrated: Hardware, values: Mapping[str, Any], provenance: Sequence[str]) -> str:
+    """Return a calibrated machine as an option of the group hardware; `values` are its other keys."""
+    efficiency = {key: float(f"{value:.4g}") for key, value in vars(calibrated.efficiency).items()}
+    content = {"defaults": ["auto", "_self_"], **values, "efficiency": efficiency}
+    return "".join(f"# {line}\n" for line in provenance) + yaml.safe_dump(content, sort_keys=False)
