@@ -13,6 +13,8 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
+from magicdec.attention.codes import Coded
+
 AttentionPlan = TypeVar("AttentionPlan")
 
 
@@ -63,6 +65,12 @@ class Attention(ABC, Generic[AttentionPlan]):
         With `indices_BKN` (int64) each KV head reads only these slots: distinct, in any order, the new tokens' own
         among them. Slots that a token may not see, and negative ones, are ignored.
         """
+
+    def attend_coded(self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: AttentionPlan, coded: Coded) -> Tensor:
+        """Return attention as `attend` does, over codes before the exact entries. Decode them first, unless a backend
+        reads codes itself.
+        """
+        return self.attend(q_BTHD, *coded.mixed(k_BKSD, v_BKSD), plan)
 
     @abstractmethod
     def attend_scored(

@@ -11,24 +11,49 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from magicdec.attention.codes import Coded
 from magicdec.attention.sdpa_fallback import KernelAttention, KernelPlan, dtype_obstacle, with_dense_entries
 from magicdec.config.choices import Backend
 from magicdec.config.registry import BACKENDS
 from magicdec.kernels import library
 
 STEP = 8  # head dims are multiples of it, as in attention.cpp
+CODED_STEP = 16  # bytes of an entry's codes, and features that share a scale, are multiples of it, as in codes.h
 TYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
-POINTERS = ("q", "k", "v", "out", "seqlens", "indices", "counted", "positions", "scores")
+POINTERS = ("q", "k", "v", "out", "seqlens", "indices", "counted", "positions", "scores", "codes")
 SIZES = ("rows", "new_tokens", "kv_heads", "group", "dim", "slots", "num_indices", "window", "threads")
 AXES = {"q": ("row", "token", "head"), "k": ("row", "head", "slot"), "v": ("row", "head", "slot")}
 STRIDES = tuple(f"{tensor}_{axis}" for tensor, axes in AXES.items() for axis in axes)
+
+
+class CodesCall(ctypes.Structure):
+    """`struct Codes` of kernels/call.h."""
+
+    _fields_ = [
+        *((n, ctypes.c_void_p) for n in ("k", "v", "k_scales", "v_scales", "first_exact")),
+        *((n, ctypes.c_int64) for n in ("slots", "bits", "token_group", "feature_group")),
+    ]
 
 
 class Call(ctypes.Structure):
     """`struct Call` of kernels/call.h."""
 
     _fields_ = [(n, ctypes.c_void_p) for n in POINTERS] + [(n, ctypes.c_int64) for n in SIZES + STRIDES]
+
+
+def reads(coded: Coded) -> bool:
+    """Return whether the kernel reads these codes as they are."""
+    size, group = coded.v.codes_LBKSC.shape[-1], coded.v.group_size
+    return size % CODED_STEP == 0 and group % CODED_STEP == 0
+
+
+def codes_call(coded: Coded) -> CodesCall:
+    """Return what the kernel needs of a layer's codes."""
+    k, v, layer = coded.k, coded.v, coded.layer
+    tensors = (k.codes_LBKSC[layer], v.codes_LBKSC[layer], k.scales[layer], v.scales[layer], coded.first_exact_B)
+    pointers = (x.data_ptr() for x in tensors)
+    return CodesCall(*pointers, k.codes_LBKSC.shape[3], k.bits, k.group_size, v.group_size)
 
 
 @BACKENDS.register(Backend("cpp", "cpu", priority=1))
@@ -67,6 +92,13 @@ class CppAttention(KernelAttention):
         return self._call("prefill", q, k, v, plan)
 
     @override
+    def attend_coded(self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: KernelPlan, coded: Coded) -> Tensor:
+        if plan.shape.num_new > self.max_new_tokens or not reads(coded):
+            return super().attend_coded(q_BTHD, k_BKSD, v_BKSD, plan, coded)
+        q, k, v = map(with_dense_entries, (q_BTHD, k_BKSD, v_BKSD))
+        return self._call("attend", q, k, v, plan, coded=coded)
+
+    @override
     def decode_scored(
         self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: KernelPlan, counted_BT: Tensor | None
     ) -> tuple[Tensor, Tensor]:
@@ -85,11 +117,14 @@ class CppAttention(KernelAttention):
         indices: Tensor | None = None,
         counted: Tensor | None = None,
         scores: Tensor | None = None,
+        coded: Coded | None = None,
     ) -> Tensor:
         (B, T, H, D), (K, S) = q_BTHD.shape, k_BKSD.shape[1:3]
         out_BTHD = torch.empty((B, T, H, D), dtype=q_BTHD.dtype)
         tensors = (q_BTHD, k_BKSD, v_BKSD, out_BTHD, plan.seqlens_B, indices, counted, plan.positions_BKS, scores)
+        codes = None if coded is None else codes_call(coded)
         pointers = [None if x is None else x.data_ptr() for x in tensors]
+        pointers.append(None if codes is None else ctypes.addressof(codes))
         num_indices = 0 if indices is None else indices.shape[-1]
         sizes = (B, T, K, H // K, D, S, num_indices, plan.reach, torch.get_num_threads())
         strides = [stride for x in (q_BTHD, k_BKSD, v_BKSD) for stride in x.stride()[:3]]

@@ -15,6 +15,7 @@
 
 #include "ahead.h"
 #include "call.h"
+#include "codes.h"
 
 namespace {
 
@@ -116,7 +117,8 @@ class Kernel : public Attending {
 
     void share() override {
         static thread_local Room of_work;
-        float* const q = of_work.of((query_rows + BLOCK) * c.dim + query_rows * BLOCK + whole_vectors(query_rows));
+        const int64_t of_codes = Coded::room(c, BLOCK);
+        float* const q = of_work.of((query_rows + BLOCK) * c.dim + query_rows * BLOCK + whole_vectors(query_rows) + of_codes);
         float *const wide = q + query_rows * c.dim, *const scores = wide + BLOCK * c.dim;
         float* const decay = scores + query_rows * BLOCK;
         for (int64_t task; (task = next.fetch_add(1)) < heads * max_splits;) {
@@ -158,17 +160,22 @@ class Kernel : public Attending {
         const T* k = static_cast<const T*>(c.k) + b * c.k_row + head * c.k_head;
         const T* v = static_cast<const T*>(c.v) + b * c.v_row + head * c.v_head;
         const int64_t* indices = c.indices ? c.indices + (b * c.kv_heads + head) * c.num_indices : nullptr;
-        const bool in_order = !indices && c.k_slot == c.dim && c.v_slot == c.dim;
+        const int64_t exact = c.codes ? c.codes->first_exact[b] : start;
+        float* const of_codes = decay + whole_vectors(query_rows);
+        const float* decoded[BLOCK];
         int64_t slots[BLOCK];
         const T *k_at[BLOCK], *v_at[BLOCK];
-        for (int64_t at = start; at < end; at += BLOCK) {
+        for (int64_t at = start, count; at < end; at += count) {
             if (c.scores) scores = to.block((at - start) / BLOCK, query_rows);
-            const int count = int(std::min<int64_t>(BLOCK, end - at)), padded = (count + 3) / 4 * 4;
+            const bool coded = at < exact, in_order = !coded && !indices && c.k_slot == c.dim && c.v_slot == c.dim;
+            count = std::min<int64_t>(BLOCK, (coded ? std::min(end, exact) : end) - at);
+            const int padded = int(count + 3) / 4 * 4;
             for (int s = 0; s < padded; ++s) {
                 slots[s] = s >= count ? -1 : indices ? indices[at + s] : at + s;
                 const int64_t from = slots[s] >= 0 ? slots[s] : indices ? 0 : at;  // scored, then hidden
                 k_at[s] = k + from * c.k_slot;
                 v_at[s] = v + from * c.v_slot;
+                decoded[s] = wide + (s < count ? s : 0) * c.dim;
             }
             // Of this block's V and the next block's K, scores fetch the first half, weights a fifth, and sums the rest.
             const int64_t v_lines = in_order ? lines(count * c.dim) : 0;
@@ -176,9 +183,10 @@ class Kernel : public Attending {
             Stream values = stream(v_at[0], v_lines), keys = stream(k_at[0] + BLOCK * c.dim, k_lines);
             const auto fetch = [&](int64_t some, int64_t steps) { return (values.lines ? values : keys).take(some, steps); };
             const int64_t scored = (v_lines + k_lines) / 2 / (padded / 4 * num_tiles());
+            if (coded) Coded(c, b * c.kv_heads + head).keys(at, count, wide, of_codes);
             for (int s = 0; s < padded; s += 4) {
-                for (int i = s; !in_order && i < s + 4; ++i) prefetch(v_at[i]);
-                with(k_at + s, 4, wide, [&](auto* k_in) {
+                for (int i = s; !in_order && !coded && i < s + 4; ++i) prefetch(v_at[i]);
+                with(coded ? decoded + s : nullptr, k_at + s, 4, wide, [&](auto* k_in) {
                     tiles([&](auto R, int64_t r) {
                         score<R>(q + r * c.dim, k_in, c.dim, scores + r * BLOCK + s, fetch(scored, c.dim / STEP));
                     });
@@ -190,7 +198,8 @@ class Kernel : public Attending {
             weigh(scores, padded, to, decay, fetch((v_lines + k_lines) / 5, query_rows));
             if (c.scores) std::copy_n(to.most, query_rows, scores + query_rows * BLOCK);
             const int64_t summed = (values.lines + keys.lines) / (num_tiles() * std::max<int64_t>(1, c.dim / (4 * LANES)));
-            with(v_at, padded, wide, [&](auto* v_in) {
+            if (coded) Coded(c, b * c.kv_heads + head).values(at, count, wide, of_codes);
+            with(coded ? decoded : nullptr, v_at, padded, wide, [&](auto* v_in) {
                 tiles([&](auto R, int64_t r) {
                     float *out = to.out + r * c.dim, *p = scores + r * BLOCK;
                     int64_t d = 0;
@@ -208,9 +217,10 @@ class Kernel : public Attending {
     static int64_t lines(int64_t entries) { return (entries * int64_t(sizeof(T)) + 63) / 64; }
     static Stream stream(const T* from, int64_t lines) { return {reinterpret_cast<const char*>(from), lines}; }
 
-    // Calls `function` with the entries of some slots: in fp32 if many tiles would convert them again.
+    // Calls `function` with the entries of some slots: decoded, or in fp32 if many tiles would convert them again.
     template <typename Function>
-    void with(const T* const* entries, int count, float* wide, Function function) const {
+    void with(const float* const* decoded, const T* const* entries, int count, float* wide, Function function) const {
+        if (decoded) return function(decoded);
         if constexpr (!std::is_same_v<T, float>) {
             if (query_rows > 2 * MAX_TILE) {
                 const float* at[BLOCK];

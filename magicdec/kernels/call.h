@@ -6,6 +6,14 @@
 
 extern "C" {
 
+// Entries as codes, all contiguous, in half precision where nothing else is said: attention/codes.py has the layout.
+struct Codes {
+    const uint8_t *k, *v;               // (B, K, S', C)
+    const void *k_scales, *v_scales;    // (B, K, S' / token_group, 2, D), (B, K, S', D / feature_group, 2)
+    const int32_t* first_exact;         // (B): slots before it are read as codes
+    int64_t slots, bits, token_group, feature_group;  // S'; the last is a multiple of 16, as the bytes of an entry are
+};
+
 // Strides are in elements.
 struct Call {
     const void *q, *k, *v;
@@ -15,6 +23,7 @@ struct Call {
     const bool* counted;     // (B, T), contiguous: whose attention the scores sum; null: every token's
     const int32_t* positions;  // (B, K, S), contiguous: where the window finds each slot; null: in its place
     float* scores;           // (B, K, S), contiguous; null: none are asked for
+    const Codes* codes;      // null: all entries are exact. Without indices, positions and scores
     int64_t rows, new_tokens, kv_heads, group, dim, slots, num_indices, window, threads;
     int64_t q_row, q_token, q_head, k_row, k_head, k_slot, v_row, v_head, v_slot;
 };

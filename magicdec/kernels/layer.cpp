@@ -31,7 +31,8 @@ struct Weights {
 // A layer's cache.
 struct Entries {
     void *k, *v;               // (B, K, S, D)
-    const int32_t* positions;  // as in call.h
+    const int32_t* positions;  // this and codes as in call.h
+    const Codes* codes;
     int64_t window;
 };
 
@@ -212,6 +213,7 @@ class Forward {
             turn.q_norm = w.q_norm, turn.k_norm = w.k_norm, turn.k = entries.k, turn.v = entries.v;
             const int64_t D = turn.dim, H = turn.heads, all = H + 2 * turn.kv_heads, T_new = turn.new_tokens;
             step.call = {qkv, entries.k, entries.v, heads, p.seqlens, nullptr, nullptr, entries.positions, nullptr,
+                         entries.codes,
                          turn.rows, T_new, turn.kv_heads, H / turn.kv_heads, D, p.capacity, 0, entries.window, turn.threads,
                          T_new * all * D, all * D, D, turn.k_row, turn.k_head, turn.k_slot,
                          turn.v_row, turn.v_head, turn.v_slot};

@@ -8,6 +8,10 @@
 #include <cstring>
 #include <vector>
 
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
+
 #ifndef LANES
 #ifdef __AVX512F__
 #define LANES 16
@@ -17,6 +21,10 @@
 #endif
 
 struct bfloat16 {
+    uint16_t bits;
+};
+
+struct float16 {
     uint16_t bits;
 };
 
@@ -33,6 +41,30 @@ struct Bits {
     typedef uint32_t Wide __attribute__((vector_size(sizeof(V))));
     typedef uint16_t Narrow __attribute__((vector_size(sizeof(V) / 2)));
 };
+
+// Whole numbers in 32 bits. GCC takes twice as many instructions for its own conversion, or goes number by number.
+template <typename V>
+inline typename Bits<V>::Wide widened(const typename Bits<V>::Narrow& bits) {
+#ifdef __AVX512F__
+    if constexpr (sizeof(V) == 64) return reinterpret_cast<typename Bits<V>::Wide>(_mm512_cvtepu16_epi32(reinterpret_cast<__m256i>(bits)));
+#endif
+#ifdef __AVX2__
+    if constexpr (sizeof(V) == 32) return reinterpret_cast<typename Bits<V>::Wide>(_mm256_cvtepu16_epi32(reinterpret_cast<__m128i>(bits)));
+#endif
+    return __builtin_convertvector(bits, typename Bits<V>::Wide);
+}
+
+inline IntVec load_bytes(const uint8_t* from) {
+#if defined(__AVX512F__) && LANES == 16
+    return reinterpret_cast<IntVec>(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+#elif defined(__AVX2__) && LANES == 8
+    return reinterpret_cast<IntVec>(_mm256_cvtepu8_epi32(_mm_loadu_si64(from)));
+#else
+    IntVec numbers;
+    for (int i = 0; i < LANES; ++i) numbers[i] = from[i];
+    return numbers;
+#endif
+}
 
 // Room for numbers whose vectors do not cross cache lines. It keeps its memory: fresh pages cost more than small work.
 class Room {
@@ -61,8 +93,19 @@ template <typename V = Vec>
 inline V load(const bfloat16* from) {
     typename Bits<V>::Narrow bits;
     std::memcpy(&bits, from, sizeof bits);
-    const auto wide = __builtin_convertvector(bits, typename Bits<V>::Wide) << 16;
+    const auto wide = widened<V>(bits) << 16;
     return reinterpret_cast<V>(wide);
+}
+
+// Not every compiler has a type for these. Their exponent has 5 bits, all of which are set where it is not finite.
+template <typename V = Vec>
+inline V load(const float16* from) {
+    typename Bits<V>::Narrow bits;
+    std::memcpy(&bits, from, sizeof bits);
+    const auto wide = widened<V>(bits), magnitude = (wide & 0x7fff) << 13;
+    const auto finite = reinterpret_cast<typename Bits<V>::Wide>(reinterpret_cast<V>(magnitude) * 0x1p112f);
+    const auto exact = (wide & 0x7c00) == 0x7c00 ? magnitude | 0x7f800000 : finite;
+    return reinterpret_cast<V>(exact | (wide & 0x8000) << 16);
 }
 
 // A load that stays in its register: compilers would rather read memory again for each use, and loads are scarce.

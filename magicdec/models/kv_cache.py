@@ -12,6 +12,7 @@ from torch import Tensor
 
 from magicdec.architectures import ModelConfig
 from magicdec.attention.base import Attention, Shape
+from magicdec.attention.codes import Coded
 
 
 def copy_row(target: Any, source: Any, row: int) -> None:
@@ -119,8 +120,15 @@ class KVCache:
         plans = {window: attention.plan(self.seqlens_B + num_new, shape, window) for window in set(windows)}
         return [plans[window] for window in windows]
 
+    def coded(self, layer: int) -> Coded | None:
+        """Return a layer's entries as codes, where the cache has them."""
+        return None
+
     def attend(self, layer: int, q_BTHD: Tensor, attention: Attention, plan: Any) -> Tensor:
         """Return attention of the T appended tokens over one layer; a policy that selects or observes does so here."""
+        coded = self.coded(layer)
+        if coded is not None:
+            return attention.attend_coded(q_BTHD, self.k_LBKSD[layer], self.v_LBKSD[layer], plan, coded)
         return attention.attend(q_BTHD, self.k_LBKSD[layer], self.v_LBKSD[layer], plan)
 
     def advance(self, num_new: int) -> None:

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from magicdec.attention.base import Attention
-from magicdec.attention.cpp import CppAttention
+from magicdec.attention.codes import Coded
+from magicdec.attention.cpp import CodesCall, CppAttention, codes_call, reads
 from magicdec.kernels import library
 from magicdec.models.kv_cache import KVCache
 from magicdec.models.operators import CppOperators, Rotation, at, epsilon, is_plain
@@ -36,7 +37,11 @@ class Weights(ctypes.Structure):
 class Entries(ctypes.Structure):
     """`struct Entries` of layer.cpp."""
 
-    _fields_ = [*((name, ctypes.c_void_p) for name in ("k", "v", "positions")), ("window", ctypes.c_int64)]
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("k", "v", "positions")),
+        ("codes", ctypes.POINTER(CodesCall)),
+        ("window", ctypes.c_int64),
+    ]
 
 
 class Pass(ctypes.Structure):
@@ -84,6 +89,9 @@ def run(
     few = CppOperators.max_rows >= B * T and CppAttention.max_new_tokens >= T
     if not isinstance(attention, CppAttention) or not few or not _is_plain(cache) or k.dtype != x_BTE.dtype:
         return None
+    coded = [cache.coded(layer) for layer in range(len(layers))]
+    if not all(one is None or reads(one) for one in coded):
+        return None
     table, found = _tables.get(layers), _found(layers)
     if table is None or table.found != found:
         _tables[layers] = table = Table(layers, found)
@@ -91,11 +99,7 @@ def run(
     if call is None:
         return None
     c, L, (S, D) = cache.config, len(layers), k.shape[3:]
-    k_at, v_at = (
-        range(x.data_ptr(), x.data_ptr() + L * x.stride(0) * x.itemsize, x.stride(0) * x.itemsize) for x in (k, v)
-    )
-    where = zip(k_at, v_at, plans, strict=True)
-    entries = (Entries * L)(*(Entries(key, value, at(plan.positions_BKS), plan.reach) for key, value, plan in where))
+    entries = _entries(cache, plans, coded)
     (cos, sin), slots_BT, out_BTE = angles, cache.slots_BT(T), torch.empty_like(x_BTE)
     pointers = (None, at(cos), at(sin), None, None, None, None, at(slots_BT))
     sizes = (B, T, c.num_heads, c.num_kv_heads, D, *k.stride()[1:4], *v.stride()[1:4], torch.get_num_threads())
@@ -112,6 +116,17 @@ def run(
     if taps:
         taps.take(L, x_BTE)
     return out_BTE
+
+
+def _entries(cache: KVCache, plans: list[Any], coded: list[Coded | None]) -> Any:
+    """Return an array of each layer's `Entries`, which keeps the descriptions of codes alive."""
+    k_at, v_at = (
+        range(x.data_ptr(), x.data_ptr() + len(x) * x.stride(0) * x.itemsize, x.stride(0) * x.itemsize)
+        for x in (cache.k_LBKSD, cache.v_LBKSD)
+    )
+    codes = [None if one is None else ctypes.pointer(codes_call(one)) for one in coded]
+    where = zip(k_at, v_at, plans, codes, strict=True)
+    return (Entries * len(plans))(*(Entries(k, v, at(plan.positions_BKS), of, plan.reach) for k, v, plan, of in where))
 
 
 def _is_plain(cache: KVCache) -> bool:

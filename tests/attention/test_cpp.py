@@ -10,12 +10,15 @@ from magicdec.attention import cpp
 from magicdec.kernels import library
 from tests.attention.twins import (
     attend,
+    attend_coded,
     attend_scored,
     case,
     check,
     check_positions,
     check_scores_at_positions,
+    coded_case,
     expected,
+    expected_coded,
     expected_scored,
     some_tokens,
     with_nan_behind,
@@ -54,6 +57,30 @@ def test_scores_against_sdpa(attention, num_new, group, dtype):
         torch.testing.assert_close(out.float(), right_out, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
         torch.testing.assert_close(scores, right_scores, atol=1e-5, rtol=1e-5)
         assert torch.equal(out, attend(attention, q, k, v, seqlens, window))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(("num_new", "group"), [(1, 1), (1, 3), (5, 4), (cpp.CppAttention.max_new_tokens + 1, 2)])
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+def test_codes_against_sdpa(attention, bits, num_new, group, dtype):
+    """Several splits, a window that begins within a block, and a head dim whose codes the kernel leaves to sdpa."""
+    for dim, window in itertools.product((64, 96, 40), (None, 601)):
+        *arguments, coded = coded_case(num_new, group, dim, 1300, bits, dtype)
+        assert cpp.reads(coded) == (dim != 40)
+        out = attend_coded(attention, *arguments, coded, window)
+        assert out.dtype == dtype
+        right = expected_coded(*arguments, coded, window)
+        torch.testing.assert_close(out.float(), right, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+def test_codes_that_are_not_finite_stay_so(attention):
+    q, k, v, seqlens, coded = coded_case(1, 2, 64, 700, 4)
+    coded.k.scales[1, 1, :, 0] = math.inf
+    coded.v.scales[1, 2, :, 5] = math.nan
+    out = attend_coded(attention, q, k, v, seqlens, coded)
+    assert out[0].isfinite().all()
+    assert not out[1].isfinite().any()
+    assert out[2].isnan().all()
 
 
 def test_scores_of_more_tokens_than_the_kernel_takes_are_those_of_sdpa(attention):

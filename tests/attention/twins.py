@@ -1,8 +1,11 @@
 """Cases for kernels of few new tokens, and SDPA's answer to each in fp32: the twin that every backend is to meet."""
 
+import math
+
 import torch
 
 from magicdec.attention.base import Attention, Shape
+from magicdec.attention.codes import FEATURES, TOKENS, Coded, Codes
 from magicdec.attention.sdpa import SdpaAttention
 
 ROWS, KV_HEADS = 3, 2
@@ -57,6 +60,30 @@ def attend_scored(backend: Attention, q, k, v, seqlens, window=None, counted=Non
     shape = Shape(q.shape[1], k.shape[2], q.shape[2] // k.shape[1], q.dtype)
     out, scores = backend.attend_scored(q, k, v, backend.plan(seqlens, shape, window, positions), counted)
     return out, torch.nn.functional.pad(scores, (0, k.shape[2] - scores.shape[-1]))
+
+
+def coded_case(num_new, group, dim, longest, bits, dtype=torch.float32):
+    """A case and its entries as codes: all but the last, some, and none of a row's; what they replace is spoilt."""
+    q, k, v, seqlens = case(num_new, group, dim, longest, dtype)
+    codes = [Codes((2, *x.shape), bits, 32, along, "cpu") for x, along in ((k, TOKENS), (v, FEATURES))]
+    for one, x in zip(codes, (k, v), strict=True):
+        one.load(torch.stack((x.flip(0), x)))
+    old = seqlens - num_new
+    coded = Coded(*codes, 1, torch.stack((old[0] * 0, old[1] // 64 * 32, old[2] // 32 * 32)).int())
+    for b, first_exact in enumerate(coded.first_exact_B.tolist()):
+        k[b, :, :first_exact], v[b, :, :first_exact] = math.nan, math.nan
+    return q, k, v, seqlens, coded
+
+
+def attend_coded(backend: Attention, q, k, v, seqlens, coded, window=None):
+    """One call of a backend over codes."""
+    shape = Shape(q.shape[1], k.shape[2], q.shape[2] // k.shape[1], q.dtype)
+    return backend.attend_coded(q, k, v, backend.plan(seqlens, shape, window), coded)
+
+
+def expected_coded(q, k, v, seqlens, coded, window=None):
+    """SDPA over what the codes mean, in fp32."""
+    return attend_coded(SdpaAttention(), q.float(), k.float(), v.float(), seqlens, coded, window)
 
 
 def some_tokens(num_new):

@@ -3,41 +3,62 @@
 import pytest
 import torch
 
+from magicdec.attention.codes import FEATURES, TOKENS, Codes
+from magicdec.attention.cpp import CppAttention
 from magicdec.attention.sdpa import SdpaAttention
-from magicdec.cache.quantized import Codes, Quantized, QuantizedCache
+from magicdec.cache.quantized import Quantized, QuantizedCache
 from magicdec.config.choices import CacheSpec
+from magicdec.kernels import library
 from magicdec.models.kv_cache import KVCache
 from tests.small import small_model
 
 CONFIG = small_model().config  # head_dim 8, 2 layers, 2 KV heads
 
 
+def coded(x, bits, group_size, along):
+    """Entries (L, B, K, S, D) after encoding and decoding, of the only layer."""
+    codes = Codes(x.shape, bits, group_size, along, "cpu")
+    codes.load(x)
+    return codes.decode(0, x.dtype)[:, :, : x.shape[3]]
+
+
 @pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("group_size", [4, 8, 32])
-def test_every_number_is_within_half_a_step(bits, group_size):
+@pytest.mark.parametrize(
+    ("along", "group_size"), [(FEATURES, 4), (FEATURES, 8), (FEATURES, 32), (TOKENS, 3), (TOKENS, 9)]
+)
+def test_every_number_is_within_half_a_step(bits, along, group_size):
     x = torch.randn(1, 2, 2, 9, 8) * 3
-    codes = Codes(x.shape, bits, group_size, "cpu")
-    codes.codes_LBKSC, codes.scales_LBKSN2 = codes.encode(x)
-    size = min(group_size, 8)
-    for row, decoded in zip(x.reshape(-1, size).tolist(), codes.decode(0, x.dtype).reshape(-1, size), strict=True):
-        step = (max(row) - min(row)) / (2**bits - 1)
-        assert (decoded - torch.tensor(row)).abs().max() <= 0.5 * step + 0.01 * max(abs(v) for v in row)
+    size = min(group_size, 8) if along == FEATURES else group_size
+    groups = [y.transpose(-2, -1) if along == TOKENS else y for y in (x[0], coded(x, bits, group_size, along))]
+    for row, decoded in zip(*(y.reshape(-1, size) for y in groups), strict=True):
+        step = (row.max() - row.min()) / (2**bits - 1)
+        assert (decoded - row).abs().max() <= 0.5 * step + 0.01 * row.abs().max()
 
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_scale_that_half_precision_rounds_down_overflows_no_code(bits):
     """The least and the largest of 16 numbers so small that their scale loses most of its digits."""
     x = torch.linspace(0, 1.45, 16).roll(5).view(1, 1, 1, 2, 8) * 2**bits * 2**-24
-    codes = Codes(x.shape, bits, 8, "cpu")
-    codes.codes_LBKSC, codes.scales_LBKSN2 = codes.encode(x)
-    assert (codes.decode(0, x.dtype) - x[0]).abs().max() < 0.5 * x.max()
+    assert (coded(x, bits, 8, FEATURES) - x[0]).abs().max() < 0.5 * x.max()
 
 
 def test_equal_numbers_stay_what_they_are():
     x = torch.full((1, 1, 1, 1, 8), 2.5)
-    codes = Codes(x.shape, 4, 8, "cpu")
-    codes.codes_LBKSC, codes.scales_LBKSN2 = codes.encode(x)
-    assert torch.equal(codes.decode(0, x.dtype), x[0])
+    assert torch.equal(coded(x, 4, 8, FEATURES), x[0])
+
+
+def test_encoding_groups_as_they_complete_gives_what_encoding_all_gives():
+    """Rows that begin at different places, of several groups, and the last slots, which the entries do not have."""
+    x = torch.randn(2, 3, 2, 30, 8)
+    for along in (TOKENS, FEATURES):
+        whole, updated = (Codes((*x.shape[:3], 32, 8), 4, 4, along, "cpu") for _ in range(2))
+        whole.load(x)
+        for first_B in ([0, 4, 8], [8, 12, 0], [16, 20, 16], [24, 24, 24], [4, 0, 4]):
+            updated.update(x, torch.tensor(first_B)[:, None] + torch.arange(8))
+        updated.update(x, torch.tensor([[12, 13, 14, 15], [28, 29, 30, 31], [28, 29, 30, 31]]))
+        for row, slots in ((0, 28), (1, 28), (2, 28)):
+            ours, right = (codes.decode(1, x.dtype)[row, :, :slots] for codes in (updated, whole))
+            assert torch.equal(ours, right)
 
 
 @pytest.mark.parametrize("taken", [[0, 0], [2, 3]])
@@ -59,7 +80,27 @@ def test_old_entries_are_read_from_codes_and_recent_ones_exactly(taken):
     exact = attention.attend(q, target.k_LBKSD[0], target.v_LBKSD[0], plan)
     torch.testing.assert_close(before[1], exact[1])  # a row within the budget loses nothing
     torch.testing.assert_close(before[0], exact[0], atol=0.03, rtol=0.03)
-    target.k_LBKSD[:, 0, :, : int(lengths[0]) - 10] = 100.0
+    first_exact = (int(lengths[0]) - 10) // 8 * 8  # of the group that the budget begins in
+    target.k_LBKSD[:, 0, :, :first_exact] = 100.0
     assert torch.equal(cache.attend(0, q, attention, plan), before)
-    target.v_LBKSD[:, 0, :, int(lengths[0]) - 10] += 100.0
+    target.v_LBKSD[:, 0, :, first_exact] += 100.0
     assert not torch.equal(cache.attend(0, q, attention, plan), before)
+
+
+@pytest.mark.skipif(library.compiler() is None, reason="needs a C++ compiler")
+@torch.inference_mode()
+@pytest.mark.parametrize("head_dim", [8, 64])
+def test_a_pass_over_codes_in_cpp(head_dim):
+    """All layers in one call where the kernel reads the codes, and one after another where it does not."""
+    model, found = small_model(head_dim=head_dim), []
+    target = KVCache(model.config, 2, 120, torch.float32, "cpu")
+    target.k_LBKSD.normal_()
+    target.v_LBKSD.normal_()
+    target.rollback(torch.tensor([110, 40], dtype=torch.int32))
+    for attention in (SdpaAttention(), CppAttention()):
+        model.attention = attention
+        spec = CacheSpec(Quantized(budget=10), 2, 115)
+        cache = QuantizedCache.build(spec, model.config, 2, torch.float32, "cpu", target)
+        cache.load(target)
+        found.append(model(torch.tensor([[1], [2]]), cache))
+    torch.testing.assert_close(*found, atol=1e-4, rtol=1e-4)
