@@ -189,7 +189,7 @@ def _typed(**given: Any) -> list[str]:
 
 
 def _listed(overrides: Sequence[str]) -> Sequence[str]:
-    """Return the overrides. Raise UserError for one text, which is a sequence of its characters, too."""
+    """Return the overrides. Raise UserError for a single string, which would be read as a list of characters."""
     if isinstance(overrides, str):
         raise UserError(f"overrides={overrides!r}: must be a list, as in [{overrides!r}]")
     return overrides

@@ -155,7 +155,7 @@ class ModelConfig:
         )
 
     def divides(self, ranks: int) -> bool:
-        """Return whether the layers can be divided evenly over so many ranks."""
+        """Return whether the layers can be divided evenly over `ranks` ranks."""
         kv_fits = self.num_kv_heads % ranks == 0 or ranks % self.num_kv_heads == 0
         return kv_fits and self.num_heads % ranks == 0 and self.intermediate_size % ranks == 0
 

@@ -107,7 +107,7 @@ def _launch() -> int:
         parser = get_args_parser()
         parser.error = _refuse  # type: ignore[method-assign]
         parser._option_string_actions["--version"].version = f"magicdec {VERSION}"  # type: ignore[attr-defined]
-        arguments = parser.parse_intermixed_args()  # flags may stand behind keys
+        arguments = parser.parse_intermixed_args()  # flags may follow keys
         overrides = list(arguments.overrides)
         if line := os.environ.get("COMP_LINE"):  # the shell asks what could follow; `serve` takes the keys of a run
             os.environ["COMP_LINE"] = line.replace(" serve ", " ", 1)
@@ -132,7 +132,7 @@ def _launch() -> int:
         if not os.environ.get(sweep.JOB):  # otherwise its launcher prints the line
             to_stderr(f"interrupted{'; to resume, run the same command again' if sweeps else ''}")
         return sweep.INTERRUPTED
-    except BrokenPipeError:  # the reader of a pipe, such as head, has what it wanted
+    except BrokenPipeError:  # the reader of a pipe, such as head, has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILURE
     except Exception as error:

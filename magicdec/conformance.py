@@ -1,7 +1,7 @@
-"""`magicdec check-plugin MODULE`: put the policies and drafts of a plugin to the test that all built-in ones pass.
+"""`magicdec check-plugin MODULE`: check the policies and drafts of a plugin as the built-in ones are checked.
 
-Their output must be the target's own, for rows of different lengths, and the bytes that they declare those that they
-allocate. A row that serving copies must accept what it would alone. A small random model decodes, in seconds. Exit code
+Their output must be the target's own, for rows of different lengths. They must allocate the bytes that they declare. A
+row that serving copies must accept what it would alone. A small random model decodes, in seconds. Exit code
 0 if everything holds, 1 otherwise.
 
 The package's own tests use the same models and the same comparisons.

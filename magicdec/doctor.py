@@ -149,7 +149,7 @@ def gpus(device: torch.device) -> Iterator[Finding]:
 
 
 def attention(device: torch.device) -> Iterator[Finding]:
-    """Compare every backend that is for this kind of device with a plain softmax; say why others cannot be used."""
+    """Compare every backend for this kind of device with a plain softmax; report why others cannot be used."""
     dtype = DTYPES[device.type]
     for name in BACKENDS:
         if obstacle := backends.obstacle(name, device, dtype, [HEAD_DIM]):
@@ -163,7 +163,7 @@ def attention(device: torch.device) -> Iterator[Finding]:
             yield Finding(FAILED, f"attention={name}", in_one_line(failure))
             continue
         bound = TOLERANCES[dtype]
-        status = OK if worst <= bound else FAILED  # a NaN fails, too
+        status = OK if worst <= bound else FAILED  # a NaN fails too
         text = f"largest error {worst:.1g} of at most {bound:g} in {str(dtype).removeprefix('torch.')}"
         parts = [*filter(None, [backend.found()]), text, f"{watch.seconds:.1f} s with compilation"]
         yield Finding(status, f"attention={name}", "; ".join(parts))
@@ -232,7 +232,7 @@ def sums(device: torch.device) -> Iterator[Finding]:
 def _on_ranks(
     count: int, check: str, shown: Callable[[float], str], function: Callable[..., float], *arguments: object
 ) -> Finding:
-    """Return what the ranks have measured, as `shown`, or why they have not: a broken link makes NCCL wait for ever."""
+    """Return the ranks' measurement as `shown`, or the reason for its failure: NCCL hangs on a broken link."""
     try:
         return Finding(OK, check, shown(on_ranks(count, "cuda", function, *arguments, time_limit_s=RANKS_S)))
     except UserError as error:
@@ -254,7 +254,7 @@ def disk(device: torch.device) -> Iterator[Finding]:
 
 
 def wandb_server(device: torch.device) -> Iterator[Finding]:
-    """Ask W&B's server for a sign of life. Runs are recorded without it."""
+    """Check that W&B's server answers. Runs are recorded without it."""
     server = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
     try:
         urllib.request.urlopen(server, timeout=WANDB_TIMEOUT_S).close()

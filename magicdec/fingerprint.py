@@ -10,7 +10,7 @@ from magicdec.errors import UserError
 LENGTH = 16  # hex digits
 WHOLE_BYTES = 1_000_000_000  # files are read whole, the small ones first, up to this sum
 START_BYTES = 1 << 20  # of a larger file: its start, which holds the header of a checkpoint,
-SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # and so many evenly spaced samples
+SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # and evenly spaced samples
 # Suffixes of what decides a result; checkpoints have their own fingerprint.
 CODE = frozenset({".py", ".cpp", ".h", ".yaml", ".csv"})
 

@@ -1,11 +1,11 @@
 """Attention by the flash-attn package, for NVIDIA GPUs (FlashAttention-2, arXiv 2307.08691, and -3, arXiv 2407.08608).
 
-T new tokens, H query heads over K KV heads, J = H / K. One function of the library, that for caches, serves prefill as
-well as decoding: it takes each row at its own length.
+T new tokens, H query heads over K KV heads, J = H / K. The library's function for caches serves both prefill and
+decoding: each row may have its own length.
 
 FlashAttention-2 reads K and V once for the J heads that share them only where there is a single query token. A
 verification of few tokens therefore goes to Triton's kernel, which reads them once for all J x T. FlashAttention-3
-packs query heads by itself, and does everything.
+packs query heads itself, and is used for every pass.
 """
 
 from collections.abc import Callable
@@ -101,7 +101,7 @@ class FlashAttention(LibraryAttention):
 
     @override
     def takes(self, q_BTHD: Tensor, k_BKSD: Tensor) -> bool:
-        """Take every prefill: there, arithmetic decides, not how often K and V are read."""
+        """Take every prefill, which is bound by arithmetic and not by reading K and V."""
         num_new, group = q_BTHD.shape[1], q_BTHD.shape[2] // k_BKSD.shape[1]
         return self._packs or group == 1 or num_new == 1 or num_new > FEW_TOKENS
 

@@ -64,7 +64,7 @@ class CacheConfig:
             yield f"{key}.budget={self.budget}: must be at least 1"
 
     def check(self, model: ModelConfig, ranks: int, shares_target: bool, key: str = "cache") -> None:
-        """Raise UserError where a draft of this model, divided over so many ranks, cannot use the policy as `key`."""
+        """Raise UserError where a draft of this model, divided over `ranks` ranks, cannot use the policy as `key`."""
         if self.needs_target and not shares_target:
             raise UserError(
                 f"{key}.policy={self.policy} reads the target's own cache, which an independent draft does not have; "
@@ -133,7 +133,7 @@ class CacheSpec:
     def stored_bytes(self, model: ModelConfig, element_bytes: float, shares_target: bool) -> float:
         """Return the bytes that a draft's cache takes beyond the target's."""
         per_slot = model.kv_elements_per_token / model.num_layers * element_bytes
-        if self.cache.compact and model.sliding_window:  # slots lie in no order: each has its position
+        if self.cache.compact and model.sliding_window:  # slots are in no order: each stores its position
             per_slot += model.num_kv_heads * INT32
         entries = sum(self.slots(model.num_layers, shares_target)) * per_slot
         return entries + self.cache.extra_bytes(self, model, element_bytes)

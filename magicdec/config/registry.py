@@ -89,7 +89,7 @@ class Registry(Generic[F]):
 
 
 def _note_plugin(module: str) -> None:
-    """Note where a module outside this package lies: with its package, where it has one."""
+    """Note the place of a module outside this package: that of its own package, if it has one."""
     name = module.partition(".")[0]
     with suppress(ValueError):  # __main__, which has no place of its own
         spec = importlib.util.find_spec(name)

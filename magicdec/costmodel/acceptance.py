@@ -2,7 +2,7 @@
 
 A curve belongs to one target, draft, quantization of the draft's weights, cache policy and settings of the policy.
 Between measured points alpha is interpolated in log budget and log context, and made monotone: it does not fall with
-the budget nor rise with the context, save for noise, which is pooled away. Beyond them there is no estimate.
+the budget nor rise with the context; noise is pooled away. Beyond the measured points there is no estimate.
 """
 
 import csv
@@ -53,7 +53,7 @@ class Point(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """An alpha and where it comes from: a measurement of somebody's, or else what was given or must be."""
+    """An alpha and its source: a measurement, a given value, or 1 where the draft sees what the target sees."""
 
     alpha: float
     source: str
@@ -61,7 +61,7 @@ class Estimate(NamedTuple):
 
 
 class Curves:
-    """Known acceptances, to be asked for others between them.
+    """Known acceptances, and estimates between them.
 
     Those on the text in question come first, then runs of our own, then publications; of these, those sampled at the
     same temperature, then the text with most points.
@@ -114,7 +114,7 @@ class Curves:
 
 @cache
 def published() -> tuple[Point, ...]:
-    """Return the acceptances that are published: those stated, and for the rest those that the paper's Omega imply."""
+    """Return the published acceptances: those stated and, for the rest, those that the paper's Omega implies."""
     stated = [_stated(line) for path in PUBLISHED_ALPHAS for line in csv.DictReader(path.read_text().splitlines())]
     known = {point[:6] for point in stated}
     implied = [
@@ -152,7 +152,7 @@ def measured(runs: Iterable[Mapping[str, Any]]) -> list[Point]:
     """Return the acceptances of all finished runs (tracking/reader.py) that measured one; synthetic ones did not."""
     points = []
     for run in runs:
-        # A run of another version, or none of ours, may lack anything.
+        # A run of another version, or a foreign file, may lack any key.
         with suppress(UserError, OSError, ValueError, KeyError, TypeError, AttributeError):
             if run["status"] == "done" and run.get("acceptance/source") == "measured" and run.get("alpha") is not None:
                 points.append(_point(run))

@@ -46,7 +46,7 @@ PCIE5 = Link("PCIe 5.0 x16", 64e9, 14.0, 0.44)
 
 @dataclass(frozen=True)
 class Device:
-    """One accelerator, by its datasheet (dense matmuls). The words of its name are in the driver's name of it."""
+    """One accelerator, by its datasheet (dense matmuls). The driver's name for it contains every word of `name`."""
 
     name: str
     bandwidth: float  # bytes per second of its memory
@@ -139,7 +139,7 @@ class Hardware:
         return self.device.flops * self.efficiency.matmul_fraction * rows / (rows + self.efficiency.matmul_half_rows)
 
     def allreduce_time(self, num_bytes: float, ranks: int) -> float:
-        """Return the seconds in which `ranks` devices sum `num_bytes` each: log2(ranks) hops, 2 (n - 1) / n of them."""
+        """Return the seconds of an all-reduce: log2(ranks) hops, and 2 (n - 1) / n of the bytes over the link."""
         if ranks == 1:
             return 0.0
         rate = self.device.link.bandwidth * self.efficiency.allreduce_bandwidth_fraction
@@ -205,7 +205,7 @@ def configured(
 
 
 def unknown(name: str, count: int) -> Hardware:
-    """Return a machine of which nothing but the number of devices is known: enough to ask for memory."""
+    """Return a machine with a known number of devices and no figures: enough to predict memory."""
     return Hardware(name, Device(name, 0.0, 0.0, inf), count, Efficiency(), STACKS[OWN_STACK])
 
 
@@ -227,7 +227,8 @@ def _stack(name: str) -> Stack:
 def device_in(text: str) -> Device | None:
     """Return the known device named in a driver's text, such as "NVIDIA H100 80GB HBM3"; None for others.
 
-    The one most of whose words are there counts: a card's bandwidth is not a module's. A slice of a GPU (MIG) is none.
+    Of several that match, return the one with most words: a card has another bandwidth than a module. Return None for a
+    slice of a GPU (MIG).
     """
     words = set(re.findall(r"[a-z0-9]+", text.lower()))
     found = [device for device in DEVICES.values() if words.issuperset(device.name.lower().split())]

@@ -1,6 +1,6 @@
 """The memory of a run or a prediction: weights and caches from their sizes, without allocating or loading anything.
 
-The rest, activations above all, is known where a run can be tried (magicdec/measure/footprint.py).
+The rest, mostly activations, is found by a dry run of the model (magicdec/measure/footprint.py).
 """
 
 from collections.abc import Iterator

@@ -38,7 +38,7 @@ class Candidate:
 
     @property
     def gamma(self) -> int:
-        """Return the tokens proposed per round; 0 where nothing is."""
+        """Return the tokens proposed per round; 0 without a draft."""
         return self.prediction.best.gamma if self.prediction else 0
 
     @property
@@ -48,7 +48,7 @@ class Candidate:
 
     @property
     def speedup_wall(self) -> float | None:
-        """Return the speedup of a batch that waits for its slowest row; None where nothing is said of its tokens."""
+        """Return the speedup of a batch that waits for its slowest row; None if the number of tokens is unknown."""
         return self.prediction.speedup_wall(self.prediction.best) if self.prediction else 1.0
 
 
@@ -57,7 +57,7 @@ class Ranking:
     """The outcome of a search."""
 
     ranked: tuple[Candidate, ...]  # within memory and latency, the highest throughput first
-    unknown: tuple[Prediction, ...]  # no acceptance is known; the soonest to break even first
+    unknown: tuple[Prediction, ...]  # no acceptance is known; the lowest break-even alpha first
     too_slow: int  # predicted beyond the latency bound
     too_large: int  # predicted beyond the GPU's memory
 
@@ -77,7 +77,7 @@ def search(
 
     `drafts` and `caches`, at any budget, are those to search; empty: those of `setup`. A given `alpha` is that of the
     setup's own draft, cache and budget, and no others are searched. `latency_ms` bounds the time per output token.
-    Raise UserError where not even autoregressive decoding of the smallest batch is within memory and bound.
+    Raise UserError if even autoregressive decoding of the smallest batch exceeds the memory or the bound.
     """
     drafts, caches = tuple(drafts) or (setup.draft,), tuple(caches) or (setup.cache,)
     found: list[Candidate] = []

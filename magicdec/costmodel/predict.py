@@ -72,7 +72,7 @@ class Prediction:
 
     @cached_property
     def best(self) -> AtGamma:
-        """Return the gamma with the highest speedup; without an alpha the one that breaks even soonest."""
+        """Return the gamma with the highest speedup; without an alpha, the one with the lowest break-even alpha."""
         if self.estimate is not None:
             return max(self.by_gamma, key=lambda at: at.speedup or 0.0)
         return min(self.by_gamma, key=lambda at: 2.0 if at.break_even_alpha is None else at.break_even_alpha)
@@ -89,7 +89,7 @@ class Prediction:
         steps = self.generate_len - 1  # the prefill gives the first token
         return batch_speedup(at.gamma, at.alpha, self.setup.batch, steps, at.times.target.total, at.times.round_s)
 
-    @property
+    @cached_property
     def memory(self) -> Memory:
         """Return the bytes that the fullest GPU holds, at the best gamma."""
         return memory(self.setup, self.best.gamma, self.generate_len)
@@ -107,7 +107,7 @@ class Prediction:
     def metrics(self) -> dict[str, float | int | str | None]:
         """Return flat values under `predicted/`, as result.json and W&B hold them; times in milliseconds."""
         best, times = self.best, self.best.times
-        # The same parts that runs time: a draft step with the choice that it makes; a choice of a round by itself.
+        # Name the parts as runs do: a draft step includes its own selection, a selection once per round is separate.
         selects_in_steps = self.setup.cache.selects == "step"
         draft = times.draft.plus(times.select, float(selects_in_steps))
         steps_per_selection = 1 if selects_in_steps else best.gamma * self.setup.cache.rounds_per_selection
@@ -152,7 +152,7 @@ def predict(
     known = estimate.alpha if estimate else None
     budgets = curves.answers(setup, generate_len) if curves is not None and estimate is None else ()
     if known is not None:
-        omega(1, known)  # refuses what is no probability
+        omega(1, known)  # raises UserError unless it is a probability
     by_gamma = tuple(AtGamma(round_times(setup, gamma), known) for gamma in gammas)
     return Prediction(setup, estimate, by_gamma, generate_len, batches, budgets)
 

@@ -1,8 +1,8 @@
 """The roofline of one forward pass: FLOPs and bytes of every operator, and the time they take.
 
 B rows, T query tokens each, S cached tokens each, N = B T rows of a matmul; one rank's share under tensor
-parallelism. An operator takes max(bytes / bandwidth, FLOPs / rate), and of the shorter what the machine does not hide
-behind the longer; layers add launch overhead, ranks add two all-reduces a layer (Megatron).
+parallelism. An operator takes max(bytes / bandwidth, FLOPs / rate), plus the part of the shorter that the machine does
+not hide behind the longer. A layer adds launch overhead and, with several ranks, two all-reduces (Megatron).
 """
 
 from collections import Counter
@@ -43,7 +43,7 @@ class StepTime(NamedTuple):
 
     @property
     def total(self) -> float:
-        """Return the seconds altogether."""
+        """Return the sum of all parts, in seconds."""
         return sum(self)
 
     @property
@@ -61,7 +61,7 @@ class StepTime(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """One forward pass, and how it is stored and shared out."""
+    """One forward pass: its shape, its ranks, and the bytes of its elements."""
 
     model: ModelConfig
     batch: int
@@ -158,7 +158,7 @@ def entries_time(forward: Pass, hardware: Hardware) -> StepTime:
 
 
 def choice_time(forward: Pass, hardware: Hardware) -> float:
-    """Return the seconds to choose tokens from the logits of a pass, where that is not part of it."""
+    """Return the seconds to choose tokens from the logits, for a pass that does not include the choice."""
     share = forward.model.num_logits / (forward.ranks if hardware.stack.sharded_head else 1)
     moved = hardware.stack.logit_passes * forward.batch * forward.query_tokens * share * forward.activation_bytes
     return moved / hardware.bandwidth

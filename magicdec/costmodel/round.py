@@ -20,7 +20,7 @@ QUANTIZED_BYTES = {"int8": 1 + BF16 / 32, "int4": 0.5 + BF16 / 32}
 
 @dataclass(frozen=True)
 class Setup:
-    """Everything that times depend on, gamma aside."""
+    """Everything that times depend on, except gamma."""
 
     target: ModelConfig
     hardware: Hardware
@@ -37,7 +37,7 @@ class Setup:
 
     def __post_init__(self) -> None:
         if not self.draft.is_model:
-            object.__setattr__(self, "cache", POLICIES["full"].facts())  # of any policy the same: none is read
+            object.__setattr__(self, "cache", POLICIES["full"].facts())  # nothing is read, whatever the policy
         self.draft.check(self.target)
         check_ranks(self.target, self.ranks, self.draft.own_model, self.draft_ranks)
         if self.draft.is_model:
@@ -57,7 +57,7 @@ class Setup:
 
     @property
     def target_label(self) -> str:
-        """Return how tables call the target."""
+        """Return the target's name in tables."""
         return model_label(self.target_name, self.target_path)
 
     @property
@@ -68,7 +68,7 @@ class Setup:
 
     @property
     def cache_label(self) -> str:
-        """Return what the draft sees: its cache and budget, or nothing for a draft without a cache."""
+        """Return the draft's cache policy and budget, or an empty text for a draft without a cache."""
         parts = [self.cache.policy] + [f"{self.cache.budget:,}"] * self.cache.has_budget
         return " ".join(parts) if self.draft.is_model else ""
 
@@ -102,9 +102,9 @@ class Setup:
         return QUANTIZED_BYTES.get(self.draft.quantization, self.weight_bytes)
 
     def moved_weight_bytes(self, rows: int) -> float:
-        """Return the bytes that a draft step of so many rows moves for a weight in its layers.
+        """Return the bytes that a draft step of `rows` rows moves for a weight in its layers.
 
-        Where no kernel reads the codes as they are, the decoded weight is written and read as well.
+        Where no kernel reads the codes themselves, the decoded weight is written and read as well.
         """
         on_cpu, quantization = self.hardware.name == CPU, self.draft.quantization
         decodes = quantization == "int8" if on_cpu else rows > CODE_ROWS
@@ -158,7 +158,7 @@ class Setup:
             changes["cache"] = replace(changes.get("cache", self.cache), budget=budget)
         other = replace(self, **changes)
         if changes.keys() == {"context"} and other.tokens_read == self.tokens_read:
-            other.__dict__["draft_step_times"] = self.draft_step_times  # the search for S* asks for little else
+            other.__dict__["draft_step_times"] = self.draft_step_times  # the search for S* needs little else
         return other
 
 

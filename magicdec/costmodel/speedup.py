@@ -32,7 +32,7 @@ def omega(gamma: int, alpha: float) -> float:
 def alpha_from_acceptance_length(length: float, gamma: int) -> float:
     """Return the alpha in [0, 1] whose Omega is `length` tokens per round: the inverse of `omega`, by bisection.
 
-    A measured length may lie a rounding error outside [1, gamma + 1]; it is taken as the nearer end. With gamma = 0
+    A measured length may be a rounding error outside [1, gamma + 1]; it is clamped. With gamma = 0
     nothing is proposed, so every alpha fits and 0 is returned.
     """
     return alpha_of_rounds(length, {gamma: 1})

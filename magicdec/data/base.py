@@ -60,28 +60,6 @@ def fingerprint(rows: Iterable[Sequence[int]]) -> str:
 
 
 @dataclass(frozen=True)
-class Encoder:
-    """A function from text to token ids, and `prefix`: the tokens that the tokenizer puts before a text, if any.
-
-    A window from the middle of a document starts with that prefix too. A model trained with it relies on it: it is the
-    first of the attention sinks that a streaming cache keeps.
-    """
-
-    encode: Callable[[str], Sequence[int]]
-    prefix: tuple[int, ...] = ()
-
-    @classmethod
-    def of(cls, tokenizer: Any) -> "Encoder":
-        """Return the encoder of a transformers tokenizer."""
-        bare = tokenizer.encode("a", add_special_tokens=False)
-        full = tokenizer.encode("a", add_special_tokens=True)
-        starts = [i for i in range(len(full) - len(bare) + 1) if full[i : i + len(bare)] == bare]
-        prefix = tuple(full[: starts[0]]) if starts else ()
-        # verbose=False: transformers would warn that a whole book is longer than the model's maximum.
-        return cls(lambda text: tokenizer.encode(text, add_special_tokens=False, verbose=False), prefix)
-
-
-@dataclass(frozen=True)
 class PromptRequest:
     """The prompts that a run asks a corpus for: `num_rows` rows of `context_len` tokens.
 
@@ -97,9 +75,21 @@ class PromptRequest:
     task: str | None = None
 
     @cached_property
-    def encoder(self) -> Encoder:
-        """Return the tokenizer's encoder."""
-        return Encoder.of(self.tokenizer)
+    def prefix(self) -> tuple[int, ...]:
+        """Return the tokens that the tokenizer puts before a text, if any.
+
+        A window from the middle of a document starts with them too. A model trained with them relies on them: they are
+        the first of the attention sinks that a streaming cache keeps.
+        """
+        bare, full = (self.tokenizer.encode("a", add_special_tokens=special) for special in (False, True))
+        starts = [i for i in range(len(full) - len(bare) + 1) if full[i : i + len(bare)] == bare]
+        return tuple(full[: starts[0]]) if starts else ()
+
+    def encode(self, text: str) -> Sequence[int]:
+        """Return a text as token ids, without the prefix."""
+        # verbose=False: transformers would warn that a whole book is longer than the model's maximum.
+        ids: Sequence[int] = self.tokenizer.encode(text, add_special_tokens=False, verbose=False)
+        return ids
 
 
 def cut_windows(names: Iterable[str], read: Callable[[str], str], request: PromptRequest, corpus: str) -> Prompts:
@@ -107,7 +97,7 @@ def cut_windows(names: Iterable[str], read: Callable[[str], str], request: Promp
 
     `names` are the documents and `read` returns the text of one. The documents take turns, one window each, so that a
     few rows are not all of one book; their order and the windows' places depend on the seed alone. Every window is
-    within one document, after the encoder's prefix. With the same seed, a larger request begins with the rows of a
+    within one document, after the tokenizer's prefix. With the same seed, a larger request begins with the rows of a
     smaller one.
 
     Raise UserError if all documents together hold too few windows; `corpus` is their name in the message.
@@ -143,7 +133,7 @@ def _windows(
     name: str, read: Callable[[str], str], request: PromptRequest, lengths: list[int]
 ) -> Iterator[tuple[list[int], str]]:
     """Yield the windows of one document in seeded order, with their sources; tokenise a section at a time."""
-    prefix = list(request.encoder.prefix)
+    prefix = list(request.prefix)
     length = request.context_len - len(prefix)
     if length < 1:
         return
@@ -151,7 +141,7 @@ def _windows(
     sections = list(enumerate(_sections(read(name), SECTION_CHARS_PER_TOKEN * request.context_len)))
     generator.shuffle(sections)
     for number, text in sections:
-        ids = request.encoder.encode(text)
+        ids = request.encode(text)
         lengths.append(len(ids))
         if len(ids) < length:
             continue

@@ -26,7 +26,7 @@ def load(request: PromptRequest) -> Prompts:
     context_len = request.context_len
     cue = min(LONGEST_CUE, max(SHORTEST_CUE, context_len // CUE_SHARE))
     length = context_len - cue
-    first = len(request.encoder.prefix)
+    first = len(request.prefix)
     if length < first + 4 * cue:
         least = 5 * SHORTEST_CUE + first
         raise UserError(f"batch.context_len={context_len}: data=repeat needs at least {least} tokens")

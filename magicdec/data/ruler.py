@@ -13,7 +13,7 @@ from itertools import chain, pairwise
 from magicdec.config.choices import Corpus
 from magicdec.config.registry import CORPORA
 from magicdec.data import text
-from magicdec.data.base import Encoder, PromptRequest, Prompts
+from magicdec.data.base import PromptRequest, Prompts
 from magicdec.errors import UserError
 
 COMMON_WORDS = 10  # each group of the list has as many others, which occur once
@@ -37,21 +37,21 @@ def accuracy(output: str, answers: list[str]) -> float:
     return sum(answer.lower() in output.lower() for answer in answers) / len(answers)
 
 
-def _row(made: Question, task: str, window: list[int], encoder: Encoder, generator: random.Random) -> list[int]:
+def _row(made: Question, window: list[int], request: PromptRequest, generator: random.Random) -> list[int]:
     """Return the beginning of the window with the statements at random places, followed by the question."""
-    first = len(encoder.prefix)
-    question = list(encoder.encode(f"\n\n{made.question}"))
+    first = len(request.prefix)
+    question = list(request.encode(f"\n\n{made.question}"))
     room = len(window) - first - len(question)
     pieces: list[list[int]] = []
     for statement in made.statements:
-        piece = list(encoder.encode(f"\n{statement}\n"))
+        piece = list(request.encode(f"\n{statement}\n"))
         if len(pieces) >= made.needed and len(piece) > room:
             break
         pieces.append(piece)
         room -= len(piece)
     if room < 0:
         shortest = len(window) - room
-        raise UserError(f"batch.context_len={len(window)}: data.task={task} needs at least {shortest} tokens")
+        raise UserError(f"batch.context_len={len(window)}: data.task={request.task} needs at least {shortest} tokens")
     filler = window[first : first + room]
     places = [0, *sorted(generator.randint(0, room) for _ in pieces), room]
     parts = [filler[begin:end] for begin, end in pairwise(places)]
@@ -147,6 +147,6 @@ def load(request: PromptRequest) -> Prompts:
     for window, source in zip(windows.tokens, windows.sources, strict=True):
         generator = random.Random(f"{request.seed}/{task}/{source}")
         made = TASKS[task](generator)
-        tokens.append(_row(made, task, window, request.encoder, generator))
+        tokens.append(_row(made, window, request, generator))
         answers.append(made.answers)
     return Prompts(tokens, [f"{source} {task}" for source in windows.sources], answers)

@@ -7,7 +7,7 @@
 
 namespace {
 
-// What a piece of work fetches while it computes: so many cache lines in each of its steps.
+// The cache lines that a piece of work fetches in each of its steps while it computes.
 struct Ahead {
     const char* from;
     int64_t lines;
@@ -17,7 +17,7 @@ struct Ahead {
     }
 };
 
-// The cache lines that are read next, which work fetches bit by bit.
+// The cache lines that are read next, which work fetches a few at a time.
 struct Stream {
     const char* from;
     int64_t lines;

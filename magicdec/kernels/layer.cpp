@@ -1,5 +1,5 @@
-// What lies between a layer's matmuls and its attention, each in one pass over its input; and a forward pass of few rows
-// through all layers. Called from models/operators.py and models/passes.py.
+// The operators between a layer's matmuls and its attention, each in one pass over its input; and a forward pass of few
+// rows through all layers. Called from models/operators.py and models/passes.py.
 // Sums and norms are computed in fp32; in bf16 each operator's result is rounded, as PyTorch does.
 
 #include "matmul.h"
@@ -12,7 +12,7 @@
 
 extern "C" {
 
-// Mirrored in operators.py. A token's queries are rotated where they lie; its keys, rotated, and its values go to its slot.
+// Mirrored in operators.py. A token's queries are rotated in place; its rotated keys and its values are written to its slot.
 struct Rotation {
     void* qkv;                      // (B, T, H + 2 K, D), contiguous
     const float *cos, *sin;         // (B, T, D / 2), contiguous

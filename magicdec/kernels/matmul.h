@@ -1,4 +1,4 @@
-// y = x W^T for few rows of x, at the speed of memory: W (N, K) is read once, as it lies.
+// y = x W^T for few rows of x, at the speed of memory: W (N, K) is read once, in its own layout.
 //
 // A tile is some rows of x times C rows of W: their products are added up in vectors along K, which stay in registers,
 // and each vector is summed at the end. So an output adds its products in an order that depends on K alone: a row's
@@ -115,7 +115,7 @@ struct Matmul {
     }
 };
 
-// Numbers in fp32: as they lie, or widened into `room`.
+// Numbers in fp32: in place, or widened into `room`.
 inline const float* in_float(const float* x, int64_t, Room&) { return x; }
 
 inline const float* in_float(const bfloat16* x, int64_t count, Room& room) {

@@ -1,7 +1,7 @@
 // Attention of many new tokens over a KV cache on a CPU, at the speed of arithmetic. Called from attention/cpp.py.
 //
 // A task is some query rows of one KV head of one row of the batch. Vectors lie along the query rows: queries are
-// transposed once, keys and values are broadcast as they lie, and scores need no sums across a vector. Blocks of slots
+// transposed once, keys and values are broadcast without a copy, and scores need no sums across a vector. Blocks of slots
 // stream past, with a running maximum and sum for each query row. A query row's result depends on nothing but itself.
 
 #include "vectors.h"
@@ -103,7 +103,7 @@ class Prefill {
             int64_t stride = c.k_slot;
             const float* k = block(keys, at, count, wide, stride);
             std::fill(p, p + count * ROWS, 0.0f);
-            multiply(k, 1, stride, q, c.dim, p, count, [&](int64_t s) {  // memory must not wait for arithmetic
+            multiply(k, 1, stride, q, c.dim, p, count, [&](int64_t s) {  // keep memory busy during arithmetic
                 prefetch(values + (at + s) * c.v_slot);
                 if (at + SLOTS + s <= last) prefetch(keys + (at + SLOTS + s) * c.k_slot);
             });

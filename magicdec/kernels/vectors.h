@@ -78,7 +78,7 @@ class Room {
     std::vector<float> memory;
 };
 
-// A vector where it lies. GCC copies 64 bytes as two halves, and a load of both waits until they have been written.
+// A vector in memory. GCC copies 64 bytes as two halves, and a load of both waits until they have been written.
 template <typename V>
 struct __attribute__((packed, may_alias)) Lying {
     V vector;

@@ -27,7 +27,7 @@ from magicdec.engine.decoder import silent
 from magicdec.engine.native import NativeEngine
 from magicdec.models.taps import Taps
 
-LAYERS = 2  # that run: what a layer leaves, the next one frees
+LAYERS = 2  # run: each layer frees what the one before has left
 MOST_ROWS = 4096  # of a batch that runs: the memory of a larger one is extrapolated
 
 

@@ -1,6 +1,6 @@
-"""Find out whether a GPU was slowed down by heat or its power limit during a run, or shared with other processes.
+"""Detect whether heat or a power limit slowed a GPU down during a run, and whether other processes shared it.
 
-Asks the driver through NVML (the extra `monitor`). Records nothing without it, or on a CPU.
+Ask the driver through NVML (the extra `monitor`). Record nothing without it, or on a CPU.
 """
 
 import logging

@@ -25,13 +25,11 @@ def available_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + idle
-    try:
-        with open("/proc/meminfo") as lines:
-            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):  # no Linux
-        if not hasattr(os, "sysconf"):  # Windows: refuse no run
-            return sys.maxsize
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if available := proc_bytes("meminfo", "MemAvailable"):
+        return available
+    if not hasattr(os, "sysconf"):  # Windows: refuse no run
+        return sys.maxsize
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def reserved_bytes(device: torch.device) -> int:
@@ -62,14 +60,15 @@ class Peak:
             torch.cuda.reset_peak_memory_stats(device)
         else:
             _forget_peak()
-            self._before = _status_bytes("VmRSS", _peak_resident_bytes()) - _status_bytes("RssFile") - held
+            resident = proc_bytes("self/status", "VmRSS") or _peak_resident_bytes()
+            self._before = resident - proc_bytes("self/status", "RssFile") - held
 
     @property
     def num_bytes(self) -> int:
         """Return the bytes so far."""
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
-        return max(0, _peak_resident_bytes() - _status_bytes("RssFile") - self._before)
+        return max(0, _peak_resident_bytes() - proc_bytes("self/status", "RssFile") - self._before)
 
 
 def _forget_peak() -> None:
@@ -85,10 +84,10 @@ def _peak_resident_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def _status_bytes(field: str, otherwise: int = 0) -> int:
-    """Return a field of Linux's status of this process, or `otherwise` on other systems."""
+def proc_bytes(file: str, field: str) -> int:
+    """Return a field in bytes of a file in Linux's /proc; 0 on other systems."""
     try:
-        with open("/proc/self/status") as lines:
-            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field + ":"))
+        with open(f"/proc/{file}") as lines:
+            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
     except (OSError, StopIteration):
-        return otherwise
+        return 0

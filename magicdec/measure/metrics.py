@@ -6,11 +6,12 @@ B rows, R rounds, G = gamma.
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
-from numpy import transpose
 
 from magicdec.costmodel.speedup import alpha_of_rounds
 from magicdec.decoding.state import INACTIVE
@@ -23,7 +24,7 @@ Passes = Sequence[Sequence[Generation]]  # of one way: a generation of every bat
 
 
 class Rounds(Counter[tuple[int, int]]):
-    """The number of rounds of a row that have (proposed, accepted) so many tokens."""
+    """A count of rounds by their (proposed, accepted) tokens."""
 
     @property
     def proposed(self) -> int:
@@ -116,16 +117,12 @@ def interval_metrics(speculative: Passes, times: Sequence[Times]) -> Metrics:
     """Return the 95% intervals of acceptance and of both speedups, under the names of the figures and `_ci95`."""
     rounds = zip(*([row for g in one for row in rounds_of_rows(g)] for one in speculative), strict=True)
     found: Metrics = {**acceptance_intervals([sum(row, Counter()) for row in rounds])}
-    rows = [[[row for batch in one[way] for row in batch] for one in times] for way in WAYS]
-    decoded = [row for row in zip(*(zip(*way, strict=True) for way in rows), strict=True) if _all_decoded(row)]
-    per_token = [[[time.decode / time.decoded for time in way] for way in ways] for ways in zip(*decoded, strict=True)]
+    rows = np.array([[list(chain(*one[way])) for one in times] for way in WAYS])
+    _, decode, tokens = np.moveaxis(rows, -1, 0)  # way, repeat, row; see RowTimes
+    decoded = tokens.all((0, 1))
+    per_token = decode[..., decoded] / tokens[..., decoded]
     walls = [[speed_metrics(one[way])["decode_s"] for one in times] for way in WAYS]
-    return found | speedup_intervals(*map(transpose, per_token or ([], [])), *walls)
-
-
-def _all_decoded(ways: Iterable[Sequence[RowTimes]]) -> bool:
-    """Return whether a row has decoded tokens both ways in every repeat."""
-    return all(time.decoded for way in ways for time in way)
+    return found | speedup_intervals(*per_token, *walls)
 
 
 def is_whole(proposed: Any, accepted: Any, committed: Any, at_limit: Any) -> Any:
@@ -181,7 +178,7 @@ def round_history(generation: Generation) -> list[dict[str, float | int]]:
 
 
 def agreement(measured: Mapping[str, Any], speculative: Iterable[Generation], growth: float) -> Metrics:
-    """Return `agreement/*`: by which factor a time lies outside of what the profile allows, 1.0 within.
+    """Return `agreement/*`: the factor by which a time is outside the range that the profile allows; 1.0 within it.
 
     Decoding passes and profile time the same steps, so that a disturbed run is found without repeats. The profile is of
     the end of the prompts; over a pass, a step may get longer by up to `growth`, as its context does. Only rounds of

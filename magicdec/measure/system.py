@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from magicdec.measure.memory import proc_bytes
 from magicdec.units import GIB
 
 PERIOD_S = 5.0
@@ -78,9 +79,8 @@ def _processor_times() -> tuple[int, int]:
 
 def _memory() -> Row:
     """Return `system/memory_gib`: the memory of all processes, without what can be reclaimed."""
-    with open("/proc/meminfo") as lines:
-        kib = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
-    return {"system/memory_gib": (kib["MemTotal"] - kib["MemAvailable"]) * 1024 / GIB}
+    total, available = (proc_bytes("meminfo", field) for field in ("MemTotal", "MemAvailable"))
+    return {"system/memory_gib": (total - available) / GIB} if total else {}
 
 
 def _gpus() -> list[Callable[[], Row]]:

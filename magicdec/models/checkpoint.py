@@ -1,7 +1,7 @@
-"""Hugging Face checkpoints: found, checked, and read straight into the parameters of this project's transformer.
+"""Find and check Hugging Face checkpoints, and read them straight into the parameters of our transformer.
 
-Only json and safetensors are opened, never a pickle: loading one can run code. Everything a user can get wrong ends in
-a UserError that names the file. V vocabulary, E hidden size, F MLP size, H query heads, K KV heads, D head dim.
+Only json and safetensors are opened, never a pickle, which can run code when it is loaded. Every mistake of a user
+raises a UserError that names the file. V vocabulary, E hidden size, F MLP size, H query heads, K KV heads, D head dim.
 """
 
 import math
@@ -36,7 +36,7 @@ SHARD: Any = Annotated[
 ]
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+(@[\w./-]+)?")
 STORED_DTYPES = ("F64", "F32", "F16", "BF16")
-BESIDE_WEIGHTS = frozenset({".json", ".jinja", ".model", ".txt"})  # configuration, tokenizer, chat template
+OTHER_FILES = frozenset({".json", ".jinja", ".model", ".txt"})  # configuration, tokenizer, chat template
 # Tensors that other programs leave in a checkpoint and that nothing here needs: rope's are computed, and a tied head
 # is the embedding.
 DISPENSABLE = re.compile(r".*rotary_emb\.inv_freq|lm_head\.weight")
@@ -246,7 +246,7 @@ def fingerprint(folder: Path) -> str:
     weights = set(_files_of(folder).values())
     for path in sorted(weights):
         read_header(path)
-    others = [path for path in folder.iterdir() if path.suffix in BESIDE_WEIGHTS and path.is_file()]
+    others = [path for path in folder.iterdir() if path.suffix in OTHER_FILES and path.is_file()]
     return of_files({path.name: path for path in [*weights, *others]})
 
 

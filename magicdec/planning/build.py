@@ -40,7 +40,11 @@ def engine(plan: Plan, progress: Progress) -> NativeEngine:
     with progress.task(f"attention={name}", total=1) as task:  # cpp is compiled at its first use
         attention = BACKENDS[name].work()
         task.advance(1)
-    return _engine(plan, lambda model: _load(model, plan, attention, progress))
+
+    def load(model: Model) -> Transformer:
+        return shared.SHARED.model(shared.model_key(plan, model), lambda: _load(model, plan, attention, progress))
+
+    return _engine(plan, load)
 
 
 def _engine(plan: Plan, load: Callable[[Model], Transformer]) -> NativeEngine:
@@ -158,10 +162,6 @@ def _without_weights(model: Model, plan: Plan, attention: Attention, part: Share
 
 def _load(model: Model, plan: Plan, attention: Attention, progress: Progress) -> Transformer:
     """Load this rank's share of a model onto its device. Random weights are made there, in the run's dtype."""
-    return shared.SHARED.model(shared.model_key(plan, model), lambda: _loaded(model, plan, attention, progress))
-
-
-def _loaded(model: Model, plan: Plan, attention: Attention, progress: Progress) -> Transformer:
     part = share(model.num_ranks, plan.config.hardware.all_reduce, plan.device)
     transformer = _without_weights(model, plan, attention, part)
     if model.folder is None:

@@ -1,4 +1,4 @@
-"""Find the model that a configuration means: its name, and its architecture, from the checkpoint if that is read."""
+"""Identify the model of a configuration: its name and its architecture, from the checkpoint if that is read."""
 
 from dataclasses import fields, replace
 from pathlib import Path
@@ -62,8 +62,8 @@ def _text(value: Any) -> str:
 
 
 def _name_of(folder: Path, chosen: str, config: ModelConfig) -> str:
-    """Return the option of this architecture that the folder is named after, or that was chosen; else a name by the
-    folder that is no option's.
+    """Return the option of this architecture that the folder is named after, or that was chosen; else a name made from
+    the folder's.
     """
     name = folder_name(folder)
     for candidate in (name.lower(), chosen):

@@ -28,7 +28,7 @@ from magicdec.models.vocabulary import check_vocabularies
 from magicdec.planning.identity import identify
 from magicdec.planning.prediction import curves
 
-# batch.prefill_chunk=auto: so many tokens of each row, or more where a pass would have fewer than that in all rows.
+# batch.prefill_chunk=auto: CHUNK tokens of each row, or more where a pass of all rows would have few tokens.
 CHUNK, PASS_TOKENS_ON = 128, {"cpu": 1024, "cuda": 2048}
 SERVED_CHUNK_ON = {"cpu": 256, "cuda": 2048}  # requests are prefilled one by one, while those that run wait
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -36,7 +36,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True)
 class Model:
-    """One model of a run before its weights are loaded: where it lies and what it looks like."""
+    """One model of a run before its weights are loaded: its folder and its architecture."""
 
     key: str  # the configuration's key, for messages
     folder: Path | None  # None: random weights of a known architecture
@@ -132,7 +132,7 @@ class Plan:
         return self._setup(hardware, config.draft)
 
     def held(self, num_rows: int, context_len: int) -> Memory:
-        """Return the weights and caches that a device holds for so many rows."""
+        """Return the weights and caches that a device holds for a batch of `num_rows`."""
         config = self.config
         draft = config.draft if config.speculates else DRAFTS["ngram"].facts()  # which needs no memory of its own
         machine = self.setup().hardware if self.predicts else unknown(self.device_name, self.num_ranks)

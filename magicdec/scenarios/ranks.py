@@ -43,7 +43,7 @@ class Message(NamedTuple):
 def on_ranks(
     num_ranks: int, device: str, function: Callable, *arguments: Any, time_limit_s: float | None = None
 ) -> Any:
-    """Call `function(rank, *arguments)` in `num_ranks` new processes, a process group; returns rank 0's result.
+    """Call `function(rank, *arguments)` in `num_ranks` new processes, a process group, and return rank 0's result.
 
     `device` is cuda (a GPU each, joined by NCCL) or cpu (gloo). The function, its arguments and its result travel by
     pickle, between processes of this program alone. The error of the first rank that fails is raised here, with that
@@ -71,7 +71,7 @@ def on_ranks(
 
 
 def _join(processes: list[BaseProcess]) -> None:
-    """Wait for the ends of processes, but not for ever: even a killed one stays while a driver does not let it go."""
+    """Wait for processes to end, for a limited time: a driver may keep even a killed one."""
     deadline = time.monotonic() + EXIT_S
     for process in processes:
         process.join(max(0.0, deadline - time.monotonic()))
@@ -116,8 +116,8 @@ def _receive(
 def _rank(
     rank: int, num_ranks: int, device: str, rendezvous: str, end: Connection, function: Callable, arguments: tuple
 ) -> None:
-    """Run a rank: the target of its process. The result is sent before the process group ends, which may take for ever;
-    the parent waits for that as long as EXIT_S.
+    """Run a rank: the target of its process. Send the result before the process group ends, which may hang: the parent
+    waits EXIT_S for that.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends its ranks
     follow_parent()

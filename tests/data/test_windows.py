@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from magicdec.data.base import Encoder, PromptRequest, Prompts, _sections, cut_windows
+from magicdec.data.base import PromptRequest, Prompts, _sections, cut_windows
 from magicdec.errors import UserError
 from tests.data.characters import UNICODE, CharacterTokenizer
 
@@ -81,7 +81,7 @@ def test_too_little_text_names_both_numbers():
 
 def test_windows_begin_with_what_the_tokenizer_puts_before_a_text():
     tokenizer = CharacterTokenizer(bos=True)
-    assert Encoder.of(tokenizer).prefix == (1,)
+    assert PromptRequest(8, 50, 128, tokenizer).prefix == (1,)
     prompts = cut(TEXTS, 8, 50, tokenizer=tokenizer)
     assert all(row[0] == 1 and 1 not in row[1:] and len(row) == 50 for row in prompts.tokens)
 

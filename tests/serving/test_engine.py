@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from magicdec.errors import UserError
-from magicdec.measure.memory import _status_bytes
+from magicdec.measure.memory import proc_bytes
 from magicdec.serving.engine import AsyncEngine
 from magicdec.serving.request import Params
 from magicdec.serving.scheduler import Scheduler
@@ -181,7 +181,7 @@ def test_soak():
             tokens += chunk
         assert tokens == expected()[which]
         if number % 200 == 0:
-            resident.append(_status_bytes("VmRSS"))
+            resident.append(proc_bytes("self/status", "VmRSS"))
         return "done"
 
     async def scenario(engine):
