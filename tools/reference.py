@@ -1,6 +1,6 @@
-"""Write the generated pages of docs/reference/ from the schema, the comments of conf/, the parsers and the docstrings.
+"""Write the generated pages of docs/reference/ from the schema, the comments of conf/ and the parsers.
 
-python tools/reference.py           # writes configuration.md, cli.md and api.md
+python tools/reference.py           # writes configuration.md and cli.md; mkdocstrings makes api.md
 """
 
 import argparse
@@ -15,14 +15,11 @@ from unittest.mock import patch
 
 import yaml
 
-import magicdec
 from magicdec import cli
 from magicdec.config import schema
 from magicdec.config.registry import DRAFTS, ENGINES, POLICIES
 from magicdec.config.schema import CONF, Config
-from magicdec.costmodel import predict
 from magicdec.rules import must
-from magicdec.serving import model, request
 
 PAGES = Path(__file__).resolve().parents[1] / "docs/reference"
 NOTE = "<!-- written by tools/reference.py: edit the {source} instead -->\n"
@@ -272,65 +269,7 @@ def commands() -> str:
     return "\n".join(parts)
 
 
-API = {
-    "magicdec": [
-        magicdec.load,
-        magicdec.run,
-        magicdec.study,
-        magicdec.runs,
-        magicdec.histories,
-        magicdec.predict,
-        magicdec.Result,
-    ],
-    "A loaded model": [model.Model, model.Continuation, model.Continuations, model.Piece, request.Stats],
-    "A prediction": [predict.Prediction, predict.AtGamma],
-    "Errors": [magicdec.UserError],
-}
-
-
-def api() -> str:
-    """Return the page with the Python API: signatures and docstrings."""
-    parts = [
-        "# Python API\n",
-        NOTE.format(source="docstrings"),
-        "Signatures and docstrings. [Work from Python](../python.md) shows them in use.\n",
-    ]
-    for title, objects in API.items():
-        parts.append(f"## {title}\n")
-        for thing in objects:
-            parts += list(_documented(thing, thing.__name__))
-    return "\n".join(parts)
-
-
-def _documented(thing: Any, name: str, level: int = 3) -> Iterator[str]:
-    """Yield the Markdown of a function, or of a class with its public members."""
-    yield f"{'#' * level} {name}\n"
-    shows = not isinstance(thing, type) or is_dataclass(thing) or hasattr(thing, "_fields")
-    if shows:
-        text = re.sub(
-            r"\b(?:magicdec|collections|pathlib|typing)(\.\w+)*\.(?=[A-Z])", "", str(inspect.signature(thing))
-        )
-        text = re.sub(r"(->|:) '([\w.]+)'", r"\1 \2", text).replace("'", '"')
-        lines = text if len(text) < 80 else re.sub(r", (?![^\[\]]*\])", ",\n    ", text).replace("(", "(\n    ", 1)
-        yield f"```python\n{name}{lines}\n```\n"
-    yield f"{_reflowed(inspect.getdoc(thing) or '')}\n"
-    for member, value in vars(thing).items() if isinstance(thing, type) else ():
-        about = value.__func__ if isinstance(value, classmethod | staticmethod) else value
-        documented = inspect.isfunction(about) or isinstance(about, property) or hasattr(about, "attrname")
-        if member.startswith("_") or not documented or not inspect.getdoc(about):
-            continue
-        if inspect.isfunction(about):
-            yield from _documented(about, f"{name}.{member}", level + 1)
-        else:
-            yield f"- `{name}.{member}`: {_reflowed(inspect.getdoc(about) or '')}\n"
-
-
-def _reflowed(text: str) -> str:
-    """Return a docstring with its paragraphs on one line each."""
-    return "\n\n".join(" ".join(part.split()) for part in text.split("\n\n"))
-
-
-WRITERS = {"configuration.md": configuration, "cli.md": commands, "api.md": api}
+WRITERS = {"configuration.md": configuration, "cli.md": commands}
 
 
 def main() -> None:
