@@ -18,6 +18,7 @@ from pathlib import Path
 
 from costmodel_page import CALIBRATED_ON, page, per_table
 from costmodel_scores import Compared, Score, compare, cross_validate, score
+from page import RESULTS
 
 from magicdec.costmodel import hardware, tables
 from magicdec.costmodel.hardware import hardware_named
@@ -100,6 +101,15 @@ def alternatives() -> dict[str, tuple[Score, Score]]:
     return found
 
 
+def draw(compared: Sequence[Compared]) -> None:
+    """Draw the page's chart: the error of each predicted speedup."""
+    from charts import draw_chart
+
+    rows = [{"paper": c.measured, "error": c.error, "rows": f"table {c.row.table}, {c.row.hardware}"} for c in compared]
+    labels = ("speedup in the paper", "predicted / paper - 1")
+    draw_chart(RESULTS / "costmodel.png", rows, "paper", "error", series="rows", kind="points", labels=labels, level=0)
+
+
 def seconds_per_thousand() -> float:
     """Return the seconds of one core to predict a thousand configurations at 16 gammas each, with memory and S*."""
     model, machine = architecture("llama-3.1-8b"), hardware_named("8xA100")
@@ -134,7 +144,8 @@ def main() -> int:
         text = page(
             compared, score(compared), score(unseen), left_out(), alternatives(), critical, seconds_per_thousand()
         )
-        (ROOT / "docs" / "results" / "costmodel.md").write_text(text)
+        (RESULTS / "costmodel.md").write_text(text)
+        draw(compared)
         print("wrote docs/results/costmodel.md")
     print(json.dumps(_summary(compared, sum(c.row in fitted for c in compared))))
     return 0

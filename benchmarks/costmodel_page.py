@@ -44,6 +44,8 @@ def page(
             f"{everything.rows} rows, and {unseen.median_error:.1%} over the {unseen.rows} to which nothing was "
             f"fitted. Rows with a clear gain or loss on the wrong side of 1: {everything.wrong_side}.",
             "",
+            "![Error of each predicted speedup by the paper's](costmodel.png)",
+            "",
             "Written by `python benchmarks/costmodel.py` on "
             f"{cpu_name()}, commit {commit()}. No GPU is involved: measured times are the paper's "
             "(arXiv 2408.11049, tables 2, 3 and 6, ICLR version), the acceptance (its Omega) is given, all times are "
