@@ -133,7 +133,7 @@ def measured(rows: Sequence[Row], sweep: str, program: str) -> str:
     command = f"`python launch.py -m +sweeps={sweep}`"
     if "run" in rows[0]:
         return f"Measured by {command}, {measured_by(rows)}."
-    return f"Measured by `benchmarks/{program}` of {measured_by(rows)}; {command} measures the same."
+    return f"Measured by `benchmarks/{program}` of {measured_by(rows)}, which {command} replaces."
 
 
 def chart(file: Path, draw: bool, rows: Sequence[Row], x: str, y: str, alt: str, **options: Any) -> str:
