@@ -43,7 +43,7 @@ def run(plan: Plan, progress: Progress) -> Outcome:
     outputs = Outputs(prompts, _tokens(plain[0]), _tokens(fast[0]) if fast else [])
     results: Metrics = {**prompts.facts, "output/fingerprint": outputs.fingerprint}
     results |= {"device": plan.device_name, "engine/version": version, **plan.sources} | gpu.metrics()
-    results |= speeds([_speed(one) for one in plain], [_speed(one) for one in fast])
+    results |= speeds([_speed(one) for one in plain], [_speed(one) for one in fast]) | {"repeats": len(plain)}
     if fast:
         counts = sum((generation.counts for one in fast for generation in one), Counts())
         gamma = max(config.gammas)

@@ -153,7 +153,7 @@ class Table:
         for position, token in likely.items():
             self.logits_SV[position] = torch.eye(3)[token] * 50 if token is not None else torch.zeros(3)
 
-    def __call__(self, tokens_BT, cache):
+    def __call__(self, tokens_BT, cache, taps=None):
         positions_BT = cache.positions_BT(tokens_BT.shape[1])
         cache.advance(tokens_BT.shape[1])
         return positions_BT[..., None].float()

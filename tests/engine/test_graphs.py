@@ -50,9 +50,9 @@ def test_a_rehearsed_prefill_makes_passes_of_the_same_widths_and_leaves_no_trace
     batch = new_engine(TARGET).open(random_prompts([50, 61, 70]))
     widths, forward = [], type(TARGET).forward
 
-    def recorded(model, tokens_BT, cache):
+    def recorded(model, tokens_BT, cache, taps=None):
         widths.append(tokens_BT.shape[1])
-        return forward(model, tokens_BT, cache)
+        return forward(model, tokens_BT, cache, taps)
 
     monkeypatch.setattr(type(TARGET), "forward", recorded)
     batch.decoder.rehearse_prefill(16)
