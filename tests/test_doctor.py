@@ -89,7 +89,7 @@ def broken(*_):
     ("method", "fault", "said"),
     [
         ("round", broken, "RuntimeError: operation not permitted when stream is capturing"),
-        ("verify", lambda self, proposal, _: torch.ones(2, 3, 4096), "the tokens differ from those without a draft"),
+        ("verify", lambda self, *_: torch.ones(2, 3, 4096), "the tokens differ from those without a draft"),
     ],
 )
 def test_a_round_that_does_not_work_is_found(monkeypatch, method, fault, said):
