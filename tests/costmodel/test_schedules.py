@@ -1,15 +1,19 @@
 """Schedules of gamma by batch and context, and the forms in which engines take them."""
 
 import json
+import os
+import subprocess
 from bisect import bisect_left, bisect_right
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import magicdec
 from magicdec.costmodel.acceptance import Curves
 from magicdec.costmodel.engine_settings import FORMS
 from magicdec.costmodel.hardware import hardware_named
@@ -19,6 +23,7 @@ from magicdec.costmodel.schedules import Cell, Entry, Schedule, batches_up_to, p
 from magicdec.errors import UserError
 from magicdec.planning.prediction import draft_named
 
+TINY = Path(magicdec.__file__).parent / "models" / "tiny"
 GAMMAS = (0, 1, 2, 3)
 SPEEDS = st.lists(st.floats(0.5, 2.0), min_size=len(GAMMAS), max_size=len(GAMMAS))
 
@@ -142,6 +147,39 @@ def test_engines_read_the_schedule_as_it_is(setup):
         assert sglang(slots, batch) == gamma
         assert tensorrt_llm(trt["draft_len_schedule"], batch) == gamma
     assert 64 not in trt["draft_len_schedule"], "beyond the last entry it does not speculate anyway"
+
+
+def test_vllm_looks_up_what_is_meant(setup):
+    """What vLLM made of the same schedule, recorded."""
+    recorded = json.loads(Path(__file__).with_name("vllm_lookup.json").read_text())
+    found = with_rows(ROWS)
+    written = json.loads(FORMS["vllm"].settings(found, setup).content)
+    assert written["num_speculative_tokens_per_batch_size"] == recorded["schedule"]
+    assert [found.gamma(batch, 4000) for batch in range(1, 65)] == recorded["gammas"]
+
+
+VLLM = os.environ.get("MAGICDEC_VLLM_PYTHON", "")
+ACCEPT = """
+import json, sys
+from vllm.config import ModelConfig, ParallelConfig
+from vllm.config.speculative import SpeculativeConfig
+
+target, draft, file = sys.argv[1:]
+given = json.load(open(file)) | {"model": draft}
+model = ModelConfig(model=target, dtype="float32", max_model_len=1024)
+config = SpeculativeConfig(**given, target_model_config=model, target_parallel_config=ParallelConfig())
+print([list(entry) for entry in config.num_speculative_tokens_per_batch_size])
+"""
+
+
+@pytest.mark.skipif(not VLLM, reason="MAGICDEC_VLLM_PYTHON names no Python of an environment with vLLM")
+def test_vllms_own_configuration_accepts_the_file(setup, tmp_path):
+    file = tmp_path / "schedule.json"
+    file.write_text(FORMS["vllm"].settings(with_rows(ROWS), setup).content)
+    command = [VLLM, "-c", ACCEPT, str(TINY / "target"), str(TINY / "draft"), str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == [[*row.batch, row.gamma] for row in ROWS]
 
 
 def test_a_context_range_stands_between_batch_and_gamma(setup):
