@@ -16,7 +16,12 @@ from tools.check_docs import Command, jobs
 NAMES_ONE = re.compile(r"\bhardware=\d*x?[a-z]+\d|\bexperiment=(llama|study)")
 # A search, and a table of predictions, also show what does not fit.
 SURVEYS = re.compile(r"scenario=plan|-m .*(scenario=predict|experiment=paper|sweeps=hardware)")
-ON_GPUS = [c for c in COMMANDS if c.kind != "skip" and NAMES_ONE.search(c.text) and not SURVEYS.search(c.text)]
+OTHERS = re.compile(r"\bengine=(?!native)")  # engines that look after their own memory
+ON_GPUS = [
+    c
+    for c in COMMANDS
+    if c.kind != "skip" and NAMES_ONE.search(c.text) and not SURVEYS.search(c.text) and not OTHERS.search(c.text)
+]
 SHARE = 0.95  # of the memory in the datasheet, which has to hold kernels and graphs, too
 NO_WEIGHTS = ["target.weights=random", "data=random", "draft.synthetic_acceptance=0.8"]
 
