@@ -640,6 +640,8 @@ def waiting_processes(monkeypatch):
         return process
 
     monkeypatch.setattr("hydra_plugins.process_launcher._started", started)
+    # A forked process holds both ends of its pipe, so that it does not notice when the launcher closes its own.
+    monkeypatch.setattr("hydra_plugins.process_launcher.GRACE_S", 0.2)
 
 
 def test_as_many_jobs_at_once_as_visible_gpus(waiting_processes, monkeypatch):
