@@ -34,7 +34,7 @@ SAMPLE = re.compile(r"^([\w:]+)(?:\{(.*)\})? ([-+.\deE]+)", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Dialect:
-    """What a server takes: prompts as token ids or as text, and fields that OpenAI's API does not have."""
+    """The requests that a server takes: prompts as token ids or as text, and fields that OpenAI's API does not have."""
 
     ids: bool
     ignores_eos: bool

@@ -42,7 +42,7 @@ prepare = resolve
 
 @dataclass
 class Measured:
-    """What decoding all batches has given; the last of them is still open."""
+    """The measurements of all batches; the last batch is still open."""
 
     batch: Batch
     repeats: list[Repeat] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""What a run tells before its end: a point every few rounds, and each repeat as it ends.
+"""Live results of a run: a point every few rounds, and each repeat as it ends.
 
 Each is a line of live.jsonl in the run's folder, and goes to the trackers that can show it at once. None of this may
 fail a run: a tracker that raises gets no more of these lines.
