@@ -1,41 +1,141 @@
 """What is compiled before a run suffices for it: torch.compile, in the middle of a measurement, would take seconds."""
 
+from contextlib import contextmanager
+from pathlib import Path
+
 import pytest
 import torch
 from torch._dynamo.utils import counters
 
+from magicdec.config import choices
 from magicdec.config.registry import DRAFTS, POLICIES
 from magicdec.engine import decoder
+from magicdec.engine.adaptive import AdaptiveCycle
 from magicdec.engine.native import warm_up
+from magicdec.models.parallel import share
+from magicdec.models.quantize import quantized
+from magicdec.scenarios.ranks import on_ranks
+from magicdec.serving import slots
+from magicdec.serving.request import Params
+from magicdec.serving.slots import Slots
 from magicdec.verification.sampling import Sampling
+from tests.checkpoints import make_checkpoint
+from tests.engine.test_adaptive import Scripted
 from tests.engine.test_graphs import Rehearsed
-from tests.small import open_batch, random_prompts, small_drafter, small_model
+from tests.models.test_parallel import model as part_of
+from tests.small import new_engine, open_batch, random_prompts, small_drafter, small_model
 
+pytestmark = pytest.mark.slow
 GREEDY, SAMPLED = Sampling(), Sampling(temperature=0.8, top_k=20, top_p=0.9)
 CASES = [("self", policy, GREEDY) for policy in POLICIES]
 CASES += [(draft, "streaming", sampling) for draft in DRAFTS for sampling in (GREEDY, SAMPLED)]
+KEYS = {"budget": 16, "num_sink": 2, "page_size": 4, "refresh": 4, "generate_len": 24}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("draft", "policy", "sampling"), dict.fromkeys(CASES))
-def test_nothing_is_compiled_after_rehearsals(draft, policy, sampling, monkeypatch):
+@pytest.fixture
+def compiled(monkeypatch):
+    compile_as_on_a_gpu(monkeypatch)
+
+
+def compile_as_on_a_gpu(monkeypatch) -> None:
     """Dynamo looks at shapes and guards as on a GPU; what it finds runs as it is."""
-    compile_, counted = torch.compile, counters["stats"]
+    compile_ = torch.compile
     monkeypatch.setattr(torch, "compile", lambda function, **_: compile_(function, backend="eager"))
     monkeypatch.setattr(decoder, "Step", Rehearsed)
+    monkeypatch.setattr(slots, "Step", Rehearsed)
     torch._dynamo.reset()
-    target = small_model()
-    target.compile_layers()
-    model = small_drafter(draft, small_model(), 0.15)
+
+
+def with_compiled_layers(model):
     if model is not None:
         model.compile_layers()
-    spec = {"gamma": 5, "budget": 16, "num_sink": 2, "page_size": 4, "refresh": 4, "generate_len": 24}
-    spec["sampling"] = sampling
-    batch = open_batch(target, random_prompts([33, 41, 20]), draft_name=draft, draft_model=model, policy=policy, **spec)
-    warm_up(batch)
+    return model
+
+
+@contextmanager
+def compiling_nothing():
+    counted = counters["stats"]
     before = counted["unique_graphs"]
     assert before > 0
-    batch.decoder.generate()
-    if batch.draft is not None:
-        batch.decoder.generate(batch.draft)
+    yield
     assert counted["unique_graphs"] == before
+
+
+def decode(batch) -> None:
+    warm_up(batch)
+    with compiling_nothing():
+        batch.decoder.generate()
+        if batch.draft is not None:
+            batch.decoder.generate(batch.draft)
+
+
+@pytest.mark.parametrize(("draft", "policy", "sampling"), dict.fromkeys(CASES))
+def test_nothing_is_compiled_after_rehearsals(draft, policy, sampling, compiled):
+    target, model = (with_compiled_layers(m) for m in (small_model(), small_drafter(draft, small_model(), 0.15)))
+    keys = KEYS | {"gamma": 5, "policy": policy, "sampling": sampling}
+    decode(open_batch(target, random_prompts([33, 41, 20]), draft_name=draft, draft_model=model, **keys))
+
+
+@pytest.mark.parametrize("draft", ["self", "model", "eagle3"])
+def test_nothing_is_compiled_when_gamma_changes(draft, compiled, monkeypatch):
+    monkeypatch.setattr(decoder, "AdaptiveCycle", Scripted)
+    monkeypatch.setattr(choices, "AUTO_GAMMAS", (1, 2, 5))
+    target, model = (with_compiled_layers(m) for m in (small_model(), small_drafter(draft, small_model(), 0.15)))
+    keys = KEYS | {"gamma": "auto", "policy": "streaming"}
+    batch = open_batch(target, random_prompts([33, 41, 20]), draft_name=draft, draft_model=model, **keys)
+    decode(batch)
+    cycle = batch.decoder.cycle_for(batch.draft)
+    assert isinstance(cycle, AdaptiveCycle)
+    assert {1, 2, 5} <= set(cycle.gammas)
+
+
+@pytest.mark.parametrize("bits", ["int8", "int4"])
+def test_nothing_is_compiled_after_rehearsals_of_a_quantized_draft(bits, compiled):
+    pytest.importorskip("torchao")
+    target = small_model()
+    model = with_compiled_layers(quantized(target, bits, "cpu"))
+    keys = KEYS | {"gamma": 5, "policy": "streaming"}
+    decode(
+        open_batch(
+            with_compiled_layers(target), random_prompts([33, 41, 20]), draft_name="self", draft_model=model, **keys
+        )
+    )
+
+
+@pytest.mark.parametrize("draft", ["none", "self", "model"])
+def test_nothing_is_compiled_while_requests_come_and_go(draft, compiled):
+    """Prompts of several lengths, greedy and sampled, together and alone, with and without the draft."""
+    target, model = (with_compiled_layers(m) for m in (small_model(), small_drafter(draft, small_model(), 0.15)))
+    keys = KEYS | {"gamma": 3, "policy": "streaming", "draft_name": draft, "draft_model": model}
+    served = Slots(new_engine(target, **keys), 2, 80)
+    prompts = random_prompts([33, 48, 20, 37])
+    with torch.inference_mode():
+        serve(served, prompts[:2], draft != "none")
+        with compiling_nothing():
+            serve(served, prompts[2:], draft != "none")
+
+
+def serve(served, prompts, speculates) -> None:
+    """Seat both requests, the second one sampled, take rounds, and release them one after the other."""
+    for slot, (prompt, sampling) in enumerate(zip(prompts, (GREEDY, SAMPLED), strict=True)):
+        served.prefill(prompt, Params(16, sampling), speculates, lambda _: None)
+        served.seat(slot)
+        for speculative in {False, speculates}:
+            served.step(speculative)
+    for slot in (1, 0):
+        served.release(slot)
+        served.step(speculates)
+
+
+def decode_on(rank: int, folder: Path) -> None:
+    """Decode with a draft on two ranks; an exception of any of them is raised in the test."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        compile_as_on_a_gpu(monkeypatch)
+        target, model = (with_compiled_layers(part_of(folder, share(2))) for _ in range(2))
+        prompts = random_prompts([33, 41, 20], vocab=97)
+        decode(open_batch(target, prompts, draft_name="model", draft_model=model, **KEYS, gamma=3, policy="streaming"))
+
+
+@pytest.mark.usefixtures("forked_ranks")
+def test_nothing_is_compiled_after_rehearsals_on_ranks(tmp_path):
+    on_ranks(2, "cpu", decode_on, make_checkpoint(tmp_path, "llama-mqa", vocab_size=97))
