@@ -51,6 +51,7 @@ COMMANDS = {
     "serve": ["magicdec.http.serve"],
     "doctor": ["magicdec.doctor"],
     "calibrate": ["magicdec.calibrate"],
+    "audit": ["magicdec.audit"],
     "schema": ["magicdec.config.json_schema"],
     "check-plugin": ["magicdec.conformance"],
 }

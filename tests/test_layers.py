@@ -14,6 +14,7 @@ ENTRY_POINTS = {
     "magicdec.cli",
     "magicdec.__main__",
     "magicdec.api",
+    "magicdec.audit",
     "magicdec.calibrate",
     "magicdec.conformance",
     "magicdec.doctor",

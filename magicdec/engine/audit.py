@@ -110,16 +110,16 @@ def _sampled_score(forced_KBN: Tensor) -> LogitGaps:
 
 
 @torch.inference_mode()
-def teacher_force(decoder: Decoder, outputs: list[list[int]]) -> Tensor:
+def teacher_force(decoder: Decoder, outputs: list[list[int]], tie: float | None = None) -> Tensor:
     """Feed each row's output through the target behind its prompt. Return the scores (K, B, N) of every token, on the
-    host; those behind a row's last token are 0.
+    host; those behind a row's last token are 0. `tie` is by default that of the target's type.
     """
     rows, longest = len(outputs), max(len(row) for row in outputs)
     tokens_BN = torch.zeros(rows, longest, dtype=torch.int64)
     for index, row in enumerate(outputs):
         tokens_BN[index, : len(row)] = torch.tensor(row)
     valid_BN = torch.arange(longest) < torch.tensor([len(row) for row in outputs])[:, None]
-    scores_KBN = score_tokens(decoder, tokens_BN.to(decoder.device)).cpu().masked_fill(~valid_BN, 0.0)
+    scores_KBN = score_tokens(decoder, tokens_BN.to(decoder.device), tie).cpu().masked_fill(~valid_BN, 0.0)
     if not scores_KBN.isfinite().all():
         row, token = (~scores_KBN.isfinite()).any(0).nonzero()[0].tolist()
         raise NonFinite(f"target: its logits are NaN or infinite for new token {token} of row {row}, in the audit")
@@ -132,12 +132,13 @@ def chunk_len(decoder: Decoder) -> int:
     return max(1, CHUNK_LOGITS // copies // (decoder.cache.num_rows * decoder.target.config.vocab_size))
 
 
-def score_tokens(decoder: Decoder, tokens_BN: Tensor) -> Tensor:
+def score_tokens(decoder: Decoder, tokens_BN: Tensor, tie: float | None = None) -> Tensor:
     """Score all tokens (K, B, N) behind the prompts, on the device; in chunks, because all logits would be too many.
 
     The last prompt token, whose logits decide the first new one, is fed again.
     """
     sampling, parts, chunk = decoder.sampling, [], chunk_len(decoder)
+    tie = near_tie(decoder.target.dtype) if tie is None else tie
     before_B = decoder.state.prompt_len_B - 1
     last_B1 = decoder.state.tokens_BS.gather(1, before_B.long()[:, None])
     fed_BN = torch.cat((last_B1, tokens_BN[:, :-1]), dim=1)
@@ -145,7 +146,7 @@ def score_tokens(decoder: Decoder, tokens_BN: Tensor) -> Tensor:
     for fed_BT, written_BT in zip(fed_BN.split(chunk, dim=1), tokens_BN.split(chunk, dim=1), strict=True):
         logits_BTV = decoder.target.logits(decoder.target(fed_BT, decoder.cache)).float()
         if sampling.greedy:
-            parts.append(greedy_scores(logits_BTV, written_BT[..., None], near_tie(decoder.target.dtype)))
+            parts.append(greedy_scores(logits_BTV, written_BT[..., None], tie))
         else:
             parts.append(sampled_scores(logits_BTV, written_BT[..., None], sampling))
     return torch.cat(parts, dim=2)

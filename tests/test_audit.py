@@ -1,0 +1,138 @@
+"""`magicdec audit`: outputs of engines that are right, that are wrong in known ways, and that are not the target's."""
+
+import json
+import re
+
+import pytest
+
+from magicdec import audit
+from magicdec.config.load import compose
+from magicdec.engine.decoder import Decoder
+from magicdec.engine.native import NativeEngine
+from magicdec.models.kv_cache import KVCache
+from magicdec.planning import build
+from magicdec.planning.resolve import resolve
+from magicdec.tracking.progress import progress
+
+KEYS = ["hardware=cpu", "batch.context_len=160", "batch.generate_len=40", "cache.budget=48", "draft.gamma=3"]
+
+
+def recorded(path, monkeypatch=None, fault=None, rows=6, *overrides: str, again: bool = False) -> str:
+    """Decode both ways, speculatively with a fault, and record it as any engine would."""
+    plan = resolve(compose([*KEYS, f"batch.size={rows}", *overrides]))
+    with progress() as bars:
+        engine: NativeEngine = build.engine(plan, bars)
+    prompts = build.prompts(plan, build.tokenizer(plan)).tokens
+    batch = engine.open(prompts)
+    batch.decoder.prefill(64)
+    plain = batch.decoder.generate().tokens
+    second = batch.decoder.generate().tokens if again else [None] * rows
+    if fault:
+        fault(monkeypatch)
+    fast = batch.decoder.generate(batch.draft).tokens
+    if monkeypatch:
+        monkeypatch.undo()
+    names = ("prompt", "autoregressive", "speculative", "again")
+    lines = [dict(zip(names, row, strict=True)) for row in zip(prompts, plain, fast, second, strict=True)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(path)
+
+
+def wrong_bonus(monkeypatch):
+    """The second choice ends a round whose first proposal was accepted."""
+    accept = Decoder.accept
+
+    def wrong(decoder, proposal, logits_BTV):
+        verdict = accept(decoder, proposal, logits_BTV)
+        at = verdict.num_accepted_B == 1
+        verdict.tokens_BT[at, 1] = logits_BTV[at, 1].topk(2).indices[:, 1]
+        return verdict
+
+    monkeypatch.setattr(Decoder, "accept", wrong)
+
+
+def rollback_off_by_one(monkeypatch):
+    commit = KVCache.commit
+    monkeypatch.setattr(KVCache, "commit", lambda cache, n, count_B: commit(cache, n, count_B - int(n > 1)))
+
+
+def stale_entries(monkeypatch):
+    """The last committed token keeps the entry of the proposal behind it, which was rejected."""
+    commit = KVCache.commit
+
+    def stale(cache, num_appended, count_B):
+        commit(cache, num_appended, count_B)
+        for row, end in enumerate(cache.seqlens_B.tolist()):
+            for entries in (cache.k_LBKSD, cache.v_LBKSD):
+                entries[:, row, :, end - 1] = entries[:, row, :, end]
+
+    monkeypatch.setattr(KVCache, "commit", stale)
+
+
+@pytest.mark.parametrize("fault", [wrong_bonus, rollback_off_by_one, stale_entries])
+def test_faults_of_an_engine_are_found(fault, tmp_path, monkeypatch, capsys):
+    assert audit.main([recorded(tmp_path / "outputs.jsonl", monkeypatch, fault), "target=tiny", "--rows=4"]) == 1
+    told = capsys.readouterr().out
+    assert re.search(r"speculative, 6 rows:.* [1-6] defect", told)
+    assert "would not write the baseline" not in told
+
+
+def test_an_engine_that_is_right_passes_with_its_control(tmp_path, capsys):
+    assert audit.main([recorded(tmp_path / "outputs.jsonl", again=True)]) == 0
+    assert capsys.readouterr().out == (
+        "speculative, 6 rows: 6 equal\ncontrol, without speculation again, 6 rows: 6 equal\n"
+    )
+
+
+def test_outputs_of_other_weights_are_no_defect_but_told(tmp_path, capsys):
+    path = recorded(tmp_path / "outputs.jsonl")
+    assert audit.main([path, "target=tiny-draft"]) == 0
+    assert "in 6 of 6 rows the target would not write the baseline itself" in capsys.readouterr().out
+
+
+def judged(outside: list[int], gaps: list[float]) -> audit.Judged:
+    return audit.Judged([float(one) for one in outside], gaps)
+
+
+@pytest.mark.parametrize(
+    ("baseline", "tokens", "before", "after", "verdict", "at"),
+    [
+        ([5, 6, 7], [5, 8, 7], [0, 0, 0], [0, 0, 0], audit.NEAR_TIE, 1),
+        ([5, 6, 7], [5, 8, 7], [0, 0, 0], [0, 1, 0], audit.DEFECT, 1),
+        ([5, 6, 7], [5, 8, 7], [0, 0, 0], [0, 0, 1], audit.DEFECT, 1),
+        ([5, 6, 7], [5, 8, 7], [0, 1, 0], [0, 0, 0], audit.UNKNOWN, 1),
+        ([5, 6, 7], [5, 8, 7], [0, 0, 1], [0, 1, 0], audit.DEFECT, 1),
+        ([5, 6, 7], [5, 6], [0, 0, 0], [0, 0, 0], audit.DEFECT, 2),
+    ],
+)
+def test_verdicts(baseline, tokens, before, after, verdict, at):
+    found = audit.compared(baseline, tokens, judged(before, [0.0] * 3), judged(after, [0.0] * 3))
+    assert (found.verdict, found.at) == (verdict, at)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "holds no row"),
+        ('{"autoregressive": [1], "speculative": [1]}', "data.save_prompts=true"),
+        ('{"prompt": [], "autoregressive": [1], "speculative": [1]}', "holds no row"),
+        ('{"prompt": [1], "autoregressive": [1], "speculative": [9999]}', "row 0: holds a token outside"),
+    ],
+)
+def test_what_cannot_be_audited_is_told_in_one_line(text, said, tmp_path, capsys):
+    (tmp_path / "outputs.jsonl").write_text(text)
+    assert audit.main([str(tmp_path / "outputs.jsonl")]) == 2
+    told = capsys.readouterr().err
+    assert said in told.splitlines()[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_thousand_rows_of_bfloat16_raise_no_alarm(tmp_path, capsys):
+    """They are decoded again in float32, whose order of sums is another."""
+    short = ["hardware.dtype=bfloat16", "batch.context_len=64", "batch.generate_len=12"]
+    path = recorded(tmp_path / "outputs.jsonl", None, None, 1000, *short)
+    assert audit.main([path, "hardware.dtype=float32", "--engine-dtype=bfloat16", "--rows=100"]) == 0
+    told = capsys.readouterr().out
+    assert "1,000 rows" in told
+    assert "would not write the baseline" not in told
