@@ -21,13 +21,12 @@ SECRET = re.compile(r"(?!.*_(PATH|FILE|DIR)$).*(KEY|TOKEN|SECRET|PASSWORD|PASSWD
 SHORTEST_SECRET = 8
 MOST_HOURS = 24  # of the requests of one level of load
 # Keys that a scenario does not read, and what it reads instead.
-INSTEAD = {
-    "profile": {
-        "batch.size": "scenario.batch_sizes",
-        "batch.context_len": "scenario.context_lens",
-        "draft.gamma": "scenario.gammas",
-    }
+GRID = {
+    "batch.size": "scenario.batch_sizes",
+    "batch.context_len": "scenario.context_lens",
+    "draft.gamma": "scenario.gammas",
 }
+INSTEAD = {"profile": GRID, "verify": GRID}
 ONLY_AUTO = ("scenario.precision", "scenario.max_minutes")  # read with scenario.repeats=auto
 
 
@@ -205,7 +204,7 @@ def _budget(config: Config) -> Iterator[str]:
 
 def _noise(config: Config) -> Iterator[str]:
     """Yield what acceptance cannot be measured on."""
-    if config.scenario.name not in ("compare", "serve") or config.draft.synthetic_acceptance is not None:
+    if config.scenario.name not in ("compare", "serve", "verify") or config.draft.synthetic_acceptance is not None:
         return
     sources = [f"{key}.weights=random" for key, model in config.models.items() if model.weights == "random"]
     for source in [*sources, f"data={config.data.name}"] if CORPORA[config.data.name].facts.is_noise else sources:

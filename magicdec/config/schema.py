@@ -39,6 +39,7 @@ ROWS_ON = {"cpu": 24, "cuda": 64}
 Cost = Annotated[float, Field(ge=0)]
 Figure = Annotated[float, Field(gt=0)]
 SomeCounts = Annotated[Counts, Field(min_length=1)]
+Tolerance = Annotated[float, Field(ge=0, lt=1), must("must be at least 0 and below 1")]
 AutoOrCount = Annotated[Literal["auto"] | Count, must("must be auto or at least 1")]
 
 
@@ -146,6 +147,19 @@ class Profile:
 
 
 @dataclass(frozen=True, config=STRICT)
+class Verify:
+    """A schedule of gammas next to every fixed gamma over a grid."""
+
+    name: Literal["verify"]
+    file: str | None
+    batch_sizes: SomeCounts
+    context_lens: SomeCounts
+    gammas: SomeCounts
+    repeats: Count
+    tolerance: Tolerance
+
+
+@dataclass(frozen=True, config=STRICT)
 class Assumed:
     """An assumed acceptance: alpha itself, or what an engine reported at a gamma of its own."""
 
@@ -206,7 +220,7 @@ class Search(Assumed):
     ]
     latency_ms: Figure | None
     schedule: Literal["vllm", "vllm_by_context", "sglang", "tensorrt_llm", "llamacpp"] | None
-    tolerance: Annotated[float, Field(ge=0, lt=1), must("must be at least 0 and below 1")]
+    tolerance: Tolerance
     save_as: FileName
 
 
@@ -231,8 +245,8 @@ class Serve:
         return {"time_per_output_token_ms": self.latency_ms, "time_to_first_token_ms": self.first_token_ms}
 
 
-S = TypeVar("S", Compare, Profile, Predict, Search, Serve)
-Scenario = Annotated[Compare | Profile | Predict | Search | Serve, Field(discriminator="name")]
+S = TypeVar("S", Compare, Profile, Verify, Predict, Search, Serve)
+Scenario = Annotated[Compare | Profile | Verify | Predict | Search | Serve, Field(discriminator="name")]
 
 
 @dataclass(frozen=True, config=STRICT)

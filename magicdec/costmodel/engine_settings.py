@@ -11,6 +11,7 @@ Names and forms are those of the engines' own sources in September 2026:
 """
 
 import json
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 import yaml
 
 from magicdec.costmodel.round import Setup
-from magicdec.costmodel.schedules import Schedule
+from magicdec.costmodel.schedules import Entry, Schedule
 from magicdec.errors import UserError
 
 
@@ -66,6 +67,22 @@ def _vllm(schedule: Schedule, setup: Setup, method: str) -> Settings:
     config["num_speculative_tokens_per_batch_size"] = entries
     flags = f'--max-num-seqs {schedule.max_batch} --speculative-config "$(cat {{file}})"'
     return Settings(_json(config), f"{command} {flags}")
+
+
+def read_vllm(config: Any) -> Schedule:
+    """Return the schedule of a speculative config of vLLM, without its cells. Raise ValueError where it holds none."""
+    table = config.get("num_speculative_tokens_per_batch_size") if isinstance(config, dict) else None
+    if not isinstance(table, list) or not table or any(not _is_entry(row) for row in table):
+        raise ValueError(
+            "num_speculative_tokens_per_batch_size must hold [low, high, gamma], or with a context range before it"
+        )
+    everywhere = (1, sys.maxsize)
+    rows = [Entry((row[0], row[1]), (row[2], row[3]) if len(row) == 5 else everywhere, row[-1]) for row in table]
+    return Schedule((), tuple(sorted(rows, key=lambda entry: (entry.context, entry.batch))))
+
+
+def _is_entry(row: Any) -> bool:
+    return isinstance(row, list) and len(row) in (3, 5) and all(isinstance(n, int) and n >= 0 for n in row)
 
 
 def _sglang(schedule: Schedule, setup: Setup, method: str) -> Settings:

@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+import sys
 from bisect import bisect_left, bisect_right
 from dataclasses import replace
 from itertools import pairwise
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 import magicdec
 from magicdec.costmodel.acceptance import Curves
-from magicdec.costmodel.engine_settings import FORMS
+from magicdec.costmodel.engine_settings import FORMS, read_vllm
 from magicdec.costmodel.hardware import hardware_named
 from magicdec.costmodel.predict import predict
 from magicdec.costmodel.round import Setup
@@ -146,6 +147,7 @@ def test_engines_read_the_schedule_as_it_is(setup):
         assert vllm(config["num_speculative_tokens_per_batch_size"], batch) == gamma
         assert sglang(slots, batch) == gamma
         assert tensorrt_llm(trt["draft_len_schedule"], batch) == gamma
+    assert read_vllm(config).entries == tuple(row._replace(context=(1, sys.maxsize)) for row in ROWS)
     assert 64 not in trt["draft_len_schedule"], "beyond the last entry it does not speculate anyway"
 
 

@@ -1,0 +1,94 @@
+"""scenario=verify: shares of the best gamma, from times that are given, and schedules that are read back."""
+
+import itertools
+import json
+
+import pytest
+
+from magicdec.config.load import compose
+from magicdec.costmodel.engine_settings import read_vllm
+from magicdec.errors import UserError
+from magicdec.measure import metrics
+from magicdec.scenarios import verify
+from magicdec.tracking.progress import progress
+
+SMALL = ["scenario=verify", "hardware=cpu", "batch.generate_len=6", "cache.budget=64", "scenario.repeats=2"]
+SMALL += ["scenario.batch_sizes=[1,2]", "scenario.context_lens=[128,256]", "scenario.gammas=[1,2]"]
+PER_TOKEN_MS = {0: 10.0, 1: 8.0, 2: 5.0, 4: 20.0}  # by gamma, in the order of passes
+
+
+def run(*overrides: str):
+    with progress() as bars:
+        return verify.run(verify.prepare(compose([*SMALL, *overrides])), bars)
+
+
+def schedule_file(folder, entries) -> str:
+    path = folder / "schedule.json"
+    path.write_text(json.dumps({"method": "ngram", "num_speculative_tokens_per_batch_size": entries}))
+    return str(path)
+
+
+@pytest.fixture
+def timed(monkeypatch):
+    """Rounds take what PER_TOKEN_MS says. Collects the gammas in the order of their passes."""
+    passes: list[int] = []
+    decoded = verify._decoded
+    monkeypatch.setattr(verify, "_decoded", lambda batch, gamma: [passes.append(gamma), decoded(batch, gamma)][1])
+    times = itertools.cycle(PER_TOKEN_MS.values())  # asked for after each repeat
+    monkeypatch.setattr(metrics, "time_per_output_token_ms", lambda rows: next(times))
+    return passes
+
+
+def test_a_schedule_is_held_against_every_gamma_in_turn(timed, tmp_path):
+    file = schedule_file(tmp_path, [[1, 1, 1, 200, 4], [2, 8, 1, 200, 1], [1, 8, 201, 9999, 2]])
+    found = run(f"scenario.file={file}")
+    assert timed[:12] == [0, 1, 2, 4] * 3  # a warm-up, and two repeats; the file's own gamma is measured, too
+    lines = {(line["batch_size"], line["context_len"]): line for line in found.history}
+    assert {cell: (line["gamma"], line["best_gamma"]) for cell, line in lines.items()} == {
+        (1, 128): (4, 2),
+        (2, 128): (1, 2),
+        (1, 256): (2, 2),
+        (2, 256): (2, 2),
+    }
+    assert lines[2, 128]["share_of_best"] == pytest.approx(5 / 8)
+    assert lines[1, 256]["speedup/gamma_2"] == pytest.approx(2.0)
+    assert found.metrics["verify/worst_share"] == pytest.approx(5 / 20)
+    assert found.metrics["verify/median_share"] == pytest.approx((5 / 8 + 1) / 2)
+
+
+def test_without_a_file_the_schedule_is_predicted_from_the_acceptance_measured_here():
+    found = run()
+    assert len(found.history) == 4
+    for line in found.history:
+        assert 0 < line["alpha"] <= 1
+        assert line["gamma"] in (0, 1, 2)
+        assert line["share_of_best"] == pytest.approx(
+            line[f"speedup/gamma_{line['gamma']}"] / line[f"speedup/gamma_{line['best_gamma']}"]
+        )
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        (["draft=none"], "measures a draft"),
+        (["draft.synthetic_acceptance=0.5"], "without synthetic_acceptance"),
+        (["scenario.file=missing.json"], "missing.json: .*No such file"),
+    ],
+)
+def test_what_cannot_be_verified_is_refused(keys, said):
+    with pytest.raises(UserError, match=said):
+        verify.prepare(compose([*SMALL, *keys]))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        [],
+        {},
+        {"num_speculative_tokens_per_batch_size": []},
+        *({"num_speculative_tokens_per_batch_size": [row]} for row in ([1, 2], [1, 2, "3"], [1, 2, -3], 5)),
+    ],
+)
+def test_a_file_without_a_schedule_is_no_schedule(config):
+    with pytest.raises(ValueError, match="must hold"):
+        read_vllm(config)
