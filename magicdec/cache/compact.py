@@ -65,7 +65,7 @@ class CompactCache(DraftCache):
         """Plan a sliding window by positions, because slots are in no order."""
         if self.positions_LBKS is None:
             return super().plan(attention, num_new, dtype)
-        shape, seqlens_B = Shape(num_new, self.capacity, self.config.group_size, dtype), self.seqlens_B + num_new
+        shape, seqlens_B = Shape(num_new, self.capacity, self.config.group_size, dtype), self.read_B(num_new)
         positions_LBKS = self.positions_LBKS - self.shift_B[:, None, None]  # a new token's is its slot
         everything, plans = attention.plan(seqlens_B, shape, None), []
         for layer, positions_BKS in enumerate(positions_LBKS):

@@ -37,6 +37,11 @@ class DynamicCache(FullCache):
         return attention.attend(q_BTHD, self.k_LBKSD[layer], self.v_LBKSD[layer], plan, indices_BKN)
 
     @override
+    def read_B(self, num_new: int) -> Tensor:
+        """Return all valid slots, of a resting row too: what is selected there must not lie behind the end."""
+        return self.seqlens_B + num_new
+
+    @override
     def for_prefill(self, chunk: int) -> DraftCache:
         """Return a cache that reads all of the same entries."""
         k = self.k_LBKSD

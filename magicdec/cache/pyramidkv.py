@@ -120,6 +120,8 @@ class PyramidKVCache(DraftCache):
     @override
     def plan(self, attention: Attention, num_new: int, dtype: torch.dtype) -> list[Any]:
         """Plan every level by itself, because lengths differ."""
+        for level in self.levels:
+            level.resting_B = self.resting_B
         return [level.plan(attention, num_new, dtype)[0] for level in self.levels]
 
     @override

@@ -103,6 +103,11 @@ class Draft(ABC):
         """Return the number of kinds of rounds that take turns. Each is captured by itself."""
         return 1
 
+    @property
+    def caches(self) -> tuple[KVCache, ...]:
+        """Return the caches that proposals are made over."""
+        return ()
+
     def watch(self, verified: KVCache, phase: int) -> KVCache:
         """Return the target's cache for a verification of this phase, or a view of it that records attention."""
         return verified
@@ -196,6 +201,11 @@ class ModelDraft(Draft):
     @override
     def phases(self) -> int:
         return self.cache.phases
+
+    @property
+    @override
+    def caches(self) -> tuple[KVCache, ...]:
+        return (self.cache,)
 
     @override
     def watch(self, verified: KVCache, phase: int) -> KVCache:

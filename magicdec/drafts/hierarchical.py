@@ -21,6 +21,7 @@ from magicdec.decoding.state import DRAFT, State
 from magicdec.drafts.base import Draft, DraftSpec, Proposal, Selection
 from magicdec.drafts.model import IndependentDraft
 from magicdec.drafts.self import SelfDraft
+from magicdec.models.kv_cache import KVCache
 from magicdec.rules import STRICT
 from magicdec.verification.accept import Verdict, accept_greedy, accept_sampled
 from magicdec.verification.sampling import Use, probabilities
@@ -183,6 +184,11 @@ class HierarchicalDraft(SelfDraft):
         """Clear the row in both levels."""
         super().clear_row(row)
         self.inner.clear_row(row)
+
+    @property
+    @override
+    def caches(self) -> tuple[KVCache, ...]:
+        return (*super().caches, *self.inner.caches)
 
     @property
     @override

@@ -16,7 +16,7 @@ from magicdec.decoding.timers import Clock, Stopwatch
 from magicdec.drafts.base import Draft, Proposal
 from magicdec.engine.adaptive import AdaptiveCycle
 from magicdec.engine.graphs import Captures, Cycle, Step
-from magicdec.models.kv_cache import KVCache
+from magicdec.models.kv_cache import KVCache, resting
 from magicdec.models.taps import Taps
 from magicdec.models.transformer import Transformer, compile_parts
 from magicdec.verification.accept import Verdict, accept_greedy, accept_sampled, accept_synthetic
@@ -126,9 +126,10 @@ class Decoder:
             cycle.restart()
 
     def round(self, draft: Draft, gamma: int, phase: int) -> None:
-        """Propose, verify, accept, commit: no host synchronisation, static shapes."""
-        proposal = draft.propose(self.state, gamma)
-        logits_BTV = self.verify(proposal, draft.watch(self.cache, phase), draft.taps)
+        """Propose, verify, accept, commit: no host synchronisation, static shapes, no attention for finished rows."""
+        with resting(self.state.finished_B, self.cache, *draft.caches):
+            proposal = draft.propose(self.state, gamma)
+            logits_BTV = self.verify(proposal, draft.watch(self.cache, phase), draft.taps)
         verdict = self.accept(proposal, logits_BTV)
         count_B = self.state.commit(verdict)
         self.cache.commit(gamma + 1, count_B)
@@ -154,7 +155,8 @@ class Decoder:
 
     def decode_token(self) -> None:
         """Run one autoregressive step: a round without proposals."""
-        logits_B1V = self.target.logits(self.target(self.state.recent_BT(1), self.cache))
+        with resting(self.state.finished_B, self.cache):
+            logits_B1V = self.target.logits(self.target(self.state.recent_BT(1), self.cache))
         self.state.inspect(logits_B1V, TARGET)
         token_B1, _ = choose(logits_B1V, self.state.next_positions_BT(1), Use.DECIDE, self.sampling)
         count_B = self.state.commit(Verdict(torch.zeros_like(self.state.num_tokens_B), token_B1))

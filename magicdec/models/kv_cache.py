@@ -5,6 +5,8 @@ appends behind them, a rollback lowers seqlens, and nothing moves. Shapes and ad
 over a cache can be captured as a graph.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -52,13 +54,14 @@ class KVCache:
         self.k_LBKSD = torch.zeros(shape, dtype=dtype, device=device)
         self.v_LBKSD = torch.zeros(shape, dtype=dtype, device=device)
         self.seqlens_B = torch.zeros(num_rows, dtype=torch.int32, device=device)
+        self.resting_B: Tensor | None = None  # rows whose output nobody reads: see `resting`
         self._rows_B1 = torch.arange(num_rows, device=device)[:, None]
 
     def view(self, start: int, end: int) -> "KVCache":
         """Return a cache of layers [start, end) that shares their entries and the lengths."""
         part = KVCache(self.config.layers(start, end), self.num_rows, 0, self.k_LBKSD.dtype, self.k_LBKSD.device)
         part.k_LBKSD, part.v_LBKSD = self.k_LBKSD[start:end], self.v_LBKSD[start:end]
-        part.seqlens_B = self.seqlens_B
+        part.seqlens_B, part.resting_B = self.seqlens_B, self.resting_B
         return part
 
     def resized(self, capacity: int) -> "KVCache":
@@ -113,11 +116,16 @@ class KVCache:
         """
         return Place(self.k_LBKSD[layer], self.v_LBKSD[layer], self._rows_B1, slots_BT)
 
+    def read_B(self, num_new: int) -> Tensor:
+        """Return how many slots of each row a pass of `num_new` tokens reads; of a resting row the fewest."""
+        valid_B = self.seqlens_B + num_new
+        return valid_B if self.resting_B is None else torch.where(self.resting_B, num_new, valid_B)
+
     def plan(self, attention: Attention, num_new: int, dtype: torch.dtype) -> list[Any]:
         """Return each layer's plan for a forward pass of `num_new` tokens."""
         shape = Shape(num_new, self.capacity, self.config.group_size, dtype)
         windows = [self.config.window_of(i) for i in range(self.config.num_layers)]
-        plans = {window: attention.plan(self.seqlens_B + num_new, shape, window) for window in set(windows)}
+        plans = {window: attention.plan(self.read_B(num_new), shape, window) for window in set(windows)}
         return [plans[window] for window in windows]
 
     def coded(self, layer: int) -> Coded | None:
@@ -142,3 +150,15 @@ class KVCache:
     def commit(self, num_appended: int, count_B: Tensor) -> None:
         """Keep the first `count_B` of the last `num_appended` tokens appended to every row."""
         self.seqlens_B += count_B - num_appended
+
+
+@contextmanager
+def resting(rows_B: Tensor, *caches: KVCache) -> Iterator[None]:
+    """Read next to nothing of these rows (bool), which have finished. Their entries stay as they are."""
+    for cache in caches:
+        cache.resting_B = rows_B
+    try:
+        yield
+    finally:
+        for cache in caches:
+            cache.resting_B = None

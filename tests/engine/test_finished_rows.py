@@ -1,0 +1,63 @@
+"""Rows that have finished: attention leaves them out, in both ways of decoding, and nothing else changes."""
+
+import pytest
+
+from magicdec.attention.sdpa import SdpaAttention
+from magicdec.config.registry import POLICIES
+from magicdec.models import kv_cache
+from magicdec.verification.sampling import Sampling
+from tests.small import open_batch, random_prompts, small_drafter, small_model
+
+TARGET = small_model(spread=0.15)
+PROMPTS = random_prompts([40, 61, 53, 47])
+CASES = [("self", policy) for policy in POLICIES] + [("model", "streaming"), ("hierarchical", "snapkv")]
+
+
+def decode(draft: str, policy: str, sampling: Sampling, limits=(3, 20, 9, 20)):
+    """Tokens of both ways, of rows with limits of their own."""
+    keys = {"gamma": 3, "budget": 16, "num_sink": 2, "page_size": 4, "sampling": sampling, "generate_len": 20}
+    model = small_drafter(draft, TARGET, 0.15)
+    batch = open_batch(TARGET, PROMPTS, draft_name=draft, draft_model=model, policy=policy, **keys)
+    for row, limit in enumerate(limits):
+        batch.decoder.state.limit_B[row] = len(PROMPTS[row]) + limit
+    plain, fast = batch.decoder.generate(), batch.decoder.generate(batch.draft)
+    again = batch.decoder.generate(batch.draft)
+    assert again.tokens == fast.tokens, "entries of the rows that rested are as they were"
+    return plain.tokens, fast.tokens, fast.accepted_RB.tolist()
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.8, seed=3)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(("draft", "policy"), CASES)
+def test_other_rows_write_what_they_write_anyway(draft, policy, sampling, monkeypatch):
+    resting = decode(draft, policy, sampling)
+    assert [len(row) for row in resting[1]] == [3, 20, 9, 20]
+    monkeypatch.setattr(kv_cache.KVCache, "read_B", lambda cache, num_new: cache.seqlens_B + num_new)
+    assert resting == decode(draft, policy, sampling)
+
+
+@pytest.mark.parametrize("speculates", [False, True])
+def test_a_finished_row_is_not_read(speculates, monkeypatch):
+    """Of every pass, the slots that attention is told to read, per row."""
+    seen, plan = [], SdpaAttention.plan
+
+    def recorded(attention, seqlens_B, shape, *rest):
+        seen.append((shape.num_new, shape.capacity, seqlens_B.tolist()))
+        return plan(attention, seqlens_B, shape, *rest)
+
+    batch = open_batch(TARGET, PROMPTS, draft_name="self", policy="streaming", gamma=2, budget=16, generate_len=12)
+    state = batch.decoder.state
+    batch.decoder.restart()
+    batch.draft.prefill(state, lambda _: None)
+    state.finished_B[1] = True
+    monkeypatch.setattr(SdpaAttention, "plan", recorded)
+    if speculates:
+        batch.decoder.round(batch.draft, 2, 0)
+    else:
+        batch.decoder.decode_token()
+    assert seen
+    for num_new, _, read in seen:
+        assert read[1] == num_new
+        assert min(read[0], read[2], read[3]) > 12
+    verified = [read for num_new, capacity, read in seen if capacity == batch.decoder.cache.capacity]
+    assert verified[-1][0] == len(PROMPTS[0]) + (3 if speculates else 1)
+    assert batch.decoder.cache.resting_B is None
