@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from muon import Muon
 from safetensors.torch import save_file
 from tiny_corpus import Corpus
 from torch import Tensor
@@ -108,7 +109,8 @@ def steps(head: Head, hidden_BTN: Tensor, tokens_BT: Tensor, count: int, truncat
 
     `tokens_BT` has the token behind each hidden state, and count - 1 more. A step reads the text's own tokens.
     """
-    x_BTE, T, keys = head.fused(hidden_BTN), hidden_BTN.shape[1], []
+    # the head's own `fused` may take an operator of its own, which gives no gradient
+    x_BTE, T, keys = F.linear(hidden_BTN, head.fc.weight), hidden_BTN.shape[1], []
     logits = []
     for step in range(count):
         positions_T = torch.arange(step, step + T)
@@ -142,7 +144,7 @@ class Trainer:
         ]
         others = [p for name, p in self.head.named_parameters() if p.ndim == 1 or name == "head.weight"]
         self.head.embed.requires_grad_(False)
-        self.muon = torch.optim.Muon(matrices, lr=MUON_LR, weight_decay=0.0)
+        self.muon = Muon(matrices)
         self.adam = torch.optim.AdamW(others, lr=ADAM_LR, betas=(0.9, 0.95), weight_decay=0.0)
         self.number, self.tokens, self.seconds, self.curve = 0, 0, 0.0, list[dict[str, Any]]()
         self.checkpoint = args.work / "head.pt"
@@ -174,14 +176,15 @@ class Trainer:
 
     def train_step(self) -> float:
         """Do one optimiser step, on one window. Return the mean loss of the first step ahead, in nats."""
-        for group in (*self.muon.param_groups, *self.adam.param_groups):
-            group["lr"] = group.setdefault("peak", group["lr"]) * schedule(self.progress) * self.args.lr_share
+        rate = schedule(self.progress) * self.args.lr_share
+        for group in self.adam.param_groups:
+            group["lr"] = ADAM_LR * rate
         window = training_window(self.corpus, self.number, self.args.context + self.args.steps)
         losses = self.losses(torch.from_numpy(window)[None])
         weights = [STEP_WEIGHT**step for step in range(len(losses))]
         (sum(w * loss for w, loss in zip(weights, losses, strict=True)) / sum(weights)).backward()
         torch.nn.utils.clip_grad_norm_(self.head.parameters(), 1.0)
-        self.muon.step()
+        self.muon.step(MUON_LR * rate)
         self.adam.step()
         self.head.zero_grad()
         self.number, self.tokens = self.number + 1, self.tokens + self.args.context
@@ -233,7 +236,7 @@ class Trainer:
 
     def save(self) -> None:
         """Write what `restore` needs, and the head as it is used."""
-        state = {"head": self.head.state_dict(), "muon": self.muon.state_dict(), "adam": self.adam.state_dict()}
+        state = {"head": self.head.state_dict(), "momenta": self.muon.momenta, "adam": self.adam.state_dict()}
         state |= {"number": self.number, "tokens": self.tokens, "seconds": self.seconds, "curve": self.curve}
         temporary = self.checkpoint.with_suffix(".tmp")
         torch.save(state, temporary)
@@ -247,7 +250,7 @@ class Trainer:
         """Resume from the checkpoint in the work folder."""
         state = torch.load(self.checkpoint, weights_only=True)
         self.head.load_state_dict(state["head"])
-        self.muon.load_state_dict(state["muon"])
+        self.muon.momenta = state["momenta"]
         self.adam.load_state_dict(state["adam"])
         self.number, self.tokens = state["number"], state["tokens"]
         self.seconds, self.curve = state["seconds"], state["curve"]
