@@ -161,6 +161,17 @@ def test_one_swept_axis_is_a_line(look):
 
 
 @browser
+def test_the_best_gamma_is_a_map_over_batch_and_context(look):
+    rows = [
+        done(i, batch__size=batch, batch__context_len=context, **{"predicted/gamma": gamma, "predicted/speedup": 1.1})
+        for i, (batch, context, gamma) in enumerate([(1, 1024, 1), (64, 1024, 1), (1, 8192, 2), (64, 8192, 5)])
+    ]
+    cells, words = look(rows, "numMarks('chart1', 'rect')", "text('chart1')", state="value1=best+gamma&as=heat+map")
+    assert cells == len(rows)
+    assert "best gamma" in words
+
+
+@browser
 def test_a_click_on_a_cell_shows_its_runs_alone(look, html):
     place = "document.querySelector('#chart1 .mark-rect.role-mark path')"
     _, shown, where = look(

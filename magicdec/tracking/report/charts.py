@@ -90,7 +90,8 @@ def heat(ratio: bool) -> Chart:
     base: Chart = alt.Chart(alt.NamedData(name="points")).transform_aggregate(
         y="median(y)", noisy="max(noisy)", runs="count()", groupby=["x", "series"]
     )
-    scale = alt.Scale(scheme="redblue", domainMid=1) if ratio else alt.Scale(scheme="blues")
+    hues = alt.SchemeParams(name="redblue" if ratio else "blues", extent=[0.15, 0.85] if ratio else [0, 0.6])
+    scale = alt.Scale(scheme=hues, domainMid=1) if ratio else alt.Scale(scheme=hues)  # light: text is legible on it
     tips = [alt.Tooltip(name) for name in ("x:N", "series:N", "y:Q", "runs:Q")]
     across = alt.X("x:O", title="$x", axis=alt.Axis(labelAngle=0, labelOverlap=True))
     up = alt.Y("series:O", title="$series", sort="descending")

@@ -43,6 +43,7 @@ DIGITS = 5  # significant ones: finer than any measurement
 MEASURES: dict[str, dict[str, str]] = {
     "speedup": {"measured": "speedup", "measured, per batch": "speedup_wall", "measured, per level": "speedup_duration"}
     | {"predicted": PREDICTED, "published": "published/speedup"},
+    "best gamma": {"predicted": "predicted/gamma"},
     "formula speedup": {"from step times and acceptance": "formula/speedup", "measured": "speedup"},
     **{
         name: {way: f"{way}/{name}" for way in reversed(WAYS)}
