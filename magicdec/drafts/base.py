@@ -138,6 +138,7 @@ class ModelDraft(Draft):
     """
 
     refed: int
+    entries: KVCache | None = None  # the exact entries that `cache` is selected from, if it is
 
     def __init__(self, model: Transformer, cache: DraftCache, spec: DraftSpec):
         """Use the size of the target's vocabulary: models with one tokenizer may pad theirs to different sizes."""
@@ -211,10 +212,18 @@ class ModelDraft(Draft):
     def watch(self, verified: KVCache, phase: int) -> KVCache:
         return self.cache.watch(verified, phase)
 
+    def select(self, state: State, progress: Callable[[int], None] = lambda _: None) -> None:
+        """Select from `entries` at the end of the prefill: a scoring pass, if the policy scores, and a gather."""
+        assert self.entries is not None
+        self.cache.load(self.entries, self._scores(self.entries, state, progress))
+
     @override
     def selection(self, state: State) -> Selection | None:
-        if self.cache.settings.selects in ("round", "step"):
-            return Selection(lambda: self.cache.reselect(self.model.attention), self.cache.settings.selects)
+        selects = self.cache.settings.selects
+        if selects == "prefill" and self.entries is not None:
+            return Selection(lambda: self.select(state), selects)
+        if selects in ("round", "step"):
+            return Selection(lambda: self.cache.reselect(self.model.attention), selects)
         return None
 
     @override

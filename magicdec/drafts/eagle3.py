@@ -22,7 +22,7 @@ from magicdec.config.choices import DraftConfig
 from magicdec.config.registry import DRAFTS
 from magicdec.decoding.state import State
 from magicdec.decoding.timers import Stopwatch
-from magicdec.drafts.base import Draft, DraftSpec, ModelDraft, Proposal, Selection
+from magicdec.drafts.base import Draft, DraftSpec, ModelDraft, Proposal
 from magicdec.heads import HeadConfig
 from magicdec.models.head import Head
 from magicdec.models.kv_cache import KVCache, copy_row
@@ -56,6 +56,7 @@ class Eagle3Draft(ModelDraft):
     refed = 1
 
     model: Head
+    entries: KVCache
     taps: Taps
     output_BTE: Tensor  # of the last step, or what the first one reads
     verified_BT: Tensor  # the last committed token and the proposals
@@ -97,7 +98,7 @@ class Eagle3Draft(ModelDraft):
         """Select from the entries that were stored as the prompts were read."""
         self.entries.rollback(state.prompt_len_B - 1)
         self.last_BE.copy_(self.heard_BWE[:, -2])
-        self.cache.load(self.entries, self._scores(self.entries, state, progress))
+        self.select(state, progress)
 
     @override
     def replay(self, index_BT: Tensor, view: KVCache, state: State) -> None:
@@ -144,12 +145,6 @@ class Eagle3Draft(ModelDraft):
         self.entries.rollback(self.cache.length_B)
         newest_BE = hidden_BTE.take_along_dim((count_B.long() - 1).clamp(min=0)[:, None, None], dim=1)[:, 0]
         self.last_BE.copy_(torch.where((count_B > 0)[:, None], newest_BE, self.last_BE))
-
-    @override
-    def selection(self, state: State) -> Selection | None:
-        if self.cache.settings.selects == "prefill":
-            return Selection(lambda: self.prefill(state, lambda _: None), "prefill")
-        return super().selection(state)
 
     @override
     def copy_row(self, row: int, source: Draft) -> None:

@@ -18,7 +18,7 @@ from typing_extensions import override
 from magicdec.config.choices import CacheConfig, DraftConfig
 from magicdec.config.registry import DRAFTS, Cache
 from magicdec.decoding.state import DRAFT, State
-from magicdec.drafts.base import Draft, DraftSpec, Proposal, Selection
+from magicdec.drafts.base import Draft, DraftSpec, Proposal
 from magicdec.drafts.model import IndependentDraft
 from magicdec.drafts.self import SelfDraft
 from magicdec.models.kv_cache import KVCache
@@ -127,13 +127,6 @@ class HierarchicalDraft(SelfDraft):
         """Simulate the prefill of both levels."""
         SelfDraft.prefill(self, state, lambda _: None)
         self.inner.simulate_prefill(state)
-
-    @override
-    def selection(self, state: State) -> Selection | None:
-        """Return the selection of the retrieval cache alone."""
-        if self.cache.settings.selects == "prefill":
-            return Selection(lambda: SelfDraft.prefill(self, state, lambda _: None), "prefill")
-        return super().selection(state)
 
     @override
     def propose(self, state: State, gamma: int) -> Proposal:

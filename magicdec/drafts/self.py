@@ -10,7 +10,7 @@ from magicdec.cache.draft_cache import DraftCache
 from magicdec.config.choices import DraftConfig
 from magicdec.config.registry import DRAFTS
 from magicdec.decoding.state import State
-from magicdec.drafts.base import DraftSpec, ModelDraft, Selection
+from magicdec.drafts.base import DraftSpec, ModelDraft
 from magicdec.models.kv_cache import KVCache
 from magicdec.models.transformer import Transformer
 from magicdec.rules import STRICT
@@ -30,11 +30,12 @@ class SelfDraft(ModelDraft):
     """The target drafts for itself over a sparse view of its own cache."""
 
     refed = 1
+    entries: KVCache
 
     def __init__(self, model: Transformer, cache: DraftCache, target_cache: KVCache, spec: DraftSpec):
         """Take `target_cache`, which has the exact entries of the model's layers."""
         super().__init__(model, cache, spec)
-        self.target_cache = target_cache
+        self.entries = target_cache
 
     @classmethod
     @override
@@ -45,16 +46,9 @@ class SelfDraft(ModelDraft):
     @override
     def prefill(self, state: State, progress: Callable[[int], None]) -> None:
         """Select from what the target has computed."""
-        self.cache.load(self.target_cache, self._scores(self.target_cache, state, progress))
-
-    @override
-    def selection(self, state: State) -> Selection | None:
-        """Return, at the prefill, the scoring pass and the gather."""
-        if self.cache.settings.selects == "prefill":
-            return Selection(lambda: self.prefill(state, lambda _: None), "prefill")
-        return super().selection(state)
+        self.select(state, progress)
 
     @override
     def commit(self, count_B: Tensor, gamma: int) -> None:
         """Copy exact entries from the target's cache, where slots are positions."""
-        self.cache.take(self.target_cache, self.cache.length_B, count_B, gamma + 1)
+        self.cache.take(self.entries, self.cache.length_B, count_B, gamma + 1)
