@@ -1,6 +1,7 @@
 """Units, the two ways of decoding, and how the main figure is written."""
 
 WAYS = ("autoregressive", "speculative")  # as metrics begin
+LOADS = ("concurrency", "rate", "replay")  # the kinds of a level of load
 GIB = 1 << 30  # bytes
 
 

@@ -17,7 +17,7 @@ import yaml
 
 from magicdec import cli
 from magicdec.config import schema
-from magicdec.config.registry import DRAFTS, ENGINES, POLICIES
+from magicdec.config.registry import CORPORA, DRAFTS, ENGINES, POLICIES, keys_of
 from magicdec.config.schema import CONF, Config
 from magicdec.rules import must
 
@@ -116,8 +116,8 @@ def configuration() -> str:
 def _classes(group: str, general: type) -> Iterator[type]:
     """Yield the dataclasses that hold a group's keys."""
     yield from get_args(general) or (general,)
-    registry: Any = {"cache": POLICIES, "draft": DRAFTS, "engine": ENGINES}.get(group, {})
-    yield from (registry[name].facts for name in sorted(registry))
+    registry: Any = {"cache": POLICIES, "draft": DRAFTS, "engine": ENGINES, "data": CORPORA}.get(group, {})
+    yield from dict.fromkeys(keys_of(registry, name) for name in sorted(registry))
 
 
 def _options_table(group: str, options: list[Option]) -> str:

@@ -129,15 +129,18 @@ def _run(config: Config) -> Iterator[str]:
         yield f"data.path=null: data={data.name} needs a file or folder, as in data.path=FOLDER"
     if corpus.tasks and data.task is None:
         yield f"data.task=null: choose one, as in data.task={corpus.tasks[0]}"
-    if data.task is not None and data.task not in corpus.tasks:
+    if data.task is not None and corpus.tasks is not None and data.task not in corpus.tasks:
         valid = f"must be one of {', '.join(corpus.tasks)}" if corpus.tasks else f"data={data.name} has no tasks"
         yield f"data.task={data.task}: {valid}{did_you_mean(data.task, corpus.tasks)}"
+    yield from data.mistakes()
+    if scenario.name == "serve" and scenario.replays and not getattr(data, "arrival", None):
+        yield f"scenario.replays={scenario.replays}: data={data.name} has no times of arrival; set data.arrival=FIELD"
     if scenario.name == "serve" and scenario.slo and not any(scenario.bounds.values()):
         yield f"scenario.slo={scenario.slo}: needs a bound, scenario.latency_ms or scenario.first_token_ms"
     if scenario.name == "serve" and scenario.slo and config.hardware.tensor_parallel > 1 and not config.engine.parallel:
         yield f"scenario.slo={scenario.slo}: goes with one device; set hardware.tensor_parallel=1"
-    if scenario.name == "serve" and not (scenario.concurrencies or scenario.rates or scenario.slo):
-        yield "scenario.concurrencies=[]: scenario=serve needs at least one of them, or of scenario.rates"
+    if scenario.name == "serve" and not any((scenario.concurrencies, scenario.rates, scenario.replays, scenario.slo)):
+        yield "scenario.concurrencies=[]: scenario=serve needs at least one of them, or of scenario.rates or replays"
     if scenario.name == "serve":
         hours = scenario.num_requests / min(scenario.rates, default=math.inf) / 3600
         if hours > MOST_HOURS:

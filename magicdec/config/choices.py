@@ -256,6 +256,26 @@ class EngineConfig:
     is_remote: ClassVar[bool] = False  # it runs elsewhere: of the models here, the target's tokenizer alone is read
 
 
+@dataclass(frozen=True, config=STRICT)
+class DataConfig:
+    """The source of prompts. A corpus with keys of its own has a subclass."""
+
+    name: str = ""
+    path: str | None = None
+    task: str | None = None
+    seed: Annotated[int, Field(ge=0)] = 0
+    save_prompts: bool = False
+
+    def mistakes(self) -> Iterator[str]:
+        """Yield what is wrong with the values together."""
+        yield from ()
+
+    @property
+    def sources(self) -> dict[str, tuple[str, str | None]]:
+        """Return the corpora that the prompts are read from, with their paths, by key."""
+        return {"data": (self.name, self.path)}
+
+
 @plain_dataclass(frozen=True)
 class Backend:
     """A backend of attention. The work is a subclass of Attention: see magicdec/attention/base.py."""
@@ -271,8 +291,9 @@ class Corpus:
     """A source of prompts. The work is a function `load`: see magicdec/data."""
 
     name: str
+    keys: type[DataConfig] = DataConfig
     needs_path: bool = False
-    tasks: tuple[str, ...] = ()
+    tasks: tuple[str, ...] | None = ()  # None: `task` only names the prompts
     is_noise: bool = False  # random tokens: nothing to measure acceptance on, and no tokenizer needed
     own_lengths: bool = False  # rows are as long as the user wrote them
     origin: str = f"Python {platform.python_version()}"  # of a text without a path: the standard library's source

@@ -14,12 +14,12 @@ from pydantic import TypeAdapter
 
 from magicdec import plugins
 from magicdec.config.choices import DraftConfig
-from magicdec.config.registry import BACKENDS, CORPORA, DRAFTS, ENGINES, POLICIES, Registry
+from magicdec.config.registry import BACKENDS, CORPORA, DRAFTS, ENGINES, POLICIES, Registry, keys_of
 from magicdec.config.schema import Config, Scenario
 from magicdec.errors import exit_code
 
 Schema = dict[str, Any]
-OPEN: dict[str, Registry[Any]] = {"cache": POLICIES, "draft": DRAFTS, "engine": ENGINES}
+OPEN: dict[str, Registry[Any]] = {"cache": POLICIES, "draft": DRAFTS, "engine": ENGINES, "data": CORPORA}
 # What Hydra fills in, or asks for.
 LATER = {"type": "string", "pattern": r"\$\{.+\}|^\?\?\?$"}
 DEFAULTS = {"type": "array", "items": {"type": ["string", "object"]}}
@@ -62,7 +62,7 @@ def group_schema(name: str, kind: Any) -> Schema:
     """Return the schema of a group or key; its definitions are those of pydantic."""
     if name in OPEN:
         registry = OPEN[name]
-        kinds = {choice: registry[choice].facts for choice in registry}
+        kinds = {choice: keys_of(registry, choice) for choice in registry}
         kinds |= {registry.keyword: DraftConfig} if registry is DRAFTS else {}
         return _chosen(registry.attribute, {choice: _of(kind) for choice, kind in kinds.items()})
     if kind == Scenario:
@@ -70,10 +70,7 @@ def group_schema(name: str, kind: Any) -> Schema:
         return _chosen("name", {name: _of(one) for name, one in kinds.items()})
     if name == "attention":
         return {"enum": [BACKENDS.keyword, *BACKENDS]}
-    schema = _of(kind)
-    if name == "data":
-        schema["properties"]["name"] = {"enum": [*CORPORA]}
-    return schema
+    return _of(kind)
 
 
 def _chosen(attribute: str, choices: dict[str, Schema]) -> Schema:

@@ -22,7 +22,7 @@ from typing import Annotated, Any, Generic, TypeVar
 from pydantic import PlainValidator, TypeAdapter
 from pydantic_core import PydanticCustomError
 
-from magicdec.config.choices import Backend, CacheConfig, Corpus, DraftConfig, EngineConfig
+from magicdec.config.choices import Backend, CacheConfig, Corpus, DataConfig, DraftConfig, EngineConfig
 from magicdec.errors import UserError
 from magicdec.rules import did_you_mean
 
@@ -105,6 +105,12 @@ BACKENDS: Registry[Backend] = Registry("attention", "magicdec.attention", keywor
 CORPORA: Registry[Corpus] = Registry("data.name", "magicdec.data")
 
 
+def keys_of(registry: Registry[Any], name: str) -> type:
+    """Return the class with the keys of a choice."""
+    facts = registry[name].facts
+    return facts.keys if isinstance(facts, Corpus) else facts
+
+
 def _chosen(registry: Registry[Any], base: type) -> PlainValidator:
     """Return the validator of a group whose class depends on what the group chooses."""
 
@@ -113,7 +119,7 @@ def _chosen(registry: Registry[Any], base: type) -> PlainValidator:
             return given
         if (name := given.get(registry.attribute)) is None:
             raise PydanticCustomError("missing_choice", "missing", {"attribute": registry.attribute})
-        kind = DraftConfig if registry is DRAFTS and name == DRAFTS.keyword else registry[str(name)].facts
+        kind = DraftConfig if registry is DRAFTS and name == DRAFTS.keyword else keys_of(registry, str(name))
         return TypeAdapter(kind).validate_json(json.dumps(given))
 
     return PlainValidator(typed)
@@ -123,6 +129,7 @@ def _chosen(registry: Registry[Any], base: type) -> PlainValidator:
 Cache = Annotated[CacheConfig, _chosen(POLICIES, CacheConfig)]
 Draft = Annotated[DraftConfig, _chosen(DRAFTS, DraftConfig)]
 Engine = Annotated[EngineConfig, _chosen(ENGINES, EngineConfig)]
+Data = Annotated[DataConfig, _chosen(CORPORA, DataConfig)]
 
 
 def _backend(name: Any) -> str:

@@ -14,7 +14,7 @@ from pydantic.dataclasses import dataclass
 
 from magicdec import plugins
 from magicdec.config.choices import CacheConfig, ModelChoice
-from magicdec.config.registry import AttentionName, Cache, Draft, Engine
+from magicdec.config.registry import AttentionName, Cache, Data, Draft, Engine
 from magicdec.rules import STRICT, Count, Counts, FileName, Fraction, Percentage, Share, is_file_name, must
 
 # In an installation conf/ is in the package, in a checkout next to it.
@@ -91,17 +91,6 @@ class BatchConfig:
     generate_len: Annotated[int, Field(ge=2), must("must be at least 2 (the first new token comes from the prefill)")]
     num_batches: Count
     prefill_chunk: AutoOrCount
-
-
-@dataclass(frozen=True, config=STRICT)
-class DataConfig:
-    """The source of prompts."""
-
-    name: str
-    path: str | None = None
-    task: str | None = None
-    seed: Annotated[int, Field(ge=0)] = 0
-    save_prompts: bool = False
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -231,6 +220,7 @@ class Serve:
     name: Literal["serve"]
     concurrencies: Counts
     rates: Annotated[list[Figure], must("must hold numbers above 0")]
+    replays: Annotated[list[Figure], must("must hold numbers above 0")]
     num_requests: Count
     length_shares: Annotated[list[Fraction], must("must hold numbers above 0 and at most 1"), Field(min_length=1)]
     latency_ms: Figure | None
@@ -281,7 +271,7 @@ class Config:
     cache: Cache
     hardware: HardwareConfig
     batch: BatchConfig
-    data: DataConfig
+    data: Data
     sampling: SamplingConfig
     attention: AttentionName
     engine: Engine

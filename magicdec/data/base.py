@@ -4,7 +4,7 @@ import hashlib
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from statistics import fmean
@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from magicdec.config.choices import DataConfig
 from magicdec.errors import UserError
 
 # Documents are tokenised in sections of this many characters per token of the context, so that one window of a book
@@ -24,15 +25,26 @@ class Prompts:
     """Token ids to decode from, one list per row.
 
     `tokens[i]` came from `sources[i]`, such as `asyncio#2@4096`: the document, its section, the first token.
-    `answers[i]`, for a corpus of tasks, is what the output of row i should contain.
+    `answers[i]`, for a corpus of tasks, is what the output of row i should contain. `categories`, `output_lens` (new
+    tokens) and `arrivals_s` (since the first) are those of the rows, where the corpus has them.
     """
 
     tokens: list[list[int]]
     sources: list[str]
     answers: Sequence[list[str]] = ()
+    categories: Sequence[str] = ()
+    output_lens: Sequence[int] = ()
+    arrivals_s: Sequence[float] = ()
+    num_left_out: int = 0  # rows of the corpus that do not fit
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    def take(self, order: Sequence[int]) -> "Prompts":
+        """Return these rows, in this order."""
+        columns = {name: rows for name, rows in vars(self).items() if isinstance(rows, Sequence) and rows}
+        columns = {name: [rows[place] for place in order] for name, rows in columns.items()}
+        return replace(self, **columns)  # type: ignore[arg-type]
 
     @cached_property
     def fingerprint(self) -> str:
@@ -48,6 +60,7 @@ class Prompts:
             "data/context_len_mean": fmean(lengths),
             "data/context_len_min": min(lengths),
             "data/context_len_max": max(lengths),
+            **({"data/rows_left_out": self.num_left_out} if self.num_left_out else {}),
         }
 
 
@@ -63,7 +76,7 @@ def fingerprint(rows: Iterable[Sequence[int]]) -> str:
 class PromptRequest:
     """The prompts that a run asks a corpus for: `num_rows` rows of `context_len` tokens.
 
-    `path` and `task` are those of the data's configuration. The same request gives the same prompts.
+    `path`, `task` and `keys` are those of the data's configuration. The same request gives the same prompts.
     """
 
     num_rows: int
@@ -73,6 +86,8 @@ class PromptRequest:
     seed: int = 0
     path: str | None = None
     task: str | None = None
+    keys: DataConfig | None = None  # all of them, for a corpus that has keys of its own
+    most_new_tokens: int | None = None  # of a request that has an output length of its own; None: nobody reads it
 
     @cached_property
     def prefix(self) -> tuple[int, ...]:

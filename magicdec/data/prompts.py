@@ -4,15 +4,20 @@ Messages go through the tokenizer's chat template, if it has one. Rows are as lo
 the most that a prompt may have.
 """
 
-import json
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from magicdec.config.choices import Corpus
 from magicdec.config.registry import CORPORA
 from magicdec.data.base import PromptRequest, Prompts
-from magicdec.data.text import files_at, read_text
-from magicdec.errors import UserError, in_one_line
+from magicdec.data.records import records
+from magicdec.data.text import files_at
+from magicdec.errors import UserError
+
+
+class Unfit(UserError):
+    """A row that is well-formed, but no prompt of this run."""
 
 
 @CORPORA.register(Corpus("prompts", needs_path=True, own_lengths=True, files_at=files_at))
@@ -24,46 +29,48 @@ def load(request: PromptRequest) -> Prompts:
     if request.path is None:
         raise UserError("data=prompts needs data.path=FILE.jsonl")
     corpus = f"data=prompts data.path={request.path}"
-    file, rows = Path(request.path).expanduser(), request.num_rows
-    if not file.is_file():
-        raise UserError(f"{corpus}: no such file")
-    lines = [(n, line) for n, line in enumerate(read_text(file, corpus).split("\n"), start=1) if line.strip()]
-    if len(lines) < rows:
-        raise UserError(f"{corpus}: {rows} rows need as many prompts, the file has {len(lines)}; lower batch.size")
     tokens, sources = [], []
-    for number, line in lines[:rows]:
-        where = f"{corpus}, line {number}"
-        tokens.append(_encode(request.tokenizer, _parse(line, where), where, request.context_len))
-        sources.append(f"{file.name}:{number}")
+    for number, where, content in islice(records(request.path, corpus), request.num_rows):
+        tokens.append(encode(request, _checked(content, where), where))
+        sources.append(f"{Path(request.path).name}:{number}")
+    if len(tokens) < request.num_rows:
+        raise too_few(corpus, request.num_rows, len(tokens))
     return Prompts(tokens, sources)
 
 
-def _parse(line: str, where: str) -> str | list[dict[str, Any]]:
+def too_few(corpus: str, wanted: int, found: int, left_out: str = "") -> UserError:
+    """Return the error for a file with too few prompts."""
+    return UserError(
+        f"{corpus}: {wanted} rows need as many prompts, the file has {found}{left_out}; "
+        "lower batch.size or scenario.num_requests"
+    )
+
+
+def _checked(entry: Any, where: str) -> str | list[dict[str, Any]]:
     """Return the prompt's text, or its messages."""
-    try:
-        entry = json.loads(line)
-        json.dumps(entry, ensure_ascii=False).encode()  # half of a surrogate pair is no text
-    except json.JSONDecodeError as error:
-        raise UserError(f"{where} is not JSON: {error.msg} at column {error.colno}") from None
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{where} cannot be read ({in_one_line(error)})") from None
     if not isinstance(entry, dict) or ("prompt" in entry) == ("messages" in entry):
         raise UserError(f'{where} must be an object with either "prompt" or "messages"')
     if "prompt" in entry:
         if not isinstance(entry["prompt"], str):
             raise UserError(f'{where}: "prompt" must be a string')
         return entry["prompt"]
-    messages = entry["messages"]
-    if not isinstance(messages, list) or not messages or not all(_is_message(message) for message in messages):
+    if not is_chat(entry["messages"]):
         raise UserError(f'{where}: "messages" must be a list of objects with strings "role" and "content"')
-    return messages
+    return entry["messages"]
+
+
+def is_chat(messages: Any) -> bool:
+    """Return whether a value is a list of messages."""
+    return isinstance(messages, list) and bool(messages) and all(_is_message(message) for message in messages)
 
 
 def _is_message(message: Any) -> bool:
     return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
 
 
-def _encode(tokenizer: Any, prompt: str | list[dict[str, Any]], where: str, context_len: int) -> list[int]:
+def encode(request: PromptRequest, prompt: str | list[dict[str, Any]], where: str) -> list[int]:
+    """Return a prompt as token ids. Raise Unfit if it is empty or longer than `context_len`."""
+    tokenizer = request.tokenizer
     if isinstance(prompt, str):
         ids = tokenizer.encode(prompt, verbose=False)
     elif getattr(tokenizer, "chat_template", None):
@@ -71,10 +78,16 @@ def _encode(tokenizer: Any, prompt: str | list[dict[str, Any]], where: str, cont
     else:  # a base model, which was trained on plain text
         ids = tokenizer.encode("\n\n".join(message["content"] for message in prompt), verbose=False)
     if not ids:
-        raise UserError(f"{where}: the prompt is empty")
-    if len(ids) > context_len:
-        raise UserError(f"{where}: the prompt has {len(ids):,} tokens, more than batch.context_len={context_len}")
+        raise Unfit(f"{where}: the prompt is empty")
+    check_length(len(ids), request, where)
     return list(ids)
+
+
+def check_length(length: int, request: PromptRequest, where: str) -> None:
+    """Raise Unfit for a prompt of more tokens than `context_len`."""
+    if length > request.context_len:
+        most = f"more than batch.context_len={request.context_len}"
+        raise Unfit(f"{where}: the prompt has {length:,} tokens, {most}")
 
 
 def _templated(tokenizer: Any, messages: list[dict[str, Any]], where: str) -> str:

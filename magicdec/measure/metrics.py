@@ -5,7 +5,7 @@ B rows, R rounds, G = gamma.
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from statistics import fmean, median
 from typing import Any, NamedTuple
@@ -115,8 +115,7 @@ def acceptance(rounds: Rounds) -> Metrics:
 
 def interval_metrics(speculative: Passes, times: Sequence[Times]) -> Metrics:
     """Return the 95% intervals of acceptance and of both speedups, under the names of the figures and `_ci95`."""
-    rounds = zip(*([row for g in one for row in rounds_of_rows(g)] for one in speculative), strict=True)
-    found: Metrics = {**acceptance_intervals([sum(row, Counter()) for row in rounds])}
+    found: Metrics = {**acceptance_intervals(rounds_of_prompts(speculative))}
     rows = np.array([[list(chain(*one[way])) for one in times] for way in WAYS])
     _, decode, tokens = np.moveaxis(rows, -1, 0)  # way, repeat, row; see RowTimes
     decoded = tokens.all((0, 1))
@@ -156,6 +155,34 @@ def rounds_by_row(generation: Generation) -> list[list[tuple[int, int]]]:
         [(gamma, n) for gamma, n in zip(generation.gammas, accepted, strict=True) if n != INACTIVE]
         for accepted in generation.accepted_RB.T.tolist()
     ]
+
+
+def rounds_of_prompts(speculative: Passes) -> list[Rounds]:
+    """Return the rounds of each prompt that count for acceptance, over all repeats."""
+    repeats = ([row for generation in one for row in rounds_of_rows(generation)] for one in speculative)
+    return [Rounds(sum(row, Counter())) for row in zip(*repeats, strict=True)]
+
+
+def by_category(categories: Sequence[str], measure: Callable[[list[int]], Metrics]) -> Metrics:
+    """Return `category/<name>/*`: what `measure` finds of each category's rows, given their places."""
+    groups: dict[str, list[int]] = {}
+    for place, name in enumerate(categories):
+        groups.setdefault(name, []).append(place)
+    return {f"category/{name}/{key}": value for name in sorted(groups) for key, value in measure(groups[name]).items()}
+
+
+def category_acceptance(categories: Sequence[str], rounds: Sequence[Rounds]) -> Metrics:
+    """Return the acceptance rate and length of each category, from the rounds of each row."""
+
+    def measure(rows: list[int]) -> Metrics:
+        return short_acceptance(acceptance(Rounds(sum((rounds[row] for row in rows), Counter()))))
+
+    return by_category(categories, measure)
+
+
+def short_acceptance(found: Metrics) -> Metrics:
+    """Return the acceptance rate and length among acceptance metrics."""
+    return {key: found[key] for key in ("acceptance_rate", "acceptance_length") if key in found}
 
 
 def usual_gamma(generations: list[Generation]) -> int:

@@ -67,6 +67,8 @@ def prompts(
         seed=c.data.seed,
         path=c.data.path,
         task=c.data.task,
+        keys=c.data,
+        most_new_tokens=c.batch.generate_len if c.scenario.name == "serve" else None,
     )
     return load_prompts(c.data.name, request)
 

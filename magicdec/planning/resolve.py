@@ -83,7 +83,7 @@ class Plan:
         if self.config.engine.name != "native":
             found["engine"] = ENGINES[self.config.engine.name].work.installed(self.config.engine)
         if self.config.scenario.name != "profile":
-            found["data"] = data.fingerprint(self.config.data.name, self.config.data.path)
+            found |= {key: data.fingerprint(*source) for key, source in self.config.data.sources.items()}
         return found
 
     @property

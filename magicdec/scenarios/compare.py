@@ -128,13 +128,15 @@ def _decoded(
 def _figures(plan: Plan, measured: Measured, outputs: Outputs) -> Metrics:
     """Return the speeds of both ways and, with a draft, acceptance, intervals and losslessness."""
     ways = [[metrics.speed_metrics(one[way]) for one in measured.times if way in one] for way in WAYS]
-    results = speeds(*ways) | {"repeats": len(measured.times)}
+    results = speeds(*ways) | {"repeats": len(measured.times)} | outputs.sizes_by_category
     if (reached := precision(measured.times)) is not None:
         results["speedup_precision"] = reached
     if speculative := measured.speculative:
         gamma = metrics.usual_gamma(speculative) or plan.config.gammas[-1]  # every row ended at its first token
         results |= metrics.acceptance_metrics(speculative) | {"gamma": gamma}
-        results |= metrics.interval_metrics([one.speculative for one in measured.repeats], measured.times)
+        passes = [one.speculative for one in measured.repeats]
+        results |= metrics.interval_metrics(passes, measured.times)
+        results |= metrics.category_acceptance(outputs.prompts.categories, metrics.rounds_of_prompts(passes))
         synthetic = plan.config.draft.synthetic_acceptance is not None
         results["acceptance/source"] = "synthetic" if synthetic else "measured"
         results |= lossless(plan, outputs.autoregressive, outputs.speculative, measured.verdict)

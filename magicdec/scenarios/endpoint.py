@@ -2,8 +2,10 @@
 
 import asyncio
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -11,7 +13,7 @@ import torch
 from magicdec.config.schema import Serve
 from magicdec.data import Prompts
 from magicdec.errors import to_stderr
-from magicdec.measure.metrics import Metrics
+from magicdec.measure.metrics import Metrics, by_category, short_acceptance
 from magicdec.peers.answer import EndpointFailed, EndpointRequest
 from magicdec.peers.base import Counts, Servable
 from magicdec.peers.endpoint import Endpoint, described
@@ -106,7 +108,11 @@ class Measurement:
                 name: ([r for r, keep in zip(way.requests, kept, strict=True) if keep], way.seconds)
                 for name, way in ways.items()
             }
-            result = speed_metrics(pairs, scenario)
+            places = [place for place, keep in enumerate(kept) if keep]
+            categories = [self.prompts.categories[place] for place in places if self.prompts.categories]
+            result = speed_metrics(pairs, scenario, categories)
+            if "speculative" in pairs:
+                result |= by_category(categories, partial(_acceptance, pairs["speculative"][0]))
         for name, way in ways.items():
             result[f"{name}/failed_requests"] = len(way.requests) - len(way.answered)
         if "speculative" in ways:
@@ -141,6 +147,12 @@ def run(plan: Plan, progress: Progress) -> Outcome:
     rows = outputs.rows(plan.config.data.save_prompts)
     shown = view(plan, results, work.history, work.facts["engine/served"])
     return Outcome(results, rows, work.history, view=shown)
+
+
+def _acceptance(requests: Sequence[EndpointRequest], rows: Sequence[int]) -> Metrics:
+    """Return the acceptance of some requests; {} if the answers do not tell it."""
+    counts = [requests[row].counts for row in rows]
+    return {} if None in counts else short_acceptance(sum(cast(list[Counts], counts), Counts()).metrics(0))
 
 
 async def _measure_all(work: Measurement, servers: Servable, tokenizer: object | None) -> None:

@@ -3,6 +3,8 @@
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import chain
 from statistics import median
 from typing import Any
 
@@ -11,15 +13,23 @@ from rich.table import Table
 from rich.text import Text
 
 from magicdec.config.load import to_dict
+from magicdec.config.registry import CORPORA
 from magicdec.config.schema import Serve
 from magicdec.data import Prompts
-from magicdec.measure.metrics import Metrics
+from magicdec.measure.metrics import Metrics, by_category
 from magicdec.planning import build
 from magicdec.planning.resolve import Plan
-from magicdec.serving.load import Load, RequestSpec, load_metrics
+from magicdec.serving.load import Load, RequestSpec, latency_metrics, load_metrics
 from magicdec.serving.request import Params, Request
 from magicdec.tracking.cells import new_table, three_digits
-from magicdec.tracking.table import described_context, described_models, described_place, losslessness
+from magicdec.tracking.table import (
+    categories,
+    described_context,
+    described_data,
+    described_models,
+    described_place,
+    losslessness,
+)
 from magicdec.units import WAYS
 from magicdec.verification.sampling import Sampling
 
@@ -37,29 +47,36 @@ Measured = tuple[Sequence[Request], float]  # the requests of a level, and the s
 def levels_of(scenario: Serve) -> list[Load]:
     """Return the levels of load in their order."""
     users = [Load("concurrency", users) for users in scenario.concurrencies]
-    return users + [Load("rate", rate) for rate in scenario.rates]
+    rates = [Load("rate", rate) for rate in scenario.rates]
+    return users + rates + [Load("replay", speed) for speed in scenario.replays]
 
 
 def prompts_of(plan: Plan, tokenizer: object | None) -> Prompts:
-    """Return a prompt per request: all lengths in turn, shuffled."""
-    config, count = plan.config, plan.config.settings(Serve).num_requests
-    longest = config.batch.context_len
-    shares = config.settings(Serve).length_shares if config.data.name != "prompts" else [1.0]
-    lengths = [max(1, round(share * longest)) for share in shares][:count]
-    rows: list[tuple[list[int], str]] = []
-    for index, length in enumerate(lengths):
-        loaded = build.prompts(plan, tokenizer, len(range(index, count, len(lengths))), length)
-        rows += zip(loaded.tokens, loaded.sources, strict=True)
-    random.Random(config.data.seed).shuffle(rows)
-    return Prompts([tokens for tokens, _ in rows], [source for _, source in rows])
+    """Return a prompt per request: those of a trace in its order, otherwise all lengths in turn, shuffled."""
+    config, scenario = plan.config, plan.config.settings(Serve)
+    count = scenario.num_requests
+    if CORPORA[config.data.name].facts.own_lengths:
+        prompts = build.prompts(plan, tokenizer, count)
+    else:
+        lengths = [max(1, round(share * config.batch.context_len)) for share in scenario.length_shares][:count]
+        numbers = [len(range(index, count, len(lengths))) for index in range(len(lengths))]
+        parts = [build.prompts(plan, tokenizer, *part) for part in zip(numbers, lengths, strict=True)]
+        prompts = Prompts(list(chain(*(one.tokens for one in parts))), list(chain(*(one.sources for one in parts))))
+    if prompts.arrivals_s:
+        return prompts
+    order = list(range(count))
+    random.Random(config.data.seed).shuffle(order)
+    return prompts.take(order)
 
 
 def jobs_of(plan: Plan, prompts: Prompts) -> list[RequestSpec]:
     """Return a request for each prompt, with random numbers of its own."""
-    config = plan.config
+    config, rows = plan.config, range(len(prompts))
+    lengths = prompts.output_lens or [config.batch.generate_len for _ in rows]
+    arrivals = prompts.arrivals_s or [0.0 for _ in rows]
     return [
-        RequestSpec(prompt, Params(config.batch.generate_len, Sampling.of(config.sampling, number)))
-        for number, prompt in enumerate(prompts.tokens)
+        RequestSpec(prompts.tokens[row], Params(lengths[row], Sampling.of(config.sampling, row)), arrivals[row])
+        for row in rows
     ]
 
 
@@ -69,12 +86,13 @@ def warm_up_of(jobs: Sequence[RequestSpec]) -> RequestSpec:
     return RequestSpec(jobs[0].prompt, replace(params, max_tokens=min(WARMUP_TOKENS, params.max_tokens)))
 
 
-def speed_metrics(measured: Mapping[str, Measured], scenario: Serve) -> Metrics:
-    """Return the speed of each way and the speedups, named as in scenario=compare."""
+def speed_metrics(measured: Mapping[str, Measured], scenario: Serve, categories: Sequence[str] = ()) -> Metrics:
+    """Return the speed of each way and the speedups, named as in scenario=compare; the latencies by category, too."""
     result: Metrics = {}
     for way, (requests, seconds) in measured.items():
         figures = load_metrics(requests, seconds, scenario.latency_ms, scenario.first_token_ms)
         result |= {f"{way}/{name}": value for name, value in figures.items()}
+    result |= by_category(categories, partial(_of_category, measured))
     if len(measured) < len(WAYS):
         return result
     plain, fast = (measured[way] for way in WAYS)
@@ -89,20 +107,32 @@ def speed_metrics(measured: Mapping[str, Measured], scenario: Serve) -> Metrics:
     return result
 
 
+def _of_category(measured: Mapping[str, Measured], rows: Sequence[int]) -> Metrics:
+    """Return the number of some requests, their new tokens, and their latencies in each way."""
+    stats = {way: [requests[row].stats for row in rows] for way, (requests, _) in measured.items()}
+    result: Metrics = {"rows": len(rows), "tokens": sum(one.tokens for one in [*stats.values()][-1])}
+    for way, some in stats.items():
+        result |= {f"{way}/{name}": value for name, value in latency_metrics(some).items()}
+    return result
+
+
 def view(plan: Plan, results: Metrics, history: Sequence[Mapping[str, Any]], server: str = "") -> RenderableType:
     """Return what the terminal shows: both ways at each level of load. `server` describes one that is not ours."""
     config, described, scenario = plan.config, to_dict(plan.config), plan.config.settings(Serve)
-    lengths = f"{described_context(described, results)}, {config.batch.generate_len} new tokens each"
+    most = "up to " if described["data"].get("output_len") else ""
+    lengths = f"{described_context(described, results)}, {most}{config.batch.generate_len} new tokens each"
     place = [] if server else [described_place(described, plan.device_name)]
     lines = [
         Text(f"serve: {server or described_models(described)}", style="bold"),
         Text(f"{scenario.num_requests} requests a level, {lengths}"),
-        Text("; ".join([f"data: {config.data.name}", *place])),
+        Text("; ".join([described_data(described), *place])),
     ]
     if config.draft.synthetic_acceptance is not None:
         lines.append(Text("SYNTHETIC acceptance: drawn, not measured; only the times are real", style="bold yellow"))
     ways = [way for way in WAYS if any(f"{way}/tokens_per_second" in row for row in history)]
     parts: list[RenderableType] = [*lines, Text(), speeds(history, ways), Text(), latencies(history, ways)]
+    if found := categories(results):
+        parts += [Text(), found]
     if compared := [row for row in history if "lossless/identical" in row]:
         worst = min(compared, key=lambda row: row["lossless/identical"] is not False)
         parts.append(Text.assemble("\nlossless          ", losslessness(described, worst)))
@@ -136,7 +166,8 @@ def latencies(history: Sequence[Mapping[str, Any]], ways: Sequence[str]) -> Tabl
 
 
 def _load(row: Mapping[str, Any]) -> str:
-    return f"{row['concurrency']:g} at once" if "concurrency" in row else f"{row['rate']:g} a second"
+    words = {"concurrency": "{:g} at once", "rate": "{:g} a second", "replay": "trace at {:g}x"}
+    return next(form.format(row[kind]) for kind, form in words.items() if kind in row)
 
 
 def _percentiles(row: Mapping[str, Any], name: str, scale: float) -> str:

@@ -68,6 +68,14 @@ class Outputs:
     decode_s: list[dict[str, list[float]]] = field(default_factory=list)  # by way, of every repeat; empty if not known
 
     @property
+    def sizes_by_category(self) -> Metrics:
+        """Return the rows and the new tokens of each category."""
+        return metrics.by_category(
+            self.prompts.categories,
+            lambda rows: {"rows": len(rows), "tokens": sum(len(self.autoregressive[row]) for row in rows)},
+        )
+
+    @property
     def fingerprint(self) -> str:
         """Return a hash of the autoregressive tokens: equal if two runs, on any engines, have the same output."""
         return fingerprint(self.autoregressive)
@@ -80,6 +88,7 @@ class Outputs:
             row = {"row": index, "context_len": len(prompt), "autoregressive": tokens, "speculative": speculative}
             row |= {"rounds": self.rounds[index]} if self.rounds else {}
             row |= {"decode_s": self.decode_s[index]} if self.decode_s else {}
+            row |= {"category": self.prompts.categories[index]} if self.prompts.categories else {}
             row |= {"answers": self.prompts.answers[index]} if self.prompts.answers else {}
             rows.append(row | {"prompt": prompt} if save_prompts else row)
         return rows

@@ -44,6 +44,7 @@ def run(plan: Plan, progress: Progress) -> Outcome:
     results: Metrics = {**prompts.facts, "output/fingerprint": outputs.fingerprint}
     results |= {"device": plan.device_name, "engine/version": version, **plan.sources} | gpu.metrics()
     results |= speeds([_speed(one) for one in plain], [_speed(one) for one in fast]) | {"repeats": len(plain)}
+    results |= outputs.sizes_by_category
     if fast:
         counts = sum((generation.counts for one in fast for generation in one), Counts())
         gamma = max(config.gammas)

@@ -15,7 +15,7 @@ from magicdec.engine.native import NativeEngine
 from magicdec.errors import UserError, to_stderr
 from magicdec.measure import memory
 from magicdec.measure.intervals import acceptance_intervals
-from magicdec.measure.metrics import Metrics, Rounds, acceptance
+from magicdec.measure.metrics import Metrics, Rounds, acceptance, category_acceptance
 from magicdec.planning import build
 from magicdec.planning.resolve import Plan, resolve
 from magicdec.scenarios.levels import jobs_of, levels_of, prompts_of, speed_metrics, view, warm_up_of
@@ -29,7 +29,7 @@ from magicdec.serving.search import Search
 from magicdec.serving.shared import SharedSlots
 from magicdec.serving.slots import Slots
 from magicdec.tracking.progress import Progress
-from magicdec.units import GIB, WAYS
+from magicdec.units import GIB, LOADS, WAYS
 
 prepare = resolve
 
@@ -42,7 +42,7 @@ def run(plan: Plan, progress: Progress) -> Outcome:
     prompts = prompts_of(plan, build.tokenizer(plan))
     peak = memory.Peak(plan.device)
     engine = build.engine(plan, progress)
-    levels = Levels(plan, engine, jobs_of(plan, prompts), progress, peak)
+    levels = Levels(plan, engine, jobs_of(plan, prompts), prompts.categories, progress, peak)
     ways = WAYS if engine.draft.name != "none" else WAYS[:1]
     limits: Metrics = {}
     with keeping(lambda: Outcome({}, history=levels.history)):
@@ -58,7 +58,7 @@ def run(plan: Plan, progress: Progress) -> Outcome:
         return Outcome({})
     results: Metrics = {**prompts.facts, "device": plan.device_name, **plan.sources, **limits}
     for row in last:
-        results |= {key: value for key, value in row.items() if key not in ("concurrency", "rate")}
+        results |= {key: value for key, value in row.items() if key not in LOADS}
     if engine.draft.name != "none":
         results["acceptance/source"] = "measured" if config.draft.synthetic_acceptance is None else "synthetic"
     results |= levels.held
@@ -74,6 +74,7 @@ class Levels:
     plan: Plan
     engine: NativeEngine
     jobs: list[RequestSpec]
+    categories: Sequence[str]  # of the jobs; empty: they have none
     progress: Progress
     peak: memory.Peak
     history: list[dict[str, Any]] = field(default_factory=list)
@@ -90,7 +91,7 @@ class Levels:
             slots.follow()
             return {}
         measured = {way: _measure(slots, way, level, self.jobs, self.plan, self.progress) for way in ways}
-        self.history.append({level.kind: level.value} | _level_metrics(measured, self.plan))
+        self.history.append({level.kind: level.value} | _level_metrics(measured, self.plan, self.categories))
         self.written = {way: [request.tokens for request in requests] for way, (requests, _) in measured.items()}
         self.held = _memory(slots, self.peak)
         slots.close()  # or the caches of two levels would be held at once
@@ -132,16 +133,19 @@ def _measure(
     return asyncio.run(measured())
 
 
-def _level_metrics(measured: Mapping[str, tuple[list[Request], float]], plan: Plan) -> Metrics:
+def _level_metrics(
+    measured: Mapping[str, tuple[list[Request], float]], plan: Plan, categories: Sequence[str]
+) -> Metrics:
     """Return the metrics of both ways and their comparison."""
-    result = speed_metrics(measured, plan.config.settings(Serve))
+    result = speed_metrics(measured, plan.config.settings(Serve), categories)
     if "speculative" not in measured:
         return result
     fast = measured["speculative"][0]
     rounds = Rounds()
     for request in fast:
         rounds.update(request.rounds)
-    result |= acceptance(rounds) | acceptance_intervals([request.rounds for request in fast])
+    each = [request.rounds for request in fast]
+    result |= acceptance(rounds) | acceptance_intervals(each) | category_acceptance(categories, each)
     if len(measured) < len(WAYS):
         return result
     before, after = ([request.tokens for request in requests] for requests, _ in measured.values())

@@ -1,10 +1,13 @@
-"""Load on an engine and its latencies: a closed loop (a number of users) or an open one (a rate of arrivals)."""
+"""Load on an engine and its latencies: a closed loop (a number of users) or an open one (a rate of arrivals, or those
+of a trace).
+"""
 
 import asyncio
 import math
 import random
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from statistics import fmean
 from time import perf_counter
 from typing import Any, Protocol
@@ -23,6 +26,7 @@ class RequestSpec:
 
     prompt: list[int]
     params: Params
+    arrival_s: float = 0.0  # in a trace, since the first
 
 
 Answered = Callable[[RequestSpec], Coroutine[Any, Any, Request]]  # sends a request and waits for its end
@@ -30,14 +34,17 @@ Answered = Callable[[RequestSpec], Coroutine[Any, Any, Request]]  # sends a requ
 
 @dataclass(frozen=True)
 class Load:
-    """A level of load: `concurrency` users, or requests that arrive at a `rate` per second."""
+    """A level of load: `concurrency` users, requests that arrive at a `rate` per second, or the `replay` of a trace at
+    a multiple of its speed.
+    """
 
     kind: str
     value: float
 
     @override
     def __str__(self) -> str:
-        return f"concurrency {self.value:g}" if self.kind == "concurrency" else f"{self.value:g} requests/s"
+        words = {"concurrency": "concurrency {:g}", "rate": "{:g} requests/s", "replay": "the trace at {:g}x"}
+        return words[self.kind].format(self.value)
 
 
 class Answering(Protocol):
@@ -67,7 +74,7 @@ async def under_load(
     if level.kind == "concurrency":
         requests = await _closed(jobs, int(level.value), answered)
     else:
-        requests = await _open(jobs, level.value, seed, answered)
+        requests = await _open(jobs, _arrivals(jobs, level, seed), answered)
     return requests, perf_counter() - start
 
 
@@ -84,15 +91,22 @@ async def _closed(jobs: Sequence[RequestSpec], users: int, answered: Answered) -
     return [done[number] for number in range(len(jobs))]
 
 
-async def _open(jobs: Sequence[RequestSpec], rate: float, seed: int, answered: Answered) -> list[Request]:
-    """Send jobs as a Poisson process, however many are still being answered."""
-    generator, loop = random.Random(seed), asyncio.get_running_loop()
-    at, tasks = loop.time(), []
-    for job in jobs:
-        await asyncio.sleep(at - loop.time())
+async def _open(jobs: Sequence[RequestSpec], arrivals_s: Sequence[float], answered: Answered) -> list[Request]:
+    """Send jobs at their times, however many are still being answered."""
+    loop, tasks = asyncio.get_running_loop(), []
+    start = loop.time()
+    for job, arrival_s in zip(jobs, arrivals_s, strict=True):
+        await asyncio.sleep(start + arrival_s - loop.time())
         tasks.append(asyncio.create_task(answered(job)))
-        at += generator.expovariate(rate)
     return list(await asyncio.gather(*tasks))
+
+
+def _arrivals(jobs: Sequence[RequestSpec], level: Load, seed: int) -> list[float]:
+    """Return when jobs arrive, in seconds since the first: as recorded, or as a Poisson process."""
+    if level.kind == "replay":
+        return [job.arrival_s / level.value for job in jobs]
+    generator = random.Random(seed)
+    return [0.0, *accumulate(generator.expovariate(level.value) for _ in jobs[1:])]
 
 
 def load_metrics(
@@ -107,25 +121,32 @@ def load_metrics(
     """
     stats = [request.stats for request in requests]
     times = [s.time_per_output_token_s for s in stats if s.time_per_output_token_s]
-    latencies = {
-        "time_to_first_token_ms": [s.time_to_first_token_s or 0.0 for s in stats],
-        "time_per_output_token_ms": times,
-        "inter_chunk_latency_ms": [gap for s in stats for gap in s.inter_chunk_s],
-        "request_latency_ms": [s.request_latency_s or 0.0 for s in stats],
-    }
     metrics = {
         "tokens_per_second": sum(s.tokens for s in stats) / seconds,
         "tokens_per_second_per_user": fmean(1 / time for time in times) if times else math.nan,
         "requests_per_second": len(stats) / seconds,
         "wall_s": seconds,
+        **latency_metrics(stats),
     }
+    if latency_ms is not None or first_token_ms is not None:
+        metrics["goodput_rps"] = sum(_is_good(s, latency_ms, first_token_ms) for s in stats) / seconds
+    return metrics
+
+
+def latency_metrics(stats: Sequence[Stats]) -> dict[str, float]:
+    """Return the latencies of some requests, each as its mean and percentiles."""
+    latencies = {
+        "time_to_first_token_ms": [s.time_to_first_token_s or 0.0 for s in stats],
+        "time_per_output_token_ms": [s.time_per_output_token_s for s in stats if s.time_per_output_token_s],
+        "inter_chunk_latency_ms": [gap for s in stats for gap in s.inter_chunk_s],
+        "request_latency_ms": [s.request_latency_s or 0.0 for s in stats],
+    }
+    metrics: dict[str, float] = {}
     for name, values in latencies.items():
         known = values or [math.nan]
         metrics[name] = 1e3 * fmean(known)
         for percentile in PERCENTILES:
             metrics[f"{name}_p{percentile}"] = 1e3 * float(np.percentile(known, percentile))
-    if latency_ms is not None or first_token_ms is not None:
-        metrics["goodput_rps"] = sum(_is_good(s, latency_ms, first_token_ms) for s in stats) / seconds
     return metrics
 
 

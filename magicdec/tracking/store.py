@@ -59,7 +59,7 @@ ONLY_AUTO = ("precision", "max_minutes")  # keys of the group scenario that coun
 # Keys of the group scenario that are newer than the oldest ids, which do not count them at these values.
 LATER_KEYS: dict[str, Any] = {"acceptance_rate": None, "acceptance_length": None, "acceptance_gamma": None}
 LATER_KEYS |= {"workload": [], "schedule": None, "tolerance": 0.03}
-LATER_KEYS |= {"slo": None, "slo_percentile": 99, "slo_most": 64}
+LATER_KEYS |= {"slo": None, "slo_percentile": 99, "slo_most": 64, "replays": []}
 ID_LENGTH = 12  # hex digits: among 10,000 runs, two share an id with a probability of 2e-7
 CHECKOUT = PACKAGE.parent
 CODE_FOLDERS = ("magicdec", "conf", "sweeps", "hydra_plugins", "launch.py")  # of the checkout

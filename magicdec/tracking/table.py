@@ -30,6 +30,15 @@ SPEEDS = {
     "accuracy": "accuracy, answers in the output",
 }
 STEPS = {"target_decode": "T_T", "draft": "T_D", "verify": "T_V", "round": "round"}
+BY_CATEGORY = {
+    "rows": "rows",
+    "tokens": "tokens",
+    "acceptance_rate": "acceptance rate",
+    "acceptance_length": "length",
+    "speculative/time_to_first_token_ms_p50": "TTFT, ms",
+    "autoregressive/time_per_output_token_ms_p50": "AR TPOT, ms",
+    "speculative/time_per_output_token_ms_p50": "TPOT, ms",
+}
 LABEL_WIDTH = 18
 # Of a speedup: both colours are given, because a notebook has its own for text.
 FASTER, SLOWER = "bold bright_white on dark_green", "bold bright_white on dark_red"
@@ -63,6 +72,8 @@ def _results(
         yield Group(_grid(history), Text())
     elif any(three_digits(metrics.get(f"{way}/{key}")) for way in WAYS for key in SPEEDS):
         yield Group(_speeds(metrics), Text())
+    if found := categories(metrics):
+        yield Group(found, Text())
     if meaning := [*_verdict(config, metrics), *_steps(metrics), *_memory(metrics)]:
         yield Group(_pairs(meaning), Text())
 
@@ -80,7 +91,7 @@ def _header(config: Mapping[str, Any], metrics: Metrics) -> Iterator[Text]:
         batches = f"{batch['num_batches']} batches of " if batch["num_batches"] > 1 else ""
         size = f"{batches}{counted(int(batch['size']), 'row')} x {described_context(config, metrics)}"
         yield Text(f"{size}, {batch['generate_len']:,} new tokens each, {how}")
-        yield Text(f"data: {' '.join(filter(None, (config['data']['name'], config['data'].get('task'))))}; {where}")
+        yield Text(f"{described_data(config)}; {where}")
     if metrics.get("weights/source") == "random":
         yield Text(" RANDOM weights: only the times are real ", style="bold black on yellow")
     if metrics.get("acceptance/source") == "synthetic":
@@ -95,6 +106,11 @@ def described_place(config: Mapping[str, Any], device: Any, engine: str | None =
     ranks = f"{hardware['tensor_parallel']} ranks of " if hardware.get("tensor_parallel", 1) > 1 else ""
     means = f"by {engine}" if engine else f"attention by {config['attention']}"
     return f"{hardware['dtype']} on {ranks}{device}, {means}"
+
+
+def described_data(config: Mapping[str, Any]) -> str:
+    """Describe where the prompts come from."""
+    return f"data: {' '.join(filter(None, (config['data']['name'], config['data'].get('task'))))}"
 
 
 def described_context(config: Mapping[str, Any], metrics: Metrics) -> str:
@@ -132,6 +148,18 @@ def _speeds(metrics: Metrics) -> Table:
         if any(figures):
             table.add_row(label, *figures)
     return table
+
+
+def categories(metrics: Metrics) -> Table | None:
+    """Return a table with a line per category of prompts; None if they have none."""
+    names = [key[:-5] for key in metrics if key.startswith("category/") and key.endswith("/rows")]
+    present = [key for key in BY_CATEGORY if any(metrics.get(f"{name}/{key}") is not None for name in names)]
+    table = new_table("category", *(BY_CATEGORY[key] for key in present))
+    for name in names:
+        values = [metrics.get(f"{name}/{key}") for key in present]
+        figures = (f"{value:,}" if isinstance(value, int) else three_digits(value) for value in values)
+        table.add_row(name.removeprefix("category/"), *figures)
+    return table if names else None
 
 
 def _verdict(config: Mapping[str, Any], metrics: Metrics) -> Iterator[tuple[str, Text]]:

@@ -13,13 +13,13 @@ from magicdec.costmodel.targets import model_label
 from magicdec.errors import UserError
 from magicdec.rules import did_you_mean
 from magicdec.tracking.files import ROW, read_lines
+from magicdec.units import LOADS
 
 Settings = Mapping[str, Any]  # a run's configuration, as config.yaml holds it
 STEP_KEYS = (
     "round",
     "live/seconds",
-    "concurrency",
-    "rate",
+    *LOADS,
     "system/seconds",
 )  # the x axis of a row of numbers, if it has one of these
 TRACKERS = {"wandb": "magicdec.tracking.wandb", "tensorboard": "magicdec.tracking.tensorboard"}

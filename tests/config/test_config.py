@@ -62,13 +62,15 @@ def test_every_option_is_valid_and_every_target_can_be_a_draft(row):
     config = composed(
         *(f"{group}={option}" for group, option in row.items()),
         "data.path=somewhere",
+        *(["data.prompt=text"] if row["data"] == "jsonl" else []),
         "draft=model",
         f"target@draft.model={draft}",
         "draft.model.path=elsewhere",
         "draft.synthetic_acceptance=0.8",
     )
-    for group in ("target", "hardware", "data", "scenario"):
+    for group in ("target", "hardware", "scenario"):
         assert getattr(config, group).name == row[group]
+    assert row["data"] in (config.data.name, config.data.task)
     assert config.draft.model is not None
     assert (config.draft.model.name, config.draft.model.path) == (draft, "elsewhere")
 
@@ -200,7 +202,10 @@ def test_the_first_run_needs_no_warning(default):
         ({"target__architecture__num_heads": 3}, "target.architecture: num_heads=3 is not a multiple"),
         ({"data__name": "random"}, "data=random: acceptance cannot be measured on noise"),
         ({"data__name": "text"}, "data.path=null: data=text needs a file or folder"),
-        ({"data__name": "book"}, "data.name=book: must be one of pg19, prompts, random, repeat, ruler, stdlib, text"),
+        (
+            {"data__name": "book"},
+            "data.name=book: must be one of jsonl, pg19, prompts, random, repeat, ruler, stdlib",
+        ),
         ({"data__name": "ruler"}, "data.task=null: choose one, as in data.task=niah_single"),
         ({"data__name": "ruler", "data__task": "qwe"}, "data.task=qwe: must be one of niah_single, niah_multikey, cwe"),
         ({"data__seed": -1}, "data.seed=-1: must be at least 0"),
@@ -244,7 +249,7 @@ def test_the_first_run_needs_no_warning(default):
         ),
         (
             {"scenario__name": "serve", "scenario__concurrencies": []},
-            "scenario.concurrencies=[]: scenario=serve needs at least one of them, or of scenario.rates",
+            "scenario.concurrencies=[]: scenario=serve needs at least one of them, or of scenario.rates or replays",
         ),
         (
             {"scenario__name": "predict", "scenario__gammas": [2, 0]},

@@ -15,10 +15,11 @@ from magicdec.tracking.report.query import constants, informative
 from magicdec.tracking.report.rows import Row, interval
 from magicdec.tracking.report.verdict import estimates
 from magicdec.tracking.store import counted
+from magicdec.units import LOADS
 
 GIVEN = (
     *("target.name", "device", "hardware.name", "data.name", "data.task", "sampling.temperature", "scenario.alpha"),
-    *("draft.synthetic_acceptance", "batch.context_len", "batch.size", "load.concurrency", "load.rate"),
+    *("draft.synthetic_acceptance", "batch.context_len", "batch.size", *(f"load.{kind}" for kind in LOADS)),
 )
 PER = {"speedup": "row", "speedup_wall": "batch", "speedup_duration": "level"}  # what each speedup compares
 HELD = {

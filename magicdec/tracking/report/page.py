@@ -32,7 +32,7 @@ from magicdec.tracking.report.figures import LOG_FROM, is_timed
 from magicdec.tracking.report.query import NEVER_MIXED, informative, rank, varying
 from magicdec.tracking.report.rows import FACTS, Row, interval, is_setting, keys_of, num_runs
 from magicdec.tracking.store import NOT_IN_ID, counted
-from magicdec.units import WAYS
+from magicdec.units import LOADS, WAYS
 
 LEFT_OUT = FACTS - {"id", "status", "kind", "reason"}
 NOT_REPEATED = NOT_IN_ID - {"plugins"}  # no part of a copied command
@@ -125,6 +125,9 @@ def _data(rows: Sequence[Row]) -> dict[str, Any]:
     columns |= {"": ["all"] * len(rows), "command": [command(row) for row in rows]}
     numeric = {key for key in keys if any(is_number(row.get(key)) for row in rows)}
     measures = {name: {kind: key for kind, key in kinds.items() if key in numeric} for name, kinds in MEASURES.items()}
+    for name in ACCEPTANCE[:2]:
+        own = [key for key in keys if key.startswith("category/") and key.endswith(f"/{name}")]
+        measures[f"{name} by category"] = {key[len("category/") : -len(name) - 1]: key for key in own}
     measures = {name: kinds for name, kinds in measures.items() if kinds}
     compared = {name: _compared(name, numeric) for name in COMPARED if _compared(name, numeric)[1]}
     samples = dict(islice(_samples(rows), MAX_SAMPLES))
@@ -185,7 +188,7 @@ def _picks(rows: Sequence[Row], settings: Sequence[str]) -> dict[str, str]:
 
 def _menus(axes: Sequence[str], measures: Sequence[str] | dict[str, Any]) -> dict[str, list[str]]:
     """Return the menus of the charts: what each shows, over which setting, with a colour for each value of which."""
-    loads = [key for key in ("load.concurrency", "load.rate") if key in axes]
+    loads = [key for kind in LOADS if (key := f"load.{kind}") in axes]
     values = {"1": [*measures], "2": [name for name in ACCEPTANCE if name in measures]}
     values["3"] = [name for name in measures if name in MEASURES and WAYS[0] in MEASURES[name]] if loads else []
     found: dict[str, list[str]] = {"as": ["lines", "heat map"], "unit": list(UNITS)}

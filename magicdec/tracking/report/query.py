@@ -11,6 +11,7 @@ from magicdec.errors import UserError
 from magicdec.rules import did_you_mean
 from magicdec.tracking.cells import is_number
 from magicdec.tracking.report.rows import Row, is_setting, keys_of, num_runs
+from magicdec.units import LOADS
 
 SYNTAX = (
     "KEY=VALUE, or with != > >= < <= or ~ (contains); several must all hold. A key's unique ending, or its heading, "
@@ -43,7 +44,8 @@ LABELS = MAIN_METRICS | BETWEEN_ENGINES
 # Settings that runs are compared by, the most usual first. Of the others, those with fewer values come first.
 ASKED_FIRST = (
     *("engine.name", "target.name", "scenario.name", "draft.name", "draft.model.name", "cache.policy", "cache.budget"),
-    *("draft.gamma", "batch.context_len", "batch.size", "load.concurrency", "load.rate", "hardware.name", "data.name"),
+    *("draft.gamma", "batch.context_len", "batch.size", *(f"load.{kind}" for kind in LOADS)),
+    *("hardware.name", "data.name"),
 )
 # What a comparison holds constant: model, machine, batch, context, text, and how the draft is made.
 HELD = (

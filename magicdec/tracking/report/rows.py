@@ -11,6 +11,7 @@ from magicdec.tracking.files import ROW, read_lines
 from magicdec.tracking.reader import iter_runs, latest
 from magicdec.tracking.store import NOT_IN_ID, shown
 from magicdec.tracking.sweep import is_named, jobs
+from magicdec.units import LOADS
 
 Row = dict[str, Any]
 INTERVAL, ENDS = "_ci95", ("/low", "/high")  # a figure's 95% interval: two columns of a table
@@ -55,7 +56,7 @@ def read_runs(
 
 def rows_of(runs: Iterable[Mapping[str, Any]]) -> list[Row]:
     """Return a row per run. A run under load (scenario=serve) is a row per level, which is then a setting among others:
-    load.concurrency or load.rate.
+    load.concurrency, load.rate or load.replay.
     """
     rows = [row for run in runs for row in _levels(run)]
     _compare_outputs(rows)
@@ -86,7 +87,7 @@ def flatten(run: Mapping[str, Any]) -> Row:
     """Return a stored run as one row: nothing is nested, and null values are left out."""
     result = {key: value for key, value in run.items() if key != "config"}
     row = dict(_leaves(run.get("config") or {})) | dict(_leaves(result))
-    if row.get("data.name") == "prompts" and isinstance(mean := row.get("data/context_len_mean"), float):
+    if row.get("data.name") in ("prompts", "jsonl") and isinstance(mean := row.get("data/context_len_mean"), float):
         row["batch.context_len"] = round(mean)  # for a user's own prompts the setting is only a bound
     return row
 
@@ -108,7 +109,7 @@ def _levels(run: Mapping[str, Any]) -> list[Row]:
 
 
 def _of_level(level: Mapping[str, Any]) -> Row:
-    return {f"load.{key}" if key in ("concurrency", "rate") else key: value for key, value in _leaves(level)}
+    return {f"load.{key}" if key in LOADS else key: value for key, value in _leaves(level)}
 
 
 def num_runs(rows: Iterable[Row]) -> int:

@@ -1,0 +1,199 @@
+"""Prompts and traces in files of any field names, JSON lines or CSV; keys say which field is what.
+
+A field is a dotted path, as in `turns.0`. conf/data/ has the field names of well-known data sets.
+"""
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from datetime import UTC, datetime
+from itertools import zip_longest
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+from typing_extensions import override
+
+from magicdec.config.choices import Corpus, DataConfig
+from magicdec.config.registry import CORPORA
+from magicdec.data import text
+from magicdec.data.base import PromptRequest, Prompts
+from magicdec.data.prompts import Unfit, check_length, encode, is_chat, too_few
+from magicdec.data.records import field, records
+from magicdec.errors import UserError, to_stderr
+from magicdec.rules import STRICT
+
+Place = tuple[int, str, Any]  # of a row: its number, its place for messages, its content
+
+
+@dataclass(frozen=True, config=STRICT)
+class Fields(DataConfig):
+    """The fields of a row; None: there is none."""
+
+    prompt: str | None = None
+    prompt_len: str | None = None
+    category: str | None = None
+    reference: str | None = None
+    output_len: str | None = None
+    arrival: str | None = None
+    arrival_unit_s: Annotated[float, Field(gt=0)] = 1.0
+    chat: bool = False
+    filler: str | None = None
+    placeholder: str | None = None
+    unfit: Literal["error", "skip"] = "error"
+
+    @override
+    def mistakes(self) -> Iterator[str]:
+        if (self.prompt is None) == (self.prompt_len is None):
+            given = f"data.prompt={self.prompt}, data.prompt_len={self.prompt_len}"
+            yield f"{given.replace('None', 'null')}: name one of them, the field of the prompt or of its length"
+
+    @property
+    @override
+    def sources(self) -> dict[str, tuple[str, str | None]]:
+        return super().sources | ({} if self.prompt else {"data.filler": ("text", self.filler)})
+
+
+class Row(NamedTuple):
+    """What a run uses of a row."""
+
+    source: str
+    tokens: list[int]  # empty where only the length is known
+    length: int
+    category: str
+    answers: list[str]
+    output_len: int
+    arrival_s: float
+
+
+@CORPORA.register(Corpus("jsonl", keys=Fields, needs_path=True, tasks=None, own_lengths=True, files_at=text.files_at))
+def load(request: PromptRequest) -> Prompts:
+    """Return the file's first `num_rows` prompts that fit: in order of arrival, or else the categories in turns.
+
+    Raise UserError, with the line, for a row that lacks a field or does not fit (`unfit: skip` leaves the latter out,
+    with a warning), and for too few of them.
+    """
+    keys = request.keys
+    assert isinstance(keys, Fields), "the configuration of this corpus"
+    corpus = f"data=jsonl data.path={request.path}"
+    rows: list[Row] = []
+    reasons: list[str] = []
+    places: Iterable[Place] = records(str(request.path), corpus)
+    for place in _in_turns(places, keys.category) if keys.category and not keys.arrival else places:
+        if len(rows) == request.num_rows:
+            break
+        try:
+            rows.append(_row(place, keys, request))
+        except Unfit as reason:
+            if keys.unfit == "error":
+                raise UserError(f"{reason}; data.unfit=skip leaves out such rows") from None
+            reasons.append(str(reason))
+    left_out = f" and {len(reasons)} that do not fit, the first: {reasons[0]}" if reasons else ""
+    if len(rows) < request.num_rows:
+        raise too_few(corpus, request.num_rows, len(rows), left_out)
+    if reasons:
+        to_stderr(f"warning: {corpus}: took {len(rows)} rows{left_out.replace(' and', ', left out', 1)}")
+    rows.sort(key=lambda row: row.arrival_s)
+    prompts = Prompts(
+        [row.tokens for row in rows] if keys.prompt else _filled([row.length for row in rows], keys, request),
+        [row.source for row in rows],
+        answers=[row.answers for row in rows] if keys.reference else (),
+        categories=[row.category for row in rows] if keys.category else (),
+        output_lens=[row.output_len for row in rows] if request.most_new_tokens and keys.output_len else (),
+        arrivals_s=[row.arrival_s - rows[0].arrival_s for row in rows] if keys.arrival else (),
+    )
+    return replace(prompts, num_left_out=len(reasons))
+
+
+def _in_turns(places: Iterable[Place], category: str) -> Iterator[Place]:
+    """Yield a row of each category in turns, so that a few rows are of all of them."""
+    groups: dict[str, list[Place]] = {}
+    for place in places:
+        groups.setdefault(str(field(place[2], category, "data.category", place[1])), []).append(place)
+    for turn in zip_longest(*groups.values()):
+        yield from (place for place in turn if place is not None)
+
+
+def _row(place: Place, keys: Fields, request: PromptRequest) -> Row:
+    """Return a row. Raise Unfit where a value is missing, too large or of another kind."""
+    number, where, content = place
+
+    def value(key: str) -> Any:
+        path = getattr(keys, key)
+        found = None if path is None else field(content, path, f"data.{key}", where)
+        if path is not None and found is None:
+            raise Unfit(f"{where}: data.{key}={path}: there is no value")
+        return found
+
+    def count(key: str, found: Any) -> int:
+        if not isinstance(found, int) or isinstance(found, bool) or found < 1:
+            raise Unfit(f"{where}: data.{key}={getattr(keys, key)}: {found!r} is no number of tokens")
+        return found
+
+    output, most, reference = value("output_len"), request.most_new_tokens, value("reference") or []
+    if isinstance(output, str):
+        output = len(request.encode(output)) if most else 1
+    if most and keys.output_len and count("output_len", output) > most:
+        raise Unfit(f"{where}: {output:,} new tokens, more than batch.generate_len={most}")
+    answers = [reference] if isinstance(reference, str) else reference
+    if not isinstance(answers, list) or not all(isinstance(answer, str) for answer in answers):
+        raise Unfit(f"{where}: data.reference={keys.reference} must be a text, or a list of texts")
+    tokens = encode(request, _prompt(content, keys, where), where) if keys.prompt else []
+    length = len(tokens) if keys.prompt else count("prompt_len", value("prompt_len"))
+    check_length(length, request, where)
+    at = _seconds(value("arrival"), keys, where) if keys.arrival else 0.0
+    source = f"{Path(str(request.path)).name}:{number}"
+    return Row(source, tokens, length, str(value("category")), answers, output or 0, at)
+
+
+def _prompt(content: Any, keys: Fields, where: str) -> str | list[dict[str, Any]]:
+    """Return the prompt's text, filled into the template if there is one, or its messages."""
+    path = keys.prompt or ""
+    if "{" in path:
+        parts = re.split(r"\{(.+?)\}", path)
+        parts[1::2] = [str(field(content, name, "data.prompt", where)) for name in parts[1::2]]
+        found: Any = "".join(parts)
+    else:
+        found = field(content, path, "data.prompt", where)
+    if is_chat(found):
+        return found
+    if not isinstance(found, str):
+        raise Unfit(f"{where}: data.prompt={path} must be a text or messages")
+    if keys.placeholder and found.startswith(keys.placeholder):
+        raise Unfit(f"{where}: the prompt is a placeholder")
+    return [{"role": "user", "content": found}] if keys.chat else found
+
+
+def _seconds(found: Any, keys: Fields, where: str) -> float:
+    if isinstance(found, str):
+        try:
+            at = datetime.fromisoformat(found)
+            return at.replace(tzinfo=at.tzinfo or UTC).timestamp()
+        except ValueError:
+            pass
+    elif isinstance(found, int | float) and abs(found) < float("inf"):
+        return found * keys.arrival_unit_s
+    raise Unfit(f"{where}: data.arrival={keys.arrival}: {found!r} is neither a number nor a date and time")
+
+
+def _filled(lengths: list[int], keys: Fields, request: PromptRequest) -> list[list[int]]:
+    """Return prompts of these lengths, cut one after the other from windows of the filler's text."""
+    prefix = list(request.prefix)
+    own = [max(0, length - len(prefix)) for length in lengths]
+    size, number, used = max(1, *own), 0, 0
+    places = []
+    for length in own:
+        if used + length > size:
+            number, used = number + 1, 0
+        places.append((number, used))
+        used += length
+    wanted = replace(request, num_rows=number + 1, context_len=len(prefix) + size, path=keys.filler)
+    try:
+        windows = [window[len(prefix) :] for window in text.load_or_stdlib(wanted).tokens]
+    except UserError as error:
+        raise UserError(f"data.filler={keys.filler or 'null'}: {error}".replace("data.path", "data.filler")) from None
+    return [
+        [*prefix[:whole], *windows[number][start : start + length]]
+        for (number, start), length, whole in zip(places, own, lengths, strict=True)
+    ]
