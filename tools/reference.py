@@ -186,11 +186,9 @@ def _yaml(value: Any) -> str:
     if value is MISSING:
         return ""
     value = list(value) if isinstance(value, tuple) else value
-    return (
-        value
-        if isinstance(value, str)
-        else yaml.safe_dump(value, default_flow_style=True).strip().removesuffix("\n...")
-    )
+    if isinstance(value, str):
+        return value.replace("\n", "\\n")
+    return yaml.safe_dump(value, default_flow_style=True).strip().removesuffix("\n...")
 
 
 def _valid(hint: Any, entry: Any = None) -> str:

@@ -13,8 +13,8 @@ __all__ = ["PromptRequest", "Prompts", "fingerprint", "load_prompts"]
 def load_prompts(name: str, request: PromptRequest) -> Prompts:
     """Return the prompts of the corpus called `name`.
 
-    Every row has exactly `context_len` tokens and no two rows overlap, except for `prompts`, whose rows are as long as
-    the user wrote them, up to `context_len`. Raise UserError if the corpus is missing, malformed or too short, or if
+    Every row has exactly `context_len` tokens and no two rows overlap, except for `prompts` and `jsonl`, whose rows
+    are as long as their file says, up to `context_len`. Raise UserError if the corpus is missing, malformed or too short, or if
     the tokenizer does not fit the model.
     """
     corpus = CORPORA[name]

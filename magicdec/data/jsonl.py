@@ -137,7 +137,8 @@ def _row(place: Place, keys: Fields, request: PromptRequest) -> Row:
     if most and keys.output_len and count("output_len", output) > most:
         raise Unfit(f"{where}: {output:,} new tokens, more than batch.generate_len={most}")
     answers = [reference] if isinstance(reference, str) else reference
-    if not isinstance(answers, list) or not all(isinstance(answer, str) for answer in answers):
+    is_list = isinstance(answers, list) and all(isinstance(answer, str) for answer in answers)
+    if not is_list or (keys.reference and not answers):
         raise Unfit(f"{where}: data.reference={keys.reference} must be a text, or a list of texts")
     tokens = encode(request, _prompt(content, keys, where), where) if keys.prompt else []
     length = len(tokens) if keys.prompt else count("prompt_len", value("prompt_len"))
@@ -178,21 +179,22 @@ def _seconds(found: Any, keys: Fields, where: str) -> float:
 
 
 def _filled(lengths: list[int], keys: Fields, request: PromptRequest) -> list[list[int]]:
-    """Return prompts of these lengths, cut one after the other from windows of the filler's text."""
+    """Return prompts of these lengths, all of them different parts of the filler's text."""
     prefix = list(request.prefix)
     own = [max(0, length - len(prefix)) for length in lengths]
-    size, number, used = max(1, *own), 0, 0
-    places = []
-    for length in own:
-        if used + length > size:
-            number, used = number + 1, 0
-        places.append((number, used))
-        used += length
-    wanted = replace(request, num_rows=number + 1, context_len=len(prefix) + size, path=keys.filler)
+    size = max(1, *own)
+    places: list[tuple[int, int]] = []
+    used: list[int] = []  # tokens of each window
+    for length in own:  # into the first window that has room
+        number = next((number for number, taken in enumerate(used) if taken + length <= size), len(used))
+        used += [0] * (number == len(used))
+        places.append((number, used[number]))
+        used[number] += length
+    wanted = replace(request, num_rows=len(used), context_len=len(prefix) + size, path=keys.filler)
     try:
         windows = [window[len(prefix) :] for window in text.load_or_stdlib(wanted).tokens]
     except UserError as error:
-        raise UserError(f"data.filler={keys.filler or 'null'}: {error}".replace("data.path", "data.filler")) from None
+        raise UserError(str(error).replace("data.path", "data.filler")) from None
     return [
         [*prefix[:whole], *windows[number][start : start + length]]
         for (number, start), length, whole in zip(places, own, lengths, strict=True)

@@ -62,6 +62,21 @@ def test_our_server_writes_what_our_engine_writes(tmp_path, parts, capsys):
     assert "tiny at http://127.0.0.1" in capsys.readouterr().out
 
 
+def test_a_server_replays_a_trace_and_has_figures_by_category(tmp_path, parts):
+    rows = [{"p": f"def f{n}(self): return", "c": "ab"[n % 2], "t": n / 100} for n in range(6)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    keys = ["data=jsonl", f"data.path={tmp_path}/rows.jsonl", "data.prompt=p", "data.category=c", "data.arrival=t"]
+    keys += ["scenario.concurrencies=[]", "scenario.replays=[2]"]
+    native = run(compose([*SETTINGS, *LOAD, *keys, f"runs_dir={tmp_path}"]), Job())
+    engine, tokenizer = parts
+    serving = AsyncEngine(Scheduler(Slots(engine, 3, 128)))
+    with listening(http.create_app(serving, tokenizer, "tiny"), serving, grace_s=0) as (_, port):
+        result = served(tmp_path, f"http://127.0.0.1:{port}/v1", *keys)
+    same = [f"category/{name}/{key}" for name in "ab" for key in ("rows", "tokens", "acceptance_rate")]
+    assert {key: result[key] for key in same} == {key: native[key] for key in same}
+    assert [next(iter(row)) for row in result["history"]] == ["replay"]
+
+
 def test_one_server_is_speculative_if_it_speculates(tmp_path, parts):
     engine, tokenizer = parts
     for speculative, way in ((True, "speculative"), (False, "autoregressive")):
