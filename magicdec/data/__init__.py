@@ -14,8 +14,8 @@ def load_prompts(name: str, request: PromptRequest) -> Prompts:
     """Return the prompts of the corpus called `name`.
 
     Every row has exactly `context_len` tokens and no two rows overlap, except for `prompts` and `jsonl`, whose rows
-    are as long as their file says, up to `context_len`. Raise UserError if the corpus is missing, malformed or too short, or if
-    the tokenizer does not fit the model.
+    are as long as their file says, up to `context_len`. Raise UserError if the corpus is missing, malformed or too
+    short, or if the tokenizer does not fit the model.
     """
     corpus = CORPORA[name]
     if request.tokenizer is None and not corpus.facts.is_noise:
