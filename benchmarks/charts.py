@@ -23,10 +23,12 @@ def draw_chart(
     labels: tuple[str, str] = ("", ""),
     log: bool = False,
     level: float | None = None,
+    diagonal: bool = False,
 ) -> None:
     """Draw `y` by `x` with a colour per `series`, in a panel per value of `panels`, and save it as PNG.
 
     A line whose `x` is 0 does not depend on it: it is dashed and crosses the panel. `level` draws a horizontal line.
+    `diagonal` draws the line on which `x` and `y` agree, and makes both axes logarithmic.
     """
     keys = [key for key in (x, y, series, panels, error, *interval) if key]
     values = [{key: row[key] for key in keys} for row in rows if row[y] is not None]
@@ -35,14 +37,16 @@ def draw_chart(
         values = [row | {"low": row[y] - (row[error] or 0), "high": row[y] + (row[error] or 0)} for row in values]
     size = {"width": 300 if panels else 460, "height": 220 if panels else 280}
     colour = alt.Color(f"{series}:N", title=series, sort=None, scale=alt.Scale(range=COLOURS))
-    up = alt.Y(f"{y}:Q", title=labels[1] or y, scale=alt.Scale(zero=kind == "bar"))
+    kinds = ("log" if diagonal else "linear", "log" if log or diagonal else "linear")
+    upward = alt.Scale(type=kinds[0], zero=kind == "bar", nice=not diagonal, padding=12 * diagonal)
+    up = alt.Y(f"{y}:Q", title=labels[1] or y, scale=upward)
     title = labels[0] or x
     across: Any = alt.X(f"{x}:N", title=title, sort=None, axis=alt.Axis(labelAngle=-20))
     if kind != "bar":
         ticks = (
             alt.Axis(values=sorted({row[x] for row in values if row[x]})) if kind == "line" else alt.Axis(tickCount=4)
         )
-        scale = alt.Scale(type="log" if log else "linear", zero=False, nice=False, padding=12)
+        scale = alt.Scale(type=kinds[1], zero=False, nice=False, padding=12)
         across = alt.X(f"{x}:Q", title=title, scale=scale, axis=ticks)
     base = alt.Chart().encode(y=up, color=colour)
     if kind == "bar":
@@ -63,6 +67,10 @@ def draw_chart(
         )
     if level is not None:
         parts.append(alt.Chart().mark_rule(color="grey", strokeWidth=0.8).encode(y=alt.datum(level)))
+    if diagonal:
+        ends = [{x: end, y: end} for end in (min(row[y] for row in values), max(row[y] for row in values))]
+        line = alt.Chart(alt.Data(values=ends)).mark_line(color="grey", strokeWidth=0.8)
+        parts.append(line.encode(x=f"{x}:Q", y=f"{y}:Q"))
     chart: Any = alt.layer(*parts, data=alt.Data(values=values)).properties(**size)
     if panels:
         chart = chart.facet(facet=alt.Facet(f"{panels}:N", title=None, sort=None), columns=2 if kind == "line" else 3)

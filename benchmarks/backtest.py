@@ -1,0 +1,122 @@
+"""How well the cost model predicts speedups that others have measured: docs/results/backtest.csv, row by row.
+
+    python benchmarks/backtest.py
+
+Machines are predicted by their names, as `scenario=predict hardware=NAME` does, and nothing is fitted to these rows.
+Writes docs/results/backtest-predictions.csv and renders docs/results/backtest.md. No GPU is needed, and none is used.
+"""
+
+import json
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import yaml
+from page import RESULTS, ROOT
+from render import groups, read_csv, rounded, write, write_csv
+
+from magicdec.architectures import ModelConfig, from_hugging_face
+from magicdec.config.choices import DraftConfig, ModelChoice
+from magicdec.config.registry import DRAFTS, POLICIES
+from magicdec.config.schema import CONF
+from magicdec.costmodel.hardware import Hardware, configured
+from magicdec.costmodel.round import Setup, round_times
+from magicdec.costmodel.speedup import alpha_from_acceptance_length
+from magicdec.costmodel.targets import architecture, option
+from magicdec.heads import HeadConfig
+
+ADDED = yaml.safe_load((ROOT / "benchmarks/backtest_models.yaml").read_text())
+VOCABULARY = {"eagle": 1.0, "fr-spec": 0.25}  # a head's share of the target's
+# Rows that share these differ in their batch alone.
+SERIES = ("publisher", "model", "hardware", "tensor_parallel", "draft", "draft_model", "task", "gamma")
+Row = dict[str, Any]
+
+
+@cache
+def model_named(name: str) -> ModelConfig:
+    """Return the architecture of an option of the group target, or of backtest_models.yaml."""
+    if option(name):
+        return architecture(name)
+    changes = dict(ADDED["models"][name])
+    like = (CONF / "target" / f"{changes.pop('like')}.json").read_text()
+    sizes = json.loads(like) | changes
+    return from_hugging_face(sizes)
+
+
+def machine(row: Row) -> Hardware:
+    """Return the row's machine: a device that the cost model knows, or one of backtest_models.yaml."""
+    return configured(row["hardware"], row["tensor_parallel"], **ADDED["machines"].get(row["hardware"], {}))
+
+
+def draft_of(row: Row, target: ModelConfig) -> DraftConfig:
+    """Return the row's draft."""
+    kind, name = row["draft"], row["draft_model"]
+    if kind == "model":
+        return DRAFTS[kind].facts(model=ModelChoice(name, architecture=model_named(name)))
+    if kind == "layer_skip":
+        return DRAFTS[kind].facts(num_layers=int(name))
+    if kind == "ngram":
+        return DRAFTS[kind].facts()
+    head = HeadConfig.like(target)
+    if kind in VOCABULARY:
+        head = replace(head, draft_vocab_size=int(VOCABULARY[kind] * target.vocab_size))
+    return DRAFTS["eagle3"].facts(model=ModelChoice(kind, architecture=head))
+
+
+def predict(row: Row) -> Row:
+    """Return a row with its prediction, and with the acceptance length from which the measured speedup would follow."""
+    target = model_named(row["model"])
+    context = row["context"] + row["generate"] // 2  # on average
+    setup = Setup(
+        target=target,
+        hardware=machine(row),
+        batch=row["batch"],
+        context=context,
+        draft=draft_of(row, target),
+        cache=POLICIES["full"].facts(budget=context),
+        target_name=row["model"],
+        stored_weight_bytes=float(row["weight_bytes"]),
+    )
+    times, gamma = round_times(setup, row["gamma"]), row["gamma"]
+    length = row["acceptance_length"]
+    needed = row["speedup"] / times.speedup(1.0)
+    possible = 1 <= needed <= gamma + 1
+    return {key: row[key] for key in (*SERIES, "batch", "acceptance_length")} | {
+        "measured": row["speedup"],
+        **(against(row["speedup"], times.speedup(length)) if length else {}),
+        "round_steps": times.round_s / times.target.total,
+        "needed_length": needed,
+        "needed_alpha": alpha_from_acceptance_length(needed, gamma) if possible else None,
+    }
+
+
+def against(measured: float, predicted: float) -> Row:
+    """Return a prediction, its relative error, and whether it says correctly that speculation pays or does not."""
+    right = (predicted > 1) == (measured > 1)
+    return {"predicted": predicted, "error": predicted / measured - 1, "right": right, "carried": False}
+
+
+def carried(rows: list[Row]) -> list[Row]:
+    """Add predictions of larger batches from the acceptance that explains the smallest, where none is stated."""
+    for _, series in groups(rows, *SERIES):
+        first = min(series, key=lambda row: row["batch"])
+        for row in series:
+            if row is not first and row["acceptance_length"] is None:
+                predicted = first["needed_length"] / row["round_steps"]
+                row |= against(row["measured"], predicted) | {"carried": True}
+    return rows
+
+
+def predictions() -> list[Row]:
+    """Return the predictions of all rows of backtest.csv, in its order."""
+    return carried([predict(row) for row in read_csv(RESULTS / "backtest.csv")])
+
+
+def main() -> None:
+    """Predict all rows and render the page."""
+    write_csv(RESULTS / "backtest-predictions.csv", [rounded(row) for row in predictions()])
+    write("backtest")
+
+
+if __name__ == "__main__":
+    main()
