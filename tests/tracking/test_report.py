@@ -15,9 +15,11 @@ from magicdec.tracking.lock import locked
 from magicdec.tracking.report import difference, figures, page, query
 from magicdec.tracking.report.__main__ import main
 from magicdec.tracking.report.query import informative, varying
-from magicdec.tracking.report.rows import flatten, read_rows
+from magicdec.tracking.report.rows import flatten, read_rows, rows_of_file
+from tests.programs import ROOT
 from tests.tracking.stores import AXES, data_of, write_load, write_run, write_store
 
+LOADS = ROOT / "tests" / "peers" / "results"
 MANY, SECONDS = 10_000, 40  # it takes about 6 s on a free core; the bound is for crowded ones
 
 
@@ -417,6 +419,32 @@ def test_a_run_under_load_is_a_row_per_level(tmp_path, capsys):
     assert "0.90x" in capsys.readouterr().out
     (tmp_path / "10ad" / "history.jsonl").unlink()
     assert [row["speedup"] for row in read_rows(tmp_path)] == [0.9]
+
+
+def test_files_of_load_generators_become_rows(tmp_path, report):
+    """Next to a run under load; the table is that of scenario=serve."""
+    write_load(tmp_path / "runs", {1: (50.0, 60.0)})
+    files = [LOADS / f"{name}.json" for name in ("vllm_bench", "aiperf", "guidellm")]
+    code, out, _ = report(*files, "--where", "engine.name!=native", runs=tmp_path / "runs")
+    assert code == 0
+    for words in ("AR TTFT ms", "AR TPOT ms", "concurrency", "vllm bench serve", "AIPerf", "GuideLLM"):
+        assert words in out
+    (line,) = (line.split() for line in out.splitlines() if line.startswith("vllm_bench.json"))
+    assert [part for part in line if part in ("256", "4", "120", "12.5")] == ["256", "4", "120", "12.5"]
+    target = tmp_path / "all.csv"
+    assert report(*files, "--csv", target, "--html", tmp_path / "page.html", runs=tmp_path / "runs")[0] == 0
+    assert [row["id"] for row in csv.DictReader(target.open())][-1] == "guidellm.json"
+    code, _, err = report(target, runs=tmp_path / "runs")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "all.csv: not a result file that is read here" in err
+
+
+def test_a_server_that_reports_acceptance_is_speculative(tmp_path, report):
+    content = json.loads((LOADS / "vllm_bench.json").read_text()) | {"spec_decode_acceptance_length": 2.5}
+    (tmp_path / "fast.json").write_text(json.dumps(content))
+    (row,) = rows_of_file(tmp_path / "fast.json")
+    assert (row["speculative/tokens_per_second"], row["acceptance_length"]) == (256, 2.5)
+    assert not [key for key in row if key.startswith("autoregressive/")]
 
 
 def test_a_level_lacks_what_it_has_not_measured(tmp_path):

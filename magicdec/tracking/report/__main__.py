@@ -11,7 +11,16 @@ from rich.text import Text
 from magicdec.errors import UserError, exit_code
 from magicdec.tracking.reader import find_run
 from magicdec.tracking.report import difference, export, figures, page, query, terminal
-from magicdec.tracking.report.rows import Row, flatten, is_setting, keys_of, num_runs, read_runs, rows_of
+from magicdec.tracking.report.rows import (
+    Row,
+    flatten,
+    is_setting,
+    keys_of,
+    num_runs,
+    read_runs,
+    rows_of,
+    rows_of_file,
+)
 from magicdec.tracking.store import counted, shown
 
 EXAMPLES = """examples:
@@ -19,6 +28,7 @@ EXAMPLES = """examples:
   magicdec report runs --where cache.budget=128 --where 'speedup>1' --sort speedup --descending
   magicdec report runs --group-by cache.policy,cache.budget
   magicdec report runs --sweep gamma_x_budget --html report.html --csv runs.csv
+  magicdec report runs vllm.json benchmarks.json          next to what load generators have measured
   magicdec compare runs/0a1b2c3d4e5f runs/6a7b8c9d0e1f
 """
 
@@ -36,7 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _report(options: argparse.Namespace) -> None:
     chosen, left_out = read_runs(options.runs_dir, options.sweep, options.all)
-    rows = query.select(rows_of(chosen), options.where)
+    found = [*rows_of(chosen), *(row for path in options.results for row in rows_of_file(path))]
+    rows = query.select(found, options.where)
     table = query.group(rows, options.group_by.split(","), options.mix) if options.group_by else rows
     table = query.sort(table, options.sort, options.descending)
     written = list(_write_files(options, rows, table))
@@ -123,6 +134,9 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("runs_dir", type=Path, help="a run store, as in runs_dir=FOLDER")
+    parser.add_argument(
+        "results", nargs="*", type=Path, help="result files of vllm bench serve, AIPerf or GuideLLM, as further rows"
+    )
     parser.add_argument("--sweep", metavar="NAME", help="only the runs of the sweeps of this name, or of this folder")
     parser.add_argument("--all", action="store_true", help="every attempt at a run, and runs that were mistyped")
     parser.add_argument("--where", metavar="TEST", action="append", default=[], help=query.SYNTAX)

@@ -11,15 +11,14 @@ from itertools import islice
 from magicdec.measure.intervals import MIN_REPEATS, MIN_ROWS, Estimate, difference
 from magicdec.tracking.cells import cell, is_number
 from magicdec.tracking.reader import noise
-from magicdec.tracking.report.query import constants, informative
+from magicdec.tracking.report.query import LOAD_KEYS, constants, informative
 from magicdec.tracking.report.rows import Row, interval
 from magicdec.tracking.report.verdict import estimates
 from magicdec.tracking.store import counted
-from magicdec.units import LOADS
 
 GIVEN = (
     *("target.name", "device", "hardware.name", "data.name", "data.task", "sampling.temperature", "scenario.alpha"),
-    *("draft.synthetic_acceptance", "batch.context_len", "batch.size", *(f"load.{kind}" for kind in LOADS)),
+    *("draft.synthetic_acceptance", "batch.context_len", "batch.size", *LOAD_KEYS),
 )
 PER = {"speedup": "row", "speedup_wall": "batch", "speedup_duration": "level"}  # what each speedup compares
 HELD = {

@@ -29,10 +29,10 @@ from magicdec.tracking.reader import gpu_trouble, is_impossible, noise
 from magicdec.tracking.report.answer import BY, PER, PREDICTED, Answer, answer, is_synthetic, is_too_large
 from magicdec.tracking.report.charts import DESCRIPTIONS, PARTS, UNITS, template
 from magicdec.tracking.report.figures import LOG_FROM, is_timed
-from magicdec.tracking.report.query import NEVER_MIXED, informative, rank, varying
+from magicdec.tracking.report.query import LOAD_KEYS, NEVER_MIXED, informative, rank, varying
 from magicdec.tracking.report.rows import FACTS, Row, interval, is_setting, keys_of, num_runs
 from magicdec.tracking.store import NOT_IN_ID, counted
-from magicdec.units import LOADS, WAYS
+from magicdec.units import WAYS
 
 LEFT_OUT = FACTS - {"id", "status", "kind", "reason"}
 NOT_REPEATED = NOT_IN_ID - {"plugins"}  # no part of a copied command
@@ -188,7 +188,7 @@ def _picks(rows: Sequence[Row], settings: Sequence[str]) -> dict[str, str]:
 
 def _menus(axes: Sequence[str], measures: Sequence[str] | dict[str, Any]) -> dict[str, list[str]]:
     """Return the menus of the charts: what each shows, over which setting, with a colour for each value of which."""
-    loads = [key for kind in LOADS if (key := f"load.{kind}") in axes]
+    loads = [key for key in LOAD_KEYS if key in axes]
     values = {"1": [*measures], "2": [name for name in ACCEPTANCE if name in measures]}
     values["3"] = [name for name in measures if name in MEASURES and WAYS[0] in MEASURES[name]] if loads else []
     found: dict[str, list[str]] = {"as": ["lines", "heat map"], "unit": list(UNITS)}

@@ -10,7 +10,7 @@ import pandas
 from magicdec.errors import UserError
 from magicdec.rules import did_you_mean
 from magicdec.tracking.cells import is_number
-from magicdec.tracking.report.rows import Row, is_setting, keys_of, num_runs
+from magicdec.tracking.report.rows import SCENARIO, Row, is_setting, keys_of, num_runs
 from magicdec.units import LOADS
 
 SYNTAX = (
@@ -18,7 +18,7 @@ SYNTAX = (
     "will do: budget"
 )
 # A median over several models, or over measured, predicted and synthetic values, means nothing.
-NEVER_MIXED = ("target.name", "scenario.name", "acceptance/source")
+NEVER_MIXED = ("target.name", SCENARIO, "acceptance/source")
 # Headings of columns on the terminal. The speedups of a row, of a batch, and of a level of load.
 SPEEDUPS = ("speedup", "speedup_wall", "speedup_duration")
 MAIN_METRICS = {key: key for key in SPEEDUPS} | {
@@ -38,14 +38,23 @@ MAIN_METRICS = {key: key for key in SPEEDUPS} | {
     "published/speedup": "published",
     "published/predicted_speedup": "predicted for it",
 }
-ENGINE, SCENARIO = "engine.name", "scenario.name"
+ENGINE = "engine.name"
 BETWEEN_ENGINES = {ENGINE: "engine", "draft.name": "draft", "autoregressive/tokens_per_second": "AR tokens/s"}
-LABELS = MAIN_METRICS | BETWEEN_ENGINES
+# Of levels of load, which have a time to first token and may have been served in one way only.
+UNDER_LOAD = {
+    "autoregressive/tokens_per_second": "AR tokens/s",
+    "autoregressive/time_to_first_token_ms": "AR TTFT ms",
+    "autoregressive/time_per_output_token_ms": "AR TPOT ms",
+    "speculative/tokens_per_second": "tokens/s",
+    "speculative/time_to_first_token_ms": "TTFT ms",
+    "speculative/time_per_output_token_ms": "TPOT ms",
+}
+LOAD_KEYS = tuple(f"load.{kind}" for kind in LOADS)
+LABELS = MAIN_METRICS | BETWEEN_ENGINES | UNDER_LOAD
 # Settings that runs are compared by, the most usual first. Of the others, those with fewer values come first.
 ASKED_FIRST = (
     *("engine.name", "target.name", "scenario.name", "draft.name", "draft.model.name", "cache.policy", "cache.budget"),
-    *("draft.gamma", "batch.context_len", "batch.size", *(f"load.{kind}" for kind in LOADS)),
-    *("hardware.name", "data.name"),
+    *("draft.gamma", "batch.context_len", "batch.size", *LOAD_KEYS, "hardware.name", "data.name"),
 )
 # What a comparison holds constant: model, machine, batch, context, text, and how the draft is made.
 HELD = (

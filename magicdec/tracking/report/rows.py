@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from magicdec.errors import UserError
+from magicdec.peers.results.read import read_results
 from magicdec.tracking.cells import is_number
 from magicdec.tracking.files import ROW, read_lines
 from magicdec.tracking.reader import iter_runs, latest
@@ -14,6 +15,7 @@ from magicdec.tracking.sweep import is_named, jobs
 from magicdec.units import LOADS
 
 Row = dict[str, Any]
+SCENARIO = "scenario.name"
 INTERVAL, ENDS = "_ci95", ("/low", "/high")  # a figure's 95% interval: two columns of a table
 
 # Names of a run and of the place where it ran: neither settings nor metrics.
@@ -68,6 +70,23 @@ def read_rows(runs_dir: str | Path, sweep: str | None = None) -> list[Row]:
     return rows_of(read_runs(runs_dir, sweep)[0])
 
 
+def rows_of_file(path: Path) -> list[Row]:
+    """Return a row per level of load in the result file of a load generator, which `engine.name` names.
+
+    A server counts as speculative if the file reports acceptance. Raise UserError for other files.
+    """
+    tool, levels = read_results(path)
+    rows = []
+    for level in levels:
+        way = "speculative" if level.speculation else "autoregressive"
+        row: Row = {"id": path.name, "status": "done", "folder": str(path.parent), SCENARIO: "serve"}
+        row |= {"engine.name": tool, "target.name": level.model or "unknown"}
+        row |= {"batch.context_len": round(level.context_len), "batch.generate_len": round(level.generate_len)}
+        row |= _of_level(level.load) | dict(level.speculation)
+        rows.append(row | {f"{way}/{name}": value for name, value in level.metrics.items()})
+    return rows
+
+
 def _compare_outputs(rows: Iterable[Row]) -> None:
     """Add output/agrees where several engines have continued the same prompts: whether an engine has written the tokens
     of the native one, or else of the first.
@@ -100,7 +119,7 @@ def interval(row: Row, key: str) -> tuple[float, float] | None:
 
 def _levels(run: Mapping[str, Any]) -> list[Row]:
     row = flatten(run)
-    if row.get("scenario.name") != "serve":
+    if row.get(SCENARIO) != "serve":
         return [row]
     levels = read_lines(Path(run["folder"]) / "history.jsonl", ROW)
     # The run's own figures are those of its last level: another level that lacks one must not show it.

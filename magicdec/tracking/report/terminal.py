@@ -14,13 +14,14 @@ from magicdec.tracking.report.query import (
     BETWEEN_ENGINES,
     ENGINE,
     LABELS,
+    LOAD_KEYS,
     MAIN_METRICS,
-    SCENARIO,
     SPEEDUPS,
+    UNDER_LOAD,
     find_key,
     informative,
 )
-from magicdec.tracking.report.rows import Row, keys_of, num_runs
+from magicdec.tracking.report.rows import SCENARIO, Row, keys_of, num_runs
 
 # Of predictions alone: a run that is measured has one gamma, and an alpha.
 PREDICTED = ("predicted/gamma", "predicted/break_even_alpha")
@@ -94,13 +95,16 @@ def _columns(rows: Sequence[Row], known: Sequence[str], grouped: bool) -> list[s
     if grouped:
         return [*known[: known.index("runs") + 1], *main] if rows else []
     marks = [key for key in ("acceptance/source",) if len({row.get(key) for row in rows} - {None}) > 1]
-    settings = informative(rows)
+    loads = [key for key in LOAD_KEYS if key in known]
+    settings = [key for key in informative(rows) if key not in loads]
     engines = [key for key in BETWEEN_ENGINES if key in known] if ENGINE in settings else []
     if engines:  # the settings of engines are implied by their names
         settings = [key for key in settings if key not in engines and not key.startswith(("engine.", "attention"))]
+    under_load = [*loads, *(key for key in UNDER_LOAD if key in known and key not in engines)] if loads else []
+    main = [key for key in main if key not in under_load]
     speedups = SPEEDUPS if is_measured else PREDICTED_SPEEDUPS
     first, others = ([key for key in main if (key in speedups) == is_first] for is_first in (True, False))
-    return ["id", "status", *engines, *first, *settings[:MAX_SETTINGS], *marks, *others]
+    return ["id", "status", *engines, *first, *under_load, *settings[:MAX_SETTINGS], *marks, *others]
 
 
 def marked(row: Row, key: str) -> Text:

@@ -1,0 +1,1 @@
+"""Result files of load generators, under our names and units: a file for each format."""

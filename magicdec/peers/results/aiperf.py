@@ -1,0 +1,144 @@
+"""AIPerf's profile_export_aiperf.json (its inter token latency is our time per output token).
+
+https://docs.nvidia.com/aiperf/reference/json-export-schema
+"""
+
+from collections.abc import Mapping
+from dataclasses import field
+from typing import Any
+
+from pydantic.dataclasses import dataclass
+
+from magicdec.errors import UserError
+from magicdec.peers.results.base import Format, LoadResult, latency
+from magicdec.rules import JSON, parse
+
+
+@dataclass(frozen=True, config=JSON)
+class Metric:
+    """A metric: latencies are in milliseconds, durations in seconds."""
+
+    avg: float
+    p50: float | None = None
+    p90: float | None = None
+    p99: float | None = None
+
+    def latency(self, name: str) -> dict[str, float]:
+        """Return the metrics of a latency."""
+        return latency(name, self.avg, {50: self.p50, 90: self.p90, 99: self.p99})
+
+
+@dataclass(frozen=True, config=JSON)
+class Phase:
+    """A phase of the load. Older versions (0.6) have a single one, `loadgen`, and call its rate request_rate."""
+
+    kind: str | None = None
+    concurrency: int | None = None
+    rate: float | None = None
+    request_rate: float | None = None
+
+
+@dataclass(frozen=True, config=JSON)
+class Model:
+    """A model that was asked for."""
+
+    name: str
+
+
+@dataclass(frozen=True, config=JSON)
+class Models:
+    """The models that were asked for."""
+
+    items: list[Model] = field(default_factory=list)
+
+
+@dataclass(frozen=True, config=JSON)
+class Endpoint:
+    """The part of an older configuration that names the models."""
+
+    model_names: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, config=JSON)
+class InputConfig:
+    """The load that was asked for."""
+
+    phases: list[Phase] = field(default_factory=list)
+    loadgen: Phase | None = None
+    models: Models = field(default_factory=Models)
+    endpoint: Endpoint = field(default_factory=Endpoint)
+
+    @property
+    def phase(self) -> Phase:
+        """Return the phase that was measured."""
+        measured = [phase for phase in self.phases if phase.kind != "warmup"]
+        return measured[-1] if measured else self.loadgen or Phase()
+
+    @property
+    def model(self) -> str | None:
+        """Return the first model."""
+        return next(iter([*(one.name for one in self.models.items), *self.endpoint.model_names]), None)
+
+
+@dataclass(frozen=True, config=JSON)
+class Export:
+    """The keys of the file that are read. Only a streaming endpoint has the times of tokens."""
+
+    request_count: Metric
+    request_throughput: Metric
+    output_token_throughput: Metric
+    input_sequence_length: Metric
+    output_sequence_length: Metric
+    input_config: InputConfig
+    request_latency: Metric | None = None
+    time_to_first_token: Metric | None = None
+    inter_token_latency: Metric | None = None
+    inter_chunk_latency: Metric | None = None
+    benchmark_duration: Metric | None = None
+    pooled_spec_decode_acceptance_histogram: dict[int, int] | None = None  # rounds by accepted tokens
+
+
+def levels(content: Mapping[str, Any], where: str) -> list[LoadResult]:
+    """Return the level of a file."""
+    one = parse(Export, content, where=where)
+    if one.request_count.avg < 1:
+        raise UserError(f"{where}: request_count={one.request_count.avg:g}: no request was answered")
+    metrics = {
+        "tokens_per_second": one.output_token_throughput.avg,
+        "requests_per_second": one.request_throughput.avg,
+    }
+    metrics |= {"wall_s": one.benchmark_duration.avg} if one.benchmark_duration else {}
+    latencies = {
+        "time_to_first_token_ms": one.time_to_first_token,
+        "time_per_output_token_ms": one.inter_token_latency,
+        "inter_chunk_latency_ms": one.inter_chunk_latency,
+        "request_latency_ms": one.request_latency,
+    }
+    for name, found in latencies.items():
+        metrics |= found.latency(name) if found else {}
+    phase = one.input_config.phase
+    return [
+        LoadResult(
+            one.input_config.model,
+            one.input_sequence_length.avg,
+            one.output_sequence_length.avg,
+            phase.concurrency,
+            phase.rate or phase.request_rate,
+            metrics,
+            _speculation(one.pooled_spec_decode_acceptance_histogram or {}),
+        )
+    ]
+
+
+def _speculation(rounds: Mapping[int, int]) -> dict[str, float]:
+    number = sum(rounds.values())
+    accepted = sum(accepted * times for accepted, times in rounds.items())
+    return {"acceptance_length": 1 + accepted / number} if number else {}
+
+
+def is_own(content: Mapping[str, Any]) -> bool:
+    """Return whether a JSON object is a result of this tool."""
+    return {"request_throughput", "input_sequence_length", "input_config"} <= content.keys()
+
+
+FORMAT = Format("AIPerf", "AIPerf's profile_export_aiperf.json", is_own, levels)

@@ -1,0 +1,42 @@
+"""One level of load as a load generator has measured it, and the interface of a format."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from magicdec.serving.load import PERCENTILES
+
+
+@dataclass(frozen=True)
+class LoadResult:
+    """A level of load on a server. Metrics are named as in serving/load.py, those of speculation as for a run."""
+
+    model: str | None
+    context_len: float  # prompt tokens, on average
+    generate_len: float  # new tokens, on average
+    concurrency: int | None  # at most so many requests at a time
+    rate: float | None  # requests per second that arrive; None: one arrives as soon as another is answered
+    metrics: Mapping[str, float]
+    speculation: Mapping[str, float] = field(default_factory=dict)  # empty where the file reports none
+
+    @property
+    def load(self) -> dict[str, float]:
+        """Return the load as the history of a run names it; empty where nothing bounds it."""
+        if self.rate is not None:
+            return {"rate": self.rate}
+        return {} if self.concurrency is None else {"concurrency": self.concurrency}
+
+
+class Format(NamedTuple):
+    """The files of one tool."""
+
+    tool: str
+    files: str  # for messages
+    is_own: Callable[[Mapping[str, Any]], bool]
+    levels: Callable[[Mapping[str, Any], str], list[LoadResult]]  # of a JSON object; the text is its place in errors
+
+
+def latency(name: str, mean: float | None, percentiles: Mapping[int, float | None], scale: float = 1.0) -> dict:
+    """Return a latency in milliseconds as metrics: its mean and the percentiles that are known."""
+    found = {name: mean} | {f"{name}_p{percent}": percentiles.get(percent) for percent in PERCENTILES}
+    return {key: scale * value for key, value in found.items() if value is not None}

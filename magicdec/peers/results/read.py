@@ -1,0 +1,47 @@
+"""Read a result file of any load generator that is known here."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from magicdec.errors import UserError
+from magicdec.peers.results import aiperf, guidellm, vllm_bench
+from magicdec.peers.results.base import LoadResult
+
+FORMATS = (vllm_bench.FORMAT, aiperf.FORMAT, guidellm.FORMAT)
+
+
+def read_results(path: Path) -> tuple[str, list[LoadResult]]:
+    """Return the tool that wrote a file, and its levels of load. Raise UserError for a file of none of them."""
+    tool = ""
+    found: list[LoadResult] = []
+    for content in _objects(path):
+        kind = next((one for one in FORMATS if one.is_own(content)), None)
+        if kind is None:
+            raise _unknown(path)
+        tool = kind.tool
+        found += kind.levels(content, str(path))
+    return tool, found
+
+
+def _objects(path: Path) -> list[dict[str, Any]]:
+    """Return the JSON object of a file, or those of its lines; at least one."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise _unknown(path) from None
+    for parts in ([text], text.splitlines()):
+        try:
+            found = [json.loads(part) for part in parts if part.strip()]
+        except ValueError:
+            continue
+        if found and all(isinstance(one, dict) for one in found):
+            return found
+    raise _unknown(path)
+
+
+def _unknown(path: Path) -> UserError:
+    known = ", ".join(one.files for one in FORMATS)
+    return UserError(f"{path}: not a result file that is read here: result.json of a run, {known}")

@@ -1,0 +1,75 @@
+"""JSON of `vllm bench serve --save-result` or `--append-result`.
+
+https://docs.vllm.ai/en/latest/cli/bench/serve.html. Latencies are those of the client, TPOT without the first token.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import FiniteFloat
+from pydantic.dataclasses import dataclass
+
+from magicdec.errors import UserError
+from magicdec.peers.results.base import Format, LoadResult, latency
+from magicdec.rules import JSON, parse, parse_values
+
+LATENCIES = {"ttft": "time_to_first_token_ms", "tpot": "time_per_output_token_ms", "e2el": "request_latency_ms"}
+
+
+@dataclass(frozen=True, config=JSON)
+class Result:
+    """The keys of a result that are read, besides its latencies."""
+
+    completed: int
+    duration: float
+    total_input_tokens: int
+    total_output_tokens: int
+    request_throughput: float
+    output_throughput: float
+    model_id: str | None = None
+    max_concurrency: int | None = None
+    request_rate: float | Literal["inf"] = "inf"
+    spec_decode_acceptance_length: float | None = None
+    spec_decode_acceptance_rate: float | None = None  # in percent
+
+
+def levels(content: Mapping[str, Any], where: str) -> list[LoadResult]:
+    """Return the level of a result."""
+    one = parse(Result, content, where=where)
+    if one.completed < 1:
+        raise UserError(f"{where}: completed={one.completed}: no request was answered")
+    metrics = {
+        "tokens_per_second": one.output_throughput,
+        "requests_per_second": one.request_throughput,
+        "wall_s": one.duration,
+    }
+    times = {key: value for key, value in content.items() if key.endswith("_ms") and value is not None}
+    known = parse_values(FiniteFloat, times, where)
+    for short, name in LATENCIES.items():
+        names = {50: f"median_{short}_ms", 90: f"p90_{short}_ms", 99: f"p99_{short}_ms"}
+        percentiles = {percent: known.get(key) for percent, key in names.items()}
+        metrics |= latency(name, known.get(f"mean_{short}_ms"), percentiles)
+    speculation = {}
+    if one.spec_decode_acceptance_length is not None:
+        speculation["acceptance_length"] = one.spec_decode_acceptance_length
+    if one.spec_decode_acceptance_rate is not None:
+        speculation["acceptance_rate"] = one.spec_decode_acceptance_rate / 100
+    return [
+        LoadResult(
+            one.model_id,
+            one.total_input_tokens / one.completed,
+            one.total_output_tokens / one.completed,
+            one.max_concurrency,
+            None if one.request_rate == "inf" else one.request_rate,
+            metrics,
+            speculation,
+        )
+    ]
+
+
+def is_own(content: Mapping[str, Any]) -> bool:
+    """Return whether a JSON object is a result of this tool."""
+    return {"completed", "total_input_tokens", "output_throughput"} <= content.keys()
+
+
+FORMAT = Format("vllm bench serve", "JSON of vllm bench serve --save-result", is_own, levels)
