@@ -22,7 +22,7 @@ import render
 from page import RESULTS, Cells, setting
 from render import rounded, write_csv
 
-from magicdec.calibrate import row_of, time_points
+from magicdec.calibrate.steps import row_of, time_points
 from magicdec.config.load import compose
 from magicdec.costmodel import hardware
 from magicdec.costmodel.calibration import ON_CPUS, Calibration, calibrate, to_yaml

@@ -50,7 +50,7 @@ COMMANDS = {
     "dashboard": ["magicdec.tracking.dashboard"],
     "serve": ["magicdec.http.serve"],
     "doctor": ["magicdec.doctor"],
-    "calibrate": ["magicdec.calibrate"],
+    "calibrate": ["magicdec.calibrate.command"],
     "audit": ["magicdec.audit"],
     "schema": ["magicdec.config.json_schema"],
     "check-plugin": ["magicdec.conformance"],

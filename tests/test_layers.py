@@ -6,7 +6,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS = """threads version | errors units | rules fingerprint | architectures | heads plugins |
 config | costmodel | kernels | verification data | attention | models | cache | decoding | drafts |
-engine | measure | serving | peers | tracking | planning | scenarios | http"""
+engine | measure | serving | peers | tracking | planning | scenarios | http calibrate"""
 RANKS = {name: rank for rank, names in enumerate(LAYERS.split("|")) for name in names.split()}
 # The command line, the Python API and modules run with python -m may import from every layer. Only they import each
 # other, and the package itself offers the API: a module that imports a name from it imports whatever the API does.
@@ -15,7 +15,6 @@ ENTRY_POINTS = {
     "magicdec.__main__",
     "magicdec.api",
     "magicdec.audit",
-    "magicdec.calibrate",
     "magicdec.conformance",
     "magicdec.doctor",
 }

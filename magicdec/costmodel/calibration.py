@@ -20,6 +20,7 @@ from magicdec.config.schema import Efficiency
 from magicdec.costmodel.hardware import NVLINK4, Hardware, configured, parse_name
 from magicdec.costmodel.round import Setup, round_times
 from magicdec.costmodel.tables import Row
+from magicdec.costmodel.workload import prefill_s
 from magicdec.errors import UserError
 
 NOISE = 0.02  # relative error of a measured time, one standard deviation
@@ -56,6 +57,12 @@ ON_CPUS = {
     "attention_fraction": Prior(0.05, 1.0, 0.5, 0.3),
     "overlap": Prior(0.01, 1.0, 0.5, 0.3),
     "step_overhead_us": Prior(0.0, 1e5, start=500.0),
+}
+# Of a server, whatever its engine. Its scheduler takes a part of every step. One model does not tell this apart from
+# what its layers take, for which the prior is that of launches that are replayed as a CUDA graph.
+SERVED = {
+    "layer_overhead_us": Prior(0.0, 1e5, 10.0, 10.0),
+    "step_overhead_us": Prior(0.0, 1e6, start=1000.0),
 }
 
 
@@ -128,6 +135,7 @@ def _measured(row: Row) -> dict[str, float]:
         "draft": row.draft_ms,
         "verify": row.verify_ms,
         "round": row.round_ms,
+        "prefill": row.prefill_ms,
     }
     return {name: value for name, value in times.items() if value is not None}
 
@@ -141,12 +149,15 @@ def errors_of(machine: Hardware, row: Row, model: Callable[[str], ModelConfig]) 
 
 def _errors(fitted: Hardware, row: Row, setup: Setup, measured: Mapping[str, float]) -> dict[str, float]:
     """Return the log of predicted over measured, for every measured time."""
-    times = round_times(setup.at(hardware=fitted), row.gamma)
+    now = setup.at(hardware=fitted)
+    times = round_times(now, row.gamma)
+    prompt_s = prefill_s(now, now.target, now.ranks, row.prompt_len)
     predicted = {
-        "target": times.target.total,
+        "target": times.target.total + row.prefills * prompt_s,
         "draft": row.gamma * (times.draft.total + times.select.total),
         "verify": times.verify.total,
         "round": times.round_s,
+        "prefill": prompt_s,
     }
     return {name: log(1e3 * predicted[name] / value) for name, value in measured.items()}
 

@@ -40,6 +40,9 @@ class Row:
     speedup: float | None = None
     element_bytes: float = BF16  # of weights, keys, values and activations
     weight_bytes: float | None = None  # of weights that are kept in fewer
+    prompt_len: int = 0  # of the prompts that a server prefills
+    prefill_ms: float | None = None  # one prompt alone
+    prefills: float = 0.0  # of others' prompts in the time of an autoregressive step
 
     @property
     def round_ms(self) -> float | None:

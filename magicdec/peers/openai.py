@@ -95,7 +95,7 @@ class OpenaiServer(Servable):
             os.environ.get(engine.key_variable or "", "none"),
             engine.time_limit_s,
             engine.retries,
-            proxied=not _is_loopback(engine.urls[key]),
+            proxied=not is_loopback(engine.urls[key]),
         )
 
 
@@ -106,11 +106,12 @@ def _check_url(key: str, url: str, allow_remote: bool) -> None:
         raise UserError(f"{key}: a name or password in the address would be stored; use engine.key_variable")
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
         raise UserError(f"{key}={url}: must be an address such as http://127.0.0.1:8000/v1")
-    if not (allow_remote or _is_loopback(url)):
+    if not (allow_remote or is_loopback(url)):
         raise UserError(f"{key}={url} is another machine, which gets all prompts; set engine.allow_remote=true")
 
 
-def _is_loopback(url: str) -> bool:
+def is_loopback(url: str) -> bool:
+    """Return whether an address is on this machine."""
     host = urlsplit(url).hostname or ""
     try:
         return ipaddress.ip_address(host).is_loopback

@@ -12,10 +12,8 @@ import torch
 import yaml
 from rich.console import Console
 
-from magicdec import calibrate
 from magicdec.cache.streaming import Streaming
 from magicdec.config.load import compose
-from magicdec.config.options import values_of
 from magicdec.costmodel.acceptance import Curves, published
 from magicdec.costmodel.comparison import predicted_metrics, warning
 from magicdec.costmodel.comparison import published as published_values
@@ -287,77 +285,6 @@ def test_a_draft_step_is_compared_with_the_selection_that_it_makes(setup, policy
     assert sum(v for k, v in result.items() if k.startswith("predicted/draft/")) == pytest.approx(1e3 * step)
     choices = 3 if is_within else 1 / 4  # of a round
     assert result["predicted/select_ms"] * choices == pytest.approx(3e3 * times.select.total), "one choice"
-
-
-def profile_run(folder, setup, grid):
-    """A folder as scenario=profile leaves it, with the times that the cost model itself predicts."""
-    architecture = values_of("target", "llama-3.1-8b")["architecture"]
-    figures = {"bandwidth_gbs": 4800, "tflops": 989, "memory_gib": 141, "tensor_parallel": 1}
-    config = {
-        "scenario": {"name": "profile"},
-        "target": {"name": "llama-3.1-8b", "architecture": architecture},
-        "draft": {"name": "self", "model": None, "quantization": "none"},
-        "cache": {"policy": "streaming", "budget": 512},
-        "hardware": {"name": "h200", "dtype": "bfloat16"} | figures,
-    }
-    lines = []
-    for batch, context, gamma in grid:
-        times = round_times(setup("h200", batch, context), gamma)
-        point = {"batch_size": batch, "context_len": context, "gamma": gamma}
-        for name, time in (("target_decode", times.target), ("draft", times.draft), ("verify", times.verify)):
-            point[f"time/{name}_ms"] = 1e3 * time.total
-        lines.append(json.dumps(point | {"time/round_ms": 1e3 * times.round_s}))
-    folder.mkdir()
-    (folder / "config.yaml").write_text(yaml.safe_dump(config))
-    (folder / "history.jsonl").write_text("\n".join(lines) + "\n")
-
-
-def test_a_machine_is_calibrated_from_a_profile_run(setup, tmp_path, monkeypatch, capsys):
-    pytest.importorskip("scipy")
-    monkeypatch.chdir(tmp_path)
-    truth = setup("h200").hardware.efficiency
-    profile_run(tmp_path / "run", setup, [(b, s, 3) for b in (4, 32) for s in (4000, 32_000)])
-    assert calibrate.main(["--run", "run", "--name", "mine"]) == 0
-    assert "held back" in capsys.readouterr().out
-    written = yaml.safe_load((tmp_path / "conf" / "hardware" / "mine.yaml").read_text())["efficiency"]
-    assert written["bandwidth_fraction"] == pytest.approx(truth.bandwidth_fraction, rel=0.05)
-    assert written["layer_overhead_us"] == pytest.approx(truth.layer_overhead_us, rel=0.25)
-    found = outcome(predict_scenario.run, "scenario=predict", "hardware=mine", "scenario.alpha=0.7", *LLAMA).metrics
-    original = outcome(predict_scenario.run, "scenario=predict", "hardware=h200", "scenario.alpha=0.7", *LLAMA).metrics
-    assert found["predicted/calibration"] == "calibrated by its configuration"
-    assert found["predicted/target_decode_ms"] == pytest.approx(original["predicted/target_decode_ms"], rel=0.05)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--run", "nowhere"], "not a finished run of scenario=profile"),
-        (["--run", "nowhere", "target=tiny"], "--run has measured already"),
-        (["--name", "../mine"], "must be the name of a file"),
-        (["--name", "taken"], "is there already; choose another name"),
-        (["target=tinny"], "target"),
-    ],
-)
-def test_mistakes_of_a_calibration_are_one_line(tmp_path, monkeypatch, capsys, arguments, words):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "conf" / "hardware").mkdir(parents=True)
-    (tmp_path / "conf" / "hardware" / "taken.yaml").write_text("name: cpu\n")
-    assert calibrate.main(arguments) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert words in line
-
-
-def test_this_machine_is_calibrated_in_a_few_steps(tmp_path, monkeypatch, capsys):
-    pytest.importorskip("scipy")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(calibrate.GRIDS, "cpu", ((1, 2), (256, 512), (2,)))
-    monkeypatch.setattr(calibrate, "BUDGET", 64)
-    for _ in range(2):  # it may replace what it wrote itself
-        assert calibrate.main(["target=tiny", "hardware=cpu"]) == 0
-    assert "conf/hardware/calibrated.yaml: predictions take it" in capsys.readouterr().out
-    keys = ("scenario=predict", "hardware=calibrated", "scenario.alpha=0.7", "batch.size=2", "batch.context_len=512")
-    found = outcome(predict_scenario.run, *keys, "cache.budget=64").metrics
-    assert found["predicted/target_decode_ms"] > 0
 
 
 def test_an_ideal_card_gives_what_bytes_alone_allow(ideal, setup):

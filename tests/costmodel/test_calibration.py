@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from magicdec.calibrate import profile_rows
+from magicdec.calibrate.files import profile_rows
 from magicdec.costmodel import hardware as h
 from magicdec.costmodel.calibration import calibrate, to_yaml, uncalibrated
 from magicdec.costmodel.round import round_times

@@ -1,0 +1,1 @@
+"""`magicdec calibrate`: what a machine achieves, as an option of the group hardware."""

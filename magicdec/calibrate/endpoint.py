@@ -1,0 +1,146 @@
+"""Time a server with OpenAI's API: bursts of requests that decode together, at each number of users and context."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import asdict
+from itertools import product
+from statistics import median
+from typing import NamedTuple, cast
+
+from magicdec.calibrate.measured import ELEMENT_BYTES, Measured, measured
+from magicdec.calibrate.steps import rates_of, this_machine
+from magicdec.config.load import compose, override
+from magicdec.config.schema import Serve
+from magicdec.costmodel.hardware import CPU
+from magicdec.costmodel.tables import Row
+from magicdec.errors import UserError, to_stderr
+from magicdec.peers.answer import EndpointRequest
+from magicdec.peers.base import Servable
+from magicdec.peers.endpoint import PROBE_TOKENS, Endpoint
+from magicdec.peers.openai import is_loopback
+from magicdec.planning import build
+from magicdec.planning.resolve import Plan, resolve
+from magicdec.scenarios.peer import load
+from magicdec.serving.load import Load, RequestSpec, under_load
+from magicdec.serving.request import Params
+from magicdec.tracking.progress import progress
+from magicdec.verification.sampling import Sampling
+
+REPEATS = 3
+MIN_STEPS = 8  # in which all requests of a burst decode
+LONGER = 4  # times as long are the answers of a second try
+
+
+class Burst(NamedTuple):
+    """As many requests as users, sent at once."""
+
+    first_ms: float  # to the first token, the fastest
+    step_ms: float  # while all of them decode
+    decoded: float  # tokens of a request in the middle of that time
+
+
+def measure_server(url: str, overrides: Sequence[str]) -> Measured:
+    """Time the server at an address at scenario.concurrencies x scenario.length_shares of batch.context_len.
+
+    Raise UserError for what engine=openai refuses, for a server that speculates, and where nothing says what its
+    machine could do.
+    """
+    data = [] if any(text.startswith("data=") for text in overrides) else ["data=random"]
+    plan = resolve(compose(["engine=openai", override("engine.url", url), *data, *overrides]))
+    hardware, device_name, rates = asdict(plan.config.hardware), "", None
+    if hardware["name"] in ("auto", CPU) and not (hardware["bandwidth_gbs"] and hardware["tflops"]):
+        if not is_loopback(url):
+            raise UserError(f"hardware={hardware['name']}: name the server's machine, as in hardware=h200")
+        here = this_machine([text for text in overrides if text.startswith("hardware")])
+        hardware, device_name, rates = asdict(here.config.hardware), here.device_name, rates_of(here)
+    dtype = hardware["dtype"] if hardware["dtype"] != "auto" else "bfloat16"
+    rows, served = asyncio.run(_time_all(plan, ELEMENT_BYTES[dtype]))
+    models = {plan.config.target.name: plan.target.config}
+    return measured(rows, models, hardware, served, device_name, rates, is_served=True)
+
+
+async def _time_all(plan: Plan, element_bytes: float) -> tuple[list[Row], str]:
+    """Return the points of a server, and what it is in words."""
+    scenario, batch, target = plan.config.settings(Serve), plan.config.batch, plan.config.target.name
+    tokenizer = build.tokenizer(plan)
+    contexts = sorted({max(1, round(share * batch.context_len)) for share in scenario.length_shares})
+    points = list(product(sorted(set(scenario.concurrencies)), contexts))
+    number = 1 + REPEATS * (1 + sum(users for users, _ in points))  # no server has seen any of them before
+    prompts = iter(build.prompts(plan, tokenizer, number, batch.context_len).tokens)
+    servers = cast(Servable, load(plan))
+    rows = []
+    async with servers.serving(servers.ways[0]) as address, Endpoint(address, tokenizer) as endpoint:
+        params = Params(batch.generate_len, Sampling.of(plan.config.sampling, 0))
+        if await endpoint.learn(next(prompts), params):
+            raise UserError(f"{address.name}: the server speculates; a calibration needs one that does not")
+        with progress() as bars, bars.task("timing the server", total=len(points)) as task:
+            short = await _time(endpoint, [[next(prompts)[:PROBE_TOKENS]] for _ in range(REPEATS)], params)
+            for users, context in points:
+                bursts = [[next(prompts)[:context] for _ in range(users)] for _ in range(REPEATS)]
+                found = await _time(endpoint, bursts, params) if short else None
+                if short is None or found is None:
+                    to_stderr(f"warning: {users} requests of {context} tokens do not decode together; left out")
+                    continue
+                rows.append(_row(target, users, context, found, short, element_bytes))
+                task.advance(1)
+        if not rows:
+            raise UserError(f"{address.name}: answers have too few chunks; set batch.generate_len above {MIN_STEPS}")
+        return rows, f"{endpoint.model} at {address.url}"
+
+
+async def _time(endpoint: Endpoint, bursts: Sequence[Sequence[list[int]]], params: Params) -> Burst | None:
+    """Return the medians of some bursts; None where their requests do not decode together for long enough."""
+    found = []
+    for prompts in bursts:
+        for max_tokens in (params.max_tokens, LONGER * params.max_tokens):
+            jobs = [RequestSpec(prompt, Params(max_tokens, params.sampling)) for prompt in prompts]
+            requests, _ = await under_load(endpoint, jobs, Load("concurrency", len(jobs)), 0, lambda _: None)
+            failed = next((request.error for request in requests if request.error is not None), None)
+            if failed is not None:
+                raise endpoint.failure(failed)
+            if burst := burst_of(cast(list[EndpointRequest], requests)):
+                found.append(burst)
+                break
+        else:
+            return None
+    return Burst(*(median(values) for values in zip(*found, strict=True)))
+
+
+def burst_of(requests: Sequence[EndpointRequest]) -> Burst | None:
+    """Return the times of requests that were sent at once; None where too few steps are those of all of them."""
+    begin = max(request.chunk_times[0] for request in requests)
+    end = min(request.chunk_times[-1] for request in requests)
+    steps, decoded = [], []
+    for request in requests:
+        times = request.chunk_times
+        inside = [number for number, time in enumerate(times) if begin <= time <= end]
+        if len(inside) <= MIN_STEPS:
+            return None
+        per_chunk = (request.num_tokens - 1) / (len(times) - 1)
+        first, last = inside[0], inside[-1]
+        steps.append((times[last] - times[first]) / ((last - first) * per_chunk))
+        decoded.append(per_chunk * (first + last) / 2)
+    first_s = min(request.chunk_times[0] - request.arrived for request in requests)
+    return Burst(1e3 * first_s, 1e3 * median(steps), median(decoded))
+
+
+def _row(target: str, users: int, context: int, found: Burst, short: Burst, element_bytes: float) -> Row:
+    """Return a point as a row to fit.
+
+    The first token of a request alone comes after its prefill, and after what the network and the server add. That is
+    known from a prompt so short that its prefill takes as long as a decode step.
+    """
+    prefill_ms = found.first_ms - short.first_ms + short.step_ms if users == 1 else None
+    return Row(
+        target=target,
+        draft="self",
+        policy="full",
+        hardware="",
+        context_len=round(context + found.decoded),
+        batch_size=users,
+        gamma=1,
+        autoregressive_ms=found.step_ms,
+        prompt_len=context,
+        prefill_ms=prefill_ms if prefill_ms and prefill_ms > 0 else None,
+        element_bytes=element_bytes,
+    )

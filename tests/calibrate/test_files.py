@@ -1,0 +1,198 @@
+"""Calibration from files: a known machine gives the times, and the fit finds it."""
+
+import json
+
+import pytest
+import yaml
+
+from magicdec.calibrate import command
+from magicdec.calibrate.files import of_results
+from magicdec.config.load import compose
+from magicdec.config.options import values_of
+from magicdec.config.schema import Efficiency
+from magicdec.costmodel.hardware import configured
+from magicdec.costmodel.round import Setup, round_times
+from magicdec.costmodel.targets import architecture
+from magicdec.costmodel.workload import prefill_s
+from magicdec.errors import UserError
+from magicdec.planning.resolve import resolve
+from tests.programs import ROOT
+
+LOADS = ROOT / "tests" / "peers" / "results"
+NAMED = ["target=llama-3.1-8b", "hardware=h200"]
+TRUTH = {"bandwidth_fraction": 0.8, "matmul_fraction": 0.6, "layer_overhead_us": 12.0, "step_overhead_us": 2500.0}
+OUTPUT = 256  # tokens
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path, monkeypatch):
+    pytest.importorskip("scipy")
+    monkeypatch.chdir(tmp_path)
+
+
+def setup(batch=8, context=4000, efficiency=None):
+    machine = configured("h200", efficiency=efficiency or Efficiency(**TRUTH), stack="magicdec")
+    return Setup(architecture("llama-3.1-8b"), machine, batch, context, target_name="llama-3.1-8b")
+
+
+def load(users, prompt):
+    """A file of vllm bench serve: users who never pause, on a server that decodes all and prefills one at a time."""
+    at = setup(users, prompt + OUTPUT // 2)
+    first_s, steps = prefill_s(at, at.target, 1, prompt), OUTPUT - 1
+    step_s = at.target_time.total + users / steps * (1 - 1 / users) * first_s
+    rate = users / (steps * step_s)
+    content = json.loads((LOADS / "vllm_bench.json").read_text())
+    return content | {
+        "max_concurrency": users,
+        "total_input_tokens": content["completed"] * prompt,
+        "total_output_tokens": content["completed"] * OUTPUT,
+        "request_throughput": rate,
+        "output_throughput": rate * OUTPUT,
+        "mean_tpot_ms": 1e3 * step_s,
+        "mean_ttft_ms": 1e3 * first_s,
+    }
+
+
+def written(name):
+    return yaml.safe_load((command.OPTIONS / f"{name}.yaml").read_text())["efficiency"]
+
+
+def test_a_server_is_found_from_its_load(tmp_path, capsys):
+    """At other loads than the files': its steps, and its prefill."""
+    for users in (1, 8, 64):
+        for prompt in (500, 8000):
+            (tmp_path / f"{users}-{prompt}.json").write_text(json.dumps(load(users, prompt)))
+    files = sorted(map(str, tmp_path.glob("*.json")))
+    assert command.main(["--name", "served", "--results", *files, *NAMED]) == 0
+    shown = capsys.readouterr().out
+    assert "held back" in shown
+    assert "T_D" not in shown
+    found, truth = (setup(32, 3000, efficiency) for efficiency in (Efficiency(**written("served")), None))
+    assert found.target_time.total == pytest.approx(truth.target_time.total, rel=0.02)
+    first_s = [prefill_s(one, one.target, 1, 3000) for one in (found, truth)]
+    assert first_s[0] == pytest.approx(first_s[1], rel=0.05)
+
+
+def test_every_tool_gives_points():
+    files = [LOADS / f"{name}.json" for name in ("vllm_bench", "aiperf", "guidellm")]
+    found = of_results(files, NAMED)
+    assert found.is_served
+    assert [(row.context_len, row.batch_size) for row in found.rows] == [(1056, 3), (72, 1), (72, 1)]
+    vllm = found.rows[0]
+    assert (vllm.autoregressive_ms, vllm.prompt_len, vllm.prefill_ms) == (12.5, 1024, None)
+    assert vllm.prefills == pytest.approx(4 * 0.0125 * 3 / 4)
+    assert (found.values["name"], vllm.element_bytes) == ("h200", 2)
+
+
+def profile_run(folder, grid):
+    """A folder as scenario=profile leaves it, with the times that the cost model itself predicts."""
+    figures = {"bandwidth_gbs": 4800, "tflops": 989, "memory_gib": 141, "tensor_parallel": 1}
+    config = {
+        "scenario": {"name": "profile"},
+        "target": {"name": "llama-3.1-8b", "architecture": values_of("target", "llama-3.1-8b")["architecture"]},
+        "draft": {"name": "self", "model": None, "quantization": "none"},
+        "cache": {"policy": "streaming", "budget": 512},
+        "hardware": {"name": "h200", "dtype": "bfloat16"} | figures,
+    }
+    lines = []
+    for batch, context, gamma in grid:
+        times = round_times(setup(batch, context), gamma)
+        point = {"batch_size": batch, "context_len": context, "gamma": gamma}
+        for name, time in (("target_decode", times.target), ("draft", times.draft), ("verify", times.verify)):
+            point[f"time/{name}_ms"] = 1e3 * time.total
+        lines.append(point | {"time/round_ms": 1e3 * times.round_s})
+    run(folder, config, lines)
+
+
+def run(folder, config, lines):
+    """A finished run with this configuration and this history."""
+    folder.mkdir()
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    (folder / "history.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "result.json").write_text('{"status": "done"}')
+
+
+def test_a_machine_is_found_from_a_profile(tmp_path, capsys):
+    profile_run(tmp_path / "run", [(b, s, 3) for b in (4, 32) for s in (4000, 32_000)])
+    assert command.main(["--results", "run/result.json", "--name", "mine"]) == 0
+    assert "held back" in capsys.readouterr().out
+    assert written("mine")["bandwidth_fraction"] == pytest.approx(TRUTH["bandwidth_fraction"], rel=0.05)
+    at = ["scenario=predict", "target=llama-3.1-8b", "batch.size=16", "batch.context_len=16000", "cache.budget=512"]
+    found = resolve(compose([*at, "hardware=mine"])).setup()
+    assert found.hardware.note == "calibrated by its configuration"
+    assert found.target_time.total == pytest.approx(setup(16, 16_000).target_time.total, rel=0.05)
+
+
+def served_run(folder, **changes):
+    """A folder as scenario=serve leaves it, on our engine."""
+    lines = []
+    for users in (1, 8):
+        one = load(users, 2000)
+        names = {"tokens_per_second": "output_throughput", "requests_per_second": "request_throughput"}
+        names |= {"time_per_output_token_ms": "mean_tpot_ms", "time_to_first_token_ms": "mean_ttft_ms"}
+        lines.append({"concurrency": users} | {f"autoregressive/{key}": one[name] for key, name in names.items()})
+    lines.append({"rate": 2.0, "speculative/tokens_per_second": 3.0})
+    config = {
+        "scenario": {"name": "serve"},
+        "target": {"name": "llama-3.1-8b", "architecture": values_of("target", "llama-3.1-8b")["architecture"]},
+        "draft": {"name": "none"},
+        "cache": {"policy": "full"},
+        "batch": {"context_len": 2000, "generate_len": OUTPUT},
+        "engine": {"name": "native"},
+        "hardware": {"name": "h200", "device": "cuda", "dtype": "bfloat16", "tensor_parallel": 1},
+    }
+    run(folder, config | changes, lines)
+
+
+def test_a_run_under_load_gives_its_levels_without_speculation(tmp_path):
+    served_run(tmp_path / "run")
+    found = of_results([tmp_path / "run"], [])
+    assert [(row.batch_size, row.context_len, row.prefill_ms is None) for row in found.rows] == [
+        (1, 2128, False),
+        (8, 2128, True),
+    ]
+    served_run(tmp_path / "other", engine={"name": "openai"})
+    with pytest.raises(UserError, match="other: name the server's machine, as in target=llama"):
+        of_results([tmp_path / "other"], [])
+    assert len(of_results([tmp_path / "run", tmp_path / "other"], NAMED).rows) == 4
+    served_run(tmp_path / "third", hardware={"name": "h100", "dtype": "bfloat16"})
+    with pytest.raises(UserError, match=r"of several machines \(h200, h100\)"):
+        of_results([tmp_path / "run", tmp_path / "third"], [])
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"spec_decode_acceptance_length": 2.0}, "the server has speculated"),
+        ({"max_concurrency": None}, "bounds neither concurrency nor rate"),
+        ({"mean_tpot_ms": None}, "has no time per output token; measure with streaming"),
+    ],
+)
+def test_levels_that_say_nothing_about_a_step_are_refused(tmp_path, changes, said):
+    content = json.loads((LOADS / "vllm_bench.json").read_text()) | changes
+    (tmp_path / "load.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match=f"load.json: .*{said}"):
+        of_results([tmp_path / "load.json"], NAMED)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--results", "nowhere"], "nowhere: cannot be read: No such file"),
+        (["--results", "."], "not a finished run of scenario=profile or scenario=serve"),
+        (["--results", str(ROOT / "pyproject.toml"), *NAMED], "JSON of vllm bench serve --save-result, AIPerf's"),
+        (["--results", str(LOADS / "aiperf.json")], "say what AIPerf has measured, as in target=llama-3.1-8b"),
+        (["--results", str(LOADS / "aiperf.json"), "target=tiny"], "hardware.bandwidth_gbs=null"),
+        (["--results", "target=tiny"], "--results target=tiny: name a file"),
+        (["--results", "a.json", "--url", "http://127.0.0.1/v1"], "--results has measured already"),
+        (["--name", "../mine"], "must be the name of a file"),
+        (["--name", "taken"], "is there already; choose another name"),
+        (["target=tinny"], "target"),
+    ],
+)
+def test_mistakes_are_one_line(tmp_path, capsys, arguments, words):
+    (tmp_path / "conf" / "hardware").mkdir(parents=True)
+    (tmp_path / "conf" / "hardware" / "taken.yaml").write_text("name: cpu\n")
+    assert command.main(arguments) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert words in line

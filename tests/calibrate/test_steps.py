@@ -1,0 +1,19 @@
+"""Calibration of this machine by a few steps of our engine."""
+
+import pytest
+
+from magicdec.calibrate import command, steps
+from magicdec.config.load import compose
+from magicdec.planning.resolve import resolve
+
+
+def test_this_machine_is_calibrated_in_a_few_steps(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("scipy")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(steps.GRIDS, "cpu", ((1, 2), (256, 512), (2,)))
+    monkeypatch.setattr(steps, "BUDGET", 64)
+    for _ in range(2):  # it may replace what it wrote itself
+        assert command.main(["target=tiny", "hardware=cpu"]) == 0
+    assert "conf/hardware/calibrated.yaml: predictions take it" in capsys.readouterr().out
+    keys = ["scenario=predict", "hardware=calibrated", "batch.size=2", "batch.context_len=512", "cache.budget=64"]
+    assert resolve(compose(keys)).setup().target_time.total > 0
