@@ -1,10 +1,6 @@
 """`magicdec calibrate`: measure what a machine achieves, and write it as an option of the group hardware.
 
-    magicdec calibrate                       # about a minute; predictions then take hardware=calibrated
-    magicdec calibrate --name vllm --url http://127.0.0.1:8000/v1 target=llama-3.1-8b hardware=h200
-    magicdec calibrate --name vllm --results bench-*.json target=llama-3.1-8b hardware=h200
-    magicdec calibrate --name my-h200 --results runs/RUN_ID     # scenario=profile or serve, here or elsewhere
-
+By default it times steps of our engine here; with --url the steps of a server, with --results those in files.
 Every third point is held back first, so that the errors that are reported are those of points it has not seen; the
 file is then fitted to all of them.
 """
@@ -31,13 +27,22 @@ from magicdec.tracking.store import shown
 OPTIONS = Path("conf", "hardware")  # of the working directory
 WRITTEN_BY = "Written by: magicdec calibrate"
 HELD_BACK = 3  # every so many points
+EXAMPLES = """examples:
+  magicdec calibrate                                          about a minute; then hardware=calibrated
+  magicdec calibrate --name served --url http://127.0.0.1:8000/v1 target=llama-3.1-8b hardware=h200
+  magicdec calibrate --name served --results bench-*.json target=llama-3.1-8b hardware=h200
+  magicdec calibrate --name my-h200 --results runs/RUN_ID     of scenario=profile or scenario=serve
+"""
 STEPS = {"target": "T_T", "draft": "T_D", "verify": "T_V", "prefill": "prefill"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code."""
     parser = argparse.ArgumentParser(
-        prog="magicdec calibrate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        "magicdec calibrate",
+        description=__doc__,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--name", default="calibrated", help="name of the option to write: conf/hardware/NAME.yaml")
     parser.add_argument("--url", help="time a server with OpenAI's API, as in engine.url")
