@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
-from magicdec.calibrate.endpoint import measure_server
 from magicdec.calibrate.files import of_results
 from magicdec.calibrate.measured import Measured
 from magicdec.calibrate.steps import measure_here
@@ -19,6 +18,7 @@ from magicdec.costmodel.calibration import ON_CPUS, OWN, SERVED, Calibration, ca
 from magicdec.costmodel.hardware import OWN_STACK, Hardware, configured
 from magicdec.costmodel.tables import Row
 from magicdec.errors import UserError, exit_code
+from magicdec.peers.openai import INSTALL
 from magicdec.rules import FileName, parse
 from magicdec.tracking.cells import new_table
 from magicdec.tracking.console import Console
@@ -71,9 +71,18 @@ def _calibrate(options: argparse.Namespace) -> None:
     if options.results and not files:
         raise UserError(f"--results {' '.join(options.results)}: name a file")
     if options.url:
-        write(path, measure_server(options.url, overrides))
+        write(path, _measure_server(options.url, overrides))
     else:
         write(path, of_results(files, overrides) if files else measure_here(overrides))
+
+
+def _measure_server(url: str, overrides: Sequence[str]) -> Measured:
+    """Time a server, with the client of the extra `openai`."""
+    try:
+        from magicdec.calibrate.endpoint import measure_server
+    except ModuleNotFoundError:
+        raise UserError(f"--url {url} needs OpenAI's client: {INSTALL}") from None
+    return measure_server(url, overrides)
 
 
 def write(path: Path, measured: Measured) -> None:

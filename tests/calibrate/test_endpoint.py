@@ -1,5 +1,7 @@
 """Calibration of a server: our own, and stand-ins with known times."""
 
+import sys
+
 import pytest
 import yaml
 
@@ -110,3 +112,9 @@ def test_servers_that_cannot_be_calibrated(behaviour, overrides, said, capsys):
 def test_what_is_refused_before_anything_is_sent(url, overrides, said):
     with pytest.raises(UserError, match=said):
         measure_server(url, overrides)
+
+
+def test_without_the_client_it_says_what_to_install(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "magicdec.calibrate.endpoint", None)  # as an import that fails
+    assert command.main(["--url", "http://127.0.0.1/v1", *NAMED]) == 2
+    assert "needs OpenAI's client: pip install 'magicdec[openai]'" in capsys.readouterr().err
