@@ -89,7 +89,7 @@ async def _time_all(plan: Plan, element_bytes: float) -> tuple[list[Row], str]:
 
 
 async def _time(endpoint: Endpoint, bursts: Sequence[Sequence[list[int]]], params: Params) -> Burst | None:
-    """Return the medians of some bursts; None where their requests do not decode together for long enough."""
+    """Return the medians of the bursts whose requests decode together for long enough; None if none does."""
     found = []
     for prompts in bursts:
         for max_tokens in (params.max_tokens, LONGER * params.max_tokens):
@@ -101,9 +101,7 @@ async def _time(endpoint: Endpoint, bursts: Sequence[Sequence[list[int]]], param
             if burst := burst_of(cast(list[EndpointRequest], requests)):
                 found.append(burst)
                 break
-        else:
-            return None
-    return Burst(*(median(values) for values in zip(*found, strict=True)))
+    return Burst(*(median(values) for values in zip(*found, strict=True))) if found else None
 
 
 def burst_of(requests: Sequence[EndpointRequest]) -> Burst | None:
