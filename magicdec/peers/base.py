@@ -19,7 +19,7 @@ class PeerSpec:
     target: str  # a folder, as for all models here
     hardware: HardwareConfig  # without any `auto`
     num_rows: int  # of a batch
-    max_len: int  # tokens of a row: the prompt, its continuation, and what a round may write after them
+    max_len: int  # tokens of a row: the prompt, its continuation, and two rounds after them
     sampling: SamplingConfig
     eos_token_ids: tuple[int, ...] = ()  # empty: no token ends a sequence
     engine: EngineConfig = field(default_factory=EngineConfig)

@@ -10,6 +10,7 @@ from magicdec.config.registry import ENGINES
 from magicdec.config.schema import Config
 from magicdec.drafts.ngram import PromptLookup
 from magicdec.errors import UserError
+from magicdec.heads import HeadConfig
 from magicdec.peers.process import WorkerEngine, WorkerPeer
 from magicdec.peers.server import StartedServer, as_arguments
 from magicdec.rules import STRICT
@@ -21,7 +22,8 @@ PRELOADED = ("lib/python*/site-packages/vllm/libs/libtcmalloc_minimal*.so*", "li
 
 # Its methods of speculation, by the draft that stands for each: what proposes tokens, and where it comes from.
 METHODS = {
-    "model": ("draft_model", "eagle", "eagle3", "dflash", "dspark"),  # a checkpoint: a model, or trained for the target
+    "model": ("draft_model", "eagle", "dflash", "dspark"),  # a checkpoint: a model, or trained for the target
+    "eagle3": ("eagle3",),
     "ngram": ("ngram", "suffix"),  # the text so far; suffix also learns from earlier answers (arctic-inference)
     "self": ("mtp",),  # layers of the target that were trained to propose
 }
@@ -47,6 +49,21 @@ class VllmEngine(WorkerEngine):
         return self.method
 
 
+def _check_reach(config: Config) -> None:
+    """Raise UserError where rows outgrow a head: from then on vLLM proposes nothing, without a word."""
+    head, batch = config.draft.own_model, config.batch
+    if not isinstance(head, HeadConfig):
+        return
+    reach = head.max_position_embeddings - batch.generate_len - 2 * (max(config.gammas) + 1)
+    if batch.context_len > reach:
+        given = f"batch.context_len={batch.context_len}"
+        limit = f"its max_position_embeddings={head.max_position_embeddings}"
+        raise UserError(
+            f"{given}: vLLM lets a head propose nothing beyond {limit}; with {batch.generate_len} new tokens, "
+            f"choose batch.context_len={reach} or less"
+        )
+
+
 @ENGINES.register(VllmEngine)
 class VllmPeer(WorkerPeer, StartedServer):
     """vLLM: its engine either speculates or does not, so that each way has its own worker or server."""
@@ -59,6 +76,7 @@ class VllmPeer(WorkerPeer, StartedServer):
         assert isinstance(config.engine, VllmEngine)
         if config.speculates:
             config.engine.chosen(config.draft.name)
+            _check_reach(config)
         super().check(config)
 
     @override

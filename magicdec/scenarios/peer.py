@@ -63,7 +63,8 @@ def load(plan: Plan) -> Any:
         target=str(plan.target.folder),
         hardware=c.hardware,
         num_rows=int(c.batch.size),
-        max_len=min(longest, c.batch.context_len + c.batch.generate_len + gamma + 1),
+        # a round behind the last token, and the one that vLLM must have room for before it proposes
+        max_len=min(longest, c.batch.context_len + c.batch.generate_len + 2 * (gamma + 1)),
         sampling=c.sampling,
         eos_token_ids=() if c.sampling.ignore_eos else tuple(plan.target.config.eos_token_ids),
         engine=c.engine,

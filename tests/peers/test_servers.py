@@ -10,6 +10,7 @@ import time
 import pytest
 
 from magicdec.config.load import compose
+from magicdec.drafts.eagle3 import Eagle3
 from magicdec.drafts.model import IndependentModel
 from magicdec.drafts.ngram import PromptLookup
 from magicdec.errors import UserError
@@ -114,7 +115,7 @@ def test_no_server_is_left_behind(tmp_path, end):
 
 
 def spec(draft, **engine) -> PeerSpec:
-    folder = "a draft" if isinstance(draft, IndependentModel) else None
+    folder = "a draft" if isinstance(draft, IndependentModel | Eagle3) else None
     hardware = machine(tensor_parallel=4)
     settings = {"draft": draft, "draft_folder": folder, "gamma": 3, "kv_bytes_per_token": 8}
     return PeerSpec(
@@ -123,7 +124,7 @@ def spec(draft, **engine) -> PeerSpec:
 
 
 def test_vllms_arguments():
-    command = VllmPeer(spec(IndependentModel(), method="eagle3")).server(True, 81)
+    command = VllmPeer(spec(Eagle3())).server(True, 81)
     told = {name: command[command.index(f"--{name}") + 1] for name in ("model", "port", "tensor-parallel-size")}
     assert command[:3] == [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     assert told == {"model": "a target", "port": "81", "tensor-parallel-size": "4"}

@@ -191,6 +191,27 @@ def test_the_real_one_writes_what_ours_writes(tmp_path, monkeypatch, draft):
 
 
 @real
+def test_the_real_one_accepts_a_head_as_often_as_ours(tmp_path):
+    size = ["batch.size=8", "batch.context_len=384", "batch.generate_len=64", "scenario.repeats=1"]
+    head = ["draft=eagle3", "cache=full", "draft.gamma=3", *size, f"runs_dir={tmp_path}"]
+    native, other = (run(compose([f"engine={engine}", *head]), Job()) for engine in ("native", "vllm"))
+    assert other["output/fingerprint"] == native["output/fingerprint"]
+    low, high = native["acceptance_rate_ci95"]
+    assert low < other["acceptance_rate"] < high
+
+
+def test_a_head_whose_rows_outgrow_it_is_refused():
+    overrides = ["engine=vllm", f"engine.python={sys.executable}", "draft=eagle3", "cache=full", "draft.gamma=3"]
+    most = 512 - 64 - 2 * 4
+    with pytest.raises(
+        UserError, match=rf"beyond its max_position_embeddings=512; .* batch.context_len={most} or less"
+    ):
+        resolve(compose([*overrides, f"batch.context_len={most + 1}"]))
+    with pytest.raises(UserError, match="has no vllm|pip install"):
+        resolve(compose([*overrides, f"batch.context_len={most}"]))
+
+
+@real
 def test_the_real_one_ends_rows_at_their_end_of_sequence():
     engine = VllmEngine(python=REAL, time_limit_s=300)
     sizes = {"num_rows": 2, "max_len": 256, "kv_bytes_per_token": 8192}
