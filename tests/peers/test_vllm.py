@@ -207,7 +207,7 @@ def test_a_head_whose_rows_outgrow_it_is_refused():
         UserError, match=rf"beyond its max_position_embeddings=512; .* batch.context_len={most} or less"
     ):
         resolve(compose([*overrides, f"batch.context_len={most + 1}"]))
-    with pytest.raises(UserError, match="has no vllm|pip install"):
+    with pytest.raises(UserError, match=r"pip install"):
         resolve(compose([*overrides, f"batch.context_len={most}"]))
 
 
