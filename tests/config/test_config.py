@@ -323,7 +323,7 @@ ONE_MODEL = {"draft__name": "model", "batch__size": 1, "cache__policy": "full"}
         (PEERS, {"target__weights": "random"}, "target.weights=random: engine="),
         (["transformers", "llamacpp", "openvino"], {"draft__name": "self"}, "draft.name=self: engine="),
         (PEERS, {"draft__name": "hierarchical"}, "draft.name=hierarchical: engine="),
-        (["vllm"], {"draft__name": "layer_skip"}, "choose one of none, model, ngram, self"),
+        (["vllm"], {"draft__name": "layer_skip"}, "choose one of none, model, eagle3, ngram, self"),
         (["transformers"], {"draft__name": "ngram"}, "batch.size=auto: engine=transformers speculates on one row"),
         (["transformers"], {"draft__name": "ngram", "batch__size": 8}, "set it to 1, or draft=none"),
         (PEERS, ONE_MODEL | {"cache__policy": "streaming"}, "cache.policy=streaming: engine="),

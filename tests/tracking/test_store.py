@@ -376,7 +376,7 @@ NESTED = "[" * 200_000
         ("", "target: Field required"),
         ("a: [", "while parsing a flow node"),
         (yaml.safe_dump(with_changes(draft={"gamma": "many"})), r"draft\.gamma.*: Input should be "),
-        (f"{yaml.safe_dump(CONFIG)}a: {NESTED}", "nested too deeply"),
+        (f"{yaml.safe_dump(CONFIG)}a: {NESTED}", "(nested too deeply|.*nesting depth)"),  # ours, and PyYAML's own
         (f"{yaml.safe_dump(CONFIG)}a: {{}}\nb: &b [*b, *b]", "an anchor or alias, b"),
         (f"{yaml.safe_dump(CONFIG)}a: .nan", "a: holds what JSON has no type for"),
     ],
