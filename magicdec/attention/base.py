@@ -1,6 +1,7 @@
 """The one interface of attention over a KV cache. To add a backend, subclass Attention (docs/attention.md).
 
-B rows, T query tokens, S cached tokens, H query heads, K KV heads, J = H / K heads that share a KV head, D head dim.
+B rows, T query tokens, S cached tokens, H query heads, K KV heads, J = H / K heads that share a KV head, D head dim,
+P pages, N selected slots.
 
 A backend is used in two steps because what depends on lengths alone is the same for every layer: `plan` once per
 forward pass, `attend` once per layer.
@@ -80,3 +81,40 @@ class Attention(ABC, Generic[AttentionPlan]):
         valid slots, summed over the J query heads of a KV head and over the new tokens, or those that `counted_BT`
         (bool) names. The scores that a token adds to all slots sum up to J.
         """
+
+    def page_shares(
+        self, q_BTHD: Tensor, least_BKPD: Tensor, largest_BKPD: Tensor, first_B: Tensor, last_B: Tensor
+    ) -> Tensor:
+        """Return a bound on the attention to pages of keys, given the least and the largest value of each feature.
+
+        (B, K, P) in fp32: the softmax over the bounds of the pages from `first_B` up to `last_B` (int64), summed over
+        the query heads of a KV head and over tokens; 0 for other pages.
+        """
+        q_BKQD = q_BTHD.unflatten(2, (least_BKPD.shape[1], -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+        bound_BKQP = q_BKQD.clamp(min=0) @ largest_BKPD.mT + q_BKQD.clamp(max=0) @ least_BKPD.mT
+        other_B11P = ~is_within(first_B, last_B, least_BKPD.shape[2])[:, None, None]
+        scaled_BKQP = (bound_BKQP.float() / q_BTHD.shape[-1] ** 0.5).masked_fill(other_B11P, -torch.inf)
+        return scaled_BKQP.softmax(-1).masked_fill(other_B11P, 0.0).sum(2)
+
+    def select_largest(self, scores: Tensor, first: Tensor, last: Tensor, count: int) -> Tensor:
+        """Return the slots (..., N) of the `count` largest scores (..., S) from `first` up to `last`, in any order.
+
+        Scores are in fp32 and not negative. `first` and `last` (int64) are broadcast to their leading dimensions. Where
+        there are fewer than N = min(count, S), the rest is -1.
+        """
+        return select_largest(scores, first, last, count)
+
+
+def select_largest(scores: Tensor, first: Tensor, last: Tensor, count: int) -> Tensor:
+    """Select as Attention.select_largest does. Without a sign the bits of fp32 numbers order as they do, and PyTorch
+    compares integers in less time.
+    """
+    bits = scores.view(torch.int32).masked_fill(~is_within(first, last, scores.shape[-1]), -1)
+    top = bits.topk(min(count, bits.shape[-1]), dim=-1, sorted=False)
+    return top.indices.masked_fill(top.values < 0, -1)
+
+
+def is_within(first: Tensor, last: Tensor, size: int) -> Tensor:
+    """Return for each of `size` places whether it lies in [first, last)."""
+    place = torch.arange(size, device=last.device)
+    return (place >= first[..., None]) & (place < last[..., None])

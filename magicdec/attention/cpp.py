@@ -1,4 +1,5 @@
 """Attention on CPUs in C++: of a few new tokens over a long cache (kernels/attention.cpp), and of many (prefill.cpp).
+Selecting what a draft step reads (selection.cpp).
 
 The J x T query rows of a few new tokens that share a KV head stay in registers and the L1 cache while K and V stream
 past once, in splits that the threads share; the splits are merged by their log-sum-exp.
@@ -42,6 +43,16 @@ class Call(ctypes.Structure):
     _fields_ = [(n, ctypes.c_void_p) for n in POINTERS] + [(n, ctypes.c_int64) for n in SIZES + STRIDES]
 
 
+class Pages(ctypes.Structure):
+    """`struct Pages` of kernels/selection.cpp."""
+
+    _fields_ = [
+        *((n, ctypes.c_void_p) for n in ("q", "least", "largest", "shares", "first", "last")),
+        *((n, ctypes.c_int64) for n in ("rows", "new_tokens", "kv_heads", "group", "dim", "pages", "threads")),
+        *((f"q_{axis}", ctypes.c_int64) for axis in AXES["q"]),
+    ]
+
+
 def reads(coded: Coded) -> bool:
     """Return whether the kernel reads these codes as they are."""
     size, group = coded.v.codes_LBKSC.shape[-1], coded.v.group_size
@@ -65,6 +76,9 @@ class CppAttention(KernelAttention):
     def __init__(self) -> None:
         """Build the kernels if needed; raise UserError where that fails."""
         self._library = library.load()
+        pointer, size = ctypes.c_void_p, ctypes.c_int64
+        self._select_largest = self._library["select_largest"]
+        self._select_largest.argtypes = [*[pointer] * 4, *[size] * 4]
 
     @classmethod
     @override
@@ -106,6 +120,29 @@ class CppAttention(KernelAttention):
         scores_BKS = torch.empty(k_BKSD.shape[:3])
         out_BTHD = self._call("attend", q_BTHD, k_BKSD, v_BKSD, plan, counted=counted_BT, scores=scores_BKS)
         return out_BTHD, scores_BKS
+
+    @override
+    def page_shares(
+        self, q_BTHD: Tensor, least_BKPD: Tensor, largest_BKPD: Tensor, first_B: Tensor, last_B: Tensor
+    ) -> Tensor:
+        (B, T, H, D), (K, P) = q_BTHD.shape, least_BKPD.shape[1:3]
+        shares_BKP = torch.empty(B, K, P)
+        q = with_dense_entries(q_BTHD)
+        tensors = [q, least_BKPD.contiguous(), largest_BKPD.contiguous(), shares_BKP]
+        tensors += [x.long().contiguous() for x in (first_B, last_B)]
+        pointers = [x.data_ptr() for x in tensors]
+        sizes = (B, T, K, H // K, D, P, torch.get_num_threads(), *q.stride()[:3])
+        self._library[f"page_shares_{TYPES[q.dtype]}"](ctypes.byref(Pages(*pointers, *sizes)))
+        return shares_BKP
+
+    @override
+    def select_largest(self, scores: Tensor, first: Tensor, last: Tensor, count: int) -> Tensor:
+        *leading, S = scores.shape
+        slots = torch.empty(*leading, min(count, S), dtype=torch.int64)
+        scores, first, last = scores.contiguous(), *(x.long().expand(leading).contiguous() for x in (first, last))
+        pointers = [x.data_ptr() for x in (scores, first, last, slots)]
+        self._select_largest(*pointers, first.numel(), S, slots.shape[-1], torch.get_num_threads())
+        return slots
 
     def _call(
         self,

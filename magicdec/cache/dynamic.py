@@ -58,13 +58,3 @@ class DynamicCache(FullCache):
         q_BTHD = torch.zeros(self.num_rows, 1, config.num_heads, config.head_dim, dtype=dtype, device=device)
         for layer, plan in enumerate(self.plan(attention, 1, dtype)):
             self.select(layer, q_BTHD, attention, plan)
-
-
-def best(scores: Tensor, valid: Tensor, count: int) -> Tensor:
-    """Return the indices of the `count` largest valid scores (>= 0) along the last dimension, in any order, or -1.
-
-    Without a sign the bits of fp32 numbers order as they do, and integers are compared in less time.
-    """
-    bits = scores.float().view(torch.int32).masked_fill(~valid, -1)
-    top = bits.topk(min(count, bits.shape[-1]), dim=-1, sorted=False)
-    return top.indices.masked_fill(top.values < 0, -1)

@@ -24,12 +24,13 @@ class ObservedCache(KVCache):
         self.k_LBKSD, self.v_LBKSD, self.seqlens_B = source.k_LBKSD, source.v_LBKSD, source.seqlens_B
         self.scores_LBKS = torch.zeros(source.k_LBKSD[:num_layers].shape[:4], device=source.k_LBKSD.device)
         self.counted_BT: Tensor | None = None  # which of the new tokens count; None: all
+        self.attention: Attention | None = None  # that was observed last
 
     @override
     def attend(self, layer: int, q_BTHD: Tensor, attention: Attention, plan: Any) -> Tensor:
         if layer >= len(self.scores_LBKS):
             return super().attend(layer, q_BTHD, attention, plan)
-        k_BKSD, v_BKSD = self.k_LBKSD[layer], self.v_LBKSD[layer]
+        k_BKSD, v_BKSD, self.attention = self.k_LBKSD[layer], self.v_LBKSD[layer], attention
         out_BTHD, scores_BKS = attention.attend_scored(q_BTHD, k_BKSD, v_BKSD, plan, self.counted_BT)
         self.scores_LBKS[layer][..., : scores_BKS.shape[-1]] += scores_BKS
         return out_BTHD

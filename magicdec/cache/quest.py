@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from magicdec.architectures import ModelConfig
 from magicdec.attention.base import Attention
-from magicdec.cache.dynamic import DynamicCache, best
+from magicdec.cache.dynamic import DynamicCache
 from magicdec.config.choices import CacheConfig, CacheSpec
 from magicdec.config.registry import POLICIES
 from magicdec.models.kv_cache import KVCache
@@ -74,18 +74,14 @@ class QuestCache(DynamicCache):
 
     @override
     def select(self, layer: int, q_BTHD: Tensor, attention: Attention, plan: Any) -> Tensor:
-        q_BKQD = q_BTHD.unflatten(2, (self.config.num_kv_heads, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
-        bound_BKQP = (
-            q_BKQD.clamp(min=0) @ self.largest_LBKPD[layer].mT + q_BKQD.clamp(max=0) @ self.least_LBKPD[layer].mT
-        )
+        first_seen_B1 = self.first_seen_B(layer, self.seqlens_B).clamp(min=0).long()[:, None]
+        first_B1, last_B1 = first_seen_B1 // self.page_size, -(-self.length_B.long()[:, None] // self.page_size)
+        bounds = self.least_LBKPD[layer], self.largest_LBKPD[layer]
+        share_BKP = attention.page_shares(q_BTHD, *bounds, first_B1[:, 0], last_B1[:, 0])
+        is_last_BP = torch.arange(share_BKP.shape[-1], device=q_BTHD.device) == last_B1 - 1
+        share_BKP = share_BKP.masked_fill(is_last_BP[:, None], torch.inf)
+        page_BKN = attention.select_largest(share_BKP, first_B1, last_B1, self.num_pages)
         entry_E = torch.arange(self.page_size, device=q_BTHD.device)
-        first_P = torch.arange(bound_BKQP.shape[-1], device=q_BTHD.device) * self.page_size
-        first_seen_B1 = self.first_seen_B(layer, self.seqlens_B)[:, None]
-        exists_BP = (first_P < self.length_B[:, None]) & (first_P + self.page_size > first_seen_B1)
-        is_last_BP = first_P >= self.length_B[:, None] - self.page_size
-        scaled_BKQP = bound_BKQP.masked_fill(~exists_BP[:, None, None], float("-inf")) / self.config.head_dim**0.5
-        share_BKP = scaled_BKQP.softmax(-1).sum(2).masked_fill(is_last_BP[:, None], float("inf"))
-        page_BKN = best(share_BKP, exists_BP[:, None], self.num_pages)
         slot_BKNE = page_BKN[..., None] * self.page_size + entry_E
         slot_BKN = slot_BKNE.masked_fill(page_BKN[..., None] < 0, -1).flatten(2)
         read_BKN = (slot_BKN < self.length_B[:, None, None]) & (slot_BKN >= first_seen_B1[..., None])

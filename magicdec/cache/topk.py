@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from magicdec.architectures import ModelConfig
 from magicdec.attention.base import Attention
-from magicdec.cache.dynamic import DynamicCache, best
+from magicdec.cache.dynamic import DynamicCache
 from magicdec.config.choices import CacheConfig, CacheSpec
 from magicdec.config.registry import POLICIES
 from magicdec.rules import STRICT
@@ -42,5 +42,5 @@ class TopKCache(DynamicCache):
     @override
     def select(self, layer: int, q_BTHD: Tensor, attention: Attention, plan: Any) -> Tensor:
         _, scores_BKS = attention.attend_scored(q_BTHD, self.k_LBKSD[layer], self.v_LBKSD[layer], plan)
-        committed_BS = torch.arange(scores_BKS.shape[-1], device=q_BTHD.device) < self.length_B[:, None]
-        return best(scores_BKS, committed_BS[:, None], self.budget)
+        length_B1 = self.length_B.long()[:, None]
+        return attention.select_largest(scores_BKS, torch.zeros_like(length_B1), length_B1, self.budget)

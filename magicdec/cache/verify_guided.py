@@ -6,6 +6,7 @@ attention over everything anyway, so that selecting by it needs no additional pa
 L layers, B rows, T tokens of a verification, H query heads, D head dim, K KV heads, S slots, N selected slots.
 """
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -14,8 +15,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from magicdec.architectures import ModelConfig
-from magicdec.attention.base import Attention
-from magicdec.cache.dynamic import DynamicCache, best
+from magicdec.attention.base import Attention, select_largest
+from magicdec.cache.dynamic import DynamicCache
 from magicdec.cache.observed import ObservedCache
 from magicdec.config.choices import FP32, INT64, CacheConfig, CacheSpec, all_kv_heads
 from magicdec.config.registry import POLICIES
@@ -45,7 +46,7 @@ class VerifyGuided(CacheConfig):
     @override
     def extra_bytes(self, spec: CacheSpec, model: ModelConfig, element_bytes: float) -> float:
         """Count the indices of the selected entries, and the attention that a verification gives to every entry."""
-        return all_kv_heads(model) * ((spec.kept - self.window(spec)) * INT64 + spec.capacity * FP32)
+        return all_kv_heads(model) * ((spec.kept + spec.gamma + 1) * INT64 + spec.capacity * FP32)
 
     @override
     def selection_bytes(self, spec: CacheSpec, model: ModelConfig, element_bytes: float) -> float:
@@ -62,14 +63,15 @@ class VerifyGuidedCache(DynamicCache):
     """
 
     settings: VerifyGuided
-    per_row: ClassVar[dict[str, int]] = {**DynamicCache.per_row, "selected_LBKN": 1}
+    per_row: ClassVar[dict[str, int]] = {**DynamicCache.per_row, "read_LBKN": 1}
 
     @override
     def set_up(self) -> None:
         super().set_up()
         self.window = self.settings.window(self.spec)
-        shape = (self.config.num_layers, self.num_rows, self.config.num_kv_heads, self.budget - self.window)
-        self.selected_LBKN = torch.full(shape, -1, dtype=torch.int64, device=self.k_LBKSD.device)
+        # the selected slots, the recent ones, and those of proposals: the same in every step of a round
+        shape = (self.config.num_layers, self.num_rows, self.config.num_kv_heads, self.budget + self.spec.gamma + 1)
+        self.read_LBKN = torch.full(shape, -1, dtype=torch.int64, device=self.k_LBKSD.device)
         self._observed: ObservedCache | None = None
         self._is_fresh = False
 
@@ -88,7 +90,7 @@ class VerifyGuidedCache(DynamicCache):
     def num_bytes(self) -> int:
         """Return the bytes of the indices and the scores."""
         scores = 0 if self._observed is None else 4 * self._observed.scores_LBKS.numel()
-        return super().num_bytes + 8 * self.selected_LBKN.numel() + scores
+        return super().num_bytes + 8 * self.read_LBKN.numel() + scores
 
     @override
     def watch(self, verified: KVCache, phase: int) -> KVCache:
@@ -106,31 +108,39 @@ class VerifyGuidedCache(DynamicCache):
         super().load(source, scores_LBKS)
         assert scores_LBKS is not None
         self._is_fresh = False
-        self._refresh(scores_LBKS)
+        self._refresh(scores_LBKS, select_largest)
 
     @override
     def take(self, source: KVCache, first_slot_B: Tensor, count_B: Tensor, width: int) -> None:
         super().take(source, first_slot_B, count_B, width)
-        if self._is_fresh and self._observed is not None:
-            self._refresh(self._observed.scores_LBKS)
+        if self._is_fresh and self._observed is not None and self._observed.attention is not None:
+            self._refresh(self._observed.scores_LBKS, self._observed.attention.select_largest)
+
+    @override
+    def set_length(self, length_B: Tensor) -> None:
+        """Move the recent tokens on."""
+        super().set_length(length_B)
+        last_N = torch.arange(-self.window, self.spec.gamma + 1, device=length_B.device)
+        self.read_LBKN[..., self.budget - self.window :] = (length_B.long()[:, None] + last_N)[:, None]
 
     @override
     def select(self, layer: int, q_BTHD: Tensor, attention: Attention, plan: Any) -> Tensor:
         """Return the last selection, and the latest tokens."""
-        recent_BN = self.length_B.long()[:, None] - self.window + torch.arange(self.window, device=q_BTHD.device)
-        selected_BKN = self.selected_LBKN[layer]
-        return torch.cat((selected_BKN, recent_BN[:, None].expand(-1, selected_BKN.shape[1], -1)), dim=-1)
+        return self.read_LBKN[layer, ..., : self.budget]
+
+    @override
+    def attend(self, layer: int, q_BTHD: Tensor, attention: Attention, plan: Any) -> Tensor:
+        return attention.attend(q_BTHD, self.k_LBKSD[layer], self.v_LBKSD[layer], plan, self.read_LBKN[layer])
 
     @override
     def reselect(self, attention: Attention) -> None:
         """Select as one round does, by scores that the verification has computed."""
         if self._observed is not None:
-            self._refresh(self._observed.scores_LBKS)
+            self._refresh(self._observed.scores_LBKS, attention.select_largest)
 
-    def _refresh(self, scores_LBKS: Tensor) -> None:
+    def _refresh(self, scores_LBKS: Tensor, select_largest: Callable[[Tensor, Tensor, Tensor, int], Tensor]) -> None:
         """Choose among the entries before the recent ones, of what each layer still sees."""
-        layers, count = len(self.selected_LBKN), self.selected_LBKN.shape[-1]
-        slot_S = torch.arange(scores_LBKS.shape[-1], device=scores_LBKS.device)
-        first_LB = torch.stack([self.first_seen_B(layer, self.length_B) for layer in range(layers)])
-        older_LBS = (slot_S < self.length_B[:, None] - self.window) & (slot_S >= first_LB[..., None])
-        self.selected_LBKN.copy_(best(scores_LBKS, older_LBS[:, :, None], count))
+        layers, count = range(len(self.read_LBKN)), self.budget - self.window
+        first_LB = torch.stack([self.first_seen_B(layer, self.length_B) for layer in layers])
+        older_B1 = self.length_B[:, None] - self.window
+        self.read_LBKN[..., :count] = select_largest(scores_LBKS, first_LB[..., None], older_B1, count)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from magicdec.attention import cpp
+from magicdec.attention.sdpa import SdpaAttention
 from magicdec.kernels import library
 from tests.attention.twins import (
     attend,
@@ -165,3 +166,43 @@ def test_a_row_depends_neither_on_its_neighbours_nor_on_threads(attention):
         one = slice(b, b + 1)
         alone = attend_scored(attention, q[one], k[one], v[one], seqlens[one])
         assert all(torch.equal(mine, theirs[one]) for mine, theirs in zip(alone, together, strict=True))
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize(("group", "num_new", "dim", "pages"), [(1, 1, 8, 1), (3, 1, 64, 70), (4, 2, 80, 257)])
+def test_page_shares_against_pytorch(attention, dtype, group, num_new, dim, pages):
+    """Of a part of the pages, of none, and of ranges that reach beyond both ends."""
+    generator = torch.Generator().manual_seed(3)
+    q = torch.randn(3, num_new, 2 * group, dim, generator=generator).to(dtype)
+    keys = torch.randn(2, 3, 2, pages, dim, generator=generator).to(dtype)
+    first, last = torch.tensor([0, pages // 3, pages]), torch.tensor([pages, pages // 2 + 1, pages])
+    arguments = (keys.amin(0), keys.amax(0), first, last)
+    right = SdpaAttention().page_shares(q.float(), *(x.float() for x in arguments[:2]), first, last)
+    torch.testing.assert_close(attention.page_shares(q, *arguments), right, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("count", [1, 5, 64, 300])
+@pytest.mark.parametrize("size", [1, 17, 300])
+@pytest.mark.parametrize("values", [1 << 20, 3])
+def test_largest_scores_are_selected(attention, count, size, values):
+    """Few values make ties; the largest may be infinite. PyTorch's selection holds the same values."""
+    generator = torch.Generator().manual_seed(count)
+    scores = torch.randint(values, (4, 2, size), generator=generator) / 7
+    scores[0, 0, 0] = torch.inf
+    first, last = torch.tensor([[0], [-5], [size // 2], [size]]), torch.tensor([[size], [size + 9], [size - 1], [3]])
+    found = attention.select_largest(scores, first, last, count)
+    right = SdpaAttention().select_largest(scores, first, last, count)
+    assert found.shape == right.shape == (4, 2, min(count, size))
+    for row, head in itertools.product(range(4), range(2)):
+        slots, others, own = found[row, head], right[row, head], scores[row, head]
+        begin, end = first[row], last[row]
+        chosen = slots[slots >= 0]
+        assert len(chosen.unique()) == len(chosen) == min(count, max(0, min(end, size) - max(begin, 0)))
+        assert ((chosen >= begin) & (chosen < end)).all()
+        assert torch.equal(own[chosen].sort().values, own[others[others >= 0]].sort().values)
+
+
+def test_numbers_that_are_none_are_not_hidden_by_a_selection(attention):
+    q = torch.full((1, 1, 2, 8), torch.nan)
+    pages = torch.ones(1, 2, 5, 8)
+    assert attention.page_shares(q, pages, pages, torch.tensor([0]), torch.tensor([5])).isnan().all()
