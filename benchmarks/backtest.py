@@ -1,4 +1,4 @@
-"""How well the cost model predicts speedups that others have measured: docs/results/backtest.csv, row by row.
+"""Compare the cost model with speedups that others have measured: docs/results/backtest.csv, row by row.
 
     python benchmarks/backtest.py
 

@@ -1,4 +1,4 @@
-"""What one busy neighbour costs a run: on an idle machine, and next to a process that never rests.
+"""Measure what one busy neighbour costs a run: on an idle machine, and next to a process that never rests.
 
     python benchmarks/busy.py             # the quick experiment, side by side; exits with 1 above the limit
     python benchmarks/busy.py --pairs 5   # more runs of each, in turns; the fastest of each kind counts

@@ -1,4 +1,4 @@
-"""How well the cost model predicts measured speedups, on the MagicDec paper's tables or on any table like them.
+"""Compare the cost model with measured speedups, of the MagicDec paper's tables or of any table like them.
 
     python benchmarks/costmodel.py [TABLE.csv] [--calibrate]
 

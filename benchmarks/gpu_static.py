@@ -67,7 +67,7 @@ OPERATORS = {
 
 @dataclass(frozen=True)
 class Kernel:
-    """What one launch takes."""
+    """Cost of one launch."""
 
     part: str  # of the round
     kind: str

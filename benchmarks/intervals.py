@@ -1,4 +1,4 @@
-"""How often 95% intervals cover the truth, by simulation, for this and for other methods.
+"""Simulate how often 95% intervals cover the truth, for this and for other methods.
 
     python benchmarks/intervals.py            # minutes, one thread; writes docs/results/intervals.md
     python benchmarks/intervals.py --quick    # a tenth of the studies; prints the page

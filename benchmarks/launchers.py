@@ -1,4 +1,4 @@
-"""What a job costs under each launcher of one machine: CPU seconds of whole sweeps, by the kernel's own account.
+"""Measure what a job costs under each launcher of one machine: CPU seconds of whole sweeps, as the kernel counts.
 
     python benchmarks/launchers.py              # a line per launcher; about two minutes
     python benchmarks/launchers.py basic        # of one

@@ -1,4 +1,4 @@
-"""What programs that measure share: where figures are from, and the cells measured so far."""
+"""Helpers of programs that measure: where figures are from, and the cells measured so far."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Render the pages of docs/results and docs/predictions, and their charts, from the CSV files beside them.
+"""Render the pages of docs/results and docs/predictions, and their charts, from the CSV files next to them.
 
     python benchmarks/render.py                   # all pages; needs altair
     python benchmarks/render.py cpu smollm2       # these
@@ -137,7 +137,7 @@ def measured(rows: Sequence[Row], sweep: str, program: str) -> str:
 
 
 def chart(file: Path, draw: bool, rows: Sequence[Row], x: str, y: str, alt: str, **options: Any) -> str:
-    """Draw a chart beside the page and return the line of Markdown that shows it."""
+    """Draw a chart next to the page and return the line of Markdown that shows it."""
     if draw:
         from charts import draw_chart
 

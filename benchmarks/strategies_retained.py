@@ -1,4 +1,4 @@
-"""How much of the attention each policy's choice retains, layer by layer: why some are accepted more often.
+"""Measure how much of the attention each policy retains, layer by layer: why some are accepted more often.
 
     python benchmarks/strategies_retained.py            # minutes; writes docs/results/strategies_retained.csv
 

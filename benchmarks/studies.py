@@ -1,4 +1,4 @@
-"""How the cost of a study grows: seconds of whole sweeps of 1 to 12 cells, with and without sharing.
+"""Measure how the cost of a study grows: seconds of whole sweeps of 1 to 12 cells, with and without sharing.
 
     python benchmarks/studies.py --smollm FOLDER    # writes docs/results/studies.csv and studies.md; about 20 minutes
     python benchmarks/studies.py --quick            # the bundled pair at a small size; prints the page

@@ -1,4 +1,4 @@
-"""Make the CSV files beside the pages from the runs of their sweeps, as tables.yaml says."""
+"""Make the CSV files next to the pages from the runs of their sweeps, as tables.yaml says."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path

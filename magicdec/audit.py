@@ -52,14 +52,14 @@ class Line:
 
 
 class Judged(NamedTuple):
-    """What the target says to each token of an output: is it one that it would not write, and its gap in logits."""
+    """The target's judgement of each token of an output: whether it rejects the token, and the gap in logits."""
 
     outside: list[float]
     gaps: list[float]
 
 
 class Difference(NamedTuple):
-    """Where an output first differs from the baseline."""
+    """The first difference of an output from the baseline."""
 
     at: int
     gaps: tuple[float, float] | None  # of the baseline's token and the output's to the largest logit; of an end: None

@@ -89,7 +89,7 @@ def _classified(page: str, text: str) -> Command:
 
 
 def _needs_more(arguments: tuple[str, ...]) -> bool:
-    """Return whether a run needs a GPU, a checkpoint, another library or hours, which a prediction never does."""
+    """Return whether a run needs a GPU, a checkpoint, another library or hours. A prediction needs none of these."""
     text = " ".join(arguments)
     if PLACEHOLDERS.search(text) or ELSEWHERE.search(text) or "+sweeps=" in text:
         return True

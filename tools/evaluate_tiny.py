@@ -22,7 +22,7 @@ from magicdec.tracking.cells import markdown_table
 TINY = Path(__file__).resolve().parent.parent / "magicdec/models/tiny"
 NUM_WINDOWS = 8  # of the full context, spread evenly over each kind of held-out text
 SHORT_SHARE = 16  # the short context is the full one's 16th part
-CUE, COPIED = 256, 64  # tokens of an early passage that the end of a window gives again, and of its continuation
+CUE, COPIED = 256, 64  # tokens of an early passage that a window's end repeats, and of its continuation
 MARKERS = ("<!-- evaluation: written by tools/evaluate_tiny.py -->", "<!-- end of evaluation -->")
 
 

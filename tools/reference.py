@@ -220,7 +220,7 @@ def _escape(text: str) -> str:
 
 
 class _Asked(Exception):
-    """Carries a parser out of a main function."""
+    """Exception that carries a parser out of a main function."""
 
 
 def parser_of(command: str) -> argparse.ArgumentParser:

@@ -1,4 +1,4 @@
-"""What the bundled pair is trained and measured on: text, its split by name, and its tokenizer."""
+"""Text that the bundled pair is trained and measured on, its split by name, and its tokenizer."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -59,7 +59,7 @@ def load_target(folder: Path) -> Transformer:
 
 
 class Reader:
-    """A target that reads text, and hands out its hidden states and distributions."""
+    """Target that reads text, and returns its hidden states and distributions."""
 
     def __init__(self, target: Transformer, taps: tuple[int, ...]):
         self.target, self.taps = target, Taps(taps)
@@ -397,7 +397,7 @@ def arguments() -> argparse.Namespace:
     add("--target", type=Path, required=True, help="folder of the target, with its tokenizer.json")
     add("--out", type=Path, required=True, help="folder for the head")
     add("--text", type=Path, help="folder of books (*.txt, UTF-8) to train on, next to the standard library's source")
-    add("--verifier", help="how config.json calls the target; default: its folder")
+    add("--verifier", help="name of the target in config.json; default: its folder")
     add("--minutes", type=float, default=60.0, help="time to train, without measuring (%(default)g)")
     add("--steps", type=int, default=3, help="steps ahead to train (%(default)d)")
     add(

@@ -32,7 +32,7 @@ MAX_CONTEXT = 8448  # 8,192 tokens of prompt and 256 new ones
 STAGES = "0:256 0.4:1024 0.6:4096 0.75:8448"  # share of the budget at which a stage starts, its context
 WARMUP, DECAY_FROM, FINAL_LR = 0.01, 0.45, 0.02  # shares of the budget; the last one a share of the peak rate
 MUON_LR, ADAM_LR = 0.02, 4e-3
-MICRO_TOKENS = {"cpu": 4096, "cuda": 65536}  # tokens per forward pass: on a CPU what its caches like
+MICRO_TOKENS = {"cpu": 4096, "cuda": 65536}  # tokens per forward pass: a good fit for a CPU's caches
 CODE_SHARE = 0.55  # of the training tokens; the rest is books
 COPY_SHARE = 0.4  # of the windows, which read passages of their beginning again
 SHORTEST_COPY, LONGEST_COPY = 16, 512  # tokens
@@ -270,7 +270,7 @@ def arguments() -> argparse.Namespace:
     add("--copy-share", type=float, default=COPY_SHARE, help="of windows that read passages again (%(default)g)")
     add("--lr-share", type=float, default=1.0, help="of the usual peak learning rates (%(default)g)")
     add("--work", type=Path, default=Path("build/train_tiny"), help="folder for what --resume needs")
-    add("--resume", action="store_true", help="go on from the work folder")
+    add("--resume", action="store_true", help="continue from the work folder")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
     add("--compile", action="store_true", help="torch.compile: faster once it has started, needs a C++ compiler")
     add("--seed", type=int, default=0, help="of the initial weights")

@@ -28,7 +28,7 @@ from magicdec.verification.sampling import Sampling
 
 REPEATS = 3
 MIN_STEPS = 8  # in which all requests of a burst decode
-LONGER = 4  # times as long are the answers of a second try
+LONGER = 4  # factor by which a second try's answers are longer
 
 
 class Burst(NamedTuple):
@@ -42,8 +42,7 @@ class Burst(NamedTuple):
 def measure_server(url: str, overrides: Sequence[str]) -> Measured:
     """Time the server at an address at scenario.concurrencies x scenario.length_shares of batch.context_len.
 
-    Raise UserError for what engine=openai refuses, for a server that speculates, and where nothing says what its
-    machine could do.
+    Raise UserError for what engine=openai refuses, for a server that speculates, and for a machine without a datasheet.
     """
     data = [] if any(text.startswith("data=") for text in overrides) else ["data=random"]
     plan = resolve(compose(["engine=openai", override("engine.url", url), *data, *overrides]))
@@ -60,7 +59,7 @@ def measure_server(url: str, overrides: Sequence[str]) -> Measured:
 
 
 async def _time_all(plan: Plan, element_bytes: float) -> tuple[list[Row], str]:
-    """Return the points of a server, and what it is in words."""
+    """Return the points of a server, and its description."""
     scenario, batch, target = plan.config.settings(Serve), plan.config.batch, plan.config.target.name
     tokenizer = build.tokenizer(plan)
     contexts = sorted({max(1, round(share * batch.context_len)) for share in scenario.length_shares})
@@ -105,7 +104,7 @@ async def _time(endpoint: Endpoint, bursts: Sequence[Sequence[list[int]]], param
 
 
 def burst_of(requests: Sequence[EndpointRequest]) -> Burst | None:
-    """Return the times of requests that were sent at once; None where too few steps are those of all of them."""
+    """Return the times of requests that were sent at once; None if too few steps decode all of them."""
     begin = max(request.chunk_times[0] for request in requests)
     end = min(request.chunk_times[-1] for request in requests)
     steps, decoded = [], []

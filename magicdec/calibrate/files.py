@@ -24,7 +24,7 @@ BASELINE = "autoregressive/"
 
 
 class Source(NamedTuple):
-    """A model on a machine, as a run's configuration or the command line says it."""
+    """A model on a machine, as described by a run's configuration or the command line."""
 
     model: str
     models: dict[str, ModelConfig]
@@ -37,11 +37,11 @@ class Source(NamedTuple):
         return ELEMENT_BYTES[self.hardware["dtype"]]
 
 
-Given = Callable[[], Source | None]  # the one of the command line, once a file is known to be read
+Given = Callable[[], Source | None]  # that of the command line, evaluated only when a file needs it
 
 
 def of_results(paths: Sequence[Path], overrides: Sequence[str]) -> Measured:
-    """Return the points of files, which must be of one machine. Overrides, if any, say which target and machine."""
+    """Return the points of files, which must be of one machine. Overrides, if any, name the target and the machine."""
     given = cache(lambda: given_source(overrides) if overrides else None)
     parts = [
         measured(rows, source.models, source.hardware, "", source.device_name, _rates(source), is_served)
@@ -69,7 +69,7 @@ def given_source(overrides: Sequence[str]) -> Source:
 
 
 def _rates(source: Source) -> tuple[float, float] | None:
-    """Return what this CPU reaches if it is the one that was measured; its speed is in no datasheet."""
+    """Return the rates that this CPU reaches, if it was the one measured. A CPU has no datasheet here."""
     if source.hardware.get("device") != "cpu" or any(source.hardware.get(key) for key in FIGURES):
         return None
     here = this_machine(["hardware=cpu"])
@@ -77,7 +77,7 @@ def _rates(source: Source) -> tuple[float, float] | None:
 
 
 def _of_file(path: Path, given: Given) -> tuple[Source, list[Row], bool]:
-    """Return what a file was measured on, its points, and whether they are those of a server."""
+    """Return the source of a file's points, the points, and whether a server was measured."""
     folder = path if path.is_dir() else path.parent if path.name == RESULT else None
     if folder is not None:
         return _of_run(folder, given)

@@ -38,7 +38,7 @@ def measured(
     """Return points of the machine that a group `hardware` describes.
 
     `device_name` says which machine `hardware=auto` was. `rates` are the bytes and FLOPs per second that a device
-    without a datasheet reaches. Raise UserError where nothing says what the machine could do.
+    without a datasheet reaches. Raise UserError if neither says what the machine could do.
     """
     known, name = device_in(device_name), str(hardware["name"])
     if name == "auto":

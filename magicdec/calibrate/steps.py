@@ -30,7 +30,7 @@ GRIDS = {"cpu": ((1, 4, 8), (1024, 4096), (2,)), "cuda": ((1, 8, 32), (2048, 819
 
 
 def measure_here(overrides: Sequence[str]) -> Measured:
-    """Time a few steps on this machine: of the models of TARGETS, or of the target that `overrides` name."""
+    """Time a few steps on this machine, with the models of TARGETS or the target that `overrides` name."""
     rows: list[Row] = []
     models: dict[str, ModelConfig] = {}
     rates = []
@@ -52,7 +52,7 @@ def measure_here(overrides: Sequence[str]) -> Measured:
 
 
 def this_machine(overrides: Sequence[str]) -> Plan:
-    """Return a plan for this machine; of the overrides, those of the target do not count."""
+    """Return a plan for this machine. Overrides of the target are ignored."""
     return resolve(compose(["target=tiny", *(text for text in overrides if not text.startswith("target"))]))
 
 

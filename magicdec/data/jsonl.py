@@ -56,7 +56,7 @@ class Fields(DataConfig):
 
 
 class Row(NamedTuple):
-    """What a run uses of a row."""
+    """Fields of a row that a run uses."""
 
     source: str
     tokens: list[int]  # empty where only the length is known

@@ -20,20 +20,20 @@ from magicdec.http.meters import Meters
 from magicdec.http.text import StoppableText
 from magicdec.serving.engine import AsyncEngine, Stream
 
-BODY_BYTES, BYTES_PER_TOKEN = 16 << 10, 32  # largest body: text takes about 5 bytes a token, escaped or as ids about 12
-BODY_S = 30.0  # within which a request has to arrive
+BODY_BYTES, BYTES_PER_TOKEN = 16 << 10, 32  # largest body: a token takes about 5 bytes as text, 12 escaped or as an id
+BODY_S = 30.0  # limit on the arrival of a request
 RETRY_AFTER = {"Retry-After": "1"}  # seconds
 
 
 class Admission:
-    """A bound on requests: one for each slot and `max_waiting` more, including those that are still being read."""
+    """Limit on requests: one per slot and `max_waiting` more. Requests that are still being read count."""
 
     def __init__(self, engine: AsyncEngine, max_waiting: int):
         self._engine, self._room, self._arriving = engine, engine.scheduler.slots.num_slots + max_waiting, 0
 
     @contextmanager
     def arriving(self) -> Iterator[None]:
-        """Hold a place for a request until the engine has it. Raise HTTPException if there is none."""
+        """Reserve a place for a request until the engine has it. Raise HTTPException if none is free."""
         if not self._engine.is_open:
             raise HTTPException(503, "the engine is closed")
         if self._arriving + self._engine.num_running + self._engine.num_waiting >= self._room:
@@ -57,7 +57,7 @@ def create_app(engine: AsyncEngine, tokenizer: Any, model: str, max_waiting: int
     app = FastAPI(title="magicdec", lifespan=lifespan, redirect_slashes=False)
     app.add_exception_handler(HTTPException, lambda _, error: _error(error.status_code, error.detail, error.headers))
     app.add_exception_handler(UserError, lambda _, error: _error(400, str(error)))
-    app.add_exception_handler(ClientDisconnect, lambda *_: Response(status_code=400))  # sent to nobody
+    app.add_exception_handler(ClientDisconnect, lambda *_: Response(status_code=400))  # the client has left
     app.add_exception_handler(Exception, lambda *_: _error(500, "the server has failed to answer this request"))
 
     @app.get("/health")
@@ -116,13 +116,13 @@ async def _body(request: Request, max_len: int) -> bytes:
 
 
 class Answer:
-    """The answer to one request, in events or as a whole."""
+    """Answer to one request, streamed as events or sent as a whole."""
 
     def __init__(self, asked: Generation, stream: Stream, head: dict[str, Any], text: StoppableText, meters: Meters):
         self._asked, self._stream, self._head, self._text, self._meters = asked, stream, head, text, meters
 
     async def events(self) -> AsyncIterator[str]:
-        """Yield the text of each chunk, the reason of the end and, if asked for, the usage, until the client leaves."""
+        """Yield an event per chunk of text, then the finish reason and any usage. Stop if the client leaves."""
         options, first = self._asked.stream_options, True
         head = self._head | ({"object": f"{self._head['object']}.chunk"} if isinstance(self._asked, Chat) else {})
         try:
@@ -136,13 +136,13 @@ class Answer:
             if options.include_usage:
                 yield _event(head | {"choices": [], "usage": _usage(self._stream)})
             yield "data: [DONE]\n\n"
-        except HTTPException as error:  # the status is sent already
+        except HTTPException as error:  # the status has been sent
             yield _event(_described(error.status_code, error.detail))
         finally:
             self._close()
 
     async def whole(self, request: Request) -> JSONResponse:
-        """Answer all at once. Cancel if the client leaves, which is noticed by waiting for its next message."""
+        """Return the whole answer. Wait for the client's next message meanwhile, and cancel if it disconnects."""
 
         async def left() -> None:
             while (await request.receive())["type"] != "http.disconnect":
@@ -185,7 +185,7 @@ class Answer:
 
 
 def _usage(stream: Stream) -> dict[str, Any]:
-    """Return the tokens of a request. Proposals have the names of OpenAI's predicted outputs."""
+    """Return the token counts of a request, with proposals under the names of OpenAI's predicted outputs."""
     stats = stream.stats
     total = stats.prompt_tokens + stats.tokens
     usage = {"prompt_tokens": stats.prompt_tokens, "completion_tokens": stats.tokens, "total_tokens": total}

@@ -14,7 +14,7 @@ from magicdec.errors import UserError, in_brief
 from magicdec.serving.request import Params
 from magicdec.verification.sampling import Sampling
 
-# OpenAI's fields that are not supported: they are accepted with a value that has no effect, and then ignored.
+# OpenAI's fields that are not supported: values that have no effect are accepted and ignored.
 NEUTRAL: dict[str, tuple] = {
     "n": (1,),
     "best_of": (1,),
@@ -28,8 +28,8 @@ NEUTRAL: dict[str, tuple] = {
     "frequency_penalty": (0,),
     "repetition_penalty": (1,),
 }
-MOST_STOPS = 4  # as OpenAI's
-# In place of pydantic's own messages.
+MOST_STOPS = 4  # as in OpenAI's API
+# Replacements for pydantic's messages.
 MESSAGES = {
     "extra_forbidden": "not supported; leave it out",
     "missing": "is required",
@@ -38,7 +38,7 @@ MESSAGES = {
 
 
 class Strict(BaseModel):
-    """An object whose fields must be known and of the right type; null is the same as leaving a field out."""
+    """Object whose fields must be known and of the right type. Null counts as leaving a field out."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     neutral: ClassVar[Mapping[str, tuple]] = NEUTRAL
@@ -50,7 +50,9 @@ class Strict(BaseModel):
             return given
         known, neutral = cls.model_fields, cls.neutral
         kept = {key: value for key, value in given.items() if value is not None and value not in neutral.get(key, ())}
-        unknown = next((key for key in kept if key not in known), None)  # one mistake is enough: there may be a million
+        unknown = next(
+            (key for key in kept if key not in known), None
+        )  # report the first mistake only: there may be a million
         return {key: value for key, value in kept.items() if key in known or key == unknown}
 
 
@@ -62,9 +64,9 @@ class StreamOptions(Strict):
 
 
 class Generation(Strict):
-    """The fields that both requests share: OpenAI's, some of vLLM's, and `gamma`."""
+    """Fields that both kinds of requests share: OpenAI's, some of vLLM's, and `gamma`."""
 
-    kind: ClassVar[str]  # of the object that answers
+    kind: ClassVar[str]  # of the answer's JSON object
     id_prefix: ClassVar[str]
 
     model: str
@@ -83,7 +85,7 @@ class Generation(Strict):
 
     @classmethod
     def parse(cls, body: bytes) -> Self:
-        """Read a request. Raise UserError, one line about the first mistake, for one that is not valid."""
+        """Parse a request. Raise UserError, one line about the first mistake, if it is not valid."""
         try:
             return cls.model_validate_json(body)
         except ValidationError as error:
@@ -101,8 +103,9 @@ class Generation(Strict):
         return stops
 
     def params(self, room: int) -> Params:
-        """Return the engine's parameters, for a prompt after which `room` tokens fit. Raise UserError for a value out
-        of range.
+        """Return the engine's parameters for a prompt that leaves room for `room` tokens.
+
+        Raise UserError for values out of range.
         """
         sampling = Sampling(
             temperature=self.temperature,
@@ -119,7 +122,7 @@ class Generation(Strict):
 
     @abstractmethod
     def token_ids(self, tokenizer: Any) -> list[int]:
-        """Return the prompt as tokens. Raise UserError for one that the tokenizer cannot encode."""
+        """Return the prompt as tokens. Raise UserError if the tokenizer cannot encode it."""
 
     @abstractmethod
     def choice(self, text: str, end: str | None) -> dict[str, Any]:
@@ -131,7 +134,7 @@ class Generation(Strict):
 
 
 class Completion(Generation):
-    """A request that continues a prompt."""
+    """Request to continue a prompt."""
 
     kind = "text_completion"
     id_prefix = "cmpl"
@@ -188,7 +191,7 @@ class Message(Strict):
 
 
 class Chat(Generation):
-    """A request that answers messages, in the form of the model's own template."""
+    """Request to answer messages, formatted by the model's own chat template."""
 
     kind = "chat.completion"
     id_prefix = "chatcmpl"
@@ -211,7 +214,7 @@ class Chat(Generation):
             text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         except TemplateError as error:  # many templates check the order of roles
             raise UserError(f"messages: the model's template refuses them: {in_brief(str(error))}") from None
-        return tokenizer.encode(text, add_special_tokens=False, verbose=False)  # the template has them
+        return tokenizer.encode(text, add_special_tokens=False, verbose=False)  # the template adds them
 
     @override
     def choice(self, text: str, end: str | None) -> dict[str, Any]:
@@ -229,7 +232,7 @@ class Chat(Generation):
 
 
 def _described(mistake: Mapping[str, Any]) -> str:
-    """Return one of pydantic's errors in the words of this package."""
+    """Describe one of pydantic's errors in the words of this package."""
     key = ".".join(str(part)[:40] for part in mistake["loc"])
     message = mistake["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
     message = MESSAGES.get(mistake["type"], message)

@@ -54,7 +54,7 @@ def _serve(options: argparse.Namespace) -> None:
 
 
 def _greeting(model: str, slots: Slots, max_waiting: int, url: str) -> list[str]:
-    """Return what is served, and a command that asks for some of it."""
+    """Return the lines that say what is served, and a command to try."""
     room = f"{slots.num_slots:,} slots of {slots.max_len:,} tokens; {max_waiting:,} more requests may wait"
     body = json.dumps({"model": model, "prompt": "def main(", "max_tokens": 32, "temperature": 0})
     request = f"curl {url}/v1/completions -H 'content-type: application/json' -d {shlex.quote(body)}"

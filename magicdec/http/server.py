@@ -21,17 +21,17 @@ try:
 except ImportError:  # Windows
     resource = None  # type: ignore[assignment]
 
-HEAD_S = 10.0  # within which the head of a request has to arrive
-CLOSE_S = 5  # for clients to take the last of their answers
+HEAD_S = 10.0  # limit on the arrival of a request's head
+CLOSE_S = 5  # for clients to read the end of their answers
 MOST_DESCRIPTORS = 1 << 16
 AT_ONCE = 4  # connections accepted in a turn of the event loop
 QUEUE = 2048  # connections that the system keeps until they are accepted: they have no descriptor yet
 
 
 class Connection(H11Protocol):
-    """A connection that is closed if it waits for a request too long, or longest when there are too many.
+    """Connection that is closed if it waits too long for a request, or waits longest when there are too many.
 
-    Clients that send slowly, or nothing, neither keep their descriptors nor keep others out.
+    Slow and silent clients can neither keep their descriptors nor lock others out.
     """
 
     @override
@@ -71,7 +71,7 @@ class Server(uvicorn.Server):
     def __init__(
         self, app: Any, engine: AsyncEngine, host: str, port: int, grace_s: int, greeting: Callable[[str], list[str]]
     ):
-        """`greeting` returns the lines that are printed once the server listens at an address."""
+        """Take `greeting`, which returns the lines to print for the address that the server listens at."""
         settings = uvicorn.Config(
             app,
             host,
@@ -107,7 +107,7 @@ class Server(uvicorn.Server):
 
     @override
     async def shutdown(self, sockets: Any = None) -> None:
-        """Wait for running answers. Close the engine after the grace, which ends them."""
+        """Wait for running answers. After the grace period, close the engine, which ends them."""
         closing = asyncio.create_task(self._close_engine())
         await super().shutdown(sockets)
         closing.cancel()
@@ -120,9 +120,9 @@ class Server(uvicorn.Server):
 
 
 def most_connections() -> int:
-    """Return how many connections may be open: half of the descriptors that are free. Raise UserError for too few.
+    """Return the limit on open connections: half of the free descriptors. Raise UserError if there are too few.
 
-    A connection beyond the limit is accepted first, and closed two turns of the event loop later.
+    A connection beyond the limit is first accepted, and closed two turns of the event loop later.
     """
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] if resource else -1
     used = len(os.listdir("/dev/fd")) if os.path.isdir("/dev/fd") else 0

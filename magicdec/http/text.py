@@ -7,9 +7,9 @@ from magicdec.data.tokenizer import Detokenizer
 
 
 class StoppableText:
-    """Text up to the first stop string, which may cross the borders of tokens and rounds.
+    """Text up to the first stop string, which may span tokens and rounds.
 
-    An end that may be the beginning of a stop string is held back until the next tokens decide.
+    An ending that may begin a stop string is held back until more tokens arrive.
     """
 
     def __init__(self, tokenizer: Any, stops: Sequence[str] = ()):
@@ -31,6 +31,6 @@ class StoppableText:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Return the length of the longest beginning of a stop string that the text ends with."""
+    """Return the length of the longest prefix of a stop string that the text ends with."""
     longest = min(len(text), len(stop) - 1)
     return next((length for length in range(longest, 0, -1) if text.endswith(stop[:length])), 0)

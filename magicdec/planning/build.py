@@ -1,4 +1,4 @@
-"""From the plan of a run to its objects, and to the memory that they will take: the only place that constructs."""
+"""Build the objects of a run from its plan, and estimate their memory. Nothing else constructs them."""
 
 import logging
 from collections.abc import Callable
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 def engine(plan: Plan, progress: Progress) -> NativeEngine:
-    """Load the weights and put the engine together."""
+    """Load the weights and assemble the engine."""
     torch.backends.cuda.matmul.allow_tf32 = False  # fp32 means fp32
     name = plan.config.attention
     log.info(plan.reasons)
@@ -87,9 +87,9 @@ def tokenizer(plan: Plan) -> object | None:
 
 
 def estimate(plan: Plan, num_rows: int, context_len: int) -> Memory:
-    """Return the memory that the work takes of each device, or is predicted to take; of several ranks, of rank 0.
+    """Estimate the memory that the work takes on each device; with several ranks, on that of rank 0.
 
-    Where requests are served, `num_rows` slots take rounds, and one row more is prefilled.
+    To serve requests, `num_rows` slots take part in rounds while one more row is prefilled.
     """
     held = plan.held(num_rows, context_len)
     if plan.predicts:
@@ -103,7 +103,7 @@ def estimate(plan: Plan, num_rows: int, context_len: int) -> Memory:
     one = plan.held(1, context_len)
     held = replace(held, target_kv=held.target_kv + one.target_kv, draft_kv=held.draft_kv + one.draft_kv)
     transient = single.peak - one.target_kv - one.draft_kv + workspace
-    if plan.config.hardware.captures:  # what is captured has its memory apart
+    if plan.config.hardware.captures:  # captured graphs have memory of their own
         return replace(held, transient=transient, captured=slots.of_rounds)
     return replace(held, transient=transient + slots.peak - caches + workspace)  # a round may come between two chunks
 
@@ -116,12 +116,12 @@ def _footprint(plan: Plan, num_rows: int, context_len: int, prefills: bool = Tru
         part = Share(0, model.num_ranks, 0, plan.num_ranks)
         return _without_weights(model, plan, attention, part)
 
-    audited = plan.is_audited and plan.config.scenario.name != "serve"  # which compares tokens alone
+    audited = plan.is_audited and plan.config.scenario.name != "serve"  # serving compares tokens alone
     return footprint(_engine(plan, load), num_rows, context_len, audited, prefills)
 
 
 def check_memory(plan: Plan, num_rows: int, context_len: int) -> Memory:
-    """Return the estimate. Raise UserError, with the largest batch that fits, if memory does not suffice."""
+    """Return the estimate. Raise UserError, with the largest batch that fits, if it exceeds the memory."""
     shared.SHARED.keep_only(shared.keys(plan))
     available = memory.available_bytes(plan.device) + shared.SHARED.num_bytes
     if plan.device.type == "cpu":
@@ -143,7 +143,7 @@ def check_memory(plan: Plan, num_rows: int, context_len: int) -> Memory:
 
 
 def num_bytes(plan: Plan) -> float:
-    """Return the memory that the work needs of each device, at the largest point of a profile."""
+    """Return the memory that the work needs on each device, at the largest point of a profile."""
     batch, scenario = plan.config.batch, plan.config.scenario
     if scenario.name == "profile":
         return estimate(plan, max(scenario.batch_sizes), max(scenario.context_lens)).needed
@@ -183,7 +183,7 @@ def _load(model: Model, plan: Plan, attention: Attention, progress: Progress) ->
 
 
 def _draft_model(plan: Plan, target: Transformer, load: Callable[[Model], Transformer]) -> Transformer | None:
-    """Return the model that drafts; None if it is the target itself, or there is none."""
+    """Return the draft's model; None if that is the target itself, or if there is none."""
     draft = plan.config.draft
     model = load(plan.draft) if plan.draft else None
     if draft.quantization == "none":

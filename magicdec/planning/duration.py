@@ -1,4 +1,4 @@
-"""How long a run will take: as long as an earlier attempt did, or as the cost model predicts."""
+"""Estimate how long a run will take, from earlier attempts or by the cost model."""
 
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import replace
@@ -20,13 +20,13 @@ from magicdec.planning.prediction import curves
 from magicdec.planning.resolve import Plan
 from magicdec.planning.shared import prefill_key
 
-_prefilled: set[Hashable] = set()  # by the runs that this process has listed
+_prefilled: set[Hashable] = set()  # prefills of the runs that this process has listed
 
 
 def seconds(plan: Plan, attempts: Iterable[Mapping[str, Any]]) -> float | None:
-    """Return how long a run will take: the median of its finished attempts, or a prediction; None if nothing tells.
+    """Return how long a run will take: the median of its finished attempts, else a prediction, else None.
 
-    A prefill that a run before it shares takes no time.
+    A prefill that an earlier run shares takes no time.
     """
     config = plan.config
     if config.scenario.name != "compare" or config.engine.name != "native":
@@ -49,9 +49,9 @@ def _earlier(attempts: Iterable[Mapping[str, Any]]) -> float | None:
 
 
 def predicted_seconds(plan: Plan) -> tuple[float, float]:
-    """Predict the seconds of all prefills, and those of all repeats both ways. Raise UserError where there is no model.
+    """Predict the seconds of all prefills, and those of all repeats both ways. Raise UserError without a cost model.
 
-    What surrounds them is left out: loading, the audit, the profile.
+    Loading, the audit and the profile are left out.
     """
     config = plan.config
     if not config.speculates:  # ngram reads no more than the target

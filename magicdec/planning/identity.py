@@ -13,10 +13,10 @@ from magicdec.errors import UserError
 def identify(key: str, choice: ModelChoice, loads: bool) -> tuple[ModelChoice, Path | None]:
     """Return a choice with the name and the architecture of the model that runs, and the checkpoint's folder.
 
-    A checkpoint is read if its weights are loaded (`loads`), or if the path is not that of the named option: then
-    the model keeps the option's name if it has its architecture, and otherwise gets the folder's. Without a checkpoint
-    the choice is returned as it is, without a folder. `key` is the model's key in the configuration. Raise UserError
-    for a missing path, and for values that the checkpoint contradicts.
+    The checkpoint is read if its weights are loaded (`loads`), or if the path is not that of the named option. In the
+    second case the model keeps the option's name if the architecture is the same, and is named after the folder
+    otherwise. Without a checkpoint the choice is returned unchanged, without a folder. `key` is the model's key in the
+    configuration. Raise UserError for a missing path, and for values that the checkpoint contradicts.
     """
     origin = _origin(choice)
     is_own = is_own_path(origin.get("name", ""), choice.path)
@@ -24,7 +24,7 @@ def identify(key: str, choice: ModelChoice, loads: bool) -> tuple[ModelChoice, P
         return choice, None
     if choice.path is None:
         raise UserError(f"{key}.path=null: give a local Hugging Face folder or a hub id such as org/name")
-    from magicdec.models import checkpoint  # here, because it imports PyTorch, and named targets need it not
+    from magicdec.models import checkpoint  # here, because it imports PyTorch, which named targets do not need
 
     folder = checkpoint.locate(choice.path, f"{key}.path", weights=loads)
     config = checkpoint.read_config(folder)
@@ -37,7 +37,7 @@ def identify(key: str, choice: ModelChoice, loads: bool) -> tuple[ModelChoice, P
 
 
 def _origin(choice: ModelChoice) -> dict[str, Any]:
-    """Return the option that a choice was made from: that of its name, its path, or its architecture; else {}."""
+    """Return the option that a choice was made from, by name, path or architecture; {} if there is none."""
     if found := option(choice.name):
         return found
     given = choice.architecture
@@ -62,8 +62,8 @@ def _text(value: Any) -> str:
 
 
 def _name_of(folder: Path, chosen: str, config: ModelConfig) -> str:
-    """Return the option of this architecture that the folder is named after, or that was chosen; else a name made from
-    the folder's.
+    """Return a model's name: the option of this architecture that the folder is named after, or that was chosen, or
+    else a name made from the folder's.
     """
     name = folder_name(folder)
     for candidate in (name.lower(), chosen):

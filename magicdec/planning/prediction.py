@@ -14,7 +14,7 @@ from magicdec.tracking.reader import iter_runs, latest
 
 
 def cache_named(config: Config, policy: str) -> CacheConfig:
-    """Return the run's own cache where it has this policy, or else the one that conf/cache describes."""
+    """Return the run's own cache if it has this policy, otherwise the one of conf/cache."""
     if config.cache.policy == policy:
         return config.cache
     given, facts = values_of("cache", policy), POLICIES[policy].facts
@@ -29,7 +29,7 @@ def draft_named(name: str, ranks: int | None) -> DraftConfig:
 
 
 def curves(config: Config) -> Curves:
-    """Return the known acceptances, of the runs in the store and of publications."""
+    """Return the known acceptances, from the runs in the store and from publications."""
     return Curves([*acceptance.measured(latest(iter_runs(config.runs_dir))), *acceptance.published()], task_of(config))
 
 

@@ -1,4 +1,4 @@
-"""From a typed configuration to a plan: every `auto` resolved, every mistake found that needs no weights."""
+"""Resolve a typed configuration into a plan: decide every `auto`, and find every mistake that needs no weights."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -30,7 +30,7 @@ from magicdec.planning.prediction import curves
 
 # batch.prefill_chunk=auto: CHUNK tokens of each row, or more where a pass of all rows would have few tokens.
 CHUNK, PASS_TOKENS_ON = 128, {"cpu": 1024, "cuda": 2048}
-SERVED_CHUNK_ON = {"cpu": 256, "cuda": 2048}  # requests are prefilled one by one, while those that run wait
+SERVED_CHUNK_ON = {"cpu": 256, "cuda": 2048}  # requests are prefilled one by one while running ones wait
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -51,7 +51,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Plan:
-    """A run or a prediction whose every `auto` is resolved and whose mistakes are found; nothing large is allocated.
+    """A run or a prediction with every `auto` resolved and every mistake found. Nothing large is allocated.
 
     A prediction has no device: `device` is PyTorch's meta device, and `device_name` the machine to predict for.
     """
@@ -88,7 +88,7 @@ class Plan:
 
     @property
     def sources(self) -> Metrics:
-        """Return the metric that says whether results are of trained weights or of random ones."""
+        """Return the metric that says whether the weights are trained or random."""
         models = (self.target, self.draft)
         return {"weights/source": "random" if any(m is not None and m.folder is None for m in models) else "checkpoint"}
 
@@ -103,17 +103,17 @@ class Plan:
         return self.config.speculates and self.config.draft.synthetic_acceptance is None
 
     def in_bfloat16(self, model: Model) -> set[str]:
-        """Return the matrices that a run in float32 leaves in bfloat16, as they are stored: the kernels widen them."""
+        """Return the matrices that a float32 run keeps in bfloat16, as stored. The kernels widen them."""
         has_kernels = self.config.attention == "cpp" and not self.config.hardware.compile
         if model.folder is None or self.dtype != torch.float32 or not has_kernels:
             return set()
         return checkpoint.stored_in_bfloat16(model.folder, model.config)
 
     def setup(self, bandwidth_gbs: float | None = None, tflops: float | None = None) -> Setup:
-        """Return the setup to predict for: of a run, this software on the run's own device.
+        """Return the setup to predict for. For a run, that is this software on the run's own device.
 
-        `bandwidth_gbs` and `tflops` are measured figures for a device without a known datasheet. Raise UserError where
-        there is nothing to predict with.
+        `bandwidth_gbs` and `tflops` are measured figures for a device without a known datasheet.
+        Raise UserError if there is nothing to predict with.
         """
         config, h, stack = self.config, self.config.hardware, None
         if not self.predicts:
@@ -239,9 +239,9 @@ def _batch(config: Config, device: torch.device) -> BatchConfig:
 
 
 def _models(config: Config, loads: bool) -> tuple[Config, Model, Model | None]:
-    """Return the configuration with what the checkpoints say, the target and the independent draft.
+    """Return the configuration completed from the checkpoints, the target and the independent draft.
 
-    `loads` where the weights of a checkpoint are read.
+    `loads` says whether a checkpoint's weights are read.
     """
     found: dict[str, Model] = {}
     for key, choice in config.models.items():
@@ -280,7 +280,7 @@ def _device(config: Config) -> tuple[torch.device, torch.dtype]:
 
 
 def _device_name(device: torch.device) -> str:
-    """Return the name of the device; of a CPU, with the number of threads."""
+    """Return the name of the device; for a CPU, with the number of threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     threads = torch.get_num_threads()
@@ -288,7 +288,7 @@ def _device_name(device: torch.device) -> str:
 
 
 def _divided(config: Config, target: Model, draft: Model | None) -> tuple[Model, Model | None]:
-    """Return the models with the ranks that share them."""
+    """Return the models with the number of ranks that each is divided over."""
     ranks = config.hardware.tensor_parallel
     drafters = (config.draft.tensor_parallel or ranks) if draft else ranks
     check_ranks(target.config, ranks, draft.config if draft else None, drafters)

@@ -32,12 +32,12 @@ from magicdec.tracking.sweep import Job
 from magicdec.tracking.trackers import chosen, is_logged, log_run
 from magicdec.units import GIB, in_minutes
 
-if TYPE_CHECKING:  # it imports PyTorch, which a mistake that is found earlier must not wait for
+if TYPE_CHECKING:  # it imports PyTorch, and a mistake must be reported before that
     from magicdec.planning.resolve import Plan
 
 
 class Scenario(Protocol):
-    """A module of this package: how a kind of run is planned, and the run itself."""
+    """Module of this package that prepares and does one kind of run."""
 
     def prepare(self, config: Config) -> "Plan":
         """Resolve `auto` values. Raise UserError for mistakes that can be found before weights are loaded."""
@@ -170,7 +170,7 @@ def _measure(plan: "Plan", name: str, settings: dict[str, Any], job: Job) -> dic
 
 
 def _list(plan: "Plan", name: str, job: Job) -> None:
-    """Print a line about a run: its id, its state in the store, the memory and time that it takes, its overrides."""
+    """Print a line about a run: its id, its state in the store, its memory and time, and its overrides."""
     from magicdec.planning import build, duration  # here, because a prediction does not need them
 
     earlier = attempts(plan.config.runs_dir, name)
@@ -204,7 +204,7 @@ def _stoppable() -> Iterator[None]:
 
 
 def _outcome(plan: "Plan", run: Run, live: Live) -> Outcome:
-    """Do the work, here or on as many ranks as share the model, which report nothing before its end."""
+    """Do the work, here or on the ranks that share the model. Ranks report nothing before the end."""
     if plan.num_ranks == 1:
         return _work(0, plan, follow=live)
     return on_ranks(plan.num_ranks, plan.config.hardware.device, _work, plan, run)
@@ -218,14 +218,15 @@ def _work(rank: int, plan: "Plan", run: Run | None = None, follow: Follow = nobo
 
 
 def imports(name: str, config: Mapping[str, Any] | None = None) -> list[str]:
-    """Return the modules that a run of this scenario imports, for a process that imports them for many runs. `config`
-    names the trackers.
+    """Return the modules that a run of this scenario imports, for a process that imports them once for many runs.
+
+    `config` names the trackers.
     """
     modules = [f"magicdec.scenarios.{name}", "magicdec.planning.resolve"]
     modules += [module for tracker in chosen(config or {}) for module in tracker.IMPORTS]
     if name not in ("predict", "plan"):
         modules += ["magicdec.engine.native", "torch._dynamo", "transformers.models.auto.tokenization_auto"]
-        modules += ["transformers.models.llama.configuration_llama"]  # which loads what every family's does
+        modules += ["transformers.models.llama.configuration_llama"]  # it loads what all families need
     return modules
 
 

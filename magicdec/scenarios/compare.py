@@ -144,7 +144,7 @@ def _figures(plan: Plan, measured: Measured, outputs: Outputs) -> Metrics:
 
 
 def _profiled(plan: Plan, batch: Batch, gamma: int, progress: Progress) -> Metrics:
-    """Return the times of the parts of a round; of an adaptive draft, as it ran most."""
+    """Return the times of the parts of a round; for an adaptive draft, at the gamma that ran most."""
     with progress.task("profiling", total=None):
         times = profile_round(batch, plan.config.settings(Compare).profile_repeats, gamma)
     results: Metrics = {f"time/{name}": value for name, value in times.items()}
@@ -186,7 +186,7 @@ def _generate(decoder: Decoder, draft: Draft | None, progress: Progress) -> Gene
 
 
 def _partial(plan: Plan, measured: Measured, prompts: Prompts, is_last: bool) -> Outcome:
-    """Return what the repeats that are complete have measured, for a run that ends before its time."""
+    """Return the results of the complete repeats, for a run that ends early."""
     ways = 2 if plan.config.speculates else 1
     batches = len(measured.prefill_seconds)
     complete = [one for one in measured.repeats if len(one.autoregressive + one.speculative) == ways * batches]
@@ -199,7 +199,7 @@ def _partial(plan: Plan, measured: Measured, prompts: Prompts, is_last: bool) ->
 
 
 def _reported(measured: Measured, one: Repeat) -> dict[str, float]:
-    """Return the line of a repeat that has ended."""
+    """Return the line that reports a repeat."""
     times = one.times(measured.prefill_seconds)
     ways = {way: metrics.speed_metrics(batches) for way, batches in times.items()}
     number = 1 + next(index for index, other in enumerate(measured.repeats) if other is one)

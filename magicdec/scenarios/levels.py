@@ -1,4 +1,4 @@
-"""Levels of load, whichever engine is under it: what is sent, the figures of each level, and how they are shown."""
+"""Levels of load, for every engine: what is sent, the metrics of each level, and how they are shown."""
 
 import random
 from collections.abc import Mapping, Sequence
@@ -108,7 +108,7 @@ def speed_metrics(measured: Mapping[str, Measured], scenario: Serve, categories:
 
 
 def _of_category(measured: Mapping[str, Measured], rows: Sequence[int]) -> Metrics:
-    """Return the number of some requests, their new tokens, and their latencies in each way."""
+    """Return the number of requests of a category, their new tokens, and their latencies in each way."""
     stats = {way: [requests[row].stats for row in rows] for way, (requests, _) in measured.items()}
     result: Metrics = {"rows": len(rows), "tokens": sum(one.tokens for one in [*stats.values()][-1])}
     for way, some in stats.items():

@@ -113,7 +113,7 @@ class Outputs:
         return sample
 
     def accuracy(self, tokenizer: Any) -> Metrics:
-        """Return the mean share of a task's answers in each output; {} if the prompts have no answers."""
+        """Return the mean share of a task's answers that the outputs contain; {} if the prompts have no answers."""
         ways = {"autoregressive": self.autoregressive, "speculative": self.speculative}
         return {
             f"{name}/accuracy": fmean(map(accuracy, map(tokenizer.decode, rows), self.prompts.answers))

@@ -1,4 +1,4 @@
-"""A search for draft, policy, budget, gamma and batch: predicted, ranked, and the best written as an experiment."""
+"""Search for draft, policy, budget, gamma and batch: predict, rank, and write the best as an experiment."""
 
 import sys
 from collections import defaultdict
@@ -127,7 +127,7 @@ def _served(best: Candidate, workload: Workload) -> dict[str, float]:
 
 
 def _verdict(served: Mapping[str, float]) -> str:
-    """Return what the best plan is worth to users, who wait for prefills, too."""
+    """Return the best plan's gain for users, who wait for prefills, too."""
     with_it, without = served["requests_per_second"], served["autoregressive_requests_per_second"]
     return (
         f"with prefill, the best plan serves {with_it:.3g} requests/s, {served['speedup_with_prefill']:.2f}x of "

@@ -1,4 +1,4 @@
-"""How a pass is doing while it runs: a point every few rounds, read without waiting for the device.
+"""Report how a pass is doing: a point every few rounds, read without waiting for the device.
 
 B rows, R rounds.
 """
@@ -14,7 +14,7 @@ EVERY, INTERVAL_S = 8, 1.0  # rounds between two looks at the clock, and seconds
 
 
 class Points:
-    """Count the rounds of a pass for its stage, and report a point now and then. The decoder calls it every round."""
+    """Counter of a pass's rounds, called by the decoder every round. It reports a point now and then."""
 
     def __init__(self, state: State, way: str, stage: Stage, progress: Progress):
         self._state, self._way, self._stage, self._progress = state, way, stage, progress
@@ -30,7 +30,7 @@ class Points:
             self._look()
 
     def _look(self) -> None:
-        """Report what has been read, and read again if it is time."""
+        """Report the last reading if it has arrived, and start another if it is time."""
         if self._read is not None and (self._read[1] is None or self._read[1].query()):
             self._report()
         now = perf_counter()

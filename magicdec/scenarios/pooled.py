@@ -13,14 +13,14 @@ from magicdec.units import WAYS
 
 @dataclass(frozen=True)
 class Earlier:
-    """The times of every repeat, and the tokens that they are about."""
+    """Times of every repeat, and the tokens that were decoded."""
 
     times: Sequence[Times] = ()
     tokens: Mapping[str, list[list[int]]] = field(default_factory=dict)
 
     @classmethod
     def read(cls, folder: Path, batch_size: int) -> "Earlier":
-        """Read an attempt, which holds the repeats of those that it has counted itself."""
+        """Read an attempt, which includes the repeats that it pooled itself."""
         lines, result = read_lines(folder / "generations.jsonl", GENERATION), read_result(folder)
         tokens = {"autoregressive": [line.get("autoregressive") or [] for line in lines]}
         tokens["speculative"] = [line.get("speculative") or [] for line in lines]
@@ -42,7 +42,7 @@ class Earlier:
         return cls(times, tokens)
 
     def of_the_same(self, outputs: Outputs) -> Sequence[Times]:
-        """Return the times if these tokens were written; () for other tokens, which take other times."""
+        """Return the times if the tokens are these; () for other tokens, whose times do not compare."""
         rows = {"autoregressive": outputs.autoregressive, "speculative": outputs.speculative}
         return self.times if all(self.tokens.get(way) == own for way, own in rows.items() if own) else ()
 

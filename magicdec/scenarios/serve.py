@@ -69,7 +69,7 @@ def run(plan: Plan, progress: Progress) -> Outcome:
 
 @dataclass
 class Levels:
-    """The levels of load on our engine, and what was measured of them."""
+    """Levels of load on our engine, and their measurements."""
 
     plan: Plan
     engine: NativeEngine
