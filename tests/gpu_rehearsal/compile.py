@@ -156,11 +156,3 @@ def resources(cubin: bytes) -> tuple[int, int]:
         printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     registers, stack, local = re.search(r"REG:(\d+) STACK:(\d+) .*LOCAL:(\d+)", printed).groups()
     return int(registers), int(stack) + int(local)
-
-
-def balance(launch: Launch, made: Made) -> float:
-    """The share of time that a GPU's multiprocessors are busy, if all programs take the same: full but for the last
-    wave.
-    """
-    programs, at_once = math.prod(launch.grid), GPUS[made.capability].sms * made.programs
-    return programs / at_once / math.ceil(programs / at_once)
