@@ -171,6 +171,8 @@ def _load(model: Model, plan: Plan, attention: Attention, progress: Progress) ->
         generator = torch.Generator(plan.device).manual_seed(part.rank)
         for weight in transformer.parameters():
             weight.normal_(0, 0.02, generator=generator) if weight.dim() > 1 else weight.fill_(1.0)
+        if isinstance(transformer, Head) and transformer.target_ids_V is not None:  # a buffer, which is no parameter
+            torch.arange(len(transformer.target_ids_V), out=transformer.target_ids_V)
     else:
         total = sum(weight.numel() for weight in transformer.parameters())
         with progress.task(f"loading {model.key}", total=total) as task:

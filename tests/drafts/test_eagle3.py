@@ -6,12 +6,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from magicdec.config.load import compose
 from magicdec.conformance import both_ways
 from magicdec.drafts.eagle3 import Eagle3
 from magicdec.errors import UserError
 from magicdec.models.kv_cache import KVCache
 from magicdec.models.taps import Taps
 from magicdec.models.transformer import Transformer
+from magicdec.planning import build
+from magicdec.planning.resolve import resolve
+from magicdec.tracking.progress import progress
 from magicdec.verification.sampling import Sampling
 from tests.small import open_batch, random_prompts, small_head, small_model
 
@@ -121,3 +125,11 @@ def test_a_head_of_another_target_is_refused():
     with pytest.raises(UserError, match="made for another target: a hidden size of 64 against the target's 32"):
         model.check(TARGET.config)
     Eagle3().check(TARGET.config)
+
+
+def test_the_tokens_of_a_random_head_are_the_targets_first():
+    """They are not left as memory happens to be."""
+    keys = ["hardware=cpu", "draft=eagle3", "draft.model.weights=random", "draft.synthetic_acceptance=0.7"]
+    with progress() as bars:
+        head = build.engine(resolve(compose(keys)), bars).draft_model
+    assert torch.equal(head.target_ids_V, torch.arange(head.config.draft_vocab_size))

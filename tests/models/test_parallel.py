@@ -9,13 +9,16 @@ from unittest.mock import patch
 import pytest
 import torch
 
+import magicdec
 from magicdec.architectures import ModelConfig, check_ranks
 from magicdec.attention.sdpa import SdpaAttention
 from magicdec.config.registry import POLICIES
 from magicdec.errors import UserError
+from magicdec.heads import HeadConfig
 from magicdec.kernels.library import compiler
 from magicdec.models import parallel, symmetric
 from magicdec.models.checkpoint import load, read_config
+from magicdec.models.head import Head
 from magicdec.models.kv_cache import KVCache
 from magicdec.models.parallel import Share, share
 from magicdec.models.symmetric import SymmetricSums
@@ -30,6 +33,13 @@ CASES = [("bias", "self", 2, policy, Sampling()) for policy in POLICIES]
 CASES += [("mqa", "self", 2, "streaming", Sampling()), ("mqa", "layer_skip", 2, "full", Sampling())]
 CASES += [("bias", "model", ranks, "streaming", Sampling()) for ranks in (1, 2)]
 CASES += [("bias", "model", 1, "snapkv", Sampling(temperature=0.8, seed=3))]
+# Checkpoint of the target, that of its head, ranks of the head, policy, sampling.
+BUNDLED, SMALL = Path(magicdec.__file__).parent / "models/tiny", Path(__file__).parent / "heads"
+HEADS = [(BUNDLED / "target", BUNDLED / "eagle3", ranks, "streaming", Sampling()) for ranks in (1, 2)]
+HEADS += [(BUNDLED / "target", BUNDLED / "eagle3", 2, policy, Sampling()) for policy in ("full", "snapkv", "quest")]
+HEADS += [(BUNDLED / "target", BUNDLED / "eagle3", 1, "snapkv", Sampling(temperature=0.8, seed=3))]
+HEADS += [(SMALL / "target-qwen3", SMALL / "qwen3-speculators", ranks, "streaming", Sampling()) for ranks in (1, 2)]
+HEADS += [(SMALL / "target-llama", SMALL / "llama-eagle", 2, "snapkv", Sampling())]
 
 
 @pytest.fixture(scope="module")
@@ -46,8 +56,9 @@ def folders(tmp_path_factory) -> dict[str, Path]:
 
 def model(folder: Path, part: Share) -> Transformer:
     whole = read_config(folder)
+    kind = Head if isinstance(whole, HeadConfig) else Transformer
     with torch.device("meta"):
-        transformer = Transformer(part.config(whole), SdpaAttention(), part)
+        transformer = kind(part.config(whole), SdpaAttention(), part)
     transformer.load_state_dict(load(folder, whole, torch.float32, "cpu", share=part), assign=True)
     return transformer.eval().requires_grad_(False)
 
@@ -73,6 +84,31 @@ def decoded(rank: int, folders: dict[str, Path], ranks: int, cases: list = CASES
 def test_two_ranks_write_what_one_writes(folders):
     for case, one, two in zip(CASES, decoded(0, folders, 1), on_ranks(2, "cpu", decoded, folders, 2), strict=True):
         assert one == two, case
+
+
+def decoded_with_heads(rank: int, ranks: int) -> list:
+    """As `decoded`, with heads of which a rank may hold all or a part, for text that they were trained on."""
+    found = []
+    for folder, head_folder, head_ranks, policy, sampling in HEADS:
+        target, head = model(folder, share(ranks)), model(head_folder, share(min(head_ranks, ranks)))
+        vocab = target.config.vocab_size
+        settings = {"gamma": 3, "budget": 16, "num_sink": 2, "page_size": 4, "sampling": sampling}
+        settings |= {"generate_len": 12, "prefill_chunk": 32, "draft_name": "eagle3", "draft_model": head}
+        batch = open_batch(target, random_prompts([40, 45, 51], vocab=vocab), policy=policy, **settings)
+        plain, fast = batch.decoder.generate(), batch.decoder.generate(batch.draft)
+        entries = batch.draft.entries.k_LBKSD.shape[2]
+        found.append((plain.tokens, fast.tokens, fast.accepted_RB.tolist(), entries * min(head_ranks, ranks)))
+    return found
+
+
+@pytest.mark.usefixtures("forked_ranks")
+def test_two_ranks_draft_with_a_head_as_one_does():
+    """Whether each has the whole head or half of its attention heads, and the target's embedding or the head's own."""
+    one, two = decoded_with_heads(0, 1), on_ranks(2, "cpu", decoded_with_heads, 2)
+    for case, alone, both in zip(HEADS, one, two, strict=True):
+        assert alone == both, case
+        assert alone[0] == alone[1] or case[-1].temperature > 0
+    assert all(sum(count > 0 for row in found[2] for count in row) > 3 for found in one[:6]), "proposals are accepted"
 
 
 @pytest.mark.usefixtures("forked_ranks")

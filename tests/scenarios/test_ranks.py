@@ -131,7 +131,7 @@ def left_alive(rank: int, plan: Plan) -> list[int]:
     return held
 
 
-@pytest.mark.parametrize("draft", ["self", "model"])
+@pytest.mark.parametrize("draft", ["self", "model", "eagle3"])
 def test_a_run_leaves_no_decoder_on_any_rank(draft, tmp_path):
     """Its graphs would keep NCCL waiting at the end of the group, and its memory would not be free."""
     small = ["batch.size=2", "batch.context_len=128", "batch.generate_len=6", "cache.budget=32", "scenario.repeats=1"]
