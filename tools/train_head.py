@@ -10,7 +10,9 @@ of these steps. A head proposes the tokens that are most frequent in the text. W
 (tools/tiny_corpus.py); every few minutes the acceptance there is measured, and noted in training.json. The result is
 a folder in the layout of the speculators library, with weights in bfloat16.
 
-B pieces, T tokens, S steps, E hidden size, N hidden states of the target side by side, V draft vocabulary.
+What it learns from is in head_steps.py, and its folder is written by head_export.py.
+
+B pieces, T tokens, E hidden size, N hidden states of the target side by side, V draft vocabulary.
 """
 
 import argparse
@@ -24,20 +26,14 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from head_export import export
+from head_steps import CHUNK, Reader, load_target, pieces, steps
 from muon import Muon
-from safetensors.torch import save_file
 from tiny_corpus import Corpus
 from torch import Tensor
 
-from magicdec.attention import backends
-from magicdec.config.registry import BACKENDS
 from magicdec.heads import HeadConfig
-from magicdec.models import checkpoint
 from magicdec.models.head import Head
-from magicdec.models.kv_cache import KVCache
-from magicdec.models.operators import PYTORCH
-from magicdec.models.rope import frequencies_on
-from magicdec.models.taps import Taps
 from magicdec.models.transformer import Transformer
 
 CODE_SHARE = 0.55  # of the windows; the rest is books
@@ -45,86 +41,6 @@ MUON_LR, ADAM_LR = 0.02, 2e-3
 WARMUP, DECAY_FROM, FINAL_LR = 0.02, 0.4, 0.03  # shares of the budget; the last one a share of the peak rate
 STEP_WEIGHT = 0.8  # of a step's loss, against that of the step before it
 HELD_OUT_WINDOWS = 8  # of each kind of text
-CHUNK = 512  # tokens of the target's passes
-
-
-def load_target(folder: Path) -> Transformer:
-    """Return a target in float32, ready for this machine's CPU."""
-    config = checkpoint.read_config(folder)
-    name, _ = backends.choose("auto", torch.device("cpu"), torch.float32, [config.head_dim])
-    with torch.device("meta"):
-        target = Transformer(config, BACKENDS[name].work())
-    target.load_state_dict(checkpoint.load(folder, config, torch.float32, "cpu"), assign=True)
-    return target.eval().requires_grad_(False)
-
-
-class Reader:
-    """Target that reads text, and returns its hidden states and distributions."""
-
-    def __init__(self, target: Transformer, taps: tuple[int, ...]):
-        self.target, self.taps = target, Taps(taps)
-
-    @torch.no_grad()
-    def read(self, tokens_BT: Tensor) -> tuple[Tensor, Tensor]:
-        """Return hidden states side by side (B, T, N x E), and the last ones normalised (B, T, E)."""
-        cache = KVCache(self.target.config, len(tokens_BT), tokens_BT.shape[1], torch.float32, "cpu")
-        hidden, last = [], []
-        for part_BT in tokens_BT.split(CHUNK, dim=1):
-            last.append(self.target(part_BT, cache, self.taps))
-            hidden.append(self.taps.hidden_BTN)
-        return torch.cat(hidden, dim=1), torch.cat(last, dim=1)
-
-
-class Recorder:
-    """A stand-in for a place in a cache: it keeps what is written."""
-
-    def __init__(self, kept: list[tuple[Tensor, Tensor]]):
-        self.kept = kept
-
-    def write(self, k_BTKD: Tensor, v_BTKD: Tensor) -> None:
-        """Keep keys and values."""
-        self.kept.append((k_BTKD, v_BTKD))
-
-
-def attend(q_BTHD: Tensor, text: tuple[Tensor, Tensor], own: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """Return attention over the entries of the text up to each token, and over the head's own entries of later steps,
-    of which each token sees those that were made for it.
-    """
-    group, scale = q_BTHD.shape[2] // text[0].shape[2], q_BTHD.shape[-1] ** -0.5
-    text_k, text_v = (x.repeat_interleave(group, dim=2) for x in text)
-    scores_BHTS = torch.einsum("bthd,bshd->bhts", q_BTHD * scale, text_k)
-    T = q_BTHD.shape[1]
-    scores_BHTS = scores_BHTS.masked_fill(torch.ones(T, T, dtype=torch.bool).triu(1), -math.inf)
-    own_k, own_v = ([one[i].repeat_interleave(group, dim=2) for one in own] for i in (0, 1))
-    own_scores = [(q_BTHD * scale * k).sum(-1).movedim(1, 2)[..., None] for k in own_k]
-    weights = torch.cat((scores_BHTS, *own_scores), dim=-1).softmax(-1)
-    out_BTHD = torch.einsum("bhts,bshd->bthd", weights[..., :T], text_v)
-    for number, v in enumerate(own_v):
-        out_BTHD = out_BTHD + weights[..., T + number].movedim(1, 2)[..., None] * v
-    return out_BTHD
-
-
-def steps(head: Head, hidden_BTN: Tensor, tokens_BT: Tensor, count: int, truncate: int) -> list[Tensor]:
-    """Return the logits (B, T, V) of each step, for as many tokens as there are hidden states.
-
-    `tokens_BT` has the token behind each hidden state, and count - 1 more. A step reads the text's own tokens.
-    """
-    # the head's own `fused` may take an operator of its own, which gives no gradient
-    x_BTE, T, keys = F.linear(hidden_BTN, head.fc.weight), hidden_BTN.shape[1], []
-    logits = []
-    for step in range(count):
-        positions_T = torch.arange(step, step + T)
-        cos, sin = (x[None, :, None] for x in head.angles(*frequencies_on(head.config, x_BTE.device), positions_T))
-        embedded_BTE = F.embedding(tokens_BT[:, step : step + T], head.embed.weight).to(x_BTE.dtype)
-        kept: list[tuple[Tensor, Tensor]] = []
-        x_BTE, q_BTHD = head.layer.before_attention(PYTORCH, x_BTE, embedded_BTE, cos, sin, Recorder(kept))
-        keys += kept
-        x_BTE, mlp_BTE = head.layer.after_attention(PYTORCH, x_BTE, attend(q_BTHD, keys[0], keys[1:]))
-        x_BTE = x_BTE + mlp_BTE
-        logits.append(F.linear(head.norm(x_BTE), head.head.weight))
-        if (step + 1) % truncate == 0:
-            x_BTE = x_BTE.detach()
-    return logits
 
 
 class Trainer:
@@ -223,9 +139,8 @@ class Trainer:
     def acceptance(self, tokens_BT: Tensor) -> float:
         """Return the share of accepted proposals on one window."""
         hidden_BTN, last_BTE = self.reader.read(tokens_BT)
-        chosen_T = torch.cat([self.reader.target.logits(part).argmax(-1) for part in last_BTE.split(CHUNK, dim=1)], 1)[
-            0
-        ]
+        parts = last_BTE[0].split(CHUNK)
+        chosen_T = torch.cat([self.reader.target.logits(part_TE[None])[0].argmax(-1) for part_TE in parts])
         accepted = torch.ones(1, dtype=torch.bool)
         total = 0.0
         for step, logits_BTV in enumerate(self.in_pieces(hidden_BTN, tokens_BT, self.args.steps)):
@@ -241,7 +156,7 @@ class Trainer:
         temporary = self.checkpoint.with_suffix(".tmp")
         torch.save(state, temporary)
         os.replace(temporary, self.checkpoint)
-        export(self.head, self.ids_V, self.args)
+        export(self.head, self.ids_V, self.args.target, self.args.verifier, self.args.steps, self.args.out)
         facts = {"minutes": round(self.seconds / 60, 1), "tokens": self.tokens, "optimiser_steps": self.number}
         facts |= {"threads": torch.get_num_threads(), "complete": self.progress >= 1, "held_out": self.curve}
         (self.args.out / "training.json").write_text(json.dumps(facts, indent=1) + "\n")
@@ -254,15 +169,6 @@ class Trainer:
         self.adam.load_state_dict(state["adam"])
         self.number, self.tokens = state["number"], state["tokens"]
         self.seconds, self.curve = state["seconds"], state["curve"]
-
-
-def pieces(x_T: Tensor, start: int, size: int, count: int, extra: int = 0) -> Tensor:
-    """Cut one window, from `start` on, into pieces of `size`, with `extra` tokens each that the next one has, too.
-
-    There are as many as leave room for `count` steps.
-    """
-    number = (len(x_T) - count) // size
-    return torch.stack([x_T[start + i * size : start + (i + 1) * size + extra] for i in range(number)])
 
 
 def schedule(progress: float) -> float:
@@ -322,74 +228,6 @@ def new_head(config: HeadConfig, target: Transformer, ids_V: Tensor) -> Head:
     return head.on(target)
 
 
-def export(head: Head, ids_V: Tensor, args: argparse.Namespace) -> None:
-    """Write the head in the layout of speculators, in bfloat16, each file complete before it takes its name."""
-    c, layer, args_out = head.config, head.layer, args.out
-    q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    named = dict(zip(("q", "k", "v"), layer.qkv.weight.split((q, kv, kv)), strict=True))
-    tensors = {f"layers.0.self_attn.{name}_proj.weight": weight for name, weight in named.items()}
-    gate, up = layer.gate_up.weight.chunk(2)
-    tensors |= {"fc.weight": head.fc.weight, "norm.weight": head.norm.weight, "lm_head.weight": head.head.weight}
-    tensors |= {
-        f"layers.0.{name}.weight": weight
-        for name, weight in (
-            ("input_layernorm", layer.embedding_norm.weight),
-            ("hidden_norm", layer.attention_norm.weight),
-            ("self_attn.o_proj", layer.output.weight),
-            ("post_attention_layernorm", layer.mlp_norm.weight),
-            ("mlp.gate_proj", gate),
-            ("mlp.up_proj", up),
-            ("mlp.down_proj", layer.down.weight),
-        )
-    }
-    tensors = {name: weight.detach().bfloat16().contiguous() for name, weight in tensors.items()}
-    tensors["d2t"] = ids_V - torch.arange(len(ids_V))
-    tensors["t2d"] = torch.zeros(c.vocab_size, dtype=torch.bool).index_fill_(0, ids_V, True)
-    args_out.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, args_out / "model.safetensors.tmp")
-    (args_out / "model.safetensors.tmp").chmod(0o644)
-    os.replace(args_out / "model.safetensors.tmp", args_out / "model.safetensors")
-    (args_out / "config.json").write_text(json.dumps(config_json(c, args), indent=2) + "\n")
-
-
-def config_json(c: HeadConfig, args: argparse.Namespace) -> dict[str, Any]:
-    """Return the config.json of a head in the layout of speculators."""
-    theirs = json.loads((args.target / "config.json").read_text())
-    layer = {
-        "model_type": "llama",
-        "vocab_size": c.vocab_size,
-        "hidden_size": c.hidden_size,
-        "intermediate_size": c.intermediate_size,
-        "num_hidden_layers": 1,
-        "num_attention_heads": c.num_heads,
-        "num_key_value_heads": c.num_kv_heads,
-        "head_dim": c.head_dim,
-        "max_position_embeddings": c.max_position_embeddings,
-        "rms_norm_eps": c.rms_norm_eps,
-        "rope_theta": c.rope_theta,
-        "tie_word_embeddings": False,
-        "attention_bias": False,
-        "mlp_bias": False,
-        "hidden_act": "silu",
-    }
-    verifier = {"name_or_path": args.verifier or str(args.target), "architectures": theirs["architectures"]}
-    proposal = {"proposal_type": "greedy", "speculative_tokens": args.steps}
-    return {
-        "architectures": ["Eagle3Speculator"],
-        "speculators_model_type": "eagle3",
-        "draft_vocab_size": c.draft_vocab_size,
-        "eagle_aux_hidden_state_layer_ids": list(c.taps),
-        "norm_before_residual": c.norm_before_residual,
-        "transformer_layer_config": layer,
-        "speculators_config": {
-            "algorithm": "eagle3",
-            "default_proposal_method": "greedy",
-            "proposal_methods": [proposal],
-            "verifier": verifier,
-        },
-    }
-
-
 def arguments() -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -397,7 +235,7 @@ def arguments() -> argparse.Namespace:
     add("--target", type=Path, required=True, help="folder of the target, with its tokenizer.json")
     add("--out", type=Path, required=True, help="folder for the head")
     add("--text", type=Path, help="folder of books (*.txt, UTF-8) to train on, next to the standard library's source")
-    add("--verifier", help="name of the target in config.json; default: its folder")
+    add("--verifier", help="how config.json calls the target; default: its folder")
     add("--minutes", type=float, default=60.0, help="time to train, without measuring (%(default)g)")
     add("--steps", type=int, default=3, help="steps ahead to train (%(default)d)")
     add(
