@@ -11,6 +11,7 @@ the template.
 
 import argparse
 import csv
+import json
 import re
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
@@ -60,6 +61,16 @@ def _value(text: str) -> Any:
         except ValueError:
             continue
     return text
+
+
+def training(folder: str) -> list[Row]:
+    """Return the acceptance of a trained head on held-out text, for each time that it was measured and kind of text."""
+    curve = json.loads((ROOT / folder / "training.json").read_text())["held_out"]
+    return [
+        {"minutes": point["minutes"], "tokens": point["tokens"], "text": text, "acceptance": share}
+        for point in curve
+        for text, share in point["acceptance"].items()
+    ]
 
 
 def table(rows: Iterable[Row], *columns: str) -> str:
@@ -150,7 +161,7 @@ def render(name: str, draw: bool = True) -> str:
     folder = page_of(name).parent
     environment = Environment(loader=FileSystemLoader(PAGES), undefined=StrictUndefined, trim_blocks=True)
     environment.filters |= {"mean": fmean, "median": median, "groups": groups, "combine": dict, "label": labelled}
-    helpers: tuple[Callable, ...] = (table, pivot, span, ahead, measured_by, measured)
+    helpers: tuple[Callable, ...] = (table, pivot, span, ahead, measured_by, measured, training)
 
     def read(stem: str) -> list[Row]:
         return read_csv(folder / f"{stem}.csv")

@@ -7,6 +7,7 @@ from typing import Any
 import yaml
 from races import races
 
+from magicdec.errors import UserError
 from magicdec.tracking.report.rows import read_rows
 
 Row = dict[str, Any]
@@ -16,14 +17,24 @@ FILTERS = {"s": lambda ms: ms / 1e3, "half": lambda width: width / 2}
 
 
 def tables(page: str, runs_dir: Path) -> Iterator[tuple[str, list[Row]]]:
-    """Yield the name and the rows of each CSV file of a page, from the runs of its sweep in this store."""
-    for name, wanted in TABLES.items():
-        if wanted["page"] == page:
+    """Yield the name and the rows of each CSV file of a page, from the runs of its sweep in this store.
+
+    Leave out a file whose sweep the store does not hold. Raise UserError if it holds none of the page's sweeps.
+    """
+    missing: list[UserError] = []
+    of_page = {name: wanted for name, wanted in TABLES.items() if wanted["page"] == page}
+    for name, wanted in of_page.items():
+        try:
             runs = [run for run in read_rows(runs_dir, wanted["sweep"]) if run["status"] == "done"]
-            rows = list(rows_of(runs, wanted["columns"]))
-            yield name, rows
-            if "races" in wanted:
-                yield wanted["races"], list(races(rows))
+        except UserError as error:
+            missing.append(error)
+            continue
+        rows = list(rows_of(runs, wanted["columns"]))
+        yield name, rows
+        if "races" in wanted:
+            yield wanted["races"], list(races(rows))
+    if missing and len(missing) == len(of_page):
+        raise missing[0]
 
 
 def rows_of(runs: Iterable[Row], columns: Mapping[str, str]) -> Iterator[Row]:

@@ -6,6 +6,7 @@ import pytest
 
 import magicdec
 from magicdec.costmodel.acceptance import published
+from magicdec.errors import UserError
 from tests.programs import ROOT
 
 TARGET = "smollm2-135m-q4"
@@ -71,6 +72,25 @@ def test_rows_are_those_of_the_runs_of_a_sweep(benchmarks, monkeypatch, tmp_path
     assert row["prefill_s"] == run.metrics["autoregressive/time_to_first_token_ms"] / 1e3
     slow, fast = tables.rows_of(tables.read_rows(tmp_path), {"ms": "{way}/time_per_output_token_ms"})
     assert slow["ms"] / fast["ms"] == pytest.approx(run.metrics["speedup"])
+
+
+def test_a_page_of_two_sweeps_takes_those_that_the_store_holds(benchmarks, monkeypatch, tmp_path):
+    """The CSV file of the other one stays as it is."""
+    import tables
+
+    known = {"heads_speedup": [{"id": "1", "status": "done", "torch": "2", "draft.name": "ngram"}]}
+
+    def read(runs_dir, sweep):
+        if sweep not in known:
+            raise UserError(f"holds no runs of sweep {sweep}")
+        return known[sweep]
+
+    monkeypatch.setattr(tables, "read_rows", read)
+    ((name, (row,)),) = tables.tables("heads", tmp_path)
+    assert (name, row["draft"]) == ("heads-speedup", "ngram")
+    known.clear()
+    with pytest.raises(UserError, match="holds no runs of sweep heads"):
+        list(tables.tables("heads", tmp_path))
 
 
 def test_shipped_acceptances_are_those_of_the_page(benchmarks):
