@@ -439,6 +439,17 @@ def test_files_of_load_generators_become_rows(tmp_path, report):
     assert "all.csv: not a result file that is read here" in err
 
 
+def test_files_of_load_generators_need_no_store(tmp_path, report):
+    files = [LOADS / f"{name}.json" for name in ("guidellm", "aiperf")]
+    code, out, _ = report(*files, "--html", tmp_path / "page.html", runs=None)
+    assert code == 0
+    assert [line.split()[0] for line in out.splitlines() if ".json" in line] == ["guidellm.json", "aiperf.json"]
+    assert (tmp_path / "page.html").exists()
+    code, _, err = report(*files, "--sweep", "serving", runs=None)
+    assert (code, err.count("\n")) == (2, 1)
+    assert f"--sweep serving: {files[0]} is a file; name a run store before it" in err
+
+
 def test_a_server_that_reports_acceptance_is_speculative(tmp_path, report):
     content = json.loads((LOADS / "vllm_bench.json").read_text()) | {"spec_decode_acceptance_length": 2.5}
     (tmp_path / "fast.json").write_text(json.dumps(content))

@@ -5,6 +5,7 @@ import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.text import Text
 
@@ -29,6 +30,7 @@ EXAMPLES = """examples:
   magicdec report runs --group-by cache.policy,cache.budget
   magicdec report runs --sweep gamma_x_budget --html report.html --csv runs.csv
   magicdec report runs vllm.json benchmarks.json          next to what load generators have measured
+  magicdec report vllm.json benchmarks.json               these alone
   magicdec compare runs/0a1b2c3d4e5f runs/6a7b8c9d0e1f
 """
 
@@ -45,8 +47,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _report(options: argparse.Namespace) -> None:
-    chosen, left_out = read_runs(options.runs_dir, options.sweep, options.all)
-    found = [*rows_of(chosen), *(row for path in options.results for row in rows_of_file(path))]
+    files, left_out = options.results, ""
+    runs: list[dict[str, Any]] = []
+    if options.runs_dir.is_file():  # no store, result files alone
+        if options.sweep:
+            raise UserError(f"--sweep {options.sweep}: {options.runs_dir} is a file; name a run store before it")
+        files = [options.runs_dir, *files]
+    else:
+        runs, left_out = read_runs(options.runs_dir, options.sweep, options.all)
+    found = [*rows_of(runs), *(row for path in files for row in rows_of_file(path))]
     rows = query.select(found, options.where)
     table = query.group(rows, options.group_by.split(","), options.mix) if options.group_by else rows
     table = query.sort(table, options.sort, options.descending)
@@ -133,7 +142,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("runs_dir", type=Path, help="a run store, as in runs_dir=FOLDER")
+    parser.add_argument("runs_dir", type=Path, help="a run store, as in runs_dir=FOLDER, or a result file alone")
     parser.add_argument(
         "results", nargs="*", type=Path, help="result files of vllm bench serve, AIPerf or GuideLLM, as further rows"
     )
