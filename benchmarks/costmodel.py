@@ -3,9 +3,9 @@
     python benchmarks/costmodel.py [TABLE.csv] [--calibrate]
 
 The table has the columns of magicdec/costmodel/published/magicdec_paper_tables.csv; its acceptance (omega) is given,
-its times are predicted. Without a table it takes the paper's, and writes docs/results/costmodel.md. `--calibrate` first
-fits the machines again and writes magicdec/costmodel/calibrated/. The last line printed is one JSON object.
-No GPU is needed, and none is used.
+its times are predicted. Without a table it takes the paper's, and writes docs/results/costmodel.md, with the paper's
+first version (costmodel_versions.py). `--calibrate` first fits the machines again and writes
+magicdec/costmodel/calibrated/. The last line printed is one JSON object. No GPU is needed, and none is used.
 """
 
 import argparse
@@ -18,6 +18,7 @@ from pathlib import Path
 
 from costmodel_page import CALIBRATED_ON, page, per_table
 from costmodel_scores import Compared, Score, compare, cross_validate, score
+from costmodel_versions import sections
 from page import RESULTS
 
 from magicdec.costmodel import hardware, tables
@@ -142,7 +143,14 @@ def main() -> int:
         )
         unseen = [c for c in compared if c.row not in fitted]
         text = page(
-            compared, score(compared), score(unseen), left_out(), alternatives(), critical, seconds_per_thousand()
+            compared,
+            score(compared),
+            score(unseen),
+            left_out(),
+            alternatives(),
+            critical,
+            seconds_per_thousand(),
+            sections(compared),
         )
         (RESULTS / "costmodel.md").write_text(text)
         draw(compared)

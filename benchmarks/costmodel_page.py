@@ -34,6 +34,7 @@ def page(
     alternatives: dict[str, tuple[Score, Score]],
     critical_context: int | None,
     seconds: float,
+    versions: Sequence[str],
 ) -> str:
     """Return the page as Markdown."""
     return "\n".join(
@@ -57,6 +58,7 @@ def page(
             "Median absolute error of the speedup, mean signed errors of the times.",
             "",
             per_table(compared),
+            *versions,
             *_fitted(),
             *_left_out(left_out, alternatives),
             f"## Rows that are off by {OUTLIER:.0%} or more",

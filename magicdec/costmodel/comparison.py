@@ -4,10 +4,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from magicdec.costmodel.acceptance import Curves
+from magicdec.costmodel.acceptance import published as published_points
 from magicdec.costmodel.predict import predict
 from magicdec.costmodel.round import Setup, round_times
+from magicdec.costmodel.speedup import omega
 from magicdec.costmodel.summary import verdict
-from magicdec.costmodel.tables import read_table
+from magicdec.costmodel.tables import Row, first_version, read_table
 from magicdec.costmodel.targets import architecture
 
 STEPS = ("target_decode", "draft", "verify")
@@ -42,26 +44,40 @@ def predicted_metrics(
     return predicted | ({"predicted/step_error": max(errors, key=abs)} if errors else {})
 
 
-def published(setup: Setup, task: str) -> dict[str, float | int | str | None]:
+def published(setup: Setup, task: str, gamma: int | str | None = None) -> dict[str, float | int | str | None]:
     """Return what the MagicDec paper measured for a configuration and a task, under `published/`, or {}.
 
+    Where both versions of the paper have it, the row at `gamma` comes first, then the ICLR version's.
     `published/predicted_speedup` is the cost model's prediction at the paper's gamma and acceptance. Times are in
     milliseconds.
     """
     machine = f"{setup.ranks}x{setup.hardware.device.name}".lower()
-    wanted = (setup.target_name, setup.draft_label, setup.cache.policy, setup.cache.budget, setup.context, setup.batch)
-    for row in read_table():
-        found = (row.target, row.draft, row.policy, row.kv_budget, row.context_len, row.batch_size)
-        if found == wanted and row.hardware.lower() == machine and row.task.startswith(task):
-            times = round_times(row.setup(architecture), row.gamma)
-            return {
-                "published/table": row.table,
-                "published/gamma": row.gamma,
-                "published/acceptance_length": row.omega,
-                "published/target_decode_ms": row.autoregressive_ms,
-                "published/draft_ms": row.draft_ms and row.draft_ms / row.gamma,
-                "published/verify_ms": row.verify_ms,
-                "published/speedup": row.speedup,
-                "published/predicted_speedup": row.omega and times.speedup(row.omega),
-            }
-    return {}
+    wanted = (setup.target_name, setup.draft_label, setup.cache.policy, setup.context, setup.batch)
+    known = []
+    for row in (*read_table(), *first_version()):
+        found = (row.target, row.draft, row.policy, row.context_len, row.batch_size)
+        is_same = found == wanted and row.kv_budget == setup.cache.budget
+        if is_same and row.hardware.lower() == machine and row.task.startswith(task):
+            known.append(row)
+    if not known:
+        return {}
+    row = min(known, key=lambda row: row.gamma != gamma)
+    length = acceptance_length(row)
+    return {
+        "published/table": row.table,
+        "published/gamma": row.gamma,
+        "published/acceptance_length": row.omega,
+        "published/target_decode_ms": row.autoregressive_ms,
+        "published/draft_ms": row.draft_ms and row.draft_ms / row.gamma,
+        "published/verify_ms": row.verify_ms,
+        "published/speedup": row.speedup,
+        "published/predicted_speedup": length and round_times(row.setup(architecture), row.gamma).speedup(length),
+    }
+
+
+def acceptance_length(row: Row) -> float | None:
+    """Return a row's own Omega or, if it gives none, that which follows from the alpha of the paper's other rows."""
+    if row.omega is not None:
+        return row.omega
+    estimate = Curves(published_points(), row.task).estimate(row.setup(architecture))
+    return None if estimate is None else omega(row.gamma, estimate.alpha)

@@ -2,7 +2,7 @@
 
 import csv
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from magicdec.architectures import ModelConfig
@@ -16,6 +16,10 @@ from magicdec.errors import UserError
 # Tables 2, 3 and 6 of MagicDec (arXiv 2408.11049, the ICLR version): published measurements. Times in ms, the budget
 # per sequence, tensor parallel over all GPUs named; draft_ms is that of all gamma draft steps.
 PUBLISHED = Path(__file__).parent / "published" / "magicdec_paper_tables.csv"
+# Speedups of the paper's first version (August 2024), as its authors' pages give them: each at its best gamma, without
+# times, acceptance or budget. Every row names its source.
+FIRST_VERSION = PUBLISHED.with_name("magicdec_first_version.csv")
+FIRST_VERSION_BUDGET = 512  # assumed: that of the ICLR version's tables of the same models and contexts
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,8 @@ class Row:
     batch_size: int
     gamma: int
     table: str = ""
+    version: str = ""  # of the paper, and the text that gives the row; empty: the ICLR version
+    source: str = ""
     task: str = ""
     kv_budget: int | None = None
     draft_ms: float | None = None  # gamma draft steps
@@ -72,7 +78,7 @@ class Row:
 
 
 _TYPES: dict[str, Callable[[str], object]] = {
-    **dict.fromkeys(("target", "draft", "policy", "hardware", "table", "task"), str),
+    **dict.fromkeys(("target", "draft", "policy", "hardware", "table", "task", "version", "source"), str),
     **dict.fromkeys(("context_len", "batch_size", "gamma", "kv_budget"), int),
     **dict.fromkeys(("draft_ms", "verify_ms", "omega", "autoregressive_ms", "speculative_ms", "speedup"), float),
 }
@@ -93,6 +99,11 @@ def read_table(path: Path | str = PUBLISHED) -> list[Row]:
     if not rows:
         raise UserError(f"{path}: has no rows")
     return rows
+
+
+def first_version() -> list[Row]:
+    """Return the rows of the paper's first version, with the budget that is assumed of them."""
+    return [replace(row, kv_budget=FIRST_VERSION_BUDGET) for row in read_table(FIRST_VERSION)]
 
 
 def _row(path: Path | str, line: int, fields: dict[str, str]) -> Row:

@@ -263,7 +263,7 @@ def _predicted(plan: Plan, results: Metrics, gamma: int) -> Metrics:
     try:
         setup = plan.setup(bandwidth, rate).at(context=round(results["data/context_len_mean"]))  # type: ignore[arg-type]
         predicted = predicted_metrics(setup, gamma, results, plan.config.batch.generate_len)
-        return predicted | published(setup, task_of(plan.config))
+        return predicted | published(setup, task_of(plan.config), gamma)
     except UserError as error:  # a draft that has no cost model
         log.info("not predicted: %s", error)
         return {}

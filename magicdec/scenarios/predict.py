@@ -44,7 +44,7 @@ def run(plan: Plan, progress: Progress) -> Outcome:
         {"gamma": at.gamma, "predicted/round_ms": 1e3 * at.times.round_s, "predicted/speedup": at.speedup}
         for at in prediction.by_gamma
     ]
-    known = published(prediction.setup, task_of(plan.config))
+    known = published(prediction.setup, task_of(plan.config), plan.config.draft.gamma)
     metrics: Metrics = {"device": plan.device_name}
     return Outcome(metrics | prediction.metrics() | known, history=history, view=_view(prediction, known))
 

@@ -1,13 +1,14 @@
 """The aims of the cost model, as benchmarks/costmodel.py measures them, on the committed calibration."""
 
 import json
+from statistics import median
 
 import pytest
 import yaml
 
 from magicdec.costmodel.hardware import CALIBRATED, hardware_named
-from magicdec.costmodel.tables import PUBLISHED
-from tests.programs import python
+from magicdec.costmodel.tables import PUBLISHED, read_table
+from tests.programs import ROOT, python
 
 KEYS = ["rows", "fitted_rows", "median_error", "p90_error", "wrong_side", "spearman", "target_decode_median_error"]
 
@@ -71,3 +72,35 @@ def test_calibrated_files_are_valid_and_say_where_they_come_from(path):
     name = yaml.safe_load(text)["hardware"]
     assert path.stem == name.lower()
     assert hardware_named(name).note == f"calibrated on {name}"
+
+
+@pytest.fixture
+def versions(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import costmodel_versions
+
+    return costmodel_versions
+
+
+def test_the_first_version_is_predicted_from_the_acceptance_of_the_iclr_version(versions):
+    errors = [abs(line["error"]) for line in versions.speedups()]
+    assert len(errors) == 20
+    assert median(errors) <= 0.04
+    assert median(abs(line["error"]) for line in versions.latencies()) <= 0.04
+
+
+def test_the_share_of_kv_is_what_grows_with_the_context_in_the_measured_steps(versions, model):
+    from costmodel_scores import compare
+
+    rows = [row for row in read_table() if row.table in ("3a", "3c")]
+    lines = versions.slopes([compare(row, model) for row in rows])
+    assert len(lines) == 7
+    for line in lines:
+        assert line["predicted_kv"] == pytest.approx(line["measured"], abs=0.03)
+
+
+def test_shares_by_bytes_and_flops_agree_with_the_model_where_both_count_the_same(versions):
+    for line in versions.shares():
+        assert 0 < line["share"] < line["share_of_work"] <= 1
+        if line["target"] == "llama-2-7b-32k" and line["batch"] <= 16:  # bound by memory, attention of all heads
+            assert line["share_of_work"] == pytest.approx(line["by_table_1"], abs=0.05)

@@ -99,6 +99,9 @@ def test_what_the_paper_measured_stands_beside_what_is_predicted():
     assert ruler["published/speedup"] == 2.51
     own = as_run("NVIDIA A100-SXM4-80GB", "cuda", "experiment=paper/table3c").setup()
     assert published_values(own, "pg19")["published/speedup"] == 1.64, "of a run on that machine"
+    first = outcome(predict_scenario.run, "experiment=paper/first_version").metrics
+    assert [first[f"published/{key}"] for key in ("gamma", "speedup")] == [5, 1.84], "of the version with that gamma"
+    assert first["published/predicted_speedup"] == pytest.approx(1.84, rel=0.15), "at the ICLR version's acceptance"
     elsewhere = outcome(predict_scenario.run, "experiment=paper/table2", "batch.size=42").metrics
     assert not [key for key in elsewhere if key.startswith("published/")]
 

@@ -1,3 +1,5 @@
+import csv
+
 import pytest
 
 from magicdec.costmodel import tables
@@ -58,3 +60,32 @@ def test_a_missing_file_and_a_missing_model_are_named(model, tmp_path):
         tables.read_table(tmp_path / "nosuch.csv")
     with pytest.raises(UserError, match="target=gpt-5"):
         model("gpt-5")
+
+
+def test_the_first_version_has_the_speedups_of_the_abstract_and_a_source_in_every_row():
+    rows = tables.first_version()
+    assert len(rows) == 20
+    assert {row.version for row in rows} == {"first"}
+    assert all("Infini-AI-Lab/MagicDec at " in row.source for row in rows)
+    ranked = sorted((row.speedup, row.target, row.gamma, row.context_len, row.batch_size) for row in rows)
+    best = {target: (speedup, *cell) for speedup, target, *cell in ranked}
+    assert best == {"llama-2-7b-32k": (2.0, 4, 32000, 32), "llama-3.1-8b": (1.84, 5, 100000, 32)}
+
+
+def test_the_points_of_the_first_versions_figure_have_the_batches_that_its_numbers_imply():
+    with open(tables.FIRST_VERSION.with_name("magicdec_first_version_figure1.csv"), newline="") as file:
+        points = list(csv.DictReader(file))
+    measured = {(r.context_len, r.batch_size): r.autoregressive_ms for r in tables.read_table() if r.table == "3a"}
+    assert len(points) == 20
+    misfits = []
+    for point in points:
+        batch, ratio, ms = int(point["batch_size"]), float(point["speedup"]), float(point["speculative_ms"])
+        cell = int(point["context_len"]), batch
+        assert (cell in measured) == (point["batch_from"] != "order of the points")
+        if cell in measured:
+            assert ratio * ms == pytest.approx(measured[cell], rel=0.005)
+        for way in ("autoregressive", "speculative"):
+            if point[f"{way}_ms"] and (throughput := point[f"{way}_tokens_per_second"]):
+                implied = float(point[f"{way}_ms"]) * float(throughput) / 1e3
+                misfits += [] if implied == pytest.approx(batch, rel=1e-3) else [(way, *cell)]
+    assert misfits == [("autoregressive", 8000, 64)], "published so"
