@@ -3,7 +3,8 @@
 //
 // A task is one split of the slots of one KV head of one row. Its R = J x T query rows stay in the L1 cache while the
 // split's K and V stream past once, in blocks. Splits have a fixed length, so that a row's result depends neither on its
-// neighbours nor on the number of threads.
+// neighbours nor on the number of threads. In bf16, pairs of numbers are multiplied where the processor can; the weights of
+// values are rounded for that. Elsewhere numbers are widened.
 
 #include "vectors.h"
 
@@ -23,41 +24,64 @@ constexpr int BLOCK = 32;    // slots whose scores are held at a time: two block
 constexpr int MAX_TILE = LANES == 16 ? 6 : 3;  // query rows whose sums, with four vectors each, fill the registers
 constexpr int STEP = 8;      // head dims are multiples of it
 constexpr int SPLIT = 512;   // slots of a task
+template <typename X>
+using Factors8 = std::conditional_t<std::is_same_v<X, bfloat16>, Pairs8, Vec8>;
 constexpr float HIDDEN = -std::numeric_limits<float>::infinity();
 
 // Scores of R query rows and four slots. R x 4 sums stay in registers, which GCC manages only if the loops are unrolled.
 // Their vectors have eight numbers: the sum over a longer one takes as much time as its products save.
-template <int R, typename T>
-void score(const float* q, const T* const* k, int64_t dim, float* scores, Ahead ahead) {
+template <int R, typename X, typename T>
+void score(const X* q, const T* const* k, int64_t dim, float scale, float* scores, Ahead ahead) {
+    using V = Factors8<X>;
     Vec8 sums[R][4];
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 8
         for (int s = 0; s < 4; ++s) sums[r][s] = Vec8{};
     }
-    for (int64_t d = 0; d < dim; d += STEP) {
+    for (int64_t d = 0; d < dim; d += NUMBERS<V>) {
         ahead.step();
-        Vec8 rows[R];
+        V rows[R];
 #pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) rows[r] = hold<Vec8>(q + r * dim + d);
+        for (int r = 0; r < R; ++r) rows[r] = hold<V>(q + r * dim + d);
 #pragma GCC unroll 8
         for (int s = 0; s < 4; ++s) {
-            const Vec8 x = hold<Vec8>(k[s] + d);
+            const V x = hold<V>(k[s] + d);
 #pragma GCC unroll 8
-            for (int r = 0; r < R; ++r) sums[r][s] += rows[r] * x;
+            for (int r = 0; r < R; ++r) sums[r][s] = plus_products(sums[r][s], rows[r], x);
         }
     }
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
-        const Quad quad = sums_of(sums[r][0], sums[r][1], sums[r][2], sums[r][3]);
+        const Quad quad = sums_of(sums[r][0], sums[r][1], sums[r][2], sums[r][3]) * scale;
         std::memcpy(scores + r * BLOCK, &quad, sizeof quad);
     }
 }
 
+// Of one slot: its weight in all lanes, and a vector of its values.
+template <typename V, typename T>
+struct Slots {
+    static constexpr int COUNT = 1;
+    static V weights(const float* p) { return all<V>(*p); }
+    static V values(const T* const* v, int64_t d) { return hold<V>(v[0] + d); }
+};
+
+// Of two slots, in pairs.
+template <typename V>
+struct SlotPairs {
+    typedef typename Bits<V>::Wide Pair;
+    static constexpr int COUNT = 2;
+    static Pair weights(const bfloat16* p) { return (p[0].bits | uint32_t(p[1].bits) << 16) - Pair{}; }
+    static Pair values(const bfloat16* const* v, int64_t d) {
+        return load_bits<V>(v[0] + d) | load_bits<V>(v[1] + d) << 16;
+    }
+};
+
 // out = out * decay + p V for R query rows and C vectors of the head dim, which stay in registers.
-template <typename V, int R, int C, typename T>
-void add_values(float* out, int64_t dim, const float* p, const T* const* v, int64_t d, int count, const float* decay,
+template <typename V, int R, int C, typename X, typename T>
+void add_values(float* out, int64_t dim, const X* p, const T* const* v, int64_t d, int count, const float* decay,
                 Ahead ahead) {
+    using At = std::conditional_t<std::is_same_v<X, bfloat16>, SlotPairs<V>, Slots<V, T>>;
     constexpr int N = sizeof(V) / sizeof(float);
     V sums[R][C];
 #pragma GCC unroll 8
@@ -65,16 +89,16 @@ void add_values(float* out, int64_t dim, const float* p, const T* const* v, int6
 #pragma GCC unroll 8
         for (int c = 0; c < C; ++c) sums[r][c] = load<V>(out + r * dim + d + c * N) * decay[r];
     }
-    for (int s = 0; s < count; ++s) {
+    for (int s = 0; s < count; s += At::COUNT) {
         ahead.step();
-        V weights[R];
+        decltype(At::weights(p)) weights[R];
 #pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) weights[r] = all<V>(p[r * BLOCK + s]);
+        for (int r = 0; r < R; ++r) weights[r] = At::weights(p + r * BLOCK + s);
 #pragma GCC unroll 8
         for (int c = 0; c < C; ++c) {
-            const V x = hold<V>(v[s] + d + c * N);
+            const auto x = At::values(v + s, d + c * N);
 #pragma GCC unroll 8
-            for (int r = 0; r < R; ++r) sums[r][c] += weights[r] * x;
+            for (int r = 0; r < R; ++r) sums[r][c] = plus_products(sums[r][c], weights[r], x);
         }
     }
 #pragma GCC unroll 8
@@ -100,7 +124,8 @@ struct Partial {
     float* block(int64_t i, int64_t query_rows) const { return blocks + i * query_rows * (BLOCK + 1); }
 };
 
-template <typename T>
+// Of entries in T. X is what is multiplied: T, or fp32.
+template <typename T, typename X>
 class Kernel : public Attending {
   public:
     explicit Kernel(const Call& call)
@@ -117,10 +142,12 @@ class Kernel : public Attending {
 
     void share() override {
         static thread_local Room of_work;
-        const int64_t of_codes = Coded::room(c, BLOCK);
-        float* const q = of_work.of((query_rows + BLOCK) * c.dim + query_rows * BLOCK + whole_vectors(query_rows) + of_codes);
-        float *const wide = q + query_rows * c.dim, *const scores = wide + BLOCK * c.dim;
+        // Codes are widened, weights are not: there are never both.
+        const int64_t rest = Coded::room(c, BLOCK) + (std::is_same_v<X, float> ? 0 : query_rows * BLOCK);
+        float* const room_of_q = of_work.of((query_rows + BLOCK) * c.dim + query_rows * BLOCK + whole_vectors(query_rows) + rest);
+        float *const wide = room_of_q + query_rows * c.dim, *const scores = wide + BLOCK * c.dim;
         float* const decay = scores + query_rows * BLOCK;
+        X* const q = reinterpret_cast<X*>(room_of_q);
         for (int64_t task; (task = next.fetch_add(1)) < heads * max_splits;) {
             const int64_t head = task / max_splits, split = task % max_splits;
             const int64_t b = head / c.kv_heads, kv = head % c.kv_heads;
@@ -149,7 +176,7 @@ class Kernel : public Attending {
         return c.indices || c.positions ? 0 : std::max<int64_t>(0, c.seqlens[b] - c.new_tokens + 1 - c.window);
     }
 
-    void attend(int64_t b, int64_t head, int64_t split, Partial to, float* q, float* scores, float* decay,
+    void attend(int64_t b, int64_t head, int64_t split, Partial to, X* q, float* scores, float* decay,
                 float* wide) const {
         std::fill(to.out, to.out + query_rows * c.dim, 0.0f);
         std::fill(to.most, to.most + whole_vectors(query_rows), HIDDEN);
@@ -161,7 +188,8 @@ class Kernel : public Attending {
         const T* v = static_cast<const T*>(c.v) + b * c.v_row + head * c.v_head;
         const int64_t* indices = c.indices ? c.indices + (b * c.kv_heads + head) * c.num_indices : nullptr;
         const int64_t exact = c.codes ? c.codes->first_exact[b] : start;
-        float* const of_codes = decay + whole_vectors(query_rows);
+        float *const of_codes = decay + whole_vectors(query_rows), *const narrow = of_codes;
+        const float scale = std::is_same_v<X, float> ? 1.0f : 1.0f / std::sqrt(float(c.dim));
         const float* decoded[BLOCK];
         int64_t slots[BLOCK];
         const T *k_at[BLOCK], *v_at[BLOCK];
@@ -188,27 +216,30 @@ class Kernel : public Attending {
                 for (int i = s; !in_order && !coded && i < s + 4; ++i) prefetch(v_at[i]);
                 with(coded ? decoded + s : nullptr, k_at + s, 4, wide, [&](auto* k_in) {
                     tiles([&](auto R, int64_t r) {
-                        score<R>(q + r * c.dim, k_in, c.dim, scores + r * BLOCK + s, fetch(scored, c.dim / STEP));
+                        score<R>(q + r * c.dim, k_in, c.dim, scale, scores + r * BLOCK + s,
+                                 fetch(scored, c.dim / NUMBERS<Factors8<X>>));
                     });
                 });
             }
             const bool all_seen = !indices && !c.positions && count == padded && at >= last(b) - c.window &&
                                   at + count <= last(b) - c.new_tokens + 1;
             if (!all_seen) hide(b, head, slots, padded, scores);
-            weigh(scores, padded, to, decay, fetch((v_lines + k_lines) / 5, query_rows));
+            const X* p = weigh(scores, padded, to, decay, reinterpret_cast<X*>(narrow), fetch((v_lines + k_lines) / 5, query_rows));
             if (c.scores) std::copy_n(to.most, query_rows, scores + query_rows * BLOCK);
             const int64_t summed = (values.lines + keys.lines) / (num_tiles() * std::max<int64_t>(1, c.dim / (4 * LANES)));
             if (coded) Coded(c, b * c.kv_heads + head).values(at, count, wide, of_codes);
             with(coded ? decoded : nullptr, v_at, padded, wide, [&](auto* v_in) {
                 tiles([&](auto R, int64_t r) {
-                    float *out = to.out + r * c.dim, *p = scores + r * BLOCK;
+                    float* out = to.out + r * c.dim;
+                    const X* weights = p + r * BLOCK;
+                    const int64_t steps = padded / (std::is_same_v<X, float> ? 1 : 2);
                     int64_t d = 0;
                     for (; d + 4 * LANES <= c.dim; d += 4 * LANES)
-                        add_values<Vec, R, 4>(out, c.dim, p, v_in, d, padded, decay + r, fetch(summed, padded));
+                        add_values<Vec, R, 4>(out, c.dim, weights, v_in, d, padded, decay + r, fetch(summed, steps));
                     for (; d + 4 * STEP <= c.dim; d += 4 * STEP)
-                        add_values<Vec8, R, 4>(out, c.dim, p, v_in, d, padded, decay + r, fetch(summed, padded));
+                        add_values<Vec8, R, 4>(out, c.dim, weights, v_in, d, padded, decay + r, fetch(summed, steps));
                     for (; d < c.dim; d += STEP)
-                        add_values<Vec8, R, 1>(out, c.dim, p, v_in, d, padded, decay + r, fetch(summed, padded));
+                        add_values<Vec8, R, 1>(out, c.dim, weights, v_in, d, padded, decay + r, fetch(summed, steps));
                 });
             });
         }
@@ -219,9 +250,11 @@ class Kernel : public Attending {
 
     // Calls `function` with the entries of some slots: decoded, or in fp32 if many tiles would convert them again.
     template <typename Function>
-    void with(const float* const* decoded, const T* const* entries, int count, float* wide, Function function) const {
-        if (decoded) return function(decoded);
-        if constexpr (!std::is_same_v<T, float>) {
+    void with([[maybe_unused]] const float* const* decoded, const T* const* entries, int count, float* wide, Function function) const {
+        if constexpr (std::is_same_v<X, float>) {
+            if (decoded) return function(decoded);
+        }
+        if constexpr (!std::is_same_v<T, X>) {
             if (query_rows > 2 * MAX_TILE) {
                 const float* at[BLOCK];
                 for (int s = 0; s < count; ++s) {
@@ -257,13 +290,14 @@ class Kernel : public Attending {
         for (int64_t d = 0; d < c.dim; d += int64_t(64 / sizeof(T))) __builtin_prefetch(from + d);
     }
 
-    // Query rows (J, T) of a KV head, scaled.
-    void load_queries(int64_t b, int64_t head, float* q) const {
-        const float scale = 1.0f / std::sqrt(float(c.dim));
+    // Query rows (J, T) of a KV head; scaled, if they are in fp32.
+    void load_queries(int64_t b, int64_t head, X* q) const {
+        [[maybe_unused]] const float scale = 1.0f / std::sqrt(float(c.dim));
         for (int64_t r = 0; r < query_rows; ++r) {
             const T* from = static_cast<const T*>(c.q) + b * c.q_row + (r % c.new_tokens) * c.q_token +
                             (head * c.group + r / c.new_tokens) * c.q_head;
-            for (int64_t d = 0; d < c.dim; d += STEP) store(q + r * c.dim + d, load<Vec8>(from + d) * scale);
+            if constexpr (std::is_same_v<X, bfloat16>) std::memcpy(q + r * c.dim, from, c.dim * sizeof(X));
+            else for (int64_t d = 0; d < c.dim; d += STEP) store(q + r * c.dim + d, load<Vec8>(from + d) * scale);
         }
     }
 
@@ -280,8 +314,9 @@ class Kernel : public Attending {
         }
     }
 
-    // Scores become weights relative to the greatest so far; `decay` is what earlier ones must be multiplied by.
-    void weigh(float* scores, int count, Partial& to, float* decay, Ahead ahead) const {
+    // Scores become weights relative to the greatest so far; `decay` is what earlier ones must be multiplied by. Returns
+    // the weights as they are multiplied: where the scores were, or in `narrow`.
+    const X* weigh(float* scores, int count, Partial& to, float* decay, X* narrow, Ahead ahead) const {
         for (int64_t r = 0; r < query_rows; ++r) {
             float* row = scores + r * BLOCK;
             std::fill(row + count, row + whole_vectors(count), HIDDEN);
@@ -305,10 +340,13 @@ class Kernel : public Attending {
             for (int s = 0; s < count; s += LANES) {
                 const Vec p = exp_vec(load(row + s) - base);
                 store(row + s, p);
+                if constexpr (std::is_same_v<X, bfloat16>) store(narrow + r * BLOCK + s, p);
                 total += p;
             }
             to.total[r] = to.total[r] * decay[r] + sum_of(total);
         }
+        if constexpr (std::is_same_v<X, bfloat16>) return narrow;
+        else return scores;
     }
 
     // The splits of a KV head by their log-sum-exp.
@@ -357,9 +395,14 @@ class Kernel : public Attending {
 
 }  // namespace
 
-std::unique_ptr<Attending> attending(const Call& call, const float*) { return std::make_unique<Kernel<float>>(call); }
+std::unique_ptr<Attending> attending(const Call& call, const float*) { return std::make_unique<Kernel<float, float>>(call); }
 
-std::unique_ptr<Attending> attending(const Call& call, const bfloat16*) { return std::make_unique<Kernel<bfloat16>>(call); }
+std::unique_ptr<Attending> attending(const Call& call, const bfloat16*) {
+#if BF16_PRODUCTS
+    if (!call.codes && call.dim % NUMBERS<Pairs8> == 0) return std::make_unique<Kernel<bfloat16, bfloat16>>(call);
+#endif
+    return std::make_unique<Kernel<bfloat16, float>>(call);
+}
 
 template <typename T>
 void attend(const Call& call) {

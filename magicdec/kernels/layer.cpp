@@ -133,15 +133,15 @@ void rotate(const Rotation& c) {
     for (int64_t token = 0; token < tokens; ++token) rotate_token<T>(c, token);
 }
 
-// x + y, normalised, in fp32. Every thread computes all rows for itself, which takes less time than waiting for others;
+// x + y, normalised, as a matmul reads it. Every thread computes all rows for itself, which takes less time than waiting for others;
 // the sums are stored by one thread each.
-template <typename T>
-const float* sums_normed(const T* x, const T* y, const T* weight, T* sum, int64_t rows, int64_t size, double epsilon) {
+template <typename X, typename T>
+const X* sums_normed(const T* x, const T* y, const T* weight, T* sum, int64_t rows, int64_t size, double epsilon) {
     static thread_local Room room;
-    float* const normed = room.of(rows * size);
+    X* const normed = reinterpret_cast<X*>(room.of(rows * size));
     const int64_t me = omp_get_thread_num(), threads = omp_get_num_threads();
     for (int64_t r = 0; r < rows; ++r) {
-        float* const row = normed + r * size;
+        X* const row = normed + r * size;
         for_vectors(size, [&](int64_t i, auto load, auto store) {
             const Vec total = load(x + r * size + i) + load(y + r * size + i);
             store(row + i, rounded(total, x));
@@ -179,7 +179,7 @@ class Forward {
             }
             const int64_t me = omp_get_thread_num(), threads = omp_get_num_threads();
             T* const total = p.total ? static_cast<T*>(p.total) : sums;
-            const float* normed = sums_normed(x, added, static_cast<const T*>(p.norm), total, M, p.size, turn.epsilon);
+            const X* normed = sums_normed<X>(x, added, static_cast<const T*>(p.norm), total, M, p.size, turn.epsilon);
             for (int64_t r = me; r < M; r += threads) {
                 T* const to = static_cast<T*>(p.out) + r * p.size;
                 for_vectors(p.size, [&](int64_t i, auto load, auto store) { store(to + i, load(normed + r * p.size + i)); });
@@ -188,6 +188,8 @@ class Forward {
     }
 
   private:
+    using X = Factor<T, W>;
+
     // A layer's matmuls and attention, as far as threads have come with them.
     struct Step {
         Matmul qkv, output, gate_up, down;
@@ -206,8 +208,8 @@ class Forward {
 
     // Queries, keys and values of the norm of x + added, and attention made ready.
     void before(const Weights& w, const Entries& entries, Step& step) {
-        const float* normed = sums_normed(x, added, as<T>(w.attention_norm), sums, M, p.size, turn.epsilon);
-        multiply(step.qkv, normed, as<W>(w.qkv), as<T>(w.qkv_bias), qkv, N);
+        const X* normed = sums_normed<X>(x, added, as<T>(w.attention_norm), sums, M, p.size, turn.epsilon);
+        multiply<T, W>(step.qkv, normed, as<W>(w.qkv), as<T>(w.qkv_bias), qkv, N);
 #pragma omp master
         {
             turn.q_norm = w.q_norm, turn.k_norm = w.k_norm, turn.k = entries.k, turn.v = entries.v;
@@ -227,10 +229,10 @@ class Forward {
     // Attention's projected output added to the residual stream, and the MLP of its norm.
     void after(const Weights& w, Step& step) {
         static thread_local Room room;
-        const float* in = in_float(heads, M * inner, room);
-        multiply(step.output, in, as<W>(w.output), as<T>(w.output_bias), added, p.size);
+        const X* in = factors<W>(heads, M * inner, room);
+        multiply<T, W>(step.output, in, as<W>(w.output), as<T>(w.output_bias), added, p.size);
 #pragma omp barrier
-        const float* normed = sums_normed(sums, added, as<T>(w.mlp_norm), x, M, p.size, turn.epsilon);
+        const X* normed = sums_normed<X>(sums, added, as<T>(w.mlp_norm), x, M, p.size, turn.epsilon);
         const int64_t F = p.features, E = p.size;
         const W* const gate_up = as<W>(w.gate_up);
         T* const to = features;
@@ -247,7 +249,7 @@ class Forward {
                     });
             });
 #pragma omp barrier
-        multiply<T>(step.down, in_float(features, M * F, room), as<W>(w.down), nullptr, added, E);
+        multiply<T, W>(step.down, factors<W>(features, M * F, room), as<W>(w.down), nullptr, added, E);
 #pragma omp barrier
     }
 

@@ -7,10 +7,10 @@ namespace {
 template <typename T, typename W>
 void linear(const T* x, const W* w, const T* bias, T* y, int64_t M, int64_t N, int64_t K, int threads) {
     static thread_local Room room;
-    const float* in = in_float(x, M * K, room);
+    const auto* in = factors<W>(x, M * K, room);
     Matmul matmul(M, N, K);
 #pragma omp parallel num_threads(threads) if (M * N * K > 1 << 16)
-    multiply(matmul, in, w, bias, y, N);
+    multiply<T, W>(matmul, in, w, bias, y, N);
 }
 
 }  // namespace

@@ -2,8 +2,9 @@
 //
 // A tile is some rows of x times C rows of W: their products are added up in vectors along K, which stay in registers,
 // and each vector is summed at the end. So an output adds its products in an order that depends on K alone: a row's
-// result is the same bit for bit, however many rows and threads there are. bf16 weights are widened as they are read, or
-// once for all tiles where there are many. Of many rows, a part that fits into the L2 cache is done at a time.
+// result is the same bit for bit, however many rows and threads there are. In bf16, pairs are multiplied where the
+// processor can. Elsewhere, and by activations in fp32, bf16 weights are widened as they are read, or once for all tiles
+// where there are many. Of many rows, a part that fits into the L2 cache is done at a time.
 #pragma once
 
 #include "ahead.h"
@@ -21,8 +22,18 @@ constexpr int C = 4;  // rows of W in a tile: 3 x 4 sums fill 16 registers, 6 x 
 constexpr int TASK = 32;      // rows of W that a thread takes at a time
 constexpr int64_t CACHED = 1 << 16;  // numbers of x
 
-template <int rows, typename W>
-void tile(const float* x, const W* const* w, int64_t K, float* y, int64_t stride, Ahead ahead) {
+// The type in which a matmul reads x and multiplies: fp32, unless the processor multiplies numbers in bf16.
+template <typename T, typename W>
+using Factor = std::conditional_t<BF16_PRODUCTS && std::is_same_v<T, bfloat16> && std::is_same_v<W, bfloat16>, bfloat16, float>;
+
+// A vector of such numbers.
+template <typename X>
+using Factors = std::conditional_t<std::is_same_v<X, bfloat16>, Pairs, Vec>;
+
+template <int rows, typename X, typename W>
+void tile(const X* x, const W* const* w, int64_t K, float* y, int64_t stride, Ahead ahead) {
+    using V = Factors<X>;
+    constexpr int SIZE = NUMBERS<V>;
     Vec sums[rows][C];
 #pragma GCC unroll 8
     for (int r = 0; r < rows; ++r) {
@@ -30,22 +41,22 @@ void tile(const float* x, const W* const* w, int64_t K, float* y, int64_t stride
         for (int c = 0; c < C; ++c) sums[r][c] = Vec{};
     }
     int64_t k = 0;
-    for (; k + LANES <= K; k += LANES) {
+    for (; k + SIZE <= K; k += SIZE) {
         ahead.step();
-        Vec a[rows];
+        V a[rows];
 #pragma GCC unroll 8
-        for (int r = 0; r < rows; ++r) a[r] = hold(x + r * K + k);
+        for (int r = 0; r < rows; ++r) a[r] = hold<V>(x + r * K + k);
 #pragma GCC unroll 8
         for (int c = 0; c < C; ++c) {
-            const Vec b = hold(w[c] + k);
+            const V b = hold<V>(w[c] + k);
 #pragma GCC unroll 8
-            for (int r = 0; r < rows; ++r) sums[r][c] += a[r] * b;
+            for (int r = 0; r < rows; ++r) sums[r][c] = plus_products(sums[r][c], a[r], b);
         }
     }
     if (k < K) {
         for (int r = 0; r < rows; ++r) {
-            const Vec a = load_first(x + r * K + k, K - k);
-            for (int c = 0; c < C; ++c) sums[r][c] += a * load_first(w[c] + k, K - k);
+            const V a = load_first<V>(x + r * K + k, K - k);
+            for (int c = 0; c < C; ++c) sums[r][c] = plus_products(sums[r][c], a, load_first<V>(w[c] + k, K - k));
         }
     }
 #pragma GCC unroll 8
@@ -56,21 +67,27 @@ void tile(const float* x, const W* const* w, int64_t K, float* y, int64_t stride
 }
 
 // The tile of `size` rows, r or fewer.
-template <int r, typename W>
-void tile_of(int64_t size, const float* x, const W* const* w, int64_t K, float* y, int64_t stride, Ahead ahead) {
+template <int r, typename X, typename W>
+void tile_of(int64_t size, const X* x, const W* const* w, int64_t K, float* y, int64_t stride, Ahead ahead) {
     if (size == r) return tile<r>(x, w, K, y, stride, ahead);
     if constexpr (r > 1) tile_of<r - 1>(size, x, w, K, y, stride, ahead);
 }
 
 // All rows of x, in tiles that are as even as can be. Each fetches a part of what is read next.
-template <typename W>
-void tiles(const float* x, int64_t rows, const W* const* w, int64_t K, float* y, int64_t stride, Stream next) {
+template <typename X, typename W>
+void tiles(const X* x, int64_t rows, const W* const* w, int64_t K, float* y, int64_t stride, Stream next) {
     const int64_t count = (rows + R - 1) / R, lines = (next.lines + count - 1) / count;
     for (int64_t i = 0, r = 0; i < count; ++i) {
         const int64_t size = (rows - r) / (count - i);
-        tile_of<R>(size, x + r * K, w, K, y + r * stride, stride, next.take(lines, std::max<int64_t>(1, K / LANES)));
+        tile_of<R>(size, x + r * K, w, K, y + r * stride, stride, next.take(lines, std::max<int64_t>(1, K / NUMBERS<Factors<X>>)));
         r += size;
     }
+}
+
+// Stores numbers in fp32. Returns where.
+inline const float* widen(const bfloat16* from, int64_t count, float* to) {
+    for_vectors(count, [&](int64_t i, auto load, auto store) { store(to + i, load(from + i)); });
+    return to;
 }
 
 // A matmul that threads share: tasks of TASK rows of W, for all M rows of x or, where there are many, for a part of them.
@@ -85,11 +102,11 @@ struct Matmul {
     // Takes tasks until none is left; each thread of a parallel region calls it. `weights(task, i)` is the row of W that
     // makes output i of a task; C of them are contiguous. `done(task, m, rows, out)` gets (rows, TASK) numbers of the
     // rows of x from m on.
-    template <typename W, typename Weights, typename Done>
-    void take(const float* x, Weights weights, Done done) {
+    template <typename W, typename X, typename Weights, typename Done>
+    void take(const X* x, Weights weights, Done done) {
         static thread_local Room of_weights, of_results;
         const int64_t threads = omp_get_num_threads();
-        float *const wide = of_weights.of(std::is_same_v<W, float> ? 0 : C * K), *const out = of_results.of(TASK * part);
+        float *const wide = of_weights.of(std::is_same_v<W, X> ? 0 : C * K), *const out = of_results.of(TASK * part);
         for (int64_t taken; (taken = next.fetch_add(1)) < tasks * parts;) {
             const int64_t task = taken % tasks, m = taken / tasks * part, rows = std::min(part, M - m);
             for (int i = 0; i < TASK; i += C) {
@@ -98,35 +115,31 @@ struct Matmul {
                 // Of the next task that this thread will probably take, or of this one.
                 const W* const next_rows = i + C < TASK ? weights(task, i + C) : weights(task + threads, 0);
                 const Stream next{reinterpret_cast<const char*>(next_rows), int64_t(C * K * sizeof(W) + 63) / 64};
-                if (std::is_same_v<W, float> || rows <= 2 * R) {
-                    tiles(x + m * K, rows, from, K, out + i, TASK, next);
-                    continue;
+                if constexpr (!std::is_same_v<W, X>) {
+                    if (rows > 2 * R) {
+                        const float* widened[C];
+                        for (int c = 0; c < C; ++c) widened[c] = widen(from[c], K, wide + c * K);
+                        tiles(x + m * K, rows, widened, K, out + i, TASK, next);
+                        continue;
+                    }
                 }
-                const float* widened[C];
-                for (int c = 0; c < C; ++c) {
-                    float* to = wide + c * K;
-                    for_vectors(K, [&](int64_t k, auto load, auto store) { store(to + k, load(from[c] + k)); });
-                    widened[c] = to;
-                }
-                tiles(x + m * K, rows, widened, K, out + i, TASK, next);
+                tiles(x + m * K, rows, from, K, out + i, TASK, next);
             }
             done(task, m, rows, out);
         }
     }
 };
 
-// Numbers in fp32: in place, or widened into `room`.
-inline const float* in_float(const float* x, int64_t, Room&) { return x; }
-
-inline const float* in_float(const bfloat16* x, int64_t count, Room& room) {
-    float* wide = room.of(count);
-    for_vectors(count, [&](int64_t i, auto load, auto store) { store(wide + i, load(x + i)); });
-    return wide;
+// x as a matmul by weights W reads it: in place, or widened into `room`.
+template <typename W, typename T>
+const Factor<T, W>* factors(const T* x, int64_t count, Room& room) {
+    if constexpr (std::is_same_v<Factor<T, W>, T>) return x;
+    else return widen(x, count, room.of(count));
 }
 
-// The threads' parts of y = x W^T + b, from x in fp32.
+// The threads' parts of y = x W^T + b.
 template <typename T, typename W>
-void multiply(Matmul& matmul, const float* x, const W* w, const T* bias, T* y, int64_t N) {
+void multiply(Matmul& matmul, const Factor<T, W>* x, const W* w, const T* bias, T* y, int64_t N) {
     const int64_t K = matmul.K;
     matmul.take<W>(
         x, [=](int64_t task, int i) { return w + std::min(task * TASK + i, N - 1) * K; },

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #include <vector>
 
 #ifdef __AVX2__
@@ -28,12 +29,27 @@ struct float16 {
     uint16_t bits;
 };
 
+// Whether the processor multiplies numbers in bf16 without widening them, and adds the products up in fp32.
+#if defined(__AVX512BF16__) && defined(__AVX512VL__) && LANES == 16
+#define BF16_PRODUCTS 1
+#else
+#define BF16_PRODUCTS 0
+#endif
+
 namespace {
 
 typedef float Vec __attribute__((vector_size(4 * LANES)));
 typedef int32_t IntVec __attribute__((vector_size(4 * LANES)));
 typedef float Vec8 __attribute__((vector_size(32)));
+typedef uint32_t Pairs __attribute__((vector_size(4 * LANES)));  // of numbers in bf16; the first has the lower bits
+typedef uint32_t Pairs8 __attribute__((vector_size(32)));
 typedef float Quad __attribute__((vector_size(16)));
+
+template <typename V>
+constexpr bool IN_PAIRS = std::is_same_v<V, Pairs> || std::is_same_v<V, Pairs8>;
+
+template <typename V>
+constexpr int NUMBERS = sizeof(V) / (IN_PAIRS<V> ? sizeof(bfloat16) : sizeof(float));
 
 // The bits of as many numbers as V has, in fp32 and in bf16.
 template <typename V>
@@ -89,12 +105,17 @@ inline V load(const float* from) {
     return reinterpret_cast<const Lying<V>*>(from)->vector;
 }
 
-template <typename V = Vec>
-inline V load(const bfloat16* from) {
+template <typename V>
+inline typename Bits<V>::Wide load_bits(const bfloat16* from) {
     typename Bits<V>::Narrow bits;
     std::memcpy(&bits, from, sizeof bits);
-    const auto wide = widened<V>(bits) << 16;
-    return reinterpret_cast<V>(wide);
+    return widened<V>(bits);
+}
+
+template <typename V = Vec>
+inline V load(const bfloat16* from) {
+    if constexpr (IN_PAIRS<V>) return reinterpret_cast<const volatile Lying<V>*>(from)->vector;  // as `hold` does
+    else return reinterpret_cast<V>(load_bits<V>(from) << 16);
 }
 
 // Not every compiler has a type for these. Their exponent has 5 bits, all of which are set where it is not finite.
@@ -133,11 +154,11 @@ inline void store(bfloat16* to, V x) {  // rounds to nearest, ties to even
 }
 
 // The first `count` numbers, zeros behind them.
-template <typename T>
-inline Vec load_first(const T* from, int64_t count) {
-    T some[LANES] = {};
+template <typename V = Vec, typename T>
+inline V load_first(const T* from, int64_t count) {
+    T some[NUMBERS<V>] = {};
     std::memcpy(some, from, count * sizeof(T));
-    return load(some);
+    return load<V>(some);
 }
 
 template <typename T>
@@ -162,6 +183,23 @@ template <typename V = Vec>
 inline V all(float x) {
     return x - V{};
 }
+
+inline Vec plus_products(Vec sums, Vec a, Vec b) { return sums + a * b; }
+
+inline Vec8 plus_products(Vec8 sums, Vec8 a, Vec8 b) { return sums + a * b; }
+
+#if BF16_PRODUCTS
+// Adds the products of two pairs to the sum in their lane.
+inline Vec plus_products(Vec sums, Pairs a, Pairs b) {
+    return reinterpret_cast<Vec>(_mm512_dpbf16_ps(reinterpret_cast<__m512>(sums), reinterpret_cast<__m512bh>(a),
+                                                  reinterpret_cast<__m512bh>(b)));
+}
+
+inline Vec8 plus_products(Vec8 sums, Pairs8 a, Pairs8 b) {
+    return reinterpret_cast<Vec8>(_mm256_dpbf16_ps(reinterpret_cast<__m256>(sums), reinterpret_cast<__m256bh>(a),
+                                                   reinterpret_cast<__m256bh>(b)));
+}
+#endif
 
 // e^x for x <= 0, within 2 units in the last place; 0 from -87 down. NaN stays NaN: such a score must not look hidden.
 inline Vec exp_vec(Vec x) {
