@@ -160,7 +160,14 @@ def render(name: str, draw: bool = True) -> str:
     """Return a page's text, and draw its charts."""
     folder = page_of(name).parent
     environment = Environment(loader=FileSystemLoader(PAGES), undefined=StrictUndefined, trim_blocks=True)
-    environment.filters |= {"mean": fmean, "median": median, "groups": groups, "combine": dict, "label": labelled}
+    environment.filters |= {
+        "mean": fmean,
+        "median": median,
+        "groups": groups,
+        "combine": dict,
+        "label": labelled,
+        "spread": spread,
+    }
     helpers: tuple[Callable, ...] = (table, pivot, span, ahead, measured_by, measured, training)
 
     def read(stem: str) -> list[Row]:
@@ -195,6 +202,15 @@ def groups(rows: Iterable[Row], *keys: str) -> list[tuple[Any, list[Row]]]:
 def labelled(rows: Iterable[Row], key: str, form: str) -> list[Row]:
     """Return the rows with one more key, formatted from the others."""
     return [row | {key: form.format(**row)} for row in rows]
+
+
+def spread(rows: Iterable[Row], key: str, *index: str) -> list[Row]:
+    """Return a row for each combination of `index`, with the values of its rows as `{their key}_{name}`."""
+    lines: dict[tuple, Row] = {}
+    for row in rows:
+        line = lines.setdefault(tuple(row[name] for name in index), {name: row[name] for name in index})
+        line |= {f"{row[key]}_{name}": value for name, value in row.items()}
+    return list(lines.values())
 
 
 def names() -> list[str]:
