@@ -77,10 +77,10 @@ def test_every_tool_gives_points():
     files = [LOADS / f"{name}.json" for name in ("vllm_bench", "aiperf", "guidellm")]
     found = of_results(files, NAMED)
     assert found.is_served
-    assert [(row.context_len, row.batch_size) for row in found.rows] == [(1056, 3), (72, 1), (72, 1)]
+    assert [(row.context_len, row.batch_size) for row in found.rows] == [(545, 3), (72, 1), (72, 1)]
     vllm = found.rows[0]
-    assert (vllm.autoregressive_ms, vllm.prompt_len, vllm.prefill_ms) == (12.5, 1024, None)
-    assert vllm.prefills == pytest.approx(4 * 0.0125 * 3 / 4)
+    assert (vllm.autoregressive_ms, vllm.prompt_len, vllm.prefill_ms) == (pytest.approx(21.603, rel=1e-4), 513, None)
+    assert vllm.prefills == pytest.approx(1.96146 * 0.0216030 * 3 / 4, rel=1e-4)
     assert (found.values["name"], vllm.element_bytes) == ("h200", 2)
 
 

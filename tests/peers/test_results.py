@@ -1,6 +1,5 @@
 """Result files of load generators. The fixtures of AIPerf 0.13 and GuideLLM 0.8.1 are what they wrote about two users
-of our server, without the keys that are not read. That of vLLM has made-up figures under the names of its main branch
-in November 2026 (vllm/benchmarks/serve.py).
+of our server, that of vllm bench serve 0.32 about four, without the keys that are not read.
 """
 
 import json
@@ -30,15 +29,22 @@ def changed(tmp_path, name, **changes):
 def test_vllm_bench():
     tool, (level,) = read_results(FILES / "vllm_bench.json")
     assert (tool, level.model, level.load) == ("vllm bench serve", "tiny", {"concurrency": 4})
-    assert (level.context_len, level.generate_len, level.speculation) == (1024, 64, {})
-    assert (level.metrics["tokens_per_second"], level.metrics["requests_per_second"]) == (256, 4)
-    latencies = {
-        "time_per_output_token_ms": 12.5,
-        "time_per_output_token_ms_p50": 12,
-        "time_to_first_token_ms_p99": 127,
+    assert (level.context_len, level.generate_len, level.speculation) == (512.65, 64, {})
+    figures = {
+        "tokens_per_second": 125.53,
+        "requests_per_second": 1.9615,
+        "time_per_output_token_ms": 21.603,
+        "time_per_output_token_ms_p50": 22.533,
+        "time_to_first_token_ms_p99": 1335.6,
+        "request_latency_ms": 1998.9,
     }
-    assert latencies.items() <= level.metrics.items()
-    assert "request_latency_ms" not in level.metrics, "unless --percentile-metrics asks for it"
+    assert {name: level.metrics[name] for name in figures} == pytest.approx(figures, rel=1e-4)
+
+
+def test_latencies_of_requests_are_there_if_asked_for(tmp_path):
+    """With --percentile-metrics."""
+    path = changed(tmp_path, "vllm_bench.json", **{f"{kind}_e2el_ms": None for kind in ("mean", "median", "p99")})
+    assert not [name for name in read_results(path)[1][0].metrics if name.startswith("request_latency_ms")]
 
 
 def test_vllm_bench_appends_lines_and_reports_acceptance(tmp_path):
@@ -67,6 +73,12 @@ def test_an_older_aiperf_and_one_that_counts_acceptance(tmp_path):
     path = changed(tmp_path, "aiperf.json", input_config=old, pooled_spec_decode_acceptance_histogram=rounds)
     (level,) = read_results(path)[1]
     assert (level.model, level.load, level.speculation) == ("tiny", {"rate": 3}, {"acceptance_length": 2.5})
+
+
+def test_aiperf_counts_acceptance_by_the_usage_of_answers(tmp_path):
+    usage = {f"total_usage_{name}_prediction_tokens": {"avg": avg} for name, avg in (("accepted", 6), ("rejected", 2))}
+    (level,) = read_results(changed(tmp_path, "aiperf.json", **usage))[1]
+    assert level.speculation == {"acceptance_rate": 0.75}
 
 
 def test_guidellm():

@@ -96,6 +96,8 @@ class Export:
     inter_chunk_latency: Metric | None = None
     benchmark_duration: Metric | None = None
     pooled_spec_decode_acceptance_histogram: dict[int, int] | None = None  # rounds by accepted tokens
+    total_usage_accepted_prediction_tokens: Metric | None = None  # as servers like ours report them
+    total_usage_rejected_prediction_tokens: Metric | None = None
 
 
 def levels(content: Mapping[str, Any], where: str) -> list[LoadResult]:
@@ -125,15 +127,19 @@ def levels(content: Mapping[str, Any], where: str) -> list[LoadResult]:
             phase.concurrency,
             phase.rate or phase.request_rate,
             metrics,
-            _speculation(one.pooled_spec_decode_acceptance_histogram or {}),
+            _speculation(one),
         )
     ]
 
 
-def _speculation(rounds: Mapping[int, int]) -> dict[str, float]:
-    number = sum(rounds.values())
-    accepted = sum(accepted * times for accepted, times in rounds.items())
-    return {"acceptance_length": 1 + accepted / number} if number else {}
+def _speculation(one: Export) -> dict[str, float]:
+    """Return the acceptance: by the rounds, or else by the usage of the answers, which counts no rounds."""
+    rounds = one.pooled_spec_decode_acceptance_histogram or {}
+    if number := sum(rounds.values()):
+        return {"acceptance_length": 1 + sum(accepted * times for accepted, times in rounds.items()) / number}
+    totals = (one.total_usage_accepted_prediction_tokens, one.total_usage_rejected_prediction_tokens)
+    accepted, rejected = (total.avg if total else 0.0 for total in totals)
+    return {"acceptance_rate": accepted / (accepted + rejected)} if accepted + rejected else {}
 
 
 def is_own(content: Mapping[str, Any]) -> bool:
