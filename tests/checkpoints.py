@@ -42,7 +42,7 @@ LLAMA3 = {
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 SLIDING = {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 1}
 
-# Name -> the class of its config and what it sets beside SIZES.
+# Name -> the class of its config and what it sets in addition to SIZES.
 FAMILIES: dict[str, tuple[type, dict[str, Any]]] = {
     "llama": (LlamaConfig, {}),
     "llama-mha": (LlamaConfig, {"num_key_value_heads": 4, "head_dim": 12}),

@@ -40,7 +40,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def expected(model):
-    """What transformers writes after each text, alone."""
+    """Return what transformers writes after each text, alone."""
     reference, tokenizer = load_reference(TARGET), load_tokenizer(TARGET)
     written = []
     for text in TEXTS:

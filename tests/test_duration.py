@@ -1,4 +1,4 @@
-"""How long a dry run says that runs will take."""
+"""The time that a dry run expects runs to take."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Every Triton kernel in Triton's interpreter: the files interpreted_*.py beside the tests of each folder."""
+"""Every Triton kernel in Triton's interpreter: the files interpreted_*.py next to the tests of each folder."""
 
 import os
 import subprocess

@@ -184,7 +184,7 @@ def test_the_context_of_a_users_own_prompts_is_the_one_they_have(tmp_path, monke
 
 @pytest.mark.parametrize("engine", ["native", "transformers"])
 def test_samples_depend_on_the_prompt_and_not_on_the_batch_size(tmp_path, engine):
-    """Of prompts that are all the same: the batches of a run draw numbers of their own."""
+    """All prompts are the same: the batches of a run draw numbers of their own."""
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "import os"}\n' * 2)
     data = ["data=prompts", f"data.path={tmp_path}/prompts.jsonl", "draft=none", "sampling=sample"]
     tokens = []

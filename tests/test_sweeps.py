@@ -100,7 +100,7 @@ def folders(runs):
 
 
 def decisive(runs):
-    """What the runs have found and written, but for when, at which attempt, and where."""
+    """Return what the runs have found and written, without times, attempts and folders."""
     names = ("generations.jsonl", "history.jsonl")
     shown = {run_of(run["id"]): run for run in latest(iter_runs(runs))}
     texts = {name: [Path(run["folder"], file).read_text() for file in names] for name, run in shown.items()}

@@ -1,4 +1,4 @@
-"""How threads wait, and how many there are."""
+"""The way that threads wait, and their number."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""How many threads a kernel runs on."""
+"""Count the threads that a kernel runs on."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

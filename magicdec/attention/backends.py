@@ -1,4 +1,4 @@
-"""The choice of a backend: the one that is asked for, or the best that works here."""
+"""Choose a backend: the requested one, or the best that works here."""
 
 from collections.abc import Iterable
 

@@ -16,14 +16,14 @@ KEYS = ("device", "tensor_parallel", *FIGURES, "memory_gib")  # of the group har
 
 
 class Measured(NamedTuple):
-    """Timed points, and the machine to fit, which is not calibrated yet."""
+    """Timed points, and the machine to fit, not calibrated yet."""
 
     rows: list[Row]
     models: dict[str, ModelConfig]
     machine: Hardware
     source: str  # what was measured, in words
     values: dict[str, Any]  # of the group hardware
-    is_served: bool = False  # by whatever engine answers requests
+    is_served: bool = False  # measured by requests to an engine
 
 
 def measured(

@@ -26,7 +26,7 @@ Progress = Callable[[int], None]
 
 
 def silent(_: int) -> None:
-    """Report progress to nobody."""
+    """Ignore progress."""
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Hidden states inside a model, handed out by its forward pass to whoever asks for them.
+"""Hidden states inside a model, returned by its forward pass on request.
 
 B rows, T tokens, E hidden size, N listed layers.
 """

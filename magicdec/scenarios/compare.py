@@ -158,7 +158,7 @@ def _opened(
 ) -> tuple[Batch, float, bool]:
     """Return a prefilled batch, the seconds that the prefill took, and whether an earlier job has done it."""
     key = prefill_key(plan, start)
-    # A draft that listens needs the target's hidden states, which nobody keeps.
+    # A draft that listens needs the target's hidden states, which are not kept.
     shared = None if engine.draft.listens else SHARED.prefilled(key, engine.capacity(max(map(len, tokens))))
     batch = engine.open(tokens, start, shared.cache if shared else None)
     if shared:

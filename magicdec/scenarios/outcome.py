@@ -17,7 +17,7 @@ class Outcome:
     generations: list[dict] = field(default_factory=list)  # token ids, a dict per row
     history: list[dict] = field(default_factory=list)  # a dict per round
     samples: list[dict] = field(default_factory=list)  # text of a few rows, for people
-    system: list[dict] = field(default_factory=list)  # what the machine did meanwhile, a dict every few seconds
+    system: list[dict] = field(default_factory=list)  # the machine's load, a dict every few seconds
     view: Any = None  # what the terminal shows in place of the usual table: anything that rich prints
 
 

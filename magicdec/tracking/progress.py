@@ -49,7 +49,7 @@ class Stage:
 
 
 class Progress(Protocol):
-    """A display of stages, and the way to whoever follows the run."""
+    """Display of stages, and the callback of the program that follows the run."""
 
     def task(self, name: str, total: float | None = None) -> Stage:
         """Begin a stage of `total` units."""

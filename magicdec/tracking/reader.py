@@ -56,7 +56,7 @@ def folder_of_lock(folder: Path) -> Path:
 
 def lost(result: Mapping[str, Any]) -> str:
     """Return the reason of a run whose process was killed."""
-    return f"process {result.get('pid')} on {result.get('host')} ended without a word"
+    return f"process {result.get('pid')} on {result.get('host')} ended without a result"
 
 
 def load_run(folder: str | Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Which backend is taken, and what is said about it."""
+"""The backend that is chosen, and the line about it."""
 
 import subprocess
 import sys

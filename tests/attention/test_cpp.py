@@ -50,7 +50,7 @@ def test_against_sdpa(attention, num_new, group, dtype):
 @pytest.mark.parametrize("group", [1, 4, 8])
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 def test_scores_against_sdpa(attention, num_new, group, dtype):
-    """Of all tokens and of some. Scores come from the same pass, so that the output is bit for bit that without."""
+    """Scores of all tokens and of some come from the same pass, so that the output is bit for bit that without."""
     for longest, window, counted in itertools.product((40, 1300), (None, 3, 600), (None, some_tokens(num_new))):
         q, k, v, seqlens = case(num_new, group, 16, num_new + longest, dtype)
         out, scores = attend_scored(attention, q, k, v, seqlens, window, counted)
@@ -150,7 +150,7 @@ def test_a_row_of_a_prefill_depends_neither_on_its_neighbours_nor_on_threads(att
 
 @pytest.mark.parametrize("window", [None, 100])
 def test_long_chunks_against_sdpa(attention, window):
-    """Several tasks to each head, several blocks of slots, and what lies behind the valid entries is never read."""
+    """Several tasks to each head, several blocks of slots; slots beyond the valid entries are never read."""
     q, k, v, seqlens = case(150, 3, 24, 400)
     right = expected(q, k, v, seqlens, window)
     k, v = with_nan_behind(k, seqlens), with_nan_behind(v, seqlens)

@@ -87,7 +87,7 @@ def expected_coded(q, k, v, seqlens, coded, window=None):
 
 
 def some_tokens(num_new):
-    """Which new tokens count: in one row all, in one none, in one the last; all in one piece only when transposed."""
+    """Return which new tokens count: in one row all, in one none, in one the last; contiguous only when transposed."""
     return torch.stack((torch.ones(num_new), torch.zeros(num_new), torch.arange(num_new) == num_new - 1), 1).bool().T
 
 

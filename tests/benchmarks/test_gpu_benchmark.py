@@ -20,7 +20,7 @@ def rehearse(out, *options: str) -> subprocess.CompletedProcess:
 
 
 def check(out, done: subprocess.CompletedProcess, *parts: str) -> dict[str, dict]:
-    """What was measured, in which nothing is missing."""
+    """Measurements in which nothing is missing."""
     assert done.returncode == 0, done.stderr
     found = {part: json.loads((out / f"{part}.json").read_text()) for part in parts}
     points = [point for points in found.values() for point in points.values()]

@@ -1,4 +1,4 @@
-"""The pages of results: each is what its template makes of the CSV files beside it, and opens with a chart."""
+"""The pages of results: each is what its template makes of the CSV files next to it, and opens with a chart."""
 
 import re
 

@@ -49,7 +49,7 @@ def propose(cache: KVCache, lengths: list[int], num_new: int) -> None:
 
 
 def pooled(scores: list[float], kernel: int) -> list[float]:
-    """The mean over neighbours, what lies outside counted as 0."""
+    """Return the mean over neighbours, with 0 outside of the sequence."""
     half = kernel // 2
     return [sum(scores[max(0, i - half) : i + half + 1]) / kernel for i in range(len(scores))]
 

@@ -77,7 +77,7 @@ def test_the_papers_critical_context(setup):
 
 
 def test_critical_context_at_its_ends(setup, model):
-    # MHA loads so much KV that the batch helps from the start; a tiny draft of few layers has none to speak of.
+    # MHA loads so much KV that the batch helps from the start; a tiny draft of few layers has next to none.
     assert critical_context(setup(target="llama-2-7b-32k"), 3) < critical_context(setup(), 3)
     assert critical_context(setup(target="yi-1.5-6b", hardware="8xL40"), 3) is None
 
@@ -121,7 +121,7 @@ def test_metrics_are_flat_and_named(setup):
     ("hardware", "element_bytes", "expected"), [("8xA100", 2, 4), ("16xA100", 2, 2), ("A100", 4, 2)]
 )
 def test_the_intensity_is_that_of_the_step(setup, hardware, element_bytes, expected):
-    """Of an endless context a FLOP per byte and query head in bf16; 4 share a KV head, and 16 ranks divide them."""
+    """An endless context costs a FLOP per byte and query head in bf16; 4 share a KV head, and 16 ranks divide them."""
     step = replace(setup(hardware=hardware, context=10_000_000), element_bytes=element_bytes)
     assert predict(step, (1,)).metrics()["predicted/arithmetic_intensity"] == pytest.approx(expected, rel=0.05)
 

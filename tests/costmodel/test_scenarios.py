@@ -131,7 +131,7 @@ def test_the_planned_experiment_composes_and_predicts_what_it_said(tmp_path, mon
     outcome(plan_scenario.run, *keys, *LLAMA)
     result = outcome(plan_scenario.run, *keys, *LLAMA)  # once more: it may replace what it wrote itself
     assert result.history[0]["draft"] == "llama-3.2-1b"
-    # Hydra finds experiments on its search path: conf/, and this folder beside it.
+    # Hydra finds experiments on its search path: conf/, and this folder next to it.
     (tmp_path / "experiment").mkdir()
     (tmp_path / "found.yaml").rename(tmp_path / "experiment" / "found.yaml")
     found = composed(f"hydra.searchpath=[file://{tmp_path}]", "experiment=found", "scenario=predict")

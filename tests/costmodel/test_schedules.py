@@ -152,7 +152,7 @@ def test_engines_read_the_schedule_as_it_is(setup):
 
 
 def test_vllm_looks_up_what_is_meant(setup):
-    """What vLLM made of the same schedule, recorded."""
+    """vLLM's own reading of the same schedule, recorded."""
     recorded = json.loads(Path(__file__).with_name("vllm_lookup.json").read_text())
     found = with_rows(ROWS)
     written = json.loads(FORMS["vllm"].settings(found, setup).content)

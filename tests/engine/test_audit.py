@@ -32,7 +32,7 @@ def sampled():
 
 
 def distribution(tokens: list[int]) -> list[float]:
-    """What SAMPLING draws the next token from, in plain Python."""
+    """Return the distribution that SAMPLING draws the next token from, in plain Python."""
     hidden = TARGET(torch.tensor([tokens]), KVCache(TARGET.config, 1, len(tokens), torch.float32, "cpu"))
     logits = [x / SAMPLING.temperature for x in TARGET.logits(hidden[:, -1])[0].double().tolist()]
     order = sorted(range(len(logits)), key=lambda i: -logits[i])[: SAMPLING.top_k]

@@ -20,7 +20,7 @@ PROMPT = random_prompts([9], vocab=V)[0]
 
 @pytest.mark.parametrize(("draft", "gamma"), [("none", 0), ("self", 1), ("self", 3)])
 def test_every_token_has_a_random_number_of_its_own(draft, gamma):
-    """Of a flat distribution, a number names its token. A round's proposals, all accepted, precede the bonus token."""
+    """In a flat distribution, a number names its token. A round's proposals, all accepted, precede the bonus token."""
     target = small_model(tie_word_embeddings=False)
     target.head.weight.data.zero_()
     prompts, sampling = random_prompts([7, 12]), Sampling(temperature=1.0, seed=3)
@@ -34,7 +34,7 @@ def test_every_token_has_a_random_number_of_its_own(draft, gamma):
 
 
 def probabilities(model: Transformer, tokens: list[list[int]], sampling: Sampling) -> list[list[float]]:
-    """What the next token of each row is drawn from, by sorting in plain Python."""
+    """Return the distribution of each row's next token, by sorting in plain Python."""
     cache = KVCache(model.config, len(tokens), len(tokens[0]), torch.float32, "cpu")
     logits = model.logits(model(torch.tensor(tokens), cache)[:, -1])[..., :V] / sampling.temperature
     found = []

@@ -37,7 +37,7 @@ def test_other_rows_write_what_they_write_anyway(draft, policy, sampling, monkey
 
 @pytest.mark.parametrize("speculates", [False, True])
 def test_a_finished_row_is_not_read(speculates, monkeypatch):
-    """Of every pass, the slots that attention is told to read, per row."""
+    """Return the slots that attention is given to read in every pass, per row."""
     seen, plan = [], SdpaAttention.plan
 
     def recorded(attention, seqlens_B, shape, *rest):

@@ -1,4 +1,4 @@
-"""What only a GPU can show: captured rounds write what plain ones write, and memory is what was estimated."""
+"""Tests that need a GPU: captured rounds write what plain ones write, and memory is what was estimated."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What a capture asks of a step, on any machine: its rehearsals must stay within the buffers, and leave no trace.
+"""Conditions of a capture, on any machine: its rehearsals must stay within the buffers, and leave no trace.
 
 A CPU raises for an index that a GPU would only assert on, long after the call.
 """

@@ -229,7 +229,7 @@ def test_batches_of_a_run_draw_synthetic_outcomes_of_their_own():
 
 
 def test_the_state_counts_what_the_rounds_say():
-    """Of both passes, after both: the second one counts into the same buffers on the device."""
+    """Both passes keep their counts, although the second one counts into the same buffers on the device."""
     _, plain, fast = check("model", "streaming", 4, 3, budget=12)
     assert (plain.committed_RB == 1).all()
     assert (plain.accepted_RB == 0).all()

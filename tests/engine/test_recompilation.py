@@ -1,4 +1,4 @@
-"""What is compiled before a run suffices for it: torch.compile, in the middle of a measurement, would take seconds."""
+"""Nothing is compiled during a run: torch.compile would take seconds, in the middle of a measurement."""
 
 from contextlib import contextmanager
 from pathlib import Path

@@ -141,7 +141,7 @@ def read() -> dict[str, Record]:
 
 
 def main() -> None:
-    """Record all cases anew."""
+    """Record all cases again."""
     found: dict[str, Record] = {"": {}}
     written = {}
     with ThreadPoolExecutor(2) as pool:

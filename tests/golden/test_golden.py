@@ -1,4 +1,4 @@
-"""What some forty commands do, as recorded: an intended change is recorded by `python -m tests.golden.record`."""
+"""Records of some forty commands: an intended change is recorded by `python -m tests.golden.record`."""
 
 import pytest
 

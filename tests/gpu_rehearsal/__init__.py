@@ -1,1 +1,1 @@
-"""What a GPU would be given, checked without one: see docs/attention.md, "Without a GPU"."""
+"""Checks of what a GPU would execute, without one: see docs/attention.md, "Without a GPU"."""

@@ -1,4 +1,4 @@
-"""What torch.compile would emit for a GPU that is not there: the Triton kernels around each matmul, and their launches.
+"""Code that torch.compile would emit for an absent GPU: the Triton kernels around each matmul, and their launches.
 
 with pretended_gpu(), FakeTensorMode():
     source = emitted(layer.before_attention, arguments)

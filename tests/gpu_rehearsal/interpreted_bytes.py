@@ -1,4 +1,4 @@
-"""Which bytes the attention kernels load, as the interpreter of Triton sees it; test_interpreted.py runs this file."""
+"""Bytes that the attention kernels load, counted by the interpreter of Triton; test_interpreted.py runs this file."""
 
 from collections import defaultdict
 

@@ -1,4 +1,4 @@
-"""How the library of C++ kernels is built, and for which processors."""
+"""The build of the C++ kernels, and its processors."""
 
 import os
 import platform

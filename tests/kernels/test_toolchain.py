@@ -1,4 +1,4 @@
-"""What Triton compiles on the host before its first launch: where it cannot, that is known before a run."""
+"""Triton compiles on the host before its first launch. A machine where it cannot is found before a run."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""What is held, and what is reported of it."""
+"""Memory that is held, and memory that is reported."""
 
 import ctypes
 import gc

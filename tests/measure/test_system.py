@@ -1,4 +1,4 @@
-"""What a machine does during a run, while it does it."""
+"""The machine's load during a run."""
 
 import sys
 import threading

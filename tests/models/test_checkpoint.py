@@ -33,7 +33,7 @@ def assert_equal_to_transformers(folder: Path) -> None:
     for piece in pieces(config):
         rows = state[piece.parameter][piece.first_row : piece.first_row + piece.shape[0]]
         assert torch.equal(rows, theirs.pop(piece.source)), piece
-    theirs.pop("lm_head.weight", None)  # listed beside the embedding where they are tied
+    theirs.pop("lm_head.weight", None)  # listed next to the embedding where they are tied
     assert not theirs
     assert sum(tensor.numel() for tensor in state.values()) == config.num_parameters
 
@@ -102,7 +102,7 @@ def test_peak_memory_is_one_copy_of_the_weights(tmp_path):
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 
     config = read_config(tmp_path)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew from here
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
     before = memory("VmRSS")
     state = load(tmp_path, config, torch.float32, "cpu")
     assert memory("VmHWM") - before < 1.25 * size

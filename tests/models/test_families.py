@@ -39,7 +39,7 @@ def tokens_BS(checkpoint: Path) -> Tensor:
 
 @pytest.fixture(scope="module")
 def expected_BSV(checkpoint: Path, tokens_BS: Tensor) -> Tensor:
-    """What transformers says of every position: rows are whole here, so that nothing is padded or masked."""
+    """Return transformers' logits of every position: rows are whole here, so that nothing is padded or masked."""
     with torch.no_grad():
         return load_reference(checkpoint)(tokens_BS).logits
 
@@ -97,7 +97,7 @@ def test_steps_of_ragged_rows(model, cache, tokens_BS, expected_BSV, count):
 
 
 def test_a_step_after_a_rollback(model, cache, tokens_BS, expected_BSV):
-    # Rows accept their own number of tokens: what lies behind seqlens must not be seen.
+    # Rows accept their own number of tokens: slots beyond seqlens must not be seen.
     prefill_ragged(model, cache, tokens_BS, chunk=40)
     model(torch.zeros(3, 5, dtype=torch.int64), cache)
     kept_B = LENGTHS - torch.tensor([0, 3, 1], dtype=torch.int32)

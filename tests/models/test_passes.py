@@ -33,7 +33,7 @@ SHAPES = {
 
 @pytest.fixture
 def calls(monkeypatch):
-    """How many passes were made in one call."""
+    """Count the passes that were made in one call."""
     made = []
 
     def counted(*arguments):
@@ -56,7 +56,7 @@ def model_of(**sizes) -> Transformer:
 
 
 def both_ways(model: Transformer, cache: KVCache, tokens_BT: torch.Tensor, monkeypatch) -> list[tuple]:
-    """What a pass returns and leaves in the cache: in one call, and operator by operator."""
+    """A pass in one call returns and writes the same as operator by operator."""
     found = []
     lengths_B = cache.seqlens_B.clone()
     for name in ("run", None):

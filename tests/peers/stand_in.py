@@ -16,7 +16,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 @dataclass
 class Behaviour:
-    """What the server takes, and how it misbehaves."""
+    """Requests that the server takes, and its misbehaviour."""
 
     models: tuple = ("stand-in",)
     takes_ids: bool = True

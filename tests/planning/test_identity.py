@@ -1,4 +1,4 @@
-"""Which model a run names, and whose architecture it records."""
+"""The model that a run names, and the architecture that it records."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""A run that fails is recorded as failed, with its kind, and running out of memory is told in a line."""
+"""A run that fails is recorded as failed, with its kind, and running out of memory is reported in a line."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""What a run tells before its end, and what is left of one that SIGTERM has ended."""
+"""Live results of a run, and the results of one that SIGTERM has ended."""
 
 import json
 import os

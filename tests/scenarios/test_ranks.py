@@ -1,4 +1,4 @@
-"""Ranks as processes: errors and deaths are told, and nothing hangs."""
+"""Ranks as processes: errors and deaths are reported, and nothing hangs."""
 
 import gc
 import os

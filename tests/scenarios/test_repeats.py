@@ -1,4 +1,4 @@
-"""How many repeats a run has: as many as asked for, or as many as its interval takes."""
+"""The number of repeats of a run: as many as asked for, or as many as its interval takes."""
 
 from itertools import count
 from math import exp, sqrt

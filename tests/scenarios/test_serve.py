@@ -1,4 +1,4 @@
-"""What scenario=serve shows of its levels of load."""
+"""The view of scenario=serve on its levels of load."""
 
 import io
 import json

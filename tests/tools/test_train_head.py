@@ -16,7 +16,7 @@ STEPS, MORE = 30, 5  # of one second each
 
 @pytest.fixture
 def train(monkeypatch, tmp_path):
-    """Train for some steps on a text that repeats itself; return the facts that are written beside the head."""
+    """Train for some steps on a text that repeats itself; return the facts that are written next to the head."""
     monkeypatch.syspath_prepend("tools")
     module = importlib.import_module("train_head")
     ids = np.tile(np.random.default_rng(0).integers(3, 1000, 48), 100)

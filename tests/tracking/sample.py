@@ -84,5 +84,5 @@ def lines(path):
 
 
 def result_of(run):
-    """What result.json holds."""
+    """Return the content of result.json."""
     return json.loads((run.folder / "result.json").read_text())

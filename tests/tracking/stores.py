@@ -125,7 +125,7 @@ def write_load(runs_dir: Path, levels: dict[int, tuple[float, float | None]]) ->
 
 
 def data_of(html):
-    """What the script reads, or AssertionError for what JSON does not have."""
+    """Return the data that the script reads. Raise AssertionError for values that JSON does not have."""
 
     def refuse(word):
         raise AssertionError(word)

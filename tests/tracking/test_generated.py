@@ -1,4 +1,4 @@
-"""What a run has generated, as it is stored by round and as `show` prints it."""
+"""Text that a run has generated, as it is stored by round and as `show` prints it."""
 
 import json
 import re

@@ -40,7 +40,7 @@ def html(tmp_path_factory):
 
 @pytest.fixture
 def look(tmp_path):
-    """What JavaScript expressions give, one after the other, in the page of some rows (or in a page)."""
+    """Return the values of JavaScript expressions, one after the other, in the page of some rows (or in a page)."""
 
     def in_browser(rows, *expressions, state=""):
         path, html = tmp_path / "page.html", rows if isinstance(rows, str) else page.html_page(rows, "a page")

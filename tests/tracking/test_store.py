@@ -364,7 +364,7 @@ def test_readers_pass_over_what_is_torn_or_foreign(tmp_path, caplog):
     assert load_run(tmp_path / "no result") == {}
     assert list(iter_runs(tmp_path / "nowhere")) == []
     assert list(iter_runs(tmp_path / "a file")) == []
-    assert Run.open(tmp_path, "foreign", CONFIG).id == "foreign-2", "what lies there is not written over"
+    assert Run.open(tmp_path, "foreign", CONFIG).id == "foreign-2", "an existing folder is not written over"
 
 
 NESTED = "[" * 200_000

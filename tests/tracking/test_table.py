@@ -233,7 +233,7 @@ def test_where_to_see_it_in_wandb(logged, expected):
 
 
 def test_another_engine_is_named_with_its_draft():
-    """Prompt lookup has no cache to speak of."""
+    """Prompt lookup has no cache to describe."""
     config = with_changes(draft={"name": "ngram"})
     text = printed(config, METRICS | {"engine/version": "vllm 0.32.0"})
     assert "data: stdlib; float32 on Some CPU @ 2.90GHz, by vllm 0.32.0\n" in text

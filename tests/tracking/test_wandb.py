@@ -1,4 +1,4 @@
-"""What W&B is told, read back from disk; and that nothing W&B does loses a run or tells a secret."""
+"""The files of W&B, read back from disk. Nothing that W&B does loses a run or reveals a secret."""
 
 import json
 import os
@@ -140,7 +140,7 @@ def test_a_run_is_sent_again_from_the_store_alone(told, tmp_path):
 
 
 def content(records):
-    """What a run was told, but for when; a table's file is named by chance."""
+    """Return what was logged, without times; a table's file has a random name."""
     named = {name: next(r[name] for r in records if r["type"] == name) for name in ("run",)}
     run = {key: named["run"].get(key) for key in ("run_id", "project", "run_group", "job_type", "tags", "display_name")}
     config = {key: value for key, value in named["run"]["config"]["update"].items() if key != "_wandb"}

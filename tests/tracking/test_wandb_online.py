@@ -1,4 +1,4 @@
-"""What arrives at W&B, by what a stand-in for its server has received; and what becomes of runs that it refuses."""
+"""Runs that arrive at a stand-in for W&B's server, and runs that it refuses."""
 
 import json
 import re
@@ -128,7 +128,7 @@ def test_its_key_is_told_to_nobody_else(launched):
 
 
 def content(server, name):
-    """What has arrived of a run, but for when; files are named by chance."""
+    """Return what has arrived of a run, without times; files have random names."""
     run = server.runs[name]
     config = {key: value for key, value in run.config.items() if key != "_wandb"}
     chosen = HISTORY[0] | SYSTEM[0]

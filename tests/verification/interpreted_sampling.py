@@ -35,7 +35,7 @@ def test_against_the_sorted_definition(monkeypatch, vocab, rows, setting, dtype)
 
 @pytest.mark.parametrize("setting", [Sampling(1.0, top_k=4), Sampling(1.0, top_p=0.9)])
 def test_few_logits_are_copied(monkeypatch, setting):
-    """Of a peaked row, in parts: a few of each part for top-k, and those that are not too unlikely for top-p."""
+    """A peaked row is read in parts: a few of each part for top-k, and those that are not too unlikely for top-p."""
     launch, copied = triton_sampling.find_cut, []
 
     class Watched:

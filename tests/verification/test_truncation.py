@@ -48,7 +48,7 @@ def test_a_draw_is_where_the_cumulative_distribution_exceeds_u(vocab):
 
 @pytest.mark.parametrize("vocab", [300, 5000])
 def test_a_draw_from_nan_is_a_token(vocab):
-    """Whoever looks at the logits reports them; until then, the token is looked up in the embedding."""
+    """The token is looked up in the embedding; the pass that reads the logits reports them."""
     assert 0 <= int(draw(torch.full((vocab,), float("nan")), torch.tensor(0.5, dtype=torch.float64))) < vocab
 
 
