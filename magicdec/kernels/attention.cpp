@@ -62,7 +62,7 @@ void score(const X* q, const T* const* k, int64_t dim, float scale, float* score
 template <typename V, typename T>
 struct Slots {
     static constexpr int COUNT = 1;
-    static V weights(const float* p) { return all<V>(*p); }
+    static V weights(const float* p) { return broadcast<V>(p); }
     static V values(const T* const* v, int64_t d) { return hold<V>(v[0] + d); }
 };
 
@@ -71,7 +71,7 @@ template <typename V>
 struct SlotPairs {
     typedef typename Bits<V>::Wide Pair;
     static constexpr int COUNT = 2;
-    static Pair weights(const bfloat16* p) { return (p[0].bits | uint32_t(p[1].bits) << 16) - Pair{}; }
+    static Pair weights(const bfloat16* p) { return broadcast<Pair>(p); }
     static Pair values(const bfloat16* const* v, int64_t d) {
         return load_bits<V>(v[0] + d) | load_bits<V>(v[1] + d) << 16;
     }
@@ -338,7 +338,7 @@ class Kernel : public Attending {
             const float base = to.most[r] == HIDDEN ? 0.0f : to.most[r];
             Vec total = {};
             for (int s = 0; s < count; s += LANES) {
-                const Vec p = exp_vec(load(row + s) - base);
+                const Vec p = exp_as<X>(load(row + s) - base);
                 store(row + s, p);
                 if constexpr (std::is_same_v<X, bfloat16>) store(narrow + r * BLOCK + s, p);
                 total += p;

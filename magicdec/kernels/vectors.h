@@ -147,6 +147,13 @@ inline void store(float* to, V x) {
 
 template <typename V>
 inline void store(bfloat16* to, V x) {  // rounds to nearest, ties to even
+#if BF16_PRODUCTS
+    if constexpr (std::is_same_v<V, Vec>) {
+        const auto rounded = _mm512_cvtneps_pbh(reinterpret_cast<__m512>(x));
+        std::memcpy(to, &rounded, sizeof rounded);
+        return;
+    }
+#endif
     const auto bits = reinterpret_cast<typename Bits<V>::Wide>(x);
     const auto rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
     const auto narrow = __builtin_convertvector(rounded, typename Bits<V>::Narrow);
@@ -184,6 +191,19 @@ inline V all(float x) {
     return x - V{};
 }
 
+// A number, or two numbers in bf16, in all lanes.
+template <typename V = Vec>
+inline V broadcast(const float* from) {
+    return all<V>(*from);
+}
+
+template <typename V = Pairs>
+inline V broadcast(const bfloat16* from) {
+    uint32_t pair;
+    std::memcpy(&pair, from, sizeof pair);
+    return pair - V{};
+}
+
 inline Vec plus_products(Vec sums, Vec a, Vec b) { return sums + a * b; }
 
 inline Vec8 plus_products(Vec8 sums, Vec8 a, Vec8 b) { return sums + a * b; }
@@ -216,6 +236,39 @@ inline Vec exp_vec(Vec x) {
     p = p * rest * rest + rest + 1.0f;
     const IntVec exponent = (__builtin_convertvector(whole, IntVec) + 127) << 23;
     return p * reinterpret_cast<Vec>(exponent);
+}
+
+#if BF16_PRODUCTS
+// Rounded to pairs, as `store` does.
+inline Pairs pairs_of(Vec first, Vec second) {
+    const auto half = [](Vec x) {
+        return widened<Vec>(reinterpret_cast<Bits<Vec>::Narrow>(_mm512_cvtneps_pbh(reinterpret_cast<__m512>(x))));
+    };
+    return half(first) | half(second) << 16;
+}
+
+// e^x for x <= 0 in fewer steps: its relative error grows with x, to 1e-6 at -16. 0 from -110 down. NaN stays NaN.
+inline Vec exp_short(Vec x) {
+    const __m512 power = _mm512_max_ps(_mm512_set1_ps(-200), reinterpret_cast<__m512>(x * 1.44269504f));  // NaN: the second
+    const __m512 whole = _mm512_roundscale_ps(power, 0);
+    const Vec rest = reinterpret_cast<Vec>(power - whole);
+    Vec p = all(1.327647179e-3f);  // 2^rest; these numbers make its greatest relative error the least
+    p = p * rest + 9.675541427e-3f;
+    p = p * rest + 5.550713275e-2f;
+    p = p * rest + 2.402211972e-1f;
+    p = p * rest + 6.931469671e-1f;
+    p = p * rest + 1.0f;
+    return reinterpret_cast<Vec>(_mm512_scalef_ps(reinterpret_cast<__m512>(p), whole));
+}
+#endif
+
+// e^x for x <= 0, as exactly as X needs it.
+template <typename X>
+inline Vec exp_as(Vec x) {
+#if BF16_PRODUCTS
+    if constexpr (std::is_same_v<X, bfloat16>) return exp_short(x);
+#endif
+    return exp_vec(x);
 }
 
 // A number made of all lanes: halves are combined, and halves of these, which takes fewer steps than lane after lane.
