@@ -24,15 +24,13 @@ constexpr int BLOCK = 32;    // slots whose scores are held at a time: two block
 constexpr int MAX_TILE = LANES == 16 ? 6 : 3;  // query rows whose sums, with four vectors each, fill the registers
 constexpr int STEP = 8;      // head dims are multiples of it
 constexpr int SPLIT = 512;   // slots of a task
-template <typename X>
-using Factors8 = std::conditional_t<std::is_same_v<X, bfloat16>, Pairs8, Vec8>;
 constexpr float HIDDEN = -std::numeric_limits<float>::infinity();
 
 // Scores of R query rows and four slots. R x 4 sums stay in registers, which GCC manages only if the loops are unrolled.
 // Their vectors have eight numbers: the sum over a longer one takes as much time as its products save.
 template <int R, typename X, typename T>
 void score(const X* q, const T* const* k, int64_t dim, float scale, float* scores, Ahead ahead) {
-    using V = Factors8<X>;
+    using V = Factors<X, Vec8>;
     Vec8 sums[R][4];
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
@@ -144,10 +142,9 @@ class Kernel : public Attending {
         static thread_local Room of_work;
         // Codes are widened, weights are not: there are never both.
         const int64_t rest = Coded::room(c, BLOCK) + (std::is_same_v<X, float> ? 0 : query_rows * BLOCK);
-        float* const room_of_q = of_work.of((query_rows + BLOCK) * c.dim + query_rows * BLOCK + whole_vectors(query_rows) + rest);
-        float *const wide = room_of_q + query_rows * c.dim, *const scores = wide + BLOCK * c.dim;
-        float* const decay = scores + query_rows * BLOCK;
-        X* const q = reinterpret_cast<X*>(room_of_q);
+        float* const wide = of_work.of((query_rows + BLOCK) * c.dim + query_rows * BLOCK + whole_vectors(query_rows) + rest);
+        X* const q = reinterpret_cast<X*>(wide + BLOCK * c.dim);
+        float *const scores = wide + (query_rows + BLOCK) * c.dim, *const decay = scores + query_rows * BLOCK;
         for (int64_t task; (task = next.fetch_add(1)) < heads * max_splits;) {
             const int64_t head = task / max_splits, split = task % max_splits;
             const int64_t b = head / c.kv_heads, kv = head % c.kv_heads;
@@ -188,7 +185,8 @@ class Kernel : public Attending {
         const T* v = static_cast<const T*>(c.v) + b * c.v_row + head * c.v_head;
         const int64_t* indices = c.indices ? c.indices + (b * c.kv_heads + head) * c.num_indices : nullptr;
         const int64_t exact = c.codes ? c.codes->first_exact[b] : start;
-        float *const of_codes = decay + whole_vectors(query_rows), *const narrow = of_codes;
+        float* const of_codes = decay + whole_vectors(query_rows);
+        X* const narrow = reinterpret_cast<X*>(of_codes);
         const float scale = std::is_same_v<X, float> ? 1.0f : 1.0f / std::sqrt(float(c.dim));
         const float* decoded[BLOCK];
         int64_t slots[BLOCK];
@@ -217,14 +215,15 @@ class Kernel : public Attending {
                 with(coded ? decoded + s : nullptr, k_at + s, 4, wide, [&](auto* k_in) {
                     tiles([&](auto R, int64_t r) {
                         score<R>(q + r * c.dim, k_in, c.dim, scale, scores + r * BLOCK + s,
-                                 fetch(scored, c.dim / NUMBERS<Factors8<X>>));
+                                 fetch(scored, c.dim / NUMBERS<Factors<X, Vec8>>));
                     });
                 });
             }
             const bool all_seen = !indices && !c.positions && count == padded && at >= last(b) - c.window &&
                                   at + count <= last(b) - c.new_tokens + 1;
             if (!all_seen) hide(b, head, slots, padded, scores);
-            const X* p = weigh(scores, padded, to, decay, reinterpret_cast<X*>(narrow), fetch((v_lines + k_lines) / 5, query_rows));
+            const Ahead ahead = fetch((v_lines + k_lines) / 5, query_rows);
+            const X* p = weigh(scores, padded, to, decay, narrow, ahead);
             if (c.scores) std::copy_n(to.most, query_rows, scores + query_rows * BLOCK);
             const int64_t summed = (values.lines + keys.lines) / (num_tiles() * std::max<int64_t>(1, c.dim / (4 * LANES)));
             if (coded) Coded(c, b * c.kv_heads + head).values(at, count, wide, of_codes);
@@ -250,7 +249,8 @@ class Kernel : public Attending {
 
     // Calls `function` with the entries of some slots: decoded, or in fp32 if many tiles would convert them again.
     template <typename Function>
-    void with([[maybe_unused]] const float* const* decoded, const T* const* entries, int count, float* wide, Function function) const {
+    void with([[maybe_unused]] const float* const* decoded, const T* const* entries, int count, float* wide,
+              Function function) const {
         if constexpr (std::is_same_v<X, float>) {
             if (decoded) return function(decoded);
         }

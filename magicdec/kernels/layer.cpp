@@ -133,8 +133,8 @@ void rotate(const Rotation& c) {
     for (int64_t token = 0; token < tokens; ++token) rotate_token<T>(c, token);
 }
 
-// x + y, normalised, as a matmul reads it. Every thread computes all rows for itself, which takes less time than waiting for others;
-// the sums are stored by one thread each.
+// x + y, normalised, as a matmul reads it. Every thread computes all rows for itself, which takes less time than waiting
+// for others; the sums are stored by one thread each.
 template <typename X, typename T>
 const X* sums_normed(const T* x, const T* y, const T* weight, T* sum, int64_t rows, int64_t size, double epsilon) {
     static thread_local Room room;

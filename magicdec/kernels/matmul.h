@@ -26,10 +26,6 @@ constexpr int64_t CACHED = 1 << 16;  // numbers of x
 template <typename T, typename W>
 using Factor = std::conditional_t<BF16_PRODUCTS && std::is_same_v<T, bfloat16> && std::is_same_v<W, bfloat16>, bfloat16, float>;
 
-// A vector of such numbers.
-template <typename X>
-using Factors = std::conditional_t<std::is_same_v<X, bfloat16>, Pairs, Vec>;
-
 template <int rows, typename X, typename W>
 void tile(const X* x, const W* const* w, int64_t K, float* y, int64_t stride, Ahead ahead) {
     using V = Factors<X>;
@@ -79,7 +75,8 @@ void tiles(const X* x, int64_t rows, const W* const* w, int64_t K, float* y, int
     const int64_t count = (rows + R - 1) / R, lines = (next.lines + count - 1) / count;
     for (int64_t i = 0, r = 0; i < count; ++i) {
         const int64_t size = (rows - r) / (count - i);
-        tile_of<R>(size, x + r * K, w, K, y + r * stride, stride, next.take(lines, std::max<int64_t>(1, K / NUMBERS<Factors<X>>)));
+        const Ahead ahead = next.take(lines, std::max<int64_t>(1, K / NUMBERS<Factors<X>>));
+        tile_of<R>(size, x + r * K, w, K, y + r * stride, stride, ahead);
         r += size;
     }
 }

@@ -22,8 +22,6 @@ constexpr int64_t ROWS = 64, SLOTS = 64;  // of a task, and of a block
 constexpr float HIDDEN = -std::numeric_limits<float>::infinity();
 
 template <typename X>
-using Factors = std::conditional_t<std::is_same_v<X, bfloat16>, Pairs, Vec>;
-template <typename X>
 constexpr int TOGETHER = NUMBERS<Factors<X>> / LANES;  // numbers in a lane: 1, or 2 in bf16
 
 // out[i][q] += sum over k of a[k * a_k + i * a_i] * b[k][q], for `tile` numbers i and Q vectors of q. In bf16, what is
@@ -85,10 +83,11 @@ class Prefill {
         {
             static thread_local Room room;
             float* const out = room.of((2 * c.dim + SLOTS) * ROWS + 2 * SLOTS * c.dim);
-            float *const p = out + c.dim * ROWS, *const q = p + SLOTS * ROWS, *const entries = q + c.dim * ROWS;
+            float* const p = out + c.dim * ROWS;
+            X *const q = reinterpret_cast<X*>(p + SLOTS * ROWS), *const entries = q + c.dim * ROWS;
             for (int64_t task; (task = next.fetch_add(1)) < tasks;) {
                 const int64_t head = task / parts, first = task % parts * ROWS;
-                attend(head / c.kv_heads, head % c.kv_heads, first, reinterpret_cast<X*>(q), out, p, reinterpret_cast<X*>(entries));
+                attend(head / c.kv_heads, head % c.kv_heads, first, q, out, p, entries);
             }
         }
     }
@@ -113,7 +112,8 @@ class Prefill {
             int64_t stride = c.k_slot;
             const X* k = block(keys + at * stride, count, room, stride);
             std::fill(p, p + count * ROWS, 0.0f);
-            multiply(k, TOGETHER<X>, stride, q, c.dim / TOGETHER<X>, p, count, [&](int64_t s) {  // keep memory busy during arithmetic
+            multiply(k, TOGETHER<X>, stride, q, c.dim / TOGETHER<X>, p, count, [&](int64_t s) {
+                // Keep memory busy during arithmetic.
                 prefetch(values + (at + s) * c.v_slot);
                 if (at + SLOTS + s <= last) prefetch(keys + (at + SLOTS + s) * c.k_slot);
             });

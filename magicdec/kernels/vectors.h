@@ -51,6 +51,10 @@ constexpr bool IN_PAIRS = std::is_same_v<V, Pairs> || std::is_same_v<V, Pairs8>;
 template <typename V>
 constexpr int NUMBERS = sizeof(V) / (IN_PAIRS<V> ? sizeof(bfloat16) : sizeof(float));
 
+// A vector V of the numbers X that are multiplied: of fp32, or as many bytes of pairs.
+template <typename X, typename V = Vec>
+using Factors = std::conditional_t<std::is_same_v<X, bfloat16>, std::conditional_t<std::is_same_v<V, Vec>, Pairs, Pairs8>, V>;
+
 // The bits of as many numbers as V has, in fp32 and in bf16.
 template <typename V>
 struct Bits {

@@ -100,9 +100,11 @@ def passes_with(flags: str, folder: Path, *files: str, **variables: str) -> None
 
 @pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64" or library.compiler() is None, reason="for x86-64, with a compiler")
-def test_kernels_for_avx2_compute_the_same(tmp_path):
+@pytest.mark.parametrize("flag", ["-march=haswell", "-mno-avx512bf16"])
+def test_kernels_for_other_processors_compute_the_same(flag, tmp_path):
+    """Those with AVX2, and those that do not multiply numbers in bf16."""
     files = ("attention/test_cpp.py", "models/test_operators.py", "models/test_passes.py", "kernels/test_fuzz.py")
-    passes_with("-march=haswell", tmp_path, *files)
+    passes_with(flag, tmp_path, *files)
 
 
 @pytest.mark.slow

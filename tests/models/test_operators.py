@@ -15,6 +15,7 @@ if compiler() is None:
     pytest.skip("needs a C++ compiler", allow_module_level=True)
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+DTYPES = [(torch.float32,) * 2, (torch.float32, torch.bfloat16), (torch.bfloat16,) * 2]  # of x and of a matrix
 SIZES = (8, 23, 64, 200)  # less than a vector, whole vectors, and a rest
 
 
@@ -33,7 +34,7 @@ def assert_close(ours, right, dtype):
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 7, 128, 129])
-@pytest.mark.parametrize("dtypes", [(torch.float32,) * 2, (torch.float32, torch.bfloat16), (torch.bfloat16,) * 2])
+@pytest.mark.parametrize("dtypes", DTYPES)
 @torch.inference_mode()
 def test_matmul(ops, rows, dtypes):
     dtype = dtypes[0]
@@ -44,17 +45,27 @@ def test_matmul(ops, rows, dtypes):
         assert_close(ops.matmul(x, weight, bias), right, dtype)
 
 
-@pytest.mark.parametrize("weight_dtype", list(TOLERANCE))
+@pytest.mark.parametrize("dtypes", DTYPES)
 @torch.inference_mode()
-def test_a_row_of_a_matmul_depends_neither_on_the_others_nor_on_threads(ops, weight_dtype):
+def test_a_row_of_a_matmul_depends_neither_on_the_others_nor_on_threads(ops, dtypes):
     """Bit for bit: so verification, with many rows, agrees with autoregressive decoding, with few."""
-    x, weight = random(128, 1500), random(70, 1500, dtype=weight_dtype)  # more than one part, and a rest of everything
+    # More than one part, and a rest of everything.
+    x, weight = random(128, 1500, dtype=dtypes[0]), random(70, 1500, dtype=dtypes[1])
     together = ops.matmul(x, weight)
     for rows in (1, 2, 3, 4, 5, 50):
         assert torch.equal(ops.matmul(x[:rows], weight), together[:rows])
         assert torch.equal(ops.matmul(x[-rows:], weight), together[-rows:])
     with threads(2):
         assert torch.equal(ops.matmul(x, weight), together)
+
+
+@pytest.mark.parametrize("rows", [1, 8, 50])
+@torch.inference_mode()
+def test_products_of_bf16_numbers_are_added_in_fp32(ops, rows):
+    """Without rounding: sums of whole numbers are exact, and only their result is rounded to bf16."""
+    numbers = torch.Generator().manual_seed(rows)
+    x, weight = (torch.randint(-128, 129, (n, 600), generator=numbers).bfloat16() for n in (rows, 40))
+    assert torch.equal(ops.matmul(x, weight), (x.double() @ weight.double().T).bfloat16())
 
 
 @torch.inference_mode()
