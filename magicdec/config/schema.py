@@ -141,6 +141,7 @@ class Verify:
 
     name: Literal["verify"]
     file: str | None
+    steps: Literal["predicted", "measured"]
     batch_sizes: SomeCounts
     context_lens: SomeCounts
     gammas: SomeCounts

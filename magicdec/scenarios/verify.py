@@ -1,25 +1,32 @@
-"""Whether a schedule holds: its gamma next to every other one, and to no speculation, at each batch and context."""
+"""Whether a schedule holds: its gamma next to every other one, and to no speculation, at each batch and context.
+
+A first pass with every gamma only warms up and, with scenario.steps=measured, times rounds for the schedule. The turns
+that it is judged by come after that.
+"""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+import numpy as np
 from rich.console import Group
 from rich.table import Table
 
 from magicdec.config.schema import Config, Verify
-from magicdec.costmodel.acceptance import Curves
 from magicdec.costmodel.engine_settings import read_vllm
 from magicdec.costmodel.hardware import device_in
-from magicdec.costmodel.schedules import Cell, Schedule, predicted_cells, schedule
+from magicdec.costmodel.round import round_times
+from magicdec.costmodel.schedules import Cell, Schedule, batches_up_to, schedule
+from magicdec.costmodel.speedup import batch_speedup
 from magicdec.engine.decoder import Generation
 from magicdec.engine.native import Batch, NativeEngine, warm_up
 from magicdec.errors import UserError
 from magicdec.measure import metrics
 from magicdec.measure.ceilings import matmul_rate, read_bandwidth
+from magicdec.measure.shares import Share, share_of_best
 from magicdec.planning import build
 from magicdec.planning.resolve import Plan, resolve
 from magicdec.scenarios.outcome import Outcome, keeping
@@ -28,10 +35,17 @@ from magicdec.tracking.progress import Progress
 
 
 class Found(NamedTuple):
-    """What was measured of a batch and a context: speedups per row by gamma, and alpha."""
+    """What was measured of a batch and a context."""
 
-    cell: Cell
-    alpha: float
+    cell: Cell  # with the median speedup per row of each gamma
+    turns: list[dict[int, float]]  # the speedups of each turn
+    rounds: dict[int, metrics.Rounds]  # by gamma, as far as they count for acceptance
+    steps: dict[int, float]  # seconds of a round by gamma, of a step for 0, in a pass that is none of the turns
+
+    @property
+    def alpha(self) -> float:
+        """Return the acceptance at the largest gamma."""
+        return _alpha([self], max(self.rounds))
 
 
 def prepare(config: Config) -> Plan:
@@ -55,14 +69,16 @@ def run(plan: Plan, progress: Progress) -> Outcome:
         for context in scenario.context_lens:
             prompts = build.prompts(plan, tokenizer, max(scenario.batch_sizes), context).tokens
             for rows in scenario.batch_sizes:
-                found.append(_measured(engine, prompts[:rows], context, scenario))
+                found.append(_measured(engine, prompts, rows, scenario))
                 task.advance(1)
     by = _schedule(plan, scenario, found)
-    shares = [by.share(one.cell) for one in found]
+    shares = [share_of_best(one.turns, by.gamma(one.cell.batch, one.cell.context)) for one in found]
     results: metrics.Metrics = {"device": plan.device_name, **plan.sources}
-    results |= {"verify/worst_share": min(shares), "verify/median_share": median(shares)}
-    history = [_line(one) | _of(by, one.cell) for one in found]
-    return Outcome(results, history=history, view=Group(_view(by, found), _sentence(shares)))
+    for name, values in (("share", [one.of_best for one in shares]), ("share_apart", _apart(shares))):
+        if values:
+            results |= {f"verify/worst_{name}": min(values), f"verify/median_{name}": median(values)}
+    history = [_line(one) | _of(by, one.cell, share) for one, share in zip(found, shares, strict=True)]
+    return Outcome(results, history=history, view=Group(_view(by, found, shares), *_sentences(shares)))
 
 
 def _gammas(scenario: Verify) -> list[int]:
@@ -78,43 +94,78 @@ def _from(file: str) -> Schedule:
         raise UserError(f"scenario.file={file}: {error}") from None
 
 
-def _measured(engine: NativeEngine, prompts: list[list[int]], context: int, scenario: Verify) -> Found:
-    """Decode one batch with every gamma in turn, and again. The speedup of a gamma is its median over the repeats."""
-    batch = engine.open(prompts)
-    batch.decoder.prefill(engine.prefill_chunk)
-    warm_up(batch)
-    gammas, speedups, widest = [0, *_gammas(scenario)], [], list[Generation]()
-    for gamma in gammas:  # kernels of each width
-        _decoded(batch, gamma)
-    for _ in range(scenario.repeats):
-        decoded = {gamma: _decoded(batch, gamma) for gamma in gammas}
-        seconds = {
-            gamma: metrics.time_per_output_token_ms(metrics.row_times(one, 0.0)) for gamma, one in decoded.items()
-        }
-        speedups.append({gamma: seconds[0] / one for gamma, one in seconds.items()})
-        widest.append(decoded[gammas[-1]])
-    batch.close()
-    cell = Cell(len(prompts), context, {gamma: median(one[gamma] for one in speedups) for gamma in gammas})
-    return Found(cell, float(metrics.acceptance_metrics(widest)["alpha"] or 0.0))
+def _measured(engine: NativeEngine, prompts: list[list[int]], rows: int, scenario: Verify) -> Found:
+    """Decode batches of so many rows with every gamma in turn. Turns take the prompts one batch after another, so that
+    small batches are not a matter of the first prompt.
+    """
+    gammas, turns, steps = [0, *_gammas(scenario)], list[dict[int, float]](), dict[int, float]()
+    rounds = {gamma: metrics.Rounds() for gamma in gammas[1:]}
+    groups = len(prompts) // rows
+    for group in range(min(groups, scenario.repeats)):
+        batch = engine.open(prompts[group * rows : (group + 1) * rows])
+        batch.decoder.prefill(engine.prefill_chunk)
+        warm_up(batch)
+        if not steps:
+            steps = {gamma: _round_s(_decoded(batch, gamma)) for gamma in gammas}
+        for _ in range(group, scenario.repeats, groups):
+            decoded = {gamma: _decoded(batch, gamma) for gamma in gammas}
+            seconds = {
+                gamma: metrics.time_per_output_token_ms(metrics.row_times(one, 0.0)) for gamma, one in decoded.items()
+            }
+            turns.append({gamma: seconds[0] / one for gamma, one in seconds.items()})
+            for gamma in rounds:
+                rounds[gamma].update(metrics.rounds_of(decoded[gamma]))
+        batch.close()
+    cell = Cell(rows, len(prompts[0]), {gamma: median(one[gamma] for one in turns) for gamma in gammas})
+    return Found(cell, turns, rounds, steps)
+
+
+def _round_s(generation: Generation) -> float:
+    """Return the seconds of a round: the median, because the first ones may compile."""
+    return float(np.median(np.diff(generation.round_seconds, prepend=0.0)))
 
 
 def _decoded(batch: Batch, gamma: int) -> Generation:
     return batch.decoder.generate(batch.draft, gamma=gamma) if gamma else batch.decoder.generate()
 
 
+def _alpha(found: Sequence[Found], gamma: int) -> float:
+    """Return the acceptance of all rounds with a gamma: proposals late in a round are not accepted like the first."""
+    rounds = metrics.Rounds()
+    for one in found:
+        rounds.update(one.rounds[gamma])
+    return float(metrics.acceptance(rounds).get("alpha") or 0.0)
+
+
 def _schedule(plan: Plan, scenario: Verify, found: Sequence[Found]) -> Schedule:
-    """Return the schedule of the file, or the one that is predicted from the acceptance at each context."""
+    """Return the schedule of the file, or the one that follows from the acceptance at each context and gamma."""
     if scenario.file:
         return _from(scenario.file)
+    seconds = _predicted_steps(plan, scenario) if scenario.steps == "predicted" else {}
+    seconds |= {one.cell[:2]: one.steps for one in found if scenario.steps == "measured"}
+    tokens = max(1, plan.config.batch.generate_len - 1)  # the prefill gives the first
+    cells: list[Cell] = []
+    for (batch, context), of in seconds.items():
+        speedups = {0: 1.0}
+        for gamma in _gammas(scenario):
+            alpha = _alpha([one for one in found if one.cell.context == context], gamma)
+            speedups[gamma] = batch_speedup(gamma, alpha, 1, tokens, of[0], of[gamma])
+        cells.append(Cell(batch, context, speedups))
+    return schedule(cells, scenario.tolerance)
+
+
+def _predicted_steps(plan: Plan, scenario: Verify) -> dict[tuple[int, int], Mapping[int, float]]:
+    """Return the predicted seconds of a round by gamma, and of a step for 0, at every batch and context."""
     known = device_in(plan.device_name)
     bandwidth = None if known else read_bandwidth(plan.device) / 1e9
     setup = plan.setup(bandwidth, None if known else matmul_rate(plan.device, plan.dtype) / 1e12)
-    cells: list[Cell] = []
+    seconds: dict[tuple[int, int], Mapping[int, float]] = {}
     for context in scenario.context_lens:
-        alpha = median(one.alpha for one in found if one.cell.context == context)
-        largest, gammas = max(scenario.batch_sizes), _gammas(scenario)
-        cells += predicted_cells(setup, largest, [context], gammas, alpha, Curves([]), plan.config.batch.generate_len)
-    return schedule(cells, scenario.tolerance)
+        for batch in batches_up_to(max(scenario.batch_sizes)):
+            at = setup.at(batch=batch, context=context + plan.config.batch.generate_len // 2)
+            rounds = {gamma: round_times(at, gamma).round_s for gamma in _gammas(scenario)}
+            seconds[batch, context] = {0: at.target_time.total} | rounds
+    return seconds
 
 
 def _line(one: Found) -> dict[str, Any]:
@@ -129,25 +180,47 @@ def _line(one: Found) -> dict[str, Any]:
     }
 
 
-def _of(by: Schedule, cell: Cell) -> dict[str, Any]:
-    return {"gamma": by.gamma(cell.batch, cell.context), "share_of_best": by.share(cell)}
+def _of(by: Schedule, cell: Cell, share: Share) -> dict[str, Any]:
+    """Return what a line says of the schedule; without a file, what it expected as well."""
+    expected = [one.speedups for one in by.cells if one[:2] == cell[:2]]
+    return {
+        "gamma": by.gamma(cell.batch, cell.context),
+        "share_of_best": share.of_best,
+        "share_of_best_apart": share.apart,
+        "share_of_best_apart_ci95": share.apart_ci95,
+        **{f"predicted/speedup/gamma_{gamma}": value for one in expected for gamma, value in one.items()},
+    }
 
 
-def _view(by: Schedule, found: Sequence[Found]) -> Table:
+def _view(by: Schedule, found: Sequence[Found], shares: Sequence[Share]) -> Table:
     """Return the measured speedups of all cells."""
     gammas = list(found[0].cell.speedups)
-    columns = ("batch", "context", *map(str, gammas), "schedule", "of the best")
+    columns = ("batch", "context", *map(str, gammas), "schedule", "of the best", "chosen apart")
     table = new_table(*columns, title="measured speedup per row, by gamma; 0: no speculation", num_words=0)
-    for one in found:
-        cell, chosen = one.cell, _of(by, one.cell)
+    for one, share in zip(found, shares, strict=True):
+        cell = one.cell
         speedups = [f"{cell.speedups[gamma]:.2f}" + ("*" if gamma == cell.best else "") for gamma in gammas]
-        table.add_row(
-            f"{cell.batch}", f"{cell.context:,}", *speedups, str(chosen["gamma"]), f"{chosen['share_of_best']:.1%}"
-        )
+        chosen = str(by.gamma(cell.batch, cell.context))
+        table.add_row(f"{cell.batch}", f"{cell.context:,}", *speedups, chosen, f"{share.of_best:.1%}", _words(share))
     return table
 
 
-def _sentence(shares: Sequence[float]) -> str:
-    return (
-        f"* the best; the schedule reaches {min(shares):.1%} of it at worst and {median(shares):.1%} in the median cell"
-    )
+def _words(share: Share) -> str:
+    low_high = f" ({share.apart_ci95[0]:.1%} to {share.apart_ci95[1]:.1%})" if share.apart_ci95 else ""
+    return "-" if share.apart is None else f"{share.apart:.1%}{low_high}"
+
+
+def _apart(shares: Sequence[Share]) -> list[float]:
+    return [one.apart for one in shares if one.apart is not None]
+
+
+def _sentences(shares: Sequence[Share]) -> list[str]:
+    of_best, apart = [one.of_best for one in shares], _apart(shares)
+    reached = f"{min(of_best):.1%} of it at worst and {median(of_best):.1%} in the median cell"
+    said = [f"* the best; the schedule reaches {reached}"]
+    if apart:
+        said.append(
+            f"chosen apart: against the best gamma of the other turns; {min(apart):.1%} at worst and "
+            f"{median(apart):.1%} in the median cell. Noise makes the first share too low and this one too high"
+        )
+    return said

@@ -67,6 +67,26 @@ def test_without_a_file_the_schedule_is_predicted_from_the_acceptance_measured_h
         )
 
 
+def test_a_schedule_of_measured_steps_takes_the_gamma_whose_rounds_were_fastest(monkeypatch):
+    seconds = itertools.cycle([1.0, 0.01, 100.0])  # of a round without a draft, with gamma 1, with gamma 2
+    monkeypatch.setattr(verify, "_round_s", lambda generation: next(seconds))
+    found = run("scenario.steps=measured")
+    assert {line["gamma"] for line in found.history} == {1}
+    assert all(line["predicted/speedup/gamma_1"] > 90 > 1 > line["predicted/speedup/gamma_2"] for line in found.history)
+
+
+def test_the_turns_of_a_small_batch_take_one_prompt_after_another(monkeypatch):
+    opened: list[list[list[int]]] = []
+    of = verify.NativeEngine.open
+    monkeypatch.setattr(
+        verify.NativeEngine, "open", lambda self, prompts: [opened.append(prompts), of(self, prompts)][1]
+    )
+    run("scenario.context_lens=[128]", "scenario.repeats=3")
+    *_, small, other, both = opened  # after what chooses the chunks of the prefill
+    assert both == small + other
+    assert small != other
+
+
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
