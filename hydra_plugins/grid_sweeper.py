@@ -10,6 +10,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.types import Override, RangeSweep
 from typing_extensions import override
 
+from hydra_plugins.job_groups import with_groups
 from magicdec.errors import UserError
 
 MOST_JOBS = 10_000  # Hydra composes each of them before it starts the first
@@ -17,6 +18,12 @@ MOST_JOBS = 10_000  # Hydra composes each of them before it starts the first
 
 class GridSweeper(BasicSweeper):
     """hydra/sweeper=basic: a job for every combination of values."""
+
+    def setup(self, **given: Any) -> None:
+        """Take the sweep's configuration, and its launcher with the groups of jobs that share a prefill."""
+        super().setup(**given)
+        assert self.launcher is not None
+        self.launcher = with_groups(self.launcher, **given)
 
     @staticmethod
     @override

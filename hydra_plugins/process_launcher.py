@@ -15,7 +15,6 @@ import gc
 import math
 import multiprocessing
 import os
-import re
 import signal
 import sys
 import time
@@ -35,6 +34,7 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
+from hydra_plugins.job_groups import group_of
 from magicdec.errors import JobFailed, to_stderr
 from magicdec.tracking.gpus import visible_gpus
 from magicdec.tracking.reader import read_result
@@ -45,8 +45,6 @@ START = "forkserver" if sys.platform == "linux" else "spawn"
 POLL_S, RETRY_S, GRACE_S = 0.05, 2.0, 10.0
 REAP_S = 0.5  # after its pipes have closed, a process that was killed still exists for a moment
 LOST = 255  # what multiprocessing takes for the exit code of a process whose fork server has died
-# Overrides of what each job builds for itself from what its group keeps.
-BUILT_ANEW = r"(\+|~)*(draft|target@draft\.model|cache|sampling|scenario\.(repeats|profile_repeats)|wandb|sweep)\b"
 # Overrides of Hydra's that concern the sweep as a whole, not its jobs.
 OF_THE_SWEEP = ("hydra.mode=", "hydra/launcher", "hydra.launcher", "hydra/sweeper", "hydra.sweeper", "hydra.sweep.")
 
@@ -159,7 +157,7 @@ class ProcessLauncher(Launcher):
         from magicdec.scenarios import imports  # here, because Hydra imports this module for every command
 
         waiting = deque(SweepJob(initial_job_idx + i, list(overrides)) for i, overrides in enumerate(job_overrides))
-        self.groups = {job.number: self._group(job) for job in waiting}
+        self.groups = {job.number: group_of(job.number, job.overrides, self.config) for job in waiting}
         self.titles = Titles([job.overrides for job in waiting])
         workers: list[Worker] = []
         results: dict[int, JobReturn] = {}
@@ -189,12 +187,6 @@ class ProcessLauncher(Launcher):
         finally:
             _stop(workers)
         return [results[number] for number in sorted(results)]
-
-    def _group(self, job: SweepJob) -> Hashable:
-        """Return what the jobs that share a process have in common; the job's own number if it shares nothing."""
-        if self.config.sweep.share == "none" or self.config.engine.name != "native":
-            return job.number
-        return frozenset(text for text in job.overrides if not re.match(BUILT_ANEW, text))
 
     def _start_jobs(self, waiting: deque[SweepJob], workers: list[Worker]) -> None:
         """Give every process its next job, and start processes while there is room for them.

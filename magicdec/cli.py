@@ -186,8 +186,6 @@ def _run(cfg: DictConfig, this: Job) -> float | None:
         hydra_cfg = HydraConfig.get()
         launcher = str(hydra_cfg.runtime.choices["hydra/launcher"])
         refuse_a_share(config, launcher, hydra_cfg.launcher)
-        if launcher.startswith("submitit") and this.number == 0 and config.sweep.share != "none":
-            to_stderr(f"hydra/launcher={launcher}: jobs share nothing, because each is a task of its own")
     with gpus_of_its_own(config, bool(os.environ.get(sweep.JOB))) if in_sweep else nullcontext():
         return scenarios.run(config, this).get(config.sweep.objective)
 

@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -23,11 +24,13 @@ from omegaconf import OmegaConf
 import magicdec.planning.build
 import magicdec.planning.duration
 import magicdec.scenarios
+from hydra_plugins import job_groups
 from hydra_plugins.process_launcher import ProcessLauncher, SweepJob, lost_code
 from magicdec import cli
 from magicdec.config.load import compose
 from magicdec.errors import StorageError, UserError
 from magicdec.scenarios import Job, run
+from magicdec.threads import usual
 from magicdec.tracking import lock
 from magicdec.tracking.lock import Busy, is_locked, locked
 from magicdec.tracking.reader import iter_runs, latest, load_run, run_of
@@ -483,6 +486,30 @@ def test_other_launchers_that_fail_fast(tmp_path, launcher):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["joblib", "submitit_local", "submitit_slurm", "ray"])
+def test_a_task_of_another_launcher_is_a_group_of_jobs_that_share_a_prefill(tmp_path, launcher, monkeypatch):
+    """Of jobs that alternate between two texts, the second of each text takes over what the first has left."""
+    needs(launcher)
+    monkeypatch.setenv("RAY_TMPDIR", tempfile.gettempdir())  # whose sockets need a short path
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # and so locks of its own
+    cpus = usual()
+    threads = {"joblib": ["hydra.launcher.n_jobs=1"], "ray": [f"+hydra.launcher.ray.remote.num_cpus={cpus}"]}
+    runs = tmp_path / "runs"
+    command = [sys.executable, str(ROOT / "launch.py"), "-m", f"hydra/launcher={launcher}", f"runs_dir={runs}", *COMMON]
+    command += ["attention=sdpa", "scenario.repeats=1", "scenario.profile_repeats=1", "cache.budget=24"]
+    command += [*threads.get(launcher, []), "draft.gamma=1,2,3", "data.seed=1,2", "sweep.jobs_per_task=2"]
+    sweep = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=400)
+    assert sweep.returncode == 0, sweep.stderr
+    assert f"hydra/launcher={launcher}: 6 jobs in 4 tasks" in sweep.stderr
+    found = list(iter_runs(runs))
+    settings = {(run["config"]["draft"]["gamma"], run["config"]["data"]["seed"]): run for run in found}
+    grid = [(gamma, seed) for gamma in (1, 2, 3) for seed in (1, 2)]
+    assert {key: run["prefill/shared"] for key, run in settings.items()} == {key: key[0] == 2 for key in grid}
+    (sweep_dir,) = (runs / "sweeps").iterdir()
+    assert [job["id"] for job in jobs(sweep_dir)] == [settings[key]["id"] for key in grid]
+
+
+@pytest.mark.slow
 def test_optuna_goes_on_after_a_trial_that_fails(tmp_path, starts):
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
     runs = tmp_path / "runs"
@@ -514,6 +541,53 @@ def test_fail_fast(here, starts):
     assert sweep.code == 1
     assert re.findall("job (.) is not started", sweep.err) == ["1", "2"]
     assert len(list(starts.iterdir())) == 1
+
+
+def order(starts):
+    """The gammas of the runs, in the order in which they were begun."""
+    names = sorted((path.name.split("-") for path in starts.iterdir()), key=lambda parts: int(parts[2]))
+    return [int(gamma) for gamma, *_ in names]
+
+
+@pytest.mark.parametrize(("limit", "firsts"), [("null", [0, 1]), ("2", [0, 4, 1, 5])])
+def test_a_launcher_of_tasks_runs_the_jobs_of_a_group_in_one(here, starts, monkeypatch, tmp_path, limit, firsts):
+    """Each job has its number and result; one that fails is one failed run."""
+    tasks, run_all = [], job_groups.GroupTask.__call__
+
+    def task(self, first):
+        tasks.append(self.groups[len(tasks)][0].number)
+        return run_all(self, first)
+
+    monkeypatch.setattr(job_groups, "OWN", ())
+    monkeypatch.setattr(job_groups.GroupTask, "__call__", task)
+    own = ["draft.gamma=1,6,2", "data.seed=1,2", "cache.budget=8", f"sweep.jobs_per_task={limit}"]
+    sweep = here("-m", "hydra/launcher=basic", *own)
+    assert (sweep.code, tasks) == (1, firsts)
+    assert sweep.err.count(f"hydra/launcher=basic: 6 jobs in {len(firsts)} tasks") == 1
+    assert order(starts) == [1, 6, 2] * 2
+    (sweep_dir,) = (tmp_path / "runs" / "sweeps").iterdir()
+    stored = {run["id"]: run for run in iter_runs(tmp_path / "runs")}
+    done = [stored[job["id"]] for job in jobs(sweep_dir)]
+    assert [(run["config"]["draft"]["gamma"], run["config"]["data"]["seed"]) for run in done] == [
+        (gamma, seed) for gamma in (1, 6, 2) for seed in (1, 2)
+    ]
+    assert [run["status"] for run in done] == ["done"] * 2 + ["failed"] * 2 + ["done"] * 2
+
+
+def test_fail_fast_within_a_task(here, starts, monkeypatch):
+    monkeypatch.setattr(job_groups, "OWN", ())
+    sweep = here("-m", "hydra/launcher=basic", "sweep.fail_fast=true", "draft.gamma=6,1,2")
+    assert sweep.code == 1
+    assert re.findall("job (.) is not started", sweep.err) == ["1", "2"]
+    assert len(list(starts.iterdir())) == 1
+
+
+@pytest.mark.parametrize("change", ["sweep.share=none", "scenario=predict", "engine=transformers"])
+def test_jobs_that_share_nothing_are_tasks_of_their_own(here, starts, monkeypatch, change):
+    monkeypatch.setattr(job_groups, "OWN", ())
+    sweep = here("-m", "hydra/launcher=basic", change, "draft.gamma=1,2")
+    assert sweep.code == 0, sweep.err
+    assert " in 1 task" not in sweep.err
 
 
 def test_a_sweep_ends_with_its_table_its_page_and_its_figures(here, tmp_path, monkeypatch):

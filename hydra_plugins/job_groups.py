@@ -1,0 +1,115 @@
+"""Groups of the jobs of a sweep that share weights and prefilled prompts, and how other launchers run them.
+
+The default launcher gives a group a process. Joblib, Ray and submitit start tasks elsewhere: here, a task is a whole
+group, whose jobs run one after another in the task's process.
+"""
+
+import re
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.utils import JobReturn, JobStatus, run_job
+from hydra.plugins.launcher import Launcher
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig, open_dict
+
+from magicdec.errors import to_stderr
+from magicdec.tracking.store import counted
+
+# Overrides of what each job builds for itself from what its group keeps.
+BUILT_ANEW = r"(\+|~)*(draft|target@draft\.model|cache|sampling|scenario\.(repeats|profile_repeats)|wandb|sweep)\b"
+# Launchers that group jobs themselves, or run all of them in one process.
+OWN = ("process_launcher", "basic_launcher")
+
+
+def group_of(number: int, overrides: Sequence[str], config: DictConfig) -> Hashable:
+    """Return what the jobs that share a process have in common; the job's own number if it shares nothing."""
+    if config.sweep.share == "none" or config.engine.name != "native":
+        return number
+    return frozenset(text for text in overrides if not re.match(BUILT_ANEW, text))
+
+
+@dataclass(frozen=True)
+class Member:
+    """A job of a group: its number in the sweep and its overrides."""
+
+    number: int
+    overrides: Sequence[str]
+
+
+@dataclass(frozen=True)
+class GroupTask:
+    """The task of a launcher, whose jobs are groups: run every job of the group whose number Hydra gives it."""
+
+    groups: Sequence[Sequence[Member]]
+    context: HydraContext
+    config: DictConfig
+    task: TaskFunction
+
+    def __call__(self, _first: DictConfig) -> list[JobReturn]:
+        """Return the results of the group's jobs, failed ones included."""
+        try:
+            return [self._run(member) for member in self.groups[HydraConfig.get().job.num]]
+        finally:
+            from magicdec.planning.shared import SHARED  # here, because Hydra imports this module for every command
+
+            SHARED.begin("none")  # the process may live on, next to that of the next group
+
+    def _run(self, member: Member) -> JobReturn:
+        config = self.context.config_loader.load_sweep_config(self.config, list(member.overrides))
+        with open_dict(config.hydra.job) as job:
+            job.num, job.id = member.number, f"{job.name}_{member.number}"
+        keys = {"job_dir_key": "hydra.sweep.dir", "job_subdir_key": "hydra.sweep.subdir"}
+        return run_job(hydra_context=self.context, task_function=self.task, config=config, **keys)
+
+
+class GroupLauncher(Launcher):
+    """Another launcher, which gets a task for each group of jobs."""
+
+    def __init__(self, inner: Launcher):
+        self.inner = inner
+
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        """Take the sweep's configuration."""
+        self.given: dict[str, Any] = {"context": hydra_context, "task": task_function, "config": config}
+
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+        """Run all jobs; return their results in order."""
+        config = self.given["config"]
+        members = [Member(number, overrides) for number, overrides in enumerate(job_overrides, initial_job_idx)]
+        groups = grouped(members, config)
+        if len(groups) < len(members):
+            name = config.hydra.runtime.choices["hydra/launcher"]
+            tasks = f"{len(members)} jobs in {counted(len(groups), 'task')} of jobs that share a prefill"
+            to_stderr(f"hydra/launcher={name}: {tasks} (sweep.jobs_per_task=N divides them)")
+        task = GroupTask(groups, **self.given)
+        self.inner.setup(hydra_context=task.context, task_function=task, config=config)
+        returned = self.inner.launch([group[0].overrides for group in groups], 0)
+        results: dict[int, JobReturn] = {}
+        for group, ended in zip(groups, returned, strict=True):
+            failed = ended.status != JobStatus.COMPLETED  # the task itself, and so every job of it
+            each = [ended] * len(group) if failed else ended.return_value
+            results |= {member.number: result for member, result in zip(group, each, strict=True)}
+        return [results[member.number] for member in members]
+
+
+def grouped(members: Sequence[Member], config: DictConfig) -> list[list[Member]]:
+    """Return the groups in the order of their first jobs, in parts of at most sweep.jobs_per_task."""
+    groups: dict[Hashable, list[Member]] = {}
+    for member in members:
+        groups.setdefault(group_of(member.number, member.overrides, config), []).append(member)
+    size = config.sweep.jobs_per_task or len(members)
+    return [group[first : first + size] for group in groups.values() for first in range(0, len(group), size)]
+
+
+def with_groups(launcher: Launcher, **given: Any) -> Launcher:
+    """Return the launcher of a sweep, which starts a task per group where that is worth while."""
+    config: DictConfig = given["config"]
+    is_own = type(launcher).__module__.rpartition(".")[-1] in OWN
+    if is_own or config.sweep.share == "none" or config.scenario.name in ("predict", "plan"):
+        return launcher
+    launcher = GroupLauncher(launcher)
+    launcher.setup(**given)
+    return launcher
