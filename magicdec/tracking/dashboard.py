@@ -1,7 +1,7 @@
 """`magicdec dashboard`: make a W&B workspace with the usual charts.
 
-With --sweep, also make a report on that sweep. Without a login, write the specification to a file as JSON. Needs the
-extra `dashboard` (wandb-workspaces).
+With --sweep, also make a report on that sweep, which says what the sweep has found if its runs are in --runs-dir.
+Without a login, write the specification to a file as JSON. Needs the extra `dashboard` (wandb-workspaces).
 """
 
 import argparse
@@ -12,7 +12,9 @@ from typing import Any
 
 from magicdec.errors import UserError, exit_code, to_stderr
 from magicdec.tracking import wandb
+from magicdec.tracking.report.answer import answer
 from magicdec.tracking.report.export import write
+from magicdec.tracking.report.rows import ENDS, INTERVAL, read_rows
 from magicdec.tracking.store import shown
 from magicdec.units import WAYS
 
@@ -84,8 +86,25 @@ def _views(entity: str) -> dict[str, list[Any]]:
 
     batch, context, budget = (v2.Config(key) for key in ("batch.size", "batch.context_len", "cache.budget"))
     speed, latency = "tokens_per_second", "time_per_output_token_ms"
+    columns = [v2.Config("cache.policy"), budget, v2.Config("draft.gamma")]
+    columns += [v2.SummaryMetric(key) for key in ("acceptance_rate", "speedup")]
+    ends = [f"speedup{INTERVAL}{end}" for end in ENDS]
     bar = {"orientation": "v", "groupby_aggfunc": "median", "groupby_rangefunc": "minmax"}
     return {
+        "Which policy, budget and gamma?": [
+            v2.ParallelCoordinatesPlot(
+                title="policy, budget, gamma, acceptance, speedup",
+                columns=[v2.ParallelCoordinatesPlotColumn(column) for column in columns],
+            ),
+            v2.BarPlot(
+                title="speedup between the ends of its 95% interval",
+                metrics=[ends[0], "speedup", ends[1]],
+                orientation="v",
+                groupby_aggfunc="median",
+                groupby_rangefunc="none",
+            ),
+            v2.RunComparer(diff_only="split"),
+        ],
         "Does speculation pay, for which batch and context?": [
             scatter("speedup against batch, by context", batch, "speedup", context, log_x=True),
             scatter("speedup against context, by batch", context, "speedup", batch, log_x=True),
@@ -127,11 +146,22 @@ def _workspace(options: argparse.Namespace) -> Any:
 
 def _report(options: argparse.Namespace) -> Any:
     """Return a report with the same panels, of the runs of one sweep: a group in W&B."""
-    v2, blocks = _library(), []
+    v2, blocks = _library(), _findings(options)
     for name, panels in _views(options.entity).items():
         runs = v2.Runset(name=options.sweep, filters=f"Metric('Group') == '{options.sweep}'")  # of the report's project
         blocks += [v2.H2(name), v2.PanelGrid(runsets=[runs], panels=panels)]
     return v2.Report(options.project, options.entity, title=options.sweep, blocks=blocks, width="fluid")
+
+
+def _findings(options: argparse.Namespace) -> list[Any]:
+    """Return the text of what the sweep has found, by its stored runs; nothing if they are not here."""
+    v2 = _library()
+    try:
+        found = answer(read_rows(options.runs_dir, options.sweep))
+    except UserError:
+        return []
+    sentences = list(found.sentences()) if found else []
+    return [v2.H2("What the sweep has found"), *map(v2.P, sentences)] if sentences else []
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -141,5 +171,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--sweep", metavar="GROUP", help="also a report on this group: sweep.name, or the sweep's folder"
     )
+    parser.add_argument("--runs-dir", type=Path, default=Path("runs"), help="the store with the sweep's runs (runs)")
     parser.add_argument("--file", type=Path, help=f"write the specification here; {DEFAULT_FILE} without a login")
     return parser

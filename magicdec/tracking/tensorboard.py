@@ -6,7 +6,7 @@ metrics of all runs are one table under HParams.
 
 import importlib.util
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 from time import time
@@ -62,6 +62,10 @@ def log_run(run: FinishedRun) -> Logged:
     except Exception as error:
         return Logged(NAME, warning=f"{NAME} failed, {in_one_line(error)}")
     return Logged(NAME, folder, command=command, command_label=NAME)
+
+
+def log_sweep(folder: Path, config: Settings, files: Iterable[Path]) -> None:
+    """Log nothing: TensorBoard shows the runs of a sweep together."""
 
 
 def _folder(run: FinishedRun) -> Path:

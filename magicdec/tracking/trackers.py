@@ -3,7 +3,7 @@
 A run's folder is complete before a tracker reads it, so that a tracker which fails loses nothing.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -85,6 +85,9 @@ class Tracker(Protocol):
 
     def log_run(self, run: FinishedRun) -> Logged | None:
         """Log a run. Never raise: a failure is the warning of the result. Return None if logging is switched off."""
+
+    def log_sweep(self, folder: Path, config: Settings, files: Iterable[Path]) -> Logged | None:
+        """Log the report of a sweep, by its folder, the configuration of one of its runs, and files. Never raise."""
 
 
 def chosen(config: Settings) -> Iterator[Tracker]:

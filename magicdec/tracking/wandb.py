@@ -13,6 +13,7 @@ from typing import Any
 from magicdec.config.choices import DraftConfig
 from magicdec.config.registry import DRAFTS
 from magicdec.errors import UserError, in_one_line
+from magicdec.tracking.report.rows import ENDS, INTERVAL
 from magicdec.tracking.store import shown
 from magicdec.tracking.trackers import STEP_KEYS, FinishedRun, Logged, Settings
 
@@ -20,7 +21,7 @@ NAME = "W&B"
 IMPORTS = ("wandb.sdk.launch",)  # by wandb.init, and takes longer than wandb itself
 INIT_TIMEOUT_S = 30.0
 FINISH_TIMEOUT_S = 120.0  # to upload the rest, which stays on disk too
-MAX_TAG_LENGTH = 64
+MAX_TAG_LENGTH, MAX_ID_LENGTH = 64, 128
 FILES = ("config.yaml", "generations.jsonl")  # of a run, as an artifact
 LIVE_KEYS = ("live/seconds", "live/*", "repeat", "repeat/*")
 _opened: dict[Path, Any] = {}  # the runs that are shown while they run, by folder
@@ -88,6 +89,35 @@ def send(run: FinishedRun) -> Logged | None:
     return replace(logged, warning=_warning(complaint[1])) if complaint else logged
 
 
+def log_sweep(folder: Path, config: Settings, files: Iterable[Path]) -> Logged | None:
+    """Log the files of a sweep that has ended as an artifact of a run of its own, in the group of its runs. `config` is
+    that of one of them. What cannot be sent is kept in the sweep's folder.
+    """
+    own = config["wandb"]
+    if own["mode"] == "disabled" or in_sweep():
+        return None
+    logged = _reported(folder, own, list(files))
+    if logged.warning is None or own["mode"] != "online":
+        return logged
+    _stop_service()
+    return replace(_reported(folder, {**own, "mode": "offline"}, list(files)), warning=logged.warning)
+
+
+def _reported(folder: Path, own: Mapping[str, Any], files: list[Path]) -> Logged:
+    name = f"sweep-{folder.name}"
+    try:
+        with contextlib.redirect_stderr(io.StringIO()), _tables_stay_in(folder):
+            opened = _begin(own, folder, id=name[:MAX_ID_LENGTH], name=folder.name, job_type="sweep")
+            _log_files(opened, name, "sweep", files)
+            kept = Path(opened.settings.sync_dir)
+            opened.finish()
+    except Exception as error:
+        return Logged(NAME, warning=_warning(in_one_line(error)))
+    if own["mode"] == "online":
+        return Logged(NAME, kept, url=opened.url)
+    return Logged(NAME, kept, command=sync_command(kept))
+
+
 def connect() -> Any:
     """Return W&B's API, to look up runs. Raise UserError if it does not answer, or refuses this user."""
     if trouble := _login_trouble():
@@ -153,9 +183,13 @@ def _login_trouble() -> str | None:
 
 def _open(run: FinishedRun) -> Any:
     """Open a run at W&B. One of the same id that is there already is replaced, points and all."""
+    named = {"id": _id(run), "name": run.name, "job_type": run.config["scenario"]["name"]}
+    return _begin(run.config["wandb"], run.folder, tags=_tags(run.config, run.result), config=dict(run.config), **named)
+
+
+def _begin(own: Mapping[str, Any], folder: Path, **named: Any) -> Any:
     import wandb
 
-    own = run.config["wandb"]
     options = wandb.Settings(
         silent=True,
         console="off",
@@ -170,16 +204,12 @@ def _open(run: FinishedRun) -> Any:
     )
     return wandb.init(
         mode=own["mode"],
-        dir=str(run.folder),
-        id=_id(run),
-        name=run.name,
+        dir=str(folder),
         project=own["project"],
         entity=own["entity"],
         group=own["group"],
-        job_type=run.config["scenario"]["name"],
-        tags=_tags(run.config, run.result),
-        config=dict(run.config),
         settings=options,
+        **named,
     )
 
 
@@ -194,12 +224,18 @@ def _send(run: FinishedRun) -> Logged:
         _log_history(opened, run.rows("system"))
         _log_tables(opened, run.result, run.rows("samples"))
         _log_files(opened, f"run-{run.id}-files", "run", [run.folder / name for name in FILES])
-        opened.summary.update(dict(run.result))
+        opened.summary.update(dict(run.result) | _ends(run.result))
         folder = Path(opened.settings.sync_dir)
         opened.finish(exit_code=int(run.result["status"] != "done"))
         if own["mode"] == "online":
             return Logged(NAME, folder, url=opened.url)
         return Logged(NAME, folder, command=sync_command(folder))
+
+
+def _ends(result: Mapping[str, Any]) -> dict[str, float]:
+    """Return the ends of every interval as numbers, which W&B's charts can draw."""
+    intervals = {key: value for key, value in result.items() if key.endswith(INTERVAL) and value}
+    return {f"{key}{end}": value for key, pair in intervals.items() for end, value in zip(ENDS, pair, strict=True)}
 
 
 def _id(run: FinishedRun) -> str:

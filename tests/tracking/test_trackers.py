@@ -16,7 +16,7 @@ from tests.test_layers import FILES, imports
 from tests.tracking.sample import CONFIG, GENERATIONS, HISTORY, METRICS, SAMPLES, SYSTEM, with_changes
 
 LIBRARIES = {"wandb": "wandb", "tensorboard": "tensorboard.compat.proto.event_pb2"}
-METHODS = ("check", "settings", "in_sweep", "log_run")
+METHODS = ("check", "settings", "in_sweep", "log_run", "log_sweep")
 
 
 @pytest.fixture

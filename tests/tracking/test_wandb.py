@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from magicdec.errors import UserError
 from magicdec.tracking import wandb as tracking
 from magicdec.tracking.reader import load_run
 from magicdec.tracking.store import Run
+from magicdec.tracking.sweep import record
 from magicdec.tracking.trackers import FinishedRun
 from tests.tracking.processes import KILL, TELL, python
 from tests.tracking.sample import CONFIG, GENERATIONS, HISTORY, METRICS, SAMPLES, SYSTEM, with_changes
@@ -151,21 +153,82 @@ def content(records):
     return run, config, history, tables, summary
 
 
+SUMMARY = """
+import sys
+from pathlib import Path
+from magicdec.tracking.report.summary import summarize
+summarize(Path(sys.argv[1]), False)
+"""
+
+
+def sweep_of_one(runs_dir, mode):
+    """Return the folder of a sweep whose one run is stored, and the process that has shown its end."""
+    changed = with_changes(wandb={"mode": mode})
+    run = Run.open(runs_dir, "abc", changed)
+    run.finish({"speedup": 1.5}, GENERATIONS, HISTORY)
+    folder = runs_dir / "sweeps" / "2026-01-01_00-00-00_ours"
+    record(folder, 0, run.id, ["draft.gamma=4"])
+    address = {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": SECRET}
+    shorter = "from magicdec.tracking import wandb; wandb.INIT_TIMEOUT_S = 3.0"
+    return folder, python("-c", f"{shorter}\n{SUMMARY}", folder, home=runs_dir.parent, **address)
+
+
+@pytest.mark.parametrize("mode", ["offline", "online"])
+def test_the_report_of_a_sweep_is_an_artifact_of_the_sweep(tmp_path, mode):
+    """It waits in the sweep's folder, also where W&B cannot be reached."""
+    folder, process = sweep_of_one(tmp_path / "runs", mode)
+    assert process.returncode == 0, process.stderr
+    assert process.stderr.count("warning: the report of the sweep: W&B failed") == (mode == "online")
+    (kept,) = folder.glob("wandb/offline-run-*")
+    assert f"report in W&B     wandb sync {kept}\n" in process.stdout
+    records = inspect(kept)
+    (run,) = (record["run"] for record in records if record["type"] == "run")
+    assert (run["job_type"], run["run_group"], run["display_name"]) == ("sweep", "a group", folder.name)
+    (artifact,) = (record["artifact"] for record in records if record["type"] == "artifact")
+    assert (artifact["type"], artifact["name"]) == ("sweep", f"sweep-{folder.name}")
+    files = {entry["path"]: Path(entry["local_path"]) for entry in artifact["manifest"]["contents"]}
+    assert files == {name: folder / name for name in ("jobs.jsonl", "report.html")}
+
+
+def test_intervals_are_numbers_for_charts():
+    assert tracking._ends({"speedup": 1.5, "speedup_ci95": [1.25, 1.75], "alpha_ci95": None}) == {
+        "speedup_ci95/low": 1.25,
+        "speedup_ci95/high": 1.75,
+    }
+
+
+def test_the_report_of_a_sweep_goes_nowhere_with_wandb_disabled(tmp_path):
+    folder, process = sweep_of_one(tmp_path / "runs", "disabled")
+    assert (process.returncode, "W&B" in process.stdout + process.stderr) == (0, False)
+    assert sorted(path.name for path in folder.iterdir()) == ["jobs.jsonl", "report.html"]
+
+
 @pytest.mark.extra
 def test_a_dashboard_without_a_login_is_a_file(tmp_path):
     pytest.importorskip("wandb_workspaces")
     file = tmp_path / "spec.json"
-    arguments = ["--entity", "me", "--sweep", "mine", "--file", file]
+    for number, (budget, speedup) in enumerate([(64, 1.25), (128, 1.75)]):
+        run = Run.open(tmp_path / "runs", f"run{number}", with_changes(cache={"budget": budget}))
+        run.finish(METRICS | {"speedup": speedup}, GENERATIONS, HISTORY)
+        record(tmp_path / "runs" / "sweeps" / "mine", number, run.id, [])
+    arguments = ["--entity", "me", "--sweep", "mine", "--file", file, "--runs-dir", tmp_path / "runs"]
     process = python("-m", "magicdec", "dashboard", *arguments, home=tmp_path, WANDB_API_KEY=SECRET)
     assert (process.returncode, process.stdout) == (0, f"the specification is in {file}\n")
     spec = json.loads(file.read_text())
     sections = spec["workspace"]["spec"]["section"]["panelBankConfig"]["sections"]
     panels = [panel["config"] for section in sections for panel in section["panels"]]
+    kinds = {panel["viewType"]: panel["config"] for section in sections for panel in section["panels"]}
+    assert "Run Comparer" in kinds
+    columns = [column["accessor"] for column in kinds["Parallel Coordinates Plot"]["columns"]]
+    assert columns[:2] == ["config:cache.value.policy", "config:cache.value.budget"]
+    (bars,) = [panel["metrics"] for panel in panels if any("_ci95" in name for name in panel.get("metrics") or ())]
+    assert bars == ["speedup_ci95/low", "speedup", "speedup_ci95/high"]
     axes = [(panel.get("xAxis"), panel.get("yAxis")) for panel in panels]
     assert ("config:batch.value.size", "summary:speedup") in axes
     assert ("summary:predicted/speedup", "summary:speedup") in axes
     text = json.dumps(spec["report"])
     assert '"name": "group"}, "op": "=", "value": "mine"' in text
+    assert re.search(r"cache.budget=128 [^\"]*1\.75x", text), "what the sweep has found"
     named = {axis.removeprefix("summary:") for pair in axes for axis in pair if axis and axis.startswith("summary:")}
     assert named <= {*METRICS, "predicted/speedup"}, "every metric has the name that runs give it"
     assert "MARKER" not in file.read_text()

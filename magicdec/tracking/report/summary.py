@@ -1,15 +1,17 @@
 """The end of a sweep: its table on the terminal, and its page and figures in its folder."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from magicdec.errors import UserError
+from magicdec.errors import UserError, to_stderr
 from magicdec.tracking.report import export, figures, page, terminal
 from magicdec.tracking.report.answer import answer
 from magicdec.tracking.report.rows import Row, read_runs, rows_of
 from magicdec.tracking.store import counted, shown
-from magicdec.tracking.sweep import jobs
+from magicdec.tracking.sweep import JOBS, jobs
+from magicdec.tracking.trackers import chosen
 
 PAGE = "report.html"
 
@@ -28,11 +30,26 @@ def summarize(sweep_dir: Path, with_figures: bool) -> None:
         for line in found.sentences() if (found := answer(rows)) else ():
             print(f"{'finding':18}{line}")
         print(f"{counted(len(runs), 'run')}: {by_state}{f'; {left_out}' if left_out else ''}")
+        files = [sweep_dir / JOBS]
         for path in _written(rows, sweep_dir, with_figures):
             print(f"written           {shown(path)}")
+            files.append(path)
+        _log(sweep_dir, runs, files)
     except UserError as error:
         print(f"not written       {error}")
     print(f"this table        magicdec report {shown(runs_dir)} --sweep {sweep_dir.name}")
+
+
+def _log(sweep_dir: Path, runs: Sequence[Mapping[str, Any]], files: Sequence[Path]) -> None:
+    """Log the report as the runs are logged, and say where it is."""
+    if not runs or "wandb" not in runs[-1]["config"]:
+        return
+    config = runs[-1]["config"]
+    for logged in filter(None, (tracker.log_sweep(sweep_dir, config, files) for tracker in chosen(config))):
+        if logged.warning:
+            to_stderr(f"warning: the report of the sweep: {logged.warning}")
+        if logged.url or logged.command:
+            print(f"report in {logged.tracker:8}{logged.url or logged.command}")
 
 
 def _written(rows: Sequence[Row], sweep_dir: Path, with_figures: bool) -> Iterator[Path]:
