@@ -149,19 +149,26 @@ inline void store(float* to, V x) {
     reinterpret_cast<Lying<V>*>(to)->vector = x;
 }
 
+// Numbers rounded to bf16: to nearest, ties to even.
 template <typename V>
-inline void store(bfloat16* to, V x) {  // rounds to nearest, ties to even
+inline typename Bits<V>::Narrow narrowed(V x) {
 #if BF16_PRODUCTS
-    if constexpr (std::is_same_v<V, Vec>) {
-        const auto rounded = _mm512_cvtneps_pbh(reinterpret_cast<__m512>(x));
-        std::memcpy(to, &rounded, sizeof rounded);
-        return;
-    }
+    if constexpr (std::is_same_v<V, Vec>)
+        return reinterpret_cast<typename Bits<V>::Narrow>(_mm512_cvtneps_pbh(reinterpret_cast<__m512>(x)));
 #endif
     const auto bits = reinterpret_cast<typename Bits<V>::Wide>(x);
     const auto rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    const auto narrow = __builtin_convertvector(rounded, typename Bits<V>::Narrow);
+    return __builtin_convertvector(rounded, typename Bits<V>::Narrow);
+}
+
+template <typename V>
+inline void store(bfloat16* to, V x) {
+    const auto narrow = narrowed(x);
     std::memcpy(to, &narrow, sizeof narrow);
+}
+
+inline Pairs pairs_of(Vec first, Vec second) {
+    return widened<Vec>(narrowed(first)) | widened<Vec>(narrowed(second)) << 16;
 }
 
 // The first `count` numbers, zeros behind them.
@@ -208,9 +215,10 @@ inline V broadcast(const bfloat16* from) {
     return pair - V{};
 }
 
-inline Vec plus_products(Vec sums, Vec a, Vec b) { return sums + a * b; }
-
-inline Vec8 plus_products(Vec8 sums, Vec8 a, Vec8 b) { return sums + a * b; }
+template <typename V>
+inline V plus_products(V sums, V a, V b) {
+    return sums + a * b;
+}
 
 #if BF16_PRODUCTS
 // Adds the products of two pairs to the sum in their lane.
@@ -243,14 +251,6 @@ inline Vec exp_vec(Vec x) {
 }
 
 #if BF16_PRODUCTS
-// Rounded to pairs, as `store` does.
-inline Pairs pairs_of(Vec first, Vec second) {
-    const auto half = [](Vec x) {
-        return widened<Vec>(reinterpret_cast<Bits<Vec>::Narrow>(_mm512_cvtneps_pbh(reinterpret_cast<__m512>(x))));
-    };
-    return half(first) | half(second) << 16;
-}
-
 // e^x for x <= 0 in fewer steps: its relative error grows with x, to 1e-6 at -16. 0 from -110 down. NaN stays NaN.
 inline Vec exp_short(Vec x) {
     const __m512 power = _mm512_max_ps(_mm512_set1_ps(-200), reinterpret_cast<__m512>(x * 1.44269504f));  // NaN: the second
