@@ -486,7 +486,7 @@ def test_other_launchers_that_fail_fast(tmp_path, launcher):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["joblib", "submitit_local", "submitit_slurm", "ray"])
+@pytest.mark.parametrize("launcher", ["joblib", "ray"])
 def test_a_task_of_another_launcher_is_a_group_of_jobs_that_share_a_prefill(tmp_path, launcher, monkeypatch):
     """Of jobs that alternate between two texts, the second of each text takes over what the first has left."""
     needs(launcher)
