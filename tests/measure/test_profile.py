@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from magicdec.cache import verify_guided
+from magicdec.cache.verify_guided import VerifyGuidedCache
 from magicdec.config.registry import POLICIES
 from magicdec.decoding import timers
 from magicdec.measure.profile import profile_round
@@ -35,14 +35,14 @@ def test_what_an_independent_draft_selects_at_its_prefill_is_a_part_of_it(policy
 @pytest.mark.parametrize("refresh", [1, 2, 3])
 def test_the_choice_of_a_round_is_its_own_part(monkeypatch, refresh):
     """A choice that takes a second by a clock of its own, in one of `refresh` rounds: no part of the overhead."""
-    late, now, choose = [0.0], time.perf_counter, verify_guided.best
+    late, now, choose = [0.0], time.perf_counter, VerifyGuidedCache._refresh
 
     def slow(*arguments):
         late[0] += 1.0
-        return choose(*arguments)
+        choose(*arguments)
 
     monkeypatch.setattr(timers.time, "perf_counter", lambda: now() + late[0])
-    monkeypatch.setattr(verify_guided, "best", slow)
+    monkeypatch.setattr(VerifyGuidedCache, "_refresh", slow)
     keys = {"policy": "verify_guided", "budget": 16, "refresh": refresh, "generate_len": 60}
     batch = open_batch(small_model(), random_prompts([40, 50]), draft_name="self", gamma=2, **keys)
     times = profile_round(batch, 4)
