@@ -1,5 +1,5 @@
-// What a draft step reads of a long cache, on a CPU: the slots with the largest scores, and the attention that pages of keys
-// could have at most. Called from attention/cpp.py, which has the legend; attention/base.py has the contract.
+// Selection of what a draft step reads of a long cache, on a CPU: the slots with the largest scores, and a bound on the
+// attention to pages of keys. Called from attention/cpp.py, which has the legend; attention/base.py has the contract.
 
 #include "vectors.h"
 
@@ -36,13 +36,8 @@ void largest(const float* scores, int64_t first, int64_t last, int64_t count, in
         threshold |= 1 << bit;
         reached = found;
     }
-    int64_t ties = 0;  // to take; reached > count only if they are more than are wanted
-    if (reached > count) {
-        for (int64_t i = 0; i < size; ++i) ties += bits[i] == threshold;
-        ties -= reached - count;
-    } else {
-        ties = size;
-    }
+    int64_t ties = count - reached;  // of those at the threshold, how many are taken
+    for (int64_t i = 0; i < size; ++i) ties += bits[i] == threshold;
     int64_t taken = 0;
     for (int64_t i = 0; i < size; ++i) {
         if (bits[i] > threshold || (bits[i] == threshold && ties-- > 0)) slots[taken++] = first + i;
@@ -58,7 +53,8 @@ extern "C" void select_largest(const float* scores, const int64_t* first, const 
     for (int64_t row = 0; row < rows; ++row) {
         static thread_local Room room;
         auto* bits = reinterpret_cast<int32_t*>(room.of(whole_vectors(size)));
-        largest(scores + row * size, std::max<int64_t>(0, first[row]), std::min(last[row], size), count, slots + row * count, bits);
+        const int64_t from = std::max<int64_t>(0, first[row]), to = std::min(last[row], size);
+        largest(scores + row * size, from, to, count, slots + row * count, bits);
     }
 }
 
@@ -75,7 +71,8 @@ struct Pages {
 
 namespace {
 
-// Bounds of one query on four pages: each feature contributes its product with the least or the largest key, whichever is more.
+// Bounds of one query on four pages: each feature contributes its product with the least or the largest key, whichever is
+// more.
 template <typename T>
 Quad bounds(const float* q, const T* const* least, const T* const* most, int64_t dim) {
     Vec8 sums[4] = {};
@@ -93,7 +90,7 @@ Quad bounds(const float* q, const T* const* least, const T* const* most, int64_t
 void add_softmax(float* bounds, int64_t count, float* shares) {
     const float most = *std::max_element(bounds, bounds + count);
     float total = 0;
-    for_vectors(count, [&](int64_t i, auto load_at, auto store_at) { store_at(bounds + i, exp_vec(load_at(bounds + i) - most)); });
+    for_vectors(count, [&](int64_t i, auto load, auto store) { store(bounds + i, exp_vec(load(bounds + i) - most)); });
     for (int64_t i = 0; i < count; ++i) total += bounds[i];
     for (int64_t i = 0; i < count; ++i) shares[i] += bounds[i] / total;
 }
