@@ -103,12 +103,14 @@ class CacheSpec:
 
     `cache.budget` counts committed entries per sequence and layer; proposals live in slots beyond it. `max_len` is the
     longest a sequence can become. `in_cache_positions` is set where a sequence may outgrow the draft's trained context.
+    `sequence` is the index in the run of row 0's sequence, for a policy that draws random numbers.
     """
 
     cache: CacheConfig
     gamma: int
     max_len: int
     in_cache_positions: bool = False
+    sequence: int = 0
 
     @property
     def kept(self) -> int:

@@ -57,7 +57,10 @@ class DraftSpec:
     def new_cache(self, model: Transformer, target_cache: KVCache | None) -> DraftCache:
         """Allocate a cache for `model`; `target_cache` where it drafts from the target's own entries."""
         is_longer = self.state.max_len > model.config.max_position_embeddings
-        spec = CacheSpec(self.cache, self.gamma + self.draft.extra_tokens, self.state.max_len, is_longer)
+        slots = self.gamma + self.draft.extra_tokens
+        # Served requests are prefilled one by one: each is the first sequence of its batch.
+        sequence = self.sampling.sequence if isinstance(self.sampling, Sampling) else 0
+        spec = CacheSpec(self.cache, slots, self.state.max_len, is_longer, sequence)
         rows, device = len(self.state.tokens_BS), self.state.tokens_BS.device
         policy: type[DraftCache] = POLICIES[self.cache.policy].work
         return policy.build(spec, model.config, rows, model.dtype, device, target_cache)

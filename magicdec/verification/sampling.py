@@ -32,6 +32,7 @@ class Use(IntEnum):
     DECIDE = 3  # the target's own token: autoregressive, or the bonus of a round
     INNER_ACCEPT = 4  # the same two of a draft that verifies proposals itself
     INNER_DECIDE = 5
+    KEEP = 6  # an entry that cache=random keeps
 
 
 @dataclass(frozen=True)

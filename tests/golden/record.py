@@ -36,7 +36,7 @@ MISTAKES = (
 )
 CASES = {
     "streaming": SELF,
-    **{policy: f"{SELF} cache={policy}" for policy in ("window", "snapkv", "h2o", "topk", "quantized")},
+    **{policy: f"{SELF} cache={policy}" for policy in ("window", "snapkv", "h2o", "topk", "quantized", "random")},
     "full": f"{TEXT} draft.gamma=3 cache=full",
     "pyramidkv": f"{SELF} cache=pyramidkv cache.observation_window=8",
     "quest": f"{SELF} cache=quest cache.page_size=4",
