@@ -74,16 +74,14 @@ class QuestCache(DynamicCache):
 
     @override
     def select(self, layer: int, q_BTHD: Tensor, attention: Attention, plan: Any) -> Tensor:
-        first_seen_B1 = self.first_seen_B(layer, self.seqlens_B).clamp(min=0).long()[:, None]
-        first_B1, last_B1 = first_seen_B1 // self.page_size, -(-self.length_B.long()[:, None] // self.page_size)
+        first_seen_B1 = self.first_seen_B(layer, self.seqlens_B)[:, None]
+        first_B1, last_B1 = first_seen_B1 // self.page_size, (self.length_B[:, None] - 1) // self.page_size
         bounds = self.least_LBKPD[layer], self.largest_LBKPD[layer]
-        share_BKP = attention.page_shares(q_BTHD, *bounds, first_B1[:, 0], last_B1[:, 0])
-        is_last_BP = torch.arange(share_BKP.shape[-1], device=q_BTHD.device) == last_B1 - 1
-        share_BKP = share_BKP.masked_fill(is_last_BP[:, None], torch.inf)
-        page_BKN = attention.select_largest(share_BKP, first_B1, last_B1, self.num_pages)
+        share_BKP = attention.page_shares(q_BTHD, *bounds, first_B1[:, 0], last_B1[:, 0] + 1)
+        older_BKN = attention.select_largest(share_BKP, first_B1, last_B1, self.num_pages - 1)
+        page_BKN = torch.cat((older_BKN, last_B1[..., None].expand(-1, older_BKN.shape[1], -1)), dim=-1)
         entry_E = torch.arange(self.page_size, device=q_BTHD.device)
-        slot_BKNE = page_BKN[..., None] * self.page_size + entry_E
-        slot_BKN = slot_BKNE.masked_fill(page_BKN[..., None] < 0, -1).flatten(2)
+        slot_BKN = (page_BKN[..., None] * self.page_size + entry_E).flatten(2)  # negative where there is no page
         read_BKN = (slot_BKN < self.length_B[:, None, None]) & (slot_BKN >= first_seen_B1[..., None])
         return slot_BKN.masked_fill(~read_BKN, -1)
 
