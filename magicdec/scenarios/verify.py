@@ -1,4 +1,4 @@
-"""Whether a schedule holds: its gamma next to every other one, and to no speculation, at each batch and context.
+"""Comparison of a schedule of gammas with every fixed gamma, and with no speculation, at each batch and context.
 
 A first pass with every gamma only warms up and, with scenario.steps=measured, times rounds for the schedule. The turns
 that it is judged by come after that.
@@ -35,7 +35,7 @@ from magicdec.tracking.progress import Progress
 
 
 class Found(NamedTuple):
-    """What was measured of a batch and a context."""
+    """Measurements of a batch at a context."""
 
     cell: Cell  # with the median speedup per row of each gamma
     turns: list[dict[int, float]]  # the speedups of each turn
