@@ -24,11 +24,13 @@ def draw_chart(
     log: bool = False,
     level: float | None = None,
     diagonal: bool = False,
+    own_scales: bool = False,
 ) -> None:
     """Draw `y` by `x` with a colour per `series`, in a panel per value of `panels`, and save it as PNG.
 
     A line whose `x` is 0 does not depend on it: it is dashed and crosses the panel. `level` draws a horizontal line.
     `diagonal` draws the line on which `x` and `y` agree, and makes both axes logarithmic.
+    With `own_scales` each panel has its own scale of `y`.
     """
     keys = [key for key in (x, y, series, panels, error, *interval) if key]
     values = [{key: row[key] for key in keys} for row in rows if row[y] is not None]
@@ -74,4 +76,5 @@ def draw_chart(
     chart: Any = alt.layer(*parts, data=alt.Data(values=values)).properties(**size)
     if panels:
         chart = chart.facet(facet=alt.Facet(f"{panels}:N", title=None, sort=None), columns=2 if kind == "line" else 3)
+        chart = chart.resolve_scale(y="independent") if own_scales else chart
     chart.save(file, scale_factor=1.2)
