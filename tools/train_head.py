@@ -1,7 +1,7 @@
 """Train a draft head for a target (EAGLE-3, Li et al. 2025, arXiv 2503.01840), on local text.
 
     python tools/train_head.py --target magicdec/models/tiny/target --text FOLDER_OF_BOOKS --out FOLDER
-    python tools/train_head.py ... --resume      # continue from the work folder
+    python tools/train_head.py ... --resume      # continue from the work folder, which Ctrl-C leaves complete
 
 The target reads long windows of text, and the head learns from the hidden states and the distributions that it finds
 there. As in the paper, the head is trained on its own output: in the second step it reads what it made of the first
@@ -73,8 +73,19 @@ class Trainer:
         return self.seconds / 60 / self.args.minutes
 
     def run(self) -> None:
-        """Train to the end of the time, measuring and saving on the way."""
-        measured = logged = -math.inf
+        """Train to the end of the time, measuring and saving on the way. Save when interrupted, too."""
+        try:
+            self.train()
+        except KeyboardInterrupt:
+            print(f"interrupted at {self.progress:.1%}; --resume continues from there", flush=True)
+        else:
+            self.measure()
+        self.save()
+
+    def train(self) -> None:
+        """Do optimiser steps to the end of the time."""
+        measured = self.curve[-1]["minutes"] * 60 if self.curve else -math.inf
+        logged = -math.inf
         while self.progress < 1:
             started = time.monotonic()
             loss = self.train_step()
@@ -87,8 +98,6 @@ class Trainer:
                 measured = self.seconds
                 self.measure()
                 self.save()
-        self.measure()
-        self.save()
 
     def train_step(self) -> float:
         """Do one optimiser step, on one window. Return the mean loss of the first step ahead, in nats."""

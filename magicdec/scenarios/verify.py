@@ -1,7 +1,7 @@
 """Comparison of a schedule of gammas with every fixed gamma, and with no speculation, at each batch and context.
 
-A first pass with every gamma only warms up and, with scenario.steps=measured, times rounds for the schedule. The turns
-that it is judged by come after that.
+A first pass over each batch with every gamma only warms up. With scenario.steps=measured, every other turn times rounds
+for the schedule; the turns in between judge it.
 """
 
 import json
@@ -11,7 +11,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-import numpy as np
 from rich.console import Group
 from rich.table import Table
 
@@ -40,7 +39,7 @@ class Found(NamedTuple):
     cell: Cell  # with the median speedup per row of each gamma
     turns: list[dict[int, float]]  # the speedups of each turn
     rounds: dict[int, metrics.Rounds]  # by gamma, as far as they count for acceptance
-    steps: dict[int, float]  # seconds of a round by gamma, of a step for 0, in a pass that is none of the turns
+    steps: dict[int, float]  # seconds of a round by gamma, of a step for 0, in turns of their own; or empty
 
     @property
     def alpha(self) -> float:
@@ -98,16 +97,18 @@ def _measured(engine: NativeEngine, prompts: list[list[int]], rows: int, scenari
     """Decode batches of so many rows with every gamma in turn. Turns take the prompts one batch after another, so that
     small batches are not a matter of the first prompt.
     """
-    gammas, turns, steps = [0, *_gammas(scenario)], list[dict[int, float]](), dict[int, float]()
+    gammas, turns, timed = [0, *_gammas(scenario)], list[dict[int, float]](), list[dict[int, float]]()
     rounds = {gamma: metrics.Rounds() for gamma in gammas[1:]}
     groups = len(prompts) // rows
     for group in range(min(groups, scenario.repeats)):
         batch = engine.open(prompts[group * rows : (group + 1) * rows])
         batch.decoder.prefill(engine.prefill_chunk)
         warm_up(batch)
-        if not steps:
-            steps = {gamma: _round_s(_decoded(batch, gamma)) for gamma in gammas}
+        for gamma in gammas:
+            _decoded(batch, gamma)
         for _ in range(group, scenario.repeats, groups):
+            if scenario.steps == "measured":
+                timed.append({gamma: _round_s(_decoded(batch, gamma)) for gamma in gammas})
             decoded = {gamma: _decoded(batch, gamma) for gamma in gammas}
             seconds = {
                 gamma: metrics.time_per_output_token_ms(metrics.row_times(one, 0.0)) for gamma, one in decoded.items()
@@ -116,13 +117,14 @@ def _measured(engine: NativeEngine, prompts: list[list[int]], rows: int, scenari
             for gamma in rounds:
                 rounds[gamma].update(metrics.rounds_of(decoded[gamma]))
         batch.close()
+    steps = {gamma: median(one[gamma] for one in timed) for gamma in gammas if timed}
     cell = Cell(rows, len(prompts[0]), {gamma: median(one[gamma] for one in turns) for gamma in gammas})
     return Found(cell, turns, rounds, steps)
 
 
 def _round_s(generation: Generation) -> float:
-    """Return the seconds of a round: the median, because the first ones may compile."""
-    return float(np.median(np.diff(generation.round_seconds, prepend=0.0)))
+    """Return the mean seconds of a round, which are what a row's time per token consists of."""
+    return generation.round_seconds[-1] / len(generation.round_seconds)
 
 
 def _decoded(batch: Batch, gamma: int) -> Generation:

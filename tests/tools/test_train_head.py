@@ -22,9 +22,16 @@ def train(monkeypatch, tmp_path):
     ids = np.tile(np.random.default_rng(0).integers(3, 1000, 48), 100)
     corpus = module.Corpus(None, {"stdlib": ids}, {"stdlib": ids[:1000]}, {})
     monkeypatch.setattr(module.Corpus, "load", lambda *_: corpus)
+    windows = module.training_window
     size = ["--context", "256", "--piece", "128", "--vocabulary", "64", "--mlp", "64", "--lr-share", "0.3"]
 
-    def run(steps: int, *more: str) -> dict:
+    def run(steps: int, *more: str, interrupted_at: int | None = None) -> dict:
+        def window(corpus, number, context):
+            if number == interrupted_at:
+                raise KeyboardInterrupt
+            return windows(corpus, number, context)
+
+        monkeypatch.setattr(module, "training_window", window)
         clock = itertools.count()
         monkeypatch.setattr(module.time, "monotonic", lambda: float(next(clock)))
         folders = ["--target", str(TARGET), "--out", str(tmp_path / "head"), "--work", str(tmp_path / "work")]
@@ -36,7 +43,10 @@ def train(monkeypatch, tmp_path):
 
 
 def test_acceptance_rises_and_a_training_resumes(train, tmp_path):
-    facts = train(STEPS)
+    half = train(STEPS, interrupted_at=STEPS // 2)
+    assert (half["optimiser_steps"], half["complete"]) == (STEPS // 2, False)
+    facts = train(STEPS, "--resume")
+    assert facts["held_out"][0] == half["held_out"][0]
     before, *_, after = [point["acceptance"]["stdlib"] for point in facts["held_out"]]
     assert after > before + 0.2
     assert facts["optimiser_steps"] == STEPS
