@@ -1,7 +1,7 @@
 """Simulate how often 95% intervals cover the truth, for this and for other methods.
 
-    python benchmarks/intervals.py            # minutes, one thread; writes docs/results/intervals.md
-    python benchmarks/intervals.py --quick    # a tenth of the studies; prints the page
+    python benchmarks/intervals.py            # minutes, one thread; writes docs/results/intervals.csv and its page
+    python benchmarks/intervals.py --quick    # a tenth of the studies; prints the shares
 
 A study is a run whose truth is known: rows drawn from a population of documents, which differ in how much of a draft
 they accept, decoded in repeats whose times are disturbed. All rows of a repeat share its disturbances, which are
@@ -17,9 +17,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 from page import RESULTS
+from render import Row, rounded, table, write, write_csv
 
 from magicdec.measure import intervals
-from magicdec.tracking.cells import markdown_table
 
 Floats = NDArray[np.float64]
 ROWS, REPEATS = (4, 8, 16, 24), (1, 3, 5)
@@ -160,6 +160,7 @@ SPEEDUP = {
     "repeats t": repeats_alone,
     "percentile bootstrap": percentile_of_both,
 }
+FIGURES = ("acceptance", "speedup", "speedup_wall", "false alarms")
 WALL = {"repeats t": wall, "percentile bootstrap": percentile_wall}
 
 
@@ -215,91 +216,31 @@ def alarms(population: Population, studies: int, rows: int, repeats: int) -> dic
     return shares
 
 
-def page(studies: int) -> str:
-    """Simulate everything, and return the page."""
-    acceptance, speedup, alarm = [], [], []
-    for (name, population), rows in product(POPULATIONS.items(), ROWS):
-        for repeats in REPEATS:
-            found = coverage(population, studies, rows, repeats)
-            if repeats == 1:
-                acceptance.append([name, rows, *map(percent, found["acceptance"].values())])
-                continue
-            both = [*found["speedup"].values(), *found["speedup_wall"].values()]
-            speedup.append([name, rows, repeats, *map(percent, both)])
-            alarm.append([name, rows, repeats, *map(percent, alarms(population, studies, rows, repeats).values())])
-    columns = ["documents", "rows"]
-    chosen = [float(row[at][:-1]) for table, at in ((acceptance, 2), (speedup, 3), (speedup, 6)) for row in table]
-    return PAGE.format(
-        studies=studies,
-        least=min(chosen),
-        most=max(chosen),
-        alarms=max(float(share[:-1]) for row in alarm for share in row[3:]),
-        min_rows=intervals.MIN_ROWS,
-        min_repeats=intervals.MIN_REPEATS,
-        acceptance=markdown_table([*columns, *ACCEPTANCE], acceptance),
-        speedup=markdown_table(
-            [*columns, "repeats", *(f"speedup: {of}" for of in SPEEDUP), *(f"wall: {of}" for of in WALL)], speedup
-        ),
-        alarm=markdown_table([*columns, "repeats", "the same prompts", "other prompts"], alarm),
-    )
-
-
-def percent(value: float) -> str:
-    """Return a share as it is printed."""
-    return f"{value:.1%}"
-
-
-PAGE = """# How sure a figure is
-
-In {studies:,} simulated studies of each kind, the 95% intervals of a run cover the truth in {least:.1f}% to
-{most:.1f}%. Comparisons of two equal settings call them different in at most {alarms:.1f}%.
-
-`python benchmarks/intervals.py` makes this page. It needs no model: a study is drawn from a population of documents
-whose truth is known. The first column names the population. Documents differ in alpha. All rows of a repeat share the
-noise of its times, which is skewed: the log of a pass's time follows a gamma distribution of shape 3.
-In `magicdec/measure/intervals.py`:
-
-- **Acceptance**: rows are documents, and tokens of one document are not independent. The jackknife over rows gives the
-  standard error of the logit of the rate, and Student's t the interval. At least {min_rows} rows.
-- **`speedup`**: the log of the ratio of mean times per token. Its error is that of the rows, by the jackknife, and that
-  of the repeats; Welch's and Satterthwaite's rule gives the degrees of freedom. At least {min_rows} rows and
-  {min_repeats} repeats: one repeat does not tell a slow minute from a slow draft.
-- **`speedup_wall`**: the interval is over repeats, and is about the batches that were measured. A batch waits for its
-  slowest row; how slow that is among other documents cannot be told from one batch. At least {min_repeats} repeats.
-
-## Acceptance
-
-The first method is the one that runs use. The acceptance rate, the acceptance length and alpha have the same coverage,
-because each is a function of the others where gamma is fixed. Repeats decode the same tokens and add nothing.
-
-{acceptance}
-A percentile bootstrap of few rows covers too little.
-
-## Speedups
-
-The first method of each speedup is the one that runs use.
-
-{speedup}
-Repeats alone do not tell how much other documents would change `speedup`.
-
-## False alarms
-
-Shares of comparisons of two runs of equal settings that call their `speedup` different.
-
-{alarm}
-The simulation has no noise that lasts for a whole run. `python benchmarks/false_alarms.py` counts false alarms between
-pairs of real runs.
-"""
+def rows_of(studies: int) -> list[Row]:
+    """Simulate everything, and return the shares by figure and method: those of one method follow each other."""
+    found: dict[tuple[str, str], list[Row]] = {}
+    for (name, population), rows, repeats in product(POPULATIONS.items(), ROWS, REPEATS):
+        shares = coverage(population, studies, rows, repeats)
+        if repeats > 1:
+            del shares["acceptance"]  # repeats decode the same tokens
+            shares["false alarms"] = alarms(population, studies, rows, repeats)
+        for figure, methods in shares.items():
+            for method, share in methods.items():
+                row = {"figure": figure, "method": method, "documents": name, "rows": rows, "repeats": repeats}
+                found.setdefault((figure, method), []).append(row | {"studies": studies, "share": share})
+    return [row for key in sorted(found, key=lambda key: FIGURES.index(key[0])) for row in found[key]]
 
 
 def main() -> None:
-    """Write the page."""
+    """Write the shares and the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a tenth of the studies; print the page")
+    parser.add_argument("--quick", action="store_true", help="a tenth of the studies; print the shares")
     if parser.parse_args().quick:
-        print(page(STUDIES // 10))
+        columns = ("figure", "method", "documents", "rows", "repeats", "share:.1%")
+        print(table(rows_of(STUDIES // 10), *columns))
     else:
-        (RESULTS / "intervals.md").write_text(page(STUDIES))
+        write_csv(RESULTS / "intervals.csv", list(map(rounded, rows_of(STUDIES))))
+        write("intervals")
 
 
 if __name__ == "__main__":
