@@ -20,6 +20,7 @@ from costmodel_page import CALIBRATED_ON, page, per_table
 from costmodel_scores import Compared, Score, compare, cross_validate, score
 from costmodel_versions import sections
 from page import RESULTS
+from render import Row, rounded, write_csv
 
 from magicdec.costmodel import hardware, tables
 from magicdec.costmodel.hardware import hardware_named
@@ -81,7 +82,7 @@ def left_out() -> dict[str, Score]:
     }
 
 
-def alternatives() -> dict[str, tuple[Score, Score]]:
+def alternatives() -> list[Row]:
     """Return the errors over all rows and over those not fitted, with other choices of what is not fitted."""
     matmul = SHARED["matmul_fraction"]
     choices: dict[str, tuple[dict[str, float], dict[str, Prior]]] = {
@@ -93,12 +94,15 @@ def alternatives() -> dict[str, tuple[Score, Score]]:
         "allreduce_hop_us 3": ({"allreduce_hop_us": 3.0}, {}),
         "allreduce_hop_us 8": ({"allreduce_hop_us": 8.0}, {}),
     }
-    rows, fitted, found = tables.read_table(), fitted_rows(), {}
+    rows, fitted, found = tables.read_table(), fitted_rows(), []
     for name, (changes, priors) in choices.items():
         starts = {key: replace(m, efficiency=replace(m.efficiency, **changes)) for key, m in MACHINES.items()}
         machines = calibrate(fitted, architecture, starts, priors).machines
         compared = [compare(row, architecture, machines) for row in rows]
-        found[name] = score(compared), score([c for c in compared if c.row not in fitted])
+        unseen = [c for c in compared if c.row not in fitted]
+        scores = {"": score(compared), "_not_fitted": score(unseen)}
+        errors = ("median_error", "p90_error")
+        found.append({"choice": name} | {f"{key}{of}": getattr(s, key) for of, s in scores.items() for key in errors})
     return found
 
 
@@ -142,12 +146,14 @@ def main() -> int:
             Setup(architecture("llama-3.1-8b"), hardware_named("8xA100"), batch=32, context=4000), gamma=3
         )
         unseen = [c for c in compared if c.row not in fitted]
+        choices = alternatives()
+        write_csv(RESULTS / "costmodel-choices.csv", list(map(rounded, choices)))
         text = page(
             compared,
             score(compared),
             score(unseen),
             left_out(),
-            alternatives(),
+            choices,
             critical,
             seconds_per_thousand(),
             sections(compared),

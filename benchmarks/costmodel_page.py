@@ -7,6 +7,7 @@ from math import isnan
 import numpy as np
 from costmodel_scores import Compared, Score, score
 from page import commit
+from render import Row, span
 
 from magicdec.costmodel.hardware import hardware_named
 from magicdec.measure.system import cpu_name
@@ -31,7 +32,7 @@ def page(
     everything: Score,
     unseen: Score,
     left_out: dict[str, Score],
-    alternatives: dict[str, tuple[Score, Score]],
+    alternatives: Sequence[Row],
     critical_context: int | None,
     seconds: float,
     versions: Sequence[str],
@@ -90,8 +91,10 @@ def _fitted() -> list[str]:
     ]
 
 
-def _left_out(left_out: dict[str, Score], alternatives: dict[str, tuple[Score, Score]]) -> list[str]:
+def _left_out(left_out: dict[str, Score], alternatives: Sequence[Row]) -> list[str]:
     """Return the section on rows that a calibration has not seen, and on other choices."""
+    chosen, *others = alternatives
+    keys = [key for key in chosen if key != "choice"]
     return [
         "## Left out, and chosen otherwise",
         "",
@@ -102,13 +105,14 @@ def _left_out(left_out: dict[str, Score], alternatives: dict[str, tuple[Score, S
             for name, s in left_out.items()
         ),
         "",
-        "What is not fitted was chosen from what is known of it; chosen otherwise, and fitted again:",
+        "What is not fitted was chosen from what is known of it. Chosen otherwise in "
+        f"{len(others)} ways, and fitted again ([costmodel-choices.csv](costmodel-choices.csv)):",
         "",
         markdown_table(
             ["", "median, all", "90th, all", "median, not fitted", "90th, not fitted"],
             [
-                [name, *(f"{error:.1%}" for s in scores for error in (s.median_error, s.p90_error))]
-                for name, scores in alternatives.items()
+                ["as chosen", *(f"{chosen[key]:.1%}" for key in keys)],
+                ["otherwise", *(span((other[key] for other in others), ".1%", "") for key in keys)],
             ],
         ),
     ]
@@ -158,9 +162,9 @@ def _outliers(compared: Sequence[Compared]) -> str:
     for c in compared:
         if abs(c.error) >= OUTLIER:
             row, times = c.row, [f"{error:+.0%}" for error in c.time_errors.values()]
-            cells = (row.table, row.draft, row.policy, f"{row.context_len:,}", row.batch_size, row.gamma)
+            cells = (row.table, f"{row.context_len:,}", row.batch_size, row.gamma)
             lines.append([*map(str, (*cells, f"{c.predicted:.2f}", c.measured)), *times])
-    header = ["table", "draft", "policy", "context", "batch", "gamma", "predicted", "paper", "T_T", "T_D", "T_V"]
+    header = ["table", "context", "batch", "gamma", "predicted", "paper", "T_T", "T_D", "T_V"]
     return markdown_table(header, lines)
 
 

@@ -1,6 +1,6 @@
 """The MagicDec paper's first version, its throughput against latency, and the share of KV, next to predictions.
 
-benchmarks/costmodel.py adds these sections to docs/results/costmodel.md and writes docs/results/costmodel.csv.
+benchmarks/costmodel.py adds these sections to docs/results/costmodel.md and writes the CSV files next to it.
 Published values are those of magicdec/costmodel/published/, each with its source. Figures that exist only as pictures
 are named, and nothing is read off them.
 """
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from costmodel_scores import Compared
 from page import RESULTS
-from render import pivot, read_csv, rounded, table, write_csv
+from render import groups, pivot, read_csv, rounded, span, table, write_csv
 
 from magicdec.costmodel.acceptance import Curves, published
 from magicdec.costmodel.comparison import acceptance_length
@@ -31,6 +31,7 @@ SHARES = {  # target: the batches and contexts of which the share of KV is shown
     "llama-2-7b-32k": ((1, 4, 16, 64, 256), (1024, 4000, 16000, 32000)),
     "llama-3.1-8b": ((1, 16, 32, 64, 256), (4000, 16000, 32000, 100000)),
 }
+SHOWN = (1, 64)  # batches of the page
 MACHINE = "8xA100"
 Line = dict[str, Any]
 
@@ -152,7 +153,7 @@ def _series(c: Compared) -> tuple[str, int]:
 
 
 def sections(compared: Sequence[Compared]) -> list[str]:
-    """Write docs/results/costmodel.csv, draw the second chart, and return the sections of the page."""
+    """Write the CSV files next to the page, draw the second chart, and return the sections of the page."""
     first, figure = speedups(), latencies()
     write_csv(RESULTS / "costmodel.csv", [rounded(line) for line in (*paper_rows(compared), *first, *figure)])
     _draw(figure)
@@ -191,22 +192,9 @@ def _speedups(first: Sequence[Line]) -> list[str]:
         f"{median(errors):.1%}, on 8xA100 {median(abs(line['error']) for line in own):.1%}; the furthest of these "
         f"is {worst['target']} at "
         f"{worst['context_len']:,} x {worst['batch_size']}, {worst['error']:+.0%}. [costmodel.csv](costmodel.csv) has "
-        "the rows of both versions with the source of each.",
+        "the rows of both versions with the source of each, and the gamma predicted best.",
         "",
-        table(
-            first,
-            "hardware",
-            "target",
-            "draft",
-            "context=context_len:,",
-            "batch=batch_size",
-            "gamma",
-            "paper=published_speedup:.2f",
-            "predicted=predicted_speedup:.2f",
-            "error:+.1%",
-            "gamma predicted best=best_gamma",
-            "at that gamma=best_speedup:.2f",
-        ),
+        table(_by_machine(first), "hardware", "target", "draft", "rows", "paper", "predicted", "median error=error:.1%"),
         "",
         f"- Assumed: a budget of {FIRST_VERSION_BUDGET} for the draft, because the rows name none, and the acceptance "
         "that the ICLR version gives for the same models and contexts. Where the authors chose a larger budget, more "
@@ -220,40 +208,31 @@ def _speedups(first: Sequence[Line]) -> list[str]:
     ]
 
 
+def _by_machine(first: Sequence[Line]) -> list[Line]:
+    """Return a line for the rows of each machine, target and draft."""
+    lines = []
+    for (hardware, target, draft), rows in groups(first, "hardware", "target", "draft"):
+        spans = {name: span([row[f"{name}_speedup"] for row in rows]) for name in ("published", "predicted")}
+        lines.append(
+            {"hardware": hardware, "target": target, "draft": draft, "rows": len(rows)}
+            | {"paper": spans["published"], "predicted": spans["predicted"]}
+            | {"error": median(abs(row["error"]) for row in rows)}
+        )
+    return lines
+
+
 def _latencies(figure: Sequence[Line]) -> list[str]:
     errors = [abs(line["error"]) for line in figure]
     shown = [line for line in figure if line["context_len"] == 8000]
-    columns = [
-        f"{short} {kind}={kind}_{name}:{form}"
-        for short, name, form in (
-            ("ms", "autoregressive_ms", ".2f"),
-            ("tokens/s", "autoregressive_tokens_per_second", ",.0f"),
-            ("speculative ms", "speculative_ms", ".2f"),
-            ("speculative tokens/s", "speculative_tokens_per_second", ",.0f"),
-        )
-        for kind in ("published", "predicted")
-    ]
-    ratios = [
-        line
-        | {"batch": line["batch_size"]}
-        | {"ratio": f"{line['published_speedup']:.2f}, {line['predicted_speedup']:.2f} ({line['best_gamma']})"}
-        for line in figure
-    ]
     return [
         "## Throughput and latency",
         "",
         "Figure 1 of the first version, TinyLlama-1.1B drafting for Llama-2-7B-32K on 8xA100, whose data the authors' "
-        f"page holds. Over its {len(figure)} points the median error of the predicted ratio is {median(errors):.1%}. "
-        "At 8,000 tokens:",
+        f"page holds. Over its {len(figure)} points the median error of the predicted ratio (throughput with speculation "
+        f"over that without, at the gamma predicted best) is {median(errors):.1%}, and the largest {max(errors):.1%}. "
+        "[costmodel.csv](costmodel.csv) has both latencies and throughputs of each. At 8,000 tokens:",
         "",
         "![Tokens per second by milliseconds per token, published and predicted](costmodel-latency.png)",
-        "",
-        table(shown, "batch=batch_size", *columns),
-        "",
-        "Throughput with speculation over that without, as published, as predicted (at the gamma predicted best), by "
-        "batch and context:",
-        "",
-        pivot(ratios, ("batch",), "context_len", "{ratio}"),
         "",
         "- Published are latencies and throughputs, not batches. At 8,000 tokens a batch is their product; elsewhere "
         "ratio times latency is the T_T that table 3a has for the batch. Where the table has no row, the order of "
@@ -277,32 +256,26 @@ def _repeated(shown: Sequence[Line]) -> Iterator[str]:
 
 
 def _shares(compared: Sequence[Compared]) -> list[str]:
-    lines = shares()
-    by_target = []
-    for target, members in groupby(lines, lambda line: line["target"]):
-        by_target += [f"{target}, {MACHINE}:", ""]
-        by_target += [pivot(members, ("batch",), "context", "{share:.0%}, {share_of_work:.0%}, {by_table_1:.0%}"), ""]
+    lines, grown = shares(), slopes(compared)
+    write_csv(RESULTS / "costmodel-shares.csv", list(map(rounded, lines)))
+    write_csv(RESULTS / "costmodel-growth.csv", list(map(rounded, grown)))
+    shown = [line for line in lines if line["batch"] in SHOWN]
+    most = max(abs(line["measured"] - line["predicted"]) for line in grown)
     return [
         "## The share of KV in a decode step",
         "",
-        "Each cell: the predicted share of reading KV in T_T; the same without launches and communication; the share "
-        "by the bytes and FLOPs of a layer in Table 1 of the authors' post of September 2024, on the A100's datasheet.",
+        f"Each cell, on {MACHINE}: the predicted share of reading KV in T_T; the same without launches and "
+        "communication; the share by the bytes and FLOPs of a layer in Table 1 of the authors' post of September 2024, "
+        "on the A100's datasheet. [costmodel-shares.csv](costmodel-shares.csv) has more batches.",
         "",
-        *by_target,
+        pivot(shown, ("target", "batch"), "context", "{share:.0%}, {share_of_work:.0%}, {by_table_1:.0%}"),
+        "",
         "What the paper measured shows the share too: at one batch, KV is the part of T_T that grows with the context. "
-        "At the longest context of tables 3a and 3c, the part that grows, measured and predicted, and the predicted "
-        "share of KV:",
-        "",
-        table(
-            slopes(compared),
-            "target",
-            "batch",
-            "contexts",
-            "longest=context:,",
-            "measured:.0%",
-            "predicted:.0%",
-            "KV, predicted=predicted_kv:.0%",
-        ),
+        f"At the longest context of each of the {len(grown)} batches of tables 3a and 3c, the part that grows is "
+        f"{span((line['measured'] for line in grown), '.0%', '')} as measured and "
+        f"{span((line['predicted'] for line in grown), '.0%', '')} as predicted, at most {100 * most:.1f} points apart, "
+        f"and the predicted share of KV {span((line['predicted_kv'] for line in grown), '.0%', '')} "
+        "([costmodel-growth.csv](costmodel-growth.csv)).",
         "",
         "- The published figures of this share exist only as pictures, from which no value is taken: the bars of "
         "Llama-2-7B at 4,000 tokens over batches 1 to 256 (theoretical), and the curves of a layer of width 1,024 on "
