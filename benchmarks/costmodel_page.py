@@ -79,14 +79,13 @@ def _fitted() -> list[str]:
         "## What was fitted",
         "",
         _parameters(),
-        "Two numbers are shared by both machines, three belong to each: eight, from 68 times in 17 rows. The "
-        "matmul rate halves at 16 rows (a tensor core's tile) and an all-reduce takes 5 us per hop (NVLink): "
-        "these are known, not fitted. What the reference implementation does differently from this project is "
-        "taken from its code (`magicdec/costmodel/hardware.py`): its drafts feed two tokens in the first step of a "
-        "round, its A100 version reads the whole output head on every GPU and samples outside T_V. Attention's "
-        "tiles come in waves (`tile_stretch` in `roofline.py`): 256 tiles on an A100 read KV 1.25 times slower "
-        "per byte, which is why batch 64 of Llama-2-7B and batch 256 of Llama-3.1-8B stand out. The numbers come "
-        "from the 17 rows alone; the form of the model was settled with all 65 in view.",
+        "Two numbers are shared by both machines, three belong to each: eight, from 68 times in 17 rows alone; the "
+        "form of the model was settled with all 65 in view. Known, not fitted: the matmul rate halves at 16 rows (a "
+        "tensor core's tile) and an all-reduce takes 5 us per hop (NVLink). From the reference implementation's code "
+        "(`magicdec/costmodel/hardware.py`): its drafts feed two tokens in the first step of a round, its A100 version "
+        "reads the whole output head on every GPU and samples outside T_V. Attention's tiles come in waves "
+        "(`tile_stretch` in `roofline.py`): 256 tiles on an A100 read KV 1.25 times slower per byte, which is why "
+        "batch 64 of Llama-2-7B and batch 256 of Llama-3.1-8B stand out.",
         "",
     ]
 
@@ -181,16 +180,16 @@ def _conflicts(compared: Sequence[Compared]) -> list[str]:
     }
     speedups = [f"{r.speedup:.2f}" for r in short]
     return [
-        f"- Its critical context for Llama-3.1-8B on 8xA100 is about 4,000, but its table 3c at 4,000 falls with the "
+        f"- Its critical context for Llama-3.1-8B on 8xA100 is about 4,000, but there its table 3c falls with the "
         f"batch ({', '.join(speedups)} at batch {', '.join(str(r.batch_size) for r in short)}), at gamma 2.",
         f"- A draft step reads its budget at any context, and yet takes longer as the context grows: table 3c, "
         f"batch 32: {min(drafts.values()):.1f} ms at {min(drafts):,}, {drafts[max(drafts)]:.1f} ms at {max(drafts):,}.",
         f"- The same draft step (Llama-3.1-8B, SnapKV, budget 2,049, batch 64, 8xH100) takes {step['6']:.2f} ms in "
-        f"table 6 and {step['2']:.2f} ms in table 2. Fitted to table 6, the model predicts table 2's drafting too fast "
-        "and its speedups too high.",
+        f"table 6 and {step['2']:.2f} ms in table 2, whose drafting the model, fitted to table 6, predicts too fast "
+        "(and its speedups too high).",
         f"- At batch 32 a draft step of Llama-3.1-8B (table 3c) takes {small['3c']:.2f} ms, one of Llama-2-7B "
-        f"(table 3b) {small['3b']:.2f} ms: with as many layers, a larger feed-forward part and a four times larger "
-        "vocabulary the one is faster, by more than its smaller KV cache explains, though their verifications are not.",
+        f"(table 3b) {small['3b']:.2f} ms, though the former has as many layers, a larger feed-forward part and a four "
+        "times larger vocabulary. Its smaller KV cache explains less, and its verifications are not faster.",
     ]
 
 

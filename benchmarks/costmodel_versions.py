@@ -197,11 +197,9 @@ def _speedups(first: Sequence[Line]) -> list[str]:
         table(_by_machine(first), "hardware", "target", "draft", "rows", "paper", "predicted", "median error=error:.1%"),
         "",
         f"- Assumed: a budget of {FIRST_VERSION_BUDGET} for the draft, because the rows name none, and the acceptance "
-        "that the ICLR version gives for the same models and contexts. Where the authors chose a larger budget, more "
-        "was accepted than assumed here.",
+        "of the ICLR version for the same models and contexts. Where they chose a larger budget, more was accepted.",
         "- 8xH100 is calibrated on the software of November 2024; these rows are older.",
-        "- The end-to-end figure of that version (speedup by batch, with gammas) exists only as a picture; its values "
-        "are not used.",
+        "- Its end-to-end figure (speedup by batch, with gammas) exists only as a picture; its values are not used.",
         "- `python launch.py -m experiment=paper/first_version hydra/launcher=basic` predicts cells of it as runs, "
         "with `published/speedup` next to `predicted/speedup`.",
         "",
@@ -270,16 +268,15 @@ def _shares(compared: Sequence[Compared]) -> list[str]:
         "",
         pivot(shown, ("target", "batch"), "context", "{share:.0%}, {share_of_work:.0%}, {by_table_1:.0%}"),
         "",
-        "What the paper measured shows the share too: at one batch, KV is the part of T_T that grows with the context. "
-        f"At the longest context of each of the {len(grown)} batches of tables 3a and 3c, the part that grows is "
+        "The paper's times show the share too: at one batch, KV is the part of T_T that grows with the context. "
+        f"At the longest context of the {len(grown)} batches of tables 3a and 3c, it is "
         f"{span((line['measured'] for line in grown), '.0%', '')} as measured and "
         f"{span((line['predicted'] for line in grown), '.0%', '')} as predicted, at most {100 * most:.1f} points apart, "
         f"and the predicted share of KV {span((line['predicted_kv'] for line in grown), '.0%', '')} "
         "([costmodel-growth.csv](costmodel-growth.csv)).",
         "",
-        "- The published figures of this share exist only as pictures, from which no value is taken: the bars of "
-        "Llama-2-7B at 4,000 tokens over batches 1 to 256 (theoretical), and the curves of a layer of width 1,024 on "
-        "an H100 over contexts and batches 8 to 1,024 (measured).",
+        "- The published figures of this share (bars of Llama-2-7B at 4,000 tokens, theoretical; curves of a layer of "
+        "width 1,024 on an H100, measured) exist only as pictures, from which no value is taken.",
         "- The T_T of Llama-2-7B were fitted (tables 3a and 3b share them), those of Llama-3.1-8B were not.",
         "",
     ]
