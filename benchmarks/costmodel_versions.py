@@ -194,7 +194,7 @@ def _speedups(first: Sequence[Line]) -> list[str]:
         f"{worst['context_len']:,} x {worst['batch_size']}, {worst['error']:+.0%}. [costmodel.csv](costmodel.csv) has "
         "the rows of both versions with the source of each, and the gamma predicted best.",
         "",
-        table(_by_machine(first), "hardware", "target", "draft", "rows", "paper", "predicted", "median error=error:.1%"),
+        table(_by_machine(first), "hardware", "target", "draft", "rows", "median error=error:.1%"),
         "",
         f"- Assumed: a budget of {FIRST_VERSION_BUDGET} for the draft, because the rows name none, and the acceptance "
         "of the ICLR version for the same models and contexts. Where they chose a larger budget, more was accepted.",
@@ -210,12 +210,8 @@ def _by_machine(first: Sequence[Line]) -> list[Line]:
     """Return a line for the rows of each machine, target and draft."""
     lines = []
     for (hardware, target, draft), rows in groups(first, "hardware", "target", "draft"):
-        spans = {name: span([row[f"{name}_speedup"] for row in rows]) for name in ("published", "predicted")}
-        lines.append(
-            {"hardware": hardware, "target": target, "draft": draft, "rows": len(rows)}
-            | {"paper": spans["published"], "predicted": spans["predicted"]}
-            | {"error": median(abs(row["error"]) for row in rows)}
-        )
+        error = median(abs(row["error"]) for row in rows)
+        lines.append({"hardware": hardware, "target": target, "draft": draft, "rows": len(rows), "error": error})
     return lines
 
 
