@@ -222,8 +222,8 @@ def _latencies(figure: Sequence[Line]) -> list[str]:
         "## Throughput and latency",
         "",
         "Figure 1 of the first version, TinyLlama-1.1B drafting for Llama-2-7B-32K on 8xA100, whose data the authors' "
-        f"page holds. Over its {len(figure)} points the median error of the predicted ratio (throughput with speculation "
-        f"over that without, at the gamma predicted best) is {median(errors):.1%}, and the largest {max(errors):.1%}. "
+        f"page holds. Over its {len(figure)} points the median error of the predicted ratio (throughput with "
+        f"speculation over that without, at the gamma predicted best) is {median(errors):.1%}, and the largest {max(errors):.1%}. "
         "[costmodel.csv](costmodel.csv) has both latencies and throughputs of each. At 8,000 tokens:",
         "",
         "![Tokens per second by milliseconds per token, published and predicted](costmodel-latency.png)",
@@ -267,8 +267,8 @@ def _shares(compared: Sequence[Compared]) -> list[str]:
         "The paper's times show the share too: at one batch, KV is the part of T_T that grows with the context. "
         f"At the longest context of the {len(grown)} batches of tables 3a and 3c, it is "
         f"{span((line['measured'] for line in grown), '.0%', '')} as measured and "
-        f"{span((line['predicted'] for line in grown), '.0%', '')} as predicted, at most {100 * most:.1f} points apart, "
-        f"and the predicted share of KV {span((line['predicted_kv'] for line in grown), '.0%', '')} "
+        f"{span((line['predicted'] for line in grown), '.0%', '')} as predicted, at most {100 * most:.1f} points "
+        f"apart, and the predicted share of KV {span((line['predicted_kv'] for line in grown), '.0%', '')} "
         "([costmodel-growth.csv](costmodel-growth.csv)).",
         "",
         "- The published figures of this share (bars of Llama-2-7B at 4,000 tokens, theoretical; curves of a layer of "
