@@ -224,7 +224,8 @@ def _latencies(figure: Sequence[Line]) -> list[str]:
         "Figure 1 of the first version, TinyLlama-1.1B drafting for Llama-2-7B-32K on 8xA100, whose data the authors' "
         f"page holds. Over its {len(figure)} points the median error of the predicted ratio (throughput with "
         f"speculation over that without, at the gamma predicted best) is {median(errors):.1%}, and the largest "
-        f"{max(errors):.1%}. [costmodel.csv](costmodel.csv) has both latencies and throughputs of each. At 8,000 tokens:",
+        f"{max(errors):.1%}. [costmodel.csv](costmodel.csv) has both latencies and throughputs of each. "
+        "At 8,000 tokens:",
         "",
         "![Tokens per second by milliseconds per token, published and predicted](costmodel-latency.png)",
         "",
