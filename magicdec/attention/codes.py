@@ -1,6 +1,10 @@
 """KV entries in 4 or 8 bits, for a draft that reads codes: how they are encoded, stored and decoded.
 
-L layers, B rows, K KV heads, S slots, D head dim, C bytes of codes per entry, W slots that are encoded at a time.
+Kernels multiply codes four at a time: of features of a key, of tokens of a value. These lie together, in tiles of 16
+slots.
+
+L layers, B rows, K KV heads, S slots, N tiles of them, D head dim, C bytes of codes per entry, W slots that are encoded
+at a time.
 """
 
 import math
@@ -11,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+TILE: Final = 16
 TOKENS: Final = -2  # axes of (..., S, D)
 FEATURES: Final = -1
 
@@ -22,28 +27,29 @@ class Codes:
     than others), or features of one token (`along=FEATURES`, for values).
     """
 
-    per_row: ClassVar[dict[str, int]] = {"codes_LBKSC": 1, "scales": 1}
+    per_row: ClassVar[dict[str, int]] = {"codes_LBKNC": 1, "scales": 1}
 
     def __init__(
         self, shape: tuple[int, ...], bits: int, group_size: int, along: Literal[-2, -1], device: torch.device | str
     ):
-        """Allocate codes for entries (L, B, K, S, D). S is rounded up to `group_size`; groups divide D."""
+        """Allocate codes for entries (L, B, K, S, D). S is rounded up to `unit`, and C is a multiple of 4."""
         self.bits, self.along = bits, along
         *rows, slots, dim = shape
-        slots = -(-slots // group_size) * group_size
+        self.unit = math.lcm(TILE, group_size)  # slots that are encoded together
+        self.num_slots = slots = -(-slots // self.unit) * self.unit
         self.group_size = group_size if along == TOKENS else math.gcd(group_size, dim)
-        groups = (slots // group_size, 2, dim) if along == TOKENS else (slots, dim // self.group_size, 2)
-        self.codes_LBKSC = torch.zeros(*rows, slots, dim * bits // 8, dtype=torch.uint8, device=device)
-        # A group's scale and least value: (L, B, K, S / group_size, 2, D), or (L, B, K, S, D / group_size, 2).
+        self.codes_LBKNC = torch.zeros(*rows, slots // TILE, TILE * dim * bits // 8, dtype=torch.uint8, device=device)
+        # A group's scale and least value: (L, B, K, S / group_size, 2, D), or (L, B, K, N, D / group_size, 2, TILE).
+        groups = (slots // group_size, 2, dim) if along == TOKENS else (slots // TILE, dim // self.group_size, 2, TILE)
         self.scales = torch.zeros(*rows, *groups, dtype=torch.float16, device=device)
 
     @property
     def num_bytes(self) -> int:
         """Return the bytes of codes and scales."""
-        return self.codes_LBKSC.numel() + 2 * self.scales.numel()
+        return self.codes_LBKNC.numel() + 2 * self.scales.numel()
 
     def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the codes (..., S, C) and scales of entries (..., S, D) in whole groups."""
+        """Return the codes (..., N, TILE x C) and scales of entries (..., S, D); S is a multiple of `unit`."""
         groups = x.float().unflatten(self.along, (-1, self.group_size))
         least, largest = groups.aminmax(dim=self.along, keepdim=True)
         scales = torch.cat(((largest - least) / (2**self.bits - 1), least), dim=self.along).half()
@@ -52,33 +58,46 @@ class Codes:
         if self.bits == 4:
             high, low = codes.chunk(2, dim=-1)
             codes = high << 4 | low
-        return codes, scales
+        tiles = codes.unflatten(-2, (-1, TILE))
+        if self.along == TOKENS:
+            return tiles.unflatten(-1, (-1, 4)).transpose(-3, -2).flatten(-3), scales
+        scales = scales.unflatten(-3, (-1, TILE)).movedim(-3, -1)
+        return tiles.unflatten(-2, (-1, 4)).transpose(-2, -1).flatten(-3), scales
 
     def decode(self, layer: int, dtype: torch.dtype) -> Tensor:
         """Return one layer's entries (B, K, S, D)."""
-        codes = self.codes_LBKSC[layer]
+        tiles, scales = self.codes_LBKNC[layer], self.scales[layer].float()
+        if self.along == TOKENS:
+            codes = tiles.unflatten(-1, (-1, TILE, 4)).transpose(-3, -2).flatten(-2)
+        else:
+            codes = tiles.unflatten(-1, (TILE // 4, -1, 4)).transpose(-2, -1).flatten(-3, -2)
+            scales = scales.movedim(-1, -3).flatten(-4, -3)
+        codes = codes.flatten(-3, -2)
         if self.bits == 4:
             codes = torch.cat((codes >> 4, codes & 15), dim=-1)
-        scale, least = self.scales[layer].float().split(1, dim=self.along)
+        scale, least = scales.split(1, dim=self.along)
         return (codes.unflatten(self.along, (-1, self.group_size)) * scale + least).view(codes.shape).to(dtype)
 
     def load(self, entries_LBKSD: Tensor) -> None:
         """Encode every slot, a layer at a time."""
-        size = self.codes_LBKSC.shape[3]
+        size = self.num_slots
         for layer, entries_BKSD in enumerate(entries_LBKSD):
             padded_BKSD = F.pad(entries_BKSD[:, :, :size], (0, 0, 0, max(0, size - entries_BKSD.shape[2])))
-            self.codes_LBKSC[layer], self.scales[layer] = self.encode(padded_BKSD)
+            self.codes_LBKNC[layer], self.scales[layer] = self.encode(padded_BKSD)
 
     def update(self, entries_LBKSD: Tensor, slot_BW: Tensor) -> None:
-        """Encode these slots of every row: whole groups, in their order. They may lie behind the last entry."""
+        """Encode these slots of every row: whole units, in their order. They may lie behind the last entry."""
         rows_B1 = torch.arange(len(slot_BW), device=slot_BW.device)[:, None]
         from_BW = slot_BW.clamp(max=entries_LBKSD.shape[3] - 1)
         codes, scales = self.encode(entries_LBKSD[:, rows_B1, :, from_BW].movedim((0, 1), (1, 3)))
         # Indexing puts rows and slots in front of layers and heads.
-        self.codes_LBKSC[:, rows_B1, :, slot_BW] = codes.permute(1, 3, 0, 2, 4)
+        tile_BN = slot_BW[:, ::TILE] // TILE
+        self.codes_LBKNC[:, rows_B1, :, tile_BN] = codes.permute(1, 3, 0, 2, 4)
         if self.along == TOKENS:
             slot_BW = slot_BW[:, :: self.group_size] // self.group_size
-        self.scales[:, rows_B1, :, slot_BW] = scales.permute(1, 3, 0, 2, 4, 5)
+            self.scales[:, rows_B1, :, slot_BW] = scales.permute(1, 3, 0, 2, 4, 5)
+        else:
+            self.scales[:, rows_B1, :, tile_BN] = scales.permute(1, 3, 0, 2, 4, 5, 6)
 
 
 @dataclass(frozen=True)
@@ -92,7 +111,7 @@ class Coded:
 
     def mixed(self, k_BKSD: Tensor, v_BKSD: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values in full precision, decoded before the exact ones."""
-        size = min(k_BKSD.shape[2], self.k.codes_LBKSC.shape[3], self.v.codes_LBKSC.shape[3])
+        size = min(k_BKSD.shape[2], self.k.num_slots, self.v.num_slots)
         is_exact_BS = torch.arange(size, device=k_BKSD.device) >= self.first_exact_B[:, None]
         mixed = []
         for codes, exact_BKSD in ((self.k, k_BKSD), (self.v, v_BKSD)):

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from magicdec.attention.codes import Coded
+from magicdec.attention.codes import TILE, Coded
 from magicdec.attention.sdpa_fallback import KernelAttention, KernelPlan, dtype_obstacle, with_dense_entries
 from magicdec.config.choices import Backend
 from magicdec.config.registry import BACKENDS
 from magicdec.kernels import library
 
 STEP = 8  # head dims are multiples of it, as in attention.cpp
-CODED_STEP = 16  # bytes of an entry's codes, and features that share a scale, are multiples of it, as in codes.h
+CODED_STEP = 16  # bytes of an entry's codes, and numbers that share a scale, are multiples of it, as in codes.h
 TYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 POINTERS = ("q", "k", "v", "out", "seqlens", "indices", "counted", "positions", "scores", "codes")
@@ -55,16 +55,16 @@ class Pages(ctypes.Structure):
 
 def reads(coded: Coded) -> bool:
     """Return whether the kernel reads these codes as they are."""
-    size, group = coded.v.codes_LBKSC.shape[-1], coded.v.group_size
-    return size % CODED_STEP == 0 and group % CODED_STEP == 0
+    sizes = (coded.v.codes_LBKNC.shape[-1] // TILE, coded.k.group_size, coded.v.group_size)
+    return all(size % CODED_STEP == 0 for size in sizes)
 
 
 def codes_call(coded: Coded) -> CodesCall:
     """Return what the kernel needs of a layer's codes."""
     k, v, layer = coded.k, coded.v, coded.layer
-    tensors = (k.codes_LBKSC[layer], v.codes_LBKSC[layer], k.scales[layer], v.scales[layer], coded.first_exact_B)
+    tensors = (k.codes_LBKNC[layer], v.codes_LBKNC[layer], k.scales[layer], v.scales[layer], coded.first_exact_B)
     pointers = (x.data_ptr() for x in tensors)
-    return CodesCall(*pointers, k.codes_LBKSC.shape[3], k.bits, k.group_size, v.group_size)
+    return CodesCall(*pointers, k.num_slots, k.bits, k.group_size, v.group_size)
 
 
 @BACKENDS.register(Backend("cpp", "cpu", priority=1))

@@ -13,13 +13,15 @@ from typing_extensions import override
 
 from magicdec.architectures import ModelConfig
 from magicdec.attention.base import Attention
-from magicdec.attention.codes import FEATURES, TOKENS, Coded, Codes
+from magicdec.attention.codes import FEATURES, TILE, TOKENS, Coded, Codes
 from magicdec.cache.full import FullCache
 from magicdec.config.choices import CacheConfig, CacheSpec
 from magicdec.config.registry import POLICIES
+from magicdec.errors import UserError
 from magicdec.models.kv_cache import KVCache, copy_row
 from magicdec.rules import STRICT, Count, must
 
+FOUR = 4  # bytes of codes that kernels multiply at a time
 SCALE = 4  # bytes of a group's scale and least value, each in half precision
 
 
@@ -36,6 +38,16 @@ class Quantized(CacheConfig):
     reads_everything = quantized = needs_target = True
 
     @override
+    def check(self, model: ModelConfig, ranks: int, shares_target: bool, key: str = "cache") -> None:
+        """Refuse a head dim whose codes are no multiple of four bytes, too."""
+        super().check(model, ranks, shares_target, key)
+        if model.head_dim * self.bits % (8 * FOUR):
+            raise UserError(
+                f"{key}.bits={self.bits} needs a head dim that is a multiple of {8 * FOUR // self.bits}, and the model "
+                f"has {model.head_dim}; choose another {key}.policy"
+            )
+
+    @override
     def element_bytes(self, model: ModelConfig, exact: float) -> float:
         """Count a code, and its share of a scale: the mean of keys and values."""
         return self.bits / 8 + SCALE / 2 * (1 / self.group_size + 1 / math.gcd(self.group_size, model.head_dim))
@@ -43,7 +55,8 @@ class Quantized(CacheConfig):
     @override
     def extra_bytes(self, spec: CacheSpec, model: ModelConfig, element_bytes: float) -> float:
         """Count the codes of every entry."""
-        slots = math.ceil(spec.capacity / self.group_size) * self.group_size
+        unit = math.lcm(TILE, self.group_size)
+        slots = math.ceil(spec.capacity / unit) * unit
         return model.kv_elements_per_token * slots * self.element_bytes(model, element_bytes)
 
 
@@ -97,10 +110,10 @@ class QuantizedCache(FullCache):
 
     @override
     def take(self, source: KVCache, first_slot_B: Tensor, count_B: Tensor, width: int) -> None:
-        """Encode the groups that the new entries may complete. Before they are complete, they are never read."""
-        group, total = self.settings.group_size, self.k_codes.codes_LBKSC.shape[3]
-        count = min(total, -(-width // group) * group)
-        first_B = (self.length_B.long() // group * group).clamp(max=total - count)
+        """Encode the units that the new entries may complete. Before a group is complete, it is never read."""
+        unit, total = self.k_codes.unit, self.k_codes.num_slots
+        count = min(total, -(-width // unit) * unit)
+        first_B = (self.length_B.long() // unit * unit).clamp(max=total - count)
         slot_BW = first_B[:, None] + torch.arange(count, device=first_B.device)
         self.k_codes.update(self.k_LBKSD, slot_BW)
         self.v_codes.update(self.v_LBKSD, slot_BW)

@@ -140,8 +140,8 @@ class Kernel : public Attending {
 
     void share() override {
         static thread_local Room of_work;
-        // Codes are widened, weights are not: there are never both.
-        const int64_t rest = Coded::room(c, BLOCK) + (std::is_same_v<X, float> ? 0 : query_rows * BLOCK);
+        // Codes are never multiplied by weights in bf16: there are never both.
+        const int64_t rest = Coded::room(c, query_rows) + (std::is_same_v<X, float> ? 0 : query_rows * BLOCK);
         float* const wide = of_work.of((query_rows + BLOCK) * c.dim + query_rows * BLOCK + whole_vectors(query_rows) + rest);
         X* const q = reinterpret_cast<X*>(wide + BLOCK * c.dim);
         float *const scores = wide + (query_rows + BLOCK) * c.dim, *const decay = scores + query_rows * BLOCK;
@@ -170,7 +170,9 @@ class Kernel : public Attending {
     // The slots that any of a row's new tokens may see, or their places among the indices.
     int64_t last(int64_t b) const { return c.indices ? c.num_indices : c.seqlens[b]; }
     int64_t first(int64_t b) const {
-        return c.indices || c.positions ? 0 : std::max<int64_t>(0, c.seqlens[b] - c.new_tokens + 1 - c.window);
+        if (c.indices || c.positions) return 0;
+        const int64_t seen = std::max<int64_t>(0, c.seqlens[b] - c.new_tokens + 1 - c.window);
+        return c.codes ? seen / TILE * TILE : seen;
     }
 
     void attend(int64_t b, int64_t head, int64_t split, Partial to, X* q, float* scores, float* decay,
@@ -185,23 +187,21 @@ class Kernel : public Attending {
         const T* v = static_cast<const T*>(c.v) + b * c.v_row + head * c.v_head;
         const int64_t* indices = c.indices ? c.indices + (b * c.kv_heads + head) * c.num_indices : nullptr;
         const int64_t exact = c.codes ? c.codes->first_exact[b] : start;
-        float* const of_codes = decay + whole_vectors(query_rows);
-        X* const narrow = reinterpret_cast<X*>(of_codes);
+        if (start < exact) attend_coded(b, head, start, std::min(end, exact), to, q, decay);
+        X* const narrow = reinterpret_cast<X*>(decay + whole_vectors(query_rows));
         const float scale = std::is_same_v<X, float> ? 1.0f : 1.0f / std::sqrt(float(c.dim));
-        const float* decoded[BLOCK];
         int64_t slots[BLOCK];
         const T *k_at[BLOCK], *v_at[BLOCK];
-        for (int64_t at = start, count; at < end; at += count) {
+        for (int64_t at = std::max(start, exact), count; at < end; at += count) {
             if (c.scores) scores = to.block((at - start) / BLOCK, query_rows);
-            const bool coded = at < exact, in_order = !coded && !indices && c.k_slot == c.dim && c.v_slot == c.dim;
-            count = std::min<int64_t>(BLOCK, (coded ? std::min(end, exact) : end) - at);
+            const bool in_order = !indices && c.k_slot == c.dim && c.v_slot == c.dim;
+            count = std::min<int64_t>(BLOCK, end - at);
             const int padded = int(count + 3) / 4 * 4;
             for (int s = 0; s < padded; ++s) {
                 slots[s] = s >= count ? -1 : indices ? indices[at + s] : at + s;
                 const int64_t from = slots[s] >= 0 ? slots[s] : indices ? 0 : at;  // scored, then hidden
                 k_at[s] = k + from * c.k_slot;
                 v_at[s] = v + from * c.v_slot;
-                decoded[s] = wide + (s < count ? s : 0) * c.dim;
             }
             // Of this block's V and the next block's K, scores fetch the first half, weights a fifth, and sums the rest.
             const int64_t v_lines = in_order ? lines(count * c.dim) : 0;
@@ -209,25 +209,21 @@ class Kernel : public Attending {
             Stream values = stream(v_at[0], v_lines), keys = stream(k_at[0] + BLOCK * c.dim, k_lines);
             const auto fetch = [&](int64_t some, int64_t steps) { return (values.lines ? values : keys).take(some, steps); };
             const int64_t scored = (v_lines + k_lines) / 2 / (padded / 4 * num_tiles());
-            if (coded) Coded(c, b * c.kv_heads + head).keys(at, count, wide, of_codes);
             for (int s = 0; s < padded; s += 4) {
-                for (int i = s; !in_order && !coded && i < s + 4; ++i) prefetch(v_at[i]);
-                with(coded ? decoded + s : nullptr, k_at + s, 4, wide, [&](auto* k_in) {
+                for (int i = s; !in_order && i < s + 4; ++i) prefetch(v_at[i]);
+                with(k_at + s, 4, wide, [&](auto* k_in) {
                     tiles([&](auto R, int64_t r) {
                         score<R>(q + r * c.dim, k_in, c.dim, scale, scores + r * BLOCK + s,
                                  fetch(scored, c.dim / NUMBERS<Factors<X, Vec8>>));
                     });
                 });
             }
-            const bool all_seen = !indices && !c.positions && count == padded && at >= last(b) - c.window &&
-                                  at + count <= last(b) - c.new_tokens + 1;
-            if (!all_seen) hide(b, head, slots, padded, scores);
+            if (indices || c.positions || count < padded || !all_seen(b, at, count)) hide(b, head, slots, padded, scores);
             const Ahead ahead = fetch((v_lines + k_lines) / 5, query_rows);
             const X* p = weigh(scores, padded, to, decay, narrow, ahead);
             if (c.scores) std::copy_n(to.most, query_rows, scores + query_rows * BLOCK);
             const int64_t summed = (values.lines + keys.lines) / (num_tiles() * std::max<int64_t>(1, c.dim / (4 * LANES)));
-            if (coded) Coded(c, b * c.kv_heads + head).values(at, count, wide, of_codes);
-            with(coded ? decoded : nullptr, v_at, padded, wide, [&](auto* v_in) {
+            with(v_at, padded, wide, [&](auto* v_in) {
                 tiles([&](auto R, int64_t r) {
                     float* out = to.out + r * c.dim;
                     const X* weights = p + r * BLOCK;
@@ -247,13 +243,34 @@ class Kernel : public Attending {
     static int64_t lines(int64_t entries) { return (entries * int64_t(sizeof(T)) + 63) / 64; }
     static Stream stream(const T* from, int64_t lines) { return {reinterpret_cast<const char*>(from), lines}; }
 
-    // Calls `function` with the entries of some slots: decoded, or in fp32 if many tiles would convert them again.
-    template <typename Function>
-    void with([[maybe_unused]] const float* const* decoded, const T* const* entries, int count, float* wide,
-              Function function) const {
+    // The same of slots that are read as codes. Both ends are those of tiles.
+    void attend_coded(int64_t b, int64_t head, int64_t start, int64_t end, Partial to, const X* q, float* decay) const {
         if constexpr (std::is_same_v<X, float>) {
-            if (decoded) return function(decoded);
+            Coded codes(c, b * c.kv_heads + head, query_rows, decay + whole_vectors(query_rows));
+            int64_t slots[CODED_BLOCK];
+            for (int64_t at = start, count; at < end; at += count) {
+                count = std::min<int64_t>(CODED_BLOCK, end - at);
+                for (int64_t s = 0; s < count; s += TILE) {
+                    codes.take_queries(at + s, q);
+                    tiles([&](auto R, int64_t r) { codes.template score<R>(at + s, s, r); });
+                }
+                for (int64_t s = 0; s < count; ++s) slots[s] = at + s;
+                if (!all_seen(b, at, count)) hide<CODED_BLOCK>(b, head, slots, int(count), codes.of_block());
+                weigh<CODED_BLOCK>(codes.of_block(), int(count), to, decay, nullptr, Ahead());
+                codes.take_weights(at, count);
+                tiles([&](auto R, int64_t r) { codes.template add_values<R>(at, count, r, to.out + r * c.dim, decay + r); });
+            }
         }
+    }
+
+    // Whether every new token sees all slots from `at` on.
+    bool all_seen(int64_t b, int64_t at, int64_t count) const {
+        return at >= last(b) - c.window && at + count <= last(b) - c.new_tokens + 1;
+    }
+
+    // Calls `function` with the entries of some slots, in fp32 if many tiles would convert them again.
+    template <typename Function>
+    void with(const T* const* entries, int count, float* wide, Function function) const {
         if constexpr (!std::is_same_v<T, X>) {
             if (query_rows > 2 * MAX_TILE) {
                 const float* at[BLOCK];
@@ -301,7 +318,8 @@ class Kernel : public Attending {
         }
     }
 
-    // Each new token sees itself and what came before, within its window.
+    // Each new token sees itself and what came before, within its window. Scores are (R, WIDTH).
+    template <int WIDTH = BLOCK>
     void hide(int64_t b, int64_t head, const int64_t* slots, int count, float* scores) const {
         const int32_t* positions = c.positions ? c.positions + (b * c.kv_heads + head) * c.slots : nullptr;
         for (int64_t t = 0; t < c.new_tokens; ++t) {
@@ -309,16 +327,17 @@ class Kernel : public Attending {
             for (int s = 0; s < count; ++s) {
                 const int64_t slot = slots[s], position = positions && slot >= 0 ? positions[slot] : slot;
                 if (slot >= 0 && slot <= own && position > own - c.window) continue;
-                for (int64_t g = 0; g < c.group; ++g) scores[(g * c.new_tokens + t) * BLOCK + s] = HIDDEN;
+                for (int64_t g = 0; g < c.group; ++g) scores[(g * c.new_tokens + t) * WIDTH + s] = HIDDEN;
             }
         }
     }
 
     // Scores become weights relative to the greatest so far; `decay` is what earlier ones must be multiplied by. Returns
     // the weights as they are multiplied: where the scores were, or in `narrow`.
+    template <int WIDTH = BLOCK>
     const X* weigh(float* scores, int count, Partial& to, float* decay, X* narrow, Ahead ahead) const {
         for (int64_t r = 0; r < query_rows; ++r) {
-            float* row = scores + r * BLOCK;
+            float* row = scores + r * WIDTH;
             std::fill(row + count, row + whole_vectors(count), HIDDEN);
             Vec most = all(to.most[r]);
             for (int s = 0; s < count; s += LANES) {
@@ -333,14 +352,14 @@ class Kernel : public Attending {
             store(decay + r, exp_vec(load(decay + r) - (most == HIDDEN ? Vec{} : most)));
         }
         for (int64_t r = 0; r < query_rows; ++r) {
-            float* row = scores + r * BLOCK;
+            float* row = scores + r * WIDTH;
             ahead.step();
             const float base = to.most[r] == HIDDEN ? 0.0f : to.most[r];
             Vec total = {};
             for (int s = 0; s < count; s += LANES) {
                 const Vec p = exp_as<X>(load(row + s) - base);
                 store(row + s, p);
-                if constexpr (std::is_same_v<X, bfloat16>) store(narrow + r * BLOCK + s, p);
+                if constexpr (std::is_same_v<X, bfloat16>) store(narrow + r * WIDTH + s, p);
                 total += p;
             }
             to.total[r] = to.total[r] * decay[r] + sum_of(total);

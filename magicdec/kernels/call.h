@@ -8,10 +8,10 @@ extern "C" {
 
 // Entries as codes, all contiguous, in half precision where nothing else is said: attention/codes.py has the layout.
 struct Codes {
-    const uint8_t *k, *v;               // (B, K, S', C)
-    const void *k_scales, *v_scales;    // (B, K, S' / token_group, 2, D), (B, K, S', D / feature_group, 2)
+    const uint8_t *k, *v;               // (B, K, N, 16 x C), N tiles of 16 slots
+    const void *k_scales, *v_scales;    // (B, K, S' / token_group, 2, D), (B, K, N, D / feature_group, 2, 16)
     const int32_t* first_exact;         // (B): slots before it are read as codes
-    int64_t slots, bits, token_group, feature_group;  // S'; the last is a multiple of 16, as the bytes of an entry are
+    int64_t slots, bits, token_group, feature_group;  // S'; the groups are multiples of 16, as the bytes of an entry are
 };
 
 // Strides are in elements.

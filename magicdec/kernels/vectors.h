@@ -74,18 +74,6 @@ inline typename Bits<V>::Wide widened(const typename Bits<V>::Narrow& bits) {
     return __builtin_convertvector(bits, typename Bits<V>::Wide);
 }
 
-inline IntVec load_bytes(const uint8_t* from) {
-#if defined(__AVX512F__) && LANES == 16
-    return reinterpret_cast<IntVec>(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
-#elif defined(__AVX2__) && LANES == 8
-    return reinterpret_cast<IntVec>(_mm256_cvtepu8_epi32(_mm_loadu_si64(from)));
-#else
-    IntVec numbers;
-    for (int i = 0; i < LANES; ++i) numbers[i] = from[i];
-    return numbers;
-#endif
-}
-
 // Room for numbers whose vectors do not cross cache lines. It keeps its memory: fresh pages cost more than small work.
 class Room {
   public:
@@ -127,6 +115,12 @@ template <typename V = Vec>
 inline V load(const float16* from) {
     typename Bits<V>::Narrow bits;
     std::memcpy(&bits, from, sizeof bits);
+#ifdef __AVX512F__
+    if constexpr (sizeof(V) == 64) return reinterpret_cast<V>(_mm512_cvtph_ps(reinterpret_cast<__m256i>(bits)));
+#endif
+#ifdef __F16C__
+    if constexpr (sizeof(V) == 32) return reinterpret_cast<V>(_mm256_cvtph_ps(reinterpret_cast<__m128i>(bits)));
+#endif
     const auto wide = widened<V>(bits), magnitude = (wide & 0x7fff) << 13;
     const auto finite = reinterpret_cast<typename Bits<V>::Wide>(reinterpret_cast<V>(magnitude) * 0x1p112f);
     const auto exact = (wide & 0x7c00) == 0x7c00 ? magnitude | 0x7f800000 : finite;

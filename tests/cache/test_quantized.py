@@ -1,5 +1,7 @@
 """The quantized cache: what codes may lose, and what must stay exact."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -8,6 +10,7 @@ from magicdec.attention.cpp import CppAttention
 from magicdec.attention.sdpa import SdpaAttention
 from magicdec.cache.quantized import Quantized, QuantizedCache
 from magicdec.config.choices import CacheSpec
+from magicdec.errors import UserError
 from magicdec.kernels import library
 from magicdec.models.kv_cache import KVCache
 from tests.small import small_model
@@ -42,21 +45,29 @@ def test_a_scale_that_half_precision_rounds_down_overflows_no_code(bits):
     assert (coded(x, bits, 8, FEATURES) - x[0]).abs().max() < 0.5 * x.max()
 
 
+def test_a_head_dim_without_whole_fours_of_bytes_is_refused():
+    model = dataclasses.replace(CONFIG, head_dim=20)
+    with pytest.raises(UserError, match=r"cache.bits=4 needs a head dim that is a multiple of 8, and the model has 20"):
+        Quantized(budget=10).check(model, 1, True)
+    Quantized(budget=10, bits=8).check(model, 1, True)
+
+
 def test_equal_numbers_stay_what_they_are():
     x = torch.full((1, 1, 1, 1, 8), 2.5)
     assert torch.equal(coded(x, 4, 8, FEATURES), x[0])
 
 
-def test_encoding_groups_as_they_complete_gives_what_encoding_all_gives():
-    """Rows that begin at different places, of several groups, and the last slots, which the entries do not have."""
-    x = torch.randn(2, 3, 2, 30, 8)
+def test_encoding_units_as_they_complete_gives_what_encoding_all_gives():
+    """Rows that begin at different places, of several units, and the last slots, which the entries do not have."""
+    x = torch.randn(2, 3, 2, 62, 8)
     for along in (TOKENS, FEATURES):
-        whole, updated = (Codes((*x.shape[:3], 32, 8), 4, 4, along, "cpu") for _ in range(2))
+        whole, updated = (Codes((*x.shape[:3], 64, 8), 4, 4, along, "cpu") for _ in range(2))
+        assert updated.unit == 16
         whole.load(x)
-        for first_B in ([0, 4, 8], [8, 12, 0], [16, 20, 16], [24, 24, 24], [4, 0, 4]):
-            updated.update(x, torch.tensor(first_B)[:, None] + torch.arange(8))
-        updated.update(x, torch.tensor([[12, 13, 14, 15], [28, 29, 30, 31], [28, 29, 30, 31]]))
-        for row, slots in ((0, 28), (1, 28), (2, 28)):
+        for first_B in ([0, 16, 32], [16, 32, 0]):
+            updated.update(x, torch.tensor(first_B)[:, None] + torch.arange(32))
+        updated.update(x, torch.tensor([48, 0, 48])[:, None] + torch.arange(16))
+        for row, slots in ((0, 60), (1, 60), (2, 60)):
             ours, right = (codes.decode(1, x.dtype)[row, :, :slots] for codes in (updated, whole))
             assert torch.equal(ours, right)
 
@@ -103,4 +114,5 @@ def test_a_pass_over_codes_in_cpp(head_dim):
         cache = QuantizedCache.build(spec, model.config, 2, torch.float32, "cpu", target)
         cache.load(target)
         found.append(model(torch.tensor([[1], [2]]), cache))
-    torch.testing.assert_close(*found, atol=1e-4, rtol=1e-4)
+    difference = (found[1] - found[0]).square().mean().sqrt() / found[0].square().mean().sqrt()
+    assert difference < (0.05 if head_dim == 64 else 1e-5)  # the kernel rounds queries and weights to 8 bits
