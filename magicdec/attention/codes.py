@@ -32,11 +32,12 @@ class Codes:
     def __init__(
         self, shape: tuple[int, ...], bits: int, group_size: int, along: Literal[-2, -1], device: torch.device | str
     ):
-        """Allocate codes for entries (L, B, K, S, D). S is rounded up to `unit`, and C is a multiple of 4."""
+        """Allocate codes for entries (L, B, K, S, D). S is rounded up to `unit`; groups divide D."""
         self.bits, self.along = bits, along
         *rows, slots, dim = shape
         self.unit = math.lcm(TILE, group_size)  # slots that are encoded together
         self.num_slots = slots = -(-slots // self.unit) * self.unit
+        self.together = math.gcd(4, dim * bits // 8)  # codes of a key's features; kernels read those with 4
         self.group_size = group_size if along == TOKENS else math.gcd(group_size, dim)
         self.codes_LBKNC = torch.zeros(*rows, slots // TILE, TILE * dim * bits // 8, dtype=torch.uint8, device=device)
         # A group's scale and least value: (L, B, K, S / group_size, 2, D), or (L, B, K, N, D / group_size, 2, TILE).
@@ -60,7 +61,7 @@ class Codes:
             codes = high << 4 | low
         tiles = codes.unflatten(-2, (-1, TILE))
         if self.along == TOKENS:
-            return tiles.unflatten(-1, (-1, 4)).transpose(-3, -2).flatten(-3), scales
+            return tiles.unflatten(-1, (-1, self.together)).transpose(-3, -2).flatten(-3), scales
         scales = scales.unflatten(-3, (-1, TILE)).movedim(-3, -1)
         return tiles.unflatten(-2, (-1, 4)).transpose(-2, -1).flatten(-3), scales
 
@@ -68,7 +69,7 @@ class Codes:
         """Return one layer's entries (B, K, S, D)."""
         tiles, scales = self.codes_LBKNC[layer], self.scales[layer].float()
         if self.along == TOKENS:
-            codes = tiles.unflatten(-1, (-1, TILE, 4)).transpose(-3, -2).flatten(-2)
+            codes = tiles.unflatten(-1, (-1, TILE, self.together)).transpose(-3, -2).flatten(-2)
         else:
             codes = tiles.unflatten(-1, (TILE // 4, -1, 4)).transpose(-2, -1).flatten(-3, -2)
             scales = scales.movedim(-1, -3).flatten(-4, -3)

@@ -17,11 +17,9 @@ from magicdec.attention.codes import FEATURES, TILE, TOKENS, Coded, Codes
 from magicdec.cache.full import FullCache
 from magicdec.config.choices import CacheConfig, CacheSpec
 from magicdec.config.registry import POLICIES
-from magicdec.errors import UserError
 from magicdec.models.kv_cache import KVCache, copy_row
 from magicdec.rules import STRICT, Count, must
 
-FOUR = 4  # bytes of codes that kernels multiply at a time
 SCALE = 4  # bytes of a group's scale and least value, each in half precision
 
 
@@ -36,16 +34,6 @@ class Quantized(CacheConfig):
     bits: Annotated[Literal[4, 8], must("must be 8 or 4")] = 4
     group_size: Count = 32
     reads_everything = quantized = needs_target = True
-
-    @override
-    def check(self, model: ModelConfig, ranks: int, shares_target: bool, key: str = "cache") -> None:
-        """Refuse a head dim whose codes are no multiple of four bytes, too."""
-        super().check(model, ranks, shares_target, key)
-        if model.head_dim * self.bits % (8 * FOUR):
-            raise UserError(
-                f"{key}.bits={self.bits} needs a head dim that is a multiple of {8 * FOUR // self.bits}, and the model "
-                f"has {model.head_dim}; choose another {key}.policy"
-            )
 
     @override
     def element_bytes(self, model: ModelConfig, exact: float) -> float:
