@@ -15,7 +15,7 @@ PREDICTED = ROOT / "docs/predictions/gpu.csv"
 ROUNDS = 3
 # Kinds of kernels, as on the page, by parts of their names; the first that fits counts.
 KINDS = {
-    "attention": "attend_split|merge_splits|flash|fmha",
+    "attention": "attend_split|attend_coded|merge_splits|flash|fmha",
     "sums over ranks": "all_reduce|allreduce|nccl|multimem|two_shot",
     "matmuls": "gemm|nvjet|cutlass|cublas|splitKreduce|mm$|linear",
     "fused": "^triton_",

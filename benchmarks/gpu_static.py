@@ -52,7 +52,7 @@ NORM = 4.5  # elements that a sum with its norm moves for each of a row, on aver
 HALVES = ((Layer, "before_attention"), (Layer, "after_attention"))
 BESIDE = ((Transformer, "angles"), (Transformer, "normed"), (State, "inspect"), (State, "commit"))
 PARTS = {
-    "attention": ("triton:attend_split", "triton:merge_splits"),
+    "attention": ("triton:attend_split", "triton:attend_coded", "triton:merge_splits"),
     "head": ("mm",),
 }
 # The cost model's operators, by the kinds of kernels here.

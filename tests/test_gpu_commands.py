@@ -35,12 +35,12 @@ NO_WEIGHTS = ["target.weights=random", "data=random", "draft.synthetic_acceptanc
 def cuda(monkeypatch) -> None:
     """Eight H100s that are not there, for plans and estimates."""
     pytest.importorskip("triton")
-    from magicdec.attention import triton
+    from magicdec.attention import triton_grid
 
     answers = {"is_available": True, "device_count": 8, "get_device_name": "H100", "get_device_capability": (9, 0)}
     for name, answer in answers.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
-    monkeypatch.setattr(triton, "gpu", lambda: triton.NO_GPU)
+    monkeypatch.setattr(triton_grid, "gpu", lambda: triton_grid.NO_GPU)
 
 
 def without_weights(job: list[str]) -> list[str]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from magicdec.attention.codes import Coded
 from magicdec.attention.sdpa_fallback import KernelAttention, KernelPlan
 from magicdec.attention.triton import TritonAttention
 
@@ -44,6 +45,12 @@ class LibraryAttention(KernelAttention):
         if other:
             return other.decode(q_BTHD, k_BKSD, v_BKSD, plan, indices_BKN)
         return self._sdpa.attend(q_BTHD, k_BKSD, v_BKSD, plan.sdpa, indices_BKN)
+
+    @override
+    def attend_coded(self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: KernelPlan, coded: Coded) -> Tensor:
+        if other := self._triton_for(q_BTHD.device, q_BTHD.dtype, q_BTHD.shape[-1]):
+            return other.attend_coded(q_BTHD, k_BKSD, v_BKSD, plan, coded)
+        return super().attend_coded(q_BTHD, k_BKSD, v_BKSD, plan, coded)
 
     @override
     def decode_scored(

@@ -27,17 +27,23 @@ def out_row(head, r, T, K: tl.constexpr, J: tl.constexpr):
 
 
 @triton.jit
-def fold(most, total, sums, scores, scale, v_tile):
-    """Take a block's scores, which are yet to be scaled, and values into a running softmax: each row's highest score,
-    and sums relative to it.
+def weigh(most, total, scores, scale):
+    """Take a block's scores, which are yet to be scaled, into a running softmax: each row's highest score and sum of
+    weights. Return them, what earlier sums are worth, and the block's weights.
     """
     highest = tl.maximum(most, tl.max(scores, 1) * scale)
     base = tl.where(highest == float("-inf"), 0.0, highest)
     p = tl.exp2(scores * scale - base[:, None])
     decay = tl.exp2(most - base)
-    total = total * decay + tl.sum(p, 1)
+    return highest, total * decay + tl.sum(p, 1), decay, p
+
+
+@triton.jit
+def fold(most, total, sums, scores, scale, v_tile):
+    """Take a block's scores and values into a running softmax and its sums."""
+    most, total, decay, p = weigh(most, total, scores, scale)
     sums = sums * decay[:, None] + tl.dot(p.to(v_tile.dtype), v_tile, input_precision="ieee")
-    return highest, total, sums
+    return most, total, sums
 
 
 @triton.jit(do_not_specialize=["num_splits", "num_indices", "reach"])

@@ -7,14 +7,18 @@ import torch
 
 from magicdec.attention.base import Shape
 from magicdec.attention.triton import TritonAttention, Variant
+from magicdec.attention.triton_codes import attend
 from magicdec.kernels.split_kv import INTERPRETED
 from magicdec.measure.footprint import Allocations
 from tests.attention.twins import (
+    attend_coded,
     attend_scored,
     case,
     check,
     check_positions,
     check_scores_at_positions,
+    coded_case,
+    expected_coded,
     expected_scored,
     some_tokens,
     with_nan_behind,
@@ -46,7 +50,7 @@ def test_more_query_rows_than_a_tile(num_new, group, window, splits, monkeypatch
     query rows see, between others that some see.
     """
     assert num_new * group > 64
-    monkeypatch.setattr("magicdec.attention.triton.split_count", lambda *_: splits)
+    monkeypatch.setattr("magicdec.attention.triton_grid.split_count", lambda *_: splits)
     check(TritonAttention(), num_new, group, 64, num_new + 100, window)
 
 
@@ -61,7 +65,7 @@ def test_more_query_rows_than_a_tile(num_new, group, window, splits, monkeypatch
 )
 def test_scores_against_sdpa(num_new, group, window, dtype, splits, some, monkeypatch):
     """Of all tokens and of some; more slots than one program sums, and more query rows than a tile."""
-    monkeypatch.setattr("magicdec.attention.triton.split_count", lambda *_: splits)
+    monkeypatch.setattr("magicdec.attention.triton_grid.split_count", lambda *_: splits)
     monkeypatch.setattr(Variant, "tile", 16)
     monkeypatch.setattr("magicdec.attention.triton.SUMMED", 128)
     q, k, v, seqlens = case(num_new, group, 64, 150, dtype)
@@ -79,16 +83,45 @@ def test_selected_slots_against_sdpa(num_new, window):
 
 @pytest.mark.parametrize(("num_new", "window", "splits"), [(1, 6, 2), (4, 100, 1), (4, 100, 3)])
 def test_a_window_over_slots_in_no_order(num_new, window, splits, monkeypatch):
-    monkeypatch.setattr("magicdec.attention.triton.split_count", lambda *_: splits)
+    monkeypatch.setattr("magicdec.attention.triton_grid.split_count", lambda *_: splits)
     check_positions(TritonAttention(), num_new, 4, 64, 200, 150, window)
     check_scores_at_positions(TritonAttention(), num_new, 2, 64, 100, window)
+
+
+@pytest.mark.parametrize(
+    ("bits", "num_new", "group", "dim", "dtype", "splits"),
+    [
+        (4, 1, 4, 128, torch.bfloat16, 3),
+        (8, 1, 1, 64, torch.float16, 1),
+        (4, 5, 4, 64, torch.float32, 2),
+        (8, 2, 3, 128, torch.float32, 3),
+    ],
+)
+def test_codes_against_sdpa(bits, num_new, group, dim, dtype, splits, monkeypatch):
+    """Rows of which nothing, a part, and nearly everything is codes."""
+    monkeypatch.setattr("magicdec.attention.triton_grid.split_count", lambda *_: splits)
+    calls = []
+    monkeypatch.setattr("magicdec.attention.triton_codes.attend", lambda *x: calls.append(x) or attend(*x))
+    *arguments, coded = coded_case(num_new, group, dim, 300, bits, dtype)
+    out = attend_coded(TritonAttention(), *arguments, coded)
+    right = expected_coded(*arguments, coded)
+    torch.testing.assert_close(out.float(), right, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    assert calls
+
+
+@pytest.mark.parametrize(("dim", "num_new", "window"), [(96, 1, None), (64, 33, None), (64, 1, 100)])
+def test_codes_that_the_kernel_cannot_read_are_decoded_first(dim, num_new, window, monkeypatch):
+    monkeypatch.setattr("magicdec.attention.triton_codes.attend", None)
+    *arguments, coded = coded_case(num_new, 2, dim, 150, 4)
+    out = attend_coded(TritonAttention(), *arguments, coded, window)
+    torch.testing.assert_close(out, expected_coded(*arguments, coded, window), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
     ("method", "num_new", "splits"), [("attend", 5, 2), ("attend", 5, 1), ("attend", 20, 1), ("attend_scored", 5, 2)]
 )
 def test_what_is_foreseen_is_what_is_allocated(method, num_new, splits, monkeypatch):
-    monkeypatch.setattr("magicdec.attention.triton.split_count", lambda *_: splits)
+    monkeypatch.setattr("magicdec.attention.triton_grid.split_count", lambda *_: splits)
     q, k, v, seqlens = case(num_new, 4, 64, 100)
     attention = TritonAttention()
     method = getattr(attention, method)

@@ -1,13 +1,26 @@
 """The Triton kernels without a GPU, compiled for A100 and H100 down to their registers."""
 
+import re
+from dataclasses import replace
+
 import pytest
 import torch
 
 triton = pytest.importorskip("triton", reason="needs Triton (Linux only)")
 
 from magicdec.attention import triton as ours  # noqa: E402
-from magicdec.kernels import split_kv  # noqa: E402
-from tests.attention.twins import attend, attend_scored, case, expected, expected_scored  # noqa: E402
+from magicdec.attention import triton_codes, triton_grid  # noqa: E402
+from magicdec.kernels import coded_kv, split_kv  # noqa: E402
+from tests.attention.twins import (  # noqa: E402
+    attend,
+    attend_coded,
+    attend_scored,
+    case,
+    coded_case,
+    expected,
+    expected_coded,
+    expected_scored,
+)
 from tests.gpu_rehearsal.compile import GPUS, build  # noqa: E402
 from tests.gpu_rehearsal.fake import fake_cuda  # noqa: E402
 
@@ -62,6 +75,29 @@ def test_compiled(capability, dtype, dim, group, num_new, kind, programs):
     assert "mma" in made.ptx
 
 
+def coded_compiled(capability, dtype, bits, dim, rows):
+    """The kernel that reads codes, for a decoding in splits."""
+    types = dict.fromkeys(("q", "k", "v", "out"), f"*{dtype}") | {"scale": "fp32", "partial": "*fp32", "lse": "*fp32"}
+    types |= dict.fromkeys(("k_codes", "v_codes", "k_scales", "v_scales", "seqlens", "first_exact"), "*i32")
+    constants = {"K": 8, "J": 4, "D": dim, "BITS": bits, "G": 32, "F": 32, "TILE": max(16, rows), "SPLIT": True}
+    constants |= {"BLOCK": triton_codes.BLOCK, "UPCAST": False}
+    with fake_cuda(capability):
+        options = triton_codes.options(DTYPES[dtype], constants["TILE"])
+    return build(coded_kv.attend_coded, capability, types, constants, options)
+
+
+@CAPABILITIES
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", pytest.param("fp32", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("bits", "dim", "rows"), [(4, 128, 4), (8, 64, 12), (4, 128, 32)])
+def test_codes_compiled(capability, dtype, bits, dim, rows):
+    """Nothing spilled, enough warps to hide memory's latency, and codes and scales read in words."""
+    made = coded_compiled(capability, dtype, bits, dim, rows)
+    assert made.spilled == 0
+    assert made.programs * made.warps >= RESIDENT_WARPS
+    assert dtype == "fp32" or "mma" in made.ptx
+    assert not re.search(r"ld\.global\.b(8|16)", made.ptx)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("capability", "num_new", "kind", "spilled"),
@@ -81,13 +117,13 @@ def test_single_precision_compiled(capability, num_new, kind, spilled):
 
 
 @CAPABILITIES
-@pytest.mark.parametrize(("dim", "splits"), [(128, ours.MAX_SPLITS), (80, 2)])
+@pytest.mark.parametrize(("dim", "splits"), [(128, triton_grid.MAX_SPLITS), (80, 2)])
 def test_merging_compiled(capability, dim, splits):
     """Nothing spilled."""
     types = {"partial": "*fp32", "lse": "*fp32", "out": "*bf16"}
     padded = triton.next_power_of_2(dim)
     constants = {"K": 8, "J": 4, "D": dim, "PADDED_D": padded, "PADDED_SPLITS": splits}
-    constants["ROWS"] = ours.merge_rows(20, splits * padded)
+    constants["ROWS"] = triton_grid.merge_rows(20, splits * padded)
     assert build(split_kv.merge_splits, capability, types, constants, {"enable_fp_fusion": True}).spilled == 0
 
 
@@ -97,7 +133,7 @@ def test_summing_compiled(capability, some):
     """Nothing spilled."""
     types = {"raw": "*fp32", "lse": "*fp32", "seqlens": "*i32", "counted": "*u8", "out": "*fp32"}
     types |= {"positions": "*i32"}
-    constants = {"K": 8, "J": 4, "PADDED_SPLITS": ours.MAX_SPLITS, "BLOCK": ours.SUMMED}
+    constants = {"K": 8, "J": 4, "PADDED_SPLITS": triton_grid.MAX_SPLITS, "BLOCK": ours.SUMMED}
     constants |= {} if some else {"counted": None, "positions": None}
     assert build(split_kv.sum_scores, capability, types, constants, {"enable_fp_fusion": True}).spilled == 0
 
@@ -114,3 +150,16 @@ def test_on_a_gpu(num_new, group, dtype, tolerance):
         if num_new <= 64:
             scores = attend_scored(ours.TritonAttention(), *arguments)[1]
             torch.testing.assert_close(scores, expected_scored(*arguments)[1], atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(("num_new", "group", "dim"), [(1, 1, 64), (1, 4, 128), (5, 4, 128), (2, 3, 64)])
+def test_codes_on_a_gpu(bits, num_new, group, dim):
+    *arguments, coded = coded_case(num_new, group, dim, 3000, bits, torch.bfloat16)
+    right = expected_coded(*arguments, coded)
+    for codes in (coded.k, coded.v):
+        codes.codes_LBKNC, codes.scales = codes.codes_LBKNC.cuda(), codes.scales.cuda()
+    coded = replace(coded, first_exact_B=coded.first_exact_B.cuda())
+    out = attend_coded(ours.TritonAttention(), *(x.cuda() for x in arguments), coded)
+    torch.testing.assert_close(out.float().cpu(), right, atol=1.6e-2, rtol=1.6e-2)

@@ -144,7 +144,7 @@ def test_every_cell_fits_the_card(gpu_store, monkeypatch, memory, first):
     pytest.importorskip("triton")
     import gpu_bench
 
-    from magicdec.attention import triton
+    from magicdec.attention import triton_grid
     from magicdec.planning import build
 
     num_bytes = int(memory * (1 << 30))
@@ -152,7 +152,7 @@ def test_every_cell_fits_the_card(gpu_store, monkeypatch, memory, first):
     answers |= {"mem_get_info": (num_bytes, num_bytes), "memory_reserved": 0, "memory_allocated": 0}
     for name, answer in answers.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
-    monkeypatch.setattr(triton, "gpu", lambda: triton.NO_GPU)
+    monkeypatch.setattr(triton_grid, "gpu", lambda: triton_grid.NO_GPU)
     bench = gpu_bench.Bench(None, gpu_bench.Sizes())
     cells = bench.fitted()
     assert cells[0][0] == first

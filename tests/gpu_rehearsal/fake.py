@@ -263,14 +263,15 @@ def fake_cuda(capability: int | None = None) -> Iterator[Recording]:
     at once is known where they are compiled for a `capability`, and two to a multiprocessor of an H100 otherwise.
     """
     lend_guard()
-    import magicdec.attention.triton as ours
-    from magicdec.kernels import split_kv
+    from magicdec.attention import triton_grid as grid
+    from magicdec.kernels import coded_kv, split_kv
     from magicdec.kernels import triton_sampling as sampling
     from magicdec.models import code_matmul
 
     recording, card = Recording(), GPUS[capability or 90]
     launched = (
         (split_kv, ("attend_split", "merge_splits", "sum_scores")),
+        (coded_kv, ("attend_coded",)),
         (sampling, ("collect", "find_cut", "write", "draw_numbers")),
         (code_matmul, ("multiply_codes",)),
     )
@@ -278,11 +279,11 @@ def fake_cuda(capability: int | None = None) -> Iterator[Recording]:
         for module, names in launched:
             for name in names:
                 stack.enter_context(patch.object(module, name, _Kernel(getattr(module, name), recording, capability)))
-        gpu = ours.Gpu(capability or 90, card.sms, card.shared, card.warps)
-        stack.enter_context(patch.object(ours, "gpu", lambda: gpu))
-        stack.enter_context(patch.object(ours, "_programs", {}))
+        gpu = grid.Gpu(capability or 90, card.sms, card.shared, card.warps)
+        stack.enter_context(patch.object(grid, "gpu", lambda: gpu))
+        stack.enter_context(patch.object(grid, "_programs", {}))
         if capability is None:
-            stack.enter_context(patch.object(ours, "programs_at_once", lambda *_: 2 * gpu.sms))
+            stack.enter_context(patch.object(grid, "programs_at_once", lambda *_: 2 * gpu.sms))
         rope.frequencies_on.cache_clear()
         stack.enter_context(FakeTensorMode())
         stack.enter_context(torch.no_grad())

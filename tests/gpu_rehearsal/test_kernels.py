@@ -8,8 +8,9 @@ from triton.compiler import CompiledKernel
 from triton.runtime.driver import driver
 
 from magicdec.attention import triton as ours
+from magicdec.attention import triton_grid as grid
 from magicdec.attention.base import Shape
-from magicdec.attention.triton import split_count
+from magicdec.attention.triton_grid import split_count
 from magicdec.kernels import split_kv
 from tests.attention.twins import case
 from tests.gpu_rehearsal.compile import GPUS, Launch, compiled, resources
@@ -83,7 +84,7 @@ def test_the_programs_that_run_at_once_are_those_of_the_compiled_kernel(capabili
         plan = attention.plan(lengths, Shape(5, 32869, 4, q.dtype), None)
         with recording.of() as seen:
             attention.attend(q, k, k, plan)
-        (at_once,) = ours._programs.values()
+        (at_once,) = grid._programs.values()
     made = compiled(seen.launches[0], capability)
     assert at_once == made.programs * GPUS[capability].sms
     assert made.programs == {80: 2, 90: 3, 100: 3, 120: 1}[capability]
@@ -91,12 +92,12 @@ def test_the_programs_that_run_at_once_are_those_of_the_compiled_kernel(capabili
 
 def test_another_triton_that_does_not_tell_registers(monkeypatch):
     """What is asked of it is private; without an answer two programs are assumed to run at once."""
-    monkeypatch.setattr(ours, "gpu", lambda: ours.Gpu(90, 132, GPUS[90].shared, 64))
+    monkeypatch.setattr(grid, "gpu", lambda: grid.Gpu(90, 132, GPUS[90].shared, 64))
+    monkeypatch.setattr(grid, "_programs", {})
     monkeypatch.setattr(
         split_kv, "attend_split", SimpleNamespace(arg_names=[], warmup=lambda *_, **__: SimpleNamespace())
     )
-    variant = ours.Variant(torch.bfloat16, 8, 4, 128, 20, False, False, False, False)
-    assert ours._compiled_programs(variant, {}) == 2 * 132
+    assert grid.programs_at_once("a variant", split_kv.attend_split, {}, {}, torch.bfloat16) == 2 * 132
 
 
 @pytest.mark.slow
@@ -105,8 +106,8 @@ def test_triton_itself_compiles_a_pass_before_its_first_launch(kind, monkeypatch
     """With the arguments of the pass, on a device that only compiles, which tells how many programs run at once."""
     loaded = []
     monkeypatch.setattr(driver, ACTIVE, CompilingDriver(90))
-    monkeypatch.setattr(ours, "gpu", lambda: ours.Gpu(90, 132, GPUS[90].shared, 64))
-    monkeypatch.setattr(ours, "_programs", {})
+    monkeypatch.setattr(grid, "gpu", lambda: grid.Gpu(90, 132, GPUS[90].shared, 64))
+    monkeypatch.setattr(grid, "_programs", {})
 
     def load(self):
         self.n_regs, _ = resources(self.asm["cubin"])
@@ -123,6 +124,6 @@ def test_triton_itself_compiles_a_pass_before_its_first_launch(kind, monkeypatch
     else:
         attention.attend(q, k, v, plan, indices)
     (made,) = loaded
-    (at_once,) = ours._programs.values()
-    assert at_once == ours.gpu().programs(made.n_regs, made.metadata.shared, made.metadata.num_warps)
+    (at_once,) = grid._programs.values()
+    assert at_once == grid.gpu().programs(made.n_regs, made.metadata.shared, made.metadata.num_warps)
     assert at_once in (2 * 132, 3 * 132, 4 * 132)

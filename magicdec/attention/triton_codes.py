@@ -1,0 +1,71 @@
+"""Attention in Triton over codes: how the kernel of kernels/coded_kv.py is launched.
+
+Shapes as there.
+"""
+
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from magicdec.attention import triton_grid as grid
+from magicdec.attention.codes import TOKENS, Coded
+from magicdec.attention.sdpa_fallback import KernelPlan
+from magicdec.attention.triton_grid import ceil_div, kernels, power_of_2
+
+HEAD_DIMS: Final = (64, 128)
+BLOCK: Final = 32  # slots that are read at a time
+MAX_ROWS: Final = 32  # query rows: one tile
+
+
+def reads(coded: Coded, plan: KernelPlan, q_BTHD: Tensor) -> bool:
+    """Return whether the kernel can read these codes: without a window, and as the usual groups and head dims are."""
+    fits = coded.k.group_size % BLOCK == 0 and q_BTHD.shape[-1] // 2 % coded.v.group_size == 0
+    rows = plan.shape.group_size * plan.shape.num_new
+    plain = plan.window is None and plan.positions_BKS is None
+    return fits and plain and q_BTHD.shape[-1] in HEAD_DIMS and rows <= MAX_ROWS
+
+
+def options(dtype: torch.dtype, tile: int) -> dict[str, int | bool]:
+    """Return the compiler's options: few warps decode scales for more numbers each, more of them hold more numbers."""
+    if dtype == torch.float32:
+        warps, stages = 4 if tile == 16 else 8, 2
+    else:
+        warps, stages = (2, 3) if tile == 16 and grid.reads_shared() else (4, 2)
+    return {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
+
+
+def attend(q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, seqlens_B: Tensor, coded: Coded) -> Tensor:
+    """Return attention (B, T, H, D) over codes before the exact entries."""
+    from magicdec.kernels import coded_kv  # imports Triton
+
+    (B, T, H, D), (K, S) = q_BTHD.shape, k_BKSD.shape[1:3]
+    J, bits, layer = H // K, coded.k.bits, coded.layer
+    assert coded.k.along == TOKENS
+    tile = max(16, power_of_2(J * T))
+    arguments: dict[str, Any] = {
+        "q": q_BTHD, "k": k_BKSD, "v": v_BKSD, "seqlens": seqlens_B, "first_exact": coded.first_exact_B, "T": T,
+        "num_tiles": coded.k.codes_LBKNC.shape[3], "scale": D**-0.5 * 1.4426950408889634,
+    }  # fmt: skip
+    for name, codes in (("k", coded.k), ("v", coded.v)):
+        arguments[f"{name}_codes"] = codes.codes_LBKNC[layer].view(torch.int32)
+        arguments[f"{name}_scales"] = codes.scales[layer].view(torch.int32)
+    for name, x in (("q", q_BTHD), ("k", k_BKSD), ("v", v_BKSD)):
+        second, third = ("token", "head") if name == "q" else ("head", "slot")
+        arguments |= zip((f"{name}_row", f"{name}_{second}", f"{name}_{third}"), x.stride(), strict=False)
+    constants = {
+        "K": K, "J": J, "D": D, "BITS": bits, "G": coded.k.group_size, "F": coded.v.group_size, "TILE": tile,
+        "BLOCK": BLOCK, "SPLIT": True, "UPCAST": kernels().INTERPRETED,
+    }  # fmt: skip
+    compiler = options(q_BTHD.dtype, tile)
+    variant = ("coded", q_BTHD.dtype, K, J, D, bits, tile, T == 1)
+    at_once = grid.programs_at_once(variant, coded_kv.attend_coded, arguments | constants, compiler, q_BTHD.dtype)
+    splits = grid.split_count(B * K, S, BLOCK, at_once)
+    parts = grid.allocate(q_BTHD, K, splits)
+    if not q_BTHD.is_meta:
+        constants["SPLIT"] = splits > 1
+        coded_kv.attend_coded[ceil_div(J * T, tile), splits, B * K](
+            **arguments, **parts.arguments, **constants, **compiler
+        )
+        grid.merge(parts, K)
+    return parts.out_BTHD
