@@ -12,7 +12,6 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from rich.console import Group
-from rich.table import Table
 
 from magicdec.config.schema import Config, Verify
 from magicdec.costmodel.engine_settings import read_vllm
@@ -77,7 +76,7 @@ def run(plan: Plan, progress: Progress) -> Outcome:
         if values:
             results |= {f"verify/worst_{name}": min(values), f"verify/median_{name}": median(values)}
     history = [_line(one) | _of(by, one.cell, share) for one, share in zip(found, shares, strict=True)]
-    return Outcome(results, history=history, view=Group(_view(by, found, shares), *_sentences(shares)))
+    return Outcome(results, history=history, view=_view(by, found, shares))
 
 
 def _gammas(scenario: Verify) -> list[int]:
@@ -194,21 +193,22 @@ def _of(by: Schedule, cell: Cell, share: Share) -> dict[str, Any]:
     }
 
 
-def _view(by: Schedule, found: Sequence[Found], shares: Sequence[Share]) -> Table:
-    """Return the measured speedups of all cells."""
+def _view(by: Schedule, found: Sequence[Found], shares: Sequence[Share]) -> Group:
+    """Return a table of the measured speedups of all cells, and one of the schedule's share of the best."""
     gammas = list(found[0].cell.speedups)
-    columns = ("batch", "context", *map(str, gammas), "schedule", "of the best", "chosen apart")
-    table = new_table(*columns, title="measured speedup per row, by gamma; 0: no speculation", num_words=0)
+    title = "measured speedup per row, by gamma; 0: no speculation"
+    measured = new_table("batch", "context", *map(str, gammas), title=title, num_words=0)
+    reached = new_table("batch", "context", "gamma", "of the best", "chosen apart", title="the schedule", num_words=0)
     for one, share in zip(found, shares, strict=True):
         cell = one.cell
-        speedups = [f"{cell.speedups[gamma]:.2f}" + ("*" if gamma == cell.best else "") for gamma in gammas]
-        chosen = str(by.gamma(cell.batch, cell.context))
-        table.add_row(f"{cell.batch}", f"{cell.context:,}", *speedups, chosen, f"{share.of_best:.1%}", _words(share))
-    return table
+        key = (f"{cell.batch}", f"{cell.context:,}")
+        measured.add_row(*key, *(f"{cell.speedups[g]:.2f}" + ("*" if g == cell.best else "") for g in gammas))
+        reached.add_row(*key, f"{by.gamma(*cell[:2])}", f"{share.of_best:.1%}", _words(share))
+    return Group(measured, "", reached, *_sentences(shares))
 
 
 def _words(share: Share) -> str:
-    low_high = f" ({share.apart_ci95[0]:.1%} to {share.apart_ci95[1]:.1%})" if share.apart_ci95 else ""
+    low_high = " [{:.1%}, {:.1%}]".format(*share.apart_ci95) if share.apart_ci95 else ""
     return "-" if share.apart is None else f"{share.apart:.1%}{low_high}"
 
 
