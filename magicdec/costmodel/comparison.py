@@ -1,8 +1,10 @@
 """The prediction for a run: a warning before it; predicted values, their errors and published values after it."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+from magicdec.config.schema import Efficiency
 from magicdec.costmodel.acceptance import Curves
 from magicdec.costmodel.acceptance import published as published_points
 from magicdec.costmodel.predict import predict
@@ -11,12 +13,26 @@ from magicdec.costmodel.speedup import omega
 from magicdec.costmodel.summary import verdict
 from magicdec.costmodel.tables import Row, first_version, read_table
 from magicdec.costmodel.targets import architecture
+from magicdec.costmodel.workload import prefill_s
 
 STEPS = ("target_decode", "draft", "verify")
 # Predicted values that a run measures under another name.
 MEASURED = {name: name for name in ("speedup", "speedup_wall")} | {
     f"{step}_ms": f"time/{step}_ms" for step in (*STEPS, "round")
 }
+
+PERFECT = Efficiency(
+    bandwidth_fraction=1.0,
+    matmul_fraction=1.0,
+    matmul_half_rows=0.0,
+    attention_fraction=1.0,
+    overlap=1.0,
+    layer_overhead_us=0.0,
+    step_overhead_us=0.0,
+    round_overhead_us=0.0,
+    allreduce_hop_us=0.0,
+    allreduce_bandwidth_fraction=1.0,
+)
 
 
 def warning(setup: Setup, gammas: Sequence[int], curves: Curves, alpha: float | None = None) -> str | None:
@@ -42,6 +58,22 @@ def predicted_metrics(
             predicted[f"predicted/{name.removesuffix('_ms')}_error"] = ours / theirs - 1
     errors = [float(e) for step in STEPS if (e := predicted.get(f"predicted/{step}_error")) is not None]
     return predicted | ({"predicted/step_error": max(errors, key=abs)} if errors else {})
+
+
+def limit_metrics(setup: Setup, gamma: int, measured: Mapping[str, Any]) -> dict[str, float]:
+    """Return `limit/*`: the share of its limit that each measured step reaches, and the prefill.
+
+    The limit is the sum over operators of the larger of bytes over bandwidth and FLOPs over the rate of matmuls.
+    """
+    ideal = setup.at(hardware=replace(setup.hardware, efficiency=PERFECT))
+    times, prompts_s = round_times(ideal, gamma), prefill_s(ideal, ideal.target, ideal.ranks, round(ideal.context))
+    limits_s = {
+        "target_decode": (times.target.total, "time/target_decode_ms"),
+        "draft": (times.draft.total, "time/draft_ms"),
+        "verify": (times.verify.total, "time/verify_ms"),
+        "prefill": (ideal.batch * prompts_s, "autoregressive/time_to_first_token_ms"),
+    }
+    return {f"limit/{name}": 1e3 * s / measured[key] for name, (s, key) in limits_s.items() if measured.get(key)}
 
 
 def published(setup: Setup, task: str, gamma: int | str | None = None) -> dict[str, float | int | str | None]:

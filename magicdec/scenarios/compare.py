@@ -7,7 +7,7 @@ from functools import partial
 from statistics import fmean
 
 from magicdec.config.schema import Compare
-from magicdec.costmodel.comparison import predicted_metrics, published
+from magicdec.costmodel.comparison import limit_metrics, predicted_metrics, published
 from magicdec.costmodel.hardware import device_in
 from magicdec.costmodel.memory import Memory
 from magicdec.costmodel.speedup import batch_speedup, round_time
@@ -263,7 +263,7 @@ def _predicted(plan: Plan, results: Metrics, gamma: int) -> Metrics:
     try:
         setup = plan.setup(bandwidth, rate).at(context=round(results["data/context_len_mean"]))  # type: ignore[arg-type]
         predicted = predicted_metrics(setup, gamma, results, plan.config.batch.generate_len)
-        return predicted | published(setup, task_of(plan.config), gamma)
+        return predicted | limit_metrics(setup, gamma, results) | published(setup, task_of(plan.config), gamma)
     except UserError as error:  # a draft that has no cost model
         log.info("not predicted: %s", error)
         return {}
