@@ -6,6 +6,7 @@ Hydra composes plain YAML and knows no types: the result is validated once, as a
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, is_dataclass
+from pathlib import PurePath
 from typing import Any, get_type_hints
 
 import hydra
@@ -30,6 +31,14 @@ for group in SCHEMA:
     OmegaConf.set_struct(SCHEMA[group], False)
 ConfigStore.instance().store(name="schema", node=SCHEMA)
 OmegaConf.register_new_resolver("conf_parent", lambda: str(CONF.parent), replace=True)  # of conf/config.yaml
+
+
+def _head_name(path: str | None, bundled: str) -> str:
+    """Return the last part of a head's path; for the head that ships with its target, the name `bundled`."""
+    return bundled if path is None or path.startswith("magicdec/models/") else PurePath(path).name
+
+
+OmegaConf.register_new_resolver("head_name", _head_name, replace=True)  # of conf/draft/eagle3.yaml
 
 
 def load(cfg: DictConfig) -> Config:

@@ -56,6 +56,12 @@ def changed(default: dict, **changes) -> Config:
     return load(cfg)
 
 
+def test_a_head_from_elsewhere_has_the_name_of_its_folder():
+    named = {path: composed("draft=eagle3", f"draft.model.path={path}").draft.model.name for path in ("a/b/", "org/c")}
+    assert named == {"a/b/": "b", "org/c": "c"}
+    assert composed("draft=eagle3").draft.model.name == "tiny-eagle3"
+
+
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row["target"])
 def test_every_option_is_valid_and_every_target_can_be_a_draft(row):
     draft = TARGETS[TARGETS.index(row["target"]) - 1]
