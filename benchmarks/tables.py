@@ -8,6 +8,7 @@ import yaml
 from races import races
 
 from magicdec.errors import UserError
+from magicdec.tracking.files import ROW, read_lines
 from magicdec.tracking.report.rows import read_rows
 
 Row = dict[str, Any]
@@ -19,17 +20,23 @@ FILTERS = {"s": lambda ms: ms / 1e3, "half": lambda width: width / 2}
 def tables(page: str, runs_dir: Path) -> Iterator[tuple[str, list[Row]]]:
     """Yield the name and the rows of each CSV file of a page, from the runs of its sweep in this store.
 
-    Leave out a file whose sweep the store does not hold. Raise UserError if it holds none of the page's sweeps.
+    Leave out a file if the store has no runs for it. Raise UserError if it holds none of the page's sweeps.
     """
     missing: list[UserError] = []
     of_page = {name: wanted for name, wanted in TABLES.items() if wanted["page"] == page}
     for name, wanted in of_page.items():
         try:
-            runs = [run for run in read_rows(runs_dir, wanted["sweep"]) if run["status"] == "done"]
+            runs = [run for run in read_rows(runs_dir, wanted.get("sweep")) if run["status"] == "done"]
         except UserError as error:
             missing.append(error)
             continue
-        rows = list(rows_of(runs, wanted["columns"]))
+        where = wanted.get("where", {})
+        chosen = (run for run in runs if where.items() <= run.items())
+        if wanted.get("cells"):
+            chosen = (run | line for run in chosen for line in read_lines(Path(run["folder"]) / "history.jsonl", ROW))
+        rows = list(rows_of(chosen, wanted["columns"]))
+        if not rows:
+            continue
         yield name, rows
         if "races" in wanted:
             yield wanted["races"], list(races(rows))
