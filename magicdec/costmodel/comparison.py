@@ -66,14 +66,11 @@ def limit_metrics(setup: Setup, gamma: int, measured: Mapping[str, Any]) -> dict
     The limit is the sum over operators of the larger of bytes over bandwidth and FLOPs over the rate of matmuls.
     """
     ideal = setup.at(hardware=replace(setup.hardware, efficiency=PERFECT))
-    times, prompts_s = round_times(ideal, gamma), prefill_s(ideal, ideal.target, ideal.ranks, round(ideal.context))
-    limits_s = {
-        "target_decode": (times.target.total, "time/target_decode_ms"),
-        "draft": (times.draft.total, "time/draft_ms"),
-        "verify": (times.verify.total, "time/verify_ms"),
-        "prefill": (ideal.batch * prompts_s, "autoregressive/time_to_first_token_ms"),
-    }
-    return {f"limit/{name}": 1e3 * s / measured[key] for name, (s, key) in limits_s.items() if measured.get(key)}
+    best = predict(ideal, (gamma,), alpha=measured.get("alpha")).metrics()
+    times_ms = {step: (best[f"predicted/{step}_ms"], measured.get(f"time/{step}_ms")) for step in STEPS}
+    prompts_ms = 1e3 * ideal.batch * prefill_s(ideal, ideal.target, ideal.ranks, round(ideal.context))
+    times_ms["prefill"] = prompts_ms, measured.get("autoregressive/time_to_first_token_ms")
+    return {f"limit/{name}": float(least or 0.0) / own for name, (least, own) in times_ms.items() if own}
 
 
 def published(setup: Setup, task: str, gamma: int | str | None = None) -> dict[str, float | int | str | None]:

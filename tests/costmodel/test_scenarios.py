@@ -15,7 +15,7 @@ from rich.console import Console
 from magicdec.cache.streaming import Streaming
 from magicdec.config.load import compose
 from magicdec.costmodel.acceptance import Curves, published
-from magicdec.costmodel.comparison import predicted_metrics, warning
+from magicdec.costmodel.comparison import limit_metrics, predicted_metrics, warning
 from magicdec.costmodel.comparison import published as published_values
 from magicdec.costmodel.hardware import hardware_named
 from magicdec.costmodel.predict import predict
@@ -273,6 +273,16 @@ def test_beside_a_run_stand_predictions_and_their_errors(setup):
     unknown = predicted_metrics(setup(), 3, measured | {"alpha": None})  # nothing was proposed, or nothing measured
     assert unknown["predicted/speedup"] is None
     assert "predicted/speedup_error" not in unknown
+
+
+def test_a_step_is_compared_with_its_limit(setup):
+    """A decode step of one row reads the weights but for the embedding, and a long prompt's keys and values."""
+    at = setup("h100", batch=1, context=4000)
+    read = 15.0e9 + 4000 * at.target.kv_elements_per_token * 2
+    found = limit_metrics(
+        at, 3, {"time/target_decode_ms": 2e3 * read / at.hardware.device.bandwidth, "time/draft_ms": None}
+    )
+    assert found == {"limit/target_decode": pytest.approx(0.5, rel=0.02)}
 
 
 @pytest.mark.parametrize("policy", ["quest", "topk", "verify_guided"])
