@@ -186,8 +186,6 @@ def _draft(config: Config) -> Iterator[str]:
     """Yield values that do not go together with this draft."""
     draft, ranks = config.draft, config.hardware.tensor_parallel
     yield from draft.mistakes()
-    if config.scenario.name == "serve" and draft.gamma == "auto":
-        yield "draft.gamma=auto: scenario=serve needs a number, at least 1"
     if ranks > 1 and draft.gamma == "auto":  # each would choose by its own clock
         yield f"draft.gamma=auto: goes with one rank only, not with hardware.tensor_parallel={ranks}; give a number"
     if ranks > 1 and draft.one_rank:

@@ -175,6 +175,7 @@ class DraftConfig:
     shares_target: ClassVar[bool] = False  # `cache` is selected from the target's own entries
     is_target: ClassVar[bool] = False  # the whole target proposes: with every entry, what it would decide
     serves: ClassVar[bool] = False  # rows can change hands between rounds, as serving needs
+    pauses: ClassVar[bool] = True  # a round without proposals leaves it able to propose in the next one
     one_rank: ClassVar[bool] = False  # works on one rank only
     is_predicted: ClassVar[bool] = True  # the cost model covers it
     listens: ClassVar[bool] = False  # it reads the target's hidden states, from the prefill on

@@ -97,6 +97,10 @@ class Draft(ABC):
     def propose(self, state: State, gamma: int) -> Proposal:
         """Guess the next `gamma` tokens of every row."""
 
+    def pause(self, state: State) -> Proposal:
+        """Propose nothing in this round, and stay able to propose in the next one."""
+        return Proposal(state.tokens_BS[:, :0], None)
+
     @abstractmethod
     def commit(self, count_B: Tensor, gamma: int) -> None:
         """Commit `count_B` <= gamma + 1 tokens of every row: accepted proposals, then the bonus token."""

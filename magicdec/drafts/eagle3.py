@@ -127,6 +127,11 @@ class Eagle3Draft(ModelDraft):
         return proposal
 
     @override
+    def pause(self, state: State) -> Proposal:
+        self.verified_BT = state.recent_BT(1)
+        return super().pause(state)
+
+    @override
     def in_target(self, token_B1: Tensor, q_B1V: Tensor | None) -> tuple[Tensor, Tensor | None]:
         ids_V = self.model.target_ids_V
         if ids_V is None:

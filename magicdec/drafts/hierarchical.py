@@ -35,7 +35,7 @@ class Hierarchical(DraftConfig):
     inner_gamma: Annotated[int, Field(ge=0)] = 0
     cache: Cache | None = None
     needs_model = shares_target = serves = one_rank = True
-    is_predicted = False
+    is_predicted = pauses = False
     title = "draft {model} below the target's own"
 
     @property

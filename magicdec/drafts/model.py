@@ -15,7 +15,7 @@ from magicdec.config.choices import DraftConfig
 from magicdec.config.registry import DRAFTS
 from magicdec.decoding.prefill import prefill
 from magicdec.decoding.state import State
-from magicdec.drafts.base import DraftSpec, ModelDraft
+from magicdec.drafts.base import DraftSpec, ModelDraft, Proposal
 from magicdec.models.transformer import Transformer
 from magicdec.rules import STRICT
 
@@ -67,6 +67,12 @@ class IndependentDraft(ModelDraft):
     def _lengths_B(self, state: State) -> Tensor:
         """Return the lengths that a prefill leaves in the cache (int32)."""
         return (state.prompt_len_B + 1 - self.lag).clamp(min=0)
+
+    @override
+    def pause(self, state: State) -> Proposal:
+        """Feed what a round feeds first: the next round does not feed it again."""
+        self.feed(state.recent_BT(self.refed))
+        return super().pause(state)
 
     @override
     def commit(self, count_B: Tensor, gamma: int) -> None:

@@ -6,7 +6,7 @@ rounds so far. Together they give the time per token of each gamma, to hold agai
 B rows.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -21,6 +21,34 @@ PRIOR_ALPHA, PRIOR_JUDGED = 0.7, 4.0  # what is believed before the first round,
 DECAY = 0.95  # of what has been seen, in every round: text changes
 MARGIN = 0.03  # by which another gamma must be better to be switched to
 EVIDENCE = 16.0  # proposals that must have been judged before speculation is given up
+
+
+class Estimate:
+    """An estimate of alpha: the share of accepted proposals among those whose predecessors in a round were accepted."""
+
+    def __init__(self, decay: float = DECAY):
+        """Begin with the prior; `decay` is what a round leaves of what has been seen before."""
+        self._accepted, self.judged, self._decay = PRIOR_ALPHA * PRIOR_JUDGED, PRIOR_JUDGED, decay
+
+    @property
+    def alpha(self) -> float:
+        """Return the estimate."""
+        return self._accepted / self.judged
+
+    def learn(self, gamma: int, accepted: Sequence[int]) -> None:
+        """Count a round: the accepted proposals of every row that took part."""
+        self._accepted = self._decay * self._accepted + sum(accepted)
+        self.judged = self._decay * self.judged + sum(min(count + 1, gamma) for count in accepted)
+
+    def seconds_per_token(self, seconds: Mapping[int, float]) -> dict[int, float]:
+        """Return the seconds per token of rounds that take so long, by gamma."""
+        return {gamma: one / omega(gamma, self.alpha) for gamma, one in seconds.items()}
+
+
+def better(costs: Mapping[int, float], gamma: int) -> int:
+    """Return the gamma of the least cost, or `gamma` itself if that is hardly more."""
+    best = min(costs, key=costs.__getitem__)
+    return best if gamma not in costs or costs[best] < (1 - MARGIN) * costs[gamma] else gamma
 
 
 class AdaptiveCycle:
@@ -48,8 +76,8 @@ class AdaptiveCycle:
         """Begin with the prior again; `gammas` are those of the rounds since."""
         self.gammas: list[int] = []
         self._pending: list[tuple[int, Tensor, torch.cuda.Event | None]] = []
-        self._accepted, self._judged = PRIOR_ALPHA * PRIOR_JUDGED, PRIOR_JUDGED
-        costs = self._seconds_per_token()
+        self._estimate = Estimate()
+        costs = self._estimate.seconds_per_token(self._seconds)
         self._gamma = min((gamma for gamma in costs if gamma), key=costs.__getitem__)
 
     def __call__(self) -> None:
@@ -64,21 +92,16 @@ class AdaptiveCycle:
 
     @property
     def alpha(self) -> float:
-        """The estimated share of accepted proposals, among those whose predecessors in the round were accepted."""
-        return self._accepted / self._judged
+        """The estimate so far."""
+        return self._estimate.alpha
 
     def _choose(self) -> None:
-        costs = self._seconds_per_token()
-        if self._judged < EVIDENCE:
+        costs = self._estimate.seconds_per_token(self._seconds)
+        if self._estimate.judged < EVIDENCE:
             costs.pop(0)
-        best = min(costs, key=costs.__getitem__)
-        if costs[best] < (1 - MARGIN) * costs[self._gamma]:
+        if (best := better(costs, self._gamma)) != self._gamma:
             self._gamma = best
             self._cycles[best].restart()
-
-    def _seconds_per_token(self) -> dict[int, float]:
-        alpha = self.alpha
-        return {gamma: seconds / omega(gamma, alpha) for gamma, seconds in self._seconds.items()}
 
     def _timed_rounds(self) -> dict[int, float]:
         """Return the seconds of a round of each gamma; the gammas take turns, so that a slow spell hits all."""
@@ -104,6 +127,4 @@ class AdaptiveCycle:
         """Update the estimate with the rounds whose counters have arrived."""
         while self._pending and ((event := self._pending[0][2]) is None or event.query()):
             gamma, accepted_B, _ = self._pending.pop(0)
-            taken = [count for count in accepted_B.tolist() if count != INACTIVE]
-            self._accepted = DECAY * self._accepted + sum(taken)
-            self._judged = DECAY * self._judged + sum(min(count + 1, gamma) for count in taken)
+            self._estimate.learn(gamma, [count for count in accepted_B.tolist() if count != INACTIVE])

@@ -128,7 +128,7 @@ class Decoder:
     def round(self, draft: Draft, gamma: int, phase: int) -> None:
         """Propose, verify, accept, commit: no host synchronisation, static shapes, no attention for finished rows."""
         with resting(self.state.finished_B, self.cache, *draft.caches):
-            proposal = draft.propose(self.state, gamma)
+            proposal = draft.propose(self.state, gamma) if gamma else draft.pause(self.state)
             logits_BTV = self.verify(proposal, draft.watch(self.cache, phase), draft.taps)
         verdict = self.accept(proposal, logits_BTV)
         count_B = self.state.commit(verdict)

@@ -1,4 +1,4 @@
-"""The scheduler: which requests wait, which have a slot, and what is done next. One thread, no clock, no network.
+"""The scheduler: which requests wait, which have a slot, and what is done next. One thread, no network.
 
 A free slot takes the request that has waited longest. Its prompt is prefilled in chunks; the running requests get a
 round after one chunk for every free slot. So empty slots are filled quickly, and the fuller the slots are, the less the
@@ -6,6 +6,7 @@ running requests wait (chunked prefills: Sarathi-Serve, arXiv 2403.02310).
 """
 
 import logging
+import time
 from collections import deque
 from functools import partial
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from magicdec.errors import NonFinite
+from magicdec.serving.gamma import Chooser
 from magicdec.serving.request import Request
 from magicdec.serving.slots import Abandoned, Slots
 
@@ -29,7 +31,8 @@ class Scheduler:
         self.running: dict[int, Request] = {}  # by slot
         self.closing = False  # any thread may set it: a prefill ends at its next chunk
         self._prefilled = 0  # tokens since the last round, while others were running
-        self._unread: deque[tuple[dict[int, Request], _Reading]] = deque()
+        self._chooser = Chooser(slots.gammas) if self.speculative and len(slots.gammas) > 1 else None
+        self._unread: deque[tuple[dict[int, Request], int | None, _Reading]] = deque()
         # On a GPU the host reads a round's outcome while the next round runs: at most one round too many.
         self._lag = 1 if slots.device.type == "cuda" else 0
 
@@ -109,14 +112,21 @@ class Scheduler:
 
     def _round(self) -> None:
         self._prefilled = 0
-        report = self.slots.step(self.speculative)
-        self._unread.append((dict(self.running), _Reading(report)))
+        gamma = self.slots.gamma if self.speculative else None
+        if self._chooser:
+            gamma = self._chooser.choose(len(self.running))
+        reading = _Reading(self.slots.device)
+        reading.end(self.slots.step(gamma))
+        self._unread.append((dict(self.running), gamma, reading))
         if len(self._unread) > self._lag:
             self._read(*self._unread.popleft())
 
-    def _read(self, tenants: dict[int, Request], reading: "_Reading") -> None:
+    def _read(self, tenants: dict[int, Request], gamma: int | None, reading: "_Reading") -> None:
         """Give each request its tokens of a round. `tenants` had the slots then; some may have ended."""
         rows = reading.rows()
+        if self._chooser and gamma is not None:
+            counts = [rows[slot][0] for slot, request in tenants.items() if request.end is None]
+            self._chooser.learn(len(tenants), gamma, reading.seconds, [count for count in counts if count >= 0])
         for slot, request in tenants.items():
             if request.end is not None:
                 continue
@@ -125,9 +135,9 @@ class Scheduler:
                 self._free(slot)
                 request.finish("failed", NonFinite("the logits of this request are NaN or infinite"))
                 continue
-            if self.speculative:
-                gamma = request.params.gamma
-                request.count_round(self.slots.gamma if gamma is None else gamma, accepted, committed)
+            if gamma is not None:
+                own = request.params.gamma
+                request.count_round(gamma if own is None else min(gamma, own), accepted, committed)
             request.receive(recent[len(recent) - committed :])
             if finished:
                 self._free(slot)
@@ -154,18 +164,27 @@ class Scheduler:
 
 
 class _Reading:
-    """A small tensor whose copy to the host starts now and is read later."""
+    """A round's outcome whose copy to the host starts when the round ends and is read later, and the round's time."""
 
-    def __init__(self, tensor: Tensor):
-        self._tensor, self._event = tensor, None
-        if tensor.is_cuda:
+    def __init__(self, device: torch.device):
+        """Begin the round."""
+        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(3)] if device.type == "cuda" else []
+        self._began = time.perf_counter()
+        if self._events:
+            self._events[0].record()
+
+    def end(self, tensor: Tensor) -> None:
+        """End the round, of which this is the outcome."""
+        self._tensor, self.seconds = tensor, time.perf_counter() - self._began
+        if self._events:
+            self._events[1].record()
             self._tensor = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             self._tensor.copy_(tensor, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
+            self._events[2].record()
 
     def rows(self) -> list[list[int]]:
-        """Wait for the values and return them."""
-        if self._event is not None:
-            self._event.synchronize()
+        """Wait for the outcome and return it. `seconds` are those of the round from now on."""
+        if self._events:
+            self._events[2].synchronize()
+            self.seconds = self._events[0].elapsed_time(self._events[1]) / 1e3
         return self._tensor.tolist()

@@ -87,6 +87,7 @@ class Slots:
             served = ", ".join(name for name in DRAFTS if DRAFTS[name].facts.serves)
             raise UserError(f"draft.name={engine.draft.name} cannot be served; one of: none, {served}")
         self.engine, self.num_slots, self.max_len, self.gamma = engine, num_slots, max_len, engine.gamma
+        self.gammas = self._gammas()
         self.eos_token_ids = engine.target.config.eos_token_ids
         self.device = engine.target.embed.weight.device
         self.state, single = (
@@ -101,29 +102,36 @@ class Slots:
         self._phase = 0
         self._steps = self._captured()
 
+    def _gammas(self) -> tuple[int, ...]:
+        """Return the gammas of rounds: one, or all that draft.gamma=auto chooses among, with 0 where a draft pauses."""
+        draft = self.engine.draft
+        if draft.name == "none":
+            return ()
+        gammas = draft.gammas(self.engine.cache)
+        return (0, *gammas) if draft.gamma == "auto" and draft.pauses else gammas
+
     @torch.inference_mode()
-    def _captured(self) -> dict[tuple[bool, bool], list[Step]]:
-        """Return a step for each kind of round: speculative or not, greedy or not, by phase.
+    def _captured(self) -> dict[tuple[int | None, bool], list[Step]]:
+        """Return a step for each kind of round: by gamma (None: autoregressive), greedy or not, by phase.
 
         Capturing rehearses rounds, which has no effect while there are no requests: empty rows commit nothing.
         """
-        ways = (False, True) if self.batch.draft else (False,)
         return {
-            (speculative, greedy): [
-                Step(partial(self._round, speculative, greedy, phase), self.batch.decoder.captures)
-                for phase in range(self._phases if speculative else 1)
+            (gamma, greedy): [
+                Step(partial(self._round, gamma, greedy, phase), self.batch.decoder.captures)
+                for phase in range(1 if gamma is None else self._phases)
             ]
-            for speculative in ways
+            for gamma in (None, *self.gammas)
             for greedy in (True, False)
         }
 
-    def _round(self, speculative: bool, greedy: bool, phase: int) -> None:
+    def _round(self, gamma: int | None, greedy: bool, phase: int) -> None:
         self.sampling.greedy = greedy
-        if speculative:
-            assert self.batch.draft is not None
-            self.batch.decoder.round(self.batch.draft, self.gamma, phase)
-        else:
+        if gamma is None:
             self.batch.decoder.decode_token()
+        else:
+            assert self.batch.draft is not None
+            self.batch.decoder.round(self.batch.draft, gamma, phase)
 
     def close(self) -> None:
         """Free the caches at once, even if other objects still refer to these slots."""
@@ -195,15 +203,15 @@ class Slots:
         self._sampled.discard(slot)
 
     @torch.inference_mode()
-    def step(self, speculative: bool) -> Tensor:
-        """Take a round of all slots. Return (B, 4 + T), still on the device: accepted proposals, committed tokens,
-        whether the row has finished, whether its logits were finite, and its last T tokens, of which the committed ones
-        are new.
+    def step(self, gamma: int | None) -> Tensor:
+        """Take a round of all slots that proposes `gamma` tokens; None: an autoregressive step, of which the draft
+        learns nothing. Return (B, 4 + T), still on the device: accepted proposals, committed tokens, whether the row
+        has finished, whether its logits were finite, and its last T tokens, of which the committed ones are new.
         """
-        steps = self._steps[speculative, not self._sampled]
+        steps = self._steps[gamma, not self._sampled]
         steps[self._phase % len(steps)]()
         self._phase = (self._phase + 1) % self._phases
         state = self.state
         flags_B2 = torch.stack((state.finished_B, (state.bad_WB == NEVER).all(0)), dim=1).int()
         counters_B4 = torch.cat((state.accepted_RB.T, state.committed_RB.T, flags_B2), dim=1)
-        return torch.cat((counters_B4, state.recent_BT(self.gamma + 1 if speculative else 1)), dim=1)
+        return torch.cat((counters_B4, state.recent_BT((gamma or 0) + 1)), dim=1)

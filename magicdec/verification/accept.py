@@ -79,5 +79,5 @@ def _at(x: Tensor, index_B: Tensor) -> Tensor:
 
 
 def _with_bonus(proposed_BG: Tensor, num_accepted_B: Tensor, bonus_B: Tensor) -> Tensor:
-    padded_BT = torch.cat((proposed_BG, proposed_BG[:, :1]), dim=1)
+    padded_BT = torch.cat((proposed_BG, bonus_B[:, None]), dim=1)
     return padded_BT.scatter(1, num_accepted_B.long()[:, None], bonus_B[:, None])

@@ -244,10 +244,6 @@ def test_the_first_run_needs_no_warning(default):
             "scenario.length_shares=[]: must hold at least one",
         ),
         ({"scenario__name": "serve", "scenario__length_shares": [1.5]}, "must hold numbers above 0 and at most 1"),
-        (
-            {"scenario__name": "serve", "draft__gamma": "auto"},
-            "draft.gamma=auto: scenario=serve needs a number",
-        ),
         ({"scenario__name": "serve", "scenario__rates": [0.0]}, "scenario.rates=[0.0]: must hold numbers above 0"),
         (
             {"scenario__name": "serve", "scenario__rates": [1.0, 1e-9]},

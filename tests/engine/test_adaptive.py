@@ -109,7 +109,7 @@ def test_another_gamma_must_be_better_by_a_margin(monkeypatch, gain, chosen):
 @pytest.mark.parametrize(("judged", "chosen"), [(15.9, 3), (16.0, 0)])
 def test_speculation_is_given_up_on_evidence_alone(monkeypatch, judged, chosen):
     adaptive = simulated(monkeypatch, 0.8, 0.1, verify=1.1)
-    adaptive._gamma, adaptive._judged, adaptive._accepted = 3, judged, 0.1 * judged
+    adaptive._gamma, adaptive._estimate.judged, adaptive._estimate._accepted = 3, judged, 0.1 * judged
     adaptive._seconds = {0: 1.0, 3: 2.0}
     adaptive._choose()
     assert adaptive._gamma == chosen

@@ -64,7 +64,7 @@ def test_a_slot_that_is_given_back_reads_next_to_nothing(draft, policy):
     for slot in range(2):
         slots.prefill(prompt, Params(20), True, lambda _: None)
         slots.seat(slot)
-    slots.step(True)
+    slots.step(slots.gamma)
     slots.release(0)
     drafts = [slots.batch.draft, getattr(slots.batch.draft, "inner", None)]
     caches = [slots.batch.decoder.cache, *(one.cache for one in drafts if hasattr(one, "cache"))]
@@ -184,7 +184,7 @@ def test_closed_slots_hold_no_memory():
     gc.disable()  # counting references must suffice: the next level's slots are opened at once
     try:
         slots = slots_with("self", "streaming")
-        slots.step(True)
+        slots.step(slots.gamma)
         cache = weakref.ref(slots.batch.decoder.cache)
         slots.close()
         assert cache() is None
@@ -229,7 +229,7 @@ def test_rounds_are_greedy_again_once_the_sampled_requests_have_gone():
         slots.seat(slot)
     for slot, is_greedy in ((1, False), (2, True)):
         slots.release(slot)
-        slots.step(True)
+        slots.step(slots.gamma)
         assert slots.sampling.greedy == is_greedy
 
 

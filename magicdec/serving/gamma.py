@@ -1,0 +1,72 @@
+"""Adaptive gamma while serving (draft.gamma=auto): how many tokens the next round proposes.
+
+How long a round takes depends on how many requests run, and how often proposals are accepted on their texts. Both are
+learned from the rounds themselves.
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from statistics import median
+
+from magicdec.engine.adaptive import Estimate, better
+
+DECAY = 0.98  # of what has been seen, in every round: a round may have a single row
+KEPT = 5  # times of a gamma, of which the median counts: prompts grow, and neighbours disturb
+FIRST = 2  # times of each gamma before others are compared with it: the first round compiles, or captures
+EARLY, LATE = 8, 64  # rounds from one trial of another gamma to the next: while some are untried, and later
+WORTH = 1.5  # times the best cost: a gamma that is expected to cost more is tried at every eighth late trial only
+
+
+class Chooser:
+    """Choose the gamma of each round by the time per token; 0 where no speculation pays."""
+
+    def __init__(self, gammas: Sequence[int]):
+        """Choose among these, which may include 0."""
+        self.gammas, self._estimate, self._gamma, self._rounds = list(gammas), Estimate(DECAY), max(gammas), 0
+        # By the size of the batch in powers of two, and by gamma.
+        self._times = defaultdict[int, dict[int, deque[float]]](
+            lambda: {gamma: deque(maxlen=KEPT) for gamma in self.gammas}
+        )
+        self._last = dict.fromkeys(self.gammas, 0)  # round in which each ran
+
+    def choose(self, rows: int) -> int:
+        """Return the gamma of the next round, of so many rows."""
+        gamma = self._chosen(self._times[rows.bit_length()], self._seconds(rows.bit_length()))
+        self._rounds += 1
+        self._last[gamma] = self._rounds
+        return gamma
+
+    def learn(self, rows: int, gamma: int, seconds: float, accepted: Sequence[int]) -> None:
+        """Learn from a round: its time, and the accepted proposals of every row."""
+        self._times[rows.bit_length()][gamma].append(seconds)
+        if gamma:
+            self._estimate.learn(gamma, accepted)
+
+    def _chosen(self, times: dict[int, deque[float]], seconds: dict[int, float]) -> int:
+        if untimed := [gamma for gamma in self.gammas if gamma not in seconds]:
+            return untimed[0]
+        costs = self._estimate.seconds_per_token(seconds)
+        self._gamma = better(costs, self._gamma)
+        worth = [gamma for gamma in costs if costs[gamma] < WORTH * costs[self._gamma]]
+        early = [gamma for gamma in worth if len(times[gamma]) < FIRST]
+        if early and self._rounds % EARLY == 0:
+            return min(early, key=costs.__getitem__)
+        if self._rounds % LATE == 0:
+            return min(self.gammas if self._rounds % (8 * LATE) == 0 else worth, key=self._last.__getitem__)
+        return self._gamma
+
+    def _seconds(self, size: int) -> dict[int, float]:
+        """Return the seconds of a round of each gamma at a size: as timed there or, for gammas that were not, at the
+        nearest other size, scaled by those that were timed at both.
+        """
+        own = _medians(self._times[size])
+        for other in sorted(self._times, key=lambda other: abs(other - size))[1:]:
+            theirs = _medians(self._times[other])
+            ratios = [own[gamma] / theirs[gamma] for gamma in own.keys() & theirs.keys()]
+            own = {gamma: time * (median(ratios) if ratios else 1.0) for gamma, time in theirs.items()} | own
+        return own
+
+
+def _medians(times: dict[int, deque[float]]) -> dict[int, float]:
+    """Return the median time of each gamma; of few, the shortest one."""
+    return {gamma: median(some) if len(some) == KEPT else min(some) for gamma, some in times.items() if some}
