@@ -108,6 +108,8 @@ def with_groups(launcher: Launcher, **given: Any) -> Launcher:
     """Return the launcher of a sweep, which starts a task per group where that is worth while."""
     config: DictConfig = given["config"]
     is_own = type(launcher).__module__.rpartition(".")[-1] in OWN
+    if config.sweep.get("turns") and not config.sweep.dry_run and not type(launcher).__module__.endswith(OWN[0]):
+        to_stderr("sweep.turns: only hydra/launcher=process takes turns; each run measures all its repeats at once")
     if is_own or config.sweep.share == "none" or config.scenario.name in ("predict", "plan"):
         return launcher
     launcher = GroupLauncher(launcher)

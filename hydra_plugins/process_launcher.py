@@ -39,7 +39,7 @@ from magicdec.errors import JobFailed, to_stderr
 from magicdec.tracking.gpus import visible_gpus
 from magicdec.tracking.reader import read_result
 from magicdec.tracking.store import Run
-from magicdec.tracking.sweep import BUSY, INTERRUPTED, JOB, SWEEP_DIR, attempt_of, jobs, stop
+from magicdec.tracking.sweep import BUSY, INTERRUPTED, JOB, SWEEP_DIR, TURN, attempt_of, jobs, stop
 
 START = "forkserver" if sys.platform == "linux" else "spawn"
 POLL_S, RETRY_S, GRACE_S = 0.05, 2.0, 10.0
@@ -66,6 +66,7 @@ class SweepJob:
 
     number: int
     overrides: list[str]
+    turn: int = 0  # the repeat to measure; 0: all
     not_before: float = -math.inf
 
     def __str__(self) -> str:
@@ -138,6 +139,7 @@ class Titles:
         left = self.total - self.begun
         self.begun += 1
         own = " ".join(text for text in job.overrides if text not in self.common)
+        own = f"repeat {job.turn}: {own}" if job.turn else own
         minutes = left / at_once * fmean(self.seconds) / 60 if self.seconds else 0
         return f"[{self.begun}/{self.total}] {own}{f', about {minutes:.0f} min left' if minutes >= 1 else ''}"
 
@@ -156,7 +158,11 @@ class ProcessLauncher(Launcher):
         """Run all jobs. Return their results in order, without jobs that sweep.fail_fast has kept from starting."""
         from magicdec.scenarios import imports  # here, because Hydra imports this module for every command
 
-        waiting = deque(SweepJob(initial_job_idx + i, list(overrides)) for i, overrides in enumerate(job_overrides))
+        waiting = deque(
+            SweepJob(initial_job_idx + i, list(overrides), turn)
+            for turn in self._turns()
+            for i, overrides in enumerate(job_overrides)
+        )
         self.groups = {job.number: group_of(job.number, job.overrides, self.config) for job in waiting}
         self.titles = Titles([job.overrides for job in waiting])
         workers: list[Worker] = []
@@ -179,6 +185,8 @@ class ProcessLauncher(Launcher):
                         self.titles.begun -= 1
                         waiting.append(job)
                         continue
+                    if code:
+                        waiting = deque(other for other in waiting if other.number != job.number)
                     results[job.number] = self._result(job, code, worker.process.pid)
                     self.titles.seconds.append(time.monotonic() - worker.began)
                     if code and self.config.sweep.fail_fast and waiting:
@@ -187,6 +195,13 @@ class ProcessLauncher(Launcher):
         finally:
             _stop(workers)
         return [results[number] for number in sorted(results)]
+
+    def _turns(self) -> Sequence[int]:
+        """Return the turns of each job: as many as repeats where jobs that share a prefill take turns."""
+        if not self.config.sweep.get("turns") or self.config.sweep.dry_run:
+            return (0,)
+        repeats = self.config.scenario.get("repeats")
+        return range(1, repeats + 1) if isinstance(repeats, int) else (0,)
 
     def _start_jobs(self, waiting: deque[SweepJob], workers: list[Worker]) -> None:
         """Give every process its next job, and start processes while there is room for them.
@@ -216,7 +231,7 @@ class ProcessLauncher(Launcher):
         return job
 
     def _begin(self, worker: Worker, job: SweepJob) -> None:
-        env = {JOB: str(job.number), SWEEP_DIR: str(self.config.hydra.sweep.dir)}
+        env = {JOB: str(job.number), SWEEP_DIR: str(self.config.hydra.sweep.dir), TURN: str(job.turn)}
         to_stderr(self.titles(job, self.limit))
         if self.limit > 1:
             env["TERM"] = "dumb"  # the progress bars of several would overwrite each other

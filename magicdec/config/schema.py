@@ -261,6 +261,7 @@ class SweepConfig:
     dry_run: bool
     objective: str
     share: Literal["prefill", "weights", "none"]
+    turns: bool
     jobs_per_task: Annotated[int | None, Field(ge=1), must("must be at least 1, or null")]
 
 

@@ -1,6 +1,7 @@
 """The frame of a run: prepare the scenario, open the run's folder, run the scenario, store its results, log them."""
 
 import math
+import shutil
 import signal
 import sys
 import threading
@@ -111,10 +112,18 @@ def _found(config: Config, name: str) -> dict[str, Any]:
     return find_done(config.runs_dir, name, {} if config.resume == "any_version" else software())
 
 
+def _lacks_repeats(config: Config, found: Mapping[str, Any]) -> bool:
+    """Return whether a result has fewer repeats than asked for: runs that take turns were interrupted."""
+    wanted = getattr(config.scenario, "repeats", 0)
+    return isinstance(wanted, int) and found.get("repeats", wanted) < wanted
+
+
 def _is_settled(config: Config, found: Mapping[str, Any]) -> bool:
     """Return whether a sweep skips a run with this result: with resume=noisy, one that was not disturbed or whose
     speedup is known as precisely as asked for.
     """
+    if _lacks_repeats(config, found):
+        return False
     if config.resume != "noisy" or not found:
         return bool(found)
     reached, scenario = found.get("speedup_precision"), config.scenario
@@ -128,6 +137,8 @@ def _skipped(config: Config, name: str, job: Job) -> dict[str, Any]:
     found = _found(config, name) if job.sweep_dir is not None else {}
     if not _is_settled(config, found):
         return {}
+    if job.turn > 1:
+        return found
     others = " and ".join(key for key, value in software().items() if found.get(key) != value)
     why = f"done already{others and f' with other {others}'}, skipped (resume=false measures it again)"
     Console(stderr=True).print(Text(f"{found['id']}: {why}"))
@@ -137,22 +148,26 @@ def _skipped(config: Config, name: str, job: Job) -> dict[str, Any]:
 
 def _measure(plan: "Plan", name: str, settings: dict[str, Any], job: Job) -> dict[str, Any]:
     """Do the run, store and show its results; return the contents of result.json."""
-    if plan.config.resume == "noisy" and (found := _found(plan.config, name)):
-        plan = replace(plan, earlier=Path(plan.config.runs_dir, found["id"]))
+    before = _before(plan.config, name, job)
+    if before is not None or job.turn:
+        plan = replace(plan, earlier=before, turn=job.turn > 0)
     SHARED.begin(plan.config.sweep.share if job.sweep_dir else "none")
     this = Run.open(plan.config.runs_dir, name, settings, job.overrides)
     live = Live(this.folder, settings, this.result)
+    is_part = 0 < job.turn < getattr(plan.config.scenario, "repeats", 0)  # the last turn's attempt has all repeats
     try:
         _record(plan.config, this.id, job)
         with this.log_to_file(), _stoppable():
             with sampled() as rows:
-                outcome = _outcome(plan, this, live)
+                outcome = _outcome(plan, this, nobody if is_part else live)
             outcome.system = rows
             earlier = [read_result(path) for path in attempts(this.runs_dir, name) if path != this.folder]
             outcome.metrics |= slowness(outcome.metrics, earlier)
             if BASELINE in outcome.metrics:
                 outcome.metrics["noisy"] = bool(noise(outcome.metrics))
             this.finish(outcome.metrics, outcome.generations, outcome.history, outcome.samples, outcome.system)
+            if before is not None and job.turn and this.result.get("repeats", 0) > 1:
+                shutil.rmtree(before)  # its repeats are in this attempt
     except BaseException as error:
         SHARED.clear()
         reason, kind = _reason(error, plan.config)
@@ -164,9 +179,20 @@ def _measure(plan: "Plan", name: str, settings: dict[str, Any], job: Job) -> dic
         if kind == "out_of_memory":
             raise UserError(reason) from error
         raise
+    if job.turn and _lacks_repeats(plan.config, this.result):
+        return this.result
     logged = log_run(this.folder, settings, this.result)
     table.show(Console(file=sys.stdout), settings, outcome.metrics, this.folder, logged, outcome.history, outcome.view)
     return this.result
+
+
+def _before(config: Config, name: str, job: Job) -> Path | None:
+    """Return the attempt whose repeats this one counts too: of the turn before, or one that is to be improved on."""
+    found = _found(config, name)
+    attempt_id = found.get("id") if config.resume == "noisy" or _lacks_repeats(config, found) else None
+    if job.turn > 1 and job.sweep_dir is not None:
+        attempt_id = sweep.attempt_of(job.sweep_dir, job.number)
+    return Path(config.runs_dir, attempt_id) if attempt_id else None
 
 
 def _list(plan: "Plan", name: str, job: Job) -> None:
@@ -203,10 +229,10 @@ def _stoppable() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _outcome(plan: "Plan", run: Run, live: Live) -> Outcome:
+def _outcome(plan: "Plan", run: Run, follow: Follow) -> Outcome:
     """Do the work, here or on the ranks that share the model. Ranks report nothing before the end."""
     if plan.num_ranks == 1:
-        return _work(0, plan, follow=live)
+        return _work(0, plan, follow=follow)
     return on_ranks(plan.num_ranks, plan.config.hardware.device, _work, plan, run)
 
 

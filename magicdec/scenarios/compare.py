@@ -81,6 +81,9 @@ def run(plan: Plan, progress: Progress) -> Outcome:
     results |= _figures(plan, measured, outputs)
     if config.draft.synthetic_acceptance is None:  # otherwise what is written means nothing
         results |= outputs.accuracy(tokenizer)
+    if plan.turn and len(measured.times) < int(config.settings(Compare).repeats):
+        batch.close()
+        return Outcome(results, outputs.rows(config.data.save_prompts), _history(first))
     gamma = results.get("gamma", config.gammas[-1])
     results |= _profiled(plan, batch, gamma, progress)
     growth = 1 + config.batch.generate_len / 2 / fmean(map(len, prompts.tokens))
@@ -99,6 +102,7 @@ def _decoded(
 ) -> Measured:
     """Prefill, decode and audit one batch after another; `earlier` repeats count towards an interval."""
     rows, scenario = int(plan.config.batch.size), plan.config.settings(Compare)
+    scenario = replace(scenario, repeats=1) if plan.turn else scenario
     measured: Measured | None = None
     for start in range(0, len(prompts.tokens), rows):
         if measured is not None:

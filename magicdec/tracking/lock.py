@@ -35,7 +35,6 @@ class Busy(UserError):
 @contextmanager
 def locked(folder: Path, patience_s: float = PATIENCE_S) -> Iterator[None]:
     """Hold the lock of a run's folder, which is created. Raise OSError, or Busy if another process keeps the lock."""
-    folder.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + patience_s
     while (descriptor := _try(folder / NAME)) is None:
         if time.monotonic() > end:
@@ -47,6 +46,7 @@ def locked(folder: Path, patience_s: float = PATIENCE_S) -> Iterator[None]:
     finally:
         with suppress(OSError):
             (folder / NAME).unlink()  # before the lock is released: a waiting process sees that the file is gone
+            folder.rmdir()  # if the run has left nothing there
         os.close(descriptor)
 
 
@@ -71,7 +71,11 @@ def is_locked(folder: Path) -> bool:
 
 def _try(path: Path) -> int | None:
     """Return a descriptor that holds the lock, or None if another process holds it."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    except FileNotFoundError:  # the last holder has removed the folder between our two calls
+        return None
     try:
         _flock(descriptor)
         # The last holder may have removed the file between our two calls: then we hold a file that nobody else opens.

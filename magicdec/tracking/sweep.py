@@ -19,7 +19,7 @@ JOBS = "jobs.jsonl"
 STAMP = re.compile(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d(?:-\d+)?_")  # before the name of a sweep, in that of its folder
 STOPPED = "stopped"  # a file: a job has failed under sweep.fail_fast
 # The environment of a job: its number and the sweep's folder.
-JOB, SWEEP_DIR = "MAGICDEC_JOB", "MAGICDEC_SWEEP_DIR"
+JOB, SWEEP_DIR, TURN = "MAGICDEC_JOB", "MAGICDEC_SWEEP_DIR", "MAGICDEC_TURN"
 # A job's own exit codes: another process is running this run (EX_TEMPFAIL); Ctrl-C.
 BUSY, INTERRUPTED = 75, 130
 # The seconds that each job of a dry run of this process will take, None where that is not known.
@@ -33,6 +33,7 @@ class Job:
     overrides: tuple[str, ...] = ()
     sweep_dir: Path | None = None  # None: a single run
     number: int = 0
+    turn: int = 0  # the repeat to measure, where runs take turns; 0: all
     waits: bool = False  # for a run that another process is running; otherwise that is raised as Busy
 
 

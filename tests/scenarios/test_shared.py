@@ -127,3 +127,43 @@ def test_small_facts_are_found_once_and_not_after_a_failure(tmp_path, monkeypatc
     SHARED.clear()
     done(tmp_path, "streaming", number=2)
     assert len(found) == 6
+
+
+def turn_of(tmp_path, name, turn, *overrides, number=0):
+    """Measure one repeat of a cell, or all that are left (0). Return result.json."""
+    config = compose([*BASE, *CELLS[name].split(), "scenario.repeats=2", "sweep.turns=true", *overrides])
+    config = replace(config, runs_dir=str(tmp_path))
+    return run(config, Job((), tmp_path / "sweeps" / "one", number, turn))
+
+
+def decoded_s(tmp_path, result):
+    """The seconds of each repeat, of the first row."""
+    rows = (tmp_path / result["id"] / "generations.jsonl").read_text().splitlines()
+    return json.loads(rows[0])["decode_s"]["speculative"]
+
+
+@pytest.mark.parametrize("resume", ["true", "false"])
+def test_runs_that_take_turns_end_with_all_repeats(tmp_path, resume):
+    """Each turn is on disk when it ends, and the last one has what a run of its own has."""
+    keep = f"resume={resume}"
+    for number, name in enumerate(("streaming", "quest")):
+        part = turn_of(tmp_path, name, 1, keep, number=number)
+        assert (part["repeats"], "time/draft_ms" in part) == (1, False)
+    ends = [turn_of(tmp_path, name, 2, keep, number=number) for number, name in enumerate(("streaming", "quest"))]
+    for number, (name, end) in enumerate(zip(("streaming", "quest"), ends, strict=True)):
+        assert (end["repeats"], end["prefill/shared"], len(decoded_s(tmp_path, end))) == (2, True, 2)
+        alone = done(tmp_path / "alone", name, "scenario.repeats=2", share="none", number=number)[2]
+        others = alone.keys() - {"prefill/shared", "acceptance_rounds"}  # of the last turn, which are those of any
+        assert {key: end[key] for key in others} == {key: alone[key] for key in others}
+    assert {path.parent.name for path in tmp_path.glob("*/result.json")} == {end["id"] for end in ends}
+
+
+def test_turns_of_a_run_that_is_done_are_skipped_and_those_of_an_interrupted_one_go_on(tmp_path, capsys):
+    first = turn_of(tmp_path, "streaming", 1)
+    other = turn_of(tmp_path, "streaming", 1, number=1)  # the sweep was started again
+    assert other["repeats"] == 2
+    assert len(decoded_s(tmp_path, other)) == 2
+    assert not (tmp_path / first["id"]).exists()
+    for turn in (1, 2):
+        assert turn_of(tmp_path, "streaming", turn, number=2)["id"] == other["id"]
+    assert capsys.readouterr().err.count("skipped") == 1
