@@ -1,6 +1,7 @@
 """Make the CSV files next to the pages from the runs of their sweeps, as tables.yaml says."""
 
 from collections.abc import Iterable, Iterator, Mapping
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from magicdec.tracking.report.rows import read_rows
 Row = dict[str, Any]
 WAYS = ("autoregressive", "speculative")
 TABLES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
-FILTERS = {"s": lambda ms: ms / 1e3, "half": lambda width: width / 2}
+FILTERS = {"s": lambda ms: ms / 1e3, "half": lambda width: width / 2, "first": itemgetter(0), "last": itemgetter(-1)}
 
 
 def tables(page: str, runs_dir: Path) -> Iterator[tuple[str, list[Row]]]:
