@@ -86,9 +86,9 @@ class Codes:
             padded_BKSD = F.pad(entries_BKSD[:, :, :size], (0, 0, 0, max(0, size - entries_BKSD.shape[2])))
             self.codes_LBKNC[layer], self.scales[layer] = self.encode(padded_BKSD)
 
-    def update(self, entries_LBKSD: Tensor, slot_BW: Tensor) -> None:
-        """Encode these slots of every row: whole units, in their order. They may lie behind the last entry."""
-        rows_B1 = torch.arange(len(slot_BW), device=slot_BW.device)[:, None]
+    def update(self, entries_LBKSD: Tensor, row_B: Tensor, slot_BW: Tensor) -> None:
+        """Encode these slots of these rows: whole units, in their order. They may lie behind the last entry."""
+        rows_B1 = row_B[:, None]
         from_BW = slot_BW.clamp(max=entries_LBKSD.shape[3] - 1)
         codes, scales = self.encode(entries_LBKSD[:, rows_B1, :, from_BW].movedim((0, 1), (1, 3)))
         # Indexing puts rows and slots in front of layers and heads.

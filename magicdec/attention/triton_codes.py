@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from magicdec.attention import triton_grid as grid
-from magicdec.attention.codes import TOKENS, Coded
+from magicdec.attention.codes import Coded
 from magicdec.attention.sdpa_fallback import KernelPlan
 from magicdec.attention.triton_grid import ceil_div, kernels, power_of_2
 
@@ -41,7 +41,6 @@ def attend(q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, seqlens_B: Tensor, co
 
     (B, T, H, D), (K, S) = q_BTHD.shape, k_BKSD.shape[1:3]
     J, bits, layer = H // K, coded.k.bits, coded.layer
-    assert coded.k.along == TOKENS
     tile = max(16, power_of_2(J * T))
     arguments: dict[str, Any] = {
         "q": q_BTHD, "k": k_BKSD, "v": v_BKSD, "seqlens": seqlens_B, "first_exact": coded.first_exact_B, "T": T,
@@ -58,7 +57,7 @@ def attend(q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, seqlens_B: Tensor, co
         "BLOCK": BLOCK, "SPLIT": True, "UPCAST": kernels().INTERPRETED,
     }  # fmt: skip
     compiler = options(q_BTHD.dtype, tile)
-    variant = ("coded", q_BTHD.dtype, K, J, D, bits, tile, T == 1)
+    variant = (q_BTHD.dtype, T == 1, *constants.items())
     at_once = grid.programs_at_once(variant, coded_kv.attend_coded, arguments | constants, compiler, q_BTHD.dtype)
     splits = grid.split_count(B * K, S, BLOCK, at_once)
     parts = grid.allocate(q_BTHD, K, splits)

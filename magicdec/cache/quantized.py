@@ -98,11 +98,18 @@ class QuantizedCache(FullCache):
 
     @override
     def take(self, source: KVCache, first_slot_B: Tensor, count_B: Tensor, width: int) -> None:
-        """Encode the units that the new entries may complete. Before a group is complete, it is never read."""
+        """Encode the units that the new entries complete: before a group is complete, it is never read.
+
+        Where shapes must be static, encode those that they may complete, of every row.
+        """
         unit, total = self.k_codes.unit, self.k_codes.num_slots
         count = min(total, -(-width // unit) * unit)
         first_B = (self.length_B.long() // unit * unit).clamp(max=total - count)
-        slot_BW = first_B[:, None] + torch.arange(count, device=first_B.device)
-        self.k_codes.update(self.k_LBKSD, slot_BW)
-        self.v_codes.update(self.v_LBKSD, slot_BW)
+        row_B = torch.arange(len(first_B), device=first_B.device)
+        if first_B.device.type == "cpu":
+            row_B = row_B[(self.length_B + count_B) // unit > self.length_B // unit]
+        slot_BW = first_B[row_B, None] + torch.arange(count, device=first_B.device)
+        for codes, entries_LBKSD in ((self.k_codes, self.k_LBKSD), (self.v_codes, self.v_LBKSD)):
+            if len(row_B):
+                codes.update(entries_LBKSD, row_B, slot_BW)
         super().take(source, first_slot_B, count_B, width)

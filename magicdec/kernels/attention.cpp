@@ -371,7 +371,7 @@ class Kernel : public Attending {
     // The splits of a KV head by their log-sum-exp.
     void merge(int64_t b, int64_t head, float* partials, int64_t size) const {
         const int64_t splits = std::max<int64_t>(1, (last(b) - first(b) + SPLIT - 1) / SPLIT);
-        std::vector<float> sums(c.dim), lse(query_rows);
+        std::vector<float> sums(c.dim), lse(whole_vectors(query_rows));
         for (int64_t r = 0; r < query_rows; ++r) {
             float most = HIDDEN, total = 0;
             for (int64_t i = 0; i < splits; ++i) {
@@ -398,14 +398,18 @@ class Kernel : public Attending {
         float* scores = c.scores + (b * c.kv_heads + head) * c.slots;
         std::fill(scores, scores + first(b), 0.0f);
         std::fill(scores + last(b), scores + c.slots, 0.0f);
+        std::vector<float> shares(whole_vectors(query_rows));
         for (int64_t at = first(b); at < last(b); at += BLOCK) {
             const int64_t done = at - first(b);
             const Partial part(partials + done / SPLIT * size, query_rows, c.dim);
             const float* weights = part.block(done % SPLIT / BLOCK, query_rows);
+            std::copy_n(weights + query_rows * BLOCK, query_rows, shares.data());
+            for (int64_t r = 0; r < query_rows; r += LANES) {
+                store(shares.data() + r, exp_vec(load(shares.data() + r) - load(lse + r)));
+            }
             Vec sums[BLOCK / LANES] = {};
             for (int64_t r = 0; r < query_rows; ++r) {
-                const float share = std::exp(weights[query_rows * BLOCK + r] - lse[r]);
-                for (int i = 0; i < BLOCK / LANES; ++i) sums[i] += share * load(weights + r * BLOCK + i * LANES);
+                for (int i = 0; i < BLOCK / LANES; ++i) sums[i] += shares[r] * load(weights + r * BLOCK + i * LANES);
             }
             std::memcpy(scores + at, sums, sizeof(float) * std::min<int64_t>(BLOCK, last(b) - at));
         }

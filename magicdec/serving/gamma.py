@@ -48,9 +48,9 @@ class Chooser:
         costs = self._estimate.seconds_per_token(seconds)
         self._gamma = better(costs, self._gamma)
         worth = [gamma for gamma in costs if costs[gamma] < WORTH * costs[self._gamma]]
-        early = [gamma for gamma in worth if len(times[gamma]) < FIRST]
+        early = [gamma for gamma in costs if len(times[gamma]) < FIRST and (gamma in worth or not gamma)]
         if early and self._rounds % EARLY == 0:
-            return min(early, key=costs.__getitem__)
+            return 0 if 0 in early else min(early, key=costs.__getitem__)
         if self._rounds % LATE == 0:
             return min(self.gammas if self._rounds % (8 * LATE) == 0 else worth, key=self._last.__getitem__)
         return self._gamma

@@ -55,8 +55,9 @@ def test_encoding_units_as_they_complete_gives_what_encoding_all_gives():
         assert updated.unit == 16
         whole.load(x)
         for first_B in ([0, 16, 32], [16, 32, 0]):
-            updated.update(x, torch.tensor(first_B)[:, None] + torch.arange(32))
-        updated.update(x, torch.tensor([48, 0, 48])[:, None] + torch.arange(16))
+            updated.update(x, torch.arange(3), torch.tensor(first_B)[:, None] + torch.arange(32))
+        updated.update(x, torch.tensor([2, 0]), torch.tensor([48, 48])[:, None] + torch.arange(16))
+        updated.update(x, torch.tensor([1]), torch.arange(16)[None])
         for row, slots in ((0, 60), (1, 60), (2, 60)):
             ours, right = (codes.decode(1, x.dtype)[row, :, :slots] for codes in (updated, whole))
             assert torch.equal(ours, right)

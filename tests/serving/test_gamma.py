@@ -90,3 +90,17 @@ def test_it_follows_the_number_of_rows():
     assert machine.best(32) == machine.seconds(32, 0)
     assert sum(gamma == 0 for gamma in chosen[32][-300:]) > 280
     assert sum(gamma > 0 for gamma in chosen[1][-300:]) > 280
+
+
+def test_where_nothing_pays_is_found_soon():
+    """Speculation doubles the speed of 32 rows, and halves that of a row that is left."""
+
+    class Memory(Machine):
+        def seconds(self, rows, gamma):
+            return 10 + 0.5 * gamma if rows == 32 else 1 + 0.9 * gamma
+
+    machine, chooser = Memory(0.7, 0, 0), Chooser(GAMMAS)
+    for rows in [32] * 200 + [1] * 20:
+        gamma = chooser.choose(rows)
+        chooser.learn(rows, gamma, *machine.round(rows, gamma))
+    assert chooser.choose(1) == 0
