@@ -10,7 +10,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from magicdec.attention.base import Attention
-from magicdec.models.kv_cache import KVCache, Place
+from magicdec.models.kv_cache import KVCache, Place, Reads
 
 
 class ObservedCache(KVCache):
@@ -25,13 +25,36 @@ class ObservedCache(KVCache):
         self.scores_LBKS = torch.zeros(source.k_LBKSD[:num_layers].shape[:4], device=source.k_LBKSD.device)
         self.counted_BT: Tensor | None = None  # which of the new tokens count; None: all
         self.attention: Attention | None = None  # that was observed last
+        self._is_clear = True
+
+    def clear(self) -> None:
+        """Forget what was observed."""
+        self.scores_LBKS.zero_()
+        self._is_clear = True
+
+    @override
+    def plan(self, attention: Attention, num_new: int, dtype: torch.dtype) -> list[Any]:
+        self.attention = attention
+        return super().plan(attention, num_new, dtype)
+
+    @override
+    def advance(self, num_new: int) -> None:
+        super().advance(num_new)
+        self._is_clear = False
+
+    @override
+    def reads(self, layer: int) -> Reads | None:
+        """Let a pass over all tokens write the scores, if there are none yet to add to."""
+        if not self._is_clear or self.counted_BT is not None:
+            return None
+        return Reads(scores_BKS=self.scores_LBKS[layer] if layer < len(self.scores_LBKS) else None)
 
     @override
     def attend(self, layer: int, q_BTHD: Tensor, attention: Attention, plan: Any) -> Tensor:
         if layer >= len(self.scores_LBKS):
             return super().attend(layer, q_BTHD, attention, plan)
-        k_BKSD, v_BKSD, self.attention = self.k_LBKSD[layer], self.v_LBKSD[layer], attention
-        out_BTHD, scores_BKS = attention.attend_scored(q_BTHD, k_BKSD, v_BKSD, plan, self.counted_BT)
+        entries = self.k_LBKSD[layer], self.v_LBKSD[layer]
+        out_BTHD, scores_BKS = attention.attend_scored(q_BTHD, *entries, plan, self.counted_BT)
         self.scores_LBKS[layer][..., : scores_BKS.shape[-1]] += scores_BKS
         return out_BTHD
 

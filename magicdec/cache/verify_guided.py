@@ -20,7 +20,7 @@ from magicdec.cache.dynamic import DynamicCache
 from magicdec.cache.observed import ObservedCache
 from magicdec.config.choices import FP32, INT64, CacheConfig, CacheSpec, all_kv_heads
 from magicdec.config.registry import POLICIES
-from magicdec.models.kv_cache import KVCache
+from magicdec.models.kv_cache import KVCache, Reads
 from magicdec.rules import STRICT, Count
 
 
@@ -100,7 +100,8 @@ class VerifyGuidedCache(DynamicCache):
             return verified
         if self._observed is None:
             self._observed = ObservedCache(verified, self.config.num_layers)
-        self._observed.scores_LBKS.zero_()
+        self._observed.clear()
+        self._observed.resting_B = verified.resting_B
         return self._observed
 
     @override
@@ -127,6 +128,10 @@ class VerifyGuidedCache(DynamicCache):
     def select(self, layer: int, q_BTHD: Tensor, attention: Attention, plan: Any) -> Tensor:
         """Return the last selection, and the latest tokens."""
         return self.read_LBKN[layer, ..., : self.budget]
+
+    @override
+    def reads(self, layer: int) -> Reads | None:
+        return Reads(indices_BKN=self.read_LBKN[layer])
 
     @override
     def attend(self, layer: int, q_BTHD: Tensor, attention: Attention, plan: Any) -> Tensor:

@@ -34,6 +34,9 @@ struct Entries {
     const int32_t* positions;  // this and codes as in call.h
     const Codes* codes;
     int64_t window;
+    const int64_t* indices;  // these as in call.h, too
+    float* scores;
+    int64_t num_indices;
 };
 
 // A forward pass: M = rows x new_tokens.
@@ -214,9 +217,10 @@ class Forward {
         {
             turn.q_norm = w.q_norm, turn.k_norm = w.k_norm, turn.k = entries.k, turn.v = entries.v;
             const int64_t D = turn.dim, H = turn.heads, all = H + 2 * turn.kv_heads, T_new = turn.new_tokens;
-            step.call = {qkv, entries.k, entries.v, heads, p.seqlens, nullptr, nullptr, entries.positions, nullptr,
-                         entries.codes,
-                         turn.rows, T_new, turn.kv_heads, H / turn.kv_heads, D, p.capacity, 0, entries.window, turn.threads,
+            step.call = {qkv, entries.k, entries.v, heads, p.seqlens, entries.indices, nullptr, entries.positions,
+                         entries.scores, entries.codes,
+                         turn.rows, T_new, turn.kv_heads, H / turn.kv_heads, D, p.capacity, entries.num_indices,
+                         entries.window, turn.threads,
                          T_new * all * D, all * D, D, turn.k_row, turn.k_head, turn.k_slot,
                          turn.v_row, turn.v_head, turn.v_slot};
             step.attending = attending(step.call, as<T>(nullptr));

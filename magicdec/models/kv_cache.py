@@ -39,6 +39,13 @@ class Place(NamedTuple):
         self.v_BKSD[self.rows_B1, :, self.slots_BT] = v_BTKD
 
 
+class Reads(NamedTuple):
+    """What attention over one layer reads, and where it leaves what it observes."""
+
+    indices_BKN: Tensor | None = None  # the slots to read, as Attention.attend takes them; None: all
+    scores_BKS: Tensor | None = None  # gets the attention that each slot receives, in fp32; None: nobody wants it
+
+
 class KVCache:
     """Keys and values of every token so far: the target's cache, and the base of every draft's."""
 
@@ -131,6 +138,10 @@ class KVCache:
     def coded(self, layer: int) -> Coded | None:
         """Return a layer's entries as codes, where the cache has them."""
         return None
+
+    def reads(self, layer: int) -> Reads | None:
+        """Return what `attend` reads of a layer, known before the pass; None if it depends on the queries."""
+        return Reads() if type(self).attend is KVCache.attend else None
 
     def attend(self, layer: int, q_BTHD: Tensor, attention: Attention, plan: Any) -> Tensor:
         """Return attention of the T appended tokens over one layer; a policy that selects or observes does so here."""

@@ -1,4 +1,4 @@
-"""A forward pass of few rows on a CPU in one call: all layers, with attention over a plain cache (kernels/layer.cpp).
+"""A forward pass of few rows on a CPU in one call: all layers, with attention over a cache (kernels/layer.cpp).
 
 B rows, T tokens, E hidden size, M = B x T. The arithmetic of a step takes little time. Calling one operator after
 another, each of which starts threads, would take several times as long.
@@ -17,7 +17,7 @@ from magicdec.attention.base import Attention
 from magicdec.attention.codes import Coded
 from magicdec.attention.cpp import CodesCall, CppAttention, codes_call, reads
 from magicdec.kernels import library
-from magicdec.models.kv_cache import KVCache
+from magicdec.models.kv_cache import KVCache, Reads
 from magicdec.models.operators import CppOperators, Rotation, at, epsilon, is_plain
 from magicdec.models.taps import Taps
 
@@ -41,6 +41,8 @@ class Entries(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("k", "v", "positions")),
         ("codes", ctypes.POINTER(CodesCall)),
         ("window", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("indices", "scores")),
+        ("num_indices", ctypes.c_int64),
     ]
 
 
@@ -87,7 +89,9 @@ def run(
     """
     (B, T, E), k, v = x_BTE.shape, cache.k_LBKSD, cache.v_LBKSD
     few = CppOperators.max_rows >= B * T and CppAttention.max_new_tokens >= T
-    if not isinstance(attention, CppAttention) or not few or not _is_plain(cache) or k.dtype != x_BTE.dtype:
+    reading = [one for layer in range(len(layers)) if (one := cache.reads(layer)) is not None]
+    known = type(cache).place is KVCache.place and len(reading) == len(layers)
+    if not isinstance(attention, CppAttention) or not few or not known or k.dtype != x_BTE.dtype:
         return None
     coded = [cache.coded(layer) for layer in range(len(layers))]
     if not all(one is None or reads(one) for one in coded):
@@ -99,7 +103,7 @@ def run(
     if call is None:
         return None
     c, L, (S, D) = cache.config, len(layers), k.shape[3:]
-    entries = _entries(cache, plans, coded)
+    entries = _entries(cache, plans, coded, reading)
     (cos, sin), slots_BT, out_BTE = angles, cache.slots_BT(T), torch.empty_like(x_BTE)
     pointers = (None, at(cos), at(sin), None, None, None, None, at(slots_BT))
     sizes = (B, T, c.num_heads, c.num_kv_heads, D, *k.stride()[1:4], *v.stride()[1:4], torch.get_num_threads())
@@ -118,20 +122,23 @@ def run(
     return out_BTE
 
 
-def _entries(cache: KVCache, plans: list[Any], coded: list[Coded | None]) -> Any:
+def _entries(cache: KVCache, plans: list[Any], coded: list[Coded | None], reading: list[Reads]) -> Any:
     """Return an array of each layer's `Entries`, which keeps the descriptions of codes alive."""
     k_at, v_at = (
         range(x.data_ptr(), x.data_ptr() + len(x) * x.stride(0) * x.itemsize, x.stride(0) * x.itemsize)
         for x in (cache.k_LBKSD, cache.v_LBKSD)
     )
     codes = [None if one is None else ctypes.pointer(codes_call(one)) for one in coded]
-    where = zip(k_at, v_at, plans, codes, strict=True)
-    return (Entries * len(plans))(*(Entries(k, v, at(plan.positions_BKS), of, plan.reach) for k, v, plan, of in where))
+    return (Entries * len(plans))(
+        *(
+            Entries(k, v, at(plan.positions_BKS), of, plan.reach, at(one.indices_BKN), at(one.scores_BKS), _count(one))
+            for k, v, plan, of, one in zip(k_at, v_at, plans, codes, reading, strict=True)
+        )
+    )
 
 
-def _is_plain(cache: KVCache) -> bool:
-    """Return whether a cache neither selects nor observes: all layers have the same slots, and attend to all."""
-    return type(cache).attend is KVCache.attend and type(cache).place is KVCache.place
+def _count(reads: Reads) -> int:
+    return 0 if reads.indices_BKN is None else reads.indices_BKN.shape[-1]
 
 
 @once
