@@ -6,43 +6,61 @@ rounds so far. Together they give the time per token of each gamma, to hold agai
 B rows.
 """
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from magicdec.costmodel.speedup import omega
 from magicdec.decoding.state import INACTIVE, State
 from magicdec.decoding.timers import Stopwatch
 from magicdec.engine.graphs import Cycle
 
 TIMED_ROUNDS = 3  # of each gamma; the fastest counts, because disturbances make a round slower, never faster
 PRIOR_ALPHA, PRIOR_JUDGED = 0.7, 4.0  # what is believed before the first round, and how many proposals that is worth
+PRIOR_ROWS = 16.0  # rows that "as the proposal before it" is worth, of a proposal that is rarely made
 DECAY = 0.95  # of what has been seen, in every round: text changes
 MARGIN = 0.03  # by which another gamma must be better to be switched to
 EVIDENCE = 16.0  # proposals that must have been judged before speculation is given up
 
 
 class Estimate:
-    """An estimate of alpha: the share of accepted proposals among those whose predecessors in a round were accepted."""
+    """An estimate of how many tokens a round of each gamma yields, from the rounds so far.
+
+    The share of rows whose first i proposals are accepted is counted for each i. Powers of one alpha would be too high
+    for large i where rows differ: most of what is judged late in a round comes from rows that accept much.
+    """
 
     def __init__(self, decay: float = DECAY):
         """Begin with the prior; `decay` is what a round leaves of what has been seen before."""
         self._accepted, self.judged, self._decay = PRIOR_ALPHA * PRIOR_JUDGED, PRIOR_JUDGED, decay
+        self._tried, self._held = defaultdict[int, float](float), defaultdict[int, float](float)  # rows, by i
 
     @property
     def alpha(self) -> float:
-        """Return the estimate."""
+        """Return the share of accepted proposals among those whose predecessors in a round were accepted."""
         return self._accepted / self.judged
 
     def learn(self, gamma: int, accepted: Sequence[int]) -> None:
         """Count a round: the accepted proposals of every row that took part."""
         self._accepted = self._decay * self._accepted + sum(accepted)
         self.judged = self._decay * self.judged + sum(min(count + 1, gamma) for count in accepted)
+        for i in range(1, gamma + 1):
+            self._tried[i] = self._decay * self._tried[i] + len(accepted)
+            self._held[i] = self._decay * self._held[i] + sum(count >= i for count in accepted)
+
+    def tokens(self, gamma: int) -> float:
+        """Return the tokens that a row gets of a round, bonus included. What was not tried goes on as before it."""
+        total, before, ratio = 1.0, 1.0, PRIOR_ALPHA
+        for i in range(1, gamma + 1):
+            prior = PRIOR_ROWS * before * ratio
+            held = min(before, (self._held[i] + prior) / (self._tried[i] + PRIOR_ROWS))
+            total, before, ratio = total + held, held, held / before if before else 0.0
+        return total
 
     def seconds_per_token(self, seconds: Mapping[int, float]) -> dict[int, float]:
         """Return the seconds per token of rounds that take so long, by gamma."""
-        return {gamma: one / omega(gamma, self.alpha) for gamma, one in seconds.items()}
+        return {gamma: one / self.tokens(gamma) for gamma, one in seconds.items()}
 
 
 def better(costs: Mapping[int, float], gamma: int) -> int:

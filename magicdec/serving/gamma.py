@@ -10,7 +10,7 @@ from statistics import median
 
 from magicdec.engine.adaptive import Estimate, better
 
-DECAY = 0.98  # of what has been seen, in every round: a round may have a single row
+DECAY = 0.99  # of what has been seen, in every round: a round may have a single row
 KEPT = 5  # times of a gamma, of which the median counts: prompts grow, and neighbours disturb
 FIRST = 2  # times of each gamma before others are compared with it: the first round compiles, or captures
 EARLY, LATE = 8, 64  # rounds from one trial of another gamma to the next: while some are untried, and later

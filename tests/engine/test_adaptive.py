@@ -1,6 +1,7 @@
 """Adaptive gamma: the choice against the cost model's arithmetic, and lossless whatever is chosen."""
 
 import itertools
+import random
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ import torch
 from magicdec.config import choices
 from magicdec.costmodel.speedup import omega, speedup
 from magicdec.decoding.state import State
-from magicdec.engine.adaptive import AdaptiveCycle
+from magicdec.engine.adaptive import AdaptiveCycle, Estimate
 from magicdec.engine.audit import audit
 from magicdec.engine.native import warm_up
 from magicdec.measure import metrics
@@ -109,10 +110,31 @@ def test_another_gamma_must_be_better_by_a_margin(monkeypatch, gain, chosen):
 @pytest.mark.parametrize(("judged", "chosen"), [(15.9, 3), (16.0, 0)])
 def test_speculation_is_given_up_on_evidence_alone(monkeypatch, judged, chosen):
     adaptive = simulated(monkeypatch, 0.8, 0.1, verify=1.1)
-    adaptive._gamma, adaptive._estimate.judged, adaptive._estimate._accepted = 3, judged, 0.1 * judged
+    adaptive._gamma, adaptive._estimate.judged = 3, judged
+    adaptive._estimate._tried.update(dict.fromkeys((1, 2, 3), 100.0))
     adaptive._seconds = {0: 1.0, 3: 2.0}
     adaptive._choose()
     assert adaptive._gamma == chosen
+
+
+@pytest.mark.parametrize("alpha", [0.3, 0.7, 0.95])
+def test_tokens_of_a_round_are_those_of_equal_rows(alpha):
+    """Also of gammas that were not tried."""
+    estimate, generator = Estimate(), random.Random(0)
+    for _ in range(400):
+        estimate.learn(3, [next((i for i in range(3) if generator.random() > alpha), 3) for _ in range(8)])
+    assert [estimate.tokens(gamma) for gamma in (1, 3, 5)] == pytest.approx(
+        [omega(g, alpha) for g in (1, 3, 5)], rel=0.1
+    )
+
+
+def test_tokens_of_a_round_where_rows_differ():
+    """Half of the rows accept everything, the others nothing: alpha is 5/6, of which omega would make 4.0 tokens."""
+    estimate = Estimate()
+    for _ in range(200):
+        estimate.learn(5, [5, 5, 0, 0])
+    assert estimate.alpha == pytest.approx(5 / 6, abs=0.01)
+    assert estimate.tokens(5) == pytest.approx(3.5, abs=0.25)
 
 
 class Scripted(AdaptiveCycle):

@@ -69,13 +69,12 @@ class Machine:
 @pytest.mark.parametrize("rows", [1, 8, 32])
 def test_it_costs_little_more_than_the_best_gamma(alpha, draft, row, rows):
     """Trials included, and from the first round on."""
-    machine, chooser, taken, tokens = Machine(alpha, draft, row), Chooser(GAMMAS), 0.0, 0
+    machine, chooser, taken, tokens = Machine(alpha, draft, row), Chooser(GAMMAS), 0.0, 0.0
     for _ in range(2000):
         gamma = chooser.choose(rows)
-        seconds, accepted = machine.round(rows, gamma)
-        chooser.learn(rows, gamma, seconds, accepted)
-        taken, tokens = taken + seconds, tokens + rows + sum(accepted)
-    assert taken / tokens * rows < 1.04 * machine.best(rows)
+        chooser.learn(rows, gamma, *machine.round(rows, gamma))
+        taken, tokens = taken + machine.seconds(rows, gamma), tokens + omega(gamma, alpha)
+    assert taken / tokens < 1.05 * machine.best(rows)
 
 
 def test_it_follows_the_number_of_rows():
