@@ -240,7 +240,6 @@ def test_mistakes_in_a_request(model, prompts, options, said):
         ({"overrides": ["cache.budgt=3"]}, "unknown key cache.budgt; did you mean cache.budget?"),
         ({"overrides": ["cache.budget"]}, "cache.budget: not of the form key=value"),
         ({"overrides": ["target.weights=random"]}, "target.weights=random"),
-        ({"overrides": ["draft.gamma=auto"]}, "draft.gamma=auto: scenario=serve needs a number"),
     ],
 )
 def test_mistakes_in_a_configuration(arguments, said):

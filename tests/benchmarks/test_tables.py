@@ -78,7 +78,9 @@ def test_a_page_of_two_sweeps_takes_those_that_the_store_holds(benchmarks, monke
     """The CSV file of the other one stays as it is."""
     import tables
 
-    known = {"heads_speedup": [{"id": "1", "status": "done", "torch": "2", "draft.name": "ngram"}]}
+    known = {
+        "heads_speedup": [{"id": "1", "status": "done", "torch": "2", "draft.name": "ngram", "target.name": "tiny"}]
+    }
 
     def read(runs_dir, sweep):
         if sweep not in known:

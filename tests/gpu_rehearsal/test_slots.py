@@ -21,11 +21,11 @@ def test_the_host_never_waits(draft, policy):
     with fake_cuda() as recording:
         slots = Slots(engine(draft, policy, inner=Streaming(budget=256, num_sink=4)), 4, 2048)
         request = SlotState(1, 2048, slots.engine.slack, 4, (2,), "cuda")
-        slots.step(True)  # the first one moves tables to the device
+        slots.step(slots.gamma)  # the first one moves tables to the device
         for sampling in (Sampling(), Sampling(0.8, 50, 0.9)):
             slots._prefilled = request, Params(max_tokens=8, sampling=sampling), True
             with recording.of() as seen:
                 slots.seat(2)
-                slots.step(True)
+                slots.step(slots.gamma)
                 slots.release(2)
             assert not seen.faults

@@ -80,7 +80,7 @@ def test_slots_are_foreseen_with_the_row_that_is_prefilled(draft, policy):
     def run():
         slots = Slots(engine, 2, 216)
         for slot in range(2):
-            slots.prefill(prompt, Params(16), True, lambda _: slots.step(True))
+            slots.prefill(prompt, Params(16), True, lambda _: slots.step(slots.gamma))
             slots.seat(slot)
 
     estimated = build.estimate(plan, 2, 200)

@@ -163,6 +163,7 @@ def test_a_run_leaves_what_a_run_of_ours_leaves(tmp_path, monkeypatch):
         "agreement/",
         "noisy",
         "roofline/",
+        "limit/",
         "formula/",
         "predicted/",
         "published/",
