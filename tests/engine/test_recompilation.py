@@ -120,11 +120,11 @@ def serve(served, prompts, speculates) -> None:
     for slot, (prompt, sampling) in enumerate(zip(prompts, (GREEDY, SAMPLED), strict=True)):
         served.prefill(prompt, Params(16, sampling), speculates, lambda _: None)
         served.seat(slot)
-        for speculative in {False, speculates}:
-            served.step(speculative)
+        for gamma in {None, served.gamma if speculates else None}:
+            served.step(gamma)
     for slot in (1, 0):
         served.release(slot)
-        served.step(speculates)
+        served.step(served.gamma if speculates else None)
 
 
 def decode_on(rank: int, folder: Path) -> None:
