@@ -167,7 +167,7 @@ def _measure(plan: "Plan", name: str, settings: dict[str, Any], job: Job) -> dic
                 outcome.metrics["noisy"] = bool(noise(outcome.metrics))
             this.finish(outcome.metrics, outcome.generations, outcome.history, outcome.samples, outcome.system)
             if before is not None and job.turn and this.result.get("repeats", 0) > 1:
-                shutil.rmtree(before)  # its repeats are in this attempt
+                shutil.rmtree(before, ignore_errors=True)  # its repeats are in this attempt
     except BaseException as error:
         SHARED.clear()
         reason, kind = _reason(error, plan.config)
