@@ -22,7 +22,7 @@ STEP = 8  # head dims are multiples of it, as in attention.cpp
 CODED_STEP = 16  # bytes of an entry's codes, and numbers that share a scale, are multiples of it, as in codes.h
 TYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
-POINTERS = ("q", "k", "v", "out", "seqlens", "indices", "counted", "positions", "scores", "codes")
+POINTERS = ("q", "k", "v", "out", "seqlens", "indices", "counted", "positions", "scores", "codes", "cache_rows")
 SIZES = ("rows", "new_tokens", "kv_heads", "group", "dim", "slots", "num_indices", "window", "threads")
 AXES = {"q": ("row", "token", "head"), "k": ("row", "head", "slot"), "v": ("row", "head", "slot")}
 STRIDES = tuple(f"{tensor}_{axis}" for tensor, axes in AXES.items() for axis in axes)
@@ -161,7 +161,7 @@ class CppAttention(KernelAttention):
         tensors = (q_BTHD, k_BKSD, v_BKSD, out_BTHD, plan.seqlens_B, indices, counted, plan.positions_BKS, scores)
         codes = None if coded is None else codes_call(coded)
         pointers = [None if x is None else x.data_ptr() for x in tensors]
-        pointers.append(None if codes is None else ctypes.addressof(codes))
+        pointers += [None if codes is None else ctypes.addressof(codes), None]
         num_indices = 0 if indices is None else indices.shape[-1]
         sizes = (B, T, K, H // K, D, S, num_indices, plan.reach, torch.get_num_threads())
         strides = [stride for x in (q_BTHD, k_BKSD, v_BKSD) for stride in x.stride()[:3]]

@@ -67,7 +67,7 @@ class DraftSpec:
 
 
 class Draft(ABC):
-    """A source of proposals. Everything but `prefill` is free of host synchronisation.
+    """A source of proposals. Everything but `prefill` and `prepare` is free of host synchronisation.
 
     Shapes depend on the gamma of a round, which may differ from one round to the next.
     """
@@ -92,6 +92,9 @@ class Draft(ABC):
     def simulate_prefill(self, state: State) -> None:
         """Set the state as after `prefill`, with meaningless entries, for timing only."""
         self.prefill(state, lambda _: None)
+
+    def prepare(self, state: State, gamma: int) -> None:  # noqa: B027 - drafts that work on the device need none
+        """Do what the host does before a round that proposes `gamma` tokens. It is not captured in a CUDA graph."""
 
     @abstractmethod
     def propose(self, state: State, gamma: int) -> Proposal:

@@ -15,8 +15,8 @@ from magicdec.decoding.state import TARGET, State
 from magicdec.decoding.timers import Clock, Stopwatch
 from magicdec.drafts.base import Draft, Proposal
 from magicdec.engine.adaptive import AdaptiveCycle
-from magicdec.engine.graphs import Captures, Cycle, Step
-from magicdec.models.kv_cache import KVCache, resting
+from magicdec.engine.graphs import Captures, Cycle, Step, nothing
+from magicdec.models.kv_cache import KVCache, active_rows, among, resting
 from magicdec.models.taps import Taps
 from magicdec.models.transformer import Transformer, compile_parts
 from magicdec.verification.accept import Verdict, accept_greedy, accept_sampled, accept_synthetic
@@ -138,9 +138,14 @@ class Decoder:
     def verify(self, proposal: Proposal, cache: KVCache, taps: Taps | None = None) -> Tensor:
         """Run the target over the last committed token and the proposals. Return T next-token logits a row."""
         tokens_BT = torch.cat((self.state.recent_BT(1), proposal.tokens_BG), dim=1)
-        logits_BTV = self.target.logits(self.target(tokens_BT, cache, taps))
+        logits_BTV = self._logits(self.target(tokens_BT, cache, taps))
         self.state.inspect(logits_BTV, TARGET)
         return logits_BTV
+
+    def _logits(self, hidden_BTE: Tensor) -> Tensor:
+        """Return the target's logits (B, T, V); on a CPU 0 for rows that rest."""
+        rows = active_rows(self.cache.resting_B)
+        return among(rows, self.target.logits(hidden_BTE if rows is None else hidden_BTE[rows]), len(hidden_BTE))
 
     def accept(self, proposal: Proposal, logits_BTV: Tensor) -> Verdict:
         """Decide by the rule that keeps this sampling lossless, or draw a synthetic outcome."""
@@ -156,7 +161,7 @@ class Decoder:
     def decode_token(self) -> None:
         """Run one autoregressive step: a round without proposals."""
         with resting(self.state.finished_B, self.cache):
-            logits_B1V = self.target.logits(self.target(self.state.recent_BT(1), self.cache))
+            logits_B1V = self._logits(self.target(self.state.recent_BT(1), self.cache))
         self.state.inspect(logits_B1V, TARGET)
         token_B1, _ = choose(logits_B1V, self.state.next_positions_BT(1), Use.DECIDE, self.sampling)
         count_B = self.state.commit(Verdict(torch.zeros_like(self.state.num_tokens_B), token_B1))
@@ -205,11 +210,13 @@ class Decoder:
         """Return the captured (or plain) rounds of a draft that proposes `gamma` tokens."""
         if (draft, gamma) not in self._cycles:
             bodies: list[Callable[[], None]] = [self.decode_token]
+            before: Callable[[], None] = nothing
             if draft is not None:
                 bodies = [partial(self.round, draft, gamma, phase) for phase in range(draft.phases)]
+                before = partial(draft.prepare, self.state, gamma)
             # Rows that finish in a rehearsal stay within their buffers; only the rounds are counted without an end.
             undo = self.state.forget_rounds
-            self._cycles[draft, gamma] = Cycle([Step(body, self.captures, undo) for body in bodies])
+            self._cycles[draft, gamma] = Cycle([Step(body, self.captures, undo, before) for body in bodies])
         cycle = self._cycles[draft, gamma]
         assert isinstance(cycle, Cycle)
         return cycle

@@ -53,20 +53,29 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
+def nothing() -> None:
+    """Do nothing."""
+
+
 class Step:
     """A call of `function` (no arguments, no result, everything in place), or a replay of its capture.
 
     The function must tolerate a few extra calls before the first real one, each followed by `undo`: capture it while
-    the state is disposable.
+    the state is disposable. `before` is called each time, and is not captured.
     """
 
     def __init__(
-        self, function: Callable[[], None], captures: Captures | None = None, undo: Callable[[], None] = lambda: None
+        self,
+        function: Callable[[], None],
+        captures: Captures | None = None,
+        undo: Callable[[], None] = nothing,
+        before: Callable[[], None] = nothing,
     ):
-        self._call = captures.capture(function, undo) if captures else function
+        self._call, self._before = captures.capture(function, undo) if captures else function, before
 
     def __call__(self) -> None:
         """Run the step once."""
+        self._before()
         self._call()
 
 

@@ -130,7 +130,8 @@ class Kernel : public Attending {
         : c(call), query_rows(c.group * c.new_tokens), heads(c.rows * c.kv_heads), done(heads) {
         static thread_local Room of_partials;
         for (int64_t b = 0; b < c.rows; ++b) {
-            max_splits = std::max(max_splits, (last(b) - first(b) + SPLIT - 1) / SPLIT);
+            const int64_t row = cache_row(b);
+            max_splits = std::max(max_splits, (last(row) - first(row) + SPLIT - 1) / SPLIT);
         }
         size = Partial::size(query_rows, c.dim, c.scores);
         // Weights stay in the cache if the next head overwrites them.
@@ -167,7 +168,9 @@ class Kernel : public Attending {
     std::vector<std::atomic<int64_t>> done;
     std::atomic<int64_t> next{0};
 
-    // The slots that any of a row's new tokens may see, or their places among the indices.
+    int64_t cache_row(int64_t b) const { return c.cache_rows ? c.cache_rows[b] : b; }
+
+    // The slots that any of a row's new tokens may see, or their places among the indices. Rows are those of the cache.
     int64_t last(int64_t b) const { return c.indices ? c.num_indices : c.seqlens[b]; }
     int64_t first(int64_t b) const {
         if (c.indices || c.positions) return 0;
@@ -175,14 +178,15 @@ class Kernel : public Attending {
         return c.codes ? seen / TILE * TILE : seen;
     }
 
-    void attend(int64_t b, int64_t head, int64_t split, Partial to, X* q, float* scores, float* decay,
+    void attend(int64_t row, int64_t head, int64_t split, Partial to, X* q, float* scores, float* decay,
                 float* wide) const {
+        const int64_t b = cache_row(row);
         std::fill(to.out, to.out + query_rows * c.dim, 0.0f);
         std::fill(to.most, to.most + whole_vectors(query_rows), HIDDEN);
         std::fill(to.total, to.total + query_rows, 0.0f);
         const int64_t start = first(b) + split * SPLIT, end = std::min<int64_t>(start + SPLIT, last(b));
         if (start >= end) return;
-        load_queries(b, head, q);
+        load_queries(row, head, q);
         const T* k = static_cast<const T*>(c.k) + b * c.k_row + head * c.k_head;
         const T* v = static_cast<const T*>(c.v) + b * c.v_row + head * c.v_head;
         const int64_t* indices = c.indices ? c.indices + (b * c.kv_heads + head) * c.num_indices : nullptr;
@@ -369,7 +373,8 @@ class Kernel : public Attending {
     }
 
     // The splits of a KV head by their log-sum-exp.
-    void merge(int64_t b, int64_t head, float* partials, int64_t size) const {
+    void merge(int64_t row, int64_t head, float* partials, int64_t size) const {
+        const int64_t b = cache_row(row);
         const int64_t splits = std::max<int64_t>(1, (last(b) - first(b) + SPLIT - 1) / SPLIT);
         std::vector<float> sums(c.dim), lse(whole_vectors(query_rows));
         for (int64_t r = 0; r < query_rows; ++r) {
@@ -385,7 +390,7 @@ class Kernel : public Attending {
                 for (int64_t d = 0; d < c.dim; ++d) sums[d] += weight * part.out[r * c.dim + d];
             }
             const float scale = 1 / total;  // every token sees itself: a total of 0 is an error, and gives NaN
-            const int64_t token = b * c.new_tokens + r % c.new_tokens, h = head * c.group + r / c.new_tokens;
+            const int64_t token = row * c.new_tokens + r % c.new_tokens, h = head * c.group + r / c.new_tokens;
             T* out = static_cast<T*>(c.out) + (token * c.kv_heads * c.group + h) * c.dim;
             for (int64_t d = 0; d < c.dim; d += STEP) store(out + d, load<Vec8>(sums.data() + d) * scale);
             lse[r] = !c.counted || c.counted[token] ? most + std::log(total) : -HIDDEN;

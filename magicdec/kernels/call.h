@@ -24,6 +24,7 @@ struct Call {
     const int32_t* positions;  // (B, K, S), contiguous: where the window finds each slot; null: in its place
     float* scores;           // (B, K, S), contiguous; null: none are asked for
     const Codes* codes;      // null: all entries are exact. Without indices, positions and scores
+    const int64_t* cache_rows;  // (B): the row of every tensor but q, out and counted that each row reads; null: its own
     int64_t rows, new_tokens, kv_heads, group, dim, slots, num_indices, window, threads;
     int64_t q_row, q_token, q_head, k_row, k_head, k_slot, v_row, v_head, v_slot;
 };

@@ -47,6 +47,7 @@ struct Pass {
     void* total;           // (M, E), or null: the residual stream behind the last layer, before the norm
     const void* norm;      // (E)
     const int32_t* seqlens;
+    const int64_t* cache_rows;  // as in call.h, for the rotation too
     Rotation rotation;     // but for qkv, the norms, and k and v
     int64_t layers, size, features, capacity;  // L, E, F, S
 };
@@ -106,8 +107,9 @@ void gate(const T* gate_up, T* out, int64_t rows, int64_t size, int64_t threads)
 }
 
 template <typename T>
-void rotate_token(const Rotation& c, int64_t token) {
-    const int64_t all_heads = c.heads + 2 * c.kv_heads, half = c.dim / 2, row = token / c.new_tokens;
+void rotate_token(const Rotation& c, int64_t token, const int64_t* cache_rows = nullptr) {
+    const int64_t all_heads = c.heads + 2 * c.kv_heads, half = c.dim / 2, of = token / c.new_tokens;
+    const int64_t row = cache_rows ? cache_rows[of] : of;
     const float *cos = c.cos + token * half, *sin = c.sin + token * half;
     T* x = static_cast<T*>(c.qkv) + token * all_heads * c.dim;
     for (int64_t h = 0; h < all_heads; ++h, x += c.dim) {
@@ -218,7 +220,7 @@ class Forward {
             turn.q_norm = w.q_norm, turn.k_norm = w.k_norm, turn.k = entries.k, turn.v = entries.v;
             const int64_t D = turn.dim, H = turn.heads, all = H + 2 * turn.kv_heads, T_new = turn.new_tokens;
             step.call = {qkv, entries.k, entries.v, heads, p.seqlens, entries.indices, nullptr, entries.positions,
-                         entries.scores, entries.codes,
+                         entries.scores, entries.codes, p.cache_rows,
                          turn.rows, T_new, turn.kv_heads, H / turn.kv_heads, D, p.capacity, entries.num_indices,
                          entries.window, turn.threads,
                          T_new * all * D, all * D, D, turn.k_row, turn.k_head, turn.k_slot,
@@ -227,7 +229,7 @@ class Forward {
         }
 #pragma omp barrier
 #pragma omp for
-        for (int64_t token = 0; token < M; ++token) rotate_token<T>(turn, token);
+        for (int64_t token = 0; token < M; ++token) rotate_token<T>(turn, token, p.cache_rows);
     }
 
     // Attention's projected output added to the residual stream, and the MLP of its norm.

@@ -13,7 +13,7 @@ import torch
 
 from magicdec.decoding.timers import Stopwatch
 from magicdec.engine.decoder import Decoder
-from magicdec.engine.graphs import Step
+from magicdec.engine.graphs import Step, nothing
 from magicdec.engine.native import Batch
 
 WARMUP = 2
@@ -37,6 +37,7 @@ def profile_round(batch: Batch, repeats: int, gamma: int = 0) -> dict[str, float
     }
     if draft is not None:
         gamma = gamma or draft.gamma
+        draft.prepare(decoder.state, gamma)
         proposal = draft.propose(decoder.state, gamma)
         none_B = torch.zeros_like(decoder.state.num_tokens_B)
         decoder.verify(proposal, decoder.cache, draft.taps)
@@ -55,7 +56,7 @@ def profile_round(batch: Batch, repeats: int, gamma: int = 0) -> dict[str, float
         selection = draft.selection(decoder.state)
         if selection is not None and selection.at != "prefill":
             parts["select_ms"] = (selection.run, lambda: None)
-    times = _alternate(decoder, parts, repeats)
+    times = _alternate(decoder, parts, repeats, partial(draft.prepare, decoder.state, gamma) if draft else nothing)
     if draft is None:
         decoder.state.check_finite("in the profile")
         return times
@@ -70,8 +71,11 @@ def profile_round(batch: Batch, repeats: int, gamma: int = 0) -> dict[str, float
     return times | {"draft_ms": propose / gamma, "overhead_ms": overhead}
 
 
-def _alternate(decoder: Decoder, parts: dict, repeats: int) -> dict[str, float]:
-    steps = {name: Step(run, decoder.captures, undo) for name, (run, undo) in parts.items()}
+def _alternate(decoder: Decoder, parts: dict, repeats: int, prepare: Callable[[], None]) -> dict[str, float]:
+    steps = {
+        name: Step(run, decoder.captures, undo, prepare if name == "propose_ms" else nothing)
+        for name, (run, undo) in parts.items()
+    }
     samples: dict[str, list[float]] = {name: [] for name in parts}
     for index in range(WARMUP + repeats):
         for name, (_, undo) in parts.items():

@@ -17,7 +17,7 @@ from magicdec.attention.base import Attention
 from magicdec.attention.codes import Coded
 from magicdec.attention.cpp import CodesCall, CppAttention, codes_call, reads
 from magicdec.kernels import library
-from magicdec.models.kv_cache import KVCache, Reads
+from magicdec.models.kv_cache import KVCache, Reads, active_rows, among
 from magicdec.models.operators import CppOperators, Rotation, at, epsilon, is_plain
 from magicdec.models.taps import Taps
 
@@ -52,7 +52,7 @@ class Pass(ctypes.Structure):
     _fields_ = [
         ("weights", ctypes.POINTER(Weights)),
         ("entries", ctypes.POINTER(Entries)),
-        *((name, ctypes.c_void_p) for name in ("x", "out", "total", "norm", "seqlens")),
+        *((name, ctypes.c_void_p) for name in ("x", "out", "total", "norm", "seqlens", "cache_rows")),
         ("rotation", Rotation),
         *((name, ctypes.c_int64) for name in ("layers", "size", "features", "capacity")),
     ]
@@ -85,7 +85,7 @@ def run(
     """Return the normalised output of all layers; None for passes and models that need one operator after another.
 
     `angles` are cosines and sines (B, T, D / 2). `x_BTE` is overwritten. With taps, a call ends in front of each of
-    their layers.
+    their layers. Rows that rest are left out: their output is 0, and they store nothing.
     """
     (B, T, E), k, v = x_BTE.shape, cache.k_LBKSD, cache.v_LBKSD
     few = CppOperators.max_rows >= B * T and CppAttention.max_new_tokens >= T
@@ -104,22 +104,24 @@ def run(
         return None
     c, L, (S, D) = cache.config, len(layers), k.shape[3:]
     entries = _entries(cache, plans, coded, reading)
-    (cos, sin), slots_BT, out_BTE = angles, cache.slots_BT(T), torch.empty_like(x_BTE)
-    pointers = (None, at(cos), at(sin), None, None, None, None, at(slots_BT))
-    sizes = (B, T, c.num_heads, c.num_kv_heads, D, *k.stride()[1:4], *v.stride()[1:4], torch.get_num_threads())
+    rows = active_rows(cache.resting_B)  # only these are computed; M of them instead of B
+    x_MTE, cos, sin, slots_MT = (x if rows is None else x[rows] for x in (x_BTE, *angles, cache.slots_BT(T)))
+    out_MTE = torch.empty_like(x_MTE)
+    pointers = (None, at(cos), at(sin), None, None, None, None, at(slots_MT))
+    sizes = (len(x_MTE), T, c.num_heads, c.num_kv_heads, D, *k.stride()[1:4], *v.stride()[1:4], torch.get_num_threads())
     rotation = Rotation(*pointers, *sizes, epsilon(norm, x_BTE))
     for start, end in pairwise(sorted({0, *(taps.layers if taps else ()), L})):
-        total_BTE = None
+        total_MTE = None
         if taps:  # a call overwrites x
-            taps.take(start, x_BTE)
-            x_BTE, total_BTE = x_BTE.clone(), torch.empty_like(x_BTE)
-        tensors = map(at, (x_BTE, out_BTE, total_BTE, norm.weight, plans[0].seqlens_B))
+            taps.take(start, among(rows, x_MTE, B))
+            x_MTE, total_MTE = x_MTE.clone(), torch.empty_like(x_MTE)
+        tensors = map(at, (x_MTE, out_MTE, total_MTE, norm.weight, plans[0].seqlens_B, rows))
         layers_from = (ctypes.pointer(table.weights[start]), ctypes.pointer(entries[start]))
         call(ctypes.byref(Pass(*layers_from, *tensors, rotation, end - start, E, c.intermediate_size, S)))
-        x_BTE = x_BTE if total_BTE is None else total_BTE
+        x_MTE = x_MTE if total_MTE is None else total_MTE
     if taps:
-        taps.take(L, x_BTE)
-    return out_BTE
+        taps.take(L, among(rows, x_MTE, B))
+    return among(rows, out_MTE, B)
 
 
 def _entries(cache: KVCache, plans: list[Any], coded: list[Coded | None], reading: list[Reads]) -> Any:

@@ -17,7 +17,7 @@ from typing_extensions import override
 from magicdec.config.registry import DRAFTS
 from magicdec.decoding.state import NEVER, State
 from magicdec.engine.decoder import Decoder
-from magicdec.engine.graphs import Step
+from magicdec.engine.graphs import Step, nothing
 from magicdec.engine.native import NativeEngine
 from magicdec.errors import UserError
 from magicdec.models.kv_cache import copy_row
@@ -116,9 +116,13 @@ class Slots:
 
         Capturing rehearses rounds, which has no effect while there are no requests: empty rows commit nothing.
         """
+        draft, captures = self.batch.draft, self.batch.decoder.captures
+        before: dict[int | None, Callable[[], None]] = {
+            gamma: partial(draft.prepare, self.state, gamma) for gamma in self.gammas if gamma and draft
+        }
         return {
             (gamma, greedy): [
-                Step(partial(self._round, gamma, greedy, phase), self.batch.decoder.captures)
+                Step(partial(self._round, gamma, greedy, phase), captures, before=before.get(gamma, nothing))
                 for phase in range(1 if gamma is None else self._phases)
             ]
             for gamma in (None, *self.gammas)

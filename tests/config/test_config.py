@@ -231,7 +231,7 @@ def test_the_first_run_needs_no_warning(default):
         ),
         (
             {"draft__name": "sel"},
-            "draft.name=sel: must be one of none, eagle3, hierarchical, layer_skip, model, ngram, self;",
+            "draft.name=sel: must be one of none, eagle3, hierarchical, layer_skip, model, ngram, self, suffix;",
         ),
         ({"hardware__device": "gpu"}, "hardware.device=gpu: must be one of auto, cpu, cuda"),
         ({"hardware__dtype": "float8"}, "hardware.dtype=float8: must be one of auto, float32, bfloat16, float16"),

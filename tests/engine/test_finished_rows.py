@@ -1,15 +1,24 @@
-"""Rows that have finished: attention leaves them out, in both ways of decoding, and nothing else changes."""
+"""Rows that have finished: attention leaves them out, in both ways of decoding, and nothing else changes.
+
+On CPUs, the kernel of all layers and the head's matmul leave them out, too.
+"""
 
 import pytest
 
+from magicdec.attention.cpp import CppAttention
 from magicdec.attention.sdpa import SdpaAttention
 from magicdec.config.registry import POLICIES
-from magicdec.models import kv_cache
+from magicdec.engine import decoder
+from magicdec.kernels.library import compiler
+from magicdec.models import kv_cache, passes
+from magicdec.models.operators import CppOperators
+from magicdec.models.passes import Pass
 from magicdec.verification.sampling import Sampling
 from tests.small import open_batch, random_prompts, small_drafter, small_model
 
 TARGET = small_model(spread=0.15)
 PROMPTS = random_prompts([40, 61, 53, 47])
+CPP = pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler")
 CASES = [("self", policy) for policy in POLICIES] + [("model", "streaming"), ("hierarchical", "snapkv")]
 
 
@@ -28,11 +37,39 @@ def decode(draft: str, policy: str, sampling: Sampling, limits=(3, 20, 9, 20)):
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.8, seed=3)], ids=["greedy", "sampled"])
 @pytest.mark.parametrize(("draft", "policy"), CASES)
-def test_other_rows_write_what_they_write_anyway(draft, policy, sampling, monkeypatch):
+@pytest.mark.parametrize("attention", [SdpaAttention, pytest.param(CppAttention, marks=CPP)])
+def test_other_rows_write_what_they_write_anyway(attention, draft, policy, sampling, monkeypatch):
+    monkeypatch.setattr(TARGET, "attention", attention())
     resting = decode(draft, policy, sampling)
     assert [len(row) for row in resting[1]] == [3, 20, 9, 20]
     monkeypatch.setattr(kv_cache.KVCache, "read_B", lambda cache, num_new: cache.seqlens_B + num_new)
+    for module in (passes, decoder):
+        monkeypatch.setattr(module, "active_rows", lambda resting_B: None)
     assert resting == decode(draft, policy, sampling)
+
+
+@CPP
+@pytest.mark.parametrize("draft", ["none", "self", "eagle3"])
+def test_matmuls_leave_finished_rows_out(draft, monkeypatch):
+    """In the target's passes and in the head, by the rows that the C++ library is given."""
+    monkeypatch.setattr(TARGET, "attention", CppAttention())
+    batch = open_batch(
+        TARGET, PROMPTS, draft_name=draft, draft_model=small_drafter(draft, TARGET, 0.15), gamma=2, budget=16
+    )
+    batch.restart()
+    batch.decoder.state.finished_B[[1, 2]] = True
+    hidden, rows = [], []
+    monkeypatch.setattr(passes, "Pass", lambda *args: rows.append(args[-5].rows) or Pass(*args))
+    matmul = CppOperators.matmul
+    monkeypatch.setattr(
+        CppOperators, "matmul", lambda self, x, *rest: hidden.append(x.shape[:-1].numel()) or matmul(self, x, *rest)
+    )
+    if draft == "none":
+        batch.decoder.decode_token()
+    else:
+        batch.decoder.round(batch.draft, 2, 0)
+    assert set(rows) == {2}
+    assert 2 * (1 if draft == "none" else 3) in hidden
 
 
 @pytest.mark.parametrize("speculates", [False, True])

@@ -22,8 +22,8 @@ CASES = [("self", policy) for policy in POLICIES] + [(draft, "streaming") for dr
 class Rehearsed(graphs.Step):
     """A step that is rehearsed as for a capture, and then called as it is."""
 
-    def __init__(self, function, captures=None, undo=lambda: None):
-        super().__init__(function)
+    def __init__(self, function, captures=None, undo=graphs.nothing, before=graphs.nothing):
+        super().__init__(function, before=before)
         graphs.rehearse(function, undo)
 
 

@@ -49,6 +49,7 @@ CASES = {
     "hierarchical": f"{SELF} draft=hierarchical draft.cache.budget=32",
     "sampled": f"{SELF} sampling=sample sampling.seed=3",
     "sampled model": f"{SELF} draft=model sampling=sample sampling.top_k=20 sampling.top_p=0.9",
+    "suffix": f"{TEXT} draft=suffix draft.gamma=3",
     "sampled ngram": f"{TEXT} draft=ngram sampling=sample",
     "end of sequence": f"{SELF} sampling.ignore_eos=false batch.num_batches=2",
     "ruler": f"{SELF} data=ruler data.task=niah_single batch.context_len=300",

@@ -1,0 +1,158 @@
+"""Suffix decoding: propose what most often followed the latest tokens (Oliaro et al. 2024, arXiv 2411.04975).
+
+The paper keeps suffix trees. Here each lookup scans the text, which takes the host microseconds even for long prompts,
+and needs neither a build nor memory beyond the tokens.
+
+B rows, S tokens of a text, G = gamma.
+"""
+
+from collections.abc import Callable
+from typing import Annotated
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+from typing_extensions import override
+
+from magicdec.config.choices import DraftConfig
+from magicdec.config.registry import DRAFTS
+from magicdec.decoding.state import State
+from magicdec.drafts.base import Draft, DraftSpec, Proposal
+from magicdec.rules import STRICT, Count
+
+Tokens = NDArray[np.int32]
+NONE = -1  # before, between and behind texts: no token, so nothing matches it
+
+
+@dataclass(frozen=True, config=STRICT)
+class SuffixLookup(DraftConfig):
+    """Suffix decoding, by suffixes of up to `max_suffix` tokens.
+
+    While serving, the last `history` tokens of requests that have ended are searched too.
+    """
+
+    name: str = "suffix"
+    max_suffix: Count = 32
+    history: Annotated[int, Field(ge=0)] = 0
+    is_model, serves = False, True
+
+
+def look_up(text_S: Tokens, length: int, suffix: Tokens, gamma: int) -> tuple[Tokens, int]:
+    """Return the tokens that most often follow the longest match of a suffix, and the length of that match.
+
+    The text is `text_S[:length]`. There must be at least as many tokens as the suffix has, all NONE, before it, and
+    room for `gamma` tokens behind it, which are overwritten. A tie goes to the latest occurrence. The result has
+    `gamma` tokens, or fewer where a text ends at NONE.
+    """
+    ends = np.flatnonzero(text_S[: length - 1] == suffix[-1])
+    if not len(ends):
+        return ends.astype(np.int32), 0
+    matched = 1
+    while matched < len(suffix) and len(longer := ends[text_S[ends - matched] == suffix[-1 - matched]]):
+        ends, matched = longer, matched + 1
+    for step in range(gamma):
+        following = text_S[ends + 1]
+        if len(ends) > 1:
+            _, kind, count = np.unique(following, return_inverse=True, return_counts=True)
+            best = len(ends) - 1 - int(np.argmax(np.where(following == NONE, 0, count[kind])[::-1]))
+            ends, following = ends[following == following[best]], following[best:]
+        if following[0] == NONE:
+            return text_S[length : length + step].copy(), matched
+        # A match that reaches the end of the text goes on into what has been proposed.
+        text_S[length + step] = following[0]
+        ends = ends + 1
+    return text_S[length : length + gamma].copy(), matched
+
+
+@DRAFTS.register(SuffixLookup)
+class SuffixDraft(Draft):
+    """Looks up a row's last tokens in the row itself and in earlier requests; the longer match decides.
+
+    The search runs on the host, before each round: this is the only draft whose rounds wait for the device. A row
+    without any match repeats its last token.
+    """
+
+    def __init__(self, rows: int, capacity: int, gamma: int, keys: SuffixLookup, device: torch.device):
+        """Allocate. `capacity` is the number of tokens that a row may have."""
+        self.gamma, self.max_suffix, self.history = gamma, keys.max_suffix, keys.history
+        self._texts_BS = np.full((rows, self.max_suffix + capacity + gamma), NONE, np.int32)
+        self._lengths = [0] * rows  # tokens of each text that are known here
+        self._earlier_S = self._padded(np.empty(0, np.int32))
+        self._guess_BG = torch.zeros(rows, gamma, dtype=torch.int64)
+        self._proposal_BG = torch.zeros(rows, gamma, dtype=torch.int64, device=device)
+
+    @classmethod
+    @override
+    def build(cls, spec: DraftSpec) -> "SuffixDraft":
+        assert isinstance(spec.draft, SuffixLookup)
+        (rows, capacity), device = spec.state.tokens_BS.shape, spec.state.tokens_BS.device
+        return cls(rows, capacity, spec.gamma, spec.draft, device)
+
+    @override
+    def prefill(self, state: State, progress: Callable[[int], None]) -> None:
+        """Forget all texts. The next round reads them."""
+        self._lengths = [0] * len(self._lengths)
+
+    @override
+    def prepare(self, state: State, gamma: int) -> None:
+        """Read the tokens of the last rounds, and look up what may follow."""
+        active = [row for row, finished in enumerate(state.finished_B.tolist()) if not finished]
+        self._read(state, active)
+        for row in active:
+            self._guess_BG[row, :gamma] = torch.from_numpy(self._guess(row, gamma))
+        self._proposal_BG.copy_(self._guess_BG)
+
+    def _read(self, state: State, active: list[int]) -> None:
+        """Copy the tokens that are new since the last call."""
+        lengths, pad = state.num_tokens_B.tolist(), self.max_suffix
+        known = {row: self._lengths[row] if self._lengths[row] <= lengths[row] else 0 for row in active}
+        if width := max((lengths[row] - known[row] for row in active), default=0):
+            recent_BT = state.recent_BT(width).cpu().numpy()
+            for row, before in known.items():
+                self._lengths[row] = now = lengths[row]
+                self._texts_BS[row, pad + before : pad + now] = recent_BT[row, width - (now - before) :]
+
+    def _guess(self, row: int, gamma: int) -> Tokens:
+        """Return the proposals (G,) for a row."""
+        text, length = self._texts_BS[row], self._lengths[row]
+        stop = self.max_suffix + length
+        suffix = text[stop - min(length, self.max_suffix) : stop].copy()
+        guess, matched = look_up(text, stop, suffix, gamma)
+        if self.history:
+            theirs, longer = look_up(self._earlier_S, len(self._earlier_S) - self.gamma, suffix, gamma)
+            guess = theirs if longer > matched else guess
+        return np.pad(guess, (0, gamma - len(guess)), constant_values=guess[-1] if len(guess) else suffix[-1])
+
+    @override
+    def propose(self, state: State, gamma: int) -> Proposal:
+        """Return what was looked up. It is not sampled: its distribution is one-hot."""
+        return Proposal(self._proposal_BG[:, :gamma], None)
+
+    @override
+    def commit(self, count_B: torch.Tensor, gamma: int) -> None:
+        """Do nothing: the state has the tokens."""
+
+    @override
+    def copy_row(self, row: int, source: Draft) -> None:
+        """Forget the row. The next round reads it from the state."""
+        self._lengths[row] = 0
+
+    @override
+    def clear_row(self, row: int) -> None:
+        """Keep the text, but for its last round, as that of an earlier request."""
+        if self.history:
+            text = self._texts_BS[row, self.max_suffix : self.max_suffix + self._lengths[row]]
+            earlier = self._earlier_S[self.max_suffix : len(self._earlier_S) - self.gamma]
+            self._earlier_S = self._padded(np.concatenate((earlier, text, [NONE]))[-self.history :])
+        self._lengths[row] = 0
+
+    def _padded(self, text: Tokens) -> Tokens:
+        """Return a text as `look_up` takes it."""
+        return np.pad(text, (self.max_suffix, self.gamma), constant_values=NONE).astype(np.int32)
+
+    @property
+    @override
+    def cache_bytes(self) -> int:
+        return 0
