@@ -35,7 +35,7 @@ class SuffixLookup(DraftConfig):
 
     name: str = "suffix"
     max_suffix: Count = 32
-    history: Annotated[int, Field(ge=0)] = 0
+    history: Annotated[int, Field(ge=0)] = 65536
     is_model, serves = False, True
 
 
