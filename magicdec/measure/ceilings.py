@@ -8,6 +8,7 @@ import torch.distributed as dist
 from magicdec.decoding.timers import Stopwatch
 from magicdec.engine.graphs import Captures, Step
 from magicdec.measure.memory import available_bytes
+from magicdec.models.operators import matmul_of_many
 from magicdec.models.parallel import share
 
 REPEATS = 5  # the fastest counts: a disturbance only makes one slower
@@ -23,7 +24,8 @@ def matmul_rate(device: torch.device, dtype: torch.dtype, size: int | None = Non
         size = MATMUL_ON[device.type]
         size = size if 3 * size**2 * dtype.itemsize <= _room(device) else SMALL_MATMUL
     a, b = (torch.randn(size, size, dtype=dtype, device=device) for _ in range(2))
-    return 2 * size**3 / fastest_s(lambda: a @ b, device, repeats)
+    multiply = matmul_of_many if device.type == "cpu" else torch.matmul
+    return 2 * size**3 / fastest_s(lambda: multiply(a, b), device, repeats)
 
 
 def read_bandwidth(device: torch.device) -> float:

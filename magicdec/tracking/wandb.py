@@ -90,8 +90,8 @@ def send(run: FinishedRun) -> Logged | None:
 
 
 def log_sweep(folder: Path, config: Settings, files: Iterable[Path]) -> Logged | None:
-    """Log the files of a sweep that has ended as an artifact of a run of its own, in the group of its runs. `config` is
-    that of one of them. What cannot be sent is kept in the sweep's folder.
+    """Log the files of a sweep that has ended as an artifact of a run of its own, in the group of its runs, and its
+    figures as media. `config` is that of one of them. What cannot be sent is kept in the sweep's folder.
     """
     own = config["wandb"]
     if own["mode"] == "disabled" or in_sweep():
@@ -109,6 +109,7 @@ def _reported(folder: Path, own: Mapping[str, Any], files: list[Path]) -> Logged
         with contextlib.redirect_stderr(io.StringIO()), _tables_stay_in(folder):
             opened = _begin(own, folder, id=name[:MAX_ID_LENGTH], name=folder.name, job_type="sweep")
             _log_files(opened, name, "sweep", files)
+            _log_figures(opened, (path for path in files if path.suffix == ".png"))
             kept = Path(opened.settings.sync_dir)
             opened.finish()
     except Exception as error:
@@ -294,6 +295,14 @@ def _log_files(opened: Any, name: str, kind: str, paths: Iterable[Path]) -> None
         if path.is_file():
             artifact.add_file(str(path), policy="immutable")  # it is complete: no copy is made
     opened.log_artifact(artifact)
+
+
+def _log_figures(opened: Any, paths: Iterable[Path]) -> None:
+    """Log images, which a workspace shows by their names."""
+    import wandb
+
+    if figures := {f"figures/{path.stem}": wandb.Image(str(path)) for path in paths}:
+        opened.log(figures)
 
 
 def _plain(value: Any) -> Any:

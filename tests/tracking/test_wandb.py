@@ -157,7 +157,7 @@ SUMMARY = """
 import sys
 from pathlib import Path
 from magicdec.tracking.report.summary import summarize
-summarize(Path(sys.argv[1]), False)
+summarize(Path(sys.argv[1]), True)
 """
 
 
@@ -175,7 +175,7 @@ def sweep_of_one(runs_dir, mode):
 
 @pytest.mark.parametrize("mode", ["offline", "online"])
 def test_the_report_of_a_sweep_is_an_artifact_of_the_sweep(tmp_path, mode):
-    """It waits in the sweep's folder, also where W&B cannot be reached."""
+    """It waits in the sweep's folder, also where W&B cannot be reached. Its figures are media, too."""
     folder, process = sweep_of_one(tmp_path / "runs", mode)
     assert process.returncode == 0, process.stderr
     assert process.stderr.count("warning: the report of the sweep: W&B failed") == (mode == "online")
@@ -187,7 +187,9 @@ def test_the_report_of_a_sweep_is_an_artifact_of_the_sweep(tmp_path, mode):
     (artifact,) = (record["artifact"] for record in records if record["type"] == "artifact")
     assert (artifact["type"], artifact["name"]) == ("sweep", f"sweep-{folder.name}")
     files = {entry["path"]: Path(entry["local_path"]) for entry in artifact["manifest"]["contents"]}
-    assert files == {name: folder / name for name in ("jobs.jsonl", "report.html")}
+    assert files == {name: folder / name for name in ("jobs.jsonl", "report.html", "speedup.png")}
+    items = [record["history"]["item"] for record in records if record["type"] == "history"]
+    assert [item["figures/speedup._type"] for item in items] == ["image-file"]
 
 
 def test_intervals_are_numbers_for_charts():
@@ -200,7 +202,7 @@ def test_intervals_are_numbers_for_charts():
 def test_the_report_of_a_sweep_goes_nowhere_with_wandb_disabled(tmp_path):
     folder, process = sweep_of_one(tmp_path / "runs", "disabled")
     assert (process.returncode, "W&B" in process.stdout + process.stderr) == (0, False)
-    assert sorted(path.name for path in folder.iterdir()) == ["jobs.jsonl", "report.html"]
+    assert sorted(path.name for path in folder.iterdir()) == ["jobs.jsonl", "report.html", "speedup.png"]
 
 
 @pytest.mark.extra
