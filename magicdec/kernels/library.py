@@ -24,6 +24,8 @@ FOLDER = Path(__file__).parent
 SOURCES = sorted(FOLDER.glob("*.cpp"))
 # The vectors are written out; letting the compiler find more of them makes the short loops around them slower.
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-tree-vectorize", "-fopenmp", "-fPIC")
+# M_MMAP_THRESHOLD: the memory of larger tensors, as of a KV cache, is returned. M_TRIM_THRESHOLD: what is kept at most.
+KEPT = {-3: 64 << 20, -1: 256 << 20}
 NEEDS_COMPILER, CANNOT_LOAD = "needs a C++ compiler", "cannot load its kernels"
 OBSTACLES = (NEEDS_COMPILER, CANNOT_LOAD)  # how they begin
 
@@ -44,7 +46,16 @@ def load() -> ctypes.CDLL:
     """Return the library. Build it if needed; raise UserError where that fails."""
     if (reason := obstacle()) is not None:
         raise UserError(f"attention=cpp {reason}; use attention=sdpa")
+    _keep_freed_memory()
     return _open(path())
+
+
+def _keep_freed_memory() -> None:
+    """Let glibc keep the memory of freed tensors: fresh pages take up to a quarter of the time of a short prefill."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        for parameter, num_bytes in KEPT.items():
+            libc.mallopt(parameter, num_bytes)
 
 
 @cache

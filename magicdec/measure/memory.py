@@ -1,5 +1,6 @@
 """Measure how much memory is available, and how much a run has taken."""
 
+import ctypes
 import os
 import sys
 from contextlib import suppress
@@ -72,7 +73,9 @@ class Peak:
 
 
 def _forget_peak() -> None:
-    """Reset the peak: in a multirun, this process may have done a larger run before."""
+    """Reset the peak: in a multirun, this process may have done a larger run before, whose memory glibc may keep."""
+    with suppress(AttributeError, OSError, TypeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
     with suppress(OSError):  # no Linux, or a container that forbids it
         Path("/proc/self/clear_refs").write_text("5")
 
