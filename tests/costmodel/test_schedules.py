@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import magicdec
@@ -52,7 +52,6 @@ def fewest(rows, tolerance):
     return best[-1]
 
 
-@settings(deadline=None)
 @given(st.lists(SPEEDS, min_size=1, max_size=9), st.floats(0, 0.5))
 def test_few_ranges_within_the_tolerance(speeds, tolerance):
     rows = cells(speeds)
@@ -64,7 +63,6 @@ def test_few_ranges_within_the_tolerance(speeds, tolerance):
     assert all(before.batch[1] + 1 == after.batch[0] for before, after in pairwise(found.entries))
 
 
-@settings(deadline=None)
 @given(st.lists(st.lists(SPEEDS, min_size=2, max_size=4), min_size=1, max_size=3), st.floats(0, 0.5))
 def test_contexts_share_the_ranges_of_batches(speeds, tolerance):
     contexts = (1000, 4000, 9000)

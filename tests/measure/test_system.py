@@ -60,9 +60,7 @@ def test_gpus_and_one_that_refuses(monkeypatch):
     )
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     row = rows_of(0.2)[0]
+    expected = {"busy": 0.5, "memory_gib": 3.0, "power_w": 350.0, "temperature_c": 60.0}
     assert {key: value for key, value in row.items() if "gpu" in key} == {
-        "system/gpu.0.busy": 0.5,
-        "system/gpu.0.memory_gib": 3.0,
-        "system/gpu.0.power_w": 350.0,
-        "system/gpu.0.temperature_c": 60.0,
+        f"system/gpu.0.{name}": value for name, value in expected.items()
     }
