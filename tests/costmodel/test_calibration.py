@@ -122,12 +122,8 @@ def test_rows_on_the_wrong_side_of_one_are_those_with_a_clear_side(model):
 
 
 def test_a_profile_run_becomes_rows(model):
-    config = {
-        "target": {"name": "llama-3.1-8b"},
-        "draft": {"name": "self", "model": None, "quantization": "none"},
-        "cache": {"policy": "streaming", "budget": 512},
-        "hardware": {"name": "h200", "dtype": "float32"},
-    }
+    config = {"target": {"name": "llama-3.1-8b"}, "draft": {"name": "self", "model": None, "quantization": "none"}}
+    config |= {"cache": {"policy": "streaming", "budget": 512}, "hardware": {"name": "h200", "dtype": "float32"}}
     point = {"batch_size": 8, "context_len": 4096, "gamma": 3, "time/target_decode_ms": 10.0, "time/draft_ms": 4.0}
     point |= {"time/verify_ms": 11.0, "time/round_ms": 23.5}
     (row,) = profile_rows(config, [point])

@@ -140,12 +140,9 @@ def test_predicting_needs_no_torch():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-@pytest.fixture
-def drafts(model):
-    return SelfSpeculation(), IndependentModel(model=ModelChoice("llama-3.2-1b", architecture=model("llama-3.2-1b")))
-
-
-def test_plans_are_ranked_by_throughput_within_the_bounds(setup, drafts):
+def test_plans_are_ranked_by_throughput_within_the_bounds(setup, model):
+    own = IndependentModel(model=ModelChoice("llama-3.2-1b", architecture=model("llama-3.2-1b")))
+    drafts = SelfSpeculation(), own
     plans = search(setup(hardware="8xH100"), Curves(published()), (16, 32, 64, 256), drafts, latency_ms=12.0)
     rates = [plan.tokens_per_second for plan in plans.ranked]
     assert rates == sorted(rates, reverse=True)
@@ -154,17 +151,6 @@ def test_plans_are_ranked_by_throughput_within_the_bounds(setup, drafts):
     assert plans.too_large > 0  # batch 256 x 32,000 tokens
     assert any(plan.prediction is None for plan in plans.ranked)  # autoregressive decoding competes
     assert all(p.estimate is None for p in plans.unknown)
-
-
-def test_the_best_plan_is_an_experiment(setup, drafts):
-    (best, *_) = search(setup(hardware="8xH100"), Curves(published()), (16,), drafts[1:]).ranked
-    text = experiment_yaml(best, "python launch.py scenario=plan")
-    content = yaml.safe_load(text)
-    assert {"override /target": "llama-3.1-8b"} in content["defaults"]
-    assert {"override /target@draft.model": "llama-3.2-1b"} in content["defaults"]
-    assert content["draft"]["gamma"] == best.gamma
-    assert content["batch"] == {"size": 16, "context_len": 32_000}
-    assert text.startswith("# @package _global_\n")
 
 
 def test_where_nothing_pays_the_plan_is_autoregressive(setup):

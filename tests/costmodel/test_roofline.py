@@ -51,11 +51,6 @@ def test_many_rows_are_bound_by_compute(ideal, model):
     assert time.compute == pytest.approx(2 * 7.5e9 * 2048 / 989e12, rel=0.02)
 
 
-def test_kv_is_read_once_however_many_tokens_are_verified(ideal, model):
-    times = [r.step_time(Pass(model("llama-3.1-8b"), 8, t, 100_000), ideal()) for t in (1, 5)]
-    assert times[0].kv == times[1].kv
-
-
 def test_tensor_parallelism_divides_work_and_adds_communication(ideal, model):
     config = model("llama-3.1-8b")
     one, eight = (r.step_time(Pass(config, 32, 1, 32_000, n), ideal(n)) for n in (1, 8))

@@ -3,19 +3,9 @@
 import pytest
 import torch
 
+from magicdec.verification import sampling as ours
 from magicdec.verification.accept import accept_greedy, accept_sampled, accept_synthetic
-from magicdec.verification.sampling import (
-    GOLDEN,
-    RowSampling,
-    Sampling,
-    Use,
-    _mix,
-    _signed,
-    choose,
-    draw,
-    probabilities,
-    uniform_BT,
-)
+from magicdec.verification.sampling import RowSampling, Sampling, Use, choose, draw, probabilities, uniform_BT
 from tests.chi_square import chisquare
 
 V = 11
@@ -87,10 +77,10 @@ def test_synthetic_acceptance_is_alpha():
 
 def test_the_generator_is_splitmix64():
     """Its first numbers for the seed 1234567, as published with many implementations."""
-    states = torch.tensor([_signed(1234567 + count * GOLDEN) for count in range(1, 6)])
+    states = torch.tensor([ours._signed(1234567 + count * ours.GOLDEN) for count in range(1, 6)])
     expected = [6457827717110365317, 3203168211198807973, 9817491932198370423]
     expected += [4593380528125082431, 16408922859458223821]
-    assert [number % 2**64 for number in _mix(states).tolist()] == expected
+    assert [number % 2**64 for number in ours._mix(states).tolist()] == expected
 
 
 def test_random_numbers_are_uniform_and_depend_on_everything():
