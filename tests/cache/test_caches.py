@@ -31,9 +31,9 @@ def write(cache: KVCache, tokens: list[list[int]]) -> None:
     cache.advance(values.shape[1])
 
 
-def held(cache: KVCache, row: int, count: int | None = None) -> list[int]:
-    """Tokens in a row's first `count` (default: all valid) slots; keys and values of all layers must agree."""
-    count = int(cache.seqlens_B[row]) if count is None else count
+def held(cache: KVCache, row: int) -> list[int]:
+    """Tokens in a row's valid slots; keys and values of all layers must agree."""
+    count = int(cache.seqlens_B[row])
     keys, values = cache.k_LBKSD[:, row, 0, :count, 0], cache.v_LBKSD[:, row, 0, :count, 0]
     assert torch.equal(keys, -values)
     assert torch.equal(keys[0] + 1000, keys[1])

@@ -24,9 +24,11 @@ def test_unknown_hardware_is_named_with_what_is_valid(name):
         h.hardware_named(name)
 
 
-def test_a_calibrated_device_in_another_count_keeps_its_calibration():
+def test_a_calibrated_device_in_another_count_keeps_its_calibration_and_another_stack_may_be_named():
     assert h.hardware_named("2xA100").efficiency == h.hardware_named("8xA100").efficiency
     assert h.hardware_named("2xA100").note == "calibrated on 8xA100"
+    assert h.hardware_named("8xA100").stack.name == "reference-2024-08"
+    assert h.hardware_named("8xA100", stack="magicdec").stack.name == "magicdec"
 
 
 def test_an_uncalibrated_device_takes_its_datasheet_and_the_nearest_fractions():
@@ -38,11 +40,6 @@ def test_an_uncalibrated_device_takes_its_datasheet_and_the_nearest_fractions():
     assert l40.efficiency.allreduce_bandwidth_fraction == l40.device.link.fraction
     assert "no calibration for L40" in l40.note
     assert h.hardware_named("h200").efficiency == h.hardware_named("h100").efficiency
-
-
-def test_the_stack_can_be_replaced():
-    assert h.hardware_named("8xA100").stack.name == "reference-2024-08"
-    assert h.hardware_named("8xA100", stack="magicdec").stack.name == "magicdec"
 
 
 FRACTIONS = ("bandwidth_fraction", "matmul_fraction", "allreduce_bandwidth_fraction")

@@ -22,8 +22,7 @@ from tests.checkpoints import make_checkpoint
 
 TINY = Path(__file__).parents[2] / "magicdec" / "models" / "tiny" / "target"
 CONFIG, TOKENIZER, INDEX = "config.json", "tokenizer.json", "model.safetensors.index.json"
-GENERATION, WEIGHTS = "generation_config.json", "model.safetensors"
-NORM = "model.norm.weight"
+GENERATION, NORM = "generation_config.json", "model.norm.weight"
 pytestmark = pytest.mark.timeout(60)
 
 
