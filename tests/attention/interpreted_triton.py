@@ -10,19 +10,7 @@ from magicdec.attention.triton import TritonAttention, Variant
 from magicdec.attention.triton_codes import attend
 from magicdec.kernels.split_kv import INTERPRETED
 from magicdec.measure.footprint import Allocations
-from tests.attention.twins import (
-    attend_coded,
-    attend_scored,
-    case,
-    check,
-    check_positions,
-    check_scores_at_positions,
-    coded_case,
-    expected_coded,
-    expected_scored,
-    some_tokens,
-    with_nan_behind,
-)
+from tests.attention import twins
 from tests.measure.test_footprint import counted_peak
 
 # Of the largest output, about 1: fp32 as exact as it gets, else the rounding of the output and of the weights.
@@ -40,7 +28,7 @@ CASES = [
 @pytest.mark.parametrize(("num_new", "group", "dtype", "window"), CASES)
 def test_against_sdpa(num_new, group, dtype, window):
     dim = {1: 64, 2: 80, 5: 96, 9: 128}[num_new]
-    check(TritonAttention(), num_new, group, dim, 300, window, dtype, tolerance=TOLERANCE[dtype])
+    twins.check(TritonAttention(), num_new, group, dim, 300, window, dtype, tolerance=TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("splits", [1, 3])
@@ -51,60 +39,52 @@ def test_more_query_rows_than_a_tile(num_new, group, window, splits, monkeypatch
     """
     assert num_new * group > 64
     monkeypatch.setattr("magicdec.attention.triton_grid.split_count", lambda *_: splits)
-    check(TritonAttention(), num_new, group, 64, num_new + 100, window)
+    twins.check(TritonAttention(), num_new, group, 64, num_new + 100, window)
 
 
-@pytest.mark.parametrize(
-    ("num_new", "group", "window", "dtype", "splits", "some"),
-    [
-        (1, 1, None, torch.float32, 1, True),
-        (2, 4, 60, torch.bfloat16, 3, True),
-        (9, 2, 40, torch.float32, 1, False),
-        (6, 3, None, torch.float32, 3, True),
-    ],
-)
+SCORED = [(1, 1, None, torch.float32, 1, True), (2, 4, 60, torch.bfloat16, 3, True)]
+SCORED += [(9, 2, 40, torch.float32, 1, False), (6, 3, None, torch.float32, 3, True)]
+
+
+@pytest.mark.parametrize(("num_new", "group", "window", "dtype", "splits", "some"), SCORED)
 def test_scores_against_sdpa(num_new, group, window, dtype, splits, some, monkeypatch):
     """Of all tokens and of some; more slots than one program sums, and more query rows than a tile."""
     monkeypatch.setattr("magicdec.attention.triton_grid.split_count", lambda *_: splits)
     monkeypatch.setattr(Variant, "tile", 16)
     monkeypatch.setattr("magicdec.attention.triton.SUMMED", 128)
-    q, k, v, seqlens = case(num_new, group, 64, 150, dtype)
-    counted = some_tokens(num_new) if some else None
-    out, scores = attend_scored(TritonAttention(), q, k, v, seqlens, window, counted)
-    right_out, right_scores = expected_scored(q, k, v, seqlens, window, counted)
+    q, k, v, seqlens = twins.case(num_new, group, 64, 150, dtype)
+    counted = twins.some_tokens(num_new) if some else None
+    out, scores = twins.attend_scored(TritonAttention(), q, k, v, seqlens, window, counted)
+    right_out, right_scores = twins.expected_scored(q, k, v, seqlens, window, counted)
     torch.testing.assert_close(out.float(), right_out, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
     torch.testing.assert_close(scores, right_scores, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize(("num_new", "window"), [(1, None), (4, 100)])
 def test_selected_slots_against_sdpa(num_new, window):
-    check(TritonAttention(), num_new, 4, 64, 300, window, chosen=260)
+    twins.check(TritonAttention(), num_new, 4, 64, 300, window, chosen=260)
 
 
 @pytest.mark.parametrize(("num_new", "window", "splits"), [(1, 6, 2), (4, 100, 1), (4, 100, 3)])
 def test_a_window_over_slots_in_no_order(num_new, window, splits, monkeypatch):
     monkeypatch.setattr("magicdec.attention.triton_grid.split_count", lambda *_: splits)
-    check_positions(TritonAttention(), num_new, 4, 64, 200, 150, window)
-    check_scores_at_positions(TritonAttention(), num_new, 2, 64, 100, window)
+    twins.check_positions(TritonAttention(), num_new, 4, 64, 200, 150, window)
+    twins.check_scores_at_positions(TritonAttention(), num_new, 2, 64, 100, window)
 
 
-@pytest.mark.parametrize(
-    ("bits", "num_new", "group", "dim", "dtype", "splits"),
-    [
-        (4, 1, 4, 128, torch.bfloat16, 3),
-        (8, 1, 1, 64, torch.float16, 1),
-        (4, 5, 4, 64, torch.float32, 2),
-        (8, 2, 3, 128, torch.float32, 3),
-    ],
-)
+CODED = [(4, 1, 4, 128, torch.bfloat16, 3), (8, 1, 1, 64, torch.float16, 1)]
+CODED += [(4, 5, 4, 64, torch.float32, 2), (8, 2, 3, 128, torch.float32, 3)]
+
+
+@pytest.mark.parametrize(("bits", "num_new", "group", "dim", "dtype", "splits"), CODED)
 def test_codes_against_sdpa(bits, num_new, group, dim, dtype, splits, monkeypatch):
     """Rows of which nothing, a part, and nearly everything is codes."""
     monkeypatch.setattr("magicdec.attention.triton_grid.split_count", lambda *_: splits)
     calls = []
     monkeypatch.setattr("magicdec.attention.triton_codes.attend", lambda *x: calls.append(x) or attend(*x))
-    *arguments, coded = coded_case(num_new, group, dim, 300, bits, dtype)
-    out = attend_coded(TritonAttention(), *arguments, coded)
-    right = expected_coded(*arguments, coded)
+    *arguments, coded = twins.coded_case(num_new, group, dim, 300, bits, dtype)
+    out = twins.attend_coded(TritonAttention(), *arguments, coded)
+    right = twins.expected_coded(*arguments, coded)
     torch.testing.assert_close(out.float(), right, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
     assert calls
 
@@ -112,9 +92,9 @@ def test_codes_against_sdpa(bits, num_new, group, dim, dtype, splits, monkeypatc
 @pytest.mark.parametrize(("dim", "num_new", "window"), [(96, 1, None), (64, 33, None), (64, 1, 100)])
 def test_codes_that_the_kernel_cannot_read_are_decoded_first(dim, num_new, window, monkeypatch):
     monkeypatch.setattr("magicdec.attention.triton_codes.attend", None)
-    *arguments, coded = coded_case(num_new, 2, dim, 150, 4)
-    out = attend_coded(TritonAttention(), *arguments, coded, window)
-    torch.testing.assert_close(out, expected_coded(*arguments, coded, window), atol=1e-5, rtol=1e-5)
+    *arguments, coded = twins.coded_case(num_new, 2, dim, 150, 4)
+    out = twins.attend_coded(TritonAttention(), *arguments, coded, window)
+    torch.testing.assert_close(out, twins.expected_coded(*arguments, coded, window), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +102,7 @@ def test_codes_that_the_kernel_cannot_read_are_decoded_first(dim, num_new, windo
 )
 def test_what_is_foreseen_is_what_is_allocated(method, num_new, splits, monkeypatch):
     monkeypatch.setattr("magicdec.attention.triton_grid.split_count", lambda *_: splits)
-    q, k, v, seqlens = case(num_new, 4, 64, 100)
+    q, k, v, seqlens = twins.case(num_new, 4, 64, 100)
     attention = TritonAttention()
     method = getattr(attention, method)
     plan = attention.plan(seqlens, Shape(num_new, k.shape[2], 4, q.dtype), None)
@@ -134,6 +114,6 @@ def test_what_is_foreseen_is_what_is_allocated(method, num_new, splits, monkeypa
 
 
 def test_what_lies_behind_the_valid_entries_is_never_read():
-    q, k, v, seqlens = case(2, 2, 64, 150)
-    k, v = with_nan_behind(k, seqlens), with_nan_behind(v, seqlens)
-    assert all(x.isfinite().all() for x in attend_scored(TritonAttention(), q, k, v, seqlens))
+    q, k, v, seqlens = twins.case(2, 2, 64, 150)
+    k, v = twins.with_nan_behind(k, seqlens), twins.with_nan_behind(v, seqlens)
+    assert all(x.isfinite().all() for x in twins.attend_scored(TritonAttention(), q, k, v, seqlens))

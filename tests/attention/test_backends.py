@@ -42,16 +42,6 @@ def test_what_does_not_fit_is_refused_when_asked_for_and_passed_over_by_auto(dev
         assert said in why
 
 
-def test_no_compiler_is_one_clear_line(tmp_path, monkeypatch):
-    monkeypatch.setattr(library, "path", lambda: tmp_path / "kernel.so")
-    monkeypatch.setattr(library, "compiler", lambda: None)
-    with pytest.raises(UserError, match=r"attention=cpp needs a C\+\+ compiler.*; use attention=auto"):
-        backends.choose("cpp", CPU, torch.float32, [64])
-    name, why = backends.choose("auto", CPU, torch.float32, [64])
-    assert name == "sdpa"
-    assert library.NEEDS_COMPILER in why
-
-
 def test_what_is_usable_is_what_can_be_chosen():
     chosen = []
     for name in BACKENDS:

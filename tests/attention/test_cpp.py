@@ -9,21 +9,7 @@ import torch
 from magicdec.attention import cpp
 from magicdec.attention.sdpa import SdpaAttention
 from magicdec.kernels import library
-from tests.attention.twins import (
-    attend,
-    attend_coded,
-    attend_scored,
-    case,
-    check,
-    check_positions,
-    check_scores_at_positions,
-    coded_case,
-    expected,
-    expected_coded,
-    expected_scored,
-    some_tokens,
-    with_nan_behind,
-)
+from tests.attention import twins
 from tests.threads import threads
 
 if library.compiler() is None:
@@ -43,7 +29,7 @@ def attention():
 def test_against_sdpa(attention, num_new, group, dtype):
     """Lengths within a block, over several, and over several splits; head dims of one vector and of many."""
     for dim, longest, window in itertools.product((8, 80), (num_new + 30, 1300), (None, 3, 600)):
-        check(attention, num_new, group, dim, longest, window, dtype, tolerance=TOLERANCE[dtype])
+        twins.check(attention, num_new, group, dim, longest, window, dtype, tolerance=TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("num_new", [1, 2, 5, 9])
@@ -51,13 +37,13 @@ def test_against_sdpa(attention, num_new, group, dtype):
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 def test_scores_against_sdpa(attention, num_new, group, dtype):
     """Scores of all tokens and of some come from the same pass, so that the output is bit for bit that without."""
-    for longest, window, counted in itertools.product((40, 1300), (None, 3, 600), (None, some_tokens(num_new))):
-        q, k, v, seqlens = case(num_new, group, 16, num_new + longest, dtype)
-        out, scores = attend_scored(attention, q, k, v, seqlens, window, counted)
-        right_out, right_scores = expected_scored(q, k, v, seqlens, window, counted)
+    for longest, window, counted in itertools.product((40, 1300), (None, 3, 600), (None, twins.some_tokens(num_new))):
+        q, k, v, seqlens = twins.case(num_new, group, 16, num_new + longest, dtype)
+        out, scores = twins.attend_scored(attention, q, k, v, seqlens, window, counted)
+        right_out, right_scores = twins.expected_scored(q, k, v, seqlens, window, counted)
         torch.testing.assert_close(out.float(), right_out, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
         torch.testing.assert_close(scores, right_scores, atol=1e-5, rtol=1e-5)
-        assert torch.equal(out, attend(attention, q, k, v, seqlens, window))
+        assert torch.equal(out, twins.attend(attention, q, k, v, seqlens, window))
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -69,11 +55,11 @@ def test_codes_against_sdpa(attention, bits, num_new, group, dtype):
     The kernel rounds queries and weights to 8 bits. In the row without codes nothing is rounded.
     """
     for dim, window in itertools.product((64, 96, 40), (None, 601)):
-        *arguments, coded = coded_case(num_new, group, dim, 1300, bits, dtype)
+        *arguments, coded = twins.coded_case(num_new, group, dim, 1300, bits, dtype)
         assert cpp.reads(coded) == (dim != 40)
-        out = attend_coded(attention, *arguments, coded, window)
+        out = twins.attend_coded(attention, *arguments, coded, window)
         assert out.dtype == dtype
-        right = expected_coded(*arguments, coded, window)
+        right = twins.expected_coded(*arguments, coded, window)
         torch.testing.assert_close(out[0].float(), right[0], atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
         difference = (out.float() - right)[1:].square().mean().sqrt()
         assert difference < max(0.015 * right[1:].square().mean().sqrt(), TOLERANCE[dtype])
@@ -82,34 +68,33 @@ def test_codes_against_sdpa(attention, bits, num_new, group, dtype):
 @pytest.mark.parametrize("bits", [4, 8])
 def test_weights_that_need_no_rounding_are_not_rounded(attention, bits):
     """All slots have the same score, and all values the same scale."""
-    q, k, v, seqlens, coded = coded_case(1, 3, 64, 700, bits)
+    q, k, v, seqlens, coded = twins.coded_case(1, 3, 64, 700, bits)
     q.zero_()
     coded.v.scales[..., 0, :] = 0.25
-    arguments = (q, k, v, seqlens, coded)
-    torch.testing.assert_close(attend_coded(attention, *arguments), expected_coded(*arguments), atol=2e-5, rtol=2e-5)
+    out, right = twins.attend_coded(attention, q, k, v, seqlens, coded), twins.expected_coded(q, k, v, seqlens, coded)
+    torch.testing.assert_close(out, right, atol=2e-5, rtol=2e-5)
 
 
 def test_codes_that_are_not_finite_stay_so(attention):
-    q, k, v, seqlens, coded = coded_case(1, 2, 64, 700, 4)
+    q, k, v, seqlens, coded = twins.coded_case(1, 2, 64, 700, 4)
     coded.k.scales[1, 1, :, 0] = math.inf
     coded.v.scales[1, 2, :, 5] = math.nan
-    out = attend_coded(attention, q, k, v, seqlens, coded)
+    out = twins.attend_coded(attention, q, k, v, seqlens, coded)
     assert out[0].isfinite().all()
     assert not out[1].isfinite().any()
     assert out[2].isnan().all()
 
 
 def test_scores_of_more_tokens_than_the_kernel_takes_are_those_of_sdpa(attention):
-    arguments = case(attention.max_new_tokens + 1, 2, 16, 100)
-    counted = some_tokens(attention.max_new_tokens + 1)
-    ours, theirs = attend_scored(attention, *arguments, 40, counted), expected_scored(*arguments, 40, counted)
-    assert all(map(torch.equal, ours, theirs))
+    num_new = attention.max_new_tokens + 1
+    arguments = *twins.case(num_new, 2, 16, 100), 40, twins.some_tokens(num_new)
+    assert all(map(torch.equal, twins.attend_scored(attention, *arguments), twins.expected_scored(*arguments)))
 
 
 @pytest.mark.parametrize("num_new", [1, 4])
 @pytest.mark.parametrize("window", [None, 6])
 def test_selected_slots_against_sdpa(attention, num_new, window):
-    check(attention, num_new, 4, 64, 700, window, chosen=601)
+    twins.check(attention, num_new, 4, 64, 700, window, chosen=601)
 
 
 @pytest.mark.parametrize("num_new", [1, 4, cpp.CppAttention.max_new_tokens + 1])
@@ -117,22 +102,14 @@ def test_selected_slots_against_sdpa(attention, num_new, window):
 def test_a_window_over_slots_in_no_order(attention, num_new, window):
     """Within a split, and over several."""
     for count in (20, 601):
-        check_positions(attention, num_new, 4, 64, 1300, count, window)
-    check_scores_at_positions(attention, num_new, 4, 64, 1300, window)
-
-
-def test_views_of_larger_tensors(attention):
-    """Queries as they come out of a joint projection, a cache with gaps between its slots: strides are the caller's."""
-    q, k, v, seqlens = case(3, 2, 16, 100)
-    wide_q = torch.cat((q, q), dim=2)[:, :, : q.shape[2]]
-    wide_k = torch.cat((k, k), dim=3)[..., : k.shape[3]]
-    assert torch.equal(attend(attention, wide_q, wide_k, v, seqlens), attend(attention, q, k, v, seqlens))
+        twins.check_positions(attention, num_new, 4, 64, 1300, count, window)
+    twins.check_scores_at_positions(attention, num_new, 4, 64, 1300, window)
 
 
 def test_what_lies_behind_the_valid_entries_is_never_read(attention):
-    q, k, v, seqlens = case(2, 2, 16, 600)
-    k, v = with_nan_behind(k, seqlens), with_nan_behind(v, seqlens)
-    assert all(x.isfinite().all() for x in attend_scored(attention, q, k, v, seqlens))
+    q, k, v, seqlens = twins.case(2, 2, 16, 600)
+    k, v = twins.with_nan_behind(k, seqlens), twins.with_nan_behind(v, seqlens)
+    assert all(x.isfinite().all() for x in twins.attend_scored(attention, q, k, v, seqlens))
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -141,46 +118,43 @@ def test_what_lies_behind_the_valid_entries_is_never_read(attention):
 def test_what_is_not_finite_stays_so(attention, dtype, num_new, value):
     """Of one query, key or value, or of all those of a head: in the outputs that depend on it, and in no other row."""
     for of, where in itertools.product(range(3), ((1, 0, 0), (1, 0))):
-        q, k, v, seqlens = case(num_new, 2, 16, 700, dtype)
+        q, k, v, seqlens = twins.case(num_new, 2, 16, 700, dtype)
         (q.transpose(1, 2), k, v)[of][where] = value
         heads = slice(0, 1 if of == 0 else 2)
-        outputs = [attend(attention, q, k, v, seqlens)]
+        outputs = [twins.attend(attention, q, k, v, seqlens)]
         if num_new <= attention.max_new_tokens:
-            outputs.append(attend_scored(attention, q, k, v, seqlens)[0])
-            outputs.append(attend(attention, q, k, v, seqlens, indices=torch.arange(707).expand(3, 2, -1)))
+            outputs.append(twins.attend_scored(attention, q, k, v, seqlens)[0])
+            outputs.append(twins.attend(attention, q, k, v, seqlens, indices=torch.arange(707).expand(3, 2, -1)))
         for out in outputs:
             assert not out[1, 0 if where[2:] else slice(None), heads].isfinite().any()
             assert out[0::2].isfinite().all()
 
 
-def test_a_row_of_a_prefill_depends_neither_on_its_neighbours_nor_on_threads(attention):
-    q, k, v, seqlens = case(50, 2, 64, 1300)
-    together = attend(attention, q, k, v, seqlens, 700)
-    for b in range(len(q)):
-        one = slice(b, b + 1)
-        assert torch.equal(attend(attention, q[one], k[one], v[one], seqlens[one], 700), together[one])
+@pytest.mark.parametrize(("num_new", "window"), [(50, 700), (2, None)], ids=["prefill", "decode"])
+def test_a_row_depends_neither_on_its_neighbours_nor_on_threads(attention, num_new, window):
+    arguments = twins.case(num_new, 2, 64, 1300)
+
+    def outputs(rows: slice):
+        given = [x[rows] for x in arguments]
+        if num_new > attention.max_new_tokens:
+            return (twins.attend(attention, *given, window),)
+        return twins.attend_scored(attention, *given, window)
+
+    together = outputs(slice(None))
     with threads(2):
-        assert torch.equal(attend(attention, q, k, v, seqlens, 700), together)
+        assert all(map(torch.equal, outputs(slice(None)), together))
+    for b in range(len(arguments[0])):
+        alone = outputs(slice(b, b + 1))
+        assert all(torch.equal(mine, theirs[b : b + 1]) for mine, theirs in zip(alone, together, strict=True))
 
 
 @pytest.mark.parametrize("window", [None, 100])
 def test_long_chunks_against_sdpa(attention, window):
     """Several tasks to each head, several blocks of slots; slots beyond the valid entries are never read."""
-    q, k, v, seqlens = case(150, 3, 24, 400)
-    right = expected(q, k, v, seqlens, window)
-    k, v = with_nan_behind(k, seqlens), with_nan_behind(v, seqlens)
-    torch.testing.assert_close(attend(attention, q, k, v, seqlens, window), right, atol=1e-5, rtol=1e-5)
-
-
-def test_a_row_depends_neither_on_its_neighbours_nor_on_threads(attention):
-    q, k, v, seqlens = case(2, 2, 64, 1300)
-    together = attend_scored(attention, q, k, v, seqlens)
-    with threads(2):
-        assert all(map(torch.equal, attend_scored(attention, q, k, v, seqlens), together))
-    for b in range(len(q)):
-        one = slice(b, b + 1)
-        alone = attend_scored(attention, q[one], k[one], v[one], seqlens[one])
-        assert all(torch.equal(mine, theirs[one]) for mine, theirs in zip(alone, together, strict=True))
+    q, k, v, seqlens = twins.case(150, 3, 24, 400)
+    right = twins.expected(q, k, v, seqlens, window)
+    k, v = twins.with_nan_behind(k, seqlens), twins.with_nan_behind(v, seqlens)
+    torch.testing.assert_close(twins.attend(attention, q, k, v, seqlens, window), right, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))

@@ -1,5 +1,5 @@
 """The flash backend against SDPA. flash-attn needs a GPU, so a stand-in follows its documentation: what is tested is
-what we make of it, above all the merging of old and new entries.
+what we make of it.
 """
 
 import sys
@@ -15,57 +15,24 @@ from magicdec.attention.triton_fallback import LibraryAttention
 from magicdec.engine.graphs import Captures, Step
 from magicdec.errors import UserError
 from magicdec.measure.footprint import Allocations
-from tests.attention.twins import attend, attend_scored, case, check, check_positions, expected, selection
+from tests.attention import twins
 from tests.programs import ROOT
 
 CUDA = torch.device("cuda")
 
 
-def flash_attn_with_kvcache(
-    q,
-    k_cache,
-    v_cache,
-    k=None,
-    v=None,
-    rotary_cos=None,
-    rotary_sin=None,
-    cache_seqlens=None,
-    cache_batch_idx=None,
-    cache_leftpad=None,
-    block_table=None,
-    softmax_scale=None,
-    causal=False,
-    window_size=(-1, -1),
-    softcap=0.0,
-    rotary_interleaved=True,
-    alibi_slopes=None,
-    num_splits=0,
-    return_softmax_lse=False,
-):
-    """flash-attn 2.8's signature and meaning: (B, T, H, D) over (B, S, K, D), the causal mask and the window aligned to
-    the bottom right corner of each row's valid entries; the log-sum-exp is (B, H, T), +inf where nothing is seen.
+def flash_attn_with_kvcache(q, k_cache, v_cache, *, cache_seqlens, causal, window_size):
+    """flash-attn 2.8's meaning of these: (B, T, H, D) over (B, S, K, D), the causal mask and the window aligned to the
+    bottom right corner of each row's valid entries; a window does not count a token itself, and -1 is none.
     """
-    assert k is None
-    assert v is None
     assert q.shape[2] % k_cache.shape[2] == 0
-    (B, T, _, D), S = q.shape, k_cache.shape[1]
-    if cache_seqlens is None:
-        cache_seqlens = torch.full((B,), S, dtype=torch.int32)
     assert cache_seqlens.dtype == torch.int32
-    group = q.shape[2] // k_cache.shape[2]
-    keys, values = (x.repeat_interleave(group, 2).float() for x in (k_cache, v_cache))
-    scores = torch.einsum("bthd,bshd->bhts", q.float(), keys) * (softmax_scale or D**-0.5)
-    own = torch.arange(T)[:, None] + cache_seqlens[:, None, None] - T
-    slot = torch.arange(S)
-    hidden = (slot >= cache_seqlens[:, None, None]).expand(B, T, S).clone()
-    right = 0 if causal else window_size[1]
-    hidden |= (slot > own + right) if right >= 0 else False
-    hidden |= (slot < own - window_size[0]) if window_size[0] >= 0 else False
-    scores = scores.masked_fill(hidden[:, None], float("-inf"))
-    lse = scores.logsumexp(-1)
-    out = torch.einsum("bhts,bshd->bthd", scores.softmax(-1).nan_to_num(0), values).to(q.dtype)
-    lse = lse.masked_fill(lse == float("-inf"), float("inf"))
-    return (out, lse) if return_softmax_lse else out
+    assert causal
+    left, right = window_size
+    assert right in (-1, 0)
+    keys, values = (x.transpose(1, 2) for x in (k_cache, v_cache))
+    out, _ = twins.definition(q, keys, values, cache_seqlens, None if left < 0 else left + 1)
+    return out.to(q.dtype)
 
 
 @pytest.fixture
@@ -86,7 +53,7 @@ def calls(monkeypatch):
 @pytest.mark.parametrize("window", [None, 3, 60])
 def test_against_sdpa(calls, num_new, group, window):
     """The first row has no entries before its new ones; tolerances are those of fp32."""
-    check(FlashAttention(), num_new, group, 16, num_new + 90, window)
+    twins.check(FlashAttention(), num_new, group, 16, num_new + 90, window)
 
 
 @pytest.fixture
@@ -107,22 +74,19 @@ def test_who_reads_keys_and_values_once(calls, triton_calls, num_new, group, pac
     """FlashAttention-2 reads them for each of several heads in a verification: that is Triton's."""
     attention = FlashAttention()
     attention._packs = packs
-    attend(attention, *case(num_new, group, 16, num_new + 90))
+    twins.attend(attention, *twins.case(num_new, group, 16, num_new + 90))
     assert len(triton_calls) == by_triton
     assert calls == ([] if by_triton else [(num_new, 2 * group, True)])
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_reduced_precision(calls, dtype):
-    check(FlashAttention(), 5, 4, 64, 300, None, dtype, tolerance={torch.bfloat16: 1e-2, torch.float16: 1e-3}[dtype])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 1e-2), (torch.float16, 1e-3)])
+def test_reduced_precision(calls, dtype, tolerance):
+    twins.check(FlashAttention(), 5, 4, 64, 300, None, dtype, tolerance=tolerance)
 
 
-def test_selected_slots(calls):
-    check(FlashAttention(), 4, 4, 16, 90, chosen=50)
-
-
-def test_a_window_over_slots_in_no_order(calls):
-    check_positions(FlashAttention(), 4, 4, 16, 90, 50, 6)
+def test_selected_slots_and_a_window_over_slots_in_no_order(calls):
+    twins.check(FlashAttention(), 4, 4, 16, 90, chosen=50)
+    twins.check_positions(FlashAttention(), 4, 4, 16, 90, 50, 6)
     assert not calls
 
 
@@ -165,9 +129,8 @@ def test_the_version_that_is_found(machine, monkeypatch, capability, installed, 
         monkeypatch.setitem(sys.modules, module.partition(".")[0], SimpleNamespace(**vars(sys.modules[module])))
     assert FlashAttention()._packs == packs
     assert FlashAttention.found().startswith(found)
-    assert choose("auto", CUDA, torch.bfloat16, [128])[1].startswith(
-        f"attention=auto: flash is the fastest at hand; {found}"
-    )
+    _, why = choose("auto", CUDA, torch.bfloat16, [128])
+    assert why.startswith(f"attention=auto: flash is the fastest at hand; {found}")
 
 
 INDEX = "pip install --no-deps flash-attn-3 --index-url https://download.pytorch.org/whl"
@@ -200,25 +163,25 @@ def test_where_it_is_not_installed(machine, machine_is, typed):
 
 @pytest.mark.parametrize("num_new", [1, 5, 40])
 def test_a_memory_estimate_does_not_call_the_library(calls, num_new):
-    q, k, v, _ = (x.to("meta") for x in case(num_new, 4, 16, 90))
+    q, k, v, _ = (x.to("meta") for x in twins.case(num_new, 4, 16, 90))
     lengths = torch.zeros(len(q), dtype=torch.int32, device="meta")
     with Allocations([q, k, v, lengths]) as estimated:
-        assert attend(FlashAttention(), q, k, v, lengths).shape == q.shape
+        assert twins.attend(FlashAttention(), q, k, v, lengths).shape == q.shape
     assert calls == []
     assert estimated.peak == q.nbytes
 
 
 def test_what_the_library_cannot_do_is_left_to_triton_on_a_gpu(calls, triton_calls, monkeypatch):
     """Selected slots and scores; where Triton cannot be had, and on this CPU, it is sdpa that does them."""
-    q, k, v, seqlens = case(2, 4, 64, 90, torch.bfloat16)
-    indices = selection(seqlens, k.shape[1], k.shape[2], 20)
-    attend(FlashAttention(), q, k, v, seqlens, None, indices)
-    attend_scored(FlashAttention(), q, k, v, seqlens)
+    q, k, v, seqlens = twins.case(2, 4, 64, 90, torch.bfloat16)
+    indices = twins.selection(seqlens, k.shape[1], k.shape[2], 20)
+    twins.attend(FlashAttention(), q, k, v, seqlens, None, indices)
+    twins.attend_scored(FlashAttention(), q, k, v, seqlens)
     assert triton_calls == ["decode", "scored"]
     monkeypatch.undo()
     monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_with_kvcache=None))
-    out = attend(FlashAttention(), q, k, v, seqlens, None, indices)
-    torch.testing.assert_close(out.float(), expected(q, k, v, seqlens, None, indices), atol=2e-2, rtol=2e-2)
+    out = twins.attend(FlashAttention(), q, k, v, seqlens, None, indices)
+    torch.testing.assert_close(out.float(), twins.expected(q, k, v, seqlens, None, indices), atol=2e-2, rtol=2e-2)
 
 
 @pytest.mark.gpu
@@ -231,15 +194,15 @@ def test_on_a_gpu(num_new, window, dim):
         attention = FlashAttention()
     except ImportError as error:
         pytest.skip(str(error))
-    q, k, v, lengths = (x.cuda() for x in case(num_new, 4, dim, 3000, torch.bfloat16))
-    out = attend(attention, q, k, v, lengths, window)
-    torch.testing.assert_close(out.float(), expected(q, k, v, lengths, window), atol=1e-2, rtol=1e-2)
+    q, k, v, lengths = (x.cuda() for x in twins.case(num_new, 4, dim, 3000, torch.bfloat16))
+    out = twins.attend(attention, q, k, v, lengths, window)
+    torch.testing.assert_close(out.float(), twins.expected(q, k, v, lengths, window), atol=1e-2, rtol=1e-2)
 
     def again() -> None:
-        out.copy_(attend(attention, q, k, v, lengths, window))
+        out.copy_(twins.attend(attention, q, k, v, lengths, window))
 
     step = Step(again, Captures(lengths.device))
     for fewer in (0, 1, 33):
         lengths[1:] -= fewer
         step()
-        torch.testing.assert_close(out.float(), expected(q, k, v, lengths, window), atol=1e-2, rtol=1e-2)
+        torch.testing.assert_close(out.float(), twins.expected(q, k, v, lengths, window), atol=1e-2, rtol=1e-2)

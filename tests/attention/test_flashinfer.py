@@ -12,7 +12,7 @@ from magicdec.attention.backends import choose
 from magicdec.attention.flashinfer import PAGE, WORKSPACE, FlashInferAttention
 from magicdec.errors import UserError
 from magicdec.measure.footprint import Allocations
-from tests.attention.twins import attend, case, check, check_positions, expected
+from tests.attention.twins import attend, case, check, check_positions, definition, expected
 
 CUDA = torch.device("cuda")
 
@@ -28,31 +28,18 @@ class BatchPrefillWithPagedKVCacheWrapper:
         self.backend = backend
         assert (float_workspace_buffer.dtype, kv_layout, use_cuda_graph) == (torch.uint8, "HND", False)
 
-    def plan(
-        self,
-        qo_indptr,
-        paged_kv_indptr,
-        paged_kv_indices,
-        paged_kv_last_page_len,
-        num_qo_heads,
-        num_kv_heads,
-        head_dim_qk,
-        page_size,
-        *,
-        causal=False,
-        window_left=-1,
-        q_data_type="float16",
-    ):
-        tensors = (qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len)
+    def plan(self, *arguments, causal, window_left, q_data_type):
+        tensors, sizes = arguments[:4], arguments[4:]
+        _, pages, indices, last_page_lengths = tensors
         assert all(x.dtype == torch.int32 and x.device.type == "cpu" for x in tensors)
-        assert len(paged_kv_indices) == paged_kv_indptr[-1]
-        assert ((paged_kv_last_page_len > 0) & (paged_kv_last_page_len <= page_size)).all()
+        assert len(indices) == pages[-1]
+        assert sizes[-1] == PAGE
+        assert ((last_page_lengths > 0) & (last_page_lengths <= PAGE)).all()
         assert causal
         self.told = *(x.tolist() for x in tensors), window_left
-        self.sizes = num_qo_heads, num_kv_heads, head_dim_qk, page_size, q_data_type
+        self.sizes = *sizes, q_data_type
         type(self).plans += 1
         type(self).backends.append(self.backend)
-        assert page_size == PAGE
 
     def run(self, q, paged_kv_cache):
         H, K, D, size, dtype = self.sizes
@@ -71,16 +58,9 @@ class BatchPrefillWithPagedKVCacheWrapper:
             own = indices[pages[b] : pages[b + 1]]
             length = (len(own) - 1) * size + last[b]
             slots = (torch.tensor(own)[:, None] * of_page + torch.arange(size)).flatten()[:length]
-            k, v = (x[slots].float() for x in (k_slots, v_slots))
-            k, v = (x.repeat_interleave(H // K, 1) for x in (k, v))
-            mine = slice(queries[b], queries[b + 1])
-            scores = torch.einsum("thd,shd->hts", q[mine].float(), k) * D**-0.5
-            position = torch.arange(length - (mine.stop - mine.start), length)[:, None]
-            hidden = torch.arange(length) > position
-            if window_left >= 0:
-                hidden |= torch.arange(length) < position - window_left
-            p = scores.masked_fill(hidden, float("-inf")).softmax(-1)
-            out[mine] = torch.einsum("hts,shd->thd", p, v).to(dtype)
+            k, v = (x[slots].transpose(0, 1)[None] for x in (k_slots, v_slots))
+            mine, window = slice(queries[b], queries[b + 1]), None if window_left < 0 else window_left + 1
+            out[mine] = definition(q[mine][None], k, v, torch.tensor([length]), window)[0][0].to(dtype)
         return out
 
 
@@ -113,11 +93,8 @@ def test_layers_share_a_plan(library):
     assert library.plans == 2
 
 
-def test_selected_slots(library):
+def test_selected_slots_and_a_window_over_slots_in_no_order(library):
     check(FlashInferAttention(), 4, 4, 16, 90, chosen=50)
-
-
-def test_a_window_over_slots_in_no_order(library):
     check_positions(FlashInferAttention(), 4, 4, 16, 90, 50, 6)
 
 

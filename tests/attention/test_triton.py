@@ -11,16 +11,7 @@ triton = pytest.importorskip("triton", reason="needs Triton (Linux only)")
 from magicdec.attention import triton as ours  # noqa: E402
 from magicdec.attention import triton_codes, triton_grid  # noqa: E402
 from magicdec.kernels import coded_kv, split_kv  # noqa: E402
-from tests.attention.twins import (  # noqa: E402
-    attend,
-    attend_coded,
-    attend_scored,
-    case,
-    coded_case,
-    expected,
-    expected_coded,
-    expected_scored,
-)
+from tests.attention import twins  # noqa: E402
 from tests.gpu_rehearsal.compile import GPUS, build  # noqa: E402
 from tests.gpu_rehearsal.fake import fake_cuda  # noqa: E402
 
@@ -47,20 +38,14 @@ def attend_compiled(capability, dtype, dim, group, num_new, kind):
     return build(split_kv.attend_split, capability, types, constants, options)
 
 
+VARIANTS = [("bf16", 128, 4, 5, "all", (2, 2)), ("bf16", 128, 8, 8, "all", (1, 2)), ("bf16", 128, 8, 9, "all", (1, 1))]
+VARIANTS += [("bf16", 128, 4, 512, "all", (1, 1)), ("fp16", 80, 1, 1, "selected", (2, 2))]
+VARIANTS += [("bf16", 128, 4, 5, "positions", (2, 2)), ("bf16", 128, 4, 5, "scored", (3, 3))]
+VARIANTS += [("bf16", 128, 8, 64, "scored", (1, 2))]
+
+
 @CAPABILITIES
-@pytest.mark.parametrize(
-    ("dtype", "dim", "group", "num_new", "kind", "programs"),
-    [
-        ("bf16", 128, 4, 5, "all", (2, 2)),
-        ("bf16", 128, 8, 8, "all", (1, 2)),
-        ("bf16", 128, 8, 9, "all", (1, 1)),
-        ("bf16", 128, 4, 512, "all", (1, 1)),
-        ("fp16", 80, 1, 1, "selected", (2, 2)),
-        ("bf16", 128, 4, 5, "positions", (2, 2)),
-        ("bf16", 128, 4, 5, "scored", (3, 3)),
-        ("bf16", 128, 8, 64, "scored", (1, 2)),
-    ],
-)
+@pytest.mark.parametrize(("dtype", "dim", "group", "num_new", "kind", "programs"), VARIANTS)
 def test_compiled(capability, dtype, dim, group, num_new, kind, programs):
     """Tensor cores used, nothing spilled but for one exception, and as many programs on a multiprocessor as registers
     and shared memory allow: enough warps to hide memory's latency.
@@ -144,22 +129,22 @@ def test_summing_compiled(capability, some):
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float16, 2e-3), (torch.bfloat16, 1.6e-2)])
 def test_on_a_gpu(num_new, group, dtype, tolerance):
     for dim in ours.HEAD_DIMS:
-        arguments = [x.cuda() for x in case(num_new, group, dim, 3000, dtype)]
-        out = attend(ours.TritonAttention(), *arguments)
-        torch.testing.assert_close(out.float(), expected(*arguments), atol=tolerance, rtol=tolerance)
+        arguments = [x.cuda() for x in twins.case(num_new, group, dim, 3000, dtype)]
+        out = twins.attend(ours.TritonAttention(), *arguments)
+        torch.testing.assert_close(out.float(), twins.expected(*arguments), atol=tolerance, rtol=tolerance)
         if num_new <= 64:
-            scores = attend_scored(ours.TritonAttention(), *arguments)[1]
-            torch.testing.assert_close(scores, expected_scored(*arguments)[1], atol=1e-3, rtol=1e-3)
+            scores = twins.attend_scored(ours.TritonAttention(), *arguments)[1]
+            torch.testing.assert_close(scores, twins.expected_scored(*arguments)[1], atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize(("num_new", "group", "dim"), [(1, 1, 64), (1, 4, 128), (5, 4, 128), (2, 3, 64)])
 def test_codes_on_a_gpu(bits, num_new, group, dim):
-    *arguments, coded = coded_case(num_new, group, dim, 3000, bits, torch.bfloat16)
-    right = expected_coded(*arguments, coded)
+    *arguments, coded = twins.coded_case(num_new, group, dim, 3000, bits, torch.bfloat16)
+    right = twins.expected_coded(*arguments, coded)
     for codes in (coded.k, coded.v):
         codes.codes_LBKNC, codes.scales = codes.codes_LBKNC.cuda(), codes.scales.cuda()
     coded = replace(coded, first_exact_B=coded.first_exact_B.cuda())
-    out = attend_coded(ours.TritonAttention(), *(x.cuda() for x in arguments), coded)
+    out = twins.attend_coded(ours.TritonAttention(), *(x.cuda() for x in arguments), coded)
     torch.testing.assert_close(out.float().cpu(), right, atol=1.6e-2, rtol=1.6e-2)

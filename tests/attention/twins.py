@@ -49,16 +49,37 @@ def compacted(k, v, seqlens, num_new, count):
     return k.gather(2, from_slots), v.gather(2, from_slots), lengths, positions, slots
 
 
+def definition(q, k, v, seqlens, window=None, indices=None, positions=None, counted=None):
+    """Attention and the slots' scores, in fp64, of the slots that each token sees."""
+    (T, H, D), (K, S) = q.shape[1:], k.shape[1:3]
+    q_BKJTD = q.double().unflatten(2, (K, -1)).permute(0, 2, 3, 1, 4)
+    own_B1T1, slot_S = (seqlens[:, None] - T + torch.arange(T))[:, None, :, None], torch.arange(S)
+    seen_BKTS = (slot_S <= own_B1T1).repeat(1, K, 1, 1)
+    if window is not None:
+        seen_BKTS &= (slot_S if positions is None else positions[:, :, None]) > own_B1T1 - window
+    if indices is not None:
+        seen_BKTS &= (indices[..., None] == slot_S).any(2)[:, :, None]
+    logits_BKJTS = torch.einsum("bkjtd,bksd->bkjts", q_BKJTD, k.double()) / math.sqrt(D)
+    p_BKJTS = logits_BKJTS.masked_fill(~seen_BKTS[:, :, None], -math.inf).softmax(-1)
+    bad_BKSD = ~v.isfinite()  # of which 0 times is NaN, also where nobody sees it
+    out_BKJTD = torch.einsum("bkjts,bksd->bkjtd", p_BKJTS, v.double().masked_fill(bad_BKSD, 0.0))
+    out_BKJTD += torch.where((seen_BKTS.float() @ bad_BKSD.float()) > 0, math.nan, 0.0)[:, :, None]
+    out = out_BKJTD.permute(0, 3, 1, 2, 4).reshape(-1, T, H, D)
+    return out, (p_BKJTS if counted is None else p_BKJTS * counted[:, None, None, :, None]).sum((2, 3))
+
+
+def plan_of(backend: Attention, q, k, seqlens, window, positions=None):
+    return backend.plan(seqlens, Shape(q.shape[1], k.shape[2], q.shape[2] // k.shape[1], q.dtype), window, positions)
+
+
 def attend(backend: Attention, q, k, v, seqlens, window=None, indices=None, positions=None):
     """One call of a backend."""
-    shape = Shape(q.shape[1], k.shape[2], q.shape[2] // k.shape[1], q.dtype)
-    return backend.attend(q, k, v, backend.plan(seqlens, shape, window, positions), indices)
+    return backend.attend(q, k, v, plan_of(backend, q, k, seqlens, window, positions), indices)
 
 
 def attend_scored(backend: Attention, q, k, v, seqlens, window=None, counted=None, positions=None):
     """One call of a backend that returns scores, with a score for every slot."""
-    shape = Shape(q.shape[1], k.shape[2], q.shape[2] // k.shape[1], q.dtype)
-    out, scores = backend.attend_scored(q, k, v, backend.plan(seqlens, shape, window, positions), counted)
+    out, scores = backend.attend_scored(q, k, v, plan_of(backend, q, k, seqlens, window, positions), counted)
     return out, torch.nn.functional.pad(scores, (0, k.shape[2] - scores.shape[-1]))
 
 
@@ -77,8 +98,7 @@ def coded_case(num_new, group, dim, longest, bits, dtype=torch.float32):
 
 def attend_coded(backend: Attention, q, k, v, seqlens, coded, window=None):
     """One call of a backend over codes."""
-    shape = Shape(q.shape[1], k.shape[2], q.shape[2] // k.shape[1], q.dtype)
-    return backend.attend_coded(q, k, v, backend.plan(seqlens, shape, window), coded)
+    return backend.attend_coded(q, k, v, plan_of(backend, q, k, seqlens, window), coded)
 
 
 def expected_coded(q, k, v, seqlens, coded, window=None):

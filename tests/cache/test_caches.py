@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from magicdec.architectures import ModelConfig
-from magicdec.cache.full import Full, FullCache
 from magicdec.cache.streaming import Streaming, StreamingCache
 from magicdec.cache.window import WindowCache
 from magicdec.config.choices import CacheSpec
@@ -32,23 +31,24 @@ def write(cache: KVCache, tokens: list[list[int]]) -> None:
     cache.advance(values.shape[1])
 
 
-def held(cache: KVCache, row: int, count: int | None = None) -> list[int]:
-    """Tokens in a row's first `count` (default: all valid) slots; keys and values of all layers must agree."""
-    count = int(cache.seqlens_B[row]) if count is None else count
+def held(cache: KVCache, row: int) -> list[int]:
+    """Tokens in a row's valid slots; keys and values of all layers must agree."""
+    count = int(cache.seqlens_B[row])
     keys, values = cache.k_LBKSD[:, row, 0, :count, 0], cache.v_LBKSD[:, row, 0, :count, 0]
     assert torch.equal(keys, -values)
     assert torch.equal(keys[0] + 1000, keys[1])
     return [int(x) for x in keys[0]]
 
 
+def of_rows(least: int, most: int) -> st.SearchStrategy[list[int]]:
+    return st.lists(st.integers(least, most), min_size=ROWS, max_size=ROWS)
+
+
 @settings(max_examples=60)
-@given(st.lists(st.tuples(st.integers(1, 5), st.lists(st.integers(0, 5), min_size=ROWS, max_size=ROWS)), max_size=8))
+@given(st.lists(st.tuples(st.integers(1, 5), of_rows(0, 5)), max_size=8))
 def test_kv_cache_against_lists(rounds):
-    cache, lists, fresh = (
-        KVCache(CONFIG, ROWS, 64, torch.float32, "cpu"),
-        [[] for _ in range(ROWS)],
-        iter(range(1, 999)),
-    )
+    cache, lists = KVCache(CONFIG, ROWS, 64, torch.float32, "cpu"), [[] for _ in range(ROWS)]
+    fresh = iter(range(1, 999))
     for appended, kept in rounds:
         tokens = [[next(fresh) for _ in range(appended)] for _ in range(ROWS)]
         write(cache, tokens)
@@ -67,16 +67,12 @@ def streaming_view(tokens: list[int], budget: int, num_sink: int) -> set[int]:
     return set(tokens) if len(tokens) <= budget else set(tokens[:num_sink] + tokens[num_sink - budget :])
 
 
+SIZES = {"budget": st.integers(3, 9), "num_sink": st.integers(0, 2), "gamma": st.integers(1, 4)}
+SIZES |= {"prompts": of_rows(1, 20), "chunk": st.integers(1, 12), "rounds": st.lists(of_rows(0, 5), max_size=5)}
+
+
 @settings(max_examples=80)
-@given(
-    budget=st.integers(3, 9),
-    num_sink=st.integers(0, 2),
-    gamma=st.integers(1, 4),
-    prompts=st.lists(st.integers(1, 20), min_size=ROWS, max_size=ROWS),
-    chunk=st.integers(1, 12),
-    rounds=st.lists(st.lists(st.integers(0, 5), min_size=ROWS, max_size=ROWS), max_size=5),
-    exact=st.booleans(),
-)
+@given(**SIZES, exact=st.booleans())
 def test_streaming_against_lists(budget, num_sink, gamma, prompts, chunk, rounds, exact):
     """Loaded from a target or prefilled in chunks, then committed round by round: sinks and window, nothing else."""
     spec = CacheSpec(Streaming(budget=budget, num_sink=num_sink), gamma, 64)
@@ -119,12 +115,7 @@ def turned(key: list[float], position: int) -> list[float]:
 
 
 @settings(max_examples=30)
-@given(
-    num_sink=st.integers(1, 3),
-    prompts=st.lists(st.integers(1, 30), min_size=ROWS, max_size=ROWS),
-    chunk=st.integers(1, 12),
-    rounds=st.lists(st.lists(st.integers(0, 4), min_size=ROWS, max_size=ROWS), max_size=6),
-)
+@given(st.integers(1, 3), of_rows(1, 30), st.integers(1, 12), st.lists(of_rows(0, 4), max_size=6))
 def test_sinks_move_along_with_the_window(num_sink, prompts, chunk, rounds):
     """Through a prefill in chunks and rounds: they lie as if they had been computed right before it."""
     spec = CacheSpec(Streaming(budget=7, num_sink=num_sink), 3, 64, in_cache_positions=True)
@@ -157,15 +148,3 @@ def test_sinks_move_along_with_the_window(num_sink, prompts, chunk, rounds):
         check(cache)
         lengths = append(cache, 4, counts)
     check(cache)
-
-
-def test_full_cache_of_self_speculation_is_the_targets_own():
-    target = KVCache(CONFIG, ROWS, 32, torch.float32, "cpu")
-    write(target, [[1, 2, 3]] * ROWS)
-    cache = FullCache.build(CacheSpec(Full(), 2, 30), CONFIG, ROWS, torch.float32, "cpu", target)
-    cache.load(target)
-    write(cache, [[4, 5]] * ROWS)
-    assert held(target, 0, 5) == [1, 2, 3, 4, 5]
-    cache.take(target, cache.length_B, torch.tensor([0, 1, 3], dtype=torch.int32), 3)
-    assert cache.seqlens_B.tolist() == [3, 4, 6]
-    assert cache.num_bytes == 0

@@ -1,16 +1,14 @@
 """The policy that docs/adding-a-policy.md takes as its example works as it stands there."""
 
 from magicdec.config.registry import POLICIES
-from tests.small import open_batch, random_prompts, small_model
+from tests.small import drafting, small_model
 from tests.test_plugins import EXAMPLES
 
 
 def test_the_example_policy_is_lossless(monkeypatch):
     monkeypatch.setattr(POLICIES, "_entries", {name: POLICIES[name] for name in POLICIES})
     exec(EXAMPLES[0], {"__name__": "strided"})
-    batch = open_batch(
-        small_model(), random_prompts([60, 9, 35]), draft_name="self", policy="strided", gamma=3, budget=12, recent=6
-    )
+    batch = drafting("self", small_model(), [60, 9, 35], policy="strided", gamma=3, budget=12, recent=6)
     assert batch.decoder.generate().tokens == batch.decoder.generate(batch.draft).tokens
     cache, target = batch.draft.cache, batch.decoder.cache
     batch.restart()

@@ -11,24 +11,21 @@ from hypothesis import strategies as st
 
 from magicdec.architectures import ModelConfig
 from magicdec.attention.sdpa import SdpaAttention
+from magicdec.cache.dynamic import DynamicCache
 from magicdec.cache.quest import Quest, QuestCache
 from magicdec.cache.topk import TopK, TopKCache
 from magicdec.cache.verify_guided import VerifyGuided, VerifyGuidedCache
 from magicdec.config.choices import CacheSpec
 from magicdec.config.registry import POLICIES
 from magicdec.models.kv_cache import KVCache
-from tests.small import open_batch, random_prompts, small_model
+from tests.small import drafting, small_model
 
 L, B, K, H, D, S = 2, 2, 2, 4, 4, 70
 CONFIG = ModelConfig(10, 8, 8, num_layers=L, num_heads=H, num_kv_heads=K, head_dim=D, max_position_embeddings=4096)
 HEADS = [(row, head) for row in range(B) for head in range(K)]
-SIZES = {
-    "budget": st.integers(4, 20),
-    "gamma": st.integers(1, 3),
-    "lengths": st.lists(st.integers(1, 50), min_size=B, max_size=B),
-    "seed": st.integers(0, 99),
-    "window": st.none() | st.integers(2, 40),
-}
+COUNTS = st.lists(st.integers(0, 4), min_size=B, max_size=B)
+SIZES = {"budget": st.integers(4, 20), "gamma": st.integers(1, 3), "seed": st.integers(0, 99)}
+SIZES |= {"lengths": st.lists(st.integers(1, 50), min_size=B, max_size=B), "window": st.none() | st.integers(2, 40)}
 
 
 def random_target(lengths: list[int], generator: torch.Generator, window: int | None) -> KVCache:
@@ -92,18 +89,12 @@ def quest_reads(keys: list, queries: list, length: int, page_size: int, num_page
 
 
 @settings(max_examples=40)
-@given(
-    **SIZES,
-    page_size=st.integers(1, 8),
-    rounds=st.lists(st.lists(st.integers(0, 4), min_size=B, max_size=B), max_size=4),
-)
+@given(**SIZES, page_size=st.integers(1, 8), rounds=st.lists(COUNTS, max_size=4))
 def test_quest(budget, gamma, lengths, seed, window, page_size, rounds):
     """After the prefill, and after rounds that commit some of what was verified, and write others over the rest."""
     generator = torch.Generator().manual_seed(seed)
-    target, spec = (
-        random_target(lengths, generator, window),
-        CacheSpec(Quest(budget=budget, page_size=page_size), gamma, 66),
-    )
+    target = random_target(lengths, generator, window)
+    spec = CacheSpec(Quest(budget=budget, page_size=page_size), gamma, 66)
     cache = QuestCache.build(spec, target.config, B, torch.float32, "cpu", target)
     cache.load(target)
     q, size = torch.randn(B, 1, H, D, generator=generator), min(page_size, budget)
@@ -124,13 +115,12 @@ def test_quest(budget, gamma, lengths, seed, window, page_size, rounds):
 
 
 @settings(max_examples=40)
-@given(**SIZES, counts=st.lists(st.integers(0, 4), min_size=B, max_size=B))
+@given(**SIZES, counts=COUNTS)
 def test_verify_guided(budget, gamma, lengths, seed, window, counts):
     generator = torch.Generator().manual_seed(seed)
     target, counts = random_target(lengths, generator, window), [min(c, gamma + 1) for c in counts]
-    cache = VerifyGuidedCache.build(
-        CacheSpec(VerifyGuided(budget=budget), gamma, 56), target.config, B, torch.float32, "cpu", target
-    )
+    spec = CacheSpec(VerifyGuided(budget=budget), gamma, 56)
+    cache = VerifyGuidedCache.build(spec, target.config, B, torch.float32, "cpu", target)
     scores = torch.rand(L, B, K, S, generator=generator)
     cache.load(target, scores)
     q = torch.zeros(B, 1, H, D)
@@ -150,9 +140,7 @@ def test_verify_guided(budget, gamma, lengths, seed, window, counts):
 
 
 def test_verify_guided_is_refreshed_every_so_many_rounds():
-    batch = open_batch(
-        small_model(), random_prompts([60]), draft_name="self", policy="verify_guided", gamma=2, budget=16, refresh=3
-    )
+    batch = drafting("self", small_model(), [60], policy="verify_guided", gamma=2, budget=16, refresh=3)
     batch.restart()
     step, cache, chosen = batch.decoder.cycle_for(batch.draft), batch.draft.cache, []
     for _ in range(7):
@@ -165,31 +153,23 @@ def test_verify_guided_is_refreshed_every_so_many_rounds():
 def test_verify_guided_observes_the_layers_of_a_draft_that_skips_others():
     """Two of five layers draft; the verification passes through all of them and gives the baseline's tokens."""
     target = small_model(num_layers=5)
-    settings = {"policy": "verify_guided", "num_layers": 2, "gamma": 2, "budget": 16}
-    batch = open_batch(target, random_prompts([60, 45]), draft_name="layer_skip", **settings)
-    expected = batch.decoder.generate(None).tokens
-    assert batch.decoder.generate(batch.draft).tokens == expected
-
-
-@pytest.mark.parametrize("policy", ["topk", "quest", "verify_guided"])
-def test_dynamic_policies_copy_nothing(policy):
-    batch = open_batch(small_model(), random_prompts([40]), draft_name="self", policy=policy, gamma=2, budget=16)
-    assert batch.draft.cache.k_LBKSD.data_ptr() == batch.decoder.cache.k_LBKSD.data_ptr()
+    batch = drafting("layer_skip", target, [60, 45], policy="verify_guided", num_layers=2, gamma=2, budget=16)
+    assert batch.decoder.generate(batch.draft).tokens == batch.decoder.generate().tokens
 
 
 @pytest.mark.parametrize("draft", ["self", "hierarchical"])
 @pytest.mark.parametrize("policy", list(POLICIES))
-def test_a_selection_says_when_it_is_made(draft, policy):
-    model, settings = small_model(), {"policy": policy, "gamma": 2, "budget": 16}
-    inner = model if draft == "hierarchical" else None
-    batch = open_batch(model, random_prompts([40]), draft_name=draft, draft_model=inner, **settings)
+def test_a_selection_says_when_it_is_made_and_dynamic_policies_copy_nothing(draft, policy):
+    batch = drafting(draft, small_model(), [40], policy=policy, gamma=2, budget=16)
+    if issubclass(POLICIES[policy].work, DynamicCache):
+        assert batch.draft.cache.k_LBKSD.data_ptr() == batch.decoder.cache.k_LBKSD.data_ptr()
     found = batch.draft.selection(batch.decoder.state)
     assert (found.at if found else "never") == POLICIES[policy].facts.selects
 
 
 @pytest.mark.parametrize("policy", ["topk", "quest"])
 def test_a_selection_is_that_of_one_draft_step(policy, monkeypatch):
-    batch = open_batch(small_model(), random_prompts([40, 9]), draft_name="self", policy=policy, gamma=2, budget=16)
+    batch = drafting("self", small_model(), [40, 9], policy=policy, gamma=2, budget=16)
     batch.restart()
     chosen, cache = [], batch.draft.cache
     monkeypatch.setattr(cache, "select", lambda layer, q_BTHD, *_: chosen.append((layer, q_BTHD.shape)))

@@ -4,13 +4,11 @@ import pytest
 import torch
 
 from magicdec.architectures import ModelConfig
-from magicdec.cache.draft_cache import DraftCache
 from magicdec.config.choices import CacheSpec, ModelChoice
-from magicdec.config.registry import DRAFTS, POLICIES
+from magicdec.config.registry import POLICIES
 from magicdec.costmodel.hardware import hardware_named
 from magicdec.costmodel.memory import memory
 from magicdec.costmodel.round import Setup
-from magicdec.drafts.base import Draft
 from magicdec.drafts.layer_skip import LayerSkip
 from magicdec.drafts.model import IndependentModel
 from magicdec.drafts.self import SelfSpeculation
@@ -42,11 +40,6 @@ def case(draft: str, policy: str, budget: int) -> tuple[Setup, CacheSpec, KVCach
     return setup, spec, None if draft == "model" else whole
 
 
-def test_every_entry_of_the_registry_is_where_it_says():
-    for registry, base in ((POLICIES, DraftCache), (DRAFTS, Draft)):
-        assert all(issubclass(registry[name].work, base) for name in registry)
-
-
 @pytest.mark.parametrize("budget", [64, 900, 5000])
 @pytest.mark.parametrize(("draft", "policy"), CASES)
 def test_what_is_predicted_is_what_is_allocated(draft, policy, budget):
@@ -60,6 +53,7 @@ def test_what_is_predicted_is_what_is_allocated(draft, policy, budget):
             cache.watch(whole, 0)
         held = allocations.live
     predicted = memory(setup, GAMMA, NEW_TOKENS)
+    assert whole is None or predicted.target_kv == whole.num_bytes
     assert predicted.draft_kv == cache.num_bytes
     assert 0 <= held - predicted.draft_kv <= ROWS * config.num_layers * LENGTHS
     assert (predicted.draft_kv == 0) == (policy in ("full", "topk") and draft != "model")
@@ -75,8 +69,3 @@ def test_what_a_prefill_holds_is_predicted(policy):
     assert prefilled is not None
     predicted = memory(setup, GAMMA, NEW_TOKENS).transient
     assert 0 <= held - predicted <= ROWS * SMALLER.num_layers * LENGTHS
-
-
-def test_the_target_takes_what_is_predicted():
-    setup, _, whole = case("self", "full", 64)
-    assert memory(setup, GAMMA, NEW_TOKENS).target_kv == whole.num_bytes

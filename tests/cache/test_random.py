@@ -11,6 +11,7 @@ from tests.cache.test_scored import CONFIG, B, K, L, S, filled, held
 from tests.small import new_engine, open_batch, random_prompts, small_model
 
 TARGET = small_model()
+LENGTHS = st.lists(st.integers(1, 50), min_size=B, max_size=B)
 
 
 def loaded(lengths: list[int], sequence: int = 0, gamma: int = 1, **keys) -> RandomCache:
@@ -28,13 +29,7 @@ def kept(cache: KVCache, layer: int, row: int) -> set[int]:
 
 
 @settings(max_examples=100)
-@given(
-    budget=st.integers(4, 30),
-    gamma=st.integers(1, 3),
-    num_sink=st.integers(0, 6),
-    recent=st.integers(1, 12),
-    lengths=st.lists(st.integers(1, 50), min_size=B, max_size=B),
-)
+@given(st.integers(4, 30), st.integers(1, 3), st.integers(0, 6), st.integers(1, 12), LENGTHS)
 def test_sinks_and_recent_tokens_are_kept_and_the_budget_is_filled(budget, gamma, num_sink, recent, lengths):
     cache = loaded(lengths, gamma=gamma, budget=budget, num_sink=num_sink, recent=recent)
     window = min(budget, max(min(recent, (budget + 1) // 2), gamma + 1))

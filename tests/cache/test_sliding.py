@@ -26,6 +26,14 @@ STEPS = (2, 1)  # tokens of a round's passes
 HEADS = [(row, head) for row in range(B) for head in range(K)]
 
 
+def of_rows(least: int, most: int) -> st.SearchStrategy[list[int]]:
+    return st.lists(st.integers(least, most), min_size=B, max_size=B)
+
+
+SIZES = {"window": st.integers(1, 24), "budget": st.integers(GAMMA + 2, 24), "lengths": of_rows(1, 40)}
+SIZES |= {"seed": st.integers(0, 99)}
+
+
 def one_hot(positions_BT: torch.Tensor) -> torch.Tensor:
     """Values (B, T, K, D)."""
     return torch.nn.functional.one_hot(positions_BT, S).float()[:, :, None].expand(-1, -1, K, -1)
@@ -75,22 +83,14 @@ def check(cache: DraftCache, seen_BTKS: torch.Tensor, layer: int, own: list[int]
 
 @pytest.mark.parametrize(("policy", "exact"), [(p, e) for p in POLICIES for e in (True, False)])
 @settings(max_examples=25)
-@given(
-    window=st.integers(1, 24),
-    budget=st.integers(GAMMA + 2, 24),
-    num_sink=st.integers(0, 2),
-    lengths=st.lists(st.integers(1, 40), min_size=B, max_size=B),
-    rounds=st.lists(st.lists(st.integers(0, 3), min_size=B, max_size=B), min_size=1, max_size=4),
-    seed=st.integers(0, 99),
-)
+@given(**SIZES, num_sink=st.integers(0, 2), rounds=st.lists(of_rows(0, 3), min_size=1, max_size=4))
 def test_a_token_sees_what_is_held_within_its_window(policy, exact, window, budget, num_sink, lengths, rounds, seed):
     """Committed from the target's cache, or (`exact` false) from the draft's own."""
     if not exact and issubclass(POLICIES[policy].work, FullCache):
         return  # there is nothing to move
     generator = torch.Generator().manual_seed(seed)
-    spec = CacheSpec(
-        cache_config(policy, budget=budget, num_sink=num_sink, observation_window=6, page_size=4), GAMMA, MAX_LEN
-    )
+    settings = cache_config(policy, budget=budget, num_sink=num_sink, observation_window=6, page_size=4)
+    spec = CacheSpec(settings, GAMMA, MAX_LEN)
     target = filled(window, lengths, generator)
     cache = POLICIES[policy].work.build(spec, target.config, B, torch.float32, "cpu", target if exact else None)
     cache.load(target, torch.rand(L, B, K, S, generator=generator))
@@ -108,12 +108,7 @@ def test_a_token_sees_what_is_held_within_its_window(policy, exact, window, budg
 
 @pytest.mark.parametrize("policy", [p for p in POLICIES if p not in ("streaming", "window")])
 @settings(max_examples=25)
-@given(
-    window=st.integers(1, 24),
-    budget=st.integers(GAMMA + 2, 24),
-    lengths=st.lists(st.integers(1, 40), min_size=B, max_size=B),
-    seed=st.integers(0, 99),
-)
+@given(**SIZES)
 def test_no_entry_is_chosen_that_is_out_of_sight(policy, window, budget, lengths, seed):
     """A draft sees all that its target sees where the budget suffices, or else as much as the budget allows."""
     generator = torch.Generator().manual_seed(seed)

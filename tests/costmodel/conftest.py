@@ -5,19 +5,11 @@ import pytest
 from magicdec.architectures import ModelConfig
 from magicdec.config.registry import POLICIES
 from magicdec.config.schema import Efficiency
-from magicdec.costmodel.hardware import DEVICES, STACKS, Hardware
+from magicdec.costmodel.hardware import DEVICES, STACKS, Hardware, hardware_named
+from magicdec.costmodel.round import Setup
 from magicdec.costmodel.targets import architecture
 
-SMALL = ModelConfig(
-    vocab_size=1000,
-    hidden_size=64,
-    intermediate_size=160,
-    num_layers=3,
-    num_heads=8,
-    num_kv_heads=2,
-    head_dim=8,
-    max_position_embeddings=4096,
-)
+SMALL = ModelConfig(1000, 64, 160, num_layers=3, num_heads=8, num_kv_heads=2, head_dim=8, max_position_embeddings=4096)
 
 
 def changed(setup, policy=None, **changes):
@@ -35,21 +27,25 @@ def model():
 
 
 @pytest.fixture
+def setup(model):
+    """A factory of self-speculation on a machine as it is."""
+
+    def make(target="llama-3.1-8b", hardware="8xA100", batch=64, context=32_000, **changes):
+        return changed(Setup(model(target), hardware_named(hardware), batch, context, target_name=target), **changes)
+
+    return make
+
+
+PERFECT = dict.fromkeys(("bandwidth_fraction", "matmul_fraction", "allreduce_bandwidth_fraction"), 1.0)
+PERFECT |= dict.fromkeys(("matmul_half_rows", "layer_overhead_us", "round_overhead_us", "allreduce_hop_us"), 0.0)
+
+
+@pytest.fixture
 def ideal():
     """A factory of machines that achieve their datasheets, with no overhead."""
 
     def make(count=1, device="H100", stack="magicdec", **efficiency):
-        perfect = {
-            "bandwidth_fraction": 1.0,
-            "matmul_fraction": 1.0,
-            "matmul_half_rows": 0.0,
-            "layer_overhead_us": 0.0,
-            "round_overhead_us": 0.0,
-            "allreduce_hop_us": 0.0,
-            "allreduce_bandwidth_fraction": 1.0,
-        }
-        return Hardware(
-            f"{count}x{device}", DEVICES[device], count, Efficiency(**(perfect | efficiency)), STACKS[stack]
-        )
+        achieved = Efficiency(**(PERFECT | efficiency))
+        return Hardware(f"{count}x{device}", DEVICES[device], count, achieved, STACKS[stack])
 
     return make

@@ -2,6 +2,7 @@ import json
 from dataclasses import replace
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -40,50 +41,47 @@ def alpha(curves, **changes):
     return estimate and estimate.alpha
 
 
-def test_known_points_are_returned_as_they_are():
-    curves = Curves([point(context=4000, alpha=0.84), point(context=8000, alpha=0.83)])
-    assert alpha(curves, context=4000) == 0.84
-    assert alpha(curves, context=4096) == 0.84  # within 5%
+CONTEXTS = [point(context=4000, alpha=0.84), point(context=16000, alpha=0.80)]
+# The last one is known at another context alone.
+BUDGETS = [point(256, alpha=0.7), point(1024, alpha=0.8), point(4096, context=4000, alpha=0.9)]
+NOISE = [point(context=4000, alpha=0.80), point(context=8000, alpha=0.84)]  # alpha does not grow with the context
+WEIGHTS = [point(alpha=0.8), point(alpha=0.6, quantization="int4")]
 
 
-def test_between_points_it_is_monotone_and_bounded():
-    curves = Curves([point(context=4000, alpha=0.84), point(context=16000, alpha=0.80)])
-    assert alpha(curves, context=8000) == pytest.approx(0.82)  # halfway in log context
+@pytest.mark.parametrize(
+    ("points", "at", "expected"),
+    [
+        (CONTEXTS, {"context": 4000}, 0.84),
+        (CONTEXTS, {"context": 4096}, 0.84),  # within 5%
+        (CONTEXTS, {"context": 8000}, pytest.approx(0.82)),  # halfway in log context
+        (CONTEXTS, {"context": 3000}, None),
+        (CONTEXTS, {"context": 20000}, None),
+        (CONTEXTS, {"budget": 1024}, None),
+        (CONTEXTS, {"policy": "snapkv"}, None),
+        (BUDGETS, {"budget": 512}, pytest.approx(0.75)),
+        (BUDGETS, {"budget": 2048}, None),
+        (NOISE, {"context": 4000}, pytest.approx(0.82)),
+        (NOISE, {"context": 8000}, pytest.approx(0.82)),
+        (WEIGHTS, {}, 0.8),
+        (WEIGHTS, {"quantization": "int4"}, 0.6),
+        (WEIGHTS, {"quantization": "int8"}, None),
+        ([], {}, None),
+        # A view of everything accepts everything, unless its weights or its entries are quantized.
+        ([], {"budget": 8000}, 1.0),
+        ([], {"policy": "full"}, 1.0),
+        ([], {"policy": "quantized"}, None),
+        *(([], {"policy": "full", "quantization": name}, None) for name in ("int8", "int4")),
+        *(([], {"budget": 8000, "quantization": name}, None) for name in ("int8", "int4")),
+    ],
+)
+def test_points_are_known_and_between_them_acceptance_is_monotone_and_bounded(points, at, expected):
+    assert alpha(Curves(points), **at) == expected
 
 
-def test_beyond_the_points_there_is_none():
-    curves = Curves([point(context=4000), point(context=16000)])
-    assert alpha(curves, context=3000) is None
-    assert alpha(curves, context=20000) is None
-    assert alpha(curves, budget=1024) is None
-    assert alpha(curves, policy="snapkv") is None
-    assert alpha(Curves([])) is None
-
-
-def test_budgets_are_interpolated_where_the_context_is_known():
-    curves = Curves([point(256, alpha=0.7), point(1024, alpha=0.8), point(4096, context=4000, alpha=0.9)])
-    assert alpha(curves, budget=512) == pytest.approx(0.75)
-    assert alpha(curves, budget=2048) is None  # budget 4,096 is known at another context alone
-
-
-def test_noise_is_pooled_away():
-    curves = Curves([point(context=4000, alpha=0.80), point(context=8000, alpha=0.84)])
-    assert alpha(curves, context=4000) == alpha(curves, context=8000) == pytest.approx(0.82)
-
-
-def test_a_view_of_everything_accepts_everything():
+def test_new_tokens_evict_old_ones_from_a_budget_for_the_prompt():
     nothing = Curves([])
-    assert alpha(nothing, budget=8000) == 1.0
-    assert alpha(nothing, policy="full") == 1.0
-    assert alpha(nothing, policy="quantized") is None
-    assert nothing.estimate(asked(budget=8000), generate_len=1) is None, "new tokens evict old ones"
+    assert nothing.estimate(asked(budget=8000), generate_len=1) is None
     assert nothing.estimate(asked(budget=8064), generate_len=64).alpha == 1.0
-
-
-@pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_quantized_weights_are_never_exact(quantization):
-    for policy in ("full", "streaming"):
-        assert alpha(Curves([]), policy=policy, budget=8000, quantization=quantization) is None
 
 
 def test_a_sliding_window_holds_in_every_cache():
@@ -91,13 +89,6 @@ def test_a_sliding_window_holds_in_every_cache():
     model = replace(architecture("mistral-7b-v0.3"), sliding_window=4096, sliding_layers=tuple(range(32)))
     for policy in ("full", "streaming", "quest"):
         assert Curves([]).estimate(asked(policy=policy, budget=8000).at(target=model)).alpha == 1.0
-
-
-def test_a_quantized_draft_has_a_curve_of_its_own():
-    points = [point(alpha=0.8), point(alpha=0.6, quantization="int4")]
-    assert alpha(Curves(points)) == 0.8
-    assert alpha(Curves(points), quantization="int4") == 0.6
-    assert alpha(Curves(points), quantization="int8") is None
 
 
 def run(alpha, quantization="none", policy="quantized", draft="self", **cache):
@@ -204,28 +195,23 @@ def test_what_the_paper_states_is_what_its_tables_imply():
 
 
 def test_runs_are_read_from_the_store(tmp_path):
-    config = (
-        "target: {name: t}\ndraft: {name: self, model: null}\ncache: {policy: streaming, budget: 512, num_sink: 0}\n"
-        "batch: {context_len: 8000}\ndata: {name: ruler, task: vt}\nsampling: {temperature: TEMPERATURE}\n"
-        "scenario: {name: compare}\n"
-    )
-    results = {
-        "done": {"status": "done", "acceptance/source": "measured", "alpha": 0.7},
-        "sampled": {"status": "done", "acceptance/source": "measured", "alpha": 0.4},
-        "synthetic": {"status": "done", "acceptance/source": "synthetic", "alpha": 0.9},
-        "failed": {"status": "failed"},
+    config = {"target": {"name": "t"}, "draft": {"name": "self", "model": None}, "batch": {"context_len": 8000}}
+    config |= {"cache": {"policy": "streaming", "budget": 512, "num_sink": 0}, "scenario": {"name": "compare"}}
+    config |= {"data": {"name": "ruler", "task": "vt"}, "sampling": {"temperature": 0}}
+    sampled = config | {"sampling": {"temperature": 0.6}}
+    odd = {key: {"name": "x", "model": None} for key in ("draft", "target", "scenario")}
+    result = {"status": "done", "acceptance/source": "measured"}
+    runs = {
+        "done": (config, result | {"alpha": 0.7}),
+        "sampled": (sampled, result | {"alpha": 0.4}),
+        "synthetic": (config, result | {"acceptance/source": "synthetic", "alpha": 0.9}),
+        "failed": (config, {"status": "failed"}),
+        "odd": (odd | {"data": {}, "cache": {"policy": "x"}}, result | {"alpha": 0.4}),
     }
-    for name, result in results.items():
-        temperature = 0.6 if name == "sampled" else 0
-        folder = tmp_path / name
-        folder.mkdir()
-        (folder / "config.yaml").write_text(config.replace("TEMPERATURE", str(temperature)))
-        (folder / "result.json").write_text(json.dumps(result))
-    (tmp_path / "odd").mkdir()
-    (tmp_path / "odd" / "config.yaml").write_text(
-        "{draft: {name: x, model: null}, data: {}, cache: {policy: x}, target: {name: x}, scenario: {name: x}}"
-    )
-    (tmp_path / "odd" / "result.json").write_text(json.dumps(results["sampled"]))
+    for name, (config, result) in runs.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.yaml").write_text(yaml.safe_dump(config))
+        (tmp_path / name / "result.json").write_text(json.dumps(result))
     (tmp_path / "torn").mkdir()
     (tmp_path / "torn" / "result.json").write_text('{"status": "do')
     points = measured(iter_runs(tmp_path))

@@ -27,30 +27,19 @@ def profiled(model, machine, **changes):
     for batch, context, gamma in grid:
         row = Row("llama-3.1-8b", "self", "streaming", machine.name, context, batch, gamma, kv_budget=512, omega=2.0)
         times = round_times(row.setup(model).at(hardware=machine), gamma)
-        rows.append(
-            replace(
-                row,
-                autoregressive_ms=1e3 * times.target.total,
-                draft_ms=1e3 * gamma * times.draft.total,
-                verify_ms=1e3 * times.verify.total,
-                speculative_ms=1e3 * times.round_s / 2.0,
-            )
-        )
-    return [replace(row, **changes) for row in rows]
+        steps = {"autoregressive": times.target.total, "draft": gamma * times.draft.total, "verify": times.verify.total}
+        steps |= {"speculative": times.round_s / 2.0}
+        rows.append(replace(row, **{f"{name}_ms": 1e3 * seconds for name, seconds in steps.items()} | changes))
+    return rows
+
+
+TRUTH = {"bandwidth_fraction": 0.85, "matmul_fraction": 0.66, "matmul_half_rows": 16.0, "layer_overhead_us": 80.0}
+TRUTH |= {"round_overhead_us": 1200.0, "allreduce_hop_us": 5.0, "allreduce_bandwidth_fraction": 0.35}
 
 
 @pytest.fixture
 def machine(ideal):
-    truth = {
-        "bandwidth_fraction": 0.85,
-        "matmul_fraction": 0.66,
-        "matmul_half_rows": 16.0,
-        "layer_overhead_us": 80.0,
-        "round_overhead_us": 1200.0,
-        "allreduce_hop_us": 5.0,
-        "allreduce_bandwidth_fraction": 0.35,
-    }
-    return lambda count, device: ideal(count, device, **truth)
+    return lambda count, device: ideal(count, device, **TRUTH)
 
 
 def test_a_known_machine_is_recovered(model, machine):
@@ -108,9 +97,8 @@ def test_the_file_it_writes_is_read_back(model, machine):
 
 
 def test_left_out_rows_are_predicted_by_the_others(model, machine):
-    rows = [
-        replace(row, speedup=row.autoregressive_ms / row.speculative_ms) for row in profiled(model, machine(8, "H100"))
-    ]
+    rows = profiled(model, machine(8, "H100"))
+    rows = [replace(row, speedup=row.autoregressive_ms / row.speculative_ms) for row in rows]
     compared = cross_validate(rows, model, lambda known: calibrate(known, model, MACHINES).machines, folds=3)
     assert len(compared) == len(rows)
     assert score(compared).p90_error < 0.02
@@ -134,12 +122,8 @@ def test_rows_on_the_wrong_side_of_one_are_those_with_a_clear_side(model):
 
 
 def test_a_profile_run_becomes_rows(model):
-    config = {
-        "target": {"name": "llama-3.1-8b"},
-        "draft": {"name": "self", "model": None, "quantization": "none"},
-        "cache": {"policy": "streaming", "budget": 512},
-        "hardware": {"name": "h200", "dtype": "float32"},
-    }
+    config = {"target": {"name": "llama-3.1-8b"}, "draft": {"name": "self", "model": None, "quantization": "none"}}
+    config |= {"cache": {"policy": "streaming", "budget": 512}, "hardware": {"name": "h200", "dtype": "float32"}}
     point = {"batch_size": 8, "context_len": 4096, "gamma": 3, "time/target_decode_ms": 10.0, "time/draft_ms": 4.0}
     point |= {"time/verify_ms": 11.0, "time/round_ms": 23.5}
     (row,) = profile_rows(config, [point])

@@ -15,21 +15,11 @@ from magicdec.costmodel.acceptance import Curves, Point, published
 from magicdec.costmodel.hardware import hardware_named
 from magicdec.costmodel.planner import experiment_yaml, search
 from magicdec.costmodel.predict import critical_context, predict
-from magicdec.costmodel.round import Setup
 from magicdec.costmodel.summary import verdict
 from magicdec.drafts.model import IndependentModel
 from magicdec.drafts.ngram import PromptLookup
 from magicdec.drafts.self import SelfSpeculation
 from magicdec.errors import UserError
-from tests.costmodel.conftest import changed
-
-
-@pytest.fixture
-def setup(model):
-    def make(target="llama-3.1-8b", hardware="8xA100", batch=64, context=32_000, **changes):
-        return changed(Setup(model(target), hardware_named(hardware), batch, context, target_name=target), **changes)
-
-    return make
 
 
 def test_a_long_context_pays_and_a_short_one_does_not(setup):
@@ -52,9 +42,8 @@ def test_without_acceptance_there_is_a_break_even_and_no_verdict(setup):
     prediction = predict(setup(budget=777), curves=Curves(published()))
     assert prediction.best.speedup is None
     assert 0 < prediction.best.break_even_alpha < 1
-    assert predict(setup(budget=777), alpha=prediction.best.break_even_alpha).best.speedup == pytest.approx(
-        1.0, abs=0.05
-    )
+    at_break_even = predict(setup(budget=777), alpha=prediction.best.break_even_alpha)
+    assert at_break_even.best.speedup == pytest.approx(1.0, abs=0.05)
     text = verdict(prediction)
     assert "no acceptance is known" in text
     assert f"{prediction.best.break_even_alpha:.2f}" in text
@@ -126,15 +115,13 @@ def test_the_intensity_is_that_of_the_step(setup, hardware, element_bytes, expec
     assert predict(step, (1,)).metrics()["predicted/arithmetic_intensity"] == pytest.approx(expected, rel=0.05)
 
 
+TARGETS = ["llama-2-7b-32k", "llama-3.1-8b", "llama-3.1-70b", "llama-3.2-1b", "tinyllama-1.1b", "mistral-7b-v0.3"]
+TARGETS += ["qwen2.5-7b", "qwen2.5-14b", "qwen2.5-32b", "qwen3-1.7b", "qwen3-8b", "qwen3-14b"]
+TARGETS += ["yi-1.5-6b", "yi-1.5-34b"]
+
+
 @pytest.mark.parametrize("hardware", ["8xA100", "4xA100", "1xH100", "8xL40", "2xh200"])
-@pytest.mark.parametrize(
-    "target",
-    [
-        *("llama-2-7b-32k", "llama-3.1-8b", "llama-3.1-70b", "llama-3.2-1b", "tinyllama-1.1b", "mistral-7b-v0.3"),
-        *("qwen2.5-7b", "qwen2.5-14b", "qwen2.5-32b", "qwen3-1.7b", "qwen3-8b", "qwen3-14b"),
-        *("yi-1.5-6b", "yi-1.5-34b"),
-    ],
-)
+@pytest.mark.parametrize("target", TARGETS)
 def test_every_model_predicts_on_every_machine_that_can_hold_it(setup, model, target, hardware):
     ranks = hardware_named(hardware).count
     if model(target).num_heads % ranks:
@@ -153,17 +140,9 @@ def test_predicting_needs_no_torch():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_mistakes_are_named(setup):
-    with pytest.raises(UserError, match=r"alpha=1\.5"):
-        predict(setup(), alpha=1.5)
-
-
-@pytest.fixture
-def drafts(model):
-    return SelfSpeculation(), IndependentModel(model=ModelChoice("llama-3.2-1b", architecture=model("llama-3.2-1b")))
-
-
-def test_plans_are_ranked_by_throughput_within_the_bounds(setup, drafts):
+def test_plans_are_ranked_by_throughput_within_the_bounds(setup, model):
+    own = IndependentModel(model=ModelChoice("llama-3.2-1b", architecture=model("llama-3.2-1b")))
+    drafts = SelfSpeculation(), own
     plans = search(setup(hardware="8xH100"), Curves(published()), (16, 32, 64, 256), drafts, latency_ms=12.0)
     rates = [plan.tokens_per_second for plan in plans.ranked]
     assert rates == sorted(rates, reverse=True)
@@ -172,17 +151,6 @@ def test_plans_are_ranked_by_throughput_within_the_bounds(setup, drafts):
     assert plans.too_large > 0  # batch 256 x 32,000 tokens
     assert any(plan.prediction is None for plan in plans.ranked)  # autoregressive decoding competes
     assert all(p.estimate is None for p in plans.unknown)
-
-
-def test_the_best_plan_is_an_experiment(setup, drafts):
-    (best, *_) = search(setup(hardware="8xH100"), Curves(published()), (16,), drafts[1:]).ranked
-    text = experiment_yaml(best, "python launch.py scenario=plan")
-    content = yaml.safe_load(text)
-    assert {"override /target": "llama-3.1-8b"} in content["defaults"]
-    assert {"override /target@draft.model": "llama-3.2-1b"} in content["defaults"]
-    assert content["draft"]["gamma"] == best.gamma
-    assert content["batch"] == {"size": 16, "context_len": 32_000}
-    assert text.startswith("# @package _global_\n")
 
 
 def test_where_nothing_pays_the_plan_is_autoregressive(setup):
@@ -202,7 +170,9 @@ def test_a_draft_without_a_cache_is_one_candidate_per_batch(setup):
     assert "cache" not in found
 
 
-def test_impossible_plans_say_why(setup):
+def test_mistakes_and_impossible_plans_say_why(setup):
+    with pytest.raises(UserError, match=r"alpha=1\.5"):
+        predict(setup(), alpha=1.5)
     with pytest.raises(UserError, match=r"latency_ms=0\.1: the fastest plan takes"):
         search(setup(), Curves(published()), latency_ms=0.1)
     with pytest.raises(UserError, match="does not fit into the memory"):

@@ -33,27 +33,15 @@ def test_linear_layers_hold_all_weights(ideal, model):
         assert weights == config.num_parameters - embedding_and_norms
 
 
-def test_reading_weights_bounds_a_single_row(ideal, model):
-    time = r.step_time(Pass(model("llama-3.1-8b"), 1, 1, 1), ideal())
-    assert time.largest == "weights"
-    assert time.total == pytest.approx(15.0e9 / 3350e9, rel=0.01)  # all parameters but the embedding, in bf16
-
-
-def test_reading_kv_bounds_a_long_context(ideal, model):
+def test_a_step_is_bound_by_weights_by_the_context_or_by_compute(ideal, model):
     config = model("llama-3.1-8b")
-    time = r.step_time(Pass(config, 8, 1, 100_000), ideal())
-    assert time.kv == pytest.approx(8 * 100_000 * config.kv_elements_per_token * 2 / 3350e9)
-
-
-def test_many_rows_are_bound_by_compute(ideal, model):
-    time = r.step_time(Pass(model("llama-3.1-8b"), 512, 4, 1), ideal())
-    assert time.largest == "compute"
-    assert time.compute == pytest.approx(2 * 7.5e9 * 2048 / 989e12, rel=0.02)
-
-
-def test_kv_is_read_once_however_many_tokens_are_verified(ideal, model):
-    times = [r.step_time(Pass(model("llama-3.1-8b"), 8, t, 100_000), ideal()) for t in (1, 5)]
-    assert times[0].kv == times[1].kv
+    sizes = (1, 1, 1), (8, 1, 100_000), (512, 4, 1)
+    one_row, long, many = (r.step_time(Pass(config, *size), ideal()) for size in sizes)
+    assert one_row.largest == "weights"
+    assert one_row.total == pytest.approx(15.0e9 / 3350e9, rel=0.01)  # all parameters but the embedding, in bf16
+    assert long.kv == pytest.approx(8 * 100_000 * config.kv_elements_per_token * 2 / 3350e9)
+    assert many.largest == "compute"
+    assert many.compute == pytest.approx(2 * 7.5e9 * 2048 / 989e12, rel=0.02)
 
 
 def test_tensor_parallelism_divides_work_and_adds_communication(ideal, model):

@@ -2,10 +2,7 @@
 
 import io
 import json
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -17,75 +14,59 @@ from magicdec.config.load import compose
 from magicdec.costmodel.acceptance import Curves, published
 from magicdec.costmodel.comparison import limit_metrics, predicted_metrics, warning
 from magicdec.costmodel.comparison import published as published_values
-from magicdec.costmodel.hardware import hardware_named
 from magicdec.costmodel.predict import predict
-from magicdec.costmodel.round import Setup, round_times
+from magicdec.costmodel.round import round_times
 from magicdec.errors import UserError
 from magicdec.planning.prediction import cache_named
 from magicdec.planning.resolve import Model, Plan, resolve
 from magicdec.scenarios import plan as plan_scenario
 from magicdec.scenarios import predict as predict_scenario
 from magicdec.tracking.progress import progress
-from tests.costmodel.conftest import changed
-from tests.programs import ROOT
+from tests.programs import python
 
 LLAMA = ("target=llama-3.1-8b", "batch.context_len=32000", "cache.budget=512", "batch.size=64")
 
 
-@pytest.fixture
-def setup(model):
-    def make(hardware="8xA100", batch=64, context=32_000, **changes):
-        plain = Setup(model("llama-3.1-8b"), hardware_named(hardware), batch, context, target_name="llama-3.1-8b")
-        return changed(plain, **changes)
-
-    return make
-
-
-def composed(*overrides):
-    return compose(overrides)
-
-
 def outcome(scenario, *overrides):
-    config = composed(*overrides)
     with progress() as bars:
-        return scenario(resolve(config), bars)
+        return scenario(resolve(compose(overrides)), bars)
 
 
 def as_run(device_name, device, *overrides):
     """The plan of a run on a device that is not here."""
-    config, dtype = composed(*overrides), torch.float32 if device == "cpu" else torch.bfloat16
+    config, dtype = compose(overrides), torch.float32 if device == "cpu" else torch.bfloat16
     target = Model("target", None, config.target.architecture)
     return Plan(config, torch.device(device), dtype, target, None, device_name)
 
 
+PLAN, QWEN = ("scenario=plan", "hardware=8xh100", *LLAMA), ("draft=model", "scenario.drafts=[qwen2.5-7b]")
+
+
+def planned(*overrides):
+    return outcome(plan_scenario.run, *PLAN, *overrides)
+
+
+def predicted(*overrides):
+    return outcome(predict_scenario.run, "scenario=predict", "hardware=8xa100", *LLAMA, *overrides).metrics
+
+
 def test_predict_from_the_command_line_leaves_a_run(tmp_path):
-    keys = ["scenario=predict", "hardware=8xa100", f"runs_dir={tmp_path / 'runs'}", "wandb.mode=disabled"]
-    command = [sys.executable, str(ROOT / "launch.py"), *keys, *LLAMA]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    """With the paper's critical context."""
+    keys = ["scenario=predict", "hardware=8xa100", "scenario.gammas=[3]", f"runs_dir={tmp_path}", "wandb.mode=disabled"]
+    done = python("launch.py", *keys, *LLAMA)
     assert done.returncode == 0, done.stderr
     for words in ("pays from", "what bounds the steps", "of 80 GiB", "calibrated on 8xA100", "S* is"):
         assert words in done.stdout
-    (path,) = (tmp_path / "runs").glob("*/result.json")
+    (path,) = tmp_path.glob("*/result.json")
     result = json.loads(path.read_text())
     assert result["status"] == "done"
     assert result["predicted/speedup"] > 1
-    assert result["predicted/critical_context"] > 1000
-
-
-def test_the_papers_critical_context_through_the_scenario():
-    result = outcome(predict_scenario.run, "scenario=predict", "hardware=8xa100", "scenario.gammas=[3]", *LLAMA)
-    assert 3000 <= result.metrics["predicted/critical_context"] <= 5000
+    assert 3000 <= result["predicted/critical_context"] <= 5000
 
 
 def test_an_acceptance_that_a_run_would_draw_is_the_predicted_one():
-    drawn, given, both = (
-        outcome(predict_scenario.run, "scenario=predict", "hardware=8xa100", *LLAMA, *keys).metrics
-        for keys in (
-            ["draft.synthetic_acceptance=0.6"],
-            ["scenario.alpha=0.6"],
-            ["draft.synthetic_acceptance=0.3", "scenario.alpha=0.6"],
-        )
-    )
+    drawn, given = "draft.synthetic_acceptance=", "scenario.alpha="
+    drawn, given, both = predicted(f"{drawn}0.6"), predicted(f"{given}0.6"), predicted(f"{drawn}0.3", f"{given}0.6")
     assert drawn == given == both
     assert given["predicted/alpha"] == 0.6
 
@@ -107,63 +88,50 @@ def test_what_the_paper_measured_stands_beside_what_is_predicted():
 
 
 def test_predict_takes_acceptance_from_the_run_store_first(tmp_path):
-    run = tmp_path / "abc"
-    run.mkdir()
-    (run / "result.json").write_text(json.dumps({"status": "done", "acceptance/source": "measured", "alpha": 0.95}))
-    config = {
-        "target": {"name": "llama-3.1-8b"},
-        "draft": {"name": "self", "model": None},
-        "cache": {"policy": "streaming", "budget": 512, "num_sink": 4},
-        "batch": {"context_len": 32_000},
-        "data": {"name": "pg19"},
-        "scenario": {"name": "compare"},
-    }
-    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    (tmp_path / "abc").mkdir()
+    result = {"status": "done", "acceptance/source": "measured", "alpha": 0.95}
+    (tmp_path / "abc" / "result.json").write_text(json.dumps(result))
+    config = {"target": {"name": "llama-3.1-8b"}, "draft": {"name": "self", "model": None}, "data": {"name": "pg19"}}
+    config |= {"cache": {"policy": "streaming", "budget": 512, "num_sink": 4}, "batch": {"context_len": 32_000}}
+    config |= {"scenario": {"name": "compare"}}
+    (tmp_path / "abc" / "config.yaml").write_text(yaml.safe_dump(config))
     for runs_dir, alpha in ((tmp_path, 0.95), (tmp_path / "empty", 0.81)):
-        keys = ("scenario=predict", "hardware=8xa100", f"runs_dir={runs_dir}", *LLAMA)
-        assert outcome(predict_scenario.run, *keys).metrics["predicted/alpha"] == alpha
+        assert predicted(f"runs_dir={runs_dir}")["predicted/alpha"] == alpha
 
 
 def test_the_planned_experiment_composes_and_predicts_what_it_said(tmp_path, monkeypatch):
     monkeypatch.setattr(plan_scenario, "EXPERIMENTS", tmp_path)
-    keys = ("scenario=plan", "hardware=8xh100", "scenario.drafts=[llama-3.2-1b]", "scenario.policies=[streaming]")
-    keys += ("scenario.batch_sizes=[16,32]", "scenario.save_as=found")
-    outcome(plan_scenario.run, *keys, *LLAMA)
-    result = outcome(plan_scenario.run, *keys, *LLAMA)  # once more: it may replace what it wrote itself
+    keys = ("scenario.drafts=[llama-3.2-1b]", "scenario.policies=[streaming]", "scenario.batch_sizes=[16,32]")
+    planned(*keys, "scenario.save_as=found")
+    result = planned(*keys, "scenario.save_as=found")  # once more: it may replace what it wrote itself
     assert result.history[0]["draft"] == "llama-3.2-1b"
     # Hydra finds experiments on its search path: conf/, and this folder next to it.
     (tmp_path / "experiment").mkdir()
     (tmp_path / "found.yaml").rename(tmp_path / "experiment" / "found.yaml")
-    found = composed(f"hydra.searchpath=[file://{tmp_path}]", "experiment=found", "scenario=predict")
+    found = compose([f"hydra.searchpath=[file://{tmp_path}]", "experiment=found", "scenario=predict"])
     assert (found.target.name, found.draft.model.name) == ("llama-3.1-8b", "llama-3.2-1b")
-    assert (found.batch.size, found.cache.budget, found.hardware.name) == (32, 512, "8xh100")
+    assert (found.batch.size, found.batch.context_len) == (32, 32_000)
+    assert (found.cache.budget, found.hardware.name) == (512, "8xh100")
     times = round_times(resolve(found).setup(), found.draft.gamma)
     assert result.metrics["predicted/round_ms"] == pytest.approx(1e3 * times.round_s)
 
 
 def test_a_plan_takes_each_policy_with_its_own_settings(tmp_path, monkeypatch):
     monkeypatch.setattr(plan_scenario, "EXPERIMENTS", tmp_path)
-    keys = (
-        "scenario=plan",
-        "hardware=8xh100",
-        "cache=snapkv",
-        "cache.kernel=7",
-        "scenario.policies=[snapkv,streaming]",
-    )
-    config = composed(*keys, *LLAMA)
+    keys = ("cache=snapkv", "cache.kernel=7", "scenario.policies=[snapkv,streaming]")
+    config = compose([*PLAN, *keys])
     assert cache_named(config, "snapkv").kernel == 7
     assert cache_named(config, "streaming") == Streaming(budget=256, num_sink=4)
-    result = outcome(plan_scenario.run, *keys, *LLAMA)
+    result = planned(*keys)
     found = yaml.safe_load((tmp_path / "planned.yaml").read_text())["cache"]
     expected = {"snapkv": {"observation_window": 32, "kernel": 7}, "streaming": {"num_sink": 4}}
     assert found == {"budget": result.history[0]["budget"]} | expected[result.history[0]["policy"]]
 
 
 def test_a_plan_shows_what_is_not_known_at_every_batch():
-    keys = ("scenario=plan", "hardware=8xh100", "scenario.batch_sizes=[16,32,128]", "scenario.save_as=null")
-    keys += ("scenario.drafts=[self,llama-3.2-1b,ngram]", "scenario.policies=[streaming,window,snapkv]")
+    keys = ("scenario.drafts=[self,llama-3.2-1b,ngram]", "scenario.policies=[streaming,window,snapkv]")
     console = Console(file=io.StringIO(), width=80)
-    console.print(outcome(plan_scenario.run, *keys, *LLAMA).view)
+    console.print(planned(*keys, "scenario.batch_sizes=[16,32,128]", "scenario.save_as=null").view)
     shown = console.file.getvalue()
     assert re.search(r"32 +llama-3.2-1b +streaming 512 +3 +[\d,]+ +[\d.]+ +1\.46x \| 1\.\d\dx", shown)
     heading, _, *rows = shown[shown.index("by batch") :].splitlines()[2:10]
@@ -177,7 +145,7 @@ def test_a_plan_replaces_no_other_experiment(tmp_path, monkeypatch):
     monkeypatch.setattr(plan_scenario, "EXPERIMENTS", tmp_path)
     (tmp_path / "mine.yaml").write_text("# @package _global_\n")
     with pytest.raises(UserError, match=r"save_as=mine: .* is there already; choose another name"):
-        plan_scenario.prepare(composed("scenario=plan", "hardware=8xh100", "scenario.save_as=mine", *LLAMA))
+        plan_scenario.prepare(compose([*PLAN, "scenario.save_as=mine"]))
     assert (tmp_path / "mine.yaml").read_text() == "# @package _global_\n"
 
 
@@ -185,38 +153,28 @@ def test_a_plan_replaces_no_other_experiment(tmp_path, monkeypatch):
     ("keys", "names"),
     [
         (["hardware=auto"], r"hardware\.bandwidth_gbs=null: predicting for hardware=auto"),
-        (["hardware=8xa100", "draft=none"], "draft=none: there is no speculation to predict"),
-        (["hardware=8xa100", "scenario.gammas=[]"], r"scenario\.gammas=\[\]: must hold at least one"),
-        (["hardware=8xa100", "scenario.critical_batches=[64]"], "must be a smaller and a larger batch"),
-        (["hardware=8xa100", "target=qwen3-8b", "batch.context_len=50000"], r"batch\.context_len=40896 would fit"),
-        (["hardware=8xa100", "scenario.alpha=1.5"], r"scenario\.alpha=1\.5: must be between 0 and 1"),
+        (["draft=none"], "draft=none: there is no speculation to predict"),
+        (["scenario.gammas=[]"], r"scenario\.gammas=\[\]: must hold at least one"),
+        (["scenario.critical_batches=[64]"], "must be a smaller and a larger batch"),
+        (["target=qwen3-8b", "batch.context_len=50000"], r"batch\.context_len=40896 would fit"),
+        (["scenario.alpha=1.5"], r"scenario\.alpha=1\.5: must be between 0 and 1"),
         (["hardware=h100", "hardware.tensor_parallel=3"], r"hardware\.tensor_parallel=3: 32 query heads"),
-        (["hardware=8xa100", "draft=model", "draft.tensor_parallel=3"], r"draft\.tensor_parallel=3: must divide"),
-        (["hardware=8xa100", "draft=model", "cache=quantized"], r"cache\.policy=quantized reads the target's own"),
+        (["draft=model", "draft.tensor_parallel=3"], r"draft\.tensor_parallel=3: must divide"),
+        (["draft=model", "cache=quantized"], r"cache\.policy=quantized reads the target's own"),
     ],
 )
 def test_mistakes_in_a_prediction_are_named(keys, names):
     with pytest.raises(UserError, match=names):
-        outcome(predict_scenario.run, "scenario=predict", *LLAMA, *keys)
+        predicted(*keys)
 
 
-@pytest.mark.parametrize(
-    ("keys", "names"),
-    [
-        (["hardware.tensor_parallel=3"], r"hardware\.tensor_parallel=3: 32 query heads.*valid: 1, 2, 4"),
-        (
-            ["draft=model", "scenario.drafts=[qwen2.5-7b]", "draft.tensor_parallel=8"],
-            r"draft\.tensor_parallel=8: 28 query heads.*valid: 1, 2, 4",
-        ),
-    ],
-)
-def test_ranks_that_cannot_divide_a_model_are_refused_by_a_plan(keys, names):
-    common = ("scenario=plan", "hardware=8xh100", "scenario.save_as=null", "scenario.policies=[streaming,quantized]")
-    with pytest.raises(UserError, match=names):
-        outcome(plan_scenario.run, *common, *LLAMA, *keys)
-    found = outcome(
-        plan_scenario.run, *common, *LLAMA, "draft=model", "scenario.drafts=[qwen2.5-7b]", "draft.tensor_parallel=4"
-    )
+def test_ranks_that_cannot_divide_a_model_are_refused_by_a_plan():
+    common = ("scenario.save_as=null", "scenario.policies=[streaming,quantized]")
+    with pytest.raises(UserError, match=r"hardware\.tensor_parallel=3: 32 query heads.*valid: 1, 2, 4"):
+        planned(*common, "hardware.tensor_parallel=3")
+    with pytest.raises(UserError, match=r"draft\.tensor_parallel=8: 28 query heads.*valid: 1, 2, 4"):
+        planned(*common, *QWEN, "draft.tensor_parallel=8")
+    found = planned(*common, *QWEN, "draft.tensor_parallel=4")
     assert {"none"} == {line["draft"] for line in found.history}, "no acceptance is known of that draft"
 
 
@@ -228,9 +186,9 @@ def test_a_hardware_file_can_hold_its_calibration(tmp_path, fraction, error):
     keys = (f"hydra.searchpath=[file://{tmp_path}]", "scenario=predict", "hardware=own", *LLAMA)
     if error:
         with pytest.raises(UserError, match=error):
-            composed(*keys)
+            compose(keys)
     else:
-        machine = resolve(composed(*keys)).setup().hardware
+        machine = resolve(compose(keys)).setup().hardware
         assert (machine.efficiency.matmul_fraction, machine.stack.name) == (0.5, "magicdec")
 
 
@@ -255,13 +213,8 @@ def test_a_run_that_cannot_pay_is_warned_about(setup):
 
 def test_beside_a_run_stand_predictions_and_their_errors(setup):
     times = round_times(setup(), 3)
-    measured = {
-        "alpha": 0.8,
-        "speedup": 1.0,
-        "time/target_decode_ms": 2e3 * times.target.total,
-        "time/draft_ms": 1e3 * times.draft.total,
-        "time/verify_ms": None,
-    }
+    measured = {"alpha": 0.8, "speedup": 1.0, "time/draft_ms": 1e3 * times.draft.total, "time/verify_ms": None}
+    measured |= {"time/target_decode_ms": 2e3 * times.target.total}
     result = predicted_metrics(setup(), 3, measured | {"speedup_wall": 0.5}, 64)
     assert result["predicted/speedup_wall_error"] == pytest.approx(2 * result["predicted/speedup_wall"] - 1)
     assert result["predicted/gamma"] == 3
@@ -277,12 +230,10 @@ def test_beside_a_run_stand_predictions_and_their_errors(setup):
 
 def test_a_step_is_compared_with_its_limit(setup):
     """A decode step of one row reads the weights but for the embedding, and a long prompt's keys and values."""
-    at = setup("h100", batch=1, context=4000)
+    at = setup(hardware="h100", batch=1, context=4000)
     read = 15.0e9 + 4000 * at.target.kv_elements_per_token * 2
-    found = limit_metrics(
-        at, 3, {"time/target_decode_ms": 2e3 * read / at.hardware.device.bandwidth, "time/draft_ms": None}
-    )
-    assert found == {"limit/target_decode": pytest.approx(0.5, rel=0.02)}
+    measured = {"time/target_decode_ms": 2e3 * read / at.hardware.device.bandwidth, "time/draft_ms": None}
+    assert limit_metrics(at, 3, measured) == {"limit/target_decode": pytest.approx(0.5, rel=0.02)}
 
 
 @pytest.mark.parametrize("policy", ["quest", "topk", "verify_guided"])

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import magicdec
@@ -52,7 +52,6 @@ def fewest(rows, tolerance):
     return best[-1]
 
 
-@settings(deadline=None)
 @given(st.lists(SPEEDS, min_size=1, max_size=9), st.floats(0, 0.5))
 def test_few_ranges_within_the_tolerance(speeds, tolerance):
     rows = cells(speeds)
@@ -64,7 +63,6 @@ def test_few_ranges_within_the_tolerance(speeds, tolerance):
     assert all(before.batch[1] + 1 == after.batch[0] for before, after in pairwise(found.entries))
 
 
-@settings(deadline=None)
 @given(st.lists(st.lists(SPEEDS, min_size=2, max_size=4), min_size=1, max_size=3), st.floats(0, 0.5))
 def test_contexts_share_the_ranges_of_batches(speeds, tolerance):
     contexts = (1000, 4000, 9000)
@@ -116,11 +114,6 @@ def with_rows(rows):
     return Schedule(tuple(found), tuple(rows))
 
 
-def vllm(entries, batch):
-    """vLLM's rule: inclusive ranges, the last one goes on."""
-    return [gamma for low, _, gamma in entries if low <= batch][-1]
-
-
 def sglang(slots, batch):
     """SGLang's rule: the slot with the largest lower bound that the batch reaches."""
     bounds = sorted(map(int, slots))
@@ -136,28 +129,22 @@ def tensorrt_llm(lengths, batch):
 
 
 def test_engines_read_the_schedule_as_it_is(setup):
+    """By their rules, and as vLLM itself was recorded to read the same schedule."""
+    recorded = json.loads(Path(__file__).with_name("vllm_lookup.json").read_text())
     found = with_rows(ROWS)
     config = json.loads(FORMS["vllm"].settings(found, setup).content)
     slots = json.loads(FORMS["sglang"].write(found, setup, "EAGLE3").content)
     trt = yaml.safe_load(FORMS["tensorrt_llm"].settings(found, setup).content)["speculative_config"]
     assert (config["method"], config["model"]) == ("draft_model", "meta-llama/Llama-3.2-1B")
     assert config["num_speculative_tokens"] == trt["max_draft_len"] == 5
-    for batch in range(1, 65):
+    assert config["num_speculative_tokens_per_batch_size"] == recorded["schedule"]
+    for batch, read in zip(range(1, 65), recorded["gammas"], strict=True):
         gamma = found.gamma(batch, 4000)
-        assert vllm(config["num_speculative_tokens_per_batch_size"], batch) == gamma
+        assert gamma == read
         assert sglang(slots, batch) == gamma
         assert tensorrt_llm(trt["draft_len_schedule"], batch) == gamma
     assert read_vllm(config).entries == tuple(row._replace(context=(1, sys.maxsize)) for row in ROWS)
     assert 64 not in trt["draft_len_schedule"], "beyond the last entry it does not speculate anyway"
-
-
-def test_vllm_looks_up_what_is_meant(setup):
-    """vLLM's own reading of the same schedule, recorded."""
-    recorded = json.loads(Path(__file__).with_name("vllm_lookup.json").read_text())
-    found = with_rows(ROWS)
-    written = json.loads(FORMS["vllm"].settings(found, setup).content)
-    assert written["num_speculative_tokens_per_batch_size"] == recorded["schedule"]
-    assert [found.gamma(batch, 4000) for batch in range(1, 65)] == recorded["gammas"]
 
 
 VLLM = os.environ.get("MAGICDEC_VLLM_PYTHON", "")

@@ -40,18 +40,16 @@ def test_omega_is_what_a_simulated_round_yields():
     assert length == pytest.approx(s.omega(gamma, alpha), rel=5e-3)
 
 
-def test_speedup_of_a_round_worked_by_hand():
-    # gamma 2 at alpha 0.5 yields 1.75 tokens for 2 * 1.1 + 4.3 = 6.5.
-    assert s.round_time(2, 1.1, 4.3) == pytest.approx(6.5)
-    assert s.speedup(2, 0.5, 3.25, 1.1, 4.3) == pytest.approx(1.75 / 2)
-
-
-def test_a_free_draft_with_everything_accepted_gains_gamma_plus_one():
-    assert s.speedup(7, 1.0, 2.0, 0.0, 2.0) == 8.0
-
-
-def test_nothing_accepted_can_only_cost():
-    assert s.speedup(3, 0.0, 1.0, 0.2, 1.1) == pytest.approx(1 / 1.7)
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ((2, 0.5, 3.25, 1.1, 4.3), 1.75 / 2),  # worked by hand: it yields 1.75 tokens for 2 * 1.1 + 4.3 = 6.5
+        ((7, 1.0, 2.0, 0.0, 2.0), 8.0),  # a free draft with everything accepted gains gamma + 1
+        ((3, 0.0, 1.0, 0.2, 1.1), 1 / 1.7),  # with nothing accepted it can only cost
+    ],
+)
+def test_speedup_of_a_round(arguments, expected):
+    assert s.speedup(*arguments) == pytest.approx(expected)
 
 
 @given(GAMMAS, st.floats(0.1, 10), st.floats(0.01, 2), st.floats(0.1, 10))

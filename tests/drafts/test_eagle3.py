@@ -55,15 +55,12 @@ def test_a_head_that_knows_the_target_is_always_right(policy):
     assert fast.accepted_RB.max() == 3
 
 
-def expected_entries(batch, tokens_BS: Tensor, count: int) -> KVCache:
-    """The head's entries of a whole text: from the target's hidden states of one pass over it."""
-    decoder, head = batch.decoder, batch.draft.model
-    taps, rows = Taps(batch.draft.taps.layers), len(tokens_BS)
-    target = KVCache(decoder.target.config, rows, count + 1, torch.float32, "cpu")
-    decoder.target(tokens_BS[:, : count + 1], target, taps)
-    entries = KVCache(head.config, rows, count, torch.float32, "cpu")
-    head.enter(tokens_BS[:, 1 : count + 1], entries, head.fused(taps.hidden_BTN)[:, :count])
-    return entries
+def over_whole_text(batch, tokens_BS: Tensor) -> tuple[KVCache, Tensor]:
+    """The head's entries and its outputs, from the target's hidden states of one pass over a text."""
+    target, head, (rows, count) = batch.decoder.target, batch.draft.model, tokens_BS.shape
+    taps, entries = Taps(batch.draft.taps.layers), KVCache(head.config, rows, count + 1, torch.float32, "cpu")
+    target(tokens_BS, KVCache(target.config, rows, count, torch.float32, "cpu"), taps)
+    return entries, head(tokens_BS[:, 1:], entries, head.fused(taps.hidden_BTN[:, :-1]))
 
 
 @pytest.mark.parametrize("chunk", [64, 7])
@@ -78,32 +75,26 @@ def test_entries_of_committed_tokens_are_exact(chunk, sampling):
     state, entries = batch.decoder.state, batch.draft.entries
     assert torch.equal(entries.seqlens_B, state.num_tokens_B - 2)
     assert torch.equal(batch.draft.cache.length_B, entries.seqlens_B)
-    known = expected_entries(batch, state.tokens_BS, int(entries.seqlens_B.max()))
+    known, _ = over_whole_text(batch, state.tokens_BS[:, : int(entries.seqlens_B.max()) + 1])
     for row, count in enumerate(entries.seqlens_B.tolist()):
         for ours, theirs in ((entries.k_LBKSD, known.k_LBKSD), (entries.v_LBKSD, known.v_LBKSD)):
             torch.testing.assert_close(ours[:, row, :, :count], theirs[:, row, :, :count], rtol=1e-4, atol=1e-4)
 
 
+@torch.inference_mode()
 def test_proposals_are_those_of_the_head_over_the_whole_text():
     """Steps over the cache against one pass over all tokens, without a cache that rounds have written to."""
     batch = opened(TARGET, gamma=2)
-    decoder, draft = batch.decoder, batch.draft
-    with torch.inference_mode():
-        batch.restart()
-        for _ in range(3):
-            decoder.cycle_for(draft)()
-        state = decoder.state
-        proposed_BG = draft.propose(state, 2).tokens_BG
-        for row, count in enumerate(state.num_tokens_B.tolist()):
-            tokens_1S = state.tokens_BS[row : row + 1, :count]
-            taps, head = Taps(draft.taps.layers), draft.model
-            decoder.target(tokens_1S, KVCache(decoder.target.config, 1, count, torch.float32, "cpu"), taps)
-            cache = KVCache(head.config, 1, count + 2, torch.float32, "cpu")
-            output = head(tokens_1S[:, 1:], cache, head.fused(taps.hidden_BTN[:, :-1]))[:, -1:]
-            first = head.target_ids_V[head.logits(output).argmax(-1)]
-            output = head(first, cache, output)
-            second = head.target_ids_V[head.logits(output).argmax(-1)]
-            assert proposed_BG[row].tolist() == [int(first), int(second)]
+    batch.restart()
+    for _ in range(3):
+        batch.decoder.cycle_for(batch.draft)()
+    state, head = batch.decoder.state, batch.draft.model
+    proposed_BG = batch.draft.propose(state, 2).tokens_BG
+    for row, count in enumerate(state.num_tokens_B.tolist()):
+        entries, output = over_whole_text(batch, state.tokens_BS[row : row + 1, :count])
+        first = head.target_ids_V[head.logits(output[:, -1:]).argmax(-1)]
+        second = head.target_ids_V[head.logits(head(first, entries, output[:, -1:])).argmax(-1)]
+        assert proposed_BG[row].tolist() == [int(first), int(second)]
 
 
 def test_the_prefill_of_the_head_counts_towards_the_speculative_one():

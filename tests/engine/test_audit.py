@@ -179,17 +179,11 @@ def test_outcomes_of_batches_add_up():
     assert Audit(True, 2, 2).passed
     assert not Audit(True, 2, 1).passed
     assert not Audit(True, speculative=LogitGaps(outside=1)).passed
-    total = Audit(True, 2, 2, LogitGaps(0, 0.5), LogitGaps(1, 0.1)) + Audit(
-        True, 1, 0, LogitGaps(4, 0.2), LogitGaps(2, 0.3)
-    )
-    assert total.metrics() == {
-        "lossless/different_rows": 3,
-        "lossless/excused_rows": 2,
-        "lossless/outside_tokens": 4,
-        "lossless/baseline_outside_tokens": 3,
-        "lossless/max_logit_gap": 0.5,
-        "lossless/baseline_max_logit_gap": 0.3,
-    }
+    one = Audit(True, 2, 2, LogitGaps(0, 0.5), LogitGaps(1, 0.1))
+    other = Audit(True, 1, 0, LogitGaps(4, 0.2), LogitGaps(2, 0.3))
+    expected = {"different_rows": 3, "excused_rows": 2, "outside_tokens": 4, "max_logit_gap": 0.5}
+    expected |= {"baseline_outside_tokens": 3, "baseline_max_logit_gap": 0.3}
+    assert (one + other).metrics() == {f"lossless/{name}": value for name, value in expected.items()}
 
 
 def poisoned(model, token: int | None = None):
@@ -219,14 +213,11 @@ def test_the_first_logits_that_are_not_finite_are_named():
         batch.decoder.generate(batch.draft)
 
 
-def test_a_draft_whose_logits_are_not_finite_fails():
+def test_a_draft_a_profile_and_an_audit_demand_finite_logits():
     batch = open_batch(TARGET, PROMPTS[:2], **OPTIONS | {"draft_model": poisoned(TARGET)})
     batch.decoder.generate()
     with pytest.raises(NonFinite, match=r"draft.model: .* first for token 31 of row 0"):
         batch.decoder.generate(batch.draft)
-
-
-def test_a_profile_and_an_audit_demand_finite_logits():
     batch = open_batch(TARGET, PROMPTS[:2], draft_name="self", gamma=2, policy="full")
     plain = batch.decoder.generate().tokens
     batch.decoder.target = poisoned(TARGET)

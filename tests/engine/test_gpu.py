@@ -15,9 +15,7 @@ CASES = [("self", policy) for policy in POLICIES] + [(draft, "streaming") for dr
 SIZES = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 512, "num_layers": 4, "max_position_embeddings": 8192}
 
 
-def engine_for(
-    draft: str, policy: str, graphs: bool, device: str = "cuda", attention: str = "sdpa", **sizes
-) -> NativeEngine:
+def engine_for(draft, policy, graphs, device="cuda", attention="sdpa", **sizes) -> NativeEngine:
     target = small_model(**sizes)
     target.attention = BACKENDS[attention].work()
     drafter = small_drafter(draft, target, 0.15)
@@ -26,13 +24,18 @@ def engine_for(
     return new_engine(target.to(device), draft_name=draft, draft_model=drafter, policy=policy, **options)
 
 
+def opened(engine: NativeEngine, lengths):
+    batch = engine.open(random_prompts(lengths))
+    batch.decoder.prefill(16)
+    warm_up(batch)
+    return batch
+
+
 @pytest.mark.parametrize(("draft", "policy"), CASES)
 def test_captured_rounds_write_what_plain_ones_write(draft, policy):
     written = []
     for graphs in (False, True):
-        batch = engine_for(draft, policy, graphs).open(random_prompts([50, 61, 70]))
-        batch.decoder.prefill(16)
-        warm_up(batch)
+        batch = opened(engine_for(draft, policy, graphs), [50, 61, 70])
         plain, fast = batch.decoder.generate(), batch.decoder.generate(batch.draft)
         assert fast.tokens == plain.tokens
         assert profile_round(batch, 2)["verify_ms"] > 0
@@ -48,9 +51,7 @@ def test_compiled_layers_write_what_plain_ones_write(policy):
         engine = engine_for("self", policy, True, attention="triton", **SIZES)
         if compiled:
             engine.target.compile_layers()
-        batch = engine.open(random_prompts([50, 61, 70]))
-        batch.decoder.prefill(16)
-        warm_up(batch)
+        batch = opened(engine, [50, 61, 70])
         written.append([batch.decoder.generate().tokens, batch.decoder.generate(batch.draft).tokens])
     assert written[0] == written[1]
 
@@ -64,9 +65,7 @@ def test_memory_is_what_was_foreseen(policy, attention):
     torch._C._cuda_clearCublasWorkspaces()  # of tests before this one
     torch.cuda.empty_cache()
     before, peak = torch.cuda.memory_allocated(), Peak(device)
-    batch = engine_for("self", policy, True, attention=attention, **SIZES).open(random_prompts([context] * rows))
-    batch.decoder.prefill(16)
-    warm_up(batch)
+    batch = opened(engine_for("self", policy, True, attention=attention, **SIZES), [context] * rows)
     batch.decoder.generate(batch.draft)
     weights = sum(p.nbytes for p in small_model(**SIZES).parameters())
     expected = weights + estimated.peak + workspace_bytes(device)

@@ -13,7 +13,7 @@ from magicdec.config.registry import DRAFTS, POLICIES
 from magicdec.engine import decoder, graphs
 from magicdec.engine.native import warm_up
 from magicdec.measure import profile
-from tests.small import new_engine, open_batch, random_prompts, small_drafter, small_model
+from tests.small import drafting, new_engine, open_batch, random_prompts, small_model
 
 TARGET = small_model()
 CASES = [("self", policy) for policy in POLICIES] + [(draft, "streaming") for draft in DRAFTS] + [("model", "full")]
@@ -31,10 +31,8 @@ class Rehearsed(graphs.Step):
 @pytest.mark.parametrize(("draft", "policy"), CASES)
 def test_rehearsals_stay_within_the_buffers_and_leave_no_trace(draft, policy, generate_len, monkeypatch):
     def opened():
-        prompts = random_prompts([33, 41, 20])
-        model = small_drafter(draft, TARGET, 0.15)
-        spec = {"gamma": 5, "budget": 16, "num_sink": 2, "page_size": 4, "refresh": 4, "generate_len": generate_len}
-        return open_batch(TARGET, prompts, draft_name=draft, draft_model=model, policy=policy, **spec)
+        keys = {"gamma": 5, "budget": 16, "num_sink": 2, "page_size": 4, "refresh": 4, "generate_len": generate_len}
+        return drafting(draft, TARGET, [33, 41, 20], policy=policy, **keys)
 
     expected = opened().decoder.generate().tokens
     for module in (decoder, profile):

@@ -26,15 +26,6 @@ def test_against_generate(tmp_path, family):
     assert open_batch(target, prompts, generate_len=NEW_TOKENS).decoder.generate().tokens == expected
     for draft, policy in drafts:
         model = noisy_copy(target, 0.1) if draft == "model" else None
-        batch = open_batch(
-            target,
-            prompts,
-            generate_len=NEW_TOKENS,
-            draft_name=draft,
-            draft_model=model,
-            gamma=3,
-            policy=policy,
-            budget=16,
-            num_sink=2,
-        )
+        keys = {"gamma": 3, "policy": policy, "budget": 16, "num_sink": 2, "generate_len": NEW_TOKENS}
+        batch = open_batch(target, prompts, draft_name=draft, draft_model=model, **keys)
         assert batch.decoder.generate(batch.draft).tokens == expected

@@ -13,7 +13,7 @@ from magicdec.attention.sdpa import SdpaAttention
 from magicdec.kernels import library
 from magicdec.models import passes
 from magicdec.models.kv_cache import KVCache
-from tests.attention.twins import attend, attend_scored
+from tests.attention.twins import attend, attend_scored, definition
 from tests.small import small_model
 from tests.threads import threads
 
@@ -22,25 +22,6 @@ if library.compiler() is None:
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2.5e-2}
 DRAWN = given(st.randoms(note_method_calls=True))  # an instance of random.Random whose choices Hypothesis makes small
-
-
-def definition(q, k, v, seqlens, window, indices, positions, counted):
-    """Attention and the slots' scores, in fp64, of the slots that each token sees."""
-    (T, H, D), (K, S) = q.shape[1:], k.shape[1:3]
-    q_BKJTD = q.double().unflatten(2, (K, -1)).permute(0, 2, 3, 1, 4)
-    own_B1T1, slot_S = (seqlens[:, None] - T + torch.arange(T))[:, None, :, None], torch.arange(S)
-    seen_BKTS = (slot_S <= own_B1T1).repeat(1, K, 1, 1)
-    if window is not None:
-        seen_BKTS &= (slot_S if positions is None else positions[:, :, None]) > own_B1T1 - window
-    if indices is not None:
-        seen_BKTS &= (indices[..., None] == slot_S).any(2)[:, :, None]
-    logits_BKJTS = torch.einsum("bkjtd,bksd->bkjts", q_BKJTD, k.double()) / math.sqrt(D)
-    p_BKJTS = logits_BKJTS.masked_fill(~seen_BKTS[:, :, None], -math.inf).softmax(-1)
-    bad_BKSD = ~v.isfinite()  # of which 0 times is NaN, also where nobody sees it
-    out_BKJTD = torch.einsum("bkjts,bksd->bkjtd", p_BKJTS, v.double().masked_fill(bad_BKSD, 0.0))
-    out_BKJTD += torch.where((seen_BKTS.float() @ bad_BKSD.float()) > 0, math.nan, 0.0)[:, :, None]
-    out = out_BKJTD.permute(0, 3, 1, 2, 4).reshape(-1, T, H, D)
-    return out, (p_BKJTS if counted is None else p_BKJTS * counted[:, None, None, :, None]).sum((2, 3))
 
 
 @DRAWN
@@ -90,21 +71,11 @@ def test_attention(r):
 @torch.inference_mode()
 def test_a_pass(r):
     K, num_layers, head_dim, sliding = r.choice([1, 2, 3]), r.choice([1, 3]), 8 * r.randint(1, 9), r.random() < 0.3
-    model = small_model(
-        seed=r.randint(0, 1000),
-        spread=0.1,
-        hidden_size=r.randint(8, 100),
-        intermediate_size=r.randint(1, 130),
-        num_layers=num_layers,
-        num_heads=K * r.choice([1, 2, 3, 5, 8]),
-        num_kv_heads=K,
-        head_dim=head_dim,
-        qkv_bias=r.random() < 0.3,
-        output_bias=r.random() < 0.3,
-        qk_norm=r.random() < 0.3,
-        sliding_window=r.choice([5, 33]) if sliding else None,
-        sliding_layers=(0,) if sliding else (),
-    )
+    sizes = {"num_layers": num_layers, "num_heads": K * r.choice([1, 2, 3, 5, 8]), "num_kv_heads": K}
+    sizes |= {"hidden_size": r.randint(8, 100), "intermediate_size": r.randint(1, 130), "head_dim": head_dim}
+    sizes |= {part: r.random() < 0.3 for part in ("qkv_bias", "output_bias", "qk_norm")}
+    sizes |= {"sliding_window": r.choice([5, 33]), "sliding_layers": (0,)} if sliding else {}
+    model = small_model(r.randint(0, 1000), 0.1, **sizes)
     if r.random() < 0.3:
         for layer, name in itertools.product(model.layers, passes.MATRICES):
             getattr(layer, name).weight.data = getattr(layer, name).weight.data.bfloat16()

@@ -27,23 +27,21 @@ def forgotten():
         cached.cache_clear()
 
 
-@pytest.fixture
 def no_compiler(monkeypatch):
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CC", raising=False)
 
 
-@pytest.fixture
-def no_headers(monkeypatch, tmp_path):
-    monkeypatch.setattr(toolchain.sysconfig, "get_path", lambda *_, **__: str(tmp_path))
+def no_headers(monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setattr(toolchain.sysconfig, "get_path", lambda *_, **__: "/no/headers")
 
 
-@pytest.fixture
 def another(monkeypatch):
+    pytest.importorskip("triton")
     monkeypatch.setenv("CC", "/no/such/cc")
 
 
-@pytest.fixture
 def no_triton(monkeypatch):
     monkeypatch.setattr(toolchain, "find_spec", lambda _: None)
 
@@ -65,18 +63,15 @@ def test_nothing_is_in_the_way_here():
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
-        ("no_compiler", "needs a C compiler and Python's headers, and neither gcc nor clang is installed"),
-        ("no_headers", r"needs a C compiler and Python's headers, and \S*gcc failed: .*Python.h"),
-        ("another", "needs a C compiler and Python's headers, and /no/such/cc failed: No such file"),
-        ("no_triton", "is not installed; install it: pip install -e"),
+        (no_compiler, "needs a C compiler and Python's headers, and neither gcc nor clang is installed"),
+        (no_headers, r"needs a C compiler and Python's headers, and \S*gcc failed: .*Python.h"),
+        (another, "needs a C compiler and Python's headers, and /no/such/cc failed: No such file"),
+        (no_triton, "is not installed; install it: pip install -e"),
     ],
 )
-def test_what_triton_needs_is_looked_for_before_it_is_chosen(fault, said, request):
+def test_what_triton_needs_is_looked_for_before_it_is_chosen(fault, said, gpu, monkeypatch):
     """Attention, torch.compile, sampling and quantized drafts fall back or are refused, each with one line."""
-    if fault in ("no_headers", "another"):
-        pytest.importorskip("triton")
-    request.getfixturevalue(fault)
-    request.getfixturevalue("gpu")
+    fault(monkeypatch)
     with pytest.raises(UserError, match=f"attention=triton {said}"):
         choose("triton", CUDA, torch.bfloat16, [128])
     plan = resolve(compose(QUICK))
@@ -87,7 +82,8 @@ def test_what_triton_needs_is_looked_for_before_it_is_chosen(fault, said, reques
             resolve(compose([*QUICK, override]))
 
 
-def test_one_line_says_what_is_slower(no_compiler, gpu, monkeypatch, capsys):
+def test_one_line_says_what_is_slower(gpu, monkeypatch, capsys):
+    no_compiler(monkeypatch)
     plan = resolve(compose(QUICK))
     monkeypatch.setattr(build, "_engine", lambda *_: None)
     with progress() as bars:

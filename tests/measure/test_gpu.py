@@ -16,15 +16,9 @@ class Refused(Exception):
 
 @pytest.fixture
 def nvml(monkeypatch):
-    library = SimpleNamespace(
-        NVMLError=Refused,
-        NVML_PERF_POLICY_THERMAL=1,
-        NVML_PERF_POLICY_POWER=0,
-        slowed={0: 5e9, 1: 7e9},
-        processes=["this"],
-        nvmlInit=lambda: None,
-        nvmlDeviceGetHandleByUUID=lambda uuid: uuid,
-    )
+    library = SimpleNamespace(NVMLError=Refused, NVML_PERF_POLICY_THERMAL=1, NVML_PERF_POLICY_POWER=0)
+    library.slowed, library.processes = {0: 5e9, 1: 7e9}, ["this"]
+    library.nvmlInit, library.nvmlDeviceGetHandleByUUID = lambda: None, lambda uuid: uuid
     library.nvmlDeviceGetViolationStatus = lambda handle, why: SimpleNamespace(violationTime=library.slowed[why])
     library.nvmlDeviceGetComputeRunningProcesses = lambda handle: library.processes
     monkeypatch.setitem(sys.modules, "pynvml", library)
@@ -47,20 +41,19 @@ def test_an_undisturbed_gpu_is_no_trouble(nvml):
     assert gpu_trouble(gpu.Watch(torch.device("cuda")).metrics()) == []
 
 
-def test_what_the_driver_does_not_tell_is_left_out(nvml):
+@pytest.mark.parametrize(
+    ("refused", "told"),
+    [(["ViolationStatus", "ComputeRunningProcesses"], {"gpu/shared": 0}), (["HandleByUUID"], {})],
+)
+def test_what_the_driver_does_not_tell_is_left_out(nvml, refused, told):
+    """A GPU that it does not know is not watched."""
+
     def refuse(*_):
         raise Refused("Not Supported")
 
-    nvml.nvmlDeviceGetViolationStatus = nvml.nvmlDeviceGetComputeRunningProcesses = refuse
-    assert gpu.Watch(torch.device("cuda")).metrics() == {"gpu/shared": 0}
-
-
-def test_a_gpu_that_the_driver_does_not_know_is_not_watched(nvml):
-    def refuse(_):
-        raise Refused("Not Found")
-
-    nvml.nvmlDeviceGetHandleByUUID = refuse
-    assert gpu.Watch(torch.device("cuda")).metrics() == {}
+    for name in refused:
+        setattr(nvml, f"nvmlDeviceGet{name}", refuse)
+    assert gpu.Watch(torch.device("cuda")).metrics() == told
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

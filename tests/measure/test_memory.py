@@ -10,7 +10,7 @@ import torch
 
 from magicdec.engine.native import warm_up
 from magicdec.measure.memory import Peak
-from tests.small import open_batch, random_prompts, small_model
+from tests.small import drafting, small_model
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the peak is that of the whole process")
@@ -28,7 +28,7 @@ def test_a_closed_batch_holds_no_memory():
     gc.collect()
     gc.disable()  # counting references must suffice: the next batch is opened at once
     try:
-        batch = open_batch(small_model(), random_prompts([20, 30]), draft_name="self", policy="full", gamma=2)
+        batch = drafting("self", small_model(), [20, 30], policy="full", gamma=2)
         warm_up(batch)
         batch.decoder.generate(batch.draft)
         cache = weakref.ref(batch.decoder.cache)

@@ -8,16 +8,14 @@ from magicdec.cache.verify_guided import VerifyGuidedCache
 from magicdec.config.registry import POLICIES
 from magicdec.decoding import timers
 from magicdec.measure.profile import profile_round
-from tests.small import noisy_copy, open_batch, random_prompts, small_model
+from tests.small import drafting, small_model
 
 PARTS = {"target_decode_ms", "draft_ms", "verify_ms", "round_ms", "overhead_ms"}
 
 
 def parts(draft: str, policy: str) -> dict[str, float]:
-    target = small_model()
-    options = {"draft_name": draft, "draft_model": noisy_copy(target, 0.1) if draft == "model" else None, "gamma": 2}
-    batch = open_batch(target, random_prompts([40, 50]), policy=policy, budget=16, num_sink=2, page_size=4, **options)
-    return profile_round(batch, 2)
+    keys = {"policy": policy, "gamma": 2, "budget": 16, "num_sink": 2, "page_size": 4}
+    return profile_round(drafting(draft, small_model(), [40, 50], 0.1, **keys), 2)
 
 
 @pytest.mark.parametrize("policy", list(POLICIES))
@@ -43,14 +41,12 @@ def test_the_choice_of_a_round_is_its_own_part(monkeypatch, refresh):
 
     monkeypatch.setattr(timers.time, "perf_counter", lambda: now() + late[0])
     monkeypatch.setattr(VerifyGuidedCache, "_refresh", slow)
-    keys = {"policy": "verify_guided", "budget": 16, "refresh": refresh, "generate_len": 60}
-    batch = open_batch(small_model(), random_prompts([40, 50]), draft_name="self", gamma=2, **keys)
-    times = profile_round(batch, 4)
+    keys = {"policy": "verify_guided", "gamma": 2, "budget": 16, "refresh": refresh, "generate_len": 60}
+    times = profile_round(drafting("self", small_model(), [40, 50], **keys), 4)
     assert times["select_ms"] == pytest.approx(1000, abs=100)
     assert times["round_ms"] == pytest.approx(1000 / refresh, abs=100)
     assert abs(times["overhead_ms"]) < 100
 
 
 def test_no_draft_has_one_part():
-    batch = open_batch(small_model(), random_prompts([20]))
-    assert set(profile_round(batch, 2)) == {"target_decode_ms"}
+    assert set(profile_round(drafting("none", small_model(), [20]), 2)) == {"target_decode_ms"}

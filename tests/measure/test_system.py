@@ -48,21 +48,14 @@ def test_gpus_and_one_that_refuses(monkeypatch):
             raise RuntimeError("Not Supported")
         return 350_000
 
-    nvml = SimpleNamespace(
-        NVML_TEMPERATURE_GPU=0,
-        nvmlInit=lambda: None,
-        nvmlDeviceGetCount=lambda: 2,
-        nvmlDeviceGetHandleByIndex=lambda index: index,
-        nvmlDeviceGetUtilizationRates=lambda handle: SimpleNamespace(gpu=50),
-        nvmlDeviceGetMemoryInfo=lambda handle: SimpleNamespace(used=3 << 30),
-        nvmlDeviceGetTemperature=lambda handle, kind: 60,
-        nvmlDeviceGetPowerUsage=power,
-    )
+    nvml = SimpleNamespace(NVML_TEMPERATURE_GPU=0, nvmlInit=lambda: None)
+    answers = {"Count": 2, "UtilizationRates": SimpleNamespace(gpu=50), "MemoryInfo": SimpleNamespace(used=3 << 30)}
+    for name, answer in (answers | {"Temperature": 60}).items():
+        setattr(nvml, f"nvmlDeviceGet{name}", lambda *_, answer=answer: answer)
+    nvml.nvmlDeviceGetHandleByIndex, nvml.nvmlDeviceGetPowerUsage = lambda index: index, power
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     row = rows_of(0.2)[0]
+    expected = {"busy": 0.5, "memory_gib": 3.0, "power_w": 350.0, "temperature_c": 60.0}
     assert {key: value for key, value in row.items() if "gpu" in key} == {
-        "system/gpu.0.busy": 0.5,
-        "system/gpu.0.memory_gib": 3.0,
-        "system/gpu.0.power_w": 350.0,
-        "system/gpu.0.temperature_c": 60.0,
+        f"system/gpu.0.{name}": value for name, value in expected.items()
     }

@@ -8,23 +8,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from magicdec.config.registry import PACKAGE
-from magicdec.errors import UserError
 from magicdec.models.checkpoint import fingerprint, load, pieces, read_config, stored_in_bfloat16
 from tests.checkpoints import load_reference, make_checkpoint
+from tests.models.test_metadata import refused, rewrite
 
+TINY = PACKAGE / "models" / "tiny" / "target"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def read(folder: Path) -> dict[str, torch.Tensor]:
     return load(folder, read_config(folder), torch.float32, "cpu")
-
-
-def refusal(folder: Path) -> str:
-    """The one line that loading the folder ends in."""
-    with pytest.raises(UserError) as error:
-        read(folder)
-    assert "\n" not in str(error.value)
-    return str(error.value)
 
 
 def assert_equal_to_transformers(folder: Path) -> None:
@@ -48,19 +41,11 @@ def test_sharded_checkpoints(tmp_path, family):
     assert len(list(tmp_path.glob("*.safetensors"))) > 3
     assert not (tmp_path / SINGLE).exists()
     assert_equal_to_transformers(tmp_path)
-
-
-def test_queries_keys_and_values_are_fused_in_this_order(tmp_path):
-    make_checkpoint(tmp_path, "qwen2")
-    state, theirs = read(tmp_path), load_reference(tmp_path).state_dict()
-    attention, mlp = "model.layers.1.self_attn.", "model.layers.1.mlp."
-    for kind in ("weight", "bias"):
-        parts = [theirs[f"{attention}{name}_proj.{kind}"] for name in "qkv"]
-        assert torch.equal(state[f"layers.1.qkv.{kind}"], torch.cat(parts))
-    parts = [theirs[f"{mlp}{name}_proj.weight"] for name in ("gate", "up")]
-    assert torch.equal(state["layers.1.gate_up.weight"], torch.cat(parts))
-    assert "head.weight" in state
-    assert "head.weight" not in read(make_checkpoint(tmp_path / "tied", "llama-tied"))
+    before = fingerprint(tmp_path)
+    for name in ("model.embed_tokens.weight", "model.norm.weight"):  # in the first and in the last one
+        change_tensor(tmp_path, name, torch.bfloat16)
+        assert fingerprint(tmp_path) != before
+        before = fingerprint(tmp_path)
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.float16, torch.bfloat16])
@@ -122,123 +107,62 @@ def test_computed_and_tied_tensors_in_old_checkpoints_are_skipped(tmp_path):
 
 
 def change_config(folder: Path, **keys: object) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | keys))
+    rewrite(folder / "config.json", lambda content: content.update(keys))
 
 
-def test_no_config(llama):
-    (llama / "config.json").unlink()
-    assert refusal(llama).startswith(f"{llama / 'config.json'} cannot be read (No such file")
+def change_tensor(folder: Path, name: str, dtype: torch.dtype | None = None) -> None:
+    """Store a tensor in another type, or leave it out of its file."""
+    file = next(path for path in folder.glob("*.safetensors") if name in load_file(path))
+    tensors = load_file(file)
+    tensor = tensors.pop(name)
+    save_file(tensors if dtype is None else tensors | {name: tensor.to(dtype)}, file)
 
 
-@pytest.mark.parametrize("content", ["{", "", "[]", '"text"'])
-def test_a_config_that_is_no_json_object(llama, content):
-    (llama / "config.json").write_text(content)
-    assert str(llama / "config.json") in refusal(llama)
+def cut(file: Path, kept: int) -> None:
+    file.write_bytes(file.read_bytes()[:kept])
 
 
-def test_a_missing_tensor(llama):
-    tensors = load_file(llama / SINGLE)
-    del tensors["model.layers.2.mlp.up_proj.weight"]
-    save_file(tensors, llama / SINGLE)
-    assert "the tensor model.layers.2.mlp.up_proj.weight is missing" in refusal(llama)
-
-
-def test_a_tensor_of_another_shape(llama):
-    change_config(llama, vocab_size=100)
-    message = refusal(llama)
-    assert str(llama / SINGLE) in message
-    assert "model.embed_tokens.weight has shape (96, 48), config.json says (100, 48)" in message
-
-
-def test_tensors_without_a_place(tmp_path):
-    make_checkpoint(tmp_path, "llama-bias")
-    change_config(tmp_path, attention_bias=False)
-    assert "12 tensors have no place" in refusal(tmp_path)
-
-
-@pytest.mark.parametrize("kept", [0, 5, 300, -1])
-def test_a_truncated_file(llama, kept):
-    content = (llama / SINGLE).read_bytes()
-    (llama / SINGLE).write_bytes(content[:kept])
-    assert f"{llama / SINGLE} is truncated" in refusal(llama)
-
-
-def test_a_file_with_bytes_to_spare(llama):
-    with (llama / SINGLE).open("ab") as file:
-        file.write(b"more")
-    assert "truncated or corrupt" in refusal(llama)
-
-
-@pytest.mark.parametrize("content", [b"version https://git-lfs.github.com/spec/v1\noid sha256:0", bytes(64)])
-def test_a_file_of_another_kind(llama, content):
-    (llama / SINGLE).write_bytes(content)
-    assert f"{llama / SINGLE} is truncated, corrupt or a Git LFS pointer" in refusal(llama)
-
-
-def test_a_missing_shard(tmp_path):
-    make_checkpoint(tmp_path, sharded=True)
-    shard = sorted(tmp_path.glob("*.safetensors"))[2]
-    shard.unlink()
-    assert f"{shard} cannot be read (No such file or directory)" in refusal(tmp_path)
-
-
-def test_a_truncated_shard(tmp_path):
-    make_checkpoint(tmp_path, sharded=True)
-    shard = sorted(tmp_path.glob("*.safetensors"))[1]
-    shard.write_bytes(shard.read_bytes()[:-100])
-    assert f"{shard} is truncated" in refusal(tmp_path)
-
-
-def test_a_shard_that_lacks_what_the_index_promises(tmp_path):
-    make_checkpoint(tmp_path, sharded=True)
-    index = json.loads((tmp_path / INDEX).read_text())
-    shard = tmp_path / index["weight_map"]["model.norm.weight"]
-    tensors = load_file(shard)
-    del tensors["model.norm.weight"]
-    save_file(tensors, shard)
-    assert f"{shard}: the tensor model.norm.weight is missing" in refusal(tmp_path)
-
-
-@pytest.mark.parametrize("content", ["{}", '{"weight_map": []}', '{"weight_map": {}}', "nothing"])
-def test_a_broken_index(tmp_path, content):
-    make_checkpoint(tmp_path, sharded=True)
-    (tmp_path / INDEX).write_text(content)
-    assert str(tmp_path / INDEX) in refusal(tmp_path)
+UP, DOWN, NORM = "model.layers.2.mlp.up_proj.weight", "model.layers.0.mlp.down_proj.weight", "model.norm.weight"
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0"
+NO_TENSORS = "{0}/model.safetensors is truncated, corrupt or a Git LFS pointer"
+SHAPES = "{0}/model.safetensors: model.embed_tokens.weight has shape (96, 48), config.json says (100, 48)"
+PICKLE = "{0}/%s is a pickle, which can run code when it is loaded; only safetensors are read"
+PICKLES = ["pytorch_model.bin", "consolidated.00.pth", "model.pt", "pytorch_model-00001-of-00002.bin"]
+# What is done to a checkpoint, and what is said about it.
+MISTAKES = [
+    (lambda at: (at / "config.json").unlink(), "{0}/config.json cannot be read (No such file"),
+    (lambda at: change_config(at, quantization_config={"quant_method": "awq"}), "quantized checkpoints are not supp"),
+    (lambda at: change_config(at, vocab_size=100), SHAPES),
+    (lambda at: change_config(at, num_hidden_layers=2), "9 tensors have no place"),
+    (lambda at: change_tensor(at, UP), f"the tensor {UP} is missing"),
+    (lambda at: change_tensor(at, DOWN, torch.float8_e4m3fn), f"{DOWN} is stored as F8_E4M3; quantized weights are"),
+    (lambda at: (at / SINGLE).unlink(), "{0} holds no weights"),
+    (lambda at: (at / SINGLE).write_bytes((at / SINGLE).read_bytes() + b"more"), "truncated or corrupt"),
+    *((lambda at, content=content: (at / SINGLE).write_bytes(content), NO_TENSORS) for content in (POINTER, bytes(64))),
+    *((lambda at, kept=kept: cut(at / SINGLE, kept), "{0}/model.safetensors is truncated") for kept in (0, 5, 300, -1)),
+    *((lambda at, name=name: (at / SINGLE).rename(at / name), PICKLE % name) for name in PICKLES),
+]
+MISTAKES_OF_SHARDS = [
+    (lambda at: next(at.glob("model-00003-*")).unlink(), ".safetensors cannot be read (No such file or directory)"),
+    (lambda at: cut(next(at.glob("model-00002-*")), -100), ".safetensors is truncated"),
+    (lambda at: change_tensor(at, NORM), f".safetensors: the tensor {NORM} is missing"),
+]
+for content in ("{}", '{"weight_map": []}', '{"weight_map": {}}', "nothing"):
+    MISTAKES_OF_SHARDS.append((lambda at, content=content: (at / INDEX).write_text(content), "{0}/" + INDEX))
 
 
 @pytest.mark.parametrize(
-    "name", ["pytorch_model.bin", "consolidated.00.pth", "model.pt", "pytorch_model-00001-of-00002.bin"]
+    ("sharded", "spoil", "said"), [*((False, *one) for one in MISTAKES), *((True, *one) for one in MISTAKES_OF_SHARDS)]
 )
-def test_a_pickle_is_refused(llama, name):
-    (llama / SINGLE).rename(llama / name)
-    message = refusal(llama)
-    assert str(llama / name) in message
-    assert "is a pickle" in message
-    assert "safetensors" in message
+def test_a_mistake_is_one_line(tmp_path, sharded, spoil, said):
+    make_checkpoint(tmp_path, sharded=sharded)
+    spoil(tmp_path)
+    assert said.format(tmp_path) in (refused(lambda: read(tmp_path)) or "")
 
 
 def test_a_pickle_beside_safetensors_is_ignored(llama):
     (llama / "training_args.bin").write_bytes(b"anything")
     read(llama)
-
-
-def test_no_weights_at_all(llama):
-    (llama / SINGLE).unlink()
-    assert f"{llama} holds no weights" in refusal(llama)
-
-
-def test_quantized_checkpoints(llama):
-    change_config(llama, quantization_config={"quant_method": "awq"})
-    assert "quantized checkpoints are not supported" in refusal(llama)
-
-
-def test_quantized_weights(llama):
-    tensors = load_file(llama / SINGLE)
-    name = "model.layers.0.mlp.down_proj.weight"
-    tensors[name] = tensors[name].to(torch.float8_e4m3fn)
-    save_file(tensors, llama / SINGLE)
-    assert f"{name} is stored as F8_E4M3; quantized weights are not supported" in refusal(llama)
 
 
 # config.json and generation_config.json
@@ -259,27 +183,16 @@ def test_the_generation_config_names_the_eos_tokens(llama, generation, expected)
 # Which checkpoint it is
 
 
-@pytest.mark.parametrize("sharded", [False, True])
-def test_the_fingerprint_belongs_to_the_content(tmp_path, sharded):
-    make_checkpoint(tmp_path / "here", sharded=sharded)
-    shutil.copytree(tmp_path / "here", tmp_path / "there")
-    assert fingerprint(tmp_path / "here") == fingerprint(tmp_path / "there")
-    assert len(fingerprint(tmp_path / "here")) == 16
-    assert fingerprint(make_checkpoint(tmp_path / "other", seed=1, sharded=sharded)) != fingerprint(tmp_path / "here")
-
-
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json", "chat_template.jinja"])
 def test_the_fingerprint_sees_every_byte(tmp_path, name):
-    """Of a real checkpoint, and of what makes prompts of a text."""
-    shutil.copytree(PACKAGE / "models" / "tiny" / "target", tmp_path / "copy")
-    (tmp_path / "copy" / "chat_template.jinja").write_text("{{ messages }}" * 10)
-    before, content = fingerprint(tmp_path / "copy"), bytearray((tmp_path / "copy" / name).read_bytes())
+    """Of a real checkpoint, and of what makes prompts of a text; a README does not count."""
+    folder = shutil.copytree(TINY, tmp_path / "copy")
+    assert fingerprint(folder) == fingerprint(TINY)
+    assert len(fingerprint(folder)) == 16
+    (folder / "chat_template.jinja").write_text("{{ messages }}" * 10)
+    before, content = fingerprint(folder), bytearray((folder / name).read_bytes())
+    (folder / "README.md").write_text("a model")
+    assert fingerprint(folder) == before
     content[min(100_000, len(content) - 9)] ^= 1
-    (tmp_path / "copy" / name).write_bytes(content)
-    assert fingerprint(tmp_path / "copy") != before
-
-
-def test_the_fingerprint_is_not_that_of_the_readme(llama):
-    before = fingerprint(llama)
-    (llama / "README.md").write_text("a model")
-    assert fingerprint(llama) == before
+    (folder / name).write_bytes(content)
+    assert fingerprint(folder) != before

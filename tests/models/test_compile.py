@@ -7,7 +7,7 @@ import torch
 from torch._inductor.utils import run_and_get_code
 
 from magicdec.kernels.library import compiler
-from tests.small import new_engine, open_batch, random_prompts, small_model
+from tests.small import drafting, small_model
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler")
 
@@ -17,13 +17,12 @@ def test_a_compiled_model_writes_the_same_tokens_in_few_kernels():
     """The table of rotations; a sum with a norm, the rotation with the write to the cache, a sum with a norm, SwiGLU;
     the last norm; and one each to look for infinite logits and to commit: no cache is copied.
     """
-    target, prompts = small_model(), random_prompts([50, 61, 70])
-    options = {"draft_name": "self", "policy": "streaming", "gamma": 3, "budget": 16}
-    batch = open_batch(target, prompts, **options)
+    target, options = small_model(), {"policy": "streaming", "gamma": 3, "budget": 16, "prefill_chunk": 64}
+    lengths = [50, 61, 64]  # of a single chunk: each width is compiled
+    batch = drafting("self", target, lengths, **options)
     expected = batch.decoder.generate(batch.draft)
     target.compile_layers()
-    batch = new_engine(target, **options).open(prompts)
-    batch.decoder.prefill(64)
+    batch = drafting("self", target, lengths, **options)
     batch.decoder.restart()
     _, sources = run_and_get_code(batch.decoder.decode_token)
     kernels = re.findall(r"^(cpp_fused\w+) = ", "\n".join(sources), re.MULTILINE)

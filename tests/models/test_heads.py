@@ -72,21 +72,13 @@ def assert_same(head: Head, expected: dict[str, Tensor], step: int, where: slice
     assert torch.equal(logits_BTV.argmax(-1)[0], expected["draft_ids"][step, where])
 
 
-def test_draft_tokens_have_the_targets_ids(case):
-    head, *_ = case
-    tensors = load_file(next(HEADS / name / "model.safetensors" for name in CASES))
-    assert len(tensors["d2t"]) == head.config.num_logits == 23
+def test_vocabulary_embedding_and_parameters(case):
+    """Draft tokens have the target's ids, and the embedding is the target's where the head has none."""
+    head, _, target = case
+    assert head.config.num_logits == len(head.target_ids_V) == 23
     assert head.target_ids_V.diff().min() > 0
     assert head.target_ids_V.max() < head.config.vocab_size
-
-
-def test_the_embedding_is_the_targets_where_the_head_has_none(case):
-    head, _, target = case
     assert head.config.own_embedding == (head.embed is not target.embed)
-
-
-def test_parameters_are_counted(case):
-    head, *_ = case
     own = [p for name, p in head.named_parameters() if head.config.own_embedding or name != "embed.weight"]
     assert sum(p.numel() for p in own) == head.config.num_parameters
 

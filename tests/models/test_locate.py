@@ -6,18 +6,16 @@ from magicdec.errors import UserError
 from magicdec.models.checkpoint import locate
 
 
-def test_a_folder_is_taken_as_it_is(tmp_path):
+def test_a_folder_is_taken_as_it_is_and_may_be_relative_to_the_package(tmp_path, monkeypatch):
     assert locate(str(tmp_path)) == tmp_path
-
-
-def test_paths_may_be_relative_to_the_package(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert (locate("magicdec/models") / "checkpoint.py").exists()
 
 
-@pytest.mark.parametrize(
-    "path", ["", "./nope", "../nope", "no/such/folder", "/no/such/folder", "name", "org/name/", "a b/c"]
-)
+NOTHING = ["", "./nope", "../nope", "no/such/folder", "/no/such/folder", "name", "org/name/", "a b/c"]
+
+
+@pytest.mark.parametrize("path", [*NOTHING, "a" * 5000, "a/" * 3000])  # the last two no system takes
 def test_a_path_that_is_nothing(path):
     with pytest.raises(UserError, match="is no folder; valid: a folder with a"):
         locate(path)

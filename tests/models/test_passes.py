@@ -69,6 +69,13 @@ def both_ways(model: Transformer, cache: KVCache, tokens_BT: torch.Tensor, monke
     return found
 
 
+def prefilled(model: Transformer) -> KVCache:
+    cache = KVCache(model.config, 3, 64, model.dtype, "cpu")
+    model(torch.arange(3 * 40).view(3, 40) % VOCAB, cache)
+    cache.rollback(LENGTHS)
+    return cache
+
+
 @pytest.mark.parametrize("num_new", [1, 4])
 @pytest.mark.parametrize("dtypes", ["float32", "bfloat16 weights", "bfloat16"])
 @pytest.mark.parametrize("shape", SHAPES)
@@ -79,30 +86,22 @@ def test_a_pass_over_a_plain_cache(shape, dtypes, num_new, calls, monkeypatch):
         for layer in model.layers:
             for name in passes.MATRICES:
                 getattr(layer, name).weight.data = getattr(layer, name).weight.data.bfloat16()
-    cache = KVCache(model.config, 3, 64, model.dtype, "cpu")
-    model(torch.arange(3 * 40).view(3, 40) % VOCAB, cache)
-    cache.rollback(LENGTHS)
-    ours, right = both_ways(model, cache, torch.arange(3 * num_new).view(3, num_new), monkeypatch)
+    ours, right = both_ways(model, prefilled(model), torch.arange(3 * num_new).view(3, num_new), monkeypatch)
     assert calls == [False, True]  # the prefill has many rows
     assert right[0].float().std() > 0.1
-    for tensor, expected in zip(ours, right, strict=True):
-        assert torch.equal(tensor, expected)
+    assert all(map(torch.equal, ours, right))
 
 
 @pytest.mark.parametrize("sliding", [False, True])
 @torch.inference_mode()
 def test_a_pass_over_a_draft_s_compact_cache(sliding, calls, monkeypatch):
     model = model_of(**SHAPES["sliding" if sliding else "plain"])
-    target = KVCache(model.config, 3, 64, model.dtype, "cpu")
-    model(torch.arange(3 * 40).view(3, 40) % VOCAB, target)
-    target.rollback(LENGTHS)
-    spec = CacheSpec(cache_config("streaming", budget=12, num_sink=2), 2, 64, False)
+    target, spec = prefilled(model), CacheSpec(cache_config("streaming", budget=12, num_sink=2), 2, 64, False)
     cache = POLICIES["streaming"].work.build(spec, model.config, 3, model.dtype, "cpu", target)
     cache.load(target)
     ours, right = both_ways(model, cache, torch.tensor([[3], [1], [4]]), monkeypatch)
     assert calls == [False, True]
-    for tensor, expected in zip(ours, right, strict=True):
-        assert torch.equal(tensor, expected)
+    assert all(map(torch.equal, ours, right))
 
 
 @torch.inference_mode()

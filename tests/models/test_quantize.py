@@ -5,8 +5,9 @@ import torch
 
 from magicdec.errors import UserError
 from magicdec.models import quantize
-from tests.small import open_batch, random_prompts, small_model
+from tests.small import accepted, open_batch, random_prompts, small_model
 
+pytest.importorskip("torchao")
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}  # multiples of the group
 
 
@@ -17,7 +18,6 @@ def target():
 
 @pytest.fixture(scope="module", params=["int8", "int4"])
 def pair(request, target):
-    pytest.importorskip("torchao")
     return request.param, quantize.quantized(target, request.param, "cpu")
 
 
@@ -37,7 +37,6 @@ def test_no_weight_moves_by_more_than_a_step_of_its_group(target, pair):
 
 
 def test_a_bias_is_added_and_a_type_kept(target):
-    pytest.importorskip("torchao")
     linear, x = torch.nn.Linear(64, 32), torch.randn(3, 5, 64)
     packed = quantize.PackedLinear(linear)
     torch.testing.assert_close(packed(x), linear(x), atol=0.2, rtol=0)
@@ -49,7 +48,6 @@ def test_a_bias_is_added_and_a_type_kept(target):
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_a_target_that_keeps_bfloat16_matrices(quantization):
     """The copy computes as that of the same target in float32."""
-    pytest.importorskip("torchao")
     compact, x = small_model(**SIZES), torch.randn(2, 3, 64)
     for parameter in compact.parameters():
         parameter.data = parameter.data.bfloat16() if parameter.dim() == 2 else parameter.data
@@ -60,12 +58,10 @@ def test_a_target_that_keeps_bfloat16_matrices(quantization):
 
 
 def test_four_bits_take_half_a_byte_and_scales(target):
-    pytest.importorskip("torchao")
     model = quantize.quantized(target, "int4", "cpu")
     exact = sum(getattr(layer, part).weight.numel() for layer in target.layers for part in quantize.MATRICES)
-    held = sum(
-        p.nbytes for layer in model.layers for part in quantize.MATRICES for p in getattr(layer, part).parameters()
-    )
+    parts = [getattr(layer, part) for layer in model.layers for part in quantize.MATRICES]
+    held = sum(parameter.nbytes for part in parts for parameter in part.parameters())
     assert held == exact // 2 + exact // quantize.GROUP_SIZE * 4
 
 
@@ -86,22 +82,16 @@ def test_every_quantized_draft_is_lossless(target, pair, draft, policy):
 
 
 def test_eight_bits_are_accepted_more_often_than_four(target):
-    pytest.importorskip("torchao")
-    accepted = []
+    means, prompts, keys = [], random_prompts([40] * 8), {"draft_name": "self", "gamma": 3, "policy": "full"}
     for name in ("int8", "int4"):
-        model = quantize.quantized(target, name, "cpu")
-        batch = open_batch(
-            target, random_prompts([40] * 8), draft_name="self", draft_model=model, gamma=3, policy="full"
-        )
-        counts = batch.decoder.generate(batch.draft).accepted_RB
-        accepted.append(counts[counts >= 0].double().mean())
-    assert accepted[0] > accepted[1]
+        batch = open_batch(target, prompts, draft_model=quantize.quantized(target, name, "cpu"), **keys)
+        means.append(accepted(batch.decoder.generate(batch.draft)).double().mean())
+    assert means[0] > means[1]
 
 
 def test_without_torchao_there_is_one_clear_line(monkeypatch):
     monkeypatch.setattr(quantize, "find_spec", lambda name: None)
     quantize.check("none", torch.device("cuda"))
-    with pytest.raises(
-        UserError, match=r"draft.quantization=int8 needs torchao: pip install 'magicdec\[quantization\]'"
-    ):
+    said = r"draft.quantization=int8 needs torchao: pip install 'magicdec\[quantization\]'"
+    with pytest.raises(UserError, match=said):
         quantize.check("int8", torch.device("cpu"))

@@ -29,11 +29,9 @@ def tokenizer(tmp_path):
 
 def test_vocabularies_of_other_sizes_are_refused_before_anything_is_read():
     check_vocabularies(sized(32000), sized(32000))
-    with pytest.raises(UserError) as error:
+    said = "32000 entries against the target's 128256.*a smaller model of its own family"
+    with pytest.raises(UserError, match=said):
         check_vocabularies(sized(128256), sized(32000))
-    message = str(error.value)
-    assert "32000 entries against the target's 128256" in message
-    assert "a smaller model of its own family" in message
 
 
 def test_the_same_tokens_padded_differently_fit(tokenizer):

@@ -24,13 +24,11 @@ from tests.verification.twin import SETTINGS, check
 def test_against_the_sorted_definition(monkeypatch, vocab, rows, setting, dtype):
     """The larger vocabulary is no multiple of a block. The interpreter takes half a second a row."""
     monkeypatch.setattr(triton_sampling, "BLOCK", 128)
-    check(
-        lambda logits, s: triton_sampling.truncated(logits, s.temperature, s.top_k, s.top_p),
-        vocab,
-        [SETTINGS[setting]],
-        rows,
-        dtype=dtype,
-    )
+
+    def truncated(logits, s):
+        return triton_sampling.truncated(logits, s.temperature, s.top_k, s.top_p)
+
+    check(truncated, vocab, [SETTINGS[setting]], rows, dtype=dtype)
 
 
 @pytest.mark.parametrize("setting", [Sampling(1.0, top_k=4), Sampling(1.0, top_p=0.9)])

@@ -3,19 +3,9 @@
 import pytest
 import torch
 
+from magicdec.verification import sampling as ours
 from magicdec.verification.accept import accept_greedy, accept_sampled, accept_synthetic
-from magicdec.verification.sampling import (
-    GOLDEN,
-    RowSampling,
-    Sampling,
-    Use,
-    _mix,
-    _signed,
-    choose,
-    draw,
-    probabilities,
-    uniform_BT,
-)
+from magicdec.verification.sampling import RowSampling, Sampling, Use, choose, draw, probabilities, uniform_BT
 from tests.chi_square import chisquare
 
 V = 11
@@ -26,20 +16,12 @@ def logits_preferring(tokens: list[list[int]]) -> torch.Tensor:
     return torch.nn.functional.one_hot(torch.tensor(tokens), V).float() * 5
 
 
-@pytest.mark.parametrize(
-    ("target", "num_accepted", "bonus"),
-    [([1, 2, 3, 4], 3, 4), ([9, 2, 3, 4], 0, 9), ([1, 2, 9, 4], 2, 9), ([1, 9, 3, 4], 1, 9)],
-)
-def test_greedy_accepts_the_leading_agreement(target, num_accepted, bonus):
-    verdict = accept_greedy(torch.tensor([[1, 2, 3]]), logits_preferring([target]))
-    assert verdict.num_accepted_B.tolist() == [num_accepted]
-    assert verdict.tokens_BT[0, : num_accepted + 1].tolist() == [*[1, 2, 3][:num_accepted], bonus]
-
-
-def test_greedy_rows_are_judged_apart():
-    proposed = torch.tensor([[1, 2], [1, 2], [1, 2]])
-    verdict = accept_greedy(proposed, logits_preferring([[1, 2, 7], [8, 2, 7], [1, 8, 7]]))
-    assert verdict.num_accepted_B.tolist() == [2, 0, 1]
+def test_greedy_accepts_the_leading_agreement_of_each_row():
+    target = [[1, 2, 3, 4], [9, 2, 3, 4], [1, 2, 9, 4], [1, 9, 3, 4]]
+    verdict = accept_greedy(torch.tensor([[1, 2, 3]] * 4), logits_preferring(target))
+    assert verdict.num_accepted_B.tolist() == [3, 0, 2, 1]
+    for tokens, count, row in zip(verdict.tokens_BT.tolist(), (3, 0, 2, 1), target, strict=True):
+        assert tokens[: count + 1] == row[: count + 1], "the bonus token is the target's"
 
 
 def test_sampled_accepts_everything_where_draft_and_target_agree():
@@ -95,15 +77,10 @@ def test_synthetic_acceptance_is_alpha():
 
 def test_the_generator_is_splitmix64():
     """Its first numbers for the seed 1234567, as published with many implementations."""
-    states = torch.tensor([_signed(1234567 + count * GOLDEN) for count in range(1, 6)])
-    expected = [
-        6457827717110365317,
-        3203168211198807973,
-        9817491932198370423,
-        4593380528125082431,
-        16408922859458223821,
-    ]
-    assert [number % 2**64 for number in _mix(states).tolist()] == expected
+    states = torch.tensor([ours._signed(1234567 + count * ours.GOLDEN) for count in range(1, 6)])
+    expected = [6457827717110365317, 3203168211198807973, 9817491932198370423]
+    expected += [4593380528125082431, 16408922859458223821]
+    assert [number % 2**64 for number in ours._mix(states).tolist()] == expected
 
 
 def test_random_numbers_are_uniform_and_depend_on_everything():
@@ -128,13 +105,8 @@ def test_draw_never_takes_a_token_of_no_probability():
 
 def test_rows_with_settings_of_their_own_draw_what_each_would_alone():
     """Ties included: the first of the largest logits is what a greedy row takes."""
-    each = [
-        Sampling(),
-        Sampling(1.0, seed=7),
-        Sampling(0.6, top_k=3, seed=1),
-        Sampling(1.4, top_p=0.7),
-        Sampling(0.8, 4, 0.9),
-    ]
+    each = [Sampling(), Sampling(1.0, seed=7), Sampling(0.6, top_k=3, seed=1)]
+    each += [Sampling(1.4, top_p=0.7), Sampling(0.8, 4, 0.9)]
     rows = RowSampling(len(each), "cpu")
     rows.greedy = False
     for row, sampling in enumerate(each):
