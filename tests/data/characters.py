@@ -1,5 +1,6 @@
 """A tokenizer small enough to check by hand, with transformers' interface, and prompts made with it."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from magicdec.data import PromptRequest, Prompts, load_prompts
@@ -26,18 +27,12 @@ class CharacterTokenizer:
         return "".join(f"[{message['role']}]{message['content']}" for message in messages) + "[assistant]"
 
 
-def load(
-    name: str,
-    path: Path | None = None,
-    *,
-    rows: int = 2,
-    context: int = 20,
-    tokenizer: CharacterTokenizer | None = None,
-    seed: int = 0,
-    vocab: int = UNICODE,
-    task: str | None = None,
-) -> Prompts:
-    """Prompts of a corpus; a token a character, unless another tokenizer is given."""
-    where = None if path is None else str(path)
-    request = PromptRequest(rows, context, vocab, tokenizer or CharacterTokenizer(), seed, where, task)
-    return load_prompts(name, request)
+def texts(prompts: Prompts) -> list[str]:
+    """Prompts as text, where a token is a character."""
+    return ["".join(map(chr, row)) for row in prompts.tokens]
+
+
+def load(name: str, path: Path | None = None, **changes) -> Prompts:
+    """Prompts of a corpus: two rows of 20 tokens, which are characters, unless `changes` say otherwise."""
+    request = PromptRequest(2, 20, UNICODE, CharacterTokenizer(), path=None if path is None else str(path))
+    return load_prompts(name, replace(request, **changes))

@@ -10,18 +10,14 @@ from magicdec.data import PromptRequest, fingerprint, load_prompts
 from magicdec.errors import UserError
 from magicdec.planning.resolve import resolve
 from magicdec.tracking.store import run_id
-from tests.data.characters import CharacterTokenizer, load
+from tests.data.characters import CharacterTokenizer, load, texts
+from tests.refusals import refusal
 
 
 def error_of(*args, **options) -> str:
-    with pytest.raises(UserError) as caught:
+    with refusal() as caught:
         load(*args, **options)
-    assert "\n" not in str(caught.value)
     return str(caught.value)
-
-
-def texts(prompts) -> list[str]:
-    return ["".join(map(chr, row)) for row in prompts.tokens]
 
 
 def test_unknown_corpus_names_the_valid_ones():
@@ -41,13 +37,13 @@ def test_text_of_a_folder(tmp_path):
 def test_text_of_one_file_with_any_suffix_and_a_byte_order_mark(tmp_path):
     file = tmp_path / "novel"
     file.write_bytes(b"\xef\xbb\xbf" + bytes(range(40, 80)))
-    assert texts(load("text", file, context=40, rows=1)) == [bytes(range(40, 80)).decode()]
+    assert texts(load("text", file, context_len=40, num_rows=1)) == [bytes(range(40, 80)).decode()]
 
 
 def test_text_errors(tmp_path):
     assert "data.path" in error_of("text")
     for name in ("text", "repeat"):
-        message = error_of(name, tmp_path / "absent", context=100)
+        message = error_of(name, tmp_path / "absent", context_len=100)
         assert message == f"data.path={tmp_path / 'absent'}: no such file or folder"
     assert "no text files" in error_of("text", tmp_path)
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9 " * 20)
@@ -94,15 +90,14 @@ def test_prompts_are_the_users_own_and_ragged(tmp_path):
 def test_a_bad_prompt_names_its_line(tmp_path, line, reason):
     file = tmp_path / "mine.jsonl"
     file.write_text(f'{{"prompt": "fine"}}\n{line}\n')
-    message = error_of("prompts", file, tokenizer=CharacterTokenizer(chat_template="..."))
-    assert "line 2" in message
-    assert reason in message
+    with refusal("line 2", reason):
+        load("prompts", file, tokenizer=CharacterTokenizer(chat_template="..."))
 
 
 def test_too_few_prompts_names_both_numbers(tmp_path):
     file = tmp_path / "mine.jsonl"
     file.write_text('{"prompt": "only one"}\n')
-    assert "3 rows need as many prompts, the file has 1" in error_of("prompts", file, rows=3)
+    assert "3 rows need as many prompts, the file has 1" in error_of("prompts", file, num_rows=3)
     assert "data.path" in error_of("prompts")
     assert "no such file" in error_of("prompts", tmp_path / "absent.jsonl")
 
@@ -111,8 +106,8 @@ def test_pg19_from_a_local_copy_takes_the_test_split(tmp_path):
     for split in ("train", "test"):
         (tmp_path / split).mkdir()
         (tmp_path / split / "1.txt").write_text(split * 30)
-    assert "test" in texts(load("pg19", tmp_path, rows=1))[0]
-    assert texts(load("pg19", tmp_path / "train", rows=1))[0].startswith(("train", "rain", "ain", "in", "n"))
+    assert "test" in texts(load("pg19", tmp_path, num_rows=1))[0]
+    assert texts(load("pg19", tmp_path / "train", num_rows=1))[0].startswith(("train", "rain", "ain", "in", "n"))
 
 
 def test_pg19_without_the_library_says_what_to_install(monkeypatch):
@@ -129,7 +124,7 @@ def test_pg19_through_the_library(monkeypatch):
             return iter([{"short_book_title": "Emma", "text": "e" * 50}])
 
     monkeypatch.setitem(sys.modules, "datasets", Datasets)
-    assert load("pg19", rows=1).sources[0].startswith("Emma (0)#")
+    assert load("pg19", num_rows=1).sources[0].startswith("Emma (0)#")
     monkeypatch.setattr(Datasets, "load_dataset", staticmethod(lambda *_, **__: 1 / 0))
     assert "division by zero" in error_of("pg19")
 
@@ -147,7 +142,7 @@ def test_random_needs_no_tokenizer_and_repeats_itself():
 
 def test_a_tokenizer_larger_than_the_models_vocabulary_is_an_error(tmp_path):
     (tmp_path / "a.txt").write_text("".join(map(chr, range(97, 197))))
-    assert "vocabulary has 100 tokens" in error_of("text", tmp_path, vocab=100)
+    assert "vocabulary has 100 tokens" in error_of("text", tmp_path, vocab_size=100)
 
 
 def test_importing_the_package_imports_no_heavy_library():
@@ -159,10 +154,9 @@ def test_importing_the_package_imports_no_heavy_library():
 
 @pytest.mark.parametrize("name", ["prompts", "text", "repeat", "ruler"])
 def test_the_fingerprint_of_a_file_is_that_of_its_content(tmp_path, name):
-    file = tmp_path / "mine.jsonl"
-    found = []
-    for content in ('{"prompt": "hello"}\n', '{"prompt": "hallo"}\n', '{"prompt": "hello"}\n'):
-        file.write_text(content)
+    file, found = tmp_path / "mine.jsonl", []
+    for content in ("hello", "hallo", "hello"):
+        file.write_text(json.dumps({"prompt": content}))
         found.append(fingerprint(name, str(file)))
     assert found[0] == found[2] != found[1]
 

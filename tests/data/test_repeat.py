@@ -13,7 +13,7 @@ from tests.data.characters import CharacterTokenizer, load
 @pytest.mark.parametrize("bos", [False, True])
 def test_the_end_repeats_a_passage_of_the_first_quarter(tmp_path, context_len, bos):
     (tmp_path / "a.txt").write_text("".join(chr(0x4E00 + i) for i in range(16_000)))  # no character twice
-    again = partial(load, "repeat", tmp_path, rows=3, context=context_len, tokenizer=CharacterTokenizer(bos))
+    again = partial(load, "repeat", tmp_path, num_rows=3, context_len=context_len, tokenizer=CharacterTokenizer(bos))
     prompts = again()
     cue = min(256, max(8, context_len // 8))
     for row, source in zip(prompts.tokens, prompts.sources, strict=True):
@@ -31,7 +31,7 @@ def test_the_end_repeats_a_passage_of_the_first_quarter(tmp_path, context_len, b
 
 
 def test_without_a_path_it_is_the_standard_library():
-    assert all(len(row) == 300 for row in load("repeat", context=300).tokens)
+    assert all(len(row) == 300 for row in load("repeat", context_len=300).tokens)
 
 
 def test_too_short_a_context_is_refused():

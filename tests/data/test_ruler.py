@@ -2,13 +2,14 @@
 
 import re
 from collections import Counter
+from functools import partial
 
 import pytest
 
 from magicdec.config.registry import CORPORA
 from magicdec.data.ruler import TASKS, accuracy
 from magicdec.errors import UserError
-from tests.data.characters import CharacterTokenizer, load
+from tests.data.characters import CharacterTokenizer, load, texts
 
 
 class WordTokenizer(CharacterTokenizer):
@@ -24,7 +25,7 @@ def load_task(tmp_path_factory):
     """Prompts of a task, over a long text."""
     file = tmp_path_factory.mktemp("text") / "long.txt"
     file.write_text("\n".join(f"line {i} of a long text" for i in range(10_000)))
-    return lambda task, context=4096, **others: load("ruler", file, rows=4, context=context, task=task, **others)
+    return partial(load, "ruler", file, num_rows=4, context_len=4096)
 
 
 def read_needle(text: str) -> list[str]:
@@ -64,41 +65,39 @@ READERS = {
 @pytest.mark.parametrize("context_len", [1700, 4096])
 @pytest.mark.parametrize("task", list(TASKS))
 def test_a_reader_who_keeps_to_the_rule_finds_the_answers(load_task, task, context_len, bos):
-    prompts = load_task(task, context_len, tokenizer=CharacterTokenizer(bos))
-    for row, answers in zip(prompts.tokens, prompts.answers, strict=True):
-        assert len(row) == context_len
-        assert row[:1] == [1] or not bos
-        found = READERS[task]("".join(map(chr, row)))
+    prompts = load_task(task=task, context_len=context_len, tokenizer=CharacterTokenizer(bos))
+    for text, answers in zip(texts(prompts), prompts.answers, strict=True):
+        assert len(text) == context_len
+        assert text.startswith("\x01") or not bos
+        found = READERS[task](text)
         assert sorted(found) == sorted(answers)
         assert accuracy(" ".join(found), answers) == 1.0
 
 
 @pytest.mark.parametrize("task", list(TASKS))
 def test_rows_differ_and_the_seed_decides(load_task, task):
-    prompts = load_task(task)
+    prompts = load_task(task=task)
     assert len({tuple(row) for row in prompts.tokens}) == 4
     assert task == "qa" or len({tuple(answers) for answers in prompts.answers}) == 4  # two may live in one city
-    assert load_task(task).fingerprint == prompts.fingerprint
-    assert load_task(task, seed=1).fingerprint != prompts.fingerprint
+    assert load_task(task=task).fingerprint == prompts.fingerprint
+    assert load_task(task=task, seed=1).fingerprint != prompts.fingerprint
 
 
 @pytest.mark.parametrize("task", list(TASKS))
 def test_the_length_is_exact_with_any_tokenizer(load_task, task):
-    for context_len in (1001, 2048):
-        assert all(len(row) == context_len for row in load_task(task, context_len, tokenizer=WordTokenizer()).tokens)
+    for length in (1001, 2048):
+        prompts = load_task(task=task, context_len=length, tokenizer=WordTokenizer())
+        assert {len(row) for row in prompts.tokens} == {length}
 
 
 def test_without_a_path_it_is_the_standard_library():
-    prompts = load("ruler", rows=4, context=4096, task="niah_single")
-    assert "def " in "".join(map(chr, prompts.tokens[0]))
+    prompts = load("ruler", num_rows=4, context_len=4096, task="niah_single")
+    assert "def " in texts(prompts)[0]
 
 
 def test_the_needles_lie_anywhere(load_task):
-    places = [
-        "".join(map(chr, row)).index("The secret number") / 4096
-        for seed in range(8)
-        for row in load_task("niah_single", seed=seed).tokens
-    ]
+    found = [text for seed in range(8) for text in texts(load_task(task="niah_single", seed=seed))]
+    places = [text.index("The secret number") / 4096 for text in found]
     assert min(places) < 0.2
     assert max(places) > 0.8
 
@@ -106,7 +105,7 @@ def test_the_needles_lie_anywhere(load_task):
 @pytest.mark.parametrize("task", list(TASKS))
 def test_too_short_a_context_is_refused_with_the_shortest_that_would_do(load_task, task):
     with pytest.raises(UserError, match=rf"batch\.context_len=90: data\.task={task} needs at least (\d+) tokens") as e:
-        load_task(task, 90)
+        load_task(task=task, context_len=90)
     shortest = int(re.findall(r"least (\d+)", str(e.value))[0])
     assert shortest > 90
 
@@ -122,4 +121,4 @@ def test_the_configuration_knows_every_task():
 
 def test_an_unknown_task_is_refused(load_task):
     with pytest.raises(UserError, match=r"data\.task=niah is unknown; valid: niah_single"):
-        load_task("niah")
+        load_task(task="niah")

@@ -46,11 +46,5 @@ def test_a_package_is_one_document_and_tests_tables_and_installed_packages_are_n
 def test_twins_are_counted_once_wherever_the_code_is(tmp_path):
     older = write(tmp_path / "older", {"datetime.py": "the code", "decimal.py": "x", "_pydecimal.py": "decimal's code"})
     newer = write(tmp_path / "newer", {"datetime.py": "x", "_pydatetime.py": "the code", "_pyrepl/main.py": "shell"})
-    assert stdlib.documents(held_out=False, root=older) == {
-        "datetime": "the code",
-        "decimal": "decimal's code",
-    }
-    assert stdlib.documents(held_out=False, root=newer) == {
-        "_pyrepl": "shell",
-        "datetime": "the code",
-    }
+    assert stdlib.documents(held_out=False, root=older) == {"datetime": "the code", "decimal": "decimal's code"}
+    assert stdlib.documents(held_out=False, root=newer) == {"_pyrepl": "shell", "datetime": "the code"}

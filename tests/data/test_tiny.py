@@ -8,7 +8,7 @@ import pytest
 import magicdec
 from magicdec.data import PromptRequest, load_prompts, stdlib
 from magicdec.data.tokenizer import load_tokenizer
-from magicdec.errors import UserError
+from tests.refusals import refusal
 
 TINY = Path(magicdec.__file__).parent / "models" / "tiny"
 END_OF_TEXT = 0
@@ -80,9 +80,8 @@ def test_enough_prompts_for_a_large_batch(tokenizer):
 
 
 def test_missing_tokenizers_are_one_line(tmp_path):
-    with pytest.raises(UserError, match="no tokenizer in this folder"):
+    with refusal("no tokenizer in this folder"):
         load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("not json")
-    with pytest.raises(UserError, match="cannot load its tokenizer") as caught:
+    with refusal("cannot load its tokenizer"):
         load_tokenizer(tmp_path)
-    assert "\n" not in str(caught.value)

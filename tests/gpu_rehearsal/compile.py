@@ -134,25 +134,21 @@ def build(
         {index[name]: [["tt.divisibility", 16]] for name in aligned if types[name] != "constexpr"},
     )
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    registers, spilled = resources(made.asm["cubin"])
-    return Made(
-        capability,
-        registers,
-        spilled,
-        made.metadata.shared,
-        made.metadata.num_warps,
-        made.asm["ptx"],
-        made.asm["cubin"],
-    )
+    cubin, shared, warps = made.asm["cubin"], made.metadata.shared, made.metadata.num_warps
+    return Made(capability, *resources(cubin), shared, warps, made.asm["ptx"], cubin)
 
 
 @cache
 def resources(cubin: bytes) -> tuple[int, int]:
     """Registers of a thread, and bytes of stack and local memory, which is where spilled ones go."""
+    usage = printed(triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", cubin)
+    registers, stack, local = map(int, re.search(r"REG:(\d+) STACK:(\d+) .*LOCAL:(\d+)", usage).groups())
+    return registers, stack + local
+
+
+def printed(tool: str, option: str, cubin: bytes) -> str:
+    """What one of CUDA's tools prints about a compiled kernel."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(cubin)
-        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", path]
-        printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    registers, stack, local = re.search(r"REG:(\d+) STACK:(\d+) .*LOCAL:(\d+)", printed).groups()
-    return int(registers), int(stack) + int(local)
+        return subprocess.run([tool, option, path], capture_output=True, text=True, check=True).stdout

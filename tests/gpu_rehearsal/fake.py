@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_leaves
 
 from magicdec.architectures import ModelConfig
 from magicdec.config.registry import BACKENDS, DRAFTS
+from magicdec.costmodel.targets import architecture
 from magicdec.engine.native import Batch, NativeEngine
 from magicdec.heads import HeadConfig
 from magicdec.models import rope
@@ -37,18 +38,7 @@ from magicdec.models.transformer import Transformer
 from tests.gpu_rehearsal.compile import GPUS, Launch, compiled
 from tests.small import new_engine
 
-LLAMA_8B = ModelConfig(
-    vocab_size=128256,
-    hidden_size=4096,
-    intermediate_size=14336,
-    num_layers=32,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    max_position_embeddings=131072,
-    rope_theta=500000.0,
-    eos_token_ids=(2,),
-)
+LLAMA_8B = replace(architecture("llama-3.1-8b"), eos_token_ids=(2,))
 
 # Operators that launch nothing: views, and memory that is not written.
 FREE = frozenset(
@@ -92,7 +82,6 @@ class Op:
     written: int
     inputs: tuple[tuple[int, ...], ...]
     flops: int
-    at: str  # lines of the package, the innermost first
 
 
 @dataclass
@@ -168,7 +157,7 @@ class Recording(TorchDispatchMode):
             written = inputs[1:2] if name == "index_put_" else inputs[-1:]
         flops = 2 * inputs[-2].shape[0] * inputs[-2].shape[1] * inputs[-1].shape[1] if name in ("mm", "addmm") else 0
         shapes = tuple(tuple(x.shape) for x in inputs)
-        return Op(self.where, name, sum(map(_bytes, read)), sum(map(_bytes, written)), shapes, flops, _stack())
+        return Op(self.where, name, sum(map(_bytes, read)), sum(map(_bytes, written)), shapes, flops)
 
 
 class _Kernel:
@@ -185,27 +174,25 @@ class _Kernel:
     def warmup(self, *args: Any, grid: tuple[int, ...], **options: Any) -> Any:
         """Compile for `capability`; return what there is to know about it before it runs."""
         assert self.capability, "nothing is compiled here"
-        made = compiled(
-            Launch(self.kernel, grid, dict(zip(self.arg_names, args, strict=True)), options), self.capability
-        )
+        launch = Launch(self.kernel, grid, dict(zip(self.arg_names, args, strict=True)), options)
+        made = compiled(launch, self.capability)
         metadata = SimpleNamespace(shared=made.shared, num_warps=made.warps)
         return SimpleNamespace(n_regs=made.registers, metadata=metadata, _init_handles=lambda: None)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         def launch(*args: Any, **keywords: Any) -> None:
-            names, seen = self.kernel.arg_names, self.recording.seen
-            arguments, options = dict(zip(names, args, strict=False)), {}
+            name, seen = self.kernel.__name__, self.recording.seen
+            arguments, options = dict(zip(self.arg_names, args, strict=False)), {}
             for key, value in keywords.items():
-                (arguments if key in names else options)[key] = value
+                (arguments if key in self.arg_names else options)[key] = value
             tensors = {key: x for key, x in arguments.items() if isinstance(x, Tensor)}
             for key, x in tensors.items():
                 if x.device.type != "cuda":
-                    seen.faults.append((f"{self.kernel.__name__}: {key} on {x.device.type}", _stack()))
-            name = self.kernel.__name__
+                    seen.faults.append((f"{name}: {key} on {x.device.type}", _stack()))
             seen.launches.append(Launch(self.kernel, grid, arguments, options))
             read, written = _traffic(name, arguments)
             shapes = tuple(tuple(x.shape) for x in tensors.values())
-            seen.ops.append(Op(self.recording.where, f"triton:{name}", read, written, shapes, 0, _stack()))
+            seen.ops.append(Op(self.recording.where, f"triton:{name}", read, written, shapes, 0))
 
         return launch
 
@@ -248,6 +235,7 @@ def _bytes(x: Tensor) -> int:
 
 
 def _stack(depth: int = 4) -> str:
+    """Return the lines of the package that were called, the innermost first."""
     frame, lines = sys._getframe(2), []
     while frame and len(lines) < depth:
         path = frame.f_code.co_filename
@@ -317,14 +305,15 @@ def engine(
     num_layers: int = 2,
     attention: str = "triton",
     model: ModelConfig = LLAMA_8B,
+    share: Share = ALONE,
     **options: Any,
 ) -> NativeEngine:
     """An engine of a model cut to `num_layers`, on the fake device; `options` as in `tests.small.new_engine`."""
-    config = replace(model, num_layers=num_layers)
-    target, drafter = fake_model(config, attention), None
-    if draft != "none" and DRAFTS[draft].facts.listens:
+    config, facts = replace(model, num_layers=num_layers), DRAFTS[draft].facts
+    target, drafter = fake_model(config, attention, share=share), None
+    if facts.listens:
         drafter = fake_model(HeadConfig.like(config), attention)
-    elif draft != "none" and DRAFTS[draft].facts.needs_model:
+    elif facts.needs_model:
         drafter = fake_model(replace(config, num_layers=max(1, num_layers // 4)), attention)
     defaults = {"gamma": 4, "budget": 512, "num_sink": 4, "refresh": 2, "generate_len": 96, "prefill_chunk": 128}
     return new_engine(target, draft, policy=policy, draft_model=drafter, ignore_eos=False, **(defaults | options))
@@ -336,9 +325,6 @@ def prefilled(engine: NativeEngine, rows: int = 4, context: int = 2048) -> Batch
     decoder, draft = batch.decoder, batch.draft
     decoder.simulate_prefill()
     decoder.restart()
-    if draft is None:
-        decoder.decode_token()
-        return batch
     draft.prefill(decoder.state, lambda _: None)
     for phase in range(draft.phases):
         decoder.round(draft, draft.gamma, phase)
@@ -348,7 +334,6 @@ def prefilled(engine: NativeEngine, rows: int = 4, context: int = 2048) -> Batch
 def rounds(batch: Batch, recording: Recording) -> Seen:
     """A round of each phase, its operators recorded under the part of the round that they belong to."""
     decoder, draft = batch.decoder, batch.draft
-    assert draft is not None
     recording.name_calls(draft, propose="propose", commit="draft commit")
     recording.name_calls(decoder, verify="verify", accept="accept")
     recording.name_calls(decoder.state, commit="state commit")

@@ -22,32 +22,19 @@ from tests.gpu_rehearsal.compile import GPUS
 ACTIVE = "_active"  # where Triton keeps the driver
 
 
-class CompilingDriver:
+def compiling_driver(capability: int) -> SimpleNamespace:
     """What Triton asks the driver of a GPU before it compiles."""
-
-    def __init__(self, capability: int):
-        self.capability = capability
-        gpu = GPUS[capability]
-        found = {"max_shared_mem": gpu.program_shared, "multiprocessor_count": gpu.sms}
-        self.utils = SimpleNamespace(get_device_properties=lambda _: found)
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", self.capability, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int = 0) -> int:
-        return 0
-
-    def get_device_interface(self) -> Any:
-        return torch.cuda
-
-    def get_active_torch_device(self) -> torch.device:
-        return torch.device("cuda", 0)
-
-    def is_active(self) -> bool:
-        return True
+    gpu = GPUS[capability]
+    found = {"max_shared_mem": gpu.program_shared, "multiprocessor_count": gpu.sms}
+    return SimpleNamespace(
+        utils=SimpleNamespace(get_device_properties=lambda _: found),
+        get_current_target=lambda: GPUTarget("cuda", capability, 32),
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device=0: 0,
+        get_device_interface=lambda: torch.cuda,
+        get_active_torch_device=lambda: torch.device("cuda", 0),
+        is_active=lambda: True,
+    )
 
 
 def _properties(capability: int) -> SimpleNamespace:
@@ -100,19 +87,13 @@ def pretended_gpu(capability: int = 90) -> Iterator[None]:
         for owner, name in ((attention_patterns, "_sfdp_init"), (padding, "_pad_mm_init")):
             answer(owner, name, None)  # they run kernels to learn patterns
         answer(other_patterns, "_misc_patterns_init", None)
-        stack.enter_context(patch.object(driver, ACTIVE, CompilingDriver(capability)))
-        stack.enter_context(
-            torch._inductor.config.patch(
-                force_disable_caches=True, compile_threads=1, joint_graph_constant_folding=False
-            )
-        )
+        stack.enter_context(patch.object(driver, ACTIVE, compiling_driver(capability)))
+        settings = {"force_disable_caches": True, "compile_threads": 1, "joint_graph_constant_folding": False}
+        stack.enter_context(torch._inductor.config.patch(settings))
         for cache in caches:
             cache.cache_clear()
-        try:
-            yield
-        finally:
-            for cache in caches:
-                cache.cache_clear()
+            stack.callback(cache.cache_clear)
+        yield
 
 
 class _Emitted(Exception):

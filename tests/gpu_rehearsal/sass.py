@@ -6,15 +6,12 @@ least, however well it hides latencies.
 
 import math
 import re
-import subprocess
-import tempfile
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 
 import triton
 
-from tests.gpu_rehearsal.compile import GPUS, Launch, Made
+from tests.gpu_rehearsal.compile import GPUS, Launch, Made, printed
 
 SCHEDULERS = 4  # of a multiprocessor
 POWER_CYCLES = 8  # of a scheduler, until a warp can compute its next powers of two
@@ -53,11 +50,7 @@ def cycles(made: Made, parts: Sequence[Counter[str]], turns: Sequence[float] = (
 
 def disassembled(cubin: bytes) -> list[str]:
     """The lines of the program."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "kernel.cubin"
-        path.write_bytes(cubin)
-        command = [triton.knobs.nvidia.nvdisasm.path, "-c", path]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    return printed(triton.knobs.nvidia.nvdisasm.path, "-c", cubin).splitlines()
 
 
 def truncation_seconds(launch: Launch, made: Made, rows: int, tiles: int = 1) -> float:

@@ -1,5 +1,10 @@
-"""Triton kernels that rounds launch, compiled for GPUs: registers, shared memory, and how full the last wave is."""
+"""Triton kernels that rounds launch, compiled for GPUs: registers, shared memory, and how full the last wave is.
 
+Also the bytes that they read in a prefill.
+"""
+
+import itertools
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -12,10 +17,11 @@ from magicdec.attention import triton_grid as grid
 from magicdec.attention.base import Shape
 from magicdec.attention.triton_grid import split_count
 from magicdec.kernels import split_kv
-from tests.attention.twins import case
+from tests.attention.twins import attend, case
 from tests.gpu_rehearsal.compile import GPUS, Launch, compiled, resources
 from tests.gpu_rehearsal.fake import engine, fake_cuda, prefilled, rounds
-from tests.gpu_rehearsal.inductor import ACTIVE, CompilingDriver
+from tests.gpu_rehearsal.inductor import ACTIVE, compiling_driver
+from tests.gpu_rehearsal.replay import loads_from_memory
 from tests.gpu_rehearsal.sass import TENSOR_FLOPS, cycles, loops
 
 CELLS = [(24, 32768), (11, 32768), (192, 4096), (96, 8192), (48, 16384), (8, 100000)]  # rows, context
@@ -46,17 +52,21 @@ def test_no_wave_is_left_half_empty(rows, context, capability):
         assert share(launch, launch.arguments["S"], at_once) >= 0.85
 
 
+def attended(capability: int, rows: int, num_new: int, slots: int, window=None) -> tuple[Launch, list[int]]:
+    """A pass of attention with the heads of Llama-3.1-8B: its first launch, and the programs that run at once."""
+    with fake_cuda(capability) as recording:
+        q = torch.empty(rows, num_new, 32, 128, dtype=torch.bfloat16, device="cuda")
+        k = torch.empty(rows, 8, slots, 128, dtype=torch.bfloat16, device="cuda")
+        lengths = torch.empty(rows, dtype=torch.int32, device="cuda")
+        with recording.of() as seen:
+            attend(ours.TritonAttention(), q, k, k, lengths, window)
+        return seen.launches[0], list(grid._programs.values())
+
+
 @pytest.mark.parametrize("window", [None, 4096])
 def test_a_prefill_is_bound_by_tensor_cores(window):
     """In the blocks that all query rows of a tile see, which are most; by the instructions that an H100 issues."""
-    with fake_cuda(90) as recording:
-        q = torch.empty(1, 512, 32, 128, dtype=torch.bfloat16, device="cuda")
-        k = torch.empty(1, 8, 32768, 128, dtype=torch.bfloat16, device="cuda")
-        attention, lengths = ours.TritonAttention(), torch.empty(1, dtype=torch.int32, device="cuda")
-        plan = attention.plan(lengths, Shape(512, 32768, 4, q.dtype), window)
-        with recording.of() as seen:
-            attention.attend(q, k, k, plan)
-    (launch,) = seen.launches
+    launch, _ = attended(90, 1, 512, 32768, window)
     made, sizes = compiled(launch, 90), launch.arguments
     _, inner, *_ = loops(made)
     assert cycles(made, [inner]) < 4 * sizes["TILE"] * sizes["BLOCK"] * sizes["D"] / TENSOR_FLOPS
@@ -76,16 +86,8 @@ def test_splits_fill_waves():
 @pytest.mark.parametrize("capability", [90, *(pytest.param(other, marks=pytest.mark.slow) for other in (80, 100, 120))])
 def test_the_programs_that_run_at_once_are_those_of_the_compiled_kernel(capability):
     """The package's own sum, with shared memory counted, against this folder's."""
-    with fake_cuda(capability) as recording:
-        q = torch.empty(24, 5, 32, 128, dtype=torch.bfloat16, device="cuda")
-        k = torch.empty(24, 8, 32869, 128, dtype=torch.bfloat16, device="cuda")
-        attention = ours.TritonAttention()
-        lengths = torch.empty(24, dtype=torch.int32, device="cuda")
-        plan = attention.plan(lengths, Shape(5, 32869, 4, q.dtype), None)
-        with recording.of() as seen:
-            attention.attend(q, k, k, plan)
-        (at_once,) = grid._programs.values()
-    made = compiled(seen.launches[0], capability)
+    launch, (at_once,) = attended(capability, 24, 5, 32869)
+    made = compiled(launch, capability)
     assert at_once == made.programs * GPUS[capability].sms
     assert made.programs == {80: 2, 90: 3, 100: 3, 120: 1}[capability]
 
@@ -94,9 +96,8 @@ def test_another_triton_that_does_not_tell_registers(monkeypatch):
     """What is asked of it is private; without an answer two programs are assumed to run at once."""
     monkeypatch.setattr(grid, "gpu", lambda: grid.Gpu(90, 132, GPUS[90].shared, 64))
     monkeypatch.setattr(grid, "_programs", {})
-    monkeypatch.setattr(
-        split_kv, "attend_split", SimpleNamespace(arg_names=[], warmup=lambda *_, **__: SimpleNamespace())
-    )
+    kernel = SimpleNamespace(arg_names=[], warmup=lambda *_, **__: SimpleNamespace())
+    monkeypatch.setattr(split_kv, "attend_split", kernel)
     assert grid.programs_at_once("a variant", split_kv.attend_split, {}, {}, torch.bfloat16) == 2 * 132
 
 
@@ -105,7 +106,7 @@ def test_another_triton_that_does_not_tell_registers(monkeypatch):
 def test_triton_itself_compiles_a_pass_before_its_first_launch(kind, monkeypatch):
     """With the arguments of the pass, on a device that only compiles, which tells how many programs run at once."""
     loaded = []
-    monkeypatch.setattr(driver, ACTIVE, CompilingDriver(90))
+    monkeypatch.setattr(driver, ACTIVE, compiling_driver(90))
     monkeypatch.setattr(grid, "gpu", lambda: grid.Gpu(90, 132, GPUS[90].shared, 64))
     monkeypatch.setattr(grid, "_programs", {})
 
@@ -127,3 +128,24 @@ def test_triton_itself_compiles_a_pass_before_its_first_launch(kind, monkeypatch
     (at_once,) = grid._programs.values()
     assert at_once == grid.gpu().programs(made.n_regs, made.metadata.shared, made.metadata.num_warps)
     assert at_once in (2 * 132, 3 * 132, 4 * 132)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("rows", "chunk"), [(24, 128), (8, 1024), (1, 2048)])
+def test_a_prefill_of_llama_reads_keys_and_values_from_memory_once(rows, chunk):
+    """Replayed over an H100's L2 cache at 16,384 slots: each block of 64 slots is loaded by every tile of its head."""
+    with fake_cuda(90) as recording:
+        made = engine(num_layers=1, generate_len=2, gamma=0, prefill_chunk=chunk)
+        batch = made.open([[0] * 16384] * rows)
+        with recording.of() as seen:
+            batch.decoder.target(batch.decoder.state.tokens_BS[:, :chunk], batch.decoder.cache)
+    (launch,) = (launch for launch in seen.launches if launch.name == "attend_split")
+    heads, slots, block_bytes = rows * 8, 16384, 2 * 64 * 128 * 2
+    axis = launch.grid.index(heads)
+    tiles, splits, blocks = math.prod(launch.grid) // heads, launch.grid[1], slots // 64
+    assert splits == 1
+    places = itertools.product(*map(range, reversed(launch.grid)))  # (z, y, x), in the order of their launch
+    order = (iter([(place[2 - axis], block) for block in range(blocks)]) for place in places)
+    missed, total = loads_from_memory(order, GPUS[90].sms, GPUS[90].l2 // block_bytes)
+    assert missed <= 1.05 * heads * blocks
+    assert missed < 0.2 * total or tiles < 8

@@ -10,9 +10,8 @@ import torch.distributed as dist
 
 from magicdec.models import symmetric
 from magicdec.models.parallel import share
-from tests.gpu_rehearsal.fake import LLAMA_8B, Seen, fake_cuda, fake_model, prefilled, rounds
+from tests.gpu_rehearsal.fake import LLAMA_8B, Seen, engine, fake_cuda, fake_model, prefilled, rounds
 from tests.gpu_rehearsal.inductor import calls, emitted, pretended_gpu
-from tests.small import new_engine
 
 RANKS, LAYERS, GAMMA, ROWS = 8, 2, 4, 64
 PASSES = GAMMA + 1
@@ -64,11 +63,9 @@ def memory(monkeypatch) -> Iterator[SimpleNamespace]:
 
 def round_of_ranks(all_reduce: str) -> Seen:
     """A round of one of eight ranks; the operators of layers are recorded as such, but for their sums and matmuls."""
-    config = replace(LLAMA_8B, num_layers=LAYERS)
     with fake_cuda() as recording:
-        model = fake_model(config, share=share(RANKS, all_reduce, "cuda"))
-        engine = new_engine(model, "self", policy="streaming", gamma=GAMMA, budget=512, num_sink=4, ignore_eos=False)
-        return rounds(prefilled(engine, ROWS), recording)
+        own = engine(num_layers=LAYERS, share=share(RANKS, all_reduce, "cuda"), gamma=GAMMA)
+        return rounds(prefilled(own, ROWS), recording)
 
 
 def counted(seen: Seen, *names: str) -> int:

@@ -1,4 +1,7 @@
-"""Rounds as a CUDA graph would capture them: no host synchronisation, no CPU tensor, no dynamic shape, few launches."""
+"""Rounds as a CUDA graph would capture them: no host synchronisation, no CPU tensor, no dynamic shape, few launches.
+
+Serving's slots change hands between them, without a wait either.
+"""
 
 from contextlib import suppress
 
@@ -8,13 +11,24 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException
 
 from magicdec.cache.streaming import Streaming
 from magicdec.config.registry import DRAFTS, POLICIES
+from magicdec.drafts.base import Draft
+from magicdec.serving.request import Params
+from magicdec.serving.slots import Slots, SlotState
 from magicdec.verification.sampling import Sampling
 from tests.gpu_rehearsal.fake import engine, fake_cuda, prefilled, rounds
 
 GREEDY, SAMPLED = Sampling(), Sampling(0.8, 50, 0.9)
 PAIRS = [("self", policy) for policy in POLICIES] + [(draft, "streaming") for draft in DRAFTS if draft != "self"]
+SERVED = [pair for pair in PAIRS if DRAFTS[pair[0]].facts.serves]
+SERVED = [pair for pair in SERVED if DRAFTS[pair[0]].work.prepare is Draft.prepare]  # none on the host
 ATTENTION = ("triton:attend_split", "triton:merge_splits")
 INNER = Streaming(budget=256, num_sink=4)
+
+
+def quick(pairs: list[tuple[str, str]], *some: tuple[str, str]) -> pytest.MarkDecorator:
+    """Parametrise a test by pairs of a draft and a policy, of which all but some are slow."""
+    marked = [pytest.param(*pair, marks=() if pair in some else pytest.mark.slow) for pair in pairs]
+    return pytest.mark.parametrize(("draft", "policy"), marked)
 
 
 # Launches of a round beside its layers' halves, which a compiler fuses, and attention.
@@ -22,10 +36,7 @@ MOST = {"self-streaming": (300, 750), "hierarchical-streaming": (700, 1500)}  # 
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize(
-    ("draft", "policy"),
-    [pytest.param(*pair, marks=() if pair == ("self", "streaming") else pytest.mark.slow) for pair in PAIRS],
-)
+@quick(PAIRS, ("self", "streaming"))
 def test_a_round_can_be_captured(draft, policy, sampling):
     with fake_cuda() as recording:
         batch = prefilled(engine(draft, policy, sampling=sampling, inner=INNER))
@@ -58,3 +69,19 @@ def test_what_cannot_be_captured_is_noticed(fault, said):
         with recording.of() as seen, suppress(DynamicOutputShapeException):
             fault(x)
     assert said in {kind for kind, _ in seen.faults}
+
+
+@quick(SERVED, ("self", "streaming"), ("self", "quest"))
+def test_the_host_never_waits_for_slots(draft, policy):
+    """Neither for a round, nor for a seat, nor for a release."""
+    with fake_cuda() as recording:
+        slots = Slots(engine(draft, policy, inner=INNER), 4, 2048)
+        request = SlotState(1, 2048, slots.engine.slack, 4, (2,), "cuda")
+        slots.step(slots.gamma)  # the first one moves tables to the device
+        for sampling in (GREEDY, SAMPLED):
+            slots._prefilled = request, Params(max_tokens=8, sampling=sampling), True
+            with recording.of() as seen:
+                slots.seat(2)
+                slots.step(slots.gamma)
+                slots.release(2)
+            assert not seen.faults

@@ -1,23 +1,28 @@
 """Predictions kernel by kernel: the bytes are those of the cost model, and little is added to them."""
 
-from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from magicdec.cache.streaming import Streaming
+from magicdec.costmodel.hardware import hardware_named
+from magicdec.costmodel.round import Setup, round_times
+from magicdec.drafts.self import SelfSpeculation
+from tests.gpu_rehearsal.fake import LLAMA_8B
+from tests.programs import ROOT
 
 
-@pytest.mark.slow
-def test_the_bytes_are_the_cost_models(monkeypatch):
+@pytest.fixture
+def gpu_static(monkeypatch) -> ModuleType:
+    """The benchmark, imported as where it is run."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     import gpu_static
 
-    from magicdec.cache.streaming import Streaming
-    from magicdec.costmodel.hardware import hardware_named
-    from magicdec.costmodel.round import Setup, round_times
-    from magicdec.drafts.self import SelfSpeculation
-    from tests.gpu_rehearsal.fake import LLAMA_8B
+    return gpu_static
 
+
+@pytest.mark.slow
+def test_the_bytes_are_the_cost_models(gpu_static):
     hardware = hardware_named("H200", stack="magicdec")
     kernels = gpu_static.kernels(hardware, 24)
     moving = sum(kernel.seconds(hardware) for kernel in kernels)
@@ -28,13 +33,7 @@ def test_the_bytes_are_the_cost_models(monkeypatch):
     assert len(kernels) * gpu_static.LAUNCH_S <= 0.08 * moving
 
 
-def test_a_norm_of_few_rows_is_limited_by_its_programs(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    import gpu_static
-
-    from magicdec.costmodel.hardware import hardware_named
-    from tests.gpu_rehearsal.fake import LLAMA_8B
-
+def test_a_norm_of_few_rows_is_limited_by_its_programs(gpu_static):
     hardware = hardware_named("H100", stack="magicdec")
     one, many = (next(gpu_static._layer("propose", LLAMA_8B, rows)) for rows in (1, 132))
     assert one.seconds(hardware) == pytest.approx(one.num_bytes / gpu_static.PROGRAM_BANDWIDTH)

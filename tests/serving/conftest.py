@@ -19,14 +19,8 @@ from magicdec.serving.scheduler import Scheduler
 from magicdec.serving.slots import Slots
 from magicdec.tracking.progress import progress
 
-SETTINGS = [
-    "scenario=serve",
-    "hardware=cpu",
-    "attention=sdpa",
-    "draft.gamma=3",
-    "cache.budget=32",
-    "batch.prefill_chunk=32",
-]
+SETTINGS = ["scenario=serve", "hardware=cpu", "attention=sdpa"]
+SETTINGS += ["draft.gamma=3", "cache.budget=32", "batch.prefill_chunk=32"]
 
 
 @contextmanager
@@ -44,7 +38,21 @@ def listening(app, engine, grace_s: int = 20):
         thread.join()
 
 
-@pytest.fixture(scope="module")
+@contextmanager
+def serving(parts, num_slots: int, max_len: int, speculative: bool = True, tokenizer=None):
+    """A server of the bundled model, and its address."""
+    engine = AsyncEngine(Scheduler(Slots(parts[0], num_slots, max_len), speculative))
+    with listening(http.create_app(engine, tokenizer or parts[1], "tiny"), engine, grace_s=0) as (_, port):
+        yield f"http://127.0.0.1:{port}"
+
+
+@pytest.fixture
+def anyio_backend():
+    """Asynchronous tests, marked `anyio`, run on asyncio."""
+    return "asyncio"
+
+
+@pytest.fixture(scope="session")
 def parts():
     """The engine's own parts, and the bundled model's tokenizer."""
     plan = resolve(compose(SETTINGS))
@@ -54,10 +62,5 @@ def parts():
 
 @pytest.fixture(scope="module")
 def client(parts):
-    engine = AsyncEngine(Scheduler(Slots(parts[0], 2, 2048)))
-    app = http.create_app(engine, parts[1], "tiny")
-    with (
-        listening(app, engine, grace_s=0) as (_, port),
-        httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client,
-    ):
+    with serving(parts, 2, 2048) as url, httpx.Client(base_url=url, timeout=60) as client:
         yield client

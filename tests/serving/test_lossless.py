@@ -103,11 +103,8 @@ def damped(model: Transformer) -> Transformer:
 def test_a_slot_drafts_what_the_request_alone_would(draft, policy):
     """The draft's state moves with the request: as many proposals are accepted as on a slot of its own."""
     target = damped(TARGET) if DRAFTS[draft].facts.listens else TARGET
-    settings = {
-        "refresh": 1,
-        "budget": 24,
-        "target": target,
-    }  # cycles of rounds, where they are longer, are of all rows together
+    # Cycles of rounds, where they are longer, are of all rows together.
+    settings = {"refresh": 1, "budget": 24, "target": target}
     prompts = random_prompts([30, 45, 27], seed=2)
     apart, together = ([Request(prompt, Params(8, ENDLESS)) for prompt in prompts] for _ in range(2))
     for request in apart:
@@ -195,29 +192,18 @@ def test_closed_slots_hold_no_memory():
 def test_sampling_depends_on_the_seed_of_a_request_alone():
     """Greedy and sampled requests share rounds; each gets what the offline decoder writes with its settings."""
     prompts = random_prompts([20, 31, 12, 44, 27])
-    settings = [
-        Sampling(),
-        Sampling(temperature=1.0, seed=3),
-        Sampling(temperature=0.7, top_k=5, seed=4),
-        Sampling(temperature=1.3, top_p=0.8, seed=4),
-        Sampling(),
-    ]
-    plain = [
-        open_batch(TARGET, [p], generate_len=15, sampling=s).decoder.generate().tokens[0]
-        for p, s in zip(prompts, settings, strict=True)
-    ]
-    slots = slots_with("model", "streaming", num_slots=2)
-    drafted = []
+    settings = [Sampling(), Sampling(1.0, seed=3), Sampling(0.7, top_k=5, seed=4)]
+    settings += [Sampling(1.3, top_p=0.8, seed=4), Sampling()]
+    pairs = list(zip(prompts, settings, strict=True))
+    plain = [open_batch(TARGET, [p], generate_len=15, sampling=s).decoder.generate().tokens[0] for p, s in pairs]
+    slots, tokens = slots_with("model", "streaming", num_slots=2), []
     for seed, speculative in ((0, False), (1, True), (2, True)):
-        requests = [Request(p, Params(15, replace(s, ignore_eos=True))) for p, s in zip(prompts, settings, strict=True)]
+        requests = [Request(p, Params(15, replace(s, ignore_eos=True))) for p, s in pairs]
         serve(Scheduler(slots, speculative), random.Random(seed).sample(requests, 5), seed)
-        tokens = [request.tokens for request in requests]
-        if speculative:
-            drafted.append(tokens)
-        else:
-            assert tokens == plain
-    assert drafted[0] == drafted[1]  # whatever the order
-    assert [row for row, s in zip(drafted[0], settings, strict=True) if s.greedy] == [plain[0], plain[4]]
+        tokens.append([request.tokens for request in requests])
+    assert tokens[0] == plain
+    assert tokens[1] == tokens[2]  # whatever the order
+    assert [tokens[1][row] for row in (0, 4)] == [plain[0], plain[4]], "greedy"
 
 
 def test_rounds_are_greedy_again_once_the_sampled_requests_have_gone():

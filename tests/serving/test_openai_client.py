@@ -6,11 +6,7 @@ import httpx
 import openai
 import pytest
 
-from magicdec.http import app as http
-from magicdec.serving.engine import AsyncEngine
-from magicdec.serving.scheduler import Scheduler
-from magicdec.serving.slots import Slots
-from tests.serving.conftest import listening
+from tests.serving.conftest import serving
 
 TEMPLATE = """{% for message in messages %}\
 {% if message.role == 'robot' %}{{ raise_exception('no robots') }}{% endif %}\
@@ -25,9 +21,14 @@ def chat(parts):
     """A client of a server whose model has a template."""
     tokenizer = copy.deepcopy(parts[1])
     tokenizer.chat_template = TEMPLATE
-    engine = AsyncEngine(Scheduler(Slots(parts[0], 2, 512)))
-    with listening(http.create_app(engine, tokenizer, "tiny"), engine, grace_s=0) as (_, port):
-        yield client_of(f"http://127.0.0.1:{port}")
+    with serving(parts, 2, 512, tokenizer=tokenizer) as url:
+        yield client_of(url)
+
+
+@pytest.fixture(scope="module")
+def whole(chat):
+    """The answer to PROMPT."""
+    return completed(chat).choices[0].text
 
 
 def client_of(url: object) -> openai.OpenAI:
@@ -44,24 +45,19 @@ def chatted(chat: openai.OpenAI, **settings):
     return chat.chat.completions.create(**settings)
 
 
-def test_models(chat):
-    assert [model.id for model in chat.models.list()] == ["tiny"]
-
-
-def test_a_chat_is_a_completion_of_the_template(chat):
-    expected = completed(chat).choices[0].text
+def test_a_chat_is_a_completion_of_the_template(chat, whole):
     answer = chatted(chat)
     (choice,) = answer.choices
-    assert (choice.message.role, choice.message.content) == ("assistant", expected)
+    assert (choice.message.role, choice.message.content) == ("assistant", whole)
     assert (answer.object, choice.finish_reason) == ("chat.completion", "length")
     parts = [MESSAGES[0], {"role": "user", "content": [{"type": "text", "text": MESSAGES[1]["content"]}]}]
-    assert chatted(chat, messages=parts, n=1, logprobs=False, stop=[]).choices[0].message.content == expected
+    assert chatted(chat, messages=parts, n=1, logprobs=False, stop=[]).choices[0].message.content == whole
     details = answer.usage.completion_tokens_details
     assert 0 < details.accepted_prediction_tokens < answer.usage.completion_tokens == 40
     events = list(chatted(chat, stream=True, stream_options={"include_usage": True}))
     assert {event.object for event in events} == {"chat.completion.chunk"}
     *texts, last = events
-    assert "".join(event.choices[0].delta.content for event in texts) == expected
+    assert "".join(event.choices[0].delta.content for event in texts) == whole
     assert [event.choices[0].delta.role for event in texts] == ["assistant"] + [None] * (len(texts) - 1)
     assert (last.usage, last.choices) == (answer.usage, [])
 
@@ -73,9 +69,8 @@ def test_a_chat_without_a_limit_ends_where_the_slot_does(chat):
 
 @pytest.mark.parametrize("length", [1, 2, 5])
 @pytest.mark.parametrize("start", range(3, 60, 7))
-def test_a_stop_string_ends_an_answer_wherever_it_begins(chat, start, length):
+def test_a_stop_string_ends_an_answer_wherever_it_begins(chat, whole, start, length):
     """Also within tokens and across them, streamed or not; the client never sees a part of it."""
-    whole = completed(chat).choices[0].text
     stop = whole[start : start + length]
     expected = whole[: whole.find(stop)]
     assert completed(chat, stop=stop).choices[0].text == expected
@@ -86,8 +81,7 @@ def test_a_stop_string_ends_an_answer_wherever_it_begins(chat, start, length):
     assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == (expected, "stop")
 
 
-def test_a_stop_string_frees_the_slot_and_is_counted_as_a_stop(chat):
-    whole = completed(chat).choices[0].text
+def test_a_stop_string_frees_the_slot_and_is_counted_as_a_stop(chat, whole):
     answer = completed(chat, stop=whole[5:9], max_tokens=400)
     assert answer.usage.completion_tokens < 40
     metrics = httpx.get(str(chat.base_url).replace("/v1/", "/metrics")).text

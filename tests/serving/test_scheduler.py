@@ -1,5 +1,7 @@
 """The scheduler: whose turn it is, and what becomes of requests that leave, fail, or cannot be served."""
 
+from unittest.mock import Mock
+
 import pytest
 
 from magicdec.errors import UserError
@@ -9,10 +11,35 @@ from magicdec.verification.sampling import Sampling
 from tests.serving.test_lossless import ENDLESS, GENERATE, LENGTHS, TARGET, alone, expected, serve, slots_with
 from tests.small import VOCAB, noisy_copy, random_prompts
 
+TOO_LARGE = OverflowError("too large")
+
+
+def endless(lengths, count, **settings) -> list[Request]:
+    """Requests for so many tokens, whose prompts have these lengths."""
+    return [Request(prompt, Params(count, ENDLESS, **settings)) for prompt in random_prompts(lengths)]
+
+
+def submitted(slots, requests, speculative=True) -> Scheduler:
+    """A scheduler to which requests were submitted."""
+    scheduler = Scheduler(slots, speculative)
+    for request in requests:
+        scheduler.submit(request)
+    return scheduler
+
+
+def on_chunks(monkeypatch, slots, told) -> None:
+    """Call `told` with the tokens of each chunk of a prefill, before the scheduler hears of it."""
+    prefill = slots.prefill
+
+    def prefill_with(*arguments):
+        *others, progress = arguments
+        return prefill(*others, lambda count: (told(count), progress(count)))
+
+    monkeypatch.setattr(slots, "prefill", prefill_with)
+
 
 def test_the_drafts_prefill_counts_like_the_targets():
-    slots = slots_with("model", "h2o", num_slots=2, prefill_chunk=8)
-    scheduler = Scheduler(slots)
+    scheduler = Scheduler(slots_with("model", "h2o", num_slots=2, prefill_chunk=8))
     first = Request([1, 2, 3], Params(40, ENDLESS, gamma=0))
     scheduler.submit(first)
     scheduler.step()
@@ -25,18 +52,11 @@ def test_the_drafts_prefill_counts_like_the_targets():
 @pytest.mark.parametrize("speculative", [False, True])
 def test_a_round_follows_a_chunk_for_every_free_slot(speculative, monkeypatch):
     """What is left of it goes to the next request; nobody's round is due while nobody has a slot."""
-    slots = slots_with("self", "streaming", num_slots=4, prefill_chunk=8)
-    prefill, step, events = slots.prefill, slots.step, []
-
-    def told_prefill(*arguments):
-        *others, progress = arguments
-        return prefill(*others, lambda count: (events.append(count), progress(count)))
-
-    monkeypatch.setattr(slots, "prefill", told_prefill)
+    slots, events = slots_with("self", "streaming", num_slots=4, prefill_chunk=8), []
+    step = slots.step
+    on_chunks(monkeypatch, slots, events.append)
     monkeypatch.setattr(slots, "step", lambda way: (events.append("round"), step(way))[1])
-    scheduler = Scheduler(slots, speculative)
-    for prompt in random_prompts([40, 64, 5, 20]):
-        scheduler.submit(Request(prompt, Params(30, ENDLESS, gamma=0)))
+    scheduler = submitted(slots, endless([40, 64, 5, 20], 30, gamma=0), speculative)
     for _ in range(5):
         scheduler.step()
     first, second = [8] * 5, [8, 8, 8, "round"] * 2 + [8, 8]  # nobody runs; three slots are free
@@ -45,28 +65,19 @@ def test_a_round_follows_a_chunk_for_every_free_slot(speculative, monkeypatch):
 
 
 def test_a_cancelled_request_frees_its_slot_before_the_next_round(monkeypatch):
-    slots = slots_with("self", "streaming", num_slots=1)
-    scheduler = Scheduler(slots)
-    first, second, third = (Request(p, Params(20, ENDLESS)) for p in random_prompts([30, 70, 33]))
-    for request in (first, second, third):
-        scheduler.submit(request)
+    slots, chunks = slots_with("self", "streaming", num_slots=1), []
+    first, second, third = endless([30, 70, 33], 20)
+    scheduler = submitted(slots, [first, second, third])
     scheduler.step()
     scheduler.step()
     first.cancelled = True
-    prefill, chunks = slots.prefill, []
 
-    def cancelled_on_the_way(*arguments):
-        *others, progress = arguments
-
-        def told(count):
-            chunks.append(count)
-            second.cancelled = len(chunks) == 2
-            progress(count)
-
-        return prefill(*others, told)
+    def told(count):
+        chunks.append(count)
+        second.cancelled = len(chunks) == 2
 
     with monkeypatch.context() as patch:
-        patch.setattr(slots, "prefill", cancelled_on_the_way)
+        on_chunks(patch, slots, told)
         scheduler.step()  # frees the first's slot, and drops the second in the middle of its prefill
     assert (first.end, second.end) == ("cancelled", "cancelled")
     assert chunks == [16, 16]
@@ -77,11 +88,8 @@ def test_a_cancelled_request_frees_its_slot_before_the_next_round(monkeypatch):
 
 
 def test_a_cancelled_request_leaves_the_queue_at_once():
-    slots = slots_with("self", "streaming", num_slots=1)
-    scheduler = Scheduler(slots)
-    requests = [Request(p, Params(20, ENDLESS)) for p in random_prompts([30, 70, 33])]
-    for request in requests:
-        scheduler.submit(request)
+    requests = endless([30, 70, 33], 20)
+    scheduler = submitted(slots_with("self", "streaming", num_slots=1), requests)
     scheduler.step()
     requests[1].cancelled = True
     scheduler.step()  # a round: the only slot is taken
@@ -100,23 +108,16 @@ def test_proposals_are_counted_by_the_gamma_of_their_request():
 
 
 def test_closing_ends_a_prefill_at_its_next_chunk(monkeypatch):
-    slots = slots_with("self", "streaming", num_slots=1)  # chunks of 16 tokens
-    scheduler, forward, chunks = Scheduler(slots), slots.prefill, []
+    slots, chunks = slots_with("self", "streaming", num_slots=1), []  # chunks of 16 tokens
+    (request,) = endless([70], 2)
+    scheduler = submitted(slots, [request])
 
-    def closed_on_the_way(*arguments):
-        *others, progress = arguments
+    def told(count):
+        assert list(scheduler.waiting) == [request]  # until it has a slot
+        chunks.append(count)
+        scheduler.closing = len(chunks) == 2
 
-        def told(count):
-            assert list(scheduler.waiting) == [request]  # until it has a slot
-            chunks.append(count)
-            scheduler.closing = len(chunks) == 2
-            progress(count)
-
-        return forward(*others, told)
-
-    monkeypatch.setattr(slots, "prefill", closed_on_the_way)
-    request = Request(random_prompts([70])[0], Params(2))
-    scheduler.submit(request)
+    on_chunks(monkeypatch, slots, told)
     scheduler.step()
     assert chunks == [16, 16]
     scheduler.end_all("cancelled")
@@ -133,44 +134,32 @@ def test_a_request_that_fails_fails_alone(part, monkeypatch):
     def fail_once(*arguments):
         monkeypatch.setattr(slots, part, works)
         works(*arguments)  # or half of it: what is left in the slot is nobody's
-        raise OverflowError("too large")
+        raise TOO_LARGE
 
     monkeypatch.setattr(slots, part, fail_once)
-    scheduler = Scheduler(slots)
-    scheduler.submit(guilty)
+    scheduler = submitted(slots, [guilty])
     scheduler.step()
     assert bool(slots.state.finished_B.all())
     serve(scheduler, [request for request in requests if request is not guilty], 1)
     assert (guilty.end, guilty.tokens) == ("failed", [])
-    assert isinstance(guilty.error, OverflowError)
+    assert guilty.error is TOO_LARGE
     assert [r.tokens for r in requests if r is not guilty] == [e for e in expected() if e is not expected()[3]]
 
 
 def test_a_failure_ends_slots_that_other_processes_share(monkeypatch):
-    def fail(*_):
-        raise OverflowError("too large")
-
     slots = slots_with("self", "streaming")
     monkeypatch.setattr(slots, "is_shared", True, raising=False)
-    monkeypatch.setattr(slots, "prefill", fail)
-    scheduler = Scheduler(slots)
-    scheduler.submit(Request([1, 2, 3], Params(2)))
+    monkeypatch.setattr(slots, "prefill", Mock(side_effect=TOO_LARGE))
     with pytest.raises(OverflowError, match="too large"):
-        scheduler.step()
+        submitted(slots, endless([3], 2)).step()
 
 
 def test_a_failure_between_chunks_is_not_blamed_on_the_prompt(monkeypatch):
     slots = slots_with("self", "streaming", num_slots=2)
-    scheduler = Scheduler(slots)
-    for prompt in random_prompts([20, 60]):
-        scheduler.submit(Request(prompt, Params(20, ENDLESS)))
+    scheduler = submitted(slots, endless([20, 60], 20))
     scheduler.step()
     (other,) = scheduler.waiting
-
-    def fail(_):
-        raise OverflowError("too large")
-
-    monkeypatch.setattr(slots, "step", fail)
+    monkeypatch.setattr(slots, "step", Mock(side_effect=TOO_LARGE))
     with pytest.raises(OverflowError, match="too large"):
         scheduler.step()
     assert list(scheduler.waiting) == [other]
