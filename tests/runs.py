@@ -18,7 +18,7 @@ from tests.programs import ROOT
 
 TINY = ROOT / "magicdec" / "models" / "tiny"
 SMALL = ["hardware=cpu", "batch.size=2", "batch.context_len=256", "batch.generate_len=12", "cache.budget=64"]
-SMALL += ["scenario.repeats=1", "tracker=[]"]
+SMALL += ["scenario.repeats=1", "scenario.profile_repeats=1", "tracker=[]"]
 
 
 def run_here(runs: Path, *keys: str, job: Job = Job()) -> api.Result:  # noqa: B008  # which is frozen

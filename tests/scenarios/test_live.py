@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from types import SimpleNamespace
 
@@ -14,8 +12,8 @@ from magicdec.decoding.state import INACTIVE
 from magicdec.scenarios import compare, points
 from magicdec.tracking import wandb
 from magicdec.tracking.progress import Stage
-from tests.programs import ROOT
-from tests.runs import lines, only_run, run_here
+from tests.programs import Program
+from tests.runs import SMALL, lines, only_run, run_here
 
 
 def test_a_point_counts_the_rounds_since_the_last_one(monkeypatch):
@@ -77,14 +75,9 @@ def test_sigterm_keeps_the_repeats_that_are_complete(tmp_path, monkeypatch):
 
 
 def test_the_command_ends_as_a_shell_expects(tmp_path):
-    keys = ["experiment=quick", "scenario.repeats=1000", "tracker=[]", f"runs_dir={tmp_path}"]
-    process = subprocess.Popen([sys.executable, str(ROOT / "launch.py"), *keys])
-    live = []
-    for _ in range(600):
-        live = list(tmp_path.glob("*/live.jsonl"))
-        if live and '"repeat"' in live[0].read_text():
-            break
+    program = Program("launch.py", *SMALL, "scenario.repeats=1000", f"runs_dir={tmp_path}")
+    while not any('"repeat"' in path.read_text() for path in tmp_path.glob("*/live.jsonl")):
         time.sleep(0.1)
-    process.terminate()
-    assert process.wait(60) == 143
+    os.kill(program.pid, signal.SIGTERM)
+    assert program.finish().returncode == 143
     assert only_run(tmp_path)["kind"] == "stopped"

@@ -133,5 +133,6 @@ def left_alive(rank: int, plan: Plan) -> list[int]:
 @pytest.mark.parametrize("draft", ["self", "model", "eagle3"])
 def test_a_run_leaves_no_decoder_on_any_rank(draft, tmp_path):
     """Its graphs would keep NCCL waiting at the end of the group, and its memory would not be free."""
-    keys = [*SMALL, "batch.generate_len=6", f"runs_dir={tmp_path}", f"draft={draft}", "hardware.tensor_parallel=2"]
+    small = [*SMALL, "batch.context_len=128", "batch.generate_len=6", "cache.budget=32"]
+    keys = [*small, f"runs_dir={tmp_path}", f"draft={draft}", "hardware.tensor_parallel=2"]
     assert on_ranks(2, "cpu", left_alive, compare.prepare(compose(keys))) == [0, 0]

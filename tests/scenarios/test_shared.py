@@ -7,28 +7,14 @@ import pytest
 from magicdec.planning import build
 from magicdec.planning.shared import SHARED
 from magicdec.scenarios import Job, compare
-from tests.golden.record import KEPT
+from tests.golden.record import CASES, KEPT
 from tests.runs import run_here
 
-BASE = ["hardware.dtype=float32", "batch.context_len=80", "data=text", "data.path=LICENSE"]
-BASE += ["scenario.profile_repeats=1"]
-CELLS = {
-    **{
-        name: f"draft.gamma=3 cache.budget=24 cache={name}" for name in ("streaming", "window", "snapkv", "h2o", "topk")
-    },
-    "quantized": "draft.gamma=2 cache.budget=24 cache=quantized",
-    "pyramidkv": "draft.gamma=2 cache.budget=24 cache=pyramidkv cache.observation_window=8",
-    "quest": "draft.gamma=5 cache.budget=24 cache=quest cache.page_size=4",
-    "verify_guided": "draft.gamma=3 cache.budget=24 cache=verify_guided cache.refresh=2",
-    "model": "draft=model cache.budget=24",
-    "model over h2o": "draft=model cache.budget=24 cache=h2o draft.gamma=2",
-    "ngram": "draft=ngram",
-    "layer_skip": "draft=layer_skip draft.num_layers=3 cache=full",
-    "hierarchical": "draft=hierarchical draft.cache.budget=32 cache.budget=24",
-    "sampled": "draft.gamma=3 cache.budget=24 sampling=sample",
-    "quantized weights": "draft.gamma=3 cache.budget=24 draft.quantization=int8",
-    "none": "draft=none",
-}
+NAMES = ("streaming", "window", "snapkv", "h2o", "topk", "quantized", "pyramidkv", "quest", "verify_guided", "model")
+NAMES += ("model over h2o", "ngram", "layer_skip", "hierarchical", "sampled", "none")
+OTHERS = {"quantized": "draft.gamma=2", "pyramidkv": "draft.gamma=2", "quest": "draft.gamma=5"}  # need other sizes
+CELLS = {name: f"{CASES[name]} attention=auto {OTHERS.get(name, '')}".split() for name in NAMES}
+CELLS["quantized weights"] = [*CELLS["streaming"], "draft.quantization=int8"]
 
 
 @pytest.fixture(autouse=True)
@@ -40,8 +26,7 @@ def nothing_kept():
 
 def cell(tmp_path, name, *overrides, number=0, turn=0):
     """Run a cell as a job of a sweep."""
-    keys = [*BASE, *CELLS.get(name, "").split(), *overrides]
-    return run_here(tmp_path, *keys, job=Job((), tmp_path / "sweeps" / "one", number, turn))
+    return run_here(tmp_path, *CELLS[name], *overrides, job=Job((), tmp_path / "sweeps" / "one", number, turn))
 
 
 def done(tmp_path, name, *overrides, share="prefill", number=0):

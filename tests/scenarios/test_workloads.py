@@ -22,7 +22,7 @@ def stored(folder, content, *overrides):
 def test_acceptance_and_tokens_of_each_category(tmp_path, capsys):
     rows = [{"kind": kind, "text": f"def {kind}{n}(self): return " * 2} for n, kind in enumerate("aab" * 2)]
     keys = ["data=jsonl", "data.prompt=text", "data.category=kind", "attention=sdpa", "cache.budget=24"]
-    result = stored(tmp_path, rows, *keys, "scenario.profile_repeats=1", "batch.num_batches=2")
+    result = stored(tmp_path, rows, *keys, "batch.num_batches=2")
     assert [(result[f"category/{name}/rows"], result[f"category/{name}/tokens"]) for name in "ab"] == [(4, 48), (2, 24)]
     assert [row["category"] for row in result["generations"]] == ["a", "b", "a", "b", "a", "a"]
     for name in "ab":
