@@ -70,10 +70,9 @@ def test_every_target_is_checked_here():
     assert {path.stem for path in TARGETS.glob("*.yaml")} == {*PUBLISHED, *BUNDLED, "custom"}
 
 
-def test_an_option_of_ones_own_names_its_config_json(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_an_option_of_ones_own_names_its_config_json(here):
     option = "name: mine\npath: null\nweights: random\narchitecture: theirs.json\n"
-    folder = written(tmp_path, {"conf/target/mine.yaml": option}) / "conf" / "target"
+    folder = written(here, {"conf/target/mine.yaml": option}) / "conf" / "target"
     with pytest.raises(UserError, match=r"mine.yaml: architecture=theirs.json: no such file next to it"):
         compose(["target=mine"])
     (folder / "theirs.json").write_text("{")

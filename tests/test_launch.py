@@ -18,13 +18,6 @@ from tests.test_plugins import written
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch):
-    """An empty working directory."""
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-@pytest.fixture
 def ran():
     """What was run: configurations and jobs."""
     return []

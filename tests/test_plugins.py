@@ -14,7 +14,7 @@ from magicdec.errors import UserError
 from magicdec.tracking.reader import iter_runs
 from magicdec.tracking.store import run_id
 from tests.programs import ROOT, python
-from tests.runs import one_line
+from tests.runs import SMALL, one_line
 
 # The policy and the draft that docs/adding-a-policy.md takes as its examples, and their options.
 EXAMPLES = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "adding-a-policy.md").read_text("utf-8"), re.S)
@@ -42,7 +42,6 @@ class Mine(Streaming):
 
 POLICIES.register(Mine)(type("MineCache", (StreamingCache,), {"__module__": __name__}))
 """
-SMALL = ["experiment=quick", "batch.context_len=128", "batch.generate_len=8", "hardware=cpu", "wandb.mode=disabled"]
 
 
 def written(folder: Path, files: dict[str, str]) -> Path:

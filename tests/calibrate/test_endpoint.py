@@ -18,14 +18,10 @@ from tests.peers.stand_in import standing_in
 from tests.serving.conftest import listening, parts
 
 __all__ = ["parts"]  # a fixture
+pytest.importorskip("scipy")
+pytestmark = pytest.mark.usefixtures("here")
 NAMED = ["target=llama-3.1-8b", "hardware=h200"]
 GRID = ["scenario.concurrencies=[2,1]", "scenario.length_shares=[0.5,1.0]", "batch.context_len=64"]
-
-
-@pytest.fixture(autouse=True)
-def own_folder(tmp_path, monkeypatch):
-    pytest.importorskip("scipy")
-    monkeypatch.chdir(tmp_path)
 
 
 def request(arrived: float, times: list[float], tokens: int) -> EndpointRequest:

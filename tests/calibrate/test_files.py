@@ -19,15 +19,11 @@ from magicdec.planning.resolve import resolve
 from tests.programs import ROOT
 
 LOADS = ROOT / "tests" / "peers" / "results"
+pytest.importorskip("scipy")
+pytestmark = pytest.mark.usefixtures("here")
 NAMED = ["target=llama-3.1-8b", "hardware=h200"]
 TRUTH = {"bandwidth_fraction": 0.8, "matmul_fraction": 0.6, "layer_overhead_us": 12.0, "step_overhead_us": 2500.0}
 OUTPUT = 256  # tokens
-
-
-@pytest.fixture(autouse=True)
-def own_folder(tmp_path, monkeypatch):
-    pytest.importorskip("scipy")
-    monkeypatch.chdir(tmp_path)
 
 
 def setup(batch=8, context=4000, efficiency=None):

@@ -54,30 +54,11 @@ def chosen(*overrides: str) -> ModelChoice:
     return resolve(compose([*SMALL, *overrides])).config.target
 
 
-def chosen_draft(*overrides: str) -> ModelChoice:
-    return resolve(compose([*SMALL, "draft=model", *overrides])).config.draft.model
-
-
-def test_a_folder_gives_name_and_architecture(tmp_path):
-    folder = copied(tmp_path / "my-model")
-    for option in ("tiny", "custom", "llama-3.1-8b"):
-        target = chosen(f"target={option}", f"target.path={folder}")
-        assert target == ModelChoice("my-model", str(folder), "checkpoint", read_config(folder))
-
-
 def test_the_named_option_keeps_its_name_and_records_what_its_checkpoint_says():
     target = chosen()
     assert target.name == "tiny"
     assert target.architecture == read_config(TINY / "target")
     assert chosen(f"target.path={TINY / 'target'}").name == "tiny"
-
-
-@pytest.mark.parametrize("option", [["target=tiny"], ["target=custom", "target.name=tiny"]])
-def test_a_folder_with_the_options_architecture_keeps_its_name(tmp_path, option):
-    target = chosen(*option, f"target.path={copied(tmp_path / 'a', 'target')}")
-    assert (target.name, model_label(target.name, target.path)) == ("tiny", "tiny (a)")
-    model = chosen_draft("target@draft.model=tiny-draft", f"draft.model.path={copied(tmp_path / 'b')}")
-    assert (model.name, model_label(model.name, model.path)) == ("tiny-draft", "tiny-draft (b)")
 
 
 @pytest.mark.parametrize(
@@ -90,6 +71,7 @@ def test_a_folder_with_the_options_architecture_keeps_its_name(tmp_path, option)
         ("smollm2-135m-q4", "{here}/models/smollm2-135m-q4", "smollm2-135m-q4"),
         ("llama-3.1-8b", "someone/Llama-3.1-8B-Tuned@main", "llama-3.1-8b (Llama-3.1-8B-Tuned@main)"),
         ("llama-3.1-8b", "/hub/models--org--Tuned/snapshots/0123abc", "llama-3.1-8b (Tuned)"),
+        ("tiny", "/data/a", "tiny (a)"),
         ("my-model", "/data/my-model", "my-model"),
         ("m" * 5000, "/data/my-model", "m" * 5000),
         ("mine", "/data/my-model", "mine"),
@@ -99,27 +81,31 @@ def test_labels(name, path, shown):
     assert model_label(name, path and path.format(here=Path.cwd())) == shown
 
 
-def test_a_name_that_was_given_stays(tmp_path):
-    assert chosen(f"target.path={copied(tmp_path / 'a')}", "target.name=mine").name == "mine"
+@pytest.mark.parametrize(
+    ("folder", "original", "keys", "name"),
+    [
+        *(("my-model", "draft", [f"target={option}"], "my-model") for option in ("tiny", "custom", "llama-3.1-8b")),
+        ("a", "draft", ["target.name=mine"], "mine"),
+        ("a", "target", ["target=tiny"], "tiny"),  # the option's architecture
+        ("a", "target", ["target=custom", "target.name=tiny"], "tiny"),
+        ("Tiny", "target", [], "tiny"),  # the same architecture under an option's name: a local copy of it
+        ("tiny", "draft", [], "x/tiny"),  # another model: its acceptance is not tiny's
+        ("models--org--Some-Model/snapshots/0123abc", "draft", [], "Some-Model"),  # the hub's cache
+    ],
+)
+def test_a_folder_gives_name_and_architecture(tmp_path, folder, original, keys, name):
+    path = copied(tmp_path / "x" / folder, original)
+    assert chosen(*keys, f"target.path={path}") == ModelChoice(name, str(path), "checkpoint", read_config(path))
 
 
 @pytest.mark.parametrize(
-    ("folder", "original", "name"),
-    [
-        ("Tiny", "target", "tiny"),  # the same architecture under an option's name: a local copy of it
-        ("tiny", "draft", "x/tiny"),  # another model: its acceptance is not tiny's
-        ("models--org--Some-Model/snapshots/0123abc", "draft", "Some-Model"),  # the hub's cache
-    ],
+    ("folder", "original", "keys", "name"),
+    [("my-draft", "target", [], "my-draft"), ("b", "draft", ["target@draft.model=tiny-draft"], "tiny-draft")],
 )
-def test_names_of_folders(tmp_path, folder, original, name):
-    path = copied(tmp_path / "x" / folder, original)
-    assert chosen(f"target.path={path}").name == name
-
-
-def test_a_draft_of_its_own(tmp_path):
-    folder = copied(tmp_path / "my-draft", "target")
-    model = chosen_draft(f"draft.model.path={folder}")
-    assert (model.name, model.path) == ("my-draft", str(folder))
+def test_a_draft_of_its_own(tmp_path, folder, original, keys, name):
+    path = copied(tmp_path / folder, original)
+    draft = resolve(compose([*SMALL, "draft=model", *keys, f"draft.model.path={path}"])).config.draft
+    assert (draft.model.name, draft.model.path) == (name, str(path))
 
 
 def setup_of(*overrides: str) -> Setup:

@@ -8,14 +8,10 @@ from magicdec.costmodel.speedup import omega
 from magicdec.errors import UserError
 from tests.runs import outcome, shown
 
+pytestmark = pytest.mark.usefixtures("here")
 ON_H100 = ("hardware=h100", "target=llama-3.1-8b")
 PLAN = ("scenario=plan", *ON_H100, "draft=model", "target@draft.model=llama-3.2-1b", "cache=full")
 PREDICT = ("scenario=predict", *PLAN[1:])
-
-
-@pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
 
 
 @pytest.mark.parametrize("scenario", [PREDICT, PLAN], ids=["predict", "plan"])
