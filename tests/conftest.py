@@ -58,6 +58,13 @@ def pytest_unconfigure():
 
 
 @pytest.fixture
+def here(tmp_path, monkeypatch):
+    """An empty working directory."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
 def hydra_logging():
     """Undo what Hydra does to the root logger: its handlers write to what pytest has closed by the next test."""
     root = logging.getLogger()

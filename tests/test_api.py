@@ -12,7 +12,9 @@ import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -22,12 +24,13 @@ import magicdec
 from magicdec.data.tokenizer import load_tokenizer
 from magicdec.verification.sampling import Sampling
 from tests.checkpoints import load_reference
+from tests.programs import ROOT
+from tests.runs import TINY, one_line
 
-ROOT = Path(__file__).parents[1]
-TARGET = ROOT / "magicdec/models/tiny/target"
+TARGET = TINY / "target"
 SETTINGS = {"device": "cpu", "attention": "sdpa", "batch_size": 2, "context_len": 256, "progress": False}
 SMALL = ["batch.size=2", "batch.context_len=64", "batch.generate_len=12", "cache.budget=16", "scenario.repeats=1"]
-SMALL += ["hardware=cpu", "attention=sdpa", "wandb.mode=disabled"]
+SMALL += ["hardware=cpu", "attention=sdpa", "tracker=[]"]
 TEXTS = ["def __init__(self, name):\n    self.name = ", "import os\n", "class Slots:\n    def close(self):\n" * 4]
 LONG = "for number, line in enumerate(lines):\n    if line.startswith('#'):\n        continue\n" * 4
 
@@ -50,12 +53,21 @@ def expected(model):
     return written
 
 
+def written(model, prompts, max_tokens, **options):
+    """The tokens of the continuations."""
+    return [one.ids for one in model.generate(prompts, max_tokens, **options)]
+
+
 @pytest.fixture(autouse=True)
 def nothing_left_behind():
     """Neither Hydra's state, nor another working directory, nor another log."""
-    before = os.getcwd(), logging.getLogger().level, list(logging.getLogger().handlers)
+
+    def state():
+        return os.getcwd(), logging.root.level, list(logging.root.handlers)
+
+    before = state()
     yield
-    assert (os.getcwd(), logging.getLogger().level, list(logging.getLogger().handlers)) == before
+    assert state() == before
     assert not GlobalHydra.instance().is_initialized()
 
 
@@ -72,10 +84,10 @@ def test_greedy_text_is_that_of_transformers(model, expected):
     assert [one.ids for one in out] == expected
     assert [one.text for one in out] == [model.tokenizer.decode(ids, skip_special_tokens=True) for ids in expected]
     assert {one.end for one in out} == {"length"}
-    for prompt, ids in ((TEXTS[0], expected[0]), (model.tokenizer.encode(TEXTS[1]), expected[1])):
-        assert [one.ids for one in model.generate(prompt, max_tokens=24)] == [ids]
-    tensors = [torch.tensor(model.tokenizer.encode(text)) for text in TEXTS[:2]]
-    assert [one.ids for one in model.generate(tensors, max_tokens=24)] == expected[:2]
+    assert written(model, TEXTS[0], 24) == expected[:1]
+    encoded = [model.tokenizer.encode(text) for text in TEXTS[:2]]
+    assert written(model, encoded[1], 24) == expected[1:2]
+    assert written(model, [torch.tensor(ids) for ids in encoded], 24) == expected[:2]
 
 
 def test_a_model_says_what_it_is(model):
@@ -84,14 +96,14 @@ def test_a_model_says_what_it_is(model):
 
 
 def test_an_end_of_sequence_ends_a_continuation(model, expected, monkeypatch):
-    monkeypatch.setattr(model._engine.scheduler.slots, "eos_token_ids", (expected[0][5],))
     slots = model._engine.scheduler.slots
+    monkeypatch.setattr(slots, "eos_token_ids", (expected[0][5],))
     for state in (slots.state, slots.single.decoder.state):
         monkeypatch.setattr(state, "_eos", torch.tensor([expected[0][5]]))
     out = model.generate(TEXTS[0], max_tokens=24)
     first = expected[0].index(expected[0][5])
     assert (out[0].ids, out[0].end) == (expected[0][: first + 1], "stop")
-    assert model.generate(TEXTS[0], max_tokens=24, ignore_eos=True)[0].ids == expected[0]
+    assert written(model, TEXTS[0], 24, ignore_eos=True) == expected[:1]
 
 
 def test_acceptance_and_times_of_each_prompt_and_of_all(model):
@@ -119,10 +131,9 @@ def test_samples_are_those_of_a_run_and_do_not_depend_on_neighbours(model):
     batch.decoder.state.limit_B.copy_(torch.tensor([len(row) + 12 for row in ids]))
     batch.decoder.prefill(engine.prefill_chunk)
     assert [one.ids for one in out] == batch.decoder.generate(batch.draft).tokens
-    again = model.generate([TEXTS[2], TEXTS[1]], 12, **options)
-    assert again[1].ids == out[1].ids
-    assert model.generate(TEXTS[0], 12, **options)[0].ids == out[0].ids
-    assert model.generate(TEXTS[0], 12, **(options | {"seed": 8}))[0].ids != out[0].ids
+    assert written(model, [TEXTS[2], TEXTS[1]], 12, **options)[1] == out[1].ids
+    assert written(model, TEXTS[0], 12, **options) == [out[0].ids]
+    assert written(model, TEXTS[0], 12, **(options | {"seed": 8})) != [out[0].ids]
     assert "".join(piece.text for piece in model.stream(TEXTS[0], 12, **options)) == out[0].text
 
 
@@ -132,22 +143,14 @@ def test_a_stream_is_what_generate_writes(model, expected):
     assert "".join(piece.text for piece in pieces) == model.generate(TEXTS[0], max_tokens=24)[0].text
     assert len(pieces) < 24
     # Half a character at the end comes with a last piece.
-    arrow = model.tokenizer.encode("→")
-    assert len(arrow) > 1
-    request = model.stream("x", 1)
-    text = "".join(piece.text for piece in request)
-    assert text == model.generate("x", 1)[0].text
+    assert len(model.tokenizer.encode("→")) > 1
+    assert "".join(piece.text for piece in model.stream("x", 1)) == model.generate("x", 1)[0].text
 
 
 def test_streams_take_turns(model, expected):
-    first, second = (model.stream(text, max_tokens=24) for text in TEXTS[:2])
-    ids = [[], []]
-    for pieces in zip(first, second, strict=False):
-        for got, piece in zip(ids, pieces, strict=True):
-            got += piece.ids
-    rest = [[token for piece in stream for token in piece.ids] for stream in (first, second)]
-    assert all(e[: len(got)] == got for e, got in zip(expected, ids, strict=False))
-    assert any(rest) or ids == expected[:2]
+    turns = zip_longest(*(model.stream(text, max_tokens=24) for text in TEXTS[:2]))
+    for pieces, ids in zip(zip(*turns, strict=True), expected[:2], strict=True):
+        assert [token for piece in pieces if piece for token in piece.ids] == ids
 
 
 def test_leaving_a_stream_frees_its_slot(model, expected):
@@ -158,7 +161,7 @@ def test_leaving_a_stream_frees_its_slot(model, expected):
     never_begun = model.stream(LONG, max_tokens=100)
     assert idle(model)
     del never_begun
-    assert [one.ids for one in model.generate(TEXTS, 24)] == expected
+    assert written(model, TEXTS, 24) == expected
 
 
 @pytest.mark.parametrize("way", ["generate", "stream"])
@@ -178,23 +181,18 @@ def test_an_interrupt_leaves_the_model_usable(model, expected, monkeypatch, way)
     assert idle(model)
     assert len(rounds) < 50
     assert model._engine.scheduler.slots is slots
-    assert [one.ids for one in model.generate(TEXTS, 24)] == expected
+    assert written(model, TEXTS, 24) == expected
 
 
 def test_a_failed_round_is_raised_and_the_next_call_works(model, expected, monkeypatch):
     slots = model._engine.scheduler.slots
     stream = model.stream(LONG, 150)
     next(stream)
-
-    def fail(speculative):
-        raise MemoryError("no more")
-
-    monkeypatch.setattr(slots, "step", fail)
-    with pytest.raises(MemoryError, match="no more"):
-        model.generate(LONG, 150)
-    with pytest.raises(MemoryError, match="no more"):
-        list(stream)
-    assert [one.ids for one in model.generate(TEXTS, 24)] == expected
+    monkeypatch.setattr(slots, "step", Mock(side_effect=MemoryError("no more")))
+    for call in (lambda: model.generate(LONG, 150), lambda: list(stream)):
+        with pytest.raises(MemoryError, match="no more"):
+            call()
+    assert written(model, TEXTS, 24) == expected
     assert model._engine.scheduler.slots is not slots
 
 
@@ -221,9 +219,8 @@ def test_a_failed_round_is_raised_and_the_next_call_works(model, expected, monke
 def test_mistakes_in_a_request(model, prompts, options, said):
     calls = [model.generate] if isinstance(prompts, list) and "x" in prompts else [model.generate, model.stream]
     for call in calls:
-        with pytest.raises(magicdec.UserError, match=r"^[^\n]*$") as caught:
+        with pytest.raises(magicdec.UserError, match=one_line(said)):
             call(prompts, **options)
-        assert said in str(caught.value)
     assert idle(model)
 
 
@@ -234,18 +231,14 @@ def test_mistakes_in_a_request(model, prompts, options, said):
         ({"target": "/nowhere/at all"}, "target.path=/nowhere/at all"),
         ({"draft": "slef"}, "draft=slef: no such option; one of: "),
         ({"draft_model": "tiny-draft"}, "target@draft.model: this draft has no model of its own; use draft=model"),
-        ({"budget": "x"}, "cache.budget=x: must be a whole number"),
         ({"budget": 3}, "cache.budget=3: must be above cache.num_sink=4"),
         ({"cache": "full", "budget": 300}, "cache.budget=300 has no effect with cache=full"),
         ({"overrides": ["cache.budgt=3"]}, "unknown key cache.budgt; did you mean cache.budget?"),
-        ({"overrides": ["cache.budget"]}, "cache.budget: not of the form key=value"),
-        ({"overrides": ["target.weights=random"]}, "target.weights=random"),
     ],
 )
 def test_mistakes_in_a_configuration(arguments, said):
-    with pytest.raises(magicdec.UserError, match=r"^[^\n]*$") as caught:
-        magicdec.load(**({"device": "cpu", "progress": False} | arguments))
-    assert said in str(caught.value)
+    with pytest.raises(magicdec.UserError, match=one_line(said)):
+        magicdec.load(device="cpu", progress=False, **arguments)
 
 
 def test_a_model_that_does_not_fit(monkeypatch):
@@ -257,13 +250,12 @@ def test_a_model_that_does_not_fit(monkeypatch):
 def test_a_folder_and_a_second_model_at_once(model, expected, tmp_path):
     folder = tmp_path / "it's a copy, with=signs"
     folder.symlink_to(TARGET)
-    draft = ROOT / "magicdec/models/tiny/draft"
+    draft = TINY / "draft"
     second = magicdec.load(folder, draft="model", draft_model=draft, cache="full", gamma=2, **SETTINGS)
     with ThreadPoolExecutor() as pool:
-        wrote = pool.map(lambda one: [c.ids for c in one.generate(TEXTS, 24)], (model, second, model))
-    assert list(wrote) == [expected] * 3
+        assert list(pool.map(lambda one: written(one, TEXTS, 24), (model, second, model))) == [expected] * 3
     weights = weakref.ref(second._engine.scheduler.slots.engine.target)
-    del second, wrote
+    del second
     gc.collect()
     assert weights() is None
     assert "magicdec-scheduler" in {thread.name for thread in threading.enumerate()}  # the first one's
@@ -304,10 +296,8 @@ def test_run_is_what_the_command_line_does(model, tmp_path, capsys):
     assert [one.ids for one in out] == [row["speculative"] for row in result.generations]
     predicted = magicdec.run(["scenario=predict", "hardware=a100", f"runs_dir={tmp_path}", "wandb.mode=disabled"])
     ids = [result.metrics["id"], predicted.metrics["id"]]
-    assert magicdec.runs(tmp_path)[["id", "scenario.name"]].values.tolist() == [
-        [ids[0], "compare"],
-        [ids[1], "predict"],
-    ]
+    names = magicdec.runs(tmp_path)[["id", "scenario.name"]].values.tolist()
+    assert names == [[ids[0], "compare"], [ids[1], "predict"]]
     rounds = magicdec.histories(tmp_path).groupby("id")["gamma"]
     assert rounds.count().to_dict() == {ids[0]: len(result.history), ids[1]: len(predicted.history)}
     assert rounds.max().to_dict() == {ids[0]: 3, ids[1]: 16}
@@ -324,9 +314,8 @@ def test_run_is_what_the_command_line_does(model, tmp_path, capsys):
     ],
 )
 def test_mistakes_in_a_run_leave_nothing(overrides, said, tmp_path):
-    with pytest.raises(magicdec.UserError, match=r"^[^\n]*$") as caught:
+    with pytest.raises(magicdec.UserError, match=one_line(said)):
         magicdec.run([f"runs_dir={tmp_path}/runs", *overrides])
-    assert said in str(caught.value)
     assert not any(tmp_path.iterdir())
 
 
@@ -359,20 +348,14 @@ def test_a_prediction_is_that_of_the_command_line(tmp_path):
 
 
 def test_importing_is_cheap():
-    code = """
-import sys, magicdec
-assert not {"torch", "hydra", "numpy"} & set(sys.modules)
-assert set(magicdec.__all__) <= set(dir(magicdec))
-assert not hasattr(magicdec, "lode")
-"""
+    code = "import sys, magicdec; assert not {'torch', 'hydra', 'numpy'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+    assert set(magicdec.__all__) <= set(dir(magicdec))
+    assert not hasattr(magicdec, "lode")
 
 
-def test_the_page_of_the_api(tmp_path, monkeypatch):
+def test_the_page_of_the_api(here):
     """Its examples run as they stand, and print what it says."""
-    monkeypatch.chdir(tmp_path)
-    flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-    found = doctest.testfile(
-        str(ROOT / "docs/python.md"), module_relative=False, optionflags=flags, globs={"Path": Path}
-    )
+    flags = {"optionflags": doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE, "globs": {"Path": Path}}
+    found = doctest.testfile(str(ROOT / "docs/python.md"), module_relative=False, **flags)
     assert (found.failed, found.attempted > 10) == (0, True)

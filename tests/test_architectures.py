@@ -11,6 +11,8 @@ from magicdec.config.load import compose
 from magicdec.config.options import values_of
 from magicdec.costmodel.targets import architecture
 from magicdec.errors import UserError
+from tests.runs import one_line
+from tests.test_plugins import written
 
 TARGETS = Path(__file__).parents[1] / "conf" / "target"
 
@@ -68,11 +70,9 @@ def test_every_target_is_checked_here():
     assert {path.stem for path in TARGETS.glob("*.yaml")} == {*PUBLISHED, *BUNDLED, "custom"}
 
 
-def test_an_option_of_ones_own_names_its_config_json(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    folder = tmp_path / "conf" / "target"
-    folder.mkdir(parents=True)
-    (folder / "mine.yaml").write_text("# Mine.\nname: mine\npath: null\nweights: random\narchitecture: theirs.json\n")
+def test_an_option_of_ones_own_names_its_config_json(here):
+    option = "name: mine\npath: null\nweights: random\narchitecture: theirs.json\n"
+    folder = written(here, {"conf/target/mine.yaml": option}) / "conf" / "target"
     with pytest.raises(UserError, match=r"mine.yaml: architecture=theirs.json: no such file next to it"):
         compose(["target=mine"])
     (folder / "theirs.json").write_text("{")
@@ -86,29 +86,25 @@ def test_an_option_of_ones_own_names_its_config_json(tmp_path, monkeypatch):
 
 
 def test_a_minimal_llama_gets_the_defaults_of_its_family():
-    config = from_hugging_face(LLAMA)
-    assert (config.num_kv_heads, config.head_dim) == (32, 128)
-    assert (config.rope_theta, config.rope_scaling) == (10000.0, None)
-    assert (config.rms_norm_eps, config.tie_word_embeddings, config.qkv_bias) == (1e-6, False, False)
-    assert config.eos_token_ids == (2,)
+    expected = {"num_kv_heads": 32, "head_dim": 128, "rope_theta": 10000.0, "rope_scaling": None, "rms_norm_eps": 1e-6}
+    expected |= {"tie_word_embeddings": False, "qkv_bias": False, "eos_token_ids": (2,)}
+    assert expected.items() <= vars(from_hugging_face(LLAMA)).items()
 
 
 def test_both_ways_to_write_rope_scaling():
     old = LLAMA | {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 8.0}}
     new = LLAMA | {"rope_parameters": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5e5}}
+    for config in map(from_hugging_face, (old, new)):
+        assert (config.rope_scaling, config.rope_theta) == (RopeScaling("linear", 8.0), 5e5)
     assert from_hugging_face(old) == from_hugging_face(new)
-    assert from_hugging_face(old).rope_scaling == RopeScaling("linear", 8.0)
-    assert from_hugging_face(old).rope_theta == 5e5
 
 
-def test_yarn_without_its_original_context_or_factor():
-    scaling = from_hugging_face(LLAMA | {"rope_scaling": {"type": "yarn", "factor": 4.0}}).rope_scaling
-    assert scaling is not None
-    assert scaling.original_max_position_embeddings == 4096
-    given = {"type": "yarn", "original_max_position_embeddings": 1024}
-    scaling = from_hugging_face(LLAMA | {"rope_scaling": given}).rope_scaling
-    assert scaling is not None
-    assert scaling.factor == 4.0
+@pytest.mark.parametrize(
+    ("given", "expected"), [({"factor": 4.0}, (4.0, 4096)), ({"original_max_position_embeddings": 1024}, (4.0, 1024))]
+)
+def test_yarn_without_its_original_context_or_factor(given, expected):
+    scaling = from_hugging_face(LLAMA | {"rope_scaling": {"type": "yarn"} | given}).rope_scaling
+    assert (scaling.factor, scaling.original_max_position_embeddings) == expected
 
 
 @pytest.mark.parametrize(
@@ -186,11 +182,8 @@ def test_defaults_of_transformers_are_read(family):
     ],
 )
 def test_what_is_not_covered_is_one_line_that_names_the_file(change, message):
-    with pytest.raises(UserError) as error:
+    with pytest.raises(UserError, match=one_line("somewhere/config.json: ", message)):
         from_hugging_face(LLAMA | change, "somewhere/config.json")
-    assert str(error.value).startswith("somewhere/config.json: ")
-    assert message in str(error.value)
-    assert "\n" not in str(error.value)
 
 
 def test_a_missing_key_is_named():

@@ -17,7 +17,7 @@ from magicdec.tracking.progress import progress
 KEYS = ["hardware=cpu", "batch.context_len=160", "batch.generate_len=40", "cache.budget=48", "draft.gamma=3"]
 
 
-def recorded(path, monkeypatch=None, fault=None, rows=6, *overrides: str, again: bool = False) -> str:
+def recorded(folder, *overrides: str, rows=6, fault=lambda patch: None, again: bool = False) -> str:
     """Decode both ways, speculatively with a fault, and record it as any engine would."""
     plan = resolve(compose([*KEYS, f"batch.size={rows}", *overrides]))
     with progress() as bars:
@@ -27,18 +27,17 @@ def recorded(path, monkeypatch=None, fault=None, rows=6, *overrides: str, again:
     batch.decoder.prefill(64)
     plain = batch.decoder.generate().tokens
     second = batch.decoder.generate().tokens if again else [None] * rows
-    if fault:
-        fault(monkeypatch)
-    fast = batch.decoder.generate(batch.draft).tokens
-    if monkeypatch:
-        monkeypatch.undo()
+    with pytest.MonkeyPatch.context() as patch:
+        fault(patch)
+        fast = batch.decoder.generate(batch.draft).tokens
     names = ("prompt", "autoregressive", "speculative", "again")
     lines = [dict(zip(names, row, strict=True)) for row in zip(prompts, plain, fast, second, strict=True)]
+    path = folder / "outputs.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return str(path)
 
 
-def wrong_bonus(monkeypatch):
+def wrong_bonus(patch):
     """The second choice ends a round whose first proposal was accepted."""
     accept = Decoder.accept
 
@@ -48,15 +47,15 @@ def wrong_bonus(monkeypatch):
         verdict.tokens_BT[at, 1] = logits_BTV[at, 1].topk(2).indices[:, 1]
         return verdict
 
-    monkeypatch.setattr(Decoder, "accept", wrong)
+    patch.setattr(Decoder, "accept", wrong)
 
 
-def rollback_off_by_one(monkeypatch):
+def rollback_off_by_one(patch):
     commit = KVCache.commit
-    monkeypatch.setattr(KVCache, "commit", lambda cache, n, count_B: commit(cache, n, count_B - int(n > 1)))
+    patch.setattr(KVCache, "commit", lambda cache, n, count_B: commit(cache, n, count_B - int(n > 1)))
 
 
-def stale_entries(monkeypatch):
+def stale_entries(patch):
     """The last committed token keeps the entry of the proposal behind it, which was rejected."""
     commit = KVCache.commit
 
@@ -66,47 +65,42 @@ def stale_entries(monkeypatch):
             for entries in (cache.k_LBKSD, cache.v_LBKSD):
                 entries[:, row, :, end - 1] = entries[:, row, :, end]
 
-    monkeypatch.setattr(KVCache, "commit", stale)
+    patch.setattr(KVCache, "commit", stale)
 
 
 @pytest.mark.parametrize("fault", [wrong_bonus, rollback_off_by_one, stale_entries])
-def test_faults_of_an_engine_are_found(fault, tmp_path, monkeypatch, capsys):
-    assert audit.main([recorded(tmp_path / "outputs.jsonl", monkeypatch, fault), "target=tiny", "--rows=4"]) == 1
+def test_faults_of_an_engine_are_found(fault, tmp_path, capsys):
+    assert audit.main([recorded(tmp_path, fault=fault), "target=tiny", "--rows=4"]) == 1
     told = capsys.readouterr().out
     assert re.search(r"speculative, 6 rows:.* [1-6] defect", told)
     assert "would not write the baseline" not in told
 
 
 def test_an_engine_that_is_right_passes_with_its_control(tmp_path, capsys):
-    assert audit.main([recorded(tmp_path / "outputs.jsonl", again=True)]) == 0
-    assert capsys.readouterr().out == (
-        "speculative, 6 rows: 6 equal\ncontrol, without speculation again, 6 rows: 6 equal\n"
-    )
+    assert audit.main([recorded(tmp_path, again=True)]) == 0
+    told = "speculative, 6 rows: 6 equal\ncontrol, without speculation again, 6 rows: 6 equal\n"
+    assert capsys.readouterr().out == told
 
 
 def test_outputs_of_other_weights_are_no_defect_but_told(tmp_path, capsys):
-    path = recorded(tmp_path / "outputs.jsonl")
-    assert audit.main([path, "target=tiny-draft"]) == 0
+    assert audit.main([recorded(tmp_path), "target=tiny-draft"]) == 0
     assert "in 6 of 6 rows the target would not write the baseline itself" in capsys.readouterr().out
 
 
-def judged(outside: list[int], gaps: list[float]) -> audit.Judged:
-    return audit.Judged([float(one) for one in outside], gaps)
-
-
 @pytest.mark.parametrize(
-    ("baseline", "tokens", "before", "after", "verdict", "at"),
+    ("tokens", "before", "after", "verdict", "at"),
     [
-        ([5, 6, 7], [5, 8, 7], [0, 0, 0], [0, 0, 0], audit.NEAR_TIE, 1),
-        ([5, 6, 7], [5, 8, 7], [0, 0, 0], [0, 1, 0], audit.DEFECT, 1),
-        ([5, 6, 7], [5, 8, 7], [0, 0, 0], [0, 0, 1], audit.DEFECT, 1),
-        ([5, 6, 7], [5, 8, 7], [0, 1, 0], [0, 0, 0], audit.UNKNOWN, 1),
-        ([5, 6, 7], [5, 8, 7], [0, 0, 1], [0, 1, 0], audit.DEFECT, 1),
-        ([5, 6, 7], [5, 6], [0, 0, 0], [0, 0, 0], audit.DEFECT, 2),
+        ([5, 8, 7], [0, 0, 0], [0, 0, 0], audit.NEAR_TIE, 1),
+        ([5, 8, 7], [0, 0, 0], [0, 1, 0], audit.DEFECT, 1),
+        ([5, 8, 7], [0, 0, 0], [0, 0, 1], audit.DEFECT, 1),
+        ([5, 8, 7], [0, 1, 0], [0, 0, 0], audit.UNKNOWN, 1),
+        ([5, 8, 7], [0, 0, 1], [0, 1, 0], audit.DEFECT, 1),
+        ([5, 6], [0, 0, 0], [0, 0, 0], audit.DEFECT, 2),
     ],
 )
-def test_verdicts(baseline, tokens, before, after, verdict, at):
-    found = audit.compared(baseline, tokens, judged(before, [0.0] * 3), judged(after, [0.0] * 3))
+def test_verdicts(tokens, before, after, verdict, at):
+    judged = (audit.Judged(list(map(float, outside)), [0.0] * 3) for outside in (before, after))
+    found = audit.compared([5, 6, 7], tokens, *judged)
     assert (found.verdict, found.at) == (verdict, at)
 
 
@@ -122,8 +116,7 @@ def test_verdicts(baseline, tokens, before, after, verdict, at):
 def test_what_cannot_be_audited_is_told_in_one_line(text, said, tmp_path, capsys):
     (tmp_path / "outputs.jsonl").write_text(text)
     assert audit.main([str(tmp_path / "outputs.jsonl")]) == 2
-    told = capsys.readouterr().err
-    assert said in told.splitlines()[-1]
+    assert said in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.slow
@@ -131,7 +124,7 @@ def test_what_cannot_be_audited_is_told_in_one_line(text, said, tmp_path, capsys
 def test_a_thousand_rows_of_bfloat16_raise_no_alarm(tmp_path, capsys):
     """They are decoded again in float32, whose order of sums is another."""
     short = ["hardware.dtype=bfloat16", "batch.context_len=64", "batch.generate_len=12"]
-    path = recorded(tmp_path / "outputs.jsonl", None, None, 1000, *short)
+    path = recorded(tmp_path, *short, rows=1000)
     assert audit.main([path, "hardware.dtype=float32", "--engine-dtype=bfloat16", "--rows=100"]) == 0
     told = capsys.readouterr().out
     assert "1,000 rows" in told

@@ -19,11 +19,6 @@ def files(tmp_path):
     return {path.name: path for path in tmp_path.iterdir()}
 
 
-@pytest.fixture
-def limit(monkeypatch):
-    monkeypatch.setattr(fingerprint, "WHOLE_BYTES", MEGABYTE)
-
-
 def edit(path, place, keep_time=True):
     """Change a byte, and the time of the last change only if asked to."""
     stat = path.stat()
@@ -46,21 +41,22 @@ def test_content_and_names_count_and_neither_time_nor_order(files):
     assert of_files({"large": files["small"], "small": files["large"]}) != before
 
 
-@pytest.mark.parametrize("place", [0, 100_000, 3 * MEGABYTE + 17, 8 * MEGABYTE - 1])
-def test_any_byte_counts(files, place):
+@pytest.mark.parametrize(
+    ("whole_bytes", "place"),
+    [
+        *((fingerprint.WHOLE_BYTES, place) for place in (0, 100_000, 3 * MEGABYTE + 17, 8 * MEGABYTE - 1)),
+        *((MEGABYTE, place) for place in (0, MEGABYTE - 1, 8 * MEGABYTE - 1, 8 * MEGABYTE - (1 << 16))),
+    ],
+)
+def test_any_byte_counts_and_of_a_large_file_the_start_and_samples(files, monkeypatch, whole_bytes, place):
+    monkeypatch.setattr(fingerprint, "WHOLE_BYTES", whole_bytes)
     before = of_files(files)
     edit(files["large"], place)
     assert of_files(files) != before
 
 
-@pytest.mark.parametrize("place", [0, MEGABYTE - 1, 8 * MEGABYTE - 1, 8 * MEGABYTE - (1 << 16)])
-def test_of_a_large_file_the_start_and_samples_count(files, limit, place):
-    before = of_files(files)
-    edit(files["large"], place)
-    assert of_files(files) != before
-
-
-def test_of_a_large_file_the_time_counts_and_small_ones_are_read_whole(files, limit):
+def test_of_a_large_file_the_time_counts_and_small_ones_are_read_whole(files, monkeypatch):
+    monkeypatch.setattr(fingerprint, "WHOLE_BYTES", MEGABYTE)
     before = of_files(files)
     os.utime(files["small"], (1, 1))
     assert of_files(files) == before

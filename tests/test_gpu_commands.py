@@ -17,14 +17,8 @@ NAMES_ONE = re.compile(r"\bhardware=\d*x?[a-z]+\d|\bexperiment=(llama|study)")
 # A search, and a table of predictions, also show what does not fit.
 SURVEYS = re.compile(r"scenario=plan|-m .*(scenario=predict|experiment=paper|sweeps=hardware)")
 OTHERS = re.compile(r"\bengine=(?!native)")  # engines that look after their own memory
-ON_GPUS = [  # runs: the tools around them take what fits
-    c
-    for c in COMMANDS
-    if c.kind not in ("skip", "parse")
-    and NAMES_ONE.search(c.text)
-    and not SURVEYS.search(c.text)
-    and not OTHERS.search(c.text)
-]
+RUNS = [c for c in COMMANDS if c.kind not in ("skip", "parse")]  # the tools around them take what fits
+ON_GPUS = [c for c in RUNS if NAMES_ONE.search(c.text) and not (SURVEYS.search(c.text) or OTHERS.search(c.text))]
 SHARE = 0.95  # of the memory in the datasheet, which has to hold kernels and graphs, too
 # What has its weights, or needs none.
 NEEDS_OWN = re.compile(r"target\.path=|weights=random|scenario=predict")

@@ -1,6 +1,5 @@
 """Policies and drafts from outside the package: installed with an entry point, or named in the key `plugins`."""
 
-import json
 import os
 import re
 import sys
@@ -10,9 +9,12 @@ import pytest
 
 from magicdec import plugins
 from magicdec.config import registry
-from magicdec.config.load import compose
+from magicdec.config.load import compose, to_dict
 from magicdec.errors import UserError
+from magicdec.tracking.reader import iter_runs
+from magicdec.tracking.store import run_id
 from tests.programs import ROOT, python
+from tests.runs import SMALL, one_line
 
 # The policy and the draft that docs/adding-a-policy.md takes as its examples, and their options.
 EXAMPLES = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "adding-a-policy.md").read_text("utf-8"), re.S)
@@ -40,7 +42,6 @@ class Mine(Streaming):
 
 POLICIES.register(Mine)(type("MineCache", (StreamingCache,), {"__module__": __name__}))
 """
-SMALL = ["experiment=quick", "batch.context_len=128", "batch.generate_len=8", "hardware=cpu", "wandb.mode=disabled"]
 
 
 def written(folder: Path, files: dict[str, str]) -> Path:
@@ -80,11 +81,10 @@ def test_an_installed_package_is_predicted(launched):
 def test_an_installed_package_runs_in_a_sweep_and_is_reported(launched):
     pairs = ["draft=self,echo", "cache=strided", "cache.recent=16"]
     _, here = launched("--multirun", *pairs, *SMALL)
-    results = [json.loads(path.read_text()) for path in here.glob("runs/*/result.json")]
+    results = list(iter_runs(here / "runs"))
     assert [(one["status"], one["lossless/identical"]) for one in results] == [("done", True)] * 2
     assert all("+" in one["source"] for one in results), "the plugin's source counts"
-    configs = [path.read_text() for path in here.glob("runs/*/config.yaml")]
-    assert all("recent: 16" in text for text in configs)
+    assert [one["config"]["cache"]["recent"] for one in results] == [16, 16]
     shown, _ = launched("-m", "magicdec.tracking.report", "runs", "--columns", "draft.name,cache.policy,alpha")
     assert "strided" in shown
     assert "echo" in shown
@@ -118,9 +118,8 @@ def test_a_folder_of_your_own(tmp_path, monkeypatch, clean):
         "cache.num_sink=-1": "cache.num_sink=-1: must be at least 0",
         "cache.budget=2": "cache.budget=2: must be above cache.num_sink=2",
     }.items():
-        with pytest.raises(UserError) as raised:
+        with pytest.raises(UserError, match=f"^{error}"):
             compose(["cache=mine", override])
-        assert str(raised.value).startswith(error)
 
 
 def test_an_option_whose_plugin_was_not_named_says_so(tmp_path, monkeypatch, clean):
@@ -139,16 +138,11 @@ def test_an_option_whose_plugin_was_not_named_says_so(tmp_path, monkeypatch, cle
 )
 def test_a_plugin_that_cannot_be_imported_is_one_line(tmp_path, monkeypatch, clean, module, why):
     monkeypatch.chdir(written(tmp_path, {"broken.py": "1 / 0\n", "old.py": "import magicdec.policies\n"}))
-    with pytest.raises(UserError) as raised:
+    with pytest.raises(UserError, match=one_line(f"plugins=[{module}]: {module} cannot be imported ({why}")):
         compose([f"plugins=[{module}]"])
-    assert str(raised.value).startswith(f"plugins=[{module}]: {module} cannot be imported ({why}")
-    assert "\n" not in str(raised.value)
 
 
 def test_plugins_do_not_change_the_id_of_a_run(tmp_path, monkeypatch, clean):
-    from magicdec.config.load import to_dict
-    from magicdec.tracking.store import run_id
-
     monkeypatch.chdir(written(tmp_path, {"my_policy.py": POLICY}))
     plain, with_plugin = (to_dict(compose(overrides)) for overrides in ([], ["plugins=[my_policy]"]))
     assert with_plugin["plugins"] == ["my_policy"]

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from magicdec import threads
+from tests.test_plugins import written
 
 
 @pytest.fixture
@@ -65,9 +66,7 @@ def test_the_package_sets_them_before_pytorch_is_imported():
     ],
 )
 def test_the_tightest_quota_counts(tmp_path, monkeypatch, files, expected):
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
+    written(tmp_path, files)
     monkeypatch.setattr(threads, "_cgroups", lambda: [tmp_path / "job/inner", tmp_path / "job", tmp_path])
     assert threads.cpu_limit() == expected
 
@@ -75,7 +74,6 @@ def test_the_tightest_quota_counts(tmp_path, monkeypatch, files, expected):
 def test_hyperthreads_of_one_core_count_once(tmp_path, monkeypatch):
     monkeypatch.setattr(threads, "CPUS", tmp_path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 9}, raising=False)
-    for cpu, siblings in ((0, "0-1"), (1, "0-1"), (2, "2-3")):  # nothing is known of 9
-        (tmp_path / f"cpu{cpu}" / "topology").mkdir(parents=True)
-        (tmp_path / f"cpu{cpu}" / "topology" / "thread_siblings_list").write_text(siblings)
+    siblings = {0: "0-1", 1: "0-1", 2: "2-3"}  # nothing is known of 9
+    written(tmp_path, {f"cpu{cpu}/topology/thread_siblings_list": text for cpu, text in siblings.items()})
     assert threads.num_cores() == 3

@@ -18,20 +18,16 @@ from tests.peers.stand_in import standing_in
 from tests.serving.conftest import listening, parts
 
 __all__ = ["parts"]  # a fixture
+pytest.importorskip("scipy")
+pytestmark = pytest.mark.usefixtures("here")
 NAMED = ["target=llama-3.1-8b", "hardware=h200"]
 GRID = ["scenario.concurrencies=[2,1]", "scenario.length_shares=[0.5,1.0]", "batch.context_len=64"]
-
-
-@pytest.fixture(autouse=True)
-def own_folder(tmp_path, monkeypatch):
-    pytest.importorskip("scipy")
-    monkeypatch.chdir(tmp_path)
 
 
 def request(arrived: float, times: list[float], tokens: int) -> EndpointRequest:
     """An answered request whose chunks came at these times."""
     found = EndpointRequest([1], Params(tokens))
-    found.arrived, found.chunk_times = arrived, list(times)
+    found.arrived, found.chunk_times = arrived, times
     found.take(Event([], Usage(tokens)))
     return found
 
@@ -41,9 +37,7 @@ def test_a_step_is_timed_while_all_requests_decode():
     first = [1.0, 1.5, 3.0, *(3.0 + 0.1 * n for n in range(1, 12)), 5.0]
     second = [3.0 + 0.1 * n for n in range(11)]
     found = burst_of([request(0.0, first, len(first)), request(0.5, second, len(second))])
-    assert found.step_ms == pytest.approx(100)
-    assert found.first_ms == pytest.approx(1000)
-    assert found.decoded == pytest.approx((7 + 5) / 2)
+    assert (found.step_ms, found.first_ms, found.decoded) == pytest.approx((100, 1000, (7 + 5) / 2))
     assert burst_of([request(0.0, [1.0, 1.1], 2), request(0.0, second, 11)]) is None, "they never decode together"
     pairs = burst_of([request(0.0, second, 21)])
     assert pairs.step_ms == pytest.approx(50), "chunks of two tokens"

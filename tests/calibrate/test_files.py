@@ -1,14 +1,14 @@
 """Calibration from files: a known machine gives the times, and the fit finds it."""
 
 import json
+from itertools import product
 
 import pytest
 import yaml
 
 from magicdec.calibrate import command
 from magicdec.calibrate.files import of_results
-from magicdec.config.load import compose
-from magicdec.config.options import values_of
+from magicdec.config.load import compose, to_dict
 from magicdec.config.schema import Efficiency
 from magicdec.costmodel.hardware import configured
 from magicdec.costmodel.round import Setup, round_times
@@ -19,15 +19,11 @@ from magicdec.planning.resolve import resolve
 from tests.programs import ROOT
 
 LOADS = ROOT / "tests" / "peers" / "results"
+pytest.importorskip("scipy")
+pytestmark = pytest.mark.usefixtures("here")
 NAMED = ["target=llama-3.1-8b", "hardware=h200"]
 TRUTH = {"bandwidth_fraction": 0.8, "matmul_fraction": 0.6, "layer_overhead_us": 12.0, "step_overhead_us": 2500.0}
 OUTPUT = 256  # tokens
-
-
-@pytest.fixture(autouse=True)
-def own_folder(tmp_path, monkeypatch):
-    pytest.importorskip("scipy")
-    monkeypatch.chdir(tmp_path)
 
 
 def setup(batch=8, context=4000, efficiency=None):
@@ -59,18 +55,17 @@ def written(name):
 
 def test_a_server_is_found_from_its_load(tmp_path, capsys):
     """At other loads than the files': its steps, and its prefill."""
-    for users in (1, 8, 64):
-        for prompt in (500, 8000):
-            (tmp_path / f"{users}-{prompt}.json").write_text(json.dumps(load(users, prompt)))
+    for users, prompt in product((1, 8, 64), (500, 8000)):
+        (tmp_path / f"{users}-{prompt}.json").write_text(json.dumps(load(users, prompt)))
     files = sorted(map(str, tmp_path.glob("*.json")))
     assert command.main(["--name", "served", "--results", *files, *NAMED]) == 0
     shown = capsys.readouterr().out
     assert "held back" in shown
     assert "T_D" not in shown
-    found, truth = (setup(32, 3000, efficiency) for efficiency in (Efficiency(**written("served")), None))
+    found, truth = setup(32, 3000, Efficiency(**written("served"))), setup(32, 3000)
     assert found.target_time.total == pytest.approx(truth.target_time.total, rel=0.02)
-    first_s = [prefill_s(one, one.target, 1, 3000) for one in (found, truth)]
-    assert first_s[0] == pytest.approx(first_s[1], rel=0.05)
+    first_s = prefill_s(truth, truth.target, 1, 3000)
+    assert prefill_s(found, found.target, 1, 3000) == pytest.approx(first_s, rel=0.05)
 
 
 def test_every_tool_gives_points():
@@ -84,16 +79,17 @@ def test_every_tool_gives_points():
     assert (found.values["name"], vllm.element_bytes) == ("h200", 2)
 
 
+def run(folder, lines, *keys):
+    """A finished run with this configuration and this history."""
+    folder.mkdir()
+    config = to_dict(compose([*NAMED, *keys]))
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    (folder / "history.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "result.json").write_text('{"status": "done"}')
+
+
 def profile_run(folder, grid):
     """A folder as scenario=profile leaves it, with the times that the cost model itself predicts."""
-    figures = {"bandwidth_gbs": 4800, "tflops": 989, "memory_gib": 141, "tensor_parallel": 1}
-    config = {
-        "scenario": {"name": "profile"},
-        "target": {"name": "llama-3.1-8b", "architecture": values_of("target", "llama-3.1-8b")["architecture"]},
-        "draft": {"name": "self", "model": None, "quantization": "none"},
-        "cache": {"policy": "streaming", "budget": 512},
-        "hardware": {"name": "h200", "dtype": "bfloat16"} | figures,
-    }
     lines = []
     for batch, context, gamma in grid:
         times = round_times(setup(batch, context), gamma)
@@ -101,15 +97,7 @@ def profile_run(folder, grid):
         for name, time in (("target_decode", times.target), ("draft", times.draft), ("verify", times.verify)):
             point[f"time/{name}_ms"] = 1e3 * time.total
         lines.append(point | {"time/round_ms": 1e3 * times.round_s})
-    run(folder, config, lines)
-
-
-def run(folder, config, lines):
-    """A finished run with this configuration and this history."""
-    folder.mkdir()
-    (folder / "config.yaml").write_text(yaml.safe_dump(config))
-    (folder / "history.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (folder / "result.json").write_text('{"status": "done"}')
+    run(folder, lines, "scenario=profile", "cache.budget=512")
 
 
 def test_a_machine_is_found_from_a_profile(tmp_path, capsys):
@@ -123,39 +111,28 @@ def test_a_machine_is_found_from_a_profile(tmp_path, capsys):
     assert found.target_time.total == pytest.approx(setup(16, 16_000).target_time.total, rel=0.05)
 
 
-def served_run(folder, **changes):
+def served_run(folder, *keys):
     """A folder as scenario=serve leaves it, on our engine."""
-    lines = []
+    names = {"tokens_per_second": "output_throughput", "requests_per_second": "request_throughput"}
+    names |= {"time_per_output_token_ms": "mean_tpot_ms", "time_to_first_token_ms": "mean_ttft_ms"}
+    lines = [{"rate": 2.0, "speculative/tokens_per_second": 3.0}]
     for users in (1, 8):
         one = load(users, 2000)
-        names = {"tokens_per_second": "output_throughput", "requests_per_second": "request_throughput"}
-        names |= {"time_per_output_token_ms": "mean_tpot_ms", "time_to_first_token_ms": "mean_ttft_ms"}
         lines.append({"concurrency": users} | {f"autoregressive/{key}": one[name] for key, name in names.items()})
-    lines.append({"rate": 2.0, "speculative/tokens_per_second": 3.0})
-    config = {
-        "scenario": {"name": "serve"},
-        "target": {"name": "llama-3.1-8b", "architecture": values_of("target", "llama-3.1-8b")["architecture"]},
-        "draft": {"name": "none"},
-        "cache": {"policy": "full"},
-        "batch": {"context_len": 2000, "generate_len": OUTPUT},
-        "engine": {"name": "native"},
-        "hardware": {"name": "h200", "device": "cuda", "dtype": "bfloat16", "tensor_parallel": 1},
-    }
-    run(folder, config | changes, lines)
+    sizes = ("batch.context_len=2000", f"batch.generate_len={OUTPUT}")
+    run(folder, lines, "scenario=serve", "draft=none", *sizes, *keys)
 
 
 def test_a_run_under_load_gives_its_levels_without_speculation(tmp_path):
     served_run(tmp_path / "run")
     found = of_results([tmp_path / "run"], [])
-    assert [(row.batch_size, row.context_len, row.prefill_ms is None) for row in found.rows] == [
-        (1, 2128, False),
-        (8, 2128, True),
-    ]
-    served_run(tmp_path / "other", engine={"name": "openai"})
+    levels = [(row.batch_size, row.context_len, row.prefill_ms is None) for row in found.rows]
+    assert levels == [(1, 2128, False), (8, 2128, True)]
+    served_run(tmp_path / "other", "engine=openai")
     with pytest.raises(UserError, match="other: name the server's machine, as in target=llama"):
         of_results([tmp_path / "other"], [])
     assert len(of_results([tmp_path / "run", tmp_path / "other"], NAMED).rows) == 4
-    served_run(tmp_path / "third", hardware={"name": "h100", "dtype": "bfloat16"})
+    served_run(tmp_path / "third", "hardware=h100")
     with pytest.raises(UserError, match=r"of several machines \(h200, h100\)"):
         of_results([tmp_path / "run", tmp_path / "third"], [])
 

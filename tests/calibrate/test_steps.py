@@ -7,9 +7,8 @@ from magicdec.config.load import compose
 from magicdec.planning.resolve import resolve
 
 
-def test_this_machine_is_calibrated_in_a_few_steps(tmp_path, monkeypatch, capsys):
+def test_this_machine_is_calibrated_in_a_few_steps(here, monkeypatch, capsys):
     pytest.importorskip("scipy")
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(steps.GRIDS, "cpu", ((1, 2), (256, 512), (2,)))
     monkeypatch.setattr(steps, "BUDGET", 64)
     for _ in range(2):  # it may replace what it wrote itself

@@ -15,9 +15,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from magicdec.tracking.reader import iter_runs
 from tests.programs import ROOT, python
+from tests.runs import lines
 
 GOLDEN = Path(__file__).parent / "golden.json"
 LAUNCH = Path(__file__).parent / "launch.py"
@@ -83,8 +83,7 @@ def recorded(name: str) -> dict[str, Record]:
     """Run a case; return how it failed, or the runs that it stored."""
     with tempfile.TemporaryDirectory() as folder:
         done = python(LAUNCH, *CASES[name].split(), "tracker=[]", f"runs_dir={folder}")
-        results = enumerate(sorted(Path(folder).glob("*/result.json")))
-        found = {f"{name}, run {number}": dict(_run(path.parent)) for number, path in results}
+        found = {f"{name}, run {number}": dict(_run(run)) for number, run in enumerate(iter_runs(folder))}
         if done.returncode:
             found[name] = {"exit code": done.returncode, "error": done.stderr.strip()}
         return json.loads(json.dumps(found).replace(folder, "RUNS").replace(str(ROOT), "ROOT"))
@@ -95,15 +94,15 @@ def case_of(record: str) -> str:
     return record.partition(", run ")[0]
 
 
-def _run(folder: Path) -> Iterator[tuple[str, Any]]:
-    config = yaml.safe_load((folder / "config.yaml").read_text())
+def _run(run: Record) -> Iterator[tuple[str, Any]]:
+    folder, config = run.pop("folder"), run.pop("config")
     predicts = config["scenario"]["name"] in ("predict", "plan")
     yield from _flat("config", config)
-    for key, value in json.loads((folder / "result.json").read_text()).items():
+    for key, value in run.items():
         if key not in IGNORED:
             yield key, _rounded(value) if re.match(PREDICTED if predicts else KEPT, key) else _kind(value)
     for name in ("generations", "samples", "history"):
-        rows = [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+        rows = lines(folder, name)
         keys = list(dict.fromkeys(key for row in rows for key in row))
         yield name, f"{len(rows)} x {' '.join(keys)}"
         hashed = [key for key in keys if key != "decode_s"]  # which are times

@@ -33,6 +33,13 @@ def plan(monkeypatch):
     return planned
 
 
+@pytest.fixture
+def estimate(plan):
+    """The memory of 32 rows of 16,384 tokens."""
+    sizes = ("batch.size=32", "batch.context_len=16384")
+    return lambda *overrides: build.estimate(plan(*sizes, *overrides), 32, 16384)
+
+
 def test_layers_are_compiled_on_a_gpu_unless_told_otherwise(plan):
     assert plan().config.hardware.compile is True
     assert plan("hardware.compile=false").config.hardware.compile is False
@@ -44,15 +51,12 @@ def test_what_no_graph_can_capture_is_refused(plan):
     assert plan("attention=flashinfer", "hardware.cuda_graphs=false").config.attention == "flashinfer"
 
 
-def test_memory_is_foreseen_with_the_chosen_attention(plan):
+def test_memory_is_foreseen_with_the_chosen_attention(estimate):
     """In a prefill of long chunks, the mask of sdpa alone is 32 rows x 4,096 tokens x 16,384 slots."""
-    sizes = ["batch.size=32", "batch.context_len=16384", "batch.prefill_chunk=4096"]
-    needs = {
-        name: build.estimate(plan(*sizes, f"attention={name}"), 32, 16384).transient for name in ("triton", "sdpa")
-    }
-    assert needs["sdpa"] - needs["triton"] > 32 * 4096 * 16384
-    with_workspace = plan(*sizes, "attention=flashinfer", "hardware.cuda_graphs=false")
-    assert build.estimate(with_workspace, 32, 16384).transient - needs["triton"] == pytest.approx(128 << 20, rel=0.01)
+    choices = (["attention=triton"], ["attention=sdpa"], ["attention=flashinfer", "hardware.cuda_graphs=false"])
+    triton, sdpa, flashinfer = (estimate("batch.prefill_chunk=4096", *keys).transient for keys in choices)
+    assert sdpa - triton > 32 * 4096 * 16384
+    assert flashinfer - triton == pytest.approx(128 << 20, rel=0.01), "its workspace"
 
 
 def test_a_gpu_that_pytorch_cannot_use_is_told(monkeypatch, tmp_path):
@@ -67,11 +71,9 @@ def test_a_gpu_that_pytorch_cannot_use_is_told(monkeypatch, tmp_path):
 
 
 def test_few_rows_are_prefilled_in_longer_chunks(plan):
-    assert plan().config.batch.prefill_chunk == 128
-    assert plan("batch.size=1").config.batch.prefill_chunk == 2048
-    assert plan("batch.size=8").config.batch.prefill_chunk == 256
-    assert plan("scenario=serve").config.batch.prefill_chunk == 2048
-    assert plan("scenario=serve", "batch.prefill_chunk=96").config.batch.prefill_chunk == 96
+    of_own = ["scenario=serve", "batch.prefill_chunk=96"]
+    chosen = ([], ["batch.size=1"], ["batch.size=8"], ["scenario=serve"], of_own)
+    assert [plan(*keys).config.batch.prefill_chunk for keys in chosen] == [128, 2048, 256, 2048, 96]
 
 
 def test_one_row_is_prefilled_in_long_chunks_on_a_cpu_unless_others_wait():
@@ -79,19 +81,15 @@ def test_one_row_is_prefilled_in_long_chunks_on_a_cpu_unless_others_wait():
     assert chunks == [1024, 256]
 
 
-def test_memory_is_foreseen_for_the_chunk_of_one_request(plan):
+def test_memory_is_foreseen_for_the_chunk_of_one_request(estimate):
     """Rounds of all slots, and a prefill of a single row."""
-    served = build.estimate(plan("scenario=serve", "batch.prefill_chunk=4096"), 32, 16384)
-    batched = build.estimate(plan("batch.prefill_chunk=4096"), 32, 16384)
+    batched, served = (estimate("batch.prefill_chunk=4096", *keys) for keys in ([], ["scenario=serve"]))
     assert served.target_kv == pytest.approx(batched.target_kv * 33 / 32)
     assert served.transient < batched.transient / 8
 
 
-def test_what_graphs_keep_must_be_free_beside_the_rest(plan):
-    sizes = ["batch.size=32", "batch.context_len=16384"]
-    captured, plain = (
-        build.estimate(plan(*sizes, f"hardware.cuda_graphs={graphs}"), 32, 16384) for graphs in ("true", "false")
-    )
+def test_what_graphs_keep_must_be_free_beside_the_rest(estimate):
+    captured, plain = (estimate(f"hardware.cuda_graphs={graphs}") for graphs in ("true", "false"))
     assert captured.total == plain.total == plain.needed
     logits = 32 * 3 * 128_256 * 2  # of a verification
     assert logits < captured.captured < 4 * logits
@@ -121,7 +119,7 @@ def test_a_draft_stays_within_its_trained_context(draft, cache, too_large):
 @pytest.mark.parametrize(("draft", "cache"), [("model", "cache"), ("hierarchical", "draft.cache")])
 def test_a_model_of_its_own_cannot_draft_over_a_cache_that_needs_the_targets(draft, cache, policy):
     group = "cache" if cache == "cache" else "cache@draft.cache"
-    with pytest.raises(UserError, match=rf"^{cache}\.policy={policy} reads .* choose {cache}\.policy=streaming"):
+    with pytest.raises(UserError, match=rf"^{cache}\.policy={policy} reads .*{cache}\.policy=streaming, or draft=self"):
         resolve(compose([f"draft={draft}", f"{group}={policy}"]))
 
 

@@ -5,15 +5,14 @@ import shutil
 
 import pytest
 
-from magicdec.config.load import compose
-from magicdec.scenarios import Job, compare, run
-from tests.test_run import SMALL, TINY
+from magicdec.scenarios import compare
+from tests.runs import TINY, run_here
 
 
 def test_a_disturbed_run_says_so_with_a_single_repeat(tmp_path, monkeypatch, capsys):
     profile_round = compare.profile_round
     monkeypatch.setattr(compare, "profile_round", lambda *a: {name: ms / 1e3 for name, ms in profile_round(*a).items()})
-    result = run(compose([*SMALL, f"runs_dir={tmp_path}"]), Job())
+    result = run_here(tmp_path).metrics
     assert "speedup_spread" not in result
     assert result["noisy"] is True
     assert min(result["agreement/target_decode"], result["agreement/round"]) > 100
@@ -22,15 +21,13 @@ def test_a_disturbed_run_says_so_with_a_single_repeat(tmp_path, monkeypatch, cap
 
 def test_a_machine_that_is_slow_throughout_is_noticed(tmp_path):
     """By an earlier attempt at the same run, which was faster."""
-    config = compose([*SMALL, f"runs_dir={tmp_path}"])
-    first = run(config, Job())
+    run = run_here(tmp_path)
+    first, step = run.metrics, "autoregressive/time_per_output_token_ms"
     assert "agreement/earlier" not in first
-    assert first["agreement/prediction"] == max(
-        1.0, first["time/target_decode_ms"] / first["predicted/target_decode_ms"]
-    )
-    quick = {"autoregressive/time_per_output_token_ms": first["autoregressive/time_per_output_token_ms"] / 100}
-    (tmp_path / first["id"] / "result.json").write_text(json.dumps(first | quick))
-    second = run(config, Job())
+    slower = first["time/target_decode_ms"] / first["predicted/target_decode_ms"]
+    assert first["agreement/prediction"] == max(1.0, slower)
+    (run.folder / "result.json").write_text(json.dumps(first | {step: first[step] / 100}))
+    second = run_here(tmp_path).metrics
     assert second["agreement/earlier"] > 5
     assert second["noisy"] is True
 
@@ -41,12 +38,9 @@ def test_rows_that_end_at_their_first_token_leave_no_speedup(tmp_path, engine):
     folder = shutil.copytree(TINY / "target", tmp_path / "checkpoint")
     for name in ("config.json", "generation_config.json"):
         settings = json.loads((folder / name).read_text()) | {"eos_token_id": list(range(1024))}
-        (folder / name).write_text(
-            json.dumps(settings | {"eos_token_id": list(range(settings.get("vocab_size", 1024)))})
-        )
-    keys = [f"engine={engine}", f"target.path={folder}", "draft=model", "cache=full", "batch.size=1"]
-    config = compose([*SMALL, *keys, "sampling.ignore_eos=false", f"runs_dir={tmp_path / 'runs'}"])
-    result = run(config, Job())
+        (folder / name).write_text(json.dumps(settings))
+    keys = ["draft=model", "cache=full", "batch.size=1", "sampling.ignore_eos=false"]
+    result = run_here(tmp_path / "runs", f"engine={engine}", f"target.path={folder}", *keys).metrics
     assert result["status"] == "done"
     assert result["lossless/identical"] is True
     assert result["speculative/time_to_first_token_ms"] > 0

@@ -1,72 +1,55 @@
 """Live results of a run, and the results of one that SIGTERM has ended."""
 
-import json
 import os
 import signal
-import subprocess
-import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from magicdec.config.load import compose
 from magicdec.decoding.state import INACTIVE
-from magicdec.scenarios import Job, compare, points, run
-from magicdec.tracking.files import ROW, read_lines
+from magicdec.scenarios import compare, points
+from magicdec.tracking import wandb
 from magicdec.tracking.progress import Stage
-from magicdec.tracking.reader import load_run
-from tests.programs import ROOT
-from tests.test_run import SMALL
-
-
-class Recorder:
-    """A progress that keeps what is reported."""
-
-    def __init__(self):
-        self.lines = []
-
-    def report(self, line):
-        self.lines.append(line)
+from tests.programs import Program
+from tests.runs import SMALL, lines, only_run, run_here
 
 
 def test_a_point_counts_the_rounds_since_the_last_one(monkeypatch):
     monkeypatch.setattr(points, "INTERVAL_S", 0.0)
     monkeypatch.setattr(points, "EVERY", 2)
     accepted = torch.tensor([[2, 0], [1, INACTIVE], [2, INACTIVE], [0, INACTIVE]], dtype=torch.int32)
-    state = type("State", (), {"accepted_RB": accepted, "committed_RB": (accepted + 1).clamp(min=0)})
-    heard, stage = Recorder(), Stage("speculative", 4)
-    count = points.Points(state, "speculative", stage, heard)
+    state = SimpleNamespace(accepted_RB=accepted, committed_RB=(accepted + 1).clamp(min=0))
+    heard, stage = [], Stage("speculative", 4)
+    count = points.Points(state, "speculative", stage, SimpleNamespace(report=heard.append))
     for _ in range(4):
         count(1)
     assert stage.done == 4
-    assert [line["live/speculative/round"] for line in heard.lines] == [2, 4]
-    assert [line["live/accepted"] for line in heard.lines] == pytest.approx([3 / 3, 2 / 2])
-    assert all(line["live/speculative/tokens_per_second"] > 0 for line in heard.lines)
+    assert [line["live/speculative/round"] for line in heard] == [2, 4]
+    assert [line["live/accepted"] for line in heard] == pytest.approx([3 / 3, 2 / 2])
+    assert all(line["live/speculative/tokens_per_second"] > 0 for line in heard)
 
 
 def test_the_lines_of_a_run_are_on_disk_and_agree_with_its_result(tmp_path, monkeypatch):
     monkeypatch.setattr(points, "INTERVAL_S", 0.0)
-    keys = ["scenario.repeats=3", "batch.generate_len=40", "tracker=[]", f"runs_dir={tmp_path}"]
-    result = run(compose([*SMALL, *keys]), Job())
-    lines = read_lines(tmp_path / result["id"] / "live.jsonl", ROW)
-    seconds = [line["live/seconds"] for line in lines]
+    run = run_here(tmp_path, "scenario.repeats=3", "batch.generate_len=40")
+    live = lines(run.folder, "live")
+    seconds = [line["live/seconds"] for line in live]
     assert seconds == sorted(seconds)
-    repeats = [line for line in lines if "repeat" in line]
+    repeats = [line for line in live if "repeat" in line]
     assert [line["repeat"] for line in repeats] == [1, 2, 3]
     speedups = sorted(line["repeat/speedup"] for line in repeats)
-    assert speedups == pytest.approx([result["speedup_min"], result["speedup"], result["speedup_max"]])
-    assert "live/prefill_s" in lines[0], "before anything is measured"
-    assert any("live/accepted" in line for line in lines)
+    assert speedups == pytest.approx([run.metrics[key] for key in ("speedup_min", "speedup", "speedup_max")])
+    assert "live/prefill_s" in live[0], "before anything is measured"
+    assert any("live/accepted" in line for line in live)
 
 
 def test_a_tracker_that_fails_does_not_fail_the_run(tmp_path, monkeypatch):
-    from magicdec.tracking import wandb
-
     monkeypatch.setattr(wandb, "follow", lambda run: lambda line: 1 / 0)
-    result = run(compose([*SMALL, "wandb.mode=disabled", f"runs_dir={tmp_path}"]), Job())
-    assert result["status"] == "done"
-    assert "ZeroDivisionError" in (tmp_path / result["id"] / "log.txt").read_text()
+    run = run_here(tmp_path, "tracker=[wandb]", "wandb.mode=disabled")
+    assert run.metrics["status"] == "done"
+    assert "ZeroDivisionError" in (run.folder / "log.txt").read_text()
 
 
 def test_sigterm_keeps_the_repeats_that_are_complete(tmp_path, monkeypatch):
@@ -80,29 +63,21 @@ def test_sigterm_keeps_the_repeats_that_are_complete(tmp_path, monkeypatch):
         return generate(*arguments)
 
     monkeypatch.setattr(compare, "_generate", stopped_in_the_third_repeat)
-    config = compose([*SMALL, "scenario.repeats=4", "tracker=[]", f"runs_dir={tmp_path}"])
     with pytest.raises(KeyboardInterrupt):
-        run(config, Job())
+        run_here(tmp_path, "scenario.repeats=4")
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-    (path,) = tmp_path.glob("*/result.json")
-    result = load_run(path.parent)
+    result = only_run(tmp_path)
     assert (result["status"], result["kind"], result["reason"]) == ("failed", "stopped", "stopped by SIGTERM")
     assert result["repeats"] == 2
     assert result["acceptance_rate"] > 0
-    rows = [json.loads(line) for line in (path.parent / "generations.jsonl").read_text().splitlines()]
-    assert {len(row["decode_s"]["speculative"]) for row in rows} == {2}
-    assert (path.parent / "history.jsonl").read_text()
+    assert {len(row["decode_s"]["speculative"]) for row in lines(result["folder"], "generations")} == {2}
+    assert lines(result["folder"], "history")
 
 
 def test_the_command_ends_as_a_shell_expects(tmp_path):
-    keys = ["experiment=quick", "scenario.repeats=1000", "tracker=[]", f"runs_dir={tmp_path}"]
-    process = subprocess.Popen([sys.executable, str(ROOT / "launch.py"), *keys])
-    live = []
-    for _ in range(600):
-        live = list(tmp_path.glob("*/live.jsonl"))
-        if live and '"repeat"' in live[0].read_text():
-            break
+    program = Program("launch.py", *SMALL, "scenario.repeats=1000", f"runs_dir={tmp_path}")
+    while not any('"repeat"' in path.read_text() for path in tmp_path.glob("*/live.jsonl")):
         time.sleep(0.1)
-    process.terminate()
-    assert process.wait(60) == 143
-    assert load_run(live[0].parent)["kind"] == "stopped"
+    os.kill(program.pid, signal.SIGTERM)
+    assert program.finish().returncode == 143
+    assert only_run(tmp_path)["kind"] == "stopped"

@@ -1,81 +1,79 @@
 """resume=noisy: disturbed runs are measured again, and their attempts count together."""
 
 import json
+from functools import partial
 from math import sqrt
 from statistics import median, stdev
 
 import numpy as np
 import pytest
 
-from magicdec.config.load import compose
 from magicdec.measure.intervals import t_quantile
-from magicdec.scenarios import Job, run
-from tests.test_run import SMALL
+from magicdec.scenarios import Job
+from tests.runs import run_here
+
+PRECISELY = ("resume=noisy", "scenario.precision=0.1%")
 
 
 @pytest.fixture
 def measure(tmp_path):
     """Measure a run of three repeats in a sweep."""
-
-    def measured(*overrides):
-        keys = [*SMALL, "batch.num_batches=2", "scenario.repeats=3", "tracker=[]", f"runs_dir={tmp_path}"]
-        return run(compose([*keys, *overrides]), Job((), tmp_path / "sweeps" / "one"))
-
-    return measured
+    return partial(
+        run_here, tmp_path, "batch.num_batches=2", "scenario.repeats=3", job=Job((), tmp_path / "sweeps" / "one")
+    )
 
 
-def seconds(runs_dir, result):
+@pytest.fixture
+def disturbed(measure):
+    """A run whose result says that it was disturbed."""
+    return disturb(measure())
+
+
+def disturb(run):
+    changes = {"noisy": True, "speedup_precision": 0.5}
+    (run.folder / "result.json").write_text(json.dumps(run.metrics | changes))
+    return run
+
+
+def seconds(run):
     """The seconds of every row, by way: (rows, repeats)."""
-    lines = [json.loads(line) for line in (runs_dir / result["id"] / "generations.jsonl").read_text().splitlines()]
-    assert len({len(line["autoregressive"]) for line in lines}) == 1
+    rows = run.generations
+    assert len({len(row["autoregressive"]) for row in rows}) == 1
     ways = ("autoregressive", "speculative")
-    return {way: np.array([line["decode_s"][way] for line in lines]) for way in ways}, len(lines[0]["speculative"]) - 1
+    return {way: np.array([row["decode_s"][way] for row in rows]) for way in ways}, len(rows[0]["speculative"]) - 1
 
 
-def disturb(runs_dir, result):
-    path = runs_dir / result["id"] / "result.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"noisy": True, "speedup_precision": 0.5}))
-
-
-def test_a_disturbed_run_is_measured_again_and_all_repeats_count(measure, tmp_path):
-    first = measure()
-    disturb(tmp_path, first)
-    second = measure("resume=noisy", "scenario.precision=0.1%")
-    assert second["id"] == f"{first['id']}-2"
-    assert (first["repeats"], second["repeats"]) == (3, 6)
-    before, tokens = seconds(tmp_path, first)
-    both, _ = seconds(tmp_path, second)
+def test_a_disturbed_run_is_measured_again_and_all_repeats_count(measure, disturbed):
+    second = measure(*PRECISELY)
+    assert second.folder.name == f"{disturbed.folder.name}-2"
+    assert (disturbed.metrics["repeats"], second.metrics["repeats"]) == (3, 6)
+    before, tokens = seconds(disturbed)
+    both, _ = seconds(second)
     for way, times in both.items():
         assert times[:, :3] == pytest.approx(before[way])
         tpot = 1e3 * median(times.mean(0) / tokens)
-        assert second[f"{way}/time_per_output_token_ms"] == pytest.approx(tpot)
+        assert second.metrics[f"{way}/time_per_output_token_ms"] == pytest.approx(tpot)
     ratios = both["autoregressive"].sum(0) / both["speculative"].sum(0)
-    assert second["speedup"] == pytest.approx(median(ratios))
-    assert second["speedup_precision"] == pytest.approx(t_quantile(5) * stdev(np.log(ratios)) / sqrt(6))
-    disturb(tmp_path, second)
-    assert measure("resume=noisy", "scenario.precision=0.1%")["repeats"] == 9
+    assert second.metrics["speedup"] == pytest.approx(median(ratios))
+    assert second.metrics["speedup_precision"] == pytest.approx(t_quantile(5) * stdev(np.log(ratios)) / sqrt(6))
+    disturb(second)
+    assert measure(*PRECISELY).metrics["repeats"] == 9
 
 
-def test_what_is_known_well_enough_is_skipped(measure, tmp_path):
-    first = measure()
-    disturb(tmp_path, first)
-    assert measure("resume=noisy", "scenario.precision=60%")["id"] == first["id"]
-    assert measure()["id"] == first["id"], "resume=true does not look at noise"
+def test_what_is_known_well_enough_is_skipped(measure, disturbed):
+    assert measure("resume=noisy", "scenario.precision=60%").folder == disturbed.folder
+    assert measure().folder == disturbed.folder, "resume=true does not look at noise"
 
 
-def test_other_tokens_are_not_pooled(measure, tmp_path):
-    first = measure()
-    disturb(tmp_path, first)
-    path = tmp_path / first["id"] / "generations.jsonl"
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    rows[0]["speculative"][0] += 1
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert measure("resume=noisy", "scenario.precision=0.1%")["repeats"] == 3
+def other_tokens(text):
+    first, *rest = text.splitlines()
+    row = json.loads(first)
+    row["speculative"][0] += 1
+    return "\n".join([json.dumps(row), *rest])
 
 
-def test_a_damaged_file_is_not_pooled(measure, tmp_path):
-    first = measure()
-    disturb(tmp_path, first)
-    path = tmp_path / first["id"] / "generations.jsonl"
-    path.write_text(path.read_text()[:-40])
-    assert measure("resume=noisy", "scenario.precision=0.1%")["repeats"] == 3
+@pytest.mark.parametrize("change", [other_tokens, lambda text: text[:-40]], ids=["other tokens", "damaged"])
+def test_other_tokens_and_damaged_files_are_not_pooled(measure, disturbed, change):
+    path = disturbed.folder / "generations.jsonl"
+    path.write_text(change(path.read_text()))
+    assert measure(*PRECISELY).metrics["repeats"] == 3

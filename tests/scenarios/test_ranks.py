@@ -17,6 +17,7 @@ from magicdec.models.kv_cache import KVCache
 from magicdec.planning.resolve import Plan
 from magicdec.scenarios import _work, compare, ranks
 from magicdec.scenarios.ranks import on_ranks
+from tests.runs import SMALL
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
 
@@ -39,11 +40,10 @@ def test_a_ranks_error_is_raised_here_and_not_what_it_does_to_the_others():
     assert "on rank 1" in caught.value.__notes__[0]
 
 
+@pytest.mark.timeout(30, func_only=True)
 def test_a_killed_rank_ends_the_others():
-    start = time.monotonic()
     with pytest.raises(RuntimeError, match=r"rank 1 died .*SIGKILL"):
         on_ranks(2, "cpu", killed)
-    assert time.monotonic() - start < 30
 
 
 def stuck_at_the_end(rank: int) -> int:
@@ -52,11 +52,10 @@ def stuck_at_the_end(rank: int) -> int:
     return 7
 
 
+@pytest.mark.timeout(20, func_only=True)
 def test_the_result_does_not_wait_for_the_end_of_the_group(monkeypatch):
     monkeypatch.setattr(ranks, "EXIT_S", 1.0)
-    start = time.monotonic()
     assert on_ranks(3, "cpu", stuck_at_the_end) == 7
-    assert time.monotonic() - start < 20
 
 
 class Graph:
@@ -84,12 +83,11 @@ def large(rank: int) -> bytes:
     return bytes(1 << 24)
 
 
+@pytest.mark.timeout(30, func_only=True)
 def test_only_the_first_rank_sends_its_result(monkeypatch):
     """Those of others, which nobody reads, would fill their pipes."""
-    start = time.monotonic()
     monkeypatch.setattr(ranks, "EXIT_S", 60.0)
     assert len(on_ranks(3, "cpu", large)) == 1 << 24
-    assert time.monotonic() - start < 30
 
 
 def stuck(rank: int, others: bool) -> None:
@@ -97,24 +95,27 @@ def stuck(rank: int, others: bool) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
 
 
+@pytest.mark.timeout(20, func_only=True)
 @pytest.mark.parametrize(
     ("others", "said"),
     [(False, "rank 0 gave no result within 1 s after another rank"), (True, "the ranks gave no result within 2 s")],
 )
 def test_nobody_waits_for_ever_for_a_rank_that_hangs(monkeypatch, others, said):
     monkeypatch.setattr(ranks, "FINISH_S", 1.0)
-    start = time.monotonic()
     with pytest.raises(TimeoutError, match=said):
         on_ranks(2, "cpu", stuck, others, time_limit_s=2 if others else None)
-    assert time.monotonic() - start < 20
+
+
+def gathered(mine: int) -> list[int]:
+    every = [None] * dist.get_world_size()
+    dist.all_gather_object(every, mine)
+    return every
 
 
 def compile_threads(rank: int) -> list[int]:
     from torch._inductor.config import decide_compile_threads  # which PyTorch calls at the first compilation
 
-    found = [None] * dist.get_world_size()
-    dist.all_gather_object(found, decide_compile_threads())
-    return found
+    return gathered(decide_compile_threads())
 
 
 def test_ranks_share_the_processors_that_compile():
@@ -122,18 +123,20 @@ def test_ranks_share_the_processors_that_compile():
     assert on_ranks(2, "cpu", compile_threads) == [each, each]
 
 
-def left_alive(rank: int, plan: Plan) -> list[int]:
-    """Run a comparison; count what each rank holds afterwards of decoders, caches and drafts."""
-    assert _work(rank, plan).metrics
-    gc.collect()
-    held = [None] * dist.get_world_size()
-    dist.all_gather_object(held, sum(isinstance(thing, (Decoder, KVCache, Draft)) for thing in gc.get_objects()))
+def left_alive(rank: int, plans: list[Plan]) -> list[list[int]]:
+    """Run comparisons; count what each rank holds after each of decoders, caches and drafts."""
+    held = []
+    for plan in plans:
+        assert _work(rank, plan).metrics
+        gc.collect()
+        held.append(gathered(sum(isinstance(thing, (Decoder, KVCache, Draft)) for thing in gc.get_objects())))
     return held
 
 
-@pytest.mark.parametrize("draft", ["self", "model", "eagle3"])
-def test_a_run_leaves_no_decoder_on_any_rank(draft, tmp_path):
+def test_a_run_leaves_no_decoder_on_any_rank(tmp_path):
     """Its graphs would keep NCCL waiting at the end of the group, and its memory would not be free."""
-    small = ["batch.size=2", "batch.context_len=128", "batch.generate_len=6", "cache.budget=32", "scenario.repeats=1"]
-    keys = [*small, f"runs_dir={tmp_path}", f"draft={draft}", "hardware=cpu", "hardware.tensor_parallel=2"]
-    assert on_ranks(2, "cpu", left_alive, compare.prepare(compose(keys))) == [0, 0]
+    small = [*SMALL, "batch.context_len=128", "batch.generate_len=6", "cache.budget=32", f"runs_dir={tmp_path}"]
+    configs = (
+        compose([*small, "hardware.tensor_parallel=2", f"draft={draft}"]) for draft in ("self", "model", "eagle3")
+    )
+    assert on_ranks(2, "cpu", left_alive, list(map(compare.prepare, configs))) == [[0, 0]] * 3

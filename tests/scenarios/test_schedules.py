@@ -1,50 +1,28 @@
 """scenario=plan from what users have: an assumed acceptance, a mix of lengths, and a schedule for their engine."""
 
-import io
 import json
 
 import pytest
-from rich.console import Console
 
-from magicdec.config.load import compose
 from magicdec.costmodel.speedup import omega
 from magicdec.errors import UserError
-from magicdec.planning.resolve import resolve
-from magicdec.scenarios import plan, predict
-from magicdec.tracking.progress import progress
+from tests.runs import outcome, shown
 
-H100 = ("hardware=h100", "target=llama-3.1-8b", "draft=model", "target@draft.model=llama-3.2-1b", "cache=full")
-
-
-@pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("here")
+ON_H100 = ("hardware=h100", "target=llama-3.1-8b")
+PLAN = ("scenario=plan", *ON_H100, "draft=model", "target@draft.model=llama-3.2-1b", "cache=full")
+PREDICT = ("scenario=predict", *PLAN[1:])
 
 
-def outcome(scenario, *overrides):
-    config = compose([f"scenario={scenario.__name__.rpartition('.')[2]}", *H100, *overrides])
-    with progress() as bars:
-        return scenario.run(resolve(config), bars)
-
-
-def text(found):
-    console = Console(file=io.StringIO(), width=100)
-    console.print(found.view)
-    return console.file.getvalue()
-
-
-@pytest.mark.parametrize("scenario", [predict, plan])
+@pytest.mark.parametrize("scenario", [PREDICT, PLAN], ids=["predict", "plan"])
 def test_what_an_engine_reports_is_an_alpha(scenario):
     length = omega(3, 0.7)
-    given, by_length, by_rate = (
-        outcome(scenario, "batch.size=8", *keys).metrics["predicted/speedup"]
-        for keys in (
-            ["scenario.alpha=0.7"],
-            [f"scenario.acceptance_length={length}", "scenario.acceptance_gamma=3"],
-            [f"scenario.acceptance_rate={(length - 1) / 3}", "scenario.acceptance_gamma=3"],
-        )
+    reports = (f"scenario.acceptance_length={length}", f"scenario.acceptance_rate={(length - 1) / 3}")
+    given, *reported = (
+        outcome(*scenario, "batch.size=8", *keys).metrics["predicted/speedup"]
+        for keys in (["scenario.alpha=0.7"], *((report, "scenario.acceptance_gamma=3") for report in reports))
     )
-    assert given == pytest.approx(by_length) == pytest.approx(by_rate)
+    assert reported == pytest.approx([given] * 2)
     assert given > 1
 
 
@@ -63,56 +41,51 @@ def test_what_an_engine_reports_is_an_alpha(scenario):
 )
 def test_mistakes(keys, words):
     with pytest.raises(UserError, match=words):
-        outcome(plan, *keys)
+        outcome(*PLAN, *keys)
 
 
 def test_engines_do_not_speculate_by_themselves():
-    keys = ["scenario=plan", "hardware=h100", "target=llama-3.1-8b", "scenario.schedule=vllm"]
-    with (
-        pytest.raises(UserError, match="draft=self: vLLM cannot be set to it; choose draft=model or draft=ngram"),
-        progress() as bars,
-    ):
-        plan.run(resolve(compose(keys)), bars)
+    with pytest.raises(UserError, match="draft=self: vLLM cannot be set to it; choose draft=model or draft=ngram"):
+        outcome("scenario=plan", *ON_H100, "scenario.schedule=vllm")
 
 
 def test_an_assumed_alpha_is_that_of_the_draft_of_the_run():
-    found = outcome(plan, "scenario.alpha=0.7", "scenario.batch_sizes=[1,16]", "batch.context_len=4000")
+    found = outcome(*PLAN, "scenario.alpha=0.7", "scenario.batch_sizes=[1,16]", "batch.context_len=4000")
     assert {row["draft"] for row in found.history} == {"none", "llama-3.2-1b"}
     assert {row["policy"] for row in found.history} == {"", "full"}
-    shown = text(found)
-    assert "if alpha were different" in shown
-    alone = outcome(predict, "scenario.alpha=0.7", "batch.size=16", "batch.context_len=4000").metrics
-    assert f"{alone['predicted/gamma']}: {alone['predicted/speedup']:.2f}x" in shown
+    text = shown(found.view)
+    assert "if alpha were different" in text
+    alone = outcome(*PREDICT, "scenario.alpha=0.7", "batch.size=16", "batch.context_len=4000").metrics
+    assert f"{alone['predicted/gamma']}: {alone['predicted/speedup']:.2f}x" in text
 
 
 def test_a_mix_of_lengths_has_a_mean_context_and_its_prefills():
     keys = ("scenario.alpha=0.7", "batch.size=16")
     short, long, mix = (
-        outcome(plan, *keys, f"scenario.workload={lengths}").metrics
+        outcome(*PLAN, *keys, f"scenario.workload={lengths}").metrics
         for lengths in ("[[500,100]]", "[[16000,100]]", "[[500,100],[16000,100]]")
     )
-    for key in ("predicted/target_decode_ms", "predicted/autoregressive_requests_per_second"):
-        assert min(short[key], long[key]) < mix[key] < max(short[key], long[key])
-    assert mix["predicted/target_decode_ms"] == pytest.approx(
-        (short["predicted/target_decode_ms"] + long["predicted/target_decode_ms"]) / 2, rel=1e-3
-    )
+    step, rate = "predicted/target_decode_ms", "predicted/autoregressive_requests_per_second"
+    assert mix[step] == pytest.approx((short[step] + long[step]) / 2, rel=1e-3)
+    assert short[step] < long[step]
+    assert long[rate] < mix[rate] < short[rate]
     for metrics in (short, long):
         assert metrics["predicted/speedup_with_prefill"] < metrics["predicted/speedup"], "prefill gains nothing"
-    long_answers = outcome(plan, *keys, "scenario.workload=[[500,20000]]").metrics
+    long_answers = outcome(*PLAN, *keys, "scenario.workload=[[500,20000]]").metrics
     assert long_answers["predicted/speedup_with_prefill"] == pytest.approx(long_answers["predicted/speedup"], rel=0.05)
 
 
 def test_a_schedule_is_a_file_a_map_and_a_command(tmp_path):
     keys = ("scenario.alpha=0.6", "batch.size=64", "scenario.schedule=vllm", "scenario.context_lens=[1000,16000]")
-    found = outcome(plan, *keys, "scenario.save_as=mine", "batch.context_len=16000")
+    found = outcome(*PLAN, *keys, "scenario.save_as=mine", "batch.context_len=16000")
     written = json.loads((tmp_path / "schedules" / "mine.vllm.json").read_text())
     ranges = written["num_speculative_tokens_per_batch_size"]
     assert ranges[0][0] == 1
     assert ranges[-1][1] == 64
     assert (tmp_path / "schedules" / "mine.vllm.png").read_bytes().startswith(b"\x89PNG")
-    shown = text(found)
+    text = shown(found.view)
     command = ("vllm serve meta-llama/Llama-3.1-8B", "--max-num-seqs 64", '--speculative-config "$(cat FILE)"')
-    assert " \\\n    ".join(command).replace("FILE", "schedules/mine.vllm.json") in shown, "to paste"
+    assert " \\\n    ".join(command).replace("FILE", "schedules/mine.vllm.json") in text, "to paste"
     worst = min(row["share_of_best"] for row in found.history)
     assert worst == found.metrics["predicted/worst_share"] >= 0.9
     for row in found.history:
@@ -122,6 +95,6 @@ def test_a_schedule_is_a_file_a_map_and_a_command(tmp_path):
 
 def test_a_schedule_that_is_not_saved_is_shown(tmp_path):
     keys = ("scenario.alpha=0.6", "batch.size=4", "scenario.schedule=tensorrt_llm", "scenario.save_as=null")
-    shown = text(outcome(plan, *keys))
-    assert "draft_len_schedule:" in shown
+    text = shown(outcome(*PLAN, *keys).view)
+    assert "draft_len_schedule:" in text
     assert not (tmp_path / "schedules").exists()

@@ -1,15 +1,12 @@
 """The view of scenario=serve on its levels of load."""
 
-import io
-import json
-
 import pytest
-from rich.console import Console
 
 from magicdec.config.load import compose
 from magicdec.errors import UserError
-from magicdec.scenarios import Job, levels, run
+from magicdec.scenarios import levels
 from magicdec.units import WAYS
+from tests.runs import run_here, shown
 from tests.serving.conftest import SETTINGS
 
 
@@ -28,13 +25,11 @@ def test_the_highest_load_within_a_bound(tmp_path):
     """On our engine, in both ways; a single-way level has no speedup."""
     bounds = ["scenario.slo=concurrency", "scenario.slo_most=2", "scenario.first_token_ms=1e9"]
     small = ["batch.size=2", "batch.context_len=40", "batch.generate_len=4", "scenario.num_requests=2"]
-    overrides = [*SETTINGS, *small, *bounds, "scenario.concurrencies=[1]", "tracker=[]", f"runs_dir={tmp_path}"]
-    result = run(compose(overrides), Job())
-    assert [result[f"{way}/slo_concurrency"] for way in WAYS] == [2, 2]
-    assert "speedup" in result, "of the level that was asked for"
-    history = [json.loads(line) for line in (tmp_path / result["id"] / "history.jsonl").read_text().splitlines()]
-    assert [row["concurrency"] for row in history] == [1, 1, 2, 1, 2]
-    assert sum("speedup" in row for row in history) == 1
+    run = run_here(tmp_path, *SETTINGS, *small, *bounds, "scenario.concurrencies=[1]")
+    assert [run.metrics[f"{way}/slo_concurrency"] for way in WAYS] == [2, 2]
+    assert "speedup" in run.metrics, "of the level that was asked for"
+    assert [row["concurrency"] for row in run.history] == [1, 1, 2, 1, 2]
+    assert sum("speedup" in row for row in run.history) == 1
     with pytest.raises(UserError, match=r"scenario.slo=rate: needs a bound, scenario.latency_ms or"):
         compose(["scenario=serve", "scenario.slo=rate"])
 
@@ -42,9 +37,8 @@ def test_the_highest_load_within_a_bound(tmp_path):
 @pytest.mark.parametrize("width", [80, 200])
 def test_every_figure_fits_into_80_columns(width):
     history = [level({"rate": 1000.0}, speedup=1.4444, speedup_duration=1.1555), level({"rate": 2000.0})]
-    console = Console(file=io.StringIO(), width=width)
-    console.print(levels.speeds(history, WAYS), levels.latencies(history, WAYS))
-    lines = [line.split() for line in console.file.getvalue().splitlines()]
+    text = shown(levels.speeds(history, WAYS), levels.latencies(history, WAYS), width=width)
+    lines = [line.split() for line in text.splitlines()]
     assert lines[0] == ["tokens/s", *WAYS, "speedup", "per", "request", "per", "level"]
     assert ["1000", "a", "second", "1,234", "1,234", "1.44x", "1.16x"] in lines
     assert ["2000", "a", "second", "1,234", "1,234"] in lines, "a level without a request that speculated"

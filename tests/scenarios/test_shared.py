@@ -1,35 +1,20 @@
 """Jobs that share weights and prefilled prompts: every token and every count is that of a process of its own."""
 
-import json
 import re
-from dataclasses import replace
 
 import pytest
 
-from magicdec.config.load import compose
+from magicdec.planning import build
 from magicdec.planning.shared import SHARED
-from magicdec.scenarios import Job, run
-from tests.golden.record import KEPT
+from magicdec.scenarios import Job, compare
+from tests.golden.record import CASES, KEPT
+from tests.runs import run_here
 
-BASE = ["hardware=cpu", "hardware.dtype=float32", "batch.size=2", "batch.context_len=80", "batch.generate_len=12"]
-BASE += ["data=text", "data.path=LICENSE", "scenario.repeats=1", "scenario.profile_repeats=1", "tracker=[]"]
-CELLS = {
-    **{
-        name: f"draft.gamma=3 cache.budget=24 cache={name}" for name in ("streaming", "window", "snapkv", "h2o", "topk")
-    },
-    "quantized": "draft.gamma=2 cache.budget=24 cache=quantized",
-    "pyramidkv": "draft.gamma=2 cache.budget=24 cache=pyramidkv cache.observation_window=8",
-    "quest": "draft.gamma=5 cache.budget=24 cache=quest cache.page_size=4",
-    "verify_guided": "draft.gamma=3 cache.budget=24 cache=verify_guided cache.refresh=2",
-    "model": "draft=model cache.budget=24",
-    "model over h2o": "draft=model cache.budget=24 cache=h2o draft.gamma=2",
-    "ngram": "draft=ngram",
-    "layer_skip": "draft=layer_skip draft.num_layers=3 cache=full",
-    "hierarchical": "draft=hierarchical draft.cache.budget=32 cache.budget=24",
-    "sampled": "draft.gamma=3 cache.budget=24 sampling=sample",
-    "quantized weights": "draft.gamma=3 cache.budget=24 draft.quantization=int8",
-    "none": "draft=none",
-}
+NAMES = ("streaming", "window", "snapkv", "h2o", "topk", "quantized", "pyramidkv", "quest", "verify_guided", "model")
+NAMES += ("model over h2o", "ngram", "layer_skip", "hierarchical", "sampled", "none")
+OTHERS = {"quantized": "draft.gamma=2", "pyramidkv": "draft.gamma=2", "quest": "draft.gamma=5"}  # need other sizes
+CELLS = {name: f"{CASES[name]} attention=auto {OTHERS.get(name, '')}".split() for name in NAMES}
+CELLS["quantized weights"] = [*CELLS["streaming"], "draft.quantization=int8"]
 
 
 @pytest.fixture(autouse=True)
@@ -39,15 +24,17 @@ def nothing_kept():
     SHARED.begin("none")
 
 
+def cell(tmp_path, name, *overrides, number=0, turn=0):
+    """Run a cell as a job of a sweep."""
+    return run_here(tmp_path, *CELLS[name], *overrides, job=Job((), tmp_path / "sweeps" / "one", number, turn))
+
+
 def done(tmp_path, name, *overrides, share="prefill", number=0):
-    """Run a cell as a job of a sweep. Return its tokens and every result that depends on no time."""
-    config = compose([*BASE, *CELLS.get(name, "").split(), *overrides, f"sweep.share={share}", "resume=false"])
-    config = replace(config, runs_dir=str(tmp_path))
-    result = run(config, Job((), tmp_path / "sweeps" / "one", number))
-    rows = [json.loads(line) for line in (tmp_path / result["id"] / "generations.jsonl").read_text().splitlines()]
-    tokens = [{key: value for key, value in row.items() if key != "decode_s"} for row in rows]
-    kept = {key: value for key, value in result.items() if re.match(KEPT, key) and key not in ("id", "attempt")}
-    return result["prefill/shared"], tokens, kept
+    """Run a cell. Return whether it shared a prefill, its tokens and every result that depends on no time."""
+    run = cell(tmp_path, name, *overrides, f"sweep.share={share}", "resume=false", number=number)
+    tokens = [{key: value for key, value in row.items() if key != "decode_s"} for row in run.generations]
+    kept = {k: value for k, value in run.metrics.items() if re.match(KEPT, k) and k not in ("id", "attempt")}
+    return run.metrics["prefill/shared"], tokens, kept
 
 
 @pytest.mark.slow
@@ -69,14 +56,9 @@ def test_a_cell_takes_over_what_the_last_one_has_left(tmp_path):
 
 
 def test_the_time_of_the_prefill_is_the_measured_one(tmp_path):
-    key = "autoregressive/time_to_first_token_ms"
-    for number, name in enumerate(("streaming", "window")):
-        done(tmp_path, name, number=number)
-    first, second = (
-        json.loads(path.read_text()) for path in sorted(tmp_path.glob("*/result.json"), key=lambda p: p.stat().st_mtime)
-    )
+    first, second = (cell(tmp_path, name, number=n).metrics for n, name in enumerate(("streaming", "window")))
     assert (first["prefill/shared"], second["prefill/shared"]) == (False, True)
-    assert first[key] == second[key]
+    assert len({run["autoregressive/time_to_first_token_ms"] for run in (first, second)}) == 1
 
 
 @pytest.mark.parametrize(
@@ -107,16 +89,13 @@ def test_several_batches(tmp_path):
 
 def test_a_run_that_fails_leaves_nothing(tmp_path, monkeypatch):
     done(tmp_path, "streaming")
-    monkeypatch.setattr("magicdec.scenarios.compare.profile_round", lambda *_: 1 / 0)
+    monkeypatch.setattr(compare, "profile_round", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         done(tmp_path, "window")
     assert SHARED.num_bytes == 0
 
 
 def test_small_facts_are_found_once_and_not_after_a_failure(tmp_path, monkeypatch):
-    from magicdec.planning import build
-    from magicdec.scenarios import compare
-
     found = []
     for module, name in ((build, "load_tokenizer"), (compare, "read_bandwidth"), (compare, "matmul_rate")):
         own = getattr(module, name)
@@ -130,40 +109,37 @@ def test_small_facts_are_found_once_and_not_after_a_failure(tmp_path, monkeypatc
 
 
 def turn_of(tmp_path, name, turn, *overrides, number=0):
-    """Measure one repeat of a cell, or all that are left (0). Return result.json."""
-    config = compose([*BASE, *CELLS[name].split(), "scenario.repeats=2", "sweep.turns=true", *overrides])
-    config = replace(config, runs_dir=str(tmp_path))
-    return run(config, Job((), tmp_path / "sweeps" / "one", number, turn))
+    """Measure one repeat of a cell, or all that are left (0)."""
+    keys = ("scenario.repeats=2", "sweep.turns=true", *overrides)
+    return cell(tmp_path, name, *keys, number=number, turn=turn)
 
 
-def decoded_s(tmp_path, result):
-    """The seconds of each repeat, of the first row."""
-    rows = (tmp_path / result["id"] / "generations.jsonl").read_text().splitlines()
-    return json.loads(rows[0])["decode_s"]["speculative"]
+def num_decoded(run):
+    """The number of repeats of the first row."""
+    return len(run.generations[0]["decode_s"]["speculative"])
 
 
 @pytest.mark.parametrize("resume", ["true", "false"])
 def test_runs_that_take_turns_end_with_all_repeats(tmp_path, resume):
     """Each turn is on disk when it ends, and the last one has what a run of its own has."""
-    keep = f"resume={resume}"
-    for number, name in enumerate(("streaming", "quest")):
-        part = turn_of(tmp_path, name, 1, keep, number=number)
+    cells = list(enumerate(("streaming", "quest")))
+    for number, name in cells:
+        part = turn_of(tmp_path, name, 1, f"resume={resume}", number=number).metrics
         assert (part["repeats"], "time/draft_ms" in part) == (1, False)
-    ends = [turn_of(tmp_path, name, 2, keep, number=number) for number, name in enumerate(("streaming", "quest"))]
-    for number, (name, end) in enumerate(zip(("streaming", "quest"), ends, strict=True)):
-        assert (end["repeats"], end["prefill/shared"], len(decoded_s(tmp_path, end))) == (2, True, 2)
+    ends = [turn_of(tmp_path, name, 2, f"resume={resume}", number=number) for number, name in cells]
+    for (number, name), end in zip(cells, ends, strict=True):
+        assert (end.metrics["repeats"], end.metrics["prefill/shared"], num_decoded(end)) == (2, True, 2)
         alone = done(tmp_path / "alone", name, "scenario.repeats=2", share="none", number=number)[2]
         others = alone.keys() - {"prefill/shared", "acceptance_rounds"}  # of the last turn, which are those of any
-        assert {key: end[key] for key in others} == {key: alone[key] for key in others}
-    assert {path.parent.name for path in tmp_path.glob("*/result.json")} == {end["id"] for end in ends}
+        assert {key: end.metrics[key] for key in others} == {key: alone[key] for key in others}
+    assert {path.parent for path in tmp_path.glob("*/result.json")} == {end.folder for end in ends}
 
 
 def test_turns_of_a_run_that_is_done_are_skipped_and_those_of_an_interrupted_one_go_on(tmp_path, capsys):
     first = turn_of(tmp_path, "streaming", 1)
     other = turn_of(tmp_path, "streaming", 1, number=1)  # the sweep was started again
-    assert other["repeats"] == 2
-    assert len(decoded_s(tmp_path, other)) == 2
-    assert not (tmp_path / first["id"]).exists()
+    assert (other.metrics["repeats"], num_decoded(other)) == (2, 2)
+    assert not first.folder.exists()
     for turn in (1, 2):
-        assert turn_of(tmp_path, "streaming", turn, number=2)["id"] == other["id"]
+        assert turn_of(tmp_path, "streaming", turn, number=2).folder == other.folder
     assert capsys.readouterr().err.count("skipped") == 1

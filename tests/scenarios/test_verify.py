@@ -10,22 +10,11 @@ from magicdec.costmodel.engine_settings import read_vllm
 from magicdec.errors import UserError
 from magicdec.measure import metrics
 from magicdec.scenarios import verify
-from magicdec.tracking.progress import progress
+from tests.runs import outcome
 
 SMALL = ["scenario=verify", "hardware=cpu", "batch.generate_len=6", "cache.budget=64", "scenario.repeats=2"]
 SMALL += ["scenario.batch_sizes=[1,2]", "scenario.context_lens=[128,256]", "scenario.gammas=[1,2]"]
 PER_TOKEN_MS = {0: 10.0, 1: 8.0, 2: 5.0, 4: 20.0}  # by gamma, in the order of passes
-
-
-def run(*overrides: str):
-    with progress() as bars:
-        return verify.run(verify.prepare(compose([*SMALL, *overrides])), bars)
-
-
-def schedule_file(folder, entries) -> str:
-    path = folder / "schedule.json"
-    path.write_text(json.dumps({"method": "ngram", "num_speculative_tokens_per_batch_size": entries}))
-    return str(path)
 
 
 @pytest.fixture
@@ -33,23 +22,22 @@ def timed(monkeypatch):
     """Rounds take what PER_TOKEN_MS says. Collects the gammas in the order of their passes."""
     passes: list[int] = []
     decoded = verify._decoded
-    monkeypatch.setattr(verify, "_decoded", lambda batch, gamma: [passes.append(gamma), decoded(batch, gamma)][1])
+    monkeypatch.setattr(verify, "_decoded", lambda batch, gamma: passes.append(gamma) or decoded(batch, gamma))
     times = itertools.cycle(PER_TOKEN_MS.values())  # asked for after each repeat
     monkeypatch.setattr(metrics, "time_per_output_token_ms", lambda rows: next(times))
     return passes
 
 
 def test_a_schedule_is_held_against_every_gamma_in_turn(timed, tmp_path):
-    file = schedule_file(tmp_path, [[1, 1, 1, 200, 4], [2, 8, 1, 200, 1], [1, 8, 201, 9999, 2]])
-    found = run(f"scenario.file={file}")
+    entries = [[1, 1, 1, 200, 4], [2, 8, 1, 200, 1], [1, 8, 201, 9999, 2]]
+    schedule = {"method": "ngram", "num_speculative_tokens_per_batch_size": entries}
+    (tmp_path / "schedule.json").write_text(json.dumps(schedule))
+    found = outcome(*SMALL, f"scenario.file={tmp_path}/schedule.json")
     assert timed[:12] == [0, 1, 2, 4] * 3  # a warm-up, and two repeats; the file's own gamma is measured, too
     lines = {(line["batch_size"], line["context_len"]): line for line in found.history}
-    assert {cell: (line["gamma"], line["best_gamma"]) for cell, line in lines.items()} == {
-        (1, 128): (4, 2),
-        (2, 128): (1, 2),
-        (1, 256): (2, 2),
-        (2, 256): (2, 2),
-    }
+    assert {line["best_gamma"] for line in found.history} == {2}
+    chosen = {cell: line["gamma"] for cell, line in lines.items()}
+    assert chosen == {(1, 128): 4, (2, 128): 1, (1, 256): 2, (2, 256): 2}
     assert lines[2, 128]["share_of_best"] == pytest.approx(5 / 8)
     assert lines[1, 256]["speedup/gamma_2"] == pytest.approx(2.0)
     assert found.metrics["verify/worst_share"] == pytest.approx(5 / 20)
@@ -57,31 +45,28 @@ def test_a_schedule_is_held_against_every_gamma_in_turn(timed, tmp_path):
 
 
 def test_without_a_file_the_schedule_is_predicted_from_the_acceptance_measured_here():
-    found = run()
+    found = outcome(*SMALL)
     assert len(found.history) == 4
     for line in found.history:
         assert 0 < line["alpha"] <= 1
         assert line["gamma"] in (0, 1, 2)
-        assert line["share_of_best"] == pytest.approx(
-            line[f"speedup/gamma_{line['gamma']}"] / line[f"speedup/gamma_{line['best_gamma']}"]
-        )
+        chosen, best = (line[f"speedup/gamma_{line[gamma]}"] for gamma in ("gamma", "best_gamma"))
+        assert line["share_of_best"] == pytest.approx(chosen / best)
 
 
 def test_a_schedule_of_measured_steps_takes_the_gamma_whose_rounds_were_fastest(monkeypatch):
     seconds = itertools.cycle([1.0, 0.01, 100.0])  # of a round without a draft, with gamma 1, with gamma 2
     monkeypatch.setattr(verify, "_round_s", lambda generation: next(seconds))
-    found = run("scenario.steps=measured")
+    found = outcome(*SMALL, "scenario.steps=measured")
     assert {line["gamma"] for line in found.history} == {1}
     assert all(line["predicted/speedup/gamma_1"] > 90 > 1 > line["predicted/speedup/gamma_2"] for line in found.history)
 
 
 def test_the_turns_of_a_small_batch_take_one_prompt_after_another(monkeypatch):
     opened: list[list[list[int]]] = []
-    of = verify.NativeEngine.open
-    monkeypatch.setattr(
-        verify.NativeEngine, "open", lambda self, prompts: [opened.append(prompts), of(self, prompts)][1]
-    )
-    run("scenario.context_lens=[128]", "scenario.repeats=3")
+    start = verify.NativeEngine.open
+    monkeypatch.setattr(verify.NativeEngine, "open", lambda self, rows: opened.append(rows) or start(self, rows))
+    outcome(*SMALL, "scenario.context_lens=[128]", "scenario.repeats=3")
     *_, small, other, both = opened  # after what chooses the chunks of the prefill
     assert both == small + other
     assert small != other

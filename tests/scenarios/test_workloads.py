@@ -4,29 +4,25 @@ import json
 
 import pytest
 
-from magicdec.config.load import compose
-from magicdec.scenarios import Job, run
 from magicdec.tracking.report.page import html_page
 from magicdec.tracking.report.rows import read_rows
 from magicdec.units import WAYS
+from tests.runs import run_here
 from tests.serving.conftest import SETTINGS
-
-SMALL = ["batch.size=3", "batch.context_len=60", "batch.generate_len=12", "tracker=[]"]
 
 
 def stored(folder, content, *overrides):
     """The result of a run on these rows, with the lines of its history and generations."""
     file = folder / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in content))
-    result = run(compose([*SMALL, f"data.path={file}", f"runs_dir={folder}/runs", *overrides]), Job())
-    files = {name: folder / "runs" / result["id"] / f"{name}.jsonl" for name in ("history", "generations")}
-    return result | {name: [json.loads(line) for line in file.read_text().splitlines()] for name, file in files.items()}
+    run = run_here(folder / "runs", "batch.size=3", "batch.context_len=60", f"data.path={file}", *overrides)
+    return run.metrics | {"history": run.history, "generations": run.generations}
 
 
 def test_acceptance_and_tokens_of_each_category(tmp_path, capsys):
     rows = [{"kind": kind, "text": f"def {kind}{n}(self): return " * 2} for n, kind in enumerate("aab" * 2)]
-    keys = ["data=jsonl", "data.prompt=text", "data.category=kind", "hardware=cpu", "attention=sdpa", "cache.budget=24"]
-    result = stored(tmp_path, rows, *keys, "scenario.repeats=1", "scenario.profile_repeats=1", "batch.num_batches=2")
+    keys = ["data=jsonl", "data.prompt=text", "data.category=kind", "attention=sdpa", "cache.budget=24"]
+    result = stored(tmp_path, rows, *keys, "batch.num_batches=2")
     assert [(result[f"category/{name}/rows"], result[f"category/{name}/tokens"]) for name in "ab"] == [(4, 48), (2, 24)]
     assert [row["category"] for row in result["generations"]] == ["a", "b", "a", "b", "a", "a"]
     for name in "ab":
@@ -48,7 +44,6 @@ def test_a_trace_is_replayed_with_its_arrivals_and_lengths(tmp_path, draft, caps
     fields = ["data.prompt_len=in", "data.output_len=out", "data.arrival=at", "data.category=model"]
     load = ["scenario.concurrencies=[]", "scenario.replays=[1,4]", "scenario.num_requests=4"]
     overrides = [*SETTINGS, "data=jsonl", *fields, "data.arrival_unit_s=0.001", *load, f"draft={draft}"]
-    overrides = [one for one in overrides if draft == "self" or not one.startswith(("draft.gamma", "cache."))]
     result = stored(tmp_path, rows, *overrides)
     assert [level["replay"] for level in result["history"]] == [1, 4]
     assert "replay" not in result
