@@ -4,4 +4,4 @@ import sys
 
 from tests.programs import ROOT
 
-sys.path.append(str(ROOT / "benchmarks"))
+sys.path.insert(0, str(ROOT / "benchmarks"))

@@ -114,6 +114,7 @@ def test_damaged_runs_are_a_line_each_and_the_rest_is_shown(store, run, monkeypa
         sweep.refuse_if_stopped(store / "sweeps" / "one", 0)
     run(report, store, "--columns", "id,status,kind,reason,target.name,device,folder")
     run(report, store, "--group-by", "target.name,cache.policy")
+    run(report, store, "--sort", "speedup", "--where", "budget>0")
     run(report, store, "--sweep", "one", "--html", store / "sweep.html")
     parquet = ["--parquet", store / "runs.parquet"] if find_spec("pyarrow") else []
     run(report, store, "--html", store / "page.html", "--csv", store / "runs.csv", *parquet)

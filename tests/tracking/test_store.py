@@ -154,13 +154,15 @@ def test_an_attempt_whose_process_died_is_marked_by_the_next(tmp_path):
     dead = Run.open(tmp_path, "abc", CONFIG)
     (dead.folder / "result.json").write_text(json.dumps(dead.result | {"pid": os.getpid() + 1}))
     (dead.folder / ".generations.jsonl.1.tmp").touch()
+    shown = load_run(dead.folder)
     with locked(tmp_path / "abc"):
+        assert load_run(dead.folder)["status"] == "running"
         assert Run.open(tmp_path, "abc", CONFIG).id == "abc-2"
         assert load_run(tmp_path / "abc-2")["status"] == "running"
-    result = result_of(dead)
-    assert (result["status"], result["kind"]) == ("failed", "interrupted")
-    assert "duration_s" not in result, "nobody knows when it was killed"
-    assert f"process {os.getpid() + 1} on" in result["reason"]
+    for result in (shown, result_of(dead)):
+        assert (result["status"], result["kind"]) == ("failed", "interrupted")
+        assert "duration_s" not in result, "nobody knows when it was killed"
+        assert f"process {os.getpid() + 1} on" in result["reason"]
     assert not list(dead.folder.glob(".*"))
 
 
@@ -305,6 +307,12 @@ def test_readers_pass_over_what_is_torn_or_foreign(tmp_path, caplog):
         "list": b"[1]",
         "empty": b"",
         "binary": b"\xff\xfe\x00",
+        "deep": b'{"status": "done", "speedup": %s}' % (b"[" * 5000 + b"]" * 5000),
+        "surrogate": b'{"status": "done", "device": "\\ud800"}',
+        "nan": b'{"status": "done", "speedup": NaN}',
+        "huge": b'{"status": "done", "speedup": 1%s}' % (b"0" * 400),
+        "a status": b'{"status": ["done"]}',
+        "overrides": b'{"status": "done", "overrides": [1]}',
     }
     for name, content in contents.items():
         (tmp_path / name).mkdir()
@@ -322,6 +330,8 @@ def test_readers_pass_over_what_is_torn_or_foreign(tmp_path, caplog):
 
 
 NESTED = "[" * 200_000
+SOUND = yaml.safe_dump(CONFIG)
+NO_JSON = "holds what JSON has no type for"
 
 
 @pytest.mark.parametrize(
@@ -330,9 +340,13 @@ NESTED = "[" * 200_000
         ("", "target: Field required"),
         ("a: [", "while parsing a flow node"),
         (yaml.safe_dump(with_changes(draft={"gamma": "many"})), r"draft\.gamma.*: Input should be "),
-        (f"{yaml.safe_dump(CONFIG)}a: {NESTED}", "(nested too deeply|.*nesting depth)"),  # ours, and PyYAML's own
-        (f"{yaml.safe_dump(CONFIG)}a: {{}}\nb: &b [*b, *b]", "an anchor or alias, b"),
-        (f"{yaml.safe_dump(CONFIG)}a: .nan", "a: holds what JSON has no type for"),
+        (f"{SOUND}a: {NESTED}", "(nested too deeply|.*nesting depth)"),  # ours, and PyYAML's own
+        (f"{SOUND}a: {{}}\nb: &b [*b, *b]", "an anchor or alias, b"),
+        (f"{SOUND}a: .nan", f"a: {NO_JSON}"),
+        (f"{SOUND}batch: {{size: 2026-01-01}}", f"batch: {NO_JSON}"),
+        (f"{SOUND}target: {{name: .nan}}\nbatch: {{size: [1], context_len: {{a: x}}}}\n1: 2", f"target: {NO_JSON}"),
+        (f"{SOUND}batch: 5\nscenario: serve", "scenario: Input should be a valid dictionary"),
+        (f"{SOUND}batch: !!python/object:os.system x", "could not determine a constructor for the tag"),
     ],
 )
 def test_a_damaged_configuration_is_named(tmp_path, config, why):
