@@ -11,7 +11,7 @@ from magicdec.config.choices import CacheConfig, DraftConfig
 from magicdec.config.options import known_keys
 from magicdec.tracking.report.__main__ import main
 from tests.programs import ROOT, python
-from tools import check_docs
+from tools import check_docs, reference
 
 COMMANDS = check_docs.commands()
 FIRST = [command for command in COMMANDS if command.page in ("README.md", "docs/quickstart.md")]
@@ -74,32 +74,25 @@ def test_all_other_commands_are_valid(command):
 
 
 def test_a_wrong_command_is_found():
-    wrong = (
-        ("compose", ("cache.budgt=1",)),
-        ("compose", ("target=nobody",)),
-        ("parse", ("report", "runs", "--colums", "a")),
-    )
-    for kind, arguments in wrong:
-        assert check_docs.check(check_docs.Command("", "", kind, arguments)) != ""
+    for kind, *arguments in (
+        ("compose", "cache.budgt=1"),
+        ("compose", "target=nobody"),
+        ("parse", "report", "runs", "--colums", "a"),
+    ):
+        assert check_docs.check(check_docs.Command("", "", kind, tuple(arguments))) != ""
 
 
 @pytest.mark.parametrize("page", ["configuration.md", "cli.md"])
-def test_generated_pages_are_current(page, monkeypatch):
+def test_generated_pages_are_current(page):
     """If this fails, run python tools/reference.py."""
-    from tools import reference
-
     assert (ROOT / "docs/reference" / page).read_text(encoding="utf-8") == reference.WRITERS[page]()
 
 
 def test_every_setting_is_in_the_reference():
     text = (ROOT / "docs/reference/configuration.md").read_text(encoding="utf-8")
     shown = set(re.findall(r"^\| `([\w.]+)` \|", text, re.MULTILINE))
-    facts = {"drafts", "one_row"} | {
-        name
-        for base in (CacheConfig, DraftConfig)
-        for name, hint in base.__annotations__.items()
-        if "ClassVar" in str(hint)
-    }
+    hints = CacheConfig.__annotations__ | DraftConfig.__annotations__
+    facts = {"drafts", "one_row"} | {name for name, hint in hints.items() if "ClassVar" in str(hint)}
     groups = {key.rpartition(".")[0] for key in known_keys()} | {"draft.model", "draft.cache"}
     copies = ("draft.model.", "draft.cache.", "target.architecture.rope_scaling.")
     keys = {key for key in known_keys() if not key.startswith(copies) and key.rpartition(".")[2] not in facts}

@@ -3,13 +3,11 @@
 import importlib
 import re
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 
-from tests.test_layers import LAYERS
+from tests.test_layers import LAYERS, ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "magicdec/models/tiny/README.md"]
 ARCHITECTURE = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
 
@@ -32,18 +30,14 @@ def test_files_that_the_page_names_exist():
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_lead_somewhere(document):
-    links = re.findall(r"\]\(([^)#\s]+)", document.read_text(encoding="utf-8"))
-    assert [link for link in links if ":" not in link and not (document.parent / link).exists()] == []
-
-
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_anchors_exist(document):
-    """A link to a heading of a page names one that the page has."""
-    for page, anchor in re.findall(r"\]\(([^)#\s:]*)#([^)\s]+)\)", document.read_text(encoding="utf-8")):
-        text = ((document.parent / page) if page else document).read_text(encoding="utf-8")
-        headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
-        slugs = {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
-        assert anchor in slugs, (page, anchor, slugs)
+    """Each names a file that exists and, with an anchor, a heading that the page has."""
+    for page, anchor in re.findall(r"\]\(([^)#\s:]*)(?:#([^)\s]+))?[)\s]", document.read_text(encoding="utf-8")):
+        path = document.parent / page if page else document
+        assert path.exists(), page
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+            slugs = {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+            assert anchor in slugs, (page, anchor, slugs)
 
 
 @pytest.mark.extra

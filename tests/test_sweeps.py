@@ -2,7 +2,7 @@
 
 import contextlib
 import errno
-import json
+import itertools
 import multiprocessing
 import os
 import random
@@ -18,6 +18,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import vl_convert
 from hydra.core.utils import JobStatus
 from omegaconf import OmegaConf
 
@@ -28,19 +29,20 @@ from hydra_plugins import job_groups
 from hydra_plugins.process_launcher import ProcessLauncher, SweepJob, lost_code
 from magicdec import cli
 from magicdec.config.load import compose
-from magicdec.errors import StorageError, UserError
+from magicdec.errors import StorageError
 from magicdec.scenarios import Job, run
 from magicdec.threads import usual
 from magicdec.tracking import lock
 from magicdec.tracking.lock import Busy, is_locked, locked
-from magicdec.tracking.reader import iter_runs, latest, load_run, run_of
+from magicdec.tracking.reader import iter_runs, latest, run_of
 from magicdec.tracking.report import __main__ as report
 from magicdec.tracking.store import Run
 from magicdec.tracking.sweep import BUSY, jobs, record
 from tests import quick_launch
+from tests.programs import ROOT
 from tests.tracking.sample import CONFIG, finished_run, result_of
 
-ROOT = Path(__file__).parents[1]
+FORK = multiprocessing.get_context("fork")
 GRID = [(gamma, budget) for gamma in (1, 2, 3, 4) for budget in (32, 64, 128)]
 COMMON = ["hardware=cpu", "batch.size=1", "batch.context_len=64", "batch.generate_len=4", "wandb.mode=disabled"]
 
@@ -57,33 +59,36 @@ def starts(tmp_path, monkeypatch):
 
 @pytest.fixture
 def quick(starts, monkeypatch):
-    """Runs of this process and those forked from it take a moment."""
+    """Runs of this process and those forked from it take a moment, and pages have no charts."""
+    monkeypatch.setattr(vl_convert, "javascript_bundle", lambda _: "")
     monkeypatch.setattr(magicdec.scenarios, "_scenario", lambda config: quick_launch)
     monkeypatch.setattr(magicdec.planning.build, "num_bytes", quick_launch.num_bytes)
     monkeypatch.setattr(magicdec.planning.duration, "seconds", quick_launch.seconds)
     return starts
 
 
+def started(function, *arguments):
+    """Return a process forked from this one."""
+    process = FORK.Process(target=function, args=arguments)
+    process.start()
+    return process
+
+
 # Sweeps without Hydra, which takes a second to start: what becomes of a run is up to magicdec.scenarios.run
 
 
 @pytest.fixture
-def forked(quick, monkeypatch):
+def forked(quick):
     """Start a sweep of the 12 runs of GRID in a process of its own, one after another as hydra/launcher=basic does."""
     base = compose(COMMON)
 
-    def sweep(runs, name):
+    def sweep(runs):
         for number, (gamma, budget) in enumerate(GRID):
             draft, cache = replace(base.draft, gamma=gamma), replace(base.cache, budget=budget)
             config = replace(base, runs_dir=str(runs), draft=draft, cache=cache)
-            run(config, Job((f"draft.gamma={gamma}",), runs / "sweeps" / name, number, waits=True))
+            run(config, Job((f"draft.gamma={gamma}",), runs / "sweeps" / "a sweep", number, waits=True))
 
-    def start(runs, name="a sweep"):
-        process = multiprocessing.get_context("fork").Process(target=sweep, args=(runs, name))
-        process.start()
-        return process
-
-    return start
+    return lambda runs: started(sweep, runs)
 
 
 def ended(process):
@@ -111,45 +116,47 @@ def decisive(runs):
     return texts, facts
 
 
-def done(runs):
-    """The ids of the attempts that are done, each with the moment."""
-    return {run["id"]: run["finished"] for run in iter_runs(runs) if run["status"] == "done"}
+def done(runs, before=()):
+    """The attempts that are done, each with the moment: those of `before`, too."""
+    found = {(run["id"], run["finished"]) for run in iter_runs(runs) if run["status"] == "done"}
+    assert found.issuperset(before)
+    return found
+
+
+def check_all_done_once(runs, calm, before=()):
+    """The runs of GRID, as an undisturbed sweep has done them."""
+    assert len(done(runs, before)) == len(GRID), "what was done is not done again"
+    assert decisive(runs) == decisive(calm)
+    assert not list(runs.glob("*/.*")), "neither locks nor files half written"
 
 
 def test_killed_at_ten_random_moments_and_started_again(tmp_path, forked):
     calm, runs = tmp_path / "calm", tmp_path / "runs"
     assert ended(forked(calm)) == 0
     moments = seeded()
-    before, kills = {}, 0
+    before, kills = set(), 0
     while kills < 10:
         process = forked(runs)
         time.sleep(moments.uniform(0, 0.25))
         process.kill()
         kills += ended(process) == -signal.SIGKILL
-        assert before.items() <= done(runs).items()
-        before = done(runs)
+        before = done(runs, before)
         if len(before) == len(GRID):  # a fast machine: all over again
             shutil.rmtree(runs)
-            before = {}
+            before = set()
     assert ended(forked(runs)) == 0
-    assert before.items() <= done(runs).items()
-    assert len(done(runs)) == len(GRID), "what was done is not done again"
-    assert decisive(runs) == decisive(calm)
-    assert not list(runs.glob("*/.*")), "neither locks nor files half written"
+    check_all_done_once(runs, calm, before)
 
 
 def test_four_sweeps_in_one_store(tmp_path, forked, starts):
     calm, runs = tmp_path / "calm", tmp_path / "runs"
     assert ended(forked(calm)) == 0
-    before = len(list(starts.iterdir()))
-    processes = [forked(runs, "a sweep") for _ in range(4)]
+    processes = [forked(runs) for _ in range(4)]
     assert [ended(process) for process in processes] == [0] * 4
-    assert len(list(starts.iterdir())) - before == len(GRID), "no run was begun twice"
-    assert len(folders(runs)) == len(done(runs)) == len(GRID)
-    assert decisive(runs) == decisive(calm)
-    assert not list(runs.glob("*/.*"))
-    lines = (runs / "sweeps" / "a sweep" / "jobs.jsonl").read_text().splitlines()
-    assert len([json.loads(line) for line in lines]) == 4 * len(GRID)
+    assert len(list(starts.iterdir())) == 2 * len(GRID), "no run was begun twice"
+    assert len(folders(runs)) == len(GRID)
+    check_all_done_once(runs, calm)
+    assert len(jobs(runs / "sweeps" / "a sweep")) == 4 * len(GRID)
 
 
 @pytest.fixture
@@ -162,22 +169,6 @@ def tmpfs(tmp_path):
         pytest.skip(f"needs the right to mount: {mounted.stderr.decode().strip()}")
     yield place
     subprocess.run(["umount", "--lazy", str(place)], check=True)
-
-
-def test_a_full_disk_and_a_read_only_store(tmpfs):
-    before = finished_run(tmpfs)
-    (tmpfs / "filler").write_bytes(bytes(200 << 10))
-    rows = ({"row": 0, "speculative": list(range(1000))} for _ in range(100))
-    again = Run.open(tmpfs, "abc", CONFIG)
-    with pytest.raises(UserError, match=rf"^runs_dir={tmpfs}: cannot write: No space left on device; choose"):
-        again.finish({"speedup": 9.0}, rows, [])
-    assert result_of(before)["speedup"] == 1.5
-    assert not list(before.folder.glob(".*"))
-    (tmpfs / "filler").unlink()
-    subprocess.run(["mount", "-o", "remount,ro", str(tmpfs)], check=True)
-    with pytest.raises(UserError, match=r"cannot write .*: Read-only file system; choose a folder with runs_dir="):
-        Run.open(tmpfs, "abc", CONFIG)
-    assert load_run(before.folder)["speedup"] == 1.5
 
 
 @pytest.mark.parametrize("free_kib", [12, 24, 32])
@@ -222,29 +213,6 @@ def test_a_lock_on_a_file_that_was_removed_is_none(tmp_path, monkeypatch, taken_
     descriptor = lock._try(path)
     assert descriptor is not None
     os.close(descriptor)
-
-
-def test_a_killed_process_leaves_no_lock_and_its_run_was_interrupted(tmp_path):
-    def hold():
-        with locked(tmp_path / "abc"):
-            Run.open(tmp_path, "abc", CONFIG)
-            there.close()
-            time.sleep(60)
-
-    here, there = multiprocessing.Pipe()
-    process = multiprocessing.get_context("fork").Process(target=hold)
-    process.start()
-    there.close()
-    with pytest.raises(EOFError):
-        here.recv()
-    assert load_run(tmp_path / "abc")["status"] == "running"
-    process.kill()
-    process.join()
-    found = load_run(tmp_path / "abc")
-    assert (found["status"], found["kind"]) == ("failed", "interrupted")
-    assert f"process {process.pid} on " in found["reason"]
-    with locked(tmp_path / "abc"):
-        assert Run.open(tmp_path, "abc", CONFIG).id == "abc-2"
 
 
 def test_what_a_dead_process_left_running_is_buried_by_another(tmp_path):
@@ -293,8 +261,7 @@ def test_a_job_that_fails_or_dies_is_one_failed_run(tmp_path, starts, monkeypatc
     }
     assert found[2]["pid"] not in (found[6]["pid"], found[7]["pid"]), "no job follows one that failed in its process"
     (folder,) = (runs / "sweeps").glob("*_mine")
-    lines = [json.loads(line) for line in (folder / "jobs.jsonl").read_text().splitlines()]
-    assert {line["id"] for line in lines} == {run["id"] for run in found.values()}
+    assert {line["id"] for line in jobs(folder)} == {run["id"] for run in found.values()}
     assert (folder / "multirun.yaml").exists()
     assert {run["config"]["wandb"]["group"] for run in found.values()} == {"mine"}
     stored = [path.read_text() for path in runs.rglob("*") if path.is_file()]
@@ -321,7 +288,7 @@ def test_a_sweep_of_processes_killed_at_ten_random_moments(tmp_path, starts):
     calm, runs, moments = tmp_path / "calm", tmp_path / "runs", seeded()
     grid = ["sweep.name=mine", "draft.gamma=1,2,3,4", "cache.budget=32,64,128"]
     assert finished(start(calm, *grid)).code == 0
-    before = {}
+    before = set()
     for kill in range(10):
         sweep = start(runs, *grid)
         time.sleep(moments.uniform(0.5, 5))
@@ -331,14 +298,10 @@ def test_a_sweep_of_processes_killed_at_ten_random_moments(tmp_path, starts):
             os.killpg(sweep.pid, signal.SIGKILL)
         sweep.communicate(timeout=20)  # its jobs hold the other ends of these pipes: they are gone, too
         assert not any(is_locked(path) for path in folders(runs))
-        assert before.items() <= done(runs).items()
-        before = done(runs)
+        before = done(runs, before)
     last = finished(start(runs, *grid))
     assert last.code == 0, last.err
-    assert before.items() <= done(runs).items()
-    assert len(done(runs)) == len(GRID), "what was done is not done again"
-    assert decisive(runs) == decisive(calm)
-    assert not list(runs.glob("*/.*")), "neither locks nor files half written"
+    check_all_done_once(runs, calm, before)
 
 
 def test_an_interrupt_stops_a_sweep_and_its_jobs(tmp_path, starts, monkeypatch):
@@ -452,13 +415,17 @@ def needs(launcher):
         pytest.skip("needs Slurm: .ci/slurm FOLDER starts one where slurm-wlm is installed")
 
 
+def launch(runs, launcher, *arguments):
+    """Run launch.py with another launcher."""
+    command = [sys.executable, str(ROOT / "launch.py"), "-m", f"hydra/launcher={launcher}", f"runs_dir={runs}"]
+    return subprocess.run([*command, *arguments], cwd=runs.parent, capture_output=True, text=True, timeout=400)
+
+
 def elsewhere(runs, launcher, *arguments):
     """A sweep of three predictions by another launcher, of which the first is refused."""
     needs(launcher)
-    command = [sys.executable, str(ROOT / "launch.py"), "-m", f"hydra/launcher={launcher}", f"runs_dir={runs}"]
-    command += ["scenario=predict", "hardware=h100", "target=llama-3.1-8b", "scenario.alpha=0.8", "wandb.mode=disabled"]
-    command += ["draft.gamma=300,1,2", *arguments]
-    return subprocess.run(command, cwd=runs.parent, capture_output=True, text=True, timeout=200)
+    own = ["scenario=predict", "hardware=h100", "target=llama-3.1-8b", "scenario.alpha=0.8", "wandb.mode=disabled"]
+    return launch(runs, launcher, *own, "draft.gamma=300,1,2", *arguments)
 
 
 @pytest.mark.slow
@@ -492,13 +459,11 @@ def test_a_task_of_another_launcher_is_a_group_of_jobs_that_share_a_prefill(tmp_
     needs(launcher)
     monkeypatch.setenv("RAY_TMPDIR", tempfile.gettempdir())  # whose sockets need a short path
     monkeypatch.setenv("TMPDIR", str(tmp_path))  # and so locks of its own
-    cpus = usual()
-    threads = {"joblib": ["hydra.launcher.n_jobs=1"], "ray": [f"+hydra.launcher.ray.remote.num_cpus={cpus}"]}
+    threads = {"joblib": "hydra.launcher.n_jobs=1", "ray": f"+hydra.launcher.ray.remote.num_cpus={usual()}"}
     runs = tmp_path / "runs"
-    command = [sys.executable, str(ROOT / "launch.py"), "-m", f"hydra/launcher={launcher}", f"runs_dir={runs}", *COMMON]
-    command += ["attention=sdpa", "scenario.repeats=1", "scenario.profile_repeats=1", "cache.budget=24"]
-    command += [*threads.get(launcher, []), "draft.gamma=1,2,3", "data.seed=1,2", "sweep.jobs_per_task=2"]
-    sweep = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=400)
+    own = ["attention=sdpa", "scenario.repeats=1", "scenario.profile_repeats=1", "cache.budget=24"]
+    own += [threads[launcher], "draft.gamma=1,2,3", "data.seed=1,2", "sweep.jobs_per_task=2"]
+    sweep = launch(runs, launcher, *COMMON, *own)
     assert sweep.returncode == 0, sweep.stderr
     assert f"hydra/launcher={launcher}: 6 jobs in 4 tasks" in sweep.stderr
     found = list(iter_runs(runs))
@@ -536,7 +501,9 @@ def here(quick, monkeypatch, capfd, tmp_path, hydra_logging):
     return with_arguments
 
 
-def test_fail_fast(here, starts):
+@pytest.mark.parametrize("own", [job_groups.OWN, ()], ids=["jobs", "a task"])
+def test_fail_fast(here, starts, monkeypatch, own):
+    monkeypatch.setattr(job_groups, "OWN", own)
     sweep = here("-m", "hydra/launcher=basic", "sweep.fail_fast=true", "draft.gamma=6,1,2")
     assert sweep.code == 1
     assert re.findall("job (.) is not started", sweep.err) == ["1", "2"]
@@ -572,14 +539,6 @@ def test_a_launcher_of_tasks_runs_the_jobs_of_a_group_in_one(here, starts, monke
         (gamma, seed) for gamma in (1, 6, 2) for seed in (1, 2)
     ]
     assert [run["status"] for run in done] == ["done"] * 2 + ["failed"] * 2 + ["done"] * 2
-
-
-def test_fail_fast_within_a_task(here, starts, monkeypatch):
-    monkeypatch.setattr(job_groups, "OWN", ())
-    sweep = here("-m", "hydra/launcher=basic", "sweep.fail_fast=true", "draft.gamma=6,1,2")
-    assert sweep.code == 1
-    assert re.findall("job (.) is not started", sweep.err) == ["1", "2"]
-    assert len(list(starts.iterdir())) == 1
 
 
 @pytest.mark.parametrize("change", ["sweep.share=none", "scenario=predict", "engine=transformers"])
@@ -708,12 +667,8 @@ def waiting_processes(monkeypatch):
                     os.kill(os.getpid(), -code)
                 pipe.send(code)
 
-    def started(_, pipe):
-        process = multiprocessing.get_context("fork").Process(target=work, args=(pipe,))
-        process.start()
-        return process
-
-    monkeypatch.setattr("hydra_plugins.process_launcher._started", started)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr("hydra_plugins.process_launcher._started", lambda _, pipe: started(work, pipe))
     # A forked process holds both ends of its pipe, so that it does not notice when the launcher closes its own.
     monkeypatch.setattr("hydra_plugins.process_launcher.GRACE_S", 0.2)
 
@@ -728,14 +683,9 @@ def test_as_many_jobs_at_once_as_visible_gpus(waiting_processes, monkeypatch):
     assert [result.return_value for result in results] == [None] * 5
 
 
-def test_jobs_of_a_group_follow_one_another_in_one_process(waiting_processes, monkeypatch, capfd):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    jobs = [
-        [f"batch.size={rows}", f"cache={policy}", f"draft.gamma={gamma}"]
-        for policy in "ab"
-        for rows in (1, 2)
-        for gamma in (1, 2)
-    ]
+def test_jobs_of_a_group_follow_one_another_in_one_process(waiting_processes, capfd):
+    grid = itertools.product("ab", (1, 2), (1, 2))
+    jobs = [[f"batch.size={rows}", f"cache={policy}", f"draft.gamma={gamma}"] for policy, rows, gamma in grid]
     queue = Queue([(0, 0)] * 8, {})
     assert len(queue.launch(jobs, 0)) == 8
     assert queue.seen == [0, 1, 4, 5, 2, 3, 6, 7]
@@ -748,14 +698,12 @@ def test_jobs_of_a_group_follow_one_another_in_one_process(waiting_processes, mo
     first, second, third, last = queue.processes
     assert first == second, "a process goes on after a job that is done"
     assert len({second, third, last}) == 3, "and is replaced after one that failed, or that was killed"
-    assert [result.status for result in results] == [JobStatus.COMPLETED] + [JobStatus.FAILED] * 2 + [
-        JobStatus.COMPLETED
-    ]
+    done, failed = JobStatus.COMPLETED, JobStatus.FAILED
+    assert [result.status for result in results] == [done, failed, failed, done]
     assert "job 2 (cache=a): killed by SIGKILL" in capfd.readouterr().err
 
 
-def test_a_queue_without_gpus_that_fails_fast(waiting_processes, monkeypatch, capsys):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+def test_a_queue_without_gpus_that_fails_fast(waiting_processes, capsys):
     queue = Queue([(0, 0), (0, 1), (0, 0)], {"fail_fast": True})
     results = queue.launch([["{}"]] * 4, 0)
     assert queue.seen == [0, 1]
@@ -764,7 +712,6 @@ def test_a_queue_without_gpus_that_fails_fast(waiting_processes, monkeypatch, ca
 
 
 def test_a_run_that_another_sweep_is_running_is_left_to_the_end(waiting_processes, monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr("hydra_plugins.process_launcher.RETRY_S", 0.1)
     queue = Queue([(0, BUSY), (0, 0), (0, 0)], {})
     results = queue.launch([["{}"]] * 2, 0)

@@ -2,13 +2,12 @@
 
 import shutil
 import zipfile
-from pathlib import Path
 
 import pytest
 
 from magicdec.version import VERSION
+from tests.programs import ROOT
 
-ROOT = Path(__file__).parents[1]
 CODE = {".py", ".cpp", ".h", ".csv", ".css", ".html", ".js", ".json", ".safetensors", ".typed", ".yaml"}
 builders = pytest.importorskip("hatchling.builders.wheel")
 
@@ -16,12 +15,6 @@ builders = pytest.importorskip("hatchling.builders.wheel")
 def build(source, folder):
     (path,) = builders.WheelBuilder(str(source)).build(directory=str(folder), versions=["standard"])
     return zipfile.ZipFile(path)
-
-
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    with build(ROOT, tmp_path_factory.mktemp("wheel")) as archive:
-        yield archive
 
 
 def files(folder):
@@ -33,26 +26,18 @@ def files(folder):
     }
 
 
-def test_package_and_plugins_are_whole(wheel):
+def test_package_and_plugins_configuration_and_the_command_are_whole(tmp_path):
+    wheel = build(ROOT, tmp_path)
     expected = files("magicdec") | files("hydra_plugins")
     assert {"magicdec/kernels/attention.cpp", "magicdec/models/tiny/target/model.safetensors"} <= expected
     assert {"magicdec/tracking/report/assets/page.html", "hydra_plugins/process_launcher.py"} <= expected
+    for folder in ("conf", "sweeps"):
+        assert len(files(folder)) > 5
+        expected |= {f"magicdec/{name}" for name in files(folder)}
     assert expected - set(wheel.namelist()) == set()
-
-
-@pytest.mark.parametrize("folder", ["conf", "sweeps"])
-def test_configuration_is_in_the_package(wheel, folder):
-    expected = {f"magicdec/{name}" for name in files(folder)}
-    assert len(expected) > 5
-    assert expected - set(wheel.namelist()) == set()
-
-
-def test_nothing_else_is_installed(wheel):
-    assert {name.partition("/")[0] for name in wheel.namelist()} == {
-        "magicdec",
-        "hydra_plugins",
-        f"magicdec-{VERSION}.dist-info",
-    }
+    facts = f"magicdec-{VERSION}.dist-info"
+    assert {name.partition("/")[0] for name in wheel.namelist()} == {"magicdec", "hydra_plugins", facts}
+    assert "magicdec = magicdec.cli:main" in wheel.read(f"{facts}/entry_points.txt").decode()
 
 
 def test_settings_of_this_machine_stay_here(tmp_path):
@@ -66,8 +51,3 @@ def test_settings_of_this_machine_stay_here(tmp_path):
         names = archive.namelist()
     assert "magicdec/conf/config.yaml" in names
     assert not [name for name in names if "local" in name]
-
-
-def test_the_command(wheel):
-    (name,) = (name for name in wheel.namelist() if name.endswith("entry_points.txt"))
-    assert "magicdec = magicdec.cli:main" in wheel.read(name).decode()

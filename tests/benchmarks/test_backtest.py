@@ -3,6 +3,7 @@
 import re
 from statistics import median
 
+import backtest
 import pytest
 
 from tests.programs import ROOT
@@ -11,15 +12,7 @@ RESULTS = ROOT / "docs/results"
 REQUIRED = {"publisher", "source", "model", "hardware", "engine", "draft", "batch", "context", "gamma", "speedup"}
 
 
-@pytest.fixture
-def backtest(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    import backtest
-
-    return backtest
-
-
-def test_measurements_are_complete_and_from_many_sources(backtest):
+def test_measurements_are_complete_and_from_many_sources():
     rows = backtest.read_csv(RESULTS / "backtest.csv")
     assert len(rows) >= 80
     assert len({row["publisher"] for row in rows}) >= 8
@@ -29,7 +22,7 @@ def test_measurements_are_complete_and_from_many_sources(backtest):
     assert any(row["speedup"] < 1 for row in rows)
 
 
-def test_predictions_are_those_of_the_cost_model(backtest):
+def test_predictions_are_those_of_the_cost_model():
     """If this fails, run python benchmarks/backtest.py."""
     stored = backtest.read_csv(RESULTS / "backtest-predictions.csv")
     rows = backtest.read_csv(RESULTS / "backtest.csv")
@@ -38,7 +31,7 @@ def test_predictions_are_those_of_the_cost_model(backtest):
         assert backtest.predict(row)["needed_length"] == pytest.approx(known["needed_length"], rel=1e-4)
 
 
-def test_the_headline_follows_from_the_predictions(backtest):
+def test_the_headline_follows_from_the_predictions():
     rows = backtest.read_csv(RESULTS / "backtest-predictions.csv")
     known = [row for row in rows if row["predicted"] and not row["carried"]]
     right = sum((row["predicted"] > 1) == (row["measured"] > 1) for row in known)
@@ -50,7 +43,7 @@ def test_the_headline_follows_from_the_predictions(backtest):
     assert float(counts[3]) == pytest.approx(100 * error, abs=0.06)
 
 
-def test_batches_carry_the_acceptance_of_the_smallest(backtest):
+def test_batches_carry_the_acceptance_of_the_smallest():
     row = dict.fromkeys(backtest.SERIES, "same") | {"acceptance_length": None}
     small = row | {"batch": 1, "measured": 2.0, "round_steps": 1.5, "needed_length": 3.0}
     large = row | {"batch": 64, "measured": 0.9, "round_steps": 2.0, "needed_length": 1.8}

@@ -7,6 +7,11 @@ import sys
 import time
 from pathlib import Path
 
+import gpu
+import gpu_bench
+import gpu_page
+import gpu_profile
+import gpu_store
 import pytest
 import torch
 
@@ -62,20 +67,16 @@ def test_a_rehearsal_runs_the_bundled_pair(tmp_path):
     assert len([point for point in found["peers"].values() if "ms" in point]) == 3
 
 
-@pytest.fixture
-def gpu_store(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    import gpu_store
-
+@pytest.fixture(autouse=True)
+def short_teardown(monkeypatch):
     monkeypatch.setattr(gpu_store, "TEARDOWN_S", 1)
-    return gpu_store
 
 
 def tried(folder) -> list[str]:
     return (folder / "tried").read_text().split("\n")[:-1]
 
 
-def test_each_fault_costs_its_point_and_no_other(gpu_store, tmp_path):
+def test_each_fault_costs_its_point_and_no_other(tmp_path):
     """None is tried again by the next call, unless it is asked to."""
     store = gpu_store.Store(tmp_path, "abc")
     for _ in range(2):
@@ -98,18 +99,18 @@ def test_each_fault_costs_its_point_and_no_other(gpu_store, tmp_path):
     assert list(store.points("x")) == ["first", "loses the device", "last"]
 
 
-def test_a_process_that_does_not_end_is_ended(gpu_store, tmp_path):
+def test_a_process_that_does_not_end_is_ended(tmp_path):
     began = time.monotonic()
     assert gpu_store.supervise([POINTS, str(tmp_path), "stuck", "first"], gpu_store.Store(tmp_path)) == gpu_store.DONE
     assert time.monotonic() - began < 30
     assert gpu_store.Store(tmp_path).points("x")["first"]["ms"] == 1.0
 
 
-def test_a_process_that_never_measures_is_not_started_for_ever(gpu_store, tmp_path):
+def test_a_process_that_never_measures_is_not_started_for_ever(tmp_path):
     assert gpu_store.supervise([POINTS, str(tmp_path), "broken"], gpu_store.Store(tmp_path)) == 1
 
 
-def test_the_end_of_the_machine_costs_one_point(gpu_store, tmp_path):
+def test_the_end_of_the_machine_costs_one_point(tmp_path):
     """The program that watches is killed, and the one that it has started ends with it."""
     code = "import sys; sys.path.insert(0, sys.argv[3]); import gpu_store as g; from pathlib import Path\n"
     code += "g.supervise([sys.argv[1], sys.argv[2], 'hangs', 'last'], g.Store(Path(sys.argv[2])))"
@@ -128,9 +129,7 @@ def test_the_end_of_the_machine_costs_one_point(gpu_store, tmp_path):
     assert tried(tmp_path) == ["hangs", "last"]
 
 
-def test_the_page_of_a_rehearsal_or_of_nothing_is_not_published(gpu_store, tmp_path, capsys):
-    import gpu
-
+def test_the_page_of_a_rehearsal_or_of_nothing_is_not_published(tmp_path, capsys):
     (tmp_path / "machine.json").write_text(json.dumps({"device": "cpu", "torch": "2", "rehearsal": True}))
     for folder in (tmp_path, tmp_path / "nowhere"):
         assert gpu._publish(gpu_store.Store(folder)) == 2
@@ -139,11 +138,9 @@ def test_the_page_of_a_rehearsal_or_of_nothing_is_not_published(gpu_store, tmp_p
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("memory", "first"), [(139.8, 24), (79.1, 14)])
-def test_every_cell_fits_the_card(gpu_store, monkeypatch, memory, first):
+def test_every_cell_fits_the_card(monkeypatch, memory, first):
     """With the draft's cache, at the largest budget and gamma, by the check that a run has to pass."""
     pytest.importorskip("triton")
-    import gpu_bench
-
     from magicdec.attention import triton_grid
     from magicdec.planning import build
 
@@ -161,10 +158,7 @@ def test_every_cell_fits_the_card(gpu_store, monkeypatch, memory, first):
         build.check_memory(bench.large(rows, context, 2049, 6), rows, context)
 
 
-def test_a_round_s_kernels_are_told_apart_as_on_the_page(gpu_store, monkeypatch):
-    import gpu_bench
-    import gpu_profile
-
+def test_a_round_s_kernels_are_told_apart_as_on_the_page(monkeypatch):
     names = {
         "attend_split": "attention",
         "void flash_fwd_splitkv_combine_kernel<...>": "attention",
@@ -186,9 +180,7 @@ def test_a_round_s_kernels_are_told_apart_as_on_the_page(gpu_store, monkeypatch)
     assert gpu_profile.static_cell(bench) == ((24, 32768, 512, 4), {})
 
 
-def test_the_page_says_what_has_not_been_measured(gpu_store):
-    import gpu_page
-
+def test_the_page_says_what_has_not_been_measured():
     known = {"machine": {"device": "NVIDIA H100", "torch": "2.13"}}
     written = gpu_page.page(lambda part: known.get(part, {}))
     assert written.startswith("# On NVIDIA H100")

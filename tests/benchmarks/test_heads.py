@@ -2,28 +2,18 @@
 
 from itertools import product
 
+import heads_predictions as heads
 import pytest
-
-from tests.programs import ROOT
 
 CELL = ("device", "batch", "context")
 
 
 @pytest.fixture(scope="module")
-def heads():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(ROOT / "benchmarks")
-        import heads_predictions
-
-        yield heads_predictions
-
-
-@pytest.fixture(scope="module")
-def rows(heads):
+def rows():
     return heads.predictions()
 
 
-def test_the_csv_file_is_what_the_program_predicts(heads, rows, tmp_path):
+def test_the_csv_file_is_what_the_program_predicts(rows, tmp_path):
     """If this fails, run python benchmarks/heads_predictions.py."""
     heads.write_csv(tmp_path / "heads.csv", [heads.rounded(row) for row in rows])
     known = heads.read_csv(heads.FOLDER / "heads.csv")
@@ -34,7 +24,7 @@ def test_the_csv_file_is_what_the_program_predicts(heads, rows, tmp_path):
             assert (pytest.approx(value, rel=1e-4) if isinstance(value, float) else value) == theirs[key]
 
 
-def test_speedups_are_the_published_lengths_over_the_steps_of_a_round(heads, rows):
+def test_speedups_are_the_published_lengths_over_the_steps_of_a_round(rows):
     lengths = heads.published_lengths()
     assert sorted(lengths) == [2, 3, 4, 5, 6, 7]
     for row in rows:
@@ -58,7 +48,7 @@ def test_a_streaming_cache_gains_more_the_more_kv_there_is(rows):
         assert gains[0] < gains[1]
 
 
-def test_one_pass_over_one_layer_costs_what_a_step_of_a_head_costs(heads):
+def test_one_pass_over_one_layer_costs_what_a_step_of_a_head_costs():
     setup = heads.Setup(heads.TARGET, heads.hardware_named("h100", "magicdec"), 16, 4000)
     single = heads.Head(layers=1, gamma=1, taps=heads.HeadConfig.like(heads.TARGET).num_taps, own_vocabulary=True)
     at, times = heads.parallel_times(setup, single, "full")

@@ -3,22 +3,15 @@
 import re
 
 import pytest
+import render
 
 from tests.programs import ROOT
 
 PAGES = sorted(path.relative_to(ROOT / "benchmarks/pages") for path in (ROOT / "benchmarks/pages").rglob("*.md"))
 
 
-@pytest.fixture
-def render(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    import render
-
-    return render
-
-
 @pytest.mark.parametrize("page", PAGES, ids=str)
-def test_pages_are_those_of_their_csv_files(page, render):
+def test_pages_are_those_of_their_csv_files(page):
     """If this fails, run python benchmarks/render.py."""
     name = str(page.with_suffix(""))
     text = render.page_of(name).read_text(encoding="utf-8")
@@ -29,7 +22,7 @@ def test_pages_are_those_of_their_csv_files(page, render):
     assert (render.page_of(name).parent / shown[1]).exists()
 
 
-def test_tables_format_cells_and_leave_out_what_is_unknown(render):
+def test_tables_format_cells_and_leave_out_what_is_unknown():
     rows = [{"a": 1024, "b": 0.5, "c": True}, {"a": 2048, "b": None, "c": False}]
     assert render.table(rows, "a:,", "half=b:.0%", "c").splitlines()[2:] == [
         "| 1,024 | 50% | yes |",
@@ -39,12 +32,12 @@ def test_tables_format_cells_and_leave_out_what_is_unknown(render):
     assert table.splitlines() == ["| x | 1,000 | 2,000 |", "| --- | --- | --- |", "| 1 | 2.0 | 3.0 |"]
 
 
-def test_ratios_are_counted_with_their_range_and_median(render):
+def test_ratios_are_counted_with_their_range_and_median():
     assert render.ahead([0.5, None, 1.0, 4.0]) == "2 of 3 cells (0.50x to 4.00x, median 1.00x)"
     assert render.span([2.0, 2.0]) == "2.00x"
 
 
-def test_rows_survive_the_csv_file(render, tmp_path):
+def test_rows_survive_the_csv_file(tmp_path):
     rows = [{"name": "a, b", "number": 1, "share": 0.25, "good": True}, {"name": "c", "number": 2, "good": False}]
     render.write_csv(tmp_path / "rows.csv", rows)
     assert render.read_csv(tmp_path / "rows.csv") == [rows[0], {**rows[1], "share": None}]

@@ -1,36 +1,24 @@
 """The CSV files of results pages: rows of the runs of a sweep, races of engines, acceptances as they are shipped."""
 
-import json
-
 import pytest
+import tables
+from races import races
+from render import DOCS, read_csv
 
 import magicdec
 from magicdec.costmodel.acceptance import published
 from magicdec.errors import UserError
-from tests.programs import ROOT
+from magicdec.tracking.sweep import record
 
 TARGET = "smollm2-135m-q4"
 
 
-@pytest.fixture
-def benchmarks(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-
-
 def way(engine, ms, prefill=2.0, batch=8, **more):
-    return (
-        {"target": "tiny", "batch": batch, "context": 1024, "engine": engine, "measured_by": "here"}
-        | more
-        | {
-            "time_per_output_token_ms": ms,
-            "last_row_s": prefill,
-        }
-    )
+    place = {"target": "tiny", "batch": batch, "context": 1024, "engine": engine, "measured_by": "here"}
+    return place | more | {"time_per_output_token_ms": ms, "last_row_s": prefill}
 
 
-def test_only_like_is_compared_with_like(benchmarks):
-    from races import races
-
+def test_only_like_is_compared_with_like():
     plain = [way("native", 10.0), way("native, self", 5.0), way("llamacpp", 8.0), way("transformers", 12.0, 1.0)]
     (race,) = races(plain)
     assert (race["best_peer"], race["native_to_it"], race["best_on_pytorch"]) == ("llamacpp", 0.8, "transformers")
@@ -42,30 +30,22 @@ def test_only_like_is_compared_with_like(benchmarks):
     assert list(races([way("native", 1.0), way("vllm", 1.0, batch=1)])) == []
 
 
-def test_the_pages_races_are_those_of_its_ways(benchmarks):
-    from races import races
-    from render import DOCS, read_csv
-
-    known = {
-        (row["target"], row["batch"], row["context"]): row for row in read_csv(DOCS / "results/peers-cpu-races.csv")
-    }
+def test_the_pages_races_are_those_of_its_ways():
+    keys = ("target", "batch", "context")
+    known = {tuple(row[key] for key in keys): row for row in read_csv(DOCS / "results/peers-cpu-races.csv")}
     reduced = ("llamacpp, F16", "openvino, 8-bit KV")
     found = list(races(row for row in read_csv(DOCS / "results/peers-cpu.csv") if row["engine"] not in reduced))
     assert len(found) == len(known)
     for race in found:
-        row = known[race["target"], race["batch"], race["context"]]
+        row = known[tuple(race[key] for key in keys)]
         assert (race["best_peer"], race["our_best_way"]) == (row["best_peer"], row["our_best_way"])
         assert race["native_to_it"] == pytest.approx(row["native_to_it"], rel=0.03)  # of rounded times
 
 
-def test_rows_are_those_of_the_runs_of_a_sweep(benchmarks, monkeypatch, tmp_path):
-    import tables
-
+def test_rows_are_those_of_the_runs_of_a_sweep(tmp_path):
     small = ["experiment=quick", "batch.size=4", "batch.context_len=320", "batch.generate_len=8", "tracker=[]"]
     run = magicdec.run([*small, "scenario.repeats=1", f"runs_dir={tmp_path}"])
-    folder = tmp_path / "sweeps/2026-01-01_00-00-00_cpu"
-    folder.mkdir(parents=True)
-    (folder / "jobs.jsonl").write_text(json.dumps({"job": 0, "id": run.folder.name, "overrides": small}) + "\n")
+    record(tmp_path / "sweeps/2026-01-01_00-00-00_cpu", 0, run.folder.name, small)
     ((name, (row,)),) = tables.tables("cpu", tmp_path)
     assert (name, row["run"], row["context"], row["budget"]) == ("cpu", run.folder.name, 320, 64)
     assert row["speedup"] == run.metrics["speedup"]
@@ -74,13 +54,10 @@ def test_rows_are_those_of_the_runs_of_a_sweep(benchmarks, monkeypatch, tmp_path
     assert slow["ms"] / fast["ms"] == pytest.approx(run.metrics["speedup"])
 
 
-def test_a_page_of_two_sweeps_takes_those_that_the_store_holds(benchmarks, monkeypatch, tmp_path):
+def test_a_page_of_two_sweeps_takes_those_that_the_store_holds(monkeypatch, tmp_path):
     """The CSV file of the other one stays as it is."""
-    import tables
-
-    known = {
-        "heads_speedup": [{"id": "1", "status": "done", "torch": "2", "draft.name": "ngram", "target.name": "tiny"}]
-    }
+    row = {"id": "1", "status": "done", "torch": "2", "draft.name": "ngram", "target.name": "tiny"}
+    known = {"heads_speedup": [row]}
 
     def read(runs_dir, sweep):
         if sweep not in known:
@@ -95,9 +72,7 @@ def test_a_page_of_two_sweeps_takes_those_that_the_store_holds(benchmarks, monke
         list(tables.tables("heads", tmp_path))
 
 
-def test_shipped_acceptances_are_those_of_the_page(benchmarks):
-    from render import DOCS, read_csv
-
+def test_shipped_acceptances_are_those_of_the_page():
     shipped = {p[1:6]: p.alpha for p in published() if p.target == TARGET}
     cells = [row for row in read_csv(DOCS / "results/smollm2.csv") if row["draft"] == "self" and row["gamma"] == 3]
     novels = [row for row in cells if (row["text"], row["temperature"], row["generate_len"]) == ("text", 0, 160)]

@@ -19,19 +19,23 @@ metrics = {"speedup": SPEEDUP, "speculative/time_per_output_token_ms": 10 / SPEE
 """
 
 
+def git(folder, *arguments):
+    command = ["git", "-C", folder, "-c", "user.name=a", "-c", "user.email=a@example.org", *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
 @pytest.fixture
 def repository(tmp_path):
     """A repository whose commits a and b differ in what their launch.py measures."""
     folder = tmp_path / "repository"
     folder.mkdir()
-    identity = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
-    subprocess.run(["git", "init", "-q", folder], check=True)
+    git(folder, "init", "-q")
     for name, speedup in (("a", 1.0), ("b", 1.25)):
         source = LAUNCH.replace("SPEEDUP", str(speedup)).replace("NAME", name)
         (folder / "launch.py").write_text(source.replace("LOG", repr(str(tmp_path / "log"))))
-        subprocess.run(["git", "-C", folder, "add", "-A"], check=True)
-        subprocess.run(["git", "-C", folder, *identity, "commit", "-qm", name], check=True)
-        subprocess.run(["git", "-C", folder, "tag", name], check=True)
+        git(folder, "add", "-A")
+        git(folder, "commit", "-qm", name)
+        git(folder, "tag", name)
     return folder
 
 
@@ -42,15 +46,12 @@ def test_two_commits_run_in_turns(repository, tmp_path):
     assert lines[1].split() == ["speedup", "1", "1.25", "1.250", "1.250", "to", "1.250:", "different"]
     assert lines[2].split()[1:4] == ["10", "8", "0.800"]
     assert lines[3:] == ["output: the same tokens"]
-    listed = subprocess.run(["git", "-C", repository, "worktree", "list"], capture_output=True, text=True).stdout
-    assert len(listed.splitlines()) == 1
+    assert len(git(repository, "worktree", "list").splitlines()) == 1
 
 
 def test_a_run_that_fails_is_an_error(repository):
     (repository / "launch.py").write_text("raise SystemExit('no memory')")
-    subprocess.run(
-        ["git", "-C", repository, "-c", "user.name=a", "-c", "user.email=a@example.org", "commit", "-qam", "c"]
-    )
+    git(repository, "commit", "-qam", "c")
     with pytest.raises(RuntimeError, match="no memory"):
         compare(repository, ("a", "HEAD"), 1, [])
 

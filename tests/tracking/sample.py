@@ -2,6 +2,7 @@
 
 import json
 
+from magicdec.tracking.generated import by_round
 from magicdec.tracking.store import Run
 
 CONFIG = {
@@ -63,6 +64,11 @@ METRICS = {
 GENERATIONS = [{"row": 0, "context_len": 4, "autoregressive": [1, 2, 3], "speculative": [1, 2, 3]}]
 HISTORY = [{"round": i, "accepted": i % 5 + 0.5, "rows": 8, "seconds": 0.01, "batch": 0} for i in range(6)]
 SAMPLES = [{"row": 0, "prompt_end": "def f(", "autoregressive": "x): pass", "speculative": None}]
+# Text of a row with rounds of two proposals each, as it is stored in samples.jsonl.
+ROUNDS = [(2, 2), (2, 0), (2, 1)]  # proposed, accepted
+TOKENS = ["the", " c", "at", " s", "at", "\n", "\x1b[31m"]
+SAMPLE = {"row": 0, "context_len": 9, "prompt_end": "once\u202e", "autoregressive": "x", "speculative": "y"}
+SAMPLE |= {"rounds": by_round(TOKENS, ROUNDS)}
 SYSTEM = [{"system/seconds": 5.0 * i, "system/cpu": 0.5, "system/memory_gib": 3.25} for i in (1, 2)]
 
 

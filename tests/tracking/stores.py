@@ -87,19 +87,18 @@ def write_store(runs_dir: Path, number: int, seed: int = 0) -> None:
     rng.shuffle(points)
     for index, values in enumerate(islice(cycle(points), number)):
         values = values | {"data.seed": index // len(points)}
-        write_run(runs_dir, f"{index:012x}", values, outcome_of(values, rng), failed=index % 50 == 49)
+        failed = "out_of_memory" if index % 50 == 49 else ""
+        write_run(runs_dir, f"{index:012x}", values, outcome_of(values, rng), failed)
 
 
-def write_run(runs_dir: Path, run_id: str, values: dict, metrics: dict, failed: bool = False) -> None:
-    folder = runs_dir / run_id
+def write_run(runs_dir: Path, run_id: str, values: dict | None = None, metrics: dict | None = None, failed: str = ""):
+    """Store a run with some settings and metrics, or one that has failed in a way of clean.KINDS."""
+    values, folder = values or {}, runs_dir / run_id
     folder.mkdir(parents=True)
     result = {"status": "done", "id": run_id, "attempt": 1, "started": f"2026-01-01T00:00:00+00:00#{run_id}"}
     result |= {"host": "here", "pid": 1, "version": __version__, "commit": None, "torch": "2.13.0"}
     result["overrides"] = [f"{key}={value}" for key, value in values.items()]
-    if failed:
-        result |= {"status": "failed", "kind": "out_of_memory", "reason": "batch.size: too much", "attempt": 2}
-    else:
-        result |= metrics
+    result |= {"status": "failed", "kind": failed, "reason": "batch.size: too much"} if failed else metrics or {}
     (folder / "result.json").write_text(json.dumps(result))
     (folder / "config.yaml").write_text(yaml.dump(config_with(values), Dumper=yaml.CSafeDumper, sort_keys=False))
 

@@ -14,17 +14,12 @@ import magicdec
 from magicdec.errors import JobFailed
 from magicdec.tracking import clean, reader, show, sweep, sync, wandb
 from magicdec.tracking import store as store_module
-from magicdec.tracking.generated import by_round
 from magicdec.tracking.report.__main__ import main as report
 from magicdec.tracking.store import Run
-from tests.tracking.sample import CONFIG, METRICS, with_changes
+from tests.tracking.sample import CONFIG, METRICS, ROUNDS, SAMPLE, with_changes
 from tests.tracking.stores import data_of
 
-ROUNDS = [(2, 2), (2, 0), (2, 1)]
-TOKENS = ["the", " c", "at", " s", "at", "\n", "\x1b[31m"]
 GENERATION = {"row": 0, "context_len": 9, "autoregressive": [5, 6], "speculative": [*range(7)], "rounds": ROUNDS}
-SAMPLE = {"row": 0, "context_len": 9, "prompt_end": "once", "autoregressive": "x", "speculative": "y"}
-SAMPLE |= {"rounds": by_round(TOKENS, ROUNDS)}
 LEVELS = [{"concurrency": n, "speculative/tokens_per_second": 10.0 * n, "speedup": 1.5} for n in (1, 2)]
 FILES = ("result.json", "config.yaml", "samples.jsonl", "generations.jsonl", "history.jsonl")
 ODD = [None, True, -1, 7, 0.5, 2**70, 10**400, float("nan"), float("inf")]
@@ -119,6 +114,7 @@ def test_damaged_runs_are_a_line_each_and_the_rest_is_shown(store, run, monkeypa
         sweep.refuse_if_stopped(store / "sweeps" / "one", 0)
     run(report, store, "--columns", "id,status,kind,reason,target.name,device,folder")
     run(report, store, "--group-by", "target.name,cache.policy")
+    run(report, store, "--sort", "speedup", "--where", "budget>0")
     run(report, store, "--sweep", "one", "--html", store / "sweep.html")
     parquet = ["--parquet", store / "runs.parquet"] if find_spec("pyarrow") else []
     run(report, store, "--html", store / "page.html", "--csv", store / "runs.csv", *parquet)

@@ -152,15 +152,11 @@ def test_a_launcher_that_gives_a_job_some_of_the_threads_is_refused(
         gpus.refuse_a_share(wanted, launcher, settings)
 
 
-LISTED = """GPU 0: NVIDIA H200 (UUID: GPU-4ce)
-GPU 1: NVIDIA H200 (UUID: GPU-b01)
-"""
-
-
 def test_gpus_are_known_by_what_does_not_depend_on_who_asks(monkeypatch):
     """In a container or under Slurm, two processes may each call another GPU number 0."""
+    listed = "GPU 0: NVIDIA H200 (UUID: GPU-4ce)\nGPU 1: NVIDIA H200 (UUID: GPU-b01)\n"
     monkeypatch.setattr(gpus.shutil, "which", lambda name: name)
-    monkeypatch.setattr(gpus.subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 0, LISTED))
+    monkeypatch.setattr(gpus.subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 0, listed))
     monkeypatch.delenv(gpus.VISIBLE, raising=False)
     assert gpus.visible_gpus() == {"0": "GPU-4ce", "1": "GPU-b01"}
     monkeypatch.setenv(gpus.VISIBLE, "1, GPU-4ce")

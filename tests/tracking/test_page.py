@@ -25,7 +25,6 @@ const numMarks = (id, mark) => document.querySelectorAll(`#${id} .plot .mark-${m
 const text = (id) => document.getElementById(id).textContent;
 const shownPanels = () => [...document.querySelectorAll("article")].filter((a) => !a.hidden).map((a) => a.id);
 const pick = (id, value) => { const s = $(id); s.value = value; s.dispatchEvent(new Event("input")); };
-const styleOf = (selector) => getComputedStyle(document.querySelector(selector));
 const numShown = () => Number(document.body.dataset.shown);
 """
 FIXED = {"overhead_ms": 5.0, "round_ms": 35.0, "target_decode_ms": 10.0, "draft_ms": 5.0, "verify_ms": 20.0}
@@ -76,11 +75,10 @@ def test_the_page_is_self_contained(html):
     assert not re.search(r"/\*[A-Z]+\*/", ours)
 
 
-@pytest.mark.parametrize("rates", [(float("nan"), 0.5), (float("inf"), float("inf"))])
-def test_values_that_are_no_numbers_do_not_break_the_page(rates):
+def test_values_that_are_no_numbers_do_not_break_the_page():
     """JSON has no NaN: a browser would read nothing at all."""
-    html = page.html_page([done(i, acceptance_rate=rate) for i, rate in enumerate(rates)], "a page")
-    assert data_of(html)["columns"]["acceptance_rate"] == [None, 0.5 if 0.5 in rates else None]
+    rows = [done(i, acceptance_rate=rate) for i, rate in enumerate((float("nan"), float("inf"), 0.5))]
+    assert data_of(page.html_page(rows, "a page"))["columns"]["acceptance_rate"] == [None, None, 0.5]
 
 
 @browser
@@ -224,18 +222,12 @@ def test_what_is_assumed_is_not_recommended():
 def test_the_page_answers_with_the_interval_and_what_was_held_constant():
     same = {"target__name": "tiny", "batch__size": 8, "speedup_wall": 1.1}
     rows = [
-        done(gamma, draft__gamma=gamma, speedup=s, **same)
-        | {"speedup_ci95/low": s - half, "speedup_ci95/high": s + half}
-        for gamma, s, half in ((1, 1.2, 0.1), (2, 1.5, 0.1), (3, 1.45, 0.2))
+        done(gamma, draft__gamma=gamma, speedup=s, **same) | {"speedup_ci95/low": s - 0.1, "speedup_ci95/high": s + 0.1}
+        for gamma, s in ((1, 1.2), (2, 1.5))
     ]
-    found = answer(rows)
-    assert found.winner(found.top).startswith("not distinguishable: draft.gamma=2, 1.50x")
-    assert found.winner(found.top).endswith("and draft.gamma=3")
-    rows.pop()
     html = page.html_page(rows, "a page")
-    assert (
-        "draft.gamma=2 is the fastest, <b>1.50x per row (95% interval 1.40x to 1.60x) and 1.10x per batch</b>" in html
-    )
+    best = "draft.gamma=2 is the fastest, <b>1.50x per row (95% interval 1.40x to 1.60x) and 1.10x per batch</b>"
+    assert best in html
     assert "Held constant: target.name tiny, batch.size 8. Measure: time per output token" in html
     drawn = rows[0] | {"acceptance/source": "synthetic", "speedup": 9.0}
     assert answer([*rows, drawn]).top.best["speedup"] == 1.5, "what was drawn is no answer"
@@ -281,14 +273,9 @@ def test_what_a_run_has_generated_is_shown_by_round(look, tmp_path):
         {"proposed": 0, "accepted": [], "bonus": "<b>"},
         {"proposed": 2, "accepted": [" c", "at\u202e"], "bonus": "."},
     ]
-    for name in ("one", "two"):
+    for name, number in (("one", 2), ("two", 1)):
+        sample = {"row": 0, "prompt_end": f"prompt of {name} ", "speculative": "", "rounds": rounds[:number]}
         (tmp_path / name).mkdir()
-        sample = {
-            "row": 0,
-            "prompt_end": f"prompt of {name} ",
-            "speculative": "",
-            "rounds": rounds[: 2 if name == "one" else 1],
-        }
         (tmp_path / name / "samples.jsonl").write_text(json.dumps(sample))
     rows = [done(i, folder=str(tmp_path / name), draft__gamma=i) for i, name in enumerate(("one", "two", "none"))]
     first, other, accepted, chosen = look(

@@ -50,14 +50,11 @@ def test_a_bar_on_a_terminal_which_then_goes(shown):
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_nothing_is_said_of_short_stages(shown, terminal):
+def test_short_stages_and_those_that_fail_are_not_shown(shown, terminal):
     text = shown(work, terminal, delay=60)
     assert "prefill" not in text
     assert "profiling" not in text
 
-
-@pytest.mark.parametrize("terminal", [True, False])
-def test_an_error_passes_through_and_is_no_finished_stage(shown, terminal):
     def fail(display):
         with display.task("prefill", total=10):
             raise ZeroDivisionError

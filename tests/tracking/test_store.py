@@ -20,16 +20,7 @@ from magicdec.tracking.lock import locked
 from magicdec.tracking.reader import attempts, find_done, iter_runs, latest, load_run, noise, slowness
 from magicdec.tracking.report.rows import flatten
 from magicdec.tracking.store import Run, run_id, software, source
-from tests.tracking.sample import (
-    CONFIG,
-    GENERATIONS,
-    HISTORY,
-    METRICS,
-    finished_run,
-    lines,
-    result_of,
-    with_changes,
-)
+from tests.tracking.sample import CONFIG, GENERATIONS, HISTORY, METRICS, finished_run, lines, result_of, with_changes
 
 
 def identity(config=CONFIG, fingerprints=None, device="a cpu"):
@@ -39,36 +30,28 @@ def identity(config=CONFIG, fingerprints=None, device="a cpu"):
 # Names
 
 
-def test_id_is_short_and_filename_safe():
+def test_id_is_short_and_ignores_order_number_format_and_where_and_in_which_company():
     assert re.fullmatch(r"[0-9a-f]{12}", identity())
-
-
-def test_id_ignores_order_and_number_format():
     shuffled = {key: dict(reversed(v.items())) if isinstance(v, dict) else v for key, v in reversed(CONFIG.items())}
     assert identity(shuffled) == identity()
     written = [yaml.safe_load(text) for text in ("{rate: 1.0e-1, n: 1}", "{rate: 0.10, n: 1.0}")]
     assert identity(written[0]) == identity(written[1])
     assert identity({"gammas": (1, 2)}) == identity({"gammas": [1, 2]})
-
-
-@pytest.mark.parametrize(
-    ("group", "former", "now"), [("engine", "cache", "kv_cache"), ("scenario", "experiment", "save_as")]
-)
-def test_id_outlives_the_name_of_a_key(group, former, now):
-    assert identity({group: {"name": "x", former: "value"}}) == identity({group: {"name": "x", now: "value"}})
-
-
-def test_id_ignores_where_and_in_which_company():
     elsewhere = with_changes(wandb={"mode": "disabled"}) | {"runs_dir": "x", "resume": False}
     assert identity(elsewhere | {"hydra": {"a": 1}, "sweep": {"b": 2}}) == identity()
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{"draft": {"gamma": 5}}, {"data": {"seed": 1}}, {"sampling": {"temperature": 1e-9}}, {"target": {"name": "a"}}],
-)
-def test_id_differs_where_the_result_may(changes):
-    assert identity(with_changes(**changes)) != identity()
+def test_id_outlives_the_name_of_a_key():
+    for group, former, now in (("engine", "cache", "kv_cache"), ("scenario", "experiment", "save_as")):
+        assert identity({group: {"name": "x", former: "value"}}) == identity({group: {"name": "x", now: "value"}})
+
+
+def test_id_differs_where_the_result_may():
+    changes = [{"draft": {"gamma": 5}}, {"data": {"seed": 1}}, {"sampling": {"temperature": 1e-9}}]
+    ids = [identity(with_changes(**one)) for one in [*changes, {"target": {"name": "a"}}, {}]]
+    ids += [identity(fingerprints={"target": "f01"}), identity(device="a gpu")]
+    ids += [identity({"a": value}) for value in (1, True, "1", None, 0.5)]
+    assert len(set(ids)) == len(ids)
 
 
 @pytest.mark.parametrize("key", ["target", "draft.model"])
@@ -85,12 +68,6 @@ def test_id_ignores_in_which_folder_a_model_lies(key):
     for read in (None, "random"):
         assert of("tiny", "/elsewhere", read) == of("tiny", "magicdec/models/tiny/target", read)
         assert of("a", "/data/a", read) == of("a", "/data/b", read) != of("b", "/data/b", read)
-
-
-def test_id_differs_by_checkpoint_device_and_type():
-    ids = [identity(), identity(fingerprints={"target": "f01"}), identity(device="a gpu")]
-    ids += [identity({"a": value}) for value in (1, True, "1", None, 0.5)]
-    assert len(set(ids)) == len(ids)
 
 
 def test_attention_used_to_be_a_group(tmp_path):
@@ -113,28 +90,20 @@ def test_running_then_done(tmp_path):
     assert run.result["pid"] == os.getpid()
     assert yaml.safe_load((run.folder / "config.yaml").read_text()) == CONFIG
 
-    run.finish(METRICS, iter(GENERATIONS), iter(HISTORY))
+    run.finish(METRICS | {"status": "failed"}, iter(GENERATIONS), iter(HISTORY))
     result = result_of(run)
     assert result == run.result
     assert {key: result[key] for key in METRICS} == METRICS
-    assert (result["status"], result["id"], result["attempt"]) == ("done", "abc", 1)
-    assert result["python"]
-    assert result["torch"]
+    assert (result["status"], result["id"], result["attempt"]) == ("done", "abc", 1), "metrics cannot claim a status"
+    assert all(result[key] for key in ("python", "torch", "version"))
     assert "OMP_NUM_THREADS=1" in result["openmp"]
-    assert result["version"]
     assert result["started"] <= result["finished"]
     assert result["finished"].endswith("+00:00")
     assert 0 <= result["duration_s"] < 60
     assert lines(run.folder / "generations.jsonl") == GENERATIONS
     assert lines(run.folder / "history.jsonl") == HISTORY
-    assert sorted(path.name for path in run.folder.iterdir()) == [
-        "config.yaml",
-        "generations.jsonl",
-        "history.jsonl",
-        "result.json",
-        "samples.jsonl",
-        "system.jsonl",
-    ]
+    rows = [f"{name}.jsonl" for name in ("generations", "history", "samples", "system")]
+    assert {path.name for path in run.folder.iterdir()} == {"config.yaml", "result.json", *rows}
 
 
 def test_what_json_cannot_hold_becomes_null(tmp_path):
@@ -143,21 +112,6 @@ def test_what_json_cannot_hold_becomes_null(tmp_path):
     assert (result_of(run)["nan"], result_of(run)["inf"]) == (None, None)
     assert lines(run.folder / "history.jsonl") == [{"round": 0, "accepted": None}]
     assert load_run(run.folder)["config"] == CONFIG | {"path": str(tmp_path), "sizes": [1, 2]}
-
-
-def test_metrics_cannot_claim_a_status(tmp_path):
-    run = Run.open(tmp_path, "abc", CONFIG)
-    run.finish({"status": "failed", "speedup": 1.5}, [], [])
-    assert (result_of(run)["status"], result_of(run)["speedup"]) == ("done", 1.5)
-
-
-def test_failure_keeps_the_folder_and_the_reason(tmp_path):
-    run = Run.open(tmp_path, "abc", CONFIG)
-    run.fail("batch.size=8: too much", "out_of_memory", HISTORY[:2])
-    result = result_of(run)
-    assert (result["status"], result["kind"]) == ("failed", "out_of_memory")
-    assert result["reason"] == "batch.size=8: too much"
-    assert lines(run.folder / "history.jsonl") == HISTORY[:2]
 
 
 # Attempts
@@ -171,11 +125,12 @@ def test_every_attempt_is_a_run_of_its_own(tmp_path):
     first = finished_run(tmp_path)
     before = content(first.folder)
     failed = Run.open(tmp_path, "abc", CONFIG)
-    failed.fail("a bug", "crashed", HISTORY * 2)
+    failed.fail("a bug: too much", "crashed", HISTORY * 2)
     third = Run.open(tmp_path, "abc", with_changes(batch={"size": 9}))
     third.finish({"speedup": 2.5}, GENERATIONS * 2, HISTORY)
     assert content(first.folder) == before, "neither a failure nor a later result touches what was done"
     assert lines(failed.folder / "history.jsonl") == HISTORY * 2
+    assert (result_of(failed)["kind"], result_of(failed)["reason"]) == ("crashed", "a bug: too much")
     runs = list(iter_runs(tmp_path))
     assert [(run["id"], run["attempt"], run["status"], run.get("speedup")) for run in runs] == [
         ("abc", 1, "done", 1.5),
@@ -199,13 +154,15 @@ def test_an_attempt_whose_process_died_is_marked_by_the_next(tmp_path):
     dead = Run.open(tmp_path, "abc", CONFIG)
     (dead.folder / "result.json").write_text(json.dumps(dead.result | {"pid": os.getpid() + 1}))
     (dead.folder / ".generations.jsonl.1.tmp").touch()
+    shown = load_run(dead.folder)
     with locked(tmp_path / "abc"):
+        assert load_run(dead.folder)["status"] == "running"
         assert Run.open(tmp_path, "abc", CONFIG).id == "abc-2"
         assert load_run(tmp_path / "abc-2")["status"] == "running"
-    result = result_of(dead)
-    assert (result["status"], result["kind"]) == ("failed", "interrupted")
-    assert "duration_s" not in result, "nobody knows when it was killed"
-    assert f"process {os.getpid() + 1} on" in result["reason"]
+    for result in (shown, result_of(dead)):
+        assert (result["status"], result["kind"]) == ("failed", "interrupted")
+        assert "duration_s" not in result, "nobody knows when it was killed"
+        assert f"process {os.getpid() + 1} on" in result["reason"]
     assert not list(dead.folder.glob(".*"))
 
 
@@ -220,13 +177,13 @@ def test_the_latest_attempt_is_the_last_that_is_done():
     assert sorted(run["id"] for run in latest(a + b + c + d)) == ["a-2", "b-10", "d"]
 
 
-@pytest.mark.parametrize("key", ["source", "python", "torch", "openmp"])
-def test_a_done_attempt_is_found_by_its_software(tmp_path, key):
+def test_a_done_attempt_is_found_by_its_software(tmp_path):
     run = finished_run(tmp_path)
     Run.open(tmp_path, "abc", CONFIG).fail("a bug", "crashed")
     assert find_done(tmp_path, "abc", software())["id"] == "abc"
-    (run.folder / "result.json").write_text(json.dumps(run.result | {key: "other"}))
-    assert find_done(tmp_path, "abc", software()) == {}
+    for key in ("source", "python", "torch", "openmp"):
+        (run.folder / "result.json").write_text(json.dumps(run.result | {key: "other"}))
+        assert find_done(tmp_path, "abc", software()) == {}
     assert find_done(tmp_path, "abc", {})["id"] == "abc"
     finished_run(tmp_path)
     assert find_done(tmp_path, "abc", software())["id"] == "abc-3"
@@ -345,21 +302,26 @@ def test_log_file_takes_details_that_the_terminal_does_not(tmp_path):
 def test_readers_pass_over_what_is_torn_or_foreign(tmp_path, caplog):
     finished_run(tmp_path)
     contents = {
-        "torn": '{"status": "do',
-        "foreign": '{"a": 1}',
-        "list": "[1]",
-        "empty": "",
+        "torn": b'{"status": "do',
+        "foreign": b'{"a": 1}',
+        "list": b"[1]",
+        "empty": b"",
+        "binary": b"\xff\xfe\x00",
+        "deep": b'{"status": "done", "speedup": %s}' % (b"[" * 5000 + b"]" * 5000),
+        "surrogate": b'{"status": "done", "device": "\\ud800"}',
+        "nan": b'{"status": "done", "speedup": NaN}',
+        "huge": b'{"status": "done", "speedup": 1%s}' % (b"0" * 400),
+        "a status": b'{"status": ["done"]}',
+        "overrides": b'{"status": "done", "overrides": [1]}',
     }
     for name, content in contents.items():
         (tmp_path / name).mkdir()
-        (tmp_path / name / "result.json").write_text(content)
-    (tmp_path / "binary").mkdir()
-    (tmp_path / "binary" / "result.json").write_bytes(b"\xff\xfe\x00")
+        (tmp_path / name / "result.json").write_bytes(content)
     (tmp_path / "no result").mkdir()
     (tmp_path / "a file").touch()
     assert [run["id"] for run in iter_runs(tmp_path)] == ["abc"]
     warned = [record.getMessage() for record in caplog.records]
-    assert sorted(Path(line.partition("/result.json: ")[0]).name for line in warned) == sorted([*contents, "binary"])
+    assert sorted(Path(line.partition("/result.json: ")[0]).name for line in warned) == sorted(contents)
     assert all(line.endswith("; the run is left out") for line in warned)
     assert load_run(tmp_path / "no result") == {}
     assert list(iter_runs(tmp_path / "nowhere")) == []
@@ -368,6 +330,8 @@ def test_readers_pass_over_what_is_torn_or_foreign(tmp_path, caplog):
 
 
 NESTED = "[" * 200_000
+SOUND = yaml.safe_dump(CONFIG)
+NO_JSON = "holds what JSON has no type for"
 
 
 @pytest.mark.parametrize(
@@ -376,9 +340,13 @@ NESTED = "[" * 200_000
         ("", "target: Field required"),
         ("a: [", "while parsing a flow node"),
         (yaml.safe_dump(with_changes(draft={"gamma": "many"})), r"draft\.gamma.*: Input should be "),
-        (f"{yaml.safe_dump(CONFIG)}a: {NESTED}", "(nested too deeply|.*nesting depth)"),  # ours, and PyYAML's own
-        (f"{yaml.safe_dump(CONFIG)}a: {{}}\nb: &b [*b, *b]", "an anchor or alias, b"),
-        (f"{yaml.safe_dump(CONFIG)}a: .nan", "a: holds what JSON has no type for"),
+        (f"{SOUND}a: {NESTED}", "(nested too deeply|.*nesting depth)"),  # ours, and PyYAML's own
+        (f"{SOUND}a: {{}}\nb: &b [*b, *b]", "an anchor or alias, b"),
+        (f"{SOUND}a: .nan", f"a: {NO_JSON}"),
+        (f"{SOUND}batch: {{size: 2026-01-01}}", f"batch: {NO_JSON}"),
+        (f"{SOUND}target: {{name: .nan}}\nbatch: {{size: [1], context_len: {{a: x}}}}\n1: 2", f"target: {NO_JSON}"),
+        (f"{SOUND}batch: 5\nscenario: serve", "scenario: Input should be a valid dictionary"),
+        (f"{SOUND}batch: !!python/object:os.system x", "could not determine a constructor for the tag"),
     ],
 )
 def test_a_damaged_configuration_is_named(tmp_path, config, why):

@@ -3,7 +3,6 @@
 import errno
 import os
 import random
-import signal
 import subprocess
 import sys
 import time
@@ -15,9 +14,8 @@ import pytest
 from magicdec.errors import UserError
 from magicdec.tracking.reader import iter_runs, load_run
 from magicdec.tracking.store import Run
+from tests.programs import ROOT
 from tests.tracking.sample import CONFIG, GENERATIONS, finished_run, lines, result_of
-
-ROOT = Path(__file__).parents[2]
 
 
 def no_space(*_, **__):
@@ -30,9 +28,9 @@ def test_full_disk_is_one_clear_line_and_earlier_results_are_intact(tmp_path, mo
     again = Run.open(tmp_path, "abc", CONFIG)
     with monkeypatch.context() as patch:
         patch.setattr(os, call, no_space)
-        with pytest.raises(UserError, match=r"^runs_dir=.*No space left on device.*$") as error:
+        words = rf"^runs_dir={tmp_path}: cannot write: No space left on device; choose .*$"
+        with pytest.raises(UserError, match=words) as error:
             again.finish({"speedup": 9.0}, GENERATIONS * 2, [])
-        assert "\n" not in str(error.value)
         again.fail(str(error.value), "invalid")  # must not raise a second error over the first
     assert result_of(before)["speedup"] == 1.5
     assert lines(before.folder / "generations.jsonl") == GENERATIONS
@@ -57,7 +55,8 @@ def test_a_disk_that_fills_up_while_writing(tmp_path):
             print(error)
             run.fail(str(error), "invalid")
     """
-    assert "File too large" in python(script, tmp_path).stdout
+    command = [sys.executable, "-c", dedent(script), str(tmp_path)]
+    assert b"File too large" in subprocess.run(command, cwd=ROOT, capture_output=True, timeout=60).stdout
     assert load_run(tmp_path / "abc-2")["status"] == "failed"
     assert result_of(before)["speedup"] == 1.5
     assert lines(before.folder / "generations.jsonl") == GENERATIONS
@@ -80,29 +79,6 @@ def test_a_store_that_is_no_folder(tmp_path):
         Run.open(tmp_path / "runs", "abc", CONFIG)
 
 
-def python(script, *arguments):
-    command = [sys.executable, "-c", dedent(script), *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-
-
-def test_killed_while_writing_results(tmp_path):
-    before = finished_run(tmp_path)
-    script = """
-        import os, signal, sys
-        from magicdec.tracking.store import Run
-        from tests.tracking.sample import CONFIG
-        def rows():
-            yield {"row": 0}
-            os.kill(os.getpid(), signal.SIGKILL)
-        Run.open(sys.argv[1], "abc", CONFIG).finish({"speedup": 9}, rows(), [])
-    """
-    assert python(script, tmp_path).returncode == -signal.SIGKILL
-    assert result_of(before)["speedup"] == 1.5
-    assert lines(before.folder / "generations.jsonl") == GENERATIONS
-    assert [(run["id"], run.get("kind")) for run in iter_runs(tmp_path)] == [("abc", None), ("abc-2", "interrupted")]
-    assert Run.open(tmp_path, "abc", CONFIG).id == "abc-3"
-
-
 def test_killed_at_any_moment(tmp_path):
     """Files are whole, whenever the writer dies."""
     script = """
@@ -122,8 +98,8 @@ def test_killed_at_any_moment(tmp_path):
             time.sleep(random.uniform(0, 0.1))
             process.kill()
         runs = sorted(iter_runs(tmp_path), key=lambda run: run["attempt"])
-        assert runs
-        assert [run["attempt"] for run in runs] == list(range(1, len(runs) + 1))
+        assert {run.get("kind") for run in runs} <= {None, "interrupted"}
+        assert [run["id"] for run in runs] == ["abc", *(f"abc-{n}" for n in range(2, len(runs) + 1))]
         assert all(run["status"] == "done" for run in runs[:-1] if run["pid"] == runs[-1]["pid"])
         for run in runs:
             rows = lines(Path(run["folder"], "generations.jsonl")) if run["status"] == "done" else []

@@ -13,7 +13,7 @@ from magicdec.tracking.files import ROW, read_lines
 from magicdec.tracking.reader import iter_runs
 from tests.programs import ROOT
 from tests.tracking.processes import KILL, TELL, python, start
-from tests.tracking.sample import CONFIG, HISTORY, METRICS, SAMPLES, SYSTEM
+from tests.tracking.sample import CONFIG, HISTORY, METRICS, SAMPLES, SYSTEM, with_changes
 from tests.tracking.stores import write_run
 from tests.tracking.wandb_server import API_KEY, ENTITY, Received, WandbServer
 
@@ -53,7 +53,7 @@ def assert_no_secret(folder, *processes):
 
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory):
-    """A comparison that is sent as it ends: what the server received, and the process."""
+    """A comparison that is sent as it ends: the server, the run there and in the store, the process and its home."""
     home = tmp_path_factory.mktemp("home")
     arguments = [*TINY, f"runs_dir={home}/runs", "wandb.mode=online", "wandb.tags=[mine]", "wandb.group=ours"]
     with WandbServer() as server:
@@ -61,29 +61,24 @@ def launched(tmp_path_factory):
     assert process.returncode == 0, process.stderr
     assert server.unknown == []
     (stored,) = iter_runs(home / "runs")
-    return server, stored, process, home
+    return server, server.runs.pop(stored["id"]), stored, process, home
 
 
 def test_a_launched_run_arrives_with_what_it_is(launched):
-    server, stored, process, _ = launched
-    ((name, run),) = server.runs.items()
-    assert name == stored["id"]
-    assert {key: run.facts[key] for key in ("project", "groupName", "jobType")} == {
-        "project": "magicdec",
-        "groupName": "ours",
-        "jobType": "compare",
-    }
-    assert run.facts["tags"] == ["mine", "tiny", "self", "streaming", stored["device"], "measured"]
+    server, run, stored, process, _ = launched
+    assert server.runs == {}, "and alone"
+    facts = {"project": "magicdec", "groupName": "ours", "jobType": "compare"}
+    facts["tags"] = ["mine", "tiny", "self", "streaming", stored["device"], "measured"]
+    assert {key: run.facts[key] for key in facts} == facts
     assert {key: value for key, value in run.config.items() if key != "_wandb"} == stored["config"]
     assert run.config["cache"].keys() == {"policy", "budget", "num_sink"}, "no keys of options that were not chosen"
     assert run.exit_code == 0
-    assert f"{server.url}/{ENTITY}/magicdec/runs/{name}" in process.stdout
+    assert f"{server.url}/{ENTITY}/magicdec/runs/{stored['id']}" in process.stdout
     assert "send to W&B" not in process.stdout
 
 
 def test_its_summary_is_its_result(launched):
-    server, stored, _, _ = launched
-    (run,) = server.runs.values()
+    _, run, stored, _, _ = launched
     result = {key: value for key, value in stored.items() if key not in ("folder", "config")}
     assert {key: run.summary.get(key) for key in result} == result
     named = {"speedup", "acceptance_rate", "acceptance_length", "lossless/identical", "time/draft_ms", "status"}
@@ -91,8 +86,7 @@ def test_its_summary_is_its_result(launched):
 
 
 def test_its_history_is_what_it_told_live_a_line_per_round_and_then_the_machine_s(launched):
-    server, stored, _, _ = launched
-    (run,) = server.runs.values()
+    _, run, stored, _, _ = launched
     folder = Path(stored["folder"])
     live, rounds, system = (read_lines(folder / f"{name}.jsonl", ROW) for name in ("live", "history", "system"))
     assert [line["repeat"] for line in live if "repeat" in line] == [1]
@@ -102,27 +96,23 @@ def test_its_history_is_what_it_told_live_a_line_per_round_and_then_the_machine_
     assert sent[: len(live) + len(rounds) + len(system)] == live + rounds + system
 
 
-def test_its_files_are_an_artifact(launched):
-    server, stored, _, _ = launched
+def test_its_files_are_an_artifact_and_its_tables_hold_its_rows(launched):
+    server, _, stored, _, _ = launched
+    folder = Path(stored["folder"])
     (files,) = (one["files"] for one in server.artifacts.values() if one["artifactTypeName"] == "run")
     for name in ("config.yaml", "generations.jsonl"):
-        assert files[name] == Path(stored["folder"], name).read_bytes()
-
-
-def test_its_tables_hold_its_rows(launched):
-    server, stored, _, _ = launched
-    (name,) = server.runs
-    rows = read_lines(Path(stored["folder"], "samples.jsonl"), ROW)
+        assert files[name] == (folder / name).read_bytes()
+    rows = read_lines(folder / "samples.jsonl", ROW)
     samples = [{key: value for key, value in row.items() if key != "rounds"} for row in rows]
-    assert server.table("generations", name) == samples
-    rates = {row["position"]: row["acceptance_rate"] for row in server.table("acceptance_by_position_table", name)}
+    assert server.table("generations", stored["id"]) == samples
+    table = server.table("acceptance_by_position_table", stored["id"])
+    rates = {row["position"]: row["acceptance_rate"] for row in table}
     assert rates == {str(i): stored[f"acceptance_rate/position_{i}"] for i in (0, 1)}
 
 
 def test_its_key_is_told_to_nobody_else(launched):
-    server, _, process, home = launched
+    _, run, _, process, home = launched
     assert_no_secret(home, process)
-    (run,) = server.runs.values()
     assert not [name for name, text in run.files.items() if b"MARKER" in text]
     assert "MARKER" not in json.dumps([run.config, run.facts, run.summary])
 
@@ -162,7 +152,7 @@ def test_runs_told_offline_in_parallel_arrive_once_each(offline, store, tmp_path
     first = {name: content(server, name) for name in offline}
     for facts, config, history, summary, generations, exit_code in first.values():
         assert (facts["groupName"], facts["jobType"]) == ("a group", "compare")
-        assert config == CONFIG | {"wandb": CONFIG["wandb"] | {"mode": "online"}}
+        assert config == with_changes(wandb={"mode": "online"})
         assert history == [*HISTORY, *SYSTEM, {}, {}], "and two tables"
         assert (summary, generations, exit_code) == (METRICS, SAMPLES, 0)
     for folder in store.glob("*/wandb"):
@@ -174,18 +164,6 @@ def test_runs_told_offline_in_parallel_arrive_once_each(offline, store, tmp_path
     server.runs["0123456789ab"] = Received()
     python(*SYNC, store, home=tmp_path, **address(server))
     assert {name: content(server, name) for name in server.runs} == first, "what is not there as a whole is sent again"
-
-
-def test_the_command_that_is_printed_sends_a_run(offline, tmp_path, server):
-    name, outcome = next(iter(offline.items()))
-    program, *arguments = outcome["command"].split()
-    assert program == "wandb"
-    process = python(*WANDB, *arguments, home=tmp_path, **address(server))
-    assert process.returncode == 0, process.stderr
-    assert list(server.runs) == [name]
-    facts, config, history, summary, generations, _ = content(server, name)
-    assert (facts["groupName"], config, history) == ("a group", CONFIG, [*HISTORY, *SYSTEM, {}, {}])
-    assert (summary, generations) == (METRICS, SAMPLES)
 
 
 FAIL = """
@@ -209,9 +187,7 @@ def test_a_run_that_fails_arrives_as_failed_once(tmp_path, server):
     assert run.summary["reason"] == "ZeroDivisionError: a bug"
     assert 0 < run.summary["duration_s"] < 600
     for kind in ("invalid", "interrupted"):
-        write_run(tmp_path / "runs", kind, {}, {}, failed=True)
-        path = tmp_path / "runs" / kind / "result.json"
-        path.write_text(path.read_text().replace("out_of_memory", kind))
+        write_run(tmp_path / "runs", kind, failed=kind)
     sent = python(*SYNC, tmp_path / "runs", home=tmp_path, **address(server))
     assert sent.stdout == f"{name}  {server.url}/{ENTITY}/magicdec/runs/{name}\n"
     assert list(server.runs) == [name]
@@ -257,7 +233,7 @@ def test_what_a_server_refuses_is_kept(tmp_path, server):
 
 
 def test_sync_with_a_wrong_key_says_what_to_do(tmp_path, server):
-    write_run(tmp_path, "abc", {}, {})
+    write_run(tmp_path, "abc")
     process = python(*SYNC, tmp_path, home=tmp_path, **address(server, "f" * 40))
     assert (process.returncode, process.stdout) == (2, "")
     assert process.stderr == (
@@ -303,7 +279,9 @@ def test_a_service_that_dies_while_it_sends_leaves_the_run_offline(tmp_path, ser
     assert outcome["warning"].startswith("W&B failed, ")
     sent = python(*WANDB, *outcome["command"].split()[1:], home=tmp_path, **address(server))
     assert sent.returncode == 0, sent.stderr
-    assert content(server, "0123456789ab")[2:5] == ([*HISTORY, *SYSTEM, {}, {}], METRICS, SAMPLES)
+    facts, *found, _ = content(server, "0123456789ab")
+    assert facts["groupName"] == "a group"
+    assert found == [CONFIG, [*HISTORY, *SYSTEM, {}, {}], METRICS, SAMPLES]
 
 
 # The agent looks for work more often than every five seconds.
