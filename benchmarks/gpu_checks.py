@@ -80,21 +80,15 @@ def _lossless(bench: Bench, draft: str, dtype: str) -> Record:
 def ranks(bench: Bench) -> Iterator[Point]:
     """Run the large model on all GPUs together, as a user would."""
     count = torch.cuda.device_count() if bench.device.type == "cuda" else 2
-    (batch, context), budget, gamma = bench.cells[0], bench.sizes.budgets[0], bench.sizes.gammas[0]
+    cell = (*bench.cells[0], bench.sizes.budgets[0], bench.sizes.gammas[0])
     if count > 1:
-        key = f"{count} ranks, {cell_name(batch, context, budget, gamma)}"
-        yield Point("ranks", key, partial(_ranks, bench, count, batch, context, budget, gamma), LARGE_S)
+        yield Point("ranks", f"{count} ranks, {cell_name(*cell)}", partial(_ranks, bench, count, *cell), LARGE_S)
 
 
-def _ranks(bench: Bench, count: int, batch: int, context: int, budget: int, gamma: int) -> Record:
-    plan = bench.large(batch, context, budget, gamma)
-    sizes = [f"batch.size={batch}", f"batch.context_len={context}", f"batch.generate_len={bench.sizes.new_tokens}"]
-    draft = [f"cache.budget={budget}", f"draft.gamma={gamma}", "draft.synthetic_acceptance=0.8"]
-    where = [f"hardware.device={plan.device.type}", f"hardware.dtype={bench.sizes.dtype}"]
-    settings = [*where, f"hardware.tensor_parallel={count}", *sizes, *draft, "scenario.repeats=2"]
+def _ranks(bench: Bench, count: int, *cell: int) -> Record:
     with tempfile.TemporaryDirectory() as folder:
-        random = [*bench.sizes.target, "target.weights=random", "data=random", "tracker=[]", f"runs_dir={folder}"]
-        found = _program("launch.py", *random, *settings)
+        own = [f"hardware.tensor_parallel={count}", "scenario.repeats=2", "tracker=[]", f"runs_dir={folder}"]
+        found = _program("launch.py", *bench.settings, *bench.large_settings(*cell), *own)
         results = [json.loads(path.read_text()) for path in Path(folder).glob("*/result.json")]
     if "failed" in found or not results:
         return found

@@ -30,6 +30,7 @@ from magicdec.verification.sampling import Sampling, probabilities
 
 KERNELS = {"llama-3.1-8b": (32, 8, 128), "llama-2-7b": (32, 32, 128)}  # query heads, KV heads, head dim
 EXPECTED = ((0.80, 512), (0.89, 2049))  # alpha, budget: what the MagicDec paper reports for StreamingLLM and SnapKV
+COPIED = "at the copy bandwidth, as a part of the time"
 PEERS = ("vllm", "sglang", "flash_attn", "flash_attn_interface", "flashinfer")
 
 
@@ -163,19 +164,19 @@ def _formula(bench: Bench, batch: int, context: int, budget: int, alpha: float, 
 
 def sampling(bench: Bench) -> Iterator[Point]:
     """Time rounds that sample next to greedy ones, and one truncation."""
-    (batch, context), budget, gamma = bench.cells[0], bench.sizes.budgets[0], bench.sizes.gammas[0]
+    cell = (*bench.cells[0], bench.sizes.budgets[0], bench.sizes.gammas[0])
 
     def measured() -> Record:
         times = {}
         for name, chosen in (("greedy", None), ("sampled", bench.sizes.sampling)):
-            opened = bench.open(batch, context, budget, gamma, None, chosen)
+            opened = bench.open(*cell, None, chosen)
             times[f"{name}_round_ms"] = profile_round(opened, bench.sizes.repeats)["round_ms"]
             opened.close()
-        logits = torch.randn(batch, 1, bench.engine.target.config.vocab_size, dtype=bench.dtype, device=bench.device)
+        logits = torch.randn(cell[0], 1, bench.engine.target.config.vocab_size, dtype=bench.dtype, device=bench.device)
         truncation = Step(lambda: _discard(probabilities(logits, bench.sizes.sampling)), _captures(bench))
         return times | {"truncation_ms": 1e3 * _seconds(truncation, bench)}
 
-    yield Point("sampling", cell_name(batch, context, budget, gamma), measured, LARGE_S)
+    yield Point("sampling", cell_name(*cell), measured, LARGE_S)
 
 
 def kernels(bench: Bench) -> Iterator[Point]:
@@ -269,20 +270,20 @@ def _discard(_: object) -> None:
     """Drop a step's result: steps return nothing."""
 
 
-# What matters most comes first.
-PARTS: dict[str, Callable[[Bench], Iterator[Point]]] = {
-    "doctor": doctor,
-    "correct": correct,
-    "ceilings": ceilings,
-    "cells": cells,
-    "profile": profile,
-    "prefill": prefill,
-    "steps": steps,
-    "rounds": rounds,
-    "sampling": sampling,
-    "ranks": ranks,
-    "attention": kernels,
-    "pair": pair,
-    "peers": peers,
-    "tests": tests,
+# What matters most comes first: each part with its title on the page.
+PARTS: dict[str, tuple[str, Callable[[Bench], Iterator[Point]]]] = {
+    "doctor": ("The machine", doctor),
+    "correct": ("Correctness, on a reduced matrix", correct),
+    "ceilings": ("Ceilings of this card", ceilings),
+    "cells": ("Rows that fit", cells),
+    "profile": ("A round, kernel by kernel, next to [its prediction](../predictions/gpu.md)", profile),
+    "prefill": ("Prefill of Llama-3.1-8B, random weights", prefill),
+    "steps": (f"Steps of Llama-3.1-8B, random weights; moving what they must {COPIED}", steps),
+    "rounds": ("Speedup at a SYNTHETIC acceptance, the formula's value from the steps, and the predicted one", rounds),
+    "sampling": ("Rounds that sample", sampling),
+    "ranks": ("All GPUs together", ranks),
+    "attention": (f"Attention of one layer; reading K and V once {COPIED}", kernels),
+    "pair": ("The bundled pair, real acceptance", pair),
+    "peers": ("Peers: the bundled target autoregressively, ms per token", peers),
+    "tests": ("All tests that need a GPU", tests),
 }

@@ -187,9 +187,9 @@ def test_a_round_s_kernels_are_told_apart_as_on_the_page(gpu_store, monkeypatch)
 
 
 def test_the_page_says_what_has_not_been_measured(gpu_store):
-    import gpu_page
+    import gpu
 
     known = {"machine": {"device": "NVIDIA H100", "torch": "2.13"}}
-    written = gpu_page.page(lambda part: known.get(part, {}))
+    written = gpu.page(lambda part: known.get(part, {}))
     assert written.startswith("# On NVIDIA H100")
-    assert written.count("Not yet measured.") == len(gpu_page.TITLES)
+    assert written.count("Not yet measured.") == len(gpu.PARTS)
