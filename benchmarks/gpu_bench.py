@@ -15,8 +15,10 @@ from magicdec.errors import UserError
 from magicdec.measure import memory
 from magicdec.measure.ceilings import matmul_rate, read_bandwidth
 from magicdec.measure.footprint import largest_batch
+from magicdec.measure.metrics import Metrics
 from magicdec.planning import build
 from magicdec.planning.resolve import DTYPES, Plan, resolve
+from magicdec.scenarios import compare, peer
 from magicdec.tracking.progress import progress
 from magicdec.units import GIB
 from magicdec.verification.sampling import Sampling
@@ -134,6 +136,13 @@ class Bench:
     def large(self, batch: int, context: int, budget: int, gamma: int) -> Plan:
         """Return a plan of the large target."""
         return self.plan(*self.large_settings(batch, context, budget, gamma))
+
+    def run(self, *overrides: str) -> Metrics:
+        """Do a run as `launch.py` would, in this process; return its metrics."""
+        plan = self.plan(*overrides)
+        scenario = compare if plan.config.engine.name == "native" else peer
+        with progress() as bars:
+            return scenario.run(plan, bars).metrics
 
     @property
     def cells(self) -> list[tuple[int, int]]:

@@ -14,9 +14,6 @@ from gpu_bench import Bench, cell_name
 from gpu_store import Point, Record
 from page import ROOT
 
-from magicdec.scenarios import compare
-from magicdec.tracking.progress import progress
-
 SAID = 5  # lines of a program's output that are kept
 PASSED = (0, 5)  # exit codes of pytest; 5: nothing to run, because a module was skipped for a missing library
 WORKERS = 8  # processes that run tests, each with a context on the GPU: together they compile hundreds of kernels
@@ -71,9 +68,7 @@ def _run(*arguments: str) -> subprocess.CompletedProcess:
 
 def _lossless(bench: Bench, draft: str, dtype: str) -> Record:
     sizes = [f"batch.size={bench.sizes.pair_batches[-1]}", f"batch.context_len={bench.sizes.pair_context // 2}"]
-    plan = bench.plan(f"draft={draft}", "scenario.repeats=1", f"hardware.dtype={dtype}", *sizes)
-    with progress() as bars:
-        found = compare.run(plan, bars).metrics
+    found = bench.run(f"draft={draft}", "scenario.repeats=1", f"hardware.dtype={dtype}", *sizes)
     return {key.removeprefix("lossless/"): value for key, value in found.items() if key.startswith("lossless/")}
 
 

@@ -23,10 +23,8 @@ from magicdec.measure import memory, metrics
 from magicdec.measure.ceilings import fastest_s, matmul_rate
 from magicdec.measure.profile import profile_round
 from magicdec.planning import build
-from magicdec.scenarios import compare
-from magicdec.tracking.progress import progress
 from magicdec.units import GIB
-from magicdec.verification.sampling import Sampling, probabilities
+from magicdec.verification.sampling import probabilities
 
 KERNELS = {"llama-3.1-8b": (32, 8, 128), "llama-2-7b": (32, 32, 128)}  # query heads, KV heads, head dim
 EXPECTED = ((0.80, 512), (0.89, 2049))  # alpha, budget: what the MagicDec paper reports for StreamingLLM and SnapKV
@@ -211,8 +209,7 @@ def pair(bench: Bench) -> Iterator[Point]:
 
     def measured(batch: int) -> Record:
         sizes = [f"batch.size={batch}", f"batch.context_len={bench.sizes.pair_context}"]
-        with progress() as bars:
-            found = compare.run(bench.plan("scenario.repeats=2", *sizes), bars).metrics
+        found = bench.run("scenario.repeats=2", *sizes)
         return {name: found.get(name) for name in names}
 
     for batch in bench.sizes.pair_batches:
@@ -221,34 +218,20 @@ def pair(bench: Bench) -> Iterator[Point]:
 
 def peers(bench: Bench) -> Iterator[Point]:
     """Decode the same prompts with the same checkpoint in transformers, autoregressively."""
-    batch, context, new = bench.sizes.pair_batches[-2], bench.sizes.pair_context // 2, bench.sizes.new_tokens
+    batch, context = bench.sizes.pair_batches[-2], bench.sizes.pair_context // 2
+    sizes = [f"batch.size={batch}", f"batch.context_len={context}", "draft=none", "scenario.repeats=3"]
+    compiled = f"hardware.compile={bench.device.type == 'cuda'}"
+    engines = {
+        "ours": [],
+        "transformers, static cache": ["engine=transformers", "hardware.compile=false"],
+        "transformers, static cache, compiled": ["engine=transformers", compiled],
+    }
 
-    def plan() -> build.Plan:
-        return bench.plan(f"batch.size={batch}", f"batch.context_len={context}", "draft=none")
+    def measured(own: list[str]) -> Record:
+        return {"ms": bench.run(*sizes, *own)["autoregressive/time_per_output_token_ms"]}
 
-    def ours() -> Record:
-        with progress() as bars:
-            found = compare.run(plan(), bars).metrics
-        return {"ms": found["autoregressive/time_per_output_token_ms"]}
-
-    def transformers(compiled: bool) -> Record:
-        from magicdec.conformance import machine
-        from magicdec.peers.base import PeerSpec  # here: transformers takes seconds to import
-        from magicdec.peers.transformers import TransformersEngine, TransformersPeer
-
-        dtype, device, folder = bench.sizes.dtype, bench.device.type, str(plan().target.folder)
-        prompts = build.prompts(plan(), build.tokenizer(plan())).tokens
-        hardware = machine(device, dtype, compile=compiled)
-        spec = PeerSpec(folder, hardware, batch, context + new, Sampling(), engine=TransformersEngine())
-        peer = TransformersPeer(spec)
-        peer.generate(prompts, new, speculative=False)  # compiles and warms up
-        times = peer.generate(prompts, new, speculative=False).times
-        return {"ms": metrics.time_per_output_token_ms(times)}
-
-    where = f"{batch} x {context}"
-    yield Point("peers", f"ours, {where}", ours)
-    yield Point("peers", f"transformers, static cache, {where}", partial(transformers, False))
-    yield Point("peers", f"transformers, static cache, compiled, {where}", partial(transformers, True))
+    for engine, own in engines.items():
+        yield Point("peers", f"{engine}, {batch} x {context}", partial(measured, own))
     yield Point("peers", "importable", lambda: {name: importlib.util.find_spec(name) is not None for name in PEERS})
 
 
