@@ -147,7 +147,7 @@ def test_a_plugin_that_cannot_be_imported_is_one_line(tmp_path, monkeypatch, cle
 
 def test_plugins_do_not_change_the_id_of_a_run(tmp_path, monkeypatch, clean):
     from magicdec.config.load import to_dict
-    from magicdec.tracking.store import run_id
+    from magicdec.tracking.identity import run_id
 
     monkeypatch.chdir(written(tmp_path, {"my_policy.py": POLICY}))
     plain, with_plugin = (to_dict(compose(overrides)) for overrides in ([], ["plugins=[my_policy]"]))

@@ -8,7 +8,7 @@ from magicdec.config.load import compose
 from magicdec.data import PromptRequest, Prompts, load_prompts
 from magicdec.errors import UserError
 from magicdec.planning.resolve import resolve
-from magicdec.tracking.store import run_id
+from magicdec.tracking.identity import run_id
 from tests.data.characters import UNICODE, CharacterTokenizer
 
 TEXT = [f"{number} " + chr(97 + number) * 40 for number in range(6)]

@@ -12,7 +12,7 @@ from magicdec.engine.decoder import Generation
 from magicdec.errors import UserError
 from magicdec.measure.intervals import t_quantile
 from magicdec.scenarios import Job, repeats, run
-from magicdec.tracking.store import run_id
+from magicdec.tracking.identity import run_id
 from tests.measure.test_metrics import GENERATION
 from tests.test_run import SMALL
 

@@ -25,13 +25,14 @@ import vl_convert
 
 from magicdec.tracking.cells import cell, is_number
 from magicdec.tracking.files import SAMPLE, read_lines
+from magicdec.tracking.identity import NOT_IN_ID
 from magicdec.tracking.reader import gpu_trouble, is_impossible, noise
 from magicdec.tracking.report.answer import BY, PER, PREDICTED, Answer, answer, is_synthetic, is_too_large
 from magicdec.tracking.report.charts import DESCRIPTIONS, PARTS, UNITS, template
 from magicdec.tracking.report.figures import LOG_FROM, is_timed
 from magicdec.tracking.report.query import LOAD_KEYS, NEVER_MIXED, informative, rank, varying
 from magicdec.tracking.report.rows import FACTS, Row, interval, is_setting, keys_of, num_runs
-from magicdec.tracking.store import NOT_IN_ID, counted
+from magicdec.tracking.store import counted
 from magicdec.units import WAYS
 
 LEFT_OUT = FACTS - {"id", "status", "kind", "reason"}
