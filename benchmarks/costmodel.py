@@ -3,40 +3,44 @@
     python benchmarks/costmodel.py [TABLE.csv] [--calibrate]
 
 The table has the columns of magicdec/costmodel/published/magicdec_paper_tables.csv; its acceptance (omega) is given,
-its times are predicted. Without a table it takes the paper's, and writes docs/results/costmodel.md, with the paper's
-first version (costmodel_versions.py). `--calibrate` first fits the machines again and writes
-magicdec/costmodel/calibrated/. The last line printed is one JSON object. No GPU is needed, and none is used.
+its times are predicted. Without a table it takes the paper's, and writes docs/results/costmodel.md and its
+CSV files, with the paper's first version (costmodel_versions.py). `--calibrate` first fits the machines again and
+writes magicdec/costmodel/calibrated/. The last line printed is one JSON object. No GPU is needed, and none is used.
 """
 
 import argparse
 import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from itertools import groupby
 from pathlib import Path
+from statistics import fmean
 
-from costmodel_page import CALIBRATED_ON, page, per_table
-from costmodel_scores import Compared, Score, compare, cross_validate, score
-from costmodel_versions import sections
-from page import RESULTS
-from render import Row, rounded, write_csv
+from costmodel_scores import Compared, compare, cross_validate, score
+from costmodel_versions import write_versions
+from page import RESULTS, ROOT, commit
+from render import Row, rounded, table, write, write_csv
 
 from magicdec.costmodel import hardware, tables
+from magicdec.costmodel.calibration import SHARED, Prior, calibrate, to_yaml, uncalibrated
 from magicdec.costmodel.hardware import hardware_named
 from magicdec.costmodel.predict import critical_context, predict
 from magicdec.costmodel.round import Setup
 from magicdec.costmodel.targets import architecture
 from magicdec.errors import UserError
-
-ROOT = Path(__file__).parents[1]
-sys.path.append(str(ROOT / "tools"))
-from magicdec.costmodel.calibration import SHARED, Prior, calibrate, to_yaml, uncalibrated  # noqa: E402
+from magicdec.measure.system import cpu_name
 
 MACHINES = {
     "8xA100": uncalibrated("8xA100", "reference-2024-08"),
     "8xH100": uncalibrated("8xH100", "reference-2024-11"),
 }
+CALIBRATED_ON = {
+    "8xA100": "table 3b (Llama-2-7B, self-speculation)",
+    "8xH100": "the streaming self-speculation rows of table 6 (Llama-3.1-8B)",
+}
+ERRORS = ("speedup:.1%", "T_T:+.1%", "T_D:+.1%", "T_V:+.1%")  # columns of `by_table`
 SHORT = 8000  # tokens: the second cross-validation fits up to here and predicts beyond
 
 
@@ -66,20 +70,22 @@ def write_calibration() -> None:
 
 
 def fit(rows: Sequence[tables.Row]) -> Mapping[str, hardware.Hardware]:
+    """Return the machines that some rows calibrate."""
     return calibrate(rows, architecture, MACHINES).machines
 
 
-def left_out() -> dict[str, Score]:
-    """Return the errors on fitted rows, each predicted by a calibration that has not seen it."""
-    rows = fitted_rows()
-    a100 = [row for row in rows if row.hardware == "8xA100"]
-    by_context = [[row for row in a100 if (row.context_len <= SHORT) == short] for short in (True, False)]
-    return {
-        "five folds over the fitted rows": score(cross_validate(rows, architecture, fit)),
-        f"A100 contexts beyond {SHORT:,}, fitted up to it": score(
-            cross_validate(a100, architecture, fit, [(by_context[0], by_context[1])])
-        ),
-    }
+def scores(compared: Sequence[Compared]) -> Iterator[Row]:
+    """Yield the scores of all rows, of those not fitted, and of fitted ones by a calibration that has not seen them."""
+    setup = Setup(architecture("llama-3.1-8b"), hardware_named("8xA100"), batch=32, context=4000)
+    facts = {"critical_context": critical_context(setup, gamma=3), "seconds": seconds_per_thousand()}
+    yield {"of": "all"} | vars(score(compared)) | facts | {"measured_by": f"{cpu_name()}, commit {commit()}"}
+    fitted = fitted_rows()
+    yield {"of": "not fitted"} | vars(score([c for c in compared if c.row not in fitted]))
+    yield {"of": "five folds over the fitted rows"} | vars(score(cross_validate(fitted, architecture, fit)))
+    a100 = [row for row in fitted if row.hardware == "8xA100"]
+    short, long = ([row for row in a100 if (row.context_len <= SHORT) == is_short] for is_short in (True, False))
+    name = f"A100 contexts beyond {SHORT:,}, fitted up to it"
+    yield {"of": name} | vars(score(cross_validate(a100, architecture, fit, [(short, long)])))
 
 
 def alternatives() -> list[Row]:
@@ -106,15 +112,6 @@ def alternatives() -> list[Row]:
     return found
 
 
-def draw(compared: Sequence[Compared]) -> None:
-    """Draw the page's chart: the error of each predicted speedup."""
-    from charts import draw_chart
-
-    rows = [{"paper": c.measured, "error": c.error, "rows": f"table {c.row.table}, {c.row.hardware}"} for c in compared]
-    labels = ("speedup in the paper", "predicted / paper - 1")
-    draw_chart(RESULTS / "costmodel.png", rows, "paper", "error", series="rows", kind="points", labels=labels, level=0)
-
-
 def seconds_per_thousand() -> float:
     """Return the seconds of one core to predict a thousand configurations at 16 gammas each, with memory and S*."""
     model, machine = architecture("llama-3.1-8b"), hardware_named("8xA100")
@@ -122,6 +119,34 @@ def seconds_per_thousand() -> float:
     for i in range(1000):
         predict(Setup(model, machine, 16 + i % 200, 1000 + 60 * i), alpha=0.8).metrics()
     return time.process_time() - start
+
+
+def by_table(compared: Sequence[Compared]) -> Iterator[Row]:
+    """Yield the median error of the speedup and the mean errors of the times by table, draft and policy."""
+    keys = ("table", "hardware", "target", "draft", "policy")
+
+    def group(c: Compared) -> tuple[str, ...]:
+        return tuple(getattr(c.row, key) for key in keys)
+
+    for names, members in groupby(sorted(compared, key=group), group):
+        rows = list(members)
+        line: Row = dict(zip(keys, names, strict=True)) | {"rows": len(rows), "speedup": score(rows).median_error}
+        for step, label in (("target", "T_T"), ("draft", "T_D"), ("verify", "T_V")):
+            known = [c.time_errors[step] for c in rows if step in c.time_errors]
+            line |= {label: fmean(known) if known else None}
+        yield line
+
+
+def write_page(compared: Sequence[Compared]) -> None:
+    """Write the CSV files of the page, and the page."""
+    numbers = {name: vars(hardware_named(name).efficiency) for name in MACHINES}
+    fitted = [{"number": key} | {name: of[key] for name, of in numbers.items()} for key in numbers["8xA100"]]
+    files = {"scores": scores(compared), "tables": by_table(compared), "fit": fitted, "choices": alternatives()}
+    for name, rows in files.items():
+        write_csv(RESULTS / f"costmodel-{name}.csv", list(map(rounded, rows)))
+    write_versions(compared)
+    write("costmodel")
+    print("wrote docs/results/costmodel.md")
 
 
 def main() -> int:
@@ -137,35 +162,17 @@ def main() -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    fitted = set(fitted_rows())
-    print(per_table(compared))
+    print(table(by_table(compared), "table", "hardware", "target", "draft", "policy", "rows", *ERRORS))
     for note in sorted({f"{c.row.hardware}: {hardware_named(c.row.hardware).note}" for c in compared}):
         print(note)
     if arguments.table is None:
-        critical = critical_context(
-            Setup(architecture("llama-3.1-8b"), hardware_named("8xA100"), batch=32, context=4000), gamma=3
-        )
-        unseen = [c for c in compared if c.row not in fitted]
-        choices = alternatives()
-        write_csv(RESULTS / "costmodel-choices.csv", list(map(rounded, choices)))
-        text = page(
-            compared,
-            score(compared),
-            score(unseen),
-            left_out(),
-            choices,
-            critical,
-            seconds_per_thousand(),
-            sections(compared),
-        )
-        (RESULTS / "costmodel.md").write_text(text)
-        draw(compared)
-        print("wrote docs/results/costmodel.md")
-    print(json.dumps(_summary(compared, sum(c.row in fitted for c in compared))))
+        write_page(compared)
+    fitted = set(fitted_rows())
+    print(json.dumps(summary(compared, sum(c.row in fitted for c in compared))))
     return 0
 
 
-def _summary(compared: list[Compared], fitted: int) -> dict[str, float | int | None]:
+def summary(compared: list[Compared], fitted: int) -> dict[str, float | int | None]:
     """Return the object of the last line; a score that cannot be computed is null."""
     values = asdict(score(compared))
     rounded = {k: v if isinstance(v, int) else round(v, 5) if v == v else None for k, v in values.items()}

@@ -24,16 +24,17 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from gpu_bench import REHEARSAL, Bench, Sizes
-from gpu_page import page
 from gpu_parts import PARTS
-from gpu_store import DONE, OUT_OF_TIME, Store, supervise, work
+from gpu_store import DONE, OUT_OF_TIME, Record, Store, supervise, work
 from page import RESULTS, ROOT, commit
 
 from magicdec.measure.system import cpu_name
+from magicdec.tracking.cells import markdown_table
 
 
 def main() -> int:
@@ -86,7 +87,7 @@ def measure(store: Store, options: argparse.Namespace) -> int:
     name = torch.cuda.get_device_name() if bench.device.type == "cuda" else cpu_name()
     facts = {"device": name, "torch": torch.__version__, "rehearsal": options.rehearse, "commit": store.commit}
     (store.folder / "machine.json").write_text(json.dumps(facts) + "\n")
-    points = (point for part, yielding in PARTS.items() if part in options.parts for point in yielding(bench))
+    points = (point for part, (_, yielding) in PARTS.items() if part in options.parts for point in yielding(bench))
     with torch.inference_mode():
         return work(points, store, options.until, bench.answers)
 
@@ -108,6 +109,25 @@ def _write(store: Store, path: Path) -> int:
     path.write_text(text)
     print(text)
     return int(any("failed" in point for part in PARTS for point in store.points(part).values()))
+
+
+def page(points: Callable[[str], dict[str, Record]]) -> str:
+    """Return the page as Markdown, with a section for each part, measured or not yet."""
+    facts = points("machine")
+    lines = [f"# On {facts['device']}", "", f"`python benchmarks/gpu.py`, PyTorch {facts['torch']}.", ""]
+    lines += ["A REHEARSAL: these figures mean nothing.", ""] if facts.get("rehearsal") else []
+    lines += ["`predicted_...` is the cost model's or, in the profile, that of docs/predictions/gpu.md.", ""]
+    for part, (title, _) in PARTS.items():
+        known = points(part)
+        lines += [f"## {title}", "", _table(known) if known else "Not yet measured.\n"]
+    return "\n".join(lines)
+
+
+def _table(points: dict[str, Record]) -> str:
+    names = dict.fromkeys(name for point in points.values() for name in point if name not in ("commit", "text"))
+    rows = [[key, *(point.get(column) for column in (*names, "commit"))] for key, point in points.items()]
+    texts = [f"\n{point['text']}" for point in points.values() if "text" in point]
+    return markdown_table(["", *names, "commit"], rows) + "".join(texts)
 
 
 def _refuse(reason: str) -> int:

@@ -15,8 +15,10 @@ from magicdec.errors import UserError
 from magicdec.measure import memory
 from magicdec.measure.ceilings import matmul_rate, read_bandwidth
 from magicdec.measure.footprint import largest_batch
+from magicdec.measure.metrics import Metrics
 from magicdec.planning import build
 from magicdec.planning.resolve import DTYPES, Plan, resolve
+from magicdec.scenarios import compare, peer
 from magicdec.tracking.progress import progress
 from magicdec.units import GIB
 from magicdec.verification.sampling import Sampling
@@ -115,17 +117,32 @@ class Bench:
             return False
         return True
 
+    @property
+    def settings(self) -> list[str]:
+        """Return the overrides of all runs."""
+        sizes = [f"batch.generate_len={self.sizes.new_tokens}", f"scenario.profile_repeats={self.sizes.repeats}"]
+        return [f"hardware.device={self.sizes.device}", f"hardware.dtype={self.sizes.dtype}", *sizes]
+
+    def large_settings(self, batch: int, context: int, budget: int, gamma: int) -> list[str]:
+        """Return the overrides of the large target with random weights, drafting for itself."""
+        sizes = [f"batch.size={batch}", f"batch.context_len={context}", f"cache.budget={budget}"]
+        draft = ["draft=self", f"draft.gamma={gamma}", "draft.synthetic_acceptance=0.8"]
+        return [*self.sizes.target, "target.weights=random", "data=random", *sizes, *draft]
+
     def plan(self, *overrides: str) -> Plan:
         """Return a plan as `launch.py` would make it."""
-        settings = [f"hardware.device={self.sizes.device}", f"hardware.dtype={self.sizes.dtype}"]
-        settings += [f"batch.generate_len={self.sizes.new_tokens}", f"scenario.profile_repeats={self.sizes.repeats}"]
-        return resolve(compose([*settings, *overrides]))
+        return resolve(compose([*self.settings, *overrides]))
 
-    def large(self, batch: int, context: int, budget: int, gamma: int, alpha: float = 0.8) -> Plan:
-        """Return a plan of the large target with random weights, drafting for itself."""
-        sizes = [f"batch.size={batch}", f"batch.context_len={context}", f"cache.budget={budget}"]
-        draft = ["draft=self", f"draft.gamma={gamma}", f"draft.synthetic_acceptance={alpha}"]
-        return self.plan(*self.sizes.target, "target.weights=random", "data=random", *sizes, *draft)
+    def large(self, batch: int, context: int, budget: int, gamma: int) -> Plan:
+        """Return a plan of the large target."""
+        return self.plan(*self.large_settings(batch, context, budget, gamma))
+
+    def run(self, *overrides: str) -> Metrics:
+        """Do a run as `launch.py` would, in this process; return its metrics."""
+        plan = self.plan(*overrides)
+        scenario = compare if plan.config.engine.name == "native" else peer
+        with progress() as bars:
+            return scenario.run(plan, bars).metrics
 
     @property
     def cells(self) -> list[tuple[int, int]]:

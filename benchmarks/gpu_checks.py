@@ -14,9 +14,6 @@ from gpu_bench import Bench, cell_name
 from gpu_store import Point, Record
 from page import ROOT
 
-from magicdec.scenarios import compare
-from magicdec.tracking.progress import progress
-
 SAID = 5  # lines of a program's output that are kept
 PASSED = (0, 5)  # exit codes of pytest; 5: nothing to run, because a module was skipped for a missing library
 WORKERS = 8  # processes that run tests, each with a context on the GPU: together they compile hundreds of kernels
@@ -71,30 +68,22 @@ def _run(*arguments: str) -> subprocess.CompletedProcess:
 
 def _lossless(bench: Bench, draft: str, dtype: str) -> Record:
     sizes = [f"batch.size={bench.sizes.pair_batches[-1]}", f"batch.context_len={bench.sizes.pair_context // 2}"]
-    plan = bench.plan(f"draft={draft}", "scenario.repeats=1", f"hardware.dtype={dtype}", *sizes)
-    with progress() as bars:
-        found = compare.run(plan, bars).metrics
+    found = bench.run(f"draft={draft}", "scenario.repeats=1", f"hardware.dtype={dtype}", *sizes)
     return {key.removeprefix("lossless/"): value for key, value in found.items() if key.startswith("lossless/")}
 
 
 def ranks(bench: Bench) -> Iterator[Point]:
     """Run the large model on all GPUs together, as a user would."""
     count = torch.cuda.device_count() if bench.device.type == "cuda" else 2
-    (batch, context), budget, gamma = bench.cells[0], bench.sizes.budgets[0], bench.sizes.gammas[0]
+    cell = (*bench.cells[0], bench.sizes.budgets[0], bench.sizes.gammas[0])
     if count > 1:
-        key = f"{count} ranks, {cell_name(batch, context, budget, gamma)}"
-        yield Point("ranks", key, partial(_ranks, bench, count, batch, context, budget, gamma), LARGE_S)
+        yield Point("ranks", f"{count} ranks, {cell_name(*cell)}", partial(_ranks, bench, count, *cell), LARGE_S)
 
 
-def _ranks(bench: Bench, count: int, batch: int, context: int, budget: int, gamma: int) -> Record:
-    plan = bench.large(batch, context, budget, gamma)
-    sizes = [f"batch.size={batch}", f"batch.context_len={context}", f"batch.generate_len={bench.sizes.new_tokens}"]
-    draft = [f"cache.budget={budget}", f"draft.gamma={gamma}", "draft.synthetic_acceptance=0.8"]
-    where = [f"hardware.device={plan.device.type}", f"hardware.dtype={bench.sizes.dtype}"]
-    settings = [*where, f"hardware.tensor_parallel={count}", *sizes, *draft, "scenario.repeats=2"]
+def _ranks(bench: Bench, count: int, *cell: int) -> Record:
     with tempfile.TemporaryDirectory() as folder:
-        random = [*bench.sizes.target, "target.weights=random", "data=random", "tracker=[]", f"runs_dir={folder}"]
-        found = _program("launch.py", *random, *settings)
+        own = [f"hardware.tensor_parallel={count}", "scenario.repeats=2", "tracker=[]", f"runs_dir={folder}"]
+        found = _program("launch.py", *bench.settings, *bench.large_settings(*cell), *own)
         results = [json.loads(path.read_text()) for path in Path(folder).glob("*/result.json")]
     if "failed" in found or not results:
         return found

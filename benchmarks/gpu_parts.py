@@ -23,13 +23,12 @@ from magicdec.measure import memory, metrics
 from magicdec.measure.ceilings import fastest_s, matmul_rate
 from magicdec.measure.profile import profile_round
 from magicdec.planning import build
-from magicdec.scenarios import compare
-from magicdec.tracking.progress import progress
 from magicdec.units import GIB
-from magicdec.verification.sampling import Sampling, probabilities
+from magicdec.verification.sampling import probabilities
 
 KERNELS = {"llama-3.1-8b": (32, 8, 128), "llama-2-7b": (32, 32, 128)}  # query heads, KV heads, head dim
 EXPECTED = ((0.80, 512), (0.89, 2049))  # alpha, budget: what the MagicDec paper reports for StreamingLLM and SnapKV
+COPIED = "at the copy bandwidth, as a part of the time"
 PEERS = ("vllm", "sglang", "flash_attn", "flash_attn_interface", "flashinfer")
 
 
@@ -163,19 +162,19 @@ def _formula(bench: Bench, batch: int, context: int, budget: int, alpha: float, 
 
 def sampling(bench: Bench) -> Iterator[Point]:
     """Time rounds that sample next to greedy ones, and one truncation."""
-    (batch, context), budget, gamma = bench.cells[0], bench.sizes.budgets[0], bench.sizes.gammas[0]
+    cell = (*bench.cells[0], bench.sizes.budgets[0], bench.sizes.gammas[0])
 
     def measured() -> Record:
         times = {}
         for name, chosen in (("greedy", None), ("sampled", bench.sizes.sampling)):
-            opened = bench.open(batch, context, budget, gamma, None, chosen)
+            opened = bench.open(*cell, None, chosen)
             times[f"{name}_round_ms"] = profile_round(opened, bench.sizes.repeats)["round_ms"]
             opened.close()
-        logits = torch.randn(batch, 1, bench.engine.target.config.vocab_size, dtype=bench.dtype, device=bench.device)
+        logits = torch.randn(cell[0], 1, bench.engine.target.config.vocab_size, dtype=bench.dtype, device=bench.device)
         truncation = Step(lambda: _discard(probabilities(logits, bench.sizes.sampling)), _captures(bench))
         return times | {"truncation_ms": 1e3 * _seconds(truncation, bench)}
 
-    yield Point("sampling", cell_name(batch, context, budget, gamma), measured, LARGE_S)
+    yield Point("sampling", cell_name(*cell), measured, LARGE_S)
 
 
 def kernels(bench: Bench) -> Iterator[Point]:
@@ -210,8 +209,7 @@ def pair(bench: Bench) -> Iterator[Point]:
 
     def measured(batch: int) -> Record:
         sizes = [f"batch.size={batch}", f"batch.context_len={bench.sizes.pair_context}"]
-        with progress() as bars:
-            found = compare.run(bench.plan("scenario.repeats=2", *sizes), bars).metrics
+        found = bench.run("scenario.repeats=2", *sizes)
         return {name: found.get(name) for name in names}
 
     for batch in bench.sizes.pair_batches:
@@ -220,34 +218,20 @@ def pair(bench: Bench) -> Iterator[Point]:
 
 def peers(bench: Bench) -> Iterator[Point]:
     """Decode the same prompts with the same checkpoint in transformers, autoregressively."""
-    batch, context, new = bench.sizes.pair_batches[-2], bench.sizes.pair_context // 2, bench.sizes.new_tokens
+    batch, context = bench.sizes.pair_batches[-2], bench.sizes.pair_context // 2
+    sizes = [f"batch.size={batch}", f"batch.context_len={context}", "draft=none", "scenario.repeats=3"]
+    compiled = f"hardware.compile={bench.device.type == 'cuda'}"
+    engines = {
+        "ours": [],
+        "transformers, static cache": ["engine=transformers", "hardware.compile=false"],
+        "transformers, static cache, compiled": ["engine=transformers", compiled],
+    }
 
-    def plan() -> build.Plan:
-        return bench.plan(f"batch.size={batch}", f"batch.context_len={context}", "draft=none")
+    def measured(own: list[str]) -> Record:
+        return {"ms": bench.run(*sizes, *own)["autoregressive/time_per_output_token_ms"]}
 
-    def ours() -> Record:
-        with progress() as bars:
-            found = compare.run(plan(), bars).metrics
-        return {"ms": found["autoregressive/time_per_output_token_ms"]}
-
-    def transformers(compiled: bool) -> Record:
-        from magicdec.conformance import machine
-        from magicdec.peers.base import PeerSpec  # here: transformers takes seconds to import
-        from magicdec.peers.transformers import TransformersEngine, TransformersPeer
-
-        dtype, device, folder = bench.sizes.dtype, bench.device.type, str(plan().target.folder)
-        prompts = build.prompts(plan(), build.tokenizer(plan())).tokens
-        hardware = machine(device, dtype, compile=compiled)
-        spec = PeerSpec(folder, hardware, batch, context + new, Sampling(), engine=TransformersEngine())
-        peer = TransformersPeer(spec)
-        peer.generate(prompts, new, speculative=False)  # compiles and warms up
-        times = peer.generate(prompts, new, speculative=False).times
-        return {"ms": metrics.time_per_output_token_ms(times)}
-
-    where = f"{batch} x {context}"
-    yield Point("peers", f"ours, {where}", ours)
-    yield Point("peers", f"transformers, static cache, {where}", partial(transformers, False))
-    yield Point("peers", f"transformers, static cache, compiled, {where}", partial(transformers, True))
+    for engine, own in engines.items():
+        yield Point("peers", f"{engine}, {batch} x {context}", partial(measured, own))
     yield Point("peers", "importable", lambda: {name: importlib.util.find_spec(name) is not None for name in PEERS})
 
 
@@ -269,20 +253,20 @@ def _discard(_: object) -> None:
     """Drop a step's result: steps return nothing."""
 
 
-# What matters most comes first.
-PARTS: dict[str, Callable[[Bench], Iterator[Point]]] = {
-    "doctor": doctor,
-    "correct": correct,
-    "ceilings": ceilings,
-    "cells": cells,
-    "profile": profile,
-    "prefill": prefill,
-    "steps": steps,
-    "rounds": rounds,
-    "sampling": sampling,
-    "ranks": ranks,
-    "attention": kernels,
-    "pair": pair,
-    "peers": peers,
-    "tests": tests,
+# What matters most comes first: each part with its title on the page.
+PARTS: dict[str, tuple[str, Callable[[Bench], Iterator[Point]]]] = {
+    "doctor": ("The machine", doctor),
+    "correct": ("Correctness, on a reduced matrix", correct),
+    "ceilings": ("Ceilings of this card", ceilings),
+    "cells": ("Rows that fit", cells),
+    "profile": ("A round, kernel by kernel, next to [its prediction](../predictions/gpu.md)", profile),
+    "prefill": ("Prefill of Llama-3.1-8B, random weights", prefill),
+    "steps": (f"Steps of Llama-3.1-8B, random weights; moving what they must {COPIED}", steps),
+    "rounds": ("Speedup at a SYNTHETIC acceptance, the formula's value from the steps, and the predicted one", rounds),
+    "sampling": ("Rounds that sample", sampling),
+    "ranks": ("All GPUs together", ranks),
+    "attention": (f"Attention of one layer; reading K and V once {COPIED}", kernels),
+    "pair": ("The bundled pair, real acceptance", pair),
+    "peers": ("Peers: the bundled target autoregressively, ms per token", peers),
+    "tests": ("All tests that need a GPU", tests),
 }

@@ -107,38 +107,17 @@ def percentile(rounds_N: Floats, accepted_N: Floats, gamma: int) -> Ends:
     return percentiles(1 + accepted_N[drawn].sum(1) / rounds_N[drawn].sum(1))
 
 
-def rows_and_repeats(plain_KN: Floats, fast_KN: Floats) -> Ends:
-    """Return the package's interval of the speedup per row."""
-    return back(intervals.speedup(plain_KN, fast_KN))
-
-
-def repeats_alone(plain_KN: Floats, fast_KN: Floats) -> Ends:
-    """Return the t-interval of the logs of the repeats' speedups."""
-    found = intervals.speedup(plain_KN, fast_KN)
-    return back(found and found._replace(rows_N=intervals.NONE))
-
-
 def percentile_of_both(plain_KN: Floats, fast_KN: Floats) -> Ends:
-    """Return the interval by the percentile bootstrap, with rows and repeats drawn independently."""
+    """Return the interval of the speedup by the percentile bootstrap: rows and repeats are drawn independently."""
     repeats, rows = plain_KN.shape
     drawn = resampled(repeats)[:, :, None], resampled(rows)[:, None, :]
     return percentiles(np.median(plain_KN[drawn].sum(2) / fast_KN[drawn].sum(2), axis=1))
 
 
-def wall(plain_KN: Floats, fast_KN: Floats) -> Ends:
-    """Return the package's interval of the speedup per batch."""
-    return back(intervals.speedup_wall(plain_KN.max(1), fast_KN.max(1)))
-
-
-def percentile_wall(plain_KN: Floats, fast_KN: Floats) -> Ends:
-    """Return the interval of the speedup per batch by the percentile bootstrap."""
-    return percentiles(np.median((plain_KN.max(1) / fast_KN.max(1))[resampled(len(plain_KN))], axis=1))
-
-
-def back(found: intervals.Estimate | None) -> Ends:
+def back(found: intervals.Estimate | None, **changes: Floats) -> Ends:
     """Return the ends of the interval of a figure whose log was estimated."""
     assert found is not None
-    low, high = map(exp, found.ends)
+    low, high = map(exp, found._replace(**changes).ends)
     return low, high
 
 
@@ -154,14 +133,20 @@ def percentiles(values: Floats) -> Ends:
     return float(low), float(high)
 
 
+# The methods by figure. The package's own come first, and are compared with t-intervals over the repeats' logs alone.
 ACCEPTANCE = {"jackknife t": jackknife, "bootstrap t": bootstrap_t, "percentile bootstrap": percentile}
 SPEEDUP = {
-    "rows and repeats t": rows_and_repeats,
-    "repeats t": repeats_alone,
+    "rows and repeats t": lambda plain_KN, fast_KN: back(intervals.speedup(plain_KN, fast_KN)),
+    "repeats t": lambda plain_KN, fast_KN: back(intervals.speedup(plain_KN, fast_KN), rows_N=intervals.NONE),
     "percentile bootstrap": percentile_of_both,
 }
+WALL = {
+    "repeats t": lambda plain_KN, fast_KN: back(intervals.speedup_wall(plain_KN.max(1), fast_KN.max(1))),
+    "percentile bootstrap": lambda plain_KN, fast_KN: percentiles(
+        np.median((plain_KN.max(1) / fast_KN.max(1))[resampled(len(plain_KN))], axis=1)
+    ),
+}
 FIGURES = ("acceptance", "speedup", "speedup_wall", "false alarms")
-WALL = {"repeats t": wall, "percentile bootstrap": percentile_wall}
 
 
 def coverage(population: Population, studies: int, rows: int, repeats: int) -> dict[str, dict[str, float]]:

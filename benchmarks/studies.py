@@ -11,11 +11,10 @@ import argparse
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from page import RESULTS, ROOT, Cells, setting
 from render import rounded, write, write_csv
@@ -44,41 +43,31 @@ def measure(overrides: Sequence[str], cells: int, share: str) -> float:
     return seconds
 
 
-def measured(
-    models: dict[str, list[str]], sizes: Sequence[int], known: dict[str, float], save: Callable[[], None]
-) -> list[dict[str, Any]]:
-    """Return the row of every cell; those that are not known yet are measured."""
-    rows = []
-    for model, cells, way in product(models, sizes, WAYS):
-        name = f"{model}, {cells} cells, share={way}"
-        if name not in known:
-            known[name] = measure(models[model], cells, way)
-            save()
-        row = {"model": model, "cells": cells, "share": way, "way": f"sweep.share={way}", "seconds": known[name]}
-        rows.append(rounded(row | {"seconds_per_cell": known[name] / cells, "measured_by": setting()}))
-    return rows
-
-
 def main() -> None:
     """Measure every size of study both ways, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--smollm", type=Path, metavar="FOLDER", help="SmolLM2-135M; without it, the bundled pair alone"
-    )
+    smollm = "SmolLM2-135M; without it, the bundled pair alone"
+    parser.add_argument("--smollm", type=Path, metavar="FOLDER", help=smollm)
     parser.add_argument("--quick", action="store_true", help="small sizes; write nothing")
     options = parser.parse_args()
     first, second = MODELS
     models = {first: MODELS[first] + (QUICK if options.quick else [])}
     if options.smollm:
         models[second] = [*MODELS[second], f"target.path={options.smollm.resolve()}"]
-    sizes = list(GRIDS)[: 2 if options.quick else None]
-    known = Cells("studies", restart=options.quick)
-    rows = measured(models, sizes, known, (lambda: None) if options.quick else known.save)
-    if options.quick:
-        print("\n".join(f"{row['model']}, {row['cells']} cells, {row['way']}: {row['seconds']:.1f} s" for row in rows))
-        return
-    write_csv(RESULTS / "studies.csv", rows)
-    write("studies")
+    known, rows = Cells("studies", restart=options.quick), []
+    for model, cells, way in product(models, list(GRIDS)[: 2 if options.quick else None], WAYS):
+        name = f"{model}, {cells} cells, share={way}"
+        if name not in known:
+            known[name] = measure(models[model], cells, way)
+        if options.quick:
+            print(f"{model}, {cells} cells, sweep.share={way}: {known[name]:.1f} s")
+            continue
+        known.save()
+        row = {"model": model, "cells": cells, "share": way, "way": f"sweep.share={way}", "seconds": known[name]}
+        rows.append(rounded(row | {"seconds_per_cell": known[name] / cells, "measured_by": setting()}))
+    if rows:
+        write_csv(RESULTS / "studies.csv", rows)
+        write("studies")
 
 
 if __name__ == "__main__":

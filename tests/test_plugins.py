@@ -11,8 +11,8 @@ from magicdec import plugins
 from magicdec.config import registry
 from magicdec.config.load import compose, to_dict
 from magicdec.errors import UserError
+from magicdec.tracking.identity import run_id
 from magicdec.tracking.reader import iter_runs
-from magicdec.tracking.store import run_id
 from tests.programs import ROOT, python
 from tests.runs import SMALL, one_line
 

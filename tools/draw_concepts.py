@@ -8,8 +8,8 @@ from functools import cache
 from math import isnan, nan
 from pathlib import Path
 
+import pandas
 import torch
-from matplotlib import colormaps
 from matplotlib.figure import Figure
 
 import magicdec
@@ -21,7 +21,9 @@ from magicdec.verification.sampling import Sampling
 IMAGES = Path(__file__).resolve().parents[1] / "docs/images"
 CONTEXTS = [1000 * 2**i for i in range(8)]  # to 128K
 BATCHES = [1, 2, 4, 8, 16, 32, 64, 128, 256]
+LABELS = [f"{context // 1000}K" for context in CONTEXTS]
 GAMMAS = range(1, 13)
+BARS = {"rot": 0, "width": 0.8, "color": ["#8da0cb", "#e4572e", "#d9d9d9"]}
 ALPHA = 0.8  # about what is published for Llama-3.1-8B over a streaming cache of 512 entries
 SETTING = f"Llama-3.1-8B on 8 H100s, self-speculation, streaming cache of 512, alpha {ALPHA}; predicted"
 
@@ -46,34 +48,28 @@ def decode_step(figure: Figure) -> None:
     for number, batch in enumerate((1, 32), 1):
         axes = figure.add_subplot(1, 2, number)
         times = [predicted(batch, context).best.times.target for context in CONTEXTS]
-        parts = {
-            "read weights": [1e3 * t.weights for t in times],
-            "read the KV cache": [1e3 * t.kv for t in times],
-            "everything else": [1e3 * (t.total - t.weights - t.kv) for t in times],
-        }
-        bottom = [0.0] * len(times)
-        for (name, values), color in zip(parts.items(), ("#8da0cb", "#e4572e", "#d9d9d9"), strict=True):
-            axes.bar(range(len(times)), values, bottom=bottom, label=name, color=color)
-            bottom = [low + value for low, value in zip(bottom, values, strict=True)]
-        axes.set_xticks(range(len(times)), [f"{context // 1000}K" for context in CONTEXTS])
-        axes.set(title=f"batch {batch}", xlabel="context", ylabel="ms per decode step (T_T)" if number == 1 else "")
-        axes.set_ylim(0, 1.35 * max(bottom))
+        parts = {"read weights": [t.weights for t in times], "read the KV cache": [t.kv for t in times]}
+        parts["everything else"] = [t.total - t.weights - t.kv for t in times]
+        frame = 1e3 * pandas.DataFrame(parts, index=LABELS)
+        unit = "ms per decode step (T_T)" if number == 1 else ""
+        frame.plot.bar(stacked=True, ax=axes, title=f"batch {batch}", xlabel="context", ylabel=unit, **BARS)
+        axes.set_ylim(0, 1.35 * frame.sum(axis=1).max())
         axes.legend(loc="upper left", frameon=False)
 
 
 def tokens_per_round(figure: Figure) -> None:
     """Show Omega against gamma, and the speedup that is left of it after paying for the round."""
     left, right = figure.subplots(1, 2)
-    for index, alpha in enumerate((0.5, 0.7, 0.8, 0.9)):
-        left.plot(GAMMAS, [omega(g, alpha) for g in GAMMAS], "o-", ms=3, label=f"alpha {alpha}", color=shade(index, 4))
-    left.set(xlabel="gamma", ylabel="tokens per round, Omega(gamma, alpha)", title="what a round yields")
-    for index, context in enumerate((1000, 4000, 16000, 64000)):
-        speedups = [at.speedup for at in predicted(64, context).by_gamma]
-        right.plot(GAMMAS, speedups, "o-", ms=3, label=f"context {context // 1000}K", color=shade(index, 4))
+    tokens = {f"alpha {alpha}": [omega(g, alpha) for g in GAMMAS] for alpha in (0.5, 0.7, 0.8, 0.9)}
+    speedups = {
+        f"context {context // 1000}K": [at.speedup for at in predicted(64, context).by_gamma]
+        for context in (1000, 4000, 16000, 64000)
+    }
+    lines = {"style": "o-", "ms": 3, "colormap": "viridis", "xlabel": "gamma"}
+    label, title = "tokens per round, Omega(gamma, alpha)", f"what is left of it (batch 64, alpha {ALPHA})"
+    pandas.DataFrame(tokens, index=GAMMAS).plot(ax=left, ylabel=label, title="what a round yields", **lines)
+    pandas.DataFrame(speedups, index=GAMMAS).plot(ax=right, ylabel="speedup", title=title, **lines)
     right.axhline(1.0, color="black", lw=0.8)
-    right.set(xlabel="gamma", ylabel="speedup", title=f"what is left of it (batch 64, alpha {ALPHA})")
-    for axes in (left, right):
-        axes.legend(frameon=False)
 
 
 def where_it_pays(figure: Figure) -> None:
@@ -89,7 +85,7 @@ def where_it_pays(figure: Figure) -> None:
             axes.text(column, row, text, ha="center", va="center", fontsize=8, color=color)
     axes.contour(speedups, levels=[1.0], colors="black", linewidths=1.5)
     critical = predicted(64, 32000).critical_context
-    axes.set_xticks(range(len(CONTEXTS)), [f"{context // 1000}K" for context in CONTEXTS])
+    axes.set_xticks(range(len(CONTEXTS)), LABELS)
     axes.set_yticks(range(len(BATCHES)), [str(batch) for batch in BATCHES])
     axes.set(xlabel="context", ylabel="batch", title="speedup at the best gamma; the line is 1x")
     if critical:
@@ -110,10 +106,8 @@ def rejection(figure: Figure) -> None:
     left, right = figure.subplots(1, 2, sharey=True)
     p = torch.tensor([0.42, 0.25, 0.15, 0.1, 0.05, 0.03])
     q = torch.tensor([0.15, 0.45, 0.2, 0.1, 0.08, 0.02])
-    tokens = torch.arange(len(p))
-    left.bar(tokens - 0.2, p, 0.4, label="target p", color="#e4572e")
-    left.bar(tokens + 0.2, q, 0.4, label="draft q", color="#8da0cb")
-    left.set(title="what each would say", xlabel="token", ylabel="probability")
+    said = pandas.DataFrame({"draft q": q, "target p": p})
+    said.plot.bar(ax=left, title="what each would say", xlabel="token", ylabel="probability", **BARS)
     rows = 40_000
     proposed_BG = torch.multinomial(q, rows, replacement=True, generator=torch.Generator().manual_seed(0))[:, None]
     verdict = accept_sampled(
@@ -124,19 +118,12 @@ def rejection(figure: Figure) -> None:
         Sampling(temperature=1.0, seed=0),
     )
     first_B = verdict.tokens_BT[:, 0]
-    accepted = torch.bincount(first_B[verdict.num_accepted_B == 1], minlength=len(p)) / rows
-    drawn = torch.bincount(first_B[verdict.num_accepted_B == 0], minlength=len(p)) / rows
-    right.bar(tokens, accepted, 0.6, label="accepted proposals", color="#8da0cb")
-    right.bar(tokens, drawn, 0.6, bottom=accepted, label="drawn by the target after a rejection", color="#f4a582")
-    right.plot(tokens, p, "_", ms=26, mew=2, color="black", label="target p")
-    right.set(title=f"what is written: {rows:,} rounds of gamma 1", xlabel="token")
-    for axes in (left, right):
-        axes.legend(frameon=False)
-
-
-def shade(index: int, number: int) -> tuple[float, ...]:
-    """Return the colour of line `index` of `number`."""
-    return colormaps["viridis"](0.9 * index / (number - 1))
+    parts = {"accepted proposals": 1, "drawn by the target after a rejection": 0}
+    counts = {name: torch.bincount(first_B[verdict.num_accepted_B == n], minlength=len(p)) for name, n in parts.items()}
+    title = f"what is written: {rows:,} rounds of gamma 1"
+    (pandas.DataFrame(counts) / rows).plot.bar(stacked=True, ax=right, title=title, xlabel="token", **BARS)
+    right.plot(p, "_", ms=26, mew=2, color="black", label="target p")
+    right.legend()
 
 
 PICTURES: dict[str, tuple[Callable[[Figure], None], tuple[float, float], str]] = {

@@ -12,12 +12,12 @@ import platform
 from pathlib import Path
 
 import torch
+from jinja2 import StrictUndefined, Template
 from tiny_corpus import HELD_OUT_BOOKS, Corpus
 from torch.nn import functional as F
 from transformers import LlamaForCausalLM
 
 from magicdec.data import stdlib
-from magicdec.tracking.cells import markdown_table
 
 TINY = Path(__file__).resolve().parent.parent / "magicdec/models/tiny"
 NUM_WINDOWS = 8  # of the full context, spread evenly over each kind of held-out text
@@ -108,41 +108,12 @@ def write_card(record: dict, path: Path) -> None:
 
 
 def card_table(record: dict) -> str:
-    """Return training and held-out loss of both models as Markdown."""
-    pair = [(name, record[name]) for name in ("target", "draft") if "held_out" in record.get(name, {})]
-    measured = [(name, entry["held_out"]) for name, entry in pair]
-    kinds = [(kind, name, found[kind]) for kind in ("stdlib", "books") for name, found in measured if kind in found]
-
-    def losses(found: dict, where: str) -> str:
-        return f"{found[f'{where}_nats_per_token']:.3f} ({found[f'{where}_bits_per_byte']:.3f})"
-
-    def facts(entry: dict) -> list[str]:
-        known = entry.get("training", {})
-        return [f"{known.get(key, 0):,}" for key in ("parameters", "tokens", "steps", "minutes")]
-
-    parts = [
-        markdown_table(
-            ["model", "parameters", "tokens seen", "optimiser steps", "training minutes"],
-            [[name, *facts(entry)] for name, entry in pair],
-        ),
-        "Held-out loss in nats per token (bits per byte):\n",
-        markdown_table(
-            ["text", "model", "short context", "full context", "its last quarter"],
-            [
-                [kind, name, *(losses(found, at) for at in ("short", "full", "last_quarter"))]
-                for kind, name, found in kinds
-            ],
-        ),
-        f"A window whose last {CUE} tokens repeat its first ones: share of the next {COPIED} continued alike.\n",
-        markdown_table(
-            ["text", "model", "whole window in sight", "only the repetition"],
-            [
-                [kind, name, *(f"{found[f'copied_{at}']:.2f}" for at in ("in_sight", "out_of_sight"))]
-                for kind, name, found in kinds
-            ],
-        ),
-    ]
-    return "\n".join(parts).rstrip("\n")
+    """Return training and held-out loss of both models as Markdown, by the template pages/card.md."""
+    measured = {name: record[name]["held_out"] for name in ("target", "draft") if "held_out" in record.get(name, {})}
+    trained = {name: record[name].get("training", {}) for name in measured}
+    text = (Path(__file__).parent / "pages/card.md").read_text(encoding="utf-8")
+    card = Template(text, undefined=StrictUndefined, trim_blocks=True)
+    return card.render(measured=measured, trained=trained, cue=CUE, copied=COPIED).rstrip("\n")
 
 
 def main() -> None:

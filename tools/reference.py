@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, ge
 from unittest.mock import patch
 
 import yaml
+from jinja2 import StrictUndefined, Template
 
 from magicdec import cli
 from magicdec.config import schema
@@ -22,19 +23,7 @@ from magicdec.config.schema import CONF, Config
 from magicdec.rules import must
 
 PAGES = Path(__file__).resolve().parents[1] / "docs/reference"
-NOTE = "<!-- written by tools/reference.py: edit the {source} instead -->\n"
-GROUPS = {
-    "target": "The model that decides every token.",
-    "draft": "Who proposes tokens.",
-    "cache": "Which KV entries the draft keeps or reads, and how many.",
-    "hardware": "Device, dtype, and what the machine can do.",
-    "batch": "Rows, prompt length, tokens to generate.",
-    "data": "Where prompts come from.",
-    "sampling": "How a token is chosen.",
-    "engine": "Who decodes.",
-    "scenario": "What is done.",
-    "wandb": "What Weights & Biases gets.",
-}
+GROUPS = ("target", "draft", "cache", "hardware", "batch", "data", "sampling", "engine", "scenario", "wandb")
 
 
 class Key(NamedTuple):
@@ -50,6 +39,15 @@ class Option(NamedTuple):
     name: str
     about: str
     keys: dict[str, Key]
+
+
+class Setting(NamedTuple):
+    """A line of a table of keys."""
+
+    key: str
+    default: str
+    valid: str
+    meaning: str
 
 
 def read_option(file: Path, prefix: str = "") -> Option:
@@ -84,33 +82,30 @@ def _value_at(values: Any, path: list[str]) -> Any:
 
 def configuration() -> str:
     """Return the page with every configuration key."""
-    parts = [
-        "# Configuration\n",
-        NOTE.format(source="comments in conf/ and the rules in magicdec/"),
-        "Every key, with its default and its valid values. Choose an option with `group=option`, set a key with "
-        "`group.key=value`; `--cfg job` prints the values of a run. An unknown key is an error that names the closest "
-        "one. [Which draft and policy to choose](../strategies.md), [your own options](../plugins.md).\n",
-    ]
     classes = get_type_hints(Config)
     chosen = yaml.safe_load((CONF / "config.yaml").read_text())["defaults"]
     defaults = {group: name for entry in chosen if isinstance(entry, dict) for group, name in entry.items()}
-    for group, about in GROUPS.items():
+    groups = []
+    for group in GROUPS:
         options = [read_option(file) for file in sorted((CONF / group).glob("*.yaml"))]
         options.sort(key=lambda option: option.name != defaults[group])
-        parts += [f"## {group}\n", f"{about}\n", _options_table(group, options)]
-        parts.append(_keys_table(f"{group}.", options, list(_classes(group, classes[group]))))
+        settings = list(_settings(f"{group}.", options, list(_classes(group, classes[group]))))
+        groups.append({"name": group, "options": options, "settings": settings})
     top = read_option(CONF / "config.yaml")
     sweep = {key.removeprefix("sweep."): value for key, value in top.keys.items() if key.startswith("sweep.")}
     own = {key: value for key, value in top.keys.items() if key in classes and key not in GROUPS and key != "sweep"}
-    parts.append(
-        "`draft.model` (of `draft=model` and `draft=hierarchical`) has the keys of `target`: choose it with "
-        "`target@draft.model=NAME`. `draft.cache` (of `draft=hierarchical`) has those of `cache`: choose it with "
-        "`cache@draft.cache=NAME`.\n"
+    return _page(
+        "configuration.md",
+        groups=groups,
+        sweep=_settings("sweep.", [Option("", "", sweep)], [schema.SweepConfig]),
+        own=_settings("", [Option("", "", own)], [Config]),
     )
-    parts += ["## sweep\n", "A multirun (`-m`).\n"]
-    parts.append(_keys_table("sweep.", [Option("", "", sweep)], [schema.SweepConfig]))
-    parts += ["## Keys of the run itself\n", _keys_table("", [Option("", "", own)], [Config])]
-    return "\n".join(parts)
+
+
+def _page(name: str, **content: Any) -> str:
+    """Return a page, by its template in tools/pages."""
+    text = (Path(__file__).parent / "pages" / name).read_text(encoding="utf-8")
+    return Template(text, undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True).render(content)
 
 
 def _classes(group: str, general: type) -> Iterator[type]:
@@ -120,40 +115,30 @@ def _classes(group: str, general: type) -> Iterator[type]:
     yield from dict.fromkeys(keys_of(registry, name) for name in sorted(registry))
 
 
-def _options_table(group: str, options: list[Option]) -> str:
-    rows = [f"| `{option.name}` | {option.about} |" for option in options]
-    rows[0] = rows[0].replace("` |", "` (default) |", 1)
-    return "\n".join([f"| `{group}=` | |", "| --- | --- |", *rows, ""])
-
-
-def _keys_table(prefix: str, options: list[Option], classes: list[type]) -> str:
-    """Return a table of keys with defaults, valid values and meaning; keys without a YAML entry are not settings."""
+def _settings(prefix: str, options: list[Option], classes: list[type]) -> Iterator[Setting]:
+    """Yield keys with defaults, valid values and meaning; keys without a YAML entry are not settings."""
     entries = {entry.name: (holder, entry) for holder in reversed(classes) for entry in fields(holder)}
-    rows = ["| key | default | valid | meaning |", "| --- | --- | --- | --- |"]
     for name, (holder, entry) in sorted(entries.items(), key=lambda item: _place(item[0], options)):
         hint = get_type_hints(holder)[name]
+        inner = _dataclass_in(hint)
         given = {option.name: option.keys[name] for option in options if name in option.keys}
         if not given:
             continue
-        if _dataclass_in(hint) and name != "efficiency":
+        if inner and name != "efficiency":
             given = {option: key._replace(value="…") for option, key in given.items()}
         comments = [key.comment for key in given.values() if key.comment]
-        comment = comments[0] if comments else ""
         valid = _valid(get_type_hints(holder, include_extras=True)[name], entry)
-        rows.append(f"| `{prefix}{name}` | {_default(given, entry)} | {_escape(valid)} | {_escape(comment)} |")
-        for inner in (
-            fields(_dataclass_in(hint)) if _dataclass_in(hint) and name in ("efficiency", "architecture") else ()
-        ):
-            rows.append(_inner_row(f"{prefix}{name}.", _dataclass_in(hint), inner))
-    return "\n".join([*rows, ""])
+        yield Setting(f"{prefix}{name}", _default(given, entry), _escape(valid), _escape("".join(comments[:1])))
+        for one in fields(inner) if inner and name in ("efficiency", "architecture") else ():
+            yield _inner(f"{prefix}{name}.", inner, one)
 
 
-def _inner_row(prefix: str, holder: type, entry: Any) -> str:
-    """Return the row of a key whose comment is in the source of its dataclass."""
+def _inner(prefix: str, holder: type, entry: Any) -> Setting:
+    """Return a key whose comment is in the source of its dataclass."""
     line = re.search(rf"^ +{entry.name}: .*?(?:  # (.*))?$", inspect.getsource(holder), re.MULTILINE)
     valid = _valid(get_type_hints(holder, include_extras=True)[entry.name], entry)
     default = "" if entry.default is MISSING else f"`{_yaml(entry.default)}`"
-    return f"| `{prefix}{entry.name}` | {default} | {_escape(valid)} | {_escape((line and line[1]) or '')} |"
+    return Setting(f"{prefix}{entry.name}", default, _escape(valid), _escape((line and line[1]) or ""))
 
 
 def _place(name: str, options: list[Option]) -> tuple[int, int]:
@@ -241,30 +226,17 @@ def parser_of(command: str) -> argparse.ArgumentParser:
 
 def commands() -> str:
     """Return the page with every command and its arguments."""
-    parts = [
-        "# Commands\n",
-        NOTE.format(source="parsers and conf/hydra/help/magicdec.yaml"),
-        "`magicdec` and `python launch.py` are the same command. Without a subcommand it runs a configuration:\n",
-        "    magicdec [-m] [group=option ...] [group.key=value ...]\n",
-        "`-m` makes a multirun of all combinations of comma-separated values, `--cfg job` prints the configuration, "
-        '`--help` lists groups and options, and `eval "$(magicdec -sc install=bash)"` completes them in bash. '
-        "[Configuration](configuration.md) lists all keys.\n",
-        "Exit codes: 0 done, 1 failed (with a traceback), 2 a mistake (one line with the key and the remedy), "
-        "130 interrupted.\n",
-    ]
+    found = []
     for command in cli.COMMANDS:
-        parser = parser_of(command)
-        about = " ".join((parser.description or "").split())
-        rows = ["| argument | meaning |", "| --- | --- |"]
-        for action in parser._actions:
-            if action.dest == "help":
-                continue
+        parser, arguments = parser_of(command), []
+        for action in parser._actions[1:]:  # without --help
             name = ", ".join(action.option_strings) or action.metavar or action.dest
             if action.option_strings and action.nargs != 0:
                 name += f" {action.metavar or ('|'.join(action.choices) if action.choices else action.dest.upper())}"
-            rows.append(f"| `{_escape(str(name))}` | {_escape(action.help or '')} |")
-        parts += [f"## magicdec {command}\n", f"{about}\n", "\n".join(rows) + "\n"]
-    return "\n".join(parts)
+            arguments.append({"name": _escape(str(name)), "meaning": _escape(action.help or "")})
+        about = " ".join((parser.description or "").split())
+        found.append({"name": command, "about": about, "arguments": arguments})
+    return _page("cli.md", commands=found)
 
 
 WRITERS = {"configuration.md": configuration, "cli.md": commands}

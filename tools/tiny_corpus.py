@@ -11,6 +11,7 @@ from magicdec.data import stdlib
 HELD_OUT_BOOKS = ("pride-and-prejudice", "sherlock-holmes")
 END_OF_TEXT = "<|endoftext|>"
 VOCAB_SIZE = 1024
+CODE_SHARE = 0.55  # of what is trained on; the rest is books
 
 
 @dataclass
@@ -37,6 +38,12 @@ class Corpus:
             {kind: encode(tokenizer, split) for kind, split in held_out.items() if split},
             {kind: sum(len(text.encode()) for text in split.values()) for kind, split in held_out.items()},
         )
+
+    def training_window(self, generator: np.random.Generator, is_code: bool, size: int) -> np.ndarray:
+        """Return a random window of source code or of books, or of code where there are no books."""
+        ids = self.train["stdlib" if is_code or "books" not in self.train else "books"]
+        start = generator.integers(len(ids) - size)
+        return ids[start : start + size]
 
 
 def books(folder: Path | None, *, held_out: bool) -> dict[str, str]:

@@ -17,9 +17,6 @@ B pieces, T tokens, E hidden size, N hidden states of the target side by side, V
 
 import argparse
 import json
-import math
-import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -28,44 +25,41 @@ import torch
 import torch.nn.functional as F
 from head_export import export
 from head_steps import CHUNK, Reader, load_target, pieces, steps
-from muon import Muon
-from tiny_corpus import Corpus
+from tiny_corpus import CODE_SHARE, Corpus
 from torch import Tensor
+from training import Trainer, parser
 
 from magicdec.heads import HeadConfig
 from magicdec.models.head import Head
 from magicdec.models.transformer import Transformer
 
-CODE_SHARE = 0.55  # of the windows; the rest is books
-MUON_LR, ADAM_LR = 0.02, 2e-3
-WARMUP, DECAY_FROM, FINAL_LR = 0.02, 0.4, 0.03  # shares of the budget; the last one a share of the peak rate
+ADAM_LR = 2e-3
 STEP_WEIGHT = 0.8  # of a step's loss, against that of the step before it
 HELD_OUT_WINDOWS = 8  # of each kind of text
 
 
-class Trainer:
-    """A head's training, from its first step or from its checkpoint."""
+class HeadTrainer(Trainer):
+    """A head's training."""
+
+    warmup, decay_from, final_rate = 0.02, 0.4, 0.03
+    kept = (*Trainer.kept, "curve")
 
     def __init__(self, args: argparse.Namespace):
         torch.manual_seed(args.seed)
-        self.args, target = args, load_target(args.target)
+        target = load_target(args.target)
         self.corpus = Corpus.load(args.text, args.target)
         self.ids_V = frequent_tokens(self.corpus, min(args.vocabulary, target.config.vocab_size))
         self.config = head_config(target, args, len(self.ids_V))
         self.reader = Reader(target, self.config.taps)
         self.teacher = target.embed.weight if target.head is None else target.head.weight
         self.head = new_head(self.config, target, self.ids_V)
-        matrices = [
-            p for name, p in self.head.named_parameters() if p.ndim == 2 and name not in ("embed.weight", "head.weight")
-        ]
-        others = [p for name, p in self.head.named_parameters() if p.ndim == 1 or name == "head.weight"]
         self.head.embed.requires_grad_(False)
-        self.muon = Muon(matrices)
-        self.adam = torch.optim.AdamW(others, lr=ADAM_LR, betas=(0.9, 0.95), weight_decay=0.0)
-        self.number, self.tokens, self.seconds, self.curve = 0, 0, 0.0, list[dict[str, Any]]()
-        self.checkpoint = args.work / "head.pt"
-        if args.resume and self.checkpoint.exists():
-            self.restore()
+        named = {name: p for name, p in self.head.named_parameters() if name != "embed.weight"}
+        matrices = [p for name, p in named.items() if p.ndim == 2 and name != "head.weight"]
+        others = [p for name, p in named.items() if p.ndim == 1 or name == "head.weight"]
+        adam = torch.optim.AdamW(others, lr=ADAM_LR, betas=(0.9, 0.95), weight_decay=0.0)
+        self.curve: list[dict[str, Any]] = []
+        super().__init__(args, self.head, matrices, adam, args.work / "head.pt")
 
     @property
     def progress(self) -> float:
@@ -84,35 +78,24 @@ class Trainer:
 
     def train(self) -> None:
         """Do optimiser steps to the end of the time."""
-        measured = self.curve[-1]["minutes"] * 60 if self.curve else -math.inf
-        logged = -math.inf
-        while self.progress < 1:
-            started = time.monotonic()
-            loss = self.train_step()
-            self.seconds += time.monotonic() - started
-            if self.seconds - logged > self.args.log_every:
-                logged = self.seconds
+        if not self.curve:
+            self.measure()
+        for loss in self.rest_of_training():
+            if self.is_due(self.args.log_every):
                 rate = self.tokens / self.seconds
-                print(f"{self.progress:6.1%} step {self.number} loss {loss:.3f} {rate:,.0f} tokens/s", flush=True)
-            if self.seconds - measured > 60 * self.args.save_every:
-                measured = self.seconds
+                print(f"{self.progress:6.1%} step {self.steps} loss {loss:.3f} {rate:,.0f} tokens/s", flush=True)
+            if self.is_due(60 * self.args.save_every):
                 self.measure()
                 self.save()
 
     def train_step(self) -> float:
         """Do one optimiser step, on one window. Return the mean loss of the first step ahead, in nats."""
-        rate = schedule(self.progress) * self.args.lr_share
-        for group in self.adam.param_groups:
-            group["lr"] = ADAM_LR * rate
-        window = training_window(self.corpus, self.number, self.args.context + self.args.steps)
+        window = training_window(self.corpus, self.steps, self.args.context + self.args.steps)
         losses = self.losses(torch.from_numpy(window)[None])
         weights = [STEP_WEIGHT**step for step in range(len(losses))]
         (sum(w * loss for w, loss in zip(weights, losses, strict=True)) / sum(weights)).backward()
         torch.nn.utils.clip_grad_norm_(self.head.parameters(), 1.0)
-        self.muon.step(MUON_LR * rate)
-        self.adam.step()
-        self.head.zero_grad()
-        self.number, self.tokens = self.number + 1, self.tokens + self.args.context
+        self.optimise(self.args.context)
         return losses[0].item()
 
     def losses(self, tokens_BT: Tensor) -> list[Tensor]:
@@ -160,40 +143,17 @@ class Trainer:
 
     def save(self) -> None:
         """Write what `restore` needs, and the head as it is used."""
-        state = {"head": self.head.state_dict(), "momenta": self.muon.momenta, "adam": self.adam.state_dict()}
-        state |= {"number": self.number, "tokens": self.tokens, "seconds": self.seconds, "curve": self.curve}
-        temporary = self.checkpoint.with_suffix(".tmp")
-        torch.save(state, temporary)
-        os.replace(temporary, self.checkpoint)
+        super().save()
         export(self.head, self.ids_V, self.args.target, self.args.verifier, self.args.steps, self.args.out)
-        facts = {"minutes": round(self.seconds / 60, 1), "tokens": self.tokens, "optimiser_steps": self.number}
+        facts = {"minutes": round(self.seconds / 60, 1), "tokens": self.tokens, "optimiser_steps": self.steps}
         facts |= {"threads": torch.get_num_threads(), "complete": self.progress >= 1, "held_out": self.curve}
         (self.args.out / "training.json").write_text(json.dumps(facts, indent=1) + "\n")
-
-    def restore(self) -> None:
-        """Resume from the checkpoint in the work folder."""
-        state = torch.load(self.checkpoint, weights_only=True)
-        self.head.load_state_dict(state["head"])
-        self.muon.momenta = state["momenta"]
-        self.adam.load_state_dict(state["adam"])
-        self.number, self.tokens = state["number"], state["tokens"]
-        self.seconds, self.curve = state["seconds"], state["curve"]
-
-
-def schedule(progress: float) -> float:
-    """Return the learning rate as a share of its peak: warm-up, constant, linear decay."""
-    if progress < WARMUP:
-        return max(progress / WARMUP, 0.05)
-    return max(FINAL_LR, min(1.0, (1 - progress) / (1 - DECAY_FROM)))
 
 
 def training_window(corpus: Corpus, number: int, context: int) -> np.ndarray:
     """Return a random window of the training text, which depends on the number of the step alone."""
     generator = np.random.default_rng([23, number])
-    is_code = generator.random() < CODE_SHARE or "books" not in corpus.train
-    ids = corpus.train["stdlib" if is_code else "books"]
-    start = generator.integers(len(ids) - context)
-    return ids[start : start + context]
+    return corpus.training_window(generator, generator.random() < CODE_SHARE, context)
 
 
 def frequent_tokens(corpus: Corpus, count: int) -> Tensor:
@@ -239,33 +199,22 @@ def new_head(config: HeadConfig, target: Transformer, ids_V: Tensor) -> Head:
 
 def arguments() -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
+    found = parser(__doc__, "build/train_head", save_every=5.0)
+    add = found.add_argument
     add("--target", type=Path, required=True, help="folder of the target, with its tokenizer.json")
     add("--out", type=Path, required=True, help="folder for the head")
-    add("--text", type=Path, help="folder of books (*.txt, UTF-8) to train on, next to the standard library's source")
     add("--verifier", help="how config.json calls the target; default: its folder")
     add("--minutes", type=float, default=60.0, help="time to train, without measuring (%(default)g)")
     add("--steps", type=int, default=3, help="steps ahead to train (%(default)d)")
-    add(
-        "--alone",
-        type=float,
-        default=0.3,
-        help="share of the time in which only the first step is trained (%(default)g)",
-    )
+    alone = "share of the time in which only the first step is trained (%(default)g)"
+    add("--alone", type=float, default=0.3, help=alone)
     add("--truncate", type=int, default=3, help="steps through which gradients go back (%(default)d)")
     add("--vocabulary", type=int, default=32_000, help="tokens that the head proposes (%(default)d)")
     add("--mlp", type=int, help="features of its MLP; default: the target's")
     add("--taps", type=int, nargs="*", default=[], help="layers of the target to read in front of; default: EAGLE-3's")
     add("--context", type=int, default=1024, help="tokens that the target reads at a time (%(default)d)")
     add("--piece", type=int, default=512, help="tokens that the head reads at a time, its trained length (%(default)d)")
-    add("--work", type=Path, default=Path("build/train_head"), help="folder for what --resume needs")
-    add("--resume", action="store_true", help="continue from the work folder")
-    add("--log-every", type=float, default=30.0, metavar="SECONDS")
-    add("--save-every", type=float, default=5.0, metavar="MINUTES")
-    add("--lr-share", type=float, default=1.0, help="of the usual peak learning rates (%(default)g)")
-    add("--seed", type=int, default=0)
-    return parser.parse_args()
+    return found.parse_args()
 
 
 def main() -> None:
@@ -273,7 +222,7 @@ def main() -> None:
     args = arguments()
     args.work.mkdir(parents=True, exist_ok=True)
     args.out.mkdir(parents=True, exist_ok=True)
-    Trainer(args).run()
+    HeadTrainer(args).run()
 
 
 if __name__ == "__main__":

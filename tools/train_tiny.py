@@ -16,24 +16,21 @@ import argparse
 import json
 import math
 import os
-import time
 from pathlib import Path
 
 import numpy as np
 import torch
 from evaluate_tiny import TINY, read_record, record_training, write_evaluation
-from muon import Muon
-from tiny_corpus import END_OF_TEXT, VOCAB_SIZE, Corpus
+from tiny_corpus import CODE_SHARE, END_OF_TEXT, VOCAB_SIZE, Corpus
 from tokenizers import Tokenizer
 from torch.nn import functional as F
+from training import Trainer, parser
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 MAX_CONTEXT = 8448  # 8,192 tokens of prompt and 256 new ones
 STAGES = "0:256 0.4:1024 0.6:4096 0.75:8448"  # share of the budget at which a stage starts, its context
-WARMUP, DECAY_FROM, FINAL_LR = 0.01, 0.45, 0.02  # shares of the budget; the last one a share of the peak rate
-MUON_LR, ADAM_LR = 0.02, 4e-3
+ADAM_LR = 4e-3
 MICRO_TOKENS = {"cpu": 4096, "cuda": 65536}  # tokens per forward pass: a good fit for a CPU's caches
-CODE_SHARE = 0.55  # of the training tokens; the rest is books
 COPY_SHARE = 0.4  # of the windows, which read passages of their beginning again
 SHORTEST_COPY, LONGEST_COPY = 16, 512  # tokens
 
@@ -70,9 +67,7 @@ def training_batch(corpus: Corpus, step: int, rows: int, context: int, copy_shar
     generator = np.random.default_rng([17, step])
     windows = []
     for is_code in generator.random(rows) < CODE_SHARE:
-        ids = corpus.train["stdlib" if is_code or "books" not in corpus.train else "books"]
-        start = generator.integers(len(ids) - context - 1)
-        window = ids[start : start + context + 1]
+        window = corpus.training_window(generator, is_code, context + 1)
         windows.append(with_copies(window, generator) if generator.random() < copy_share else window)
     return torch.from_numpy(np.stack(windows))
 
@@ -93,38 +88,30 @@ def with_copies(ids: np.ndarray, generator: np.random.Generator) -> np.ndarray:
     return np.concatenate(parts)
 
 
-def schedule(progress: float) -> float:
-    """Return the learning rate as a share of its peak: warm-up, constant, linear decay."""
-    if progress < WARMUP:
-        return max(progress / WARMUP, 0.05)
-    return max(FINAL_LR, min(1.0, (1 - progress) / (1 - DECAY_FROM)))
+class ModelTrainer(Trainer):
+    """One model's training."""
 
-
-class Trainer:
-    """One model's training, from its first step or from its checkpoint."""
+    warmup, decay_from, final_rate = 0.01, 0.45, 0.02
+    kept = (*Trainer.kept, "before")
 
     def __init__(self, name: str, corpus: Corpus, args: argparse.Namespace) -> None:
         torch.manual_seed(args.seed)
-        self.name, self.corpus, self.args, self.device = name, corpus, args, torch.device(args.device)
+        self.name, self.corpus, self.device = name, corpus, torch.device(args.device)
         self.max_tokens = args.tokens or math.inf
         pairs = [stage.split(":") for stage in args.stages]
         self.stages = [(float(start), int(context)) for start, context in pairs]
         self.minutes = args.minutes or (math.inf if args.tokens else DEFAULT_MINUTES[name])
-        self.model = LlamaForCausalLM._from_config(llama_config(name), attn_implementation="sdpa").to(self.device)
+        model = LlamaForCausalLM._from_config(llama_config(name), attn_implementation="sdpa").to(self.device)
         self.before = {"tokens": 0, "steps": 0, "minutes": 0.0}  # what the weights had seen that it starts from
         if args.start_from:
-            self.model.load_state_dict(LlamaForCausalLM.from_pretrained(args.start_from / name).float().state_dict())
+            model.load_state_dict(LlamaForCausalLM.from_pretrained(args.start_from / name).float().state_dict())
             self.before = {key: read_record(args.start_from)[name]["training"][key] for key in self.before}
         self.teacher = teacher(args.out, self.device) if name == "draft" else None
-        self.forward = torch.compile(self.model) if args.compile else self.model
-        matrices = [p for n, p in self.model.named_parameters() if p.ndim == 2 and "embed" not in n]
-        self.others = [p for n, p in self.model.named_parameters() if p.ndim != 2 or "embed" in n]
-        self.muon = Muon(matrices)
-        self.adam = torch.optim.AdamW(self.others, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.0)
-        self.steps, self.tokens, self.seconds = 0, 0, 0.0
-        self.checkpoint = args.work / f"{name}.pt"
-        if args.resume and self.checkpoint.exists():
-            self.restore()
+        self.forward = torch.compile(model) if args.compile else model
+        matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
+        self.others = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
+        adam = torch.optim.AdamW(self.others, lr=ADAM_LR, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.0)
+        super().__init__(args, model, matrices, adam, args.work / f"{name}.pt")
 
     @property
     def progress(self) -> float:
@@ -139,27 +126,19 @@ class Trainer:
     def run(self) -> None:
         """Train to the end of the budget, saving on the way."""
         print(f"{self.name}: {self.num_parameters:,} parameters, {self.progress:.0%} done", flush=True)
-        saved = exported = logged = time.monotonic()
-        while self.progress < 1:
-            started = time.monotonic()
-            loss, context, tokens = self.train_step()
-            now = time.monotonic()
-            self.seconds += now - started
-            if now - logged > self.args.log_every:
-                logged = now
-                self.log(loss, context, tokens / (now - started))
-            if now - saved > 60 * self.args.save_every:
-                saved = now
+        for loss, context in self.rest_of_training():
+            if self.is_due(self.args.log_every):
+                self.log(loss, context)
+            if self.is_due(60 * self.args.save_every):
                 self.save()
             # A model that has not seen the full context yet is no better for its user than the one before it.
-            if context == MAX_CONTEXT and now - exported > 60 * self.args.export_every:
-                exported = now
+            if context == MAX_CONTEXT and self.is_due(60 * self.args.export_every):
                 self.export()
         self.save()
         self.export()
 
-    def train_step(self) -> tuple[float, int, int]:
-        """Do one optimiser step. Return the mean loss in nats, the context and the tokens of the step."""
+    def train_step(self) -> tuple[float, int]:
+        """Do one optimiser step. Return the mean loss in nats, and the context."""
         context = next(context for start, context in reversed(self.stages) if self.progress >= start)
         rows = max(1, self.args.batch_tokens // context)
         ids = training_batch(self.corpus, self.steps, rows, context, self.args.copy_share).to(self.device)
@@ -169,15 +148,8 @@ class Trainer:
             loss.backward()
             total += loss.item()
         torch.nn.utils.clip_grad_norm_(self.others, 1.0)  # Muon's updates have a fixed norm as they are
-        share = schedule(self.progress) * self.args.lr_share
-        self.muon.step(MUON_LR * share)
-        for group in self.adam.param_groups:
-            group["lr"] = ADAM_LR * share
-        self.adam.step()
-        self.model.zero_grad()
-        self.steps += 1
-        self.tokens += rows * context
-        return total, context, rows * context
+        self.optimise(rows * context)
+        return total, context
 
     def loss(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the mean loss against each next token, or against the teacher's distribution of it."""
@@ -189,31 +161,14 @@ class Trainer:
                 wanted = self.teacher(input_ids=inputs, use_cache=False).logits.float().softmax(-1)
         return F.cross_entropy(logits.float().flatten(0, 1), wanted.flatten(0, 1))
 
-    def log(self, loss: float, context: int, rate: float) -> None:
+    def log(self, loss: float, context: int) -> None:
         """Print one line of progress."""
         left = self.seconds / max(self.progress, 1e-9) * (1 - self.progress) / 60
         print(
             f"{self.name} {self.progress:6.1%} step {self.steps} tokens {self.tokens / 1e6:.2f}M context {context} "
-            f"loss {loss:.3f} {rate:,.0f} tokens/s, {left:.0f} min left",
+            f"loss {loss:.3f} {self.tokens / self.seconds:,.0f} tokens/s, {left:.0f} min left",
             flush=True,
         )
-
-    def save(self) -> None:
-        """Write what `restore` needs, complete before it is moved into place."""
-        state = {"model": self.model.state_dict(), "muon": self.muon.momenta, "adam": self.adam.state_dict()}
-        state |= {"steps": self.steps, "tokens": self.tokens, "seconds": self.seconds, "before": self.before}
-        temporary = self.checkpoint.with_suffix(".tmp")
-        torch.save(state, temporary)
-        os.replace(temporary, self.checkpoint)
-
-    def restore(self) -> None:
-        """Resume from the checkpoint in the work folder."""
-        state = torch.load(self.checkpoint, map_location=self.device)
-        self.model.load_state_dict(state["model"])
-        self.muon.momenta = state["muon"]
-        self.adam.load_state_dict(state["adam"])
-        self.steps, self.tokens, self.seconds = state["steps"], state["tokens"], state["seconds"]
-        self.before = state["before"]
 
     def export(self) -> None:
         """Put model and tokenizer where they are used from, and note what the model was trained with."""
@@ -257,9 +212,8 @@ def edit_json(path: Path, **values: object) -> None:
 
 def arguments() -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    add("--text", type=Path, help="folder of books (*.txt, UTF-8) to train on, next to the standard library")
+    found = parser(__doc__, "build/train_tiny", save_every=3.0)
+    add = found.add_argument
     add("--models", nargs="+", choices=list(SHAPES), default=list(SHAPES), help="which ones, in this order")
     add("--minutes", type=float, help="time for each model; default: 60 for the target, 40 for the draft")
     add("--tokens", type=float, help="tokens for each model, instead of minutes")
@@ -268,15 +222,10 @@ def arguments() -> argparse.Namespace:
     add("--start-from", type=Path, metavar="FOLDER", help="exported models to train further, instead of new ones")
     add("--stages", nargs="+", default=STAGES.split(), help=f"SHARE:CONTEXT, from which share on; default: {STAGES}")
     add("--copy-share", type=float, default=COPY_SHARE, help="of windows that read passages again (%(default)g)")
-    add("--lr-share", type=float, default=1.0, help="of the usual peak learning rates (%(default)g)")
-    add("--work", type=Path, default=Path("build/train_tiny"), help="folder for what --resume needs")
-    add("--resume", action="store_true", help="continue from the work folder")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
     add("--compile", action="store_true", help="torch.compile: faster once it has started, needs a C++ compiler")
-    add("--seed", type=int, default=0, help="of the initial weights")
-    for name, default, unit in (("log", 30.0, "SECONDS"), ("save", 3.0, "MINUTES"), ("export", 5.0, "MINUTES")):
-        add(f"--{name}-every", type=float, default=default, metavar=unit, help=f"how often to {name} (%(default)g)")
-    return parser.parse_args()
+    add("--export-every", type=float, default=5.0, metavar="MINUTES", help="how often to export (%(default)g)")
+    return found.parse_args()
 
 
 def main() -> None:
@@ -285,7 +234,7 @@ def main() -> None:
     args.work.mkdir(parents=True, exist_ok=True)
     corpus = Corpus.load(args.text, args.work)
     for name in args.models:
-        Trainer(name, corpus, args).run()
+        ModelTrainer(name, corpus, args).run()
     write_evaluation(args.models, corpus, args.out, args.device)
 
 

@@ -15,7 +15,7 @@ from magicdec.calibrate.files import of_results
 from magicdec.calibrate.measured import Measured
 from magicdec.calibrate.steps import measure_here
 from magicdec.costmodel.calibration import ON_CPUS, OWN, SERVED, Calibration, calibrate, errors_of, option_yaml
-from magicdec.costmodel.hardware import OWN_STACK, Hardware, configured
+from magicdec.costmodel.hardware import OWN_STACK, configured
 from magicdec.costmodel.tables import Row
 from magicdec.errors import UserError, exit_code
 from magicdec.peers.openai import INSTALL
@@ -90,7 +90,8 @@ def write(path: Path, measured: Measured) -> None:
     console = Console(file=sys.stdout)
     seen = [row for number, row in enumerate(measured.rows) if number % HELD_BACK != 1]
     unseen = [row for number, row in enumerate(measured.rows) if number % HELD_BACK == 1]
-    before = configured(measured.machine.name, *_figures(measured.machine), stack=OWN_STACK)
+    start, device = measured.machine, measured.machine.device
+    before = configured(start.name, start.count, device.bandwidth / 1e9, device.flops / 1e12, stack=OWN_STACK)
     cases = {"before": (before, measured.rows)}
     if unseen:
         cases["held back"] = (_fit(measured, seen).machines[measured.machine.name], unseen)
@@ -118,11 +119,6 @@ def write(path: Path, measured: Measured) -> None:
 def _fit(measured: Measured, rows: Sequence[Row]) -> Calibration:
     priors = ON_CPUS if measured.machine.device.num_sms is None else SERVED if measured.is_served else OWN
     return calibrate(rows, measured.models.__getitem__, {measured.machine.name: measured.machine}, priors)
-
-
-def _figures(machine: Hardware) -> tuple[int, float, float]:
-    """Return the count, GB/s and TFLOP/s of a machine."""
-    return machine.count, machine.device.bandwidth / 1e9, machine.device.flops / 1e12
 
 
 def _summary(errors: Sequence[float]) -> str:

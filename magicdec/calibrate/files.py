@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from magicdec.architectures import ModelConfig
-from magicdec.calibrate.measured import ELEMENT_BYTES, FIGURES, Measured, measured
+from magicdec.calibrate.measured import ELEMENT_BYTES, FIGURES, Measured, measured, timed_row
 from magicdec.calibrate.steps import rates_of, this_machine
 from magicdec.config.load import compose
 from magicdec.costmodel.hardware import CPU
@@ -160,8 +160,7 @@ def _row_of_load(level: LoadResult, source: Source, where: Path) -> Row:
 def profile_rows(config: Mapping[str, Any], history: Iterable[Mapping[str, Any]]) -> list[Row]:
     """Return a row for every point of a run of scenario=profile, from its parsed config.yaml and history.jsonl.
 
-    A profile accepts no proposals, so a round counts as one token (omega 1). Raise UserError for a draft that a row
-    cannot describe.
+    Raise UserError for a draft that a row cannot describe.
     """
     draft, cache = config["draft"], config["cache"]
     if draft["name"] not in ("self", "model") or draft["quantization"] != "none":
@@ -169,26 +168,10 @@ def profile_rows(config: Mapping[str, Any], history: Iterable[Mapping[str, Any]]
             f"draft={draft['name']} with draft.quantization={draft['quantization']}: a calibration needs draft=self or "
             "draft=model, unquantized"
         )
-    return [
-        Row(
-            target=config["target"]["name"],
-            draft=draft["model"]["name"] if draft["name"] == "model" else draft["name"],
-            policy=cache["policy"],
-            hardware=config["hardware"]["name"],
-            context_len=point["context_len"],
-            batch_size=point["batch_size"],
-            gamma=point["gamma"],
-            table="profile",
-            kv_budget=cache["budget"],
-            draft_ms=point["gamma"] * point["time/draft_ms"],
-            verify_ms=point["time/verify_ms"],
-            omega=1.0,
-            autoregressive_ms=point["time/target_decode_ms"],
-            speculative_ms=point["time/round_ms"],
-            element_bytes=ELEMENT_BYTES[config["hardware"]["dtype"]],
-        )
-        for point in history
-    ]
+    name = draft["model"]["name"] if draft["name"] == "model" else draft["name"]
+    choices = (config["target"]["name"], name, cache["policy"], config["hardware"]["name"], cache["budget"])
+    size = ELEMENT_BYTES[config["hardware"]["dtype"]]
+    return [timed_row(point, *choices, size, table="profile") for point in history]
 
 
 def _architecture(choice: Mapping[str, Any]) -> ModelConfig:

@@ -15,6 +15,34 @@ FIGURES = ("bandwidth_gbs", "tflops")
 KEYS = ("device", "tensor_parallel", *FIGURES, "memory_gib")  # of the group hardware, in the option
 
 
+def timed_row(
+    point: Mapping[str, Any],
+    target: str,
+    draft: str,
+    policy: str,
+    hardware: str,
+    budget: int,
+    element_bytes: float,
+    **more: Any,
+) -> Row:
+    """Return a point of a profile as a row to fit. A profile accepts no proposals: a round counts as one token."""
+    return Row(
+        target,
+        draft,
+        policy,
+        hardware,
+        **{key: point[key] for key in ("context_len", "batch_size", "gamma")},
+        kv_budget=budget,
+        draft_ms=point["gamma"] * point["time/draft_ms"],
+        verify_ms=point["time/verify_ms"],
+        omega=1.0,
+        autoregressive_ms=point["time/target_decode_ms"],
+        speculative_ms=point["time/round_ms"],
+        element_bytes=element_bytes,
+        **more,
+    )
+
+
 class Measured(NamedTuple):
     """Timed points, and the machine to fit, not calibrated yet."""
 

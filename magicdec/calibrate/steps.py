@@ -1,22 +1,20 @@
 """Time a few steps of our engine on this machine."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from itertools import product
 from typing import Any
 
 from magicdec.architectures import ModelConfig
-from magicdec.calibrate.measured import Measured, measured
+from magicdec.calibrate.measured import Measured, measured, timed_row
 from magicdec.config.load import compose
 from magicdec.costmodel.hardware import CPU
 from magicdec.costmodel.roofline import BF16
 from magicdec.costmodel.tables import Row
-from magicdec.data import PromptRequest, load_prompts
-from magicdec.engine.native import warm_up
 from magicdec.measure.ceilings import matmul_rate, read_bandwidth
-from magicdec.measure.profile import profile_round
 from magicdec.planning import build
 from magicdec.planning.resolve import Plan, resolve
+from magicdec.scenarios.profile import time_points
 from magicdec.tracking.progress import progress
 
 REPEATS = 5
@@ -43,7 +41,7 @@ def measure_here(overrides: Sequence[str]) -> Measured:
         models[plan.config.target.name] = plan.target.config
         with progress() as bars, bars.task(f"timing {plan.config.target.name}", total=len(points)) as task:
             rates.append(rates_of(plan))
-            for point in time_points(plan, bars, points):
+            for point in time_plan(plan, bars, points):
                 rows.append(row_of(plan.config.target.name, point, BUDGET))
                 task.advance(1)
             rates.append(rates_of(plan))
@@ -61,36 +59,14 @@ def rates_of(plan: Plan) -> tuple[float, float]:
     return read_bandwidth(plan.device), matmul_rate(plan.device, plan.dtype)
 
 
-def time_points(plan: Plan, bars: Any, points: Iterable[tuple[int, int, int]]) -> Iterable[dict[str, Any]]:
-    """Yield the times of a round's steps over caches of noise, at each point (rows, context, gamma)."""
-    engine = build.engine(plan, bars)
-    for rows, context, gamma in points:
-        prompts = load_prompts("random", PromptRequest(rows, context, plan.target.config.vocab_size))
-        batch = replace(engine, draft=replace(engine.draft, gamma=gamma)).open(prompts.tokens)
-        batch.simulate_prefill()
-        warm_up(batch)
-        point = {"rows": rows, "context": context, "gamma": gamma, **profile_round(batch, REPEATS)}
-        batch.close()
-        stored = BF16 if plan.in_bfloat16(plan.target) else None
+def time_plan(plan: Plan, bars: Any, points: Iterable[tuple[int, int, int]]) -> Iterator[dict[str, Any]]:
+    """Yield the times of a round's steps over caches of noise, with the bytes of the plan's elements and weights."""
+    stored = BF16 if plan.in_bfloat16(plan.target) else None
+    for point in time_points(build.engine(plan, bars), points, REPEATS):
         yield point | {"element_bytes": plan.dtype.itemsize, "weight_bytes": stored}
 
 
 def row_of(model: str, point: Mapping[str, Any], budget: int) -> Row:
     """Return a timed point of self-speculation over a streaming cache as a row to fit."""
-    return Row(
-        target=model,
-        draft="self",
-        policy="streaming",
-        hardware=CPU,
-        context_len=point["context"],
-        batch_size=point["rows"],
-        gamma=point["gamma"],
-        kv_budget=budget,
-        draft_ms=point["gamma"] * point["draft_ms"],
-        verify_ms=point["verify_ms"],
-        omega=1.0,
-        autoregressive_ms=point["target_decode_ms"],
-        speculative_ms=point["round_ms"],
-        element_bytes=point["element_bytes"],
-        weight_bytes=point["weight_bytes"],
-    )
+    size, weight = point["element_bytes"], point["weight_bytes"]
+    return timed_row(point, model, "self", "streaming", CPU, budget, size, weight_bytes=weight)

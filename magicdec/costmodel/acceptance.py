@@ -16,6 +16,8 @@ from math import log
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pydantic import TypeAdapter
+
 from magicdec.config.registry import DRAFTS, POLICIES
 from magicdec.costmodel.round import Setup
 from magicdec.costmodel.speedup import alpha_from_acceptance_length
@@ -50,6 +52,9 @@ class Point(NamedTuple):
         wanted = (setup.target_name, setup.draft_label, setup.cache.policy, setup.draft.quantization)
         is_same_draft = (self.target, self.draft, self.policy, self.quantization) == wanted
         return is_same_draft and self.settings in (None, setup.cache.settings)
+
+
+_POINT = TypeAdapter(Point)
 
 
 class Estimate(NamedTuple):
@@ -133,19 +138,8 @@ def published() -> tuple[Point, ...]:
 
 def _stated(line: Mapping[str, str]) -> Point:
     """Return the point of a line of PUBLISHED_ALPHAS."""
-    settings = line.get("settings")
-    return Point(
-        line["target"],
-        line["draft"],
-        line["policy"],
-        int(line["budget"]),
-        int(line["context_len"]),
-        line["task"],
-        float(line["alpha"]),
-        line["source"],
-        quantization=line.get("quantization", "none"),
-        settings=None if settings is None else tuple(map(int, settings.split())),
-    )
+    settings = {"settings": line["settings"].split()} if "settings" in line else {}
+    return _POINT.validate_python({**line, **settings})
 
 
 def measured(runs: Iterable[Mapping[str, Any]]) -> list[Point]:

@@ -5,6 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from pydantic import TypeAdapter, ValidationError
+
 from magicdec.architectures import ModelConfig
 from magicdec.config.choices import CacheConfig, DraftConfig, ModelChoice
 from magicdec.config.registry import DRAFTS, POLICIES
@@ -77,11 +79,7 @@ class Row:
         )
 
 
-_TYPES: dict[str, Callable[[str], object]] = {
-    **dict.fromkeys(("target", "draft", "policy", "hardware", "table", "task", "version", "source"), str),
-    **dict.fromkeys(("context_len", "batch_size", "gamma", "kv_budget"), int),
-    **dict.fromkeys(("draft_ms", "verify_ms", "omega", "autoregressive_ms", "speculative_ms", "speedup"), float),
-}
+_ROW = TypeAdapter(Row)
 _REQUIRED = ("target", "draft", "policy", "hardware", "context_len", "batch_size", "gamma")
 
 
@@ -107,14 +105,10 @@ def first_version() -> list[Row]:
 
 
 def _row(path: Path | str, line: int, fields: dict[str, str]) -> Row:
-    values = {}
-    for name, convert in _TYPES.items():
-        text = (fields.get(name) or "").strip()
-        if text:
-            try:
-                values[name] = convert(text)
-            except ValueError:
-                raise UserError(f"{path}, line {line}: {name}={text} is not a number") from None
-        elif name in _REQUIRED:
-            raise UserError(f"{path}, line {line}: {name} is empty")
-    return Row(**values)  # type: ignore[arg-type]
+    given = {name: text.strip() for name, text in fields.items() if name and text and text.strip()}
+    try:
+        return _ROW.validate_python(given)
+    except ValidationError as error:
+        first = error.errors()[0]
+        wrong = " is empty" if first["type"] == "missing" else f"={first['input']} is not a number"
+        raise UserError(f"{path}, line {line}: {first['loc'][0]}{wrong}") from None

@@ -14,22 +14,6 @@ import gguf
 import numpy as np
 from gguf.utility import SafetensorsLocal
 
-EDGES = {
-    "model.embed_tokens.weight": "token_embd.weight",
-    "model.norm.weight": "output_norm.weight",
-    "lm_head.weight": "output.weight",
-}
-LAYER = {
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
 TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
@@ -39,15 +23,17 @@ def write(folder: Path, path: Path, dtype: str) -> None:
     writer = gguf.GGUFWriter(path, "llama")
     add_architecture(writer, config)
     kind = gguf.GGMLQuantizationType[TYPES[dtype]]
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
     for file in sorted(folder.glob("*.safetensors")):
         for name, tensor in SafetensorsLocal(file).tensors.items():
-            weight = read(tensor)
+            raw = tensor.mmap_bytes()
+            weight = gguf.dequantize(raw, gguf.GGMLQuantizationType[tensor.dtype]).reshape(tensor.shape)
             if name.endswith(("q_proj.weight", "k_proj.weight")):
                 weight = interleaved(
                     weight, config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"]
                 )
             own = kind if weight.ndim > 1 else gguf.GGMLQuantizationType.F32
-            writer.add_tensor(gguf_name(name), gguf.quants.quantize(weight, own), raw_dtype=own)
+            writer.add_tensor(names.get_name(name, [".weight"]), gguf.quants.quantize(weight, own), raw_dtype=own)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -75,25 +61,9 @@ def add_architecture(writer: gguf.GGUFWriter, config: dict) -> None:
     writer.add_token_types([gguf.TokenType.NORMAL] * vocab)
 
 
-def read(tensor: gguf.utility.LocalTensor) -> np.ndarray:
-    """Return a tensor in float32."""
-    raw = tensor.mmap_bytes()
-    if tensor.dtype == "BF16":  # the upper half of a float32
-        return (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32).reshape(tensor.shape)
-    return raw.view({"F32": np.float32, "F16": np.float16}[tensor.dtype]).astype(np.float32).reshape(tensor.shape)
-
-
 def interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
     """Return the rows of each head in the order of llama.cpp, whose rotary pairs are neighbours."""
     return weight.reshape(heads, 2, -1, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
-
-
-def gguf_name(name: str) -> str:
-    """Return GGUF's name of a tensor."""
-    if name in EDGES:
-        return EDGES[name]
-    _, _, layer, rest = name.split(".", 3)
-    return f"blk.{layer}.{LAYER[rest.removesuffix('.weight')]}.weight"
 
 
 if __name__ == "__main__":

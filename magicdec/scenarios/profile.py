@@ -1,11 +1,12 @@
 """Only the times: T_T, T_D and T_V(gamma) over a grid, over caches filled directly instead of prefilled."""
 
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import product
 
 from magicdec.config.schema import Profile
 from magicdec.data import PromptRequest, load_prompts
-from magicdec.engine.native import warm_up
+from magicdec.engine.native import NativeEngine, warm_up
 from magicdec.measure import memory
 from magicdec.measure.metrics import Metrics
 from magicdec.measure.profile import profile_round
@@ -27,17 +28,24 @@ def run(plan: Plan, progress: Progress) -> Outcome:
     points = list(product(scenario.batch_sizes, scenario.context_lens, scenario.gammas))
     history: list[dict] = []
     with keeping(lambda: Outcome({}, history=history)), progress.task("profiling", total=len(points)) as task:
-        for batch_size, context_len, gamma in points:
-            vocab_size = plan.target.config.vocab_size
-            request = PromptRequest(batch_size, context_len, vocab_size, seed=plan.config.data.seed)
-            prompts = load_prompts("random", request)
-            batch = replace(engine, draft=replace(engine.draft, gamma=gamma)).open(prompts.tokens)
-            batch.simulate_prefill()
-            warm_up(batch)
-            times = profile_round(batch, scenario.profile_repeats)
-            batch.close()  # or the caches of two points would be held at once
-            point = {"batch_size": batch_size, "context_len": context_len, "gamma": gamma}
-            history.append(point | {f"time/{name}": value for name, value in times.items()})
+        for point in time_points(engine, points, scenario.profile_repeats, plan.config.data.seed):
+            history.append(point)
             task.advance(1)
     metrics: Metrics = {"device": plan.device_name, "memory/peak_gib": peak.num_bytes / GIB}
     return Outcome(metrics | plan.sources, history=history)
+
+
+def time_points(
+    engine: NativeEngine, points: Iterable[tuple[int, int, int]], repeats: int, seed: int = 0
+) -> Iterator[dict[str, float]]:
+    """Yield the times of a round's steps at each point: batch, context and gamma."""
+    for batch_size, context_len, gamma in points:
+        request = PromptRequest(batch_size, context_len, engine.target.config.vocab_size, seed=seed)
+        prompts = load_prompts("random", request)
+        batch = replace(engine, draft=replace(engine.draft, gamma=gamma)).open(prompts.tokens)
+        batch.simulate_prefill()
+        warm_up(batch)
+        times = profile_round(batch, repeats)
+        batch.close()  # or the caches of two points would be held at once
+        point = {"batch_size": batch_size, "context_len": context_len, "gamma": gamma}
+        yield point | {f"time/{name}": value for name, value in times.items()}

@@ -7,7 +7,6 @@ the machine), log.txt. Files are written under temporary names and then moved, s
 leaves half of one.
 """
 
-import hashlib
 import json
 import logging
 import math
@@ -29,7 +28,6 @@ from typing_extensions import override
 
 from magicdec import threads
 from magicdec.config.registry import PACKAGE, PLUGINS
-from magicdec.costmodel.targets import option
 from magicdec.errors import StorageError
 from magicdec.fingerprint import of_code
 from magicdec.tracking.lock import Busy, locked
@@ -38,70 +36,11 @@ from magicdec.version import VERSION
 
 log = logging.getLogger(__name__)
 
-# Keys that do not change what a run does.
-NOT_IN_ID = frozenset({"wandb", "tracker", "hydra", "runs_dir", "resume", "sweep", "plugins"})
-# Keys that used to be a group with nothing but a name: a run's id still counts them so.
-FORMER_GROUPS = ("attention",)
-# Configurations used to hold the keys of all options, and a run's id still counts them: with these values where its own
-# options do not have them.
-FORMER_KEYS: dict[str, dict[str, Any]] = {
-    "cache": {"num_sink": 0, "observation_window": 32, "kernel": 5, "beta": 20, "page_size": 16, "refresh": 1}
-    | {"bits": 4, "group_size": 32},
-    "draft": {"max_ngram": 8, "num_layers": 0, "inner_gamma": 0, "cache": None},
-    "engine": {"cache": "static", "python": None, "time_limit_s": 1800, "method": "draft_model", "kv_type": "f32"},
-    "scenario": {"repeats": 1, "profile_repeats": 1, "num_requests": 1, "batch_sizes": [], "context_lens": []}
-    | {"gammas": [], "critical_batches": [], "drafts": [], "policies": [], "concurrencies": [], "rates": []}
-    | {"length_shares": [], "alpha": None, "latency_ms": None, "experiment": None, "first_token_ms": None},
-}
-# Keys of a group, by the name that ids know.
-RENAMED = {"scenario": {"save_as": "experiment"}, "engine": {"kv_cache": "cache"}}
-ONLY_AUTO = ("precision", "max_minutes")  # keys of the group scenario that count only with repeats=auto
-# Keys of the group scenario that are newer than the oldest ids, which do not count them at these values.
-LATER_KEYS: dict[str, Any] = {"acceptance_rate": None, "acceptance_length": None, "acceptance_gamma": None}
-LATER_KEYS |= {"workload": [], "schedule": None, "tolerance": 0.03}
-LATER_KEYS |= {"slo": None, "slo_percentile": 99, "slo_most": 64, "replays": []}
-ID_LENGTH = 12  # hex digits: among 10,000 runs, two share an id with a probability of 2e-7
 CHECKOUT = PACKAGE.parent
 CODE_FOLDERS = ("magicdec", "conf", "sweeps", "hydra_plugins", "launch.py")  # of the checkout
 # The package as this process has imported it: an edit while a sweep runs does not reach the jobs of its fork server.
 PACKAGE_HASH = of_code(PACKAGE)
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-
-
-def run_id(config: Mapping[str, Any], fingerprints: Mapping[str, str], device: str) -> str:
-    """Return a run's id: a hash of everything but `software` that affects its result.
-
-    `fingerprints` are those of the checkpoints, the data and an engine that is not ours. The order of keys does not
-    matter, nor how a number is written: 1 and 1.0 are the same. Nor does the folder in which a model lies.
-    """
-    decisive = {key: value for key, value in config.items() if key not in NOT_IN_ID}
-    decisive |= {key: {"name": decisive[key]} for key in decisive.keys() & FORMER_GROUPS}
-    if target := decisive.get("target"):
-        decisive["target"] = _without_folder(target, fingerprints.get("target"))
-    if model := decisive.get("draft", {}).get("model"):
-        decisive["draft"] = decisive["draft"] | {"model": _without_folder(model, fingerprints.get("draft.model"))}
-    if scenario := decisive.get("scenario"):
-        unread = () if scenario.get("repeats") == "auto" else ONLY_AUTO
-        counted = {key: value for key, value in scenario.items() if LATER_KEYS.get(key, ...) != value}
-        decisive["scenario"] = {key: value for key, value in counted.items() if key not in unread}
-    for group in RENAMED.keys() & decisive.keys():
-        decisive[group] = {RENAMED[group].get(key, key): value for key, value in decisive[group].items()}
-    for group in FORMER_KEYS.keys() & decisive.keys():
-        decisive[group] = FORMER_KEYS[group] | decisive[group]
-    if inner := decisive.get("draft", {}).get("cache"):
-        decisive["draft"] |= {"cache": FORMER_KEYS["cache"] | inner}
-    identity = {"config": decisive, "fingerprints": fingerprints, "device": device}
-    text = json.dumps(_plain(identity, whole_numbers=True), sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()[:ID_LENGTH]
-
-
-def _without_folder(model: Mapping[str, Any], fingerprint: str | None) -> Mapping[str, Any]:
-    """Return a model with the path of its option instead of its own. A model that is no option's is named after its
-    folder: where its weights have a fingerprint, the name does not count either.
-    """
-    own = option(model["name"])
-    is_read = fingerprint not in (None, "random")
-    return {**model, "path": own.get("path"), "name": model["name"] if own or not is_read else None}
 
 
 def source() -> str:
@@ -145,7 +84,7 @@ class Run:
         with explained(runs_dir):
             run.folder.mkdir(parents=True, exist_ok=True)
             run._remove_torn_files()
-            text = yaml.safe_dump(_plain(config), sort_keys=False, allow_unicode=True)
+            text = yaml.safe_dump(plain(config), sort_keys=False, allow_unicode=True)
             _write_atomically({run.folder / "config.yaml": [text], run._result_path: [_json_text(run.result)]})
         return run
 
@@ -173,7 +112,7 @@ class Run:
     ) -> None:
         """Store the results. Raise StorageError where that is impossible."""
         facts = self.result | {"status": "done"} | self._end()
-        result = _plain(facts | dict(metrics) | facts)
+        result = plain(facts | dict(metrics) | facts)
         rows = {"generations": generations, "history": history, "samples": samples, "system": system}
         files = {self.folder / f"{name}.jsonl": map(_json_line, lines) for name, lines in rows.items()}
         with explained(self.runs_dir):
@@ -194,7 +133,7 @@ class Run:
         Never raise if the disk refuses: the user is about to see another error already.
         """
         facts = self.result | {"status": "failed", "kind": kind, "reason": reason} | self._end()
-        self.result = _plain(facts | dict(metrics or {}) | facts)
+        self.result = plain(facts | dict(metrics or {}) | facts)
         try:
             self._remove_torn_files()
             _write_atomically({self._result_path: [_json_text(self.result)]})
@@ -270,21 +209,21 @@ def _write_atomically(contents: Mapping[Path, Iterable[str]]) -> None:
 
 
 def _json_text(content: Mapping) -> str:
-    return json.dumps(_plain(content), indent=2, ensure_ascii=False) + "\n"
+    return json.dumps(plain(content), indent=2, ensure_ascii=False) + "\n"
 
 
 def _json_line(row: Mapping) -> str:
-    return json.dumps(_plain(row), separators=(",", ":"), ensure_ascii=False) + "\n"
+    return json.dumps(plain(row), separators=(",", ":"), ensure_ascii=False) + "\n"
 
 
-def _plain(value: Any, whole_numbers: bool = False) -> Any:
+def plain(value: Any, whole_numbers: bool = False) -> Any:
     """Return a value that JSON and YAML can hold: NaN and infinity become null; with `whole_numbers`, 1.0 becomes 1."""
     if isinstance(value, Mapping):
-        return {str(key): _plain(item, whole_numbers) for key, item in value.items()}
+        return {str(key): plain(item, whole_numbers) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item, whole_numbers) for item in value]
+        return [plain(item, whole_numbers) for item in value]
     if hasattr(value, "item"):  # a number of NumPy's or PyTorch's
-        return _plain(value.item(), whole_numbers)
+        return plain(value.item(), whole_numbers)
     if isinstance(value, float):
         if not math.isfinite(value):
             return None

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import gpu
 import gpu_bench
-import gpu_page
 import gpu_profile
 import gpu_store
 import pytest
@@ -182,6 +181,6 @@ def test_a_round_s_kernels_are_told_apart_as_on_the_page(monkeypatch):
 
 def test_the_page_says_what_has_not_been_measured():
     known = {"machine": {"device": "NVIDIA H100", "torch": "2.13"}}
-    written = gpu_page.page(lambda part: known.get(part, {}))
+    written = gpu.page(lambda part: known.get(part, {}))
     assert written.startswith("# On NVIDIA H100")
-    assert written.count("Not yet measured.") == len(gpu_page.TITLES)
+    assert written.count("Not yet measured.") == len(gpu.PARTS)

@@ -8,7 +8,7 @@ from magicdec.config.load import compose
 from magicdec.data import Prompts
 from magicdec.errors import UserError
 from magicdec.planning.resolve import resolve
-from magicdec.tracking.store import run_id
+from magicdec.tracking.identity import run_id
 from tests.data.characters import CharacterTokenizer, load, texts
 from tests.refusals import refusal
 

@@ -12,7 +12,7 @@ from magicdec.config.schema import Compare
 from magicdec.engine.decoder import Generation
 from magicdec.measure.intervals import t_quantile
 from magicdec.scenarios import repeats
-from magicdec.tracking.store import run_id
+from magicdec.tracking.identity import run_id
 from tests.measure.test_metrics import GENERATION
 from tests.runs import run_here
 

@@ -33,7 +33,7 @@ def train(monkeypatch, tmp_path):
 
         monkeypatch.setattr(module, "training_window", window)
         clock = itertools.count()
-        monkeypatch.setattr(module.time, "monotonic", lambda: float(next(clock)))
+        monkeypatch.setattr("time.monotonic", lambda: float(next(clock)))
         folders = ["--target", str(TARGET), "--out", str(tmp_path / "head"), "--work", str(tmp_path / "work")]
         monkeypatch.setattr("sys.argv", ["train_head.py", *folders, *size, "--minutes", str(steps / 60), *more])
         module.main()

@@ -16,10 +16,11 @@ from magicdec.config import registry
 from magicdec.errors import UserError
 from magicdec.tracking import store
 from magicdec.tracking.files import ROW, read_lines
+from magicdec.tracking.identity import run_id
 from magicdec.tracking.lock import locked
 from magicdec.tracking.reader import attempts, find_done, iter_runs, latest, load_run, noise, slowness
 from magicdec.tracking.report.rows import flatten
-from magicdec.tracking.store import Run, run_id, software, source
+from magicdec.tracking.store import Run, software, source
 from tests.tracking.sample import CONFIG, GENERATIONS, HISTORY, METRICS, finished_run, lines, result_of, with_changes
 
 

@@ -4,14 +4,20 @@ https://docs.nvidia.com/aiperf/reference/json-export-schema
 """
 
 from collections.abc import Mapping
-from dataclasses import field
 from typing import Any
 
+from pydantic import AliasChoices, AliasPath, Field
 from pydantic.dataclasses import dataclass
 
 from magicdec.errors import UserError
 from magicdec.peers.results.base import Format, LoadResult, latency
 from magicdec.rules import JSON, parse
+
+# Where the first of the models that were asked for is named.
+MODEL = (
+    AliasPath("input_config", "models", "items", 0, "name"),
+    AliasPath("input_config", "endpoint", "model_names", 0),
+)
 
 
 @dataclass(frozen=True, config=JSON)
@@ -30,66 +36,25 @@ class Metric:
 
 @dataclass(frozen=True, config=JSON)
 class Phase:
-    """A phase of the load. Older versions (0.6) have a single one, `loadgen`, and call its rate request_rate."""
+    """A phase of the load."""
 
     kind: str | None = None
     concurrency: int | None = None
-    rate: float | None = None
-    request_rate: float | None = None
-
-
-@dataclass(frozen=True, config=JSON)
-class Model:
-    """A model that was asked for."""
-
-    name: str
-
-
-@dataclass(frozen=True, config=JSON)
-class Models:
-    """The models that were asked for."""
-
-    items: list[Model] = field(default_factory=list)
-
-
-@dataclass(frozen=True, config=JSON)
-class Endpoint:
-    """The part of an older configuration that names the models."""
-
-    model_names: list[str] = field(default_factory=list)
-
-
-@dataclass(frozen=True, config=JSON)
-class InputConfig:
-    """The load that was asked for."""
-
-    phases: list[Phase] = field(default_factory=list)
-    loadgen: Phase | None = None
-    models: Models = field(default_factory=Models)
-    endpoint: Endpoint = field(default_factory=Endpoint)
-
-    @property
-    def phase(self) -> Phase:
-        """Return the phase that was measured."""
-        measured = [phase for phase in self.phases if phase.kind != "warmup"]
-        return measured[-1] if measured else self.loadgen or Phase()
-
-    @property
-    def model(self) -> str | None:
-        """Return the first model."""
-        return next(iter([*(one.name for one in self.models.items), *self.endpoint.model_names]), None)
+    rate: float | None = Field(None, validation_alias=AliasChoices("rate", "request_rate"))
 
 
 @dataclass(frozen=True, config=JSON)
 class Export:
-    """The keys of the file that are read. Only a streaming endpoint has the times of tokens."""
+    """The keys of the file that are read. Only a streaming endpoint has the times of tokens.
+
+    Older versions (0.6) have a single phase, `loadgen`, and name the models with the endpoint.
+    """
 
     request_count: Metric
     request_throughput: Metric
     output_token_throughput: Metric
     input_sequence_length: Metric
     output_sequence_length: Metric
-    input_config: InputConfig
     request_latency: Metric | None = None
     time_to_first_token: Metric | None = None
     inter_token_latency: Metric | None = None
@@ -98,6 +63,15 @@ class Export:
     pooled_spec_decode_acceptance_histogram: dict[int, int] | None = None  # rounds by accepted tokens
     total_usage_accepted_prediction_tokens: Metric | None = None  # as servers like ours report them
     total_usage_rejected_prediction_tokens: Metric | None = None
+    phases: list[Phase] = Field([], validation_alias=AliasPath("input_config", "phases"))
+    loadgen: Phase | None = Field(None, validation_alias=AliasPath("input_config", "loadgen"))
+    model: str | None = Field(None, validation_alias=AliasChoices(*MODEL))
+
+    @property
+    def phase(self) -> Phase:
+        """Return the phase that was measured."""
+        measured = [phase for phase in self.phases if phase.kind != "warmup"]
+        return measured[-1] if measured else self.loadgen or Phase()
 
 
 def levels(content: Mapping[str, Any], where: str) -> list[LoadResult]:
@@ -118,18 +92,9 @@ def levels(content: Mapping[str, Any], where: str) -> list[LoadResult]:
     }
     for name, found in latencies.items():
         metrics |= found.latency(name) if found else {}
-    phase = one.input_config.phase
-    return [
-        LoadResult(
-            one.input_config.model,
-            one.input_sequence_length.avg,
-            one.output_sequence_length.avg,
-            phase.concurrency,
-            phase.rate or phase.request_rate,
-            metrics,
-            _speculation(one),
-        )
-    ]
+    phase = one.phase
+    lengths = (one.input_sequence_length.avg, one.output_sequence_length.avg)
+    return [LoadResult(one.model, *lengths, phase.concurrency, phase.rate, metrics, _speculation(one))]
 
 
 def _speculation(one: Export) -> dict[str, float]:

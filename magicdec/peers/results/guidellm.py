@@ -7,11 +7,17 @@ from collections.abc import Mapping
 from dataclasses import field
 from typing import Any, Literal
 
+from pydantic import AliasPath, Field
 from pydantic.dataclasses import dataclass
 
 from magicdec.errors import UserError
 from magicdec.peers.results.base import Format, LoadResult, latency
 from magicdec.rules import JSON, parse
+
+
+def _metric(name: str) -> Any:
+    """Return the field of a metric: its distribution over the requests that were answered; there are others."""
+    return Field(validation_alias=AliasPath("metrics", name, "successful"))
 
 
 @dataclass(frozen=True, config=JSON)
@@ -28,34 +34,6 @@ class Summary:
 
 
 @dataclass(frozen=True, config=JSON)
-class ByStatus:
-    """A distribution over the requests that were answered; there are others."""
-
-    successful: Summary
-
-
-@dataclass(frozen=True, config=JSON)
-class Totals:
-    """Numbers of requests."""
-
-    successful: int
-
-
-@dataclass(frozen=True, config=JSON)
-class Metrics:
-    """The metrics of a benchmark that are read."""
-
-    request_totals: Totals
-    requests_per_second: ByStatus
-    output_tokens_per_second: ByStatus
-    prompt_token_count: ByStatus
-    output_token_count: ByStatus
-    request_latency: ByStatus  # in seconds
-    time_to_first_token_ms: ByStatus
-    inter_token_latency_ms: ByStatus
-
-
-@dataclass(frozen=True, config=JSON)
 class Strategy:
     """The load."""
 
@@ -65,74 +43,51 @@ class Strategy:
 
 
 @dataclass(frozen=True, config=JSON)
-class Backend:
-    """The server."""
-
-    model: str | None = None
-
-
-@dataclass(frozen=True, config=JSON)
-class Config:
-    """The configuration of a benchmark."""
-
-    strategy: Strategy
-    backend: Backend = field(default_factory=Backend)
-
-
-@dataclass(frozen=True, config=JSON)
 class Benchmark:
-    """One level of load."""
+    """One level of load: the keys that are read."""
 
-    config: Config
-    metrics: Metrics
     duration: float
+    strategy: Strategy = Field(validation_alias=AliasPath("config", "strategy"))
+    answered: int = _metric("request_totals")
+    requests_per_second: Summary = _metric("requests_per_second")
+    output_tokens_per_second: Summary = _metric("output_tokens_per_second")
+    prompt_token_count: Summary = _metric("prompt_token_count")
+    output_token_count: Summary = _metric("output_token_count")
+    request_latency: Summary = _metric("request_latency")  # in seconds
+    time_to_first_token_ms: Summary = _metric("time_to_first_token_ms")
+    inter_token_latency_ms: Summary = _metric("inter_token_latency_ms")
+    model: str | None = Field(None, validation_alias=AliasPath("config", "backend", "model"))
 
-
-@dataclass(frozen=True, config=JSON)
-class Metadata:
-    """The version of the report's form."""
-
-    version: Literal[2]  # of GuideLLM 0.8
+    @property
+    def level(self) -> LoadResult:
+        """Return the level under our names."""
+        figures = {
+            "tokens_per_second": self.output_tokens_per_second.mean,
+            "requests_per_second": self.requests_per_second.mean,
+            "wall_s": self.duration,
+        }
+        figures |= self.time_to_first_token_ms.latency("time_to_first_token_ms")
+        figures |= self.inter_token_latency_ms.latency("time_per_output_token_ms")
+        figures |= self.request_latency.latency("request_latency_ms", 1e3)
+        users = 1 if self.strategy.type_ == "synchronous" else self.strategy.max_concurrency
+        lengths = (self.prompt_token_count.mean, self.output_token_count.mean)
+        return LoadResult(self.model, *lengths, users, self.strategy.rate, figures)
 
 
 @dataclass(frozen=True, config=JSON)
 class Report:
     """The file."""
 
-    metadata: Metadata
     benchmarks: list[Benchmark]
+    version: Literal[2] = Field(validation_alias=AliasPath("metadata", "version"))  # of its form: GuideLLM 0.8's
 
 
 def levels(content: Mapping[str, Any], where: str) -> list[LoadResult]:
     """Return the levels of a report."""
-    found = [_level(one) for one in parse(Report, content, where=where).benchmarks if _answered(one)]
+    found = [one.level for one in parse(Report, content, where=where).benchmarks if one.answered]
     if not found:
         raise UserError(f"{where}: no request was answered")
     return found
-
-
-def _answered(one: Benchmark) -> int:
-    return one.metrics.request_totals.successful
-
-
-def _level(one: Benchmark) -> LoadResult:
-    metrics, strategy = one.metrics, one.config.strategy
-    figures = {
-        "tokens_per_second": metrics.output_tokens_per_second.successful.mean,
-        "requests_per_second": metrics.requests_per_second.successful.mean,
-        "wall_s": one.duration,
-    }
-    figures |= metrics.time_to_first_token_ms.successful.latency("time_to_first_token_ms")
-    figures |= metrics.inter_token_latency_ms.successful.latency("time_per_output_token_ms")
-    figures |= metrics.request_latency.successful.latency("request_latency_ms", 1e3)
-    return LoadResult(
-        one.config.backend.model,
-        metrics.prompt_token_count.successful.mean,
-        metrics.output_token_count.successful.mean,
-        1 if strategy.type_ == "synchronous" else strategy.max_concurrency,
-        strategy.rate,
-        figures,
-    )
 
 
 def is_own(content: Mapping[str, Any]) -> bool:

@@ -54,17 +54,9 @@ def levels(content: Mapping[str, Any], where: str) -> list[LoadResult]:
         speculation["acceptance_length"] = one.spec_decode_acceptance_length
     if one.spec_decode_acceptance_rate is not None:
         speculation["acceptance_rate"] = one.spec_decode_acceptance_rate / 100
-    return [
-        LoadResult(
-            one.model_id,
-            one.total_input_tokens / one.completed,
-            one.total_output_tokens / one.completed,
-            one.max_concurrency,
-            None if one.request_rate == "inf" else one.request_rate,
-            metrics,
-            speculation,
-        )
-    ]
+    lengths = (one.total_input_tokens / one.completed, one.total_output_tokens / one.completed)
+    rate = None if one.request_rate == "inf" else one.request_rate
+    return [LoadResult(one.model_id, *lengths, one.max_concurrency, rate, metrics, speculation)]
 
 
 def is_own(content: Mapping[str, Any]) -> bool:

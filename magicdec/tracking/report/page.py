@@ -1,8 +1,8 @@
 """Write a table of runs as one HTML page, which needs no network: its data, its script and Vega are part of it.
 
-The answer, the ranking and the texts are HTML when the page is written. Charts are the descriptions of charts.py, which
-the page fills with the runs that its filter lets through. Data is stored by column and compressed, so that 10,000 runs
-make a page of a few megabytes.
+The answer, the ranking and the texts are HTML when the page is written, by the Jinja template assets/page.html. Charts
+are the descriptions of charts.py, which the page fills with the runs that its filter lets through. Data is stored by
+column and compressed, so that 10,000 runs make a page of a few megabytes.
 """
 
 import base64
@@ -14,7 +14,6 @@ import shlex
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from datetime import UTC, datetime
-from html import escape
 from importlib.resources import files
 from itertools import islice
 from pathlib import Path
@@ -22,16 +21,19 @@ from typing import Any
 from unicodedata import category
 
 import vl_convert
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup, escape
 
 from magicdec.tracking.cells import cell, is_number
 from magicdec.tracking.files import SAMPLE, read_lines
+from magicdec.tracking.identity import NOT_IN_ID
 from magicdec.tracking.reader import gpu_trouble, is_impossible, noise
 from magicdec.tracking.report.answer import BY, PER, PREDICTED, Answer, answer, is_synthetic, is_too_large
 from magicdec.tracking.report.charts import DESCRIPTIONS, PARTS, UNITS, template
 from magicdec.tracking.report.figures import LOG_FROM, is_timed
 from magicdec.tracking.report.query import LOAD_KEYS, NEVER_MIXED, informative, rank, varying
 from magicdec.tracking.report.rows import FACTS, Row, interval, is_setting, keys_of, num_runs
-from magicdec.tracking.store import NOT_IN_ID, counted
+from magicdec.tracking.store import counted
 from magicdec.units import WAYS
 
 LEFT_OUT = FACTS - {"id", "status", "kind", "reason"}
@@ -76,7 +78,6 @@ COLUMNS = (
     *("formula/speedup", "acceptance_rate", "acceptance_length", "alpha", "speculative/tokens_per_second"),
     *("speculative/time_per_output_token_ms", "memory/peak_gib", "lossless/identical", "reason"),
 )
-COPY = '<button onclick="navigator.clipboard.writeText(this.nextElementSibling.textContent)">copy</button>'
 EXTRA = {
     **{key: f"speedup per {per}" for key, per in PER.items() if key != "speedup"},
     "speculative/tokens_per_second": "tokens/s",
@@ -89,29 +90,25 @@ EXTRA = {
 
 def html_page(rows: Sequence[Row], title: str) -> str:
     """Return the page of some runs."""
-    found = answer(rows)
-    parts = {
-        "TITLE": escape(title),
-        "MADE": f"{counted(num_runs(rows), 'run')}, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
-    }
-    parts |= {"ANSWER": _answer(found, rows), "RANKING": _ranking(found) if found else ""}
-    data = _data(rows)
-    parts["PICKS"] = "".join(f"<label>{escape(key)}{_select(f'pick:{key}', data)}</label>" for key in data["picks"])
-    parts["DATA"] = base64.b64encode(gzip.compress(json.dumps(data, separators=(",", ":")).encode(), mtime=0)).decode()
     assets = files("magicdec.tracking.report") / "assets"
     texts = {path.name: path.read_text(encoding="utf-8") for path in assets.iterdir()}
-    parts |= {"STYLE": texts["page.css"], "SCRIPT": texts["page.js"], "LICENCES": escape(texts["licences.txt"])}
-    html = re.sub(r'<select id="(\w+)"></select>', lambda place: _select(place[1], data), texts["page.html"])
-    return re.sub(r"/\*([A-Z]+)\*/", lambda place: parts[place[1]], html)
-
-
-def _select(name: str, data: dict[str, Any]) -> str:
-    """Return a menu of the page."""
-    nothing = "all" if ":" in name else "nothing"
-    options = (
-        f'<option value="{escape(one)}">{escape(one or nothing)}</option>' for one in data["menus"].get(name, ())
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    environment.filters["cell"] = cell
+    data, runs = _data(rows), counted(num_runs(rows), "run")
+    packed = base64.b64encode(gzip.compress(json.dumps(data, separators=(",", ":")).encode(), mtime=0)).decode()
+    found = answer(rows)
+    facts = {"title": title, "runs": runs, "made": f"{runs}, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC"}
+    facts |= {"style": texts["page.css"], "script": texts["page.js"], "licences": texts["licences.txt"]}
+    return environment.from_string(texts["page.html"]).render(
+        **facts | (_answered(found) if found else {"found": None}),
+        menus=data["menus"],
+        picks=data["picks"],
+        packed=packed,
+        warned=_warned(rows),
+        interval=interval,
+        judged=lambda row: {"marks": ""} | _judged(row),
+        command=command,
     )
-    return f'<select id="{escape(name)}">{"".join(options)}</select>'
 
 
 def _data(rows: Sequence[Row]) -> dict[str, Any]:
@@ -223,9 +220,21 @@ def _first(rows: Sequence[Row], menus: dict[str, list[str]], picks: dict[str, st
     )
 
 
-def _answer(found: Answer | None, rows: Sequence[Row]) -> str:
+def _answered(found: Answer) -> dict[str, Any]:
     """Return the first thing to read: what is best, how sure that is, by which measure, and what was held constant."""
-    counts = {
+    where, figure = found.where(found.top), escape(found.top.figure())
+    sentence = escape(f"{where}: " if where else "") + escape(found.winner(found.top))
+    extra = {key: label for key, label in EXTRA.items() if any(key in place.best for place in found.places)}
+    if found.key != PREDICTED:
+        extra = {key: label for key, label in extra.items() if not key.startswith("predicted/")}
+    answered = {"found": found, "measure": BY[found.key], "extra": extra}
+    answered |= {"sentence": sentence.replace(figure, Markup("<b>") + figure + Markup("</b>"))}
+    return answered | {"best": "best predicted speedup" if found.key == PREDICTED else "best speedup"}
+
+
+def _warned(rows: Sequence[Row]) -> dict[str, int]:
+    """Return the numbers of runs that are not what they should be."""
+    kinds = {
         "failed": [row for row in rows if row.get("status") == "failed"],
         "noisy": [row for row in rows if noise(row)],
         "with synthetic acceptance": [row for row in rows if is_synthetic(row)],
@@ -233,47 +242,7 @@ def _answer(found: Answer | None, rows: Sequence[Row]) -> str:
         "not identical to autoregressive": [row for row in rows if row.get("lossless/identical") is False],
         "predicted not to fit in memory": [row for row in rows if is_too_large(row)],
     }
-    warned = ", ".join(f"{num_runs(of):,} {what}" for what, of in counts.items() if of)
-    warning = f'<p class="warn">Of {counted(num_runs(rows), "run")}: {warned}.</p>' if warned else ""
-    if found is None:
-        return f"<p>No run has a speedup.</p>{warning}"
-    top, places = found.top, found.places
-    where, figure = found.where(top), escape(top.figure())
-    sentence = escape(f"{where}: " if where else "") + escape(found.winner(top)).replace(figure, f"<b>{figure}</b>")
-    said = f"<p>{sentence}.</p>"
-    if len(places) > 1:
-        wins = sum(place.faster == "speculative" for place in places)
-        said += f"<p>Speculation is faster in {wins} of {len(places)} places ({escape(', '.join(found.given))}).</p>"
-    held = ", ".join(f"{key} {cell(value)}" for key, value in found.held.items())
-    return f'{said}<p class="note">Held constant: {escape(held or "nothing")}. {BY[found.key]}.</p>{warning}'
-
-
-def _ranking(found: Answer) -> str:
-    """Return the table with the best run of each place and the command that repeats it."""
-    extra = [key for key in EXTRA if any(key in place.best for place in found.places)]
-    if found.key != PREDICTED:
-        extra = [key for key in extra if not key.startswith("predicted/")]
-    names = [*found.given, "faster", "best predicted speedup" if found.key == PREDICTED else "best speedup"]
-    lines = [[*names, "95% interval", "as good", *(EXTRA[key] for key in extra), *found.chosen, "command"]]
-    for place in found.places:
-        row, ends, good = (
-            place.best,
-            interval(place.best, found.key),
-            "good" if place.faster == "speculative" else "bad",
-        )
-        marks = f' <span class="mark">{escape(_judged(row)["marks"])}</span>' if "marks" in _judged(row) else ""
-        line = [*(escape(cell(row.get(key))) for key in found.given), escape(place.faster)]
-        line += [f'<span class="{good}">{row[found.key]:.2f}x</span>{marks}']
-        line += [f"{ends[0]:.2f}x to {ends[1]:.2f}x" if ends else "", str(len(place.rivals) or "")]
-        line += [escape(cell(row.get(key))) for key in [*extra, *found.chosen]]
-        lines.append([*line, f"{COPY} <code>{escape(command(row))}</code>"])
-    head, *body = (
-        "".join(f"<{tag}>{text}</{tag}>" for text in line)
-        for tag, line in zip(["th", *["td"] * len(found.places)], lines, strict=True)
-    )
-    title = "<h2>The fastest configuration at each place</h2>"
-    rows = f"<tr>{head}</tr>{''.join(f'<tr>{line}</tr>' for line in body)}"
-    return f'<article id="fastest" class="full">{title}<div class="table"><table>{rows}</table></div></article>'
+    return {what: num_runs(of) for what, of in kinds.items() if of}
 
 
 def _samples(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:

@@ -9,8 +9,9 @@ from magicdec.errors import UserError
 from magicdec.peers.results.read import read_results
 from magicdec.tracking.cells import is_number
 from magicdec.tracking.files import ROW, read_lines
+from magicdec.tracking.identity import NOT_IN_ID
 from magicdec.tracking.reader import iter_runs, latest
-from magicdec.tracking.store import NOT_IN_ID, shown
+from magicdec.tracking.store import shown
 from magicdec.tracking.sweep import is_named, jobs
 from magicdec.units import LOADS
 
