@@ -81,6 +81,7 @@ class RopeScaling:
 class ModelConfig:
     """The sizes and switches of one transformer. Defaults are Llama's."""
 
+    is_head = False  # a draft head: see magicdec/heads.py
     vocab_size: Vocabulary
     hidden_size: Width
     intermediate_size: Features

@@ -26,6 +26,7 @@ Norms = Literal["none", "joint", "each"]
 class HeadConfig(ModelConfig):
     """The sizes and switches of one head. `vocab_size` is the target's; a head proposes `draft_vocab_size` of these."""
 
+    is_head = True
     draft_vocab_size: Vocabulary = 1
     target_hidden_size: Width = 1
     # The target's layers in front of which its hidden states are read, 0 to num_layers; empty: see `taps_of`.
@@ -131,11 +132,6 @@ class HeadFile:
     norm_before_fc: bool = False
     fc_norm: bool = False
     norm_output: bool = False
-
-
-def is_head(plain: Mapping[str, Any]) -> bool:
-    """Return whether a config.json describes a head."""
-    return "draft_vocab_size" in plain or "speculators_model_type" in plain
 
 
 def head_from(plain: Mapping[str, Any], tensors: Mapping[str, Any] | None, name: str = "config.json") -> HeadConfig:

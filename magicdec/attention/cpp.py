@@ -22,34 +22,32 @@ STEP = 8  # head dims are multiples of it, as in attention.cpp
 CODED_STEP = 16  # bytes of an entry's codes, and numbers that share a scale, are multiples of it, as in codes.h
 TYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
-POINTERS = ("q", "k", "v", "out", "seqlens", "indices", "counted", "positions", "scores", "codes", "cache_rows")
-SIZES = ("rows", "new_tokens", "kv_heads", "group", "dim", "slots", "num_indices", "window", "threads")
-AXES = {"q": ("row", "token", "head"), "k": ("row", "head", "slot"), "v": ("row", "head", "slot")}
-STRIDES = tuple(f"{tensor}_{axis}" for tensor, axes in AXES.items() for axis in axes)
-
 
 class CodesCall(ctypes.Structure):
     """`struct Codes` of kernels/call.h."""
 
     _fields_ = [
-        *((n, ctypes.c_void_p) for n in ("k", "v", "k_scales", "v_scales", "first_exact")),
-        *((n, ctypes.c_int64) for n in ("slots", "bits", "token_group", "feature_group")),
+        *library.pointers("k v k_scales v_scales first_exact"),
+        *library.numbers("slots bits token_group feature_group"),
     ]
 
 
 class Call(ctypes.Structure):
     """`struct Call` of kernels/call.h."""
 
-    _fields_ = [(n, ctypes.c_void_p) for n in POINTERS] + [(n, ctypes.c_int64) for n in SIZES + STRIDES]
+    _fields_ = [
+        *library.pointers("q k v out seqlens indices counted positions scores codes cache_rows"),
+        *library.numbers("rows new_tokens kv_heads group dim slots num_indices window threads"),
+        *library.numbers("q_row q_token q_head k_row k_head k_slot v_row v_head v_slot"),
+    ]
 
 
 class Pages(ctypes.Structure):
     """`struct Pages` of kernels/selection.cpp."""
 
     _fields_ = [
-        *((n, ctypes.c_void_p) for n in ("q", "least", "largest", "shares", "first", "last")),
-        *((n, ctypes.c_int64) for n in ("rows", "new_tokens", "kv_heads", "group", "dim", "pages", "threads")),
-        *((f"q_{axis}", ctypes.c_int64) for axis in AXES["q"]),
+        *library.pointers("q least largest shares first last"),
+        *library.numbers("rows new_tokens kv_heads group dim pages threads q_row q_token q_head"),
     ]
 
 

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from pydantic import TypeAdapter
 
 from magicdec.config.registry import DRAFTS, POLICIES
+from magicdec.config.schema import Config
 from magicdec.costmodel.round import Setup
 from magicdec.costmodel.speedup import alpha_from_acceptance_length
 from magicdec.costmodel.tables import PUBLISHED, read_table
@@ -179,6 +180,11 @@ def task_name(data: str, task: str | None, temperature: float) -> str:
     """Return the name of a text as in published tables; sampling changes acceptance, so it is part of the name."""
     text = f"{data}-{task}" if task else data
     return f"{text}{AT}{temperature:g}" if temperature else text
+
+
+def task_of(config: Config) -> str:
+    """Return the name of the text that the models continue."""
+    return task_name(config.data.name, config.data.task, config.sampling.temperature)
 
 
 def is_same(a: int, b: int) -> bool:

@@ -18,9 +18,8 @@ from numpy.typing import NDArray
 from magicdec.architectures import ModelConfig
 from magicdec.config.schema import Efficiency
 from magicdec.costmodel.hardware import NVLINK4, Hardware, configured, parse_name
-from magicdec.costmodel.round import Setup, round_times
+from magicdec.costmodel.round import Setup, prefill_s, round_times
 from magicdec.costmodel.tables import Row
-from magicdec.costmodel.workload import prefill_s
 from magicdec.errors import UserError
 
 NOISE = 0.02  # relative error of a measured time, one standard deviation

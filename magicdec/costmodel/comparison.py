@@ -8,12 +8,11 @@ from magicdec.config.schema import Efficiency
 from magicdec.costmodel.acceptance import Curves
 from magicdec.costmodel.acceptance import published as published_points
 from magicdec.costmodel.predict import predict
-from magicdec.costmodel.round import Setup, round_times
+from magicdec.costmodel.round import Setup, prefill_s, round_times
 from magicdec.costmodel.speedup import omega
 from magicdec.costmodel.summary import verdict
 from magicdec.costmodel.tables import Row, first_version, read_table
 from magicdec.costmodel.targets import architecture
-from magicdec.costmodel.workload import prefill_s
 
 STEPS = ("target_decode", "draft", "verify")
 # Predicted values that a run measures under another name.

@@ -16,6 +16,7 @@ from magicdec.errors import UserError
 CODE_ROWS = 64
 # The bytes of a weight in a layer's matrices: its code, and a 32nd of its group's scale.
 QUANTIZED_BYTES = {"int8": 1 + BF16 / 32, "int4": 0.5 + BF16 / 32}
+PREFILL_CHUNK = 2048  # tokens of a prefill pass
 
 
 @dataclass(frozen=True)
@@ -214,3 +215,14 @@ def select_time(setup: Setup, gamma: int) -> StepTime:
     moved = setup.batch * cache.selection_bytes(spec, model, setup.element_bytes)
     steps = 1 if cache.selects == "step" else gamma * cache.rounds_per_selection
     return StepTime(kv=moved / setup.hardware.bandwidth / steps)
+
+
+def prefill_s(setup: Setup, model: ModelConfig, ranks: int, prompt_len: int) -> float:
+    """Return the seconds in which a model reads one prompt, in chunks."""
+    size, seconds = setup.element_bytes, 0.0
+    for start in range(0, prompt_len, PREFILL_CHUNK):
+        tokens = min(PREFILL_CHUNK, prompt_len - start)
+        seen = start + tokens / 2  # on average: a token sees those before it
+        chunk = Pass(model, 1, tokens, seen, ranks, setup.weight_bytes, size, size, setup.weight_bytes, chooses=False)
+        seconds += step_time(chunk, setup.hardware).total
+    return seconds

@@ -7,11 +7,7 @@ one batch, it prefills as many requests as leave it.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from magicdec.architectures import ModelConfig
-from magicdec.costmodel.roofline import Pass, step_time
-from magicdec.costmodel.round import Setup
-
-CHUNK = 2048  # tokens of a prefill pass
+from magicdec.costmodel.round import Setup, prefill_s
 
 
 @dataclass(frozen=True)
@@ -43,14 +39,3 @@ class Workload:
             models.append((setup.draft_model, setup.draft_ranks))
         prompts_s = sum(prefill_s(setup, model, ranks, prompt) for model, ranks in models for prompt, _ in self.lengths)
         return batch / (outputs_s + batch * prompts_s / number)
-
-
-def prefill_s(setup: Setup, model: ModelConfig, ranks: int, prompt_len: int) -> float:
-    """Return the seconds in which a model reads one prompt, in chunks."""
-    size, seconds = setup.element_bytes, 0.0
-    for start in range(0, prompt_len, CHUNK):
-        tokens = min(CHUNK, prompt_len - start)
-        seen = start + tokens / 2  # on average: a token sees those before it
-        chunk = Pass(model, 1, tokens, seen, ranks, setup.weight_bytes, size, size, setup.weight_bytes, chooses=False)
-        seconds += step_time(chunk, setup.hardware).total
-    return seconds

@@ -8,7 +8,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from magicdec.cache.observed import ReplayedCache
 from magicdec.models.kv_cache import KVCache
 from magicdec.models.transformer import Transformer
 
@@ -29,6 +28,8 @@ def score(
     over tokens, by their indices (B, T), and a view of the cache. A row shorter than `last` is scored by all of its
     tokens. Call `progress` with the number of tokens of each chunk.
     """
+    from magicdec.cache.observed import ReplayedCache  # few policies score
+
     view, lengths_B1 = ReplayedCache(cache), cache.seqlens_B.long()[:, None]
     width = min(last, longest)
     start_B1 = (lengths_B1 - width).clamp(min=0)

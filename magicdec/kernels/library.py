@@ -14,7 +14,9 @@ import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from itertools import repeat
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -65,6 +67,16 @@ def _open(library: Path) -> ctypes.CDLL:
     if content.startswith(b"\x7fELF") and len(content) <= section_table:
         raise OSError(f"{library}: the file is incomplete")  # to load it would end the process with SIGBUS
     return ctypes.CDLL(str(library))
+
+
+def pointers(names: str) -> list[tuple[str, Any]]:
+    """Return fields of a C structure that are pointers."""
+    return list(zip(names.split(), repeat(ctypes.c_void_p)))
+
+
+def numbers(names: str) -> list[tuple[str, Any]]:
+    """Return fields of a C structure that are whole numbers of 64 bits."""
+    return list(zip(names.split(), repeat(ctypes.c_int64)))
 
 
 def compiler() -> str | None:

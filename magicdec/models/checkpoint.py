@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeGuard
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -18,10 +18,12 @@ from torch import Tensor
 from magicdec.architectures import GenerationConfig, ModelConfig, eos_ids, from_hugging_face
 from magicdec.errors import UserError
 from magicdec.fingerprint import of_files
-from magicdec.heads import HeadConfig, head_from, is_head
 from magicdec.models.metadata import read_header, read_json
 from magicdec.models.parallel import ALONE, Share
 from magicdec.rules import must, parse_values
+
+if TYPE_CHECKING:
+    from magicdec.heads import HeadConfig
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -65,7 +67,9 @@ def read_config(folder: Path) -> ModelConfig:
     Raise UserError for a missing or broken file, an architecture that is not covered, or a quantized checkpoint.
     """
     config = read_json(folder / CONFIG, OBJECT)
-    if is_head(config):
+    if "draft_vocab_size" in config or "speculators_model_type" in config:
+        from magicdec.heads import head_from
+
         return head_from(config, _files_of_head(folder), str(folder / CONFIG))
     if config.get("quantization_config") or config.get("compression_config"):
         raise UserError(f"{folder / CONFIG}: quantized checkpoints are not supported; take the unquantized one")
@@ -112,7 +116,7 @@ def pieces(config: ModelConfig, share: Share = ALONE) -> Iterator[Piece]:
     Queries, keys and values become the rows of one matrix, in this order, and so do gate and up: one matmul each. A
     rank has the rows that make its own heads and features, and of the matrices behind these the columns.
     """
-    if isinstance(config, HeadConfig):
+    if _is_head(config):
         yield from _head_pieces(config, share)
         return
     E, vocabulary = config.hidden_size, share.vocabulary(config.vocab_size)
@@ -150,7 +154,7 @@ def _layer_pieces(config: ModelConfig, share: Share, theirs: str, ours: str) -> 
     yield Piece(f"{theirs}mlp.down_proj.weight", f"{ours}down.weight", 0, (E, F), columns=mlp)
 
 
-def _head_pieces(config: HeadConfig, share: Share) -> Iterator[Piece]:
+def _head_pieces(config: "HeadConfig", share: Share) -> Iterator[Piece]:
     """Yield the tensors of a head that it does not take from its target."""
     E, read, theirs = config.hidden_size, config.target_hidden_size, config.layer_prefix
     yield Piece("fc.weight", "fc.weight", 0, (E, config.num_taps * read))
@@ -189,7 +193,7 @@ def load(
     """
     todo = list(pieces(config, share))
     files = _files_of(folder)
-    _check(todo, files, folder, IN_HEADS if isinstance(config, HeadConfig) else DISPENSABLE)
+    _check(todo, files, folder, IN_HEADS if config.is_head else DISPENSABLE)
     shapes = {piece.parameter: (piece.first_row + piece.part_shape[0], *piece.part_shape[1:]) for piece in todo}
     for name, tokens in (("embed.weight", config.vocab_size), ("head.weight", config.num_logits)):
         if name in shapes:
@@ -210,12 +214,16 @@ def load(
     if share.rank > 0:  # ranks add up what they compute here, and the bias counts once
         for name in (name for name in state if name.endswith("output.bias")):
             state[name].zero_()
-    if isinstance(config, HeadConfig) and config.maps_vocabulary:
+    if _is_head(config) and config.maps_vocabulary:
         state["target_ids_V"] = _target_ids(files["d2t"], config).to(device)
     return state
 
 
-def _target_ids(path: Path, config: HeadConfig) -> Tensor:
+def _is_head(config: ModelConfig) -> "TypeGuard[HeadConfig]":
+    return config.is_head
+
+
+def _target_ids(path: Path, config: "HeadConfig") -> Tensor:
     """Return the target's ids of a head's tokens, which the file holds as distances from their own."""
     with safe_open(path, framework="pt") as file:
         distances: Tensor = file.get_tensor("d2t")

@@ -68,9 +68,8 @@ class Rotation(ctypes.Structure):
     """`struct Rotation` of layer.cpp."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("qkv", "cos", "sin", "q_norm", "k_norm", "k", "v", "slots")),
-        *((name, ctypes.c_int64) for name in ("rows", "new_tokens", "heads", "kv_heads", "dim")),
-        *((name, ctypes.c_int64) for name in ("k_row", "k_head", "k_slot", "v_row", "v_head", "v_slot", "threads")),
+        *library.pointers("qkv cos sin q_norm k_norm k v slots"),
+        *library.numbers("rows new_tokens heads kv_heads dim k_row k_head k_slot v_row v_head v_slot threads"),
         ("epsilon", ctypes.c_double),
     ]
 
@@ -143,14 +142,10 @@ class CppOperators(Operators):
 PYTORCH = Operators()
 
 
-def operators_for(attention: Attention) -> Operators:
-    """Return the operators that go with a backend of attention."""
-    return _cpp() if isinstance(attention, CppAttention) else PYTORCH
-
-
 @cache
-def _cpp() -> CppOperators:
-    return CppOperators()
+def operators_for(backend: type[Attention]) -> Operators:
+    """Return the operators that go with a backend of attention."""
+    return CppOperators() if issubclass(backend, CppAttention) else PYTORCH
 
 
 def matmul_of_many(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

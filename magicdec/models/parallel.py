@@ -7,6 +7,7 @@ gathers the same logits and decides by them.
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,9 @@ from torch import Tensor, nn
 
 from magicdec.architectures import ModelConfig
 from magicdec.models.operators import Operators
-from magicdec.models.symmetric import SymmetricSums, sums
+
+if TYPE_CHECKING:
+    from magicdec.models.symmetric import SymmetricSums
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,7 @@ class Share:
     world_rank: int = 0
     world_size: int = 1
     layer_ranks: dist.ProcessGroup | None = None  # None: all ranks
-    sums: SymmetricSums | None = None  # of the layer ranks; None: NCCL sums, or gloo
+    sums: "SymmetricSums | None" = None  # of the layer ranks; None: NCCL sums, or gloo
 
     def config(self, whole: ModelConfig) -> ModelConfig:
         """Return the sizes of this rank's share of the layers; the vocabulary stays whole."""
@@ -107,7 +110,11 @@ def share(size: int, all_reduce: str = "nccl", device: str | torch.device = "cpu
     if size < world_size:
         copies = [list(range(first, first + size)) for first in range(0, world_size, size)]
         group, _ = dist.new_subgroups_by_enumeration(copies)
-    own = sums(all_reduce, group or dist.group.WORLD, torch.device(device)) if size > 1 else None
+    own = None
+    if size > 1:
+        from magicdec.models.symmetric import sums
+
+        own = sums(all_reduce, group or dist.group.WORLD, torch.device(device))
     return Share(rank % size, size, rank, world_size, group, own)
 
 

@@ -23,26 +23,26 @@ from magicdec.models.taps import Taps
 
 MATRICES = ("qkv", "output", "gate_up", "down")
 WEIGHTS = (
-    *("attention_norm.weight", "qkv.weight", "qkv.bias", "q_norm.weight", "k_norm.weight"),
-    *("output.weight", "output.bias", "mlp_norm.weight", "gate_up.weight", "down.weight"),
+    "attention_norm.weight qkv.weight qkv.bias q_norm.weight k_norm.weight "
+    "output.weight output.bias mlp_norm.weight gate_up.weight down.weight"
 )
 
 
 class Weights(ctypes.Structure):
     """`struct Weights` of layer.cpp."""
 
-    _fields_ = [(name.replace(".", "_"), ctypes.c_void_p) for name in WEIGHTS]
+    _fields_ = library.pointers(WEIGHTS.replace(".", "_"))
 
 
 class Entries(ctypes.Structure):
     """`struct Entries` of layer.cpp."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("k", "v", "positions")),
+        *library.pointers("k v positions"),
         ("codes", ctypes.POINTER(CodesCall)),
-        ("window", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in ("indices", "scores")),
-        ("num_indices", ctypes.c_int64),
+        *library.numbers("window"),
+        *library.pointers("indices scores"),
+        *library.numbers("num_indices"),
     ]
 
 
@@ -52,9 +52,9 @@ class Pass(ctypes.Structure):
     _fields_ = [
         ("weights", ctypes.POINTER(Weights)),
         ("entries", ctypes.POINTER(Entries)),
-        *((name, ctypes.c_void_p) for name in ("x", "out", "total", "norm", "seqlens", "cache_rows")),
+        *library.pointers("x out total norm seqlens cache_rows"),
         ("rotation", Rotation),
-        *((name, ctypes.c_int64) for name in ("layers", "size", "features", "capacity")),
+        *library.numbers("layers size features capacity"),
     ]
 
 
@@ -130,17 +130,12 @@ def _entries(cache: KVCache, plans: list[Any], coded: list[Coded | None], readin
         range(x.data_ptr(), x.data_ptr() + len(x) * x.stride(0) * x.itemsize, x.stride(0) * x.itemsize)
         for x in (cache.k_LBKSD, cache.v_LBKSD)
     )
-    codes = [None if one is None else ctypes.pointer(codes_call(one)) for one in coded]
-    return (Entries * len(plans))(
-        *(
-            Entries(k, v, at(plan.positions_BKS), of, plan.reach, at(one.indices_BKN), at(one.scores_BKS), _count(one))
-            for k, v, plan, of, one in zip(k_at, v_at, plans, codes, reading, strict=True)
-        )
-    )
-
-
-def _count(reads: Reads) -> int:
-    return 0 if reads.indices_BKN is None else reads.indices_BKN.shape[-1]
+    entries = (Entries * len(plans))()
+    for layer, (k, v, plan, one, (indices, scores)) in enumerate(zip(k_at, v_at, plans, coded, reading, strict=True)):
+        codes = None if one is None else ctypes.pointer(codes_call(one))
+        num_indices = 0 if indices is None else indices.shape[-1]
+        entries[layer] = Entries(k, v, at(plan.positions_BKS), codes, plan.reach, at(indices), at(scores), num_indices)
+    return entries
 
 
 @once
@@ -152,7 +147,7 @@ def _calls() -> dict[tuple[torch.dtype, torch.dtype | None], Any]:
 
 
 def _parameters(layer: nn.Module) -> list[Tensor | None]:
-    names = (name.split(".") for name in WEIGHTS)
+    names = (name.split(".") for name in WEIGHTS.split())
     return [getattr(getattr(layer, module, None), name, None) for module, name in names]
 
 

@@ -136,7 +136,7 @@ class Transformer(nn.Module):
     @property
     def operators(self) -> Operators:
         """The operators around attention: those that go with its backend, unless they are compiled."""
-        return PYTORCH if self.is_compiled else operators_for(self.attention)
+        return PYTORCH if self.is_compiled else operators_for(type(self.attention))
 
     @property
     def step_weight_bytes(self) -> int:

@@ -30,7 +30,8 @@ def draft_named(name: str, ranks: int | None) -> DraftConfig:
 
 def curves(config: Config) -> Curves:
     """Return the known acceptances, from the runs in the store and from publications."""
-    return Curves([*acceptance.measured(latest(iter_runs(config.runs_dir))), *acceptance.published()], task_of(config))
+    measured = acceptance.measured(latest(iter_runs(config.runs_dir)))
+    return Curves([*measured, *acceptance.published()], acceptance.task_of(config))
 
 
 def assumed_alpha(config: Config, scenario: Assumed) -> float | None:
@@ -40,8 +41,3 @@ def assumed_alpha(config: Config, scenario: Assumed) -> float | None:
     if scenario.length is not None and scenario.acceptance_gamma is not None:
         return alpha_from_acceptance_length(scenario.length, scenario.acceptance_gamma)
     return config.draft.synthetic_acceptance
-
-
-def task_of(config: Config) -> str:
-    """Return the name of the text that the models continue."""
-    return acceptance.task_name(config.data.name, config.data.task, config.sampling.temperature)

@@ -21,7 +21,6 @@ from magicdec.errors import Stopped, UserError, in_one_line, is_out_of_memory, t
 from magicdec.measure.system import sampled
 from magicdec.planning.shared import SHARED
 from magicdec.scenarios.outcome import Outcome
-from magicdec.scenarios.ranks import on_ranks
 from magicdec.tracking import sweep, table
 from magicdec.tracking.console import Console
 from magicdec.tracking.identity import run_id
@@ -135,8 +134,7 @@ def _is_settled(config: Config, found: Mapping[str, Any]) -> bool:
 
 def _skipped(config: Config, name: str, job: Job) -> dict[str, Any]:
     """Return the stored result of a run that is skipped, and say so; {} for a run that must be done."""
-    found = _found(config, name) if job.sweep_dir is not None else {}
-    if not _is_settled(config, found):
+    if job.sweep_dir is None or not _is_settled(config, found := _found(config, name)):
         return {}
     if job.turn > 1:
         return found
@@ -234,6 +232,8 @@ def _outcome(plan: "Plan", run: Run, follow: Follow) -> Outcome:
     """Do the work, here or on the ranks that share the model. Ranks report nothing before the end."""
     if plan.num_ranks == 1:
         return _work(0, plan, follow=follow)
+    from magicdec.scenarios.ranks import on_ranks  # most runs have one
+
     return on_ranks(plan.num_ranks, plan.config.hardware.device, _work, plan, run)
 
 

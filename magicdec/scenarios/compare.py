@@ -7,6 +7,7 @@ from functools import partial
 from statistics import fmean
 
 from magicdec.config.schema import Compare
+from magicdec.costmodel.acceptance import task_of
 from magicdec.costmodel.comparison import limit_metrics, predicted_metrics, published
 from magicdec.costmodel.hardware import device_in
 from magicdec.costmodel.memory import Memory
@@ -24,14 +25,12 @@ from magicdec.measure.gpu import Watch
 from magicdec.measure.metrics import Metrics, Times
 from magicdec.measure.profile import profile_round
 from magicdec.planning import build
-from magicdec.planning.prediction import task_of
 from magicdec.planning.resolve import Plan, resolve
 from magicdec.planning.shared import SHARED, Prefilled, prefill_key
 from magicdec.scenarios.outcome import Outcome, keeping
 from magicdec.scenarios.outputs import Outputs, lossless, speeds
 from magicdec.scenarios.points import Points
-from magicdec.scenarios.pooled import Earlier
-from magicdec.scenarios.repeats import Repeat, precision, repeats
+from magicdec.scenarios.repeats import Earlier, Repeat, precision, repeats
 from magicdec.tracking.progress import Progress
 from magicdec.tracking.reader import is_impossible
 from magicdec.units import GIB, WAYS

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from magicdec.data.base import Prompts, fingerprint
-from magicdec.data.ruler import accuracy
 from magicdec.data.tokenizer import Detokenizer
 from magicdec.engine.audit import Audit
 from magicdec.measure import metrics
@@ -114,9 +113,13 @@ class Outputs:
 
     def accuracy(self, tokenizer: Any) -> Metrics:
         """Return the mean share of a task's answers that the outputs contain; {} if the prompts have no answers."""
+        if not self.prompts.answers:
+            return {}
+        from magicdec.data.ruler import accuracy
+
         ways = {"autoregressive": self.autoregressive, "speculative": self.speculative}
         return {
             f"{name}/accuracy": fmean(map(accuracy, map(tokenizer.decode, rows), self.prompts.answers))
             for name, rows in ways.items()
-            if rows and self.prompts.answers
+            if rows
         }

@@ -7,11 +7,12 @@ from rich.console import Group
 from rich.table import Table
 
 from magicdec.config.schema import Predict
+from magicdec.costmodel.acceptance import task_of
 from magicdec.costmodel.comparison import published
 from magicdec.costmodel.predict import Prediction
 from magicdec.costmodel.predict import predict as predict_setup
 from magicdec.costmodel.summary import pays_from, verdict
-from magicdec.planning.prediction import assumed_alpha, curves, task_of
+from magicdec.planning.prediction import assumed_alpha, curves
 from magicdec.planning.resolve import Plan, resolve
 from magicdec.scenarios.outcome import Outcome
 from magicdec.tracking.cells import new_table

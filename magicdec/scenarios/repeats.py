@@ -4,16 +4,19 @@ K repeats, N rows.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from magicdec.config.schema import Compare
 from magicdec.data import Prompts
 from magicdec.engine.decoder import Generation
 from magicdec.measure import metrics
 from magicdec.measure.intervals import half_width, speedup_wall
-from magicdec.measure.metrics import Times
+from magicdec.measure.metrics import RowTimes, Times
 from magicdec.scenarios.outputs import Outputs
+from magicdec.tracking import files
+from magicdec.tracking.reader import read_result
 from magicdec.units import WAYS
 
 FIRST = 5  # repeats, before an interval decides whether there are more
@@ -40,6 +43,46 @@ class Repeat:
             for way, batches in ways.items()
             if batches
         }
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """The repeats of an earlier attempt, which this one counts too (resume=noisy): times, and the tokens decoded."""
+
+    times: Sequence[Times] = ()
+    tokens: Mapping[str, list[list[int]]] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, folder: Path, batch_size: int) -> "Earlier":
+        """Read an attempt, which includes the repeats that it pooled itself."""
+        lines, result = files.read_lines(folder / "generations.jsonl", files.GENERATION), read_result(folder)
+        tokens = {"autoregressive": [line.get("autoregressive") or [] for line in lines]}
+        tokens["speculative"] = [line.get("speculative") or [] for line in lines]
+        ways = [way for way in WAYS if any(tokens[way])]
+        numbers = {len(_decode_s(line, way)) for line in lines for way in ways}
+        if len(numbers) != 1:  # none, or a damaged file
+            return cls()
+        times = []
+        for repeat in range(numbers.pop()):
+            one = {}
+            for way in ways:
+                first = float(result.get(f"{way}/time_to_first_token_ms") or 0.0) / 1e3
+                rows = [
+                    RowTimes(first, _decode_s(line, way)[repeat], len(written) - 1)
+                    for line, written in zip(lines, tokens[way], strict=True)
+                ]
+                one[way] = [rows[start : start + batch_size] for start in range(0, len(rows), batch_size)]
+            times.append(one)
+        return cls(times, tokens)
+
+    def of_the_same(self, outputs: Outputs) -> Sequence[Times]:
+        """Return the times if the tokens are these; () for other tokens, whose times do not compare."""
+        rows = {"autoregressive": outputs.autoregressive, "speculative": outputs.speculative}
+        return self.times if all(self.tokens.get(way) == own for way, own in rows.items() if own) else ()
+
+
+def _decode_s(line: files.Generation, way: str) -> list[float]:
+    return (line.get("decode_s") or {}).get(way, [])
 
 
 def repeats(

@@ -11,9 +11,8 @@ from magicdec.calibrate.files import of_results
 from magicdec.config.load import compose, to_dict
 from magicdec.config.schema import Efficiency
 from magicdec.costmodel.hardware import configured
-from magicdec.costmodel.round import Setup, round_times
+from magicdec.costmodel.round import Setup, prefill_s, round_times
 from magicdec.costmodel.targets import architecture
-from magicdec.costmodel.workload import prefill_s
 from magicdec.errors import UserError
 from magicdec.planning.resolve import resolve
 from tests.programs import ROOT

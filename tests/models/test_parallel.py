@@ -108,7 +108,7 @@ def decoded_in_a_buffer(rank: int, folders: dict[str, Path], ranks: int, cases: 
     memory = SimpleNamespace(empty=torch.empty, rendezvous=lambda *_: SimpleNamespace(multicast_ptr=0))
     with (
         patch.object(symmetric, "_memory", lambda: memory),
-        patch.object(parallel, "sums", lambda _, group, device: SymmetricSums(group, device)),
+        patch.object(symmetric, "sums", lambda _, group, device: SymmetricSums(group, device)),
         patch.object(SymmetricSums, "_summed", lambda _, x: parallel._sum(x)),
     ):
         return decoded(rank, folders, ranks, cases)

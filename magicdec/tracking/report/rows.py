@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from magicdec.errors import UserError
-from magicdec.peers.results.read import read_results
 from magicdec.tracking.cells import is_number
 from magicdec.tracking.files import ROW, read_lines
 from magicdec.tracking.identity import NOT_IN_ID
@@ -76,6 +75,8 @@ def rows_of_file(path: Path) -> list[Row]:
 
     A server counts as speculative if the file reports acceptance. Raise UserError for other files.
     """
+    from magicdec.peers.results.read import read_results  # here, because trackers import this module
+
     tool, levels = read_results(path)
     rows = []
     for level in levels:
