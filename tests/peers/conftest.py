@@ -1,30 +1,46 @@
-"""A peer whose worker is a program of the test's, run by our own Python."""
+"""Peers whose workers are programs of a test's, run by our own Python."""
 
+import os
 import sys
 
 import pytest
 
-from magicdec.drafts.ngram import PromptLookup
+from magicdec.config.registry import ENGINES
 from magicdec.peers import process
 from magicdec.peers.base import PeerSpec
-from magicdec.peers.vllm import VllmEngine, VllmPeer
+from magicdec.peers.process import WorkerPeer
 from magicdec.verification.sampling import Sampling
 from tests.small import machine
+from tests.test_run import TINY
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def needs(kind: type[WorkerPeer]) -> None:
+    """Skip a test where no environment with this engine is named."""
+    if not os.environ.get(kind.variable()):
+        pytest.skip(f"{kind.variable()} names no Python of an environment with {kind.title}")
 
 
 @pytest.fixture
 def peer(tmp_path, monkeypatch):
-    made = []
+    """A function that makes a peer of the bundled target, whose worker is the given program."""
+    made, worker = [], tmp_path / "worker.py"
+    monkeypatch.setattr(process, "MAIN", worker)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # with what it converts
 
-    def new(program: str, time_limit_s: float = 30, **changes) -> VllmPeer:
-        worker = tmp_path / "worker.py"
+    def new(program: str = "", name: str = "vllm", time_limit_s: float = 30, keys=(), **changes) -> WorkerPeer:
         worker.write_text(program)
-        monkeypatch.setattr(process, "MAIN", worker)
-        method = "auto" if isinstance(changes.get("draft"), PromptLookup) else "eagle"
-        engine = VllmEngine(python=sys.executable, method=method, time_limit_s=time_limit_s)
+        engine = ENGINES[name].facts(python=sys.executable, time_limit_s=time_limit_s, **dict(keys))
         settings = {"num_rows": 2, "max_len": 200, "sampling": Sampling(), "gamma": 3, "kv_bytes_per_token": 8}
-        settings |= {"hardware": machine(), "engine": engine}
-        made.append(VllmPeer(PeerSpec("a target", **settings | changes)))
+        settings |= {"target": str(TINY / "target"), "hardware": machine(), "engine": engine}
+        made.append(ENGINES[name].work(PeerSpec(**settings | changes)))
         return made[-1]
 
     yield new

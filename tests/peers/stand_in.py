@@ -2,7 +2,7 @@
 
     python stand_in.py PORT BEHAVIOUR
 
-BEHAVIOUR is the JSON of a Behaviour.
+BEHAVIOUR is JSON: the fields of a Behaviour that are not the default.
 """
 
 import json
@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
@@ -138,11 +138,6 @@ def standing_in(**behaviour):
     finally:
         server.shutdown()
         server.server_close()
-
-
-def as_json(**behaviour) -> str:
-    """Return the JSON of a behaviour."""
-    return json.dumps(asdict(Behaviour(**behaviour)))
 
 
 if __name__ == "__main__":

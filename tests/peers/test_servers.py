@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 
@@ -14,18 +13,19 @@ from magicdec.drafts.eagle3 import Eagle3
 from magicdec.drafts.model import IndependentModel
 from magicdec.drafts.ngram import PromptLookup
 from magicdec.errors import UserError
-from magicdec.peers.base import PeerSpec
 from magicdec.peers.llamacpp import LlamacppPeer
 from magicdec.peers.server import as_arguments
 from magicdec.peers.vllm import METHODS, VllmEngine, VllmPeer
-from magicdec.planning.resolve import resolve
 from magicdec.scenarios import Job, run
-from magicdec.verification.sampling import Sampling
+from magicdec.units import WAYS
+from tests.peers.conftest import needs
 from tests.peers.stand_in import __file__ as stand_in
-from tests.peers.stand_in import as_json
-from tests.peers.test_openai import LOAD, lines
+from tests.peers.test_openai import LOAD
+from tests.programs import Program
+from tests.refusals import refusal
 from tests.small import machine
-from tests.test_run import ROOT
+from tests.test_run import TINY
+from tests.tracking.sample import lines
 
 STARTED = [*LOAD, "hardware=cpu", "draft=model", "cache=full", "batch.size=2", "engine.time_limit_s=20"]
 
@@ -35,7 +35,7 @@ def starting(monkeypatch, behaviour: dict, log=None) -> None:
 
     def server(self, speculative: bool, port: int) -> list[str]:
         note = f"import os; open({str(log)!r}, 'a').write(f'{{os.getpid()}}\\n'); " if log else ""
-        program = f"{note}import runpy, sys; sys.argv = ['', '{port}', {as_json(**behaviour)!r}]; "
+        program = f"{note}import runpy, sys; sys.argv = ['', '{port}', {json.dumps(behaviour)!r}]; "
         return [sys.executable, "-c", program + f"runpy.run_path({stand_in!r}, run_name='__main__')"]
 
     monkeypatch.setattr(VllmPeer, "server", server)
@@ -53,7 +53,7 @@ def is_running(pid: int) -> bool:
 def test_each_way_has_a_server_of_its_own(tmp_path, monkeypatch):
     starting(monkeypatch, {"metrics": "vllm", "load_s": 0.5}, tmp_path / "pids")
     result = run(compose(["engine=vllm", *STARTED, f"runs_dir={tmp_path}", "scenario.concurrencies=[1,2]"]), Job())
-    assert {key.partition("/")[0] for key in result if "time_to_first" in key} == {"autoregressive", "speculative"}
+    assert {key.partition("/")[0] for key in result if "time_to_first" in key} == {*WAYS}
     assert (result["acceptance/source"], result["acceptance_length"]) == ("/metrics", 2)
     assert result["lossless/passed"] is True
     assert len(lines(tmp_path / result["id"] / "history.jsonl")) == 2
@@ -72,17 +72,12 @@ def test_each_way_has_a_server_of_its_own(tmp_path, monkeypatch):
     ],
 )
 def test_a_server_that_fails_is_one_line_and_not_left(tmp_path, monkeypatch, behaviour, said):
-    starting(monkeypatch, {}, tmp_path / "pids")
-    text = json.dumps(behaviour)
-    monkeypatch.setattr("tests.peers.test_servers.as_json", lambda **_: text)
+    starting(monkeypatch, behaviour, tmp_path / "pids")
     limit = "engine.time_limit_s=1" if "load_s" in behaviour else "engine.time_limit_s=20"
-    with pytest.raises(UserError) as raised:
+    with refusal(said) as raised:
         run(compose(["engine=vllm", *STARTED, limit, f"runs_dir={tmp_path}"]), Job())
     assert str(raised.value).startswith("engine.name=vllm: ")
-    assert said in str(raised.value)
-    assert "\n" not in str(raised.value)
-    for pid in (tmp_path / "pids").read_text().split():
-        assert not is_running(int(pid))
+    assert not any(is_running(int(pid)) for pid in (tmp_path / "pids").read_text().split())
 
 
 RUN = """
@@ -99,8 +94,7 @@ sys.exit(main())
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_no_server_is_left_behind(tmp_path, end):
     pids, runs = tmp_path / "pids", tmp_path / "runs"
-    command = [sys.executable, "-c", RUN, str(pids), "engine=vllm", *STARTED, f"runs_dir={runs}"]
-    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = Program("-c", RUN, pids, "engine=vllm", *STARTED, f"runs_dir={runs}")
     deadline = time.monotonic() + 60
     while not (pids.exists() and pids.read_text().endswith("\n")) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -108,32 +102,24 @@ def test_no_server_is_left_behind(tmp_path, end):
     pid = int(pids.read_text())
     assert is_running(pid)
     os.kill(process.pid, end)
-    process.communicate(timeout=30)
+    process.finish(30)
     while is_running(pid) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not is_running(pid)
 
 
-def spec(draft, **engine) -> PeerSpec:
-    folder = "a draft" if isinstance(draft, IndependentModel | Eagle3) else None
-    hardware = machine(tensor_parallel=4)
-    settings = {"draft": draft, "draft_folder": folder, "gamma": 3, "kv_bytes_per_token": 8}
-    return PeerSpec(
-        "a target", hardware, 2, 200, Sampling(), engine=VllmEngine(python=sys.executable, **engine), **settings
-    )
-
-
-def test_vllms_arguments():
-    command = VllmPeer(spec(Eagle3())).server(True, 81)
+def test_vllms_arguments(peer):
+    settings = {"draft_folder": "a draft", "hardware": machine(tensor_parallel=4)}
+    command = peer(draft=Eagle3(), **settings).server(True, 81)
     told = {name: command[command.index(f"--{name}") + 1] for name in ("model", "port", "tensor-parallel-size")}
     assert command[:3] == [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-    assert told == {"model": "a target", "port": "81", "tensor-parallel-size": "4"}
+    assert told == {"model": str(TINY / "target"), "port": "81", "tensor-parallel-size": "4"}
     assert [command[command.index(f"--max-{name}") + 1] for name in ("num-seqs", "model-len")] == ["2", "200"]
     assert "--no-enable-prefix-caching" in command
     drafts = json.loads(command[command.index("--speculative-config") + 1])
     assert drafts == {"method": "eagle3", "num_speculative_tokens": 3, "model": "a draft"}
-    assert "--speculative-config" not in VllmPeer(spec(IndependentModel())).server(False, 81)
-    lookup = VllmPeer(spec(PromptLookup(max_ngram=4), method="suffix")).options(True)["speculative_config"]
+    assert "--speculative-config" not in peer(draft=IndependentModel(), **settings).server(False, 81)
+    lookup = peer(keys={"method": "suffix"}, draft=PromptLookup(max_ngram=4)).options(True)["speculative_config"]
     assert lookup == {"method": "suffix", "num_speculative_tokens": 3}
 
 
@@ -164,8 +150,7 @@ SMALL_LOAD = ["hardware=cpu", "cache=full", "batch.size=2", "draft.gamma=3", "sc
 @pytest.mark.parametrize("kind", [VllmPeer, LlamacppPeer])
 @pytest.mark.parametrize("draft", ["none", "model", "ngram"])
 def test_the_real_server_writes_what_ours_writes(tmp_path, kind, draft):
-    if not os.environ.get(kind.variable()):
-        pytest.skip(f"{kind.variable()} names no Python of an environment with {kind.name}")
+    needs(kind)
     drafts = [text for text in SMALL_LOAD if draft != "none" or "gamma" not in text]
     common = [*LOAD, *drafts, f"draft={draft}", f"runs_dir={tmp_path}"]
     native, other = (run(compose([f"engine={engine}", *common]), Job()) for engine in ("native", kind.name))
@@ -174,9 +159,3 @@ def test_the_real_server_writes_what_ours_writes(tmp_path, kind, draft):
     if draft != "none":
         assert other["lossless/identical"] is True
         assert 1 <= other.get("acceptance_length", 1) <= 4  # no long n-gram may occur twice
-
-
-def test_resolving_needs_the_environment(monkeypatch):
-    monkeypatch.delenv(VllmPeer.variable(), raising=False)
-    with pytest.raises(UserError, match="engine=vllm needs an environment of its own"):
-        resolve(compose(["engine=vllm", *STARTED]))

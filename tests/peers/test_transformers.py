@@ -18,8 +18,9 @@ from magicdec.peers.transformers import Bursts, TransformersEngine, Transformers
 from magicdec.scenarios import Job, run
 from magicdec.verification.sampling import Sampling
 from tests.checkpoints import load_model, make_checkpoint
-from tests.small import machine, new_engine, random_prompts
+from tests.small import machine, open_batch, random_prompts
 from tests.test_run import SMALL
+from tests.tracking.sample import lines
 
 NEW, GAMMA, VOCAB = 24, 3, 96
 CPU = torch.device("cpu")
@@ -39,11 +40,8 @@ def spec(folders, **changes) -> PeerSpec:
     return replace(plain, **changes)
 
 
-def ours(folder: str, prompts: list[list[int]], **options) -> list[list[int]]:
-    engine = new_engine(load_model(Path(folder)), generate_len=NEW, **options)
-    decoder = engine.open(prompts).decoder
-    decoder.prefill(engine.prefill_chunk)
-    return decoder.generate().tokens
+def ours(folder: str, prompts: list[list[int]]) -> list[list[int]]:
+    return open_batch(load_model(Path(folder)), prompts, generate_len=NEW).decoder.generate().tokens
 
 
 @pytest.mark.parametrize("cache", ["static", "dynamic"])
@@ -71,13 +69,7 @@ def test_rows_end_at_their_end_of_sequence_and_are_timed_to_it(folders):
 
 
 @pytest.mark.parametrize(
-    "draft",
-    [
-        IndependentModel(),
-        PromptLookup(max_ngram=2),
-        LayerSkip(num_layers=2),
-    ],
-    ids=lambda draft: draft.name,
+    "draft", [IndependentModel(), PromptLookup(max_ngram=2), LayerSkip(num_layers=2)], ids=lambda draft: draft.name
 )
 def test_speculation_is_lossless_and_counted(folders, draft):
     model = folders[1] if draft.needs_model else None
@@ -148,35 +140,18 @@ def test_sampling_is_repeatable(folders):
     assert later != one
 
 
-def generations(folder):
-    return (folder / "generations.jsonl").read_text().splitlines()
-
-
 def test_a_run_leaves_what_a_run_of_ours_leaves(tmp_path, monkeypatch):
     """The bundled pair: the same prompts, tokens, files and names of metrics, but for what only we can look into."""
     keys = [*SMALL, "batch.size=1", "batch.num_batches=2", "draft=model", "cache=full", f"runs_dir={tmp_path}"]
     native, other = (run(compose([f"engine={engine}", *keys]), Job()) for engine in ("native", "transformers"))
     alike = ("data/fingerprint", "output/fingerprint", "lossless/identical", "acceptance/source", "gamma", "status")
     assert [other[key] for key in alike] == [native[key] for key in alike]
-    only_ours = (
-        "time/",
-        "agreement/",
-        "noisy",
-        "roofline/",
-        "limit/",
-        "formula/",
-        "predicted/",
-        "published/",
-        "memory/",
-        "lossless/",
-        "weights/",
-        "prefill/",
-    )
-    missing = {key for key in native.keys() - other.keys() if not key.startswith(only_ours)}
-    assert not missing
+    only_ours = ("time/", "agreement/", "noisy", "roofline/", "limit/", "formula/")
+    only_ours += ("predicted/", "published/", "memory/", "lossless/", "weights/", "prefill/")
+    assert all(key.startswith(only_ours) for key in native.keys() - other.keys())
     assert other["engine/version"].startswith("transformers ")
     # Every round is the same but the first, which here follows the prefill at once, and there is a part of it.
     assert other["acceptance_length"] == pytest.approx(native["acceptance_length"], rel=0.35)
-    ours, theirs = ([json.loads(line) for line in generations(tmp_path / found["id"])] for found in (native, other))
+    ours, theirs = (lines(tmp_path / found["id"] / "generations.jsonl") for found in (native, other))
     assert all(row.pop("rounds") and row.pop("decode_s") for row in ours)
     assert ours == theirs

@@ -11,12 +11,9 @@ import sys
 import time
 from dataclasses import replace
 
-import pytest
-
 from magicdec.config.load import compose
 from magicdec.drafts.model import IndependentModel
 from magicdec.drafts.ngram import PromptLookup
-from magicdec.errors import UserError
 from magicdec.measure.metrics import RowTimes
 from magicdec.peers import process
 from magicdec.peers.base import Counts, PeerSpec
@@ -24,10 +21,12 @@ from magicdec.peers.vllm import VllmEngine, VllmPeer
 from magicdec.planning.resolve import resolve
 from magicdec.scenarios import Job, run
 from magicdec.verification.sampling import Sampling
+from tests.peers.conftest import is_alive, needs
+from tests.programs import ROOT, Program
+from tests.refusals import refusal
 from tests.small import machine
-from tests.test_run import ROOT, SMALL, TINY
+from tests.test_run import TINY
 
-REAL = os.environ.get(VllmPeer.variable())
 # Writes down what it was asked, and says its process in its version.
 GOOD = """
 import json, os, sys
@@ -62,16 +61,8 @@ def asked() -> list[dict]:
     return [json.loads(line) for line in process.MAIN.with_suffix(".asked").read_text().splitlines()]
 
 
-def is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
 def test_a_worker_for_each_way(peer):
-    engine = peer(GOOD, draft=IndependentModel(), draft_folder="a draft")
+    engine = peer(GOOD, keys={"method": "eagle"}, draft=IndependentModel(), draft_folder="a draft")
     prompts = [[1, 2, 3], [4, 5]]
     plain = engine.generate(prompts, 5, speculative=False)
     assert plain.tokens == [[0, 1, 2, 3, 4]] * 2
@@ -81,10 +72,9 @@ def test_a_worker_for_each_way(peer):
     assert first["batch"]["prompts"] == prompts
     assert first["batch"]["sampling"] == {"temperature": 0.0, "ignore_eos": True}
     options = first["options"]
-    assert (options["model"], options["max_model_len"], options["max_num_seqs"]) == ("a target", 200, 2)
-    assert options["kv_cache_memory_bytes"] == 8 * (
-        2 * (256 + 256) + 128
-    )  # whole blocks of 128, and two to spare a row
+    assert (options["model"], options["max_model_len"], options["max_num_seqs"]) == (str(TINY / "target"), 200, 2)
+    whole_blocks = 2 * (256 + 256) + 128  # of 128 tokens, and two to spare a row
+    assert options["kv_cache_memory_bytes"] == 8 * whole_blocks
     assert "speculative_config" not in options
     engine.generate(prompts, 5, speculative=False)
     assert engine.version == one
@@ -115,22 +105,17 @@ def test_what_it_is_told_of_prompt_lookup_sampling_and_ends(peer):
 
 
 def test_a_vllm_that_cannot_be_imported_is_the_users_to_mend(peer):
-    broken = (
-        'import json; input(); print(json.dumps({"error": "ImportError: torchvision", "kind": "import"}), flush=True)'
-    )
-    with pytest.raises(
-        UserError, match=r"vLLM cannot be imported \(ImportError: torchvision\); make one with"
-    ) as raised:
-        peer(broken).generate([[1]], 2, speculative=False)
-    assert "\n" not in str(raised.value)
+    answer = json.dumps({"error": "ImportError: torchvision", "kind": "import"})
+    with refusal("vLLM cannot be imported (ImportError: torchvision); make one with"):
+        peer(f"input(); print({answer!r}, flush=True)").generate([[1]], 2, speculative=False)
 
 
-def test_our_own_worker_where_there_is_no_vllm():
+def test_our_own_worker_where_there_is_no_vllm(peer, monkeypatch):
     """The real program under a Python without vLLM: it says so, as the plan stage would have."""
-    engine = VllmEngine(python=sys.executable, time_limit_s=60)
-    spec = PeerSpec("a target", machine(), num_rows=1, max_len=64, sampling=Sampling(), engine=engine)
-    with pytest.raises(UserError, match="No module named 'vllm'"):
-        VllmPeer(spec).generate([[1]], 2, speculative=False)
+    engine = peer(time_limit_s=60)
+    monkeypatch.undo()
+    with refusal("No module named 'vllm'"):
+        engine.generate([[1]], 2, speculative=False)
 
 
 def test_the_worker_ends_with_its_input():
@@ -147,51 +132,19 @@ def test_an_interrupted_run_leaves_no_worker(tmp_path):
     worker, told = tmp_path / "worker.py", tmp_path / "pid"
     say = f"open({str(told)!r}, 'w').write(f'{{os.getpid()}} ')"
     worker.write_text(f"import os, time; input(); {say}; time.sleep(60)")
-    command = [sys.executable, "-c", WAITING, str(worker)]
-    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
+    process = Program("-c", WAITING, worker)
     while not (told.exists() and told.read_text().endswith(" ")):
         assert process.poll() is None
         time.sleep(0.05)
     pid = int(told.read_text())
     assert is_alive(pid)
-    process.send_signal(signal.SIGINT)
-    assert process.wait(20) != 0
+    os.kill(process.pid, signal.SIGINT)
+    assert process.finish(20).returncode != 0
     assert not is_alive(pid)
 
 
-@pytest.mark.parametrize(
-    ("python", "said"),
-    [
-        (None, "engine.python=null: engine=vllm needs an environment of its own; make one with"),
-        ("/nowhere/bin/python", "engine.python=/nowhere/bin/python: no such program"),
-        (sys.executable, "vLLM is not installed there"),
-    ],
-)
-def test_a_plan_without_an_environment(monkeypatch, python, said):
-    monkeypatch.delenv(VllmPeer.variable(), raising=False)
-    with pytest.raises(UserError) as raised:
-        resolve(compose(["engine=vllm", "hardware=cpu", *([f"engine.python={python}"] if python else [])]))
-    assert said in str(raised.value)
-    assert "pip install vllm" in str(raised.value)
-
-
-real = pytest.mark.skipif(not REAL, reason=f"{VllmPeer.variable()} names no Python of an environment with vLLM")
-
-
-@real
-@pytest.mark.parametrize("draft", ["model", "ngram"])
-def test_the_real_one_writes_what_ours_writes(tmp_path, monkeypatch, draft):
-    small = [*SMALL, f"draft={draft}", "cache=full", "draft.gamma=3", f"runs_dir={tmp_path}"]
-    native, other = (run(compose([f"engine={engine}", *small]), Job()) for engine in ("native", "vllm"))
-    assert other["output/fingerprint"] == native["output/fingerprint"]
-    assert other["lossless/identical"] is True
-    assert other["engine/version"].startswith("vllm ")
-    assert 0 < other["acceptance_length"] <= 4
-    assert other["speculative/wall_s"] > 0 < other["memory/peak_gib"]
-
-
-@real
 def test_the_real_one_accepts_a_head_as_often_as_ours(tmp_path):
+    needs(VllmPeer)
     size = ["batch.size=8", "batch.context_len=384", "batch.generate_len=64", "scenario.repeats=1"]
     head = ["draft=eagle3", "cache=full", "draft.gamma=3", *size, f"runs_dir={tmp_path}"]
     native, other = (run(compose([f"engine={engine}", *head]), Job()) for engine in ("native", "vllm"))
@@ -203,17 +156,15 @@ def test_the_real_one_accepts_a_head_as_often_as_ours(tmp_path):
 def test_a_head_whose_rows_outgrow_it_is_refused():
     overrides = ["engine=vllm", f"engine.python={sys.executable}", "draft=eagle3", "cache=full", "draft.gamma=3"]
     most = 512 - 64 - 2 * 4
-    with pytest.raises(
-        UserError, match=rf"beyond its max_position_embeddings=512; .* batch.context_len={most} or less"
-    ):
+    with refusal("beyond its max_position_embeddings=512; ", f" batch.context_len={most} or less"):
         resolve(compose([*overrides, f"batch.context_len={most + 1}"]))
-    with pytest.raises(UserError, match=r"pip install"):
+    with refusal("pip install"):
         resolve(compose([*overrides, f"batch.context_len={most}"]))
 
 
-@real
 def test_the_real_one_ends_rows_at_their_end_of_sequence():
-    engine = VllmEngine(python=REAL, time_limit_s=300)
+    needs(VllmPeer)
+    engine = VllmEngine(time_limit_s=300)
     sizes = {"num_rows": 2, "max_len": 256, "kv_bytes_per_token": 8192}
     spec = PeerSpec(str(TINY / "target"), machine(), sampling=Sampling(), engine=engine, **sizes)
     prompts = [list(range(5, 105)), list(range(200, 260))]

@@ -27,6 +27,7 @@ from magicdec.serving.scheduler import Scheduler
 from magicdec.serving.slots import Slots
 from tests.serving.conftest import SETTINGS
 
+pytestmark = pytest.mark.anyio
 PROMPT = "def __init__(self, name):\n    self.name = "
 
 
@@ -253,7 +254,6 @@ def complete(client, **changes):
     return client.post("/v1/completions", json=body(**changes))
 
 
-@pytest.mark.anyio
 async def test_a_prompt_is_tokenised_while_the_server_goes_on(parts):
     asked, may_answer = threading.Event(), threading.Event()
 
@@ -272,7 +272,6 @@ async def test_a_prompt_is_tokenised_while_the_server_goes_on(parts):
         assert (await answer).json()["choices"][0]["text"] == "xx"
 
 
-@pytest.mark.anyio
 async def test_the_queue_has_a_bound(parts):
     async with local(parts, max_waiting=2) as (_, client):  # a slot, and two that wait
         answers = await asyncio.gather(*(complete(client) for _ in range(5)))
@@ -283,7 +282,6 @@ async def test_the_queue_has_a_bound(parts):
         assert (await complete(client)).status_code == 200
 
 
-@pytest.mark.anyio
 async def test_a_failed_request_is_answered_and_the_next_one_served(parts, monkeypatch):
     async with local(parts) as (engine, client):
         with monkeypatch.context() as patch:
@@ -292,7 +290,6 @@ async def test_a_failed_request_is_answered_and_the_next_one_served(parts, monke
         assert (await complete(client)).status_code == 200
 
 
-@pytest.mark.anyio
 async def test_a_request_that_never_arrives_gives_its_place_back(parts, monkeypatch):
     async def never():
         yield b"{"
@@ -306,7 +303,6 @@ async def test_a_request_that_never_arrives_gives_its_place_back(parts, monkeypa
         assert (await complete(client)).status_code == 200
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("stream", [True, False])
 async def test_closing_the_engine_ends_the_answers(parts, stream):
     async with local(parts) as (engine, client):
@@ -321,7 +317,6 @@ async def test_closing_the_engine_ends_the_answers(parts, stream):
             assert message(await asked, 503) == "the engine is closed"
 
 
-@pytest.mark.anyio
 async def test_waiting_for_an_answer_does_not_poll():
     async def receive():
         received.append(True)

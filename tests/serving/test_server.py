@@ -172,10 +172,6 @@ def test_a_server_with_few_descriptors_under_load_and_its_end():
         one.close()
 
 
-def port_of(client: httpx.Client) -> int:
-    return client.base_url.port
-
-
 def test_no_redirect(client):
     for path in ("/v1/models/", "/health/"):
         answer = client.get(path, headers={"host": "elsewhere"})
@@ -214,7 +210,7 @@ RAW = [
 
 def check_raw(client: httpx.Client, content: bytes) -> None:
     """Whatever bytes arrive, the server answers or closes, and goes on."""
-    connection = socket.create_connection(("127.0.0.1", port_of(client)), timeout=20)
+    connection = socket.create_connection(("127.0.0.1", client.base_url.port), timeout=20)
     with contextlib.suppress(ConnectionError, OSError):
         connection.sendall(content)
         connection.shutdown(socket.SHUT_WR)
