@@ -86,9 +86,14 @@ def _room(device: torch.device) -> int:
 
 def fastest_s(work: Callable[[], object], device: torch.device, repeats: int = REPEATS) -> float:
     """Return the seconds of the fastest of several repeats."""
-    best = float("inf")
+    return min(seconds_of(work, device, repeats))
+
+
+def seconds_of(work: Callable[[], object], device: torch.device, repeats: int) -> list[float]:
+    """Return the seconds of each of several repeats."""
+    found = []
     for _ in range(repeats):
         with Stopwatch(device) as watch:
             work()
-        best = min(best, watch.seconds)
-    return best
+        found.append(watch.seconds)
+    return found

@@ -15,6 +15,7 @@ from magicdec.decoding.timers import Stopwatch
 from magicdec.engine.decoder import Decoder
 from magicdec.engine.graphs import Step, nothing
 from magicdec.engine.native import Batch
+from magicdec.measure.ceilings import seconds_of
 
 WARMUP = 2
 PLAIN_REPEATS = 3
@@ -61,7 +62,8 @@ def profile_round(batch: Batch, repeats: int, gamma: int = 0) -> dict[str, float
         decoder.state.check_finite("in the profile")
         return times
     if selection is not None and selection.at == "prefill":
-        times["select_ms"] = _plain_ms(decoder, selection.run, repeats)
+        # Once per sequence, without a graph: it may be thousands of passes.
+        times["select_ms"] = 1e3 * median(seconds_of(selection.run, decoder.device, min(PLAIN_REPEATS, repeats)))
     times["verify_ms"] = fmean(times.pop(f"verify_{phase}") for phase in range(draft.phases))
     times["round_ms"] = _rounds_ms(batch, repeats, gamma)
     propose = times.pop("propose_ms")
@@ -87,28 +89,15 @@ def _alternate(decoder: Decoder, parts: dict, repeats: int, prepare: Callable[[]
     return {name: median(values) for name, values in samples.items()}
 
 
-def _plain_ms(decoder: Decoder, run: Callable[[], None], repeats: int) -> float:
-    """Time a selection that runs once per sequence, without a graph: it may be thousands of passes."""
-    samples = []
-    for _ in range(min(PLAIN_REPEATS, repeats)):
-        with Stopwatch(decoder.device) as watch:
-            run()
-        samples.append(1e3 * watch.seconds)
-    return median(samples)
-
-
 def _rounds_ms(batch: Batch, repeats: int, gamma: int) -> float:
     """Time whole rounds, run as generation runs them; a finished row keeps its cost."""
     assert batch.draft is not None
     step, phases = batch.decoder.cycle(batch.draft, gamma), batch.draft.phases
-    samples: list[float] = []
     batch.restart()
-    for _ in range(min((WARMUP + ceil(repeats / phases)) * phases, batch.decoder.state.max_rounds)):
-        with Stopwatch(batch.decoder.device) as watch:
-            step()
-        samples.append(1e3 * watch.seconds)
+    number = min((WARMUP + ceil(repeats / phases)) * phases, batch.decoder.state.max_rounds)
+    samples = seconds_of(step, batch.decoder.device, number)
     kinds = [samples[phase::phases] for phase in range(min(phases, len(samples)))]
-    return fmean(median(one[WARMUP:] or one) for one in kinds)
+    return 1e3 * fmean(median(one[WARMUP:] or one) for one in kinds)
 
 
 def _discard(_: object) -> None:

@@ -180,7 +180,9 @@ def read_result(path: Path) -> dict[str, Any]:
 def read_config(path: Path) -> dict[str, Any]:
     """Return the contents of config.yaml, whose parts several runs may share: do not change them. Raise Damaged."""
     with _damage(path):
-        content = _parse(path.read_text(encoding="utf-8"))
+        # Group by group, with a cache: the runs of a sweep share most groups, and parsing takes long.
+        blocks = re.split(r"\n(?=[^\s#-])", path.read_text(encoding="utf-8"))
+        content = {key: value for block in blocks for key, value in _parse_group(block).items()}
         CONFIG.validate_python(content)
         if isinstance(former := content.get("attention"), dict):
             content["attention"] = former.get("name")
@@ -223,14 +225,8 @@ def _reason(error: Exception) -> str:
     return " ".join(str(getattr(error, "strerror", None) or error).split())
 
 
-def _parse(text: str) -> dict[str, Any]:
-    """Parse YAML group by group, with a cache: the runs of a sweep share most groups, and parsing takes long."""
-    blocks = [_parse_block(block) for block in re.split(r"\n(?=[^\s#-])", text)]
-    return {key: value for block in blocks for key, value in block.items()}
-
-
 @lru_cache(maxsize=4096)
-def _parse_block(block: str) -> dict[str, Any]:
+def _parse_group(block: str) -> dict[str, Any]:
     """Parse a group. Raise ValueError or YAMLError for what no run writes: deep nesting, which would overflow libyaml's
     stack, anchors, whose aliases can stand for more than memory holds, and values that JSON has no type for.
     """

@@ -28,7 +28,12 @@ LINES = "\n\t"  # kept as they are in the text, escaped in tables
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
-    options = _parser().parse_args(arguments)
+    parser = argparse.ArgumentParser("magicdec show", description=__doc__)
+    parser.add_argument("run", help="a run's folder, or the beginning of its id")
+    parser.add_argument("--runs-dir", type=Path, default=Path("runs"), help="the store to look ids up in (runs)")
+    parser.add_argument("--row", type=int, metavar="N", help="only this row; rows without stored text show token ids")
+    parser.add_argument("--rounds", type=int, metavar="N", default=20, help="rounds of a row to show (20; 0: all)")
+    options = parser.parse_args(arguments)
     return exit_code(lambda: show(console(), find_run(options.run, options.runs_dir), options.row, options.rounds))
 
 
@@ -80,12 +85,3 @@ def _table(rounds: Sequence[Round]) -> RenderableType:
 
 def _quoted(token: str) -> Text:
     return Text(f'"{printable(token)}"')
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("magicdec show", description=__doc__)
-    parser.add_argument("run", help="a run's folder, or the beginning of its id")
-    parser.add_argument("--runs-dir", type=Path, default=Path("runs"), help="the store to look ids up in (runs)")
-    parser.add_argument("--row", type=int, metavar="N", help="only this row; rows without stored text show token ids")
-    parser.add_argument("--rounds", type=int, metavar="N", default=20, help="rounds of a row to show (20; 0: all)")
-    return parser

@@ -107,9 +107,5 @@ def _speculation(one: Export) -> dict[str, float]:
     return {"acceptance_rate": accepted / (accepted + rejected)} if accepted + rejected else {}
 
 
-def is_own(content: Mapping[str, Any]) -> bool:
-    """Return whether a JSON object is a result of this tool."""
-    return {"request_throughput", "input_sequence_length", "input_config"} <= content.keys()
-
-
-FORMAT = Format("AIPerf", "AIPerf's profile_export_aiperf.json", is_own, levels)
+KEYS = {"request_throughput", "input_sequence_length", "input_config"}
+FORMAT = Format("AIPerf", "AIPerf's profile_export_aiperf.json", KEYS, levels)

@@ -1,6 +1,6 @@
 """One level of load as a load generator has measured it, and the interface of a format."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -32,7 +32,7 @@ class Format(NamedTuple):
 
     tool: str
     files: str  # for messages
-    is_own: Callable[[Mapping[str, Any]], bool]
+    keys: Set[str]  # by which a JSON object is known to be one
     levels: Callable[[Mapping[str, Any], str], list[LoadResult]]  # of a JSON object; the text is its place in errors
 
 

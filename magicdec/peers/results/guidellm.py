@@ -90,9 +90,4 @@ def levels(content: Mapping[str, Any], where: str) -> list[LoadResult]:
     return found
 
 
-def is_own(content: Mapping[str, Any]) -> bool:
-    """Return whether a JSON object is a report of this tool."""
-    return {"benchmarks", "metadata"} <= content.keys()
-
-
-FORMAT = Format("GuideLLM", "GuideLLM's benchmarks.json", is_own, levels)
+FORMAT = Format("GuideLLM", "GuideLLM's benchmarks.json", {"benchmarks", "metadata"}, levels)

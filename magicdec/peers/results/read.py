@@ -16,7 +16,7 @@ def read_results(path: Path) -> tuple[str, list[LoadResult]]:
     tool = ""
     found: list[LoadResult] = []
     for content in _objects(path):
-        kind = next((one for one in FORMATS if one.is_own(content)), None)
+        kind = next((one for one in FORMATS if one.keys <= content.keys()), None)
         if kind is None:
             raise _unknown(path)
         tool = kind.tool

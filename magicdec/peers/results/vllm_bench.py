@@ -59,9 +59,5 @@ def levels(content: Mapping[str, Any], where: str) -> list[LoadResult]:
     return [LoadResult(one.model_id, *lengths, one.max_concurrency, rate, metrics, speculation)]
 
 
-def is_own(content: Mapping[str, Any]) -> bool:
-    """Return whether a JSON object is a result of this tool."""
-    return {"completed", "total_input_tokens", "output_throughput"} <= content.keys()
-
-
-FORMAT = Format("vllm bench serve", "JSON of vllm bench serve --save-result", is_own, levels)
+KEYS = {"completed", "total_input_tokens", "output_throughput"}
+FORMAT = Format("vllm bench serve", "JSON of vllm bench serve --save-result", KEYS, levels)
