@@ -32,10 +32,6 @@ def asked(target="t", policy="streaming", budget=512, context=8000, draft="self"
     return Setup(model, machine, 1, context, choice, POLICIES[policy].facts(budget=budget, **keys), target)
 
 
-def of_point(known):
-    return asked(known.target, known.policy, known.budget, known.context_len, known.draft)
-
-
 def alpha(curves, **changes):
     estimate = curves.estimate(asked(**changes))
     return estimate and estimate.alpha
@@ -155,7 +151,9 @@ def test_the_same_text_comes_first_then_own_runs():
     assert alpha(Curves([*sampled, point(alpha=0.9, task="text")], "stdlib at temperature 0.7")) == 0.5
     known = [one for one in published() if one.task.startswith("ruler-qa-")]
     assert known, "the paper has two such tasks"
-    found = Curves(published(), "ruler-qa").estimate(of_point(known[0]))
+    one = known[0]
+    of_one = asked(one.target, one.policy, one.budget, one.context_len, one.draft)
+    found = Curves(published(), "ruler-qa").estimate(of_one)
     assert "on ruler-qa-" in found.source
 
 

@@ -65,8 +65,8 @@ def test_predict_from_the_command_line_leaves_a_run(tmp_path):
 
 
 def test_an_acceptance_that_a_run_would_draw_is_the_predicted_one():
-    drawn, given = "draft.synthetic_acceptance=", "scenario.alpha="
-    drawn, given, both = predicted(f"{drawn}0.6"), predicted(f"{given}0.6"), predicted(f"{drawn}0.3", f"{given}0.6")
+    drawn, given = predicted("draft.synthetic_acceptance=0.6"), predicted("scenario.alpha=0.6")
+    both = predicted("draft.synthetic_acceptance=0.3", "scenario.alpha=0.6")
     assert drawn == given == both
     assert given["predicted/alpha"] == 0.6
 

@@ -36,11 +36,6 @@ def setup(model):
     return Setup(model("llama-3.1-8b"), hardware_named("h100"), 8, 8000, draft, target_name="llama-3.1-8b")
 
 
-def cells(speeds):
-    """Cells of consecutive batches at one context."""
-    return [Cell(batch, 1000, dict(zip(GAMMAS, row, strict=True))) for batch, row in enumerate(speeds, start=1)]
-
-
 def fewest(rows, tolerance):
     """The fewest ranges by trying every split: the slow twin."""
     best = [0] + [len(rows)] * len(rows)
@@ -54,7 +49,7 @@ def fewest(rows, tolerance):
 
 @given(st.lists(SPEEDS, min_size=1, max_size=9), st.floats(0, 0.5))
 def test_few_ranges_within_the_tolerance(speeds, tolerance):
-    rows = cells(speeds)
+    rows = [Cell(batch, 1000, dict(zip(GAMMAS, row, strict=True))) for batch, row in enumerate(speeds, start=1)]
     found = schedule(rows, tolerance)
     assert all(found.share(cell) >= 1 - tolerance - 1e-12 for cell in rows)
     assert len(found.entries) <= fewest(rows, tolerance)

@@ -46,10 +46,17 @@ def compile_as_on_a_gpu(monkeypatch) -> None:
     torch._dynamo.reset()
 
 
-def with_compiled_layers(model):
-    if model is not None:
-        model.compile_layers()
-    return model
+def compiled_models(draft, model=None):
+    """A target and a draft's model, whose layers are compiled."""
+    models = small_model(), model or small_drafter(draft, small_model(), 0.15)
+    for one in filter(None, models):
+        one.compile_layers()
+    return models
+
+
+def compiled_batch(draft, model=None, **keys):
+    target, model = compiled_models(draft, model)
+    return open_batch(target, random_prompts([33, 41, 20]), draft_name=draft, draft_model=model, **KEYS, **keys)
 
 
 @contextmanager
@@ -71,18 +78,14 @@ def decode(batch) -> None:
 
 @pytest.mark.parametrize(("draft", "policy", "sampling"), dict.fromkeys(CASES))
 def test_nothing_is_compiled_after_rehearsals(draft, policy, sampling, compiled):
-    target, model = (with_compiled_layers(m) for m in (small_model(), small_drafter(draft, small_model(), 0.15)))
-    keys = KEYS | {"gamma": 5, "policy": policy, "sampling": sampling}
-    decode(open_batch(target, random_prompts([33, 41, 20]), draft_name=draft, draft_model=model, **keys))
+    decode(compiled_batch(draft, gamma=5, policy=policy, sampling=sampling))
 
 
 @pytest.mark.parametrize("draft", ["self", "model", "eagle3"])
 def test_nothing_is_compiled_when_gamma_changes(draft, compiled, monkeypatch):
     monkeypatch.setattr(decoder, "AdaptiveCycle", Scripted)
     monkeypatch.setattr(choices, "AUTO_GAMMAS", (1, 2, 5))
-    target, model = (with_compiled_layers(m) for m in (small_model(), small_drafter(draft, small_model(), 0.15)))
-    keys = KEYS | {"gamma": "auto", "policy": "streaming"}
-    batch = open_batch(target, random_prompts([33, 41, 20]), draft_name=draft, draft_model=model, **keys)
+    batch = compiled_batch(draft, gamma="auto", policy="streaming")
     decode(batch)
     cycle = batch.decoder.cycle_for(batch.draft)
     assert isinstance(cycle, AdaptiveCycle)
@@ -92,20 +95,13 @@ def test_nothing_is_compiled_when_gamma_changes(draft, compiled, monkeypatch):
 @pytest.mark.parametrize("bits", ["int8", "int4"])
 def test_nothing_is_compiled_after_rehearsals_of_a_quantized_draft(bits, compiled):
     pytest.importorskip("torchao")
-    target = small_model()
-    model = with_compiled_layers(quantized(target, bits, "cpu"))
-    keys = KEYS | {"gamma": 5, "policy": "streaming"}
-    decode(
-        open_batch(
-            with_compiled_layers(target), random_prompts([33, 41, 20]), draft_name="self", draft_model=model, **keys
-        )
-    )
+    decode(compiled_batch("self", quantized(small_model(), bits, "cpu"), gamma=5, policy="streaming"))
 
 
 @pytest.mark.parametrize("draft", ["none", "self", "model"])
 def test_nothing_is_compiled_while_requests_come_and_go(draft, compiled):
     """Prompts of several lengths, greedy and sampled, together and alone, with and without the draft."""
-    target, model = (with_compiled_layers(m) for m in (small_model(), small_drafter(draft, small_model(), 0.15)))
+    target, model = compiled_models(draft)
     keys = KEYS | {"gamma": 3, "policy": "streaming", "draft_name": draft, "draft_model": model}
     served = Slots(new_engine(target, **keys), 2, 80)
     prompts = random_prompts([33, 48, 20, 37])
@@ -131,7 +127,9 @@ def decode_on(rank: int, folder: Path) -> None:
     """Decode with a draft on two ranks; an exception of any of them is raised in the test."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         compile_as_on_a_gpu(monkeypatch)
-        target, model = (with_compiled_layers(part_of(folder, share(2))) for _ in range(2))
+        target, model = (part_of(folder, share(2)) for _ in range(2))
+        target.compile_layers()
+        model.compile_layers()
         prompts = random_prompts([33, 41, 20], vocab=97)
         decode(open_batch(target, prompts, draft_name="model", draft_model=model, **KEYS, gamma=3, policy="streaming"))
 

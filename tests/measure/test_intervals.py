@@ -62,15 +62,10 @@ def test_too_little_has_no_interval():
     assert [*speedup_intervals(np.ones((3, 3)), np.ones((3, 3)), np.ones(3), np.ones(3))] == ["speedup_wall_ci95"]
 
 
-@pytest.fixture
-def simulation(monkeypatch):
+def test_intervals_cover_the_truth_in_simulated_studies(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    import intervals as program
+    import intervals as simulation
 
-    return program
-
-
-def test_intervals_cover_the_truth_in_simulated_studies(simulation):
     population = simulation.POPULATIONS["some repeat themselves"]
     found = simulation.coverage(population, studies=300, rows=8, repeats=3)
     for figure in found.values():

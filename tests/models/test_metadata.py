@@ -161,19 +161,15 @@ NO_TENSORS = [TENSOR | wrong for wrong in ({"dtype": 5}, {"shape": None}, {"data
 NO_TENSORS += [None, {}, TENSOR | {"data_offsets": [4]}, {"dtype": "F32", "data_offsets": [0, 4]}]
 
 
-@pytest.mark.parametrize("entry", NO_TENSORS)
-def test_a_header_whose_entries_are_not_tensors(folder, entry):
-    file = sorted(folder.glob("*.safetensors"))[0]
-    header = json.dumps({"a": entry}).encode()
-    file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
-    assert f"{file}: a=" in refusal(folder)
+HEADERS = [(None, {"a": entry}, ": a=") for entry in NO_TENSORS]
+HEADERS += [(length, {}, " is truncated, corrupt") for length in (2**63, 10**9, 8)]  # longer than the file
 
 
-@pytest.mark.parametrize("length", [2**63, 10**9, 8])
-def test_a_header_longer_than_its_file(folder, length):
-    file = sorted(folder.glob("*.safetensors"))[0]
-    file.write_bytes(length.to_bytes(8, "little") + b"{}")
-    assert f"{file} is truncated, corrupt" in refusal(folder)
+@pytest.mark.parametrize(("length", "header", "said"), HEADERS)
+def test_a_header_that_is_wrong(folder, length, header, said):
+    file, text = sorted(folder.glob("*.safetensors"))[0], json.dumps(header).encode()
+    file.write_bytes((length or len(text)).to_bytes(8, "little") + text + bytes(4))
+    assert f"{file}{said}" in refusal(folder)
 
 
 def test_tensors_that_overlap(folder):

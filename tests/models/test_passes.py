@@ -135,32 +135,28 @@ def test_weights_that_were_replaced_are_used(calls):
     assert all(calls)
 
 
-def new_parameter(layers: nn.ModuleList) -> None:
-    layers[1].down.weight = nn.Parameter(-layers[1].down.weight.data, requires_grad=False)
+def replace(part: str, layers: nn.ModuleList) -> None:
+    """Put something else in the place of a part of the inner layer."""
+    first, inner, _ = layers
+    match part:
+        case "parameter":
+            inner.down.weight = nn.Parameter(-inner.down.weight.data, requires_grad=False)
+        case "data":
+            inner.mlp_norm.weight.data = -inner.mlp_norm.weight.data
+        case "bias":
+            inner.qkv.bias = None
+        case "module":
+            inner.output = copy.deepcopy(first.output)
+        case "layer":
+            layers[1] = copy.deepcopy(first)
 
 
-def new_data(layers: nn.ModuleList) -> None:
-    layers[1].mlp_norm.weight.data = -layers[1].mlp_norm.weight.data
-
-
-def no_bias(layers: nn.ModuleList) -> None:
-    layers[1].qkv.bias = None
-
-
-def new_module(layers: nn.ModuleList) -> None:
-    layers[1].output = copy.deepcopy(layers[0].output)
-
-
-def new_layer(layers: nn.ModuleList) -> None:
-    layers[1] = copy.deepcopy(layers[0])
-
-
-@pytest.mark.parametrize("replace", [new_parameter, new_data, no_bias, new_module, new_layer])
+@pytest.mark.parametrize("part", ["parameter", "data", "bias", "module", "layer"])
 @torch.inference_mode()
-def test_whatever_is_replaced_in_an_inner_layer_is_used(replace, calls, monkeypatch):
+def test_whatever_is_replaced_in_an_inner_layer_is_used(part, calls, monkeypatch):
     model = model_of(num_layers=3, qkv_bias=True)
     before = hidden(model)
-    replace(model.layers)
+    replace(part, model.layers)
     after = hidden(model)
     assert calls == [True, True]
     assert not torch.equal(after, before)

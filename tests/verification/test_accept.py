@@ -11,14 +11,10 @@ from tests.chi_square import chisquare
 V = 11
 
 
-def logits_preferring(tokens: list[list[int]]) -> torch.Tensor:
-    """Logits (B, T, V) whose argmax is the given token."""
-    return torch.nn.functional.one_hot(torch.tensor(tokens), V).float() * 5
-
-
 def test_greedy_accepts_the_leading_agreement_of_each_row():
     target = [[1, 2, 3, 4], [9, 2, 3, 4], [1, 2, 9, 4], [1, 9, 3, 4]]
-    verdict = accept_greedy(torch.tensor([[1, 2, 3]] * 4), logits_preferring(target))
+    logits = torch.nn.functional.one_hot(torch.tensor(target), V).float()
+    verdict = accept_greedy(torch.tensor([[1, 2, 3]] * 4), logits)
     assert verdict.num_accepted_B.tolist() == [3, 0, 2, 1]
     for tokens, count, row in zip(verdict.tokens_BT.tolist(), (3, 0, 2, 1), target, strict=True):
         assert tokens[: count + 1] == row[: count + 1], "the bonus token is the target's"
