@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from magicdec.attention.base import Shape
-from magicdec.attention.triton import TritonAttention, Variant
-from magicdec.attention.triton_codes import attend
+from magicdec.attention.cuda.triton import TritonAttention, Variant
+from magicdec.attention.cuda.triton_codes import attend
 from magicdec.kernels.split_kv import INTERPRETED
 from magicdec.measure.footprint import Allocations
 from tests.attention.twins import (
@@ -50,7 +50,7 @@ def test_more_query_rows_than_a_tile(num_new, group, window, splits, monkeypatch
     query rows see, between others that some see.
     """
     assert num_new * group > 64
-    monkeypatch.setattr("magicdec.attention.triton_grid.split_count", lambda *_: splits)
+    monkeypatch.setattr("magicdec.attention.cuda.triton_grid.split_count", lambda *_: splits)
     check(TritonAttention(), num_new, group, 64, num_new + 100, window)
 
 
@@ -65,9 +65,9 @@ def test_more_query_rows_than_a_tile(num_new, group, window, splits, monkeypatch
 )
 def test_scores_against_sdpa(num_new, group, window, dtype, splits, some, monkeypatch):
     """Of all tokens and of some; more slots than one program sums, and more query rows than a tile."""
-    monkeypatch.setattr("magicdec.attention.triton_grid.split_count", lambda *_: splits)
+    monkeypatch.setattr("magicdec.attention.cuda.triton_grid.split_count", lambda *_: splits)
     monkeypatch.setattr(Variant, "tile", 16)
-    monkeypatch.setattr("magicdec.attention.triton.SUMMED", 128)
+    monkeypatch.setattr("magicdec.attention.cuda.triton.SUMMED", 128)
     q, k, v, seqlens = case(num_new, group, 64, 150, dtype)
     counted = some_tokens(num_new) if some else None
     out, scores = attend_scored(TritonAttention(), q, k, v, seqlens, window, counted)
@@ -83,7 +83,7 @@ def test_selected_slots_against_sdpa(num_new, window):
 
 @pytest.mark.parametrize(("num_new", "window", "splits"), [(1, 6, 2), (4, 100, 1), (4, 100, 3)])
 def test_a_window_over_slots_in_no_order(num_new, window, splits, monkeypatch):
-    monkeypatch.setattr("magicdec.attention.triton_grid.split_count", lambda *_: splits)
+    monkeypatch.setattr("magicdec.attention.cuda.triton_grid.split_count", lambda *_: splits)
     check_positions(TritonAttention(), num_new, 4, 64, 200, 150, window)
     check_scores_at_positions(TritonAttention(), num_new, 2, 64, 100, window)
 
@@ -99,9 +99,9 @@ def test_a_window_over_slots_in_no_order(num_new, window, splits, monkeypatch):
 )
 def test_codes_against_sdpa(bits, num_new, group, dim, dtype, splits, monkeypatch):
     """Rows of which nothing, a part, and nearly everything is codes."""
-    monkeypatch.setattr("magicdec.attention.triton_grid.split_count", lambda *_: splits)
+    monkeypatch.setattr("magicdec.attention.cuda.triton_grid.split_count", lambda *_: splits)
     calls = []
-    monkeypatch.setattr("magicdec.attention.triton_codes.attend", lambda *x: calls.append(x) or attend(*x))
+    monkeypatch.setattr("magicdec.attention.cuda.triton_codes.attend", lambda *x: calls.append(x) or attend(*x))
     *arguments, coded = coded_case(num_new, group, dim, 300, bits, dtype)
     out = attend_coded(TritonAttention(), *arguments, coded)
     right = expected_coded(*arguments, coded)
@@ -111,7 +111,7 @@ def test_codes_against_sdpa(bits, num_new, group, dim, dtype, splits, monkeypatc
 
 @pytest.mark.parametrize(("dim", "num_new", "window"), [(96, 1, None), (64, 33, None), (64, 1, 100)])
 def test_codes_that_the_kernel_cannot_read_are_decoded_first(dim, num_new, window, monkeypatch):
-    monkeypatch.setattr("magicdec.attention.triton_codes.attend", None)
+    monkeypatch.setattr("magicdec.attention.cuda.triton_codes.attend", None)
     *arguments, coded = coded_case(num_new, 2, dim, 150, 4)
     out = attend_coded(TritonAttention(), *arguments, coded, window)
     torch.testing.assert_close(out, expected_coded(*arguments, coded, window), atol=1e-5, rtol=1e-5)
@@ -121,7 +121,7 @@ def test_codes_that_the_kernel_cannot_read_are_decoded_first(dim, num_new, windo
     ("method", "num_new", "splits"), [("attend", 5, 2), ("attend", 5, 1), ("attend", 20, 1), ("attend_scored", 5, 2)]
 )
 def test_what_is_foreseen_is_what_is_allocated(method, num_new, splits, monkeypatch):
-    monkeypatch.setattr("magicdec.attention.triton_grid.split_count", lambda *_: splits)
+    monkeypatch.setattr("magicdec.attention.cuda.triton_grid.split_count", lambda *_: splits)
     q, k, v, seqlens = case(num_new, 4, 64, 100)
     attention = TritonAttention()
     method = getattr(attention, method)

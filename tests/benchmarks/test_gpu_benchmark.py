@@ -144,7 +144,7 @@ def test_every_cell_fits_the_card(gpu_store, monkeypatch, memory, first):
     pytest.importorskip("triton")
     import gpu_bench
 
-    from magicdec.attention import triton_grid
+    from magicdec.attention.cuda import triton_grid
     from magicdec.planning import build
 
     num_bytes = int(memory * (1 << 30))
