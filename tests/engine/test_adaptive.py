@@ -147,7 +147,7 @@ class Scripted(AdaptiveCycle):
 
 @pytest.mark.parametrize(("draft", "policy"), CASES)
 def test_every_change_of_gamma_is_lossless(draft, policy, monkeypatch):
-    monkeypatch.setattr("magicdec.engine.decoder.AdaptiveCycle", Scripted)
+    monkeypatch.setattr("magicdec.engine.adaptive.AdaptiveCycle", Scripted)
     monkeypatch.setattr(choices, "AUTO_GAMMAS", (1, 2, 5))
     batch = open_batch(
         TARGET,

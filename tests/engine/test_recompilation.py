@@ -78,7 +78,7 @@ def test_nothing_is_compiled_after_rehearsals(draft, policy, sampling, compiled)
 
 @pytest.mark.parametrize("draft", ["self", "model", "eagle3"])
 def test_nothing_is_compiled_when_gamma_changes(draft, compiled, monkeypatch):
-    monkeypatch.setattr(decoder, "AdaptiveCycle", Scripted)
+    monkeypatch.setattr("magicdec.engine.adaptive.AdaptiveCycle", Scripted)
     monkeypatch.setattr(choices, "AUTO_GAMMAS", (1, 2, 5))
     target, model = (with_compiled_layers(m) for m in (small_model(), small_drafter(draft, small_model(), 0.15)))
     keys = KEYS | {"gamma": "auto", "policy": "streaming"}
