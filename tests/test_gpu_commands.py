@@ -29,7 +29,7 @@ NO_WEIGHTS = ["target.weights=random", "data=random", "draft.synthetic_acceptanc
 def cuda(monkeypatch) -> None:
     """Eight H100s that are not there, for plans and estimates."""
     pytest.importorskip("triton")
-    from magicdec.attention import triton_grid
+    from magicdec.attention.cuda import triton_grid
 
     answers = {"is_available": True, "device_count": 8, "get_device_name": "H100", "get_device_capability": (9, 0)}
     for name, answer in answers.items():

@@ -34,7 +34,8 @@ def choose(name: str, device: torch.device, dtype: torch.dtype, head_dims: Itera
 
 def _best_first(device: torch.device) -> list[str]:
     """Return the backends that attention=auto may take on a device, the best first. The last one works everywhere."""
-    facts = [BACKENDS[name].facts for name in BACKENDS]
+    names = list(BACKENDS) if device.type == "cuda" else BACKENDS.within("magicdec.attention")
+    facts = [BACKENDS[name].facts for name in names]
     own = [one for one in facts if one.priority is not None and one.device in (None, device.type)]
     return [one.name for one in sorted(own, key=lambda one: one.priority or 0, reverse=True)]
 

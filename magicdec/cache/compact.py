@@ -17,7 +17,6 @@ from typing_extensions import override
 
 from magicdec.attention.base import Attention, Shape
 from magicdec.cache.draft_cache import DraftCache
-from magicdec.cache.full import FullCache
 from magicdec.config.choices import CacheSpec
 from magicdec.models.kv_cache import KVCache
 
@@ -111,6 +110,8 @@ class CompactCache(DraftCache):
     @override
     def for_prefill(self, chunk: int) -> DraftCache:
         """Return a cache of everything, from which `adopt` selects."""
+        from magicdec.cache.full import FullCache  # for independent drafts alone
+
         k = self.k_LBKSD
         return FullCache.build(self.spec, self.config, self.num_rows, k.dtype, k.device, None)
 

@@ -21,6 +21,8 @@ class DraftCache(KVCache):
     """A cache with `length_B` committed tokens (int32) and, in its last valid slots, the proposals of this round."""
 
     settings: CacheConfig  # the keys and the facts of the policy
+    phases: int = 1  # kinds of rounds that take turns, each with its own static shape
+    observes: int = 0  # of the last tokens, how many score the context before it is loaded: see `load`
     per_row: ClassVar[dict[str, int]] = {**KVCache.per_row, "length_B": 0}
 
     def __init__(
@@ -38,7 +40,7 @@ class DraftCache(KVCache):
         self.set_up()
 
     def set_up(self) -> None:
-        """Allocate what a policy keeps in addition to keys and values."""
+        """Allocate what a policy keeps in addition to keys and values; set `phases` and `observes`."""
 
     @classmethod
     def num_slots(cls, spec: CacheSpec, shares_target: bool) -> int:
@@ -64,22 +66,12 @@ class DraftCache(KVCache):
     def share(self, target: KVCache) -> None:
         """Use the target's own entries where the policy keeps all of them."""
 
-    @property
-    def phases(self) -> int:
-        """Return the number of kinds of rounds that take turns. Each has its own static shape."""
-        return 1
-
     def watch(self, verified: KVCache, phase: int) -> KVCache:
         """Return the target's cache for a verification of this phase: itself, unless its attention is observed."""
         return verified
 
     def reselect(self, attention: Attention) -> None:
         """Select again as a step or a round does, for timing. Do nothing where the policy never selects."""
-
-    @property
-    def observes(self) -> int:
-        """Return how many of the last tokens score the context before it is loaded; see `load`."""
-        return 0
 
     @abstractmethod
     def load(self, source: KVCache, scores_LBKS: Tensor | None = None) -> None:

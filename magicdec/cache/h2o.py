@@ -49,15 +49,10 @@ class H2OCache(ScoredCache):
     @override
     def set_up(self) -> None:
         super().set_up()
+        self.observes = self.spec.max_len  # the whole context
         self.scores_LBKC = torch.zeros(self.k_LBKSD.shape[:4], device=self.k_LBKSD.device)
         self.step_scores_GLBKC = self.scores_LBKC.new_zeros(self.spec.gamma, *self.scores_LBKC.shape)
         self._step = 0
-
-    @property
-    @override
-    def observes(self) -> int:
-        """Return the whole context."""
-        return self.spec.max_len
 
     @property
     @override

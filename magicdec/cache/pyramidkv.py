@@ -69,6 +69,7 @@ class PyramidKVCache(DraftCache):
     @override
     def set_up(self) -> None:
         super().set_up()
+        self.observes = self.settings.observation_window
         dtype, device = self.k_LBKSD.dtype, self.k_LBKSD.device
         self.levels = [
             LayerCache.build(spec, layer, self.num_rows, dtype, device, None)
@@ -100,11 +101,6 @@ class PyramidKVCache(DraftCache):
         super().copy_row(row, source)
         for mine, theirs in zip(self.levels, source.levels, strict=True):
             mine.copy_row(row, theirs)
-
-    @property
-    @override
-    def observes(self) -> int:
-        return self.settings.observation_window
 
     @property
     @override

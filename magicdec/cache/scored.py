@@ -15,10 +15,7 @@ from magicdec.models.kv_cache import KVCache
 class ScoredCache(CompactCache):
     """The entries with the highest scores, and recent tokens."""
 
-    @property
-    def pooling(self) -> int:
-        """Return the number of neighbours that a score is averaged over."""
-        return 1
+    pooling: int = 1  # neighbours that a score is averaged over
 
     @override
     def select(self, layer: int, source: KVCache, scores_LBKS: Tensor | None) -> Tensor:

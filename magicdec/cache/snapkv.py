@@ -34,15 +34,10 @@ class SnapKVCache(ScoredCache):
 
     settings: SnapKV
 
-    @property
     @override
-    def observes(self) -> int:
-        return self.settings.observation_window
-
-    @property
-    @override
-    def pooling(self) -> int:
-        return self.settings.kernel
+    def set_up(self) -> None:
+        super().set_up()
+        self.observes, self.pooling = self.settings.observation_window, self.settings.kernel
 
     @override
     def fixed_slots(self, budget: int) -> int:

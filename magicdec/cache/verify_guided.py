@@ -68,22 +68,13 @@ class VerifyGuidedCache(DynamicCache):
     @override
     def set_up(self) -> None:
         super().set_up()
+        self.observes, self.phases = self.settings.observation_window, self.settings.refresh
         self.window = self.settings.window(self.spec)
         # the selected slots, the recent ones, and those of proposals: the same in every step of a round
         shape = (self.config.num_layers, self.num_rows, self.config.num_kv_heads, self.budget + self.spec.gamma + 1)
         self.read_LBKN = torch.full(shape, -1, dtype=torch.int64, device=self.k_LBKSD.device)
         self._observed: ObservedCache | None = None
         self._is_fresh = False
-
-    @property
-    @override
-    def observes(self) -> int:
-        return self.settings.observation_window
-
-    @property
-    @override
-    def phases(self) -> int:
-        return self.settings.refresh
 
     @property
     @override

@@ -51,14 +51,11 @@ class Registry(Generic[F]):
         self.key, self.attribute, self.packages, self.keyword = key, attribute, packages, keyword
         self._entries: dict[str, Entry[F]] = {}
 
-    def _name(self, facts: F) -> str:
-        return getattr(facts, self.attribute)
-
     def register(self, facts: F) -> Callable[[W], W]:
         """Register the class, or the function, that is decorated."""
 
         def add(work: W) -> W:
-            self._entries[self._name(facts)] = Entry(facts, work)
+            self._entries[getattr(facts, self.attribute)] = Entry(facts, work)
             _note_plugin(work.__module__)
             return work
 
@@ -81,11 +78,15 @@ class Registry(Generic[F]):
 
     def __iter__(self) -> Iterator[str]:
         """Yield the names of all choices in order, but those whose library is not installed; import all of them."""
-        for package in map(import_module, self.packages):
+        return iter(self.within(*self.packages))
+
+    def within(self, *packages: str) -> list[str]:
+        """Import the choices of these packages. Return the names of all that are known by now, in order."""
+        for package in map(import_module, packages):
             for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
                 with suppress(ImportError):
                     import_module(module.name)
-        return iter(sorted(self._entries))
+        return sorted(self._entries)
 
 
 def _note_plugin(module: str) -> None:
@@ -101,7 +102,7 @@ def _note_plugin(module: str) -> None:
 POLICIES: Registry[type[CacheConfig]] = Registry("cache.policy", "magicdec.cache", attribute="policy")
 DRAFTS: Registry[type[DraftConfig]] = Registry("draft.name", "magicdec.drafts", keyword="none")
 ENGINES: Registry[type[EngineConfig]] = Registry("engine.name", "magicdec.engine", "magicdec.peers")
-BACKENDS: Registry[Backend] = Registry("attention", "magicdec.attention", keyword="auto")
+BACKENDS: Registry[Backend] = Registry("attention", "magicdec.attention", "magicdec.attention.cuda", keyword="auto")
 CORPORA: Registry[Corpus] = Registry("data.name", "magicdec.data")
 
 

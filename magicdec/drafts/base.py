@@ -75,6 +75,8 @@ class Draft(ABC):
     gamma: int  # the most tokens that a round proposes
     taps: Taps | None = None  # of the target's hidden states, which every verification leaves there
     heard_seconds: float = 0.0  # that `hear` has taken of the last prefill
+    phases: int = 1  # kinds of rounds that take turns, each captured by itself
+    caches: tuple[KVCache, ...] = ()  # that proposals are made over
 
     @classmethod
     @abstractmethod
@@ -107,16 +109,6 @@ class Draft(ABC):
     @abstractmethod
     def commit(self, count_B: Tensor, gamma: int) -> None:
         """Commit `count_B` <= gamma + 1 tokens of every row: accepted proposals, then the bonus token."""
-
-    @property
-    def phases(self) -> int:
-        """Return the number of kinds of rounds that take turns. Each is captured by itself."""
-        return 1
-
-    @property
-    def caches(self) -> tuple[KVCache, ...]:
-        """Return the caches that proposals are made over."""
-        return ()
 
     def watch(self, verified: KVCache, phase: int) -> KVCache:
         """Return the target's cache for a verification of this phase, or a view of it that records attention."""
@@ -153,7 +145,7 @@ class ModelDraft(Draft):
     def __init__(self, model: Transformer, cache: DraftCache, spec: DraftSpec):
         """Use the size of the target's vocabulary: models with one tokenizer may pad theirs to different sizes."""
         self.model, self.cache, self.gamma, self.sampling = model, cache, spec.gamma, spec.sampling
-        self.vocab_size = spec.target.config.vocab_size
+        self.phases, self.caches, self.vocab_size = cache.phases, (cache,), spec.target.config.vocab_size
 
     @override
     def propose(self, state: State, gamma: int) -> Proposal:
@@ -207,16 +199,6 @@ class ModelDraft(Draft):
             return None
         q_BGV = torch.cat(sampled, dim=1)
         return F.pad(q_BGV, (0, self.vocab_size - q_BGV.shape[-1]))
-
-    @property
-    @override
-    def phases(self) -> int:
-        return self.cache.phases
-
-    @property
-    @override
-    def caches(self) -> tuple[KVCache, ...]:
-        return (self.cache,)
 
     @override
     def watch(self, verified: KVCache, phase: int) -> KVCache:

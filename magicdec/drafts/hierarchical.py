@@ -21,7 +21,6 @@ from magicdec.decoding.state import DRAFT, State
 from magicdec.drafts.base import Draft, DraftSpec, Proposal
 from magicdec.drafts.model import IndependentDraft
 from magicdec.drafts.self import SelfDraft
-from magicdec.models.kv_cache import KVCache
 from magicdec.rules import STRICT
 from magicdec.verification.accept import Verdict, accept_greedy, accept_sampled
 from magicdec.verification.sampling import Use, probabilities
@@ -109,6 +108,7 @@ class HierarchicalDraft(SelfDraft):
     def __init__(self, inner: InnerDraft, spec: DraftSpec):
         """Take the draft that proposes to the target over `cache`."""
         super().__init__(spec.target, spec.new_cache(spec.target, spec.target_cache), spec.target_cache, spec)
+        self.caches += inner.caches
         self.inner, self.inner_gamma, self.eos = inner, spec.draft.extra_tokens, spec.state.eos[..., :0]
 
     @classmethod
@@ -177,11 +177,6 @@ class HierarchicalDraft(SelfDraft):
         """Clear the row in both levels."""
         super().clear_row(row)
         self.inner.clear_row(row)
-
-    @property
-    @override
-    def caches(self) -> tuple[KVCache, ...]:
-        return (*super().caches, *self.inner.caches)
 
     @property
     @override

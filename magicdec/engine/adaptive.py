@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from magicdec.decoding.state import INACTIVE, State
 from magicdec.decoding.timers import Stopwatch
@@ -69,7 +70,7 @@ def better(costs: Mapping[int, float], gamma: int) -> int:
     return best if gamma not in costs or costs[best] < (1 - MARGIN) * costs[gamma] else gamma
 
 
-class AdaptiveCycle:
+class AdaptiveCycle(Cycle):
     """Rounds of the gamma that is best so far, or autoregressive steps if none pays.
 
     `cycles[gamma]` runs rounds of that gamma, `cycles[0]` autoregressive steps. The draft learns nothing of these: once
@@ -90,16 +91,17 @@ class AdaptiveCycle:
         self.timing_seconds = watch.seconds
         self.restart()
 
+    @override
     def restart(self) -> None:
-        """Begin with the prior again; `gammas` are those of the rounds since."""
-        self.gammas: list[int] = []
+        """Begin with the prior again."""
+        super().restart()
         self._pending: list[tuple[int, Tensor, torch.cuda.Event | None]] = []
         self._estimate = Estimate()
         costs = self._estimate.seconds_per_token(self._seconds)
         self._gamma = min((gamma for gamma in costs if gamma), key=costs.__getitem__)
 
+    @override
     def __call__(self) -> None:
-        """Run the next round."""
         if self._gamma:
             self._learn()
             self._choose()

@@ -14,7 +14,6 @@ from magicdec.decoding.prefill import prefill
 from magicdec.decoding.state import TARGET, State
 from magicdec.decoding.timers import Clock, Stopwatch
 from magicdec.drafts.base import Draft, Proposal
-from magicdec.engine.adaptive import AdaptiveCycle
 from magicdec.engine.graphs import Captures, Cycle, Step, nothing
 from magicdec.models.kv_cache import KVCache, active_rows, among, resting
 from magicdec.models.taps import Taps
@@ -63,7 +62,7 @@ class Decoder:
         self.captures = Captures(self.device) if graphs and self.device.type == "cuda" else None
         if target.is_compiled:  # tens of small operators each
             compile_parts(state, "inspect", "commit")
-        self._cycles: dict[tuple[Draft | None, int | None], Cycle | AdaptiveCycle] = {}
+        self._cycles: dict[tuple[Draft | None, int | None], Cycle] = {}
 
     @torch.inference_mode()
     def prefill(self, chunk: int, progress: Progress = silent) -> float:
@@ -82,14 +81,10 @@ class Decoder:
                 chunk,
                 progress,
                 listener.taps if listener else None,
-                self._hear,
+                partial(listener.hear, state=state) if listener else None,
             )
             self._decide_first_tokens()
         return watch.seconds - (listener.heard_seconds if listener else 0.0)
-
-    def _hear(self, start: int) -> None:
-        if self.listener is not None:
-            self.listener.hear(start, self.state)
 
     @torch.inference_mode()
     def resume(self, last_BE: Tensor) -> None:
@@ -176,11 +171,7 @@ class Decoder:
         if draft is not None:
             with Stopwatch(self.device) as watch:
                 draft.prefill(self.state, silent)
-            setup_seconds = (
-                draft.heard_seconds
-                + watch.seconds
-                + (cycle.timing_seconds if isinstance(cycle, AdaptiveCycle) else 0.0)
-            )
+            setup_seconds = draft.heard_seconds + watch.seconds + cycle.timing_seconds
         clock, stop = Clock(self.device), _StopFlag(self.state.finished_B)
         clock.mark()
         while not stop.raised():
@@ -190,10 +181,9 @@ class Decoder:
             progress(1)
         seconds = clock.seconds()
         self.state.check_finite("in speculative decoding" if draft else "in autoregressive decoding")
-        fixed = [(gamma or draft.gamma) if draft else 0] * len(seconds)
-        return self._collect(seconds, setup_seconds, cycle.gammas if isinstance(cycle, AdaptiveCycle) else fixed)
+        return self._collect(seconds, setup_seconds, cycle.gammas)
 
-    def cycle_for(self, draft: Draft | None, gamma: int | None = None) -> Cycle | AdaptiveCycle:
+    def cycle_for(self, draft: Draft | None, gamma: int | None = None) -> Cycle:
         """Return the rounds of a draft that propose `gamma` tokens: by default those of the best of `gammas`, or of
         the draft's own gamma. The first call disturbs the state by capturing or timing: call `restart` after it.
         """
@@ -202,6 +192,8 @@ class Decoder:
         if gamma or not self.gammas:
             return self.cycle(draft, gamma or draft.gamma)
         if (draft, None) not in self._cycles:
+            from magicdec.engine.adaptive import AdaptiveCycle  # for draft.gamma=auto alone
+
             cycles = {gamma: self.cycle(draft, gamma) for gamma in self.gammas}
             self._cycles[draft, None] = AdaptiveCycle({0: self.cycle(None, 0)} | cycles, self.state)
         return self._cycles[draft, None]
@@ -216,10 +208,8 @@ class Decoder:
                 before = partial(draft.prepare, self.state, gamma)
             # Rows that finish in a rehearsal stay within their buffers; only the rounds are counted without an end.
             undo = self.state.forget_rounds
-            self._cycles[draft, gamma] = Cycle([Step(body, self.captures, undo, before) for body in bodies])
-        cycle = self._cycles[draft, gamma]
-        assert isinstance(cycle, Cycle)
-        return cycle
+            self._cycles[draft, gamma] = Cycle([Step(body, self.captures, undo, before) for body in bodies], gamma)
+        return self._cycles[draft, gamma]
 
     def forget_cycles(self) -> None:
         """Release captures, and what they hold."""

@@ -8,7 +8,7 @@ import torch
 WARMUP_CALLS = 3  # before a capture, so that libraries allocate their workspaces outside of it
 
 
-def rehearse(function: Callable[[], None], undo: Callable[[], None]) -> None:
+def rehearse(function: Callable[[], object], undo: Callable[[], None]) -> None:
     """Make the calls before a capture, and undo what they append and count, which would overflow the buffers."""
     for _ in range(WARMUP_CALLS):
         function()
@@ -26,7 +26,7 @@ class Captures:
         self.device, self.pool = device, torch.cuda.graph_pool_handle()
         self.stream = _stream(device)
 
-    def capture(self, function: Callable[[], None], undo: Callable[[], None]) -> Callable[[], None]:
+    def capture(self, function: Callable[[], object], undo: Callable[[], None]) -> Callable[[], object]:
         """Rehearse and capture `function`. Return a function that replays it."""
         current = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(current)
@@ -58,7 +58,7 @@ def nothing() -> None:
 
 
 class Step:
-    """A call of `function` (no arguments, no result, everything in place), or a replay of its capture.
+    """A call of `function` (no arguments, everything in place, its result dropped), or a replay of its capture.
 
     The function must tolerate a few extra calls before the first real one, each followed by `undo`: capture it while
     the state is disposable. `before` is called each time, and is not captured.
@@ -66,7 +66,7 @@ class Step:
 
     def __init__(
         self,
-        function: Callable[[], None],
+        function: Callable[[], object],
         captures: Captures | None = None,
         undo: Callable[[], None] = nothing,
         before: Callable[[], None] = nothing,
@@ -80,16 +80,19 @@ class Step:
 
 
 class Cycle:
-    """Steps that take turns: a round of each kind, over and over."""
+    """Steps that take turns: a round of each kind that proposes `gamma` tokens, over and over."""
 
-    def __init__(self, steps: list[Step]):
-        self._steps, self._next = steps, 0
+    timing_seconds: float = 0.0  # to choose among gammas, before the first round
+
+    def __init__(self, steps: list[Step], gamma: int):
+        self._steps, self._gamma = steps, gamma
+        self.restart()
 
     def restart(self) -> None:
-        """Begin with the first kind again."""
-        self._next = 0
+        """Begin with the first kind again; `gammas` are those of the rounds since."""
+        self.gammas: list[int] = []
 
     def __call__(self) -> None:
-        """Run the next step."""
-        self._steps[self._next]()
-        self._next = (self._next + 1) % len(self._steps)
+        """Run the next round."""
+        self._steps[len(self.gammas) % len(self._steps)]()
+        self.gammas.append(self._gamma)

@@ -24,8 +24,6 @@ MATRICES = ("qkv", "output", "gate_up", "down")  # of a layer
 
 def check(quantization: str, device: torch.device) -> None:
     """Raise UserError where torchao, or on a GPU Triton, is needed and cannot be used."""
-    if quantization == "none":
-        return
     if find_spec("torchao") is None:
         raise UserError(f"draft.quantization={quantization} needs torchao: pip install 'magicdec[quantization]'")
     if device.type == "cuda" and (reason := triton_obstacle()):

@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -14,12 +13,10 @@ from magicdec.data import PromptRequest, Prompts, load_prompts
 from magicdec.data.tokenizer import load_tokenizer
 from magicdec.engine.native import NativeEngine
 from magicdec.errors import UserError, to_stderr
-from magicdec.heads import HeadConfig
 from magicdec.kernels import library, toolchain
 from magicdec.measure import memory
 from magicdec.measure.footprint import Footprint, UniformAttention, footprint, largest_batch
-from magicdec.models import checkpoint, quantize
-from magicdec.models.head import Head
+from magicdec.models import checkpoint
 from magicdec.models.parallel import Share, share
 from magicdec.models.transformer import Transformer
 from magicdec.planning import shared
@@ -152,9 +149,12 @@ def num_bytes(plan: Plan) -> float:
 
 def _without_weights(model: Model, plan: Plan, attention: Attention, part: Share) -> Transformer:
     """Return a share of a model, on the meta device: its weights have a shape and a type but no storage."""
+    config, kind = part.config(model.config), Transformer
+    if config.is_head:
+        from magicdec.models.head import Head
+
+        kind = Head
     with torch.device("meta"):
-        config = part.config(model.config)
-        kind: Any = Head if isinstance(config, HeadConfig) else Transformer
         transformer = kind(config, attention, part).to(plan.dtype)
     for name in plan.in_bfloat16(model):
         weight = transformer.get_parameter(name)
@@ -171,8 +171,8 @@ def _load(model: Model, plan: Plan, attention: Attention, progress: Progress) ->
         generator = torch.Generator(plan.device).manual_seed(part.rank)
         for weight in transformer.parameters():
             weight.normal_(0, 0.02, generator=generator) if weight.dim() > 1 else weight.fill_(1.0)
-        if isinstance(transformer, Head) and transformer.target_ids_V is not None:  # a buffer, which is no parameter
-            torch.arange(len(transformer.target_ids_V), out=transformer.target_ids_V)
+        for ids_V in transformer.buffers():  # of a head's tokens
+            torch.arange(len(ids_V), out=ids_V)
     else:
         total = sum(weight.numel() for weight in transformer.parameters())
         with progress.task(f"loading {model.key}", total=total) as task:
@@ -190,6 +190,8 @@ def _draft_model(plan: Plan, target: Transformer, load: Callable[[Model], Transf
     model = load(plan.draft) if plan.draft else None
     if draft.quantization == "none":
         return model
+    from magicdec.models import quantize
+
     model = quantize.quantized(model or target, draft.quantization, plan.device)
     if plan.config.hardware.compile:
         model.compile_layers()

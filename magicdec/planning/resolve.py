@@ -23,8 +23,7 @@ from magicdec.errors import UserError
 from magicdec.kernels.toolchain import triton_obstacle
 from magicdec.measure.metrics import Metrics
 from magicdec.measure.system import cpu_name, driver_version
-from magicdec.models import checkpoint, quantize
-from magicdec.models.vocabulary import check_vocabularies
+from magicdec.models import checkpoint
 from magicdec.planning.identity import identify
 from magicdec.planning.prediction import curves
 
@@ -197,8 +196,13 @@ def resolve(config: Config) -> Plan:
     config = replace(config, hardware=replace(config.hardware, **decided))
     config, target, draft = _models(config, loads=True)
     if draft is not None and not config.draft.listens:
+        from magicdec.models.vocabulary import check_vocabularies
+
         check_vocabularies(target.config, draft.config, target.folder, draft.folder)
-    quantize.check(config.draft.quantization, device)
+    if config.draft.quantization != "none":
+        from magicdec.models import quantize
+
+        quantize.check(config.draft.quantization, device)
     config.draft.check(target.config)
     _check_length(config, target, draft)
     target, draft = _divided(config, target, draft)

@@ -5,7 +5,7 @@ import pytest
 import torch
 from triton.runtime.interpreter import InterpreterBuilder
 
-from magicdec.attention.triton import TritonAttention
+from magicdec.attention.cuda.triton import TritonAttention
 from tests.attention.twins import attend, attend_scored, case, compacted, selection
 
 
@@ -64,7 +64,7 @@ KINDS = ["decode", "verify", "window", "prefill", "selected", "positions", "scor
 @pytest.mark.parametrize(("kind", "splits"), zip(KINDS, [1, 3, 3, 1, 3, 3, 1], strict=True), ids=KINDS)
 def test_nothing_beyond_the_valid_entries_is_touched(kind, splits, used, monkeypatch):
     """Rows have different lengths. Of K and V only the valid slots are read, and of a window only its own."""
-    monkeypatch.setattr("magicdec.attention.triton_grid.split_count", lambda *_: splits)
+    monkeypatch.setattr("magicdec.attention.cuda.triton_grid.split_count", lambda *_: splits)
     num_new, group = {"decode": (1, 4), "prefill": (35, 4)}.get(kind, (4, 4))
     window = 40 if kind == "window" else None
     q, k, v, seqlens = case(num_new, group, 80, 150)

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from magicdec.attention.backends import choose
-from magicdec.attention.flash import FlashAttention
-from magicdec.attention.triton import TritonAttention
-from magicdec.attention.triton_fallback import LibraryAttention
+from magicdec.attention.cuda.flash import FlashAttention
+from magicdec.attention.cuda.triton import TritonAttention
+from magicdec.attention.cuda.triton_fallback import LibraryAttention
 from magicdec.engine.graphs import Captures, Step
 from magicdec.errors import UserError
 from magicdec.measure.footprint import Allocations

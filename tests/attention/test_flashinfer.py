@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from magicdec.attention.backends import choose
-from magicdec.attention.flashinfer import PAGE, WORKSPACE, FlashInferAttention
+from magicdec.attention.cuda.flashinfer import PAGE, WORKSPACE, FlashInferAttention
 from magicdec.errors import UserError
 from magicdec.measure.footprint import Allocations
 from tests.attention.twins import attend, case, check, check_positions, definition, expected

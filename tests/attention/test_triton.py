@@ -8,8 +8,8 @@ import torch
 
 triton = pytest.importorskip("triton", reason="needs Triton (Linux only)")
 
-from magicdec.attention import triton as ours  # noqa: E402
-from magicdec.attention import triton_codes, triton_grid  # noqa: E402
+from magicdec.attention.cuda import triton as ours  # noqa: E402
+from magicdec.attention.cuda import triton_codes, triton_grid  # noqa: E402
 from magicdec.kernels import coded_kv, split_kv  # noqa: E402
 from tests.attention import twins  # noqa: E402
 from tests.gpu_rehearsal.compile import GPUS, build  # noqa: E402

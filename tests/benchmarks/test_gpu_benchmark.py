@@ -140,7 +140,7 @@ def test_the_page_of_a_rehearsal_or_of_nothing_is_not_published(tmp_path, capsys
 def test_every_cell_fits_the_card(monkeypatch, memory, first):
     """With the draft's cache, at the largest budget and gamma, by the check that a run has to pass."""
     pytest.importorskip("triton")
-    from magicdec.attention import triton_grid
+    from magicdec.attention.cuda import triton_grid
     from magicdec.planning import build
 
     num_bytes = int(memory * (1 << 30))

@@ -138,7 +138,7 @@ class Scripted(AdaptiveCycle):
 
 @pytest.mark.parametrize(("draft", "policy"), CASES)
 def test_every_change_of_gamma_is_lossless(draft, policy, monkeypatch):
-    monkeypatch.setattr("magicdec.engine.decoder.AdaptiveCycle", Scripted)
+    monkeypatch.setattr("magicdec.engine.adaptive.AdaptiveCycle", Scripted)
     monkeypatch.setattr(choices, "AUTO_GAMMAS", (1, 2, 5))
     settings = {"budget": 16, "num_sink": 2, "page_size": 4, "refresh": 2, "generate_len": 48}
     batch = drafting(draft, TARGET, [50, 61, 70], gamma="auto", policy=policy, **settings)

@@ -83,7 +83,7 @@ def test_nothing_is_compiled_after_rehearsals(draft, policy, sampling, compiled)
 
 @pytest.mark.parametrize("draft", ["self", "model", "eagle3"])
 def test_nothing_is_compiled_when_gamma_changes(draft, compiled, monkeypatch):
-    monkeypatch.setattr(decoder, "AdaptiveCycle", Scripted)
+    monkeypatch.setattr("magicdec.engine.adaptive.AdaptiveCycle", Scripted)
     monkeypatch.setattr(choices, "AUTO_GAMMAS", (1, 2, 5))
     batch = compiled_batch(draft, gamma="auto", policy="streaming")
     decode(batch)

@@ -251,7 +251,7 @@ def fake_cuda(capability: int | None = None) -> Iterator[Recording]:
     at once is known where they are compiled for a `capability`, and two to a multiprocessor of an H100 otherwise.
     """
     lend_guard()
-    from magicdec.attention import triton_grid as grid
+    from magicdec.attention.cuda import triton_grid as grid
     from magicdec.kernels import coded_kv, split_kv
     from magicdec.kernels import triton_sampling as sampling
     from magicdec.models import code_matmul

@@ -8,7 +8,7 @@ import torch
 from triton.runtime.interpreter import InterpreterBuilder
 
 from magicdec.attention.base import Shape
-from magicdec.attention.triton import TritonAttention, Variant
+from magicdec.attention.cuda.triton import TritonAttention, Variant
 from magicdec.kernels.split_kv import INTERPRETED
 from tests.gpu_rehearsal.replay import loads_from_memory
 

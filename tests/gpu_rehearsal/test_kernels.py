@@ -12,10 +12,10 @@ import torch
 from triton.compiler import CompiledKernel
 from triton.runtime.driver import driver
 
-from magicdec.attention import triton as ours
-from magicdec.attention import triton_grid as grid
 from magicdec.attention.base import Shape
-from magicdec.attention.triton_grid import split_count
+from magicdec.attention.cuda import triton as ours
+from magicdec.attention.cuda import triton_grid as grid
+from magicdec.attention.cuda.triton_grid import split_count
 from magicdec.kernels import split_kv
 from tests.attention.twins import attend, case
 from tests.gpu_rehearsal.compile import GPUS, Launch, compiled, resources

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from magicdec.attention import triton_codes
+from magicdec.attention.cuda import triton_codes
 from tests.attention.test_triton import attend_compiled, coded_compiled
 from tests.gpu_rehearsal.sass import BYTES_A_CYCLE, cycles, disassembled, loops
 

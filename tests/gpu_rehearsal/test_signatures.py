@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from magicdec.attention.flash import FlashAttention
-from magicdec.attention.flashinfer import FlashInferAttention
+from magicdec.attention.cuda.flash import FlashAttention
+from magicdec.attention.cuda.flashinfer import FlashInferAttention
 from tests.attention.twins import attend, case
 from tests.gpu_rehearsal.fake import engine, fake_cuda, prefilled, rounds
 

@@ -90,7 +90,7 @@ def test_slots_are_foreseen_with_the_row_that_is_prefilled(draft, policy):
 def test_a_gpu_is_foreseen_with_the_backend_that_it_uses(policy):
     """Whatever the policy, no kernel is called; and the masks of sdpa count only where a pass goes its way."""
     pytest.importorskip("triton")
-    from magicdec.attention.triton import TritonAttention
+    from magicdec.attention.cuda.triton import TritonAttention
 
     settings = {"draft_name": "self", "policy": policy, "gamma": 3, "budget": 40, "page_size": 8, "prefill_chunk": 200}
     totals = []

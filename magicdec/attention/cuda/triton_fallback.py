@@ -10,8 +10,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from magicdec.attention.codes import Coded
+from magicdec.attention.cuda.triton import TritonAttention
 from magicdec.attention.sdpa_fallback import KernelAttention, KernelPlan
-from magicdec.attention.triton import TritonAttention
 
 
 class LibraryAttention(KernelAttention):

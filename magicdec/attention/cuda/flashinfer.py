@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from magicdec.attention.cuda.triton_fallback import LibraryAttention
 from magicdec.attention.sdpa_fallback import KernelPlan, dtype_obstacle
-from magicdec.attention.triton_fallback import LibraryAttention
 from magicdec.config.choices import Backend
 from magicdec.config.registry import BACKENDS
 

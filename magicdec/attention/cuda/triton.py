@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from magicdec.attention import triton_codes as codes
-from magicdec.attention import triton_grid as grid
 from magicdec.attention.codes import Coded
+from magicdec.attention.cuda import triton_codes as codes
+from magicdec.attention.cuda import triton_grid as grid
+from magicdec.attention.cuda.triton_grid import ceil_div, kernels, power_of_2
 from magicdec.attention.sdpa_fallback import KernelAttention, KernelPlan, dtype_obstacle, with_dense_entries
-from magicdec.attention.triton_grid import ceil_div, kernels, power_of_2
 from magicdec.config.choices import Backend
 from magicdec.config.registry import BACKENDS
 from magicdec.kernels.toolchain import triton_obstacle

@@ -8,10 +8,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from magicdec.attention import triton_grid as grid
 from magicdec.attention.codes import Coded
+from magicdec.attention.cuda import triton_grid as grid
+from magicdec.attention.cuda.triton_grid import ceil_div, kernels, power_of_2
 from magicdec.attention.sdpa_fallback import KernelPlan
-from magicdec.attention.triton_grid import ceil_div, kernels, power_of_2
 
 HEAD_DIMS: Final = (64, 128)
 BLOCK: Final = 32  # slots that are read at a time
