@@ -9,6 +9,7 @@ import pytest
 from tests.programs import ROOT
 
 
+@pytest.mark.slow
 def test_kernels_in_the_interpreter():
     """All in one new process: Triton reads when it is imported whether to interpret or to compile."""
     pytest.importorskip("triton", reason="needs Triton (Linux only)")

@@ -78,6 +78,7 @@ def test_an_installed_package_is_predicted(launched):
     assert "strided 512" in shown
 
 
+@pytest.mark.slow
 def test_an_installed_package_runs_in_a_sweep_and_is_reported(launched):
     pairs = ["draft=self,echo", "cache=strided", "cache.recent=16"]
     _, here = launched("--multirun", *pairs, *SMALL)

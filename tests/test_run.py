@@ -180,6 +180,7 @@ def test_serving_compares_both_ways_at_each_level(tmp_path, capsys):
 
 
 @pytest.mark.usefixtures("forked_ranks")
+@pytest.mark.slow
 def test_several_ranks_serve_together(tmp_path):
     """Rank 0 schedules, which no other rank could: slots change hands on all of them at once."""
     load = ["scenario=serve", "scenario.concurrencies=[2]", "scenario.num_requests=4", "batch.prefill_chunk=64"]

@@ -18,7 +18,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import vl_convert
 from hydra.core.utils import JobStatus
 from omegaconf import OmegaConf
 
@@ -36,6 +35,7 @@ from magicdec.tracking import lock
 from magicdec.tracking.lock import Busy, is_locked, locked
 from magicdec.tracking.reader import iter_runs, latest, run_of
 from magicdec.tracking.report import __main__ as report
+from magicdec.tracking.report import page
 from magicdec.tracking.store import Run
 from magicdec.tracking.sweep import BUSY, jobs, record
 from tests import quick_launch
@@ -60,7 +60,7 @@ def starts(tmp_path, monkeypatch):
 @pytest.fixture
 def quick(starts, monkeypatch):
     """Runs of this process and those forked from it take a moment, and pages have no charts."""
-    monkeypatch.setattr(vl_convert, "javascript_bundle", lambda _: "")
+    monkeypatch.setattr(page, "vega", lambda: "")
     monkeypatch.setattr(magicdec.scenarios, "_scenario", lambda config: quick_launch)
     monkeypatch.setattr(magicdec.planning.build, "num_bytes", quick_launch.num_bytes)
     monkeypatch.setattr(magicdec.planning.duration, "seconds", quick_launch.seconds)
@@ -130,6 +130,7 @@ def check_all_done_once(runs, calm, before=()):
     assert not list(runs.glob("*/.*")), "neither locks nor files half written"
 
 
+@pytest.mark.slow
 def test_killed_at_ten_random_moments_and_started_again(tmp_path, forked):
     calm, runs = tmp_path / "calm", tmp_path / "runs"
     assert ended(forked(calm)) == 0
@@ -148,6 +149,7 @@ def test_killed_at_ten_random_moments_and_started_again(tmp_path, forked):
     check_all_done_once(runs, calm, before)
 
 
+@pytest.mark.slow
 def test_four_sweeps_in_one_store(tmp_path, forked, starts):
     calm, runs = tmp_path / "calm", tmp_path / "runs"
     assert ended(forked(calm)) == 0
@@ -268,6 +270,7 @@ def test_a_job_that_fails_or_dies_is_one_failed_run(tmp_path, starts, monkeypatc
     assert not [text for text in [*stored, sweep.out, sweep.err] if secret in text], "no secret is written"
 
 
+@pytest.mark.slow
 def test_a_killed_launcher_takes_its_jobs_along_and_the_sweep_goes_on(tmp_path, starts, monkeypatch):
     monkeypatch.setenv("QUICK_SECONDS", "0.5")
     runs = tmp_path / "runs"
@@ -304,6 +307,7 @@ def test_a_sweep_of_processes_killed_at_ten_random_moments(tmp_path, starts):
     check_all_done_once(runs, calm, before)
 
 
+@pytest.mark.slow
 def test_an_interrupt_stops_a_sweep_and_its_jobs(tmp_path, starts, monkeypatch):
     monkeypatch.setenv("QUICK_SECONDS", "5")
     runs = tmp_path / "runs"
@@ -338,6 +342,7 @@ while any("forkserver" in argument for argument in sys.orig_argv) and os.path.ex
 """
 
 
+@pytest.mark.slow
 def test_a_fork_server_that_is_killed_loses_no_job(tmp_path, starts, monkeypatch):
     """Once before it has imported everything, where it is held, and once while a job of it is running."""
     hold = tmp_path / "hold"
@@ -403,6 +408,7 @@ assert os.waitstatus_to_exitcode(os.wait()[1]) == 4
 """
 
 
+@pytest.mark.slow
 def test_jobs_are_forked_before_a_gpu_or_a_thread_is_in_use(starts):
     """A process that has asked CUDA for a device, or whose threads have worked, has no working children."""
     subprocess.run([sys.executable, "-c", SERVER], check=True, timeout=100, env=os.environ | {"OMP_NUM_THREADS": "2"})
@@ -517,6 +523,7 @@ def order(starts):
 
 
 @pytest.mark.parametrize(("limit", "firsts"), [("null", [0, 1]), ("2", [0, 4, 1, 5])])
+@pytest.mark.slow
 def test_a_launcher_of_tasks_runs_the_jobs_of_a_group_in_one(here, starts, monkeypatch, tmp_path, limit, firsts):
     """Each job has its number and result; one that fails is one failed run."""
     tasks, run_all = [], job_groups.GroupTask.__call__
@@ -565,6 +572,7 @@ def test_a_sweep_ends_with_its_table_its_page_and_its_figures(here, tmp_path, mo
 
 
 @pytest.mark.parametrize("launcher", ["basic", "process"])
+@pytest.mark.slow
 def test_a_sweep_tells_of_jobs_that_were_no_runs(here, starts, tmp_path, launcher):
     if launcher == "basic":
         sweep = here("-m", "hydra/launcher=basic", "scenario=predict", "draft.gamma=1,1000")

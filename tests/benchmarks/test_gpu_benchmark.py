@@ -32,6 +32,7 @@ def check(out, done: subprocess.CompletedProcess, *parts: str) -> dict[str, dict
     return found
 
 
+@pytest.mark.slow
 def test_a_rehearsal_goes_on_where_it_stood(tmp_path):
     first = rehearse(tmp_path, "--parts", "ceilings")
     assert first.returncode == 0, first.stderr

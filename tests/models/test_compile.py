@@ -13,6 +13,7 @@ pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler
 
 
 @torch.inference_mode()
+@pytest.mark.slow
 def test_a_compiled_model_writes_the_same_tokens_in_few_kernels():
     """The table of rotations; a sum with a norm, the rotation with the write to the cache, a sum with a norm, SwiGLU;
     the last norm; and one each to look for infinite logits and to commit: no cache is copied.

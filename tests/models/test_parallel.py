@@ -97,6 +97,7 @@ def test_two_ranks_write_what_one_writes(folders):
 
 
 @pytest.mark.usefixtures("forked_ranks")
+@pytest.mark.slow
 def test_four_ranks_share_two_kv_heads(folders):
     """Two ranks hold the same KV head, and each the cache of it; a draft of its own is divided by two."""
     cases = [("wide", "self", 4, "streaming", Sampling()), ("wide", "model", 2, "full", Sampling())]

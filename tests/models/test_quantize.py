@@ -91,7 +91,6 @@ def test_eight_bits_are_accepted_more_often_than_four(target):
 
 def test_without_torchao_there_is_one_clear_line(monkeypatch):
     monkeypatch.setattr(quantize, "find_spec", lambda name: None)
-    quantize.check("none", torch.device("cuda"))
     said = r"draft.quantization=int8 needs torchao: pip install 'magicdec\[quantization\]'"
     with pytest.raises(UserError, match=said):
         quantize.check("int8", torch.device("cpu"))

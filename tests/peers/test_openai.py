@@ -30,6 +30,7 @@ def served(tmp_path, url: str, *overrides: str) -> dict:
     return result | {name: lines(tmp_path / result["id"] / f"{name}.jsonl") for name in ("history", "generations")}
 
 
+@pytest.mark.slow
 def test_our_server_writes_what_our_engine_writes(tmp_path, parts, capsys):
     """Both ways, under both kinds of load, and the server of the baseline has no draft."""
     levels = ["scenario.concurrencies=[1,3]", "scenario.rates=[50]"]
@@ -118,6 +119,7 @@ def test_acceptance_that_nobody_reports_is_unknown(tmp_path):
 
 
 @pytest.mark.parametrize(("kind", "fixed", "requests"), [("concurrency", "[1]", 6), ("rate", "[]", 2)])
+@pytest.mark.slow
 def test_the_highest_load_within_a_bound(tmp_path, capsys, kind, fixed, requests):
     """Every load keeps the one bound, and none the other."""
     levels = [f"scenario.slo={kind}", "scenario.slo_most=3", f"scenario.concurrencies={fixed}"]

@@ -92,6 +92,7 @@ sys.exit(main())
 
 
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.slow
 def test_no_server_is_left_behind(tmp_path, end):
     pids, runs = tmp_path / "pids", tmp_path / "runs"
     process = Program("-c", RUN, pids, "engine=vllm", *STARTED, f"runs_dir={runs}")

@@ -133,6 +133,7 @@ def left_alive(rank: int, plans: list[Plan]) -> list[list[int]]:
     return held
 
 
+@pytest.mark.slow
 def test_a_run_leaves_no_decoder_on_any_rank(tmp_path):
     """Its graphs would keep NCCL waiting at the end of the group, and its memory would not be free."""
     small = [*SMALL, "batch.context_len=128", "batch.generate_len=6", "cache.budget=32", f"runs_dir={tmp_path}"]

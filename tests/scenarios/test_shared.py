@@ -65,6 +65,7 @@ def test_the_time_of_the_prefill_is_the_measured_one(tmp_path):
     "change",
     ["batch.context_len=96", "batch.size=3", "batch.prefill_chunk=16", "data.seed=1", "hardware.dtype=bfloat16"],
 )
+@pytest.mark.slow
 def test_another_prefill_is_not_taken_over(tmp_path, change):
     done(tmp_path, "streaming")
     before = set(SHARED._kept)
@@ -120,6 +121,7 @@ def num_decoded(run):
 
 
 @pytest.mark.parametrize("resume", ["true", "false"])
+@pytest.mark.slow
 def test_runs_that_take_turns_end_with_all_repeats(tmp_path, resume):
     """Each turn is on disk when it ends, and the last one has what a run of its own has."""
     cells = list(enumerate(("streaming", "quest")))

@@ -136,6 +136,7 @@ def test_connections_leave_descriptors(monkeypatch, soft, used, found):
         module.most_connections()
 
 
+@pytest.mark.slow
 def test_a_server_with_few_descriptors_under_load_and_its_end():
     """As it is used: what it prints first, slow heads at its limit, and SIGTERM while it answers."""
 

@@ -42,6 +42,7 @@ def train(monkeypatch, tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_acceptance_rises_and_a_training_resumes(train, tmp_path):
     half = train(STEPS, interrupted_at=STEPS // 2)
     assert (half["optimiser_steps"], half["complete"]) == (STEPS // 2, False)

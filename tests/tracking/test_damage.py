@@ -102,6 +102,7 @@ def run(capfd, caplog):
     return check
 
 
+@pytest.mark.slow
 def test_damaged_runs_are_a_line_each_and_the_rest_is_shown(store, run, monkeypatch):
     names = sorted(path.name for path in store.iterdir() if path.name.isprintable() and path.name != "sweeps")
     for name in names:

@@ -64,6 +64,7 @@ def launched(tmp_path_factory):
     return server, server.runs.pop(stored["id"]), stored, process, home
 
 
+@pytest.mark.slow
 def test_a_launched_run_arrives_with_what_it_is(launched):
     server, run, stored, process, _ = launched
     assert server.runs == {}, "and alone"
@@ -143,6 +144,7 @@ def store(offline, tmp_path):
     return shutil.copytree(Path(next(iter(offline.values()))["folder"]).parents[2], tmp_path / "runs")
 
 
+@pytest.mark.slow
 def test_runs_told_offline_in_parallel_arrive_once_each(offline, store, tmp_path, server):
     sent = python(*SYNC, store, home=tmp_path, **address(server))
     assert (sent.returncode, sent.stderr) == (0, "")
@@ -177,6 +179,7 @@ sys.exit(launch.main())
 """
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_arrives_as_failed_once(tmp_path, server):
     """Unless it was mistyped or stopped, which says nothing of it."""
     arguments = [*TINY, f"runs_dir={tmp_path}/runs", "wandb.mode=online"]

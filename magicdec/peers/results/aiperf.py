@@ -40,7 +40,7 @@ class Phase:
 
     kind: str | None = None
     concurrency: int | None = None
-    rate: float | None = Field(None, validation_alias=AliasChoices("rate", "request_rate"))
+    rate: float | None = Field(default=None, validation_alias=AliasChoices("rate", "request_rate"))
 
 
 @dataclass(frozen=True, config=JSON)
@@ -63,9 +63,9 @@ class Export:
     pooled_spec_decode_acceptance_histogram: dict[int, int] | None = None  # rounds by accepted tokens
     total_usage_accepted_prediction_tokens: Metric | None = None  # as servers like ours report them
     total_usage_rejected_prediction_tokens: Metric | None = None
-    phases: list[Phase] = Field([], validation_alias=AliasPath("input_config", "phases"))
-    loadgen: Phase | None = Field(None, validation_alias=AliasPath("input_config", "loadgen"))
-    model: str | None = Field(None, validation_alias=AliasChoices(*MODEL))
+    phases: list[Phase] = Field(default_factory=list, validation_alias=AliasPath("input_config", "phases"))
+    loadgen: Phase | None = Field(default=None, validation_alias=AliasPath("input_config", "loadgen"))
+    model: str | None = Field(default=None, validation_alias=AliasChoices(*MODEL))
 
     @property
     def phase(self) -> Phase:

@@ -56,7 +56,7 @@ class Benchmark:
     request_latency: Summary = _metric("request_latency")  # in seconds
     time_to_first_token_ms: Summary = _metric("time_to_first_token_ms")
     inter_token_latency_ms: Summary = _metric("inter_token_latency_ms")
-    model: str | None = Field(None, validation_alias=AliasPath("config", "backend", "model"))
+    model: str | None = Field(default=None, validation_alias=AliasPath("config", "backend", "model"))
 
     @property
     def level(self) -> LoadResult:

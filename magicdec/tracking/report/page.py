@@ -14,6 +14,7 @@ import shlex
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from datetime import UTC, datetime
+from functools import cache
 from importlib.resources import files
 from itertools import islice
 from pathlib import Path
@@ -139,7 +140,13 @@ def _data(rows: Sequence[Row]) -> dict[str, Any]:
     data |= {"menus": menus, "first": first, "picks": list(picks), "samples": samples, "table": table, "trade": TRADE}
     data |= {"acceptance": ACCEPTANCE, "timed": [key for key in numeric if is_timed(key)], "log": LOG_FROM}
     data |= {"templates": {name: template(name, on_page=True) for name in DESCRIPTIONS}}
-    return data | {"vega": vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")}
+    return data | {"vega": vega()}
+
+
+@cache
+def vega() -> str:
+    """Return the library that draws the charts, as JavaScript. Bundling it takes a second."""
+    return vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
 
 
 def _compared(name: str, numeric: Collection[str]) -> tuple[str, list[list[str]]]:
