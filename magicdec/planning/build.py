@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -149,7 +150,8 @@ def num_bytes(plan: Plan) -> float:
 
 def _without_weights(model: Model, plan: Plan, attention: Attention, part: Share) -> Transformer:
     """Return a share of a model, on the meta device: its weights have a shape and a type but no storage."""
-    config, kind = part.config(model.config), Transformer
+    config = part.config(model.config)
+    kind: Any = Transformer
     if config.is_head:
         from magicdec.models.head import Head
 
