@@ -149,6 +149,7 @@ def summed(rank: int) -> tuple[float, float]:
     return ceilings.all_reduce_rate(rank, 1 << 20), ceilings.captured_sum_s(rank, "nccl", 4096)
 
 
+@pytest.mark.slow
 def test_ranks_sum():
     """They are started as a user's are, each in a new interpreter."""
     assert min(on_ranks(2, "cpu", summed)) > 0

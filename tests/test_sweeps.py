@@ -245,6 +245,7 @@ def finished(process):
     return SimpleNamespace(code=process.returncode, out=out, err=err)
 
 
+@pytest.mark.slow
 def test_a_job_that_fails_or_dies_is_one_failed_run(tmp_path, starts, monkeypatch):
     runs, secret = tmp_path / "runs", "MARKER" + "0123456789abcdef" * 3
     monkeypatch.setenv("WANDB_API_KEY", secret)

@@ -43,6 +43,7 @@ def test_a_step_is_timed_while_all_requests_decode():
     assert pairs.step_ms == pytest.approx(50), "chunks of two tokens"
 
 
+@pytest.mark.slow
 def test_our_server(parts, capsys):
     engine, tokenizer = parts
     serving = AsyncEngine(Scheduler(Slots(engine, 2, 128), False))
@@ -55,6 +56,7 @@ def test_our_server(parts, capsys):
     assert yaml.safe_load(text)["name"] == "cpu"
 
 
+@pytest.mark.slow
 def test_the_points_are_those_of_the_chunks(monkeypatch, capsys):
     """A chunk of one token every 20 ms, and no prefill."""
     monkeypatch.setattr(steps, "rates_of", lambda plan: pytest.fail("hardware=h200 is not this machine"))

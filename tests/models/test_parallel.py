@@ -86,6 +86,7 @@ def decoded(rank: int, folders: dict[str, Path], ranks: int, cases: list = CASES
 
 
 @pytest.mark.usefixtures("forked_ranks")
+@pytest.mark.slow
 def test_two_ranks_write_what_one_writes(folders):
     """Whether each has a whole head or half of its attention heads, and the target's embedding or the head's own."""
     one, two = decoded(0, folders, 1), on_ranks(2, "cpu", decoded, folders, 2)

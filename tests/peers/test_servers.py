@@ -50,6 +50,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_each_way_has_a_server_of_its_own(tmp_path, monkeypatch):
     starting(monkeypatch, {"metrics": "vllm", "load_s": 0.5}, tmp_path / "pids")
     result = run(compose(["engine=vllm", *STARTED, f"runs_dir={tmp_path}", "scenario.concurrencies=[1,2]"]), Job())
@@ -71,6 +72,7 @@ def test_each_way_has_a_server_of_its_own(tmp_path, monkeypatch):
         ({"status": 500, "body": "no"}, "Error code: 500"),
     ],
 )
+@pytest.mark.slow
 def test_a_server_that_fails_is_one_line_and_not_left(tmp_path, monkeypatch, behaviour, said):
     starting(monkeypatch, behaviour, tmp_path / "pids")
     limit = "engine.time_limit_s=1" if "load_s" in behaviour else "engine.time_limit_s=20"

@@ -48,6 +48,7 @@ def test_results_equal_those_of_processes_of_their_own_in_any_order(tmp_path, at
         assert tuple(results) == alone[name], name
 
 
+@pytest.mark.slow
 def test_a_cell_takes_over_what_the_last_one_has_left(tmp_path):
     alone = done(tmp_path, "streaming", share="none")
     assert done(tmp_path, "quest") == (False, *done(tmp_path, "quest", share="none")[1:])

@@ -19,6 +19,7 @@ def stored(folder, content, *overrides):
     return run.metrics | {"history": run.history, "generations": run.generations}
 
 
+@pytest.mark.slow
 def test_acceptance_and_tokens_of_each_category(tmp_path, capsys):
     rows = [{"kind": kind, "text": f"def {kind}{n}(self): return " * 2} for n, kind in enumerate("aab" * 2)]
     keys = ["data=jsonl", "data.prompt=text", "data.category=kind", "attention=sdpa", "cache.budget=24"]

@@ -174,6 +174,7 @@ def sweep_of_one(runs_dir, mode):
 
 
 @pytest.mark.parametrize("mode", ["offline", "online"])
+@pytest.mark.slow
 def test_the_report_of_a_sweep_is_an_artifact_of_the_sweep(tmp_path, mode):
     """It waits in the sweep's folder, also where W&B cannot be reached. Its figures are media, too."""
     folder, process = sweep_of_one(tmp_path / "runs", mode)
@@ -243,6 +244,7 @@ def test_no_secret_is_written(told):
         assert not path.is_file() or b"MARKER" not in path.read_bytes(), path
 
 
+@pytest.mark.slow
 def test_a_server_that_is_away_leaves_the_run_offline(tmp_path):
     address = {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": SECRET, "PATIENCE_S": "3"}
     process = python("-c", TELL, tmp_path / "runs", "online", 1, "0123456789ab", home=tmp_path, **address)
