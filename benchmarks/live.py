@@ -1,4 +1,4 @@
-"""What live points cost: the share of a pass's time that is spent on counting rounds, reading and writing points.
+"""The cost of live points: the share of a pass's time that is spent on counting rounds, reading and writing points.
 
     python benchmarks/live.py            # the bundled pair, some seconds of decoding, without a tracker
     python benchmarks/live.py KEY=VALUE  # with other settings, such as tracker=tensorboard

@@ -1,4 +1,4 @@
-"""What a head learns from: a target that reads text, and the head's own steps over it, with gradients.
+"""The data of a head's training: a target that reads text, and the head's own steps over it, with gradients.
 
 B pieces, T tokens, E hidden size, N hidden states of the target side by side, V draft vocabulary.
 """

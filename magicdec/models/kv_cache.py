@@ -40,7 +40,7 @@ class Place(NamedTuple):
 
 
 class Reads(NamedTuple):
-    """What attention over one layer reads, and where it leaves what it observes."""
+    """The entries that attention over one layer reads, and where it writes the attention that it observes."""
 
     indices_BKN: Tensor | None = None  # the slots to read, as Attention.attend takes them; None: all
     scores_BKS: Tensor | None = None  # gets the attention that each slot receives, in fp32; None: nobody wants it

@@ -77,7 +77,7 @@ class Rotation(ctypes.Structure):
 class CppOperators(Operators):
     """Kernels for CPUs, in float32 and bfloat16."""
 
-    max_rows = 128  # of a matmul by our kernel; with many more, oneDNN's is faster
+    max_rows = 128  # of a matmul by our kernel; with many more, PyTorch's is faster
 
     def __init__(self) -> None:
         kernels, p, n = library.load(), ctypes.c_void_p, ctypes.c_int64
