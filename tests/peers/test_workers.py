@@ -69,7 +69,7 @@ def test_another_version_of_an_engine_is_another_run(monkeypatch):
     assert OpenvinoPeer.installed(OpenvinoEngine(python=sys.executable)) == ", ".join(packages)
     plan = resolve(compose([*SMALL, "engine=transformers", "draft=none"]))
     before = plan.fingerprints
-    monkeypatch.setattr("transformers.__version__", "4.0.0")
+    monkeypatch.setattr("magicdec.peers.transformers.transformers.__version__", "4.0.0")  # as the engine sees it
     assert plan.fingerprints == before | {"engine": "transformers 4.0.0"} != before
 
 
