@@ -8,9 +8,10 @@
 
 The parts, in this order: doctor; correct, a reduced matrix of the tests that need a GPU, and the bundled pair audited;
 ceilings of this card; profile, a round kernel by kernel next to docs/predictions/gpu.md; prefill of Llama-3.1-8B with
-random weights; steps, its T_T, T_D and T_V; rounds at a synthetic acceptance; sampling; ranks, where there are several
-GPUs; attention by every backend; pair, the bundled one with its real acceptance; peers, transformers on the same
-prompts; tests, all that need a GPU. Only prefill, pair and peers prefill; the others fill the KV cache with noise.
+random weights; steps, its T_T, T_D and T_V; rounds at a synthetic acceptance; policies of the cache; sampling; ranks,
+where there are several GPUs; attention by every backend; pair, the bundled one with its real acceptance; peers,
+transformers on the same prompts; tests, all that need a GPU. Only prefill, pair and peers prefill; the others fill the
+KV cache with noise.
 
 A process of its own measures. This one watches it: a point that crashes, hangs or loses the device is stored as failed,
 and a new process goes on behind it. Points go to benchmarks/gpu/<card>/<part>.json and the page to docs/results/gpu.md;
@@ -25,6 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -56,6 +58,7 @@ def main() -> int:
     if options.retry:
         store.retry(options.parts)
     until, flags = time.time() + options.seconds, ["--rehearse"] if options.rehearse else []
+    flags += [f"--cells={options.cells}"] if options.cells else []
     worker = [__file__, "--worker", f"--until={until}", f"--out={folder}", f"--parts={','.join(options.parts)}", *flags]
     code = supervise(worker, store)
     if code == OUT_OF_TIME:
@@ -71,6 +74,7 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--parts", default=",".join(PARTS), help="some of the parts, in their order")
+    parser.add_argument("--cells", type=int, metavar="N", help="only the first N cells of steps and rounds")
     parser.add_argument("--seconds", type=float, default=3600, help="start no point after this time")
     parser.add_argument("--retry", action="store_true", help="measure again what was skipped or has failed")
     parser.add_argument("--page", type=Path, metavar="FOLDER", help="only write the page of the points stored there")
@@ -83,7 +87,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def measure(store: Store, options: argparse.Namespace) -> int:
     """Measure the points of the parts, in this process. Return its exit code."""
-    bench = Bench(store, REHEARSAL if options.rehearse else Sizes())
+    sizes = REHEARSAL if options.rehearse else Sizes()
+    bench = Bench(store, replace(sizes, cells=sizes.cells[: options.cells]))
     name = torch.cuda.get_device_name() if bench.device.type == "cuda" else cpu_name()
     facts = {"device": name, "torch": torch.__version__, "rehearsal": options.rehearse, "commit": store.commit}
     (store.folder / "machine.json").write_text(json.dumps(facts) + "\n")

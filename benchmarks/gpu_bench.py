@@ -35,6 +35,7 @@ class Sizes:
     target: tuple[str, ...] = ("target=llama-3.1-8b",)
     cells: tuple[tuple[int, int], ...] = ((24, 32768), (192, 4096), (96, 8192), (48, 16384), (8, 100_000))
     budgets: tuple[int, ...] = (512, 256, 2049)
+    policy_rows: float = 0.6  # of the first cell: two policies keep more than the cache itself
     gammas: tuple[int, ...] = (4, 2, 3, 6)
     prefill: tuple[int, int] = (4, 16384)
     sampling: Sampling = SAMPLED
@@ -123,9 +124,10 @@ class Bench:
         sizes = [f"batch.generate_len={self.sizes.new_tokens}", f"scenario.profile_repeats={self.sizes.repeats}"]
         return [f"hardware.device={self.sizes.device}", f"hardware.dtype={self.sizes.dtype}", *sizes]
 
-    def large_settings(self, batch: int, context: int, budget: int, gamma: int) -> list[str]:
+    def large_settings(self, batch: int, context: int, budget: int, gamma: int, policy: str = "streaming") -> list[str]:
         """Return the overrides of the large target with random weights, drafting for itself."""
-        sizes = [f"batch.size={batch}", f"batch.context_len={context}", f"cache.budget={budget}"]
+        sizes = [f"batch.size={batch}", f"batch.context_len={context}", f"cache={policy}"]
+        sizes += [] if policy == "full" else [f"cache.budget={budget}"]
         draft = ["draft=self", f"draft.gamma={gamma}", "draft.synthetic_acceptance=0.8"]
         return [*self.sizes.target, "target.weights=random", "data=random", *sizes, *draft]
 
@@ -133,9 +135,9 @@ class Bench:
         """Return a plan as `launch.py` would make it."""
         return resolve(compose([*self.settings, *overrides]))
 
-    def large(self, batch: int, context: int, budget: int, gamma: int) -> Plan:
+    def large(self, batch: int, context: int, budget: int, gamma: int, policy: str = "streaming") -> Plan:
         """Return a plan of the large target."""
-        return self.plan(*self.large_settings(batch, context, budget, gamma))
+        return self.plan(*self.large_settings(batch, context, budget, gamma, policy))
 
     def run(self, *overrides: str) -> Metrics:
         """Do a run as `launch.py` would, in this process; return its metrics."""
@@ -171,17 +173,24 @@ class Bench:
             return build.engine(self.large(batch, context, self.sizes.budgets[0], self.sizes.gammas[0]), bars)
 
     def open(
-        self, batch: int, context: int, budget: int, gamma: int, alpha: float | None, sampling: Sampling | None = None
+        self,
+        batch: int,
+        context: int,
+        budget: int,
+        gamma: int,
+        alpha: float | None,
+        sampling: Sampling | None = None,
+        policy: str = "streaming",
     ) -> Batch:
         """Return a batch over caches of noise, with its rounds captured. Raise UserError if it does not fit."""
-        predicted = build.estimate(self.large(batch, context, budget, gamma), batch, context)
+        plan = self.large(batch, context, budget, gamma, policy)
+        predicted = build.estimate(plan, batch, context)
         needed = predicted.needed - predicted.weights
         engine, available = self.engine, memory.available_bytes(self.device)
         if needed > available:
             raise UserError(f"needs {needed / GIB:.1f} GiB next to the weights, of {available / GIB:.1f}")
         draft = replace(engine.draft, gamma=gamma, synthetic_acceptance=alpha)
-        cache = replace(engine.cache, budget=budget)
-        changed = replace(engine, draft=draft, cache=cache, sampling=sampling or engine.sampling)
+        changed = replace(engine, draft=draft, cache=plan.config.cache, sampling=sampling or engine.sampling)
         opened = changed.open([[0] * context] * batch)
         opened.simulate_prefill()
         warm_up(opened)

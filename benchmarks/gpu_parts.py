@@ -13,7 +13,7 @@ from gpu_store import Point, Record
 
 from magicdec.attention import backends
 from magicdec.attention.base import Attention, Shape
-from magicdec.config.registry import BACKENDS
+from magicdec.config.registry import BACKENDS, POLICIES
 from magicdec.costmodel.roofline import step_time
 from magicdec.costmodel.speedup import speedup
 from magicdec.decoding.timers import Stopwatch
@@ -160,6 +160,23 @@ def _formula(bench: Bench, batch: int, context: int, budget: int, alpha: float, 
     return speedup(gamma, alpha, decode, median(drafts), verify)
 
 
+def policies(bench: Bench) -> Iterator[Point]:
+    """Time the rounds of every policy at the same budget, next to their prediction."""
+    (batch, context), budget, gamma = bench.cells[0], bench.sizes.budgets[0], bench.sizes.gammas[0]
+    batch = max(1, int(bench.sizes.policy_rows * batch))
+
+    def measured(policy: str) -> Record:
+        opened = bench.open(batch, context, budget, gamma, 0.8, policy=policy)
+        times = profile_round(opened, bench.sizes.repeats)
+        opened.close()
+        predicted = bench.predicted(bench.large(batch, context, budget, gamma, policy), gamma)
+        names = [name for name in ("draft_ms", "verify_ms", "round_ms") if predicted]
+        return times | {f"predicted_{name}": predicted[f"predicted/{name}"] for name in names}
+
+    for policy in sorted(POLICIES, key="h2o".__eq__):  # it selects for seconds
+        yield Point("policies", f"{policy}, {cell_name(batch, context, budget, gamma)}", partial(measured, policy))
+
+
 def sampling(bench: Bench) -> Iterator[Point]:
     """Time rounds that sample next to greedy ones, and one truncation."""
     cell = (*bench.cells[0], bench.sizes.budgets[0], bench.sizes.gammas[0])
@@ -263,6 +280,7 @@ PARTS: dict[str, tuple[str, Callable[[Bench], Iterator[Point]]]] = {
     "prefill": ("Prefill of Llama-3.1-8B, random weights", prefill),
     "steps": (f"Steps of Llama-3.1-8B, random weights; moving what they must {COPIED}", steps),
     "rounds": ("Speedup at a SYNTHETIC acceptance, the formula's value from the steps, and the predicted one", rounds),
+    "policies": ("Rounds of each cache policy", policies),
     "sampling": ("Rounds that sample", sampling),
     "ranks": ("All GPUs together", ranks),
     "attention": (f"Attention of one layer; reading K and V once {COPIED}", kernels),

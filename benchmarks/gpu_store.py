@@ -25,7 +25,7 @@ Record = dict[str, Any]
 BETWEEN_S = 300  # that a process may take for its imports, and between two points
 TEARDOWN_S = 30  # that it may take to end, behind its last point
 POLL_S = 0.2
-DONE, DEVICE_LOST, OUT_OF_TIME = 0, 3, 4  # exit codes of the process that measures
+DONE, AFRESH, OUT_OF_TIME = 0, 3, 4  # exit codes of the process that measures; AFRESH: a new one goes on
 PR_SET_PDEATHSIG = 1
 
 
@@ -104,8 +104,8 @@ def work(points: Iterable[Point], store: Store, until: float, device_answers: Ca
         store.note(since=time.time())
         said = (f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in found.items())
         print(f"{point.part} {point.key}: {', '.join(said)}", flush=True)
-        if not device_answers():
-            code = DEVICE_LOST
+        if "failed" in found or not device_answers():  # what has failed may hold memory, or its library's locks
+            code = AFRESH
             break
     store.note(code=code, since=time.time())
     return code
@@ -140,7 +140,7 @@ def supervise(command: list[str], store: Store) -> int:
                 os.killpg(worker.pid, signal.SIGKILL)  # with the processes that it has started
             worker.wait()
         code = store.noted().get("code", worker.returncode)
-        if not store.settle(reason) and code != DEVICE_LOST:
+        if not store.settle(reason) and code != AFRESH:
             return code
 
 
