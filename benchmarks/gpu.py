@@ -14,8 +14,9 @@ transformers on the same prompts; tests, all that need a GPU. Only prefill, pair
 KV cache with noise.
 
 A process of its own measures. This one watches it: a point that crashes, hangs or loses the device is stored as failed,
-and a new process goes on behind it. Points go to benchmarks/gpu/<card>/<part>.json and the page to docs/results/gpu.md;
-with --out, all to that folder. A call starts no point after --seconds. The first one spends minutes on compiling.
+and a new process goes on behind it. Points go to runs/gpu/<card>/<part>.json, from there to docs/results/gpu.md with
+CSV files and to the card's calibration; with --out, all to that folder. A call starts no point after --seconds. The first
+one spends minutes on compiling.
 """
 
 import argparse
@@ -32,6 +33,7 @@ from pathlib import Path
 import torch
 from gpu_bench import REHEARSAL, Bench, Sizes
 from gpu_parts import PARTS
+from gpu_publish import publish
 from gpu_store import DONE, OUT_OF_TIME, Record, Store, supervise, work
 from page import RESULTS, ROOT, commit
 
@@ -63,10 +65,10 @@ def main() -> int:
     code = supervise(worker, store)
     if code == OUT_OF_TIME:
         print("the time is over; repeat the command to resume")
-    written = _write(store, folder / "page.md") if options.out or options.rehearse else _publish(store)
+    done = _write(store, folder / "page.md") if options.out or options.rehearse else _publish(store)
     if code not in (DONE, OUT_OF_TIME):
         return _refuse(f"the process that measures ended between two points, with {code}; its output says why")
-    return written
+    return done
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -99,21 +101,27 @@ def measure(store: Store, options: argparse.Namespace) -> int:
 
 def _folder() -> Path:
     """Return the folder of this card's points."""
-    return ROOT / "benchmarks/gpu" / re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower()).strip("-")
+    return ROOT / "runs/gpu" / re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower()).strip("-")
 
 
 def _publish(store: Store) -> int:
     facts = store.points("machine")
     if not facts or facts.get("rehearsal"):
         return _refuse(f"{store.folder} has no figures of a GPU")
-    return _write(store, RESULTS / "gpu.md")
+    publish(store.points, list(PARTS))
+    print(f"{RESULTS / 'gpu.md'}")
+    return _failures(store)
+
+
+def _failures(store: Store) -> int:
+    return int(any("failed" in point for part in PARTS for point in store.points(part).values()))
 
 
 def _write(store: Store, path: Path) -> int:
     text = page(store.points)
     path.write_text(text)
     print(text)
-    return int(any("failed" in point for part in PARTS for point in store.points(part).values()))
+    return _failures(store)
 
 
 def page(points: Callable[[str], dict[str, Record]]) -> str:

@@ -45,7 +45,7 @@ class Sizes:
     ceiling_bytes: int = 4 << 30
     matmul: int = 8192
     pair_context: int = 8320
-    pair_batches: tuple[int, ...] = (1, 8, 32, 128)
+    pair_batches: tuple[int, ...] = (1, 8, 32, 64)  # as many as there is text for
     new_tokens: int = 96
     repeats: int = 10
     # All that are marked gpu, and the few of them that come first. Other modules may need more than a GPU machine has.

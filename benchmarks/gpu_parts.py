@@ -81,7 +81,8 @@ def _steps(bench: Bench, batch: int, context: int, budget: int, gamma: int) -> R
     # The prefill is simulated here: the estimate has its activations, which the peak has not.
     estimated = build.estimate(plan, batch, context).total / GIB
     sizes = {"peak_gib": peak.num_bytes / GIB, "estimated_with_prefill_gib": estimated}
-    return times | {f"predicted_{name}": predicted[f"predicted/{name}"] for name in names} | ratios | sizes
+    cell = {"batch": batch, "context": context, "budget": budget, "gamma": gamma}
+    return cell | times | {f"predicted_{name}": predicted[f"predicted/{name}"] for name in names} | ratios | sizes
 
 
 def profile(bench: Bench) -> Iterator[Point]:
@@ -139,6 +140,10 @@ def _rounds(bench: Bench, batch: int, context: int, budget: int, alpha: float) -
     drawn = _formula(bench, batch, context, budget, float(got or 0.0), gamma)  # what was drawn is not quite alpha
     predicted = bench.predicted(bench.large(batch, context, budget, gamma), gamma, alpha)
     return {
+        "batch": batch,
+        "context": context,
+        "budget": budget,
+        "expected_alpha": alpha,
         "gamma": gamma,
         "speedup": measured,
         "formula": formula[gamma],
@@ -171,7 +176,8 @@ def policies(bench: Bench) -> Iterator[Point]:
         opened.close()
         predicted = bench.predicted(bench.large(batch, context, budget, gamma, policy), gamma)
         names = [name for name in ("draft_ms", "verify_ms", "round_ms") if predicted]
-        return times | {f"predicted_{name}": predicted[f"predicted/{name}"] for name in names}
+        cell = {"policy": policy, "batch": batch, "context": context, "budget": budget, "gamma": gamma}
+        return cell | times | {f"predicted_{name}": predicted[f"predicted/{name}"] for name in names}
 
     for policy in sorted(POLICIES, key="h2o".__eq__):  # it selects for seconds
         yield Point("policies", f"{policy}, {cell_name(batch, context, budget, gamma)}", partial(measured, policy))
@@ -197,15 +203,16 @@ def sampling(bench: Bench) -> Iterator[Point]:
 def kernels(bench: Bench) -> Iterator[Point]:
     """Time one layer's attention by each usable backend, next to copying as many bytes."""
     names = backends.usable(bench.device, bench.dtype, [128])
-    for model, shape in KERNELS.items():
+    for model in KERNELS:
         for context in bench.sizes.kernel_contexts:
             for tokens in bench.sizes.kernel_tokens:
                 for name in names:
-                    attend = partial(_attention, bench, name, *shape, context, tokens)
+                    attend = partial(_attention, bench, name, model, context, tokens)
                     yield Point("attention", f"{model} {context} T={tokens} {name}", attend)
 
 
-def _attention(bench: Bench, name: str, H: int, K: int, D: int, S: int, T: int) -> Record:
+def _attention(bench: Bench, name: str, model: str, S: int, T: int) -> Record:
+    H, K, D = KERNELS[model]
     attention: Attention = BACKENDS[name].work()
     element = bench.dtype.itemsize
     rows = max(1, bench.sizes.kernel_bytes // (2 * K * S * D * element))
@@ -215,7 +222,8 @@ def _attention(bench: Bench, name: str, H: int, K: int, D: int, S: int, T: int) 
     plan = attention.plan(seqlens, Shape(T, S, H // K, bench.dtype), None)
     captures = _captures(bench) if BACKENDS[name].facts.captured else None
     seconds = _seconds(Step(lambda: _discard(attention.attend(q, k, v, plan)), captures), bench)
-    return {"rows": rows, "ms": 1e3 * seconds, "of_copy": of_copy(bench, 2 * k.numel() * element, seconds)}
+    cell = {"model": model, "context": S, "tokens": T, "backend": name, "rows": rows}
+    return cell | {"ms": 1e3 * seconds, "of_copy": of_copy(bench, 2 * k.numel() * element, seconds)}
 
 
 def pair(bench: Bench) -> Iterator[Point]:
@@ -227,7 +235,7 @@ def pair(bench: Bench) -> Iterator[Point]:
     def measured(batch: int) -> Record:
         sizes = [f"batch.size={batch}", f"batch.context_len={bench.sizes.pair_context}"]
         found = bench.run("scenario.repeats=2", *sizes)
-        return {name: found.get(name) for name in names}
+        return {"batch": batch, "context": bench.sizes.pair_context} | {name: found.get(name) for name in names}
 
     for batch in bench.sizes.pair_batches:
         yield Point("pair", f"{batch} x {bench.sizes.pair_context}", partial(measured, batch))

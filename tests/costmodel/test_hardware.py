@@ -39,7 +39,8 @@ def test_an_uncalibrated_device_takes_its_datasheet_and_the_nearest_fractions():
     assert l40.efficiency.allreduce_hop_us == l40.device.link.hop_us > a100.efficiency.allreduce_hop_us
     assert l40.efficiency.allreduce_bandwidth_fraction == l40.device.link.fraction
     assert "no calibration for L40" in l40.note
-    assert h.hardware_named("h200").efficiency == h.hardware_named("h100").efficiency
+    nvl, h100 = h.hardware_named("h100_nvl"), h.hardware_named("h100")
+    assert nvl.efficiency.matmul_fraction == h100.efficiency.matmul_fraction
 
 
 FRACTIONS = ("bandwidth_fraction", "matmul_fraction", "allreduce_bandwidth_fraction")
@@ -81,6 +82,11 @@ def test_devices_are_found_in_what_drivers_call_them(text, name):
     assert (found and found.name) == name
 
 
+def test_the_h200_is_calibrated_on_this_software():
+    machine = h.hardware_named("h200")
+    assert (machine.stack.name, machine.note) == ("magicdec", "calibrated on h200")
+
+
 def test_a_card_is_predicted_with_its_own_link():
     for name, link in (("2xh100_pcie", h.PCIE5), ("2xa100_pcie", h.PCIE4), ("2xh100", h.NVLINK4)):
         machine = h.hardware_named(name)
@@ -90,9 +96,9 @@ def test_a_card_is_predicted_with_its_own_link():
 def test_a_hardware_group_gives_its_own_figures():
     assert h.configured("8xa100", 4).count == 4
     assert h.configured("8xa100", 8, 2039, 312, 80) == h.hardware_named("8xa100")
-    slower = h.configured("h200", 1, bandwidth_gbs=4000)
-    assert (slower.device.bandwidth, slower.device.flops) == (4000e9, 989e12)
-    assert "no calibration for H200" in slower.note
+    slower = h.configured("l40", 1, bandwidth_gbs=800)
+    assert (slower.device.bandwidth, slower.device.flops) == (800e9, 181e12)
+    assert "no calibration for L40" in slower.note
 
 
 @pytest.mark.parametrize("path", sorted(CONF.glob("hardware/*.yaml")), ids=lambda path: path.stem)

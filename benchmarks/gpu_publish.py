@@ -1,0 +1,84 @@
+"""Publish the points of benchmarks/gpu.py: CSV files, the page, and a calibration of the card by its steps."""
+
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+from gpu_store import Record
+from page import RESULTS
+from render import read_csv, rounded, write, write_csv
+
+from magicdec.calibrate.measured import timed_row
+from magicdec.costmodel.calibration import Prior, calibrate, errors_of, to_yaml, uncalibrated
+from magicdec.costmodel.hardware import CALIBRATED, OWN_STACK, Hardware, device_in
+from magicdec.costmodel.tables import Row
+from magicdec.costmodel.targets import architecture
+
+TARGET = "llama-3.1-8b"
+STEPS = {"target": "T_T", "draft": "T_D", "verify": "T_V", "round": "round"}
+HELD_BACK = 3  # every so many points
+ROUND_SPREAD_US = 100.0  # of what rounds add, which differs with the heat of the card
+
+
+def publish(points: Callable[[str], dict[str, Record]], parts: list[str]) -> None:
+    """Write docs/results/gpu-*.csv and gpu.md; points of the same card are replaced."""
+    facts = points("machine")
+    device, measured_by = facts["device"], f"commit {facts['commit']}, {facts['device']}, PyTorch {facts['torch']}"
+    found = {
+        part: [record for record in points(part).values() if not {"failed", "skipped"} & record.keys()]
+        for part in parts
+    }
+    for part, records in found.items():
+        path = RESULTS / f"gpu-{part}.csv"
+        rows = [rounded({"device": device, **record, "measured_by": measured_by}) for record in records]
+        for row in rows:
+            for name in ("commit", "text", "said", "cells"):  # what the page does not show
+                row.pop(name, None)
+        if rows := [row for row in rows if len(row) > 2]:
+            write_csv(path, [row for row in read_csv(path) if row["device"] != device] + rows)
+    if found.get("steps") and device_in(device):
+        fitted = [row for row in read_csv(RESULTS / "gpu-fit.csv") if row["device"] != device]
+        write_csv(RESULTS / "gpu-fit.csv", fitted + _calibrated(device, found["steps"], found["pair"]))
+    write("gpu")
+
+
+def _calibrated(device: str, steps: list[Record], pairs: list[Record]) -> list[dict[str, Any]]:
+    """Write the card's calibration. Return the errors of all steps, and of every third one where the others are fitted.
+
+    Steps of the bundled target tell what launches cost from what the weights of a large model do. What a round adds to
+    its steps was measured next to them.
+    """
+    known = device_in(device)
+    assert known is not None
+    name = known.name.lower().replace(" ", "_")
+    start = uncalibrated(name, OWN_STACK)
+    rows, small = [_row(point, name) for point in steps], [_small_row(point, name) for point in pairs]
+    adds_us = 1e3 * median(point["overhead_ms"] for point in steps)
+    priors = {"round_overhead_us": Prior(0.0, 1e6, adds_us, ROUND_SPREAD_US)}
+
+    def fitted(some: list[Row]) -> Hardware:
+        return calibrate(some + small, architecture, {name: start}, priors).machines[name]
+
+    def errors(machine: Hardware, some: list[Row], case: str) -> list[dict[str, Any]]:
+        found = [errors_of(machine, row, architecture) for row in some]
+        return [{"device": device, "case": case} | {STEPS[step]: error for step, error in one.items()} for one in found]
+
+    machine = fitted(rows)
+    source = [f"{known.name}, by {len(rows)} points of Llama-3.1-8B and {len(small)} of the bundled target."]
+    source += ["docs/results/gpu.md shows them. Written by `python benchmarks/gpu.py`."]
+    (CALIBRATED / f"{name}.yaml").write_text(to_yaml(machine, source))
+    unseen = rows[1::HELD_BACK]
+    seen = fitted([row for row in rows if row not in unseen])
+    return [rounded(row) for row in errors(machine, rows, "fitted") + errors(seen, unseen, "held back")]
+
+
+def _small_row(point: Record, hardware: str) -> Row:
+    where = {"context_len": point["context"], "batch_size": point["batch"], "gamma": 1}
+    decoded_ms = point["autoregressive/time_per_output_token_ms"]
+    return Row("tiny", "self", "full", hardware, **where, autoregressive_ms=decoded_ms, element_bytes=2.0)
+
+
+def _row(point: Record, hardware: str) -> Row:
+    values = {"context_len": point["context"], "batch_size": point["batch"], "gamma": point["gamma"]}
+    values |= {f"time/{name}": value for name, value in point.items()}
+    return timed_row(values, TARGET, "self", "streaming", hardware, point["budget"], 2.0, table="gpu")
