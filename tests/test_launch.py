@@ -19,7 +19,7 @@ from tests.test_plugins import written
 
 @pytest.fixture
 def ran():
-    """What was run: configurations and jobs."""
+    """Collect the configurations and jobs that were run."""
     return []
 
 

@@ -462,7 +462,7 @@ def test_other_launchers_that_fail_fast(tmp_path, launcher):
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["joblib", "ray"])
 def test_a_task_of_another_launcher_is_a_group_of_jobs_that_share_a_prefill(tmp_path, launcher, monkeypatch):
-    """Of jobs that alternate between two texts, the second of each text takes over what the first has left."""
+    """Jobs alternate between two texts; the second job of each text takes over the prefill of the first."""
     needs(launcher)
     monkeypatch.setenv("RAY_TMPDIR", tempfile.gettempdir())  # whose sockets need a short path
     monkeypatch.setenv("TMPDIR", str(tmp_path))  # and so locks of its own

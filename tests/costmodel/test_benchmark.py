@@ -11,8 +11,6 @@ from magicdec.costmodel.tables import PUBLISHED, read_table
 from tests.programs import ROOT, python
 
 KEYS = ["rows", "fitted_rows", "median_error", "p90_error", "wrong_side", "spearman", "target_decode_median_error"]
-
-
 BENCHMARK = "benchmarks/costmodel.py"
 
 

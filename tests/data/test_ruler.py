@@ -52,13 +52,8 @@ def read_documents(text: str) -> list[str]:
     return re.findall(rf"{person} was born in \d+ and spent a long life in (\w+)\.", text)
 
 
-READERS = {
-    "niah_single": read_needle,
-    "niah_multikey": read_needle,
-    "cwe": read_common_words,
-    "vt": read_variables,
-    "qa": read_documents,
-}
+READERS = {"niah_single": read_needle, "niah_multikey": read_needle, "cwe": read_common_words}
+READERS |= {"vt": read_variables, "qa": read_documents}
 
 
 @pytest.mark.parametrize("bos", [False, True])

@@ -33,7 +33,7 @@ def test_with_the_target_at_every_level_all_is_accepted_everywhere(temperature):
 
 
 def test_inner_rounds_end_at_gamma_tokens():
-    """With every proposal accepted they would write more than there is room for behind the end of a sequence."""
+    """If every proposal were accepted, more tokens would be written than fit behind the end of a sequence."""
     batch = opened(gamma=12)
     batch.restart()
     state = batch.decoder.state

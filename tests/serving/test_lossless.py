@@ -142,7 +142,7 @@ def test_acceptance_is_counted_as_offline():
     ("draft", "policy", "trained"), [*(("self", p, 512) for p in POLICIES), ("model", "streaming", 64)]
 )
 def test_every_tensor_with_rows_changes_hands(draft, policy, trained):
-    """By the names of tensors, which say where rows are: no policy can forget one of its own. A draft that was trained
+    """The names of tensors say where rows are, so that no policy can forget one of its own. A draft that was trained
     for less than its slots hold keeps more of them.
     """
     window = {"sliding_window": 16, "sliding_layers": (1,)}
