@@ -45,11 +45,7 @@ class Head(NamedTuple):
     own_vocabulary: bool  # proposes from a part of the target's
 
 
-NOT_RUN = {
-    "DFlash": Head(5, 9, 5, False),
-    "P-EAGLE": Head(4, 7, 3, True),
-    "MTP": Head(1, 1, 1, False),
-}
+NOT_RUN = {"DFlash": Head(5, 9, 5, False), "P-EAGLE": Head(4, 7, 3, True), "MTP": Head(1, 1, 1, False)}
 
 
 def published_lengths() -> dict[int, float]:
