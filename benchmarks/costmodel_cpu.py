@@ -22,7 +22,7 @@ import render
 from page import RESULTS, Cells, setting
 from render import write_csv
 
-from magicdec.calibrate.steps import row_of, time_points
+from magicdec.calibrate.steps import rates_of, row_of, time_plan
 from magicdec.config.load import compose
 from magicdec.costmodel import hardware
 from magicdec.costmodel.calibration import ON_CPUS, Calibration, calibrate, to_yaml
@@ -30,7 +30,6 @@ from magicdec.costmodel.hardware import Hardware, configured
 from magicdec.costmodel.round import round_times
 from magicdec.costmodel.tables import Row
 from magicdec.costmodel.targets import architecture
-from magicdec.measure.ceilings import matmul_rate, read_bandwidth
 from magicdec.planning.resolve import resolve
 from magicdec.tracking.progress import progress
 
@@ -40,7 +39,7 @@ MODELS["smollm2-135m-q4"].append(f"target.path={SMOLLM2}")
 BATCHES, CONTEXTS, GAMMAS = (1, 8, 24), (1024, 2048, 4096, 8000), (2, 4)
 QUICK = ((1, 2), (512, 1024), (2, 4))
 BUDGET = 256
-STEPS = {"T_T": "target_decode_ms", "T_D": "draft_ms", "T_V": "verify_ms"}
+STEPS = {"T_T": "time/target_decode_ms", "T_D": "time/draft_ms", "T_V": "time/verify_ms"}
 FILE = hardware.CALIBRATED / "cpu.yaml"
 
 
@@ -50,8 +49,8 @@ def measure(model: str, points: Sequence[tuple[int, int, int]]) -> list[dict[str
     sizes = [f"batch.size={rows}", f"batch.context_len={context}", f"draft.gamma={gamma}", f"cache.budget={BUDGET}"]
     plan = resolve(compose([*MODELS[model], "hardware=cpu", *sizes]))
     with progress() as bars:
-        found = list(time_points(plan, bars, points))
-    rates = {"bandwidth": read_bandwidth(plan.device), "rate": matmul_rate(plan.device, plan.dtype)}
+        found = list(time_plan(plan, bars, points))
+    rates = dict(zip(("bandwidth", "rate"), rates_of(plan), strict=True))
     return [point | rates for point in found]
 
 
@@ -83,8 +82,8 @@ def write(found: dict[str, list[dict[str, Any]]], start: Hardware, calibration: 
             line = {"model": model, "step": step, "median_error": medians[0], "worst_error": worst}
             summary.append(line | {"median_error_left_out": medians[1]})
             for point, error in zip(points, known, strict=True):
-                where = {"model": model, "batch": point["rows"], "context": point["context"], "gamma": point["gamma"]}
-                line = where | {"step": step, "ms": point[key], "error": error[which]}
+                where = {"batch": point["batch_size"], "context": point["context_len"], "gamma": point["gamma"]}
+                line = {"model": model} | where | {"step": step, "ms": point[key], "error": error[which]}
                 steps.append(line | {"measured_by": f"{setting()}, attention=cpp"})
     write_csv(RESULTS / "costmodel-cpu.csv", steps)
     write_csv(RESULTS / "costmodel-cpu-models.csv", summary)
