@@ -105,6 +105,7 @@ def test_shares_by_bytes_and_flops_agree_with_the_model_where_both_count_the_sam
 
 
 def test_the_calibration_of_a_cpu_measures_steps_and_tabulates_their_errors(tmp_path, monkeypatch):
+    pytest.importorskip("scipy")
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     import costmodel_cpu as program
 
