@@ -65,8 +65,7 @@ def head_setup(setup: Setup, policy: str, head: HeadConfig) -> Setup:
 
 def parallel_times(setup: Setup, head: Head, policy: str) -> tuple[Setup, RoundTimes]:
     """Return the setup and the times of a round whose head proposes all its tokens in one pass."""
-    taps = tuple(range(head.taps))
-    config = replace(HeadConfig.like(TARGET), num_layers=head.layers, taps=taps)
+    config = replace(HeadConfig.like(TARGET), num_layers=head.layers, taps=tuple(range(head.taps)))
     if not head.own_vocabulary:
         config = replace(config, draft_vocab_size=TARGET.vocab_size)
     at = head_setup(setup, policy, config)

@@ -68,7 +68,6 @@ def quick(starts, monkeypatch):
 
 
 def started(function, *arguments):
-    """Return a process forked from this one."""
     process = FORK.Process(target=function, args=arguments)
     process.start()
     return process
@@ -423,7 +422,6 @@ def needs(launcher):
 
 
 def launch(runs, launcher, *arguments):
-    """Run launch.py with another launcher."""
     command = [sys.executable, str(ROOT / "launch.py"), "-m", f"hydra/launcher={launcher}", f"runs_dir={runs}"]
     return subprocess.run([*command, *arguments], cwd=runs.parent, capture_output=True, text=True, timeout=400)
 
@@ -498,7 +496,6 @@ def test_optuna_goes_on_after_a_trial_that_fails(tmp_path, starts):
 
 @pytest.fixture
 def here(quick, monkeypatch, capfd, tmp_path, hydra_logging):
-    """The command line in this process."""
 
     def with_arguments(*arguments):
         monkeypatch.setattr(sys, "argv", ["launch.py", *arguments, f"runs_dir={tmp_path / 'runs'}", *COMMON])

@@ -38,8 +38,7 @@ def test_inner_rounds_end_at_gamma_tokens():
     batch.restart()
     state = batch.decoder.state
     state.num_tokens_B.copy_(state.limit_B - 1)
-    proposal = batch.draft.propose(state, 12)
-    assert proposal.tokens_BG.shape == (2, 12)
+    assert batch.draft.propose(state, 12).tokens_BG.shape == (2, 12)
     assert (batch.draft.cache.seqlens_B <= batch.draft.cache.length_B + 12).all()
 
 

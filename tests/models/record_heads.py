@@ -101,7 +101,6 @@ def as_eagle(head: Eagle3DraftModel, target: Path, folder: Path) -> Eagle3DraftM
 
 @torch.no_grad()
 def record(case: str) -> None:
-    """Write one case."""
     family, layout, switches = CASES[case]
     folder, at = HEADS / case, HEADS / f"target-{family}"
     shutil.rmtree(folder, ignore_errors=True)

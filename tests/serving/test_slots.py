@@ -35,7 +35,6 @@ def test_rows_without_a_request_take_nothing():
     state.finished_B[1] = False
     positions = torch.arange(GAMMA + 1).expand(2, -1)
     proposed, logits = torch.zeros(2, GAMMA, dtype=torch.int64), torch.randn(2, GAMMA + 1, V)
-    verdict = accept_sampled(proposed, None, logits, positions, Sampling(1.0))
-    assert state.commit(verdict)[0] == 0
+    assert state.commit(accept_sampled(proposed, None, logits, positions, Sampling(1.0)))[0] == 0
     assert state.num_tokens_B[0] == before[0]
     assert state.num_tokens_B[1] > before[1]

@@ -52,7 +52,6 @@ def with_changes(**groups):
 
 
 def finished_run(runs_dir):
-    """A run that is done."""
     run = Run.open(runs_dir, "abc", CONFIG)
     run.finish({"speedup": 1.5}, GENERATIONS, HISTORY)
     return run
@@ -64,5 +63,4 @@ def lines(path):
 
 
 def result_of(run):
-    """Return the content of result.json."""
     return json.loads((run.folder / "result.json").read_text())
