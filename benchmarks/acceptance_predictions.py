@@ -9,11 +9,12 @@ such as magicdec/measure/ceilings.py finds.
 import argparse
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from typing import NamedTuple
 
 import render
 from page import ROOT
-from render import rounded, write_csv
+from render import write_csv
 
 from magicdec.config.load import compose
 from magicdec.costmodel.acceptance import Curves, Point, published
@@ -63,18 +64,12 @@ def predictions(setup: Setup, task: str) -> dict[tuple[int, int], dict[Choice, P
     found: dict[tuple[int, int], dict[Choice, Prediction]] = {}
     for choice in choices(points):
         cache = compose([f"cache={choice.policy}", f"cache.budget={choice.budget}"]).cache
-        for batch in BATCHES:
-            for context in CONTEXTS:
-                at = setup.at(cache=cache, batch=batch, context=context)
-                prediction = predict(at, GAMMAS, curves=Curves(points, task), batches=CRITICAL)
-                if prediction.estimate is not None and prediction.estimate.is_measured and prediction.fits:
-                    found.setdefault((batch, context), {})[choice] = prediction
+        for batch, context in product(BATCHES, CONTEXTS):
+            at = setup.at(cache=cache, batch=batch, context=context)
+            prediction = predict(at, GAMMAS, curves=Curves(points, task), batches=CRITICAL)
+            if prediction.estimate is not None and prediction.estimate.is_measured and prediction.fits:
+                found.setdefault((batch, context), {})[choice] = prediction
     return found
-
-
-def best(by_choice: dict[Choice, Prediction]) -> tuple[Choice, Prediction]:
-    """Return the choice with the highest speedup."""
-    return max(by_choice.items(), key=lambda item: item[1].best.speedup or 0.0)
 
 
 def write(cpu: tuple[float, float]) -> None:
@@ -84,16 +79,16 @@ def write(cpu: tuple[float, float]) -> None:
         for way in WAYS:
             found = predictions(setup, way)
             for (batch, context), by_choice in found.items():
-                choice, prediction = best(by_choice)
+                choice, prediction = max(by_choice.items(), key=lambda item: item[1].best.speedup or 0.0)
                 row = {"device": device, "tokens": WAYS[way], "batch": batch, "context": context}
                 row |= {"speedup": prediction.best.speedup, **choice._asdict(), "gamma": prediction.best.gamma}
-                best_rows.append(rounded(row))
+                best_rows.append(row)
             at = found.get((BATCHES[2], 4096), {}) if way == next(iter(WAYS)) else {}
             for choice, prediction in at.items():
                 if choice.budget == BUDGET:
                     row = {"device": device, "policy": choice.policy, "gamma": prediction.best.gamma}
                     row |= {"speedup": prediction.best.speedup, "critical_context": prediction.critical_context}
-                    critical.append(rounded(row))
+                    critical.append(row)
     write_csv(FOLDER / "smollm2.csv", best_rows)
     write_csv(FOLDER / "smollm2-critical.csv", critical)
     render.write("predictions/smollm2")

@@ -9,11 +9,10 @@ Writes docs/results/backtest-predictions.csv and renders docs/results/backtest.m
 import json
 from dataclasses import replace
 from functools import cache
-from typing import Any
 
 import yaml
 from page import RESULTS, ROOT
-from render import groups, read_csv, rounded, write, write_csv
+from render import Row, groups, read_csv, write, write_csv
 
 from magicdec.architectures import ModelConfig, from_hugging_face
 from magicdec.config.choices import DraftConfig, ModelChoice
@@ -29,7 +28,6 @@ ADDED = yaml.safe_load((ROOT / "benchmarks/backtest_models.yaml").read_text())
 VOCABULARY = {"eagle": 1.0, "fr-spec": 0.25}  # a head's share of the target's
 # Rows that share these differ in their batch alone.
 SERIES = ("publisher", "model", "hardware", "tensor_parallel", "draft", "draft_model", "task", "gamma")
-Row = dict[str, Any]
 
 
 @cache
@@ -39,8 +37,7 @@ def model_named(name: str) -> ModelConfig:
         return architecture(name)
     changes = dict(ADDED["models"][name])
     like = (CONF / "target" / f"{changes.pop('like')}.json").read_text()
-    sizes = json.loads(like) | changes
-    return from_hugging_face(sizes)
+    return from_hugging_face(json.loads(like) | changes)
 
 
 def machine(row: Row) -> Hardware:
@@ -67,16 +64,9 @@ def predict(row: Row) -> Row:
     """Return a row with its prediction, and with the acceptance length from which the measured speedup would follow."""
     target = model_named(row["model"])
     context = row["context"] + row["generate"] // 2  # on average
-    setup = Setup(
-        target=target,
-        hardware=machine(row),
-        batch=row["batch"],
-        context=context,
-        draft=draft_of(row, target),
-        cache=POLICIES["full"].facts(budget=context),
-        target_name=row["model"],
-        stored_weight_bytes=float(row["weight_bytes"]),
-    )
+    cache = POLICIES["full"].facts(budget=context)
+    setup = Setup(target, machine(row), row["batch"], context, draft_of(row, target), cache, row["model"])
+    setup = replace(setup, stored_weight_bytes=float(row["weight_bytes"]))
     times, gamma = round_times(setup, row["gamma"]), row["gamma"]
     length = row["acceptance_length"]
     needed = row["speedup"] / times.speedup(1.0)
@@ -114,7 +104,7 @@ def predictions() -> list[Row]:
 
 def main() -> None:
     """Predict all rows and render the page."""
-    write_csv(RESULTS / "backtest-predictions.csv", [rounded(row) for row in predictions()])
+    write_csv(RESULTS / "backtest-predictions.csv", predictions())
     write("backtest")
 
 

@@ -18,17 +18,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from page import RESULTS, ROOT, provenance, setting
-from render import rounded, write, write_csv
+from page import RESULTS, ROOT, setting
+from render import write, write_csv
 
 from magicdec.tracking.cells import markdown_table
 
 COLUMNS = {
     "autoregressive_ms": "autoregressive/time_per_output_token_ms",
     "speculative_ms": "speculative/time_per_output_token_ms",
-    "speedup": "speedup",
-    "speedup_wall": "speedup_wall",
-    "run_s": "run_s",
+    **{name: name for name in ("speedup", "speedup_wall", "run_s")},
 }
 TIMES = ("autoregressive_ms", "speculative_ms")
 LIMIT = 3.5
@@ -63,7 +61,7 @@ def default_runs() -> None:
     rows: list[dict[str, Any]] = []
     for kind in ["idle"] * IDLE + ["busy"] * BUSY:
         with neighbour() if kind == "busy" else nullcontext():
-            rows.append(rounded({"kind": kind, "run": len(rows) + 1, **launch(), "measured_by": setting()}))
+            rows.append({"kind": kind, "run": len(rows) + 1, **launch(), "measured_by": setting()})
         write_csv(RESULTS / "default-run.csv", rows)
     write("default-run")
 
@@ -87,7 +85,7 @@ def main() -> int:
     columns = zip(TIMES, *fastest, ratios, strict=True)
     rows = [[name, f"{fast:.2f}", f"{slow:.2f}", f"{ratio:.1f}x"] for name, fast, slow, ratio in columns]
     print(markdown_table(["", "idle, ms", "busy, ms", "costs"], rows))
-    print(provenance("python benchmarks/busy.py"))
+    print(f"`python benchmarks/busy.py`, {setting()}")
     if max(ratios) > LIMIT:
         print(f"error: a busy neighbour costs more than {LIMIT} times", file=sys.stderr)
         return 1

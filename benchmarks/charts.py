@@ -45,11 +45,9 @@ def draw_chart(
     title = labels[0] or x
     across: Any = alt.X(f"{x}:N", title=title, sort=None, axis=alt.Axis(labelAngle=-20))
     if kind != "bar":
-        ticks = (
-            alt.Axis(values=sorted({row[x] for row in values if row[x]})) if kind == "line" else alt.Axis(tickCount=4)
-        )
+        ticks = {"values": sorted({row[x] for row in values if row[x]})} if kind == "line" else {"tickCount": 4}
         scale = alt.Scale(type=kinds[1], zero=False, nice=False, padding=12)
-        across = alt.X(f"{x}:Q", title=title, scale=scale, axis=ticks)
+        across = alt.X(f"{x}:Q", title=title, scale=scale, axis=alt.Axis(**ticks))
     base = alt.Chart().encode(y=up, color=colour)
     if kind == "bar":
         parts = [base.mark_bar().encode(x=across, xOffset=alt.XOffset(f"{series}:N", sort=None))]
@@ -62,11 +60,8 @@ def draw_chart(
             placed.mark_line(strokeWidth=1.5).encode(x=across),
             placed.mark_point(filled=True, size=30, opacity=1).encode(x=across),
         ]
-        parts += (
-            [placed.mark_rule(strokeWidth=0.7).encode(x=across, y=alt.Y(f"{interval[0]}:Q"), y2=f"{interval[1]}:Q")]
-            if interval[0]
-            else []
-        )
+        bar = placed.mark_rule(strokeWidth=0.7)
+        parts += [bar.encode(x=across, y=f"{low}:Q", y2=f"{high}:Q") for low, high in (interval,) if low]
     if level is not None:
         parts.append(alt.Chart().mark_rule(color="grey", strokeWidth=0.8).encode(y=alt.datum(level)))
     if diagonal:

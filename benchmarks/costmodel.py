@@ -14,14 +14,14 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
 
 from costmodel_scores import Compared, compare, cross_validate, score
 from costmodel_versions import write_versions
 from page import RESULTS, ROOT, commit
-from render import Row, rounded, table, write, write_csv
+from render import Row, groups, table, write, write_csv
 
 from magicdec.costmodel import hardware, tables
 from magicdec.costmodel.calibration import SHARED, Prior, calibrate, to_yaml, uncalibrated
@@ -32,10 +32,8 @@ from magicdec.costmodel.targets import architecture
 from magicdec.errors import UserError
 from magicdec.measure.system import cpu_name
 
-MACHINES = {
-    "8xA100": uncalibrated("8xA100", "reference-2024-08"),
-    "8xH100": uncalibrated("8xH100", "reference-2024-11"),
-}
+STACKS = {"8xA100": "reference-2024-08", "8xH100": "reference-2024-11"}
+MACHINES = {name: uncalibrated(name, stack) for name, stack in STACKS.items()}
 CALIBRATED_ON = {
     "8xA100": "table 3b (Llama-2-7B, self-speculation)",
     "8xH100": "the streaming self-speculation rows of table 6 (Llama-3.1-8B)",
@@ -46,11 +44,9 @@ SHORT = 8000  # tokens: the second cross-validation fits up to here and predicts
 
 def fitted_rows() -> list[tables.Row]:
     """Return the rows to fit: table 3b, and the streaming self-speculation rows of table 6."""
-    return [
-        row
-        for row in tables.read_table()
-        if row.table == "3b" or (row.table, row.draft, row.policy) == ("6", "self", "streaming")
-    ]
+    streaming = ("6", "self", "streaming")
+    rows = tables.read_table()
+    return [row for row in rows if row.table == "3b" or (row.table, row.draft, row.policy) == streaming]
 
 
 def write_calibration() -> None:
@@ -91,15 +87,11 @@ def scores(compared: Sequence[Compared]) -> Iterator[Row]:
 def alternatives() -> list[Row]:
     """Return the errors over all rows and over those not fitted, with other choices of what is not fitted."""
     matmul = SHARED["matmul_fraction"]
-    choices: dict[str, tuple[dict[str, float], dict[str, Prior]]] = {
-        "as chosen": ({}, {}),
-        "matmul_fraction expected at 0.6": ({}, {"matmul_fraction": matmul._replace(mean=0.6)}),
-        "matmul_fraction expected at 0.8": ({}, {"matmul_fraction": matmul._replace(mean=0.8)}),
-        "matmul_half_rows 0": ({"matmul_half_rows": 0.0}, {}),
-        "matmul_half_rows 64": ({"matmul_half_rows": 64.0}, {}),
-        "allreduce_hop_us 3": ({"allreduce_hop_us": 3.0}, {}),
-        "allreduce_hop_us 8": ({"allreduce_hop_us": 8.0}, {}),
-    }
+    choices: dict[str, tuple[dict[str, float], dict[str, Prior]]] = {"as chosen": ({}, {})}
+    for mean in (0.6, 0.8):
+        choices[f"matmul_fraction expected at {mean}"] = {}, {"matmul_fraction": matmul._replace(mean=mean)}
+    for key, values in (("matmul_half_rows", (0.0, 64.0)), ("allreduce_hop_us", (3.0, 8.0))):
+        choices |= {f"{key} {value:.0f}": ({key: value}, {}) for value in values}
     rows, fitted, found = tables.read_table(), fitted_rows(), []
     for name, (changes, priors) in choices.items():
         starts = {key: replace(m, efficiency=replace(m.efficiency, **changes)) for key, m in MACHINES.items()}
@@ -124,15 +116,12 @@ def seconds_per_thousand() -> float:
 def by_table(compared: Sequence[Compared]) -> Iterator[Row]:
     """Yield the median error of the speedup and the mean errors of the times by table, draft and policy."""
     keys = ("table", "hardware", "target", "draft", "policy")
-
-    def group(c: Compared) -> tuple[str, ...]:
-        return tuple(getattr(c.row, key) for key in keys)
-
-    for names, members in groupby(sorted(compared, key=group), group):
-        rows = list(members)
-        line: Row = dict(zip(keys, names, strict=True)) | {"rows": len(rows), "speedup": score(rows).median_error}
+    rows = [{key: getattr(c.row, key) for key in keys} | {"compared": c} for c in compared]
+    for names, members in groups(sorted(rows, key=itemgetter(*keys)), *keys):
+        found = [row["compared"] for row in members]
+        line = dict(zip(keys, names, strict=True)) | {"rows": len(found), "speedup": score(found).median_error}
         for step, label in (("target", "T_T"), ("draft", "T_D"), ("verify", "T_V")):
-            known = [c.time_errors[step] for c in rows if step in c.time_errors]
+            known = [c.time_errors[step] for c in found if step in c.time_errors]
             line |= {label: fmean(known) if known else None}
         yield line
 
@@ -143,7 +132,7 @@ def write_page(compared: Sequence[Compared]) -> None:
     fitted = [{"number": key} | {name: of[key] for name, of in numbers.items()} for key in numbers["8xA100"]]
     files = {"scores": scores(compared), "tables": by_table(compared), "fit": fitted, "choices": alternatives()}
     for name, rows in files.items():
-        write_csv(RESULTS / f"costmodel-{name}.csv", list(map(rounded, rows)))
+        write_csv(RESULTS / f"costmodel-{name}.csv", list(rows))
     write_versions(compared)
     write("costmodel")
     print("wrote docs/results/costmodel.md")

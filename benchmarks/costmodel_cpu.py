@@ -20,9 +20,9 @@ import magicdec  # noqa: F401 - before PyTorch, which reads once how its threads
 # isort: split
 import render
 from page import RESULTS, Cells, setting
-from render import rounded, write_csv
+from render import write_csv
 
-from magicdec.calibrate.steps import row_of, time_points
+from magicdec.calibrate.steps import rates_of, row_of, time_plan
 from magicdec.config.load import compose
 from magicdec.costmodel import hardware
 from magicdec.costmodel.calibration import ON_CPUS, Calibration, calibrate, to_yaml
@@ -30,34 +30,27 @@ from magicdec.costmodel.hardware import Hardware, configured
 from magicdec.costmodel.round import round_times
 from magicdec.costmodel.tables import Row
 from magicdec.costmodel.targets import architecture
-from magicdec.measure.ceilings import matmul_rate, read_bandwidth
 from magicdec.planning.resolve import resolve
 from magicdec.tracking.progress import progress
 
 SMOLLM2 = os.environ.get("MAGICDEC_SMOLLM2", "")
-MODELS = {
-    "tiny": ["target=tiny"],
-    "tiny-draft": ["target=tiny-draft"],
-    "smollm2-135m-q4": ["target=smollm2-135m-q4", f"target.path={SMOLLM2}"],
-}
+MODELS = {name: [f"target={name}"] for name in ("tiny", "tiny-draft", "smollm2-135m-q4")}
+MODELS["smollm2-135m-q4"].append(f"target.path={SMOLLM2}")
 BATCHES, CONTEXTS, GAMMAS = (1, 8, 24), (1024, 2048, 4096, 8000), (2, 4)
 QUICK = ((1, 2), (512, 1024), (2, 4))
 BUDGET = 256
-STEPS = {"T_T": "target_decode_ms", "T_D": "draft_ms", "T_V": "verify_ms"}
+STEPS = {"T_T": "time/target_decode_ms", "T_D": "time/draft_ms", "T_V": "time/verify_ms"}
 FILE = hardware.CALIBRATED / "cpu.yaml"
 
 
 def measure(model: str, points: Sequence[tuple[int, int, int]]) -> list[dict[str, Any]]:
     """Time a round's steps over caches of noise at each point (rows, context, gamma), and what the machine can do."""
-    sizes = [
-        f"cache.budget={BUDGET}",
-        f"batch.size={max(rows for rows, *_ in points)}",
-        f"batch.context_len={max(c for _, c, _ in points)}",
-    ]
-    plan = resolve(compose([*MODELS[model], "hardware=cpu", f"draft.gamma={max(g for *_, g in points)}", *sizes]))
+    rows, context, gamma = map(max, zip(*points, strict=True))
+    sizes = [f"batch.size={rows}", f"batch.context_len={context}", f"draft.gamma={gamma}", f"cache.budget={BUDGET}"]
+    plan = resolve(compose([*MODELS[model], "hardware=cpu", *sizes]))
     with progress() as bars:
-        found = list(time_points(plan, bars, points))
-    rates = {"bandwidth": read_bandwidth(plan.device), "rate": matmul_rate(plan.device, plan.dtype)}
+        found = list(time_plan(plan, bars, points))
+    rates = dict(zip(("bandwidth", "rate"), rates_of(plan), strict=True))
     return [point | rates for point in found]
 
 
@@ -87,16 +80,16 @@ def write(found: dict[str, list[dict[str, Any]]], start: Hardware, calibration: 
             medians = [median(abs(row[which]) for row in one) for one in (known, left_out)]
             worst = max((row[which] for row in known), key=abs)
             line = {"model": model, "step": step, "median_error": medians[0], "worst_error": worst}
-            summary.append(rounded(line | {"median_error_left_out": medians[1]}))
+            summary.append(line | {"median_error_left_out": medians[1]})
             for point, error in zip(points, known, strict=True):
-                where = {"model": model, "batch": point["rows"], "context": point["context"], "gamma": point["gamma"]}
-                line = where | {"step": step, "ms": point[key], "error": error[which]}
-                steps.append(rounded(line | {"measured_by": f"{setting()}, attention=cpp"}))
+                where = {"batch": point["batch_size"], "context": point["context_len"], "gamma": point["gamma"]}
+                line = {"model": model} | where | {"step": step, "ms": point[key], "error": error[which]}
+                steps.append(line | {"measured_by": f"{setting()}, attention=cpp"})
     write_csv(RESULTS / "costmodel-cpu.csv", steps)
     write_csv(RESULTS / "costmodel-cpu-models.csv", summary)
     rates = {"read bandwidth, GB/s": machine.device.bandwidth / 1e9, "matmul rate, GFLOP/s": machine.device.flops / 1e9}
     numbers = rates | vars(machine.efficiency) | {"root mean square error of a time": calibration.residual}
-    write_csv(RESULTS / "costmodel-cpu-fit.csv", [rounded({"number": k, "value": v}) for k, v in numbers.items()])
+    write_csv(RESULTS / "costmodel-cpu-fit.csv", [{"number": k, "value": v} for k, v in numbers.items()])
     render.write("costmodel-cpu")
 
 
@@ -120,11 +113,9 @@ def main() -> None:
     print(calibration)
     if not arguments.quick:
         write(stored, start, calibration)
-        origin = [
-            f"CPUs, by {calibration.num_rows} points on one: docs/results/costmodel-cpu.md.",
-            "Fractions are of the read bandwidth and the matmul rate that a run measures.",
-            "Written by `python benchmarks/costmodel_cpu.py`.",
-        ]
+        origin = [f"CPUs, by {calibration.num_rows} points on one: docs/results/costmodel-cpu.md."]
+        origin += ["Fractions are of the read bandwidth and the matmul rate that a run measures."]
+        origin += ["Written by `python benchmarks/costmodel_cpu.py`."]
         FILE.write_text(to_yaml(calibration.machines[hardware.CPU], origin, ON_CPUS))
 
 

@@ -7,13 +7,14 @@ there, and nothing is read off them.
 
 from collections.abc import Iterator, Sequence
 from functools import cache
-from itertools import groupby, product
+from itertools import product
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
 from costmodel_scores import Compared
 from page import RESULTS
-from render import read_csv, rounded, write_csv
+from render import groups, read_csv, write_csv
 
 from magicdec.costmodel.acceptance import Curves, published
 from magicdec.costmodel.comparison import acceptance_length
@@ -57,12 +58,12 @@ def latencies() -> Iterator[Line]:
         row = Row(**{key: point[key] for key in keys}, gamma=0, task="pg19", kv_budget=FIRST_VERSION_BUDGET)
         best = best_gamma(row).best
         slow, fast = 1e3 * best.times.target.total, 1e3 * best.time_per_token_s
-        names = ("autoregressive_ms", "autoregressive_tokens_per_second", "speculative_ms")
-        names += ("speculative_tokens_per_second", "speedup")
-        batch = 1e3 * row.batch_size
-        values = dict(zip(names, (slow, batch / slow, fast, batch / fast, best.speedup), strict=True))
+        batch, values = 1e3 * row.batch_size, {}
+        for way, ms in (("autoregressive", slow), ("speculative", fast)):
+            values |= {f"{way}_ms": ms, f"{way}_tokens_per_second": batch / ms}
+        values["speedup"] = best.speedup
         line = {"best_gamma": best.gamma, "error": (best.speedup or 0.0) / point["speedup"] - 1}
-        line |= {f"published_{name}": point[name] for name in names}
+        line |= {f"published_{name}": point[name] for name in values}
         line |= {f"predicted_{name}": value for name, value in values.items()}
         yield _cell(row) | line | {"version": f"{point['version']}, figure 1", "source": point["source"]}
 
@@ -112,17 +113,16 @@ def slopes(compared: Sequence[Compared]) -> list[Line]:
     T_T at one batch is a line over contexts; all but its intercept is taken as KV. The prediction is treated alike.
     """
     lines = []
-    order = sorted((c for c in compared if c.row.table in ("3a", "3c")), key=_series)
-    for (name, batch), members in groupby(order, _series):
-        rows = list(members)
+    found = [_cell(c.row) | {"c": c} for c in compared if c.row.table in ("3a", "3c")]
+    order = sorted(found, key=itemgetter("target", "batch_size"))
+    for (name, batch), members in groups(order, "target", "batch_size"):
+        rows = [member["c"] for member in members]
         contexts = np.array([c.row.context_len for c in rows])
         if len(rows) < 3:
             continue
         last = int(contexts.argmax())
-        ways = {
-            "measured": np.array([c.row.autoregressive_ms for c in rows], dtype=float),
-            "predicted": np.array([1e3 * c.times.target.total for c in rows]),
-        }
+        ways = {"measured": np.array([c.row.autoregressive_ms for c in rows], dtype=float)}
+        ways["predicted"] = np.array([1e3 * c.times.target.total for c in rows])
         values = {way: float(np.polyfit(contexts, ms, 1)[0] * contexts[last] / ms[last]) for way, ms in ways.items()}
         kv = rows[last].times.target.kv / rows[last].times.target.total
         line = {"target": name, "batch": batch, "contexts": len(rows), "context": int(contexts[last])}
@@ -130,16 +130,8 @@ def slopes(compared: Sequence[Compared]) -> list[Line]:
     return lines
 
 
-def _series(c: Compared) -> tuple[str, int]:
-    return c.row.target, c.row.batch_size
-
-
 def write_versions(compared: Sequence[Compared]) -> None:
     """Write the CSV files of these sections."""
-    files = {
-        "costmodel": [*paper_rows(compared), *speedups(), *latencies()],
-        "costmodel-shares": shares(),
-        "costmodel-growth": slopes(compared),
-    }
-    for name, lines in files.items():
-        write_csv(RESULTS / f"{name}.csv", list(map(rounded, lines)))
+    write_csv(RESULTS / "costmodel.csv", [*paper_rows(compared), *speedups(), *latencies()])
+    write_csv(RESULTS / "costmodel-shares.csv", list(shares()))
+    write_csv(RESULTS / "costmodel-growth.csv", slopes(compared))

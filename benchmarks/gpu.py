@@ -15,8 +15,8 @@ KV cache with noise.
 
 A process of its own measures. This one watches it: a point that crashes, hangs or loses the device is stored as failed,
 and a new process goes on behind it. Points go to runs/gpu/<card>/<part>.json, from there to docs/results/gpu.md with
-CSV files and to the card's calibration; with --out, all to that folder. A call starts no point after --seconds. The first
-one spends minutes on compiling.
+CSV files, and to the card's calibration; with --out, all to that folder. A call starts no point after --seconds. The
+first one spends minutes on compiling.
 """
 
 import argparse

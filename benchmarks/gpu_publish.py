@@ -6,7 +6,7 @@ from typing import Any
 
 from gpu_store import Record
 from page import RESULTS
-from render import read_csv, rounded, write, write_csv
+from render import read_csv, write, write_csv
 
 from magicdec.calibrate.measured import timed_row
 from magicdec.costmodel.calibration import Prior, calibrate, errors_of, to_yaml, uncalibrated
@@ -30,7 +30,7 @@ def publish(points: Callable[[str], dict[str, Record]], parts: list[str]) -> Non
     }
     for part, records in found.items():
         path = RESULTS / f"gpu-{part}.csv"
-        rows = [rounded({"device": device, **record, "measured_by": measured_by}) for record in records]
+        rows = [{"device": device, **record, "measured_by": measured_by} for record in records]
         for row in rows:
             for name in ("commit", "text", "said", "cells"):  # what the page does not show
                 row.pop(name, None)
@@ -69,7 +69,7 @@ def _calibrated(device: str, steps: list[Record], pairs: list[Record]) -> list[d
     (CALIBRATED / f"{name}.yaml").write_text(to_yaml(machine, source))
     unseen = rows[1::HELD_BACK]
     seen = fitted([row for row in rows if row not in unseen])
-    return [rounded(row) for row in errors(machine, rows, "fitted") + errors(seen, unseen, "held back")]
+    return errors(machine, rows, "fitted") + errors(seen, unseen, "held back")
 
 
 def _small_row(point: Record, hardware: str) -> Row:

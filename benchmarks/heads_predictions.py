@@ -9,11 +9,12 @@ that a round needs to break even. Nothing is measured here.
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from typing import Any, NamedTuple
 
 import render
 from page import RESULTS, ROOT
-from render import read_csv, rounded, write_csv
+from render import read_csv, write_csv
 
 from magicdec.config.choices import ModelChoice
 from magicdec.config.registry import DRAFTS, POLICIES
@@ -45,11 +46,7 @@ class Head(NamedTuple):
     own_vocabulary: bool  # proposes from a part of the target's
 
 
-NOT_RUN = {
-    "DFlash": Head(5, 9, 5, False),
-    "P-EAGLE": Head(4, 7, 3, True),
-    "MTP": Head(1, 1, 1, False),
-}
+NOT_RUN = {"DFlash": Head(5, 9, 5, False), "P-EAGLE": Head(4, 7, 3, True), "MTP": Head(1, 1, 1, False)}
 
 
 def published_lengths() -> dict[int, float]:
@@ -68,8 +65,7 @@ def head_setup(setup: Setup, policy: str, head: HeadConfig) -> Setup:
 
 def parallel_times(setup: Setup, head: Head, policy: str) -> tuple[Setup, RoundTimes]:
     """Return the setup and the times of a round whose head proposes all its tokens in one pass."""
-    taps = tuple(range(head.taps))
-    config = replace(HeadConfig.like(TARGET), num_layers=head.layers, taps=taps)
+    config = replace(HeadConfig.like(TARGET), num_layers=head.layers, taps=tuple(range(head.taps)))
     if not head.own_vocabulary:
         config = replace(config, draft_vocab_size=TARGET.vocab_size)
     at = head_setup(setup, policy, config)
@@ -108,41 +104,30 @@ def self_speculation(setup: Setup) -> Row:
 def row_of(draft: str, setup: Setup, times: RoundTimes, length: float | None) -> Row:
     """Return a row: the length of a round that breaks even, and the speedup where a length is known."""
     needed = times.round_s / times.target.total
-    return {
-        "device": setup.hardware.name,
-        "batch": setup.batch,
-        "context": setup.context,
-        "draft": draft,
-        "cache": setup.cache.policy,
-        "gamma": times.gamma,
-        "needed_length": needed,
-        "acceptance_length": length,
-        "speedup": length and length / needed,
-        "fits": memory(setup, times.gamma, GENERATED).total <= setup.hardware.device.memory,
-    }
+    row = {"device": setup.hardware.name, "batch": setup.batch, "context": setup.context, "draft": draft}
+    row |= {"cache": setup.cache.policy, "gamma": times.gamma, "needed_length": needed}
+    fits = memory(setup, times.gamma, GENERATED).total <= setup.hardware.device.memory
+    return row | {"acceptance_length": length, "speedup": length and length / needed, "fits": fits}
 
 
 def predictions() -> list[Row]:
     """Return the rows of all machines, batches and contexts at which every draft fits into memory."""
     lengths, rows = published_lengths(), []
     mtp = min(row["acceptance_length"] for row in read_csv(FOLDER / "heads-published.csv") if row["draft"] == "MTP")
-    for machine in MACHINES:
-        for batch in BATCHES:
-            for context in CONTEXTS:
-                setup = Setup(TARGET, hardware_named(machine), batch, context, target_name="llama-3.1-8b")
-                found = [*heads(setup, lengths), self_speculation(setup)]
-                for name, head in NOT_RUN.items():
-                    for policy in CACHES:
-                        at, times = parallel_times(setup, head, policy)
-                        found.append(row_of(name, at, times, mtp if name == "MTP" else None))
-                fits = [row.pop("fits") for row in found]
-                rows += found if all(fits) else []
+    for machine, batch, context in product(MACHINES, BATCHES, CONTEXTS):
+        setup = Setup(TARGET, hardware_named(machine), batch, context, target_name="llama-3.1-8b")
+        found = [*heads(setup, lengths), self_speculation(setup)]
+        for (name, head), policy in product(NOT_RUN.items(), CACHES):
+            at, times = parallel_times(setup, head, policy)
+            found.append(row_of(name, at, times, mtp if name == "MTP" else None))
+        fits = [row.pop("fits") for row in found]
+        rows += found if all(fits) else []
     return rows
 
 
 def main() -> None:
     """Predict, and write the CSV file and the page."""
-    write_csv(FOLDER / "heads.csv", [rounded(row) for row in predictions()])
+    write_csv(FOLDER / "heads.csv", predictions())
     render.write("predictions/heads")
 
 

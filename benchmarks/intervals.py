@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 from page import RESULTS
-from render import Row, rounded, table, write, write_csv
+from render import Row, table, write, write_csv
 
 from magicdec.measure import intervals
 
@@ -69,9 +69,8 @@ def simulate(population: Population, random: np.random.Generator, studies: int, 
     rounds_SN = 1 + np.sum(np.cumsum(accepted_SNR + 1, axis=2) < steps, axis=2)
     accepted_SN = np.where(np.arange(steps) < rounds_SN[..., None], accepted_SNR, 0).sum(2)
     slow_SK = 1 + random.exponential(0.3, (studies, repeats)) * (random.random((studies, repeats)) < 0.3)
-    plain_SK, fast_SK = (
-        slow_SK * np.exp(population.noise * random.gamma(3, 3**-0.5, (studies, repeats))) for _ in range(2)
-    )
+    noise_2SK = (random.gamma(3, 3**-0.5, (studies, repeats)) for _ in range(2))
+    plain_SK, fast_SK = (slow_SK * np.exp(population.noise * noise_SK) for noise_SK in noise_2SK)
     plain_SKN = np.repeat(STEP * plain_SK[..., None], rows, axis=2)
     return Studies(rounds_SN, accepted_SN, plain_SKN, ROUND / steps * fast_SK[..., None] * rounds_SN[:, None])
 
@@ -154,12 +153,8 @@ def coverage(population: Population, studies: int, rows: int, repeats: int) -> d
     random = np.random.default_rng([rows, repeats])
     length, rounds = truth(population)
     found = simulate(population, random, studies, rows, repeats)
-    counts = list(zip(found.rounds_SN, found.accepted_SN, strict=True))
-    shares = {
-        "acceptance": {
-            name: covered(length, [of(*one, population.gamma) for one in counts]) for name, of in ACCEPTANCE.items()
-        }
-    }
+    counts = [(*one, population.gamma) for one in zip(found.rounds_SN, found.accepted_SN, strict=True)]
+    shares = {"acceptance": {name: covered(length, [of(*one) for one in counts]) for name, of in ACCEPTANCE.items()}}
     if repeats < intervals.MIN_REPEATS:
         return shares
     times = list(zip(found.plain_SKN, found.fast_SKN, strict=True))
@@ -224,7 +219,7 @@ def main() -> None:
         columns = ("figure", "method", "documents", "rows", "repeats", "share:.1%")
         print(table(rows_of(STUDIES // 10), *columns))
     else:
-        write_csv(RESULTS / "intervals.csv", list(map(rounded, rows_of(STUDIES))))
+        write_csv(RESULTS / "intervals.csv", rows_of(STUDIES))
         write("intervals")
 
 

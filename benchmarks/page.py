@@ -15,11 +15,6 @@ RESULTS = ROOT / "docs/results"
 MEASURED = ("magicdec", "conf", "benchmarks/*.py", ":!benchmarks/render.py", ":!benchmarks/charts.py", "pyproject.toml")
 
 
-def provenance(command: str) -> str:
-    """Return the command and where it ran."""
-    return f"`{command}`, {setting()}"
-
-
 def setting() -> str:
     """Return the commit, the machine, its threads and its PyTorch."""
     threads = torch.get_num_threads()
@@ -31,10 +26,7 @@ def commit() -> str:
     log = ["git", "log", "-1", "--format=%h", "--", *MEASURED]
     status = ["git", "status", "--porcelain", "--untracked-files=no", "--", *MEASURED]
     try:
-        name, changed = (
-            subprocess.run(git, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
-            for git in (log, status)
-        )
+        name, changed = (subprocess.check_output(git, cwd=ROOT, text=True).strip() for git in (log, status))
     except (OSError, subprocess.CalledProcessError):  # a copy of the files alone, or a machine without git
         return "unknown"
     return f"{name}-dirty" if changed else name

@@ -31,12 +31,12 @@ Row = dict[str, Any]
 
 
 def write_csv(path: Path, rows: Sequence[Row]) -> None:
-    """Write rows as CSV, with the columns of all of them."""
+    """Write rows as CSV, with the columns of all of them, and floats rounded."""
     columns = dict.fromkeys(name for row in rows for name in row)
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(columns), lineterminator="\n")
         writer.writeheader()
-        writer.writerows(rows)
+        writer.writerows(map(rounded, rows))
 
 
 def rounded(row: Row) -> Row:
@@ -134,9 +134,7 @@ def measured_by(*tables: Iterable[Row]) -> str:
     for row in (row for rows in tables for row in rows):
         commit, _, machine = row["measured_by"].removeprefix("commit ").partition(", ")
         commits.setdefault(machine, {})[commit] = None
-    return "; ".join(
-        f"commit{'s' if len(known) > 1 else ''} {' '.join(known)}, {machine}" for machine, known in commits.items()
-    )
+    return "; ".join(f"commit{'s' * (len(of) > 1)} {' '.join(of)}, {machine}" for machine, of in commits.items())
 
 
 def measured(rows: Sequence[Row], sweep: str, program: str) -> str:
@@ -160,14 +158,8 @@ def render(name: str, draw: bool = True) -> str:
     """Return a page's text, and draw its charts."""
     folder = page_of(name).parent
     environment = Environment(loader=FileSystemLoader(PAGES), undefined=StrictUndefined, trim_blocks=True)
-    environment.filters |= {
-        "mean": fmean,
-        "median": median,
-        "groups": groups,
-        "combine": dict,
-        "label": labelled,
-        "spread": spread,
-    }
+    environment.filters |= {"mean": fmean, "combine": dict, "label": labelled}
+    environment.filters |= {filter.__name__: filter for filter in (median, groups, spread)}
     helpers: tuple[Callable, ...] = (table, pivot, span, ahead, measured_by, measured, training)
 
     def read(stem: str) -> list[Row]:
@@ -236,7 +228,7 @@ def main() -> None:
     arguments = parser.parse_args()
     for name in arguments.names or names():
         for table_name, rows in tables(name, arguments.runs) if arguments.runs else ():
-            write_csv(page_of(name).parent / f"{table_name}.csv", list(map(rounded, rows)))
+            write_csv(page_of(name).parent / f"{table_name}.csv", rows)
         write(name)
         print(f"wrote {page_of(name).relative_to(ROOT)}")
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from page import RESULTS, ROOT, Cells, setting
-from render import rounded, write, write_csv
+from render import write, write_csv
 
 GRIDS = {1: ("2", "128"), 3: ("2", "64,128,256"), 6: ("1,2", "64,128,256"), 12: ("1,2,4,8", "64,128,256")}
 WAYS = ("none", "prefill")  # sweep.share
@@ -64,7 +64,7 @@ def main() -> None:
             continue
         known.save()
         row = {"model": model, "cells": cells, "share": way, "way": f"sweep.share={way}", "seconds": known[name]}
-        rows.append(rounded(row | {"seconds_per_cell": known[name] / cells, "measured_by": setting()}))
+        rows.append(row | {"seconds_per_cell": known[name] / cells, "measured_by": setting()})
     if rows:
         write_csv(RESULTS / "studies.csv", rows)
         write("studies")

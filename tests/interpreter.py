@@ -1,7 +1,7 @@
-"""A plugin of pytest that makes Triton's interpreter faster, which test_interpreted.py runs.
+"""A plugin of pytest that speeds up Triton's interpreter; test_interpreted.py loads it.
 
-At each call of a device function, the interpreter replaces the language's functions by its own, as the kernel's call
-has done before. For the device functions of a module, once is enough.
+The interpreter replaces the language's functions by its own at every call of a device function. This plugin does it
+once for each module.
 """
 
 from triton.runtime import interpreter

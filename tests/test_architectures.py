@@ -17,16 +17,8 @@ from tests.test_plugins import written
 TARGETS = Path(__file__).parents[1] / "conf" / "target"
 
 # A config.json as older versions of transformers write it.
-LLAMA: dict[str, Any] = {
-    "model_type": "llama",
-    "vocab_size": 32000,
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 32,
-    "max_position_embeddings": 4096,
-    "eos_token_id": 2,
-}
+LLAMA: dict[str, Any] = {"model_type": "llama", "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008}
+LLAMA |= {"num_hidden_layers": 4, "num_attention_heads": 32, "max_position_embeddings": 4096, "eos_token_id": 2}
 LLAMA3 = {"type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 256}
 QWEN2 = LLAMA | {"model_type": "qwen2", "num_key_value_heads": 4, "sliding_window": 512, "max_window_layers": 3}
 

@@ -24,8 +24,7 @@ def check(tmp_path, monkeypatch, capsys, request):
         module = re.sub(r"\W", "_", request.node.name)
         monkeypatch.chdir(written(tmp_path, {f"{module}.py": source, **options}))
         monkeypatch.syspath_prepend(tmp_path)
-        code = conformance.main([module])
-        return code, capsys.readouterr()
+        return conformance.main([module]), capsys.readouterr()
 
     return run
 

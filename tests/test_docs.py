@@ -104,6 +104,7 @@ PATTERNS = [
     re.compile(re.sub(r"<\w+>", lambda found: r"\d+" if found[0] == "<i>" else r"[\w/.]+", name)) for name in DEFINED
 ]
 SMALL = ["batch.size=4", "batch.context_len=64", "batch.generate_len=8", "cache.budget=16", "scenario.repeats=3"]
+SERVE = ["scenario=serve", "scenario.num_requests=4", "scenario.latency_ms=9", "scenario.concurrencies=[2]"]
 
 
 @pytest.mark.parametrize(
@@ -111,13 +112,7 @@ SMALL = ["batch.size=4", "batch.context_len=64", "batch.generate_len=8", "cache.
     [
         SMALL,
         [*SMALL, "sampling=sample", "cache=quest", "data=ruler", "batch.context_len=256"],
-        [
-            *SMALL[:4],
-            "scenario=serve",
-            "scenario.num_requests=4",
-            "scenario.latency_ms=9",
-            "scenario.concurrencies=[2]",
-        ],
+        [*SMALL[:4], *SERVE],
         ["scenario=predict", "hardware=8xa100", "target=llama-3.1-8b", "batch.size=48", "batch.context_len=32000"],
     ],
     ids=["compare", "sampled", "serve", "predict"],

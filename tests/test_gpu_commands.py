@@ -45,8 +45,7 @@ def without_weights(job: list[str]) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "command",
-    [pytest.param(c, id=c.text, marks=() if c in FIRST else pytest.mark.slow) for c in ON_GPUS],
+    "command", [pytest.param(c, id=c.text, marks=() if c in FIRST else pytest.mark.slow) for c in ON_GPUS]
 )
 def test_it_fits_the_gpu_that_it_names(command, cuda):
     """By the estimate that a run is refused by, or the predicted one; of a grid, the last job, which is the largest."""
@@ -68,9 +67,7 @@ def is_gated(command: Command) -> bool:
 
 
 @pytest.mark.parametrize(
-    "command",
-    [c for c in ON_GPUS if is_gated(c) and not NEEDS_OWN.search(c.text)],
-    ids=lambda command: command.text,
+    "command", [c for c in ON_GPUS if is_gated(c) and not NEEDS_OWN.search(c.text)], ids=lambda command: command.text
 )
 def test_the_next_command_needs_no_gated_weights(command):
     following = COMMANDS[COMMANDS.index(command) + 1]

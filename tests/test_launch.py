@@ -19,7 +19,7 @@ from tests.test_plugins import written
 
 @pytest.fixture
 def ran():
-    """What was run: configurations and jobs."""
+    """Collect the configurations and jobs that were run."""
     return []
 
 
@@ -30,8 +30,7 @@ def run(here, ran, monkeypatch, capsys, hydra_logging):
     def with_arguments(*arguments, scenario=lambda config, job: {}):
         monkeypatch.setattr("magicdec.scenarios.run", lambda *run: ran.append(run) or scenario(*run))
         monkeypatch.setattr(sys, "argv", ["launch.py", *arguments])
-        code = cli.main()
-        return code, capsys.readouterr().err
+        return cli.main(), capsys.readouterr().err
 
     return with_arguments
 

@@ -10,15 +10,8 @@ engine | measure | serving | peers | tracking | planning | scenarios | http cali
 RANKS = {name: rank for rank, names in enumerate(LAYERS.split("|")) for name in names.split()}
 # The command line, the Python API and modules run with python -m may import from every layer. Only they import each
 # other, and the package itself offers the API: a module that imports a name from it imports whatever the API does.
-ENTRY_POINTS = {
-    "magicdec.cli",
-    "magicdec.__main__",
-    "magicdec.api",
-    "magicdec.audit",
-    "magicdec.conformance",
-    "magicdec.doctor",
-}
-ENTRY_POINTS |= {"magicdec.tracking.report.__main__"}
+NAMES = "cli __main__ api audit conformance doctor tracking.report.__main__"
+ENTRY_POINTS = {f"magicdec.{name}" for name in NAMES.split()}
 FILES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
     for path in (ROOT / "magicdec").rglob("*.py")

@@ -68,7 +68,6 @@ def quick(starts, monkeypatch):
 
 
 def started(function, *arguments):
-    """Return a process forked from this one."""
     process = FORK.Process(target=function, args=arguments)
     process.start()
     return process
@@ -423,7 +422,6 @@ def needs(launcher):
 
 
 def launch(runs, launcher, *arguments):
-    """Run launch.py with another launcher."""
     command = [sys.executable, str(ROOT / "launch.py"), "-m", f"hydra/launcher={launcher}", f"runs_dir={runs}"]
     return subprocess.run([*command, *arguments], cwd=runs.parent, capture_output=True, text=True, timeout=400)
 
@@ -462,7 +460,7 @@ def test_other_launchers_that_fail_fast(tmp_path, launcher):
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["joblib", "ray"])
 def test_a_task_of_another_launcher_is_a_group_of_jobs_that_share_a_prefill(tmp_path, launcher, monkeypatch):
-    """Of jobs that alternate between two texts, the second of each text takes over what the first has left."""
+    """Jobs alternate between two texts; the second job of each text takes over the prefill of the first."""
     needs(launcher)
     monkeypatch.setenv("RAY_TMPDIR", tempfile.gettempdir())  # whose sockets need a short path
     monkeypatch.setenv("TMPDIR", str(tmp_path))  # and so locks of its own
@@ -498,7 +496,6 @@ def test_optuna_goes_on_after_a_trial_that_fails(tmp_path, starts):
 
 @pytest.fixture
 def here(quick, monkeypatch, capfd, tmp_path, hydra_logging):
-    """The command line in this process."""
 
     def with_arguments(*arguments):
         monkeypatch.setattr(sys, "argv", ["launch.py", *arguments, f"runs_dir={tmp_path / 'runs'}", *COMMON])

@@ -22,9 +22,8 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ["README.md", "docs/quickstart.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
-PAGES += sorted(
-    str(path.relative_to(ROOT)) for folder in ("conf", "sweeps") for path in (ROOT / folder).rglob("*.yaml")
-)
+FILES = (path for folder in ("conf", "sweeps") for path in (ROOT / folder).rglob("*.yaml"))
+PAGES += sorted(str(path.relative_to(ROOT)) for path in FILES)
 # Small enough for a test; what a command is about is left alone.
 SMALL = ["batch.size=2", "batch.context_len=320", "batch.generate_len=8", "scenario.repeats=1", "wandb.mode=offline"]
 LOCAL_TARGETS = ("tiny", "tiny-draft")  # all others need a checkpoint
@@ -32,6 +31,9 @@ PLACEHOLDERS = re.compile(r"\b(FOLDER|FILE|NAME|TEAM|ENTITY|RUN_ID|PYTHON|CONFIG
 ELSEWHERE = re.compile(
     r"experiment=(paper|study|first|llama)|engine=(\S*,)?(vllm|llamacpp|openvino|openai)|hydra/launcher|"
     r"tensor_parallel|plugins=|tracker=|cache=\S*(strided|my_)|quantization=|--config-dir|data=pg19|data=ruler"
+)
+PROGRAMS = re.compile(
+    r"(python|magicdec|pip|bash|wandb|curl|tensorboard|git|pre-commit|OMP_\w+|\w+-venv|MAGICDEC_\w+)\b"
 )
 SUBCOMMANDS = {"magicdec.tracking.report": "report", "magicdec.http.serve": "serve", "magicdec.doctor": "doctor"}
 
@@ -63,9 +65,7 @@ def _texts(markdown: str) -> Iterator[str]:
     for block in re.findall(r"^    +((?:[^\n]*\\\n)*[^\n]*)$", markdown, flags=re.MULTILINE):
         text = re.sub(r"\s*\\\n\s*", " ", block).strip()
         text = re.sub(r"\s{2,}#.*$", "", text)
-        if re.match(
-            r"(python|magicdec|pip|bash|wandb|curl|tensorboard|git|pre-commit|OMP_\w+|\w+-venv|MAGICDEC_\w+)\b", text
-        ):
+        if PROGRAMS.match(text):
             yield text
 
 

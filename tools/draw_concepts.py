@@ -31,16 +31,8 @@ SETTING = f"Llama-3.1-8B on 8 H100s, self-speculation, streaming cache of 512, a
 @cache
 def predicted(batch: int, context: int) -> Prediction:
     """Return the cost model's prediction for the setting of all pictures."""
-    return magicdec.predict(
-        "llama-3.1-8b",
-        "8xh100",
-        budget=512,
-        batch_size=batch,
-        context_len=context,
-        gammas=list(GAMMAS),
-        alpha=ALPHA,
-        overrides=["scenario.critical_batches=[32,256]"],
-    )
+    at = {"budget": 512, "batch_size": batch, "context_len": context, "gammas": list(GAMMAS), "alpha": ALPHA}
+    return magicdec.predict("llama-3.1-8b", "8xh100", **at, overrides=["scenario.critical_batches=[32,256]"])
 
 
 def decode_step(figure: Figure) -> None:
@@ -61,10 +53,8 @@ def tokens_per_round(figure: Figure) -> None:
     """Show Omega against gamma, and the speedup that is left of it after paying for the round."""
     left, right = figure.subplots(1, 2)
     tokens = {f"alpha {alpha}": [omega(g, alpha) for g in GAMMAS] for alpha in (0.5, 0.7, 0.8, 0.9)}
-    speedups = {
-        f"context {context // 1000}K": [at.speedup for at in predicted(64, context).by_gamma]
-        for context in (1000, 4000, 16000, 64000)
-    }
+    contexts = {f"context {k}K": 1000 * k for k in (1, 4, 16, 64)}
+    speedups = {name: [at.speedup for at in predicted(64, k).by_gamma] for name, k in contexts.items()}
     lines = {"style": "o-", "ms": 3, "colormap": "viridis", "xlabel": "gamma"}
     label, title = "tokens per round, Omega(gamma, alpha)", f"what is left of it (batch 64, alpha {ALPHA})"
     pandas.DataFrame(tokens, index=GAMMAS).plot(ax=left, ylabel=label, title="what a round yields", **lines)
@@ -110,13 +100,9 @@ def rejection(figure: Figure) -> None:
     said.plot.bar(ax=left, title="what each would say", xlabel="token", ylabel="probability", **BARS)
     rows = 40_000
     proposed_BG = torch.multinomial(q, rows, replacement=True, generator=torch.Generator().manual_seed(0))[:, None]
-    verdict = accept_sampled(
-        proposed_BG,
-        q.expand(rows, 1, -1),
-        p.log().expand(rows, 2, -1),
-        torch.arange(2).expand(rows, 2),
-        Sampling(temperature=1.0, seed=0),
-    )
+    by_draft, by_target = q.expand(rows, 1, -1), p.log().expand(rows, 2, -1)
+    sampling = Sampling(temperature=1.0, seed=0)
+    verdict = accept_sampled(proposed_BG, by_draft, by_target, torch.arange(2).expand(rows, 2), sampling)
     first_B = verdict.tokens_BT[:, 0]
     parts = {"accepted proposals": 1, "drawn by the target after a rejection": 0}
     counts = {name: torch.bincount(first_B[verdict.num_accepted_B == n], minlength=len(p)) for name, n in parts.items()}

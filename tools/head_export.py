@@ -50,25 +50,14 @@ def export(head: Head, ids_V: Tensor, target: Path, verifier: str | None, steps:
 def config_json(c: HeadConfig, target: Path, verifier: str, steps: int) -> dict[str, Any]:
     """Return the config.json of a head in the layout of speculators."""
     theirs = json.loads((target / "config.json").read_text())
-    layer = {
-        "model_type": "llama",
-        "vocab_size": c.vocab_size,
-        "hidden_size": c.hidden_size,
-        "intermediate_size": c.intermediate_size,
-        "num_hidden_layers": 1,
-        "num_attention_heads": c.num_heads,
-        "num_key_value_heads": c.num_kv_heads,
-        "head_dim": c.head_dim,
-        "max_position_embeddings": c.max_position_embeddings,
-        "rms_norm_eps": c.rms_norm_eps,
-        "rope_theta": c.rope_theta,
-        "tie_word_embeddings": False,
-        "attention_bias": False,
-        "mlp_bias": False,
-        "hidden_act": "silu",
-    }
+    layer = {"model_type": "llama", "num_hidden_layers": 1, "hidden_act": "silu"}
+    layer |= {"num_attention_heads": c.num_heads, "num_key_value_heads": c.num_kv_heads}
+    alike = ("vocab_size", "hidden_size", "intermediate_size", "head_dim", "max_position_embeddings")
+    layer |= {name: getattr(c, name) for name in (*alike, "rms_norm_eps", "rope_theta")}
+    layer |= dict.fromkeys(("tie_word_embeddings", "attention_bias", "mlp_bias"), False)
     made_for = {"name_or_path": verifier, "architectures": theirs["architectures"]}
-    proposal = {"proposal_type": "greedy", "speculative_tokens": steps}
+    proposals = [{"proposal_type": "greedy", "speculative_tokens": steps}]
+    proposed = {"algorithm": "eagle3", "default_proposal_method": "greedy", "proposal_methods": proposals}
     return {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
@@ -76,10 +65,5 @@ def config_json(c: HeadConfig, target: Path, verifier: str, steps: int) -> dict[
         "eagle_aux_hidden_state_layer_ids": list(c.taps),
         "norm_before_residual": c.norm_before_residual,
         "transformer_layer_config": layer,
-        "speculators_config": {
-            "algorithm": "eagle3",
-            "default_proposal_method": "greedy",
-            "proposal_methods": [proposal],
-            "verifier": made_for,
-        },
+        "speculators_config": proposed | {"verifier": made_for},
     }

@@ -79,14 +79,10 @@ def tested(checkout: Path, folders: list[str], sample: int, seed: int, end: floa
         begin = time.monotonic()
         result = mutate_and_test([mutation], command, TIMEOUT_S)
         outcome = result.test_outcome.value if result.test_outcome else result.worker_outcome.value
-        yield {
-            "module": str(mutation.module_path),
-            "line": mutation.start_pos[0],
-            "operator": mutation.operator_name.removeprefix("core/"),
-            "outcome": "timed out" if result.output == "timeout" else outcome,
-            "seconds": round(time.monotonic() - begin, 1),
-            "diff": result.diff,
-        }
+        row = {"module": str(mutation.module_path), "line": mutation.start_pos[0]}
+        row |= {"operator": mutation.operator_name.removeprefix("core/")}
+        row |= {"outcome": "timed out" if result.output == "timeout" else outcome}
+        yield row | {"seconds": round(time.monotonic() - begin, 1), "diff": result.diff}
 
 
 def main() -> None:

@@ -42,8 +42,7 @@ def surrounded(x):
     """The same numbers with NaN before and behind each row, head and slot."""
     B, K, S, D = x.shape
     large = torch.full((B + 2, K + 2, S + 6, D + 8), float("nan"))
-    inside = large[1:-1, 1:-1, 3:-3, :D]
-    return inside.copy_(x)
+    return large[1:-1, 1:-1, 3:-3, :D].copy_(x)
 
 
 def within(addresses, tensor):

@@ -48,7 +48,7 @@ SCORED += [(9, 2, 40, torch.float32, 1, False), (6, 3, None, torch.float32, 3, T
 
 @pytest.mark.parametrize(("num_new", "group", "window", "dtype", "splits", "some"), SCORED)
 def test_scores_against_sdpa(num_new, group, window, dtype, splits, some, monkeypatch):
-    """Of all tokens and of some; more slots than one program sums, and more query rows than a tile."""
+    """Score all tokens or some, over more slots than one program sums, for more query rows than a tile holds."""
     monkeypatch.setattr("magicdec.attention.cuda.triton_grid.split_count", lambda *_: splits)
     monkeypatch.setattr(Variant, "tile", 16)
     monkeypatch.setattr("magicdec.attention.cuda.triton.SUMMED", 128)
@@ -78,7 +78,7 @@ CODED += [(4, 5, 4, 64, torch.float32, 2), (8, 2, 3, 128, torch.float32, 3)]
 
 @pytest.mark.parametrize(("bits", "num_new", "group", "dim", "dtype", "splits"), CODED)
 def test_codes_against_sdpa(bits, num_new, group, dim, dtype, splits, monkeypatch):
-    """Rows of which nothing, a part, and nearly everything is codes."""
+    """Of the rows, one holds no codes, one some, and one little else."""
     monkeypatch.setattr("magicdec.attention.cuda.triton_grid.split_count", lambda *_: splits)
     calls = []
     monkeypatch.setattr("magicdec.attention.cuda.triton_codes.attend", lambda *x: calls.append(x) or attend(*x))

@@ -116,7 +116,7 @@ def test_what_lies_behind_the_valid_entries_is_never_read(attention):
 @pytest.mark.parametrize("num_new", [1, 5, cpp.CppAttention.max_new_tokens + 1])
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 def test_what_is_not_finite_stays_so(attention, dtype, num_new, value):
-    """Of one query, key or value, or of all those of a head: in the outputs that depend on it, and in no other row."""
+    """One query, key or value, or all those of a head, spoil the outputs that depend on them, and no other row."""
     for of, where in itertools.product(range(3), ((1, 0, 0), (1, 0))):
         q, k, v, seqlens = twins.case(num_new, 2, 16, 700, dtype)
         (q.transpose(1, 2), k, v)[of][where] = value
@@ -160,7 +160,7 @@ def test_long_chunks_against_sdpa(attention, window):
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize(("group", "num_new", "dim", "pages"), [(1, 1, 8, 1), (3, 1, 64, 70), (4, 2, 80, 257)])
 def test_page_shares_against_pytorch(attention, dtype, group, num_new, dim, pages):
-    """Of a part of the pages, of none, and of ranges that reach beyond both ends."""
+    """Rows look at a part of the pages, at none, and at ranges that reach beyond both ends."""
     generator = torch.Generator().manual_seed(3)
     q = torch.randn(3, num_new, 2 * group, dim, generator=generator).to(dtype)
     keys = torch.randn(2, 3, 2, pages, dim, generator=generator).to(dtype)

@@ -73,7 +73,6 @@ def plan_of(backend: Attention, q, k, seqlens, window, positions=None):
 
 
 def attend(backend: Attention, q, k, v, seqlens, window=None, indices=None, positions=None):
-    """One call of a backend."""
     return backend.attend(q, k, v, plan_of(backend, q, k, seqlens, window, positions), indices)
 
 
@@ -97,7 +96,6 @@ def coded_case(num_new, group, dim, longest, bits, dtype=torch.float32):
 
 
 def attend_coded(backend: Attention, q, k, v, seqlens, coded, window=None):
-    """One call of a backend over codes."""
     return backend.attend_coded(q, k, v, plan_of(backend, q, k, seqlens, window), coded)
 
 

@@ -32,7 +32,7 @@ def write(cache: KVCache, tokens: list[list[int]]) -> None:
 
 
 def held(cache: KVCache, row: int) -> list[int]:
-    """Tokens in a row's valid slots; keys and values of all layers must agree."""
+    """Return the tokens in a row's valid slots; keys and values of all layers must agree."""
     count = int(cache.seqlens_B[row])
     keys, values = cache.k_LBKSD[:, row, 0, :count, 0], cache.v_LBKSD[:, row, 0, :count, 0]
     assert torch.equal(keys, -values)
@@ -57,13 +57,12 @@ def test_kv_cache_against_lists(rounds):
         for row, count in enumerate(counts):
             lists[row] += tokens[row][:count]
             assert held(cache, row) == lists[row]
-    shorter = torch.tensor([len(x) // 2 for x in lists], dtype=torch.int32)
-    cache.rollback(shorter)
+    cache.rollback(torch.tensor([len(x) // 2 for x in lists], dtype=torch.int32))
     assert [held(cache, row) for row in range(ROWS)] == [x[: len(x) // 2] for x in lists]
 
 
 def streaming_view(tokens: list[int], budget: int, num_sink: int) -> set[int]:
-    """What StreamingLLM keeps: the slow, obvious twin."""
+    """Return the tokens that StreamingLLM keeps: the slow, obvious twin."""
     return set(tokens) if len(tokens) <= budget else set(tokens[:num_sink] + tokens[num_sink - budget :])
 
 
@@ -74,7 +73,7 @@ SIZES |= {"prompts": of_rows(1, 20), "chunk": st.integers(1, 12), "rounds": st.l
 @settings(max_examples=80)
 @given(**SIZES, exact=st.booleans())
 def test_streaming_against_lists(budget, num_sink, gamma, prompts, chunk, rounds, exact):
-    """Loaded from a target or prefilled in chunks, then committed round by round: sinks and window, nothing else."""
+    """Load from a target or prefill in chunks, then commit round by round: only sinks and window are kept."""
     spec = CacheSpec(Streaming(budget=budget, num_sink=num_sink), gamma, 64)
     cache = (StreamingCache if num_sink else WindowCache).build(spec, CONFIG, ROWS, torch.float32, "cpu", None)
     target = KVCache(CONFIG, ROWS, 64, torch.float32, "cpu")
@@ -108,7 +107,7 @@ def test_streaming_against_lists(budget, num_sink, gamma, prompts, chunk, rounds
 
 
 def turned(key: list[float], position: int) -> list[float]:
-    """A key of CONFIG's four features at a position: feature i turns with feature i + 2."""
+    """Return a key of four features at a position: feature i turns with feature i + 2."""
     angles = [position, position * CONFIG_IN_CACHE.rope_theta**-0.5]
     plane = [complex(key[i], key[i + 2]) * cmath.exp(1j * angle) for i, angle in enumerate(angles)]
     return [number.real for number in plane] + [number.imag for number in plane]
@@ -117,7 +116,7 @@ def turned(key: list[float], position: int) -> list[float]:
 @settings(max_examples=30)
 @given(st.integers(1, 3), of_rows(1, 30), st.integers(1, 12), st.lists(of_rows(0, 4), max_size=6))
 def test_sinks_move_along_with_the_window(num_sink, prompts, chunk, rounds):
-    """Through a prefill in chunks and rounds: they lie as if they had been computed right before it."""
+    """After each chunk of a prefill and each round, sinks have the positions right before the window."""
     spec = CacheSpec(Streaming(budget=7, num_sink=num_sink), 3, 64, in_cache_positions=True)
     cache = StreamingCache.build(spec, CONFIG_IN_CACHE, ROWS, torch.float32, "cpu", None)
     own, lengths = torch.randn(64, 4, generator=torch.Generator().manual_seed(chunk)).tolist(), [0] * ROWS

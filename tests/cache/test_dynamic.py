@@ -29,7 +29,7 @@ SIZES |= {"lengths": st.lists(st.integers(1, 50), min_size=B, max_size=B), "wind
 
 
 def random_target(lengths: list[int], generator: torch.Generator, window: int | None) -> KVCache:
-    """With a window, the second layer's: the one that is looked at."""
+    """Return random entries. A window is that of the second layer, which the tests look at."""
     config = replace(CONFIG, sliding_window=window, sliding_layers=(1,) if window else ())
     target = KVCache(config, B, S, torch.float32, "cpu")
     target.k_LBKSD.normal_(generator=generator)
@@ -59,9 +59,8 @@ def test_topk_retains_more_attention_than_any_other_choice(budget, gamma, length
     cache.load(target)
     q = torch.randn(B, num_new, H, D, generator=generator)
     attention = SdpaAttention()
-    _, scores = attention.attend_scored(
-        q, target.k_LBKSD[1], target.v_LBKSD[1], cache.plan(attention, num_new, torch.float32)[1]
-    )
+    plan = cache.plan(attention, num_new, torch.float32)[1]
+    _, scores = attention.attend_scored(q, target.k_LBKSD[1], target.v_LBKSD[1], plan)
     for row, head in HEADS:
         mass, slots = scores[row, head], read(choose(cache, 1, q), row, head)
         assert len(slots) == min(budget, lengths[row])

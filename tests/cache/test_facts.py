@@ -22,11 +22,8 @@ SMALLER = ModelConfig(100, 64, 160, num_layers=3, num_heads=4, num_kv_heads=4, h
 ROWS, GAMMA, CONTEXT, NEW_TOKENS = 2, 3, 1000, 24
 SETTINGS = {"num_sink": 4, "observation_window": 16, "page_size": 8, "bits": 4, "group_size": 16}
 LENGTHS = 64  # bytes of a row's lengths, which no fact counts, in each cache of a layer
-CONFIGS = {
-    "self": SelfSpeculation(),
-    "layer_skip": LayerSkip(num_layers=2),
-    "model": IndependentModel(model=ModelChoice("smaller", architecture=SMALLER)),
-}
+CONFIGS = {"self": SelfSpeculation(), "layer_skip": LayerSkip(num_layers=2)}
+CONFIGS["model"] = IndependentModel(model=ModelChoice("smaller", architecture=SMALLER))
 CASES = [(d, p) for p in POLICIES for d in CONFIGS if d != "model" or not POLICIES[p].facts.needs_target]
 
 

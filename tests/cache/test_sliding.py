@@ -55,8 +55,7 @@ def append(cache: DraftCache, num_new: int, layer: int, generator: torch.Generat
     attention, slots_BT, positions_BT = SdpaAttention(), cache.slots_BT(num_new), cache.positions_BT(num_new)
     cache.place(layer, slots_BT).write(torch.randn(B, num_new, K, S, generator=generator), one_hot(positions_BT))
     plan = cache.plan(attention, num_new, torch.float32)[layer]
-    out_BTHD = cache.attend(layer, torch.zeros(B, num_new, H, S), attention, plan)
-    return out_BTHD[:, :, :: H // K]
+    return cache.attend(layer, torch.zeros(B, num_new, H, S), attention, plan)[:, :, :: H // K]
 
 
 def held(cache: DraftCache, layer: int, row: int, head: int, num_new: int) -> set[int]:

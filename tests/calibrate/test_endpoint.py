@@ -39,8 +39,7 @@ def test_a_step_is_timed_while_all_requests_decode():
     found = burst_of([request(0.0, first, len(first)), request(0.5, second, len(second))])
     assert (found.step_ms, found.first_ms, found.decoded) == pytest.approx((100, 1000, (7 + 5) / 2))
     assert burst_of([request(0.0, [1.0, 1.1], 2), request(0.0, second, 11)]) is None, "they never decode together"
-    pairs = burst_of([request(0.0, second, 21)])
-    assert pairs.step_ms == pytest.approx(50), "chunks of two tokens"
+    assert burst_of([request(0.0, second, 21)]).step_ms == pytest.approx(50), "chunks of two tokens"
 
 
 @pytest.mark.slow

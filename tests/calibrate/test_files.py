@@ -37,15 +37,9 @@ def load(users, prompt):
     step_s = at.target_time.total + users / steps * (1 - 1 / users) * first_s
     rate = users / (steps * step_s)
     content = json.loads((LOADS / "vllm_bench.json").read_text())
-    return content | {
-        "max_concurrency": users,
-        "total_input_tokens": content["completed"] * prompt,
-        "total_output_tokens": content["completed"] * OUTPUT,
-        "request_throughput": rate,
-        "output_throughput": rate * OUTPUT,
-        "mean_tpot_ms": 1e3 * step_s,
-        "mean_ttft_ms": 1e3 * first_s,
-    }
+    content |= {"max_concurrency": users, "request_throughput": rate, "output_throughput": rate * OUTPUT}
+    content |= {f"total_{kind}_tokens": content["completed"] * n for kind, n in (("input", prompt), ("output", OUTPUT))}
+    return content | {"mean_tpot_ms": 1e3 * step_s, "mean_ttft_ms": 1e3 * first_s}
 
 
 def written(name):

@@ -153,8 +153,7 @@ def test_the_same_text_comes_first_then_own_runs():
     assert known, "the paper has two such tasks"
     one = known[0]
     of_one = asked(one.target, one.policy, one.budget, one.context_len, one.draft)
-    found = Curves(published(), "ruler-qa").estimate(of_one)
-    assert "on ruler-qa-" in found.source
+    assert "on ruler-qa-" in Curves(published(), "ruler-qa").estimate(of_one).source
 
 
 @given(
@@ -177,8 +176,7 @@ def test_the_papers_acceptances():
     assert stated.alpha == 0.81
     assert "2408.11049" in stated.source
     # Implied by table 6: Omega = 3.41 at gamma 3.
-    implied = curves.estimate(asked("llama-3.1-8b", "snapkv", 2049, 32_000))
-    assert 0.87 < implied.alpha < 0.92
+    assert 0.87 < curves.estimate(asked("llama-3.1-8b", "snapkv", 2049, 32_000)).alpha < 0.92
     assert curves.estimate(asked("llama-3.1-8b", "streaming", 512, 2000)) is None
 
 

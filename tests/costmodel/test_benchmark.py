@@ -11,8 +11,6 @@ from magicdec.costmodel.tables import PUBLISHED, read_table
 from tests.programs import ROOT, python
 
 KEYS = ["rows", "fitted_rows", "median_error", "p90_error", "wrong_side", "spearman", "target_decode_median_error"]
-
-
 BENCHMARK = "benchmarks/costmodel.py"
 
 
@@ -104,3 +102,20 @@ def test_shares_by_bytes_and_flops_agree_with_the_model_where_both_count_the_sam
         assert 0 < line["share"] < line["share_of_work"] <= 1
         if line["target"] == "llama-2-7b-32k" and line["batch"] <= 16:  # bound by memory, attention of all heads
             assert line["share_of_work"] == pytest.approx(line["by_table_1"], abs=0.05)
+
+
+def test_the_calibration_of_a_cpu_measures_steps_and_tabulates_their_errors(tmp_path, monkeypatch):
+    pytest.importorskip("scipy")
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import costmodel_cpu as program
+
+    monkeypatch.setattr(program, "RESULTS", tmp_path)
+    monkeypatch.setattr(program.render, "write", lambda name: None)
+    found = {"tiny": program.measure("tiny", [(1, 320, 1), (2, 512, 2)])}
+    start = program.configured("cpu", 1, 20.0, 0.2, stack=program.hardware.OWN_STACK)
+    program.write(found, start, program.fit(found, list(found), start))
+    steps = program.render.read_csv(tmp_path / "costmodel-cpu.csv")
+    assert [(line["step"], line["batch"], line["context"]) for line in steps[::2]] == [
+        (step, 1, 320) for step in ("T_T", "T_D", "T_V")
+    ]
+    assert all(line["ms"] > 0 for line in steps)

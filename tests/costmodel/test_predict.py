@@ -91,8 +91,7 @@ def test_the_verdict_says_why(setup):
     assert "S* is" in slow
     fast = verdict(predict(setup(), curves=Curves(published())))
     assert "decoding is bound by reading the KV cache" in fast
-    crowded = verdict(predict(setup(batch=256), curves=Curves(published())))
-    assert "does not fit" in crowded
+    assert "does not fit" in verdict(predict(setup(batch=256), curves=Curves(published())))
     many = setup(hardware="1xH100", batch=256, context=600)
     assert re.search(r"verification takes \d\.\d+ and is compute-bound", verdict(predict(many, (4,), alpha=0.5)))
 

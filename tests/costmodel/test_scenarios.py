@@ -51,7 +51,7 @@ def predicted(*overrides):
 
 
 def test_predict_from_the_command_line_leaves_a_run(tmp_path):
-    """With the paper's critical context."""
+    """It finds the paper's critical context."""
     keys = ["scenario=predict", "hardware=8xa100", "scenario.gammas=[3]", f"runs_dir={tmp_path}", "wandb.mode=disabled"]
     done = python("launch.py", *keys, *LLAMA)
     assert done.returncode == 0, done.stderr

@@ -124,7 +124,7 @@ def tensorrt_llm(lengths, batch):
 
 
 def test_engines_read_the_schedule_as_it_is(setup):
-    """By their rules, and as vLLM itself was recorded to read the same schedule."""
+    """Compare with each engine's rules, and with a recording of vLLM reading the same schedule."""
     recorded = json.loads(Path(__file__).with_name("vllm_lookup.json").read_text())
     found = with_rows(ROWS)
     config = json.loads(FORMS["vllm"].settings(found, setup).content)

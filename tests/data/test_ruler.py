@@ -52,13 +52,8 @@ def read_documents(text: str) -> list[str]:
     return re.findall(rf"{person} was born in \d+ and spent a long life in (\w+)\.", text)
 
 
-READERS = {
-    "niah_single": read_needle,
-    "niah_multikey": read_needle,
-    "cwe": read_common_words,
-    "vt": read_variables,
-    "qa": read_documents,
-}
+READERS = {"niah_single": read_needle, "niah_multikey": read_needle, "cwe": read_common_words}
+READERS |= {"vt": read_variables, "qa": read_documents}
 
 
 @pytest.mark.parametrize("bos", [False, True])
@@ -91,8 +86,7 @@ def test_the_length_is_exact_with_any_tokenizer(load_task, task):
 
 
 def test_without_a_path_it_is_the_standard_library():
-    prompts = load("ruler", num_rows=4, context_len=4096, task="niah_single")
-    assert "def " in texts(prompts)[0]
+    assert "def " in texts(load("ruler", num_rows=4, context_len=4096, task="niah_single"))[0]
 
 
 def test_the_needles_lie_anywhere(load_task):
@@ -106,8 +100,7 @@ def test_the_needles_lie_anywhere(load_task):
 def test_too_short_a_context_is_refused_with_the_shortest_that_would_do(load_task, task):
     with pytest.raises(UserError, match=rf"batch\.context_len=90: data\.task={task} needs at least (\d+) tokens") as e:
         load_task(task=task, context_len=90)
-    shortest = int(re.findall(r"least (\d+)", str(e.value))[0])
-    assert shortest > 90
+    assert int(re.findall(r"least (\d+)", str(e.value))[0]) > 90
 
 
 def test_accuracy_is_the_share_of_the_answers():

@@ -40,8 +40,7 @@ def test_it_was_trained(model, tokenizer):
     """Held-out text costs it far less than the ln(1024) = 6.93 nats per token of a model that knows nothing."""
     import torch
 
-    row = load_prompts("stdlib", PromptRequest(1, 512, 1024, tokenizer)).tokens
-    ids = torch.tensor(row)
+    ids = torch.tensor(load_prompts("stdlib", PromptRequest(1, 512, 1024, tokenizer)).tokens)
     assert model.float()(input_ids=ids, labels=ids).loss.item() < 5.5
 
 

@@ -8,11 +8,8 @@ from tests.refusals import refusal
 
 PLAIN = CharacterTokenizer()
 # Every character is another one, so that any two windows that overlap or swap places are seen to.
-TEXTS = {
-    "long": "".join(map(chr, range(1000, 6000))),
-    "short": "abcdefg",
-    "middle": "".join(map(chr, range(7000, 7400))),
-}
+TEXTS = {"long": "".join(map(chr, range(1000, 6000))), "short": "abcdefg"}
+TEXTS |= {"middle": "".join(map(chr, range(7000, 7400)))}
 
 
 def cut(documents: dict[str, str], rows: int, context: int, seed: int = 0, tokenizer=PLAIN) -> Prompts:

@@ -33,13 +33,12 @@ def test_with_the_target_at_every_level_all_is_accepted_everywhere(temperature):
 
 
 def test_inner_rounds_end_at_gamma_tokens():
-    """With every proposal accepted they would write more than there is room for behind the end of a sequence."""
+    """If every proposal were accepted, more tokens would be written than fit behind the end of a sequence."""
     batch = opened(gamma=12)
     batch.restart()
     state = batch.decoder.state
     state.num_tokens_B.copy_(state.limit_B - 1)
-    proposal = batch.draft.propose(state, 12)
-    assert proposal.tokens_BG.shape == (2, 12)
+    assert batch.draft.propose(state, 12).tokens_BG.shape == (2, 12)
     assert (batch.draft.cache.seqlens_B <= batch.draft.cache.length_B + 12).all()
 
 

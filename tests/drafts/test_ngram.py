@@ -25,8 +25,7 @@ def looked_up(tokens: list[int], gamma: int, max_ngram: int) -> list[int]:
     max_ngram=st.integers(1, 5),
 )
 def test_against_lists(rows, gamma, max_ngram):
-    state = State(rows, 4, gamma + 1, (), "cpu")
-    proposal = NgramDraft(gamma, max_ngram).propose(state, gamma)
+    proposal = NgramDraft(gamma, max_ngram).propose(State(rows, 4, gamma + 1, (), "cpu"), gamma)
     assert proposal.q_BGV is None
     assert proposal.tokens_BG.tolist() == [looked_up(row, gamma, max_ngram) for row in rows]
 

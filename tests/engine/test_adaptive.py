@@ -38,7 +38,7 @@ class Simulated:
 
 
 def simulated(monkeypatch, alpha: float, draft: float, verify: float, seed: int = 0) -> AdaptiveCycle:
-    """In units of an autoregressive step: a draft step takes `draft`, a verification `verify` and 0.02 per proposal."""
+    """Return rounds of `draft` per draft step, `verify`, and 0.02 per proposal; an autoregressive step takes 1."""
     seconds = {0: 1.0} | {gamma: gamma * draft + verify + 0.02 * gamma for gamma in GAMMAS}
     monkeypatch.setattr(AdaptiveCycle, "_timed_rounds", lambda self: seconds)
     state = State([[1]] * ROWS, ROUNDS, 9, (), "cpu")

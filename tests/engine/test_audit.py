@@ -142,7 +142,7 @@ CHANGES = {  # of the row, at its tie: is this the target's output, too?
 @pytest.mark.parametrize("change", CHANGES)
 @torch.inference_mode()
 def test_every_token_must_be_the_targets_choice(tied, change, one_way):
-    """In the speculative output, and in both; against gaps without a cache."""
+    """Change the speculative output or both, and compare with gaps without a cache."""
     decoder, prompts, plain, at, twin = tied
     changed, is_right = CHANGES[change]
     fast = [changed(plain[0], at, twin), plain[1]]
@@ -194,7 +194,7 @@ def poisoned(model, token: int | None = None):
 
 
 def test_the_first_logits_that_are_not_finite_are_named():
-    """In the prefill, and behind the first token that the model cannot read."""
+    """They are in the prefill, or behind the first token that the model cannot read."""
     batch = open_batch(poisoned(TARGET), random_prompts([9, 7]))
     with pytest.raises(NonFinite, match=r"target: .* first for token 9 of row 0, in the prefill"):
         batch.decoder.state.check_finite("in the prefill")

@@ -20,7 +20,7 @@ PROMPT = random_prompts([9], vocab=V)[0]
 
 @pytest.mark.parametrize(("draft", "gamma"), [("none", 0), ("self", 1), ("self", 3)])
 def test_every_token_has_a_random_number_of_its_own(draft, gamma):
-    """In a flat distribution, a number names its token. A round's proposals, all accepted, precede the bonus token."""
+    """The distribution is flat, so that a number names its token. All proposals are accepted before the bonus token."""
     target = small_model(tie_word_embeddings=False)
     target.head.weight.data.zero_()
     prompts, sampling = random_prompts([7, 12]), Sampling(temperature=1.0, seed=3)
@@ -50,13 +50,12 @@ def probabilities(model: Transformer, tokens: list[list[int]], sampling: Samplin
 
 @torch.inference_mode()
 def expected(sampling: Sampling) -> dict[tuple[int, ...], float]:
-    """The probability of every sequence of LENGTH tokens behind the prompt."""
+    """Return the probability of every sequence of LENGTH tokens behind the prompt."""
     known = {(): 1.0}
     for _ in range(LENGTH):
         rows = probabilities(TARGET, [PROMPT + list(before) for before in known], sampling)
-        known = {
-            (*b, t): q * p for (b, q), row in zip(known.items(), rows, strict=True) for t, p in enumerate(row) if p
-        }
+        pairs = zip(known.items(), rows, strict=True)
+        known = {(*before, t): q * p for (before, q), row in pairs for t, p in enumerate(row) if p}
     return known
 
 
@@ -67,7 +66,7 @@ def expected(sampling: Sampling) -> dict[tuple[int, ...], float]:
     ("draft", "vocab"), [*((name, V) for name in ("none", *DRAFTS)), ("model", V - 1), ("model", V + 3)]
 )
 def test_what_is_written_has_the_targets_distribution(draft, vocab, sampling):
-    """Of 3,000 rows with one prompt, also where the draft's vocabulary is padded to another size than the target's."""
+    """Count the tokens of 3,000 rows with one prompt. The draft's vocabulary may be padded to another size."""
     model = small_drafter(draft, TARGET, 0.0)
     if isinstance(model, Transformer) and not isinstance(model, Head):
         model = small_model(1, vocab_size=vocab, spread=0.4)

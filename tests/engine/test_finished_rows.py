@@ -58,7 +58,7 @@ def step(batch) -> None:
 @CPP
 @pytest.mark.parametrize("draft", ["none", "self", "eagle3"])
 def test_matmuls_leave_finished_rows_out(draft, monkeypatch):
-    """In the target's passes and in the head, by the rows that the C++ library is given."""
+    """Count the rows that the C++ library is given, in the target's passes and in the head."""
     monkeypatch.setattr(TARGET, "attention", CppAttention())
     batch = drafting(draft, TARGET, LENGTHS, gamma=2, budget=16)
     batch.restart()
@@ -79,7 +79,7 @@ def test_matmuls_leave_finished_rows_out(draft, monkeypatch):
 
 @pytest.mark.parametrize("speculates", [False, True])
 def test_a_finished_row_is_not_read(speculates, monkeypatch):
-    """Return the slots that attention is given to read in every pass, per row."""
+    """Record the slots of each row that attention is given to read, in every pass."""
     seen, plan = [], SdpaAttention.plan
 
     def recorded(attention, seqlens_B, shape, *rest):

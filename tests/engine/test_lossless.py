@@ -35,7 +35,6 @@ SMALLEST = [(*pair, gamma, rows, gamma + 1) for pair, (gamma, rows) in zip(PAIRS
 
 
 def check(draft: str, policy: str, gamma: int, rows: int, budget: int, **settings):
-    """Decode one batch both ways and compare."""
     settings |= {"gamma": gamma, "policy": policy, "budget": budget, "num_sink": 2}
     batch = drafting(draft, TARGET, [50 + 7 * row for row in range(rows)], seed=gamma, **settings)
     passed, plain, fast = both_ways(batch)

@@ -131,7 +131,6 @@ def _kind(value: Any) -> str:
 
 
 def read() -> dict[str, Record]:
-    """Return what is recorded."""
     found: dict[str, Record] = {"": {}}
     for name, own in json.loads(GOLDEN.read_text()).items():
         whole = found[own.pop(LIKE)] | own

@@ -35,7 +35,7 @@ def test_products_are_those_of_the_decoded_weights(name, rows, columns, count, d
 
 
 def test_compilation_leaves_the_kernel_whole():
-    """As one operator in one graph, and with the same numbers."""
+    """It is one operator of one graph, and its numbers are the same."""
     _, layer = coded(40, 96, "int4", torch.float32, bias=True)
     x = torch.randn(5, 1, 96)
     compiled = torch.compile(lambda x: layer(x * 2) + 1, backend="aot_eager", fullgraph=True)

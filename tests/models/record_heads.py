@@ -28,17 +28,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 HEADS = Path(__file__).parent / "heads"
 TOKENS, STEPS, VOCAB, DRAFT_VOCAB = 14, 3, 37, 23
 TAPS = [2, 4, 5]  # of 8 layers, as EAGLE-3 chooses them
-SIZES = {
-    "vocab_size": VOCAB,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "rms_norm_eps": 1e-5,
-    "attention_bias": False,
-}
+SIZES = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4}
+SIZES |= {"num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64}
+SIZES |= {"rms_norm_eps": 1e-5, "attention_bias": False}
 TARGETS = {"llama": (LlamaForCausalLM, LlamaConfig), "qwen3": (Qwen3ForCausalLM, Qwen3Config)}
 CASES = {  # name: family of the target, layout of the head, its switches
     "llama-eagle": ("llama", "eagle", {}),
@@ -75,21 +67,13 @@ def new_head(family: str, target: Path, switches: dict) -> Eagle3DraftModel:
     """Return a random head whose layer is of the target's family."""
     layer = TARGETS[family][1](**SIZES, num_hidden_layers=1, tie_word_embeddings=False)
     layer._attn_implementation = "eager"
-    proposal = GreedyTokenProposalConfig(speculative_tokens=STEPS)
-    described = SpeculatorsConfig(
-        algorithm="eagle3",
-        proposal_methods=[proposal],
-        default_proposal_method="greedy",
-        verifier=VerifierConfig.from_pretrained(str(target)),
-    )
-    config = Eagle3SpeculatorConfig(
-        transformer_layer_config=layer,
-        draft_vocab_size=DRAFT_VOCAB,
-        eagle_aux_hidden_state_layer_ids=TAPS,
-        speculators_config=described,
-        **switches,
-    )
-    head = Eagle3DraftModel(config)
+    methods = [GreedyTokenProposalConfig(speculative_tokens=STEPS)]
+    verifier = VerifierConfig.from_pretrained(str(target))
+    greedy = {"proposal_methods": methods, "default_proposal_method": "greedy"}
+    described = SpeculatorsConfig(algorithm="eagle3", verifier=verifier, **greedy)
+    config = {"draft_vocab_size": DRAFT_VOCAB, "eagle_aux_hidden_state_layer_ids": TAPS, **switches}
+    config |= {"transformer_layer_config": layer, "speculators_config": described}
+    head = Eagle3DraftModel(Eagle3SpeculatorConfig(**config))
     random_weights(head)
     head.load_vocab_mappings(*vocabulary())
     return head
@@ -117,7 +101,6 @@ def as_eagle(head: Eagle3DraftModel, target: Path, folder: Path) -> Eagle3DraftM
 
 @torch.no_grad()
 def record(case: str) -> None:
-    """Write one case."""
     family, layout, switches = CASES[case]
     folder, at = HEADS / case, HEADS / f"target-{family}"
     shutil.rmtree(folder, ignore_errors=True)

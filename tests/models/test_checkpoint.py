@@ -58,7 +58,7 @@ def test_weights_come_in_the_dtype_asked_for(llama, stored):
 
 
 def test_matrices_that_are_stored_in_bfloat16_can_stay_so(llama):
-    """They are the same numbers. A parameter of which one part is stored in another type is none of them."""
+    """The numbers stay the same. A parameter with a part that is stored in another type is converted."""
     tensors = {name: tensor.bfloat16() for name, tensor in load_file(llama / SINGLE).items()}
     tensors["model.layers.1.self_attn.k_proj.weight"] = tensors["model.layers.1.self_attn.k_proj.weight"].float()
     save_file(tensors, llama / SINGLE)
@@ -185,7 +185,7 @@ def test_the_generation_config_names_the_eos_tokens(llama, generation, expected)
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json", "chat_template.jinja"])
 def test_the_fingerprint_sees_every_byte(tmp_path, name):
-    """Of a real checkpoint, and of what makes prompts of a text; a README does not count."""
+    """Weights, configuration and tokenizer of a real checkpoint count; a README does not."""
     folder = shutil.copytree(TINY, tmp_path / "copy")
     assert fingerprint(folder) == fingerprint(TINY)
     assert len(fingerprint(folder)) == 16

@@ -88,7 +88,7 @@ def decoded(rank: int, folders: dict[str, Path], ranks: int, cases: list = CASES
 @pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.slow
 def test_two_ranks_write_what_one_writes(folders):
-    """Whether each has a whole head or half of its attention heads, and the target's embedding or the head's own."""
+    """Each has a whole head or half of its attention heads, and the target's embedding or the head's own."""
     one, two = decoded(0, folders, 1), on_ranks(2, "cpu", decoded, folders, 2)
     for case, alone, both in zip(CASES, one, two, strict=True):
         assert alone == both, case
@@ -106,7 +106,7 @@ def test_four_ranks_share_two_kv_heads(folders):
 
 
 def decoded_in_a_buffer(rank: int, folders: dict[str, Path], ranks: int, cases: list) -> list:
-    """As `decoded`, with sums in one buffer, as in symmetric memory, that gloo adds up."""
+    """Decode with all sums in one buffer, as in symmetric memory; gloo adds them up."""
     memory = SimpleNamespace(empty=torch.empty, rendezvous=lambda *_: SimpleNamespace(multicast_ptr=0))
     with (
         patch.object(symmetric, "_memory", lambda: memory),
@@ -118,7 +118,7 @@ def decoded_in_a_buffer(rank: int, folders: dict[str, Path], ranks: int, cases: 
 
 @pytest.mark.usefixtures("forked_ranks")
 def test_one_buffer_does_for_all_sums(folders):
-    """What a sum leaves in it is read before the next one is written, and a layer's bias is added once."""
+    """Each sum is read before the next one is written, and a layer's bias is added once."""
     cases = [("bias", "self", 2, "streaming", Sampling()), ("mqa", "layer_skip", 2, "full", Sampling())]
     assert on_ranks(2, "cpu", decoded_in_a_buffer, folders, 2, cases) == decoded(0, folders, 1, cases)
 

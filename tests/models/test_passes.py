@@ -22,13 +22,9 @@ if compiler() is None:
     pytest.skip("needs a C++ compiler", allow_module_level=True)
 
 LENGTHS = torch.tensor([40, 23, 5], dtype=torch.int32)
-SHAPES = {
-    "plain": {},
-    "odd sizes": {"hidden_size": 27, "intermediate_size": 37, "num_layers": 3},
-    "biased": {"qkv_bias": True, "output_bias": True},
-    "normed": {"qk_norm": True},
-    "sliding": {"sliding_window": 7, "sliding_layers": (1,)},
-}
+SHAPES = {"plain": {}, "odd sizes": {"hidden_size": 27, "intermediate_size": 37, "num_layers": 3}}
+SHAPES |= {"biased": {"qkv_bias": True, "output_bias": True}, "normed": {"qk_norm": True}}
+SHAPES |= {"sliding": {"sliding_window": 7, "sliding_layers": (1,)}}
 
 
 @pytest.fixture

@@ -21,9 +21,9 @@ pytestmark = pytest.mark.skipif(not FOLDER, reason="MAGICDEC_SMOLLM2 names no fo
 
 
 def test_logits_equal_those_of_transformers():
-    """In a prefill by chunks, a verification of three tokens, and single steps.
+    """Prefill by chunks, verify three tokens, and take single steps.
 
-    On text: after random tokens this model's logits have errors of 0.02 in fp32, in either library.
+    The tokens are text: after random ones this model's logits have errors of 0.02 in fp32, in either library.
     """
     text = inspect.getdoc(argparse) + inspect.getsource(argparse.ArgumentParser)
     tokens_BS = torch.tensor(AutoTokenizer.from_pretrained(FOLDER)(text).input_ids[:142]).view(2, 71)

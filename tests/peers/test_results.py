@@ -50,7 +50,7 @@ def test_figures_under_our_names(name, tool, load, lengths, figures):
 
 
 def test_latencies_of_requests_are_there_if_asked_for(tmp_path):
-    """With --percentile-metrics."""
+    """vllm bench serve writes them with --percentile-metrics."""
     path = changed(tmp_path, "vllm_bench.json", **{f"{kind}_e2el_ms": None for kind in ("mean", "median", "p99")})
     assert not [name for name in read_results(path)[1][0].metrics if name.startswith("request_latency_ms")]
 

@@ -132,8 +132,7 @@ def test_the_checkpoints_own_sampling_does_not_count(folders, tmp_path):
 
 
 def test_sampling_is_repeatable(folders):
-    sampling = Sampling(temperature=1.0, top_p=0.9, seed=3)
-    peer = TransformersPeer(spec(folders, sampling=sampling))
+    peer = TransformersPeer(spec(folders, sampling=Sampling(temperature=1.0, top_p=0.9, seed=3)))
     prompts = random_prompts([20, 20], vocab=VOCAB)
     one, two, later = (peer.generate(prompts, NEW, speculative=False, first=first).tokens for first in (0, 0, 2))
     assert one == two != ours(folders[0], prompts)

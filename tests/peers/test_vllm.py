@@ -78,8 +78,7 @@ def test_a_worker_for_each_way(peer):
     assert "speculative_config" not in options
     engine.generate(prompts, 5, speculative=False)
     assert engine.version == one
-    fast = engine.generate(prompts, 5, speculative=True)
-    assert fast.counts == Counts(4, 12, (3, 2, 1))
+    assert engine.generate(prompts, 5, speculative=True).counts == Counts(4, 12, (3, 2, 1))
     assert engine.peak_bytes == 8
     assert engine.version != one
     assert not is_alive(int(one.split()[-1]))

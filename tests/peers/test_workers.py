@@ -63,7 +63,7 @@ def test_the_models_of_each_way(peer, name, converted):
 
 
 def test_another_version_of_an_engine_is_another_run(monkeypatch):
-    """Whether it runs in this process or in an environment of its own."""
+    """The engine may run in this process or in an environment of its own."""
     monkeypatch.setattr(OpenvinoPeer, "modules", ("yaml", "torch"))
     packages = [f"PyYAML {metadata.version('PyYAML')}", f"torch {metadata.version('torch')}"]
     assert OpenvinoPeer.installed(OpenvinoEngine(python=sys.executable)) == ", ".join(packages)

@@ -77,8 +77,7 @@ def test_few_rows_are_prefilled_in_longer_chunks(plan):
 
 
 def test_one_row_is_prefilled_in_long_chunks_on_a_cpu_unless_others_wait():
-    chunks = [resolve(compose([what])).config.batch.prefill_chunk for what in ONE_ROW]
-    assert chunks == [1024, 256]
+    assert [resolve(compose([what])).config.batch.prefill_chunk for what in ONE_ROW] == [1024, 256]
 
 
 def test_memory_is_foreseen_for_the_chunk_of_one_request(estimate):

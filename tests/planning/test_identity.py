@@ -138,14 +138,8 @@ def test_the_acceptance_of_an_option_is_assumed_for_a_folder_of_its_architecture
 def test_own_runs_of_a_copy_in_another_folder_are_evidence(tmp_path):
     runs = f"runs_dir={tmp_path / 'runs'}"
     copy = copied(tmp_path / "smollm2-copy", "target")
-    keys = [
-        "batch.size=1",
-        "batch.context_len=64",
-        "data=text",
-        "data.path=LICENSE",
-        "cache.budget=24",
-        "draft.gamma=2",
-    ]
+    keys = ["batch.size=1", "batch.context_len=64", "cache.budget=24", "draft.gamma=2"]
+    keys += ["data=text", "data.path=LICENSE"]
     one = run_here(tmp_path / "runs", *keys, f"target.path={copy}")
     other = copied(tmp_path / "other", "target")
     for folder, assumed in ((TINY / "target", "tiny"), (other, "tiny (other)"), (copy, "")):
@@ -198,7 +192,6 @@ def test_predictions_are_of_the_folder_too(tmp_path):
 
 
 def test_predicting_a_named_option_reads_no_checkpoint():
-    choice = ModelChoice(
-        "llama-3.1-8b", "meta-llama/Llama-3.1-8B", "checkpoint", ModelConfig(1000, 64, 64, 2, 2, 1, 32, 512)
-    )
+    config = ModelConfig(1000, 64, 64, 2, 2, 1, 32, 512)
+    choice = ModelChoice("llama-3.1-8b", "meta-llama/Llama-3.1-8B", "checkpoint", config)
     assert identify("target", choice, loads=False) == (choice, None)

@@ -20,7 +20,7 @@ def test_a_disturbed_run_says_so_with_a_single_repeat(tmp_path, monkeypatch, cap
 
 
 def test_a_machine_that_is_slow_throughout_is_noticed(tmp_path):
-    """By an earlier attempt at the same run, which was faster."""
+    """An earlier attempt at the same run was faster."""
     run = run_here(tmp_path)
     first, step = run.metrics, "autoregressive/time_per_output_token_ms"
     assert "agreement/earlier" not in first

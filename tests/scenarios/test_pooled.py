@@ -25,7 +25,6 @@ def measure(tmp_path):
 
 @pytest.fixture
 def disturbed(measure):
-    """A run whose result says that it was disturbed."""
     return disturb(measure())
 
 

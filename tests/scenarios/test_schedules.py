@@ -95,6 +95,5 @@ def test_a_schedule_is_a_file_a_map_and_a_command(tmp_path):
 
 def test_a_schedule_that_is_not_saved_is_shown(tmp_path):
     keys = ("scenario.alpha=0.6", "batch.size=4", "scenario.schedule=tensorrt_llm", "scenario.save_as=null")
-    text = shown(outcome(*PLAN, *keys).view)
-    assert "draft_len_schedule:" in text
+    assert "draft_len_schedule:" in shown(outcome(*PLAN, *keys).view)
     assert not (tmp_path / "schedules").exists()

@@ -25,7 +25,6 @@ def nothing_kept():
 
 
 def cell(tmp_path, name, *overrides, number=0, turn=0):
-    """Run a cell as a job of a sweep."""
     return run_here(tmp_path, *CELLS[name], *overrides, job=Job((), tmp_path / "sweeps" / "one", number, turn))
 
 

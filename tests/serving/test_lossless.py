@@ -33,8 +33,7 @@ def slots_with(draft: str, policy: str, num_slots: int = 3, target=TARGET, **set
     model = small_drafter(draft, target, 0.05)
     keys = {"gamma": 4, "budget": 16, "num_sink": 2, "page_size": 4, "refresh": 2, "prefill_chunk": 16}
     keys |= {"draft_model": model} | settings
-    engine = new_engine(target, draft_name=draft, policy=policy, **keys)
-    return Slots(engine, num_slots, MAX_LEN)
+    return Slots(new_engine(target, draft_name=draft, policy=policy, **keys), num_slots, MAX_LEN)
 
 
 def serve(scheduler: Scheduler, requests: list[Request], seed: float) -> None:
@@ -142,7 +141,7 @@ def test_acceptance_is_counted_as_offline():
     ("draft", "policy", "trained"), [*(("self", p, 512) for p in POLICIES), ("model", "streaming", 64)]
 )
 def test_every_tensor_with_rows_changes_hands(draft, policy, trained):
-    """By the names of tensors, which say where rows are: no policy can forget one of its own. A draft that was trained
+    """The names of tensors say where rows are, so that no policy can forget one of its own. A draft that was trained
     for less than its slots hold keeps more of them.
     """
     window = {"sliding_window": 16, "sliding_layers": (1,)}
@@ -210,8 +209,7 @@ def test_rounds_are_greedy_again_once_the_sampled_requests_have_gone():
     """Sorting the vocabulary for nobody would cost every round to come."""
     slots, (prompt,) = slots_with("self", "streaming"), random_prompts([20])
     for slot, sampling in enumerate((Sampling(), Sampling(temperature=1.0), Sampling(temperature=1.0))):
-        params = Params(20, replace(sampling, ignore_eos=True))
-        slots.prefill(prompt, params, True, lambda _: None)
+        slots.prefill(prompt, Params(20, replace(sampling, ignore_eos=True)), True, lambda _: None)
         slots.seat(slot)
     for slot, is_greedy in ((1, False), (2, True)):
         slots.release(slot)

@@ -51,7 +51,7 @@ def test_the_drafts_prefill_counts_like_the_targets():
 
 @pytest.mark.parametrize("speculative", [False, True])
 def test_a_round_follows_a_chunk_for_every_free_slot(speculative, monkeypatch):
-    """What is left of it goes to the next request; nobody's round is due while nobody has a slot."""
+    """The rest of a chunk goes to the next request; no round is due while no request has a slot."""
     slots, events = slots_with("self", "streaming", num_slots=4, prefill_chunk=8), []
     step = slots.step
     on_chunks(monkeypatch, slots, events.append)
@@ -167,7 +167,7 @@ def test_a_failure_between_chunks_is_not_blamed_on_the_prompt(monkeypatch):
 
 
 def test_a_request_whose_logits_are_not_finite_fails_alone():
-    """In its prefill or in a round; whoever gets its slot next is served as ever."""
+    """It fails in its prefill or in a round; the next request in its slot is served as usual."""
     prompts = random_prompts([30, 20, 30, 20])
     expected = [alone(prompt, 12) for prompt in prompts]
     strange = min(set(range(VOCAB)).difference(*expected, *prompts))

@@ -138,7 +138,7 @@ def test_connections_leave_descriptors(monkeypatch, soft, used, found):
 
 @pytest.mark.slow
 def test_a_server_with_few_descriptors_under_load_and_its_end():
-    """As it is used: what it prints first, slow heads at its limit, and SIGTERM while it answers."""
+    """Read what it prints first, send slow heads up to its limit, and SIGTERM while it answers."""
 
     def limited():
         resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
@@ -151,9 +151,8 @@ def test_a_server_with_few_descriptors_under_load_and_its_end():
         if "curl" in line:
             break
     told = "".join(lines)
-    assert re.search(
-        r"^tiny at http://127.0.0.1:\d+: 2 slots of [\d,]+ tokens; 256 more requests may wait$", told, re.M
-    )
+    first = r"^tiny at http://127.0.0.1:\d+: 2 slots of [\d,]+ tokens; 256 more requests may wait$"
+    assert re.search(first, told, re.M)
     port = int(re.search(r":(\d+)/v1/completions", lines[-1])[1])
     example = subprocess.run(lines[-1], shell=True, capture_output=True, text=True)
     assert '"text":' in example.stdout

@@ -34,9 +34,7 @@ def test_rows_without_a_request_take_nothing():
     before = state.num_tokens_B.clone()
     state.finished_B[1] = False
     positions = torch.arange(GAMMA + 1).expand(2, -1)
-    verdict = accept_sampled(
-        torch.zeros(2, GAMMA, dtype=torch.int64), None, torch.randn(2, GAMMA + 1, V), positions, Sampling(1.0)
-    )
-    assert state.commit(verdict)[0] == 0
+    proposed, logits = torch.zeros(2, GAMMA, dtype=torch.int64), torch.randn(2, GAMMA + 1, V)
+    assert state.commit(accept_sampled(proposed, None, logits, positions, Sampling(1.0)))[0] == 0
     assert state.num_tokens_B[0] == before[0]
     assert state.num_tokens_B[1] > before[1]

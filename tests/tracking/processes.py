@@ -39,15 +39,11 @@ wandb._log_tables = kill
 
 
 def start(*arguments, home, cwd=ROOT, **environment):
-    """Start a program whose home is `home`."""
     env = {key: value for key, value in os.environ.items() if not key.startswith("WANDB_")}
     env |= {"HOME": str(home), "NETRC": str(home / "netrc"), "PYTHONPATH": str(ROOT)}
-    env["PATH"] = os.pathsep.join(
-        [str(Path(sys.executable).parent), env["PATH"]]
-    )  # for `wandb agent`, which starts python
+    env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"  # for `wandb agent`, which starts python
     return Program(*arguments, cwd=cwd, env=env | environment)
 
 
 def python(*arguments, home, cwd=ROOT, **environment):
-    """Run such a program to its end."""
     return start(*arguments, home=home, cwd=cwd, **environment).finish()

@@ -4,6 +4,7 @@ import json
 
 from magicdec.tracking.generated import by_round
 from magicdec.tracking.store import Run
+from magicdec.units import WAYS
 
 CONFIG = {
     "target": {"name": "tiny", "path": "models/tiny"},
@@ -21,45 +22,18 @@ CONFIG = {
     "resume": True,
 }
 
-METRICS = {
-    "device": "Some CPU @ 2.90GHz",
-    "autoregressive/tokens_per_second": 433.21,
-    "autoregressive/time_per_output_token_ms": 18.43,
-    "autoregressive/time_to_first_token_ms": 4213.2,
-    "autoregressive/decode_s": 1.167,
-    "autoregressive/wall_s": 5.38,
-    "speculative/tokens_per_second": 812.9,
-    "speculative/time_per_output_token_ms": 9.81,
-    "speculative/time_to_first_token_ms": 4219.9,
-    "speculative/decode_s": 0.6824,
-    "speculative/wall_s": 4.902,
-    "speedup": 1.879,
-    "speedup_wall": 1.71,
-    "speedup_spread": 0.031,
-    "acceptance_rate": 0.7231,
-    "acceptance_rate/position_0": 0.85,
-    "acceptance_rate/position_1": 0.76,
-    "acceptance_rate/position_2": 0.68,
-    "acceptance_rate/position_3": 0.6,
-    "acceptance_length": 3.8924,
-    "acceptance/source": "measured",
-    "lossless/identical": True,
-    "lossless/passed": True,
-    "lossless/different_rows": 0,
-    "lossless/excused_rows": 0,
-    "lossless/max_logit_gap": 1.2e-6,
-    "lossless/baseline_max_logit_gap": 9e-7,
-    "time/target_decode_ms": 18.1,
-    "time/draft_ms": 3.21,
-    "time/verify_ms": 21.0,
-    "time/round_ms": 34.0,
-    "formula/speedup": 2.08,
-    "formula/speedup_error": 0.107,
-    "formula/speedup_wall": 1.75,
-    "memory/peak_gib": 1.234,
-    "memory/target_kv_gib": 0.2,
-    "memory/draft_kv_gib": 0.0061,
-}
+BOTH_WAYS = {"tokens_per_second": (433.21, 812.9), "time_per_output_token_ms": (18.43, 9.81)}
+BOTH_WAYS |= {"time_to_first_token_ms": (4213.2, 4219.9), "decode_s": (1.167, 0.6824), "wall_s": (5.38, 4.902)}
+METRICS = {f"{way}/{name}": values[i] for i, way in enumerate(WAYS) for name, values in BOTH_WAYS.items()}
+METRICS |= {"device": "Some CPU @ 2.90GHz", "speedup": 1.879, "speedup_wall": 1.71, "speedup_spread": 0.031}
+METRICS |= {f"acceptance_rate/position_{i}": rate for i, rate in enumerate((0.85, 0.76, 0.68, 0.6))}
+METRICS |= {"acceptance_rate": 0.7231, "acceptance_length": 3.8924, "acceptance/source": "measured"}
+METRICS |= {"lossless/identical": True, "lossless/passed": True}
+METRICS |= {"lossless/different_rows": 0, "lossless/excused_rows": 0}
+METRICS |= {"lossless/max_logit_gap": 1.2e-6, "lossless/baseline_max_logit_gap": 9e-7}
+METRICS |= {"time/target_decode_ms": 18.1, "time/draft_ms": 3.21, "time/verify_ms": 21.0, "time/round_ms": 34.0}
+METRICS |= {"formula/speedup": 2.08, "formula/speedup_error": 0.107, "formula/speedup_wall": 1.75}
+METRICS |= {"memory/peak_gib": 1.234, "memory/target_kv_gib": 0.2, "memory/draft_kv_gib": 0.0061}
 
 GENERATIONS = [{"row": 0, "context_len": 4, "autoregressive": [1, 2, 3], "speculative": [1, 2, 3]}]
 HISTORY = [{"round": i, "accepted": i % 5 + 0.5, "rows": 8, "seconds": 0.01, "batch": 0} for i in range(6)]
@@ -78,7 +52,6 @@ def with_changes(**groups):
 
 
 def finished_run(runs_dir):
-    """A run that is done."""
     run = Run.open(runs_dir, "abc", CONFIG)
     run.finish({"speedup": 1.5}, GENERATIONS, HISTORY)
     return run
@@ -90,5 +63,4 @@ def lines(path):
 
 
 def result_of(run):
-    """Return the content of result.json."""
     return json.loads((run.folder / "result.json").read_text())

@@ -233,7 +233,7 @@ def test_a_sweep_is_the_runs_of_its_folders_in_the_order_of_its_jobs(tmp_path):
 
 
 def test_predictions_have_a_table_of_their_own(report, tmp_path):
-    """With what they have: the best gamma, and the alpha from which speculation pays where none is known."""
+    """It shows the best gamma, and the alpha from which speculation pays where no acceptance is known."""
     predicted = {"predicted/gamma": 3, "predicted/break_even_alpha": 0.7071, "predicted/speedup": 1.2}
     write_run(tmp_path, "a", {"draft.gamma": 1}, {"speedup": 1.5, "acceptance_rate": 0.5} | predicted)
     write_run(tmp_path, "b", {"draft.gamma": 2}, {"speedup": 0.9, "acceptance_rate": 0.25} | predicted)

@@ -240,14 +240,7 @@ def test_the_commit_is_that_of_the_package_and_dirty_with_a_new_file(tmp_path, m
 @pytest.mark.parametrize(
     ("time", "earlier", "step", "predicted", "factors", "words"),
     [
-        (
-            14.5,
-            [5.6, 9.0],
-            14.0,
-            13.0,
-            (14.5 / 5.6, 14.0 / 13.0),
-            "2.6 times as long as in the fastest earlier attempt",
-        ),
+        (14.5, [5.6, 9.0], 14, 13, (14.5 / 5.6, 14 / 13), "2.6 times as long as in the fastest earlier attempt"),
         (5.6, [14.5, None], 5.0, 9.0, (1.0, 1.0), ""),
         (5.6, [], 5.0, 2.0, (None, 2.5), "2.5 times as long as predicted"),
         (5.6, [5.0], None, 2.0, (5.6 / 5.0, None), ""),

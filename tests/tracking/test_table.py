@@ -132,7 +132,7 @@ def test_a_difference_is_an_alarm_in_full_precision_only():
 
 @pytest.mark.parametrize("speedup", [0.83, 1.44])
 def test_the_headline_can_be_read_in_a_notebook(speedup):
-    """Which shows styles as HTML, where text without a colour is black or white, as the notebook likes it."""
+    """A notebook shows styles as HTML, where text without a colour is black or white, by its own theme."""
     (text,) = (text for label, text in table._verdict(CONFIG, METRICS | {"speedup": speedup}) if label == "speedup")
     styles = [Style.parse(str(span.style)).get_html_style() for span in text.spans]
     assert len(styles) == 2
@@ -209,16 +209,15 @@ def test_profile_shows_its_points():
 
 def test_where_to_see_it_in_wandb():
     url, warning = "https://wandb.ai/x/y/runs/abc-1", "W&B failed, it is down"
+    failed = f"W&B               {warning}"
     for logged, expected in (
-        (Logged("W&B", url=url), [f"W&B               {url}"]),
-        (Logged("W&B", warning=warning), [f"W&B               {warning}"]),
-        (
-            Logged("W&B", warning=warning, command=COMMAND),
-            [f"W&B               {warning}", f"send to W&B       {COMMAND}"],
-        ),
-        (Logged("W&B"), []),
+        ({"url": url}, [f"W&B               {url}"]),
+        ({"warning": warning}, [failed]),
+        ({"warning": warning, "command": COMMAND}, [failed, f"send to W&B       {COMMAND}"]),
+        ({}, []),
     ):
-        assert [line.rstrip() for line in printed(logged=[logged]).splitlines() if "W&B" in line] == expected
+        text = printed(logged=[Logged("W&B", **logged)])
+        assert [line.rstrip() for line in text.splitlines() if "W&B" in line] == expected
 
 
 def test_another_engine_is_named_with_its_draft():

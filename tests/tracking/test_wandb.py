@@ -66,8 +66,14 @@ def updates(records, kind):
     return {key: value for r in records if r["type"] == kind for key, value in r[kind]["update"].items()}
 
 
-def test_each_attempt_is_a_run_in_its_own_folder(told):
-    outcomes, _, home = told
+def run_and_config(records):
+    run = next(r["run"] for r in records if r["type"] == "run")
+    return run, {key: value for key, value in run["config"]["update"].items() if key != "_wandb"}
+
+
+def test_each_attempt_is_a_run_in_its_own_folder_and_the_terminal_hears_nothing_of_it(told):
+    outcomes, process, home = told
+    assert (process.returncode, process.stderr) == (0, "")
     folders = [Path(outcome["folder"]) for outcome in outcomes]
     assert [folder.parent for folder in folders] == [home / "runs" / name / "wandb" for name in ATTEMPTS]
     assert [folder.name.partition("_")[2].partition("-")[2] for folder in folders] == ATTEMPTS
@@ -75,15 +81,8 @@ def test_each_attempt_is_a_run_in_its_own_folder(told):
     assert all(outcome["warning"] is None for outcome in outcomes)
 
 
-def test_the_terminal_hears_nothing_of_it(told):
-    _, process, _ = told
-    assert process.stderr == ""
-    assert process.returncode == 0
-
-
 def test_config(records):
-    run = next(r["run"] for r in records if r["type"] == "run")
-    config = {key: value for key, value in run["config"]["update"].items() if key != "_wandb"}
+    run, config = run_and_config(records)
     assert config == CONFIG
     assert (run["run_id"], run["project"], run["run_group"]) == ("0123456789ab", "magicdec", "a group")
     assert run["job_type"] == "compare"
@@ -99,18 +98,13 @@ def test_summary_holds_the_results_and_no_last_round(records):
     assert not kept & HISTORY[0].keys()
 
 
-def test_history_is_a_line_per_round(records):
+def test_history_is_a_line_per_round_and_what_the_machine_did_against_the_time(records):
     items = [r["history"]["item"] for r in records if r["type"] == "history"]
     rounds = [{key: item[key] for key in HISTORY[0]} for item in items if "round" in item]
     assert rounds == HISTORY
-    steps = {r["metric"]["name"]: r["metric"].get("step_metric") for r in records if r["type"] == "metric"}
-    assert steps["accepted"] == steps["seconds"] == "round"
-
-
-def test_what_the_machine_did_is_told_against_the_time(records):
-    items = [r["history"]["item"] for r in records if r["type"] == "history"]
     assert [{key: item[key] for key in SYSTEM[0]} for item in items if "system/cpu" in item] == SYSTEM
     steps = {r["metric"]["name"]: r["metric"].get("step_metric") for r in records if r["type"] == "metric"}
+    assert steps["accepted"] == steps["seconds"] == "round"
     assert steps["system/cpu"] == "system/seconds"
 
 
@@ -143,14 +137,13 @@ def test_a_run_is_sent_again_from_the_store_alone(told, tmp_path):
 
 def content(records):
     """Return what was logged, without times; a table's file has a random name."""
-    named = {name: next(r[name] for r in records if r["type"] == name) for name in ("run",)}
-    run = {key: named["run"].get(key) for key in ("run_id", "project", "run_group", "job_type", "tags", "display_name")}
-    config = {key: value for key, value in named["run"]["config"]["update"].items() if key != "_wandb"}
+    run, config = run_and_config(records)
+    facts = {key: run.get(key) for key in ("run_id", "project", "run_group", "job_type", "tags", "display_name")}
     items = [r["history"]["item"] for r in records if r["type"] == "history"]
     history = [{key: item[key] for key in item if key in HISTORY[0] | SYSTEM[0]} for item in items]
     tables = [sorted(key for key in item if key in ("generations", "acceptance_by_position_table")) for item in items]
     summary = {key: value for key, value in updates(records, "summary").items() if key in METRICS or key == "started"}
-    return run, config, history, tables, summary
+    return facts, config, history, tables, summary
 
 
 SUMMARY = """
@@ -194,10 +187,8 @@ def test_the_report_of_a_sweep_is_an_artifact_of_the_sweep(tmp_path, mode):
 
 
 def test_intervals_are_numbers_for_charts():
-    assert tracking._ends({"speedup": 1.5, "speedup_ci95": [1.25, 1.75], "alpha_ci95": None}) == {
-        "speedup_ci95/low": 1.25,
-        "speedup_ci95/high": 1.75,
-    }
+    found = tracking._ends({"speedup": 1.5, "speedup_ci95": [1.25, 1.75], "alpha_ci95": None})
+    assert found == {"speedup_ci95/low": 1.25, "speedup_ci95/high": 1.75}
 
 
 def test_the_report_of_a_sweep_goes_nowhere_with_wandb_disabled(tmp_path):
@@ -331,7 +322,7 @@ def test_sync_command_can_be_pasted(tmp_path, monkeypatch):
 
 
 def test_levels_of_load_are_told_against_the_load():
-    """Which is so a chart's x axis, not the order of the lines."""
+    """The load is then the x axis of a chart, not the order of the lines."""
     told = SimpleNamespace(metrics={}, rows=[])
     told.define_metric = lambda name, step_metric=None, summary=None: told.metrics.update({name: step_metric})
     told.log = told.rows.append

@@ -122,17 +122,13 @@ class WandbServer(ThreadingHTTPServer):
         return {"artifactManifest": {"id": name, "file": file}}
 
     def _createArtifactFiles(self, input):
-        nodes = [
-            {
-                "storagePath": file["name"],
-                "uploadUrl": f"{self.url}/storage/artifact/{file['artifactID']}/{file['name']}",
-                "uploadHeaders": [],
-                "uploadMultipartUrls": None,
-                "artifact": {"id": file["artifactID"]},
-            }
-            for file in input["artifactFiles"]
-        ]
-        return {"files": {"edges": [{"node": node} for node in nodes]}}
+        edges = []
+        for file in input["artifactFiles"]:
+            artifact, name = file["artifactID"], file["name"]
+            url = f"{self.url}/storage/artifact/{artifact}/{name}"
+            node = {"storagePath": name, "uploadUrl": url, "uploadHeaders": [], "uploadMultipartUrls": None}
+            edges.append({"node": node | {"artifact": {"id": artifact}}})
+        return {"files": {"edges": edges}}
 
     def _commitArtifact(self, artifactID):
         return {"artifact": {"id": artifactID, "digest": self.artifacts[artifactID]["digest"]}}
@@ -180,10 +176,8 @@ class WandbServer(ThreadingHTTPServer):
     def _upsertView(self, **view):
         self.views.append(view)
         project = {"id": "p", "name": view["projectName"], "entityName": view["entityName"]}
-        return {
-            "view": view | {"id": f"view{len(self.views)}", "updatedAt": None, "project": project},
-            "inserted": True,
-        }
+        saved = view | {"id": f"view{len(self.views)}", "updatedAt": None, "project": project}
+        return {"view": saved, "inserted": True}
 
 
 class _Handler(BaseHTTPRequestHandler):

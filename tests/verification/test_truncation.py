@@ -18,7 +18,7 @@ def test_against_the_sorted_definition(monkeypatch, vocab, few):
 
 @pytest.mark.parametrize("vocab", [5000, 5120])
 def test_draws_from_a_large_vocabulary_have_its_distribution(vocab):
-    """In blocks, the last of which may be shorter. Chi-square over bins of tokens; none of no probability is drawn."""
+    """Draw by blocks, the last of which may be shorter. No token of probability 0 is drawn; chi-square for the rest."""
     generator = torch.Generator().manual_seed(vocab)
     p = (torch.randn(vocab, generator=generator) * 3).softmax(-1)
     p[512:768] = p[::7] = 0.0  # a whole block and others' tokens
@@ -53,9 +53,8 @@ def test_a_draw_from_nan_is_a_token(vocab):
 
 
 def test_a_token_does_not_depend_on_other_rows():
-    logits = (
-        torch.randn(6, 2, 5000, generator=torch.Generator().manual_seed(3)) * torch.logspace(-1, 1, 6)[:, None, None]
-    )
+    logits = torch.randn(6, 2, 5000, generator=torch.Generator().manual_seed(3))
+    logits *= torch.logspace(-1, 1, 6)[:, None, None]
     positions = torch.arange(2).expand(6, -1)
     for sampling in SETTINGS:
         together, _ = choose(logits, positions, Use.DECIDE, sampling)
