@@ -71,9 +71,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("magicdec doctor", description=(__doc__ or "").split("\n\n")[1])
     parser.add_argument("--markdown", action="store_true", help="print the table to paste into a bug report")
     options = parser.parse_args(arguments)
-    progress = Console(stderr=True)
-    with progress.status("checking, about half a minute"):
-        findings = [Finding(status, check, without_places(text)) for status, check, text in examine()]
+    with Console(stderr=True).status("checking, about half a minute") as shown:
+        found = examine(lambda check: shown.update(f"checking, about half a minute: {check}"))
+        findings = [Finding(status, check, without_places(text)) for status, check, text in found]
     if options.markdown:
         print(markdown_table(("", "check", "finding"), findings), end="")
     else:
@@ -88,8 +88,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if num_failed else 0
 
 
-def examine() -> Iterator[Finding]:
-    """Yield the findings of all checks. An exception within a check is its failure."""
+def examine(begin: Callable[[str], None] = lambda check: None) -> Iterator[Finding]:
+    """Yield the findings of all checks. An exception within a check is its failure. `begin` is told what comes next."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     checks: dict[str, Callable[[torch.device], Iterator[Finding]]] = {
         "versions": versions,
@@ -103,6 +103,7 @@ def examine() -> Iterator[Finding]:
         "W&B": wandb_server,
     }
     for name, check in checks.items():
+        begin(f"{name}, whose kernels compile at their first use" if name == "attention" else name)
         try:
             yield from check(device)
         except Exception as error:

@@ -192,8 +192,9 @@ def _valid(hint: Any, entry: Any = None) -> str:
         return _valid(args[0])
     if origin is Literal:
         return f"one of {', '.join(map(str, args))}" if len(args) > 1 else str(args[0])
-    if origin is list:
-        return f"list of {_valid(args[0])}"
+    if origin in (list, tuple):
+        each = _valid(args[0])
+        return f"list, each {each}" if each.startswith("a ") else f"list of {each}"
     if args:
         return " or ".join(map(_valid, args))
     words = {str: "text", int: "whole number", float: "number", bool: "true or false", type(None): "null"}
