@@ -8,7 +8,7 @@
 
 The parts, in this order: doctor; correct, a reduced matrix of the tests that need a GPU, and the bundled pair audited;
 ceilings of this card; profile, a round kernel by kernel next to docs/predictions/gpu.md; prefill of Llama-3.1-8B with
-random weights; steps, its T_T, T_D and T_V; rounds at a synthetic acceptance; policies of the cache; sampling; ranks,
+random weights; steps, its T_T, T_D and T_V; rounds at a synthetic acceptance; sampling; policies of the cache; ranks,
 where there are several GPUs; attention by every backend; pair, the bundled one with its real acceptance; peers,
 transformers on the same prompts; tests, all that need a GPU. Only prefill, pair and peers prefill; the others fill the
 KV cache with noise.

@@ -1,5 +1,6 @@
 """A step that is run many times over static buffers: replayed as one CUDA graph, or called as it is."""
 
+import warnings
 from collections.abc import Callable
 from functools import cache
 
@@ -36,7 +37,8 @@ class Captures:
         graph, cause = torch.cuda.CUDAGraph(), None
         try:
             # thread_local: what other threads do, such as NCCL's watchdog, cannot spoil the capture.
-            with torch.cuda.graph(graph, self.pool, self.stream, capture_error_mode="thread_local"):
+            with warnings.catch_warnings(), torch.cuda.graph(graph, self.pool, self.stream, "thread_local"):
+                warnings.filterwarnings("ignore", "The CUDA Graph is empty")  # of a draft that proposes on the host
                 try:
                     function()
                 except Exception as error:
