@@ -44,6 +44,9 @@ def test_a_draw_is_where_the_cumulative_distribution_exceeds_u(vocab):
     threshold = u[:, None] * cdf[:, -1:]
     assert (cdf.gather(-1, token) > threshold - 1e-6).all()
     assert ((cdf - p).gather(-1, token) <= threshold + 1e-6).all()
+    last = torch.zeros(2, vocab)
+    last[:, -2:] = torch.tensor([0.25, 0.75])
+    assert draw(last, torch.tensor([0.2, 0.3], dtype=torch.float64)).tolist() == [vocab - 2, vocab - 1]
 
 
 @pytest.mark.parametrize("vocab", [300, 5000])
