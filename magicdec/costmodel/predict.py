@@ -107,10 +107,8 @@ class Prediction:
     def metrics(self) -> dict[str, float | int | str | None]:
         """Return flat values under `predicted/`, as result.json and W&B hold them; times in milliseconds."""
         best, times = self.best, self.best.times
-        # Name the parts as runs do: a draft step includes its own selection, a selection once per round is separate.
-        selects_in_steps = self.setup.cache.selects == "step"
-        draft = times.draft.plus(times.select, float(selects_in_steps))
-        steps_per_selection = 1 if selects_in_steps else best.gamma * self.setup.cache.rounds_per_selection
+        cache, steps = self.setup.cache, times.steps(self.setup.cache)
+        steps_per_selection = 1 if cache.selects == "step" else best.gamma * cache.rounds_per_selection
         values: dict[str, float | int | str | None] = {
             "speedup": best.speedup,
             "speedup_wall": self.speedup_wall(best),
@@ -120,7 +118,7 @@ class Prediction:
             "break_even_alpha": best.break_even_alpha,
             "critical_context": self.critical_context,
             "target_decode_ms": 1e3 * times.target.total,
-            "draft_ms": 1e3 * draft.total,
+            "draft_ms": 1e3 * steps["draft"].total,
             "select_ms": 1e3 * times.select.total * steps_per_selection,
             "verify_ms": 1e3 * times.verify.total,
             "overhead_ms": 1e3 * times.overhead.total,
@@ -131,7 +129,7 @@ class Prediction:
             "ridge": self.setup.hardware.device.ridge,
             "calibration": self.setup.hardware.note,
         }
-        for step, time in (("target_decode", times.target), ("draft", draft), ("verify", times.verify)):
+        for step, time in steps.items():
             values |= {f"{step}/{part}_ms": 1e3 * value for part, value in time._asdict().items()}
         values |= {f"speedup/gamma_{at.gamma}": at.speedup for at in self.by_gamma if at.speedup is not None}
         return {f"predicted/{name}": value for name, value in values.items()}

@@ -178,6 +178,11 @@ class RoundTimes(NamedTuple):
         """Return the seconds of the whole round."""
         return self.gamma * (self.draft.total + self.select.total) + self.verify.total + self.overhead.total
 
+    def steps(self, cache: CacheConfig) -> dict[str, StepTime]:
+        """Return T_T, T_D and T_V by the names of runs, whose draft step includes its own selection."""
+        draft = self.draft.plus(self.select, float(cache.selects == "step"))
+        return {"target_decode": self.target, "draft": draft, "verify": self.verify}
+
     def speedup(self, acceptance_length: float) -> float:
         """Return T_T over T_SD when a round yields `acceptance_length` tokens on average."""
         return self.target.total / (self.round_s / acceptance_length)

@@ -21,9 +21,9 @@ from magicdec.engine.native import Batch, NativeEngine, warm_up
 from magicdec.errors import UserError
 from magicdec.measure import memory, metrics
 from magicdec.measure.ceilings import matmul_rate, read_bandwidth
-from magicdec.measure.gpu import Watch
 from magicdec.measure.metrics import Metrics, Times
 from magicdec.measure.profile import profile_round
+from magicdec.measure.system import Watch
 from magicdec.planning import build
 from magicdec.planning.resolve import Plan, resolve
 from magicdec.planning.shared import SHARED, Prefilled, prefill_key
@@ -136,10 +136,10 @@ def _figures(plan: Plan, measured: Measured, outputs: Outputs) -> Metrics:
         results["speedup_precision"] = reached
     if speculative := measured.speculative:
         gamma = metrics.usual_gamma(speculative) or plan.config.gammas[-1]  # every row ended at its first token
-        results |= metrics.acceptance_metrics(speculative) | {"gamma": gamma}
-        passes = [one.speculative for one in measured.repeats]
-        results |= metrics.interval_metrics(passes, measured.times)
-        results |= metrics.category_acceptance(outputs.prompts.categories, metrics.rounds_of_prompts(passes))
+        rounds = metrics.rounds_of_prompts(one.speculative for one in measured.repeats)
+        results |= metrics.acceptance(sum(rounds, metrics.Rounds())) | {"gamma": gamma}
+        results |= metrics.interval_metrics(rounds, measured.times)
+        results |= metrics.category_acceptance(outputs.prompts.categories, rounds)
         synthetic = plan.config.draft.synthetic_acceptance is not None
         results["acceptance/source"] = "synthetic" if synthetic else "measured"
         results |= lossless(plan, outputs.autoregressive, outputs.speculative, measured.verdict)

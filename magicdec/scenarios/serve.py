@@ -141,11 +141,8 @@ def _level_metrics(
     if "speculative" not in measured:
         return result
     fast = measured["speculative"][0]
-    rounds = Rounds()
-    for request in fast:
-        rounds.update(request.rounds)
     each = [request.rounds for request in fast]
-    result |= acceptance(rounds) | acceptance_intervals(each) | category_acceptance(categories, each)
+    result |= acceptance(sum(each, Rounds())) | acceptance_intervals(each) | category_acceptance(categories, each)
     if len(measured) < len(WAYS):
         return result
     before, after = ([request.tokens for request in requests] for requests, _ in measured.values())

@@ -132,9 +132,7 @@ def _decoded(batch: Batch, gamma: int) -> Generation:
 
 def _alpha(found: Sequence[Found], gamma: int) -> float:
     """Return the acceptance of all rounds with a gamma: proposals late in a round are not accepted like the first."""
-    rounds = metrics.Rounds()
-    for one in found:
-        rounds.update(one.rounds[gamma])
+    rounds = sum((one.rounds[gamma] for one in found), metrics.Rounds())
     return float(metrics.acceptance(rounds).get("alpha") or 0.0)
 
 

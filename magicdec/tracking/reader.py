@@ -117,7 +117,7 @@ def slowness(result: Mapping[str, Any], earlier: Iterable[Mapping[str, Any]]) ->
 
 
 def gpu_trouble(result: Mapping[str, Any]) -> list[str]:
-    """Return what has disturbed the GPU during a run, in words (magicdec/measure/gpu.py); [] if nothing is known."""
+    """Return what has disturbed the GPU during a run, in words (magicdec/measure/system.py); [] if nothing is known."""
     known = {key: value for key, value in result.items() if isinstance(value, int | float)}
     shares = {why: known.get(f"gpu/throttled/{why}", 0.0) for why in ("thermal", "power")}
     found = [f"throttled ({why}) for {share:.0%} of the time" for why, share in shares.items() if share > THROTTLED]
