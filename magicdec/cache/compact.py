@@ -107,14 +107,6 @@ class CompactCache(DraftCache):
         if self.positions_LBKS is not None:
             self.positions_LBKS[layer][..., : self.budget] = from_BKS
 
-    @override
-    def for_prefill(self, chunk: int) -> DraftCache:
-        """Return a cache of everything, from which `adopt` selects."""
-        from magicdec.cache.full import FullCache  # for independent drafts alone
-
-        k = self.k_LBKSD
-        return FullCache.build(self.spec, self.config, self.num_rows, k.dtype, k.device, None)
-
     def ring_slots(self, position: Tensor) -> Tensor:
         """Return the slots of tokens by their positions, for tokens of the window."""
         ring = self.num_fixed + (position - self.num_fixed) % self.window

@@ -30,17 +30,12 @@ BASELINE = "autoregressive/time_per_output_token_ms"
 
 def run_of(attempt_id: str) -> str:
     """Return the id of the run: abc, abc-2 and abc-3 are attempts at abc."""
-    return _parts(attempt_id)[0]
+    return ATTEMPT.fullmatch(attempt_id)[1]  # type: ignore[index]  # no folder has an empty name
 
 
 def number_of(attempt_id: str) -> int:
     """Return the number of the attempt, from 1."""
-    return int(_parts(attempt_id)[1] or 1)
-
-
-def _parts(attempt_id: str) -> tuple[str, str | None]:
-    run_id, number = ATTEMPT.fullmatch(attempt_id).groups()  # type: ignore[union-attr]  # no folder has an empty name
-    return run_id, number
+    return int(ATTEMPT.fullmatch(attempt_id)[2] or 1)  # type: ignore[index]
 
 
 def attempts(runs_dir: str | Path, run_id: str) -> list[Path]:

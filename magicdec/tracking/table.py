@@ -70,8 +70,8 @@ def _results(
     yield Text()
     if config["scenario"]["name"] == "profile":
         yield Group(_grid(history), Text())
-    elif any(three_digits(metrics.get(f"{way}/{key}")) for way in WAYS for key in SPEEDS):
-        yield Group(_speeds(metrics), Text())
+    elif (speeds := _speeds(metrics)).row_count:
+        yield Group(speeds, Text())
     if found := categories(metrics):
         yield Group(found, Text())
     if meaning := [*_verdict(config, metrics), *_steps(metrics), *_memory(metrics)]:
