@@ -142,7 +142,7 @@ def head_from(plain: Mapping[str, Any], tensors: Mapping[str, Any] | None, name:
     kind = plain.get("speculators_model_type", "eagle3")
     if kind != "eagle3":
         raise UserError(f"{name}: speculators_model_type={kind!r} is not supported; supported: eagle3")
-    file = parse(HeadFile, {key: value for key, value in plain.items() if key in _keys()}, where=name)
+    file = parse(HeadFile, plain, where=name)
     layer = plain.get("transformer_layer_config", plain)
     model = from_hugging_face(dict(layer) | {"tie_word_embeddings": False}, name)
     if layer.get("model_type") not in FAMILIES or model.num_layers != 1:
@@ -164,7 +164,3 @@ def head_from(plain: Mapping[str, Any], tensors: Mapping[str, Any] | None, name:
         maps_vocabulary="d2t" in has,
         layer_prefix=next((prefix for prefix in PREFIXES if any(one.startswith(prefix) for one in has)), PREFIXES[0]),
     )
-
-
-def _keys() -> set[str]:
-    return {entry.name for entry in fields(HeadFile)}

@@ -39,10 +39,7 @@ STEPS = {"target": "T_T", "draft": "T_D", "verify": "T_V", "prefill": "prefill"}
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code."""
     parser = argparse.ArgumentParser(
-        "magicdec calibrate",
-        description=__doc__,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "magicdec calibrate", description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--name", default="calibrated", help="name of the option to write: conf/hardware/NAME.yaml")
     parser.add_argument("--url", help="time a server with OpenAI's API, as in engine.url")

@@ -218,12 +218,7 @@ class Chat(Generation):
 
     @override
     def choice(self, text: str, end: str | None) -> dict[str, Any]:
-        return {
-            "index": 0,
-            "message": {"role": "assistant", "content": text},
-            "logprobs": None,
-            "finish_reason": end,
-        }
+        return {"index": 0, "message": {"role": "assistant", "content": text}, "logprobs": None, "finish_reason": end}
 
     @override
     def delta(self, text: str, end: str | None, first: bool) -> dict[str, Any]:

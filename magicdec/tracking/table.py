@@ -3,7 +3,7 @@
 Its values are the flat metrics, under their names in result.json. Missing ones are not shown.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +75,12 @@ def _results(
     if found := categories(metrics):
         yield Group(found, Text())
     if meaning := [*_verdict(config, metrics), *_steps(metrics), *_memory(metrics)]:
-        yield Group(_pairs(meaning), Text())
+        table = Table.grid(padding=(0, 1, 0, 0))
+        table.add_column(width=LABEL_WIDTH - 1, style="dim")
+        table.add_column(overflow="fold")
+        for label, text in meaning:
+            table.add_row(label, text)
+        yield Group(table, Text())
 
 
 def _header(config: Mapping[str, Any], metrics: Metrics) -> Iterator[Text]:
@@ -275,15 +280,6 @@ def _whereabouts(folder: Path, logged: Sequence[Logged]) -> Iterator[Text]:
         if value:
             text = Text(f"{label:{LABEL_WIDTH}}", style="dim", no_wrap=True, overflow="ignore")
             yield text.append(value, style=style or "not dim")
-
-
-def _pairs(rows: Iterable[tuple[str, Text]]) -> Table:
-    table = Table.grid(padding=(0, 1, 0, 0))
-    table.add_column(width=LABEL_WIDTH - 1, style="dim")
-    table.add_column(overflow="fold")
-    for label, text in rows:
-        table.add_row(label, text)
-    return table
 
 
 def _number(value: Any) -> float | None:
