@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from magicdec.architectures import ModelConfig
 from magicdec.attention.base import Attention
-from magicdec.cache.scored import ScoredCache
+from magicdec.cache.compact import ScoredCache
 from magicdec.config.choices import FP32, CacheConfig, CacheSpec, all_kv_heads
 from magicdec.config.registry import POLICIES
 from magicdec.models.kv_cache import KVCache

@@ -12,8 +12,7 @@ from pathlib import Path
 from statistics import median
 
 from magicdec.calibrate.files import of_results
-from magicdec.calibrate.measured import Measured
-from magicdec.calibrate.steps import measure_here
+from magicdec.calibrate.steps import Measured, measure_here
 from magicdec.costmodel.calibration import ON_CPUS, OWN, SERVED, Calibration, calibrate, errors_of, option_yaml
 from magicdec.costmodel.hardware import OWN_STACK, configured
 from magicdec.costmodel.tables import Row

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from magicdec.architectures import ModelConfig
-from magicdec.calibrate.measured import ELEMENT_BYTES, FIGURES, Measured, measured, timed_row
-from magicdec.calibrate.steps import rates_of, this_machine
+from magicdec.calibrate.steps import ELEMENT_BYTES, FIGURES, Measured, measured, rates_of, this_machine, timed_row
 from magicdec.config.load import compose
 from magicdec.costmodel.hardware import CPU
 from magicdec.costmodel.tables import Row
@@ -163,10 +162,15 @@ def profile_rows(config: Mapping[str, Any], history: Iterable[Mapping[str, Any]]
             f"draft={draft['name']} with draft.quantization={draft['quantization']}: a calibration needs draft=self or "
             "draft=model, unquantized"
         )
-    name = draft["model"]["name"] if draft["name"] == "model" else draft["name"]
-    choices = (config["target"]["name"], name, cache["policy"], config["hardware"]["name"], cache["budget"])
-    size = ELEMENT_BYTES[config["hardware"]["dtype"]]
-    return [timed_row(point, *choices, size, table="profile") for point in history]
+    known = {
+        "target": config["target"]["name"],
+        "draft": draft["model"]["name"] if draft["name"] == "model" else draft["name"],
+        "policy": cache["policy"],
+        "hardware": config["hardware"]["name"],
+        "kv_budget": cache["budget"],
+        "element_bytes": ELEMENT_BYTES[config["hardware"]["dtype"]],
+    }
+    return [timed_row(point, **known, table="profile") for point in history]
 
 
 def _architecture(choice: Mapping[str, Any]) -> ModelConfig:

@@ -7,10 +7,9 @@ from typing import Any
 from magicdec.config.schema import Efficiency
 from magicdec.costmodel.acceptance import Curves
 from magicdec.costmodel.acceptance import published as published_points
-from magicdec.costmodel.predict import predict
+from magicdec.costmodel.predict import predict, verdict
 from magicdec.costmodel.round import Setup, prefill_s, round_times
 from magicdec.costmodel.speedup import omega
-from magicdec.costmodel.summary import verdict
 from magicdec.costmodel.tables import Row, first_version, read_table
 from magicdec.costmodel.targets import architecture
 

@@ -18,7 +18,7 @@ from typing_extensions import override
 from magicdec.cache.draft_cache import DraftCache
 from magicdec.config.choices import CacheConfig, CacheSpec, DraftConfig, Selects
 from magicdec.config.registry import POLICIES
-from magicdec.decoding.scoring import score
+from magicdec.decoding.prefill import score
 from magicdec.decoding.state import DRAFT, State
 from magicdec.models.kv_cache import KVCache
 from magicdec.models.taps import Taps

@@ -23,8 +23,7 @@ from magicdec.scenarios.levels import jobs_of, levels_of, prompts_of, speed_metr
 from magicdec.scenarios.outcome import Outcome, keeping
 from magicdec.scenarios.outputs import Outputs
 from magicdec.scenarios.peer import load
-from magicdec.serving.load import Load, RequestSpec, under_load
-from magicdec.serving.search import Search
+from magicdec.serving.load import Load, RequestSpec, Search, under_load
 from magicdec.tracking.progress import Progress
 from magicdec.units import WAYS
 

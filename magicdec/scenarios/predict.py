@@ -9,9 +9,8 @@ from rich.table import Table
 from magicdec.config.schema import Predict
 from magicdec.costmodel.acceptance import task_of
 from magicdec.costmodel.comparison import published
-from magicdec.costmodel.predict import Prediction
+from magicdec.costmodel.predict import Prediction, pays_from, verdict
 from magicdec.costmodel.predict import predict as predict_setup
-from magicdec.costmodel.summary import pays_from, verdict
 from magicdec.planning.prediction import assumed_alpha, curves
 from magicdec.planning.resolve import Plan, resolve
 from magicdec.scenarios.outcome import Outcome

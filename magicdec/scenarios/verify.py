@@ -24,7 +24,7 @@ from magicdec.engine.native import Batch, NativeEngine, warm_up
 from magicdec.errors import UserError
 from magicdec.measure import metrics
 from magicdec.measure.ceilings import matmul_rate, read_bandwidth
-from magicdec.measure.shares import Share, share_of_best
+from magicdec.measure.intervals import Share, share_of_best
 from magicdec.planning import build
 from magicdec.planning.resolve import Plan, resolve
 from magicdec.scenarios.outcome import Outcome, keeping
