@@ -54,12 +54,6 @@ class CompactCache(DraftCache):
     def select(self, layer: int, source: KVCache, scores_LBKS: Tensor | None) -> Tensor:
         """Return the slots of `source` that one layer keeps (B, K or 1, F), for rows that outgrow the budget."""
 
-    @property
-    @override
-    def num_bytes(self) -> int:
-        """Return the bytes of the entries, and of their positions."""
-        return super().num_bytes + (0 if self.positions_LBKS is None else self.positions_LBKS.nbytes)
-
     @override
     def plan(self, attention: Attention, num_new: int, dtype: torch.dtype) -> list[Any]:
         """Plan a sliding window by positions, because slots are in no order."""

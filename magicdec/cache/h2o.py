@@ -54,12 +54,6 @@ class H2OCache(ScoredCache):
         self.step_scores_GLBKC = self.scores_LBKC.new_zeros(self.spec.gamma, *self.scores_LBKC.shape)
         self._step = 0
 
-    @property
-    @override
-    def num_bytes(self) -> int:
-        """Return the bytes of entries and scores."""
-        return super().num_bytes + 4 * (self.scores_LBKC.numel() + self.step_scores_GLBKC.numel())
-
     @override
     def fixed_slots(self, budget: int) -> int:
         return max(0, budget - self.spec.num_recent(self.spec.cache.budget))
