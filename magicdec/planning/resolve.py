@@ -21,7 +21,6 @@ from magicdec.costmodel.roofline import BF16
 from magicdec.costmodel.round import Setup, round_times
 from magicdec.errors import UserError
 from magicdec.kernels.toolchain import triton_obstacle
-from magicdec.measure.metrics import Metrics
 from magicdec.measure.system import cpu_name, driver_version
 from magicdec.models import checkpoint
 from magicdec.planning.identity import identify
@@ -87,7 +86,7 @@ class Plan:
         return found
 
     @property
-    def sources(self) -> Metrics:
+    def sources(self) -> dict[str, str]:
         """Return the metric that says whether the weights are trained or random."""
         models = (self.target, self.draft)
         return {"weights/source": "random" if any(m is not None and m.folder is None for m in models) else "checkpoint"}
@@ -163,9 +162,8 @@ class Plan:
             return [
                 f"hardware=auto: {why}: this run uses the CPU; magicdec doctor says why, and hardware=cpu silences this"
             ]
-        if config.scenario.name != "compare" or config.engine.name != "native" or not config.speculates:
-            return []
-        if CORPORA[config.data.name].facts.own_lengths:  # not known yet
+        has_model = config.scenario.name == "compare" and config.engine.name == "native" and config.speculates
+        if not has_model or CORPORA[config.data.name].facts.own_lengths:  # which are not known yet
             return []
         try:
             found = comparison.warning(self.setup(), config.gammas, curves(config), config.draft.synthetic_acceptance)
