@@ -37,10 +37,9 @@ class Repeat:
 
     def times(self, prefill_seconds: Sequence[float]) -> Times:
         """Return the times of every row, with those of the prefills; without a draft, of one way."""
-        ways = {"autoregressive": self.autoregressive, "speculative": self.speculative}
         return {
             way: [metrics.row_times(g, s) for g, s in zip(batches, prefill_seconds, strict=False)]
-            for way, batches in ways.items()
+            for way, batches in vars(self).items()
             if batches
         }
 
