@@ -10,6 +10,7 @@ import re
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from statistics import fmean
 from typing import Any
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper, BasicSweeperConf
@@ -32,6 +33,37 @@ OWN = ("process_launcher", "basic_launcher")
 MOST_JOBS = 10_000  # of a grid: Hydra composes each of them before it starts the first
 
 
+@dataclass
+class SweepJob:
+    """A job of the sweep, until its process has ended."""
+
+    number: int
+    overrides: Sequence[str]
+    turn: int = 0  # the repeat to measure; 0: all
+    not_before: float = -math.inf
+
+    def __str__(self) -> str:
+        return f"job {self.number} ({' '.join(self.overrides)})"
+
+
+class Titles:
+    """The line that announces each job: its number in the order of the sweep, what differs, and the minutes left."""
+
+    def __init__(self, overrides: Sequence[Sequence[str]]):
+        self.total, self.begun = len(overrides), 0
+        self.common = set(overrides[0]).intersection(*overrides) if overrides else set()
+        self.seconds: list[float] = []  # of the jobs that have ended
+
+    def __call__(self, job: SweepJob, at_once: int) -> str:
+        """Return the line of the next job."""
+        left = self.total - self.begun
+        self.begun += 1
+        own = " ".join(text for text in job.overrides if text not in self.common)
+        own = f"repeat {job.turn}: {own}" if job.turn else own
+        minutes = left / at_once * fmean(self.seconds) / 60 if self.seconds else 0
+        return f"[{self.begun}/{self.total}] {own}{f', about {minutes:.0f} min left' if minutes >= 1 else ''}"
+
+
 def group_of(number: int, overrides: Sequence[str], config: DictConfig) -> Hashable:
     """Return what the jobs that share a process have in common; the job's own number if it shares nothing."""
     if config.sweep.share == "none" or config.engine.name != "native":
@@ -40,18 +72,10 @@ def group_of(number: int, overrides: Sequence[str], config: DictConfig) -> Hasha
 
 
 @dataclass(frozen=True)
-class Member:
-    """A job of a group: its number in the sweep and its overrides."""
-
-    number: int
-    overrides: Sequence[str]
-
-
-@dataclass(frozen=True)
 class GroupTask:
     """The task of a launcher, whose jobs are groups: run every job of the group whose number Hydra gives it."""
 
-    groups: Sequence[Sequence[Member]]
+    groups: Sequence[Sequence[SweepJob]]
     context: HydraContext
     config: DictConfig
     task: TaskFunction
@@ -65,7 +89,7 @@ class GroupTask:
 
             SHARED.begin("none")  # the process may live on, next to that of the next group
 
-    def _run(self, member: Member) -> JobReturn:
+    def _run(self, member: SweepJob) -> JobReturn:
         config = self.context.config_loader.load_sweep_config(self.config, list(member.overrides))
         with open_dict(config.hydra.job) as job:
             job.num, job.id = member.number, f"{job.name}_{member.number}"
@@ -86,7 +110,7 @@ class GroupLauncher(Launcher):
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Run all jobs; return their results in order."""
         config = self.given["config"]
-        members = [Member(number, overrides) for number, overrides in enumerate(job_overrides, initial_job_idx)]
+        members = [SweepJob(number, overrides) for number, overrides in enumerate(job_overrides, initial_job_idx)]
         groups = grouped(members, config)
         if len(groups) < len(members):
             name = config.hydra.runtime.choices["hydra/launcher"]
@@ -103,9 +127,9 @@ class GroupLauncher(Launcher):
         return [results[member.number] for member in members]
 
 
-def grouped(members: Sequence[Member], config: DictConfig) -> list[list[Member]]:
+def grouped(members: Sequence[SweepJob], config: DictConfig) -> list[list[SweepJob]]:
     """Return the groups in the order of their first jobs, in parts of at most sweep.jobs_per_task."""
-    groups: dict[Hashable, list[Member]] = {}
+    groups: dict[Hashable, list[SweepJob]] = {}
     for member in members:
         groups.setdefault(group_of(member.number, member.overrides, config), []).append(member)
     size = config.sweep.jobs_per_task or len(members)
