@@ -210,7 +210,9 @@ def verdict(prediction: Prediction) -> str:
             f"this configuration is predicted to run at {prediction.speedups}, with gamma {best.gamma}: {where}, "
             f"{_reason(best)}; {limit} ({basis}alpha {known.alpha:.2f}: {known.source})"
         )
-    return text if prediction.fits else f"{text}. {_does_not_fit(prediction)}"
+    needed, device = prediction.memory.total / GIB, prediction.setup.hardware.device
+    unfit = f". It needs {needed:.0f} GiB of {device.memory / GIB:.0f} on each GPU, so it does not fit"
+    return text if prediction.fits else f"{text}{unfit}"
 
 
 def pays_from(at: AtGamma) -> str:
@@ -244,8 +246,3 @@ def _reason(at: AtGamma) -> str:
         f"drafting takes {drafting.total / decoding.total:.2f} decoding steps and is {BOUND_BY[drafting.largest]}, "
         f"verification takes {times.verify.total / decoding.total:.2f} and is {BOUND_BY[extra.largest]}"
     )
-
-
-def _does_not_fit(prediction: Prediction) -> str:
-    needed, device = prediction.memory.total / GIB, prediction.setup.hardware.device
-    return f"It needs {needed:.0f} GiB of {device.memory / GIB:.0f} on each GPU, so it does not fit"

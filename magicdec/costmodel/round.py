@@ -27,9 +27,7 @@ class Setup:
     hardware: Hardware
     batch: int
     context: int
-    draft: DraftConfig = field(
-        default_factory=lambda: DRAFTS["self"].facts()
-    )  # with the architecture of a model of its own
+    draft: DraftConfig = field(default_factory=lambda: DRAFTS["self"].facts())  # with a model's architecture
     cache: CacheConfig = field(default_factory=lambda: POLICIES["streaming"].facts(budget=512))
     target_name: str = "target"
     target_path: str | None = None  # of its weights

@@ -16,8 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from magicdec.errors import UserError
-from magicdec.http.completion import Chat, Completion, Generation
-from magicdec.http.text import StoppableText
+from magicdec.http.completion import Chat, Completion, Generation, StoppableText
 from magicdec.serving.engine import AsyncEngine, Stream
 
 BODY_BYTES, BYTES_PER_TOKEN = 16 << 10, 32  # largest body: a token takes about 5 bytes as text, 12 escaped or as an id

@@ -199,9 +199,7 @@ def share_of_best(turns: Sequence[Mapping[int, float]], choice: int) -> Share:
     of_best = medians[choice] / max(medians.values())
     if len(turns) == 1:
         return Share(of_best, None)
-    logs = [
-        log(turn[choice] / turn[_best([*turns[:number], *turns[number + 1 :]])]) for number, turn in enumerate(turns)
-    ]
+    logs = [log(turn[choice] / turn[_best([*turns[:at], *turns[at + 1 :]])]) for at, turn in enumerate(turns)]
     apart = Estimate(fmean(logs), repeats_K=np.array(logs))
     ends = [exp(end) for end in apart.ends] if len(turns) >= MIN_REPEATS else None
     return Share(of_best, exp(apart.value), ends)

@@ -209,9 +209,7 @@ def losslessness(config: Mapping[str, Any], metrics: Metrics) -> Text:
     if passed is not None:
         verdict = ("yes", "bold green") if passed else ("NO", "bold red")
     if is_sampled and _number(metrics.get("lossless/z_score")) is not None:
-        z, control, outside = (
-            metrics[f"lossless/{name}"] for name in ("z_score", "baseline_z_score", "outside_tokens")
-        )
+        z, control, outside = (metrics[f"lossless/{key}"] for key in ("z_score", "baseline_z_score", "outside_tokens"))
         of = f"{outside} tokens that the target would not draw" if outside else "all tokens within the target's choice"
         return Text.assemble(verdict, f", sampled from the target: z {z:+.1f} (autoregressive {control:+.1f}), {of}")
     if metrics["lossless/identical"] is None:
@@ -228,9 +226,7 @@ def losslessness(config: Mapping[str, Any], metrics: Metrics) -> Text:
 def _steps(metrics: Metrics) -> Iterator[tuple[str, Text]]:
     """Describe the times of the parts, and the speedups that follow from them."""
     names = {"target_decode": "target T_T", "draft": "draft T_D", "verify": "verify T_V", "round": "round"}
-    parts = [
-        f"{label} {time}" for name, label in names.items() if (time := three_digits(metrics.get(f"time/{name}_ms")))
-    ]
+    parts = [f"{sign} {ms}" for name, sign in names.items() if (ms := three_digits(metrics.get(f"time/{name}_ms")))]
     if parts:
         yield "step times, ms", Text(", ".join(parts))
     if is_impossible(metrics):

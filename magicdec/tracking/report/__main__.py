@@ -99,9 +99,7 @@ def _figure(arguments: Sequence[str]) -> None:
     options = parser.parse_args(arguments)
     rows = query.select(rows_of(read_runs(options.runs_dir, options.sweep)[0]), options.where)
     known = keys_of(rows)
-    x, series = (
-        key and _setting(known, key, f"--{name}") for name, key in (("x", options.x), ("series", options.series))
-    )
+    x, series = _setting(known, options.x, "--x"), options.series and _setting(known, options.series, "--series")
     keys = [query.find_key(known, key, "--y") for key in options.y.split(",")]
     rows = [row for row in rows if row.get("status") == "done"]
     for key in query.NEVER_MIXED:
