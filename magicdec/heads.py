@@ -147,9 +147,8 @@ def head_from(plain: Mapping[str, Any], tensors: Mapping[str, Any] | None, name:
     model = from_hugging_face(dict(layer) | {"tie_word_embeddings": False}, name)
     if layer.get("model_type") not in FAMILIES or model.num_layers != 1:
         raise UserError(f"{name}: a head of {model.num_layers} layers of {layer.get('model_type')} is not supported")
-    taps = (
-        file.eagle_aux_hidden_state_layer_ids or (file.eagle_config or EagleConfig()).eagle_aux_hidden_state_layer_ids
-    )
+    nested = file.eagle_config or EagleConfig()
+    taps = file.eagle_aux_hidden_state_layer_ids or nested.eagle_aux_hidden_state_layer_ids
     has = tensors if tensors is not None else {"lm_head.weight": None, "d2t": None}
     return HeadConfig(
         **{entry.name: getattr(model, entry.name) for entry in fields(ModelConfig)},

@@ -54,9 +54,8 @@ def warnings(config: Config) -> list[str]:
             found.append(f"{key}.budget={one.budget} holds all of batch.context_len={context_len}: it saves nothing")
     for name, value in (("top_k", sampling.top_k), ("top_p", sampling.top_p)):
         if sampling.temperature == 0 and value is not None:
-            found.append(
-                f"sampling.{name}={value} has no effect: at sampling.temperature=0 the likeliest token is taken"
-            )
+            why = "at sampling.temperature=0 the likeliest token is taken"
+            found.append(f"sampling.{name}={value} has no effect: {why}")
     return found
 
 

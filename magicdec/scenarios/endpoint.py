@@ -85,9 +85,8 @@ class Measurement:
             seed = self.plan.config.data.seed
             requests, seconds = await under_load(endpoint, self.jobs, level, seed, task.advance)
         found = Level(cast(list[EndpointRequest], requests), seconds, before, await endpoint.counters())
-        reasons = Counter(
-            described(r.error, endpoint.address.time_limit_s) for r in found.requests if r.error is not None
-        )
+        errors = (one.error for one in found.requests if one.error is not None)
+        reasons = Counter(described(error, endpoint.address.time_limit_s) for error in errors)
         for reason, number in reasons.most_common(1):
             failed = f"{way}, {level}: {reasons.total()} of {len(requests)} requests failed"
             if not found.answered:

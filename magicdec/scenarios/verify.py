@@ -109,9 +109,8 @@ def _measured(engine: NativeEngine, prompts: list[list[int]], rows: int, scenari
             if scenario.steps == "measured":
                 timed.append({gamma: _round_s(_decoded(batch, gamma)) for gamma in gammas})
             decoded = {gamma: _decoded(batch, gamma) for gamma in gammas}
-            seconds = {
-                gamma: metrics.time_per_output_token_ms(metrics.row_times(one, 0.0)) for gamma, one in decoded.items()
-            }
+            times = {gamma: metrics.row_times(one, 0.0) for gamma, one in decoded.items()}
+            seconds = {gamma: metrics.time_per_output_token_ms(rows) for gamma, rows in times.items()}
             turns.append({gamma: seconds[0] / one for gamma, one in seconds.items()})
             for gamma in rounds:
                 rounds[gamma].update(metrics.rounds_of(decoded[gamma]))
