@@ -23,12 +23,7 @@ log = logging.getLogger(__name__)
 
 Line = Mapping[str, Any]
 Settings = Mapping[str, Any]  # a run's configuration, as config.yaml holds it
-STEP_KEYS = (
-    "round",
-    "live/seconds",
-    *LOADS,
-    "system/seconds",
-)  # the x axis of a row of numbers, if it has one of these
+STEP_KEYS = ("round", "live/seconds", *LOADS, "system/seconds")  # the x axis of a row of numbers that has one of these
 TRACKERS = {"wandb": "magicdec.tracking.wandb", "tensorboard": "magicdec.tracking.tensorboard"}
 
 
