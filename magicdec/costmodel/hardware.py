@@ -55,11 +55,6 @@ class Device:
     num_sms: int | None = None  # None where attention is not scheduled in tiles on streaming multiprocessors
     link: Link = PCIE4
 
-    @property
-    def ridge(self) -> float:
-        """Return FLOPs per byte above which the device is bound by compute."""
-        return self.flops / self.bandwidth
-
 
 DEVICES = {
     device.name: device

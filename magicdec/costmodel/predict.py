@@ -115,7 +115,7 @@ class Prediction:
 
     def metrics(self) -> dict[str, float | int | str | None]:
         """Return flat values under `predicted/`, as result.json and W&B hold them; times in milliseconds."""
-        best, times = self.best, self.best.times
+        best, times, hardware = self.best, self.best.times, self.setup.hardware
         cache, steps = self.setup.cache, times.steps(self.setup.cache)
         steps_per_selection = 1 if cache.selects == "step" else best.gamma * cache.rounds_per_selection
         values: dict[str, float | int | str | None] = {
@@ -134,9 +134,9 @@ class Prediction:
             "round_ms": 1e3 * times.round_s,
             "memory_gib": self.memory.total / GIB,
             "fits": self.fits,
-            "arithmetic_intensity": arithmetic_intensity(self.setup.target_pass, self.setup.hardware),
-            "ridge": self.setup.hardware.device.ridge,
-            "calibration": self.setup.hardware.note,
+            "arithmetic_intensity": arithmetic_intensity(self.setup.target_pass, hardware),
+            "ridge": hardware.device.flops / hardware.device.bandwidth,  # above it, the device is bound by compute
+            "calibration": hardware.note,
         }
         for step, time in steps.items():
             values |= {f"{step}/{part}_ms": 1e3 * value for part, value in time._asdict().items()}
