@@ -8,7 +8,7 @@ from gpu_store import Record
 from page import RESULTS
 from render import read_csv, write, write_csv
 
-from magicdec.calibrate.measured import timed_row
+from magicdec.calibrate.steps import timed_row
 from magicdec.costmodel.calibration import Prior, calibrate, errors_of, to_yaml, uncalibrated
 from magicdec.costmodel.hardware import CALIBRATED, OWN_STACK, Hardware, device_in
 from magicdec.costmodel.tables import Row
@@ -81,4 +81,5 @@ def _small_row(point: Record, hardware: str) -> Row:
 def _row(point: Record, hardware: str) -> Row:
     values = {"context_len": point["context"], "batch_size": point["batch"], "gamma": point["gamma"]}
     values |= {f"time/{name}": value for name, value in point.items()}
-    return timed_row(values, TARGET, "self", "streaming", hardware, point["budget"], 2.0, table="gpu")
+    known = {"target": TARGET, "draft": "self", "policy": "streaming", "hardware": hardware, "element_bytes": 2.0}
+    return timed_row(values, **known, kv_budget=point["budget"])

@@ -1,27 +1,67 @@
 """Groups of the jobs of a sweep that share weights and prefilled prompts, and how other launchers run them.
 
 The default launcher gives a group a process. Joblib, Ray and submitit start tasks elsewhere: here, a task is a whole
-group, whose jobs run one after another in the task's process.
+group, whose jobs run one after another in the task's process. Also the sweeper of a grid, which gives launchers their
+groups.
 """
 
+import math
 import re
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
+from statistics import fmean
 from typing import Any
 
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper, BasicSweeperConf
+from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.types import Override, RangeSweep
 from hydra.core.utils import JobReturn, JobStatus, run_job
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, open_dict
+from typing_extensions import override
 
-from magicdec.errors import to_stderr
+from magicdec.errors import UserError, to_stderr
 from magicdec.tracking.store import counted
 
 # Overrides of what each job builds for itself from what its group keeps.
 BUILT_ANEW = r"(\+|~)*(draft|target@draft\.model|cache|sampling|scenario\.(repeats|profile_repeats)|wandb|sweep)\b"
 # Launchers that group jobs themselves, or run all of them in one process.
 OWN = ("process_launcher", "basic_launcher")
+MOST_JOBS = 10_000  # of a grid: Hydra composes each of them before it starts the first
+
+
+@dataclass
+class SweepJob:
+    """A job of the sweep, until its process has ended."""
+
+    number: int
+    overrides: Sequence[str]
+    turn: int = 0  # the repeat to measure; 0: all
+    not_before: float = -math.inf
+
+    def __str__(self) -> str:
+        return f"job {self.number} ({' '.join(self.overrides)})"
+
+
+class Titles:
+    """The line that announces each job: its number in the order of the sweep, what differs, and the minutes left."""
+
+    def __init__(self, overrides: Sequence[Sequence[str]]):
+        self.total, self.begun = len(overrides), 0
+        self.common = set(overrides[0]).intersection(*overrides) if overrides else set()
+        self.seconds: list[float] = []  # of the jobs that have ended
+
+    def __call__(self, job: SweepJob, at_once: int) -> str:
+        """Return the line of the next job."""
+        left = self.total - self.begun
+        self.begun += 1
+        own = " ".join(text for text in job.overrides if text not in self.common)
+        own = f"repeat {job.turn}: {own}" if job.turn else own
+        minutes = left / at_once * fmean(self.seconds) / 60 if self.seconds else 0
+        return f"[{self.begun}/{self.total}] {own}{f', about {minutes:.0f} min left' if minutes >= 1 else ''}"
 
 
 def group_of(number: int, overrides: Sequence[str], config: DictConfig) -> Hashable:
@@ -32,18 +72,10 @@ def group_of(number: int, overrides: Sequence[str], config: DictConfig) -> Hasha
 
 
 @dataclass(frozen=True)
-class Member:
-    """A job of a group: its number in the sweep and its overrides."""
-
-    number: int
-    overrides: Sequence[str]
-
-
-@dataclass(frozen=True)
 class GroupTask:
     """The task of a launcher, whose jobs are groups: run every job of the group whose number Hydra gives it."""
 
-    groups: Sequence[Sequence[Member]]
+    groups: Sequence[Sequence[SweepJob]]
     context: HydraContext
     config: DictConfig
     task: TaskFunction
@@ -57,7 +89,7 @@ class GroupTask:
 
             SHARED.begin("none")  # the process may live on, next to that of the next group
 
-    def _run(self, member: Member) -> JobReturn:
+    def _run(self, member: SweepJob) -> JobReturn:
         config = self.context.config_loader.load_sweep_config(self.config, list(member.overrides))
         with open_dict(config.hydra.job) as job:
             job.num, job.id = member.number, f"{job.name}_{member.number}"
@@ -78,7 +110,7 @@ class GroupLauncher(Launcher):
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Run all jobs; return their results in order."""
         config = self.given["config"]
-        members = [Member(number, overrides) for number, overrides in enumerate(job_overrides, initial_job_idx)]
+        members = [SweepJob(number, overrides) for number, overrides in enumerate(job_overrides, initial_job_idx)]
         groups = grouped(members, config)
         if len(groups) < len(members):
             name = config.hydra.runtime.choices["hydra/launcher"]
@@ -95,9 +127,9 @@ class GroupLauncher(Launcher):
         return [results[member.number] for member in members]
 
 
-def grouped(members: Sequence[Member], config: DictConfig) -> list[list[Member]]:
+def grouped(members: Sequence[SweepJob], config: DictConfig) -> list[list[SweepJob]]:
     """Return the groups in the order of their first jobs, in parts of at most sweep.jobs_per_task."""
-    groups: dict[Hashable, list[Member]] = {}
+    groups: dict[Hashable, list[SweepJob]] = {}
     for member in members:
         groups.setdefault(group_of(member.number, member.overrides, config), []).append(member)
     size = config.sweep.jobs_per_task or len(members)
@@ -115,3 +147,34 @@ def with_groups(launcher: Launcher, **given: Any) -> Launcher:
     launcher = GroupLauncher(launcher)
     launcher.setup(**given)
     return launcher
+
+
+class GridSweeper(BasicSweeper):
+    """hydra/sweeper=basic: a job for every combination of values."""
+
+    def setup(self, **given: Any) -> None:
+        """Take the sweep's configuration, and its launcher with the groups of jobs that share a prefill."""
+        super().setup(**given)
+        assert self.launcher is not None
+        self.launcher = with_groups(self.launcher, **given)
+
+    @staticmethod
+    @override
+    def split_arguments(overrides: list[Override], max_batch_size: int | None) -> list[list[list[str]]]:
+        """Return the jobs. Raise UserError for a grid of more than MOST_JOBS."""
+        sizes = {override.get_key_element(): _size(override) for override in overrides if override.is_discrete_sweep()}
+        if math.prod(sizes.values()) > MOST_JOBS:
+            axes = ", ".join(f"{key}: {size:,}" for key, size in sizes.items())
+            raise UserError(f"-m: a grid of {axes} values has more than {MOST_JOBS:,} jobs; choose fewer")
+        return BasicSweeper.split_arguments(overrides, max_batch_size)
+
+
+def _size(override: Override) -> int:
+    """Return the number of values that an override sweeps over, counted up to MOST_JOBS + 1."""
+    value: Any = override.value()
+    values: Iterable[Any] = value.range() if isinstance(value, RangeSweep) else override.sweep_iterator()
+    return sum(1 for _ in islice(values, MOST_JOBS + 1))
+
+
+node = BasicSweeperConf(_target_=f"{GridSweeper.__module__}.{GridSweeper.__name__}")
+ConfigStore.instance().store(group="hydra/sweeper", name="basic", node=node, provider="magicdec")

@@ -12,7 +12,6 @@ dies is replaced, and the processes that it has started go on.
 """
 
 import gc
-import math
 import multiprocessing
 import os
 import signal
@@ -25,7 +24,6 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
@@ -34,7 +32,7 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
-from hydra_plugins.job_groups import group_of
+from hydra_plugins.job_groups import SweepJob, Titles, group_of
 from magicdec.errors import JobFailed, to_stderr
 from magicdec.tracking.gpus import visible_gpus
 from magicdec.tracking.reader import read_result
@@ -58,19 +56,6 @@ class ProcessLauncherConf:
 
 
 ConfigStore.instance().store(group="hydra/launcher", name="process", node=ProcessLauncherConf)
-
-
-@dataclass
-class SweepJob:
-    """A job of the sweep, until its process has ended."""
-
-    number: int
-    overrides: list[str]
-    turn: int = 0  # the repeat to measure; 0: all
-    not_before: float = -math.inf
-
-    def __str__(self) -> str:
-        return f"job {self.number} ({' '.join(self.overrides)})"
 
 
 class JobResult(JobReturn):
@@ -124,24 +109,6 @@ class Worker:
         self.pipe.close()
         self.process.join(GRACE_S)
         self.process.kill()
-
-
-class Titles:
-    """The line that announces each job: its number in the order of the sweep, what differs, and the minutes left."""
-
-    def __init__(self, overrides: Sequence[Sequence[str]]):
-        self.total, self.begun = len(overrides), 0
-        self.common = set(overrides[0]).intersection(*overrides) if overrides else set()
-        self.seconds: list[float] = []  # of the jobs that have ended
-
-    def __call__(self, job: SweepJob, at_once: int) -> str:
-        """Return the line of the next job."""
-        left = self.total - self.begun
-        self.begun += 1
-        own = " ".join(text for text in job.overrides if text not in self.common)
-        own = f"repeat {job.turn}: {own}" if job.turn else own
-        minutes = left / at_once * fmean(self.seconds) / 60 if self.seconds else 0
-        return f"[{self.begun}/{self.total}] {own}{f', about {minutes:.0f} min left' if minutes >= 1 else ''}"
 
 
 class ProcessLauncher(Launcher):

@@ -141,9 +141,8 @@ def runs(runs_dir: str | Path = "runs", sweep: str | None = None) -> "DataFrame"
 def histories(runs_dir: str | Path = "runs", sweep: str | None = None) -> "DataFrame":
     """Return the lines of the runs' history.jsonl: a row per round, with the run's id. See `runs`."""
     found, _ = read_runs(runs_dir, sweep)
-    return _frame(
-        [{"id": run["id"]} | line for run in found for line in read_lines(Path(run["folder"], "history.jsonl"), ROW)]
-    )
+    files = {run["id"]: Path(run["folder"], "history.jsonl") for run in found}
+    return _frame([{"id": run} | line for run, path in files.items() for line in read_lines(path, ROW)])
 
 
 def predict(

@@ -172,23 +172,17 @@ class ModelConfig:
 
 def check_ranks(target: ModelConfig, ranks: int, draft: ModelConfig | None = None, draft_ranks: int = 1) -> None:
     """Raise UserError, with the valid numbers, if target or draft cannot be divided over their ranks."""
-    _check_divides(target, ranks, "hardware.tensor_parallel")
-    if draft is None:
-        return
-    if ranks % draft_ranks:
-        raise UserError(
-            f"draft.tensor_parallel={draft_ranks}: must divide the target's hardware.tensor_parallel={ranks}"
-        )
-    _check_divides(draft, draft_ranks, "draft.tensor_parallel")
-
-
-def _check_divides(config: ModelConfig, ranks: int, key: str) -> None:
-    if not config.divides(ranks):
-        valid = ", ".join(str(n) for n in range(1, config.num_heads + 1) if config.divides(n))
-        raise UserError(
-            f"{key}={ranks}: {config.num_heads} query heads, {config.num_kv_heads} KV heads and "
-            f"{config.intermediate_size} MLP features cannot be divided so; valid: {valid}"
-        )
+    for config, own, key in ((target, ranks, "hardware"), (draft, draft_ranks, "draft")):
+        if config is None:
+            return
+        if ranks % own:
+            raise UserError(f"{key}.tensor_parallel={own}: must divide the target's hardware.tensor_parallel={ranks}")
+        if not config.divides(own):
+            valid = ", ".join(str(n) for n in range(1, config.num_heads + 1) if config.divides(n))
+            raise UserError(
+                f"{key}.tensor_parallel={own}: {config.num_heads} query heads, {config.num_kv_heads} KV heads and "
+                f"{config.intermediate_size} MLP features cannot be divided so; valid: {valid}"
+            )
 
 
 EosIds = Annotated[TokenId | list[TokenId] | None, must(f"must be a whole number, 0 to {LONGEST:,}, or a list of them")]
@@ -281,7 +275,7 @@ def _model_config(config: HuggingFace) -> ModelConfig:
         raise UserError(f"hidden_act={config.hidden_act!r} is not supported; supported: silu")
     if config.mlp_bias:
         raise UserError("mlp_bias=true is not supported")
-    num_layers, num_heads = config.num_hidden_layers, config.num_attention_heads
+    num_heads = config.num_attention_heads
     bias = family in FAMILIES_WITH_OPTIONAL_BIAS and bool(config.attention_bias)
     theta, scaling = _rope(config)
     window, sliding_layers = _sliding(config, family)
@@ -289,7 +283,7 @@ def _model_config(config: HuggingFace) -> ModelConfig:
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,
-        num_layers=num_layers,
+        num_layers=config.num_hidden_layers,
         num_heads=num_heads,
         num_kv_heads=config.num_key_value_heads or num_heads,
         head_dim=config.head_dim or (QWEN3_HEAD_DIM if family == "qwen3" else config.hidden_size // num_heads),
@@ -344,8 +338,8 @@ def _rope(config: HuggingFace) -> tuple[float, RopeScaling | None]:
         return theta, None
     if rope.mscale and rope.mscale_all_dim:
         raise UserError("YaRN with mscale is not supported")
-    given = {name: getattr(rope, name, None) for name in (entry.name for entry in fields(RopeScaling))}
-    known: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    names = [entry.name for entry in fields(RopeScaling)]
+    known: dict[str, Any] = {name: value for name in names if (value := getattr(rope, name, None)) is not None}
     if kind in ("llama3", "yarn"):
         original = config.original_max_position_embeddings or rope.original_max_position_embeddings
         known["original_max_position_embeddings"] = original or config.max_position_embeddings

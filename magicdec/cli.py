@@ -179,7 +179,7 @@ def _run(cfg: DictConfig, this: Job) -> float | None:
     elif cfg.sweep.get("fail_fast") and not cfg.sweep.get("dry_run"):
         sweep.refuse_if_stopped(this.sweep_dir, this.number)
     config = load(cfg)
-    from magicdec import scenarios  # here, because --help and mistakes must not wait for what runs import
+    from magicdec.scenarios import run as run_scenario  # here, because --help and mistakes must not wait for it
 
     in_sweep = this.sweep_dir is not None and not config.sweep.dry_run
     if in_sweep:
@@ -187,7 +187,7 @@ def _run(cfg: DictConfig, this: Job) -> float | None:
         launcher = str(hydra_cfg.runtime.choices["hydra/launcher"])
         refuse_a_share(config, launcher, hydra_cfg.launcher)
     with gpus_of_its_own(config, bool(os.environ.get(sweep.JOB))) if in_sweep else nullcontext():
-        return scenarios.run(config, this).get(config.sweep.objective)
+        return run_scenario(config, this).get(config.sweep.objective)
 
 
 def _refuse_a_grid() -> None:

@@ -142,14 +142,13 @@ def head_from(plain: Mapping[str, Any], tensors: Mapping[str, Any] | None, name:
     kind = plain.get("speculators_model_type", "eagle3")
     if kind != "eagle3":
         raise UserError(f"{name}: speculators_model_type={kind!r} is not supported; supported: eagle3")
-    file = parse(HeadFile, {key: value for key, value in plain.items() if key in _keys()}, where=name)
+    file = parse(HeadFile, plain, where=name)
     layer = plain.get("transformer_layer_config", plain)
     model = from_hugging_face(dict(layer) | {"tie_word_embeddings": False}, name)
     if layer.get("model_type") not in FAMILIES or model.num_layers != 1:
         raise UserError(f"{name}: a head of {model.num_layers} layers of {layer.get('model_type')} is not supported")
-    taps = (
-        file.eagle_aux_hidden_state_layer_ids or (file.eagle_config or EagleConfig()).eagle_aux_hidden_state_layer_ids
-    )
+    nested = file.eagle_config or EagleConfig()
+    taps = file.eagle_aux_hidden_state_layer_ids or nested.eagle_aux_hidden_state_layer_ids
     has = tensors if tensors is not None else {"lm_head.weight": None, "d2t": None}
     return HeadConfig(
         **{entry.name: getattr(model, entry.name) for entry in fields(ModelConfig)},
@@ -164,7 +163,3 @@ def head_from(plain: Mapping[str, Any], tensors: Mapping[str, Any] | None, name:
         maps_vocabulary="d2t" in has,
         layer_prefix=next((prefix for prefix in PREFIXES if any(one.startswith(prefix) for one in has)), PREFIXES[0]),
     )
-
-
-def _keys() -> set[str]:
-    return {entry.name for entry in fields(HeadFile)}

@@ -87,17 +87,16 @@ class must:
 Count = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(gt=0, le=1), must("must be above 0 and at most 1")]
 Share = Annotated[float, Field(ge=0, le=1), must("must be between 0 and 1")]
-Percentage = Annotated[
-    float, Field(gt=0, lt=1), BeforeValidator(lambda value: _share(value)), must("must be a percentage, as in 2%")
-]
 Counts = Annotated[list[Count], must("must hold numbers of at least 1")]
 
 
 def _share(value: Any) -> Any:
     """Return a percentage such as 2% as a share of 1."""
-    if isinstance(value, str) and re.fullmatch(r"\d+(\.\d+)?%", value):
-        return float(value[:-1]) / 100
-    return value
+    is_percentage = isinstance(value, str) and re.fullmatch(r"\d+(\.\d+)?%", value)
+    return float(value[:-1]) / 100 if is_percentage else value
+
+
+Percentage = Annotated[float, Field(gt=0, lt=1), BeforeValidator(_share), must("must be a percentage, as in 2%")]
 
 
 def whole(low: int, high: int) -> must:

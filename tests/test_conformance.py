@@ -42,7 +42,12 @@ def test_the_examples_of_the_documentation_pass(check, source, lines):
         (POLICY, "compact = True", ONE_MORE, "takes the bytes"),
         (POLICY, "return max(0, budget", "1 / 0\n        return max(0, budget", "ZeroDivisionError: division by zero"),
         (POLICY, "    settings: Strided\n", NO_ROWS, "copy_row leaves out what proposals depend on"),
-        (DRAFT, "return 0\n", "return 64\n", "declared 0, reported 64, allocated 0 bytes"),
+        (
+            DRAFT,
+            "    @classmethod\n",
+            "    cache_bytes = 64\n\n    @classmethod\n",
+            "declared 0, reported 64, allocated 0 bytes",
+        ),
     ],
 )
 def test_what_is_wrong_is_found(check, source, wrong, by, line):

@@ -12,6 +12,7 @@ from abc import abstractmethod
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import override
 
@@ -52,12 +53,6 @@ class CompactCache(DraftCache):
     @abstractmethod
     def select(self, layer: int, source: KVCache, scores_LBKS: Tensor | None) -> Tensor:
         """Return the slots of `source` that one layer keeps (B, K or 1, F), for rows that outgrow the budget."""
-
-    @property
-    @override
-    def num_bytes(self) -> int:
-        """Return the bytes of the entries, and of their positions."""
-        return super().num_bytes + (0 if self.positions_LBKS is None else self.positions_LBKS.nbytes)
 
     @override
     def plan(self, attention: Attention, num_new: int, dtype: torch.dtype) -> list[Any]:
@@ -107,14 +102,6 @@ class CompactCache(DraftCache):
         if self.positions_LBKS is not None:
             self.positions_LBKS[layer][..., : self.budget] = from_BKS
 
-    @override
-    def for_prefill(self, chunk: int) -> DraftCache:
-        """Return a cache of everything, from which `adopt` selects."""
-        from magicdec.cache.full import FullCache  # for independent drafts alone
-
-        k = self.k_LBKSD
-        return FullCache.build(self.spec, self.config, self.num_rows, k.dtype, k.device, None)
-
     def ring_slots(self, position: Tensor) -> Tensor:
         """Return the slots of tokens by their positions, for tokens of the window."""
         ring = self.num_fixed + (position - self.num_fixed) % self.window
@@ -154,3 +141,21 @@ class CompactCache(DraftCache):
 def wide(x: Tensor) -> Tensor:
     """Return the same memory as fewer numbers, of 16 bytes where they fit: indexing moves them one by one."""
     return x.view(torch.complex128) if x.shape[-1] * x.itemsize % 16 == 0 else x
+
+
+class ScoredCache(CompactCache):
+    """The entries with the highest scores, and recent tokens."""
+
+    pooling: int = 1  # neighbours that a score is averaged over
+
+    @override
+    def select(self, layer: int, source: KVCache, scores_LBKS: Tensor | None) -> Tensor:
+        """Select the highest pooled scores before the recent tokens; what the layer no longer sees comes last."""
+        assert scores_LBKS is not None
+        slot_S = torch.arange(scores_LBKS.shape[-1], device=scores_LBKS.device)
+        recent_B1S = (slot_S >= source.seqlens_B[:, None] - self.window)[:, None]
+        unseen_B1S = (slot_S < source.first_seen_B(layer, source.seqlens_B)[:, None])[:, None]
+        scores_BKS = scores_LBKS[layer].masked_fill(recent_B1S, 0.0)
+        pooled_BKS = F.avg_pool1d(scores_BKS, self.pooling, stride=1, padding=self.pooling // 2)
+        worth_BKS = pooled_BKS.masked_fill(unseen_B1S, -1.0).masked_fill(recent_B1S, -2.0)
+        return worth_BKS.topk(self.num_fixed, dim=-1).indices

@@ -35,7 +35,7 @@ class FullCache(DraftCache):
     @override
     def num_bytes(self) -> int:
         """Return the bytes beyond those of the target's cache."""
-        return super().num_bytes if self.owns_storage else 0
+        return super().num_bytes - (0 if self.owns_storage else self.k_LBKSD.nbytes + self.v_LBKSD.nbytes)
 
     @override
     def load(self, source: KVCache, scores_LBKS: Tensor | None = None) -> None:

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from magicdec.architectures import ModelConfig
 from magicdec.attention.base import Attention
-from magicdec.cache.scored import ScoredCache
+from magicdec.cache.compact import ScoredCache
 from magicdec.config.choices import FP32, CacheConfig, CacheSpec, all_kv_heads
 from magicdec.config.registry import POLICIES
 from magicdec.models.kv_cache import KVCache
@@ -53,12 +53,6 @@ class H2OCache(ScoredCache):
         self.scores_LBKC = torch.zeros(self.k_LBKSD.shape[:4], device=self.k_LBKSD.device)
         self.step_scores_GLBKC = self.scores_LBKC.new_zeros(self.spec.gamma, *self.scores_LBKC.shape)
         self._step = 0
-
-    @property
-    @override
-    def num_bytes(self) -> int:
-        """Return the bytes of entries and scores."""
-        return super().num_bytes + 4 * (self.scores_LBKC.numel() + self.step_scores_GLBKC.numel())
 
     @override
     def fixed_slots(self, budget: int) -> int:

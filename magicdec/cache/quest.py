@@ -66,12 +66,6 @@ class QuestCache(DynamicCache):
         shape = (config.num_layers, self.num_rows, config.num_kv_heads, total, config.head_dim)
         self.least_LBKPD, self.largest_LBKPD = self.k_LBKSD.new_zeros(shape), self.k_LBKSD.new_zeros(shape)
 
-    @property
-    @override
-    def num_bytes(self) -> int:
-        """Return the bytes of its own entries and of the bounds."""
-        return super().num_bytes + 2 * self.least_LBKPD.numel() * self.least_LBKPD.element_size()
-
     @override
     def select(self, layer: int, q_BTHD: Tensor, attention: Attention, plan: Any) -> Tensor:
         first_seen_B1 = self.first_seen_B(layer, self.seqlens_B)[:, None]

@@ -5,7 +5,7 @@ from typing import Annotated
 from pydantic.dataclasses import dataclass
 from typing_extensions import override
 
-from magicdec.cache.scored import ScoredCache
+from magicdec.cache.compact import ScoredCache
 from magicdec.config.choices import CacheConfig
 from magicdec.config.registry import POLICIES
 from magicdec.rules import STRICT, Count, must

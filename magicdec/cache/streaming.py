@@ -61,12 +61,6 @@ class StreamingCache(WindowCache):
         # Sink keys at their true positions; the cache's own are rotated from these, so that errors do not add up.
         self.sink_k_LBKND = self.k_LBKSD[:, :, :, : self.num_fixed].clone() if self.spec.in_cache_positions else None
 
-    @property
-    @override
-    def num_bytes(self) -> int:
-        """Return the bytes of the entries and of the sinks' keys."""
-        return super().num_bytes + (0 if self.sink_k_LBKND is None else self.sink_k_LBKND.nbytes)
-
     @override
     def fixed_slots(self, budget: int) -> int:
         return self.settings.num_sink

@@ -79,9 +79,8 @@ class VerifyGuidedCache(DynamicCache):
     @property
     @override
     def num_bytes(self) -> int:
-        """Return the bytes of the indices and the scores."""
-        scores = 0 if self._observed is None else 4 * self._observed.scores_LBKS.numel()
-        return super().num_bytes + 8 * self.read_LBKN.numel() + scores
+        """Return the bytes of the scores, too."""
+        return super().num_bytes + (0 if self._observed is None else self._observed.scores_LBKS.nbytes)
 
     @override
     def watch(self, verified: KVCache, phase: int) -> KVCache:

@@ -12,8 +12,7 @@ from pathlib import Path
 from statistics import median
 
 from magicdec.calibrate.files import of_results
-from magicdec.calibrate.measured import Measured
-from magicdec.calibrate.steps import measure_here
+from magicdec.calibrate.steps import Measured, measure_here
 from magicdec.costmodel.calibration import ON_CPUS, OWN, SERVED, Calibration, calibrate, errors_of, option_yaml
 from magicdec.costmodel.hardware import OWN_STACK, configured
 from magicdec.costmodel.tables import Row
@@ -39,10 +38,7 @@ STEPS = {"target": "T_T", "draft": "T_D", "verify": "T_V", "prefill": "prefill"}
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code."""
     parser = argparse.ArgumentParser(
-        "magicdec calibrate",
-        description=__doc__,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "magicdec calibrate", description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--name", default="calibrated", help="name of the option to write: conf/hardware/NAME.yaml")
     parser.add_argument("--url", help="time a server with OpenAI's API, as in engine.url")

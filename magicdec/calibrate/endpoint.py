@@ -7,8 +7,7 @@ from itertools import product
 from statistics import median
 from typing import NamedTuple, cast
 
-from magicdec.calibrate.measured import ELEMENT_BYTES, Measured, measured
-from magicdec.calibrate.steps import rates_of, this_machine
+from magicdec.calibrate.steps import ELEMENT_BYTES, Measured, measured, rates_of, this_machine
 from magicdec.config.load import compose, override
 from magicdec.config.schema import Serve
 from magicdec.costmodel.hardware import CPU

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from magicdec.architectures import ModelConfig
-from magicdec.calibrate.measured import ELEMENT_BYTES, FIGURES, Measured, measured, timed_row
-from magicdec.calibrate.steps import rates_of, this_machine
+from magicdec.calibrate.steps import ELEMENT_BYTES, FIGURES, Measured, measured, rates_of, this_machine, timed_row
 from magicdec.config.load import compose
 from magicdec.costmodel.hardware import CPU
 from magicdec.costmodel.tables import Row
@@ -85,7 +84,7 @@ def _of_file(path: Path, given: Given) -> tuple[Source, list[Row], bool]:
     source = given()
     if source is None:
         raise UserError(f"{path}: say what {tool} has measured, as in target=llama-3.1-8b hardware=h200")
-    return source, rows_of_loads(levels, source, path), True
+    return source, [_row_of_load(level, source, path) for level in levels], True
 
 
 def _of_run(folder: Path, given: Given) -> tuple[Source, list[Row], bool]:
@@ -106,7 +105,7 @@ def _of_run(folder: Path, given: Given) -> tuple[Source, list[Row], bool]:
     levels = [level for line in history if (level := _level(line, run))]
     if not levels:
         raise UserError(f"{folder}: has no level without speculation; measure with draft=none")
-    return source, rows_of_loads(levels, source, folder), True
+    return source, [_row_of_load(level, source, folder) for level in levels], True
 
 
 def _level(line: Mapping[str, Any], run: Mapping[str, Any]) -> LoadResult | None:
@@ -119,13 +118,8 @@ def _level(line: Mapping[str, Any], run: Mapping[str, Any]) -> LoadResult | None
     return LoadResult(None, context_len, batch["generate_len"], line.get("concurrency"), line.get("rate"), metrics)
 
 
-def rows_of_loads(levels: Iterable[LoadResult], source: Source, where: Path) -> list[Row]:
-    """Return levels of load as rows to fit. Raise UserError for those that say nothing about a decode step."""
-    return [_row_of_load(level, source, where) for level in levels]
-
-
 def _row_of_load(level: LoadResult, source: Source, where: Path) -> Row:
-    """Return a level of load as a row.
+    """Return a level of load as a row to fit. Raise UserError for one that says nothing about a decode step.
 
     By Little's law, rate x time per token is the number of requests that decode at a time. While one decodes a token,
     others are prefilled: its time per token includes theirs.
@@ -168,10 +162,15 @@ def profile_rows(config: Mapping[str, Any], history: Iterable[Mapping[str, Any]]
             f"draft={draft['name']} with draft.quantization={draft['quantization']}: a calibration needs draft=self or "
             "draft=model, unquantized"
         )
-    name = draft["model"]["name"] if draft["name"] == "model" else draft["name"]
-    choices = (config["target"]["name"], name, cache["policy"], config["hardware"]["name"], cache["budget"])
-    size = ELEMENT_BYTES[config["hardware"]["dtype"]]
-    return [timed_row(point, *choices, size, table="profile") for point in history]
+    known = {
+        "target": config["target"]["name"],
+        "draft": draft["model"]["name"] if draft["name"] == "model" else draft["name"],
+        "policy": cache["policy"],
+        "hardware": config["hardware"]["name"],
+        "kv_budget": cache["budget"],
+        "element_bytes": ELEMENT_BYTES[config["hardware"]["dtype"]],
+    }
+    return [timed_row(point, **known, table="profile") for point in history]
 
 
 def _architecture(choice: Mapping[str, Any]) -> ModelConfig:

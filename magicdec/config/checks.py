@@ -54,9 +54,8 @@ def warnings(config: Config) -> list[str]:
             found.append(f"{key}.budget={one.budget} holds all of batch.context_len={context_len}: it saves nothing")
     for name, value in (("top_k", sampling.top_k), ("top_p", sampling.top_p)):
         if sampling.temperature == 0 and value is not None:
-            found.append(
-                f"sampling.{name}={value} has no effect: at sampling.temperature=0 the likeliest token is taken"
-            )
+            why = "at sampling.temperature=0 the likeliest token is taken"
+            found.append(f"sampling.{name}={value} has no effect: {why}")
     return found
 
 
@@ -133,19 +132,20 @@ def _run(config: Config) -> Iterator[str]:
         valid = f"must be one of {', '.join(corpus.tasks)}" if corpus.tasks else f"data={data.name} has no tasks"
         yield f"data.task={data.task}: {valid}{did_you_mean(data.task, corpus.tasks)}"
     yield from data.mistakes()
-    if scenario.name == "serve" and scenario.replays and not getattr(data, "arrival", None):
+    if scenario.name != "serve":
+        return
+    if scenario.replays and not getattr(data, "arrival", None):
         yield f"scenario.replays={scenario.replays}: data={data.name} has no times of arrival; set data.arrival=FIELD"
-    if scenario.name == "serve" and scenario.slo and not any(scenario.bounds.values()):
+    if scenario.slo and not any(scenario.bounds.values()):
         yield f"scenario.slo={scenario.slo}: needs a bound, scenario.latency_ms or scenario.first_token_ms"
-    if scenario.name == "serve" and scenario.slo and config.hardware.tensor_parallel > 1 and not config.engine.parallel:
+    if scenario.slo and config.hardware.tensor_parallel > 1 and not config.engine.parallel:
         yield f"scenario.slo={scenario.slo}: goes with one device; set hardware.tensor_parallel=1"
-    if scenario.name == "serve" and not any((scenario.concurrencies, scenario.rates, scenario.replays, scenario.slo)):
+    if not any((scenario.concurrencies, scenario.rates, scenario.replays, scenario.slo)):
         yield "scenario.concurrencies=[]: scenario=serve needs at least one of them, or of scenario.rates or replays"
-    if scenario.name == "serve":
-        hours = scenario.num_requests / min(scenario.rates, default=math.inf) / 3600
-        if hours > MOST_HOURS:
-            requests = f"scenario.num_requests={scenario.num_requests} would arrive within {hours:,.1f} hours"
-            yield f"scenario.rates={scenario.rates}: {requests}; at most {MOST_HOURS}"
+    hours = scenario.num_requests / min(scenario.rates, default=math.inf) / 3600
+    if hours > MOST_HOURS:
+        requests = f"scenario.num_requests={scenario.num_requests} would arrive within {hours:,.1f} hours"
+        yield f"scenario.rates={scenario.rates}: {requests}; at most {MOST_HOURS}"
 
 
 def _peer(config: Config) -> Iterator[str]:

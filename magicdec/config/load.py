@@ -24,9 +24,7 @@ from magicdec.errors import UserError
 from magicdec.rules import BadValue, parse
 
 # Hydra takes any key in the groups: jobs of a sweep over a group's options may set keys of all of them.
-SCHEMA = OmegaConf.create(
-    {key: {} for key, kind in get_type_hints(Config).items() if is_dataclass(kind) or key in OPEN}
-)
+SCHEMA = OmegaConf.create({key: {} for key, of in get_type_hints(Config).items() if is_dataclass(of) or key in OPEN})
 for group in SCHEMA:
     OmegaConf.set_struct(SCHEMA[group], False)
 ConfigStore.instance().store(name="schema", node=SCHEMA)

@@ -12,9 +12,9 @@ from typing import Annotated, Literal, TypeVar
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from magicdec import plugins
 from magicdec.config.choices import CacheConfig, ModelChoice
 from magicdec.config.registry import AttentionName, Cache, Data, Draft, Engine
+from magicdec.plugins import option_folders
 from magicdec.rules import STRICT, Count, Counts, FileName, Fraction, Percentage, Share, is_file_name, must
 
 # In an installation conf/ is in the package, in a checkout next to it.
@@ -24,7 +24,7 @@ CONF = next(path for folder in Path(__file__).resolve().parents[1:3] if (path :=
 def own_folders() -> list[Path]:
     """Return the folders with a user's own options: ./conf of the working directory, and those of installed plugins."""
     here = Path("conf").resolve()
-    return ([here] if here.is_dir() and here != CONF else []) + plugins.option_folders()
+    return ([here] if here.is_dir() and here != CONF else []) + option_folders()
 
 
 def option_file(group: str, name: str) -> Path | None:

@@ -59,10 +59,7 @@ ON_CPUS = {
 }
 # Of a server, whatever its engine. Its scheduler takes a part of every step. One model does not tell this apart from
 # what its layers take, for which the prior is that of launches that are replayed as a CUDA graph.
-SERVED = {
-    "layer_overhead_us": Prior(0.0, 1e5, 10.0, 10.0),
-    "step_overhead_us": Prior(0.0, 1e6, start=1000.0),
-}
+SERVED = {"layer_overhead_us": Prior(0.0, 1e5, 10.0, 10.0), "step_overhead_us": Prior(0.0, 1e6, start=1000.0)}
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,9 @@ from typing import Any
 from magicdec.config.schema import Efficiency
 from magicdec.costmodel.acceptance import Curves
 from magicdec.costmodel.acceptance import published as published_points
-from magicdec.costmodel.predict import predict
+from magicdec.costmodel.predict import predict, verdict
 from magicdec.costmodel.round import Setup, prefill_s, round_times
 from magicdec.costmodel.speedup import omega
-from magicdec.costmodel.summary import verdict
 from magicdec.costmodel.tables import Row, first_version, read_table
 from magicdec.costmodel.targets import architecture
 
@@ -65,11 +64,11 @@ def limit_metrics(setup: Setup, gamma: int, measured: Mapping[str, Any]) -> dict
     The limit is the sum over operators of the larger of bytes over bandwidth and FLOPs over the rate of matmuls.
     """
     ideal = setup.at(hardware=replace(setup.hardware, efficiency=PERFECT))
-    best = predict(ideal, (gamma,), alpha=measured.get("alpha")).metrics()
-    times_ms = {step: (best[f"predicted/{step}_ms"], measured.get(f"time/{step}_ms")) for step in STEPS}
+    steps = round_times(ideal, gamma).steps(ideal.cache)
+    times_ms = {step: (1e3 * time.total, measured.get(f"time/{step}_ms")) for step, time in steps.items()}
     prompts_ms = 1e3 * ideal.batch * prefill_s(ideal, ideal.target, ideal.ranks, round(ideal.context))
     times_ms["prefill"] = prompts_ms, measured.get("autoregressive/time_to_first_token_ms")
-    return {f"limit/{name}": float(least or 0.0) / own for name, (least, own) in times_ms.items() if own}
+    return {f"limit/{name}": least / own for name, (least, own) in times_ms.items() if own}
 
 
 def published(setup: Setup, task: str, gamma: int | str | None = None) -> dict[str, float | int | str | None]:

@@ -55,11 +55,6 @@ class Device:
     num_sms: int | None = None  # None where attention is not scheduled in tiles on streaming multiprocessors
     link: Link = PCIE4
 
-    @property
-    def ridge(self) -> float:
-        """Return FLOPs per byte above which the device is bound by compute."""
-        return self.flops / self.bandwidth
-
 
 DEVICES = {
     device.name: device
@@ -148,18 +143,16 @@ class Hardware:
 
 def parse_name(name: str) -> tuple[int, Device]:
     """Return (8, A100) for `8xA100`; without a count one device. Case does not matter."""
-    match = re.fullmatch(NAME, _key(name))
-    device = _device(match[2]) if match else None
-    if not match or not device or match[1] == "0":
+    count, device = _named(name)
+    if device is None or not count:
         valid = ", ".join(map(_key, DEVICES))
         raise UserError(f"hardware={name} is not known; name a count and one of {valid}, such as 8xa100")
-    return int(match[1] or 1), device
+    return count, device
 
 
 def hardware_named(name: str, stack: str | None = None) -> Hardware:
     """Return the machine of that name; `stack` replaces the software that its calibration describes."""
-    count, _ = parse_name(name)
-    return configured(name, count, stack=stack)
+    return configured(name, parse_name(name)[0], stack=stack)
 
 
 def configured(
@@ -176,11 +169,10 @@ def configured(
     `count` is the number of devices that share the model; the count in the name does not matter. Without an
     `efficiency` it is the device's own calibration, or that of the most similar device.
     """
-    match = re.fullmatch(NAME, _key(name))
-    known = _device(match[2]) if match else None
+    known = _named(name)[1]
     for key, value in (("bandwidth_gbs", bandwidth_gbs), ("tflops", tflops)):
         if known is None and value is None:
-            valid = ", ".join(path.stem for path in sorted(OPTIONS.glob("*.yaml")) if _device(path.stem.split("x")[-1]))
+            valid = ", ".join(path.stem for path in sorted(OPTIONS.glob("*.yaml")) if _named(path.stem)[1])
             raise UserError(f"hardware.{key}=null: predicting for hardware={name} needs it; or choose one of {valid}")
     base = known or Device(name, 0.0, 0.0, inf)
     device = replace(
@@ -214,8 +206,10 @@ def _key(name: str) -> str:
     return name.strip().lower().replace(" ", "_")
 
 
-def _device(key: str) -> Device | None:
-    return next((device for device in DEVICES.values() if _key(device.name) == key), None)
+def _named(name: str) -> tuple[int, Device | None]:
+    """Return the count and the device of a name, None for a device without a datasheet."""
+    count, key = match.groups() if (match := re.fullmatch(NAME, _key(name))) else (None, "")
+    return int(count or 1), next((device for device in DEVICES.values() if _key(device.name) == key), None)
 
 
 def _stack(name: str) -> Stack:

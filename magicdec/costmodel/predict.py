@@ -1,4 +1,4 @@
-"""The prediction for one configuration: times, speedup against gamma, the best gamma, memory, S*, and a verdict.
+"""The prediction for one configuration: times, speedup against gamma, the best gamma, memory, S*; and its verdict.
 
 Without an alpha there is no speedup, only the alpha at which speculation breaks even.
 """
@@ -21,6 +21,15 @@ GAMMAS = range(1, 17)
 BATCHES = (32, 256)  # over which S* asks whether speedup falls
 CONTEXT_STEP = 0.01  # S* is found to this share of itself
 SHORTEST = 64  # tokens: S* is not looked for below
+ASSUMED = 0.8  # in the advice to give an alpha: what published drafts reach
+BOUND_BY = {
+    "weights": "bound by reading weights",
+    "kv": "bound by reading the KV cache",
+    "activations": "bound by moving activations",
+    "compute": "compute-bound",
+    "communication": "bound by communication",
+    "overhead": "bound by launch overhead",
+}
 
 
 @dataclass(frozen=True)
@@ -106,11 +115,9 @@ class Prediction:
 
     def metrics(self) -> dict[str, float | int | str | None]:
         """Return flat values under `predicted/`, as result.json and W&B hold them; times in milliseconds."""
-        best, times = self.best, self.best.times
-        # Name the parts as runs do: a draft step includes its own selection, a selection once per round is separate.
-        selects_in_steps = self.setup.cache.selects == "step"
-        draft = times.draft.plus(times.select, float(selects_in_steps))
-        steps_per_selection = 1 if selects_in_steps else best.gamma * self.setup.cache.rounds_per_selection
+        best, times, hardware = self.best, self.best.times, self.setup.hardware
+        cache, steps = self.setup.cache, times.steps(self.setup.cache)
+        steps_per_selection = 1 if cache.selects == "step" else best.gamma * cache.rounds_per_selection
         values: dict[str, float | int | str | None] = {
             "speedup": best.speedup,
             "speedup_wall": self.speedup_wall(best),
@@ -120,18 +127,18 @@ class Prediction:
             "break_even_alpha": best.break_even_alpha,
             "critical_context": self.critical_context,
             "target_decode_ms": 1e3 * times.target.total,
-            "draft_ms": 1e3 * draft.total,
+            "draft_ms": 1e3 * steps["draft"].total,
             "select_ms": 1e3 * times.select.total * steps_per_selection,
             "verify_ms": 1e3 * times.verify.total,
             "overhead_ms": 1e3 * times.overhead.total,
             "round_ms": 1e3 * times.round_s,
             "memory_gib": self.memory.total / GIB,
             "fits": self.fits,
-            "arithmetic_intensity": arithmetic_intensity(self.setup.target_pass, self.setup.hardware),
-            "ridge": self.setup.hardware.device.ridge,
-            "calibration": self.setup.hardware.note,
+            "arithmetic_intensity": arithmetic_intensity(self.setup.target_pass, hardware),
+            "ridge": hardware.device.flops / hardware.device.bandwidth,  # above it, the device is bound by compute
+            "calibration": hardware.note,
         }
-        for step, time in (("target_decode", times.target), ("draft", draft), ("verify", times.verify)):
+        for step, time in steps.items():
             values |= {f"{step}/{part}_ms": 1e3 * value for part, value in time._asdict().items()}
         values |= {f"speedup/gamma_{at.gamma}": at.speedup for at in self.by_gamma if at.speedup is not None}
         return {f"predicted/{name}": value for name, value in values.items()}
@@ -179,3 +186,63 @@ def critical_context(setup: Setup, gamma: int, batches: tuple[int, int] = BATCHE
         middle = max(low + 1, int((low * high) ** 0.5))
         low, high = (low, middle) if gain(middle) >= 0 else (middle, high)
     return high
+
+
+def verdict(prediction: Prediction) -> str:
+    """Return what to expect, and why, in plain words."""
+    setup, best = prediction.setup, prediction.best
+    where = f"at batch {setup.batch}, context {setup.context:,}"
+    limit = _critical_context(prediction)
+    if best.speedup is None:
+        breaks_even = best.break_even_alpha
+        if breaks_even is None:
+            text = f"this configuration is predicted never to pay: {where}, {_reason(best)}; {limit}"
+        else:
+            text = (
+                f"no acceptance is known for this configuration, so there is no verdict: it pays if alpha exceeds "
+                f"{breaks_even:.2f} at gamma {best.gamma} ({where}); {limit}. {_remedy(prediction)}"
+            )
+    else:
+        known = prediction.estimate
+        assert known is not None
+        basis = "measured acceptance, predicted times; " if known.is_measured else ""
+        text = (
+            f"this configuration is predicted to run at {prediction.speedups}, with gamma {best.gamma}: {where}, "
+            f"{_reason(best)}; {limit} ({basis}alpha {known.alpha:.2f}: {known.source})"
+        )
+    needed, device = prediction.memory.total / GIB, prediction.setup.hardware.device
+    unfit = f". It needs {needed:.0f} GiB of {device.memory / GIB:.0f} on each GPU, so it does not fit"
+    return text if prediction.fits else f"{text}{unfit}"
+
+
+def pays_from(at: AtGamma) -> str:
+    """Return the alpha from which speculation pays, for a table."""
+    return "never" if at.break_even_alpha is None else f"{at.break_even_alpha:.2f}"
+
+
+def _remedy(prediction: Prediction) -> str:
+    """Return what would give a verdict."""
+    budgets = ", ".join(map(str, prediction.known_budgets))
+    known = f"Choose a budget with a known acceptance (cache.budget={budgets})" if budgets else "Measure it with a run"
+    return f"{known}, or give one, such as scenario.alpha={ASSUMED}"
+
+
+def _critical_context(prediction: Prediction) -> str:
+    critical = prediction.critical_context
+    if critical is None:
+        return f"S* is beyond {prediction.setup.target.max_position_embeddings:,}"
+    return f"S* is {round(critical, 1 - len(str(critical)) + 1):,}"
+
+
+def _reason(at: AtGamma) -> str:
+    """Return what the baseline spends its time on if speculation pays, else what speculation spends it on."""
+    times, decoding = at.times, at.times.target
+    if (at.speedup or 0.0) >= 1.0:
+        return f"decoding is {BOUND_BY[decoding.largest]}"
+    drafting = times.draft.plus(times.select).scaled(times.gamma)
+    # The time beyond that of decoding; an operator that becomes bound by compute counts with all its time.
+    extra = times.verify.plus(decoding, -1.0)
+    return (
+        f"drafting takes {drafting.total / decoding.total:.2f} decoding steps and is {BOUND_BY[drafting.largest]}, "
+        f"verification takes {times.verify.total / decoding.total:.2f} and is {BOUND_BY[extra.largest]}"
+    )

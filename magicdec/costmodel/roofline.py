@@ -17,6 +17,7 @@ BF16 = 2.0  # bytes
 # Split-KV kernels stop splitting once tiles of (row, KV head) fill this share of the places a GPU has for them
 # (num_splits_heuristic in FlashAttention's flash_api.cpp; FlashInfer's planner likewise), two places to an SM.
 UNSPLIT_SHARE, TILES_PER_SM = 0.8, 2
+_share = cache(ModelConfig.shared_by)
 
 
 class Operator(NamedTuple):
@@ -191,11 +192,6 @@ def layer_weights(model: ModelConfig) -> float:
     q, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     in_features = model.hidden_size * (q + 3 * model.intermediate_size) + model.qkv_inputs * (q + 2 * kv)
     return model.num_layers * in_features
-
-
-@cache
-def _share(model: ModelConfig, ranks: int) -> ModelConfig:
-    return model.shared_by(ranks)
 
 
 @cache

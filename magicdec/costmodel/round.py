@@ -27,9 +27,7 @@ class Setup:
     hardware: Hardware
     batch: int
     context: int
-    draft: DraftConfig = field(
-        default_factory=lambda: DRAFTS["self"].facts()
-    )  # with the architecture of a model of its own
+    draft: DraftConfig = field(default_factory=lambda: DRAFTS["self"].facts())  # with a model's architecture
     cache: CacheConfig = field(default_factory=lambda: POLICIES["streaming"].facts(budget=512))
     target_name: str = "target"
     target_path: str | None = None  # of its weights
@@ -177,6 +175,11 @@ class RoundTimes(NamedTuple):
     def round_s(self) -> float:
         """Return the seconds of the whole round."""
         return self.gamma * (self.draft.total + self.select.total) + self.verify.total + self.overhead.total
+
+    def steps(self, cache: CacheConfig) -> dict[str, StepTime]:
+        """Return T_T, T_D and T_V by the names of runs, whose draft step includes its own selection."""
+        draft = self.draft.plus(self.select, float(cache.selects == "step"))
+        return {"target_decode": self.target, "draft": draft, "verify": self.verify}
 
     def speedup(self, acceptance_length: float) -> float:
         """Return T_T over T_SD when a round yields `acceptance_length` tokens on average."""

@@ -193,9 +193,8 @@ def _joined(entries: Iterable[Entry]) -> Iterator[Entry]:
     for band in by_batch.values():
         same = bands and [(e.context, e.gamma) for e in bands[-1]] == [(e.context, e.gamma) for e in band]
         if same:
-            bands[-1] = [
-                old._replace(batch=(old.batch[0], new.batch[1])) for old, new in zip(bands[-1], band, strict=True)
-            ]
+            pairs = zip(bands[-1], band, strict=True)
+            bands[-1] = [old._replace(batch=(old.batch[0], new.batch[1])) for old, new in pairs]
         else:
             bands.append(band)
     yield from sorted((entry for band in bands for entry in band), key=lambda entry: (entry.context, entry.batch))

@@ -60,13 +60,14 @@ def _modules(root: Path) -> dict[str, list[Path]]:
     """
     found: dict[str, list[Path]] = {}
     for path in sorted(_sources(root)):
-        relative = path.relative_to(root)
-        if not _skipped(relative):
-            found.setdefault(relative.parts[0].removesuffix(".py"), []).append(path)
+        relative = path.relative_to(root).as_posix()
+        name = relative.partition("/")[0].removesuffix(".py")
+        if not (name in SKIPPED_MODULES or name.startswith(SKIPPED_PREFIXES) or relative in SKIPPED_FILES):
+            found.setdefault(name, []).append(path)
     modules: dict[str, list[Path]] = {}
     for name, files in found.items():
         public = _public_name(name)
-        modules[public] = max(files, modules.get(public, []), key=_size)
+        modules[public] = max(files, modules.get(public, []), key=lambda own: sum(path.stat().st_size for path in own))
     return modules
 
 
@@ -77,18 +78,9 @@ def _sources(root: Path) -> Iterator[Path]:
         yield from (Path(folder, name) for name in files if name.endswith(".py"))
 
 
-def _skipped(relative: Path) -> bool:
-    first = relative.parts[0].removesuffix(".py")
-    return first in SKIPPED_MODULES or first.startswith(SKIPPED_PREFIXES) or relative.as_posix() in SKIPPED_FILES
-
-
 def _public_name(module: str) -> str:
     for prefix in TWIN_PREFIXES:
         public = module.removeprefix(prefix)
         if public != module and public in sys.stdlib_module_names:
             return public
     return module
-
-
-def _size(files: list[Path]) -> int:
-    return sum(path.stat().st_size for path in files)

@@ -35,11 +35,10 @@ class Detokenizer:
     def add(self, tokens: list[int], last: bool = False) -> str:
         """Return the text that these tokens add."""
         self._tokens += tokens
-        before, now = (self._text(self._tokens[self._start : end]) for end in (self._told, len(self._tokens)))
+        decode, known = self._tokenizer.decode, self._tokens[self._start : self._told]
+        before = decode(known, skip_special_tokens=True)
+        now = decode(self._tokens[self._start :], skip_special_tokens=True)
         if now.endswith("\ufffd") and not last:
             return ""
         self._start, self._told = self._told, len(self._tokens)
         return now[len(before) :]
-
-    def _text(self, tokens: list[int]) -> str:
-        return self._tokenizer.decode(tokens, skip_special_tokens=True)

@@ -18,7 +18,7 @@ from typing_extensions import override
 from magicdec.cache.draft_cache import DraftCache
 from magicdec.config.choices import CacheConfig, CacheSpec, DraftConfig, Selects
 from magicdec.config.registry import POLICIES
-from magicdec.decoding.scoring import score
+from magicdec.decoding.prefill import score
 from magicdec.decoding.state import DRAFT, State
 from magicdec.models.kv_cache import KVCache
 from magicdec.models.taps import Taps
@@ -106,8 +106,7 @@ class Draft(ABC):
         """Propose nothing in this round, and stay able to propose in the next one."""
         return Proposal(state.tokens_BS[:, :0], None)
 
-    @abstractmethod
-    def commit(self, count_B: Tensor, gamma: int) -> None:
+    def commit(self, count_B: Tensor, gamma: int) -> None:  # noqa: B027 - lookups need the state's tokens alone
         """Commit `count_B` <= gamma + 1 tokens of every row: accepted proposals, then the bonus token."""
 
     def watch(self, verified: KVCache, phase: int) -> KVCache:
@@ -126,9 +125,9 @@ class Draft(ABC):
         """Clear a row that no request uses. Its proposals are ignored, and should cost little."""
 
     @property
-    @abstractmethod
     def cache_bytes(self) -> int:
         """Return the bytes of KV cache beyond the target's."""
+        return 0
 
 
 class ModelDraft(Draft):

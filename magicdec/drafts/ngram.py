@@ -70,14 +70,5 @@ class NgramDraft(Draft):
         return torch.where(length_BS.gather(1, best_B1) > 0, best_B1, last_B1)
 
     @override
-    def commit(self, count_B: Tensor, gamma: int) -> None:
-        """Do nothing: the state has the tokens."""
-
-    @override
     def copy_row(self, row: int, source: Draft) -> None:
         """Do nothing: the state has the tokens."""
-
-    @property
-    @override
-    def cache_bytes(self) -> int:
-        return 0

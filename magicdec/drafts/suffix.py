@@ -131,10 +131,6 @@ class SuffixDraft(Draft):
         return Proposal(self._proposal_BG[:, :gamma], None)
 
     @override
-    def commit(self, count_B: torch.Tensor, gamma: int) -> None:
-        """Do nothing: the state has the tokens."""
-
-    @override
     def copy_row(self, row: int, source: Draft) -> None:
         """Forget the row. The next round reads it from the state."""
         self._lengths[row] = 0
@@ -151,8 +147,3 @@ class SuffixDraft(Draft):
     def _padded(self, text: Tokens) -> Tokens:
         """Return a text as `look_up` takes it."""
         return np.pad(text, (self.max_suffix, self.gamma), constant_values=NONE).astype(np.int32)
-
-    @property
-    @override
-    def cache_bytes(self) -> int:
-        return 0

@@ -1,15 +1,16 @@
-"""Requests of OpenAI's API for completions and chats: their fields, prompt and parameters, and the answer's shape."""
+"""Requests of OpenAI's API for completions and chats: fields, prompt, parameters; the answer's shape, and its text."""
 
 import random
 import reprlib
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Self
 
 from jinja2 import TemplateError
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, field_validator, model_validator
 from typing_extensions import override
 
+from magicdec.data.tokenizer import Detokenizer
 from magicdec.errors import UserError, in_brief
 from magicdec.serving.request import Params
 from magicdec.verification.sampling import Sampling
@@ -50,9 +51,8 @@ class Strict(BaseModel):
             return given
         known, neutral = cls.model_fields, cls.neutral
         kept = {key: value for key, value in given.items() if value is not None and value not in neutral.get(key, ())}
-        unknown = next(
-            (key for key in kept if key not in known), None
-        )  # report the first mistake only: there may be a million
+        # Report the first mistake only: there may be a million.
+        unknown = next((key for key in kept if key not in known), None)
         return {key: value for key, value in kept.items() if key in known or key == unknown}
 
 
@@ -218,12 +218,7 @@ class Chat(Generation):
 
     @override
     def choice(self, text: str, end: str | None) -> dict[str, Any]:
-        return {
-            "index": 0,
-            "message": {"role": "assistant", "content": text},
-            "logprobs": None,
-            "finish_reason": end,
-        }
+        return {"index": 0, "message": {"role": "assistant", "content": text}, "logprobs": None, "finish_reason": end}
 
     @override
     def delta(self, text: str, end: str | None, first: bool) -> dict[str, Any]:
@@ -240,3 +235,33 @@ def _described(mistake: Mapping[str, Any]) -> str:
         return message
     value = "" if mistake["type"] == "missing" else f"={reprlib.repr(mistake['input'])}"
     return f"{key}{value}: {message}"
+
+
+class StoppableText:
+    """Text up to the first stop string, which may span tokens and rounds.
+
+    An ending that may begin a stop string is held back until more tokens arrive.
+    """
+
+    def __init__(self, tokenizer: Any, stops: Sequence[str] = ()):
+        self._detokenizer, self._stops, self._held = Detokenizer(tokenizer), stops, ""
+        self.stopped = False  # a stop string was found: nothing follows
+
+    def add(self, tokens: list[int], last: bool = False) -> str:
+        """Return the text that these tokens add."""
+        if self.stopped:
+            return ""
+        text = self._held + self._detokenizer.add(tokens, last)
+        found = [at for at in map(text.find, self._stops) if at >= 0]
+        self.stopped = bool(found)
+        end = min(found) if found else len(text)
+        if not (found or last):
+            end -= max((_overlap(text, stop) for stop in self._stops), default=0)
+        self._held = text[end:]
+        return text[:end]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Return the length of the longest prefix of a stop string that the text ends with."""
+    longest = min(len(text), len(stop) - 1)
+    return next((length for length in range(longest, 0, -1) if text.endswith(stop[:length])), 0)

@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from magicdec.attention.base import Shape
 from magicdec.attention.sdpa import SdpaAttention, SdpaPlan
-from magicdec.decoding.scoring import MAX_CHUNK
+from magicdec.decoding.prefill import MAX_CHUNK
 from magicdec.engine.audit import chunk_len, score_tokens
 from magicdec.engine.decoder import silent
 from magicdec.engine.native import NativeEngine

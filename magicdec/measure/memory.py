@@ -60,7 +60,11 @@ class Peak:
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         else:
-            _forget_peak()
+            # In a multirun, this process may have done a larger run before, whose memory glibc may keep.
+            with suppress(AttributeError, OSError, TypeError):  # another C library
+                ctypes.CDLL(None).malloc_trim(0)
+            with suppress(OSError):  # no Linux, or a container that forbids it
+                Path("/proc/self/clear_refs").write_text("5")
             resident = proc_bytes("self/status", "VmRSS") or _peak_resident_bytes()
             self._before = resident - proc_bytes("self/status", "RssFile") - held
 
@@ -70,14 +74,6 @@ class Peak:
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
         return max(0, _peak_resident_bytes() - proc_bytes("self/status", "RssFile") - self._before)
-
-
-def _forget_peak() -> None:
-    """Reset the peak: in a multirun, this process may have done a larger run before, whose memory glibc may keep."""
-    with suppress(AttributeError, OSError, TypeError):  # another C library
-        ctypes.CDLL(None).malloc_trim(0)
-    with suppress(OSError):  # no Linux, or a container that forbids it
-        Path("/proc/self/clear_refs").write_text("5")
 
 
 def _peak_resident_bytes() -> int:

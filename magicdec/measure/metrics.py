@@ -11,7 +11,6 @@ from statistics import fmean, median
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
 from magicdec.costmodel.speedup import alpha_of_rounds
 from magicdec.decoding.state import INACTIVE
@@ -20,21 +19,7 @@ from magicdec.measure.intervals import acceptance_intervals, speedup_intervals
 from magicdec.units import WAYS
 
 Metrics = dict[str, Any]  # numbers, words, true and false, None; [low, high] of an interval
-Passes = Sequence[Sequence[Generation]]  # of one way: a generation of every batch, in every repeat
-
-
-class Rounds(Counter[tuple[int, int]]):
-    """A count of rounds by their (proposed, accepted) tokens."""
-
-    @property
-    def proposed(self) -> int:
-        """Return the tokens proposed in all rounds."""
-        return sum(proposed * number for (proposed, _), number in self.items())
-
-    @property
-    def accepted(self) -> int:
-        """Return the tokens accepted in all rounds."""
-        return sum(accepted * number for (_, accepted), number in self.items())
+Rounds = Counter[tuple[int, int]]  # the number of rounds by their proposed and accepted tokens
 
 
 class RowTimes(NamedTuple):
@@ -51,10 +36,9 @@ Times = Mapping[str, Sequence[Sequence[RowTimes]]]  # of one repeat: by way, the
 def row_times(generation: Generation, prefill_seconds: float) -> list[RowTimes]:
     """Return the times of each row, to its own last token. What speculation sets up delays the first token."""
     first = prefill_seconds + generation.setup_seconds
-    return [
-        RowTimes(first, generation.round_seconds[last] if last >= 0 else 0.0, len(tokens) - 1)
-        for last, tokens in zip(_last_round(generation), generation.tokens, strict=True)
-    ]
+    ends_RB = np.array(generation.round_seconds)[:, None] * (generation.committed_RB.numpy() > 0)
+    decode_B = ends_RB.max(axis=0, initial=0.0).tolist()  # 0: the only token came from the prefill
+    return [RowTimes(first, end, len(row) - 1) for end, row in zip(decode_B, generation.tokens, strict=True)]
 
 
 def time_per_output_token_ms(rows: Sequence[RowTimes]) -> float:
@@ -83,10 +67,7 @@ def speed_metrics(batches: Sequence[Sequence[RowTimes]]) -> dict[str, float]:
 
 def acceptance_metrics(generations: Iterable[Generation]) -> Metrics:
     """Return the acceptance metrics of all rounds of several generations."""
-    rounds = Rounds()
-    for generation in generations:
-        rounds.update(rounds_of(generation))
-    return acceptance(rounds)
+    return acceptance(sum(map(rounds_of, generations), Rounds()))
 
 
 def acceptance(rounds: Rounds) -> Metrics:
@@ -94,59 +75,69 @@ def acceptance(rounds: Rounds) -> Metrics:
 
     acceptance_rate/position_<i> is unconditional: how often proposal i was accepted, whether or not those before were.
     """
-    num_rounds = rounds.total()
-    metrics: Metrics = {"acceptance_rounds": num_rounds}
-    if not num_rounds:
-        return metrics
-    length = 1 + rounds.accepted / num_rounds
-    by_gamma: Counter[int] = Counter()
-    for (proposed, _), number in rounds.items():
+    num_rounds, by_gamma = rounds.total(), Counter[int]()
+    proposed_at, accepted_at = Counter[int](), Counter[int]()  # by position
+    for (proposed, accepted), number in rounds.items():
         by_gamma[proposed] += number
-    metrics |= {
-        "acceptance_rate": rounds.accepted / rounds.proposed,
+        proposed_at.update(dict.fromkeys(range(proposed), number))
+        accepted_at.update(dict.fromkeys(range(accepted), number))
+    if not num_rounds:
+        return {"acceptance_rounds": 0}
+    length = 1 + accepted_at.total() / num_rounds
+    return {
+        "acceptance_rounds": num_rounds,
+        "acceptance_rate": accepted_at.total() / proposed_at.total(),
         "acceptance_length": length,
         "alpha": alpha_of_rounds(length, by_gamma),
+        **{f"acceptance_rate/position_{i}": accepted_at[i] / proposed_at[i] for i in range(max(by_gamma))},
     }
-    for i in range(max(by_gamma)):
-        accepted = sum(number for (_, accepted), number in rounds.items() if accepted > i)
-        metrics[f"acceptance_rate/position_{i}"] = accepted / sum(n for gamma, n in by_gamma.items() if gamma > i)
-    return metrics
 
 
-def interval_metrics(speculative: Passes, times: Sequence[Times]) -> Metrics:
-    """Return the 95% intervals of acceptance and of both speedups, under the names of the figures and `_ci95`."""
-    found: Metrics = {**acceptance_intervals(rounds_of_prompts(speculative))}
+def interval_metrics(rounds: Sequence[Rounds], times: Sequence[Times]) -> Metrics:
+    """Return the 95% intervals of acceptance and of both speedups, under the names of the figures and `_ci95`.
+
+    `rounds` are those of each prompt.
+    """
     rows = np.array([[list(chain(*one[way])) for one in times] for way in WAYS])
     _, decode, tokens = np.moveaxis(rows, -1, 0)  # way, repeat, row; see RowTimes
     decoded = tokens.all((0, 1))
     per_token = decode[..., decoded] / tokens[..., decoded]
     walls = [[speed_metrics(one[way])["decode_s"] for one in times] for way in WAYS]
-    return found | speedup_intervals(*per_token, *walls)
+    return {**acceptance_intervals(rounds), **speedup_intervals(*per_token, *walls)}
 
 
-def is_whole(proposed: Any, accepted: Any, committed: Any, at_limit: Any) -> Any:
-    """Return whether a row's round counts for acceptance; the arguments are numbers or tensors of one shape.
+def is_whole(proposed: int, accepted: int, committed: int, at_limit: bool) -> bool:
+    """Return whether a row's round counts for acceptance.
 
     A round that the token limit cuts counts as it was verified: leaving it out would leave out the rounds that accept
     most. A round that an end of sequence cuts does not count, because what follows that is not text. Neither does a
     round without proposals.
     """
-    return (proposed > 0) & ((committed == accepted + 1) | at_limit)
+    return proposed > 0 and (committed == accepted + 1 or at_limit)
 
 
 def rounds_of(generation: Generation) -> Rounds:
     """Return the rounds of a generation that count for acceptance."""
-    return Rounds(sum(rounds_of_rows(generation), Counter()))
+    return sum(rounds_of_rows(generation), Rounds())
 
 
 def rounds_of_rows(generation: Generation) -> list[Rounds]:
-    """Return the rounds (R, B) of each row that count for acceptance."""
-    accepted_RB, committed_RB = generation.accepted_RB, generation.committed_RB
-    proposed_RB = torch.tensor(generation.gammas, dtype=torch.int64)[:, None].expand_as(accepted_RB)
-    at_limit_B = 1 + committed_RB.sum(0) == generation.generate_len
-    counted_RB = (accepted_RB != INACTIVE) & is_whole(proposed_RB, accepted_RB, committed_RB, at_limit_B)
-    rows = zip(proposed_RB.T, accepted_RB.T, counted_RB.T, strict=True)
-    return [Rounds(zip(proposed[c].tolist(), accepted[c].tolist(), strict=True)) for proposed, accepted, c in rows]
+    """Return the rounds of each row that count for acceptance."""
+    found = []
+    rows = zip(generation.accepted_RB.T.tolist(), generation.committed_RB.T.tolist(), strict=True)
+    for accepted, committed in rows:
+        at_limit = 1 + sum(committed) == generation.generate_len
+        found.append(Rounds())
+        for proposed, taken, kept in zip(generation.gammas, accepted, committed, strict=True):
+            if taken != INACTIVE and is_whole(proposed, taken, kept, at_limit):
+                found[-1][proposed, taken] += 1
+    return found
+
+
+def rounds_of_prompts(repeats: Iterable[Iterable[Generation]]) -> list[Rounds]:
+    """Return the rounds of each prompt that count for acceptance; a repeat has a generation of every batch."""
+    rows = ([row for generation in one for row in rounds_of_rows(generation)] for one in repeats)
+    return [sum(of_prompt, Rounds()) for of_prompt in zip(*rows, strict=True)]
 
 
 def rounds_by_row(generation: Generation) -> list[list[tuple[int, int]]]:
@@ -155,12 +146,6 @@ def rounds_by_row(generation: Generation) -> list[list[tuple[int, int]]]:
         [(gamma, n) for gamma, n in zip(generation.gammas, accepted, strict=True) if n != INACTIVE]
         for accepted in generation.accepted_RB.T.tolist()
     ]
-
-
-def rounds_of_prompts(speculative: Passes) -> list[Rounds]:
-    """Return the rounds of each prompt that count for acceptance, over all repeats."""
-    repeats = ([row for generation in one for row in rounds_of_rows(generation)] for one in speculative)
-    return [Rounds(sum(row, Counter())) for row in zip(*repeats, strict=True)]
 
 
 def by_category(categories: Sequence[str], measure: Callable[[list[int]], Metrics]) -> Metrics:
@@ -175,7 +160,7 @@ def category_acceptance(categories: Sequence[str], rounds: Sequence[Rounds]) -> 
     """Return the acceptance rate and length of each category, from the rounds of each row."""
 
     def measure(rows: list[int]) -> Metrics:
-        return short_acceptance(acceptance(Rounds(sum((rounds[row] for row in rows), Counter()))))
+        return short_acceptance(acceptance(sum((rounds[row] for row in rows), Rounds())))
 
     return by_category(categories, measure)
 
@@ -211,21 +196,17 @@ def agreement(measured: Mapping[str, Any], speculative: Iterable[Generation], gr
     the end of the prompts; over a pass, a step may get longer by up to `growth`, as its context does. Only rounds of
     the profiled gamma are compared.
     """
-
-    def outside(time: float, least: float, most: float) -> float:
-        return time / min(max(time, least), most)
-
     found: Metrics = {}
     step, gamma = measured["time/target_decode_ms"], measured.get("gamma")
     if measured["autoregressive/time_per_output_token_ms"] > 0:  # not NaN
         time = measured["autoregressive/time_per_output_token_ms"]
-        found["agreement/target_decode"] = outside(time, step, step * growth)
+        found["agreement/target_decode"] = time / min(max(time, step), step * growth)
     if "time/round_ms" not in measured:
         return found
-    in_profile = measured["time/round_ms"]
     histories = [[row["seconds"] for row in round_history(g) if row["gamma"] == gamma] for g in speculative]
     if passes := [1e3 * fmean(seconds) for seconds in histories if seconds]:
-        found["agreement/round"] = outside(median(passes), in_profile, in_profile * growth)
+        time, least = median(passes), measured["time/round_ms"]
+        found["agreement/round"] = time / min(max(time, least), least * growth)
     return found
 
 
@@ -233,10 +214,3 @@ def spread(values: list[float]) -> float:
     """Return the range of the values over their median: 0.1 means 10 percent."""
     middle = median(values)
     return (max(values) - min(values)) / middle if middle else 0.0
-
-
-def _last_round(generation: Generation) -> list[int]:
-    """Return the index of the round in which each row took its last token, or -1 if that came from the prefill."""
-    took = generation.committed_RB > 0
-    order = torch.arange(took.shape[0])[:, None].expand_as(took)
-    return torch.where(took, order, -1).amax(0).tolist() if took.numel() else [-1] * len(generation.tokens)

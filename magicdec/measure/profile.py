@@ -44,10 +44,7 @@ def profile_round(batch: Batch, repeats: int, gamma: int = 0) -> dict[str, float
         decoder.verify(proposal, decoder.cache, draft.taps)
         decoder.cache.commit(gamma + 1, none_B)
         draft.commit(none_B, gamma)
-        parts["propose_ms"] = (
-            lambda: draft.propose(decoder.state, gamma),
-            lambda: draft.commit(none_B, gamma),
-        )
+        parts["propose_ms"] = (lambda: draft.propose(decoder.state, gamma), lambda: draft.commit(none_B, gamma))
 
         def verify(phase: int) -> None:
             decoder.accept(proposal, decoder.verify(proposal, draft.watch(decoder.cache, phase), draft.taps))

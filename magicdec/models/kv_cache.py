@@ -100,8 +100,9 @@ class KVCache:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of keys and values."""
-        return 2 * self.k_LBKSD.numel() * self.k_LBKSD.element_size()
+        """The bytes of keys, values and all else in `per_row` but lengths."""
+        tensors = (getattr(self, name) for name in self.per_row)
+        return sum(x.nbytes for x in tensors if x is not None and x.dim() > 1)
 
     def slots_BT(self, num_new: int) -> Tensor:
         """Return the slots that the next `num_new` tokens go to (int64)."""

@@ -19,11 +19,7 @@ class Worker:
         scheduler.max_num_seqs, scheduler.num_kv_blocks = rows, rows * (-(-max_len // BLOCK) + 1)
         # All prompts are prefilled in one step: otherwise the first rows decode meanwhile, and neither could be timed.
         scheduler.max_num_batched_tokens = rows * max_len
-        settings = {
-            "INFERENCE_NUM_THREADS": threads,
-            "INFERENCE_PRECISION_HINT": "f32",
-            "KV_CACHE_PRECISION": kv_type,
-        }
+        settings = {"INFERENCE_NUM_THREADS": threads, "INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": kv_type}
         options = dict(settings)
         self._speculation = {}
         if speculation:

@@ -108,13 +108,10 @@ class WorkerProcess:
             raise self.failure(f"broke the protocol: {error}") from None
 
     def failure(self, what: str) -> WorkerFailed:
-        """Return the error, with the last line of the worker's stderr. The end of its stderr is logged."""
+        """End the worker, and return the error with its last words."""
         self.close()
         self._listener.join(EXIT_S)  # what it wrote last may not have been read yet
-        if words := last_words(self._stderr_end):
-            log.info("the end of the worker's stderr:\n%s", self._stderr_end.decode(errors="replace"))
-            what += f"; its last words: {words}"
-        return WorkerFailed(f"{self._name}: the worker {what}")
+        return failed(f"{self._name}: the worker {what}", self._stderr_end)
 
     def close(self) -> None:
         """Kill the worker and its children."""
@@ -122,6 +119,14 @@ class WorkerProcess:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         self._requests.put(None)
+
+
+def failed(what: str, output: bytes) -> WorkerFailed:
+    """Return the error of a program, with the last line of its output. The end of its output is logged."""
+    words = last_words(output)
+    if words:
+        log.info("%s; the end of its output:\n%s", what, output.decode(errors="replace"))
+    return WorkerFailed(f"{what}; its last words: {words}" if words else what)
 
 
 def last_words(stderr: bytes) -> str:

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import logging
 import os
 import signal
 import socket
@@ -20,11 +19,9 @@ from typing_extensions import override
 
 from magicdec.errors import UserError, exit_in_words
 from magicdec.peers.base import Address, Servable
-from magicdec.peers.pipe import TAIL, WorkerFailed, last_words
+from magicdec.peers.pipe import TAIL, WorkerFailed, failed
 from magicdec.peers.process import WorkerEngine
 from magicdec.units import WAYS
-
-log = logging.getLogger(__name__)
 
 SUPERVISOR = Path(__file__).with_name("supervisor.py")
 POLL_S, END_S = 0.2, 10.0
@@ -129,10 +126,5 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _failure(name: str, what: str, output: IO[bytes]) -> WorkerFailed:
-    """Return the error, with the last line of the server's output. The end of its output is logged."""
     output.seek(max(0, output.seek(0, os.SEEK_END) - TAIL))
-    tail = output.read()
-    if words := last_words(tail):
-        log.info("the end of the server's output:\n%s", tail.decode(errors="replace"))
-        what += f"; its last words: {words}"
-    return WorkerFailed(f"{name}: the server {what}")
+    return failed(f"{name}: the server {what}", output.read())

@@ -1,6 +1,6 @@
 """Identify the model of a configuration: its name and its architecture, from the checkpoint if that is read."""
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,12 @@ def identify(key: str, choice: ModelChoice, loads: bool) -> tuple[ModelChoice, P
     folder = checkpoint.locate(choice.path, f"{key}.path", weights=loads)
     config = checkpoint.read_config(folder)
     if choice.architecture is not None:
-        written = origin.get("architecture")
-        _check_overrides(f"{key}.architecture", choice.architecture, written and from_values(written), config, folder)
+        written = from_values(origin["architecture"]) if origin.get("architecture") else None
+        for name in ModelConfig.__dataclass_fields__:
+            given, read = getattr(choice.architecture, name), getattr(config, name)
+            if given != read and (written is None or given != getattr(written, name)):
+                ours, theirs = ("null" if value is None else str(value) for value in (given, read))
+                raise UserError(f"{key}.architecture.{name}={ours}: the checkpoint {folder} has {theirs}; leave it out")
     is_named = choice.name != origin.get("name")  # by the user
     name = choice.name if is_own or is_named else _name_of(folder.resolve(), choice.name, config)
     return replace(choice, name=name, architecture=config), folder
@@ -45,20 +49,6 @@ def _origin(choice: ModelChoice) -> dict[str, Any]:
         if choice.path == one["path"] or (one["architecture"] and from_values(one["architecture"]) == given):
             return one
     return {}
-
-
-def _check_overrides(
-    key: str, given: ModelConfig, written: ModelConfig | None, theirs: ModelConfig, folder: Path
-) -> None:
-    """Raise UserError for a value that is neither the option's own (`written`) nor the checkpoint's."""
-    for name in (entry.name for entry in fields(ModelConfig)):
-        value, read = getattr(given, name), getattr(theirs, name)
-        if value != read and (written is None or value != getattr(written, name)):
-            raise UserError(f"{key}.{name}={_text(value)}: the checkpoint {folder} has {_text(read)}; leave it out")
-
-
-def _text(value: Any) -> str:
-    return "null" if value is None else str(value)
 
 
 def _name_of(folder: Path, chosen: str, config: ModelConfig) -> str:

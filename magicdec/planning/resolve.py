@@ -21,7 +21,6 @@ from magicdec.costmodel.roofline import BF16
 from magicdec.costmodel.round import Setup, round_times
 from magicdec.errors import UserError
 from magicdec.kernels.toolchain import triton_obstacle
-from magicdec.measure.metrics import Metrics
 from magicdec.measure.system import cpu_name, driver_version
 from magicdec.models import checkpoint
 from magicdec.planning.identity import identify
@@ -87,7 +86,7 @@ class Plan:
         return found
 
     @property
-    def sources(self) -> Metrics:
+    def sources(self) -> dict[str, str]:
         """Return the metric that says whether the weights are trained or random."""
         models = (self.target, self.draft)
         return {"weights/source": "random" if any(m is not None and m.folder is None for m in models) else "checkpoint"}
@@ -125,11 +124,10 @@ class Plan:
                 tflops=h.tflops or (None if known else tflops),
             )
         hardware = configured(h.name, h.tensor_parallel, h.bandwidth_gbs, h.tflops, h.memory_gib, h.efficiency, stack)
-        if config.scenario.name == "plan":  # which has drafts of its own
-            return self._setup(hardware, DRAFTS["self"].facts())
-        if not config.speculates:
+        plans = config.scenario.name == "plan"  # with drafts of its own
+        if not plans and not config.speculates:
             raise UserError("draft=none: there is no speculation to predict; choose draft=self or draft=model")
-        return self._setup(hardware, config.draft)
+        return self._setup(hardware, DRAFTS["self"].facts() if plans else config.draft)
 
     def held(self, num_rows: int, context_len: int) -> Memory:
         """Return the weights and caches that a device holds for a batch of `num_rows`."""
@@ -157,15 +155,12 @@ class Plan:
     def warnings(self) -> list[str]:
         """Return warnings: about a GPU that PyTorch cannot use, and about a run that is predicted not to pay."""
         config = self.config
-        unused = driver_version() if config.hardware.name == "auto" and self.device.type == "cpu" else ""
-        if unused:
-            why = f"driver {unused} is loaded, but PyTorch sees no GPU"
-            return [
-                f"hardware=auto: {why}: this run uses the CPU; magicdec doctor says why, and hardware=cpu silences this"
-            ]
-        if config.scenario.name != "compare" or config.engine.name != "native" or not config.speculates:
-            return []
-        if CORPORA[config.data.name].facts.own_lengths:  # not known yet
+        on_cpu = config.hardware.name == "auto" and self.device.type == "cpu"
+        if on_cpu and (unused := driver_version()):
+            why = f"driver {unused} is loaded, but PyTorch sees no GPU: this run uses the CPU"
+            return [f"hardware=auto: {why}; magicdec doctor says why, and hardware=cpu silences this"]
+        has_model = config.scenario.name == "compare" and config.engine.name == "native" and config.speculates
+        if not has_model or CORPORA[config.data.name].facts.own_lengths:  # which are not known yet
             return []
         try:
             found = comparison.warning(self.setup(), config.gammas, curves(config), config.draft.synthetic_acceptance)
@@ -210,8 +205,11 @@ def resolve(config: Config) -> Plan:
         config = replace(config, draft=replace(config.draft, tensor_parallel=draft.num_ranks))
     reasons = []
     if config.engine.name == "native":
-        backend: Any  # one of the options
-        backend, why = _attention(config, device, dtype, [target, draft] if draft else [target])
+        head_dims = [model.config.head_dim for model in (target, draft) if model is not None]
+        backend, why = backends.choose(config.attention, device, dtype, head_dims)
+        if config.hardware.cuda_graphs and not BACKENDS[backend].facts.captured:
+            how = "plans on the host, which no graph can capture; set hardware.cuda_graphs=false"
+            raise UserError(f"hardware.cuda_graphs=true: attention={backend} {how}")
         config = replace(config, attention=backend)
         reasons = [why, *([f"hardware.compile=false: Triton {compile_obstacle}"] if compile_obstacle else [])]
     else:
@@ -307,24 +305,12 @@ def _divided(config: Config, target: Model, draft: Model | None) -> tuple[Model,
     return target, draft
 
 
-def _attention(config: Config, device: torch.device, dtype: torch.dtype, models: list[Model]) -> tuple[str, str]:
-    """Return the backend's name, and why it was chosen."""
-    name, why = backends.choose(config.attention, device, dtype, [model.config.head_dim for model in models])
-    if config.hardware.cuda_graphs and not BACKENDS[name].facts.captured:
-        raise UserError(
-            f"hardware.cuda_graphs=true: attention={name} plans on the host, which no graph can capture; set "
-            "hardware.cuda_graphs=false"
-        )
-    return name, why
-
-
 def _check_length(config: Config, target: Model, draft: Model | None) -> None:
     check_length(config, target.config.max_position_embeddings)
-    length = config.batch.context_len + config.batch.generate_len
-    if draft is None or config.draft.listens or length <= draft.config.max_position_embeddings:
+    length, key = config.batch.context_len + config.batch.generate_len, config.draft.own_cache_key
+    trained = length if draft is None or config.draft.listens else draft.config.max_position_embeddings
+    if length <= trained:
         return
-    trained = draft.config.max_position_embeddings
-    key = config.draft.own_cache_key
     cache = config.draft.caches(config.cache)[key]
     if not cache.bounds_positions:
         raise UserError(

@@ -24,13 +24,12 @@ from magicdec.scenarios.outcome import Outcome
 from magicdec.tracking import sweep, table
 from magicdec.tracking.console import Console
 from magicdec.tracking.identity import run_id
-from magicdec.tracking.live import Live
 from magicdec.tracking.lock import Busy, locked
 from magicdec.tracking.progress import Follow, Progress, nobody, progress
 from magicdec.tracking.reader import BASELINE, attempts, find_done, iter_runs, noise, read_result, slowness
 from magicdec.tracking.store import Run, explained, software
 from magicdec.tracking.sweep import Job
-from magicdec.tracking.trackers import chosen, is_logged, log_run
+from magicdec.tracking.trackers import Live, chosen, is_logged, log_run
 from magicdec.units import GIB, in_minutes
 
 if TYPE_CHECKING:  # it imports PyTorch, and a mistake must be reported before that

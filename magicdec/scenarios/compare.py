@@ -21,9 +21,9 @@ from magicdec.engine.native import Batch, NativeEngine, warm_up
 from magicdec.errors import UserError
 from magicdec.measure import memory, metrics
 from magicdec.measure.ceilings import matmul_rate, read_bandwidth
-from magicdec.measure.gpu import Watch
 from magicdec.measure.metrics import Metrics, Times
 from magicdec.measure.profile import profile_round
+from magicdec.measure.system import Watch
 from magicdec.planning import build
 from magicdec.planning.resolve import Plan, resolve
 from magicdec.planning.shared import SHARED, Prefilled, prefill_key
@@ -114,12 +114,13 @@ def _decoded(
         warm_up(batch)
         is_last = start + rows >= len(prompts.tokens)
         with keeping(partial(_partial, plan, measured, prompts, is_last)):
-            for one in repeats(scenario, plan.config.batch.num_batches, measured.repeats, earlier):
+            asked = repeats(scenario, plan.config.batch.num_batches, measured.repeats, earlier)
+            for number, one in enumerate(asked, start=1):
                 one.autoregressive.append(_generate(batch.decoder, None, progress))
                 if batch.draft is not None:
                     one.speculative.append(_generate(batch.decoder, batch.draft, progress))
                 if is_last:
-                    progress.report(_reported(measured, one))
+                    progress.report(_reported(number, one.times(measured.prefill_seconds)))
         if plan.is_audited:
             first = measured.repeats[0]
             found = audit(batch.decoder, first.autoregressive[-1].tokens, first.speculative[-1].tokens)
@@ -130,16 +131,17 @@ def _decoded(
 
 def _figures(plan: Plan, measured: Measured, outputs: Outputs) -> Metrics:
     """Return the speeds of both ways and, with a draft, acceptance, intervals and losslessness."""
-    ways = [[metrics.speed_metrics(one[way]) for one in measured.times if way in one] for way in WAYS]
-    results = speeds(*ways) | {"repeats": len(measured.times)} | outputs.sizes_by_category
-    if (reached := precision(measured.times)) is not None:
+    times = measured.times
+    ways = [[metrics.speed_metrics(one[way]) for one in times if way in one] for way in WAYS]
+    results = speeds(*ways) | {"repeats": len(times)} | outputs.sizes_by_category
+    if (reached := precision(times)) is not None:
         results["speedup_precision"] = reached
     if speculative := measured.speculative:
         gamma = metrics.usual_gamma(speculative) or plan.config.gammas[-1]  # every row ended at its first token
-        results |= metrics.acceptance_metrics(speculative) | {"gamma": gamma}
-        passes = [one.speculative for one in measured.repeats]
-        results |= metrics.interval_metrics(passes, measured.times)
-        results |= metrics.category_acceptance(outputs.prompts.categories, metrics.rounds_of_prompts(passes))
+        rounds = metrics.rounds_of_prompts(one.speculative for one in measured.repeats)
+        results |= metrics.acceptance(sum(rounds, metrics.Rounds())) | {"gamma": gamma}
+        results |= metrics.interval_metrics(rounds, times)
+        results |= metrics.category_acceptance(outputs.prompts.categories, rounds)
         synthetic = plan.config.draft.synthetic_acceptance is not None
         results["acceptance/source"] = "synthetic" if synthetic else "measured"
         results |= lossless(plan, outputs.autoregressive, outputs.speculative, measured.verdict)
@@ -201,11 +203,9 @@ def _partial(plan: Plan, measured: Measured, prompts: Prompts, is_last: bool) ->
     return Outcome(figures, outputs.rows(plan.config.data.save_prompts), _history(complete[0]))
 
 
-def _reported(measured: Measured, one: Repeat) -> dict[str, float]:
+def _reported(number: int, times: Times) -> dict[str, float]:
     """Return the line that reports a repeat."""
-    times = one.times(measured.prefill_seconds)
     ways = {way: metrics.speed_metrics(batches) for way, batches in times.items()}
-    number = 1 + next(index for index, other in enumerate(measured.repeats) if other is one)
     line = {"repeat": number, "repeat/seconds": sum(way["decode_s"] for way in ways.values())}
     line |= {f"repeat/{way}/tokens_per_second": speed["tokens_per_second"] for way, speed in ways.items()}
     found = speeds(*([ways[way]] if way in ways else [] for way in WAYS))

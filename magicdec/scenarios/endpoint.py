@@ -23,8 +23,7 @@ from magicdec.scenarios.levels import jobs_of, levels_of, prompts_of, speed_metr
 from magicdec.scenarios.outcome import Outcome, keeping
 from magicdec.scenarios.outputs import Outputs
 from magicdec.scenarios.peer import load
-from magicdec.serving.load import Load, RequestSpec, under_load
-from magicdec.serving.search import Search
+from magicdec.serving.load import Load, RequestSpec, Search, under_load
 from magicdec.tracking.progress import Progress
 from magicdec.units import WAYS
 
@@ -86,9 +85,8 @@ class Measurement:
             seed = self.plan.config.data.seed
             requests, seconds = await under_load(endpoint, self.jobs, level, seed, task.advance)
         found = Level(cast(list[EndpointRequest], requests), seconds, before, await endpoint.counters())
-        reasons = Counter(
-            described(r.error, endpoint.address.time_limit_s) for r in found.requests if r.error is not None
-        )
+        errors = (one.error for one in found.requests if one.error is not None)
+        reasons = Counter(described(error, endpoint.address.time_limit_s) for error in errors)
         for reason, number in reasons.most_common(1):
             failed = f"{way}, {level}: {reasons.total()} of {len(requests)} requests failed"
             if not found.answered:

@@ -3,17 +3,14 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:  # it imports PyTorch, for which a prediction must not wait
-    from magicdec.measure.metrics import Metrics
+from typing import Any
 
 
 @dataclass
 class Outcome:
     """Results of one run."""
 
-    metrics: "Metrics"
+    metrics: dict[str, Any]
     generations: list[dict] = field(default_factory=list)  # token ids, a dict per row
     history: list[dict] = field(default_factory=list)  # a dict per round
     samples: list[dict] = field(default_factory=list)  # text of a few rows, for people

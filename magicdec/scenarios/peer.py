@@ -7,8 +7,8 @@ from typing import Any
 from magicdec.config.registry import ENGINES
 from magicdec.config.schema import Compare
 from magicdec.measure import memory, metrics
-from magicdec.measure.gpu import Watch
 from magicdec.measure.metrics import Metrics
+from magicdec.measure.system import Watch
 from magicdec.peers.base import Counts, Peer, PeerGeneration, PeerSpec
 from magicdec.planning import build
 from magicdec.planning.resolve import Plan, resolve

@@ -10,11 +10,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from magicdec.config.schema import Config, Search
-from magicdec.costmodel.planner import FOUND_BY, Candidate, Ranking, experiment_yaml, search
-from magicdec.costmodel.predict import predict
+from magicdec.costmodel.planner import FOUND_BY, Candidate, Ranking, Workload, experiment_yaml, search
+from magicdec.costmodel.predict import pays_from, predict
 from magicdec.costmodel.round import Setup
-from magicdec.costmodel.summary import pays_from
-from magicdec.costmodel.workload import Workload
 from magicdec.errors import UserError
 from magicdec.planning.prediction import assumed_alpha, cache_named, curves, draft_named
 from magicdec.planning.resolve import Plan, resolve

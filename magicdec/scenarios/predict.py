@@ -1,7 +1,7 @@
 """The prediction for a configuration, without loading anything: times, speedup by gamma, S*, memory and a verdict."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Group
 from rich.table import Table
@@ -9,18 +9,14 @@ from rich.table import Table
 from magicdec.config.schema import Predict
 from magicdec.costmodel.acceptance import task_of
 from magicdec.costmodel.comparison import published
-from magicdec.costmodel.predict import Prediction
+from magicdec.costmodel.predict import Prediction, pays_from, verdict
 from magicdec.costmodel.predict import predict as predict_setup
-from magicdec.costmodel.summary import pays_from, verdict
 from magicdec.planning.prediction import assumed_alpha, curves
 from magicdec.planning.resolve import Plan, resolve
 from magicdec.scenarios.outcome import Outcome
 from magicdec.tracking.cells import new_table
 from magicdec.tracking.progress import Progress
 from magicdec.units import GIB
-
-if TYPE_CHECKING:
-    from magicdec.measure.metrics import Metrics
 
 prepare = resolve
 
@@ -46,8 +42,8 @@ def run(plan: Plan, progress: Progress) -> Outcome:
         for at in prediction.by_gamma
     ]
     known = published(prediction.setup, task_of(plan.config), plan.config.draft.gamma)
-    metrics: Metrics = {"device": plan.device_name}
-    return Outcome(metrics | prediction.metrics() | known, history=history, view=_view(prediction, known))
+    metrics = {"device": plan.device_name, **prediction.metrics(), **known}
+    return Outcome(metrics, history=history, view=_view(prediction, known))
 
 
 def _view(prediction: Prediction, known: Mapping[str, Any] | None = None) -> Group:

@@ -37,10 +37,9 @@ class Repeat:
 
     def times(self, prefill_seconds: Sequence[float]) -> Times:
         """Return the times of every row, with those of the prefills; without a draft, of one way."""
-        ways = {"autoregressive": self.autoregressive, "speculative": self.speculative}
         return {
             way: [metrics.row_times(g, s) for g, s in zip(batches, prefill_seconds, strict=False)]
-            for way, batches in ways.items()
+            for way, batches in vars(self).items()
             if batches
         }
 
@@ -99,18 +98,15 @@ def repeats(
         return
     deadline, narrow = time.monotonic() + 60 * scenario.max_minutes / num_batches, 0
     before = [{way: batches[:1] for way, batches in one.items()} for one in earlier]
-    while _more(scenario, len(measured), len(earlier), narrow, deadline):
+    while len(measured) != scenario.repeats:
         measured.append(Repeat())
         yield measured[-1]
-        reached = precision([*before, *(one.times([0.0]) for one in measured)])
-        narrow = narrow + 1 if reached is not None and reached <= scenario.precision else 0
-
-
-def _more(scenario: Compare, count: int, earlier: int, narrow: int, deadline: float) -> bool:
-    if scenario.repeats != "auto":
-        return count < scenario.repeats
-    is_enough = count + earlier >= FIRST and narrow >= IN_A_ROW
-    return count == 0 or (time.monotonic() < deadline and not is_enough)
+        if scenario.repeats == "auto":
+            reached = precision([*before, *(one.times([0.0]) for one in measured)])
+            narrow = narrow + 1 if reached is not None and reached <= scenario.precision else 0
+            is_enough = len(measured) + len(before) >= FIRST and narrow >= IN_A_ROW
+            if is_enough or time.monotonic() >= deadline:
+                return
 
 
 def precision(times_K: Sequence[Times]) -> float | None:

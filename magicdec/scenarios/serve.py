@@ -22,10 +22,9 @@ from magicdec.scenarios.levels import jobs_of, levels_of, prompts_of, speed_metr
 from magicdec.scenarios.outcome import Outcome, keeping
 from magicdec.scenarios.outputs import Outputs, lossless
 from magicdec.serving.engine import AsyncEngine
-from magicdec.serving.load import Load, RequestSpec, under_load
+from magicdec.serving.load import Load, RequestSpec, Search, under_load
 from magicdec.serving.request import Request
 from magicdec.serving.scheduler import Scheduler
-from magicdec.serving.search import Search
 from magicdec.serving.shared import SharedSlots
 from magicdec.serving.slots import Slots
 from magicdec.tracking.progress import Progress
@@ -141,11 +140,8 @@ def _level_metrics(
     if "speculative" not in measured:
         return result
     fast = measured["speculative"][0]
-    rounds = Rounds()
-    for request in fast:
-        rounds.update(request.rounds)
     each = [request.rounds for request in fast]
-    result |= acceptance(rounds) | acceptance_intervals(each) | category_acceptance(categories, each)
+    result |= acceptance(sum(each, Rounds())) | acceptance_intervals(each) | category_acceptance(categories, each)
     if len(measured) < len(WAYS):
         return result
     before, after = ([request.tokens for request in requests] for requests, _ in measured.values())

@@ -24,7 +24,7 @@ from magicdec.engine.native import Batch, NativeEngine, warm_up
 from magicdec.errors import UserError
 from magicdec.measure import metrics
 from magicdec.measure.ceilings import matmul_rate, read_bandwidth
-from magicdec.measure.shares import Share, share_of_best
+from magicdec.measure.intervals import Share, share_of_best
 from magicdec.planning import build
 from magicdec.planning.resolve import Plan, resolve
 from magicdec.scenarios.outcome import Outcome, keeping
@@ -109,9 +109,8 @@ def _measured(engine: NativeEngine, prompts: list[list[int]], rows: int, scenari
             if scenario.steps == "measured":
                 timed.append({gamma: _round_s(_decoded(batch, gamma)) for gamma in gammas})
             decoded = {gamma: _decoded(batch, gamma) for gamma in gammas}
-            seconds = {
-                gamma: metrics.time_per_output_token_ms(metrics.row_times(one, 0.0)) for gamma, one in decoded.items()
-            }
+            times = {gamma: metrics.row_times(one, 0.0) for gamma, one in decoded.items()}
+            seconds = {gamma: metrics.time_per_output_token_ms(rows) for gamma, rows in times.items()}
             turns.append({gamma: seconds[0] / one for gamma, one in seconds.items()})
             for gamma in rounds:
                 rounds[gamma].update(metrics.rounds_of(decoded[gamma]))
@@ -132,9 +131,7 @@ def _decoded(batch: Batch, gamma: int) -> Generation:
 
 def _alpha(found: Sequence[Found], gamma: int) -> float:
     """Return the acceptance of all rounds with a gamma: proposals late in a round are not accepted like the first."""
-    rounds = metrics.Rounds()
-    for one in found:
-        rounds.update(one.rounds[gamma])
+    rounds = sum((one.rounds[gamma] for one in found), metrics.Rounds())
     return float(metrics.acceptance(rounds).get("alpha") or 0.0)
 
 

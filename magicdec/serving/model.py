@@ -75,9 +75,7 @@ class Continuations(list[Continuation]):
             Continuation(Detokenizer(tokenizer).add(r.tokens, last=True), r.tokens, str(r.end), r.stats)
             for r in requests
         )
-        rounds = Rounds()
-        for request in requests:
-            rounds.update(request.rounds)
+        rounds = sum((request.rounds for request in requests), Rounds())
         self.metrics: Metrics = {**load_metrics(requests, seconds), **acceptance(rounds)}
 
 

@@ -81,7 +81,7 @@ class Request:
     @property
     def stats(self) -> "Stats":
         """Times, tokens and acceptance so far."""
-        times, count, accepted = self.chunk_times, self.num_tokens, acceptance(self.rounds)
+        times, count, known = self.chunk_times, self.num_tokens, acceptance(self.rounds)
         return Stats(
             prompt_tokens=len(self.prompt),
             tokens=count,
@@ -89,10 +89,10 @@ class Request:
             time_per_output_token_s=(times[-1] - times[0]) / (count - 1) if count > 1 else None,
             request_latency_s=times[-1] - self.arrived if times else None,
             inter_chunk_s=[after - before for before, after in pairwise(times)],
-            proposed=self.rounds.proposed,
-            accepted=self.rounds.accepted,
-            acceptance_rate=accepted.get("acceptance_rate"),  # type: ignore[arg-type]
-            acceptance_length=accepted.get("acceptance_length"),  # type: ignore[arg-type]
+            proposed=sum(proposed * number for (proposed, _), number in self.rounds.items()),
+            accepted=sum(accepted * number for (_, accepted), number in self.rounds.items()),
+            acceptance_rate=known.get("acceptance_rate"),  # type: ignore[arg-type]
+            acceptance_length=known.get("acceptance_length"),  # type: ignore[arg-type]
         )
 
 

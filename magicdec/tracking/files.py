@@ -5,7 +5,7 @@ Readers rely on the keys below, which every version has written in this form. Ot
 
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
@@ -105,7 +105,7 @@ class Config(TypedDict):
 
 @typed
 class Round(TypedDict):
-    """A round of a sample: see tracking/generated.py."""
+    """A round of a sample, as `by_round` makes it."""
 
     proposed: Count
     accepted: list[str]
@@ -142,6 +142,22 @@ class JobLine(TypedDict):
 
     job: int
     id: str | None
+
+
+def by_round(tokens: Sequence[str], rounds: Iterable[Sequence[int]]) -> list[Round]:
+    """Return the tokens of a row by round; `rounds` are pairs of proposed and accepted tokens.
+
+    `accepted` holds the accepted proposals of a round and `bonus` the target's own token that ends it, or None if the
+    token limit or an end of sequence has cut the round. The first entry is the token of the prefill.
+    """
+    found: list[Round] = [{"proposed": 0, "accepted": [], "bonus": tokens[0]}]
+    start = 1
+    for proposed, accepted in rounds:
+        part = tokens[start : start + accepted + 1]
+        bonus = part[accepted] if len(part) > accepted else None
+        found.append({"proposed": proposed, "accepted": list(part[:accepted]), "bonus": bonus})
+        start += len(part)
+    return found
 
 
 def _in_short(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:

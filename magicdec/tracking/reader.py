@@ -30,17 +30,12 @@ BASELINE = "autoregressive/time_per_output_token_ms"
 
 def run_of(attempt_id: str) -> str:
     """Return the id of the run: abc, abc-2 and abc-3 are attempts at abc."""
-    return _parts(attempt_id)[0]
+    return ATTEMPT.fullmatch(attempt_id)[1]  # type: ignore[index]  # no folder has an empty name
 
 
 def number_of(attempt_id: str) -> int:
     """Return the number of the attempt, from 1."""
-    return int(_parts(attempt_id)[1] or 1)
-
-
-def _parts(attempt_id: str) -> tuple[str, str | None]:
-    run_id, number = ATTEMPT.fullmatch(attempt_id).groups()  # type: ignore[union-attr]  # no folder has an empty name
-    return run_id, number
+    return int(ATTEMPT.fullmatch(attempt_id)[2] or 1)  # type: ignore[index]
 
 
 def attempts(runs_dir: str | Path, run_id: str) -> list[Path]:
@@ -117,7 +112,7 @@ def slowness(result: Mapping[str, Any], earlier: Iterable[Mapping[str, Any]]) ->
 
 
 def gpu_trouble(result: Mapping[str, Any]) -> list[str]:
-    """Return what has disturbed the GPU during a run, in words (magicdec/measure/gpu.py); [] if nothing is known."""
+    """Return what has disturbed the GPU during a run, in words (magicdec/measure/system.py); [] if nothing is known."""
     known = {key: value for key, value in result.items() if isinstance(value, int | float)}
     shares = {why: known.get(f"gpu/throttled/{why}", 0.0) for why in ("thermal", "power")}
     found = [f"throttled ({why}) for {share:.0%} of the time" for why, share in shares.items() if share > THROTTLED]

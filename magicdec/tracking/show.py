@@ -12,16 +12,16 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
-from magicdec.errors import exit_code, printable
+from magicdec.errors import UserError, exit_code, printable
 from magicdec.tracking.cells import new_table
 from magicdec.tracking.console import Console
-from magicdec.tracking.files import Round, Sample
-from magicdec.tracking.generated import samples_of
+from magicdec.tracking.files import GENERATION, SAMPLE, Generation, Round, Sample, by_round, read_lines
 from magicdec.tracking.reader import find_run
 from magicdec.tracking.report.terminal import console
 from magicdec.tracking.store import counted
 from magicdec.tracking.table import described_models
 
+NUM_ROWS = 4  # shown without stored text, if nobody asks for one row
 ACCEPTED = "bold green"
 LINES = "\n\t"  # kept as they are in the text, escaped in tables
 
@@ -45,6 +45,37 @@ def show(out: Console, run: Mapping[str, Any], row: int | None = None, max_round
     for sample in samples:
         for part in _described(sample, max_rounds):
             out.print(part, soft_wrap=isinstance(part, Text), highlight=False)
+
+
+def samples_of(folder: Path, row: int | None = None) -> list[Sample]:
+    """Return the samples of a run, or one row of it. A row without stored text has token ids instead.
+
+    Raise UserError if the run has stored no such row.
+    """
+    stored = {sample["row"]: sample for sample in read_lines(folder / "samples.jsonl", SAMPLE)}
+    if row is None and stored:
+        return list(stored.values())
+    if row in stored:
+        return [stored[row]]
+    generations = {line["row"]: line for line in read_lines(folder / "generations.jsonl", GENERATION)}
+    if not generations:
+        raise UserError(f"{folder}: this run has stored no output")
+    if row is None:
+        return [_as_ids(line) for line in list(generations.values())[:NUM_ROWS]]
+    if row not in generations:
+        raise UserError(f"--row {row}: {folder} holds rows {min(generations)} to {max(generations)}")
+    return [_as_ids(generations[row])]
+
+
+def _as_ids(line: Generation) -> Sample:
+    """Return a line of generations.jsonl as a sample whose text is token ids."""
+    ways = (line.get("autoregressive"), line.get("speculative"))
+    slow, fast = ([f"{token} " for token in tokens or ()] for tokens in ways)
+    sample = Sample(row=line["row"], context_len=line.get("context_len"), prompt_end=None)
+    sample |= {"autoregressive": "".join(slow) or None, "speculative": "".join(fast) or None}
+    if (rounds := line.get("rounds")) and fast:
+        sample["rounds"] = by_round(fast, rounds)
+    return sample
 
 
 def _described(sample: Sample, max_rounds: int) -> Iterator[RenderableType]:

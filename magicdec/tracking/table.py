@@ -3,7 +3,7 @@
 Its values are the flat metrics, under their names in result.json. Missing ones are not shown.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,12 +70,17 @@ def _results(
     yield Text()
     if config["scenario"]["name"] == "profile":
         yield Group(_grid(history), Text())
-    elif any(three_digits(metrics.get(f"{way}/{key}")) for way in WAYS for key in SPEEDS):
-        yield Group(_speeds(metrics), Text())
+    elif (speeds := _speeds(metrics)).row_count:
+        yield Group(speeds, Text())
     if found := categories(metrics):
         yield Group(found, Text())
     if meaning := [*_verdict(config, metrics), *_steps(metrics), *_memory(metrics)]:
-        yield Group(_pairs(meaning), Text())
+        table = Table.grid(padding=(0, 1, 0, 0))
+        table.add_column(width=LABEL_WIDTH - 1, style="dim")
+        table.add_column(overflow="fold")
+        for label, text in meaning:
+            table.add_row(label, text)
+        yield Group(table, Text())
 
 
 def _header(config: Mapping[str, Any], metrics: Metrics) -> Iterator[Text]:
@@ -204,9 +209,7 @@ def losslessness(config: Mapping[str, Any], metrics: Metrics) -> Text:
     if passed is not None:
         verdict = ("yes", "bold green") if passed else ("NO", "bold red")
     if is_sampled and _number(metrics.get("lossless/z_score")) is not None:
-        z, control, outside = (
-            metrics[f"lossless/{name}"] for name in ("z_score", "baseline_z_score", "outside_tokens")
-        )
+        z, control, outside = (metrics[f"lossless/{key}"] for key in ("z_score", "baseline_z_score", "outside_tokens"))
         of = f"{outside} tokens that the target would not draw" if outside else "all tokens within the target's choice"
         return Text.assemble(verdict, f", sampled from the target: z {z:+.1f} (autoregressive {control:+.1f}), {of}")
     if metrics["lossless/identical"] is None:
@@ -223,9 +226,7 @@ def losslessness(config: Mapping[str, Any], metrics: Metrics) -> Text:
 def _steps(metrics: Metrics) -> Iterator[tuple[str, Text]]:
     """Describe the times of the parts, and the speedups that follow from them."""
     names = {"target_decode": "target T_T", "draft": "draft T_D", "verify": "verify T_V", "round": "round"}
-    parts = [
-        f"{label} {time}" for name, label in names.items() if (time := three_digits(metrics.get(f"time/{name}_ms")))
-    ]
+    parts = [f"{sign} {ms}" for name, sign in names.items() if (ms := three_digits(metrics.get(f"time/{name}_ms")))]
     if parts:
         yield "step times, ms", Text(", ".join(parts))
     if is_impossible(metrics):
@@ -275,15 +276,6 @@ def _whereabouts(folder: Path, logged: Sequence[Logged]) -> Iterator[Text]:
         if value:
             text = Text(f"{label:{LABEL_WIDTH}}", style="dim", no_wrap=True, overflow="ignore")
             yield text.append(value, style=style or "not dim")
-
-
-def _pairs(rows: Iterable[tuple[str, Text]]) -> Table:
-    table = Table.grid(padding=(0, 1, 0, 0))
-    table.add_column(width=LABEL_WIDTH - 1, style="dim")
-    table.add_column(overflow="fold")
-    for label, text in rows:
-        table.add_row(label, text)
-    return table
 
 
 def _number(value: Any) -> float | None:

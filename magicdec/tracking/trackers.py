@@ -3,25 +3,27 @@
 A run's folder is complete before a tracker reads it, so that a tracker which fails loses nothing.
 """
 
+import json
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+from time import perf_counter
 from typing import Any, Protocol, cast
 
 from magicdec.costmodel.targets import model_label
-from magicdec.errors import UserError
+from magicdec.errors import UserError, in_one_line
 from magicdec.rules import did_you_mean
 from magicdec.tracking.files import ROW, read_lines
 from magicdec.units import LOADS
 
+log = logging.getLogger(__name__)
+
+Line = Mapping[str, Any]
 Settings = Mapping[str, Any]  # a run's configuration, as config.yaml holds it
-STEP_KEYS = (
-    "round",
-    "live/seconds",
-    *LOADS,
-    "system/seconds",
-)  # the x axis of a row of numbers, if it has one of these
+STEP_KEYS = ("round", "live/seconds", *LOADS, "system/seconds")  # the x axis of a row of numbers that has one of these
 TRACKERS = {"wandb": "magicdec.tracking.wandb", "tensorboard": "magicdec.tracking.tensorboard"}
 
 
@@ -80,7 +82,7 @@ class Tracker(Protocol):
     def in_sweep(self) -> bool:
         """Return True if a sweep of the tracker has started this process."""
 
-    def follow(self, run: FinishedRun) -> Callable[[Mapping[str, Any]], None] | None:
+    def follow(self, run: FinishedRun) -> Callable[[Line], None] | None:
         """Return a function that shows a line of a run that has begun; None if only finished runs are logged."""
 
     def log_run(self, run: FinishedRun) -> Logged | None:
@@ -97,6 +99,47 @@ def chosen(config: Settings) -> Iterator[Tracker]:
         if name not in TRACKERS:
             raise UserError(f"tracker={name}: must be one of {', '.join(TRACKERS)}{did_you_mean(name, TRACKERS)}")
         yield cast(Tracker, import_module(TRACKERS[name]))
+
+
+class Live:
+    """Live results of a run: a point every few rounds, and each repeat as it ends. Call it with each line.
+
+    Each is a line of live.jsonl in the run's folder, and goes to the trackers that can show it at once. None of this
+    may fail a run: a tracker that raises gets no more of these lines.
+    """
+
+    def __init__(self, folder: Path, config: Settings, result: Mapping[str, Any]):
+        self._path, self._start = folder / "live.jsonl", perf_counter()
+        self._run = FinishedRun(folder, config, result)
+        self._followers: list[Callable[[Line], None]] | None = None
+
+    @property
+    def is_shown(self) -> bool:
+        """Return whether a tracker shows this attempt already."""
+        return bool(self._followers)
+
+    def __call__(self, line: Line) -> None:
+        """Add the seconds since the run began, keep the line, and show it."""
+        line = {"live/seconds": perf_counter() - self._start} | dict(line)
+        with suppress(OSError), self._path.open("a", encoding="utf-8") as file:  # a full disk
+            file.write(json.dumps(line) + "\n")
+        if self._followers is None:
+            self._followers = list(self._opened())
+        for follower in list(self._followers):
+            try:
+                follower(line)
+            except Exception as error:
+                log.warning("not shown any longer while it runs: %s", in_one_line(error))
+                self._followers.remove(follower)
+
+    def _opened(self) -> Iterator[Callable[[Line], None]]:
+        """Ask each tracker once, at the first line: a scenario sends one before it measures anything."""
+        for tracker in chosen(self._run.config):
+            try:
+                if follower := tracker.follow(self._run):
+                    yield follower
+            except Exception as error:
+                log.warning("%s does not show the run before its end: %s", tracker.NAME, in_one_line(error))
 
 
 def is_logged(result: Mapping[str, Any]) -> bool:

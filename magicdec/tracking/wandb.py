@@ -106,17 +106,17 @@ def log_sweep(folder: Path, config: Settings, files: Iterable[Path]) -> Logged |
 def _reported(folder: Path, own: Mapping[str, Any], files: list[Path]) -> Logged:
     name = f"sweep-{folder.name}"
     try:
+        import wandb
+
         with contextlib.redirect_stderr(io.StringIO()), _tables_stay_in(folder):
             opened = _begin(own, folder, id=name[:MAX_ID_LENGTH], name=folder.name, job_type="sweep")
             _log_files(opened, name, "sweep", files)
-            _log_figures(opened, (path for path in files if path.suffix == ".png"))
-            kept = Path(opened.settings.sync_dir)
-            opened.finish()
+            figures = [path for path in files if path.suffix == ".png"]  # a workspace shows them by their names
+            if figures:
+                opened.log({f"figures/{path.stem}": wandb.Image(str(path)) for path in figures})
+            return _finished(opened, own["mode"])
     except Exception as error:
         return Logged(NAME, warning=_warning(in_one_line(error)))
-    if own["mode"] == "online":
-        return Logged(NAME, kept, url=opened.url)
-    return Logged(NAME, kept, command=sync_command(kept))
 
 
 def connect() -> Any:
@@ -226,11 +226,15 @@ def _send(run: FinishedRun) -> Logged:
         _log_tables(opened, run.result, run.rows("samples"))
         _log_files(opened, f"run-{run.id}-files", "run", [run.folder / name for name in FILES])
         opened.summary.update(dict(run.result) | _ends(run.result))
-        folder = Path(opened.settings.sync_dir)
-        opened.finish(exit_code=int(run.result["status"] != "done"))
-        if own["mode"] == "online":
-            return Logged(NAME, folder, url=opened.url)
-        return Logged(NAME, folder, command=sync_command(folder))
+        return _finished(opened, own["mode"], exit_code=int(run.result["status"] != "done"))
+
+
+def _finished(opened: Any, mode: str, exit_code: int | None = None) -> Logged:
+    """End a run, and say where it is and how one sees it."""
+    folder = Path(opened.settings.sync_dir)
+    opened.finish(exit_code=exit_code)
+    seen = {"url": opened.url} if mode == "online" else {"command": sync_command(folder)}
+    return Logged(NAME, folder, **seen)
 
 
 def _ends(result: Mapping[str, Any]) -> dict[str, float]:
@@ -295,14 +299,6 @@ def _log_files(opened: Any, name: str, kind: str, paths: Iterable[Path]) -> None
         if path.is_file():
             artifact.add_file(str(path), policy="immutable")  # it is complete: no copy is made
     opened.log_artifact(artifact)
-
-
-def _log_figures(opened: Any, paths: Iterable[Path]) -> None:
-    """Log images, which a workspace shows by their names."""
-    import wandb
-
-    if figures := {f"figures/{path.stem}": wandb.Image(str(path)) for path in paths}:
-        opened.log(figures)
 
 
 def _plain(value: Any) -> Any:

@@ -14,8 +14,7 @@ from magicdec.config.choices import ModelChoice
 from magicdec.costmodel.acceptance import Curves, Point, published
 from magicdec.costmodel.hardware import hardware_named
 from magicdec.costmodel.planner import experiment_yaml, search
-from magicdec.costmodel.predict import critical_context, predict
-from magicdec.costmodel.summary import verdict
+from magicdec.costmodel.predict import critical_context, predict, verdict
 from magicdec.drafts.model import IndependentModel
 from magicdec.drafts.ngram import PromptLookup
 from magicdec.drafts.self import SelfSpeculation
@@ -135,7 +134,7 @@ def test_every_model_predicts_on_every_machine_that_can_hold_it(setup, model, ta
 
 
 def test_predicting_needs_no_torch():
-    code = "import sys, magicdec.costmodel.planner, magicdec.costmodel.summary; sys.exit('torch' in sys.modules)"
+    code = "import sys, magicdec.costmodel.planner; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

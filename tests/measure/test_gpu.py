@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from magicdec.measure import gpu
+from magicdec.measure import system
 from magicdec.tracking.reader import gpu_trouble
 
 
@@ -28,8 +28,8 @@ def nvml(monkeypatch):
 
 def test_what_happened_while_it_was_watched(nvml, monkeypatch):
     now = iter((100.0, 110.0))
-    monkeypatch.setattr(gpu.time, "perf_counter", lambda: next(now))
-    watch = gpu.Watch(torch.device("cuda"))
+    monkeypatch.setattr(system.time, "perf_counter", lambda: next(now))
+    watch = system.Watch(torch.device("cuda"))
     nvml.slowed[0] += 2e9
     nvml.processes = ["this", "another"]
     metrics = watch.metrics()
@@ -38,7 +38,7 @@ def test_what_happened_while_it_was_watched(nvml, monkeypatch):
 
 
 def test_an_undisturbed_gpu_is_no_trouble(nvml):
-    assert gpu_trouble(gpu.Watch(torch.device("cuda")).metrics()) == []
+    assert gpu_trouble(system.Watch(torch.device("cuda")).metrics()) == []
 
 
 @pytest.mark.parametrize(
@@ -53,16 +53,16 @@ def test_what_the_driver_does_not_tell_is_left_out(nvml, refused, told):
 
     for name in refused:
         setattr(nvml, f"nvmlDeviceGet{name}", refuse)
-    assert gpu.Watch(torch.device("cuda")).metrics() == told
+    assert system.Watch(torch.device("cuda")).metrics() == told
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_nothing_is_known_on_a_cpu_and_without_the_library(monkeypatch, device):
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert gpu.Watch(torch.device(device)).metrics() == {}
+    assert system.Watch(torch.device(device)).metrics() == {}
 
 
 @pytest.mark.gpu
 def test_a_real_gpu():
     pytest.importorskip("pynvml")
-    assert gpu.Watch(torch.device("cuda")).metrics()["gpu/shared"] >= 0
+    assert system.Watch(torch.device("cuda")).metrics()["gpu/shared"] >= 0

@@ -74,7 +74,8 @@ def test_a_round_cut_at_an_end_of_sequence_does_not_count():
 
 def intervals_of(plain, fast):
     repeats = [Repeat(*ways) for ways in zip(plain, fast, strict=True)]
-    return metrics.interval_metrics(fast, [one.times([0.0, 0.0]) for one in repeats])
+    rounds = metrics.rounds_of_prompts(fast)
+    return metrics.interval_metrics(rounds, [one.times([0.0, 0.0]) for one in repeats])
 
 
 def test_intervals_take_a_row_of_every_repeat_and_batch_once():

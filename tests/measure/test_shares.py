@@ -5,7 +5,7 @@ from statistics import fmean
 import numpy as np
 import pytest
 
-from magicdec.measure.shares import share_of_best
+from magicdec.measure.intervals import share_of_best
 
 
 def test_without_noise_both_shares_are_the_ratio_to_the_best():

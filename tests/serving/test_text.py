@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from magicdec.http.text import StoppableText
+from magicdec.http.completion import StoppableText
 
 
 class Letters:

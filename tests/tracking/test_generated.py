@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from magicdec.errors import printable
-from magicdec.tracking.generated import by_round
+from magicdec.tracking.files import by_round
 from magicdec.tracking.show import main
 from tests.tracking.sample import ROUNDS, SAMPLE, TOKENS
 from tests.tracking.stores import write_run

@@ -79,10 +79,7 @@ def levels(content: Mapping[str, Any], where: str) -> list[LoadResult]:
     one = parse(Export, content, where=where)
     if one.request_count.avg < 1:
         raise UserError(f"{where}: request_count={one.request_count.avg:g}: no request was answered")
-    metrics = {
-        "tokens_per_second": one.output_token_throughput.avg,
-        "requests_per_second": one.request_throughput.avg,
-    }
+    metrics = {"tokens_per_second": one.output_token_throughput.avg, "requests_per_second": one.request_throughput.avg}
     metrics |= {"wall_s": one.benchmark_duration.avg} if one.benchmark_duration else {}
     latencies = {
         "time_to_first_token_ms": one.time_to_first_token,

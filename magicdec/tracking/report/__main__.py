@@ -12,16 +12,7 @@ from rich.text import Text
 from magicdec.errors import UserError, exit_code
 from magicdec.tracking.reader import find_run
 from magicdec.tracking.report import difference, export, figures, page, query, terminal
-from magicdec.tracking.report.rows import (
-    Row,
-    flatten,
-    is_setting,
-    keys_of,
-    num_runs,
-    read_runs,
-    rows_of,
-    rows_of_file,
-)
+from magicdec.tracking.report.rows import Row, flatten, is_setting, keys_of, num_runs, read_runs, rows_of, rows_of_file
 from magicdec.tracking.store import counted, shown
 
 EXAMPLES = """examples:
@@ -108,9 +99,7 @@ def _figure(arguments: Sequence[str]) -> None:
     options = parser.parse_args(arguments)
     rows = query.select(rows_of(read_runs(options.runs_dir, options.sweep)[0]), options.where)
     known = keys_of(rows)
-    x, series = (
-        key and _setting(known, key, f"--{name}") for name, key in (("x", options.x), ("series", options.series))
-    )
+    x, series = _setting(known, options.x, "--x"), options.series and _setting(known, options.series, "--series")
     keys = [query.find_key(known, key, "--y") for key in options.y.split(",")]
     rows = [row for row in rows if row.get("status") == "done"]
     for key in query.NEVER_MIXED:
@@ -137,10 +126,7 @@ def _setting(known: Sequence[str], key: str, option: str) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        "magicdec report",
-        description=__doc__,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "magicdec report", description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("runs_dir", type=Path, help="a run store, as in runs_dir=FOLDER, or a result file alone")
     parser.add_argument(

@@ -75,9 +75,8 @@ def figure(
     rows: Sequence[Row], x: str, series: str | None, measures: Mapping[str, Measure], title: str
 ) -> dict[str, Any] | None:
     """Return the chart of some runs with what was held constant below it; None if they have no values for it."""
-    rows = [
-        row for row in rows if row.get(x) is not None and any(_value(row, key) is not None for key in measures.values())
-    ]
+    keys = measures.values()
+    rows = [row for row in rows if row.get(x) is not None and any(_value(row, key) is not None for key in keys)]
     drawn = sorted(points(rows, x, series, measures), key=lambda point: [rank(point["x"]), rank(point["series"])])
     if not drawn:
         return None

@@ -198,11 +198,8 @@ def _menus(axes: Sequence[str], measures: Sequence[str] | dict[str, Any]) -> dic
     found: dict[str, list[str]] = {"as": ["lines", "heat map"], "unit": list(UNITS)}
     found["statistic"] = ["median", "max", "min"]
     for number, names in values.items():
-        found |= {
-            f"value{number}": names,
-            f"x{number}": loads if number == "3" else [*axes],
-            f"series{number}": ["", *axes],
-        }
+        found |= {f"value{number}": names, f"x{number}": loads if number == "3" else [*axes]}
+        found |= {f"series{number}": ["", *axes]}
     return found | {"colour": ["", *axes], "bars": ["", *axes]}
 
 
@@ -215,16 +212,13 @@ def _first(rows: Sequence[Row], menus: dict[str, list[str]], picks: dict[str, st
     def among(*names: str, but: str = "") -> str:
         return next((key for key in (*names, *differ) if key in differ and key != but), "")
 
-    x1, x2 = (
-        among("batch.size", "draft.gamma", "cache.budget", *numbers),
-        among("cache.budget", "draft.gamma", *numbers),
-    )
+    x1 = among("batch.size", "draft.gamma", "cache.budget", *numbers)
+    x2 = among("cache.budget", "draft.gamma", *numbers)
     first = {key: names[0] if names else "" for key, names in menus.items()} | {"where": "", "sort": "-speedup"}
     first |= {"x1": x1, "series1": among("batch.context_len", "cache.policy", "cache.budget", but=x1), "bars": x1}
     first |= {"x2": x2, "series2": among("cache.policy", "draft.name", "draft.gamma", but=x2)}
-    return (
-        first | {"colour": among("cache.policy", "draft.name")} | {f"pick:{key}": value for key, value in picks.items()}
-    )
+    first |= {"colour": among("cache.policy", "draft.name")}
+    return first | {f"pick:{key}": value for key, value in picks.items()}
 
 
 def _answered(found: Answer) -> dict[str, Any]:
@@ -275,9 +269,8 @@ def _text(sample: Any) -> str:
 
 def _visible(text: str) -> str:
     """Return a text whose control and other invisible characters are escaped: they could hide or reorder something."""
-    return "".join(
-        f"\\u{{{ord(one):x}}}" if category(one).startswith("C") and one not in "\n\t" else one for one in text
-    )
+    hidden = {one for one in text if category(one).startswith("C") and one not in "\n\t"}
+    return text.translate({ord(one): f"\\u{{{ord(one):x}}}" for one in hidden})
 
 
 def command(row: Row) -> str:
