@@ -9,19 +9,22 @@ import pytest
 
 from magicdec.measure import system
 
+PERIOD_S = 0.05
 
-def rows_of(seconds):
-    with system.sampled(period_s=0.05) as rows:
+
+def rows_of(seconds, at_least=0):
+    """Sample for so long or, on a machine that is busy with other work, until there are rows enough."""
+    with system.sampled(period_s=PERIOD_S) as rows:
         end = time.perf_counter() + seconds
-        while time.perf_counter() < end:
+        while time.perf_counter() < end or (len(rows) < at_least and time.perf_counter() < end + 60):
             pass
     return rows
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 def test_a_busy_machine_with_memory_taken():
-    rows = rows_of(0.5)
-    assert 2 < len(rows) < 11
+    rows = rows_of(0.5, at_least=3)
+    assert 2 < len(rows) <= rows[-1]["system/seconds"] / PERIOD_S
     assert sorted(row["system/seconds"] for row in rows) == [row["system/seconds"] for row in rows]
     assert 0 < sum(row.get("system/cpu", 0) for row in rows) <= len(rows)
     assert all(row["system/memory_gib"] > 0.05 for row in rows)
@@ -33,7 +36,8 @@ def test_a_busy_machine_with_memory_taken():
 def test_a_clock_that_ends_waits_at_once_gives_no_more_rows(monkeypatch):
     wait = threading.Event.wait
     monkeypatch.setattr(threading.Event, "wait", lambda event, end=None: wait(event, end and 0))
-    assert 2 < len(rows_of(0.5)) < 11
+    rows = rows_of(0.5, at_least=3)
+    assert 2 < len(rows) <= rows[-1]["system/seconds"] / PERIOD_S
 
 
 def test_a_short_run_has_none():
