@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -33,6 +34,28 @@ def test_what_the_user_has_set_stays(environment, monkeypatch, name):
     monkeypatch.setattr(threads, "cpu_limit", lambda: 2.0)
     threads.set_defaults()
     assert threads.settings() == f"OMP_NUM_THREADS=7 {name}=5"
+
+
+@pytest.mark.parametrize(("own", "expected"), [({}, "1"), ({threads.HUGE_PAGES: "0"}, "0")])
+def test_huge_pages_are_asked_for(environment, own, expected):
+    environment |= own
+    threads.set_defaults()
+    assert environment[threads.HUGE_PAGES] == expected
+
+
+ENABLED = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+@pytest.mark.skipif(
+    not ENABLED.exists() or "[madvise]" not in ENABLED.read_text(), reason="all get huge pages, or none"
+)
+@pytest.mark.parametrize("asked", ["0", "1"])
+def test_tensors_lie_in_huge_pages(asked):
+    code = "import magicdec, torch; x = torch.zeros(1 << 24); print(open('/proc/self/smaps_rollup').read())"
+    environment = os.environ | {threads.HUGE_PAGES: asked}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("AnonHugePages"))
+    assert (int(line.split()[1]) > 0) == (asked == "1")
 
 
 @pytest.mark.parametrize(("limit", "expected"), [(None, None), (8.0, None), (2.5, "2"), (0.4, "1")])
