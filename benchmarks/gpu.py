@@ -3,7 +3,7 @@
     python benchmarks/gpu.py                       # all parts; repeat the command to resume
     python benchmarks/gpu.py --parts doctor,steps  # some of them
     python benchmarks/gpu.py --retry               # measure again what was skipped or has failed
-    python benchmarks/gpu.py --page FOLDER         # write the page of points stored elsewhere; needs no GPU
+    python benchmarks/gpu.py --page FOLDER         # publish the points of a folder in docs/results; needs no GPU
     python benchmarks/gpu.py --rehearse            # tiny shapes on a CPU, to see that it works
 
 The parts, in this order: doctor; correct, a reduced matrix of the tests that need a GPU, and the bundled pair audited;
@@ -14,8 +14,8 @@ transformers on the same prompts; tests, all that need a GPU. Only prefill, pair
 KV cache with noise.
 
 A process of its own measures. This one watches it: a point that crashes, hangs or loses the device is stored as failed,
-and a new process goes on behind it. Points go to runs/gpu/<card>/<part>.json, from there to docs/results/gpu.md with
-CSV files, and to the card's calibration; with --out, all to that folder. A call starts no point after --seconds. The
+and a new process goes on behind it. Points and a plain page of them go to runs/gpu/<card>, or to --out. --page turns
+them into docs/results/gpu.md, its CSV files, and the card's calibration. A call starts no point after --seconds. The
 first one spends minutes on compiling.
 """
 
@@ -37,6 +37,7 @@ from gpu_publish import publish
 from gpu_store import DONE, OUT_OF_TIME, Record, Store, supervise, work
 from page import RESULTS, ROOT, commit
 
+from magicdec.errors import UserError
 from magicdec.measure.system import cpu_name
 from magicdec.tracking.cells import markdown_table
 
@@ -65,10 +66,11 @@ def main() -> int:
     code = supervise(worker, store)
     if code == OUT_OF_TIME:
         print("the time is over; repeat the command to resume")
-    done = _write(store, folder / "page.md") if options.out or options.rehearse else _publish(store)
+    failed = _write(store, folder / "page.md")
+    print(f"to show this card in docs/results: python benchmarks/gpu.py --page {folder}")
     if code not in (DONE, OUT_OF_TIME):
         return _refuse(f"the process that measures ended between two points, with {code}; its output says why")
-    return done
+    return failed
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -79,8 +81,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--cells", type=int, metavar="N", help="only the first N cells of steps and rounds")
     parser.add_argument("--seconds", type=float, default=3600, help="start no point after this time")
     parser.add_argument("--retry", action="store_true", help="measure again what was skipped or has failed")
-    parser.add_argument("--page", type=Path, metavar="FOLDER", help="only write the page of the points stored there")
-    parser.add_argument("--rehearse", action="store_true", help="tiny shapes on the CPU; no page in docs/")
+    parser.add_argument("--page", type=Path, metavar="FOLDER", help="only publish the points stored there")
+    parser.add_argument("--rehearse", action="store_true", help="tiny shapes on the CPU")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="where points and the page go")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)  # the process that measures
     parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
@@ -108,20 +110,19 @@ def _publish(store: Store) -> int:
     facts = store.points("machine")
     if not facts or facts.get("rehearsal"):
         return _refuse(f"{store.folder} has no figures of a GPU")
-    publish(store.points, list(PARTS))
-    print(f"{RESULTS / 'gpu.md'}")
-    return _failures(store)
-
-
-def _failures(store: Store) -> int:
-    return int(any("failed" in point for part in PARTS for point in store.points(part).values()))
+    try:
+        publish(store.points)
+    except UserError as error:
+        return _refuse(str(error))
+    print(RESULTS / "gpu.md")
+    return 0
 
 
 def _write(store: Store, path: Path) -> int:
     text = page(store.points)
     path.write_text(text)
     print(text)
-    return _failures(store)
+    return int(any("failed" in point for part in PARTS for point in store.points(part).values()))
 
 
 def page(points: Callable[[str], dict[str, Record]]) -> str:

@@ -1,4 +1,7 @@
-"""Publish the points of benchmarks/gpu.py: CSV files, the page, and a calibration of the card by its steps."""
+"""Publish the points of benchmarks/gpu.py: CSV files, the page, and a calibration of the card by its steps.
+
+Comments in the page's template are on the card that it shows: read them again before you publish another.
+"""
 
 from collections.abc import Callable
 from statistics import median
@@ -6,39 +9,42 @@ from typing import Any
 
 from gpu_store import Record
 from page import RESULTS
-from render import read_csv, write, write_csv
+from render import write, write_csv
 
 from magicdec.calibrate.steps import timed_row
 from magicdec.costmodel.calibration import Prior, calibrate, errors_of, to_yaml, uncalibrated
 from magicdec.costmodel.hardware import CALIBRATED, OWN_STACK, Hardware, device_in
 from magicdec.costmodel.tables import Row
 from magicdec.costmodel.targets import architecture
+from magicdec.errors import UserError
 
+SHOWN = ("ceilings", "profile", "prefill", "steps", "rounds", "policies", "attention", "pair")  # on the page
 TARGET = "llama-3.1-8b"
 STEPS = {"target": "T_T", "draft": "T_D", "verify": "T_V", "round": "round"}
 HELD_BACK = 3  # every so many points
 ROUND_SPREAD_US = 100.0  # of what rounds add, which differs with the heat of the card
 
 
-def publish(points: Callable[[str], dict[str, Record]], parts: list[str]) -> None:
-    """Write docs/results/gpu-*.csv and gpu.md; points of the same card are replaced."""
+def publish(points: Callable[[str], dict[str, Record]]) -> None:
+    """Write docs/results/gpu-*.csv and gpu.md, about this card alone. Raise UserError if a part has no points."""
     facts = points("machine")
     device, measured_by = facts["device"], f"commit {facts['commit']}, {facts['device']}, PyTorch {facts['torch']}"
     found = {
         part: [record for record in points(part).values() if not {"failed", "skipped"} & record.keys()]
-        for part in parts
+        for part in SHOWN
     }
+    if missing := [part for part, records in found.items() if not records]:
+        raise UserError(f"the page needs these parts, too: --parts {','.join(missing)}")
+    if device_in(device) is None:
+        raise UserError(
+            f"{device}: its datasheet is not known (magicdec/costmodel/hardware.py), so nothing was predicted"
+        )
     for part, records in found.items():
-        path = RESULTS / f"gpu-{part}.csv"
         rows = [{"device": device, **record, "measured_by": measured_by} for record in records]
         for row in rows:
-            for name in ("commit", "text", "said", "cells"):  # what the page does not show
-                row.pop(name, None)
-        if rows := [row for row in rows if len(row) > 2]:
-            write_csv(path, [row for row in read_csv(path) if row["device"] != device] + rows)
-    if found.get("steps") and device_in(device):
-        fitted = [row for row in read_csv(RESULTS / "gpu-fit.csv") if row["device"] != device]
-        write_csv(RESULTS / "gpu-fit.csv", fitted + _calibrated(device, found["steps"], found["pair"]))
+            del row["commit"]
+        write_csv(RESULTS / f"gpu-{part}.csv", rows)
+    write_csv(RESULTS / "gpu-fit.csv", _calibrated(device, found["steps"], found["pair"]))
     write("gpu")
 
 

@@ -78,7 +78,7 @@ CODED += [(4, 5, 4, 64, torch.float32, 2), (8, 2, 3, 128, torch.float32, 3)]
 
 @pytest.mark.parametrize(("bits", "num_new", "group", "dim", "dtype", "splits"), CODED)
 def test_codes_against_sdpa(bits, num_new, group, dim, dtype, splits, monkeypatch):
-    """Of the rows, one holds no codes, one some, and one little else."""
+    """One row holds no codes, one some, and one little else."""
     monkeypatch.setattr("magicdec.attention.cuda.triton_grid.split_count", lambda *_: splits)
     calls = []
     monkeypatch.setattr("magicdec.attention.cuda.triton_codes.attend", lambda *x: calls.append(x) or attend(*x))

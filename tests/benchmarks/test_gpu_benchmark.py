@@ -16,12 +16,14 @@ import gpu_store
 import pytest
 import torch
 import yaml
+from render import read_csv
 
 from magicdec.cache.streaming import Streaming
 from magicdec.costmodel.hardware import hardware_named
 from magicdec.costmodel.round import Setup, round_times
 from magicdec.costmodel.targets import architecture
 from magicdec.drafts.self import SelfSpeculation
+from magicdec.errors import UserError
 from tests.programs import ROOT, Program
 
 POINTS = str(ROOT / "tests/benchmarks/faulty_points.py")
@@ -196,9 +198,8 @@ def test_the_page_says_what_has_not_been_measured():
 
 
 def test_points_become_tables_and_a_calibration(monkeypatch, tmp_path):
-    """Those of the same card are replaced; times that the cost model has made give back what it was made from."""
+    """Times that the cost model has made give back its numbers. Nothing is written while a part is missing."""
     pytest.importorskip("scipy")
-    (tmp_path / "gpu-steps.csv").write_text("device,batch\nNVIDIA L40,1\nNVIDIA H200,7\n")
     monkeypatch.setattr(gpu_publish, "RESULTS", tmp_path)
     monkeypatch.setattr(gpu_publish, "CALIBRATED", tmp_path)
     monkeypatch.setattr(gpu_publish, "write", lambda name: None)
@@ -210,20 +211,32 @@ def test_points_become_tables_and_a_calibration(monkeypatch, tmp_path):
         ms = {"target_decode": found.target, "draft": found.draft, "verify": found.verify}
         point = {"batch": batch, "context": context, "budget": 512, "gamma": gamma, "round_ms": 1e3 * found.round_s}
         point |= {f"{name}_ms": 1e3 * step.total for name, step in ms.items()}
-        steps[f"{batch} {context} {gamma}"] = point | {"overhead_ms": machine.efficiency.round_overhead_us / 1e3}
+        steps[f"{batch} {context} {gamma}"] = point | {
+            "commit": "abc",
+            "overhead_ms": machine.efficiency.round_overhead_us / 1e3,
+        }
     tiny = Setup(architecture("tiny"), machine, 8, 8320, SelfSpeculation())
     decoded_ms = 1e3 * round_times(tiny, 1).target.total
-    pair["8 x 8320"] = {"batch": 8, "context": 8320, "autoregressive/time_per_output_token_ms": decoded_ms}
+    pair["8 x 8320"] = {
+        "batch": 8,
+        "context": 8320,
+        "autoregressive/time_per_output_token_ms": decoded_ms,
+        "commit": "abc",
+    }
     facts = {"device": "NVIDIA H200", "torch": "2.13", "commit": "abc"}
     known = {"machine": facts, "steps": steps | {"lost": {"failed": "no end within 1 s"}}, "pair": pair}
-    gpu_publish.publish(lambda part: known.get(part, {}), list(gpu.PARTS))
-    rows = gpu_publish.read_csv(tmp_path / "gpu-steps.csv")
-    assert [row["device"] for row in rows] == ["NVIDIA L40", *["NVIDIA H200"] * len(steps)]
+    with pytest.raises(UserError, match=r"--parts ceilings,profile,prefill,rounds,policies,attention$"):
+        gpu_publish.publish(lambda part: known.get(part, {}))
+    assert not list(tmp_path.iterdir())
+    known |= {part: {"any": {"commit": "abc"}} for part in gpu_publish.SHOWN if part not in known}
+    gpu_publish.publish(lambda part: known.get(part, {}))
+    rows = read_csv(tmp_path / "gpu-steps.csv")
+    assert [row["device"] for row in rows] == ["NVIDIA H200"] * len(steps)
     assert rows[-1]["measured_by"] == "commit abc, NVIDIA H200, PyTorch 2.13"
     written = yaml.safe_load((tmp_path / "h200.yaml").read_text())
     assert (written["hardware"], written["stack"]) == ("h200", "magicdec")
     for name in ("bandwidth_fraction", "layer_overhead_us", "round_overhead_us"):
         assert written["efficiency"][name] == pytest.approx(getattr(machine.efficiency, name), rel=0.05)
-    errors = gpu_publish.read_csv(tmp_path / "gpu-fit.csv")
+    errors = read_csv(tmp_path / "gpu-fit.csv")
     assert {row["case"] for row in errors} == {"fitted", "held back"}
     assert all(abs(row[step]) < 0.02 for row in errors for step in ("T_T", "T_D", "T_V", "round"))

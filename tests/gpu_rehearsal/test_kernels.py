@@ -39,7 +39,7 @@ def share(launch: Launch, slots: int, at_once: int) -> float:
 @pytest.mark.parametrize("capability", [80, 90, 100])
 @pytest.mark.parametrize(("rows", "context"), CELLS)
 def test_no_wave_is_left_half_empty(rows, context, capability):
-    """Of decoding and of a verification over the target's cache; splits come from what is compiled."""
+    """Decoding, and a verification over the target's cache; splits come from what is compiled."""
     with fake_cuda(capability) as recording:
         batch = prefilled(engine(num_layers=1), rows, context)
         with recording.of() as decoding:
