@@ -3,6 +3,7 @@
 import gc
 from dataclasses import dataclass, replace
 from functools import cached_property
+from tempfile import TemporaryDirectory
 
 import torch
 from gpu_store import Record, Store
@@ -20,6 +21,7 @@ from magicdec.planning import build
 from magicdec.planning.resolve import DTYPES, Plan, resolve
 from magicdec.scenarios import compare, peer
 from magicdec.tracking.progress import progress
+from magicdec.tracking.store import Run
 from magicdec.units import GIB
 from magicdec.verification.sampling import Sampling
 
@@ -143,8 +145,8 @@ class Bench:
         """Do a run as `launch.py` would, in this process; return its metrics."""
         plan = self.plan(*overrides)
         scenario = compare if plan.config.engine.name == "native" else peer
-        with progress() as bars:
-            return scenario.run(plan, bars).metrics
+        with TemporaryDirectory() as runs, progress() as bars:
+            return scenario.run(plan, Run.open(runs, "point", {}), bars).metrics
 
     @property
     def cells(self) -> list[tuple[int, int]]:

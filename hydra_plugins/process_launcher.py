@@ -37,7 +37,7 @@ from magicdec.errors import JobFailed, to_stderr
 from magicdec.tracking.gpus import visible_gpus
 from magicdec.tracking.reader import read_result
 from magicdec.tracking.store import Run
-from magicdec.tracking.sweep import BUSY, INTERRUPTED, JOB, SWEEP_DIR, TURN, attempt_of, jobs, stop
+from magicdec.tracking.sweep import BUSY, INTERRUPTED, JOB, SWEEP_DIR, attempt_of, jobs, stop
 
 START = "forkserver" if sys.platform == "linux" else "spawn"
 POLL_S, RETRY_S, GRACE_S = 0.05, 2.0, 10.0
@@ -170,6 +170,13 @@ class ProcessLauncher(Launcher):
         repeats = self.config.scenario.get("repeats")
         return range(1, repeats + 1) if isinstance(repeats, int) else (0,)
 
+    def _of_turn(self, turn: int) -> list[str]:
+        """Return the overrides of a turn: so many repeats in all; trackers hear of the last one, which is complete."""
+        if not turn:
+            return []
+        is_last = turn == self.config.scenario.repeats
+        return [f"scenario.repeats={turn}", *([] if is_last else ["tracker=[]"])]
+
     def _start_jobs(self, waiting: deque[SweepJob], workers: list[Worker]) -> None:
         """Give every process its next job, and start processes while there is room for them.
 
@@ -198,11 +205,11 @@ class ProcessLauncher(Launcher):
         return job
 
     def _begin(self, worker: Worker, job: SweepJob) -> None:
-        env = {JOB: str(job.number), SWEEP_DIR: str(self.config.hydra.sweep.dir), TURN: str(job.turn)}
+        env = {JOB: str(job.number), SWEEP_DIR: str(self.config.hydra.sweep.dir)}
         to_stderr(self.titles(job, self.limit))
         if self.limit > 1:
             env["TERM"] = "dumb"  # the progress bars of several would overwrite each other
-        worker.begin(job, command(job, self.config.hydra), env)
+        worker.begin(job, [*command(job, self.config.hydra), *self._of_turn(job.turn)], env)
 
     def _result(self, job: SweepJob, code: int, pid: int) -> JobReturn:
         """Return what Hydra asks of a job that has ended with this exit code; report one that was killed."""

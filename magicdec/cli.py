@@ -167,7 +167,7 @@ def _job() -> Job:
     typed = cast(list[str], OmegaConf.to_container(hydra_cfg.overrides.task))  # with ${...} as it is
     overrides = tuple(typed)
     if number := os.environ.get(sweep.JOB):
-        return Job(overrides, Path(os.environ[sweep.SWEEP_DIR]), int(number), int(os.environ.get(sweep.TURN) or 0))
+        return Job(overrides, Path(os.environ[sweep.SWEEP_DIR]), int(number))
     if hydra_cfg.mode == RunMode.MULTIRUN:
         return Job(overrides, Path(hydra_cfg.sweep.dir), hydra_cfg.job.num, waits=True)
     return Job(overrides)

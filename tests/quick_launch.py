@@ -18,7 +18,7 @@ from magicdec.cli import main
 from magicdec.tracking import wandb
 
 
-def quick(plan, progress):
+def quick(plan, run, progress):
     config = plan.config
     gamma, budget = config.draft.gamma, config.cache.budget
     Path(os.environ["QUICK_STARTS"], f"{gamma}-{budget}-{time.monotonic_ns()}-{os.getpid()}").touch()
@@ -30,7 +30,12 @@ def quick(plan, progress):
         os.kill(os.getpid(), signal.SIGKILL)
     tokens = [random.Random(f"{gamma} {budget}").randrange(1000) for _ in range(2000)]
     return SimpleNamespace(
-        metrics={"speedup": gamma + budget / 1000, "begin": begin, "end": time.monotonic()}
+        metrics={
+            "repeats": plan.config.scenario.repeats,
+            "speedup": gamma + budget / 1000,
+            "begin": begin,
+            "end": time.monotonic(),
+        }
         | {"gpus": os.environ.get("CUDA_VISIBLE_DEVICES")},
         generations=[{"row": 0, "context_len": 64, "autoregressive": tokens, "speculative": tokens}],
         history=[{"round": 0, "accepted": 1.0}],

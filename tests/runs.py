@@ -3,6 +3,7 @@
 import io
 import re
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from rich.console import Console
@@ -14,6 +15,7 @@ from magicdec.scenarios.outcome import Outcome
 from magicdec.tracking.files import ROW, read_lines
 from magicdec.tracking.progress import progress
 from magicdec.tracking.reader import iter_runs
+from magicdec.tracking.store import Run
 from tests.programs import ROOT
 
 TINY = ROOT / "magicdec" / "models" / "tiny"
@@ -41,8 +43,8 @@ def outcome(*keys: str) -> Outcome:
     """Do what a scenario does, without storing it."""
     config = compose(keys)
     scenario = scenarios._scenario(config)
-    with progress() as bars:
-        return scenario.run(scenario.prepare(config), bars)
+    with TemporaryDirectory() as runs, progress() as bars:
+        return scenario.run(scenario.prepare(config), Run.open(runs, "abc", {}), bars)
 
 
 def shown(*views: Any, width: int = 100) -> str:

@@ -13,7 +13,7 @@ import torch
 from magicdec import cli
 from magicdec.costmodel.acceptance import measured
 from magicdec.errors import UserError
-from magicdec.scenarios import compare
+from magicdec.scenarios import predicted
 from magicdec.tracking.reader import iter_runs
 from magicdec.tracking.report.rows import read_rows
 from magicdec.units import WAYS
@@ -137,8 +137,8 @@ def prompts(folder: Path, *texts: str) -> list[str]:
 def test_the_context_of_a_users_own_prompts_is_the_one_they_have(tmp_path, monkeypatch, capsys):
     """batch.context_len is only the most that a prompt may have."""
     setups = []
-    predicted = compare.predicted_metrics
-    monkeypatch.setattr(compare, "predicted_metrics", lambda one, *rest: setups.append(one) or predicted(one, *rest))
+    errors = predicted.predicted_metrics
+    monkeypatch.setattr(predicted, "predicted_metrics", lambda one, *rest: setups.append(one) or errors(one, *rest))
     run = run_here(tmp_path / "runs", *prompts(tmp_path, "import os", "def add(a, b):\n    return a"), "cache.budget=8")
     short, long = (row["context_len"] for row in run.generations)
     assert 2 < short < long < 30

@@ -297,6 +297,11 @@ class Config:
         return self.draft.name != "none"
 
     @property
+    def adds_repeats(self) -> bool:
+        """Return whether repeats can be added to a run: each is stored by itself."""
+        return isinstance(self.scenario, Compare) and self.engine.name == "native"
+
+    @property
     def gammas(self) -> tuple[int, ...]:
         """Return the gammas that a run may use."""
         return self.draft.gammas(self.cache)

@@ -24,6 +24,7 @@ class Batch:
     decoder: Decoder
     draft: Draft | None
     simulated: bool = False
+    prefill_s: float = 0.0  # that the target's prefill took
 
     def simulate_prefill(self) -> None:
         """Put the batch where the prefill would leave it, for timing only."""

@@ -5,6 +5,7 @@ A run shorter than a period has no samples.
 """
 
 import logging
+import os
 import platform
 import threading
 import time
@@ -20,6 +21,8 @@ from magicdec.measure.memory import proc_bytes
 from magicdec.units import GIB
 
 PERIOD_S = 5.0
+DISTURBED = 0.1  # share of all processors' time that other programs take while a repeat is measured
+FEWEST_TICKS = 100  # of all processors together: in less time, /proc/stat is too coarse to say
 DRIVER = Path("/proc/driver/nvidia/version")
 SLOWED_BY = {"thermal": "NVML_PERF_POLICY_THERMAL", "power": "NVML_PERF_POLICY_POWER"}
 Row = dict[str, float]
@@ -56,6 +59,34 @@ def driver_version() -> str:
     """Return the version of NVIDIA's driver; an empty text where none is loaded."""
     first = DRIVER.read_text().split("\n")[0] if DRIVER.exists() else ""
     return next((word for word in first.split() if word[0].isdigit()), "")
+
+
+class Interference:
+    """The other work of a machine, from the creation of this object on: what a repeat is judged by.
+
+    It is judged without a look at the repeat's own times: leaving out what was slow would make the rest look better.
+    """
+
+    def __init__(self, device: torch.device):
+        """Begin to observe."""
+        self._before, self._own = _processor_times(), _own_ticks()
+        self._gpu = Watch(device)
+
+    def description(self) -> str | None:
+        """Return what has disturbed the work so far, in words; None if nothing is known."""
+        now, own = _processor_times(), _own_ticks() - self._own
+        total, idle = (now[i] - self._before[i] for i in (0, 1))
+        others = (total - idle - own) / total if total >= FEWEST_TICKS else 0.0
+        if others > DISTURBED:
+            return f"other programs took {others:.0%} of the processors"
+        return "other programs used the GPU" if self._gpu.metrics().get("gpu/shared") else None
+
+
+def _own_ticks() -> float:
+    """Return the processor time of this process, in the ticks of /proc/stat."""
+    if not hasattr(os, "sysconf"):
+        return 0.0
+    return time.process_time() * os.sysconf("SC_CLK_TCK")
 
 
 def _processors() -> Callable[[], Row]:

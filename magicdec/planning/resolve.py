@@ -60,8 +60,6 @@ class Plan:
     target: Model
     draft: Model | None
     device_name: str
-    earlier: Path | None = None  # an attempt at the same run, whose repeats count too
-    turn: bool = False  # measure one repeat, because other runs take turns with this one
     reasons: str = ""  # for config.attention, and for what is slower than it could be; empty for other engines
 
     @property

@@ -1,13 +1,12 @@
-"""The frame of a run: prepare the scenario, open the run's folder, run the scenario, store its results, log them."""
+"""The frame of a run: resolve, name, ask the store, open, work, store, predict, tell the trackers."""
 
+import logging
 import math
-import shutil
 import signal
 import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -16,60 +15,84 @@ from rich.text import Text
 
 from magicdec.config.checks import refuse_unread, warnings
 from magicdec.config.load import to_dict
-from magicdec.config.schema import Compare, Config
+from magicdec.config.schema import Config
 from magicdec.errors import Stopped, UserError, in_one_line, is_out_of_memory, to_stderr
 from magicdec.measure.system import sampled
 from magicdec.planning.shared import SHARED
 from magicdec.scenarios.outcome import Outcome
+from magicdec.scenarios.resume import Found, look_up
 from magicdec.tracking import sweep, table
 from magicdec.tracking.console import Console
 from magicdec.tracking.identity import run_id
 from magicdec.tracking.lock import Busy, locked
 from magicdec.tracking.progress import Follow, Progress, nobody, progress
-from magicdec.tracking.reader import BASELINE, attempts, find_done, iter_runs, noise, read_result, slowness
+from magicdec.tracking.reader import BASELINE, attempts, iter_runs, noise, read_result, slowness
 from magicdec.tracking.store import Run, explained, software
 from magicdec.tracking.sweep import Job
 from magicdec.tracking.trackers import Live, chosen, is_logged, log_run
 from magicdec.units import GIB, in_minutes
+
+log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:  # it imports PyTorch, and a mistake must be reported before that
     from magicdec.planning.resolve import Plan
 
 
 class Scenario(Protocol):
-    """Module of this package that prepares and does one kind of run."""
+    """Module of this package that prepares and does one kind of run.
+
+    It may have two functions more: `so_far(plan, run)` returns what a run has measured that has failed, and
+    `predicted(plan, results)` what is predicted for a run that has been measured.
+    """
 
     def prepare(self, config: Config) -> "Plan":
         """Resolve `auto` values. Raise UserError for mistakes that can be found before weights are loaded."""
 
-    def run(self, plan: "Plan", progress: Progress) -> Outcome:
-        """Do the work."""
+    def run(self, plan: "Plan", run: Run, progress: Progress) -> Outcome:
+        """Do the work. What must outlive a failure is written into the run's folder."""
 
 
 def run(config: Config, job: Job) -> dict[str, Any]:
-    """Prepare a run, do it, store its results, and only then log it to the trackers.
+    """Do a run, store its results, and only then predict it and log it to the trackers.
 
-    In a sweep, with `resume`, skip a run that the same software has done. Return the contents of result.json, or
-    nothing after a dry run. Raise UserError for mistakes; those found before the run's folder is opened leave no files.
+    In a sweep, with `resume`, skip a run that the same software has done, and measure only what it lacks. Return the
+    contents of result.json, or nothing after a dry run. Raise UserError for mistakes; those found before the run's
+    folder is opened leave no files.
     """
-    trackers = list(chosen(to_dict(config)))
-    is_alone = job.sweep_dir is None and not any(tracker.in_sweep() for tracker in trackers)
-    ineffective = refuse_unread(config, job.overrides) if is_alone else []  # other runs of a grid may read them
-    for tracker in trackers:
-        tracker.check(to_dict(config))
-    plan = _scenario(config).prepare(config)
+    scenario = _scenario(config)
+    ineffective = _checked(config, job)
+    plan = scenario.prepare(config)
     settings = _settings(plan.config, job)
     name = run_id(settings, plan.fingerprints, plan.device_name)
     if config.sweep.dry_run:
         _list(plan, name, job)
         return {}
-    for warning in [*ineffective, *warnings(plan.config), *plan.warnings()]:
-        Console(stderr=True).print(Text.assemble(("warning:", "yellow"), " ", warning))
-    if job.sweep_dir is not None and job.number == 0 and plan.num_ranks > 1 and config.sweep.share != "none":
-        ranks = f"hardware.tensor_parallel={plan.num_ranks}"
-        to_stderr(f"{ranks}: jobs share nothing, because the ranks are processes of each job")
+    _warn([*ineffective, *warnings(plan.config), *plan.warnings()])
     with _alone(config.runs_dir, name, job):
-        return _skipped(config, name, job) or _measure(plan, name, settings, job)
+        found = look_up(config, name, job)
+        if found.suffices:
+            return _skipped(config, found, job)
+        this = _opened(config.runs_dir, name, settings, job, found)
+        _record(config, this.id, job, found.before)
+        live = Live(this.folder, settings, this.result)
+        with this.log_to_file(), _failures(scenario, plan, this, settings, live), _stoppable():
+            outcome = _measured(plan, this, job, live)
+            this.finish(outcome.metrics, outcome.generations, outcome.history, outcome.samples, outcome.system)
+            this.annotate(_judged(scenario, plan, this, name))
+        logged = log_run(this.folder, settings, this.result)
+    console = Console(file=sys.stdout)
+    table.show(console, settings, this.result, this.folder, logged, outcome.history, outcome.view)
+    return this.result
+
+
+def _checked(config: Config, job: Job) -> list[str]:
+    """Raise UserError if a tracker cannot be used. Return a line for each override that has no effect."""
+    trackers = list(chosen(to_dict(config)))
+    is_alone = job.sweep_dir is None and not any(tracker.in_sweep() for tracker in trackers)
+    ineffective = refuse_unread(config, job.overrides) if is_alone else []  # other runs of a grid may read them
+    for tracker in trackers:
+        tracker.check(to_dict(config))
+    return ineffective
 
 
 def _settings(config: Config, job: Job) -> dict[str, Any]:
@@ -79,6 +102,11 @@ def _settings(config: Config, job: Job) -> dict[str, Any]:
     for tracker in chosen(settings):
         settings = tracker.settings(settings, group)
     return settings
+
+
+def _warn(lines: list[str]) -> None:
+    for line in lines:
+        Console(stderr=True).print(Text.assemble(("warning:", "yellow"), " ", line))
 
 
 @contextmanager
@@ -97,100 +125,95 @@ def _alone(runs_dir: str, name: str, job: Job) -> Iterator[None]:
         yield
 
 
-def _record(config: Config, attempt_id: str, job: Job) -> None:
+def _skipped(config: Config, found: Found, job: Job) -> dict[str, Any]:
+    """Say that a run is skipped, once in a sweep; return its stored result."""
+    result = dict(found.result)
+    if not _is_recorded(job, result["id"]):
+        others = " and ".join(key for key, value in software().items() if result.get(key) != value)
+        why = f"done already{others and f' with other {others}'}, skipped (resume=false measures it again)"
+        Console(stderr=True).print(Text(f"{result['id']}: {why}"))
+    _record(config, result["id"], job, found.before)
+    return result
+
+
+def _opened(runs_dir: str, name: str, settings: dict[str, Any], job: Job, found: Found) -> Run:
+    """Open the folder that the store has for this run, or a new one."""
+    if found.folder is not None:
+        return Run.reopen(found.folder, settings, job.overrides, found.before)
+    return Run.open(runs_dir, name, settings, job.overrides)
+
+
+def _is_recorded(job: Job, attempt_id: str) -> bool:
+    """Return whether the sweep's folder says that this job has made or found an attempt."""
+    return job.sweep_dir is not None and sweep.attempt_of(job.sweep_dir, job.number) == attempt_id
+
+
+def _record(config: Config, attempt_id: str, job: Job, before: int) -> None:
     """Write into the sweep's folder which attempt this job has made or found."""
-    if job.sweep_dir is not None:
+    if job.sweep_dir is not None and not _is_recorded(job, attempt_id):
         with explained(config.runs_dir):
-            sweep.record(job.sweep_dir, job.number, attempt_id, job.overrides)
+            sweep.record(job.sweep_dir, job.number, attempt_id, job.overrides, before)
 
 
-def _found(config: Config, name: str) -> dict[str, Any]:
-    """Return the stored result of this run by this software, or by any if `resume` says so; {} if there is none."""
-    if not config.resume:
-        return {}
-    return find_done(config.runs_dir, name, {} if config.resume == "any_version" else software())
-
-
-def _lacks_repeats(config: Config, found: Mapping[str, Any]) -> bool:
-    """Return whether a result has fewer repeats than asked for: runs that take turns were interrupted."""
-    wanted = getattr(config.scenario, "repeats", 0)
-    return isinstance(wanted, int) and found.get("repeats", wanted) < wanted
-
-
-def _is_settled(config: Config, found: Mapping[str, Any]) -> bool:
-    """Return whether a sweep skips a run with this result: with resume=noisy, one that was not disturbed or whose
-    speedup is known as precisely as asked for.
-    """
-    if _lacks_repeats(config, found):
-        return False
-    if config.resume != "noisy" or not found:
-        return bool(found)
-    reached, scenario = found.get("speedup_precision"), config.scenario
-    if isinstance(scenario, Compare) and reached is not None and reached <= scenario.precision:
-        return True
-    return not found.get("noisy") and getattr(scenario, "repeats", 1) != "auto"
-
-
-def _skipped(config: Config, name: str, job: Job) -> dict[str, Any]:
-    """Return the stored result of a run that is skipped, and say so; {} for a run that must be done."""
-    if job.sweep_dir is None or not _is_settled(config, found := _found(config, name)):
-        return {}
-    if job.turn > 1:
-        return found
-    others = " and ".join(key for key, value in software().items() if found.get(key) != value)
-    why = f"done already{others and f' with other {others}'}, skipped (resume=false measures it again)"
-    Console(stderr=True).print(Text(f"{found['id']}: {why}"))
-    _record(config, found["id"], job)
-    return found
-
-
-def _measure(plan: "Plan", name: str, settings: dict[str, Any], job: Job) -> dict[str, Any]:
-    """Do the run, store and show its results; return the contents of result.json."""
-    before = _before(plan.config, name, job)
-    if before is not None or job.turn:
-        plan = replace(plan, earlier=before, turn=job.turn > 0)
+def _measured(plan: "Plan", this: Run, job: Job, live: Live) -> Outcome:
+    """Do the work, here or on the ranks that share the model. Ranks report nothing before the end."""
     SHARED.begin(plan.config.sweep.share if job.sweep_dir else "none")
-    this = Run.open(plan.config.runs_dir, name, settings, job.overrides)
-    live = Live(this.folder, settings, this.result)
-    is_part = 0 < job.turn < getattr(plan.config.scenario, "repeats", 0)  # the last turn's attempt has all repeats
+    with sampled() as rows:
+        if plan.num_ranks == 1:
+            outcome = _work(0, plan, this, live)
+        else:
+            from magicdec.scenarios.ranks import on_ranks  # most runs have one
+
+            outcome = on_ranks(plan.num_ranks, plan.config.hardware.device, _work, plan, this)
+    outcome.system = rows
+    return outcome
+
+
+def _work(rank: int, plan: "Plan", this: Run, follow: Follow | None = None) -> Outcome:
+    """Run the scenario on one rank. Only rank 0 shows its progress; in a process of its own it has a log, too."""
+    console = Console(stderr=True) if rank == 0 else Console(quiet=True, force_terminal=False)
+    logged = this.log_to_file() if plan.num_ranks > 1 and rank == 0 else nullcontext()
+    with logged, progress(console, follow or nobody) as bars:
+        return _scenario(plan.config).run(plan, this if rank == 0 else this.read_only(), bars)
+
+
+def _judged(scenario: Scenario, plan: "Plan", this: Run, name: str) -> dict[str, Any]:
+    """Return what is said of a run's measurements: predictions, and whether they are disturbed."""
+    predicted = getattr(scenario, "predicted", None)
+    said: dict[str, Any] = predicted(plan, this.result) if predicted else {}
+    earlier = [read_result(path) for path in attempts(this.runs_dir, name) if path != this.folder]
+    said |= slowness(this.result | said, earlier)
+    if BASELINE in this.result:
+        said["noisy"] = bool(noise(this.result | said))
+    return said
+
+
+@contextmanager
+def _failures(scenario: Scenario, plan: "Plan", this: Run, settings: dict[str, Any], live: Live) -> Iterator[None]:
+    """Mark a run that fails within as failed, with what it has measured so far, and log it."""
     try:
-        _record(plan.config, this.id, job)
-        with this.log_to_file(), _stoppable():
-            with sampled() as rows:
-                outcome = _outcome(plan, this, nobody if is_part else live)
-            outcome.system = rows
-            earlier = [read_result(path) for path in attempts(this.runs_dir, name) if path != this.folder]
-            outcome.metrics |= slowness(outcome.metrics, earlier)
-            if BASELINE in outcome.metrics:
-                outcome.metrics["noisy"] = bool(noise(outcome.metrics))
-            this.finish(outcome.metrics, outcome.generations, outcome.history, outcome.samples, outcome.system)
-            if before is not None and job.turn and this.result.get("repeats", 0) > 1:
-                shutil.rmtree(before, ignore_errors=True)  # its repeats are in this attempt
+        yield
     except BaseException as error:
         SHARED.clear()
         reason, kind = _reason(error, plan.config)
-        kept: Outcome = vars(error).get("outcome") or Outcome({})  # see outcome.keeping
+        kept = _so_far(scenario, plan, this)
         this.fail(reason, kind, kept.history, kept.metrics, kept.generations)
         if is_logged(this.result) or live.is_shown:
-            for warning in filter(None, (one.warning for one in log_run(this.folder, settings, this.result))):
+            for warning in filter(None, (logged.warning for logged in log_run(this.folder, settings, this.result))):
                 to_stderr(warning)
         if kind == "out_of_memory":
             raise UserError(reason) from error
         raise
-    if job.turn and _lacks_repeats(plan.config, this.result):
-        return this.result
-    logged = log_run(this.folder, settings, this.result)
-    table.show(Console(file=sys.stdout), settings, outcome.metrics, this.folder, logged, outcome.history, outcome.view)
-    return this.result
 
 
-def _before(config: Config, name: str, job: Job) -> Path | None:
-    """Return the attempt whose repeats this one counts too: of the turn before, or one that is to be improved on."""
-    found = _found(config, name)
-    attempt_id = found.get("id") if config.resume == "noisy" or _lacks_repeats(config, found) else None
-    if job.turn > 1 and job.sweep_dir is not None:
-        attempt_id = sweep.attempt_of(job.sweep_dir, job.number)
-    return Path(config.runs_dir, attempt_id) if attempt_id else None
+def _so_far(scenario: Scenario, plan: "Plan", this: Run) -> Outcome:
+    """Return what a run that has failed has measured."""
+    so_far = getattr(scenario, "so_far", None)
+    try:
+        return so_far(plan, this) if so_far else Outcome({})
+    except Exception as error:  # the user is about to see another one
+        log.warning("what was measured is not summed up: %s", in_one_line(error))
+        return Outcome({})
 
 
 def _list(plan: "Plan", name: str, job: Job) -> None:
@@ -200,7 +223,7 @@ def _list(plan: "Plan", name: str, job: Job) -> None:
     earlier = attempts(plan.config.runs_dir, name)
     stored = next(iter_runs(plan.config.runs_dir, [path.name for path in earlier[-1:]]), {})
     state = stored.get("kind") or stored.get("status") or "new"
-    if is_done := _is_settled(plan.config, _found(plan.config, name)):
+    if is_done := look_up(plan.config, name, job).suffices:
         state = "done"
     elif state == "done":
         state = "other version"
@@ -225,22 +248,6 @@ def _stoppable() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _outcome(plan: "Plan", run: Run, follow: Follow) -> Outcome:
-    """Do the work, here or on the ranks that share the model. Ranks report nothing before the end."""
-    if plan.num_ranks == 1:
-        return _work(0, plan, follow=follow)
-    from magicdec.scenarios.ranks import on_ranks  # most runs have one
-
-    return on_ranks(plan.num_ranks, plan.config.hardware.device, _work, plan, run)
-
-
-def _work(rank: int, plan: "Plan", run: Run | None = None, follow: Follow = nobody) -> Outcome:
-    """Run the scenario on one rank. Only rank 0 shows its progress, and logs into `run`."""
-    console = Console(stderr=True) if rank == 0 else Console(quiet=True, force_terminal=False)
-    with run.log_to_file() if run and rank == 0 else nullcontext(), progress(console, follow) as bars:
-        return _scenario(plan.config).run(plan, bars)
 
 
 def imports(name: str, config: Mapping[str, Any] | None = None) -> list[str]:

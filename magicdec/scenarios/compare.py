@@ -1,176 +1,180 @@
-"""The default scenario: the same prompts autoregressively and speculatively, paired, audited and profiled."""
+"""The default scenario: the same prompts autoregressively and speculatively, paired, audited and profiled.
 
-import logging
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+A session decodes what the run lacks, one batch after another, and writes each unit when it ends (units.py). The figures
+are computed from all units of the run, whichever session has measured them (figures.py).
+"""
+
+from contextlib import closing
+from dataclasses import dataclass, field
 from statistics import fmean
+from typing import TYPE_CHECKING
 
 from magicdec.config.schema import Compare
-from magicdec.costmodel.acceptance import task_of
-from magicdec.costmodel.comparison import limit_metrics, predicted_metrics, published
-from magicdec.costmodel.hardware import device_in
 from magicdec.costmodel.memory import Memory
-from magicdec.costmodel.speedup import batch_speedup, round_time
-from magicdec.costmodel.speedup import speedup as formula_speedup
 from magicdec.data import Prompts
 from magicdec.drafts.base import Draft
-from magicdec.engine.audit import Audit, audit
+from magicdec.engine.audit import audit
 from magicdec.engine.decoder import Decoder, Generation
 from magicdec.engine.native import Batch, NativeEngine, warm_up
-from magicdec.errors import UserError
 from magicdec.measure import memory, metrics
-from magicdec.measure.ceilings import matmul_rate, read_bandwidth
-from magicdec.measure.metrics import Metrics, Times
+from magicdec.measure.ceilings import read_bandwidth
+from magicdec.measure.metrics import Metrics
 from magicdec.measure.profile import profile_round
-from magicdec.measure.system import Watch
+from magicdec.measure.system import Interference, Watch
 from magicdec.planning import build
 from magicdec.planning.resolve import Plan, resolve
 from magicdec.planning.shared import SHARED, Prefilled, prefill_key
-from magicdec.scenarios.outcome import Outcome, keeping
-from magicdec.scenarios.outputs import Outputs, lossless, speeds
+from magicdec.scenarios.figures import Figures, repeat_line
+from magicdec.scenarios.outcome import Outcome
 from magicdec.scenarios.points import Points
-from magicdec.scenarios.repeats import Earlier, Repeat, precision, repeats
+from magicdec.scenarios.repeats import Goal
+from magicdec.scenarios.units import Stored, Unit
 from magicdec.tracking.progress import Progress
 from magicdec.tracking.reader import is_impossible
 from magicdec.units import GIB, WAYS
 
-log = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from magicdec.tracking.store import Run
+
+MOST_LEFT_OUT = 2  # units in a row with other tokens than the first: no further ones are measured
+PROFILED = ("time/", "memory/", "roofline/")  # figures that a run keeps while repeats are added to it
+
 prepare = resolve
 
 
 @dataclass
-class Measured:
-    """The measurements of all batches; the last batch is still open."""
+class Session:
+    """The part of a run that this process measures."""
 
-    batch: Batch
-    repeats: list[Repeat] = field(default_factory=list)
-    prefill_seconds: list[float] = field(default_factory=list)
-    num_shared: int = 0  # batches whose prefill an earlier job has done
-    verdict: Audit | None = None
-    earlier: Sequence[Times] = ()  # the repeats of earlier attempts
+    plan: Plan
+    prompts: Prompts
+    stored: Stored
+    goal: Goal
+    progress: Progress
+    prefills_shared: list[bool] = field(default_factory=list)  # of each opened batch: an earlier job has done it
+
+    @classmethod
+    def of(cls, plan: Plan, run: "Run", prompts: Prompts, progress: Progress) -> "Session":
+        """Read what the run holds already."""
+        goal = Goal(plan.config.settings(Compare), run.before)
+        return cls(plan, prompts, Stored.read(run, plan.config.batch.num_batches), goal, progress)
 
     @property
-    def speculative(self) -> list[Generation]:
-        """Return the speculative generations of all repeats and batches."""
-        return [generation for one in self.repeats for generation in one.speculative]
+    def figures(self) -> Figures:
+        """Return the figures of all units so far."""
+        return Figures(self.plan, self.prompts, self.stored, self.goal)
 
-    @property
-    def times(self) -> list[Times]:
-        """Return the times of every repeat, those of earlier attempts first."""
-        return [*self.earlier, *(one.times(self.prefill_seconds) for one in self.repeats)]
+    def lacks_units(self, number: int) -> bool:
+        """Return whether the first batch has too few repeats, or another one fewer than the first."""
+        units, num_batches = self.stored.units, self.plan.config.batch.num_batches
+        if number == 0:
+            return not self.goal.is_reached(units.by_batch[0], num_batches)
+        return len(units.of_batch(number)) < len(units.of_batch(0))
+
+    def lacks_audit(self, number: int) -> bool:
+        """Return whether a batch has not been audited."""
+        return self.plan.is_audited and number not in self.stored.audits
 
 
-def run(plan: Plan, progress: Progress) -> Outcome:
+def run(plan: Plan, run: "Run", progress: Progress) -> Outcome:
     """Decode every batch `scenario.repeats` times both ways; medians over the repeats are the result."""
-    config = plan.config
-    estimate = build.check_memory(plan, int(config.batch.size), config.batch.context_len)
+    batches = range(plan.config.batch.num_batches)
+    estimate = build.check_memory(plan, int(plan.config.batch.size), plan.config.batch.context_len)
     tokenizer = build.tokenizer(plan)
-    prompts = build.prompts(plan, tokenizer)
+    session = Session.of(plan, run, build.prompts(plan, tokenizer), progress)
     peak, gpu = memory.Peak(plan.device, SHARED.num_bytes), Watch(plan.device)
+    profile: Metrics = {} if run.before else run.earlier(PROFILED)
     engine = build.engine(plan, progress)
-    earlier = Earlier.read(plan.earlier, int(config.batch.size)) if plan.earlier else Earlier()
-    measured = _decoded(plan, engine, prompts, earlier.times, progress)
-    batch, first = measured.batch, measured.repeats[0]
-    outputs = first.outputs(prompts)
-    measured.earlier = earlier.of_the_same(outputs)
-    outputs = replace(outputs, decode_s=_decode_seconds(measured.times))
-    results: Metrics = {**prompts.facts, "output/fingerprint": outputs.fingerprint}
-    results |= {"device": plan.device_name, "prefill/shared": measured.num_shared > 0, **plan.sources} | gpu.metrics()
-    results |= _figures(plan, measured, outputs)
-    if config.draft.synthetic_acceptance is None:  # otherwise what is written means nothing
+    for number in batches:
+        profiles = number == batches[-1] and not profile
+        if not (profiles or session.lacks_units(number) or session.lacks_audit(number)):
+            continue
+        with closing(_opened(session, engine, number)) as batch:  # or the caches of two would be held at once
+            _decode(session, batch, number)
+            if session.lacks_audit(number):
+                tokens = session.stored.units.of_batch(number)[0].ways
+                verdict = audit(batch.decoder, *(tokens[way].tokens for way in WAYS))
+                session.stored.add_audit(number, verdict)
+            if profiles:
+                profile = _profiled(session, batch) | _memory(batch, peak, estimate)
+                profile |= _roofline(plan, batch, profile)  # last: the bandwidth's measurement takes memory
+    figures = session.figures
+    results = figures.metrics() | {"prefill/shared": any(session.prefills_shared)} | gpu.metrics() | profile
+    speculative = [generation for repeat in figures.repeats.speculative for generation in repeat]
+    growth = 1 + plan.config.batch.generate_len / 2 / fmean(map(len, session.prompts.tokens))
+    results |= metrics.agreement(results, speculative, growth)
+    outputs = figures.outputs
+    if plan.config.draft.synthetic_acceptance is None:  # otherwise what is written means nothing
         results |= outputs.accuracy(tokenizer)
-    if plan.turn and len(measured.times) < int(config.settings(Compare).repeats):
-        batch.close()
-        return Outcome(results, outputs.rows(config.data.save_prompts), _history(first))
-    gamma = results.get("gamma", config.gammas[-1])
-    results |= _profiled(plan, batch, gamma, progress)
-    growth = 1 + config.batch.generate_len / 2 / fmean(map(len, prompts.tokens))
-    results |= metrics.agreement(results, measured.speculative, growth)
-    results |= _memory(batch, peak, estimate)  # first: measuring the bandwidth takes memory of its own
-    results |= _formula(plan, results, gamma) | _roofline(plan, batch, results)
-    if gamma:
-        results |= _predicted(plan, results, gamma)
-    history = _history(first)
-    batch.close()
-    return Outcome(results, outputs.rows(config.data.save_prompts), history, outputs.samples(tokenizer))
+    rows = outputs.rows(plan.config.data.save_prompts)
+    return Outcome(results, rows, figures.history(), outputs.samples(tokenizer))
 
 
-def _decoded(
-    plan: Plan, engine: NativeEngine, prompts: Prompts, earlier: Sequence[Times], progress: Progress
-) -> Measured:
-    """Prefill, decode and audit one batch after another; `earlier` repeats count towards an interval."""
-    rows, scenario = int(plan.config.batch.size), plan.config.settings(Compare)
-    scenario = replace(scenario, repeats=1) if plan.turn else scenario
-    measured: Measured | None = None
-    for start in range(0, len(prompts.tokens), rows):
-        if measured is not None:
-            measured.batch.close()  # or the caches of two batches would be held at once
-        batch, seconds, was_shared = _opened(plan, engine, prompts.tokens[start : start + rows], start, progress)
-        measured = replace(measured, batch=batch) if measured else Measured(batch)
-        measured.prefill_seconds.append(seconds)
-        measured.num_shared += was_shared
-        progress.report({"live/prefill_s": seconds})
-        warm_up(batch)
-        is_last = start + rows >= len(prompts.tokens)
-        with keeping(partial(_partial, plan, measured, prompts, is_last)):
-            asked = repeats(scenario, plan.config.batch.num_batches, measured.repeats, earlier)
-            for number, one in enumerate(asked, start=1):
-                one.autoregressive.append(_generate(batch.decoder, None, progress))
-                if batch.draft is not None:
-                    one.speculative.append(_generate(batch.decoder, batch.draft, progress))
-                if is_last:
-                    progress.report(_reported(number, one.times(measured.prefill_seconds)))
-        if plan.is_audited:
-            first = measured.repeats[0]
-            found = audit(batch.decoder, first.autoregressive[-1].tokens, first.speculative[-1].tokens)
-            measured.verdict = measured.verdict + found if measured.verdict else found
-    assert measured is not None, "there is a batch"
-    return measured
+def predicted(plan: Plan, results: Metrics) -> Metrics:
+    """Return what the formula and the cost model say of a run that has been measured."""
+    from magicdec.scenarios.predicted import predicted as of_models  # here, because measuring must not wait for them
+
+    return of_models(plan, results)
 
 
-def _figures(plan: Plan, measured: Measured, outputs: Outputs) -> Metrics:
-    """Return the speeds of both ways and, with a draft, acceptance, intervals and losslessness."""
-    times = measured.times
-    ways = [[metrics.speed_metrics(one[way]) for one in times if way in one] for way in WAYS]
-    results = speeds(*ways) | {"repeats": len(times)} | outputs.sizes_by_category
-    if (reached := precision(times)) is not None:
-        results["speedup_precision"] = reached
-    if speculative := measured.speculative:
-        gamma = metrics.usual_gamma(speculative) or plan.config.gammas[-1]  # every row ended at its first token
-        rounds = metrics.rounds_of_prompts(one.speculative for one in measured.repeats)
-        results |= metrics.acceptance(sum(rounds, metrics.Rounds())) | {"gamma": gamma}
-        results |= metrics.interval_metrics(rounds, times)
-        results |= metrics.category_acceptance(outputs.prompts.categories, rounds)
-        synthetic = plan.config.draft.synthetic_acceptance is not None
-        results["acceptance/source"] = "synthetic" if synthetic else "measured"
-        results |= lossless(plan, outputs.autoregressive, outputs.speculative, measured.verdict)
-    return results
+def so_far(plan: Plan, run: "Run") -> Outcome:
+    """Return the figures of the complete repeats of a run that has failed."""
+    num_batches = plan.config.batch.num_batches
+    if not Stored.read(run, num_batches).units.num_repeats:
+        return Outcome({})
+    prompts = build.prompts(plan, build.tokenizer(plan))
+    goal = Goal(plan.config.settings(Compare), run.before)
+    figures = Figures(plan, prompts, Stored.read(run, num_batches), goal)
+    rows = figures.outputs.rows(plan.config.data.save_prompts)
+    return Outcome(figures.metrics(), rows, figures.history())
 
 
-def _profiled(plan: Plan, batch: Batch, gamma: int, progress: Progress) -> Metrics:
+def _decode(session: Session, batch: Batch, number: int) -> None:
+    """Decode a batch both ways until it has its repeats; write each unit when it ends."""
+    new: list[Unit] = []
+    while session.lacks_units(number):
+        if len(new) >= MOST_LEFT_OUT and all(unit.left_out for unit in new[-MOST_LEFT_OUT:]):
+            return
+        interference = Interference(session.plan.device)
+        ways = {"autoregressive": _generate(batch.decoder, None, session.progress)}
+        if batch.draft is not None:
+            ways["speculative"] = _generate(batch.decoder, batch.draft, session.progress)
+        unit = Unit(number, batch.prefill_s, ways, interference.description())
+        new.append(session.stored.add(unit))
+        if number == session.plan.config.batch.num_batches - 1:
+            done = session.stored.units.num_repeats
+            times = {way: [rows] for way, rows in unit.times().items()}
+            session.progress.report(repeat_line(done, times))
+
+
+def _profiled(session: Session, batch: Batch) -> Metrics:
     """Return the times of the parts of a round; for an adaptive draft, at the gamma that ran most."""
-    with progress.task("profiling", total=None):
-        times = profile_round(batch, plan.config.settings(Compare).profile_repeats, gamma)
+    repeats = session.plan.config.settings(Compare).profile_repeats
+    with session.progress.task("profiling", total=None):
+        times = profile_round(batch, repeats, session.figures.gamma)
     results: Metrics = {f"time/{name}": value for name, value in times.items()}
     if batch.draft is not None:
         results["time/impossible"] = is_impossible(results)
     return results
 
 
-def _opened(
-    plan: Plan, engine: NativeEngine, tokens: list[list[int]], start: int, progress: Progress
-) -> tuple[Batch, float, bool]:
-    """Return a prefilled batch, the seconds that the prefill took, and whether an earlier job has done it."""
-    key = prefill_key(plan, start)
+def _opened(session: Session, engine: NativeEngine, number: int) -> Batch:
+    """Return a prefilled batch, warmed up. An earlier job may have done the prefill."""
+    plan, rows = session.plan, int(session.plan.config.batch.size)
+    start = rows * number
+    tokens, key = session.prompts.tokens[start : start + rows], prefill_key(plan, start)
     # A draft that listens needs the target's hidden states, which are not kept.
     shared = None if engine.draft.listens else SHARED.prefilled(key, engine.capacity(max(map(len, tokens))))
     batch = engine.open(tokens, start, shared.cache if shared else None)
     if shared:
         batch.decoder.resume(shared.last_BE)
-    prefilled = shared or _prefill(batch, engine, progress, rehearses=start == 0)
+    prefilled = shared or _prefill(batch, engine, session.progress, rehearses=start == 0)
     SHARED.keep(key, prefilled, plan.config.batch.num_batches)
-    return batch, prefilled.seconds, shared is not None
+    batch.prefill_s = prefilled.seconds
+    session.prefills_shared.append(shared is not None)
+    session.progress.report({"live/prefill_s": prefilled.seconds})
+    warm_up(batch)
+    return batch
 
 
 def _prefill(batch: Batch, engine: NativeEngine, progress: Progress, rehearses: bool) -> Prefilled:
@@ -190,56 +194,6 @@ def _generate(decoder: Decoder, draft: Draft | None, progress: Progress) -> Gene
         return decoder.generate(draft, Points(decoder.state, way, task, progress))
 
 
-def _partial(plan: Plan, measured: Measured, prompts: Prompts, is_last: bool) -> Outcome:
-    """Return the results of the complete repeats, for a run that ends early."""
-    ways = 2 if plan.config.speculates else 1
-    batches = len(measured.prefill_seconds)
-    complete = [one for one in measured.repeats if len(one.autoregressive + one.speculative) == ways * batches]
-    if not (complete and is_last):
-        return Outcome({})
-    done = replace(measured, repeats=complete)
-    outputs = replace(complete[0].outputs(prompts), decode_s=_decode_seconds(done.times))
-    figures = {**prompts.facts, "device": plan.device_name, **plan.sources} | _figures(plan, done, outputs)
-    return Outcome(figures, outputs.rows(plan.config.data.save_prompts), _history(complete[0]))
-
-
-def _reported(number: int, times: Times) -> dict[str, float]:
-    """Return the line that reports a repeat."""
-    ways = {way: metrics.speed_metrics(batches) for way, batches in times.items()}
-    line = {"repeat": number, "repeat/seconds": sum(way["decode_s"] for way in ways.values())}
-    line |= {f"repeat/{way}/tokens_per_second": speed["tokens_per_second"] for way, speed in ways.items()}
-    found = speeds(*([ways[way]] if way in ways else [] for way in WAYS))
-    return line | {f"repeat/{key}": found[key] for key in ("speedup", "speedup_wall") if key in found}
-
-
-def _decode_seconds(times: Sequence[Times]) -> list[dict[str, list[float]]]:
-    """Return the seconds that each row took in every repeat, by way."""
-    found: list[dict[str, list[float]]] = []
-    for way in times[0]:
-        repeats = [[row.decode for batch in one[way] for row in batch] for one in times]
-        found = found or [{} for _ in repeats[0]]
-        for row, seconds in zip(found, zip(*repeats, strict=True), strict=True):
-            row[way] = [*seconds]
-    return found
-
-
-def _formula(plan: Plan, results: Metrics, gamma: int) -> Metrics:
-    """Return the speedup by the paper's formula, from the measured times and acceptance: for a row and, where all rows
-    become equally long, in wall-clock time for the batch, which waits for its slowest row.
-    """
-    if "alpha" not in results or "speedup" not in results:
-        return {}
-    names = ("time/target_decode_ms", "time/draft_ms", "time/verify_ms", "alpha", "speedup")
-    decode, draft, verify, alpha, speedup = (float(results[name] or 0.0) for name in names)
-    formula = formula_speedup(gamma, alpha, decode, draft, verify)
-    found: Metrics = {"formula/speedup": formula, "formula/speedup_error": formula / speedup - 1}
-    if plan.config.sampling.ignore_eos:
-        rows, steps = int(plan.config.batch.size), plan.config.batch.generate_len - 1  # the prefill gives the first
-        whole = round_time(gamma, draft, verify)
-        found["formula/speedup_wall"] = batch_speedup(gamma, alpha, rows, steps, decode, whole)
-    return found
-
-
 def _roofline(plan: Plan, batch: Batch, measured: Metrics) -> Metrics:
     """Return the bytes that a step must read over its time, as a share of the bandwidth. That comes from `hardware`, or
     is measured: variants of a device may share a name.
@@ -257,21 +211,6 @@ def _roofline(plan: Plan, batch: Batch, measured: Metrics) -> Metrics:
     return result
 
 
-def _predicted(plan: Plan, results: Metrics, gamma: int) -> Metrics:
-    """Return the prediction for these rounds at the measured acceptance, and its errors."""
-    known = device_in(plan.device_name)
-    measured_at = ("matmul rate", plan.device, plan.dtype)
-    rate = None if known else SHARED.fact(measured_at, lambda: matmul_rate(plan.device, plan.dtype)) / 1e12
-    bandwidth = float(results["roofline/bandwidth_gbs"] or 0.0)
-    try:
-        setup = plan.setup(bandwidth, rate).at(context=round(results["data/context_len_mean"]))  # type: ignore[arg-type]
-        predicted = predicted_metrics(setup, gamma, results, plan.config.batch.generate_len)
-        return predicted | limit_metrics(setup, gamma, results) | published(setup, task_of(plan.config), gamma)
-    except UserError as error:  # a draft that has no cost model
-        log.info("not predicted: %s", error)
-        return {}
-
-
 def _memory(batch: Batch, peak: memory.Peak, estimate: Memory) -> Metrics:
     return {
         "memory/peak_gib": peak.num_bytes / GIB,
@@ -279,11 +218,3 @@ def _memory(batch: Batch, peak: memory.Peak, estimate: Memory) -> Metrics:
         "memory/target_kv_gib": batch.decoder.cache.num_bytes / GIB,
         "memory/draft_kv_gib": batch.draft.cache_bytes / GIB if batch.draft else 0.0,
     }
-
-
-def _history(one: Repeat) -> list[dict]:
-    rounds: list[dict] = []
-    for number, generation in enumerate(one.speculative):
-        for row in metrics.round_history(generation):
-            rounds.append(row | {"batch": number, "round": len(rounds)})
-    return rounds

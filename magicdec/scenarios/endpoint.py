@@ -20,11 +20,12 @@ from magicdec.peers.endpoint import Endpoint, described
 from magicdec.planning import build
 from magicdec.planning.resolve import Plan, resolve
 from magicdec.scenarios.levels import jobs_of, levels_of, prompts_of, speed_metrics, view, warm_up_of
-from magicdec.scenarios.outcome import Outcome, keeping
+from magicdec.scenarios.outcome import Outcome
 from magicdec.scenarios.outputs import Outputs
 from magicdec.scenarios.peer import load
 from magicdec.serving.load import Load, RequestSpec, Search, under_load
 from magicdec.tracking.progress import Progress
+from magicdec.tracking.store import Run
 from magicdec.units import WAYS
 
 prepare = resolve
@@ -64,6 +65,7 @@ class Measurement:
     """Everything that a run has measured so far."""
 
     plan: Plan
+    run: Run
     prompts: Prompts
     jobs: list[RequestSpec]
     progress: Progress
@@ -94,6 +96,7 @@ class Measurement:
             to_stderr(f"warning: {failed}: {reason} ({number} times)")
         self.levels.setdefault(level, {})[way] = found
         self.history[:] = [{one.kind: one.value} | self.metrics(ways) for one, ways in self.levels.items()]
+        self.run.write_lines("history", self.history)
         return self.metrics({way: found})
 
     def metrics(self, ways: dict[str, Level]) -> Metrics:
@@ -128,13 +131,12 @@ class Measurement:
         return {"lossless/identical": same, "lossless/passed": True if same else False if is_exact else None}
 
 
-def run(plan: Plan, progress: Progress) -> Outcome:
+def run(plan: Plan, run: Run, progress: Progress) -> Outcome:
     """Measure every level; a line of the history for each, and the last one's figures as the run's own."""
     tokenizer = build.tokenizer(plan)
     prompts = prompts_of(plan, tokenizer)
-    work = Measurement(plan, prompts, jobs_of(plan, prompts), progress)
-    with keeping(lambda: Outcome({}, history=work.history)):
-        asyncio.run(_measure_all(work, load(plan), tokenizer))
+    work = Measurement(plan, run, prompts, jobs_of(plan, prompts), progress)
+    asyncio.run(_measure_all(work, load(plan), tokenizer))
     results: Metrics = {**prompts.facts, "device": plan.device_name, **plan.sources, **work.facts}
     chosen = [*work.levels, *levels_of(plan.config.settings(Serve))][-1]
     last = work.levels[chosen]

@@ -1,7 +1,5 @@
 """The results that a scenario hands to the tracking: plain data, no tensors."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,13 +14,3 @@ class Outcome:
     samples: list[dict] = field(default_factory=list)  # text of a few rows, for people
     system: list[dict] = field(default_factory=list)  # the machine's load, a dict every few seconds
     view: Any = None  # what the terminal shows in place of the usual table: anything that rich prints
-
-
-@contextmanager
-def keeping(measured: Callable[[], Outcome]) -> Iterator[None]:
-    """Give any error the attribute `outcome`: what was measured before it, which may have taken hours."""
-    try:
-        yield
-    except BaseException as error:
-        vars(error)["outcome"] = measured()
-        raise

@@ -15,6 +15,7 @@ from magicdec.planning.resolve import Plan, resolve
 from magicdec.scenarios.outcome import Outcome
 from magicdec.scenarios.outputs import Outputs, lossless, speeds
 from magicdec.tracking.progress import Progress
+from magicdec.tracking.store import Run
 from magicdec.units import GIB
 
 WARMUP_CONTEXT, WARMUP_TOKENS = 64, 8
@@ -23,7 +24,7 @@ prepare = resolve
 Repeat = list[PeerGeneration]  # a generation per batch
 
 
-def run(plan: Plan, progress: Progress) -> Outcome:
+def run(plan: Plan, run: Run, progress: Progress) -> Outcome:
     """Decode every batch `scenario.repeats` times both ways, one way after the other; medians are the result.
 
     A peer prefills in every pass: its time to first token is a median, too.

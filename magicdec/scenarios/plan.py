@@ -20,7 +20,7 @@ from magicdec.scenarios.outcome import Outcome
 from magicdec.scenarios.schedules import outcome, predicted_schedule
 from magicdec.tracking.cells import new_table
 from magicdec.tracking.progress import Progress
-from magicdec.tracking.store import shown
+from magicdec.tracking.store import Run, shown
 
 EXPERIMENTS = Path("conf", "experiment")  # of the working directory: in a checkout its own, otherwise the user's
 CHOICES = ("draft", "cache")
@@ -39,7 +39,7 @@ def prepare(config: Config) -> Plan:
     return resolve(config)
 
 
-def run(plan: Plan, progress: Progress) -> Outcome:
+def run(plan: Plan, run: Run, progress: Progress) -> Outcome:
     """Search for a target, a machine and a context; a line of the history for every candidate, the best first."""
     config, scenario = plan.config, plan.config.settings(Search)
     setup, known, command = plan.setup(), curves(config), " ".join(["magicdec", *sys.argv[1:]])

@@ -16,6 +16,7 @@ from magicdec.planning.resolve import Plan, resolve
 from magicdec.scenarios.outcome import Outcome
 from magicdec.tracking.cells import new_table
 from magicdec.tracking.progress import Progress
+from magicdec.tracking.store import Run
 from magicdec.units import GIB
 
 prepare = resolve
@@ -34,7 +35,7 @@ def predicted(plan: Plan) -> Prediction:
     )
 
 
-def run(plan: Plan, progress: Progress) -> Outcome:
+def run(plan: Plan, run: Run, progress: Progress) -> Outcome:
     """Predict one configuration; a line of the history for every gamma."""
     prediction = predicted(plan)
     history = [

@@ -12,14 +12,15 @@ from magicdec.measure.metrics import Metrics
 from magicdec.measure.profile import profile_round
 from magicdec.planning import build
 from magicdec.planning.resolve import Plan, resolve
-from magicdec.scenarios.outcome import Outcome, keeping
+from magicdec.scenarios.outcome import Outcome
 from magicdec.tracking.progress import Progress
+from magicdec.tracking.store import Run
 from magicdec.units import GIB
 
 prepare = resolve
 
 
-def run(plan: Plan, progress: Progress) -> Outcome:
+def run(plan: Plan, run: Run, progress: Progress) -> Outcome:
     """Time every point of scenario.batch_sizes x context_lens x gammas; a point is a line of the history."""
     scenario = plan.config.settings(Profile)
     build.check_memory(plan, max(scenario.batch_sizes), max(scenario.context_lens))
@@ -27,9 +28,10 @@ def run(plan: Plan, progress: Progress) -> Outcome:
     engine = build.engine(plan, progress)
     points = list(product(scenario.batch_sizes, scenario.context_lens, scenario.gammas))
     history: list[dict] = []
-    with keeping(lambda: Outcome({}, history=history)), progress.task("profiling", total=len(points)) as task:
+    with progress.task("profiling", total=len(points)) as task:
         for point in time_points(engine, points, scenario.profile_repeats, plan.config.data.seed):
             history.append(point)
+            run.write_lines("history", history)
             task.advance(1)
     metrics: Metrics = {"device": plan.device_name, "memory/peak_gib": peak.num_bytes / GIB}
     return Outcome(metrics | plan.sources, history=history)

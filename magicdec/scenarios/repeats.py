@@ -1,118 +1,79 @@
-"""The repeats of a run: how many are measured, and how long the rows of each took.
+"""How many repeats a run takes: a number, or as many as make the interval of its speedup narrow.
 
-K repeats, N rows.
+K repeats.
 """
 
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from magicdec.config.schema import Compare
-from magicdec.data import Prompts
-from magicdec.engine.decoder import Generation
-from magicdec.measure import metrics
 from magicdec.measure.intervals import half_width, speedup_wall
-from magicdec.measure.metrics import RowTimes, Times
-from magicdec.scenarios.outputs import Outputs
-from magicdec.tracking import files
-from magicdec.tracking.reader import read_result
+from magicdec.measure.metrics import Times
+from magicdec.scenarios.units import Repeats, Unit
 from magicdec.units import WAYS
 
 FIRST = 5  # repeats, before an interval decides whether there are more
 IN_A_ROW = 2  # repeats after which the interval is narrow: a run that stops at the first is too often lucky
 
 
-@dataclass
-class Repeat:
-    """One repeat over all batches: the two generations of each."""
-
-    autoregressive: list[Generation] = field(default_factory=list)
-    speculative: list[Generation] = field(default_factory=list)
-
-    def outputs(self, prompts: Prompts) -> Outputs:
-        """Return the new tokens of all batches together."""
-        plain, fast = ([row for g in way for row in g.tokens] for way in (self.autoregressive, self.speculative))
-        return Outputs(prompts, plain, fast, [row for g in self.speculative for row in metrics.rounds_by_row(g)])
-
-    def times(self, prefill_seconds: Sequence[float]) -> Times:
-        """Return the times of every row, with those of the prefills; without a draft, of one way."""
-        return {
-            way: [metrics.row_times(g, s) for g, s in zip(batches, prefill_seconds, strict=False)]
-            for way, batches in vars(self).items()
-            if batches
-        }
-
-
 @dataclass(frozen=True)
-class Earlier:
-    """The repeats of an earlier attempt, which this one counts too (resume=noisy): times, and the tokens decoded."""
+class Goal:
+    """The repeats that a run asks for, and how many earlier ones do not count towards them."""
 
-    times: Sequence[Times] = ()
-    tokens: Mapping[str, list[list[int]]] = field(default_factory=dict)
+    scenario: Compare
+    before: int = 0  # repeats of a disturbed run, which are pooled with as many new ones
 
-    @classmethod
-    def read(cls, folder: Path, batch_size: int) -> "Earlier":
-        """Read an attempt, which includes the repeats that it pooled itself."""
-        lines, result = files.read_lines(folder / "generations.jsonl", files.GENERATION), read_result(folder)
-        tokens = {"autoregressive": [line.get("autoregressive") or [] for line in lines]}
-        tokens["speculative"] = [line.get("speculative") or [] for line in lines]
-        ways = [way for way in WAYS if any(tokens[way])]
-        numbers = {len(_decode_s(line, way)) for line in lines for way in ways}
-        if len(numbers) != 1:  # none, or a damaged file
-            return cls()
-        times = []
-        for repeat in range(numbers.pop()):
-            one = {}
-            for way in ways:
-                first = float(result.get(f"{way}/time_to_first_token_ms") or 0.0) / 1e3
-                rows = [
-                    RowTimes(first, _decode_s(line, way)[repeat], len(written) - 1)
-                    for line, written in zip(lines, tokens[way], strict=True)
-                ]
-                one[way] = [rows[start : start + batch_size] for start in range(0, len(rows), batch_size)]
-            times.append(one)
-        return cls(times, tokens)
+    @property
+    def wanted(self) -> int:
+        """Return how many repeats there must be at least."""
+        repeats = self.scenario.repeats
+        return self.before + (FIRST if repeats == "auto" else int(repeats))
 
-    def of_the_same(self, outputs: Outputs) -> Sequence[Times]:
-        """Return the times if the tokens are these; () for other tokens, whose times do not compare."""
-        rows = {"autoregressive": outputs.autoregressive, "speculative": outputs.speculative}
-        return self.times if all(self.tokens.get(way) == own for way, own in rows.items() if own) else ()
+    def is_reached(self, batch: Sequence[Unit], num_batches: int) -> bool:
+        """Return whether a run's first batch has been decoded often enough; it decides for all batches.
+
+        With scenario.repeats=auto that is when the interval is narrow, or when decoding has taken `max_minutes`.
+        """
+        comparable = [unit for unit in batch if unit.left_out is None]
+        if self.scenario.repeats != "auto":
+            return len(comparable) >= self.wanted
+        if minutes(batch[self.before :], num_batches) >= self.scenario.max_minutes:
+            return True
+        return len(comparable) >= self.wanted and self._is_narrow(comparable)
+
+    def _is_narrow(self, batch: Sequence[Unit]) -> bool:
+        """Return whether the interval is, and was before each of the last repeats but the first of them."""
+        times = Repeats.of([batch]).times
+        widths = [precision(times[: len(times) - dropped]) for dropped in range(IN_A_ROW)]
+        return all(width is not None and width <= self.scenario.precision for width in widths)
+
+    def is_met_by(self, result: Mapping[str, Any]) -> bool:
+        """Return whether a stored result has all repeats that are asked for."""
+        number = self.number_of(result)
+        if self.scenario.repeats != "auto":
+            return number >= self.wanted
+        reached = result.get("speedup_precision")
+        is_narrow = reached is not None and reached <= self.scenario.precision
+        is_late = result.get("repeats_minutes", 0.0) >= self.scenario.max_minutes
+        return number > self.before and (is_late or (number >= self.wanted and is_narrow))
+
+    @staticmethod
+    def number_of(result: Mapping[str, Any]) -> int:
+        """Return the comparable repeats of a stored result, disturbed ones included."""
+        return int(result.get("repeats", 0)) + int(result.get("repeats_disturbed", 0))
 
 
-def _decode_s(line: files.Generation, way: str) -> list[float]:
-    return (line.get("decode_s") or {}).get(way, [])
-
-
-def repeats(
-    scenario: Compare, num_batches: int, measured: list[Repeat], earlier: Sequence[Times] = ()
-) -> Iterator[Repeat]:
-    """Yield the repeats that the next batch takes part in, each before it is measured.
-
-    The first batch adds them to `measured`: `scenario.repeats` or, if that is auto, as many as make the interval of
-    the speedup as narrow as `scenario.precision`, within its share of `scenario.max_minutes`. The interval counts
-    `earlier` repeats too.
-    """
-    if measured:
-        yield from measured
-        return
-    deadline, narrow = time.monotonic() + 60 * scenario.max_minutes / num_batches, 0
-    before = [{way: batches[:1] for way, batches in one.items()} for one in earlier]
-    while len(measured) != scenario.repeats:
-        measured.append(Repeat())
-        yield measured[-1]
-        if scenario.repeats == "auto":
-            reached = precision([*before, *(one.times([0.0]) for one in measured)])
-            narrow = narrow + 1 if reached is not None and reached <= scenario.precision else 0
-            is_enough = len(measured) + len(before) >= FIRST and narrow >= IN_A_ROW
-            if is_enough or time.monotonic() >= deadline:
-                return
+def minutes(batch: Sequence[Unit], num_batches: int) -> float:
+    """Return the minutes of decoding that all batches take for as many repeats as the first one has."""
+    seconds = sum(g.round_seconds[-1] for unit in batch for g in unit.ways.values() if g.round_seconds)
+    return num_batches * seconds / 60
 
 
 def precision(times_K: Sequence[Times]) -> float | None:
     """Return half the interval of the speedup over these repeats, as a share of it; None for too few repeats."""
-    found = speedup_wall(*(_seconds(times_K, way) for way in WAYS))
-    return None if found is None else half_width(found.parts)
+    estimate = speedup_wall(*(_seconds(times_K, way) for way in WAYS))
+    return None if estimate is None else half_width(estimate.parts)
 
 
 def _seconds(times_K: Sequence[Times], way: str) -> list[float]:

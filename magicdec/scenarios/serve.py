@@ -19,7 +19,7 @@ from magicdec.measure.metrics import Metrics, Rounds, acceptance, category_accep
 from magicdec.planning import build
 from magicdec.planning.resolve import Plan, resolve
 from magicdec.scenarios.levels import jobs_of, levels_of, prompts_of, speed_metrics, view, warm_up_of
-from magicdec.scenarios.outcome import Outcome, keeping
+from magicdec.scenarios.outcome import Outcome
 from magicdec.scenarios.outputs import Outputs, lossless
 from magicdec.serving.engine import AsyncEngine
 from magicdec.serving.load import Load, RequestSpec, Search, under_load
@@ -28,12 +28,13 @@ from magicdec.serving.scheduler import Scheduler
 from magicdec.serving.shared import SharedSlots
 from magicdec.serving.slots import Slots
 from magicdec.tracking.progress import Progress
+from magicdec.tracking.store import Run
 from magicdec.units import GIB, LOADS, WAYS
 
 prepare = resolve
 
 
-def run(plan: Plan, progress: Progress) -> Outcome:
+def run(plan: Plan, run: Run, progress: Progress) -> Outcome:
     """Measure every level; a line of the history for each, and the last one's figures as the run's own."""
     config = plan.config
     scenario, batch = config.settings(Serve), config.batch
@@ -41,18 +42,17 @@ def run(plan: Plan, progress: Progress) -> Outcome:
     prompts = prompts_of(plan, build.tokenizer(plan))
     peak = memory.Peak(plan.device)
     engine = build.engine(plan, progress)
-    levels = Levels(plan, engine, jobs_of(plan, prompts), prompts.categories, progress, peak)
+    levels = Levels(plan, run, engine, jobs_of(plan, prompts), prompts.categories, progress, peak)
     ways = WAYS if engine.draft.name != "none" else WAYS[:1]
     limits: Metrics = {}
-    with keeping(lambda: Outcome({}, history=levels.history)):
-        for level in levels_of(scenario):
-            levels.measure(level, ways)
-        last, written = levels.history[-1:], levels.written
-        for way in ways if scenario.slo else ():
-            search = Search(way, scenario)
-            while search.level is not None:
-                search.tell(levels.measure(search.level, (way,)))
-            limits |= search.metrics
+    for level in levels_of(scenario):
+        levels.measure(level, ways)
+    last, written = levels.history[-1:], levels.written
+    for way in ways if scenario.slo else ():
+        search = Search(way, scenario)
+        while search.level is not None:
+            search.tell(levels.measure(search.level, (way,)))
+        limits |= search.metrics
     if not levels.history:  # a rank that has followed
         return Outcome({})
     results: Metrics = {**prompts.facts, "device": plan.device_name, **plan.sources, **limits}
@@ -71,6 +71,7 @@ class Levels:
     """Levels of load on our engine, and their measurements."""
 
     plan: Plan
+    run: Run
     engine: NativeEngine
     jobs: list[RequestSpec]
     categories: Sequence[str]  # of the jobs; empty: they have none
@@ -91,6 +92,7 @@ class Levels:
             return {}
         measured = {way: _measure(slots, way, level, self.jobs, self.plan, self.progress) for way in ways}
         self.history.append({level.kind: level.value} | _level_metrics(measured, self.plan, self.categories))
+        self.run.write_lines("history", self.history)
         self.written = {way: [request.tokens for request in requests] for way, (requests, _) in measured.items()}
         self.held = _memory(slots, self.peak)
         slots.close()  # or the caches of two levels would be held at once

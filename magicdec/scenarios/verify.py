@@ -27,9 +27,10 @@ from magicdec.measure.ceilings import matmul_rate, read_bandwidth
 from magicdec.measure.intervals import Share, share_of_best
 from magicdec.planning import build
 from magicdec.planning.resolve import Plan, resolve
-from magicdec.scenarios.outcome import Outcome, keeping
+from magicdec.scenarios.outcome import Outcome
 from magicdec.tracking.cells import new_table
 from magicdec.tracking.progress import Progress
+from magicdec.tracking.store import Run
 
 
 class Found(NamedTuple):
@@ -57,17 +58,18 @@ def prepare(config: Config) -> Plan:
     return resolve(replace(config, batch=batch, draft=replace(config.draft, gamma=_gammas(scenario)[-1])))
 
 
-def run(plan: Plan, progress: Progress) -> Outcome:
+def run(plan: Plan, run: Run, progress: Progress) -> Outcome:
     """Measure every cell of the grid; a cell is a line of the history."""
     scenario, found = plan.config.settings(Verify), list[Found]()
     build.check_memory(plan, int(plan.config.batch.size), plan.config.batch.context_len)
     engine, tokenizer = build.engine(plan, progress), build.tokenizer(plan)
     total = len(scenario.batch_sizes) * len(scenario.context_lens)
-    with keeping(lambda: Outcome({}, history=[_line(one) for one in found])), progress.task("cells", total) as task:
+    with progress.task("cells", total) as task:
         for context in scenario.context_lens:
             prompts = build.prompts(plan, tokenizer, max(scenario.batch_sizes), context).tokens
             for rows in scenario.batch_sizes:
                 found.append(_measured(engine, prompts, rows, scenario))
+                run.write_lines("history", map(_line, found))
                 task.advance(1)
     by = _schedule(plan, scenario, found)
     shares = [share_of_best(one.turns, by.gamma(one.cell.batch, one.cell.context)) for one in found]

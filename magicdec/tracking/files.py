@@ -137,11 +137,36 @@ class Generation(TypedDict):
 
 
 @typed
+class Decoded(TypedDict):
+    """A batch as it was decoded in one way: its tokens, its rounds and their times."""
+
+    tokens: list[list[int]]  # by row
+    accepted: list[list[int]]  # by round and row; -1 where the row had finished
+    committed: list[list[int]]  # by round and row
+    round_seconds: list[float]  # the end of each round
+    setup_seconds: float
+    gammas: list[Count]
+    generate_len: Count
+
+
+@typed
+class Unit(TypedDict):
+    """A file of the folder `units`: a batch, decoded both ways once."""
+
+    batch: Count
+    prefill_s: float
+    disturbed: str | None
+    left_out: str | None
+    ways: dict[str, Decoded]
+
+
+@typed
 class JobLine(TypedDict):
     """A line of a sweep's jobs.jsonl."""
 
     job: int
     id: str | None
+    before: NotRequired[Count]  # repeats that the run had, where as many as asked for are added
 
 
 def by_round(tokens: Sequence[str], rounds: Iterable[Sequence[int]]) -> list[Round]:
@@ -171,6 +196,7 @@ def _in_short(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
 ROW: TypeAdapter[dict[str, Any]] = TypeAdapter(dict[Text, Annotated[Value, WrapValidator(_in_short)]])
 FACTS, CONFIG = TypeAdapter(Result), TypeAdapter(Config)
 SAMPLE, GENERATION, JOB_LINE = TypeAdapter(Sample), TypeAdapter(Generation), TypeAdapter(JobLine)
+UNIT = TypeAdapter(Unit)
 
 
 class Damaged(UserError):
@@ -203,6 +229,19 @@ def read_config(path: Path) -> dict[str, Any]:
         if isinstance(former := content.get("attention"), dict):
             content["attention"] = former.get("name")
         return content
+
+
+def read_all(folder: Path, schema: TypeAdapter[T]) -> list[T]:
+    """Return what the files of a folder hold, by the numbers in their names; [] if there is no such folder. Leave out
+    files that are torn or break the schema, and log them.
+    """
+    contents = []
+    for path in sorted(folder.glob("*.json"), key=lambda path: [int(n) for n in re.findall(r"\d+", path.stem)]):
+        try:
+            contents.append(schema.validate_json(path.read_bytes()))
+        except (OSError, ValueError) as error:
+            warn(f"{path}: {_reason(error)}; it is left out")
+    return contents
 
 
 def read_lines(path: Path, schema: TypeAdapter[T]) -> list[T]:

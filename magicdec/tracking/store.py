@@ -3,8 +3,11 @@ YAML.
 
 The folder's name is the attempt's id: <runs_dir>/<id>/, <id>-2/, <id>-3/. It holds config.yaml, result.json (status and
 flat metrics), generations.jsonl (token ids), history.jsonl, samples.jsonl (text of a few rows), system.jsonl (load of
-the machine), log.txt. Files are written under temporary names and then moved, so that no reader, kill or full disk
-leaves half of one.
+the machine), log.txt, and the folder units (what was measured, a file for each part). Files are written under temporary
+names and then moved, so that no reader, kill or full disk leaves half of one.
+
+A run's folder belongs to its id and to the software that measures it. A sweep adds to it what is missing, and replaces
+result.json last. A run by hand gets a folder of its own.
 """
 
 import json
@@ -17,7 +20,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -61,11 +64,20 @@ def shown(path: Path) -> str:
 
 @dataclass
 class Run:
-    """One attempt at a run, with an id and a folder of its own. `result` is the content of result.json so far."""
+    """One attempt at a run, with an id and a folder of its own.
+
+    `result` is the content of result.json so far. Where repeats are added to a run that is done, that stays its result
+    until there is a new one, and `before` of its repeats do not count towards those that are asked for.
+    """
 
     runs_dir: str | Path
     id: str
     result: dict[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
+    before: int = 0
+    facts: dict[str, Any] = field(default_factory=dict)  # what describes the run and this process, not a measurement
+    seconds_before: float = 0.0  # of earlier sessions
+    writes: bool = True
 
     @classmethod
     def open(cls, runs_dir: str | Path, run_id: str, config: Mapping[str, Any], overrides: Sequence[str] = ()) -> "Run":
@@ -77,16 +89,63 @@ class Run:
         if earlier and (last := read_result(earlier[-1])).get("status") == "running":  # but we hold its lock
             cls(runs_dir, earlier[-1].name, last).fail(lost(last), "interrupted")
         number = 1 + (number_of(earlier[-1].name) if earlier else 0)
-        run = cls(runs_dir, run_id if number == 1 else f"{run_id}-{number}")
-        run.result = {"status": "running", "id": run.id, "attempt": number, "started": _now()}
-        run.result |= {"host": socket.gethostname(), "pid": os.getpid(), "overrides": list(overrides)}
-        run.result |= {"version": VERSION} | _commit() | software()
-        with explained(runs_dir):
-            run.folder.mkdir(parents=True, exist_ok=True)
-            run._remove_torn_files()
-            text = yaml.safe_dump(plain(config), sort_keys=False, allow_unicode=True)
-            _write_atomically({run.folder / "config.yaml": [text], run._result_path: [_json_text(run.result)]})
+        run = cls(runs_dir, run_id if number == 1 else f"{run_id}-{number}", config=plain(config))
+        run.facts = {"id": run.id, "attempt": number, "started": _now()} | _process(overrides)
+        run.result = {"status": "running"} | run.facts
+        run._begin()
         return run
+
+    @classmethod
+    def reopen(cls, folder: Path, config: Mapping[str, Any], overrides: Sequence[str] = (), before: int = 0) -> "Run":
+        """Continue in the folder of an attempt, by the same software. Raise StorageError where that is impossible.
+
+        The caller holds the run's lock. All that was measured is kept.
+        """
+        run = cls(folder.parent, folder.name, read_result(folder), plain(config), before)
+        kept = {key: run.result[key] for key in ("id", "attempt", "started") if key in run.result}
+        run.facts = kept | {"resumed": _now()} | _process(overrides)
+        run.seconds_before = run.result.get("duration_s", 0.0)
+        if run.result.get("status") != "done":
+            run.result = {"status": "running"} | run.facts
+        run._begin()
+        return run
+
+    def _begin(self) -> None:
+        """Prepare the folder; mark the attempt as running unless it is done already."""
+        with explained(self.runs_dir):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._remove_torn_files()
+            if self.result["status"] == "running":
+                _write_atomically(self._config_file() | {self._result_path: [_json_text(self.result)]})
+
+    def _config_file(self) -> dict[Path, list[str]]:
+        text = yaml.safe_dump(self.config, sort_keys=False, allow_unicode=True)
+        return {self.folder / "config.yaml": [text]}
+
+    def write(self, name: str, content: Mapping[str, Any]) -> None:
+        """Write a JSON file into the folder, complete when it is there. Raise StorageError where that is impossible."""
+        if not self.writes:
+            return
+        path = self.folder / name
+        with explained(self.runs_dir):
+            path.parent.mkdir(exist_ok=True)
+            _write_atomically({path: [_json_line(content)]})
+
+    def read_only(self) -> "Run":
+        """Return a handle that writes nothing, for ranks that do the same work."""
+        return replace(self, writes=False)
+
+    def write_lines(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Replace a .jsonl file of a run that may yet fail; `finish` replaces it once more."""
+        if self.writes:
+            with explained(self.runs_dir):
+                _write_atomically({self.folder / f"{name}.jsonl": map(_json_line, rows)})
+
+    def earlier(self, prefixes: tuple[str, ...]) -> dict[str, Any]:
+        """Return the metrics with these prefixes of a run that is done, to which more is added."""
+        if self.result.get("status") != "done":
+            return {}
+        return {key: value for key, value in self.result.items() if key.startswith(prefixes)}
 
     @classmethod
     def mark_crashed(cls, runs_dir: str | Path, attempt_id: str, pid: int, reason: str) -> None:
@@ -111,14 +170,20 @@ class Run:
         system: Iterable[Mapping] = (),
     ) -> None:
         """Store the results. Raise StorageError where that is impossible."""
-        facts = self.result | {"status": "done"} | self._end()
+        facts = self.facts | {"status": "done"} | self._end()
         result = plain(facts | dict(metrics) | facts)
         rows = {"generations": generations, "history": history, "samples": samples, "system": system}
         files = {self.folder / f"{name}.jsonl": map(_json_line, lines) for name, lines in rows.items()}
         with explained(self.runs_dir):
             # The result comes last: a run that is done is complete.
-            _write_atomically(files | {self._result_path: [_json_text(result)]})
+            _write_atomically(files | self._config_file() | {self._result_path: [_json_text(result)]})
         self.result = result
+
+    def annotate(self, metrics: Mapping[str, Any]) -> None:
+        """Add metrics that are no measurements to the result, such as predictions."""
+        self.result = plain(self.result | dict(metrics))
+        with explained(self.runs_dir):
+            _write_atomically({self._result_path: [_json_text(self.result)]})
 
     def fail(
         self,
@@ -130,8 +195,11 @@ class Run:
     ) -> None:
         """Mark this attempt as failed: `kind` is one of KINDS in clean.py. Keep what it has measured so far.
 
-        Never raise if the disk refuses: the user is about to see another error already.
+        A run that was done stays done. Never raise if the disk refuses: the user is about to see another error already.
         """
+        if self.result.get("status") == "done":
+            log.warning("%s keeps its result; adding repeats to it failed: %s", self.folder, reason)
+            return
         facts = self.result | {"status": "failed", "kind": kind, "reason": reason} | self._end()
         self.result = plain(facts | dict(metrics or {}) | facts)
         try:
@@ -163,12 +231,13 @@ class Run:
             handler.close()
 
     def _end(self) -> dict[str, Any]:
-        """Return when the attempt ended, and how long it took if it was this process's."""
+        """Return when the attempt ended, and how long its sessions took if this process has run the last one."""
         finished = _now()
-        if self.result.get("pid") != os.getpid():  # nobody knows when it was killed
-            return {"finished": finished}
-        took = datetime.fromisoformat(finished) - datetime.fromisoformat(self.result["started"])
-        return {"finished": finished, "duration_s": took.total_seconds()}
+        if self.result.get("pid") != os.getpid() and self.facts.get("pid") != os.getpid():
+            return {"finished": finished}  # nobody knows when it was killed
+        begun = self.facts.get("resumed") or self.result["started"]
+        took = (datetime.fromisoformat(finished) - datetime.fromisoformat(begun)).total_seconds()
+        return {"finished": finished, "duration_s": took + self.seconds_before}
 
     @property
     def _result_path(self) -> Path:
@@ -176,7 +245,7 @@ class Run:
 
     def _remove_torn_files(self) -> None:
         """Remove what a killed process was writing."""
-        for path in self.folder.glob(".*.tmp"):
+        for path in [*self.folder.glob(".*.tmp"), *self.folder.glob("*/.*.tmp")]:
             path.unlink(missing_ok=True)
 
 
@@ -229,6 +298,12 @@ def plain(value: Any, whole_numbers: bool = False) -> Any:
             return None
         return int(value) if whole_numbers and value.is_integer() else float(value)
     return value if value is None or isinstance(value, bool | int | str) else str(value)
+
+
+def _process(overrides: Sequence[str]) -> dict[str, Any]:
+    """Return what describes this process and its software."""
+    process = {"host": socket.gethostname(), "pid": os.getpid(), "overrides": list(overrides)}
+    return process | {"version": VERSION} | _commit() | software()
 
 
 def _now() -> str:

@@ -19,7 +19,7 @@ JOBS = "jobs.jsonl"
 STAMP = re.compile(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d(?:-\d+)?_")  # before the name of a sweep, in that of its folder
 STOPPED = "stopped"  # a file: a job has failed under sweep.fail_fast
 # The environment of a job: its number and the sweep's folder.
-JOB, SWEEP_DIR, TURN = "MAGICDEC_JOB", "MAGICDEC_SWEEP_DIR", "MAGICDEC_TURN"
+JOB, SWEEP_DIR = "MAGICDEC_JOB", "MAGICDEC_SWEEP_DIR"
 # A job's own exit codes: another process is running this run (EX_TEMPFAIL); Ctrl-C.
 BUSY, INTERRUPTED = 75, 130
 # The seconds that each job of a dry run of this process will take, None where that is not known.
@@ -33,13 +33,16 @@ class Job:
     overrides: tuple[str, ...] = ()
     sweep_dir: Path | None = None  # None: a single run
     number: int = 0
-    turn: int = 0  # the repeat to measure, where runs take turns; 0: all
     waits: bool = False  # for a run that another process is running; otherwise that is raised as Busy
 
 
-def record(sweep_dir: Path, number: int, attempt_id: str | None, overrides: Sequence[str]) -> None:
-    """Append the attempt that a job has made or found done, or None if it failed before. Lines of jobs do not mix."""
-    line = json.dumps({"job": number, "id": attempt_id, "overrides": list(overrides)}) + "\n"
+def record(sweep_dir: Path, number: int, attempt_id: str | None, overrides: Sequence[str], before: int = 0) -> None:
+    """Append the attempt that a job has made or found done, or None if it failed before. Lines of jobs do not mix.
+
+    `before` are repeats of the attempt that do not count towards those that the sweep asks for.
+    """
+    content = {"job": number, "id": attempt_id, "overrides": list(overrides), "before": before}
+    line = json.dumps(content) + "\n"
     sweep_dir.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(sweep_dir / JOBS, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     try:
@@ -58,10 +61,16 @@ def is_named(sweep_dir: Path, name: str) -> bool:
     return name in (sweep_dir.name, STAMP.sub("", sweep_dir.name, count=1))
 
 
+def last_line(sweep_dir: Path, number: int) -> JobLine | None:
+    """Return the last line of a job that names an attempt: a cluster may have started the job again."""
+    lines = [line for line in jobs(sweep_dir) if line["job"] == number and line["id"]]
+    return lines[-1] if lines else None
+
+
 def attempt_of(sweep_dir: Path, number: int) -> str | None:
     """Return the id of the attempt that a job has made or found done, or None."""
-    ids = [line["id"] for line in jobs(sweep_dir) if line["job"] == number and line["id"]]
-    return ids[-1] if ids else None  # the last: a cluster may have started the job again
+    line = last_line(sweep_dir, number)
+    return line["id"] if line else None
 
 
 def stop(sweep_dir: Path, code: int) -> None:

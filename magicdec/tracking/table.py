@@ -179,6 +179,7 @@ def _verdict(config: Mapping[str, Any], metrics: Metrics) -> Iterator[tuple[str,
         details = [*mark, *([] if speedup > 1 else ["slower than autoregressive"])]
         details += [f"spread {spread:.0%} over repeats"] if spread is not None else []
         details += ["NOISY"] if noise(metrics) else []
+        details += _uncounted(metrics)
         yield "speedup", text.append("".join(f", {one}" for one in details))
     if (rate := _number(metrics.get("acceptance_rate"))) is not None:
         positions = [f"{metrics[key]:.0%}" for key in metrics if key.startswith("acceptance_rate/position_")]
@@ -221,6 +222,15 @@ def losslessness(config: Mapping[str, Any], metrics: Metrics) -> Text:
     if passed:
         return Text.assemble(verdict, f", identical but for {metrics['lossless/excused_rows']} rows in a tie{gaps}")
     return Text.assemble(verdict, f", not identical to autoregressive in {dtype}{gaps}")
+
+
+def _uncounted(metrics: Metrics) -> list[str]:
+    """Return how many repeats do not count, and why."""
+    lines = []
+    for key, why in (("repeats_disturbed", "disturbed by other programs"), ("repeats_left_out", "with other tokens")):
+        if number := _number(metrics.get(key)):
+            lines.append(f"{number:.0f} more {why} not counted")
+    return lines
 
 
 def _steps(metrics: Metrics) -> Iterator[tuple[str, Text]]:

@@ -12,7 +12,8 @@ from magicdec.engine.decoder import Generation
 from magicdec.measure import metrics
 from magicdec.measure.intervals import acceptance_intervals
 from magicdec.scenarios.outputs import speeds
-from magicdec.scenarios.repeats import Repeat
+from magicdec.scenarios.units import Repeats, Unit
+from magicdec.units import WAYS
 from tests.small import drafting, small_model
 
 # Two rows, gamma 2. Row 0 takes 3 + 1 tokens and ends in round 1; row 1 takes 1 + 2 + 1, cut at the limit in round 2.
@@ -73,9 +74,12 @@ def test_a_round_cut_at_an_end_of_sequence_does_not_count():
 
 
 def intervals_of(plain, fast):
-    repeats = [Repeat(*ways) for ways in zip(plain, fast, strict=True)]
+    pairs = [zip(*ways, strict=True) for ways in zip(plain, fast, strict=True)]
+    units = [
+        [Unit(batch, 0.0, dict(zip(WAYS, ways, strict=True))) for batch, ways in enumerate(pair)] for pair in pairs
+    ]
     rounds = metrics.rounds_of_prompts(fast)
-    return metrics.interval_metrics(rounds, [one.times([0.0, 0.0]) for one in repeats])
+    return metrics.interval_metrics(rounds, Repeats(tuple(map(tuple, units))).times)
 
 
 def test_intervals_take_a_row_of_every_repeat_and_batch_once():

@@ -6,7 +6,7 @@ import pytest
 
 from magicdec.planning import build
 from magicdec.planning.shared import SHARED
-from magicdec.scenarios import Job, compare
+from magicdec.scenarios import Job, compare, predicted
 from tests.golden.record import CASES, KEPT
 from tests.runs import run_here
 
@@ -24,13 +24,14 @@ def nothing_kept():
     SHARED.begin("none")
 
 
-def cell(tmp_path, name, *overrides, number=0, turn=0):
-    return run_here(tmp_path, *CELLS[name], *overrides, job=Job((), tmp_path / "sweeps" / "one", number, turn))
+def cell(tmp_path, name, *overrides, number=0, sweep="one"):
+    return run_here(tmp_path, *CELLS[name], *overrides, job=Job((), tmp_path / "sweeps" / sweep, number))
 
 
 def done(tmp_path, name, *overrides, share="prefill", number=0):
     """Run a cell. Return whether it shared a prefill, its tokens and every result that depends on no time."""
-    run = cell(tmp_path, name, *overrides, f"sweep.share={share}", "resume=false", number=number)
+    sweep = f"sweep {len(list(tmp_path.glob('sweeps/*')))}"
+    run = cell(tmp_path, name, *overrides, f"sweep.share={share}", "resume=false", number=number, sweep=sweep)
     tokens = [{key: value for key, value in row.items() if key != "decode_s"} for row in run.generations]
     kept = {k: value for k, value in run.metrics.items() if re.match(KEPT, k) and k not in ("id", "attempt")}
     return run.metrics["prefill/shared"], tokens, kept
@@ -98,7 +99,7 @@ def test_a_run_that_fails_leaves_nothing(tmp_path, monkeypatch):
 
 def test_small_facts_are_found_once_and_not_after_a_failure(tmp_path, monkeypatch):
     found = []
-    for module, name in ((build, "load_tokenizer"), (compare, "read_bandwidth"), (compare, "matmul_rate")):
+    for module, name in ((build, "load_tokenizer"), (compare, "read_bandwidth"), (predicted, "matmul_rate")):
         own = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *a, own=own, name=name: found.append(name) or own(*a))
     for number, name in enumerate(("streaming", "window")):
@@ -110,9 +111,8 @@ def test_small_facts_are_found_once_and_not_after_a_failure(tmp_path, monkeypatc
 
 
 def turn_of(tmp_path, name, turn, *overrides, number=0):
-    """Measure one repeat of a cell, or all that are left (0)."""
-    keys = ("scenario.repeats=2", "sweep.turns=true", *overrides)
-    return cell(tmp_path, name, *keys, number=number, turn=turn)
+    """Measure a cell until it has so many repeats, as the launcher does with sweep.turns=true."""
+    return cell(tmp_path, name, f"scenario.repeats={turn}", *overrides, number=number)
 
 
 def num_decoded(run):
@@ -126,22 +126,20 @@ def test_runs_that_take_turns_end_with_all_repeats(tmp_path, resume):
     """Each turn is on disk when it ends, and the last one has what a run of its own has."""
     cells = list(enumerate(("streaming", "quest")))
     for number, name in cells:
-        part = turn_of(tmp_path, name, 1, f"resume={resume}", number=number).metrics
-        assert (part["repeats"], "time/draft_ms" in part) == (1, False)
+        assert turn_of(tmp_path, name, 1, f"resume={resume}", number=number).metrics["repeats"] == 1
     ends = [turn_of(tmp_path, name, 2, f"resume={resume}", number=number) for number, name in cells]
     for (number, name), end in zip(cells, ends, strict=True):
         assert (end.metrics["repeats"], end.metrics["prefill/shared"], num_decoded(end)) == (2, True, 2)
         alone = done(tmp_path / "alone", name, "scenario.repeats=2", share="none", number=number)[2]
-        others = alone.keys() - {"prefill/shared", "acceptance_rounds"}  # of the last turn, which are those of any
+        others = alone.keys() - {"prefill/shared"}
         assert {key: end.metrics[key] for key in others} == {key: alone[key] for key in others}
     assert {path.parent for path in tmp_path.glob("*/result.json")} == {end.folder for end in ends}
 
 
 def test_turns_of_a_run_that_is_done_are_skipped_and_those_of_an_interrupted_one_go_on(tmp_path, capsys):
     first = turn_of(tmp_path, "streaming", 1)
-    other = turn_of(tmp_path, "streaming", 1, number=1)  # the sweep was started again
-    assert (other.metrics["repeats"], num_decoded(other)) == (2, 2)
-    assert not first.folder.exists()
+    other = turn_of(tmp_path, "streaming", 2, number=1)  # of another sweep
+    assert (other.folder, other.metrics["repeats"], num_decoded(other)) == (first.folder, 2, 2)
     for turn in (1, 2):
         assert turn_of(tmp_path, "streaming", turn, number=2).folder == other.folder
     assert capsys.readouterr().err.count("skipped") == 1

@@ -1,6 +1,5 @@
 """The run store: names, attempts, the log, and readers that meet what they should not."""
 
-import hashlib
 import importlib
 import json
 import logging
@@ -14,12 +13,13 @@ import yaml
 
 from magicdec.config import registry
 from magicdec.errors import UserError
-from magicdec.tracking import store
+from magicdec.tracking import show, store
 from magicdec.tracking.files import ROW, read_lines
 from magicdec.tracking.identity import run_id
 from magicdec.tracking.lock import locked
 from magicdec.tracking.reader import attempts, find_done, iter_runs, latest, load_run, noise, slowness
-from magicdec.tracking.report.rows import flatten
+from magicdec.tracking.report import __main__ as report
+from magicdec.tracking.report.rows import flatten, read_rows
 from magicdec.tracking.store import Run, software, source
 from tests.tracking.sample import CONFIG, GENERATIONS, HISTORY, METRICS, finished_run, lines, result_of, with_changes
 
@@ -40,11 +40,6 @@ def test_id_is_short_and_ignores_order_number_format_and_where_and_in_which_comp
     assert identity({"gammas": (1, 2)}) == identity({"gammas": [1, 2]})
     elsewhere = with_changes(wandb={"mode": "disabled"}) | {"runs_dir": "x", "resume": False}
     assert identity(elsewhere | {"hydra": {"a": 1}, "sweep": {"b": 2}}) == identity()
-
-
-def test_id_outlives_the_name_of_a_key():
-    for group, former, now in (("engine", "cache", "kv_cache"), ("scenario", "experiment", "save_as")):
-        assert identity({group: {"name": "x", former: "value"}}) == identity({group: {"name": "x", now: "value"}})
 
 
 def test_id_differs_where_the_result_may():
@@ -72,10 +67,6 @@ def test_id_ignores_in_which_folder_a_model_lies(key):
 
 
 def test_attention_used_to_be_a_group(tmp_path):
-    """Ids still count it so, and such runs read as those of today."""
-    decisive = {"config": {"attention": {"name": "sdpa"}}, "fingerprints": {}, "device": "a cpu"}
-    text = json.dumps(decisive, sort_keys=True, separators=(",", ":"))
-    assert run_id({"attention": "sdpa"}, {}, "a cpu") == hashlib.sha256(text.encode()).hexdigest()[:12]
     run = Run.open(tmp_path, "abc", CONFIG | {"attention": {"name": "sdpa"}})
     assert load_run(run.folder)["config"] == CONFIG
     assert flatten(load_run(run.folder))["attention"] == "sdpa"
@@ -369,3 +360,16 @@ def test_paths_are_shown_as_one_would_type_them(tmp_path, monkeypatch):
     assert store.shown(tmp_path / "runs" / "abc") == "runs/abc"
     assert store.shown(Path("runs")) == "runs"
     assert store.shown(Path("/elsewhere/runs")) == "/elsewhere/runs"
+
+
+def test_a_store_from_before_units_is_read(capsys):
+    """Its runs have no folder of units, and ids that are made differently."""
+    store_dir = Path(__file__).with_name("before_units")
+    (row,) = read_rows(store_dir)
+    assert (row["id"], row["status"], row["lossless/passed"]) == ("07d3b06a44bf", "done", True)
+    assert row["speedup"] == pytest.approx(0.503, abs=0.01)
+    assert report.main([str(store_dir)]) == 0
+    assert show.main(["07d3", "--runs-dir", str(store_dir)]) == 0
+    printed = capsys.readouterr().out
+    assert "07d3b06a44bf" in printed
+    assert "continuation, speculative" in printed
