@@ -15,12 +15,6 @@ from pathlib import Path
 from magicdec.errors import UserError, in_one_line
 
 GROUP = "magicdec.plugins"
-# Modules that plugins used to import, and where their content is.
-MOVED = {
-    "magicdec.policies": "magicdec.config.choices (CacheConfig) and magicdec.cache (each policy in its module)",
-    "magicdec.drafting": "magicdec.config.choices (DraftConfig) and magicdec.drafts (each draft in its module)",
-    "magicdec.registry": "magicdec.config.registry",
-}
 
 
 @cache
@@ -51,6 +45,4 @@ def load(modules: Sequence[str]) -> None:
         except Exception as error:  # a plugin may fail in any way
             leave_out = "it, or leave it out" if origin.startswith("plugins") else "or uninstall its package"
             reason = f"{module} cannot be imported ({in_one_line(error)})"
-            if instead := MOVED.get(getattr(error, "name", None) or ""):
-                reason += f": what it had is in {instead} now"
             raise UserError(f"{origin}: {reason}; correct {leave_out}") from error
