@@ -17,7 +17,7 @@ from magicdec.models.kv_cache import KVCache, Place
 from magicdec.models.operators import Operators
 from magicdec.models.parallel import ALONE, Share
 from magicdec.models.rope import frequencies_on
-from magicdec.models.transformer import Layer, Transformer
+from magicdec.models.transformer import Layer, Transformer, embedding
 
 
 class HeadLayer(Layer):
@@ -59,7 +59,7 @@ class Head(Transformer):
         self.input_norms = nn.ModuleList(nn.RMSNorm(n, config.rms_norm_eps) for n in sizes[config.input_norms])
         self.layers = nn.ModuleList([HeadLayer(config, share)])
         self.norm = nn.RMSNorm(E, config.rms_norm_eps)
-        self.embed: Any = nn.Embedding(share.vocabulary_rows(config.vocab_size), E) if config.own_embedding else None
+        self.embed: Any = embedding(share.vocabulary_rows(config.vocab_size), E) if config.own_embedding else None
         rows = share.vocabulary_rows(config.num_logits)
         self.head: Any = nn.Linear(E, rows, bias=False) if config.own_head else None
         ids = torch.zeros(config.num_logits, dtype=torch.int64) if config.maps_vocabulary else None

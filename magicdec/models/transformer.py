@@ -23,6 +23,11 @@ from magicdec.models.taps import Taps
 MAX_COMPILED = 64  # shapes and models of a process; beyond that, PyTorch compiles no more
 
 
+def embedding(num_tokens: int, size: int) -> nn.Embedding:
+    """Return an embedding without values: drawing them would import PyTorch's compiler, which takes a second."""
+    return nn.Embedding.from_pretrained(torch.empty(num_tokens, size))
+
+
 class Layer(nn.Module):
     """Attention and a gated MLP, each behind an RMS norm; QKV and gate-up are single matmuls."""
 
@@ -73,7 +78,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.config, self.attention, self.share, self.is_compiled = config, attention, share, False
         vocabulary = share.vocabulary_rows(config.vocab_size)
-        self.embed = nn.Embedding(vocabulary, config.hidden_size)
+        self.embed = embedding(vocabulary, config.hidden_size)
         self.layers = nn.ModuleList(Layer(config, share) for _ in range(config.num_layers))
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.head = None if config.tie_word_embeddings else nn.Linear(config.hidden_size, vocabulary, bias=False)

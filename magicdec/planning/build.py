@@ -27,6 +27,9 @@ from magicdec.units import GIB
 
 log = logging.getLogger(__name__)
 
+# Memory that suffices without a look at activations: so many times what weights and caches take, and more bytes.
+AMPLE, SPARE = 2, 4 * GIB
+
 
 def engine(plan: Plan, progress: Progress) -> NativeEngine:
     """Load the weights and assemble the engine."""
@@ -118,13 +121,18 @@ def _footprint(plan: Plan, num_rows: int, context_len: int, prefills: bool = Tru
     return footprint(_engine(plan, load), num_rows, context_len, audited, prefills)
 
 
-def check_memory(plan: Plan, num_rows: int, context_len: int) -> Memory:
-    """Return the estimate. Raise UserError, with the largest batch that fits, if it exceeds the memory."""
+def check_memory(plan: Plan, num_rows: int, context_len: int) -> Memory | None:
+    """Raise UserError, with the largest batch that fits, if the work exceeds the memory.
+
+    Return the estimate; None where weights and caches leave so much room that activations need no rehearsal.
+    """
     shared.SHARED.keep_only(shared.keys(plan))
     available = memory.available_bytes(plan.device) + shared.SHARED.num_bytes
     if plan.device.type == "cpu":
         available //= plan.num_ranks
     available -= memory.reserved_bytes(plan.device)
+    if AMPLE * plan.held(num_rows, context_len).total + SPARE <= available:
+        return None
     found = estimate(plan, num_rows, context_len)
     if found.needed <= available:
         return found

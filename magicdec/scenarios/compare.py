@@ -211,10 +211,10 @@ def _roofline(plan: Plan, batch: Batch, measured: Metrics) -> Metrics:
     return result
 
 
-def _memory(batch: Batch, peak: memory.Peak, estimate: Memory) -> Metrics:
+def _memory(batch: Batch, peak: memory.Peak, estimate: Memory | None) -> Metrics:
     return {
         "memory/peak_gib": peak.num_bytes / GIB,
-        "memory/estimated_gib": estimate.total / GIB,
         "memory/target_kv_gib": batch.decoder.cache.num_bytes / GIB,
         "memory/draft_kv_gib": batch.draft.cache_bytes / GIB if batch.draft else 0.0,
+        **({"memory/estimated_gib": estimate.total / GIB} if estimate else {}),
     }
