@@ -52,7 +52,8 @@ class Quantized(CacheConfig):
 class QuantizedCache(FullCache):
     """Everything in `bits` bits, but for at least the `budget` latest entries and the proposals: the target's own.
 
-    Keys are encoded in groups of tokens, so that up to a group more is read in full precision.
+    Entries are encoded a unit of slots at a time: whole groups of keys, and whole tiles, which are what kernels read.
+    Up to a unit more is therefore read in full precision.
     """
 
     settings: Quantized
@@ -81,8 +82,8 @@ class QuantizedCache(FullCache):
 
     @override
     def plan(self, attention: Attention, num_new: int, dtype: torch.dtype) -> list[Any]:
-        group = self.settings.group_size
-        self._first_exact_B = (self.length_B - self.spec.kept).clamp(min=0) // group * group
+        unit = self.k_codes.unit  # before it is complete, its slots are not encoded
+        self._first_exact_B = (self.length_B - self.spec.kept).clamp(min=0) // unit * unit
         return super().plan(attention, num_new, dtype)
 
     @override
@@ -91,14 +92,14 @@ class QuantizedCache(FullCache):
 
     @override
     def load(self, source: KVCache, scores_LBKS: Tensor | None = None) -> None:
-        """Encode the context. What an unfinished group holds behind it is never read."""
+        """Encode the context. What an unfinished unit holds behind it is never read."""
         super().load(source, scores_LBKS)
         self.k_codes.load(self.k_LBKSD)
         self.v_codes.load(self.v_LBKSD)
 
     @override
     def take(self, source: KVCache, first_slot_B: Tensor, count_B: Tensor, width: int) -> None:
-        """Encode the units that the new entries complete: before a group is complete, it is never read.
+        """Encode the units that the new entries complete: before a unit is complete, it is never read.
 
         Where shapes must be static, encode those that they may complete, of every row.
         """

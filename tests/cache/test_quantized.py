@@ -82,11 +82,43 @@ def test_old_entries_are_read_from_codes_and_recent_ones_exactly(taken):
     exact = attention.attend(q, target.k_LBKSD[0], target.v_LBKSD[0], plan)
     torch.testing.assert_close(before[1], exact[1])  # a row within the budget loses nothing
     torch.testing.assert_close(before[0], exact[0], atol=0.03, rtol=0.03)
-    first_exact = (int(lengths[0]) - 10) // 8 * 8  # of the group that the budget begins in
+    first_exact = (int(lengths[0]) - 10) // 16 * 16  # of the unit that the budget begins in
     target.k_LBKSD[:, 0, :, :first_exact] = 100.0
     assert torch.equal(cache.attend(0, q, attention, plan), before)
     target.v_LBKSD[:, 0, :, first_exact] += 100.0
     assert not torch.equal(cache.attend(0, q, attention, plan), before)
+
+
+@pytest.mark.parametrize("budget", [1, 16])
+@pytest.mark.parametrize("group_size", [3, 8, 12, 16, 20, 24, 32])
+def test_what_is_read_as_codes_was_encoded(group_size, budget):
+    """Groups that divide the slots that are encoded at a time, and groups that do not: after each round the codes that
+    are read are those of a cache that was encoded as a whole."""
+    target = KVCache(CONFIG, 2, 200, torch.float32, "cpu")
+    target.k_LBKSD.normal_()
+    target.v_LBKSD.normal_()
+    target.rollback(torch.tensor([37, 5], dtype=torch.int32))
+    spec = CacheSpec(Quantized(budget=budget, bits=8, group_size=group_size), 3, 200)
+    cache, whole = (QuantizedCache.build(spec, CONFIG, 2, torch.float32, "cpu", target) for _ in range(2))
+    cache.load(target)
+    attention, read = SdpaAttention(), 0
+    for count in [4, 1, 3, 0, 2] * 9:
+        # Verification replaces what is there by new entries, which are then committed.
+        new_B = cache.length_B + count
+        for entries_LBKSD in (target.k_LBKSD, target.v_LBKSD):
+            for row, length in enumerate(cache.length_B):
+                entries_LBKSD[:, row, :, length : length + 4].normal_()
+        cache.take(target, cache.length_B, torch.full((2,), count, dtype=torch.int32), 4)
+        target.rollback(new_B)
+        whole.load(target)
+        for each in (cache, whole):
+            each.plan(attention, 1, torch.float32)
+        ours, theirs = (each.coded(1).mixed(each.k_LBKSD[1], each.v_LBKSD[1]) for each in (cache, whole))
+        for mine, right in zip(ours, theirs, strict=True):
+            for row, length in enumerate(new_B):
+                assert torch.equal(mine[row, :, :length], right[row, :, :length])
+        read += int(cache.coded(1).first_exact_B.sum())
+    assert read > 0
 
 
 @pytest.mark.skipif(library.compiler() is None, reason="needs a C++ compiler")
