@@ -1,6 +1,7 @@
 """The layers of the package: a module imports from its own folder and from folders further down, never up."""
 
 import ast
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -42,3 +43,8 @@ def test_no_import_runs_up():
             elif imported not in FILES:
                 wrong.append(f"{name} imports {imported}, which does not exist")
     assert wrong == []
+
+
+def test_no_modules_import_each_other():
+    """Lazy imports count, too: they hide a cycle. CycleError names the modules."""
+    TopologicalSorter({name: set(imports(path)) for name, path in FILES.items()}).prepare()

@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from magicdec.attention.base import Attention, Shape
 from magicdec.cache.draft_cache import DraftCache
+from magicdec.cache.full import FullCache
 from magicdec.config.choices import CacheSpec
 from magicdec.models.kv_cache import KVCache
 
@@ -53,6 +54,11 @@ class CompactCache(DraftCache):
     @abstractmethod
     def select(self, layer: int, source: KVCache, scores_LBKS: Tensor | None) -> Tensor:
         """Return the slots of `source` that one layer keeps (B, K or 1, F), for rows that outgrow the budget."""
+
+    @override
+    def for_prefill(self, chunk: int) -> DraftCache:
+        """Return a cache of everything, from which `adopt` selects."""
+        return FullCache.like(self)
 
     @override
     def plan(self, attention: Attention, num_new: int, dtype: torch.dtype) -> list[Any]:

@@ -79,14 +79,11 @@ class DraftCache(KVCache):
         drafts for itself. `scores_LBKS`, for a policy that observes, is the attention that each entry received.
         """
 
+    @abstractmethod
     def for_prefill(self, chunk: int) -> "DraftCache":
-        """Return an empty cache for an independent draft's prefill in chunks of `chunk` tokens: by default one of
-        everything, from which `adopt` selects.
+        """Return an empty cache for an independent draft's prefill in chunks of `chunk` tokens. A policy that selects
+        from the whole context returns one of everything (`FullCache.like`), from which `adopt` selects.
         """
-        from magicdec.cache.full import FullCache  # which is a DraftCache itself
-
-        k = self.k_LBKSD
-        return FullCache.build(self.spec, self.config, self.num_rows, k.dtype, k.device, None)
 
     def adopt(self, prefilled: "DraftCache", scores_LBKS: Tensor | None = None) -> None:
         """Take over the entries of `for_prefill`'s cache after the prefill; see `load` for the scores."""

@@ -44,8 +44,7 @@ class DynamicCache(FullCache):
     @override
     def for_prefill(self, chunk: int) -> DraftCache:
         """Return a cache that reads all of the same entries."""
-        k = self.k_LBKSD
-        return FullCache.build(self.spec, self.config, self.num_rows, k.dtype, k.device, self)
+        return FullCache.like(self, entries=self)
 
     @override
     def adopt(self, prefilled: DraftCache, scores_LBKS: Tensor | None = None) -> None:

@@ -26,6 +26,12 @@ class FullCache(DraftCache):
 
     owns_storage = True
 
+    @classmethod
+    def like(cls, other: DraftCache, entries: KVCache | None = None) -> "FullCache":
+        """Return a cache of everything of another one's sizes: an empty one, or one over these entries."""
+        k = other.k_LBKSD
+        return FullCache.build(other.spec, other.config, other.num_rows, k.dtype, k.device, entries)
+
     @override
     def share(self, target: KVCache) -> None:
         """Write proposals where verification will write the same tokens' exact entries."""

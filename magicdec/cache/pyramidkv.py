@@ -14,6 +14,7 @@ from typing_extensions import override
 from magicdec.architectures import ModelConfig
 from magicdec.attention.base import Attention
 from magicdec.cache.draft_cache import DraftCache
+from magicdec.cache.full import FullCache
 from magicdec.cache.snapkv import SnapKV, SnapKVCache
 from magicdec.config.choices import CacheSpec
 from magicdec.config.registry import POLICIES
@@ -145,6 +146,11 @@ class PyramidKVCache(DraftCache):
         for i, (level, view) in enumerate(zip(self.levels, self._layers_of(source), strict=True)):
             level.load(view, scores_LBKS[i : i + 1])
         self.length_B.copy_(source.seqlens_B)
+
+    @override
+    def for_prefill(self, chunk: int) -> DraftCache:
+        """Return a cache of everything, from which `adopt` selects."""
+        return FullCache.like(self)
 
     @override
     def adopt(self, prefilled: DraftCache, scores_LBKS: Tensor | None = None) -> None:
