@@ -8,7 +8,6 @@ stays within a tolerance of the best gamma of each of its cells.
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from typing import NamedTuple, TypeVar
 
@@ -123,49 +122,73 @@ def batches_up_to(largest: int) -> list[int]:
     return found
 
 
+class _Batch(NamedTuple):
+    """A batch in all its cells, and the share of the best that its gamma must reach in each of them."""
+
+    cells: Sequence[Cell]
+    bound: float = 0.0
+
+    @property
+    def number(self) -> int:
+        return self.cells[0].batch
+
+
 def schedule(cells: Iterable[Cell], tolerance: float, by_batch: bool = True, by_context: bool = True) -> Schedule:
     """Return the schedule with the fewest ranges whose gamma is within `tolerance` of the best in each cell.
 
     Without `by_context` one gamma serves all contexts of a batch, without `by_batch` all batches. Where no gamma is
-    within the tolerance in all of them, it is the one whose worst cell is best.
+    within the tolerance in all cells of a batch, its worst cell is as good as one gamma can make it.
     """
     cells = tuple(cells)
     contexts = sorted({cell.context for cell in cells})
     allowed = 1.0 - tolerance
 
-    def rows(among: Sequence[int]) -> list[list[Cell]]:
-        """Return the cells of each batch at these contexts, by batch."""
-        some = [cell for cell in cells if cell.context in among]
-        return [[cell for cell in some if cell.batch == batch] for batch in sorted({cell.batch for cell in some})]
+    def batches(among: Sequence[int]) -> list[_Batch]:
+        """Return the batches at these contexts. Each has a bound of its own: what one gamma can reach in its cells."""
+        by_number: dict[int, list[Cell]] = {}
+        for cell in cells:
+            if cell.context in among:
+                by_number.setdefault(cell.batch, []).append(cell)
+        rows = [by_number[number] for number in sorted(by_number)]
+        return [_Batch(row, min(allowed, _reachable(row)) if by_batch else 0.0) for row in rows]
 
     def share_batches(among: Sequence[int]) -> bool:
         """Return whether one gamma per batch is good enough at all of these contexts."""
-        return all(_within(allowed, [row]) for row in rows(among))
+        return all(_reachable(batch.cells) >= allowed for batch in batches(among))
 
     groups = _ranges(contexts, share_batches) if by_context else [contexts]
-    starts: set[int] = set()
-    for group in groups:
-        by_number = rows(group)
-        reachable = min(allowed, *(_compromise(row)[1] for row in by_number)) if by_batch else 0.0
-        is_one = partial(_within, reachable)
-        starts |= {wide[0][0].batch for wide in _ranges(by_number, is_one)}
+    tables = [batches(group) for group in groups]
+    starts = {wide[0].number for table in tables for wide in _ranges(table, _share_gamma)}
     bounds = [*sorted(starts), max(cell.batch for cell in cells) + 1]
     ends = [*(after[0] - 1 for after in groups[1:]), contexts[-1]]
     entries: list[Entry] = []
-    for group, first, last in zip(groups, [1, *(after[0] for after in groups[1:])], ends, strict=True):
+    for table, first, last in zip(tables, [1, *(after[0] for after in groups[1:])], ends, strict=True):
         for low, after in pairwise(bounds):
-            within = [cell for cell in cells if cell.context in group and low <= cell.batch < after]
+            within = [batch for batch in table if low <= batch.number < after]
             # Batches that do not fit into memory at a long context continue what precedes them.
             gamma = _compromise(within)[0] if within else entries[-1].gamma
             entries.append(Entry((low, after - 1), (first, last), gamma))
     return Schedule(cells, tuple(_joined(entries)))
 
 
-def _compromise(cells: Sequence[Cell]) -> tuple[int, float]:
-    """Return the gamma whose worst share over some cells is best, the smallest of several, and that share."""
-    worst = {gamma: min(cell.share(gamma) for cell in cells) for gamma in sorted(cells[0].speedups)}
+def _compromise(batches: Sequence[_Batch]) -> tuple[int, float]:
+    """Return the gamma whose worst cell is furthest above its batch's bound, the smallest of several, and how far."""
+    worst = {
+        gamma: min(cell.share(gamma) - batch.bound for batch in batches for cell in batch.cells)
+        for gamma in sorted(batches[0].cells[0].speedups)
+    }
     gamma = max(worst, key=lambda gamma: worst[gamma])
     return gamma, worst[gamma]
+
+
+def _reachable(cells: Sequence[Cell]) -> float:
+    """Return the share of the best that one gamma can reach in every cell."""
+    return _compromise([_Batch(cells)])[1]
+
+
+def _share_gamma(batches: Sequence[_Batch]) -> bool:
+    """Return whether one gamma reaches the bound of each batch."""
+    return _compromise(batches)[1] >= 0
 
 
 def _ranges(items: Sequence[T], is_one: Callable[[Sequence[T]], bool]) -> list[list[T]]:
@@ -177,11 +200,6 @@ def _ranges(items: Sequence[T], is_one: Callable[[Sequence[T]], bool]) -> list[l
         else:
             found.append([item])
     return found
-
-
-def _within(share: float, rows: Sequence[Sequence[Cell]]) -> bool:
-    """Return whether one gamma reaches this share of the best in every cell."""
-    return _compromise([cell for row in rows for cell in row])[1] >= share
 
 
 def _joined(entries: Iterable[Entry]) -> Iterator[Entry]:

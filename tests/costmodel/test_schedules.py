@@ -80,6 +80,24 @@ def test_contexts_share_the_ranges_of_batches(speeds, tolerance):
     assert one.share(one.worst) >= single.share(single.worst) - 1e-12
 
 
+def least_of_one_gamma(cells):
+    """What the best single gamma reaches in each of some cells: the slow twin."""
+    return max(min(cell.share(gamma) for cell in cells) for gamma in cells[0].speedups)
+
+
+@given(st.lists(st.lists(SPEEDS, min_size=2, max_size=2), min_size=1, max_size=6), st.floats(0, 0.5))
+def test_each_batch_reaches_what_one_gamma_can(speeds, tolerance):
+    """One gamma for two contexts: a batch for which these disagree lowers what it reaches itself, and no other."""
+    cells = [
+        Cell(batch, context, dict(zip(GAMMAS, row, strict=True)))
+        for batch, pair in enumerate(speeds, start=1)
+        for context, row in zip((1000, 8000), pair, strict=True)
+    ]
+    found = schedule(cells, tolerance, by_context=False)
+    for pair in zip(cells[::2], cells[1::2], strict=True):
+        assert min(map(found.share, pair)) >= min(1 - tolerance, least_of_one_gamma(pair))
+
+
 def test_cells_are_predictions_as_far_as_memory_goes(setup):
     found = list(predicted_cells(setup, 300, [8000, 100_000], (1, 3), 0.8, Curves([]), 100))
     for cell in found[:: len(found) // 5]:
