@@ -103,7 +103,9 @@ class Eagle3Draft(ModelDraft):
     @override
     def replay(self, index_BT: Tensor, view: KVCache, state: State) -> None:
         first_B1 = state.prompt_len_B[:, None].long() - self.cache.observes - 1
-        hidden_BTE = self.heard_BWE.take_along_dim((index_BT - first_B1).clamp(min=0)[..., None], dim=1)
+        # Scoring asks for tokens beyond the ends of short rows, too, and ignores what they attend to.
+        place_BT = (index_BT - first_B1).clamp(0, self.heard_BWE.shape[1] - 1)
+        hidden_BTE = self.heard_BWE.take_along_dim(place_BT[..., None], dim=1)
         self.model(state.tokens_BS.gather(1, index_BT + 1), view, hidden_BTE)
 
     @override
