@@ -6,6 +6,8 @@ from typing import Any
 
 import altair as alt
 
+from magicdec.tracking.report.picture import picture
+
 Row = dict[str, Any]
 COLOURS = ["#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#8b929e", "#7a5195", "#332288", "#999933"]
 
@@ -39,14 +41,13 @@ def draw_chart(
         values = [row | {"low": row[y] - (row[error] or 0), "high": row[y] + (row[error] or 0)} for row in values]
     size = {"width": 300 if panels else 460, "height": 220 if panels else 280}
     colour = alt.Color(f"{series}:N", title=series, sort=None, scale=alt.Scale(range=COLOURS))
-    kinds = ("log" if diagonal else "linear", "log" if log or diagonal else "linear")
-    upward = alt.Scale(type=kinds[0], zero=kind == "bar", nice=not diagonal, padding=12 * diagonal)
+    upward = _scale(diagonal, zero=kind == "bar", nice=not diagonal, padding=12 * diagonal)
     up = alt.Y(f"{y}:Q", title=labels[1] or y, scale=upward)
     title = labels[0] or x
     across: Any = alt.X(f"{x}:N", title=title, sort=None, axis=alt.Axis(labelAngle=-20))
     if kind != "bar":
         ticks = {"values": sorted({row[x] for row in values if row[x]})} if kind == "line" else {"tickCount": 4}
-        scale = alt.Scale(type=kinds[1], zero=False, nice=False, padding=12)
+        scale = _scale(log or diagonal, nice=False, padding=12)
         across = alt.X(f"{x}:Q", title=title, scale=scale, axis=alt.Axis(**ticks))
     base = alt.Chart().encode(y=up, color=colour)
     if kind == "bar":
@@ -72,4 +73,9 @@ def draw_chart(
     if panels:
         chart = chart.facet(facet=alt.Facet(f"{panels}:N", title=None, sort=None), columns=2 if kind == "line" else 3)
         chart = chart.resolve_scale(y="independent") if own_scales else chart
-    chart.save(file, scale_factor=1.2)
+    file.write_bytes(picture(chart.to_dict(), "png", scale=1.2))
+
+
+def _scale(is_log: bool, zero: bool = False, **options: Any) -> alt.Scale:
+    """Return the scale of an axis. A logarithmic one has no zero."""
+    return alt.Scale(type="log", **options) if is_log else alt.Scale(type="linear", zero=zero, **options)

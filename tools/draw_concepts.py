@@ -125,6 +125,7 @@ def main() -> None:
     for name, (draw, size, caption) in PICTURES.items():
         figure = Figure(figsize=size, layout="constrained")
         draw(figure)
+        assert all(axes.has_data() for axes in figure.axes), f"{name} has a blank panel"
         figure.supxlabel(caption, fontsize=7, color="gray")
         figure.savefig(IMAGES / f"concepts-{name}.png", dpi=120)
         print(f"wrote docs/images/concepts-{name}.png")

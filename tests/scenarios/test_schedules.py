@@ -6,6 +6,7 @@ import pytest
 
 from magicdec.costmodel.speedup import omega
 from magicdec.errors import UserError
+from tests.pixels import coloured, ink
 from tests.runs import outcome, shown
 
 pytestmark = pytest.mark.usefixtures("here")
@@ -82,7 +83,9 @@ def test_a_schedule_is_a_file_a_map_and_a_command(tmp_path):
     ranges = written["num_speculative_tokens_per_batch_size"]
     assert ranges[0][0] == 1
     assert ranges[-1][1] == 64
-    assert (tmp_path / "schedules" / "mine.vllm.png").read_bytes().startswith(b"\x89PNG")
+    chart = tmp_path / "schedules" / "mine.vllm.png"
+    assert ink(chart) > 0.3, "two lines of cells"
+    assert coloured(chart) > 0.2
     text = shown(found.view)
     command = ("vllm serve meta-llama/Llama-3.1-8B", "--max-num-seqs 64", '--speculative-config "$(cat FILE)"')
     assert " \\\n    ".join(command).replace("FILE", "schedules/mine.vllm.json") in text, "to paste"

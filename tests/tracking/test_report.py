@@ -11,11 +11,13 @@ import pytest
 from magicdec.errors import UserError
 from magicdec.tracking import clean
 from magicdec.tracking.lock import locked
-from magicdec.tracking.report import difference, figures, page, query
+from magicdec.tracking.report import difference, figures, page, picture, query
 from magicdec.tracking.report.__main__ import main
+from magicdec.tracking.report.charts import COLOURS
 from magicdec.tracking.report.query import informative, varying
 from magicdec.tracking.report.rows import flatten, read_rows, rows_of_file
 from magicdec.tracking.sweep import record
+from tests.pixels import spots
 from tests.programs import ROOT
 from tests.tracking.stores import AXES, write_load, write_run, write_store
 
@@ -317,7 +319,8 @@ def test_a_sweep_is_drawn_over_what_it_varies(tmp_path):
     ]
     drawn = figures.draw_sweep(rows, tmp_path / "figures", "magicdec report runs")
     assert [path.name for path in drawn] == ["speedup.png", "ratios.png"], "nothing is known of intensity"
-    assert all(path.read_bytes().startswith(b"\x89PNG") for path in drawn)
+    for path in drawn:
+        assert all(spots(path, colour) for colour in COLOURS[:2]), "a colour for each machine"
     points = figures.points(rows, "batch.size", "hardware.name", figures.SPEEDUPS)
     assert [(point["x"], point["series"], point["kind"], point["y"]) for point in points] == [
         (batch, name, "measured", 1.0 + batch / 10) for name in machines for batch in (1, 8)
@@ -326,7 +329,7 @@ def test_a_sweep_is_drawn_over_what_it_varies(tmp_path):
         figures.draw_sweep([{"batch.size": 1}], tmp_path, "")
 
 
-@pytest.mark.parametrize("kind", figures.FORMATS)
+@pytest.mark.parametrize("kind", picture.FORMATS)
 def test_a_figure_holds_its_caption_and_its_command(report, tmp_path, kind):
     for number, (budget, policy) in enumerate(product((64, 512), ("snapkv", "streaming"))):
         found = {"speedup": 1 + number / 10, "speedup_ci95": [1.0, 2.0], "speedup_spread": 0.3 * (number == 3)}

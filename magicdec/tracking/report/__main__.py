@@ -11,7 +11,7 @@ from rich.text import Text
 
 from magicdec.errors import UserError, exit_code
 from magicdec.tracking.reader import find_run
-from magicdec.tracking.report import difference, export, figures, page, query, terminal
+from magicdec.tracking.report import difference, export, figures, page, picture, query, terminal
 from magicdec.tracking.report.rows import Row, flatten, is_setting, keys_of, num_runs, read_runs, rows_of, rows_of_file
 from magicdec.tracking.store import counted, shown
 
@@ -94,7 +94,7 @@ def _figure(arguments: Sequence[str]) -> None:
     parser.add_argument("--series", metavar="KEY", help="a setting with a colour for each value: cache.policy")
     parser.add_argument("--sweep", metavar="NAME", help="only the runs of the sweeps of this name, or of this folder")
     parser.add_argument("--where", metavar="TEST", action="append", default=[], help=query.SYNTAX)
-    parser.add_argument("--format", choices=figures.FORMATS, default="pdf", help="(pdf)")
+    parser.add_argument("--format", choices=picture.FORMATS, default="pdf", help="(pdf)")
     parser.add_argument("--out", metavar="FILE", type=Path, help="the file; by default named after the axes")
     options = parser.parse_args(arguments)
     rows = query.select(rows_of(read_runs(options.runs_dir, options.sweep)[0]), options.where)
@@ -112,8 +112,8 @@ def _figure(arguments: Sequence[str]) -> None:
     if spec is None:
         raise UserError(f"no run that is done has numbers for {options.y} over {x}")
     path = options.out or Path(f"{'-'.join(keys)}-by-{x}.{options.format}".replace("/", "_"))
-    if path.suffix.removeprefix(".") not in figures.FORMATS:
-        raise UserError(f"--out {path}: must end in one of {', '.join(f'.{one}' for one in figures.FORMATS)}")
+    if path.suffix.removeprefix(".") not in picture.FORMATS:
+        raise UserError(f"--out {path}: must end in one of {', '.join(f'.{one}' for one in picture.FORMATS)}")
     figures.draw(spec, path, shlex.join(["magicdec", "figure", *arguments]))
     print(f"written {shown(path)}")
 

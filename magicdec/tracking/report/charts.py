@@ -93,7 +93,8 @@ def heat(ratio: bool) -> Chart:
     hues = alt.SchemeParams(name="redblue" if ratio else "blues", extent=[0.15, 0.85] if ratio else [0, 0.6])
     scale = alt.Scale(scheme=hues, domainMid=1) if ratio else alt.Scale(scheme=hues)  # light: text is legible on it
     tips = [alt.Tooltip(name) for name in ("x:N", "series:N", "y:Q", "runs:Q")]
-    across = alt.X("x:O", title="$x", axis=alt.Axis(labelAngle=0, labelOverlap=True))
+    axis = alt.Axis(labelAngle=0, labelOverlap=True, labelSeparation=4)
+    across = alt.X("x:O", title="$x", axis=axis)
     up = alt.Y("series:O", title="$series", sort="descending")
     cells = base.mark_rect(cornerRadius=2).encode(
         x=across, y=up, color=alt.Color("y:Q", title="$y", scale=scale), tooltip=tips
@@ -156,7 +157,7 @@ def parts(unit: str) -> Chart:
     base = base.transform_calculate(y=f"datum.time / {whole}", tokens=f"datum.tokens / {whole}")
     x, inner = alt.X("x:O", title="$x", axis=alt.Axis(labelAngle=0, labelOverlap=True)), alt.XOffset("kind:N")
     bars = base.transform_aggregate(y="mean(y)", groupby=["x", "kind", "series"])
-    faint = alt.Opacity("kind:N", title=None, scale=alt.Scale(domain=["measured", "predicted"], range=[1, 0.5]))
+    faint = alt.Opacity("kind:O", title=None, scale=alt.Scale(domain=["measured", "predicted"], range=[1, 0.5]))
     colour = alt.Color("series:N", title=None, scale=alt.Scale(range=COLOURS), sort=[*PARTS])
     tips = [alt.Tooltip(name) for name in ("x:N", "kind:N", "series:N", "y:Q")]
     tokens = base.transform_aggregate(tokens="mean(tokens)", groupby=["x", "kind"])
@@ -209,7 +210,9 @@ def template(name: str, on_page: bool = False) -> str:
     )
     chart = chart.configure_view(stroke=None)
     text = json.dumps(chart.to_dict(), separators=(",", ":"))
-    return text.replace('"op":"median","field":"y"', '"op":"$statistic","field":"y"')
+    if on_page:  # which has a menu of statistics
+        return text.replace('"op":"median","field":"y"', '"op":"$statistic","field":"y"')
+    return text
 
 
 def filled(template: str, titles: Mapping[str, Any], points: list[Spec]) -> Spec:

@@ -9,18 +9,16 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-import vl_convert
-
 from magicdec.errors import UserError
 from magicdec.tracking.cells import cell, is_number
 from magicdec.tracking.reader import noise
 from magicdec.tracking.report.charts import filled, template
 from magicdec.tracking.report.export import write
+from magicdec.tracking.report.picture import picture
 from magicdec.tracking.report.query import constants, informative, rank
 from magicdec.tracking.report.rows import Row, interval
 
 BATCH, CONTEXT = "batch.size", "batch.context_len"
-FORMATS = ("pdf", "png", "svg")
 LOG_FROM = 8  # values over this ratio get a logarithmic axis
 CAPTION_WIDTH = 100  # characters
 NOT_TIMED = ("predicted/", "published/", "acceptance", "alpha", "memory/", "data/", "lossless/")
@@ -88,7 +86,6 @@ def figure(
         "y": title,
         "series": series or "",
         "values": places,
-        "statistic": "median",
         "caption": _caption(rows, drawn, (x, series)),
     }
     titles["kinds"] = kinds if series and len(kinds) > 1 else []
@@ -98,15 +95,7 @@ def figure(
 def draw(spec: Mapping[str, Any], path: Path, command: str) -> None:
     """Write a figure in the format of the path's suffix, with the command that draws it in its metadata."""
     kind = path.suffix.removeprefix(".")
-    if kind == "png":
-        write(path, _png_with(vl_convert.vegalite_to_png(dict(spec), scale=2), command))
-    elif kind == "pdf":
-        write(path, _pdf_with(vl_convert.vegalite_to_pdf(dict(spec)), command))
-    else:
-        described = f"<metadata>{escape(command)}</metadata>"
-        write(
-            path, re.sub(r"<svg[^>]*>", lambda tag: tag[0] + described, vl_convert.vegalite_to_svg(dict(spec)), count=1)
-        )
+    write(path, DESCRIBED[kind](picture(spec, kind), command))
 
 
 def draw_sweep(rows: Sequence[Row], folder: Path, command: str) -> list[Path]:
@@ -167,6 +156,12 @@ def _caption(rows: Sequence[Row], drawn: Sequence[Mapping[str, Any]], axes: Coll
     return [part for line in [*lines, " ".join(notes)] if line for part in textwrap.wrap(line, CAPTION_WIDTH)]
 
 
+def _svg_with(content: bytes, text: str) -> bytes:
+    """Return an SVG file with a description in its first element."""
+    described = f"<metadata>{escape(text)}</metadata>".encode()
+    return re.sub(rb"<svg[^>]*>", lambda tag: tag[0] + described, content, count=1)
+
+
 def _png_with(content: bytes, text: str) -> bytes:
     """Return a PNG file with a text chunk after its header."""
     chunk = b"iTXtDescription\0\0\0\0\0" + text.encode()
@@ -187,3 +182,6 @@ def _pdf_with(content: bytes, text: str) -> bytes:
     table = f"xref\n{number} 1\n{start:010d} 00000 n\r\n"
     end = f"trailer\n<< /Size {number + 1} /Root {root} /Info {number} 0 R /Prev {before} >>\n"
     return content + f"\n{entry}{table}{end}startxref\n{start + len(entry)}\n%%EOF\n".encode()
+
+
+DESCRIBED = {"pdf": _pdf_with, "png": _png_with, "svg": _svg_with}
