@@ -112,6 +112,11 @@ def keys_of(registry: Registry[Any], name: str) -> type:
     return facts.keys if isinstance(facts, Corpus) else facts
 
 
+def has_cache(draft: str) -> bool:
+    """Return whether a draft of this name reads `cache`. One of a plugin that is not imported might."""
+    return draft != DRAFTS.keyword and (draft not in DRAFTS or DRAFTS[draft].facts.is_model)
+
+
 def _chosen(registry: Registry[Any], base: type) -> PlainValidator:
     """Return the validator of a group whose class depends on what the group chooses."""
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any, Protocol, cast
 
+from magicdec.config.registry import has_cache
 from magicdec.costmodel.targets import model_label
 from magicdec.errors import UserError, in_one_line
 from magicdec.rules import did_you_mean
@@ -47,7 +48,8 @@ class FinishedRun:
         context_len = self.result.get("data/context_len_mean") or batch["context_len"]
         parts = [model_label(self.config["target"]["name"], self.config["target"].get("path"))]
         if draft["name"] != "none":
-            parts += [draft["name"], f"{cache['policy']}-{cache['budget']}", f"gamma{draft['gamma']}"]
+            over = [f"{cache['policy']}-{cache['budget']}"] if has_cache(draft["name"]) else []
+            parts += [draft["name"], *over, f"gamma{draft['gamma']}"]
         return " ".join([*parts, f"{batch['size']}x{context_len:.0f}"])
 
     def rows(self, name: str) -> list[dict[str, Any]]:

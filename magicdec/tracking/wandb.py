@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from magicdec.config.choices import DraftConfig
-from magicdec.config.registry import DRAFTS
+from magicdec.config.registry import DRAFTS, has_cache
 from magicdec.errors import UserError, in_one_line
 from magicdec.tracking.report.rows import ENDS, INTERVAL
 from magicdec.tracking.store import shown
@@ -312,7 +312,8 @@ def _tags(config: Settings, result: Mapping[str, Any]) -> list[str]:
     model = draft["model"]["name"] if kind.needs_model and not kind.shares_target else draft["name"]
     hardware = config["hardware"]["name"]
     machine = result.get("device") if hardware == "auto" else hardware
-    names = [config["target"]["name"], model, config["cache"]["policy"], machine]
+    policy = config["cache"]["policy"] if has_cache(draft["name"]) else None
+    names = [config["target"]["name"], model, policy, machine]
     weights = "random weights" if result.get("weights/source") == "random" else None
     tags = [*config["wandb"]["tags"], *names, result.get("acceptance/source"), weights]
     return [tag[:MAX_TAG_LENGTH] for tag in dict.fromkeys(tags) if tag]

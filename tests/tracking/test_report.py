@@ -101,6 +101,40 @@ def test_groups_are_medians_over_the_runs_that_are_done():
     assert [(line["cache.budget"], line["runs"], line["speedup"]) for line in lines] == [(64, 4, 1.75), (128, 1, 0.5)]
 
 
+@pytest.fixture
+def drafts(tmp_path):
+    """Runs of two drafts, one of which has no cache, at two gammas each."""
+    for number, (draft, gamma) in enumerate(product(("self", "ngram"), (1, 2))):
+        values = {"draft.name": draft, "draft.gamma": gamma, "cache.policy": "streaming", "cache.budget": 64}
+        speedup = {"self": 0.4, "ngram": 1.5}[draft] + gamma / 100
+        write_run(tmp_path, f"run{number}", values, {"speedup": speedup})
+    return tmp_path
+
+
+def test_a_group_has_one_draft_and_says_what_else_differs(report, drafts):
+    lines = query.group(read_rows(drafts), ["cache.policy", "cache.budget"])
+    shown = [
+        (line["draft.name"], line.get("cache.policy"), round(line["speedup"], 3), line["differ"]) for line in lines
+    ]
+    assert shown == [("self", "streaming", 0.415, "draft.gamma"), ("ngram", None, 1.515, "draft.gamma")]
+    out = report("--group-by", "policy,budget")
+    assert re.search(r"^streaming +64 +self +2 +0.4[12]x", out, re.M)
+    assert re.search(r"^ +ngram +2 +1.5[12]x", out, re.M)
+    assert "medians over the runs that are done, which also differ in draft.gamma\n" in out
+    assert "differ in" not in report("--group-by", "draft,gamma")
+    (mixed,) = query.group(read_rows(drafts), ["batch.size"], mix=True)
+    assert mixed["differ"] == "draft.name, cache.policy, cache.budget, draft.gamma"
+
+
+def test_a_draft_without_a_cache_has_no_policy(report, compare, drafts):
+    assert "holds for none" in report("--where", "draft=ngram policy=streaming", is_mistaken=True)
+    assert [ids(query.select(read_rows(drafts), [f"policy={policy}"])) for policy in ("streaming", "null")] == [
+        "run0run1",
+        "run2run3",
+    ]
+    assert re.search(r"^cache.policy +streaming *$", compare("run0", "run2"), re.M)
+
+
 def test_targets_predictions_and_drawn_acceptances_do_not_mix_unless_told():
     kinds = [("compare", "speedup", "measured"), ("compare", "speedup", "synthetic")]
     kinds += [("predict", "predicted/speedup", "measured")]

@@ -12,7 +12,17 @@ from rich.text import Text
 from magicdec.errors import UserError, exit_code
 from magicdec.tracking.reader import find_run
 from magicdec.tracking.report import difference, export, figures, page, picture, query, terminal
-from magicdec.tracking.report.rows import Row, flatten, is_setting, keys_of, num_runs, read_runs, rows_of, rows_of_file
+from magicdec.tracking.report.rows import (
+    Row,
+    drop_unread,
+    flatten,
+    is_setting,
+    keys_of,
+    num_runs,
+    read_runs,
+    rows_of,
+    rows_of_file,
+)
 from magicdec.tracking.store import counted, shown
 
 EXAMPLES = """examples:
@@ -82,6 +92,7 @@ def _compare(arguments: Sequence[str]) -> None:
     parser.add_argument("--all", action="store_true", help="every metric that differs, not only the main ones")
     options = parser.parse_args(arguments)
     a, b = (flatten(find_run(name, options.runs_dir)) for name in (options.run_a, options.run_b))
+    drop_unread([a, b])
     terminal.console().print(difference.difference_table(a, b, options.all))
 
 
@@ -138,7 +149,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--sort", metavar="KEY", help="by this key, the smallest first")
     parser.add_argument("--descending", action="store_true", help="the largest first")
     parser.add_argument("--group-by", metavar="KEYS", help="a line per combination of these keys, with medians")
-    parser.add_argument("--mix", action="store_true", help="let a group hold several targets, scenarios, sources")
+    parser.add_argument(
+        "--mix", action="store_true", help="let a group hold several targets, drafts, machines and so on"
+    )
     parser.add_argument("--columns", metavar="KEYS", help="columns to show, not those that differ and main metrics")
     parser.add_argument("--limit", metavar="N", type=int, default=50, help="lines on the terminal (50; 0: all)")
     parser.add_argument("--csv", metavar="FILE", type=Path, help="write the same lines with all their columns")

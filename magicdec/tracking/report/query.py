@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Collection, Sequence
 from operator import ge, gt, le, lt
+from statistics import median
 from typing import Any
 
 import pandas
@@ -19,6 +20,9 @@ SYNTAX = (
 )
 # A median over several models, or over measured, predicted and synthetic values, means nothing.
 NEVER_MIXED = ("target.name", SCENARIO, "acceptance/source")
+# Runs that differ in these are in different groups, unless one asks for a mix.
+APART = (*NEVER_MIXED, "draft.name", "draft.model.name", "engine.name", "device", "hardware.name")
+RUNS, DIFFER = "runs", "differ"  # of a group: the number of its runs, and the settings in which they differ
 # Headings of columns on the terminal. The speedups of a row, of a batch, and of a level of load.
 SPEEDUPS = ("speedup", "speedup_wall", "speedup_duration")
 MAIN_METRICS = {key: key for key in SPEEDUPS} | {
@@ -50,7 +54,7 @@ UNDER_LOAD = {
     "speculative/time_per_output_token_ms": "TPOT ms",
 }
 LOAD_KEYS = tuple(f"load.{kind}" for kind in LOADS)
-LABELS = MAIN_METRICS | BETWEEN_ENGINES | UNDER_LOAD
+LABELS = MAIN_METRICS | BETWEEN_ENGINES | UNDER_LOAD | {DIFFER: "also differ in"}
 # Settings that runs are compared by, the most usual first. Of the others, those with fewer values come first.
 ASKED_FIRST = (
     *("engine.name", "target.name", "scenario.name", "draft.name", "draft.model.name", "cache.policy", "cache.budget"),
@@ -110,27 +114,36 @@ def sort(rows: Collection[Row], key: str | None, descending: bool = False) -> li
 
 
 def group(rows: Collection[Row], keys: Sequence[str], mix: bool = False) -> list[Row]:
-    """Return a row per combination of values: the number of `runs` that are done, and the median of each metric.
+    """Return a row per combination of values: the number of `runs` that are done, the settings in which these differ,
+    and the median of each metric.
 
-    Keys of NEVER_MIXED in which the runs differ are added to `keys`, unless `mix`.
+    Keys of APART in which the runs differ are added to `keys`, unless `mix`.
     """
     known = keys_of(rows)
     names = [find_key(known, key, "--group-by") for key in keys]
     done = [row for row in rows if row.get("status") == "done"]
+    others = [key for key in informative(done) if key not in names]
     if not mix:
-        names += [key for key in NEVER_MIXED if key not in names and len({row.get(key) for row in done} - {None}) > 1]
+        names += [key for key in APART if key not in names and len({row.get(key) for row in done} - {None}) > 1]
+    groups: dict[tuple, list[Row]] = {}
+    for row in done:
+        groups.setdefault(tuple(row.get(name) for name in names), []).append(row)
     frame = table(done)
     metrics = [key for key in frame if not is_setting(key) and key not in names and _is_metric(frame[key])]
-    numbers = pandas.DataFrame({key: _numbers(frame[key]) for key in metrics})
-    by = [frame.get(name, pandas.Series(None, frame.index, dtype="object")).astype("object") for name in names]
-    groups = numbers.groupby(by, dropna=False, sort=False)
-    runs = frame["id"].groupby(by, dropna=False, sort=False).nunique()
-    result = []
-    for (values, medians), number in zip(groups.median().iterrows(), runs, strict=True):
-        settings = zip(names, values if len(names) > 1 else [values], strict=True)
-        line: Row = {name: value for name, value in settings if not pandas.isna(value)} | {"runs": int(number)}
-        result.append(line | medians.dropna().to_dict())
-    return sorted(result, key=lambda line: [rank(line.get(name)) for name in names])
+    lines = []
+    for values, members in groups.items():
+        line: Row = {name: value for name, value in zip(names, values, strict=True) if value is not None}
+        line |= {RUNS: num_runs(members)}
+        if differing := [key for key in others if len({row.get(key) for row in members}) > 1]:
+            line[DIFFER] = ", ".join(differing)
+        lines.append(line | _medians(members, metrics))
+    return sorted(lines, key=lambda line: [rank(line.get(name)) for name in names])
+
+
+def _medians(rows: Sequence[Row], metrics: Sequence[str]) -> Row:
+    """Return the median of each metric over the rows that have it as a number."""
+    numbers = {key: [row[key] for row in rows if is_number(row.get(key))] for key in metrics}
+    return {key: float(median(values)) for key, values in numbers.items() if values}
 
 
 def constants(rows: Collection[Row]) -> Row:

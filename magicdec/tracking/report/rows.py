@@ -1,10 +1,11 @@
 """Read a store as a table: a flat row per run, with dotted configuration keys (cache.budget) and the metrics."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from magicdec.config.registry import has_cache
 from magicdec.errors import UserError
 from magicdec.tracking.cells import is_number
 from magicdec.tracking.files import ROW, read_lines
@@ -61,6 +62,7 @@ def rows_of(runs: Iterable[Mapping[str, Any]]) -> list[Row]:
     load.concurrency, load.rate or load.replay.
     """
     rows = [row for run in runs for row in _levels(run)]
+    drop_unread(rows)
     _compare_outputs(rows)
     return rows
 
@@ -87,6 +89,19 @@ def rows_of_file(path: Path) -> list[Row]:
         row |= _of_level(level.load) | dict(level.speculation)
         rows.append(row | {f"{way}/{name}": value for name, value in level.metrics.items()})
     return rows
+
+
+def drop_unread(rows: Sequence[Row]) -> None:
+    """Delete the settings of the cache from runs whose draft has none, where runs of several drafts are compared.
+
+    Nobody tells runs of a single draft apart by them, and to look a draft up imports PyTorch.
+    """
+    drafts = {row["draft.name"] for row in rows if "draft.name" in row}
+    without = {name for name in drafts if not has_cache(name)} if len(drafts) > 1 else set()
+    for row in rows:
+        if row.get("draft.name") in without:
+            for key in [key for key in row if key.startswith("cache.")]:
+                del row[key]
 
 
 def _compare_outputs(rows: Iterable[Row]) -> None:

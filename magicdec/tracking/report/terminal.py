@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, takewhile
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -12,10 +12,12 @@ from magicdec.tracking.console import Console
 from magicdec.tracking.reader import CROSS_CHECKS, NOISY, gpu_trouble, is_impossible, noise
 from magicdec.tracking.report.query import (
     BETWEEN_ENGINES,
+    DIFFER,
     ENGINE,
     LABELS,
     LOAD_KEYS,
     MAIN_METRICS,
+    RUNS,
     SPEEDUPS,
     UNDER_LOAD,
     find_key,
@@ -59,7 +61,9 @@ def runs_table(
         tables.append(table)
         left_out += missing
     notes = [*_omissions(rows, limit, dict.fromkeys(left_out)), *_notes(rows if runs is None else runs)]
-    return Group(*tables, Text("\n".join(["medians over the runs that are done"] * grouped + notes), style="dim"))
+    if grouped:
+        notes.insert(0, _of_medians(rows))
+    return Group(*tables, Text("\n".join(notes), style="dim"))
 
 
 def _table(
@@ -93,7 +97,8 @@ def _columns(rows: Sequence[Row], known: Sequence[str], grouped: bool) -> list[s
     is_measured = any(key in known for key in MEASURED)
     main = [key for key in MAIN_METRICS if key in known and not (is_measured and key in PREDICTED)]
     if grouped:
-        return [*known[: known.index("runs") + 1], *main] if rows else []
+        named = dict.fromkeys(key for row in rows for key in takewhile(lambda key: key != RUNS, row))
+        return [key for key in (*named, RUNS, *main, DIFFER) if key in known]
     marks = [key for key in ("acceptance/source",) if len({row.get(key) for row in rows} - {None}) > 1]
     loads = [key for key in LOAD_KEYS if key in known]
     settings = [key for key in informative(rows) if key not in loads]
@@ -120,6 +125,13 @@ def marked(row: Row, key: str) -> Text:
     if key in ("lossless/passed", "lossless/identical", "output/agrees"):
         return Text("" if value is None else "yes" if value else "no", style="" if value else "yellow")
     return Text(cell(value))
+
+
+def _of_medians(groups: Sequence[Row]) -> str:
+    """Say what the figures of groups are, and in which settings the runs of a group differ."""
+    differing = dict.fromkeys(key for line in groups if DIFFER in line for key in line[DIFFER].split(", "))
+    also = f", which also differ in {', '.join(differing)}" if differing else ""
+    return f"medians over the runs that are done{also}"
 
 
 def _omissions(rows: Sequence[Row], limit: int, left_out: Collection[str]) -> Iterator[str]:
