@@ -1,10 +1,11 @@
-"""Prompts and traces in files of any field names, JSON lines or CSV; keys say which field is what.
+"""Prompts and traces in files of any field names, JSON or CSV; keys say which field is what.
 
 A field is a dotted path, as in `turns.0`. conf/data/ has the field names of well-known data sets.
 """
 
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import zip_longest
@@ -19,12 +20,12 @@ from magicdec.config.choices import Corpus, DataConfig
 from magicdec.config.registry import CORPORA
 from magicdec.data import text
 from magicdec.data.base import PromptRequest, Prompts
-from magicdec.data.prompts import Unfit, check_length, encode, is_chat, too_few
-from magicdec.data.records import field, records
+from magicdec.data.prompts import check_length, encode, is_chat, too_few
+from magicdec.data.records import Place, Unfit, check_text, field, number_in, records
 from magicdec.errors import UserError, to_stderr
 from magicdec.rules import STRICT
 
-Place = tuple[int, str, Any]  # of a row: its number, its place for messages, its content
+USERS = ("user", "human")  # how data sets name the speaker of a prompt
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -33,6 +34,7 @@ class Fields(DataConfig):
 
     prompt: str | None = None
     prompt_len: str | None = None
+    speaker: str | None = None
     category: str | None = None
     reference: str | None = None
     output_len: str | None = None
@@ -110,7 +112,10 @@ def _in_turns(places: Iterable[Place], category: str) -> Iterator[Place]:
     """Yield a row of each category in turns, so that a few rows are of all of them."""
     groups: dict[str, list[Place]] = {}
     for place in places:
-        groups.setdefault(str(field(place[2], category, "data.category", place[1])), []).append(place)
+        name = ""
+        with suppress(Unfit):  # `_row` raises it again
+            name = str(field(place[2], category, "data.category", place[1]))
+        groups.setdefault(name, []).append(place)
     for turn in zip_longest(*groups.values()):
         yield from (place for place in turn if place is not None)
 
@@ -118,6 +123,7 @@ def _in_turns(places: Iterable[Place], category: str) -> Iterator[Place]:
 def _row(place: Place, keys: Fields, request: PromptRequest) -> Row:
     """Return a row. Raise Unfit where a value is missing, too large or of another kind."""
     number, where, content = place
+    check_text(content, where)
 
     def value(key: str) -> Any:
         path = getattr(keys, key)
@@ -131,7 +137,9 @@ def _row(place: Place, keys: Fields, request: PromptRequest) -> Row:
             raise Unfit(f"{where}: data.{key}={getattr(keys, key)}: {found!r} is no number of tokens")
         return found
 
-    output, most, reference = value("output_len"), request.most_new_tokens, value("reference") or []
+    if keys.speaker and (speaker := value("speaker")) not in USERS:
+        raise Unfit(f"{where}: data.speaker={keys.speaker}: {speaker!r} begins, not the user")
+    output, most, reference = number_in(value("output_len")), request.most_new_tokens, value("reference") or []
     if isinstance(output, str):
         output = len(request.encode(output)) if most else 1
     if most and keys.output_len and count("output_len", output) > most:
@@ -141,9 +149,9 @@ def _row(place: Place, keys: Fields, request: PromptRequest) -> Row:
     if not is_list or (keys.reference and not answers):
         raise Unfit(f"{where}: data.reference={keys.reference} must be a text, or a list of texts")
     tokens = encode(request, _prompt(content, keys, where), where) if keys.prompt else []
-    length = len(tokens) if keys.prompt else count("prompt_len", value("prompt_len"))
+    length = len(tokens) if keys.prompt else count("prompt_len", number_in(value("prompt_len")))
     check_length(length, request, where)
-    at = _seconds(value("arrival"), keys, where) if keys.arrival else 0.0
+    at = _seconds(number_in(value("arrival")), keys, where) if keys.arrival else 0.0
     source = f"{Path(str(request.path)).name}:{number}"
     return Row(source, tokens, length, str(value("category")), answers, output or 0, at)
 
@@ -152,6 +160,7 @@ def _prompt(content: Any, keys: Fields, where: str) -> str | list[dict[str, Any]
     """Return the prompt's text, filled into the template if there is one, or its messages."""
     path = keys.prompt or ""
     if "{" in path:
+        path = path.replace("\\n", "\n").replace("\\t", "\t")  # as a shell leaves them
         parts = re.split(r"\{(.+?)\}", path)
         parts[1::2] = [str(field(content, name, "data.prompt", where)) for name in parts[1::2]]
         found: Any = "".join(parts)

@@ -11,13 +11,9 @@ from typing import Any
 from magicdec.config.choices import Corpus
 from magicdec.config.registry import CORPORA
 from magicdec.data.base import PromptRequest, Prompts
-from magicdec.data.records import records
+from magicdec.data.records import Unfit, check_text, records
 from magicdec.data.text import files_at
 from magicdec.errors import UserError
-
-
-class Unfit(UserError):
-    """A row that is well-formed, but no prompt of this run."""
 
 
 @CORPORA.register(Corpus("prompts", needs_path=True, own_lengths=True, files_at=files_at))
@@ -31,6 +27,7 @@ def load(request: PromptRequest) -> Prompts:
     corpus = f"data=prompts data.path={request.path}"
     tokens, sources = [], []
     for number, where, content in islice(records(request.path, corpus), request.num_rows):
+        check_text(content, where)
         tokens.append(encode(request, _checked(content, where), where))
         sources.append(f"{Path(request.path).name}:{number}")
     if len(tokens) < request.num_rows:

@@ -1,11 +1,15 @@
 """Prompts and traces of any field names: every preset on rows of our own making, and the errors."""
 
+import csv
+import gzip
 import json
+from dataclasses import replace
 
 import pytest
 
 from magicdec.config.load import compose
 from magicdec.data import Prompts
+from magicdec.data.records import records
 from magicdec.errors import UserError
 from magicdec.planning.resolve import resolve
 from magicdec.tracking.identity import run_id
@@ -117,6 +121,8 @@ def test_prompts_of_a_length_alone_are_different_parts_of_the_filler(tmp_path):
         ({"p": "x", "r": [1]}, "prompt=p reference=r", "must be a text, or a list of texts"),
         ({"p": "x", "t": "noon"}, "prompt=p arrival=t", "'noon' is neither a number nor a date and time"),
         ({"p": "FULL x"}, "prompt=p placeholder=FULL", "the prompt is a placeholder"),
+        ({"p": "x", "by": "gpt"}, "prompt=p speaker=by", "data.speaker=by: 'gpt' begins, not the user"),
+        ({"p": "x\ud800"}, "prompt=p", "line 2 cannot be read (UnicodeEncodeError: "),
     ],
 )
 def test_a_row_that_is_wrong_names_its_line(tmp_path, row, keys, reason):
@@ -136,6 +142,86 @@ def test_no_row_is_lost_in_silence(tmp_path, capsys):
     assert line in capsys.readouterr().err
     with refusal("3 rows need as many prompts, the file has 2 and 2 that do not fit, the first: "):
         loaded(written(tmp_path, rows), *keys, num_rows=3)
+
+
+def test_rows_without_a_field_and_rows_that_are_no_text_are_left_out_too(tmp_path):
+    rows = [{"q": "x"}, {"p": "\udfff", "c": "k"}, {"p": "a"}, {"p": "b", "c": "k"}, {"p": "d", "c": "l"}]
+    keys = ["data.prompt=p", "data.unfit=skip"]
+    prompts = loaded(written(tmp_path, rows), *keys, num_rows=3)
+    assert (texts(prompts), prompts.num_left_out) == (["a", "b", "d"], 2)
+    prompts = loaded(written(tmp_path, rows), *keys, "data.category=c", num_rows=2)
+    assert sorted(prompts.categories) == ["k", "l"]
+    with refusal("the file has 0 and 5 that do not fit, the first: ", "there is no field pp; the fields are q"):
+        loaded(written(tmp_path, [{"q": "x"}] * 5), "data.prompt=pp", "data.unfit=skip")
+
+
+def test_cells_of_csv_are_texts_unless_a_number_is_asked_for(tmp_path):
+    prompts = ["2024", "007", "1e5", "x" * 50]
+    file = written(tmp_path, "".join(f"{line}\n" for line in ["p,n", *(f"{prompt},7" for prompt in prompts)]))
+    found = loaded(file, "data.prompt='code {p}'", "data.output_len=n", "data.reference=p")
+    assert texts(found) == [f"code {prompt}" for prompt in prompts]
+    assert (found.output_lens, found.answers) == ([7] * 4, [[prompt] for prompt in prompts])
+
+
+def test_a_cell_of_csv_may_be_as_long_as_a_prompt(tmp_path):
+    limit = csv.field_size_limit()
+    file = written(tmp_path, f"p\n{'x' * 200_000}\n")
+    assert [len(row["p"]) for _, _, row in records(str(file), "a file")] == [200_000]
+    assert csv.field_size_limit() == limit
+
+
+ROWS = [{"p": "one", "more": [{"a": 1}, "]},"]}, {"p": "two"}, {"p": "trois é"}]
+LINES, TABLE = "".join(json.dumps(row) + "\n" for row in ROWS), "p,n\none,1\ntwo,2\ntrois é,3\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("rows.json", json.dumps(ROWS).encode()),
+        ("rows.json", json.dumps(ROWS, indent=2).encode()),
+        ("rows.jsonl", ("\ufeff\n" + json.dumps(ROWS, indent=1)).encode()),
+        ("rows.jsonl", LINES.encode("utf-16")),
+        ("rows.jsonl.gz", gzip.compress(LINES.encode())),
+        ("rows.json.gz", gzip.compress(json.dumps(ROWS).encode())),
+        ("rows.csv", TABLE.encode("utf-16")),
+        ("rows.CSV.gz", gzip.compress(TABLE.encode())),
+    ],
+)
+def test_files_as_they_are_published_are_read(tmp_path, name, content):
+    (tmp_path / name).write_bytes(content)
+    prompts = loaded(tmp_path / name, "data.prompt=p", num_rows=3)
+    assert texts(prompts) == ["one", "two", "trois é"]
+    assert prompts.sources[0].startswith(f"{name}:")
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b'[{"p": "one"}, {"p": "two"]', "row 2 is not JSON: Expecting ',' delimiter before line 2"),
+        (b'[{"p": "one"},\n {"p": "two"\n', "it does not end behind row 1"),
+        (b'[{"p": "one"}]\n[{"p": "two"}]\n', "it does not end behind row 1"),
+        (b'{"p": "caf\xe9"}\n', "after line 0, is not UTF-8 text (invalid continuation byte); iconv converts it"),
+        (gzip.compress(LINES.encode())[:-12], "cannot be read (EOFError: "),
+        (gzip.compress(LINES.encode())[:20] + b"x" * 40, "cannot be read ("),
+    ],
+)
+def test_a_file_that_cannot_be_read_says_why(tmp_path, content, reason):
+    (tmp_path / "rows.jsonl").write_bytes(content)
+    with refusal(reason):
+        loaded(tmp_path / "rows.jsonl", "data.prompt=p", num_rows=3)
+
+
+def test_an_array_is_read_row_by_row(tmp_path):
+    """Nobody waits for the rest of a large file, which may even be torn."""
+    (tmp_path / "rows.json").write_text(json.dumps(ROWS, indent=2)[:-5])
+    assert texts(loaded(tmp_path / "rows.json", "data.prompt=p", num_rows=1)) == ["one"]
+
+
+@pytest.mark.parametrize("typed", ["{a}\\n\\n{b}", "{a}\n\n{b}"], ids=["as a shell leaves it", "as YAML has it"])
+def test_a_line_end_in_a_template(tmp_path, typed):
+    file = written(tmp_path, [{"a": "x\\n", "b": "y"}])
+    keys = replace(compose(["data=jsonl", f"data.path={file}", "data.prompt=a"]).data, prompt=typed)
+    assert texts(load("jsonl", file, num_rows=1, keys=keys)) == ["x\\n\n\ny"]
 
 
 @pytest.mark.parametrize(
