@@ -64,6 +64,8 @@ VALID = {
     "must": "{valid}",
 }
 
+NOT_FOR_TEXTS = ("int_type", "float_type", "bool_type", "must")  # rules that a number in quotes breaks
+
 
 @dataclass(frozen=True)
 class must:
@@ -120,6 +122,16 @@ FileName = Annotated[
         "must be the name of a file: without separators, at most 200 bytes, and a letter or digit first",
         lambda value: value is None or is_file_name(value),
     ),
+]
+
+
+def _is_project(value: str) -> bool:
+    """Return whether W&B takes a text as the name of a project. It refuses others after the run has been measured."""
+    return 0 < len(value) <= 128 and not set(value) & set("/\\#?%:")
+
+
+ProjectName = Annotated[
+    str, must("must be the name of a project: at most 128 characters, none of them / \\ # ? % :", _is_project)
 ]
 
 
@@ -190,7 +202,15 @@ def bad_value(error: ErrorDetails, parent: str = "", where: str = "") -> BadValu
     else:
         valid = VALID.get(error["type"], error["msg"]).format_map(context)
     shown = SHORT.repr(value) if where else in_yaml(value)
+    if not where and isinstance(value, str) and error["type"] in NOT_FOR_TEXTS and _is_plain_number(value):
+        shown = f'"{value}"'
+        valid += "; this is a text: write it without quotes, and a variable as '${oc.decode:${oc.env:NAME}}'"
     return BadValue(f"{begin}{key}={shown}: {valid}" if key else f"{begin}{valid}", key, error["type"])
+
+
+def _is_plain_number(text: str) -> bool:
+    """Return whether a text would be a number, true or false if it were written without quotes."""
+    return bool(re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?|true|false", text, re.IGNORECASE))
 
 
 def in_yaml(value: Any) -> str:

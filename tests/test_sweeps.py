@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import random
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -497,8 +498,8 @@ def test_optuna_goes_on_after_a_trial_that_fails(tmp_path, starts):
 @pytest.fixture
 def here(quick, monkeypatch, capfd, tmp_path, hydra_logging):
 
-    def with_arguments(*arguments):
-        monkeypatch.setattr(sys, "argv", ["launch.py", *arguments, f"runs_dir={tmp_path / 'runs'}", *COMMON])
+    def with_arguments(*arguments, runs="runs"):
+        monkeypatch.setattr(sys, "argv", ["launch.py", *arguments, f"runs_dir='{tmp_path / runs}'", *COMMON])
         code = cli.main()
         return SimpleNamespace(code=code, **capfd.readouterr()._asdict())
 
@@ -555,14 +556,15 @@ def test_jobs_that_share_nothing_are_tasks_of_their_own(here, starts, monkeypatc
 
 
 def test_a_sweep_ends_with_its_table_its_page_and_its_figures(here, tmp_path, monkeypatch):
-    sweep = here("-m", "hydra/launcher=basic", "sweep.name=mine", "sweep.figures=true", "draft.gamma=1,6")
-    (folder,) = (tmp_path / "runs" / "sweeps").glob("*_mine")
+    keys = ("sweep.name=mine", "sweep.figures=true", "draft.gamma=1,6")
+    sweep = here("-m", "hydra/launcher=basic", *keys, runs="my runs")
+    (folder,) = (tmp_path / "my runs" / "sweeps").glob("*_mine")
     assert sweep.code == 1
     assert "2 runs: 1 done, 1 failed\n" in sweep.out
     for name in ("report.html", "speedup.png"):
         assert f"written           {folder / name}\n" in sweep.out
         assert (folder / name).stat().st_size > 1000
-    command = re.search(r"magicdec report (.*)", sweep.out)[1].split()
+    command = shlex.split(re.search(r"magicdec report (.*)", sweep.out)[1])
     assert report.main(command) == 0
     monkeypatch.setattr(Path, "write_bytes", refuse)
     sweep = here("-m", "hydra/launcher=basic", "draft.gamma=1")

@@ -15,7 +15,7 @@ from pydantic.dataclasses import dataclass
 from magicdec.config.choices import CacheConfig, ModelChoice
 from magicdec.config.registry import AttentionName, Cache, Data, Draft, Engine
 from magicdec.plugins import option_folders
-from magicdec.rules import STRICT, Count, Counts, FileName, Fraction, Percentage, Share, is_file_name, must
+from magicdec.rules import STRICT, Count, Counts, FileName, Fraction, Percentage, ProjectName, Share, is_file_name, must
 
 # In an installation conf/ is in the package, in a checkout next to it.
 CONF = next(path for folder in Path(__file__).resolve().parents[1:3] if (path := folder / "conf").is_dir())
@@ -245,7 +245,7 @@ class WandbConfig:
     """The mode, project and names under which Weights & Biases logs a run."""
 
     mode: Literal["offline", "online", "disabled"]
-    project: str
+    project: ProjectName
     entity: str | None = None
     group: str | None = None
     tags: list[str] = Field(default_factory=list)

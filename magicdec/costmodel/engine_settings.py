@@ -12,15 +12,19 @@ Names and forms are those of the engines' own sources in September 2026:
 
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import yaml
 
+from magicdec.commands import ContentOf, command_line
 from magicdec.costmodel.round import Setup
 from magicdec.costmodel.schedules import Entry, Schedule
 from magicdec.errors import UserError
+
+FILE = "{file}"
 
 
 @dataclass(frozen=True)
@@ -28,8 +32,12 @@ class Settings:
     """The settings of an engine: the content of a file (None where flags say everything), and the command."""
 
     content: str | None
-    command: str  # with {file} where the file's path belongs
+    words: Sequence[str]  # of the command, with FILE where the file's path belongs
     note: str = ""
+
+    def command(self, file: str) -> str:
+        """Return the command that serves with the settings of a file."""
+        return command_line([type(word)(file) if word == FILE else word for word in self.words], indent="    ")
 
 
 @dataclass(frozen=True)
@@ -56,7 +64,7 @@ class EngineForm:
 
 
 def _vllm(schedule: Schedule, setup: Setup, method: str) -> Settings:
-    command = f"vllm serve {_target(setup)}{_ranks('--tensor-parallel-size', setup)}"
+    command = ["vllm", "serve", _target(setup), *_ranks("--tensor-parallel-size", setup)]
     if schedule.max_gamma == 0:
         return Settings(None, command, NEVER)
     entries = [[*one.batch, *(one.context if schedule.by_context else ()), one.gamma] for one in schedule.entries]
@@ -65,8 +73,8 @@ def _vllm(schedule: Schedule, setup: Setup, method: str) -> Settings:
     if setup.draft.name == "ngram":
         config["prompt_lookup_max"] = getattr(setup.draft, "max_ngram", 4)
     config["num_speculative_tokens_per_batch_size"] = entries
-    flags = f'--max-num-seqs {schedule.max_batch} --speculative-config "$(cat {{file}})"'
-    return Settings(_json(config), f"{command} {flags}")
+    flags = ["--max-num-seqs", str(schedule.max_batch), "--speculative-config", ContentOf(FILE)]
+    return Settings(_json(config), [*command, *flags])
 
 
 def read_vllm(config: Any) -> Schedule:
@@ -86,21 +94,22 @@ def _is_entry(row: Any) -> bool:
 
 
 def _sglang(schedule: Schedule, setup: Setup, method: str) -> Settings:
-    command = f"python -m sglang.launch_server --model-path {_target(setup)}{_ranks('--tp', setup)}"
+    command = ["python", "-m", "sglang.launch_server", "--model-path", _target(setup), *_ranks("--tp", setup)]
     if schedule.max_gamma == 0:
         return Settings(None, command, NEVER)
     slots = {str(entry.batch[0]): {"candidate_steps": [entry.gamma]} for entry in schedule.entries}
     most = schedule.max_gamma
-    draft = _model("--speculative-draft-model-path", setup)
-    parts = [command, f"--max-running-requests {schedule.max_batch}", f"--speculative-algorithm {method}"]
-    parts += [f"{flag} {path}" for flag, path in draft.items()]
-    parts += [f"--speculative-num-steps {most} --speculative-eagle-topk 1 --speculative-num-draft-tokens {most + 1}"]
-    parts += ["--speculative-adaptive --speculative-adaptive-config {file}"]
-    return Settings(_json(slots), " ".join(parts))
+    options = {"--max-running-requests": str(schedule.max_batch), "--speculative-algorithm": method}
+    options |= _model("--speculative-draft-model-path", setup)
+    options |= {"--speculative-num-steps": str(most), "--speculative-eagle-topk": "1"}
+    options |= {"--speculative-num-draft-tokens": str(most + 1)}
+    adaptive = ["--speculative-adaptive", "--speculative-adaptive-config", FILE]
+    return Settings(_json(slots), [*command, *chain(*options.items()), *adaptive])
 
 
 def _tensorrt_llm(schedule: Schedule, setup: Setup, method: str) -> Settings:
-    command = f"trtllm-serve {_target(setup)}{_ranks('--tp_size', setup)} --max_batch_size {schedule.max_batch}"
+    command = ["trtllm-serve", _target(setup), *_ranks("--tp_size", setup)]
+    command += ["--max_batch_size", str(schedule.max_batch)]
     first = schedule.entries[0].gamma
     if first == 0:
         return Settings(None, command, FROM_LARGER if schedule.max_gamma else NEVER)
@@ -113,14 +122,15 @@ def _tensorrt_llm(schedule: Schedule, setup: Setup, method: str) -> Settings:
     if schedule.max_gamma > first:
         note = f"gamma is at most {first}, that of the smallest batch: a limit of draft_len_schedule"
     content = yaml.safe_dump({"speculative_config": config}, sort_keys=False)
-    return Settings(content, f"{command} --extra_llm_api_options {{file}}", note)
+    return Settings(content, [*command, "--extra_llm_api_options", FILE], note)
 
 
 def _llamacpp(schedule: Schedule, setup: Setup, method: str) -> Settings:
-    command = f"llama-server -m TARGET.gguf --parallel {schedule.max_batch}"
+    command = ["llama-server", "-m", "TARGET.gguf", "--parallel", str(schedule.max_batch)]
     if schedule.max_gamma == 0:
         return Settings(None, command, NEVER)
-    return Settings(None, f"{command} {method} --spec-draft-n-max {schedule.max_gamma}", "one gamma for all batches")
+    words = [*command, *method.split(), "--spec-draft-n-max", str(schedule.max_gamma)]
+    return Settings(None, words, "one gamma for all batches")
 
 
 FROM_LARGER = "it pays with larger batches only, which draft_len_schedule cannot say: its first entry is the largest"
@@ -144,8 +154,8 @@ def _target(setup: Setup) -> str:
     return setup.target_path or setup.target_name
 
 
-def _ranks(flag: str, setup: Setup) -> str:
-    return f" {flag} {setup.ranks}" if setup.ranks > 1 else ""
+def _ranks(flag: str, setup: Setup) -> list[str]:
+    return [flag, str(setup.ranks)] if setup.ranks > 1 else []
 
 
 def _model(key: str, setup: Setup) -> dict[str, str]:

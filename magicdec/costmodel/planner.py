@@ -154,6 +154,7 @@ def experiment_yaml(best: Candidate, command: str) -> str:
     values["batch"] = {"size": setup.batch, "context_len": setup.context}
     defaults = [{f"override /{group}": name} for group, name in options.items()]
     content = yaml.safe_dump({"defaults": defaults} | values, sort_keys=False)
+    command = command.replace("\n", "\n# ")  # a word of it may have several lines
     return f"# @package _global_\n# Predicted: {found}\n{FOUND_BY} {command}\n{content}"
 
 

@@ -6,10 +6,10 @@ number of tokens of a request. `/metrics` is for Prometheus. Needs pip install '
 
 import argparse
 import json
-import shlex
 from collections.abc import Sequence
 from functools import partial
 
+from magicdec.commands import command_line
 from magicdec.errors import UserError, exit_code
 from magicdec.scenarios.serve import served
 from magicdec.serving.engine import AsyncEngine
@@ -57,5 +57,5 @@ def _greeting(model: str, slots: Slots, max_waiting: int, url: str) -> list[str]
     """Return the lines that say what is served, and a command to try."""
     room = f"{slots.num_slots:,} slots of {slots.max_len:,} tokens; {max_waiting:,} more requests may wait"
     body = json.dumps({"model": model, "prompt": "def main(", "max_tokens": 32, "temperature": 0})
-    request = f"curl {url}/v1/completions -H 'content-type: application/json' -d {shlex.quote(body)}"
-    return [f"{model} at {url}: {room}", request]
+    words = ["curl", f"{url}/v1/completions", "-H", "content-type: application/json", "-d", body]
+    return [f"{model} at {url}: {room}", command_line(words)]

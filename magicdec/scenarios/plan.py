@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import Group, RenderableType
 from rich.table import Table
 
+from magicdec.commands import command_line
 from magicdec.config.schema import Config, Search
 from magicdec.costmodel.planner import FOUND_BY, Candidate, Ranking, Workload, experiment_yaml, search
 from magicdec.costmodel.predict import pays_from, predict
@@ -42,7 +43,7 @@ def prepare(config: Config) -> Plan:
 def run(plan: Plan, run: Run, progress: Progress) -> Outcome:
     """Search for a target, a machine and a context; a line of the history for every candidate, the best first."""
     config, scenario = plan.config, plan.config.settings(Search)
-    setup, known, command = plan.setup(), curves(config), " ".join(["magicdec", *sys.argv[1:]])
+    setup, known, command = plan.setup(), curves(config), command_line(["magicdec", *sys.argv[1:]])
     workload = Workload(scenario.workload or [(setup.context, max(2, config.batch.generate_len))])
     if scenario.workload:
         setup = setup.at(context=workload.context_len)

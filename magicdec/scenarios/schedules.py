@@ -62,8 +62,8 @@ def outcome(found: Schedule, setup: Setup, scenario: Search, command: str) -> Ou
             raise UserError(f"scenario.save_as={scenario.save_as}: {error}; null writes none") from error
         view.append(f"map: {shown(FOLDER / f'{name}.png')}")
     if settings.content:
-        view += [f"{shown(file)}:" if scenario.save_as else "file:", Text(settings.content.rstrip())]
-    view += [f"{form.label}:", Text(settings.command.format(file=shown(file)).replace(" --", " \\\n    --"))]
+        view += [f"{shown(file)}:" if scenario.save_as else "file:", _to_copy(settings.content.rstrip())]
+    view += [f"{form.label}:", _to_copy(settings.command(shown(file)))]
     if settings.note:
         view.append(f"note: {settings.note}")
     history = [
@@ -79,6 +79,11 @@ def outcome(found: Schedule, setup: Setup, scenario: Search, command: str) -> Ou
     ]
     metrics = {"predicted/worst_share": found.share(found.worst), "predicted/gamma": found.max_gamma}
     return Outcome(metrics, history=history, view=Group(*view))
+
+
+def _to_copy(text: str) -> Text:
+    """Return a text that is not wrapped, however narrow the terminal is."""
+    return Text(text, no_wrap=True, overflow="ignore")
 
 
 def _table(found: Schedule) -> Table:

@@ -5,13 +5,13 @@ metrics of all runs are one table under HParams.
 """
 
 import importlib.util
-import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 from time import time
 from typing import Any
 
+from magicdec.commands import command_line
 from magicdec.errors import UserError, in_one_line
 from magicdec.tracking.cells import is_number
 from magicdec.tracking.report.rows import flatten, is_setting
@@ -56,7 +56,7 @@ def follow(run: FinishedRun) -> Callable[[Mapping[str, Any]], None]:
 def log_run(run: FinishedRun) -> Logged:
     """Write the event file of a run."""
     folder = _folder(run)
-    command = f"tensorboard --logdir {shlex.quote(shown(run.folder.parent))}"
+    command = command_line(["tensorboard", "--logdir", shown(run.folder.parent)])
     try:
         _write(folder, run)
     except Exception as error:

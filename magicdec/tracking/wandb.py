@@ -4,12 +4,12 @@ import contextlib
 import io
 import os
 import re
-import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from magicdec.commands import command_line
 from magicdec.config.choices import DraftConfig
 from magicdec.config.registry import DRAFTS, has_cache
 from magicdec.errors import UserError, in_one_line
@@ -145,7 +145,7 @@ def url_of(api: Any, run: FinishedRun) -> str | None:
 
 def sync_command(folder: Path) -> str:
     """Return the command that sends an offline run."""
-    return f"wandb sync {shlex.quote(shown(folder))}"
+    return command_line(["wandb", "sync", shown(folder)])
 
 
 def make_chart(entity: str, name: str, spec: Mapping[str, Any]) -> str | None:

@@ -240,6 +240,28 @@ def test_mistakes_name_key_value_and_what_is_valid(keys, error):
         changed(*keys.split("; "))
 
 
+@pytest.mark.parametrize("key", ["batch.context_len", "batch.size", "hardware.tensor_parallel", "scenario.repeats"])
+def test_a_text_where_a_number_is_wanted_is_called_that(key, monkeypatch):
+    monkeypatch.setenv("COUNT", "2")
+    for value in ('"2"', "${oc.env:COUNT}"):
+        with pytest.raises(UserError) as caught:
+            compose([f"{key}={value}"])
+        assert str(caught.value).startswith(f'{key}="2": must be ')
+        assert "; this is a text: write it without quotes, and a variable as '${oc.decode:${oc." in str(caught.value)
+    group, name = key.split(".")
+    assert getattr(getattr(compose([f"{key}='${{oc.decode:${{oc.env:COUNT}}}}'"]), group), name) == 2
+    with pytest.raises(UserError) as caught:
+        compose([f"{key}=many"])
+    assert "quotes" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["a/b", "a:b", "x" * 129, "''"])
+def test_a_project_that_wandb_would_refuse_is_a_mistake(name):
+    with pytest.raises(UserError, match=r"^wandb.project=.*: must be the name of a project: at most 128 characters"):
+        compose([f"wandb.project={name}"])
+    assert compose(["wandb.project='long context, 2'"]).wandb.project == "long context, 2"
+
+
 @pytest.mark.parametrize(
     ("draft", "mistake", "rule"),
     [

@@ -203,7 +203,7 @@ def test_what_an_engine_cannot_express_is_a_note(setup):
     for name, form in FORMS.items():
         found = form.write(never, setup, form.methods.get("model", ""))
         assert (found.content, "serve without it" in found.note) == (None, True), name
-        assert "spec" not in found.command, name
+        assert "spec" not in found.command("FILE"), name
 
 
 def test_an_engine_without_the_draft_refuses_it(setup):

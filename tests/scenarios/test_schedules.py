@@ -96,6 +96,13 @@ def test_a_schedule_is_a_file_a_map_and_a_command(tmp_path):
         assert row["gamma"] == gamma
 
 
+def test_a_schedules_command_is_quoted(tmp_path):
+    keys = ("scenario.alpha=0.6", "batch.size=4", "scenario.schedule=vllm", "scenario.save_as='my --own'")
+    text = shown(outcome(*PLAN, *keys).view)
+    assert """--speculative-config "$(cat 'schedules/my --own.vllm.json')"\n""" in text
+    assert (tmp_path / "schedules" / "my --own.vllm.json").exists()
+
+
 def test_a_schedule_that_is_not_saved_is_shown(tmp_path):
     keys = ("scenario.alpha=0.6", "batch.size=4", "scenario.schedule=tensorrt_llm", "scenario.save_as=null")
     assert "draft_len_schedule:" in shown(outcome(*PLAN, *keys).view)

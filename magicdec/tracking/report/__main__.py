@@ -1,7 +1,6 @@
 """`magicdec report RUNS_DIR`: sort, filter, group, export and plot runs; or compare two, or draw a figure."""
 
 import argparse
-import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 
 from rich.text import Text
 
+from magicdec.commands import command_line
 from magicdec.errors import UserError, exit_code
 from magicdec.tracking.reader import find_run
 from magicdec.tracking.report import difference, export, figures, page, picture, query, terminal
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return exit_code(lambda: _compare(arguments[1:]))
     if arguments[:1] == ["figure"]:
         return exit_code(lambda: _figure(arguments[1:]))
-    command = shlex.join(["magicdec", "report", *arguments])
+    command = command_line(["magicdec", "report", *arguments])
     return exit_code(lambda: _report(_parser().parse_args(arguments, argparse.Namespace(command=command))))
 
 
@@ -125,7 +125,7 @@ def _figure(arguments: Sequence[str]) -> None:
     path = options.out or Path(f"{'-'.join(keys)}-by-{x}.{options.format}".replace("/", "_"))
     if path.suffix.removeprefix(".") not in picture.FORMATS:
         raise UserError(f"--out {path}: must end in one of {', '.join(f'.{one}' for one in picture.FORMATS)}")
-    figures.draw(spec, path, shlex.join(["magicdec", "figure", *arguments]))
+    figures.draw(spec, path, command_line(["magicdec", "figure", *arguments]))
     print(f"written {shown(path)}")
 
 

@@ -10,7 +10,6 @@ import gzip
 import json
 import math
 import re
-import shlex
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from datetime import UTC, datetime
@@ -25,6 +24,7 @@ import vl_convert
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup, escape
 
+from magicdec.commands import command_line
 from magicdec.tracking.cells import cell, is_number
 from magicdec.tracking.files import SAMPLE, read_lines
 from magicdec.tracking.identity import NOT_IN_ID
@@ -276,7 +276,8 @@ def _visible(text: str) -> str:
 def command(row: Row) -> str:
     """Return the command line that repeats this run."""
     overrides = json.loads(row.get("overrides", "[]"))
-    return shlex.join(["magicdec", *(text for text in overrides if re.split("[.=/]", text)[0] not in NOT_REPEATED)])
+    words = [text for text in overrides if re.split("[.=/]", text)[0] not in NOT_REPEATED]
+    return command_line(["magicdec", *words])
 
 
 def _rounded(value: Any) -> Any:

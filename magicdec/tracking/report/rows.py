@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from magicdec.commands import command_line
 from magicdec.config.registry import has_cache
 from magicdec.errors import UserError
 from magicdec.tracking.cells import is_number
@@ -49,7 +50,7 @@ def read_runs(
     others = {"mistyped": mistyped, "superseded": len(found) - len(chosen) - mistyped}
     line = f"left out: {', '.join(f'{number:,} {what}' for what, number in others.items() if number)}; --all shows them"
     if mistyped:
-        line += f", magicdec clean {shown(Path(runs_dir))} deletes what was mistyped"
+        line += f", {command_line(['magicdec', 'clean', shown(Path(runs_dir))])} deletes what was mistyped"
     if not chosen:
         raise UserError(f"{runs_dir}: {line}")
     places = {name: place for place, name in enumerate(members or ())}

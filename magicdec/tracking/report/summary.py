@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from magicdec.commands import command_line
 from magicdec.errors import UserError, to_stderr
 from magicdec.tracking.report import export, figures, page, terminal
 from magicdec.tracking.report.answer import answer
@@ -37,7 +38,7 @@ def summarize(sweep_dir: Path, with_figures: bool) -> None:
         _log(sweep_dir, runs, files)
     except UserError as error:
         print(f"not written       {error}")
-    print(f"this table        magicdec report {shown(runs_dir)} --sweep {sweep_dir.name}")
+    print(f"this table        {_command(sweep_dir)}")
 
 
 def _log(sweep_dir: Path, runs: Sequence[Mapping[str, Any]], files: Sequence[Path]) -> None:
@@ -57,6 +58,9 @@ def _written(rows: Sequence[Row], sweep_dir: Path, with_figures: bool) -> Iterat
     export.write(sweep_dir / PAGE, page.html_page(rows, sweep_dir.name))
     yield sweep_dir / PAGE
     if with_figures:
-        yield from figures.draw_sweep(
-            rows, sweep_dir, f"magicdec report {sweep_dir.parents[1]} --sweep {sweep_dir.name}"
-        )
+        yield from figures.draw_sweep(rows, sweep_dir, _command(sweep_dir))
+
+
+def _command(sweep_dir: Path) -> str:
+    """Return the command that shows the table of a sweep."""
+    return command_line(["magicdec", "report", shown(sweep_dir.parents[1]), "--sweep", sweep_dir.name])
