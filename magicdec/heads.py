@@ -11,8 +11,9 @@ from typing import Annotated, Any, Literal
 from pydantic.dataclasses import dataclass
 from typing_extensions import override
 
-from magicdec.architectures import Layer, ModelConfig, Vocabulary, Width, from_hugging_face
+from magicdec.architectures import Layer, ModelConfig, Vocabulary, Width
 from magicdec.errors import UserError
+from magicdec.hugging_face import WITHOUT_EFFECT, from_hugging_face, unread_keys
 from magicdec.rules import JSON, STRICT, must, parse
 
 NUM_TAPS = 3  # hidden states of the target that a head reads by default
@@ -109,6 +110,10 @@ class HeadConfig(ModelConfig):
             )
 
 
+LAYER = "transformer_layer_config"  # speculators' key of what else is next to the head's own keys
+# Keys of speculators that name the target, the training and the code that wrote the file.
+BOOKKEEPING = ("speculators_model_type", "speculators_version", "speculators_config", "auto_map", "embed_requires_grad")
+
 Layers = Annotated[list[Layer] | None, must("must be a list of layers")]
 
 
@@ -143,11 +148,13 @@ def head_from(plain: Mapping[str, Any], tensors: Mapping[str, Any] | None, name:
     if kind != "eagle3":
         raise UserError(f"{name}: speculators_model_type={kind!r} is not supported; supported: eagle3")
     file = parse(HeadFile, plain, where=name)
-    layer = plain.get("transformer_layer_config", plain)
+    layer = plain.get(LAYER, plain)
     model = from_hugging_face(dict(layer) | {"tie_word_embeddings": False}, name)
     if layer.get("model_type") not in FAMILIES or model.num_layers != 1:
         raise UserError(f"{name}: a head of {model.num_layers} layers of {layer.get('model_type')} is not supported")
     nested = file.eagle_config or EagleConfig()
+    if nested.use_aux_hidden_state is False:
+        raise UserError(f"{name}: use_aux_hidden_state=false is not supported: EAGLE-3 reads hidden states of layers")
     taps = file.eagle_aux_hidden_state_layer_ids or nested.eagle_aux_hidden_state_layer_ids
     has = tensors if tensors is not None else {"lm_head.weight": None, "d2t": None}
     return HeadConfig(
@@ -163,3 +170,15 @@ def head_from(plain: Mapping[str, Any], tensors: Mapping[str, Any] | None, name:
         maps_vocabulary="d2t" in has,
         layer_prefix=next((prefix for prefix in PREFIXES if any(one.startswith(prefix) for one in has)), PREFIXES[0]),
     )
+
+
+def unread_keys_of_head(plain: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of a head's config.json that `head_from` does not read, with their values."""
+    layer, nested = plain.get(LAYER, plain), plain.get("eagle_config") or {}
+    own = {entry.name for entry in fields(HeadFile)} | {*BOOKKEEPING, LAYER}
+    found = unread_keys(layer, expected=own)
+    if layer is not plain:
+        read = own | WITHOUT_EFFECT | {"model_type", "tie_word_embeddings"}
+        found |= {key: value for key, value in plain.items() if key not in read and value is not None}
+    known = {entry.name for entry in fields(EagleConfig)}
+    return found | {f"eagle_config.{key}": value for key, value in nested.items() if key not in known}

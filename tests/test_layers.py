@@ -5,7 +5,7 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LAYERS = """threads version | commands errors units | rules fingerprint | architectures | heads plugins |
+LAYERS = """threads version | commands errors units | rules fingerprint | architectures | hugging_face | heads plugins |
 config | costmodel | kernels | verification data | attention | models | cache | decoding | drafts |
 engine | measure | serving | peers | tracking | planning | scenarios | http calibrate"""
 RANKS = {name: rank for rank, names in enumerate(LAYERS.split("|")) for name in names.split()}

@@ -12,10 +12,11 @@ from typing import Any, get_args, get_type_hints
 import yaml
 from pydantic import TypeAdapter
 
-from magicdec.architectures import ModelConfig, from_hugging_face
+from magicdec.architectures import ModelConfig
 from magicdec.config.registry import PACKAGE
 from magicdec.config.schema import CONF, Config, option_file, own_folders
 from magicdec.errors import UserError
+from magicdec.hugging_face import from_hugging_face
 
 # Groups whose options differ in their keys.
 OPEN = ("cache", "draft", "engine", "scenario", "data")

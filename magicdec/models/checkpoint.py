@@ -8,24 +8,28 @@ import math
 import os
 import re
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeGuard
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from magicdec.architectures import GenerationConfig, ModelConfig, eos_ids, from_hugging_face
+from magicdec.architectures import ModelConfig
 from magicdec.errors import UserError
 from magicdec.fingerprint import of_files
+from magicdec.hugging_face import GenerationConfig, eos_ids, from_hugging_face, unread_keys, unread_processors
 from magicdec.models.metadata import read_header, read_json
 from magicdec.models.parallel import ALONE, Share
-from magicdec.rules import must, parse_values
+from magicdec.models.tensors import read_part
+from magicdec.models.unread import DISPENSABLE, EMBEDDING, HEAD, IN_HEADS, is_tied, report_frequencies, report_keys
+from magicdec.rules import must, parse, parse_values
 
 if TYPE_CHECKING:
     from magicdec.heads import HeadConfig
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
+NOT_READ, NOT_APPLIED = "keys that are not read", "transformers' generate applies these keys, and no engine does here"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.bin.index.json")
 OBJECT = dict[str, Any]
@@ -39,10 +43,6 @@ SHARD: Any = Annotated[
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+(@[\w./-]+)?")
 STORED_DTYPES = ("F64", "F32", "F16", "BF16")
 OTHER_FILES = frozenset({".json", ".jinja", ".model", ".txt"})  # configuration, tokenizer, chat template
-# Tensors that other programs leave in a checkpoint and that nothing here needs: rope's are computed, and a tied head
-# is the embedding.
-DISPENSABLE = re.compile(r".*rotary_emb\.inv_freq|lm_head\.weight")
-IN_HEADS = re.compile(rf"{DISPENSABLE.pattern}|d2t|t2d|verifier_.*")  # a head's vocabulary, and copies of the target's
 
 
 def locate(path: str, key: str = "target.path", weights: bool = True) -> Path:
@@ -64,19 +64,32 @@ def read_config(folder: Path) -> ModelConfig:
     """Return the architecture that the folder's `config.json` describes.
 
     The end-of-sequence tokens are those of `generation_config.json` where it names any, as in transformers' generate.
+    A head of its own counts as such, even if `config.json` ties it. Keys that are not read are reported.
     Raise UserError for a missing or broken file, an architecture that is not covered, or a quantized checkpoint.
     """
-    config = read_json(folder / CONFIG, OBJECT)
-    if "draft_vocab_size" in config or "speculators_model_type" in config:
-        from magicdec.heads import head_from
+    path = folder / CONFIG
+    plain = read_json(path, OBJECT)
+    if "draft_vocab_size" in plain or "speculators_model_type" in plain:
+        from magicdec.heads import head_from, unread_keys_of_head
 
-        return head_from(config, _files_of_head(folder), str(folder / CONFIG))
-    if config.get("quantization_config") or config.get("compression_config"):
-        raise UserError(f"{folder / CONFIG}: quantized checkpoints are not supported; take the unquantized one")
-    if (path := folder / GENERATION_CONFIG).exists():
-        found = eos_ids(read_json(path, GenerationConfig))
-        config["eos_token_id"] = found or config.get("eos_token_id")
-    return from_hugging_face(config, str(folder / CONFIG))
+        head = head_from(plain, _files_of_head(folder), str(path))
+        report_keys(path, unread_keys_of_head(plain), NOT_READ)
+        return head
+    config = from_hugging_face(plain, str(path))
+    report_keys(path, unread_keys(plain), NOT_READ)
+    if config.tie_word_embeddings and any(folder.glob("*.safetensors")):
+        config = replace(config, tie_word_embeddings=is_tied(_files_of(folder)))
+    return replace(config, eos_token_ids=_eos_ids(folder) or config.eos_token_ids)
+
+
+def _eos_ids(folder: Path) -> tuple[int, ...]:
+    """Return the end-of-sequence tokens that `generation_config.json` names, and report what else it asks for."""
+    path = folder / GENERATION_CONFIG
+    if not path.exists():
+        return ()
+    plain = read_json(path, OBJECT)
+    report_keys(path, unread_processors(plain), NOT_APPLIED)
+    return eos_ids(parse(GenerationConfig, plain, where=str(path)))
 
 
 def _files_of_head(folder: Path) -> dict[str, Path] | None:
@@ -120,14 +133,14 @@ def pieces(config: ModelConfig, share: Share = ALONE) -> Iterator[Piece]:
         yield from _head_pieces(config, share)
         return
     E, vocabulary = config.hidden_size, share.vocabulary(config.vocab_size)
-    yield Piece("model.embed_tokens.weight", "embed.weight", 0, (config.vocab_size, E), vocabulary)
+    yield Piece(EMBEDDING, "embed.weight", 0, (config.vocab_size, E), vocabulary)
     for layer in range(config.num_layers):
         theirs, ours = f"model.layers.{layer}.", f"layers.{layer}."
         yield Piece(f"{theirs}input_layernorm.weight", f"{ours}attention_norm.weight", 0, (E,))
         yield from _layer_pieces(config, share, theirs, ours)
     yield Piece("model.norm.weight", "norm.weight", 0, (E,))
     if not config.tie_word_embeddings:
-        yield Piece("lm_head.weight", "head.weight", 0, (config.vocab_size, E), vocabulary)
+        yield Piece(HEAD, "head.weight", 0, (config.vocab_size, E), vocabulary)
 
 
 def _layer_pieces(config: ModelConfig, share: Share, theirs: str, ours: str) -> Iterator[Piece]:
@@ -172,7 +185,7 @@ def _head_pieces(config: "HeadConfig", share: Share) -> Iterator[Piece]:
         yield Piece("embed_tokens.weight", "embed.weight", 0, (config.vocab_size, E), vocabulary)
     if config.own_head:
         vocabulary = share.vocabulary(config.num_logits)
-        yield Piece("lm_head.weight", "head.weight", 0, (config.num_logits, E), vocabulary)
+        yield Piece(HEAD, "head.weight", 0, (config.num_logits, E), vocabulary)
 
 
 def load(
@@ -194,6 +207,7 @@ def load(
     todo = list(pieces(config, share))
     files = _files_of(folder)
     _check(todo, files, folder, IN_HEADS if config.is_head else DISPENSABLE)
+    report_frequencies(files, config)
     shapes = {piece.parameter: (piece.first_row + piece.part_shape[0], *piece.part_shape[1:]) for piece in todo}
     for name, tokens in (("embed.weight", config.vocab_size), ("head.weight", config.num_logits)):
         if name in shapes:
@@ -203,19 +217,14 @@ def load(
     state = {name: torch.zeros(shape, dtype=dtypes[name], device=device) for name, shape in shapes.items()}
     for piece in todo:
         rows = state[piece.parameter][piece.first_row : piece.first_row + piece.part_shape[0]]
-        try:
-            # Opened for each tensor: an open file keeps all pages that it has read mapped, which is a second copy.
-            with safe_open(files[piece.source], framework="pt") as file:
-                rows.copy_(file.get_slice(piece.source)[piece.part])
-        except (SafetensorError, OSError) as error:
-            raise UserError(f"{files[piece.source]} could not be read ({error}); download it again") from None
+        rows.copy_(read_part(files[piece.source], piece.source, piece.part))
         if progress is not None:
             progress(math.prod(piece.part_shape))
     if share.rank > 0:  # ranks add up what they compute here, and the bias counts once
         for name in (name for name in state if name.endswith("output.bias")):
             state[name].zero_()
     if _is_head(config) and config.maps_vocabulary:
-        state["target_ids_V"] = _target_ids(files["d2t"], config).to(device)
+        state["target_ids_V"] = _target_ids(files, config).to(device)
     return state
 
 
@@ -223,13 +232,15 @@ def _is_head(config: ModelConfig) -> "TypeGuard[HeadConfig]":
     return config.is_head
 
 
-def _target_ids(path: Path, config: "HeadConfig") -> Tensor:
+def _target_ids(files: dict[str, Path], config: "HeadConfig") -> Tensor:
     """Return the target's ids of a head's tokens, which the file holds as distances from their own."""
-    with safe_open(path, framework="pt") as file:
-        distances: Tensor = file.get_tensor("d2t")
+    path = files["d2t"]
+    distances = read_part(path, "d2t")
     ids = distances.long().flatten() + torch.arange(distances.numel())
     if len(ids) != config.num_logits or not bool(((ids >= 0) & (ids < config.vocab_size)).all()):
         raise UserError(f"{path}: d2t does not map {config.num_logits} tokens into a vocabulary of {config.vocab_size}")
+    if "t2d" in files and not torch.equal(read_part(files["t2d"], "t2d").flatten().nonzero()[:, 0], ids.sort().values):
+        raise UserError(f"{files['t2d']}: t2d marks other tokens of the target than d2t; download it again")
     return ids
 
 

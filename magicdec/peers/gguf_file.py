@@ -55,7 +55,8 @@ def add_architecture(writer: gguf.GGUFWriter, config: dict) -> None:
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
     writer.add_rope_dimension_count(head_dim)
-    writer.add_rope_freq_base(config.get("rope_theta") or config["rope_parameters"]["rope_theta"])
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}  # as in magicdec/hugging_face.py
+    writer.add_rope_freq_base(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(vocab)
     writer.add_tokenizer_model("bert")  # of llama.cpp's kinds of vocabulary, the one that has no end by default

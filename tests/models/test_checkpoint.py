@@ -9,7 +9,8 @@ from safetensors.torch import load_file, save_file
 
 from magicdec.config.registry import PACKAGE
 from magicdec.models.checkpoint import fingerprint, load, pieces, read_config, stored_in_bfloat16
-from tests.checkpoints import load_reference, make_checkpoint
+from magicdec.models.kv_cache import KVCache
+from tests.checkpoints import load_model, load_reference, make_checkpoint
 from tests.models.test_metadata import refused, rewrite
 
 TINY = PACKAGE / "models" / "tiny" / "target"
@@ -94,13 +95,77 @@ def test_peak_memory_is_one_copy_of_the_weights(tmp_path):
     assert sum(tensor.nbytes for tensor in state.values()) > 0.99 * size
 
 
-def test_computed_and_tied_tensors_in_old_checkpoints_are_skipped(tmp_path):
+def add_tensors(folder: Path, **tensors: torch.Tensor) -> None:
+    """Put tensors into a checkpoint of one file, whose names have "__" for a point."""
+    named = {name.replace("__", "."): tensor for name, tensor in tensors.items()}
+    save_file(load_file(folder / SINGLE) | named, folder / SINGLE)
+
+
+INV_FREQ = "model__layers__0__self_attn__rotary_emb__inv_freq"
+
+
+def frequencies(folder: Path) -> torch.Tensor:
+    return load_reference(folder).model.rotary_emb.inv_freq
+
+
+def test_computed_and_tied_tensors_in_old_checkpoints_are_skipped(tmp_path, capsys):
     make_checkpoint(tmp_path, "llama-tied")
-    tensors = load_file(tmp_path / SINGLE)
-    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(6)
-    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
-    save_file(tensors, tmp_path / SINGLE)
+    embedding = load_file(tmp_path / SINGLE)["model.embed_tokens.weight"]
+    add_tensors(tmp_path, **{INV_FREQ: frequencies(tmp_path).half(), "lm_head__weight": embedding.clone()})
     assert "head.weight" not in read(tmp_path)
+    assert "warning" not in capsys.readouterr().err
+
+
+def test_frequencies_that_contradict_the_config_are_reported_once(tmp_path, capsys):
+    """Transformers computes them, too."""
+    make_checkpoint(tmp_path)
+    add_tensors(tmp_path, **{INV_FREQ: 2 * frequencies(tmp_path)})
+    read(tmp_path)
+    read(tmp_path)
+    assert capsys.readouterr().err.count("rotary_emb.inv_freq is not read, as in transformers, and differs") == 1
+
+
+STORED = [torch.float32, torch.bfloat16]
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("stored", STORED)
+def test_a_head_of_its_own_counts_although_the_config_ties_it(tmp_path, capsys, sharded, stored):
+    """Other numbers, or the embedding's rounded to another type: transformers takes the head of the file."""
+    make_checkpoint(tmp_path, sharded=sharded)
+    if stored == torch.bfloat16:
+        file = next(path for path in tmp_path.glob("*.safetensors") if "lm_head.weight" in load_file(path))
+        embedding = load_reference(tmp_path).get_input_embeddings().weight
+        save_file(load_file(file) | {"lm_head.weight": embedding.detach().bfloat16()}, file)
+        load_reference.cache_clear()
+    change_config(tmp_path, tie_word_embeddings=True)
+    assert not read_config(tmp_path).tie_word_embeddings
+    assert_equal_to_transformers(tmp_path)
+    tokens_BS = torch.arange(5, 45)[None]
+    model = load_model(tmp_path)
+    hidden = model(tokens_BS, KVCache(model.config, 1, 40, torch.float32, "cpu"))
+    torch.testing.assert_close(model.logits(hidden), load_reference(tmp_path)(tokens_BS).logits, rtol=0, atol=1e-4)
+    assert "lm_head.weight differs from model.embed_tokens.weight, so it is used" in capsys.readouterr().err
+
+
+def test_a_tied_config_without_its_weights_is_read(tmp_path):
+    """As a hub's repository is, of which a prediction needs the json files alone."""
+    make_checkpoint(tmp_path, "llama-tied", sharded=True)
+    for path in tmp_path.glob("*.safetensors"):
+        path.unlink()
+    assert read_config(tmp_path).tie_word_embeddings
+
+
+def test_what_is_not_read_is_reported(llama, capsys):
+    change_config(llama, rope_scaling={"type": "linear", "factor": 2.0}, dual_chunk_attention_config={"size": 8})
+    rewrite(llama / "generation_config.json", lambda content: content.update(repetition_penalty=1.05))
+    read_config(llama)
+    keys, processors = capsys.readouterr().err.splitlines()
+    assert keys.startswith(
+        f"warning: {llama}/config.json: keys that are not read: dual_chunk_attention_config={{'size'"
+    )
+    assert "rope_parameters={" in keys
+    assert processors.endswith("applies these keys, and no engine does here: repetition_penalty=1.05")
 
 
 # What can be wrong with a checkpoint

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from magicdec.attention.sdpa import SdpaAttention
 from magicdec.errors import UserError
-from magicdec.heads import HeadConfig
+from magicdec.heads import HeadConfig, unread_keys_of_head
 from magicdec.models.checkpoint import load, read_config
 from magicdec.models.head import Head
 from magicdec.models.kv_cache import KVCache
@@ -104,6 +104,7 @@ def changed(folder: Path, tmp_path: Path, **values) -> Path:
         ({"model_type": "mistral"}, "a head of 1 layers of mistral is not supported"),
         ({"draft_vocab_size": "many"}, "draft_vocab_size"),
         ({"speculators_model_type": "hass"}, "speculators_model_type='hass' is not supported; supported: eagle3"),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state=false is not supported"),
     ],
 )
 def test_heads_of_another_kind_are_refused(tmp_path, values, message):
@@ -118,6 +119,31 @@ def test_a_vocabulary_that_is_not_the_targets_is_refused(tmp_path):
     config = read_config(folder)
     with pytest.raises(UserError, match="d2t does not map 23 tokens into a vocabulary of 37"):
         load(folder, config, torch.float32, "cpu")
+
+
+def test_a_mask_that_contradicts_the_vocabulary_is_refused(tmp_path):
+    folder = changed(HEADS / "llama-eagle", tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    config = read_config(folder)
+    marked = torch.zeros(37, dtype=torch.bool)
+    marked[tensors["d2t"] + torch.arange(23)] = True
+    save_file(tensors | {"t2d": marked}, folder / "model.safetensors")
+    load(folder, config, torch.float32, "cpu")
+    save_file(tensors | {"t2d": ~marked}, folder / "model.safetensors")
+    with pytest.raises(UserError, match="t2d marks other tokens of the target than d2t"):
+        load(folder, config, torch.float32, "cpu")
+
+
+@pytest.mark.parametrize("case_name", CASES)
+def test_no_key_of_a_known_head_is_reported(case_name):
+    assert unread_keys_of_head(json.loads((HEADS / case_name / "config.json").read_text())) == {}
+
+
+def test_keys_of_a_head_that_are_not_read_are_reported():
+    for name in ("llama-eagle", "qwen3-speculators"):
+        plain = json.loads((HEADS / name / "config.json").read_text())
+        plain |= {"eagle_config": {"use_last_layernorm": True}, "use_mtp": True}
+        assert unread_keys_of_head(plain) == {"eagle_config.use_last_layernorm": True, "use_mtp": True}
 
 
 @pytest.mark.parametrize(
