@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Sequence
 from time import perf_counter
-from typing import Annotated
+from typing import Annotated, Any, TypeVar
 
-from pydantic import Field
+from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
 from pydantic.dataclasses import dataclass
 from typing_extensions import override
 
@@ -13,7 +13,19 @@ from magicdec.peers.base import Counts
 from magicdec.rules import JSON
 from magicdec.serving.request import Params, Request
 
+BROKEN_OFF = ("abort", "cancelled", "content_filter", "error")  # finish reasons of answers that are not whole
+
+
+def _or_none(value: Any, inner: ValidatorFunctionWrapHandler) -> Any:
+    try:
+        return inner(value)
+    except ValidationError:
+        return None
+
+
+T = TypeVar("T")
 Number = Annotated[int, Field(ge=0, lt=1 << 53)]
+Lenient = Annotated[T | None, WrapValidator(_or_none)]  # what can be done without: None for anything else
 
 
 class EndpointFailed(UserError):
@@ -35,17 +47,18 @@ class Details:
 class Usage:
     """The tokens of a request so far."""
 
-    completion_tokens: Number
-    prompt_tokens: Number = 0
-    completion_tokens_details: Details | None = None
+    completion_tokens: Number | None = None
+    prompt_tokens: Lenient[Number] = None
+    completion_tokens_details: Lenient[Details] = None
 
 
 @dataclass(frozen=True, config=JSON)
 class Choice:
-    """The new text of an event, and its tokens where the server tells them."""
+    """The new text of an event, its tokens where the server tells them, and why the answer ends here if it does."""
 
     text: str | None = None
     token_ids: list[Number] | None = None
+    finish_reason: Lenient[str] = None
 
 
 @dataclass(frozen=True, config=JSON)
@@ -58,11 +71,11 @@ class Timings:
 
 @dataclass(frozen=True, config=JSON)
 class Event:
-    """An event of a stream."""
+    """An event of a stream. One that only counts has no choices."""
 
-    choices: list[Choice]
+    choices: list[Choice] | None = None
     usage: Usage | None = None
-    timings: Timings | None = None
+    timings: Lenient[Timings] = None
 
 
 class EndpointRequest(Request):
@@ -72,18 +85,22 @@ class EndpointRequest(Request):
         super().__init__(prompt, params)
         self.text = ""
         self.counts: Counts | None = None  # None: the response does not say
+        self.finish_reason: str | None = None
+        self._num_told = 0  # tokens whose ids the server has sent
         self._usage: Usage | None = None
         self._timings: Timings | None = None
 
     @property
     @override
     def num_tokens(self) -> int:
-        return self._usage.completion_tokens if self._usage else len(self.tokens)
+        """The number of new tokens so far. A counter may lag behind those that have arrived."""
+        counted = self._usage.completion_tokens if self._usage else None
+        return max(counted or 0, self._num_told)
 
     @property
-    def prompt_tokens(self) -> int:
-        """Return the tokens of the prompt, as the server counts them."""
-        return self._usage.prompt_tokens if self._usage else 0
+    def prompt_tokens(self) -> int | None:
+        """Return the tokens of the prompt, as the server counts them; None if it does not."""
+        return self._usage.prompt_tokens if self._usage else None
 
     def take(self, event: Event) -> None:
         """Add an event. It is a chunk if it has new tokens, or new text where the server does not tell tokens."""
@@ -93,28 +110,46 @@ class EndpointRequest(Request):
             return
         choice = event.choices[0]
         self.text += choice.text or ""
+        self.finish_reason = choice.finish_reason or self.finish_reason
         if choice.token_ids is not None:
             is_new = bool(choice.token_ids)
             self.tokens += choice.token_ids
+            self._num_told += len(choice.token_ids)
         else:
-            is_new = self.num_tokens > before if event.usage else bool(choice.text)
+            is_new = bool(choice.text) or self.num_tokens > before
         if is_new:
             self.chunk_times.append(perf_counter())
 
-    def conclude(self, encode: Callable[[str], list[int]]) -> None:
-        """End an answer that is complete. Raise EndpointFailed for one whose tokens cannot be counted.
+    def conclude(self, encode: Callable[[str], list[int]], is_done: bool, ignores_eos: bool) -> None:
+        """End an answer that is complete. Raise EndpointFailed for one that is not, or that cannot be counted.
 
-        `encode` finds its tokens where the server has told only their text.
+        `encode` finds its tokens where the server has told only their text. `is_done`: the stream had its end.
+        `ignores_eos`: the server was told to write as many tokens as were asked for.
         """
-        if self._usage is None:
-            raise EndpointFailed("its answer has no usage, which counts its tokens")
+        if self.finish_reason in BROKEN_OFF:
+            raise EndpointFailed(f"its answer ends with finish_reason={self.finish_reason}")
+        usage = self._usage or Usage()
+        if usage.completion_tokens is None and not self.tokens:
+            cut_short = "" if self.finish_reason or is_done else ", and breaks off"
+            raise EndpointFailed(f"its answer has no usage, which counts its tokens{cut_short}")
         if not self.num_tokens:
-            raise EndpointFailed("its answer has no tokens")
+            raise EndpointFailed("its answer has no tokens" + ", says its usage, but text" * bool(self.text))
+        most = self.params.max_tokens
+        if self.num_tokens < most:
+            self._check_early_end(f"its answer has {self.num_tokens} of {most} tokens", is_done, ignores_eos)
         if not self.chunk_times:
             self.chunk_times.append(perf_counter())
         self.tokens = self.tokens or encode(self.text)
-        self.counts = self._counted(self._usage.completion_tokens_details or Details())
-        self.finish("stop" if self.num_tokens < self.params.max_tokens else "length")
+        self.counts = self._counted(usage.completion_tokens_details or Details())
+        self.finish("stop" if self.num_tokens < most else "length")
+
+    def _check_early_end(self, described: str, is_done: bool, ignores_eos: bool) -> None:
+        """Raise EndpointFailed for an answer that has no reason to be shorter than was asked for."""
+        if not (self.finish_reason or is_done):
+            raise EndpointFailed(f"{described}: it breaks off, without a finish_reason or [DONE]")
+        if ignores_eos:
+            reason = f"although ignore_eos was sent (finish_reason={self.finish_reason})"
+            raise EndpointFailed(f"{described}, {reason}; set sampling.ignore_eos=false if the server ends answers")
 
     def _counted(self, details: Details) -> Counts | None:
         if details.accepted_prediction_tokens is not None and details.rounds is not None:

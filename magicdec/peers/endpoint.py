@@ -13,10 +13,12 @@ import openai
 from magicdec.errors import UserError, in_brief, to_stderr
 from magicdec.peers.answer import EndpointFailed, EndpointRequest, Event
 from magicdec.peers.base import Address, Counts
-from magicdec.rules import parse
+from magicdec.peers.events import DONE, data_of, words_of
+from magicdec.rules import parse_json
 from magicdec.serving.request import Params
 
 CONNECT_S = 10.0
+DRAIN_S = 0.5  # from [DONE] to the end of a response
 PROBE_TOKENS = 8  # of the prompt that shows what a server takes
 REFUSED = (openai.BadRequestError, openai.UnprocessableEntityError)  # of a request with a field that it does not take
 # Counters of /metrics: rounds, proposed tokens, and accepted ones for each position. SGLang counts rounds alone.
@@ -130,7 +132,7 @@ class Endpoint:
             raise self.failure(request.error)
         if params.sampling.ignore_eos and not self._dialect.ignores_eos:
             to_stderr(f"warning: {self.address.url} does not take ignore_eos: its answers may end early")
-        if request.prompt_tokens != len(request.prompt):
+        if request.prompt_tokens not in (None, len(request.prompt)):
             counted = f"{self.address.url} counts {request.prompt_tokens} tokens in a prompt of {len(request.prompt)}"
             to_stderr(f"warning: {counted}: its tokenizer may be another than the target's")
         counts = request.counts or await self.counters() - before
@@ -145,11 +147,16 @@ class Endpoint:
         try:
             async with asyncio.timeout(self.address.time_limit_s):
                 body = self._dialect.body(request, self._tokenizer)
-                stream = await self._client.completions.create(model=self.model, **body)
-                async with stream:
-                    async for chunk in stream:
-                        request.take(parse(Event, chunk.to_dict(warnings=False), where="an event of its answer"))
-                request.conclude(self._encode)
+                create = self._client.completions.with_streaming_response.create
+                is_done = False
+                async with create(model=self.model, **body) as response:
+                    events = data_of(response.iter_bytes())
+                    async for data in events:
+                        if is_done := data.startswith(DONE):
+                            await _drain(events)
+                            break
+                        request.take(parse_json(Event, data, where="an event of its answer"))
+                request.conclude(self._encode, is_done, "ignore_eos" in body["extra_body"])
         except Exception as error:  # another server's answer may raise anything
             request.finish("failed", error)
 
@@ -168,6 +175,14 @@ class Endpoint:
     def failure(self, error: BaseException) -> EndpointFailed:
         """Return the error of a server that has failed, in one line."""
         return EndpointFailed(f"{self.address.name}: {described(error, self.address.time_limit_s)}")
+
+
+async def _drain(events: AsyncIterator[str]) -> None:
+    """Read to the end of a response, so that its connection serves the next request, unless it stays open."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(DRAIN_S):
+            async for _ in events:
+                pass
 
 
 def read_counters(text: str) -> Counts:
@@ -190,8 +205,11 @@ def described(error: BaseException, time_limit_s: float) -> str:
     """Return in one line why a request has failed."""
     if isinstance(error, TimeoutError | openai.APITimeoutError):
         return f"no answer within engine.time_limit_s={time_limit_s:g} seconds"
+    words = f": {words_of(error.body)}" if isinstance(error, openai.APIError) and error.body else ""
     if isinstance(error, openai.AuthenticationError | openai.PermissionDeniedError):
-        return "it refuses the key; name the variable that holds it with engine.key_variable"
+        return f"it refuses the key; name the variable that holds it with engine.key_variable{words}"
+    if isinstance(error, openai.APIStatusError):
+        return f"status {error.status_code}{words}"
     if isinstance(error, openai.APIConnectionError):
         return f"no connection ({in_brief(str(error.__cause__ or error))})"
     return in_brief(str(error)) or type(error).__name__

@@ -185,6 +185,10 @@ class WorkerPeer(Peer):
         answer = self._worker.ask(request, Decoded)
         if len(answer.tokens) != len(prompts):
             raise self._worker.failure(f"broke the protocol: it decoded {len(answer.tokens)} rows, not {len(prompts)}")
+        shortest = min(map(len, answer.tokens))
+        if shortest < generate_len and not self.spec.eos_token_ids:
+            cut_short = f"it cut a row short, at {shortest} of {generate_len} tokens, and no token ends a sequence"
+            raise self._worker.failure(f"broke the protocol: {cut_short}")
         self._peak = max(self._peak, answer.peak_bytes)
         rows = zip(answer.first, answer.decode, answer.tokens, strict=True)
         return PeerGeneration(

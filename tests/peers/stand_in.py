@@ -22,6 +22,11 @@ class Behaviour:
     takes_ids: bool = True
     takes: tuple = ("ignore_eos", "return_token_ids", "cache_salt", "cache_prompt", "top_k")
     usage: bool = True
+    usage_has_choices: bool = True  # the last event with usage has an empty list of them
+    lagging_usage: bool = False  # in every event, and 0 until the last
+    reason: str | None = "length"  # the finish_reason of the last chunk
+    done: bool = True  # the stream ends with [DONE]
+    most: int = 1 << 30  # tokens of an answer, after the first two requests (the probe and the warm-up)
     per_chunk: int = 2  # tokens of a chunk
     chunk_s: float = 0.0  # between two chunks
     load_s: float = 0.0  # until it listens
@@ -89,21 +94,26 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Type", "text/event-stream")
         self.send_header("Connection", "close")
         self.end_headers()
-        tokens = list(range(1, body["max_tokens"] + 1))
+        most = behaviour.most if len(server.asked) > 2 else body["max_tokens"]
+        tokens = list(range(1, min(body["max_tokens"], most) + 1))
         starts = range(1, len(tokens), behaviour.per_chunk)
         chunks = [tokens[:1]] + [tokens[start : start + behaviour.per_chunk] for start in starts]
         for number, chunk in enumerate(chunks):
             if number == 2 and breaks:
                 break
             time.sleep(behaviour.chunk_s)
-            choice = {"index": 0, "text": "".join(f"[{token}]" for token in chunk), "finish_reason": None}
-            self.event({"choices": [choice | ({"token_ids": chunk} if body.get("return_token_ids") else {})]})
+            reason = behaviour.reason if number == len(chunks) - 1 else None
+            choice = {"index": 0, "text": "".join(f"[{token}]" for token in chunk), "finish_reason": reason}
+            usage = {"usage": {"prompt_tokens": 8, "completion_tokens": 0}} if behaviour.lagging_usage else {}
+            choice |= {"token_ids": chunk} if body.get("return_token_ids") else {}
+            self.event({"choices": [choice]} | usage)
         else:
             server.num_rounds += len(chunks) - 1
             length = len(body["prompt"]) if isinstance(body["prompt"], list) else len(body["prompt"].split())
             if behaviour.usage:
-                self.event({"choices": [], "usage": {"prompt_tokens": length, "completion_tokens": len(tokens)}})
-            self.wfile.write(b"data: [DONE]\n\n")
+                usage = {"usage": {"prompt_tokens": length, "completion_tokens": len(tokens)}}
+                self.event(usage | ({"choices": []} if behaviour.usage_has_choices else {}))
+            self.wfile.write(b"data: [DONE]\n\n" if behaviour.done else b"")
         self.close_connection = True
 
     def event(self, content: dict) -> None:

@@ -7,10 +7,13 @@ import pytest
 
 from magicdec.config.load import compose
 from magicdec.errors import UserError
+from magicdec.peers.answer import EndpointRequest, Event
 from magicdec.peers.base import Counts
 from magicdec.peers.endpoint import read_counters
 from magicdec.planning.resolve import resolve
+from magicdec.rules import parse
 from magicdec.scenarios import Job, run
+from magicdec.serving.request import Params
 from magicdec.units import WAYS
 from tests.peers import stand_in
 from tests.peers.stand_in import counters, standing_in
@@ -151,14 +154,13 @@ STREAM = 'data: {"choices": 3}\n\n'
         ({"status": 500, "body": '{"error": {"message": "out of order"}}'}, "out of order"),
         ({"status": 401, "body": "{}"}, "it refuses the key; name the variable that holds it with engine.key_variable"),
         ({"status": 307, "body": "{}"}, "307"),
-        ({"body": NO_STREAM}, "its answer has no usage"),
+        ({"body": NO_STREAM}, "its answer is no stream of events: <html>Welcome</html>"),
         ({"body": STREAM}, "choices=3: must be a list"),
         ({"body": "data: {nonsense\n\n"}, ""),
         ({"body": 'data: [1, 2]\n\ndata: null\n\ndata: "a"\n\n'}, ""),
-        ({"body": 'data: {"error": {"message": "no room"}}\n\n'}, "no room"),
-        ({"usage": False}, "its answer has no usage"),
+        ({"usage": False, "takes": ("ignore_eos",)}, "its answer has no usage"),
         ({"chunk_s": 5}, "no answer within engine.time_limit_s=0.5 seconds"),
-        ({"breaks_at": 1}, "its answer has no usage"),
+        ({"breaks_at": 1}, "its answer has 3 of 8 tokens: it breaks off, without a finish_reason or [DONE]"),
         ({"models": ("a", "b")}, "engine.model=null: {url} serves a, b; choose one"),
     ],
 )
@@ -168,6 +170,91 @@ def test_a_server_that_cannot_be_measured_is_one_line(tmp_path, behaviour, said)
     assert str(raised.value).startswith("engine.")
     assert len(str(raised.value)) < 500
     assert next(tmp_path.glob("*/result.json")).read_text().count('"failed"') == 1
+
+
+ERRORS = [
+    'data: {"error": {"message": "no room", "code": 503}}',
+    'data: {"error": "no room"}',
+    'data: {"error": {"code": 503, "msg": "no room"}}',
+    'data: {"object": "error", "message": "no room", "code": 503}',
+    'data: {"detail": [{"loc": ["body"], "msg": "no room"}]}',
+    'event: error\ndata: {"message": "no room"}',
+    "event: error\ndata: no room",
+    'event: error\r\ndata: {"error":\r\ndata:  "no room"}\r\n',
+    'error: {"code": 503, "message": "no room"}',
+    '{"error": {"message": "no room"}}',
+    '{"object": "error",\n "message": "no room"}',
+    "no room",
+]
+FORMS = [*((200, text + end) for text in ERRORS for end in ("", "\n\n"))]
+FORMS += [
+    (500, text) for text in ('{"error": "no room"}', '{"detail": "no room"}', '{"message": "no room"}', "no room")
+]
+
+
+@pytest.mark.parametrize(("status", "body"), FORMS)
+def test_the_words_of_an_error_reach_the_user_in_every_form(tmp_path, status, body):
+    with standing_in(status=status, body=body) as (_, url), refusal(url, "no room"):
+        served(tmp_path, url, "engine.retries=0")
+
+
+IDS, TEXT = ("ignore_eos", "return_token_ids"), ("ignore_eos",)  # what a server takes, and so what it tells
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "said"),
+    [
+        ({"reason": None, "done": False, "takes": IDS}, "it breaks off, without a finish_reason or [DONE]"),
+        ({"reason": None, "done": False, "takes": TEXT}, "it breaks off, without a finish_reason or [DONE]"),
+        ({"reason": None, "done": False, "takes": ()}, "it breaks off, without a finish_reason or [DONE]"),
+        ({"reason": "stop", "takes": IDS}, "although ignore_eos was sent (finish_reason=stop)"),
+        ({"reason": "length", "takes": TEXT}, "although ignore_eos was sent (finish_reason=length)"),
+        ({"reason": None, "takes": TEXT}, "although ignore_eos was sent (finish_reason=None)"),
+    ],
+)
+def test_an_answer_that_was_cut_short_is_no_answer(tmp_path, behaviour, said):
+    """After 3 of 9 tokens: the stream breaks off, or ends as if the model had ended it, which was forbidden."""
+    short = "6 of 6 requests failed: its answer has 3 of 9 tokens"
+    with standing_in(most=3, **behaviour) as (_, url), refusal(url, short, said):
+        served(tmp_path, url)
+
+
+def test_an_answer_may_end_early_where_it_was_allowed_to(tmp_path):
+    for behaviour, keys in (({"reason": "stop"}, ["sampling.ignore_eos=false"]), ({"takes": ()}, [])):
+        with standing_in(most=3, **behaviour) as (_, url):
+            result = served(tmp_path, url, *keys)
+        assert result["autoregressive/failed_requests"] == 0
+        assert result["autoregressive/tokens_per_second"] / result["autoregressive/requests_per_second"] == 3
+
+
+@pytest.mark.parametrize("reason", ["abort", "error"])
+def test_an_answer_that_was_given_up_is_no_answer(tmp_path, reason):
+    with standing_in(reason=reason) as (_, url), refusal(url, f"its answer ends with finish_reason={reason}"):
+        served(tmp_path, url)
+
+
+@pytest.mark.parametrize("takes", [("ignore_eos", "return_token_ids"), ("ignore_eos",)])
+@pytest.mark.parametrize("more", [{}, {"usage_has_choices": False}, {"reason": None}, {"reason": "eos_token"}])
+def test_a_usage_that_lags_hides_no_token(tmp_path, takes, more):
+    """Text comes every 20 ms, the first one after 20 ms; the counter says so at the end alone."""
+    with standing_in(chunk_s=0.02, lagging_usage=True, takes=takes, **more) as (_, url):
+        result = served(tmp_path, url)
+    assert result["autoregressive/failed_requests"] == 0
+    assert 20 <= result["autoregressive/time_to_first_token_ms_p50"] < 80
+    assert result["autoregressive/inter_chunk_latency_ms_p50"] >= 20
+    assert result["autoregressive/time_per_output_token_ms_p50"] > 5
+
+
+def test_what_can_be_done_without_is_not_asked_for(tmp_path):
+    """A usage without the prompt's tokens, with details of another kind; none at all, where tokens are told."""
+    request = EndpointRequest([1, 2], Params(2))
+    usage = {"completion_tokens": 2, "prompt_tokens": None, "completion_tokens_details": [1]}
+    for plain in ({"choices": [{"text": "ab"}], "timings": 3}, {"choices": None, "usage": usage}):
+        request.take(parse(Event, plain))
+    request.conclude(lambda text: [*map(ord, text)], is_done=False, ignores_eos=True)
+    assert (request.tokens, request.end, request.counts, request.prompt_tokens) == ([97, 98], "length", None, None)
+    with standing_in(usage=False) as (_, url):
+        assert served(tmp_path, url)["autoregressive/failed_requests"] == 0
 
 
 def test_no_server(tmp_path):

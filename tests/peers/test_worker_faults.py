@@ -50,6 +50,7 @@ FAULTS = {
     "NaN": (answering(json.dumps(GOOD | {"first": [float("nan")]})), r"its answer: first=\[nan\]: must be a list"),
     "rows": (answering(json.dumps(GOOD | {"decode": []})), "its answer: decode has 0 values for 1 rows"),
     "more": (answering(json.dumps(GOOD | {"tokens": [], "first": [], "decode": []})), "it decoded 0 rows, not 1"),
+    "short": (answering(json.dumps(GOOD | {"tokens": [[1]]})), "it cut a row short, at 1 of 2 tokens"),
     "type": (answering(json.dumps(GOOD | {"tokens": [["\x1b"]]})), r"its answer: tokens=\[\[...\]\]: must be a list"),
 }
 
