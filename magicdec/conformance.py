@@ -1,7 +1,8 @@
 """`magicdec check-plugin MODULE`: check the policies and drafts of a plugin as the built-in ones are checked.
 
-Their output must be the target's own, for rows of different lengths. They must allocate the bytes that they declare. A
-row that serving copies must accept what it would alone. A small random model decodes, in seconds. Exit code
+Their output must be the target's own, for rows of different lengths. They must select and propose what exists, within
+their budget and gamma, and draw from the distributions that they return. They must allocate the bytes that they
+declare. A row that serving copies must accept what it would alone. A small random model decodes, in seconds. Exit code
 0 if everything holds, 1 otherwise.
 
 The package's own tests use the same models and the same comparisons.
@@ -24,6 +25,7 @@ from magicdec.config.choices import CacheConfig, DraftConfig, ModelChoice
 from magicdec.config.options import values_of
 from magicdec.config.registry import DRAFTS, POLICIES, Registry
 from magicdec.config.schema import BatchConfig, HardwareConfig, SamplingConfig
+from magicdec.contracts import Broken, Watch, drawn_otherwise
 from magicdec.costmodel.hardware import hardware_named
 from magicdec.costmodel.memory import memory
 from magicdec.costmodel.round import Setup
@@ -33,7 +35,7 @@ from magicdec.engine.native import Batch, NativeEngine
 from magicdec.errors import UserError, exit_code, in_one_line
 from magicdec.heads import HeadConfig
 from magicdec.measure.footprint import Allocations
-from magicdec.measure.metrics import rounds_of
+from magicdec.measure.metrics import Rounds, rounds_of
 from magicdec.models.head import Head
 from magicdec.models.transformer import Transformer
 from magicdec.serving.request import Params, Request
@@ -44,6 +46,7 @@ VOCAB = 61
 LENGTHS, GENERATE_LEN = (50, 57, 64), 24  # of the rows' prompts, and of what is generated
 SIZES = ((1, 40), (3, 12), (5, 6), (8, 400))  # gammas and budgets
 UNCOUNTED = 64  # bytes of a row's lengths in each layer of a cache, which no fact counts
+SAMPLED = SamplingConfig(temperature=1.0)
 NOT_OWN = ("policy", "name", "gamma", "budget", "model", "cache")  # keys of an option that a trial sets
 
 
@@ -96,12 +99,15 @@ def _findings(group: str, name: str, pairs: Sequence[tuple[str, str, str]]) -> I
     yield Finding(choice, "has an option", "" if keys else f"conf/{group}/{name}.yaml is missing")
     own = {key: value for key, value in keys.items() if key not in NOT_OWN}
     for draft, policy, other in pairs:
-        yield Finding(choice, f"is lossless with {other}", _first(partial(wrong_tokens, draft, policy, own)))
-        yield Finding(
-            choice, f"takes the bytes it declares with {other}", _first(partial(wrong_bytes, draft, policy, own))
-        )
+        checks = {
+            "is lossless": wrong_tokens,
+            "stays within its limits": wrong_calls,
+            "takes the bytes it declares": wrong_bytes,
+        }
         if DRAFTS[draft].facts.serves:
-            yield Finding(choice, f"serves with {other}", _first(partial(wrong_rows, draft, policy, own)))
+            checks["serves"] = wrong_rows
+        for name, check in checks.items():
+            yield Finding(choice, f"{name} with {other}", _first(partial(check, draft, policy, own)))
 
 
 def _first(mistakes: Callable[[], Iterator[str]]) -> str:
@@ -119,6 +125,43 @@ def wrong_tokens(draft: str, policy: str, keys: dict[str, Any]) -> Iterator[str]
         batch.decoder.prefill(engine.prefill_chunk)
         if not both_ways(batch)[0]:
             yield f"its output is not the target's at gamma {gamma}, budget {budget}"
+
+
+def wrong_calls(draft: str, policy: str, keys: dict[str, Any]) -> Iterator[str]:
+    """Yield what a draft or its caches do that the round would clamp, mask or ignore."""
+    ranks: list[float] = []
+    for gamma, budget in SIZES:
+        engine = _trial(draft, policy, gamma, budget, keys)
+        sampling = replace(engine, sampling=replace(SAMPLED, seed=gamma))
+        try:
+            _decode_again(engine)
+            ranks += _decoded(sampling)[1].ranks.values()
+        except Broken as error:
+            yield f"{error}, at gamma {gamma}, budget {budget}"
+    if drawn_otherwise(ranks):
+        yield "q_BGV: the tokens are not drawn from the distributions that it returns"
+
+
+def _decoded(engine: NativeEngine) -> tuple[Batch, Watch, Rounds]:
+    """Decode a batch, and return it with what its draft did and the rounds."""
+    batch = engine.open(random_prompts(LENGTHS, seed=engine.gamma))
+    assert batch.draft is not None
+    watch = Watch(batch.draft, engine.gamma, VOCAB)
+    batch.decoder.prefill(engine.prefill_chunk)
+    return batch, watch, rounds_of(batch.decoder.generate(batch.draft))
+
+
+def _decode_again(engine: NativeEngine) -> None:
+    """Decode a batch, then again, with other tokens behind those that count, and with a smaller gamma. Raise Broken."""
+    batch, watch, rounds = _decoded(engine)
+    if rounds != rounds_of(batch.decoder.generate(batch.draft)):
+        raise Broken("prefill: leaves something of an earlier pass: the same prompts have other proposals accepted")
+    watch.junk = True
+    if rounds != rounds_of(batch.decoder.generate(batch.draft)):
+        raise Broken("propose: reads tokens behind the end of a row, which are left over from earlier rounds")
+    watch.junk = False
+    if engine.gamma > 1:
+        batch.decoder.generate(batch.draft, gamma=engine.gamma - 1)
 
 
 def wrong_bytes(draft: str, policy: str, keys: dict[str, Any]) -> Iterator[str]:
@@ -158,7 +201,14 @@ def wrong_rows(draft: str, policy: str, keys: dict[str, Any]) -> Iterator[str]:
             yield f"copy_row leaves out what proposals depend on, at gamma {gamma}, budget {budget}"
 
 
-def _trial(draft: str, policy: str, gamma: int, budget: int, keys: dict[str, Any], device: str = "cpu") -> NativeEngine:
+def _trial(
+    draft: str,
+    policy: str,
+    gamma: int,
+    budget: int,
+    keys: dict[str, Any],
+    device: str = "cpu",
+) -> NativeEngine:
     """Return an engine with a small model, and one like it where the draft needs one."""
     target = small_model()
     model = small_drafter(draft, target, 0.15)

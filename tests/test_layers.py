@@ -7,7 +7,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS = """threads version | commands errors units | rules fingerprint | architectures | hugging_face | heads plugins |
 config | costmodel | kernels | verification data | attention | models | cache | decoding | drafts |
-engine | measure | serving | peers | tracking | planning | scenarios | http calibrate"""
+contracts | engine | measure | serving | peers | tracking | planning | scenarios | http calibrate"""
 RANKS = {name: rank for rank, names in enumerate(LAYERS.split("|")) for name in names.split()}
 # The command line, the Python API and modules run with python -m may import from every layer. Only they import each
 # other, and the package itself offers the API: a module that imports a name from it imports whatever the API does.
