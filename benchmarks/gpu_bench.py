@@ -79,7 +79,7 @@ REHEARSAL = Sizes(
     matmul=128,
     pair_context=256,
     pair_batches=(1, 2),
-    new_tokens=8,
+    new_tokens=16,
     repeats=1,
     tests=(("tests/engine/test_gpu.py", "streaming"),),
 )

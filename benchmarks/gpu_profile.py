@@ -10,6 +10,7 @@ from gpu_store import Record
 from page import ROOT
 
 from magicdec.decoding.timers import synchronize
+from magicdec.errors import UserError
 
 PREDICTED = ROOT / "docs/predictions/gpu.csv"
 ROUNDS = 3
@@ -60,7 +61,10 @@ def profiled(bench: Bench) -> Record:
         for _ in range(ROUNDS):
             step()
         synchronize(bench.device)
+    rested = bool(opened.decoder.state.finished_B.any())
     opened.close()
+    if rested:  # waking rows between rounds would add kernels
+        raise UserError("rows have ended before the last round, and cost nothing in it; generate more tokens")
     times: Counter[str] = Counter(dict.fromkeys(ON_THE_PAGE, 0.0))
     events = [event for event in profiler.events() if not on_gpu or "cuda" in str(event.device_type).lower()]
     for event in events:

@@ -82,6 +82,13 @@ class State:
         self.accepted_RB.fill_(INACTIVE)
         self.committed_RB.zero_()
 
+    def wake(self) -> None:
+        """Let every row take part in the next round, which is timed. A row at its limit commits nothing more.
+
+        The tokens are no continuation from here on: call `start` before decoding.
+        """
+        self.finished_B.zero_()
+
     def recent_BT(self, count: int) -> Tensor:
         """Return the last `count` committed tokens of every row (B, count)."""
         index = self.num_tokens_B[:, None] + torch.arange(-count, 0, device=self.tokens_BS.device)

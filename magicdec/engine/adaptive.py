@@ -1,13 +1,18 @@
 """Adaptive gamma: how many tokens to propose, decided while a batch is decoded (draft.gamma=auto).
 
-A round of each gamma is timed beforehand, on the batch itself; how often proposals are accepted is estimated from the
-rounds so far. Together they give the time per token of each gamma, to hold against an autoregressive step's.
+A round of each gamma is timed beforehand, on the batch itself, with all of its rows; how often proposals are accepted
+is estimated from the rounds so far. Together they give the time per token of each gamma, to hold against an
+autoregressive step's.
+
+- Timed rounds go on from the end of the prompts, so that their contexts are at most `generate_len` tokens longer.
+- Times are not taken again when rows finish: what is chosen for the rows that are left is best for the whole batch.
 
 B rows.
 """
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 
 import torch
 from torch import Tensor
@@ -17,7 +22,7 @@ from magicdec.decoding.state import INACTIVE, State
 from magicdec.decoding.timers import Stopwatch
 from magicdec.engine.graphs import Cycle
 
-TIMED_ROUNDS = 3  # of each gamma; the fastest counts, because disturbances make a round slower, never faster
+TIMED_ROUNDS = 3  # of each gamma and kind; the fastest counts, because disturbances make a round slower, never faster
 PRIOR_ALPHA, PRIOR_JUDGED = 0.7, 4.0  # what is believed before the first round, and how many proposals that is worth
 PRIOR_ROWS = 16.0  # rows that "as the proposal before it" is worth, of a proposal that is rarely made
 DECAY = 0.95  # of what has been seen, in every round: text changes
@@ -70,6 +75,11 @@ def better(costs: Mapping[int, float], gamma: int) -> int:
     return best if gamma not in costs or costs[best] < (1 - MARGIN) * costs[gamma] else gamma
 
 
+def _mean_of_fastest(turns: Sequence[Sequence[float]]) -> float:
+    """Return the mean over the kinds of rounds of the fastest of each kind; a turn has a round of every kind."""
+    return fmean(map(min, zip(*turns, strict=True)))
+
+
 class AdaptiveCycle(Cycle):
     """Rounds of the gamma that is best so far, or autoregressive steps if none pays.
 
@@ -84,8 +94,7 @@ class AdaptiveCycle(Cycle):
         """
         self._cycles, self._state = cycles, state
         for cycle in cycles.values():  # kernels are compiled, libraries loaded: a warm-up, as of all that is timed
-            cycle()
-            state.forget_rounds()
+            cycle.timed(state)
         with Stopwatch(state.tokens_BS.device) as watch:
             self._seconds = self._timed_rounds()
         self.timing_seconds = watch.seconds
@@ -124,15 +133,14 @@ class AdaptiveCycle(Cycle):
             self._cycles[best].restart()
 
     def _timed_rounds(self) -> dict[int, float]:
-        """Return the seconds of a round of each gamma; the gammas take turns, so that a slow spell hits all."""
-        fastest = dict.fromkeys(self._cycles, float("inf"))
-        for _ in range(TIMED_ROUNDS):
-            for gamma, cycle in self._cycles.items():
-                with Stopwatch(self._state.tokens_BS.device) as watch:
-                    cycle()
-                self._state.forget_rounds()
-                fastest[gamma] = min(fastest[gamma], watch.seconds)
-        return fastest
+        """Return the seconds of a round of all rows, by gamma: the mean over the kinds of rounds that take turns.
+
+        The gammas take turns, so that a slow spell hits all.
+        """
+        turns = [
+            {gamma: cycle.timed(self._state) for gamma, cycle in self._cycles.items()} for _ in range(TIMED_ROUNDS)
+        ]
+        return {gamma: _mean_of_fastest([turn[gamma] for turn in turns]) for gamma in self._cycles}
 
     def _post(self) -> None:
         """Request the counters of the round just queued."""

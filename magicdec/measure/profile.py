@@ -1,7 +1,8 @@
 """Time the parts of a round one by one: T_T, T_D, T_V, and what the round costs beyond their sum.
 
 Headline numbers come from a loop of their own, without synchronisation. These come from a short separate pass, in which
-the parts alternate, so that a machine that slows down slows all of them.
+the parts alternate, so that a machine that slows down slows all of them. Every row takes part in every step, also where
+its text has ended: the times are those of the whole batch.
 """
 
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from statistics import fmean, median
 
 import torch
 
-from magicdec.decoding.timers import Stopwatch
+from magicdec.decoding.timers import seconds_of_all_rows
 from magicdec.engine.decoder import Decoder
 from magicdec.engine.graphs import Step, nothing
 from magicdec.engine.native import Batch
@@ -76,22 +77,17 @@ def _alternate(decoder: Decoder, parts: dict, repeats: int, prepare: Callable[[]
         for name, (run, undo) in parts.items()
     }
     samples: dict[str, list[float]] = {name: [] for name in parts}
-    for index in range(WARMUP + repeats):
+    for _ in range(WARMUP + repeats):
         for name, (_, undo) in parts.items():
-            with Stopwatch(decoder.device) as watch:
-                steps[name]()
+            samples[name].append(1e3 * seconds_of_all_rows(steps[name], decoder.state))
             undo()
-            if index >= WARMUP:
-                samples[name].append(1e3 * watch.seconds)
-    return {name: median(values) for name, values in samples.items()}
+    return {name: median(values[WARMUP:]) for name, values in samples.items()}
 
 
 def _rounds_ms(batch: Batch, repeats: int, gamma: int) -> float:
-    """Time whole rounds, run as generation runs them; a finished row keeps its cost."""
+    """Time whole rounds of all rows, run as generation runs them: the mean over the kinds that take turns."""
     assert batch.draft is not None
-    step, phases = batch.decoder.cycle(batch.draft, gamma), batch.draft.phases
+    cycle = batch.decoder.cycle(batch.draft, gamma)
     batch.restart()
-    number = min((WARMUP + ceil(repeats / phases)) * phases, batch.decoder.state.max_rounds)
-    samples = seconds_of(step, batch.decoder.device, number)
-    kinds = [samples[phase::phases] for phase in range(min(phases, len(samples)))]
-    return 1e3 * fmean(median(one[WARMUP:] or one) for one in kinds)
+    turns = [cycle.timed(batch.decoder.state) for _ in range(WARMUP + ceil(repeats / batch.draft.phases))]
+    return 1e3 * fmean(map(median, zip(*turns[WARMUP:], strict=True)))

@@ -7,13 +7,16 @@ from bisect import bisect_left
 import pytest
 import torch
 
+from magicdec.cache.verify_guided import VerifyGuidedCache
 from magicdec.config import choices
 from magicdec.costmodel.speedup import omega, speedup
+from magicdec.decoding import timers
 from magicdec.decoding.state import State
 from magicdec.engine.adaptive import AdaptiveCycle, Estimate
 from magicdec.engine.audit import audit
 from magicdec.engine.native import warm_up
 from magicdec.measure import metrics
+from tests.clock import count_slots
 from tests.engine.test_graphs import CASES, TARGET
 from tests.small import drafting
 
@@ -35,6 +38,9 @@ class Simulated:
 
     def restart(self) -> None:
         pass
+
+    def timed(self, state: State) -> list[float]:
+        return []
 
 
 def simulated(monkeypatch, alpha: float, draft: float, verify: float, seed: int = 0) -> AdaptiveCycle:
@@ -126,6 +132,48 @@ def test_tokens_of_a_round_where_rows_differ():
         estimate.learn(5, [5, 5, 0, 0])
     assert estimate.alpha == pytest.approx(5 / 6, abs=0.01)
     assert estimate.tokens(5) == pytest.approx(3.5, abs=0.25)
+
+
+LENGTHS, ENDS = [100, 130, 110, 120], [2, 40, 5, 40]  # of rows: their prompts, and tokens until they end
+
+
+@pytest.mark.parametrize("generate_len", [4, 40])
+@pytest.mark.parametrize(("draft", "policy"), [("self", "streaming"), ("self", "full"), ("model", "streaming")])
+def test_timed_rounds_are_those_of_all_rows(draft, policy, generate_len, monkeypatch):
+    """A bound: each takes what the first round of decoding takes, or more by the growth of a context at most.
+
+    Most rows end while gammas are timed. Time is what is read.
+    """
+    count_slots(monkeypatch)
+    keys = {"policy": policy, "budget": 16, "num_sink": 2, "generate_len": generate_len}
+    batch = drafting(draft, TARGET, LENGTHS, gamma="auto", **keys)
+    decoder, state = batch.decoder, batch.decoder.state
+    state.limit_B.copy_(state.prompt_len_B + torch.tensor(ENDS).clamp(max=generate_len))
+    warm_up(batch)
+    adaptive = decoder.cycle_for(batch.draft)
+    assert set(adaptive._seconds) == {0, *choices.AUTO_GAMMAS}
+    for gamma, seconds in adaptive._seconds.items():
+        decoded = decoder.generate(batch.draft, gamma=gamma) if gamma else decoder.generate()
+        truth = metrics.round_history(decoded)[0]
+        assert truth["rows"] == len(LENGTHS)
+        assert 1 <= seconds / truth["seconds"] <= 1 + generate_len / min(LENGTHS)
+
+
+def test_rounds_of_every_kind_are_timed(monkeypatch):
+    """A choice that takes a second by a clock of its own, in one round of three: a third of it, for each gamma."""
+    late, refresh = [0.0], VerifyGuidedCache._refresh
+    monkeypatch.setattr(timers.time, "perf_counter", lambda: late[0])
+
+    def slow(*arguments):
+        late[0] += 1.0
+        refresh(*arguments)
+
+    monkeypatch.setattr(VerifyGuidedCache, "_refresh", slow)
+    keys = {"policy": "verify_guided", "budget": 16, "refresh": 3, "generate_len": 20}
+    batch = drafting("self", TARGET, [40, 50], gamma="auto", **keys)
+    warm_up(batch)
+    seconds = batch.decoder.cycle_for(batch.draft)._seconds
+    assert seconds == pytest.approx({0: 0.0} | dict.fromkeys(choices.AUTO_GAMMAS, 1 / 3))
 
 
 class Scripted(AdaptiveCycle):

@@ -3,11 +3,13 @@
 import time
 
 import pytest
+import torch
 
 from magicdec.cache.verify_guided import VerifyGuidedCache
-from magicdec.config.registry import POLICIES
+from magicdec.config.registry import DRAFTS, POLICIES
 from magicdec.decoding import timers
 from magicdec.measure.profile import profile_round
+from tests.clock import SECONDS, count_slots
 from tests.small import drafting, small_model
 
 PARTS = {"target_decode_ms", "draft_ms", "verify_ms", "round_ms", "overhead_ms"}
@@ -46,6 +48,32 @@ def test_the_choice_of_a_round_is_its_own_part(monkeypatch, refresh):
     assert times["select_ms"] == pytest.approx(1000, abs=100)
     assert times["round_ms"] == pytest.approx(1000 / refresh, abs=100)
     assert abs(times["overhead_ms"]) < 100
+
+
+@pytest.mark.parametrize("limits", [[1, 30, 30], [1, 1, 1], [2, 30, 7], [30, 30, 30]])
+@pytest.mark.parametrize(("draft", "policy"), [("self", "full"), ("self", "streaming"), ("model", "streaming")])
+def test_every_part_is_of_all_rows(draft, policy, limits, monkeypatch):
+    """Rows that end at their first token, or while rounds are timed, cost what they did. Time is what is read."""
+    count_slots(monkeypatch)
+    lengths, gamma, budget = [100, 140, 120], 5, 16
+    keys = {"policy": policy, "gamma": gamma, "budget": budget, "num_sink": 2, "generate_len": 30}
+    batch = drafting(draft, small_model(), lengths, 0.1, **keys)
+    state = batch.decoder.state
+    state.limit_B.copy_(state.prompt_len_B + torch.tensor(limits))
+    times = profile_round(batch, 30)
+    slots = {name: ms / 1e3 / SECONDS for name, ms in times.items()}
+    assert slots["target_decode_ms"] == pytest.approx(sum(lengths) + len(lengths))
+    assert slots["verify_ms"] == pytest.approx(sum(lengths) + len(lengths) * (gamma + 1))
+    longest = len(lengths) * (gamma + 1) * max(limits)  # by which the passes of a round may be longer
+    assert 0 <= round(slots["overhead_ms"], 6) <= longest
+
+
+@pytest.mark.parametrize("draft", list(DRAFTS))
+def test_rows_at_their_limit_go_on_being_timed(draft):
+    """Many more rounds than the text has tokens, of every draft: no buffer overflows, all logits stay finite."""
+    keys = {"policy": "streaming", "gamma": 3, "budget": 16, "num_sink": 2, "generate_len": 2}
+    times = profile_round(drafting(draft, small_model(), [40, 50], 0.1, **keys), 20)
+    assert times["round_ms"] > 0
 
 
 def test_no_draft_has_one_part():
