@@ -189,25 +189,43 @@ def round_history(generation: Generation) -> list[dict[str, float | int]]:
     return history
 
 
-def agreement(measured: Mapping[str, Any], speculative: Iterable[Generation], growth: float) -> Metrics:
+def agreement(
+    measured: Mapping[str, Any],
+    autoregressive: Iterable[Generation],
+    speculative: Iterable[Generation],
+    growth: float,
+) -> Metrics:
     """Return `agreement/*`: the factor by which a time is outside the range that the profile allows; 1.0 within it.
 
     Decoding passes and profile time the same steps, so that a disturbed run is found without repeats. The profile is of
-    the end of the prompts; over a pass, a step may get longer by up to `growth`, as its context does. Only rounds of
-    the profiled gamma are compared.
+    all rows at the end of the prompts. So only rounds that all rows take part in are compared, and only those of the
+    profiled gamma; over a pass, a step may get longer by up to `growth`, as its context does.
     """
     found: Metrics = {}
-    step, gamma = measured["time/target_decode_ms"], measured.get("gamma")
-    if measured["autoregressive/time_per_output_token_ms"] > 0:  # not NaN
-        time = measured["autoregressive/time_per_output_token_ms"]
-        found["agreement/target_decode"] = time / min(max(time, step), step * growth)
-    if "time/round_ms" not in measured:
-        return found
-    histories = [[row["seconds"] for row in round_history(g) if row["gamma"] == gamma] for g in speculative]
-    if passes := [1e3 * fmean(seconds) for seconds in histories if seconds]:
-        time, least = median(passes), measured["time/round_ms"]
-        found["agreement/round"] = time / min(max(time, least), least * growth)
+    steps = {"target_decode": (autoregressive, 0), "round": (speculative, measured.get("gamma"))}
+    for name, (generations, gamma) in steps.items():
+        passes = [seconds for one in generations if (seconds := _seconds_of_all_rows(one, gamma))]
+        if passes:
+            time, least = 1e3 * median(map(fmean, passes)), measured[f"time/{name}_ms"]
+            found[f"agreement/{name}"] = time / min(max(time, least), least * growth)
     return found
+
+
+def _seconds_of_all_rows(generation: Generation, gamma: int | None) -> list[float]:
+    """Return the seconds of the rounds of one gamma that all rows took part in."""
+    num_rows = generation.accepted_RB.shape[1]
+    rounds = round_history(generation)
+    return [one["seconds"] for one in rounds if one["rows"] == num_rows and one["gamma"] == gamma]
+
+
+def mean_round_s(generation: Generation) -> float:
+    """Return the mean seconds of a row's rounds, which its time per token consists of.
+
+    A round counts once for each row that took part: the rounds of the rows that are left in the end are short, and few
+    of all rows' rounds.
+    """
+    rounds = round_history(generation)
+    return fmean((one["seconds"] for one in rounds), weights=[one["rows"] for one in rounds])
 
 
 def spread(values: list[float]) -> float:

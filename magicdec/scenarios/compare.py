@@ -100,9 +100,9 @@ def run(plan: Plan, run: "Run", progress: Progress) -> Outcome:
                 profile |= _roofline(plan, batch, profile)  # last: the bandwidth's measurement takes memory
     figures = session.figures
     results = figures.metrics() | {"prefill/shared": any(session.prefills_shared)} | gpu.metrics() | profile
-    speculative = [generation for repeat in figures.repeats.speculative for generation in repeat]
+    plain, fast = (figures.repeats.generations(way) for way in WAYS)
     growth = 1 + plan.config.batch.generate_len / 2 / fmean(map(len, session.prompts.tokens))
-    results |= metrics.agreement(results, speculative, growth)
+    results |= metrics.agreement(results, plain, fast, growth)
     outputs = figures.outputs
     if plan.config.draft.synthetic_acceptance is None:  # otherwise what is written means nothing
         results |= outputs.accuracy(tokenizer)

@@ -35,7 +35,7 @@ class Figures:
     @property
     def gamma(self) -> int:
         """Return the gamma of most rounds; 0 without a draft."""
-        speculative = [generation for repeat in self.repeats.speculative for generation in repeat]
+        speculative = self.repeats.generations("speculative")
         if not speculative:
             return 0
         return metrics.usual_gamma(speculative) or self.plan.config.gammas[-1]  # all rows ended at once

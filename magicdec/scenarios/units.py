@@ -154,6 +154,10 @@ class Repeats:
         generations = [[unit.speculative for unit in repeat] for repeat in self.repeats]
         return [[g for g in repeat if g is not None] for repeat in generations]
 
+    def generations(self, way: str) -> list[Generation]:
+        """Return the generations of all repeats and batches in one way; [] for a way that is not measured."""
+        return [unit.ways[way] for repeat in self.repeats for unit in repeat if way in unit.ways]
+
     def tokens(self, way: str) -> list[list[int]]:
         """Return the new tokens of all rows: all repeats have the same."""
         return [row for unit in self.repeats[0] for row in unit.ways[way].tokens] if way in self.ways else []

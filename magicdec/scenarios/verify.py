@@ -5,10 +5,11 @@ for the schedule; the turns in between judge it.
 """
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any, NamedTuple
 
 from rich.console import Group
@@ -31,6 +32,8 @@ from magicdec.scenarios.outcome import Outcome
 from magicdec.tracking.cells import new_table
 from magicdec.tracking.progress import Progress
 from magicdec.tracking.store import Run
+
+log = logging.getLogger(__name__)
 
 
 class Found(NamedTuple):
@@ -68,9 +71,14 @@ def run(plan: Plan, run: Run, progress: Progress) -> Outcome:
         for context in scenario.context_lens:
             prompts = build.prompts(plan, tokenizer, max(scenario.batch_sizes), context).tokens
             for rows in scenario.batch_sizes:
-                found.append(_measured(engine, prompts, rows, scenario))
-                run.write_lines("history", map(_line, found))
+                if (measured := _measured(engine, prompts, rows, scenario)) is not None:
+                    found.append(measured)
+                    run.write_lines("history", map(_line, found))
+                else:
+                    log.warning("left out: %d rows of %d tokens, which all end at their first token", rows, context)
                 task.advance(1)
+        if not found:
+            raise UserError("data: every row ends at its first token; choose other prompts or sampling.ignore_eos=true")
     by = _schedule(plan, scenario, found)
     shares = [share_of_best(one.turns, by.gamma(one.cell.batch, one.cell.context)) for one in found]
     results: metrics.Metrics = {"device": plan.device_name, **plan.sources}
@@ -94,9 +102,12 @@ def _from(file: str) -> Schedule:
         raise UserError(f"scenario.file={file}: {error}") from None
 
 
-def _measured(engine: NativeEngine, prompts: list[list[int]], rows: int, scenario: Verify) -> Found:
+def _measured(engine: NativeEngine, prompts: list[list[int]], rows: int, scenario: Verify) -> Found | None:
     """Decode batches of so many rows with every gamma in turn. Turns take the prompts one batch after another, so that
     small batches are not a matter of the first prompt.
+
+    The context is the mean length of all prompts: rows of a corpus may have lengths of their own. Return None if
+    nothing is decoded, because every row ends at its first token.
     """
     gammas, turns, timed = [0, *_gammas(scenario)], list[dict[int, float]](), list[dict[int, float]]()
     rounds = {gamma: metrics.Rounds() for gamma in gammas[1:]}
@@ -105,11 +116,11 @@ def _measured(engine: NativeEngine, prompts: list[list[int]], rows: int, scenari
         batch = engine.open(prompts[group * rows : (group + 1) * rows])
         batch.decoder.prefill(engine.prefill_chunk)
         warm_up(batch)
-        for gamma in gammas:
-            _decoded(batch, gamma)
-        for _ in range(group, scenario.repeats, groups):
+        warmed_up = [_decoded(batch, gamma) for gamma in gammas]
+        decodes = any(len(row) > 1 for row in warmed_up[0].tokens)
+        for _ in range(group, scenario.repeats, groups) if decodes else ():
             if scenario.steps == "measured":
-                timed.append({gamma: _round_s(_decoded(batch, gamma)) for gamma in gammas})
+                timed.append({gamma: metrics.mean_round_s(_decoded(batch, gamma)) for gamma in gammas})
             decoded = {gamma: _decoded(batch, gamma) for gamma in gammas}
             times = {gamma: metrics.row_times(one, 0.0) for gamma, one in decoded.items()}
             seconds = {gamma: metrics.time_per_output_token_ms(rows) for gamma, rows in times.items()}
@@ -117,14 +128,12 @@ def _measured(engine: NativeEngine, prompts: list[list[int]], rows: int, scenari
             for gamma in rounds:
                 rounds[gamma].update(metrics.rounds_of(decoded[gamma]))
         batch.close()
+    if not turns:
+        return None
     steps = {gamma: median(one[gamma] for one in timed) for gamma in gammas if timed}
-    cell = Cell(rows, len(prompts[0]), {gamma: median(one[gamma] for one in turns) for gamma in gammas})
+    speedups = {gamma: median(one[gamma] for one in turns) for gamma in gammas}
+    cell = Cell(rows, round(fmean(map(len, prompts))), speedups)
     return Found(cell, turns, rounds, steps)
-
-
-def _round_s(generation: Generation) -> float:
-    """Return the mean seconds of a round, which are what a row's time per token consists of."""
-    return generation.round_seconds[-1] / len(generation.round_seconds)
 
 
 def _decoded(batch: Batch, gamma: int) -> Generation:
@@ -141,7 +150,8 @@ def _schedule(plan: Plan, scenario: Verify, found: Sequence[Found]) -> Schedule:
     """Return the schedule of the file, or the one that follows from the acceptance at each context and gamma."""
     if scenario.file:
         return _from(scenario.file)
-    seconds = _predicted_steps(plan, scenario) if scenario.steps == "predicted" else {}
+    contexts = sorted({one.cell.context for one in found})
+    seconds = _predicted_steps(plan, scenario, contexts) if scenario.steps == "predicted" else {}
     seconds |= {one.cell[:2]: one.steps for one in found if scenario.steps == "measured"}
     tokens = max(1, plan.config.batch.generate_len - 1)  # the prefill gives the first
     cells: list[Cell] = []
@@ -154,13 +164,15 @@ def _schedule(plan: Plan, scenario: Verify, found: Sequence[Found]) -> Schedule:
     return schedule(cells, scenario.tolerance)
 
 
-def _predicted_steps(plan: Plan, scenario: Verify) -> dict[tuple[int, int], Mapping[int, float]]:
+def _predicted_steps(
+    plan: Plan, scenario: Verify, contexts: Sequence[int]
+) -> dict[tuple[int, int], Mapping[int, float]]:
     """Return the predicted seconds of a round by gamma, and of a step for 0, at every batch and context."""
     known = device_in(plan.device_name)
     bandwidth = None if known else read_bandwidth(plan.device) / 1e9
     setup = plan.setup(bandwidth, None if known else matmul_rate(plan.device, plan.dtype) / 1e12)
     seconds: dict[tuple[int, int], Mapping[int, float]] = {}
-    for context in scenario.context_lens:
+    for context in contexts:
         for batch in batches_up_to(max(scenario.batch_sizes)):
             at = setup.at(batch=batch, context=context + plan.config.batch.generate_len // 2)
             rounds = {gamma: round_times(at, gamma).round_s for gamma in _gammas(scenario)}

@@ -11,9 +11,11 @@ from magicdec.costmodel.speedup import omega
 from magicdec.engine.decoder import Generation
 from magicdec.measure import metrics
 from magicdec.measure.intervals import acceptance_intervals
+from magicdec.measure.profile import profile_round
 from magicdec.scenarios.outputs import speeds
 from magicdec.scenarios.units import Repeats, Unit
 from magicdec.units import WAYS
+from tests.clock import count_slots
 from tests.small import drafting, small_model
 
 # Two rows, gamma 2. Row 0 takes 3 + 1 tokens and ends in round 1; row 1 takes 1 + 2 + 1, cut at the limit in round 2.
@@ -138,27 +140,73 @@ def test_the_interval_of_a_speedup_is_that_of_its_repeats():
     assert found == pytest.approx([1.5, 1.1, 1.55, 0.3])
 
 
-PROFILE = {"time/target_decode_ms": 10.0, "time/round_ms": 1250.0}
+# The same rows, a token at a time: the last two steps are of one row alone.
+STEPS = Generation(
+    tokens=[[1, 2, 3], [1, 2, 3, 4, 5]],
+    accepted_RB=torch.tensor([[0, 0], [0, 0], [-1, 0], [-1, 0]], dtype=torch.int32),
+    committed_RB=torch.tensor([[1, 1], [1, 1], [0, 1], [0, 1]], dtype=torch.int32),
+    round_seconds=[0.009, 0.020, 0.021, 0.022],
+    gammas=[0, 0, 0, 0],
+    generate_len=5,
+)
+PROFILE = {"time/target_decode_ms": 10.0, "time/round_ms": 1000.0, "gamma": 2}
 
 
 @pytest.mark.parametrize(
     ("changes", "growth", "expected"),
     [
-        ({}, 1.1, (1.0, 1.0)),  # the rounds of GENERATION take 4 / 3 s on average
-        ({"autoregressive/time_per_output_token_ms": 325.0}, 1.0, (32.5, 4 / 3.75)),
-        ({"autoregressive/time_per_output_token_ms": 5.0}, 2.0, (0.5, 1.0)),
-        ({"autoregressive/time_per_output_token_ms": math.nan}, 1.1, (None, 1.0)),
-        ({"time/round_ms": 550.0}, 1.0, (1.0, 4000 / 3 / 550)),
-        ({"time/round_ms": 4000.0, "gamma": 3}, 1.0, (1.0, None)),  # no round of that gamma
+        ({}, 1.1, (1.0, 1.0)),  # steps of both rows take 10 ms on average, rounds 1 s
+        ({"time/target_decode_ms": 0.2}, 1.0, (50.0, 1.0)),
+        ({"time/target_decode_ms": 20.0}, 2.0, (0.5, 1.0)),
+        ({"time/round_ms": 500.0}, 1.5, (1.0, 4 / 3)),
+        ({"time/round_ms": 4000.0}, 1.0, (1.0, 0.25)),
+        ({"gamma": 3}, 1.0, (1.0, None)),  # no round of that gamma
     ],
 )
 def test_what_is_measured_twice_must_agree(changes, growth, expected):
-    measured = PROFILE | {"autoregressive/time_per_output_token_ms": 10.0, "gamma": 2} | changes
-    found = metrics.agreement(measured, [GENERATION], growth)
+    """As far as all rows take part."""
+    found = metrics.agreement(PROFILE | changes, [STEPS], [GENERATION], growth)
     factors = tuple(found.get(f"agreement/{name}") for name in ("target_decode", "round"))
     assert factors == pytest.approx(expected)
 
 
 def test_without_a_draft_the_step_alone_is_measured_twice():
-    measured = {"time/target_decode_ms": 10.0, "autoregressive/time_per_output_token_ms": 20.0}
-    assert metrics.agreement(measured, [], 1.0) == {"agreement/target_decode": 2.0}
+    found = metrics.agreement({"time/target_decode_ms": 5.0}, [STEPS], [], 1.0)
+    assert found == pytest.approx({"agreement/target_decode": 2.0})
+
+
+def test_rows_that_end_at_their_first_token_leave_nothing_to_compare():
+    accepted_RB = torch.tensor([[-1, 0], [-1, 0]], dtype=torch.int32)
+    alone = Generation([[1], [1, 2, 3]], accepted_RB, accepted_RB + 1, [1.0, 2.0], gammas=[0, 0])
+    assert metrics.agreement(PROFILE, [alone], [], 1.0) == {}
+
+
+@pytest.mark.parametrize("ends", [[60] * 4, [60, 6, 6, 6], [60, 50, 4, 4]])
+def test_undisturbed_passes_agree_with_the_profile_wherever_rows_end(ends, monkeypatch):
+    """Time is what is read. The profile's rounds are not quite the first ones: their contexts are a little longer."""
+    count_slots(monkeypatch)
+    keys = {"policy": "streaming", "gamma": 2, "budget": 16, "num_sink": 2, "generate_len": 60}
+    batch = drafting("self", small_model(), [200, 240, 220, 210], **keys)
+    state = batch.decoder.state
+    state.limit_B.copy_(state.prompt_len_B + torch.tensor(ends))
+    plain, fast = batch.decoder.generate(), batch.decoder.generate(batch.draft)
+    times = {f"time/{name}": ms for name, ms in profile_round(batch, 3).items()}
+    found = metrics.agreement(times | {"gamma": 2}, [plain], [fast], 1 + 60 / 200)
+    assert found == pytest.approx({"agreement/target_decode": 1.0, "agreement/round": 1.0}, rel=0.02)
+
+
+def test_a_rounds_time_counts_once_for_each_of_its_rows():
+    assert metrics.mean_round_s(GENERATION) == pytest.approx((2 * 1.0 + 2 * 1.0 + 1 * 2.0) / 5)
+
+
+def test_the_mean_round_is_that_of_all_rows_where_most_end_early(monkeypatch):
+    """Seven of eight rows end soon: what they wait for are rounds of all rows."""
+    count_slots(monkeypatch)
+    keys = {"policy": "streaming", "gamma": 2, "budget": 16, "num_sink": 2, "generate_len": 40}
+    batch = drafting("self", small_model(), [200] * 8, **keys)
+    state = batch.decoder.state
+    state.limit_B.copy_(state.prompt_len_B + torch.tensor([40] + [8] * 7))
+    fast = batch.decoder.generate(batch.draft)
+    whole = fast.round_seconds[0]
+    assert 0.6 * whole < metrics.mean_round_s(fast) < 1.1 * whole
+    assert fast.round_seconds[-1] / len(fast.round_seconds) < 0.5 * whole

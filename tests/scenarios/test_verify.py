@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -9,6 +10,7 @@ from magicdec.config.load import compose
 from magicdec.costmodel.engine_settings import read_vllm
 from magicdec.errors import UserError
 from magicdec.measure import metrics
+from magicdec.planning import build
 from magicdec.scenarios import verify
 from tests.runs import outcome
 
@@ -56,10 +58,58 @@ def test_without_a_file_the_schedule_is_predicted_from_the_acceptance_measured_h
 
 def test_a_schedule_of_measured_steps_takes_the_gamma_whose_rounds_were_fastest(monkeypatch):
     seconds = itertools.cycle([1.0, 0.01, 100.0])  # of a round without a draft, with gamma 1, with gamma 2
-    monkeypatch.setattr(verify, "_round_s", lambda generation: next(seconds))
+    monkeypatch.setattr(metrics, "mean_round_s", lambda generation: next(seconds))
     found = outcome(*SMALL, "scenario.steps=measured")
     assert {line["gamma"] for line in found.history} == {1}
     assert all(line["predicted/speedup/gamma_1"] > 90 > 1 > line["predicted/speedup/gamma_2"] for line in found.history)
+
+
+def test_acceptance_is_that_of_prompts_of_their_own_lengths(monkeypatch):
+    """Rows are shorter than `scenario.context_lens`. Were rounds free, a schedule would propose as much as it can."""
+    prompts = build.prompts
+
+    def shorter(*arguments):
+        whole = prompts(*arguments)
+        return replace(whole, tokens=[row[: len(row) - 20 - 2 * i] for i, row in enumerate(whole.tokens)])
+
+    def equal(plan, scenario, contexts):
+        return {(rows, context): dict.fromkeys((0, 1, 2), 1.0) for rows in (1, 2) for context in contexts}
+
+    monkeypatch.setattr(build, "prompts", shorter)
+    monkeypatch.setattr(verify, "_predicted_steps", equal)
+    found = outcome(*SMALL)
+    assert [line["context_len"] for line in found.history] == [107, 107, 235, 235]
+    for line in found.history:
+        assert line["gamma"] > 0
+        assert line["predicted/speedup/gamma_2"] > 1.2
+
+
+def ending_at_once(monkeypatch, rows: tuple[int, ...]) -> None:
+    """Let every row of batches of these sizes end at its first token."""
+    start = verify.NativeEngine.open
+
+    def opened(self, prompts):
+        batch = start(self, prompts)
+        state = batch.decoder.state
+        if len(prompts) in rows:
+            state.limit_B.copy_(state.prompt_len_B + 1)
+        return batch
+
+    monkeypatch.setattr(verify.NativeEngine, "open", opened)
+
+
+@pytest.mark.parametrize("steps", ["predicted", "measured"])
+def test_a_cell_whose_rows_all_end_at_their_first_token_is_left_out(steps, monkeypatch, caplog):
+    ending_at_once(monkeypatch, (1,))
+    found = outcome(*SMALL, f"scenario.steps={steps}")
+    assert [line["batch_size"] for line in found.history] == [2, 2]
+    assert "left out: 1 rows of 128 tokens" in caplog.text
+
+
+def test_where_every_row_ends_at_its_first_token_nothing_is_verified(monkeypatch):
+    ending_at_once(monkeypatch, (1, 2))
+    with pytest.raises(UserError, match="every row ends at its first token"):
+        outcome(*SMALL)
 
 
 def test_the_turns_of_a_small_batch_take_one_prompt_after_another(monkeypatch):
