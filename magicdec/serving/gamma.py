@@ -36,9 +36,9 @@ class Chooser:
         self._last[gamma] = self._rounds
         return gamma
 
-    def learn(self, rows: int, gamma: int, seconds: float, accepted: Sequence[int]) -> None:
-        """Learn from a round: its time, and the accepted proposals of every row."""
-        self._times[rows.bit_length()][gamma].append(seconds)
+    def learn(self, gamma: int, seconds: float, accepted: Sequence[int]) -> None:
+        """Learn from a round: its time, and the accepted proposals of every row that took part."""
+        self._times[len(accepted).bit_length()][gamma].append(seconds)
         if gamma:
             self._estimate.learn(gamma, accepted)
 

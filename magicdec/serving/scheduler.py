@@ -13,6 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from magicdec.decoding.state import INACTIVE
 from magicdec.errors import NonFinite
 from magicdec.serving.gamma import Chooser
 from magicdec.serving.request import Request
@@ -125,8 +126,10 @@ class Scheduler:
         """Give each request its tokens of a round. `tenants` had the slots then; some may have ended."""
         rows = reading.rows()
         if self._chooser and gamma is not None:
-            counts = [rows[slot][0] for slot, request in tenants.items() if request.end is None]
-            self._chooser.learn(len(tenants), gamma, reading.seconds, [count for count in counts if count >= 0])
+            # Where the host reads a round late, some had finished before it, and rested.
+            accepted_counts = [rows[slot][0] for slot in tenants if rows[slot][0] != INACTIVE]
+            if accepted_counts:
+                self._chooser.learn(gamma, reading.seconds, accepted_counts)
         for slot, request in tenants.items():
             if request.end is not None:
                 continue

@@ -41,6 +41,20 @@ def test_a_draft_that_is_always_right_stays_so_after_pauses(draft):
     assert all(proposed == accepted for proposed, accepted in rounds)
 
 
+def test_a_time_is_learned_for_the_rows_that_took_part(monkeypatch):
+    """Where the host reads a round late, a request that has ended is still a tenant of the next one, and rests."""
+    scheduler, learned = scheduler_of("self", "full", 5, num_slots=2), []
+    scheduler._lag = 1
+    monkeypatch.setattr(scheduler._chooser, "learn", lambda gamma, seconds, accepted: learned.append(len(accepted)))
+    prompts = random_prompts([20, 31])
+    requests = [Request(p, Params(count, ENDLESS)) for p, count in zip(prompts, [24, 60], strict=True)]
+    monkeypatch.setattr(Request, "count_round", lambda request, *_: took_part.append(request))
+    took_part: list[Request] = []
+    serve(scheduler, requests, 0)
+    assert 2 in learned
+    assert sum(learned) == len(took_part)
+
+
 class Machine:
     """Rounds that take `fixed` and a share of each row, by parts: in units of an autoregressive step of one row."""
 
@@ -72,7 +86,7 @@ def test_it_costs_little_more_than_the_best_gamma(alpha, draft, row, rows):
     machine, chooser, taken, tokens = Machine(alpha, draft, row), Chooser(GAMMAS), 0.0, 0.0
     for _ in range(2000):
         gamma = chooser.choose(rows)
-        chooser.learn(rows, gamma, *machine.round(rows, gamma))
+        chooser.learn(gamma, *machine.round(rows, gamma))
         taken, tokens = taken + machine.seconds(rows, gamma), tokens + omega(gamma, alpha)
     assert taken / tokens < 1.05 * machine.best(rows)
 
@@ -84,7 +98,7 @@ def test_it_follows_the_number_of_rows():
     for number in range(3000):
         rows = 1 if number // 100 % 2 else 32
         gamma = chooser.choose(rows)
-        chooser.learn(rows, gamma, *machine.round(rows, gamma))
+        chooser.learn(gamma, *machine.round(rows, gamma))
         chosen[rows].append(gamma)
     assert machine.best(32) == machine.seconds(32, 0)
     assert sum(gamma == 0 for gamma in chosen[32][-300:]) > 280
@@ -101,5 +115,5 @@ def test_where_nothing_pays_is_found_soon():
     machine, chooser = Memory(0.7, 0, 0), Chooser(GAMMAS)
     for rows in [32] * 200 + [1] * 20:
         gamma = chooser.choose(rows)
-        chooser.learn(rows, gamma, *machine.round(rows, gamma))
+        chooser.learn(gamma, *machine.round(rows, gamma))
     assert chooser.choose(1) == 0
