@@ -11,7 +11,7 @@ from typing import Any
 
 from magicdec.config.options import has_key
 from magicdec.config.registry import CORPORA
-from magicdec.config.schema import Assumed, Config
+from magicdec.config.schema import Assumed, Compare, Config, Profile, Serve
 from magicdec.errors import UserError
 from magicdec.rules import did_you_mean
 
@@ -20,13 +20,6 @@ from magicdec.rules import did_you_mean
 SECRET = re.compile(r"(?!.*_(PATH|FILE|DIR)$).*(KEY|TOKEN|SECRET|PASSWORD|PASSWD)S?(_|$)", re.IGNORECASE)
 SHORTEST_SECRET = 8
 MOST_HOURS = 24  # of the requests of one level of load
-# Keys that a scenario does not read, and what it reads instead.
-GRID = {
-    "batch.size": "scenario.batch_sizes",
-    "batch.context_len": "scenario.context_lens",
-    "draft.gamma": "scenario.gammas",
-}
-INSTEAD = {"profile": GRID, "verify": GRID}
 ONLY_AUTO = ("scenario.precision", "scenario.max_minutes")  # read with scenario.repeats=auto
 
 
@@ -79,7 +72,7 @@ def unread(config: Config, overrides: Sequence[str]) -> list[str]:
     for override in overrides:
         group, _, key = override.lstrip("+").partition("=")[0].partition(".")
         option = chosen.get(group)
-        if instead := INSTEAD.get(config.scenario.name, {}).get(f"{group}.{key}"):
+        if instead := config.scenario.at.get(f"{group}.{key}"):
             found.append(f"{override} has no effect with scenario={config.scenario.name}; set {instead}")
         elif f"{group}.{key}" in ONLY_AUTO and getattr(config.scenario, "repeats", "auto") != "auto":
             found.append(f"{override} has no effect without scenario.repeats=auto")
@@ -119,7 +112,7 @@ def check_length(config: Config, longest: int) -> None:
 def _run(config: Config) -> Iterator[str]:
     """Yield values that are right by themselves and wrong together, apart from those of the draft."""
     data, scenario, corpus = config.data, config.scenario, CORPORA[config.data.name].facts
-    if scenario.name == "compare" and scenario.repeats == "auto" and config.hardware.tensor_parallel > 1:
+    if isinstance(scenario, Compare) and scenario.repeats == "auto" and config.hardware.tensor_parallel > 1:
         ranks = f"hardware.tensor_parallel={config.hardware.tensor_parallel}"  # each would stop by its own clock
         yield f"scenario.repeats=auto: goes with one rank only, not with {ranks}; give a number"
     if isinstance(scenario, Assumed):
@@ -132,7 +125,7 @@ def _run(config: Config) -> Iterator[str]:
         valid = f"must be one of {', '.join(corpus.tasks)}" if corpus.tasks else f"data={data.name} has no tasks"
         yield f"data.task={data.task}: {valid}{did_you_mean(data.task, corpus.tasks)}"
     yield from data.mistakes()
-    if scenario.name != "serve":
+    if not isinstance(scenario, Serve):
         return
     if scenario.replays and not getattr(data, "arrival", None):
         yield f"scenario.replays={scenario.replays}: data={data.name} has no times of arrival; set data.arrival=FIELD"
@@ -154,11 +147,11 @@ def _peer(config: Config) -> Iterator[str]:
     if config.scenario.name not in config.engine.scenarios:
         valid = " and ".join(f"scenario={name}" for name in config.engine.scenarios)
         yield f"scenario.name={config.scenario.name}: {engine} goes with {valid} only; choose engine=native"
-    elif config.scenario.name == "compare" and config.scenario.repeats == "auto":
+    elif isinstance(config.scenario, Compare) and config.scenario.repeats == "auto":
         yield f"scenario.repeats=auto: {engine} decodes all repeats of one way after the other; give a number"
     if config.attention != "auto":
         yield f"attention={config.attention}: {engine} has attention of its own; leave it auto"
-    if ranks > 1 and not (config.engine.parallel and config.scenario.name == "serve"):
+    if ranks > 1 and not (config.engine.parallel and config.scenario.serves):
         yield f"hardware.tensor_parallel={ranks}: {engine} runs on one device here; set it to 1"
     for key, model in config.models.items():
         if model.weights == "random":
@@ -195,7 +188,7 @@ def _draft(config: Config) -> Iterator[str]:
 def _budget(config: Config) -> Iterator[str]:
     """Yield budgets that are too small for what they must hold."""
     key, gamma = "draft.gamma", max(config.gammas)
-    if config.scenario.name == "profile":
+    if isinstance(config.scenario, Profile):
         key, gamma = "scenario.gammas", max(config.scenario.gammas)
     for name, cache in config.budgeted.items():
         yield from cache.mistakes(name)
@@ -205,7 +198,7 @@ def _budget(config: Config) -> Iterator[str]:
 
 def _noise(config: Config) -> Iterator[str]:
     """Yield what acceptance cannot be measured on."""
-    if config.scenario.name not in ("compare", "serve", "verify") or config.draft.synthetic_acceptance is not None:
+    if not config.scenario.measures_acceptance or config.draft.synthetic_acceptance is not None:
         return
     sources = [f"{key}.weights=random" for key, model in config.models.items() if model.weights == "random"]
     for source in [*sources, f"data={config.data.name}"] if CORPORA[config.data.name].facts.is_noise else sources:

@@ -5,12 +5,14 @@ draft and engine have a class for each option, in the option's own module (magic
 scenario has one for each scenario, below.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from types import MappingProxyType
+from typing import Annotated, ClassVar, Literal, TypeVar
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
+from typing_extensions import override
 
 from magicdec.config.choices import CacheConfig, ModelChoice
 from magicdec.config.registry import AttentionName, Cache, Data, Draft, Engine
@@ -113,9 +115,39 @@ class SamplingConfig:
         return self.temperature == 0.0
 
 
+class Needs:
+    """What a kind of run needs, with the needs of most as defaults."""
+
+    predicts: ClassVar[bool] = False  # it loads no weights, and measures nothing
+    searches: ClassVar[bool] = False  # for drafts and caches of its own
+    reads_text: ClassVar[bool] = True
+    measures_acceptance: ClassVar[bool] = True
+    prefills_batches: ClassVar[bool] = False  # those of the data, which jobs of a sweep share
+    serves: ClassVar[bool] = False  # requests that come and go
+    audits: ClassVar[bool] = False  # the logits of what was written
+    at: ClassVar[Mapping[str, str]] = MappingProxyType({})  # keys of its own that replace general ones
+
+    def largest(self, batch: BatchConfig) -> tuple[int, int]:
+        """Return the rows and the context of the largest batch; `batch.size` is resolved."""
+        return int(batch.size), batch.context_len
+
+
+# Of scenarios that measure a grid.
+GRID = MappingProxyType(
+    {
+        "batch.size": "scenario.batch_sizes",
+        "batch.context_len": "scenario.context_lens",
+        "draft.gamma": "scenario.gammas",
+    }
+)
+
+
 @dataclass(frozen=True, config=STRICT)
-class Compare:
+class Compare(Needs):
     """Speculative next to autoregressive decoding of the same prompts."""
+
+    prefills_batches: ClassVar[bool] = True
+    audits: ClassVar[bool] = True
 
     name: Literal["compare"]
     repeats: AutoOrCount
@@ -125,8 +157,12 @@ class Compare:
 
 
 @dataclass(frozen=True, config=STRICT)
-class Profile:
+class Profile(Needs):
     """The times of a round's parts over a grid."""
+
+    reads_text: ClassVar[bool] = False
+    measures_acceptance: ClassVar[bool] = False
+    at: ClassVar[Mapping[str, str]] = GRID
 
     name: Literal["profile"]
     profile_repeats: Count
@@ -134,10 +170,16 @@ class Profile:
     context_lens: SomeCounts
     gammas: SomeCounts
 
+    @override
+    def largest(self, batch: BatchConfig) -> tuple[int, int]:
+        return max(self.batch_sizes), max(self.context_lens)
+
 
 @dataclass(frozen=True, config=STRICT)
-class Verify:
+class Verify(Needs):
     """A schedule of gammas next to every fixed gamma over a grid."""
+
+    at: ClassVar[Mapping[str, str]] = GRID
 
     name: Literal["verify"]
     file: str | None
@@ -150,8 +192,12 @@ class Verify:
 
 
 @dataclass(frozen=True, config=STRICT)
-class Assumed:
+class Assumed(Needs):
     """An assumed acceptance: alpha itself, or what an engine reported at a gamma of its own."""
+
+    predicts: ClassVar[bool] = True
+    reads_text: ClassVar[bool] = False
+    measures_acceptance: ClassVar[bool] = False
 
     alpha: Share | None
     acceptance_rate: Share | None
@@ -198,6 +244,8 @@ class Predict(Assumed):
 class Search(Assumed):
     """A search for the best configuration by the cost model."""
 
+    searches: ClassVar[bool] = True
+
     name: Literal["plan"]
     drafts: Annotated[list[str], Field(min_length=1)]
     policies: Annotated[list[str], Field(min_length=1)]
@@ -215,8 +263,10 @@ class Search(Assumed):
 
 
 @dataclass(frozen=True, config=STRICT)
-class Serve:
+class Serve(Needs):
     """Requests that come and go."""
+
+    serves: ClassVar[bool] = True
 
     name: Literal["serve"]
     concurrencies: Counts

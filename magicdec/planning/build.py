@@ -69,7 +69,7 @@ def prompts(
         path=c.data.path,
         task=c.data.task,
         keys=c.data,
-        most_new_tokens=c.batch.generate_len if c.scenario.name == "serve" else None,
+        most_new_tokens=c.batch.generate_len if c.scenario.serves else None,
     )
     return load_prompts(c.data.name, request)
 
@@ -96,7 +96,7 @@ def estimate(plan: Plan, num_rows: int, context_len: int) -> Memory:
     if plan.predicts:
         return held
     workspace, caches = memory.workspace_bytes(plan.device), held.target_kv + held.draft_kv
-    if plan.config.scenario.name != "serve":
+    if not plan.config.scenario.serves:
         found = _footprint(plan, num_rows, context_len)
         captured = found.of_rounds if plan.config.hardware.captures else 0
         return replace(held, transient=found.peak - caches + workspace, captured=captured)
@@ -117,7 +117,7 @@ def _footprint(plan: Plan, num_rows: int, context_len: int, prefills: bool = Tru
         part = Share(0, model.num_ranks, 0, plan.num_ranks)
         return _without_weights(model, plan, attention, part)
 
-    audited = plan.is_audited and plan.config.scenario.name != "serve"  # serving compares tokens alone
+    audited = plan.is_audited and plan.config.scenario.audits
     return footprint(_engine(plan, load), num_rows, context_len, audited, prefills)
 
 
@@ -149,11 +149,8 @@ def check_memory(plan: Plan, num_rows: int, context_len: int) -> Memory | None:
 
 
 def num_bytes(plan: Plan) -> float:
-    """Return the memory that the work needs on each device, at the largest point of a profile."""
-    batch, scenario = plan.config.batch, plan.config.scenario
-    if scenario.name == "profile":
-        return estimate(plan, max(scenario.batch_sizes), max(scenario.context_lens)).needed
-    return estimate(plan, int(batch.size), batch.context_len).needed
+    """Return the memory that the work needs on each device, for the largest batch."""
+    return estimate(plan, *plan.config.scenario.largest(plan.config.batch)).needed
 
 
 def _without_weights(model: Model, plan: Plan, attention: Attention, part: Share) -> Transformer:

@@ -29,7 +29,7 @@ def seconds(plan: Plan, attempts: Iterable[Mapping[str, Any]]) -> float | None:
     A prefill that an earlier run shares takes no time.
     """
     config = plan.config
-    if config.scenario.name != "compare" or config.engine.name != "native":
+    if not config.adds_repeats:
         return _earlier(attempts)
     key = prefill_key(plan, 0)
     is_shared = config.sweep.share == "prefill" and plan.num_ranks == 1 and key in _prefilled

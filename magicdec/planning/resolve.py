@@ -67,7 +67,7 @@ class Plan:
         """Return whether the work is a prediction."""
         return self.device.type == "meta"
 
-    @property
+    @cached_property
     def fingerprints(self) -> dict[str, str]:
         """Return the hashes of the checkpoints and the text that the run reads, and the version of another engine.
 
@@ -79,7 +79,7 @@ class Plan:
         found = {m.key: m.fingerprint for m in (self.target, self.draft) if m is not None and not remote}
         if self.config.engine.name != "native":
             found["engine"] = ENGINES[self.config.engine.name].work.installed(self.config.engine)
-        if self.config.scenario.name != "profile":
+        if self.config.scenario.reads_text:
             found |= {key: data.fingerprint(*source) for key, source in self.config.data.sources.items()}
         return found
 
@@ -122,10 +122,10 @@ class Plan:
                 tflops=h.tflops or (None if known else tflops),
             )
         hardware = configured(h.name, h.tensor_parallel, h.bandwidth_gbs, h.tflops, h.memory_gib, h.efficiency, stack)
-        plans = config.scenario.name == "plan"  # with drafts of its own
-        if not plans and not config.speculates:
+        searches = config.scenario.searches  # with drafts of its own
+        if not searches and not config.speculates:
             raise UserError("draft=none: there is no speculation to predict; choose draft=self or draft=model")
-        return self._setup(hardware, DRAFTS["self"].facts() if plans else config.draft)
+        return self._setup(hardware, DRAFTS["self"].facts() if searches else config.draft)
 
     def held(self, num_rows: int, context_len: int) -> Memory:
         """Return the weights and caches that a device holds for a batch of `num_rows`."""
@@ -157,7 +157,7 @@ class Plan:
         if on_cpu and (unused := driver_version()):
             why = f"driver {unused} is loaded, but PyTorch sees no GPU: this run uses the CPU"
             return [f"hardware=auto: {why}; magicdec doctor says why, and hardware=cpu silences this"]
-        has_model = config.scenario.name == "compare" and config.engine.name == "native" and config.speculates
+        has_model = config.adds_repeats and config.speculates
         if not has_model or CORPORA[config.data.name].facts.own_lengths:  # which are not known yet
             return []
         try:
@@ -171,7 +171,7 @@ def resolve(config: Config) -> Plan:
     """Return the plan of a run or a prediction. Raise UserError for mistakes that can be found without weights."""
     if config.engine.is_remote:
         return _remote(config)
-    predicts = config.scenario.name in ("predict", "plan")
+    predicts = config.scenario.predicts
     device, dtype = (torch.device("meta"), torch.bfloat16) if predicts else _device(config)
     config = replace(config, batch=_batch(config, device))
     if predicts:
@@ -233,8 +233,7 @@ def _batch(config: Config, device: torch.device) -> BatchConfig:
     if batch.size == "auto":
         batch = replace(batch, size=ROWS_ON[on])
     if batch.prefill_chunk == "auto" and device.type != "meta":
-        served = config.scenario.name == "serve"
-        chunk = SERVED_CHUNK_ON[on] if served else PASS_TOKENS_ON[on] // int(batch.size)
+        chunk = SERVED_CHUNK_ON[on] if config.scenario.serves else PASS_TOKENS_ON[on] // int(batch.size)
         batch = replace(batch, prefill_chunk=max(CHUNK, chunk))
     return batch
 

@@ -118,7 +118,7 @@ def prefill_key(plan: "Plan", first: int) -> Hashable:
 def keys(plan: "Plan") -> set[Hashable]:
     """Return the keys of everything that a run can take over."""
     models = {model_key(plan, model) for model in (plan.target, plan.draft) if model is not None}
-    if plan.config.scenario.name != "compare":  # the others prefill other prompts, or none
+    if not plan.config.scenario.prefills_batches:
         return models
     rows = int(plan.config.batch.size)
     return models | {prefill_key(plan, rows * number) for number in range(plan.config.batch.num_batches)}

@@ -96,4 +96,4 @@ def refuse_a_share(config: Config, launcher: str, settings: Mapping[str, Any]) -
 
 def measures(config: Config) -> bool:
     """Return whether a run takes times, which other runs would disturb."""
-    return config.scenario.name not in ("predict", "plan")
+    return not config.scenario.predicts
