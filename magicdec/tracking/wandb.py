@@ -297,7 +297,7 @@ def _log_files(opened: Any, name: str, kind: str, paths: Iterable[Path]) -> None
     artifact = wandb.Artifact(name, type=kind)
     for path in paths:
         if path.is_file():
-            artifact.add_file(str(path), policy="immutable")  # it is complete: no copy is made
+            artifact.add_file(str(path))  # a copy: repeats may be added before an offline run is sent
     opened.log_artifact(artifact)
 
 

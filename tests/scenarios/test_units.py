@@ -286,3 +286,14 @@ def test_tokens_that_never_repeat_end_the_session(measure, monkeypatch):
     assert (second.metrics["repeats"], second.metrics["repeats_left_out"]) == (3, compare.MOST_LEFT_OUT)
     assert second.metrics["speedup"] == first.metrics["speedup"]
     assert "other tokens" in second.metrics["repeats_left_out_why"]
+
+
+@pytest.mark.slow
+def test_added_repeats_update_the_same_run_of_weights_and_biases(measure):
+    first = measure("tracker=[wandb]", "scenario.repeats=1")
+    second = measure("tracker=[wandb]", "scenario.repeats=2")
+    logged = sorted((second.folder / "wandb").glob("offline-run-*"))
+    assert len(logged) == 2
+    assert all(path.name.endswith(f"-{first.folder.name}") for path in logged)
+    files = {path.name: path for path in logged[-1].glob("*.wandb")}
+    assert files, "the second session is there, to be sent in place of the first"
