@@ -22,6 +22,7 @@ from pydantic import Field, TypeAdapter
 from pydantic.dataclasses import dataclass
 
 from magicdec.config.load import compose, override
+from magicdec.data.tokenizer import encode_prompt
 from magicdec.engine.audit import near_tie, teacher_force
 from magicdec.engine.native import NativeEngine
 from magicdec.errors import UserError, exit_code
@@ -123,7 +124,9 @@ def judged(
     plan = resolve(compose([*sizes, *overrides]))
     texts = any(isinstance(line.prompt, str) for line in lines)
     tokenizer: Any = build.tokenizer(plan) if texts else None
-    prompts = [tokenizer.encode(one.prompt) if isinstance(one.prompt, str) else one.prompt or [] for one in lines]
+    prompts = [
+        encode_prompt(tokenizer, one.prompt) if isinstance(one.prompt, str) else one.prompt or [] for one in lines
+    ]
     _check(plan, lines, prompts)
     engine = build.engine(plan, progress)
     tie = near_tie(getattr(torch, engine_dtype) if engine_dtype else plan.dtype)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from magicdec.config.choices import DataConfig
+from magicdec.data.tokenizer import prefix_of
 from magicdec.errors import UserError
 
 # Documents are tokenised in sections of this many characters per token of the context, so that one window of a book
@@ -96,9 +97,7 @@ class PromptRequest:
         A window from the middle of a document starts with them too. A model trained with them relies on them: they are
         the first of the attention sinks that a streaming cache keeps.
         """
-        bare, full = (self.tokenizer.encode("a", add_special_tokens=special) for special in (False, True))
-        starts = [i for i in range(len(full) - len(bare) + 1) if full[i : i + len(bare)] == bare]
-        return tuple(full[: starts[0]]) if starts else ()
+        return prefix_of(self.tokenizer)
 
     def encode(self, text: str) -> Sequence[int]:
         """Return a text as token ids, without the prefix."""

@@ -13,6 +13,7 @@ from magicdec.config.registry import CORPORA
 from magicdec.data.base import PromptRequest, Prompts
 from magicdec.data.records import Unfit, check_text, records
 from magicdec.data.text import files_at
+from magicdec.data.tokenizer import encode_prompt
 from magicdec.errors import UserError
 
 
@@ -69,11 +70,11 @@ def encode(request: PromptRequest, prompt: str | list[dict[str, Any]], where: st
     """Return a prompt as token ids. Raise Unfit if it is empty or longer than `context_len`."""
     tokenizer = request.tokenizer
     if isinstance(prompt, str):
-        ids = tokenizer.encode(prompt, verbose=False)
+        ids = encode_prompt(tokenizer, prompt)
     elif getattr(tokenizer, "chat_template", None):
         ids = tokenizer.encode(_templated(tokenizer, prompt, where), add_special_tokens=False, verbose=False)
     else:  # a base model, which was trained on plain text
-        ids = tokenizer.encode("\n\n".join(message["content"] for message in prompt), verbose=False)
+        ids = encode_prompt(tokenizer, "\n\n".join(message["content"] for message in prompt))
     if not ids:
         raise Unfit(f"{where}: the prompt is empty")
     check_length(len(ids), request, where)

@@ -25,6 +25,25 @@ def load_tokenizer(folder: Path) -> Any:
         raise UserError(f"{folder}: cannot load its tokenizer ({reason})") from None
 
 
+def prefix_of(tokenizer: Any) -> tuple[int, ...]:
+    """Return the tokens that a tokenizer puts before a text, such as the beginning of a sequence; () if none."""
+    bare, full = (list(tokenizer.encode("a", add_special_tokens=special)) for special in (False, True))
+    starts = [i for i in range(len(full) - len(bare) + 1) if full[i : i + len(bare)] == bare]
+    return tuple(full[: starts[0]]) if starts else ()
+
+
+def encode_prompt(tokenizer: Any, text: str) -> list[int]:
+    """Return a prompt's text as token ids, with the tokenizer's prefix once.
+
+    A text that has been through a chat template may begin with the prefix's own text already.
+    """
+    # verbose=False: transformers would warn that a long prompt is longer than the model's maximum.
+    ids: list[int] = list(tokenizer.encode(text, verbose=False))
+    prefix = list(prefix_of(tokenizer))
+    count = len(prefix)
+    return ids[count:] if prefix and ids[count : 2 * count] == prefix else ids
+
+
 class Detokenizer:
     """The text of tokens that arrive one by one. The first half of a character waits for the second half."""
 

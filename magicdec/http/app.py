@@ -6,6 +6,7 @@ import reprlib
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
@@ -17,7 +18,9 @@ from starlette.requests import ClientDisconnect
 
 from magicdec.errors import UserError
 from magicdec.http.completion import Chat, Completion, Generation, StoppableText
+from magicdec.measure.metrics import Rounds
 from magicdec.serving.engine import AsyncEngine, Stream
+from magicdec.serving.request import Stats
 
 BODY_BYTES, BYTES_PER_TOKEN = 16 << 10, 32  # largest body: a token takes about 5 bytes as text, 12 escaped or as an id
 BODY_S = 30.0  # limit on the arrival of a request
@@ -46,14 +49,13 @@ class Meters:
             "request_latency_s": Histogram("request_latency_seconds", "From arrival to the last token", **named),
         }
 
-    def count(self, stream: Stream, end: str | None) -> None:
+    def count(self, stats: Stats, amounts: "Amounts", end: str | None) -> None:
         """Count a request and how it ended; None if its client left."""
-        request, stats = stream.request, stream.stats
         self.requests.labels(end or "cancelled").inc()
-        amounts = (stats.prompt_tokens, stats.tokens, stats.proposed, stats.accepted)
-        for counter, amount in zip(self.tokens.values(), amounts, strict=True):
+        counted = (amounts.prompt, amounts.tokens, amounts.proposed, amounts.accepted)
+        for counter, amount in zip(self.tokens.values(), counted, strict=True):
             counter.inc(amount)
-        for (_, accepted), number in request.rounds.items():
+        for (_, accepted), number in amounts.rounds.items():
             self.rounds.inc(number)
             for position in range(accepted):
                 self.accepted.labels(position).inc(number)
@@ -64,6 +66,40 @@ class Meters:
     def text(self) -> bytes:
         """Return all counters in Prometheus' format."""
         return generate_latest(self._registry)
+
+
+@dataclass(frozen=True)
+class Amounts:
+    """The tokens and rounds of an answer, up to its end: the engine may be further."""
+
+    prompt: int
+    tokens: int
+    rounds: Rounds
+
+    @property
+    def proposed(self) -> int:
+        """Return the proposed tokens."""
+        return sum(proposed * number for (proposed, _), number in self.rounds.items())
+
+    @property
+    def accepted(self) -> int:
+        """Return the accepted tokens."""
+        return sum(accepted * number for (_, accepted), number in self.rounds.items())
+
+    @property
+    def usage(self) -> dict[str, Any]:
+        """Return the `usage` of an answer, with proposals under the names of OpenAI's predicted outputs."""
+        details = {
+            "accepted_prediction_tokens": self.accepted,
+            "rejected_prediction_tokens": self.proposed - self.accepted,
+            "rounds": self.rounds.total(),
+        }
+        return {
+            "prompt_tokens": self.prompt,
+            "completion_tokens": self.tokens,
+            "total_tokens": self.prompt + self.tokens,
+            "completion_tokens_details": details,
+        }
 
 
 class Admission:
@@ -161,6 +197,7 @@ class Answer:
 
     def __init__(self, asked: Generation, stream: Stream, head: dict[str, Any], text: StoppableText, meters: Meters):
         self._asked, self._stream, self._head, self._text, self._meters = asked, stream, head, text, meters
+        self._rounds = Rounds()
 
     async def events(self) -> AsyncIterator[str]:
         """Yield an event per chunk of text, then the finish reason and any usage. Stop if the client leaves."""
@@ -168,14 +205,14 @@ class Answer:
         head = self._head | ({"object": f"{self._head['object']}.chunk"} if isinstance(self._asked, Chat) else {})
         try:
             async for text, tokens in self._pieces():
-                usage = {"usage": _usage(self._stream)} if options.continuous_usage_stats else {}
+                usage = {"usage": self._amounts.usage} if options.continuous_usage_stats else {}
                 choice = self._asked.delta(text, None, first) | self._ids(tokens)
                 yield _event(head | {"choices": [choice]} | usage)
                 first = False
-            choice = self._asked.delta(self._text.add([], last=True), self._end, first) | self._ids([])
+            choice = self._asked.delta(self._text.rest(), self._end, first) | self._ids([])
             yield _event(head | {"choices": [choice]})
             if options.include_usage:
-                yield _event(head | {"choices": [], "usage": _usage(self._stream)})
+                yield _event(head | {"choices": [], "usage": self._amounts.usage})
             yield "data: [DONE]\n\n"
         except HTTPException as error:  # the status has been sent
             yield _event(_described(error.status_code, error.detail))
@@ -192,9 +229,9 @@ class Answer:
 
         watch = asyncio.create_task(left())
         try:
-            text = "".join([piece async for piece, _ in self._pieces()]) + self._text.add([], last=True)
-            choice = self._asked.choice(text, self._end) | self._ids(self._stream.request.tokens)
-            return JSONResponse(self._head | {"choices": [choice], "usage": _usage(self._stream)})
+            text = "".join([piece async for piece, _ in self._pieces()]) + self._text.rest()
+            choice = self._asked.choice(text, self._end) | self._ids(self._text.tokens)
+            return JSONResponse(self._head | {"choices": [choice], "usage": self._amounts.usage})
         finally:
             watch.cancel()
             self._close()
@@ -207,8 +244,12 @@ class Answer:
         or the engine closes before its end.
         """
         try:
+            rounds = iter(self._stream.request.chunk_rounds)  # which grows with the chunks
             async for tokens in self._stream:
-                yield self._text.add(tokens), tokens
+                known = len(self._text.tokens)
+                text = self._text.add(tokens)
+                self._rounds.update(next(rounds))
+                yield text, self._text.tokens[known:]
                 if self._text.stopped:
                     return
         except RuntimeError as error:
@@ -217,25 +258,16 @@ class Answer:
             raise HTTPException(503, "the engine is closed")
 
     @property
+    def _amounts(self) -> Amounts:
+        return Amounts(len(self._stream.request.prompt), len(self._text.tokens), self._rounds)
+
+    @property
     def _end(self) -> str | None:
         return "stop" if self._text.stopped else self._stream.request.end
 
     def _close(self) -> None:
-        self._meters.count(self._stream, self._end)
+        self._meters.count(self._stream.stats, self._amounts, self._end)
         self._stream.cancel()
-
-
-def _usage(stream: Stream) -> dict[str, Any]:
-    """Return the token counts of a request, with proposals under the names of OpenAI's predicted outputs."""
-    stats = stream.stats
-    total = stats.prompt_tokens + stats.tokens
-    usage = {"prompt_tokens": stats.prompt_tokens, "completion_tokens": stats.tokens, "total_tokens": total}
-    details = {
-        "accepted_prediction_tokens": stats.accepted,
-        "rejected_prediction_tokens": stats.proposed - stats.accepted,
-        "rounds": stream.request.rounds.total(),
-    }
-    return usage | {"completion_tokens_details": details}
 
 
 def _event(content: dict[str, Any]) -> str:

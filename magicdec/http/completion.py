@@ -10,7 +10,7 @@ from jinja2 import TemplateError
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, field_validator, model_validator
 from typing_extensions import override
 
-from magicdec.data.tokenizer import Detokenizer
+from magicdec.data.tokenizer import Detokenizer, encode_prompt
 from magicdec.errors import UserError, in_brief
 from magicdec.serving.request import Params
 from magicdec.verification.sampling import Sampling
@@ -159,7 +159,7 @@ class Completion(Generation):
 
     @override
     def token_ids(self, tokenizer: Any) -> list[int]:
-        return tokenizer.encode(self.prompt, verbose=False) if isinstance(self.prompt, str) else self.prompt
+        return encode_prompt(tokenizer, self.prompt) if isinstance(self.prompt, str) else self.prompt
 
     @override
     def choice(self, text: str, end: str | None) -> dict[str, Any]:
@@ -238,20 +238,33 @@ def _described(mistake: Mapping[str, Any]) -> str:
 
 
 class StoppableText:
-    """Text up to the first stop string, which may span tokens and rounds.
+    """Text up to the first stop string, which may span tokens and rounds, and its tokens.
 
-    An ending that may begin a stop string is held back until more tokens arrive.
+    An ending that may begin a stop string is held back until more tokens arrive. The token that completes a stop
+    string is the last one, as if each were decoded alone.
     """
 
     def __init__(self, tokenizer: Any, stops: Sequence[str] = ()):
         self._detokenizer, self._stops, self._held = Detokenizer(tokenizer), stops, ""
+        self.tokens: list[int] = []  # up to the end of the text
         self.stopped = False  # a stop string was found: nothing follows
 
-    def add(self, tokens: list[int], last: bool = False) -> str:
+    def add(self, tokens: list[int]) -> str:
         """Return the text that these tokens add."""
-        if self.stopped:
-            return ""
-        text = self._held + self._detokenizer.add(tokens, last)
+        text = ""
+        for part in [[token] for token in tokens] if self._stops else [tokens]:
+            if not self.stopped:
+                self.tokens += part
+                text += self._grown(self._detokenizer.add(part), last=False)
+        return text
+
+    def rest(self) -> str:
+        """Return the text that was held back, at the end."""
+        return "" if self.stopped else self._grown(self._detokenizer.add([], last=True), last=True)
+
+    def _grown(self, new: str, last: bool) -> str:
+        """Return the text that is not held back any more."""
+        text = self._held + new
         found = [at for at in map(text.find, self._stops) if at >= 0]
         self.stopped = bool(found)
         end = min(found) if found else len(text)

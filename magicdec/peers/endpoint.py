@@ -10,6 +10,7 @@ from uuid import uuid4
 
 import openai
 
+from magicdec.data.tokenizer import prefix_of
 from magicdec.errors import UserError, in_brief, to_stderr
 from magicdec.peers.answer import EndpointFailed, EndpointRequest, Event
 from magicdec.peers.base import Address, Counts
@@ -51,7 +52,7 @@ class Dialect:
             extra["return_token_ids"] = True
         if self.bypasses_cache:
             extra |= {"cache_salt": uuid4().hex, "cache_prompt": False}
-        body: dict[str, Any] = {"prompt": request.prompt if self.ids else tokenizer.decode(request.prompt)}
+        body: dict[str, Any] = {"prompt": request.prompt if self.ids else _text_of(request.prompt, tokenizer)}
         body |= {"max_tokens": params.max_tokens, "temperature": sampling.temperature, "stream": True}
         body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
         if not sampling.greedy:
@@ -59,6 +60,14 @@ class Dialect:
             body |= {} if sampling.top_p is None else {"top_p": sampling.top_p}
             extra |= {} if sampling.top_k is None else {"top_k": sampling.top_k}
         return body | {"extra_body": extra}
+
+
+def _text_of(prompt: list[int], tokenizer: Any) -> str:
+    """Return a prompt as text, without the prefix, which the server's own tokenizer adds."""
+    prefix = prefix_of(tokenizer)
+    has_prefix = tuple(prompt[: len(prefix)]) == prefix
+    text: str = tokenizer.decode(prompt[len(prefix) :] if has_prefix else prompt)
+    return text
 
 
 EXTRAS = ((True, True, True), (True, True, False), (True, False, False), (False, False, False))

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypedDict, Unpack
 
 from typing_extensions import override
 
-from magicdec.data.tokenizer import Detokenizer
+from magicdec.data.tokenizer import Detokenizer, encode_prompt
 from magicdec.errors import UserError
 from magicdec.measure.metrics import Metrics, Rounds, acceptance
 from magicdec.rules import SHORT, did_you_mean
@@ -193,7 +193,7 @@ class Model:
                 prompt.encode()
             except UnicodeEncodeError:
                 raise UserError(f"prompt={SHORT.repr(prompt)}: holds half of a surrogate pair") from None
-            return self.tokenizer.encode(prompt, verbose=False)
+            return encode_prompt(self.tokenizer, prompt)
         ids = _listed(prompt)
         if not isinstance(ids, Sequence) or not all(isinstance(token, Integral) for token in ids):
             raise UserError(f"prompt={SHORT.repr(prompt)}: must be a text or a list of token ids")

@@ -52,6 +52,8 @@ class Request:
         self.tokens: list[int] = []
         self.chunk_times: list[float] = []  # of each chunk of tokens: a round's, or the prefill's first token
         self.rounds = Rounds()
+        self.chunk_rounds: list[Rounds] = []  # the part of `rounds` that belongs to each chunk
+        self._round = Rounds()
         self.cancelled = False
         self.end: str | None = None  # stop (end of sequence), length, cancelled, failed
         self.error: BaseException | None = None
@@ -61,11 +63,14 @@ class Request:
         at_limit = len(self.tokens) + committed == self.params.max_tokens
         if is_whole(proposed, accepted, committed, at_limit):
             self.rounds[proposed, accepted] += 1
+            self._round[proposed, accepted] += 1
 
     def receive(self, tokens: list[int]) -> None:
         """Add a chunk of new tokens, at the current time."""
         self.tokens += tokens
         self.chunk_times.append(perf_counter())
+        self.chunk_rounds.append(self._round)
+        self._round = Rounds()
         self.listener(tokens)
 
     def finish(self, end: str, error: BaseException | None = None) -> None:

@@ -82,6 +82,34 @@ def test_a_completion_is_what_the_offline_decoder_writes(client, parts):
     assert len({event["id"] for event in streamed}) == 1
 
 
+@pytest.mark.parametrize("stop", ["\n", "self", "name", " = "])
+def test_nothing_behind_a_stop_string_is_sent_or_counted(client, parts, stop):
+    """The last token is the one that completes the stop string: the answer of a server without a draft."""
+    _, tokenizer = parts
+    whole = client.post("/v1/completions", json=body(return_token_ids=True, max_tokens=60, ignore_eos=True)).json()
+    tokens = whole["choices"][0]["token_ids"]
+    texts = [tokenizer.decode(tokens[:count]) for count in range(len(tokens) + 1)]
+    last = next((count for count, text in enumerate(texts) if stop in text), None)
+    assert last is not None, "the text has the stop string"
+    asked = {"stop": stop, "return_token_ids": True, "max_tokens": 60, "ignore_eos": True}
+    counted = metric(client, "magicdec_generation_tokens_total")
+    answer = client.post("/v1/completions", json=body(**asked)).json()
+    assert answer["choices"][0]["token_ids"] == tokens[:last]
+    assert answer["choices"][0]["text"] == texts[last].partition(stop)[0]
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    assert answer["usage"]["completion_tokens"] == last
+    assert answer["usage"]["total_tokens"] == answer["usage"]["prompt_tokens"] + last
+    assert metric(client, "magicdec_generation_tokens_total") == counted + last
+    usage = {"include_usage": True, "continuous_usage_stats": True}
+    *streamed, final = events(client, stream_options=usage, **asked)
+    assert [token for event in streamed for token in event["choices"][0]["token_ids"]] == tokens[:last]
+    assert final["usage"] == answer["usage"], "rounds behind the end are not counted, however far the engine was"
+    sent = 0
+    for event in streamed[:-1]:
+        sent += len(event["choices"][0]["token_ids"])
+        assert event["usage"]["completion_tokens"] == sent
+
+
 def test_a_seed_makes_a_sample_again(client):
     def sampled(seed):
         return client.post("/v1/completions", json=body(temperature=1.0, top_p=0.9, seed=seed)).json()["choices"]
@@ -257,7 +285,7 @@ def complete(client, **changes):
 async def test_a_prompt_is_tokenised_while_the_server_goes_on(parts):
     asked, may_answer = threading.Event(), threading.Event()
 
-    def encode(text, verbose):
+    def encode(text, **_):
         asked.set()
         assert may_answer.wait(20)
         return [1, 2, 3]

@@ -1,0 +1,65 @@
+"""Prompts as tokens: with the tokenizer's prefix once, against transformers' own chat templates."""
+
+import json
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+
+from magicdec.data.base import PromptRequest
+from magicdec.data.prompts import encode
+from magicdec.data.tokenizer import encode_prompt, load_tokenizer, prefix_of
+from magicdec.peers.answer import EndpointRequest
+from magicdec.peers.endpoint import DIALECTS
+from magicdec.serving.request import Params
+
+TEMPLATE = "{{ bos_token }}{% for one in messages %}{{ one.role }}: {{ one.content }}{% endfor %}"
+FORMS = {"none": "$A", "one": "<s> $A", "two": "[g] <s> $A", "both ends": "<s> $A </s>"}
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+def byte_tokenizer(folder: Path, form: str):
+    """A tokenizer of bytes that puts special tokens around a text."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(letters)}, merges=[]))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    special = ["<s>", "[g]", "</s>"]
+    made.add_special_tokens(special)
+    tokens = [(text, made.token_to_id(text)) for text in special]
+    made.post_processor = processors.TemplateProcessing(single=form, special_tokens=tokens)
+    made.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "chat_template": TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return load_tokenizer(folder)
+
+
+@pytest.fixture(params=FORMS)
+def tokenizer(request, tmp_path: Path):
+    return byte_tokenizer(tmp_path, FORMS[request.param])
+
+
+def test_a_text_that_begins_with_the_prefix_gets_no_second_one(tokenizer):
+    usual = tokenizer.encode("user: hi")
+    prefix = list(prefix_of(tokenizer))
+    assert usual[: len(prefix)] == prefix
+    assert encode_prompt(tokenizer, "user: hi") == usual
+    assert encode_prompt(tokenizer, tokenizer.decode(prefix) + "user: hi") == usual
+    assert encode_prompt(tokenizer, "") == tokenizer.encode("")
+    assert encode_prompt(tokenizer, "user<s>: hi") == tokenizer.encode("user<s>: hi")
+
+
+def test_a_prompt_that_has_been_through_the_template_is_the_chat(tmp_path):
+    """Messages, and the text that transformers makes of them, are the tokens that transformers makes of them."""
+    tokenizer = byte_tokenizer(tmp_path, FORMS["one"])
+    request = PromptRequest(num_rows=1, context_len=64, vocab_size=300, tokenizer=tokenizer)
+    expected = tokenizer.apply_chat_template(MESSAGES, tokenize=True, return_dict=False)
+    text = tokenizer.apply_chat_template(MESSAGES, tokenize=False)
+    assert text.startswith("<s>")
+    assert encode(request, MESSAGES, "line 1") == encode(request, text, "line 1") == expected
+
+
+def test_a_server_that_takes_text_adds_its_own_prefix(tokenizer):
+    prompt = [*prefix_of(tokenizer), *tokenizer.encode("user: hi", add_special_tokens=False)]
+    text_dialect = next(dialect for dialect in DIALECTS if not dialect.ids)
+    assert text_dialect.body(EndpointRequest(prompt, Params()), tokenizer)["prompt"] == "user: hi"
+    assert text_dialect.body(EndpointRequest(prompt[-3:], Params()), tokenizer)["prompt"] == " hi"
