@@ -5,7 +5,8 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LAYERS = """threads version | commands errors units | rules fingerprint | architectures | hugging_face | heads plugins |
+LAYERS = """threads version torch_names | commands errors units | rules fingerprint | architectures |
+hugging_face | heads plugins |
 config | costmodel | kernels | verification data | attention | models | cache | decoding | drafts |
 contracts | engine | measure | serving | peers | tracking | planning | scenarios | http calibrate"""
 RANKS = {name: rank for rank, names in enumerate(LAYERS.split("|")) for name in names.split()}

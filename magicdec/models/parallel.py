@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from magicdec.architectures import ModelConfig
 from magicdec.models.operators import Operators
+from magicdec.torch_names import all_gather_single
 
 if TYPE_CHECKING:
     from magicdec.models.symmetric import SymmetricSums
@@ -88,7 +89,7 @@ class Share:
             return local_BTV
         all_NBTV = local_BTV.new_empty((self.world_size, *local_BTV.shape))
         if not local_BTV.is_meta:
-            dist.all_gather_single(all_NBTV.flatten(0, 1), local_BTV)
+            all_gather_single(all_NBTV.flatten(0, 1), local_BTV)
         return all_NBTV.movedim(0, 2).flatten(2)[..., :vocab_size]
 
 

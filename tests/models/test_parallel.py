@@ -219,7 +219,7 @@ def test_a_pass_has_two_sums_a_layer_and_one_of_the_embedding(monkeypatch, folde
     """Each is a wait for all ranks, and predictions count them. Choosing tokens takes one gathering of logits."""
     summed, gathered = [], []
     monkeypatch.setattr(parallel.dist, "all_reduce", lambda x, group=None: summed.append(x.shape))
-    monkeypatch.setattr(parallel.dist, "all_gather_single", lambda out, x: gathered.append(x.shape))
+    monkeypatch.setattr(parallel, "all_gather_single", lambda out, x: gathered.append(x.shape))
     target = model(folders["bias"], Share(0, 2, 0, 2))
     cache = KVCache(target.config, 3, 8, torch.float32, "cpu")
     with torch.inference_mode():
