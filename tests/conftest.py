@@ -3,11 +3,14 @@
 import gc
 import logging
 import os
+import random
 import signal
+from zlib import crc32
 
+import numpy as np
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import register_random, settings
 
 from magicdec import threads
 from magicdec.measure import ceilings
@@ -19,9 +22,24 @@ os.environ["OMP_NUM_THREADS"] = "1"  # of the programs that tests start
 os.environ.setdefault("GOMP_SPINCOUNT", threads.SPIN_COUNT)  # which they would set themselves
 # Runs measure what the machine can do at most. Here, no test depends on how well.
 ceilings.MATMUL_ON, ceilings.READ_ON = {"cpu": 128, "cuda": 1024}, {"cpu": 1 << 22, "cuda": 1 << 22}
-# On a busy machine an example may take any time; what hangs ends by the timeout of its test.
-settings.register_profile("suite", deadline=None)
+# Another one gives every test other random numbers, and the tests another order (CONTRIBUTING.md).
+SEED = int(os.environ.get("MAGICDEC_TEST_SEED", "0"))
+# On a busy machine an example may take any time; what hangs ends by the timeout of its test. Examples are the same in
+# each run, unless another seed is asked for.
+settings.register_profile("suite", deadline=None, derandomize=not SEED)
 settings.load_profile("suite")
+
+
+class TorchNumbers:
+    """PyTorch's generator as Hypothesis asks for it, so that each example begins with the same numbers."""
+
+    seed = staticmethod(torch.manual_seed)
+    getstate = staticmethod(torch.get_rng_state)
+    setstate = staticmethod(torch.set_rng_state)
+
+
+TORCH = TorchNumbers()  # Hypothesis keeps a weak reference
+register_random(TORCH)
 # Whoever is started in the background of a script ignores Ctrl-C, and so would the programs that tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -39,6 +57,8 @@ def pytest_xdist_auto_num_workers():
 
 def pytest_collection_modifyitems(items):
     """Begin with the longest test, which would otherwise end long after all others. Skip tests that need a GPU."""
+    if SEED:
+        items.sort(key=lambda item: [seed_of(item.nodeid.split("::")[0]), seed_of(item.nodeid)])
     items.sort(key=lambda item: item.path.name != "test_interpreted.py")
     if not torch.cuda.is_available():
         for item in items:
@@ -55,6 +75,30 @@ def pytest_collection_finish():
 def pytest_unconfigure():
     """Let it see everything again, or libraries report at the end what was never freed."""
     gc.unfreeze()
+
+
+def seed_of(name):
+    """Return the seed of a test or a fixture: its own, whatever runs before it and in whatever process."""
+    return crc32(f"{SEED} {name}".encode())
+
+
+def seed_all(name):
+    """Seed every generator that no test holds itself."""
+    random.seed(seed_of(name))
+    np.random.seed(seed_of(name))
+    torch.manual_seed(seed_of(name))
+
+
+def pytest_fixture_setup(fixturedef, request):
+    """Seed what tests share, too: the first of them sets it up."""
+    if fixturedef.scope != "function":
+        seed_all(f"{fixturedef.baseid} {fixturedef.argname} {getattr(request, 'param', None)}")
+
+
+@pytest.fixture(autouse=True)
+def seeded(request):
+    """Random numbers that depend on the test alone. Fixtures that tests share are set up before."""
+    seed_all(request.node.nodeid)
 
 
 @pytest.fixture

@@ -138,4 +138,6 @@ def test_a_pass_over_codes_in_cpp(head_dim):
         cache.load(target)
         found.append(model(torch.tensor([[1], [2]]), cache))
     difference = (found[1] - found[0]).square().mean().sqrt() / found[0].square().mean().sqrt()
-    assert difference < (0.05 if head_dim == 64 else 1e-5)  # the kernel rounds queries and weights to 8 bits
+    # The kernel rounds queries and weights to 8 bits: of 400 seeds, the median is 0.019 and the largest 0.076.
+    # It does not read the codes of a head dim of 8: the largest is 1.5e-6.
+    assert difference < (0.15 if head_dim == 64 else 1e-5)
