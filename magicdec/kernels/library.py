@@ -1,7 +1,8 @@
 """The shared library of C++ kernels, which is compiled in seconds when it is first needed.
 
-It is cached in a file of the user's cache, for these sources, this PyTorch and this processor. The library is called
-with plain pointers, because compiling with PyTorch's headers would take half a minute.
+It is cached in a file of the user's cache, for these sources, this PyTorch and this processor; where nobody can write
+there, in a temporary folder of the user's own. The library is called with plain pointers, because compiling with
+PyTorch's headers would take half a minute.
 """
 
 import ctypes
@@ -9,6 +10,7 @@ import hashlib
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
@@ -90,8 +92,31 @@ def path() -> Path:
     files = [(file.name, file.read_bytes()) for file in sorted(FOLDER.iterdir()) if file.suffix in (".cpp", ".h")]
     identity = (files, FLAGS, torch.__version__, platform.machine(), _processor())
     digest = hashlib.sha256(repr(identity).encode()).hexdigest()[:16]
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "magicdec")
-    return folder / f"kernels-{digest}.so"
+    name = f"kernels-{digest}.so"
+    own = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser(), "magicdec")
+    if (own / name).exists() or _is_writable(own):
+        return own / name
+    temporary = Path(tempfile.gettempdir(), f"magicdec-{os.getuid()}")
+    return (temporary if _is_private(temporary) else own) / name
+
+
+def _is_writable(folder: Path) -> bool:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return True
+    except OSError:
+        return False
+
+
+def _is_private(folder: Path) -> bool:
+    """Return whether nobody else can write to a folder, which is made if needed: what lies there is executed."""
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        facts = folder.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(facts.st_mode) and facts.st_uid == os.getuid() and not facts.st_mode & 0o022
 
 
 @cache
@@ -113,7 +138,7 @@ def _obstacle(library: Path, command: str | None) -> str | None:
         lines = [line for line in error.stderr.splitlines() if "error" in line]
         return f"{NEEDS_COMPILER}, and {command} failed: {(lines or [f'exit code {error.returncode}'])[0]}"
     except OSError as error:
-        return f"{NEEDS_COMPILER} and a folder for the library: {error}"
+        return f"{NEEDS_COMPILER} and a folder for the library: {error}; XDG_CACHE_HOME names another"
     return None
 
 

@@ -133,6 +133,8 @@ def view(plan: Plan, results: Metrics, history: Sequence[Mapping[str, Any]], ser
     parts: list[RenderableType] = [*lines, Text(), speeds(history, ways), Text(), latencies(history, ways)]
     if found := categories(results):
         parts += [Text(), found]
+    if line := accepted(history):
+        parts.append(Text(f"\n{line}"))
     if compared := [row for row in history if "lossless/identical" in row]:
         worst = min(compared, key=lambda row: row["lossless/identical"] is not False)
         parts.append(Text.assemble("\nlossless          ", losslessness(described, worst)))
@@ -149,6 +151,19 @@ def speeds(history: Sequence[Mapping[str, Any]], ways: Sequence[str]) -> Table:
         rates = (three_digits(row.get(f"{way}/tokens_per_second")) for way in ways)
         table.add_row(_load(row), *rates, *(f"{row[key]:.2f}x" if key in row else "" for key in speedups))
     return table
+
+
+def accepted(history: Sequence[Mapping[str, Any]]) -> str:
+    """Return a line with the acceptance, from the level with the least to that with the most; "" if it is unknown."""
+
+    def span(key: str, form: str) -> str:
+        values = sorted(row[key] for row in history if row.get(key) is not None)
+        ends = dict.fromkeys(format(value, form) for value in values[:1] + values[-1:])
+        return " to ".join(ends)
+
+    parts = {"of proposals": span("acceptance_rate", ".1%"), "tokens per round": span("acceptance_length", ".2f")}
+    known = [f"{figures} {what}" for what, figures in parts.items() if figures]
+    return f"acceptance        {', '.join(known)}" if known else ""
 
 
 def latencies(history: Sequence[Mapping[str, Any]], ways: Sequence[str]) -> Table:

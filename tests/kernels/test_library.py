@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -61,7 +62,27 @@ def test_a_compiler_that_fails_and_a_folder_that_cannot_be_made_are_obstacles(tm
     assert library.obstacle() == f"needs a C++ compiler, and {compiler} failed: exit code 1"
     (tmp_path / "file").touch()
     monkeypatch.setattr(library, "path", lambda: tmp_path / "file" / "kernels.so")
-    assert library.obstacle().startswith("needs a C++ compiler and a folder for the library: ")
+    reason = library.obstacle()
+    assert reason.startswith("needs a C++ compiler and a folder for the library: ")
+    assert reason.endswith("; XDG_CACHE_HOME names another")
+
+
+def test_where_the_cache_is_not_writable_the_library_is_in_a_folder_of_the_users_own(tmp_path, monkeypatch):
+    """Nobody else may write there: what lies in it is executed."""
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    cached = tmp_path / "file" / "magicdec"
+    private = tmp_path / f"magicdec-{os.getuid()}"
+    assert library.path.__wrapped__().parent == private
+    assert private.stat().st_mode & 0o777 == 0o700
+    private.chmod(0o777)
+    assert library.path.__wrapped__().parent == cached
+    private.rmdir()
+    private.symlink_to(tmp_path)
+    assert library.path.__wrapped__().parent == cached
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    assert library.path.__wrapped__().parent == tmp_path / "home" / "magicdec"
 
 
 @pytest.mark.skipif(library.compiler() is None, reason="needs a C++ compiler")

@@ -34,6 +34,16 @@ def test_the_highest_load_within_a_bound(tmp_path):
         compose(["scenario=serve", "scenario.slo=rate"])
 
 
+def test_the_acceptance_is_shown(tmp_path):
+    keys = ["batch.size=2", "batch.context_len=40", "batch.generate_len=4", "scenario.num_requests=2"]
+    run = run_here(tmp_path, *SETTINGS, *keys, "scenario.concurrencies=[1]")
+    rate, length = (run.metrics[f"acceptance_{name}"] for name in ("rate", "length"))
+    assert levels.accepted(run.history) == f"acceptance        {rate:.1%} of proposals, {length:.2f} tokens per round"
+    others = [{"acceptance_rate": 0.5, "acceptance_length": 1.5}, {"acceptance_rate": 0.25, "acceptance_length": 1.5}]
+    assert levels.accepted(others) == "acceptance        25.0% to 50.0% of proposals, 1.50 tokens per round"
+    assert levels.accepted([{"concurrency": 1}, {"acceptance_rate": None}]) == ""
+
+
 @pytest.mark.parametrize("width", [80, 200])
 def test_every_figure_fits_into_80_columns(width):
     history = [level({"rate": 1000.0}, speedup=1.4444, speedup_duration=1.1555), level({"rate": 2000.0})]

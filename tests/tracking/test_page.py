@@ -219,6 +219,23 @@ def test_what_is_assumed_is_not_recommended():
     assert found.winner(found.top) == "cache.budget=1 is the fastest, predicted 1.90x per row"
 
 
+def test_a_noisy_run_is_no_answer_while_there_are_others():
+    rows = [
+        done(batch + gamma, batch__size=batch, draft__gamma=gamma, speedup=speedup, speedup_spread=spread)
+        for batch, gamma, speedup, spread in (
+            (10, 1, 1.2, 0.01),
+            (10, 2, 9.0, 0.5),
+            (20, 1, 5.0, 0.4),
+            (20, 2, 4.0, 0.3),
+        )
+    ]
+    found = answer(rows)
+    assert [place.best["speedup"] for place in found.places] == [1.2, 5.0]
+    assert found.top.best["speedup"] == 1.2
+    assert found.winner(found.top).endswith("; 1 noisy run above it: measure again")
+    assert found.winner(found.places[1]).endswith("; noisy: the speedup spreads over 40% between repeats")
+
+
 def test_the_page_answers_with_the_interval_and_what_was_held_constant():
     same = {"target__name": "tiny", "batch__size": 8, "speedup_wall": 1.1}
     rows = [

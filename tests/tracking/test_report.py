@@ -1,6 +1,7 @@
 """The report on the terminal: questions, groups, exports, comparisons, and mistakes in one line."""
 
 import csv
+import io
 import json
 import re
 import time
@@ -10,6 +11,7 @@ import pytest
 
 from magicdec.errors import UserError
 from magicdec.tracking import clean
+from magicdec.tracking.console import Console
 from magicdec.tracking.lock import locked
 from magicdec.tracking.report import difference, figures, page, picture, query
 from magicdec.tracking.report.__main__ import main
@@ -299,6 +301,21 @@ def test_two_runs_compared(compare, tmp_path):
     assert "1 more key differs; --all for everything" in out
     assert "predicted/target_decode/attention_of_a_long_name_ms" in compare("aaa", tmp_path / "bbb2", "--all")
     assert "c: no such run" in compare("a", "c", is_mistaken=True)
+
+
+def test_two_runs_compared_at_80_columns(tmp_path):
+    """Neither their ids nor the main metrics nor the changes are folded; what does not fit is."""
+    metrics, ids = {"speedup": 1.0, "speculative/time_per_output_token_ms": 3.0}, ("0a1b2c3d4e5f-2", "6a7b8c9d0e1f-3")
+    for name, draft, times in zip(ids, (2, 4), (1, 2), strict=True):
+        found = {key: times * value for key, value in metrics.items()} | {"device": f"{'a very long name ' * 4}{name}"}
+        write_run(tmp_path, name, {"draft.gamma": draft}, found)
+    out = io.StringIO()
+    Console(file=out, width=80).print(difference.difference_table(*read_rows(tmp_path), width=80))
+    lines = [line.split() for line in out.getvalue().splitlines() if line.strip()]
+    assert lines[0] == [*ids, "change"]
+    assert ["speculative/time_per_output_token_ms", "3", "6", "+100.0%"] in lines
+    assert ["draft.gamma", "2", "4"] in lines
+    assert max(map(len, out.getvalue().splitlines())) <= 80
 
 
 def test_a_change_is_in_percent_only_where_that_means_something():

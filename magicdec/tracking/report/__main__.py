@@ -93,7 +93,8 @@ def _compare(arguments: Sequence[str]) -> None:
     options = parser.parse_args(arguments)
     a, b = (flatten(find_run(name, options.runs_dir)) for name in (options.run_a, options.run_b))
     drop_unread([a, b])
-    terminal.console().print(difference.difference_table(a, b, options.all))
+    console = terminal.console()
+    console.print(difference.difference_table(a, b, options.all, console.width))
 
 
 def _figure(arguments: Sequence[str]) -> None:

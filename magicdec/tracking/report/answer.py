@@ -52,9 +52,15 @@ class Place:
         """
         if self.key == PREDICTED or interval(self.best, self.key) is None:
             return []
-        own, drawn = _estimate(self.best), is_synthetic(self.best)
-        near = islice((row for row in self.others if is_synthetic(row) == drawn), MAX_RIVALS)
+        own, trust = _estimate(self.best), _trust(self.best)
+        near = islice((row for row in self.others if _trust(row) == trust), MAX_RIVALS)
         return [row for row in near if not _is_slower(row, self.best, own)]
+
+    @property
+    def noisy_above(self) -> list[Row]:
+        """Return the noisy runs whose speedup is greater than that of the best, which can be trusted more."""
+        drawn, least = is_synthetic(self.best), self.best[self.key]
+        return [row for row in self.others if row[self.key] > least and is_synthetic(row) == drawn]
 
     @property
     def faster(self) -> str:
@@ -88,8 +94,8 @@ class Answer:
 
     @property
     def top(self) -> Place:
-        """Return the place with the greatest speedup. One with drawn acceptance comes last."""
-        return max(self.places, key=lambda place: (not is_synthetic(place.best), place.best[self.key]))
+        """Return the place with the greatest speedup among those whose best run can be trusted most."""
+        return max(self.places, key=lambda place: (_trust(place.best), place.best[self.key]))
 
     def winner(self, place: Place) -> str:
         """Say which configuration is the fastest at a place, or from which others it cannot be distinguished."""
@@ -97,6 +103,8 @@ class Answer:
         pays = {"speculative": "", "within noise": "; not faster than autoregressive decoding by more than noise"}
         rest = pays.get(place.faster, "; autoregressive decoding is faster")
         rest += f"; noisy: {', '.join(found)}" if (found := noise(place.best)) else ""
+        if place.noisy_above:
+            rest += f"; {counted(len(place.noisy_above), 'noisy run')} above it: measure again"
         if not place.others:
             return f"{best}: {figure}{rest}"
         if self.key == MEASURED and interval(place.best, self.key) is None:
@@ -130,7 +138,8 @@ class Answer:
 def answer(rows: Sequence[Row]) -> Answer | None:
     """Return the ranking of the runs that are done, by what was measured or else predicted; None without a speedup.
 
-    Synthetic acceptance ranks below all that was measured. What does not fit in memory is no candidate.
+    Synthetic acceptance ranks below all that was measured, and a noisy run below those that are not. What does not fit
+    in memory is no candidate.
     """
     done = [row for row in rows if row.get("status") == "done"]
     key = MEASURED if any(is_number(row.get(MEASURED)) for row in done) else PREDICTED
@@ -139,7 +148,7 @@ def answer(rows: Sequence[Row]) -> Answer | None:
         return None
     given = [name for name in GIVEN if len({row.get(name) for row in candidates}) > 1]
     places: dict[tuple, list[Row]] = {}
-    for row in sorted(candidates, key=lambda row: (is_synthetic(row), -row[key])):
+    for row in sorted(candidates, key=lambda row: (_trust(row), row[key]), reverse=True):
         places.setdefault(tuple(row.get(name) for name in given), []).append(row)
     chosen = [name for name in informative(candidates) if name not in given and not name.startswith("data.")]
     ordered = sorted(places.items(), key=lambda place: [(isinstance(v, str), v is None, v or 0) for v in place[0]])
@@ -150,6 +159,11 @@ def answer(rows: Sequence[Row]) -> Answer | None:
 def is_synthetic(row: Row) -> bool:
     """Return whether the acceptance was drawn, not measured."""
     return row.get("acceptance/source") == "synthetic"
+
+
+def _trust(row: Row) -> tuple[bool, bool]:
+    """Return how far a run's speedup can be trusted; the greater is the better."""
+    return not is_synthetic(row), not noise(row)
 
 
 def is_too_large(row: Row) -> bool:

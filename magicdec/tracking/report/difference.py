@@ -10,7 +10,7 @@ from magicdec.tracking.cells import is_number, new_table
 from magicdec.tracking.reader import BASELINE, NOISY, noise
 from magicdec.tracking.report.query import MAIN_METRICS
 from magicdec.tracking.report.rows import FACTS, Row, is_setting, keys_of
-from magicdec.tracking.report.terminal import PREDICTED, marked
+from magicdec.tracking.report.terminal import PREDICTED, WIDTH_OF_A_PIPE, marked
 from magicdec.tracking.report.verdict import verdicts
 from magicdec.tracking.store import counted
 from magicdec.tracking.table import SPEEDS, STEPS
@@ -30,6 +30,7 @@ WHERE = (
     "openmp",
 )
 
+CHANGE_WIDTH = 17  # of the column with the changes, and of the gaps between all columns
 NOT_OF_BASELINE = ("draft.", "cache.", "scenario.")  # settings that autoregressive decoding does not read
 MAIN = frozenset(
     [*(MAIN_METRICS.keys() - PREDICTED), "alpha", "speedup_wall", "memory/peak_gib"]
@@ -38,9 +39,9 @@ MAIN = frozenset(
 )
 
 
-def difference_table(a: Row, b: Row, everything: bool = False) -> RenderableType:
+def difference_table(a: Row, b: Row, everything: bool = False, width: int = WIDTH_OF_A_PIPE) -> RenderableType:
     """Return what differs: settings, then where and with what the runs ran, then the main metrics; with `everything`,
-    all metrics.
+    all metrics. Where the width does not do, values are folded first, then keys, and the ids never.
     """
     keys = [key for key in keys_of([a, b]) if a.get(key) != b.get(key)]
     settings = [key for key in keys if is_setting(key)]
@@ -52,9 +53,11 @@ def difference_table(a: Row, b: Row, everything: bool = False) -> RenderableType
         parts = [named, facts, [key for key in figures if key in MAIN]]
     left_out = len(settings) + len(facts) + len(figures) - sum(map(len, parts))
     table = new_table()
-    table.add_column("", no_wrap=True, min_width=max((len(key) for part in parts for key in part), default=0))
-    for row in (a, b):
-        table.add_column(str(row.get("id", "?")), justify="right", overflow="fold")
+    longest = max((len(key) for part in parts for key in part), default=0)
+    room = (width - longest - CHANGE_WIDTH) // 2
+    table.add_column("", overflow="fold")
+    for name in (str(row.get("id", "?")) for row in (a, b)):
+        table.add_column(name, justify="right", overflow="fold", min_width=len(name), max_width=max(len(name), room))
     table.add_column("change", justify="right", no_wrap=True)
     for part in parts:
         for key in part:
