@@ -92,6 +92,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _audit(arguments: argparse.Namespace) -> int:
     path: Path = arguments.outputs
+    if not path.exists():
+        raise UserError(f"{path}: no such file or folder; name a run's folder, or a JSONL file")
     run = load_run(path) if path.is_dir() else {}
     if path.is_dir() and not run:
         raise UserError(f"{path}: neither a run's folder nor a JSONL file")

@@ -28,7 +28,7 @@ from magicdec.config.explain import explain
 from magicdec.config.load import load
 from magicdec.config.schema import CONF
 from magicdec.errors import USER_ERROR, JobFailed, Stopped, UserError, in_one_line, is_out_of_memory, to_stderr
-from magicdec.rules import FileName, parse
+from magicdec.rules import FileName, did_you_mean, parse
 from magicdec.tracking import sweep
 from magicdec.tracking.gpus import gpus_of_its_own, refuse_a_share
 from magicdec.tracking.lock import Busy
@@ -78,7 +78,8 @@ def main() -> int:
         module, *first = COMMANDS[command]
         return import_module(module).main([*first, *arguments])
     if re.fullmatch(r"[\w-]+", command) and not command.startswith("-"):
-        to_stderr(f"error: {command}: neither a command ({', '.join(COMMANDS)}) nor key=value; see --help")
+        hint = did_you_mean(command, COMMANDS) or "; see --help"
+        to_stderr(f"error: {command}: neither a command ({', '.join(COMMANDS)}) nor key=value{hint}")
         return USER_ERROR
     return run()
 
@@ -112,6 +113,8 @@ def _launch() -> int:
         overrides = list(arguments.overrides)
         if line := os.environ.get("COMP_LINE"):  # the shell asks what could follow; `serve` takes the keys of a run
             os.environ["COMP_LINE"] = line.replace(" serve ", " ", 1)
+            for completed in _completed(line):
+                print(completed)
         refuse_secrets(overrides)
         if rerun := arguments.experimental_rerun:
             raise UserError(f"--experimental-rerun={rerun}: would load a pickle; repeat the command instead")
@@ -239,6 +242,12 @@ def _refusal(error: Exception) -> str | None:
     folder = sweeps[-1][0]
     what = f"cannot write {error.filename or folder}: {error.strerror}"
     return f"runs_dir={folder.parents[1]}: {what}; choose a folder with runs_dir=FOLDER"
+
+
+def _completed(line: str) -> list[str]:
+    """Return the commands that the first word of a command line could become."""
+    typed = re.fullmatch(r"(?:python\S* )?\S+ ([\w-]*)", line)
+    return [command for command in COMMANDS if typed and command.startswith(typed[1])]
 
 
 def _refuse(message: str) -> NoReturn:

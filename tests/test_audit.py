@@ -115,6 +115,8 @@ def test_verdicts(tokens, before, after, verdict, at):
 )
 def test_what_cannot_be_audited_is_told_in_one_line(text, said, tmp_path, capsys):
     (tmp_path / "outputs.jsonl").write_text(text)
+    assert audit.main([str(tmp_path / "absent.jsonl")]) == 2
+    assert "absent.jsonl: no such file or folder; name a run's folder" in capsys.readouterr().err
     assert audit.main([str(tmp_path / "outputs.jsonl")]) == 2
     assert said in capsys.readouterr().err.splitlines()[-1]
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+import tomllib
 from itertools import chain
 
 import pytest
@@ -122,6 +123,22 @@ def test_every_metric_is_defined(overrides, tmp_path):
     levels = [line for line in run.history if "scenario=serve" in overrides]
     undefined = {key for key in chain(run.metrics, *levels) if not any(pattern.fullmatch(key) for pattern in PATTERNS)}
     assert undefined == set()
+
+
+def test_every_extra_that_is_named_exists():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    known = set(project["optional-dependencies"])
+    files = [
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        *(ROOT / "docs").rglob("*.md"),
+        *(ROOT / "docs").rglob("*.ipynb"),
+    ]
+    files += [*(ROOT / "magicdec").rglob("*.py"), *(ROOT / "conf").rglob("*.yaml")]
+    named = re.compile(r"(?:magicdec|-e '?\.|install '?\.)\[([a-z,]+)\]")
+    texts = {file: ",".join(named.findall(file.read_text(encoding="utf-8"))) for file in files}
+    assert {file: unknown for file, text in texts.items() if (unknown := set(text.split(",")) - known - {""})} == {}
+    assert any("serve" in text for text in texts.values())
 
 
 @pytest.mark.slow

@@ -288,6 +288,17 @@ def test_help_names_every_group_and_does_not_wait_for_pytorch(without_torch):
         assert f"\n{group}: " in result.stdout, "its options"
 
 
+def test_help_names_every_command():
+    text = (ROOT / "conf" / "hydra" / "help" / "magicdec.yaml").read_text()
+    assert [command for command in cli.COMMANDS if f"magicdec {command} " not in text] == []
+
+
+def test_a_mistyped_command_is_guessed(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["magicdec", "reprot"])
+    assert cli.main() == cli.USER_ERROR
+    assert capsys.readouterr().err.endswith(" nor key=value; did you mean report?\n")
+
+
 def test_a_reader_that_stops_reading_is_no_error(here):
     command = f"{sys.executable} {ROOT / 'launch.py'} --help | head -1"
     done = subprocess.run(command, shell=True, capture_output=True, text=True, cwd=here)
@@ -312,6 +323,10 @@ def test_tab_completion(here):
     for line in ("launch.py target=ti", "launch.py serve target=ti"):
         asked = in_subprocess("-sc", "query=bash", COMP_LINE=line, COMP_POINT=str(len(line)))
         assert asked.stdout.split() == ["target=tiny", "target=tiny-draft", "target=tinyllama-1.1b"]
+    for typed, commands in {"re": {"report"}, "c": {"compare", "clean", "calibrate", "check-plugin"}}.items():
+        for line in (f"magicdec {typed}", f"python launch.py {typed}"):
+            asked = in_subprocess("-sc", "query=bash", COMP_LINE=line, COMP_POINT=str(len(line)))
+            assert set(asked.stdout.split()) & set(cli.COMMANDS) == commands
 
 
 WITHOUT_POSIX = """

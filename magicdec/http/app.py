@@ -145,10 +145,11 @@ def create_app(engine: AsyncEngine, tokenizer: Any, model: str, max_waiting: int
     async def metrics() -> PlainTextResponse:
         return PlainTextResponse(meters.text())
 
+    described = {"id": model, "object": "model", "created": int(time.time()), "owned_by": "magicdec"}
+
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        described = {"id": model, "object": "model", "owned_by": "magicdec", "max_model_len": engine.max_len}
-        return {"object": "list", "data": [described]}
+        return {"object": "list", "data": [described | {"max_model_len": engine.max_len}]}
 
     async def answer(kind: type[Generation], request: Request) -> Response:
         with admission.arriving():

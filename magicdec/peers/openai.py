@@ -40,9 +40,10 @@ class OpenaiEngine(EngineConfig):
 
     @property
     def urls(self) -> dict[str, str]:
-        """Return the servers' addresses by key."""
+        """Return the servers' addresses by key. That of a server alone becomes that of its API, /v1."""
         named = {"engine.url": self.url, "engine.baseline_url": self.baseline_url}
-        return {key: url.rstrip("/") for key, url in named.items() if url is not None}
+        given = {key: url.rstrip("/") for key, url in named.items() if url is not None}
+        return {key: url if urlsplit(url).path else f"{url}/v1" for key, url in given.items()}
 
 
 @ENGINES.register(OpenaiEngine)

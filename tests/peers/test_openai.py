@@ -304,6 +304,13 @@ def test_a_key_comes_from_the_environment_and_is_not_stored(tmp_path, monkeypatc
 LOCAL = "engine.url=http://127.0.0.1/v1"
 
 
+@pytest.mark.parametrize("typed", ["http://127.0.0.1:8000", "http://127.0.0.1:8000/", "http://127.0.0.1:8000/v1/"])
+def test_the_address_of_a_server_is_that_of_its_api(typed):
+    assert compose(["engine=openai", f"engine.url={typed}", *LOAD]).engine.urls == {
+        "engine.url": "http://127.0.0.1:8000/v1"
+    }
+
+
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [

@@ -362,6 +362,7 @@ def test_what_else_it_tells(client):
     assert client.get("/health").status_code == 200
     (described,) = client.get("/v1/models").json()["data"]
     assert (described["id"], described["max_model_len"]) == ("tiny", 2048)
+    assert 0 <= time.time() - described["created"] < 3600
     tokens = metric(client, "magicdec_generation_tokens_total")
     client.post("/v1/completions", json=body(max_tokens=7, ignore_eos=True, prompt=[*range(9, 109)]))
     assert metric(client, "magicdec_generation_tokens_total") == tokens + 7

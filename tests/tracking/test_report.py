@@ -303,6 +303,11 @@ def test_two_runs_compared(compare, tmp_path):
     assert "c: no such run" in compare("a", "c", is_mistaken=True)
 
 
+def test_no_line_of_a_pipe_ends_in_blanks(report, compare, drafts):
+    for out in (report(), report("--group-by", "policy"), compare("run0", "run2")):
+        assert [line for line in out.splitlines() if line != line.rstrip()] == []
+
+
 def test_two_runs_compared_at_80_columns(tmp_path):
     """Neither their ids nor the main metrics nor the changes are folded; what does not fit is."""
     metrics, ids = {"speedup": 1.0, "speculative/time_per_output_token_ms": 3.0}, ("0a1b2c3d4e5f-2", "6a7b8c9d0e1f-3")
@@ -407,6 +412,7 @@ def test_a_figure_of_nothing_and_of_what_does_not_mix(report, tmp_path):
         ("--x gamma --where source=measured --y device", "no run that is done has numbers for device"),
         ("--x gama", "--x gama: no run has such a key; did you mean"),
         ("--x gamma --where source=measured --out a.jpg", "must end in one of .pdf, .png, .svg"),
+        ("--x gamma --where source=measured --out a.svg --format png", "a.svg: does not end in .png, as --format png"),
     ):
         assert words in report("figure", tmp_path, *typed.split(), runs=None, is_mistaken=True)
 

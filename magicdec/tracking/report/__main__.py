@@ -106,7 +106,7 @@ def _figure(arguments: Sequence[str]) -> None:
     parser.add_argument("--series", metavar="KEY", help="a setting with a colour for each value: cache.policy")
     parser.add_argument("--sweep", metavar="NAME", help="only the runs of the sweeps of this name, or of this folder")
     parser.add_argument("--where", metavar="TEST", action="append", default=[], help=query.SYNTAX)
-    parser.add_argument("--format", choices=picture.FORMATS, default="pdf", help="(pdf)")
+    parser.add_argument("--format", choices=picture.FORMATS, help="(that of --out, or pdf)")
     parser.add_argument("--out", metavar="FILE", type=Path, help="the file; by default named after the axes")
     options = parser.parse_args(arguments)
     rows = query.select(rows_of(read_runs(options.runs_dir, options.sweep)[0]), options.where)
@@ -123,9 +123,12 @@ def _figure(arguments: Sequence[str]) -> None:
     spec = figures.figure(rows, x, series, {key: key for key in keys}, title)
     if spec is None:
         raise UserError(f"no run that is done has numbers for {options.y} over {x}")
-    path = options.out or Path(f"{'-'.join(keys)}-by-{x}.{options.format}".replace("/", "_"))
-    if path.suffix.removeprefix(".") not in picture.FORMATS:
+    path = options.out or Path(f"{'-'.join(keys)}-by-{x}.{options.format or 'pdf'}".replace("/", "_"))
+    kind = path.suffix.removeprefix(".")
+    if kind not in picture.FORMATS:
         raise UserError(f"--out {path}: must end in one of {', '.join(f'.{one}' for one in picture.FORMATS)}")
+    if options.format not in (None, kind):
+        raise UserError(f"--out {path}: does not end in .{options.format}, as --format {options.format} says")
     figures.draw(spec, path, command_line(["magicdec", "figure", *arguments]))
     print(f"written {shown(path)}")
 
