@@ -288,6 +288,12 @@ def test_help_names_every_group_and_does_not_wait_for_pytorch(without_torch):
         assert f"\n{group}: " in result.stdout, "its options"
 
 
+def test_modules_in_the_working_directory_replace_none_of_pythons(here):
+    written(here, {"random.py": "1 / 0", "tempfile.py": "1 / 0"})
+    shown = in_subprocess("--version", program=("-m", "magicdec"), PYTHONPATH=str(ROOT))
+    assert (shown.returncode, shown.stderr) == (0, "")
+
+
 def test_help_names_every_command():
     text = (ROOT / "conf" / "hydra" / "help" / "magicdec.yaml").read_text()
     assert [command for command in cli.COMMANDS if f"magicdec {command} " not in text] == []
