@@ -16,17 +16,19 @@ from importlib import import_module
 from pathlib import Path
 from typing import NoReturn, cast
 
-import hydra
 from hydra._internal.utils import _run_hydra, get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from hydra_plugins.magicdec._sweeper import register
 from magicdec.config.checks import refuse_secrets
 from magicdec.config.explain import explain
+from magicdec.config.hydra_versions import choose_behaviour, register_resolver
 from magicdec.config.load import load
 from magicdec.config.schema import CONF
+from magicdec.config.search_path import add_own_options
 from magicdec.errors import USER_ERROR, JobFailed, Stopped, UserError, in_one_line, is_out_of_memory, to_stderr
 from magicdec.rules import FileName, did_you_mean, parse
 from magicdec.tracking import sweep
@@ -123,7 +125,9 @@ def _launch() -> int:
             arguments.overrides = own + LISTING
         if arguments.config_path and "://" not in arguments.config_path:  # which Hydra takes from this file's folder
             arguments.config_path = str(Path(arguments.config_path).resolve())
-        hydra.version.setbase("1.3")
+        choose_behaviour()
+        register()
+        add_own_options(Path(arguments.config_path or CONF))
         _run_hydra(arguments, parser, job, str(CONF), "config")
     except JobFailed as failure:
         return failure.args[0]
@@ -181,7 +185,7 @@ def _run(cfg: DictConfig, this: Job) -> float | None:
         _refuse_a_grid()
     elif cfg.sweep.get("fail_fast") and not cfg.sweep.get("dry_run"):
         sweep.refuse_if_stopped(this.sweep_dir, this.number)
-    config = load(cfg)
+    config = load(cfg, HydraConfig.get())
     from magicdec.scenarios import run as run_scenario  # here, because --help and mistakes must not wait for it
 
     in_sweep = this.sweep_dir is not None and not config.sweep.dry_run
@@ -268,7 +272,7 @@ def _sweep_folder(runs_dir: str, name: str | None, grid: str | None, with_figure
     return str(folder)
 
 
-OmegaConf.register_new_resolver("sweep_folder", _sweep_folder, use_cache=True, replace=True)
+register_resolver("magicdec.sweep_folder", _sweep_folder, use_cache=True)
 
 
 def _remove_new_folders() -> None:

@@ -130,13 +130,8 @@ def test_a_mistake_is_one_line_and_leaves_nothing(refuse, typed, error):
     [
         ("batch/mine", "context_len: long", "batch/mine.yaml: batch.context_len=long: must be a whole number"),
         ("batch/mine", "size: [1\n", "mine.yaml, line 2: expected ',' or ']'"),
-        ("batch/mine", "size: &a [*a]\n", "batch/mine.yaml: its aliases are endless"),
+        ("batch/mine", "size: &a [*a]\n", "batch/mine.yaml: nested too deeply"),
         ("batch/mine", "a: &a [*b]\nb: &b [*a]\n", "mine.yaml, line 1: found undefined alias"),
-        (
-            "batch/mine",
-            f"a: &a {[0] * 60}\nb: &b [{', '.join(['*a'] * 60)}]\nc: [{', '.join(['*b'] * 60)}]\n",
-            "100,000 values",
-        ),
         ("batch/mine", f"size: {'[' * 600}{']' * 600}\n", "batch/mine.yaml: nested too deeply"),
         ("batch/mine", "".join(f"{' ' * depth}a:\n" for depth in range(600)), "batch/mine.yaml: nested too deeply"),
         ("cache/mine", "budget: 64\n", "cache.policy is missing a value; cache/mine.yaml must set it"),
@@ -176,7 +171,7 @@ def test_the_version_is_our_own(monkeypatch, capsys):
 
 
 def test_a_config_path_is_relative_to_the_working_directory(run, here):
-    written(here, {"mine/config.yaml": "defaults: [schema, _self_]\nbatch: {sizes: 3}\n"})
+    written(here, {"mine/config.yaml": "defaults: [magicdec_schema, _self_]\nbatch: {sizes: 3}\n"})
     code, err = run("--config-path", "mine")
     assert code == cli.USER_ERROR
     assert "unknown key batch.sizes; did you mean batch.size?" in err

@@ -25,8 +25,8 @@ from omegaconf import OmegaConf
 import magicdec.planning.build
 import magicdec.planning.duration
 import magicdec.scenarios
-from hydra_plugins import job_groups
-from hydra_plugins.process_launcher import ProcessLauncher, SweepJob, lost_code
+from hydra_plugins.magicdec import _groups, _sweeper
+from hydra_plugins.magicdec._launcher import ProcessLauncher, SweepJob, lost_code
 from magicdec import cli
 from magicdec.config.load import compose
 from magicdec.errors import StorageError
@@ -506,9 +506,9 @@ def here(quick, monkeypatch, capfd, tmp_path, hydra_logging):
     return with_arguments
 
 
-@pytest.mark.parametrize("own", [job_groups.OWN, ()], ids=["jobs", "a task"])
+@pytest.mark.parametrize("own", [_sweeper.WITHOUT_TASKS, ()], ids=["jobs", "a task"])
 def test_fail_fast(here, starts, monkeypatch, own):
-    monkeypatch.setattr(job_groups, "OWN", own)
+    monkeypatch.setattr(_sweeper, "WITHOUT_TASKS", own)
     sweep = here("-m", "hydra/launcher=basic", "sweep.fail_fast=true", "draft.gamma=6,1,2")
     assert sweep.code == 1
     assert re.findall("job (.) is not started", sweep.err) == ["1", "2"]
@@ -525,14 +525,14 @@ def order(starts):
 @pytest.mark.slow
 def test_a_launcher_of_tasks_runs_the_jobs_of_a_group_in_one(here, starts, monkeypatch, tmp_path, limit, firsts):
     """Each job has its number and result; one that fails is one failed run."""
-    tasks, run_all = [], job_groups.GroupTask.__call__
+    tasks, run_all = [], _groups.GroupTask.__call__
 
     def task(self, first):
         tasks.append(self.groups[len(tasks)][0].number)
         return run_all(self, first)
 
-    monkeypatch.setattr(job_groups, "OWN", ())
-    monkeypatch.setattr(job_groups.GroupTask, "__call__", task)
+    monkeypatch.setattr(_sweeper, "WITHOUT_TASKS", ())
+    monkeypatch.setattr(_groups.GroupTask, "__call__", task)
     own = ["draft.gamma=1,6,2", "data.seed=1,2", "cache.budget=8", f"sweep.jobs_per_task={limit}"]
     sweep = here("-m", "hydra/launcher=basic", *own)
     assert (sweep.code, tasks) == (1, firsts)
@@ -549,7 +549,7 @@ def test_a_launcher_of_tasks_runs_the_jobs_of_a_group_in_one(here, starts, monke
 
 @pytest.mark.parametrize("change", ["sweep.share=none", "scenario=predict", "engine=transformers"])
 def test_jobs_that_share_nothing_are_tasks_of_their_own(here, starts, monkeypatch, change):
-    monkeypatch.setattr(job_groups, "OWN", ())
+    monkeypatch.setattr(_sweeper, "WITHOUT_TASKS", ())
     sweep = here("-m", "hydra/launcher=basic", change, "draft.gamma=1,2")
     assert sweep.code == 0, sweep.err
     assert " in 1 task" not in sweep.err
@@ -571,7 +571,7 @@ def test_a_sweep_ends_with_its_table_its_page_and_its_figures(here, tmp_path, mo
     assert (sweep.code, sweep.out.count("not written       ")) == (0, 1)
 
 
-@pytest.mark.parametrize("launcher", ["basic", "process"])
+@pytest.mark.parametrize("launcher", ["basic", "magicdec"])
 @pytest.mark.slow
 def test_a_sweep_tells_of_jobs_that_were_no_runs(here, starts, tmp_path, launcher):
     if launcher == "basic":
@@ -676,9 +676,9 @@ def waiting_processes(monkeypatch):
                 pipe.send(code)
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setattr("hydra_plugins.process_launcher._started", lambda _, pipe: started(work, pipe))
+    monkeypatch.setattr("hydra_plugins.magicdec._launcher._started", lambda _, pipe: started(work, pipe))
     # A forked process holds both ends of its pipe, so that it does not notice when the launcher closes its own.
-    monkeypatch.setattr("hydra_plugins.process_launcher.GRACE_S", 0.2)
+    monkeypatch.setattr("hydra_plugins.magicdec._launcher.GRACE_S", 0.2)
 
 
 def test_as_many_jobs_at_once_as_visible_gpus(waiting_processes, monkeypatch):
@@ -720,7 +720,7 @@ def test_a_queue_without_gpus_that_fails_fast(waiting_processes, capsys):
 
 
 def test_a_run_that_another_sweep_is_running_is_left_to_the_end(waiting_processes, monkeypatch):
-    monkeypatch.setattr("hydra_plugins.process_launcher.RETRY_S", 0.1)
+    monkeypatch.setattr("hydra_plugins.magicdec._launcher.RETRY_S", 0.1)
     queue = Queue([(0, BUSY), (0, 0), (0, 0)], {})
     results = queue.launch([["{}"]] * 2, 0)
     assert queue.seen == [0, 1, 0]

@@ -30,7 +30,7 @@ def test_package_and_plugins_configuration_and_the_command_are_whole(tmp_path):
     wheel = build(ROOT, tmp_path)
     expected = files("magicdec") | files("hydra_plugins")
     assert {"magicdec/kernels/attention.cpp", "magicdec/models/tiny/target/model.safetensors"} <= expected
-    assert {"magicdec/tracking/report/assets/page.html", "hydra_plugins/process_launcher.py"} <= expected
+    assert {"magicdec/tracking/report/assets/page.html", "hydra_plugins/magicdec/_launcher.py"} <= expected
     for folder in ("conf", "sweeps"):
         assert len(files(folder)) > 5
         expected |= {f"magicdec/{name}" for name in files(folder)}

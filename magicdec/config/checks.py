@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from magicdec.config.options import has_key
+from magicdec.config.options import read_keys
 from magicdec.config.registry import CORPORA
 from magicdec.config.schema import Assumed, Compare, Config, Profile, Serve
 from magicdec.errors import UserError
@@ -76,7 +76,7 @@ def unread(config: Config, overrides: Sequence[str]) -> list[str]:
             found.append(f"{override} has no effect with scenario={config.scenario.name}; set {instead}")
         elif f"{group}.{key}" in ONLY_AUTO and getattr(config.scenario, "repeats", "auto") != "auto":
             found.append(f"{override} has no effect without scenario.repeats=auto")
-        elif key and option and not has_key(group, option, key.partition(".")[0]):
+        elif key and option and key.partition(".")[0] not in read_keys(group, option):
             found.append(f"{override} has no effect with {group}={option}")
     return found
 

@@ -48,6 +48,11 @@ class CacheConfig:
         """Return the keys that this policy adds to those of all policies."""
         return tuple(entry.name for entry in fields(cls) if entry.name not in CacheConfig.__dataclass_fields__)
 
+    @classmethod
+    def unread(cls) -> set[str]:
+        """Return the keys without an effect."""
+        return set() if cls.has_budget else {"budget"}
+
     @property
     def settings(self) -> tuple[Any, ...]:
         """Return the values of `own_keys`: with the budget, they decide what the draft sees."""
@@ -184,6 +189,18 @@ class DraftConfig:
     title: ClassVar[str] = "draft {name}"  # how tables call it
 
     @classmethod
+    def unread(cls) -> set[str]:
+        """Return the keys without an effect: without a draft, all but its name."""
+        if cls is DraftConfig:
+            return {entry.name for entry in fields(cls)} - {"name"}
+        keys = set() if cls.needs_model else {"model", "tensor_parallel"}
+        if cls.one_rank:
+            keys.add("tensor_parallel")
+        if not cls.is_model:
+            keys.add("quantization")
+        return keys
+
+    @classmethod
     def described(cls, text: str, config: Mapping[str, Any]) -> str:
         """Return `label` or `title` for a stored group `draft`."""
         return text.format_map({**config, "model": (config.get("model") or {}).get("name")})
@@ -258,6 +275,11 @@ class EngineConfig:
     parallel: ClassVar[bool] = False  # its server divides the model by hardware.tensor_parallel
     is_remote: ClassVar[bool] = False  # it runs elsewhere: of the models here, the target's tokenizer alone is read
 
+    @classmethod
+    def unread(cls) -> set[str]:
+        """Return the keys without an effect: none."""
+        return set()
+
 
 @dataclass(frozen=True, config=STRICT)
 class DataConfig:
@@ -301,3 +323,8 @@ class Corpus:
     own_lengths: bool = False  # rows are as long as the user wrote them
     origin: str = f"Python {platform.python_version()}"  # of a text without a path: the standard library's source
     files_at: Callable[[Path, str], Mapping[str, Path]] | None = None  # finds the files at data.path, where it is read
+    ignores: tuple[str, ...] = ()  # keys of all corpora that have no effect with it
+
+    def unread(self) -> set[str]:
+        """Return the keys without an effect."""
+        return {*self.ignores} | ({"task"} if self.tasks == () else set())

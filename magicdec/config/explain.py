@@ -3,15 +3,16 @@
 import difflib
 import re
 from collections.abc import Iterator, Sequence
+from traceback import walk_tb
 from typing import TypeVar
 
-import yaml
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from omegaconf import DictConfig
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
-from yaml import MarkedYAMLError
+from yaml import YAMLError
 
-from magicdec.config.options import known_keys
+from magicdec.config.options import known_keys, unreadable, values_in
 from magicdec.config.schema import CONF, option_file
 from magicdec.errors import UserError, in_one_line, is_out_of_memory
 from magicdec.rules import SHORT, BadValue
@@ -46,10 +47,11 @@ def explain(error: Exception, overrides: list[str]) -> str | None:
         return str(error)
     if is_out_of_memory(error):
         return f"out of memory ({in_one_line(error)}): free some, or raise the limit (ulimit -v)"
+    file_read = _file_being_read(error)
+    if file_read and isinstance(error, RecursionError | ValueError | YAMLError):
+        return unreadable(file_read, error)
     if isinstance(error, RecursionError):
         return f"{SHORT.repr(max(overrides, key=len, default=''))[1:-1]}: nested too deeply"
-    if isinstance(error, MarkedYAMLError) and error.problem_mark:
-        return f"{error.problem_mark.name}, line {error.problem_mark.line + 1}: {error.problem}"
     if isinstance(error, OverrideParseException):
         return f"{error.override}: not of the form key=value; a value with spaces, commas or brackets needs quotes"
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options is not None:
@@ -67,6 +69,14 @@ def explain(error: Exception, overrides: list[str]) -> str | None:
     return None
 
 
+def _file_being_read(error: BaseException) -> str | None:
+    """Return the file that Hydra was reading when an error was raised, if any."""
+    for frame, _ in walk_tb(error.__traceback__):
+        if frame.f_code.co_qualname == "FileConfigSource.load_config":
+            return frame.f_locals.get("full_path")
+    return None
+
+
 def _explain_key(error: OmegaConfBaseException) -> str:
     """Explain an error of OmegaConf, which has the key and usually the value."""
     key, text = error.full_key or "", str(error).partition("\n")[0]
@@ -80,9 +90,16 @@ def _explain_key(error: OmegaConfBaseException) -> str:
     return f"{key}: {text}" if key else text
 
 
-def located(error: BadValue) -> str:
-    """Return the line about a value, with the file that it comes from, where that is the user's own."""
-    choices = HydraConfig.get().runtime.choices if HydraConfig.initialized() else {}
+def located(error: BadValue, hydra_cfg: DictConfig | None = None) -> str:
+    """Return the line about a value, with the file that it comes from, where that is the user's own.
+
+    `hydra_cfg` is Hydra's own part of the configuration; None: that of the job that is running, if any.
+    """
+    if hydra_cfg is None and HydraConfig.initialized():
+        hydra_cfg = HydraConfig.get()  # type: ignore[assignment]
+    choices = hydra_cfg.runtime.choices if hydra_cfg is not None else {}
+    overrides = hydra_cfg.overrides.task if hydra_cfg is not None else []
+    typed = {text.lstrip("+").partition("=")[0] for text in overrides}
     if error.key in ("experiment", "local"):
         return f"{error.key}/{choices.get(error.key)}.yaml: must begin with the line `# @package _global_`"
     if error.type == "unknown":
@@ -95,7 +112,8 @@ def located(error: BadValue) -> str:
         if error.type == "missing":
             return f"{error}; {group}/{option}.yaml must set it"
         file = option_file(group, option)
-        if file and not file.is_relative_to(CONF) and name in (yaml.safe_load(file.read_text("utf-8")) or {}):
+        is_own = file is not None and not file.is_relative_to(CONF)
+        if file and is_own and error.key not in typed and name in values_in(file):
             return f"{group}/{option}.yaml: {error}"
     return str(error)
 

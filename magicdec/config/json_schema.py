@@ -8,18 +8,17 @@ import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_type_hints
 
 from pydantic import TypeAdapter
 
 from magicdec import plugins
 from magicdec.config.choices import DraftConfig
-from magicdec.config.registry import BACKENDS, CORPORA, DRAFTS, ENGINES, POLICIES, Registry, keys_of
-from magicdec.config.schema import Config, Scenario
+from magicdec.config.registry import BACKENDS, DRAFTS, GROUPS, keys_of
+from magicdec.config.schema import SCENARIOS, Config, Scenario
 from magicdec.errors import exit_code
 
 Schema = dict[str, Any]
-OPEN: dict[str, Registry[Any]] = {"cache": POLICIES, "draft": DRAFTS, "engine": ENGINES, "data": CORPORA}
 # What Hydra fills in, or asks for.
 LATER = {"type": "string", "pattern": r"\$\{.+\}|^\?\?\?$"}
 DEFAULTS = {"type": "array", "items": {"type": ["string", "object"]}}
@@ -60,14 +59,13 @@ def schemas() -> dict[str, Schema]:
 
 def group_schema(name: str, kind: Any) -> Schema:
     """Return the schema of a group or key; its definitions are those of pydantic."""
-    if name in OPEN:
-        registry = OPEN[name]
+    if name in GROUPS:
+        registry = GROUPS[name]
         kinds = {choice: keys_of(registry, choice) for choice in registry}
         kinds |= {registry.keyword: DraftConfig} if registry is DRAFTS else {}
         return _chosen(registry.attribute, {choice: _of(kind) for choice, kind in kinds.items()})
     if kind == Scenario:
-        kinds = {get_args(get_type_hints(one)["name"])[0]: one for one in get_args(get_args(kind)[0])}
-        return _chosen("name", {name: _of(one) for name, one in kinds.items()})
+        return _chosen("name", {scenario: _of(keys) for scenario, keys in SCENARIOS.items()})
     if name == "attention":
         return {"enum": [BACKENDS.keyword, *BACKENDS]}
     return _of(kind)

@@ -6,11 +6,10 @@ Hydra composes plain YAML and knows no types: the result is validated once, as a
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, is_dataclass
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any, get_type_hints
 
 import hydra
-from hydra import initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -18,17 +17,19 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from magicdec import plugins
 from magicdec.config.checks import refuse_secrets, validate
 from magicdec.config.explain import explain, located, unknown_key
-from magicdec.config.options import OPEN, has_key, keys_of_group
-from magicdec.config.schema import CONF, Config
+from magicdec.config.hydra_versions import initialized, register_resolver
+from magicdec.config.options import OPEN, complete_model, is_known, read_keys
+from magicdec.config.schema import CONF, Config, own_folders
+from magicdec.config.search_path import add_own_options
 from magicdec.errors import UserError
 from magicdec.rules import BadValue, parse
 
 # Hydra takes any key in the groups: jobs of a sweep over a group's options may set keys of all of them.
-SCHEMA = OmegaConf.create({key: {} for key, of in get_type_hints(Config).items() if is_dataclass(of) or key in OPEN})
+NAMES = [key for key, of in get_type_hints(Config).items() if is_dataclass(of) or key in OPEN]
+SCHEMA = OmegaConf.create({name: {} for name in NAMES})
 for group in SCHEMA:
     OmegaConf.set_struct(SCHEMA[group], False)
-ConfigStore.instance().store(name="schema", node=SCHEMA)
-OmegaConf.register_new_resolver("conf_parent", lambda: str(CONF.parent), replace=True)  # of conf/config.yaml
+ConfigStore.instance().store(name="magicdec_schema", node=SCHEMA, provider="magicdec")
 
 
 def _head_name(path: str | None, bundled: str) -> str:
@@ -36,53 +37,90 @@ def _head_name(path: str | None, bundled: str) -> str:
     return bundled if path is None or path.startswith("magicdec/models/") else PurePath(path).name
 
 
-OmegaConf.register_new_resolver("head_name", _head_name, replace=True)  # of conf/draft/eagle3.yaml
+register_resolver("magicdec.conf", lambda: str(CONF))  # of conf/config.yaml and conf/hydra/help
+register_resolver("magicdec.head_name", _head_name)  # of conf/draft/eagle3.yaml
 
 
-def load(cfg: DictConfig) -> Config:
+def load(cfg: DictConfig, hydra_cfg: DictConfig | None = None) -> Config:
     """Return a composed configuration as typed, valid and frozen objects.
 
-    Import plugins first. Leave out keys of options that are not chosen. Raise UserError for unknown keys, wrong types,
-    and what `validate` finds, and OmegaConf's errors for missing values.
+    `hydra_cfg` is Hydra's own part of it: what was typed, which options were chosen, and where they are. Import plugins
+    first. Leave out keys of options that are not chosen. Raise UserError for unknown keys, wrong types, and what
+    `validate` finds, and OmegaConf's errors for missing values.
     """
     plain: Any = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
-    plain.pop("hydra", None)
     refuse_secrets(plain)
-    for name in OPEN:
-        _keep_own_keys(plain[name], name, name)
+    plugins.load(plain.get("plugins") or [])
+    if hydra_cfg is not None:
+        _refuse_unknown(hydra_cfg.overrides.task)
+    _complete_models(plain, hydra_cfg)
+    for group in OPEN:
+        _keep_own_keys(plain[group], group, group)
     if plain["draft"].get("cache"):
         _keep_own_keys(plain["draft"]["cache"], "cache", "draft.cache")
-    plugins.load(plain.get("plugins") or [])
     try:
         config = parse(Config, plain)
     except BadValue as error:
-        raise UserError(located(error)) from None
+        raise UserError(located(error, hydra_cfg)) from None
     validate(config)
     return config
 
 
+def _refuse_unknown(typed: Sequence[str]) -> None:
+    """Raise UserError for a typed key that no option has. What follows imports PyTorch, and finds the others."""
+    for text in typed:
+        key = text.lstrip("+~").partition("=")[0]
+        group, _, name = key.removeprefix("draft.cache.").partition(".")
+        if key.startswith("draft.cache."):
+            group, name = "cache", group
+        name = name.partition(".")[0]
+        if group in OPEN and name and not is_known(group, name):
+            raise UserError(unknown_key(key))
+
+
+def _complete_models(plain: dict[str, Any], hydra_cfg: DictConfig | None) -> None:
+    """Replace names of config.json files by the architectures in them."""
+    runtime = None if hydra_cfg is None else hydra_cfg.runtime
+    sources = [CONF, *own_folders()]
+    if runtime is not None:
+        sources = [Path(each.path) for each in runtime.config_sources if each.schema == "file"]
+    for key, choice in (("target", "target"), ("draft.model", "target@draft.model")):
+        group, _, name = key.partition(".")
+        model = plain[group].get(name) if name else plain[group]
+        if isinstance(model, dict):
+            option = None if runtime is None else runtime.choices.get(choice)
+            complete_model(model, option, sources, key)
+
+
 def _keep_own_keys(plain: dict[str, Any], group: str, key: str) -> None:
-    """Leave out the keys of other options; raise UserError for those of none."""
-    chooses = "policy" if group == "cache" else "name"
-    option = plain.get(chooses)
+    """Leave out the keys that only other options have; raise UserError for those of none."""
+    choice = plain.get("policy" if group == "cache" else "name")
+    if not isinstance(choice, str):  # which is refused where all values are checked
+        return
+    try:
+        read = read_keys(group, choice)
+    except KeyError:  # no such scenario
+        return
     for name in list(plain):
-        if name not in keys_of_group(group):
+        if name in read:
+            continue
+        if not is_known(group, name):
             raise UserError(unknown_key(f"{key}.{name}"))
-        if option is not None and not has_key(group, str(option), name):
-            del plain[name]
+        del plain[name]
 
 
 def compose(overrides: Sequence[str]) -> Config:
     """Return conf/ with these overrides, for programs without Hydra's command line. Raise UserError for mistakes."""
     try:
         refuse_secrets(list(overrides))
-        with initialize_config_dir(str(CONF), version_base="1.3"):
+        add_own_options()
+        with initialized(CONF):
             cfg = hydra.compose("config", list(overrides), return_hydra_config=True)
         with open_dict(cfg):
-            grid = cfg.pop("hydra").runtime.choices.get("sweeps")
-        if grid:
+            hydra_cfg = cfg.pop("hydra")
+        if grid := hydra_cfg.runtime.choices.get("sweeps"):
             raise UserError(f"+sweeps={grid}: a grid needs the command line, as in magicdec -m +sweeps={grid}")
-        return load(cfg)
+        return load(cfg, hydra_cfg)
     except Exception as error:
         explanation = explain(error, list(overrides))
         if explanation is None:

@@ -14,7 +14,7 @@ import json
 import pkgutil
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, Generic, TypeVar
@@ -80,6 +80,10 @@ class Registry(Generic[F]):
         """Yield the names of all choices in order, but those whose library is not installed; import all of them."""
         return iter(self.within(*self.packages))
 
+    def imported(self) -> list[F]:
+        """Return the facts of the choices whose modules were imported so far: plugins', and what was asked for."""
+        return [entry.facts for entry in self._entries.values()]
+
     def within(self, *packages: str) -> list[str]:
         """Import the choices of these packages. Return the names of all that are known by now, in order."""
         for package in map(import_module, packages):
@@ -105,16 +109,31 @@ ENGINES: Registry[type[EngineConfig]] = Registry("engine.name", "magicdec.engine
 BACKENDS: Registry[Backend] = Registry("attention", "magicdec.attention", "magicdec.attention.cuda", keyword="auto")
 CORPORA: Registry[Corpus] = Registry("data.name", "magicdec.data")
 
+# The groups of the configuration whose keys depend on the choice, and the classes of the keys that all choices have.
+GROUPS: dict[str, Registry[Any]] = {"cache": POLICIES, "draft": DRAFTS, "engine": ENGINES, "data": CORPORA}
+COMMON: dict[str, type] = {"cache": CacheConfig, "draft": DraftConfig, "engine": EngineConfig, "data": DataConfig}
+
 
 def keys_of(registry: Registry[Any], name: str) -> type:
     """Return the class with the keys of a choice."""
-    facts = registry[name].facts
+    return class_of_keys(registry[name].facts)
+
+
+def class_of_keys(facts: Any) -> type:
+    """Return the class with the keys of a choice that has these facts."""
     return facts.keys if isinstance(facts, Corpus) else facts
 
 
 def has_cache(draft: str) -> bool:
     """Return whether a draft of this name reads `cache`. One of a plugin that is not imported might."""
     return draft != DRAFTS.keyword and (draft not in DRAFTS or DRAFTS[draft].facts.is_model)
+
+
+def read_keys(group: str, name: str) -> set[str]:
+    """Return the keys of a group that have an effect with a choice. Raise UserError if there is none of that name."""
+    registry = GROUPS[group]
+    facts = DraftConfig if registry is DRAFTS and name == DRAFTS.keyword else registry[name].facts
+    return {entry.name for entry in fields(class_of_keys(facts))} - facts.unread()
 
 
 def _chosen(registry: Registry[Any], base: type) -> PlainValidator:

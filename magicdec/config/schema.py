@@ -8,7 +8,7 @@ scenario has one for each scenario, below.
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, ClassVar, Literal, TypeVar
+from typing import Annotated, ClassVar, Literal, TypeVar, get_args, get_type_hints
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -288,6 +288,8 @@ class Serve(Needs):
 
 S = TypeVar("S", Compare, Profile, Verify, Predict, Search, Serve)
 Scenario = Annotated[Compare | Profile | Verify | Predict | Search | Serve, Field(discriminator="name")]
+# Their classes by name.
+SCENARIOS: dict[str, type] = {get_args(get_type_hints(kind)["name"])[0]: kind for kind in S.__constraints__}
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -8,7 +8,7 @@ from typing import Any
 from magicdec.architectures import ModelConfig
 from magicdec.config.options import values_of
 from magicdec.config.schema import CONF, own_folders
-from magicdec.errors import UserError
+from magicdec.errors import UserError, to_stderr
 from magicdec.rules import parse
 
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]
@@ -20,8 +20,14 @@ def option(name: str) -> dict[str, Any]:
 
 
 def options() -> list[dict[str, Any]]:
-    """Return what every option holds."""
-    return [option(name) for name in _names()]
+    """Return what every option holds. Warn about those that cannot be read: nobody has chosen them."""
+    found = []
+    for name in _names():
+        try:
+            found.append(option(name))
+        except UserError as error:
+            to_stderr(f"warning: {error}; left out")
+    return found
 
 
 def _names() -> list[str]:

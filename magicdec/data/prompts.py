@@ -17,7 +17,7 @@ from magicdec.data.tokenizer import encode_prompt
 from magicdec.errors import UserError
 
 
-@CORPORA.register(Corpus("prompts", needs_path=True, own_lengths=True, files_at=files_at))
+@CORPORA.register(Corpus("prompts", needs_path=True, own_lengths=True, files_at=files_at, ignores=("seed",)))
 def load(request: PromptRequest) -> Prompts:
     """Return the file's first `num_rows` prompts, in its order.
 

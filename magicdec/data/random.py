@@ -7,7 +7,7 @@ from magicdec.config.registry import CORPORA
 from magicdec.data.base import PromptRequest, Prompts
 
 
-@CORPORA.register(Corpus("random", is_noise=True, origin="random"))
+@CORPORA.register(Corpus("random", is_noise=True, origin="random", ignores=("path",)))
 def load(request: PromptRequest) -> Prompts:
     """Return rows of token ids, drawn evenly from the vocabulary."""
     generator = np.random.default_rng(request.seed)

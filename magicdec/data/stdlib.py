@@ -30,7 +30,7 @@ SKIPPED_PREFIXES = ("_sysconfigdata", "_sysconfig_vars", "config-")
 TWIN_PREFIXES = ("_py_", "_py")  # _py_abc for abc, _pydatetime for datetime
 
 
-@CORPORA.register(Corpus("stdlib"))
+@CORPORA.register(Corpus("stdlib", ignores=("path",)))
 def load(request: PromptRequest) -> Prompts:
     """Return windows of the held-out modules; see `cut_windows`."""
     texts = documents(held_out=True)

@@ -6,18 +6,21 @@ from functools import cache
 
 import pytest
 from hydra import compose as hydra_compose
-from hydra import initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
 from magicdec.architectures import ModelConfig, RopeScaling
+from magicdec.config import options
 from magicdec.config.checks import refuse_unread, unread, validate, warnings
+from magicdec.config.hydra_versions import initialized
 from magicdec.config.load import compose, load, to_dict
-from magicdec.config.options import known_keys, values_of
-from magicdec.config.registry import DRAFTS, POLICIES
+from magicdec.config.options import complete_model, known_keys, read_keys, values_of
+from magicdec.config.registry import DRAFTS, GROUPS, POLICIES
 from magicdec.config.schema import CONF, Config
+from magicdec.costmodel import targets
 from magicdec.errors import UserError
 from tests.programs import ROOT
 from tests.runs import one_line
+from tests.test_plugins import written
 
 OPTIONS = {
     folder.name: sorted(path.stem for path in folder.glob("*.yaml"))
@@ -40,7 +43,7 @@ SWEEPS = sorted(f"+sweeps={path.stem}" for path in (ROOT / "sweeps").glob("*.yam
 
 
 def plain(*overrides: str, **options: bool) -> DictConfig:
-    with initialize_config_dir(str(CONF), version_base="1.3"):
+    with initialized(CONF):
         return hydra_compose("config", list(overrides), **options)
 
 
@@ -88,10 +91,48 @@ def test_every_draft_is_valid(name):
 def test_options_read_without_hydra_are_what_hydra_composes():
     groups = ("cache", "draft", "data")
     for i in range(max(len(OPTIONS[group]) for group in groups)):
-        options = {group: OPTIONS[group][i % len(OPTIONS[group])] for group in groups}
-        cfg = plain(*(f"{group}={option}" for group, option in options.items()))
-        for group, option in options.items():
-            assert OmegaConf.to_container(cfg[group]) == values_of(group, option)
+        row = {group: OPTIONS[group][i % len(OPTIONS[group])] for group in groups}
+        cfg = plain(*(f"{group}={option}" for group, option in row.items()))
+        for group, option in row.items():
+            composed = OmegaConf.to_container(cfg[group])
+            if model := composed.get("model"):
+                complete_model(model, None, [CONF], "draft.model")
+            assert composed == values_of(group, option)
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_the_files_of_a_group_set_the_keys_that_their_choices_read(group):
+    """Keys are found by the classes, and without PyTorch by the files: both have the same."""
+    for option in OPTIONS[group]:
+        values = values_of(group, option)
+        choice = values["policy" if group == "cache" else "name"]
+        assert values.keys() == read_keys(group, choice), option
+
+
+def test_composing_reads_no_file_of_conf_beside_hydra(monkeypatch):
+    monkeypatch.setattr(options, "_content", lambda file: pytest.fail(f"reads {file}"))
+    assert compose(["experiment=quick", "cache.budget=32", "draft.gamma=3"]).draft.gamma == 3
+
+
+def test_a_broken_file_that_nobody_chose_breaks_nothing(here):
+    texts = {"cache": "not: a: yaml\n", "draft": "- a\n- list\n", "scenario": "name: [\n", "data": "a: \t b\n"}
+    written(here, {f"conf/{group}/half.yaml": text for group, text in texts.items()})
+    (here / "conf" / "engine").mkdir()
+    (here / "conf" / "engine" / "half.yaml").write_bytes(b"\xff\xfe")
+    assert compose(["cache.num_sink=2"]).cache.num_sink == 2
+    with pytest.raises(UserError, match=r"^unknown key cache.num_sinc; did you mean cache.num_sink"):
+        compose(["cache.num_sinc=2"])
+    for group in ("cache", "draft", "scenario", "data", "engine"):
+        with pytest.raises(UserError, match=rf"^[^\n]*{group}/half"):
+            compose([f"{group}=half"])
+
+
+def test_a_broken_target_that_nobody_chose_is_left_out_with_a_warning(here, capsys):
+    written(here, {"conf/target/half.yaml": "not: a: yaml\n"})
+    assert "llama-3.1-8b" in {option["name"] for option in targets.options()}
+    assert capsys.readouterr().err == (
+        f"warning: {here}/conf/target/half.yaml, line 1: mapping values are not allowed here; left out\n"
+    )
 
 
 def test_every_policy_and_draft_has_its_file():

@@ -12,7 +12,8 @@ from magicdec.config import json_schema
 from magicdec.config.json_schema import schemas
 from tests.programs import ROOT
 
-FILES = [path for path in sorted((ROOT / "conf").rglob("*.yaml")) if "hydra" not in path.parts]
+CONF = ROOT / "conf"
+FILES = [path for path in sorted(CONF.rglob("*.yaml")) if CONF / "hydra" not in path.parents]
 
 
 @pytest.fixture(scope="module")

@@ -1,36 +1,27 @@
 """Groups of the jobs of a sweep that share weights and prefilled prompts, and how other launchers run them.
 
 The default launcher gives a group a process. Joblib, Ray and submitit start tasks elsewhere: here, a task is a whole
-group, whose jobs run one after another in the task's process. Also the sweeper of a grid, which gives launchers their
-groups.
+group, whose jobs run one after another in the task's process.
 """
 
 import math
 import re
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from statistics import fmean
 from typing import Any
 
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper, BasicSweeperConf
-from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.types import Override, RangeSweep
 from hydra.core.utils import JobReturn, JobStatus, run_job
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, open_dict
-from typing_extensions import override
 
-from magicdec.errors import UserError, to_stderr
+from magicdec.errors import to_stderr
 from magicdec.tracking.store import counted
 
 # Overrides of what each job builds for itself from what its group keeps.
 BUILT_ANEW = r"(\+|~)*(draft|target@draft\.model|cache|sampling|scenario\.(repeats|profile_repeats)|wandb|sweep)\b"
-# Launchers that group jobs themselves, or run all of them in one process.
-OWN = ("process_launcher", "basic_launcher")
-MOST_JOBS = 10_000  # of a grid: Hydra composes each of them before it starts the first
 
 
 @dataclass
@@ -85,7 +76,7 @@ class GroupTask:
         try:
             return [self._run(member) for member in self.groups[HydraConfig.get().job.num]]
         finally:
-            from magicdec.planning.shared import SHARED  # here, because Hydra imports this module for every command
+            from magicdec.planning.shared import SHARED  # here, because every command imports this module
 
             SHARED.begin("none")  # the process may live on, next to that of the next group
 
@@ -134,47 +125,3 @@ def grouped(members: Sequence[SweepJob], config: DictConfig) -> list[list[SweepJ
         groups.setdefault(group_of(member.number, member.overrides, config), []).append(member)
     size = config.sweep.jobs_per_task or len(members)
     return [group[first : first + size] for group in groups.values() for first in range(0, len(group), size)]
-
-
-def with_groups(launcher: Launcher, **given: Any) -> Launcher:
-    """Return the launcher of a sweep, which starts a task per group where that is worth while."""
-    config: DictConfig = given["config"]
-    is_own = type(launcher).__module__.rpartition(".")[-1] in OWN
-    if config.sweep.get("turns") and not config.sweep.dry_run and not type(launcher).__module__.endswith(OWN[0]):
-        to_stderr("sweep.turns: only hydra/launcher=process takes turns; each run measures all its repeats at once")
-    if is_own or config.sweep.share == "none" or config.scenario.name in ("predict", "plan"):
-        return launcher
-    launcher = GroupLauncher(launcher)
-    launcher.setup(**given)
-    return launcher
-
-
-class GridSweeper(BasicSweeper):
-    """hydra/sweeper=basic: a job for every combination of values."""
-
-    def setup(self, **given: Any) -> None:
-        """Take the sweep's configuration, and its launcher with the groups of jobs that share a prefill."""
-        super().setup(**given)
-        assert self.launcher is not None
-        self.launcher = with_groups(self.launcher, **given)
-
-    @staticmethod
-    @override
-    def split_arguments(overrides: list[Override], max_batch_size: int | None) -> list[list[list[str]]]:
-        """Return the jobs. Raise UserError for a grid of more than MOST_JOBS."""
-        sizes = {override.get_key_element(): _size(override) for override in overrides if override.is_discrete_sweep()}
-        if math.prod(sizes.values()) > MOST_JOBS:
-            axes = ", ".join(f"{key}: {size:,}" for key, size in sizes.items())
-            raise UserError(f"-m: a grid of {axes} values has more than {MOST_JOBS:,} jobs; choose fewer")
-        return BasicSweeper.split_arguments(overrides, max_batch_size)
-
-
-def _size(override: Override) -> int:
-    """Return the number of values that an override sweeps over, counted up to MOST_JOBS + 1."""
-    value: Any = override.value()
-    values: Iterable[Any] = value.range() if isinstance(value, RangeSweep) else override.sweep_iterator()
-    return sum(1 for _ in islice(values, MOST_JOBS + 1))
-
-
-node = BasicSweeperConf(_target_=f"{GridSweeper.__module__}.{GridSweeper.__name__}")
-ConfigStore.instance().store(group="hydra/sweeper", name="basic", node=node, provider="magicdec")

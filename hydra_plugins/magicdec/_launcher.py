@@ -20,20 +20,19 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from hydra.core.config_store import ConfigStore
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
-from hydra_plugins.job_groups import SweepJob, Titles, group_of
+from hydra_plugins.magicdec._groups import SweepJob, Titles, group_of
 from magicdec.errors import JobFailed, to_stderr
+from magicdec.rules import Count, must, parse
 from magicdec.tracking.gpus import visible_gpus
 from magicdec.tracking.reader import read_result
 from magicdec.tracking.store import Run
@@ -43,19 +42,9 @@ START = "forkserver" if sys.platform == "linux" else "spawn"
 POLL_S, RETRY_S, GRACE_S = 0.05, 2.0, 10.0
 REAP_S = 0.5  # after its pipes have closed, a process that was killed still exists for a moment
 LOST = 255  # what multiprocessing takes for the exit code of a process whose fork server has died
+JobsAtOnce = Annotated[Count | None, must("must be at least 1, or null")]
 # Overrides of Hydra's that concern the sweep as a whole, not its jobs.
 OF_THE_SWEEP = ("hydra.mode=", "hydra/launcher", "hydra.launcher", "hydra/sweeper", "hydra.sweeper", "hydra.sweep.")
-
-
-@dataclass
-class ProcessLauncherConf:
-    """hydra/launcher=process. `jobs` at once: null is as many as there are GPUs, or one without a GPU."""
-
-    _target_: str = "hydra_plugins.process_launcher.ProcessLauncher"
-    jobs: int | None = None
-
-
-ConfigStore.instance().store(group="hydra/launcher", name="process", node=ProcessLauncherConf)
 
 
 class JobResult(JobReturn):
@@ -112,9 +101,11 @@ class Worker:
 
 
 class ProcessLauncher(Launcher):
-    """Start processes, wait for them, and report how they have ended."""
+    """hydra/launcher=magicdec: start processes, wait for them, and report how they have ended."""
 
     def __init__(self, jobs: int | None = None):
+        """Take the keys of conf/hydra/launcher/magicdec.yaml."""
+        parse(JobsAtOnce, jobs, "hydra.launcher.jobs")  # type: ignore[arg-type]
         self.limit = jobs or len(visible_gpus()) or 1
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
@@ -123,7 +114,7 @@ class ProcessLauncher(Launcher):
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Run all jobs. Return their results in order, without jobs that sweep.fail_fast has kept from starting."""
-        from magicdec.scenarios import imports  # here, because Hydra imports this module for every command
+        from magicdec.scenarios import imports  # here, because every command imports this module
 
         waiting = deque(
             SweepJob(initial_job_idx + i, list(overrides), turn)
