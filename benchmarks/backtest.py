@@ -43,7 +43,8 @@ def model_named(name: str) -> ModelConfig:
 
 def machine(row: Row) -> Hardware:
     """Return the row's machine: a device that the cost model knows, or one of backtest_models.yaml."""
-    return configured(row["hardware"], row["tensor_parallel"], **ADDED["machines"].get(row["hardware"], {}))
+    figures = dict(ADDED["machines"].get(row["hardware"], {}))
+    return configured(figures.pop("like", row["hardware"]), row["tensor_parallel"], **figures)
 
 
 def draft_of(row: Row, target: ModelConfig) -> DraftConfig:

@@ -1,6 +1,7 @@
 """The backtest of the cost model: published measurements, their predictions, and the page about them."""
 
 import re
+from collections import Counter
 from statistics import median
 
 import backtest
@@ -10,6 +11,14 @@ from tests.programs import ROOT
 
 RESULTS = ROOT / "docs/results"
 REQUIRED = {"publisher", "source", "model", "hardware", "engine", "draft", "batch", "context", "gamma", "speedup"}
+
+# What a row of refutation.csv may assume where its source is silent.
+ASSUMABLE = {"hardware", "model", "batch", "context", "gamma", "acceptance"}
+
+
+@pytest.fixture(scope="module")
+def refuting():
+    return backtest.read_csv(RESULTS / "refutation.csv")
 
 
 def test_measurements_are_complete_and_from_many_sources():
@@ -51,3 +60,40 @@ def test_batches_carry_the_acceptance_of_the_smallest():
     assert "predicted" not in carried[0]
     assert carried[1]["predicted"] == 1.5
     assert carried[1]["right"] is False
+
+
+def test_rows_that_can_refute_are_many_and_of_many_sources(refuting):
+    rows_of = Counter(row["publisher"] for row in refuting)
+    assert len(refuting) >= 150
+    assert len(rows_of) >= 12
+    assert max(rows_of.values()) <= 0.15 * len(refuting)
+    assert sum(row["speedup"] < 1 for row in refuting) >= 60
+    assert sum(row["batch"] >= 32 for row in refuting) >= 60
+    assert sum(row["context"] > 16_000 for row in refuting) >= 40
+
+
+def test_rows_that_can_refute_are_new(refuting):
+    known = {row["source"] for row in backtest.read_csv(RESULTS / "backtest.csv")}
+    assert known.isdisjoint(row["source"] for row in refuting)
+    assert len({tuple(row.values()) for row in refuting}) == len(refuting)
+
+
+def test_rows_that_can_refute_state_what_was_assumed(refuting):
+    for row in refuting:
+        assumed = set((row["assumes"] or "").split())
+        assert assumed <= ASSUMABLE
+        assert len(assumed) <= 2
+        assert row["assumed"]
+        assert row["source"].startswith("https://")
+
+
+def test_rows_to_predict_are_of_known_models_and_machines(refuting):
+    for row in refuting:
+        if row["unpredicted"]:
+            continue
+        assert all(row[column] is not None for column in REQUIRED)
+        assert 1 <= (row["acceptance_length"] or 1) <= row["gamma"] + 1
+        assert backtest.model_named(row["model"]).num_layers
+        assert backtest.machine(row).bandwidth > 0
+        if row["draft"] == "model":
+            assert backtest.model_named(row["draft_model"]).num_layers
