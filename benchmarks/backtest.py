@@ -1,14 +1,16 @@
-"""Compare the cost model with speedups that others have measured: docs/results/backtest.csv, row by row.
+"""Compare the cost model with speedups that others have measured: docs/results/backtest.csv and refutation.csv, by row.
 
     python benchmarks/backtest.py
 
 Machines are predicted by their names, as `scenario=predict hardware=NAME` does, and nothing is fitted to these rows.
-Writes docs/results/backtest-predictions.csv and renders docs/results/backtest.md. No GPU is needed, and none is used.
+Writes the predictions and scores next to the rows, and renders their pages. No GPU is needed, and none is used.
 """
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
+from statistics import fmean, median
 
 import yaml
 from page import RESULTS, ROOT
@@ -28,7 +30,9 @@ from magicdec.hugging_face import from_hugging_face
 ADDED = yaml.safe_load((ROOT / "benchmarks/backtest_models.yaml").read_text())
 VOCABULARY = {"eagle": 1.0, "fr-spec": 0.25}  # a head's share of the target's
 # Rows that share these differ in their batch alone.
-SERIES = ("publisher", "model", "hardware", "tensor_parallel", "draft", "draft_model", "task", "gamma")
+SERIES = ("publisher", "model", "hardware", "tensor_parallel", "draft", "draft_model", "task", "context", "gamma")
+BATCHES = {"1": range(1, 2), "2 to 31": range(2, 32), "32 and more": range(32, 10**6)}
+CONTEXTS = {"to 2,000": range(2_001), "to 16,000": range(2_001, 16_001), "beyond 16,000": range(16_001, 10**9)}
 
 
 @cache
@@ -56,6 +60,8 @@ def draft_of(row: Row, target: ModelConfig) -> DraftConfig:
         return DRAFTS[kind].facts(num_layers=int(name))
     if kind == "ngram":
         return DRAFTS[kind].facts()
+    if kind == "self":
+        return DRAFTS[kind].facts(quantization=name or "none")
     head = HeadConfig.like(target)
     if kind in VOCABULARY:
         head = replace(head, draft_vocab_size=int(VOCABULARY[kind] * target.vocab_size))
@@ -63,10 +69,16 @@ def draft_of(row: Row, target: ModelConfig) -> DraftConfig:
 
 
 def predict(row: Row) -> Row:
-    """Return a row with its prediction, and with the acceptance length from which the measured speedup would follow."""
+    """Return a row with its prediction, and with the acceptance length from which the measured speedup would follow.
+
+    A row that says why it is not predicted has neither.
+    """
+    if row.get("unpredicted"):
+        facts = (*SERIES, "batch", "acceptance_length", "unpredicted")
+        return {key: row[key] for key in facts} | {"measured": row["speedup"]}
     target = model_named(row["model"])
     context = row["context"] + row["generate"] // 2  # on average
-    cache = POLICIES["full"].facts(budget=context)
+    cache = POLICIES[row.get("cache") or "full"].facts(budget=row.get("budget") or context)
     setup = Setup(target, machine(row), row["batch"], context, draft_of(row, target), cache, row["model"])
     setup = replace(setup, stored_weight_bytes=float(row["weight_bytes"]))
     times, gamma = round_times(setup, row["gamma"]), row["gamma"]
@@ -93,21 +105,67 @@ def carried(rows: list[Row]) -> list[Row]:
     for _, series in groups(rows, *SERIES):
         first = min(series, key=lambda row: row["batch"])
         for row in series:
-            if row is not first and row["acceptance_length"] is None:
+            if row is not first and row["acceptance_length"] is None and "needed_length" in row:
                 predicted = first["needed_length"] / row["round_steps"]
                 row |= against(row["measured"], predicted) | {"carried": True}
     return rows
 
 
-def predictions() -> list[Row]:
-    """Return the predictions of all rows of backtest.csv, in its order."""
-    return carried([predict(row) for row in read_csv(RESULTS / "backtest.csv")])
+def predictions(name: str) -> list[Row]:
+    """Return the predictions of all rows of a CSV file in docs/results, in its order."""
+    return carried([predict(row) for row in read_csv(RESULTS / f"{name}.csv")])
+
+
+def scores(rows: list[Row]) -> list[Row]:
+    """Return the score of the predicted rows: of all, by batch, by context, by draft and by source."""
+    strata: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        kinds = {
+            "all": "all",
+            "batch": band(row["batch"], BATCHES),
+            "context": band(row["context"], CONTEXTS),
+            "draft": row["draft"],
+            "source": row["publisher"],
+        }
+        for stratum in kinds.items():
+            strata.setdefault(stratum, []).append(row)
+    order = {name: place for place, name in enumerate((*BATCHES, *CONTEXTS))}
+    ordered = sorted(strata, key=lambda stratum: (stratum[0], order.get(stratum[1], 0)))
+    return [{"by": by, "stratum": name} | score(strata[by, name]) for by, name in ordered]
+
+
+def band(value: int, bands: Mapping[str, range]) -> str:
+    """Return the name of the band that holds a value."""
+    return next(name for name, values in bands.items() if value in values)
+
+
+def score(rows: list[Row]) -> Row:
+    """Return how well rows are predicted, next to the best constant: always a gain, or always none."""
+    gains = [row["right"] for row in rows if row["measured"] > 1]
+    losses = [row["right"] for row in rows if row["measured"] <= 1]
+    errors = [row["error"] for row in rows]
+    return {
+        "rows": len(rows),
+        "gains": len(gains),
+        "gains_found": sum(gains),
+        "losses": len(losses),
+        "losses_found": sum(losses),
+        "right": sum(gains) + sum(losses),
+        "constant": max(len(gains), len(losses)),
+        "balanced": (fmean(gains) + fmean(losses)) / 2 if gains and losses else None,
+        "error": median(map(abs, errors)),
+        "signed": median(errors),
+    }
 
 
 def main() -> None:
-    """Predict all rows and render the page."""
-    write_csv(RESULTS / "backtest-predictions.csv", predictions())
-    write("backtest")
+    """Predict all rows and render their pages."""
+    write_csv(RESULTS / "backtest-predictions.csv", predictions("backtest"))
+    refuting = predictions("refutation")
+    write_csv(RESULTS / "refutation-predictions.csv", refuting)
+    write_csv(RESULTS / "refutation-scores.csv", scores([row for row in refuting if row.get("predicted")]))
+    for page in ("backtest", "refutation"):
+        write(page)
 
 
 if __name__ == "__main__":

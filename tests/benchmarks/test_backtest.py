@@ -31,13 +31,15 @@ def test_measurements_are_complete_and_from_many_sources():
     assert any(row["speedup"] < 1 for row in rows)
 
 
-def test_predictions_are_those_of_the_cost_model():
+@pytest.mark.parametrize("name", ["backtest", "refutation"])
+def test_predictions_are_those_of_the_cost_model(name):
     """If this fails, run python benchmarks/backtest.py."""
-    stored = backtest.read_csv(RESULTS / "backtest-predictions.csv")
-    rows = backtest.read_csv(RESULTS / "backtest.csv")
+    stored = backtest.read_csv(RESULTS / f"{name}-predictions.csv")
+    rows = backtest.read_csv(RESULTS / f"{name}.csv")
     assert [row["measured"] for row in stored] == [row["speedup"] for row in rows]
     for row, known in list(zip(rows, stored, strict=True))[::10]:
-        assert backtest.predict(row)["needed_length"] == pytest.approx(known["needed_length"], rel=1e-4)
+        needed = backtest.predict(row).get("needed_length", 0.0)
+        assert needed == pytest.approx(known["needed_length"] or 0.0, rel=1e-4)
 
 
 def test_the_headline_follows_from_the_predictions():
@@ -97,3 +99,36 @@ def test_rows_to_predict_are_of_known_models_and_machines(refuting):
         assert backtest.machine(row).bandwidth > 0
         if row["draft"] == "model":
             assert backtest.model_named(row["draft_model"]).num_layers
+
+
+def test_rows_that_are_not_predicted_say_why(refuting):
+    stored = backtest.read_csv(RESULTS / "refutation-predictions.csv")
+    assert [row["unpredicted"] for row in stored] == [row["unpredicted"] for row in refuting]
+    assert all((row["needed_length"] is None) == bool(row["unpredicted"]) for row in stored)
+
+
+def test_scores_follow_from_the_predictions():
+    rows = [row for row in backtest.read_csv(RESULTS / "refutation-predictions.csv") if row["predicted"]]
+    stored = {(row["by"], row["stratum"]): row for row in backtest.read_csv(RESULTS / "refutation-scores.csv")}
+    right = [(row["predicted"] > 1) == (row["measured"] > 1) for row in rows]
+    assert stored["all", "all"]["right"] == sum(right)
+    assert stored["all", "all"]["rows"] == len(rows)
+    large = [row for row in rows if row["batch"] >= 32]
+    assert stored["batch", "32 and more"]["rows"] == len(large)
+    error = median(abs(row["predicted"] / row["measured"] - 1) for row in large)
+    assert stored["batch", "32 and more"]["error"] == pytest.approx(error, rel=1e-4)
+    for by in ("batch", "context", "draft", "source"):
+        assert sum(row["rows"] for key, row in stored.items() if key[0] == by) == len(rows)
+
+
+def test_a_constant_has_half_the_balanced_accuracy():
+    rows = [{"measured": measured, "error": 0.1, "right": measured > 1} for measured in (1.2, 1.5, 2.0, 0.9)]
+    scored = backtest.score(rows)
+    assert (scored["right"], scored["constant"], scored["balanced"]) == (3, 3, 0.5)
+
+
+def test_texts_name_the_scores_on_rows_that_can_refute():
+    score = backtest.read_csv(RESULTS / "refutation-scores.csv")[0]
+    claim = f"On {score['rows']} that were chosen to be harder (losses, large batches, long contexts) it is"
+    for text in (ROOT / "README.md", ROOT / "docs/cost-model.md"):
+        assert f"{claim} {score['error']:.0%}" in " ".join(text.read_text(encoding="utf-8").split())
