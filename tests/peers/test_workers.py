@@ -4,6 +4,7 @@ MAGICDEC_LLAMACPP_PYTHON, MAGICDEC_OPENVINO_PYTHON and MAGICDEC_VLLM_PYTHON name
 protocol is the one that test_vllm.py tests.
 """
 
+import json
 import sys
 from dataclasses import replace
 from importlib import metadata
@@ -15,6 +16,7 @@ import torch
 from magicdec.config.load import compose
 from magicdec.drafts.model import IndependentModel
 from magicdec.drafts.ngram import PromptLookup
+from magicdec.hugging_face import from_hugging_face
 from magicdec.measure.metrics import RowTimes
 from magicdec.models import checkpoint
 from magicdec.peers.base import Counts
@@ -175,6 +177,25 @@ def test_a_gguf_file_holds_the_checkpoint(tmp_path, dtype, tolerance):
     assert fields["llama.attention.head_count_kv"] == 2
     assert fields["llama.rope.freq_base"] == 100000.0
     assert (len(fields["tokenizer.ggml.tokens"]), fields["tokenizer.ggml.tokens"][17]) == (1024, "[17]")
+
+
+@pytest.mark.parametrize(
+    ("changes", "theta"),
+    [
+        ({"rope_theta": 5e5}, 100000.0),
+        ({"rope_parameters": {}, "rope_theta": 5e5}, 500000.0),
+        ({"rope_scaling": {"rope_type": "default"}, "rope_theta": None}, 10000.0),
+    ],
+)
+def test_a_gguf_file_has_the_rotary_base_of_the_checkpoint(tmp_path, changes, theta):
+    gguf = pytest.importorskip("gguf")
+    from magicdec.peers import gguf_file
+
+    plain = json.loads((TINY / "target/config.json").read_text()) | changes
+    assert from_hugging_face(plain).rope_theta == theta
+    writer = gguf.GGUFWriter(tmp_path / "one.gguf", "llama")
+    gguf_file.add_architecture(writer, plain)
+    assert writer.kv_data[0]["llama.rope.freq_base"].value == theta
 
 
 @pytest.mark.parametrize("draft", ["none", "model", "ngram"])
