@@ -22,6 +22,7 @@ from magicdec.costmodel.hardware import configured, hardware_named
 from magicdec.costmodel.predict import Prediction, predict
 from magicdec.costmodel.round import Setup
 from magicdec.planning.resolve import resolve
+from magicdec.planning.setup import setup_of
 
 TARGET = "smollm2-135m-q4"
 POLICIES = ("topk", "verify_guided", "quest", "snapkv", "pyramidkv", "streaming", "window")  # the best informed first
@@ -44,7 +45,7 @@ class Choice(NamedTuple):
 
 def machines(cpu: tuple[float, float]) -> Iterator[tuple[str, Setup]]:
     """Yield every device with a setup on it, whose cache, batch and context are replaced."""
-    base = resolve(compose(["scenario=predict", f"target={TARGET}", "hardware=h100"])).setup()
+    base = setup_of(resolve(compose(["scenario=predict", f"target={TARGET}", "hardware=h100"])))
     for name in GPUS:
         yield name, replace(base, hardware=hardware_named(name.lower()))
     hardware = configured("cpu", 1, cpu[0], cpu[1] / 1000)

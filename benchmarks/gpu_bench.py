@@ -17,8 +17,9 @@ from magicdec.measure import memory
 from magicdec.measure.ceilings import matmul_rate, read_bandwidth
 from magicdec.measure.footprint import largest_batch
 from magicdec.measure.metrics import Metrics
-from magicdec.planning import build
+from magicdec.planning import build, fits
 from magicdec.planning.resolve import DTYPES, Plan, resolve
+from magicdec.planning.setup import setup_of
 from magicdec.scenarios import compare, peer
 from magicdec.tracking.progress import progress
 from magicdec.tracking.store import Run
@@ -146,6 +147,8 @@ class Bench:
         plan = self.plan(*overrides)
         scenario = compare if plan.config.engine.name == "native" else peer
         with TemporaryDirectory() as runs, progress() as bars:
+            if scenario is compare:
+                fits.check(plan, *plan.config.scenario.largest(plan.config.batch))
             return scenario.run(plan, Run.open(runs, "point", {}), bars).metrics
 
     @property
@@ -161,7 +164,7 @@ class Bench:
 
         def rows_of(rows: int, context: int) -> int:
             def needed(rows: int) -> int:
-                return build.estimate(self.large(rows, context, budget, gamma), rows, context).needed
+                return fits.estimate(self.large(rows, context, budget, gamma), rows, context).needed
 
             return max(1, largest_batch(needed, rows + 1, available))
 
@@ -186,7 +189,7 @@ class Bench:
     ) -> Batch:
         """Return a batch over caches of noise, with its rounds captured. Raise UserError if it does not fit."""
         plan = self.large(batch, context, budget, gamma, policy)
-        predicted = build.estimate(plan, batch, context)
+        predicted = fits.estimate(plan, batch, context)
         needed = predicted.needed - predicted.weights
         engine, available = self.engine, memory.available_bytes(self.device)
         if needed > available:
@@ -208,7 +211,7 @@ class Bench:
     def setup(self, plan: Plan) -> Setup | None:
         """Return what the cost model predicts a plan from; None on a device without a datasheet."""
         try:
-            return plan.setup(*self.ceilings)
+            return setup_of(plan, *self.ceilings)
         except UserError:
             return None
 

@@ -22,7 +22,7 @@ from magicdec.errors import UserError
 from magicdec.measure import memory, metrics
 from magicdec.measure.ceilings import fastest_s, matmul_rate
 from magicdec.measure.profile import profile_round
-from magicdec.planning import build
+from magicdec.planning import fits
 from magicdec.units import GIB
 from magicdec.verification.sampling import probabilities
 
@@ -79,7 +79,7 @@ def _steps(bench: Bench, batch: int, context: int, budget: int, gamma: int) -> R
     predicted = bench.predicted(plan, gamma)
     names = [name for name in ("target_decode_ms", "draft_ms", "verify_ms", "round_ms") if predicted]
     # The prefill is simulated here: the estimate has its activations, which the peak has not.
-    estimated = build.estimate(plan, batch, context).total / GIB
+    estimated = fits.estimate(plan, batch, context).total / GIB
     sizes = {"peak_gib": peak.num_bytes / GIB, "estimated_with_prefill_gib": estimated}
     cell = {"batch": batch, "context": context, "budget": budget, "gamma": gamma}
     return cell | times | {f"predicted_{name}": predicted[f"predicted/{name}"] for name in names} | ratios | sizes

@@ -26,7 +26,7 @@ from magicdec.data.tokenizer import encode_prompt
 from magicdec.engine.audit import near_tie, teacher_force
 from magicdec.engine.native import NativeEngine
 from magicdec.errors import UserError, exit_code
-from magicdec.planning import build
+from magicdec.planning import build, fits
 from magicdec.planning.resolve import Plan, resolve
 from magicdec.rules import JSON
 from magicdec.tracking.cells import new_table
@@ -150,7 +150,7 @@ def _check(plan: Plan, lines: Sequence[Line], prompts: Sequence[Sequence[int]]) 
     for row, (line, prompt) in enumerate(zip(lines, prompts, strict=True)):
         if max(map(max, (prompt, *outputs(line).values()))) >= size:
             raise UserError(f"row {row}: holds a token outside of the target's vocabulary of {size:,}")
-    build.check_memory(plan, int(plan.config.batch.size), max(map(len, prompts)))
+    fits.check(plan, int(plan.config.batch.size), max(map(len, prompts)))
 
 
 def _of_batch(

@@ -62,7 +62,7 @@ def seconds(plan, attempts):
 if __name__ in ("__main__", "__mp_main__"):  # the command, and its jobs
     magicdec.scenarios._scenario = lambda config: sys.modules[__name__]
     # Which a dry run asks for num_bytes and seconds.
-    sys.modules["magicdec.planning.build"] = sys.modules["magicdec.planning.duration"] = sys.modules[__name__]
+    sys.modules["magicdec.planning.fits"] = sys.modules["magicdec.planning.duration"] = sys.modules[__name__]
     if patience := os.environ.get("QUICK_PATIENCE_S"):
         wandb.INIT_TIMEOUT_S = wandb.FINISH_TIMEOUT_S = float(patience)
 

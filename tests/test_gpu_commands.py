@@ -8,7 +8,7 @@ import torch
 from magicdec.config.load import compose
 from magicdec.config.schema import option_file
 from magicdec.costmodel.hardware import parse_name
-from magicdec.planning import build
+from magicdec.planning import fits
 from magicdec.planning.resolve import resolve
 from tests.test_docs import COMMANDS, FIRST
 from tools.check_docs import Command, jobs
@@ -51,7 +51,7 @@ def test_it_fits_the_gpu_that_it_names(command, cuda):
     """By the estimate that a run is refused by, or the predicted one; of a grid, the last job, which is the largest."""
     job = jobs(command.arguments)[-1]
     plan = resolve(compose(job if "scenario=predict" in job else without_weights(job)))
-    needed = build.num_bytes(plan)
+    needed = fits.num_bytes(plan)
     _, device = parse_name(plan.config.hardware.name)
     print(f"{needed / device.memory:.0%} of the memory of {device.name}")
     assert needed < SHARE * device.memory

@@ -22,8 +22,8 @@ import pytest
 from hydra.core.utils import JobStatus
 from omegaconf import OmegaConf
 
-import magicdec.planning.build
 import magicdec.planning.duration
+import magicdec.planning.fits
 import magicdec.scenarios
 from hydra_plugins.magicdec import _groups, _sweeper
 from hydra_plugins.magicdec._launcher import ProcessLauncher, SweepJob, lost_code
@@ -63,7 +63,7 @@ def quick(starts, monkeypatch):
     """Runs of this process and those forked from it take a moment, and pages have no charts."""
     monkeypatch.setattr(page, "vega", lambda: "")
     monkeypatch.setattr(magicdec.scenarios, "_scenario", lambda config: quick_launch)
-    monkeypatch.setattr(magicdec.planning.build, "num_bytes", quick_launch.num_bytes)
+    monkeypatch.setattr(magicdec.planning.fits, "num_bytes", quick_launch.num_bytes)
     monkeypatch.setattr(magicdec.planning.duration, "seconds", quick_launch.seconds)
     return starts
 

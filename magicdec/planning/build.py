@@ -1,34 +1,26 @@
-"""Build the objects of a run from its plan, and estimate their memory. Nothing else constructs them."""
+"""Build the objects of a run from its plan. Nothing else constructs them."""
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from magicdec.attention.base import Attention
 from magicdec.config.registry import BACKENDS, CORPORA
-from magicdec.costmodel.memory import Memory
 from magicdec.data import PromptRequest, Prompts, load_prompts
 from magicdec.data.tokenizer import load_tokenizer
 from magicdec.engine.native import NativeEngine
 from magicdec.errors import UserError, to_stderr
 from magicdec.kernels import library, toolchain
-from magicdec.measure import memory
-from magicdec.measure.footprint import Footprint, UniformAttention, footprint, largest_batch
 from magicdec.models import checkpoint
 from magicdec.models.parallel import Share, share
 from magicdec.models.transformer import Transformer
 from magicdec.planning import shared
 from magicdec.planning.resolve import Model, Plan
 from magicdec.tracking.progress import Progress
-from magicdec.units import GIB
 
 log = logging.getLogger(__name__)
-
-# Memory that suffices without a look at activations: so many times what weights and caches take, and more bytes.
-AMPLE, SPARE = 2, 4 * GIB
 
 
 def engine(plan: Plan, progress: Progress) -> NativeEngine:
@@ -45,10 +37,11 @@ def engine(plan: Plan, progress: Progress) -> NativeEngine:
     def load(model: Model) -> Transformer:
         return shared.SHARED.model(shared.model_key(plan, model), lambda: _load(model, plan, attention, progress))
 
-    return _engine(plan, load)
+    return assembled(plan, load)
 
 
-def _engine(plan: Plan, load: Callable[[Model], Transformer]) -> NativeEngine:
+def assembled(plan: Plan, load: Callable[[Model], Transformer]) -> NativeEngine:
+    """Return the engine of a plan whose models `load` returns."""
     c = plan.config
     target = load(plan.target)
     draft_model = _draft_model(plan, target, load)
@@ -87,73 +80,7 @@ def tokenizer(plan: Plan) -> object | None:
     return shared.SHARED.fact(("tokenizer", folder, plan.target.fingerprint), lambda: load_tokenizer(folder))
 
 
-def estimate(plan: Plan, num_rows: int, context_len: int) -> Memory:
-    """Estimate the memory that the work takes on each device; with several ranks, on that of rank 0.
-
-    To serve requests, `num_rows` slots take part in rounds while one more row is prefilled.
-    """
-    held = plan.held(num_rows, context_len)
-    if plan.predicts:
-        return held
-    workspace, caches = memory.workspace_bytes(plan.device), held.target_kv + held.draft_kv
-    if not plan.config.scenario.serves:
-        found = _footprint(plan, num_rows, context_len)
-        captured = found.of_rounds if plan.config.hardware.captures else 0
-        return replace(held, transient=found.peak - caches + workspace, captured=captured)
-    slots, single = _footprint(plan, num_rows, context_len, prefills=False), _footprint(plan, 1, context_len)
-    one = plan.held(1, context_len)
-    held = replace(held, target_kv=held.target_kv + one.target_kv, draft_kv=held.draft_kv + one.draft_kv)
-    transient = single.peak - one.target_kv - one.draft_kv + workspace
-    if plan.config.hardware.captures:  # captured graphs have memory of their own
-        return replace(held, transient=transient, captured=slots.of_rounds)
-    return replace(held, transient=transient + slots.peak - caches + workspace)  # a round may come between two chunks
-
-
-def _footprint(plan: Plan, num_rows: int, context_len: int, prefills: bool = True) -> Footprint:
-    on_cpu = plan.device.type == "cpu"
-    attention = UniformAttention() if on_cpu else BACKENDS[plan.config.attention].work()
-
-    def load(model: Model) -> Transformer:
-        part = Share(0, model.num_ranks, 0, plan.num_ranks)
-        return _without_weights(model, plan, attention, part)
-
-    audited = plan.is_audited and plan.config.scenario.audits
-    return footprint(_engine(plan, load), num_rows, context_len, audited, prefills)
-
-
-def check_memory(plan: Plan, num_rows: int, context_len: int) -> Memory | None:
-    """Raise UserError, with the largest batch that fits, if the work exceeds the memory.
-
-    Return the estimate; None where weights and caches leave so much room that activations need no rehearsal.
-    """
-    shared.SHARED.keep_only(shared.keys(plan))
-    available = memory.available_bytes(plan.device) + shared.SHARED.num_bytes
-    if plan.device.type == "cpu":
-        available //= plan.num_ranks
-    available -= memory.reserved_bytes(plan.device)
-    if AMPLE * plan.held(num_rows, context_len).total + SPARE <= available:
-        return None
-    found = estimate(plan, num_rows, context_len)
-    if found.needed <= available:
-        return found
-    fits = largest_batch(lambda rows: estimate(plan, rows, context_len).needed, num_rows, available)
-    smaller = "the target, batch.context_len, batch.prefill_chunk or hardware.dtype"
-    advice = f"batch.size={fits} would fit" if fits else f"not even one row fits: choose a smaller one of {smaller}"
-    parts = {"weights": found.weights, "KV cache": found.target_kv, "draft's cache": found.draft_kv}
-    parts["activations"] = found.transient + found.captured
-    raise UserError(
-        f"batch.size={num_rows} at batch.context_len={context_len} needs about {found.needed / GIB:.2f} GiB "
-        f"({', '.join(f'{name} {size / GIB:.2f}' for name, size in parts.items())}), but {available / GIB:.2f} GiB are "
-        f"available{' to each rank' if plan.num_ranks > 1 else ''}; {advice}"
-    )
-
-
-def num_bytes(plan: Plan) -> float:
-    """Return the memory that the work needs on each device, for the largest batch."""
-    return estimate(plan, *plan.config.scenario.largest(plan.config.batch)).needed
-
-
-def _without_weights(model: Model, plan: Plan, attention: Attention, part: Share) -> Transformer:
+def without_weights(model: Model, plan: Plan, attention: Attention, part: Share) -> Transformer:
     """Return a share of a model, on the meta device: its weights have a shape and a type but no storage."""
     config = part.config(model.config)
     kind: Any = Transformer
@@ -172,7 +99,7 @@ def _without_weights(model: Model, plan: Plan, attention: Attention, part: Share
 def _load(model: Model, plan: Plan, attention: Attention, progress: Progress) -> Transformer:
     """Load this rank's share of a model onto its device. Random weights are made there, in the run's dtype."""
     part = share(model.num_ranks, plan.config.hardware.all_reduce, plan.device)
-    transformer = _without_weights(model, plan, attention, part)
+    transformer = without_weights(model, plan, attention, part)
     if model.folder is None:
         transformer.to_empty(device=plan.device)
         generator = torch.Generator(plan.device).manual_seed(part.rank)

@@ -18,6 +18,7 @@ from magicdec.errors import UserError
 from magicdec.measure.ceilings import matmul_rate, read_bandwidth
 from magicdec.planning.prediction import curves
 from magicdec.planning.resolve import Plan
+from magicdec.planning.setup import setup_of
 from magicdec.planning.shared import prefill_key
 
 _prefilled: set[Hashable] = set()  # prefills of the runs that this process has listed
@@ -58,7 +59,7 @@ def predicted_seconds(plan: Plan) -> tuple[float, float]:
         plan = replace(plan, config=replace(config, draft=DRAFTS["ngram"].facts()))
     bandwidth, rate = (None, None) if device_in(plan.device_name) else _measured(plan.device, plan.dtype)
     batch, scenario = config.batch, config.settings(Compare)
-    setup = plan.setup(bandwidth, rate)
+    setup = setup_of(plan, bandwidth, rate)
     setup = setup.at(context=batch.context_len + batch.generate_len // 2)
     plain = batch.generate_len * setup.target_time.total
     found = predict(setup, plan.config.gammas, None, curves(plan.config)) if config.speculates else None

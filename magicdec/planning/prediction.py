@@ -4,12 +4,15 @@ from dataclasses import fields
 
 from magicdec.config.choices import CacheConfig, DraftConfig, ModelChoice
 from magicdec.config.options import values_of
-from magicdec.config.registry import DRAFTS, POLICIES
+from magicdec.config.registry import CORPORA, DRAFTS, POLICIES
 from magicdec.config.schema import Assumed, Config
-from magicdec.costmodel import acceptance
+from magicdec.costmodel import acceptance, comparison
 from magicdec.costmodel.acceptance import Curves
 from magicdec.costmodel.speedup import alpha_from_acceptance_length
 from magicdec.costmodel.targets import architecture
+from magicdec.errors import UserError
+from magicdec.planning.resolve import Plan
+from magicdec.planning.setup import setup_of
 from magicdec.tracking.reader import iter_runs, latest
 
 
@@ -32,6 +35,19 @@ def curves(config: Config) -> Curves:
     """Return the known acceptances, from the runs in the store and from publications."""
     measured = acceptance.measured(latest(iter_runs(config.runs_dir)))
     return Curves([*measured, *acceptance.published()], acceptance.task_of(config))
+
+
+def warning(plan: Plan) -> str | None:
+    """Return a warning about a run that is predicted not to pay; None where nothing can be predicted."""
+    config = plan.config
+    if not (config.adds_repeats and config.speculates) or CORPORA[config.data.name].facts.own_lengths:
+        return None
+    try:
+        setup = setup_of(plan)
+    except UserError:  # a machine without a datasheet
+        return None
+    known = Curves(acceptance.published(), acceptance.task_of(config))  # runs in the store would take long to read
+    return comparison.warning(setup, config.gammas, known, config.draft.synthetic_acceptance)
 
 
 def assumed_alpha(config: Config, scenario: Assumed) -> float | None:

@@ -11,20 +11,13 @@ from magicdec import data
 from magicdec.architectures import ModelConfig, check_ranks
 from magicdec.attention import backends
 from magicdec.config.checks import check_length
-from magicdec.config.choices import DraftConfig
-from magicdec.config.registry import BACKENDS, CORPORA, DRAFTS, ENGINES
+from magicdec.config.registry import BACKENDS, CORPORA, ENGINES
 from magicdec.config.schema import ROWS_ON, BatchConfig, Config
-from magicdec.costmodel import comparison
-from magicdec.costmodel.hardware import CPU, OWN_STACK, Hardware, configured, device_in, unknown
-from magicdec.costmodel.memory import Memory, memory
-from magicdec.costmodel.roofline import BF16
-from magicdec.costmodel.round import Setup, round_times
 from magicdec.errors import UserError
 from magicdec.kernels.toolchain import triton_obstacle
 from magicdec.measure.system import cpu_name, driver_version
 from magicdec.models import checkpoint
 from magicdec.planning.identity import identify
-from magicdec.planning.prediction import curves
 
 # batch.prefill_chunk=auto: CHUNK tokens of each row, or more where a pass of all rows would have few tokens.
 CHUNK, PASS_TOKENS_ON = 128, {"cpu": 1024, "cuda": 2048}
@@ -106,65 +99,13 @@ class Plan:
             return set()
         return checkpoint.stored_in_bfloat16(model.folder, model.config)
 
-    def setup(self, bandwidth_gbs: float | None = None, tflops: float | None = None) -> Setup:
-        """Return the setup to predict for. For a run, that is this software on the run's own device.
-
-        `bandwidth_gbs` and `tflops` are measured figures for a device without a known datasheet.
-        Raise UserError if there is nothing to predict with.
-        """
-        config, h, stack = self.config, self.config.hardware, None
-        if not self.predicts:
-            known, stack = device_in(self.device_name), OWN_STACK
-            h = replace(
-                h,
-                name=known.name if known else CPU if h.device == "cpu" else self.device_name,
-                bandwidth_gbs=h.bandwidth_gbs or (None if known else bandwidth_gbs),
-                tflops=h.tflops or (None if known else tflops),
-            )
-        hardware = configured(h.name, h.tensor_parallel, h.bandwidth_gbs, h.tflops, h.memory_gib, h.efficiency, stack)
-        searches = config.scenario.searches  # with drafts of its own
-        if not searches and not config.speculates:
-            raise UserError("draft=none: there is no speculation to predict; choose draft=self or draft=model")
-        return self._setup(hardware, DRAFTS["self"].facts() if searches else config.draft)
-
-    def held(self, num_rows: int, context_len: int) -> Memory:
-        """Return the weights and caches that a device holds for a batch of `num_rows`."""
-        config = self.config
-        draft = config.draft if config.speculates else DRAFTS["ngram"].facts()  # which needs no memory of its own
-        machine = self.setup().hardware if self.predicts else unknown(self.device_name, self.num_ranks)
-        setup = self._setup(machine, draft).at(batch=num_rows, context=context_len)
-        return memory(setup, max(config.gammas), config.batch.generate_len)
-
-    def _setup(self, hardware: Hardware, draft: DraftConfig) -> Setup:
-        config = self.config
-        return Setup(
-            target=self.target.config,
-            hardware=hardware,
-            batch=int(config.batch.size),
-            context=config.batch.context_len,
-            draft=draft,
-            cache=config.cache,
-            target_name=config.target.name,
-            target_path=config.target.path,
-            element_bytes=self.dtype.itemsize,
-            stored_weight_bytes=BF16 if self.in_bfloat16(self.target) else None,
-        )
-
     def warnings(self) -> list[str]:
-        """Return warnings: about a GPU that PyTorch cannot use, and about a run that is predicted not to pay."""
-        config = self.config
-        on_cpu = config.hardware.name == "auto" and self.device.type == "cpu"
-        if on_cpu and (unused := driver_version()):
-            why = f"driver {unused} is loaded, but PyTorch sees no GPU: this run uses the CPU"
-            return [f"hardware=auto: {why}; magicdec doctor says why, and hardware=cpu silences this"]
-        has_model = config.adds_repeats and config.speculates
-        if not has_model or CORPORA[config.data.name].facts.own_lengths:  # which are not known yet
+        """Return a warning about a GPU that PyTorch cannot use."""
+        on_cpu = self.config.hardware.name == "auto" and self.device.type == "cpu"
+        if not (on_cpu and (unused := driver_version())):
             return []
-        try:
-            found = comparison.warning(self.setup(), config.gammas, curves(config), config.draft.synthetic_acceptance)
-        except UserError:  # nothing to predict with
-            return []
-        return [found] if found else []
+        why = f"driver {unused} is loaded, but PyTorch sees no GPU: this run uses the CPU"
+        return [f"hardware=auto: {why}; magicdec doctor says why, and hardware=cpu silences this"]
 
 
 def resolve(config: Config) -> Plan:
@@ -177,9 +118,7 @@ def resolve(config: Config) -> Plan:
     if predicts:
         config, target, draft = _models(config, loads=False)
         check_length(config, target.config.max_position_embeddings)
-        plan = Plan(config, device, dtype, target, draft, config.hardware.name)
-        round_times(plan.setup(), 1)  # which finds what cannot be predicted
-        return plan
+        return Plan(config, device, dtype, target, draft, config.hardware.name)
     compile_obstacle = triton_obstacle() if device.type == "cuda" and config.hardware.compile else None
     decided: dict[str, Any] = {"device": device.type, "dtype": str(dtype).removeprefix("torch.")}
     if config.hardware.compile == "auto":

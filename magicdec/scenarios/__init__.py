@@ -42,7 +42,7 @@ class Scenario(Protocol):
     """Module of this package that prepares and does one kind of run.
 
     It may have two functions more: `so_far(plan, run)` returns what a run has measured that has failed, and
-    `predicted(plan, results)` what is predicted for a run that has been measured.
+    `prediction_of(plan, results)` what is predicted for a run that has been measured.
     """
 
     def prepare(self, config: Config) -> "Plan":
@@ -67,7 +67,7 @@ def run(config: Config, job: Job) -> dict[str, Any]:
     if config.sweep.dry_run:
         _list(plan, name, job)
         return {}
-    _warn([*ineffective, *warnings(plan.config), *plan.warnings()])
+    _warn([*ineffective, *warnings(plan.config), *plan.warnings(), *_losses(plan)])
     with _alone(config.runs_dir, name, job):
         found = look_up(config, name, job)
         if found.suffices:
@@ -102,6 +102,16 @@ def _settings(config: Config, job: Job) -> dict[str, Any]:
     for tracker in chosen(settings):
         settings = tracker.settings(settings, group)
     return settings
+
+
+def _losses(plan: "Plan") -> list[str]:
+    """Return a warning about a run that is predicted not to pay."""
+    if not plan.config.adds_repeats or plan.device.type == "cpu":  # whose machines have no datasheet
+        return []
+    from magicdec.planning import prediction  # here, because most runs need no cost model before they have ended
+
+    line = prediction.warning(plan)
+    return [line] if line else []
 
 
 def _warn(lines: list[str]) -> None:
@@ -174,13 +184,26 @@ def _work(rank: int, plan: "Plan", this: Run, follow: Follow | None = None) -> O
     console = Console(stderr=True) if rank == 0 else Console(quiet=True, force_terminal=False)
     logged = this.log_to_file() if plan.num_ranks > 1 and rank == 0 else nullcontext()
     with logged, progress(console, follow or nobody) as bars:
-        return _scenario(plan.config).run(plan, this if rank == 0 else this.read_only(), bars)
+        estimated = _checked_memory(plan)
+        outcome = _scenario(plan.config).run(plan, this if rank == 0 else this.read_only(), bars)
+        outcome.metrics |= estimated
+        return outcome
+
+
+def _checked_memory(plan: "Plan") -> dict[str, float]:
+    """Raise UserError if our engine would need more memory than there is. Return the estimate, where one is made."""
+    if plan.predicts or plan.config.engine.name != "native":
+        return {}
+    from magicdec.planning import fits  # here, because a prediction does not need it
+
+    estimate = fits.check(plan, *plan.config.scenario.largest(plan.config.batch))
+    return {} if estimate is None else {"memory/estimated_gib": estimate.total / GIB}
 
 
 def _judged(scenario: Scenario, plan: "Plan", this: Run, name: str) -> dict[str, Any]:
     """Return what is said of a run's measurements: predictions, and whether they are disturbed."""
-    predicted = getattr(scenario, "predicted", None)
-    said: dict[str, Any] = predicted(plan, this.result) if predicted else {}
+    predict = getattr(scenario, "prediction_of", None)
+    said: dict[str, Any] = predict(plan, this.result) if predict else {}
     earlier = [read_result(path) for path in attempts(this.runs_dir, name) if path != this.folder]
     said |= slowness(this.result | said, earlier)
     if BASELINE in this.result:
@@ -218,7 +241,7 @@ def _so_far(scenario: Scenario, plan: "Plan", this: Run) -> Outcome:
 
 def _list(plan: "Plan", name: str, job: Job) -> None:
     """Print a line about a run: its id, its state in the store, its memory and time, and its overrides."""
-    from magicdec.planning import build, duration  # here, because a prediction does not need them
+    from magicdec.planning import duration, fits  # here, because a prediction does not need them
 
     earlier = attempts(plan.config.runs_dir, name)
     stored = next(iter_runs(plan.config.runs_dir, [path.name for path in earlier[-1:]]), {})
@@ -230,7 +253,7 @@ def _list(plan: "Plan", name: str, job: Job) -> None:
     seconds = 0.0 if is_done else duration.seconds(plan, map(read_result, earlier))
     sweep.planned.append(seconds)
     typed = " ".join(text for text in job.overrides if not text.startswith("sweep."))
-    print(f"{name}  {state:13}  {build.num_bytes(plan) / GIB:8.2f} GiB  {in_minutes(seconds):>7}  {typed}", flush=True)
+    print(f"{name}  {state:13}  {fits.num_bytes(plan) / GIB:8.2f} GiB  {in_minutes(seconds):>7}  {typed}", flush=True)
 
 
 @contextmanager

@@ -10,7 +10,6 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from magicdec.config.schema import Compare
-from magicdec.costmodel.memory import Memory
 from magicdec.data import Prompts
 from magicdec.drafts.base import Draft
 from magicdec.engine.audit import audit
@@ -79,7 +78,6 @@ class Session:
 def run(plan: Plan, run: "Run", progress: Progress) -> Outcome:
     """Decode every batch `scenario.repeats` times both ways; medians over the repeats are the result."""
     batches = range(plan.config.batch.num_batches)
-    estimate = build.check_memory(plan, int(plan.config.batch.size), plan.config.batch.context_len)
     tokenizer = build.tokenizer(plan)
     session = Session.of(plan, run, build.prompts(plan, tokenizer), progress)
     peak, gpu = memory.Peak(plan.device, SHARED.num_bytes), Watch(plan.device)
@@ -96,7 +94,7 @@ def run(plan: Plan, run: "Run", progress: Progress) -> Outcome:
                 verdict = audit(batch.decoder, *(tokens[way].tokens for way in WAYS))
                 session.stored.add_audit(number, verdict)
             if profiles:
-                profile = _profiled(session, batch) | _memory(batch, peak, estimate)
+                profile = _profiled(session, batch) | _memory(batch, peak)
                 profile |= _roofline(plan, batch, profile)  # last: the bandwidth's measurement takes memory
     figures = session.figures
     results = figures.metrics() | {"prefill/shared": any(session.prefills_shared)} | gpu.metrics() | profile
@@ -110,11 +108,11 @@ def run(plan: Plan, run: "Run", progress: Progress) -> Outcome:
     return Outcome(results, rows, figures.history(), outputs.samples(tokenizer))
 
 
-def predicted(plan: Plan, results: Metrics) -> Metrics:
+def prediction_of(plan: Plan, results: Metrics) -> Metrics:
     """Return what the formula and the cost model say of a run that has been measured."""
-    from magicdec.scenarios.predicted import predicted as of_models  # here, because measuring must not wait for them
+    from magicdec.scenarios.predicted import predicted  # here, because measuring must not wait for them
 
-    return of_models(plan, results)
+    return predicted(plan, results)
 
 
 def so_far(plan: Plan, run: "Run") -> Outcome:
@@ -211,10 +209,9 @@ def _roofline(plan: Plan, batch: Batch, measured: Metrics) -> Metrics:
     return result
 
 
-def _memory(batch: Batch, peak: memory.Peak, estimate: Memory | None) -> Metrics:
+def _memory(batch: Batch, peak: memory.Peak) -> Metrics:
     return {
         "memory/peak_gib": peak.num_bytes / GIB,
         "memory/target_kv_gib": batch.decoder.cache.num_bytes / GIB,
         "memory/draft_kv_gib": batch.draft.cache_bytes / GIB if batch.draft else 0.0,
-        **({"memory/estimated_gib": estimate.total / GIB} if estimate else {}),
     }

@@ -16,8 +16,10 @@ from magicdec.costmodel.predict import pays_from, predict
 from magicdec.costmodel.round import Setup
 from magicdec.errors import UserError
 from magicdec.planning.prediction import assumed_alpha, cache_named, curves, draft_named
-from magicdec.planning.resolve import Plan, resolve
+from magicdec.planning.resolve import Plan
+from magicdec.planning.setup import setup_of
 from magicdec.scenarios.outcome import Outcome
+from magicdec.scenarios.predict import prepare as prepare_prediction
 from magicdec.scenarios.schedules import outcome, predicted_schedule
 from magicdec.tracking.cells import new_table
 from magicdec.tracking.progress import Progress
@@ -37,13 +39,13 @@ def prepare(config: Config) -> Plan:
         path = _experiment(name)
         if path.exists() and FOUND_BY not in path.read_text(encoding="utf-8"):
             raise UserError(f"scenario.save_as={name}: {shown(path)} is there already; choose another name, or null")
-    return resolve(config)
+    return prepare_prediction(config)
 
 
 def run(plan: Plan, run: Run, progress: Progress) -> Outcome:
     """Search for a target, a machine and a context; a line of the history for every candidate, the best first."""
     config, scenario = plan.config, plan.config.settings(Search)
-    setup, known, command = plan.setup(), curves(config), command_line(["magicdec", *sys.argv[1:]])
+    setup, known, command = setup_of(plan), curves(config), command_line(["magicdec", *sys.argv[1:]])
     workload = Workload(scenario.workload or [(setup.context, max(2, config.batch.generate_len))])
     if scenario.workload:
         setup = setup.at(context=workload.context_len)

@@ -6,27 +6,34 @@ from typing import Any
 from rich.console import Group
 from rich.table import Table
 
-from magicdec.config.schema import Predict
+from magicdec.config.schema import Config, Predict
 from magicdec.costmodel.acceptance import task_of
 from magicdec.costmodel.comparison import published
 from magicdec.costmodel.predict import Prediction, pays_from, verdict
 from magicdec.costmodel.predict import predict as predict_setup
+from magicdec.costmodel.round import round_times
 from magicdec.planning.prediction import assumed_alpha, curves
 from magicdec.planning.resolve import Plan, resolve
+from magicdec.planning.setup import setup_of
 from magicdec.scenarios.outcome import Outcome
 from magicdec.tracking.cells import new_table
 from magicdec.tracking.progress import Progress
 from magicdec.tracking.store import Run
 from magicdec.units import GIB
 
-prepare = resolve
+
+def prepare(config: Config) -> Plan:
+    """Resolve a prediction. Raise UserError for what cannot be predicted."""
+    plan = resolve(config)
+    round_times(setup_of(plan), 1)
+    return plan
 
 
 def predicted(plan: Plan) -> Prediction:
     """Predict one configuration, at every gamma of scenario.gammas."""
     config, scenario = plan.config, plan.config.settings(Predict)
     return predict_setup(
-        plan.setup(),
+        setup_of(plan),
         scenario.gammas,
         assumed_alpha(config, scenario),
         curves(config),

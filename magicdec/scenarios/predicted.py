@@ -13,6 +13,7 @@ from magicdec.errors import UserError
 from magicdec.measure.ceilings import matmul_rate
 from magicdec.measure.metrics import Metrics
 from magicdec.planning.resolve import Plan
+from magicdec.planning.setup import setup_of
 from magicdec.planning.shared import SHARED
 
 log = logging.getLogger(__name__)
@@ -50,7 +51,7 @@ def _by_cost_model(plan: Plan, results: Mapping[str, Any], gamma: int) -> Metric
     rate = None if known else SHARED.fact(measured_at, lambda: matmul_rate(plan.device, plan.dtype)) / 1e12
     bandwidth = float(results["roofline/bandwidth_gbs"] or 0.0)
     try:
-        setup = plan.setup(bandwidth, rate).at(context=round(results["data/context_len_mean"]))  # type: ignore[arg-type]
+        setup = setup_of(plan, bandwidth, rate).at(context=round(results["data/context_len_mean"]))  # type: ignore[arg-type]
         errors = predicted_metrics(setup, gamma, results, plan.config.batch.generate_len)
         return errors | limit_metrics(setup, gamma, results) | published(setup, task_of(plan.config), gamma)
     except UserError as error:  # a draft that has no cost model

@@ -23,7 +23,6 @@ prepare = resolve
 def run(plan: Plan, run: Run, progress: Progress) -> Outcome:
     """Time every point of scenario.batch_sizes x context_lens x gammas; a point is a line of the history."""
     scenario = plan.config.settings(Profile)
-    build.check_memory(plan, max(scenario.batch_sizes), max(scenario.context_lens))
     peak = memory.Peak(plan.device)
     engine = build.engine(plan, progress)
     points = list(product(scenario.batch_sizes, scenario.context_lens, scenario.gammas))

@@ -16,7 +16,7 @@ from magicdec.errors import UserError, to_stderr
 from magicdec.measure import memory
 from magicdec.measure.intervals import acceptance_intervals
 from magicdec.measure.metrics import Metrics, Rounds, acceptance, category_acceptance
-from magicdec.planning import build
+from magicdec.planning import build, fits
 from magicdec.planning.resolve import Plan, resolve
 from magicdec.scenarios.levels import jobs_of, levels_of, prompts_of, speed_metrics, view, warm_up_of
 from magicdec.scenarios.outcome import Outcome
@@ -37,8 +37,7 @@ prepare = resolve
 def run(plan: Plan, run: Run, progress: Progress) -> Outcome:
     """Measure every level; a line of the history for each, and the last one's figures as the run's own."""
     config = plan.config
-    scenario, batch = config.settings(Serve), config.batch
-    build.check_memory(plan, int(batch.size), batch.context_len)
+    scenario = config.settings(Serve)
     prompts = prompts_of(plan, build.tokenizer(plan))
     peak = memory.Peak(plan.device)
     engine = build.engine(plan, progress)
@@ -114,7 +113,7 @@ def served(overrides: Sequence[str], progress: Progress) -> tuple[Plan, Slots, A
         raise UserError("target.weights=random: there is no tokenizer to serve text with")
     if plan.num_ranks > 1:
         raise UserError(f"hardware.tensor_parallel={plan.num_ranks}: one device serves text; set it to 1")
-    build.check_memory(plan, int(batch.size), batch.context_len)
+    fits.check(plan, int(batch.size), batch.context_len)
     tokenizer = load_tokenizer(plan.target.folder)
     slots = Slots(build.engine(plan, progress), int(batch.size), batch.context_len + batch.generate_len)
     return plan, slots, tokenizer

@@ -28,6 +28,7 @@ from magicdec.measure.ceilings import matmul_rate, read_bandwidth
 from magicdec.measure.intervals import Share, share_of_best
 from magicdec.planning import build
 from magicdec.planning.resolve import Plan, resolve
+from magicdec.planning.setup import setup_of
 from magicdec.scenarios.outcome import Outcome
 from magicdec.tracking.cells import new_table
 from magicdec.tracking.progress import Progress
@@ -64,7 +65,6 @@ def prepare(config: Config) -> Plan:
 def run(plan: Plan, run: Run, progress: Progress) -> Outcome:
     """Measure every cell of the grid; a cell is a line of the history."""
     scenario, found = plan.config.settings(Verify), list[Found]()
-    build.check_memory(plan, int(plan.config.batch.size), plan.config.batch.context_len)
     engine, tokenizer = build.engine(plan, progress), build.tokenizer(plan)
     total = len(scenario.batch_sizes) * len(scenario.context_lens)
     with progress.task("cells", total) as task:
@@ -170,7 +170,7 @@ def _predicted_steps(
     """Return the predicted seconds of a round by gamma, and of a step for 0, at every batch and context."""
     known = device_in(plan.device_name)
     bandwidth = None if known else read_bandwidth(plan.device) / 1e9
-    setup = plan.setup(bandwidth, None if known else matmul_rate(plan.device, plan.dtype) / 1e12)
+    setup = setup_of(plan, bandwidth, None if known else matmul_rate(plan.device, plan.dtype) / 1e12)
     seconds: dict[tuple[int, int], Mapping[int, float]] = {}
     for context in contexts:
         for batch in batches_up_to(max(scenario.batch_sizes)):

@@ -152,7 +152,7 @@ def test_every_cell_fits_the_card(monkeypatch, memory, first):
     """With the draft's cache, at the largest budget and gamma, by the check that a run has to pass."""
     pytest.importorskip("triton")
     from magicdec.attention.cuda import triton_grid
-    from magicdec.planning import build
+    from magicdec.planning import fits
 
     num_bytes = int(memory * (1 << 30))
     answers = {"is_available": True, "device_count": 1, "get_device_name": "H100", "get_device_capability": (9, 0)}
@@ -165,7 +165,7 @@ def test_every_cell_fits_the_card(monkeypatch, memory, first):
     assert cells[0][0] == first
     for (rows, context), (wanted, _) in zip(cells, bench.sizes.cells, strict=True):
         assert wanted // 3 < rows <= wanted
-        build.check_memory(bench.large(rows, context, 2049, 6), rows, context)
+        fits.check(bench.large(rows, context, 2049, 6), rows, context)
 
 
 def test_a_round_s_kernels_are_told_apart_as_on_the_page(monkeypatch):

@@ -15,6 +15,7 @@ from magicdec.costmodel.round import Setup, prefill_s, round_times
 from magicdec.costmodel.targets import architecture
 from magicdec.errors import UserError
 from magicdec.planning.resolve import resolve
+from magicdec.planning.setup import setup_of
 from tests.programs import ROOT
 
 LOADS = ROOT / "tests" / "peers" / "results"
@@ -99,7 +100,7 @@ def test_a_machine_is_found_from_a_profile(tmp_path, capsys):
     assert "held back" in capsys.readouterr().out
     assert written("mine")["bandwidth_fraction"] == pytest.approx(TRUTH["bandwidth_fraction"], rel=0.05)
     at = ["scenario=predict", "target=llama-3.1-8b", "batch.size=16", "batch.context_len=16000", "cache.budget=512"]
-    found = resolve(compose([*at, "hardware=mine"])).setup()
+    found = setup_of(resolve(compose([*at, "hardware=mine"])))
     assert found.hardware.note == "calibrated by its configuration"
     assert found.target_time.total == pytest.approx(setup(16, 16_000).target_time.total, rel=0.05)
 

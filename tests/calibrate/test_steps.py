@@ -5,6 +5,7 @@ import pytest
 from magicdec.calibrate import command, steps
 from magicdec.config.load import compose
 from magicdec.planning.resolve import resolve
+from magicdec.planning.setup import setup_of
 
 
 def test_this_machine_is_calibrated_in_a_few_steps(here, monkeypatch, capsys):
@@ -15,4 +16,4 @@ def test_this_machine_is_calibrated_in_a_few_steps(here, monkeypatch, capsys):
         assert command.main(["target=tiny", "hardware=cpu"]) == 0
     assert "conf/hardware/calibrated.yaml: predictions take it" in capsys.readouterr().out
     keys = ["scenario=predict", "hardware=calibrated", "batch.size=2", "batch.context_len=512", "cache.budget=64"]
-    assert resolve(compose(keys)).setup().target_time.total > 0
+    assert setup_of(resolve(compose(keys))).target_time.total > 0

@@ -3,6 +3,7 @@
 import io
 import json
 import re
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
@@ -19,17 +20,19 @@ from magicdec.costmodel.round import round_times
 from magicdec.errors import UserError
 from magicdec.planning.prediction import cache_named
 from magicdec.planning.resolve import Model, Plan, resolve
+from magicdec.planning.setup import setup_of
 from magicdec.scenarios import plan as plan_scenario
 from magicdec.scenarios import predict as predict_scenario
 from magicdec.tracking.progress import progress
+from magicdec.tracking.store import Run
 from tests.programs import python
 
 LLAMA = ("target=llama-3.1-8b", "batch.context_len=32000", "cache.budget=512", "batch.size=64")
 
 
 def outcome(scenario, *overrides):
-    with progress() as bars:
-        return scenario(resolve(compose(overrides)), bars)
+    with TemporaryDirectory() as runs, progress() as bars:
+        return scenario(resolve(compose(overrides)), Run.open(runs, "abc", {}), bars)
 
 
 def as_run(device_name, device, *overrides):
@@ -78,7 +81,7 @@ def test_what_the_paper_measured_stands_beside_what_is_predicted():
     assert found["published/predicted_speedup"] == pytest.approx(2.01, rel=0.1)
     ruler = outcome(predict_scenario.run, "experiment=paper/table2", "data=ruler", "data.task=cwe").metrics
     assert ruler["published/speedup"] == 2.51
-    own = as_run("NVIDIA A100-SXM4-80GB", "cuda", "experiment=paper/table3c").setup()
+    own = setup_of(as_run("NVIDIA A100-SXM4-80GB", "cuda", "experiment=paper/table3c"))
     assert published_values(own, "pg19")["published/speedup"] == 1.64, "of a run on that machine"
     first = outcome(predict_scenario.run, "experiment=paper/first_version").metrics
     assert [first[f"published/{key}"] for key in ("gamma", "speedup")] == [5, 1.84], "of the version with that gamma"
@@ -112,7 +115,7 @@ def test_the_planned_experiment_composes_and_predicts_what_it_said(tmp_path, mon
     assert (found.target.name, found.draft.model.name) == ("llama-3.1-8b", "llama-3.2-1b")
     assert (found.batch.size, found.batch.context_len) == (32, 32_000)
     assert (found.cache.budget, found.hardware.name) == (512, "8xh100")
-    times = round_times(resolve(found).setup(), found.draft.gamma)
+    times = round_times(setup_of(resolve(found)), found.draft.gamma)
     assert result.metrics["predicted/round_ms"] == pytest.approx(1e3 * times.round_s)
 
 
@@ -188,20 +191,20 @@ def test_a_hardware_file_can_hold_its_calibration(tmp_path, fraction, error):
         with pytest.raises(UserError, match=error):
             compose(keys)
     else:
-        machine = resolve(compose(keys)).setup().hardware
+        machine = setup_of(resolve(compose(keys))).hardware
         assert (machine.efficiency.matmul_fraction, machine.stack.name) == (0.5, "magicdec")
 
 
 def test_a_run_is_predicted_for_its_device_and_this_software(model):
-    found = as_run("NVIDIA H200", "cuda", "hardware=h200", *LLAMA).setup()
+    found = setup_of(as_run("NVIDIA H200", "cuda", "hardware=h200", *LLAMA))
     assert (found.hardware.device.name, found.hardware.stack.name) == ("H200", "magicdec")
     # A device without a datasheet takes measured figures, and other sizes of numbers.
     run = as_run("Some CPU", "cpu", "hardware=cpu", *LLAMA)
-    found = run.setup(bandwidth_gbs=60.0, tflops=0.5)
+    found = setup_of(run, bandwidth_gbs=60.0, tflops=0.5)
     assert found.hardware.device.bandwidth == 60e9
     assert found.target_time.total > 8e9 * 4 / 60e9
     with pytest.raises(UserError, match="bandwidth_gbs=null"):
-        run.setup()
+        setup_of(run)
 
 
 def test_a_run_that_cannot_pay_is_warned_about(setup):

@@ -14,7 +14,7 @@ from magicdec.engine.audit import audit
 from magicdec.measure.footprint import UniformAttention, footprint, largest_batch, stored
 from magicdec.models.quantize import quantized
 from magicdec.models.transformer import Transformer
-from magicdec.planning import build
+from magicdec.planning import build, fits
 from magicdec.planning.resolve import resolve
 from magicdec.serving.request import Params
 from magicdec.serving.slots import Slots
@@ -82,7 +82,7 @@ def test_slots_are_foreseen_with_the_row_that_is_prefilled(draft, policy):
             slots.prefill(prompt, Params(16), True, lambda _: slots.step(slots.gamma))
             slots.seat(slot)
 
-    estimated = build.estimate(plan, 2, 200)
+    estimated = fits.estimate(plan, 2, 200)
     assert estimated.total - estimated.weights == pytest.approx(counted_peak(run), rel=0.05)
 
 

@@ -9,7 +9,7 @@ import torch
 
 from magicdec.config.load import compose
 from magicdec.errors import UserError
-from magicdec.planning import build
+from magicdec.planning import fits
 from magicdec.planning.resolve import resolve
 
 pytest.importorskip("triton")
@@ -37,7 +37,7 @@ def plan(monkeypatch):
 def estimate(plan):
     """The memory of 32 rows of 16,384 tokens."""
     sizes = ("batch.size=32", "batch.context_len=16384")
-    return lambda *overrides: build.estimate(plan(*sizes, *overrides), 32, 16384)
+    return lambda *overrides: fits.estimate(plan(*sizes, *overrides), 32, 16384)
 
 
 def test_layers_are_compiled_on_a_gpu_unless_told_otherwise(plan):

@@ -18,6 +18,7 @@ from magicdec.errors import UserError
 from magicdec.models.checkpoint import read_config
 from magicdec.planning.identity import identify
 from magicdec.planning.resolve import resolve
+from magicdec.planning.setup import setup_of
 from magicdec.scenarios import plan
 from tests.runs import SMALL, TINY, outcome, run_here, shown
 
@@ -108,13 +109,13 @@ def test_a_draft_of_its_own(tmp_path, folder, original, keys, name):
     assert (draft.model.name, draft.model.path) == (name, str(path))
 
 
-def setup_of(*overrides: str) -> Setup:
-    return resolve(compose(["scenario=predict", "hardware=a100", *overrides])).setup()
+def predicted_setup(*overrides: str) -> Setup:
+    return setup_of(resolve(compose(["scenario=predict", "hardware=a100", *overrides])))
 
 
 def test_a_folder_named_after_an_option_of_the_same_architecture_is_that_option(tmp_path):
     folder = described(tmp_path / "smollm2-135m-q4", "smollm2-135m")
-    assert setup_of("target=smollm2-135m", f"target.path={folder}").target_name == "smollm2-135m-q4"
+    assert predicted_setup("target=smollm2-135m", f"target.path={folder}").target_name == "smollm2-135m-q4"
 
 
 def test_the_acceptance_of_an_option_is_assumed_for_a_folder_of_its_architecture(tmp_path):
@@ -186,9 +187,9 @@ def test_custom_needs_a_path():
 
 def test_predictions_are_of_the_folder_too(tmp_path):
     folder = copied(tmp_path / "my-model")
-    setup = setup_of(f"target.path={folder}")
+    setup = predicted_setup(f"target.path={folder}")
     assert (setup.target_name, setup.target) == ("my-model", read_config(folder))
-    assert setup_of("target=llama-3.1-8b").target_name == "llama-3.1-8b"
+    assert predicted_setup("target=llama-3.1-8b").target_name == "llama-3.1-8b"
 
 
 def test_predicting_a_named_option_reads_no_checkpoint():

@@ -1,0 +1,85 @@
+"""Whether the work fits into the memory: weights and caches by their sizes, the rest by a rehearsal without storage."""
+
+from dataclasses import replace
+
+from magicdec.config.registry import BACKENDS
+from magicdec.costmodel.memory import Memory
+from magicdec.errors import UserError
+from magicdec.measure import memory
+from magicdec.measure.footprint import Footprint, UniformAttention, footprint, largest_batch
+from magicdec.models.parallel import Share
+from magicdec.models.transformer import Transformer
+from magicdec.planning import shared
+from magicdec.planning.build import assembled, without_weights
+from magicdec.planning.resolve import Model, Plan
+from magicdec.planning.setup import held
+from magicdec.units import GIB
+
+# Memory that suffices without a look at activations: so many times what weights and caches take, and more bytes.
+AMPLE, SPARE = 2, 4 * GIB
+
+
+def estimate(plan: Plan, num_rows: int, context_len: int) -> Memory:
+    """Estimate the memory that the work takes on each device; with several ranks, on that of rank 0.
+
+    To serve requests, `num_rows` slots take part in rounds while one more row is prefilled.
+    """
+    batch = held(plan, num_rows, context_len)
+    if plan.predicts:
+        return batch
+    workspace, caches = memory.workspace_bytes(plan.device), batch.target_kv + batch.draft_kv
+    if not plan.config.scenario.serves:
+        found = _footprint(plan, num_rows, context_len)
+        captured = found.of_rounds if plan.config.hardware.captures else 0
+        return replace(batch, transient=found.peak - caches + workspace, captured=captured)
+    slots, single = _footprint(plan, num_rows, context_len, prefills=False), _footprint(plan, 1, context_len)
+    row = held(plan, 1, context_len)
+    batch = replace(batch, target_kv=batch.target_kv + row.target_kv, draft_kv=batch.draft_kv + row.draft_kv)
+    transient = single.peak - row.target_kv - row.draft_kv + workspace
+    if plan.config.hardware.captures:  # captured graphs have memory of their own
+        return replace(batch, transient=transient, captured=slots.of_rounds)
+    return replace(batch, transient=transient + slots.peak - caches + workspace)  # a round may come between two chunks
+
+
+def _footprint(plan: Plan, num_rows: int, context_len: int, prefills: bool = True) -> Footprint:
+    on_cpu = plan.device.type == "cpu"
+    attention = UniformAttention() if on_cpu else BACKENDS[plan.config.attention].work()
+
+    def load(model: Model) -> Transformer:
+        part = Share(0, model.num_ranks, 0, plan.num_ranks)
+        return without_weights(model, plan, attention, part)
+
+    audited = plan.is_audited and plan.config.scenario.audits
+    return footprint(assembled(plan, load), num_rows, context_len, audited, prefills)
+
+
+def check(plan: Plan, num_rows: int, context_len: int) -> Memory | None:
+    """Raise UserError, with the largest batch that fits, if the work exceeds the memory.
+
+    Return the estimate; None where weights and caches leave so much room that activations need no rehearsal.
+    """
+    shared.SHARED.keep_only(shared.keys(plan))
+    available = memory.available_bytes(plan.device) + shared.SHARED.num_bytes
+    if plan.device.type == "cpu":
+        available //= plan.num_ranks
+    available -= memory.reserved_bytes(plan.device)
+    if AMPLE * held(plan, num_rows, context_len).total + SPARE <= available:
+        return None
+    estimated = estimate(plan, num_rows, context_len)
+    if estimated.needed <= available:
+        return estimated
+    fits = largest_batch(lambda rows: estimate(plan, rows, context_len).needed, num_rows, available)
+    smaller = "the target, batch.context_len, batch.prefill_chunk or hardware.dtype"
+    advice = f"batch.size={fits} would fit" if fits else f"not even one row fits: choose a smaller one of {smaller}"
+    parts = {"weights": estimated.weights, "KV cache": estimated.target_kv, "draft's cache": estimated.draft_kv}
+    parts["activations"] = estimated.transient + estimated.captured
+    raise UserError(
+        f"batch.size={num_rows} at batch.context_len={context_len} needs about {estimated.needed / GIB:.2f} GiB "
+        f"({', '.join(f'{name} {size / GIB:.2f}' for name, size in parts.items())}), but {available / GIB:.2f} GiB are "
+        f"available{' to each rank' if plan.num_ranks > 1 else ''}; {advice}"
+    )
+
+
+def num_bytes(plan: Plan) -> float:
+    """Return the memory that the work needs on each device, for the largest batch."""
+    return estimate(plan, *plan.config.scenario.largest(plan.config.batch)).needed

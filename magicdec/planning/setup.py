@@ -1,0 +1,59 @@
+"""The setup that the cost model predicts for: a plan's models, caches and batch, and its machine."""
+
+from dataclasses import replace
+
+from magicdec.config.choices import DraftConfig
+from magicdec.config.registry import DRAFTS
+from magicdec.costmodel.hardware import CPU, OWN_STACK, Hardware, configured, device_in, unknown
+from magicdec.costmodel.memory import Memory, memory
+from magicdec.costmodel.roofline import BF16
+from magicdec.costmodel.round import Setup
+from magicdec.errors import UserError
+from magicdec.planning.resolve import Plan
+
+
+def setup_of(plan: Plan, bandwidth_gbs: float | None = None, tflops: float | None = None) -> Setup:
+    """Return the setup to predict for. For a run, that is this software on the run's own device.
+
+    `bandwidth_gbs` and `tflops` are measured figures for a device without a known datasheet.
+    Raise UserError if there is nothing to predict with.
+    """
+    config, h, stack = plan.config, plan.config.hardware, None
+    if not plan.predicts:
+        known, stack = device_in(plan.device_name), OWN_STACK
+        h = replace(
+            h,
+            name=known.name if known else CPU if h.device == "cpu" else plan.device_name,
+            bandwidth_gbs=h.bandwidth_gbs or (None if known else bandwidth_gbs),
+            tflops=h.tflops or (None if known else tflops),
+        )
+    hardware = configured(h.name, h.tensor_parallel, h.bandwidth_gbs, h.tflops, h.memory_gib, h.efficiency, stack)
+    searches = config.scenario.searches  # with drafts of its own
+    if not searches and not config.speculates:
+        raise UserError("draft=none: there is no speculation to predict; choose draft=self or draft=model")
+    return _setup(plan, hardware, DRAFTS["self"].facts() if searches else config.draft)
+
+
+def held(plan: Plan, num_rows: int, context_len: int) -> Memory:
+    """Return the weights and caches that a device holds for a batch of `num_rows`."""
+    config = plan.config
+    draft = config.draft if config.speculates else DRAFTS["ngram"].facts()  # which needs no memory of its own
+    machine = setup_of(plan).hardware if plan.predicts else unknown(plan.device_name, plan.num_ranks)
+    setup = _setup(plan, machine, draft).at(batch=num_rows, context=context_len)
+    return memory(setup, max(config.gammas), config.batch.generate_len)
+
+
+def _setup(plan: Plan, hardware: Hardware, draft: DraftConfig) -> Setup:
+    config = plan.config
+    return Setup(
+        target=plan.target.config,
+        hardware=hardware,
+        batch=int(config.batch.size),
+        context=config.batch.context_len,
+        draft=draft,
+        cache=config.cache,
+        target_name=config.target.name,
+        target_path=config.target.path,
+        element_bytes=plan.dtype.itemsize,
+        stored_weight_bytes=BF16 if plan.in_bfloat16(plan.target) else None,
+    )
