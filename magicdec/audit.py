@@ -84,7 +84,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("outputs", type=Path, help="folder of a run, or a JSONL file")
     parser.add_argument("override", nargs="*", help="KEY=VALUE: the target, and the machine that decodes again")
     types = ("float32", "bfloat16", "float16")
-    parser.add_argument("--engine-dtype", choices=types, help="what the engine computed in; default: hardware.dtype")
+    of_engine = "what the engine computed in; default: that of the run, or hardware.dtype"
+    parser.add_argument("--engine-dtype", choices=types, help=of_engine)
     parser.add_argument("--rows", type=int, default=8, metavar="N", help="rows to decode again at a time (8)")
     arguments = parser.parse_args(argv)
     return exit_code(lambda: _audit(arguments))
@@ -104,17 +105,19 @@ def _audit(arguments: argparse.Namespace) -> int:
         raise UserError(f"{path}: has no prompts; a run stores them with data.save_prompts=true")
     if run and run["config"].get("sampling", {}).get("temperature"):
         raise UserError(f"{path}: was sampled; only greedy outputs can be compared token by token")
-    own = [] if any(text.startswith("target") for text in arguments.override) else _target_of(run)
+    typed: list[str] = arguments.override
+    own = _overrides_of(run["config"], any(text.startswith("target=") for text in typed)) if run else []
+    engine_dtype = arguments.engine_dtype or (run["config"]["hardware"]["dtype"] if run else None)
     with progress() as bars:
-        found = list(judged(lines, [*own, *arguments.override], arguments.engine_dtype, arguments.rows, bars))
+        found = list(judged(lines, [*own, *typed], engine_dtype, arguments.rows, bars))
     return _show(found)
 
 
-def _target_of(run: dict[str, Any]) -> list[str]:
-    """Return the overrides that choose the target of a run."""
-    target = run["config"].get("target", {}) if run else {}
-    keys = {"target": target.get("name"), "target.path": target.get("path")}
-    return [override(key, value) for key, value in keys.items() if value]
+def _overrides_of(config: dict[str, Any], has_target: bool) -> list[str]:
+    """Return the overrides that choose the type of a run and its whole target, unless another one is chosen."""
+    target = {} if has_target else config["target"]
+    keys = {"hardware.dtype": config["hardware"]["dtype"]} | {f"target.{key}": value for key, value in target.items()}
+    return [*([] if has_target else ["target=custom"]), *(override(key, value) for key, value in keys.items())]
 
 
 def judged(
@@ -161,7 +164,7 @@ def _of_batch(
     scores = {}
     for way in WAYS:
         written = [outputs(line).get(way) or line.autoregressive for line in lines]
-        scores[way] = teacher_force(batch.decoder, written, tie).transpose(0, 1).tolist()
+        scores[way] = teacher_force(batch.decoder, written, tie)[:2].transpose(0, 1).tolist()
     batch.close()
     for row, line in enumerate(lines):
         tokens, judged = outputs(line), {way: Judged(*scores[way][row]) for way in WAYS}
@@ -185,7 +188,7 @@ def compared(baseline: list[int], tokens: list[int], before: Judged, after: Judg
         return Difference(at, gaps, "", DEFECT)
     if not any(before.outside):
         late = next((n for n, is_outside in enumerate(after.outside) if is_outside), None)
-        return Difference(at, gaps, f"at token {late}" if late else "", DEFECT if late else NEAR_TIE)
+        return Difference(at, gaps, "", NEAR_TIE) if late is None else Difference(at, gaps, f"at token {late}", DEFECT)
     return Difference(at, gaps, "foreign baseline", UNKNOWN)
 
 

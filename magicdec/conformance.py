@@ -225,7 +225,7 @@ def _tensors(part: Any) -> list[Tensor]:
 def both_ways(batch: Batch) -> tuple[bool, Generation, Generation]:
     """Return whether a prefilled batch is decoded with its draft as without it, and both outputs."""
     plain, fast = batch.decoder.generate(), batch.decoder.generate(batch.draft)
-    return audit(batch.decoder, plain.tokens, fast.tokens).passed, plain, fast
+    return audit(batch.decoder, plain.tokens, fast.tokens).passed is True, plain, fast
 
 
 def small_model(seed: int = 0, spread: float = 0.25, **overrides: Any) -> Transformer:

@@ -13,6 +13,7 @@ from magicdec.models.kv_cache import KVCache
 from magicdec.planning import build
 from magicdec.planning.resolve import resolve
 from magicdec.tracking.progress import progress
+from tests.runs import TINY, run_here
 
 KEYS = ["hardware=cpu", "batch.context_len=160", "batch.generate_len=40", "cache.budget=48", "draft.gamma=3"]
 
@@ -119,6 +120,17 @@ def test_what_cannot_be_audited_is_told_in_one_line(text, said, tmp_path, capsys
     assert "absent.jsonl: no such file or folder; name a run's folder" in capsys.readouterr().err
     assert audit.main([str(tmp_path / "outputs.jsonl")]) == 2
     assert said in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_run_is_decoded_again_by_its_own_target_and_in_its_own_type(tmp_path, capsys):
+    """A target that is no option, and bfloat16."""
+    keys = ["hardware.dtype=bfloat16", "data.save_prompts=true"]
+    keys += ["target=custom", "target.name=mine", f"target.path={TINY / 'target'}"]
+    folder = str(run_here(tmp_path, *keys).folder)
+    assert audit.main([folder]) == 0
+    assert "would not write the baseline" not in capsys.readouterr().out
+    assert audit.main([folder, "hardware.dtype=float32"]) == 0  # the tokens are judged as those of bfloat16
+    assert "would not write the baseline" not in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ Hydra composes plain YAML and knows no types: the result is validated once, as a
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from pathlib import Path, PurePath
 from typing import Any, get_type_hints
@@ -130,10 +130,19 @@ def compose(overrides: Sequence[str]) -> Config:
 
 def override(key: str, value: Any) -> str:
     """Return KEY=VALUE as it is typed on the command line."""
+    return f"{key}={_typed(value)}"
+
+
+def _typed(value: Any) -> str:
+    """Return a value in the grammar of Hydra's command line."""
     if isinstance(value, str):
         plain = re.fullmatch(r"[\w.:/-]+", value)
-        return f"{key}={value if plain else QuotedString(value, Quote.single).with_quotes()}"
-    return f"{key}={list(value) if isinstance(value, Sequence) else value}"
+        return value if plain else QuotedString(value, Quote.single).with_quotes()
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {_typed(inner)}" for key, inner in value.items()) + "}"
+    if isinstance(value, Sequence):
+        return "[" + ", ".join(map(_typed, value)) + "]"
+    return "null" if value is None else str(value)
 
 
 def to_dict(config: Config) -> dict[str, Any]:

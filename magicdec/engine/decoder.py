@@ -40,6 +40,14 @@ class Generation:
     gammas: list[int] = field(default_factory=list)  # of each round; 0 where nothing was proposed
     generate_len: int = 0  # the limit of every row
 
+    @property
+    def accepted(self) -> list[list[bool]]:
+        """Return which tokens of each row are accepted proposals: neither the first one nor a bonus token."""
+        rows = zip(self.accepted_RB.T.tolist(), self.committed_RB.T.tolist(), strict=True)
+        return [
+            [False, *(place < taken for taken, kept in zip(*row, strict=True) for place in range(kept))] for row in rows
+        ]
+
 
 class Decoder:
     """One batch on one target: its cache, its state, and the ways to continue it."""
@@ -58,6 +66,8 @@ class Decoder:
         self.target, self.cache, self.state, self.sampling = target, cache, state, sampling
         self.synthetic_acceptance, self.gammas = synthetic_acceptance, gammas
         self.listener: Draft | None = None  # a draft that is given the target's hidden states in the prefill
+        self.prefilled: Draft | None = None  # the draft that goes with the state: only its rounds may run
+        self.is_simulated = False
         self.device = cache.seqlens_B.device
         self.captures = Captures(self.device) if graphs and self.device.type == "cuda" else None
         if target.is_compiled:  # tens of small operators each
@@ -84,6 +94,7 @@ class Decoder:
                 partial(listener.hear, state=state) if listener else None,
             )
             self._decide_first_tokens()
+        self.is_simulated = False
         return watch.seconds - (listener.heard_seconds if listener else 0.0)
 
     @torch.inference_mode()
@@ -109,19 +120,36 @@ class Decoder:
 
     def simulate_prefill(self) -> None:
         """Put the batch where `prefill` would leave it, over random entries: for timing only."""
+        self.is_simulated = True
         self.cache.k_LBKSD.normal_()
         self.cache.v_LBKSD.normal_()
         self.first_tokens_B = torch.zeros_like(self.state.prompt_len_B, dtype=torch.int64)
 
-    def restart(self) -> None:
-        """Go back to the end of the prefill, which several passes share."""
+    @torch.inference_mode()
+    def restart(self, draft: Draft | None = None) -> None:
+        """Go back to the end of the prefill, which several passes share, and prefill the draft whose rounds follow."""
         self.cache.rollback(self.state.prompt_len_B)
         self.state.start(self.first_tokens_B)
         for cycle in self._cycles.values():
             cycle.restart()
+        self.prefilled = draft
+        if draft is not None and self.is_simulated:
+            draft.simulate_prefill(self.state)
+        elif draft is not None:
+            draft.prefill(self.state, silent)
+
+    def require(self, draft: Draft) -> None:
+        """Raise RuntimeError unless this draft was prefilled since the last restart.
+
+        Before that its cache does not know where the prompts end. Where it shares the target's entries, its proposals
+        would overwrite the prompts'.
+        """
+        if draft is not self.prefilled:
+            raise RuntimeError("a round of a draft that is not prefilled; call Decoder.restart(draft) first")
 
     def round(self, draft: Draft, gamma: int, phase: int) -> None:
         """Propose, verify, accept, commit: no host synchronisation, static shapes, no attention for finished rows."""
+        self.require(draft)
         with resting(self.state.finished_B, self.cache, *draft.caches):
             proposal = draft.propose(self.state, gamma) if gamma else draft.pause(self.state)
             logits_BTV = self.verify(proposal, draft.watch(self.cache, phase), draft.taps)
@@ -166,12 +194,9 @@ class Decoder:
     def generate(self, draft: Draft | None = None, progress: Progress = silent, gamma: int | None = None) -> Generation:
         """Continue the prefilled prompts to their ends, with rounds as in `cycle_for`; call `progress` after each."""
         cycle = self.cycle_for(draft, gamma)
-        self.restart()
-        setup_seconds = 0.0
-        if draft is not None:
-            with Stopwatch(self.device) as watch:
-                draft.prefill(self.state, silent)
-            setup_seconds = draft.heard_seconds + watch.seconds + cycle.timing_seconds
+        with Stopwatch(self.device) as watch:
+            self.restart(draft)
+        setup_seconds = draft.heard_seconds + watch.seconds + cycle.timing_seconds if draft else 0.0
         clock, stop = Clock(self.device), _StopFlag(self.state.finished_B)
         clock.mark()
         while not stop.raised():
@@ -185,7 +210,9 @@ class Decoder:
 
     def cycle_for(self, draft: Draft | None, gamma: int | None = None) -> Cycle:
         """Return the rounds of a draft that propose `gamma` tokens: by default those of the best of `gammas`, or of
-        the draft's own gamma. The first call disturbs the state by capturing or timing: call `restart` after it.
+        the draft's own gamma.
+
+        The first call restarts the batch, and disturbs the state by capturing or timing: call `restart` after it.
         """
         if draft is None:
             return self.cycle(None, 0)
@@ -194,6 +221,7 @@ class Decoder:
         if (draft, None) not in self._cycles:
             from magicdec.engine.adaptive import AdaptiveCycle  # for draft.gamma=auto alone
 
+            self.restart(draft)
             cycles = {gamma: self.cycle(draft, gamma) for gamma in self.gammas}
             self._cycles[draft, None] = AdaptiveCycle({0: self.cycle(None, 0)} | cycles, self.state)
         return self._cycles[draft, None]
@@ -204,12 +232,19 @@ class Decoder:
             bodies: list[Callable[[], None]] = [self.decode_token]
             before: Callable[[], None] = nothing
             if draft is not None:
+                if draft is not self.prefilled:
+                    self.restart(draft)  # capturing and timing run rounds
                 bodies = [partial(self.round, draft, gamma, phase) for phase in range(draft.phases)]
-                before = partial(draft.prepare, self.state, gamma)
+                before = partial(self._prepare, draft, gamma)
             # Rows that finish in a rehearsal stay within their buffers; only the rounds are counted without an end.
             undo = self.state.forget_rounds
             self._cycles[draft, gamma] = Cycle([Step(body, self.captures, undo, before) for body in bodies], gamma)
         return self._cycles[draft, gamma]
+
+    def _prepare(self, draft: Draft, gamma: int) -> None:
+        """Do what the host does before a round, which may be the replay of a capture."""
+        self.require(draft)
+        draft.prepare(self.state, gamma)
 
     def forget_cycles(self) -> None:
         """Release captures, and what they hold."""

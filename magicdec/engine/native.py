@@ -10,7 +10,7 @@ from magicdec.config.registry import DRAFTS, ENGINES
 from magicdec.config.schema import BatchConfig, HardwareConfig, SamplingConfig
 from magicdec.decoding.state import State
 from magicdec.drafts.base import Draft, DraftSpec
-from magicdec.engine.decoder import Decoder, silent
+from magicdec.engine.decoder import Decoder
 from magicdec.models.kv_cache import KVCache
 from magicdec.models.transformer import Transformer
 from magicdec.rules import STRICT
@@ -23,21 +23,15 @@ class Batch:
 
     decoder: Decoder
     draft: Draft | None
-    simulated: bool = False
     prefill_s: float = 0.0  # that the target's prefill took
 
     def simulate_prefill(self) -> None:
         """Put the batch where the prefill would leave it, for timing only."""
         self.decoder.simulate_prefill()
-        self.simulated = True
 
     def restart(self) -> None:
         """Go back to the first round."""
-        self.decoder.restart()
-        if self.draft is not None and self.simulated:
-            self.draft.simulate_prefill(self.decoder.state)
-        elif self.draft is not None:
-            self.draft.prefill(self.decoder.state, silent)
+        self.decoder.restart(self.draft)
 
     def close(self) -> None:
         """Free the memory at once, even while the caller still refers to this batch."""
@@ -125,7 +119,8 @@ class NativeEngine:
 @torch.inference_mode()
 def warm_up(batch: Batch) -> None:
     """Run one step of each kind, before anything is timed: thread pools, kernels, graphs."""
-    batch.restart()
+    batch.decoder.restart()
     batch.decoder.cycle_for(None)()
     if batch.draft is not None:
+        batch.restart()
         batch.decoder.cycle_for(batch.draft)()

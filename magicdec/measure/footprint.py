@@ -23,7 +23,6 @@ from magicdec.attention.base import Shape
 from magicdec.attention.sdpa import SdpaAttention, SdpaPlan
 from magicdec.decoding.prefill import MAX_CHUNK
 from magicdec.engine.audit import chunk_len, score_tokens
-from magicdec.engine.decoder import silent
 from magicdec.engine.native import NativeEngine
 from magicdec.models.taps import Taps
 
@@ -71,9 +70,11 @@ def footprint(engine: NativeEngine, num_rows: int, context_len: int, audited: bo
         with allocations.of_rounds():
             decoder.decode_token()
         if draft is not None:
-            decoder.restart()
             if prefills:
-                draft.prefill(decoder.state, silent)
+                decoder.restart(draft)
+            else:
+                decoder.restart()
+                decoder.prefilled = draft
             with allocations.of_rounds():
                 for phase in range(draft.phases):
                     decoder.round(draft, draft.gamma, phase)

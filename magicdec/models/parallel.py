@@ -73,6 +73,12 @@ class Share:
             return self.sums.sum(x)
         return _sum(x, self.layer_ranks)
 
+    def largest(self, x: Tensor) -> Tensor:
+        """Return the largest over all ranks, perhaps in place."""
+        if self.world_size > 1 and not x.is_meta:
+            dist.all_reduce(x, dist.ReduceOp.MAX)
+        return x
+
     def embed(self, tokens_BT: Tensor, weight_VE: Tensor) -> Tensor:
         """Return embeddings (B, T, E), each exactly as the rank has it that holds it: the others add zeros."""
         if self.world_size == 1:

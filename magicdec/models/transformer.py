@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from magicdec.architectures import ModelConfig
 from magicdec.attention.base import Attention
+from magicdec.attention.sdpa import SdpaAttention
 from magicdec.models import passes
 from magicdec.models.kv_cache import KVCache, Place
 from magicdec.models.operators import PYTORCH, Operators, operators_for
@@ -90,9 +91,7 @@ class Transformer(nn.Module):
         `taps` take the hidden states in front of their layers.
         """
         num_new = tokens_BT.shape[1]
-        frequencies_D2, factor = frequencies_on(self.config, tokens_BT.device)
-        angles = self.angles(frequencies_D2, factor, cache.positions_BT(num_new))
-        x_BTE = self.share.embed(tokens_BT, self.embed.weight).to(self.dtype)
+        x_BTE, angles = self._embedded(tokens_BT, cache)
         plans = cache.plan(self.attention, num_new, x_BTE.dtype)
         hidden_BTE = None
         if self.share.size == 1 and not self.is_compiled:
@@ -101,6 +100,20 @@ class Transformer(nn.Module):
             hidden_BTE = self._layer_by_layer(x_BTE, angles, cache, plans, taps)
         cache.advance(num_new)
         return hidden_BTE
+
+    def first_entries(self, tokens_BT: Tensor, cache: KVCache) -> None:
+        """Write the entries of the first layer alone, which depend on tokens and positions only."""
+        x_BTE, angles = self._embedded(tokens_BT, cache)
+        cos, sin = (x[:, :, None] for x in angles)
+        place = cache.place(0, cache.slots_BT(tokens_BT.shape[1]))
+        first = cast("Layer", self.layers[0])
+        first.before_attention(self.operators, x_BTE, torch.zeros_like(x_BTE), cos, sin, place)
+
+    def _embedded(self, tokens_BT: Tensor, cache: KVCache) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Return the embeddings of the next tokens of every row (B, T, E), and the angles of their positions."""
+        frequencies_D2, factor = frequencies_on(self.config, tokens_BT.device)
+        angles = self.angles(frequencies_D2, factor, cache.positions_BT(tokens_BT.shape[1]))
+        return self.share.embed(tokens_BT, self.embed.weight).to(self.dtype), angles
 
     def _layer_by_layer(
         self, x_BTE: Tensor, angles: tuple[Tensor, Tensor], cache: KVCache, plans: list[Any], taps: Taps | None
@@ -156,6 +169,13 @@ class Transformer(nn.Module):
         part.embed, part.layers, part.norm, part.head = self.embed, self.layers[:num_layers], self.norm, self.head
         part.is_compiled = self.is_compiled
         return part.eval()
+
+    def plain(self) -> "Transformer":
+        """Return the same model by PyTorch's operators and attention, not compiled; the weights are shared."""
+        with torch.device("meta"):
+            twin = Transformer(self.config, SdpaAttention(), self.share)
+        twin.load_state_dict(self.state_dict(), assign=True)
+        return twin.eval().requires_grad_(False)
 
     def compile_layers(self) -> None:
         """Fuse what surrounds attention in each layer: sums with norms, rotation with the write to the cache, SwiGLU;

@@ -90,8 +90,8 @@ def run(plan: Plan, run: "Run", progress: Progress) -> Outcome:
         with closing(_opened(session, engine, number)) as batch:  # or the caches of two would be held at once
             _decode(session, batch, number)
             if session.lacks_audit(number):
-                tokens = session.stored.units.of_batch(number)[0].ways
-                verdict = audit(batch.decoder, *(tokens[way].tokens for way in WAYS))
+                plain, fast = (session.stored.units.of_batch(number)[0].ways[way] for way in WAYS)
+                verdict = audit(batch.decoder, plain.tokens, fast.tokens, fast.accepted)
                 session.stored.add_audit(number, verdict)
             if profiles:
                 profile = _profiled(session, batch) | _memory(batch, peak)

@@ -45,15 +45,14 @@ def lossless(
     """Return `lossless/*`, which mean the same in every scenario and for every engine.
 
     `identical`: all rows have the same tokens both ways; None where they may differ (sampled or synthetic).
-    `passed`: the verdict of the audit, which excuses near-ties and judges samples; `identical` if there is no audit.
-    In reduced precision it is None instead of False: compare the evidence with the baseline's.
+    `passed`: the verdict of the audit, which excuses near-ties and judges samples. If there is no audit it is
+    `identical`, but in reduced precision None instead of False.
     """
     greedy = plan.config.sampling.greedy
     same = autoregressive == speculative if plan.is_audited and greedy else None
-    passed = same if audit is None else audit.passed
-    if not passed and plan.dtype != torch.float32:
-        passed = None
-    return {"lossless/identical": same, "lossless/passed": passed, **(audit.metrics() if audit else {})}
+    if audit is not None:
+        return {"lossless/identical": same, "lossless/passed": audit.passed, **audit.metrics()}
+    return {"lossless/identical": same, "lossless/passed": same or (None if plan.dtype != torch.float32 else same)}
 
 
 @dataclass(frozen=True)

@@ -117,6 +117,7 @@ class Slots:
         Capturing rehearses rounds, which has no effect while there are no requests: empty rows commit nothing.
         """
         draft, captures = self.batch.draft, self.batch.decoder.captures
+        self.batch.decoder.prefilled = draft  # row by row: an empty one holds nothing, others are copied
         before: dict[int | None, Callable[[], None]] = {
             gamma: partial(draft.prepare, self.state, gamma) for gamma in self.gammas if gamma and draft
         }

@@ -209,19 +209,21 @@ def losslessness(config: Mapping[str, Any], metrics: Metrics) -> Text:
     verdict = ("undecided", "bold yellow")
     if passed is not None:
         verdict = ("yes", "bold green") if passed else ("NO", "bold red")
+    reason = f"; {metrics['lossless/reason']}" if "lossless/reason" in metrics else ""
     if is_sampled and _number(metrics.get("lossless/z_score")) is not None:
         z, control, outside = (metrics[f"lossless/{key}"] for key in ("z_score", "baseline_z_score", "outside_tokens"))
         of = f"{outside} tokens that the target would not draw" if outside else "all tokens within the target's choice"
-        return Text.assemble(verdict, f", sampled from the target: z {z:+.1f} (autoregressive {control:+.1f}), {of}")
+        scores = f", sampled from the target: z {z:+.1f} (autoregressive {control:+.1f}), {of}"
+        return Text.assemble(verdict, scores, reason)
     if metrics["lossless/identical"] is None:
         return Text("n/a (sampling)" if is_sampled else "n/a (synthetic)")
     gap, control = (three_digits(metrics.get(f"lossless/{name}max_logit_gap")) for name in ("", "baseline_"))
     if metrics["lossless/identical"]:
-        return Text.assemble(verdict, ", identical to autoregressive", f"; max logit gap {gap}" if gap else "")
+        return Text.assemble(verdict, ", identical to autoregressive", f"; max logit gap {gap}" if gap else "", reason)
     gaps = f"; max logit gap {gap} (autoregressive {control})" if gap else ""
     if passed:
         return Text.assemble(verdict, f", identical but for {metrics['lossless/excused_rows']} rows in a tie{gaps}")
-    return Text.assemble(verdict, f", not identical to autoregressive in {dtype}{gaps}")
+    return Text.assemble(verdict, f", not identical to autoregressive in {dtype}{gaps}", reason)
 
 
 def _uncounted(metrics: Metrics) -> list[str]:

@@ -8,6 +8,7 @@ import torch
 
 from magicdec.config import choices
 from magicdec.engine import audit as module
+from magicdec.engine import decoder as decoder_module
 from magicdec.engine.adaptive import AdaptiveCycle
 from magicdec.engine.audit import Audit, LogitGaps, audit
 from magicdec.engine.native import warm_up
@@ -15,20 +16,24 @@ from magicdec.errors import NonFinite
 from magicdec.measure import metrics
 from magicdec.measure.profile import profile_round
 from magicdec.models.kv_cache import KVCache
-from magicdec.verification.sampling import Sampling
+from magicdec.verification import accept
+from magicdec.verification.sampling import Sampling, Use, draw, probabilities, uniform_BT
 from tests.small import VOCAB, noisy_copy, open_batch, random_prompts, small_model
 
 TARGET = small_model(spread=0.15)
 SAMPLING = Sampling(temperature=0.9, top_k=20, top_p=0.95, seed=3)
 PROMPTS = random_prompts([30] * 40, seed=1)
+PROMPT_METRICS = {"lossless/prompt_checked", "lossless/prompt_wrong", "lossless/prompt_max_error"}
+PROMPT_METRICS |= {"time/audit_prompts_s"}
 OPTIONS = {"draft_name": "model", "draft_model": noisy_copy(TARGET, 0.3), "gamma": 3, "policy": "full"}
 
 
 @pytest.fixture(scope="module")
 def sampled():
-    """A batch, and what it wrote both ways."""
+    """A batch, what it wrote both ways, and which tokens are accepted proposals."""
     batch = open_batch(TARGET, PROMPTS, sampling=SAMPLING, **OPTIONS)
-    return batch.decoder, batch.decoder.generate().tokens, batch.decoder.generate(batch.draft).tokens
+    fast = batch.decoder.generate(batch.draft)
+    return batch.decoder, batch.decoder.generate().tokens, fast.tokens, fast.accepted
 
 
 def distribution(tokens: list[int]) -> list[float]:
@@ -47,7 +52,7 @@ def distribution(tokens: list[int]) -> list[float]:
 
 @torch.inference_mode()
 def test_a_z_score_is_that_of_a_twin_in_plain_python(sampled, monkeypatch):
-    decoder, plain, fast = sampled
+    decoder, plain, fast, _ = sampled
     fast = [row[:6] for row in fast]
     excess = variance = outside = 0.0
     for prompt, row in zip(PROMPTS, fast, strict=True):
@@ -71,8 +76,9 @@ def test_samples_of_the_target_pass_both_ways(sampled):
     assert max(abs(found.speculative.z), abs(found.baseline.z)) < module.MAX_Z
     twice = found + found
     assert twice.speculative.z == pytest.approx(2**0.5 * found.speculative.z)
-    names = ("z_score", "outside_tokens", "baseline_z_score", "baseline_outside_tokens")
-    assert set(twice.metrics()) == {f"lossless/{name}" for name in names}
+    assert 0 < found.speculative.power < 1
+    names = ("z_score", "outside_tokens", "baseline_z_score", "baseline_outside_tokens", "power")
+    assert set(twice.metrics()) == {f"lossless/{name}" for name in names} | PROMPT_METRICS
 
 
 @pytest.mark.parametrize(
@@ -84,7 +90,7 @@ def test_samples_of_the_target_pass_both_ways(sampled):
     ],
 )
 def test_samples_of_another_distribution_fail(sampled, wrong, of_z):
-    decoder, plain, _ = sampled
+    decoder, plain, *_ = sampled
     other = open_batch(TARGET, PROMPTS, sampling=wrong).decoder.generate().tokens
     found = audit(decoder, plain, other)
     assert not found.passed
@@ -92,7 +98,7 @@ def test_samples_of_another_distribution_fail(sampled, wrong, of_z):
 
 
 def test_a_token_that_the_target_would_not_draw_fails(sampled):
-    decoder, plain, fast = sampled
+    decoder, plain, fast, _ = sampled
     p = distribution(PROMPTS[0] + fast[0][:5])
     foreign = [row[:5] for row in fast]
     foreign[0] = [*fast[0][:5], p.index(0.0)]
@@ -170,9 +176,11 @@ def test_a_row_is_excused_only_if_the_baseline_is_right_as_well(tied, change):
 @pytest.mark.parametrize(("dtype", "tie"), [(torch.float32, 1e-5), (torch.bfloat16, 2**-4), (torch.float16, 2**-7)])
 def test_a_near_tie_is_a_share_of_the_largest_logit(dtype, tie, best):
     logits = torch.tensor([best, best - 0.9 * tie * 20, best - 1.1 * tie * 20, best - 50])
-    outside, gap = module.greedy_scores(logits.expand(1, 4, 4), torch.arange(4)[None, :, None], module.near_tie(dtype))
+    scores = module.greedy_scores(logits.expand(1, 4, 4), torch.arange(4)[None, :, None], module.near_tie(dtype))
+    outside, gap, ties = scores
     assert outside.tolist() == [[0, 0, 1, 1]]
     assert torch.equal(gap[0], logits[0] - logits)
+    assert ties[0, :3].tolist() == pytest.approx([0, 0.9, 1.1], rel=0.05)
 
 
 def test_outcomes_of_batches_add_up():
@@ -183,7 +191,98 @@ def test_outcomes_of_batches_add_up():
     other = Audit(True, 1, 0, LogitGaps(4, 0.2), LogitGaps(2, 0.3))
     expected = {"different_rows": 3, "excused_rows": 2, "outside_tokens": 4, "max_logit_gap": 0.5}
     expected |= {"baseline_outside_tokens": 3, "baseline_max_logit_gap": 0.3}
-    assert (one + other).metrics() == {f"lossless/{name}": value for name, value in expected.items()}
+    found = (one + other).metrics()
+    assert {key: found[f"lossless/{key}"] for key in expected} == expected
+    assert found["lossless/reason"] == "tokens that the target would not write"
+    assert set(found) == {f"lossless/{key}" for key in (*expected, "reason")} | PROMPT_METRICS
+
+
+CONTROL = LogitGaps(outside=0, max_ties=0.5)
+
+
+@pytest.mark.parametrize(
+    ("speculative", "control", "exact", "reduced"),
+    [
+        (LogitGaps(0, max_ties=0.9), CONTROL, True, True),
+        (LogitGaps(1, max_ties=1.5), CONTROL, False, None),
+        (LogitGaps(1, max_ties=4.5), CONTROL, False, False),  # far above the control's and a near-tie
+        (LogitGaps(1, max_ties=4.5), LogitGaps(1, max_ties=1.2), False, None),
+        (LogitGaps(1, max_ties=9.0), LogitGaps(1, max_ties=1.2), False, False),
+    ],
+)
+def test_a_gap_far_above_the_controls_fails_in_reduced_precision_too(speculative, control, exact, reduced):
+    for is_exact, passed in ((True, exact), (False, reduced)):
+        assert Audit(True, 1, int(not speculative.outside), speculative, control, is_exact=is_exact).passed is passed
+        assert Audit(True, 1, 0, speculative, control, cut=1, is_exact=is_exact).passed is False
+
+
+def of_z(z: float, outside: int = 0) -> LogitGaps:
+    return LogitGaps(outside, excess=10 * z, variance=100.0)
+
+
+@pytest.mark.parametrize(
+    ("speculative", "control", "exact", "reduced"),
+    [
+        (of_z(1), of_z(-1), True, True),
+        (of_z(4.5), of_z(1), False, None),
+        (of_z(-4.9), of_z(-4.9), None, None),  # the control fails alike
+        (of_z(1), of_z(-4.9), None, None),
+        (of_z(9), of_z(1), False, False),
+        (of_z(-12), of_z(-4.9), False, False),
+        (of_z(0, outside=1), of_z(0, outside=1), None, None),
+        (of_z(0, outside=1), of_z(0), False, None),
+        (of_z(0, outside=30), of_z(0, outside=1), False, False),
+    ],
+)
+def test_samples_are_held_against_their_control(speculative, control, exact, reduced):
+    for is_exact, passed in ((True, exact), (False, reduced)):
+        found = Audit(False, speculative=speculative, baseline=control, is_exact=is_exact)
+        assert found.passed is passed
+        assert bool(found.verdict[1]) == (passed is not True)
+
+
+def whole_instead_of_residual(proposed_BG, q_BGV, logits_BTV, positions_BT, sampling):
+    """Accept as one should, but draw what replaces a rejected proposal from the target's whole distribution."""
+    verdict = accept.accept_sampled(proposed_BG, q_BGV, logits_BTV, positions_BT, sampling)
+    p_BTV = probabilities(logits_BTV, sampling)
+    at_BT1 = verdict.num_accepted_B[:, None, None].expand(-1, 1, p_BTV.shape[-1])
+    u_B = uniform_BT(sampling, positions_BT, Use.DECIDE).gather(1, verdict.num_accepted_B[:, None])[:, 0]
+    bonus_B1 = draw(p_BTV.gather(1, at_BT1)[:, 0], u_B)[:, None]
+    return verdict._replace(tokens_BT=verdict.tokens_BT.scatter(1, verdict.num_accepted_B[:, None], bonus_B1))
+
+
+def flagged(noise: float, seeds: range, rows: int = 24) -> tuple[float, float]:
+    """Return the share of runs of a sampler without the residual that fail, and the mean power that they report."""
+    target, failed, power = small_model(), [], []
+    for seed in seeds:
+        sampling = Sampling(temperature=1.0, seed=seed)
+        options = {"draft_name": "model", "draft_model": noisy_copy(target, noise), "policy": "full", "gamma": 3}
+        prompts = random_prompts([40] * rows, seed)
+        batch = open_batch(target, prompts, sampling=sampling, generate_len=64, **options)
+        fast = batch.decoder.generate(batch.draft)
+        found = audit(batch.decoder, batch.decoder.generate().tokens, fast.tokens, fast.accepted)
+        failed.append(found.passed is False)
+        power.append(found.speculative.power)
+    return sum(failed) / len(failed), sum(power) / len(power)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("noise", "rows"), [(0.15, 24), (0.15, 64), (0.5, 24)])
+def test_the_power_of_the_sampled_test_is_the_share_of_runs_that_it_finds(noise, rows, monkeypatch):
+    """Within 0.2, which is 2.5 standard deviations of 40 runs at most. A right sampler reports the same power."""
+    right, expected = flagged(noise, range(40), rows)
+    monkeypatch.setattr(decoder_module, "accept_sampled", whole_instead_of_residual)
+    found, reported = flagged(noise, range(40), rows)
+    assert right == 0
+    assert found == pytest.approx(expected, abs=0.2)
+    assert reported == pytest.approx(expected, abs=0.15)
+
+
+def test_a_bad_draft_without_the_residual_is_found_with_the_power_that_a_right_one_reports(monkeypatch):
+    assert flagged(0.5, range(2))[1] > 0.99
+    monkeypatch.setattr(decoder_module, "accept_sampled", whole_instead_of_residual)
+    assert flagged(0.5, range(2))[0] == 1
 
 
 def poisoned(model, token: int | None = None):
@@ -221,7 +320,7 @@ def test_a_draft_a_profile_and_an_audit_demand_finite_logits():
     batch = open_batch(TARGET, PROMPTS[:2], draft_name="self", gamma=2, policy="full")
     plain = batch.decoder.generate().tokens
     batch.decoder.target = poisoned(TARGET)
-    with pytest.raises(NonFinite, match="new token 0 of row 0, in the audit"):
+    with pytest.raises(NonFinite, match="new token 1 of row 0, in the audit"):
         audit(batch.decoder, plain, plain)
     batch.simulate_prefill()
     warm_up(batch)

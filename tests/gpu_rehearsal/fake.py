@@ -326,6 +326,7 @@ def prefilled(engine: NativeEngine, rows: int = 4, context: int = 2048) -> Batch
     decoder.simulate_prefill()
     decoder.restart()
     draft.prefill(decoder.state, lambda _: None)
+    decoder.prefilled = draft
     for phase in range(draft.phases):
         decoder.round(draft, draft.gamma, phase)
     return batch

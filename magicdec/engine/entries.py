@@ -1,0 +1,193 @@
+"""The prompts' entries, computed again: what the cache holds must be what the target computes from the tokens.
+
+The target runs over prompt tokens once more, by PyTorch's operators and attention, without our kernels. Every token
+attends to the entries that the cache holds of the tokens before it, and its own keys and values must be those that
+the cache holds of it. So an entry that was lost, moved or overwritten is found where it is, in whichever way the
+entries behind it were computed. Nothing is written to the cache.
+
+Two passes, which together cost about a tenth of the prefill:
+
+- In the first layer entries depend on tokens and positions alone: all of them are compared.
+- In all layers, one token of every `stride`. Rows are sampled at different places, so that as many rows as a stride
+  has tokens cover every place.
+
+B rows, T tokens that are computed again, S slots, L layers, K KV heads, H query heads, D head dim, E hidden size,
+I strides.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from magicdec.attention.base import Attention
+from magicdec.attention.sdpa import attend_by_turns
+from magicdec.decoding.timers import Stopwatch
+from magicdec.engine.decoder import Decoder
+from magicdec.models.kv_cache import KVCache, Place
+
+SHARE = 32  # one of so many tokens is computed again in all layers,
+FEWEST = 1024  # but at least so many of a batch, which costs little
+AT_ONCE, OF_A_ROW = 512, 64  # tokens of a pass, and of a row in it
+
+# The error of an entry as a share of its size, above which it is wrong. Another token's entry differs by about 1. What
+# the order of sums changes is smaller: up to 0.00003 in float32 and 0.2 in bfloat16 with SmolLM2, whose layers write
+# very large activations for a few tokens; 0.04 with other tokens and models (benchmarks/audit_power.py).
+MAX_ERROR = {torch.float32: 0.01, torch.float16: 0.2, torch.bfloat16: 0.5}
+
+
+@dataclass(frozen=True)
+class PromptCheck:
+    """How far the entries of the prompts are from the target's. Those of several batches add up."""
+
+    checked: int = 0  # tokens that were computed again in all layers
+    wrong: int = 0  # tokens with an entry, or a last hidden state, that is wrong
+    max_error: float = 0.0  # largest error of an entry, as a share of its size
+    seconds: float = 0.0
+
+    def __add__(self, other: "PromptCheck") -> "PromptCheck":
+        return PromptCheck(
+            self.checked + other.checked,
+            self.wrong + other.wrong,
+            max(self.max_error, other.max_error),
+            self.seconds + other.seconds,
+        )
+
+
+class Part(NamedTuple):
+    """A pass over some tokens: their rows, their places (B, T), and a bound of these."""
+
+    rows: slice
+    place_BT: Tensor
+    end: int
+
+
+@torch.inference_mode()
+def check_prompts(decoder: Decoder, seed: int = 0) -> PromptCheck:
+    """Compute entries of the prefilled prompts again, and compare. The seed chooses the tokens."""
+    with Stopwatch(decoder.device) as watch:
+        error_BS, checked_BS = errors(decoder, seed)
+        wrong, largest = int((error_BS > MAX_ERROR[decoder.target.dtype]).sum()), float(error_BS.max())
+    return PromptCheck(int(checked_BS.sum()), wrong, largest, watch.seconds)
+
+
+def errors(decoder: Decoder, seed: int) -> tuple[Tensor, Tensor]:
+    """Return the largest error (B, S) of each token, 0 of those that were not compared, and which were compared in all
+    layers.
+    """
+    model, cache, tokens_BS = decoder.target.plain(), decoder.cache, decoder.state.tokens_BS
+    last_B1 = decoder.state.prompt_len_B.long()[:, None] - 1
+    error_BS, checked_BS = (
+        torch.zeros_like(tokens_BS, dtype=torch.float32),
+        torch.zeros_like(tokens_BS, dtype=torch.bool),
+    )
+    for rows, place_BT, end in _every(last_B1, decoder.state.max_prompt_len):
+        first = Recomputed(cache, rows, place_BT, end)
+        model.first_entries(tokens_BS[rows].gather(1, place_BT), first)
+        first.compare(0)
+        error_BS[rows].scatter_reduce_(1, place_BT, first.error_BT, "amax")
+    for rows, place_BT, end in _sampled(last_B1, decoder.state.max_prompt_len, seed):
+        again = Recomputed(cache, rows, place_BT, end)
+        hidden_BTE = model(tokens_BS[rows].gather(1, place_BT), again)
+        error_BT = relative_error(hidden_BTE, decoder.last_BE[rows, None].expand_as(hidden_BTE))
+        again.note(error_BT * (place_BT == last_B1[rows]))
+        error_BS[rows].scatter_reduce_(1, place_BT, again.error_BT, "amax")
+        checked_BS[rows].scatter_(1, place_BT, True)
+    return decoder.target.share.largest(error_BS), checked_BS
+
+
+def _every(last_B1: Tensor, longest: int) -> Iterator[Part]:
+    """Yield passes over all tokens. Behind a row's end its last one is repeated."""
+    yield from _passes(torch.arange(longest, device=last_B1.device).expand(len(last_B1), -1), last_B1, 1)
+
+
+def _sampled(last_B1: Tensor, longest: int, seed: int) -> Iterator[Part]:
+    """Yield passes over one token of every stride, and over the last ones."""
+    num_rows, total = len(last_B1), len(last_B1) * longest
+    stride = -(-total // max(FEWEST, total // SHARE))
+    start_I = torch.arange(0, longest, stride)
+    offset_I = torch.randint(stride, start_I.shape, generator=torch.Generator().manual_seed(seed))
+    place_BI = start_I + (torch.arange(num_rows)[:, None] + offset_I) % stride
+    yield from _passes(place_BI.to(last_B1.device), last_B1, stride)
+    yield from _passes(last_B1, last_B1, longest)
+
+
+def _passes(place_BT: Tensor, last_B1: Tensor, stride: int) -> Iterator[Part]:
+    """Yield passes of about AT_ONCE tokens: of a few rows, so that attention has many tokens of each, and in their
+    order, so that it reads few slots.
+    """
+    place_BT = place_BT.minimum(last_B1)
+    num_new = min(OF_A_ROW, place_BT.shape[1])
+    num_rows = AT_ONCE // num_new
+    for start in range(0, place_BT.shape[1], num_new):
+        for first in range(0, len(place_BT), num_rows):
+            rows = slice(first, first + num_rows)
+            yield Part(rows, place_BT[rows, start : start + num_new], (start + num_new) * stride)
+
+
+def relative_error(got: Tensor, expected: Tensor) -> Tensor:
+    """Return the distance of vectors (B, T, N) as a share of their size, or of the usual size among the T if that is
+    larger; infinite where it is not a number.
+    """
+    got, expected = got.float(), expected.float()
+    size = got.norm(dim=-1)
+    usual = size.square().mean(-1, keepdim=True).sqrt()
+    error = (got - expected).norm(dim=-1) / size.maximum(usual)
+    return error.nan_to_num(nan=torch.inf)
+
+
+class Recomputed(KVCache):
+    """A view of some rows of a cache, for prompt tokens that run again: they attend to its entries, and new ones of a
+    layer are kept apart until they are compared.
+    """
+
+    def __init__(self, source: KVCache, rows: slice, place_BT: Tensor, end: int):
+        """Take the places of the tokens in these rows, all before `end`."""
+        num_rows, num_new = place_BT.shape
+        super().__init__(source.config.layers(0, 1), num_rows, num_new, source.k_LBKSD.dtype, place_BT.device)
+        self._whole, self._place_BT = source.config, place_BT
+        self._k_LBKSD, self._v_LBKSD = source.k_LBKSD[:, rows, :, :end], source.v_LBKSD[:, rows, :, :end]
+        self.error_BT = torch.zeros(place_BT.shape, device=place_BT.device)
+
+    @override
+    def positions_BT(self, num_new: int) -> Tensor:
+        return self._place_BT
+
+    @override
+    def place(self, layer: int, slots_BT: Tensor) -> Place | None:
+        return super().place(0, slots_BT)
+
+    @override
+    def plan(self, attention: Attention, num_new: int, dtype: torch.dtype) -> list[Any]:
+        """Return the mask (B, 1, T, S) of each layer, which is added: a token sees itself and the tokens before it."""
+        windows = [self._whole.window_of(layer) for layer in range(self._whole.num_layers)]
+        masks = {window: self._mask(window).to(dtype) for window in set(windows)}
+        return [masks[window] for window in windows]
+
+    def _mask(self, window: int | None) -> Tensor:
+        slot_S = torch.arange(self._k_LBKSD.shape[3], device=self._place_BT.device)
+        place_B1T1 = self._place_BT[:, None, :, None]
+        hidden_B1TS = slot_S > place_B1T1
+        if window is not None:
+            hidden_B1TS |= slot_S <= place_B1T1 - window
+        return torch.zeros(hidden_B1TS.shape, device=slot_S.device).masked_fill_(hidden_B1TS, float("-inf"))
+
+    @override
+    def attend(self, layer: int, q_BTHD: Tensor, attention: Attention, plan: Any) -> Tensor:
+        self.compare(layer)
+        return attend_by_turns(q_BTHD, self._k_LBKSD[layer], self._v_LBKSD[layer], plan)
+
+    def compare(self, layer: int) -> None:
+        """Note the error of each token's entries in a layer, given those just computed."""
+        index_B1T1 = self._place_BT[:, None, :, None]
+        for new_BKTD, stored_BKSD in ((self.k_LBKSD[0], self._k_LBKSD[layer]), (self.v_LBKSD[0], self._v_LBKSD[layer])):
+            _, K, _, D = stored_BKSD.shape
+            stored_BKTD = stored_BKSD.gather(2, index_B1T1.expand(-1, K, -1, D))
+            self.note(relative_error(*(x.transpose(1, 2).flatten(2) for x in (new_BKTD, stored_BKTD))))
+
+    def note(self, error_BT: Tensor) -> None:
+        """Keep the larger error of each token."""
+        self.error_BT = self.error_BT.maximum(error_BT)
