@@ -28,10 +28,12 @@ from magicdec.attention.sdpa import attend_by_turns
 from magicdec.decoding.timers import Stopwatch
 from magicdec.engine.decoder import Decoder
 from magicdec.models.kv_cache import KVCache, Place
+from magicdec.models.transformer import Transformer
 
 SHARE = 32  # one of so many tokens is computed again in all layers,
 FEWEST = 1024  # but at least so many of a batch, which costs little
 AT_ONCE, OF_A_ROW = 512, 64  # tokens of a pass, and of a row in it
+MASK = 1 << 24  # numbers of the mask of a pass; with long prompts a pass has fewer tokens
 
 # The error of an entry as a share of its size, above which it is wrong. Another token's entry differs by about 1. What
 # the order of sums changes is smaller: up to 0.00003 in float32 and 0.2 in bfloat16 with SmolLM2, whose layers write
@@ -89,19 +91,34 @@ def errors(decoder: Decoder, seed: int) -> tuple[Tensor, Tensor]:
         model.first_entries(tokens_BS[rows].gather(1, place_BT), first)
         first.compare(0)
         error_BS[rows].scatter_reduce_(1, place_BT, first.error_BT, "amax")
-    for rows, place_BT, end in _sampled(last_B1, decoder.state.max_prompt_len, seed):
-        again = Recomputed(cache, rows, place_BT, end)
-        hidden_BTE = model(tokens_BS[rows].gather(1, place_BT), again)
-        error_BT = relative_error(hidden_BTE, decoder.last_BE[rows, None].expand_as(hidden_BTE))
-        again.note(error_BT * (place_BT == last_B1[rows]))
-        error_BS[rows].scatter_reduce_(1, place_BT, again.error_BT, "amax")
-        checked_BS[rows].scatter_(1, place_BT, True)
+    for part in _sampled(last_B1, decoder.state.max_prompt_len, seed):
+        error_BS[part.rows].scatter_reduce_(1, part.place_BT, error_of(decoder, model, part), "amax")
+        checked_BS[part.rows].scatter_(1, part.place_BT, True)
     return decoder.target.share.largest(error_BS), checked_BS
+
+
+def error_of(decoder: Decoder, model: Transformer, part: Part) -> Tensor:
+    """Return the largest error (B, T) of each token of a pass through all layers of the plain `model`, and where it is
+    the last one, that of its hidden state.
+    """
+    rows, place_BT, end = part
+    again = Recomputed(decoder.cache, rows, place_BT, end)
+    hidden_BTE = model(decoder.state.tokens_BS[rows].gather(1, place_BT), again)
+    error_BT = relative_error(hidden_BTE, decoder.last_BE[rows, None].expand_as(hidden_BTE))
+    again.note(error_BT * (place_BT == decoder.state.prompt_len_B[rows, None] - 1))
+    return again.error_BT
+
+
+def largest_part(decoder: Decoder, longest: int) -> Part:
+    """Return a pass that takes as much memory as any over prompts of up to `longest` tokens, to estimate that."""
+    last_B1 = decoder.state.prompt_len_B.long()[:, None]
+    num_new = min(longest, OF_A_ROW)
+    return next(_passes(last_B1.expand(-1, num_new), last_B1, 1, _at_once(longest)))._replace(end=longest)
 
 
 def _every(last_B1: Tensor, longest: int) -> Iterator[Part]:
     """Yield passes over all tokens. Behind a row's end its last one is repeated."""
-    yield from _passes(torch.arange(longest, device=last_B1.device).expand(len(last_B1), -1), last_B1, 1)
+    yield from _passes(torch.arange(longest, device=last_B1.device).expand(len(last_B1), -1), last_B1, 1, AT_ONCE)
 
 
 def _sampled(last_B1: Tensor, longest: int, seed: int) -> Iterator[Part]:
@@ -111,17 +128,21 @@ def _sampled(last_B1: Tensor, longest: int, seed: int) -> Iterator[Part]:
     start_I = torch.arange(0, longest, stride)
     offset_I = torch.randint(stride, start_I.shape, generator=torch.Generator().manual_seed(seed))
     place_BI = start_I + (torch.arange(num_rows)[:, None] + offset_I) % stride
-    yield from _passes(place_BI.to(last_B1.device), last_B1, stride)
-    yield from _passes(last_B1, last_B1, longest)
+    yield from _passes(place_BI.to(last_B1.device), last_B1, stride, _at_once(longest))
+    yield from _passes(last_B1, last_B1, longest, _at_once(longest))
 
 
-def _passes(place_BT: Tensor, last_B1: Tensor, stride: int) -> Iterator[Part]:
-    """Yield passes of about AT_ONCE tokens: of a few rows, so that attention has many tokens of each, and in their
+def _at_once(longest: int) -> int:
+    return min(AT_ONCE, max(1, MASK // longest))
+
+
+def _passes(place_BT: Tensor, last_B1: Tensor, stride: int, at_once: int) -> Iterator[Part]:
+    """Yield passes of about `at_once` tokens: of a few rows, so that attention has many tokens of each, and in their
     order, so that it reads few slots.
     """
     place_BT = place_BT.minimum(last_B1)
-    num_new = min(OF_A_ROW, place_BT.shape[1])
-    num_rows = AT_ONCE // num_new
+    num_new = min(OF_A_ROW, at_once, place_BT.shape[1])
+    num_rows = at_once // num_new
     for start in range(0, place_BT.shape[1], num_new):
         for first in range(0, len(place_BT), num_rows):
             rows = slice(first, first + num_rows)

@@ -5,7 +5,8 @@ B rows, T tokens, E hidden size, H query heads, K KV heads, D head dim, V vocabu
 tensor parallelism, H and K are those of one rank, and only what `Share` joins is complete.
 """
 
-from typing import Any, cast
+from copy import copy
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from magicdec.models.parallel import ALONE, Share
 from magicdec.models.rope import angles_table, frequencies_on
 from magicdec.models.taps import Taps
 
+COMPILED = ("before_attention", "between_sums", "after_attention", "angles", "normed")  # where layers are compiled
 MAX_COMPILED = 64  # shapes and models of a process; beyond that, PyTorch compiles no more
 
 
@@ -172,10 +174,10 @@ class Transformer(nn.Module):
 
     def plain(self) -> "Transformer":
         """Return the same model by PyTorch's operators and attention, not compiled; the weights are shared."""
-        with torch.device("meta"):
-            twin = Transformer(self.config, SdpaAttention(), self.share)
-        twin.load_state_dict(self.state_dict(), assign=True)
-        return twin.eval().requires_grad_(False)
+        twin = _uncompiled(self)
+        twin._modules = {**self._modules, "layers": nn.ModuleList(map(_uncompiled, self.layers))}
+        twin.attention, twin.is_compiled = SdpaAttention(), False
+        return twin
 
     def compile_layers(self) -> None:
         """Fuse what surrounds attention in each layer: sums with norms, rotation with the write to the cache, SwiGLU;
@@ -192,6 +194,17 @@ class Transformer(nn.Module):
             # Matmuls that write into symmetric memory stay as they are, and with them the sums.
             compile_parts(layer, "between_sums" if self.share.sums else "after_attention")
         compile_parts(self, "angles", "normed")
+
+
+Part = TypeVar("Part", bound=nn.Module)
+
+
+def _uncompiled(module: Part) -> Part:
+    """Return a copy that shares the weights, with its own methods in place of compiled ones."""
+    twin = copy(module)
+    for name in COMPILED:
+        vars(twin).pop(name, None)
+    return twin
 
 
 def compile_parts(owner: object, *methods: str, **settings: Any) -> None:

@@ -139,7 +139,7 @@ def test_a_batch_beyond_all_memory_is_extrapolated(monkeypatch):
         engine = new_engine(without_storage(TARGET), "self", policy="streaming", gamma=3, budget=40, num_sink=4)
         return footprint(engine, rows, CONTEXT, audited=True)
 
-    expected = total(64)
-    monkeypatch.setattr("magicdec.measure.footprint.MOST_ROWS", 16)
-    assert total(64).peak == pytest.approx(expected.peak, rel=0.01)
-    assert total(10**9).peak == pytest.approx(expected.peak / 64 * 10**9, rel=0.01)
+    expected = total(512)
+    monkeypatch.setattr("magicdec.measure.footprint.MOST_ROWS", 128)
+    assert total(512).peak == pytest.approx(expected.peak, rel=0.01)
+    assert total(10**9).peak == pytest.approx(expected.peak / 512 * 10**9, rel=0.01)
