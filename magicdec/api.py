@@ -16,6 +16,7 @@ from magicdec.config.load import compose, override, to_dict
 from magicdec.config.schema import Config
 from magicdec.costmodel.predict import Prediction
 from magicdec.errors import UserError
+from magicdec.planning.fits import fitting
 from magicdec.planning.resolve import resolve
 from magicdec.planning.shared import SHARED
 from magicdec.scenarios import Job
@@ -168,7 +169,7 @@ def predict(
     typed = [*_models(target, draft_model), *typed, *_listed(overrides)]
     config = compose(["scenario=predict", *typed])
     refuse_unread(config, typed)
-    return predicted(resolve(config))
+    return predicted(fitting(resolve(config), config.batch))
 
 
 def _models(target: str | Path, draft: str | Path | None) -> list[str]:

@@ -32,6 +32,7 @@ def cuda(monkeypatch) -> None:
     from magicdec.attention.cuda import triton_grid
 
     answers = {"is_available": True, "device_count": 8, "get_device_name": "H100", "get_device_capability": (9, 0)}
+    answers["mem_get_info"] = (80 << 30, 80 << 30)
     for name, answer in answers.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
     monkeypatch.setattr(triton_grid, "gpu", lambda: triton_grid.NO_GPU)

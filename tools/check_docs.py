@@ -2,18 +2,27 @@
 
 python tools/check_docs.py           # all of them, in minutes; the exit code is 1 if one fails
 python tools/check_docs.py --list    # only say what is done with which
+python tools/check_docs.py --run     # run every command that needs neither a GPU, the network nor another server
+python tools/check_docs.py --run --since HEAD~1    # of these, the commands that are new or have changed
 
 run: at small sizes. compose: runs that need a GPU, a checkpoint or hours. parse: subcommands and scripts, whose
 arguments must exist. skip: other programs, such as pip and wandb.
+
+With --run, the commands of a page run one after another in a folder of their own, which has a few runs to report on, and
+the modules that the documentation shows. Runs are at small sizes. Each has a limit of time; what is not run is listed
+with the reason.
 """
 
 import argparse
 import itertools
+import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,6 +44,26 @@ ELSEWHERE = re.compile(
 PROGRAMS = re.compile(
     r"(python|magicdec|pip|bash|wandb|curl|tensorboard|git|pre-commit|OMP_\w+|\w+-venv|MAGICDEC_\w+)\b"
 )
+# Why a command is not run; the first that fits. Predictions need none of the last four.
+NOT_RUN = {
+    r"^(?!python|magicdec)|^python -m (venv|pytest)|&&": "another program, or one that the tests run",
+    r"http://|engine=openai": "needs a server",
+    r"\bFOLDER|FILE|\bNAME\b|TEAM|RUN_ID|\bID(_[AB])?\b|\.\.\.|org/name|0a1b|(vllm|benchmarks|profile_\w+|bench-\d)\.json": (
+        "names something of the reader's"
+    ),
+    r"(question|conversation_trace|outputs|edits)\.jsonl|data=(pg19|ruler)": "needs a corpus",
+    r"engine=\S*(vllm|llamacpp|openvino)|sweeps=(peers|study)|data=mooncake": "needs another engine or a corpus",
+    r"magicdec (serve|sync|dashboard)": "needs a client or a server of W&B's",
+    r"^python (benchmarks|tools)/": "writes pages, or reads the network",
+    r"hydra/launcher=(ray|submitit\w*|joblib)|sweeps=optuna|tracker=tensorboard": "needs an extra",
+    r"strided": "needs a file in the package",
+}
+NEEDS = {
+    r"target(@draft\.model)?=(?!tiny|\{)\w|sweeps=acceptance|experiment=(llama|study)": "needs a checkpoint",
+    r"hardware=\d*x?[a-z]+\d": "needs a GPU",
+}
+PREDICTS = r"scenario=(predict|plan)|experiment=paper|sweeps=hardware"
+SEEDS = ["-m", "experiment=quick", "cache.budget=64,128", "cache=streaming,window", "hydra/launcher=basic"]
 SUBCOMMANDS = {"magicdec.tracking.report": "report", "magicdec.http.serve": "serve", "magicdec.doctor": "doctor"}
 
 
@@ -51,12 +80,16 @@ def commands(pages: list[str] = PAGES) -> list[Command]:
     """Return every command of the pages once, in their order."""
     found = {}
     for page in pages:
-        content = (ROOT / page).read_text(encoding="utf-8")
-        if page.endswith(".yaml"):  # its comments are a page
-            content = "\n".join(" " + line[1:] for line in content.splitlines() if line.startswith("#"))
-        for text in _texts(content):
+        for text in _texts(_content(page, (ROOT / page).read_text(encoding="utf-8"))):
             found.setdefault(text, _classified(page, text))
     return list(found.values())
+
+
+def _content(page: str, text: str) -> str:
+    """Return a page as Markdown: of a YAML file its comments."""
+    if not page.endswith(".yaml"):
+        return text
+    return "\n".join(" " + line[1:] for line in text.splitlines() if line.startswith("#"))
 
 
 def _texts(markdown: str) -> Iterator[str]:
@@ -174,12 +207,90 @@ def check(command: Command) -> str:
     return ""
 
 
+def reason_not_to_run(command: Command) -> str:
+    """Return why a command is not run here; an empty text if it is."""
+    reasons = NOT_RUN if re.search(PREDICTS, command.text) else NOT_RUN | NEEDS
+    return next((why for pattern, why in reasons.items() if re.search(pattern, command.text)), "")
+
+
+def changed_since(commit: str) -> set[str]:
+    """Return the texts of the commands that pages of this commit do not have."""
+    before = set()
+    for page in PAGES:
+        shown = subprocess.run(["git", "show", f"{commit}:{page}"], cwd=ROOT, capture_output=True, text=True)
+        before |= set(_texts(_content(page, shown.stdout)))
+    return {command.text for command in commands()} - before
+
+
+def run_pages(chosen: list[Command], limit: float) -> int:
+    """Run commands page by page, and print how each ended. Return how many failed."""
+    pages = defaultdict(list)
+    for command in chosen:
+        if why := reason_not_to_run(command):
+            print(f"{'not run':8}{command.page:28}{command.text}\n    {why}")
+        else:
+            pages[command.page].append(command)
+    failed = 0
+    with tempfile.TemporaryDirectory() as temporary:
+        start = Path(temporary, "start")
+        write_examples(start)
+        if pages:
+            _launch([*SEEDS, *SMALL], start, 600.0)
+        for number, page in enumerate(pages):
+            folder = shutil.copytree(start, Path(temporary, str(number)))
+            for command in pages[page]:
+                wrong = run_here(command, folder, limit)
+                failed += bool(wrong)
+                print(f"{'FAILED' if wrong else 'ran':8}{page:28}{command.text}", flush=True)
+                if wrong:
+                    print(f"    {wrong}")
+    return failed
+
+
+def write_examples(folder: Path) -> None:
+    """Write the plugin that the documentation shows."""
+    page = (ROOT / "docs/plugins.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```(python|yaml)\n(.*?)```", page, re.DOTALL)
+    (folder / "conf/cache").mkdir(parents=True)
+    (folder / "my_policy.py").write_text(next(text for kind, text in blocks if kind == "python"))
+    (folder / "conf/cache/my_sinks.yaml").write_text(next(text for _, text in blocks if text.startswith("# My sinks")))
+
+
+def run_here(command: Command, folder: Path, limit: float) -> str:
+    """Run a command in a folder. Return what is wrong, or an empty text."""
+    words = [*command.arguments]
+    if command.kind != "parse":
+        given = {word.partition("=")[0].lstrip("+") for word in words}
+        words += [key for key in SMALL if key.partition("=")[0] not in given]
+    try:
+        done = _launch(words, folder, limit)
+    except subprocess.TimeoutExpired:
+        return f"it took longer than {limit:g} s"
+    return "" if done.returncode == 0 else (done.stderr or done.stdout)[-500:]
+
+
+def _launch(words: list[str], folder: Path, limit: float) -> subprocess.CompletedProcess[str]:
+    """Run our command line in a folder."""
+    line = [sys.executable, "-m", "magicdec", *sorted(words, key=lambda word: word == "-m")]
+    env = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{folder}", "WANDB_MODE": "offline"}
+    return subprocess.run(line, cwd=folder, env=env, capture_output=True, text=True, timeout=limit)
+
+
 def main() -> int:
     """Check all commands, or list them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--list", action="store_true", help="only print the commands with what is done with them")
     parser.add_argument("--kind", choices=("run", "compose", "parse"), help="only these")
+    parser.add_argument("--run", action="store_true", help="run all that can run here, at small sizes")
+    parser.add_argument("--since", metavar="COMMIT", help="with --run: only commands that are new since this commit")
+    parser.add_argument("--only", metavar="TEXT", default="", help="with --run: only commands that contain this text")
+    parser.add_argument("--limit", type=float, default=120.0, help="with --run: seconds of each (default: 120)")
     options = parser.parse_args()
+    if options.run:
+        new = changed_since(options.since) if options.since else None
+        chosen = [command for command in commands() if options.only in f"{command.page} {command.text}"]
+        chosen = [command for command in chosen if new is None or command.text in new]
+        return 1 if run_pages(chosen, options.limit) else 0
     failed = 0
     for command in commands():
         if options.kind and command.kind != options.kind:

@@ -13,6 +13,7 @@ from statistics import median
 
 from magicdec.calibrate.files import of_results
 from magicdec.calibrate.steps import Measured, measure_here
+from magicdec.config.schema import check_is_read
 from magicdec.costmodel.calibration import ON_CPUS, OWN, SERVED, Calibration, calibrate, errors_of, option_yaml
 from magicdec.costmodel.hardware import OWN_STACK, configured
 from magicdec.costmodel.tables import Row
@@ -60,6 +61,7 @@ def _calibrate(options: argparse.Namespace) -> None:
     path = OPTIONS / f"{options.name}.yaml"
     if path.exists() and WRITTEN_BY not in path.read_text(encoding="utf-8"):
         raise UserError(f"--name {options.name}: {shown(path)} is there already; choose another name")
+    check_is_read("hardware", options.name, path, f"--name {options.name}")
     files = [Path(text) for text in options.results if "=" not in text or Path(text).exists()]
     overrides = [*options.override, *(text for text in options.results if Path(text) not in files)]
     if options.url and options.results:

@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from magicdec.config.choices import CacheConfig, ModelChoice
 from magicdec.config.registry import AttentionName, Cache, Data, Draft, Engine
+from magicdec.errors import UserError
 from magicdec.plugins import option_folders
 from magicdec.rules import STRICT, Count, Counts, FileName, Fraction, Percentage, ProjectName, Share, is_file_name, must
 
@@ -33,6 +34,15 @@ def option_file(group: str, name: str) -> Path | None:
     """Return the file of an option, as in conf/cache/streaming.yaml; None if there is none."""
     files = (folder / group / f"{name}.yaml" for folder in (CONF, *own_folders()))
     return next((file for file in files if file.is_file()), None) if is_file_name(name) else None
+
+
+def check_is_read(group: str, name: str, file: Path, key: str) -> None:
+    """Raise UserError where an option to be written as `file` would never be read: another one takes precedence."""
+    found = option_file(group, name)
+    if found is not None and found.resolve() != file.resolve():
+        raise UserError(
+            f"{key}: {group}={name} is an option already ({found}), which is read first; choose another name"
+        )
 
 
 # batch.size=auto. With fewer rows a small model is bound by its weights (CPU) or by latency (GPU), not by its KV cache.

@@ -93,7 +93,7 @@ def stored(parameter: Tensor) -> list[Tensor]:
     return [inner for name in names for inner in stored(getattr(parameter, name))]
 
 
-def largest_batch(total: Callable[[int], float], num_rows: int, available: int) -> int:
+def largest_batch(total: Callable[[int], float], num_rows: int, available: float) -> int:
     """Return the most rows, fewer than `num_rows`, whose `total` bytes are `available`. Bytes are nearly linear in
     rows.
     """

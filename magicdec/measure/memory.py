@@ -28,6 +28,15 @@ def available_bytes(device: torch.device) -> int:
         return torch.cuda.mem_get_info(device)[0] + idle
     if available := proc_bytes("meminfo", "MemAvailable"):
         return available
+    return total_bytes(device)
+
+
+def total_bytes(device: torch.device) -> int:
+    """Return the memory of the device, free or not."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    if total := proc_bytes("meminfo", "MemTotal"):
+        return total
     if not hasattr(os, "sysconf"):  # Windows: refuse no run
         return sys.maxsize
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -13,6 +13,7 @@ from magicdec.models.metadata import read_json
 from magicdec.rules import JSON, must
 
 TOKENIZER = "tokenizer.json"
+PADDING = 512  # by which the embeddings of one family's models may differ, where a prediction reads no tokenizer
 
 
 @dataclass(frozen=True, config=JSON)
@@ -33,19 +34,25 @@ class Tokenizer:
 
 
 def check_vocabularies(
-    target: ModelConfig, draft: ModelConfig, target_folder: Path | None = None, draft_folder: Path | None = None
+    target: ModelConfig,
+    draft: ModelConfig,
+    target_folder: Path | None = None,
+    draft_folder: Path | None = None,
+    key: str = "draft.model",
+    padding: int = 0,
 ) -> None:
     """Raise UserError for a draft whose token ids mean something else than the target's, before weights are read.
 
     Where both folders hold a tokenizer.json, their tokens are compared, and the sizes may differ: embeddings are
     padded, by another amount in each size of Qwen2.5 (151936 and 152064 for the same tokens). A draft then proposes
-    nothing that the target does not have (drafts/base.py). Without tokenizers the sizes must be equal.
+    nothing that the target does not have (drafts/base.py). Without tokenizers the sizes must be equal, but for
+    `padding` entries.
     """
     ours, theirs = _tokens(target_folder), _tokens(draft_folder)
     fits = f"a draft must share the target's vocabulary of {target.vocab_size}: take a smaller model of its own family"
-    sizes = f"draft.model: its vocabulary has {draft.vocab_size} entries against the target's {target.vocab_size}"
+    sizes = f"{key}: its vocabulary has {draft.vocab_size} entries against the target's {target.vocab_size}"
     if ours is None or theirs is None:
-        if target.vocab_size != draft.vocab_size:
+        if abs(target.vocab_size - draft.vocab_size) > padding:
             raise UserError(f"{sizes}; {fits}")
         return
     differing = [i for i in ours.keys() | theirs.keys() if ours.get(i) != theirs.get(i)]

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from magicdec.config.registry import BACKENDS
+from magicdec.config.schema import BatchConfig
 from magicdec.costmodel.memory import Memory
 from magicdec.errors import UserError
 from magicdec.measure import memory
@@ -11,12 +12,13 @@ from magicdec.models.parallel import Share
 from magicdec.models.transformer import Transformer
 from magicdec.planning import shared
 from magicdec.planning.build import assembled, without_weights
-from magicdec.planning.resolve import Model, Plan
-from magicdec.planning.setup import held
+from magicdec.planning.resolve import Model, Plan, batch_on
+from magicdec.planning.setup import held, setup_of
 from magicdec.units import GIB
 
 # Memory that suffices without a look at activations: so many times what weights and caches take, and more bytes.
 AMPLE, SPARE = 2, 4 * GIB
+FILLED = 0.9  # of a device's memory, with what batch.size=auto holds: activations need some, too
 
 
 def estimate(plan: Plan, num_rows: int, context_len: int) -> Memory:
@@ -83,3 +85,28 @@ def check(plan: Plan, num_rows: int, context_len: int) -> Memory | None:
 def num_bytes(plan: Plan) -> float:
     """Return the memory that the work needs on each device, for the largest batch."""
     return estimate(plan, *plan.config.scenario.largest(plan.config.batch)).needed
+
+
+def fitting(plan: Plan, asked: BatchConfig) -> Plan:
+    """Return the plan with fewer rows where `asked` has batch.size=auto and the usual number does not fit."""
+    if asked.size != "auto":
+        return plan
+    config, context_len = plan.config, plan.config.batch.context_len
+    usual, prefilled = int(config.batch.size), int(config.scenario.serves)  # while others are decoded
+
+    def total(rows: int) -> float:
+        return held(plan, rows + prefilled, context_len).total
+
+    memory_bytes = _memory_bytes(plan)
+    if total(usual) <= memory_bytes:
+        return plan
+    batch = replace(asked, size=max(1, largest_batch(total, usual, memory_bytes)))
+    return replace(plan, config=replace(config, batch=batch_on(replace(config, batch=batch), plan.device)))
+
+
+def _memory_bytes(plan: Plan) -> float:
+    """Return the memory for weights and caches of each rank. Not what is free now: a run's id would tell."""
+    if plan.predicts:
+        return setup_of(plan).hardware.device.memory
+    ranks = plan.num_ranks if plan.device.type == "cpu" else 1  # which share the memory
+    return FILLED * memory.total_bytes(plan.device) / ranks

@@ -114,9 +114,11 @@ def resolve(config: Config) -> Plan:
         return _remote(config)
     predicts = config.scenario.predicts
     device, dtype = (torch.device("meta"), torch.bfloat16) if predicts else _device(config)
-    config = replace(config, batch=_batch(config, device))
+    config = replace(config, batch=batch_on(config, device))
     if predicts:
         config, target, draft = _models(config, loads=False)
+        if not config.scenario.searches:  # for drafts of its own
+            check_vocabulary(target.config, draft.config if draft else None)
         check_length(config, target.config.max_position_embeddings)
         return Plan(config, device, dtype, target, draft, config.hardware.name)
     compile_obstacle = triton_obstacle() if device.type == "cuda" and config.hardware.compile else None
@@ -157,7 +159,7 @@ def resolve(config: Config) -> Plan:
 def _remote(config: Config) -> Plan:
     """Return the plan of a run whose models are elsewhere."""
     ENGINES[config.engine.name].work.check(config)
-    config = replace(config, batch=_batch(config, torch.device("cpu")))
+    config = replace(config, batch=batch_on(config, torch.device("cpu")))
     config, target, _ = _models(config, loads=False)
     check_length(config, target.config.max_position_embeddings)
     if not CORPORA[config.data.name].facts.is_noise:
@@ -166,7 +168,15 @@ def _remote(config: Config) -> Plan:
     return Plan(config, torch.device("cpu"), torch.float32, target, None, "another server")
 
 
-def _batch(config: Config, device: torch.device) -> BatchConfig:
+def check_vocabulary(target: ModelConfig, draft: ModelConfig | None, key: str = "draft.model") -> None:
+    """Raise UserError for a predicted draft of another vocabulary, as far as its size tells. Heads map theirs."""
+    from magicdec.models.vocabulary import PADDING, check_vocabularies
+
+    if draft is not None and not draft.is_head:
+        check_vocabularies(target, draft, key=key, padding=PADDING)
+
+
+def batch_on(config: Config, device: torch.device) -> BatchConfig:
     """Return the group `batch` without `auto`, except for what a prediction does not read."""
     batch, on = config.batch, "cpu" if device.type == "cpu" else "cuda"
     if batch.size == "auto":

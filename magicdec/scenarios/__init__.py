@@ -61,7 +61,7 @@ def run(config: Config, job: Job) -> dict[str, Any]:
     """
     scenario = _scenario(config)
     ineffective = _checked(config, job)
-    plan = scenario.prepare(config)
+    plan = _fitting(scenario.prepare(config), config)
     settings = _settings(plan.config, job)
     name = run_id(settings, plan.fingerprints, plan.device_name)
     if config.sweep.dry_run:
@@ -83,6 +83,15 @@ def run(config: Config, job: Job) -> dict[str, Any]:
     console = Console(file=sys.stdout)
     table.show(console, settings, this.result, this.folder, logged, outcome.history, outcome.view)
     return this.result
+
+
+def _fitting(plan: "Plan", config: Config) -> "Plan":
+    """Return the plan with as many rows as fit, where batch.size=auto."""
+    if config.batch.size != "auto" or config.engine.is_remote:
+        return plan
+    from magicdec.planning import fits  # here, because a number that is given needs no look at the memory
+
+    return fits.fitting(plan, config.batch)
 
 
 def _checked(config: Config, job: Job) -> list[str]:

@@ -10,13 +10,14 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from magicdec.commands import command_line
-from magicdec.config.schema import Config, Search
+from magicdec.config.choices import DraftConfig
+from magicdec.config.schema import Config, Search, check_is_read
 from magicdec.costmodel.planner import FOUND_BY, Candidate, Ranking, Workload, experiment_yaml, search
 from magicdec.costmodel.predict import pays_from, predict
 from magicdec.costmodel.round import Setup
 from magicdec.errors import UserError
 from magicdec.planning.prediction import assumed_alpha, cache_named, curves, draft_named
-from magicdec.planning.resolve import Plan
+from magicdec.planning.resolve import Plan, check_vocabulary
 from magicdec.planning.setup import setup_of
 from magicdec.scenarios.outcome import Outcome
 from magicdec.scenarios.predict import prepare as prepare_prediction
@@ -39,7 +40,25 @@ def prepare(config: Config) -> Plan:
         path = _experiment(name)
         if path.exists() and FOUND_BY not in path.read_text(encoding="utf-8"):
             raise UserError(f"scenario.save_as={name}: {shown(path)} is there already; choose another name, or null")
-    return prepare_prediction(config)
+        check_is_read("experiment", name, path, f"scenario.save_as={name}")
+    plan = prepare_prediction(config)
+    if _is_of_own_draft(config):
+        check_vocabulary(plan.target.config, plan.draft.config if plan.draft else None)
+        return plan
+    for name, draft in zip(config.settings(Search).drafts, _searched(config), strict=True):
+        check_vocabulary(plan.target.config, draft.own_model, f"scenario.drafts: {name}")
+    return plan
+
+
+def _is_of_own_draft(config: Config) -> bool:
+    """Return whether the run's own draft is searched alone: its acceptance is given, or a schedule is made for it."""
+    scenario = config.settings(Search)
+    return assumed_alpha(config, scenario) is not None or scenario.schedule is not None
+
+
+def _searched(config: Config) -> list[DraftConfig]:
+    """Return the drafts to search."""
+    return [draft_named(name, config.draft.tensor_parallel) for name in config.settings(Search).drafts]
 
 
 def run(plan: Plan, run: Run, progress: Progress) -> Outcome:
@@ -50,7 +69,7 @@ def run(plan: Plan, run: Run, progress: Progress) -> Outcome:
     if scenario.workload:
         setup = setup.at(context=workload.context_len)
     alpha = assumed_alpha(config, scenario)
-    if alpha is not None or scenario.schedule is not None:  # of the run's own draft
+    if _is_of_own_draft(config):
         setup = setup.at(draft=config.draft, cache=config.cache)
     if scenario.schedule is not None:
         found = predicted_schedule(setup, scenario, alpha, known, workload.generate_len)
@@ -59,7 +78,7 @@ def run(plan: Plan, run: Run, progress: Progress) -> Outcome:
         setup,
         known,
         scenario.batch_sizes,
-        [draft_named(name, config.draft.tensor_parallel) for name in scenario.drafts],
+        _searched(config),
         [cache_named(config, policy) for policy in scenario.policies],
         scenario.gammas,
         scenario.latency_ms,

@@ -105,7 +105,7 @@ def served(overrides: Sequence[str], progress: Progress) -> tuple[Plan, Slots, A
     """
     config = compose(["scenario=serve", *overrides])
     refuse_unread(config, overrides)
-    plan = resolve(config)
+    plan = fits.fitting(resolve(config), config.batch)
     for warning in plan.warnings():
         to_stderr(f"warning: {warning}")
     batch = plan.config.batch

@@ -157,6 +157,7 @@ def test_levels_that_say_nothing_about_a_step_are_refused(tmp_path, changes, sai
         (["--results", "target=tiny"], "--results target=tiny: name a file"),
         (["--results", "a.json", "--url", "http://127.0.0.1/v1"], "--results has measured already"),
         (["--name", "../mine"], "must be the name of a file"),
+        (["--name", "h100"], "--name h100: hardware=h100 is an option already ("),
         (["--name", "taken"], "is there already; choose another name"),
         (["target=tinny"], "target"),
     ],

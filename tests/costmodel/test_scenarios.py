@@ -18,9 +18,10 @@ from magicdec.costmodel.comparison import published as published_values
 from magicdec.costmodel.predict import predict
 from magicdec.costmodel.round import round_times
 from magicdec.errors import UserError
+from magicdec.planning.fits import fitting
 from magicdec.planning.prediction import cache_named
 from magicdec.planning.resolve import Model, Plan, resolve
-from magicdec.planning.setup import setup_of
+from magicdec.planning.setup import held, setup_of
 from magicdec.scenarios import plan as plan_scenario
 from magicdec.scenarios import predict as predict_scenario
 from magicdec.tracking.progress import progress
@@ -42,6 +43,8 @@ def as_run(device_name, device, *overrides):
     return Plan(config, torch.device(device), dtype, target, None, device_name)
 
 
+LLAMA_1B = ("draft=model", "target@draft.model=llama-3.2-1b")
+QWEN3 = ("draft=model", "target@draft.model=qwen3-1.7b")
 PLAN, QWEN = ("scenario=plan", "hardware=8xh100", *LLAMA), ("draft=model", "scenario.drafts=[qwen2.5-7b]")
 
 
@@ -152,6 +155,51 @@ def test_a_plan_replaces_no_other_experiment(tmp_path, monkeypatch):
     assert (tmp_path / "mine.yaml").read_text() == "# @package _global_\n"
 
 
+def test_a_plan_is_not_written_where_another_option_takes_precedence(tmp_path, monkeypatch):
+    monkeypatch.setattr(plan_scenario, "EXPERIMENTS", tmp_path)
+    with pytest.raises(UserError, match=r"save_as=quick: experiment=quick is an option already \("):
+        plan_scenario.prepare(compose([*PLAN, "scenario.save_as=quick"]))
+
+
+@pytest.mark.parametrize(
+    ("target", "keys", "named"),
+    [
+        ("llama-3.1-8b", ["scenario.alpha=0.7", *QWEN3], "draft.model: its vocabulary has 151936"),
+        ("llama-3.1-8b", ["scenario.drafts=[self,qwen3-1.7b]"], r"scenario.drafts: qwen3-1.7b: its vocabulary"),
+        ("llama-3.1-8b", ["scenario.schedule=vllm", *QWEN3], "draft.model: its vocabulary has 151936"),
+        ("llama-3.1-8b", ["scenario=predict", *QWEN3], "draft.model: its vocabulary has 151936"),
+        ("llama-3.1-8b", ["draft=model", "draft.tensor_parallel=4"], None),  # the search does not read its model
+        ("qwen2.5-32b", ["scenario.alpha=0.7", *QWEN3], None),  # the same tokens, padded otherwise
+        ("qwen2.5-32b", ["scenario.drafts=[self,qwen3-1.7b]"], None),
+    ],
+)
+def test_a_plan_takes_no_draft_of_another_vocabulary(target, keys, named):
+    config = compose([*PLAN, f"target={target}", *keys])
+    prepare = resolve if "scenario=predict" in keys else plan_scenario.prepare
+    if named is None:
+        prepare(config)
+        return
+    with pytest.raises(UserError, match=named):
+        prepare(config)
+
+
+def test_an_automatic_batch_is_what_fits():
+    keys = ["scenario=predict", "target=llama-3.1-8b", "hardware=h100", "cache.budget=512", "batch.context_len=16000"]
+
+
+    def planned(*more):
+        config = compose([*keys, *more])
+        return fitting(resolve(config), config.batch)
+
+    plan = planned()
+    rows = int(plan.config.batch.size)
+    memory = setup_of(plan).hardware.device.memory
+    assert 8 < rows < 64
+    assert held(plan, rows, 16000).total <= memory < held(plan, rows + 1, 16000).total
+    assert planned("batch.context_len=1000").config.batch.size == 64
+    assert planned("target=llama-3.1-70b").config.batch.size == 1
+
+
 @pytest.mark.parametrize(
     ("keys", "names"),
     [
@@ -162,8 +210,14 @@ def test_a_plan_replaces_no_other_experiment(tmp_path, monkeypatch):
         (["target=qwen3-8b", "batch.context_len=50000"], r"batch\.context_len=40896 would fit"),
         (["scenario.alpha=1.5"], r"scenario\.alpha=1\.5: must be between 0 and 1"),
         (["hardware=h100", "hardware.tensor_parallel=3"], r"hardware\.tensor_parallel=3: 32 query heads"),
-        (["draft=model", "draft.tensor_parallel=3"], r"draft\.tensor_parallel=3: must divide"),
-        (["draft=model", "cache=quantized"], r"cache\.policy=quantized reads the target's own"),
+        (
+            ["draft=model", "target@draft.model=llama-3.2-1b", "draft.tensor_parallel=3"],
+            r"draft\.tensor_parallel=3: must divide",
+        ),
+        (
+            ["draft=model", "target@draft.model=llama-3.2-1b", "cache=quantized"],
+            r"cache\.policy=quantized reads the target's own",
+        ),
     ],
 )
 def test_mistakes_in_a_prediction_are_named(keys, names):
@@ -176,8 +230,8 @@ def test_ranks_that_cannot_divide_a_model_are_refused_by_a_plan():
     with pytest.raises(UserError, match=r"hardware\.tensor_parallel=3: 32 query heads.*valid: 1, 2, 4"):
         planned(*common, "hardware.tensor_parallel=3")
     with pytest.raises(UserError, match=r"draft\.tensor_parallel=8: 28 query heads.*valid: 1, 2, 4"):
-        planned(*common, *QWEN, "draft.tensor_parallel=8")
-    found = planned(*common, *QWEN, "draft.tensor_parallel=4")
+        planned(*common, *QWEN, "target=qwen2.5-32b", "draft.tensor_parallel=8")
+    found = planned(*common, *QWEN, "target=qwen2.5-32b", "draft.tensor_parallel=4")
     assert {"none"} == {line["draft"] for line in found.history}, "no acceptance is known of that draft"
 
 

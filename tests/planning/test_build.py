@@ -11,6 +11,7 @@ from magicdec.config.load import compose
 from magicdec.errors import UserError
 from magicdec.planning import fits
 from magicdec.planning.resolve import resolve
+from magicdec.planning.setup import held
 
 pytest.importorskip("triton")
 LARGE = ["target=llama-3.1-8b", "target.weights=random", "data=random", "draft.synthetic_acceptance=0.8"]
@@ -25,6 +26,7 @@ def plan(monkeypatch):
     monkeypatch.setattr("magicdec.planning.resolve._device", lambda config: (torch.device("cuda"), torch.bfloat16))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (80 << 30, 80 << 30))
     monkeypatch.setitem(sys.modules, "flashinfer", SimpleNamespace(BatchPrefillWithPagedKVCacheWrapper=None))
 
     def planned(*overrides):
@@ -125,3 +127,20 @@ def test_a_model_of_its_own_cannot_draft_over_a_cache_that_needs_the_targets(dra
 def test_a_draft_is_not_shown_distances_that_it_was_not_trained_for():
     with pytest.raises(UserError, match=r"cache\.policy=snapkv shows the draft .* use cache\.policy=streaming"):
         resolve(compose(["draft=model", *SMALL_CONTEXT, "cache=snapkv"]))
+
+
+def test_an_automatic_batch_of_a_run_fits_into_the_machine(monkeypatch):
+    """It goes by all memory, not by what is free now: a run's id must not depend on that."""
+    keys = ["draft=self", "cache.budget=64", "batch.context_len=1024"]
+
+    def planned(*more):
+        config = compose([*keys, *more])
+        return fits.fitting(resolve(config), config.batch)
+
+    most = planned()
+    assert most.config.batch.size == 24
+    monkeypatch.setattr("magicdec.measure.memory.total_bytes", lambda _: held(most, 10, 1024).total / 0.9)
+    found = planned()
+    assert found.config.batch.size == 10
+    assert found.config.batch.prefill_chunk == 128
+    assert planned("batch.size=24").config.batch.size == 24  # which building it refuses
