@@ -83,6 +83,23 @@ def test_a_wrong_command_is_found():
         assert check_docs.check(check_docs.Command("", "", kind, tuple(arguments))) != ""
 
 
+def test_what_can_run_here_is_run():
+    """Every command is run, but those that need what is not here; of other pages than today's, all are new."""
+    reasons = {command.text: check_docs.reason_not_to_run(command) for command in COMMANDS}
+    assert sum(not why for why in reasons.values()) > 80
+    assert reasons["python launch.py scenario=plan target=llama-3.1-8b hardware=h100 batch.context_len=16000"] == ""
+    assert reasons["magicdec serve target=tiny draft=self batch.size=8"] == "needs a client or a server of W&B's"
+    assert reasons["python launch.py target=llama-3.1-8b"] == "needs a checkpoint"
+    assert check_docs.changed_since("no-such-commit") == set(reasons)
+
+
+def test_a_command_that_fails_is_found_where_it_is_run(tmp_path):
+    command = check_docs.Command("page", "magicdec report nowhere", "parse")
+    assert "nowhere" in check_docs.run_here(command, tmp_path, 60)
+    assert check_docs.run_here(command._replace(text="magicdec --version"), tmp_path, 60) == ""
+    assert check_docs.run_here(command, tmp_path, 0.001) == "it took longer than 0.001 s"
+
+
 @pytest.mark.parametrize("page", ["configuration.md", "cli.md"])
 def test_generated_pages_are_current(page):
     """If this fails, run python tools/reference.py."""

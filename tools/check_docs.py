@@ -8,9 +8,9 @@ python tools/check_docs.py --run --since HEAD~1    # of these, the commands that
 run: at small sizes. compose: runs that need a GPU, a checkpoint or hours. parse: subcommands and scripts, whose
 arguments must exist. skip: other programs, such as pip and wandb.
 
-With --run, the commands of a page run one after another in a folder of their own, which has a few runs to report on, and
-the modules that the documentation shows. Runs are at small sizes. Each has a limit of time; what is not run is listed
-with the reason.
+With --run, the commands of a page run one after another in a folder of their own, which has a few runs to report on and
+the plugin of docs/plugins.md. Predictions run as they are, all else at small sizes. Each has a limit of time. What is
+not run is listed with the reason.
 """
 
 import argparse
@@ -35,6 +35,8 @@ FILES = (path for folder in ("conf", "sweeps") for path in (ROOT / folder).rglob
 PAGES += sorted(str(path.relative_to(ROOT)) for path in FILES)
 # Small enough for a test; what a command is about is left alone.
 SMALL = ["batch.size=2", "batch.context_len=320", "batch.generate_len=8", "scenario.repeats=1", "wandb.mode=offline"]
+SMALL_VERIFY = [f"scenario.{key}" for key in ("batch_sizes=[2]", "context_lens=[320]", "gammas=[2]", "repeats=1")]
+SMALL_SERVE = [*SMALL[:3], "scenario.num_requests=4", "wandb.mode=offline"]
 LOCAL_TARGETS = ("tiny", "tiny-draft")  # all others need a checkpoint
 PLACEHOLDERS = re.compile(r"\b(FOLDER|FILE|NAME|TEAM|ENTITY|RUN_ID|PYTHON|CONFIG)\b|\.\.\.|org/name|/\w+/")
 ELSEWHERE = re.compile(
@@ -48,9 +50,9 @@ PROGRAMS = re.compile(
 NOT_RUN = {
     r"^(?!python|magicdec)|^python -m (venv|pytest)|&&": "another program, or one that the tests run",
     r"http://|engine=openai": "needs a server",
-    r"\bFOLDER|FILE|\bNAME\b|TEAM|RUN_ID|\bID(_[AB])?\b|\.\.\.|org/name|0a1b|(vllm|benchmarks|profile_\w+|bench-\d)\.json": (
-        "names something of the reader's"
-    ),
+    r"\bFOLDER|FILE|\bNAME\b|TEAM|\.\.\.|org/name": "names something of the reader's",
+    r"RUN_ID|\bID(_[AB])?\b|0a1b|bench-\d|(?<![\w.])(vllm|benchmarks|profile_\w+)\.json": "names the reader's results",
+    r"speedup>1": "selects by what was measured",
     r"(question|conversation_trace|outputs|edits)\.jsonl|data=(pg19|ruler)": "needs a corpus",
     r"engine=\S*(vllm|llamacpp|openvino)|sweeps=(peers|study)|data=mooncake": "needs another engine or a corpus",
     r"magicdec (serve|sync|dashboard)": "needs a client or a server of W&B's",
@@ -134,7 +136,12 @@ def _needs_more(arguments: tuple[str, ...]) -> bool:
 def small(arguments: tuple[str, ...], runs: Path) -> list[str]:
     """Return the arguments of a run at small sizes, with flags first."""
     given = {argument.partition("=")[0] for argument in arguments}
-    extra = [override for override in SMALL if override.partition("=")[0] not in given]
+    sizes = SMALL
+    if "scenario=verify" in arguments:
+        sizes = [*SMALL_VERIFY, "wandb.mode=offline"]
+    elif "scenario=serve" in arguments:
+        sizes = SMALL_SERVE
+    extra = [override for override in sizes if override.partition("=")[0] not in given]
     return sorted([*arguments, *extra, f"runs_dir={runs}"], key=lambda argument: not argument.startswith("-"))
 
 
@@ -258,10 +265,11 @@ def write_examples(folder: Path) -> None:
 
 def run_here(command: Command, folder: Path, limit: float) -> str:
     """Run a command in a folder. Return what is wrong, or an empty text."""
-    words = [*command.arguments]
-    if command.kind != "parse":
-        given = {word.partition("=")[0].lstrip("+") for word in words}
-        words += [key for key in SMALL if key.partition("=")[0] not in given]
+    words = shlex.split(re.sub(r"^python -m magicdec\.|^python launch\.py|^magicdec", "", command.text))
+    if re.search(PREDICTS, command.text):
+        words += ["wandb.mode=offline"]
+    elif command.kind != "parse":
+        words = small(tuple(words), Path("runs"))
     try:
         done = _launch(words, folder, limit)
     except subprocess.TimeoutExpired:
