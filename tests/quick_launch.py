@@ -17,6 +17,8 @@ import magicdec.scenarios
 from magicdec.cli import main
 from magicdec.tracking import wandb
 
+CPU = SimpleNamespace(type="cpu")
+
 
 def quick(plan, run, progress):
     config = plan.config
@@ -48,7 +50,9 @@ run = quick
 
 
 def prepare(config):
-    return SimpleNamespace(config=config, fingerprints={}, device_name="a device", num_ranks=1, warnings=list)
+    return SimpleNamespace(
+        config=config, fingerprints={}, device_name="a device", num_ranks=1, warnings=list, device=CPU, predicts=True
+    )
 
 
 def num_bytes(plan):

@@ -186,7 +186,6 @@ def test_a_plan_takes_no_draft_of_another_vocabulary(target, keys, named):
 def test_an_automatic_batch_is_what_fits():
     keys = ["scenario=predict", "target=llama-3.1-8b", "hardware=h100", "cache.budget=512", "batch.context_len=16000"]
 
-
     def planned(*more):
         config = compose([*keys, *more])
         return fitting(resolve(config), config.batch)

@@ -22,7 +22,7 @@ MACHINE = "3,GPU-5,7"
 
 def wants(tensor_parallel=1, device="auto", scenario="compare"):
     hardware = SimpleNamespace(tensor_parallel=tensor_parallel, device=device)
-    return SimpleNamespace(hardware=hardware, scenario=SimpleNamespace(name=scenario))
+    return SimpleNamespace(hardware=hardware, scenario=SimpleNamespace(predicts=scenario in ("predict", "plan")))
 
 
 FORK = multiprocessing.get_context("fork")
