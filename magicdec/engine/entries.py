@@ -12,7 +12,7 @@ Two passes, which together cost about a tenth of the prefill:
   has tokens cover every place.
 
 B rows, T tokens that are computed again, S slots, L layers, K KV heads, H query heads, D head dim, E hidden size,
-I strides.
+N numbers of a vector, I strides.
 """
 
 from collections.abc import Iterator
@@ -32,12 +32,13 @@ from magicdec.models.transformer import Transformer
 
 SHARE = 32  # one of so many tokens is computed again in all layers,
 FEWEST = 1024  # but at least so many of a batch, which costs little
-AT_ONCE, OF_A_ROW = 512, 64  # tokens of a pass, and of a row in it
+FIRST_AT_ONCE = 2048  # tokens of a pass through the first layer's projections
+AT_ONCE, OF_A_ROW = 512, 64  # tokens of a pass through all layers, and of a row in it
 MASK = 1 << 24  # numbers of the mask of a pass; with long prompts a pass has fewer tokens
 
 # The error of an entry as a share of its size, above which it is wrong. Another token's entry differs by about 1. What
 # the order of sums changes is smaller: up to 0.00003 in float32 and 0.2 in bfloat16 with SmolLM2, whose layers write
-# very large activations for a few tokens; 0.04 with other tokens and models (benchmarks/audit_power.py).
+# very large activations for a few tokens; 0.06 with other tokens and models.
 MAX_ERROR = {torch.float32: 0.01, torch.float16: 0.2, torch.bfloat16: 0.5}
 
 
@@ -46,7 +47,7 @@ class PromptCheck:
     """How far the entries of the prompts are from the target's. Those of several batches add up."""
 
     checked: int = 0  # tokens that were computed again in all layers
-    wrong: int = 0  # tokens with an entry, or a last hidden state, that is wrong
+    wrong: int = 0  # tokens with an entry or a last hidden state that is wrong, or follows from wrong ones
     max_error: float = 0.0  # largest error of an entry, as a share of its size
     seconds: float = 0.0
 
@@ -118,7 +119,8 @@ def largest_part(decoder: Decoder, longest: int) -> Part:
 
 def _every(last_B1: Tensor, longest: int) -> Iterator[Part]:
     """Yield passes over all tokens. Behind a row's end its last one is repeated."""
-    yield from _passes(torch.arange(longest, device=last_B1.device).expand(len(last_B1), -1), last_B1, 1, AT_ONCE)
+    every_BS = torch.arange(longest, device=last_B1.device).expand(len(last_B1), -1)
+    yield from _passes(every_BS, last_B1, 1, FIRST_AT_ONCE, FIRST_AT_ONCE)
 
 
 def _sampled(last_B1: Tensor, longest: int, seed: int) -> Iterator[Part]:
@@ -136,12 +138,12 @@ def _at_once(longest: int) -> int:
     return min(AT_ONCE, max(1, MASK // longest))
 
 
-def _passes(place_BT: Tensor, last_B1: Tensor, stride: int, at_once: int) -> Iterator[Part]:
+def _passes(place_BT: Tensor, last_B1: Tensor, stride: int, at_once: int, of_a_row: int = OF_A_ROW) -> Iterator[Part]:
     """Yield passes of about `at_once` tokens: of a few rows, so that attention has many tokens of each, and in their
     order, so that it reads few slots.
     """
     place_BT = place_BT.minimum(last_B1)
-    num_new = min(OF_A_ROW, at_once, place_BT.shape[1])
+    num_new = min(of_a_row, at_once, place_BT.shape[1])
     num_rows = at_once // num_new
     for start in range(0, place_BT.shape[1], num_new):
         for first in range(0, len(place_BT), num_rows):
