@@ -72,7 +72,7 @@ FAST = ("streaming", "sampled model", "predict", "refused: cache=steaming")  # i
 # Results that depend on neither machine nor time; in a run that predicts, the predictions too. Another processor rounds
 # logit gaps and z-scores differently.
 KEPT = (
-    r"(status|id|attempt|device|gamma|alpha|alpha_ci95)$|(acceptance|data|output|weights)[/_]|.*/accuracy$|lossless/(?!.*(gap|z_score))|"
+    r"(status|id|attempt|device|gamma|alpha|alpha_ci95)$|(acceptance|data|output|weights)[/_]|.*/accuracy$|lossless/(?!.*(gap|z_score|error|power))|"
     r"memory/\w+_kv_gib"
 )
 PREDICTED = rf"{KEPT}|(predicted|published)/"
