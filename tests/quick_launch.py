@@ -33,7 +33,7 @@ def quick(plan, run, progress):
     tokens = [random.Random(f"{gamma} {budget}").randrange(1000) for _ in range(2000)]
     return SimpleNamespace(
         metrics={
-            "repeats": plan.config.scenario.repeats,
+            "repeats": getattr(config.scenario, "repeats", 1),
             "speedup": gamma + budget / 1000,
             "begin": begin,
             "end": time.monotonic(),
