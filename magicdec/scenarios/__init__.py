@@ -20,7 +20,7 @@ from magicdec.errors import Stopped, UserError, in_one_line, is_out_of_memory, t
 from magicdec.measure.system import sampled
 from magicdec.planning.shared import SHARED
 from magicdec.scenarios.outcome import Outcome
-from magicdec.scenarios.resume import Found, look_up
+from magicdec.scenarios.resume import Found, look_up, of_store
 from magicdec.tracking import sweep, table
 from magicdec.tracking.console import Console
 from magicdec.tracking.identity import run_id
@@ -230,7 +230,8 @@ def _failures(scenario: Scenario, plan: "Plan", this: Run, settings: dict[str, A
         reason, kind = _reason(error, plan.config)
         kept = _so_far(scenario, plan, this)
         this.fail(reason, kind, kept.history, kept.metrics, kept.generations)
-        if is_logged(this.result) or live.is_shown:
+        was_done = this.result["status"] == "done"  # and has been logged
+        if live.is_shown or (is_logged(this.result) and not was_done):
             for warning in filter(None, (logged.warning for logged in log_run(this.folder, settings, this.result))):
                 to_stderr(warning)
         if kind == "out_of_memory":
@@ -255,7 +256,7 @@ def _list(plan: "Plan", name: str, job: Job) -> None:
     earlier = attempts(plan.config.runs_dir, name)
     stored = next(iter_runs(plan.config.runs_dir, [path.name for path in earlier[-1:]]), {})
     state = stored.get("kind") or stored.get("status") or "new"
-    if is_done := look_up(plan.config, name, job).suffices:
+    if is_done := of_store(plan.config, name).suffices:
         state = "done"
     elif state == "done":
         state = "other version"

@@ -31,6 +31,11 @@ def look_up(config: Config, name: str, job: Job) -> Found:
     if line is not None and line["id"] is not None and run_of(line["id"]) == name:
         own = Path(config.runs_dir, line["id"])
         return _judged(config, own, read_result(own), line.get("before", 0))
+    return of_store(config, name)
+
+
+def of_store(config: Config, name: str) -> Found:
+    """Return what earlier runs have left of a run."""
     latest = _latest(config, name) if config.resume else None
     if latest is None:
         return Found({})
