@@ -73,7 +73,7 @@ def remedy() -> str:
     return f"no wheel is known for this GPU, PyTorch {version} and CUDA {cuda or 'none'} (docs/attention.md)"
 
 
-@BACKENDS.register(Backend("flash", "cuda", priority=2))
+@BACKENDS.register(Backend("flash", "cuda", priority=1))
 class FlashAttention(LibraryAttention):
     """The library's kernels; Triton's for a verification with FlashAttention-2."""
 

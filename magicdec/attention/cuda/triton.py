@@ -25,7 +25,7 @@ MIN_TILE, MAX_TILE = 16, 128  # query rows of a program: what tensor cores take,
 SUMMED = 512  # slots of a program that sums scores
 
 
-@BACKENDS.register(Backend("triton", "cuda", priority=1))
+@BACKENDS.register(Backend("triton", "cuda", priority=2))
 class TritonAttention(KernelAttention):
     """The kernels of kernels/split_kv.py."""
 
