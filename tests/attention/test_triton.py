@@ -139,9 +139,12 @@ def test_on_a_gpu(num_new, group, dtype, tolerance):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize(("num_new", "group", "dim"), [(1, 1, 64), (1, 4, 128), (5, 4, 128), (2, 3, 64)])
-def test_codes_on_a_gpu(bits, num_new, group, dim):
-    *arguments, coded = twins.coded_case(num_new, group, dim, 3000, bits, torch.bfloat16)
+@pytest.mark.parametrize(
+    ("num_new", "group", "dim", "longest"),
+    [(1, 1, 64, 3000), (1, 4, 128, 3000), (5, 4, 128, 3000), (2, 3, 64, 3000), (1, 4, 128, 32_768)],
+)
+def test_codes_on_a_gpu(bits, num_new, group, dim, longest):
+    *arguments, coded = twins.coded_case(num_new, group, dim, longest, bits, torch.bfloat16)
     right = twins.expected_coded(*arguments, coded)
     for codes in (coded.k, coded.v):
         codes.codes_LBKNC, codes.scales = codes.codes_LBKNC.cuda(), codes.scales.cuda()

@@ -89,6 +89,20 @@ def test_any_arrival_order_gives_the_tokens_of_each_alone(draft, policy):
     assert all(accepted <= proposed for request in requests for proposed, accepted in request.rounds)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("policy", ["streaming", "quest", "snapkv"])
+def test_requests_served_on_a_gpu_get_the_tokens_of_each_alone(policy, graphs):
+    target = small_model().cuda()
+    slots = slots_with("self", policy, target=target, graphs=graphs)
+    prompts = random_prompts(LENGTHS)
+    requests = [Request(prompt, Params(count, ENDLESS)) for prompt, count in zip(prompts, GENERATE, strict=True)]
+    serve(Scheduler(slots), requests[:], 1.0)
+    assert [request.tokens for request in requests] == [
+        alone(prompt, count, target) for prompt, count in zip(prompts, GENERATE, strict=True)
+    ]
+
+
 def damped(model: Transformer) -> Transformer:
     """A model whose layers add little to a token's embedding: what a small head can predict."""
     model = copy.deepcopy(model)
