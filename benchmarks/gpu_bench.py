@@ -3,9 +3,11 @@
 import gc
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
+from gpu_kernels import SAMPLED
 from gpu_store import Record, Store
 
 from magicdec.config.load import compose
@@ -26,8 +28,6 @@ from magicdec.tracking.store import Run
 from magicdec.units import GIB
 from magicdec.verification.sampling import Sampling
 
-SAMPLED = Sampling(0.8, 50, 0.9)
-
 
 @dataclass(frozen=True)
 class Sizes:
@@ -36,14 +36,14 @@ class Sizes:
     device: str = "cuda"
     dtype: str = "bfloat16"
     target: tuple[str, ...] = ("target=llama-3.1-8b",)
-    cells: tuple[tuple[int, int], ...] = ((24, 32768), (192, 4096), (96, 8192), (48, 16384), (8, 100_000))
+    cells: tuple[tuple[int, int], ...] = ((24, 32768), (8, 100_000), (192, 4096), (96, 8192), (48, 16384))
     budgets: tuple[int, ...] = (512, 256, 2049)
     policy_rows: float = 0.6  # of the first cell: two policies keep more than the cache itself
     gammas: tuple[int, ...] = (4, 2, 3, 6)
     prefill: tuple[int, int] = (4, 16384)
     sampling: Sampling = SAMPLED
     kernel_contexts: tuple[int, ...] = (4096, 16384, 32768, 100_000)
-    kernel_tokens: tuple[int, ...] = (1, 2, 4, 8)
+    kernel_tokens: tuple[int, ...] = (1, 2, 4, 5, 8)
     kernel_bytes: int = 4 << 30  # keys and values of the layer that is timed
     ceiling_bytes: int = 4 << 30
     matmul: int = 8192
@@ -57,6 +57,7 @@ class Sizes:
         ("tests/attention/test_triton.py", "bfloat or dtype1"),
         ("tests/attention/test_flash.py", "128"),
         ("tests/verification/test_truncation.py", ""),
+        ("tests/serving/test_lossless.py", "streaming"),
         ("tests/attention/test_flashinfer.py", ""),
         ("tests/measure/test_gpu.py", ""),
         ("tests/test_doctor.py", ""),
@@ -98,6 +99,7 @@ class Bench:
 
     store: Store
     sizes: Sizes
+    checkout: Path | None = None  # of the MagicDec authors' software
 
     @property
     def device(self) -> torch.device:
@@ -127,20 +129,22 @@ class Bench:
         sizes = [f"batch.generate_len={self.sizes.new_tokens}", f"scenario.profile_repeats={self.sizes.repeats}"]
         return [f"hardware.device={self.sizes.device}", f"hardware.dtype={self.sizes.dtype}", *sizes]
 
-    def large_settings(self, batch: int, context: int, budget: int, gamma: int, policy: str = "streaming") -> list[str]:
+    def large_settings(
+        self, batch: int, context: int, budget: int, gamma: int, policy: str = "streaming", *more: str
+    ) -> list[str]:
         """Return the overrides of the large target with random weights, drafting for itself."""
         sizes = [f"batch.size={batch}", f"batch.context_len={context}", f"cache={policy}"]
         sizes += [] if policy == "full" else [f"cache.budget={budget}"]
         draft = ["draft=self", f"draft.gamma={gamma}", "draft.synthetic_acceptance=0.8"]
-        return [*self.sizes.target, "target.weights=random", "data=random", *sizes, *draft]
+        return [*self.sizes.target, "target.weights=random", "data=random", *sizes, *draft, *more]
 
     def plan(self, *overrides: str) -> Plan:
         """Return a plan as `launch.py` would make it."""
         return resolve(compose([*self.settings, *overrides]))
 
-    def large(self, batch: int, context: int, budget: int, gamma: int, policy: str = "streaming") -> Plan:
-        """Return a plan of the large target."""
-        return self.plan(*self.large_settings(batch, context, budget, gamma, policy))
+    def large(self, batch: int, context: int, budget: int, gamma: int, policy: str = "streaming", *more: str) -> Plan:
+        """Return a plan of the large target. `more` are overrides."""
+        return self.plan(*self.large_settings(batch, context, budget, gamma, policy, *more))
 
     def run(self, *overrides: str) -> Metrics:
         """Do a run as `launch.py` would, in this process; return its metrics."""
@@ -150,6 +154,12 @@ class Bench:
             if scenario is compare:
                 fits.check(plan, *plan.config.scenario.largest(plan.config.batch))
             return scenario.run(plan, Run.open(runs, "point", {}), bars).metrics
+
+    @property
+    def policy_cell(self) -> tuple[int, int, int, int]:
+        """Return rows, context, budget and gamma of a cell that is compared over policies: some keep much more."""
+        (rows, context), budget, gamma = self.cells[0], self.sizes.budgets[0], self.sizes.gammas[0]
+        return max(1, int(self.sizes.policy_rows * rows)), context, budget, gamma
 
     @property
     def cells(self) -> list[tuple[int, int]]:
@@ -186,17 +196,18 @@ class Bench:
         alpha: float | None,
         sampling: Sampling | None = None,
         policy: str = "streaming",
+        more: tuple[str, ...] = (),
     ) -> Batch:
         """Return a batch over caches of noise, with its rounds captured. Raise UserError if it does not fit."""
-        plan = self.large(batch, context, budget, gamma, policy)
+        plan = self.large(batch, context, budget, gamma, policy, *more)
         predicted = fits.estimate(plan, batch, context)
         needed = predicted.needed - predicted.weights
-        engine, available = self.engine, memory.available_bytes(self.device)
+        engine = build.assembled(plan, lambda _: self.engine.target)
+        available = memory.available_bytes(self.device)
         if needed > available:
             raise UserError(f"needs {needed / GIB:.1f} GiB next to the weights, of {available / GIB:.1f}")
-        draft = replace(engine.draft, gamma=gamma, synthetic_acceptance=alpha)
-        changed = replace(engine, draft=draft, cache=plan.config.cache, sampling=sampling or engine.sampling)
-        opened = changed.open([[0] * context] * batch)
+        draft = replace(engine.draft, synthetic_acceptance=alpha)
+        opened = replace(engine, draft=draft, sampling=sampling or engine.sampling).open([[0] * context] * batch)
         opened.simulate_prefill()
         warm_up(opened)
         return opened

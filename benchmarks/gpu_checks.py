@@ -81,12 +81,35 @@ def ranks(bench: Bench) -> Iterator[Point]:
 
 
 def _ranks(bench: Bench, count: int, *cell: int) -> Record:
+    own = [f"hardware.tensor_parallel={count}", "scenario.repeats=2"]
+    names = ("speedup", "speedup_wall", "time/target_decode_ms", "time/draft_ms", "time/verify_ms", "time/round_ms")
+    names += ("predicted/speedup", "predicted/round_ms")
+    return _launched([*bench.settings, *bench.large_settings(*cell), *own], names)
+
+
+def serving(bench: Bench) -> Iterator[Point]:
+    """Serve the bundled pair to a few clients, as a user would."""
+    batch, context = bench.sizes.pair_batches[1], bench.sizes.pair_context // 2
+    sizes = [f"batch.size={batch}", f"batch.context_len={context}", f"batch.generate_len={bench.sizes.new_tokens}"]
+    device = [f"hardware.device={bench.sizes.device}", f"hardware.dtype={bench.sizes.dtype}"]
+    names = ("lossless/identical", "autoregressive/tokens_per_second", "speculative/tokens_per_second")
+    overrides = ["scenario=serve", f"scenario.concurrencies=[{batch}]", *device, *sizes]
+    yield Point("serving", cell_name(batch, context), partial(_launched, overrides, names))
+
+
+def _launched(overrides: list[str], names: tuple[str, ...]) -> Record:
+    """Do a run as a user would; return these of its results."""
     with tempfile.TemporaryDirectory() as folder:
-        own = [f"hardware.tensor_parallel={count}", "scenario.repeats=2", "tracker=[]", f"runs_dir={folder}"]
-        found = _program("launch.py", *bench.settings, *bench.large_settings(*cell), *own)
+        found = _program("launch.py", *overrides, "tracker=[]", f"runs_dir={folder}")
         results = [json.loads(path.read_text()) for path in Path(folder).glob("*/result.json")]
     if "failed" in found or not results:
         return found
-    names = ("speedup", "speedup_wall", "time/target_decode_ms", "time/draft_ms", "time/verify_ms", "time/round_ms")
-    names += ("predicted/speedup", "predicted/round_ms")
     return {name: results[0].get(name) for name in names}
+
+
+def last_line(*command: str) -> Record:
+    """Run a program whose last line is its result, as JSON."""
+    done = _run(*command)
+    if done.returncode:
+        return {"failed": (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]}
+    return json.loads(done.stdout.splitlines()[-1])

@@ -2,22 +2,23 @@
 
 import importlib.util
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
 
+import gpu_kernels
 import torch
 from gpu_bench import Bench, cell_name
-from gpu_checks import LARGE_S, correct, doctor, ranks, tests
-from gpu_profile import profiled, static_cell
+from gpu_checks import LARGE_S, correct, doctor, ranks, serving, tests
+from gpu_drafts import authors, checks, kernels, policies, profile, variants
+from gpu_kernels import Layer
 from gpu_store import Point, Record
 
 from magicdec.attention import backends
-from magicdec.attention.base import Attention, Shape
-from magicdec.config.registry import BACKENDS, POLICIES
+from magicdec.config.registry import BACKENDS
 from magicdec.costmodel.roofline import step_time
 from magicdec.costmodel.speedup import speedup
-from magicdec.decoding.timers import Stopwatch
-from magicdec.engine.graphs import Captures, Step
+from magicdec.costmodel.targets import architecture
 from magicdec.errors import UserError
 from magicdec.measure import memory, metrics
 from magicdec.measure.ceilings import fastest_s, matmul_rate
@@ -26,7 +27,7 @@ from magicdec.planning import fits
 from magicdec.units import GIB
 from magicdec.verification.sampling import probabilities
 
-KERNELS = {"llama-3.1-8b": (32, 8, 128), "llama-2-7b": (32, 32, 128)}  # query heads, KV heads, head dim
+MODELS = ("llama-3.1-8b", "llama-2-7b-32k")  # with 8 and with 32 KV heads
 EXPECTED = ((0.80, 512), (0.89, 2049))  # alpha, budget: what the MagicDec paper reports for StreamingLLM and SnapKV
 COPIED = "at the copy bandwidth, as a part of the time"
 PEERS = ("vllm", "sglang", "flash_attn", "flash_attn_interface", "flashinfer")
@@ -83,12 +84,6 @@ def _steps(bench: Bench, batch: int, context: int, budget: int, gamma: int) -> R
     sizes = {"peak_gib": peak.num_bytes / GIB, "estimated_with_prefill_gib": estimated}
     cell = {"batch": batch, "context": context, "budget": budget, "gamma": gamma}
     return cell | times | {f"predicted_{name}": predicted[f"predicted/{name}"] for name in names} | ratios | sizes
-
-
-def profile(bench: Bench) -> Iterator[Point]:
-    """Profile a round of the predicted cell, kernel by kernel."""
-    cell, _ = static_cell(bench)
-    yield Point("profile", cell_name(*cell), partial(profiled, bench), LARGE_S)
 
 
 def prefill(bench: Bench) -> Iterator[Point]:
@@ -165,24 +160,6 @@ def _formula(bench: Bench, batch: int, context: int, budget: int, alpha: float, 
     return speedup(gamma, alpha, decode, median(drafts), verify)
 
 
-def policies(bench: Bench) -> Iterator[Point]:
-    """Time the rounds of every policy at the same budget, next to their prediction."""
-    (batch, context), budget, gamma = bench.cells[0], bench.sizes.budgets[0], bench.sizes.gammas[0]
-    batch = max(1, int(bench.sizes.policy_rows * batch))
-
-    def measured(policy: str) -> Record:
-        opened = bench.open(batch, context, budget, gamma, 0.8, policy=policy)
-        times = profile_round(opened, bench.sizes.repeats)
-        opened.close()
-        predicted = bench.predicted(bench.large(batch, context, budget, gamma, policy), gamma)
-        names = [name for name in ("draft_ms", "verify_ms", "round_ms") if predicted]
-        cell = {"policy": policy, "batch": batch, "context": context, "budget": budget, "gamma": gamma}
-        return cell | times | {f"predicted_{name}": predicted[f"predicted/{name}"] for name in names}
-
-    for policy in sorted(POLICIES, key="h2o".__eq__):  # it selects for seconds
-        yield Point("policies", f"{policy}, {cell_name(batch, context, budget, gamma)}", partial(measured, policy))
-
-
 def sampling(bench: Bench) -> Iterator[Point]:
     """Time rounds that sample next to greedy ones, and one truncation."""
     cell = (*bench.cells[0], bench.sizes.budgets[0], bench.sizes.gammas[0])
@@ -194,16 +171,17 @@ def sampling(bench: Bench) -> Iterator[Point]:
             times[f"{name}_round_ms"] = profile_round(opened, bench.sizes.repeats)["round_ms"]
             opened.close()
         logits = torch.randn(cell[0], 1, bench.engine.target.config.vocab_size, dtype=bench.dtype, device=bench.device)
-        truncation = Step(lambda: _discard(probabilities(logits, bench.sizes.sampling)), _captures(bench))
-        return times | {"truncation_ms": 1e3 * _seconds(truncation, bench)}
+        truncation = partial(probabilities, logits, bench.sizes.sampling)
+        seconds = gpu_kernels.seconds(truncation, bench.device, bench.sizes.repeats)
+        return times | {"truncation_ms": 1e3 * seconds}
 
     yield Point("sampling", cell_name(*cell), measured, LARGE_S)
 
 
-def kernels(bench: Bench) -> Iterator[Point]:
+def attention(bench: Bench) -> Iterator[Point]:
     """Time one layer's attention by each usable backend, next to copying as many bytes."""
     names = backends.usable(bench.device, bench.dtype, [128])
-    for model in KERNELS:
+    for model in MODELS:
         for context in bench.sizes.kernel_contexts:
             for tokens in bench.sizes.kernel_tokens:
                 for name in names:
@@ -211,19 +189,14 @@ def kernels(bench: Bench) -> Iterator[Point]:
                     yield Point("attention", f"{model} {context} T={tokens} {name}", attend)
 
 
-def _attention(bench: Bench, name: str, model: str, S: int, T: int) -> Record:
-    H, K, D = KERNELS[model]
-    attention: Attention = BACKENDS[name].work()
-    element = bench.dtype.itemsize
-    rows = max(1, bench.sizes.kernel_bytes // (2 * K * S * D * element))
-    k, v = (torch.randn(rows, K, S, D, dtype=bench.dtype, device=bench.device) for _ in range(2))
-    q = torch.randn(rows, T, H, D, dtype=bench.dtype, device=bench.device)
-    seqlens = torch.full((rows,), S, dtype=torch.int32, device=bench.device)
-    plan = attention.plan(seqlens, Shape(T, S, H // K, bench.dtype), None)
-    captures = _captures(bench) if BACKENDS[name].facts.captured else None
-    seconds = _seconds(Step(lambda: _discard(attention.attend(q, k, v, plan)), captures), bench)
-    cell = {"model": model, "context": S, "tokens": T, "backend": name, "rows": rows}
-    return cell | {"ms": 1e3 * seconds, "of_copy": of_copy(bench, 2 * k.numel() * element, seconds)}
+def _attention(bench: Bench, name: str, model: str, context: int, tokens: int) -> Record:
+    one = Layer(bench.device, bench.dtype, 1, context, model=replace(architecture(model), num_layers=1))
+    sizes = replace(one, rows=max(1, bench.sizes.kernel_bytes // one.kv_bytes))
+    attend = gpu_kernels.attending(sizes, sizes.target(), sizes.queries(tokens), name)
+    captured = BACKENDS[name].facts.captured
+    seconds = gpu_kernels.seconds(attend, bench.device, bench.sizes.repeats, captured)
+    cell = {"model": model, "context": context, "tokens": tokens, "backend": name, "rows": sizes.rows}
+    return cell | {"ms": 1e3 * seconds, "of_copy": of_copy(bench, sizes.kv_bytes, seconds)}
 
 
 def pair(bench: Bench) -> Iterator[Point]:
@@ -260,39 +233,38 @@ def peers(bench: Bench) -> Iterator[Point]:
     yield Point("peers", "importable", lambda: {name: importlib.util.find_spec(name) is not None for name in PEERS})
 
 
-def _captures(bench: Bench) -> Captures | None:
-    return Captures(bench.device) if bench.device.type == "cuda" else None
+@dataclass(frozen=True)
+class Part:
+    """A part of the benchmark: its title on the page, the minutes that it takes on an H200, and its points."""
+
+    title: str
+    minutes: float
+    points: Callable[[Bench], Iterator[Point]]
 
 
-def _seconds(step: Step, bench: Bench) -> float:
-    """Return the median time of a few runs of the step."""
-    samples = []
-    for _ in range(2 + bench.sizes.repeats):
-        with Stopwatch(bench.device) as watch:
-            step()
-        samples.append(watch.seconds)
-    return median(samples[2:])
-
-
-def _discard(_: object) -> None:
-    """Drop a step's result: steps return nothing."""
-
-
-# What matters most comes first: each part with its title on the page.
-PARTS: dict[str, tuple[str, Callable[[Bench], Iterator[Point]]]] = {
-    "doctor": ("The machine", doctor),
-    "correct": ("Correctness, on a reduced matrix", correct),
-    "ceilings": ("Ceilings of this card", ceilings),
-    "cells": ("Rows that fit", cells),
-    "profile": ("A round, kernel by kernel, next to [its prediction](../predictions/gpu.md)", profile),
-    "prefill": ("Prefill of Llama-3.1-8B, random weights", prefill),
-    "steps": (f"Steps of Llama-3.1-8B, random weights; moving what they must {COPIED}", steps),
-    "rounds": ("Speedup at a SYNTHETIC acceptance, the formula's value from the steps, and the predicted one", rounds),
-    "sampling": ("Rounds that sample", sampling),
-    "policies": ("Rounds of each cache policy", policies),
-    "ranks": ("All GPUs together", ranks),
-    "attention": (f"Attention of one layer; reading K and V once {COPIED}", kernels),
-    "pair": ("The bundled pair, real acceptance", pair),
-    "peers": ("Peers: the bundled target autoregressively, ms per token", peers),
-    "tests": ("All tests that need a GPU", tests),
+STATIC = "A round, kernel by kernel, next to [its prediction](../predictions/gpu.md)"
+# In the order of what is worth most. The minutes of those that have not yet run are estimates.
+PARTS = {
+    "doctor": Part("The machine", 1, doctor),
+    "checks": Part("Each kernel against its reference", 2, checks),
+    "ceilings": Part("Ceilings of this card", 0.2, ceilings),
+    "cells": Part("Rows that fit", 0.1, cells),
+    "kernels": Part("Each kernel next to its rivals, microseconds", 2, kernels),
+    "policies": Part("Rounds of each cache policy and of quantized drafts", 4, policies),
+    "profile": Part(STATIC, 2, profile),
+    "variants": Part("The same steps, compiled in other ways", 4, variants),
+    "authors": Part("Steps of the MagicDec authors' own software", 2, authors),
+    "steps": Part(f"Steps of Llama-3.1-8B, random weights; moving what they must {COPIED}", 4, steps),
+    "sampling": Part("Rounds that sample", 0.5, sampling),
+    "serving": Part("The bundled pair served: a smoke run", 1, serving),
+    "correct": Part("Correctness, on a reduced matrix", 3, correct),
+    "rounds": Part(
+        "Speedup at a SYNTHETIC acceptance, the formula's value from the steps, and the predicted one", 2, rounds
+    ),
+    "prefill": Part("Prefill of Llama-3.1-8B, random weights", 0.5, prefill),
+    "attention": Part(f"Attention of one layer; reading K and V once {COPIED}", 2, attention),
+    "ranks": Part("All GPUs together", 2, ranks),
+    "pair": Part("The bundled pair, real acceptance", 2, pair),
+    "peers": Part("Peers: the bundled target autoregressively, ms per token", 2, peers),
+    "tests": Part("All tests that need a GPU", 10, tests),
 }

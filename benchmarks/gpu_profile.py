@@ -1,4 +1,4 @@
-"""A round under PyTorch's profiler, by kinds of kernels, next to docs/predictions/gpu.md."""
+"""A round under PyTorch's profiler: its longest kernels, and their kinds next to docs/predictions/gpu.md."""
 
 import csv
 import re
@@ -11,9 +11,11 @@ from page import ROOT
 
 from magicdec.decoding.timers import synchronize
 from magicdec.errors import UserError
+from magicdec.tracking.cells import markdown_table
 
 PREDICTED = ROOT / "docs/predictions/gpu.csv"
 ROUNDS = 3
+LONGEST = 30  # kernels that are listed by name
 # Kinds of kernels, as on the page, by parts of their names; the first that fits counts.
 KINDS = {
     "attention": "attend_split|attend_coded|merge_splits|flash|fmha",
@@ -47,10 +49,9 @@ def static_cell(bench: Bench) -> tuple[tuple[int, int, int, int], Record]:
     return (*bench.cells[0], budget, gamma), {}
 
 
-def profiled(bench: Bench) -> Record:
-    """Return the milliseconds of a round by kinds of kernels, and the predicted ones."""
-    cell, predicted = static_cell(bench)
-    opened = bench.open(*cell, alpha=0.8)
+def profiled(bench: Bench, cell: tuple[int, int, int, int], policy: str = "streaming", *more: str) -> Record:
+    """Return the milliseconds of a round by kinds of kernels, and those of its longest kernels."""
+    opened = bench.open(*cell, alpha=0.8, policy=policy, more=more)
     step = opened.decoder.cycle(opened.draft, cell[-1])
     opened.restart()
     step()
@@ -66,15 +67,24 @@ def profiled(bench: Bench) -> Record:
     if rested:  # waking rows between rounds would add kernels
         raise UserError("rows have ended before the last round, and cost nothing in it; generate more tokens")
     times: Counter[str] = Counter(dict.fromkeys(ON_THE_PAGE, 0.0))
+    by_name, launches = Counter[str](), Counter[str]()
     events = [event for event in profiler.events() if not on_gpu or "cuda" in str(event.device_type).lower()]
     for event in events:
         took = event.time_range.elapsed_us() if on_gpu else event.self_cpu_time_total
         times[kind_of(event.name)] += took / 1e3 / ROUNDS
+        by_name[event.name] += took / 1e3 / ROUNDS
+        launches[event.name] += 1
     spans = [event.time_range for event in events]
     whole = (max(span.end for span in spans) - min(span.start for span in spans)) / 1e3 / ROUNDS
     times["launches"] = max(0.0, whole - sum(times.values()))
-    known = {f"predicted_{kind}_ms": value for kind, value in predicted.items()}
-    return {"round_ms": whole, "kernels": len(events) / ROUNDS} | {f"{k}_ms": v for k, v in times.items()} | known
+    rows = [[name, launches[name] / ROUNDS, ms] for name, ms in by_name.most_common(LONGEST)]
+    found = {"round_ms": whole, "kernels": len(events) / ROUNDS} | {f"{kind}_ms": ms for kind, ms in times.items()}
+    return found | {"text": markdown_table(["kernel", "launches", "ms"], rows)}
+
+
+def predicted_ms(by_kind: Record) -> Record:
+    """Return the predicted milliseconds, as they are stored next to the measured ones."""
+    return {f"predicted_{kind}_ms": ms for kind, ms in by_kind.items()}
 
 
 def kind_of(name: str) -> str:

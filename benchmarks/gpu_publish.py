@@ -19,6 +19,7 @@ from magicdec.costmodel.targets import architecture
 from magicdec.errors import UserError
 
 SHOWN = ("ceilings", "profile", "prefill", "steps", "rounds", "policies", "attention", "pair")  # on the page
+SHOWN_WHERE_MEASURED = ("kernels", "variants", "authors", "sampling")  # on the page, with any points
 TARGET = "llama-3.1-8b"
 STEPS = {"target": "T_T", "draft": "T_D", "verify": "T_V", "round": "round"}
 HELD_BACK = 3  # every so many points
@@ -31,9 +32,9 @@ def publish(points: Callable[[str], dict[str, Record]]) -> None:
     device, measured_by = facts["device"], f"commit {facts['commit']}, {facts['device']}, PyTorch {facts['torch']}"
     found = {
         part: [record for record in points(part).values() if not {"failed", "skipped"} & record.keys()]
-        for part in SHOWN
+        for part in (*SHOWN, *SHOWN_WHERE_MEASURED)
     }
-    if missing := [part for part, records in found.items() if not records]:
+    if missing := [part for part in SHOWN if not found[part]]:
         raise UserError(f"the page needs these parts, too: --parts {','.join(missing)}")
     if device_in(device) is None:
         raise UserError(
@@ -42,7 +43,11 @@ def publish(points: Callable[[str], dict[str, Record]]) -> None:
     for part, records in found.items():
         rows = [{"device": device, **record, "measured_by": measured_by} for record in records]
         for row in rows:
+            row.pop("text", None)  # the profile's longest kernels, which the points keep
             del row["commit"]
+        if not rows:
+            (RESULTS / f"gpu-{part}.csv").unlink(missing_ok=True)
+            continue
         write_csv(RESULTS / f"gpu-{part}.csv", rows)
     write_csv(RESULTS / "gpu-fit.csv", _calibrated(device, found["steps"], found["pair"]))
     write("gpu")

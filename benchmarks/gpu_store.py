@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 import traceback
 from collections.abc import Callable, Iterable
@@ -26,6 +27,7 @@ BETWEEN_S = 300  # that a process may take for its imports, and between two poin
 TEARDOWN_S = 30  # that it may take to end, behind its last point
 POLL_S = 0.2
 DONE, AFRESH, OUT_OF_TIME = 0, 3, 4  # exit codes of the process that measures; AFRESH: a new one goes on
+ENDED = "the time is over"
 PR_SET_PDEATHSIG = 1
 
 
@@ -41,10 +43,37 @@ class Point:
 
 @dataclass(frozen=True)
 class Store:
-    """A folder of points: a file for each part, and the note of the point that is being measured."""
+    """A folder of points: a file for each part, and the note of the point that is being measured.
+
+    `tar`, if any, is one file of all points, written again with each of them.
+    """
 
     folder: Path
     commit: str = ""
+    tar: Path | None = None
+
+    def resume(self, tar: Path) -> None:
+        """Take the points of a tar file, beyond those of this folder."""
+        with tarfile.open(tar) as file:
+            for member in file.getmembers():
+                part, content = Path(member.name), file.extractfile(member)
+                if content and part.suffix == ".json" and part.name == member.name:
+                    self._write(part.stem, json.load(content) | self.points(part.stem))
+
+    def pack(self) -> None:
+        """Write the tar file."""
+        if self.tar is None:
+            return
+        self.tar.parent.mkdir(parents=True, exist_ok=True)
+        temporary = self.tar.with_name(f".{self.tar.name}")
+        with tarfile.open(temporary, "w") as file:
+            for path in sorted({*self.folder.glob("*.json"), *self.folder.glob("*.md")} - {self._note}):
+                file.add(path, path.name)
+        temporary.replace(self.tar)
+
+    @property
+    def _note(self) -> Path:
+        return self.folder / "under_way.json"
 
     def points(self, part: str) -> dict[str, Record]:
         """Return the stored points of a part."""
@@ -53,6 +82,7 @@ class Store:
     def put(self, part: str, key: str, record: Record) -> None:
         """Store a point."""
         self._write(part, self.points(part) | {key: record | {"commit": self.commit}})
+        self.pack()
 
     def retry(self, parts: Iterable[str]) -> None:
         """Delete the points of these parts that were skipped or have failed."""
@@ -65,12 +95,16 @@ class Store:
 
     def noted(self) -> Record:
         """Return the last note; {} if there is none."""
-        return _read(self.folder / "under_way.json")
+        return _read(self._note)
+
+    def drop_note(self) -> None:
+        """Leave the point that is under way to another time."""
+        self._note.unlink(missing_ok=True)
 
     def settle(self, reason: str) -> bool:
         """Store the point that was under way, if any, as failed. Return whether there was one."""
         note = self.noted()
-        (self.folder / "under_way.json").unlink(missing_ok=True)
+        self.drop_note()
         if "key" not in note:
             return False
         if note["key"] not in self.points(note["part"]):
@@ -115,7 +149,7 @@ def outcome(measure: Callable[[], Record]) -> Record:
     """Return what was measured, or why it was not."""
     try:
         return measure()
-    except UserError as error:  # what does not fit, or is not installed
+    except (UserError, ModuleNotFoundError) as error:  # what does not fit, or is not installed
         return {"skipped": str(error)}
     except Exception as error:
         message = (str(error).splitlines() or [""])[0]
@@ -125,30 +159,38 @@ def outcome(measure: Callable[[], Record]) -> Record:
         return {"failed": f"{type(error).__name__}: {message}"}
 
 
-def supervise(command: list[str], store: Store) -> int:
-    """Run processes that measure, one after another, until one has no more to do. Return its exit code."""
+def supervise(command: list[str], store: Store, ends: float = float("inf")) -> int:
+    """Run processes that measure, one after another, until one has no more to do. Return its exit code.
+
+    At `ends` nothing runs any more; what is then under way is measured another time.
+    """
     store.settle("the machine or this program ended while it was measured")
     while True:
         worker = subprocess.Popen([sys.executable, *command], start_new_session=True)
         try:
-            reason = watch(worker, store)
+            reason = watch(worker, store, ends)
         except KeyboardInterrupt:
-            (store.folder / "under_way.json").unlink(missing_ok=True)  # to be measured another time
+            store.drop_note()
             raise
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(worker.pid, signal.SIGKILL)  # with the processes that it has started
             worker.wait()
+        if reason == ENDED:
+            store.drop_note()
+            return OUT_OF_TIME
         code = store.noted().get("code", worker.returncode)
         if not store.settle(reason) and code != AFRESH:
             return code
 
 
-def watch(worker: subprocess.Popen, store: Store) -> str:
+def watch(worker: subprocess.Popen, store: Store, ends: float) -> str:
     """Wait until the process ends, or has taken too long for what it has noted. Return what happened to it."""
     started = time.time()
     while worker.poll() is None:
         time.sleep(POLL_S)
+        if time.time() > ends:
+            return ENDED
         note = store.noted()
         limit = TEARDOWN_S if "code" in note else note.get("limit_s", BETWEEN_S)
         if time.time() - note.get("since", started) > limit:

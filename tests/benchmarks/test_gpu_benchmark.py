@@ -1,15 +1,20 @@
 """The benchmark for a GPU: rehearsed on the CPU, and with every fault that a GPU machine has in store."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
 import time
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import gpu
+import gpu_authors
 import gpu_bench
+import gpu_drafts
+import gpu_kernels
 import gpu_profile
 import gpu_publish
 import gpu_store
@@ -19,6 +24,7 @@ import yaml
 from render import read_csv
 
 from magicdec.cache.streaming import Streaming
+from magicdec.config.registry import POLICIES
 from magicdec.costmodel.hardware import hardware_named
 from magicdec.costmodel.round import Setup, round_times
 from magicdec.costmodel.targets import architecture
@@ -48,7 +54,8 @@ def test_a_rehearsal_goes_on_where_it_stood(tmp_path):
     assert first.returncode == 0, first.stderr
     assert "Not yet measured." in (tmp_path / "page.md").read_text()
     ceilings = (tmp_path / "ceilings.json").read_text()
-    parts = ("ceilings", "cells", "profile", "prefill", "steps", "rounds", "sampling", "attention")
+    parts = ("ceilings", "cells", "policies", "profile", "variants", "prefill", "steps", "rounds", "sampling")
+    parts += ("attention",)
     found = check(tmp_path, rehearse(tmp_path, "--parts", ",".join(parts)), *parts)
     assert (tmp_path / "ceilings.json").read_text() == ceilings
     assert all(found[part] for part in parts)
@@ -56,17 +63,22 @@ def test_a_rehearsal_goes_on_where_it_stood(tmp_path):
     assert all(point["round_ms"] > 0 and point["predicted_round_ms"] > 0 for point in found["steps"].values())
     assert all(point["speedup"] > 0 and point["of_formula"] > 0 for point in found["rounds"].values())
     assert all(point["sampled_round_ms"] > 0 and point["truncation_ms"] > 0 for point in found["sampling"].values())
-    (profile,) = found["profile"].values()
     assert found["cells"]["rows"]["cells"] == [[2, 256]]
-    assert profile["round_ms"] >= profile["rest_ms"] > 0
+    assert [point["policy"] for point in found["profile"].values()] == ["streaming", *gpu_drafts.PROFILED]
+    for profile in found["profile"].values():
+        assert profile["round_ms"] >= profile["rest_ms"] > 0
+        assert len(profile["text"].splitlines()) == 2 + gpu_profile.LONGEST
+    assert {point["policy"] for point in found["policies"].values()} == {*POLICIES, *gpu_drafts.DRAFTS}
+    assert [point["compiled"] for point in found["variants"].values()] == list(gpu_drafts.COMPILERS)
 
 
 @pytest.mark.slow
 def test_a_rehearsal_runs_programs(tmp_path):
-    parts = ("doctor", "correct", "ranks")
+    parts = ("doctor", "correct", "ranks", "serving")
     found = check(tmp_path, rehearse(tmp_path, "--parts", ",".join(parts)), *parts)
     assert all(point["identical"] for key, point in found["correct"].items() if key.startswith("lossless"))
     assert next(iter(found["ranks"].values()))["speedup"] > 0
+    assert next(iter(found["serving"].values()))["lossless/identical"]
     assert "| ok | round |" in (tmp_path / "page.md").read_text()
 
 
@@ -107,6 +119,91 @@ def test_each_fault_costs_its_point_and_no_other(tmp_path):
     assert all(point["commit"] == "abc" for point in store.points("x").values())
     store.retry(["x"])
     assert list(store.points("x")) == ["first", "loses the device", "last"]
+
+
+def test_when_the_time_is_over_the_point_under_way_is_left_to_the_next_call(tmp_path):
+    store = gpu_store.Store(tmp_path)
+    began = time.time()
+    assert gpu_store.supervise([POINTS, str(tmp_path), "hangs", "last"], store, began) == gpu_store.OUT_OF_TIME
+    assert time.time() - began < 10
+    assert (store.points("x"), store.noted()) == ({}, {})
+
+
+def test_one_file_holds_all_points_and_is_resumed_from(tmp_path):
+    store = gpu_store.Store(tmp_path, "abc", tmp_path / "out/gpu.tar")
+    store.put("x", "first", {"ms": 1.0})
+    store.note(part="x", key="second")
+    store.put("y", "only", {"ms": 2.0})
+    other = gpu_store.Store(tmp_path / "other")
+    other.folder.mkdir()
+    other.put("x", "first", {"ms": 3.0})
+    other.resume(store.tar)
+    assert {part: list(other.points(part)) for part in ("x", "y")} == {"x": ["first"], "y": ["only"]}
+    assert other.points("x")["first"]["ms"] == 3.0, "what this folder has measured stays"
+    assert other.noted() == {}
+    assert gpu._opened(store.tar).points("y")["only"]["ms"] == 2.0
+
+
+def test_what_is_worth_most_takes_half_an_hour():
+    """Three calls of ten minutes; the rest is behind it."""
+    names, minutes = list(gpu.PARTS), [part.minutes for part in gpu.PARTS.values()]
+    assert sum(minutes[: names.index("attention")]) <= 30
+    assert gpu.plan().count("\n") == 1 + len(names)
+
+
+@pytest.mark.slow
+def test_kernels_are_checked_in_the_interpreter():
+    pytest.importorskip("triton")
+    command = [sys.executable, "benchmarks/gpu_kernels.py", "--check", "--rehearse"]  # Triton is imported anew
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [line.partition(": ")[0] for line in done.stdout.splitlines()] == list(gpu_kernels.KERNELS)
+
+
+def test_a_kernel_that_is_wrong_is_said_to_be(monkeypatch):
+    right = torch.arange(6.0)
+    layer = gpu_kernels.Layer(torch.device("cpu"), torch.float32)
+    versions = {"old": lambda: right, "new": lambda: right + 0.1}
+    case = gpu_kernels.Case(versions, lambda: right, 1.0, {"slow": lambda: lambda: None, "absent": _absent})
+    monkeypatch.setitem(gpu_kernels.KERNELS, "mine", lambda layer: case)
+    assert gpu_kernels.checked("mine", layer) == {"failed": "new is off by 0.02"}
+    found = gpu_kernels.timed("mine", layer, 1, copy_bandwidth=1e9)
+    assert min(found["old_us"], found["new_us"], found["slow_us"], found["of_copy"]) > 0
+    assert found["absent_us"] == "No module named 'rival'"
+
+
+def _absent():
+    raise ModuleNotFoundError("No module named 'rival'")
+
+
+def test_selections_are_compared_as_sets():
+    """In any order; -1 is no slot."""
+    right = torch.tensor([[3, 1, -1], [0, 2, 5]])
+    assert gpu_kernels.missed(torch.tensor([[1, 3, -1], [5, 0, 2]]), right) == 0.0
+    assert gpu_kernels.missed(torch.tensor([[1, 4, -1], [5, 0, 2]]), right) == pytest.approx(1 / 5)
+
+
+def test_the_authors_names_of_flashinfer_are_those_of_today():
+    seen = []
+
+    class Wrapper:
+        def plan(self, pages, head_dim_qk):
+            seen.append((pages, head_dim_qk))
+
+    def append(k, v, batch_indices, positions, cache, indices, indptr, last_len):
+        seen.append((batch_indices, positions, indices, last_len))
+
+    library = SimpleNamespace(
+        BatchPrefillWithPagedKVCacheWrapper=Wrapper,
+        append_paged_kv_cache=append,
+        get_seq_lens=lambda indptr, last_len, page_size: (indptr, last_len, page_size),
+        get_batch_indices_positions=lambda append_indptr, lengths, count: ((append_indptr, count), lengths),
+    )
+    gpu_authors.adapt(library)
+    Wrapper().plan("pages", head_dim=128)
+    library.append_paged_kv_cache([1, 2], [3, 4], "new", torch.zeros(1, 2, 64), "indices", "indptr", "last")
+    assert seen == [("pages", 128), (("new", 2), ("indptr", "last", 64), "indices", "last")]
 
 
 def test_a_process_that_does_not_end_is_ended(tmp_path):
