@@ -223,7 +223,9 @@ def _family(plain: Mapping[str, Any]) -> Family:
     supported = ", ".join(FAMILIES)
     if named is None:
         raise UserError(f"no model_type is given; supported: {supported}")
-    if not isinstance(named, str) or named not in FAMILIES:
+    if not isinstance(named, str):
+        raise UserError(f"model_type={SHORT.repr(named)}: must be a text")
+    if named not in FAMILIES:
         raise UserError(f"model_type={SHORT.repr(named)} is not supported; supported: {supported}")
     return FAMILIES[named]
 

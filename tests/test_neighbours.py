@@ -125,7 +125,7 @@ def test_plugins_of_others_run_their_jobs(app, tmp_path, plugin, arguments):
     assert done.returncode == 0, done.stderr
     steps = [path.read_text() for path in sorted(tmp_path.glob("jobs/*/.hydra/overrides.yaml"))]
     assert len(steps) == 2
-    assert set(steps) <= {"- steps=1\n", "- steps=2\n"}
+    assert set(steps) <= {f"- steps={number}\n" for number in (1, 2, 3)}  # a search may include the end
 
 
 def test_an_app_that_uses_our_api_keeps_its_own_configuration(app):

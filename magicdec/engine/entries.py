@@ -81,21 +81,26 @@ def errors(decoder: Decoder, seed: int) -> tuple[Tensor, Tensor]:
     """Return the largest error (B, S) of each token, 0 of those that were not compared, and which were compared in all
     layers.
     """
-    model, cache, tokens_BS = decoder.target.plain(), decoder.cache, decoder.state.tokens_BS
+    model, tokens_BS = decoder.target.plain(), decoder.state.tokens_BS
     last_B1 = decoder.state.prompt_len_B.long()[:, None] - 1
     error_BS, checked_BS = (
         torch.zeros_like(tokens_BS, dtype=torch.float32),
         torch.zeros_like(tokens_BS, dtype=torch.bool),
     )
-    for rows, place_BT, end in _every(last_B1, decoder.state.max_prompt_len):
-        first = Recomputed(cache, rows, place_BT, end)
-        model.first_entries(tokens_BS[rows].gather(1, place_BT), first)
-        first.compare(0)
-        error_BS[rows].scatter_reduce_(1, place_BT, first.error_BT, "amax")
+    for part in _every(last_B1, decoder.state.max_prompt_len):
+        error_BS[part.rows].scatter_reduce_(1, part.place_BT, first_error_of(decoder, model, part), "amax")
     for part in _sampled(last_B1, decoder.state.max_prompt_len, seed):
         error_BS[part.rows].scatter_reduce_(1, part.place_BT, error_of(decoder, model, part), "amax")
         checked_BS[part.rows].scatter_(1, part.place_BT, True)
     return decoder.target.share.largest(error_BS), checked_BS
+
+
+def first_error_of(decoder: Decoder, model: Transformer, part: Part) -> Tensor:
+    """Return the error (B, T) of each token of a pass through the first layer's projections."""
+    again = Recomputed(decoder.cache, *part)
+    model.first_entries(decoder.state.tokens_BS[part.rows].gather(1, part.place_BT), again)
+    again.compare(0)
+    return again.error_BT
 
 
 def error_of(decoder: Decoder, model: Transformer, part: Part) -> Tensor:
@@ -110,11 +115,14 @@ def error_of(decoder: Decoder, model: Transformer, part: Part) -> Tensor:
     return again.error_BT
 
 
-def largest_part(decoder: Decoder, longest: int) -> Part:
-    """Return a pass that takes as much memory as any over prompts of up to `longest` tokens, to estimate that."""
-    last_B1 = decoder.state.prompt_len_B.long()[:, None]
-    num_new = min(longest, OF_A_ROW)
-    return next(_passes(last_B1.expand(-1, num_new), last_B1, 1, _at_once(longest)))._replace(end=longest)
+def rehearse(decoder: Decoder, longest: int) -> None:
+    """Run passes that take as much memory as any over prompts of up to `longest` tokens, to estimate that."""
+    model, last_B1 = decoder.target.plain(), decoder.state.prompt_len_B.long()[:, None]
+    sizes = ((first_error_of, FIRST_AT_ONCE, FIRST_AT_ONCE), (error_of, _at_once(longest), OF_A_ROW))
+    for compute, at_once, of_a_row in sizes:
+        place_BT = last_B1.expand(-1, min(longest, of_a_row))
+        part = next(_passes(place_BT, last_B1, 1, at_once, of_a_row))
+        compute(decoder, model, part._replace(end=longest))
 
 
 def _every(last_B1: Tensor, longest: int) -> Iterator[Part]:

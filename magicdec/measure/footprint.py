@@ -23,7 +23,7 @@ from magicdec.attention.base import Shape
 from magicdec.attention.sdpa import SdpaAttention, SdpaPlan
 from magicdec.decoding.prefill import MAX_CHUNK
 from magicdec.engine.audit import chunk_len, score_tokens
-from magicdec.engine.entries import error_of, largest_part
+from magicdec.engine.entries import rehearse
 from magicdec.engine.native import NativeEngine
 from magicdec.models.taps import Taps
 
@@ -80,7 +80,7 @@ def footprint(engine: NativeEngine, num_rows: int, context_len: int, audited: bo
                 for phase in range(draft.phases):
                     decoder.round(draft, draft.gamma, phase)
         if audited:
-            error_of(decoder, engine.target.plain(), largest_part(decoder, context_len))
+            rehearse(decoder, context_len)
             score_tokens(decoder, decoder.state.tokens_BS[:, : min(new_tokens, chunk_len(decoder))])
     return Footprint(allocations.peak, allocations.most_of_rounds)
 

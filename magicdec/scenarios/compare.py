@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from magicdec.config.schema import Compare
 from magicdec.data import Prompts
 from magicdec.drafts.base import Draft
-from magicdec.engine.audit import audit
+from magicdec.engine.audit import Audit, audit
 from magicdec.engine.decoder import Decoder, Generation
 from magicdec.engine.native import Batch, NativeEngine, warm_up
 from magicdec.measure import memory, metrics
@@ -90,9 +90,7 @@ def run(plan: Plan, run: "Run", progress: Progress) -> Outcome:
         with closing(_opened(session, engine, number)) as batch:  # or the caches of two would be held at once
             _decode(session, batch, number)
             if session.lacks_audit(number):
-                plain, fast = (session.stored.units.of_batch(number)[0].ways[way] for way in WAYS)
-                verdict = audit(batch.decoder, plain.tokens, fast.tokens, fast.accepted)
-                session.stored.add_audit(number, verdict)
+                session.stored.add_audit(number, _audited(batch, session.stored.units.of_batch(number)[0]))
             if profiles:
                 profile = _profiled(session, batch) | _memory(batch, peak)
                 profile |= _roofline(plan, batch, profile)  # last: the bandwidth's measurement takes memory
@@ -143,6 +141,12 @@ def _decode(session: Session, batch: Batch, number: int) -> None:
             done = session.stored.units.num_repeats
             times = {way: [rows] for way, rows in unit.times().items()}
             session.progress.report(repeat_line(done, times))
+
+
+def _audited(batch: Batch, unit: Unit) -> Audit:
+    """Return the audit of what a unit has written."""
+    plain, fast = (unit.ways[way] for way in WAYS)
+    return audit(batch.decoder, plain.tokens, fast.tokens, fast.accepted)
 
 
 def _profiled(session: Session, batch: Batch) -> Metrics:

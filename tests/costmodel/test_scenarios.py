@@ -45,7 +45,10 @@ def as_run(device_name, device, *overrides):
 
 LLAMA_1B = ("draft=model", "target@draft.model=llama-3.2-1b")
 QWEN3 = ("draft=model", "target@draft.model=qwen3-1.7b")
-PLAN, QWEN = ("scenario=plan", "hardware=8xh100", *LLAMA), ("draft=model", "scenario.drafts=[qwen2.5-7b]")
+PLAN, QWEN = (
+    ("scenario=plan", "scenario.save_as=of-a-test", "hardware=8xh100", *LLAMA),
+    ("draft=model", "scenario.drafts=[qwen2.5-7b]"),
+)
 
 
 def planned(*overrides):
@@ -129,7 +132,7 @@ def test_a_plan_takes_each_policy_with_its_own_settings(tmp_path, monkeypatch):
     assert cache_named(config, "snapkv").kernel == 7
     assert cache_named(config, "streaming") == Streaming(budget=256, num_sink=4)
     result = planned(*keys)
-    found = yaml.safe_load((tmp_path / "planned.yaml").read_text())["cache"]
+    found = yaml.safe_load((tmp_path / "of-a-test.yaml").read_text())["cache"]
     expected = {"snapkv": {"observation_window": 32, "kernel": 7}, "streaming": {"num_sink": 4}}
     assert found == {"budget": result.history[0]["budget"]} | expected[result.history[0]["policy"]]
 

@@ -85,7 +85,7 @@ def test_what_triton_needs_is_looked_for_before_it_is_chosen(fault, said, gpu, m
 def test_one_line_says_what_is_slower(gpu, monkeypatch, capsys):
     no_compiler(monkeypatch)
     plan = resolve(compose(QUICK))
-    monkeypatch.setattr(build, "_engine", lambda *_: None)
+    monkeypatch.setattr(build, "assembled", lambda *_: None)
     with progress() as bars:
         build.engine(plan, bars)
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning")]

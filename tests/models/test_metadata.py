@@ -127,7 +127,7 @@ def test_a_value_of_the_wrong_kind(folder, file, keys, value, said):
     assert said in line
 
 
-MANY = [(CONFIG, ["layer_types"], [0]), (CONFIG, ["eos_token_id"], [-1]), (GENERATION, ["eos_token_id"], [-1])]
+MANY = [(CONFIG, ["model_type"], [0]), (CONFIG, ["eos_token_id"], [-1]), (GENERATION, ["eos_token_id"], [-1])]
 MANY += [(INDEX, ["weight_map"], {"": 0}), *((TOKENIZER, ["model", "vocab"], value) for value in ({"": -1}, [0]))]
 
 
@@ -243,9 +243,9 @@ def test_a_value_of_many_parts_is_shown_in_part(original, tmp_path):
     parts: dict = {}
     for _ in range(6):
         parts = {str(number) * 30: parts for number in range(4)}
-    content = json.loads((original / CONFIG).read_text()) | {"use_sliding_window": parts}
+    content = json.loads((original / CONFIG).read_text()) | {"hidden_size": parts}
     (tmp_path / CONFIG).write_text(json.dumps(content))
-    assert "use_sliding_window={'000" in (refused(lambda: read_config(tmp_path)) or "")
+    assert "hidden_size={'000" in (refused(lambda: read_config(tmp_path)) or "")
 
 
 ROPE = ["rope_type", "type", "factor", "rope_theta", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"]

@@ -146,7 +146,7 @@ def test_a_run_leaves_what_a_run_of_ours_leaves(tmp_path, monkeypatch):
     alike = ("data/fingerprint", "output/fingerprint", "lossless/identical", "acceptance/source", "gamma", "status")
     assert [other[key] for key in alike] == [native[key] for key in alike]
     only_ours = ("time/", "agreement/", "noisy", "roofline/", "limit/", "formula/")
-    only_ours += ("predicted/", "published/", "memory/", "lossless/", "weights/", "prefill/")
+    only_ours += ("predicted/", "published/", "memory/", "lossless/", "weights/", "prefill/", "repeats_")
     assert all(key.startswith(only_ours) for key in native.keys() - other.keys())
     assert other["engine/version"].startswith("transformers ")
     # Every round is the same but the first, which here follows the prefill at once, and there is a part of it.

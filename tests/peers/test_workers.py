@@ -69,10 +69,10 @@ def test_another_version_of_an_engine_is_another_run(monkeypatch):
     monkeypatch.setattr(OpenvinoPeer, "modules", ("yaml", "torch"))
     packages = [f"PyYAML {metadata.version('PyYAML')}", f"torch {metadata.version('torch')}"]
     assert OpenvinoPeer.installed(OpenvinoEngine(python=sys.executable)) == ", ".join(packages)
-    plan = resolve(compose([*SMALL, "engine=transformers", "draft=none"]))
-    before = plan.fingerprints
+    config = compose([*SMALL, "engine=transformers", "draft=none"])
+    before = resolve(config).fingerprints
     monkeypatch.setattr("magicdec.peers.transformers.transformers.__version__", "4.0.0")  # as the engine sees it
-    assert plan.fingerprints == before | {"engine": "transformers 4.0.0"} != before
+    assert resolve(config).fingerprints == before | {"engine": "transformers 4.0.0"} != before
 
 
 def test_the_type_of_openvinos_cache(peer):

@@ -152,11 +152,18 @@ def test_own_runs_of_a_copy_in_another_folder_are_evidence(tmp_path):
 
 def test_a_plan_for_a_folder_leads_back_to_it(tmp_path, monkeypatch):
     monkeypatch.setattr(plan, "EXPERIMENTS", tmp_path)
-    keys = ["scenario=plan", "hardware=8xa100", "batch.context_len=32000", "batch.size=64", f"runs_dir={tmp_path}"]
+    keys = [
+        "scenario=plan",
+        "scenario.save_as=of-a-test",
+        "hardware=8xa100",
+        "batch.context_len=32000",
+        "batch.size=64",
+        f"runs_dir={tmp_path}",
+    ]
     for folder, option in (("snapshot", "llama-3.1-8b"), ("other", "custom")):
         path = described(tmp_path / folder, "llama-3.1-8b", vocab_size=128256 if option != "custom" else 1000)
         outcome(*keys, "target=llama-3.1-8b", f"target.path={path}")
-        found = yaml.safe_load((tmp_path / "planned.yaml").read_text())
+        found = yaml.safe_load((tmp_path / "of-a-test.yaml").read_text())
         assert {"override /target": option} in found["defaults"]
         assert found["target"] == {"path": str(path)}
 

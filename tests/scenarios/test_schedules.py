@@ -11,7 +11,14 @@ from tests.runs import outcome, shown
 
 pytestmark = pytest.mark.usefixtures("here")
 ON_H100 = ("hardware=h100", "target=llama-3.1-8b")
-PLAN = ("scenario=plan", *ON_H100, "draft=model", "target@draft.model=llama-3.2-1b", "cache=full")
+PLAN = (
+    "scenario=plan",
+    "scenario.save_as=null",
+    *ON_H100,
+    "draft=model",
+    "target@draft.model=llama-3.2-1b",
+    "cache=full",
+)
 PREDICT = ("scenario=predict", *PLAN[1:])
 
 
@@ -47,7 +54,7 @@ def test_mistakes(keys, words):
 
 def test_engines_do_not_speculate_by_themselves():
     with pytest.raises(UserError, match="draft=self: vLLM cannot be set to it; choose draft=model or draft=ngram"):
-        outcome("scenario=plan", *ON_H100, "scenario.schedule=vllm")
+        outcome("scenario=plan", "scenario.save_as=null", *ON_H100, "scenario.schedule=vllm")
 
 
 def test_an_assumed_alpha_is_that_of_the_draft_of_the_run():
