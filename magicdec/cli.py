@@ -185,7 +185,7 @@ def _run(cfg: DictConfig, this: Job) -> float | None:
         _refuse_a_grid()
     elif cfg.sweep.get("fail_fast") and not cfg.sweep.get("dry_run"):
         sweep.refuse_if_stopped(this.sweep_dir, this.number)
-    config = load(cfg, HydraConfig.get())
+    config = load(cfg, cast(DictConfig, HydraConfig.get()))
     from magicdec.scenarios import run as run_scenario  # here, because --help and mistakes must not wait for it
 
     in_sweep = this.sweep_dir is not None and not config.sweep.dry_run
