@@ -181,10 +181,10 @@ LINES, TABLE = "".join(json.dumps(row) + "\n" for row in ROWS), "p,n\none,1\ntwo
         ("rows.json", json.dumps(ROWS, indent=2).encode()),
         ("rows.jsonl", ("\ufeff\n" + json.dumps(ROWS, indent=1)).encode()),
         ("rows.jsonl", LINES.encode("utf-16")),
-        ("rows.jsonl.gz", gzip.compress(LINES.encode())),
-        ("rows.json.gz", gzip.compress(json.dumps(ROWS).encode())),
+        ("rows.jsonl.gz", gzip.compress(LINES.encode(), mtime=0)),
+        ("rows.json.gz", gzip.compress(json.dumps(ROWS).encode(), mtime=0)),
         ("rows.csv", TABLE.encode("utf-16")),
-        ("rows.CSV.gz", gzip.compress(TABLE.encode())),
+        ("rows.CSV.gz", gzip.compress(TABLE.encode(), mtime=0)),
     ],
 )
 def test_files_as_they_are_published_are_read(tmp_path, name, content):
@@ -201,8 +201,8 @@ def test_files_as_they_are_published_are_read(tmp_path, name, content):
         (b'[{"p": "one"},\n {"p": "two"\n', "it does not end behind row 1"),
         (b'[{"p": "one"}]\n[{"p": "two"}]\n', "it does not end behind row 1"),
         (b'{"p": "caf\xe9"}\n', "after line 0, is not UTF-8 text (invalid continuation byte); iconv converts it"),
-        (gzip.compress(LINES.encode())[:-12], "cannot be read (EOFError: "),
-        (gzip.compress(LINES.encode())[:20] + b"x" * 40, "cannot be read ("),
+        (gzip.compress(LINES.encode(), mtime=0)[:-12], "cannot be read (EOFError: "),
+        (gzip.compress(LINES.encode(), mtime=0)[:20] + b"x" * 40, "cannot be read ("),
     ],
 )
 def test_a_file_that_cannot_be_read_says_why(tmp_path, content, reason):
