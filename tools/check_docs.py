@@ -53,8 +53,9 @@ NOT_RUN = {
     r"\bFOLDER|FILE|\bNAME\b|TEAM|\.\.\.|org/name": "names something of the reader's",
     r"RUN_ID|\bID(_[AB])?\b|0a1b|bench-\d|(?<![\w.])(vllm|benchmarks|profile_\w+)\.json": "names the reader's results",
     r"speedup>1": "selects by what was measured",
+    r"experiment=planned": "a search has written it for a GPU, or names something of the reader's",
     r"(question|conversation_trace|outputs|edits)\.jsonl|data=(pg19|ruler)": "needs a corpus",
-    r"engine=\S*(vllm|llamacpp|openvino)|sweeps=(peers|study)|data=mooncake": "needs another engine or a corpus",
+    r"engine=\S*(vllm|llamacpp|openvino)|sweeps?[= ](peers|study)|data=mooncake": "needs another engine or a corpus",
     r"magicdec (serve|sync|dashboard)": "needs a client or a server of W&B's",
     r"^python (benchmarks|tools)/": "writes pages, or reads the network",
     r"hydra/launcher=(ray|submitit\w*|joblib)|sweeps=optuna|tracker=tensorboard": "needs an extra",
@@ -222,6 +223,11 @@ def reason_not_to_run(command: Command) -> str:
 
 def changed_since(commit: str) -> set[str]:
     """Return the texts of the commands that pages of this commit do not have."""
+    known = subprocess.run(
+        ["git", "rev-parse", "--verify", "-q", f"{commit}^{{commit}}"], cwd=ROOT, capture_output=True
+    )
+    if known.returncode:
+        sys.exit(f"--since {commit}: no such commit")
     before = set()
     for page in PAGES:
         shown = subprocess.run(["git", "show", f"{commit}:{page}"], cwd=ROOT, capture_output=True, text=True)
