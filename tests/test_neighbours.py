@@ -7,6 +7,7 @@ import venv
 
 import pytest
 
+from magicdec.config.hydra_versions import IS_1_3
 from tests.programs import ROOT
 from tests.test_plugins import written
 from tests.test_wheel import build
@@ -86,7 +87,8 @@ def test_the_environment_has_the_wheel_and_not_the_checkout(app):
 
 def test_a_multirun_is_that_of_hydra_and_imports_nothing_of_ours(app):
     done = app("small.py", "-m", "+x=1,2")
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 0, done.stderr
+    assert "magicdec" not in done.stderr
     assert [line for line in done.stdout.splitlines() if line.startswith("got")] == [
         "got {'x': 1} []",
         "got {'x': 2} []",
@@ -95,7 +97,7 @@ def test_a_multirun_is_that_of_hydra_and_imports_nothing_of_ours(app):
 
 def test_words_that_are_ours_too_mean_what_the_app_says(app):
     done = app("large.py")
-    assert (done.returncode, done.stderr, done.stdout) == (0, "", BIG)
+    assert (done.returncode, done.stdout) == (0, BIG), done.stderr
 
 
 def test_conf_of_the_working_directory_is_not_searched(app):
@@ -121,6 +123,8 @@ def test_our_options_are_not_offered_to_others(app):
 )
 def test_plugins_of_others_run_their_jobs(app, tmp_path, plugin, arguments):
     pytest.importorskip(f"hydra_plugins.{plugin}")
+    if plugin == "hydra_optuna_sweeper" and not IS_1_3:
+        pytest.skip("hydra-optuna-sweeper 1.3 does not work with Hydra 1.4")
     done = app("objective.py", "-m", "hydra.sweep.dir=jobs", *arguments)
     assert done.returncode == 0, done.stderr
     steps = [path.read_text() for path in sorted(tmp_path.glob("jobs/*/.hydra/overrides.yaml"))]

@@ -31,6 +31,9 @@ MISFITS = {
 # OmegaConf's internal errors where an override sets a key within a null, or merges a dictionary into one.
 WITHIN_NULL = re.compile(r"Unexpected type: None|'NoneType' object has no attribute 'get'")
 
+# A defaults list that overrides a key as if it were a group, in the words of Hydra 1.3 and of 1.4.
+NOT_A_GROUP = re.compile(r"In '(.*)': (?:Could not override|Invalid Defaults List override) '/?(\w+)\b")
+
 # Options that a Hydra plugin brings, and the extra that installs it.
 EXTRAS = {
     "hydra/sweeper=optuna": "optuna",
@@ -141,7 +144,7 @@ def _explain_text(error: Exception, overrides: Sequence[str]) -> str | None:
         return next(_within_null(overrides), None)
     if "Could not override 'target@draft.model'" in text:
         return "target@draft.model: this draft has no model of its own; use draft=model"
-    if (found := re.match(r"In '(.*)': Could not override '(\w+)'\. No match", text)) and found[2] in known_keys():
+    if (found := NOT_A_GROUP.match(text)) and found[2] in known_keys():
         return f"{found[1]}.yaml: {found[2]} is a key and no group: write {found[2]}: VALUE below the defaults"
     if "must be a string or a list" in text:
         return next(_not_an_option(overrides), text)

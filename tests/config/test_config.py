@@ -180,6 +180,18 @@ def test_every_sweep_of_wandb_gives_commands_that_compose(path):
     assert (ROOT / sweep["program"]).exists()
 
 
+@pytest.mark.parametrize(
+    ("typed", "launcher", "sweeper"),
+    [([], "magicdec", "magicdec"), (["experiment=mine"], "basic", "magicdec"), (["+sweeps=mine"], "magicdec", "basic")],
+)
+def test_experiments_and_sweeps_choose_a_launcher_and_a_sweeper(here, typed, launcher, sweeper):
+    chosen = "# @package _global_\ndefaults:\n  - override /hydra/{}: basic\n"
+    files = {"experiment": chosen.format("launcher"), "sweeps": chosen.format("sweeper")}
+    written(here, {f"conf/{group}/mine.yaml": text for group, text in files.items()})
+    choices = plain(*typed, return_hydra_config=True).hydra.runtime.choices
+    assert (choices["hydra/launcher"], choices["hydra/sweeper"]) == (launcher, sweeper)
+
+
 def test_an_architecture_is_read_as_the_models_own():
     given = "target.architecture={rope_scaling: {kind: linear, factor: 8}, eos_token_ids: [2]}"
     expected = {"rope_scaling": RopeScaling("linear", 8.0), "eos_token_ids": (2,)}
